@@ -1,0 +1,65 @@
+"""Feature maps whose inner product is a power: phi(q) . phi(k) = (q . k)^p.
+
+    tensor_power_embedding(x, p)      all d^p products x_a1 x_a2 ... x_ap
+    symmetric_power_embedding(x, p)   each distinct product once, C(d+p-1, p) of them
+
+The symmetric map keeps one entry for each non-decreasing multi-index a1 <= a2 <= ... <= ap, times the square root
+of how often the tensor holds it, p! / (c_1! ... c_d!) with c_i the number of times i occurs in the multi-index.
+From "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), sections 3 and 4.
+"""
+import math
+from functools import lru_cache
+
+import torch
+
+
+def symmetric_power_dim(d, p):
+    """Number of features of the symmetric power: C(d+p-1, p)."""
+    return math.comb(d + p - 1, p)
+
+
+def tensor_power_embedding(x, p):
+    """x [..., d] -> [..., d^p], in row-major multi-index order; same dtype."""
+    phi = x
+    for _ in range(p - 1):
+        phi = (phi.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
+    return phi
+
+
+def symmetric_power_embedding(x, p):
+    """x [..., d] -> [..., C(d+p-1, p)], in lexicographic order of the non-decreasing multi-indices; same dtype.
+
+    Products of degree r+1 that start with x_i are x_i times the products of degree r whose first index is at least
+    i, and in lexicographic order those are a tail of the list: no gather, hence no scattered sum in the gradient.
+    """
+    d = x.shape[-1]
+    phi = x
+    for r in range(1, p):
+        tails = _tails(d, r)
+        phi = torch.cat([x[..., i : i + 1] * phi[..., tails[i] :] for i in range(d)], dim=-1)
+    return phi * _sqrt_multiplicity(d, p, x.dtype, x.device)
+
+
+def _tails(d, r):
+    """Where, among the multi-indices of degree r, those with a first index of at least i begin, for each i."""
+    return [symmetric_power_dim(d, r) - symmetric_power_dim(d - i, r) for i in range(d)]
+
+
+@torch.compiler.assume_constant_result
+@lru_cache(maxsize=32)
+def _sqrt_multiplicity(d, p, dtype, device):
+    """sqrt(p! / (c_1! ... c_d!)) for each multi-index, [C(d+p-1, p)], built degree by degree like the features."""
+    count = torch.ones(d, dtype=torch.float64)  # permutations of each multi-index so far
+    run = torch.ones(d, dtype=torch.float64)  # how often its first index is repeated at its start
+    for r in range(1, p):
+        tails = _tails(d, r) + [len(count)]
+        counts, runs = [], []
+        for i in range(d):
+            # of the tail that i is put in front of, the first part starts with i itself and makes its run longer
+            longer = torch.zeros(len(count) - tails[i], dtype=torch.float64)
+            same = tails[i + 1] - tails[i]
+            longer[:same] = run[tails[i] : tails[i + 1]]
+            runs.append(longer + 1)
+            counts.append(count[tails[i] :] * (r + 1) / (longer + 1))
+        count, run = torch.cat(counts), torch.cat(runs)
+    return count.sqrt().to(device=device, dtype=dtype)

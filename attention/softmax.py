@@ -1,0 +1,52 @@
+"""Softmax attention: the baseline.
+
+What it computes      y_i = sum_{j<=i} A_ij v_j,  A_ij = exp(q_i . k_j / sqrt(D)) / sum_{l<=i} exp(q_i . k_l / sqrt(D))
+The quadratic form    the only one: exp has no finite feature map
+What it keeps         every key and value: memory and time a token grow with the text
+"""
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from attention.gates import forget_at
+from attention.rotary import rotary
+from attention.state import count_tokens
+
+
+def softmax_attention(q, k, v, log_g=None, *, scale=None):
+    """Causal softmax attention through torch's scaled_dot_product_attention.
+
+    q [B, n, H, D] belong to the last n of the T tokens of k [B, T, Hkv, D], v [B, T, Hkv, E]. log_g [B, T, Hkv] holds
+    only 0 and -inf; -inf hides all tokens before. Returns [B, n, H, E].
+    """
+    (n, H), (T, Hkv) = q.shape[1:3], k.shape[1:3]
+    mask = None
+    if log_g is not None or n < T:
+        at = torch.arange(T, device=q.device)
+        mask = at[-n:, None] >= at  # [n, T]
+    if log_g is not None:
+        document = (log_g == float("-inf")).cumsum(1).transpose(1, 2)  # [B, Hkv, T]
+        document = document.repeat_interleave(H // Hkv, dim=1)
+        mask = mask & (document[..., -n:, None] == document[..., None, :])
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=H != Hkv
+    )
+    return y.transpose(1, 2)
+
+
+class Softmax(nn.Module):
+    fold = "never"
+
+    def __init__(self, config):
+        super().__init__()
+        self.rope_base = config.rope_base
+
+    def forward(self, x, q, k, v, resets=None, state=None):
+        u = count_tokens(x, state)
+        q, k = rotary(q, u, self.rope_base), rotary(k, u, self.rope_base)
+        log_g = forget_at(resets, None, k)
+        if state is not None:
+            state = state.append(k, v, log_g, u)
+            k, v, log_g = state.k, state.v, state.log_g
+        return softmax_attention(q, k, v, log_g), state

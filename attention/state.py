@@ -1,0 +1,75 @@
+"""What a layer keeps while text is generated: recent keys and values, a PowerState once that is cheaper, and u.
+
+    state = LayerState.empty(batch, device)
+    y, state = generate_power(q, k, v, log_g, u, state, p=2)      # again and again, any number of tokens at a time
+
+Keys and values are read as they are until they take as much memory as the PowerState would (some 2,000 tokens for p=2
+at head dimension 64 in bfloat16, 780,000 for p=4). Then all of them are folded into one, and again whenever FOLD_EVERY
+new ones have gathered, so that time and memory a token are bounded however long the text.
+"""
+from dataclasses import dataclass, replace
+
+import torch
+
+from attention.power import PowerState, read_and_fold, state_bytes
+
+FOLD_EVERY = 64
+
+
+@dataclass
+class LayerState:
+    u: torch.Tensor  # [B] float64, the rotation counter after the newest token
+    k: torch.Tensor | None = None  # [B, n, Hkv, D] keys not yet folded, rotated
+    v: torch.Tensor | None = None  # [B, n, Hkv, E]
+    log_g: torch.Tensor | None = None  # [B, n, Hkv], None without gates and resets
+    power: PowerState | None = None  # of the tokens before those; softmax and even_power never have one
+    fold: str = "auto"  # "auto" as above, "always": from the first token, "never"
+
+    @staticmethod
+    def empty(batch, device, fold="auto"):
+        return LayerState(u=torch.zeros(batch, dtype=torch.float64, device=device), fold=fold)
+
+    def append(self, k, v, log_g, u):
+        """The state with new tokens' keys, values and gates behind those it has; u [B, n] or [n] of the new tokens."""
+        u = u[..., -1].expand_as(self.u)
+        if self.k is not None:
+            k, v = torch.cat((self.k, k), dim=1), torch.cat((self.v, v), dim=1)
+            log_g = None if log_g is None else torch.cat((self.log_g, log_g), dim=1)
+        return replace(self, k=k, v=v, log_g=log_g, u=u)
+
+    def full(self, p):
+        """Whether folding is due."""
+        if self.fold != "auto":
+            return self.fold == "always"
+        n, D, E = self.k.shape[1], self.k.shape[-1], self.v.shape[-1]
+        if self.power is not None:
+            return n >= FOLD_EVERY
+        return n * (D + E) * self.k.element_size() >= state_bytes(1, D, E, p)
+
+    def tensors(self):
+        return [x for x in (self.u, self.k, self.v, self.log_g, *(self.power or ())) if x is not None]
+
+    def repeat(self, n):
+        """The state of each sequence n times over, for several continuations of one prompt."""
+        again = lambda x: None if x is None else x.repeat_interleave(n, dim=0)
+        power = self.power and PowerState(*map(again, self.power))
+        return replace(self, u=again(self.u), k=again(self.k), v=again(self.v), log_g=again(self.log_g), power=power)
+
+
+def generate_power(q, k, v, log_g, u, state, *, p):
+    """Power attention of n new tokens that follow `state`: y [B, n, H, E] and the state after them."""
+    state = state.append(k, v, log_g, u)
+    fold = state.full(p)
+    y, power = read_and_fold(q, state.k, state.v, state.log_g, state.power, p=p, fold=fold)
+    if fold:
+        state = replace(state, k=None, v=None, log_g=None, power=power)
+    return y, state
+
+
+def count_tokens(x, state, beta=None):
+    """u of the tokens of x [B, T, C]: 1, 2, 3, ... after the state's, or running sums of beta [B, T]; float64."""
+    if beta is None:
+        steps = torch.arange(1, x.shape[1] + 1, dtype=torch.float64, device=x.device)  # [T]
+    else:
+        steps = beta.double().cumsum(dim=1)  # [B, T]
+    return steps if state is None else state.u.unsqueeze(1) + steps

@@ -1,0 +1,24 @@
+"""Sympow with gating: the state forgets, by a fraction that the token decides.
+
+What it computes      y_i = sum_{j<=i} A_ij v_j,  A_ij proportional to b_ij (q'_i . k'_j)^p
+The quadratic form    b_ij = product of gamma_m over m = j+1..i,  gamma_m = sigmoid(W_gamma x_m + b) per key/value head
+What it keeps         S_i = gamma_i S_{i-1} + phi(k'_i) v_i^T   and   z_i = gamma_i z_{i-1} + phi(k'_i)
+
+"Conformal Transformations for Symmetric Power Transformers" (Kumar et al., 2025), section 3.1 and proposition 2.
+"""
+from attention.gates import make_gate
+from attention.sympow import Sympow, sympow_attention
+
+
+def sympow_gating_attention(q, k, v, log_g, *, p, form="auto", chunk_size=None):
+    """sympow_attention with log_g [B, T, Hkv] <= 0, the natural log of the gates; see `power_attention`."""
+    return sympow_attention(q, k, v, p=p, log_g=log_g, form=form, chunk_size=chunk_size)
+
+
+class SympowGating(Sympow):
+    def __init__(self, config):
+        super().__init__(config)
+        self.gate = make_gate("fixed" if config.gate == "fixed" else "learned", config)
+
+    def gates(self, x):
+        return self.gate(x)

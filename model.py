@@ -1,0 +1,238 @@
+"""GPT-2 with the attention of your choice, in one file.
+
+    config = GPTConfig(attention="sympow", p=2)                    # GPT-2 124M
+    model = GPT(config)
+    logits, loss = model(ids, targets)                             # training: ids, targets [B, T]
+    logits, _, state = model(prompt, return_state=True)            # generation: read a prompt,
+    logits, state = model.step(ids, state)                         # then one token [B] at a time
+
+Differences from GPT-2: rotary positions instead of learned ones, a LayerNorm after the token embedding, and whatever
+`attention` says. Parameter names are nanoGPT's where the module exists there.
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from attention import ATTENTIONS
+from attention.embedding import symmetric_power_dim
+from attention.power import FORMS, best_form, default_chunk_size
+from attention.state import LayerState
+
+LOSS_TOKENS = 16384  # logits of so many tokens exist at any time: 3.3 GB in float32 for GPT-2's vocabulary
+GATED = ("sympow_gating", "conformal_sympow")
+
+
+@dataclass
+class GPTConfig:
+    vocab_size: int = 50257  # of the tokenizer; the embedding is padded to a multiple of 64
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    n_kv_head: int = 0  # key/value heads, shared by groups of query heads; 0: n_head
+    head_dim: int = 0  # 0: n_embd / n_head
+    dropout: float = 0.0
+    bias: bool = False  # in linear layers and LayerNorms
+    attention: str = "softmax"  # softmax, even_power, sympow, sympow_gating, conformal_sympow
+    p: int = 2  # the power, even
+    gate: str = "auto"  # learned or fixed for sympow_gating; learned, fixed or none for conformal_sympow
+    gate_bias: float = 6.9  # a fresh learned gate is sigmoid(gate_bias)
+    form: str = "auto"  # quadratic, chunked, recurrent or auto: how the sympow variants are computed in training
+    chunk_size: int = 0  # tokens a chunk in the chunked form; 0: chosen from p and head_dim
+    rope_base: float = 65536.0  # N of the rotation: the longest document
+    reset_token: int = -1  # forget everything at this token id; -1: never (set by train.py's pack)
+    activation_checkpointing: bool = False  # keep one activation a block, compute the rest again in the backward pass
+
+    def __post_init__(self):
+        if not self.head_dim and self.n_embd % self.n_head:
+            near = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
+            raise ValueError(
+                f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}: n_head="
+                f"{min(near, key=lambda h: abs(h - self.n_head))} would do, or set head_dim"
+            )
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        self.n_kv_head = self.n_kv_head or self.n_head
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even (rotary positions turn pairs), got {self.head_dim}")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head must be a multiple of n_kv_head, got {self.n_head} and {self.n_kv_head}")
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {self.attention!r}")
+        if self.p < 2 or self.p % 2:
+            raise ValueError(f"p must be a positive even integer, got {self.p}: odd powers give negative weights")
+        if self.form not in FORMS:
+            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
+        if self.chunk_size < 0:
+            raise ValueError(f"chunk_size must be positive, or 0 to choose it, got {self.chunk_size}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        if self.rope_base <= 1:
+            raise ValueError(f"rope_base must be above 1, got {self.rope_base}")
+        for name in ("n_layer", "n_head", "n_embd", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.gate not in ("auto", "learned", "fixed", "none"):
+            raise ValueError(f"gate must be auto, learned, fixed or none, got {self.gate!r}")
+        if self.gate == "auto":
+            self.gate = "learned" if self.attention in GATED else "none"
+        if self.gate != "none" and self.attention not in GATED:
+            raise ValueError(f"attention={self.attention} has no gates, got gate={self.gate}: use {' or '.join(GATED)}")
+        if self.gate == "none" and self.attention == "sympow_gating":
+            raise ValueError("attention=sympow_gating with gate=none is attention=sympow: use that")
+
+    @property
+    def padded_vocab_size(self):
+        return math.ceil(self.vocab_size / 64) * 64
+
+
+@dataclass
+class ModelState:
+    """What generation keeps: a LayerState for each layer, and how many tokens have been read."""
+
+    layers: list[LayerState]
+    position: int = 0
+
+    def repeat(self, n):
+        """The state of each sequence n times over."""
+        return ModelState([layer.repeat(n) for layer in self.layers], self.position)
+
+    def bytes(self):
+        return sum(x.numel() * x.element_size() for layer in self.layers for x in layer.tensors())
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.heads = config.n_head, config.n_kv_head, config.n_kv_head
+        self.head_dim = config.head_dim
+        self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=config.bias)
+        self.mix = ATTENTIONS[config.attention](config)
+        self.dropout = config.dropout
+
+    def forward(self, x, resets, state):
+        qkv = self.c_attn(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, D]
+        y, state = self.mix(x, *qkv.split(self.heads, dim=2), resets, state)
+        return F.dropout(self.c_proj(y.flatten(2)), self.dropout, self.training), state
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = config.dropout
+
+    def forward(self, x):
+        return F.dropout(self.c_proj(F.gelu(self.c_fc(x))), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x, resets=None, state=None):
+        y, state = self.attn(self.ln_1(x), resets, state)
+        x = x + y
+        return x + self.mlp(self.ln_2(x)), state
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(config.padded_vocab_size, config.n_embd),  # the head too
+                ln_wte=nn.LayerNorm(config.n_embd, bias=config.bias),
+                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+                ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
+            )
+        )
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module):
+        """GPT-2's: normal 0.02, and 0.02 / sqrt(2 n_layer) where a block adds to the residual. Gates set their own."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, (Attention, MLP)):
+            nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+
+    def empty_state(self, batch, fold=None):
+        """The state before any token. fold: "always" folds from the first token; default is the attention's own."""
+        w = self.transformer.wte.weight
+        layers = [LayerState.empty(batch, w.device, fold or block.attn.mix.fold) for block in self.transformer.h]
+        return ModelState(layers)
+
+    def forward(self, ids, targets=None, state=None, return_state=False):
+        """ids, targets [B, T] int64, targets of -1 are left out of the loss.
+
+        Returns (logits [B, T, vocab_size], None), or with targets (None, mean loss in nats); with state (a ModelState
+        of the tokens before) or return_state, the ModelState after these tokens comes third.
+        """
+        if state is None and return_state:
+            state = self.empty_state(len(ids))
+        x = self.transformer.ln_wte(self.transformer.wte(ids))
+        x = F.dropout(x, self.config.dropout, self.training)
+        resets = None if self.config.reset_token < 0 else ids == self.config.reset_token
+        layers = []
+        for i, block in enumerate(self.transformer.h):
+            if self.config.activation_checkpointing and torch.is_grad_enabled() and state is None:
+                x, _ = checkpoint(block, x, resets, use_reentrant=False)
+            else:
+                x, layer = block(x, resets, state and state.layers[i])
+                layers.append(layer)
+        x = self.transformer.ln_f(x)
+        output = (self.logits(x), None) if targets is None else (None, self.loss(x, targets))
+        return output if state is None else (*output, ModelState(layers, state.position + ids.shape[1]))
+
+    def step(self, ids, state):
+        """One token each: ids [B] -> (logits [B, vocab_size] of the next, the state after it)."""
+        logits, _, state = self(ids.unsqueeze(1), state=state)
+        return logits[:, -1], state
+
+    def logits(self, x):
+        """x [..., n_embd] -> [..., vocab_size]: the padding of the vocabulary is cut off, no tokenizer decodes it."""
+        return F.linear(x, self.transformer.wte.weight)[..., : self.config.vocab_size]
+
+    def loss(self, x, targets):
+        """Mean cross entropy, a piece of LOSS_TOKENS at a time, each piece's logits made again in the backward pass."""
+        x, targets = x.flatten(0, 1), targets.flatten()
+
+        def piece(x, targets):
+            return F.cross_entropy(self.logits(x).float(), targets, ignore_index=-1, reduction="sum")
+
+        if len(x) <= LOSS_TOKENS or not torch.is_grad_enabled():
+            total = sum(map(piece, x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS)))
+        else:
+            total = 0
+            for a, b in zip(x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS)):
+                total = total + checkpoint(piece, a, b, use_reentrant=False)
+        return total / (targets != -1).sum().clamp(min=1)
+
+    def parameter_count(self):
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, block_size):
+        """FLOPs of one training token, forward and backward, in the form that is used: 6 for each weight that is
+        multiplied, and the attention's products over the half of the pairs that is causal."""
+        c = self.config
+        weights = sum(p.numel() for p in self.parameters() if p.dim() == 2)
+        form = c.form if c.form != "auto" else best_form(block_size, c.head_dim, c.p)
+        if form == "quadratic" or c.attention in ("softmax", "even_power"):
+            per_head = 6 * block_size * c.head_dim
+        else:
+            chunk = 1 if form == "recurrent" else c.chunk_size or default_chunk_size(c.head_dim, c.p)
+            # the state is read for each query head and written for each key/value head
+            state = (1 + c.n_kv_head / c.n_head) * symmetric_power_dim(c.head_dim, c.p) * (c.head_dim + 1)
+            per_head = 6 * min(chunk, block_size) * c.head_dim + 6 * state
+        return 6 * weights + c.n_layer * c.n_head * per_head
