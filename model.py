@@ -3,7 +3,7 @@
     config = GPTConfig(attention="sympow", p=2)                    # GPT-2 124M
     model = GPT(config)
     logits, loss = model(ids, targets)                             # training: ids, targets [B, T]
-    logits, _, state = model(prompt, return_state=True)            # generation: read a prompt,
+    logits, state = model.read(prompt, model.empty_state(B))       # generation: read a prompt,
     logits, state = model.step(ids, state)                         # then one token [B] at a time
 
 Differences from GPT-2: rotary positions instead of learned ones, a LayerNorm after the token embedding, and whatever
@@ -181,6 +181,22 @@ class GPT(nn.Module):
         """
         if state is None and return_state:
             state = self.empty_state(len(ids))
+        x, state = self.hidden(ids, state)
+        output = (self.logits(x), None) if targets is None else (None, self.loss(x, targets))
+        return output if state is None else (*output, state)
+
+    def step(self, ids, state):
+        """One token each: ids [B] -> (logits [B, vocab_size] of the next, the state after it)."""
+        return self.read(ids.unsqueeze(1), state)
+
+    def read(self, ids, state, piece=1024):
+        """ids [B, T], any T, read a piece at a time -> (logits [B, vocab_size] of the next token, the state after)."""
+        for part in ids.split(piece, dim=1):
+            x, state = self.hidden(part, state)
+        return self.logits(x[:, -1]), state
+
+    def hidden(self, ids, state=None):
+        """ids [B, T] -> what the head reads, [B, T, n_embd], and the state after these tokens (None without one)."""
         x = self.transformer.ln_wte(self.transformer.wte(ids))
         x = F.dropout(x, self.config.dropout, self.training)
         resets = None if self.config.reset_token < 0 else ids == self.config.reset_token
@@ -191,14 +207,7 @@ class GPT(nn.Module):
             else:
                 x, layer = block(x, resets, state and state.layers[i])
                 layers.append(layer)
-        x = self.transformer.ln_f(x)
-        output = (self.logits(x), None) if targets is None else (None, self.loss(x, targets))
-        return output if state is None else (*output, ModelState(layers, state.position + ids.shape[1]))
-
-    def step(self, ids, state):
-        """One token each: ids [B] -> (logits [B, vocab_size] of the next, the state after it)."""
-        logits, _, state = self(ids.unsqueeze(1), state=state)
-        return logits[:, -1], state
+        return self.transformer.ln_f(x), state and ModelState(layers, state.position + ids.shape[1])
 
     def logits(self, x):
         """x [..., n_embd] -> [..., vocab_size]: the padding of the vocabulary is cut off, no tokenizer decodes it."""

@@ -1,0 +1,71 @@
+"""Checkpoints: out_dir/ckpt/step_00001000/ with model.safetensors, optimizer.pt and progress.json.
+
+Written under a temporary name, flushed to disk and renamed: a checkpoint under its own name is whole. Reading one
+executes no code.
+"""
+import json
+import os
+import re
+import shutil
+
+import torch
+from safetensors.torch import load_file, save_file
+
+KEEP = 2  # newest checkpoints that stay
+
+
+def save(out_dir, model, optimizer, progress):
+    """Writes the checkpoint of progress["step"] and removes all but the newest KEEP."""
+    folder = os.path.join(out_dir, "ckpt")
+    final = os.path.join(folder, f"step_{progress['step']:08d}")
+    temporary = os.path.join(folder, f".writing_{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    os.makedirs(temporary)
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, os.path.join(temporary, "model.safetensors"))
+    torch.save(optimizer.state_dict(), os.path.join(temporary, "optimizer.pt"))
+    write_json(os.path.join(temporary, "progress.json"), progress)
+    for name in os.listdir(temporary):
+        _flush(os.path.join(temporary, name))
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(temporary, final)
+    _flush(folder)
+    for old in _all(out_dir)[:-KEEP]:
+        shutil.rmtree(old)
+
+
+def newest(path):
+    """The checkpoint to read at `path`, a run's folder or a checkpoint itself; None if there is none."""
+    if os.path.isfile(os.path.join(path, "model.safetensors")):
+        return path
+    found = _all(path)
+    return found[-1] if found else None
+
+
+def load(folder, model, optimizer=None, device="cpu"):
+    """Fills model (and optimizer) from a checkpoint; returns its progress."""
+    model.load_state_dict(load_file(os.path.join(folder, "model.safetensors")))
+    if optimizer is not None:
+        state = torch.load(os.path.join(folder, "optimizer.pt"), map_location=device, weights_only=True)
+        optimizer.load_state_dict(state)
+    with open(os.path.join(folder, "progress.json")) as f:
+        return json.load(f)
+
+
+def write_json(path, value):
+    """Writes beside `path` and renames, so that no reader ever sees half of it."""
+    with open(path + ".tmp", "w") as f:
+        json.dump(value, f, indent=2)
+        f.write("\n")
+    os.replace(path + ".tmp", path)
+
+
+def _all(out_dir):
+    folder = os.path.join(out_dir, "ckpt")
+    names = sorted(n for n in os.listdir(folder) if re.fullmatch(r"step_\d{8,}", n)) if os.path.isdir(folder) else []
+    return [os.path.join(folder, n) for n in names]
+
+
+def _flush(path):
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)

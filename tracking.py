@@ -1,0 +1,93 @@
+"""Where a run's numbers go: metrics.jsonl always, wandb if wanted.
+
+metrics.jsonl is the truth, one JSON object a line. wandb is online if there is an API key, otherwise offline
+(`wandb sync out/NAME/wandb/offline-*` uploads it later), and never asks for a login.
+"""
+import json
+import netrc
+import os
+from urllib.parse import urlparse
+
+
+class Tracker:
+    def __init__(self, cfg, settings, step, run_id):
+        path = os.path.join(cfg.out_dir, "metrics.jsonl")
+        self.file = None
+        if not cfg.eval_only:
+            kept = [line for line in _lines(path) if json.loads(line)["step"] <= step]  # later ones are done again
+            with open(path + ".tmp", "w") as f:
+                f.writelines(kept)
+            os.replace(path + ".tmp", path)
+            self.file = open(path, "a")
+        self.run_id = run_id
+        self.wandb = None if cfg.eval_only else self._start_wandb(cfg, settings)
+
+    def _start_wandb(self, cfg, settings):
+        mode = wandb_mode(cfg)
+        if mode == "disabled":
+            return None
+        try:
+            import wandb
+        except ImportError:
+            print("wandb is not installed: metrics go to metrics.jsonl alone")
+            return None
+        self.run_id = self.run_id or wandb.util.generate_id()
+        args = dict(
+            project=cfg.wandb_project, name=cfg.wandb_run_name or os.path.basename(os.path.normpath(cfg.out_dir)),
+            id=self.run_id, resume="allow", dir=cfg.out_dir, config=settings,
+        )  # fmt: skip
+        quiet = dict(console="off", silent=True)  # the terminal belongs to the progress bar
+        try:
+            run = wandb.init(**args, mode=mode, settings=wandb.Settings(init_timeout=60, **quiet))
+        except Exception as error:
+            if mode != "online":
+                raise
+            print(f"wandb does not answer ({error}): logging offline")
+            run = wandb.init(**args, mode="offline", settings=wandb.Settings(**quiet))
+        run.define_metric("iter")
+        run.define_metric("*", step_metric="iter")  # wandb's own step must grow, ours repeats after a resume
+        return run
+
+    def log(self, step, **values):
+        """One line of numbers: train_loss, tokens, seconds, lr, ... or val_loss; None is left out."""
+        values = {k: v for k, v in values.items() if v is not None}
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        self.file.flush()
+        if self.wandb:
+            names = {"train_loss": "train/loss", "val_loss": "val/loss", "lr": "lr", "tok_per_sec": "train/tok_per_sec"}
+            names["grad_norm"] = "train/grad_norm"
+            row = {name: values[key] for key, name in names.items() if key in values}
+            if "mfu" in values:
+                row["mfu"] = 100 * values["mfu"]  # percent, as nanoGPT has it
+            self.wandb.log({"iter": step, **row})
+
+    def finish(self):
+        if self.file:
+            self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def wandb_mode(cfg):
+    """online, offline or disabled; `auto` asks WANDB_MODE, then whether there is a key."""
+    if not cfg.wandb_log:
+        return "disabled"
+    if cfg.wandb != "auto":
+        return cfg.wandb
+    if os.environ.get("WANDB_MODE") in ("online", "offline", "disabled"):
+        return os.environ["WANDB_MODE"]
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        key = os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        key = None
+    return "online" if key else "offline"
+
+
+def _lines(path):
+    """The whole lines of metrics.jsonl; a last one torn by a crash is left out."""
+    if not os.path.exists(path):
+        return []
+    with open(path) as f:
+        lines = f.readlines()
+    return [line for line in lines if line.endswith("\n")]

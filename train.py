@@ -1,0 +1,455 @@
+"""Train a GPT with the attention of your choice.
+
+    python data/pystdlib/prepare.py                                    # once, no network needed
+    python train.py config/demo.py                                     # one CPU or one GPU
+    torchrun --nproc_per_node=8 train.py config/sympow_p4.py           # one node
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/sympow_p4.py
+
+Any setting below, or of GPTConfig in model.py, can follow as --key=value; `--help` lists them. A run lives in out_dir:
+config.json, metrics.jsonl, the tokenizer and ckpt/. The same command again goes on from the last checkpoint.
+"""
+import json
+import math
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import checkpoint
+from config import read_settings, refuse
+from data.loader import DataError, Dataset, Windows, eval_batches, train_batch
+from model import GPT, GPTConfig
+from tracking import Tracker
+
+
+@dataclass
+class TrainConfig:
+    # the run
+    out_dir: str = ""  # default out/CONFIG_NAME
+    init_from: str = "auto"  # auto: go on where out_dir left off; scratch; or weights from another run's folder
+    overwrite: bool = False  # with init_from=scratch: rename a non-empty out_dir and start anew
+    seed: int = 1337
+    # data
+    dataset: str = "pystdlib"  # a folder in data/, or any path
+    batch_size: int = 8  # sequences a micro-step on each rank
+    block_size: int = 1024  # context: tokens of a sequence
+    tokens_per_step: int = 524288  # over all ranks and micro-steps; accumulation follows from it
+    gradient_accumulation_steps: int = 0  # over all ranks; 0: tokens_per_step decides
+    pack: bool = False  # put documents one behind another, forgetting everything at each start
+    # optimizer
+    max_iters: int = 100000
+    max_seconds: float = 0.0  # stop after so many seconds of training and evaluation; 0: no limit
+    learning_rate: float = 6e-4
+    warmup_iters: int = 0
+    decay_lr: bool = False  # cosine down to min_lr; False: constant
+    lr_decay_iters: int = 0  # 0: max_iters
+    min_lr: float = 6e-5
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    grad_clip: float = 1.0  # 0: no clipping
+    # evaluation, logging, checkpoints
+    eval_interval: int = 1000
+    eval_tokens: int = 1048576  # always the first of the held-out split
+    eval_only: bool = False  # evaluate and stop
+    log_interval: int = 10
+    always_save_checkpoint: bool = True  # at every evaluation; False: when the validation loss is the best so far
+    wandb: str = "auto"  # auto: online if there is a key, else offline; online, offline, disabled
+    wandb_log: bool = True  # False is wandb=disabled
+    wandb_project: str = "sympow"
+    wandb_run_name: str = ""  # default: the name of out_dir
+    # machine
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
+    dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
+    compile: str = "auto"  # auto: torch.compile on a GPU, without if its toolchain is missing; True, False
+    backend: str = "auto"  # of torch.distributed: nccl on GPUs, gloo on CPUs
+    deterministic: bool = False  # two runs give the same bits, also on a GPU
+
+
+HIDDEN = ("vocab_size", "reset_token")  # the data decide
+# settings that may change when a run goes on: they leave the trajectory alone
+FREE = {
+    "out_dir", "init_from", "overwrite", "max_seconds", "eval_interval", "eval_tokens", "eval_only", "log_interval",
+    "always_save_checkpoint", "wandb", "wandb_log", "wandb_project", "wandb_run_name", "device", "backend", "compile",
+    "batch_size", "gradient_accumulation_steps", "activation_checkpointing",
+}  # fmt: skip
+# dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name found in the device's counts
+PEAK_FLOPS = {
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12,
+    "RTX 4090": 165e12, "RTX 3090": 71e12, "A6000": 155e12,
+}  # fmt: skip
+
+
+def main():
+    given, names = read_settings((TrainConfig, GPTConfig), sys.argv[1:], HIDDEN, usage=__doc__)
+    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    master = rank == 0
+    say = print_to_terminal if master else lambda *_: None
+
+    # ---- everything that can be refused, before anything is allocated
+    try:
+        cfg = TrainConfig(**{f.name: given[f.name] for f in fields(TrainConfig) if f.name in given})
+        dataset = Dataset(cfg.dataset)
+        windows = Windows(dataset, "train", cfg.block_size, pack=cfg.pack)
+        heldout = Windows(dataset, "val", cfg.block_size, pack=cfg.pack)
+        chosen = {f.name: given[f.name] for f in fields(GPTConfig) if f.name in given}
+        chosen.setdefault("rope_base", float(dataset.document_length))
+        model_cfg = GPTConfig(
+            **chosen, vocab_size=dataset.vocab_size, reset_token=dataset.eot if cfg.pack else -1
+        )
+        accumulation = check(cfg, given, world)
+    except (DataError, ValueError) as error:
+        refuse(error)
+    cfg.out_dir = cfg.out_dir or os.path.join("out", "-".join(names) or "train")
+    device, dtype = choose_device(cfg, local)
+    settings = {**asdict(cfg), "model": asdict(model_cfg)}
+    resume = choose_start(cfg, settings, given)
+
+    # ---- ranks, device, folder
+    if "RANK" in os.environ:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            cfg.backend if cfg.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",
+            device_id=device if device.type == "cuda" else None,
+        )
+    if master:
+        start_folder(cfg, settings, dataset, resume)
+    torch.manual_seed(cfg.seed)
+    torch.set_float32_matmul_precision("high")  # float32 products (the power scores) in tf32: exact for bf16 factors
+    if cfg.deterministic:
+        make_deterministic(say)
+
+    # ---- model and optimizer
+    model = GPT(model_cfg).to(device)
+    optimizer = make_optimizer(model, cfg, device)
+    step, seconds, best, run_id = 0, 0.0, math.inf, None
+    if resume:
+        progress = checkpoint.load(resume, model, optimizer, device)
+        step, seconds, best, run_id = (progress[k] for k in ("step", "seconds", "best", "wandb_id"))
+        say(f"going on from {resume}, step {step}")
+    elif cfg.init_from not in ("auto", "scratch"):
+        checkpoint.load(checkpoint.newest(cfg.init_from), model)
+        say(f"weights from {cfg.init_from}")
+    network = torch.compile(model) if compiles(cfg, device, say) else model
+    if dist.is_initialized():
+        ids = [device] if device.type == "cuda" else None
+        network = torch.nn.parallel.DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
+
+    tokens_per_step = cfg.batch_size * cfg.block_size * world * accumulation
+    say(
+        f"{model.parameter_count() / 1e6:.1f}M parameters, {model_cfg.attention}, {device.type} {str(dtype)[6:]}; "
+        f"tokens a step: {world} ranks x {cfg.batch_size} sequences x {cfg.block_size} context x "
+        f"{accumulation} accumulation = {tokens_per_step:,}"
+    )
+    autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
+    flops_per_second = peak_flops(device)
+    tracker = Tracker(cfg, settings, step, run_id) if master else None
+
+    def batch(step, micro):
+        x, y = train_batch(windows, cfg.seed, step, rank, world, micro, accumulation, cfg.batch_size)
+        if device.type == "cuda":  # pinned memory lets the copy run beside the computation
+            return tuple(t.pin_memory().to(device, non_blocking=True) for t in (x, y))
+        return x.to(device), y.to(device)
+
+    def total(x):
+        """x summed over the ranks."""
+        if dist.is_initialized():
+            dist.all_reduce(x)
+        return x
+
+    @torch.no_grad()
+    def evaluate():
+        """Mean loss of the first eval_tokens of the held-out split, shared over the ranks, averaged by token."""
+        network.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        for x, y in eval_batches(heldout, cfg.eval_tokens, cfg.batch_size, rank, world):
+            count = (y != -1).sum()
+            with autocast:
+                _, loss = model_for_eval(x.to(device), y.to(device))
+            sums += torch.stack((loss.double() * count, count.double()))
+        network.train()
+        loss, count = total(sums).tolist()
+        return loss / count
+
+    # DDP has nothing to do in evaluation, and its buffers are constant: use the (compiled) module inside
+    model_for_eval = network.module if dist.is_initialized() else network
+
+    def save():
+        if master:
+            state = {"step": step, "seconds": seconds, "best": best, "wandb_id": tracker.run_id}
+            checkpoint.save(cfg.out_dir, model, optimizer, state)
+
+    stop = StopSignals()
+    bar = tqdm(total=cfg.max_iters, initial=step, unit="step", disable=not (master and sys.stderr.isatty()))
+    network.train()
+    first, done, clock = step, False, time.perf_counter()
+    since = clock, step  # of the last logged step
+    if cfg.eval_only:
+        say(f"val loss {evaluate():.4f}")
+        done = True
+    elif step >= cfg.max_iters or 0 < cfg.max_seconds <= seconds:
+        say(f"{cfg.out_dir} is trained: {step} steps in {seconds:.0f} s; raise max_iters or max_seconds to go on")
+        done = True
+    ready = None if done else batch(step, 0)
+    while not done:
+        # ---- one step
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, cfg)
+        torch.manual_seed(hash((cfg.seed, step, rank)) % 2**63)  # dropout is a function of (seed, step, rank)
+        loss_sum = torch.zeros((), device=device)
+        try:
+            for micro in range(accumulation):
+                if dist.is_initialized():  # gradients are averaged over the ranks with the last micro-step
+                    network.require_backward_grad_sync = micro == accumulation - 1
+                x, y = ready
+                with autocast:
+                    _, loss = network(x, y)
+                (loss / accumulation).backward()
+                loss_sum += loss.detach()
+                ready = batch(step + (micro + 1) // accumulation, (micro + 1) % accumulation)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        except torch.OutOfMemoryError:
+            if step > first:
+                raise
+            fail(f"out of GPU memory in the first step: {what_fits(cfg, model_cfg, accumulation)}")
+        except DataError as error:
+            refuse(error)
+        step += 1
+
+        # ---- what is said about it
+        last, stopped = step >= cfg.max_iters, False
+        if step % cfg.log_interval == 0 or step == first + 1 or last or (stop.asked and world == 1):
+            now = time.perf_counter()
+            late = 0 < cfg.max_seconds <= seconds + now - clock
+            # the ranks agree on the mean loss and on whether to stop
+            sums = torch.stack((loss_sum / accumulation / world, loss_sum.new_tensor(stop.asked), loss_sum.new_tensor(late)))
+            loss, stops, lates = total(sums).tolist()
+            last, stopped = last or stops + lates > 0, stops > 0
+            now = time.perf_counter()
+            speed = tokens_per_step * (step - since[1]) / (now - since[0])
+            mfu = speed * model.flops_per_token(cfg.block_size) / (flops_per_second * world) if flops_per_second else None
+            since = now, step
+            if master:
+                tracker.log(
+                    step, train_loss=loss, tokens=step * tokens_per_step, seconds=seconds + now - clock,
+                    lr=learning_rate(step - 1, cfg), grad_norm=norm.item(), tok_per_sec=speed, mfu=mfu,
+                )  # fmt: skip
+                line = f"loss {loss:.4f}, {speed:,.0f} tok/s" + (f", mfu {mfu:.1%}" if mfu else "")
+                bar.update(step - bar.n)
+                bar.set_postfix_str(line)
+                if bar.disable:
+                    say(f"step {step}: {line}")
+        if stopped or last or step % cfg.eval_interval == 0:
+            seconds += time.perf_counter() - clock
+            clock = time.perf_counter()
+            if not stopped:
+                val_loss = evaluate()
+                if cfg.max_seconds:  # evaluation counts towards the limit
+                    seconds += time.perf_counter() - clock
+                if master:
+                    tracker.log(step, val_loss=val_loss, tokens=step * tokens_per_step, seconds=seconds)
+                    say(f"step {step}: val loss {val_loss:.4f}")
+            if stopped or val_loss < best or cfg.always_save_checkpoint:
+                best = best if stopped else min(best, val_loss)
+                save()
+            clock = time.perf_counter()
+            since = clock, step
+        done = last
+
+    bar.close()
+    if master:
+        tracker.finish()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ---- checks
+
+
+def check(cfg, given, world):
+    """Micro-steps on each rank that make tokens_per_step; raises ValueError for settings that do not fit."""
+    for name in ("batch_size", "block_size", "tokens_per_step", "max_iters", "eval_interval", "eval_tokens", "log_interval"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(cfg, name)}")
+    choices = {
+        "dtype": ("auto", "float32", "bfloat16"), "compile": ("auto", "True", "False"),
+        "wandb": ("auto", "online", "offline", "disabled"), "backend": ("auto", "nccl", "gloo"),
+    }  # fmt: skip
+    for name, allowed in choices.items():
+        if getattr(cfg, name) not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(cfg, name)!r}")
+    micro = world * cfg.batch_size * cfg.block_size  # tokens that all ranks process at once
+    shape = f"{world} ranks x batch_size {cfg.batch_size} x block_size {cfg.block_size}"
+    if cfg.gradient_accumulation_steps:
+        if cfg.gradient_accumulation_steps % world:
+            raise ValueError(
+                f"gradient_accumulation_steps counts over all ranks and must be a multiple of {world}, "
+                f"got {cfg.gradient_accumulation_steps}"
+            )
+        tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
+        if given.get("tokens_per_step", tokens) != tokens:
+            raise ValueError(
+                f"gradient_accumulation_steps {cfg.gradient_accumulation_steps} x batch_size {cfg.batch_size} x "
+                f"block_size {cfg.block_size} = {tokens}, but tokens_per_step is {cfg.tokens_per_step}: give one of them"
+            )
+        cfg.tokens_per_step = tokens
+    if cfg.tokens_per_step % micro:
+        below = cfg.tokens_per_step // micro * micro
+        near = " or ".join(str(n) for n in (below, below + micro) if n)
+        raise ValueError(
+            f"tokens_per_step must be a multiple of {shape} = {micro}, got {cfg.tokens_per_step}: {near} would do"
+        )
+    return cfg.tokens_per_step // micro
+
+
+def choose_device(cfg, local):
+    """The device of this rank and the dtype of its matrix products."""
+    name = cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(f"cuda:{local}" if name == "cuda" else name)
+    except RuntimeError:
+        refuse(f"device must be auto, cpu, cuda or cuda:N, got {cfg.device!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        refuse(f"device {device} is not there, torch sees {torch.cuda.device_count()} GPUs: see `make doctor`")
+    has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if has_bf16 else "float32"
+    return device, getattr(torch, dtype)
+
+
+def choose_start(cfg, settings, given):
+    """The checkpoint to go on from, or None; refuses what would mix or lose runs."""
+    if cfg.init_from not in ("auto", "scratch"):
+        if not checkpoint.newest(cfg.init_from):
+            refuse(f"init_from must be auto, scratch or a folder with a checkpoint, got {cfg.init_from!r}")
+    latest = checkpoint.newest(cfg.out_dir)
+    if cfg.init_from != "auto":
+        if os.path.isdir(cfg.out_dir) and os.listdir(cfg.out_dir) and not cfg.overwrite:
+            refuse(f"{cfg.out_dir} is not empty: --overwrite=True renames it and starts anew, or choose another out_dir")
+        return None
+    if latest:
+        with open(os.path.join(cfg.out_dir, "config.json")) as f:
+            saved = json.load(f)
+        free = FREE | ({"max_iters"} if not settings["decay_lr"] and not saved["decay_lr"] else set())
+        flat = lambda s: {**{k: v for k, v in s.items() if k != "model"}, **s["model"]}
+        old, new = flat(saved), flat(settings)
+        for key in new:
+            if key not in free and old.get(key, new[key]) != new[key]:
+                refuse(
+                    f"{cfg.out_dir} was trained with {key}={old[key]}, now {key}={new[key]}: go on with the old value, "
+                    f"choose another out_dir, or start anew with --init_from=scratch --overwrite=True"
+                )
+    return latest
+
+
+def what_fits(cfg, model_cfg, accumulation):
+    """Ways out of an out-of-memory error that leave tokens_per_step as it is."""
+    ways = []
+    if cfg.batch_size > 1:
+        smaller = max(d for d in range(1, cfg.batch_size) if cfg.batch_size % d == 0)
+        again = accumulation * cfg.batch_size // smaller
+        ways.append(f"--batch_size={smaller} (accumulation becomes {again}, tokens_per_step stays {cfg.tokens_per_step})")
+    if not model_cfg.activation_checkpointing:
+        ways.append("--activation_checkpointing=True")
+    return "try " + " or ".join(ways or ["a smaller block_size or model"])
+
+
+def fail(message):
+    print_to_terminal(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+    os._exit(1)  # other ranks may be waiting in a collective that will never end: leave at once
+
+
+# ---- parts of the set-up
+
+
+def start_folder(cfg, settings, dataset, resume):
+    """out_dir with config.json and the tokenizer, so that the run can be read without the data."""
+    if cfg.overwrite and cfg.init_from != "auto" and os.path.isdir(cfg.out_dir) and os.listdir(cfg.out_dir):
+        n = 1
+        while os.path.exists(f"{cfg.out_dir}.old-{n}"):
+            n += 1
+        os.rename(cfg.out_dir, f"{cfg.out_dir}.old-{n}")
+    os.makedirs(cfg.out_dir, exist_ok=True)
+    dataset.tokenizer.save(cfg.out_dir)
+    checkpoint.write_json(os.path.join(cfg.out_dir, "config.json"), settings)
+
+
+def make_optimizer(model, cfg, device):
+    """AdamW, fused; matrices and embeddings decay, biases, norms and gate biases do not."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
+
+
+def learning_rate(step, cfg):
+    """Of step 0, 1, 2, ...: linear warm-up, then constant, or a cosine down to min_lr."""
+    if step < cfg.warmup_iters:
+        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
+    if not cfg.decay_lr:
+        return cfg.learning_rate
+    length = (cfg.lr_decay_iters or cfg.max_iters) - cfg.warmup_iters
+    done = min(1.0, (step - cfg.warmup_iters) / max(1, length))
+    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (cfg.learning_rate - cfg.min_lr)
+
+
+def compiles(cfg, device, say):
+    """Whether to use torch.compile: tried on a small function first, so that a missing compiler is one line."""
+    if cfg.compile == "False" or (cfg.compile == "auto" and device.type != "cuda"):
+        return False
+    torch._dynamo.config.optimize_ddp = False  # compiled inside DDP: the graph must not be split for its buckets
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(64, device=device))
+        return True
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if cfg.compile == "True":
+            fail(f"compile=True, but torch.compile does not work here: {reason} (see `make doctor`)")
+        say(f"training without torch.compile: {reason} (see `make doctor`)")
+        return False
+
+
+def make_deterministic(say):
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # flash instead: cuDNN's backward adds in any order
+    import torch._inductor.config as inductor
+
+    inductor.deterministic = True
+    say("deterministic: torch's deterministic algorithms, flash attention instead of cuDNN; some operations are slower")
+
+
+def peak_flops(device):
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
+
+
+class StopSignals:
+    """The first SIGINT or SIGTERM ends training after a step that is logged, with a checkpoint; a second one kills."""
+
+    def __init__(self):
+        self.asked = 0.0
+        for s in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(s, self.ask)
+
+    def ask(self, number, frame):
+        self.asked = 1.0
+        signal.signal(number, signal.SIG_DFL)
+
+
+def print_to_terminal(*args, **kwargs):
+    tqdm.write(*args, **kwargs)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
