@@ -170,9 +170,10 @@ def main():
         network.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         for x, y in eval_batches(heldout, cfg.eval_tokens, cfg.batch_size, rank, world):
+            x, y = x.to(device), y.to(device)
             count = (y != -1).sum()
             with autocast:
-                _, loss = model_for_eval(x.to(device), y.to(device))
+                _, loss = model_for_eval(x, y)
             sums += torch.stack((loss.double() * count, count.double()))
         network.train()
         loss, count = total(sums).tolist()
@@ -266,6 +267,8 @@ def main():
         done = last
 
     bar.close()
+    if device.type == "cuda" and step > first:
+        say(f"peak GPU memory {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB")
     if master:
         tracker.finish()
     if dist.is_initialized():

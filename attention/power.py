@@ -17,6 +17,7 @@ Numerics: bfloat16 and float16 inputs are computed in float32, without logarithm
 or all of k is scaled by a power of two, which keeps (q . k)^p inside float32's range. log_g = -inf forgets everything
 before the token: it enters no sum (a sum with -inf in it is NaN), resets are counted beside it.
 """
+import math
 import os
 from functools import partial
 from typing import NamedTuple
@@ -62,14 +63,14 @@ def power_attention(
 
     q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides; query head
     h reads key/value head h // (H / Hkv). log_g [B, T, Hkv]: natural log of the gate in front of each token, <= 0,
-    -inf forgets all before it; float32 (float64 when q is). p: positive even integer. scale: default 1/sqrt(D); it
-    cancels in y and is not part of the state. form: "quadratic", "chunked", "recurrent" or "auto", the cheapest for
+    -inf forgets all before it; float32 (float64 when q is). p: positive even integer. scale: default 1/sqrt(D), not
+    zero; it cancels in y and is no part of the state, so the forms here leave it out. form: "quadratic", "chunked", "recurrent" or "auto", the cheapest for
     the shape. chunk_size: tokens a chunk, for the chunked form. initial_state: PowerState of the tokens before.
 
     Returns y [B, T, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor.
     Raises ValueError for arguments that do not fit, MemoryError for a state that does not.
     """
-    _check(q, k, v, log_g, p, form, chunk_size, initial_state)
+    _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state)
     (B, T, H, D), (Hkv, E) = q.shape, v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if form == "auto":
@@ -78,10 +79,9 @@ def power_attention(
         check_state_fits(B * Hkv, D, E, p, dtype, q.device)
 
     with torch.autocast(q.device.type, enabled=False):
-        queries = _by_head(q, dtype).unflatten(1, (Hkv, H // Hkv)) * (D**-0.5 if scale is None else scale)
+        queries = _unit_range(_by_head(q, dtype).unflatten(1, (Hkv, H // Hkv)), dim=(-1,))
         keys, values = _by_head(k, dtype), _by_head(v, dtype)
         gates = None if log_g is None else _prepare(log_g)
-        queries = _unit_range(queries, dim=(-1,))
         if initial_state is None and not return_state:
             keys = _unit_range(keys, dim=(-2, -1))
         state = initial_state
@@ -302,9 +302,11 @@ def _memory(device):
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _check(q, k, v, log_g, p, form, chunk_size, initial_state):
+def _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state):
     if not isinstance(p, int) or p < 2 or p % 2:
         raise ValueError(f"p must be a positive even integer, got {p!r}")
+    if scale is not None and not 0 < abs(scale) < math.inf:
+        raise ValueError(f"scale must be finite and not zero, got {scale!r}")
     if form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):

@@ -88,17 +88,17 @@ def print_linear_table():
         print(f"{name:8}{_format_count(weights)[0]:>9}{text:>13}{ratio:>15.4f}{exact:>14,}")
 
 
-def print_power_table(n_layer, n_head, head_dim, powers, bytes_per_number):
+def print_power_table(n_layer, n_head, head_dim, powers, size):
     """The states of tensor power and symmetric power for one model shape."""
-    print(f"Power attention: {n_layer} layers x {n_head} key/value heads of {head_dim}, {bytes_per_number} bytes a number")
+    print(f"Power attention: {n_layer} layers x {n_head} key/value heads of {head_dim}, {size} bytes a number")
     print("state = n_layer * n_head * Dphi * (head_dim + 1) * bytes\n")
-    print(f"{'p':>3}{'tensor power':>15}{'symmetric power':>18}{'savings':>10}{'fits 80 GB':>13}")
+    print(f"{'p':>3}{'tensor power':>15}{'symmetric power':>18}  {'savings':>8}{'fits 80 GB':>13}")
     for p in powers:
-        tensor = tensor_power_state_bytes(n_layer, n_head, head_dim, p, bytes_per_number)
-        symmetric = symmetric_power_state_bytes(n_layer, n_head, head_dim, p, bytes_per_number)
+        tensor = tensor_power_state_bytes(n_layer, n_head, head_dim, p, size)
+        symmetric = symmetric_power_state_bytes(n_layer, n_head, head_dim, p, size)
         fits = "both" if tensor <= GPU_MEMORY else "symmetric" if symmetric <= GPU_MEMORY else "neither"
         saving = _format_saving(tensor, symmetric)
-        print(f"{p:>3}{format_bytes(tensor):>15}{format_bytes(symmetric):>18}{saving:>10}{fits:>13}")
+        print(f"{p:>3}{format_bytes(tensor):>15}{format_bytes(symmetric):>18}  {saving:>8}{fits:>13}")
 
 
 def refuse(message):

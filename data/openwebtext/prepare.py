@@ -1,0 +1,82 @@
+"""Prepare OpenWebText: 8 million documents of web text, about 9 billion GPT-2 tokens (18 GB).
+
+    python data/openwebtext/prepare.py --num_proc=8
+    python data/openwebtext/prepare.py --source=part.parquet          # a local .parquet or .jsonl with a column "text"
+
+Every document is followed by the end of text; the stream is cut into rows of --document_length tokens. One document in
+2,000 is kept for validation (0.05%, as nanoGPT does). A killed run is resumed by running it again.
+"""
+
+import os
+import sys
+from functools import partial
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+import numpy as np
+
+from data import DataError, need
+from data.command import Parser, run
+from data.corpus import cut_rows, join_documents
+from data.shards import Unit, is_complete, write_dataset
+from data.tokenizer import gpt2_tokenizer
+
+REPOSITORY = "Skylion007/openwebtext"  # parquet; the script-based "openwebtext" is no longer run by `datasets`
+DOCUMENTS = 8192  # for one shard: about 40 MB of text
+TOKENS = 1100  # in a document, about: for the progress bar
+
+
+def load(source, num_proc):
+    """The documents as a datasets.Dataset with a column "text"."""
+    datasets = need("datasets")
+    options = {"split": "train"}
+    if source.endswith((".parquet", ".jsonl")):
+        if not os.path.exists(source):
+            raise DataError(f"{source} does not exist")
+        name, options["data_files"] = ("parquet" if source.endswith(".parquet") else "json"), source
+    else:
+        name, options["num_proc"] = source, num_proc
+    try:
+        documents = datasets.load_dataset(name, **options)
+    except Exception as error:  # offline, no such repository, damaged file, ...
+        raise DataError(
+            f"cannot load {source} ({type(error).__name__}: {error}): "
+            "go online, or give a local .parquet or .jsonl with --source"
+        ) from error
+    if "text" not in documents.column_names:
+        raise DataError(f'{source} has no column "text", only {", ".join(documents.column_names)}')
+    return documents
+
+
+def rows(documents, numbers, tokenizer, length):
+    """The documents with these numbers -> rows [n, length], the end of text after each document."""
+    texts = documents[numbers.tolist()]["text"]
+    return cut_rows(join_documents(tokenizer.encode_batch(texts), [True] * len(texts), tokenizer), length)
+
+
+def main(argv):
+    parser = Parser(__doc__, __file__, val_fraction=0.0005)
+    parser.add_argument("--source", default=REPOSITORY, help="Hugging Face dataset, or a local .parquet or .jsonl")
+    parser.add_argument("--num_proc", type=int, default=(os.cpu_count() or 1), help="processes for the download")
+    args = parser.parse_args(argv)
+    arguments = {
+        "source": os.path.abspath(args.source) if os.path.exists(args.source) else args.source,
+        "document_length": args.document_length,
+        "val_fraction": args.val_fraction,
+    }
+    if is_complete(args.out, arguments):
+        return
+    tokenizer = gpt2_tokenizer()
+    documents = load(args.source, args.num_proc)
+    every, numbers = round(1 / args.val_fraction), np.arange(len(documents))
+    units = []
+    for split, mine in ("train", np.delete(numbers, np.s_[::every])), ("val", numbers[::every]):
+        for part in (mine[i : i + DOCUMENTS] for i in range(0, len(mine), DOCUMENTS)):
+            units.append(
+                Unit(split, partial(rows, documents, part, tokenizer, args.document_length), len(part) * TOKENS)
+            )
+    write_dataset(args.out, units, tokenizer, args.document_length, arguments, args.source, args.command)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,38 @@
+"""Prepare the source of the Python standard library as bytes: needs no network, and is there wherever Python is.
+
+    python data/pystdlib/prepare.py                                   # -> data/pystdlib, the default dataset
+    python data/pystdlib/prepare.py --root=/usr/lib/python3 --out=data/python3      # any folder instead
+
+Each file is a document, kept byte for byte (vocabulary: 256 values and an end of text). See data/text/prepare.py for
+how rows and the validation split are cut.
+"""
+
+import os
+import platform
+import sys
+import sysconfig
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from data import DataError
+from data.command import Parser, run
+from data.corpus import find_files
+from data.text.prepare import prepare
+
+
+def main(argv):
+    parser = Parser(__doc__, __file__)
+    parser.add_argument("--root", help="folder to take instead of the standard library of this Python")
+    parser.add_argument("--suffix", default=".py", help="which files are taken, e.g. .py,.pyi")
+    args = parser.parse_args(argv)
+    if args.root and not os.path.isdir(args.root):
+        raise DataError(f"--root={args.root} is not a folder")
+    # Installed packages are not the standard library, though they lie inside its folder.
+    installed = () if args.root else ("site-packages", "dist-packages")
+    root = args.root or sysconfig.get_path("stdlib")
+    files = find_files([root], args.suffix.split(","), ("__pycache__", *installed))
+    prepare(files, "bytes", args, args.root or f"standard library of Python {platform.python_version()}")
+
+
+if __name__ == "__main__":
+    run(main)

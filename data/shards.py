@@ -1,0 +1,217 @@
+"""How a dataset lies on disk, and the writer that all prepare scripts use.
+
+    folder/meta.json         written last: its presence means that the dataset is complete
+    folder/tokenizer.json    see tokenizer.py
+    folder/train_00000.bin   tokens, little-endian uint16 or uint32, row-major [documents, document_length], no header
+    folder/val_00000.bin
+
+A dataset is made of units, each giving one shard:
+
+    write_dataset(folder, [Unit("train", read_rows, 1 << 20), ...], tokenizer, document_length, arguments, ...)
+
+A shard is a pure function of its unit and appears under its name only when it is whole, so a killed run is resumed by
+running it again: progress.json tells which shards are done. `arguments` is everything that the content depends on; when
+it has changed, the shards of before are of no use and the writer starts over.
+"""
+
+import hashlib
+import json
+import os
+import re
+import time
+from typing import Callable, NamedTuple
+
+import numpy as np
+
+from data import DataError, need
+
+FORMAT = 1
+SPLITS = ("train", "val")
+
+
+class Unit(NamedTuple):
+    split: str  # "train" or "val"
+    read: Callable[[], np.ndarray]  # -> integer tokens [documents, document_length]
+    tokens: int  # how many, roughly: for the progress bar only
+
+
+def write_atomically(path, data):
+    """Write bytes so that a reader, or a crash at any moment, sees the old file or the new one and nothing between."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+    if os.name == "posix":  # the rename itself must survive a power cut too
+        folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def sha256_of(path):
+    """Hex sha256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while piece := f.read(1 << 24):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def shard_is_whole(folder, shard, token_bytes):
+    """Whether a shard {file, tokens, ...} of meta.json exists with exactly its size."""
+    try:
+        return os.path.getsize(os.path.join(folder, shard["file"])) == shard["tokens"] * token_bytes
+    except OSError:
+        return False
+
+
+def is_complete(folder, arguments):
+    """Whether the folder already holds what these arguments would make, all shards in place; says so if it does."""
+    meta = _read_json(folder, "meta.json")
+    if meta is None or meta.get("arguments") != _normal(arguments):
+        return False
+    size = np.dtype(meta["dtype"]).itemsize
+    if not all(shard_is_whole(folder, shard, size) for split in meta["splits"].values() for shard in split["shards"]):
+        return False
+    print(f"{folder} is complete already: {_summary(meta)}")
+    return True
+
+
+def write_dataset(folder, units, tokenizer, document_length, arguments, source, command):
+    """Write the shards that are not there yet, then tokenizer.json and meta.json; returns meta as a dict.
+
+    units: list of Unit; arguments: a dict for JSON; source: a line saying where the tokens come from; command: how to
+    run this again. Raises DataError if a unit gives rows of another length or ids beyond the vocabulary, or a split has
+    no row.
+    """
+    os.makedirs(folder, exist_ok=True)
+    arguments = _normal(arguments)
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    done = _finished_shards(folder, arguments)
+    bar = need("tqdm").tqdm(total=sum(unit.tokens for unit in units), unit="tok", unit_scale=True, desc=folder)
+    started = time.monotonic()
+    counts = dict.fromkeys(SPLITS, 0)
+    shards = {split: [] for split in SPLITS}
+    redone = 0
+    for unit in units:
+        file = f"{unit.split}_{counts[unit.split]:05d}.bin"
+        counts[unit.split] += 1
+        shard = done.get(file)
+        if shard is None or (shard["tokens"] and not shard_is_whole(folder, shard, dtype.itemsize)):
+            shard = done[file] = _write_shard(folder, file, unit.read(), tokenizer.vocab_size, document_length, dtype)
+            _save_progress(folder, arguments, done)
+            redone += 1
+        if shard["tokens"]:
+            shards[unit.split].append(shard)
+        bar.update(unit.tokens)
+    bar.close()
+
+    splits = {}
+    for split, rows in shards.items():
+        if not rows:
+            raise DataError(
+                f"{folder}: the {split} split has no whole row of {document_length} tokens; "
+                "give more text or a smaller --document_length"
+            )
+        splits[split] = {key: sum(shard[key] for shard in rows) for key in ("documents", "tokens")} | {"shards": rows}
+    meta = {
+        "name": os.path.basename(os.path.abspath(folder)),
+        "tokenizer": tokenizer.kind,
+        "json_escaped": tokenizer.json_escaped,
+        "vocab_size": tokenizer.vocab_size,
+        "eot": tokenizer.eot,
+        "dtype": dtype.name,
+        "document_length": document_length,
+        "splits": splits,
+        "source": source,
+        "prepare": command,
+        "arguments": arguments,
+    }
+    tokenizer.save(folder)
+    write_atomically(os.path.join(folder, "meta.json"), json.dumps(meta, indent=1).encode())
+    _remove(folder, "progress.json")
+    kept = f", {len(units) - redone} of {len(units)} shards were there" if redone < len(units) else ""
+    print(f"{folder} is complete: {_summary(meta)} ({time.monotonic() - started:.1f} s{kept})")
+    return meta
+
+
+def _write_shard(folder, file, rows, vocab_size, document_length, dtype):
+    rows = np.asarray(rows)
+    if rows.ndim != 2 or rows.shape[1] != document_length or rows.dtype.kind not in "iu":
+        raise DataError(f"{file}: rows must be integers [n, {document_length}], got {rows.dtype} {list(rows.shape)}")
+    if rows.size == 0:  # less than one row of tokens: recorded as done, but there is no file
+        return {"file": file, "documents": 0, "tokens": 0, "sha256": None}
+    if rows.min() < 0 or rows.max() >= vocab_size:
+        raise DataError(f"{file}: token id {rows.max()} is not in the vocabulary of {vocab_size}")
+    rows = np.ascontiguousarray(rows, dtype=dtype)
+    write_atomically(os.path.join(folder, file), rows.data)
+    return {
+        "file": file,
+        "documents": rows.shape[0],
+        "tokens": rows.size,
+        "sha256": hashlib.sha256(rows.data).hexdigest(),
+    }
+
+
+def _finished_shards(folder, arguments):
+    """What an earlier run with the same arguments has finished, by file name; what is of no use any more is deleted."""
+    saved = _read_json(folder, "meta.json")
+    if saved is not None:  # complete once, but a shard was lost or the arguments are new
+        if not {"arguments", "splits"} <= saved.keys():
+            raise DataError(f"{folder}/meta.json is not of a dataset of ours: give another --out")
+        shards = {shard["file"]: shard for split in saved["splits"].values() for shard in split["shards"]}
+    else:
+        saved = _read_json(folder, "progress.json") or {"arguments": arguments, "shards": {}}
+        shards = saved["shards"]
+    if saved["arguments"] != arguments:
+        print(f"{folder}: {_difference(saved['arguments'], arguments)}; starting over")
+        shards = {}
+    elif shards:
+        print(f"{folder}: going on, writing the shards that are missing or cut off")
+    _save_progress(folder, arguments, shards)  # before meta.json goes, so that no moment exists in which both are lost
+    _remove(folder, "meta.json")
+    for name in os.listdir(folder):
+        ours = re.fullmatch(r"((?:train|val)_\d{5,}\.bin|\w+\.json|vocab\.tiktoken)(\.\d+\.tmp)?", name)
+        if ours and (ours[2] or (name.endswith(".bin") and name not in shards)):
+            _remove(folder, name)
+    return shards
+
+
+def _save_progress(folder, arguments, shards):
+    progress = {"arguments": arguments, "shards": shards}
+    write_atomically(os.path.join(folder, "progress.json"), json.dumps(progress).encode())
+
+
+def _difference(old, new):
+    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    changes = (f"{key}={str(old.get(key))[:40]}, now {str(new.get(key))[:40]}" for key in keys)
+    return "prepared with " + ", ".join(changes)
+
+
+def _summary(meta):
+    parts = [f"{split} {s['tokens']:,} tokens in {s['documents']:,} rows" for split, s in meta["splits"].items()]
+    return ", ".join(parts) + f" of {meta['document_length']:,}"
+
+
+def _normal(arguments):
+    """As JSON gives it back (tuples become lists), so that it can be compared with what was saved."""
+    return json.loads(json.dumps({"format": FORMAT, **arguments}))
+
+
+def _read_json(folder, name):
+    """The parsed file, or None if it is missing or unreadable (then it is made again)."""
+    try:
+        with open(os.path.join(folder, name), encoding="utf-8") as f:
+            return json.load(f)
+    except (OSError, ValueError):
+        return None
+
+
+def _remove(folder, name):
+    try:
+        os.remove(os.path.join(folder, name))
+    except FileNotFoundError:
+        pass

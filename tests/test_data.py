@@ -1,0 +1,518 @@
+"""Datasets on disk and the loader: what was prepared is what is read, completely, in the same order everywhere."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from data import DataError, loader
+from data.corpus import Corpus, find_files, plan_units
+from data.loader import Dataset, Windows, eval_batches, train_batch, train_indices
+from data.pystdlib import prepare as pystdlib
+from data.shards import Unit, is_complete, write_dataset
+from data.text import prepare as text
+from data.tokenizer import Tokenizer
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+EOT = 256
+
+
+def write(folder, train=(5, 4), val=3, length=12, calls=None, fail_at=None, arguments=None):
+    """A dataset whose tokens can be told apart: train shards of the given numbers of rows, one val shard."""
+    offsets = np.cumsum([0, *train, val]) * length
+    stream = (np.arange(offsets[-1]) * 7 % 251).astype(np.uint16)
+    counts = [*train, val]
+
+    def unit(number):
+        def read():
+            if calls is not None:
+                calls.append(number)
+            if number == fail_at:
+                raise KeyboardInterrupt
+            return stream[offsets[number] : offsets[number + 1]].reshape(-1, length)
+
+        return Unit("val" if number == len(train) else "train", read, counts[number] * length)
+
+    units = [unit(number) for number in range(len(counts))]
+    arguments = arguments or {"train": list(train), "val": val, "length": length}
+    write_dataset(str(folder), units, Tokenizer("bytes"), length, arguments, "a test", "python data/x/prepare.py")
+    return stream[: offsets[len(train)]].reshape(-1, length), stream[offsets[len(train)] :].reshape(-1, length)
+
+
+# on disk
+
+
+def test_meta_describes_what_is_there(tmp_path):
+    train, val = write(tmp_path / "set")
+    dataset = Dataset(str(tmp_path / "set"))
+    assert (dataset.name, dataset.vocab_size, dataset.eot, dataset.document_length) == ("set", 257, EOT, 12)
+    assert (dataset.documents("train"), dataset.tokens("train"), dataset.documents("val")) == (9, 108, 3)
+    assert dataset.tokenizer.kind == "bytes" and dataset.meta["dtype"] == "uint16"
+    assert [s["documents"] for s in dataset.meta["splits"]["train"]["shards"]] == [5, 4]
+    assert np.array_equal(dataset.read("train", 0, 108), train.ravel())
+    assert np.array_equal(dataset.read("train", 50, 30), train.ravel()[50:80])  # over a shard's border
+    assert np.array_equal(dataset.read("val", 0, 36), val.ravel())
+    dataset.verify()
+
+
+def test_killed_prepare_redoes_only_unfinished_shards(tmp_path):
+    calls = []
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, calls=calls, fail_at=1)
+    assert calls == [0, 1] and not (tmp_path / "meta.json").exists()
+    (tmp_path / "train_00001.bin.77.tmp").write_bytes(b"cut off")
+    train, _ = write(tmp_path, calls=calls)
+    assert calls == [0, 1, 1, 2]
+    assert sorted(os.listdir(tmp_path)) == [
+        "meta.json",
+        "tokenizer.json",
+        "train_00000.bin",
+        "train_00001.bin",
+        "val_00000.bin",
+    ]
+    assert np.array_equal(Dataset(str(tmp_path)).read("train", 0, 108), train.ravel())
+
+
+def test_other_arguments_start_over_and_say_so(tmp_path, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, fail_at=2)
+    calls = []
+    write(tmp_path, train=(2,), calls=calls)
+    assert calls == [0, 1] and "starting over" in capsys.readouterr().out
+    write(tmp_path, train=(3,), calls=calls)  # also from a complete dataset
+    assert "train=[2], now [3]" in capsys.readouterr().out
+    assert Dataset(str(tmp_path)).documents("train") == 3
+
+
+def test_prepare_mends_a_complete_dataset_that_lost_a_shard(tmp_path):
+    write(tmp_path)
+    arguments = json.loads((tmp_path / "meta.json").read_text())["arguments"]
+    assert is_complete(str(tmp_path), arguments)
+    os.truncate(tmp_path / "train_00001.bin", 10)
+    assert not is_complete(str(tmp_path), arguments)
+    calls = []
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, calls=calls, fail_at=1)
+    write(tmp_path, calls=calls)
+    assert calls == [1, 1]  # a kill while mending does not lose the whole shards
+    Dataset(str(tmp_path)).verify()
+
+
+def test_units_below_one_row_give_no_file(tmp_path):
+    write(tmp_path, train=(5, 0, 4))
+    assert Dataset(str(tmp_path)).documents("train") == 9
+    with pytest.raises(DataError, match="val split has no whole row of 12"):
+        write(tmp_path, val=0)
+
+
+@pytest.mark.parametrize(
+    "bad", [np.full((2, 12), 257), np.full((2, 12), -1), np.zeros((2, 11), int), np.zeros((2, 12))]
+)
+def test_wrong_rows_are_refused_at_write(tmp_path, bad):
+    with pytest.raises(DataError, match="train_00000.bin"):
+        write_dataset(str(tmp_path), [Unit("train", lambda: bad, 24)], Tokenizer("bytes"), 12, {}, "", "")
+
+
+def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
+    tok = Tokenizer("bytes")
+    tok.vocab_size = 100_000
+    rows = np.full((2, 4), 99_999)
+    write_dataset(str(tmp_path), [Unit(s, lambda: rows, 8) for s in ("train", "val")], tok, 4, {}, "", "")
+    assert Dataset(str(tmp_path)).meta["dtype"] == "uint32"
+    assert Windows(Dataset(str(tmp_path)), "val", 4).batch([1])[1].tolist() == rows[:1].tolist()
+
+
+def test_damage_is_named_with_its_remedy(tmp_path, monkeypatch):
+    write(tmp_path / "set")
+    folder = str(tmp_path / "set")
+    shard = tmp_path / "set" / "train_00001.bin"
+    content = shard.read_bytes()
+
+    shard.write_bytes(content[:-2])
+    with pytest.raises(DataError, match="train_00001.bin has 94 bytes instead of 96: run python data/x/prepare.py"):
+        Dataset(folder)
+    shard.unlink()
+    with pytest.raises(DataError, match="train_00001.bin is missing: run python data/x/prepare.py"):
+        Dataset(folder)
+
+    shard.write_bytes(content[:-2] + b"\xff\xff")
+    dataset = Dataset(folder)
+    with pytest.raises(
+        DataError, match="train_00001.bin: token id 65535 is not in the vocabulary of 257: delete this file"
+    ):
+        Windows(dataset, "train", 12).batch([8])
+    with pytest.raises(DataError, match="train_00001.bin is not what was written"):
+        dataset.verify()
+
+    (tmp_path / "set" / "meta.json").write_text("{")
+    with pytest.raises(DataError, match="meta.json is damaged"):
+        Dataset(folder)
+    with pytest.raises(DataError, match="no dataset 'nosuch'.*pystdlib.*python data/text/prepare.py"):
+        Dataset("nosuch")
+    (tmp_path / "pystdlib").mkdir()
+    (tmp_path / "pystdlib" / "prepare.py").touch()
+    monkeypatch.setattr(loader, "__file__", str(tmp_path / "loader.py"))
+    with pytest.raises(DataError, match="not prepared: run python data/pystdlib/prepare.py"):
+        Dataset("pystdlib")
+
+
+def test_more_shards_than_file_descriptors(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "OPEN_SHARDS", 4)
+    train, _ = write(tmp_path, train=(1,) * 20)
+    dataset = Dataset(str(tmp_path))
+    assert np.array_equal(dataset.read("train", 0, 240), train.ravel())
+    assert dataset._map.cache_info().currsize == 4
+
+
+# windows
+
+
+def test_window_inputs_are_targets_shifted_by_one(tmp_path):
+    train, _ = write(tmp_path)
+    windows = Windows(Dataset(str(tmp_path)), "train", 5)
+    assert len(windows) == 9 * 2  # 12 // 5 = 2 a row
+    inputs, targets = windows.batch(range(18))
+    assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == targets.shape == (18, 5)
+    for d in range(9):
+        row = train[d].tolist()
+        assert inputs[2 * d].tolist() == [EOT, *row[:4]] and targets[2 * d].tolist() == row[:5]
+        assert inputs[2 * d + 1].tolist() == row[4:9] and targets[2 * d + 1].tolist() == row[5:10]
+
+
+def test_block_size_may_be_the_whole_document(tmp_path):
+    train, _ = write(tmp_path)
+    inputs, targets = Windows(Dataset(str(tmp_path)), "train", 12).batch(range(9))
+    assert np.array_equal(targets.numpy(), train)
+    assert np.array_equal(inputs[:, 1:].numpy(), train[:, :-1]) and (inputs[:, 0] == EOT).all()
+
+
+def test_longer_block_size_needs_pack(tmp_path):
+    write(tmp_path)
+    dataset = Dataset(str(tmp_path))
+    with pytest.raises(DataError, match="block_size 13 .*12 tokens.*--pack=1"):
+        Windows(dataset, "train", 13)
+    with pytest.raises(DataError, match="block_size 37 .*36 tokens"):
+        Windows(dataset, "val", 37, pack=True)
+    with pytest.raises(DataError, match="split must be one of train, val"):
+        Windows(dataset, "test", 4)
+    with pytest.raises(DataError, match="at least 1"):
+        Windows(dataset, "train", 0)
+    with pytest.raises(IndexError):
+        Windows(dataset, "train", 12).batch([9])
+
+
+@pytest.mark.parametrize("T", [1, 5, 12, 30, 107, 108])
+def test_packed_windows_run_over_documents_and_mark_their_starts(tmp_path, T):
+    stream = write(tmp_path)[0].ravel()
+    windows = Windows(Dataset(str(tmp_path)), "train", T, pack=True)
+    assert len(windows) == 108 // T
+    expected = np.concatenate([[EOT], stream[:-1]])
+    expected[::12] = EOT
+    n = len(windows) * T
+    inputs, targets = windows.batch(range(len(windows)))
+    assert np.array_equal(targets.numpy().ravel(), stream[:n])
+    assert np.array_equal(inputs.numpy().ravel(), expected[:n])
+    assert targets.is_contiguous() and inputs.is_contiguous()
+
+
+# the order of training
+
+
+class Shape:
+    """The part of Windows that the training order depends on."""
+
+    def __init__(self, documents, per_document):
+        self.documents, self.per_document, self.orders = documents, per_document, {}
+
+    def __len__(self):
+        return self.documents * self.per_document
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (40, 5), (100, 1), (16, 3), (33, 64)])
+def test_every_window_is_visited_once_an_epoch(shape):
+    windows = Shape(*shape)
+    for epoch in range(3):
+        indices = train_indices(windows, 7, epoch * len(windows), len(windows))
+        assert indices.dtype == np.int64
+        assert sorted(indices.tolist()) == list(range(len(windows)))
+
+
+def test_order_is_a_pure_function_of_seed_and_position():
+    windows = Shape(40, 5)
+    whole = train_indices(windows, 7, 0, 700)
+    for start, count in ((0, 1), (199, 2), (390, 250), (699, 1)):
+        assert np.array_equal(train_indices(Shape(40, 5), 7, start, count), whole[start : start + count])
+    assert not np.array_equal(whole[:200], whole[200:400])  # another epoch
+    assert not np.array_equal(whole, train_indices(Shape(40, 5), 8, 0, 700))  # another seed
+    assert train_indices(windows, -1, 0, 3).shape == (3,)
+    # Written down: a run that is resumed on another machine, or with another numpy, must see the same order.
+    assert whole[:5].tolist() == [185, 30, 160, 120, 115]
+
+
+def test_a_batch_is_documents_by_one_window():
+    indices = train_indices(Shape(160, 64), 3, 0, 160)
+    documents, windows = indices // 64, indices % 64
+    assert len(set(documents)) == 160
+    for group in range(10):
+        assert len(set(windows[group * 16 : (group + 1) * 16])) == 1
+    assert len(set(windows)) > 5  # groups stand at different windows
+
+
+def test_order_of_millions_of_documents_is_fast():
+    windows = Shape(6_609_334, 64)
+    started = time.perf_counter()
+    train_indices(windows, 0, 0, 512)
+    first = time.perf_counter() - started
+    started = time.perf_counter()
+    for step in range(100):
+        train_indices(windows, 0, step * 512, 512)
+    assert first < 10 and (time.perf_counter() - started) / 100 < 0.01
+
+
+def test_same_global_batch_for_any_ranks_and_batch_sizes(tmp_path):
+    write(tmp_path, train=(30, 30))
+    windows = Windows(Dataset(str(tmp_path)), "train", 4)
+    expected = windows.batch(train_indices(windows, 1, 3 * 16, 16))
+    for world, batch_size, accumulation in ((1, 16, 1), (1, 2, 8), (2, 4, 2), (4, 4, 1), (4, 1, 4), (1, 1, 16)):
+        parts = [
+            train_batch(windows, 1, 3, rank, world, micro, accumulation, batch_size)
+            for micro in range(accumulation)
+            for rank in range(world)
+        ]
+        for got, want in zip(zip(*parts), expected):
+            assert torch.equal(torch.cat(got), want), (world, batch_size, accumulation)
+
+
+def test_consecutive_steps_do_not_overlap(tmp_path):
+    write(tmp_path, train=(32,))
+    windows = Windows(Dataset(str(tmp_path)), "train", 12)
+    seen = [tuple(row) for step in range(4) for row in train_batch(windows, 0, step, 0, 1, 0, 1, 8)[1].tolist()]
+    assert len(set(seen)) == 32
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("eval_tokens", [1, 4 * 7, 10**9])
+def test_evaluation_sees_the_same_windows_for_any_batch_size_and_ranks(tmp_path, eval_tokens, pack):
+    write(tmp_path, val=5)
+    windows = Windows(Dataset(str(tmp_path)), "val", 4, pack)
+    count = {1: 1, 28: 7, 10**9: 15}[eval_tokens]
+    want = [(i.tolist(), t.tolist()) for i, t in zip(*windows.batch(range(count)))]
+    for batch_size in (1, 2, 4, 16):
+        for world in (1, 2, 4):
+            ranks = [list(eval_batches(windows, eval_tokens, batch_size, rank, world)) for rank in range(world)]
+            assert len({len(batches) for batches in ranks}) == 1
+            seen = []
+            for batches in zip(*ranks):
+                for inputs, targets in batches:
+                    assert inputs.shape == targets.shape == (batch_size, 4)
+                    for i, t in zip(inputs, targets):
+                        assert (t == -1).all() or (t >= 0).all()
+                        if t[0] >= 0:
+                            seen.append((i.tolist(), t.tolist()))
+            assert seen == want
+
+
+# text
+
+
+def prepare_text(tmp_path, *argv):
+    text.main([*map(str, argv), f"--out={tmp_path / 'out'}"])
+    return Dataset(str(tmp_path / "out"))
+
+
+def all_tokens(dataset):
+    return b"".join(
+        bytes(t for t in dataset.read(split, 0, dataset.tokens(split)).tolist() if t < 256)
+        for split in ("train", "val")
+    )
+
+
+@pytest.mark.parametrize("size", [2048, 20_000, 300_000, 1_115_394])
+def test_one_small_file_gives_both_splits_and_drops_little(tmp_path, size):
+    source = np.random.default_rng(0).integers(32, 127, size, dtype=np.uint8).tobytes()
+    (tmp_path / "book.txt").write_bytes(source)
+    dataset = prepare_text(tmp_path, tmp_path / "book.txt")
+    train, val = dataset.tokens("train"), dataset.tokens("val")
+    assert train + val > 0.93 * size and 0.03 * size < val < 0.08 * size
+    assert dataset.document_length >= min(65536, size // 32)
+    assert source[:train] + source[-val:] == all_tokens(dataset)
+
+
+def test_too_little_text_is_refused_in_one_line(tmp_path):
+    (tmp_path / "a.txt").write_text("too short")
+    (tmp_path / "b.gz").write_bytes(b"x" * 5000)
+    (tmp_path / "empty").mkdir()
+    for path, message in (
+        ("a.txt", "9 bytes"),
+        ("empty", "0 bytes"),
+        ("nosuch", "does not exist"),
+        ("b.gz", "not a text"),
+    ):
+        with pytest.raises(DataError, match=message) as error:
+            prepare_text(tmp_path, tmp_path / path)
+        assert "\n" not in str(error.value) and str(tmp_path / path) in str(error.value)
+
+
+def test_folders_are_mixed_and_files_kept_byte_for_byte(tmp_path):
+    source = tmp_path / "src"
+    (source / "sub" / "__pycache__").mkdir(parents=True)
+    documents = []
+    for i in range(40):
+        documents.append(bytes([i + 128]) * 500 + b"\xff\r\n")  # not UTF-8
+        (source / ("sub" if i % 2 else ".") / f"{i:02d}.txt").write_bytes(documents[-1])
+    (source / "empty.txt").touch()
+    (source / "sub" / "__pycache__" / "x.txt").write_text("y" * 999)
+    (source / ".hidden.txt").write_text("y" * 999)
+    (source / "data.csv").write_text("y" * 999)
+    (source / "gone.txt").symlink_to(tmp_path / "nowhere")
+    files = find_files([str(source)], (".txt",))
+    assert sorted(os.path.basename(f.path) for f in files) == [f"{i:02d}.txt" for i in range(40)]
+    assert [f.name for f in files] != sorted(f.name for f in files)
+    corpus = Corpus(files, Tokenizer("bytes"), "text")
+    joined = bytes(t if t < 256 else 10 for t in corpus.tokens(0, corpus.total).tolist())
+    assert sorted(joined.split(b"\xff\r\n\n")[:-1]) == sorted(d[:-3] for d in documents)
+
+    dataset = prepare_text(tmp_path, source, "--document-length=512")
+    assert dataset.document_length == 512 and dataset.tokens("val") == 1024
+    before = dataset.meta["splits"]
+    os.rename(source, tmp_path / "moved")  # the order does not depend on where the folder is
+    assert prepare_text(tmp_path, tmp_path / "moved", "--document-length=512").meta["splits"] == before
+
+
+def test_jsonl_gives_a_document_a_line(tmp_path):
+    path = tmp_path / "x.jsonl"
+    documents = [f"é {i} " * 30 for i in range(100)]
+    path.write_text("\n".join(json.dumps({"body": d}) for d in documents) + "\n\n")
+    dataset = prepare_text(tmp_path, path, "--key=body", "--document_length=128")
+    shown = dataset.tokenizer.decode(dataset.read("train", 0, dataset.tokens("train")))
+    assert shown.split("<|endoftext|>")[:80] == documents[:80]
+    first = dataset.tokenizer.decode(dataset.read("val", 0, 128))
+    assert first.startswith("é 9")  # begins with a document
+    with pytest.raises(DataError, match='x.jsonl.*"text".*--key'):
+        prepare_text(tmp_path, path)
+    path.write_text(json.dumps({"text": "one line only " * 1000}))
+    with pytest.raises(DataError, match="cannot cut off a validation split"):
+        prepare_text(tmp_path, path)
+
+
+def test_large_sources_are_cut_into_units_without_losing_text(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.corpus.UNIT", 10_000)
+    text_ = "".join(f"line {i} ü\n" for i in range(5000))
+    (tmp_path / "a.txt").write_text(text_)
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"record {i}"}) + "\n" for i in range(2000)))
+    files = find_files([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], ())
+    tiktoken = pytest.importorskip("tiktoken")
+    tokens = [bytes([i]) for i in range(256)] + [b"li", b"re"]
+    encoding = tiktoken.Encoding(
+        "t",
+        pat_str=r"\S+|\s+",
+        mergeable_ranks={t: i for i, t in enumerate(tokens)},
+        special_tokens={"<|endoftext|>": 258},
+    )
+    for tok in (Tokenizer("bytes"), Tokenizer("bpe", encoding)):
+        units, length = plan_units(files, tok, 64, 0.1)
+        corpus = units[0].read.func.__self__
+        assert length == 64 and len(units) > 8 and [u.split for u in units].index("val") > 5
+        spans = [unit.read.args[:2] for unit in units]
+        assert spans[0][0] == 0 and spans[-1][1] == corpus.total
+        assert all(a[1] == b[0] for a, b in zip(spans, spans[1:]))
+        decoded = "".join(tok.decode(corpus.tokens(*span)) for span in spans)
+        assert "\ufffd" not in decoded or tok.kind == "bytes"  # a BPE never sees half a character
+        joined = np.concatenate([corpus.tokens(*span) for span in spans])
+        assert tok.decode(joined) == text_ + "<|endoftext|>" + "".join(f"record {i}<|endoftext|>" for i in range(2000))
+
+
+def test_prepared_text_is_found_complete_quickly_and_edits_are_noticed(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("some text. " * 1000)
+    prepare_text(tmp_path, path)
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(text, "write_dataset", None)
+        started = time.perf_counter()
+        prepare_text(tmp_path, path)
+        assert time.perf_counter() - started < 0.5
+    assert "complete already" in capsys.readouterr().out
+    path.write_text("same size!!" * 1000)
+    prepare_text(tmp_path, path)
+    assert "starting over" in capsys.readouterr().out
+    assert all_tokens(Dataset(str(tmp_path / "out"))).startswith(b"same size!!")
+
+
+def test_gpt2_text_is_prepared_through_tiktoken(tmp_path, monkeypatch):
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks = {token: i for i, token in enumerate([bytes([i]) for i in range(256)] + [b"wo", b"wor", b"word"])}
+    encoding = tiktoken.Encoding("t", pat_str=r"\S+|\s", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 259})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+    (tmp_path / "a.txt").write_text("word wörd " * 500)
+    dataset = prepare_text(tmp_path, tmp_path / "a.txt", "--tokenizer=gpt2")
+    assert dataset.vocab_size == 260 and dataset.tokenizer.decode(dataset.read("train", 0, 9)) == "word wörd word"
+    assert dataset.tokens("val") > 0
+
+
+# pystdlib and the command line
+
+
+def test_root_takes_any_folder_with_its_packages(tmp_path):
+    package = tmp_path / "lib" / "site-packages"
+    package.mkdir(parents=True)
+    (package / "a.py").write_text("x = 1\n" * 2000)
+    pystdlib.main([f"--root={tmp_path / 'lib'}", f"--out={tmp_path / 'out'}"])
+    dataset = Dataset(str(tmp_path / "out"))
+    assert all_tokens(dataset).startswith(b"x = 1\n") and dataset.vocab_size == 257
+
+
+def test_standard_library_is_taken_without_installed_packages(tmp_path, monkeypatch):
+    for folder in ("lib", "lib/site-packages", "lib/dist-packages", "lib/test"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "m.py").write_text(f"# {folder}\n" * 500)
+    monkeypatch.setattr(pystdlib.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    pystdlib.main([f"--out={tmp_path / 'out'}"])
+    content = all_tokens(Dataset(str(tmp_path / "out")))
+    assert b"# lib/test\n" in content and b"packages" not in content
+
+
+def run_script(name, *argv):
+    command = [sys.executable, os.path.join(ROOT, "data", name, "prepare.py"), *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_scripts_run_from_the_repository_root(tmp_path):
+    (tmp_path / "a.txt").write_text("hello there\n" * 1000)
+    done = run_script("text", tmp_path / "a.txt", "--out", tmp_path / "out", "--val-fraction", "0.1")
+    assert done.returncode == 0, done.stderr
+    assert "is complete: train" in done.stdout
+    assert Dataset(str(tmp_path / "out")).meta["prepare"].startswith("python data/text/prepare.py")
+
+
+@pytest.mark.parametrize("name", ["pystdlib", "text", "longcrawl64", "openwebtext"])
+def test_wrong_arguments_and_failures_are_one_line_with_status_2(tmp_path, name):
+    wrong = [["--bogus=1"]]
+    wrong.append([tmp_path / "nosuch.txt"] if name == "text" else ["--document_length=x"])
+    wrong += [["--val-fraction=0"], ["--document-length", "0"]]
+    if name == "text":
+        wrong[-1].append("x.txt")
+    if name in ("pystdlib", "longcrawl64"):
+        wrong.append([f"--{'root' if name == 'pystdlib' else 'source'}={tmp_path / 'nosuch'}"])
+    for argv in wrong:
+        done = run_script(name, *argv)
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_loader_imports_no_optional_package():
+    code = "import data.loader, sys; print(*{'zarr', 'datasets', 'tiktoken'}.intersection(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout.strip(), done.returncode) == ("", 0), done.stdout + done.stderr
+
+
+def test_missing_package_is_one_line(monkeypatch):
+    from data import need
+
+    with pytest.raises(DataError, match="pip install -r requirements.txt"):
+        need("no_such_package_anywhere")

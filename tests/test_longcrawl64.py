@@ -1,0 +1,289 @@
+"""LongCrawl64: every document arrives whole and in order, and what a copy lacks is refused by name."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from data import DataError
+from data.loader import Dataset
+from data.longcrawl64 import prepare as longcrawl64
+
+tiktoken = pytest.importorskip("tiktoken")
+zarr = pytest.importorskip("zarr")
+
+LENGTH, ROWS, COLUMNS = 64, 4, 16  # as 65536, 2048, 2048
+TRAIN, HELDOUT = 10, 7  # the last chunk row is not full
+LAYOUTS = {"v2 dots": (2, "v2", "."), "v2 folders": (2, "v2", "/"), "v3": (3, "default", "/")}
+CHUNK = {"v2 dots": "{}.{}", "v2 folders": "{}/{}", "v3": "c/{}/{}"}
+
+
+@pytest.fixture(autouse=True)
+def tiny_gpt2(monkeypatch):
+    ranks = {bytes([i]): i for i in range(256)}
+    encoding = tiktoken.Encoding(
+        "t", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}, explicit_n_vocab=257
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+
+
+def make_source(folder, layout="v2 dots", train=None):
+    version, encoding, separator = LAYOUTS[layout]
+    generator = np.random.default_rng(0)
+    arrays = {}
+    for name, documents in (("train", TRAIN), ("heldout", HELDOUT)):
+        values = generator.integers(1, 256, (documents, LENGTH), dtype=np.uint16)
+        arrays[name] = train if name == "train" and train is not None else values
+        array = zarr.create_array(
+            str(folder / f"{name}.zarr"),
+            shape=arrays[name].shape,
+            chunks=(ROWS, COLUMNS),
+            dtype=arrays[name].dtype,
+            zarr_format=version,
+            chunk_key_encoding={"name": encoding, "separator": separator},
+            config={"write_empty_chunks": True},
+        )
+        array[:] = arrays[name]
+    return arrays
+
+
+def prepare(tmp_path, *argv, source=None):
+    out = tmp_path / "out"
+    status = longcrawl64.main([f"--source={source or tmp_path}", f"--out={out}", f"--document_length={LENGTH}", *argv])
+    return status if "--check" in argv else Dataset(str(out))
+
+
+def rows(dataset, split):
+    return dataset.read(split, 0, dataset.tokens(split)).reshape(-1, dataset.document_length)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_every_document_arrives_whole_and_in_order(tmp_path, layout, prefix):
+    arrays = make_source(tmp_path, layout)
+    dataset = prepare(tmp_path, source=f"{prefix}{tmp_path}")
+    assert np.array_equal(rows(dataset, "train"), arrays["train"])
+    assert np.array_equal(rows(dataset, "val"), arrays["heldout"])
+    assert len(dataset.meta["splits"]["train"]["shards"]) == 3  # one a chunk row
+    assert dataset.tokenizer.json_escaped and dataset.vocab_size == 257
+    dataset.verify()
+
+
+def test_documents_limits_what_is_taken_and_fetched(tmp_path):
+    arrays = make_source(tmp_path)
+    os.remove(tmp_path / "train.zarr" / "2.0")  # beyond what is asked for
+    os.remove(tmp_path / "heldout.zarr" / "1.0")
+    dataset = prepare(tmp_path, "--documents=6", "--val_documents=1")
+    assert np.array_equal(rows(dataset, "train"), arrays["train"][:6])
+    assert np.array_equal(rows(dataset, "val"), arrays["heldout"][:1])
+    with pytest.raises(DataError, match="11 documents asked for, 10 can be had"):
+        make_source(tmp_path / "again")
+        prepare(tmp_path, "--documents=11", source=tmp_path / "again")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_missing_chunk_is_refused_by_name(tmp_path, layout):
+    make_source(tmp_path, layout)
+    key = CHUNK[layout].format(1, 3)
+    os.remove(tmp_path / "train.zarr" / key)
+    with pytest.raises(DataError, match=rf"train.zarr: 1 chunk files are missing \({key}\).*--skip_missing"):
+        prepare(tmp_path)
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_missing_chunk_is_refused_at_reading_where_files_cannot_be_listed(tmp_path, layout, monkeypatch):
+    make_source(tmp_path, layout)
+    monkeypatch.setattr(longcrawl64.Zarr, "missing", lambda self, rows: None)
+    key = CHUNK[layout].format(2, 0)
+    os.remove(tmp_path / "train.zarr" / key)
+    with pytest.raises(DataError, match=rf"train.zarr: 1 chunk files are missing \({key}\)"):
+        prepare(tmp_path)
+
+
+def test_skip_missing_takes_the_complete_chunk_rows(tmp_path):
+    arrays = make_source(tmp_path)
+    os.remove(tmp_path / "train.zarr" / "0.2")
+    dataset = prepare(tmp_path, "--skip_missing")
+    assert np.array_equal(rows(dataset, "train"), arrays["train"][4:])
+    dataset = prepare(tmp_path, "--skip_missing", "--documents=5", "--val_documents=7")
+    assert np.array_equal(rows(dataset, "train"), arrays["train"][4:9])
+    with pytest.raises(DataError, match="7 documents asked for, 6 can be had"):
+        prepare(tmp_path, "--skip_missing", "--documents=7")
+
+
+@pytest.mark.parametrize("value", [0, 33])
+def test_constant_chunk_is_refused_by_name(tmp_path, value):
+    train = np.random.default_rng(1).integers(1, 256, (TRAIN, LENGTH), dtype=np.uint16)
+    train[4:8, 32:48] = value
+    make_source(tmp_path, train=train)
+    with pytest.raises(DataError, match=f"train.zarr/1.2: chunk holds nothing but {value}"):
+        prepare(tmp_path)
+
+
+def test_other_arrays_are_refused(tmp_path):
+    for name, train, shown in (
+        ("shape", np.ones((5, 32), np.uint16), r"uint16 \[5, 32\]"),
+        ("dtype", np.ones((5, LENGTH), np.int32), r"int32 \[5, 64\]"),
+        ("flat", None, "cannot open .*flat/train.zarr as a zarr array"),
+    ):
+        (tmp_path / name).mkdir()
+        if name == "flat":
+            make_source(tmp_path / name)
+            os.remove(tmp_path / name / "train.zarr" / ".zarray")
+        else:
+            array = zarr.create_array(
+                str(tmp_path / name / "train.zarr"), shape=train.shape, chunks=(2, 16), dtype=train.dtype, zarr_format=2
+            )
+            array[:] = train
+        with pytest.raises(DataError, match=shown):
+            prepare(tmp_path, source=tmp_path / name)
+    with pytest.raises(DataError, match="cannot open|no-such-protocol|Protocol not known"):
+        prepare(tmp_path, source="no-such-protocol://x")
+
+
+def test_token_beyond_the_vocabulary_is_refused(tmp_path):
+    train = np.random.default_rng(1).integers(1, 256, (TRAIN, LENGTH), dtype=np.uint16)
+    train[9, 63] = 257
+    make_source(tmp_path, train=train)
+    with pytest.raises(DataError, match="train_00002.bin: token id 257"):
+        prepare(tmp_path)
+
+
+def test_killed_run_is_resumed_without_reading_again(tmp_path, monkeypatch):
+    arrays = make_source(tmp_path)
+    read, seen = longcrawl64.Zarr.read, []
+
+    def killed(self, row, count):
+        seen.append((os.path.basename(self.url), row))
+        if seen.count(("train.zarr", 1)) == 1 and row == 1:
+            raise KeyboardInterrupt
+        return read(self, row, count)
+
+    monkeypatch.setattr(longcrawl64.Zarr, "read", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path)
+    assert np.array_equal(rows(prepare(tmp_path), "train"), arrays["train"])
+    assert seen.count(("train.zarr", 0)) == 1
+    os.rename(tmp_path / "train.zarr", tmp_path / "elsewhere")  # complete: the source is not even opened
+    prepare(tmp_path)
+
+
+def test_check_counts_the_chunk_files(tmp_path, capsys):
+    make_source(tmp_path)
+    assert prepare(tmp_path, "--check") == 0
+    os.remove(tmp_path / "train.zarr" / "0.1")
+    os.remove(tmp_path / "train.zarr" / "2.3")
+    assert prepare(tmp_path, "--check") == 2
+    out = capsys.readouterr().out
+    assert "train.zarr: 12 of 12" in out and "train.zarr: 10 of 12" in out and "heldout.zarr: 8 of 8" in out
+    assert "missing 0.1\n" in out and "missing 2.3\n" in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_real_arrays_have_the_published_number_of_chunk_files():
+    for documents, files in ((6_609_334, 103_296), (52_131, 832)):
+        array = longcrawl64.Zarr.__new__(longcrawl64.Zarr)
+        array.array = zarr.create_array(
+            {}, shape=(documents, 65536), chunks=(2048, 2048), dtype="uint16", zarr_format=2
+        )
+        array.chunk_columns = 2048
+        assert sum(len(array.keys(row)) for row in range(-(-documents // 2048))) == files
+        assert array.keys(1)[3] == "1.3"
+
+
+@pytest.mark.parametrize("form", ["txt", "jsonl", "folder"])
+def test_other_long_text_is_packed_into_the_same_layout(tmp_path, form):
+    text = 'Eine "lange" Geschichte\n' * 40
+    (tmp_path / "books").mkdir()
+    name = "books/b.jsonl" if form == "jsonl" else "books/b.txt"
+    (tmp_path / name).write_text(
+        "".join(json.dumps({"text": text}) + "\n" for _ in range(9)) if form == "jsonl" else text * 9
+    )
+    dataset = prepare(tmp_path, source=tmp_path / ("books" if form == "folder" else name))
+    assert dataset.tokenizer.json_escaped and dataset.document_length == LENGTH
+    stored = bytes(dataset.read("train", 0, 64).tolist())
+    assert stored == json.dumps(text)[1:-1].encode()[:64]
+    assert dataset.tokenizer.decode(dataset.read("train", 0, 64)) == text[:57]  # 7 of these 64 bytes are backslashes
+    with pytest.raises(DataError, match="--documents.*zarr"):
+        prepare(tmp_path, "--documents=5", source=tmp_path / name)
+
+
+class Failure(Exception):
+    def __init__(self, status):
+        self.status = status
+
+
+class ClientError(Exception):
+    def __init__(self, status):
+        self.response = type("Response", (), {"status_code": status})
+
+
+class TransportError(Exception):
+    pass
+
+
+def test_passing_errors_are_tried_again_with_back_off():
+    errors = [
+        Failure(429),
+        Failure(503),
+        ClientError(502),
+        ConnectionResetError(),
+        TimeoutError(),
+        TransportError(),
+        None,
+    ]
+    slept = []
+
+    def call():
+        error = errors.pop(0)
+        if error:
+            raise error
+        return "done"
+
+    assert longcrawl64.retrying(call, sleep=slept.append) == "done"
+    assert slept == [1, 2, 4, 8, 16, 32]
+
+
+@pytest.mark.parametrize(
+    "error", [Failure(404), ClientError(403), ValueError("x"), DataError("x"), FileNotFoundError()]
+)
+def test_lasting_errors_are_not_tried_again(error):
+    calls = []
+
+    def call():
+        calls.append(1)
+        raise error
+
+    with pytest.raises(type(error)):
+        longcrawl64.retrying(call, sleep=None)
+    assert len(calls) == 1
+
+
+def test_trying_again_ends():
+    def call():
+        raise Failure(500)
+
+    slept = []
+    with pytest.raises(Failure):
+        longcrawl64.retrying(call, attempts=9, sleep=slept.append)
+    assert len(slept) == 8 and max(slept) == 60
+
+
+def test_chunk_reads_go_through_the_retry(tmp_path, monkeypatch):
+    arrays = make_source(tmp_path)
+    failures = [ConnectionResetError() for _ in range(3)]
+
+    def flaky(call, attempts=10):
+        def once():
+            if failures:
+                raise failures.pop()
+            return call()
+
+        return retry(once, attempts, sleep=lambda seconds: None)
+
+    retry = longcrawl64.retrying
+    monkeypatch.setattr(longcrawl64, "retrying", flaky)
+    assert np.array_equal(rows(prepare(tmp_path), "train"), arrays["train"])
+    assert not failures

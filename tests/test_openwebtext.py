@@ -1,0 +1,85 @@
+"""OpenWebText from a local file: the whole path but the download."""
+
+import json
+
+import numpy as np
+import pytest
+
+from data import DataError
+from data.loader import Dataset
+from data.openwebtext import prepare as openwebtext
+
+tiktoken = pytest.importorskip("tiktoken")
+datasets = pytest.importorskip("datasets")
+
+TEXTS = [f"document {i} " + "word " * (i % 7) for i in range(100)]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    ranks = {bytes([i]): i for i in range(256)}
+    encoding = tiktoken.Encoding("t", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write_source(tmp_path, form):
+    path = tmp_path / f"part.{form}"
+    if form == "parquet":
+        datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(str(path))
+    else:
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def prepare(tmp_path, source, *argv):
+    openwebtext.main([f"--source={source}", f"--out={tmp_path / 'out'}", "--document_length=16", *argv])
+    return Dataset(str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_documents_are_kept_in_order_and_one_in_n_is_validation(tmp_path, form, monkeypatch):
+    monkeypatch.setattr(openwebtext, "DOCUMENTS", 30)
+    dataset = prepare(tmp_path, write_source(tmp_path, form), "--val_fraction=0.1")
+    tok = dataset.tokenizer
+    val = "".join(text + "<|endoftext|>" for text in TEXTS[::10])
+    shown = tok.decode(dataset.read("val", 0, dataset.tokens("val")))
+    assert val.startswith(shown) and len(tok.encode(val)) - dataset.tokens("val") < 16 + 12 * 10
+    shards = dataset.meta["splits"]["train"]["shards"]
+    assert len(shards) == 3
+    first = tok.decode(dataset.read("train", 0, shards[0]["tokens"])).split("<|endoftext|>")
+    train = [text for i, text in enumerate(TEXTS) if i % 10]
+    assert first[:-1] == train[: len(first) - 1] and len(first) >= 29
+    assert np.array_equal(dataset.read("train", shards[0]["tokens"], 5), tok.encode(train[30])[:5])
+
+
+def test_complete_dataset_is_not_loaded_again(tmp_path, monkeypatch, capsys):
+    source = write_source(tmp_path, "parquet")
+    prepare(tmp_path, source, "--val_fraction=0.1")
+    monkeypatch.setattr(openwebtext, "load", None)
+    prepare(tmp_path, source, "--val_fraction=0.1")
+    assert "complete already" in capsys.readouterr().out
+
+
+def test_unusable_sources_are_refused_in_one_line(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        prepare(tmp_path, tmp_path / "nosuch.parquet")
+    (tmp_path / "bad.parquet").write_bytes(b"not parquet")
+    with pytest.raises(DataError, match="cannot load .*--source"):
+        prepare(tmp_path, tmp_path / "bad.parquet")
+    (tmp_path / "other.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(DataError, match='no column "text", only body'):
+        prepare(tmp_path, tmp_path / "other.jsonl")
+
+
+def test_the_default_source_is_a_parquet_repository(monkeypatch):
+    asked = {}
+
+    def load_dataset(name, **options):
+        asked.update(options, name=name)
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match="cannot load Skylion007/openwebtext"):
+        openwebtext.load(openwebtext.REPOSITORY, 4)
+    assert asked == {"name": "Skylion007/openwebtext", "split": "train", "num_proc": 4}

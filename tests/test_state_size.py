@@ -1,0 +1,78 @@
+"""The size tables are those of the article, to the last printed digit."""
+
+import pytest
+
+from attention.state_size import (
+    format_bytes,
+    linear_state_size,
+    main,
+    symmetric_power_state_bytes,
+    tensor_power_state_bytes,
+)
+
+
+def printed_rows(capsys, *argv):
+    main(list(argv))
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "Small 124M 589K 0.0048 589,824",
+        "Medium 335M 1.5M 0.0045 1,572,864",
+        "Large 774M 2.9M 0.0037 2,949,120",
+        "XL 1.6B 4.9M 0.0031 4,915,200",
+        "2 77 MB 39 MB 49% both",
+        "4 314 GB 14 GB 96% symmetric",
+        "6 1.3 PB 2.2 TB 99.8% neither",
+        "8 5.3 EB 199 TB 99.996% neither",
+    ],
+)
+def test_prints_the_row_of_the_article(capsys, row):
+    assert row.split() in printed_rows(capsys)
+
+
+def test_smaller_heads_give_the_smaller_states_of_the_design():
+    assert format_bytes(symmetric_power_state_bytes(12, 24, 32, p=4)) == "995 MB"
+    assert format_bytes(symmetric_power_state_bytes(12, 48, 16, p=4)) == "76 MB"
+
+
+def test_state_counts_the_normaliser_and_scales_with_the_bytes():
+    assert linear_state_size(12, 12, 64) == 589_824
+    assert tensor_power_state_bytes(1, 1, 8, p=2, bytes_per_number=1) == 64 * 9
+    assert symmetric_power_state_bytes(1, 1, 8, p=2, bytes_per_number=1) == 36 * 9
+    assert symmetric_power_state_bytes(2, 3, 8, p=2, bytes_per_number=4) == 36 * 9 * 2 * 3 * 4
+
+
+def test_state_size_is_that_of_the_state_attention_returns():
+    import torch
+
+    from attention.power import power_attention
+
+    q = torch.randn(1, 3, 1, 8)
+    _, state = power_attention(q, q, q, p=4, return_state=True)
+    kept = sum(x.numel() * x.element_size() for x in (state.S, state.z))
+    assert kept == symmetric_power_state_bytes(1, 1, 8, p=4, bytes_per_number=4)
+
+
+def test_fewer_key_value_heads_shrink_the_state(capsys):
+    assert ["2", "26", "MB", "13", "MB", "50%", "both"] in printed_rows(capsys, "--n_kv_head=4", "--p=2")
+
+
+@pytest.mark.parametrize(
+    "size, text",
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 KB"), (9.96e3, "10 KB"), (999.6e3, "1.0 MB"), (2e30, "2000000 YB")],
+)
+def test_format_bytes_never_prints_a_thousand_of_a_unit_that_has_a_larger_one(size, text):
+    assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    "flag", ["--p=3", "--p=4,x", "--p=", "--n_kv_head=5", "--head_dim=0", "--n_layer=many", "--size=1"]
+)
+def test_refuses_impossible_shapes_in_one_line(capsys, flag):
+    with pytest.raises(SystemExit) as stop:
+        main([flag])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
