@@ -8,7 +8,6 @@ of how often the tensor holds it, p! / (c_1! ... c_d!) with c_i the number of ti
 From "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), sections 3 and 4.
 """
 import math
-from functools import lru_cache
 
 import torch
 
@@ -45,9 +44,18 @@ def _tails(d, r):
     return [symmetric_power_dim(d, r) - symmetric_power_dim(d - i, r) for i in range(d)]
 
 
+_made = {}
+
+
 @torch.compiler.assume_constant_result
-@lru_cache(maxsize=32)
-def _sqrt_multiplicity(d, p, dtype, device):
+def _sqrt_multiplicity(*key):
+    """_make_sqrt_multiplicity(d, p, dtype, device), made once."""
+    if key not in _made:
+        _made[key] = _make_sqrt_multiplicity(*key)
+    return _made[key]
+
+
+def _make_sqrt_multiplicity(d, p, dtype, device):
     """sqrt(p! / (c_1! ... c_d!)) for each multi-index, [C(d+p-1, p)], built degree by degree like the features."""
     count = torch.ones(d, dtype=torch.float64)  # permutations of each multi-index so far
     run = torch.ones(d, dtype=torch.float64)  # how often its first index is repeated at its start

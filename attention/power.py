@@ -29,6 +29,7 @@ from attention.embedding import symmetric_power_dim, symmetric_power_embedding
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
 FEATURES_AT_ONCE = 2**27  # entries of phi that exist at any time, half a GB in float32
+SCORES_AT_ONCE = {"cpu": 2**27, "cuda": 2**30}  # entries of q k^T
 
 
 class PowerState(NamedTuple):
@@ -150,22 +151,23 @@ def check_state_fits(rows, D, E, p, dtype, device):
 
 
 def _quadratic(q, k, v, gates, state, p):
-    """All pairs. q may hold only the last of the tokens in k. Rows go in blocks when their scores would not fit."""
+    """All pairs. q may hold only the last of the tokens in k. Rows go in blocks, each against the keys it may see."""
     B, Hkv, G, n, _ = q.shape
     m = k.shape[2]
-    limit = 2**30 if q.is_cuda else 2**27  # scores that exist at any time
-    rows = n if B * Hkv * G * n * m <= limit else max(16, limit // 4 // (B * Hkv * G * m))
-    if rows >= n:
-        return _rows(q, k, v, gates, state, p, m - n)
+    at_once = SCORES_AT_ONCE.get(q.device.type, 2**27)
+    rows = max(64, n // 4)  # four blocks leave out 3/8 of the pairs, which are not causal
+    # where all scores are too many, so are they to keep: a block's are computed again in the backward pass
+    keep = B * Hkv * G * n * m <= at_once or not torch.is_grad_enabled()
+    if B * Hkv * G * rows * m > at_once // 4:
+        rows = max(16, at_once // 4 // (B * Hkv * G * m))
     parts = []
     for start in range(0, n, rows):
         end = min(start + rows, n)
         seen = m - n + end
-        part = partial(_rows, p=p, first=m - n + start)
+        block = partial(_rows, p=p, first=m - n + start)
         args = q[..., start:end, :], k[:, :, :seen], v[:, :, :seen], gates and gates.span(0, seen), state
-        # the block's scores are computed again in the backward pass: nothing of size T x T is ever kept
-        parts.append(checkpoint(part, *args, use_reentrant=False) if torch.is_grad_enabled() else part(*args))
-    return tuple(torch.cat(x, dim=3) for x in zip(*parts))
+        parts.append(block(*args) if keep else checkpoint(block, *args, use_reentrant=False))
+    return _join(parts)
 
 
 def _rows(q, k, v, gates, state, p, first):
@@ -190,7 +192,7 @@ def _rows(q, k, v, gates, state, p, first):
 
 def _chunked(q, k, v, gates, state, p, chunk_size):
     """Chunk by chunk: each reads itself and the state before it, then is folded into the state."""
-    nums, dens = [], []
+    parts = []
 
     def chunk(q, k, v, gates, state):
         return *_rows(q, k, v, gates, state, p, 0), _fold(state, k, v, gates, p)
@@ -201,10 +203,9 @@ def _chunked(q, k, v, gates, state, p, chunk_size):
         args = q[..., start:end, :], k[:, :, start:end], v[:, :, start:end], gates and gates.span(start, end), state
         # only the states between chunks are kept for the backward pass, not the features
         run = partial(checkpoint, chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk
-        num, den, state = run(*args)
-        nums.append(num)
-        dens.append(den)
-    return torch.cat(nums, dim=3), torch.cat(dens, dim=3), state
+        *part, state = run(*args)
+        parts.append(part)
+    return *_join(parts), state
 
 
 def query_state(q, state, p):
@@ -213,7 +214,7 @@ def query_state(q, state, p):
     for x in q.split(_tokens_at_once(q, p), dim=3):
         phi = symmetric_power_embedding(x, p)
         parts.append((phi @ state.S.unsqueeze(2), (phi @ state.z[:, :, None, :, None]).squeeze(-1)))
-    return tuple(torch.cat(x, dim=3) for x in zip(*parts))
+    return _join(parts)
 
 
 def update_state(k, v, p):
@@ -287,6 +288,11 @@ def _unit_range(x, dim):
         largest = x.abs().amax(dim, keepdim=True).clamp(torch.finfo(x.dtype).tiny, 2.0**126)
         factor = torch.exp2(-largest.log2().floor())
     return x * factor
+
+
+def _join(parts):
+    """[(numerators, denominators), ...] of consecutive rows -> numerators, denominators."""
+    return tuple(torch.cat(x, dim=3) for x in zip(*parts))
 
 
 def _tokens_at_once(x, p):

@@ -1,0 +1,60 @@
+# make demo       environment, data, a small model, its loss curve and a sample: the quick start
+# make ... PY=python3   use this interpreter as it is (conda, docker) and make no .venv
+
+PYTHON ?= python3
+PY ?= .venv/bin/python
+
+.PHONY: help env demo test doctor
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@echo "  PYTHON=python3.12 builds .venv from that Python; PY=python3 uses that one as it is, without .venv"
+
+demo: env  ## prepare data, train a small model, draw its loss curve, sample from it
+	$(PY) data/pystdlib/prepare.py
+	$(PY) train.py config/demo.py
+	$(PY) compare.py out/demo --png out/demo/loss.png
+	$(PY) sample.py --out_dir=out/demo --max_new_tokens=600
+
+test: env  ## run the tests
+	$(PY) -m pytest tests
+
+doctor: env  ## say what is wrong with this machine's Python, torch, GPU or compiler, and how to mend it
+	$(PY) doctor.py
+
+ifeq ($(PY),.venv/bin/python)
+env: .venv/.ready  ## make .venv and install requirements.txt into it (once)
+else
+env:
+	@command -v "$(PY)" >/dev/null || { echo "PY=$(PY): no such interpreter" >&2; exit 1; }
+endif
+
+# Run by $(PYTHON): lets .venv see the torch that $(PYTHON) has, if requirements.txt takes its version, so that pip does
+# not fetch its gigabytes again. (--system-site-packages would not do: it shows nothing when $(PYTHON) is itself in a
+# virtual environment.)
+define SHARE_TORCH
+import os, re, sys
+try:
+    import torch
+except Exception:
+    sys.exit()
+pair = lambda version: tuple(map(int, re.findall(r"\d+", version)[:2]))
+low, high = re.search(r"^torch>=([\d.]+),<([\d.]+)", open("requirements.txt").read(), re.M).groups()
+folder = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
+site = ".venv/lib/python%d.%d/site-packages" % sys.version_info[:2]
+fits = pair(low) <= pair(torch.__version__) < pair(high)
+if fits and os.path.isdir(site) and not folder.startswith(os.path.abspath(".venv")):
+    print("sharing the torch", torch.__version__, "in", folder)
+    open(site + "/shared_torch.pth", "w").write(folder + "\n")
+endef
+export SHARE_TORCH
+
+.venv/.ready: requirements.txt
+	@command -v "$(PYTHON)" >/dev/null || { echo "PYTHON=$(PYTHON): no such interpreter" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed,\
+ $(PYTHON) is $$($(PYTHON) --version 2>&1); choose one with: make env PYTHON=python3.12" >&2; exit 1; }
+	.venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
+	@rm -f .venv/lib/python*/site-packages/shared_torch.pth
+	@$(PYTHON) -c "$$SHARE_TORCH"
+	.venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt
+	@touch $@

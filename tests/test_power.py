@@ -1,0 +1,253 @@
+"""The forms of power attention against the float64 oracle: outputs, states and every gradient."""
+import math
+
+import pytest
+import torch
+from oracle import power_attention_oracle, relative_error, state_oracle
+from torch.nn.functional import logsigmoid
+
+from attention import power
+from attention.embedding import symmetric_power_dim
+from attention.power import FORMS, PowerState, integer_power, power_attention, read_and_fold
+
+CHUNK = 16
+COMPUTED = [f for f in FORMS if f != "auto"]
+GATES = {
+    "none": lambda x: None,
+    "near one": lambda x: x.mul(0) + math.log(1 - 1e-6),
+    "learned": lambda x: logsigmoid(3 * x + 1),
+    "half": lambda x: x.mul(0) + math.log(0.5),
+    "strong": lambda x: x.mul(0) + math.log(1e-3),
+    "zeros": lambda x: logsigmoid(x).masked_fill(x > 1, float("-inf")),
+    "all zero": lambda x: x.mul(0).masked_fill(torch.ones_like(x, dtype=bool), float("-inf")),
+}
+
+
+def inputs(T, p, gates, B=2, H=4, Hkv=2, D=4, E=6, dtype=torch.float64, seed=0, with_state=False):
+    """q, k, v, log_g (or None), S0, z0 (or none) as float64 leaves whose values are exact in dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)
+    tensors = [make(B, T, H, D), make(B, T, Hkv, D), make(B, T, Hkv, E)]
+    log_g = GATES[gates](make(B, T, Hkv))
+    tensors.append(log_g)
+    if with_state:
+        tensors += state_oracle(make(B, 5, Hkv, D), make(B, 5, Hkv, E), p=p)
+    return [x if x is None else x.to(dtype).double().requires_grad_() for x in tensors]
+
+
+def assert_equal_to_oracle(tensors, *, p, form, tolerance, dtype=torch.float64, with_state=False, chunk_size=CHUNK):
+    q, k, v, log_g, *state = tensors
+    leaves = [x for x in tensors if x is not None]
+    generator = torch.Generator().manual_seed(1)
+    dys = None
+    results = []
+    for oracle in (True, False):
+        if oracle:
+            state0 = state or None
+            outs = [power_attention_oracle(q, k, v, log_g, p=p, initial_state=state0)]
+            outs += state_oracle(k, v, log_g, p=p, initial_state=state0) if with_state else []
+            dys = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outs]
+        else:
+            cast = [x if x is None else x.detach().to(dtype).requires_grad_() for x in tensors]
+            leaves = [x for x in cast if x is not None]
+            state0 = PowerState(*cast[4:]) if state else None
+            result = power_attention(
+                *cast[:4], p=p, form=form, chunk_size=chunk_size, initial_state=state0, return_state=with_state
+            )
+            outs = [result[0], *result[1]] if with_state else [result]
+            dys = [dy.to(dtype) for dy in dys]
+        grads = torch.autograd.grad(sum((x * dy).sum() for x, dy in zip(outs, dys)), leaves, materialize_grads=True)
+        results.append([*outs, *grads])
+    names = ["y", *(("S", "z") if with_state else ()), "dq", "dk", "dv"]
+    names += ["dlog_g"] if log_g is not None else []
+    names += ["dS0", "dz0"] if state else []
+    floor = 1e-3 * dys[0].norm().item()
+    for name, ref, out in zip(names, *results):
+        error = relative_error(out, ref, floor)
+        assert error <= tolerance, f"{name}: error {error:.1e}"
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("form", COMPUTED)
+@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 53])
+def test_every_form_equals_the_oracle_for_any_length(T, form, gates):
+    assert_equal_to_oracle(inputs(T, 2, gates), p=2, form=form, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("gates", ["none", "learned", "zeros"])
+@pytest.mark.parametrize("form", COMPUTED)
+@pytest.mark.parametrize("p", [2, 4, 6])
+def test_every_form_carries_the_state_in_and_out(p, form, gates):
+    tensors = inputs(37, p, gates, D=3, with_state=True)
+    assert_equal_to_oracle(tensors, p=p, form=form, tolerance=1e-9, with_state=True)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 3), (6, 2), (4, 1)])
+@pytest.mark.parametrize("form", COMPUTED)
+def test_query_heads_share_key_value_heads(form, heads):
+    H, Hkv = heads
+    assert_equal_to_oracle(inputs(21, 4, "learned", H=H, Hkv=Hkv, D=4, E=4), p=4, form=form, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("gates", ["none", "near one", "half", "strong", "zeros"])
+@pytest.mark.parametrize("form", ["quadratic", "chunked"])
+def test_float32_is_accurate(form, gates):
+    tensors = inputs(300, 2, gates, D=8, E=8, dtype=torch.float32)
+    assert_equal_to_oracle(tensors, p=2, form=form, tolerance=2e-5, dtype=torch.float32, chunk_size=64)
+
+
+def test_blocks_of_rows_equal_one_block(monkeypatch):
+    monkeypatch.setitem(power.SCORES_AT_ONCE, "cpu", 1)  # blocks of 16 rows, the fewest there are
+    monkeypatch.setattr(power, "FEATURES_AT_ONCE", 1)  # features token by token
+    tensors = inputs(53, 4, "zeros", with_state=True)
+    assert_equal_to_oracle(tensors, p=4, form="quadratic", tolerance=1e-9, with_state=True)
+
+
+@pytest.mark.parametrize("form", COMPUTED)
+def test_rows_without_weight_give_zeros_and_zero_gradients(form):
+    q, k, v, *_ = inputs(20, 2, "none")
+    with torch.no_grad():
+        q[:, 3] = 0  # no weight on any key
+        k[:, :2] = 0  # rows 0 and 1 see only zero keys
+    q, k, v = (x.detach().float().requires_grad_() for x in (q, k, v))
+    y = power_attention(q, k, v, p=2, form=form, chunk_size=CHUNK)
+    assert (y[:, 3] == 0).all() and (y[:, :2] == 0).all() and (y[:, 4:] != 0).any()
+    grads = torch.autograd.grad(y.square().sum(), (q, k, v))
+    assert all(g.isfinite().all() for g in grads)
+    assert (grads[0][:, 3] == 0).all() and (grads[0][:, :2] == 0).all()
+
+
+@pytest.mark.parametrize("form", COMPUTED)
+def test_a_single_token_returns_its_value(form):
+    q, k, v, *_ = inputs(1, 4, "none", H=2, Hkv=2, E=4)
+    assert torch.allclose(power_attention(q, k, v, p=4, form=form), v, rtol=1e-12)
+
+
+@pytest.mark.parametrize("p,smallest", [(2, 1e-6), (4, 1e-6), (6, 1e-4), (8, 1e-4)])
+@pytest.mark.parametrize("size", ["smallest", 1, 1e4])
+@pytest.mark.parametrize("form", ["quadratic", "chunked"])
+def test_scores_of_any_size_neither_overflow_nor_vanish(form, p, smallest, size):
+    size = smallest if size == "smallest" else size
+    q, k, v, *_ = inputs(40, p, "none", H=2, Hkv=2, D=4, E=4)
+    factor = size / (0.5 * q * k).sum(-1).abs().mean().item()
+    q, k, v = ((q * factor).detach().float(), k.detach().float(), v.detach().float())
+    ref = power_attention_oracle(q.double(), k.double(), v.double(), p=p)
+    y = power_attention(q, k, v, p=p, form=form, chunk_size=CHUNK)
+    assert relative_error(y, ref, 1e-3) < 1e-4
+
+
+@pytest.mark.parametrize("form", ["quadratic", "chunked"])
+@pytest.mark.parametrize("mean", [3.0, 10.0])
+def test_keys_with_a_common_mean_that_the_query_is_orthogonal_to(form, mean):
+    q, k, v, *_ = inputs(200, 2, "none", H=2, Hkv=2, D=16, E=16)
+    direction = torch.nn.functional.normalize(torch.ones(16, dtype=torch.float64), dim=0)
+    q = (q - (q @ direction).unsqueeze(-1) * direction).detach().float()
+    k, v = (k + mean * direction).detach().float(), v.detach().float()
+    y = power_attention(q, k, v, p=2, form=form, chunk_size=32)
+    ref = power_attention_oracle(q.double(), k.double(), v.double(), p=2)
+    assert relative_error(y, ref, 1e-3) < 1e-3
+
+
+def test_gates_lose_nothing_over_65536_tokens():
+    T = 65536
+    log_g = torch.full((1, T, 1), math.log(1 - 1e-6))
+    k = torch.ones(1, T, 1, 2)
+    v = torch.zeros(1, T, 1, 1)
+    v[:, 0] = 1
+    y = power_attention(k, k, v, log_g, p=2, form="chunked", chunk_size=1024)[0, -1, 0, 0].item()
+    g = math.exp(log_g[0, 0, 0].item())  # as float32 has it
+    assert y == pytest.approx(g ** (T - 1) / ((1 - g**T) / (1 - g)), rel=2e-4)
+
+
+def test_a_zero_gate_separates_documents():
+    q, k, v, *_ = inputs(30, 2, "none")
+    log_g = torch.zeros(2, 30, 2, dtype=torch.float64)
+    log_g[:, 11] = float("-inf")
+    for form in COMPUTED:
+        y = power_attention(q, k, v, log_g, p=2, form=form, chunk_size=CHUNK)
+        alone = power_attention(q[:, 11:], k[:, 11:], v[:, 11:], p=2, form=form, chunk_size=CHUNK)
+        assert torch.allclose(y[:, 11:], alone, rtol=1e-10)
+
+
+def test_a_sequence_may_be_cut_anywhere():
+    q, k, v, log_g, *_ = inputs(41, 4, "zeros")
+    whole, final = power_attention(q, k, v, log_g, p=4, form="quadratic", return_state=True)
+    for cut in (1, 16, 23, 40):
+        a, b = slice(None, cut), slice(cut, None)
+        first, state = power_attention(q[:, a], k[:, a], v[:, a], log_g[:, a], p=4, form="chunked", return_state=True)
+        second, end = power_attention(
+            q[:, b], k[:, b], v[:, b], log_g[:, b], p=4, form="chunked", initial_state=state, return_state=True
+        )
+        assert torch.allclose(torch.cat((first, second), 1), whole, rtol=1e-9, atol=1e-12)
+        assert all(torch.allclose(x, y, rtol=1e-9, atol=1e-12) for x, y in zip(end, final))
+
+
+def test_queries_of_the_newest_tokens_read_cache_and_state():
+    q, k, v, log_g, *_ = inputs(40, 2, "zeros")
+    whole, final = power_attention(q, k, v, log_g, p=2, form="quadratic", return_state=True)
+    _, state = power_attention(q[:, :9], k[:, :9], v[:, :9], log_g[:, :9], p=2, form="quadratic", return_state=True)
+    y, end = read_and_fold(q[:, 33:], k[:, 9:], v[:, 9:], log_g[:, 9:], state, p=2, fold=True)
+    assert torch.allclose(y, whole[:, 33:], rtol=1e-9, atol=1e-12)
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(end, final))
+    assert read_and_fold(q[:, 33:], k[:, 9:], v[:, 9:], log_g[:, 9:], state, p=2, fold=False)[1] is state
+
+
+def test_scale_cancels_and_auto_is_one_of_the_forms():
+    q, k, v, *_ = inputs(33, 2, "none")
+    y = power_attention(q, k, v)
+    assert torch.allclose(power_attention(q, k, v, scale=7.0), y, rtol=1e-10)
+    assert torch.allclose(power_attention(q, k, v, form="quadratic"), y, rtol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_inputs_are_computed_in_float32(dtype):
+    q, k, v, *_ = inputs(50, 4, "none", dtype=dtype)
+    y = power_attention(q.to(dtype), k.to(dtype), v.to(dtype), p=4)
+    assert y.dtype == dtype
+    assert relative_error(y, power_attention_oracle(q, k, v, p=4), 1e-3) < (4e-3 if dtype == torch.bfloat16 else 5e-4)
+
+
+def test_gradients_flow_through_strided_and_expanded_tensors():
+    qkv = torch.randn(2, 20, 8, 4, dtype=torch.float64, requires_grad=True)
+    q, k, v = qkv.split((4, 2, 2), dim=2)
+    y = power_attention(q, k, v, p=2)
+    (strided,) = torch.autograd.grad(y.sum(), qkv)  # the incoming gradient is expanded, stride 0
+    q, k, v = (x.detach().contiguous().requires_grad_() for x in (q, k, v))
+    y = power_attention(q, k, v, p=2)
+    grads = torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
+    assert torch.allclose(strided, torch.cat(grads, dim=2), rtol=1e-10)
+
+
+def test_integer_power_squares_repeatedly():
+    x = torch.tensor([-3.0, 0.5, 1e9])
+    for p in (2, 4, 6, 8):
+        assert torch.allclose(integer_power(x.double(), p), x.double() ** p, rtol=1e-14)
+    assert integer_power(x, 4)[2] == pytest.approx(1e36, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (dict(p=3), "p must be a positive even integer, got 3"),
+        (dict(p=0), "p must be a positive even integer"),
+        (dict(form="fast"), "form must be one of auto, quadratic, chunked, recurrent, got 'fast'"),
+        (dict(chunk_size=0), "chunk_size must be a positive integer, got 0"),
+        (dict(scale=0.0), "scale must be finite and not zero"),
+        (dict(log_g=torch.zeros(2, 8, 4)), r"log_g must be \[B, T, Hkv\] = \[2, 8, 2\]"),
+        (dict(k=torch.zeros(2, 7, 2, 4)), "do not fit"),
+        (dict(k=torch.zeros(2, 8, 3, 4), v=torch.zeros(2, 8, 3, 4)), "multiple of the key/value heads, got 4 and 3"),
+        (dict(v=torch.zeros(2, 8, 2, 4).double()), "share one floating dtype"),
+        (dict(initial_state=PowerState(torch.zeros(2, 2, 9, 4), torch.zeros(2, 2, 9))), r"initial_state must be S \[2, 2, 10, 4\]"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit_are_refused(change, message):
+    args = dict(q=torch.zeros(2, 8, 4, 4), k=torch.zeros(2, 8, 2, 4), v=torch.zeros(2, 8, 2, 4)) | change
+    with pytest.raises(ValueError, match=message):
+        power_attention(**args)
+
+
+def test_a_state_that_does_not_fit_is_refused_with_its_bytes():
+    x = torch.zeros(1, 2, 64, 128)
+    need = 64 * symmetric_power_dim(128, 8) * 129 * 4
+    with pytest.raises(MemoryError, match=f"{need:,} bytes"):
+        power_attention(x, x, x, p=8, return_state=True)
