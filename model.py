@@ -157,9 +157,6 @@ class GPT(nn.Module):
             )
         )
         self.apply(self._init_weights)
-        # The residual stream starts at the size of GPT-2's embeddings. With a gain of 1 the tied head would see the
-        # input token itself at a logit of 0.02 n_embd, and a fresh model of 124M would have a loss of 15, not ln V.
-        nn.init.constant_(self.transformer.ln_wte.weight, 0.02)
 
     def _init_weights(self, module):
         """GPT-2's: normal 0.02, and 0.02 / sqrt(2 n_layer) where a block adds to the residual. Gates set their own."""

@@ -7,14 +7,15 @@ The symmetric map keeps one entry for each non-decreasing multi-index a1 <= a2 <
 of how often the tensor holds it, p! / (c_1! ... c_d!) with c_i the number of times i occurs in the multi-index.
 From "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), sections 3 and 4.
 """
-import math
-
 import torch
 
 
 def symmetric_power_dim(d, p):
     """Number of features of the symmetric power: C(d+p-1, p)."""
-    return math.comb(d + p - 1, p)
+    features = 1
+    for i in range(p):  # not math.comb, which breaks torch.compile's graph
+        features = features * (d + i) // (i + 1)
+    return features
 
 
 def tensor_power_embedding(x, p):
