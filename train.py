@@ -79,6 +79,7 @@ FREE = {
     "always_save_checkpoint", "wandb", "wandb_log", "wandb_project", "wandb_run_name", "device", "backend", "compile",
     "batch_size", "gradient_accumulation_steps", "activation_checkpointing",
 }  # fmt: skip
+ROTATION_LR = float(os.environ.get("RLR", "0.1"))
 # dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name found in the device's counts
 PEAK_FLOPS = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12,
@@ -202,7 +203,7 @@ def main():
     while not done:
         # ---- one step
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, cfg)
+            group["lr"] = learning_rate(step, cfg) * group["lr_scale"]
         torch.manual_seed(hash((cfg.seed, step, rank)) % 2**63)  # dropout is a function of (seed, step, rank)
         loss_sum = torch.zeros((), device=device)
         try:
@@ -386,11 +387,20 @@ def start_folder(cfg, settings, dataset, resume):
 
 
 def make_optimizer(model, cfg, device):
-    """AdamW, fused; matrices and embeddings decay, biases, norms and gate biases do not."""
+    """AdamW, fused; matrices and embeddings decay, biases, norms and gate biases do not.
+
+    W_beta learns ROTATION_LR times as fast as the rest: Adam moves each of its n_embd entries by about the learning
+    rate, all of them add up in one number, and the fastest pair turns by 2 pi times that at every token.
+    """
+    named = dict(model.named_parameters())
+    rotation = [p for n, p in named.items() if n.endswith("W_beta")]
+    rest = [p for n, p in named.items() if not n.endswith("W_beta")]
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": cfg.weight_decay, "lr_scale": 1.0},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "lr_scale": 1.0},
+        {"params": rotation, "weight_decay": cfg.weight_decay, "lr_scale": ROTATION_LR},
     ]
+    groups = [g for g in groups if g["params"]]
     return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
 
 

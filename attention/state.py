@@ -42,9 +42,8 @@ class LayerState:
         if self.fold != "auto":
             return self.fold == "always"
         n, D, E = self.k.shape[1], self.k.shape[-1], self.v.shape[-1]
-        if self.power is not None:
-            return n >= FOLD_EVERY
-        return n * (D + E) * self.k.element_size() >= state_bytes(1, D, E, p)
+        limit = state_bytes(1, D, E, p) / ((D + E) * self.k.element_size())  # tokens that take as much memory
+        return n >= (limit if self.power is None else min(limit, FOLD_EVERY))
 
     def tensors(self):
         return [x for x in (self.u, self.k, self.v, self.log_g, *(self.power or ())) if x is not None]

@@ -1,0 +1,162 @@
+"""The five attentions: what the papers say of them."""
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from attention.conformal_sympow import ConformalSympow, conformal_sympow_attention
+from attention.embedding import symmetric_power_embedding, tensor_power_embedding
+from attention.even_power import even_power_attention
+from attention.gates import FixedGate, LearnedGate, alibi_slopes
+from attention.power import power_attention
+from attention.rotary import rotary, rotation_rates
+from attention.softmax import softmax_attention
+from attention.sympow import sympow_attention
+from attention.sympow_gating import sympow_gating_attention
+from model import GPTConfig
+from test_rotary import matrix
+
+B, T, H, D, E, N = 1, 12, 2, 4, 3, 50.0
+
+
+@pytest.fixture
+def qkv():
+    torch.manual_seed(0)
+    return [torch.randn(B, T, H, n, dtype=torch.float64) for n in (D, D, E)]
+
+
+def recurrence(q, k, v, gamma, mu, p, S_rotates=False):
+    """Equations 2 (or, with S_rotates, 3) of the conformal paper for one head, written token by token.
+
+    gamma [T], mu [T, D/2] the angles after each token. With S_rotates the state is turned instead of the keys, by the
+    rotation of tensor features that turns a vector by mu_i - mu_{i-1}.
+    """
+    S, Z, ys, before = 0, 0, [], torch.zeros_like(mu[0])
+    for i in range(len(q)):
+        if S_rotates:
+            R = matrix((mu[i] - before).tolist())
+            R_bar = R
+            for _ in range(p - 1):
+                R_bar = torch.kron(R_bar, R)
+            before = mu[i]
+            phi_q, phi_k = tensor_power_embedding(q[i], p), tensor_power_embedding(k[i], p)
+            S, Z = (gamma[i] * (R_bar.T @ x) if i else x for x in (S, Z))  # S is transposed here
+        else:
+            R = matrix(mu[i].tolist())
+            phi_q, phi_k = symmetric_power_embedding(R @ q[i], p), symmetric_power_embedding(R @ k[i], p)
+            S, Z = gamma[i] * S, gamma[i] * Z
+        S, Z = S + torch.outer(phi_k, v[i]), Z + phi_k
+        ys.append(phi_q @ S / (phi_q @ Z))
+    return torch.stack(ys)
+
+
+def by_recurrence(q, k, v, gamma, beta, p, **kwargs):
+    theta = 2 * math.pi * rotation_rates(D, N)
+    mu = beta.cumsum(-1).unsqueeze(-1) * theta  # [T, D/2]
+    heads = [recurrence(q[0, :, h], k[0, :, h], v[0, :, h], gamma[:, h], mu, p, **kwargs) for h in range(H)]
+    return torch.stack(heads, dim=1).unsqueeze(0)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_proposition_1_rotary_sympow_is_its_recurrence(qkv, p):
+    q, k, v = qkv
+    u = torch.arange(1, T + 1, dtype=torch.float64)
+    y = sympow_attention(rotary(q, u, N), rotary(k, u, N), v, p=p)
+    expected = by_recurrence(q, k, v, torch.ones(T, H, dtype=torch.float64), torch.ones(T, dtype=torch.float64), p)
+    assert torch.allclose(y, expected, rtol=1e-8)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_proposition_2_gated_sympow_is_its_recurrence(qkv, p):
+    q, k, v = qkv
+    gamma = torch.rand(T, H, dtype=torch.float64)
+    u = torch.arange(1, T + 1, dtype=torch.float64)
+    y = sympow_gating_attention(rotary(q, u, N), rotary(k, u, N), v, gamma.log().unsqueeze(0), p=p)
+    assert torch.allclose(y, by_recurrence(q, k, v, gamma, torch.ones(T, dtype=torch.float64), p), rtol=1e-8)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_proposition_3_a_rotation_of_vectors_is_a_rotation_of_features(p):
+    P = matrix([0.3, 1.1])
+    basis = torch.randn(200, D, dtype=torch.float64)
+    features = symmetric_power_embedding(basis, p)
+    P_bar = torch.linalg.lstsq(features, symmetric_power_embedding(basis @ P.T, p)).solution.T
+    k = torch.randn(D, dtype=torch.float64)
+    assert torch.allclose(symmetric_power_embedding(P @ k, p), P_bar @ symmetric_power_embedding(k, p), rtol=1e-8)
+    assert torch.allclose(P_bar.T @ P_bar, torch.eye(len(P_bar), dtype=torch.float64), atol=1e-8)
+    assert torch.linalg.det(P_bar).item() == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("S_rotates", [False, True])
+@pytest.mark.parametrize("form", ["quadratic", "chunked", "recurrent"])
+def test_conformal_sympow_is_a_conformal_map_of_its_state(qkv, form, S_rotates):
+    q, k, v = qkv
+    gamma, beta = torch.rand(T, H, dtype=torch.float64), 2 * torch.rand(T, dtype=torch.float64)
+    y = conformal_sympow_attention(q, k, v, gamma.log().unsqueeze(0), beta.unsqueeze(0), p=2, base=N, form=form, chunk_size=5)
+    assert torch.allclose(y, by_recurrence(q, k, v, gamma, beta, 2, S_rotates=S_rotates), rtol=1e-7)
+
+
+def test_fixed_gates_are_alibi(qkv):
+    """Appendix A.1: exp(q.k + m (j - i)) = gamma^(i-j) exp(q.k), with gamma = exp(-m). With exp for the power, the gates
+    that power_attention multiplies weights by are exactly ALiBi's bias."""
+    q, k, v = qkv
+    m = alibi_slopes(H).double()
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    log_g = FixedGate(H).double()(torch.zeros(B, T, 1, dtype=torch.float64))
+    assert torch.allclose(log_g[0, 0], -m, rtol=1e-6)
+    total = log_g.cumsum(1).transpose(1, 2)
+    bias = total.unsqueeze(-1) - total.unsqueeze(-2)  # log of b_ij, from the gates
+    assert torch.allclose(bias[0].tril(), (-m[:, None, None] * distance).tril(), rtol=1e-5)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k).masked_fill(distance < 0, float("-inf"))
+    alibi = (scores - m[:, None, None] * distance).softmax(-1)
+    gated = bias.exp() * scores.exp()
+    assert torch.allclose(alibi, gated / gated.sum(-1, keepdim=True), rtol=1e-5)
+    # and the same gates in power attention: weights gamma^(i-j) (q.k)^p
+    w = ((scores.masked_fill(distance < 0, 0) ** 2) * (m.neg()[:, None, None] * distance).exp()).tril()
+    expected = torch.einsum("bhij,bjhe->bihe", w / w.sum(-1, keepdim=True), v)
+    assert torch.allclose(power_attention(q, k, v, log_g, p=2), expected, rtol=1e-5)
+
+
+def test_softmax_is_softmax_with_grouped_heads_and_resets(qkv):
+    q, k, v = qkv
+    k, v = k[:, :, :1], v[:, :, :1]
+    log_g = torch.zeros(B, T, 1)
+    log_g[:, 7] = float("-inf")
+    scores = torch.einsum("bihd,bjd->bhij", q, k[:, :, 0]) / D**0.5
+    visible = torch.ones(T, T).tril().bool()
+    for gates in (None, log_g):
+        if gates is not None:
+            visible[7:, :7] = False
+        expected = torch.einsum("bhij,bje->bihe", scores.masked_fill(~visible, float("-inf")).softmax(-1), v[:, :, 0])
+        assert torch.allclose(softmax_attention(q, k, v, gates), expected, rtol=1e-8)
+        assert torch.allclose(softmax_attention(q[:, 9:], k, v, gates), expected[:, 9:], rtol=1e-8)
+
+
+def test_even_power_is_the_seeds_quadratic_form(qkv):
+    q, k, v = qkv
+    for p in (2, 4, 6):
+        w = torch.einsum("bihd,bjhd->bhij", q, k).pow(p).tril()
+        expected = torch.einsum("bhij,bjhe->bihe", w / w.sum(-1, keepdim=True), v)
+        assert torch.allclose(even_power_attention(q, k, v, p=p), expected, rtol=1e-9)
+
+
+def test_gates_are_log_sigmoid_in_float32_under_autocast():
+    gate = LearnedGate(n_embd=8, n_kv_head=3, bias=1.5)
+    torch.nn.init.normal_(gate.W_gamma)
+    x = torch.randn(2, 5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        log_g = gate(x)
+    assert log_g.dtype == torch.float32
+    assert torch.allclose(log_g, F.logsigmoid(x @ gate.W_gamma.T + 1.5), rtol=1e-6)
+
+
+def test_rotation_speed_is_in_float32_under_autocast_and_starts_at_one():
+    mix = ConformalSympow(GPTConfig(n_embd=8, n_head=2, attention="conformal_sympow"))
+    x = torch.randn(1, 64, 8)
+    assert (mix.beta(x) == 1).all()
+    torch.nn.init.normal_(mix.W_beta)
+    with torch.autocast("cpu", torch.bfloat16):
+        u = mix.clock(x, None)
+    exact = (1 + torch.tanh(x.double() @ mix.W_beta.double().T)).squeeze(-1).cumsum(1)
+    assert u.dtype == torch.float64 and (u - exact).abs().max() < 1e-5

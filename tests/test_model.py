@@ -1,0 +1,232 @@
+"""The model: one file, five attentions, the same function read at once or token by token."""
+import math
+
+import pytest
+import torch
+
+import model as model_module
+from attention import ATTENTIONS
+from model import GPT, GPTConfig
+
+KINDS = [(a, "auto") for a in ATTENTIONS] + [("conformal_sympow", "none"), ("conformal_sympow", "fixed")]
+POWER = [k for k in KINDS if k[0] not in ("softmax", "even_power")]
+
+
+def tiny(attention="sympow", gate="auto", **kwargs):
+    """A small model with grouped heads whose gates and rotations have learned something."""
+    torch.manual_seed(0)
+    shape = dict(vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, head_dim=8, gate_bias=2.0, rope_base=100.0)
+    model = GPT(GPTConfig(**{**shape, "attention": attention, "gate": gate, **kwargs}))
+    for name, p in model.named_parameters():
+        if "W_" in name:
+            torch.nn.init.normal_(p, std=0.3)
+        elif p.dim() == 2:
+            torch.nn.init.normal_(p, std=0.2)  # logits of a size that shows differences
+    return model.eval()
+
+
+@pytest.mark.parametrize("attention,gate", KINDS)
+@pytest.mark.parametrize("fold", ["auto", "always"])
+def test_token_by_token_equals_reading_at_once(attention, gate, fold):
+    model = tiny(attention, gate, reset_token=7)
+    default = model.transformer.h[0].attn.mix.fold
+    ids = torch.randint(0, 97, (2, 150))
+    with torch.no_grad():
+        expected, _ = model(ids)
+        assert expected.std() > 0.5
+        state = model.empty_state(2, fold if default == "auto" else None)
+        first, _, state = model(ids[:, :40], state=state)
+        logits = [first]
+        for t in range(40, 150):
+            step, state = model.step(ids[:, t], state)
+            logits.append(step.unsqueeze(1))
+    assert (torch.cat(logits, dim=1) - expected).abs().max() < 1e-4
+    assert state.position == 150
+    assert (state.layers[0].power is not None) == (default == "auto")  # the fold did happen on the way
+
+
+@pytest.mark.parametrize("attention,gate", KINDS)
+def test_a_long_prompt_is_read_in_pieces(attention, gate):
+    model, ids = tiny(attention, gate), torch.randint(0, 97, (1, 70))
+    with torch.no_grad():
+        logits, state = model.read(ids, model.empty_state(1), piece=16)
+        assert (logits - model(ids)[0][:, -1]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("attention,gate", POWER)
+def test_memory_of_a_state_is_bounded(attention, gate):
+    model = tiny(attention, gate)
+    state, sizes = model.empty_state(1), []
+    with torch.no_grad():
+        for _ in range(400):
+            _, state = model.step(torch.randint(0, 97, (1,)), state)
+            sizes.append(state.bytes())
+    power = 2 * 2 * 36 * 9 * 4  # layers x heads x Dphi x (E + 1) x bytes
+    assert max(sizes[:20]) < 1.1 * power and power < min(sizes[100:])
+    assert max(sizes[100:]) == max(sizes[300:]) < 2.2 * power
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_an_even_power_checkpoint_loaded_as_sympow_gives_the_same_logits(p):
+    even, sympow = tiny("even_power", p=p), tiny("sympow", p=p, form="chunked", chunk_size=8)
+    ids = torch.randint(0, 97, (2, 50))
+    sympow.load_state_dict(even.state_dict())
+    with torch.no_grad():
+        assert (even(ids)[0] - sympow(ids)[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("form", ["quadratic", "chunked", "recurrent"])
+def test_the_form_does_not_change_what_is_learned(form):
+    ids = torch.randint(0, 97, (2, 33))
+    results = []
+    for kwargs in ({}, dict(form=form, chunk_size=8)):
+        model = tiny("conformal_sympow", **kwargs).double()
+        model(ids, ids)[1].backward()
+        results.append([p.grad for p in model.parameters()])
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-12) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("attention,gate", KINDS)
+def test_a_reset_token_hides_everything_before_it(attention, gate):
+    model = tiny(attention, gate, reset_token=7)
+    ids = torch.randint(8, 97, (1, 30))
+    ids[0, 12] = 7
+    other = ids.clone()
+    other[0, :12] = torch.randint(8, 97, (12,))
+    with torch.no_grad():
+        a, b, alone = model(ids)[0], model(other)[0], model(ids[:, 12:])[0]
+    assert (a[0, 12:] - b[0, 12:]).abs().max() < 1e-5 < (a[0, 5:12] - b[0, 5:12]).abs().max()
+    assert (a[0, 12:] - alone[0]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("attention,gate", KINDS)
+def test_no_token_sees_the_future_and_every_parameter_learns(attention, gate):
+    model, ids = tiny(attention, gate), torch.randint(0, 97, (1, 30))
+    x = model.transformer.wte(ids).detach().requires_grad_()
+    model.transformer.wte.register_forward_hook(lambda *_: x)
+    (g,) = torch.autograd.grad(model(ids)[0][0, 17].square().sum(), x)
+    assert (g[0, 18:] == 0).all() and (g[0, :18].abs().sum(-1) > 0).all()
+    model = tiny(attention, gate)
+    model(ids, ids)[1].backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_activation_checkpointing_changes_nothing(attention):
+    ids = torch.randint(0, 97, (2, 20))
+    grads = []
+    for on in (False, True):
+        model = tiny(attention, activation_checkpointing=on)
+        model(ids, ids)[1].backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_compiles_without_a_graph_break(attention):
+    torch._dynamo.reset()
+    ids = torch.randint(0, 97, (2, 20))
+    for kwargs in ({}, dict(activation_checkpointing=True), dict(form="chunked", chunk_size=8, reset_token=3)):
+        model = tiny(attention, **kwargs)
+        loss = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, ids)[1]
+        loss.backward()
+        assert torch.allclose(loss, model(ids, ids)[1])
+
+
+def test_the_loss_is_the_mean_over_targets_and_never_holds_all_logits(monkeypatch):
+    model, ids = tiny(), torch.randint(0, 97, (2, 50))
+    targets = torch.randint(0, 97, (2, 50))
+    targets[1, 30:] = -1
+    logits = model(ids)[0]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    whole = model(ids, targets)[1]
+    whole.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+
+    monkeypatch.setattr(model_module, "LOSS_TOKENS", 16)
+    rows, saved = [], []
+    linear = model_module.F.linear
+    monkeypatch.setattr(model_module.F, "linear", lambda x, w, *a: rows.append(x.shape) or linear(x, w, *a))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
+        pieces = model(ids, targets)[1]
+    pieces.backward()
+    head = [shape for shape in rows if shape[-1] == 32 and len(shape) == 2]
+    assert len(head) == 2 * 7 and max(shape[0] for shape in head) <= 16  # once forward, once more backward
+    assert not [shape for shape in saved if shape[-1:] == (97,)]
+    assert torch.allclose(whole, expected) and torch.allclose(pieces, expected)
+    assert all(torch.allclose(p.grad, g, atol=1e-6) for p, g in zip(model.parameters(), grads))
+    assert model(ids, torch.full_like(ids, -1))[1] == 0  # no target at all
+
+
+def test_the_paddings_logits_are_cut_off():
+    model = GPT(GPTConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=16))
+    assert model.transformer.wte.weight.shape == (320, 16)
+    assert model(torch.zeros(1, 3, dtype=torch.long))[0].shape == (1, 3, 257)
+
+
+@pytest.mark.parametrize("attention", ["sympow_gating", "conformal_sympow"])
+@pytest.mark.parametrize("bias", [0.0, 6.9])
+def test_a_fresh_models_mean_gate_is_sigmoid_of_gate_bias(attention, bias):
+    model = GPT(GPTConfig(vocab_size=97, n_layer=1, n_head=4, n_embd=32, attention=attention, gate_bias=bias))
+    gates = model.transformer.h[0].attn.mix.gates(torch.randn(2, 50, 32)).exp()
+    assert gates.shape == (2, 50, 4)
+    assert gates.mean().item() == pytest.approx(1 / (1 + math.exp(-bias)), rel=1e-5)
+
+
+def test_a_fresh_conformal_model_is_a_plain_one():
+    plain, conformal = tiny("sympow"), tiny("conformal_sympow", "none")
+    torch.nn.init.zeros_(conformal.transformer.h[0].attn.mix.W_beta)
+    torch.nn.init.zeros_(conformal.transformer.h[1].attn.mix.W_beta)
+    conformal.load_state_dict(plain.state_dict(), strict=False)
+    ids = torch.randint(0, 97, (1, 30))
+    with torch.no_grad():
+        assert torch.allclose(plain(ids)[0], conformal(ids)[0], atol=1e-6)
+
+
+def test_gpt2_sizes_names_and_initialisation():
+    with torch.device("meta"):
+        model = GPT(GPTConfig(bias=True))
+    names = dict(model.named_parameters())
+    assert sum(p.numel() for p in names.values()) / 1e6 == pytest.approx(124, abs=1)
+    for name in ("transformer.wte.weight", "transformer.h.0.ln_1.weight", "transformer.h.11.attn.c_attn.weight",
+                 "transformer.h.3.attn.c_proj.bias", "transformer.h.0.mlp.c_fc.weight", "transformer.ln_f.weight"):  # fmt: skip
+        assert name in names
+    assert not [n for n in names if n.startswith("lm_head")]  # tied: saved once
+    model = GPT(GPTConfig(vocab_size=640, n_layer=8, n_head=4, n_embd=256))
+    assert model.transformer.wte.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert model.transformer.h[0].attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert model.transformer.h[0].mlp.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
+
+
+def test_heads_may_have_any_even_dimension():
+    config = GPTConfig(n_head=48, head_dim=16, attention="sympow", p=4, n_layer=1, n_embd=96, vocab_size=97)
+    model = GPT(config)
+    assert model.transformer.h[0].attn.c_attn.weight.shape == (3 * 768, 96)
+    assert model(torch.zeros(1, 4, dtype=torch.long))[0].shape == (1, 4, 97)
+
+
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        (dict(n_embd=100, n_head=12), "n_embd must be a multiple of n_head, got 100 and 12: n_head=10"),
+        (dict(p=3), "p must be a positive even integer, got 3"),
+        (dict(head_dim=15), "head_dim must be even"),
+        (dict(n_kv_head=5), "n_head must be a multiple of n_kv_head, got 12 and 5"),
+        (dict(attention="linear"), "attention must be one of softmax, even_power"),
+        (dict(attention="sympow", gate="learned"), "attention=sympow has no gates, got gate=learned"),
+        (dict(attention="sympow_gating", gate="none"), "is attention=sympow"),
+        (dict(form="fast"), "form must be one of"),
+    ],
+)
+def test_impossible_configurations_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**wrong)
+
+
+def test_flops_grow_with_the_context_only_in_the_quadratic_form():
+    quadratic = GPT(GPTConfig(vocab_size=97, n_layer=1, n_head=2, n_embd=64, attention="even_power"))
+    chunked = GPT(GPTConfig(vocab_size=97, n_layer=1, n_head=2, n_embd=64, attention="sympow", form="chunked"))
+    weights = 6 * sum(p.numel() for p in quadratic.parameters() if p.dim() == 2)
+    assert quadratic.flops_per_token(4096) == weights + 2 * 6 * 4096 * 32
+    assert chunked.flops_per_token(1 << 14) == chunked.flops_per_token(1 << 20)

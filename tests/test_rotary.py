@@ -1,0 +1,60 @@
+"""Rotations: what they are, and how exact they stay far into a text."""
+import math
+
+import pytest
+import torch
+
+from attention.rotary import rotary, rotation_rates
+
+
+def matrix(angles):
+    """The block diagonal R(theta) of the conformal paper, section 2.2."""
+    blocks = [torch.tensor([[math.cos(a), -math.sin(a)], [math.sin(a), math.cos(a)]], dtype=torch.float64) for a in angles]
+    return torch.block_diag(*blocks)
+
+
+def turn(x, u, base=100.0):
+    return rotary(x.view(1, 1, 1, -1), torch.tensor([[u]], dtype=torch.float64), base).view(-1)
+
+
+def test_rates_are_those_of_the_paper():
+    d, N = 8, 65536
+    theta = [2 * math.pi / N ** (2 * (i - 1) / d) for i in range(1, d // 2 + 1)]
+    assert torch.allclose(2 * math.pi * rotation_rates(d, N), torch.tensor(theta, dtype=torch.float64), rtol=1e-12)
+
+
+def test_adjacent_pairs_are_turned_by_u_theta():
+    x = torch.randn(8, dtype=torch.float64)
+    angles = 3.7 * 2 * math.pi * rotation_rates(8, 100.0)
+    assert torch.allclose(turn(x, 3.7), matrix(angles.tolist()) @ x, rtol=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 12])
+def test_a_power_of_a_rotation_is_the_rotation_of_the_multiple(k):
+    theta = (2 * math.pi * rotation_rates(6, 50.0)).tolist()
+    power = torch.linalg.matrix_power(matrix(theta), k)
+    assert torch.allclose(power, matrix([k * a for a in theta]), atol=1e-12)
+    x = torch.randn(6, dtype=torch.float64)
+    y = x
+    for _ in range(k):
+        y = turn(y, 1.0, 50.0)
+    assert torch.allclose(y, turn(x, float(k), 50.0), atol=1e-12)
+
+
+def test_scores_depend_on_the_distance_alone():
+    q, k = torch.randn(2, 16, dtype=torch.float64)
+    scores = [turn(q, 9.5 + s) @ turn(k, 4.0 + s) for s in (0.0, 1.0, 1e3, 1e6)]
+    assert torch.allclose(torch.stack(scores), scores[0], rtol=1e-8)
+
+
+def test_float32_is_exact_after_a_million_tokens():
+    u = torch.arange(1_000_000 - 64, 1_000_000, dtype=torch.float64).unsqueeze(0) + 0.377
+    x = torch.ones(1, 64, 1, 64)
+    error = (rotary(x, u, 65536.0).double() - rotary(x.double(), u, 65536.0)).abs().max()
+    assert error < 1e-6
+
+
+def test_gradients_reach_x_and_u():
+    x = torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+    u = torch.rand(1, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, u: rotary(x, u, 10.0), (x, u))
