@@ -29,12 +29,12 @@ GATED = ("sympow_gating", "conformal_sympow")
 @dataclass
 class GPTConfig:
     vocab_size: int = 50257  # of the tokenizer; the embedding is padded to a multiple of 64
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # query heads
+    n_embd: int = 768  # width of the residual stream
     n_kv_head: int = 0  # key/value heads, shared by groups of query heads; 0: n_head
     head_dim: int = 0  # 0: n_embd / n_head
-    dropout: float = 0.0
+    dropout: float = 0.0  # after the embedding, attention and MLP
     bias: bool = False  # in linear layers and LayerNorms
     attention: str = "softmax"  # softmax, even_power, sympow, sympow_gating, conformal_sympow
     p: int = 2  # the power, even

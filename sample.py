@@ -86,7 +86,8 @@ def main():
     report = timings.report(cfg.num_samples, len(prompt))
     print(
         f"[{run}, {model.config.attention}: prompt {report['prefill_tokens_per_second']:,.0f} tokens/s, "
-        f"then {report['decode_tokens_per_second']:,.0f} tokens/s, state {report['state_bytes'] / 1e6:,.1f} MB]",
+        f"then {report['decode_tokens_per_second']:,.0f} tokens/s, state {report['state_bytes'] / 1e6:,.1f} MB"
+        + (f", peak GPU memory {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB]" if device.type == "cuda" else "]"),
         file=sys.stderr,
     )
     if cfg.json:

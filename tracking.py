@@ -6,6 +6,7 @@ metrics.jsonl is the truth, one JSON object a line. wandb is online if there is 
 import json
 import netrc
 import os
+import secrets
 from urllib.parse import urlparse
 
 
@@ -31,7 +32,7 @@ class Tracker:
         except ImportError:
             print("wandb is not installed: metrics go to metrics.jsonl alone")
             return None
-        self.run_id = self.run_id or wandb.util.generate_id()
+        self.run_id = self.run_id or secrets.token_hex(4)
         args = dict(
             project=cfg.wandb_project, name=cfg.wandb_run_name or os.path.basename(os.path.normpath(cfg.out_dir)),
             id=self.run_id, resume="allow", dir=cfg.out_dir, config=settings,

@@ -34,7 +34,7 @@ class TrainConfig:
     out_dir: str = ""  # default out/CONFIG_NAME
     init_from: str = "auto"  # auto: go on where out_dir left off; scratch; or weights from another run's folder
     overwrite: bool = False  # with init_from=scratch: rename a non-empty out_dir and start anew
-    seed: int = 1337
+    seed: int = 1337  # of the weights, the order of the data and dropout
     # data
     dataset: str = "pystdlib"  # a folder in data/, or any path
     batch_size: int = 8  # sequences a micro-step on each rank
@@ -43,26 +43,26 @@ class TrainConfig:
     gradient_accumulation_steps: int = 0  # over all ranks; 0: tokens_per_step decides
     pack: bool = False  # put documents one behind another, forgetting everything at each start
     # optimizer
-    max_iters: int = 100000
+    max_iters: int = 100000  # optimizer steps
     max_seconds: float = 0.0  # stop after so many seconds of training and evaluation; 0: no limit
-    learning_rate: float = 6e-4
-    warmup_iters: int = 0
+    learning_rate: float = 6e-4  # constant, unless decay_lr
+    warmup_iters: int = 0  # steps of linear warm-up
     decay_lr: bool = False  # cosine down to min_lr; False: constant
     lr_decay_iters: int = 0  # 0: max_iters
-    min_lr: float = 6e-5
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    grad_clip: float = 1.0  # 0: no clipping
+    min_lr: float = 6e-5  # where the cosine ends
+    weight_decay: float = 0.0  # of matrices and embeddings
+    beta1: float = 0.9  # of Adam
+    beta2: float = 0.95  # of Adam
+    grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     # evaluation, logging, checkpoints
-    eval_interval: int = 1000
+    eval_interval: int = 1000  # steps between evaluations, each followed by a checkpoint
     eval_tokens: int = 1048576  # always the first of the held-out split
     eval_only: bool = False  # evaluate and stop
-    log_interval: int = 10
+    log_interval: int = 10  # steps between lines of metrics.jsonl
     always_save_checkpoint: bool = True  # at every evaluation; False: when the validation loss is the best so far
     wandb: str = "auto"  # auto: online if there is a key, else offline; online, offline, disabled
     wandb_log: bool = True  # False is wandb=disabled
-    wandb_project: str = "sympow"
+    wandb_project: str = "sympow"  # where wandb files the run
     wandb_run_name: str = ""  # default: the name of out_dir
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
@@ -79,7 +79,6 @@ FREE = {
     "always_save_checkpoint", "wandb", "wandb_log", "wandb_project", "wandb_run_name", "device", "backend", "compile",
     "batch_size", "gradient_accumulation_steps", "activation_checkpointing",
 }  # fmt: skip
-ROTATION_LR = float(os.environ.get("RLR", "0.1"))
 # dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name found in the device's counts
 PEAK_FLOPS = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12,
@@ -389,8 +388,8 @@ def start_folder(cfg, settings, dataset, resume):
 def make_optimizer(model, cfg, device):
     """AdamW, fused; matrices and embeddings decay, biases, norms and gate biases do not.
 
-    W_beta learns ROTATION_LR times as fast as the rest: Adam moves each of its n_embd entries by about the learning
-    rate, all of them add up in one number, and the fastest pair turns by 2 pi times that at every token.
+    W_beta's learning rate is divided by n_embd: Adam moves each of its n_embd entries by about the learning rate,
+    they add up in one number a layer, and the fastest pair turns by 2 pi times that at every token from there on.
     """
     named = dict(model.named_parameters())
     rotation = [p for n, p in named.items() if n.endswith("W_beta")]
@@ -398,7 +397,7 @@ def make_optimizer(model, cfg, device):
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": cfg.weight_decay, "lr_scale": 1.0},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "lr_scale": 1.0},
-        {"params": rotation, "weight_decay": cfg.weight_decay, "lr_scale": ROTATION_LR},
+        {"params": rotation, "weight_decay": cfg.weight_decay, "lr_scale": 1 / model.config.n_embd},
     ]
     groups = [g for g in groups if g["params"]]
     return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)

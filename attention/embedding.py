@@ -52,7 +52,8 @@ _made = {}
 def _sqrt_multiplicity(*key):
     """_make_sqrt_multiplicity(d, p, dtype, device), made once."""
     if key not in _made:
-        _made[key] = _make_sqrt_multiplicity(*key)
+        with torch.inference_mode(False):  # training may need it after sampling did
+            _made[key] = _make_sqrt_multiplicity(*key)
     return _made[key]
 
 

@@ -1,0 +1,89 @@
+"""Settings: what is accepted, and what is refused in one line with exit status 2."""
+from dataclasses import dataclass
+
+import pytest
+
+from config import read_settings
+
+
+@dataclass
+class Example:
+    # numbers
+    batch_size: int = 8  # sequences
+    learning_rate: float = 6e-4
+    # texts
+    compile: str = "auto"  # how
+    pack: bool = False
+    secret: int = 0
+
+
+def read(*argv, hidden=("secret",)):
+    return read_settings((Example,), argv, hidden, usage="usage")
+
+
+def test_values_come_from_files_and_the_command_line_and_the_later_wins(tmp_path):
+    (tmp_path / "a.py").write_text("import math\nn = 4\nbatch_size = 2 * 8\n_private = 1\n".replace("n = 4\n", ""))
+    (tmp_path / "b.py").write_text("batch_size = 3\npack = True\n")
+    a, b = str(tmp_path / "a.py"), str(tmp_path / "b.py")
+    assert read(a) == ({"batch_size": 16}, ["a"])
+    assert read(a, b) == ({"batch_size": 3, "pack": True}, ["a", "b"])
+    assert read(a, "--batch_size=5", b)[0]["batch_size"] == 3
+    assert read(a, b, "--batch-size", "5")[0]["batch_size"] == 5
+
+
+def test_texts_become_the_fields_types():
+    given, _ = read("--learning_rate=1", "--batch_size=1e3", "--pack=1", "--compile=False")
+    assert given == {"learning_rate": 1.0, "batch_size": 1000, "pack": True, "compile": "False"}
+    assert type(given["learning_rate"]) is float and type(given["batch_size"]) is int
+    assert read("--pack")[0] == {"pack": True}
+    assert read("--batch_size=-5")[0] == {"batch_size": -5}
+
+
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        (["--batchsize=3"], "unknown key --batchsize=3: did you mean batch_size?"),
+        (["--secret=1"], "unknown key --secret=1"),
+        (["--batch_size=2.5"], "batch_size must be a whole number, got '2.5'"),
+        (["--learning_rate=fast"], "learning_rate must be a number, got 'fast'"),
+        (["--pack=maybe"], "pack must be True or False, got 'maybe'"),
+        (["--batch_size"], "--batch_size needs a value, as in --batch_size=8"),
+        (["config/nothing.py"], "no config file config/nothing.py"),
+        (["batch_size=3"], "cannot read 'batch_size=3'"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line(argv, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        read(*argv)
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_a_config_file_that_fails_or_sets_an_unknown_key_is_refused(tmp_path, capsys):
+    for text, message in (("batch_size = 1 / 0", "ZeroDivisionError"), ("batchsize = 1", "did you mean batch_size?")):
+        (tmp_path / "c.py").write_text(text)
+        with pytest.raises(SystemExit) as exit:
+            read(str(tmp_path / "c.py"))
+        error = capsys.readouterr().err
+        assert exit.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_help_lists_every_key_with_default_and_comment(capsys):
+    with pytest.raises(SystemExit) as exit:
+        read("--help")
+    out = capsys.readouterr().out
+    assert exit.value.code == 0
+    assert "--batch_size=8" in out and "sequences" in out and "--learning_rate=6e-4" in out and "secret" not in out
+
+
+def test_every_training_key_is_explained():
+    import inspect
+    import re
+
+    from model import GPTConfig
+    from train import TrainConfig
+
+    for cls in (TrainConfig, GPTConfig):
+        for line in inspect.getsource(cls).splitlines():
+            if re.match(r"    \w+: [\w.]+ = ", line):
+                assert "  # " in line, line

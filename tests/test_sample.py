@@ -1,0 +1,194 @@
+"""Sampling: what is drawn, from which logits, and what the terminal shows."""
+import json
+import os
+import shutil
+import socket
+
+import pytest
+import tiktoken
+import torch
+from helpers import SMALL, call, dataset, make_dataset, metrics  # noqa: F401 (dataset is a fixture)
+
+import checkpoint
+import sample
+import train
+from data.tokenizer import Tokenizer
+from model import GPT, GPTConfig
+from sample import SampleConfig, Timings, draw, generate
+
+ATTENTIONS = ["softmax", "even_power", "sympow", "sympow_gating", "conformal_sympow"]
+
+
+def tiny(attention, **kwargs):
+    torch.manual_seed(0)
+    shape = dict(vocab_size=257, n_layer=2, n_head=2, n_embd=32, head_dim=8, gate_bias=2.0, rope_base=100.0)
+    model = GPT(GPTConfig(attention=attention, **{**shape, **kwargs})).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.4)
+    return model
+
+
+def drawn(model, prompt, fold="auto", timings=None, **kwargs):
+    with torch.inference_mode():
+        return list(zip(*generate(model, prompt, SampleConfig(**kwargs), fold, timings)))
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("fold", ["auto", "always"])
+def test_tokens_are_drawn_from_the_parallel_forwards_logits(attention, fold, monkeypatch):
+    model = tiny(attention)
+    fold = model.transformer.h[0].attn.mix.fold if fold == "auto" else fold
+    seen = []
+    monkeypatch.setattr(sample, "draw", lambda logits, *args: seen.append(logits.clone()) or draw(logits, *args))
+    prompt = [256, 10, 20, 30]
+    samples = drawn(model, prompt, fold, num_samples=2, max_new_tokens=120)
+    for i, ids in enumerate(samples):
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt + list(ids)]))[0][0, len(prompt) - 1 : -1]
+        assert expected.std() > 0.5
+        assert (torch.stack([logits[i] for logits in seen]) - expected).abs().max() < 1e-4
+
+
+def test_each_sample_draws_its_own_first_token_whatever_the_batch():
+    model = tiny("sympow")
+    four = drawn(model, [256], num_samples=4, max_new_tokens=20, temperature=2.0)
+    assert len({ids[0] for ids in four}) > 1
+    for i in range(4):
+        assert drawn(model, [256], num_samples=1, max_new_tokens=20, temperature=2.0, seed=1337 + i)[0] == four[i]
+
+
+def test_temperature_top_k_and_top_p():
+    logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]]).log_softmax(-1)
+    p = logits.exp()[0]
+
+    def frequencies(**kwargs):
+        cfg = SampleConfig(**{"temperature": 1.0, "top_k": 0, **kwargs})
+        generators = [torch.Generator().manual_seed(i) for i in range(4000)]
+        return torch.bincount(draw(logits.expand(4000, -1), cfg, generators), minlength=4) / 4000
+
+    assert (frequencies() - p).abs().max() < 0.03
+    assert frequencies(temperature=0.0).tolist() == [0, 1, 0, 0]
+    assert (frequencies(temperature=2.0) - (logits / 2).softmax(-1)[0]).abs().max() < 0.03
+    assert (frequencies(top_k=2) - torch.tensor([0, p[1], p[2], 0]) / (p[1] + p[2])).abs().max() < 0.03
+    assert frequencies(top_k=1).tolist() == [0, 1, 0, 0]
+    assert (frequencies(top_p=0.8) - torch.tensor([0, p[1], p[2], 0]) / (p[1] + p[2])).abs().max() < 0.03
+    assert frequencies(top_p=0.01).tolist() == [0, 1, 0, 0]
+    assert (frequencies(top_k=200) - p).abs().max() < 0.03
+
+
+def test_p4_at_head_dimension_64_reads_keys_and_values_and_makes_no_state():
+    model = tiny("sympow", p=4, head_dim=64)
+    timings = Timings(torch.device("cpu"))
+    drawn(model, [256], timings=timings, max_new_tokens=30)
+    assert timings.state_bytes < 30 * 2 * 2 * 2 * 64 * 4 + 100  # a state would take 800 MB
+
+
+@pytest.mark.parametrize("attention", ["sympow_gating", "conformal_sympow"])
+def test_a_thousand_tokens_of_an_untrained_model_decode(attention):
+    model, tokenizer = GPT(GPTConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=32, attention=attention)), Tokenizer("bytes")
+    (ids,) = drawn(model.eval(), [256], max_new_tokens=1000, temperature=1.0, top_k=0)
+    stream = tokenizer.stream()
+    assert "".join(map(stream.feed, ids)) + stream.flush() == tokenizer.decode(ids)
+
+
+# ---- the program
+
+
+@pytest.fixture(scope="module")
+def runs(dataset, tmp_path_factory):  # noqa: F811
+    """A folder with out/a (conformal_sympow) and then out/b (softmax)."""
+    folder = tmp_path_factory.mktemp("runs")
+    before = os.getcwd()
+    os.chdir(folder)
+    for name, attention in (("a", "conformal_sympow"), ("b", "softmax")):
+        args = [*SMALL, f"--dataset={dataset}", f"--attention={attention}", f"--out_dir=out/{name}"]
+        assert call(train.main, *args, "--max_iters=30", "--eval_interval=30") == 0
+    os.utime(checkpoint.newest("out/a"), (1, 1))
+    os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def go(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    return lambda *argv: call(sample.main, *argv)
+
+
+def test_without_arguments_it_takes_the_newest_run_and_one_sample(go, capsys):
+    assert go("--max_new_tokens=20") == 0
+    out, err = capsys.readouterr()
+    assert "[out/b, softmax: prompt" in err and "tokens/s" in err
+    assert 1 < len(out) <= 21
+
+
+def test_the_prompt_comes_first_from_text_or_file(go, capsys, tmp_path):
+    (tmp_path / "prompt.txt").write_text("grüße ")
+    outs = []
+    for arg in ("--prompt=grüße ", f"--prompt=FILE:{tmp_path}/prompt.txt", "--start=grüße "):
+        assert go("--out_dir=out/a", arg, "--max_new_tokens=30", "--temperature=0") == 0
+        outs.append(capsys.readouterr().out)
+    assert outs[0].startswith("grüße ") and outs[0] == outs[1] == outs[2]
+    assert go("--prompt=FILE:nowhere") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_recurrent_form_gives_the_same_text(go, capsys):
+    outs = []
+    for form in ("auto", "recurrent"):
+        assert go("--out_dir=out/a", "--prompt=line 3", "--max_new_tokens=60", f"--form={form}", "--temperature=0") == 0
+        outs.append(capsys.readouterr().out)
+    assert outs[0] == outs[1]
+    assert go("--out_dir=out/b", "--form=recurrent") == 2
+    assert "attention=softmax has no recurrent form" in capsys.readouterr().err
+
+
+def test_several_samples_are_separated_and_json_comes_last(go, capsys):
+    assert go("--out_dir=out/a", "--num_samples=3", "--max_new_tokens=15", "--prompt=line", "--json") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line == "---------------" for line in lines) == 2
+    report = json.loads(lines[-1])
+    assert report.keys() == {"prefill_tokens_per_second", "decode_tokens_per_second", "decode_ms_per_token_p50",
+                             "decode_ms_per_token_p99", "state_bytes"}  # fmt: skip
+    assert all(value > 0 for value in report.values())
+
+
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        (["--num_samples=0"], "num_samples must be at least 1, got 0"),
+        (["--temperature=-1"], "temperature must be 0 (greedy) or positive, got -1.0"),
+        (["--top_p=0"], "top_p must be in (0, 1], got 0.0"),
+        (["--form=fast"], "form must be auto or recurrent, got fast"),
+        (["--out_dir=out/none"], "no checkpoint in out/none: train one with"),
+        (["--tempreature=1"], "did you mean temperature?"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line(go, capsys, argv, message):
+    assert go(*argv) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_training_and_sampling_need_no_network_and_no_dataset_afterwards(tmp_path, monkeypatch, capsys):
+    """With sockets disabled, on a BPE dataset whose tokenizer was copied into it; sampling after the data are gone."""
+
+    def no_socket(*args, **kwargs):
+        raise AssertionError("something opened a socket")
+
+    ranks = {bytes([i]): i for i in range(256)} | {b"li": 256, b"ne": 257, b"line": 258}
+    encoding = tiktoken.Encoding("tiny", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 259})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+    monkeypatch.chdir(tmp_path)
+    from data.text import prepare
+
+    (tmp_path / "book.txt").write_text("".join(f"line {i} of the book\n" for i in range(500)))
+    prepare.main(["book.txt", "--out=bpe", "--tokenizer=gpt2", "--document_length=256"])
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: pytest.fail("the tokenizer was downloaded again"))
+    monkeypatch.setattr(socket, "socket", no_socket)
+    monkeypatch.setattr(socket, "create_connection", no_socket)
+    assert call(train.main, *SMALL, "--dataset=./bpe", "--attention=sympow", "--out_dir=out/x") == 0
+    assert len(metrics("out/x")) == 6
+    shutil.rmtree("bpe")
+    capsys.readouterr()
+    assert call(sample.main, "--prompt=line 1", "--max_new_tokens=10") == 0
+    assert capsys.readouterr().out.startswith("line 1")

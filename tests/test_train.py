@@ -1,0 +1,274 @@
+"""The training program, from its arguments to its run folder."""
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+import torch
+from helpers import ROOT, SMALL, call, dataset, metrics, run  # noqa: F401 (dataset is a fixture)
+
+import train
+from attention import ATTENTIONS
+
+
+@pytest.fixture
+def go(dataset, tmp_path, monkeypatch):  # noqa: F811
+    """Trains in tmp_path with SMALL's settings and more; returns the exit status."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *argv: call(train.main, *SMALL, f"--dataset={dataset}", *argv)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_every_attention_learns(go, attention):
+    assert go(f"--attention={attention}", "--out_dir=out/a", "--max_iters=25", "--eval_interval=25") == 0
+    losses = metrics("out/a")
+    assert list(losses) == list(range(1, 26))
+    assert losses[25] < 0.75 * losses[1]
+    assert metrics("out/a", "val_loss")[25] < 0.75 * losses[1]
+
+
+def test_a_run_folder_has_all_that_is_needed_to_read_it(go):
+    assert go("--attention=conformal_sympow", "--out_dir=out/a") == 0
+    assert sorted(os.listdir("out/a")) == ["ckpt", "config.json", "metrics.jsonl", "tokenizer.json"]
+    assert sorted(os.listdir("out/a/ckpt")) == ["step_00000003", "step_00000006"]
+    config = json.load(open("out/a/config.json"))
+    assert config["model"]["rope_base"] == 512 and config["model"]["vocab_size"] == 257  # from the data
+    lines = [json.loads(line) for line in open("out/a/metrics.jsonl")]
+    assert {"step", "train_loss", "tokens", "seconds", "lr", "grad_norm", "tok_per_sec"} <= lines[0].keys()
+    assert lines[0]["tokens"] == 256 and "mfu" not in lines[0]  # no peak is known for a CPU
+    assert lines[3].keys() == {"step", "val_loss", "tokens", "seconds"}
+
+
+def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(go, capsys):
+    extra = ["--attention=sympow_gating", "--dropout=0.1", "--warmup_iters=2"]
+    assert go(*extra, "--out_dir=out/whole") == 0
+    assert go(*extra, "--out_dir=out/cut", "--max_iters=3") == 0
+    with open("out/cut/metrics.jsonl", "a") as f:  # lines after the checkpoint, the last one torn
+        f.write('{"step": 4, "train_loss": 99.0}\n{"step": 5, "tra')
+    assert go(*extra, "--out_dir=out/cut") == 0
+    assert "going on from out/cut/ckpt/step_00000003, step 3" in capsys.readouterr().out
+    for key in ("train_loss", "val_loss"):
+        assert metrics("out/cut", key) == metrics("out/whole", key)  # to the last bit
+    assert len(open("out/cut/metrics.jsonl").readlines()) == len(open("out/whole/metrics.jsonl").readlines())
+    assert go(*extra, "--out_dir=out/cut") == 0
+    assert "out/cut is trained: 6 steps" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_only_with_its_own_settings(go, capsys):
+    assert go("--attention=sympow", "--out_dir=out/a") == 0
+    before = open("out/a/metrics.jsonl").read()
+    for change, message in (
+        ("--p=4", "was trained with p=2, now p=4"),
+        ("--learning_rate=1", "was trained with learning_rate=0.01, now learning_rate=1.0"),
+        ("--tokens_per_step=512", "tokens_per_step=256, now tokens_per_step=512"),
+    ):
+        capsys.readouterr()
+        assert go("--attention=sympow", "--out_dir=out/a", change) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert open("out/a/metrics.jsonl").read() == before
+    assert go("--attention=sympow", "--out_dir=out/a", "--max_iters=7", "--eval_interval=2", "--batch_size=2") == 0
+    assert max(metrics("out/a")) == 7
+    assert go("--attention=sympow", "--out_dir=out/a", "--decay_lr=True", "--max_iters=8") == 2
+
+
+def test_nothing_is_overwritten_unless_asked_and_then_renamed(go, capsys):
+    assert go("--out_dir=out/a") == 0
+    assert go("--out_dir=out/a", "--init_from=scratch") == 2
+    assert "out/a is not empty: --overwrite=True renames it" in capsys.readouterr().err
+    assert go("--out_dir=out/a", "--init_from=scratch", "--overwrite=True") == 0
+    assert sorted(os.listdir("out")) == ["a", "a.old-1"] and os.path.exists("out/a.old-1/metrics.jsonl")
+
+
+def test_weights_of_another_run_can_be_taken(go, capsys):
+    assert go("--out_dir=out/a", "--attention=even_power", "--max_iters=12", "--eval_interval=12") == 0
+    assert go("--out_dir=out/b", "--attention=sympow", "--init_from=out/a", "--max_iters=1") == 0
+    assert metrics("out/b")[1] < metrics("out/a")[6]
+    assert go("--out_dir=out/c", "--init_from=out/nothing") == 2
+    assert "init_from must be auto, scratch or a folder with a checkpoint, got 'out/nothing'" in capsys.readouterr().err
+
+
+def test_accumulation_and_batch_size_do_not_change_the_step(go):
+    for name, batch in (("a", 8), ("b", 2)):
+        assert go(f"--out_dir=out/{name}", "--attention=sympow", f"--batch_size={batch}") == 0
+    for key in ("train_loss", "val_loss"):
+        assert metrics("out/a", key) == pytest.approx(metrics("out/b", key), rel=1e-5)
+    assert go("--out_dir=out/c", "--attention=sympow", "--batch_size=2", "--gradient_accumulation_steps=4") == 0
+    assert metrics("out/c") == metrics("out/b")
+
+
+def test_two_processes_take_the_same_steps_as_one(go, dataset):  # noqa: F811
+    for attention in ("conformal_sympow", "softmax"):
+        extra = [f"--attention={attention}", "--activation_checkpointing=True"]
+        assert go(f"--out_dir=out/one_{attention}", *extra) == 0
+        run(
+            "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29531", f"{ROOT}/train.py", *SMALL,
+            f"--dataset={dataset}", f"--out_dir=out/two_{attention}", *extra,
+        )  # fmt: skip
+        for key in ("train_loss", "val_loss", "grad_norm"):
+            one, two = (metrics(f"out/{n}_{attention}", key) for n in ("one", "two"))
+            assert two == pytest.approx(one, rel=1e-5), key
+
+
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        (["--n_embd=33"], "n_embd must be a multiple of n_head, got 33 and 2: n_head="),
+        (["--attention=sympow", "--p=3"], "p must be a positive even integer, got 3"),
+        (["--block_size=1024", "--tokens_per_step=4096"], "is longer than the documents"),
+        (["--tokens_per_step=300"], "tokens_per_step must be a multiple of 1 ranks x batch_size 4 x block_size 32 = 128, got 300: 256 or 384"),
+        (["--gradient_accumulation_steps=3"], "= 384, but tokens_per_step is 256: give one of them"),
+        (["--dataset=nowhere"], "no dataset 'nowhere'"),
+        (["--batch_size=0"], "batch_size must be at least 1, got 0"),
+        (["--dtype=float8"], "dtype must be one of auto, float32, bfloat16, got 'float8'"),
+        (["--device=cuda:77"], "device cuda:77 is not there"),
+        (["--lerning_rate=1"], "did you mean learning_rate?"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_is_refused_before_anything_is_made(go, capsys, argv, message):
+    assert go(*argv, "--out_dir=out/a") == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and "Traceback" not in error
+    assert not os.path.exists("out")
+
+
+def test_packed_documents_may_be_shorter_than_the_context(go):
+    for attention in ("softmax", "sympow", "conformal_sympow"):
+        packed = ["--pack=1", "--block_size=1024", "--tokens_per_step=2048", "--batch_size=2", "--eval_tokens=1024"]
+        assert go(f"--attention={attention}", f"--out_dir=out/{attention}", "--max_iters=2", *packed) == 0
+        assert json.load(open(f"out/{attention}/config.json"))["model"]["reset_token"] == 256
+
+
+def test_validation_reads_the_same_tokens_whatever_the_batch(go, capsys):
+    assert go("--out_dir=out/a") == 0
+    expected = metrics("out/a", "val_loss")[6]
+    for batch in (1, 2, 8):
+        capsys.readouterr()
+        assert go("--out_dir=out/a", "--eval_only=True", f"--batch_size={batch}") == 0
+        assert f"val loss {expected:.4f}" in capsys.readouterr().out
+    assert max(metrics("out/a")) == 6
+
+
+def test_learning_rate_schedules():
+    cfg = train.TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=4, max_iters=14)
+    assert [train.learning_rate(s, cfg) for s in (0, 3, 4, 1000)] == pytest.approx([0.2, 0.8, 1.0, 1.0])
+    cfg.decay_lr = True
+    assert [train.learning_rate(s, cfg) for s in (4, 9, 14, 99)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+
+
+def test_training_stops_after_max_seconds(go, capsys):
+    assert go("--out_dir=out/a", "--max_iters=100000", "--max_seconds=1.5", "--eval_interval=100000") == 0
+    assert 1 < max(metrics("out/a")) < 100000 and max(metrics("out/a", "val_loss")) == max(metrics("out/a"))
+    assert go("--out_dir=out/a", "--max_iters=100000", "--max_seconds=1.5", "--eval_interval=100000") == 0
+    assert "out/a is trained" in capsys.readouterr().out
+
+
+def test_a_signal_ends_training_with_a_checkpoint(go, dataset, tmp_path):  # noqa: F811
+    argv = [sys.executable, f"{ROOT}/train.py", *SMALL, f"--dataset={dataset}", "--out_dir=out/a", "--max_iters=100000"]
+    with open("log", "w") as log:
+        process = subprocess.Popen([*argv, "--eval_interval=100000"], stdout=log, stderr=log, cwd=tmp_path)
+        deadline = time.time() + 60
+        while time.time() < deadline and not (os.path.exists("out/a/metrics.jsonl") and len(metrics("out/a")) > 3):
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0, open("log").read()
+    last = max(metrics("out/a"))
+    assert os.listdir("out/a/ckpt") == [f"step_{last:08d}"]
+    assert go("--out_dir=out/a", f"--max_iters={last + 2}") == 0 and max(metrics("out/a")) == last + 2
+
+
+def test_out_of_memory_in_the_first_step_names_what_keeps_tokens_per_step(go, monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(train.GPT, "forward", full)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    assert go("--out_dir=out/a") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "--batch_size=2 (accumulation becomes 4, tokens_per_step stays 256) or --activation_checkpointing=True" in error
+
+
+def test_a_missing_toolchain_is_one_line_unless_compilation_was_demanded(go, monkeypatch, capsys):
+    def broken(function):
+        raise RuntimeError("no C compiler found\nand a long explanation")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    say = []
+    cfg = train.TrainConfig()
+    assert train.compiles(cfg, torch.device("cuda"), say.append) is False
+    assert say == ["training without torch.compile: no C compiler found (see `make doctor`)"]
+    assert go("--out_dir=out/a", "--compile=True") == 1
+    assert "compile=True, but torch.compile does not work here: no C compiler found" in capsys.readouterr().err
+    assert go("--out_dir=out/b", "--compile=auto") == 0  # a CPU does not try
+
+
+class FakeWandb(types.ModuleType):
+    """Notes what it is told."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.inits, self.rows, self.metrics = [], [], []
+        self.Settings = lambda **kwargs: kwargs
+
+    def init(self, **kwargs):
+        self.inits.append(kwargs)
+        if kwargs["mode"] == "online":
+            raise RuntimeError("no network")
+        note = lambda *a, **k: self.metrics.append((a, k))
+        return types.SimpleNamespace(define_metric=note, log=self.rows.append, finish=lambda: None)
+
+
+def test_wandb_has_nanogpts_names_and_our_own_step(go, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", os.getcwd())  # no netrc
+    assert go("--out_dir=out/a", "--wandb=auto", "--max_iters=3") == 0
+    assert [i["mode"] for i in fake.inits] == ["offline"]  # no key
+    assert fake.inits[0]["name"] == "a"
+    assert (("*",), {"step_metric": "iter"}) in fake.metrics
+    assert fake.rows[0].keys() == {"iter", "train/loss", "lr", "train/tok_per_sec", "train/grad_norm"}
+    assert fake.rows[3].keys() == {"iter", "val/loss"}
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert go("--out_dir=out/a", "--wandb=auto", "--max_iters=4") == 0
+    assert [i["mode"] for i in fake.inits] == ["offline", "online", "offline"]  # it does not answer: offline
+    assert len({i["id"] for i in fake.inits}) == 1  # the same run goes on
+    assert go("--out_dir=out/b", "--wandb=auto", "--wandb_log=False") == 0 and len(fake.inits) == 3
+
+
+def test_wandb_offline_writes_a_run_and_asks_nothing(dataset, tmp_path):  # noqa: F811
+    env = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": None}
+    argv = [a for a in SMALL if not a.startswith("--wandb")]
+    run(f"{ROOT}/train.py", *argv, f"--dataset={dataset}", "--max_iters=2", cwd=tmp_path, env=env, stdin=subprocess.DEVNULL)
+    assert [f for f in os.listdir(tmp_path / "out/train/wandb") if f.startswith("offline-run")]
+    assert set(metrics(tmp_path / "out/train")) == {1, 2}
+
+
+def test_config_files_are_complete(dataset, tmp_path, monkeypatch):  # noqa: F811
+    """Each file in config/ gives a model; those of the papers name LongCrawl64, context 4096, 524,288 tokens a step."""
+    from dataclasses import fields
+
+    from config import read_settings
+    from model import GPTConfig
+
+    names = sorted(f[:-3] for f in os.listdir(f"{ROOT}/config") if f.endswith(".py") and f != "__init__.py")
+    assert {"softmax", "even_power_p2", "even_power_p4", "even_power_p6", "sympow_p2", "sympow_p4", "sympow_gating_p2",
+            "sympow_gating_p4", "conformal_sympow_p2", "conformal_sympow_p4", "demo"} <= set(names)  # fmt: skip
+    for name in names:
+        given, _ = read_settings((train.TrainConfig, GPTConfig), [f"{ROOT}/config/{name}.py"])
+        model = GPTConfig(**{f.name: given[f.name] for f in fields(GPTConfig) if f.name in given})
+        if "_p" in name or name == "softmax":
+            assert name == model.attention + (f"_p{model.p}" if "_p" in name else "")
+            cfg = train.TrainConfig(**{f.name: given[f.name] for f in fields(train.TrainConfig) if f.name in given})
+            assert (cfg.dataset, cfg.block_size, cfg.tokens_per_step) == ("longcrawl64", 4096, 524288)
+            for world in (1, 2, 4, 8):
+                assert train.check(cfg, given, world) * world * cfg.batch_size * 4096 == 524288
+    assert math.isclose(GPTConfig().n_embd / GPTConfig().n_head, 64)
