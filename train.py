@@ -202,7 +202,7 @@ def main():
     while not done:
         # ---- one step
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, cfg) * group["lr_scale"]
+            group["lr"] = learning_rate(step, cfg)
         torch.manual_seed(hash((cfg.seed, step, rank)) % 2**63)  # dropout is a function of (seed, step, rank)
         loss_sum = torch.zeros((), device=device)
         try:
@@ -386,20 +386,11 @@ def start_folder(cfg, settings, dataset, resume):
 
 
 def make_optimizer(model, cfg, device):
-    """AdamW, fused; matrices and embeddings decay, biases, norms and gate biases do not.
-
-    W_beta's learning rate is divided by n_embd: Adam moves each of its n_embd entries by about the learning rate,
-    they add up in one number a layer, and the fastest pair turns by 2 pi times that at every token from there on.
-    """
-    named = dict(model.named_parameters())
-    rotation = [p for n, p in named.items() if n.endswith("W_beta")]
-    rest = [p for n, p in named.items() if not n.endswith("W_beta")]
+    """AdamW, fused; matrices and embeddings decay, biases, norms and gate biases do not."""
     groups = [
-        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": cfg.weight_decay, "lr_scale": 1.0},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "lr_scale": 1.0},
-        {"params": rotation, "weight_decay": cfg.weight_decay, "lr_scale": 1 / model.config.n_embd},
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    groups = [g for g in groups if g["params"]]
     return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
 
 

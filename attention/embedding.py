@@ -37,7 +37,7 @@ def symmetric_power_embedding(x, p):
     for r in range(1, p):
         tails = _tails(d, r)
         phi = torch.cat([x[..., i : i + 1] * phi[..., tails[i] :] for i in range(d)], dim=-1)
-    return phi * _sqrt_multiplicity(d, p, x.dtype, x.device)
+    return phi * _sqrt_multiplicity(x.detach(), d, p)
 
 
 def _tails(d, r):
@@ -45,19 +45,25 @@ def _tails(d, r):
     return [symmetric_power_dim(d, r) - symmetric_power_dim(d - i, r) for i in range(d)]
 
 
+@torch.library.custom_op("sympow::sqrt_multiplicity", mutates_args=())
+def _sqrt_multiplicity(like: torch.Tensor, d: int, p: int) -> torch.Tensor:
+    """_make_sqrt_multiplicity(d, p) in the dtype and on the device of `like`; an operator, so that torch.compile does
+    not look inside."""
+    key = d, p, like.dtype, like.device
+    if key not in _made:
+        _made[key] = _make_sqrt_multiplicity(d, p).to(like)
+    return _made[key].clone()
+
+
+@_sqrt_multiplicity.register_fake
+def _(like, d, p):
+    return like.new_empty(symmetric_power_dim(d, p))
+
+
 _made = {}
 
 
-@torch.compiler.assume_constant_result
-def _sqrt_multiplicity(*key):
-    """_make_sqrt_multiplicity(d, p, dtype, device), made once."""
-    if key not in _made:
-        with torch.inference_mode(False):  # training may need it after sampling did
-            _made[key] = _make_sqrt_multiplicity(*key)
-    return _made[key]
-
-
-def _make_sqrt_multiplicity(d, p, dtype, device):
+def _make_sqrt_multiplicity(d, p):
     """sqrt(p! / (c_1! ... c_d!)) for each multi-index, [C(d+p-1, p)], built degree by degree like the features."""
     count = torch.ones(d, dtype=torch.float64)  # permutations of each multi-index so far
     run = torch.ones(d, dtype=torch.float64)  # how often its first index is repeated at its start
@@ -72,4 +78,4 @@ def _make_sqrt_multiplicity(d, p, dtype, device):
             runs.append(longer + 1)
             counts.append(count[tails[i] :] * (r + 1) / (longer + 1))
         count, run = torch.cat(counts), torch.cat(runs)
-    return count.sqrt().to(device=device, dtype=dtype)
+    return count.sqrt()
