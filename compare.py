@@ -67,6 +67,7 @@ def summarise(name, train, val):
         "tokens": tokens,
         "train": fmean(line["train_loss"] for line in tail) if train else None,
         "val": val[-1]["val_loss"] if val else None,
+        "val_step": val[-1]["step"] if val else None,
         "rate": rate,
     }
 
@@ -76,14 +77,15 @@ def summarise(name, train, val):
 
 def table(rows):
     """(header, cells) as strings, one list of cells for each run."""
-    kind = "val" if all(row["val"] is not None for row in rows) else "train"
+    # a run that is going on, or was cut, has no evaluation of where it is now: then the training losses are compared
+    kind = "val" if all(row["val"] is not None and row["val_step"] == row["steps"] for row in rows) else "train"
     base = rows[0][kind]
     header = ["run", "steps", "tokens", "train loss", "val loss", f"{kind} vs first", "tokens/s"]
     cells = []
     for row in rows:
         relative = f"{row[kind] / base:.3f}x" if base and row[kind] is not None else "-"
         cells.append(
-            [row["run"], f"{row['steps']:,}", count(row["tokens"]), loss(row["train"]), loss(row["val"]), relative,
+            [row["run"], f"{row['steps']:,}", count(row["tokens"]), loss(row["train"]), last_evaluation(row), relative,
              "-" if row["rate"] is None else f"{row['rate']:,.0f}"]
         )
     return header, cells
@@ -94,6 +96,12 @@ LEGEND = "train loss: mean over the last 10% of the logged steps; val loss: the 
 
 def loss(value):
     return "-" if value is None else f"{value:.4f}"
+
+
+def last_evaluation(row):
+    """The last validation loss, with its step if training went on since."""
+    late = row["val"] is not None and row["val_step"] < row["steps"]
+    return loss(row["val"]) + (f" at {row['val_step']:,}" if late else "")
 
 
 def count(n):

@@ -9,13 +9,14 @@ import compare
 
 
 def write_run(folder, train=(), val=(), tail=""):
-    """A run folder whose steps are 10, 20, ...; losses from lists."""
+    """A run folder whose steps are 10, 20, ...; losses from lists, the last evaluation at the last step."""
     folder.mkdir()
+    first = max(0, len(train) - len(val)) + 1
     lines = [
         dict(step=10 * i, train_loss=y, tokens=1000 * i, seconds=0.5 * i, tok_per_sec=100 if i < 4 else 2000 + i)
         for i, y in enumerate(train, 1)
     ]
-    lines += [dict(step=10 * i, val_loss=y, tokens=1000 * i, seconds=0.5 * i) for i, y in enumerate(val, 1)]
+    lines += [dict(step=10 * i, val_loss=y, tokens=1000 * i, seconds=0.5 * i) for i, y in enumerate(val, first)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
     return str(folder)
 
@@ -53,6 +54,14 @@ def test_training_losses_are_compared_if_a_run_was_never_evaluated(tmp_path, cap
     b = write_run(tmp_path / "b", [3.0])
     rows = cells(capsys, a, b, *options)
     assert rows[1]["train vs first"] == "0.750x" and rows[1]["val loss"] == "-"
+
+
+def test_a_run_that_went_on_since_its_evaluation_is_compared_by_training_loss(tmp_path, capsys, options):
+    a = write_run(tmp_path / "a", [4.0, 3.0], [3.5])
+    b = write_run(tmp_path / "b", [4.0, 3.0], [3.4], tail='{"step": 30, "train_loss": 2.7, "tokens": 3000}\n')
+    rows = cells(capsys, a, b, *options)
+    assert rows[0]["val loss"] == "3.5000" and rows[1]["val loss"] == "3.4000 at 20"
+    assert rows[1]["train vs first"] == "0.900x"
 
 
 def test_torn_last_line_is_left_out(tmp_path, capsys, options):
