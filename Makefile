@@ -14,7 +14,7 @@ demo: env  ## prepare data, train a small model, draw its loss curve, sample fro
 	$(PY) data/pystdlib/prepare.py
 	$(PY) train.py config/demo.py
 	$(PY) compare.py out/demo --png out/demo/loss.png
-	$(PY) sample.py --out_dir=out/demo --max_new_tokens=600
+	$(PY) sample.py --out_dir=out/demo --prompt="def " --max_new_tokens=600
 
 test: env  ## run the tests
 	$(PY) -m pytest tests
