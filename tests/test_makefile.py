@@ -23,7 +23,7 @@ DEMO = [
     "data/pystdlib/prepare.py",
     "train.py config/demo.py",
     "compare.py out/demo --png out/demo/loss.png",
-    "sample.py --out_dir=out/demo --max_new_tokens=600",
+    'sample.py --out_dir=out/demo --prompt="def " --max_new_tokens=600',
 ]
 
 
