@@ -135,7 +135,10 @@ def main():
         step, seconds, best, run_id = (progress[k] for k in ("step", "seconds", "best", "wandb_id"))
         say(f"going on from {resume}, step {step}")
     elif cfg.init_from not in ("auto", "scratch"):
-        checkpoint.load(checkpoint.newest(cfg.init_from), model)
+        try:
+            checkpoint.load(checkpoint.newest(cfg.init_from), model)
+        except RuntimeError as error:  # names or shapes differ
+            refuse(f"the weights of {cfg.init_from} do not fit this model: {error}")
         say(f"weights from {cfg.init_from}")
     network = torch.compile(model) if compiles(cfg, device, say) else model
     if dist.is_initialized():

@@ -9,7 +9,7 @@ from data import DataError
 from data.loader import Dataset
 from data.openwebtext import prepare as openwebtext
 
-tiktoken = pytest.importorskip("tiktoken")
+import tiktoken
 datasets = pytest.importorskip("datasets")
 
 TEXTS = [f"document {i} " + "word " * (i % 7) for i in range(100)]

@@ -8,7 +8,7 @@ import pytest
 from data import DataError
 from data.tokenizer import Decoder, Tokenizer, gpt2_tokenizer, load_tokenizer
 
-tiktoken = pytest.importorskip("tiktoken")
+import tiktoken
 
 TEXTS = [
     "",

@@ -89,7 +89,10 @@ def test_weights_of_another_run_can_be_taken(go, capsys):
     assert go("--out_dir=out/a", "--attention=even_power", "--max_iters=12", "--eval_interval=12") == 0
     assert go("--out_dir=out/b", "--attention=sympow", "--init_from=out/a", "--max_iters=1") == 0
     assert metrics("out/b")[1] < metrics("out/a")[6]
-    assert go("--out_dir=out/c", "--init_from=out/nothing") == 2
+    assert go("--out_dir=out/c", "--attention=sympow_gating", "--init_from=out/a") == 2
+    error = capsys.readouterr().err
+    assert "the weights of out/a do not fit this model" in error and "W_gamma" in error and error.count("\n") == 1
+    assert go("--out_dir=out/d", "--init_from=out/nothing") == 2
     assert "init_from must be auto, scratch or a folder with a checkpoint, got 'out/nothing'" in capsys.readouterr().err
 
 
