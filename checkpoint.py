@@ -15,22 +15,24 @@ KEEP = 2  # newest checkpoints that stay
 
 
 def save(out_dir, model, optimizer, progress):
-    """Writes the checkpoint of progress["step"] and removes all but the newest KEEP."""
+    """Writes the checkpoint of progress["step"]; of the older ones the newest and that of progress["best_step"] stay."""
     folder = os.path.join(out_dir, "ckpt")
-    final = os.path.join(folder, f"step_{progress['step']:08d}")
-    temporary = os.path.join(folder, f".writing_{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    final = _path(out_dir, progress["step"])
+    temporary = os.path.join(folder, ".writing")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
     os.makedirs(temporary)
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, os.path.join(temporary, "model.safetensors"))
     torch.save(optimizer.state_dict(), os.path.join(temporary, "optimizer.pt"))
     write_json(os.path.join(temporary, "progress.json"), progress)
     for name in os.listdir(temporary):
         _flush(os.path.join(temporary, name))
+    _flush(temporary)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(temporary, final)
     _flush(folder)
     for old in _all(out_dir)[:-KEEP]:
-        shutil.rmtree(old)
+        if old != _path(out_dir, progress["best_step"]):
+            shutil.rmtree(old)
 
 
 def newest(path):
@@ -57,6 +59,10 @@ def write_json(path, value):
         json.dump(value, f, indent=2)
         f.write("\n")
     os.replace(path + ".tmp", path)
+
+
+def _path(out_dir, step):
+    return os.path.join(out_dir, "ckpt", f"step_{step:08d}")
 
 
 def _all(out_dir):

@@ -47,6 +47,9 @@ class GPTConfig:
     activation_checkpointing: bool = False  # keep one activation a block, compute the rest again in the backward pass
 
     def __post_init__(self):
+        for name in ("n_layer", "n_head", "n_embd", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if not self.head_dim and self.n_embd % self.n_head:
             near = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
             raise ValueError(
@@ -71,9 +74,6 @@ class GPTConfig:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.rope_base <= 1:
             raise ValueError(f"rope_base must be above 1, got {self.rope_base}")
-        for name in ("n_layer", "n_head", "n_embd", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.gate not in ("auto", "learned", "fixed", "none"):
             raise ValueError(f"gate must be auto, learned, fixed or none, got {self.gate!r}")
         if self.gate == "auto":

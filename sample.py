@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 import checkpoint
-from config import read_settings, refuse
+from config import choose_device, read_settings, refuse
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig
 
@@ -48,6 +48,8 @@ def main():
     folder = checkpoint.newest(run)
     if not folder:
         refuse(f"no checkpoint in {run}: train one with `python train.py config/demo.py`")
+    if os.path.samefile(run, folder):  # a checkpoint was named: its run has the settings and the tokenizer
+        run = os.path.dirname(os.path.dirname(os.path.abspath(folder)))
     text = cfg.prompt or cfg.start
     if text.startswith("FILE:"):
         try:
@@ -171,17 +173,11 @@ def load_run(run, folder, cfg):
     """The model of a checkpoint, its tokenizer, the device and the autocast context to use."""
     with open(os.path.join(run, "config.json")) as f:
         saved = json.load(f)["model"]
-    name = cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        refuse(f"device must be auto, cpu, cuda or cuda:N, got {cfg.device!r}")
-    has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    bf16 = cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and has_bf16)
+    device, dtype = choose_device(cfg.device, cfg.dtype)
     model = GPT(GPTConfig(**saved))
     checkpoint.load(folder, model)
     model.to(device).eval()
-    autocast = torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext()
+    autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
     return model, load_tokenizer(run), device, autocast
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import checkpoint
-from config import read_settings, refuse
+from config import choose_device, read_settings, refuse
 from data.loader import DataError, Dataset, Windows, eval_batches, train_batch
 from model import GPT, GPTConfig
 from tracking import Tracker
@@ -87,6 +87,13 @@ PEAK_FLOPS = {
 
 
 def main():
+    try:
+        train()
+    except DataError as error:  # a token that no vocabulary has, a shard that went away: perhaps on one rank alone
+        refuse(error, every_rank=True)
+
+
+def train():
     given, names = read_settings((TrainConfig, GPTConfig), sys.argv[1:], HIDDEN, usage=__doc__)
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     master = rank == 0
@@ -98,18 +105,19 @@ def main():
         dataset = Dataset(cfg.dataset)
         windows = Windows(dataset, "train", cfg.block_size, pack=cfg.pack)
         heldout = Windows(dataset, "val", cfg.block_size, pack=cfg.pack)
-        chosen = {f.name: given[f.name] for f in fields(GPTConfig) if f.name in given}
-        chosen.setdefault("rope_base", float(dataset.document_length))
+        chosen = {"rope_base": float(dataset.document_length), **source_settings(cfg, dataset, given)}
+        chosen |= {f.name: given[f.name] for f in fields(GPTConfig) if f.name in given}
         model_cfg = GPTConfig(
             **chosen, vocab_size=dataset.vocab_size, reset_token=dataset.eot if cfg.pack else -1
         )
         accumulation = check(cfg, given, world)
     except (DataError, ValueError) as error:
         refuse(error)
-    cfg.out_dir = cfg.out_dir or os.path.join("out", "-".join(names) or "train")
-    device, dtype = choose_device(cfg, local)
+    cfg.out_dir = os.path.normpath(cfg.out_dir or os.path.join("out", "-".join(names) or "train"))
+    device, dtype = choose_device(cfg.device, cfg.dtype, local)
+    cfg.dtype = str(dtype).removeprefix("torch.")
     settings = {**asdict(cfg), "model": asdict(model_cfg)}
-    resume = choose_start(cfg, settings, given)
+    resume = choose_start(cfg, settings)
 
     # ---- ranks, device, folder
     if "RANK" in os.environ:
@@ -119,20 +127,27 @@ def main():
             cfg.backend if cfg.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",
             device_id=device if device.type == "cuda" else None,
         )
-    if master:
+        of_master = [resume]
+        dist.broadcast_object_list(of_master, device=device)
+        if of_master[0] != resume:
+            fail(f"rank {rank} would go on from {resume}, rank 0 from {of_master[0]}: out_dir must be shared by all nodes")
+    if master and not cfg.eval_only:
         start_folder(cfg, settings, dataset, resume)
     torch.manual_seed(cfg.seed)
-    torch.set_float32_matmul_precision("high")  # float32 products (the power scores) in tf32: exact for bf16 factors
+    if dtype != torch.float32:  # the power forms multiply in float32: tf32 is exact for q.k, whose factors are bf16
+        torch.set_float32_matmul_precision("high")
     if cfg.deterministic:
         make_deterministic(say)
 
     # ---- model and optimizer
     model = GPT(model_cfg).to(device)
     optimizer = make_optimizer(model, cfg, device)
-    step, seconds, best, run_id = 0, 0.0, math.inf, None
+    step, seconds, best, best_step, run_id = 0, 0.0, math.inf, 0, None
     if resume:
         progress = checkpoint.load(resume, model, optimizer, device)
-        step, seconds, best, run_id = (progress[k] for k in ("step", "seconds", "best", "wandb_id"))
+        step, seconds, best, best_step, run_id = (
+            progress[k] for k in ("step", "seconds", "best", "best_step", "wandb_id")
+        )
         say(f"going on from {resume}, step {step}")
     elif cfg.init_from not in ("auto", "scratch"):
         try:
@@ -187,7 +202,7 @@ def main():
 
     def save():
         if master:
-            state = {"step": step, "seconds": seconds, "best": best, "wandb_id": tracker.run_id}
+            state = {"step": step, "seconds": seconds, "best": best, "best_step": best_step, "wandb_id": tracker.run_id}
             checkpoint.save(cfg.out_dir, model, optimizer, state)
 
     stop = StopSignals()
@@ -199,7 +214,8 @@ def main():
         say(f"val loss {evaluate():.4f}")
         done = True
     elif step >= cfg.max_iters or 0 < cfg.max_seconds <= seconds:
-        say(f"{cfg.out_dir} is trained: {step} steps in {seconds:.0f} s; raise max_iters or max_seconds to go on")
+        limit = "max_iters" if step >= cfg.max_iters else "max_seconds"
+        say(f"{cfg.out_dir} is trained: {step} steps in {seconds:.0f} s, {limit} is reached")
         done = True
     ready = None if done else batch(step, 0)
     while not done:
@@ -225,19 +241,17 @@ def main():
             if step > first:
                 raise
             fail(f"out of GPU memory in the first step: {what_fits(cfg, model_cfg, accumulation)}")
-        except DataError as error:
-            refuse(error)
         step += 1
 
         # ---- what is said about it
-        last, stopped = step >= cfg.max_iters, False
-        if step % cfg.log_interval == 0 or step == first + 1 or last or (stop.asked and world == 1):
+        last = step >= cfg.max_iters
+        # the ranks agree on whether to stop; one rank alone need not wait for its GPU to know
+        stopped = total(torch.tensor(stop.asked, device=device)).item() > 0 if world > 1 else stop.asked > 0
+        if step % cfg.log_interval == 0 or step == first + 1 or last or stopped:
             now = time.perf_counter()
             late = 0 < cfg.max_seconds <= seconds + now - clock
-            # the ranks agree on the mean loss and on whether to stop
-            sums = torch.stack((loss_sum / accumulation / world, loss_sum.new_tensor(stop.asked), loss_sum.new_tensor(late)))
-            loss, stops, lates = total(sums).tolist()
-            last, stopped = last or stops + lates > 0, stops > 0
+            loss, lates = total(torch.stack((loss_sum / accumulation / world, loss_sum.new_tensor(late)))).tolist()
+            last = last or stopped or lates > 0
             now = time.perf_counter()
             speed = tokens_per_step * (step - since[1]) / (now - since[0])
             mfu = speed * model.flops_per_token(cfg.block_size) / (flops_per_second * world) if flops_per_second else None
@@ -262,8 +276,10 @@ def main():
                 if master:
                     tracker.log(step, val_loss=val_loss, tokens=step * tokens_per_step, seconds=seconds)
                     say(f"step {step}: val loss {val_loss:.4f}")
-            if stopped or val_loss < best or cfg.always_save_checkpoint:
-                best = best if stopped else min(best, val_loss)
+            better = not stopped and val_loss < best
+            if better:
+                best, best_step = val_loss, step
+            if stopped or better or cfg.always_save_checkpoint:
                 save()
             clock = time.perf_counter()
             since = clock, step
@@ -286,6 +302,18 @@ def check(cfg, given, world):
     for name in ("batch_size", "block_size", "tokens_per_step", "max_iters", "eval_interval", "eval_tokens", "log_interval"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(cfg, name)}")
+    cfg.compile = {"true": "True", "1": "True", "yes": "True", "false": "False", "0": "False", "no": "False"}.get(
+        cfg.compile.lower(), cfg.compile
+    )
+    for name, fits, want in (
+        ("learning_rate", cfg.learning_rate > 0, "positive"),
+        ("beta1", 0 <= cfg.beta1 < 1, "in [0, 1)"),
+        ("beta2", 0 <= cfg.beta2 < 1, "in [0, 1)"),
+        ("weight_decay", cfg.weight_decay >= 0, "0 or more"),
+        ("grad_clip", cfg.grad_clip >= 0, "0 (no clipping) or more"),
+    ):
+        if not fits:
+            raise ValueError(f"{name} must be {want}, got {getattr(cfg, name)}")
     choices = {
         "dtype": ("auto", "float32", "bfloat16"), "compile": ("auto", "True", "False"),
         "wandb": ("auto", "online", "offline", "disabled"), "backend": ("auto", "nccl", "gloo"),
@@ -317,35 +345,47 @@ def check(cfg, given, world):
     return cfg.tokens_per_step // micro
 
 
-def choose_device(cfg, local):
-    """The device of this rank and the dtype of its matrix products."""
-    name = cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(f"cuda:{local}" if name == "cuda" else name)
-    except RuntimeError:
-        refuse(f"device must be auto, cpu, cuda or cuda:N, got {cfg.device!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        refuse(f"device {device} is not there, torch sees {torch.cuda.device_count()} GPUs: see `make doctor`")
-    has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if has_bf16 else "float32"
-    return device, getattr(torch, dtype)
+def source_settings(cfg, dataset, given):
+    """With init_from=PATH, the model settings that its weights were trained with: they hold unless given anew."""
+    if cfg.init_from in ("auto", "scratch"):
+        return {}
+    folder = checkpoint.newest(cfg.init_from)
+    if not folder:
+        raise ValueError(f"init_from must be auto, scratch or a folder with a checkpoint, got {cfg.init_from!r}")
+    run = cfg.init_from if not os.path.samefile(folder, cfg.init_from) else os.path.dirname(os.path.dirname(folder))
+    with open(os.path.join(run, "config.json")) as f:
+        model = json.load(f)["model"]
+    if model["vocab_size"] != dataset.vocab_size:
+        raise ValueError(
+            f"{cfg.init_from} has a vocabulary of {model['vocab_size']}, the dataset {dataset.name} one of "
+            f"{dataset.vocab_size}: prepare it with the same tokenizer"
+        )
+    attention = ("gate",) if "attention" in given else ()  # another attention has its own default
+    return {k: v for k, v in model.items() if k not in HIDDEN + attention}
 
 
-def choose_start(cfg, settings, given):
-    """The checkpoint to go on from, or None; refuses what would mix or lose runs."""
-    if cfg.init_from not in ("auto", "scratch"):
-        if not checkpoint.newest(cfg.init_from):
-            refuse(f"init_from must be auto, scratch or a folder with a checkpoint, got {cfg.init_from!r}")
-    latest = checkpoint.newest(cfg.out_dir)
-    if cfg.init_from != "auto":
-        if os.path.isdir(cfg.out_dir) and os.listdir(cfg.out_dir) and not cfg.overwrite:
-            refuse(f"{cfg.out_dir} is not empty: --overwrite=True renames it and starts anew, or choose another out_dir")
-        return None
-    if latest:
-        with open(os.path.join(cfg.out_dir, "config.json")) as f:
+def choose_start(cfg, settings):
+    """The checkpoint of out_dir to go on from, or None; refuses what would mix or lose runs."""
+    latest, own = checkpoint.newest(cfg.out_dir), os.path.join(cfg.out_dir, "config.json")
+    saved = None
+    if latest and os.path.exists(own):
+        with open(own) as f:
             saved = json.load(f)
-        free = FREE | ({"max_iters"} if not settings["decay_lr"] and not saved["decay_lr"] else set())
-        flat = lambda s: {**{k: v for k, v in s.items() if k != "model"}, **s["model"]}
+    started_so = cfg.init_from == "auto" or (saved and not cfg.overwrite and saved["init_from"] == cfg.init_from)
+    if cfg.init_from == "scratch" or not started_so:
+        if cfg.eval_only:
+            return None  # leaves out_dir alone
+        if os.path.isdir(cfg.out_dir) and os.listdir(cfg.out_dir):
+            if not cfg.overwrite:
+                refuse(f"{cfg.out_dir} is not empty: --overwrite=True renames it and starts anew, or choose another out_dir")
+            if os.path.realpath(cfg.init_from).startswith(os.path.realpath(cfg.out_dir)):
+                refuse(f"init_from {cfg.init_from} is in out_dir {cfg.out_dir}, which would be renamed: choose another out_dir")
+        return None
+    if saved:
+        # where the cosine ends is part of the trajectory, where training ends is not
+        end = lambda s: (s["lr_decay_iters"] or s["max_iters"]) if s["decay_lr"] else 0
+        free = FREE | ({"max_iters", "lr_decay_iters"} if end(settings) == end(saved) else set())
+        flat = lambda s: {**s, **s["model"], "model": 0, "dataset": os.path.basename(os.path.normpath(s["dataset"]))}
         old, new = flat(saved), flat(settings)
         for key in new:
             if key not in free and old.get(key, new[key]) != new[key]:
@@ -440,7 +480,8 @@ def peak_flops(device):
 
 
 class StopSignals:
-    """The first SIGINT or SIGTERM ends training after a step that is logged, with a checkpoint; a second one kills."""
+    """SIGINT and SIGTERM end training after the step, with a checkpoint; a second SIGINT ends it at once. Schedulers and
+    torchrun may both send SIGTERM, so a second one of those changes nothing."""
 
     def __init__(self):
         self.asked = 0.0
@@ -449,7 +490,8 @@ class StopSignals:
 
     def ask(self, number, frame):
         self.asked = 1.0
-        signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def print_to_terminal(*args, **kwargs):

@@ -83,9 +83,8 @@ def power_attention(
         queries = _unit_range(_by_head(q, dtype).unflatten(1, (Hkv, H // Hkv)), dim=(-1,))
         keys, values = _by_head(k, dtype), _by_head(v, dtype)
         gates = None if log_g is None else _prepare(log_g)
-        if initial_state is None and not return_state:
-            keys = _unit_range(keys, dim=(-2, -1))
-        state = initial_state
+        factor = _unit_factor(keys, (-2, -1), initial_state and initial_state.z.abs().amax(-1)[..., None, None] ** (1 / p))
+        keys, state = keys * factor, _scale_state(initial_state, factor, p // 2)
         if form == "quadratic":
             num, den = _quadratic(queries, keys, values, gates, state, p)
             if return_state:
@@ -93,6 +92,8 @@ def power_attention(
         else:  # the recurrent form is a chunk of one token
             size = 1 if form == "recurrent" else chunk_size or default_chunk_size(D, p)
             num, den, state = _chunked(queries, keys, values, gates, state, p, size)
+        if return_state:
+            state = _scale_state(state, factor, -(p // 2))
         y = normalize(num, den).flatten(1, 2).transpose(1, 2).to(q.dtype)  # [B, T, H, E]
     return (y, state) if return_state else y
 
@@ -284,10 +285,24 @@ def _by_head(x, dtype):
 
 def _unit_range(x, dim):
     """x scaled by a power of two so that its largest entry over `dim` is in [1, 2)."""
-    with torch.no_grad():
-        largest = x.abs().amax(dim, keepdim=True).clamp(torch.finfo(x.dtype).tiny, 2.0**126)
-        factor = torch.exp2(-largest.log2().floor())
-    return x * factor
+    return x * _unit_factor(x, dim)
+
+
+@torch.no_grad()
+def _unit_factor(x, dim, at_least=None):
+    """The power of two that brings the largest entry of x over `dim`, or `at_least`, into [1, 2)."""
+    largest = x.abs().amax(dim, keepdim=True)
+    if at_least is not None:
+        largest = largest.maximum(at_least.to(x.dtype))
+    return torch.exp2(-largest.clamp(torch.finfo(x.dtype).tiny, 2.0**126).log2().floor())
+
+
+def _scale_state(state, factor, half):
+    """The state of keys that are scaled by factor [B, Hkv, 1, 1]: times factor^p, in two halves, each inside the range."""
+    if state is None:
+        return None
+    by = factor**half
+    return PowerState(state.S * by * by, state.z * by.squeeze(-1) * by.squeeze(-1))
 
 
 def _join(parts):
@@ -333,3 +348,6 @@ def _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state):
         S, z = initial_state
         if S.shape != (*want, v.shape[-1]) or z.shape != want:
             raise ValueError(f"initial_state must be S {[*want, v.shape[-1]]}, z {[*want]}, got {[*S.shape]}, {[*z.shape]}")
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        if not S.dtype == z.dtype == dtype:
+            raise ValueError(f"initial_state must be {dtype} for q of {q.dtype}, got {S.dtype}, {z.dtype}")

@@ -15,11 +15,28 @@ import types
 from dataclasses import fields
 
 
-def refuse(message):
-    """Ends the program with exit status 2 and one line on stderr (of rank 0, if there are several)."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{os.path.basename(sys.argv[0])}: {' '.join(str(message).split())}", file=sys.stderr)
+def refuse(message, every_rank=False):
+    """Ends the program with exit status 2 and one line on stderr: of one rank a node, or of every rank that refuses."""
+    rank = int(os.environ.get("RANK", 0))
+    if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
+        who = os.path.basename(sys.argv[0]) + (f" (rank {rank})" if rank else "")
+        print(f"{who}: {' '.join(str(message).split())}", file=sys.stderr)
     sys.exit(2)
+
+
+def choose_device(device, dtype, local=0):
+    """(torch.device, torch.dtype of matrix products) for device auto, cpu, cuda or cuda:N and dtype auto, float32 or
+    bfloat16; `local` is the GPU that "cuda" means."""
+    import torch
+
+    name = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        refuse(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    chosen = torch.device(f"cuda:{local}" if name == "cuda" else name)
+    if chosen.type == "cuda" and chosen.index >= torch.cuda.device_count():
+        refuse(f"device {chosen} is not there, torch sees {torch.cuda.device_count()} GPUs: see `make doctor`", True)
+    has_bf16 = chosen.type == "cuda" and torch.cuda.get_device_capability(chosen) >= (8, 0)
+    return chosen, getattr(torch, dtype if dtype != "auto" else "bfloat16" if has_bf16 else "float32")
 
 
 def read_settings(classes, argv, hidden=(), usage=""):
@@ -40,7 +57,7 @@ def read_settings(classes, argv, hidden=(), usage=""):
             _known(key, known, arg)
             if not equals:
                 bare = known[key].type is bool and (not rest or rest[0].startswith("--"))
-                if not bare and not rest:
+                if not bare and (not rest or rest[0].startswith("--")):
                     refuse(f"{arg} needs a value, as in {arg}={known[key].default}")
                 text = "True" if bare else rest.pop(0)
             given[key] = convert(key, text, known[key].type)

@@ -48,6 +48,7 @@ def make_dataset(folder, text=None):
     """A byte-level dataset in folder/text; rows of 512 tokens."""
     from data.text import prepare
 
+    folder.mkdir(exist_ok=True)
     source = folder / "source.txt"
     source.write_text(text or "".join(f"line {i}: {i * i} squares, not circles\n" for i in range(400)))
     prepare.main([str(source), f"--out={folder / 'text'}", "--document_length=512", "--val_fraction=0.1"])

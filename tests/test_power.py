@@ -137,6 +137,16 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(form, p, smallest, size)
 
 
 @pytest.mark.parametrize("form", ["quadratic", "chunked"])
+@pytest.mark.parametrize("size", [1e-6, 1e5])
+def test_asking_for_the_state_does_not_change_the_outputs(form, size):
+    q, k, v, *_ = (x.detach().float() for x in inputs(40, 8, "none", H=2, Hkv=2, D=4, E=4)[:3])
+    y, state = power_attention(q, size * k, v, p=8, form=form, chunk_size=CHUNK, return_state=True)
+    assert torch.equal(y, power_attention(q, size * k, v, p=8, form=form, chunk_size=CHUNK))
+    again = power_attention(q, size * k, v, p=8, form=form, chunk_size=CHUNK, initial_state=state)
+    assert again.isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["quadratic", "chunked"])
 @pytest.mark.parametrize("mean", [3.0, 10.0])
 def test_keys_with_a_common_mean_that_the_query_is_orthogonal_to(form, mean):
     q, k, v, *_ = inputs(200, 2, "none", H=2, Hkv=2, D=16, E=16)

@@ -121,6 +121,11 @@ def test_without_arguments_it_takes_the_newest_run_and_one_sample(go, capsys):
     assert 1 < len(out) <= 21
 
 
+def test_a_checkpoint_may_be_named_instead_of_its_run(go, capsys):
+    assert go("--out_dir=out/a/ckpt/step_00000030", "--max_new_tokens=5") == 0
+    assert "conformal_sympow" in capsys.readouterr().err
+
+
 def test_the_prompt_comes_first_from_text_or_file(go, capsys, tmp_path):
     (tmp_path / "prompt.txt").write_text("grüße ")
     outs = []
@@ -160,6 +165,7 @@ def test_several_samples_are_separated_and_json_comes_last(go, capsys):
         (["--top_p=0"], "top_p must be in (0, 1], got 0.0"),
         (["--form=fast"], "form must be auto or recurrent, got fast"),
         (["--out_dir=out/none"], "no checkpoint in out/none: train one with"),
+        (["--device=cuda:77"], "device cuda:77 is not there"),
         (["--tempreature=1"], "did you mean temperature?"),
     ],
 )

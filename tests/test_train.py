@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from helpers import ROOT, SMALL, call, dataset, metrics, run  # noqa: F401 (dataset is a fixture)
+from helpers import ROOT, SMALL, call, dataset, make_dataset, metrics, run  # noqa: F401 (dataset is a fixture)
 
 import train
 from attention import ATTENTIONS
@@ -75,6 +75,9 @@ def test_a_run_goes_on_only_with_its_own_settings(go, capsys):
     assert go("--attention=sympow", "--out_dir=out/a", "--max_iters=7", "--eval_interval=2", "--batch_size=2") == 0
     assert max(metrics("out/a")) == 7
     assert go("--attention=sympow", "--out_dir=out/a", "--decay_lr=True", "--max_iters=8") == 2
+    cosine = ["--out_dir=out/c", "--decay_lr=True", "--lr_decay_iters=20"]
+    assert go(*cosine, "--max_iters=2") == 0 and go(*cosine, "--max_iters=4") == 0 and max(metrics("out/c")) == 4
+    assert go(*cosine[:2], "--max_iters=5") == 2  # the cosine would end elsewhere
 
 
 def test_nothing_is_overwritten_unless_asked_and_then_renamed(go, capsys):
@@ -82,13 +85,21 @@ def test_nothing_is_overwritten_unless_asked_and_then_renamed(go, capsys):
     assert go("--out_dir=out/a", "--init_from=scratch") == 2
     assert "out/a is not empty: --overwrite=True renames it" in capsys.readouterr().err
     assert go("--out_dir=out/a", "--init_from=scratch", "--overwrite=True") == 0
-    assert sorted(os.listdir("out")) == ["a", "a.old-1"] and os.path.exists("out/a.old-1/metrics.jsonl")
+    assert go("--out_dir=out/a/", "--init_from=scratch", "--overwrite=True") == 0
+    assert sorted(os.listdir("out")) == ["a", "a.old-1", "a.old-2"] and os.path.exists("out/a.old-1/metrics.jsonl")
+    assert go("--out_dir=out/a", "--init_from=out/a", "--overwrite=True") == 2
+    assert "which would be renamed" in capsys.readouterr().err
 
 
 def test_weights_of_another_run_can_be_taken(go, capsys):
     assert go("--out_dir=out/a", "--attention=even_power", "--max_iters=12", "--eval_interval=12") == 0
-    assert go("--out_dir=out/b", "--attention=sympow", "--init_from=out/a", "--max_iters=1") == 0
+    assert go("--out_dir=out/b", "--attention=sympow", "--init_from=out/a", "--max_iters=1", "--eval_interval=1") == 0
     assert metrics("out/b")[1] < metrics("out/a")[6]
+    assert go("--out_dir=out/b", "--attention=sympow", "--init_from=out/a", "--max_iters=2") == 0  # goes on
+    assert list(metrics("out/b")) == [1, 2]
+    assert go("--out_dir=out/e", "--init_from=out/a", "--eval_only=True") == 0 and not os.path.exists("out/e")
+    expected = f"val loss {metrics('out/a', 'val_loss')[12]:.4f}"  # even_power still: settings come with the weights
+    assert expected in capsys.readouterr().out
     assert go("--out_dir=out/c", "--attention=sympow_gating", "--init_from=out/a") == 2
     error = capsys.readouterr().err
     assert "the weights of out/a do not fit this model" in error and "W_gamma" in error and error.count("\n") == 1
@@ -130,6 +141,10 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):  # noqa: F811
         (["--batch_size=0"], "batch_size must be at least 1, got 0"),
         (["--dtype=float8"], "dtype must be one of auto, float32, bfloat16, got 'float8'"),
         (["--device=cuda:77"], "device cuda:77 is not there"),
+        (["--n_head=0"], "n_head must be positive, got 0"),
+        (["--beta1=1"], "beta1 must be in [0, 1), got 1.0"),
+        (["--device=mps"], "device must be auto, cpu, cuda or cuda:N, got 'mps'"),
+        (["--compile", "--seed=1"], "--compile needs a value, as in --compile=auto"),
         (["--lerning_rate=1"], "did you mean learning_rate?"),
     ],
 )  # fmt: skip
@@ -206,6 +221,7 @@ def test_a_missing_toolchain_is_one_line_unless_compilation_was_demanded(go, mon
     say = []
     cfg = train.TrainConfig()
     assert train.compiles(cfg, torch.device("cuda"), say.append) is False
+    assert not go("--out_dir=out/c", "--compile=false")
     assert say == ["training without torch.compile: no C compiler found (see `make doctor`)"]
     assert go("--out_dir=out/a", "--compile=True") == 1
     assert "compile=True, but torch.compile does not work here: no C compiler found" in capsys.readouterr().err
@@ -275,3 +291,43 @@ def test_config_files_are_complete(dataset, tmp_path, monkeypatch):  # noqa: F81
             for world in (1, 2, 4, 8):
                 assert train.check(cfg, given, world) * world * cfg.batch_size * 4096 == 524288
     assert math.isclose(GPTConfig().n_embd / GPTConfig().n_head, 64)
+
+
+def test_the_best_checkpoint_stays(go, monkeypatch):
+    import checkpoint
+
+    folder = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(folder.parameters())
+    for step in range(1, 6):
+        progress = {"step": step, "best_step": min(step, 2)}
+        checkpoint.save("out/a", folder, optimizer, progress)
+    assert sorted(os.listdir("out/a/ckpt")) == ["step_00000002", "step_00000004", "step_00000005"]
+    assert checkpoint.newest("out/a") == os.path.join("out/a", "ckpt", "step_00000005")
+    assert checkpoint.load("out/a/ckpt/step_00000002", folder)["step"] == 2
+
+
+def test_a_damaged_token_is_refused_by_its_shard(go, tmp_path, capsys):
+    path = make_dataset(tmp_path / "data")
+    for split in ("val", "train"):
+        name = f"{path}/{split}_00000.bin"
+        with open(name, "r+b") as f:
+            f.write((999).to_bytes(2, "little") * (os.path.getsize(name) // 2))
+        capsys.readouterr()
+        assert go(f"--dataset={path}", f"--out_dir=out/{split}") == 2
+        error = capsys.readouterr().err
+        assert f"{split}_00000.bin: token id 999 is not in the vocabulary of 257" in error and error.count("\n") == 1
+
+
+def test_ranks_that_do_not_share_out_dir_end_with_a_line(dataset, tmp_path):  # noqa: F811
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29544", "WORLD_SIZE": "2"}
+    argv = [sys.executable, f"{ROOT}/train.py", *SMALL, f"--dataset={dataset}", "--out_dir=out/a"]
+    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    run(*argv[1:], "--max_iters=3", cwd=tmp_path / "one")
+    ranks = [
+        subprocess.Popen(argv, cwd=tmp_path / folder, env={**os.environ, **env, "RANK": str(r), "LOCAL_RANK": str(r)},
+                         stderr=subprocess.PIPE, text=True)
+        for r, folder in enumerate(("one", "two"))
+    ]  # fmt: skip
+    errors = [process.communicate(timeout=120)[1] for process in ranks]
+    assert all(process.returncode for process in ranks)
+    assert "out_dir must be shared by all nodes" in errors[1]
