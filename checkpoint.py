@@ -3,6 +3,7 @@
 Written under a temporary name, flushed to disk and renamed: a checkpoint under its own name is whole. Reading one
 executes no code.
 """
+
 import json
 import os
 import re
@@ -15,7 +16,7 @@ KEEP = 2  # newest checkpoints that stay
 
 
 def save(out_dir, model, optimizer, progress):
-    """Writes the checkpoint of progress["step"]; of the older ones the newest and that of progress["best_step"] stay."""
+    """Writes the checkpoint of progress["step"]; the newest KEEP stay, and that of progress["best_step"]."""
     folder = os.path.join(out_dir, "ckpt")
     final = _path(out_dir, progress["step"])
     temporary = os.path.join(folder, ".writing")

@@ -85,8 +85,15 @@ def table(rows):
     for row in rows:
         relative = f"{row[kind] / base:.3f}x" if base and row[kind] is not None else "-"
         cells.append(
-            [row["run"], f"{row['steps']:,}", count(row["tokens"]), loss(row["train"]), last_evaluation(row), relative,
-             "-" if row["rate"] is None else f"{row['rate']:,.0f}"]
+            [
+                row["run"],
+                f"{row['steps']:,}",
+                count(row["tokens"]),
+                loss(row["train"]),
+                last_evaluation(row),
+                relative,
+                "-" if row["rate"] is None else f"{row['rate']:,.0f}",
+            ]
         )
     return header, cells
 
@@ -173,9 +180,18 @@ def draw(runs, png):
     circles = {"marker": "o", "markersize": 4.5, "markerfacecolor": "white", "linewidth": 1}
 
     style = {
-        "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888",
-        "axes.labelcolor": "#333333", "xtick.color": "#555555", "ytick.color": "#555555", "axes.grid": True,
-        "grid.color": "#E6E6E6", "grid.linewidth": 0.8, "axes.axisbelow": True, "legend.frameon": False,
+        "font.size": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": "#888888",
+        "axes.labelcolor": "#333333",
+        "xtick.color": "#555555",
+        "ytick.color": "#555555",
+        "axes.grid": True,
+        "grid.color": "#E6E6E6",
+        "grid.linewidth": 0.8,
+        "axes.axisbelow": True,
+        "legend.frameon": False,
         "text.parse_math": False,
     }
     with plt.rc_context(style):
@@ -192,8 +208,15 @@ def draw(runs, png):
                 axis.plot(x, smooth(y), dash, color=colour, linewidth=1.7, marker=alone, label=name if x else None)
                 # Beside a training curve the circles need no line: between two of them it would cut the corner.
                 x, y = curve(val, key, "val_loss", scale)
-                axis.plot(x, y, linestyle="none" if train else "--", color=colour, markevery=max(1, len(x) // 25),
-                          label=None if train else name, **circles)
+                axis.plot(
+                    x,
+                    y,
+                    linestyle="none" if train else "--",
+                    color=colour,
+                    markevery=max(1, len(x) // 25),
+                    label=None if train else name,
+                    **circles,
+                )
             axis.set_xlabel(label)
             axis.set_xlim(left=0)
             axis.xaxis.set_major_locator(MaxNLocator(6, integer=key == "step"))

@@ -165,7 +165,7 @@ def try_compile():
 
 
 def error_of(function):
-    """"" if the function returns, else the last line of what it raises."""
+    """ "" if the function returns, else the last line of what it raises."""
     try:
         function()
     except Exception as error:

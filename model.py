@@ -9,6 +9,7 @@
 Differences from GPT-2: rotary positions instead of learned ones, a LayerNorm after the token embedding, and whatever
 `attention` says. Parameter names are nanoGPT's where the module exists there.
 """
+
 import math
 from dataclasses import dataclass
 

@@ -7,6 +7,7 @@
 The model reads the end-of-text token, then the prompt, then its own tokens one by one: attention/state.py says what it
 keeps of them. `generate` below knows token ids and nothing of text.
 """
+
 import glob
 import json
 import os
@@ -89,7 +90,11 @@ def main():
     print(
         f"[{run}, {model.config.attention}: prompt {report['prefill_tokens_per_second']:,.0f} tokens/s, "
         f"then {report['decode_tokens_per_second']:,.0f} tokens/s, state {report['state_bytes'] / 1e6:,.1f} MB"
-        + (f", peak GPU memory {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB]" if device.type == "cuda" else "]"),
+        + (
+            f", peak GPU memory {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB]"
+            if device.type == "cuda"
+            else "]"
+        ),
         file=sys.stderr,
     )
     if cfg.json:

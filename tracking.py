@@ -3,6 +3,7 @@
 metrics.jsonl is the truth, one JSON object a line. wandb is online if there is an API key, otherwise offline
 (`wandb sync out/NAME/wandb/offline-*` uploads it later), and never asks for a login.
 """
+
 import json
 import netrc
 import os

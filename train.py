@@ -8,6 +8,7 @@
 Any setting below, or of GPTConfig in model.py, can follow as --key=value; `--help` lists them. A run lives in out_dir:
 config.json, metrics.jsonl, the tokenizer and ckpt/. The same command again goes on from the last checkpoint.
 """
+
 import json
 import math
 import os
@@ -107,9 +108,7 @@ def train():
         heldout = Windows(dataset, "val", cfg.block_size, pack=cfg.pack)
         chosen = {"rope_base": float(dataset.document_length), **source_settings(cfg, dataset, given)}
         chosen |= {f.name: given[f.name] for f in fields(GPTConfig) if f.name in given}
-        model_cfg = GPTConfig(
-            **chosen, vocab_size=dataset.vocab_size, reset_token=dataset.eot if cfg.pack else -1
-        )
+        model_cfg = GPTConfig(**chosen, vocab_size=dataset.vocab_size, reset_token=dataset.eot if cfg.pack else -1)
         accumulation = check(cfg, given, world)
     except (DataError, ValueError) as error:
         refuse(error)
@@ -130,7 +129,10 @@ def train():
         of_master = [resume]
         dist.broadcast_object_list(of_master, device=device)
         if of_master[0] != resume:
-            fail(f"rank {rank} would go on from {resume}, rank 0 from {of_master[0]}: out_dir must be shared by all nodes")
+            fail(
+                f"rank {rank} would go on from {resume}, rank 0 from {of_master[0]}: "
+                "out_dir must be shared by all nodes"
+            )
     if master and not cfg.eval_only:
         start_folder(cfg, settings, dataset, resume)
     torch.manual_seed(cfg.seed)
@@ -254,7 +256,9 @@ def train():
             last = last or stopped or lates > 0
             now = time.perf_counter()
             speed = tokens_per_step * (step - since[1]) / (now - since[0])
-            mfu = speed * model.flops_per_token(cfg.block_size) / (flops_per_second * world) if flops_per_second else None
+            mfu = (
+                speed * model.flops_per_token(cfg.block_size) / (flops_per_second * world) if flops_per_second else None
+            )
             since = now, step
             if master:
                 tracker.log(
@@ -299,7 +303,15 @@ def train():
 
 def check(cfg, given, world):
     """Micro-steps on each rank that make tokens_per_step; raises ValueError for settings that do not fit."""
-    for name in ("batch_size", "block_size", "tokens_per_step", "max_iters", "eval_interval", "eval_tokens", "log_interval"):
+    for name in (
+        "batch_size",
+        "block_size",
+        "tokens_per_step",
+        "max_iters",
+        "eval_interval",
+        "eval_tokens",
+        "log_interval",
+    ):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(cfg, name)}")
     cfg.compile = {"true": "True", "1": "True", "yes": "True", "false": "False", "0": "False", "no": "False"}.get(
@@ -333,7 +345,8 @@ def check(cfg, given, world):
         if given.get("tokens_per_step", tokens) != tokens:
             raise ValueError(
                 f"gradient_accumulation_steps {cfg.gradient_accumulation_steps} x batch_size {cfg.batch_size} x "
-                f"block_size {cfg.block_size} = {tokens}, but tokens_per_step is {cfg.tokens_per_step}: give one of them"
+                f"block_size {cfg.block_size} = {tokens}, but tokens_per_step is {cfg.tokens_per_step}: "
+                "give one of them"
             )
         cfg.tokens_per_step = tokens
     if cfg.tokens_per_step % micro:
@@ -377,9 +390,15 @@ def choose_start(cfg, settings):
             return None  # leaves out_dir alone
         if os.path.isdir(cfg.out_dir) and os.listdir(cfg.out_dir):
             if not cfg.overwrite:
-                refuse(f"{cfg.out_dir} is not empty: --overwrite=True renames it and starts anew, or choose another out_dir")
+                refuse(
+                    f"{cfg.out_dir} is not empty: --overwrite=True renames it and starts anew, "
+                    "or choose another out_dir"
+                )
             if os.path.realpath(cfg.init_from).startswith(os.path.realpath(cfg.out_dir)):
-                refuse(f"init_from {cfg.init_from} is in out_dir {cfg.out_dir}, which would be renamed: choose another out_dir")
+                refuse(
+                    f"init_from {cfg.init_from} is in out_dir {cfg.out_dir}, which would be renamed: "
+                    "choose another out_dir"
+                )
         return None
     if saved:
         # where the cosine ends is part of the trajectory, where training ends is not
@@ -402,7 +421,9 @@ def what_fits(cfg, model_cfg, accumulation):
     if cfg.batch_size > 1:
         smaller = max(d for d in range(1, cfg.batch_size) if cfg.batch_size % d == 0)
         again = accumulation * cfg.batch_size // smaller
-        ways.append(f"--batch_size={smaller} (accumulation becomes {again}, tokens_per_step stays {cfg.tokens_per_step})")
+        ways.append(
+            f"--batch_size={smaller} (accumulation becomes {again}, tokens_per_step stays {cfg.tokens_per_step})"
+        )
     if not model_cfg.activation_checkpointing:
         ways.append("--activation_checkpointing=True")
     return "try " + " or ".join(ways or ["a smaller block_size or model"])
@@ -480,8 +501,8 @@ def peak_flops(device):
 
 
 class StopSignals:
-    """SIGINT and SIGTERM end training after the step, with a checkpoint; a second SIGINT ends it at once. Schedulers and
-    torchrun may both send SIGTERM, so a second one of those changes nothing."""
+    """SIGINT and SIGTERM end training after the step, with a checkpoint; a second SIGINT ends it at once. A scheduler
+    and torchrun may both send SIGTERM, so a second one of those changes nothing."""
 
     def __init__(self):
         self.asked = 0.0

@@ -3,6 +3,7 @@
 softmax, even_power, sympow, sympow_gating, conformal_sympow are the five attentions; embedding and power hold the
 mathematics they share, rotary and gates their parts, state what they keep while generating.
 """
+
 from attention.conformal_sympow import ConformalSympow
 from attention.even_power import EvenPower
 from attention.power import PowerState, power_attention
@@ -17,3 +18,5 @@ ATTENTIONS = {
     "sympow_gating": SympowGating,
     "conformal_sympow": ConformalSympow,
 }
+
+__all__ = ["ATTENTIONS", "PowerState", "power_attention", *(cls.__name__ for cls in ATTENTIONS.values())]

@@ -1,15 +1,16 @@
 """Conformal sympow: the state forgets and turns, both as the token decides.
 
 What it computes      y_i = sum_{j<=i} A_ij v_j,  A_ij proportional to b_ij (q_i . R(c_ij theta)^T k_j)^p
-The quadratic form    b_ij = product of gamma_m, c_ij = sum of beta_m, both over m = j+1..i, beta_m = 1 + tanh(W_beta x_m)
-                      in (0, 2), one a layer; with u_i = beta_1 + ... + beta_i it is sympow_gating on R(u_i theta) q_i
+The quadratic form    b_ij = product of gamma_m, c_ij = sum of beta_m, both over m = j+1..i, with one
+                      beta_m = 1 + tanh(W_beta x_m) in (0, 2) a layer; with u_i = beta_1 + ... + beta_i it is sympow_gating on R(u_i theta) q_i
                       and R(u_j theta) k_j
-What it keeps         sympow_gating's S and z, and u. Equivalently the state itself is scaled and rotated at every token,
-                      S_i = S_{i-1} (gamma_i R-bar) + phi(k_i) v_i^T: a conformal map (proposition 3)
+What it keeps         sympow_gating's S and z, and u. Equivalently the state itself is scaled and rotated at every
+                      token, S_i = S_{i-1} (gamma_i R-bar) + phi(k_i) v_i^T: a conformal map (proposition 3)
 
 "Conformal Transformations for Symmetric Power Transformers" (Kumar et al., 2025), sections 3.2 and 3.3. gate = "none"
 leaves the learned rotation alone, "fixed" has one constant gate a head.
 """
+
 import torch
 from torch import nn
 
@@ -33,7 +34,9 @@ class ConformalSympow(Sympow):
     def __init__(self, config):
         super().__init__(config)
         self.gate = None if config.gate == "none" else make_gate(config.gate, config)
-        self.W_beta = nn.Parameter(torch.zeros(1, config.n_embd))  # beta starts at 1: a fresh model turns as sympow does
+        self.W_beta = nn.Parameter(
+            torch.zeros(1, config.n_embd)
+        )  # beta starts at 1: a fresh model turns as sympow does
 
     def beta(self, x):
         """Speed of rotation at each token, [B, T] in (0, 2), float32: in bfloat16 it drifts 1.3 turns by 64k tokens."""

@@ -7,6 +7,7 @@ The symmetric map keeps one entry for each non-decreasing multi-index a1 <= a2 <
 of how often the tensor holds it, p! / (c_1! ... c_d!) with c_i the number of times i occurs in the multi-index.
 From "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), sections 3 and 4.
 """
+
 import torch
 
 

@@ -5,6 +5,7 @@ The quadratic form    the one used here, as in section 2 of "Symmetric Power Tra
                       no logarithm and no epsilon: a row without any weight gives zeros
 What it keeps         every key and value, like softmax; sympow computes the same function with a state
 """
+
 from torch import nn
 
 from attention.gates import forget_at

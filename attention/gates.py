@@ -5,6 +5,7 @@
 
 A weight w_ij is multiplied by the gates of the tokens j+1 .. i. Everything is in float32, outside autocast.
 """
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -54,5 +55,7 @@ def forget_at(resets, log_g, k):
     if resets is None:
         return log_g
     if log_g is None:
-        log_g = torch.zeros(k.shape[:3], dtype=torch.float64 if k.dtype == torch.float64 else torch.float32, device=k.device)
+        log_g = torch.zeros(
+            k.shape[:3], dtype=torch.float64 if k.dtype == torch.float64 else torch.float32, device=k.device
+        )
     return log_g.masked_fill(resets.unsqueeze(-1), float("-inf"))

@@ -17,6 +17,7 @@ Numerics: bfloat16 and float16 inputs are computed in float32, without logarithm
 or all of k is scaled by a power of two, which keeps (q . k)^p inside float32's range. log_g = -inf forgets everything
 before the token: it enters no sum (a sum with -inf in it is NaN), resets are counted beside it.
 """
+
 import math
 import os
 from functools import partial
@@ -65,8 +66,9 @@ def power_attention(
     q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides; query head
     h reads key/value head h // (H / Hkv). log_g [B, T, Hkv]: natural log of the gate in front of each token, <= 0,
     -inf forgets all before it; float32 (float64 when q is). p: positive even integer. scale: default 1/sqrt(D), not
-    zero; it cancels in y and is no part of the state, so the forms here leave it out. form: "quadratic", "chunked", "recurrent" or "auto", the cheapest for
-    the shape. chunk_size: tokens a chunk, for the chunked form. initial_state: PowerState of the tokens before.
+    zero; it cancels in y and is no part of the state, so the forms here leave it out. form: "quadratic", "chunked",
+    "recurrent" or "auto", the cheapest for the shape. chunk_size: tokens a chunk, for the chunked form. initial_state:
+    PowerState of the tokens before.
 
     Returns y [B, T, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor.
     Raises ValueError for arguments that do not fit, MemoryError for a state that does not.
@@ -83,7 +85,9 @@ def power_attention(
         queries = _unit_range(_by_head(q, dtype).unflatten(1, (Hkv, H // Hkv)), dim=(-1,))
         keys, values = _by_head(k, dtype), _by_head(v, dtype)
         gates = None if log_g is None else _prepare(log_g)
-        factor = _unit_factor(keys, (-2, -1), initial_state and initial_state.z.abs().amax(-1)[..., None, None] ** (1 / p))
+        factor = _unit_factor(
+            keys, (-2, -1), initial_state and initial_state.z.abs().amax(-1)[..., None, None] ** (1 / p)
+        )
         keys, state = keys * factor, _scale_state(initial_state, factor, p // 2)
         if form == "quadratic":
             num, den = _quadratic(queries, keys, values, gates, state, p)
@@ -298,7 +302,7 @@ def _unit_factor(x, dim, at_least=None):
 
 
 def _scale_state(state, factor, half):
-    """The state of keys that are scaled by factor [B, Hkv, 1, 1]: times factor^p, in two halves, each inside the range."""
+    """The state of keys that are scaled by factor [B, Hkv, 1, 1]: times factor^p, half of it at a time for the range."""
     if state is None:
         return None
     by = factor**half
@@ -336,7 +340,9 @@ def _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state):
         raise ValueError(f"q, k, v must be [B, T, H, D], got {[*q.shape]}, {[*k.shape]}, {[*v.shape]}")
     (B, T, H, D), Hkv = q.shape, k.shape[2]
     if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv) or T < 1:
-        raise ValueError(f"q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] do not fit: {[*q.shape]}, {[*k.shape]}, {[*v.shape]}")
+        raise ValueError(
+            f"q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] do not fit: {[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
+        )
     if H % Hkv:
         raise ValueError(f"the query heads must be a multiple of the key/value heads, got {H} and {Hkv}")
     if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
@@ -347,7 +353,9 @@ def _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state):
         want = (B, Hkv, symmetric_power_dim(D, p))
         S, z = initial_state
         if S.shape != (*want, v.shape[-1]) or z.shape != want:
-            raise ValueError(f"initial_state must be S {[*want, v.shape[-1]]}, z {[*want]}, got {[*S.shape]}, {[*z.shape]}")
+            raise ValueError(
+                f"initial_state must be S {[*want, v.shape[-1]]}, z {[*want]}, got {[*S.shape]}, {[*z.shape]}"
+            )
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         if not S.dtype == z.dtype == dtype:
             raise ValueError(f"initial_state must be {dtype} for q of {q.dtype}, got {S.dtype}, {z.dtype}")

@@ -7,6 +7,7 @@ Kumar et al. 2025, sections 2.2 and 3.2). N is `rope_base`, the longest document
 Angles are formed as turns: u in float64, times N^(-2(i-1)/d), of which only the fractional part becomes float32.
 An angle accumulated in float32 is off by 2.8 rad after 64k tokens; this one is off by 4e-7.
 """
+
 import math
 
 import torch

@@ -7,6 +7,7 @@ Keys and values are read as they are until they take as much memory as the Power
 at head dimension 64 in bfloat16, 780,000 for p=4). Then all of them are folded into one, and again whenever FOLD_EVERY
 new ones have gathered, so that time and memory a token are bounded however long the text.
 """
+
 from dataclasses import dataclass, replace
 
 import torch

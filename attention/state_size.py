@@ -117,8 +117,9 @@ def main(argv=None):
     parser.error = refuse
     args = parser.parse_args(argv)
     heads = args.n_head if args.n_kv_head is None else args.n_kv_head
-    for key, value in dict(n_layer=args.n_layer, n_head=args.n_head, n_kv_head=heads, head_dim=args.head_dim,
-                           bytes=args.bytes).items():
+    for key, value in dict(
+        n_layer=args.n_layer, n_head=args.n_head, n_kv_head=heads, head_dim=args.head_dim, bytes=args.bytes
+    ).items():
         if value < 1:
             refuse(f"{key} must be at least 1, got {value}")
     if args.n_head % heads:

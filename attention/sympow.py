@@ -7,6 +7,7 @@ What it keeps         S_i = S_{i-1} + phi(k'_i) v_i^T   and   z_i = z_{i-1} + ph
 
 "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), section 4; rotation: proposition 1 of Kumar et al., 2025.
 """
+
 from attention.even_power import EvenPower
 from attention.power import power_attention
 

@@ -6,6 +6,7 @@ What it keeps         S_i = gamma_i S_{i-1} + phi(k'_i) v_i^T   and   z_i = gamm
 
 "Conformal Transformations for Symmetric Power Transformers" (Kumar et al., 2025), section 3.1 and proposition 2.
 """
+
 from attention.gates import make_gate
 from attention.sympow import Sympow, sympow_attention
 

@@ -5,6 +5,7 @@
 Settings are the fields of dataclasses, with default and comment where they are declared; `--help` prints them. Files
 are Python with assignments (`p = 4`); later arguments win; dashes do for underscores; an integer does for a float.
 """
+
 import difflib
 import inspect
 import os

@@ -1,4 +1,5 @@
 """GPT-2 124M with conformal sympow, p = 2: learned gates and learned rotation."""
+
 dataset = "longcrawl64"
 block_size = 4096
 batch_size = 8

@@ -1,4 +1,5 @@
-"""A small byte-level model of Python source: at most 3 minutes on two CPU cores, and it writes something like Python."""
+"""A small byte-level model of Python source: at most 3 minutes on two CPU cores."""
+
 dataset = "pystdlib"
 attention = "conformal_sympow"
 p = 2

@@ -1,4 +1,5 @@
 """GPT-2 124M with even-power attention, p = 6, computed in its quadratic form."""
+
 dataset = "longcrawl64"
 block_size = 4096
 batch_size = 8

@@ -1,4 +1,5 @@
 """GPT-2 124M with softmax attention: the baseline of the papers, context 4096 on LongCrawl64."""
+
 dataset = "longcrawl64"
 block_size = 4096
 batch_size = 8

@@ -1,4 +1,5 @@
 """GPT-2 124M with symmetric power attention and learned gates, p = 4."""
+
 dataset = "longcrawl64"
 block_size = 4096
 batch_size = 8

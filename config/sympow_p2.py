@@ -1,4 +1,5 @@
 """GPT-2 124M with symmetric power attention, p = 2, context 4096 on LongCrawl64, as in the papers."""
+
 dataset = "longcrawl64"
 block_size = 4096
 batch_size = 8

@@ -1,4 +1,5 @@
 """Runs the programs in this process, on a small dataset: faster than a new interpreter for each test."""
+
 import json
 import os
 import signal
@@ -33,7 +34,9 @@ def run(*argv, check=True, **kwargs):
     """A program of the repository in a process of its own, from the current folder."""
     env = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}
     env = {name: value for name, value in env.items() if value is not None}
-    done = subprocess.run([sys.executable, *map(str, argv)], capture_output=True, text=True, env=env, timeout=240, **kwargs)
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)], capture_output=True, text=True, env=env, timeout=240, **kwargs
+    )
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 

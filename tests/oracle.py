@@ -1,4 +1,5 @@
 """Power attention in float64, written as the definition reads: no blocks, no states, no logarithms, no scaling."""
+
 import torch
 
 from attention.embedding import symmetric_power_embedding

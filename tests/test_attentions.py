@@ -1,4 +1,5 @@
 """The five attentions: what the papers say of them."""
+
 import math
 
 import pytest
@@ -93,13 +94,15 @@ def test_proposition_3_a_rotation_of_vectors_is_a_rotation_of_features(p):
 def test_conformal_sympow_is_a_conformal_map_of_its_state(qkv, form, S_rotates):
     q, k, v = qkv
     gamma, beta = torch.rand(T, H, dtype=torch.float64), 2 * torch.rand(T, dtype=torch.float64)
-    y = conformal_sympow_attention(q, k, v, gamma.log().unsqueeze(0), beta.unsqueeze(0), p=2, base=N, form=form, chunk_size=5)
+    y = conformal_sympow_attention(
+        q, k, v, gamma.log().unsqueeze(0), beta.unsqueeze(0), p=2, base=N, form=form, chunk_size=5
+    )
     assert torch.allclose(y, by_recurrence(q, k, v, gamma, beta, 2, S_rotates=S_rotates), rtol=1e-7)
 
 
 def test_fixed_gates_are_alibi(qkv):
-    """Appendix A.1: exp(q.k + m (j - i)) = gamma^(i-j) exp(q.k), with gamma = exp(-m). With exp for the power, the gates
-    that power_attention multiplies weights by are exactly ALiBi's bias."""
+    """Appendix A.1: exp(q.k + m (j - i)) = gamma^(i-j) exp(q.k), with gamma = exp(-m). With exp for the power, the
+    gates that power_attention multiplies weights by are exactly ALiBi's bias."""
     q, k, v = qkv
     m = alibi_slopes(H).double()
     distance = torch.arange(T)[:, None] - torch.arange(T)

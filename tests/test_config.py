@@ -1,4 +1,5 @@
 """Settings: what is accepted, and what is refused in one line with exit status 2."""
+
 from dataclasses import dataclass
 
 import pytest

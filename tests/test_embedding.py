@@ -1,4 +1,5 @@
 """The feature maps and the counts that go with them."""
+
 import itertools
 import math
 

@@ -10,6 +10,7 @@ from data.loader import Dataset
 from data.openwebtext import prepare as openwebtext
 
 import tiktoken
+
 datasets = pytest.importorskip("datasets")
 
 TEXTS = [f"document {i} " + "word " * (i % 7) for i in range(100)]

@@ -1,4 +1,5 @@
 """The forms of power attention against the float64 oracle: outputs, states and every gradient."""
+
 import math
 
 import pytest
@@ -247,7 +248,8 @@ def test_integer_power_squares_repeatedly():
         (dict(k=torch.zeros(2, 7, 2, 4)), "do not fit"),
         (dict(k=torch.zeros(2, 8, 3, 4), v=torch.zeros(2, 8, 3, 4)), "multiple of the key/value heads, got 4 and 3"),
         (dict(v=torch.zeros(2, 8, 2, 4).double()), "share one floating dtype"),
-        (dict(initial_state=PowerState(torch.zeros(2, 2, 9, 4), torch.zeros(2, 2, 9))), r"initial_state must be S \[2, 2, 10, 4\]"),
+        (dict(initial_state=PowerState(torch.zeros(2, 2, 9, 4), torch.zeros(2, 2, 9))),
+         r"initial_state must be S \[2, 2, 10, 4\]"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit_are_refused(change, message):

@@ -1,4 +1,5 @@
 """Rotations: what they are, and how exact they stay far into a text."""
+
 import math
 
 import pytest
@@ -9,7 +10,9 @@ from attention.rotary import rotary, rotation_rates
 
 def matrix(angles):
     """The block diagonal R(theta) of the conformal paper, section 2.2."""
-    blocks = [torch.tensor([[math.cos(a), -math.sin(a)], [math.sin(a), math.cos(a)]], dtype=torch.float64) for a in angles]
+    blocks = [
+        torch.tensor([[math.cos(a), -math.sin(a)], [math.sin(a), math.cos(a)]], dtype=torch.float64) for a in angles
+    ]
     return torch.block_diag(*blocks)
 
 

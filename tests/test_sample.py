@@ -1,4 +1,5 @@
 """Sampling: what is drawn, from which logits, and what the terminal shows."""
+
 import json
 import os
 import shutil
@@ -85,7 +86,10 @@ def test_p4_at_head_dimension_64_reads_keys_and_values_and_makes_no_state():
 
 @pytest.mark.parametrize("attention", ["sympow_gating", "conformal_sympow"])
 def test_a_thousand_tokens_of_an_untrained_model_decode(attention):
-    model, tokenizer = GPT(GPTConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=32, attention=attention)), Tokenizer("bytes")
+    model, tokenizer = (
+        GPT(GPTConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=32, attention=attention)),
+        Tokenizer("bytes"),
+    )
     (ids,) = drawn(model.eval(), [256], max_new_tokens=1000, temperature=1.0, top_k=0)
     stream = tokenizer.stream()
     assert "".join(map(stream.feed, ids)) + stream.flush() == tokenizer.decode(ids)
@@ -182,7 +186,9 @@ def test_training_and_sampling_need_no_network_and_no_dataset_afterwards(tmp_pat
         raise AssertionError("something opened a socket")
 
     ranks = {bytes([i]): i for i in range(256)} | {b"li": 256, b"ne": 257, b"line": 258}
-    encoding = tiktoken.Encoding("tiny", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 259})
+    encoding = tiktoken.Encoding(
+        "tiny", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 259}
+    )
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
     monkeypatch.chdir(tmp_path)
     from data.text import prepare
