@@ -2,8 +2,8 @@
 
 What it computes      y_i = sum_{j<=i} A_ij v_j,  A_ij proportional to b_ij (q_i . R(c_ij theta)^T k_j)^p
 The quadratic form    b_ij = product of gamma_m, c_ij = sum of beta_m, both over m = j+1..i, with one
-                      beta_m = 1 + tanh(W_beta x_m) in (0, 2) a layer; with u_i = beta_1 + ... + beta_i it is sympow_gating on R(u_i theta) q_i
-                      and R(u_j theta) k_j
+                      beta_m = 1 + tanh(W_beta x_m) in (0, 2) a layer; with u_i = beta_1 + ... + beta_i it is
+                      sympow_gating on R(u_i theta) q_i and R(u_j theta) k_j
 What it keeps         sympow_gating's S and z, and u. Equivalently the state itself is scaled and rotated at every
                       token, S_i = S_{i-1} (gamma_i R-bar) + phi(k_i) v_i^T: a conformal map (proposition 3)
 

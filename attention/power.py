@@ -302,7 +302,7 @@ def _unit_factor(x, dim, at_least=None):
 
 
 def _scale_state(state, factor, half):
-    """The state of keys that are scaled by factor [B, Hkv, 1, 1]: times factor^p, half of it at a time for the range."""
+    """The state of keys that are scaled by factor [B, Hkv, 1, 1]: times factor^p, in two halves for the range."""
     if state is None:
         return None
     by = factor**half
