@@ -295,6 +295,7 @@ def train():
     if master:
         tracker.finish()
     if dist.is_initialized():
+        dist.barrier()  # a rank that takes its connections down while another still works may abort at exit
         dist.destroy_process_group()
 
 
