@@ -12,6 +12,8 @@ import shutil
 import torch
 from safetensors.torch import load_file, save_file
 
+from data.shards import write_atomically
+
 KEEP = 2  # newest checkpoints that stay
 
 
@@ -44,6 +46,13 @@ def newest(path):
     return found[-1] if found else None
 
 
+def run_of(path):
+    """The run's folder, with config.json and the tokenizer, of `path`: a run, or one of its checkpoints."""
+    if os.path.isfile(os.path.join(path, "model.safetensors")):
+        return os.path.dirname(os.path.dirname(os.path.abspath(path)))
+    return path
+
+
 def load(folder, model, optimizer=None, device="cpu"):
     """Fills model (and optimizer) from a checkpoint; returns its progress."""
     model.load_state_dict(load_file(os.path.join(folder, "model.safetensors")))
@@ -56,10 +65,7 @@ def load(folder, model, optimizer=None, device="cpu"):
 
 def write_json(path, value):
     """Writes beside `path` and renames, so that no reader ever sees half of it."""
-    with open(path + ".tmp", "w") as f:
-        json.dump(value, f, indent=2)
-        f.write("\n")
-    os.replace(path + ".tmp", path)
+    write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def _path(out_dir, step):

@@ -49,8 +49,7 @@ def main():
     folder = checkpoint.newest(run)
     if not folder:
         refuse(f"no checkpoint in {run}: train one with `python train.py config/demo.py`")
-    if os.path.samefile(run, folder):  # a checkpoint was named: its run has the settings and the tokenizer
-        run = os.path.dirname(os.path.dirname(os.path.abspath(folder)))
+    run = checkpoint.run_of(run)
     text = cfg.prompt or cfg.start
     if text.startswith("FILE:"):
         try:

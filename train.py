@@ -134,7 +134,7 @@ def train():
                 "out_dir must be shared by all nodes"
             )
     if master and not cfg.eval_only:
-        start_folder(cfg, settings, dataset, resume)
+        start_folder(cfg, settings, dataset)
     torch.manual_seed(cfg.seed)
     if dtype != torch.float32:  # the power forms multiply in float32: tf32 is exact for q.k, whose factors are bf16
         torch.set_float32_matmul_precision("high")
@@ -363,11 +363,9 @@ def source_settings(cfg, dataset, given):
     """With init_from=PATH, the model settings that its weights were trained with: they hold unless given anew."""
     if cfg.init_from in ("auto", "scratch"):
         return {}
-    folder = checkpoint.newest(cfg.init_from)
-    if not folder:
+    if not checkpoint.newest(cfg.init_from):
         raise ValueError(f"init_from must be auto, scratch or a folder with a checkpoint, got {cfg.init_from!r}")
-    run = cfg.init_from if not os.path.samefile(folder, cfg.init_from) else os.path.dirname(os.path.dirname(folder))
-    with open(os.path.join(run, "config.json")) as f:
+    with open(os.path.join(checkpoint.run_of(cfg.init_from), "config.json")) as f:
         model = json.load(f)["model"]
     if model["vocab_size"] != dataset.vocab_size:
         raise ValueError(
@@ -438,7 +436,7 @@ def fail(message):
 # ---- parts of the set-up
 
 
-def start_folder(cfg, settings, dataset, resume):
+def start_folder(cfg, settings, dataset):
     """out_dir with config.json and the tokenizer, so that the run can be read without the data."""
     if cfg.overwrite and cfg.init_from != "auto" and os.path.isdir(cfg.out_dir) and os.listdir(cfg.out_dir):
         n = 1
