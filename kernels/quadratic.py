@@ -1,0 +1,667 @@
+"""The quadratic form of power attention in Triton: forward, and backward in two passes without atomics.
+
+    w_ij = decay_ij s_ij^p,   s_ij = q_i . k_j,   decay_ij = exp(sum of log_g over j+1..i),   j <= i
+    l_i  = sum_j w_ij         y_i = sum_j w_ij v_j / l_i
+
+with dP_ij = dy_i . v_j and delta_i = dy_i . y_i, all sums over the causal pairs:
+
+    ds_ij = p s_ij^(p-1) decay_ij (dP_ij - delta_i) / l_i
+    dq_i = sum_j ds_ij k_j      dk_j = sum_i ds_ij q_i      dv_j = sum_i w_ij / l_i dy_i
+
+Tiles. A program of the forward and of the dq kernel holds BM queries and walks over the keys before them, BN at a
+time; one of the dk, dv kernel holds BN keys and walks over the queries after them. Tiles off the diagonal need no mask,
+and their decay is a product of a factor of the row, one of the column: exp costs nothing there. Tiles on the diagonal
+have both, element by element.
+
+Cost. With N = T^2 D / 2 multiplications a head and product: forward 2 N, dq 3 N, dk and dv 4 N (s and dP are computed
+twice, so that every sum has one owner and two runs give the same bits). Bytes are those of the tensors, a few percent
+of the time from T = 1024 on. The matrix unit is the limit, then the multiplications between products (docs/kernels.md).
+
+Range. No logarithm, no running maximum. A power of two that cancels brings each row of q (exactly, from its largest
+entry) and all keys of a head (from a sample of them) near 1, so that s^p has the whole of float32's exponent. l is the
+sum of the weights as rounded for the second product. The backward pass spreads 1 / l over two factors of its square
+root: w_ij / l_i = (s_ij^(p/2) g_i)^2.
+
+Gates. log_g is summed in float64 and only differences become float32. log_g = -inf begins a document: tokens see those
+from `first` of their document on, up to before `last`. The gradient is d log_g_m = sum over i >= m of (row_i - col_i), where
+row and col are the sums of ds_ij s_ij / p over j and over i. Both are sums of the same float32 numbers, so
+that what does not straddle m cancels to float32's rounding.
+"""
+
+import math
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.configs import choose
+
+HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32)
+
+
+# ---- pieces of tiles
+
+
+@triton.jit
+def _tile(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr):
+    """[N, D]: rows start, start+1, ... of head h of sequence b; zeros from row T on (without MASK there are none).
+
+    X is a pointer, or without strides a tensor descriptor, whose tiles the copy engine fetches.
+    """
+    if strides is None:
+        return X.load([b, start, h, 0]).reshape([N, D])
+    else:
+        rows = tl.arange(0, N)
+        base = X + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[2]
+        tile = base + tl.cast(start, tl.int64) * strides[1] + rows[:, None] * strides[1]
+        tile += tl.arange(0, D)[None, :] * strides[3]
+        return tl.load(tile, mask=(start + rows)[:, None] < T, other=0.0) if MASK else tl.load(tile)
+
+
+@triton.jit
+def _vector(base, start, N: tl.constexpr):
+    """[N]: entries start, start+1, ... of an array that is padded to a multiple of 128; start is a multiple of N."""
+    return tl.load(base + tl.multiple_of(start, N) + tl.arange(0, N))
+
+
+@triton.jit
+def _half_power(s, P: tl.constexpr):
+    """s^(P/2)"""
+    if P == 2:
+        return s
+    elif P == 4:
+        return s * s
+    elif P == 6:
+        return s * s * s
+    else:
+        t = s * s
+        return t * t
+
+
+@triton.jit
+def _times_power(x, s, P: tl.constexpr):
+    """x s^(P/2 - 1)"""
+    if P == 2:
+        return x
+    elif P == 4:
+        return x * s
+    elif P == 6:
+        return x * (s * s)
+    else:
+        return x * (s * s * s)
+
+
+@triton.jit
+def _to_unit(largest):
+    """The power of two that brings `largest` >= 0 into [1, 2); at most 2^30 or its inverse, 1 for zero."""
+    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 97), 157)
+    return tl.where(largest > 0, ((254 - exponent) << 23).to(tl.float32, bitcast=True), 1.0)
+
+
+@triton.jit
+def _key_scale(KEY_SCALE, bh):
+    return 1.0 if KEY_SCALE is None else tl.load(KEY_SCALE + bh)
+
+
+@triton.jit
+def _at_head(X, T, bh):
+    """Where the entries of this sequence and head begin in an array that is padded to a multiple of 128."""
+    return X + tl.cast(bh, tl.int64) * (tl.cdiv(T, 128) * 128)
+
+
+@triton.jit
+def _at_head_32(X, T, bh):
+    """The same for an array of one entry for each 32 tokens."""
+    return X + tl.cast(bh, tl.int64) * (tl.cdiv(T, 128) * 4)
+
+
+@triton.jit
+def _place(blocks, heads, HEADS):
+    """(block, head) of this program. HEADS heads at a time are worked on together, block by block."""
+    at = tl.program_id(0)
+    first = at // (blocks * HEADS) * HEADS
+    together = tl.minimum(heads - first, HEADS)
+    at = at % (blocks * HEADS)
+    return at // together, first + at % together
+
+
+# ---- forward
+
+
+@triton.jit
+def _forward_tiles(
+    acc, l, q, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, DIAGONAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    ones = tl.full([BN, 8], 1.0, q.dtype)
+    if GATED and not DIAGONAL:
+        c_next = tl.load(C_END + (begin + BN) // 32 - 1)
+    for start in range(begin, end, BN):
+        k = _tile(K, k_s, b, start, hkv, T, BN, D, DIAGONAL)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        a = _half_power(s, P)
+        if DIAGONAL:
+            at = start + tl.arange(0, BN)
+            seen = row[:, None] >= at[None, :]
+            if GATED:
+                seen = seen & (at[None, :] >= first_row[:, None])
+                a *= tl.exp(0.5 * tl.where(seen, c_row[:, None] - _vector(C, start, BN)[None, :], float("-inf")))
+            a = tl.where(seen, a, 0.0)
+        elif GATED:
+            e = _vector(E, start, BN) * tl.exp(0.5 * (c_lo - c_next).to(tl.float32))
+            c_next = tl.load(C_END + (start + 2 * BN) // 32 - 1)
+            a *= e[None, :]
+        v = _tile(V, v_s, b, start, hkv, T, BN, D, DIAGONAL)
+        w = (a * a).to(v.dtype)
+        l = tl.dot(w, ones, l, input_precision=PRECISION)
+        acc = tl.dot(w, v, acc, input_precision=PRECISION)
+    return acc, l
+
+
+@triton.jit(do_not_specialize=["T", "H", "HKV", "BH", "HEADS"])
+def forward_kernel(
+    Q, K, V, Y, L, KEY_SCALE, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, q_s, k_s, v_s,
+    scale, rest, T, H, HKV, BH, HEADS,
+    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BM rows of y and l, or with NORMALIZE false of sum_j w_ij v_j and sum_j w_ij."""
+    blocks = tl.cdiv(T, BM)
+    block, bh = _place(blocks, BH, HEADS)
+    lo = (blocks - 1 - block) * BM  # the longest first
+    b, h = bh // H, bh % H
+    hkv = h // (H // HKV)
+    row = lo + tl.arange(0, BM)
+
+    q = _tile(Q, q_s, b, lo, h, T, BM, D, True)
+    q32 = q.to(tl.float32)
+    if NORMALIZE:
+        q = (q32 * (_to_unit(tl.max(tl.abs(q32), 1)) * _key_scale(KEY_SCALE, b * HKV + hkv))[:, None]).to(q.dtype)
+    else:
+        q = (q32 * scale).to(q.dtype)
+
+    acc = tl.zeros([BM, D], tl.float32)
+    l = tl.zeros([BM, 8], tl.float32)  # the same sum eight times: the narrowest product there is
+    begin, end = 0, lo // BN * BN
+    c_lo, c_row, first_row = 0.0, 0.0, 0
+    if GATED:
+        C, FIRST, E = _at_head(C, T, b * HKV + hkv), _at_head(FIRST, T, b * HKV + hkv), _at_head(E, T, b * HKV + hkv)
+        C_END, FIRSTS = _at_head_32(C_END, T, b * HKV + hkv), _at_head_32(FIRSTS, T, b * HKV + hkv)
+        c_lo = tl.load(_at_head_32(C_START, T, b * HKV + hkv) + lo // 32)
+        c_row = _vector(C, lo, BM)
+        first_row = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
+        begin = tl.minimum(tl.load(FIRSTS + lo // 32) // BN * BN, end)
+    acc, l = _forward_tiles(
+        acc, l, q, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
+        P, D, BN, GATED, False, PRECISION,
+    )  # fmt: skip
+    if GATED:
+        kept = tl.where(first_row <= lo, tl.exp(c_row - tl.load(C + lo)), 0.0)[:, None]
+        acc *= kept
+        l *= kept
+    acc, l = _forward_tiles(
+        acc, l, q, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, end, tl.minimum(lo + BM, T), T,
+        P, D, BN, GATED, True, PRECISION,
+    )  # fmt: skip
+
+    l = tl.max(l, 1)
+    if NORMALIZE:
+        acc *= tl.where(l > 0, 1 / l, 0.0)[:, None]
+    else:
+        acc *= rest
+        l *= rest
+    Y += ((tl.cast(b, tl.int64) * T + lo) * H + h) * D  # [B, T, H, D]
+    tl.store(
+        Y + tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :], acc.to(Y.dtype.element_ty), row[:, None] < T
+    )
+    tl.store(_at_head(L, T, bh) + row, l)
+
+
+# ---- backward
+
+
+@triton.jit
+def _dq_tiles(
+    acc, r, q, dy, delta, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, DIAGONAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    if GATED and not DIAGONAL:
+        c_next = tl.load(C_END + (begin + BN) // 32 - 1)
+    for start in range(begin, end, BN):
+        k = _tile(K, k_s, b, start, hkv, T, BN, D, DIAGONAL)
+        v = _tile(V, v_s, b, start, hkv, T, BN, D, DIAGONAL)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
+        ds = _times_power(_half_power(s, P), s, P) * (dp - delta[:, None])
+        if DIAGONAL:
+            at = start + tl.arange(0, BN)
+            seen = row[:, None] >= at[None, :]
+            if GATED:
+                seen = seen & (at[None, :] >= first_row[:, None])
+                ds *= tl.exp(tl.where(seen, c_row[:, None] - _vector(C, start, BN)[None, :], float("-inf")))
+            ds = tl.where(seen, ds, 0.0)
+        elif GATED:
+            e = _vector(E, start, BN) * tl.exp(0.5 * (c_lo - c_next).to(tl.float32))
+            c_next = tl.load(C_END + (start + 2 * BN) // 32 - 1)
+            ds *= (e * e)[None, :]
+        if GATED:
+            r += tl.sum(ds * s, 1)
+        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+    return acc, r
+
+
+@triton.jit(do_not_specialize=["T", "H", "HKV", "BH", "HEADS"])
+def dq_kernel(
+    Q, K, V, DY, Y, L, DDEN, KEY_SCALE, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, DQ, G, ROW,
+    q_s, k_s, v_s, dy_s, scale, rest, T, H, HKV, BH, HEADS,
+    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BM rows of dq; for the other pass also g, g delta and, with gates, row (see above)."""
+    blocks = tl.cdiv(T, BM)
+    block, bh = _place(blocks, BH, HEADS)
+    lo = (blocks - 1 - block) * BM
+    b, h = bh // H, bh % H
+    hkv = h // (H // HKV)
+    row = lo + tl.arange(0, BM)
+    out = ((tl.cast(b, tl.int64) * T + lo) * H + h) * D + tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+
+    q = _tile(Q, q_s, b, lo, h, T, BM, D, True)
+    dy = _tile(DY, dy_s, b, lo, h, T, BM, D, True).to(q.dtype)
+    q32 = q.to(tl.float32)
+    if NORMALIZE:
+        y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
+        delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
+        l = _vector(_at_head(L, T, bh), lo, BM)
+        over_l = tl.where(l > 0, 1 / l, 0.0)
+        factor = _to_unit(tl.max(tl.abs(q32), 1)) * _key_scale(KEY_SCALE, b * HKV + hkv)
+        g = _half_power(factor, P) * tl.sqrt(over_l)
+    else:
+        delta = -tl.load(DDEN + tl.cast(bh, tl.int64) * T + row, mask=row < T, other=0.0)
+        over_l = tl.zeros([BM], tl.float32) + rest
+        factor = tl.zeros([BM], tl.float32) + scale
+        g = _half_power(factor, P) * tl.sqrt(over_l)
+    if P > 4:
+        q = (q32 * factor[:, None]).to(q.dtype)
+    else:  # the range of s^3 is wide enough without; the product is faster if q need not pass through registers
+        over_l, factor = g * g, 1.0
+    pair = row[:, None] * 2 + tl.arange(0, 2)[None, :]
+    tl.store(_at_head(G, T, 2 * bh) + pair, tl.join(g, g * delta))
+
+    acc = tl.zeros([BM, D], tl.float32)
+    r = tl.zeros([BM], tl.float32)
+    begin, end = 0, lo // BN * BN
+    c_lo, c_row, first_row = 0.0, 0.0, 0
+    if GATED:
+        C, FIRST, E = _at_head(C, T, b * HKV + hkv), _at_head(FIRST, T, b * HKV + hkv), _at_head(E, T, b * HKV + hkv)
+        C_END, FIRSTS = _at_head_32(C_END, T, b * HKV + hkv), _at_head_32(FIRSTS, T, b * HKV + hkv)
+        c_lo = tl.load(_at_head_32(C_START, T, b * HKV + hkv) + lo // 32)
+        c_row = _vector(C, lo, BM)
+        first_row = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
+        begin = tl.minimum(tl.load(FIRSTS + lo // 32) // BN * BN, end)
+    acc, r = _dq_tiles(
+        acc, r, q, dy, delta, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
+        P, D, BN, GATED, False, PRECISION,
+    )  # fmt: skip
+    if GATED:
+        kept = tl.where(first_row <= lo, tl.exp(c_row - tl.load(C + lo)), 0.0)
+        acc *= kept[:, None]
+        r *= kept
+    acc, r = _dq_tiles(
+        acc, r, q, dy, delta, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, end,
+        tl.minimum(lo + BM, T), T, P, D, BN, GATED, True, PRECISION,
+    )  # fmt: skip
+
+    if NORMALIZE:  # y_i is v_i in a row that sees itself alone, whatever q_i is
+        over_l = tl.where(row > first_row, over_l, 0.0)
+    acc *= (P * factor * over_l)[:, None]
+    tl.store(DQ + out, acc.to(DQ.dtype.element_ty), row[:, None] < T)
+    if GATED:
+        tl.store(_at_head(ROW, T, bh) + row, r * over_l)
+
+
+@triton.jit
+def _dkdv_tiles(
+    dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, G, C, FIRST, F, C_START, c_hi, c_col, column, begin, end, T,
+    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, GATED: tl.constexpr, NORMALIZE: tl.constexpr,
+    DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    if GATED and not DIAGONAL:
+        c_next = tl.load(C_START + begin // 32)
+    for start in range(begin, end, BM):
+        q = _tile(Q, q_s, b, start, h, T, BM, D, True)
+        dy = _tile(DY, dy_s, b, start, h, T, BM, D, True).to(q.dtype)
+        pair = tl.multiple_of(start, BM) * 2 + tl.arange(0, BM)[:, None] * 2 + tl.arange(0, 2)[None, :]
+        g, gdelta = tl.split(tl.load(G + pair))
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
+        dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
+        if GATED and not DIAGONAL:
+            f = _vector(F, start, BM) * tl.exp(0.5 * (c_next - c_hi).to(tl.float32))
+            c_next = tl.load(C_START + (start + BM) // 32)
+            g *= f
+            gdelta *= f
+        a = _half_power(s, P) * g[None, :]
+        d = dp * g[None, :] - gdelta[None, :]
+        if DIAGONAL:
+            at = start + tl.arange(0, BM)
+            seen = at[None, :] >= column[:, None]
+            first = 0
+            if GATED:
+                first = start // 128 * 128 + _vector(FIRST, start, BM).to(tl.int32)
+                seen = seen & (column[:, None] >= first[None, :])
+                decay = tl.exp(0.5 * tl.where(seen, _vector(C, start, BM)[None, :] - c_col[:, None], float("-inf")))
+                a *= decay
+                d *= decay
+            a = tl.where(seen, a, 0.0)
+        dv = tl.dot((a * a).to(dy.dtype), dy, dv, input_precision=PRECISION)
+        ds = _times_power(a, s, P) * d
+        if DIAGONAL and NORMALIZE:
+            ds = tl.where((at > first)[None, :], ds, 0.0)
+        if GATED:
+            col += tl.sum(ds * s, 1)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv, col
+
+
+@triton.jit(do_not_specialize=["T", "H", "HKV", "BHKV", "HEADS"])
+def dkdv_kernel(
+    Q, K, V, DY, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, G, ROW, DK, DV,
+    q_s, k_s, v_s, dy_s, T, H, HKV, BHKV, HEADS,
+    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BN rows of dk and dv, summed over the query heads of the group; with gates ROW of the group's first head becomes
+    the sum of row over the group, minus col."""
+    block, bh = _place(tl.cdiv(T, BN), BHKV, HEADS)
+    lo = block * BN  # the longest first
+    b, hkv = bh // HKV, bh % HKV
+    group = H // HKV
+    column = lo + tl.arange(0, BN)
+
+    k = _tile(K, k_s, b, lo, hkv, T, BN, D, True)
+    v = _tile(V, v_s, b, lo, hkv, T, BN, D, True)
+    dk = tl.zeros([BN, D], tl.float32)
+    dv = tl.zeros([BN, D], tl.float32)
+    col = tl.zeros([BN], tl.float32)
+    begin, end = lo + BN, T  # the queries that see all of these keys
+    c_hi, c_col = 0.0, 0.0
+    if GATED:
+        C, FIRST, F = _at_head(C, T, bh), _at_head(FIRST, T, bh), _at_head(F, T, bh)
+        C_START = _at_head_32(C_START, T, bh)
+        hi = tl.minimum(begin, T) - 1
+        c_hi = tl.load(_at_head_32(C_END, T, bh) + hi // 32)
+        end = tl.load(_at_head_32(LASTS, T, bh) + hi // 32)
+        c_col = _vector(C, lo, BN)
+    for i in range(group):
+        h = hkv * group + i
+        dk, dv, col = _dkdv_tiles(
+            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, _at_head(G, T, 2 * (b * H + h)),
+            C, FIRST, F, C_START, c_hi, c_col, column, begin, end, T, P, D, BM, GATED, NORMALIZE, False, PRECISION,
+        )  # fmt: skip
+    if GATED:
+        kept = tl.exp(tl.load(C + hi) - c_col)
+        kept = tl.where(column >= lo // 128 * 128 + tl.load(FIRST + hi).to(tl.int32), kept, 0.0)
+        dk *= kept[:, None]
+        dv *= kept[:, None]
+        col *= kept
+    for i in range(group):
+        h = hkv * group + i
+        dk, dv, col = _dkdv_tiles(
+            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, _at_head(G, T, 2 * (b * H + h)),
+            C, FIRST, F, C_START, c_hi, c_col, column, lo, tl.minimum(begin, T), T,
+            P, D, BM, GATED, NORMALIZE, True, PRECISION,
+        )  # fmt: skip
+
+    out = tl.cast(b, tl.int64) * T + lo
+    out = (out * HKV + hkv) * D + tl.arange(0, BN)[:, None] * (HKV * D) + tl.arange(0, D)[None, :]
+    dk *= P
+    tl.store(DK + out, dk.to(DK.dtype.element_ty), column[:, None] < T)
+    tl.store(DV + out, dv.to(DV.dtype.element_ty), column[:, None] < T)
+    if GATED:
+        row = tl.zeros([BN], tl.float32) - col
+        for i in range(group):
+            row += _vector(_at_head(ROW, T, b * H + hkv * group + i), lo, BN)
+        tl.store(_at_head(ROW, T, b * H + hkv * group) + column, row)
+
+
+# ---- gates and the keys' scale
+
+
+@triton.jit
+def _add(a, b):
+    return a + b
+
+
+@triton.jit
+def _max(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _min(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit(do_not_specialize=["T", "HKV"])
+def gates_kernel(
+    LOG_G, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, strides, T, HKV,
+    RE: tl.constexpr, RF: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One sequence and head: log_g summed in float64, and what the tiles need of the sums.
+
+    C        the sum since the first token of the 128 around it
+    FIRST    the first token of the document, counted from there; -1 if before
+    E        sqrt(decay) from the token to the last of its RE, 0 if that is another document's
+    F        sqrt(decay) from the first of its RF to the token, 0 likewise
+    C_START, C_END, FIRSTS, LASTS    for each 32 tokens: the sum up to the first and to the last of them, where
+             the first's document begins, and the last's ends
+    """
+    bh = tl.program_id(0)
+    LOG_G += tl.cast(bh // HKV, tl.int64) * strides[0] + (bh % HKV) * strides[2]
+    C, FIRST, E, F = _at_head(C, T, bh), _at_head(FIRST, T, bh), _at_head(E, T, bh), _at_head(F, T, bh)
+    C_START, C_END = _at_head_32(C_START, T, bh), _at_head_32(C_END, T, bh)
+    FIRSTS, LASTS = _at_head_32(FIRSTS, T, bh), _at_head_32(LASTS, T, bh)
+    padded = tl.cdiv(T, 128) * 128
+    total = tl.zeros([], tl.float64)
+    opened = tl.zeros([], tl.int32)
+    for start in range(0, T, N):
+        at = start + tl.arange(0, N)
+        log_g = tl.load(LOG_G + at.to(tl.int64) * strides[1], mask=at < T, other=0.0).to(tl.float64)
+        reset = log_g == float("-inf")
+        c = total + tl.associative_scan(tl.where(reset, 0.0, log_g), 0, _add)
+        first = tl.maximum(tl.associative_scan(tl.where(reset, at, 0), 0, _max), opened)
+        c_begin, _ = _ends(c, 128)
+        tl.store(C + at, (c - c_begin).to(tl.float32), at < padded)
+        tl.store(FIRST + at, tl.maximum(first - at // 128 * 128, -1).to(tl.int8), at < padded)
+        _, c_end = _ends(c, RE)
+        _, first_end = _ends(first, RE)
+        tl.store(E + at, tl.where(first_end <= at, tl.exp(0.5 * (c_end - c).to(tl.float32)), 0.0), at < padded)
+        c_begin, _ = _ends(c, RF)
+        tl.store(F + at, tl.where(first <= at // RF * RF, tl.exp(0.5 * (c - c_begin).to(tl.float32)), 0.0), at < padded)
+        tl.store(C_START + at // 32, c, (at < padded) & (at % 32 == 0))
+        tl.store(C_END + at // 32, c, (at < padded) & (at % 32 == 31))
+        tl.store(FIRSTS + at // 32, first, (at < padded) & (at % 32 == 0))
+        total += tl.sum(tl.where(reset, 0.0, log_g), 0)
+        opened = tl.max(first, 0)
+    closed = tl.zeros([], tl.int32) + T
+    for back in range(0, T, N):
+        at = (T - 1) // N * N - back + tl.arange(0, N)
+        log_g = tl.load(LOG_G + (at + 1).to(tl.int64) * strides[1], mask=at + 1 < T, other=0.0)
+        last = tl.associative_scan(tl.where(log_g == float("-inf"), at + 1, T), 0, _min, reverse=True)
+        last = tl.minimum(last, closed)
+        tl.store(LASTS + at // 32, last, (at < padded) & (at % 32 == 31))
+        closed = tl.min(last, 0)
+
+
+@triton.jit
+def _ends(x, R: tl.constexpr):
+    """For each entry of x, which never turns back, the first and the last of the R entries around it."""
+    N: tl.constexpr = x.shape[0]
+    x = tl.reshape(x, [N // R, R])
+    at = tl.arange(0, R)[None, :]
+    first = tl.sum(tl.where(at == 0, x, 0), 1)[:, None]
+    last = tl.sum(tl.where(at == R - 1, x, 0), 1)[:, None]
+    first, last = tl.broadcast_to(first, [N // R, R]), tl.broadcast_to(last, [N // R, R])
+    return tl.reshape(first, [N]).to(x.dtype), tl.reshape(last, [N]).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["T", "H", "HKV"])
+def dlog_g_kernel(
+    ROW, LOG_G, DLOG_G, strides, T, H, HKV, N: tl.constexpr
+):  # fmt: skip
+    """One sequence and head: d log_g_m = sum of (row_i - col_i) over i >= m, summed in float64; 0 at log_g = -inf."""
+    bh = tl.program_id(0)
+    b, hkv = tl.cast(bh // HKV, tl.int64), bh % HKV
+    ROW = _at_head(ROW, T, b * H + hkv * (H // HKV))
+    LOG_G += b * strides[0] + hkv * strides[2]
+    DLOG_G += b * T * HKV + hkv
+    after = tl.zeros([], tl.float64)
+    for back in range(0, T, N):
+        at = (T - 1) // N * N - back + tl.arange(0, N)
+        x = tl.load(ROW + at, mask=at < T, other=0.0).to(tl.float64)
+        log_g = tl.load(LOG_G + at.to(tl.int64) * strides[1], mask=at < T, other=0.0)
+        d = tl.where(log_g == float("-inf"), 0.0, after + tl.associative_scan(x, 0, _add, reverse=True))
+        tl.store(DLOG_G + at.to(tl.int64) * HKV, d.to(tl.float32), at < T)
+        after += tl.sum(x, 0)
+
+
+@triton.jit(do_not_specialize=["T", "H", "HKV"])
+def key_scale_kernel(
+    K, KEY_SCALE, strides, T, HKV, D: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """The power of two that brings the largest entry among N keys, evenly spread, into [1, 2)."""
+    bh = tl.program_id(0)
+    b, hkv = tl.cast(bh // HKV, tl.int64), bh % HKV
+    at = tl.arange(0, N).to(tl.int64) * T // N
+    k = tl.load(K + b * strides[0] + at[:, None] * strides[1] + hkv * strides[2] + tl.arange(0, D)[None, :] * strides[3])
+    tl.store(KEY_SCALE + bh, _to_unit(tl.max(tl.max(tl.abs(k.to(tl.float32)), 1), 0)))
+
+
+# ---- launchers
+
+
+def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, config=None):
+    """y [B, T, H, D] in q's dtype and l [B, H, T padded to a multiple of 128] float32.
+
+    With normalize False: sum_j w_ij v_j, float32, and l = sum_j w_ij, both with w_ij = decay_ij (scale s_ij)^p, for
+    other parts of the sums to be added. `scale` cancels in y.
+    """
+    (B, T, H, D), HKV = q.shape, k.shape[2]
+    y = torch.empty(q.shape, dtype=q.dtype if normalize else torch.float32, device=q.device)
+    l = _empty(q, B, H, _padded(T))
+    scale, rest = _powers_of_two(scale, p)
+    c = config or choose("forward", q.dtype, D, p, log_g is not None, q.device)
+    with _on(q.device):
+        key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c.BN, 32)
+        (k, v), kv_s = _tiles((k, c.BN), (v, c.BN))
+        forward_kernel[(triton.cdiv(T, c.BM) * B * H,)](
+            q, k, v, y, l, key_scale, *gates, q.stride(), *kv_s, scale, rest, T, H, HKV, B * H, _heads_together(T, B * H),
+            **_options(c, q, p, log_g, normalize),
+        )  # fmt: skip
+    return y, l
+
+
+def backward(dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, configs=(None, None)):
+    """dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32 (or None).
+
+    With normalize, y and l are forward's and dl is not looked at; else y and l are not, and dl is [B, H, T].
+    """
+    (B, T, H, D), HKV = q.shape, k.shape[2]
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    g = _empty(q, B, H, _padded(T), 2)
+    row = None if log_g is None else _empty(q, B, H, _padded(T))
+    scale, rest = _powers_of_two(scale, p)
+    c_dq = configs[0] or choose("dq", q.dtype, D, p, log_g is not None, q.device)
+    c_dkdv = configs[1] or choose("dkdv", q.dtype, D, p, log_g is not None, q.device)
+    with _on(q.device):
+        key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c_dq.BN, c_dkdv.BM)
+        (k_tiles, v_tiles), kv_s = _tiles((k, c_dq.BN), (v, c_dq.BN))
+        dq_kernel[(triton.cdiv(T, c_dq.BM) * B * H,)](
+            q, k_tiles, v_tiles, dy, y, l, dl, key_scale, *gates, dq, g, row, q.stride(), *kv_s, dy.stride(),
+            scale, rest, T, H, HKV, B * H, _heads_together(T, B * H), **_options(c_dq, q, p, log_g, normalize),
+        )  # fmt: skip
+        (q_tiles, dy_tiles), (q_s, dy_s) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
+        dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
+            q_tiles, k, v, dy_tiles, *gates, g, row, dk, dv, q_s, k.stride(), v.stride(), dy_s,
+            T, H, HKV, B * HKV, _heads_together(T, B * HKV), **_options(c_dkdv, q, p, log_g, normalize),
+        )  # fmt: skip
+        if log_g is None:
+            return dq, dk, dv, None
+        dlog_g = _empty(q, B, T, HKV)
+        dlog_g_kernel[(B * HKV,)](row, log_g, dlog_g, log_g.stride(), T, H, HKV, N=1024)
+    return dq, dk, dv, dlog_g
+
+
+def _empty(like, *shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def _padded(T):
+    return triton.cdiv(T, 128) * 128
+
+
+def _key_scales(k, p, normalize):
+    if p <= 4 or not normalize:  # q.k from 1e-9 to 1e9 needs none
+        return None
+    B, T, HKV, D = k.shape
+    key_scale = _empty(k, B * HKV)
+    key_scale_kernel[(B * HKV,)](k, key_scale, k.stride(), T, HKV, D=D, N=64)
+    return key_scale
+
+
+def _gates(log_g, RE, RF):
+    """What gates_kernel writes: 13.75 bytes a token and head."""
+    if log_g is None:
+        return [None] * 8
+    B, T, HKV = log_g.shape
+    tokens, blocks = (B * HKV, _padded(T)), (B * HKV * _padded(T) // 32 + 1,)  # tiles look one block ahead
+    gates = [_empty(log_g, *tokens), _empty(log_g, *tokens, dtype=torch.int8), *(_empty(log_g, *tokens) for _ in "EF")]
+    gates += [_empty(log_g, *blocks, dtype=torch.float64) for _ in range(2)]
+    gates += [_empty(log_g, *blocks, dtype=torch.int32) for _ in range(2)]
+    gates_kernel[(B * HKV,)](log_g, *gates, log_g.stride(), T, HKV, RE=RE, RF=RF, N=1024)
+    return gates
+
+
+USE_TMA = True
+
+
+def _tiles(*tensors_rows):
+    """(tensors, strides) for a kernel that takes tiles of so many rows: descriptors, where the copy engine can."""
+    if USE_TMA and all(_aligned(x) for x, _ in tensors_rows):
+        return [TensorDescriptor(x, x.shape, x.stride(), [1, n, 1, x.shape[3]]) for x, n in tensors_rows], [None] * len(tensors_rows)
+    return [x for x, _ in tensors_rows], [x.stride() for x, _ in tensors_rows]
+
+
+def _aligned(x):
+    size = x.element_size()
+    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 and s for s in x.stride()[:3])
+
+
+def _powers_of_two(scale, p):
+    """scale as a power of two, by which bfloat16 can be multiplied exactly, and the rest of scale^p."""
+    power = 2.0 ** round(math.log2(abs(scale)))
+    return power, (scale / power) ** p
+
+
+def _heads_together(T, heads):
+    """How many heads are worked on side by side: one after the other their keys stay in the L2 cache, together the
+    longest blocks come first and the last programs to run are short."""
+    return heads if T <= 2048 else min(heads, max(1, 65536 // T))
+
+
+def _options(c, q, p, log_g, normalize):
+    options = dict(num_warps=c.warps, num_stages=c.stages)
+    if c.maxnreg:
+        options["maxnreg"] = c.maxnreg
+    precision = "ieee" if q.dtype == torch.float32 else "tf32"  # bfloat16 has one way only
+    return dict(
+        P=p, D=q.shape[-1], BM=c.BM, BN=c.BN, GATED=log_g is not None, NORMALIZE=normalize, PRECISION=precision
+    ) | options
+
+
+def _on(device):
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
