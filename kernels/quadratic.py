@@ -245,9 +245,9 @@ def _dq_tiles(
                 ds *= tl.exp(tl.where(seen, c_row[:, None] - _vector(C, start, BN)[None, :], float("-inf")))
             ds = tl.where(seen, ds, 0.0)
         elif GATED:
-            e = _vector(E, start, BN) * tl.exp(0.5 * (c_lo - c_next).to(tl.float32))
+            e = _vector(E, start, BN) * tl.exp((c_lo - c_next).to(tl.float32))
             c_next = tl.load(C_END + (start + 2 * BN) // 32 - 1)
-            ds *= (e * e)[None, :]
+            ds *= e[None, :]
         if GATED:
             r += tl.sum(ds * s, 1)
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
@@ -256,7 +256,7 @@ def _dq_tiles(
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "BH", "HEADS"])
 def dq_kernel(
-    Q, K, V, DY, Y, L, DDEN, KEY_SCALE, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, DQ, G, ROW,
+    Q, K, V, DY, Y, L, DDEN, KEY_SCALE, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, DQ, PAIR, G, ROW,
     q_s, k_s, v_s, dy_s, scale, rest, T, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
@@ -289,8 +289,12 @@ def dq_kernel(
         q = (q32 * factor[:, None]).to(q.dtype)
     else:  # the range of s^3 is wide enough without; the product is faster if q need not pass through registers
         over_l, factor = g * g, 1.0
-    pair = row[:, None] * 2 + tl.arange(0, 2)[None, :]
-    tl.store(_at_head(G, T, 2 * bh) + pair, tl.join(g, g * delta))
+    pair = _at_head(PAIR, T, 2 * bh) + row[:, None] * 2 + tl.arange(0, 2)[None, :]
+    if GATED:
+        tl.store(_at_head(G, T, bh) + row, g)
+        tl.store(pair, tl.join(g * _vector(_at_head(F, T, b * HKV + hkv), lo, BM), delta))
+    else:
+        tl.store(pair, tl.join(g, g * delta))
 
     acc = tl.zeros([BM, D], tl.float32)
     r = tl.zeros([BM], tl.float32)
@@ -326,7 +330,7 @@ def dq_kernel(
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, G, C, FIRST, F, C_START, c_hi, c_col, column, begin, end, T,
+    dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, PAIR, G, C, FIRST, C_START, c_hi, c_col, column, begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, GATED: tl.constexpr, NORMALIZE: tl.constexpr,
     DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -336,29 +340,33 @@ def _dkdv_tiles(
         q = _tile(Q, q_s, b, start, h, T, BM, D, True)
         dy = _tile(DY, dy_s, b, start, h, T, BM, D, True).to(q.dtype)
         pair = tl.multiple_of(start, BM) * 2 + tl.arange(0, BM)[:, None] * 2 + tl.arange(0, 2)[None, :]
-        g, gdelta = tl.split(tl.load(G + pair))
+        g, gdelta = tl.split(tl.load(PAIR + pair))
+        at = start + tl.arange(0, BM)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
-        dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
-        if GATED and not DIAGONAL:
-            f = _vector(F, start, BM) * tl.exp(0.5 * (c_next - c_hi).to(tl.float32))
-            c_next = tl.load(C_START + (start + BM) // 32)
-            g *= f
-            gdelta *= f
+        if GATED:
+            dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
+            if DIAGONAL:
+                g = _vector(G, start, BM)
+            else:
+                g *= tl.exp(0.5 * (c_next - c_hi).to(tl.float32))
+                c_next = tl.load(C_START + (start + BM) // 32)
+            gdelta *= g
         a = _half_power(s, P) * g[None, :]
-        d = dp * g[None, :] - gdelta[None, :]
+        first = 0
         if DIAGONAL:
-            at = start + tl.arange(0, BM)
             seen = at[None, :] >= column[:, None]
-            first = 0
             if GATED:
                 first = start // 128 * 128 + _vector(FIRST, start, BM).to(tl.int32)
                 seen = seen & (column[:, None] >= first[None, :])
                 decay = tl.exp(0.5 * tl.where(seen, _vector(C, start, BM)[None, :] - c_col[:, None], float("-inf")))
                 a *= decay
-                d *= decay
             a = tl.where(seen, a, 0.0)
         dv = tl.dot((a * a).to(dy.dtype), dy, dv, input_precision=PRECISION)
-        ds = _times_power(a, s, P) * d
+        if not GATED:  # here the matrix unit has dv to do meanwhile; with gates there are too few registers for that
+            dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
+        ds = _times_power(a, s, P) * (dp * g[None, :] - gdelta[None, :])
+        if DIAGONAL and GATED:
+            ds *= decay
         if DIAGONAL and NORMALIZE:
             ds = tl.where((at > first)[None, :], ds, 0.0)
         if GATED:
@@ -369,7 +377,7 @@ def _dkdv_tiles(
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "BHKV", "HEADS"])
 def dkdv_kernel(
-    Q, K, V, DY, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, G, ROW, DK, DV,
+    Q, K, V, DY, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, PAIR, G, ROW, DK, DV,
     q_s, k_s, v_s, dy_s, T, H, HKV, BHKV, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
@@ -390,7 +398,7 @@ def dkdv_kernel(
     begin, end = lo + BN, T  # the queries that see all of these keys
     c_hi, c_col = 0.0, 0.0
     if GATED:
-        C, FIRST, F = _at_head(C, T, bh), _at_head(FIRST, T, bh), _at_head(F, T, bh)
+        C, FIRST = _at_head(C, T, bh), _at_head(FIRST, T, bh)
         C_START = _at_head_32(C_START, T, bh)
         hi = tl.minimum(begin, T) - 1
         c_hi = tl.load(_at_head_32(C_END, T, bh) + hi // 32)
@@ -399,8 +407,8 @@ def dkdv_kernel(
     for i in range(group):
         h = hkv * group + i
         dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, _at_head(G, T, 2 * (b * H + h)),
-            C, FIRST, F, C_START, c_hi, c_col, column, begin, end, T, P, D, BM, GATED, NORMALIZE, False, PRECISION,
+            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, _at_head(PAIR, T, 2 * (b * H + h)), _at_head(G, T, b * H + h) if GATED else G,
+            C, FIRST, C_START, c_hi, c_col, column, begin, end, T, P, D, BM, GATED, NORMALIZE, False, PRECISION,
         )  # fmt: skip
     if GATED:
         kept = tl.exp(tl.load(C + hi) - c_col)
@@ -411,8 +419,8 @@ def dkdv_kernel(
     for i in range(group):
         h = hkv * group + i
         dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, _at_head(G, T, 2 * (b * H + h)),
-            C, FIRST, F, C_START, c_hi, c_col, column, lo, tl.minimum(begin, T), T,
+            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, _at_head(PAIR, T, 2 * (b * H + h)), _at_head(G, T, b * H + h) if GATED else G,
+            C, FIRST, C_START, c_hi, c_col, column, lo, tl.minimum(begin, T), T,
             P, D, BM, GATED, NORMALIZE, True, PRECISION,
         )  # fmt: skip
 
@@ -449,13 +457,13 @@ def _min(a, b):
 @triton.jit(do_not_specialize=["T", "HKV"])
 def gates_kernel(
     LOG_G, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, strides, T, HKV,
-    RE: tl.constexpr, RF: tl.constexpr, N: tl.constexpr,
+    RE: tl.constexpr, RF: tl.constexpr, POWER: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One sequence and head: log_g summed in float64, and what the tiles need of the sums.
 
     C        the sum since the first token of the 128 around it
     FIRST    the first token of the document, counted from there; -1 if before
-    E        sqrt(decay) from the token to the last of its RE, 0 if that is another document's
+    E        decay^POWER from the token to the last of its RE, 0 if that is another document's
     F        sqrt(decay) from the first of its RF to the token, 0 likewise
     C_START, C_END, FIRSTS, LASTS    for each 32 tokens: the sum up to the first and to the last of them, where
              the first's document begins, and the last's ends
@@ -479,7 +487,7 @@ def gates_kernel(
         tl.store(FIRST + at, tl.maximum(first - at // 128 * 128, -1).to(tl.int8), at < padded)
         _, c_end = _ends(c, RE)
         _, first_end = _ends(first, RE)
-        tl.store(E + at, tl.where(first_end <= at, tl.exp(0.5 * (c_end - c).to(tl.float32)), 0.0), at < padded)
+        tl.store(E + at, tl.where(first_end <= at, tl.exp(POWER * (c_end - c).to(tl.float32)), 0.0), at < padded)
         c_begin, _ = _ends(c, RF)
         tl.store(F + at, tl.where(first <= at // RF * RF, tl.exp(0.5 * (c - c_begin).to(tl.float32)), 0.0), at < padded)
         tl.store(C_START + at // 32, c, (at < padded) & (at % 32 == 0))
@@ -556,10 +564,10 @@ def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, config=None):
     scale, rest = _powers_of_two(scale, p)
     c = config or choose("forward", q.dtype, D, p, log_g is not None, q.device)
     with _on(q.device):
-        key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c.BN, 32)
-        (k, v), kv_s = _tiles((k, c.BN), (v, c.BN))
+        key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c.BN, 32, 0.5)
+        tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
         forward_kernel[(triton.cdiv(T, c.BM) * B * H,)](
-            q, k, v, y, l, key_scale, *gates, q.stride(), *kv_s, scale, rest, T, H, HKV, B * H, _heads_together(T, B * H),
+            *tiles, y, l, key_scale, *gates, *strides, scale, rest, T, H, HKV, B * H, _heads_together(T, B * H),
             **_options(c, q, p, log_g, normalize),
         )  # fmt: skip
     return y, l
@@ -572,21 +580,21 @@ def backward(dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, conf
     """
     (B, T, H, D), HKV = q.shape, k.shape[2]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    g = _empty(q, B, H, _padded(T), 2)
-    row = None if log_g is None else _empty(q, B, H, _padded(T))
+    pair = _empty(q, B, H, _padded(T), 2)
+    g, row = (None, None) if log_g is None else (_empty(q, B, H, _padded(T)), _empty(q, B, H, _padded(T)))
     scale, rest = _powers_of_two(scale, p)
     c_dq = configs[0] or choose("dq", q.dtype, D, p, log_g is not None, q.device)
     c_dkdv = configs[1] or choose("dkdv", q.dtype, D, p, log_g is not None, q.device)
     with _on(q.device):
-        key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c_dq.BN, c_dkdv.BM)
+        key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c_dq.BN, c_dkdv.BM, 1.0)
         (k_tiles, v_tiles), kv_s = _tiles((k, c_dq.BN), (v, c_dq.BN))
         dq_kernel[(triton.cdiv(T, c_dq.BM) * B * H,)](
-            q, k_tiles, v_tiles, dy, y, l, dl, key_scale, *gates, dq, g, row, q.stride(), *kv_s, dy.stride(),
+            q, k_tiles, v_tiles, dy, y, l, dl, key_scale, *gates, dq, pair, g, row, q.stride(), *kv_s, dy.stride(),
             scale, rest, T, H, HKV, B * H, _heads_together(T, B * H), **_options(c_dq, q, p, log_g, normalize),
         )  # fmt: skip
         (q_tiles, dy_tiles), (q_s, dy_s) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
         dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-            q_tiles, k, v, dy_tiles, *gates, g, row, dk, dv, q_s, k.stride(), v.stride(), dy_s,
+            q_tiles, k, v, dy_tiles, *gates, pair, g, row, dk, dv, q_s, k.stride(), v.stride(), dy_s,
             T, H, HKV, B * HKV, _heads_together(T, B * HKV), **_options(c_dkdv, q, p, log_g, normalize),
         )  # fmt: skip
         if log_g is None:
@@ -613,7 +621,7 @@ def _key_scales(k, p, normalize):
     return key_scale
 
 
-def _gates(log_g, RE, RF):
+def _gates(log_g, RE, RF, power):
     """What gates_kernel writes: 13.75 bytes a token and head."""
     if log_g is None:
         return [None] * 8
@@ -622,7 +630,7 @@ def _gates(log_g, RE, RF):
     gates = [_empty(log_g, *tokens), _empty(log_g, *tokens, dtype=torch.int8), *(_empty(log_g, *tokens) for _ in "EF")]
     gates += [_empty(log_g, *blocks, dtype=torch.float64) for _ in range(2)]
     gates += [_empty(log_g, *blocks, dtype=torch.int32) for _ in range(2)]
-    gates_kernel[(B * HKV,)](log_g, *gates, log_g.stride(), T, HKV, RE=RE, RF=RF, N=1024)
+    gates_kernel[(B * HKV,)](log_g, *gates, log_g.stride(), T, HKV, RE=RE, RF=RF, POWER=power, N=1024)
     return gates
 
 
