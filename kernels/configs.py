@@ -1,15 +1,55 @@
-"""Which tile sizes a kernel runs with."""
+"""Which tile sizes a kernel runs with: a table in the repository, never a measurement at run time.
 
+Timing at the first call would make users wait, and choose differently from run to run and from rank to rank. The choice
+is a function of the kernel, dtype, head dimension, p, gates and GPU alone; table.json has what `make tune` measured,
+SAFE what fits into 99 KB of shared memory, which every GPU since Ampere has. No entry depends on T: a new length
+compiles nothing.
+"""
+
+import functools
+import json
+from pathlib import Path
 from typing import NamedTuple
+
+import torch
+
+TABLE = Path(__file__).with_name("table.json")
 
 
 class Config(NamedTuple):
     BM: int  # queries a tile
-    BN: int  # keys a tile
+    BN: int  # keys a tile; a multiple of BM for dkdv
     warps: int
-    stages: int
-    maxnreg: int = 0
+    stages: int  # tiles in flight
+    maxnreg: int = 0  # registers a thread at most; 0: the compiler decides
 
 
-def choose(kernel, dtype, D, p, gated, device):
-    return Config(32, 32, 4, 2)
+# (kernel, dtype) -> [(largest head dimension, Config), ...]
+SAFE = {
+    ("forward", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
+    ("dq", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
+    ("dkdv", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(32, 64, 4, 2))],
+    ("forward", torch.float32): [(64, Config(64, 32, 4, 2)), (128, Config(32, 32, 4, 2))],
+    ("dq", torch.float32): [(64, Config(32, 32, 4, 2)), (128, Config(32, 32, 4, 1))],
+    ("dkdv", torch.float32): [(64, Config(32, 32, 4, 2)), (128, Config(32, 32, 4, 1))],
+}
+
+
+def choose(kernel, q, p, gated):
+    """The Config for `kernel` ("forward", "dq" or "dkdv") on q's device."""
+    device = torch.cuda.get_device_name(q.device) if q.is_cuda else "cpu"
+    found = _table().get(device, {}).get(key(kernel, q.dtype, q.shape[-1], p, gated))
+    return Config(*found) if found else safe(kernel, q.dtype, q.shape[-1])
+
+
+def safe(kernel, dtype, D):
+    return next(config for largest, config in SAFE[kernel, dtype] if D <= largest)
+
+
+def key(kernel, dtype, D, p, gated):
+    return f"{kernel} {str(dtype).removeprefix('torch.')} D={D} p={p}{' gated' if gated else ''}"
+
+
+@functools.cache
+def _table():
+    return json.loads(TABLE.read_text()) if TABLE.exists() else {}

@@ -38,8 +38,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.configs import choose
 
-HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32)
-
 
 # ---- pieces of tiles
 
@@ -98,6 +96,12 @@ def _to_unit(largest):
     """The power of two that brings `largest` >= 0 into [1, 2); at most 2^30 or its inverse, 1 for zero."""
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 97), 157)
     return tl.where(largest > 0, ((254 - exponent) << 23).to(tl.float32, bitcast=True), 1.0)
+
+
+@triton.jit
+def _inverse(l):
+    """1 / l; zero for a row without weight, or with so little that 1 / l would overflow."""
+    return tl.where(l > 1e-37, 1 / tl.maximum(l, 1e-37), 0.0)
 
 
 @triton.jit
@@ -209,7 +213,7 @@ def forward_kernel(
 
     l = tl.max(l, 1)
     if NORMALIZE:
-        acc *= tl.where(l > 0, 1 / l, 0.0)[:, None]
+        acc *= _inverse(l)[:, None]
     else:
         acc *= rest
         l *= rest
@@ -256,7 +260,7 @@ def _dq_tiles(
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "BH", "HEADS"])
 def dq_kernel(
-    Q, K, V, DY, Y, L, DDEN, KEY_SCALE, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, DQ, PAIR, G, ROW,
+    Q, K, V, DY, Y, L, DL, KEY_SCALE, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, DQ, PAIR, G, ROW,
     q_s, k_s, v_s, dy_s, scale, rest, T, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
@@ -277,11 +281,11 @@ def dq_kernel(
         y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
         delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
         l = _vector(_at_head(L, T, bh), lo, BM)
-        over_l = tl.where(l > 0, 1 / l, 0.0)
+        over_l = _inverse(l)
         factor = _to_unit(tl.max(tl.abs(q32), 1)) * _key_scale(KEY_SCALE, b * HKV + hkv)
         g = _half_power(factor, P) * tl.sqrt(over_l)
     else:
-        delta = -tl.load(DDEN + tl.cast(bh, tl.int64) * T + row, mask=row < T, other=0.0)
+        delta = -_vector(_at_head(DL, T, bh), lo, BM)
         over_l = tl.zeros([BM], tl.float32) + rest
         factor = tl.zeros([BM], tl.float32) + scale
         g = _half_power(factor, P) * tl.sqrt(over_l)
@@ -343,8 +347,8 @@ def _dkdv_tiles(
         g, gdelta = tl.split(tl.load(PAIR + pair))
         at = start + tl.arange(0, BM)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
+        dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
         if GATED:
-            dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
             if DIAGONAL:
                 g = _vector(G, start, BM)
             else:
@@ -362,8 +366,6 @@ def _dkdv_tiles(
                 a *= decay
             a = tl.where(seen, a, 0.0)
         dv = tl.dot((a * a).to(dy.dtype), dy, dv, input_precision=PRECISION)
-        if not GATED:  # here the matrix unit has dv to do meanwhile; with gates there are too few registers for that
-            dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
         ds = _times_power(a, s, P) * (dp * g[None, :] - gdelta[None, :])
         if DIAGONAL and GATED:
             ds *= decay
@@ -553,16 +555,17 @@ def key_scale_kernel(
 
 
 def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, config=None):
-    """y [B, T, H, D] in q's dtype and l [B, H, T padded to a multiple of 128] float32.
+    """q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None.
 
-    With normalize False: sum_j w_ij v_j, float32, and l = sum_j w_ij, both with w_ij = decay_ij (scale s_ij)^p, for
-    other parts of the sums to be added. `scale` cancels in y.
+    Returns y [B, T, H, D] in q's dtype and l [B, H, T padded to a multiple of 128], float32, for `backward`; `scale`
+    cancels. With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
+    w_ij = decay_ij (scale q_i . k_j)^p, to which other parts of the sums may be added.
     """
     (B, T, H, D), HKV = q.shape, k.shape[2]
     y = torch.empty(q.shape, dtype=q.dtype if normalize else torch.float32, device=q.device)
-    l = _empty(q, B, H, _padded(T))
+    l = _empty(q, B, H, padded(T))
     scale, rest = _powers_of_two(scale, p)
-    c = config or choose("forward", q.dtype, D, p, log_g is not None, q.device)
+    c = config or choose("forward", q, p, log_g is not None)
     with _on(q.device):
         key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c.BN, 32, 0.5)
         tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
@@ -576,26 +579,28 @@ def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, config=None):
 def backward(dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, configs=(None, None)):
     """dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32 (or None).
 
-    With normalize, y and l are forward's and dl is not looked at; else y and l are not, and dl is [B, H, T].
+    With normalize, y and l are forward's and dl is not looked at; else y and l are not, and dl is shaped as l is.
     """
     (B, T, H, D), HKV = q.shape, k.shape[2]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    pair = _empty(q, B, H, _padded(T), 2)
-    g, row = (None, None) if log_g is None else (_empty(q, B, H, _padded(T)), _empty(q, B, H, _padded(T)))
+    pair = _empty(q, B, H, padded(T), 2)
+    g, row = (None, None) if log_g is None else (_empty(q, B, H, padded(T)), _empty(q, B, H, padded(T)))
     scale, rest = _powers_of_two(scale, p)
-    c_dq = configs[0] or choose("dq", q.dtype, D, p, log_g is not None, q.device)
-    c_dkdv = configs[1] or choose("dkdv", q.dtype, D, p, log_g is not None, q.device)
+    c_dq = configs[0] or choose("dq", q, p, log_g is not None)
+    c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None)
     with _on(q.device):
         key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c_dq.BN, c_dkdv.BM, 1.0)
-        (k_tiles, v_tiles), kv_s = _tiles((k, c_dq.BN), (v, c_dq.BN))
+        (k_tiles, v_tiles), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN))
         dq_kernel[(triton.cdiv(T, c_dq.BM) * B * H,)](
-            q, k_tiles, v_tiles, dy, y, l, dl, key_scale, *gates, dq, pair, g, row, q.stride(), *kv_s, dy.stride(),
-            scale, rest, T, H, HKV, B * H, _heads_together(T, B * H), **_options(c_dq, q, p, log_g, normalize),
+            q, k_tiles, v_tiles, dy, y, l, dl, key_scale, *gates, dq, pair, g, row,
+            q.stride(), *kv_strides, dy.stride(), scale, rest, T, H, HKV, B * H, _heads_together(T, B * H),
+            **_options(c_dq, q, p, log_g, normalize),
         )  # fmt: skip
-        (q_tiles, dy_tiles), (q_s, dy_s) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
+        (q_tiles, dy_tiles), (q_strides, dy_strides) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
         dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-            q_tiles, k, v, dy_tiles, *gates, pair, g, row, dk, dv, q_s, k.stride(), v.stride(), dy_s,
-            T, H, HKV, B * HKV, _heads_together(T, B * HKV), **_options(c_dkdv, q, p, log_g, normalize),
+            q_tiles, k, v, dy_tiles, *gates, pair, g, row, dk, dv,
+            q_strides, k.stride(), v.stride(), dy_strides, T, H, HKV, B * HKV, _heads_together(T, B * HKV),
+            **_options(c_dkdv, q, p, log_g, normalize),
         )  # fmt: skip
         if log_g is None:
             return dq, dk, dv, None
@@ -604,16 +609,17 @@ def backward(dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, conf
     return dq, dk, dv, dlog_g
 
 
+def padded(T):
+    """Tokens that arrays of one entry a token have room for, so that tiles need no mask to read them."""
+    return (T + 127) // 128 * 128
+
+
 def _empty(like, *shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def _padded(T):
-    return triton.cdiv(T, 128) * 128
-
-
 def _key_scales(k, p, normalize):
-    if p <= 4 or not normalize:  # q.k from 1e-9 to 1e9 needs none
+    if p <= 4 or not normalize:  # s^4 has room enough: for |q . k| from 1e-9 to 1e9
         return None
     B, T, HKV, D = k.shape
     key_scale = _empty(k, B * HKV)
@@ -622,11 +628,11 @@ def _key_scales(k, p, normalize):
 
 
 def _gates(log_g, RE, RF, power):
-    """What gates_kernel writes: 13.75 bytes a token and head."""
+    """What gates_kernel writes: 13.75 bytes a token and key/value head."""
     if log_g is None:
         return [None] * 8
     B, T, HKV = log_g.shape
-    tokens, blocks = (B * HKV, _padded(T)), (B * HKV * _padded(T) // 32 + 1,)  # tiles look one block ahead
+    tokens, blocks = (B * HKV, padded(T)), (B * HKV * padded(T) // 32 + 1,)  # the tiles look one block ahead
     gates = [_empty(log_g, *tokens), _empty(log_g, *tokens, dtype=torch.int8), *(_empty(log_g, *tokens) for _ in "EF")]
     gates += [_empty(log_g, *blocks, dtype=torch.float64) for _ in range(2)]
     gates += [_empty(log_g, *blocks, dtype=torch.int32) for _ in range(2)]
@@ -634,19 +640,19 @@ def _gates(log_g, RE, RF, power):
     return gates
 
 
-USE_TMA = True
-
-
-def _tiles(*tensors_rows):
-    """(tensors, strides) for a kernel that takes tiles of so many rows: descriptors, where the copy engine can."""
-    if USE_TMA and all(_aligned(x) for x, _ in tensors_rows):
-        return [TensorDescriptor(x, x.shape, x.stride(), [1, n, 1, x.shape[3]]) for x, n in tensors_rows], [None] * len(tensors_rows)
-    return [x for x, _ in tensors_rows], [x.stride() for x, _ in tensors_rows]
+def _tiles(*tensors_and_rows):
+    """(tensors, strides) for a kernel that fetches tiles of so many rows: tensor descriptors and no strides where the
+    copy engine can, for which every row must begin at a multiple of 16 bytes."""
+    tensors = [x for x, _ in tensors_and_rows]
+    if all(map(_aligned, tensors)):
+        return [TensorDescriptor(x, x.shape, x.stride(), [1, n, 1, x.shape[3]]) for x, n in tensors_and_rows], [
+            None for _ in tensors
+        ]
+    return tensors, [x.stride() for x in tensors]
 
 
 def _aligned(x):
-    size = x.element_size()
-    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 and s for s in x.stride()[:3])
+    return x.stride(3) == 1 and all(n and n * x.element_size() % 16 == 0 for n in (x.data_ptr(), *x.stride()[:3]))
 
 
 def _powers_of_two(scale, p):
@@ -658,17 +664,14 @@ def _powers_of_two(scale, p):
 def _heads_together(T, heads):
     """How many heads are worked on side by side: one after the other their keys stay in the L2 cache, together the
     longest blocks come first and the last programs to run are short."""
-    return heads if T <= 2048 else min(heads, max(1, 65536 // T))
+    return max(1, min(heads, 65536 // T))
 
 
 def _options(c, q, p, log_g, normalize):
-    options = dict(num_warps=c.warps, num_stages=c.stages)
-    if c.maxnreg:
-        options["maxnreg"] = c.maxnreg
-    precision = "ieee" if q.dtype == torch.float32 else "tf32"  # bfloat16 has one way only
-    return dict(
-        P=p, D=q.shape[-1], BM=c.BM, BN=c.BN, GATED=log_g is not None, NORMALIZE=normalize, PRECISION=precision
-    ) | options
+    options = dict(num_warps=c.warps, num_stages=c.stages, **({"maxnreg": c.maxnreg} if c.maxnreg else {}))
+    precision = "tf32x3" if q.dtype == torch.float32 else "tf32"  # says nothing to bfloat16
+    sizes = dict(P=p, D=q.shape[-1], BM=c.BM, BN=c.BN)
+    return dict(**sizes, GATED=log_g is not None, NORMALIZE=normalize, PRECISION=precision, **options)
 
 
 def _on(device):
