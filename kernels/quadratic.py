@@ -22,10 +22,10 @@ entry) and all keys of a head (from a sample of them) near 1, so that s^p has th
 sum of the weights as rounded for the second product. The backward pass spreads 1 / l over two factors of its square
 root: w_ij / l_i = (s_ij^(p/2) g_i)^2.
 
-Gates. log_g is summed in float64 and only differences become float32. log_g = -inf begins a document: tokens see those
-from `first` of their document on, up to before `last`. The gradient is d log_g_m = sum over i >= m of (row_i - col_i), where
-row and col are the sums of ds_ij s_ij / p over j and over i. Both are sums of the same float32 numbers, so
-that what does not straddle m cancels to float32's rounding.
+Gates. log_g is summed in float64 and only differences become float32. log_g = -inf begins a document: its tokens see
+nothing before. The gradient is dlog_g_m = sum over i >= m of (row_i - col_i), where row and col are the sums of
+ds_ij s_ij / p over j and over i. Both are sums of the same float32 numbers, so that what does not straddle m cancels
+to float32's rounding.
 """
 
 import math
@@ -409,8 +409,9 @@ def dkdv_kernel(
     for i in range(group):
         h = hkv * group + i
         dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, _at_head(PAIR, T, 2 * (b * H + h)), _at_head(G, T, b * H + h) if GATED else G,
-            C, FIRST, C_START, c_hi, c_col, column, begin, end, T, P, D, BM, GATED, NORMALIZE, False, PRECISION,
+            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, _at_head(PAIR, T, 2 * (b * H + h)),
+            _at_head(G, T, b * H + h) if GATED else G, C, FIRST, C_START, c_hi, c_col, column, begin, end, T,
+            P, D, BM, GATED, NORMALIZE, False, PRECISION,
         )  # fmt: skip
     if GATED:
         kept = tl.exp(tl.load(C + hi) - c_col)
@@ -421,9 +422,9 @@ def dkdv_kernel(
     for i in range(group):
         h = hkv * group + i
         dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, _at_head(PAIR, T, 2 * (b * H + h)), _at_head(G, T, b * H + h) if GATED else G,
-            C, FIRST, C_START, c_hi, c_col, column, lo, tl.minimum(begin, T), T,
-            P, D, BM, GATED, NORMALIZE, True, PRECISION,
+            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, _at_head(PAIR, T, 2 * (b * H + h)),
+            _at_head(G, T, b * H + h) if GATED else G, C, FIRST, C_START, c_hi, c_col, column, lo, tl.minimum(begin, T),
+            T, P, D, BM, GATED, NORMALIZE, True, PRECISION,
         )  # fmt: skip
 
     out = tl.cast(b, tl.int64) * T + lo
@@ -456,9 +457,9 @@ def _min(a, b):
     return tl.minimum(a, b)
 
 
-@triton.jit(do_not_specialize=["T", "HKV"])
+@triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "HKV"])
 def gates_kernel(
-    LOG_G, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, strides, T, HKV,
+    LOG_G, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, g_b, g_t, g_h, T, HKV,
     RE: tl.constexpr, RF: tl.constexpr, POWER: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One sequence and head: log_g summed in float64, and what the tiles need of the sums.
@@ -471,7 +472,7 @@ def gates_kernel(
              the first's document begins, and the last's ends
     """
     bh = tl.program_id(0)
-    LOG_G += tl.cast(bh // HKV, tl.int64) * strides[0] + (bh % HKV) * strides[2]
+    LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + (bh % HKV) * g_h
     C, FIRST, E, F = _at_head(C, T, bh), _at_head(FIRST, T, bh), _at_head(E, T, bh), _at_head(F, T, bh)
     C_START, C_END = _at_head_32(C_START, T, bh), _at_head_32(C_END, T, bh)
     FIRSTS, LASTS = _at_head_32(FIRSTS, T, bh), _at_head_32(LASTS, T, bh)
@@ -480,7 +481,7 @@ def gates_kernel(
     opened = tl.zeros([], tl.int32)
     for start in range(0, T, N):
         at = start + tl.arange(0, N)
-        log_g = tl.load(LOG_G + at.to(tl.int64) * strides[1], mask=at < T, other=0.0).to(tl.float64)
+        log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0).to(tl.float64)
         reset = log_g == float("-inf")
         c = total + tl.associative_scan(tl.where(reset, 0.0, log_g), 0, _add)
         first = tl.maximum(tl.associative_scan(tl.where(reset, at, 0), 0, _max), opened)
@@ -500,7 +501,7 @@ def gates_kernel(
     closed = tl.zeros([], tl.int32) + T
     for back in range(0, T, N):
         at = (T - 1) // N * N - back + tl.arange(0, N)
-        log_g = tl.load(LOG_G + (at + 1).to(tl.int64) * strides[1], mask=at + 1 < T, other=0.0)
+        log_g = tl.load(LOG_G + (at + 1).to(tl.int64) * g_t, mask=at + 1 < T, other=0.0)
         last = tl.associative_scan(tl.where(log_g == float("-inf"), at + 1, T), 0, _min, reverse=True)
         last = tl.minimum(last, closed)
         tl.store(LASTS + at // 32, last, (at < padded) & (at % 32 == 31))
@@ -519,21 +520,21 @@ def _ends(x, R: tl.constexpr):
     return tl.reshape(first, [N]).to(x.dtype), tl.reshape(last, [N]).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["T", "H", "HKV"])
+@triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "H", "HKV"])
 def dlog_g_kernel(
-    ROW, LOG_G, DLOG_G, strides, T, H, HKV, N: tl.constexpr
+    ROW, LOG_G, DLOG_G, g_b, g_t, g_h, T, H, HKV, N: tl.constexpr
 ):  # fmt: skip
     """One sequence and head: d log_g_m = sum of (row_i - col_i) over i >= m, summed in float64; 0 at log_g = -inf."""
     bh = tl.program_id(0)
     b, hkv = tl.cast(bh // HKV, tl.int64), bh % HKV
     ROW = _at_head(ROW, T, b * H + hkv * (H // HKV))
-    LOG_G += b * strides[0] + hkv * strides[2]
+    LOG_G += b * g_b + hkv * g_h
     DLOG_G += b * T * HKV + hkv
     after = tl.zeros([], tl.float64)
     for back in range(0, T, N):
         at = (T - 1) // N * N - back + tl.arange(0, N)
         x = tl.load(ROW + at, mask=at < T, other=0.0).to(tl.float64)
-        log_g = tl.load(LOG_G + at.to(tl.int64) * strides[1], mask=at < T, other=0.0)
+        log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0)
         d = tl.where(log_g == float("-inf"), 0.0, after + tl.associative_scan(x, 0, _add, reverse=True))
         tl.store(DLOG_G + at.to(tl.int64) * HKV, d.to(tl.float32), at < T)
         after += tl.sum(x, 0)
@@ -547,7 +548,8 @@ def key_scale_kernel(
     bh = tl.program_id(0)
     b, hkv = tl.cast(bh // HKV, tl.int64), bh % HKV
     at = tl.arange(0, N).to(tl.int64) * T // N
-    k = tl.load(K + b * strides[0] + at[:, None] * strides[1] + hkv * strides[2] + tl.arange(0, D)[None, :] * strides[3])
+    k = K + b * strides[0] + at[:, None] * strides[1] + hkv * strides[2] + tl.arange(0, D)[None, :] * strides[3]
+    k = tl.load(k)
     tl.store(KEY_SCALE + bh, _to_unit(tl.max(tl.max(tl.abs(k.to(tl.float32)), 1), 0)))
 
 
@@ -561,7 +563,7 @@ def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, config=None):
     cancels. With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
     w_ij = decay_ij (scale q_i . k_j)^p, to which other parts of the sums may be added.
     """
-    (B, T, H, D), HKV = q.shape, k.shape[2]
+    (B, T, H, _), HKV = q.shape, k.shape[2]
     y = torch.empty(q.shape, dtype=q.dtype if normalize else torch.float32, device=q.device)
     l = _empty(q, B, H, padded(T))
     scale, rest = _powers_of_two(scale, p)
@@ -581,7 +583,7 @@ def backward(dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, conf
 
     With normalize, y and l are forward's and dl is not looked at; else y and l are not, and dl is shaped as l is.
     """
-    (B, T, H, D), HKV = q.shape, k.shape[2]
+    (B, T, H, _), HKV = q.shape, k.shape[2]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     pair = _empty(q, B, H, padded(T), 2)
     g, row = (None, None) if log_g is None else (_empty(q, B, H, padded(T)), _empty(q, B, H, padded(T)))
@@ -605,7 +607,7 @@ def backward(dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, conf
         if log_g is None:
             return dq, dk, dv, None
         dlog_g = _empty(q, B, T, HKV)
-        dlog_g_kernel[(B * HKV,)](row, log_g, dlog_g, log_g.stride(), T, H, HKV, N=1024)
+        dlog_g_kernel[(B * HKV,)](row, log_g, dlog_g, *log_g.stride(), T, H, HKV, N=1024)
     return dq, dk, dv, dlog_g
 
 
@@ -636,7 +638,7 @@ def _gates(log_g, RE, RF, power):
     gates = [_empty(log_g, *tokens), _empty(log_g, *tokens, dtype=torch.int8), *(_empty(log_g, *tokens) for _ in "EF")]
     gates += [_empty(log_g, *blocks, dtype=torch.float64) for _ in range(2)]
     gates += [_empty(log_g, *blocks, dtype=torch.int32) for _ in range(2)]
-    gates_kernel[(B * HKV,)](log_g, *gates, log_g.stride(), T, HKV, RE=RE, RF=RF, POWER=power, N=1024)
+    gates_kernel[(B * HKV,)](log_g, *gates, *log_g.stride(), T, HKV, RE=RE, RF=RF, POWER=power, N=1024)
     return gates
 
 
