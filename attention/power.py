@@ -11,7 +11,8 @@ Because (q . k)^p = phi(q) . phi(k) (embedding.py), one function has three forms
 
 with the state S = sum_j exp(sum of log_g after j) phi(k_j) v_j^T, and z the same with 1 in v's place. From "Symmetric
 Power Transformers" (Buckman, Gelada, Zhang, 2024), gates from "Conformal Transformations for Symmetric Power
-Transformers" (Kumar, Buckman, Gelada, Zhang, 2025). This file is the plain PyTorch of it, on any device.
+Transformers" (Kumar, Buckman, Gelada, Zhang, 2025). This file is the plain PyTorch of it, on any device; the quadratic
+form without a state before it runs on the Triton kernels of kernels/ where q is on a GPU and they take its sizes.
 
 Numerics: bfloat16 and float16 inputs are computed in float32, without logarithms. y does not change when a row of q
 or all of k is scaled by a power of two, which keeps (q . k)^p inside float32's range. log_g = -inf forgets everything
@@ -20,6 +21,7 @@ before the token: it enters no sum (a sum with -inf in it is NaN), resets are co
 
 import math
 import os
+import warnings
 from functools import partial
 from typing import NamedTuple
 
@@ -30,6 +32,7 @@ from attention.embedding import symmetric_power_dim, symmetric_power_embedding
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
 FEATURES_AT_ONCE = 2**27  # entries of phi that exist at any time, half a GB in float32
+KERNEL_GAIN = 30  # how much faster the quadratic form is on kernels/ than the chunked one in PyTorch, T times T
 SCORES_AT_ONCE = {"cpu": 2**27, "cuda": 2**30}  # entries of q k^T
 
 
@@ -68,18 +71,31 @@ def power_attention(
     -inf forgets all before it; float32 (float64 when q is). p: positive even integer. scale: default 1/sqrt(D), not
     zero; it cancels in y and is no part of the state, so the forms here leave it out. form: "quadratic", "chunked",
     "recurrent" or "auto", the cheapest for the shape. chunk_size: tokens a chunk, for the chunked form. initial_state:
-    PowerState of the tokens before.
+    PowerState of the tokens before. Under autocast q, k and v are first cast to its dtype, as for SDPA.
 
-    Returns y [B, T, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor.
+    Returns y [B, T, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor (on the
+    GPU kernels once).
     Raises ValueError for arguments that do not fit, MemoryError for a state that does not.
     """
+    q, k, v = _as_autocast_says(q, k, v)
     _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state)
     (B, T, H, D), (Hkv, E) = q.shape, v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    on_kernels = initial_state is None and _kernels_take(q.device.type, q.dtype, D, E, p)
     if form == "auto":
-        form = best_form(T, D, p)
+        form = best_form(T, D, p, on_kernels)
     if return_state or initial_state is not None or form != "quadratic":
         check_state_fits(B * Hkv, D, E, p, dtype, q.device)
+
+    if form == "quadratic" and on_kernels:
+        from kernels.ops import quadratic_attention
+
+        y = quadratic_attention(q, k, v, None if log_g is None else log_g.float(), p=p)
+        if not return_state:
+            return y
+        with torch.autocast(q.device.type, enabled=False):
+            gates = None if log_g is None else _prepare(log_g)
+            return y, _fold(None, _by_head(k, dtype), _by_head(v, dtype), gates, p)
 
     with torch.autocast(q.device.type, enabled=False):
         queries = _unit_range(_by_head(q, dtype).unflatten(1, (Hkv, H // Hkv)), dim=(-1,))
@@ -122,9 +138,26 @@ def read_and_fold(q, k, v, log_g, state, *, p, fold):
         return y.flatten(1, 2).transpose(1, 2).to(q.dtype), state
 
 
-def best_form(T, D, p):
-    """The cheaper of "quadratic" and "chunked": measured, they cross near T = 1.5 Dphi."""
-    return "quadratic" if T <= 1.5 * symmetric_power_dim(D, p) else "chunked"
+def best_form(T, D, p, on_kernels=False):
+    """The cheaper of "quadratic" and "chunked": measured, they cross near T = 1.5 Dphi where both are plain PyTorch."""
+    return "quadratic" if T <= (KERNEL_GAIN if on_kernels else 1) * 1.5 * symmetric_power_dim(D, p) else "chunked"
+
+
+@torch.compiler.assume_constant_result  # torch.compile asks once, and does not look inside
+def _kernels_take(device_type, dtype, D, E, p):
+    """Whether kernels/ computes the quadratic form of these sizes; on a GPU that has to do without, a warning, once."""
+    if device_type != "cuda" or dtype == torch.float64:
+        return False
+    from kernels import why_not
+
+    reason = why_not(dtype, D, E, p)
+    if reason and reason not in _told:
+        _told.add(reason)
+        warnings.warn(f"power attention runs in plain PyTorch, not on its Triton kernels: {reason}", stacklevel=3)
+    return not reason
+
+
+_told = set()
 
 
 def default_chunk_size(D, p):
@@ -281,6 +314,14 @@ def _decay(to, since, dtype, mask=None):
 
 # ------------------------------------------------------------------------------------------------------------------
 # Details
+
+
+def _as_autocast_says(*tensors):
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _by_head(x, dtype):

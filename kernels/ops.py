@@ -10,22 +10,6 @@ import torch
 
 from kernels import quadratic
 
-HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32)
-
-
-def unsupported(q, v, p):
-    """Why the kernels cannot take these sizes, or ""."""
-    D, E = q.shape[-1], v.shape[-1]
-    if q.dtype not in DTYPES:
-        return f"{str(q.dtype).removeprefix('torch.')} (they take bfloat16 and float32)"
-    if D not in HEAD_DIMS:
-        return f"head dimension {D} (they take {', '.join(map(str, HEAD_DIMS))})"
-    if E != D:
-        return f"values {E} wide where keys are {D}"
-    if p not in POWERS:
-        return f"p={p} (they take {', '.join(map(str, POWERS))})"
-    return ""
-
 
 def quadratic_attention(q, k, v, log_g=None, *, p):
     """y [B, T, H, D] in q's dtype, of q [B, T, H, D], k, v [B, T, Hkv, D] and log_g [B, T, Hkv] float32 or None, with

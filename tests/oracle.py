@@ -10,13 +10,17 @@ def power_attention_oracle(q, k, v, log_g=None, *, p=2, scale=None, initial_stat
     (B, T, H, D), Hkv = q.shape, k.shape[2]
     scale = D**-0.5 if scale is None else scale
     k, v = (x.repeat_interleave(H // Hkv, dim=2) for x in (k, v))
-    g = torch.ones(B, T, H, dtype=q.dtype) if log_g is None else log_g.exp().repeat_interleave(H // Hkv, dim=2)
+    g = (
+        torch.ones(B, T, H, dtype=q.dtype, device=q.device)
+        if log_g is None
+        else log_g.exp().repeat_interleave(H // Hkv, dim=2)
+    )
     w = (scale * torch.einsum("bihd,bjhd->bhij", q, k)) ** p
     rows, since_start = [], []  # row i of the products g_{j+1} ... g_i, zero for j > i
     for i in range(T):
         g_i = g[:, i, :, None]
         before = rows[-1] * g_i if i else w.new_zeros(B, H, T)
-        rows.append(before + torch.eye(T, dtype=q.dtype)[i])
+        rows.append(before + torch.eye(T, dtype=q.dtype, device=q.device)[i])
         since_start.append((since_start[-1] if i else 1) * g_i)
     w = w * torch.stack(rows, dim=2)
     num, den = w @ v.transpose(1, 2), w.sum(-1, keepdim=True)

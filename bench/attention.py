@@ -1,0 +1,313 @@
+"""Attention on one GPU: milliseconds, share of the matrix ceiling and memory, ours beside softmax and FlexAttention.
+
+    python bench/attention.py                            # the table, at 65,536 tokens a call
+    python bench/attention.py --T 16384 --only cudnn p4_gated --json out/attention.json
+    python bench/attention.py --cold_start               # how long the first call takes, and the first at a new length
+
+How it is timed. For each T, all contenders are warmed up, then take turns for ROUNDS rounds, so that a clock that
+drifts drifts for all. A turn is CALLS forward calls between two CUDA events, then as many of forward and backward; the
+figure is the median over rounds. A large matrix product runs before each turn, so that launching the first calls is
+hidden, as it is in a model. The forward is that of training: it keeps what the backward needs.
+
+Who takes part, in bfloat16, causal, from standard normal q, k, v:
+
+    cudnn, flash           softmax, torch's scaled_dot_product_attention, from contiguous [B, H, T, D]
+    flex_p4 [_gated]       FlexAttention, compiled, from the same; its score p log|s| + C_i - C_j makes softmax the
+                           power. C, the gates' cumulative sum, is given, and its gradient not asked for
+    p4, p2_gated, ...      ours, from views of one fused projection [B, T, 3 H, D]; gradients to the gates too
+
+FLOP/s count what each algorithm multiplies: T^2 D a head and product (causal: half of the square, two FLOPs each), 2
+products forward; 5 backward, 7 for ours, whose two passes compute s and dP twice. Memory is the peak of one forward and
+backward, beyond inputs, output and gradients, in bytes per token and query head.
+"""
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+ROUNDS, CALLS = 7, 10
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+POWERS = {  # name -> (p, gated)
+    "flex_p4": (4, False), "flex_p4_gated": (4, True), "p4": (4, False), "p2_gated": (2, True), "p4_gated": (4, True),
+    "p2": (2, False), "p6": (6, False), "p8": (8, False),
+}  # fmt: skip
+ONLY_WITH_ALL = ("p2", "p6", "p8")
+COLD_T, NEW_T = 4096, 1001  # an odd length: nothing about it is divisible that was before
+
+
+# ---- contenders
+
+
+def make_inputs(B, T, H, D, device="cuda", dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    fused = torch.randn(B, T, 3 * H, D, device=device, dtype=dtype)
+    log_g = F.logsigmoid(6.9 + torch.randn(B, T, H, device=device)).requires_grad_()  # gates near 0.999
+    qkv = [x.detach().requires_grad_() for x in fused.split(H, dim=2)]
+    return qkv, log_g, torch.randn(B, T, H, D, device=device, dtype=dtype)
+
+
+def heads_first(x):
+    """[B, T, H, D] as a contiguous [B, H, T, D] leaf."""
+    return x.detach().transpose(1, 2).contiguous().requires_grad_(x.requires_grad)
+
+
+def softmax(backend, q, k, v):
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def power_score(p, C=None):
+    """The score_mod by which softmax(score) is decay s^p over its sum, for C [B, H, T], the sums of log_g, or None."""
+
+    def score_mod(s, b, h, i, j):
+        score = p * torch.log(s.abs() + 1e-20)  # no log of 0, here and in the gradient
+        return score if C is None else score + C[b, h, i] - C[b, h, j]
+
+    return score_mod
+
+
+def causal(b, h, i, j):
+    return i >= j
+
+
+def build(name, shared, dy):
+    """(function of the inputs, inputs, dy, products in its backward); shared is the inputs of all of its kind."""
+    *qkv, log_g = shared
+    if name in BACKENDS:
+        return lambda *qkv: softmax(BACKENDS[name], *qkv), qkv, dy, 5
+    p, gated = POWERS[name]
+    if name.startswith("flex"):
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        T = dy.shape[2]
+        mask = create_block_mask(causal, None, None, T, T, device=dy.device)
+        score_mod = power_score(p, log_g.detach().cumsum(2) if gated else None)
+        compiled = torch.compile(flex_attention, dynamic=False)
+        return lambda *qkv: compiled(*qkv, score_mod=score_mod, block_mask=mask, scale=1.0), qkv, dy, 5
+
+    from kernels import why_not
+    from kernels.ops import quadratic_attention
+
+    D = dy.shape[-1]
+    if reason := why_not(dy.dtype, D, D, p):
+        raise ValueError(reason)
+    return lambda *x: quadratic_attention(*x, p=p), [*qkv, log_g] if gated else qkv, dy, 7
+
+
+# ---- measuring
+
+
+def forward_backward(f, inputs, dy):
+    y = f(*inputs)
+    return y, torch.autograd.grad(y, inputs, dy)
+
+
+def extra_bytes(f, inputs, dy):
+    """The peak of one forward and backward less what was there before (inputs, dy), the output and the gradients."""
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]  # as asked for: what is allocated is rounded up
+    torch.cuda.reset_peak_memory_stats()
+    y, grads = forward_backward(f, inputs, dy)
+    torch.cuda.synchronize()
+    results = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (y, *grads)}  # a storage once
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - sum(results.values())
+
+
+def milliseconds(call, keep_busy):
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    keep_busy()
+    start.record()
+    for _ in range(CALLS):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / CALLS
+
+
+def one_line(error):
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__
+
+
+def measure(names, B, T, H, D, keep_busy):
+    """name -> {"forward_ms", "forward_backward_ms", "bytes_per_row", "products"}, or {"failed": why}."""
+    (q, k, v), log_g, dy = make_inputs(B, T, H, D)
+    ours, theirs = [q, k, v, log_g], [heads_first(x) for x in (q, k, v)] + [log_g.detach().transpose(1, 2).contiguous()]
+    dy_theirs = heads_first(dy)
+    torch.compiler.reset()  # each T its own compilations, none of them made for any T
+    results, built = {}, {}
+    for name in names:
+        others = name in BACKENDS or name.startswith("flex")
+        try:
+            f, inputs, dy_, products = build(name, *((theirs, dy_theirs) if others else (ours, dy)))
+            for _ in range(3):
+                forward_backward(f, inputs, dy_)
+            rows = extra_bytes(f, inputs, dy_) / (B * T * H)
+            built[name] = f, inputs, dy_
+            results[name] = dict(forward=[], both=[], bytes_per_row=rows, products=products)
+        except Exception as error:  # out of memory, no such backend here, a compiler's error: the others go on
+            results[name] = dict(failed=one_line(error))
+        torch.cuda.empty_cache()
+    for _ in range(ROUNDS):
+        for name in list(built):
+            f, inputs, dy_ = built[name]
+            try:
+                results[name]["forward"].append(milliseconds(lambda: f(*inputs), keep_busy))
+                results[name]["both"].append(milliseconds(lambda: forward_backward(f, inputs, dy_), keep_busy))
+            except Exception as error:
+                results[name] = dict(failed=one_line(error))
+                del built[name]
+    for result in results.values():
+        if "failed" not in result:
+            result["forward_ms"], result["forward_backward_ms"] = (
+                median(result.pop("forward")),
+                median(result.pop("both")),
+            )
+    return results
+
+
+def flops(B, T, H, D, products):
+    return B * H * products * T * T * D  # of a product: T^2 / 2 pairs, D multiplications and D additions each
+
+
+def matrix_product(n=8192):
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.matmul(a, b, out=out), 2 * n**3
+
+
+# ---- the table
+
+HEADER = ("T", "contender", "fwd ms", "fwd+bwd", "/ cudnn", "/ cudnn", "TFLOP/s", "share", "TFLOP/s", "share", "B/row")
+WIDTHS = (6, 14, 8, 9, 8, 8, 8, 6, 8, 6, 7)
+
+
+def line(cells):
+    return " ".join(f"{c:<{w}}" if i == 1 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(cells, WIDTHS))).rstrip()
+
+
+def row(T, name, result, cudnn, shape, ceiling):
+    """(figures for the JSON file, cells of the table)"""
+    figures, ms, ratios, rates = dict(T=T, contender=name, **result), [], [], []
+    if "failed" in result:
+        return figures, [T, name] + ["-"] * (len(WIDTHS) - 2)
+    for what, products in (("forward", 2), ("forward_backward", 2 + figures.pop("products"))):
+        t = result[f"{what}_ms"]
+        ratio = t / cudnn[f"{what}_ms"] if f"{what}_ms" in cudnn else None
+        tflops = flops(*shape, products) / t * 1e-9
+        figures |= {f"{what}_ratio": ratio, f"{what}_tflops": tflops, f"{what}_share": tflops / ceiling}
+        ms.append(f"{t:.3f}")
+        ratios.append("-" if ratio is None else f"{ratio:.2f}")
+        rates += [f"{tflops:.0f}", f"{tflops / ceiling:.0%}"]
+    return figures, [T, name, *ms, *ratios, *rates, f"{result['bytes_per_row']:.1f}"]
+
+
+def bench(args):
+    import triton
+
+    matmul, matmul_flops = matrix_product()
+    for _ in range(3):
+        milliseconds(matmul, matmul)
+    ceiling = matmul_flops / median(milliseconds(matmul, matmul) for _ in range(ROUNDS)) * 1e-9
+    print(f"{args.tokens} tokens a call, {args.heads} heads of {args.head_dim}, bfloat16\n\n{line(HEADER)}", flush=True)
+    rows = []
+    for T in args.T:
+        names = args.only or [*BACKENDS, *(n for n in POWERS if args.all or n not in ONLY_WITH_ALL)]
+        names = [n for n in names if not n.startswith("flex") or (not args.no_flex and (args.all or T <= 16384))]
+        shape = (max(1, args.tokens // T), T, args.heads, args.head_dim)
+        results = measure(names, *shape, matmul)
+        for name in names:
+            figures, cells = row(T, name, results[name], results.get("cudnn", {}), shape, ceiling)
+            rows.append(figures)
+            print(line(cells), flush=True)
+        torch.cuda.empty_cache()
+    print()
+    for failed in (r for r in rows if "failed" in r):
+        print(f"T={failed['T']} {failed['contender']}: {failed['failed']}")
+    system = dict(
+        gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
+        cudnn=torch.backends.cudnn.version(), ceiling_tflops=ceiling, tokens=args.tokens, heads=args.heads,
+        head_dim=args.head_dim,
+    )  # fmt: skip
+    print(f"{system['gpu']}, torch {system['torch']}, triton {system['triton']}, cuDNN {system['cudnn']}")
+    print(f"ceiling: {ceiling:.0f} TFLOP/s, a bfloat16 matrix product of 8192 x 8192 x 8192")
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(dict(**system, rows=rows), indent=1) + "\n")
+
+
+# ---- the first call
+
+
+def first_calls(lengths):
+    """In a process of its own: seconds of the first forward and backward at each T, and new entries in the cache."""
+    from kernels.ops import quadratic_attention
+
+    cache = Path(os.environ["TRITON_CACHE_DIR"])
+    for T in lengths:
+        (q, k, v), log_g, dy = make_inputs(16, T, 12, 64)
+        torch.cuda.synchronize()
+        before = len(list(cache.glob("*")))
+        start = time.perf_counter()
+        forward_backward(lambda *x: quadratic_attention(*x, p=4), (q, k, v, log_g), dy)
+        torch.cuda.synchronize()
+        print(json.dumps([time.perf_counter() - start, len(list(cache.glob("*"))) - before]), flush=True)
+
+
+def cold_start():
+    def run(*lengths):
+        command = [sys.executable, __file__, "--first_calls", *map(str, lengths)]
+        done = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": cache}, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            sys.exit(done.returncode)  # its own error is on stderr
+        return [json.loads(text) for text in done.stdout.splitlines() if text.startswith("[")]
+
+    with tempfile.TemporaryDirectory() as cache:
+        [(cold, compiled)] = run(COLD_T)
+        (warm, _), (new, recompiled) = run(COLD_T, NEW_T)
+    print("first forward and backward of a process, p=4 gated, 12 heads of 64, bfloat16, imports not counted:")
+    print(f"  empty Triton cache, T={COLD_T}    {cold:8.3f} s   {compiled} new entries in the cache")
+    print(f"  filled cache,       T={COLD_T}    {warm:8.3f} s")
+    print(f"  then                T={NEW_T}    {new:8.3f} s   {recompiled} new entries in the cache")
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="bench/attention.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--T", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="context lengths")
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--head_dim", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=65536, help="in a call: the batch is tokens / T")
+    parser.add_argument("--all", action="store_true", help="also p = 2, 6, 8, and FlexAttention at any T")
+    parser.add_argument("--only", nargs="+", choices=[*BACKENDS, *POWERS], metavar="NAME", help="these contenders")
+    parser.add_argument("--no_flex", action="store_true", help="leave FlexAttention out (it compiles for long)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there too")
+    parser.add_argument("--cold_start", action="store_true", help="time the first call instead")
+    parser.add_argument("--first_calls", type=int, nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench/attention.py: no CUDA GPU here, and there is nothing else to measure", file=sys.stderr)
+        sys.exit(2)
+    if args.first_calls:
+        first_calls(args.first_calls)
+    elif args.cold_start:
+        cold_start()
+    else:
+        bench(args)
+
+
+if __name__ == "__main__":
+    main()

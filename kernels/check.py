@@ -1,0 +1,92 @@
+"""The kernels against float64, output and every gradient, on the GPU at hand.
+
+for line, ok in check(SIZES): ...          # doctor.py, under a minute with an empty cache
+failure = checked(dtype, D, p, gated)      # train.py, about a second, once for a GPU, torch, Triton and these sizes
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+import triton
+
+from attention.power import power_attention
+from kernels.ops import quadratic_attention
+
+# dtype, head dimension, p, gated: every kernel, branch of the power and head dimension at least once
+SIZES = [
+    (torch.bfloat16, 64, 4, False), (torch.bfloat16, 64, 4, True), (torch.bfloat16, 64, 2, True),
+    (torch.bfloat16, 64, 6, False), (torch.bfloat16, 64, 8, True), (torch.bfloat16, 128, 4, True),
+    (torch.bfloat16, 32, 4, True), (torch.bfloat16, 16, 2, False),
+    (torch.float32, 64, 4, True), (torch.float32, 32, 2, False),
+]  # fmt: skip
+TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-5)}  # of y, of gradients
+
+
+def check(sizes=SIZES):
+    """(what was checked and the errors, whether they are within tolerance) for each of the sizes, one by one."""
+    for dtype, D, p, gated in sizes:
+        name = f"{str(dtype).removeprefix('torch.')} D={D} p={p}{' gated' if gated else ''}"
+        found = errors(dtype, D, p, gated)
+        ok = all(e <= TOLERANCE[dtype][n != "y"] for n, e in found.items())  # NaN is not
+        yield f"{name}: " + ", ".join(f"{n} {e:.1e}" for n, e in found.items()), ok
+
+
+def errors(dtype, D, p, gated, T=1000):
+    """{"y": error, "dq": ..., ...}: ||kernel - float64|| / max(||float64||, 1e-3 ||dy||), on random inputs."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)
+    qkv = make(1, T, 4, D).to(dtype)
+    inputs = list(qkv.split((2, 1, 1), dim=2))
+    if gated:
+        inputs.append(torch.nn.functional.logsigmoid(3 * make(1, T, 1) + 4))
+    dy = make(1, T, 2, D).to(dtype)
+    results = []
+    for attention, to in ((quadratic_attention, lambda x: x), (_reference, torch.Tensor.double)):
+        leaves = [to(x).detach().requires_grad_() for x in inputs]
+        y = attention(*leaves, p=p)
+        results.append([y, *torch.autograd.grad(y, leaves, to(dy))])
+    floor = 1e-3 * dy.double().norm()
+    names = ["y", "dq", "dk", "dv", "dlog_g"]
+    return {n: ((a.double() - b).norm() / b.norm().maximum(floor)).item() for n, a, b in zip(names, *results)}
+
+
+def _reference(q, k, v, log_g=None, *, p):
+    return power_attention(q, k, v, log_g, p=p, form="quadratic")  # of float64: plain PyTorch
+
+
+def checked(dtype, D, p, gated):
+    """ "" if these kernels are right here, else what is wrong. Remembered in ~/.cache/sympow."""
+    sources = b"".join(f.read_bytes() for f in sorted(Path(__file__).parent.glob("*")) if f.suffix in (".py", ".json"))
+    key = [
+        torch.cuda.get_device_name(),
+        torch.__version__,
+        triton.__version__,
+        hashlib.sha256(sources).hexdigest()[:12],
+    ]
+    key = ", ".join([*key, str(dtype), f"D={D}", f"p={p}", f"gated={gated}"])
+    memory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sympow" / "checked.json"
+    try:
+        if key in json.loads(memory.read_text()):
+            return ""
+    except (OSError, ValueError):
+        pass
+    try:
+        ((line, ok),) = check([(dtype, D, p, gated)])
+    except (
+        Exception
+    ) as error:  # no compiler, a Triton that does not fit the driver: whatever it is, PyTorch still works
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
+    if not ok:
+        return f"wrong results, {line}"
+    try:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        known = json.loads(memory.read_text()) if memory.exists() else []
+        memory.with_suffix(f".{os.getpid()}").write_text(json.dumps([*known, key], indent=1))
+        memory.with_suffix(f".{os.getpid()}").replace(memory)
+    except (OSError, ValueError):
+        pass  # it will be checked again
+    return ""

@@ -1,0 +1,231 @@
+"""Measure tile sizes on the GPU at hand and write the best into table.json.
+
+    python -m kernels.tune                                   # or: make tune; a few minutes
+    python -m kernels.tune --dtype bfloat16 --head_dim 64 --p 4 --gated yes --dry_run
+
+One line for each kernel, dtype, head dimension, p and gates: the chosen tile sizes, their milliseconds, and what the
+safe ones take. A candidate that does not fit, does not compile or does not give the safe one's result is left out. Of
+candidates within 1% the first listed wins, so that tuning again changes little. p=2 takes over what p=4 chose, and p=6
+what p=8 chose, unless --all or --p asks for their own. A backward pass is timed within the whole backward, its other
+pass with safe sizes: only differences count.
+"""
+
+import argparse
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kernels import HEAD_DIMS, POWERS
+from kernels.configs import TABLE, Config, key, safe
+
+KERNELS = ("forward", "dq", "dkdv")
+FEATURES = 768  # heads times head dimension
+SIZES = {torch.bfloat16: (16384, 49152), torch.float32: (4096, 8192)}  # T and tokens of the timed input
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # relative difference from the safe sizes' result
+CHECKED_T = 1000  # ends inside a tile
+TAKES_OVER = {4: (4, 2), 8: (8, 6)}
+WORKERS = 16  # at most: each has a CUDA context of some 500 MB
+
+# (kernel, dtype) -> [(largest head dimension, candidates besides the safe one, the plainer first), ...]
+CANDIDATES = {
+    ("forward", torch.bfloat16): [
+        (64, [(64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 128, 8, 3)]),
+        (128, [(64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3)]),
+    ],
+    ("dq", torch.bfloat16): [
+        (64, [(64, 64, 4, 3), (64, 64, 4, 3, 168), (128, 64, 4, 3), (64, 128, 4, 3)]),
+        (128, [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3)]),
+    ],
+    ("dkdv", torch.bfloat16): [
+        (64, [(64, 64, 4, 3), (32, 64, 4, 3, 168), (64, 128, 8, 3)]),
+        (128, [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2)]),
+    ],
+    ("forward", torch.float32): [
+        (64, [(64, 64, 4, 2), (64, 64, 8, 2), (128, 32, 4, 2)]),
+        (128, [(64, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2)]),
+    ],
+    ("dq", torch.float32): [
+        (64, [(64, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 1)]),
+        (128, [(32, 32, 4, 2), (64, 32, 8, 1)]),
+    ],
+    ("dkdv", torch.float32): [
+        (64, [(32, 64, 4, 2), (32, 64, 8, 2), (64, 64, 8, 1)]),
+        (128, [(32, 32, 4, 2), (32, 64, 8, 1)]),
+    ],
+}
+
+
+class Case(NamedTuple):
+    kernel: str
+    dtype: torch.dtype
+    D: int
+    p: int
+    gated: bool
+
+
+def candidates(case):
+    """The safe configuration and then the others."""
+    others = next(listed for largest, listed in CANDIDATES[case.kernel, case.dtype] if case.D <= largest)
+    return list(dict.fromkeys([safe(case.kernel, case.dtype, case.D), *(Config(*c) for c in others)]))
+
+
+def launcher(case, B, T):
+    """A function of a Config that runs the case's kernel, or the backward it is part of, and returns the outputs."""
+    from kernels import quadratic
+
+    kernel, dtype, D, p, gated = case
+    H = FEATURES // D
+    torch.manual_seed(0)
+    q, k, v = torch.randn(B, T, 3 * H, D, device="cuda", dtype=dtype).split(H, dim=2)  # as from a fused projection
+    dy = torch.randn(B, T, H, D, device="cuda", dtype=dtype)
+    log_g = F.logsigmoid(6.9 + torch.randn(B, T, H, device="cuda")) if gated else None
+
+    def forward(config):
+        y, l = quadratic.forward(q, k, v, log_g, p=p, config=config)
+        return y, l[..., :T]
+
+    if kernel == "forward":
+        return forward
+    y, l = quadratic.forward(q, k, v, log_g, p=p, config=safe("forward", dtype, D))
+
+    def backward(config):
+        configs = (config, safe("dkdv", dtype, D)) if kernel == "dq" else (safe("dq", dtype, D), config)
+        grads = quadratic.backward(dy, None, q, k, v, log_g, y, l, p=p, configs=configs)
+        return [x for x in grads if x is not None]
+
+    return backward
+
+
+def compiles(case, config):
+    """Run once, in a worker, so that Triton's cache on disk has the kernel; why it failed, or ""."""
+    try:
+        launcher(case, 1, CHECKED_T)(config)
+        torch.cuda.synchronize()
+        return ""
+    except Exception as error:
+        return one_line(error)
+
+
+def one_line(error):
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:120]
+
+
+def difference(outputs, expected):
+    """The largest relative difference of an output; inf if one is not finite."""
+    pairs = [(a.double(), b.double()) for a, b in zip(outputs, expected, strict=True)]
+    errors = [((a - b).norm() / b.norm()).item() if a.isfinite().all() else float("inf") for a, b in pairs]
+    return max(errors) if all(e == e for e in errors) else float("inf")
+
+
+def measure(case, failed):
+    """{config: milliseconds} of the candidates that work; failed is {config: reason}, to which others are added."""
+    from triton.testing import do_bench
+
+    check = launcher(case, 1, CHECKED_T)
+    expected = check(safe(case.kernel, case.dtype, case.D))
+    T, tokens = SIZES[case.dtype]
+    timed = launcher(case, tokens // T, T)
+    ms = {}
+    for config in candidates(case):
+        if config in failed:
+            continue
+        try:
+            error = difference(check(config), expected)
+            if error > TOLERANCE[case.dtype]:
+                failed[config] = f"differs from the safe sizes' result by {error:.1e}"
+                continue
+            ms[config] = do_bench(lambda: timed(config), warmup=10, rep=60, return_mode="median")
+        except Exception as error:
+            failed[config] = one_line(error)
+    return ms
+
+
+def best(ms):
+    """The first within 1% of the fastest."""
+    return next(config for config, t in ms.items() if t <= 1.01 * min(ms.values()))
+
+
+def show(config):
+    return ",".join(map(str, config if config.maxnreg else config[:4]))
+
+
+def write_table(path, device, entries):
+    """Put the entries of one device into the table, the other devices' and its other entries untouched."""
+    path = Path(path)
+    table = json.loads(path.read_text()) if path.exists() else {}
+    table[device] = {**table.get(device, {}), **{name: list(config) for name, config in entries.items()}}
+    devices = []
+    for name in sorted(table):
+        lines = [f"  {json.dumps(entry)}: {json.dumps(table[name][entry])}" for entry in sorted(table[name])]
+        devices.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("{\n" + ",\n".join(devices) + "\n}\n")
+    os.replace(temporary, path)
+
+
+def tune(cases, take_over, dry_run):
+    device = torch.cuda.get_device_name()
+    jobs = [(case, config) for case in cases for config in candidates(case)]
+    workers = max(1, min(WORKERS, (os.cpu_count() or 1) - 2, len(jobs)))
+    print(f"{device}: compiling {len(jobs)} candidates in {workers} processes", flush=True)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        reasons = list(pool.map(compiles, *zip(*jobs)))
+    entries = {}
+    for case in cases:
+        failed = {config: why for (c, config), why in zip(jobs, reasons) if c == case and why}
+        name = key(*case)
+        try:
+            ms = measure(case, failed)
+        except Exception as error:  # the safe configuration itself
+            print(f"{name:<32} left as it was: {one_line(error)}", flush=True)
+            continue
+        if ms:
+            chosen, plain = best(ms), ms.get(safe(case.kernel, case.dtype, case.D))
+            than = f"{plain:.3f} ms" if plain else "not measured"
+            print(f"{name:<32} {show(chosen):<18} {ms[chosen]:8.3f} ms   safe: {than}", flush=True)
+            for p in TAKES_OVER.get(case.p, (case.p,)) if take_over else (case.p,):
+                entries[key(case.kernel, case.dtype, case.D, p, case.gated)] = chosen
+        for config, why in failed.items():
+            print(f"    without {show(config)}: {why}", flush=True)
+    if dry_run:
+        print("dry run: the table is as it was")
+    elif entries:
+        write_table(TABLE, device, entries)
+        print(f"{len(entries)} entries written to {TABLE}")
+    return 0 if entries else 1
+
+
+def main():
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in SIZES}
+    parser = argparse.ArgumentParser(prog="python -m kernels.tune", description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", nargs="+", choices=dtypes, default=list(dtypes))
+    parser.add_argument("--head_dim", nargs="+", type=int, choices=HEAD_DIMS, default=HEAD_DIMS)
+    parser.add_argument(
+        "--p", nargs="+", type=int, choices=POWERS, help="measure these (default: 4, also for 2, and 8, also for 6)"
+    )
+    parser.add_argument("--gated", choices=("yes", "no"), help="only with, or only without gates")
+    parser.add_argument("--all", action="store_true", help="measure p=2 and p=6 too")
+    parser.add_argument("--dry_run", action="store_true", help="print, write nothing")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("kernels.tune: no CUDA GPU here to measure on; the table is as it was", file=sys.stderr)
+        return 2
+    powers = args.p or (POWERS if args.all else tuple(TAKES_OVER))
+    gates = {"yes": (True,), "no": (False,), None: (False, True)}[args.gated]
+    cases = [
+        Case(kernel, dtypes[dtype], D, p, gated)
+        for dtype in args.dtype for D in args.head_dim for p in powers for gated in gates for kernel in KERNELS
+    ]  # fmt: skip
+    return tune(cases, not args.p and not args.all, args.dry_run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,399 @@
+"""The Triton kernels against the float64 oracle: outputs and every gradient.
+
+On the CPU in Triton's interpreter, in float32 (its products of bfloat16 are wrong); with TEST_GPU=1 on the GPU, in
+bfloat16 and float32. Tests marked gpu are too large for the interpreter, or ask for a GPU's promises.
+"""
+
+import math
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from oracle import power_attention_oracle, relative_error
+from torch.nn.functional import logsigmoid
+
+pytest.importorskip("triton", reason="Triton has no wheel for this system")
+
+import kernels  # noqa: E402
+from attention import power  # noqa: E402
+from attention.power import power_attention  # noqa: E402
+from kernels import configs, ops, quadratic  # noqa: E402
+from kernels.configs import Config  # noqa: E402
+
+GPU = bool(os.environ.get("TEST_GPU"))
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.bfloat16, torch.float32] if GPU else [torch.float32]
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+GATES = {
+    "none": lambda x: None,
+    "near one": lambda x: x.mul(0) + math.log(1 - 1e-6),
+    "learned": lambda x: logsigmoid(3 * x + 1),
+    "half": lambda x: x.mul(0) + math.log(0.5),
+    "strong": lambda x: x.mul(0) + math.log(1e-3),
+    "zeros": lambda x: logsigmoid(x).masked_fill(x > 1, float("-inf")),
+    "rare zeros": lambda x: logsigmoid(x + 6).masked_fill(x > 2.7, float("-inf")),
+    "all zero": lambda x: x.mul(0).masked_fill(torch.ones_like(x, dtype=bool), float("-inf")),
+}
+
+
+def inputs(T, gates, dtype, B=1, H=2, Hkv=1, D=16, seed=0, mean=0.0):
+    """[q, k, v, log_g or None] and dy, values exact in dtype; q, k, v are views of one fused projection."""
+    generator = torch.Generator().manual_seed(seed)
+    make = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE)
+    qkv = make(B, T, H + 2 * Hkv, D)
+    if mean:  # keys share a mean that the queries are orthogonal to
+        direction = torch.nn.functional.normalize(torch.ones(D, device=DEVICE), dim=0)
+        qkv[:, :, :H] -= (qkv[:, :, :H] @ direction).unsqueeze(-1) * direction
+        qkv[:, :, H : H + Hkv] += mean * direction
+    q, k, v = qkv.to(dtype).split((H, Hkv, Hkv), dim=2)
+    return [q, k, v, GATES[gates](make(B, T, Hkv))], make(B, T, H, D).to(dtype)
+
+
+def gradients(attention, tensors, dy, to=lambda x: x):
+    leaves = [x if x is None else to(x).detach().requires_grad_() for x in tensors]
+    y = attention(*leaves)
+    return [y, *torch.autograd.grad(y, [x for x in leaves if x is not None], to(dy), materialize_grads=True)]
+
+
+def assert_right(tensors, dy, p, oracle=power_attention_oracle, short=None):
+    """Kernel and oracle agree within design tolerances: bfloat16 4e-3, and 8e-3 for gradients of long sequences."""
+    results = gradients(lambda *x: ops.quadratic_attention(*x, p=p), tensors, dy)
+    ref = gradients(lambda *x: oracle(*x, p=p), tensors, dy, torch.Tensor.double)
+    short = tensors[0].shape[1] < 1000 if short is None else short
+    floor = 1e-3 * dy.double().norm().item()
+    for name, x, r in zip(("y", "dq", "dk", "dv", "dlog_g"), results, ref):
+        if dy.dtype == torch.float32:
+            tolerance = 1e-5
+        else:
+            tolerance = 4e-3 if name == "y" else 5e-2 if short else 8e-3
+        error = relative_error(x, r, floor)
+        assert error <= tolerance, f"{name}: error {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 200])
+def test_every_length_and_gate(T, gates, dtype):
+    assert_right(*inputs(T, gates, dtype), p=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gates", ["none", "learned"])
+@pytest.mark.parametrize("D", [16, 32, 64, 128])
+@pytest.mark.parametrize("p", [2, 4, 6, 8])
+def test_every_power_and_head_dimension(p, D, gates, dtype):
+    assert_right(*inputs(130, gates, dtype, D=D), p=p)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("H,Hkv", [(1, 1), (3, 3), (6, 2), (4, 1)])
+def test_query_heads_share_key_value_heads(H, Hkv, dtype):
+    assert_right(*inputs(100, "zeros", dtype, B=2, H=H, Hkv=Hkv), p=2)
+
+
+@pytest.mark.parametrize("config", [(32, 32, 4, 2), (32, 64, 4, 2), (32, 128, 4, 2), (64, 64, 4, 2), (64, 128, 4, 2)])
+def test_tiles_of_any_shape_give_the_same(config):
+    tensors, dy = inputs(300, "rare zeros", torch.float32)
+    ref = gradients(lambda *x: ops.quadratic_attention(*x, p=4), tensors, dy)
+    BM, BN, *rest = config
+    y, l = quadratic.forward(*tensors, p=4, config=Config(BN, BM, *rest))
+    config = Config(*config)
+    grads = quadratic.backward(dy, None, *tensors, y, l, p=4, configs=(Config(BN, BM, *rest), config))
+    for x, r in zip([y, *grads], ref):
+        assert relative_error(x, r, 1e-6) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p,smallest", [(2, 1e-6), (4, 1e-6), (6, 1e-4), (8, 1e-4)])
+@pytest.mark.parametrize("size", ["smallest", 1e4])
+@pytest.mark.parametrize("of", ["q", "k", "both"])
+def test_scores_of_any_size_neither_overflow_nor_vanish(p, smallest, size, of, dtype):
+    (q, k, v, _), dy = inputs(100, "none", torch.float32)
+    size = smallest if size == "smallest" else size
+    factor = size / (0.25 * (q * k).sum(-1)).abs().mean().item()
+    q, k = {"q": (q * factor, k), "k": (q, k * factor), "both": (q * factor**0.5, k * factor**0.5)}[of]
+    tensors = [q.to(dtype), k.to(dtype), v.to(dtype), None]
+    assert_right(tensors, dy.to(dtype), p)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mean", [3.0, 10.0])
+def test_keys_with_a_common_mean(mean, dtype):
+    assert_right(*inputs(200, "none", dtype, D=64, mean=mean), p=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_without_weight_give_zeros_and_zero_gradients(dtype):
+    (q, k, v, _), dy = inputs(100, "none", dtype)
+    q, k = q.clone(), k.clone()
+    q[:, 70], k[:, :2] = 0, 0
+    y, dq, dk, dv = gradients(lambda *x: ops.quadratic_attention(*x[:3], p=4), [q, k, v, None], dy)
+    for x in (y, dq):
+        assert (x[:, 70] == 0).all() and (x[:, :2] == 0).all() and (x[:, 71:] != 0).any()
+    assert dk.isfinite().all() and dv.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_sees_itself_alone_returns_its_value_and_has_no_gradient(dtype):
+    tensors, dy = inputs(70, "all zero", dtype, H=1)
+    y, dq, dk, dv, dlog_g = gradients(lambda *x: ops.quadratic_attention(*x, p=6), tensors, dy)
+    assert relative_error(y, tensors[2], 1e-9) < 1e-6 and (dq == 0).all() and (dk == 0).all() and (dlog_g == 0).all()
+
+
+def test_strided_inputs_and_expanded_gradients():
+    tensors, _ = inputs(70, "learned", DTYPES[0], B=2)
+    shape = 2, 70, 2, 16
+    made = torch.randn(2, 2, 16, 70).to(DEVICE, DTYPES[0])
+    for dy in (made.permute(0, 3, 1, 2), made.permute(0, 3, 1, 2)[:1].expand(shape), torch.ones((), device=DEVICE)):
+        dy = dy.to(DTYPES[0]).expand(shape)
+        views = [x if x is None else x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+        strided = gradients(lambda *x: ops.quadratic_attention(*x, p=2), views, dy)
+        plain = gradients(
+            lambda *x: ops.quadratic_attention(*x, p=2), [x.contiguous() for x in tensors], dy.contiguous()
+        )
+        assert not views[0].is_contiguous() and not dy.is_contiguous()
+        for a, b in zip(strided, plain):
+            assert relative_error(a, b, 1e-6) < (1e-2 if dy.dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gates", ["none", "zeros"])
+def test_sums_that_are_not_divided(gates, dtype):
+    (q, k, v, log_g), dy = inputs(100, gates, dtype)
+    dden = torch.randn(1, 2, 100).to(DEVICE)
+    scale = 0.3
+
+    def reference(q, k, v, log_g=None):
+        T, H = q.shape[1:3]
+        k, v = k.repeat_interleave(H, 2), v.repeat_interleave(H, 2)
+        w = (scale * torch.einsum("bihd,bjhd->bhij", q, k)) ** 4
+        visible = torch.ones(T, T, device=DEVICE, dtype=bool).tril()
+        if log_g is not None:
+            resets = (log_g == float("-inf")).cumsum(1).transpose(1, 2)
+            visible = visible & (resets.unsqueeze(-1) == resets.unsqueeze(-2))
+            c = log_g.masked_fill(log_g == float("-inf"), 0).cumsum(1).transpose(1, 2)
+            w = w * (c.unsqueeze(-1) - c.unsqueeze(-2)).masked_fill(~visible, float("-inf")).exp()
+        w = w.masked_fill(~visible, 0)
+        return torch.einsum("bhij,bjhd->bihd", w, v), w.sum(-1)
+
+    results = []
+    for f, to in ((lambda *x: ops.quadratic_sums(*x, p=4, scale=scale), lambda x: x), (reference, torch.Tensor.double)):
+        leaves = [to(x).detach().requires_grad_() for x in (q, k, v, log_g) if x is not None]
+        num, den = f(*leaves)
+        total = (num * to(dy.float())).sum() + (den * to(dden)).sum()
+        results.append([num, den, *torch.autograd.grad(total, leaves)])
+    for x, r in zip(*results):
+        assert relative_error(x, r, 1e-3) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert results[0][0].dtype == results[0][1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("gates", ["none", "learned"])
+def test_the_operator_keeps_torchs_rules(gates, normalize):
+    tensors, _ = inputs(40, gates, DTYPES[0])
+    leaves = [x if x is None else x.detach().requires_grad_() for x in tensors]
+    torch.library.opcheck(torch.ops.sympow.quadratic.default, (*leaves, 2, 0.25, normalize))
+
+
+def test_meta_tensors_have_the_right_shapes():
+    tensors, _ = inputs(40, "learned", DTYPES[0])
+    y = ops.quadratic_attention(*(x.to("meta") for x in tensors), p=2)
+    assert y.shape == tensors[0].shape and y.dtype == DTYPES[0] and y.is_meta
+    num, den = ops.quadratic_sums(*(x.to("meta") for x in tensors), p=2, scale=1.0)
+    assert den.shape == (1, 2, 40) and num.dtype == torch.float32
+
+
+def test_a_compiled_function_has_no_graph_break():
+    tensors, dy = inputs(70, "learned", DTYPES[0])
+    attention = lambda q, k, v, log_g: ops.quadratic_attention(2 * q, k, v, log_g, p=2) + 1
+    compiled = torch.compile(attention, fullgraph=True, backend="inductor" if GPU else "aot_eager")
+    for a, b in zip(gradients(compiled, tensors, dy), gradients(attention, tensors, dy)):
+        assert relative_error(a, b, 1e-6) < (1e-2 if GPU else 1e-6)
+
+
+def test_a_second_derivative_is_refused():
+    tensors, dy = inputs(40, "none", DTYPES[0])
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    (dq,) = torch.autograd.grad(ops.quadratic_attention(q, k, v, p=2), q, dy, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(dq.sum(), k)
+
+
+def test_two_runs_give_the_same_bits():
+    tensors, dy = inputs(5000 if GPU else 200, "learned", DTYPES[0], H=4, Hkv=2, D=64)
+    runs = [gradients(lambda *x: ops.quadratic_attention(*x, p=4), tensors, dy) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def test_power_attention_uses_the_kernels_where_they_take_the_sizes(monkeypatch):
+    """On a GPU as it is; on the CPU by pretending that it is one."""
+    if not GPU:
+        take = power._kernels_take
+        monkeypatch.setattr(power, "_kernels_take", lambda device, *sizes: take("cuda", *sizes))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(power, "_told", set())
+    calls = []
+    used = ops.quadratic_attention
+    monkeypatch.setattr(ops, "quadratic_attention", lambda *a, **k: calls.append(1) or used(*a, **k))
+    tensors, dy = inputs(70, "learned", DTYPES[-1])
+    y, state = power_attention(*tensors, p=2, form="quadratic", return_state=True)
+    assert calls and relative_error(y, power_attention_oracle(*(x.double() for x in tensors), p=2), 1e-6) < 1e-5
+    with warnings.catch_warnings(action="error"):  # float64 is the reference, no size that is lacking
+        ref, ref_state = power_attention(*(x.double() for x in tensors), p=2, form="quadratic", return_state=True)
+        power_attention(*tensors, p=2, form="quadratic", initial_state=state)
+    assert len(calls) == 1 and all(relative_error(a, b, 1e-6) < 1e-5 for a, b in zip(state, ref_state))
+    for change, words in (
+        (dict(p=10), "p=10 "), (dict(D=8), "head dimension 8 "), (dict(E=8), "values 8 wide"), (dict(half=1), "float"),
+    ):  # fmt: skip
+        q, k, v = (x[..., : change.get("D", 16)] for x in tensors[:3])
+        v = v[..., : change.get("E", 16)]
+        q, k, v = (x.half() if "half" in change else x for x in (q, k, v))
+        with pytest.warns(UserWarning, match=words):
+            power_attention(q, k, v, p=change.get("p", 2), form="quadratic")
+        with warnings.catch_warnings(action="error"):  # once
+            power_attention(q, k, v, p=change.get("p", 2), form="quadratic")
+    assert len(calls) == 1
+    monkeypatch.setattr(kernels, "broken", "they gave wrong results")
+    with pytest.warns(UserWarning, match="wrong results"):
+        power_attention(*tensors, p=2, form="quadratic")
+
+
+def test_autocast_casts_as_sdpa_does():
+    tensors, _ = inputs(40, "learned", torch.float32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y = power_attention(*tensors, p=2, form="quadratic")
+    assert y.dtype == torch.bfloat16
+    ref = power_attention(*(x.bfloat16() for x in tensors[:3]), tensors[3], p=2, form="quadratic")
+    assert torch.equal(y, ref)
+
+
+def test_every_choice_of_tiles_is_one_the_kernels_take():
+    choices = {(name, dtype): [c for _, c in configs.SAFE[name, dtype]] for name, dtype in configs.SAFE}
+    for entries in configs._table().values():
+        for key, c in entries.items():
+            name, dtype = key.split()[:2]
+            choices[name, getattr(torch, dtype)].append(Config(*c))
+    for (name, _), found in choices.items():
+        for c in found:
+            assert {c.BM, c.BN} <= {32, 64, 128} and c.warps in (4, 8) and 1 <= c.stages <= 4, c
+            assert name != "dkdv" or c.BN % c.BM == 0, c
+
+
+# Compiles for a GPU that need not be there, in a process of its own without the interpreter: argv has the capability.
+COMPILE = """
+import sys, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import MockTensor as M
+
+class Pretended:
+    def __getattr__(self, name):
+        return lambda *_: {"get_current_target": GPUTarget("cuda", int(sys.argv[1]), 32)}.get(name, 0)
+
+driver.set_active(Pretended())
+from kernels import quadratic
+from kernels.configs import safe
+
+def shared(name, dtype, D, gated, p):
+    X, F, N = M(dtype), M(torch.float32), None
+    f64, i32 = M(torch.float64), M(torch.int32)
+    gates = (F, M(torch.int8), F, F, f64, f64, i32, i32) if gated else (N,) * 8
+    row, c, s = F if gated else N, safe(name, dtype, D), (12288, 768, D, 1)
+    sizes = dict(P=p, D=D, BM=c.BM, BN=c.BN, GATED=gated, NORMALIZE=True, PRECISION="tf32x3")
+    options = dict(num_warps=c.warps, num_stages=c.stages, grid=(1,))
+    args = {
+        "forward": (X, X, X, X, F, F, *gates, s, s, s, 1.0, 1.0, 9, 2, 2, 2, 1),
+        "dq": (X, X, X, X, X, F, N, F, *gates, X, F, row, row, s, s, s, s, 1.0, 1.0, 9, 2, 2, 2, 1),
+        "dkdv": (X, X, X, X, *gates, F, row, row, X, X, s, s, s, s, 9, 2, 2, 2, 1),
+    }
+    kernel = getattr(quadratic, name + "_kernel")
+    return kernel.warmup(*args[name], **sizes, **options).metadata.shared
+
+for dtype in (torch.bfloat16, torch.float32):
+    for D in (64, 128):  # smaller ones have the tiles of 64
+        for name in ("forward", "dq", "dkdv"):
+            print(name, dtype, D, shared(name, dtype, D, True, 8))
+"""
+
+
+def test_every_size_fits_99_KB_of_shared_memory(tmp_path):
+    pytest.importorskip("triton.backends.nvidia")
+    env = {**os.environ, "PYTHONPATH": ROOT, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", COMPILE, "86"], capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 12
+    for line in lines:
+        assert int(line.split()[-1]) <= 99 * 1024, line
+
+
+# ---- on the GPU only
+
+
+def blocked_oracle(q, k, v, log_g=None, *, p):
+    """The quadratic form in float64, block by block: test_power.py holds it to the oracle."""
+    return power_attention(q, k, v, log_g, p=p, form="quadratic")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("T,D", [(1000, 64), (4000, 128), (65536, 64)])
+def test_long_sequences(T, D, gates, dtype):
+    assert_right(*inputs(T, gates, dtype, H=1, D=D), p=4, oracle=blocked_oracle)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("p", [2, 4, 6, 8])
+@pytest.mark.parametrize("D", [16, 32, 64, 128])
+@pytest.mark.parametrize("gates", ["none", "learned"])
+def test_every_size_at_length_1000(gates, D, p):
+    assert_right(*inputs(1000, gates, torch.bfloat16, H=4, Hkv=2, D=D), p=p, oracle=blocked_oracle)
+
+
+@pytest.mark.gpu
+def test_nothing_is_left_unwritten():
+    """Every element of every output is written: allocations are filled with NaN first."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        for T in (1, 65, 300):
+            tensors, dy = inputs(T, "learned", torch.bfloat16)
+            assert all(x.isfinite().all() for x in gradients(lambda *x: ops.quadratic_attention(*x, p=4), tensors, dy))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gates,most", [("none", 16), ("learned", 32)])
+def test_extra_memory(gates, most):
+    T, H, D = 16384, 12, 64
+    tensors, dy = inputs(T, gates, torch.bfloat16, H=H, Hkv=H, D=D)
+    leaves = [x.detach().requires_grad_() for x in tensors if x is not None]
+    run = lambda: torch.autograd.grad(ops.quadratic_attention(*leaves, p=4), leaves, dy)
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = run()
+    outputs = dy.nbytes + sum(x.nbytes for x in grads)
+    extra = torch.cuda.max_memory_allocated() - before - outputs
+    assert extra / (T * H) <= most, f"{extra / (T * H):.1f} bytes a row and head"
+
+
+@pytest.mark.gpu
+def test_a_new_length_compiles_nothing():
+    counts = []
+    for T in (512, 1000, 1, 2049, 333):
+        tensors, dy = inputs(T, "learned", torch.bfloat16, B=2, H=4, Hkv=2, D=64)
+        gradients(lambda *x: ops.quadratic_attention(*x, p=4), tensors, dy)
+        caches = (
+            k.device_caches[torch.cuda.current_device()][0]
+            for k in vars(quadratic).values()
+            if hasattr(k, "device_caches")
+        )
+        counts.append(sum(map(len, caches)))
+    assert counts == counts[:1] * len(counts)
