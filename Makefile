@@ -4,10 +4,10 @@
 PYTHON ?= python3
 PY ?= .venv/bin/python
 
-.PHONY: help env demo test doctor
+.PHONY: help env demo test test-gpu doctor tune bench
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 	@echo "  PYTHON=python3.12 builds .venv from that Python; PY=python3 uses that one as it is, without .venv"
 
 demo: env  ## prepare data, train a small model, draw its loss curve, sample from it
@@ -18,6 +18,15 @@ demo: env  ## prepare data, train a small model, draw its loss curve, sample fro
 
 test: env  ## run the tests
 	$(PY) -m pytest tests
+
+test-gpu: env  ## test the kernels on this machine's GPU
+	TEST_GPU=1 $(PY) -m pytest tests/test_kernels.py
+
+bench: env  ## attention against cuDNN, flash and FlexAttention on this machine's GPU
+	$(PY) bench/attention.py
+
+tune: env  ## choose the kernels' tile sizes for this machine's GPU: rewrites kernels/table.json
+	$(PY) -m kernels.tune
 
 doctor: env  ## say what is wrong with this machine's Python, torch, GPU or compiler, and how to mend it
 	$(PY) doctor.py

@@ -2,9 +2,10 @@
 
     make doctor        # or: python doctor.py
 
-Prints one line each for Python, torch, Triton, the GPUs, the C compiler and the packages, then a verdict. Exit status
-0 if all is well (a machine without a GPU is), 1 if something is wrong. `gather` looks at the machine; `report` and
-`verdict` are pure functions of what it found, so that tests can ask about machines they do not run on.
+Prints one line each for Python, torch, Triton, the GPUs, the C compiler and the packages, then a verdict; on a GPU
+every kernel is compared with float64, output and gradients, within a minute. Exit status 0 if all is well (a machine
+without a GPU is), 1 if something is wrong. `gather` looks at the machine; `report` and `verdict` are pure functions of
+what it found, so that tests can ask about machines they do not run on.
 """
 
 import importlib.metadata
@@ -73,6 +74,9 @@ def gather():
     ask_torch(facts)
     if facts.torch_gpus and not problems(facts):
         facts.trials = {"a Triton kernel": error_of(try_triton), "torch.compile": error_of(try_compile)}
+        if not any(facts.trials.values()):
+            print("comparing the kernels with float64 (under a minute) ...", file=sys.stderr)
+            facts.trials |= try_kernels()
     return facts
 
 
@@ -164,6 +168,16 @@ def try_compile():
     assert (y == 3).all(), "the compiled function ran but gave wrong numbers"
 
 
+def try_kernels():
+    """{a kernel and its errors: "" or what is wrong}"""
+    try:
+        from kernels.check import check
+
+        return {f"kernels, {line}": "" if ok else "too far from float64" for line, ok in check()}
+    except Exception as error:
+        return {"kernels": f"{type(error).__name__}: {last_line(str(error))}"}
+
+
 def error_of(function):
     """ "" if the function returns, else the last line of what it raises."""
     try:
@@ -228,6 +242,8 @@ def problems(facts):
     for name, error in facts.trials.items():
         if error:
             mend = f'complete the compiler (apt install build-essential) or run {pip} --force-reinstall "{TORCH}"'
+            if name.startswith("kernels"):
+                mend = f'train.py does without them, slower; another Triton may help: {pip} --force-reinstall "{TORCH}"'
             found.append(f"{name} does not run on the GPU ({error}): {mend}")
     return found
 
@@ -263,7 +279,7 @@ def verdict(facts):
     wrong = problems(facts)
     if wrong:
         return [f"WRONG: {line}" for line in wrong], 1
-    lines = [f"ok: {name} compiled and ran on the GPU" for name in facts.trials]
+    lines = [f"ok: {name}" + ("" if "kernels" in name else " compiled and ran on the GPU") for name in facts.trials]
     if not facts.has_gpu:
         lines.append("no GPU: everything runs on the CPU, slower")
     absent = [name for name in OPTIONAL if not facts.packages.get(name)]

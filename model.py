@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import ATTENTIONS
 from attention.embedding import symmetric_power_dim
-from attention.power import FORMS, best_form, default_chunk_size
+from attention.power import FORMS, best_form, default_chunk_size, kernels_take
 from attention.state import LayerState
 
 LOSS_TOKENS = 16384  # logits of so many tokens exist at any time: 3.3 GB in float32 for GPT-2's vocabulary
@@ -237,7 +237,9 @@ class GPT(nn.Module):
         multiplied, and the attention's products over the half of the pairs that is causal."""
         c = self.config
         weights = sum(p.numel() for p in self.parameters() if p.dim() == 2)
-        form = c.form if c.form != "auto" else best_form(block_size, c.head_dim, c.p)
+        device = self.transformer.wte.weight.device.type
+        on_kernels = kernels_take(device, torch.bfloat16, c.head_dim, c.head_dim, c.p)
+        form = c.form if c.form != "auto" else best_form(block_size, c.head_dim, c.p, on_kernels)
         if form == "quadratic" or c.attention in ("softmax", "even_power"):
             per_head = 6 * block_size * c.head_dim
         else:

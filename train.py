@@ -23,6 +23,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import checkpoint
+import kernels
 from config import choose_device, read_settings, refuse
 from data.loader import DataError, Dataset, Windows, eval_batches, train_batch
 from model import GPT, GPTConfig
@@ -157,6 +158,7 @@ def train():
         except RuntimeError as error:  # names or shapes differ
             refuse(f"the weights of {cfg.init_from} do not fit this model: {error}")
         say(f"weights from {cfg.init_from}")
+    check_kernels(model_cfg, dtype, device, say)
     network = torch.compile(model) if compiles(cfg, device, say) else model
     if dist.is_initialized():
         ids = [device] if device.type == "cuda" else None
@@ -466,6 +468,25 @@ def learning_rate(step, cfg):
     length = (cfg.lr_decay_iters or cfg.max_iters) - cfg.warmup_iters
     done = min(1.0, (step - cfg.warmup_iters) / max(1, length))
     return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (cfg.learning_rate - cfg.min_lr)
+
+
+def check_kernels(cfg, dtype, device, say):
+    """Power attention's kernels against float64, once on each kind of machine; where they are wrong or do not compile,
+    training goes on in plain PyTorch, on all ranks."""
+    if device.type != "cuda" or cfg.attention == "softmax":
+        return
+    torch.cuda.set_device(device)
+    if not kernels.why_not(dtype, cfg.head_dim, cfg.head_dim, cfg.p):  # else power_attention says so
+        from kernels.check import checked
+
+        kernels.broken = checked(dtype, cfg.head_dim, cfg.p, gated=cfg.gate != "none" or cfg.reset_token >= 0)
+    if dist.is_initialized():
+        of_ranks = [""] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, kernels.broken)
+        kernels.broken = next(filter(None, of_ranks), "")
+    if kernels.broken:
+        say(f"!!! the Triton kernels of power attention fail on this machine: {kernels.broken}")
+        say("!!! training goes on in plain PyTorch, several times slower and with more memory: see `make doctor`")
 
 
 def compiles(cfg, device, say):

@@ -81,7 +81,7 @@ def power_attention(
     _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state)
     (B, T, H, D), (Hkv, E) = q.shape, v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    on_kernels = initial_state is None and _kernels_take(q.device.type, q.dtype, D, E, p)
+    on_kernels = initial_state is None and kernels_take(q.device.type, q.dtype, D, E, p)
     if form == "auto":
         form = best_form(T, D, p, on_kernels)
     if return_state or initial_state is not None or form != "quadratic":
@@ -144,7 +144,7 @@ def best_form(T, D, p, on_kernels=False):
 
 
 @torch.compiler.assume_constant_result  # torch.compile asks once, and does not look inside
-def _kernels_take(device_type, dtype, D, E, p):
+def kernels_take(device_type, dtype, D, E, p):
     """Whether kernels/ computes the quadratic form of these sizes; on a GPU that has to do without, a warning, once."""
     if device_type != "cuda" or dtype == torch.float64:
         return False

@@ -149,34 +149,29 @@ def measure(names, B, T, H, D, keep_busy):
     ours, theirs = [q, k, v, log_g], [heads_first(x) for x in (q, k, v)] + [log_g.detach().transpose(1, 2).contiguous()]
     dy_theirs = heads_first(dy)
     torch.compiler.reset()  # each T its own compilations, none of them made for any T
-    results, built = {}, {}
+    results, built, times = {}, {}, {}
     for name in names:
-        others = name in BACKENDS or name.startswith("flex")
+        shared = (theirs, dy_theirs) if name in BACKENDS or name.startswith("flex") else (ours, dy)
         try:
-            f, inputs, dy_, products = build(name, *((theirs, dy_theirs) if others else (ours, dy)))
+            *call, products = build(name, *shared)
             for _ in range(3):
-                forward_backward(f, inputs, dy_)
-            rows = extra_bytes(f, inputs, dy_) / (B * T * H)
-            built[name] = f, inputs, dy_
-            results[name] = dict(forward=[], both=[], bytes_per_row=rows, products=products)
+                forward_backward(*call)
+            results[name] = dict(bytes_per_row=extra_bytes(*call) / (B * T * H), products=products)
+            built[name], times[name] = call, ([], [])
         except Exception as error:  # out of memory, no such backend here, a compiler's error: the others go on
             results[name] = dict(failed=one_line(error))
         torch.cuda.empty_cache()
     for _ in range(ROUNDS):
-        for name in list(built):
-            f, inputs, dy_ = built[name]
+        for name, (f, inputs, dy_) in list(built.items()):
             try:
-                results[name]["forward"].append(milliseconds(lambda: f(*inputs), keep_busy))
-                results[name]["both"].append(milliseconds(lambda: forward_backward(f, inputs, dy_), keep_busy))
+                times[name][0].append(milliseconds(lambda: f(*inputs), keep_busy))
+                times[name][1].append(milliseconds(lambda: forward_backward(f, inputs, dy_), keep_busy))
             except Exception as error:
                 results[name] = dict(failed=one_line(error))
                 del built[name]
-    for result in results.values():
-        if "failed" not in result:
-            result["forward_ms"], result["forward_backward_ms"] = (
-                median(result.pop("forward")),
-                median(result.pop("both")),
-            )
+    for name in built:
+        forward, both = map(median, times[name])
+        results[name] |= dict(forward_ms=forward, forward_backward_ms=both)
     return results
 
 

@@ -29,9 +29,9 @@ SAFE = {
     ("forward", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
     ("dq", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
     ("dkdv", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(32, 64, 4, 2))],
-    ("forward", torch.float32): [(64, Config(64, 32, 4, 2)), (128, Config(32, 32, 4, 2))],
-    ("dq", torch.float32): [(64, Config(32, 32, 4, 2)), (128, Config(32, 32, 4, 1))],
-    ("dkdv", torch.float32): [(64, Config(32, 32, 4, 2)), (128, Config(32, 32, 4, 1))],
+    ("forward", torch.float32): [(128, Config(32, 32, 8, 1))],  # without the matrix unit: registers are the limit
+    ("dq", torch.float32): [(128, Config(32, 32, 8, 1))],
+    ("dkdv", torch.float32): [(128, Config(32, 32, 8, 1))],
 }
 
 

@@ -104,6 +104,13 @@ def test_failed_trial_on_the_gpu_is_quoted():
     assert "a Triton kernel" in line and "no ptxas" in line
 
 
+def test_a_kernel_with_wrong_results_is_named():
+    line = only_problem(**SEEN, trials={"kernels, float32 D=64 p=2: y 3.0e-01": "too far from float64"})
+    assert "D=64 p=2" in line and "train.py does without" in line
+    lines, _ = doctor.verdict(Facts(**SEEN, trials={"kernels, float32 D=64 p=2: y 3.0e-07": ""}))
+    assert lines[0] == "ok: kernels, float32 D=64 p=2: y 3.0e-07"
+
+
 def test_every_problem_has_its_own_line():
     lines, status = doctor.verdict(Facts(**GPU, compiler=None, python_h=None))
     assert status == 1 and len(lines) == 3

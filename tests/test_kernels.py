@@ -231,8 +231,8 @@ def test_two_runs_give_the_same_bits():
 def test_power_attention_uses_the_kernels_where_they_take_the_sizes(monkeypatch):
     """On a GPU as it is; on the CPU by pretending that it is one."""
     if not GPU:
-        take = power._kernels_take
-        monkeypatch.setattr(power, "_kernels_take", lambda device, *sizes: take("cuda", *sizes))
+        take = power.kernels_take
+        monkeypatch.setattr(power, "kernels_take", lambda device, *sizes: take("cuda", *sizes))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(power, "_told", set())
     calls = []
@@ -270,7 +270,7 @@ def test_autocast_casts_as_sdpa_does():
     assert torch.equal(y, ref)
 
 
-def test_every_choice_of_tiles_is_one_the_kernels_take():
+def test_every_choice_of_tiles_is_one_thekernels_take():
     choices = {(name, dtype): [c for _, c in configs.SAFE[name, dtype]] for name, dtype in configs.SAFE}
     for entries in configs._table().values():
         for key, c in entries.items():
@@ -302,7 +302,7 @@ def shared(name, dtype, D, gated, p):
     f64, i32 = M(torch.float64), M(torch.int32)
     gates = (F, M(torch.int8), F, F, f64, f64, i32, i32) if gated else (N,) * 8
     row, c, s = F if gated else N, safe(name, dtype, D), (12288, 768, D, 1)
-    sizes = dict(P=p, D=D, BM=c.BM, BN=c.BN, GATED=gated, NORMALIZE=True, PRECISION="tf32x3")
+    sizes = dict(P=p, D=D, BM=c.BM, BN=c.BN, GATED=gated, NORMALIZE=True, PRECISION=quadratic.PRECISION[dtype])
     options = dict(num_warps=c.warps, num_stages=c.stages, grid=(1,))
     args = {
         "forward": (X, X, X, X, F, F, *gates, s, s, s, 1.0, 1.0, 9, 2, 2, 2, 1),
