@@ -171,7 +171,7 @@ def _forward_tiles(
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "BH", "HEADS"])
 def forward_kernel(
-    Q, K, V, Y, L, KEY_SCALE, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, q_s, k_s, v_s,
+    Q, K, V, Y, L, KEY_SCALE, C, FIRST, E, C_START, C_END, FIRSTS, q_s, k_s, v_s,
     scale, rest, T, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
@@ -264,12 +264,13 @@ def _dq_tiles(
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "BH", "HEADS"])
 def dq_kernel(
-    Q, K, V, DY, Y, L, DL, KEY_SCALE, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, DQ, PAIR, G, ROW,
+    Q, K, V, DY, Y, L, DL, KEY_SCALE, C, FIRST, E, C_START, C_END, FIRSTS, DQ, PAIR, G, ROW,
     q_s, k_s, v_s, dy_s, scale, rest, T, H, HKV, BH, HEADS,
-    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BM rows of dq; for the other pass also g, g delta and, with gates, row (see above)."""
+    """BM rows of dq; for the other pass also g and g delta; with gates g, g times the root of the decay from the first
+    of the R rows around it, delta, and row (see above)."""
     blocks = tl.cdiv(T, BM)
     block, bh = _place(blocks, BH, HEADS)
     lo = (blocks - 1 - block) * BM
@@ -297,13 +298,6 @@ def dq_kernel(
         q = (q32 * factor[:, None]).to(q.dtype)
     else:  # the range of s^3 is wide enough without; the product is faster if q need not pass through registers
         over_l, factor = g * g, 1.0
-    pair = _at_head(PAIR, T, 2 * bh) + row[:, None] * 2 + tl.arange(0, 2)[None, :]
-    if GATED:
-        tl.store(_at_head(G, T, bh) + row, g)
-        tl.store(pair, tl.join(g * _vector(_at_head(F, T, b * HKV + hkv), lo, BM), delta))
-    else:
-        tl.store(pair, tl.join(g, g * delta))
-
     acc = tl.zeros([BM, D], tl.float32)
     r = tl.zeros([BM], tl.float32)
     begin, end = 0, lo // BN * BN
@@ -315,6 +309,14 @@ def dq_kernel(
         c_row = _vector(C, lo, BM)
         first_row = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
         begin = tl.minimum(tl.load(FIRSTS + lo // 32) // BN * BN, end)
+    pair = _at_head(PAIR, T, 2 * bh) + row[:, None] * 2 + tl.arange(0, 2)[None, :]
+    if GATED:
+        start = row // R * R
+        f = tl.where(first_row <= start, tl.exp(0.5 * (c_row - tl.load(C + start))), 0.0)
+        tl.store(_at_head(G, T, bh) + row, g)
+        tl.store(pair, tl.join(g * f, delta))
+    else:
+        tl.store(pair, tl.join(g, g * delta))
     acc, r = _dq_tiles(
         acc, r, q, dy, delta, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
         P, D, BN, GATED, False, PRECISION,
@@ -383,7 +385,7 @@ def _dkdv_tiles(
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "BHKV", "HEADS"])
 def dkdv_kernel(
-    Q, K, V, DY, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, PAIR, G, ROW, DK, DV,
+    Q, K, V, DY, C, FIRST, E, C_START, C_END, FIRSTS, PAIR, G, ROW, DK, DV,
     q_s, k_s, v_s, dy_s, T, H, HKV, BHKV, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
@@ -408,7 +410,15 @@ def dkdv_kernel(
         C_START = _at_head_32(C_START, T, bh)
         hi = tl.minimum(begin, T) - 1
         c_hi = tl.load(_at_head_32(C_END, T, bh) + hi // 32)
-        end = tl.load(_at_head_32(LASTS, T, bh) + hi // 32)
+        FIRSTS = _at_head_32(FIRSTS, T, bh)
+        below, above = hi // 32, tl.cdiv(T, 32)  # the first 32 tokens whose document begins after hi lie between
+        if tl.load(FIRSTS + above - 1) > hi:
+            while above - below > 1:
+                middle = (below + above) // 2
+                after = tl.load(FIRSTS + middle) > hi
+                above = tl.where(after, middle, above)
+                below = tl.where(after, below, middle)
+            end = above * 32
         c_col = _vector(C, lo, BN)
     for i in range(group):
         h = hkv * group + i
@@ -456,60 +466,46 @@ def _max(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit
-def _min(a, b):
-    return tl.minimum(a, b)
-
-
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "HKV"])
 def gates_kernel(
-    LOG_G, C, FIRST, E, F, C_START, C_END, FIRSTS, LASTS, g_b, g_t, g_h, T, HKV,
-    RE: tl.constexpr, RF: tl.constexpr, POWER: tl.constexpr, N: tl.constexpr,
+    LOG_G, C, FIRST, E, C_START, C_END, FIRSTS, g_b, g_t, g_h, T, HKV,
+    R: tl.constexpr, POWER: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One sequence and head: log_g summed in float64, and what the tiles need of the sums.
 
     C        the sum since the first token of the 128 around it
     FIRST    the first token of the document, counted from there; -1 if before
-    E        decay^POWER from the token to the last of its RE, 0 if that is another document's
-    F        sqrt(decay) from the first of its RF to the token, 0 likewise
-    C_START, C_END, FIRSTS, LASTS    for each 32 tokens: the sum up to the first and to the last of them, where
-             the first's document begins, and the last's ends
+    E        decay^POWER from the token to the last of the R around it, 0 if that is another document's
+    C_START, C_END, FIRSTS    for each 32 tokens: the sum up to the first and to the last of them, and the first token
+             of the first's document
     """
     bh = tl.program_id(0)
     LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + (bh % HKV) * g_h
-    C, FIRST, E, F = _at_head(C, T, bh), _at_head(FIRST, T, bh), _at_head(E, T, bh), _at_head(F, T, bh)
-    C_START, C_END = _at_head_32(C_START, T, bh), _at_head_32(C_END, T, bh)
-    FIRSTS, LASTS = _at_head_32(FIRSTS, T, bh), _at_head_32(LASTS, T, bh)
+    C, FIRST, E = _at_head(C, T, bh), _at_head(FIRST, T, bh), _at_head(E, T, bh)
+    C_START, C_END, FIRSTS = _at_head_32(C_START, T, bh), _at_head_32(C_END, T, bh), _at_head_32(FIRSTS, T, bh)
     padded = tl.cdiv(T, 128) * 128
     total = tl.zeros([], tl.float64)
     opened = tl.zeros([], tl.int32)
+    at = tl.arange(0, N)
+    following = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0)
     for start in range(0, T, N):
-        at = start + tl.arange(0, N)
-        log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0).to(tl.float64)
+        log_g = following.to(tl.float64)
+        following = tl.load(LOG_G + (at + N).to(tl.int64) * g_t, mask=at + N < T, other=0.0)
         reset = log_g == float("-inf")
         c = total + tl.associative_scan(tl.where(reset, 0.0, log_g), 0, _add)
         first = tl.maximum(tl.associative_scan(tl.where(reset, at, 0), 0, _max), opened)
         c_begin, _ = _ends(c, 128)
         tl.store(C + at, (c - c_begin).to(tl.float32), at < padded)
         tl.store(FIRST + at, tl.maximum(first - at // 128 * 128, -1).to(tl.int8), at < padded)
-        _, c_end = _ends(c, RE)
-        _, first_end = _ends(first, RE)
+        _, c_end = _ends(c, R)
+        _, first_end = _ends(first, R)
         tl.store(E + at, tl.where(first_end <= at, tl.exp(POWER * (c_end - c).to(tl.float32)), 0.0), at < padded)
-        c_begin, _ = _ends(c, RF)
-        tl.store(F + at, tl.where(first <= at // RF * RF, tl.exp(0.5 * (c - c_begin).to(tl.float32)), 0.0), at < padded)
         tl.store(C_START + at // 32, c, (at < padded) & (at % 32 == 0))
         tl.store(C_END + at // 32, c, (at < padded) & (at % 32 == 31))
         tl.store(FIRSTS + at // 32, first, (at < padded) & (at % 32 == 0))
-        total += tl.sum(tl.where(reset, 0.0, log_g), 0)
+        total = tl.sum(tl.where(at == start + N - 1, c, 0.0), 0)
         opened = tl.max(first, 0)
-    closed = tl.zeros([], tl.int32) + T
-    for back in range(0, T, N):
-        at = (T - 1) // N * N - back + tl.arange(0, N)
-        log_g = tl.load(LOG_G + (at + 1).to(tl.int64) * g_t, mask=at + 1 < T, other=0.0)
-        last = tl.associative_scan(tl.where(log_g == float("-inf"), at + 1, T), 0, _min, reverse=True)
-        last = tl.minimum(last, closed)
-        tl.store(LASTS + at // 32, last, (at < padded) & (at % 32 == 31))
-        closed = tl.min(last, 0)
+        at += N
 
 
 @triton.jit
@@ -573,7 +569,7 @@ def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, config=None):
     scale, rest = _powers_of_two(scale, p)
     c = config or choose("forward", q, p, log_g is not None)
     with _on(q.device):
-        key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c.BN, 32, 0.5)
+        key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c.BN, 0.5)
         tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
         forward_kernel[(triton.cdiv(T, c.BM) * B * H,)](
             *tiles, y, l, key_scale, *gates, *strides, scale, rest, T, H, HKV, B * H, _heads_together(T, B * H),
@@ -595,12 +591,12 @@ def backward(dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, conf
     c_dq = configs[0] or choose("dq", q, p, log_g is not None)
     c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None)
     with _on(q.device):
-        key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c_dq.BN, c_dkdv.BM, 1.0)
+        key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c_dq.BN, 1.0)
         (k_tiles, v_tiles), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN))
         dq_kernel[(triton.cdiv(T, c_dq.BM) * B * H,)](
             q, k_tiles, v_tiles, dy, y, l, dl, key_scale, *gates, dq, pair, g, row,
             q.stride(), *kv_strides, dy.stride(), scale, rest, T, H, HKV, B * H, _heads_together(T, B * H),
-            **_options(c_dq, q, p, log_g, normalize),
+            R=c_dkdv.BM, **_options(c_dq, q, p, log_g, normalize),
         )  # fmt: skip
         (q_tiles, dy_tiles), (q_strides, dy_strides) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
         dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
@@ -633,16 +629,15 @@ def _key_scales(k, p, normalize):
     return key_scale
 
 
-def _gates(log_g, RE, RF, power):
-    """What gates_kernel writes: 13.75 bytes a token and key/value head."""
+def _gates(log_g, R, power):
+    """What gates_kernel writes: 9.6 bytes a token and key/value head."""
     if log_g is None:
-        return [None] * 8
+        return [None] * 6
     B, T, HKV = log_g.shape
     tokens, blocks = (B * HKV, padded(T)), (B * HKV * padded(T) // 32 + 1,)  # the tiles look one block ahead
-    gates = [_empty(log_g, *tokens), _empty(log_g, *tokens, dtype=torch.int8), *(_empty(log_g, *tokens) for _ in "EF")]
-    gates += [_empty(log_g, *blocks, dtype=torch.float64) for _ in range(2)]
-    gates += [_empty(log_g, *blocks, dtype=torch.int32) for _ in range(2)]
-    gates_kernel[(B * HKV,)](log_g, *gates, *log_g.stride(), T, HKV, RE=RE, RF=RF, POWER=power, N=1024)
+    gates = [_empty(log_g, *tokens), _empty(log_g, *tokens, dtype=torch.int8), _empty(log_g, *tokens)]
+    gates += [_empty(log_g, *blocks, dtype=dtype) for dtype in (torch.float64, torch.float64, torch.int32)]
+    gates_kernel[(B * HKV,)](log_g, *gates, *log_g.stride(), T, HKV, R=R, POWER=power, N=1024)
     return gates
 
 
