@@ -57,6 +57,7 @@ def _(dy, dl, q, k, v, log_g, y, l, p, scale, normalize):
 def _save(ctx, inputs, output):
     q, k, v, log_g, ctx.p, ctx.scale, ctx.normalize = inputs
     y, l = output
+    ctx.set_materialize_grads(False)  # of an output that is not used
     if ctx.normalize:
         ctx.mark_non_differentiable(l)
         ctx.save_for_backward(q, k, v, log_g, y, l)
@@ -66,7 +67,10 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, dy, dl):
     q, k, v, log_g, y, l = ctx.saved_tensors
-    dl = None if ctx.normalize else dl
+    if not ctx.normalize:
+        dy = q.new_zeros(()).expand(q.shape) if dy is None else dy
+        B, T, H, _ = q.shape
+        dl = q.new_zeros(B, H, quadratic.padded(T), dtype=torch.float32) if dl is None else dl
     *grads, dlog_g = _quadratic_backward(dy, dl, q, k, v, log_g, y, l, ctx.p, ctx.scale, ctx.normalize)
     return *grads, None if log_g is None else dlog_g, None, None, None
 

@@ -114,6 +114,13 @@ def _key_scale(KEY_SCALE, bh):
 
 
 @triton.jit
+def _decay(c_row, c_column, seen, POWER: tl.constexpr):
+    """exp(POWER (c_row - c_column)) for each pair, zero where not seen."""
+    log2: tl.constexpr = POWER * 1.4426950408889634
+    return tl.exp2(tl.where(seen, c_row * log2 - c_column * log2, float("-inf")))
+
+
+@triton.jit
 def _at_head(X, T, bh):
     """Where the entries of this sequence and head begin in an array that is padded to a multiple of 128."""
     return X + tl.cast(bh, tl.int64) * (tl.cdiv(T, 128) * 128)
@@ -135,6 +142,14 @@ def _place(blocks, heads, HEADS):
     return at // together, first + at % together
 
 
+@triton.jit
+def _ahead(C_END, c_lo, begin, end, BN: tl.constexpr, POWER: tl.constexpr):
+    """decay^POWER from the last key of the first tile to the rows, and the sum up to the last key of the second: what
+    the next tile needs is loaded while this one is worked on, and turned into a factor one tile before its use."""
+    x = tl.exp(POWER * (c_lo - tl.load(C_END + (begin + BN) // 32)).to(tl.float32))
+    return x, tl.load(C_END + (tl.minimum(begin + BN, end) + BN) // 32)
+
+
 # ---- forward
 
 
@@ -146,7 +161,8 @@ def _forward_tiles(
 ):  # fmt: skip
     ones = tl.full([BN, 8], 1.0, q.dtype)
     if GATED and not DIAGONAL:
-        c_next = tl.load(C_END + (begin + BN) // 32 - 1)
+        x, c_next = _ahead(C_END - 1, c_lo, begin, end, BN, 0.5)
+        e_next = _vector(E, begin, BN)
     for start in range(begin, end, BN):
         k = _tile(K, k_s, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -156,12 +172,13 @@ def _forward_tiles(
             seen = row[:, None] >= at[None, :]
             if GATED:
                 seen = seen & (at[None, :] >= first_row[:, None])
-                a *= tl.exp(0.5 * tl.where(seen, c_row[:, None] - _vector(C, start, BN)[None, :], float("-inf")))
+                a *= _decay(c_row[:, None], _vector(C, start, BN)[None, :], seen, 0.5)
             a = tl.where(seen, a, 0.0)
         elif GATED:
-            e = _vector(E, start, BN) * tl.exp(0.5 * (c_lo - c_next).to(tl.float32))
-            c_next = tl.load(C_END + (start + 2 * BN) // 32 - 1)
-            a *= e[None, :]
+            a *= (e_next * x)[None, :]
+            e_next = _vector(E, tl.minimum(start + BN, end), BN)
+            x = tl.exp(0.5 * (c_lo - c_next).to(tl.float32))
+            c_next = tl.load(C_END - 1 + tl.minimum(start + 3 * BN, end) // 32)
         v = _tile(V, v_s, b, start, hkv, T, BN, D, DIAGONAL)
         w = (a * a).to(v.dtype)
         l = tl.dot(w, ones, l, input_precision=PRECISION)
@@ -171,7 +188,7 @@ def _forward_tiles(
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "BH", "HEADS"])
 def forward_kernel(
-    Q, K, V, Y, L, KEY_SCALE, C, FIRST, E, C_START, C_END, FIRSTS, q_s, k_s, v_s,
+    Q, K, V, Y, L, KEY_SCALE, C, FIRST, E, C_START, C_END, OPENED, q_s, k_s, v_s,
     scale, rest, T, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
@@ -197,17 +214,18 @@ def forward_kernel(
     c_lo, c_row, first_row = 0.0, 0.0, 0
     if GATED:
         C, FIRST, E = _at_head(C, T, b * HKV + hkv), _at_head(FIRST, T, b * HKV + hkv), _at_head(E, T, b * HKV + hkv)
-        C_END, FIRSTS = _at_head_32(C_END, T, b * HKV + hkv), _at_head_32(FIRSTS, T, b * HKV + hkv)
+        C_END, OPENED = _at_head_32(C_END, T, b * HKV + hkv), _at_head_32(OPENED, T, b * HKV + hkv)
         c_lo = tl.load(_at_head_32(C_START, T, b * HKV + hkv) + lo // 32)
         c_row = _vector(C, lo, BM)
         first_row = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
-        begin = tl.minimum(tl.load(FIRSTS + lo // 32) // BN * BN, end)
+        begin = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the document of the token before
+        begin = tl.minimum(begin, end)
     acc, l = _forward_tiles(
         acc, l, q, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
         P, D, BN, GATED, False, PRECISION,
     )  # fmt: skip
     if GATED:
-        kept = tl.where(first_row <= lo, tl.exp(c_row - tl.load(C + lo)), 0.0)[:, None]
+        kept = tl.where(first_row < lo, tl.exp(c_row - tl.load(C + lo)), 0.0)[:, None]
         acc *= kept
         l *= kept
     acc, l = _forward_tiles(
@@ -238,7 +256,8 @@ def _dq_tiles(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     if GATED and not DIAGONAL:
-        c_next = tl.load(C_END + (begin + BN) // 32 - 1)
+        x, c_next = _ahead(C_END - 1, c_lo, begin, end, BN, 1.0)
+        e_next = _vector(E, begin, BN)
     for start in range(begin, end, BN):
         k = _tile(K, k_s, b, start, hkv, T, BN, D, DIAGONAL)
         v = _tile(V, v_s, b, start, hkv, T, BN, D, DIAGONAL)
@@ -250,12 +269,13 @@ def _dq_tiles(
             seen = row[:, None] >= at[None, :]
             if GATED:
                 seen = seen & (at[None, :] >= first_row[:, None])
-                ds *= tl.exp(tl.where(seen, c_row[:, None] - _vector(C, start, BN)[None, :], float("-inf")))
+                ds *= _decay(c_row[:, None], _vector(C, start, BN)[None, :], seen, 1.0)
             ds = tl.where(seen, ds, 0.0)
         elif GATED:
-            e = _vector(E, start, BN) * tl.exp((c_lo - c_next).to(tl.float32))
-            c_next = tl.load(C_END + (start + 2 * BN) // 32 - 1)
-            ds *= e[None, :]
+            ds *= (e_next * x)[None, :]
+            e_next = _vector(E, tl.minimum(start + BN, end), BN)
+            x = tl.exp((c_lo - c_next).to(tl.float32))
+            c_next = tl.load(C_END - 1 + tl.minimum(start + 3 * BN, end) // 32)
         if GATED:
             r += tl.sum(ds * s, 1)
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
@@ -264,7 +284,7 @@ def _dq_tiles(
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "BH", "HEADS"])
 def dq_kernel(
-    Q, K, V, DY, Y, L, DL, KEY_SCALE, C, FIRST, E, C_START, C_END, FIRSTS, DQ, PAIR, G, ROW,
+    Q, K, V, DY, Y, L, DL, KEY_SCALE, C, FIRST, E, C_START, C_END, OPENED, DQ, PAIR, G, ROW,
     q_s, k_s, v_s, dy_s, scale, rest, T, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
@@ -304,15 +324,16 @@ def dq_kernel(
     c_lo, c_row, first_row = 0.0, 0.0, 0
     if GATED:
         C, FIRST, E = _at_head(C, T, b * HKV + hkv), _at_head(FIRST, T, b * HKV + hkv), _at_head(E, T, b * HKV + hkv)
-        C_END, FIRSTS = _at_head_32(C_END, T, b * HKV + hkv), _at_head_32(FIRSTS, T, b * HKV + hkv)
+        C_END, OPENED = _at_head_32(C_END, T, b * HKV + hkv), _at_head_32(OPENED, T, b * HKV + hkv)
         c_lo = tl.load(_at_head_32(C_START, T, b * HKV + hkv) + lo // 32)
         c_row = _vector(C, lo, BM)
         first_row = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
-        begin = tl.minimum(tl.load(FIRSTS + lo // 32) // BN * BN, end)
+        begin = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the document of the token before
+        begin = tl.minimum(begin, end)
     pair = _at_head(PAIR, T, 2 * bh) + row[:, None] * 2 + tl.arange(0, 2)[None, :]
     if GATED:
         start = row // R * R
-        f = tl.where(first_row <= start, tl.exp(0.5 * (c_row - tl.load(C + start))), 0.0)
+        f = tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(C + start))), 0.0)
         tl.store(_at_head(G, T, bh) + row, g)
         tl.store(pair, tl.join(g * f, delta))
     else:
@@ -322,7 +343,7 @@ def dq_kernel(
         P, D, BN, GATED, False, PRECISION,
     )  # fmt: skip
     if GATED:
-        kept = tl.where(first_row <= lo, tl.exp(c_row - tl.load(C + lo)), 0.0)
+        kept = tl.where(first_row < lo, tl.exp(c_row - tl.load(C + lo)), 0.0)
         acc *= kept[:, None]
         r *= kept
     acc, r = _dq_tiles(
@@ -345,7 +366,8 @@ def _dkdv_tiles(
     DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if GATED and not DIAGONAL:
-        c_next = tl.load(C_START + begin // 32)
+        x = tl.exp(0.5 * (tl.load(C_START + tl.minimum(begin, T - 1) // 32) - c_hi).to(tl.float32))
+        c_next = tl.load(C_START + tl.minimum(begin + BM, T - 1) // 32)
     for start in range(begin, end, BM):
         q = _tile(Q, q_s, b, start, h, T, BM, D, True)
         dy = _tile(DY, dy_s, b, start, h, T, BM, D, True).to(q.dtype)
@@ -358,8 +380,9 @@ def _dkdv_tiles(
             if DIAGONAL:
                 g = _vector(G, start, BM)
             else:
-                g *= tl.exp(0.5 * (c_next - c_hi).to(tl.float32))
-                c_next = tl.load(C_START + (start + BM) // 32)
+                g *= x
+                x = tl.exp(0.5 * (c_next - c_hi).to(tl.float32))
+                c_next = tl.load(C_START + tl.minimum(start + 2 * BM, T - 1) // 32)
             gdelta *= g
         a = _half_power(s, P) * g[None, :]
         first = 0
@@ -368,7 +391,7 @@ def _dkdv_tiles(
             if GATED:
                 first = start // 128 * 128 + _vector(FIRST, start, BM).to(tl.int32)
                 seen = seen & (column[:, None] >= first[None, :])
-                decay = tl.exp(0.5 * tl.where(seen, _vector(C, start, BM)[None, :] - c_col[:, None], float("-inf")))
+                decay = _decay(_vector(C, start, BM)[None, :], c_col[:, None], seen, 0.5)
                 a *= decay
             a = tl.where(seen, a, 0.0)
         dv = tl.dot((a * a).to(dy.dtype), dy, dv, input_precision=PRECISION)
@@ -385,7 +408,7 @@ def _dkdv_tiles(
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "BHKV", "HEADS"])
 def dkdv_kernel(
-    Q, K, V, DY, C, FIRST, E, C_START, C_END, FIRSTS, PAIR, G, ROW, DK, DV,
+    Q, K, V, DY, C, FIRST, E, C_START, C_END, OPENED, PAIR, G, ROW, DK, DV,
     q_s, k_s, v_s, dy_s, T, H, HKV, BHKV, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
@@ -410,15 +433,15 @@ def dkdv_kernel(
         C_START = _at_head_32(C_START, T, bh)
         hi = tl.minimum(begin, T) - 1
         c_hi = tl.load(_at_head_32(C_END, T, bh) + hi // 32)
-        FIRSTS = _at_head_32(FIRSTS, T, bh)
-        below, above = hi // 32, tl.cdiv(T, 32)  # the first 32 tokens whose document begins after hi lie between
-        if tl.load(FIRSTS + above - 1) > hi:
-            while above - below > 1:
+        OPENED = _at_head_32(OPENED, T, bh)
+        below, above = hi // 32, tl.cdiv(T, 32) - 1  # the first 32 tokens with one whose document begins after hi
+        if tl.load(OPENED + above) > hi:
+            while above > below:
                 middle = (below + above) // 2
-                after = tl.load(FIRSTS + middle) > hi
+                after = tl.load(OPENED + middle) > hi
                 above = tl.where(after, middle, above)
-                below = tl.where(after, below, middle)
-            end = above * 32
+                below = tl.where(after, below, middle + 1)
+            end = tl.minimum(above * 32 + 32, T)
         c_col = _vector(C, lo, BN)
     for i in range(group):
         h = hkv * group + i
@@ -468,44 +491,59 @@ def _max(a, b):
 
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "HKV"])
 def gates_kernel(
-    LOG_G, C, FIRST, E, C_START, C_END, FIRSTS, g_b, g_t, g_h, T, HKV,
+    LOG_G, C, FIRST, E, C_START, C_END, OPENED, g_b, g_t, g_h, T, HKV,
     R: tl.constexpr, POWER: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One sequence and head: log_g summed in float64, and what the tiles need of the sums.
+    """N tokens of one sequence and head: log_g summed in float64, and what the tiles need of the sums.
 
     C        the sum since the first token of the 128 around it
     FIRST    the first token of the document, counted from there; -1 if before
     E        decay^POWER from the token to the last of the R around it, 0 if that is another document's
-    C_START, C_END, FIRSTS    for each 32 tokens: the sum up to the first and to the last of them, and the first token
-             of the first's document
+    C_START, C_END, OPENED    for each 32 tokens: the sum up to the first and up to the last of them, and where the
+             last's document begins; here since the first of the N tokens, the next kernel adds what was before
     """
-    bh = tl.program_id(0)
+    pieces = tl.cdiv(T, N)
+    bh = tl.program_id(0) // pieces
+    at = tl.program_id(0) % pieces * N + tl.arange(0, N)
     LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + (bh % HKV) * g_h
     C, FIRST, E = _at_head(C, T, bh), _at_head(FIRST, T, bh), _at_head(E, T, bh)
-    C_START, C_END, FIRSTS = _at_head_32(C_START, T, bh), _at_head_32(C_END, T, bh), _at_head_32(FIRSTS, T, bh)
-    padded = tl.cdiv(T, 128) * 128
-    total = tl.zeros([], tl.float64)
+    C_START, C_END, OPENED = _at_head_32(C_START, T, bh), _at_head_32(C_END, T, bh), _at_head_32(OPENED, T, bh)
+    written = at < tl.cdiv(T, 128) * 128
+
+    log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0).to(tl.float64)
+    reset = log_g == float("-inf")
+    c = tl.associative_scan(tl.where(reset, 0.0, log_g), 0, _add)
+    first = tl.associative_scan(tl.where(reset | (at == 0), at, -1), 0, _max)
+    tl.store(C + at, (c - _ends(c, 128)[0]).to(tl.float32), written)
+    tl.store(FIRST + at, tl.maximum(first - at // 128 * 128, -1).to(tl.int8), written)
+    to_end = tl.exp(POWER * (_ends(c, R)[1] - c).to(tl.float32))
+    tl.store(E + at, tl.where(_ends(first, R)[1] <= at, to_end, 0.0), written)
+    tl.store(C_START + at // 32, c, written & (at % 32 == 0))
+    tl.store(C_END + at // 32, c, written & (at % 32 == 31))
+    tl.store(OPENED + at // 32, first, written & (at % 32 == 31))
+
+
+@triton.jit(do_not_specialize=["T"])
+def gates_before_kernel(C_START, C_END, OPENED, T, N: tl.constexpr):
+    """One sequence and head: adds to the N tokens of each program of gates_kernel what was before them."""
+    bh = tl.program_id(0)
+    C_START, C_END, OPENED = _at_head_32(C_START, T, bh), _at_head_32(C_END, T, bh), _at_head_32(OPENED, T, bh)
+    blocks = tl.cdiv(T, 128) * 4
+    before = tl.zeros([], tl.float64)
     opened = tl.zeros([], tl.int32)
-    at = tl.arange(0, N)
-    following = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0)
-    for start in range(0, T, N):
-        log_g = following.to(tl.float64)
-        following = tl.load(LOG_G + (at + N).to(tl.int64) * g_t, mask=at + N < T, other=0.0)
-        reset = log_g == float("-inf")
-        c = total + tl.associative_scan(tl.where(reset, 0.0, log_g), 0, _add)
-        first = tl.maximum(tl.associative_scan(tl.where(reset, at, 0), 0, _max), opened)
-        c_begin, _ = _ends(c, 128)
-        tl.store(C + at, (c - c_begin).to(tl.float32), at < padded)
-        tl.store(FIRST + at, tl.maximum(first - at // 128 * 128, -1).to(tl.int8), at < padded)
-        _, c_end = _ends(c, R)
-        _, first_end = _ends(first, R)
-        tl.store(E + at, tl.where(first_end <= at, tl.exp(POWER * (c_end - c).to(tl.float32)), 0.0), at < padded)
-        tl.store(C_START + at // 32, c, (at < padded) & (at % 32 == 0))
-        tl.store(C_END + at // 32, c, (at < padded) & (at % 32 == 31))
-        tl.store(FIRSTS + at // 32, first, (at < padded) & (at % 32 == 0))
-        total = tl.sum(tl.where(at == start + N - 1, c, 0.0), 0)
+    for start in range(0, blocks, 1024):
+        at = start + tl.arange(0, 1024)
+        c_start = tl.load(C_START + at, mask=at < blocks, other=0.0)
+        c_end = tl.load(C_END + at, mask=at < blocks, other=0.0)
+        total = tl.where(at % (N // 32) == N // 32 - 1, c_end, 0.0)
+        c = before + tl.associative_scan(total, 0, _add) - total
+        tl.store(C_START + at, c + c_start, at < blocks)
+        tl.store(C_END + at, c + c_end, at < blocks)
+        first = tl.load(OPENED + at, mask=at < blocks, other=0)
+        first = tl.maximum(tl.associative_scan(first, 0, _max), opened)
+        tl.store(OPENED + at, first, at < blocks)
+        before += tl.sum(total, 0)
         opened = tl.max(first, 0)
-        at += N
 
 
 @triton.jit
@@ -630,14 +668,16 @@ def _key_scales(k, p, normalize):
 
 
 def _gates(log_g, R, power):
-    """What gates_kernel writes: 9.6 bytes a token and key/value head."""
+    """What gates_kernel says: 9.6 bytes a token and key/value head."""
     if log_g is None:
         return [None] * 6
     B, T, HKV = log_g.shape
-    tokens, blocks = (B * HKV, padded(T)), (B * HKV * padded(T) // 32 + 1,)  # the tiles look one block ahead
+    tokens, blocks = (B * HKV, padded(T)), (B * HKV, padded(T) // 32)
     gates = [_empty(log_g, *tokens), _empty(log_g, *tokens, dtype=torch.int8), _empty(log_g, *tokens)]
     gates += [_empty(log_g, *blocks, dtype=dtype) for dtype in (torch.float64, torch.float64, torch.int32)]
-    gates_kernel[(B * HKV,)](log_g, *gates, *log_g.stride(), T, HKV, R=R, POWER=power, N=1024)
+    N = 1024
+    gates_kernel[(triton.cdiv(T, N) * B * HKV,)](log_g, *gates, *log_g.stride(), T, HKV, R=R, POWER=power, N=N)
+    gates_before_kernel[(B * HKV,)](*gates[3:], T, N=N)
     return gates
 
 
