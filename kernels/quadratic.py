@@ -116,8 +116,7 @@ def _key_scale(KEY_SCALE, bh):
 @triton.jit
 def _decay(c_row, c_column, seen, POWER: tl.constexpr):
     """exp(POWER (c_row - c_column)) for each pair, zero where not seen."""
-    log2: tl.constexpr = POWER * 1.4426950408889634
-    return tl.exp2(tl.where(seen, c_row * log2 - c_column * log2, float("-inf")))
+    return tl.exp2(tl.where(seen, (c_row - c_column) * (POWER * 1.4426950408889634), float("-inf")))  # log2(e)
 
 
 @triton.jit
