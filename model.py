@@ -232,15 +232,16 @@ class GPT(nn.Module):
     def parameter_count(self):
         return sum(p.numel() for p in self.parameters())
 
-    def flops_per_token(self, block_size):
+    def flops_per_token(self, block_size, dtype=torch.bfloat16):
         """FLOPs of one training token, forward and backward, in the form that is used: 6 for each weight that is
         multiplied, and the attention's products over the half of the pairs that is causal."""
         c = self.config
         weights = sum(p.numel() for p in self.parameters() if p.dim() == 2)
-        device = self.transformer.wte.weight.device.type
-        on_kernels = kernels_take(device, torch.bfloat16, c.head_dim, c.head_dim, c.p)
-        form = c.form if c.form != "auto" else best_form(block_size, c.head_dim, c.p, on_kernels)
-        if form == "quadratic" or c.attention in ("softmax", "even_power"):
+        form = "quadratic" if c.attention in ("softmax", "even_power") else c.form
+        if form == "auto":
+            device, D = self.transformer.wte.weight.device.type, c.head_dim
+            form = best_form(block_size, D, c.p, dtype if kernels_take(device, dtype, D, D, c.p) else None)
+        if form == "quadratic":
             per_head = 6 * block_size * c.head_dim
         else:
             chunk = 1 if form == "recurrent" else c.chunk_size or default_chunk_size(c.head_dim, c.p)

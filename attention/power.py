@@ -32,7 +32,8 @@ from attention.embedding import symmetric_power_dim, symmetric_power_embedding
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
 FEATURES_AT_ONCE = 2**27  # entries of phi that exist at any time, half a GB in float32
-KERNEL_GAIN = 400  # on kernels/ the quadratic form meets PyTorch's chunked one at 1.3 M tokens (H200, p=2, D=64)
+# the quadratic form on kernels/ meets the chunked one in PyTorch at so many times 1.5 Dphi tokens (H200, p=2, D=64)
+KERNEL_GAIN = {torch.bfloat16: 400, torch.float32: 5}
 SCORES_AT_ONCE = {"cpu": 2**27, "cuda": 2**30}  # entries of q k^T
 
 
@@ -81,9 +82,10 @@ def power_attention(
     _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state)
     (B, T, H, D), (Hkv, E) = q.shape, v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    on_kernels = initial_state is None and kernels_take(q.device.type, q.dtype, D, E, p)
+    on_kernels = form in ("auto", "quadratic") and initial_state is None
+    on_kernels = on_kernels and kernels_take(q.device.type, q.dtype, D, E, p)
     if form == "auto":
-        form = best_form(T, D, p, on_kernels)
+        form = best_form(T, D, p, q.dtype if on_kernels else None)
     if return_state or initial_state is not None or form != "quadratic":
         check_state_fits(B * Hkv, D, E, p, dtype, q.device)
 
@@ -138,9 +140,10 @@ def read_and_fold(q, k, v, log_g, state, *, p, fold):
         return y.flatten(1, 2).transpose(1, 2).to(q.dtype), state
 
 
-def best_form(T, D, p, on_kernels=False):
-    """The cheaper of "quadratic" and "chunked": measured, they cross near T = 1.5 Dphi where both are plain PyTorch."""
-    return "quadratic" if T <= (KERNEL_GAIN if on_kernels else 1) * 1.5 * symmetric_power_dim(D, p) else "chunked"
+def best_form(T, D, p, kernel_dtype=None):
+    """The cheaper of "quadratic" and "chunked": measured, they cross near T = 1.5 Dphi where both are plain PyTorch.
+    kernel_dtype: of the tensors if the quadratic form would run on the kernels."""
+    return "quadratic" if T <= KERNEL_GAIN.get(kernel_dtype, 1) * 1.5 * symmetric_power_dim(D, p) else "chunked"
 
 
 @torch.compiler.assume_constant_result  # torch.compile asks once, and does not look inside

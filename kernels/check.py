@@ -22,7 +22,7 @@ SIZES = [
     (torch.bfloat16, 32, 4, True), (torch.bfloat16, 16, 2, False),
     (torch.float32, 64, 4, True), (torch.float32, 32, 2, False),
 ]  # fmt: skip
-TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-5)}  # of y, of gradients
+TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # of y, of gradients
 
 
 def check(sizes=SIZES):
@@ -43,6 +43,7 @@ def errors(dtype, D, p, gated, T=1000):
     if gated:
         inputs.append(torch.nn.functional.logsigmoid(3 * make(1, T, 1) + 4))
     dy = make(1, T, 2, D).to(dtype)
+    torch.full((2**24,), float("nan"), device="cuda")  # whoever gets this memory next must write all of it
     results = []
     for attention, to in ((quadratic_attention, lambda x: x), (_reference, torch.Tensor.double)):
         leaves = [to(x).detach().requires_grad_() for x in inputs]
@@ -58,7 +59,7 @@ def _reference(q, k, v, log_g=None, *, p):
 
 
 def checked(dtype, D, p, gated):
-    """ "" if these kernels are right here, else what is wrong. Remembered in ~/.cache/sympow."""
+    """ "" if these kernels are right here, else what is wrong. What was right is remembered in ~/.cache/sympow."""
     sources = b"".join(f.read_bytes() for f in sorted(Path(__file__).parent.glob("*")) if f.suffix in (".py", ".json"))
     key = [
         torch.cuda.get_device_name(),
@@ -67,26 +68,21 @@ def checked(dtype, D, p, gated):
         hashlib.sha256(sources).hexdigest()[:12],
     ]
     key = ", ".join([*key, str(dtype), f"D={D}", f"p={p}", f"gated={gated}"])
-    memory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sympow" / "checked.json"
+    memory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sympow" / "checked.json"
     try:
-        if key in json.loads(memory.read_text()):
-            return ""
-    except (OSError, ValueError):
-        pass
-    try:
-        ((line, ok),) = check([(dtype, D, p, gated)])
-    except (
-        Exception
-    ) as error:  # no compiler, a Triton that does not fit the driver: whatever it is, PyTorch still works
-        lines = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
+        known = list(json.loads(memory.read_text()))
+    except (OSError, ValueError, TypeError):
+        known = []
+    if key in known:
+        return ""
+    ((line, ok),) = check([(dtype, D, p, gated)])
     if not ok:
         return f"wrong results, {line}"
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
-        known = json.loads(memory.read_text()) if memory.exists() else []
-        memory.with_suffix(f".{os.getpid()}").write_text(json.dumps([*known, key], indent=1))
-        memory.with_suffix(f".{os.getpid()}").replace(memory)
-    except (OSError, ValueError):
+        written = memory.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps([*known, key], indent=1))
+        written.replace(memory)
+    except OSError:
         pass  # it will be checked again
     return ""

@@ -17,8 +17,8 @@ TABLE = Path(__file__).with_name("table.json")
 
 
 class Config(NamedTuple):
-    BM: int  # queries a tile
-    BN: int  # keys a tile; a multiple of BM for dkdv
+    BM: int  # queries a tile; for dkdv at most dq's
+    BN: int  # keys a tile; for dkdv a multiple of BM
     warps: int
     stages: int  # tiles in flight
     maxnreg: int = 0  # registers a thread at most; 0: the compiler decides

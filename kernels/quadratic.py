@@ -17,10 +17,10 @@ Cost. With N = T^2 D / 2 multiplications a head and product: forward 2 N, dq 3 N
 twice, so that every sum has one owner and two runs give the same bits). Bytes are those of the tensors, a few percent
 of the time from T = 1024 on. The matrix unit is the limit, then the multiplications between products (docs/kernels.md).
 
-Range. No logarithm, no running maximum. A power of two that cancels brings each row of q (exactly, from its largest
-entry) and all keys of a head (from a sample of them) near 1, so that s^p has the whole of float32's exponent. l is the
-sum of the weights as rounded for the second product. The backward pass spreads 1 / l over two factors of its square
-root: w_ij / l_i = (s_ij^(p/2) g_i)^2.
+Range. No logarithm, no running maximum. For p = 6 and 8 powers of two, which cancel, bring the largest entry of each
+row of q and of a head's keys to 1 to 2; for p = 2 and 4 float32 has room for |q . k| from 1e-9 to 1e9 as it is. l is
+the sum of the weights as rounded for the second product. The backward pass spreads 1 / l over two factors of its
+square root: w_ij / l_i = (s_ij^(p/2) g_i)^2.
 
 Gates. log_g is summed in float64 and only differences become float32. log_g = -inf begins a document: its tokens see
 nothing before. The gradient is dlog_g_m = sum over i >= m of (row_i - col_i), where row and col are the sums of
@@ -475,7 +475,7 @@ def dkdv_kernel(
         tl.store(_at_head(ROW, T, b * H + hkv * group) + column, row)
 
 
-# ---- gates and the keys' scale
+# ---- gates
 
 
 @triton.jit
@@ -504,7 +504,7 @@ def gates_kernel(
     pieces = tl.cdiv(T, N)
     bh = tl.program_id(0) // pieces
     at = tl.program_id(0) % pieces * N + tl.arange(0, N)
-    LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + (bh % HKV) * g_h
+    LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + tl.cast(bh % HKV, tl.int64) * g_h
     C, FIRST, E = _at_head(C, T, bh), _at_head(FIRST, T, bh), _at_head(E, T, bh)
     C_START, C_END, OPENED = _at_head_32(C_START, T, bh), _at_head_32(C_END, T, bh), _at_head_32(OPENED, T, bh)
     written = at < tl.cdiv(T, 128) * 128
@@ -565,7 +565,7 @@ def dlog_g_kernel(
     bh = tl.program_id(0)
     b, hkv = tl.cast(bh // HKV, tl.int64), bh % HKV
     ROW = _at_head(ROW, T, b * H + hkv * (H // HKV))
-    LOG_G += b * g_b + hkv * g_h
+    LOG_G += b * g_b + tl.cast(hkv, tl.int64) * g_h
     DLOG_G += b * T * HKV + hkv
     after = tl.zeros([], tl.float64)
     for back in range(0, T, N):
@@ -575,19 +575,6 @@ def dlog_g_kernel(
         d = tl.where(log_g == float("-inf"), 0.0, after + tl.associative_scan(x, 0, _add, reverse=True))
         tl.store(DLOG_G + at.to(tl.int64) * HKV, d.to(tl.float32), at < T)
         after += tl.sum(x, 0)
-
-
-@triton.jit(do_not_specialize=["T", "H", "HKV"])
-def key_scale_kernel(
-    K, KEY_SCALE, strides, T, HKV, D: tl.constexpr, N: tl.constexpr
-):  # fmt: skip
-    """The power of two that brings the largest entry among N keys, evenly spread, into [1, 2)."""
-    bh = tl.program_id(0)
-    b, hkv = tl.cast(bh // HKV, tl.int64), bh % HKV
-    at = tl.arange(0, N).to(tl.int64) * T // N
-    k = K + b * strides[0] + at[:, None] * strides[1] + hkv * strides[2] + tl.arange(0, D)[None, :] * strides[3]
-    k = tl.load(k)
-    tl.store(KEY_SCALE + bh, _to_unit(tl.max(tl.max(tl.abs(k.to(tl.float32)), 1), 0)))
 
 
 # ---- launchers
@@ -627,6 +614,8 @@ def backward(dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, conf
     scale, rest = _powers_of_two(scale, p)
     c_dq = configs[0] or choose("dq", q, p, log_g is not None)
     c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None)
+    if c_dq.BM < c_dkdv.BM or c_dkdv.BN % c_dkdv.BM:
+        raise ValueError(f"dkdv's BM must divide its BN and be at most dq's BM, got {c_dq} for dq, {c_dkdv} for dkdv")
     with _on(q.device):
         key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c_dq.BN, 1.0)
         (k_tiles, v_tiles), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN))
@@ -658,12 +647,11 @@ def _empty(like, *shape, dtype=torch.float32):
 
 
 def _key_scales(k, p, normalize):
+    """The power of two for each sequence and head that brings the largest entry of its keys into [1, 2), [B * Hkv]."""
     if p <= 4 or not normalize:  # s^4 has room enough: for |q . k| from 1e-9 to 1e9
         return None
-    B, T, HKV, D = k.shape
-    key_scale = _empty(k, B * HKV)
-    key_scale_kernel[(B * HKV,)](k, key_scale, k.stride(), T, HKV, D=D, N=64)
-    return key_scale
+    largest = torch.linalg.vector_norm(k, float("inf"), dim=(1, 3)).float()
+    return torch.exp2(-largest.clamp(2.0**-30, 2.0**30).log2().floor()).flatten()
 
 
 def _gates(log_g, R, power):
@@ -692,7 +680,8 @@ def _tiles(*tensors_and_rows):
 
 
 def _aligned(x):
-    return x.stride(3) == 1 and all(n and n * x.element_size() % 16 == 0 for n in (x.data_ptr(), *x.stride()[:3]))
+    strides = all(n and n * x.element_size() % 16 == 0 for n in x.stride()[:3])
+    return x.stride(3) == 1 and strides and x.data_ptr() != 0 and x.data_ptr() % 16 == 0
 
 
 def _powers_of_two(scale, p):

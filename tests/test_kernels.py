@@ -123,7 +123,9 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(p, smallest, size, of, d
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mean", [3.0, 10.0])
 def test_keys_with_a_common_mean(mean, dtype):
-    assert_right(*inputs(200, "none", dtype, D=64, mean=mean), p=2)
+    tensors, dy = inputs(200, "none", dtype, D=64, mean=mean)
+    assert_right(tensors, dy, p=2)
+    assert (quadratic.forward(*tensors, p=2)[1][..., :200] > 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,6 +160,31 @@ def test_strided_inputs_and_expanded_gradients():
         assert not views[0].is_contiguous() and not dy.is_contiguous()
         for a, b in zip(strided, plain):
             assert relative_error(a, b, 1e-6) < (1e-2 if dy.dtype == torch.bfloat16 else 1e-5)
+
+
+def test_views_that_no_descriptor_can_describe():
+    """Rows that begin at odd addresses, a feature stride of 2, keys expanded over the heads: read through pointers."""
+    for view in (
+        lambda x: torch.cat((x[..., :1], x, x[..., :3]), -1)[..., 1:17],
+        lambda x: torch.stack((x, x), -1).flatten(-2)[..., ::2],
+        lambda x: x[:, :, :1].expand(-1, -1, 2, -1),
+    ):
+        tensors, dy = inputs(70, "learned", DTYPES[0], H=2, Hkv=2)
+        views = [view(x) for x in tensors[:3]]
+        assert not any(map(quadratic._aligned, views))
+        results = [
+            gradients(lambda *x: ops.quadratic_attention(*x, p=2), [*qkv, tensors[3]], dy)
+            for qkv in (views, [x.contiguous() for x in views])
+        ]
+        for a, b in zip(*results):
+            assert relative_error(a, b, 1e-6) < (1e-2 if dy.dtype == torch.bfloat16 else 1e-5)
+
+
+def test_large_keys_between_keys_of_zero():
+    (q, k, v, _), dy = inputs(130, "none", torch.float32)
+    k = 1e5 * k * (torch.arange(130, device=DEVICE) % 4 != 0).view(1, -1, 1, 1)
+    tensors = [q[:, 1:], k[:, 1:], v[:, 1:], None]
+    assert_right(tensors, dy[:, 1:], p=8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -277,10 +304,11 @@ def test_every_choice_of_tiles_is_one_thekernels_take():
         for key, c in entries.items():
             name, dtype = key.split()[:2]
             choices[name, getattr(torch, dtype)].append(Config(*c))
-    for (name, _), found in choices.items():
+    for (name, dtype), found in choices.items():
         for c in found:
             assert {c.BM, c.BN} <= {32, 64, 128} and c.warps in (4, 8) and 1 <= c.stages <= 4, c
             assert name != "dkdv" or c.BN % c.BM == 0, c
+            assert name != "dq" or c.BM >= max(d.BM for d in choices["dkdv", dtype]), c
 
 
 # Compiles for a GPU that need not be there, in a process of its own without the interpreter: argv has the capability.
@@ -289,6 +317,7 @@ import sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor as M
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 class Pretended:
     def __getattr__(self, name):
@@ -303,12 +332,14 @@ def shared(name, dtype, D, gated, p):
     f64, i32 = M(torch.float64), M(torch.int32)
     gates = (F, M(torch.int8), F, f64, f64, i32) if gated else (N,) * 6
     row, c, s = F if gated else N, safe(name, dtype, D), (12288, 768, D, 1)
+    tile = lambda n: TensorDescriptor(torch.empty(16, dtype=dtype), [2, 16, 12, D], s, [1, n, 1, D])
+    q, k = tile(c.BM), tile(c.BN)
     sizes = dict(P=p, D=D, BM=c.BM, BN=c.BN, GATED=gated, NORMALIZE=True, PRECISION=quadratic.PRECISION[dtype])
     options = dict(num_warps=c.warps, num_stages=c.stages, grid=(1,))
     args = {
-        "forward": (X, X, X, X, F, F, *gates, s, s, s, 1.0, 1.0, 9, 2, 2, 2, 1),
-        "dq": (X, X, X, X, X, F, N, F, *gates, X, F, row, row, s, s, s, s, 1.0, 1.0, 9, 2, 2, 2, 1),
-        "dkdv": (X, X, X, X, *gates, F, row, row, X, X, s, s, s, s, 9, 2, 2, 2, 1),
+        "forward": (q, k, k, X, F, F, *gates, N, N, N, 1.0, 1.0, 9, 2, 2, 2, 1),
+        "dq": (X, k, k, X, X, F, N, F, *gates, X, F, row, row, s, N, N, s, 1.0, 1.0, 9, 2, 2, 2, 1),
+        "dkdv": (q, X, X, q, *gates, F, row, row, X, X, N, s, s, N, 9, 2, 2, 2, 1),
     }
     kernel = getattr(quadratic, name + "_kernel")
     if name == "dq":
