@@ -1,8 +1,22 @@
 """Power attention in float64, written as the definition reads: no blocks, no states, no logarithms, no scaling."""
 
+import math
+
 import torch
+from torch.nn.functional import logsigmoid
 
 from attention.embedding import symmetric_power_embedding
+
+# log_g of random numbers, for tests of every kind of gate
+GATES = {
+    "none": lambda x: None,
+    "near one": lambda x: x.mul(0) + math.log(1 - 1e-6),
+    "learned": lambda x: logsigmoid(3 * x + 1),
+    "half": lambda x: x.mul(0) + math.log(0.5),
+    "strong": lambda x: x.mul(0) + math.log(1e-3),
+    "zeros": lambda x: logsigmoid(x).masked_fill(x > 1, float("-inf")),
+    "all zero": lambda x: x.mul(0).masked_fill(torch.ones_like(x, dtype=bool), float("-inf")),
+}
 
 
 def power_attention_oracle(q, k, v, log_g=None, *, p=2, scale=None, initial_state=None):

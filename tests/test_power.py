@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from oracle import power_attention_oracle, relative_error, state_oracle
-from torch.nn.functional import logsigmoid
+from oracle import GATES, power_attention_oracle, relative_error, state_oracle
 
 from attention import power
 from attention.embedding import symmetric_power_dim
@@ -13,15 +12,6 @@ from attention.power import FORMS, PowerState, integer_power, power_attention, r
 
 CHUNK = 16
 COMPUTED = [f for f in FORMS if f != "auto"]
-GATES = {
-    "none": lambda x: None,
-    "near one": lambda x: x.mul(0) + math.log(1 - 1e-6),
-    "learned": lambda x: logsigmoid(3 * x + 1),
-    "half": lambda x: x.mul(0) + math.log(0.5),
-    "strong": lambda x: x.mul(0) + math.log(1e-3),
-    "zeros": lambda x: logsigmoid(x).masked_fill(x > 1, float("-inf")),
-    "all zero": lambda x: x.mul(0).masked_fill(torch.ones_like(x, dtype=bool), float("-inf")),
-}
 
 
 def inputs(T, p, gates, B=2, H=4, Hkv=2, D=4, E=6, dtype=torch.float64, seed=0, with_state=False):
