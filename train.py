@@ -484,8 +484,7 @@ def check_kernels(cfg, dtype, device, say):
 
             kernels.broken = checked(dtype, cfg.head_dim, cfg.p, gated=cfg.gate != "none" or cfg.reset_token >= 0)
         except Exception as error:  # no compiler, a Triton that does not fit: whatever it is, PyTorch still works
-            lines = str(error).strip().splitlines()
-            kernels.broken = f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
+            kernels.broken = first_line(error)
     if dist.is_initialized():
         of_ranks = [""] * dist.get_world_size()
         dist.all_gather_object(of_ranks, kernels.broken)
@@ -504,11 +503,15 @@ def compiles(cfg, device, say):
         torch.compile(lambda x: x.sin() + 1)(torch.ones(64, device=device))
         return True
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         if cfg.compile == "True":
             fail(f"compile=True, but torch.compile does not work here: {reason} (see `make doctor`)")
         say(f"training without torch.compile: {reason} (see `make doctor`)")
         return False
+
+
+def first_line(error):
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def make_deterministic(say):

@@ -672,11 +672,10 @@ def _tiles(*tensors_and_rows):
     """(tensors, strides) for a kernel that fetches tiles of so many rows: tensor descriptors and no strides where the
     copy engine can, for which every row must begin at a multiple of 16 bytes."""
     tensors = [x for x, _ in tensors_and_rows]
-    if all(map(_aligned, tensors)):
-        return [TensorDescriptor(x, x.shape, x.stride(), [1, n, 1, x.shape[3]]) for x, n in tensors_and_rows], [
-            None for _ in tensors
-        ]
-    return tensors, [x.stride() for x in tensors]
+    if not all(map(_aligned, tensors)):
+        return tensors, [x.stride() for x in tensors]
+    tiles = [TensorDescriptor(x, x.shape, x.stride(), [1, n, 1, x.shape[3]]) for x, n in tensors_and_rows]
+    return tiles, [None] * len(tiles)
 
 
 def _aligned(x):

@@ -16,9 +16,8 @@ if os.environ.get("TEST_GPU"):
     if not torch.cuda.is_available():
         pytest.exit("TEST_GPU=1, but torch sees no GPU (see `make doctor`)", returncode=2)
 else:
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # equal to the last bit, as several tests ask, is a promise of the CPU alone
-    )
+    # equal to the last bit, as several tests ask, is a promise of the CPU alone
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"  # before kernels/ is imported
 
 
