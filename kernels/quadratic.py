@@ -185,10 +185,10 @@ def _forward_tiles(
     return acc, l
 
 
-@triton.jit(do_not_specialize=["T", "H", "HKV", "BH", "HEADS"])
+@triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "BH", "HEADS"])
 def forward_kernel(
-    Q, K, V, Y, L, KEY_SCALE, C, FIRST, E, C_START, C_END, OPENED, q_s, k_s, v_s,
-    scale, rest, T, H, HKV, BH, HEADS,
+    Q, K, V, Y, L, NUM, DEN, KEY_SCALE, C, FIRST, E, C_START, C_END, OPENED, q_s, k_s, v_s,
+    scale, rest, T, CHUNK, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -209,7 +209,7 @@ def forward_kernel(
 
     acc = tl.zeros([BM, D], tl.float32)
     l = tl.zeros([BM, 8], tl.float32)  # the same sum eight times: the narrowest product there is
-    begin, end = 0, lo // BN * BN
+    begin, end = lo // CHUNK * CHUNK, lo // BN * BN
     c_lo, c_row, first_row = 0.0, 0.0, 0
     if GATED:
         C, FIRST, E = _at_head(C, T, b * HKV + hkv), _at_head(FIRST, T, b * HKV + hkv), _at_head(E, T, b * HKV + hkv)
@@ -217,8 +217,8 @@ def forward_kernel(
         c_lo = tl.load(_at_head_32(C_START, T, b * HKV + hkv) + lo // 32)
         c_row = _vector(C, lo, BM)
         first_row = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
-        begin = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the document of the token before
-        begin = tl.minimum(begin, end)
+        opened = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the document of the token before
+        begin = tl.minimum(tl.maximum(begin, opened), end)
     acc, l = _forward_tiles(
         acc, l, q, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
         P, D, BN, GATED, False, PRECISION,
@@ -233,15 +233,17 @@ def forward_kernel(
     )  # fmt: skip
 
     l = tl.max(l, 1)
+    out = ((tl.cast(b, tl.int64) * T + lo) * H + h) * D  # [B, T, H, D]
+    out += tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+    if NUM is not None:
+        acc += tl.load(NUM + out, mask=row[:, None] < T, other=0.0)
+        l += _vector(_at_head(DEN, T, bh), lo, BM)
     if NORMALIZE:
         acc *= _inverse(l)[:, None]
     else:
         acc *= rest
         l *= rest
-    Y += ((tl.cast(b, tl.int64) * T + lo) * H + h) * D  # [B, T, H, D]
-    tl.store(
-        Y + tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :], acc.to(Y.dtype.element_ty), row[:, None] < T
-    )
+    tl.store(Y + out, acc.to(Y.dtype.element_ty), row[:, None] < T)
     tl.store(_at_head(L, T, bh) + row, l)
 
 
@@ -281,12 +283,12 @@ def _dq_tiles(
     return acc, r
 
 
-@triton.jit(do_not_specialize=["T", "H", "HKV", "BH", "HEADS"])
+@triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "BH", "HEADS"])
 def dq_kernel(
     Q, K, V, DY, Y, L, DL, KEY_SCALE, C, FIRST, E, C_START, C_END, OPENED, DQ, PAIR, G, ROW,
-    q_s, k_s, v_s, dy_s, scale, rest, T, H, HKV, BH, HEADS,
+    q_s, k_s, v_s, dy_s, scale, rest, T, CHUNK, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BM rows of dq; for the other pass also g and g delta; with gates g, g times the root of the decay from the first
     of the R rows around it, delta, and row (see above)."""
@@ -319,16 +321,16 @@ def dq_kernel(
         over_l, factor = g * g, 1.0
     acc = tl.zeros([BM, D], tl.float32)
     r = tl.zeros([BM], tl.float32)
-    begin, end = 0, lo // BN * BN
-    c_lo, c_row, first_row = 0.0, 0.0, 0
+    begin, end = lo // CHUNK * CHUNK, lo // BN * BN
+    c_lo, c_row, first_row = 0.0, 0.0, -1 if BEFORE else 0
     if GATED:
         C, FIRST, E = _at_head(C, T, b * HKV + hkv), _at_head(FIRST, T, b * HKV + hkv), _at_head(E, T, b * HKV + hkv)
         C_END, OPENED = _at_head_32(C_END, T, b * HKV + hkv), _at_head_32(OPENED, T, b * HKV + hkv)
         c_lo = tl.load(_at_head_32(C_START, T, b * HKV + hkv) + lo // 32)
         c_row = _vector(C, lo, BM)
         first_row = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
-        begin = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the document of the token before
-        begin = tl.minimum(begin, end)
+        opened = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the document of the token before
+        begin = tl.minimum(tl.maximum(begin, opened), end)
     pair = _at_head(PAIR, T, 2 * bh) + row[:, None] * 2 + tl.arange(0, 2)[None, :]
     if GATED:
         start = row // R * R
@@ -362,7 +364,7 @@ def dq_kernel(
 def _dkdv_tiles(
     dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, PAIR, G, C, FIRST, C_START, c_hi, c_col, column, begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, GATED: tl.constexpr, NORMALIZE: tl.constexpr,
-    DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
+    BEFORE: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if GATED and not DIAGONAL:
         x = tl.exp(0.5 * (tl.load(C_START + tl.minimum(begin, T - 1) // 32) - c_hi).to(tl.float32))
@@ -384,7 +386,7 @@ def _dkdv_tiles(
                 c_next = tl.load(C_START + tl.minimum(start + 2 * BM, T - 1) // 32)
             gdelta *= g
         a = _half_power(s, P) * g[None, :]
-        first = 0
+        first = -1 if BEFORE else 0
         if DIAGONAL:
             seen = at[None, :] >= column[:, None]
             if GATED:
@@ -405,12 +407,12 @@ def _dkdv_tiles(
     return dk, dv, col
 
 
-@triton.jit(do_not_specialize=["T", "H", "HKV", "BHKV", "HEADS"])
+@triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "BHKV", "HEADS"])
 def dkdv_kernel(
     Q, K, V, DY, C, FIRST, E, C_START, C_END, OPENED, PAIR, G, ROW, DK, DV,
-    q_s, k_s, v_s, dy_s, T, H, HKV, BHKV, HEADS,
+    q_s, k_s, v_s, dy_s, T, CHUNK, H, HKV, BHKV, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BN rows of dk and dv, summed over the query heads of the group; with gates ROW of the group's first head becomes
     the sum of row over the group, minus col."""
@@ -425,7 +427,7 @@ def dkdv_kernel(
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
     col = tl.zeros([BN], tl.float32)
-    begin, end = lo + BN, T  # the queries that see all of these keys
+    begin, end = lo + BN, tl.minimum(lo // CHUNK * CHUNK + CHUNK, T)  # the queries that see all of these keys
     c_hi, c_col = 0.0, 0.0
     if GATED:
         C, FIRST = _at_head(C, T, bh), _at_head(FIRST, T, bh)
@@ -440,14 +442,14 @@ def dkdv_kernel(
                 after = tl.load(OPENED + middle) > hi
                 above = tl.where(after, middle, above)
                 below = tl.where(after, below, middle + 1)
-            end = tl.minimum(above * 32 + 32, T)
+            end = tl.minimum(above * 32 + 32, end)
         c_col = _vector(C, lo, BN)
     for i in range(group):
         h = hkv * group + i
         dk, dv, col = _dkdv_tiles(
             dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, _at_head(PAIR, T, 2 * (b * H + h)),
             _at_head(G, T, b * H + h) if GATED else G, C, FIRST, C_START, c_hi, c_col, column, begin, end, T,
-            P, D, BM, GATED, NORMALIZE, False, PRECISION,
+            P, D, BM, GATED, NORMALIZE, BEFORE, False, PRECISION,
         )  # fmt: skip
     if GATED:
         kept = tl.exp(tl.load(C + hi) - c_col)
@@ -460,7 +462,7 @@ def dkdv_kernel(
         dk, dv, col = _dkdv_tiles(
             dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, _at_head(PAIR, T, 2 * (b * H + h)),
             _at_head(G, T, b * H + h) if GATED else G, C, FIRST, C_START, c_hi, c_col, column, lo, tl.minimum(begin, T),
-            T, P, D, BM, GATED, NORMALIZE, True, PRECISION,
+            T, P, D, BM, GATED, NORMALIZE, BEFORE, True, PRECISION,
         )  # fmt: skip
 
     out = tl.cast(b, tl.int64) * T + lo
@@ -491,12 +493,12 @@ def _max(a, b):
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "HKV"])
 def gates_kernel(
     LOG_G, C, FIRST, E, C_START, C_END, OPENED, g_b, g_t, g_h, T, HKV,
-    R: tl.constexpr, POWER: tl.constexpr, N: tl.constexpr,
+    R: tl.constexpr, POWER: tl.constexpr, BEFORE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """N tokens of one sequence and head: log_g summed in float64, and what the tiles need of the sums.
 
     C        the sum since the first token of the 128 around it
-    FIRST    the first token of the document, counted from there; -1 if before
+    FIRST    the first token of the document, counted from there; -1 if before (BEFORE: or there is a state before all)
     E        decay^POWER from the token to the last of the R around it, 0 if that is another document's
     C_START, C_END, OPENED    for each 32 tokens: the sum up to the first and up to the last of them, and where the
              last's document begins; here since the first of the N tokens, the next kernel adds what was before
@@ -512,14 +514,14 @@ def gates_kernel(
     log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0).to(tl.float64)
     reset = log_g == float("-inf")
     c = tl.associative_scan(tl.where(reset, 0.0, log_g), 0, _add)
-    first = tl.associative_scan(tl.where(reset | (at == 0), at, -1), 0, _max)
+    first = tl.associative_scan(tl.where(reset if BEFORE else reset | (at == 0), at, -1), 0, _max)
     tl.store(C + at, (c - _ends(c, 128)[0]).to(tl.float32), written)
     tl.store(FIRST + at, tl.maximum(first - at // 128 * 128, -1).to(tl.int8), written)
     to_end = tl.exp(POWER * (_ends(c, R)[1] - c).to(tl.float32))
     tl.store(E + at, tl.where(_ends(first, R)[1] <= at, to_end, 0.0), written)
     tl.store(C_START + at // 32, c, written & (at % 32 == 0))
     tl.store(C_END + at // 32, c, written & (at % 32 == 31))
-    tl.store(OPENED + at // 32, first, written & (at % 32 == 31))
+    tl.store(OPENED + at // 32, tl.maximum(first, 0), written & (at % 32 == 31))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -580,7 +582,7 @@ def dlog_g_kernel(
 # ---- launchers
 
 
-def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, config=None):
+def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, chunk=None, num=None, den=None, config=None):
     """q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None.
 
     Returns y [B, T, H, D] in q's dtype and l [B, H, T padded to a multiple of 128], float32, for `backward`; `scale`
@@ -596,13 +598,16 @@ def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, config=None):
         key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c.BN, 0.5)
         tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
         forward_kernel[(triton.cdiv(T, c.BM) * B * H,)](
-            *tiles, y, l, key_scale, *gates, *strides, scale, rest, T, H, HKV, B * H, _heads_together(T, B * H),
+            *tiles, y, l, num, den, key_scale, *gates, *strides, scale, rest, T, chunk or T, H, HKV, B * H,
+            _heads_together(chunk or T, B * H),
             **_options(c, q, p, log_g, normalize),
         )  # fmt: skip
     return y, l
 
 
-def backward(dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, configs=(None, None)):
+def backward(
+    dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, chunk=None, before=False, configs=(None, None)
+):
     """dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32 (or None).
 
     With normalize, y and l are forward's and dl is not looked at; else y and l are not, and dl is shaped as l is.
@@ -617,21 +622,23 @@ def backward(dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, conf
     if c_dq.BM < c_dkdv.BM or c_dkdv.BN % c_dkdv.BM:
         raise ValueError(f"dkdv's BM must divide its BN and be at most dq's BM, got {c_dq} for dq, {c_dkdv} for dkdv")
     with _on(q.device):
-        key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c_dq.BN, 1.0)
+        key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c_dq.BN, 1.0, before)
         (k_tiles, v_tiles), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN))
         dq_kernel[(triton.cdiv(T, c_dq.BM) * B * H,)](
             q, k_tiles, v_tiles, dy, y, l, dl, key_scale, *gates, dq, pair, g, row,
-            q.stride(), *kv_strides, dy.stride(), scale, rest, T, H, HKV, B * H, _heads_together(T, B * H),
-            R=c_dkdv.BM, **_options(c_dq, q, p, log_g, normalize),
+            q.stride(), *kv_strides, dy.stride(), scale, rest, T, chunk or T, H, HKV, B * H,
+            _heads_together(chunk or T, B * H), R=c_dkdv.BM, BEFORE=before, **_options(c_dq, q, p, log_g, normalize),
         )  # fmt: skip
         (q_tiles, dy_tiles), (q_strides, dy_strides) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
         dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
             q_tiles, k, v, dy_tiles, *gates, pair, g, row, dk, dv,
-            q_strides, k.stride(), v.stride(), dy_strides, T, H, HKV, B * HKV, _heads_together(T, B * HKV),
-            **_options(c_dkdv, q, p, log_g, normalize),
+            q_strides, k.stride(), v.stride(), dy_strides, T, chunk or T, H, HKV, B * HKV,
+            _heads_together(chunk or T, B * HKV), BEFORE=before, **_options(c_dkdv, q, p, log_g, normalize),
         )  # fmt: skip
         if log_g is None:
             return dq, dk, dv, None
+        if chunk:
+            return dq, dk, dv, row
         dlog_g = _empty(q, B, T, HKV)
         dlog_g_kernel[(B * HKV,)](row, log_g, dlog_g, *log_g.stride(), T, H, HKV, N=1024)
     return dq, dk, dv, dlog_g
@@ -654,7 +661,7 @@ def _key_scales(k, p, normalize):
     return torch.exp2(-largest.clamp(2.0**-30, 2.0**30).log2().floor()).flatten()
 
 
-def _gates(log_g, R, power):
+def _gates(log_g, R, power, before=False):
     """What gates_kernel says: 9.6 bytes a token and key/value head."""
     if log_g is None:
         return [None] * 6
@@ -663,7 +670,7 @@ def _gates(log_g, R, power):
     gates = [_empty(log_g, *tokens), _empty(log_g, *tokens, dtype=torch.int8), _empty(log_g, *tokens)]
     gates += [_empty(log_g, *blocks, dtype=dtype) for dtype in (torch.float64, torch.float64, torch.int32)]
     N = 1024
-    gates_kernel[(triton.cdiv(T, N) * B * HKV,)](log_g, *gates, *log_g.stride(), T, HKV, R=R, POWER=power, N=N)
+    gates_kernel[(triton.cdiv(T, N) * B * HKV,)](log_g, *gates, *log_g.stride(), T, HKV, R=R, POWER=power, BEFORE=before, N=N)
     gates_before_kernel[(B * HKV,)](*gates[3:], T, N=N)
     return gates
 

@@ -1,0 +1,728 @@
+"""The chunked form of power attention in Triton: cost linear in the context."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels import quadratic
+from kernels.layout import TILE, layout
+from kernels.quadratic import PRECISION, _add, _empty, _inverse, _on, _to_unit
+
+HALF = {torch.bfloat16: torch.float16, torch.float32: torch.float32}  # of features, values and states between kernels
+LIFT = {2: 6, 4: 1}  # the largest entry of a row of q or k is brought into [2^n, 2^(n+1))
+TOP = 14  # that of a chunk's values and the bound of a state into [2^14, 2^15)
+
+
+# ---- pieces
+
+
+@triton.jit
+def _rows(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr):
+    """[N, D]: rows start, start+1, ... of head h of sequence b, zeros from row T on."""
+    row, column = start + tl.arange(0, N), tl.arange(0, D)
+    X += tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[2]
+    X += tl.cast(start, tl.int64) * strides[1]
+    at = tl.arange(0, N)[:, None] * strides[1] + column[None, :] * strides[3]
+    return tl.load(X + at, mask=row[:, None] < T, other=0.0)
+
+
+@triton.jit
+def _unit(largest):
+    """The power of two that brings `largest` into [1, 2), at most 2^100 or its inverse; 1 for zero."""
+    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 27), 227)
+    return tl.where(largest > 0, ((254 - exponent) << 23).to(tl.float32, bitcast=True), 1.0)
+
+
+@triton.jit
+def _power(x, P: tl.constexpr):
+    return x * x if P == 2 else (x * x) * (x * x)
+
+
+@triton.jit
+def _times(x, y, acc, PRECISION: tl.constexpr):
+    """acc + x @ y for float32 y, as exact as float32: in bfloat16, y is split in three."""
+    if x.dtype == tl.float32:
+        return tl.dot(x, y, acc, input_precision=PRECISION)
+    else:
+        high = y.to(tl.bfloat16)
+        y -= high.to(tl.float32)
+        middle = y.to(tl.bfloat16)
+        acc = tl.dot(x, (y - middle.to(tl.float32)).to(tl.bfloat16), acc)
+        acc = tl.dot(x, middle, acc)
+        return tl.dot(x, high, acc)
+
+
+@triton.jit
+def _diagonal(d, N: tl.constexpr):
+    """The matrix with d on its diagonal. A product with it leaves 64 columns as they are, in the registers where the next
+    product wants them: Triton keeps the layout of a product's result and would else go through shared memory."""
+    at = tl.arange(0, N)
+    return tl.where(at[:, None] == at[None, :], d[None, :], 0.0)
+
+
+# ---- gates
+
+
+@triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "TP", "CHUNK", "HKV"])
+def chunk_gates_kernel(LOG_G, INTO, OUT, WHOLE, g_b, g_t, g_h, T, TP, CHUNK, HKV, N: tl.constexpr):
+    """One chunk of one sequence and head: the decay from before the chunk into each token, from each token to the last
+    and through the whole chunk, zero across log_g = -inf."""
+    chunks = tl.cdiv(T, CHUNK)
+    bh, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + tl.cast(bh % HKV, tl.int64) * g_h
+    INTO += tl.cast(bh, tl.int64) * TP
+    OUT += tl.cast(bh, tl.int64) * TP
+    begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP)
+    total, resets = tl.zeros([], tl.float64), tl.zeros([], tl.int32)
+    for start in range(begin, end, N):
+        at = start + tl.arange(0, N)
+        log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0).to(tl.float64)
+        reset = log_g == float("-inf")
+        log_g = tl.where(reset, 0.0, log_g)
+        reset = reset.to(tl.int32)
+        into = tl.exp((total + tl.associative_scan(log_g, 0, _add)).to(tl.float32))
+        tl.store(INTO + at, tl.where(resets + tl.associative_scan(reset, 0, _add) == 0, into, 0.0), at < end)
+        total += tl.sum(log_g, 0)
+        resets += tl.sum(reset, 0)
+    before, seen = tl.zeros([], tl.float64), tl.zeros([], tl.int32)
+    for start in range(begin, end, N):
+        at = start + tl.arange(0, N)
+        log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0).to(tl.float64)
+        reset = log_g == float("-inf")
+        log_g = tl.where(reset, 0.0, log_g)
+        reset = reset.to(tl.int32)
+        out = tl.exp((total - before - tl.associative_scan(log_g, 0, _add)).to(tl.float32))
+        tl.store(OUT + at, tl.where(seen + tl.associative_scan(reset, 0, _add) == resets, out, 0.0), at < end)
+        before += tl.sum(log_g, 0)
+        seen += tl.sum(reset, 0)
+    tl.store(WHOLE + tl.program_id(0), tl.where(resets == 0, tl.exp(total.to(tl.float32)), 0.0))
+
+
+@triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "TP", "CHUNK", "H", "HKV", "blocks", "blocks_z"])
+def chunk_dlog_g_kernel(
+    INSIDE, READ, GIVEN, CARRIED, CARRIED_Z, LOG_G, DLOG_G, g_b, g_t, g_h, T, TP, CHUNK, H, HKV, blocks, blocks_z,
+    N: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one sequence and head: d log_g_m is the sum over i >= m of what query i read, from the chunk and from
+    the state, less what its key gave inside the chunk; plus the sum over j < m of what key j gave to the state; plus what the
+    chunk's whole gate carried from state to state. Nothing crosses a chunk."""
+    chunks = tl.cdiv(T, CHUNK)
+    bh, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    b, hkv = tl.cast(bh // HKV, tl.int64), bh % HKV
+    group = H // HKV
+    first = b * H + hkv * group
+    INSIDE += first * (tl.cdiv(T, 128) * 128)
+    GIVEN += tl.cast(bh, tl.int64) * TP
+    LOG_G += b * g_b + tl.cast(hkv, tl.int64) * g_h
+    DLOG_G += b * T * HKV + hkv
+    begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, T)
+    everything = tl.zeros([], tl.float64)
+    for start in range(0, blocks, N):
+        at = start + tl.arange(0, N)
+        x = tl.load(CARRIED + tl.cast(tl.program_id(0), tl.int64) * blocks + at, mask=at < blocks, other=0.0)
+        everything += tl.sum(x.to(tl.float64), 0)
+    for start in range(0, blocks_z, N):
+        at = start + tl.arange(0, N)
+        x = tl.load(CARRIED_Z + tl.cast(tl.program_id(0), tl.int64) * blocks_z + at, mask=at < blocks_z, other=0.0)
+        everything += tl.sum(x.to(tl.float64), 0)
+    for start in range(begin, end, N):
+        at = start + tl.arange(0, N)
+        everything += tl.sum(tl.load(GIVEN + at, mask=at < end, other=0.0).to(tl.float64), 0)
+    for back in range(begin, end, N):
+        at = begin + (end - 1 - begin) // N * N - (back - begin) + tl.arange(0, N)
+        x = tl.load(INSIDE + at, mask=at < end, other=0.0).to(tl.float64)
+        x -= tl.load(GIVEN + at, mask=at < end, other=0.0)
+        for i in range(group):
+            x += tl.load(READ + (first + i) * TP + at, mask=at < end, other=0.0)
+        log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < end, other=0.0)
+        d = everything + tl.associative_scan(x, 0, _add, reverse=True)
+        tl.store(DLOG_G + at.to(tl.int64) * HKV, tl.where(log_g == float("-inf"), 0.0, d).to(tl.float32), at < end)
+        everything += tl.sum(x, 0)
+
+
+# ---- rows of q or k, and what they are weighted with
+
+
+@triton.jit
+def _row_units(X, x_s, b, start, h, T, LIFT: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
+    """[N]: the power of two that brings the largest entry of each row into [2^LIFT, 2^(LIFT+1)), and rows [N, D]"""
+    x = _rows(X, x_s, b, start, h, T, N, D).to(tl.float32)
+    return _to_unit(tl.max(tl.abs(x), 1)) * (2.0**LIFT), x
+
+
+@triton.jit
+def _row_values(
+    V, v_s, Y, L, DECAY, unit, b, start, h, T, TP, H, HKV,
+    P: tl.constexpr, E: tl.constexpr, LIFT: tl.constexpr, N: tl.constexpr, QUERY: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """What phi(x_t) is multiplied with: v_t and 1, or dy_t and -delta_t, and the factor of both."""
+    at = start + tl.arange(0, N)
+    v = _rows(V, v_s, b, start, h, T, N, E).to(tl.float32)
+    decay = tl.full([N], 1.0, tl.float32)
+    if GATED:
+        decay = tl.load(DECAY + (tl.cast(b, tl.int64) * HKV + h // (H // HKV)) * TP + at)
+    if QUERY:
+        out = (tl.cast(b, tl.int64) * T + start) * H + h
+        y = Y + out * E + tl.arange(0, N)[:, None] * (H * E) + tl.arange(0, E)[None, :]
+        one = -tl.sum(v * tl.load(y, mask=at[:, None] < T, other=0.0).to(tl.float32), 1)
+        l = tl.load(L + (tl.cast(b, tl.int64) * H + h) * (tl.cdiv(T, 128) * 128) + at, mask=at < T, other=0.0)
+        factor = decay * _inverse(l) * (2.0 ** (-LIFT * P))
+    else:
+        one = tl.full([N], 1.0, tl.float32)
+        factor = decay * _power(1 / unit, P)
+    return v, one, tl.where(at < T, factor, 0.0), decay
+
+
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV"])
+def prepare_kernel(
+    X, V, Y, L, DECAY, XT, VALUES, UNIT_X, FACTOR, WEIGHT, UNIT_V, FACTORS, x_s, v_s, T, TP, CHUNK, H, HKV,
+    P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, LIFT: tl.constexpr, N: tl.constexpr,
+    QUERY: tl.constexpr, HAS_V: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one sequence and key/value head, for the keys or for the group's queries:
+
+    XT       the vector of each row's entries or their products, transposed, each row brought to one magnitude
+    VALUES   v times the decay to the chunk's end, or dy / l times that from its beginning, so that the sum of
+             phi(row) VALUES is the chunk's state; in units that bring their largest into [2^14, 2^15)
+    UNIT_X, FACTOR, WEIGHT, UNIT_V     by what rows were multiplied, what rows of results need to be multiplied by,
+             the gradient of each query's denominator, by what VALUES were multiplied
+    """
+    chunks = tl.cdiv(T, CHUNK)
+    TP = TP // 256 * 256
+    bh, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    b, hkv = bh // HKV, bh % HKV
+    heads = H // HKV if QUERY else 1
+    rows = H if QUERY else HKV
+    begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP)
+    unit_v = 1.0
+    if HAS_V:
+        largest = tl.zeros([N], tl.float32)
+        for i in range(heads):
+            h = hkv * heads + i
+            for start in range(begin, end, N):
+                unit, _ = _row_units(X, x_s, b, start, h, T, LIFT, N, D)
+                v, one, factor, _ = _row_values(
+                    V, v_s, Y, L, DECAY, unit, b, start, h, T, TP, rows, HKV, P, E, LIFT, N, QUERY, GATED
+                )
+                of_row = tl.max(tl.abs(v), 1)
+                if EP > E:
+                    of_row = tl.maximum(of_row, tl.abs(one))
+                largest = tl.maximum(largest, of_row * factor)
+        unit_v = _unit(tl.max(largest, 0)) * (2.0**14)
+        tl.store(UNIT_V + tl.program_id(0), unit_v)
+    for i in range(heads):
+        h = hkv * heads + i
+        at_head = (tl.cast(b, tl.int64) * rows + h) * TP
+        for start in range(begin, end, N):
+            at = start + tl.arange(0, N)
+            unit, x = _row_units(X, x_s, b, start, h, T, LIFT, N, D)
+            if P == 2:
+                to = XT + at_head * M + tl.arange(0, D)[None, :] * TP + at[:, None]
+                tl.store(to, (x * unit[:, None]).to(XT.dtype.element_ty))
+            else:
+                for m in range(0, M, 32):
+                    entry = m + tl.arange(0, 32)
+                    base = X + tl.cast(b, tl.int64) * x_s[0] + tl.cast(h, tl.int64) * x_s[2]
+                    base += at.to(tl.int64)[:, None] * x_s[1]
+                    first, second = tl.load(FACTORS + entry), tl.load(FACTORS + M + entry)
+                    product = tl.load(base + first[None, :] * x_s[3], mask=at[:, None] < T, other=0.0).to(tl.float32)
+                    product *= unit[:, None]
+                    other = tl.load(base + second[None, :] * x_s[3], mask=at[:, None] < T, other=0.0).to(tl.float32)
+                    product *= other * unit[:, None]
+                    tl.store(XT + at_head * M + entry[None, :] * TP + at[:, None], product.to(XT.dtype.element_ty))
+            if HAS_V:
+                v, one, factor, decay = _row_values(
+                    V, v_s, Y, L, DECAY, unit, b, start, h, T, TP, rows, HKV, P, E, LIFT, N, QUERY, GATED
+                )
+                scaled = factor * unit_v
+                to = VALUES + (at_head + at)[:, None] * EP + tl.arange(0, E)[None, :]
+                tl.store(to, (v * scaled[:, None]).to(VALUES.dtype.element_ty))
+                if EP > E:  # the column of ones, and zeros to the width that a product takes
+                    column = tl.arange(0, EP - E)
+                    ones = tl.where(column[None, :] == 0, (one * scaled)[:, None], 0.0)
+                    to = VALUES + (at_head + at)[:, None] * EP + E + column[None, :]
+                    tl.store(to, ones.to(VALUES.dtype.element_ty))
+                tl.store(UNIT_X + at_head + at, unit)
+                if QUERY:  # of the denominator of the row as it came
+                    tl.store(WEIGHT + at_head + at, one * factor * _power(unit, P))
+                else:
+                    tl.store(FACTOR + at_head + at, factor)
+            else:
+                decay = tl.full([N], 1.0, tl.float32)
+                if GATED:
+                    decay = tl.load(DECAY + (tl.cast(b, tl.int64) * HKV + hkv) * TP + at)
+                tl.store(FACTOR + at_head + at, decay * (2.0 ** (-LIFT * P)))
+
+
+# ---- update state: sums over a chunk
+
+
+@triton.jit
+def _column_features(x, s, M: tl.constexpr, K: tl.constexpr):
+    """x [64, K], s [M / 16, K] -> [M, K]: 64 entries of K tokens times 4 scalars for each 64 rows."""
+    if M == 64:
+        return (x.reshape([4, 16, K]) * s[:, None, :]).reshape([64, K])
+    else:
+        return (x.reshape([1, 4, 16, K]) * s.reshape([M // 64, 4, K])[:, :, None, :]).reshape([M, K])
+
+
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles"])
+def update_state_kernel(
+    XT, VALUES, U, PARTS, GROUPS, down, T, TP, CHUNK, H, HKV, tiles,
+    M: tl.constexpr, EP: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """4 ROWS / 64 tiles of one chunk's state: the sum over its tokens of phi(x) VALUES, times `down`."""
+    TP = TP // 256 * 256
+    each: tl.constexpr = 4 * ROWS // 64  # tiles of a program
+    groups = tiles // each
+    chunks = tl.cdiv(T, CHUNK)
+    at = tl.program_id(0) // groups
+    bh, chunk = at // chunks, at % chunks
+    heads = H // HKV
+    number = tl.program_id(0) % groups
+    part = PARTS + tl.load(GROUPS + number * (each // 4) * 2) * 16
+    i = tl.load(GROUPS + number * (each // 4) * 2 + 1)
+    entry = tl.arange(0, 64)
+    slices = tl.load(part + entry // 16) + entry % 16
+    slot = tl.arange(0, ROWS // 16)
+    scalars = tl.load(part + 4 + slot % 4) + slot // 4 + i
+    step: tl.constexpr = ROWS // 64
+
+    acc0 = tl.zeros([ROWS, EP], tl.float32)
+    acc1 = tl.zeros([ROWS, EP], tl.float32)
+    acc2 = tl.zeros([ROWS, EP], tl.float32)
+    acc3 = tl.zeros([ROWS, EP], tl.float32)
+    begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP)
+    for head in range(heads):
+        row = bh // HKV * H + bh % HKV * heads + head
+        x_of = XT + tl.cast(row, tl.int64) * M * TP
+        for start in range(begin, end, K):
+            t = (start // K * K + tl.arange(0, K))[None, :]
+            v = VALUES.load([row * TP + start, 0])
+            x = tl.load(x_of + slices[:, None] * TP + t)
+            s0 = tl.load(x_of + scalars[:, None] * TP + t)
+            acc0 = tl.dot(_column_features(x, s0, ROWS, K), v, acc0, input_precision=PRECISION)
+            s1 = tl.load(x_of + (scalars + step)[:, None] * TP + t)
+            acc1 = tl.dot(_column_features(x, s1, ROWS, K), v, acc1, input_precision=PRECISION)
+            s2 = tl.load(x_of + (scalars + 2 * step)[:, None] * TP + t)
+            acc2 = tl.dot(_column_features(x, s2, ROWS, K), v, acc2, input_precision=PRECISION)
+            s3 = tl.load(x_of + (scalars + 3 * step)[:, None] * TP + t)
+            acc3 = tl.dot(_column_features(x, s3, ROWS, K), v, acc3, input_precision=PRECISION)
+    U += (tl.cast(at, tl.int64) * tiles + number * each) * (64 * EP)
+    to = U + tl.arange(0, ROWS)[:, None] * EP + tl.arange(0, EP)[None, :]
+    tl.store(to, (acc0 * down).to(U.dtype.element_ty))
+    tl.store(to + ROWS * EP, (acc1 * down).to(U.dtype.element_ty))
+    tl.store(to + 2 * ROWS * EP, (acc2 * down).to(U.dtype.element_ty))
+    tl.store(to + 3 * ROWS * EP, (acc3 * down).to(U.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV"])
+def update_z_kernel(
+    X, W, Z, x_s, T, TP, CHUNK, H, HKV, D: tl.constexpr, N: tl.constexpr, WEIGHTED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One chunk's sum of w x x^T, float32 [D, D]."""
+    chunks = tl.cdiv(T, CHUNK)
+    bh, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    heads = H // HKV
+    b = bh // HKV
+    acc = tl.zeros([D, D], tl.float32)
+    for i in range(heads):
+        h = bh % HKV * heads + i
+        for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, T), N):
+            x = _rows(X, x_s, b, start, h, T, N, D)
+            if WEIGHTED:
+                w = tl.load(W + (tl.cast(b, tl.int64) * H + h) * TP + start + tl.arange(0, N))
+                acc = _times(tl.trans(x), x.to(tl.float32) * w[:, None], acc, PRECISION)
+            else:
+                acc = tl.dot(tl.trans(x), x, acc, input_precision=PRECISION)
+    at = tl.arange(0, D)
+    tl.store(Z + tl.cast(tl.program_id(0), tl.int64) * (D * D) + at[:, None] * D + at[None, :], acc)
+
+
+# ---- discumsum: from sums over chunks to states between them
+
+
+@triton.jit(do_not_specialize=["n", "F"])
+def discumsum_kernel(
+    X, UNIT_X, UNIT, WHOLE, INITIAL, BOUND, FINAL, OTHER, UNIT_OTHER, ORDERS, CARRIED, up, most, n, F,
+    EP: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """N entries of the states of one sequence and head, in place: what a chunk gave becomes the state that precedes it,
+    or with REVERSE the gradient of the state that follows it. Carried in float32.
+
+    CARRIED  the sum over these entries of state times OTHER times the chunk's gate, for the gate's gradient
+    """
+    blocks = tl.cdiv(F, N)
+    bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    at = block * N + tl.arange(0, N)
+    inside = at < F
+    state = tl.zeros([N], tl.float32)
+    bound = 0.0
+    if INITIAL is not None:
+        state = tl.load(INITIAL + tl.cast(bh, tl.int64) * F + at, mask=inside, other=0.0)
+        if SCALED:
+            bound = tl.load(BOUND + bh)
+    if OTHER is not None and ORDERS is not None:
+        orders = tl.load(ORDERS + at // (16 * EP), mask=inside, other=0.0)
+    first = n - 1 if REVERSE else 0
+    x = tl.load(X + (tl.cast(bh, tl.int64) * n + first) * F + at, mask=inside, other=0.0).to(tl.float32)
+    for step in range(n):
+        i = bh * n + (n - 1 - step if REVERSE else step)
+        following = tl.maximum(i - 1, bh * n) if REVERSE else tl.minimum(i + 1, bh * n + n - 1)
+        to = X + tl.cast(i, tl.int64) * F + at
+        x_next = tl.load(X + tl.cast(following, tl.int64) * F + at, mask=inside, other=0.0).to(tl.float32)
+        whole = 1.0
+        if GATED:
+            whole = tl.load(WHOLE + i)
+        if SCALED:
+            unit = _unit(bound) * (2.0**14)
+            tl.store(to, (state * unit).to(X.dtype.element_ty), inside)
+            tl.store(UNIT + i, unit, block == 0)
+            scale = 1 / tl.load(UNIT_X + i)
+            bound = whole * bound + most * scale
+            x *= up * scale
+        else:
+            tl.store(to, state, inside)
+        if OTHER is not None:
+            other = tl.load(OTHER + tl.cast(i, tl.int64) * F + at, mask=inside, other=0.0).to(tl.float32)
+            product = state * other
+            if ORDERS is not None:
+                product *= orders
+            product = tl.sum(product, 0) * whole
+            if SCALED:
+                product /= tl.load(UNIT_OTHER + i)
+            tl.store(CARRIED + tl.cast(i, tl.int64) * blocks + block, product)
+        state = whole * state + x
+        x = x_next
+    if FINAL is not None:
+        tl.store(FINAL + tl.cast(bh, tl.int64) * F + at, state, inside)
+
+
+# ---- query state
+
+
+@triton.jit
+def _row_features(x, s, N: tl.constexpr):
+    """x [N, 64], s [4, N] -> [N, 64]: each 16 columns times a scalar of the row."""
+    return (x.reshape([N, 4, 16]) * tl.trans(s)[:, :, None]).reshape([N, 64])
+
+
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "parts", "skip"])
+def query_state_kernel(
+    XT, S, UNIT_S, FACTOR, PARTS, OUT, X, Z, DECAY, DEN, x_s, T, TP, CHUNK, H, HKV, tiles, parts, skip,
+    P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
+    SUMS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BM rows of phi(x) S, for the state S before (or after) their chunk. With SUMS the numerators, in OUT, and the
+    denominators, in DEN, of queries that are scaled to [1, 2); else added to what OUT has."""
+    TP = TP // 256 * 256
+    blocks = tl.cdiv(T, BM)
+    bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    b, h = bh // H, bh % H
+    lo = block * BM
+    chunk = lo // CHUNK
+    state = (b * HKV + h // (H // HKV)) * tl.cdiv(T, CHUNK) + chunk
+    row = lo + tl.arange(0, BM)
+    XT += tl.cast(bh, tl.int64) * M * TP
+    entry = tl.arange(0, 64)
+    acc = tl.zeros([BM, EP], tl.float32)
+    tile = state * tiles
+    for number in range(parts if chunk != skip else 0):
+        part = PARTS + number * 16
+        slices = tl.load(part + entry // 16) + entry % 16
+        scalars = tl.load(part + 4 + tl.arange(0, 4))
+        orders = tl.load(part + 8 + entry // 16)
+        count = tl.load(part + 12)
+        x = tl.trans(tl.load(XT + slices[:, None] * TP + row[None, :]))
+        x = tl.dot(x, _diagonal(orders, 64).to(x.dtype), input_precision=PRECISION).to(x.dtype)
+        for i in range(count):
+            s = S.load([(tile + i) * 64, 0])
+            by = tl.load(XT + (scalars + i)[:, None] * TP + row[None, :])
+            acc = tl.dot(_row_features(x, by, BM), s, acc, input_precision=PRECISION)
+        tile += count
+    at = tl.cast(bh, tl.int64) * TP + row
+    acc *= (tl.load(FACTOR + at) / tl.load(UNIT_S + state))[:, None]
+    column = tl.arange(0, EP)
+    to = (tl.cast(b, tl.int64) * T + lo) * H + h
+    to = OUT + to * E + tl.arange(0, BM)[:, None] * (H * E) + column[None, :]
+    mask = (row[:, None] < T) & (column[None, :] < E)
+    if SUMS:
+        tl.store(to, acc, mask)
+        if Z is None:
+            den = tl.sum(tl.where(column[None, :] == E, acc, 0.0), 1)
+        else:
+            x = _rows(X, x_s, b, lo, h, T, BM, D)
+            d = tl.arange(0, D)
+            z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
+            x32 = x.to(tl.float32)
+            den = tl.sum(_times(x, z, tl.zeros([BM, D], tl.float32), PRECISION) * x32, 1)
+            den *= _power(_to_unit(tl.max(tl.abs(x32), 1)), P)
+            if GATED:
+                den *= tl.load(DECAY + (tl.cast(b, tl.int64) * HKV + h // (H // HKV)) * TP + row)
+        tl.store(DEN + tl.cast(bh, tl.int64) * (tl.cdiv(T, 128) * 128) + row, den, row < T)
+    else:
+        acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+        tl.store(to, acc.to(OUT.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "skip"])
+def query_gradient_kernel(
+    XT, VALUES, S, UNIT_S, UNIT_V, UNIT_X, WHERE, OUT, X, Z, WEIGHT, READ, x_s, T, TP, CHUNK, H, HKV, tiles, skip,
+    D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, WEIGHTED: tl.constexpr, GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BM rows of the gradient of phi(x) S VALUES^T + w x^T Z x to x, p = 2, added to what OUT has; with gates also x times
+    that gradient over p, what the row read from (gave to) the state, in READ."""
+    TP = TP // 256 * 256
+    blocks = tl.cdiv(T, BM)
+    bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    b, h = bh // H, bh % H
+    lo = block * BM
+    chunk = lo // CHUNK
+    state = (b * HKV + h // (H // HKV)) * tl.cdiv(T, CHUNK) + chunk
+    row = lo + tl.arange(0, BM)
+    e, d = tl.arange(0, E), tl.arange(0, D)
+    at = tl.cast(bh, tl.int64) * TP + row
+    XT += tl.cast(bh, tl.int64) * D * TP
+    S += tl.cast(state, tl.int64) * tiles * (64 * E)
+    v = tl.load(VALUES + at[:, None] * E + e[None, :])
+    v = tl.dot(v, _diagonal(tl.full([E], 1.0, tl.float32), E).to(v.dtype), input_precision=PRECISION).to(v.dtype)
+    acc = tl.zeros([BM, D], tl.float32)
+    for i in range(D if chunk != skip else 0):
+        where = tl.load(WHERE + i * D + d)
+        s = tl.load(S + where[:, None] * E + e[None, :])
+        by = tl.load(XT + i * TP + tl.arange(0, 1)[:, None] + row[None, :])
+        acc = tl.dot(v * tl.trans(by), tl.trans(s), acc, input_precision=PRECISION)
+    acc *= (2 * tl.load(UNIT_X + at) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
+    x = _rows(X, x_s, b, lo, h, T, BM, D)
+    z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
+    zx = _times(x, z, tl.zeros([BM, D], tl.float32), PRECISION)
+    if WEIGHTED:
+        zx *= tl.load(WEIGHT + at)[:, None]
+    acc += 2 * zx
+    if GATED:
+        tl.store(READ + at, 0.5 * tl.sum(acc * x.to(tl.float32), 1))
+    to = (tl.cast(b, tl.int64) * T + lo) * H + h
+    to = OUT + to * D + tl.arange(0, BM)[:, None] * (H * D) + d[None, :]
+    mask = row[:, None] < T
+    acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, acc.to(OUT.dtype.element_ty), mask)
+
+
+# ---- launchers
+
+
+class Sizes:
+    """What the launchers of one call share."""
+
+    def __init__(self, q, k, p, chunk):
+        (B, T, H, D), HKV = q.shape, k.shape[2]
+        self.B, self.T, self.H, self.HKV, self.D, self.p = B, T, H, HKV, D, p
+        self.chunk, self.chunks = chunk, triton.cdiv(T, chunk)
+        self.TP = triton.cdiv(T, 256) * 256
+        self.layout = layout(D, p, q.device)
+        self.EP = D if p == 2 else max(16, 2 * D)
+        self.F = self.layout.tiles * TILE * self.EP
+        self.half = HALF[q.dtype]
+        self.precision = PRECISION[q.dtype]
+        most = chunk * H // HKV * 2 ** (TOP + 1 + p * (LIFT[p] + 1))
+        self.most = 2.0 ** math.ceil(math.log2(most))  # an entry of a chunk's sum, in VALUES' units
+
+
+def chunk_gates(log_g, s):
+    """INTO, OUT [B * Hkv, TP] and WHOLE [B * Hkv, chunks]; None without gates."""
+    if log_g is None:
+        return None, None, None
+    into, out = (_empty(log_g, s.B * s.HKV, s.TP) for _ in range(2))
+    whole = _empty(log_g, s.B * s.HKV, s.chunks)
+    chunk_gates_kernel[(s.B * s.HKV * s.chunks,)](
+        log_g, into, out, whole, *log_g.stride(), s.T, s.TP, s.chunk, s.HKV, N=min(1024, s.chunk & -s.chunk)
+    )
+    return into, out, whole
+
+
+def prepare(s, x, v=None, y=None, l=None, decay=None):
+    """For keys (x, v) or queries (x; x, dy, y, l): {"xt", "values", "unit_x", "factor", "weight", "unit_v"}."""
+    rows = x.shape[2]
+    query = v is None or y is not None
+    new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
+    out = dict(xt=new(s.B * rows, s.layout.M, s.TP, dtype=s.half), values=None, unit_x=None, factor=None, weight=None)
+    out["unit_v"] = None
+    if v is not None:
+        out["values"] = new(s.B * rows * s.TP, s.EP, dtype=s.half)
+        out["unit_x"], out["unit_v"] = new(s.B * rows, s.TP), new(s.B * s.HKV, s.chunks)
+    out["weight" if v is not None and query else "factor"] = new(s.B * rows, s.TP)
+    prepare_kernel[(s.B * s.HKV * s.chunks,)](
+        x, v, y, l, decay, out["xt"], out["values"], out["unit_x"], out["factor"], out["weight"], out["unit_v"],
+        s.layout.factors, x.stride(), None if v is None else v.stride(), s.T, s.TP, s.chunk, rows, s.HKV,
+        P=s.p, D=s.D, E=s.D, EP=s.EP, M=s.layout.M, LIFT=LIFT[s.p], N=64, QUERY=query, HAS_V=v is not None,
+        GATED=decay is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def update_state(s, rows, prepared):
+    """The sums of each chunk, [B * Hkv, chunks, F], for `discumsum` to make states of."""
+    U = torch.empty(s.B * s.HKV, s.chunks, s.F, dtype=s.half, device=prepared["xt"].device)
+    c = UPDATE(s)
+    tiles = s.layout.tiles
+    values = TensorDescriptor.from_tensor(prepared["values"], [c["K"], s.EP])
+    update_state_kernel[(s.B * s.HKV * s.chunks * tiles // (c["ROWS"] // 16),)](
+        prepared["xt"], values, U, s.layout.parts, s.layout.groups, 2.0**15 / s.most, s.T, s.TP, s.chunk, rows, s.HKV, tiles,
+        M=s.layout.M, EP=s.EP, PRECISION=s.precision, **c,
+    )  # fmt: skip
+    return U
+
+
+def update_z(s, x, w):
+    """Each chunk's sum of w x x^T, float32 [B * Hkv, chunks, D * D]."""
+    Z = torch.empty(s.B * s.HKV, s.chunks, s.D * s.D, dtype=torch.float32, device=x.device)
+    N = 64 if s.D <= 64 else 32
+    update_z_kernel[(s.B * s.HKV * s.chunks,)](
+        x, w, Z, x.stride(), s.T, s.TP, s.chunk, x.shape[2], s.HKV, D=s.D, N=N, WEIGHTED=w is not None,
+        PRECISION=s.precision, num_warps=4 if s.D <= 64 else 8, num_stages=2,
+    )  # fmt: skip
+    return Z
+
+
+def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, reverse=False, final=False):
+    """X [B * Hkv, chunks, F] becomes, in place, the states before each chunk (after, with reverse).
+
+    Returns (unit, final, carried): by what the states are multiplied [B * Hkv, chunks], the state after all, float32
+    [B * Hkv, F] if wanted, and if there is an `other` the sums for the gates' gradient [B * Hkv, chunks, blocks].
+    """
+    BH, n, F = X.shape
+    scaled = unit_x is not None
+    N = min(1024, triton.next_power_of_2(F))
+    blocks = triton.cdiv(F, N)
+    unit = _empty(X, BH, n) if scaled else None
+    last = _empty(X, BH, F) if final else None
+    carried = None if other is None else _empty(X, BH, n, blocks)
+    bound = None if initial is None or not scaled else initial.abs().amax(1)
+    discumsum_kernel[(BH * blocks,)](
+        X, unit_x, unit, whole, initial, bound, last, other, unit_other, s.layout.orders if scaled else None, carried,
+        s.most / 2.0**15, s.most, n, F, EP=s.EP, N=N, SCALED=scaled, GATED=whole is not None, REVERSE=reverse, num_warps=4,
+    )  # fmt: skip
+    return unit, last, carried
+
+
+def query_state(s, prepared, S, unit_s, skip, factor=None, out=None, x=None, Z=None, decay=None):
+    """phi(x) S for every row: (num [B, T, H, E], den [B, H, T padded]) float32; or added to `out`."""
+    sums = out is None
+    rows = prepared["xt"].shape[0] // s.B
+    den = None
+    if sums:
+        out = _empty(S, s.B, s.T, rows, s.D)
+        den = torch.zeros(s.B, rows, quadratic.padded(s.T), dtype=torch.float32, device=S.device)
+    c = QUERY(s)
+    states = TensorDescriptor.from_tensor(S.view(-1, s.EP), [64, s.EP])
+    query_state_kernel[(triton.cdiv(s.T, c["BM"]) * s.B * rows,)](
+        prepared["xt"], states, unit_s, prepared["factor"] if factor is None else factor, s.layout.parts, out, x, Z, decay, den,
+        x.stride() if sums else None, s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, len(s.layout.parts), skip,
+        P=s.p, D=s.D, E=s.D, EP=s.EP, M=s.layout.M, SUMS=sums, GATED=decay is not None, PRECISION=s.precision, **c,
+    )  # fmt: skip
+    return out, den
+
+
+def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated):
+    """Adds to `out` the gradient to each row of what it reads from (gives to) a state; returns READ, or None."""
+    rows = x.shape[2]
+    read = _empty(S, s.B * rows, s.TP) if gated else None
+    c = GRADIENT(s)
+    query_gradient_kernel[(triton.cdiv(s.T, c["BM"]) * s.B * rows,)](
+        prepared["xt"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"], s.layout.where, out, x, Z,
+        weight, read, x.stride(), s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, D=s.D, E=s.D,
+        WEIGHTED=weight is not None, GATED=gated, PRECISION=s.precision, **c,
+    )  # fmt: skip
+    return read
+
+
+def UPDATE(s):
+    if s.half == torch.float32:
+        return dict(ROWS=64, K=32, num_warps=8, num_stages=1)
+    if s.D == 64:
+        return dict(ROWS=128, K=64, num_warps=8, num_stages=3)
+    return dict(ROWS=64, K=64, num_warps=8 if s.EP == 128 else 4, num_stages=2)
+
+
+def QUERY(s):
+    if s.half == torch.float32:
+        return dict(BM=64, num_warps=8, num_stages=1)
+    BM = 256 if s.D == 64 and s.chunk % 256 == 0 else 128
+    return dict(BM=BM, num_warps=8, num_stages=3)
+
+
+def GRADIENT(s):
+    if s.half == torch.float32:
+        return dict(BM=64, num_warps=8, num_stages=1)
+    BM = 256 if s.D == 64 and s.chunk % 256 == 0 else 128
+    return dict(BM=BM, num_warps=8, num_stages=4 if s.D <= 64 else 3)
+
+
+def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
+    """q [B, T, H, D], k, v [B, T, Hkv, D], log_g [B, T, Hkv] float32 or None; initial: (S, Z) float32 [B * Hkv, F] and
+    [B * Hkv, D * D] in this file's layout, or None. chunk: tokens, a multiple of 128.
+
+    Returns y, what `backward` needs (l, S, its units, Z), and the last state (S, Z) if `final`.
+    """
+    s = Sizes(q, k, p, chunk)
+    with _on(q.device):
+        into, out, whole = chunk_gates(log_g, s)
+        keys = prepare(s, k, v, decay=out)
+        S = update_state(s, s.HKV, keys)
+        S0, Z0 = initial or (None, None)
+        unit_s, S_last, _ = discumsum(s, S, keys["unit_v"], whole, S0, final=final)
+        Z = Z_last = None
+        if p == 2:
+            Z = update_z(s, k, out)
+            _, Z_last, _ = discumsum(s, Z, None, whole, Z0, final=final)
+        del keys
+        queries = prepare(s, q, decay=into)
+        skip = 0 if initial is None else -1
+        num, den = query_state(s, queries, S, unit_s, skip, x=q, Z=Z, decay=into)
+        del queries
+        y, l = quadratic.forward(q, k, v, log_g, p=p, chunk=chunk, num=num, den=den)
+    return y, (l, S, unit_s, Z), (S_last, Z_last)
+
+
+def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chunk):
+    """dq, dk, dv, dlog_g (None without gates) and d initial state (S, Z), or (None, None); final: (dS, dZ) or None."""
+    l, S, unit_s, Z = saved
+    s = Sizes(q, k, p, chunk)
+    with _on(q.device):
+        dq, dk, dv, inside = quadratic.backward(
+            dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, before=initial
+        )
+        into, out, whole = chunk_gates(log_g, s)
+        queries = prepare(s, q, dy, y, l, decay=into)
+        dS = update_state(s, s.H, queries)
+        dS_last, dZ_last = final or (None, None)
+        unit_d, dS0, carried = discumsum(
+            s, dS, queries["unit_v"], whole, dS_last, *((None, None) if log_g is None else (S, unit_s)), True, initial
+        )
+        dZ = dZ0 = carried_z = None
+        if p == 2:
+            dZ = update_z(s, q, queries["weight"])
+            _, dZ0, carried_z = discumsum(
+                s, dZ, None, whole, dZ_last, None if log_g is None else Z, None, True, initial
+            )
+        gated = log_g is not None
+        skip = -1 if initial else 0
+        read = query_gradient(s, queries, S, unit_s, skip, dq, q, Z, queries["weight"], gated)
+        del queries
+        keys = prepare(s, k, v, decay=out)
+        skip = s.chunks - 1 if final is None else -1
+        given = query_gradient(s, keys, dS, unit_d, skip, dk, k, dZ, out, gated)
+        query_state(s, keys, dS, unit_d, skip, out=dv)
+        dlog_g = None
+        if gated:
+            dlog_g = _empty(q, s.B, s.T, s.HKV)
+            chunk_dlog_g_kernel[(s.B * s.HKV * s.chunks,)](
+                inside, read, given, carried, carried_z, log_g, dlog_g, *log_g.stride(), s.T, s.TP, chunk, s.H, s.HKV,
+                carried.shape[2], carried_z.shape[2], N=min(1024, chunk & -chunk),
+            )  # fmt: skip
+    return dq, dk, dv, dlog_g, (dS0, dZ0)
