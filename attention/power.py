@@ -12,7 +12,8 @@ Because (q . k)^p = phi(q) . phi(k) (embedding.py), one function has three forms
 with the state S = sum_j exp(sum of log_g after j) phi(k_j) v_j^T, and z the same with 1 in v's place. From "Symmetric
 Power Transformers" (Buckman, Gelada, Zhang, 2024), gates from "Conformal Transformations for Symmetric Power
 Transformers" (Kumar, Buckman, Gelada, Zhang, 2025). This file is the plain PyTorch of it, on any device; the quadratic
-form without a state before it runs on the Triton kernels of kernels/ where q is on a GPU and they take its sizes.
+form without a state before it, and for p = 2 the chunked form, run on the Triton kernels of kernels/ where q is on a
+GPU and they take its sizes.
 
 Numerics: bfloat16 and float16 inputs are computed in float32, without logarithms. y does not change when a row of q
 or all of k is scaled by a power of two, which keeps (q . k)^p inside float32's range. log_g = -inf forgets everything
@@ -34,6 +35,8 @@ FORMS = ("auto", "quadratic", "chunked", "recurrent")
 FEATURES_AT_ONCE = 2**27  # entries of phi that exist at any time, half a GB in float32
 # the quadratic form on kernels/ meets the chunked one in PyTorch at so many times 1.5 Dphi tokens (H200, p=2, D=64)
 KERNEL_GAIN = {torch.bfloat16: 400, torch.float32: 5}
+# tokens from which the chunked kernels are faster than the quadratic ones, by head dimension (H200, gated, p=2)
+CROSSING = {torch.bfloat16: {16: 1024, 32: 2048, 64: 6144, 128: 16384}}
 SCORES_AT_ONCE = {"cpu": 2**27, "cuda": 2**30}  # entries of q k^T
 
 
@@ -82,13 +85,24 @@ def power_attention(
     _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state)
     (B, T, H, D), (Hkv, E) = q.shape, v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    on_kernels = form in ("auto", "quadratic") and initial_state is None
-    on_kernels = on_kernels and kernels_take(q.device.type, q.dtype, D, E, p)
+    with_state = return_state or initial_state is not None
+    on_kernels = form != "recurrent" and kernels_take(q.device.type, q.dtype, D, E, p)
     if form == "auto":
         form = best_form(T, D, p, q.dtype if on_kernels else None)
-    if return_state or initial_state is not None or form != "quadratic":
+        if on_kernels and with_state and p == 2:
+            form = "chunked"
+    if with_state or form != "quadratic":
         check_state_fits(B * Hkv, D, E, p, dtype, q.device)
 
+    if form == "chunked" and on_kernels and p == 2:
+        from kernels.ops import chunked_attention
+
+        chunk = kernel_chunk_size(T, D, p, chunk_size)
+        log_g = None if log_g is None else log_g.float()
+        y, S, z = chunked_attention(q, k, v, log_g, *(initial_state or (None, None)), p=p, chunk=chunk, final=return_state)
+        return (y, PowerState(S, z)) if return_state else y
+
+    on_kernels = on_kernels and initial_state is None
     if form == "quadratic" and on_kernels:
         from kernels.ops import quadratic_attention
 
@@ -141,14 +155,19 @@ def read_and_fold(q, k, v, log_g, state, *, p, fold):
 
 
 def best_form(T, D, p, kernel_dtype=None):
-    """The cheaper of "quadratic" and "chunked": measured, they cross near T = 1.5 Dphi where both are plain PyTorch.
-    kernel_dtype: of the tensors if the quadratic form would run on the kernels."""
+    """The cheaper of "quadratic" and "chunked". kernel_dtype: of the tensors where the forms run on the kernels.
+
+    Measured: in plain PyTorch they cross near T = 1.5 Dphi. On the kernels p = 2 crosses at CROSSING; other powers are
+    chunked in plain PyTorch.
+    """
+    if p == 2 and kernel_dtype in CROSSING:
+        return "quadratic" if T <= CROSSING[kernel_dtype].get(D, 0) else "chunked"
     return "quadratic" if T <= KERNEL_GAIN.get(kernel_dtype, 1) * 1.5 * symmetric_power_dim(D, p) else "chunked"
 
 
 @torch.compiler.assume_constant_result  # torch.compile asks once, and does not look inside
 def kernels_take(device_type, dtype, D, E, p):
-    """Whether kernels/ computes the quadratic form of these sizes; on a GPU that has to do without, a warning, once."""
+    """Whether kernels/ computes the quadratic form (for p = 2 also the chunked one) of these sizes; on a GPU that has to do without, a warning, once."""
     if device_type != "cuda" or dtype == torch.float64:
         return False
     from kernels import why_not
@@ -166,6 +185,13 @@ _told = set()
 def default_chunk_size(D, p):
     """A power of two near Dphi / 2, at which reading a chunk and reading the state cost about the same."""
     return min(1024, max(16, 2 ** (symmetric_power_dim(D, p) // 2).bit_length() // 2))
+
+
+def kernel_chunk_size(T, D, p, chunk_size=None):
+    """The kernels' chunk: a multiple of 128. Reading a chunk should cost less than reading the state does."""
+    if chunk_size is None:
+        chunk_size = {16: 256, 32: 512, 64: 1024}.get(D, 2048)
+    return min(-(-chunk_size // 128), -(-T // 128)) * 128
 
 
 def state_bytes(rows, D, E, p, dtype=torch.float32):
@@ -264,6 +290,20 @@ def update_state(k, v, p):
     for x, value in zip(k.split(size, dim=2), v.split(size, dim=2)):
         S = S + symmetric_power_embedding(x, p).transpose(-1, -2) @ value
     return S
+
+
+def discumsum(u, g, first=None, *, reverse=False):
+    """The discounted cumulative sum over chunks: what each chunk gave -> the state before each chunk, and the last.
+
+    u [.., n, F], g [.., n] the whole gate of each chunk, first [.., F] or None: s_0 = first, s_{i+1} = g_i s_i + u_i.
+    Returns s_0 .. s_{n-1} [.., n, F] and s_n; with reverse from the end, the state after each chunk.
+    """
+    state, states = torch.zeros_like(u[..., 0, :]) if first is None else first, []
+    n = u.shape[-2]
+    for i in reversed(range(n)) if reverse else range(n):
+        states.append(state)
+        state = g[..., i, None] * state + u[..., i, :]
+    return torch.stack(states[::-1] if reverse else states, dim=-2), state
 
 
 def _fold(state, k, v, gates, p):

@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import quadratic
-from kernels.layout import TILE, layout
+from kernels.layout import TILE, features, layout
 from kernels.quadratic import PRECISION, _add, _empty, _inverse, _on, _to_unit
 
 HALF = {torch.bfloat16: torch.float16, torch.float32: torch.float32}  # of features, values and states between kernels
@@ -469,6 +469,14 @@ def query_state_kernel(
         tl.store(to, acc.to(OUT.dtype.element_ty), mask)
 
 
+@triton.jit
+def _one_gradient(v, x, S, WHERE, acc, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + (v x) S_i^T, for the rows S_i of the state that hold the products of entry i, x of each row, with all others"""
+    where = tl.load(WHERE + tl.arange(0, D))
+    s = tl.load(S + where[:, None] * E + tl.arange(0, E)[None, :])
+    return tl.dot(v * x[:, None], tl.trans(s), acc, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "skip"])
 def query_gradient_kernel(
     XT, VALUES, S, UNIT_S, UNIT_V, UNIT_X, WHERE, OUT, X, Z, WEIGHT, READ, x_s, T, TP, CHUNK, H, HKV, tiles, skip,
@@ -490,14 +498,19 @@ def query_gradient_kernel(
     XT += tl.cast(bh, tl.int64) * D * TP
     S += tl.cast(state, tl.int64) * tiles * (64 * E)
     v = tl.load(VALUES + at[:, None] * E + e[None, :])
-    v = tl.dot(v, _diagonal(tl.full([E], 1.0, tl.float32), E).to(v.dtype), input_precision=PRECISION).to(v.dtype)
+    # VALUES times an entry of x must stay within float16
+    v = tl.dot(v, _diagonal(tl.full([E], 1 / 256, tl.float32), E).to(v.dtype), input_precision=PRECISION).to(v.dtype)
     acc = tl.zeros([BM, D], tl.float32)
-    for i in range(D if chunk != skip else 0):
-        where = tl.load(WHERE + i * D + d)
-        s = tl.load(S + where[:, None] * E + e[None, :])
-        by = tl.load(XT + i * TP + tl.arange(0, 1)[:, None] + row[None, :])
-        acc = tl.dot(v * tl.trans(by), tl.trans(s), acc, input_precision=PRECISION)
-    acc *= (2 * tl.load(UNIT_X + at) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
+    for i in range(0, D if chunk != skip else 0, 4):
+        x = tl.trans(tl.load(XT + (i + tl.arange(0, 4))[:, None] * TP + row[None, :])).reshape([BM, 2, 2])
+        even, odd = tl.split(x)
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        acc = _one_gradient(v, x0, S, WHERE + i * D, acc, D, E, PRECISION)
+        acc = _one_gradient(v, x1, S, WHERE + i * D + D, acc, D, E, PRECISION)
+        acc = _one_gradient(v, x2, S, WHERE + i * D + 2 * D, acc, D, E, PRECISION)
+        acc = _one_gradient(v, x3, S, WHERE + i * D + 3 * D, acc, D, E, PRECISION)
+    acc *= (512 * tl.load(UNIT_X + at) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
     x = _rows(X, x_s, b, lo, h, T, BM, D)
     z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
     zx = _times(x, z, tl.zeros([BM, D], tl.float32), PRECISION)
@@ -559,8 +572,8 @@ def prepare(s, x, v=None, y=None, l=None, decay=None):
     prepare_kernel[(s.B * s.HKV * s.chunks,)](
         x, v, y, l, decay, out["xt"], out["values"], out["unit_x"], out["factor"], out["weight"], out["unit_v"],
         s.layout.factors, x.stride(), None if v is None else v.stride(), s.T, s.TP, s.chunk, rows, s.HKV,
-        P=s.p, D=s.D, E=s.D, EP=s.EP, M=s.layout.M, LIFT=LIFT[s.p], N=64, QUERY=query, HAS_V=v is not None,
-        GATED=decay is not None, num_warps=4,
+        P=s.p, D=s.D, E=s.D, EP=s.EP, M=s.layout.M, LIFT=LIFT[s.p], N=PREPARE[0], QUERY=query, HAS_V=v is not None,
+        GATED=decay is not None, num_warps=PREPARE[1],
     )  # fmt: skip
     return out
 
@@ -597,7 +610,7 @@ def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, re
     """
     BH, n, F = X.shape
     scaled = unit_x is not None
-    N = min(1024, triton.next_power_of_2(F))
+    N = min(DISCUMSUM[0], triton.next_power_of_2(F))
     blocks = triton.cdiv(F, N)
     unit = _empty(X, BH, n) if scaled else None
     last = _empty(X, BH, F) if final else None
@@ -605,7 +618,7 @@ def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, re
     bound = None if initial is None or not scaled else initial.abs().amax(1)
     discumsum_kernel[(BH * blocks,)](
         X, unit_x, unit, whole, initial, bound, last, other, unit_other, s.layout.orders if scaled else None, carried,
-        s.most / 2.0**15, s.most, n, F, EP=s.EP, N=N, SCALED=scaled, GATED=whole is not None, REVERSE=reverse, num_warps=4,
+        s.most / 2.0**15, s.most, n, F, EP=s.EP, N=N, SCALED=scaled, GATED=whole is not None, REVERSE=reverse, num_warps=DISCUMSUM[1],
     )  # fmt: skip
     return unit, last, carried
 
@@ -641,26 +654,26 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated):
     return read
 
 
+DISCUMSUM = (1024, 4)
+PREPARE = (64, 4)
+
+
 def UPDATE(s):
     if s.half == torch.float32:
         return dict(ROWS=64, K=32, num_warps=8, num_stages=1)
-    if s.D == 64:
-        return dict(ROWS=128, K=64, num_warps=8, num_stages=3)
-    return dict(ROWS=64, K=64, num_warps=8 if s.EP == 128 else 4, num_stages=2)
+    return dict(ROWS=64, K=64, num_warps=8 if s.EP == 128 else 4, num_stages=3 if s.D <= 64 else 2)
 
 
 def QUERY(s):
     if s.half == torch.float32:
         return dict(BM=64, num_warps=8, num_stages=1)
-    BM = 256 if s.D == 64 and s.chunk % 256 == 0 else 128
-    return dict(BM=BM, num_warps=8, num_stages=3)
+    return dict(BM=128, num_warps=4 if s.D <= 64 else 8, num_stages=4 if s.D <= 64 else 3)
 
 
 def GRADIENT(s):
     if s.half == torch.float32:
         return dict(BM=64, num_warps=8, num_stages=1)
-    BM = 256 if s.D == 64 and s.chunk % 256 == 0 else 128
-    return dict(BM=BM, num_warps=8, num_stages=4 if s.D <= 64 else 3)
+    return dict(BM=128, num_warps=4 if s.D <= 64 else 8, num_stages=3 if s.D <= 64 else 2)
 
 
 def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
@@ -726,3 +739,22 @@ def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chun
                 carried.shape[2], carried_z.shape[2], N=min(1024, chunk & -chunk),
             )  # fmt: skip
     return dq, dk, dv, dlog_g, (dS0, dZ0)
+
+
+def from_canonical(S, z, p):
+    """(S [B, Hkv, Dphi, D], z [B, Hkv, Dphi]) in the order of `symmetric_power_embedding` -> the kernels' layout, float32
+    [B * Hkv, F] and [B * Hkv, D * D]. Of a gradient too: the two maps are each other's adjoint."""
+    D = S.shape[3]
+    x = layout(D, p, S.device)
+    S = (S / x.root[:, None]).flatten(0, 1)[:, x.canonical].flatten(1).contiguous()
+    Z = (z / x.root).flatten(0, 1)[:, x.canonical[x.where.long()].flatten()].contiguous()
+    return S, Z
+
+
+def to_canonical(S, Z, q, k, p):
+    """The inverse of `from_canonical`."""
+    B, HKV, D = q.shape[0], k.shape[2], q.shape[3]
+    x = layout(D, p, q.device)
+    S = S.view(B, HKV, -1, D)[:, :, x.rows] * x.root[:, None]
+    i, j = torch.triu_indices(D, D, device=q.device)
+    return S, Z.view(B, HKV, -1)[:, :, i * D + j] * x.root

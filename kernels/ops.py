@@ -1,14 +1,16 @@
 """The kernels as torch operators.
 
     y = quadratic_attention(q, k, v, log_g, p=4)                    # differentiable in q, k, v and log_g
-    num, den = quadratic_sums(q, k, v, log_g, p=4, scale=0.125)     # not divided, for the chunked form to add to
+    num, den = quadratic_sums(q, k, v, log_g, p=4, scale=0.125)     # not divided, for other sums to be added
+    y, S, z = chunked_attention(q, k, v, log_g, S0, z0, p=2, chunk=1024, final=True)       # states in and out
 
 One operator forward and one backward, each opaque to torch.compile: no graph break, and meta tensors know the shapes.
 """
 
 import torch
 
-from kernels import quadratic
+from attention.embedding import symmetric_power_dim
+from kernels import chunked, quadratic
 
 
 def quadratic_attention(q, k, v, log_g=None, *, p):
@@ -84,3 +86,92 @@ def _refuse_second_derivative(ctx, *grads):
 
 _quadratic.register_autograd(_differentiate, setup_context=_save)
 _quadratic_backward.register_autograd(_refuse_second_derivative)
+
+
+def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=False):
+    """Power attention in the chunked form, p = 2: (y, S, z), differentiable in every tensor.
+
+    q [B, T, H, D], k, v [B, T, Hkv, D], log_g [B, T, Hkv] float32 or None, any strides; S [B, Hkv, Dphi, D] and
+    z [B, Hkv, Dphi] float32: the state before the first token, or None. chunk: tokens, a multiple of 128. S and z
+    returned: the state after the last token, empty unless `final`.
+    """
+    y, _, _, _, _, S, z = _chunked(q, k, v, log_g, S, z, p, chunk, final)
+    return y, S, z
+
+
+@torch.library.custom_op("sympow::chunked", mutates_args=())
+def _chunked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_g: torch.Tensor | None, S0: torch.Tensor | None,
+    z0: torch.Tensor | None, p: int, chunk: int, final: bool,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # fmt: skip
+    initial = None if S0 is None else chunked.from_canonical(S0, z0, p)
+    y, saved, last = chunked.forward(q, k, v, log_g, initial, p=p, chunk=chunk, final=final)
+    S, z = chunked.to_canonical(*last, q, k, p) if final else (q.new_empty(0, dtype=torch.float32) for _ in range(2))
+    return y, *saved, S, z
+
+
+@_chunked.register_fake
+def _(q, k, v, log_g, S0, z0, p, chunk, final):
+    (B, T, H, D), HKV = q.shape, k.shape[2]
+    new = lambda *shape, dtype=torch.float32: q.new_empty(shape, dtype=dtype)
+    n, F, Dphi = -(-T // chunk), chunked.features(D, p) * D, symmetric_power_dim(D, p)
+    S, z = (new(B, HKV, Dphi, D), new(B, HKV, Dphi)) if final else (new(0), new(0))
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    saved = new(B, H, quadratic.padded(T)), new(B * HKV, n, F, dtype=chunked.HALF[q.dtype]), new(B * HKV, n)
+    return y, *saved, new(B * HKV, n, D * D), S, z
+
+
+@torch.library.custom_op("sympow::chunked_backward", mutates_args=())
+def _chunked_backward(
+    dy: torch.Tensor, dS: torch.Tensor | None, dz: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    log_g: torch.Tensor | None, y: torch.Tensor, l: torch.Tensor, S: torch.Tensor, unit: torch.Tensor, Z: torch.Tensor,
+    p: int, chunk: int, initial: bool,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # fmt: skip
+    final = None if dS is None else chunked.from_canonical(dS, dz, p)
+    *grads, dlog_g, first = chunked.backward(
+        dy, q, k, v, log_g, y, (l, S, unit, Z), final, initial, p=p, chunk=chunk
+    )
+    empty = lambda: q.new_empty(0, dtype=torch.float32)
+    states = chunked.to_canonical(*first, q, k, p) if initial else (empty(), empty())
+    return *grads, empty() if dlog_g is None else dlog_g, *states
+
+
+@_chunked_backward.register_fake
+def _(dy, dS, dz, q, k, v, log_g, y, l, S, unit, Z, p, chunk, initial):
+    (B, T, H, D), HKV, Dphi = q.shape, k.shape[2], symmetric_power_dim(q.shape[3], p)
+    new = lambda *shape: q.new_empty(shape, dtype=torch.float32)
+    states = (new(B, HKV, Dphi, D), new(B, HKV, Dphi)) if initial else (new(0), new(0))
+    grads = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    return *grads, new(0) if log_g is None else new(*log_g.shape), *states
+
+
+def _save_chunked(ctx, inputs, output):
+    q, k, v, log_g, S0, _, ctx.p, ctx.chunk, ctx.final = inputs
+    y, l, S, unit, Z, _, _ = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(l, S, unit, Z)
+    ctx.initial = S0 is not None
+    ctx.save_for_backward(q, k, v, log_g, y, l, S, unit, Z)
+
+
+def _differentiate_chunked(ctx, dy, dl, dS_, dunit, dZ, dS, dz):
+    q, k, v, log_g, *saved = ctx.saved_tensors
+    dy = q.new_zeros(()).expand(q.shape) if dy is None else dy
+    if not ctx.final:
+        dS = dz = None
+    elif dS is not None or dz is not None:
+        B, HKV, D = q.shape[0], k.shape[2], q.shape[3]
+        Dphi = symmetric_power_dim(D, ctx.p)
+        dS = q.new_zeros(B, HKV, Dphi, D, dtype=torch.float32) if dS is None else dS
+        dz = q.new_zeros(B, HKV, Dphi, dtype=torch.float32) if dz is None else dz
+    dq, dk, dv, dlog_g, dS0, dz0 = _chunked_backward(dy, dS, dz, q, k, v, log_g, *saved, ctx.p, ctx.chunk, ctx.initial)
+    states = (dS0, dz0) if ctx.initial else (None, None)
+    return dq, dk, dv, None if log_g is None else dlog_g, *states, None, None, None
+
+
+_chunked.register_autograd(_differentiate_chunked, setup_context=_save_chunked)
+_chunked_backward.register_autograd(_refuse_second_derivative)
