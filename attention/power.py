@@ -35,8 +35,8 @@ FORMS = ("auto", "quadratic", "chunked", "recurrent")
 FEATURES_AT_ONCE = 2**27  # entries of phi that exist at any time, half a GB in float32
 # the quadratic form on kernels/ meets the chunked one in PyTorch at so many times 1.5 Dphi tokens (H200, p=2, D=64)
 KERNEL_GAIN = {torch.bfloat16: 400, torch.float32: 5}
-# tokens from which the chunked kernels are faster than the quadratic ones, by head dimension (H200, gated, p=2)
-CROSSING = {torch.bfloat16: {16: 1024, 32: 2048, 64: 6144, 128: 16384}}
+# head dimensions of the chunked kernels (p=2), and the tokens to which the quadratic ones are faster (H200, bfloat16)
+CROSSING = {16: 1536, 32: 3072, 64: 6144, 128: 24576}  # of 128 by arithmetic, not measured
 SCORES_AT_ONCE = {"cpu": 2**27, "cuda": 2**30}  # entries of q k^T
 
 
@@ -89,17 +89,19 @@ def power_attention(
     on_kernels = form != "recurrent" and kernels_take(q.device.type, q.dtype, D, E, p)
     if form == "auto":
         form = best_form(T, D, p, q.dtype if on_kernels else None)
-        if on_kernels and with_state and p == 2:
+        if on_kernels and with_state and D in CROSSING and p == 2:
             form = "chunked"
     if with_state or form != "quadratic":
         check_state_fits(B * Hkv, D, E, p, dtype, q.device)
 
-    if form == "chunked" and on_kernels and p == 2:
+    if form == "chunked" and on_kernels and p == 2 and D in CROSSING:
         from kernels.ops import chunked_attention
 
         chunk = kernel_chunk_size(T, D, p, chunk_size)
         log_g = None if log_g is None else log_g.float()
-        y, S, z = chunked_attention(q, k, v, log_g, *(initial_state or (None, None)), p=p, chunk=chunk, final=return_state)
+        y, S, z = chunked_attention(
+            q, k, v, log_g, *(initial_state or (None, None)), p=p, chunk=chunk, final=return_state
+        )
         return (y, PowerState(S, z)) if return_state else y
 
     on_kernels = on_kernels and initial_state is None
@@ -157,11 +159,11 @@ def read_and_fold(q, k, v, log_g, state, *, p, fold):
 def best_form(T, D, p, kernel_dtype=None):
     """The cheaper of "quadratic" and "chunked". kernel_dtype: of the tensors where the forms run on the kernels.
 
-    Measured: in plain PyTorch they cross near T = 1.5 Dphi. On the kernels p = 2 crosses at CROSSING; other powers are
-    chunked in plain PyTorch.
+    Measured: in plain PyTorch they cross near T = 1.5 Dphi. On the kernels p = 2 crosses at CROSSING; what
+    is not there is chunked in plain PyTorch.
     """
-    if p == 2 and kernel_dtype in CROSSING:
-        return "quadratic" if T <= CROSSING[kernel_dtype].get(D, 0) else "chunked"
+    if p == 2 and D in CROSSING and kernel_dtype == torch.bfloat16:
+        return "quadratic" if T <= CROSSING[D] else "chunked"
     return "quadratic" if T <= KERNEL_GAIN.get(kernel_dtype, 1) * 1.5 * symmetric_power_dim(D, p) else "chunked"
 
 
@@ -190,7 +192,7 @@ def default_chunk_size(D, p):
 def kernel_chunk_size(T, D, p, chunk_size=None):
     """The kernels' chunk: a multiple of 128. Reading a chunk should cost less than reading the state does."""
     if chunk_size is None:
-        chunk_size = {16: 256, 32: 512, 64: 1024}.get(D, 2048)
+        chunk_size = {16: 256, 32: 512}.get(D, 1024)  # measured, but for 128
     return min(-(-chunk_size // 128), -(-T // 128)) * 128
 
 

@@ -654,8 +654,8 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated):
     return read
 
 
-DISCUMSUM = (1024, 4)
-PREPARE = (64, 4)
+DISCUMSUM = (1024, 2)  # entries of a program, warps
+PREPARE = (32, 2)  # rows at a time, warps
 
 
 def UPDATE(s):
@@ -667,13 +667,13 @@ def UPDATE(s):
 def QUERY(s):
     if s.half == torch.float32:
         return dict(BM=64, num_warps=8, num_stages=1)
-    return dict(BM=128, num_warps=4 if s.D <= 64 else 8, num_stages=4 if s.D <= 64 else 3)
+    return dict(BM=128, num_warps=4 if s.D <= 64 else 8, num_stages=4 if s.D <= 64 else 2)  # 3 at D=128: wrong sums
 
 
 def GRADIENT(s):
     if s.half == torch.float32:
         return dict(BM=64, num_warps=8, num_stages=1)
-    return dict(BM=128, num_warps=4 if s.D <= 64 else 8, num_stages=3 if s.D <= 64 else 2)
+    return dict(BM=128, num_warps=4 if s.D <= 64 else 8, num_stages=3 if s.D <= 64 else 1)
 
 
 def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
@@ -707,9 +707,7 @@ def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chun
     l, S, unit_s, Z = saved
     s = Sizes(q, k, p, chunk)
     with _on(q.device):
-        dq, dk, dv, inside = quadratic.backward(
-            dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, before=initial
-        )
+        dq, dk, dv, inside = quadratic.backward(dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, before=initial)
         into, out, whole = chunk_gates(log_g, s)
         queries = prepare(s, q, dy, y, l, decay=into)
         dS = update_state(s, s.H, queries)

@@ -132,9 +132,7 @@ def _chunked_backward(
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
     final = None if dS is None else chunked.from_canonical(dS, dz, p)
-    *grads, dlog_g, first = chunked.backward(
-        dy, q, k, v, log_g, y, (l, S, unit, Z), final, initial, p=p, chunk=chunk
-    )
+    *grads, dlog_g, first = chunked.backward(dy, q, k, v, log_g, y, (l, S, unit, Z), final, initial, p=p, chunk=chunk)
     empty = lambda: q.new_empty(0, dtype=torch.float32)
     states = chunked.to_canonical(*first, q, k, p) if initial else (empty(), empty())
     return *grads, empty() if dlog_g is None else dlog_g, *states

@@ -670,7 +670,9 @@ def _gates(log_g, R, power, before=False):
     gates = [_empty(log_g, *tokens), _empty(log_g, *tokens, dtype=torch.int8), _empty(log_g, *tokens)]
     gates += [_empty(log_g, *blocks, dtype=dtype) for dtype in (torch.float64, torch.float64, torch.int32)]
     N = 1024
-    gates_kernel[(triton.cdiv(T, N) * B * HKV,)](log_g, *gates, *log_g.stride(), T, HKV, R=R, POWER=power, BEFORE=before, N=N)
+    gates_kernel[(triton.cdiv(T, N) * B * HKV,)](
+        log_g, *gates, *log_g.stride(), T, HKV, R=R, POWER=power, BEFORE=before, N=N
+    )
     gates_before_kernel[(B * HKV,)](*gates[3:], T, N=N)
     return gates
 

@@ -32,7 +32,9 @@ def reference(q, k, v, log_g=None, S=None, z=None):
 def assert_close(results, expected, dy, tolerance=None):
     floor = 1e-3 * dy.double().norm().item()
     for name, x, r in zip(("y", "dq", "dk", "dv", "dlog_g", "dS", "dz"), results, expected):
-        limit = tolerance or ((1e-5 if name == "y" else 1e-4) if dy.dtype == torch.float32 else 4e-3 if name == "y" else 8e-3)
+        limit = tolerance or (
+            (1e-5 if name == "y" else 1e-4) if dy.dtype == torch.float32 else 4e-3 if name == "y" else 8e-3
+        )
         error = relative_error(x, r, floor)
         assert error <= limit, f"{name}: error {error:.1e}"
 
@@ -76,9 +78,19 @@ def test_every_length(T, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D", [16, 32, 64, pytest.param(128, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("D", [16, 32, 64])
 def test_every_head_dimension_and_groups_of_heads(D, dtype):
-    assert_right(*inputs(GPU and 1500 or 200, "zeros" if D == 32 else "none", dtype, B=2 if D < 64 else 1, H=4 if D < 64 else 1, Hkv=2 if D < 64 else 1, D=D))
+    assert_right(
+        *inputs(
+            GPU and 1500 or 200,
+            "zeros" if D == 32 else "none",
+            dtype,
+            B=2 if D < 64 else 1,
+            H=4 if D < 64 else 1,
+            Hkv=2 if D < 64 else 1,
+            D=D,
+        )
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -123,7 +135,9 @@ def test_pieces_with_states_equal_the_whole(gates, dtype):
 
     def whole(q, k, v, *rest):
         log_g, S, z = rest if len(rest) == 3 else (None, *rest)
-        y, state = power_attention(q, k, v, log_g, p=2, form="quadratic", initial_state=PowerState(S, z), return_state=True)
+        y, state = power_attention(
+            q, k, v, log_g, p=2, form="quadratic", initial_state=PowerState(S, z), return_state=True
+        )
         return y, *state
 
     tensors = [x for x in (q, k, v, log_g, S0, z0) if x is not None]
@@ -143,7 +157,11 @@ def test_pieces_with_states_equal_the_whole(gates, dtype):
 
 def test_discumsum_is_its_naive_twin():
     s = chunked.Sizes(*(torch.empty(1, 500, 2, 16, device=DEVICE) for _ in range(2)), 2, 128)
-    u, g, first = (torch.randn(2, 4, 300, device=DEVICE), torch.rand(2, 4, device=DEVICE), torch.randn(2, 300, device=DEVICE))
+    u, g, first = (
+        torch.randn(2, 4, 300, device=DEVICE),
+        torch.rand(2, 4, device=DEVICE),
+        torch.randn(2, 300, device=DEVICE),
+    )
     for reverse in (False, True):
         expected, last = power.discumsum(u, g, first, reverse=reverse)
         x = u.clone()
@@ -177,7 +195,9 @@ def test_power_attention_runs_the_chunked_kernels(monkeypatch):
     assert called == [dict(p=2, chunk=128, final=True)]
     power_attention(q, k, v, log_g, p=2, initial_state=state)
     assert called[1]["chunk"] == 256
-    expected, of = power_attention(q.double(), k.double(), v.double(), log_g.double(), form="quadratic", return_state=True)
+    expected, of = power_attention(
+        q.double(), k.double(), v.double(), log_g.double(), form="quadratic", return_state=True
+    )
     limit = 1e-5 if DTYPES[0] == torch.float32 else 4e-3
     for x, r in ((y, expected), (state.S, of.S), (state.z, of.z)):
         assert relative_error(x, r, 1e-6) < limit
@@ -185,7 +205,7 @@ def test_power_attention_runs_the_chunked_kernels(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gates", ["none", "near one", "learned", "strong", "zeros"])
-@pytest.mark.parametrize("T,D", [(4000, 64), (4000, 128), (20000, 64)])
+@pytest.mark.parametrize("T,D", [(4000, 32), (4000, 64), (4000, 128), (20000, 64)])
 def test_long_sequences(T, D, gates):
     tensors, dy = inputs(T, gates, torch.bfloat16, H=2, Hkv=1, D=D)
     attend = lambda *x: power_attention(*x, p=2, form="chunked")
