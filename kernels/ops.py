@@ -140,7 +140,8 @@ def _chunked_backward(
 
 @_chunked_backward.register_fake
 def _(dy, dS, dz, q, k, v, log_g, y, l, S, unit, Z, p, chunk, initial):
-    (B, T, H, D), HKV, Dphi = q.shape, k.shape[2], symmetric_power_dim(q.shape[3], p)
+    B, HKV, D = q.shape[0], k.shape[2], q.shape[3]
+    Dphi = symmetric_power_dim(D, p)
     new = lambda *shape: q.new_empty(shape, dtype=torch.float32)
     states = (new(B, HKV, Dphi, D), new(B, HKV, Dphi)) if initial else (new(0), new(0))
     grads = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

@@ -328,13 +328,15 @@ def shared(name, dtype, D, gated, p):
     sizes = dict(P=p, D=D, BM=c.BM, BN=c.BN, GATED=gated, NORMALIZE=True, PRECISION=quadratic.PRECISION[dtype])
     options = dict(num_warps=c.warps, num_stages=c.stages, grid=(1,))
     args = {
-        "forward": (q, k, k, X, F, F, *gates, N, N, N, 1.0, 1.0, 9, 2, 2, 2, 1),
-        "dq": (X, k, k, X, X, F, N, F, *gates, X, F, row, row, s, N, N, s, 1.0, 1.0, 9, 2, 2, 2, 1),
-        "dkdv": (q, X, X, q, *gates, F, row, row, X, X, N, s, s, N, 9, 2, 2, 2, 1),
+        "forward": (q, k, k, X, F, N, N, F, *gates, N, N, N, 1.0, 1.0, 9, 9, 2, 2, 2, 1),
+        "dq": (X, k, k, X, X, F, N, F, *gates, X, F, row, row, s, N, N, s, 1.0, 1.0, 9, 9, 2, 2, 2, 1),
+        "dkdv": (q, X, X, q, *gates, F, row, row, X, X, N, s, s, N, 9, 9, 2, 2, 2, 1),
     }
     kernel = getattr(quadratic, name + "_kernel")
     if name == "dq":
         sizes["R"] = 32
+    if name != "forward":
+        sizes["BEFORE"] = False
     return kernel.warmup(*args[name], **sizes, **options).metadata.shared
 
 for dtype in (torch.bfloat16, torch.float32):
