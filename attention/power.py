@@ -89,12 +89,12 @@ def power_attention(
     on_kernels = form != "recurrent" and kernels_take(q.device.type, q.dtype, D, E, p)
     if form == "auto":
         form = best_form(T, D, p, q.dtype if on_kernels else None)
-        if on_kernels and with_state and D in CROSSING and p == 2:
+        if on_kernels and with_state and chunks_on_kernels(D, p):
             form = "chunked"
     if with_state or form != "quadratic":
         check_state_fits(B * Hkv, D, E, p, dtype, q.device)
 
-    if form == "chunked" and on_kernels and p == 2 and D in CROSSING:
+    if form == "chunked" and on_kernels and chunks_on_kernels(D, p):
         from kernels.ops import chunked_attention
 
         chunk = kernel_chunk_size(T, D, p, chunk_size)
@@ -184,6 +184,10 @@ def kernels_take(device_type, dtype, D, E, p):
 _told = set()
 
 
+def chunks_on_kernels(D, p):
+    return p == 2 and D in (16, 32, 64, 128) or p == 4 and D in (16, 32, 64)
+
+
 def default_chunk_size(D, p):
     """A power of two near Dphi / 2, at which reading a chunk and reading the state cost about the same."""
     return min(1024, max(16, 2 ** (symmetric_power_dim(D, p) // 2).bit_length() // 2))
@@ -192,7 +196,7 @@ def default_chunk_size(D, p):
 def kernel_chunk_size(T, D, p, chunk_size=None):
     """The kernels' chunk: a multiple of 128. Reading a chunk should cost less than reading the state does."""
     if chunk_size is None:
-        chunk_size = {16: 256, 32: 512}.get(D, 1024)  # measured, but for 128
+        chunk_size = {(16, 2): 256, (32, 2): 512, (16, 4): 1024, (32, 4): 4096, (64, 4): 16384}.get((D, p), 1024)
     return min(-(-chunk_size // 128), -(-T // 128)) * 128
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import quadratic
-from kernels.layout import TILE, features, layout
+from kernels.layout import TILE, entries, features, layout
 from kernels.quadratic import PRECISION, _add, _empty, _inverse, _on, _to_unit
 
 HALF = {torch.bfloat16: torch.float16, torch.float32: torch.float32}  # of features, values and states between kernels
@@ -124,10 +124,11 @@ def chunk_dlog_g_kernel(
         at = start + tl.arange(0, N)
         x = tl.load(CARRIED + tl.cast(tl.program_id(0), tl.int64) * blocks + at, mask=at < blocks, other=0.0)
         everything += tl.sum(x.to(tl.float64), 0)
-    for start in range(0, blocks_z, N):
-        at = start + tl.arange(0, N)
-        x = tl.load(CARRIED_Z + tl.cast(tl.program_id(0), tl.int64) * blocks_z + at, mask=at < blocks_z, other=0.0)
-        everything += tl.sum(x.to(tl.float64), 0)
+    if CARRIED_Z is not None:
+        for start in range(0, blocks_z, N):
+            at = start + tl.arange(0, N)
+            x = tl.load(CARRIED_Z + tl.cast(tl.program_id(0), tl.int64) * blocks_z + at, mask=at < blocks_z, other=0.0)
+            everything += tl.sum(x.to(tl.float64), 0)
     for start in range(begin, end, N):
         at = start + tl.arange(0, N)
         everything += tl.sum(tl.load(GIVEN + at, mask=at < end, other=0.0).to(tl.float64), 0)
@@ -178,17 +179,17 @@ def _row_values(
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV"])
 def prepare_kernel(
-    X, V, Y, L, DECAY, XT, VALUES, UNIT_X, FACTOR, WEIGHT, UNIT_V, FACTORS, x_s, v_s, T, TP, CHUNK, H, HKV,
-    P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, LIFT: tl.constexpr, N: tl.constexpr,
+    X, V, Y, L, DECAY, XT, VALUES, UNIT_X, FACTOR, WEIGHT, UNIT_V, x_s, v_s, T, TP, CHUNK, H, HKV,
+    P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LIFT: tl.constexpr, N: tl.constexpr,
     QUERY: tl.constexpr, HAS_V: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sequence and key/value head, for the keys or for the group's queries:
 
-    XT       the vector of each row's entries or their products, transposed, each row brought to one magnitude
+    XT       the rows, transposed, each brought to one magnitude
     VALUES   v times the decay to the chunk's end, or dy / l times that from its beginning, so that the sum of
              phi(row) VALUES is the chunk's state; in units that bring their largest into [2^14, 2^15)
     UNIT_X, FACTOR, WEIGHT, UNIT_V     by what rows were multiplied, what rows of results need to be multiplied by,
-             the gradient of each query's denominator, by what VALUES were multiplied
+             what x^T Z x is multiplied with, v's place in the denominator, by what VALUES (p = 4: and WEIGHT) were multiplied
     """
     chunks = tl.cdiv(T, CHUNK)
     TP = TP // 256 * 256
@@ -208,7 +209,7 @@ def prepare_kernel(
                     V, v_s, Y, L, DECAY, unit, b, start, h, T, TP, rows, HKV, P, E, LIFT, N, QUERY, GATED
                 )
                 of_row = tl.max(tl.abs(v), 1)
-                if EP > E:
+                if P > 2:
                     of_row = tl.maximum(of_row, tl.abs(one))
                 largest = tl.maximum(largest, of_row * factor)
         unit_v = _unit(tl.max(largest, 0)) * (2.0**14)
@@ -219,42 +220,42 @@ def prepare_kernel(
         for start in range(begin, end, N):
             at = start + tl.arange(0, N)
             unit, x = _row_units(X, x_s, b, start, h, T, LIFT, N, D)
-            if P == 2:
-                to = XT + at_head * M + tl.arange(0, D)[None, :] * TP + at[:, None]
-                tl.store(to, (x * unit[:, None]).to(XT.dtype.element_ty))
-            else:
-                for m in range(0, M, 32):
-                    entry = m + tl.arange(0, 32)
-                    base = X + tl.cast(b, tl.int64) * x_s[0] + tl.cast(h, tl.int64) * x_s[2]
-                    base += at.to(tl.int64)[:, None] * x_s[1]
-                    first, second = tl.load(FACTORS + entry), tl.load(FACTORS + M + entry)
-                    product = tl.load(base + first[None, :] * x_s[3], mask=at[:, None] < T, other=0.0).to(tl.float32)
-                    product *= unit[:, None]
-                    other = tl.load(base + second[None, :] * x_s[3], mask=at[:, None] < T, other=0.0).to(tl.float32)
-                    product *= other * unit[:, None]
-                    tl.store(XT + at_head * M + entry[None, :] * TP + at[:, None], product.to(XT.dtype.element_ty))
+            to = XT + at_head * D + tl.arange(0, D)[None, :] * TP + at[:, None]
+            tl.store(to, (x * unit[:, None]).to(XT.dtype.element_ty))
             if HAS_V:
                 v, one, factor, decay = _row_values(
                     V, v_s, Y, L, DECAY, unit, b, start, h, T, TP, rows, HKV, P, E, LIFT, N, QUERY, GATED
                 )
                 scaled = factor * unit_v
-                to = VALUES + (at_head + at)[:, None] * EP + tl.arange(0, E)[None, :]
+                to = VALUES + (at_head + at)[:, None] * E + tl.arange(0, E)[None, :]
                 tl.store(to, (v * scaled[:, None]).to(VALUES.dtype.element_ty))
-                if EP > E:  # the column of ones, and zeros to the width that a product takes
-                    column = tl.arange(0, EP - E)
-                    ones = tl.where(column[None, :] == 0, (one * scaled)[:, None], 0.0)
-                    to = VALUES + (at_head + at)[:, None] * EP + E + column[None, :]
-                    tl.store(to, ones.to(VALUES.dtype.element_ty))
                 tl.store(UNIT_X + at_head + at, unit)
-                if QUERY:  # of the denominator of the row as it came
+                if P > 2:
+                    tl.store(WEIGHT + at_head + at, one * scaled)
+                if QUERY and P == 2:  # of the row as it came
                     tl.store(WEIGHT + at_head + at, one * factor * _power(unit, P))
-                else:
+                if not QUERY:
                     tl.store(FACTOR + at_head + at, factor)
             else:
                 decay = tl.full([N], 1.0, tl.float32)
                 if GATED:
                     decay = tl.load(DECAY + (tl.cast(b, tl.int64) * HKV + hkv) * TP + at)
                 tl.store(FACTOR + at_head + at, decay * (2.0 ** (-LIFT * P)))
+
+
+@triton.jit(do_not_specialize=["TP"])
+def products_kernel(XT, OUT, FACTORS, TP, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """256 tokens of one sequence and head: N products of two entries at a time, for p = 4."""
+    TP = TP // 256 * 256
+    bh, block = tl.program_id(0) // (TP // 256), tl.program_id(0) % (TP // 256)
+    t = block * 256 + tl.arange(0, 256)[None, :]
+    XT += tl.cast(bh, tl.int64) * D * TP
+    OUT += tl.cast(bh, tl.int64) * M * TP
+    for m in range(0, M, N):
+        entry = m + tl.arange(0, N)
+        first, second = tl.load(FACTORS + entry), tl.load(FACTORS + M + entry)
+        x = tl.load(XT + first[:, None] * TP + t) * tl.load(XT + second[:, None] * TP + t)
+        tl.store(OUT + entry[:, None].to(tl.int64) * TP + t, x)
 
 
 # ---- update state: sums over a chunk
@@ -269,10 +270,10 @@ def _column_features(x, s, M: tl.constexpr, K: tl.constexpr):
         return (x.reshape([1, 4, 16, K]) * s.reshape([M // 64, 4, K])[:, :, None, :]).reshape([M, K])
 
 
-@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles"])
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "F"])
 def update_state_kernel(
-    XT, VALUES, U, PARTS, GROUPS, down, T, TP, CHUNK, H, HKV, tiles,
-    M: tl.constexpr, EP: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    XT, VALUES, U, PARTS, GROUPS, SCALARS, down, T, TP, CHUNK, H, HKV, tiles, F,
+    P: tl.constexpr, M: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """4 ROWS / 64 tiles of one chunk's state: the sum over its tokens of phi(x) VALUES, times `down`."""
     TP = TP // 256 * 256
@@ -290,11 +291,15 @@ def update_state_kernel(
     slot = tl.arange(0, ROWS // 16)
     scalars = tl.load(part + 4 + slot % 4) + slot // 4 + i
     step: tl.constexpr = ROWS // 64
+    scalars1, scalars2, scalars3 = scalars + step, scalars + 2 * step, scalars + 3 * step
+    if P > 2:
+        scalars, scalars1 = tl.load(SCALARS + scalars), tl.load(SCALARS + scalars1)
+        scalars2, scalars3 = tl.load(SCALARS + scalars2), tl.load(SCALARS + scalars3)
 
-    acc0 = tl.zeros([ROWS, EP], tl.float32)
-    acc1 = tl.zeros([ROWS, EP], tl.float32)
-    acc2 = tl.zeros([ROWS, EP], tl.float32)
-    acc3 = tl.zeros([ROWS, EP], tl.float32)
+    acc0 = tl.zeros([ROWS, E], tl.float32)
+    acc1 = tl.zeros([ROWS, E], tl.float32)
+    acc2 = tl.zeros([ROWS, E], tl.float32)
+    acc3 = tl.zeros([ROWS, E], tl.float32)
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP)
     for head in range(heads):
         row = bh // HKV * H + bh % HKV * heads + head
@@ -305,18 +310,18 @@ def update_state_kernel(
             x = tl.load(x_of + slices[:, None] * TP + t)
             s0 = tl.load(x_of + scalars[:, None] * TP + t)
             acc0 = tl.dot(_column_features(x, s0, ROWS, K), v, acc0, input_precision=PRECISION)
-            s1 = tl.load(x_of + (scalars + step)[:, None] * TP + t)
+            s1 = tl.load(x_of + scalars1[:, None] * TP + t)
             acc1 = tl.dot(_column_features(x, s1, ROWS, K), v, acc1, input_precision=PRECISION)
-            s2 = tl.load(x_of + (scalars + 2 * step)[:, None] * TP + t)
+            s2 = tl.load(x_of + scalars2[:, None] * TP + t)
             acc2 = tl.dot(_column_features(x, s2, ROWS, K), v, acc2, input_precision=PRECISION)
-            s3 = tl.load(x_of + (scalars + 3 * step)[:, None] * TP + t)
+            s3 = tl.load(x_of + scalars3[:, None] * TP + t)
             acc3 = tl.dot(_column_features(x, s3, ROWS, K), v, acc3, input_precision=PRECISION)
-    U += (tl.cast(at, tl.int64) * tiles + number * each) * (64 * EP)
-    to = U + tl.arange(0, ROWS)[:, None] * EP + tl.arange(0, EP)[None, :]
+    U += tl.cast(at, tl.int64) * F + number * each * (64 * E)
+    to = U + tl.arange(0, ROWS)[:, None] * E + tl.arange(0, E)[None, :]
     tl.store(to, (acc0 * down).to(U.dtype.element_ty))
-    tl.store(to + ROWS * EP, (acc1 * down).to(U.dtype.element_ty))
-    tl.store(to + 2 * ROWS * EP, (acc2 * down).to(U.dtype.element_ty))
-    tl.store(to + 3 * ROWS * EP, (acc3 * down).to(U.dtype.element_ty))
+    tl.store(to + ROWS * E, (acc1 * down).to(U.dtype.element_ty))
+    tl.store(to + 2 * ROWS * E, (acc2 * down).to(U.dtype.element_ty))
+    tl.store(to + 3 * ROWS * E, (acc3 * down).to(U.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV"])
@@ -343,13 +348,45 @@ def update_z_kernel(
     tl.store(Z + tl.cast(tl.program_id(0), tl.int64) * (D * D) + at[:, None] * D + at[None, :], acc)
 
 
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "F", "first"])
+def update_square_kernel(
+    XT, WEIGHT, U, down, T, TP, CHUNK, H, HKV, F, first, M: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr
+):
+    """p = 4: 64 x 64 entries of one chunk's sum of w x x^T, and their mirror image, times `down`."""
+    TP = TP // 256 * 256
+    blocks: tl.constexpr = (M + 63) // 64
+    chunks = tl.cdiv(T, CHUNK)
+    at = tl.program_id(0) // (blocks * blocks)
+    i, j = tl.program_id(0) // blocks % blocks * 64, tl.program_id(0) % blocks * 64
+    if i <= j:
+        bh, chunk = at // chunks, at % chunks
+        heads = H // HKV
+        m, n = i + tl.arange(0, 64), j + tl.arange(0, 64)
+        acc = tl.zeros([64, 64], tl.float32)
+        for head in range(heads):
+            row = bh // HKV * H + bh % HKV * heads + head
+            x_of = XT + tl.cast(row, tl.int64) * M * TP
+            for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP), K):
+                t = (start // K * K + tl.arange(0, K))[None, :]
+                w = tl.load(WEIGHT + tl.cast(row, tl.int64) * TP + t) * (1 / 16)
+                x = tl.load(x_of + m[:, None] * TP + t, mask=m[:, None] < M, other=0.0)
+                y = tl.load(x_of + n[:, None] * TP + t, mask=n[:, None] < M, other=0.0)
+                x = (x * w.to(x.dtype)).to(x.dtype)  # below 2^15
+                acc = tl.dot(x, tl.trans(y), acc, input_precision=PRECISION)
+        U += tl.cast(at, tl.int64) * F + first
+        out = (acc * down * 16).to(U.dtype.element_ty)
+        inside = (m[:, None] < M) & (n[None, :] < M)
+        tl.store(U + m[:, None] * M + n[None, :], out, inside)
+        tl.store(U + n[None, :] * M + m[:, None], out, inside)
+
+
 # ---- discumsum: from sums over chunks to states between them
 
 
-@triton.jit(do_not_specialize=["n", "F"])
+@triton.jit(do_not_specialize=["n", "F", "FS"])
 def discumsum_kernel(
-    X, UNIT_X, UNIT, WHOLE, INITIAL, BOUND, FINAL, OTHER, UNIT_OTHER, ORDERS, CARRIED, up, most, n, F,
-    EP: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr,
+    X, UNIT_X, UNIT, WHOLE, INITIAL, BOUND, FINAL, OTHER, UNIT_OTHER, ORDERS, CARRIED, up, most, n, F, FS,
+    P: tl.constexpr, E: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """N entries of the states of one sequence and head, in place: what a chunk gave becomes the state that precedes it,
     or with REVERSE the gradient of the state that follows it. Carried in float32.
@@ -366,8 +403,10 @@ def discumsum_kernel(
         state = tl.load(INITIAL + tl.cast(bh, tl.int64) * F + at, mask=inside, other=0.0)
         if SCALED:
             bound = tl.load(BOUND + bh)
-    if OTHER is not None and ORDERS is not None:
-        orders = tl.load(ORDERS + at // (16 * EP), mask=inside, other=0.0)
+    if SCALED:  # p = 4: they become part of the states, at most 24 / 32
+        orders = tl.load(ORDERS + tl.where(at < FS, at // E, FS // E + at - FS), mask=inside, other=0.0)
+        if P > 2:
+            orders *= 1 / 32
     first = n - 1 if REVERSE else 0
     x = tl.load(X + (tl.cast(bh, tl.int64) * n + first) * F + at, mask=inside, other=0.0).to(tl.float32)
     for step in range(n):
@@ -380,8 +419,12 @@ def discumsum_kernel(
             whole = tl.load(WHOLE + i)
         if SCALED:
             unit = _unit(bound) * (2.0**14)
-            tl.store(to, (state * unit).to(X.dtype.element_ty), inside)
-            tl.store(UNIT + i, unit, block == 0)
+            if P == 2:
+                tl.store(to, (state * unit).to(X.dtype.element_ty), inside)
+                tl.store(UNIT + i, unit, block == 0)
+            else:
+                tl.store(to, (state * unit * orders).to(X.dtype.element_ty), inside)
+                tl.store(UNIT + i, unit * (1 / 32), block == 0)
             scale = 1 / tl.load(UNIT_X + i)
             bound = whole * bound + most * scale
             x *= up * scale
@@ -390,7 +433,7 @@ def discumsum_kernel(
         if OTHER is not None:
             other = tl.load(OTHER + tl.cast(i, tl.int64) * F + at, mask=inside, other=0.0).to(tl.float32)
             product = state * other
-            if ORDERS is not None:
+            if SCALED and P == 2:
                 product *= orders
             product = tl.sum(product, 0) * whole
             if SCALED:
@@ -411,10 +454,24 @@ def _row_features(x, s, N: tl.constexpr):
     return (x.reshape([N, 4, 16]) * tl.trans(s)[:, :, None]).reshape([N, 64])
 
 
-@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "parts", "skip"])
+@triton.jit
+def _square_times(XT, Z, m, row, TP, M: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr):
+    """For entries m to m + 63 of each row's x: (Z x, x), [BM, 64]."""
+    entry = m + tl.arange(0, 64)
+    zx = tl.zeros([BM, 64], tl.float32)
+    for n in range(0, M, 16):
+        other = n + tl.arange(0, 16)
+        z = tl.load(Z + other[:, None] * M + entry[None, :], mask=entry[None, :] < M, other=0.0)
+        x = tl.load(XT + other[:, None] * TP + row[None, :])
+        zx = tl.dot(tl.trans(x), z, zx, input_precision=PRECISION)
+    x = tl.load(XT + entry[:, None] * TP + row[None, :], mask=entry[:, None] < M, other=0.0)
+    return zx, tl.trans(x)
+
+
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "parts", "skip", "F"])
 def query_state_kernel(
-    XT, S, UNIT_S, FACTOR, PARTS, OUT, X, Z, DECAY, DEN, x_s, T, TP, CHUNK, H, HKV, tiles, parts, skip,
-    P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
+    XT, S, SQUARE, UNIT_S, FACTOR, PARTS, SCALARS, OUT, X, Z, DECAY, DEN, x_s, T, TP, CHUNK, H, HKV, tiles, parts, skip, F,
+    P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
     SUMS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BM rows of phi(x) S, for the state S before (or after) their chunk. With SUMS the numerators, in OUT, and the
@@ -429,8 +486,8 @@ def query_state_kernel(
     row = lo + tl.arange(0, BM)
     XT += tl.cast(bh, tl.int64) * M * TP
     entry = tl.arange(0, 64)
-    acc = tl.zeros([BM, EP], tl.float32)
-    tile = state * tiles
+    acc = tl.zeros([BM, E], tl.float32)
+    at = state * (F // E)
     for number in range(parts if chunk != skip else 0):
         part = PARTS + number * 16
         slices = tl.load(part + entry // 16) + entry % 16
@@ -440,20 +497,28 @@ def query_state_kernel(
         x = tl.trans(tl.load(XT + slices[:, None] * TP + row[None, :]))
         x = tl.dot(x, _diagonal(orders, 64).to(x.dtype), input_precision=PRECISION).to(x.dtype)
         for i in range(count):
-            s = S.load([(tile + i) * 64, 0])
-            by = tl.load(XT + (scalars + i)[:, None] * TP + row[None, :])
+            s = S.load([at + i * 64, 0])
+            scalar = scalars + i
+            if P > 2:
+                scalar = tl.load(SCALARS + scalar)
+            by = tl.load(XT + scalar[:, None] * TP + row[None, :])
             acc = tl.dot(_row_features(x, by, BM), s, acc, input_precision=PRECISION)
-        tile += count
-    at = tl.cast(bh, tl.int64) * TP + row
-    acc *= (tl.load(FACTOR + at) / tl.load(UNIT_S + state))[:, None]
-    column = tl.arange(0, EP)
+        at += count * 64
+    factor = tl.load(FACTOR + tl.cast(bh, tl.int64) * TP + row) / tl.load(UNIT_S + state)
+    acc *= factor[:, None]
+    column = tl.arange(0, E)
     to = (tl.cast(b, tl.int64) * T + lo) * H + h
     to = OUT + to * E + tl.arange(0, BM)[:, None] * (H * E) + column[None, :]
-    mask = (row[:, None] < T) & (column[None, :] < E)
+    mask = row[:, None] < T
     if SUMS:
         tl.store(to, acc, mask)
-        if Z is None:
-            den = tl.sum(tl.where(column[None, :] == E, acc, 0.0), 1)
+        if P > 2:
+            den = tl.zeros([BM], tl.float32)
+            z = SQUARE + tl.cast(state, tl.int64) * F + tiles * (64 * E)
+            for m in range(0, M if chunk != skip else 0, 64):
+                zx, xm = _square_times(XT, z, m, row, TP, M, BM, PRECISION)
+                den += tl.sum(zx * xm, 1)
+            den *= factor
         else:
             x = _rows(X, x_s, b, lo, h, T, BM, D)
             d = tl.arange(0, D)
@@ -470,9 +535,9 @@ def query_state_kernel(
 
 
 @triton.jit
-def _one_gradient(v, x, S, WHERE, acc, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + (v x) S_i^T, for the rows S_i of the state that hold the products of entry i, x of each row, with all others"""
-    where = tl.load(WHERE + tl.arange(0, D))
+def _one_gradient(v, x, S, WHERE, acc, E: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + (v x) S_i^T, for the rows S_i of the state that hold the products of an entry, x of each row, with others"""
+    where = tl.load(WHERE)
     s = tl.load(S + where[:, None] * E + tl.arange(0, E)[None, :])
     return tl.dot(v * x[:, None], tl.trans(s), acc, input_precision=PRECISION)
 
@@ -501,15 +566,16 @@ def query_gradient_kernel(
     # VALUES times an entry of x must stay within float16
     v = tl.dot(v, _diagonal(tl.full([E], 1 / 256, tl.float32), E).to(v.dtype), input_precision=PRECISION).to(v.dtype)
     acc = tl.zeros([BM, D], tl.float32)
+    where = WHERE + d
     for i in range(0, D if chunk != skip else 0, 4):
         x = tl.trans(tl.load(XT + (i + tl.arange(0, 4))[:, None] * TP + row[None, :])).reshape([BM, 2, 2])
         even, odd = tl.split(x)
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
-        acc = _one_gradient(v, x0, S, WHERE + i * D, acc, D, E, PRECISION)
-        acc = _one_gradient(v, x1, S, WHERE + i * D + D, acc, D, E, PRECISION)
-        acc = _one_gradient(v, x2, S, WHERE + i * D + 2 * D, acc, D, E, PRECISION)
-        acc = _one_gradient(v, x3, S, WHERE + i * D + 3 * D, acc, D, E, PRECISION)
+        acc = _one_gradient(v, x0, S, where + i * D, acc, E, PRECISION)
+        acc = _one_gradient(v, x1, S, where + i * D + D, acc, E, PRECISION)
+        acc = _one_gradient(v, x2, S, where + i * D + 2 * D, acc, E, PRECISION)
+        acc = _one_gradient(v, x3, S, where + i * D + 3 * D, acc, E, PRECISION)
     acc *= (512 * tl.load(UNIT_X + at) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
     x = _rows(X, x_s, b, lo, h, T, BM, D)
     z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
@@ -526,7 +592,77 @@ def query_gradient_kernel(
     tl.store(to, acc.to(OUT.dtype.element_ty), mask)
 
 
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "skip", "F"])
+def query_gradient_of_products_kernel(
+    XT, ROWS, VALUES, S, UNIT_S, UNIT_V, UNIT_X, WEIGHT, WHERE, SCALARS, LISTS, FACTORS, OUT, X, READ, x_s, T, TP, CHUNK, H, HKV,
+    tiles, skip, F, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same for p = 4, of phi(x) S VALUES^T + WEIGHT x^T Z x for the products x of the row's entries: to 64 entries
+    of x at a time, from there to the row. A feature is an entry times a scalar: first to the entries, then to the scalars."""
+    TP = TP // 256 * 256
+    blocks = tl.cdiv(T, BM)
+    bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    b, h = bh // H, bh % H
+    lo = block * BM
+    chunk = lo // CHUNK
+    state = (b * HKV + h // (H // HKV)) * tl.cdiv(T, CHUNK) + chunk
+    row = lo + tl.arange(0, BM)
+    at = tl.cast(bh, tl.int64) * TP + row
+    XT += tl.cast(bh, tl.int64) * M * TP
+    ROWS += tl.cast(bh, tl.int64) * D * TP
+    S += tl.cast(state, tl.int64) * F
+    v = tl.load(VALUES + at[:, None] * E + tl.arange(0, E)[None, :])
+    v = tl.dot(v, _diagonal(tl.full([E], 1 / 32, tl.float32), E).to(v.dtype), input_precision=PRECISION).to(v.dtype)
+    weight = tl.load(WEIGHT + at) * (1 / 16)  # of the square both factors, so twice
+    steps: tl.constexpr = (M + 63) // 64
+    acc = tl.zeros([BM, D], tl.float32)
+    for step in range(2 * steps if chunk != skip else 0):
+        first = tl.load(LISTS + 2 * step)
+        last = tl.load(LISTS + 2 * step + 1)
+        m = step % steps * 64 + tl.arange(0, 64)
+        inside = m < M
+        where = WHERE + step // steps * (M * M) + tl.where(inside, m, 0)
+        scalars = SCALARS + step // steps * M
+        dx = tl.zeros([BM, 64], tl.float32)
+        for n in range(first, last, 4):
+            x = tl.load(XT + tl.load(scalars + n + tl.arange(0, 4))[:, None] * TP + row[None, :])
+            even, odd = tl.split(tl.trans(x).reshape([BM, 2, 2]))
+            x0, x2 = tl.split(even)
+            x1, x3 = tl.split(odd)
+            dx = _one_gradient(v, x0, S, where + n * M, dx, E, PRECISION)
+            dx = _one_gradient(v, x1, S, where + n * M + M, dx, E, PRECISION)
+            dx = _one_gradient(v, x2, S, where + n * M + 2 * M, dx, E, PRECISION)
+            dx = _one_gradient(v, x3, S, where + n * M + 3 * M, dx, E, PRECISION)
+        if step < steps:
+            zx, _ = _square_times(XT, S + tiles * (64 * E), step * 64, row, TP, M, BM, PRECISION)
+            dx += zx * weight[:, None]
+        else:
+            m = tl.load(SCALARS + m, mask=inside, other=0)
+        one, two = tl.load(FACTORS + m, mask=inside, other=0), tl.load(FACTORS + M + m, mask=inside, other=0)
+        dx = tl.where(inside[None, :], dx, 0.0)
+        d = tl.arange(0, D)[None, :]
+        x = tl.trans(tl.load(ROWS + two[:, None] * TP + row[None, :])).to(tl.float32)
+        acc = tl.dot(dx * x, (one[:, None] == d).to(tl.float32), acc, input_precision=PRECISION)
+        x = tl.trans(tl.load(ROWS + one[:, None] * TP + row[None, :])).to(tl.float32)
+        acc = tl.dot(dx * x, (two[:, None] == d).to(tl.float32), acc, input_precision=PRECISION)
+    acc *= (32 * tl.load(UNIT_X + at) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
+    if GATED:
+        x = _rows(X, x_s, b, lo, h, T, BM, D)
+        tl.store(READ + at, 0.25 * tl.sum(acc * x.to(tl.float32), 1))
+    to = (tl.cast(b, tl.int64) * T + lo) * H + h
+    to = OUT + to * D + tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+    mask = row[:, None] < T
+    acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, acc.to(OUT.dtype.element_ty), mask)
+
+
 # ---- launchers
+
+
+def state_size(D, p):
+    """Entries of a state: S, and for p = 4 Z = sum x x^T behind it."""
+    return features(D, p) * D + (0 if p == 2 else entries(D, p) ** 2)
 
 
 class Sizes:
@@ -538,8 +674,8 @@ class Sizes:
         self.chunk, self.chunks = chunk, triton.cdiv(T, chunk)
         self.TP = triton.cdiv(T, 256) * 256
         self.layout = layout(D, p, q.device)
-        self.EP = D if p == 2 else max(16, 2 * D)
-        self.F = self.layout.tiles * TILE * self.EP
+        self.FS = self.layout.tiles * TILE * D
+        self.F = state_size(D, p)
         self.half = HALF[q.dtype]
         self.precision = PRECISION[q.dtype]
         most = chunk * H // HKV * 2 ** (TOP + 1 + p * (LIFT[p] + 1))
@@ -559,22 +695,25 @@ def chunk_gates(log_g, s):
 
 
 def prepare(s, x, v=None, y=None, l=None, decay=None):
-    """For keys (x, v) or queries (x; x, dy, y, l): {"xt", "values", "unit_x", "factor", "weight", "unit_v"}."""
+    """For keys (x, v) or queries (x; x, dy, y, l): {"rows", "xt", "values", "unit_x", "factor", "weight", "unit_v"}."""
     rows = x.shape[2]
     query = v is None or y is not None
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
-    out = dict(xt=new(s.B * rows, s.layout.M, s.TP, dtype=s.half), values=None, unit_x=None, factor=None, weight=None)
-    out["unit_v"] = None
+    out = dict(rows=new(s.B * rows, s.D, s.TP, dtype=s.half))
+    for name in ("factor", "unit_x", "weight"):
+        out[name] = new(s.B * rows, s.TP)
+    out["values"] = out["unit_v"] = None
     if v is not None:
-        out["values"] = new(s.B * rows * s.TP, s.EP, dtype=s.half)
-        out["unit_x"], out["unit_v"] = new(s.B * rows, s.TP), new(s.B * s.HKV, s.chunks)
-    out["weight" if v is not None and query else "factor"] = new(s.B * rows, s.TP)
+        out["values"], out["unit_v"] = new(s.B * rows * s.TP, s.D, dtype=s.half), new(s.B * s.HKV, s.chunks)
     prepare_kernel[(s.B * s.HKV * s.chunks,)](
-        x, v, y, l, decay, out["xt"], out["values"], out["unit_x"], out["factor"], out["weight"], out["unit_v"],
-        s.layout.factors, x.stride(), None if v is None else v.stride(), s.T, s.TP, s.chunk, rows, s.HKV,
-        P=s.p, D=s.D, E=s.D, EP=s.EP, M=s.layout.M, LIFT=LIFT[s.p], N=PREPARE[0], QUERY=query, HAS_V=v is not None,
-        GATED=decay is not None, num_warps=PREPARE[1],
+        x, v, y, l, decay, out["rows"], out["values"], out["unit_x"], out["factor"], out["weight"], out["unit_v"],
+        x.stride(), None if v is None else v.stride(), s.T, s.TP, s.chunk, rows, s.HKV, P=s.p, D=s.D, E=s.D,
+        LIFT=LIFT[s.p], N=PREPARE[0], QUERY=query, HAS_V=v is not None, GATED=decay is not None, num_warps=PREPARE[1],
     )  # fmt: skip
+    out["xt"] = out["rows"]
+    if s.p == 4:
+        out["xt"] = new(s.B * rows, s.layout.M, s.TP, dtype=s.half)
+        products_kernel[(s.B * rows * s.TP // 256,)](out["rows"], out["xt"], s.layout.factors, s.TP, D=s.D, M=s.layout.M, N=16)
     return out
 
 
@@ -582,12 +721,17 @@ def update_state(s, rows, prepared):
     """The sums of each chunk, [B * Hkv, chunks, F], for `discumsum` to make states of."""
     U = torch.empty(s.B * s.HKV, s.chunks, s.F, dtype=s.half, device=prepared["xt"].device)
     c = UPDATE(s)
-    tiles = s.layout.tiles
-    values = TensorDescriptor.from_tensor(prepared["values"], [c["K"], s.EP])
+    tiles, M, down = s.layout.tiles, s.layout.M, 2.0**15 / s.most
+    values = TensorDescriptor.from_tensor(prepared["values"], [c["K"], s.D])
     update_state_kernel[(s.B * s.HKV * s.chunks * tiles // (c["ROWS"] // 16),)](
-        prepared["xt"], values, U, s.layout.parts, s.layout.groups, 2.0**15 / s.most, s.T, s.TP, s.chunk, rows, s.HKV, tiles,
-        M=s.layout.M, EP=s.EP, PRECISION=s.precision, **c,
+        prepared["xt"], values, U, s.layout.parts, s.layout.groups, s.layout.scalars, down, s.T, s.TP, s.chunk, rows,
+        s.HKV, tiles, s.F, P=s.p, M=M, E=s.D, PRECISION=s.precision, **c,
     )  # fmt: skip
+    if s.p == 4:
+        update_square_kernel[(s.B * s.HKV * s.chunks * triton.cdiv(M, 64) ** 2,)](
+            prepared["xt"], prepared["weight"], U, down, s.T, s.TP, s.chunk, rows, s.HKV, s.F, s.FS, M=M, K=c["K"],
+            PRECISION=s.precision, num_warps=4, num_stages=c["num_stages"],
+        )  # fmt: skip
     return U
 
 
@@ -618,7 +762,7 @@ def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, re
     bound = None if initial is None or not scaled else initial.abs().amax(1)
     discumsum_kernel[(BH * blocks,)](
         X, unit_x, unit, whole, initial, bound, last, other, unit_other, s.layout.orders if scaled else None, carried,
-        s.most / 2.0**15, s.most, n, F, EP=s.EP, N=N, SCALED=scaled, GATED=whole is not None, REVERSE=reverse, num_warps=DISCUMSUM[1],
+        s.most / 2.0**15, s.most, n, F, s.FS, P=s.p, E=s.D, N=N, SCALED=scaled, GATED=whole is not None, REVERSE=reverse, num_warps=DISCUMSUM[1],
     )  # fmt: skip
     return unit, last, carried
 
@@ -632,11 +776,11 @@ def query_state(s, prepared, S, unit_s, skip, factor=None, out=None, x=None, Z=N
         out = _empty(S, s.B, s.T, rows, s.D)
         den = torch.zeros(s.B, rows, quadratic.padded(s.T), dtype=torch.float32, device=S.device)
     c = QUERY(s)
-    states = TensorDescriptor.from_tensor(S.view(-1, s.EP), [64, s.EP])
+    states = TensorDescriptor.from_tensor(S.view(-1, s.D), [64, s.D])
     query_state_kernel[(triton.cdiv(s.T, c["BM"]) * s.B * rows,)](
-        prepared["xt"], states, unit_s, prepared["factor"] if factor is None else factor, s.layout.parts, out, x, Z, decay, den,
-        x.stride() if sums else None, s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, len(s.layout.parts), skip,
-        P=s.p, D=s.D, E=s.D, EP=s.EP, M=s.layout.M, SUMS=sums, GATED=decay is not None, PRECISION=s.precision, **c,
+        prepared["xt"], states, S, unit_s, prepared["factor"] if factor is None else factor, s.layout.parts,
+        s.layout.scalars, out, x, Z, decay, den, x.stride() if sums else None, s.T, s.TP, s.chunk, rows, s.HKV,
+        s.layout.tiles, len(s.layout.parts), skip, s.F, P=s.p, D=s.D, E=s.D, M=s.layout.M, SUMS=sums, GATED=decay is not None, PRECISION=s.precision, **c,
     )  # fmt: skip
     return out, den
 
@@ -646,6 +790,14 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated):
     rows = x.shape[2]
     read = _empty(S, s.B * rows, s.TP) if gated else None
     c = GRADIENT(s)
+    if s.p == 4:
+        query_gradient_of_products_kernel[(triton.cdiv(s.T, c["BM"]) * s.B * rows,)](
+            prepared["xt"], prepared["rows"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"],
+            prepared["weight"], s.layout.where, s.layout.scalars, s.layout.lists, s.layout.factors, out, x, read,
+            x.stride(), s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, s.F, D=s.D, E=s.D, M=s.layout.M,
+            GATED=gated, PRECISION=s.precision, **c,
+        )  # fmt: skip
+        return read
     query_gradient_kernel[(triton.cdiv(s.T, c["BM"]) * s.B * rows,)](
         prepared["xt"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"], s.layout.where, out, x, Z,
         weight, read, x.stride(), s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, D=s.D, E=s.D,
@@ -661,7 +813,7 @@ PREPARE = (32, 2)  # rows at a time, warps
 def UPDATE(s):
     if s.half == torch.float32:
         return dict(ROWS=64, K=32, num_warps=8, num_stages=1)
-    return dict(ROWS=64, K=64, num_warps=8 if s.EP == 128 else 4, num_stages=3 if s.D <= 64 else 2)
+    return dict(ROWS=64, K=64, num_warps=8 if s.D == 128 else 4, num_stages=3 if s.D <= 64 else 2)
 
 
 def QUERY(s):
@@ -734,25 +886,26 @@ def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chun
             dlog_g = _empty(q, s.B, s.T, s.HKV)
             chunk_dlog_g_kernel[(s.B * s.HKV * s.chunks,)](
                 inside, read, given, carried, carried_z, log_g, dlog_g, *log_g.stride(), s.T, s.TP, chunk, s.H, s.HKV,
-                carried.shape[2], carried_z.shape[2], N=min(1024, chunk & -chunk),
+                carried.shape[2], 0 if carried_z is None else carried_z.shape[2], N=min(1024, chunk & -chunk),
             )  # fmt: skip
     return dq, dk, dv, dlog_g, (dS0, dZ0)
 
 
 def from_canonical(S, z, p):
-    """(S [B, Hkv, Dphi, D], z [B, Hkv, Dphi]) in the order of `symmetric_power_embedding` -> the kernels' layout, float32
-    [B * Hkv, F] and [B * Hkv, D * D]. Of a gradient too: the two maps are each other's adjoint."""
-    D = S.shape[3]
-    x = layout(D, p, S.device)
-    S = (S / x.root[:, None]).flatten(0, 1)[:, x.canonical].flatten(1).contiguous()
-    Z = (z / x.root).flatten(0, 1)[:, x.canonical[x.where.long()].flatten()].contiguous()
-    return S, Z
+    """(S [B, Hkv, Dphi, D], z [B, Hkv, Dphi]) in the order of `symmetric_power_embedding` -> the kernels' layout, float32:
+    for p = 2 [B * Hkv, F] and Z [B * Hkv, D * D], for p = 4 [B * Hkv, F], Z in it, and None. Of a gradient too: the two maps
+    are each other's adjoint."""
+    x = layout(S.shape[3], p, S.device)
+    S = (S / x.root[:, None]).flatten(0, 1)[:, x.canonical].flatten(1)
+    Z = (z / x.root).flatten(0, 1)[:, x.square]
+    return (S.contiguous(), Z.contiguous()) if p == 2 else (torch.cat((S, Z), 1), None)
 
 
 def to_canonical(S, Z, q, k, p):
     """The inverse of `from_canonical`."""
     B, HKV, D = q.shape[0], k.shape[2], q.shape[3]
     x = layout(D, p, q.device)
-    S = S.view(B, HKV, -1, D)[:, :, x.rows] * x.root[:, None]
-    i, j = torch.triu_indices(D, D, device=q.device)
-    return S, Z.view(B, HKV, -1)[:, :, i * D + j] * x.root
+    if p == 4:
+        S, Z = S.split((x.tiles * TILE * D, x.M**2), 1)
+    S = S.reshape(B, HKV, -1, D)[:, :, x.rows] * x.root[:, None]
+    return S, Z.reshape(B, HKV, -1)[:, :, x.places] * x.root

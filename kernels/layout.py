@@ -1,16 +1,18 @@
-"""How the kernels lay a state out: the features of (q . k)^p in tiles of 64, made of slices of 16.
+"""How the kernels lay a state out: the features of (q . k)^p in tiles of 64, made of slots of 16.
 
-A row of q or k is first written as a vector x of M entries, cut into slices of 16: for p = 2 the row itself, for p = 4
-the products of two of its entries, one slice for every two blocks of 4 dimensions. A feature is the product of an entry
-of one slice with an entry of another. p = 2 needs every unordered pair of slices, p = 4 those whose four blocks are in
-order: 2560 features for D = 64 and p = 2, where the full square has 4096 and the symmetric power 2080.
+A row of q or k is first written as a vector x of M entries: for p = 2 the row itself, for p = 4 the products x_a x_b,
+a <= b, of two of its entries. A feature is the product of an entry of x, the scalar, with one of the 16 entries of a
+slice of x. p = 2 needs every unordered pair of slices. p = 4 needs (a, b) times (c, d) for a <= b <= c <= d: x is in order
+of a, so that the pairs (c, d) of a slice have nearly the same c, and their scalars, all pairs with b <= c, are a run of
+a list in order of b. D = 64 and p = 2: 2560 features, where the full square has 4096 and the symmetric power 2080; p = 4
+and D = 16: 5376 (3876), D = 32: 57,600 (52,360).
 
-A tile of 64 features has 4 slots, each the 16 entries of a slice times one scalar, an entry of another slice. What
-multiplies what stays the same for a run of tiles, a part; only the scalars advance, by one entry a tile. So the kernels
-keep 64 entries of x in registers and multiply them by 4 numbers, tile after tile.
+A tile has 4 slots, each a slice times a scalar of its own. Which slices stays the same for a run of tiles, a part; only
+the scalars advance, by one entry a tile. So the kernels keep 64 entries of x in registers and multiply them by 4
+numbers, tile after tile.
 
 A state's rows are plain sums over the tokens, sum_t x_i x_j v_t. Whoever reads a state multiplies by the number of
-orders that a pair of slices stands for.
+orders a product can be written in; for p = 4 `discumsum` has done that, and 0 stands where b > c.
 """
 
 import functools
@@ -29,94 +31,142 @@ class Layout(NamedTuple):
     p: int
     M: int  # entries of x
     tiles: int
-    parts: torch.Tensor  # [parts, 16] int32: of 4 slots the slices' first entries, the first scalars, the numbers of
-    # orders; the number of tiles and the first tile
+    parts: torch.Tensor  # [parts, 16] int32: of 4 slots the slices' first entries, the first scalars and by what
+    # query_state multiplies the slices; the number of tiles and the first tile
     groups: torch.Tensor  # [tiles / 4, 2] int32: of every 4 tiles, the part and the first tile's place in it
-    orders: torch.Tensor  # [tiles, 4] float32: of each slot
-    where: torch.Tensor  # [M, M] int32: the state's row for the product of two entries of x
-    factors: torch.Tensor  # [2, M] int32: the entries of the row whose product an entry of x is (twice the same, p = 2)
-    weights: torch.Tensor  # [M] float32: the number of orders of the blocks in an entry of x
+    orders: torch.Tensor  # [tiles * 64] float32: in how many a row's product can be written; 0 of those not needed. For
+    # p = 4 [M * M] more: of the products of two entries of x
+    where: torch.Tensor  # p = 2: [M, M] int32, the state's row for the product of two entries of x;
+    # p = 4: [2, M, M], for the n-th scalar times entry m, and for entry n times the m-th scalar
+    scalars: torch.Tensor  # [2, M] int32: the entry of x that is the n-th scalar; 0, 1, ...
+    lists: torch.Tensor  # p = 4: [2 * ceil(M / 64), 2] int32, for each 64 entries the range of their scalars, for
+    # each 64 scalars that of their entries, in fours
+    factors: torch.Tensor  # [2, M] int32: the entries of the row whose product an entry of x is
+    weights: torch.Tensor  # [M] float32: in how many orders that can be written
     rows: torch.Tensor  # [Dphi] int64: for each canonical feature, a row of the state
     canonical: torch.Tensor  # [tiles * 64] int64: for each row of the state, the canonical feature
+    square: torch.Tensor  # [M * M] int64: the canonical feature of the product of two entries of x
+    places: torch.Tensor  # [Dphi] int64: for each canonical feature, one place in `square`
     root: torch.Tensor  # [Dphi] float32: the square root of each canonical feature's multiplicity
 
 
+def entries(D, p):
+    """M, a multiple of 16: for p = 4 and D = 16 the first entries stand for nothing."""
+    return D if p == 2 else -(-D * (D + 1) // 2 // SLICE) * SLICE
+
+
+@functools.cache
 def features(D, p):
     """Rows of a state."""
-    return 256 * (math.comb(D // 16 + 1, 2) if p == 2 else math.comb(D // 4 + 3, 4))
+    if p == 2:
+        return 256 * math.comb(D // 16 + 1, 2)
+    quads = sum(_quads(D))
+    return 4 * TILE * -(-quads // 4)
+
+
+def _quads(D):
+    """p = 4: for each slice, how many fours of scalars it needs."""
+    largest = [c for c in range(D) for _ in range(c, D)][::-1][::SLICE][::-1]
+    return [-(-(c + 1) * (c + 2) // 2 // 4) for c in largest]
 
 
 @functools.cache
 def layout(D, p, device):
     """The Layout for heads of D, a multiple of 16, and p = 2 or 4."""
-    half, block = p // 2, 16 if p == 2 else 4
-    slices = list(combinations_with_replacement(range(D // block), half))  # the blocks of each
-    number = {blocks: i for i, blocks in enumerate(slices)}
-    pairs = [(s, g) for s in range(len(slices)) for g in range(s, len(slices)) if slices[s][-1] <= slices[g][0]]
-    pairs.sort(key=lambda pair: -_orders(slices[pair[0]] + slices[pair[1]]))
-    # the indices into the row of each entry of x, [M, p / 2]
-    index = np.array(
-        [[block * b + i // block**n % block for n, b in zip(reversed(range(half)), blocks)] for blocks in slices for i in range(SLICE)]
-    )  # fmt: skip
+    return Layout(D, p, *(x.to(device) if isinstance(x, torch.Tensor) else x for x in (_two if p == 2 else _four)(D)))
 
-    parts, tile, done = [], 0, pairs
-    first_row = np.zeros((len(slices), len(slices), SLICE), dtype=np.int64)  # of a slice, another and its scalar
+
+def _two(D):
+    pairs = sorted(combinations_with_replacement(range(D // SLICE), 2), key=lambda pair: pair[0] == pair[1])
+    slots = []  # of each part: (slice, first scalar) and the number of tiles
     while pairs:
         size = next(n for n in (4, 2, 1) if n <= len(pairs))
         chosen, pairs = pairs[:size], pairs[size:]
         tiles = SLICE * size // SLOTS
-        slots = [(*chosen[slot % size], slot // size * tiles) for slot in range(SLOTS)]
-        for slot, (s, g, first) in enumerate(slots):
-            first_row[s, g, first : first + tiles] = (tile + np.arange(tiles)) * TILE + slot * SLICE
-        several = [_orders(slices[s] + slices[g]) for s, g, _ in slots]
-        parts.append(
-            [SLICE * s for s, _, _ in slots] + [SLICE * g + i for _, g, i in slots] + several + [tiles, tile, 0, 0]
-        )
+        of_slot = [(*chosen[slot % size], slot // size * tiles) for slot in range(SLOTS)]
+        slots.append(([(s, SLICE * g + first, 1 + (s != g)) for s, g, first in of_slot], tiles))
+    parts, index = _parts(slots)  # index: [rows, 2] entries of x
+    where = np.zeros((D, D), dtype=np.int64)
+    where[index[:, 1], index[:, 0]] = where[index[:, 0], index[:, 1]] = np.arange(len(index))
+    orders = np.repeat(np.repeat(parts[:, 8:12], parts[:, 12], axis=0).flatten(), SLICE)
+    line = np.arange(D)
+    return _tensors(D, 2, D, parts, orders, where, [line, line], np.zeros((0, 2)), [line, line], np.ones(D), index)
+
+
+def _four(D):
+    M = entries(D, 4)
+    x = [(c, d) for c in range(D) for d in range(c, D)]
+    empty = M - len(x)
+    x = np.array([(0, 0)] * empty + x)
+    real = np.arange(M) >= empty
+    scalars = np.lexsort((x[:, 0], x[:, 1], ~real))  # in order of b; the empty ones last
+    least, most = x[:, 0], x[scalars, 1]
+    slots, left = [], []
+    for s, quads in enumerate(_quads(D)):
+        whole = quads // SLOTS * SLOTS  # tiles of a part with nothing but this slice
+        if whole:
+            slots.append(([(s, slot * whole, 1) for slot in range(SLOTS)], whole))
+        left += [(s, 4 * n, 1) for n in range(whole, quads)]
+    left += [left[-1]] * (-len(left) % SLOTS)  # once more, of no weight
+    slots += [(left[i : i + SLOTS], 4) for i in range(0, len(left), SLOTS)]
+    parts, index = _parts(slots)
+    first, second = scalars[index[:, 1]], index[:, 0]
+    needed = real[first] & real[second] & (x[first, 1] <= x[second, 0])
+    where = np.full((M, M), np.flatnonzero(~needed)[0])  # [scalar, entry]
+    where[index[needed, 1], second[needed]] = np.flatnonzero(needed)
+    needed &= np.isin(np.arange(len(index)), where)  # one of two that are the same
+    of_row = np.concatenate((x[first], x[second]), axis=1)
+    orders = np.where(needed, _orders(of_row), 0)
+    of_entries = [(most[real[scalars]] <= least[min(at + 63, M - 1)]).sum() for at in range(0, M, 64)]
+    of_scalars = [(np.where(real, least, -1) < most[at]).sum() for at in range(0, M, 64)]
+    lists = [(0, -(-n // 4) * 4) for n in of_entries] + [(n // 4 * 4, M) for n in of_scalars]
+    weights = np.where(real, 1 + (x[:, 0] != x[:, 1]), 0)
+    where = [where, where.T]
+    return _tensors(D, 4, M, parts, orders, where, [scalars, np.arange(M)], lists, x.T, weights, of_row)
+
+
+def _parts(slots):
+    """The table of parts, and [rows, 2] of the slice's entry and the scalar."""
+    parts, index, tile = [], [], 0
+    for of_slot, tiles in slots:
+        row = [SLICE * s for s, _, _ in of_slot] + [first for _, first, _ in of_slot]
+        parts.append([*row, *(orders for _, _, orders in of_slot), tiles, tile, 0, 0])
+        entry = np.concatenate([SLICE * s + np.arange(SLICE) for s, _, _ in of_slot])
+        scalar = np.repeat([first for _, first, _ in of_slot], SLICE)
+        index += [np.stack((entry, scalar + i), axis=1) for i in range(tiles)]
         tile += tiles
+    return np.array(parts), np.concatenate(index)
 
-    def row(indices):
-        """[..., p] indices into a row of q or k -> the state's row for their product."""
-        by_block = np.take_along_axis(indices, np.argsort(indices // block, axis=-1, kind="stable"), axis=-1)
-        blocks, inside = by_block // block, by_block % block
-        slice_of = np.zeros((D // block,) * half, dtype=np.int64)
-        for blocks_of, n in number.items():
-            slice_of[blocks_of] = n
-        entry = lambda i: np.ravel_multi_index([inside[..., n] for n in i], (block,) * half)
-        s, g = (slice_of[tuple(blocks[..., n] for n in i)] for i in (range(half), range(half, p)))
-        return first_row[s, g, entry(range(half, p))] + entry(range(half))
 
-    M = len(index)
-    where = row(np.concatenate(np.broadcast_arrays(index[:, None], index[None, :]), axis=-1))
+def _tensors(D, p, M, parts, orders, where, scalars, lists, factors, weights, index):
+    """index: [rows, p], of which entries of a row of q or k each row of the state is the product."""
     canon = np.array(list(combinations_with_replacement(range(D), p)))
-    rows = row(canon)
-    # each row of the state once more, from its slices: sorted indices are those of its canonical feature
-    of_row = np.zeros((TILE * tile, p), dtype=np.int64)
-    for s, g in done:
-        for i in range(SLICE):
-            at = first_row[s, g, i]
-            of_row[at : at + SLICE] = np.concatenate(
-                np.broadcast_arrays(index[SLICE * s : SLICE * s + SLICE], index[SLICE * g + i]), axis=-1
-            )
-    key = lambda indices: np.ravel_multi_index(tuple(indices.T), (D,) * p)
-    canonical = np.searchsorted(key(canon), key(np.sort(of_row, axis=-1)))
-    orders = np.concatenate([np.tile(part[8:12], (part[12], 1)) for part in parts])
-    multiplicity = np.bincount(canonical, weights=np.repeat(orders.flatten(), SLICE))  # all of a feature's rows read
-
-    make = lambda x, dtype: torch.as_tensor(np.ascontiguousarray(x), dtype=dtype, device=device)
-    return Layout(
-        D, p, M, tile,
-        parts=make(parts, torch.int32),
-        groups=make([(n, i) for n, part in enumerate(parts) for i in range(0, part[12], 4)], torch.int32),
-        orders=make(orders, torch.float32),
-        where=make(where, torch.int32),
-        factors=make(index.T[[0, -1]], torch.int32),
-        weights=make([_orders(tuple(e // block)) for e in index], torch.float32),
-        rows=make(rows, torch.int64),
-        canonical=make(canonical, torch.int64),
-        root=make(np.sqrt(multiplicity), torch.float32),
+    key = lambda indices: np.ravel_multi_index(tuple(np.sort(indices, axis=-1).T), (D,) * p)
+    find = lambda indices: np.searchsorted(key(canon), key(indices))
+    canonical = find(index)
+    multiplicity = np.bincount(canonical, weights=orders)  # all of a feature's rows read
+    rows, places = np.zeros((2, len(canon)), dtype=np.int64)
+    rows[canonical[orders > 0]] = np.flatnonzero(orders > 0)
+    factors = np.array(factors)
+    vector = factors[:1].T if p == 2 else factors.T
+    pair = np.broadcast_arrays(vector[:, None], vector[None, :])
+    square = find(np.concatenate(pair, axis=-1).reshape(M * M, p))
+    places[square] = np.arange(M * M)
+    orders = orders if p == 2 else np.concatenate((orders, np.outer(weights, weights).flatten()))
+    make = lambda x, dtype: torch.as_tensor(np.ascontiguousarray(x), dtype=dtype)
+    groups = [(n, i) for n, part in enumerate(parts) for i in range(0, part[12], 4)]
+    return (
+        M, int(parts[:, 12].sum()), make(parts, torch.int32), make(groups, torch.int32), make(orders, torch.float32),
+        make(where, torch.int32), make(scalars, torch.int32), make(lists, torch.int32), make(factors, torch.int32),
+        make(weights, torch.float32), make(rows, torch.int64), make(canonical, torch.int64), make(square, torch.int64),
+        make(places, torch.int64), make(np.sqrt(multiplicity), torch.float32),
     )  # fmt: skip
 
 
-def _orders(blocks):
-    """In how many orders these can be written."""
-    return math.factorial(len(blocks)) // math.prod(math.factorial(blocks.count(b)) for b in set(blocks))
+def _orders(indices):
+    """[rows, 4] -> in how many orders each can be written."""
+    same = np.sort(indices, axis=1)
+    a, b, c = (same[:, i] == same[:, i + 1] for i in range(3))
+    return np.select(
+        [a & b & c, (a & b) | (b & c), a & c, a | b | c], [1, 4, 6, 12], default=24
+    )  # fmt: skip

@@ -89,7 +89,7 @@ _quadratic_backward.register_autograd(_refuse_second_derivative)
 
 
 def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=False):
-    """Power attention in the chunked form, p = 2: (y, S, z), differentiable in every tensor.
+    """Power attention in the chunked form, p = 2 or 4: (y, S, z), differentiable in every tensor.
 
     q [B, T, H, D], k, v [B, T, Hkv, D], log_g [B, T, Hkv] float32 or None, any strides; S [B, Hkv, Dphi, D] and
     z [B, Hkv, Dphi] float32: the state before the first token, or None. chunk: tokens, a multiple of 128. S and z
@@ -108,19 +108,21 @@ def _chunked(
 ]:  # fmt: skip
     initial = None if S0 is None else chunked.from_canonical(S0, z0, p)
     y, saved, last = chunked.forward(q, k, v, log_g, initial, p=p, chunk=chunk, final=final)
-    S, z = chunked.to_canonical(*last, q, k, p) if final else (q.new_empty(0, dtype=torch.float32) for _ in range(2))
-    return y, *saved, S, z
+    empty = lambda: q.new_empty(0, dtype=torch.float32)
+    S, z = chunked.to_canonical(*last, q, k, p) if final else (empty(), empty())
+    l, states, unit, Z = saved
+    return y, l, states, unit, empty() if Z is None else Z, S, z
 
 
 @_chunked.register_fake
 def _(q, k, v, log_g, S0, z0, p, chunk, final):
     (B, T, H, D), HKV = q.shape, k.shape[2]
     new = lambda *shape, dtype=torch.float32: q.new_empty(shape, dtype=dtype)
-    n, F, Dphi = -(-T // chunk), chunked.features(D, p) * D, symmetric_power_dim(D, p)
+    n, F, Dphi = -(-T // chunk), chunked.state_size(D, p), symmetric_power_dim(D, p)
     S, z = (new(B, HKV, Dphi, D), new(B, HKV, Dphi)) if final else (new(0), new(0))
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     saved = new(B, H, quadratic.padded(T)), new(B * HKV, n, F, dtype=chunked.HALF[q.dtype]), new(B * HKV, n)
-    return y, *saved, new(B * HKV, n, D * D), S, z
+    return y, *saved, new(B * HKV, n, D * D) if p == 2 else new(0), S, z
 
 
 @torch.library.custom_op("sympow::chunked_backward", mutates_args=())
