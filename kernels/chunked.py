@@ -42,17 +42,22 @@ def _power(x, P: tl.constexpr):
 
 
 @triton.jit
+def _first_8_bits(x):
+    """What bfloat16 keeps of x when it cuts off the rest. (Rounding, and reading the result as float32 again, is slow.)"""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _times(x, y, acc, PRECISION: tl.constexpr):
     """acc + x @ y for float32 y, as exact as float32: in bfloat16, y is split in three."""
     if x.dtype == tl.float32:
         return tl.dot(x, y, acc, input_precision=PRECISION)
     else:
-        high = y.to(tl.bfloat16)
-        y -= high.to(tl.float32)
-        middle = y.to(tl.bfloat16)
-        acc = tl.dot(x, (y - middle.to(tl.float32)).to(tl.bfloat16), acc)
-        acc = tl.dot(x, middle, acc)
-        return tl.dot(x, high, acc)
+        high = _first_8_bits(y)
+        middle = _first_8_bits(y - high)
+        acc = tl.dot(x, (y - high - middle).to(tl.bfloat16), acc)
+        acc = tl.dot(x, middle.to(tl.bfloat16), acc)
+        return tl.dot(x, high.to(tl.bfloat16), acc)
 
 
 @triton.jit
@@ -449,9 +454,12 @@ def discumsum_kernel(
 
 
 @triton.jit
-def _row_features(x, s, N: tl.constexpr):
-    """x [N, 64], s [4, N] -> [N, 64]: each 16 columns times a scalar of the row."""
-    return (x.reshape([N, 4, 16]) * tl.trans(s)[:, :, None]).reshape([N, 64])
+def _row_features(x, s, N: tl.constexpr, TILES: tl.constexpr):
+    """x [N, 64], s [4 TILES, N] -> [N, 64 TILES]: each 16 columns times a scalar of the row."""
+    if TILES == 1:
+        return (x.reshape([N, 4, 16]) * tl.trans(s)[:, :, None]).reshape([N, 64])
+    else:
+        return (x.reshape([N, 1, 4, 16]) * tl.trans(s).reshape([N, TILES, 4, 1])).reshape([N, 64 * TILES])
 
 
 @triton.jit
@@ -472,11 +480,11 @@ def _square_times(XT, Z, m, row, TP, M: tl.constexpr, BM: tl.constexpr, PRECISIO
 def query_state_kernel(
     XT, S, SQUARE, UNIT_S, FACTOR, PARTS, SCALARS, OUT, X, Z, DECAY, DEN, x_s, T, TP, CHUNK, H, HKV, tiles, parts, skip, F,
     P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
-    SUMS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr, SUMS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BM rows of phi(x) S, for the state S before (or after) their chunk. With SUMS the numerators, in OUT, and the
     denominators, in DEN, of queries that are scaled to [1, 2); else added to what OUT has."""
-    TP = TP // 256 * 256
+    TP, F = TP // 256 * 256, F // 64 * 64
     blocks = tl.cdiv(T, BM)
     bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     b, h = bh // H, bh % H
@@ -491,18 +499,18 @@ def query_state_kernel(
     for number in range(parts if chunk != skip else 0):
         part = PARTS + number * 16
         slices = tl.load(part + entry // 16) + entry % 16
-        scalars = tl.load(part + 4 + tl.arange(0, 4))
+        scalars = tl.load(part + 4 + tl.arange(0, 4 * TILES) % 4) + tl.arange(0, 4 * TILES) // 4
         orders = tl.load(part + 8 + entry // 16)
         count = tl.load(part + 12)
         x = tl.trans(tl.load(XT + slices[:, None] * TP + row[None, :]))
         x = tl.dot(x, _diagonal(orders, 64).to(x.dtype), input_precision=PRECISION).to(x.dtype)
-        for i in range(count):
+        for i in range(0, count, TILES):
             s = S.load([at + i * 64, 0])
             scalar = scalars + i
             if P > 2:
                 scalar = tl.load(SCALARS + scalar)
             by = tl.load(XT + scalar[:, None] * TP + row[None, :])
-            acc = tl.dot(_row_features(x, by, BM), s, acc, input_precision=PRECISION)
+            acc = tl.dot(_row_features(x, by, BM, TILES), s, acc, input_precision=PRECISION)
         at += count * 64
     factor = tl.load(FACTOR + tl.cast(bh, tl.int64) * TP + row) / tl.load(UNIT_S + state)
     acc *= factor[:, None]
@@ -592,6 +600,13 @@ def query_gradient_kernel(
     tl.store(to, acc.to(OUT.dtype.element_ty), mask)
 
 
+@triton.jit
+def _added_up(x, at, D: tl.constexpr, PRECISION: tl.constexpr):
+    """[BM, D]: the sums of the columns of x [BM, 64] with the same number in `at` [64]; D is none."""
+    places = (at[:, None] == tl.arange(0, D)[None, :]).to(x.dtype)
+    return tl.dot(x, places, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "skip", "F"])
 def query_gradient_of_products_kernel(
     XT, ROWS, VALUES, S, UNIT_S, UNIT_V, UNIT_X, WEIGHT, WHERE, SCALARS, LISTS, FACTORS, OUT, X, READ, x_s, T, TP, CHUNK, H, HKV,
@@ -600,7 +615,7 @@ def query_gradient_of_products_kernel(
 ):  # fmt: skip
     """The same for p = 4, of phi(x) S VALUES^T + WEIGHT x^T Z x for the products x of the row's entries: to 64 entries
     of x at a time, from there to the row. A feature is an entry times a scalar: first to the entries, then to the scalars."""
-    TP = TP // 256 * 256
+    TP, F = TP // 256 * 256, F // 64 * 64
     blocks = tl.cdiv(T, BM)
     bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     b, h = bh // H, bh % H
@@ -640,12 +655,12 @@ def query_gradient_of_products_kernel(
         else:
             m = tl.load(SCALARS + m, mask=inside, other=0)
         one, two = tl.load(FACTORS + m, mask=inside, other=0), tl.load(FACTORS + M + m, mask=inside, other=0)
-        dx = tl.where(inside[None, :], dx, 0.0)
-        d = tl.arange(0, D)[None, :]
-        x = tl.trans(tl.load(ROWS + two[:, None] * TP + row[None, :])).to(tl.float32)
-        acc = tl.dot(dx * x, (one[:, None] == d).to(tl.float32), acc, input_precision=PRECISION)
-        x = tl.trans(tl.load(ROWS + one[:, None] * TP + row[None, :])).to(tl.float32)
-        acc = tl.dot(dx * x, (two[:, None] == d).to(tl.float32), acc, input_precision=PRECISION)
+        unit = _unit(tl.max(tl.abs(dx), 1)) * (2.0**10)
+        dx = (dx * unit[:, None]).to(v.dtype)
+        x = tl.trans(tl.load(ROWS + two[:, None] * TP + row[None, :]))
+        d = _added_up(dx * x, tl.where(inside, one, D), D, PRECISION)
+        x = tl.trans(tl.load(ROWS + one[:, None] * TP + row[None, :]))
+        acc += (d + _added_up(dx * x, tl.where(inside, two, D), D, PRECISION)) / unit[:, None]
     acc *= (32 * tl.load(UNIT_X + at) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
     if GATED:
         x = _rows(X, x_s, b, lo, h, T, BM, D)
@@ -776,7 +791,7 @@ def query_state(s, prepared, S, unit_s, skip, factor=None, out=None, x=None, Z=N
         out = _empty(S, s.B, s.T, rows, s.D)
         den = torch.zeros(s.B, rows, quadratic.padded(s.T), dtype=torch.float32, device=S.device)
     c = QUERY(s)
-    states = TensorDescriptor.from_tensor(S.view(-1, s.D), [64, s.D])
+    states = TensorDescriptor.from_tensor(S.view(-1, s.D), [64 * c["TILES"], s.D])
     query_state_kernel[(triton.cdiv(s.T, c["BM"]) * s.B * rows,)](
         prepared["xt"], states, S, unit_s, prepared["factor"] if factor is None else factor, s.layout.parts,
         s.layout.scalars, out, x, Z, decay, den, x.stride() if sums else None, s.T, s.TP, s.chunk, rows, s.HKV,
@@ -818,8 +833,8 @@ def UPDATE(s):
 
 def QUERY(s):
     if s.half == torch.float32:
-        return dict(BM=64, num_warps=8, num_stages=1)
-    return dict(BM=128, num_warps=4 if s.D <= 64 else 8, num_stages=4 if s.D <= 64 else 2)  # 3 at D=128: wrong sums
+        return dict(BM=64, TILES=1, num_warps=8, num_stages=1)
+    return dict(BM=128, TILES=1, num_warps=4 if s.D <= 64 else 8, num_stages=4 if s.D <= 64 else 2)  # 3 at D=128: wrong sums
 
 
 def GRADIENT(s):
