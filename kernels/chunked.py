@@ -153,99 +153,97 @@ def chunk_dlog_g_kernel(
 
 
 @triton.jit
-def _row_units(X, x_s, b, start, h, T, LIFT: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
-    """[N]: the power of two that brings the largest entry of each row into [2^LIFT, 2^(LIFT+1)), and rows [N, D]"""
-    x = _rows(X, x_s, b, start, h, T, N, D).to(tl.float32)
-    return _to_unit(tl.max(tl.abs(x), 1)) * (2.0**LIFT), x
+def _factors(L, DECAY, unit, at, b, h, T, TP, H, HKV, P: tl.constexpr, LIFT: tl.constexpr, QUERY: tl.constexpr, GATED: tl.constexpr):
+    """What the state's rows phi(x_t) v_t are multiplied with (of queries: phi(x_t) dy_t), for rows `at` of X times `unit`."""
+    factor = tl.full(unit.shape, 1.0, tl.float32)
+    if GATED:
+        factor = tl.load(DECAY + (tl.cast(b, tl.int64) * HKV + h // (H // HKV)) * TP + at)
+    if QUERY:
+        factor *= 2.0 ** (-LIFT * P)
+        if L is not None:
+            l = tl.load(L + (tl.cast(b, tl.int64) * H + h) * (tl.cdiv(T, 128) * 128) + at, mask=at < T, other=0.0)
+            factor *= _inverse(l)
+    else:
+        factor *= _power(1 / unit, P)
+    return tl.where(at < T, factor, 0.0)
 
 
 @triton.jit
-def _row_values(
-    V, v_s, Y, L, DECAY, unit, b, start, h, T, TP, H, HKV,
-    P: tl.constexpr, E: tl.constexpr, LIFT: tl.constexpr, N: tl.constexpr, QUERY: tl.constexpr, GATED: tl.constexpr,
+def _raised(x, LIFT: tl.constexpr):
+    """[N]: the power of two that brings the largest entry of each row into [2^LIFT, 2^(LIFT+1))"""
+    return _to_unit(tl.max(tl.abs(x), 1)) * (2.0**LIFT)
+
+
+@triton.jit(do_not_specialize=["T", "TP", "H", "HKV"])
+def largest_kernel(
+    X, V, Y, L, DECAY, WEIGHT, LARGEST, x_s, v_s, T, TP, H, HKV, P: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    LIFT: tl.constexpr, N: tl.constexpr, QUERY: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """What phi(x_t) is multiplied with: v_t and 1, or dy_t and -delta_t, and the factor of both."""
+    """The largest entry of N rows of what `prepare_kernel` makes VALUES of, and
+
+    WEIGHT   what x^T Z x is multiplied with in the denominator, v's place: 1 or -delta_t, with the factors of the row
+    """
+    TP = TP // 256 * 256
+    bh, start = tl.program_id(0) // (TP // N), tl.program_id(0) % (TP // N) * N
+    b, h = bh // H, bh % H
     at = start + tl.arange(0, N)
+    unit = _raised(_rows(X, x_s, b, start, h, T, N, D).to(tl.float32), LIFT)
+    factor = _factors(L, DECAY, unit, at, b, h, T, TP, H, HKV, P, LIFT, QUERY, GATED)
     v = _rows(V, v_s, b, start, h, T, N, E).to(tl.float32)
-    decay = tl.full([N], 1.0, tl.float32)
-    if GATED:
-        decay = tl.load(DECAY + (tl.cast(b, tl.int64) * HKV + h // (H // HKV)) * TP + at)
+    largest = tl.max(tl.abs(v), 1)
     if QUERY:
-        out = (tl.cast(b, tl.int64) * T + start) * H + h
-        y = Y + out * E + tl.arange(0, N)[:, None] * (H * E) + tl.arange(0, E)[None, :]
-        one = -tl.sum(v * tl.load(y, mask=at[:, None] < T, other=0.0).to(tl.float32), 1)
-        l = tl.load(L + (tl.cast(b, tl.int64) * H + h) * (tl.cdiv(T, 128) * 128) + at, mask=at < T, other=0.0)
-        factor = decay * _inverse(l) * (2.0 ** (-LIFT * P))
+        y = Y + ((tl.cast(b, tl.int64) * T + start) * H + h) * E + tl.arange(0, N)[:, None] * (H * E)
+        y = tl.load(y + tl.arange(0, E)[None, :], mask=at[:, None] < T, other=0.0).to(tl.float32)
+        one = -tl.sum(v * y, 1)
     else:
         one = tl.full([N], 1.0, tl.float32)
-        factor = decay * _power(1 / unit, P)
-    return v, one, tl.where(at < T, factor, 0.0), decay
+    if P > 2:
+        largest = tl.maximum(largest, tl.abs(one))
+        tl.store(WEIGHT + tl.cast(bh, tl.int64) * TP + at, one * factor)
+    elif QUERY:  # of the row as it came
+        tl.store(WEIGHT + tl.cast(bh, tl.int64) * TP + at, one * factor * _power(unit, P))
+    tl.store(LARGEST + tl.program_id(0), tl.max(largest * factor, 0))
 
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV"])
 def prepare_kernel(
-    X, V, Y, L, DECAY, XT, VALUES, UNIT_X, FACTOR, WEIGHT, UNIT_V, x_s, v_s, T, TP, CHUNK, H, HKV,
-    P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LIFT: tl.constexpr, N: tl.constexpr,
-    QUERY: tl.constexpr, HAS_V: tl.constexpr, GATED: tl.constexpr,
+    X, V, L, DECAY, LARGEST, XT, VALUES, UNIT_X, FACTOR, UNIT_V, x_s, v_s, T, TP, CHUNK, H, HKV,
+    P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LIFT: tl.constexpr, N: tl.constexpr, QUERY: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one sequence and key/value head, for the keys or for the group's queries:
+    """N rows of one sequence and head, of keys or of queries:
 
     XT       the rows, transposed, each brought to one magnitude
     VALUES   v times the decay to the chunk's end, or dy / l times that from its beginning, so that the sum of
              phi(row) VALUES is the chunk's state; in units that bring their largest into [2^14, 2^15)
-    UNIT_X, FACTOR, WEIGHT, UNIT_V     by what rows were multiplied, what rows of results need to be multiplied by,
-             what x^T Z x is multiplied with, v's place in the denominator, by what VALUES (p = 4: and WEIGHT) were multiplied
+    UNIT_X, FACTOR, UNIT_V     by what rows were multiplied, what rows of results need to be multiplied by, by what a
+             chunk's VALUES were multiplied
     """
-    chunks = tl.cdiv(T, CHUNK)
     TP = TP // 256 * 256
-    bh, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    b, hkv = bh // HKV, bh % HKV
-    heads = H // HKV if QUERY else 1
-    rows = H if QUERY else HKV
-    begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP)
-    unit_v = 1.0
-    if HAS_V:
-        largest = tl.zeros([N], tl.float32)
-        for i in range(heads):
-            h = hkv * heads + i
-            for start in range(begin, end, N):
-                unit, _ = _row_units(X, x_s, b, start, h, T, LIFT, N, D)
-                v, one, factor, _ = _row_values(
-                    V, v_s, Y, L, DECAY, unit, b, start, h, T, TP, rows, HKV, P, E, LIFT, N, QUERY, GATED
-                )
-                of_row = tl.max(tl.abs(v), 1)
-                if P > 2:
-                    of_row = tl.maximum(of_row, tl.abs(one))
-                largest = tl.maximum(largest, of_row * factor)
+    bh, start = tl.program_id(0) // (TP // N), tl.program_id(0) % (TP // N) * N
+    b, h = bh // H, bh % H
+    at = start + tl.arange(0, N)
+    x = _rows(X, x_s, b, start, h, T, N, D).to(tl.float32)
+    unit = _raised(x, LIFT)
+    at_head = tl.cast(bh, tl.int64) * TP
+    to = XT + at_head * D + tl.arange(0, D)[None, :] * TP + at[:, None]
+    tl.store(to, (x * unit[:, None]).to(XT.dtype.element_ty))
+    factor = _factors(L, DECAY, unit, at, b, h, T, TP, H, HKV, P, LIFT, QUERY, GATED)
+    tl.store(FACTOR + at_head + at, factor)
+    if V is not None:
+        chunk, group = start // CHUNK, H // HKV
+        blocks = tl.minimum(CHUNK, TP - chunk * CHUNK) // N
+        largest = tl.zeros([64], tl.float32)
+        for i in range(group):
+            first = (bh // group * group + i) * (TP // N) + chunk * CHUNK // N
+            for n in range(0, blocks, 64):
+                block = n + tl.arange(0, 64)
+                largest = tl.maximum(largest, tl.load(LARGEST + first + block, mask=block < blocks, other=0.0))
         unit_v = _unit(tl.max(largest, 0)) * (2.0**14)
-        tl.store(UNIT_V + tl.program_id(0), unit_v)
-    for i in range(heads):
-        h = hkv * heads + i
-        at_head = (tl.cast(b, tl.int64) * rows + h) * TP
-        for start in range(begin, end, N):
-            at = start + tl.arange(0, N)
-            unit, x = _row_units(X, x_s, b, start, h, T, LIFT, N, D)
-            to = XT + at_head * D + tl.arange(0, D)[None, :] * TP + at[:, None]
-            tl.store(to, (x * unit[:, None]).to(XT.dtype.element_ty))
-            if HAS_V:
-                v, one, factor, decay = _row_values(
-                    V, v_s, Y, L, DECAY, unit, b, start, h, T, TP, rows, HKV, P, E, LIFT, N, QUERY, GATED
-                )
-                scaled = factor * unit_v
-                to = VALUES + (at_head + at)[:, None] * E + tl.arange(0, E)[None, :]
-                tl.store(to, (v * scaled[:, None]).to(VALUES.dtype.element_ty))
-                tl.store(UNIT_X + at_head + at, unit)
-                if P > 2:
-                    tl.store(WEIGHT + at_head + at, one * scaled)
-                if QUERY and P == 2:  # of the row as it came
-                    tl.store(WEIGHT + at_head + at, one * factor * _power(unit, P))
-                if not QUERY:
-                    tl.store(FACTOR + at_head + at, factor)
-            else:
-                decay = tl.full([N], 1.0, tl.float32)
-                if GATED:
-                    decay = tl.load(DECAY + (tl.cast(b, tl.int64) * HKV + hkv) * TP + at)
-                tl.store(FACTOR + at_head + at, decay * (2.0 ** (-LIFT * P)))
+        tl.store(UNIT_V + bh // group * tl.cdiv(T, CHUNK) + chunk, unit_v, (start == chunk * CHUNK) & (bh % group == 0))
+        tl.store(UNIT_X + at_head + at, unit)
+        v = _rows(V, v_s, b, start, h, T, N, E).to(tl.float32) * (factor * unit_v)[:, None]
+        tl.store(VALUES + (at_head + at)[:, None] * E + tl.arange(0, E)[None, :], v.to(VALUES.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["TP"])
@@ -355,7 +353,7 @@ def update_z_kernel(
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "F", "first"])
 def update_square_kernel(
-    XT, WEIGHT, U, down, T, TP, CHUNK, H, HKV, F, first, M: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr
+    XT, WEIGHT, UNIT_V, U, down, T, TP, CHUNK, H, HKV, F, first, M: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr
 ):
     """p = 4: 64 x 64 entries of one chunk's sum of w x x^T, and their mirror image, times `down`."""
     TP = TP // 256 * 256
@@ -365,7 +363,7 @@ def update_square_kernel(
     i, j = tl.program_id(0) // blocks % blocks * 64, tl.program_id(0) % blocks * 64
     if i <= j:
         bh, chunk = at // chunks, at % chunks
-        heads = H // HKV
+        heads, unit = H // HKV, tl.load(UNIT_V + at) * (1 / 16)
         m, n = i + tl.arange(0, 64), j + tl.arange(0, 64)
         acc = tl.zeros([64, 64], tl.float32)
         for head in range(heads):
@@ -373,7 +371,7 @@ def update_square_kernel(
             x_of = XT + tl.cast(row, tl.int64) * M * TP
             for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP), K):
                 t = (start // K * K + tl.arange(0, K))[None, :]
-                w = tl.load(WEIGHT + tl.cast(row, tl.int64) * TP + t) * (1 / 16)
+                w = tl.load(WEIGHT + tl.cast(row, tl.int64) * TP + t) * unit
                 x = tl.load(x_of + m[:, None] * TP + t, mask=m[:, None] < M, other=0.0)
                 y = tl.load(x_of + n[:, None] * TP + t, mask=n[:, None] < M, other=0.0)
                 x = (x * w.to(x.dtype)).to(x.dtype)  # below 2^15
@@ -392,12 +390,14 @@ def update_square_kernel(
 def discumsum_kernel(
     X, UNIT_X, UNIT, WHOLE, INITIAL, BOUND, FINAL, OTHER, UNIT_OTHER, ORDERS, CARRIED, up, most, n, F, FS,
     P: tl.constexpr, E: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """N entries of the states of one sequence and head, in place: what a chunk gave becomes the state that precedes it,
     or with REVERSE the gradient of the state that follows it. Carried in float32.
 
     CARRIED  the sum over these entries of state times OTHER times the chunk's gate, for the gate's gradient
     """
+    F = F // 64 * 64  # it is; without, loads are of one entry
     blocks = tl.cdiv(F, N)
     bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     at = block * N + tl.arange(0, N)
@@ -412,16 +412,22 @@ def discumsum_kernel(
         orders = tl.load(ORDERS + tl.where(at < FS, at // E, FS // E + at - FS), mask=inside, other=0.0)
         if P > 2:
             orders *= 1 / 32
-    first = n - 1 if REVERSE else 0
-    x = tl.load(X + (tl.cast(bh, tl.int64) * n + first) * F + at, mask=inside, other=0.0).to(tl.float32)
-    for step in range(n):
+    at_next = bh * n + (n - 1 if REVERSE else 0)
+    whole_next, unit_next = 1.0, 1.0
+    if GATED:
+        whole_next = tl.load(WHOLE + at_next)
+    if SCALED:
+        unit_next = tl.load(UNIT_X + at_next)
+    for step in tl.range(n, num_stages=STAGES):
         i = bh * n + (n - 1 - step if REVERSE else step)
-        following = tl.maximum(i - 1, bh * n) if REVERSE else tl.minimum(i + 1, bh * n + n - 1)
         to = X + tl.cast(i, tl.int64) * F + at
-        x_next = tl.load(X + tl.cast(following, tl.int64) * F + at, mask=inside, other=0.0).to(tl.float32)
-        whole = 1.0
+        x = tl.load(to, mask=inside, other=0.0).to(tl.float32)
+        at_next = tl.maximum(i - 1, bh * n) if REVERSE else tl.minimum(i + 1, bh * n + n - 1)
+        whole, unit_x = whole_next, unit_next  # what is needed next is on its way
         if GATED:
-            whole = tl.load(WHOLE + i)
+            whole_next = tl.load(WHOLE + at_next)
+        if SCALED:
+            unit_next = tl.load(UNIT_X + at_next)
         if SCALED:
             unit = _unit(bound) * (2.0**14)
             if P == 2:
@@ -430,7 +436,7 @@ def discumsum_kernel(
             else:
                 tl.store(to, (state * unit * orders).to(X.dtype.element_ty), inside)
                 tl.store(UNIT + i, unit * (1 / 32), block == 0)
-            scale = 1 / tl.load(UNIT_X + i)
+            scale = 1 / unit_x
             bound = whole * bound + most * scale
             x *= up * scale
         else:
@@ -445,7 +451,6 @@ def discumsum_kernel(
                 product /= tl.load(UNIT_OTHER + i)
             tl.store(CARRIED + tl.cast(i, tl.int64) * blocks + block, product)
         state = whole * state + x
-        x = x_next
     if FINAL is not None:
         tl.store(FINAL + tl.cast(bh, tl.int64) * F + at, state, inside)
 
@@ -629,7 +634,7 @@ def query_gradient_of_products_kernel(
     S += tl.cast(state, tl.int64) * F
     v = tl.load(VALUES + at[:, None] * E + tl.arange(0, E)[None, :])
     v = tl.dot(v, _diagonal(tl.full([E], 1 / 32, tl.float32), E).to(v.dtype), input_precision=PRECISION).to(v.dtype)
-    weight = tl.load(WEIGHT + at) * (1 / 16)  # of the square both factors, so twice
+    weight = tl.load(WEIGHT + at) * (tl.load(UNIT_V + state) * (1 / 16))  # of the square both factors, so twice
     steps: tl.constexpr = (M + 63) // 64
     acc = tl.zeros([BM, D], tl.float32)
     for step in range(2 * steps if chunk != skip else 0):
@@ -711,24 +716,31 @@ def chunk_gates(log_g, s):
 
 def prepare(s, x, v=None, y=None, l=None, decay=None):
     """For keys (x, v) or queries (x; x, dy, y, l): {"rows", "xt", "values", "unit_x", "factor", "weight", "unit_v"}."""
-    rows = x.shape[2]
-    query = v is None or y is not None
+    rows, N = x.shape[2], PREPARE[0]
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
-    out = dict(rows=new(s.B * rows, s.D, s.TP, dtype=s.half))
-    for name in ("factor", "unit_x", "weight"):
-        out[name] = new(s.B * rows, s.TP)
-    out["values"] = out["unit_v"] = None
+    names = ("factor",) if v is None else ("factor", "unit_x", "weight")
+    out = dict.fromkeys(("values", "unit_x", "weight", "unit_v"))
+    out |= {name: new(s.B * rows, s.TP) for name in names}
+    out["rows"], largest = new(s.B * rows, s.D, s.TP, dtype=s.half), None
+    blocks = s.B * rows * s.TP // N
+    sizes = dict(P=s.p, D=s.D, E=s.D, LIFT=LIFT[s.p], N=N, QUERY=v is None or y is not None)
+    options = dict(GATED=decay is not None, num_warps=PREPARE[1])
+    strides = x.stride(), None if v is None else v.stride()
     if v is not None:
         out["values"], out["unit_v"] = new(s.B * rows * s.TP, s.D, dtype=s.half), new(s.B * s.HKV, s.chunks)
-    prepare_kernel[(s.B * s.HKV * s.chunks,)](
-        x, v, y, l, decay, out["rows"], out["values"], out["unit_x"], out["factor"], out["weight"], out["unit_v"],
-        x.stride(), None if v is None else v.stride(), s.T, s.TP, s.chunk, rows, s.HKV, P=s.p, D=s.D, E=s.D,
-        LIFT=LIFT[s.p], N=PREPARE[0], QUERY=query, HAS_V=v is not None, GATED=decay is not None, num_warps=PREPARE[1],
+        largest = new(blocks)
+        largest_kernel[(blocks,)](
+            x, v, y, l, decay, out["weight"], largest, *strides, s.T, s.TP, rows, s.HKV, **sizes, **options
+        )
+    prepare_kernel[(blocks,)](
+        x, v, l, decay, largest, out["rows"], out["values"], out["unit_x"], out["factor"], out["unit_v"], *strides, s.T,
+        s.TP, s.chunk, rows, s.HKV, **sizes, **options,
     )  # fmt: skip
     out["xt"] = out["rows"]
     if s.p == 4:
-        out["xt"] = new(s.B * rows, s.layout.M, s.TP, dtype=s.half)
-        products_kernel[(s.B * rows * s.TP // 256,)](out["rows"], out["xt"], s.layout.factors, s.TP, D=s.D, M=s.layout.M, N=16)
+        M = s.layout.M
+        out["xt"] = new(s.B * rows, M, s.TP, dtype=s.half)
+        products_kernel[(s.B * rows * s.TP // 256,)](out["rows"], out["xt"], s.layout.factors, s.TP, D=s.D, M=M, N=16)
     return out
 
 
@@ -744,7 +756,7 @@ def update_state(s, rows, prepared):
     )  # fmt: skip
     if s.p == 4:
         update_square_kernel[(s.B * s.HKV * s.chunks * triton.cdiv(M, 64) ** 2,)](
-            prepared["xt"], prepared["weight"], U, down, s.T, s.TP, s.chunk, rows, s.HKV, s.F, s.FS, M=M, K=c["K"],
+            prepared["xt"], prepared["weight"], prepared["unit_v"], U, down, s.T, s.TP, s.chunk, rows, s.HKV, s.F, s.FS, M=M, K=c["K"],
             PRECISION=s.precision, num_warps=4, num_stages=c["num_stages"],
         )  # fmt: skip
     return U
@@ -777,7 +789,7 @@ def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, re
     bound = None if initial is None or not scaled else initial.abs().amax(1)
     discumsum_kernel[(BH * blocks,)](
         X, unit_x, unit, whole, initial, bound, last, other, unit_other, s.layout.orders if scaled else None, carried,
-        s.most / 2.0**15, s.most, n, F, s.FS, P=s.p, E=s.D, N=N, SCALED=scaled, GATED=whole is not None, REVERSE=reverse, num_warps=DISCUMSUM[1],
+        s.most / 2.0**15, s.most, n, F, s.FS, P=s.p, E=s.D, N=N, SCALED=scaled, GATED=whole is not None, REVERSE=reverse, num_warps=DISCUMSUM[1], STAGES=DISCUMSUM[2],
     )  # fmt: skip
     return unit, last, carried
 
@@ -821,26 +833,30 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated):
     return read
 
 
-DISCUMSUM = (1024, 2)  # entries of a program, warps
-PREPARE = (32, 2)  # rows at a time, warps
+DISCUMSUM = (1024, 2, 3)  # entries of a program, warps, chunks in flight
+PREPARE = (64, 4)  # rows at a time, warps
 
 
 def UPDATE(s):
     if s.half == torch.float32:
         return dict(ROWS=64, K=32, num_warps=8, num_stages=1)
-    return dict(ROWS=64, K=64, num_warps=8 if s.D == 128 else 4, num_stages=3 if s.D <= 64 else 2)
+    return dict(ROWS=64, K=128 if s.D == 64 else 64, num_warps=8 if s.D == 128 else 4, num_stages=3 if s.D <= 64 else 2)
 
 
 def QUERY(s):
     if s.half == torch.float32:
         return dict(BM=64, TILES=1, num_warps=8, num_stages=1)
-    return dict(BM=128, TILES=1, num_warps=4 if s.D <= 64 else 8, num_stages=4 if s.D <= 64 else 2)  # 3 at D=128: wrong sums
+    if s.D == 128:
+        return dict(BM=128, TILES=1, num_warps=8, num_stages=2)  # 3: wrong sums on triton 3.6.0
+    if s.p == 4:
+        return dict(BM=128, TILES=4 if s.D <= 32 else 2, num_warps=4, num_stages=5 if s.D <= 32 else 3)
+    return dict(BM=128, TILES=2, num_warps=4, num_stages=4)
 
 
 def GRADIENT(s):
     if s.half == torch.float32:
         return dict(BM=64, num_warps=8, num_stages=1)
-    return dict(BM=128, num_warps=4 if s.D <= 64 else 8, num_stages=3 if s.D <= 64 else 1)
+    return dict(BM=128, num_warps=4 if s.D <= 64 else 8, num_stages=1 if s.D == 128 else 3 if s.p == 2 or s.D == 64 else 5)
 
 
 def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):

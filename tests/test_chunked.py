@@ -158,9 +158,9 @@ def test_pieces_with_states_equal_the_whole(gates, dtype):
 def test_discumsum_is_its_naive_twin():
     s = chunked.Sizes(*(torch.empty(1, 500, 2, 16, device=DEVICE) for _ in range(2)), 2, 128)
     u, g, first = (
-        torch.randn(2, 4, 300, device=DEVICE),
+        torch.randn(2, 4, 320, device=DEVICE),
         torch.rand(2, 4, device=DEVICE),
-        torch.randn(2, 300, device=DEVICE),
+        torch.randn(2, 320, device=DEVICE),
     )
     for reverse in (False, True):
         expected, last = power.discumsum(u, g, first, reverse=reverse)
