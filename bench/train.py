@@ -1,0 +1,131 @@
+"""Training speed of whole models on one GPU: tokens a second at several contexts, attentions side by side.
+
+    python bench/train.py                                # 124M: softmax and gated sympow at 1,024 to 65,536 tokens
+    python bench/train.py --context 1048576 --activation_checkpointing --only sympow_gating
+    python bench/train.py --only softmax sympow_gating_p4 --json out/train.json
+
+A step is forward, backward, clipping and AdamW on --tokens random tokens, compiled, in bfloat16 autocast, as in
+train.py without accumulation; more than one sequence of a context fills them up. softmax is what nanoGPT is: torch's
+scaled_dot_product_attention on its flash backend, in the same GPT-2 with rotary positions. The figure is the median
+of STEPS steps after WARM_UP. The last column is the share of the matrix unit's peak that 6 FLOPs a weight and token
+take (attention is not counted, so that variants can be compared).
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from model import GPT, GPTConfig  # noqa: E402
+from train import make_optimizer, peak_flops  # noqa: E402
+
+WARM_UP, STEPS = 4, 8
+VARIANTS = {
+    "softmax": dict(attention="softmax"),
+    "sympow_p2": dict(attention="sympow", p=2),
+    "sympow_gating": dict(attention="sympow_gating", p=2),
+    "sympow_gating_p4": dict(attention="sympow_gating", p=4),
+    "sympow_gating_p4_d32": dict(attention="sympow_gating", p=4, n_head=24, head_dim=32),
+    "conformal_sympow": dict(attention="conformal_sympow", p=2),
+}
+DEFAULT = ("softmax", "sympow_gating")
+
+
+class Optimizer:  # what make_optimizer reads of train.py's settings
+    weight_decay, learning_rate, beta1, beta2 = 0.0, 6e-4, 0.9, 0.95
+
+
+def measure(settings, T, tokens, args):
+    """{"tokens_per_second", "step_ms", "first_step_s", "gigabytes"} of training one model at context T."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    torch.cuda.reset_peak_memory_stats()
+    config = GPTConfig(**settings, activation_checkpointing=args.activation_checkpointing, reset_token=args.reset_token)
+    model = GPT(config).cuda()
+    optimizer = make_optimizer(model, Optimizer, torch.device("cuda"))
+    network = model if args.no_compile else torch.compile(model)
+    ids = torch.randint(config.vocab_size, (tokens // T, T + 1), device="cuda")
+    x, y = ids[:, :-1], ids[:, 1:]
+    times = []
+    for _ in range(WARM_UP + args.steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            _, loss = network(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    if not math.isfinite(loss.item()):
+        raise FloatingPointError(f"the loss is {loss.item()}")
+    step = median(times[WARM_UP:])
+    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    peak = peak_flops(torch.device("cuda"))
+    return dict(
+        tokens_per_second=tokens / step, step_ms=1000 * step, first_step_s=times[0],
+        gigabytes=torch.cuda.max_memory_allocated() / 1e9, share=peak and 6 * weights * tokens / step / peak,
+    )  # fmt: skip
+
+
+def bench(args):
+    header = f"{'context':>8} {'attention':<22} {'tokens/s':>10} {'ms a step':>10} {'/ softmax':>9} {'/ own first':>11}"
+    print(f"{header} {'GB':>6} {'share':>6}", flush=True)
+    rows, first = [], {}
+    for T in args.context:
+        tokens, softmax = max(args.tokens, T), None
+        for name in args.only:
+            row = dict(context=T, attention=name, tokens=tokens)
+            try:
+                row |= measure(VARIANTS[name], T, tokens, args)
+            except Exception as error:  # out of memory, a compiler's error: the others go on
+                row["failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+                print(f"{T:>8} {name:<22} {row['failed']}", flush=True)
+            else:
+                speed = row["tokens_per_second"]
+                softmax = speed if name == "softmax" else softmax
+                ratio = f"{speed / softmax:.2f}" if softmax else "-"
+                own = speed / first.setdefault(name, speed)
+                share = f"{row['share']:.0%}" if row["share"] else "-"
+                print(
+                    f"{T:>8} {name:<22} {speed:>10,.0f} {row['step_ms']:>10.1f} {ratio:>9} {own:>11.2f} "
+                    f"{row['gigabytes']:>6.1f} {share:>6}   first step {row['first_step_s']:.0f} s", flush=True,
+                )  # fmt: skip
+            rows.append(row)
+            torch.cuda.empty_cache()
+    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.tokens} tokens a step or one context")
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
+    return any("failed" in row for row in rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="bench/train.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--context", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="tokens of a sequence")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", default=DEFAULT, help=" ".join(VARIANTS))
+    parser.add_argument("--tokens", type=int, default=65536, help="a step, or one context if that is longer")
+    parser.add_argument("--steps", type=int, default=STEPS, help="that are timed")
+    parser.add_argument("--activation_checkpointing", action="store_true")
+    parser.add_argument("--reset_token", type=int, default=-1, help="a token id at which everything is forgotten")
+    parser.add_argument("--no_compile", action="store_true")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there too")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench/train.py: no CUDA GPU here, and there is nothing else to measure", file=sys.stderr)
+        sys.exit(2)
+    torch.set_float32_matmul_precision("high")  # as train.py
+    sys.exit(bench(args))
+
+
+if __name__ == "__main__":
+    main()
