@@ -104,6 +104,40 @@ class ModelState:
         return sum(x.numel() * x.element_size() for layer in self.layers for x in layer.tensors())
 
 
+class LinearCrossEntropy(torch.autograd.Function):
+    """The head and its loss, LOSS_TOKENS at a time. The forward pass makes the gradients too, so that no logits are kept
+    or made twice."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab_size):
+        """x [N, C], weight [V, C] of which the first vocab_size rows count, targets [N], -1 is left out -> mean loss."""
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
+        w, total, dxs, dw = weight.to(dtype), 0, [], torch.zeros_like(weight)
+        column = torch.arange(len(weight), device=x.device)
+        for rows, target in zip(x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS)):
+            rows, counts = rows.to(dtype), (target != -1).unsqueeze(1)
+            target = target.clamp(min=0).unsqueeze(1)
+            logits = F.linear(rows, w).to(torch.promote_types(dtype, torch.float32))
+            logits = logits.where(column < vocab_size, float("-inf"))
+            log_sum = logits.logsumexp(1, keepdim=True)
+            total = total + ((log_sum - logits.gather(1, target)) * counts).sum()
+            if any(ctx.needs_input_grad):
+                d = (((logits - log_sum).exp() - (column == target).to(logits.dtype)) * counts).to(dtype)
+                dxs.append(d @ w)
+                dw += d.t() @ rows
+        count = (targets != -1).sum().clamp(min=1)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(torch.cat(dxs).to(x.dtype), dw, count)
+        return total / count
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dw, count = ctx.saved_tensors
+        grad = grad / count
+        return dx * grad, dw * grad, None, None
+
+
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -215,19 +249,10 @@ class GPT(nn.Module):
         return F.linear(x, self.transformer.wte.weight)[..., : self.config.vocab_size]
 
     def loss(self, x, targets):
-        """Mean cross entropy, a piece of LOSS_TOKENS at a time, each piece's logits made again in the backward pass."""
-        x, targets = x.flatten(0, 1), targets.flatten()
-
-        def piece(x, targets):
-            return F.cross_entropy(self.logits(x).float(), targets, ignore_index=-1, reduction="sum")
-
-        if len(x) <= LOSS_TOKENS or not torch.is_grad_enabled():
-            total = sum(map(piece, x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS)))
-        else:
-            total = 0
-            for a, b in zip(x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS)):
-                total = total + checkpoint(piece, a, b, use_reentrant=False)
-        return total / (targets != -1).sum().clamp(min=1)
+        """Mean cross entropy of x [B, T, n_embd] and targets [B, T], -1 left out."""
+        return LinearCrossEntropy.apply(
+            x.flatten(0, 1), self.transformer.wte.weight, targets.flatten(), self.config.vocab_size
+        )
 
     def parameter_count(self):
         return sum(p.numel() for p in self.parameters())

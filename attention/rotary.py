@@ -18,6 +18,27 @@ def rotation_rates(d, base, device=None):
     return float(base) ** (-torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
 
 
+def rotation(u, d, base, dtype):
+    """What rotary multiplies x and its pairs' other entry with, each [..., T, d] in dtype, for u [..., T] float64:
+    cos, cos and -sin, sin of each angle."""
+    turns = u.unsqueeze(-1) * rotation_rates(d, base, u.device)
+    angle = (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack((cos, cos), dim=-1).flatten(-2), torch.stack((-sin, sin), dim=-1).flatten(-2)
+
+
+# For torch.compile, which would write these float64 powers into every kernel that turns a query or key: computed once
+# for all layers.
+@torch.library.custom_op("sympow::rotation", mutates_args=())
+def _rotation(u: torch.Tensor, d: int, base: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return rotation(u, d, base, dtype)
+
+
+@_rotation.register_fake
+def _(u, d, base, dtype):
+    return tuple(u.new_empty(*u.shape, d, dtype=dtype) for _ in range(2))
+
+
 def rotary(x, u, base):
     """R(u theta) x.
 
@@ -25,8 +46,7 @@ def rotary(x, u, base):
     float64 when x is), differentiable in x and u.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    turns = u.unsqueeze(-1) * rotation_rates(x.shape[-1], base, x.device)  # [B, T, D/2]
-    angle = (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
-    cos, sin = angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)  # [B, T, 1, D/2]
-    a, b = x.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(x.dtype)
+    compute = _rotation if torch.compiler.is_compiling() and not u.requires_grad else rotation
+    cos, sin = (r.unsqueeze(-2) for r in compute(u, x.shape[-1], float(base), dtype))  # [B, T, 1, D]
+    y = x.to(dtype)
+    return (y * cos + y.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin).to(x.dtype)
