@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import ATTENTIONS
 from attention.embedding import symmetric_power_dim
-from attention.power import FORMS, best_form, default_chunk_size, kernels_take
+from attention.power import FORMS, best_form, default_chunk_size, kernel_chunk_size, kernels_take
 from attention.state import LayerState
+from kernels.cost import CHUNKED
 
 LOSS_TOKENS = 16384  # logits of so many tokens exist at any time: 3.3 GB in float32 for GPT-2's vocabulary
 GATED = ("sympow_gating", "conformal_sympow")
@@ -263,14 +264,20 @@ class GPT(nn.Module):
         c = self.config
         weights = sum(p.numel() for p in self.parameters() if p.dim() == 2)
         form = "quadratic" if c.attention in ("softmax", "even_power") else c.form
+        device, D, gated = self.transformer.wte.weight.device.type, c.head_dim, c.gate != "none" or c.reset_token >= 0
+        on_kernels = form != "quadratic" and kernels_take(device, dtype, D, D, c.p)
         if form == "auto":
-            device, D = self.transformer.wte.weight.device.type, c.head_dim
-            form = best_form(block_size, D, c.p, dtype if kernels_take(device, dtype, D, D, c.p) else None)
+            form = best_form(block_size, D, c.p, dtype if on_kernels else None, gated)
         if form == "quadratic":
-            per_head = 6 * block_size * c.head_dim
+            per_head = 6 * block_size * D
         else:
-            chunk = 1 if form == "recurrent" else c.chunk_size or default_chunk_size(c.head_dim, c.p)
+            if form == "recurrent":
+                chunk = 1
+            elif on_kernels and (D, c.p) in CHUNKED:
+                chunk = kernel_chunk_size(block_size, D, c.p, c.chunk_size or None, gated)
+            else:
+                chunk = c.chunk_size or default_chunk_size(D, c.p)
             # the state is read for each query head and written for each key/value head
-            state = (1 + c.n_kv_head / c.n_head) * symmetric_power_dim(c.head_dim, c.p) * (c.head_dim + 1)
-            per_head = 6 * min(chunk, block_size) * c.head_dim + 6 * state
+            state = (1 + c.n_kv_head / c.n_head) * symmetric_power_dim(D, c.p) * (D + 1)
+            per_head = 6 * min(chunk, block_size) * D + 6 * state
         return 6 * weights + c.n_layer * c.n_head * per_head

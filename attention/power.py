@@ -30,13 +30,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from attention.embedding import symmetric_power_dim, symmetric_power_embedding
+from kernels import cost
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
 FEATURES_AT_ONCE = 2**27  # entries of phi that exist at any time, half a GB in float32
 # the quadratic form on kernels/ meets the chunked one in PyTorch at so many times 1.5 Dphi tokens (H200, p=2, D=64)
 KERNEL_GAIN = {torch.bfloat16: 400, torch.float32: 5}
-# head dimensions of the chunked kernels (p=2), and the tokens to which the quadratic ones are faster (H200, bfloat16)
-CROSSING = {16: 1536, 32: 3072, 64: 6144, 128: 24576}  # of 128 by arithmetic, not measured
 SCORES_AT_ONCE = {"cpu": 2**27, "cuda": 2**30}  # entries of q k^T
 
 
@@ -88,16 +87,17 @@ def power_attention(
     with_state = return_state or initial_state is not None
     on_kernels = form != "recurrent" and kernels_take(q.device.type, q.dtype, D, E, p)
     if form == "auto":
-        form = best_form(T, D, p, q.dtype if on_kernels else None)
-        if on_kernels and with_state and chunks_on_kernels(D, p):
+        form = best_form(T, D, p, q.dtype if on_kernels else None, log_g is not None)
+        if on_kernels and with_state and (D, p) in cost.CHUNKED:
             form = "chunked"
     if with_state or form != "quadratic":
         check_state_fits(B * Hkv, D, E, p, dtype, q.device)
 
-    if form == "chunked" and on_kernels and chunks_on_kernels(D, p):
+    if form == "chunked" and on_kernels and (D, p) in cost.CHUNKED:
         from kernels.ops import chunked_attention
 
-        chunk = kernel_chunk_size(T, D, p, chunk_size)
+        chunk = kernel_chunk_size(T, D, p, chunk_size, log_g is not None)
+        check_chunks_fit(q, k, p, chunk)
         log_g = None if log_g is None else log_g.float()
         y, S, z = chunked_attention(
             q, k, v, log_g, *(initial_state or (None, None)), p=p, chunk=chunk, final=return_state
@@ -156,14 +156,14 @@ def read_and_fold(q, k, v, log_g, state, *, p, fold):
         return y.flatten(1, 2).transpose(1, 2).to(q.dtype), state
 
 
-def best_form(T, D, p, kernel_dtype=None):
+def best_form(T, D, p, kernel_dtype=None, gated=True):
     """The cheaper of "quadratic" and "chunked". kernel_dtype: of the tensors where the forms run on the kernels.
 
-    Measured: in plain PyTorch they cross near T = 1.5 Dphi. On the kernels p = 2 crosses at CROSSING; what
-    is not there is chunked in plain PyTorch.
+    Measured: in plain PyTorch they cross near T = 1.5 Dphi. The kernels have a cost model (kernels/cost.py) where they
+    take both; where they take the quadratic form alone, the other is PyTorch's.
     """
-    if p == 2 and D in CROSSING and kernel_dtype == torch.bfloat16:
-        return "quadratic" if T <= CROSSING[D] else "chunked"
+    if kernel_dtype and (D, p) in cost.CHUNKED:
+        return cost.best_form(T, D, p, gated)
     return "quadratic" if T <= KERNEL_GAIN.get(kernel_dtype, 1) * 1.5 * symmetric_power_dim(D, p) else "chunked"
 
 
@@ -184,19 +184,15 @@ def kernels_take(device_type, dtype, D, E, p):
 _told = set()
 
 
-def chunks_on_kernels(D, p):
-    return p == 2 and D in (16, 32, 64, 128) or p == 4 and D in (16, 32, 64)
-
-
 def default_chunk_size(D, p):
     """A power of two near Dphi / 2, at which reading a chunk and reading the state cost about the same."""
     return min(1024, max(16, 2 ** (symmetric_power_dim(D, p) // 2).bit_length() // 2))
 
 
-def kernel_chunk_size(T, D, p, chunk_size=None):
-    """The kernels' chunk: a multiple of 128. Reading a chunk should cost less than reading the state does."""
+def kernel_chunk_size(T, D, p, chunk_size=None, gated=True):
+    """The kernels' chunk, a multiple of 128: `chunk_size` rounded up, or by the cost model."""
     if chunk_size is None:
-        chunk_size = {(16, 2): 256, (32, 2): 512, (16, 4): 1024, (32, 4): 4096, (64, 4): 16384}.get((D, p), 1024)
+        return cost.chunk_size(T, D, p, gated)
     return min(-(-chunk_size // 128), -(-T // 128)) * 128
 
 
@@ -215,6 +211,22 @@ def check_state_fits(rows, D, E, p, dtype, device):
             f"the state of power p={p} at head dimension {D} takes {need:,} bytes ({rows} heads and sequences of "
             f"{symmetric_power_dim(D, p):,} x {E + 1}), the device has {have:,}: use a smaller head dimension or p, "
             f"or form='quadratic' without a state"
+        )
+
+
+def check_chunks_fit(q, k, p, chunk):
+    """Raises MemoryError where what the chunked kernels keep and need at once would not fit into the device's memory."""
+    if torch.compiler.is_compiling():
+        return
+    from kernels.chunked import bytes_needed
+
+    need, have = bytes_needed(q, k, p, chunk, backward=torch.is_grad_enabled()), _memory(q.device)
+    if need > have:
+        T, D = q.shape[1], q.shape[3]
+        raise MemoryError(
+            f"the chunked form of p={p} at head dimension {D} takes {need:,} bytes for {q.shape[0]} x {T:,} tokens and "
+            f"{k.shape[2]} key/value heads in chunks of {chunk:,}, the device has {have:,}: use longer chunks (chunk_size), "
+            "a smaller head dimension or p, fewer sequences at once, or form='quadratic'"
         )
 
 

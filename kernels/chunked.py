@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import quadratic
+from kernels.configs import choose
 from kernels.layout import TILE, entries, features, layout
 from kernels.quadratic import PRECISION, _add, _empty, _inverse, _on, _to_unit
 
@@ -176,12 +177,12 @@ def _raised(x, LIFT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "TP", "H", "HKV"])
 def largest_kernel(
-    X, V, Y, L, DECAY, WEIGHT, LARGEST, x_s, v_s, T, TP, H, HKV, P: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    X, V, Y, L, ONE, DECAY, WEIGHT, LARGEST, x_s, v_s, T, TP, H, HKV, P: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     LIFT: tl.constexpr, N: tl.constexpr, QUERY: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """The largest entry of N rows of what `prepare_kernel` makes VALUES of, and
 
-    WEIGHT   what x^T Z x is multiplied with in the denominator, v's place: 1 or -delta_t, with the factors of the row
+    WEIGHT   what x^T Z x is multiplied with in the denominator, v's place: 1, -delta_t or ONE, with the factors of the row
     """
     TP = TP // 256 * 256
     bh, start = tl.program_id(0) // (TP // N), tl.program_id(0) % (TP // N) * N
@@ -191,7 +192,9 @@ def largest_kernel(
     factor = _factors(L, DECAY, unit, at, b, h, T, TP, H, HKV, P, LIFT, QUERY, GATED)
     v = _rows(V, v_s, b, start, h, T, N, E).to(tl.float32)
     largest = tl.max(tl.abs(v), 1)
-    if QUERY:
+    if ONE is not None:
+        one = tl.load(ONE + tl.cast(bh, tl.int64) * T + at, mask=at < T, other=0.0)
+    elif QUERY:
         y = Y + ((tl.cast(b, tl.int64) * T + start) * H + h) * E + tl.arange(0, N)[:, None] * (H * E)
         y = tl.load(y + tl.arange(0, E)[None, :], mask=at[:, None] < T, other=0.0).to(tl.float32)
         one = -tl.sum(v * y, 1)
@@ -200,7 +203,7 @@ def largest_kernel(
     if P > 2:
         largest = tl.maximum(largest, tl.abs(one))
         tl.store(WEIGHT + tl.cast(bh, tl.int64) * TP + at, one * factor)
-    elif QUERY:  # of the row as it came
+    elif QUERY or ONE is not None:  # of the row as it came
         tl.store(WEIGHT + tl.cast(bh, tl.int64) * TP + at, one * factor * _power(unit, P))
     tl.store(LARGEST + tl.program_id(0), tl.max(largest * factor, 0))
 
@@ -265,44 +268,38 @@ def products_kernel(XT, OUT, FACTORS, TP, D: tl.constexpr, M: tl.constexpr, N: t
 
 
 @triton.jit
-def _column_features(x, s, M: tl.constexpr, K: tl.constexpr):
-    """x [64, K], s [M / 16, K] -> [M, K]: 64 entries of K tokens times 4 scalars for each 64 rows."""
-    if M == 64:
-        return (x.reshape([4, 16, K]) * s[:, None, :]).reshape([64, K])
-    else:
-        return (x.reshape([1, 4, 16, K]) * s.reshape([M // 64, 4, K])[:, :, None, :]).reshape([M, K])
+def _column_features(x, s, K: tl.constexpr):
+    """x [64, K], s [4, K] -> [64, K]: each 16 rows times a scalar of the token."""
+    return (x.reshape([4, 16, K]) * s[:, None, :]).reshape([64, K])
 
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "F"])
 def update_state_kernel(
     XT, VALUES, U, PARTS, GROUPS, SCALARS, down, T, TP, CHUNK, H, HKV, tiles, F,
-    P: tl.constexpr, M: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    P: tl.constexpr, M: tl.constexpr, E: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """4 ROWS / 64 tiles of one chunk's state: the sum over its tokens of phi(x) VALUES, times `down`."""
+    """Four tiles of one chunk's state: the sum over its tokens of phi(x) VALUES, times `down`."""
     TP = TP // 256 * 256
-    each: tl.constexpr = 4 * ROWS // 64  # tiles of a program
-    groups = tiles // each
+    groups = tiles // 4
     chunks = tl.cdiv(T, CHUNK)
     at = tl.program_id(0) // groups
     bh, chunk = at // chunks, at % chunks
     heads = H // HKV
     number = tl.program_id(0) % groups
-    part = PARTS + tl.load(GROUPS + number * (each // 4) * 2) * 16
-    i = tl.load(GROUPS + number * (each // 4) * 2 + 1)
+    part = PARTS + tl.load(GROUPS + number * 2) * 16
+    i = tl.load(GROUPS + number * 2 + 1)
     entry = tl.arange(0, 64)
     slices = tl.load(part + entry // 16) + entry % 16
-    slot = tl.arange(0, ROWS // 16)
-    scalars = tl.load(part + 4 + slot % 4) + slot // 4 + i
-    step: tl.constexpr = ROWS // 64
-    scalars1, scalars2, scalars3 = scalars + step, scalars + 2 * step, scalars + 3 * step
+    scalars = tl.load(part + 4 + tl.arange(0, 4)) + i
+    scalars1, scalars2, scalars3 = scalars + 1, scalars + 2, scalars + 3
     if P > 2:
         scalars, scalars1 = tl.load(SCALARS + scalars), tl.load(SCALARS + scalars1)
         scalars2, scalars3 = tl.load(SCALARS + scalars2), tl.load(SCALARS + scalars3)
 
-    acc0 = tl.zeros([ROWS, E], tl.float32)
-    acc1 = tl.zeros([ROWS, E], tl.float32)
-    acc2 = tl.zeros([ROWS, E], tl.float32)
-    acc3 = tl.zeros([ROWS, E], tl.float32)
+    acc0 = tl.zeros([64, E], tl.float32)
+    acc1 = tl.zeros([64, E], tl.float32)
+    acc2 = tl.zeros([64, E], tl.float32)
+    acc3 = tl.zeros([64, E], tl.float32)
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP)
     for head in range(heads):
         row = bh // HKV * H + bh % HKV * heads + head
@@ -312,19 +309,19 @@ def update_state_kernel(
             v = VALUES.load([row * TP + start, 0])
             x = tl.load(x_of + slices[:, None] * TP + t)
             s0 = tl.load(x_of + scalars[:, None] * TP + t)
-            acc0 = tl.dot(_column_features(x, s0, ROWS, K), v, acc0, input_precision=PRECISION)
+            acc0 = tl.dot(_column_features(x, s0, K), v, acc0, input_precision=PRECISION)
             s1 = tl.load(x_of + scalars1[:, None] * TP + t)
-            acc1 = tl.dot(_column_features(x, s1, ROWS, K), v, acc1, input_precision=PRECISION)
+            acc1 = tl.dot(_column_features(x, s1, K), v, acc1, input_precision=PRECISION)
             s2 = tl.load(x_of + scalars2[:, None] * TP + t)
-            acc2 = tl.dot(_column_features(x, s2, ROWS, K), v, acc2, input_precision=PRECISION)
+            acc2 = tl.dot(_column_features(x, s2, K), v, acc2, input_precision=PRECISION)
             s3 = tl.load(x_of + scalars3[:, None] * TP + t)
-            acc3 = tl.dot(_column_features(x, s3, ROWS, K), v, acc3, input_precision=PRECISION)
-    U += tl.cast(at, tl.int64) * F + number * each * (64 * E)
-    to = U + tl.arange(0, ROWS)[:, None] * E + tl.arange(0, E)[None, :]
+            acc3 = tl.dot(_column_features(x, s3, K), v, acc3, input_precision=PRECISION)
+    U += tl.cast(at, tl.int64) * F + number * (256 * E)
+    to = U + tl.arange(0, 64)[:, None] * E + tl.arange(0, E)[None, :]
     tl.store(to, (acc0 * down).to(U.dtype.element_ty))
-    tl.store(to + ROWS * E, (acc1 * down).to(U.dtype.element_ty))
-    tl.store(to + 2 * ROWS * E, (acc2 * down).to(U.dtype.element_ty))
-    tl.store(to + 3 * ROWS * E, (acc3 * down).to(U.dtype.element_ty))
+    tl.store(to + 64 * E, (acc1 * down).to(U.dtype.element_ty))
+    tl.store(to + 128 * E, (acc2 * down).to(U.dtype.element_ty))
+    tl.store(to + 192 * E, (acc3 * down).to(U.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV"])
@@ -685,12 +682,21 @@ def state_size(D, p):
     return features(D, p) * D + (0 if p == 2 else entries(D, p) ** 2)
 
 
+def bytes_needed(q, k, p, chunk, backward=True):
+    """Bytes that `forward`, and with it `backward`, allocate beyond y and the gradients: states, and what the larger of
+    the two preparations makes of q or k."""
+    (B, T, H, D), HKV, size = q.shape, k.shape[2], HALF[q.dtype].itemsize
+    states = B * HKV * -(-T // chunk) * (state_size(D, p) * size + 4 * D * D * (p == 2))
+    rows = B * H * T * size * (D + D + (entries(D, p) if p == 4 else 0))
+    return states * (2 if backward else 1) + rows + 4 * B * H * T * D * (not backward)
+
+
 class Sizes:
     """What the launchers of one call share."""
 
     def __init__(self, q, k, p, chunk):
         (B, T, H, D), HKV = q.shape, k.shape[2]
-        self.B, self.T, self.H, self.HKV, self.D, self.p = B, T, H, HKV, D, p
+        self.B, self.T, self.H, self.HKV, self.D, self.p, self.q = B, T, H, HKV, D, p, q
         self.chunk, self.chunks = chunk, triton.cdiv(T, chunk)
         self.TP = triton.cdiv(T, 256) * 256
         self.layout = layout(D, p, q.device)
@@ -714,8 +720,8 @@ def chunk_gates(log_g, s):
     return into, out, whole
 
 
-def prepare(s, x, v=None, y=None, l=None, decay=None):
-    """For keys (x, v) or queries (x; x, dy, y, l): {"rows", "xt", "values", "unit_x", "factor", "weight", "unit_v"}."""
+def prepare(s, x, v=None, y=None, l=None, decay=None, one=None):
+    """For keys (x, v), queries (x; x, dy, y, l) or any rows (x, v, one [B, H, T]): {"rows", "xt", "values", "unit_x", "factor", "weight", "unit_v"}."""
     rows, N = x.shape[2], PREPARE[0]
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
     names = ("factor",) if v is None else ("factor", "unit_x", "weight")
@@ -730,7 +736,7 @@ def prepare(s, x, v=None, y=None, l=None, decay=None):
         out["values"], out["unit_v"] = new(s.B * rows * s.TP, s.D, dtype=s.half), new(s.B * s.HKV, s.chunks)
         largest = new(blocks)
         largest_kernel[(blocks,)](
-            x, v, y, l, decay, out["weight"], largest, *strides, s.T, s.TP, rows, s.HKV, **sizes, **options
+            x, v, y, l, one, decay, out["weight"], largest, *strides, s.T, s.TP, rows, s.HKV, **sizes, **options
         )
     prepare_kernel[(blocks,)](
         x, v, l, decay, largest, out["rows"], out["values"], out["unit_x"], out["factor"], out["unit_v"], *strides, s.T,
@@ -744,20 +750,20 @@ def prepare(s, x, v=None, y=None, l=None, decay=None):
     return out
 
 
-def update_state(s, rows, prepared):
+def update_state(s, rows, prepared, config=None):
     """The sums of each chunk, [B * Hkv, chunks, F], for `discumsum` to make states of."""
     U = torch.empty(s.B * s.HKV, s.chunks, s.F, dtype=s.half, device=prepared["xt"].device)
-    c = UPDATE(s)
+    c = config or choose("update_state", s.q, s.p)
     tiles, M, down = s.layout.tiles, s.layout.M, 2.0**15 / s.most
-    values = TensorDescriptor.from_tensor(prepared["values"], [c["K"], s.D])
-    update_state_kernel[(s.B * s.HKV * s.chunks * tiles // (c["ROWS"] // 16),)](
+    values = TensorDescriptor.from_tensor(prepared["values"], [c.BN, s.D])
+    update_state_kernel[(s.B * s.HKV * s.chunks * tiles // 4,)](
         prepared["xt"], values, U, s.layout.parts, s.layout.groups, s.layout.scalars, down, s.T, s.TP, s.chunk, rows,
-        s.HKV, tiles, s.F, P=s.p, M=M, E=s.D, PRECISION=s.precision, **c,
+        s.HKV, tiles, s.F, P=s.p, M=M, E=s.D, K=c.BN, PRECISION=s.precision, **_options(c),
     )  # fmt: skip
     if s.p == 4:
         update_square_kernel[(s.B * s.HKV * s.chunks * triton.cdiv(M, 64) ** 2,)](
-            prepared["xt"], prepared["weight"], prepared["unit_v"], U, down, s.T, s.TP, s.chunk, rows, s.HKV, s.F, s.FS, M=M, K=c["K"],
-            PRECISION=s.precision, num_warps=4, num_stages=c["num_stages"],
+            prepared["xt"], prepared["weight"], prepared["unit_v"], U, down, s.T, s.TP, s.chunk, rows, s.HKV, s.F, s.FS, M=M, K=c.BN,
+            PRECISION=s.precision, num_warps=4, num_stages=c.stages,
         )  # fmt: skip
     return U
 
@@ -794,7 +800,7 @@ def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, re
     return unit, last, carried
 
 
-def query_state(s, prepared, S, unit_s, skip, factor=None, out=None, x=None, Z=None, decay=None):
+def query_state(s, prepared, S, unit_s, skip, factor=None, out=None, x=None, Z=None, decay=None, config=None):
     """phi(x) S for every row: (num [B, T, H, E], den [B, H, T padded]) float32; or added to `out`."""
     sums = out is None
     rows = prepared["xt"].shape[0] // s.B
@@ -802,33 +808,34 @@ def query_state(s, prepared, S, unit_s, skip, factor=None, out=None, x=None, Z=N
     if sums:
         out = _empty(S, s.B, s.T, rows, s.D)
         den = torch.zeros(s.B, rows, quadratic.padded(s.T), dtype=torch.float32, device=S.device)
-    c = QUERY(s)
-    states = TensorDescriptor.from_tensor(S.view(-1, s.D), [64 * c["TILES"], s.D])
-    query_state_kernel[(triton.cdiv(s.T, c["BM"]) * s.B * rows,)](
+    c = config or choose("query_state", s.q, s.p)
+    states = TensorDescriptor.from_tensor(S.view(-1, s.D), [c.BN, s.D])
+    query_state_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
         prepared["xt"], states, S, unit_s, prepared["factor"] if factor is None else factor, s.layout.parts,
         s.layout.scalars, out, x, Z, decay, den, x.stride() if sums else None, s.T, s.TP, s.chunk, rows, s.HKV,
-        s.layout.tiles, len(s.layout.parts), skip, s.F, P=s.p, D=s.D, E=s.D, M=s.layout.M, SUMS=sums, GATED=decay is not None, PRECISION=s.precision, **c,
+        s.layout.tiles, len(s.layout.parts), skip, s.F, P=s.p, D=s.D, E=s.D, M=s.layout.M, BM=c.BM, TILES=c.BN // 64,
+        SUMS=sums, GATED=decay is not None, PRECISION=s.precision, **_options(c),
     )  # fmt: skip
     return out, den
 
 
-def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated):
+def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, config=None):
     """Adds to `out` the gradient to each row of what it reads from (gives to) a state; returns READ, or None."""
     rows = x.shape[2]
     read = _empty(S, s.B * rows, s.TP) if gated else None
-    c = GRADIENT(s)
+    c = config or choose("query_gradient", s.q, s.p)
     if s.p == 4:
-        query_gradient_of_products_kernel[(triton.cdiv(s.T, c["BM"]) * s.B * rows,)](
+        query_gradient_of_products_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
             prepared["xt"], prepared["rows"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"],
             prepared["weight"], s.layout.where, s.layout.scalars, s.layout.lists, s.layout.factors, out, x, read,
             x.stride(), s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, s.F, D=s.D, E=s.D, M=s.layout.M,
-            GATED=gated, PRECISION=s.precision, **c,
+            BM=c.BM, GATED=gated, PRECISION=s.precision, **_options(c),
         )  # fmt: skip
         return read
-    query_gradient_kernel[(triton.cdiv(s.T, c["BM"]) * s.B * rows,)](
+    query_gradient_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
         prepared["xt"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"], s.layout.where, out, x, Z,
         weight, read, x.stride(), s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, D=s.D, E=s.D,
-        WEIGHTED=weight is not None, GATED=gated, PRECISION=s.precision, **c,
+        BM=c.BM, WEIGHTED=weight is not None, GATED=gated, PRECISION=s.precision, **_options(c),
     )  # fmt: skip
     return read
 
@@ -837,26 +844,8 @@ DISCUMSUM = (1024, 2, 3)  # entries of a program, warps, chunks in flight
 PREPARE = (64, 4)  # rows at a time, warps
 
 
-def UPDATE(s):
-    if s.half == torch.float32:
-        return dict(ROWS=64, K=32, num_warps=8, num_stages=1)
-    return dict(ROWS=64, K=128 if s.D == 64 else 64, num_warps=8 if s.D == 128 else 4, num_stages=3 if s.D <= 64 else 2)
-
-
-def QUERY(s):
-    if s.half == torch.float32:
-        return dict(BM=64, TILES=1, num_warps=8, num_stages=1)
-    if s.D == 128:
-        return dict(BM=128, TILES=1, num_warps=8, num_stages=2)  # 3: wrong sums on triton 3.6.0
-    if s.p == 4:
-        return dict(BM=128, TILES=4 if s.D <= 32 else 2, num_warps=4, num_stages=5 if s.D <= 32 else 3)
-    return dict(BM=128, TILES=2, num_warps=4, num_stages=4)
-
-
-def GRADIENT(s):
-    if s.half == torch.float32:
-        return dict(BM=64, num_warps=8, num_stages=1)
-    return dict(BM=128, num_warps=4 if s.D <= 64 else 8, num_stages=1 if s.D == 128 else 3 if s.p == 2 or s.D == 64 else 5)
+def _options(c):
+    return dict(num_warps=c.warps, num_stages=c.stages, **({"maxnreg": c.maxnreg} if c.maxnreg else {}))
 
 
 def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):

@@ -17,8 +17,8 @@ TABLE = Path(__file__).with_name("table.json")
 
 
 class Config(NamedTuple):
-    BM: int  # queries a tile; for dkdv at most dq's
-    BN: int  # keys a tile; for dkdv a multiple of BM
+    BM: int  # queries a tile; for dkdv at most dq's; of update_state the features, 64
+    BN: int  # keys a tile; for dkdv a multiple of BM; of update_state tokens, of query_state features: 64, 128 or 256
     warps: int
     stages: int  # tiles in flight
     maxnreg: int = 0  # registers a thread at most; 0: the compiler decides
@@ -29,14 +29,20 @@ SAFE = {
     ("forward", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
     ("dq", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
     ("dkdv", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(32, 64, 4, 2))],
+    ("update_state", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
+    ("query_state", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
+    ("query_gradient", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
     ("forward", torch.float32): [(128, Config(32, 32, 8, 1))],  # without the matrix unit: registers are the limit
     ("dq", torch.float32): [(128, Config(32, 32, 8, 1))],
     ("dkdv", torch.float32): [(128, Config(32, 32, 8, 1))],
+    ("update_state", torch.float32): [(128, Config(64, 32, 8, 1))],
+    ("query_state", torch.float32): [(128, Config(64, 64, 8, 1))],
+    ("query_gradient", torch.float32): [(128, Config(64, 64, 8, 1))],
 }
 
 
-def choose(kernel, q, p, gated):
-    """The Config for `kernel` ("forward", "dq" or "dkdv") on q's device."""
+def choose(kernel, q, p, gated=False):
+    """The Config for `kernel`, a first entry of SAFE's keys, on q's device; only those of the quadratic form know gates."""
     device = torch.cuda.get_device_name(q.device) if q.is_cuda else "cpu"
     found = _table().get(device, {}).get(key(kernel, q.dtype, q.shape[-1], p, gated))
     return Config(*found) if found else safe(kernel, q.dtype, q.shape[-1])
@@ -46,7 +52,7 @@ def safe(kernel, dtype, D):
     return next(config for largest, config in SAFE[kernel, dtype] if D <= largest)
 
 
-def key(kernel, dtype, D, p, gated):
+def key(kernel, dtype, D, p, gated=False):
     return f"{kernel} {str(dtype).removeprefix('torch.')} D={D} p={p}{' gated' if gated else ''}"
 
 

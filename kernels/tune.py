@@ -4,7 +4,7 @@
     python -m kernels.tune --dtype bfloat16 --head_dim 64 --p 4 --gated yes --dry_run
 
 One line for each kernel, dtype, head dimension, p and gates: the chosen tile sizes, their milliseconds, and what the
-safe ones take. A candidate that does not fit, does not compile or does not give the safe one's result is left out. Of
+safe ones take; --chunked for those of the chunked form alone. A candidate that does not fit, does not compile or does not give the safe one's result is left out. Of
 candidates within 1% the first listed wins, so that tuning again changes little. p=2 takes over what p=4 chose, and p=6
 what p=8 chose, unless --all or --p asks for their own. A backward pass is timed within the whole backward, its other
 pass with safe sizes: only differences count.
@@ -24,8 +24,10 @@ import torch.nn.functional as F
 
 from kernels import HEAD_DIMS, POWERS
 from kernels.configs import TABLE, Config, key, safe
+from kernels.cost import CHUNKED, chunk_size
 
-KERNELS = ("forward", "dq", "dkdv")
+KERNELS = ("forward", "dq", "dkdv")  # of the quadratic form
+STATE_KERNELS = ("update_state", "query_state", "query_gradient")  # of the chunked one; gates make no difference
 FEATURES = 768  # heads times head dimension
 SIZES = {torch.bfloat16: (16384, 49152), torch.float32: (4096, 8192)}  # T and tokens of the timed input
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # relative difference from the safe sizes' result
@@ -46,6 +48,18 @@ CANDIDATES = {
     ("dkdv", torch.bfloat16): [
         (64, [(64, 64, 4, 3), (32, 64, 4, 3, 168), (64, 128, 8, 3)]),
         (128, [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2)]),
+    ],
+    ("update_state", torch.bfloat16): [
+        (64, [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3)]),
+        (128, [(64, 32, 8, 3), (64, 64, 8, 2), (64, 64, 4, 2)]),
+    ],
+    ("query_state", torch.bfloat16): [
+        (64, [(128, 64, 4, 4), (128, 128, 4, 3), (128, 128, 4, 4), (128, 256, 4, 3), (128, 256, 4, 5)]),
+        (128, [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2)]),
+    ],
+    ("query_gradient", torch.bfloat16): [
+        (64, [(128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 4, 5)]),
+        (128, [(128, 64, 8, 1), (128, 64, 8, 2), (64, 64, 4, 1)]),
     ],
     # float32 goes without the matrix unit, where registers are the limit: no large tiles
     ("forward", torch.float32): [(128, [(32, 32, 4, 1), (32, 32, 8, 2), (64, 32, 8, 1)])],
@@ -73,6 +87,8 @@ def launcher(case, B, T):
     from kernels import quadratic
 
     kernel, dtype, D, p, gated = case
+    if kernel in STATE_KERNELS:
+        return state_launcher(case, B, T)
     H = FEATURES // D
     torch.manual_seed(0)
     q, k, v = torch.randn(B, T, 3 * H, D, device="cuda", dtype=dtype).split(H, dim=2)  # as from a fused projection
@@ -93,6 +109,32 @@ def launcher(case, B, T):
         return [x for x in grads if x is not None]
 
     return backward
+
+
+def state_launcher(case, B, T):
+    """The same for a kernel of the chunked form."""
+    from kernels import chunked
+
+    kernel, dtype, D, p, _ = case
+    torch.manual_seed(0)
+    q, k, v = torch.randn(B, T, 3 * (FEATURES // D), D, device="cuda", dtype=dtype).split(FEATURES // D, dim=2)
+    s = chunked.Sizes(q, k, p, 256 if T == CHECKED_T else chunk_size(T, D, p))
+    keys = chunked.prepare(s, k, v)
+    if kernel == "update_state":
+        return lambda config: [chunked.update_state(s, s.HKV, keys, config=config)]
+    S = chunked.update_state(s, s.HKV, keys)
+    unit, *_ = chunked.discumsum(s, S, keys["unit_v"], None)
+    Z = chunked.update_z(s, k, None) if p == 2 else None
+    if kernel == "query_state":
+        queries = chunked.prepare(s, q)
+        return lambda config: [chunked.query_state(s, queries, S, unit, 0, x=q, Z=Z, config=config)[0]]
+
+    def gradient(config):
+        out = torch.zeros(k.shape, dtype=dtype, device="cuda")
+        chunked.query_gradient(s, keys, S, unit, 0, out, k, Z, None, False, config=config)
+        return [out]
+
+    return gradient
 
 
 def compiles(case, config):
@@ -183,7 +225,8 @@ def tune(cases, take_over, dry_run):
             chosen, plain = best(ms), ms.get(safe(case.kernel, case.dtype, case.D))
             than = f"{plain:.3f} ms" if plain else "not measured"
             print(f"{name:<32} {show(chosen):<18} {ms[chosen]:8.3f} ms   safe: {than}", flush=True)
-            for p in TAKES_OVER.get(case.p, (case.p,)) if take_over else (case.p,):
+            others = TAKES_OVER.get(case.p, (case.p,)) if take_over and case.kernel in KERNELS else (case.p,)
+            for p in others:
                 entries[key(case.kernel, case.dtype, case.D, p, case.gated)] = chosen
         for config, why in failed.items():
             print(f"    without {show(config)}: {why}", flush=True)
@@ -204,6 +247,7 @@ def main():
         "--p", nargs="+", type=int, choices=POWERS, help="measure these (default: 4, also for 2, and 8, also for 6)"
     )
     parser.add_argument("--gated", choices=("yes", "no"), help="only with, or only without gates")
+    parser.add_argument("--chunked", action="store_true", help="only the kernels of the chunked form")
     parser.add_argument("--all", action="store_true", help="measure p=2 and p=6 too")
     parser.add_argument("--dry_run", action="store_true", help="print, write nothing")
     args = parser.parse_args()
@@ -215,6 +259,12 @@ def main():
     cases = [
         Case(kernel, dtypes[dtype], D, p, gated)
         for dtype in args.dtype for D in args.head_dim for p in powers for gated in gates for kernel in KERNELS
+        if not args.chunked
+    ]  # fmt: skip
+    cases += [
+        Case(kernel, dtypes[dtype], D, p, False)
+        for dtype in args.dtype if dtype == "bfloat16" for D, p in CHUNKED for kernel in STATE_KERNELS
+        if D in args.head_dim and p in (args.p or POWERS)
     ]  # fmt: skip
     return tune(cases, not args.p and not args.all, args.dry_run)
 

@@ -1,0 +1,140 @@
+"""Which form of power attention is cheaper on the kernels, and how long a chunk should be: a small cost model.
+
+    quadratic   a + b T                              nanoseconds a token and query head, forward and backward
+    chunked     a + b C + u + w / C, C tokens a chunk
+
+Every token reads its chunk and the state (u), every chunk writes and carries one (w). The choice is a function of T, D,
+p and gates, the same on every rank. The numbers are fitted to measurements on an H200 in bfloat16; other GPUs differ
+in speed more than in these ratios.
+
+    python -m kernels.cost                 # measure and fit here; prints the tables below, and how good the choices are
+"""
+
+import math
+
+# head dimension -> a, b of gated attention, p = 2 or 4
+QUADRATIC = {16: (0.9, 0.00076), 32: (1.0, 0.00085), 64: (0.9, 0.00117), 128: (2.0, 0.0021)}
+UNGATED = 0.85  # of the quadratic form's cost, without gates
+# (head dimension, p) -> u, w: those that the chunked kernels take
+CHUNKED = {
+    (16, 2): (1.6, 30), (32, 2): (2.5, 60), (64, 2): (6.2, 300), (128, 2): (80, 2000),
+    (16, 4): (11, 700), (32, 4): (100, 9000), (64, 4): (2500, 200000),
+}  # fmt: skip
+SIZES = [2**n for n in range(7, 15)]  # of chunks
+
+
+def quadratic_ns(T, D, gated=True, constant=True):
+    a, b = QUADRATIC[D]
+    return (a * constant + b * T) * (1 if gated else UNGATED)
+
+
+def chunked_ns(T, C, D, p, gated=True):
+    u, w = CHUNKED[D, p]
+    return quadratic_ns(min(C, T), D, gated) + u + w / min(C, T)
+
+
+def best_size(D, p, gated=True):
+    """Tokens of a chunk, where there are many."""
+    best = SIZES[0]
+    for C in SIZES[1:]:
+        if chunked_ns(C, C, D, p, gated) < chunked_ns(best, best, D, p, gated):
+            best = C
+    return best
+
+
+def chunk_size(T, D, p, gated=True):
+    """Tokens of a chunk, a multiple of 128, at most T rounded up."""
+    return min(best_size(D, p, gated), -(-T // 128) * 128)
+
+
+def crossing(D, p, gated=True):
+    """The T at which both forms cost the same."""
+    C = best_size(D, p, gated)
+    return C + (chunked_ns(C, C, D, p, gated) - quadratic_ns(C, D, gated)) / quadratic_ns(1, D, gated, constant=False)
+
+
+def best_form(T, D, p, gated=True):
+    return "quadratic" if T <= crossing(D, p, gated) else "chunked"
+
+
+# ---- measuring
+
+
+def measure(D, p, gated, lengths, sizes, tokens=65536):
+    """({T: ns}, {(T, C): ns}) of the quadratic and the chunked kernels."""
+    import torch
+    from triton.testing import do_bench
+
+    from kernels import chunked, quadratic
+
+    def setup(T):
+        torch.manual_seed(0)
+        B, H = max(1, tokens // T), 768 // D
+        q, k, v = torch.randn(B, T, 3 * H, D, device="cuda", dtype=torch.bfloat16).split(H, dim=2)
+        log_g = torch.nn.functional.logsigmoid(6.9 + torch.randn(B, T, H, device="cuda")) if gated else None
+        return (q, k, v, log_g), torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16)
+
+    def quadratic_form(x, dy):
+        y, l = quadratic.forward(*x, p=p)
+        quadratic.backward(dy, None, *x, y, l, p=p)
+
+    def chunked_form(x, dy, C):
+        y, saved, _ = chunked.forward(*x, p=p, chunk=C)
+        chunked.backward(dy, *x, y, saved, p=p, chunk=C)
+
+    def ns(call, x):
+        return do_bench(call, warmup=5, rep=25, return_mode="median") * 1e6 / math.prod(x[0].shape[:3])
+
+    found = {}, {}
+    for T in lengths:
+        x, dy = setup(T)
+        found[0][T] = ns(lambda: quadratic_form(x, dy), x)
+    for T, C in sizes:
+        x, dy = setup(T)
+        found[1][T, C] = ns(lambda: chunked_form(x, dy, C), x)
+    return found
+
+
+def fit(columns, y):
+    """Least squares of the relative error, coefficients at least 0."""
+    import numpy as np
+
+    y, A = np.array(y), np.array(columns).T
+    return [max(0.0, c) for c in np.linalg.lstsq(A / y[:, None], np.ones(len(y)), rcond=None)[0]]
+
+
+def main():
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    for D, p in CHUNKED:
+        if (D, p) == (64, 4):  # no length at which it pays
+            continue
+        around = [C for C in (best_size(D, p) * f // 4 for f in (1, 2, 4, 8, 16)) if C in SIZES]
+        T = 32768 if p == 2 else 65536
+        for gated in (True, False) if (D, p) == (64, 2) else (True,):
+            of_T, of_C = measure(D, p, gated, lengths if p == 2 else (), [(T, C) for C in around])
+            if p == 2 and gated:
+                QUADRATIC[D] = tuple(fit([[1] * len(of_T), list(of_T)], list(of_T.values())))
+                print(f"QUADRATIC {D}: ({QUADRATIC[D][0]:.2f}, {QUADRATIC[D][1]:.5f})", flush=True)
+            if gated:
+                rest = [max(0.05, t - quadratic_ns(C, D)) for (_, C), t in of_C.items()]
+                CHUNKED[D, p] = tuple(fit([[1] * len(rest), [1 / C for _, C in of_C]], rest))
+                print(f"CHUNKED {D}, {p}: ({CHUNKED[D, p][0]:.2f}, {CHUNKED[D, p][1]:.0f})", flush=True)
+            print(f"D={D} p={p} gated={gated}: ns a token and head, measured / by the model", flush=True)
+            print("  quadratic  " + "  ".join(f"{T}: {t:.2f} / {quadratic_ns(T, D, gated):.2f}" for T, t in of_T.items()))
+            print(
+                f"  chunked at {T}  "
+                + "  ".join(f"{C}: {t:.2f} / {chunked_ns(T, C, D, p, gated):.2f}" for (T, C), t in of_C.items())
+                + f"  chosen: {chunk_size(T, D, p, gated)}",
+                flush=True,
+            )
+            if p == 2:  # how good the choice is
+                for T, t in of_T.items():
+                    C = chunk_size(T, D, p, gated)
+                    other = measure(D, p, gated, (), [(T, C)])[1][T, C]
+                    chosen = t if best_form(T, D, p, gated) == "quadratic" else other
+                    ratio = chosen / min(t, other)
+                    print(f"  T={T}: quadratic {t:.2f}, chunks of {C} {other:.2f}: chosen / best {ratio:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
