@@ -175,7 +175,7 @@ def try_kernels():
         import kernels
         from kernels.check import SIZES, check
 
-        for line, ok in check([size for size in SIZES if not kernels.why_not(size[0], size[1], size[1], size[2])]):
+        for line, ok in check([size for size in SIZES if not kernels.why_not(size[1], size[2], size[2], size[3])]):
             trials[f"kernels, {line}"] = "" if ok else "too far from float64"
     except Exception as error:
         trials["kernels"] = f"{type(error).__name__}: {last_line(str(error))}"

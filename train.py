@@ -24,8 +24,10 @@ from tqdm import tqdm
 
 import checkpoint
 import kernels
+from attention.power import best_form
 from config import choose_device, read_settings, refuse
 from data.loader import DataError, Dataset, Windows, eval_batches, train_batch
+from kernels.cost import CHUNKED
 from model import GPT, GPTConfig
 from tracking import Tracker
 
@@ -158,7 +160,7 @@ def train():
         except RuntimeError as error:  # names or shapes differ
             refuse(f"the weights of {cfg.init_from} do not fit this model: {error}")
         say(f"weights from {cfg.init_from}")
-    check_kernels(model_cfg, dtype, device, say)
+    check_kernels(model_cfg, cfg.block_size, dtype, device, say)
     network = torch.compile(model) if compiles(cfg, device, say) else model
     if dist.is_initialized():
         ids = [device] if device.type == "cuda" else None
@@ -472,7 +474,7 @@ def learning_rate(step, cfg):
     return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (cfg.learning_rate - cfg.min_lr)
 
 
-def check_kernels(cfg, dtype, device, say):
+def check_kernels(cfg, block_size, dtype, device, say):
     """Power attention's kernels against float64, once on each kind of machine; where they are wrong or do not compile,
     training goes on in plain PyTorch, on all ranks."""
     if device.type != "cuda" or cfg.attention == "softmax":
@@ -482,7 +484,9 @@ def check_kernels(cfg, dtype, device, say):
         try:
             from kernels.check import checked
 
-            kernels.broken = checked(dtype, cfg.head_dim, cfg.p, gated=cfg.gate != "none" or cfg.reset_token >= 0)
+            gated = cfg.gate != "none" or cfg.reset_token >= 0
+            form = kernel_form(cfg, block_size, dtype, gated)
+            kernels.broken = checked(form, dtype, cfg.head_dim, cfg.p, gated) if form else ""
         except Exception as error:  # no compiler, a Triton that does not fit: whatever it is, PyTorch still works
             kernels.broken = first_line(error)
     if dist.is_initialized():
@@ -492,6 +496,15 @@ def check_kernels(cfg, dtype, device, say):
     if kernels.broken:
         say(f"!!! the Triton kernels of power attention fail on this machine: {kernels.broken}")
         say("!!! training goes on in plain PyTorch, several times slower and with more memory: see `make doctor`")
+
+
+def kernel_form(cfg, block_size, dtype, gated):
+    """Which form's kernels attention will run on, or None."""
+    form = "quadratic" if cfg.attention == "even_power" else cfg.form
+    if form == "auto":
+        form = best_form(block_size, cfg.head_dim, cfg.p, dtype, gated)
+    takes = {"quadratic": True, "chunked": (cfg.head_dim, cfg.p) in CHUNKED, "recurrent": False}
+    return form if takes[form] else None
 
 
 def compiles(cfg, device, say):

@@ -243,7 +243,8 @@ def prepare_kernel(
                 block = n + tl.arange(0, 64)
                 largest = tl.maximum(largest, tl.load(LARGEST + first + block, mask=block < blocks, other=0.0))
         unit_v = _unit(tl.max(largest, 0)) * (2.0**14)
-        tl.store(UNIT_V + bh // group * tl.cdiv(T, CHUNK) + chunk, unit_v, (start == chunk * CHUNK) & (bh % group == 0))
+        mine = (start == chunk * CHUNK) & (start < T) & (bh % group == 0)  # none beyond the last chunk, which TP may reach
+        tl.store(UNIT_V + bh // group * tl.cdiv(T, CHUNK) + chunk, unit_v, mine)
         tl.store(UNIT_X + at_head + at, unit)
         v = _rows(V, v_s, b, start, h, T, N, E).to(tl.float32) * (factor * unit_v)[:, None]
         tl.store(VALUES + (at_head + at)[:, None] * E + tl.arange(0, E)[None, :], v.to(VALUES.dtype.element_ty))

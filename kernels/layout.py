@@ -55,15 +55,12 @@ def entries(D, p):
     return D if p == 2 else -(-D * (D + 1) // 2 // SLICE) * SLICE
 
 
-@functools.cache
 def features(D, p):
     """Rows of a state."""
-    if p == 2:
-        return 256 * math.comb(D // 16 + 1, 2)
-    quads = sum(_quads(D))
-    return 4 * TILE * -(-quads // 4)
+    return 256 * (math.comb(D // 16 + 1, 2) if p == 2 else -(-sum(_quads(int(D))) // SLOTS))
 
 
+@functools.cache
 def _quads(D):
     """p = 4: for each slice, how many fours of scalars it needs."""
     largest = [c for c in range(D) for _ in range(c, D)][::-1][::SLICE][::-1]
