@@ -24,7 +24,7 @@ from attention.power import FORMS, best_form, default_chunk_size, kernel_chunk_s
 from attention.state import LayerState
 from kernels.cost import CHUNKED
 
-LOSS_TOKENS = 16384  # logits of so many tokens exist at any time: 3.3 GB in float32 for GPT-2's vocabulary
+LOSS_TOKENS = 16384  # logits of so many tokens, or a 16th of all, exist at any time: 1.6 GB of bfloat16 for GPT-2
 GATED = ("sympow_gating", "conformal_sympow")
 
 
@@ -106,17 +106,18 @@ class ModelState:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The head and its loss, LOSS_TOKENS at a time. The forward pass makes the gradients too, so that no logits are kept
+    """The head and its loss, piece by piece. The forward pass makes the gradients too, so that no logits are kept
     or made twice."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size):
-        """x [N, C], weight [V, C] of which the first vocab_size rows count, targets [N], -1 is left out -> mean loss."""
+        """x [N, C], weight [V, C], its first vocab_size rows count, targets [N], -1 left out -> mean loss."""
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
         w, total, dxs, dw = weight.to(dtype), 0, [], torch.zeros_like(weight)
         column = torch.arange(len(weight), device=x.device)
-        for rows, target in zip(x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS)):
+        piece = max(LOSS_TOKENS, -(-len(x) // 16))
+        for rows, target in zip(x.split(piece), targets.split(piece)):
             rows, counts = rows.to(dtype), (target != -1).unsqueeze(1)
             target = target.clamp(min=0).unsqueeze(1)
             logits = F.linear(rows, w).to(torch.promote_types(dtype, torch.float32))

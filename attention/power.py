@@ -169,7 +169,7 @@ def best_form(T, D, p, kernel_dtype=None, gated=True):
 
 @torch.compiler.assume_constant_result  # torch.compile asks once, and does not look inside
 def kernels_take(device_type, dtype, D, E, p):
-    """Whether kernels/ computes the quadratic form (for p = 2 also the chunked one) of these sizes; on a GPU that has to do without, a warning, once."""
+    """Whether kernels/ computes the quadratic form of these sizes; on a GPU that has to do without, a warning, once."""
     if device_type != "cuda" or dtype == torch.float64:
         return False
     from kernels import why_not
@@ -215,7 +215,7 @@ def check_state_fits(rows, D, E, p, dtype, device):
 
 
 def check_chunks_fit(q, k, p, chunk):
-    """Raises MemoryError where what the chunked kernels keep and need at once would not fit into the device's memory."""
+    """Raises MemoryError where what the chunked kernels allocate would not fit into the device's memory."""
     if torch.compiler.is_compiling():
         return
     from kernels.chunked import bytes_needed
@@ -225,8 +225,8 @@ def check_chunks_fit(q, k, p, chunk):
         T, D = q.shape[1], q.shape[3]
         raise MemoryError(
             f"the chunked form of p={p} at head dimension {D} takes {need:,} bytes for {q.shape[0]} x {T:,} tokens and "
-            f"{k.shape[2]} key/value heads in chunks of {chunk:,}, the device has {have:,}: use longer chunks (chunk_size), "
-            "a smaller head dimension or p, fewer sequences at once, or form='quadratic'"
+            f"{k.shape[2]} key/value heads in chunks of {chunk:,}, the device has {have:,}: use longer chunks "
+            "(chunk_size), a smaller head dimension or p, fewer sequences at once, or form='quadratic'"
         )
 
 

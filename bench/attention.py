@@ -15,6 +15,7 @@ Who takes part, in bfloat16, causal, from standard normal q, k, v:
     flex_p4 [_gated]       FlexAttention, compiled, from the same; its score p log|s| + C_i - C_j makes softmax the
                            power. C, the gates' cumulative sum, is given, and its gradient not asked for
     p4, p2_gated, ...      ours, from views of one fused projection [B, T, 3 H, D]; gradients to the gates too
+    chunked_p2, ...        ours, gated, in the chunked form; _d16 and _d32 have more and smaller heads, as wide together
 
 FLOP/s count what each algorithm multiplies: T^2 D a head and product (causal: half of the square, two FLOPs each), 2
 products forward; 5 backward, 7 for ours, whose two passes compute s and dP twice. Memory is the peak of one forward and
@@ -44,6 +45,7 @@ POWERS = {  # name -> (p, gated)
     "flex_p4": (4, False), "flex_p4_gated": (4, True), "p4": (4, False), "p2_gated": (2, True), "p4_gated": (4, True),
     "p2": (2, False), "p6": (6, False), "p8": (8, False),
 }  # fmt: skip
+CHUNKED = {"chunked_p2": (2, 64), "chunked_p4_d16": (4, 16), "chunked_p4_d32": (4, 32)}  # name -> (p, head dimension)
 ONLY_WITH_ALL = ("p2", "p6", "p8")
 COLD_T, NEW_T = 4096, 1001  # an odd length: nothing about it is divisible that was before
 
@@ -88,6 +90,10 @@ def build(name, shared, dy):
     *qkv, log_g = shared
     if name in BACKENDS:
         return lambda *qkv: softmax(BACKENDS[name], *qkv), qkv, dy, 5
+    if name in CHUNKED:
+        from attention.power import power_attention
+
+        return lambda *x: power_attention(*x, p=CHUNKED[name][0], form="chunked"), shared, dy, None
     p, gated = POWERS[name]
     if name.startswith("flex"):
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -152,6 +158,9 @@ def measure(names, B, T, H, D, keep_busy):
     results, built, times = {}, {}, {}
     for name in names:
         shared = (theirs, dy_theirs) if name in BACKENDS or name.startswith("flex") else (ours, dy)
+        if name in CHUNKED and D != CHUNKED[name][1]:
+            qkv, gates, dy_chunked = make_inputs(B, T, H * D // CHUNKED[name][1], CHUNKED[name][1])
+            shared = [*qkv, gates], dy_chunked
         try:
             *call, products = build(name, *shared)
             for _ in range(3):
@@ -188,7 +197,7 @@ def matrix_product(n=8192):
 # ---- the table
 
 HEADER = ("T", "contender", "fwd ms", "fwd+bwd", "/ cudnn", "/ cudnn", "TFLOP/s", "share", "TFLOP/s", "share", "B/row")
-WIDTHS = (6, 14, 8, 9, 8, 8, 8, 6, 8, 6, 7)
+WIDTHS = (7, 14, 8, 9, 8, 8, 8, 6, 8, 6, 7)
 
 
 def line(cells):
@@ -200,13 +209,18 @@ def row(T, name, result, cudnn, shape, ceiling):
     figures, ms, ratios, rates = dict(T=T, contender=name, **result), [], [], []
     if "failed" in result:
         return figures, [T, name] + ["-"] * (len(WIDTHS) - 2)
-    for what, products in (("forward", 2), ("forward_backward", 2 + figures.pop("products"))):
+    backward = figures.pop("products")  # None where the cost is not that of T^2 pairs
+    for what, products in (("forward", 2), ("forward_backward", backward and 2 + backward)):
         t = result[f"{what}_ms"]
         ratio = t / cudnn[f"{what}_ms"] if f"{what}_ms" in cudnn else None
-        tflops = flops(*shape, products) / t * 1e-9
-        figures |= {f"{what}_ratio": ratio, f"{what}_tflops": tflops, f"{what}_share": tflops / ceiling}
+        figures[f"{what}_ratio"] = ratio
         ms.append(f"{t:.3f}")
-        ratios.append("-" if ratio is None else f"{ratio:.2f}")
+        ratios.append("-" if ratio is None else f"{ratio:.3f}")
+        if backward is None:
+            rates += ["-", "-"]
+            continue
+        tflops = flops(*shape, products) / t * 1e-9
+        figures |= {f"{what}_tflops": tflops, f"{what}_share": tflops / ceiling}
         rates += [f"{tflops:.0f}", f"{tflops / ceiling:.0%}"]
     return figures, [T, name, *ms, *ratios, *rates, f"{result['bytes_per_row']:.1f}"]
 
@@ -221,7 +235,7 @@ def bench(args):
     print(f"{args.tokens} tokens a call, {args.heads} heads of {args.head_dim}, bfloat16\n\n{line(HEADER)}", flush=True)
     rows = []
     for T in args.T:
-        names = args.only or [*BACKENDS, *(n for n in POWERS if args.all or n not in ONLY_WITH_ALL)]
+        names = args.only or [*BACKENDS, *(n for n in POWERS if args.all or n not in ONLY_WITH_ALL), "chunked_p2"]
         names = [n for n in names if not n.startswith("flex") or (not args.no_flex and (args.all or T <= 16384))]
         shape = (max(1, args.tokens // T), T, args.heads, args.head_dim)
         results = measure(names, *shape, matmul)
@@ -248,9 +262,9 @@ def bench(args):
 # ---- the first call
 
 
-def first_calls(lengths):
+def first_calls(form, lengths):
     """In a process of its own: seconds of the first forward and backward at each T, and new entries in the cache."""
-    from kernels.ops import quadratic_attention
+    from attention.power import power_attention
 
     cache = Path(os.environ["TRITON_CACHE_DIR"])
     for T in lengths:
@@ -258,14 +272,15 @@ def first_calls(lengths):
         torch.cuda.synchronize()
         before = len(list(cache.glob("*")))
         start = time.perf_counter()
-        forward_backward(lambda *x: quadratic_attention(*x, p=4), (q, k, v, log_g), dy)
+        p = 4 if form == "quadratic" else 2
+        forward_backward(lambda *x: power_attention(*x, p=p, form=form), (q, k, v, log_g), dy)
         torch.cuda.synchronize()
         print(json.dumps([time.perf_counter() - start, len(list(cache.glob("*"))) - before]), flush=True)
 
 
-def cold_start():
+def cold_start(form):
     def run(*lengths):
-        command = [sys.executable, __file__, "--first_calls", *map(str, lengths)]
+        command = [sys.executable, __file__, "--form", form, "--first_calls", *map(str, lengths)]
         done = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": cache}, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             sys.exit(done.returncode)  # its own error is on stderr
@@ -274,7 +289,8 @@ def cold_start():
     with tempfile.TemporaryDirectory() as cache:
         [(cold, compiled)] = run(COLD_T)
         (warm, _), (new, recompiled) = run(COLD_T, NEW_T)
-    print("first forward and backward of a process, p=4 gated, 12 heads of 64, bfloat16, imports not counted:")
+    what = f"{form}, p={4 if form == 'quadratic' else 2} gated, 12 heads of 64, bfloat16"
+    print(f"first forward and backward of a process, {what}, imports not counted:")
     print(f"  empty Triton cache, T={COLD_T}    {cold:8.3f} s   {compiled} new entries in the cache")
     print(f"  filled cache,       T={COLD_T}    {warm:8.3f} s")
     print(f"  then                T={NEW_T}    {new:8.3f} s   {recompiled} new entries in the cache")
@@ -287,19 +303,21 @@ def main():
     parser.add_argument("--head_dim", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=65536, help="in a call: the batch is tokens / T")
     parser.add_argument("--all", action="store_true", help="also p = 2, 6, 8, and FlexAttention at any T")
-    parser.add_argument("--only", nargs="+", choices=[*BACKENDS, *POWERS], metavar="NAME", help="these contenders")
+    names = [*BACKENDS, *POWERS, *CHUNKED]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"these contenders: {' '.join(names)}")
     parser.add_argument("--no_flex", action="store_true", help="leave FlexAttention out (it compiles for long)")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
     parser.add_argument("--cold_start", action="store_true", help="time the first call instead")
+    parser.add_argument("--form", choices=("quadratic", "chunked"), default="quadratic", help="for --cold_start")
     parser.add_argument("--first_calls", type=int, nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench/attention.py: no CUDA GPU here, and there is nothing else to measure", file=sys.stderr)
         sys.exit(2)
     if args.first_calls:
-        first_calls(args.first_calls)
+        first_calls(args.form, args.first_calls)
     elif args.cold_start:
-        cold_start()
+        cold_start(args.form)
     else:
         bench(args)
 

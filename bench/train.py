@@ -111,7 +111,7 @@ def bench(args):
 
 def main():
     parser = argparse.ArgumentParser(prog="bench/train.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--context", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="tokens of a sequence")
+    parser.add_argument("--context", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="lengths")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", default=DEFAULT, help=" ".join(VARIANTS))
     parser.add_argument("--tokens", type=int, default=65536, help="a step, or one context if that is longer")
     parser.add_argument("--steps", type=int, default=STEPS, help="that are timed")

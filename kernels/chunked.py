@@ -44,7 +44,7 @@ def _power(x, P: tl.constexpr):
 
 @triton.jit
 def _first_8_bits(x):
-    """What bfloat16 keeps of x when it cuts off the rest. (Rounding, and reading the result as float32 again, is slow.)"""
+    """x cut off after 8 bits, exact in bfloat16. (Rounding, and reading the result as float32 again, is slow.)"""
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
@@ -63,8 +63,8 @@ def _times(x, y, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _diagonal(d, N: tl.constexpr):
-    """The matrix with d on its diagonal. A product with it leaves 64 columns as they are, in the registers where the next
-    product wants them: Triton keeps the layout of a product's result and would else go through shared memory."""
+    """The matrix with d on its diagonal. A product with it leaves columns where the next product wants them: Triton
+    keeps the layout of a product's result and would else go through shared memory."""
     at = tl.arange(0, N)
     return tl.where(at[:, None] == at[None, :], d[None, :], 0.0)
 
@@ -112,9 +112,9 @@ def chunk_dlog_g_kernel(
     INSIDE, READ, GIVEN, CARRIED, CARRIED_Z, LOG_G, DLOG_G, g_b, g_t, g_h, T, TP, CHUNK, H, HKV, blocks, blocks_z,
     N: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one sequence and head: d log_g_m is the sum over i >= m of what query i read, from the chunk and from
-    the state, less what its key gave inside the chunk; plus the sum over j < m of what key j gave to the state; plus what the
-    chunk's whole gate carried from state to state. Nothing crosses a chunk."""
+    """One chunk of one sequence and head: d log_g_m is the sum over i >= m of what query i read, from the chunk and
+    from the state, less what its key gave inside the chunk; plus the sum over j < m of what key j gave to the state;
+    plus what the chunk's whole gate carried from state to state. Nothing crosses a chunk."""
     chunks = tl.cdiv(T, CHUNK)
     bh, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     b, hkv = tl.cast(bh // HKV, tl.int64), bh % HKV
@@ -154,8 +154,11 @@ def chunk_dlog_g_kernel(
 
 
 @triton.jit
-def _factors(L, DECAY, unit, at, b, h, T, TP, H, HKV, P: tl.constexpr, LIFT: tl.constexpr, QUERY: tl.constexpr, GATED: tl.constexpr):
-    """What the state's rows phi(x_t) v_t are multiplied with (of queries: phi(x_t) dy_t), for rows `at` of X times `unit`."""
+def _factors(
+    L, DECAY, unit, at, b, h, T, TP, H, HKV, P: tl.constexpr, LIFT: tl.constexpr, QUERY: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """What phi(x_t) v_t is multiplied with (of queries: phi(x_t) dy_t), for rows `at` of X times `unit`."""
     factor = tl.full(unit.shape, 1.0, tl.float32)
     if GATED:
         factor = tl.load(DECAY + (tl.cast(b, tl.int64) * HKV + h // (H // HKV)) * TP + at)
@@ -182,7 +185,7 @@ def largest_kernel(
 ):  # fmt: skip
     """The largest entry of N rows of what `prepare_kernel` makes VALUES of, and
 
-    WEIGHT   what x^T Z x is multiplied with in the denominator, v's place: 1, -delta_t or ONE, with the factors of the row
+    WEIGHT   what x^T Z x is multiplied with, as phi(x) S with v: 1, -delta_t or ONE, with the factors of the row
     """
     TP = TP // 256 * 256
     bh, start = tl.program_id(0) // (TP // N), tl.program_id(0) % (TP // N) * N
@@ -243,7 +246,7 @@ def prepare_kernel(
                 block = n + tl.arange(0, 64)
                 largest = tl.maximum(largest, tl.load(LARGEST + first + block, mask=block < blocks, other=0.0))
         unit_v = _unit(tl.max(largest, 0)) * (2.0**14)
-        mine = (start == chunk * CHUNK) & (start < T) & (bh % group == 0)  # none beyond the last chunk, which TP may reach
+        mine = (start == chunk * CHUNK) & (start < T) & (bh % group == 0)  # TP may reach beyond
         tl.store(UNIT_V + bh // group * tl.cdiv(T, CHUNK) + chunk, unit_v, mine)
         tl.store(UNIT_X + at_head + at, unit)
         v = _rows(V, v_s, b, start, h, T, N, E).to(tl.float32) * (factor * unit_v)[:, None]
@@ -351,8 +354,9 @@ def update_z_kernel(
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "F", "first"])
 def update_square_kernel(
-    XT, WEIGHT, UNIT_V, U, down, T, TP, CHUNK, H, HKV, F, first, M: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr
-):
+    XT, WEIGHT, UNIT_V, U, down, T, TP, CHUNK, H, HKV, F, first, M: tl.constexpr, K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """p = 4: 64 x 64 entries of one chunk's sum of w x x^T, and their mirror image, times `down`."""
     TP = TP // 256 * 256
     blocks: tl.constexpr = (M + 63) // 64
@@ -481,8 +485,8 @@ def _square_times(XT, Z, m, row, TP, M: tl.constexpr, BM: tl.constexpr, PRECISIO
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "parts", "skip", "F"])
 def query_state_kernel(
-    XT, S, SQUARE, UNIT_S, FACTOR, PARTS, SCALARS, OUT, X, Z, DECAY, DEN, x_s, T, TP, CHUNK, H, HKV, tiles, parts, skip, F,
-    P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
+    XT, S, SQUARE, UNIT_S, FACTOR, PARTS, SCALARS, OUT, X, Z, DECAY, DEN, x_s, T, TP, CHUNK, H, HKV, tiles, parts,
+    skip, F, P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
     TILES: tl.constexpr, SUMS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BM rows of phi(x) S, for the state S before (or after) their chunk. With SUMS the numerators, in OUT, and the
@@ -547,7 +551,7 @@ def query_state_kernel(
 
 @triton.jit
 def _one_gradient(v, x, S, WHERE, acc, E: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + (v x) S_i^T, for the rows S_i of the state that hold the products of an entry, x of each row, with others"""
+    """acc + (v x) S_i^T, for the rows S_i of the state that hold the products of one entry, x, with others"""
     where = tl.load(WHERE)
     s = tl.load(S + where[:, None] * E + tl.arange(0, E)[None, :])
     return tl.dot(v * x[:, None], tl.trans(s), acc, input_precision=PRECISION)
@@ -559,8 +563,8 @@ def query_gradient_kernel(
     D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, WEIGHTED: tl.constexpr, GATED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BM rows of the gradient of phi(x) S VALUES^T + w x^T Z x to x, p = 2, added to what OUT has; with gates also x times
-    that gradient over p, what the row read from (gave to) the state, in READ."""
+    """BM rows of the gradient of phi(x) S VALUES^T + w x^T Z x to x, p = 2, added to what OUT has; with gates also x
+    times that gradient over p, what the row read from (gave to) the state, in READ."""
     TP = TP // 256 * 256
     blocks = tl.cdiv(T, BM)
     bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -612,12 +616,12 @@ def _added_up(x, at, D: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "skip", "F"])
 def query_gradient_of_products_kernel(
-    XT, ROWS, VALUES, S, UNIT_S, UNIT_V, UNIT_X, WEIGHT, WHERE, SCALARS, LISTS, FACTORS, OUT, X, READ, x_s, T, TP, CHUNK, H, HKV,
-    tiles, skip, F, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, GATED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    XT, ROWS, VALUES, S, UNIT_S, UNIT_V, UNIT_X, WEIGHT, WHERE, SCALARS, LISTS, FACTORS, OUT, X, READ, x_s, T, TP,
+    CHUNK, H, HKV, tiles, skip, F, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same for p = 4, of phi(x) S VALUES^T + WEIGHT x^T Z x for the products x of the row's entries: to 64 entries
-    of x at a time, from there to the row. A feature is an entry times a scalar: first to the entries, then to the scalars."""
+    of x at a time, from there to the row. A feature is an entry times a scalar: first to entries, then to scalars."""
     TP, F = TP // 256 * 256, F // 64 * 64
     blocks = tl.cdiv(T, BM)
     bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -722,7 +726,8 @@ def chunk_gates(log_g, s):
 
 
 def prepare(s, x, v=None, y=None, l=None, decay=None, one=None):
-    """For keys (x, v), queries (x; x, dy, y, l) or any rows (x, v, one [B, H, T]): {"rows", "xt", "values", "unit_x", "factor", "weight", "unit_v"}."""
+    """For keys (x, v), queries (x; x, dy, y, l) or any rows (x, v, one [B, H, T]): {"rows", "xt", "values", "unit_x",
+    "factor", "weight", "unit_v"}, see `prepare_kernel`; xt is rows, or for p = 4 their products."""
     rows, N = x.shape[2], PREPARE[0]
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
     names = ("factor",) if v is None else ("factor", "unit_x", "weight")
@@ -763,8 +768,8 @@ def update_state(s, rows, prepared, config=None):
     )  # fmt: skip
     if s.p == 4:
         update_square_kernel[(s.B * s.HKV * s.chunks * triton.cdiv(M, 64) ** 2,)](
-            prepared["xt"], prepared["weight"], prepared["unit_v"], U, down, s.T, s.TP, s.chunk, rows, s.HKV, s.F, s.FS, M=M, K=c.BN,
-            PRECISION=s.precision, num_warps=4, num_stages=c.stages,
+            prepared["xt"], prepared["weight"], prepared["unit_v"], U, down, s.T, s.TP, s.chunk, rows, s.HKV, s.F, s.FS,
+            M=M, K=c.BN, PRECISION=s.precision, num_warps=4, num_stages=c.stages,
         )  # fmt: skip
     return U
 
@@ -796,7 +801,8 @@ def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, re
     bound = None if initial is None or not scaled else initial.abs().amax(1)
     discumsum_kernel[(BH * blocks,)](
         X, unit_x, unit, whole, initial, bound, last, other, unit_other, s.layout.orders if scaled else None, carried,
-        s.most / 2.0**15, s.most, n, F, s.FS, P=s.p, E=s.D, N=N, SCALED=scaled, GATED=whole is not None, REVERSE=reverse, num_warps=DISCUMSUM[1], STAGES=DISCUMSUM[2],
+        s.most / 2.0**15, s.most, n, F, s.FS, P=s.p, E=s.D, N=N, SCALED=scaled, GATED=whole is not None,
+        REVERSE=reverse, STAGES=DISCUMSUM[2], num_warps=DISCUMSUM[1],
     )  # fmt: skip
     return unit, last, carried
 
@@ -834,8 +840,8 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, confi
         )  # fmt: skip
         return read
     query_gradient_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
-        prepared["xt"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"], s.layout.where, out, x, Z,
-        weight, read, x.stride(), s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, D=s.D, E=s.D,
+        prepared["xt"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"], s.layout.where, out, x,
+        Z, weight, read, x.stride(), s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, D=s.D, E=s.D,
         BM=c.BM, WEIGHTED=weight is not None, GATED=gated, PRECISION=s.precision, **_options(c),
     )  # fmt: skip
     return read
@@ -913,9 +919,9 @@ def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chun
 
 
 def from_canonical(S, z, p):
-    """(S [B, Hkv, Dphi, D], z [B, Hkv, Dphi]) in the order of `symmetric_power_embedding` -> the kernels' layout, float32:
-    for p = 2 [B * Hkv, F] and Z [B * Hkv, D * D], for p = 4 [B * Hkv, F], Z in it, and None. Of a gradient too: the two maps
-    are each other's adjoint."""
+    """(S [B, Hkv, Dphi, D], z [B, Hkv, Dphi]) in the order of `symmetric_power_embedding` -> the kernels' layout,
+    float32: for p = 2 [B * Hkv, F] and Z [B * Hkv, D * D], for p = 4 [B * Hkv, F], Z in it, and None. Of a gradient
+    too: the two maps are each other's adjoint."""
     x = layout(S.shape[3], p, S.device)
     S = (S / x.root[:, None]).flatten(0, 1)[:, x.canonical].flatten(1)
     Z = (z / x.root).flatten(0, 1)[:, x.square]

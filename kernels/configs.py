@@ -42,7 +42,7 @@ SAFE = {
 
 
 def choose(kernel, q, p, gated=False):
-    """The Config for `kernel`, a first entry of SAFE's keys, on q's device; only those of the quadratic form know gates."""
+    """The Config for `kernel`, one of SAFE's, on q's device. Those of the chunked form have one for all gates."""
     device = torch.cuda.get_device_name(q.device) if q.is_cuda else "cpu"
     found = _table().get(device, {}).get(key(kernel, q.dtype, q.shape[-1], p, gated))
     return Config(*found) if found else safe(kernel, q.dtype, q.shape[-1])

@@ -34,7 +34,7 @@ def chunked_ns(T, C, D, p, gated=True):
 
 
 def best_size(D, p, gated=True):
-    """Tokens of a chunk, where there are many: the longest that costs at most 3% more than the best, for fewer states."""
+    """Tokens of a chunk, where there are many: the longest that costs at most 3% more than the best (fewer states)."""
     costs = [chunked_ns(C, C, D, p, gated) for C in SIZES]
     return [C for C, cost in zip(SIZES, costs) if cost <= 1.03 * min(costs)][-1]
 
@@ -117,20 +117,16 @@ def main():
                 CHUNKED[D, p] = tuple(fit([[1] * len(rest), [1 / C for _, C in of_C]], rest))
                 print(f"CHUNKED {D}, {p}: ({CHUNKED[D, p][0]:.2f}, {CHUNKED[D, p][1]:.0f})", flush=True)
             print(f"D={D} p={p} gated={gated}: ns a token and head, measured / by the model", flush=True)
-            print("  quadratic  " + "  ".join(f"{T}: {t:.2f} / {quadratic_ns(T, D, gated):.2f}" for T, t in of_T.items()))
-            print(
-                f"  chunked at {T}  "
-                + "  ".join(f"{C}: {t:.2f} / {chunked_ns(T, C, D, p, gated):.2f}" for (T, C), t in of_C.items())
-                + f"  chosen: {chunk_size(T, D, p, gated)}",
-                flush=True,
-            )
+            print("  quadratic", *(f"  {T}: {t:.2f} / {quadratic_ns(T, D, gated):.2f}" for T, t in of_T.items()))
+            of_sizes = (f"  {C}: {t:.2f} / {chunked_ns(T, C, D, p, gated):.2f}" for (T, C), t in of_C.items())
+            print(f"  chunked at {T}", *of_sizes, f"  chosen: {chunk_size(T, D, p, gated)}", flush=True)
             if p == 2:  # how good the choice is
                 for T, t in of_T.items():
                     C = chunk_size(T, D, p, gated)
                     other = measure(D, p, gated, (), [(T, C)])[1][T, C]
                     chosen = t if best_form(T, D, p, gated) == "quadratic" else other
                     ratio = chosen / min(t, other)
-                    print(f"  T={T}: quadratic {t:.2f}, chunks of {C} {other:.2f}: chosen / best {ratio:.2f}", flush=True)
+                    print(f"  T={T}: quadratic {t:.2f}, chunks of {C} {other:.2f}: chosen / best {ratio:.2f}")
 
 
 if __name__ == "__main__":

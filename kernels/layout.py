@@ -2,10 +2,10 @@
 
 A row of q or k is first written as a vector x of M entries: for p = 2 the row itself, for p = 4 the products x_a x_b,
 a <= b, of two of its entries. A feature is the product of an entry of x, the scalar, with one of the 16 entries of a
-slice of x. p = 2 needs every unordered pair of slices. p = 4 needs (a, b) times (c, d) for a <= b <= c <= d: x is in order
-of a, so that the pairs (c, d) of a slice have nearly the same c, and their scalars, all pairs with b <= c, are a run of
-a list in order of b. D = 64 and p = 2: 2560 features, where the full square has 4096 and the symmetric power 2080; p = 4
-and D = 16: 5376 (3876), D = 32: 57,600 (52,360).
+slice of x. p = 2 needs every unordered pair of slices. p = 4 needs (a, b) times (c, d) for a <= b <= c <= d: x is in
+order of a, so that the pairs (c, d) of a slice have nearly the same c, and their scalars, all pairs with b <= c, are a
+run of a list in order of b. Features: 2560 for D = 64 and p = 2, where the full square has 4096 and the symmetric power
+2080; for p = 4 and D = 16 5376 (3876), D = 32 57,600 (52,360).
 
 A tile has 4 slots, each a slice times a scalar of its own. Which slices stays the same for a run of tiles, a part; only
 the scalars advance, by one entry a tile. So the kernels keep 64 entries of x in registers and multiply them by 4

@@ -127,9 +127,9 @@ def _(q, k, v, log_g, S0, z0, p, chunk, final):
 
 @torch.library.custom_op("sympow::chunked_backward", mutates_args=())
 def _chunked_backward(
-    dy: torch.Tensor, dS: torch.Tensor | None, dz: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    log_g: torch.Tensor | None, y: torch.Tensor, l: torch.Tensor, S: torch.Tensor, unit: torch.Tensor, Z: torch.Tensor,
-    p: int, chunk: int, initial: bool,
+    dy: torch.Tensor, dS: torch.Tensor | None, dz: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
+    v: torch.Tensor, log_g: torch.Tensor | None, y: torch.Tensor, l: torch.Tensor, S: torch.Tensor,
+    unit: torch.Tensor, Z: torch.Tensor, p: int, chunk: int, initial: bool,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip

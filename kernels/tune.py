@@ -4,10 +4,10 @@
     python -m kernels.tune --dtype bfloat16 --head_dim 64 --p 4 --gated yes --dry_run
 
 One line for each kernel, dtype, head dimension, p and gates: the chosen tile sizes, their milliseconds, and what the
-safe ones take; --chunked for those of the chunked form alone. A candidate that does not fit, does not compile or does not give the safe one's result is left out. Of
-candidates within 1% the first listed wins, so that tuning again changes little. p=2 takes over what p=4 chose, and p=6
-what p=8 chose, unless --all or --p asks for their own. A backward pass is timed within the whole backward, its other
-pass with safe sizes: only differences count.
+safe ones take; --chunked for those of the chunked form alone. A candidate that does not fit, does not compile or does
+not give the safe one's result is left out. Of candidates within 1% the first listed wins, so that tuning again changes
+little. p=2 takes over what p=4 chose, and p=6 what p=8 chose, unless --all or --p asks for their own (in the quadratic
+form). A backward pass is timed within the whole backward, its other pass with safe sizes: only differences count.
 """
 
 import argparse
