@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 
 TABLE = Path(__file__).with_name("table.json")
+# the same chip beside other memory, until it is measured itself
+SAME_CHIP = {"NVIDIA H100 80GB HBM3": "NVIDIA H200", "NVIDIA H100 NVL": "NVIDIA H200", "NVIDIA GH200 480GB": "NVIDIA H200"}
 
 
 class Config(NamedTuple):
@@ -44,6 +46,7 @@ SAFE = {
 def choose(kernel, q, p, gated=False):
     """The Config for `kernel`, one of SAFE's, on q's device. Those of the chunked form have one for all gates."""
     device = torch.cuda.get_device_name(q.device) if q.is_cuda else "cpu"
+    device = device if device in _table() else SAME_CHIP.get(device, device)
     found = _table().get(device, {}).get(key(kernel, q.dtype, q.shape[-1], p, gated))
     return Config(*found) if found else safe(kernel, q.dtype, q.shape[-1])
 
