@@ -3,13 +3,17 @@
 On the CPU in Triton's interpreter, in float32; with TEST_GPU=1 on the GPU, in bfloat16 and float32.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from oracle import GATES, relative_error
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from test_kernels import DEVICE, DTYPES, GPU, gradients, inputs  # noqa: E402
+from test_kernels import DEVICE, DTYPES, GPU, ROOT, gradients, inputs  # noqa: E402
 
 from attention import power  # noqa: E402
 from attention.embedding import symmetric_power_dim, symmetric_power_embedding  # noqa: E402
@@ -247,6 +251,54 @@ def test_power_attention_runs_the_chunked_kernels(monkeypatch):
     limit = 1e-5 if DTYPES[0] == torch.float32 else 4e-3
     for x, r in ((y, expected), (state.S, of.S), (state.z, of.z)):
         assert relative_error(x, r, 1e-6) < limit
+
+
+# Compiles what forward and backward launch, for a GPU that need not be there (see test_kernels.py).
+COMPILE = """
+import sys, torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class Pretended:
+    def __getattr__(self, name):
+        return lambda *_: {"get_current_target": GPUTarget("cuda", int(sys.argv[1]), 32)}.get(name, 0)
+
+driver.set_active(Pretended())
+# shared memory is known before the stages that take longest
+CUDABackend.make_ptx = lambda self, src, metadata, *_: metadata.update(name="kernel") or ""
+CUDABackend.make_cubin = lambda *_: b""
+launch = JITFunction.run
+
+def compile_only(self, *args, **options):
+    name = self.fn.__name__
+    if ("query" in name or "update" in name) and (name, dtype, D) not in seen:
+        seen.add((name, dtype, D))
+        print(name, D, p, launch(self, *args, **{**options, "warmup": True}).metadata.shared)
+
+JITFunction.run = compile_only
+from kernels import chunked
+seen = {("update_state_kernel", torch.float32, 128)}  # takes long, and 24 KB
+for dtype, D, p in ((torch.bfloat16, 128, 2), (torch.float32, 128, 2), (torch.bfloat16, 32, 4)):
+    q = torch.zeros(1, 129, 1, D, dtype=dtype)
+    y, saved, _ = chunked.forward(q, q, q, p=p, chunk=128)
+    chunked.backward(q, q, q, q, None, y, saved, p=p, chunk=128)
+"""
+
+
+def test_every_size_fits_99_KB_of_shared_memory(tmp_path):
+    pytest.importorskip("triton.backends.nvidia")
+    env = {**os.environ, "PYTHONPATH": ROOT, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", COMPILE, "86"], capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.strip().splitlines()
+    assert {line.split()[0] for line in lines} == {
+        *(f"{name}_kernel" for name in ("update_state", "update_z", "update_square", "query_state", "query_gradient")),
+        "query_gradient_of_products_kernel",
+    }
+    for line in lines:
+        assert int(line.split()[-1]) <= 99 * 1024, line
 
 
 @pytest.mark.gpu
