@@ -461,6 +461,15 @@ def discumsum_kernel(
 
 
 @triton.jit
+def _rows_of_program(T, CHUNK, H, HKV, BM: tl.constexpr):
+    """(sequence and head, sequence, head, the first of BM rows, their chunk, the number of its state)"""
+    blocks = tl.cdiv(T, BM)
+    bh, lo = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BM
+    b, h, chunk = bh // H, bh % H, lo // CHUNK
+    return bh, b, h, lo, chunk, (b * HKV + h // (H // HKV)) * tl.cdiv(T, CHUNK) + chunk
+
+
+@triton.jit
 def _row_features(x, s, N: tl.constexpr, TILES: tl.constexpr):
     """x [N, 64], s [4 TILES, N] -> [N, 64 TILES]: each 16 columns times a scalar of the row."""
     if TILES == 1:
@@ -492,12 +501,7 @@ def query_state_kernel(
     """BM rows of phi(x) S, for the state S before (or after) their chunk. With SUMS the numerators, in OUT, and the
     denominators, in DEN, of queries that are scaled to [1, 2); else added to what OUT has."""
     TP, F = TP // 256 * 256, F // 64 * 64
-    blocks = tl.cdiv(T, BM)
-    bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    b, h = bh // H, bh % H
-    lo = block * BM
-    chunk = lo // CHUNK
-    state = (b * HKV + h // (H // HKV)) * tl.cdiv(T, CHUNK) + chunk
+    bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM)
     row = lo + tl.arange(0, BM)
     XT += tl.cast(bh, tl.int64) * M * TP
     entry = tl.arange(0, 64)
@@ -566,12 +570,7 @@ def query_gradient_kernel(
     """BM rows of the gradient of phi(x) S VALUES^T + w x^T Z x to x, p = 2, added to what OUT has; with gates also x
     times that gradient over p, what the row read from (gave to) the state, in READ."""
     TP = TP // 256 * 256
-    blocks = tl.cdiv(T, BM)
-    bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    b, h = bh // H, bh % H
-    lo = block * BM
-    chunk = lo // CHUNK
-    state = (b * HKV + h // (H // HKV)) * tl.cdiv(T, CHUNK) + chunk
+    bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM)
     row = lo + tl.arange(0, BM)
     e, d = tl.arange(0, E), tl.arange(0, D)
     at = tl.cast(bh, tl.int64) * TP + row
@@ -623,12 +622,7 @@ def query_gradient_of_products_kernel(
     """The same for p = 4, of phi(x) S VALUES^T + WEIGHT x^T Z x for the products x of the row's entries: to 64 entries
     of x at a time, from there to the row. A feature is an entry times a scalar: first to entries, then to scalars."""
     TP, F = TP // 256 * 256, F // 64 * 64
-    blocks = tl.cdiv(T, BM)
-    bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    b, h = bh // H, bh % H
-    lo = block * BM
-    chunk = lo // CHUNK
-    state = (b * HKV + h // (H // HKV)) * tl.cdiv(T, CHUNK) + chunk
+    bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM)
     row = lo + tl.arange(0, BM)
     at = tl.cast(bh, tl.int64) * TP + row
     XT += tl.cast(bh, tl.int64) * M * TP
@@ -704,6 +698,12 @@ class Sizes:
         self.B, self.T, self.H, self.HKV, self.D, self.p, self.q = B, T, H, HKV, D, p, q
         self.chunk, self.chunks = chunk, triton.cdiv(T, chunk)
         self.TP = triton.cdiv(T, 256) * 256
+        if entries(D, p) * self.TP >= 2**31:  # places in XT are 32 bits
+            most = 2**31 // entries(D, p) // 256 * 256 - 256
+            raise ValueError(
+                f"a sequence of p={p} and head dimension {D} may have at most {most:,} tokens at once, got {T:,}: cut it "
+                "into pieces, each with the state of those before"
+            )
         self.layout = layout(D, p, q.device)
         self.FS = self.layout.tiles * TILE * D
         self.F = state_size(D, p)

@@ -15,7 +15,7 @@ import torch
 
 TABLE = Path(__file__).with_name("table.json")
 # the same chip beside other memory, until it is measured itself
-SAME_CHIP = {"NVIDIA H100 80GB HBM3": "NVIDIA H200", "NVIDIA H100 NVL": "NVIDIA H200", "NVIDIA GH200 480GB": "NVIDIA H200"}
+SAME_CHIP = dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA GH200 480GB"), "NVIDIA H200")
 
 
 class Config(NamedTuple):

@@ -13,7 +13,7 @@ from oracle import GATES, relative_error
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from test_kernels import DEVICE, DTYPES, GPU, ROOT, gradients, inputs  # noqa: E402
+from test_kernels import COMPILE_FOR, DEVICE, DTYPES, GPU, ROOT, gradients, inputs  # noqa: E402
 
 from attention import power  # noqa: E402
 from attention.embedding import symmetric_power_dim, symmetric_power_embedding  # noqa: E402
@@ -253,22 +253,11 @@ def test_power_attention_runs_the_chunked_kernels(monkeypatch):
         assert relative_error(x, r, 1e-6) < limit
 
 
-# Compiles what forward and backward launch, for a GPU that need not be there (see test_kernels.py).
-COMPILE = """
-import sys, torch
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime import driver
+COMPILE = (
+    COMPILE_FOR
+    + """
 from triton.runtime.jit import JITFunction
 
-class Pretended:
-    def __getattr__(self, name):
-        return lambda *_: {"get_current_target": GPUTarget("cuda", int(sys.argv[1]), 32)}.get(name, 0)
-
-driver.set_active(Pretended())
-# shared memory is known before the stages that take longest
-CUDABackend.make_ptx = lambda self, src, metadata, *_: metadata.update(name="kernel") or ""
-CUDABackend.make_cubin = lambda *_: b""
 launch = JITFunction.run
 
 def compile_only(self, *args, **options):
@@ -285,6 +274,7 @@ for dtype, D, p in ((torch.bfloat16, 128, 2), (torch.float32, 128, 2), (torch.bf
     y, saved, _ = chunked.forward(q, q, q, p=p, chunk=128)
     chunked.backward(q, q, q, q, None, y, saved, p=p, chunk=128)
 """
+)
 
 
 def test_every_size_fits_99_KB_of_shared_memory(tmp_path):
@@ -337,6 +327,12 @@ def test_the_cost_model_says_quadratic_first_and_then_chunked():
             there = cost.quadratic_ns(T, D, gated), cost.chunked_ns(T, C, D, p, gated)
             assert there[0] == pytest.approx(there[1])
             assert cost.chunk_size(200, D, p, gated) == 256 - 128 * (C == 128)
+
+
+def test_a_sequence_too_long_for_32_bits_is_refused():
+    q = torch.empty(1, 2**20, 1, 64, device="meta")
+    with pytest.raises(ValueError, match="at most 1,032,192 tokens at once, got 1,048,576: cut it"):
+        chunked.Sizes(q, q, 4, 16384)
 
 
 def test_what_is_allocated_is_what_was_computed_beforehand():

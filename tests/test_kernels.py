@@ -308,14 +308,13 @@ def test_every_choice_of_tiles_is_one_thekernels_take():
             assert name != "dq" or c.BM >= max(d.BM for d in choices["dkdv", dtype]), c
 
 
-# Compiles for a GPU that need not be there, in a process of its own without the interpreter: argv has the capability.
-COMPILE = """
+# For a process of its own without the interpreter: what is launched is compiled for a GPU that need not be there. argv
+# has its capability.
+COMPILE_FOR = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
-from triton.runtime.jit import MockTensor as M
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 class Pretended:
     def __getattr__(self, name):
@@ -325,6 +324,13 @@ driver.set_active(Pretended())
 # shared memory is known before the stages that take longest
 CUDABackend.make_ptx = lambda self, src, metadata, *_: metadata.update(name="kernel") or ""
 CUDABackend.make_cubin = lambda *_: b""
+"""
+
+COMPILE = (
+    COMPILE_FOR
+    + """
+from triton.runtime.jit import MockTensor as M
+from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels import quadratic
 from kernels.configs import safe
 
@@ -354,6 +360,7 @@ for dtype in (torch.bfloat16, torch.float32):
         for name in ("forward", "dq", "dkdv"):
             print(name, dtype, D, shared(name, dtype, D, True, 8))
 """
+)
 
 
 def test_every_size_fits_99_KB_of_shared_memory(tmp_path):
