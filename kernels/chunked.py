@@ -699,10 +699,10 @@ class Sizes:
         self.chunk, self.chunks = chunk, triton.cdiv(T, chunk)
         self.TP = triton.cdiv(T, 256) * 256
         if entries(D, p) * self.TP >= 2**31:  # places in XT are 32 bits
-            most = 2**31 // entries(D, p) // 256 * 256 - 256
+            most = (2**31 - 1) // entries(D, p) // 256 * 256
             raise ValueError(
-                f"a sequence of p={p} and head dimension {D} may have at most {most:,} tokens at once, got {T:,}: cut it "
-                "into pieces, each with the state of those before"
+                f"a sequence of p={p} and head dimension {D} may have at most {most:,} tokens at once, got {T:,}: cut "
+                "it into pieces, each with the state of those before"
             )
         self.layout = layout(D, p, q.device)
         self.FS = self.layout.tiles * TILE * D
