@@ -43,11 +43,13 @@ SAFE = {
 }
 
 
-def choose(kernel, q, p, gated=False):
-    """The Config for `kernel`, one of SAFE's, on q's device. Those of the chunked form have one for all gates."""
+def choose(kernel, q, p, gated=False, chunked=False):
+    """The Config for `kernel`, one of SAFE's, on q's device. Those of the chunked form have one for all gates; those of
+    the quadratic form may have their own where it is limited to chunks."""
     device = torch.cuda.get_device_name(q.device) if q.is_cuda else "cpu"
     device = device if device in _table() else SAME_CHIP.get(device, device)
-    found = _table().get(device, {}).get(key(kernel, q.dtype, q.shape[-1], p, gated))
+    entries, sizes = _table().get(device, {}), (kernel, q.dtype, q.shape[-1], p, gated)
+    found = chunked and entries.get(key(*sizes, chunked)) or entries.get(key(*sizes))
     return Config(*found) if found else safe(kernel, q.dtype, q.shape[-1])
 
 
@@ -55,8 +57,8 @@ def safe(kernel, dtype, D):
     return next(config for largest, config in SAFE[kernel, dtype] if D <= largest)
 
 
-def key(kernel, dtype, D, p, gated=False):
-    return f"{kernel} {str(dtype).removeprefix('torch.')} D={D} p={p}{' gated' if gated else ''}"
+def key(kernel, dtype, D, p, gated=False, chunked=False):
+    return f"{kernel} {str(dtype).removeprefix('torch.')} D={D} p={p}{' gated' * gated}{' chunked' * chunked}"
 
 
 @functools.cache

@@ -593,7 +593,7 @@ def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, chunk=None, nu
     y = torch.empty(q.shape, dtype=q.dtype if normalize else torch.float32, device=q.device)
     l = torch.zeros(B, H, padded(T), dtype=torch.float32, device=q.device)
     scale, rest = _powers_of_two(scale, p)
-    c = config or choose("forward", q, p, log_g is not None)
+    c = config or choose("forward", q, p, log_g is not None, chunk is not None)
     with _on(q.device):
         key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c.BN, 0.5)
         tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
@@ -617,8 +617,8 @@ def backward(
     pair = _empty(q, B, H, padded(T), 2)
     g, row = (None, None) if log_g is None else (_empty(q, B, H, padded(T)), _empty(q, B, H, padded(T)))
     scale, rest = _powers_of_two(scale, p)
-    c_dq = configs[0] or choose("dq", q, p, log_g is not None)
-    c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None)
+    c_dq = configs[0] or choose("dq", q, p, log_g is not None, chunk is not None)
+    c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None, chunk is not None)
     if c_dq.BM < c_dkdv.BM or c_dkdv.BN % c_dkdv.BM:
         raise ValueError(f"dkdv's BM must divide its BN and be at most dq's BM, got {c_dq} for dq, {c_dkdv} for dkdv")
     with _on(q.device):

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from kernels import HEAD_DIMS, POWERS
 from kernels.configs import TABLE, Config, key, safe
-from kernels.cost import CHUNKED, chunk_size
+from kernels.cost import CHUNKED, best_size, chunk_size
 
 KERNELS = ("forward", "dq", "dkdv")  # of the quadratic form
 STATE_KERNELS = ("update_state", "query_state", "query_gradient")  # of the chunked one; gates make no difference
@@ -74,6 +74,7 @@ class Case(NamedTuple):
     D: int
     p: int
     gated: bool
+    chunked: bool = False  # the quadratic form's kernels, limited to chunks
 
 
 def candidates(case):
@@ -86,7 +87,7 @@ def launcher(case, B, T):
     """A function of a Config that runs the case's kernel, or the backward it is part of, and returns the outputs."""
     from kernels import quadratic
 
-    kernel, dtype, D, p, gated = case
+    kernel, dtype, D, p, gated, chunked = case
     if kernel in STATE_KERNELS:
         return state_launcher(case, B, T)
     H = FEATURES // D
@@ -95,17 +96,19 @@ def launcher(case, B, T):
     dy = torch.randn(B, T, H, D, device="cuda", dtype=dtype)
     log_g = F.logsigmoid(6.9 + torch.randn(B, T, H, device="cuda")) if gated else None
 
+    chunk = best_size(D, p, gated) if chunked else None
+
     def forward(config):
-        y, l = quadratic.forward(q, k, v, log_g, p=p, config=config)
+        y, l = quadratic.forward(q, k, v, log_g, p=p, chunk=chunk, config=config)
         return y, l[..., :T]
 
     if kernel == "forward":
         return forward
-    y, l = quadratic.forward(q, k, v, log_g, p=p, config=safe("forward", dtype, D))
+    y, l = quadratic.forward(q, k, v, log_g, p=p, chunk=chunk, config=safe("forward", dtype, D))
 
     def backward(config):
         configs = (config, safe("dkdv", dtype, D)) if kernel == "dq" else (safe("dq", dtype, D), config)
-        grads = quadratic.backward(dy, None, q, k, v, log_g, y, l, p=p, configs=configs)
+        grads = quadratic.backward(dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, configs=configs)
         return [x for x in grads if x is not None]
 
     return backward
@@ -115,7 +118,7 @@ def state_launcher(case, B, T):
     """The same for a kernel of the chunked form."""
     from kernels import chunked
 
-    kernel, dtype, D, p, _ = case
+    kernel, dtype, D, p, *_ = case
     torch.manual_seed(0)
     q, k, v = torch.randn(B, T, 3 * (FEATURES // D), D, device="cuda", dtype=dtype).split(FEATURES // D, dim=2)
     s = chunked.Sizes(q, k, p, 256 if T == CHECKED_T else chunk_size(T, D, p))
@@ -226,8 +229,8 @@ def tune(cases, take_over, dry_run):
             than = f"{plain:.3f} ms" if plain else "not measured"
             print(f"{name:<32} {show(chosen):<18} {ms[chosen]:8.3f} ms   safe: {than}", flush=True)
             others = TAKES_OVER.get(case.p, (case.p,)) if take_over and case.kernel in KERNELS else (case.p,)
-            for p in others:
-                entries[key(case.kernel, case.dtype, case.D, p, case.gated)] = chosen
+            for p in (case.p,) if case.chunked else others:
+                entries[key(*case._replace(p=p))] = chosen
         for config, why in failed.items():
             print(f"    without {show(config)}: {why}", flush=True)
     if dry_run:
@@ -262,9 +265,9 @@ def main():
         if not args.chunked
     ]  # fmt: skip
     cases += [
-        Case(kernel, dtypes[dtype], D, p, False)
-        for dtype in args.dtype if dtype == "bfloat16" for D, p in CHUNKED for kernel in STATE_KERNELS
-        if D in args.head_dim and p in (args.p or POWERS)
+        Case(kernel, torch.bfloat16, D, p, gated, kernel in KERNELS)
+        for D, p in CHUNKED if "bfloat16" in args.dtype and D in args.head_dim and p in (args.p or POWERS)
+        for kernel in (*STATE_KERNELS, *KERNELS) for gated in (gates if kernel in KERNELS else (False,))
     ]  # fmt: skip
     return tune(cases, not args.p and not args.all, args.dry_run)
 
