@@ -17,10 +17,10 @@ demo: env  ## prepare data, train a small model, draw its loss curve, sample fro
 	$(PY) sample.py --out_dir=out/demo --prompt="def " --max_new_tokens=600
 
 test: env  ## run the tests
-	$(PY) -m pytest tests
+	$(PY) -m pytest -n auto --maxprocesses=8 tests
 
 test-gpu: env  ## test the kernels on this machine's GPU
-	TEST_GPU=1 $(PY) -m pytest tests/test_kernels.py tests/test_chunked.py
+	TEST_GPU=1 $(PY) -m pytest tests/test_kernels.py tests/test_chunked.py tests/test_operators.py
 
 bench: env  ## attention against cuDNN, flash and FlexAttention on this machine's GPU
 	$(PY) bench/attention.py

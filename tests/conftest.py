@@ -19,6 +19,8 @@ else:
     # equal to the last bit, as several tests ask, is a promise of the CPU alone
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"  # before kernels/ is imported
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one core a process
 
 
 def pytest_collection_modifyitems(config, items):
