@@ -12,8 +12,8 @@ Because (q . k)^p = phi(q) . phi(k) (embedding.py), one function has three forms
 with the state S = sum_j exp(sum of log_g after j) phi(k_j) v_j^T, and z the same with 1 in v's place. From "Symmetric
 Power Transformers" (Buckman, Gelada, Zhang, 2024), gates from "Conformal Transformations for Symmetric Power
 Transformers" (Kumar, Buckman, Gelada, Zhang, 2025). This file is the plain PyTorch of it, on any device; the quadratic
-form without a state before it, and for p = 2 the chunked form, run on the Triton kernels of kernels/ where q is on a
-GPU and they take its sizes.
+form without a state before it, and for p = 2 and 4 the chunked form, run on the Triton kernels of kernels/ where q is
+on a GPU and they take its sizes.
 
 Numerics: bfloat16 and float16 inputs are computed in float32, without logarithms. y does not change when a row of q
 or all of k is scaled by a power of two, which keeps (q . k)^p inside float32's range. log_g = -inf forgets everything

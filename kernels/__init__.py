@@ -1,7 +1,11 @@
 """How attention is computed on a GPU: Triton kernels, and the operators that torch knows them by.
 
 quadratic   the kernels of the quadratic form, and the functions that launch them
-ops         the same as torch operators: autograd, torch.compile, meta tensors
+layout      the chunked form's features: what their order is, and which products of entries they are
+chunked     the kernels of the chunked form, and what launches them
+ops         both forms as torch operators: autograd, torch.compile, meta tensors
+operators   the chunked form's three steps as operators of their own
+cost        which form is cheaper, and how long a chunk should be
 configs     tile sizes, from table.json
 check       the kernels against float64, on the GPU at hand
 tune        rewrites table.json

@@ -15,6 +15,7 @@ from helpers import ROOT, SMALL, call, dataset, make_dataset, metrics, run  # no
 
 import train
 from attention import ATTENTIONS
+from model import GPTConfig
 
 
 @pytest.fixture
@@ -342,3 +343,15 @@ def test_ranks_that_do_not_share_out_dir_end_with_a_line(dataset, tmp_path):  # 
     errors = [process.communicate(timeout=120)[1] for process in ranks]
     assert all(process.returncode for process in ranks)
     assert "out_dir must be shared by all nodes" in errors[1]
+
+
+def test_the_kernels_that_are_checked_are_those_of_the_form_that_will_run():
+    def form(block_size, **settings):
+        return train.kernel_form(GPTConfig(**settings), block_size, torch.bfloat16, gated=True)
+
+    assert form(1024, attention="sympow_gating") == "quadratic"
+    assert form(65536, attention="sympow_gating") == "chunked"
+    assert form(1024, attention="sympow_gating", form="chunked") == "chunked"
+    assert form(65536, attention="even_power") == "quadratic"
+    assert form(65536, attention="sympow", p=6, form="chunked") is None  # in PyTorch
+    assert form(65536, attention="sympow", form="recurrent") is None
