@@ -110,7 +110,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     or made twice."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size):
+    def forward(ctx, x, weight, targets, vocab_size, differentiate):
         """x [N, C], weight [V, C], its first vocab_size rows count, targets [N], -1 left out -> mean loss."""
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
@@ -124,12 +124,12 @@ class LinearCrossEntropy(torch.autograd.Function):
             logits = logits.where(column < vocab_size, float("-inf"))
             log_sum = logits.logsumexp(1, keepdim=True)
             total = total + ((log_sum - logits.gather(1, target)) * counts).sum()
-            if any(ctx.needs_input_grad):
+            if differentiate:
                 d = (((logits - log_sum).exp() - (column == target).to(logits.dtype)) * counts).to(dtype)
                 dxs.append(d @ w)
                 dw += d.t() @ rows
         count = (targets != -1).sum().clamp(min=1)
-        if any(ctx.needs_input_grad):
+        if differentiate:
             ctx.save_for_backward(torch.cat(dxs).to(x.dtype), dw, count)
         return total / count
 
@@ -137,7 +137,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         dx, dw, count = ctx.saved_tensors
         grad = grad / count
-        return dx * grad, dw * grad, None, None
+        return dx * grad, dw * grad, None, None, None
 
 
 class Attention(nn.Module):
@@ -252,9 +252,10 @@ class GPT(nn.Module):
 
     def loss(self, x, targets):
         """Mean cross entropy of x [B, T, n_embd] and targets [B, T], -1 left out."""
-        return LinearCrossEntropy.apply(
-            x.flatten(0, 1), self.transformer.wte.weight, targets.flatten(), self.config.vocab_size
-        )
+        x, weight = x.flatten(0, 1), self.transformer.wte.weight
+        # asked here: inside, gradients are always off, and needs_input_grad is true in evaluation too
+        differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        return LinearCrossEntropy.apply(x, weight, targets.flatten(), self.config.vocab_size, differentiate)
 
     def parameter_count(self):
         return sum(p.numel() for p in self.parameters())

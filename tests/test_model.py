@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.utils.flop_counter
 
 import model as model_module
 from attention import ATTENTIONS
@@ -158,6 +159,13 @@ def test_the_loss_is_the_mean_over_targets_and_never_holds_all_logits(monkeypatc
     assert torch.allclose(whole, expected) and torch.allclose(pieces, expected)
     assert all(torch.allclose(p.grad, g, atol=1e-6) for p, g in zip(model.parameters(), grads))
     assert model(ids, torch.full_like(ids, -1))[1] == 0  # no target at all
+
+    with torch.no_grad(), torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        assert torch.allclose(model(ids, targets)[1], expected)
+    products = counter.get_total_flops()
+    with torch.no_grad(), torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        model(ids)
+    assert products == counter.get_total_flops()  # evaluation makes no gradients
 
 
 def test_the_paddings_logits_are_cut_off():
