@@ -86,6 +86,19 @@ class GPTConfig:
             raise ValueError("attention=sympow_gating with gate=none is attention=sympow: use that")
 
     @property
+    def gated(self):
+        """Whether attention gets log_g: learned or fixed gates, or resets between packed documents."""
+        return self.gate != "none" or self.reset_token >= 0
+
+    def form_at(self, block_size, kernel_dtype=None):
+        """The form that attention takes in training, see `best_form`."""
+        if self.attention in ("softmax", "even_power"):
+            return "quadratic"
+        if self.form != "auto":
+            return self.form
+        return best_form(block_size, self.head_dim, self.p, kernel_dtype, self.gated)
+
+    @property
     def padded_vocab_size(self):
         return math.ceil(self.vocab_size / 64) * 64
 
@@ -265,18 +278,16 @@ class GPT(nn.Module):
         multiplied, and the attention's products over the half of the pairs that is causal."""
         c = self.config
         weights = sum(p.numel() for p in self.parameters() if p.dim() == 2)
-        form = "quadratic" if c.attention in ("softmax", "even_power") else c.form
-        device, D, gated = self.transformer.wte.weight.device.type, c.head_dim, c.gate != "none" or c.reset_token >= 0
-        on_kernels = form != "quadratic" and kernels_take(device, dtype, D, D, c.p)
-        if form == "auto":
-            form = best_form(block_size, D, c.p, dtype if on_kernels else None, gated)
+        device, D = self.transformer.wte.weight.device.type, c.head_dim
+        on_kernels = c.attention != "softmax" and kernels_take(device, dtype, D, D, c.p)
+        form = c.form_at(block_size, dtype if on_kernels else None)
         if form == "quadratic":
             per_head = 6 * block_size * D
         else:
             if form == "recurrent":
                 chunk = 1
             elif on_kernels and (D, c.p) in CHUNKED:
-                chunk = kernel_chunk_size(block_size, D, c.p, c.chunk_size or None, gated)
+                chunk = kernel_chunk_size(block_size, D, c.p, c.chunk_size or None, c.gated)
             else:
                 chunk = c.chunk_size or default_chunk_size(D, c.p)
             # the state is read for each query head and written for each key/value head

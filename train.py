@@ -24,7 +24,6 @@ from tqdm import tqdm
 
 import checkpoint
 import kernels
-from attention.power import best_form
 from config import choose_device, read_settings, refuse
 from data.loader import DataError, Dataset, Windows, eval_batches, train_batch
 from kernels.cost import CHUNKED
@@ -484,9 +483,8 @@ def check_kernels(cfg, block_size, dtype, device, say):
         try:
             from kernels.check import checked
 
-            gated = cfg.gate != "none" or cfg.reset_token >= 0
-            form = kernel_form(cfg, block_size, dtype, gated)
-            kernels.broken = checked(form, dtype, cfg.head_dim, cfg.p, gated) if form else ""
+            form = kernel_form(cfg, block_size, dtype)
+            kernels.broken = checked(form, dtype, cfg.head_dim, cfg.p, cfg.gated) if form else ""
         except Exception as error:  # no compiler, a Triton that does not fit: whatever it is, PyTorch still works
             kernels.broken = first_line(error)
     if dist.is_initialized():
@@ -498,11 +496,9 @@ def check_kernels(cfg, block_size, dtype, device, say):
         say("!!! training goes on in plain PyTorch, several times slower and with more memory: see `make doctor`")
 
 
-def kernel_form(cfg, block_size, dtype, gated):
+def kernel_form(cfg, block_size, dtype):
     """Which form's kernels attention will run on, or None."""
-    form = "quadratic" if cfg.attention == "even_power" else cfg.form
-    if form == "auto":
-        form = best_form(block_size, cfg.head_dim, cfg.p, dtype, gated)
+    form = cfg.form_at(block_size, dtype)
     takes = {"quadratic": True, "chunked": (cfg.head_dim, cfg.p) in CHUNKED, "recurrent": False}
     return form if takes[form] else None
 

@@ -85,15 +85,18 @@ def power_attention(
     (B, T, H, D), (Hkv, E) = q.shape, v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     with_state = return_state or initial_state is not None
-    on_kernels = form != "recurrent" and kernels_take(q.device.type, q.dtype, D, E, p)
+    both_forms = (D, p) in cost.CHUNKED  # the quadratic kernels take no state before the first token
+    on_kernels = form != "recurrent" and (initial_state is None or both_forms)
+    on_kernels = on_kernels and kernels_take(q.device.type, q.dtype, D, E, p)
+    chunks_on_kernels = on_kernels and both_forms
     if form == "auto":
-        form = best_form(T, D, p, q.dtype if on_kernels else None, log_g is not None)
-        if on_kernels and with_state and (D, p) in cost.CHUNKED:
-            form = "chunked"
-    if with_state or form != "quadratic":
+        best = best_form(T, D, p, q.dtype if on_kernels else None, log_g is not None)
+        form = "chunked" if with_state and chunks_on_kernels else best
+    chunks_on_kernels = chunks_on_kernels and form == "chunked"
+    if with_state or form != "quadratic" and not chunks_on_kernels:
         check_state_fits(B * Hkv, D, E, p, dtype, q.device)
 
-    if form == "chunked" and on_kernels and (D, p) in cost.CHUNKED:
+    if chunks_on_kernels:
         from kernels.ops import chunked_attention
 
         chunk = kernel_chunk_size(T, D, p, chunk_size, log_g is not None)
@@ -104,8 +107,7 @@ def power_attention(
         )
         return (y, PowerState(S, z)) if return_state else y
 
-    on_kernels = on_kernels and initial_state is None
-    if form == "quadratic" and on_kernels:
+    if form == "quadratic" and on_kernels and initial_state is None:
         from kernels.ops import quadratic_attention
 
         y = quadratic_attention(q, k, v, None if log_g is None else log_g.float(), p=p)

@@ -347,7 +347,7 @@ def test_ranks_that_do_not_share_out_dir_end_with_a_line(dataset, tmp_path):  # 
 
 def test_the_kernels_that_are_checked_are_those_of_the_form_that_will_run():
     def form(block_size, **settings):
-        return train.kernel_form(GPTConfig(**settings), block_size, torch.bfloat16, gated=True)
+        return train.kernel_form(GPTConfig(**settings), block_size, torch.bfloat16)
 
     assert form(1024, attention="sympow_gating") == "quadratic"
     assert form(65536, attention="sympow_gating") == "chunked"
