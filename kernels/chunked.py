@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels import quadratic
 from kernels.configs import choose
 from kernels.layout import TILE, entries, features, layout
-from kernels.quadratic import PRECISION, _add, _empty, _inverse, _on, _to_unit
+from kernels.quadratic import PRECISION, _add, _empty, _inverse, _log_gates, _on, _to_unit
 
 HALF = {torch.bfloat16: torch.float16, torch.float32: torch.float32}  # of features, values and states between kernels
 LIFT = {2: 6, 4: 1}  # the largest entry of a row of q or k is brought into [2^n, 2^(n+1))
@@ -85,9 +85,7 @@ def chunk_gates_kernel(LOG_G, INTO, OUT, WHOLE, g_b, g_t, g_h, T, TP, CHUNK, HKV
     total, resets = tl.zeros([], tl.float64), tl.zeros([], tl.int32)
     for start in range(begin, end, N):
         at = start + tl.arange(0, N)
-        log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0).to(tl.float64)
-        reset = log_g == float("-inf")
-        log_g = tl.where(reset, 0.0, log_g)
+        log_g, reset = _log_gates(LOG_G, g_t, at, T)
         reset = reset.to(tl.int32)
         into = tl.exp((total + tl.associative_scan(log_g, 0, _add)).to(tl.float32))
         tl.store(INTO + at, tl.where(resets + tl.associative_scan(reset, 0, _add) == 0, into, 0.0), at < end)
@@ -96,15 +94,23 @@ def chunk_gates_kernel(LOG_G, INTO, OUT, WHOLE, g_b, g_t, g_h, T, TP, CHUNK, HKV
     before, seen = tl.zeros([], tl.float64), tl.zeros([], tl.int32)
     for start in range(begin, end, N):
         at = start + tl.arange(0, N)
-        log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0).to(tl.float64)
-        reset = log_g == float("-inf")
-        log_g = tl.where(reset, 0.0, log_g)
+        log_g, reset = _log_gates(LOG_G, g_t, at, T)
         reset = reset.to(tl.int32)
         out = tl.exp((total - before - tl.associative_scan(log_g, 0, _add)).to(tl.float32))
         tl.store(OUT + at, tl.where(seen + tl.associative_scan(reset, 0, _add) == resets, out, 0.0), at < end)
         before += tl.sum(log_g, 0)
         seen += tl.sum(reset, 0)
     tl.store(WHOLE + tl.program_id(0), tl.where(resets == 0, tl.exp(total.to(tl.float32)), 0.0))
+
+
+@triton.jit
+def _total(X, begin, end, N: tl.constexpr):
+    """The sum of X[begin:end] in float64."""
+    total = tl.zeros([], tl.float64)
+    for start in range(begin, end, N):
+        at = start + tl.arange(0, N)
+        total += tl.sum(tl.load(X + at, mask=at < end, other=0.0).to(tl.float64), 0)
+    return total
 
 
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "TP", "CHUNK", "H", "HKV", "blocks", "blocks_z"])
@@ -125,19 +131,10 @@ def chunk_dlog_g_kernel(
     LOG_G += b * g_b + tl.cast(hkv, tl.int64) * g_h
     DLOG_G += b * T * HKV + hkv
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, T)
-    everything = tl.zeros([], tl.float64)
-    for start in range(0, blocks, N):
-        at = start + tl.arange(0, N)
-        x = tl.load(CARRIED + tl.cast(tl.program_id(0), tl.int64) * blocks + at, mask=at < blocks, other=0.0)
-        everything += tl.sum(x.to(tl.float64), 0)
+    everything = _total(CARRIED + tl.cast(tl.program_id(0), tl.int64) * blocks, 0, blocks, N)
     if CARRIED_Z is not None:
-        for start in range(0, blocks_z, N):
-            at = start + tl.arange(0, N)
-            x = tl.load(CARRIED_Z + tl.cast(tl.program_id(0), tl.int64) * blocks_z + at, mask=at < blocks_z, other=0.0)
-            everything += tl.sum(x.to(tl.float64), 0)
-    for start in range(begin, end, N):
-        at = start + tl.arange(0, N)
-        everything += tl.sum(tl.load(GIVEN + at, mask=at < end, other=0.0).to(tl.float64), 0)
+        everything += _total(CARRIED_Z + tl.cast(tl.program_id(0), tl.int64) * blocks_z, 0, blocks_z, N)
+    everything += _total(GIVEN, begin, end, N)
     for back in range(begin, end, N):
         at = begin + (end - 1 - begin) // N * N - (back - begin) + tl.arange(0, N)
         x = tl.load(INSIDE + at, mask=at < end, other=0.0).to(tl.float64)
@@ -764,7 +761,7 @@ def update_state(s, rows, prepared, config=None):
     values = TensorDescriptor.from_tensor(prepared["values"], [c.BN, s.D])
     update_state_kernel[(s.B * s.HKV * s.chunks * tiles // 4,)](
         prepared["xt"], values, U, s.layout.parts, s.layout.groups, s.layout.scalars, down, s.T, s.TP, s.chunk, rows,
-        s.HKV, tiles, s.F, P=s.p, M=M, E=s.D, K=c.BN, PRECISION=s.precision, **_options(c),
+        s.HKV, tiles, s.F, P=s.p, M=M, E=s.D, K=c.BN, PRECISION=s.precision, **c.launch(),
     )  # fmt: skip
     if s.p == 4:
         update_square_kernel[(s.B * s.HKV * s.chunks * triton.cdiv(M, 64) ** 2,)](
@@ -786,7 +783,8 @@ def update_z(s, x, w):
 
 
 def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, reverse=False, final=False):
-    """X [B * Hkv, chunks, F] becomes, in place, the states before each chunk (after, with reverse).
+    """X [B * Hkv, chunks, F] becomes, in place, the states before each chunk (after, with reverse). Without unit_x it
+    is float32, in units of one, and s need not be given.
 
     Returns (unit, final, carried): by what the states are multiplied [B * Hkv, chunks], the state after all, float32
     [B * Hkv, F] if wanted, and if there is an `other` the sums for the gates' gradient [B * Hkv, chunks, blocks].
@@ -798,16 +796,17 @@ def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, re
     unit = _empty(X, BH, n) if scaled else None
     last = _empty(X, BH, F) if final else None
     carried = None if other is None else _empty(X, BH, n, blocks)
+    most, FS, p, E = (s.most, s.FS, s.p, s.D) if scaled else (1.0, F, 2, 64)
     bound = None if initial is None or not scaled else initial.abs().amax(1)
     discumsum_kernel[(BH * blocks,)](
         X, unit_x, unit, whole, initial, bound, last, other, unit_other, s.layout.orders if scaled else None, carried,
-        s.most / 2.0**15, s.most, n, F, s.FS, P=s.p, E=s.D, N=N, SCALED=scaled, GATED=whole is not None,
+        most / 2.0**15, most, n, F, FS, P=p, E=E, N=N, SCALED=scaled, GATED=whole is not None,
         REVERSE=reverse, STAGES=DISCUMSUM[2], num_warps=DISCUMSUM[1],
     )  # fmt: skip
     return unit, last, carried
 
 
-def query_state(s, prepared, S, unit_s, skip, factor=None, out=None, x=None, Z=None, decay=None, config=None):
+def query_state(s, prepared, S, unit_s, skip, out=None, x=None, Z=None, decay=None, config=None):
     """phi(x) S for every row: (num [B, T, H, E], den [B, H, T padded]) float32; or added to `out`."""
     sums = out is None
     rows = prepared["xt"].shape[0] // s.B
@@ -818,10 +817,10 @@ def query_state(s, prepared, S, unit_s, skip, factor=None, out=None, x=None, Z=N
     c = config or choose("query_state", s.q, s.p)
     states = TensorDescriptor.from_tensor(S.view(-1, s.D), [c.BN, s.D])
     query_state_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
-        prepared["xt"], states, S, unit_s, prepared["factor"] if factor is None else factor, s.layout.parts,
-        s.layout.scalars, out, x, Z, decay, den, x.stride() if sums else None, s.T, s.TP, s.chunk, rows, s.HKV,
+        prepared["xt"], states, S, unit_s, prepared["factor"], s.layout.parts, s.layout.scalars,
+        out, x, Z, decay, den, x.stride() if sums else None, s.T, s.TP, s.chunk, rows, s.HKV,
         s.layout.tiles, len(s.layout.parts), skip, s.F, P=s.p, D=s.D, E=s.D, M=s.layout.M, BM=c.BM, TILES=c.BN // 64,
-        SUMS=sums, GATED=decay is not None, PRECISION=s.precision, **_options(c),
+        SUMS=sums, GATED=decay is not None, PRECISION=s.precision, **c.launch(),
     )  # fmt: skip
     return out, den
 
@@ -836,23 +835,19 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, confi
             prepared["xt"], prepared["rows"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"],
             prepared["weight"], s.layout.where, s.layout.scalars, s.layout.lists, s.layout.factors, out, x, read,
             x.stride(), s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, s.F, D=s.D, E=s.D, M=s.layout.M,
-            BM=c.BM, GATED=gated, PRECISION=s.precision, **_options(c),
+            BM=c.BM, GATED=gated, PRECISION=s.precision, **c.launch(),
         )  # fmt: skip
         return read
     query_gradient_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
         prepared["xt"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"], s.layout.where, out, x,
         Z, weight, read, x.stride(), s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, D=s.D, E=s.D,
-        BM=c.BM, WEIGHTED=weight is not None, GATED=gated, PRECISION=s.precision, **_options(c),
+        BM=c.BM, WEIGHTED=weight is not None, GATED=gated, PRECISION=s.precision, **c.launch(),
     )  # fmt: skip
     return read
 
 
 DISCUMSUM = (1024, 2, 3)  # entries of a program, warps, chunks in flight
 PREPARE = (64, 4)  # rows at a time, warps
-
-
-def _options(c):
-    return dict(num_warps=c.warps, num_stages=c.stages, **({"maxnreg": c.maxnreg} if c.maxnreg else {}))
 
 
 def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
@@ -871,7 +866,7 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
         Z = Z_last = None
         if p == 2:
             Z = update_z(s, k, out)
-            _, Z_last, _ = discumsum(s, Z, None, whole, Z0, final=final)
+            _, Z_last, _ = discumsum(None, Z, None, whole, Z0, final=final)
         del keys
         queries = prepare(s, q, decay=into)
         skip = 0 if initial is None else -1
@@ -898,7 +893,7 @@ def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chun
         if p == 2:
             dZ = update_z(s, q, queries["weight"])
             _, dZ0, carried_z = discumsum(
-                s, dZ, None, whole, dZ_last, None if log_g is None else Z, None, True, initial
+                None, dZ, None, whole, dZ_last, None if log_g is None else Z, None, True, initial
             )
         gated = log_g is not None
         skip = -1 if initial else 0
@@ -928,10 +923,10 @@ def from_canonical(S, z, p):
     return (S.contiguous(), Z.contiguous()) if p == 2 else (torch.cat((S, Z), 1), None)
 
 
-def to_canonical(S, Z, q, k, p):
-    """The inverse of `from_canonical`."""
-    B, HKV, D = q.shape[0], k.shape[2], q.shape[3]
-    x = layout(D, p, q.device)
+def to_canonical(S, Z, B, D, p):
+    """The inverse of `from_canonical`, for B sequences."""
+    HKV = S.shape[0] // B
+    x = layout(D, p, S.device)
     if p == 4:
         S, Z = S.split((x.tiles * TILE * D, x.M**2), 1)
     S = S.reshape(B, HKV, -1, D)[:, :, x.rows] * x.root[:, None]

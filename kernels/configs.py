@@ -25,6 +25,10 @@ class Config(NamedTuple):
     stages: int  # tiles in flight
     maxnreg: int = 0  # registers a thread at most; 0: the compiler decides
 
+    def launch(self):
+        """Triton's options of a launch."""
+        return dict(num_warps=self.warps, num_stages=self.stages, **({"maxnreg": self.maxnreg} if self.maxnreg else {}))
+
 
 # (kernel, dtype) -> [(largest head dimension, Config), ...]
 SAFE = {

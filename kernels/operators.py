@@ -10,8 +10,6 @@ the kernels; here states are float32, in the order of `symmetric_power_embedding
 timed and used alone. Each is one operator forward and one backward, opaque to torch.compile, differentiable once.
 """
 
-from types import SimpleNamespace
-
 import torch
 from torch.nn.functional import logsigmoid, pad
 
@@ -171,8 +169,7 @@ def _scan(u, log_G, first, other=None, reverse=False):
     x = rows(u)  # becomes the states
     x = x.clone() if x.data_ptr() == u.data_ptr() else x
     with _on(u.device):
-        s = SimpleNamespace(p=2, D=64, FS=64, most=1.0)  # of states in other units than one, which these are not
-        _, last, carried = chunked.discumsum(s, x, None, whole, initial, other, None, reverse, final=True)
+        _, last, carried = chunked.discumsum(None, x, None, whole, initial, other, None, reverse, final=True)
     if carried is not None:
         carried = carried.double().sum(2).view(B, HKV, n).transpose(1, 2)
     x, last = x[..., :size].contiguous(), last[:, :size].contiguous()
@@ -255,8 +252,7 @@ def _sums(s, rows, prepared, x, weight):
     """Each chunk's sums of x [B, T, rows, D] as `prepared`: S [B, n, Hkv, Dphi, D], z. weight: for p = 2, that of z."""
     S = chunked.update_state(s, rows, prepared).float().mul_((s.most / 2**15 / prepared["unit_v"]).unsqueeze(2))
     Z = chunked.update_z(s, x, weight).flatten(0, 1) if s.p == 2 else None
-    by_chunk = x.new_empty(s.B * s.HKV, 0, s.chunks, s.D)  # chunks where else heads are
-    S, z = chunked.to_canonical(S.flatten(0, 1), Z, by_chunk, by_chunk, s.p)
+    S, z = chunked.to_canonical(S.flatten(0, 1), Z, s.B * s.HKV, s.D, s.p)  # chunks where else heads are
     return tuple(x.unflatten(0, (s.B, s.HKV)).transpose(1, 2) for x in (S, z))
 
 

@@ -109,7 +109,7 @@ def _chunked(
     initial = None if S0 is None else chunked.from_canonical(S0, z0, p)
     y, saved, last = chunked.forward(q, k, v, log_g, initial, p=p, chunk=chunk, final=final)
     empty = lambda: q.new_empty(0, dtype=torch.float32)
-    S, z = chunked.to_canonical(*last, q, k, p) if final else (empty(), empty())
+    S, z = chunked.to_canonical(*last, q.shape[0], q.shape[3], p) if final else (empty(), empty())
     l, states, unit, Z = saved
     return y, l, states, unit, empty() if Z is None else Z, S, z
 
@@ -136,7 +136,7 @@ def _chunked_backward(
     final = None if dS is None else chunked.from_canonical(dS, dz, p)
     *grads, dlog_g, first = chunked.backward(dy, q, k, v, log_g, y, (l, S, unit, Z), final, initial, p=p, chunk=chunk)
     empty = lambda: q.new_empty(0, dtype=torch.float32)
-    states = chunked.to_canonical(*first, q, k, p) if initial else (empty(), empty())
+    states = chunked.to_canonical(*first, q.shape[0], q.shape[3], p) if initial else (empty(), empty())
     return *grads, empty() if dlog_g is None else dlog_g, *states
 
 

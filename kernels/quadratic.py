@@ -490,6 +490,14 @@ def _max(a, b):
     return tl.maximum(a, b)
 
 
+@triton.jit
+def _log_gates(LOG_G, g_t, at, T):
+    """(log_g of the tokens `at` in float64, 0 for -inf and from T on, and where it is -inf)"""
+    log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0).to(tl.float64)
+    reset = log_g == float("-inf")
+    return tl.where(reset, 0.0, log_g), reset
+
+
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "HKV"])
 def gates_kernel(
     LOG_G, C, FIRST, E, C_START, C_END, OPENED, g_b, g_t, g_h, T, HKV,
@@ -511,9 +519,8 @@ def gates_kernel(
     C_START, C_END, OPENED = _at_head_32(C_START, T, bh), _at_head_32(C_END, T, bh), _at_head_32(OPENED, T, bh)
     written = at < tl.cdiv(T, 128) * 128
 
-    log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0).to(tl.float64)
-    reset = log_g == float("-inf")
-    c = tl.associative_scan(tl.where(reset, 0.0, log_g), 0, _add)
+    log_g, reset = _log_gates(LOG_G, g_t, at, T)
+    c = tl.associative_scan(log_g, 0, _add)
     first = tl.associative_scan(tl.where(reset if BEFORE else reset | (at == 0), at, -1), 0, _max)
     tl.store(C + at, (c - _ends(c, 128)[0]).to(tl.float32), written)
     tl.store(FIRST + at, tl.maximum(first - at // 128 * 128, -1).to(tl.int8), written)
@@ -705,9 +712,8 @@ def _heads_together(T, heads):
 
 
 def _options(c, q, p, log_g, normalize):
-    options = dict(num_warps=c.warps, num_stages=c.stages, **({"maxnreg": c.maxnreg} if c.maxnreg else {}))
     sizes = dict(P=p, D=q.shape[-1], BM=c.BM, BN=c.BN)
-    return dict(**sizes, GATED=log_g is not None, NORMALIZE=normalize, PRECISION=PRECISION[q.dtype], **options)
+    return dict(**sizes, GATED=log_g is not None, NORMALIZE=normalize, PRECISION=PRECISION[q.dtype], **c.launch())
 
 
 def _on(device):
