@@ -454,8 +454,9 @@ def _rows_of_block(block, T, CHUNK, H, HKV, BM: tl.constexpr):
 
 @triton.jit
 def _row_features(x, s, N: tl.constexpr, TILES: tl.constexpr):
-    """x [N, 64], s [4 TILES, N] -> [N, 64 TILES]: the entries of each slot times a scalar of the row."""
-    return (x.reshape([N, 1, 8, 4, 2]) * tl.trans(s).reshape([N, TILES, 1, 4, 1])).reshape([N, 64 * TILES])
+    """x [N, 64], s [N, 4 TILES] -> [N, 64 TILES]: the entries of each slot times a scalar of the row."""
+    s = s.reshape([N, TILES, 4])[:, :, None, :, None]
+    return (x.reshape([N, 1, 8, 4, 2]) * s).reshape([N, 64 * TILES])
 
 
 @triton.jit
@@ -497,7 +498,7 @@ def query_state_kernel(
         x = tl.dot(x, _diagonal(orders, 64).to(x.dtype), input_precision=PRECISION).to(x.dtype)
         for i in range(0, count, TILES):
             s = S.load([at + i * 64, 0])
-            by = tl.load(XT + (scalars + i)[:, None] * TP + row[None, :])
+            by = tl.load(XT + (scalars + i)[None, :] * TP + row[:, None])
             acc = tl.dot(_row_features(x, by, BM, TILES), s, acc, input_precision=PRECISION)
         at += count * 64
     factor = tl.load(FACTOR + tl.cast(bh, tl.int64) * TP + row) / tl.load(UNIT_S + state)
@@ -540,7 +541,7 @@ def _added_up(x, at, D: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def _part_gradient(
     v, XT, S, at, PART, SLICES, DX, row, TP, P: tl.constexpr, BM: tl.constexpr, COMMON: tl.constexpr,
-    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One part's share of the gradient to x, added to DX: a feature is an entry times a scalar, so with G = v S^T for a
     tile's 64 features the entries get G times the scalars, the scalars the sum of G times the entries."""
@@ -553,16 +554,16 @@ def _part_gradient(
     slot, line = tl.arange(0, 4), tl.arange(0, BM)
     scalars = tl.load(PART + 4 + slot)
     wanted = tl.load(PART + 8 + slot) != (1 if P == 2 else 0)
+    first = DX + tl.load(PART + 4) * BM + line
     dx = tl.zeros([BM, 8, 4, 2], tl.float32)
-    for i in range(tl.load(PART + 12)):
+    for i in tl.range(tl.load(PART + 12), num_stages=STAGES):
         s = S.load([at + i * 64, 0])
-        by = tl.trans(tl.load(XT + (scalars + i)[:, None] * TP + row[None, :])).to(tl.float32)
+        by = tl.load(XT + (scalars + i)[None, :] * TP + row[:, None])
         g = tl.dot(v, tl.trans(s), input_precision=PRECISION).reshape([BM, 8, 4, 2])
-        dx += g * by[:, None, :, None]
-        ds = tl.sum(tl.sum(g * x, 3), 1)
+        dx += g * by.to(tl.float32)[:, None, :, None]
+        ds = tl.sum(tl.sum(g * x, 1), 2)
         if COMMON:
-            to = DX + (tl.load(PART + 4) + i) * BM + line
-            tl.atomic_add(to, tl.sum(ds, 1), sem="relaxed")
+            tl.atomic_add(first + i * BM, tl.sum(ds, 1), sem="relaxed")
         else:
             to = DX + (scalars + i)[None, :] * BM + line[:, None]
             tl.atomic_add(to, ds, mask=wanted[None, :], sem="relaxed")
@@ -574,7 +575,7 @@ def _part_gradient(
 def query_gradient_kernel(
     XT, ROWS, VALUES, S, SQUARE, UNIT_S, UNIT_V, UNIT_X, PARTS, SLICES, FACTORS, DX, OUT, X, Z, WEIGHT, READ, x_s, T,
     TP, CHUNK, H, HKV, tiles, common, parts, skip, F, blocks, P: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    M: tl.constexpr, BM: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, BM: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Blocks of BM rows, one after the other, of the gradient to each row x of what it reads from a state (gives to it),
     phi(x) S VALUES^T + WEIGHT x^T Z x, added to what OUT has; with gates also what that is, in READ: by Euler's
@@ -591,11 +592,11 @@ def query_gradient_kernel(
         first = state * (F // E)
         for number in range(common if chunk != skip else 0):
             part = PARTS + number * 16
-            _part_gradient(v, x_of, S, first, part, SLICES, DX, row, TP, P, BM, True, PRECISION)
+            _part_gradient(v, x_of, S, first, part, SLICES, DX, row, TP, P, BM, True, STAGES, PRECISION)
             first += tl.load(part + 12) * 64
         for number in range(common, parts if chunk != skip else 0):
             part = PARTS + number * 16
-            _part_gradient(v, x_of, S, first, part, SLICES, DX, row, TP, P, BM, False, PRECISION)
+            _part_gradient(v, x_of, S, first, part, SLICES, DX, row, TP, P, BM, False, STAGES, PRECISION)
             first += tl.load(part + 12) * 64
         tl.debug_barrier()  # what other threads have added
         if P == 2:
@@ -809,7 +810,7 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, confi
         prepared["xt"], prepared["rows"], prepared["values"], states, S, unit_s, prepared["unit_v"], prepared["unit_x"],
         s.layout.parts, s.layout.slices, s.layout.factors, dx, out, x, Z, weight, read, x.stride(), s.T, s.TP, s.chunk,
         rows, s.HKV, s.layout.tiles, s.layout.common, len(s.layout.parts), skip, s.F, blocks, P=s.p, D=s.D, E=s.D,
-        M=s.layout.M, BM=c.BM, GATED=gated, PRECISION=s.precision, **c.launch(),
+        M=s.layout.M, BM=c.BM, GATED=gated, STAGES=c.stages, PRECISION=s.precision, **c.launch(),
     )  # fmt: skip
     return read
 
