@@ -1,6 +1,5 @@
 """The chunked form of power attention in Triton: cost linear in the context."""
 
-import functools
 import math
 
 import torch
@@ -270,30 +269,38 @@ def products_kernel(XT, OUT, FACTORS, TP, D: tl.constexpr, M: tl.constexpr, N: t
 
 
 @triton.jit
-def _entries(part, SLICES, P: tl.constexpr):
-    """[64]: which entries of x a part's tiles have, row by row."""
-    row = tl.arange(0, 64)
-    at = tl.load(part + row // 2 % 4) + row // 8 * 2 + row % 2
-    return at if P == 2 else tl.load(SLICES + at)
+def _column_features(x, s, K: tl.constexpr):
+    """x [64, K], s [4, K] -> [64, K]: each 16 rows times a scalar of the token."""
+    return (x.reshape([4, 16, K]) * s[:, None, :]).reshape([64, K])
 
 
-@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "groups", "F"])
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "F"])
 def update_state_kernel(
-    XT, VALUES, U, PARTS, GROUPS, SLICES, down, T, TP, CHUNK, H, HKV, groups, F,
-    P: tl.constexpr, M: tl.constexpr, E: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr,
+    XT, VALUES, U, PARTS, GROUPS, SCALARS, down, T, TP, CHUNK, H, HKV, tiles, F,
+    P: tl.constexpr, M: tl.constexpr, E: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """TILES tiles of one chunk's state: the sum over its tokens of phi(x) VALUES, times `down`."""
+    """Four tiles of one chunk's state: the sum over its tokens of phi(x) VALUES, times `down`."""
     TP = TP // 256 * 256
+    groups = tiles // 4
     chunks = tl.cdiv(T, CHUNK)
     at = tl.program_id(0) // groups
     bh, chunk = at // chunks, at % chunks
     heads = H // HKV
-    group = GROUPS + tl.program_id(0) % groups * 2
-    part, i = PARTS + tl.load(group) * 16, tl.load(group + 1)
-    entries = _entries(part, SLICES, P)
-    of_tile = tl.arange(0, 4 * TILES)
-    scalars = tl.minimum(tl.load(part + 4 + of_tile % 4) + i + of_tile // 4, M - 1)
-    acc = tl.zeros([64 * TILES, E], tl.float32)
+    number = tl.program_id(0) % groups
+    part = PARTS + tl.load(GROUPS + number * 2) * 16
+    i = tl.load(GROUPS + number * 2 + 1)
+    entry = tl.arange(0, 64)
+    slices = tl.load(part + entry // 16) + entry % 16
+    scalars = tl.load(part + 4 + tl.arange(0, 4)) + i
+    scalars1, scalars2, scalars3 = scalars + 1, scalars + 2, scalars + 3
+    if P > 2:
+        scalars, scalars1 = tl.load(SCALARS + scalars), tl.load(SCALARS + scalars1)
+        scalars2, scalars3 = tl.load(SCALARS + scalars2), tl.load(SCALARS + scalars3)
+
+    acc0 = tl.zeros([64, E], tl.float32)
+    acc1 = tl.zeros([64, E], tl.float32)
+    acc2 = tl.zeros([64, E], tl.float32)
+    acc3 = tl.zeros([64, E], tl.float32)
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP)
     for head in range(heads):
         row = bh // HKV * H + bh % HKV * heads + head
@@ -301,14 +308,21 @@ def update_state_kernel(
         for start in range(begin, end, K):
             t = (start // K * K + tl.arange(0, K))[None, :]
             v = VALUES.load([row * TP + start, 0])
-            x = tl.load(x_of + entries[:, None] * TP + t)
-            s = tl.load(x_of + scalars[:, None] * TP + t)
-            phi = x.reshape([1, 8, 4, 2, K]) * s.reshape([TILES, 1, 4, 1, K])
-            acc = tl.dot(phi.reshape([64 * TILES, K]), v, acc, input_precision=PRECISION)
-    row = tl.arange(0, 64 * TILES)
-    U += tl.cast(at, tl.int64) * F + (tl.load(part + 13) + i) * (64 * E)
-    to = U + row[:, None] * E + tl.arange(0, E)[None, :]
-    tl.store(to, (acc * down).to(U.dtype.element_ty), i + row[:, None] // 64 < tl.load(part + 12))
+            x = tl.load(x_of + slices[:, None] * TP + t)
+            s0 = tl.load(x_of + scalars[:, None] * TP + t)
+            acc0 = tl.dot(_column_features(x, s0, K), v, acc0, input_precision=PRECISION)
+            s1 = tl.load(x_of + scalars1[:, None] * TP + t)
+            acc1 = tl.dot(_column_features(x, s1, K), v, acc1, input_precision=PRECISION)
+            s2 = tl.load(x_of + scalars2[:, None] * TP + t)
+            acc2 = tl.dot(_column_features(x, s2, K), v, acc2, input_precision=PRECISION)
+            s3 = tl.load(x_of + scalars3[:, None] * TP + t)
+            acc3 = tl.dot(_column_features(x, s3, K), v, acc3, input_precision=PRECISION)
+    U += tl.cast(at, tl.int64) * F + number * (256 * E)
+    to = U + tl.arange(0, 64)[:, None] * E + tl.arange(0, E)[None, :]
+    tl.store(to, (acc0 * down).to(U.dtype.element_ty))
+    tl.store(to + 64 * E, (acc1 * down).to(U.dtype.element_ty))
+    tl.store(to + 128 * E, (acc2 * down).to(U.dtype.element_ty))
+    tl.store(to + 192 * E, (acc3 * down).to(U.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV"])
@@ -444,19 +458,21 @@ def discumsum_kernel(
 
 
 @triton.jit
-def _rows_of_block(block, T, CHUNK, H, HKV, BM: tl.constexpr):
+def _rows_of_program(T, CHUNK, H, HKV, BM: tl.constexpr):
     """(sequence and head, sequence, head, the first of BM rows, their chunk, the number of its state)"""
     blocks = tl.cdiv(T, BM)
-    bh, lo = block // blocks, block % blocks * BM
+    bh, lo = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BM
     b, h, chunk = bh // H, bh % H, lo // CHUNK
     return bh, b, h, lo, chunk, (b * HKV + h // (H // HKV)) * tl.cdiv(T, CHUNK) + chunk
 
 
 @triton.jit
 def _row_features(x, s, N: tl.constexpr, TILES: tl.constexpr):
-    """x [N, 64], s [N, 4 TILES] -> [N, 64 TILES]: the entries of each slot times a scalar of the row."""
-    s = s.reshape([N, TILES, 4])[:, :, None, :, None]
-    return (x.reshape([N, 1, 8, 4, 2]) * s).reshape([N, 64 * TILES])
+    """x [N, 64], s [4 TILES, N] -> [N, 64 TILES]: each 16 columns times a scalar of the row."""
+    if TILES == 1:
+        return (x.reshape([N, 4, 16]) * tl.trans(s)[:, :, None]).reshape([N, 64])
+    else:
+        return (x.reshape([N, 1, 4, 16]) * tl.trans(s).reshape([N, TILES, 4, 1])).reshape([N, 64 * TILES])
 
 
 @triton.jit
@@ -475,30 +491,33 @@ def _square_times(XT, Z, m, row, TP, M: tl.constexpr, BM: tl.constexpr, PRECISIO
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "parts", "skip", "F"])
 def query_state_kernel(
-    XT, S, SQUARE, UNIT_S, FACTOR, PARTS, SLICES, OUT, X, Z, DECAY, DEN, x_s, T, TP, CHUNK, H, HKV, tiles, parts,
+    XT, S, SQUARE, UNIT_S, FACTOR, PARTS, SCALARS, OUT, X, Z, DECAY, DEN, x_s, T, TP, CHUNK, H, HKV, tiles, parts,
     skip, F, P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
     TILES: tl.constexpr, SUMS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BM rows of phi(x) S, for the state S before (or after) their chunk. With SUMS the numerators, in OUT, and the
     denominators, in DEN, of queries that are scaled to [1, 2); else added to what OUT has."""
     TP, F = TP // 256 * 256, F // 64 * 64
-    bh, b, h, lo, chunk, state = _rows_of_block(tl.program_id(0), T, CHUNK, H, HKV, BM)
+    bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM)
     row = lo + tl.arange(0, BM)
     XT += tl.cast(bh, tl.int64) * M * TP
-    of_tile = tl.arange(0, 4 * TILES)
+    entry = tl.arange(0, 64)
     acc = tl.zeros([BM, E], tl.float32)
     at = state * (F // E)
     for number in range(parts if chunk != skip else 0):
         part = PARTS + number * 16
-        entries = _entries(part, SLICES, P)
-        scalars = tl.load(part + 4 + of_tile % 4) + of_tile // 4
-        orders = tl.load(part + 8 + tl.arange(0, 64) // 2 % 4)
+        slices = tl.load(part + entry // 16) + entry % 16
+        scalars = tl.load(part + 4 + tl.arange(0, 4 * TILES) % 4) + tl.arange(0, 4 * TILES) // 4
+        orders = tl.load(part + 8 + entry // 16)
         count = tl.load(part + 12)
-        x = tl.trans(tl.load(XT + entries[:, None] * TP + row[None, :]))
+        x = tl.trans(tl.load(XT + slices[:, None] * TP + row[None, :]))
         x = tl.dot(x, _diagonal(orders, 64).to(x.dtype), input_precision=PRECISION).to(x.dtype)
         for i in range(0, count, TILES):
             s = S.load([at + i * 64, 0])
-            by = tl.load(XT + (scalars + i)[None, :] * TP + row[:, None])
+            scalar = scalars + i
+            if P > 2:
+                scalar = tl.load(SCALARS + scalar)
+            by = tl.load(XT + scalar[:, None] * TP + row[None, :])
             acc = tl.dot(_row_features(x, by, BM, TILES), s, acc, input_precision=PRECISION)
         at += count * 64
     factor = tl.load(FACTOR + tl.cast(bh, tl.int64) * TP + row) / tl.load(UNIT_S + state)
@@ -532,113 +551,123 @@ def query_state_kernel(
 
 
 @triton.jit
+def _one_gradient(v, x, S, WHERE, acc, E: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + (v x) S_i^T, for the rows S_i of the state that hold the products of one entry, x, with others"""
+    where = tl.load(WHERE)
+    s = tl.load(S + where[:, None] * E + tl.arange(0, E)[None, :])
+    return tl.dot(v * x[:, None], tl.trans(s), acc, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "skip"])
+def query_gradient_kernel(
+    XT, VALUES, S, UNIT_S, UNIT_V, UNIT_X, WHERE, OUT, X, Z, WEIGHT, READ, x_s, T, TP, CHUNK, H, HKV, tiles, skip,
+    D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, WEIGHTED: tl.constexpr, GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BM rows of the gradient of phi(x) S VALUES^T + w x^T Z x to x, p = 2, added to what OUT has; with gates also x
+    times that gradient over p, what the row read from (gave to) the state, in READ."""
+    TP = TP // 256 * 256
+    bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM)
+    row = lo + tl.arange(0, BM)
+    e, d = tl.arange(0, E), tl.arange(0, D)
+    at = tl.cast(bh, tl.int64) * TP + row
+    XT += tl.cast(bh, tl.int64) * D * TP
+    S += tl.cast(state, tl.int64) * tiles * (64 * E)
+    v = tl.load(VALUES + at[:, None] * E + e[None, :])
+    # VALUES times an entry of x must stay within float16
+    v = tl.dot(v, _diagonal(tl.full([E], 1 / 256, tl.float32), E).to(v.dtype), input_precision=PRECISION).to(v.dtype)
+    acc = tl.zeros([BM, D], tl.float32)
+    where = WHERE + d
+    for i in range(0, D if chunk != skip else 0, 4):
+        x = tl.trans(tl.load(XT + (i + tl.arange(0, 4))[:, None] * TP + row[None, :])).reshape([BM, 2, 2])
+        even, odd = tl.split(x)
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        acc = _one_gradient(v, x0, S, where + i * D, acc, E, PRECISION)
+        acc = _one_gradient(v, x1, S, where + i * D + D, acc, E, PRECISION)
+        acc = _one_gradient(v, x2, S, where + i * D + 2 * D, acc, E, PRECISION)
+        acc = _one_gradient(v, x3, S, where + i * D + 3 * D, acc, E, PRECISION)
+    acc *= (512 * tl.load(UNIT_X + at) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
+    x = _rows(X, x_s, b, lo, h, T, BM, D)
+    z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
+    zx = _times(x, z, tl.zeros([BM, D], tl.float32), PRECISION)
+    if WEIGHTED:
+        zx *= tl.load(WEIGHT + at)[:, None]
+    acc += 2 * zx
+    if GATED:
+        tl.store(READ + at, 0.5 * tl.sum(acc * x.to(tl.float32), 1))
+    to = (tl.cast(b, tl.int64) * T + lo) * H + h
+    to = OUT + to * D + tl.arange(0, BM)[:, None] * (H * D) + d[None, :]
+    mask = row[:, None] < T
+    acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, acc.to(OUT.dtype.element_ty), mask)
+
+
+@triton.jit
 def _added_up(x, at, D: tl.constexpr, PRECISION: tl.constexpr):
     """[BM, D]: the sums of the columns of x [BM, 64] with the same number in `at` [64]; D is none."""
     places = (at[:, None] == tl.arange(0, D)[None, :]).to(x.dtype)
     return tl.dot(x, places, input_precision=PRECISION)
 
 
-@triton.jit
-def _part_gradient(
-    v, XT, S, at, PART, SLICES, DX, row, TP, P: tl.constexpr, BM: tl.constexpr, COMMON: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "skip", "F"])
+def query_gradient_of_products_kernel(
+    XT, ROWS, VALUES, S, UNIT_S, UNIT_V, UNIT_X, WEIGHT, WHERE, SCALARS, LISTS, FACTORS, OUT, X, READ, x_s, T, TP,
+    CHUNK, H, HKV, tiles, skip, F, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One part's share of the gradient to x, added to DX: a feature is an entry times a scalar, so with G = v S^T for a
-    tile's 64 features the entries get G times the scalars, the scalars the sum of G times the entries."""
-    entries = _entries(PART, SLICES, P)
-    orders = tl.load(PART + 8 + tl.arange(0, 64) // 2 % 4)
-    x = tl.trans(tl.load(XT + entries[:, None] * TP + row[None, :])).to(tl.float32)
-    if P == 2:  # a slice with itself: as entries get all, there is nothing left for scalars
-        x *= (2 * orders - 2)[None, :]
-    x = x.reshape([BM, 8, 4, 2])
-    slot, line = tl.arange(0, 4), tl.arange(0, BM)
-    scalars = tl.load(PART + 4 + slot)
-    wanted = tl.load(PART + 8 + slot) != (1 if P == 2 else 0)
-    first = DX + tl.load(PART + 4) * BM + line
-    dx = tl.zeros([BM, 8, 4, 2], tl.float32)
-    for i in tl.range(tl.load(PART + 12), num_stages=STAGES):
-        s = S.load([at + i * 64, 0])
-        by = tl.load(XT + (scalars + i)[None, :] * TP + row[:, None])
-        g = tl.dot(v, tl.trans(s), input_precision=PRECISION).reshape([BM, 8, 4, 2])
-        dx += g * by.to(tl.float32)[:, None, :, None]
-        ds = tl.sum(tl.sum(g * x, 1), 2)
-        if COMMON:
-            tl.atomic_add(first + i * BM, tl.sum(ds, 1), sem="relaxed")
-        else:
-            to = DX + (scalars + i)[None, :] * BM + line[:, None]
-            tl.atomic_add(to, ds, mask=wanted[None, :], sem="relaxed")
-    to = DX + entries[None, :] * BM + line[:, None]
-    tl.atomic_add(to, dx.reshape([BM, 64]) * (2 if P == 2 else 1), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "common", "parts", "skip", "F", "blocks"])
-def query_gradient_kernel(
-    XT, ROWS, VALUES, S, SQUARE, UNIT_S, UNIT_V, UNIT_X, PARTS, SLICES, FACTORS, DX, OUT, X, Z, WEIGHT, READ, x_s, T,
-    TP, CHUNK, H, HKV, tiles, common, parts, skip, F, blocks, P: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    M: tl.constexpr, BM: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Blocks of BM rows, one after the other, of the gradient to each row x of what it reads from a state (gives to it),
-    phi(x) S VALUES^T + WEIGHT x^T Z x, added to what OUT has; with gates also what that is, in READ: by Euler's
-    theorem x times the gradient over P. DX: this program's gradients to x's entries, zeros before and after."""
+    """The same for p = 4, of phi(x) S VALUES^T + WEIGHT x^T Z x for the products x of the row's entries: to 64 entries
+    of x at a time, from there to the row. A feature is an entry times a scalar: first to entries, then to scalars."""
     TP, F = TP // 256 * 256, F // 64 * 64
-    line, d = tl.arange(0, BM), tl.arange(0, D)
-    DX += tl.program_id(0) * (M * BM)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        bh, b, h, lo, chunk, state = _rows_of_block(block, T, CHUNK, H, HKV, BM)
-        row = lo + line
-        at = tl.cast(bh, tl.int64) * TP + row
-        x_of = XT + tl.cast(bh, tl.int64) * M * TP
-        v = tl.load(VALUES + at[:, None] * E + tl.arange(0, E)[None, :])
-        first = state * (F // E)
-        for number in range(common if chunk != skip else 0):
-            part = PARTS + number * 16
-            _part_gradient(v, x_of, S, first, part, SLICES, DX, row, TP, P, BM, True, STAGES, PRECISION)
-            first += tl.load(part + 12) * 64
-        for number in range(common, parts if chunk != skip else 0):
-            part = PARTS + number * 16
-            _part_gradient(v, x_of, S, first, part, SLICES, DX, row, TP, P, BM, False, STAGES, PRECISION)
-            first += tl.load(part + 12) * 64
-        tl.debug_barrier()  # what other threads have added
-        if P == 2:
-            to = DX + d[None, :] * BM + line[:, None]
-            acc = tl.load(to, cache_modifier=".cg")
-            tl.store(to, tl.zeros([BM, D], tl.float32))
+    bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM)
+    row = lo + tl.arange(0, BM)
+    at = tl.cast(bh, tl.int64) * TP + row
+    XT += tl.cast(bh, tl.int64) * M * TP
+    ROWS += tl.cast(bh, tl.int64) * D * TP
+    S += tl.cast(state, tl.int64) * F
+    v = tl.load(VALUES + at[:, None] * E + tl.arange(0, E)[None, :])
+    v = tl.dot(v, _diagonal(tl.full([E], 1 / 32, tl.float32), E).to(v.dtype), input_precision=PRECISION).to(v.dtype)
+    weight = tl.load(WEIGHT + at) * (tl.load(UNIT_V + state) * (1 / 16))  # of the square both factors, so twice
+    steps: tl.constexpr = (M + 63) // 64
+    acc = tl.zeros([BM, D], tl.float32)
+    for step in range(2 * steps if chunk != skip else 0):
+        first = tl.load(LISTS + 2 * step)
+        last = tl.load(LISTS + 2 * step + 1)
+        m = step % steps * 64 + tl.arange(0, 64)
+        inside = m < M
+        where = WHERE + step // steps * (M * M) + tl.where(inside, m, 0)
+        scalars = SCALARS + step // steps * M
+        dx = tl.zeros([BM, 64], tl.float32)
+        for n in range(first, last, 4):
+            x = tl.load(XT + tl.load(scalars + n + tl.arange(0, 4))[:, None] * TP + row[None, :])
+            even, odd = tl.split(tl.trans(x).reshape([BM, 2, 2]))
+            x0, x2 = tl.split(even)
+            x1, x3 = tl.split(odd)
+            dx = _one_gradient(v, x0, S, where + n * M, dx, E, PRECISION)
+            dx = _one_gradient(v, x1, S, where + n * M + M, dx, E, PRECISION)
+            dx = _one_gradient(v, x2, S, where + n * M + 2 * M, dx, E, PRECISION)
+            dx = _one_gradient(v, x3, S, where + n * M + 3 * M, dx, E, PRECISION)
+        if step < steps:
+            zx, _ = _square_times(XT, S + tiles * (64 * E), step * 64, row, TP, M, BM, PRECISION)
+            dx += zx * weight[:, None]
         else:
-            acc = tl.zeros([BM, D], tl.float32)
-            weight = tl.load(WEIGHT + at) * tl.load(UNIT_V + state) * 2  # of the square both factors, so twice
-            rows_of, z = ROWS + tl.cast(bh, tl.int64) * D * TP, SQUARE + tl.cast(state, tl.int64) * F + tiles * (64 * E)
-            for m in range(0, M if chunk != skip else 0, 64):
-                entry = m + tl.arange(0, 64)
-                inside = entry < M
-                to = DX + entry[None, :] * BM + line[:, None]
-                dx = tl.load(to, mask=inside[None, :], other=0.0, cache_modifier=".cg")
-                tl.store(to, tl.zeros([BM, 64], tl.float32), inside[None, :])
-                zx, _ = _square_times(x_of, z, m, row, TP, M, BM, PRECISION)
-                dx += zx * weight[:, None]
-                one = tl.load(FACTORS + entry, mask=inside, other=0)
-                two = tl.load(FACTORS + M + entry, mask=inside, other=0)
-                unit = _unit(tl.max(tl.abs(dx), 1)) * (2.0**10)
-                dx = (dx * unit[:, None]).to(v.dtype)
-                x = tl.trans(tl.load(rows_of + two[:, None] * TP + row[None, :]))
-                d_one = _added_up(dx * x, tl.where(inside, one, D), D, PRECISION)
-                x = tl.trans(tl.load(rows_of + one[:, None] * TP + row[None, :]))
-                acc += (d_one + _added_up(dx * x, tl.where(inside, two, D), D, PRECISION)) / unit[:, None]
-        tl.debug_barrier()
-        acc *= (tl.load(UNIT_X + at) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
+            m = tl.load(SCALARS + m, mask=inside, other=0)
+        one, two = tl.load(FACTORS + m, mask=inside, other=0), tl.load(FACTORS + M + m, mask=inside, other=0)
+        unit = _unit(tl.max(tl.abs(dx), 1)) * (2.0**10)
+        dx = (dx * unit[:, None]).to(v.dtype)
+        x = tl.trans(tl.load(ROWS + two[:, None] * TP + row[None, :]))
+        d = _added_up(dx * x, tl.where(inside, one, D), D, PRECISION)
+        x = tl.trans(tl.load(ROWS + one[:, None] * TP + row[None, :]))
+        acc += (d + _added_up(dx * x, tl.where(inside, two, D), D, PRECISION)) / unit[:, None]
+    acc *= (32 * tl.load(UNIT_X + at) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
+    if GATED:
         x = _rows(X, x_s, b, lo, h, T, BM, D)
-        if P == 2:
-            z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
-            zx = _times(x, z, tl.zeros([BM, D], tl.float32), PRECISION)
-            if WEIGHT is not None:
-                zx *= tl.load(WEIGHT + at)[:, None]
-            acc += 2 * zx
-        if GATED:
-            tl.store(READ + at, (1 / P) * tl.sum(acc * x.to(tl.float32), 1))
-        to = (tl.cast(b, tl.int64) * T + lo) * H + h
-        to = OUT + to * D + line[:, None] * (H * D) + d[None, :]
-        mask = row[:, None] < T
-        acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
-        tl.store(to, acc.to(OUT.dtype.element_ty), mask)
+        tl.store(READ + at, 0.25 * tl.sum(acc * x.to(tl.float32), 1))
+    to = (tl.cast(b, tl.int64) * T + lo) * H + h
+    to = OUT + to * D + tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+    mask = row[:, None] < T
+    acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, acc.to(OUT.dtype.element_ty), mask)
 
 
 # ---- launchers
@@ -728,11 +757,11 @@ def update_state(s, rows, prepared, config=None):
     """The sums of each chunk, [B * Hkv, chunks, F], for `discumsum` to make states of."""
     U = torch.empty(s.B * s.HKV, s.chunks, s.F, dtype=s.half, device=prepared["xt"].device)
     c = config or choose("update_state", s.q, s.p)
-    groups, M, down = s.layout.groups[c.BM // 64], s.layout.M, 2.0**15 / s.most
+    tiles, M, down = s.layout.tiles, s.layout.M, 2.0**15 / s.most
     values = TensorDescriptor.from_tensor(prepared["values"], [c.BN, s.D])
-    update_state_kernel[(s.B * s.HKV * s.chunks * len(groups),)](
-        prepared["xt"], values, U, s.layout.parts, groups, s.layout.slices, down, s.T, s.TP, s.chunk, rows, s.HKV,
-        len(groups), s.F, P=s.p, M=M, E=s.D, K=c.BN, TILES=c.BM // 64, PRECISION=s.precision, **c.launch(),
+    update_state_kernel[(s.B * s.HKV * s.chunks * tiles // 4,)](
+        prepared["xt"], values, U, s.layout.parts, s.layout.groups, s.layout.scalars, down, s.T, s.TP, s.chunk, rows,
+        s.HKV, tiles, s.F, P=s.p, M=M, E=s.D, K=c.BN, PRECISION=s.precision, **c.launch(),
     )  # fmt: skip
     if s.p == 4:
         update_square_kernel[(s.B * s.HKV * s.chunks * triton.cdiv(M, 64) ** 2,)](
@@ -788,7 +817,7 @@ def query_state(s, prepared, S, unit_s, skip, out=None, x=None, Z=None, decay=No
     c = config or choose("query_state", s.q, s.p)
     states = TensorDescriptor.from_tensor(S.view(-1, s.D), [c.BN, s.D])
     query_state_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
-        prepared["xt"], states, S, unit_s, prepared["factor"], s.layout.parts, s.layout.slices,
+        prepared["xt"], states, S, unit_s, prepared["factor"], s.layout.parts, s.layout.scalars,
         out, x, Z, decay, den, x.stride() if sums else None, s.T, s.TP, s.chunk, rows, s.HKV,
         s.layout.tiles, len(s.layout.parts), skip, s.F, P=s.p, D=s.D, E=s.D, M=s.layout.M, BM=c.BM, TILES=c.BN // 64,
         SUMS=sums, GATED=decay is not None, PRECISION=s.precision, **c.launch(),
@@ -801,26 +830,20 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, confi
     rows = x.shape[2]
     read = _empty(S, s.B * rows, s.TP) if gated else None
     c = config or choose("query_gradient", s.q, s.p)
-    weight = prepared["weight"] if s.p == 4 else weight
-    blocks = triton.cdiv(s.T, c.BM) * s.B * rows
-    programs = min(blocks, PROGRAMS * _processors(out.device))
-    dx = torch.zeros(programs, s.layout.M, c.BM, dtype=torch.float32, device=out.device)
-    states = TensorDescriptor.from_tensor(S.view(-1, s.D), [c.BN, s.D])
-    query_gradient_kernel[(programs,)](
-        prepared["xt"], prepared["rows"], prepared["values"], states, S, unit_s, prepared["unit_v"], prepared["unit_x"],
-        s.layout.parts, s.layout.slices, s.layout.factors, dx, out, x, Z, weight, read, x.stride(), s.T, s.TP, s.chunk,
-        rows, s.HKV, s.layout.tiles, s.layout.common, len(s.layout.parts), skip, s.F, blocks, P=s.p, D=s.D, E=s.D,
-        M=s.layout.M, BM=c.BM, GATED=gated, STAGES=c.stages, PRECISION=s.precision, **c.launch(),
+    if s.p == 4:
+        query_gradient_of_products_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
+            prepared["xt"], prepared["rows"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"],
+            prepared["weight"], s.layout.where, s.layout.scalars, s.layout.lists, s.layout.factors, out, x, read,
+            x.stride(), s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, s.F, D=s.D, E=s.D, M=s.layout.M,
+            BM=c.BM, GATED=gated, PRECISION=s.precision, **c.launch(),
+        )  # fmt: skip
+        return read
+    query_gradient_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
+        prepared["xt"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"], s.layout.where, out, x,
+        Z, weight, read, x.stride(), s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, D=s.D, E=s.D,
+        BM=c.BM, WEIGHTED=weight is not None, GATED=gated, PRECISION=s.precision, **c.launch(),
     )  # fmt: skip
     return read
-
-
-PROGRAMS = 4  # of query_gradient, a processor
-
-
-@functools.cache
-def _processors(device):
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 DISCUMSUM = (1024, 2, 3)  # entries of a program, warps, chunks in flight

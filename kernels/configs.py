@@ -19,7 +19,7 @@ SAME_CHIP = dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA G
 
 
 class Config(NamedTuple):
-    BM: int  # queries a tile; for dkdv at most dq's; of update_state features, 64 a tile
+    BM: int  # queries a tile; for dkdv at most dq's; of update_state the features, 64
     BN: int  # keys a tile; for dkdv a multiple of BM; of update_state tokens, of query_state features: 64, 128 or 256
     warps: int
     stages: int  # tiles in flight
@@ -35,13 +35,13 @@ SAFE = {
     ("forward", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
     ("dq", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
     ("dkdv", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(32, 64, 4, 2))],
-    ("update_state", torch.bfloat16): [(64, Config(256, 64, 4, 2)), (128, Config(256, 32, 8, 2))],
+    ("update_state", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
     ("query_state", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
     ("query_gradient", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
     ("forward", torch.float32): [(128, Config(32, 32, 8, 1))],  # without the matrix unit: registers are the limit
     ("dq", torch.float32): [(128, Config(32, 32, 8, 1))],
     ("dkdv", torch.float32): [(128, Config(32, 32, 8, 1))],
-    ("update_state", torch.float32): [(128, Config(256, 32, 8, 1))],
+    ("update_state", torch.float32): [(128, Config(64, 32, 8, 1))],
     ("query_state", torch.float32): [(128, Config(64, 64, 8, 1))],
     ("query_gradient", torch.float32): [(128, Config(64, 64, 8, 1))],
 }
