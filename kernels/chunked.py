@@ -210,9 +210,9 @@ def largest_kernel(
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV"])
 def prepare_kernel(
-    X, V, L, DECAY, LARGEST, XT, VALUES, UNIT_X, FACTOR, UNIT_V, x_s, v_s, T, TP, CHUNK, H, HKV,
+    X, V, L, DECAY, LARGEST, Z, XT, VALUES, UNIT_X, FACTOR, UNIT_V, DEN, x_s, v_s, T, TP, CHUNK, H, HKV,
     P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LIFT: tl.constexpr, N: tl.constexpr, QUERY: tl.constexpr,
-    GATED: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """N rows of one sequence and head, of keys or of queries:
 
@@ -221,18 +221,29 @@ def prepare_kernel(
              phi(row) VALUES is the chunk's state; in units that bring their largest into [2^14, 2^15)
     UNIT_X, FACTOR, UNIT_V     by what rows were multiplied, what rows of results need to be multiplied by, by what a
              chunk's VALUES were multiplied
+    DEN      with Z, p = 2: each row's x^T Z x with the decay, for x scaled to [1, 2)
     """
     TP = TP // 256 * 256
     bh, start = tl.program_id(0) // (TP // N), tl.program_id(0) % (TP // N) * N
     b, h = bh // H, bh % H
     at = start + tl.arange(0, N)
-    x = _rows(X, x_s, b, start, h, T, N, D).to(tl.float32)
+    rows = _rows(X, x_s, b, start, h, T, N, D)
+    x = rows.to(tl.float32)
     unit = _raised(x, LIFT)
     at_head = tl.cast(bh, tl.int64) * TP
     to = XT + at_head * D + tl.arange(0, D)[None, :] * TP + at[:, None]
     tl.store(to, (x * unit[:, None]).to(XT.dtype.element_ty))
     factor = _factors(L, DECAY, unit, at, b, h, T, TP, H, HKV, P, LIFT, QUERY, GATED)
     tl.store(FACTOR + at_head + at, factor)
+    if Z is not None:
+        d = tl.arange(0, D)
+        chunks = tl.cdiv(T, CHUNK)
+        state = (b * HKV + h // (H // HKV)) * chunks + tl.minimum(start // CHUNK, chunks - 1)
+        z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
+        zx = _times(rows, z, tl.zeros([N, D], tl.float32), PRECISION)
+        den = tl.sum(zx * x, 1) * _power(unit, P) * factor
+        padded = tl.cdiv(T, 128) * 128
+        tl.store(DEN + tl.cast(bh, tl.int64) * padded + at, den, at < padded)
     if V is not None:
         chunk, group = start // CHUNK, H // HKV
         blocks = tl.minimum(CHUNK, TP - chunk * CHUNK) // N
@@ -491,18 +502,19 @@ def _square_times(XT, Z, m, row, TP, M: tl.constexpr, BM: tl.constexpr, PRECISIO
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "parts", "skip", "F"])
 def query_state_kernel(
-    XT, S, SQUARE, UNIT_S, FACTOR, PARTS, SCALARS, OUT, X, Z, DECAY, DEN, x_s, T, TP, CHUNK, H, HKV, tiles, parts,
-    skip, F, P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
-    TILES: tl.constexpr, SUMS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    XT, S, SQUARE, UNIT_S, FACTOR, PARTS, SCALARS, OUT, DEN, T, TP, CHUNK, H, HKV, tiles, parts, skip, F,
+    P: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, SUMS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BM rows of phi(x) S, for the state S before (or after) their chunk. With SUMS the numerators, in OUT, and the
-    denominators, in DEN, of queries that are scaled to [1, 2); else added to what OUT has."""
+    """BM rows of phi(x) S, for the state S before (or after) their chunk. With SUMS the numerators, in OUT, of queries
+    that are scaled to [1, 2), and for p = 4 the denominators, in DEN; else added to what OUT has."""
     TP, F = TP // 256 * 256, F // 64 * 64
     bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM)
     row = lo + tl.arange(0, BM)
     XT += tl.cast(bh, tl.int64) * M * TP
     entry = tl.arange(0, 64)
     acc = tl.zeros([BM, E], tl.float32)
+    factor = tl.load(FACTOR + tl.cast(bh, tl.int64) * TP + row) / tl.load(UNIT_S + state)
     at = state * (F // E)
     for number in range(parts if chunk != skip else 0):
         part = PARTS + number * 16
@@ -520,7 +532,6 @@ def query_state_kernel(
             by = tl.load(XT + scalar[:, None] * TP + row[None, :])
             acc = tl.dot(_row_features(x, by, BM, TILES), s, acc, input_precision=PRECISION)
         at += count * 64
-    factor = tl.load(FACTOR + tl.cast(bh, tl.int64) * TP + row) / tl.load(UNIT_S + state)
     acc *= factor[:, None]
     column = tl.arange(0, E)
     to = (tl.cast(b, tl.int64) * T + lo) * H + h
@@ -535,16 +546,7 @@ def query_state_kernel(
                 zx, xm = _square_times(XT, z, m, row, TP, M, BM, PRECISION)
                 den += tl.sum(zx * xm, 1)
             den *= factor
-        else:
-            x = _rows(X, x_s, b, lo, h, T, BM, D)
-            d = tl.arange(0, D)
-            z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
-            x32 = x.to(tl.float32)
-            den = tl.sum(_times(x, z, tl.zeros([BM, D], tl.float32), PRECISION) * x32, 1)
-            den *= _power(_to_unit(tl.max(tl.abs(x32), 1)), P)
-            if GATED:
-                den *= tl.load(DECAY + (tl.cast(b, tl.int64) * HKV + h // (H // HKV)) * TP + row)
-        tl.store(DEN + tl.cast(bh, tl.int64) * (tl.cdiv(T, 128) * 128) + row, den, row < T)
+            tl.store(DEN + tl.cast(bh, tl.int64) * (tl.cdiv(T, 128) * 128) + row, den, row < T)
     else:
         acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
         tl.store(to, acc.to(OUT.dtype.element_ty), mask)
@@ -679,11 +681,12 @@ def state_size(D, p):
 
 
 def bytes_needed(q, k, p, chunk, backward=True):
-    """Bytes that `forward`, and with it `backward`, allocate beyond y and the gradients: states, and what the larger of
-    the two preparations makes of q or k."""
+    """Bytes that `forward`, and with it `backward`, allocate beyond y and the gradients: states, what is made of keys
+    and values and kept, and what is made of queries and dy."""
     (B, T, H, D), HKV, size = q.shape, k.shape[2], HALF[q.dtype].itemsize
     states = B * HKV * -(-T // chunk) * (state_size(D, p) * size + 4 * D * D * (p == 2))
-    rows = B * H * T * size * (D + D + (entries(D, p) if p == 4 else 0))
+    row, products = 2 * D * size + 8, entries(D, p) * size if p == 4 else 0
+    rows = B * T * (HKV * row + H * (row + products))
     return states * (2 if backward else 1) + rows + 4 * B * H * T * D * (not backward)
 
 
@@ -722,18 +725,19 @@ def chunk_gates(log_g, s):
     return into, out, whole
 
 
-def prepare(s, x, v=None, y=None, l=None, decay=None, one=None):
+def prepare(s, x, v=None, y=None, l=None, decay=None, one=None, Z=None):
     """For keys (x, v), queries (x; x, dy, y, l) or any rows (x, v, one [B, H, T]): {"rows", "xt", "values", "unit_x",
-    "factor", "weight", "unit_v"}, see `prepare_kernel`; xt is rows, or for p = 4 their products."""
+    "factor", "weight", "unit_v"}, see `prepare_kernel`; xt is rows, or for p = 4 their products. With Z "den" too."""
     rows, N = x.shape[2], PREPARE[0]
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
     names = ("factor",) if v is None else ("factor", "unit_x", "weight")
     out = dict.fromkeys(("values", "unit_x", "weight", "unit_v"))
     out |= {name: new(s.B * rows, s.TP) for name in names}
     out["rows"], largest = new(s.B * rows, s.D, s.TP, dtype=s.half), None
+    out["den"] = None if Z is None else new(s.B, rows, quadratic.padded(s.T))
     blocks = s.B * rows * s.TP // N
     sizes = dict(P=s.p, D=s.D, E=s.D, LIFT=LIFT[s.p], N=N, QUERY=v is None or y is not None)
-    options = dict(GATED=decay is not None, num_warps=PREPARE[1])
+    options = dict(GATED=decay is not None, num_warps=PREPARE[1] if Z is None or s.D <= 64 else 8)
     strides = x.stride(), None if v is None else v.stride()
     if v is not None:
         out["values"], out["unit_v"] = new(s.B * rows * s.TP, s.D, dtype=s.half), new(s.B * s.HKV, s.chunks)
@@ -742,14 +746,20 @@ def prepare(s, x, v=None, y=None, l=None, decay=None, one=None):
             x, v, y, l, one, decay, out["weight"], largest, *strides, s.T, s.TP, rows, s.HKV, **sizes, **options
         )
     prepare_kernel[(blocks,)](
-        x, v, l, decay, largest, out["rows"], out["values"], out["unit_x"], out["factor"], out["unit_v"], *strides, s.T,
-        s.TP, s.chunk, rows, s.HKV, **sizes, **options,
+        x, v, l, decay, largest, Z, out["rows"], out["values"], out["unit_x"], out["factor"], out["unit_v"], out["den"],
+        *strides, s.T, s.TP, s.chunk, rows, s.HKV, PRECISION=s.precision, **sizes, **options,
     )  # fmt: skip
-    out["xt"] = out["rows"]
-    if s.p == 4:
-        M = s.layout.M
-        out["xt"] = new(s.B * rows, M, s.TP, dtype=s.half)
-        products_kernel[(s.B * rows * s.TP // 256,)](out["rows"], out["xt"], s.layout.factors, s.TP, D=s.D, M=M, N=16)
+    out["xt"] = products(s, out["rows"])
+    return out
+
+
+def products(s, rows):
+    """For p = 4 the products of two entries of each row, [B * H, M, TP]; for p = 2 the rows."""
+    if s.p == 2:
+        return rows
+    out = torch.empty(len(rows), s.layout.M, s.TP, dtype=s.half, device=rows.device)
+    grid = (len(rows) * s.TP // 256,)
+    products_kernel[grid](rows, out, s.layout.factors, s.TP, D=s.D, M=s.layout.M, N=16)
     return out
 
 
@@ -806,21 +816,22 @@ def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, re
     return unit, last, carried
 
 
-def query_state(s, prepared, S, unit_s, skip, out=None, x=None, Z=None, decay=None, config=None):
-    """phi(x) S for every row: (num [B, T, H, E], den [B, H, T padded]) float32; or added to `out`."""
+def query_state(s, prepared, S, unit_s, skip, out=None, config=None):
+    """phi(x) S for every row: (num [B, T, H, E], den [B, H, T padded]) float32, for p = 2 den as `prepare` made it; or
+    added to `out`."""
     sums = out is None
     rows = prepared["xt"].shape[0] // s.B
-    den = None
+    den = prepared.get("den")
     if sums:
         out = _empty(S, s.B, s.T, rows, s.D)
-        den = torch.zeros(s.B, rows, quadratic.padded(s.T), dtype=torch.float32, device=S.device)
+        if s.p == 4:
+            den = torch.zeros(s.B, rows, quadratic.padded(s.T), dtype=torch.float32, device=S.device)
     c = config or choose("query_state", s.q, s.p)
     states = TensorDescriptor.from_tensor(S.view(-1, s.D), [c.BN, s.D])
     query_state_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
-        prepared["xt"], states, S, unit_s, prepared["factor"], s.layout.parts, s.layout.scalars,
-        out, x, Z, decay, den, x.stride() if sums else None, s.T, s.TP, s.chunk, rows, s.HKV,
-        s.layout.tiles, len(s.layout.parts), skip, s.F, P=s.p, D=s.D, E=s.D, M=s.layout.M, BM=c.BM, TILES=c.BN // 64,
-        SUMS=sums, GATED=decay is not None, PRECISION=s.precision, **c.launch(),
+        prepared["xt"], states, S, unit_s, prepared["factor"], s.layout.parts, s.layout.scalars, out, den, s.T, s.TP,
+        s.chunk, rows, s.HKV, s.layout.tiles, len(s.layout.parts), skip, s.F, P=s.p, E=s.D, M=s.layout.M, BM=c.BM,
+        TILES=c.BN // 64, SUMS=sums, PRECISION=s.precision, **c.launch(),
     )  # fmt: skip
     return out, den
 
@@ -848,13 +859,15 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, confi
 
 DISCUMSUM = (1024, 2, 3)  # entries of a program, warps, chunks in flight
 PREPARE = (64, 4)  # rows at a time, warps
+KEPT = ("rows", "values", "unit_x", "factor", "unit_v")  # of keys and values, for the backward pass
 
 
 def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
     """q [B, T, H, D], k, v [B, T, Hkv, D], log_g [B, T, Hkv] float32 or None; initial: (S, Z) float32 [B * Hkv, F] and
     [B * Hkv, D * D] in this file's layout, or None. chunk: tokens, a multiple of 128.
 
-    Returns y, what `backward` needs (l, S, its units, Z), and the last state (S, Z) if `final`.
+    Returns y, what `backward` needs (l, S, its units, Z, and what `prepare` made of keys and values, see KEPT), and the
+    last state (S, Z) if `final`.
     """
     s = Sizes(q, k, p, chunk)
     with _on(q.device):
@@ -867,18 +880,19 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
         if p == 2:
             Z = update_z(s, k, out)
             _, Z_last, _ = discumsum(None, Z, None, whole, Z0, final=final)
+        kept = [keys[name] for name in KEPT]
         del keys
-        queries = prepare(s, q, decay=into)
+        queries = prepare(s, q, decay=into, Z=Z)
         skip = 0 if initial is None else -1
-        num, den = query_state(s, queries, S, unit_s, skip, x=q, Z=Z, decay=into)
+        num, den = query_state(s, queries, S, unit_s, skip)
         del queries
         y, l = quadratic.forward(q, k, v, log_g, p=p, chunk=chunk, num=num, den=den)
-    return y, (l, S, unit_s, Z), (S_last, Z_last)
+    return y, (l, S, unit_s, Z, *kept), (S_last, Z_last)
 
 
 def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chunk):
     """dq, dk, dv, dlog_g (None without gates) and d initial state (S, Z), or (None, None); final: (dS, dZ) or None."""
-    l, S, unit_s, Z = saved
+    l, S, unit_s, Z, *kept = saved
     s = Sizes(q, k, p, chunk)
     with _on(q.device):
         dq, dk, dv, inside = quadratic.backward(dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, before=initial)
@@ -899,7 +913,8 @@ def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chun
         skip = -1 if initial else 0
         read = query_gradient(s, queries, S, unit_s, skip, dq, q, Z, queries["weight"], gated)
         del queries
-        keys = prepare(s, k, v, decay=out)
+        keys = dict(zip(KEPT, kept, strict=True))
+        keys |= {"xt": products(s, keys["rows"]), "weight": keys["factor"]}
         skip = s.chunks - 1 if final is None else -1
         given = query_gradient(s, keys, dS, unit_d, skip, dk, k, dZ, out, gated)
         query_state(s, keys, dS, unit_d, skip, out=dv)

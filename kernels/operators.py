@@ -206,8 +206,8 @@ def _query_state(q: Tensor, S: Tensor, z: Tensor, log_g: Tensor | None, p: int, 
     with _on(q.device):
         decay = chunked.chunk_gates(log_g, s)[0]
         states, unit, Z = _states(s, S, z)
-        queries = chunked.prepare(s, q, decay=decay)
-        num, den = chunked.query_state(s, queries, states, unit, -1, x=q, Z=Z, decay=decay)
+        queries = chunked.prepare(s, q, decay=decay, Z=Z)
+        num, den = chunked.query_state(s, queries, states, unit, -1)
         scale = _two_to(p * _exponent(q.float().abs().amax(3)).clamp(-30, 30))  # rows were brought to [1, 2)
         return num.mul_(scale.unsqueeze(3)), (scale * den[..., : s.T].transpose(1, 2)).contiguous()
 

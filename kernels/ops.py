@@ -95,7 +95,7 @@ def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=Fa
     z [B, Hkv, Dphi] float32: the state before the first token, or None. chunk: tokens, a multiple of 128. S and z
     returned: the state after the last token, empty unless `final`.
     """
-    y, _, _, _, _, S, z = _chunked(q, k, v, log_g, S, z, p, chunk, final)
+    y, S, z, _ = _chunked(q, k, v, log_g, S, z, p, chunk, final)
     return y, S, z
 
 
@@ -103,45 +103,46 @@ def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=Fa
 def _chunked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_g: torch.Tensor | None, S0: torch.Tensor | None,
     z0: torch.Tensor | None, p: int, chunk: int, final: bool,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
     initial = None if S0 is None else chunked.from_canonical(S0, z0, p)
     y, saved, last = chunked.forward(q, k, v, log_g, initial, p=p, chunk=chunk, final=final)
     empty = lambda: q.new_empty(0, dtype=torch.float32)
     S, z = chunked.to_canonical(*last, q.shape[0], q.shape[3], p) if final else (empty(), empty())
-    l, states, unit, Z = saved
-    return y, l, states, unit, empty() if Z is None else Z, S, z
+    return y, S, z, [empty() if x is None else x for x in saved]
 
 
 @_chunked.register_fake
 def _(q, k, v, log_g, S0, z0, p, chunk, final):
     (B, T, H, D), HKV = q.shape, k.shape[2]
     new = lambda *shape, dtype=torch.float32: q.new_empty(shape, dtype=dtype)
-    n, F, Dphi = -(-T // chunk), chunked.state_size(D, p), symmetric_power_dim(D, p)
+    n, Dphi, half = -(-T // chunk), symmetric_power_dim(D, p), chunked.HALF[q.dtype]
     S, z = (new(B, HKV, Dphi, D), new(B, HKV, Dphi)) if final else (new(0), new(0))
-    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    saved = new(B, H, quadratic.padded(T)), new(B * HKV, n, F, dtype=chunked.HALF[q.dtype]), new(B * HKV, n)
-    return y, *saved, new(B * HKV, n, D * D) if p == 2 else new(0), S, z
+    y, TP = torch.empty(q.shape, dtype=q.dtype, device=q.device), -(-T // 256) * 256
+    saved = [
+        new(B, H, quadratic.padded(T)), new(B * HKV, n, chunked.state_size(D, p), dtype=half), new(B * HKV, n),
+        new(B * HKV, n, D * D) if p == 2 else new(0), new(B * HKV, D, TP, dtype=half), new(B * HKV * TP, D, dtype=half),
+        new(B * HKV, TP), new(B * HKV, TP), new(B * HKV, n),
+    ]  # fmt: skip
+    return y, S, z, saved
 
 
 @torch.library.custom_op("sympow::chunked_backward", mutates_args=())
 def _chunked_backward(
     dy: torch.Tensor, dS: torch.Tensor | None, dz: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
-    v: torch.Tensor, log_g: torch.Tensor | None, y: torch.Tensor, l: torch.Tensor, S: torch.Tensor,
-    unit: torch.Tensor, Z: torch.Tensor, p: int, chunk: int, initial: bool,
+    v: torch.Tensor, log_g: torch.Tensor | None, y: torch.Tensor, saved: list[torch.Tensor], p: int, chunk: int,
+    initial: bool,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
     final = None if dS is None else chunked.from_canonical(dS, dz, p)
-    *grads, dlog_g, first = chunked.backward(dy, q, k, v, log_g, y, (l, S, unit, Z), final, initial, p=p, chunk=chunk)
+    *grads, dlog_g, first = chunked.backward(dy, q, k, v, log_g, y, saved, final, initial, p=p, chunk=chunk)
     empty = lambda: q.new_empty(0, dtype=torch.float32)
     states = chunked.to_canonical(*first, q.shape[0], q.shape[3], p) if initial else (empty(), empty())
     return *grads, empty() if dlog_g is None else dlog_g, *states
 
 
 @_chunked_backward.register_fake
-def _(dy, dS, dz, q, k, v, log_g, y, l, S, unit, Z, p, chunk, initial):
+def _(dy, dS, dz, q, k, v, log_g, y, saved, p, chunk, initial):
     B, HKV, D = q.shape[0], k.shape[2], q.shape[3]
     Dphi = symmetric_power_dim(D, p)
     new = lambda *shape: q.new_empty(shape, dtype=torch.float32)
@@ -152,15 +153,15 @@ def _(dy, dS, dz, q, k, v, log_g, y, l, S, unit, Z, p, chunk, initial):
 
 def _save_chunked(ctx, inputs, output):
     q, k, v, log_g, S0, _, ctx.p, ctx.chunk, ctx.final = inputs
-    y, l, S, unit, Z, _, _ = output
+    y, _, _, saved = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(l, S, unit, Z)
+    ctx.mark_non_differentiable(*saved)
     ctx.initial = S0 is not None
-    ctx.save_for_backward(q, k, v, log_g, y, l, S, unit, Z)
+    ctx.save_for_backward(q, k, v, log_g, y, *saved)
 
 
-def _differentiate_chunked(ctx, dy, dl, dS_, dunit, dZ, dS, dz):
-    q, k, v, log_g, *saved = ctx.saved_tensors
+def _differentiate_chunked(ctx, dy, dS, dz, _):
+    q, k, v, log_g, y, *saved = ctx.saved_tensors
     dy = q.new_zeros(()).expand(q.shape) if dy is None else dy
     if not ctx.final:
         dS = dz = None
@@ -169,7 +170,8 @@ def _differentiate_chunked(ctx, dy, dl, dS_, dunit, dZ, dS, dz):
         Dphi = symmetric_power_dim(D, ctx.p)
         dS = q.new_zeros(B, HKV, Dphi, D, dtype=torch.float32) if dS is None else dS
         dz = q.new_zeros(B, HKV, Dphi, dtype=torch.float32) if dz is None else dz
-    dq, dk, dv, dlog_g, dS0, dz0 = _chunked_backward(dy, dS, dz, q, k, v, log_g, *saved, ctx.p, ctx.chunk, ctx.initial)
+    tensors = dy, dS, dz, q, k, v, log_g, y, saved
+    dq, dk, dv, dlog_g, dS0, dz0 = _chunked_backward(*tensors, ctx.p, ctx.chunk, ctx.initial)
     states = (dS0, dz0) if ctx.initial else (None, None)
     return dq, dk, dv, None if log_g is None else dlog_g, *states, None, None, None
 

@@ -121,7 +121,7 @@ def state_launcher(case, B, T):
     kernel, dtype, D, p, *_ = case
     torch.manual_seed(0)
     q, k, v = torch.randn(B, T, 3 * (FEATURES // D), D, device="cuda", dtype=dtype).split(FEATURES // D, dim=2)
-    s = chunked.Sizes(q, k, p, 256 if T == CHECKED_T else chunk_size(T, D, p))
+    s = chunked.Sizes(q, k, p, 256 if T == CHECKED_T else min(chunk_size(T, D, p), T // 8))
     keys = chunked.prepare(s, k, v)
     if kernel == "update_state":
         return lambda config: [chunked.update_state(s, s.HKV, keys, config=config)]
@@ -130,7 +130,7 @@ def state_launcher(case, B, T):
     Z = chunked.update_z(s, k, None) if p == 2 else None
     if kernel == "query_state":
         queries = chunked.prepare(s, q)
-        return lambda config: [chunked.query_state(s, queries, S, unit, 0, x=q, Z=Z, config=config)[0]]
+        return lambda config: [chunked.query_state(s, queries, S, unit, 0, config=config)[0]]
 
     def gradient(config):
         out = torch.zeros(k.shape, dtype=dtype, device="cuda")
