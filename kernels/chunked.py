@@ -487,17 +487,12 @@ def _row_features(x, s, N: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _square_times(XT, Z, m, row, TP, M: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr):
-    """For entries m to m + 63 of each row's x: (Z x, x), [BM, 64]."""
-    entry = m + tl.arange(0, 64)
-    zx = tl.zeros([BM, 64], tl.float32)
-    for n in range(0, M, 16):
-        other = n + tl.arange(0, 16)
-        z = tl.load(Z + other[:, None] * M + entry[None, :], mask=entry[None, :] < M, other=0.0)
-        x = tl.load(XT + other[:, None] * TP + row[None, :])
-        zx = tl.dot(tl.trans(x), z, zx, input_precision=PRECISION)
-    x = tl.load(XT + entry[:, None] * TP + row[None, :], mask=entry[:, None] < M, other=0.0)
-    return zx, tl.trans(x)
+def _square_block(zx, XT, Z, m, n, row, TP, M: tl.constexpr, PRECISION: tl.constexpr):
+    """zx plus what entries n to n + 63 of each row's x contribute to entries m to m + 63 of Z x"""
+    entry, other = m + tl.arange(0, 64)[None, :], n + tl.arange(0, 64)[:, None]
+    z = tl.load(Z + other * M + entry, mask=(other < M) & (entry < M), other=0.0)
+    x = tl.load(XT + other * TP + row[None, :], mask=other < M, other=0.0)
+    return tl.dot(tl.trans(x), z, zx, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "parts", "skip", "F"])
@@ -543,8 +538,13 @@ def query_state_kernel(
             den = tl.zeros([BM], tl.float32)
             z = SQUARE + tl.cast(state, tl.int64) * F + tiles * (64 * E)
             for m in range(0, M if chunk != skip else 0, 64):
-                zx, xm = _square_times(XT, z, m, row, TP, M, BM, PRECISION)
-                den += tl.sum(zx * xm, 1)
+                zx = tl.zeros([BM, 64], tl.float32)
+                for n in tl.range(m + 64, M, 64, num_stages=2):  # Z is symmetric
+                    zx = _square_block(zx, XT, z, m, n, row, TP, M, PRECISION)
+                zx = _square_block(2 * zx, XT, z, m, m, row, TP, M, PRECISION)
+                at_m = m + tl.arange(0, 64)[:, None]
+                x = tl.load(XT + at_m * TP + row[None, :], mask=at_m < M, other=0.0)
+                den += tl.sum(zx * tl.trans(x), 1)
             den *= factor
             tl.store(DEN + tl.cast(bh, tl.int64) * (tl.cdiv(T, 128) * 128) + row, den, row < T)
     else:
@@ -650,7 +650,9 @@ def query_gradient_of_products_kernel(
             dx = _one_gradient(v, x2, S, where + n * M + 2 * M, dx, E, PRECISION)
             dx = _one_gradient(v, x3, S, where + n * M + 3 * M, dx, E, PRECISION)
         if step < steps:
-            zx, _ = _square_times(XT, S + tiles * (64 * E), step * 64, row, TP, M, BM, PRECISION)
+            zx = tl.zeros([BM, 64], tl.float32)
+            for n in tl.range(0, M, 64, num_stages=2):
+                zx = _square_block(zx, XT, S + tiles * (64 * E), step * 64, n, row, TP, M, PRECISION)
             dx += zx * weight[:, None]
         else:
             m = tl.load(SCALARS + m, mask=inside, other=0)
