@@ -234,3 +234,22 @@ def test_no_second_derivative():
 def test_arguments_that_do_not_fit(name, change, message):
     with pytest.raises(ValueError, match=message):
         getattr(operators, name)(**(make(name, T=140) | change))
+
+
+@pytest.mark.parametrize("n", [1, 12, 16])
+def test_gates_product_is_as_exact_as_float32(n):
+    """x is bfloat16 already; the gradients are rounded as autocast's are."""
+    from attention.gates import _product
+
+    torch.manual_seed(0)
+    x = torch.randn(300, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    weight = (3 * torch.randn(n, 64, device=DEVICE)).requires_grad_()
+    d = torch.randn(300, n, device=DEVICE)
+    y = _product(x, weight)
+    assert y.dtype == torch.float32
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight)]
+    expected = leaves[0] @ leaves[1].t()
+    assert relative_error(y, expected, 0) < 1e-6
+    for got, want in zip(torch.autograd.grad(y, (x, weight), d), torch.autograd.grad(expected, leaves, d.double())):
+        assert relative_error(got, want, 0) < 6e-3
+    torch.library.opcheck(_product, (x, weight))
