@@ -730,7 +730,7 @@ def chunk_gates(log_g, s):
 def prepare(s, x, v=None, y=None, l=None, decay=None, one=None, Z=None):
     """For keys (x, v), queries (x; x, dy, y, l) or any rows (x, v, one [B, H, T]): {"rows", "xt", "values", "unit_x",
     "factor", "weight", "unit_v"}, see `prepare_kernel`; xt is rows, or for p = 4 their products. With Z "den" too."""
-    rows, N = x.shape[2], PREPARE[0]
+    rows, (N, warps) = x.shape[2], PREPARE if Z is None else PREPARE_Z[s.D > 64]
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
     names = ("factor",) if v is None else ("factor", "unit_x", "weight")
     out = dict.fromkeys(("values", "unit_x", "weight", "unit_v"))
@@ -739,7 +739,7 @@ def prepare(s, x, v=None, y=None, l=None, decay=None, one=None, Z=None):
     out["den"] = None if Z is None else new(s.B, rows, quadratic.padded(s.T))
     blocks = s.B * rows * s.TP // N
     sizes = dict(P=s.p, D=s.D, E=s.D, LIFT=LIFT[s.p], N=N, QUERY=v is None or y is not None)
-    options = dict(GATED=decay is not None, num_warps=PREPARE[1] if Z is None or s.D <= 64 else 8)
+    options = dict(GATED=decay is not None, num_warps=warps)
     strides = x.stride(), None if v is None else v.stride()
     if v is not None:
         out["values"], out["unit_v"] = new(s.B * rows * s.TP, s.D, dtype=s.half), new(s.B * s.HKV, s.chunks)
@@ -786,10 +786,10 @@ def update_state(s, rows, prepared, config=None):
 def update_z(s, x, w):
     """Each chunk's sum of w x x^T, float32 [B * Hkv, chunks, D * D]."""
     Z = torch.empty(s.B * s.HKV, s.chunks, s.D * s.D, dtype=torch.float32, device=x.device)
-    N = 64 if s.D <= 64 else 32
+    N, warps, stages = UPDATE_Z[s.D > 64]
     update_z_kernel[(s.B * s.HKV * s.chunks,)](
         x, w, Z, x.stride(), s.T, s.TP, s.chunk, x.shape[2], s.HKV, D=s.D, N=N, WEIGHTED=w is not None,
-        PRECISION=s.precision, num_warps=4 if s.D <= 64 else 8, num_stages=2,
+        PRECISION=s.precision, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return Z
 
@@ -860,7 +860,9 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, confi
 
 
 DISCUMSUM = (1024, 2, 3)  # entries of a program, warps, chunks in flight
+UPDATE_Z = ((64, 4, 2), (32, 8, 2))  # rows at a time, warps, stages; up to D = 64 and beyond
 PREPARE = (64, 4)  # rows at a time, warps
+PREPARE_Z = ((64, 4), (64, 8))  # the same with denominators, up to D = 64 and beyond
 KEPT = ("rows", "values", "unit_x", "factor", "unit_v")  # of keys and values, for the backward pass
 
 
