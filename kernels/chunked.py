@@ -860,9 +860,9 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, confi
 
 
 DISCUMSUM = (1024, 2, 3)  # entries of a program, warps, chunks in flight
-UPDATE_Z = ((64, 4, 2), (32, 8, 2))  # rows at a time, warps, stages; up to D = 64 and beyond
+UPDATE_Z = ((64, 4, 3), (32, 8, 2))  # rows at a time, warps, stages; up to D = 64 and beyond
 PREPARE = (64, 4)  # rows at a time, warps
-PREPARE_Z = ((64, 4), (64, 8))  # the same with denominators, up to D = 64 and beyond
+PREPARE_Z = ((128, 8), (64, 8))  # the same with denominators, up to D = 64 and beyond
 KEPT = ("rows", "values", "unit_x", "factor", "unit_v")  # of keys and values, for the backward pass
 
 
