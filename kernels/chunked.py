@@ -487,9 +487,9 @@ def _row_features(x, s, N: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _square_block(zx, XT, Z, m, n, row, TP, M: tl.constexpr, PRECISION: tl.constexpr):
-    """zx plus what entries n to n + 63 of each row's x contribute to entries m to m + 63 of Z x"""
-    entry, other = m + tl.arange(0, 64)[None, :], n + tl.arange(0, 64)[:, None]
+def _square_block(zx, XT, Z, m, n, row, TP, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr):
+    """zx plus what entries n to n + N - 1 of each row's x contribute to entries m to m + 63 of Z x"""
+    entry, other = m + tl.arange(0, 64)[None, :], n + tl.arange(0, N)[:, None]
     z = tl.load(Z + other * M + entry, mask=(other < M) & (entry < M), other=0.0)
     x = tl.load(XT + other * TP + row[None, :], mask=other < M, other=0.0)
     return tl.dot(tl.trans(x), z, zx, input_precision=PRECISION)
@@ -540,8 +540,8 @@ def query_state_kernel(
             for m in range(0, M if chunk != skip else 0, 64):
                 zx = tl.zeros([BM, 64], tl.float32)
                 for n in tl.range(m + 64, M, 64, num_stages=2):  # Z is symmetric
-                    zx = _square_block(zx, XT, z, m, n, row, TP, M, PRECISION)
-                zx = _square_block(2 * zx, XT, z, m, m, row, TP, M, PRECISION)
+                    zx = _square_block(zx, XT, z, m, n, row, TP, M, 64, PRECISION)
+                zx = _square_block(2 * zx, XT, z, m, m, row, TP, M, 64, PRECISION)
                 at_m = m + tl.arange(0, 64)[:, None]
                 x = tl.load(XT + at_m * TP + row[None, :], mask=at_m < M, other=0.0)
                 den += tl.sum(zx * tl.trans(x), 1)
@@ -651,8 +651,8 @@ def query_gradient_of_products_kernel(
             dx = _one_gradient(v, x3, S, where + n * M + 3 * M, dx, E, PRECISION)
         if step < steps:
             zx = tl.zeros([BM, 64], tl.float32)
-            for n in tl.range(0, M, 64, num_stages=2):
-                zx = _square_block(zx, XT, S + tiles * (64 * E), step * 64, n, row, TP, M, PRECISION)
+            for n in range(0, M, 16):  # few registers
+                zx = _square_block(zx, XT, S + tiles * (64 * E), step * 64, n, row, TP, M, 16, PRECISION)
             dx += zx * weight[:, None]
         else:
             m = tl.load(SCALARS + m, mask=inside, other=0)

@@ -4,10 +4,11 @@
     python -m kernels.tune --dtype bfloat16 --head_dim 64 --p 4 --gated yes --dry_run
 
 One line for each kernel, dtype, head dimension, p and gates: the chosen tile sizes, their milliseconds, and what the
-safe ones take; --chunked for those of the chunked form alone. A candidate that does not fit, does not compile or does
-not give the safe one's result is left out. Of candidates within 1% the first listed wins, so that tuning again changes
-little. p=2 takes over what p=4 chose, and p=6 what p=8 chose, unless --all or --p asks for their own (in the quadratic
-form). A backward pass is timed within the whole backward, its other pass with safe sizes: only differences count.
+safe ones take; --chunked for those of the chunked form alone. A candidate that does not fit, does not compile, or does
+not give the safe one's result, twice the same bits, in a short and in a long call, is left out. Of candidates within 1%
+the first listed wins, so that tuning again changes little. p=2 takes over what p=4 chose, and p=6 what p=8 chose,
+unless --all or --p asks for their own (in the quadratic form). A backward pass is timed within the whole backward, its
+other pass with safe sizes: only differences count.
 """
 
 import argparse
@@ -30,7 +31,7 @@ KERNELS = ("forward", "dq", "dkdv")  # of the quadratic form
 STATE_KERNELS = ("update_state", "query_state", "query_gradient")  # of the chunked one; gates make no difference
 FEATURES = 768  # heads times head dimension
 SIZES = {torch.bfloat16: (16384, 49152), torch.float32: (4096, 8192)}  # T and tokens of the timed input
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # relative difference from the safe sizes' result
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 1e-4}  # relative difference from the safe sizes' result
 CHECKED_T = 1000  # ends inside a tile
 TAKES_OVER = {4: (4, 2), 8: (8, 6)}
 WORKERS = 16  # at most: each has a CUDA context of some 500 MB
@@ -54,11 +55,13 @@ CANDIDATES = {
         (128, [(64, 32, 8, 3), (64, 64, 8, 2), (64, 64, 4, 2)]),
     ],
     ("query_state", torch.bfloat16): [
-        (64, [(128, 64, 4, 4), (128, 128, 4, 3), (128, 128, 4, 4), (128, 256, 4, 3), (128, 256, 4, 5)]),
+        (32, [(128, 64, 4, 4), (128, 128, 4, 3), (128, 128, 4, 4), (128, 256, 4, 3), (128, 256, 4, 5)]),
+        # 256 at a time gives other sums from run to run at D = 64 (triton 3.6.0, H200)
+        (64, [(128, 64, 4, 4), (128, 128, 4, 3), (128, 128, 4, 4)]),
         (128, [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2)]),
     ],
     ("query_gradient", torch.bfloat16): [
-        (64, [(128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 4, 5)]),
+        (64, [(128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 4, 5), (256, 64, 8, 4)]),
         (128, [(128, 64, 8, 1), (128, 64, 8, 2), (64, 64, 4, 1)]),
     ],
     # float32 goes without the matrix unit, where registers are the limit: no large tiles
@@ -166,20 +169,24 @@ def measure(case, failed):
     """{config: milliseconds} of the candidates that work; failed is {config: reason}, to which others are added."""
     from triton.testing import do_bench
 
-    check = launcher(case, 1, CHECKED_T)
-    expected = check(safe(case.kernel, case.dtype, case.D))
+    plain = safe(case.kernel, case.dtype, case.D)
     T, tokens = SIZES[case.dtype]
-    timed = launcher(case, tokens // T, T)
+    short, timed = launcher(case, 1, CHECKED_T), launcher(case, tokens // T, T)
+    expected = [(run, run(plain)) for run in (short, timed)]
     ms = {}
     for config in candidates(case):
         if config in failed:
             continue
         try:
-            error = difference(check(config), expected)
-            if error > TOLERANCE[case.dtype]:
-                failed[config] = f"differs from the safe sizes' result by {error:.1e}"
-                continue
-            ms[config] = do_bench(lambda: timed(config), warmup=10, rep=60, return_mode="median")
+            for run, outputs in expected:
+                first, again = run(config), run(config)
+                error = difference(first, outputs)
+                if error > TOLERANCE[case.dtype]:
+                    failed[config] = f"differs from the safe sizes' result by {error:.1e}"
+                elif not all(map(torch.equal, first, again)):
+                    failed[config] = "two runs differ"
+            if config not in failed:
+                ms[config] = do_bench(lambda: timed(config), warmup=10, rep=60, return_mode="median")
         except Exception as error:
             failed[config] = one_line(error)
     return ms
