@@ -1,0 +1,226 @@
+"""Token after token on a GPU: what kernels/decode.py works on, captured as a CUDA graph.
+
+    decoder = Decoder(model, state, sampler, room=500)          # state: a ModelState, from reading the prompt
+    for ids in decoder.tokens(500): ...                         # [B] int64 on the CPU
+    state = decoder.state()                                     # a ModelState again
+
+The graph holds the whole token, from its row of the embedding to the next one's id; the host launches it and reads ids
+that are a token old, so that neither waits for the other. A fold is launched between two tokens. What is kept is what
+attention/state.py keeps, in buffers of a fixed size: keys and values until they take as much memory as a state, then the
+state and FOLD_EVERY of them.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from attention.power import PowerState, check_state_fits, state_bytes
+from attention.rotary import rotation_rates
+from attention.state import FOLD_EVERY, LayerState
+from kernels import decode
+from model import ModelState
+
+AHEAD = 2  # tokens that are launched before the first of them is read
+
+
+def decodes(config):
+    """Whether the kernels take this model: the power variants, at head dimensions the matrix unit has."""
+    return config.attention != "softmax" and config.p in (2, 4, 6, 8) and config.head_dim in (16, 32, 64, 128)
+
+
+class Decoder:
+    def __init__(self, model, state, sampler, room, dtype=None):
+        """model: its weights in dtype (default: the embedding's). sampler: a function of logits [B, vocab_size] and the
+        buffer of ids [B] that writes the next ones. room: tokens that will be read at most.
+
+        Raises MemoryError where a state will not fit, before anything is allocated."""
+        self.c, self.sampler, self.position = model.config, sampler, state.position
+        w = model.transformer.wte.weight
+        self.device, self.dtype = w.device, dtype or w.dtype
+        layers = state.layers
+        self.B, self.room, self.fold = len(layers[0].u), room, layers[0].fold
+        c, D = self.c, self.c.head_dim
+        self.limit = self._limit(state)
+        if self.limit < self._kept(state) + room and layers[0].power is None:
+            rows = c.n_layer * self.B * c.n_kv_head
+            check_state_fits(rows, D, D, c.p, torch.float32, self.device)
+        self.weights = [self._weights(block) for block in model.transformer.h]
+        t, norm = model.transformer, self._norm
+        self.wte, self.ends = w.to(self.dtype), (norm(t.ln_wte), norm(t.ln_f))
+        self.rates = rotation_rates(D, c.rope_base, self.device)
+        new = lambda *shape, dtype=torch.float32: torch.zeros(shape, dtype=dtype, device=self.device)
+        self.x, self.h = new(self.B, c.n_embd), new(self.B, 4 * c.n_embd)
+        self.qkv = new(self.B, (c.n_head + 2 * c.n_kv_head) * D)
+        self.logits = new(self.B, c.vocab_size)
+        self.ids, self.count = new(self.B, dtype=torch.int64), new(1, dtype=torch.int32)
+        self._take(state)
+
+    # ---- weights and buffers
+
+    def _norm(self, layer):
+        return layer.weight.float(), None if layer.bias is None else layer.bias.float()
+
+    def _linear(self, layer):
+        return layer.weight.to(self.dtype), None if layer.bias is None else layer.bias.float()
+
+    def _weights(self, block):
+        mix = block.attn.mix
+        gate, beta = getattr(mix, "gate", None), getattr(mix, "W_beta", None)
+        learned = gate is not None and hasattr(gate, "W_gamma")
+        return dict(
+            norm_1=self._norm(block.ln_1), qkv=self._linear(block.attn.c_attn), proj=self._linear(block.attn.c_proj),
+            norm_2=self._norm(block.ln_2), fc=self._linear(block.mlp.c_fc), out=self._linear(block.mlp.c_proj),
+            gate=(gate.W_gamma.float(), gate.b.float()) if learned else None,
+            slopes=-gate.log_g.float() if gate is not None and not learned else None,
+            beta=None if beta is None else beta.float(),
+        )  # fmt: skip
+
+    def _kept(self, state):
+        k = state.layers[0].k
+        return 0 if k is None else k.shape[1]
+
+    def _limit(self, state):
+        """Tokens at which what is kept is folded."""
+        layer, c = state.layers[0], self.c
+        if layer.fold != "auto":
+            return 1 if layer.fold == "always" else math.inf
+        size = torch.empty(0, dtype=self.dtype).element_size()
+        limit = math.ceil(state_bytes(1, c.head_dim, c.head_dim, c.p) / (2 * c.head_dim * size))
+        return limit if layer.power is None else min(limit, FOLD_EVERY)
+
+    def _take(self, state):
+        """Buffers that hold `state`, and as many tokens more as will be kept."""
+        c, D, n = self.c, self.c.head_dim, self._kept(state)
+        self.limit = self._limit(state)
+        C = int(max(n, min(self.limit, n + self.room)))
+        heads, power = self.B * c.n_head, state.layers[0].power
+        parts = decode.parts_of_kept(heads, C)
+        if power is not None:
+            parts += decode.parts_of_state(heads, power.z.shape[2], D)
+        new = lambda *shape, dtype=torch.float32: torch.zeros(shape, dtype=dtype, device=self.device)
+        self.num, self.den = new(parts, self.B, c.n_head * D), new(parts, self.B, c.n_head)
+        self.layers = []
+        for layer in state.layers:
+            kept = *(new(self.B, C, c.n_kv_head, D, dtype=self.dtype) for _ in range(2)),
+            kept += new(self.B, C, c.n_kv_head, dtype=torch.float64), new(self.B, C, c.n_kv_head, dtype=torch.int32)
+            if n:
+                kept[0][:, :n], kept[1][:, :n] = layer.k, layer.v
+            if n and layer.log_g is not None:
+                reset = layer.log_g == float("-inf")
+                kept[2][:, :n] = layer.log_g.double().masked_fill(reset, 0).cumsum(1)
+                kept[3][:, :n] = reset.cumsum(1)
+            power = layer.power and tuple(x.float().contiguous() for x in layer.power)
+            self.layers.append((layer.u.clone(), kept, power))
+        self.n, self.graph = n, None
+        self.count.fill_(n)
+
+    def state(self):
+        """The ModelState after the tokens read so far."""
+        layers, gated = [], self.c.gated
+        for u, (k, v, total, resets), power in self.layers:
+            layer = LayerState(u.clone(), power=power and PowerState(*(x.clone() for x in power)), fold=self.fold)
+            if self.n:
+                log_g = None
+                if gated:
+                    first = lambda x: torch.cat((torch.zeros_like(x[:, :1]), x[:, : self.n]), 1).diff(dim=1)
+                    log_g = first(total).float().masked_fill(first(resets) > 0, float("-inf"))
+                layer = replace(layer, k=k[:, : self.n].clone(), v=v[:, : self.n].clone(), log_g=log_g)
+            layers.append(layer)
+        return ModelState(layers, self.position)
+
+    # ---- a token
+
+    def _token(self):
+        """From ids to logits, and to the ids that the sampler writes."""
+        c, x = self.c, self.x
+        decode.embed(self.ids, self.wte, self.ends[0], x)
+        for w, (u, kept, power) in zip(self.weights, self.layers):
+            decode.linear(w["qkv"][0], self.qkv, x=x, norm=w["norm_1"], bias=w["qkv"][1])
+            decode.clock(
+                x, w["norm_1"], self.ids, w["gate"], w["beta"], w["slopes"], u, kept, self.count, c.reset_token,
+                self.dtype if self.device.type == "cuda" else torch.float32,
+            )  # fmt: skip
+            decode.attend(self.qkv, kept, self.count, u, self.rates, power, self.num, self.den, c.p)
+            decode.linear(w["proj"][0], x, sums=(self.num, self.den), bias=w["proj"][1], add=True)
+            decode.linear(w["fc"][0], self.h, x=x, norm=w["norm_2"], bias=w["fc"][1], gelu=True)
+            decode.linear(w["out"][0], x, x=self.h, bias=w["out"][1], add=True)
+        decode.linear(self.wte[: c.vocab_size], self.logits, x=x, norm=self.ends[1])
+        self.count += 1
+        self.sampler(self.logits, self.ids)
+
+    def _capture(self):
+        """The token as a CUDA graph. It runs twice before, to compile, on copies of what it changes."""
+        changed = [self.ids, self.count, *(u for u, _, _ in self.layers)]
+        saved = [x.clone() for x in changed]
+        kept = [[x[:, self.n].clone() for x in kept] for _, kept, _ in self.layers]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._token()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._token()
+        for x, before in zip(changed, saved):
+            x.copy_(before)
+        for (_, tensors, _), before in zip(self.layers, kept):
+            for x, y in zip(tensors, before):
+                x[:, self.n] = y
+        self.graph = graph
+
+    def step(self):
+        """Reads `ids`, and puts the next ones in their place."""
+        if self.device.type != "cuda":
+            self._token()
+        else:
+            if self.graph is None:
+                self._capture()
+            self.graph.replay()
+        self.n, self.position, self.room = self.n + 1, self.position + 1, self.room - 1
+        if self.n >= self.limit:
+            self._fold()
+
+    def _fold(self):
+        c, D = self.c, self.c.head_dim
+        if self.layers[0][2] is None:
+            F = state_bytes(1, D, 0, c.p) // 4
+            zeros = lambda *shape: torch.zeros(shape, device=self.device)
+            shape = self.B, c.n_kv_head, F
+            self.layers = [(u, kept, (zeros(*shape, D), zeros(*shape))) for u, kept, _ in self.layers]
+            first = True
+        else:
+            first = False
+        for _, kept, power in self.layers:
+            decode.fold(kept, self.n, power, c.p)
+        self.n = 0
+        if first:
+            self._take(self.state())
+        self.count.zero_()
+
+    def tokens(self, n):
+        """Yields n times the ids [B] that were drawn, on the CPU; the first are those in `ids` already."""
+        if self.device.type != "cuda":
+            for i in range(n):
+                yield self.ids.clone()
+                if i + 1 < n:
+                    self.step()
+            return
+        waiting = []
+        for i in range(n):
+            host = torch.empty(self.B, dtype=torch.int64, pin_memory=True)
+            host.copy_(self.ids, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            waiting.append((host, event))
+            if i + 1 < n:
+                self.step()
+            if len(waiting) > AHEAD:
+                yield self._read(waiting.pop(0))
+        for pair in waiting:
+            yield self._read(pair)
+
+    def _read(self, pair):
+        host, event = pair
+        event.synchronize()
+        return host
