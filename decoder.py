@@ -4,10 +4,10 @@
     for ids in decoder.tokens(500): ...                         # [B] int64 on the CPU
     state = decoder.state()                                     # a ModelState again
 
-The graph holds the whole token, from its row of the embedding to the next one's id; the host launches it and reads ids
-that are a token old, so that neither waits for the other. A fold is launched between two tokens. What is kept is what
-attention/state.py keeps, in buffers of a fixed size: keys and values until they take as much memory as a state, then the
-state and FOLD_EVERY of them.
+The graph holds the whole token, from its row of the embedding to the next one's id; the host launches it and reads
+ids that are a token or two old, so that neither waits for the other. A fold is launched between two tokens. What is
+kept is what attention/state.py keeps, in buffers of a fixed size: keys and values until they take as much memory as a
+state, then the state and FOLD_EVERY of them.
 """
 
 import math
@@ -31,8 +31,9 @@ def decodes(config):
 
 class Decoder:
     def __init__(self, model, state, sampler, room, dtype=None):
-        """model: its weights in dtype (default: the embedding's). sampler: a function of logits [B, vocab_size] and the
-        buffer of ids [B] that writes the next ones. room: tokens that will be read at most.
+        """model: its weights in dtype (default: the embedding's). sampler: called with logits [B, vocab_size] and the
+        buffer of ids [B], it writes the next ones there (in a CUDA graph); its ready() is called before, its `at` is a
+        tensor that drawing changes. room: tokens that will be read at most.
 
         Raises MemoryError where a state will not fit, before anything is allocated."""
         self.c, self.sampler, self.position = model.config, sampler, state.position
@@ -102,7 +103,7 @@ class Decoder:
         self.num, self.den = new(parts, self.B, c.n_head * D), new(parts, self.B, c.n_head)
         self.layers = []
         for layer in state.layers:
-            kept = *(new(self.B, C, c.n_kv_head, D, dtype=self.dtype) for _ in range(2)),
+            kept = (*(new(self.B, C, c.n_kv_head, D, dtype=self.dtype) for _ in range(2)),)
             kept += new(self.B, C, c.n_kv_head, dtype=torch.float64), new(self.B, C, c.n_kv_head, dtype=torch.int32)
             if n:
                 kept[0][:, :n], kept[1][:, :n] = layer.k, layer.v
@@ -129,6 +130,11 @@ class Decoder:
             layers.append(layer)
         return ModelState(layers, self.position)
 
+    def bytes(self):
+        """Of what is kept."""
+        tensors = [x for u, kept, power in self.layers for x in (u, *kept, *(power or ()))]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
     # ---- a token
 
     def _token(self):
@@ -151,7 +157,7 @@ class Decoder:
 
     def _capture(self):
         """The token as a CUDA graph. It runs twice before, to compile, on copies of what it changes."""
-        changed = [self.ids, self.count, *(u for u, _, _ in self.layers)]
+        changed = [self.ids, self.count, self.sampler.at, *(u for u, _, _ in self.layers)]
         saved = [x.clone() for x in changed]
         kept = [[x[:, self.n].clone() for x in kept] for _, kept, _ in self.layers]
         stream = torch.cuda.Stream()
@@ -171,6 +177,7 @@ class Decoder:
 
     def step(self):
         """Reads `ids`, and puts the next ones in their place."""
+        self.sampler.ready()
         if self.device.type != "cuda":
             self._token()
         else:

@@ -239,8 +239,9 @@ class GPT(nn.Module):
         """One token each: ids [B] -> (logits [B, vocab_size] of the next, the state after it)."""
         return self.read(ids.unsqueeze(1), state)
 
-    def read(self, ids, state, piece=1024):
+    def read(self, ids, state, piece=None):
         """ids [B, T], any T, read a piece at a time -> (logits [B, vocab_size] of the next token, the state after)."""
+        piece = piece or (65536 if ids.is_cuda else 1024)
         for part in ids.split(piece, dim=1):
             x, state = self.hidden(part, state)
         return self.logits(x[:, -1]), state

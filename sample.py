@@ -3,6 +3,8 @@
     python sample.py                                            # the newest run, one sample
     python sample.py --out_dir=out/demo --prompt="def " --num_samples=3 --max_new_tokens=200
     python sample.py --prompt=FILE:notes.txt --temperature=0 --json
+    python sample.py --prompt=FILE:book.txt --save_state=book.state --max_new_tokens=0       # read once,
+    python sample.py --load_state=book.state --prompt="Question: "                          # ask many times
 
 The model reads the end-of-text token, then the prompt, then its own tokens one by one: attention/state.py says what it
 keeps of them. `generate` below knows token ids and nothing of text.
@@ -35,6 +37,8 @@ class SampleConfig:
     top_k: int = 200  # only the k likeliest tokens; 0: all
     top_p: float = 1.0  # only the likeliest tokens that together have this probability; 1: all
     seed: int = 1337  # sample i draws with seed + i
+    save_state: str = ""  # a file for what is kept of everything read so far, when the prompt has been read
+    load_state: str = ""  # such a file: the prompt goes on from there
     form: str = "auto"  # auto: read keys and values until a state is cheaper; recurrent: a state from the first token
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
@@ -64,14 +68,20 @@ def main():
             refuse(f"attention={model.config.attention} has no recurrent form: it keeps every key and value")
         fold = "always"
 
-    prompt = [tokenizer.eot, *tokenizer.encode(text)]
+    before = None
+    if cfg.load_state:
+        try:
+            before = checkpoint.load_state(cfg.load_state, model)
+        except (OSError, ValueError) as error:
+            refuse(f"cannot go on from {cfg.load_state}: {error}")
+    prompt = [*([] if before else [tokenizer.eot]), *tokenizer.encode(text)]
     timings = Timings(device)
     samples = [tokenizer.stream() for _ in range(cfg.num_samples)]
     texts = [text] * cfg.num_samples
     print(text, end="", flush=True) if cfg.num_samples == 1 else None
     try:
         with torch.inference_mode(), autocast:
-            for ids in generate(model, prompt, cfg, fold, timings):
+            for ids in generate(model, prompt, cfg, fold, timings, before):
                 for i, token in enumerate(ids):
                     piece = samples[i].feed(token)
                     texts[i] += piece
@@ -100,42 +110,92 @@ def main():
         print(json.dumps(report))
 
 
-def generate(model, prompt, cfg, fold="auto", timings=None):
+def generate(model, prompt, cfg, fold="auto", timings=None, before=None):
     """Yields the next token of each sample, a list of num_samples ids, max_new_tokens times.
 
-    prompt: at least one id. It is read once; every sample draws its own first token and goes on from there.
+    prompt: ids. It is read once; every sample draws its own first token and goes on from there. before: (logits, state)
+    after what was read before the prompt; without it the prompt has at least one id.
     """
     device = model.transformer.wte.weight.device
     timings = timings or Timings(device)
-    generators = [torch.Generator().manual_seed(cfg.seed + i) for i in range(cfg.num_samples)]
     timings.start()
-    logits, state = model.read(torch.tensor([prompt], device=device), model.empty_state(1, fold))
+    logits, state = before or (None, model.empty_state(1, fold))
+    if prompt:
+        logits, state = model.read(torch.tensor([prompt], device=device), state)
+    timings.prefilled(state.bytes())
+    if cfg.save_state:
+        checkpoint.save_state(cfg.save_state, model, logits, state)
+    if not cfg.max_new_tokens:
+        return
+    sampler = Sampler(cfg, device)
     logits, state = logits.expand(cfg.num_samples, -1), state.repeat(cfg.num_samples)
-    timings.prefilled(state)
+    decoder = None
+    if device.type == "cuda":
+        from decoder import Decoder, decodes  # not everywhere is Triton
+
+        decoder = decodes(model.config)
+    if decoder:
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        decoder = Decoder(model, state, sampler, cfg.max_new_tokens, dtype)
+        sampler.ready()
+        sampler(logits, decoder.ids)
+        timings.start()
+        for ids in decoder.tokens(cfg.max_new_tokens):
+            yield ids.tolist()
+            timings.decoded(decoder.bytes())
+        return
+    ids = torch.empty(cfg.num_samples, dtype=torch.int64, device=device)
     for i in range(cfg.max_new_tokens):
-        ids = draw(logits, cfg, generators)
+        sampler.ready()
+        sampler(logits, ids)
         yield ids.tolist()
         if i + 1 < cfg.max_new_tokens:
             logits, state = model.step(ids, state)
-        timings.decoded(state)
+        timings.decoded(state.bytes())
 
 
-def draw(logits, cfg, generators):
-    """One token a row of logits [N, vocab_size]: [N] int64. Row i uses one number of generators[i]."""
+class Sampler:
+    """Draws one token for each sample; sample i with the numbers of its own generator, of seed + i, whatever the batch
+    and the device. They are made on the CPU, many at a time, so that a CUDA graph can hold the drawing."""
+
+    AT_ONCE = 1024
+
+    def __init__(self, cfg, device):
+        self.cfg, self.used = cfg, 0
+        self.generators = [torch.Generator().manual_seed(cfg.seed + i) for i in range(cfg.num_samples)]
+        self.numbers = torch.empty(cfg.num_samples, self.AT_ONCE, dtype=torch.float64, device=device)
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def ready(self):
+        """To be called before each drawing: sees to it that there are numbers."""
+        if self.used % self.AT_ONCE == 0:
+            new = [torch.rand(self.AT_ONCE, generator=g, dtype=torch.float64) for g in self.generators]
+            self.numbers.copy_(torch.stack(new))
+            self.at.zero_()
+        self.used += 1
+
+    def __call__(self, logits, ids):
+        """logits [N, vocab_size] -> ids [N], in place."""
+        ids.copy_(draw(logits, self.cfg, self.numbers.index_select(1, self.at)))
+        self.at += 1
+
+
+def draw(logits, cfg, u):
+    """One token a row of logits [N, vocab_size]: [N] int64, by the numbers u [N, 1] float64 in [0, 1)."""
     if cfg.temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float() / cfg.temperature
+    logits, ids = logits.float() / cfg.temperature, None
     if 0 < cfg.top_k < logits.shape[-1]:
-        smallest = logits.topk(cfg.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest, float("-inf"))
+        ids = logits.topk(cfg.top_k, sorted=False).indices.sort(-1).values
+        logits = logits.gather(-1, ids)
     probabilities = logits.softmax(-1)
     if cfg.top_p < 1:
         values, order = probabilities.sort(descending=True)
         enough = values.cumsum(-1) - values >= cfg.top_p  # those before a token already have top_p
         probabilities = probabilities.scatter(-1, order, values.masked_fill(enough, 0))
     total = probabilities.double().cumsum(-1)
-    u = torch.stack([torch.rand(1, generator=g, dtype=torch.float64) for g in generators]).to(total.device)
-    return torch.searchsorted(total, u * total[:, -1:], right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    drawn = torch.searchsorted(total, u * total[:, -1:], right=True).clamp(max=logits.shape[-1] - 1)
+    return (drawn if ids is None else ids.gather(-1, drawn)).squeeze(-1)
 
 
 class Timings:
@@ -152,14 +212,14 @@ class Timings:
     def start(self):
         self.last = self._now()
 
-    def prefilled(self, state):
+    def prefilled(self, state_bytes):
         now = self._now()
-        self.prefill, self.last, self.state_bytes = now - self.last, now, state.bytes()
+        self.prefill, self.last, self.state_bytes = now - self.last, now, state_bytes
 
-    def decoded(self, state):
-        now = self._now()
+    def decoded(self, state_bytes):
+        now = time.perf_counter()  # the ids have been read, so the device has done them
         self.steps.append(now - self.last)
-        self.last, self.state_bytes = now, state.bytes()
+        self.last, self.state_bytes = now, state_bytes
 
     def report(self, samples, prompt_tokens):
         steps = sorted(self.steps) or [0.0]
@@ -196,7 +256,7 @@ def newest_run():
 def check(cfg):
     for name, fits, want in (
         ("num_samples", cfg.num_samples >= 1, "at least 1"),
-        ("max_new_tokens", cfg.max_new_tokens >= 1, "at least 1"),
+        ("max_new_tokens", cfg.max_new_tokens >= (not cfg.save_state), "at least 1, or 0 with --save_state"),
         ("temperature", cfg.temperature >= 0, "0 (greedy) or positive"),
         ("top_k", cfg.top_k >= 0, "positive, or 0 for all"),
         ("top_p", 0 < cfg.top_p <= 1, "in (0, 1]"),

@@ -158,6 +158,15 @@ def read_and_fold(q, k, v, log_g, state, *, p, fold):
         return y.flatten(1, 2).transpose(1, 2).to(q.dtype), state
 
 
+def fold_tokens(k, v, log_g, state, *, p):
+    """The PowerState of `state`, or None, and tokens k [B, m, Hkv, D], v [B, m, Hkv, E], log_g [B, m, Hkv] or None."""
+    dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
+    with torch.autocast(k.device.type, enabled=False):
+        check_state_fits(k.shape[0] * k.shape[2], k.shape[-1], v.shape[-1], p, dtype, k.device)
+        gates = None if log_g is None else _prepare(log_g)
+        return _fold(state, _by_head(k, dtype), _by_head(v, dtype), gates, p)
+
+
 def best_form(T, D, p, kernel_dtype=None, gated=True):
     """The cheaper of "quadratic" and "chunked". kernel_dtype: of the tensors where the forms run on the kernels.
 

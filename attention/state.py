@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attention.power import PowerState, read_and_fold, state_bytes
+from attention.power import PowerState, fold_tokens, power_attention, read_and_fold, state_bytes
 
 FOLD_EVERY = 64
 
@@ -58,9 +58,17 @@ class LayerState:
 
 def generate_power(q, k, v, log_g, u, state, *, p):
     """Power attention of n new tokens that follow `state`: y [B, n, H, E] and the state after them."""
-    state = state.append(k, v, log_g, u)
+    before, state = state, state.append(k, v, log_g, u)
     fold = state.full(p)
-    y, power = read_and_fold(q, state.k, state.v, state.log_g, state.power, p=p, fold=fold)
+    if fold and q.shape[1] > 1:  # a piece of a prompt: what was kept goes into the state, then in chunks
+        power = before.power
+        if before.k is not None:
+            power = fold_tokens(before.k, before.v, before.log_g, power, p=p)
+        y, power = power_attention(q, k, v, log_g, p=p, form="chunked", initial_state=power, return_state=True)
+    elif before.k is None and before.power is None and not fold:  # the first piece
+        y, power = power_attention(q, k, v, log_g, p=p, form="quadratic"), None
+    else:
+        y, power = read_and_fold(q, state.k, state.v, state.log_g, state.power, p=p, fold=fold)
     if fold:
         state = replace(state, k=None, v=None, log_g=None, power=power)
     return y, state

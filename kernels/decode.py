@@ -125,9 +125,9 @@ def clock_kernel(
     X, LN_W, LN_B, IDS, WG, BG, WB, SLOPES, U, TOTAL, RESETS, COUNT, reset_token, K, HKV, C, BH: tl.constexpr,
     BK: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """One sequence: U, its rotation counter, moves on by 1, or with WB [1, K] by 1 + tanh(WB x); and entry COUNT of what
-    is kept gets the sum of log_g since the state, finite parts in TOTAL [B, C, Hkv] float64 and their -inf counted in
-    RESETS. log_g is that of learned gates, WG [Hkv, K] and BG, or of fixed ones, SLOPES, or 0."""
+    """One sequence: U, its rotation counter, moves on by 1, or with WB [1, K] by 1 + tanh(WB x); and entry COUNT of
+    what is kept gets the sum of log_g since the state, finite parts in TOTAL [B, C, Hkv] float64 and their -inf counted
+    in RESETS. log_g is that of learned gates, WG [Hkv, K] and BG, or of fixed ones, SLOPES, or 0."""
     b, h = tl.program_id(0), tl.arange(0, BH)
     row = tl.full([1], b, tl.int32)
     gate, beta = tl.zeros([BH], tl.float32), tl.zeros([1], tl.float32)
@@ -189,9 +189,9 @@ def attend_kernel(
     QKV, KEYS, VALUES, TOTAL, RESETS, COUNT, U, RATES, S, Z, INDICES, COEFFICIENTS, NUM, DEN, B, C, H, HKV, F, parts,
     of_state, P: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """One part of what one query head of one sequence reads: the first `of_state` parts are of the state S [B, Hkv, F, D],
-    Z [B, Hkv, F], the others of the COUNT tokens kept behind it and of the token itself, whose key and value one of
-    them keeps as entry COUNT of KEYS and VALUES [B, C, Hkv, D]."""
+    """One part of what one query head of one sequence reads: the first `of_state` parts are of the state S [B, Hkv, F,
+    D], Z [B, Hkv, F], the others of the COUNT tokens kept behind it and of the token itself, whose key and value one
+    of them keeps as entry COUNT of KEYS and VALUES [B, C, Hkv, D]."""
     bh, part = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     group = H // HKV
@@ -307,8 +307,8 @@ def linear(w, out, *, x=None, norm=None, sums=None, bias=None, gelu=False, add=F
 
 
 def clock(x, norm, ids, gate, beta, slopes, u, kept, count, reset_token, rounding):
-    """See `clock_kernel`; gate: (W [Hkv, K], b [Hkv]) or None, beta: W [1, K] or None, slopes [Hkv] or None, kept: (keys,
-    values, total, resets), rounding: the dtype that linear layers' inputs have."""
+    """See `clock_kernel`; gate: (W [Hkv, K], b [Hkv]) or None, beta: W [1, K] or None, slopes [Hkv] or None, kept:
+    (keys, values, total, resets), rounding: the dtype that linear layers' inputs have."""
     C, HKV = kept[0].shape[1:3]
     clock_kernel[(len(ids),)](
         x, *norm, ids, *(gate or (None, None)), beta, slopes, u, *kept[2:], count, reset_token, x.shape[1], HKV, C,
@@ -317,8 +317,8 @@ def clock(x, norm, ids, gate, beta, slopes, u, kept, count, reset_token, roundin
 
 
 def attend(qkv, kept, count, u, rates, state, num, den, p):
-    """See `attend_kernel`; kept: (keys, values, total, resets), state: (S, z) or None, num [parts, B, H D], den [parts, B,
-    H]."""
+    """See `attend_kernel`; kept: (keys, values, total, resets), state: (S, z) or None, num [parts, B, H D], den
+    [parts, B, H]."""
     keys = kept[0]
     (B, C, HKV, D), (parts, _, H) = keys.shape, den.shape
     S, z = state or (None, None)

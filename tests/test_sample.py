@@ -64,8 +64,8 @@ def test_temperature_top_k_and_top_p():
 
     def frequencies(**kwargs):
         cfg = SampleConfig(**{"temperature": 1.0, "top_k": 0, **kwargs})
-        generators = [torch.Generator().manual_seed(i) for i in range(4000)]
-        return torch.bincount(draw(logits.expand(4000, -1), cfg, generators), minlength=4) / 4000
+        u = torch.rand(4000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        return torch.bincount(draw(logits.expand(4000, -1), cfg, u), minlength=4) / 4000
 
     assert (frequencies() - p).abs().max() < 0.03
     assert frequencies(temperature=0.0).tolist() == [0, 1, 0, 0]
@@ -204,3 +204,54 @@ def test_training_and_sampling_need_no_network_and_no_dataset_afterwards(tmp_pat
     capsys.readouterr()
     assert call(sample.main, "--prompt=line 1", "--max_new_tokens=10") == 0
     assert capsys.readouterr().out.startswith("line 1")
+
+
+# ---- states in files
+
+
+@pytest.mark.parametrize(
+    "attention,fold", [("conformal_sympow", "always"), ("sympow_gating", "auto"), ("softmax", "never")]
+)
+def test_a_saved_state_goes_on_where_it_was(attention, fold, tmp_path):
+    model, file = tiny(attention), str(tmp_path / "read.state")
+    whole = drawn(model, [256, 10, 20, 30], fold, max_new_tokens=40)
+    assert drawn(model, [256, 10], fold, max_new_tokens=0, save_state=file) == []
+    for _ in range(2):  # many times
+        with torch.inference_mode():
+            before = checkpoint.load_state(file, model)
+            assert list(zip(*generate(model, [20, 30], SampleConfig(max_new_tokens=40), before=before))) == whole
+    drawn(model, [256, 10, 20, 30], fold, max_new_tokens=1, save_state=file)
+    with torch.inference_mode():  # without a prompt it goes on with the logits it has
+        before = checkpoint.load_state(file, model)
+        assert list(zip(*generate(model, [], SampleConfig(max_new_tokens=40), before=before))) == whole
+
+
+def test_another_models_state_is_refused_with_the_reason(tmp_path):
+    model, file = tiny("sympow"), str(tmp_path / "read.state")
+    drawn(model, [256, 10], max_new_tokens=0, save_state=file)
+    with pytest.raises(ValueError, match="attention='sympow' there, 'sympow_gating' here"):
+        checkpoint.load_state(file, tiny("sympow_gating"))
+    other = tiny("sympow")
+    with torch.no_grad():
+        other.transformer.wte.weight[0, 0] += 1
+    with pytest.raises(ValueError, match="other weights"):
+        checkpoint.load_state(file, other)
+    with open(file, "r+b") as f:
+        f.truncate(1000)
+    with pytest.raises(ValueError, match="not a whole state file"):
+        checkpoint.load_state(file, model)
+
+
+def test_a_document_is_read_once_and_asked_twice(go, capsys, tmp_path):
+    file, rest = str(tmp_path / "a.state"), ["--max_new_tokens=30", "--temperature=0", "--out_dir=out/a"]
+    assert go("--prompt=line 1\nline 2", f"--save_state={file}", "--max_new_tokens=0", "--out_dir=out/a") == 0
+    capsys.readouterr()
+    assert go("--prompt=line 1\nline 2\nli", *rest) == 0
+    whole = capsys.readouterr().out
+    for _ in range(2):
+        assert go(f"--load_state={file}", "--prompt=\nli", *rest) == 0
+        assert "line 1\nline 2" + capsys.readouterr().out == whole
+    assert go(f"--load_state={file}", "--out_dir=out/b") == 2
+    assert "it belongs to another model: attention='conformal_sympow' there" in capsys.readouterr().err
+    assert go(f"--load_state={tmp_path}/none", "--out_dir=out/a") == 2
+    assert go("--max_new_tokens=0", "--out_dir=out/a") == 2

@@ -1,0 +1,100 @@
+"""The decoder against `GPT.step`: on the CPU in Triton's interpreter, in float32; with TEST_GPU=1 on the GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton has no wheel for this system")
+
+from test_kernels import DEVICE, GPU  # noqa: E402
+
+import decoder  # noqa: E402
+from decoder import Decoder  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+from sample import SampleConfig, Sampler  # noqa: E402
+
+VARIANTS = {
+    "gated": dict(attention="sympow_gating", p=2),
+    "conformal, one key head, biases": dict(attention="conformal_sympow", p=2, n_kv_head=1, bias=True),
+    "conformal, fixed gates": dict(attention="conformal_sympow", p=2, gate="fixed"),
+    "p=4, resets": dict(attention="sympow", p=4, reset_token=3),
+    "even power 6": dict(attention="even_power", p=6),
+}
+
+
+def tiny(**kwargs):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=40, n_layer=2, n_head=2, n_embd=32, gate_bias=2.0, **kwargs)).eval().to(DEVICE)
+    for name, p in model.named_parameters():
+        if p.dim() > 1 or name.endswith("bias"):
+            torch.nn.init.normal_(p, std=0.2)
+    return model
+
+
+def start(model, B, room, fold=None, n=4):
+    """A prompt of n tokens that has been read: (its state, a greedy decoder that stands at the next token)."""
+    prompt = torch.randint(4, 40, (B, n), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    prompt[0, 2] = 3
+    logits, state = model.read(prompt, model.empty_state(B, fold))
+    found = Decoder(model, state, Sampler(SampleConfig(temperature=0, num_samples=B), torch.device(DEVICE)), room)
+    found.ids.copy_(logits.argmax(-1))
+    return state, found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("B,fold", [(1, None), (3, "always")])
+@torch.inference_mode()
+def test_a_token_is_the_models(variant, B, fold, monkeypatch):
+    """Kept as they are, folded into a first state, kept behind it and folded again; or always folded."""
+    config = VARIANTS[variant]
+    if fold and (config["p"] > 2 or config["attention"] == "even_power"):
+        B, fold = 2, None
+    monkeypatch.setattr(decoder, "FOLD_EVERY", 2)
+    model, steps = tiny(**config), 6 if config["p"] == 2 else 3
+    state, found = start(model, B, steps, fold)
+    if fold is None and config["p"] == 2:
+        found.limit = 6
+    for i in range(steps):
+        if i == 1:
+            found.ids[0] = 3  # forgets everything, where that is set
+        logits, state = model.step(found.ids.clone(), state)
+        found.step()
+        assert (found.logits - logits).norm() < 1e-5 * logits.norm(), i
+        assert torch.equal(found.ids, logits.argmax(-1))
+    assert (found.layers[0][2] is not None) == (config["p"] == 2)
+    ours = found.state()
+    assert ours.position == state.position == 4 + steps
+    assert torch.allclose(ours.layers[1].u, state.layers[1].u, atol=1e-5)
+    logits, _ = model.step(found.ids, state)
+    again, _ = model.step(found.ids, ours)  # the state is one that the model goes on from
+    assert (again - logits).norm() < 1e-5 * logits.norm()
+
+
+@torch.inference_mode()
+def test_tokens_come_in_order_and_what_is_kept_is_counted():
+    model = tiny(**VARIANTS["gated"])
+    state, found = start(model, 2, 5)
+    expected, ids = [], found.ids.clone()
+    for _ in range(5):
+        expected.append(ids.tolist())
+        logits, state = model.step(ids, state)
+        ids = logits.argmax(-1)
+    assert [x.tolist() for x in found.tokens(5)] == expected
+    # two layers, of two sequences and heads room for 9 tokens of 16: keys, values and the gates' sums; counters
+    assert found.bytes() == 2 * (2 * 2 * 9 * (2 * 16 * 4 + 12) + 2 * 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@torch.inference_mode()
+def test_in_bfloat16_logits_are_the_parallel_forwards():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=256, attention="conformal_sympow", p=2)).eval().to(DEVICE)
+    ids = torch.randint(50257, (1, 5000), device=DEVICE)
+    with torch.autocast("cuda", torch.bfloat16):
+        expected = model(ids)[0][0].float()
+        logits, state = model.read(ids[:, :4000], model.empty_state(1))
+    found = Decoder(model, state, Sampler(SampleConfig(temperature=0), torch.device(DEVICE)), 1000, torch.bfloat16)
+    for i in range(4000, 4999):
+        found.ids[0] = ids[0, i]
+        found.step()
+        assert (found.logits[0] - expected[i]).norm() < 2e-2 * expected[i].norm(), i
