@@ -14,6 +14,21 @@ from pathlib import Path
 from statistics import fmean, median
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, the strongest first.
+STYLE = {  # of matplotlib
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.labelcolor": "#333333",
+    "xtick.color": "#555555",
+    "ytick.color": "#555555",
+    "axes.grid": True,
+    "grid.color": "#E6E6E6",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "text.parse_math": False,
+}
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D"]
 DASHES = ["-", "-.", ":"]  # for the eighth run and on
 WARMUP_LINES = 3  # of a run's throughput: compilation and cold caches
@@ -178,23 +193,7 @@ def draw(runs, png):
     unit, scale = ("hours", 3600) if longest > 2 * 3600 else ("minutes", 60) if longest > 120 else ("seconds", 1)
     panels = [("step", "step", 1)] + ([("seconds", f"training time, {unit}", scale)] if longest else [])
     circles = {"marker": "o", "markersize": 4.5, "markerfacecolor": "white", "linewidth": 1}
-
-    style = {
-        "font.size": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": "#888888",
-        "axes.labelcolor": "#333333",
-        "xtick.color": "#555555",
-        "ytick.color": "#555555",
-        "axes.grid": True,
-        "grid.color": "#E6E6E6",
-        "grid.linewidth": 0.8,
-        "axes.axisbelow": True,
-        "legend.frameon": False,
-        "text.parse_math": False,
-    }
-    with plt.rc_context(style):
+    with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
             1, len(panels), figsize=(5.5 * len(panels), 4.2), sharey=True, squeeze=False, layout="constrained"
         )

@@ -1,0 +1,48 @@
+"""Loss by position."""
+
+import json
+
+import pytest
+import torch
+from helpers import SMALL, call, dataset, make_dataset  # noqa: F401 (dataset is a fixture)
+from test_sample import tiny
+
+import evaluate
+import train
+
+
+@pytest.mark.parametrize("attention", ["softmax", "sympow_gating", "conformal_sympow"])
+def test_pieces_give_the_parallel_forwards_losses(attention, monkeypatch):
+    monkeypatch.setattr(evaluate, "LOGITS_AT_ONCE", 257 * 100)
+    model, ids = tiny(attention), torch.randint(257, (2, 301))
+    with torch.no_grad():
+        logits = model(ids[:, :-1])[0]
+        losses = evaluate.by_position(model, ids[:, :-1], ids[:, 1:], piece=64)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    assert losses.shape == (2, 300) and (losses.flatten() - expected).abs().max() < 1e-4
+    assert (losses.mean() - model(ids[:, :-1], ids[:, 1:])[1]).abs() < 1e-5
+
+
+def test_means_between_powers_of_two():
+    losses = torch.arange(1.0, 8.0)
+    assert evaluate.between_powers(losses) == {"1-1": 1.0, "2-3": 2.5, "4-7": 5.5}
+    x, y = evaluate.smoothed(torch.ones(1000))
+    assert len(x) == len(y) < 200 and x == sorted(x) and set(y) == {1.0}
+
+
+def test_the_program(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    for name, attention in (("a", "conformal_sympow"), ("b", "softmax")):
+        args = [*SMALL, f"--dataset={dataset}", f"--attention={attention}", f"--out_dir=out/{name}"]
+        assert call(train.main, *args, "--max_iters=2", "--eval_interval=2") == 0
+    capsys.readouterr()
+    options = ["--out_dir=out/a,out/b", "--documents=2", "--json"]
+    assert call(evaluate.main, *options) == 0
+    out = capsys.readouterr().out.splitlines()
+    report = json.loads(out[-1])
+    assert list(report) == ["out/a", "out/b"] and out[0].split() == ["position", "out/a", "out/b"]
+    assert all(0 < loss < 20 for losses in report.values() for loss in losses.values())
+    assert (tmp_path / "loss_by_position.png").stat().st_size > 10_000
+    assert call(evaluate.main, "--out_dir=out/a", "--length=100000000") == 2
+    assert "longer than" in capsys.readouterr().err
+    assert call(evaluate.main, "--out_dir=out/none") == 2
