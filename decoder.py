@@ -10,14 +10,13 @@ kept is what attention/state.py keeps, in buffers of a fixed size: keys and valu
 state, then the state and FOLD_EVERY of them.
 """
 
-import math
 from dataclasses import replace
 
 import torch
 
-from attention.power import PowerState, check_state_fits, state_bytes
+from attention.power import PowerState, free_memory, state_bytes
 from attention.rotary import rotation_rates
-from attention.state import FOLD_EVERY, LayerState
+from attention.state import LayerState
 from kernels import decode
 from model import ModelState
 
@@ -30,22 +29,19 @@ def decodes(config):
 
 
 class Decoder:
-    def __init__(self, model, state, sampler, room, dtype=None):
+    def __init__(self, model, state, sampler, room, dtype=None, samples=1):
         """model: its weights in dtype (default: the embedding's). sampler: called with logits [B, vocab_size] and the
         buffer of ids [B], it writes the next ones there (in a CUDA graph); its ready() is called before, its `at` is a
-        tensor that drawing changes. room: tokens that will be read at most.
+        tensor that drawing changes. room: tokens that will be read at most. samples: of each of the state's sequences.
 
-        Raises MemoryError where a state will not fit, before anything is allocated."""
+        Raises MemoryError where what is kept will not fit, before anything is allocated."""
         self.c, self.sampler, self.position = model.config, sampler, state.position
         w = model.transformer.wte.weight
         self.device, self.dtype = w.device, dtype or w.dtype
         layers = state.layers
-        self.B, self.room, self.fold = len(layers[0].u), room, layers[0].fold
+        self.B, self.room, self.fold = len(layers[0].u) * samples, room, layers[0].fold
         c, D = self.c, self.c.head_dim
-        self.limit = self._limit(state)
-        if self.limit < self._kept(state) + room and layers[0].power is None:
-            rows = c.n_layer * self.B * c.n_kv_head
-            check_state_fits(rows, D, D, c.p, torch.float32, self.device)
+        self._check_memory(state)
         self.weights = [self._weights(block) for block in model.transformer.h]
         t, norm = model.transformer, self._norm
         self.wte, self.ends = w.to(self.dtype), (norm(t.ln_wte), norm(t.ln_f))
@@ -55,7 +51,7 @@ class Decoder:
         self.qkv = new(self.B, (c.n_head + 2 * c.n_kv_head) * D)
         self.logits = new(self.B, c.vocab_size)
         self.ids, self.count = new(self.B, dtype=torch.int64), new(1, dtype=torch.int32)
-        self._take(state)
+        self._take(state, samples)
 
     # ---- weights and buffers
 
@@ -83,15 +79,26 @@ class Decoder:
 
     def _limit(self, state):
         """Tokens at which what is kept is folded."""
-        layer, c = state.layers[0], self.c
-        if layer.fold != "auto":
-            return 1 if layer.fold == "always" else math.inf
-        size = torch.empty(0, dtype=self.dtype).element_size()
-        limit = math.ceil(state_bytes(1, c.head_dim, c.head_dim, c.p) / (2 * c.head_dim * size))
-        return limit if layer.power is None else min(limit, FOLD_EVERY)
+        return state.layers[0].limit(self.c.p, self.c.head_dim, self.c.head_dim, self.dtype.itemsize)
 
-    def _take(self, state):
-        """Buffers that hold `state`, and as many tokens more as will be kept."""
+    def _check_memory(self, state):
+        """Raises MemoryError where what is kept does not fit beside what there is already."""
+        c, D, n, limit = self.c, self.c.head_dim, self._kept(state), self._limit(state)
+        heads = c.n_layer * c.n_kv_head
+        kept = heads * int(max(n, min(limit, n + self.room))) * (2 * D * self.dtype.itemsize + 12)
+        power = heads * state_bytes(1, D, D, c.p) if limit <= n + self.room or state.layers[0].power else 0
+        need, have = self.B * (kept + power), free_memory(self.device)
+        if need > have:
+            fits = have // (kept + power)
+            of = f"states of {power:,} bytes" if power >= kept else f"keys and values of {kept:,} bytes"
+            raise MemoryError(
+                f"{self.B} samples need {need:,} bytes, mostly {of} each (p={c.p}, head dimension {D}, {c.n_layer} "
+                f"layers of {c.n_kv_head} heads), the device has {have:,} free: "
+                + (f"num_samples={fits} would fit" if fits else "a model of a smaller head dimension or p would fit")
+            )
+
+    def _take(self, state, samples=1):
+        """Buffers that hold `state`, each sequence `samples` times, and as many tokens more as will be kept."""
         c, D, n = self.c, self.c.head_dim, self._kept(state)
         self.limit = self._limit(state)
         C = int(max(n, min(self.limit, n + self.room)))
@@ -103,6 +110,7 @@ class Decoder:
         self.num, self.den = new(parts, self.B, c.n_head * D), new(parts, self.B, c.n_head)
         self.layers = []
         for layer in state.layers:
+            layer = layer.repeat(samples)
             kept = (*(new(self.B, C, c.n_kv_head, D, dtype=self.dtype) for _ in range(2)),)
             kept += new(self.B, C, c.n_kv_head, dtype=torch.float64), new(self.B, C, c.n_kv_head, dtype=torch.int32)
             if n:

@@ -32,7 +32,7 @@ class EvaluateConfig:
     out_dir: str = ""  # a run's folder, or several with commas between; default: the newest in out/
     dataset: str = ""  # a folder in data/, or any path; default: the one the run was trained on
     length: int = 0  # tokens of a document that are read; 0: 4 times the training context, or the whole document
-    documents: int = 8  # how many
+    documents: int = 16  # how many
     pack: bool = False  # documents one behind another, to read on where one ends
     piece: int = 0  # tokens at a time; 0: 65,536 on a GPU, else 1,024
     png: str = "loss_by_position.png"  # where the picture goes
@@ -109,12 +109,12 @@ def by_position(model, inputs, targets, piece=None):
 
 
 def between_powers(losses):
-    """{"a-b": mean loss of positions a to b}, with a and b powers of two; positions count from 1."""
-    found, first = {}, 1
-    while first <= len(losses):
-        last = min(2 * first - 1, len(losses))
-        found[f"{first}-{last}"] = losses[first - 1 : last].mean().item()
-        first *= 2
+    """{"a-b": mean loss of positions a to b}, counted from 1, b a power of two: 1-1, 2-2, 3-4, 5-8, ..."""
+    found, before = {}, 0
+    while before < len(losses):
+        last = min(max(1, 2 * before), len(losses))
+        found[f"{before + 1}-{last}"] = losses[before:last].mean().item()
+        before = last
     return found
 
 
@@ -130,7 +130,7 @@ def table(report):
     return "\n".join(lines)
 
 
-def smoothed(losses, points=200):
+def smoothed(losses, points=80):
     """(positions, means) over at most `points` stretches that grow with the position, as a logarithmic axis wants."""
     edges = (
         torch.logspace(0, torch.log10(torch.tensor(float(len(losses) + 1))).item(), points + 1).round().long().unique()

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 import checkpoint
+from attention.state import crossover
 from config import choose_device, read_settings, refuse
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig
@@ -40,6 +41,7 @@ class SampleConfig:
     save_state: str = ""  # a file for what is kept of everything read so far, when the prompt has been read
     load_state: str = ""  # such a file: the prompt goes on from there
     form: str = "auto"  # auto: read keys and values until a state is cheaper; recurrent: a state from the first token
+    fold_at: int = 0  # tokens that are kept before they become a state; 0: as many as take a state's memory
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
     json: bool = False  # end with one JSON line of timings
@@ -67,6 +69,8 @@ def main():
         if fold == "never":
             refuse(f"attention={model.config.attention} has no recurrent form: it keeps every key and value")
         fold = "always"
+    elif cfg.fold_at and fold != "never":
+        fold = cfg.fold_at
 
     before = None
     if cfg.load_state:
@@ -96,16 +100,18 @@ def main():
     else:
         print("\n---------------\n".join(t + s.flush() for t, s in zip(texts, samples)))
     report = timings.report(cfg.num_samples, len(prompt))
-    print(
-        f"[{run}, {model.config.attention}: prompt {report['prefill_tokens_per_second']:,.0f} tokens/s, "
-        f"then {report['decode_tokens_per_second']:,.0f} tokens/s, state {report['state_bytes'] / 1e6:,.1f} MB"
-        + (
-            f", peak GPU memory {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB]"
-            if device.type == "cuda"
-            else "]"
-        ),
-        file=sys.stderr,
-    )
+    summary = [
+        f"prompt {report['prefill_tokens_per_second']:,.0f} tokens/s",
+        f"then {report['decode_tokens_per_second']:,.0f} tokens/s",
+        f"state {report['state_bytes'] / 1e6:,.1f} MB",
+    ]
+    if fold != "never":
+        c, dtype = model.config, getattr(autocast, "fast_dtype", torch.float32)  # of keys and values
+        kept = 1 if fold == "always" else cfg.fold_at or crossover(c.p, c.head_dim, c.head_dim, dtype.itemsize)
+        summary.append(f"of fixed size from {kept:,} tokens on")
+    if device.type == "cuda":
+        summary.append(f"peak GPU memory {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB")
+    print(f"[{run}, {model.config.attention}: {', '.join(summary)}]", file=sys.stderr)
     if cfg.json:
         print(json.dumps(report))
 
@@ -127,8 +133,7 @@ def generate(model, prompt, cfg, fold="auto", timings=None, before=None):
         checkpoint.save_state(cfg.save_state, model, logits, state)
     if not cfg.max_new_tokens:
         return
-    sampler = Sampler(cfg, device)
-    logits, state = logits.expand(cfg.num_samples, -1), state.repeat(cfg.num_samples)
+    sampler, logits = Sampler(cfg, device), logits.expand(cfg.num_samples, -1)
     decoder = None
     if device.type == "cuda":
         from decoder import Decoder, decodes  # not everywhere is Triton
@@ -136,7 +141,7 @@ def generate(model, prompt, cfg, fold="auto", timings=None, before=None):
         decoder = decodes(model.config)
     if decoder:
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        decoder = Decoder(model, state, sampler, cfg.max_new_tokens, dtype)
+        decoder = Decoder(model, state, sampler, cfg.max_new_tokens, dtype, cfg.num_samples)
         sampler.ready()
         sampler(logits, decoder.ids)
         timings.start()
@@ -144,7 +149,7 @@ def generate(model, prompt, cfg, fold="auto", timings=None, before=None):
             yield ids.tolist()
             timings.decoded(decoder.bytes())
         return
-    ids = torch.empty(cfg.num_samples, dtype=torch.int64, device=device)
+    ids, state = torch.empty(cfg.num_samples, dtype=torch.int64, device=device), state.repeat(cfg.num_samples)
     for i in range(cfg.max_new_tokens):
         sampler.ready()
         sampler(logits, ids)
@@ -260,6 +265,7 @@ def check(cfg):
         ("temperature", cfg.temperature >= 0, "0 (greedy) or positive"),
         ("top_k", cfg.top_k >= 0, "positive, or 0 for all"),
         ("top_p", 0 < cfg.top_p <= 1, "in (0, 1]"),
+        ("fold_at", cfg.fold_at >= 0, "positive, or 0 for as many tokens as take a state's memory"),
         ("form", cfg.form in ("auto", "recurrent"), "auto or recurrent"),
         ("dtype", cfg.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"),
     ):

@@ -216,7 +216,7 @@ def check_state_fits(rows, D, E, p, dtype, device):
     """Raises MemoryError, naming the bytes, where a PowerState would not fit into the device's memory."""
     if torch.compiler.is_compiling():
         return
-    need, have = state_bytes(rows, D, E, p, dtype), _memory(device)
+    need, have = state_bytes(rows, D, E, p, dtype), free_memory(device)
     if need > have:
         raise MemoryError(
             f"the state of power p={p} at head dimension {D} takes {need:,} bytes ({rows} heads and sequences of "
@@ -231,7 +231,7 @@ def check_chunks_fit(q, k, p, chunk):
         return
     from kernels.chunked import bytes_needed
 
-    need, have = bytes_needed(q, k, p, chunk, backward=torch.is_grad_enabled()), _memory(q.device)
+    need, have = bytes_needed(q, k, p, chunk, backward=torch.is_grad_enabled()), free_memory(q.device)
     if need > have:
         T, D = q.shape[1], q.shape[3]
         raise MemoryError(
@@ -432,7 +432,7 @@ def _tokens_at_once(x, p):
     return max(1, FEATURES_AT_ONCE // (rows * symmetric_power_dim(x.shape[-1], p)))
 
 
-def _memory(device):
+def free_memory(device):
     """Bytes that could still be allocated: free memory of a GPU (torch's own cache counted as free), or all RAM."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -3,11 +3,12 @@
     state = LayerState.empty(batch, device)
     y, state = generate_power(q, k, v, log_g, u, state, p=2)      # again and again, any number of tokens at a time
 
-Keys and values are read as they are until they take as much memory as the PowerState would (some 2,000 tokens for p=2
-at head dimension 64 in bfloat16, 780,000 for p=4). Then all of them are folded into one, and again whenever FOLD_EVERY
+Keys and values are read as they are until they take as much memory as the PowerState would (2,113 tokens for p=2 at
+head dimension 64 in bfloat16, 778,457 for p=4). Then all of them are folded into one, and again whenever FOLD_EVERY
 new ones have gathered, so that time and memory a token are bounded however long the text.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +25,7 @@ class LayerState:
     v: torch.Tensor | None = None  # [B, n, Hkv, E]
     log_g: torch.Tensor | None = None  # [B, n, Hkv], None without gates and resets
     power: PowerState | None = None  # of the tokens before those; softmax and even_power never have one
-    fold: str = "auto"  # "auto" as above, "always": from the first token, "never"
+    fold: str | int = "auto"  # "auto" as above, "always": from the first token, "never", or how many tokens are kept
 
     @staticmethod
     def empty(batch, device, fold="auto"):
@@ -40,11 +41,14 @@ class LayerState:
 
     def full(self, p):
         """Whether folding is due."""
-        if self.fold != "auto":
-            return self.fold == "always"
-        n, D, E = self.k.shape[1], self.k.shape[-1], self.v.shape[-1]
-        limit = state_bytes(1, D, E, p) / ((D + E) * self.k.element_size())  # tokens that take as much memory
-        return n >= (limit if self.power is None else min(limit, FOLD_EVERY))
+        return self.k.shape[1] >= self.limit(p, self.k.shape[-1], self.v.shape[-1], self.k.element_size())
+
+    def limit(self, p, D, E, itemsize):
+        """How many tokens are kept before they are folded; inf: never."""
+        if self.fold in ("always", "never"):
+            return 1 if self.fold == "always" else math.inf
+        limit = crossover(p, D, E, itemsize) if self.fold == "auto" else self.fold
+        return limit if self.power is None else min(limit, FOLD_EVERY)
 
     def tensors(self):
         return [x for x in (self.u, self.k, self.v, self.log_g, *(self.power or ())) if x is not None]
@@ -54,6 +58,11 @@ class LayerState:
         again = lambda x: None if x is None else x.repeat_interleave(n, dim=0)
         power = self.power and PowerState(*map(again, self.power))
         return replace(self, u=again(self.u), k=again(self.k), v=again(self.v), log_g=again(self.log_g), power=power)
+
+
+def crossover(p, D, E, itemsize):
+    """Tokens whose keys and values, numbers of itemsize bytes, take as much memory as a PowerState."""
+    return math.ceil(state_bytes(1, D, E, p) / ((D + E) * itemsize))
 
 
 def generate_power(q, k, v, log_g, u, state, *, p):

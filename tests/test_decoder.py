@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 from test_kernels import DEVICE, GPU  # noqa: E402
 
 import decoder  # noqa: E402
+from attention import state as state_of  # noqa: E402
 from decoder import Decoder  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from sample import SampleConfig, Sampler  # noqa: E402
@@ -48,11 +49,9 @@ def test_a_token_is_the_models(variant, B, fold, monkeypatch):
     config = VARIANTS[variant]
     if fold and (config["p"] > 2 or config["attention"] == "even_power"):
         B, fold = 2, None
-    monkeypatch.setattr(decoder, "FOLD_EVERY", 2)
+    monkeypatch.setattr(state_of, "FOLD_EVERY", 2)
     model, steps = tiny(**config), 6 if config["p"] == 2 else 3
-    state, found = start(model, B, steps, fold)
-    if fold is None and config["p"] == 2:
-        found.limit = 6
+    state, found = start(model, B, steps, fold or (6 if config["p"] == 2 else None))
     for i in range(steps):
         if i == 1:
             found.ids[0] = 3  # forgets everything, where that is set
@@ -98,3 +97,14 @@ def test_in_bfloat16_logits_are_the_parallel_forwards():
         found.ids[0] = ids[0, i]
         found.step()
         assert (found.logits[0] - expected[i]).norm() < 2e-2 * expected[i].norm(), i
+
+
+@torch.inference_mode()
+def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
+    model = tiny(**VARIANTS["gated"])
+    monkeypatch.setattr(decoder, "free_memory", lambda device: 2 * 2 * 2 * (136 * 17 * 4 + 9 * (2 * 16 * 4 + 12)))
+    start(model, 2, 5, 9)  # layers, sequences, heads: a state of 136 features, and 9 tokens kept
+    with pytest.raises(
+        MemoryError, match=r"3 samples need .* mostly states of 36,992 bytes .* num_samples=2 would fit"
+    ):
+        start(model, 3, 5, 9)

@@ -255,3 +255,16 @@ def test_a_document_is_read_once_and_asked_twice(go, capsys, tmp_path):
     assert "it belongs to another model: attention='conformal_sympow' there" in capsys.readouterr().err
     assert go(f"--load_state={tmp_path}/none", "--out_dir=out/a") == 2
     assert go("--max_new_tokens=0", "--out_dir=out/a") == 2
+
+
+def test_the_length_at_which_a_state_is_made_can_be_set_and_is_printed(go, capsys):
+    outs = []
+    for fold_at in (0, 10):
+        assert (
+            go("--out_dir=out/a", "--prompt=line 3", "--max_new_tokens=60", f"--fold_at={fold_at}", "--temperature=0")
+            == 0
+        )
+        outs.append(capsys.readouterr())
+    assert outs[0].out == outs[1].out
+    assert "of fixed size from 10 tokens on" in outs[1].err
+    assert go("--out_dir=out/a", "--fold_at=-1") == 2
