@@ -48,7 +48,7 @@ class Decoder:
         self.rates = rotation_rates(D, c.rope_base, self.device)
         new = lambda *shape, dtype=torch.float32: torch.zeros(shape, dtype=dtype, device=self.device)
         self.x, self.h = new(self.B, c.n_embd), new(self.B, 4 * c.n_embd)
-        self.qkv = new(self.B, (c.n_head + 2 * c.n_kv_head) * D)
+        self.qkv, self.y = new(self.B, (c.n_head + 2 * c.n_kv_head) * D), new(self.B, c.n_head * D)
         self.logits = new(self.B, c.vocab_size)
         self.ids, self.count = new(self.B, dtype=torch.int64), new(1, dtype=torch.int32)
         self._take(state, samples)
@@ -107,7 +107,8 @@ class Decoder:
         if power is not None:
             parts += decode.parts_of_state(heads, power.z.shape[2], D)
         new = lambda *shape, dtype=torch.float32: torch.zeros(shape, dtype=dtype, device=self.device)
-        self.num, self.den = new(parts, self.B, c.n_head * D), new(parts, self.B, c.n_head)
+        self.sums = new(parts, self.B, c.n_head, D), new(parts, self.B, c.n_head)
+        self.sums += (new(self.B, c.n_head, dtype=torch.int32),)
         self.layers = []
         for layer in state.layers:
             layer = layer.repeat(samples)
@@ -150,16 +151,16 @@ class Decoder:
         c, x = self.c, self.x
         decode.embed(self.ids, self.wte, self.ends[0], x)
         for w, (u, kept, power) in zip(self.weights, self.layers):
-            decode.linear(w["qkv"][0], self.qkv, x=x, norm=w["norm_1"], bias=w["qkv"][1])
+            decode.linear(w["qkv"][0], self.qkv, x, norm=w["norm_1"], bias=w["qkv"][1])
             decode.clock(
                 x, w["norm_1"], self.ids, w["gate"], w["beta"], w["slopes"], u, kept, self.count, c.reset_token,
                 self.dtype if self.device.type == "cuda" else torch.float32,
             )  # fmt: skip
-            decode.attend(self.qkv, kept, self.count, u, self.rates, power, self.num, self.den, c.p)
-            decode.linear(w["proj"][0], x, sums=(self.num, self.den), bias=w["proj"][1], add=True)
-            decode.linear(w["fc"][0], self.h, x=x, norm=w["norm_2"], bias=w["fc"][1], gelu=True)
-            decode.linear(w["out"][0], x, x=self.h, bias=w["out"][1], add=True)
-        decode.linear(self.wte[: c.vocab_size], self.logits, x=x, norm=self.ends[1])
+            decode.attend(self.qkv, kept, self.count, u, self.rates, power, self.sums, self.y, c.p)
+            decode.linear(w["proj"][0], x, self.y, bias=w["proj"][1], add=True)
+            decode.linear(w["fc"][0], self.h, x, norm=w["norm_2"], bias=w["fc"][1], gelu=True)
+            decode.linear(w["out"][0], x, self.h, bias=w["out"][1], add=True)
+        decode.linear(self.wte[: c.vocab_size], self.logits, x, norm=self.ends[1])
         self.count += 1
         self.sampler(self.logits, self.ids)
 

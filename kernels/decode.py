@@ -1,10 +1,8 @@
-"""One token of generation in five kernels a layer: each reads a weight, or what is kept of the past, once.
+"""One token of generation in six kernels a layer: each reads a weight, or what is kept of the past, once.
 
-    embed        the token's row of wte, normalised by ln_wte
-    linear       normalise, multiply, bias, gelu, add: qkv, then both halves of the MLP and the head; with qkv the gates
-                 and the rotation counter, in float32
+    linear       normalise, multiply, bias, gelu, add: qkv, the projection, both halves of the MLP, the head
+    clock        the gates and the rotation counter, in float32, beside qkv
     attend       rotate q and k, keep k and v, read the state and what is kept behind it
-    linear       divide numerators by denominators, multiply, add to the residual
 
 `fold` puts what is kept into the state once so many tokens have gathered. decoder.py has the buffers these work on, and
 the CUDA graph. Sums are in float32 whatever the weights, the rotation counter and the gates' sums in float64.
@@ -30,14 +28,13 @@ def features(D, p, device):
 
 
 @triton.jit
-def _normalised(X, LN_W, LN_B, row, k, K, mean, scale, B):
-    """Rows of layer_norm(x), columns k; zeros beyond."""
-    inside = k < K
-    x = tl.load(X + row[:, None] * K + k[None, :], mask=(row[:, None] < B) & inside[None, :], other=0.0)
-    x = (x - mean[:, None]) * scale[:, None] * tl.load(LN_W + k, mask=inside, other=0.0)[None, :]
+def _layer_norm(x, LN_W, LN_B, k, K):
+    """layer_norm of one row x at columns k, all there are; zeros beyond."""
+    x = tl.where(k < K, x - tl.sum(x, 0) / K, 0.0)
+    x = x / tl.sqrt(tl.sum(x * x, 0) / K + 1e-5) * tl.load(LN_W + k, mask=k < K, other=0.0)
     if LN_B is not None:
-        x += tl.load(LN_B + k, mask=inside, other=0.0)[None, :]
-    return tl.where((row[:, None] < B) & inside[None, :], x, 0.0)
+        x += tl.load(LN_B + k, mask=k < K, other=0.0)
+    return x
 
 
 @triton.jit
@@ -64,31 +61,45 @@ def embed_kernel(IDS, WTE, LN_W, LN_B, OUT, K, BK: tl.constexpr):
     k = tl.arange(0, BK)
     inside = k < K
     x = tl.load(WTE + tl.load(IDS + b) * K + k, mask=inside, other=0.0).to(tl.float32)
-    x = tl.where(inside, x - tl.sum(x, 0) / K, 0.0)
-    x = x / tl.sqrt(tl.sum(x * x, 0) / K + 1e-5) * tl.load(LN_W + k, mask=inside, other=0.0)
-    if LN_B is not None:
-        x += tl.load(LN_B + k, mask=inside, other=0.0)
+    x = _layer_norm(x, LN_W, LN_B, k, K)
     tl.store(OUT + b * K + k, x, inside)
 
 
 @triton.jit
-def _product(x, w, acc, BM: tl.constexpr):
-    """acc + x w^T, for x [BM, BK] float32 rounded to w's dtype, w [BN, BK]"""
-    x = x.to(w.dtype)
-    if BM == 1:
-        return acc + tl.sum(x.to(tl.float32) * w.to(tl.float32), 1)[None, :]
-    else:
-        return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+def _finish(acc, OUT, to, mask, BIAS, n, N, GELU: tl.constexpr, ADD: tl.constexpr):
+    """Bias, gelu and what OUT had, for columns n of a product."""
+    if BIAS is not None:
+        acc += tl.load(BIAS + n, mask=n < N, other=0.0)
+    if GELU:
+        acc *= 0.5 * (1 + tl.erf(acc * 0.7071067811865476))
+    if ADD:
+        acc += tl.load(OUT + to, mask=mask, other=0.0)
+    tl.store(OUT + to, acc, mask)
+
+
+@triton.jit
+def vector_kernel(
+    X, LN_W, LN_B, W, BIAS, OUT, N, K, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GELU: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
+    """`linear_kernel` for one sequence: BN columns, all of x at once."""
+    n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    inside = k < K
+    w = tl.load(W + tl.cast(n, tl.int64)[:, None] * K + k[None, :], mask=(n < N)[:, None] & inside[None, :], other=0.0)
+    x = tl.load(X + k, mask=inside, other=0.0)
+    if NORM:
+        x = _layer_norm(x, LN_W, LN_B, k, K)
+    acc = tl.sum(w.to(tl.float32) * x.to(w.dtype).to(tl.float32)[None, :], 1)
+    _finish(acc, OUT, n, n < N, BIAS, n, N, GELU, ADD)
 
 
 @triton.jit
 def linear_kernel(
-    X, LN_W, LN_B, NUM, DEN, W, BIAS, OUT, B, N, K, parts, E, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    NORM: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr,
+    X, LN_W, LN_B, W, BIAS, OUT, B, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,
+    GELU: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """OUT [B, N] float32 (plus what it had, with ADD) = f(x) W^T + bias, W [N, K], of BN columns and BM rows. x is X
-    [B, K], with NORM normalised, or without X the quotient of the sums over parts of NUM [parts, B, K] and of DEN
-    [parts, B, K / E]. Biases and weights of LayerNorm are float32."""
+    """OUT [B, N] float32 (plus what it had, with ADD) = f(x) W^T + bias, of BN columns and BM rows, for W [N, K] and x
+    [B, K] float32, with NORM normalised, rounded to W's dtype. Biases and weights of LayerNorm are float32."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.program_id(1) * BM + tl.arange(0, BM)
     if NORM:
@@ -96,28 +107,19 @@ def linear_kernel(
     acc = tl.zeros([BM, BN], tl.float32)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
-        w = tl.load(W + n[:, None] * K + k[None, :], mask=(n[:, None] < N) & (k[None, :] < K), other=0.0)
+        w = tl.load(
+            W + tl.cast(n, tl.int64)[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0
+        )
         mask = (row[:, None] < B) & (k[None, :] < K)
+        x = tl.load(X + row[:, None] * K + k[None, :], mask=mask, other=0.0)
         if NORM:
-            x = _normalised(X, LN_W, LN_B, row, k, K, mean, scale, B)
-        elif X is not None:
-            x = tl.load(X + row[:, None] * K + k[None, :], mask=mask, other=0.0)
-        else:
-            x, den = tl.zeros([BM, BK], tl.float32), tl.zeros([BM, BK], tl.float32)
-            for part in range(parts):
-                x += tl.load(NUM + (part * B + row[:, None]) * K + k[None, :], mask=mask, other=0.0)
-                den += tl.load(DEN + (part * B + row[:, None]) * (K // E) + k[None, :] // E, mask=mask, other=0.0)
-            x = tl.where(den > 0, x / den, 0.0)
-        acc = _product(x, w, acc, BM)
-    if BIAS is not None:
-        acc += tl.load(BIAS + n, mask=n < N, other=0.0)[None, :]
-    if GELU:
-        acc *= 0.5 * (1 + tl.erf(acc * 0.7071067811865476))
-    to = OUT + row[:, None] * N + n[None, :]
+            x = (x - mean[:, None]) * scale[:, None] * tl.load(LN_W + k, mask=k < K, other=0.0)[None, :]
+            if LN_B is not None:
+                x += tl.load(LN_B + k, mask=k < K, other=0.0)[None, :]
+            x = tl.where(mask, x, 0.0)
+        acc = tl.dot(x.to(w.dtype), tl.trans(w), acc, input_precision="ieee")
     mask = (row[:, None] < B) & (n[None, :] < N)
-    if ADD:
-        acc += tl.load(to, mask=mask, other=0.0)
-    tl.store(to, acc, mask)
+    _finish(acc, OUT, row[:, None] * N + n[None, :], mask, BIAS, n[None, :], N, GELU, ADD)
 
 
 @triton.jit
@@ -128,30 +130,21 @@ def clock_kernel(
     """One sequence: U, its rotation counter, moves on by 1, or with WB [1, K] by 1 + tanh(WB x); and entry COUNT of
     what is kept gets the sum of log_g since the state, finite parts in TOTAL [B, C, Hkv] float64 and their -inf counted
     in RESETS. log_g is that of learned gates, WG [Hkv, K] and BG, or of fixed ones, SLOPES, or 0."""
-    b, h = tl.program_id(0), tl.arange(0, BH)
-    row = tl.full([1], b, tl.int32)
-    gate, beta = tl.zeros([BH], tl.float32), tl.zeros([1], tl.float32)
+    b, h, k = tl.program_id(0), tl.arange(0, BH), tl.arange(0, BK)
+    step, log_g = 1.0, tl.zeros([BH], tl.float32)
     if WG is not None or WB is not None:
-        mean, scale = _moments(X, row, K, b + 1, 1, BK)
-        for start in range(0, K, BK):
-            k = start + tl.arange(0, BK)
-            x = _normalised(X, LN_W, LN_B, row, k, K, mean, scale, b + 1).to(ROUND).to(tl.float32)
-            if WG is not None:
-                w = tl.load(WG + h[:, None] * K + k[None, :], mask=(h[:, None] < HKV) & (k[None, :] < K), other=0.0)
-                gate += tl.sum(w * x, 1)
-            if WB is not None:
-                beta += tl.sum(tl.load(WB + k[None, :], mask=k[None, :] < K, other=0.0) * x, 1)
-    step = 1.0
+        x = tl.load(X + b * K + k, mask=k < K, other=0.0)
+        x = _layer_norm(x, LN_W, LN_B, k, K).to(ROUND).to(tl.float32)
     if WB is not None:
-        beta = tl.sum(beta, 0)
-        step = 1 + (1 - 2 / (1 + tl.exp(2 * beta)))
-    tl.store(U + b, tl.load(U + b) + step)
-    log_g = tl.zeros([BH], tl.float32)
+        beta = tl.sum(tl.load(WB + k, mask=k < K, other=0.0) * x, 0)
+        step = 1 + (1 - 2 / (1 + tl.exp(2 * beta)))  # 1 + tanh
     if WG is not None:
-        gate += tl.load(BG + h, mask=h < HKV, other=0.0)
+        w = tl.load(WG + h[:, None] * K + k[None, :], mask=(h[:, None] < HKV) & (k[None, :] < K), other=0.0)
+        gate = tl.sum(w * x[None, :], 1) + tl.load(BG + h, mask=h < HKV, other=0.0)
         log_g = tl.minimum(gate, 0.0) - tl.log(1 + tl.exp(-tl.abs(gate)))
     elif SLOPES is not None:
         log_g = -tl.load(SLOPES + h, mask=h < HKV, other=0.0)
+    tl.store(U + b, tl.load(U + b) + step)
     count = tl.load(COUNT)
     at = (tl.cast(b, tl.int64) * C + count) * HKV + h
     before = (tl.cast(b, tl.int64) * C + tl.maximum(count - 1, 0)) * HKV + h
@@ -186,12 +179,13 @@ def _raise(x, P: tl.constexpr):
 
 @triton.jit
 def attend_kernel(
-    QKV, KEYS, VALUES, TOTAL, RESETS, COUNT, U, RATES, S, Z, INDICES, COEFFICIENTS, NUM, DEN, B, C, H, HKV, F, parts,
-    of_state, P: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
+    QKV, KEYS, VALUES, TOTAL, RESETS, COUNT, U, RATES, S, Z, INDICES, COEFFICIENTS, NUM, DEN, ARRIVED, OUT, B, C, H,
+    HKV, F, parts, of_state, P: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One part of what one query head of one sequence reads: the first `of_state` parts are of the state S [B, Hkv, F,
     D], Z [B, Hkv, F], the others of the COUNT tokens kept behind it and of the token itself, whose key and value one
-    of them keeps as entry COUNT of KEYS and VALUES [B, C, Hkv, D]."""
+    of them keeps as entry COUNT of KEYS and VALUES [B, C, Hkv, D]. The last to arrive adds all parts up, always in the
+    same order, and writes OUT [B, H, D]. ARRIVED [B, H]: zeros before and after."""
     bh, part = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     group = H // HKV
@@ -204,11 +198,12 @@ def attend_kernel(
     q = tl.where(largest > 0, q / largest, 0.0)  # it cancels, and the power stays in range
     kept = (tl.cast(b, tl.int64) * C) * HKV + hkv
     total, resets = tl.load(TOTAL + kept + count * HKV), tl.load(RESETS + kept + count * HKV)
-    if part < of_state:
+    num, den = tl.zeros([D], tl.float32), 0.0
+    if S is not None:
         size = tl.cdiv(tl.cdiv(F, of_state), BF) * BF
-        acc, den = tl.zeros([BF, D], tl.float32), tl.zeros([BF], tl.float32)
+        acc, dens = tl.zeros([BF, D], tl.float32), tl.zeros([BF], tl.float32)
         state = tl.cast(b * HKV + hkv, tl.int64) * F
-        for start in range(part * size, tl.minimum(part * size + size, F), BF):
+        for start in range(part * size, tl.minimum(part * size + size, F) if part < of_state else 0, BF):
             f = start + tl.arange(0, BF)
             inside = f < F
             phi = tl.load(COEFFICIENTS + f, mask=inside, other=0.0)
@@ -216,10 +211,10 @@ def attend_kernel(
                 phi *= tl.gather(q, tl.load(INDICES + i * F + f, mask=inside, other=0), 0)
             s = tl.load(S + (state + f)[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
             acc += phi[:, None] * s
-            den += phi * tl.load(Z + state + f, mask=inside, other=0.0)
+            dens += phi * tl.load(Z + state + f, mask=inside, other=0.0)
         left = tl.where(resets == 0, tl.exp(total.to(tl.float32)), 0.0)
-        num, den = tl.sum(acc, 0) * left, tl.sum(den, 0) * left
-    else:
+        num, den = tl.sum(acc, 0) * left, tl.sum(dens, 0) * left
+    if part >= of_state:
         size = tl.cdiv(tl.cdiv(count + 1, parts - of_state), BT) * BT
         begin = (part - of_state) * size
         acc, dens = tl.zeros([BT, D], tl.float32), tl.zeros([BT], tl.float32)
@@ -245,9 +240,19 @@ def attend_kernel(
                 at = (kept + count * HKV) * D + d
                 tl.store(KEYS + at, k)
                 tl.store(VALUES + at, v)
-    at = tl.cast(part * B + b, tl.int64) * H + h
+    at = (part * B + b) * H + h
     tl.store(NUM + at * D + d, num)
     tl.store(DEN + at, den)
+    tl.debug_barrier()
+    if tl.atomic_add(ARRIVED + bh, 1, sem="acq_rel") == parts - 1:
+        of_all = tl.arange(0, PARTS)
+        at = (of_all * B + b) * H + h
+        nums = tl.load(
+            NUM + at[:, None] * D + d[None, :], mask=of_all[:, None] < parts, other=0.0, cache_modifier=".cg"
+        )
+        den = tl.sum(tl.load(DEN + at, mask=of_all < parts, other=0.0, cache_modifier=".cg"), 0)
+        tl.store(OUT + bh * D + d, tl.where(den > 0, tl.sum(nums, 0) / tl.where(den > 0, den, 1.0), 0.0))
+        tl.store(ARRIVED + bh, 0)
 
 
 @triton.jit
@@ -293,17 +298,20 @@ def embed(ids, wte, norm, out):
     embed_kernel[(len(ids),)](ids, wte, *norm, out, K, BK=triton.next_power_of_2(K))
 
 
-def linear(w, out, *, x=None, norm=None, sums=None, bias=None, gelu=False, add=False):
+def linear(w, out, x, *, norm=None, bias=None, gelu=False, add=False):
     """out [B, N] float32 = f(x) w^T + bias, see `linear_kernel`; w [N, K], x [B, K] float32, norm (weight, bias) of the
-    LayerNorm before, sums (num [parts, B, K], den [parts, B, heads]) in x's place."""
+    LayerNorm before."""
     (N, K), B = w.shape, len(out)
-    num, den = sums or (None, None)
-    BM = 1 if B == 1 else min(64, max(ROWS, triton.next_power_of_2(B)))
-    BN, BK = (8, 512) if BM == 1 else (32, 64)
-    linear_kernel[(triton.cdiv(N, BN), triton.cdiv(B, BM))](
-        x, *(norm or (None, None)), num, den, w, bias, out, B, N, K, 0 if num is None else len(num),
-        1 if den is None else K // den.shape[2], BM=BM, BN=BN, BK=BK, NORM=norm is not None, GELU=gelu, ADD=add,
-    )  # fmt: skip
+    options = dict(NORM=norm is not None, GELU=gelu, ADD=add)
+    if B == 1:
+        BK = triton.next_power_of_2(K)
+        BN = max(1, 4096 // BK)
+        vector_kernel[(triton.cdiv(N, BN),)](x, *(norm or (None, None)), w, bias, out, N, K, BN=BN, BK=BK, **options)
+        return
+    BM = min(64, max(ROWS, triton.next_power_of_2(B)))
+    linear_kernel[(triton.cdiv(N, 32), triton.cdiv(B, BM))](
+        x, *(norm or (None, None)), w, bias, out, B, N, K, BM=BM, BN=32, BK=64, **options
+    )
 
 
 def clock(x, norm, ids, gate, beta, slopes, u, kept, count, reset_token, rounding):
@@ -312,20 +320,22 @@ def clock(x, norm, ids, gate, beta, slopes, u, kept, count, reset_token, roundin
     C, HKV = kept[0].shape[1:3]
     clock_kernel[(len(ids),)](
         x, *norm, ids, *(gate or (None, None)), beta, slopes, u, *kept[2:], count, reset_token, x.shape[1], HKV, C,
-        BH=triton.next_power_of_2(HKV), BK=128, ROUND=tl.bfloat16 if rounding == torch.bfloat16 else tl.float32,
+        BH=triton.next_power_of_2(HKV), BK=triton.next_power_of_2(x.shape[1]), num_warps=8,
+        ROUND=tl.bfloat16 if rounding == torch.bfloat16 else tl.float32,
     )  # fmt: skip
 
 
-def attend(qkv, kept, count, u, rates, state, num, den, p):
-    """See `attend_kernel`; kept: (keys, values, total, resets), state: (S, z) or None, num [parts, B, H D], den
-    [parts, B, H]."""
+def attend(qkv, kept, count, u, rates, state, sums, out, p):
+    """See `attend_kernel`; kept: (keys, values, total, resets), state: (S, z) or None, sums: (num [parts, B, H, D], den
+    [parts, B, H], arrived [B, H]), out [B, H D]."""
     keys = kept[0]
-    (B, C, HKV, D), (parts, _, H) = keys.shape, den.shape
+    (B, C, HKV, D), (parts, _, H) = keys.shape, sums[1].shape
     S, z = state or (None, None)
     indices, coefficients = features(D, p, keys.device) if state else (None, None)
     attend_kernel[(B * H, parts)](
-        qkv, *kept, count, u, rates, S, z, indices, coefficients, num, den, B, C, H, HKV, z.shape[2] if state else 0,
+        qkv, *kept, count, u, rates, S, z, indices, coefficients, *sums, out, B, C, H, HKV, z.shape[2] if state else 0,
         parts, parts_of_state(B * H, z.shape[2], D) if state else 0, P=p, D=D, BT=64, BF=4096 // D,
+        PARTS=triton.next_power_of_2(parts),
     )  # fmt: skip
 
 
