@@ -178,6 +178,45 @@ def _raise(x, P: tl.constexpr):
 
 
 @triton.jit
+def _read_state(
+    q, S, Z, INDICES, COEFFICIENTS, begin, end, F, P: tl.constexpr, D: tl.constexpr, BF: tl.constexpr
+):  # fmt: skip
+    """phi(q) S [D] and phi(q) z of features begin to end."""
+    d = tl.arange(0, D)
+    acc, dens = tl.zeros([BF, D], tl.float32), tl.zeros([BF], tl.float32)
+    for start in range(begin, end, BF):
+        f = start + tl.arange(0, BF)
+        inside = f < end
+        phi = tl.load(COEFFICIENTS + f, mask=inside, other=0.0)
+        for i in tl.static_range(P):
+            phi *= tl.gather(q, tl.load(INDICES + i * F + f, mask=inside, other=0), 0)
+        acc += phi[:, None] * tl.load(S + f[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
+        dens += phi * tl.load(Z + f, mask=inside, other=0.0)
+    return tl.sum(acc, 0), tl.sum(dens, 0)
+
+
+@triton.jit
+def _read_kept(
+    q, KEYS, VALUES, TOTAL, RESETS, total, resets, kept, begin, end, HKV, P: tl.constexpr, D: tl.constexpr,
+    BT: tl.constexpr,
+):  # fmt: skip
+    """The sums of w v [D] and of w over the kept tokens begin to end, w = decay (q . k)^P."""
+    d = tl.arange(0, D)
+    acc, dens = tl.zeros([BT, D], tl.float32), tl.zeros([BT], tl.float32)
+    for start in range(begin, end, BT):
+        t = start + tl.arange(0, BT)
+        at, inside = kept + t * HKV, t < end
+        at_d = at[:, None] * D + d[None, :]
+        k = tl.load(KEYS + at_d, mask=inside[:, None], other=0.0).to(tl.float32)
+        decay = tl.exp((total - tl.load(TOTAL + at, mask=inside, other=0.0)).to(tl.float32))
+        seen = inside & (tl.load(RESETS + at, mask=inside, other=0) == resets)
+        w = tl.where(seen, _raise(tl.sum(k * q[None, :], 1), P) * decay, 0.0)
+        acc += w[:, None] * tl.load(VALUES + at_d, mask=inside[:, None], other=0.0).to(tl.float32)
+        dens += w
+    return tl.sum(acc, 0), tl.sum(dens, 0)
+
+
+@triton.jit
 def attend_kernel(
     QKV, KEYS, VALUES, TOTAL, RESETS, COUNT, U, RATES, S, Z, INDICES, COEFFICIENTS, NUM, DEN, ARRIVED, OUT, B, C, H,
     HKV, F, parts, of_state, P: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, PARTS: tl.constexpr,
@@ -200,57 +239,38 @@ def attend_kernel(
     total, resets = tl.load(TOTAL + kept + count * HKV), tl.load(RESETS + kept + count * HKV)
     num, den = tl.zeros([D], tl.float32), 0.0
     if S is not None:
-        size = tl.cdiv(tl.cdiv(F, of_state), BF) * BF
-        acc, dens = tl.zeros([BF, D], tl.float32), tl.zeros([BF], tl.float32)
-        state = tl.cast(b * HKV + hkv, tl.int64) * F
-        for start in range(part * size, tl.minimum(part * size + size, F) if part < of_state else 0, BF):
-            f = start + tl.arange(0, BF)
-            inside = f < F
-            phi = tl.load(COEFFICIENTS + f, mask=inside, other=0.0)
-            for i in tl.static_range(P):
-                phi *= tl.gather(q, tl.load(INDICES + i * F + f, mask=inside, other=0), 0)
-            s = tl.load(S + (state + f)[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
-            acc += phi[:, None] * s
-            dens += phi * tl.load(Z + state + f, mask=inside, other=0.0)
         left = tl.where(resets == 0, tl.exp(total.to(tl.float32)), 0.0)
-        num, den = tl.sum(acc, 0) * left, tl.sum(dens, 0) * left
+        size = tl.cdiv(tl.cdiv(F, of_state), BF) * BF
+        begin, state = part * size, tl.cast(b * HKV + hkv, tl.int64) * F
+        end = tl.minimum(begin + size, F) if part < of_state else begin
+        num, den = _read_state(q, S + state * D, Z + state, INDICES, COEFFICIENTS, begin, end, F, P, D, BF)
+        num *= left
+        den *= left
     if part >= of_state:
-        size = tl.cdiv(tl.cdiv(count + 1, parts - of_state), BT) * BT
-        begin = (part - of_state) * size
-        acc, dens = tl.zeros([BT, D], tl.float32), tl.zeros([BT], tl.float32)
-        for start in range(begin, tl.minimum(begin + size, count), BT):
-            t = start + tl.arange(0, BT)
-            inside = t < count
-            at = kept + t * HKV
-            k = tl.load(KEYS + at[:, None] * D + d[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-            w = _raise(tl.sum(k * q[None, :], 1), P)
-            decay = tl.exp((total - tl.load(TOTAL + at, mask=inside, other=0.0)).to(tl.float32))
-            w = tl.where(inside & (tl.load(RESETS + at, mask=inside, other=0) == resets), w * decay, 0.0)
-            v = tl.load(VALUES + at[:, None] * D + d[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-            acc += w[:, None] * v
-            dens += w
-        num, den = tl.sum(acc, 0), tl.sum(dens, 0)
-        if (begin <= count) & (count < begin + size):
+        size_kept = tl.cdiv(tl.cdiv(count + 1, parts - of_state), BT) * BT
+        first = (part - of_state) * size_kept
+        last = tl.minimum(first + size_kept, count)
+        num, den = _read_kept(q, KEYS, VALUES, TOTAL, RESETS, total, resets, kept, first, last, HKV, P, D, BT)
+        if (first <= count) & (count < first + size_kept):
             k = _rotated(row + (H + hkv) * D, u, RATES, D).to(KEYS.dtype.element_ty)
             v = tl.load(row + (H + HKV + hkv) * D + d).to(VALUES.dtype.element_ty)
             w = _raise(tl.sum(k.to(tl.float32) * q, 0), P)
             num += w * v.to(tl.float32)
             den += w
             if h % group == 0:
-                at = (kept + count * HKV) * D + d
-                tl.store(KEYS + at, k)
-                tl.store(VALUES + at, v)
-    at = (part * B + b) * H + h
-    tl.store(NUM + at * D + d, num)
-    tl.store(DEN + at, den)
+                new = (kept + count * HKV) * D + d
+                tl.store(KEYS + new, k)
+                tl.store(VALUES + new, v)
+    mine = (part * B + b) * H + h
+    tl.store(NUM + mine * D + d, num)
+    tl.store(DEN + mine, den)
     tl.debug_barrier()
     if tl.atomic_add(ARRIVED + bh, 1, sem="acq_rel") == parts - 1:
-        of_all = tl.arange(0, PARTS)
-        at = (of_all * B + b) * H + h
-        nums = tl.load(
-            NUM + at[:, None] * D + d[None, :], mask=of_all[:, None] < parts, other=0.0, cache_modifier=".cg"
-        )
-        den = tl.sum(tl.load(DEN + at, mask=of_all < parts, other=0.0, cache_modifier=".cg"), 0)
+        every = tl.arange(0, PARTS)
+        place, inside = (every * B + b) * H + h, every < parts
+        place_d = place[:, None] * D + d[None, :]
+        nums = tl.load(NUM + place_d, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+        den = tl.sum(tl.load(DEN + place, mask=inside, other=0.0, cache_modifier=".cg"), 0)
         tl.store(OUT + bh * D + d, tl.where(den > 0, tl.sum(nums, 0) / tl.where(den > 0, den, 1.0), 0.0))
         tl.store(ARRIVED + bh, 0)
 
@@ -348,7 +368,7 @@ def fold(kept, n, state, p):
     )
 
 
-PROGRAMS = 528  # of attend: four a processor of an H200
+PROGRAMS = 2112  # of attend: four at a time on each processor of an H200, and four times as many
 
 
 def parts_of_state(heads, F, D):

@@ -1,11 +1,15 @@
 """The decoder against `GPT.step`: on the CPU in Triton's interpreter, in float32; with TEST_GPU=1 on the GPU."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from test_kernels import DEVICE, GPU  # noqa: E402
+from test_kernels import COMPILE_FOR, DEVICE, GPU, ROOT  # noqa: E402
 
 import decoder  # noqa: E402
 from attention import state as state_of  # noqa: E402
@@ -108,3 +112,45 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
         MemoryError, match=r"3 samples need .* mostly states of 36,992 bytes .* num_samples=2 would fit"
     ):
         start(model, 3, 5, 9)
+
+
+COMPILE = (
+    COMPILE_FOR
+    + """
+from triton.runtime.jit import JITFunction
+
+launch = JITFunction.run
+
+def compile_only(self, *args, **options):
+    print(self.fn.__name__, launch(self, *args, **{**options, "warmup": True}).metadata.shared)
+
+JITFunction.run = compile_only
+from decoder import Decoder
+from model import GPT, GPTConfig
+from sample import SampleConfig, Sampler
+
+cases = [
+    (2, 64, "sympow_gating", 1, 3), (2, 64, "conformal_sympow", 8, 3), (4, 16, "sympow", 64, 2),
+    (6, 128, "even_power", 1, "never"),
+]
+with torch.inference_mode():
+    for p, D, attention, B, fold in cases:
+        c = GPTConfig(vocab_size=99, n_layer=1, n_head=2, n_embd=128, head_dim=D, attention=attention, p=p, bias=B > 1)
+        model = GPT(c)
+        sampler = Sampler(SampleConfig(num_samples=B, top_k=0), torch.device("cpu"))
+        found = Decoder(model, model.empty_state(B, fold), sampler, 4, torch.bfloat16)
+        for _ in range(4):  # kept, folded, and with a state
+            found.step()
+"""
+)
+
+
+def test_the_kernels_compile_for_a_gpu(tmp_path):
+    pytest.importorskip("triton.backends.nvidia")
+    env = {**os.environ, "PYTHONPATH": ROOT, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", COMPILE, "86"], capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.strip().splitlines()]
+    names = ("embed", "vector", "linear", "clock", "attend", "fold")
+    assert {name for name, _ in lines} == {f"{name}_kernel" for name in names}
+    assert all(int(shared) <= 99 * 1024 for _, shared in lines)
