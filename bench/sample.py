@@ -1,0 +1,154 @@
+"""Generation on one GPU: tokens a second of a 124M model with gated sympow, beside transformers' GPT-2 of the same size.
+
+    python bench/sample.py                                      # batch 1 and 64, after 1,000 and 1,000,000 tokens
+    python bench/sample.py --only sympow_gating --batch 1 8 64 256 --context 1000 --json out/sample.json
+
+Weights are random and in bfloat16, states in float32; tokens are drawn with sample.py's defaults. A line has the tokens a
+second of all samples together, the median and the 99th percentile of the milliseconds from one token to the next, the
+share of the GPU's bandwidth that one read of the weights and the state a token takes, and what is allocated.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.train import VARIANTS  # noqa: E402
+from decoder import Decoder  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+from sample import SampleConfig, Sampler  # noqa: E402
+
+FOLD_AT = 512  # so that every context here has a state
+WARM_UP = 200
+BANDWIDTH = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.0e12}  # bytes a second, of a plain copy
+PREFILL = 65536
+
+
+def ours(settings, batch, context, tokens):
+    """One line of the table for our model."""
+    model = GPT(GPTConfig(**settings)).cuda().eval()
+    ids = torch.randint(model.config.vocab_size, (1, context), device="cuda")
+    with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+        logits, state = model.read(ids, model.empty_state(1, FOLD_AT))
+        sampler = Sampler(SampleConfig(num_samples=batch), torch.device("cuda"))
+        decoder = Decoder(model, state, sampler, WARM_UP + tokens, torch.bfloat16, batch)
+        sampler.ready()
+        sampler(logits.expand(batch, -1), decoder.ids)
+        del state, logits
+        for _ in decoder.tokens(WARM_UP):
+            pass
+        times = [time.perf_counter()]
+        for _ in decoder.tokens(tokens):
+            times.append(time.perf_counter())
+    weights = 2 * sum(p.numel() for p in model.parameters())
+    power = sum(x.numel() * 4 for _, _, power in decoder.layers for x in power or ())
+    return row(times, batch) | dict(bytes=weights + power, allocated=torch.cuda.memory_allocated())
+
+
+def transformers(cache, batch, context, tokens):
+    """The same for transformers' GPT-2; its time a token is a mean."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_positions=4096)).cuda().bfloat16().eval()
+    ids = torch.randint(50257, (batch, context), device="cuda")
+    options = dict(do_sample=True, top_k=200, temperature=0.8, pad_token_id=0, eos_token_id=None)
+    options |= dict(cache_implementation="static") if cache == "static" else {}
+    with torch.inference_mode():
+        seconds = []
+        for new in (WARM_UP, 1, tokens):  # compiles, reads the prompt, reads it and goes on
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+    ms = 1000 * (seconds[2] - seconds[1]) / (tokens - 1)
+    return dict(tokens_per_second=1000 * batch / ms, p50=ms, p99=None, allocated=torch.cuda.max_memory_allocated())
+
+
+def row(times, batch):
+    steps = sorted(1000 * (b - a) for a, b in zip(times, times[1:]))
+    at = lambda share: steps[int(share * (len(steps) - 1))]
+    mean = 1000 * (times[-1] - times[0]) / len(steps)
+    return dict(tokens_per_second=1000 * batch / mean, p50=at(0.5), p99=at(0.99))
+
+
+def prefill(settings):
+    """Tokens a second of reading a prompt, and of the model's forward pass on it."""
+    model = GPT(GPTConfig(**settings)).cuda().eval()
+    ids = torch.randint(model.config.vocab_size, (1, PREFILL), device="cuda")
+    speeds = []
+    with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+        for run in (lambda: model.read(ids, model.empty_state(1)), lambda: model.logits(model.hidden(ids)[0][:, -1])):
+            seconds = []
+            for _ in range(6):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                run()
+                torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - start)
+            speeds.append(PREFILL / sorted(seconds[2:])[1])
+    return speeds
+
+
+def main():
+    names = ("transformers_dynamic", "transformers_static", *VARIANTS)
+    parser = argparse.ArgumentParser(prog="bench/sample.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"these: {' '.join(names)}")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--context", type=int, nargs="+", default=[1000, 1_000_000], help="tokens read before")
+    parser.add_argument("--tokens", type=int, default=1000, help="that are timed")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there too")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench/sample.py: no CUDA GPU here to measure on", file=sys.stderr)
+        return 2
+    bandwidth, rows = BANDWIDTH.get(torch.cuda.get_device_name()), []
+    print(
+        f"{'':<22} {'batch':>5} {'context':>9} {'tokens/s':>9} {'p50 ms':>8} {'p99 ms':>8} {'share':>6} {'allocated':>10}"
+    )
+    for name in args.only or names[:2] + ("sympow_gating",):
+        for batch in args.batch:
+            for context in args.context:
+                if name not in VARIANTS and (context > 3000 or batch > 1):
+                    continue
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+                line = dict(name=name, batch=batch, context=context)
+                try:
+                    if name in VARIANTS:
+                        line |= ours(VARIANTS[name], batch, context, args.tokens)
+                    else:
+                        line |= transformers(name.split("_")[1], batch, context, args.tokens)
+                except Exception as error:  # no transformers, out of memory: the others go on
+                    line["failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+                    print(f"{name:<22} {batch:>5} {context:>9,} {line['failed']}", flush=True)
+                else:
+                    p99 = "-" if line["p99"] is None else f"{line['p99']:.3f}"
+                    seconds = batch / line["tokens_per_second"]
+                    share = f"{line['bytes'] / bandwidth / seconds:.0%}" if bandwidth and "bytes" in line else "-"
+                    print(
+                        f"{name:<22} {batch:>5} {context:>9,} {line['tokens_per_second']:>9,.0f} {line['p50']:>8.3f} "
+                        f"{p99:>8} {share:>6} {line['allocated'] / 1e6:>7,.0f} MB", flush=True,
+                    )  # fmt: skip
+                rows.append(line)
+    for name in args.only or ("sympow_gating",):
+        if name in VARIANTS:
+            read, forward = prefill(VARIANTS[name])
+            print(
+                f"{name}: a prompt of {PREFILL:,} tokens is read at {read:,.0f} tokens/s, {read / forward:.2f} of the forward"
+            )
+            rows.append(dict(name=name, prefill_tokens_per_second=read, forward_tokens_per_second=forward))
+    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
+    return any("failed" in line for line in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
