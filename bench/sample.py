@@ -1,10 +1,10 @@
-"""Generation on one GPU: tokens a second of a 124M model with gated sympow, beside transformers' GPT-2 of the same size.
+"""Generation on one GPU: a 124M model with gated sympow beside transformers' GPT-2 of the same size.
 
     python bench/sample.py                                      # batch 1 and 64, after 1,000 and 1,000,000 tokens
     python bench/sample.py --only sympow_gating --batch 1 8 64 256 --context 1000 --json out/sample.json
 
-Weights are random and in bfloat16, states in float32; tokens are drawn with sample.py's defaults. A line has the tokens a
-second of all samples together, the median and the 99th percentile of the milliseconds from one token to the next, the
+Weights are random and in bfloat16, states in float32; tokens are drawn with sample.py's defaults. A line has the tokens
+a second of all samples together, the median and the 99th percentile of the milliseconds from one token to the next, the
 share of the GPU's bandwidth that one read of the weights and the state a token takes, and what is allocated.
 """
 
@@ -108,9 +108,8 @@ def main():
         print("bench/sample.py: no CUDA GPU here to measure on", file=sys.stderr)
         return 2
     bandwidth, rows = BANDWIDTH.get(torch.cuda.get_device_name()), []
-    print(
-        f"{'':<22} {'batch':>5} {'context':>9} {'tokens/s':>9} {'p50 ms':>8} {'p99 ms':>8} {'share':>6} {'allocated':>10}"
-    )
+    header = f"{'':<22} {'batch':>5} {'context':>9} {'tokens/s':>9} {'p50 ms':>8} {'p99 ms':>8}"
+    print(f"{header} {'share':>6} {'allocated':>10}", flush=True)
     for name in args.only or names[:2] + ("sympow_gating",):
         for batch in args.batch:
             for context in args.context:
@@ -139,9 +138,8 @@ def main():
     for name in args.only or ("sympow_gating",):
         if name in VARIANTS:
             read, forward = prefill(VARIANTS[name])
-            print(
-                f"{name}: a prompt of {PREFILL:,} tokens is read at {read:,.0f} tokens/s, {read / forward:.2f} of the forward"
-            )
+            share = read / forward
+            print(f"{name}: a prompt of {PREFILL:,} tokens at {read:,.0f} tokens/s, {share:.2f} of the forward pass")
             rows.append(dict(name=name, prefill_tokens_per_second=read, forward_tokens_per_second=forward))
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if args.json:

@@ -16,7 +16,9 @@ from kernels.configs import Config  # noqa: E402
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-@pytest.mark.parametrize("command", [["bench/attention.py"], ["-m", "kernels.tune"]])
+@pytest.mark.parametrize(
+    "command", [["bench/attention.py"], ["bench/train.py"], ["bench/sample.py"], ["-m", "kernels.tune"]]
+)
 def test_without_a_gpu_they_say_so(command):
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=env, timeout=120)
