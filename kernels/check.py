@@ -6,6 +6,7 @@ failure = checked(form, dtype, D, p, gated)      # train.py, seconds, once for a
 
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 
@@ -27,6 +28,7 @@ SIZES = [
     ("chunked", torch.bfloat16, 32, 4, True), ("chunked", torch.bfloat16, 16, 4, False),
     ("chunked", torch.float32, 32, 2, True), ("chunked", torch.float32, 16, 4, True),
 ]  # fmt: skip
+LENGTH = {"quadratic": 1000, "chunked": 6000}  # a miscompiled loop over a state may go wrong in long calls alone
 TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # of y, of gradients
 
 
@@ -34,34 +36,39 @@ def check(sizes=SIZES):
     """(what was checked and the errors, whether they are within tolerance) for each of the sizes, one by one."""
     for form, dtype, D, p, gated in sizes:
         name = f"{form} {str(dtype).removeprefix('torch.')} D={D} p={p}{' gated' if gated else ''}"
-        found = errors(form, dtype, D, p, gated)
+        found = errors(form, dtype, D, p, gated, LENGTH[form])
         ok = all(e <= TOLERANCE[dtype][n != "y"] for n, e in found.items())  # NaN is not
         yield f"{name}: " + ", ".join(f"{n} {e:.1e}" for n, e in found.items()), ok
 
 
-def errors(form, dtype, D, p, gated, T=1000):
-    """{"y": error, "dq": ..., ...}: ||kernel - float64|| / max(||float64||, 1e-3 ||dy||), on random inputs."""
+def errors(form, dtype, D, p, gated, T):
+    """{"y": error, "dq": ..., ...}: ||kernel - float64|| / max(||float64||, 1e-3 ||dy||), on random inputs; infinite
+    where two runs differ."""
     generator = torch.Generator("cuda").manual_seed(0)
     make = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)
     qkv = make(1, T, 4, D).to(dtype)
     inputs = list(qkv.split((2, 1, 1), dim=2))
     if gated:
-        inputs.append(torch.nn.functional.logsigmoid(3 * make(1, T, 1) + 4))
+        strong = (form, p) != ("chunked", 4)  # where bfloat16 does not follow: docs/kernels.md
+        inputs.append(torch.nn.functional.logsigmoid((3 if strong else 1) * make(1, T, 1) + 4))
     dy = make(1, T, 2, D).to(dtype)
     torch.full((2**24,), float("nan"), device="cuda")  # whoever gets this memory next must write all of it
     kernels = quadratic_attention if form == "quadratic" else _in_chunks
     results = []
-    for attention, to in ((kernels, lambda x: x), (_reference, torch.Tensor.double)):
+    for attention, to in ((kernels, lambda x: x), (kernels, lambda x: x), (_reference, torch.Tensor.double)):
         leaves = [to(x).detach().requires_grad_() for x in inputs]
         y = attention(*leaves, p=p)
         results.append([y, *torch.autograd.grad(y, leaves, to(dy))])
     floor = 1e-3 * dy.double().norm()
     names = ["y", "dq", "dk", "dv", "dlog_g"]
-    return {n: ((a.double() - b).norm() / b.norm().maximum(floor)).item() for n, a, b in zip(names, *results)}
+    error = lambda a, again, b: (
+        ((a.double() - b).norm() / b.norm().maximum(floor)).item() if a.equal(again) else math.inf
+    )
+    return {n: error(*tensors) for n, *tensors in zip(names, *results)}
 
 
 def _in_chunks(q, k, v, log_g=None, *, p):
-    return chunked_attention(q, k, v, log_g, p=p, chunk=256)[0]
+    return chunked_attention(q, k, v, log_g, p=p, chunk=512)[0]
 
 
 def _reference(q, k, v, log_g=None, *, p):
