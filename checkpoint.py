@@ -1,7 +1,7 @@
-"""Checkpoints: out_dir/ckpt/step_00001000/ with model.safetensors, optimizer.pt and progress.json.
+"""Checkpoints: out_dir/ckpt/step_00001000/ with model.safetensors, optimizer.pt, progress.json and checksums.json.
 
-Written under a temporary name, flushed to disk and renamed: a checkpoint under its own name is whole. Reading one
-executes no code.
+Written under a temporary name, flushed to disk and renamed: a checkpoint under its own name was whole then. Whether it
+still is, its size and sha256 of each file tell. Reading one executes no code.
 """
 
 import hashlib
@@ -16,25 +16,35 @@ from safetensors.torch import load_file, save_file
 
 from attention.power import PowerState
 from attention.state import LayerState
-from data.shards import write_atomically
+from data.shards import sha256_of, write_atomically
 from model import ModelState
 
 KEEP = 2  # newest checkpoints that stay
 
 
 def save(out_dir, model, optimizer, progress):
-    """Writes the checkpoint of progress["step"]; the newest KEEP stay, and that of progress["best_step"]."""
+    """Writes the checkpoint of progress["step"]; the newest KEEP stay, and that of progress["best_step"].
+
+    Raises OSError, with all older ones as they were, if it cannot be written whole: a full disk, for one."""
     folder = os.path.join(out_dir, "ckpt")
     final = _path(out_dir, progress["step"])
     temporary = os.path.join(folder, ".writing")
     shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
-    os.makedirs(temporary)
-    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, os.path.join(temporary, "model.safetensors"))
-    torch.save(optimizer.state_dict(), os.path.join(temporary, "optimizer.pt"))
-    write_json(os.path.join(temporary, "progress.json"), progress)
-    for name in os.listdir(temporary):
-        _flush(os.path.join(temporary, name))
-    _flush(temporary)
+    try:
+        os.makedirs(temporary)
+        model = {k: v.contiguous() for k, v in model.state_dict().items()}
+        save_file(model, os.path.join(temporary, "model.safetensors"))
+        torch.save(optimizer.state_dict(), os.path.join(temporary, "optimizer.pt"))
+        write_json(os.path.join(temporary, "progress.json"), progress)
+        files = {name: os.path.join(temporary, name) for name in sorted(os.listdir(temporary))}
+        sums = {name: {"bytes": os.path.getsize(path), "sha256": sha256_of(path)} for name, path in files.items()}
+        write_json(os.path.join(temporary, "checksums.json"), sums)
+        for name in os.listdir(temporary):
+            _flush(os.path.join(temporary, name))
+        _flush(temporary)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(str(error).strip().splitlines()[0]) from error
     shutil.rmtree(final, ignore_errors=True)
     os.rename(temporary, final)
     _flush(folder)
@@ -43,12 +53,40 @@ def save(out_dir, model, optimizer, progress):
             shutil.rmtree(old)
 
 
-def newest(path):
-    """The checkpoint to read at `path`, a run's folder or a checkpoint itself; None if there is none."""
-    if os.path.isfile(os.path.join(path, "model.safetensors")):
-        return path
-    found = _all(path)
-    return found[-1] if found else None
+def newest(path, thorough=False, say=lambda line: None):
+    """The checkpoint to read at `path`, a run's folder or a checkpoint itself: the newest that is whole, by the sizes of
+    its files, or if `thorough` by their checksums. None if there is none. `say` gets a line for each that is damaged."""
+    own = os.path.isfile(os.path.join(path, "model.safetensors"))
+    for folder in [path] if own else reversed(_all(path)):
+        wrong = damage(folder, thorough)
+        if not wrong:
+            return folder
+        say(f"{folder} is damaged and left out: {wrong}")
+    return None
+
+
+def damage(folder, thorough=True):
+    """What is wrong with a checkpoint, "" if nothing is."""
+    try:
+        with open(os.path.join(folder, "checksums.json")) as f:
+            sums = json.load(f)
+    except FileNotFoundError:  # of before there were any
+        sums = {}
+    except (OSError, ValueError) as error:
+        return f"checksums.json: {error}"
+    for name, of in sums.items():
+        file = os.path.join(folder, name)
+        size = os.path.getsize(file) if os.path.exists(file) else None
+        if size != of["bytes"]:
+            return f"{name} " + ("is missing" if size is None else f"has {size:,} bytes instead of {of['bytes']:,}")
+        if thorough and sha256_of(file) != of["sha256"]:
+            return f"{name} is not what was written (sha256 differs)"
+    return ""
+
+
+def exists(path):
+    """Whether a run's folder has any checkpoint, damaged or not."""
+    return bool(_all(path))
 
 
 def run_of(path):

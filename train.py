@@ -57,6 +57,7 @@ class TrainConfig:
     beta1: float = 0.9  # of Adam
     beta2: float = 0.95  # of Adam
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
+    max_skipped: int = 10  # steps in a row without a finite gradient, each left out, after which training stops
     # evaluation, logging, checkpoints
     eval_interval: int = 1000  # steps between evaluations, each followed by a checkpoint
     eval_tokens: int = 1048576  # always the first of the held-out split
@@ -78,7 +79,7 @@ class TrainConfig:
 HIDDEN = ("vocab_size", "reset_token")  # the data decide
 # settings that may change when a run goes on: they leave the trajectory alone
 FREE = {
-    "out_dir", "init_from", "overwrite", "max_seconds", "eval_interval", "eval_tokens", "eval_only", "log_interval",
+    "out_dir", "init_from", "overwrite", "max_seconds", "max_skipped", "eval_interval", "eval_tokens", "eval_only", "log_interval",
     "always_save_checkpoint", "wandb", "wandb_log", "wandb_project", "wandb_run_name", "device", "backend", "compile",
     "batch_size", "gradient_accumulation_steps", "activation_checkpointing",
 }  # fmt: skip
@@ -146,12 +147,13 @@ def train():
     # ---- model and optimizer
     model = GPT(model_cfg).to(device)
     optimizer = make_optimizer(model, cfg, device)
-    step, seconds, best, best_step, run_id = 0, 0.0, math.inf, 0, None
+    step, seconds, best, best_step, run_id, skipped = 0, 0.0, math.inf, 0, None, Skipped(cfg.max_skipped)
     if resume:
         progress = checkpoint.load(resume, model, optimizer, device)
         step, seconds, best, best_step, run_id = (
             progress[k] for k in ("step", "seconds", "best", "best_step", "wandb_id")
         )
+        skipped.total, skipped.in_a_row = progress.get("skipped", (0, 0))
         say(f"going on from {resume}, step {step}")
     elif cfg.init_from not in ("auto", "scratch"):
         try:
@@ -208,9 +210,24 @@ def train():
     def save():
         if master:
             state = {"step": step, "seconds": seconds, "best": best, "best_step": best_step, "wandb_id": tracker.run_id}
-            checkpoint.save(cfg.out_dir, model, optimizer, state)
+            state["skipped"] = skipped.total, skipped.in_a_row
+            try:
+                checkpoint.save(cfg.out_dir, model, optimizer, state)
+            except OSError as error:
+                whole = checkpoint.newest(cfg.out_dir)
+                kept = f"{whole} is whole: the same command goes on from there" if whole else "there is no older one"
+                fail(f"the checkpoint of step {step} could not be written ({error}); {kept}")
+
+    def asked_to_stop():
+        """Whether any rank was: all answer the same."""
+        if world == 1:
+            return stop.asked > 0
+        asked = torch.tensor(stop.asked)
+        dist.all_reduce(asked, group=flags)
+        return asked.item() > 0
 
     stop = StopSignals()
+    flags = dist.new_group(backend="gloo") if world > 1 else None  # on the CPU: no rank waits for its GPU
     bar = tqdm(total=cfg.max_iters, initial=step, unit="step", disable=not (master and sys.stderr.isatty()))
     network.train()
     first, done, clock = step, False, time.perf_counter()
@@ -239,24 +256,37 @@ def train():
                 (loss / accumulation).backward()
                 loss_sum += loss.detach()
                 ready = batch(step + (micro + 1) // accumulation, (micro + 1) % accumulation)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
-            optimizer.step()
+                stopped = asked_to_stop()
+                cut = stopped and micro + 1 < accumulation  # this step is done again by whoever goes on
+                if cut:
+                    break
+            if not cut:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+                # a norm that is not finite, the same on every rank: the optimizer leaves everything as it is
+                optimizer.found_inf = (~norm.isfinite()).float()
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         except torch.OutOfMemoryError:
             if step > first:
                 raise
             fail(f"out of GPU memory in the first step: {what_fits(cfg, model_cfg, accumulation)}")
-        step += 1
+        step += not cut
+        last = stopped or step >= cfg.max_iters
+        due = last or step % cfg.eval_interval == 0
+        skipped.count(None if cut else optimizer.found_inf, wait=due)
+        if skipped.too_many:
+            good = checkpoint.newest(cfg.out_dir)
+            fail(
+                f"{skipped.in_a_row} steps in a row had no finite gradient, the last one step {step}; the last good "
+                f"checkpoint is {good}: a smaller learning_rate or grad_clip may help"
+            )
 
         # ---- what is said about it
-        last = step >= cfg.max_iters
-        # the ranks agree on whether to stop; one rank alone need not wait for its GPU to know
-        stopped = total(torch.tensor(stop.asked, device=device)).item() > 0 if world > 1 else stop.asked > 0
-        if step % cfg.log_interval == 0 or step == first + 1 or last or stopped:
+        if not cut and (step % cfg.log_interval == 0 or step == first + 1 or last):
             now = time.perf_counter()
             late = 0 < cfg.max_seconds <= seconds + now - clock
             loss, lates = total(torch.stack((loss_sum / accumulation / world, loss_sum.new_tensor(late)))).tolist()
-            last = last or stopped or lates > 0
+            last = last or lates > 0
             now = time.perf_counter()
             speed = tokens_per_step * (step - since[1]) / (now - since[0])
             mfu = (
@@ -269,6 +299,7 @@ def train():
                 tracker.log(
                     step, train_loss=loss, tokens=step * tokens_per_step, seconds=seconds + now - clock,
                     lr=learning_rate(step - 1, cfg), grad_norm=norm.item(), tok_per_sec=speed, mfu=mfu,
+                    skipped=skipped.total or None,
                 )  # fmt: skip
                 line = f"loss {loss:.4f}, {speed:,.0f} tok/s" + (f", mfu {mfu:.1%}" if mfu else "")
                 bar.update(step - bar.n)
@@ -383,7 +414,9 @@ def source_settings(cfg, dataset, given):
 
 def choose_start(cfg, settings):
     """The checkpoint of out_dir to go on from, or None; refuses what would mix or lose runs."""
-    latest, own = checkpoint.newest(cfg.out_dir), os.path.join(cfg.out_dir, "config.json")
+    latest, own = checkpoint.newest(cfg.out_dir, True, warn), os.path.join(cfg.out_dir, "config.json")
+    if not latest and checkpoint.exists(cfg.out_dir) and not (cfg.init_from == "scratch" and cfg.overwrite):
+        refuse(f"every checkpoint in {cfg.out_dir} is damaged: --init_from=scratch --overwrite=True starts anew")
     saved = None
     if latest and os.path.exists(own):
         with open(own) as f:
@@ -417,6 +450,12 @@ def choose_start(cfg, settings):
                     f"choose another out_dir, or start anew with --init_from=scratch --overwrite=True"
                 )
     return latest
+
+
+def warn(line):
+    """Of one rank a node, to stderr."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print_to_terminal(f"{os.path.basename(sys.argv[0])}: {line}", file=sys.stderr)
 
 
 def what_fits(cfg, model_cfg, accumulation):
@@ -538,13 +577,33 @@ def peak_flops(device):
     return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
 
 
+class Skipped:
+    """Steps whose gradient was not finite, which the optimizer left out: in all, and in a row up to now."""
+
+    def __init__(self, most):
+        self.most, self.total, self.in_a_row, self.last = most, 0, 0, None
+
+    def count(self, found, wait=False):
+        """found: a tensor that is 1 if the newest step was one. It is looked at a step later, when the GPU has long
+        known, or with `wait` at once."""
+        for known in (self.last, found if wait else None):
+            if known is not None:
+                bad = known.item() > 0
+                self.total, self.in_a_row = self.total + bad, (self.in_a_row + 1) * bad
+        self.last = None if wait else found
+
+    @property
+    def too_many(self):
+        return 0 < self.most <= self.in_a_row
+
+
 class StopSignals:
-    """SIGINT and SIGTERM end training after the step, with a checkpoint; a second SIGINT ends it at once. A scheduler
-    and torchrun may both send SIGTERM, so a second one of those changes nothing."""
+    """SIGINT, SIGTERM and SIGUSR1 end training after the micro-step, with a checkpoint; a second SIGINT ends it now.
+    A scheduler and torchrun may both send SIGTERM, so a second one of those changes nothing."""
 
     def __init__(self):
         self.asked = 0.0
-        for s in (signal.SIGINT, signal.SIGTERM):
+        for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(s, self.ask)
 
     def ask(self, number, frame):

@@ -17,7 +17,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 @pytest.mark.parametrize(
-    "command", [["bench/attention.py"], ["bench/train.py"], ["bench/sample.py"], ["bench/drift.py"], ["-m", "kernels.tune"]]
+    "command",
+    [["bench/attention.py"], ["bench/train.py"], ["bench/sample.py"], ["bench/drift.py"], ["-m", "kernels.tune"]],
 )
 def test_without_a_gpu_they_say_so(command):
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}

@@ -1,0 +1,211 @@
+"""What survives what: kills, damaged checkpoints, full disks, signals, gradients that are not finite."""
+
+import json
+import os
+import signal
+import sys
+import textwrap
+
+import pytest
+from helpers import ROOT, SMALL, call, dataset, make_dataset, metrics, run  # noqa: F401 (dataset is a fixture)
+
+import checkpoint
+import train
+
+EXTRA = ["--attention=sympow_gating", "--dropout=0.1", "--warmup_iters=2"]
+
+
+@pytest.fixture
+def go(dataset, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    return lambda *argv: call(train.main, *SMALL, *EXTRA, f"--dataset={dataset}", *argv)
+
+
+def lines(folder):
+    with open(os.path.join(folder, "metrics.jsonl")) as f:
+        return [json.loads(line) for line in f]
+
+
+def assert_same_run(folder, other):
+    """Every step once, to the last bit."""
+    for key in ("train_loss", "val_loss", "grad_norm"):
+        assert metrics(folder, key) == metrics(other, key), key
+    assert [line["step"] for line in lines(folder)] == [line["step"] for line in lines(other)]
+
+
+def flip(path, at):
+    with open(path, "r+b") as f:
+        f.seek(at)
+        byte = f.read(1)[0]
+        f.seek(at)
+        f.write(bytes([byte ^ 4]))
+
+
+KILLS = """
+import os, random, signal, sys, time
+import torch
+torch.set_num_threads(1)
+import train
+
+def start(out_dir):
+    child = os.fork()
+    if not child:
+        sys.argv = ["train.py", *sys.argv[1:], f"--out_dir={out_dir}"]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        try:
+            train.main()
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    return child
+
+random.seed(int(os.environ["SEED"]))
+assert os.waitpid(start("out/whole"), 0)[1] == 0
+began = time.time()
+assert os.waitpid(start("out/killed"), 0)[1] == 0  # how long a run takes
+took = time.time() - began
+os.rename("out/killed", "out/again")
+kills = 0
+while kills < 20:
+    child = start("out/killed")
+    time.sleep(random.uniform(0, took))
+    if os.waitpid(child, os.WNOHANG)[0]:  # it was done: anew
+        os.rename("out/killed", f"out/done_{kills}")
+        continue
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    kills += 1
+assert os.waitpid(start("out/killed"), 0)[1] == 0
+print(kills)
+"""
+
+
+def test_twenty_kills_at_random_moments_change_nothing(dataset, tmp_path):  # noqa: F811
+    seed = str(int.from_bytes(os.urandom(4), "big"))
+    options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--max_iters=40", "--eval_interval=4"]
+    done = run("-c", KILLS, *options, cwd=tmp_path, env={"SEED": seed})
+    assert done.stdout.split() == ["20"], (seed, done)
+    for folder in sorted(os.listdir(tmp_path / "out")):
+        assert_same_run(tmp_path / "out" / folder, tmp_path / "out" / "whole")
+        for step in os.listdir(tmp_path / "out" / folder / "ckpt"):
+            assert step == ".writing" or not checkpoint.damage(tmp_path / "out" / folder / "ckpt" / step), (seed, step)
+
+
+@pytest.mark.parametrize(
+    "file,harm,message",
+    [
+        ("model.safetensors", lambda path: os.truncate(path, os.path.getsize(path) // 2), "bytes instead of"),
+        ("model.safetensors", lambda path: flip(path, os.path.getsize(path) - 5), "is not what was written"),
+        ("optimizer.pt", lambda path: flip(path, 2000), "is not what was written"),
+        ("progress.json", lambda path: flip(path, 10), "is not what was written"),
+        ("optimizer.pt", os.remove, "is missing"),
+        ("checksums.json", lambda path: os.truncate(path, 50), "checksums.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_left_out_and_the_one_before_it_taken(go, capsys, file, harm, message):
+    assert go("--out_dir=out/whole") == 0
+    assert go("--out_dir=out/cut", "--max_iters=5", "--lr_decay_iters=6", "--eval_interval=2") == 0  # at 2, 4 and 5
+    harm(f"out/cut/ckpt/step_00000005/{file}")
+    capsys.readouterr()
+    assert go("--out_dir=out/cut", "--lr_decay_iters=6") == 0
+    said = capsys.readouterr()
+    assert f"step_00000005 is damaged and left out: {message}" in said.err or message in said.err
+    assert "going on from out/cut/ckpt/step_00000004, step 4" in said.out
+    assert metrics("out/cut") == metrics("out/whole")
+
+
+def test_if_every_checkpoint_is_damaged_nothing_starts_anew_unasked(go, capsys):
+    assert go("--out_dir=out/a") == 0
+    for step in os.listdir("out/a/ckpt"):
+        flip(f"out/a/ckpt/{step}/model.safetensors", 3000)
+    assert go("--out_dir=out/a") == 2
+    assert "every checkpoint in out/a is damaged" in capsys.readouterr().err
+    assert go("--out_dir=out/a", "--init_from=scratch", "--overwrite=True") == 0
+
+
+def test_a_full_disk_leaves_the_older_checkpoints_whole(dataset, tmp_path):  # noqa: F811
+    options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--out_dir=out/a"]
+    run(os.path.join(ROOT, "train.py"), *options, "--max_iters=3", cwd=tmp_path)
+    largest = os.path.getsize(tmp_path / "out/a/ckpt/step_00000003/model.safetensors")
+    limited = textwrap.dedent(f"""
+        import resource, sys
+        import train
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({largest // 2}, {largest // 2}))
+        train.main()
+    """)
+    done = run("-c", limited, *options, "--max_iters=6", cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    assert "the checkpoint of step 6 could not be written (" in done.stderr
+    assert "step_00000003 is whole: the same command goes on from there" in done.stderr
+    assert os.listdir(tmp_path / "out/a/ckpt") == ["step_00000003"]
+    assert not checkpoint.damage(tmp_path / "out/a/ckpt/step_00000003")
+    again = run(os.path.join(ROOT, "train.py"), *options, "--max_iters=6", cwd=tmp_path)
+    assert "going on from out/a/ckpt/step_00000003, step 3" in again.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_within_a_step_saves_and_loses_nothing(go, monkeypatch, number):
+    assert go("--out_dir=out/whole") == 0
+    calls, real = [0], train.train_batch
+
+    def batch(*args):
+        calls[0] += 1
+        if calls[0] == 5:  # two micro-steps a step, one read ahead: within the third
+            os.kill(os.getpid(), number)
+        return real(*args)
+
+    monkeypatch.setattr(train, "train_batch", batch)
+    assert go("--out_dir=out/cut") == 0
+    assert max(metrics("out/cut")) == 2 and os.listdir("out/cut/ckpt") == ["step_00000002"]
+    assert go("--out_dir=out/cut") == 0
+    assert metrics("out/cut") == metrics("out/whole")
+
+
+def not_finite(monkeypatch, steps):
+    """The loss of these micro-steps (two make a step) is NaN."""
+    calls, real = [0], train.GPT.forward
+
+    def forward(self, ids, targets=None, **kwargs):
+        output = real(self, ids, targets, **kwargs)
+        if self.training:
+            calls[0] += 1
+            if calls[0] in steps:
+                return output[0], output[1] * float("nan")
+        return output
+
+    monkeypatch.setattr(train.GPT, "forward", forward)
+
+
+def test_steps_without_a_finite_gradient_are_left_out_and_counted(go, monkeypatch):
+    not_finite(monkeypatch, {3, 8})  # in steps 2 and 4
+    assert go("--out_dir=out/a") == 0
+    found = [line for line in lines("out/a") if "train_loss" in line]
+    assert [line.get("skipped", 0) for line in found] == [0, 0, 1, 1, 2, 2]
+    saved = checkpoint.load("out/a/ckpt/step_00000006", tiny := train.GPT(model_of("out/a")))
+    assert saved["skipped"] == [2, 0] and all(p.isfinite().all() for p in tiny.parameters())
+    assert all(v == v for v in metrics("out/a", "val_loss").values())
+
+
+def model_of(folder):
+    with open(os.path.join(folder, "config.json")) as f:
+        return train.GPTConfig(**json.load(f)["model"])
+
+
+def test_after_so_many_in_a_row_training_stops_and_names_the_last_good_checkpoint(go, monkeypatch, capsys):
+    not_finite(monkeypatch, set(range(9, 100)))  # from step 5 on
+
+    def fail(message):
+        print(message, file=sys.stderr)
+        raise SystemExit(1)
+
+    monkeypatch.setattr(train, "fail", fail)
+    assert go("--out_dir=out/a", "--max_iters=30", "--max_skipped=4", "--eval_interval=2") == 1
+    said = capsys.readouterr().err
+    assert (
+        "4 steps in a row had no finite gradient" in said
+        and "the last good checkpoint is out/a/ckpt/step_0000000" in said
+    )
+    weights = train.GPT(model_of("out/a"))
+    checkpoint.load(checkpoint.newest("out/a", thorough=True), weights)
+    assert all(p.isfinite().all() for p in weights.parameters())
