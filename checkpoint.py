@@ -54,8 +54,8 @@ def save(out_dir, model, optimizer, progress):
 
 
 def newest(path, thorough=False, say=lambda line: None):
-    """The checkpoint to read at `path`, a run's folder or a checkpoint itself: the newest that is whole, by the sizes of
-    its files, or if `thorough` by their checksums. None if there is none. `say` gets a line for each that is damaged."""
+    """The checkpoint to read at `path`, a run's folder or a checkpoint itself: the newest that is whole, by the sizes
+    of its files, or if `thorough` by their checksums; None if there is none. `say` gets a line for each damaged one."""
     own = os.path.isfile(os.path.join(path, "model.safetensors"))
     for folder in [path] if own else reversed(_all(path)):
         wrong = damage(folder, thorough)

@@ -29,6 +29,7 @@ from data.loader import DataError, Dataset, Windows, eval_batches, train_batch
 from kernels.cost import CHUNKED
 from model import GPT, GPTConfig
 from tracking import Tracker
+from watch import Watch
 
 
 @dataclass
@@ -73,15 +74,16 @@ class TrainConfig:
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
     compile: str = "auto"  # auto: torch.compile on a GPU, without if its toolchain is missing; True, False
     backend: str = "auto"  # of torch.distributed: nccl on GPUs, gloo on CPUs
+    timeout: float = 600.0  # seconds without progress after which the job ends, and names the rank that held it up
     deterministic: bool = False  # two runs give the same bits, also on a GPU
 
 
 HIDDEN = ("vocab_size", "reset_token")  # the data decide
 # settings that may change when a run goes on: they leave the trajectory alone
 FREE = {
-    "out_dir", "init_from", "overwrite", "max_seconds", "max_skipped", "eval_interval", "eval_tokens", "eval_only", "log_interval",
-    "always_save_checkpoint", "wandb", "wandb_log", "wandb_project", "wandb_run_name", "device", "backend", "compile",
-    "batch_size", "gradient_accumulation_steps", "activation_checkpointing",
+    "out_dir", "init_from", "overwrite", "max_seconds", "max_skipped", "eval_interval", "eval_tokens", "eval_only",
+    "log_interval", "always_save_checkpoint", "wandb", "wandb_log", "wandb_project", "wandb_run_name", "device",
+    "backend", "timeout", "compile", "batch_size", "gradient_accumulation_steps", "activation_checkpointing",
 }  # fmt: skip
 # dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name found in the device's counts
 PEAK_FLOPS = {
@@ -122,6 +124,7 @@ def train():
     resume = choose_start(cfg, settings)
 
     # ---- ranks, device, folder
+    watch = None
     if "RANK" in os.environ:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -129,6 +132,7 @@ def train():
             cfg.backend if cfg.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",
             device_id=device if device.type == "cuda" else None,
         )
+        watch = Watch(cfg.timeout)
         of_master = [resume]
         dist.broadcast_object_list(of_master, device=device)
         if of_master[0] != resume:
@@ -195,6 +199,8 @@ def train():
         network.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         for x, y in eval_batches(heldout, cfg.eval_tokens, cfg.batch_size, rank, world):
+            if watch:
+                watch.beat()
             x, y = x.to(device), y.to(device)
             count = (y != -1).sum()
             with autocast:
@@ -248,6 +254,8 @@ def train():
         loss_sum = torch.zeros((), device=device)
         try:
             for micro in range(accumulation):
+                if watch:
+                    watch.beat()
                 if dist.is_initialized():  # gradients are averaged over the ranks with the last micro-step
                     network.require_backward_grad_sync = micro == accumulation - 1
                 x, y = ready
@@ -270,6 +278,10 @@ def train():
             if step > first:
                 raise
             fail(f"out of GPU memory in the first step: {what_fits(cfg, model_cfg, accumulation)}")
+        except RuntimeError as error:
+            if watch and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                fail(f"a rank could not be reached: {watch.blame()} ({str(error).splitlines()[0][:200]})")
+            raise
         step += not cut
         last = stopped or step >= cfg.max_iters
         due = last or step % cfg.eval_interval == 0

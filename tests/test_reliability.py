@@ -3,8 +3,11 @@
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 from helpers import ROOT, SMALL, call, dataset, make_dataset, metrics, run  # noqa: F401 (dataset is a fixture)
@@ -209,3 +212,36 @@ def test_after_so_many_in_a_row_training_stops_and_names_the_last_good_checkpoin
     weights = train.GPT(model_of("out/a"))
     checkpoint.load(checkpoint.newest("out/a", thorough=True), weights)
     assert all(p.isfinite().all() for p in weights.parameters())
+
+
+@pytest.mark.parametrize(
+    "number,said",
+    [(signal.SIGKILL, "rank 1 on {host} no longer answers"), (signal.SIGSTOP, "nothing has happened for")],
+)
+def test_a_dead_or_hung_rank_ends_the_job_with_its_name(dataset, tmp_path, number, said):  # noqa: F811
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--max_iters=100000", "--timeout=4", "--eval_interval=100000"]
+    env = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, os.path.join(ROOT, "train.py"), *options], cwd=tmp_path, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            env={**env, "RANK": str(i), "LOCAL_RANK": str(i), "MASTER_PORT": str(port)},
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        begin = time.time()
+        log = tmp_path / "out/train/metrics.jsonl"
+        while not (log.exists() and log.stat().st_size) and time.time() < begin + 60:
+            time.sleep(0.1)
+        ranks[1].send_signal(number)
+        _, err = ranks[0].communicate(timeout=40)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert ranks[0].returncode == 1
+    assert said.format(host=socket.gethostname()) in err and f"rank 1 on {socket.gethostname()}" in err, err
