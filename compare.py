@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from statistics import fmean, median
 
+import numpy as np
+
 # Okabe and Ito's palette, which colour-blind readers can tell apart, the strongest first.
 STYLE = {  # of matplotlib
     "font.size": 10,
@@ -165,6 +167,22 @@ def smooth(values):
     return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
+def relative(runs):
+    """{name: (millions of tokens, percent)} of each run: how far its training loss, smoothed, is above the first run's
+    after as many tokens. Empty where there is nothing to compare."""
+    curves = {name: curve(train, "tokens", "train_loss", 1e6) for name, (train, _) in runs.items()}
+    (base_x, base_y), *others = ((x, smooth(y)) for x, y in curves.values())
+    if not others or not base_x:
+        return {}
+    found = {}
+    for name, (x, y) in curves.items():
+        pairs = [(at, loss) for at, loss in zip(x, smooth(y)) if base_x[0] <= at <= base_x[-1]]
+        if pairs:
+            base = np.interp([at for at, _ in pairs], base_x, base_y)
+            found[name] = [at for at, _ in pairs], [100 * (loss / b - 1) for (_, loss), b in zip(pairs, base)]
+    return found if len(found) > 1 else {}
+
+
 def loss_limits(curves):
     """(low, high) of the loss axis for [(steps, losses)]: the fall of the first steps would squash all that follows.
 
@@ -182,7 +200,8 @@ def loss_limits(curves):
 
 
 def draw(runs, png):
-    """Writes loss against steps (left) and against training time (right) of {name: (train, val)} to a PNG."""
+    """Writes loss against steps, tokens and training time of {name: (train, val)} to a PNG, and of several the loss
+    relative to the first one's."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -191,16 +210,26 @@ def draw(runs, png):
 
     longest = max([line.get("seconds", 0) for train, val in runs.values() for line in train + val])
     unit, scale = ("hours", 3600) if longest > 2 * 3600 else ("minutes", 60) if longest > 120 else ("seconds", 1)
-    panels = [("step", "step", 1)] + ([("seconds", f"training time, {unit}", scale)] if longest else [])
+    panels = [("step", "step", 1)]
+    if any("tokens" in line for train, val in runs.values() for line in train + val):
+        panels.append(("tokens", "tokens, millions", 1e6))
+    panels += [("seconds", f"training time, {unit}", scale)] if longest else []
+    shifts = relative(runs)
+    count = len(panels) + bool(shifts)
+    columns = min(count, 2)
     circles = {"marker": "o", "markersize": 4.5, "markerfacecolor": "white", "linewidth": 1}
+    look = {name: (COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]) for i, name in enumerate(runs)}
     with plt.rc_context(STYLE):
+        rows = -(-count // columns)
         figure, axes = plt.subplots(
-            1, len(panels), figsize=(5.5 * len(panels), 4.2), sharey=True, squeeze=False, layout="constrained"
+            rows, columns, figsize=(5.5 * columns, 4.2 * rows), squeeze=False, layout="constrained"
         )
-        axes = axes[0]
+        axes = axes.flatten()
+        curves = [(x, smooth(y)) for x, y in (curve(train, "step", "train_loss") for train, _ in runs.values())]
+        curves += [curve(val, "step", "val_loss") for _, val in runs.values()]
         for axis, (key, label, scale) in zip(axes, panels):
-            for i, (name, (train, val)) in enumerate(runs.items()):
-                colour, dash = COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]
+            for name, (train, val) in runs.items():
+                colour, dash = look[name]
                 x, y = curve(train, key, "train_loss", scale)
                 axis.plot(x, y, color=colour, alpha=0.22, linewidth=0.8)
                 alone = "o" if len(x) == 1 else None
@@ -218,13 +247,20 @@ def draw(runs, png):
                 )
             axis.set_xlabel(label)
             axis.set_xlim(left=0)
+            axis.set_ylim(*loss_limits(curves))
+            axis.set_ylabel("loss, nats per token")
             axis.xaxis.set_major_locator(MaxNLocator(6, integer=key == "step"))
             if key == "step":
                 axis.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-        curves = [(x, smooth(y)) for x, y in (curve(train, "step", "train_loss") for train, _ in runs.values())]
-        curves += [curve(val, "step", "val_loss") for _, val in runs.values()]
-        axes[0].set_ylim(*loss_limits(curves))
-        axes[0].set_ylabel("loss, nats per token")
+        if shifts:
+            axis = axes[len(panels)]
+            for name, (x, y) in shifts.items():
+                axis.plot(x, y, look[name][1], color=look[name][0], linewidth=1.7, marker="o" if len(x) == 1 else None)
+            axis.set_xlabel("tokens, millions")
+            axis.set_ylabel(f"loss relative to {next(iter(runs))}, %")
+            axis.set_xlim(left=0)
+        for axis in axes[count:]:
+            axis.set_visible(False)
         if any(train and val for train, val in runs.values()):
             colour = COLOURS[0] if len(runs) == 1 else "#888888"
             axes[0].plot([], [], linestyle="none", color=colour, label="validation", **circles)

@@ -74,7 +74,7 @@ while kills < 20:
     child = start("out/killed")
     time.sleep(random.uniform(0, took))
     if os.waitpid(child, os.WNOHANG)[0]:  # it was done: anew
-        os.rename("out/killed", f"out/done_{kills}")
+        os.rename("out/killed", f"out/done_{len(os.listdir('out'))}")
         continue
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
