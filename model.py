@@ -271,6 +271,21 @@ class GPT(nn.Module):
         differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         return LinearCrossEntropy.apply(x, weight, targets.flatten(), self.config.vocab_size, differentiate)
 
+    @torch.no_grad()
+    def statistics(self, ids):
+        """What the layers do with ids [B, T]: {"gate": [mean of gamma a layer], "beta": [mean speed of rotation]}, of
+        those that the attention learns."""
+        found, resets = {}, None if self.config.reset_token < 0 else ids == self.config.reset_token
+        x = self.transformer.ln_wte(self.transformer.wte(ids))
+        for block in self.transformer.h:
+            mix, h = block.attn.mix, block.ln_1(x)
+            if getattr(mix, "gate", None) is not None:
+                found.setdefault("gate", []).append(mix.gates(h).exp().mean().item())
+            if hasattr(mix, "beta"):
+                found.setdefault("beta", []).append(mix.beta(h).mean().item())
+            x, _ = block(x, resets)
+        return found
+
     def parameter_count(self):
         return sum(p.numel() for p in self.parameters())
 

@@ -116,11 +116,11 @@ def main():
         print(json.dumps(report))
 
 
-def generate(model, prompt, cfg, fold="auto", timings=None, before=None):
+def generate(model, prompt, cfg, fold="auto", timings=None, before=None, graph=True):
     """Yields the next token of each sample, a list of num_samples ids, max_new_tokens times.
 
     prompt: ids. It is read once; every sample draws its own first token and goes on from there. before: (logits, state)
-    after what was read before the prompt; without it the prompt has at least one id.
+    after what was read before the prompt; without it the prompt has at least one id. graph: on a GPU, with decoder.py.
     """
     device = model.transformer.wte.weight.device
     timings = timings or Timings(device)
@@ -135,7 +135,7 @@ def generate(model, prompt, cfg, fold="auto", timings=None, before=None):
         return
     sampler, logits = Sampler(cfg, device), logits.expand(cfg.num_samples, -1)
     decoder = None
-    if device.type == "cuda":
+    if device.type == "cuda" and graph:
         from decoder import Decoder, decodes  # not everywhere is Triton
 
         decoder = decodes(model.config)

@@ -16,10 +16,12 @@ class Tracker:
         path = os.path.join(cfg.out_dir, "metrics.jsonl")
         self.file = None
         if not cfg.eval_only:
-            kept = [line for line in _lines(path) if json.loads(line)["step"] <= step]  # later ones are done again
-            with open(path + ".tmp", "w") as f:
-                f.writelines(kept)
-            os.replace(path + ".tmp", path)
+            self.samples = os.path.join(cfg.out_dir, "samples.jsonl")
+            for name in (path, self.samples):
+                kept = [line for line in _lines(name) if json.loads(line)["step"] <= step]  # later ones are done again
+                with open(name + ".tmp", "w") as f:
+                    f.writelines(kept)
+                os.replace(name + ".tmp", name)
             self.file = open(path, "a")
         self.run_id = run_id
         self.wandb = None if cfg.eval_only else self._start_wandb(cfg, settings)
@@ -56,18 +58,33 @@ class Tracker:
         self.file.write(json.dumps({"step": step, **values}) + "\n")
         self.file.flush()
         if self.wandb:
-            names = {"train_loss": "train/loss", "val_loss": "val/loss", "lr": "lr", "tok_per_sec": "train/tok_per_sec"}
-            names["grad_norm"] = "train/grad_norm"
-            row = {name: values[key] for key, name in names.items() if key in values}
-            if "mfu" in values:
-                row["mfu"] = 100 * values["mfu"]  # percent, as nanoGPT has it
-            self.wandb.log({"iter": step, **row})
+            self.wandb.log({"iter": step, **wandb_row(values)})
+
+    def sample(self, step, text):
+        """A sample of the model, into samples.jsonl and wandb."""
+        _append(self.samples, {"step": step, "text": text})
+        if self.wandb:
+            self.wandb.log({"iter": step, "sample": text})
 
     def finish(self):
         if self.file:
             self.file.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def wandb_row(values):
+    """A line of metrics.jsonl under wandb's names."""
+    names = {
+        "train_loss": "train/loss", "val_loss": "val/loss", "lr": "lr", "tok_per_sec": "train/tok_per_sec",
+        "grad_norm": "train/grad_norm", "skipped": "train/skipped", "relative_loss": "val/relative_loss",
+    }  # fmt: skip
+    row = {name: values[key] for key, name in names.items() if key in values}
+    if "mfu" in values:
+        row["mfu"] = 100 * values["mfu"]  # percent, as nanoGPT has it
+    for key in ("gate", "beta"):
+        row |= {f"{key}/layer_{i:02d}": mean for i, mean in enumerate(values.get(key, []))}
+    return row
 
 
 def wandb_mode(cfg):
@@ -84,6 +101,11 @@ def wandb_mode(cfg):
     except (OSError, netrc.NetrcParseError):
         key = None
     return "online" if key else "offline"
+
+
+def _append(path, value):
+    with open(path, "a") as f:
+        f.write(json.dumps(value) + "\n")
 
 
 def _lines(path):

@@ -9,15 +9,19 @@ Any setting below, or of GPTConfig in model.py, can follow as --key=value; `--he
 config.json, metrics.jsonl, the tokenizer and ckpt/. The same command again goes on from the last checkpoint.
 """
 
+import importlib.metadata
 import json
 import math
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -64,7 +68,9 @@ class TrainConfig:
     eval_tokens: int = 1048576  # always the first of the held-out split
     eval_only: bool = False  # evaluate and stop
     log_interval: int = 10  # steps between lines of metrics.jsonl
+    sample_tokens: int = 100  # drawn at every evaluation into samples.jsonl, from the end of text on; 0: none
     always_save_checkpoint: bool = True  # at every evaluation; False: when the validation loss is the best so far
+    baseline: str = ""  # another run's folder: validation losses are logged relative to its own, too
     wandb: str = "auto"  # auto: online if there is a key, else offline; online, offline, disabled
     wandb_log: bool = True  # False is wandb=disabled
     wandb_project: str = "sympow"  # where wandb files the run
@@ -82,8 +88,9 @@ HIDDEN = ("vocab_size", "reset_token")  # the data decide
 # settings that may change when a run goes on: they leave the trajectory alone
 FREE = {
     "out_dir", "init_from", "overwrite", "max_seconds", "max_skipped", "eval_interval", "eval_tokens", "eval_only",
-    "log_interval", "always_save_checkpoint", "wandb", "wandb_log", "wandb_project", "wandb_run_name", "device",
-    "backend", "timeout", "compile", "batch_size", "gradient_accumulation_steps", "activation_checkpointing",
+    "log_interval", "always_save_checkpoint", "sample_tokens", "baseline", "wandb", "wandb_log", "wandb_project",
+    "wandb_run_name", "device", "backend", "timeout", "compile", "batch_size", "gradient_accumulation_steps",
+    "activation_checkpointing",
 }  # fmt: skip
 # dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name found in the device's counts
 PEAK_FLOPS = {
@@ -97,6 +104,10 @@ def main():
         train()
     except DataError as error:  # a token that no vocabulary has, a shard that went away: perhaps on one rank alone
         refuse(error, every_rank=True)
+    except RuntimeError as error:  # of a collective, when another rank is gone
+        if not Watch.current or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        fail(f"a rank could not be reached: {Watch.current.blame()} ({str(error).splitlines()[0][:200]})")
 
 
 def train():
@@ -117,6 +128,7 @@ def train():
         accumulation = check(cfg, given, world)
     except (DataError, ValueError) as error:
         refuse(error)
+    baseline = losses_of(cfg.baseline)
     cfg.out_dir = os.path.normpath(cfg.out_dir or os.path.join("out", "-".join(names) or "train"))
     device, dtype = choose_device(cfg.device, cfg.dtype, local)
     cfg.dtype = str(dtype).removeprefix("torch.")
@@ -210,6 +222,23 @@ def train():
         loss, count = total(sums).tolist()
         return loss / count
 
+    def statistics():
+        """Of the gates and rotations of each layer, over the first held-out window."""
+        with autocast:
+            return model.statistics(heldout.batch([0])[0].to(device))
+
+    def a_sample():
+        """Text from the end of text on; the same numbers are drawn at every evaluation."""
+        from sample import SampleConfig, generate
+
+        model.eval()
+        with torch.inference_mode(), autocast:
+            settings = SampleConfig(max_new_tokens=cfg.sample_tokens, seed=cfg.seed)
+            fold = model.transformer.h[0].attn.mix.fold
+            ids = [ids for (ids,) in generate(model, [dataset.eot], settings, fold, graph=False)]
+        model.train()
+        return dataset.tokenizer.decode(ids)
+
     # DDP has nothing to do in evaluation, and its buffers are constant: use the (compiled) module inside
     model_for_eval = network.module if dist.is_initialized() else network
 
@@ -278,10 +307,6 @@ def train():
             if step > first:
                 raise
             fail(f"out of GPU memory in the first step: {what_fits(cfg, model_cfg, accumulation)}")
-        except RuntimeError as error:
-            if watch and (isinstance(error, dist.DistError) or "gloo" in str(error)):
-                fail(f"a rank could not be reached: {watch.blame()} ({str(error).splitlines()[0][:200]})")
-            raise
         step += not cut
         last = stopped or step >= cfg.max_iters
         due = last or step % cfg.eval_interval == 0
@@ -326,8 +351,14 @@ def train():
                 if cfg.max_seconds:  # evaluation counts towards the limit
                     seconds += time.perf_counter() - clock
                 if master:
-                    tracker.log(step, val_loss=val_loss, tokens=step * tokens_per_step, seconds=seconds)
+                    tokens = step * tokens_per_step
+                    tracker.log(
+                        step, val_loss=val_loss, tokens=tokens, seconds=seconds, **statistics(),
+                        relative_loss=relative_loss(val_loss, tokens, baseline),
+                    )  # fmt: skip
                     say(f"step {step}: val loss {val_loss:.4f}")
+                    if cfg.sample_tokens:
+                        tracker.sample(step, a_sample())
             better = not stopped and val_loss < best
             if better:
                 best, best_step = val_loss, step
@@ -502,6 +533,57 @@ def start_folder(cfg, settings, dataset):
     os.makedirs(cfg.out_dir, exist_ok=True)
     dataset.tokenizer.save(cfg.out_dir)
     checkpoint.write_json(os.path.join(cfg.out_dir, "config.json"), settings)
+    path = os.path.join(cfg.out_dir, "environment.json")
+    try:
+        with open(path) as f:
+            starts = json.load(f)
+    except (OSError, ValueError):
+        starts = []
+    checkpoint.write_json(path, [*starts, environment()])
+
+
+def losses_of(run):
+    """[(tokens, validation loss)] of a run to compare with; none without one."""
+    if not run:
+        return []
+    try:
+        with open(os.path.join(run, "metrics.jsonl")) as f:
+            found = [json.loads(line) for line in f if line.endswith("\n")]
+    except (OSError, ValueError) as error:
+        refuse(f"baseline must be a run's folder, got {run}: {error}")
+    return sorted((line["tokens"], line["val_loss"]) for line in found if "val_loss" in line)
+
+
+def relative_loss(loss, tokens, baseline):
+    """How far a validation loss is above the baseline's after as many tokens, as a share of it; None where that has
+    none."""
+    if not baseline or not baseline[0][0] <= tokens <= baseline[-1][0]:
+        return None
+    return loss / float(np.interp(tokens, *zip(*baseline))) - 1
+
+
+def environment():
+    """What a run started with: the command, the commit of this repository, versions, machine, time."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    git = lambda *args: subprocess.run(["git", "-C", here, *args], capture_output=True, text=True).stdout.strip()
+    try:
+        commit, changed = git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
+    except OSError:  # no git
+        commit, changed = "", False
+    versions = {name: version_of(name) for name in ("torch", "triton", "numpy", "safetensors", "wandb")}
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return dict(
+        time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), command=sys.argv, commit=commit, changed=changed,
+        python=sys.version.split()[0], versions=versions, cuda=torch.version.cuda, gpus=gpus,
+        host=socket.gethostname(), world=int(os.environ.get("WORLD_SIZE", 1)),
+    )  # fmt: skip
+
+
+def version_of(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def make_optimizer(model, cfg, device):

@@ -21,7 +21,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 
 class Watch:
+    current = None  # this process's
+
     def __init__(self, timeout):
+        Watch.current = self
         self.timeout, self.rank, self.world = timeout, dist.get_rank(), dist.get_world_size()
         self.store = dist.PrefixStore("watch", _get_default_store())
         self.store.set_timeout(timedelta(seconds=10))

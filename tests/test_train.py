@@ -36,14 +36,23 @@ def test_every_attention_learns(go, attention):
 
 def test_a_run_folder_has_all_that_is_needed_to_read_it(go):
     assert go("--attention=conformal_sympow", "--out_dir=out/a") == 0
-    assert sorted(os.listdir("out/a")) == ["ckpt", "config.json", "metrics.jsonl", "tokenizer.json"]
+    assert sorted(os.listdir("out/a")) == [
+        "ckpt", "config.json", "environment.json", "metrics.jsonl", "samples.jsonl", "tokenizer.json",
+    ]  # fmt: skip
     assert sorted(os.listdir("out/a/ckpt")) == ["step_00000003", "step_00000006"]
     config = json.load(open("out/a/config.json"))
     assert config["model"]["rope_base"] == 512 and config["model"]["vocab_size"] == 257  # from the data
     lines = [json.loads(line) for line in open("out/a/metrics.jsonl")]
     assert {"step", "train_loss", "tokens", "seconds", "lr", "grad_norm", "tok_per_sec"} <= lines[0].keys()
     assert lines[0]["tokens"] == 256 and "mfu" not in lines[0]  # no peak is known for a CPU
-    assert lines[3].keys() == {"step", "val_loss", "tokens", "seconds"}
+    assert lines[3].keys() - {"gate", "beta"} == {"step", "val_loss", "tokens", "seconds"}
+    (start,) = json.load(open("out/a/environment.json"))
+    assert (
+        start["versions"]["torch"] == torch.__version__.split("+")[0] or start["versions"]["torch"] == torch.__version__
+    )
+    assert len(start["commit"]) == 40 and start["command"][1:3] == SMALL[:2] and start["world"] == 1
+    samples = [json.loads(line) for line in open("out/a/samples.jsonl")]
+    assert [s["step"] for s in samples] == [3, 6] and all(s["text"] for s in samples)
 
 
 def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(go, capsys):
@@ -259,7 +268,7 @@ def test_wandb_has_nanogpts_names_and_our_own_step(go, monkeypatch):
     assert fake.inits[0]["name"] == "a"
     assert (("*",), {"step_metric": "iter"}) in fake.metrics
     assert fake.rows[0].keys() == {"iter", "train/loss", "lr", "train/tok_per_sec", "train/grad_norm"}
-    assert fake.rows[3].keys() == {"iter", "val/loss"}
+    assert fake.rows[3].keys() == {"iter", "val/loss"} and fake.rows[4].keys() == {"iter", "sample"}
     monkeypatch.setenv("WANDB_API_KEY", "key")
     assert go("--out_dir=out/a", "--wandb=auto", "--max_iters=4") == 0
     assert [i["mode"] for i in fake.inits] == ["offline", "online", "offline"]  # it does not answer: offline
@@ -355,3 +364,45 @@ def test_the_kernels_that_are_checked_are_those_of_the_form_that_will_run():
     assert form(65536, attention="even_power") == "quadratic"
     assert form(65536, attention="sympow", p=6, form="chunked") is None  # in PyTorch
     assert form(65536, attention="sympow", form="recurrent") is None
+
+
+def test_gates_rotations_and_a_baseline_are_logged(go):
+    assert go("--attention=softmax", "--out_dir=out/base") == 0
+    assert go("--attention=conformal_sympow", "--out_dir=out/a", "--baseline=out/base", "--sample_tokens=0") == 0
+    found = [json.loads(line) for line in open("out/a/metrics.jsonl") if "val_loss" in line]
+    base = metrics("out/base", "val_loss")
+    for line in found:
+        assert len(line["gate"]) == len(line["beta"]) == 2
+        assert all(0.99 < gate < 1 for gate in line["gate"]) and all(0.5 < beta < 1.5 for beta in line["beta"])
+        assert line["relative_loss"] == pytest.approx(line["val_loss"] / base[line["step"]] - 1)
+    assert not os.path.getsize("out/a/samples.jsonl")
+    assert go("--out_dir=out/b", "--baseline=out/none") == 2
+
+
+def test_a_run_is_uploaded_from_its_folder_as_one(go, monkeypatch):
+    import wandb_upload
+
+    assert go("--attention=sympow_gating", "--out_dir=out/a", "--max_iters=3", "--lr_decay_iters=6") == 0
+    fake = FakeWandb()
+    summary = {}
+    init = fake.init
+
+    def start(**kwargs):
+        run = init(**{**kwargs, "mode": "offline"})
+        log = run.log
+        run.log = lambda row: (log(row), summary.update(row))
+        run.summary = dict(summary)
+        return run
+
+    fake.init = start
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    wandb_upload.main(["out/a"])
+    assert [row["iter"] for row in fake.rows] == [1, 2, 3]
+    assert {"train/loss", "val/loss", "gate/layer_01", "sample"} <= fake.rows[2].keys()
+    assert go("--attention=sympow_gating", "--out_dir=out/a", "--lr_decay_iters=6") == 0
+    wandb_upload.main(["out/a"])
+    assert [row["iter"] for row in fake.rows] == [1, 2, 3, 4, 5, 6]
+    assert len({i["id"] for i in fake.inits}) == 1
+    with pytest.raises(SystemExit) as stopped:
+        wandb_upload.main(["out"])
+    assert stopped.value.code == 2

@@ -1,0 +1,69 @@
+"""Upload a run to wandb from its folder: metrics.jsonl and samples.jsonl as one run, however often it was cut.
+
+    python -m wandb_upload out/sympow_p4                    # WANDB_API_KEY or `wandb login` first
+    python -m wandb_upload out/* --project=sympow --mode=offline
+
+A job without a network trains with --wandb=disabled or offline; this replays it afterwards. Uploading again after the
+run has gone on takes the same wandb run and adds what is new.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+
+from tracking import wandb_row
+
+
+def upload(folder, project, mode):
+    """Returns how many lines were sent."""
+    import wandb
+
+    with open(os.path.join(folder, "config.json")) as f:
+        settings = json.load(f)
+    rows = {}  # step -> row: of a step that was done twice, the later line
+    for name, row_of in (("metrics.jsonl", wandb_row), ("samples.jsonl", lambda line: {"sample": line["text"]})):
+        for line in lines(os.path.join(folder, name)):
+            rows.setdefault(line["step"], {}).update(row_of(line))
+    identity = hashlib.sha256(json.dumps([settings["seed"], os.path.abspath(folder)]).encode()).hexdigest()[:8]
+    name = settings["wandb_run_name"] or os.path.basename(os.path.normpath(folder))
+    run = wandb.init(
+        project=project or settings["wandb_project"], name=name, id=identity, resume="allow", mode=mode,
+        config=settings, dir=folder, settings=wandb.Settings(console="off", silent=True),
+    )  # fmt: skip
+    run.define_metric("iter")
+    run.define_metric("*", step_metric="iter")
+    known = run.summary.get("iter", -1)
+    sent = 0
+    for step in sorted(rows):
+        if step > known:
+            run.log({"iter": step, **rows[step]})
+            sent += 1
+    run.finish()
+    return sent
+
+
+def lines(path):
+    """Of a file of JSON lines, those that are whole."""
+    if not os.path.exists(path):
+        return []
+    with open(path) as f:
+        return [json.loads(line) for line in f if line.endswith("\n")]
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="wandb_upload", description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", help="run folders, such as out/softmax")
+    parser.add_argument("--project", help="default: the run's wandb_project")
+    parser.add_argument("--mode", choices=("online", "offline"), default="online")
+    args = parser.parse_args(argv)
+    for folder in args.runs:
+        if not os.path.exists(os.path.join(folder, "config.json")):
+            print(f"wandb_upload: {folder} is no run's folder: it has no config.json", file=sys.stderr)
+            sys.exit(2)
+        print(f"{folder}: {upload(folder, args.project, args.mode)} steps")
+
+
+if __name__ == "__main__":
+    main()
