@@ -223,9 +223,9 @@ def train():
         return loss / count
 
     def statistics():
-        """Of the gates and rotations of each layer, over the first held-out window."""
+        """Of the gates and rotations of each layer, over the beginning of the held-out split."""
         with autocast:
-            return model.statistics(heldout.batch([0])[0].to(device))
+            return model.statistics(heldout.batch([0])[0][:, :4096].to(device))
 
     def a_sample():
         """Text from the end of text on; the same numbers are drawn at every evaluation."""
@@ -369,6 +369,8 @@ def train():
         done = last
 
     bar.close()
+    if watch:
+        watch.rest()
     if device.type == "cuda" and step > first:
         say(f"peak GPU memory {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB")
     if master:

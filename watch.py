@@ -36,6 +36,10 @@ class Watch:
     def beat(self):
         self.beats, self.at = self.beats + 1, time.monotonic()
 
+    def rest(self):
+        """Nobody is waited for any more."""
+        self.timeout = float("inf")
+
     def blame(self):
         """Who holds the others up, in words; takes some seconds."""
         try:
