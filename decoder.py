@@ -179,8 +179,10 @@ class Decoder:
         if self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
 
-    def _capture(self):
-        """The token as a CUDA graph. It runs twice before, to compile, on copies of what it changes."""
+    def capture(self):
+        """On a GPU, the token as a CUDA graph. It runs once before, to compile; what that changes is put back."""
+        if self.device.type != "cuda":
+            return
         changed = [self.ids, self.count, self.sampler.at, *(u for u, _, _ in self.layers)]
         saved = [x.clone() for x in changed]
         kept = [[x[:, self.n].clone() for x in kept] for _, kept, _ in self.layers]
@@ -206,7 +208,7 @@ class Decoder:
             self._token()
         else:
             if self.graph is None:
-                self._capture()
+                self.capture()
             self.graph.replay()
         self.n, self.position, self.room = self.n + 1, self.position + 1, self.room - 1
         if self.n >= self.limit:

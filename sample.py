@@ -144,6 +144,8 @@ def generate(model, prompt, cfg, fold="auto", timings=None, before=None, graph=T
         decoder = Decoder(model, state, sampler, cfg.max_new_tokens, dtype, cfg.num_samples)
         sampler.ready()
         sampler(logits, decoder.ids)
+        if cfg.max_new_tokens > 1:
+            decoder.capture()
         timings.start()
         for ids in decoder.tokens(cfg.max_new_tokens):
             yield ids.tolist()
