@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from attention.embedding import symmetric_power_dim
 from attention.power import PowerState, free_memory, state_bytes
 from attention.rotary import rotation_rates
 from attention.state import LayerState
@@ -99,8 +100,9 @@ class Decoder:
                 + (f"num_samples={fits} would fit" if fits else "a model of a smaller head dimension or p would fit")
             )
 
-    def _take(self, state, samples=1):
-        """Buffers that hold `state`, each sequence `samples` times, and as many tokens more as will be kept."""
+    def _take(self, state, samples=None):
+        """Buffers that hold `state`, each sequence `samples` times, and as many tokens more as will be kept. Without
+        samples its PowerStates are ours already."""
         c, D, n = self.c, self.c.head_dim, self._kept(state)
         self.limit = self._limit(state)
         C = int(max(n, min(self.limit, n + self.room)))
@@ -113,7 +115,7 @@ class Decoder:
         self.sums += (new(self.B, c.n_head, dtype=torch.int32),)
         self.layers = []
         for layer in state.layers:
-            layer = layer.repeat(samples)
+            layer = layer.repeat(samples) if samples else layer
             kept = (*(new(self.B, C, c.n_kv_head, D, dtype=self.dtype) for _ in range(2)),)
             kept += new(self.B, C, c.n_kv_head, dtype=torch.float64), new(self.B, C, c.n_kv_head, dtype=torch.int32)
             if n:
@@ -123,7 +125,7 @@ class Decoder:
                 kept[2][:, :n] = layer.log_g.double().masked_fill(reset, 0).cumsum(1)
                 kept[3][:, :n] = reset.cumsum(1)
             power = layer.power and tuple(x.float().contiguous() for x in layer.power)
-            self.layers.append((layer.u.clone(), kept, power))
+            self.layers.append((layer.u, kept, power))
         self.n, self.graph = n, None
         self.count.fill_(n)
 
@@ -215,21 +217,19 @@ class Decoder:
             self._fold()
 
     def _fold(self):
-        c, D = self.c, self.c.head_dim
-        if self.layers[0][2] is None:
-            F = state_bytes(1, D, 0, c.p) // 4
+        """What is kept becomes part of the states; the first time they are made, and the buffers shrink."""
+        c, first = self.c, self.layers[0][2] is None
+        if first:
+            shape = self.B, c.n_kv_head, symmetric_power_dim(c.head_dim, c.p)
             zeros = lambda *shape: torch.zeros(shape, device=self.device)
-            shape = self.B, c.n_kv_head, F
-            self.layers = [(u, kept, (zeros(*shape, D), zeros(*shape))) for u, kept, _ in self.layers]
-            first = True
-        else:
-            first = False
+            self.layers = [(u, kept, (zeros(*shape, c.head_dim), zeros(*shape))) for u, kept, _ in self.layers]
         for _, kept, power in self.layers:
             decode.fold(kept, self.n, power, c.p)
         self.n = 0
-        if first:
-            self._take(self.state())
         self.count.zero_()
+        if first:
+            layers = [LayerState(u, power=PowerState(*power), fold=self.fold) for u, _, power in self.layers]
+            self._take(ModelState(layers, self.position))
 
     def tokens(self, n):
         """Yields n times the ids [B] that were drawn, on the CPU; the first are those in `ids` already."""
