@@ -43,3 +43,18 @@ def test_wrong_or_missing_results_never_win():
     assert tune.difference(good, good) == 0
     assert not tune.difference([good[0] * float("nan"), good[1]], good) <= 1
     assert tune.difference([good[0] * 2, good[1]], good) == pytest.approx(1)
+
+
+def test_the_loader_is_timed(tmp_path):
+    from helpers import make_dataset
+
+    dataset = make_dataset(tmp_path / "data")
+    options = ["--block_size=64", "--batch_size=4", "--ranks", "1", "2", "--seconds=0.3"]
+    run = lambda *argv: subprocess.run(
+        [sys.executable, "bench/data.py", *argv], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    done = run(f"--dataset={dataset}", *options)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[-2:] for line in done.stdout.splitlines()] == [["1", "ranks"], ["2", "ranks"]]
+    missing = run("--dataset=nowhere")
+    assert missing.returncode == 2 and "no dataset 'nowhere'" in missing.stderr

@@ -214,11 +214,9 @@ def test_after_so_many_in_a_row_training_stops_and_names_the_last_good_checkpoin
     assert all(p.isfinite().all() for p in weights.parameters())
 
 
-@pytest.mark.parametrize(
-    "number,said",
-    [(signal.SIGKILL, "rank 1 on {host} no longer answers"), (signal.SIGSTOP, "nothing has happened for")],
-)
-def test_a_dead_or_hung_rank_ends_the_job_with_its_name(dataset, tmp_path, number, said):  # noqa: F811
+@pytest.fixture
+def two_ranks(dataset, tmp_path):  # noqa: F811
+    """Two processes that train together and have taken some steps."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
@@ -232,16 +230,30 @@ def test_a_dead_or_hung_rank_ends_the_job_with_its_name(dataset, tmp_path, numbe
         )
         for i in range(2)
     ]  # fmt: skip
-    try:
-        begin = time.time()
-        log = tmp_path / "out/train/metrics.jsonl"
-        while not (log.exists() and log.stat().st_size) and time.time() < begin + 60:
-            time.sleep(0.1)
-        ranks[1].send_signal(number)
-        _, err = ranks[0].communicate(timeout=40)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert ranks[0].returncode == 1
+    log, begin = tmp_path / "out/train/metrics.jsonl", time.time()
+    while not (log.exists() and log.stat().st_size) and time.time() < begin + 60:
+        time.sleep(0.1)
+    yield ranks
+    for process in ranks:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    "number,said",
+    [(signal.SIGKILL, "rank 1 on {host} no longer answers"), (signal.SIGSTOP, "nothing has happened for")],
+)
+def test_a_dead_or_hung_rank_ends_the_job_with_its_name(two_ranks, number, said):
+    two_ranks[1].send_signal(number)
+    _, err = two_ranks[0].communicate(timeout=40)
+    assert two_ranks[0].returncode == 1
     assert said.format(host=socket.gethostname()) in err and f"rank 1 on {socket.gethostname()}" in err, err
+
+
+def test_a_signal_to_one_rank_stops_both_at_the_same_step_with_status_0(two_ranks, tmp_path):
+    two_ranks[1].send_signal(signal.SIGTERM)
+    errors = [process.communicate(timeout=40)[1] for process in two_ranks]
+    assert [process.returncode for process in two_ranks] == [0, 0], errors
+    (step,) = os.listdir(tmp_path / "out/train/ckpt")
+    assert int(step.removeprefix("step_")) == max(metrics(tmp_path / "out/train")) > 0
+    assert not checkpoint.damage(tmp_path / "out/train/ckpt" / step)

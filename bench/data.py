@@ -1,0 +1,66 @@
+"""How fast batches come: tokens a second that the loader hands to so many ranks of one machine.
+
+    python bench/data.py                                         # pystdlib, 8 ranks
+    python bench/data.py --dataset=longcrawl64 --block_size=65536 --batch_size=1 --ranks 1 8
+
+Each rank is a process that takes its own batches in training's order, as train.py does, and does nothing with them.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data import DataError  # noqa: E402
+from data.loader import Dataset, Windows, train_batch  # noqa: E402
+
+
+def take(name, block_size, batch_size, pack, rank, world, seconds, start, counts):
+    """One rank: tokens taken in `seconds` from when all are ready."""
+    windows = Windows(Dataset(name), "train", block_size, pack)
+    start.wait()
+    end, step = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end:
+        train_batch(windows, 1337, step, rank, world, 0, 1, batch_size)
+        step += 1
+    counts.put(step * batch_size * block_size)
+
+
+def measure(name, block_size, batch_size, pack, ranks, seconds):
+    """Tokens a second of all ranks together."""
+    spawn = multiprocessing.get_context("spawn")
+    start, counts = spawn.Barrier(ranks), spawn.Queue()
+    args = [(name, block_size, batch_size, pack, rank, ranks, seconds, start, counts) for rank in range(ranks)]
+    processes = [spawn.Process(target=take, args=a) for a in args]
+    for process in processes:
+        process.start()
+    total = sum(counts.get() for _ in processes)
+    for process in processes:
+        process.join()
+    return total / seconds
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="bench/data.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--dataset", default="pystdlib", help="a folder in data/, or any path")
+    parser.add_argument("--block_size", type=int, default=1024)
+    parser.add_argument("--batch_size", type=int, default=64, help="sequences a batch of each rank")
+    parser.add_argument("--pack", action="store_true")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8])
+    parser.add_argument("--seconds", type=float, default=5.0)
+    args = parser.parse_args()
+    try:
+        Windows(Dataset(args.dataset), "train", args.block_size, args.pack)
+    except DataError as error:
+        print(f"bench/data.py: {error}", file=sys.stderr)
+        return 2
+    for ranks in args.ranks:
+        speed = measure(args.dataset, args.block_size, args.batch_size, args.pack, ranks, args.seconds)
+        print(f"{args.dataset}, {args.block_size} context: {speed / 1e6:.1f}M tokens/s to {ranks} ranks", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
