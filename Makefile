@@ -20,7 +20,7 @@ test: env  ## run the tests
 	$(PY) -m pytest -n auto --maxprocesses=8 tests
 
 test-gpu: env  ## test the kernels on this machine's GPU
-	TEST_GPU=1 $(PY) -m pytest tests/test_kernels.py tests/test_chunked.py tests/test_operators.py
+	TEST_GPU=1 $(PY) -m pytest tests/test_kernels.py tests/test_chunked.py tests/test_operators.py tests/test_decoder.py
 
 bench: env  ## attention against cuDNN, flash and FlexAttention on this machine's GPU
 	$(PY) bench/attention.py

@@ -141,7 +141,8 @@ def clock_kernel(
     if WG is not None:
         w = tl.load(WG + h[:, None] * K + k[None, :], mask=(h[:, None] < HKV) & (k[None, :] < K), other=0.0)
         gate = tl.sum(w * x[None, :], 1) + tl.load(BG + h, mask=h < HKV, other=0.0)
-        log_g = tl.minimum(gate, 0.0) - tl.log(1 + tl.exp(-tl.abs(gate)))
+        e = tl.exp(-tl.abs(gate))
+        log_g = tl.minimum(gate, 0.0) - tl.where(1 + e == 1, e, tl.log(1 + e) * (e / ((1 + e) - 1)))  # log1p(e)
     elif SLOPES is not None:
         log_g = -tl.load(SLOPES + h, mask=h < HKV, other=0.0)
     tl.store(U + b, tl.load(U + b) + step)

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 from test_kernels import COMPILE_FOR, DEVICE, GPU, ROOT  # noqa: E402
 
 import decoder  # noqa: E402
+from kernels import decode  # noqa: E402
 from attention import state as state_of  # noqa: E402
 from decoder import Decoder  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
@@ -154,3 +155,17 @@ def test_the_kernels_compile_for_a_gpu(tmp_path):
     names = ("embed", "vector", "linear", "clock", "attend", "fold")
     assert {name for name, _ in lines} == {f"{name}_kernel" for name in names}
     assert all(int(shared) <= 99 * 1024 for _, shared in lines)
+
+
+def test_gates_next_to_one_keep_their_digits():
+    x, norm = torch.randn(2, 32, device=DEVICE), (torch.ones(32, device=DEVICE), None)
+    weight, bias = torch.randn(3, 32, device=DEVICE), torch.tensor([-3.0, 9.0, 16.0], device=DEVICE)
+    new = lambda dtype: torch.zeros(2, 1, 3, dtype=dtype, device=DEVICE)
+    kept = new(torch.float32)[..., None], None, new(torch.float64), new(torch.int32)
+    ids, u = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.zeros(2, dtype=torch.float64, device=DEVICE)
+    count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    decode.clock(x, norm, ids, (weight, bias), None, None, u, kept, count, -1, torch.float32)
+    rows = torch.nn.functional.layer_norm(x, (32,)).double()
+    expected = torch.nn.functional.logsigmoid(rows @ weight.double().t() + bias.double())
+    assert torch.allclose(kept[2][:, 0], expected, rtol=2e-5, atol=0)
+    assert u.tolist() == [1, 1]
