@@ -19,10 +19,12 @@ import numpy as np
 import torch
 
 from data import DataError
+from data.direct import ChunkedRows
 from data.shards import sha256_of, shard_is_whole
 from data.tokenizer import load_tokenizer
 
 RECT = 16  # documents that go through their windows together
+AHEAD = 4  # micro-batches before it is wanted, a chunk of a zarr array is asked for
 OPEN_SHARDS = 256  # a mapped file costs a file descriptor, and 1,024 is a usual limit
 
 
@@ -61,7 +63,14 @@ class Dataset:
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{meta_path} is damaged ({error!r}): delete it and run {prepare}") from error
         self._ends = {}  # split -> row number at which each shard ends
+        self._direct = {}  # split -> ChunkedRows, of a dataset that is read from zarr arrays
         for split, shards in self._shards.items():
+            zarr = self.meta["splits"][split].get("zarr")
+            if zarr:
+                documents = self.meta["splits"][split]["documents"]
+                self._direct[split] = ChunkedRows(zarr["url"], zarr["rows"], documents, self.document_length)
+                self._ends[split] = np.array([documents])
+                continue
             self._ends[split] = np.cumsum([shard["documents"] for shard in shards])
             for shard in shards:
                 if not shard_is_whole(self.path, shard, self._dtype.itemsize):
@@ -95,6 +104,8 @@ class Dataset:
     def read(self, split, start, count):
         """Tokens [start, start + count) of the rows of a split, one after the other: array [count] of the stored
         dtype."""
+        if split in self._direct:
+            return self._direct[split].read(start, count)
         pieces = []
         while count:
             row = start // self.document_length
@@ -106,8 +117,19 @@ class Dataset:
             count -= len(piece)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def together(self, split):
+        """So many documents, one after the other, are best read together: a row of chunks of a zarr array; else 1."""
+        return self.meta["splits"][split]["zarr"]["together"] if split in self._direct else 1
+
+    def expect(self, split, start, count):
+        """These tokens will be read soon."""
+        if split in self._direct:
+            self._direct[split].expect(start, count)
+
     def shard_path(self, split, position):
         """The file that holds the token at this position of the split."""
+        if split in self._direct:
+            return self._direct[split].file(position)
         number = int(np.searchsorted(self._ends[split], position // self.document_length, side="right"))
         return os.path.join(self.path, self._shards[split][number]["file"])
 
@@ -157,6 +179,10 @@ class Windows:
         # What training permutes: rows of per_document windows each. A packed window counts as a row of its own.
         self.documents = dataset.tokens(split) // block_size if pack else dataset.documents(split)
         self.per_document = 1 if pack else length // block_size
+        # documents (packed: windows) that are put in order as one, and how many go through their windows together
+        together = dataset.together(split)
+        self.block = max(1, together * length // block_size) if pack and together > 1 else together
+        self.rect = self.block if self.block > 1 else RECT
         self.orders = {}  # see _epoch_order
 
     def __len__(self):
@@ -185,6 +211,12 @@ class Windows:
             row[-start % L :: L] = self.dataset.eot  # packed: documents that start inside the window
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
+    def expect(self, indices):
+        """Windows that will be wanted soon."""
+        T, L = self.block_size, self.dataset.document_length
+        for document, window in zip(*np.divmod(indices, self.per_document)):
+            self.dataset.expect(self.split, int(document * (T if self.pack else L) + window * T), T)
+
     def _refuse(self, tokens, starts):
         row, column = np.argwhere(tokens >= self.dataset.vocab_size)[0]
         path = self.dataset.shard_path(self.split, int(starts[row] + column - 1))
@@ -211,7 +243,7 @@ def train_indices(windows, seed, start, count):
     for epoch in np.unique(epochs).tolist():
         order, offsets = _epoch_order(windows, seed, epoch)
         here = epochs == epoch
-        window = (offsets[places[here] // RECT] + rounds[here]) % W
+        window = (offsets[places[here] // windows.rect] + rounds[here]) % W
         indices[here] = order[places[here]].astype(np.int64) * W + window
     return indices
 
@@ -225,8 +257,15 @@ def _epoch_order(windows, seed, epoch):
         # Raw bits and a stable sort: numpy promises these for ever, but not its shuffles, and a run must resume
         # anywhere.
         bits = np.random.PCG64(np.random.SeedSequence([abs(seed), int(seed < 0), epoch]))
-        order = np.argsort(bits.random_raw(D), kind="stable").astype(np.int32 if D < 1 << 31 else np.int64)
-        offsets = (bits.random_raw(-(-D // RECT)) % W).astype(np.int64)
+        keys = bits.random_raw(D)
+        if windows.block == 1:
+            order = np.argsort(keys, kind="stable")
+        else:  # rows of chunks in a random order, the last one, which may be short, at the end; documents within them
+            blocks = np.argsort(np.argsort(bits.random_raw(D // windows.block), kind="stable"))
+            blocks = np.append(blocks, D)[np.minimum(np.arange(D) // windows.block, D // windows.block)]
+            order = np.lexsort((keys, blocks))
+        order = order.astype(np.int32 if D < 1 << 31 else np.int64)
+        offsets = (bits.random_raw(-(-D // windows.rect)) % W).astype(np.int64)
         windows.orders[seed, epoch] = order, offsets
     return windows.orders[seed, epoch]
 
@@ -238,6 +277,8 @@ def train_batch(windows, seed, step, rank, world, micro, accumulation, batch_siz
     micro-batch and rank by rank, so the same global batch comes from any number of ranks.
     """
     start = ((step * accumulation + micro) * world + rank) * batch_size
+    if windows.block > 1:
+        windows.expect(train_indices(windows, seed, start + AHEAD * world * batch_size, batch_size))
     return windows.batch(train_indices(windows, seed, start, batch_size))
 
 

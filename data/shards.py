@@ -117,6 +117,28 @@ def write_dataset(folder, units, tokenizer, document_length, arguments, source, 
                 "give more text or a smaller --document_length"
             )
         splits[split] = {key: sum(shard[key] for shard in rows) for key in ("documents", "tokens")} | {"shards": rows}
+    meta = _write_meta(folder, tokenizer, dtype, document_length, splits, source, command, arguments)
+    kept = f", {len(units) - redone} of {len(units)} shards were there" if redone < len(units) else ""
+    print(f"{folder} is complete: {_summary(meta)} ({time.monotonic() - started:.1f} s{kept})")
+    return meta
+
+
+def write_direct(folder, arrays, tokenizer, document_length, arguments, source, command):
+    """tokenizer.json and meta.json of a dataset whose tokens stay where they are; arrays: {split: {"url", "together":
+    documents in a row of chunks, "rows": [(row of chunks, how many of its documents)]}} of zarr arrays."""
+    os.makedirs(folder, exist_ok=True)
+    splits = {}
+    for split, array in arrays.items():
+        documents = sum(count for _, count in array["rows"])
+        zarr = array | {"rows": [row for row, _ in array["rows"]]}
+        splits[split] = {"documents": documents, "tokens": documents * document_length, "shards": [], "zarr": zarr}
+    dtype = np.dtype("<u2")
+    meta = _write_meta(folder, tokenizer, dtype, document_length, splits, source, command, _normal(arguments))
+    print(f"{folder} is complete: {_summary(meta)}, read where they are")
+    return meta
+
+
+def _write_meta(folder, tokenizer, dtype, document_length, splits, source, command, arguments):
     meta = {
         "name": os.path.basename(os.path.abspath(folder)),
         "tokenizer": tokenizer.kind,
@@ -133,8 +155,6 @@ def write_dataset(folder, units, tokenizer, document_length, arguments, source, 
     tokenizer.save(folder)
     write_atomically(os.path.join(folder, "meta.json"), json.dumps(meta, indent=1).encode())
     _remove(folder, "progress.json")
-    kept = f", {len(units) - redone} of {len(units)} shards were there" if redone < len(units) else ""
-    print(f"{folder} is complete: {_summary(meta)} ({time.monotonic() - started:.1f} s{kept})")
     return meta
 
 

@@ -12,7 +12,7 @@ import torch
 
 from data import DataError, loader
 from data.corpus import Corpus, find_files, plan_units
-from data.loader import Dataset, Windows, eval_batches, train_batch, train_indices
+from data.loader import RECT, Dataset, Windows, eval_batches, train_batch, train_indices
 from data.pystdlib import prepare as pystdlib
 from data.shards import Unit, is_complete, write_dataset
 from data.text import prepare as text
@@ -225,6 +225,8 @@ def test_packed_windows_run_over_documents_and_mark_their_starts(tmp_path, T):
 
 class Shape:
     """The part of Windows that the training order depends on."""
+
+    block, rect = 1, RECT
 
     def __init__(self, documents, per_document):
         self.documents, self.per_document, self.orders = documents, per_document, {}

@@ -287,3 +287,39 @@ def test_chunk_reads_go_through_the_retry(tmp_path, monkeypatch):
     monkeypatch.setattr(longcrawl64, "retrying", flaky)
     assert np.array_equal(rows(prepare(tmp_path), "train"), arrays["train"])
     assert not failures
+
+
+@pytest.mark.parametrize("documents", [None, 2 * ROWS + 1])
+def test_arrays_are_read_where_they_are_each_chunk_once(tmp_path, documents, monkeypatch):
+    from data import direct
+    from data.loader import Windows, train_indices
+
+    arrays = make_source(tmp_path)
+    options = [] if documents is None else [f"--documents={documents}"]
+    written = prepare(tmp_path, *options)
+    (tmp_path / "direct").mkdir()
+    status = longcrawl64.main(
+        [f"--source={tmp_path}", f"--out={tmp_path}/direct", f"--document_length={LENGTH}", "--direct", *options]
+    )
+    assert not status and not list((tmp_path / "direct").glob("*.bin"))
+    found = Dataset(str(tmp_path / "direct"))
+    decoded, chunk = [], longcrawl64.Zarr.chunk
+    monkeypatch.setattr(longcrawl64.Zarr, "chunk", lambda self, *at: decoded.append(at) or chunk(self, *at))
+    monkeypatch.setattr(direct, "BYTES", 3 * 2 * ROWS * COLUMNS)  # three chunks
+    for split in ("train", "val"):
+        assert (rows(found, split) == rows(written, split)).all() and found.tokens(split) == written.tokens(split)
+    for pack, T in ((False, COLUMNS), (True, 3 * COLUMNS)):
+        windows, others = (Windows(dataset, "train", T, pack) for dataset in (found, written))
+        order = train_indices(windows, 1, 0, 2 * len(windows))
+        for epoch in np.split(order, 2):
+            assert sorted(epoch) == list(range(len(windows)))  # each once
+        assert list(order[: len(windows)]) != list(order[len(windows) :])
+        for index in order[:20]:
+            assert all((a == b).all() for a, b in zip(windows.batch([index]), others.batch([index])))
+    # a round of windows of one chunk's width: every chunk of a column is decoded once, not once a document
+    windows = Windows(Dataset(str(tmp_path / "direct")), "train", COLUMNS)
+    decoded.clear()
+    windows.batch(train_indices(windows, 1, 0, windows.documents))
+    assert len(decoded) <= 2 * -(-windows.documents // ROWS)  # the token before a window may lie in another chunk
+    windows.expect(train_indices(windows, 1, 0, 4))
+    assert arrays

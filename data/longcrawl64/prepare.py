@@ -2,6 +2,7 @@
 
     python data/longcrawl64/prepare.py --documents=2048               # 134 M tokens of the Hugging Face mirror
     python data/longcrawl64/prepare.py --source=/data/longcrawl64     # a local copy: train.zarr and heldout.zarr
+    python data/longcrawl64/prepare.py --source=/data/longcrawl64 --direct     # training reads the arrays themselves
     python data/longcrawl64/prepare.py --source=/data/longcrawl64 --check      # count its chunk files and stop
     python data/longcrawl64/prepare.py --source=books.jsonl           # other long text, packed into the same layout
 
@@ -27,7 +28,7 @@ import numpy as np
 from data import DataError, need
 from data.command import Parser, run
 from data.corpus import find_files
-from data.shards import Unit, is_complete, write_dataset
+from data.shards import Unit, is_complete, write_dataset, write_direct
 from data.text.prepare import prepare
 from data.tokenizer import gpt2_tokenizer
 
@@ -116,21 +117,25 @@ class Zarr:
 
     def read(self, row, count):
         """The first `count` documents of a chunk row -> uint16 [count, length], each chunk fetched and decoded once."""
-        first = row * self.chunk_rows
-        last = min(first + self.chunk_rows, self.documents)
         out = np.empty((count, self.array.shape[1]), dtype=np.uint16)
 
-        def fetch(column, key):
+        def fetch(column):
             columns = slice(column * self.chunk_columns, (column + 1) * self.chunk_columns)
-            block = retrying(lambda: self.array[first:last, columns])
-            if block.size > 1 and block.min() == block.max():
-                raise DataError(f"{self.url}/{key}: chunk holds nothing but {block[0, 0]}, damaged: get it again")
-            out[:, columns] = block[:count]
+            out[:, columns] = self.chunk(row, column)[:count]
 
-        keys = self.keys(row)
         with ThreadPoolExecutor(CHUNKS_AT_ONCE) as pool:
-            list(pool.map(fetch, range(len(keys)), keys))
+            list(pool.map(fetch, range(len(self.keys(row)))))
         return out
+
+    def chunk(self, row, column):
+        """One chunk, uint16 [documents, tokens]. Raises DataError, naming it, if it is missing or constant."""
+        first, columns = row * self.chunk_rows, slice(column * self.chunk_columns, (column + 1) * self.chunk_columns)
+        last = min(first + self.chunk_rows, self.documents)
+        block = retrying(lambda: self.array[first:last, columns])
+        if block.size > 1 and block.min() == block.max():
+            key = self.keys(row)[column]
+            raise DataError(f"{self.url}/{key}: chunk holds nothing but {block[0, 0]}, damaged: get it again")
+        return block
 
 
 def _missing(url, keys):
@@ -138,8 +143,8 @@ def _missing(url, keys):
     return f"{url}: {len(keys)} chunk files are missing ({some}): complete the copy, or use --skip_missing"
 
 
-def plan(array, split, documents, skip_missing):
-    """Units, one a chunk row, for the first `documents` documents (all if None) of those that can be had."""
+def plan(array, documents, skip_missing):
+    """[(chunk row, how many of its documents)] for the first `documents` (all if None) of those that can be had."""
     rows = list(array.chunks)
     if not skip_missing and documents is not None:
         rows = rows[: -(-documents // array.chunk_rows)]
@@ -149,16 +154,16 @@ def plan(array, split, documents, skip_missing):
         raise DataError(_missing(array.url, missing))
     absent = set(missing)
     rows = [row for row in rows if not absent.intersection(array.keys(row))]
-    units, left = [], array.documents if documents is None else documents
+    found, left = [], array.documents if documents is None else documents
     for row in rows:
         count = min(left, array.chunk_rows, array.documents - row * array.chunk_rows)
         if count:
-            units.append(Unit(split, partial(array.read, row, count), count * array.array.shape[1]))
+            found.append((row, count))
         left -= count
-    if not units or (left and documents is not None):
-        had = sum(unit.tokens for unit in units) // array.array.shape[1]
+    if not found or (left and documents is not None):
+        had = sum(count for _, count in found)
         raise DataError(f"{array.url}: {documents or 'all'} documents asked for, {had} can be had")
-    return units
+    return found
 
 
 def check(arrays):
@@ -182,6 +187,7 @@ def main(argv):
     parser.add_argument("--documents", type=int, help="train documents to take (unset: all)")
     parser.add_argument("--val_documents", type=int, help="heldout documents (unset: all, or 2048 with --documents)")
     parser.add_argument("--skip_missing", action="store_true", help="leave out chunk rows that are not complete")
+    parser.add_argument("--direct", action="store_true", help="write no tokens: training reads the arrays themselves")
     parser.add_argument("--check", action="store_true", help="only count the chunk files and list those missing")
     parser.add_argument("--key", default="text", help="for text: where it is in a line of .jsonl")
     args = parser.parse_args(argv)
@@ -205,6 +211,7 @@ def main(argv):
         "val_documents": args.val_documents,
         "skip_missing": args.skip_missing,
         "document_length": args.document_length,
+        **({"direct": True} if args.direct else {}),
     }
     if not args.check and is_complete(args.out, arguments):
         return 0
@@ -215,7 +222,17 @@ def main(argv):
     if args.documents and not args.val_documents:  # a small training set does not need 52,131 documents beside it
         documents["val"] = min(2048, arrays["val"].documents)
     tokenizer = gpt2_tokenizer(json_escaped=True)
-    units = [unit for split in arrays for unit in plan(arrays[split], split, documents[split], args.skip_missing)]
+    plans = {split: plan(arrays[split], documents[split], args.skip_missing) for split in arrays}
+    if args.direct:
+        rows = {s: {"url": arrays[s].url, "together": arrays[s].chunk_rows, "rows": plans[s]} for s in arrays}
+        write_direct(args.out, rows, tokenizer, args.document_length, arguments, source, args.command)
+        return 0
+    size = args.document_length
+    units = [
+        Unit(split, partial(arrays[split].read, row, count), count * size)
+        for split in arrays
+        for row, count in plans[split]
+    ]
     write_dataset(args.out, units, tokenizer, args.document_length, arguments, source, args.command)
     return 0
 
