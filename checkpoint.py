@@ -45,12 +45,12 @@ def save(out_dir, model, optimizer, progress):
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(str(error).strip().splitlines()[0]) from error
-    shutil.rmtree(final, ignore_errors=True)
+    _remove(final)
     os.rename(temporary, final)
     _flush(folder)
     for old in _all(out_dir)[:-KEEP]:
         if old != _path(out_dir, progress["best_step"]):
-            shutil.rmtree(old)
+            _remove(old)
 
 
 def newest(path, thorough=False, say=lambda line: None):
@@ -179,6 +179,15 @@ def _all(out_dir):
     folder = os.path.join(out_dir, "ckpt")
     names = sorted(n for n in os.listdir(folder) if re.fullmatch(r"step_\d{8,}", n)) if os.path.isdir(folder) else []
     return [os.path.join(folder, n) for n in names]
+
+
+def _remove(folder):
+    """A checkpoint goes in one step, too: a kill must not leave half of it under its name."""
+    going = os.path.join(os.path.dirname(folder), ".removing")
+    shutil.rmtree(going, ignore_errors=True)  # of a run that was killed while it removed
+    if os.path.isdir(folder):
+        os.rename(folder, going)
+        shutil.rmtree(going)
 
 
 def _flush(path):
