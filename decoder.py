@@ -126,6 +126,8 @@ class Decoder:
                 kept[3][:, :n] = reset.cumsum(1)
             power = layer.power and tuple(x.float().contiguous() for x in layer.power)
             self.layers.append((layer.u, kept, power))
+        tensors = [x for u, kept, power in self.layers for x in (u, *kept, *(power or ()))]
+        self._bytes = sum(x.numel() * x.element_size() for x in tensors)
         self.n, self.graph = n, None
         self.count.fill_(n)
 
@@ -144,9 +146,8 @@ class Decoder:
         return ModelState(layers, self.position)
 
     def bytes(self):
-        """Of what is kept."""
-        tensors = [x for u, kept, power in self.layers for x in (u, *kept, *(power or ()))]
-        return sum(x.numel() * x.element_size() for x in tensors)
+        """Of what is kept; asked for at every token."""
+        return self._bytes
 
     # ---- a token
 

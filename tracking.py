@@ -18,7 +18,9 @@ class Tracker:
         if not cfg.eval_only:
             self.samples = os.path.join(cfg.out_dir, "samples.jsonl")
             for name in (path, self.samples):
-                kept = [line for line in _lines(name) if json.loads(line)["step"] <= step]  # later ones are done again
+                kept = [
+                    line for line in whole_lines(name) if json.loads(line)["step"] <= step
+                ]  # later ones are done again
                 with open(name + ".tmp", "w") as f:
                     f.writelines(kept)
                 os.replace(name + ".tmp", name)
@@ -108,8 +110,8 @@ def _append(path, value):
         f.write(json.dumps(value) + "\n")
 
 
-def _lines(path):
-    """The whole lines of metrics.jsonl; a last one torn by a crash is left out."""
+def whole_lines(path):
+    """The whole lines of a file of JSON lines, if it is there; a last one torn by a crash is left out."""
     if not os.path.exists(path):
         return []
     with open(path) as f:

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 
-from tracking import wandb_row
+from tracking import wandb_row, whole_lines
 
 
 def upload(folder, project, mode):
@@ -24,7 +24,7 @@ def upload(folder, project, mode):
         settings = json.load(f)
     rows = {}  # step -> row: of a step that was done twice, the later line
     for name, row_of in (("metrics.jsonl", wandb_row), ("samples.jsonl", lambda line: {"sample": line["text"]})):
-        for line in lines(os.path.join(folder, name)):
+        for line in map(json.loads, whole_lines(os.path.join(folder, name))):
             rows.setdefault(line["step"], {}).update(row_of(line))
     identity = hashlib.sha256(json.dumps([settings["seed"], os.path.abspath(folder)]).encode()).hexdigest()[:8]
     name = settings["wandb_run_name"] or os.path.basename(os.path.normpath(folder))
@@ -42,14 +42,6 @@ def upload(folder, project, mode):
             sent += 1
     run.finish()
     return sent
-
-
-def lines(path):
-    """Of a file of JSON lines, those that are whole."""
-    if not os.path.exists(path):
-        return []
-    with open(path) as f:
-        return [json.loads(line) for line in f if line.endswith("\n")]
 
 
 def main(argv=None):

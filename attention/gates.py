@@ -51,12 +51,11 @@ def linear_fp32(x, weight, bias=None):
     """
     kind = x.device.type
     bfloat16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-    if kind == "cuda" and bfloat16 and weight.dtype == torch.float32:
-        with torch.autocast(kind, enabled=False):
-            y = _product(x.to(torch.bfloat16).flatten(0, -2), weight).unflatten(0, x.shape[:-1])
-            return y if bias is None else y + bias
     with torch.autocast(kind, enabled=False):
-        y = torch.stack([(x.to(w.dtype) * w).sum(-1) for w in weight], dim=-1)
+        if kind == "cuda" and bfloat16 and weight.dtype == torch.float32:
+            y = _product(x.to(torch.bfloat16).flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        else:
+            y = torch.stack([(x.to(w.dtype) * w).sum(-1) for w in weight], dim=-1)
         return y if bias is None else y + bias
 
 

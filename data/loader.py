@@ -231,9 +231,9 @@ def train_indices(windows, seed, start, count):
     seed.
 
     An epoch of len(windows) positions visits every window exactly once. Its documents are permuted and cut into
-    groups of RECT; in round r, group b takes window (offset_b + r) % W of its documents. So a batch is a rectangle,
-    some documents by one window, and the windows seen at one time lie at different places of their documents, not all
-    at the beginning.
+    groups of windows.rect; in round r, group b takes window (offset_b + r) % W of its documents. So a batch is a
+    rectangle, some documents by one window, and the windows seen at one time lie at different places of their
+    documents, not all at the beginning.
     """
     D, W = windows.documents, windows.per_document
     positions = np.arange(start, start + count, dtype=np.int64)
@@ -249,7 +249,7 @@ def train_indices(windows, seed, start, count):
 
 
 def _epoch_order(windows, seed, epoch):
-    """(documents in this epoch's order [D], first window of each group [ceil(D / RECT)])."""
+    """(documents in this epoch's order [D], first window of each group [ceil(D / rect)])."""
     if (seed, epoch) not in windows.orders:
         while len(windows.orders) > 1:  # a batch may straddle two epochs, so two are kept
             windows.orders.pop(next(iter(windows.orders)))
