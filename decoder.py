@@ -10,7 +10,6 @@ kept is what attention/state.py keeps, in buffers of a fixed size: keys and valu
 state, then the state and FOLD_EVERY of them.
 """
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -51,9 +50,10 @@ class Decoder:
         new = lambda *shape, dtype=torch.float32: torch.zeros(shape, dtype=dtype, device=self.device)
         self.x, self.h = new(self.B, c.n_embd), new(self.B, 4 * c.n_embd)
         self.qkv, self.y = new(self.B, (c.n_head + 2 * c.n_kv_head) * D), new(self.B, c.n_head * D)
-        self.logits = new(self.B, c.vocab_size)
+        self.turn = new(self.B, 2, D)
+        self.padded = new(self.B, -(-c.vocab_size // decode.DRAW) * decode.DRAW).fill_(float("-inf"))
+        self.logits = self.padded[:, : c.vocab_size]
         self.ids, self.count = new(self.B, dtype=torch.int64), new(1, dtype=torch.int32)
-        self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._take(state, samples)
 
     # ---- weights and buffers
@@ -156,31 +156,18 @@ class Decoder:
         c, x = self.c, self.x
         decode.embed(self.ids, self.wte, self.ends[0], x)
         for w, (u, kept, power) in zip(self.weights, self.layers):
-            with self._beside():
-                decode.clock(
-                    x, w["norm_1"], self.ids, w["gate"], w["beta"], w["slopes"], u, kept, self.count, c.reset_token,
-                    self.dtype if self.device.type == "cuda" else torch.float32,
-                )  # fmt: skip
-            decode.linear(w["qkv"][0], self.qkv, x, norm=w["norm_1"], bias=w["qkv"][1])
-            self._together()
-            decode.attend(self.qkv, kept, self.count, u, self.rates, power, self.sums, self.y, c.p)
+            decode.qkv(
+                w["qkv"][0], self.qkv, x, norm=w["norm_1"], bias=w["qkv"][1], ids=self.ids, gate=w["gate"],
+                beta=w["beta"], slopes=w["slopes"], u=u, rates=self.rates, turn=self.turn, kept=kept, count=self.count,
+                reset_token=c.reset_token, rounding=self.dtype if self.device.type == "cuda" else torch.float32,
+            )  # fmt: skip
+            decode.attend(self.qkv, self.turn, kept, self.count, power, self.sums, self.y, c.p)
             decode.linear(w["proj"][0], x, self.y, bias=w["proj"][1], add=True)
             decode.linear(w["fc"][0], self.h, x, norm=w["norm_2"], bias=w["fc"][1], gelu=True)
             decode.linear(w["out"][0], x, self.h, bias=w["out"][1], add=True)
         decode.linear(self.wte[: c.vocab_size], self.logits, x, norm=self.ends[1])
         self.count += 1
-        self.sampler(self.logits, self.ids)
-
-    def _beside(self):
-        """What is launched inside runs beside what follows, until `_together`."""
-        if self.side is None:
-            return nullcontext()
-        self.side.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self.side)
-
-    def _together(self):
-        if self.side is not None:
-            torch.cuda.current_stream().wait_stream(self.side)
+        self.sampler(self.padded, self.ids)
 
     def capture(self):
         """On a GPU, the token as a CUDA graph. It runs once before, to compile; what that changes is put back."""

@@ -133,12 +133,13 @@ def generate(model, prompt, cfg, fold="auto", timings=None, before=None, graph=T
         checkpoint.save_state(cfg.save_state, model, logits, state)
     if not cfg.max_new_tokens:
         return
-    sampler, logits = Sampler(cfg, device), logits.expand(cfg.num_samples, -1)
-    decoder = None
+    logits, decoder = logits.expand(cfg.num_samples, -1), None
     if device.type == "cuda" and graph:
         from decoder import Decoder, decodes  # not everywhere is Triton
+        from kernels import decode
 
         decoder = decodes(model.config)
+    sampler = Sampler(cfg, device, decode.draw if decoder else None)
     if decoder:
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         decoder = Decoder(model, state, sampler, cfg.max_new_tokens, dtype, cfg.num_samples)
@@ -167,8 +168,9 @@ class Sampler:
 
     AT_ONCE = 1024
 
-    def __init__(self, cfg, device):
-        self.cfg, self.used = cfg, 0
+    def __init__(self, cfg, device, kernel=None):
+        """kernel: kernels.decode.draw, in place of `draw` here."""
+        self.cfg, self.kernel, self.used = cfg, kernel, 0
         self.generators = [torch.Generator().manual_seed(cfg.seed + i) for i in range(cfg.num_samples)]
         self.numbers = torch.empty(cfg.num_samples, self.AT_ONCE, dtype=torch.float64, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
@@ -183,26 +185,31 @@ class Sampler:
 
     def __call__(self, logits, ids):
         """logits [N, vocab_size] -> ids [N], in place."""
-        ids.copy_(draw(logits, self.cfg, self.numbers.index_select(1, self.at)))
+        if self.kernel and self.cfg.temperature > 0:
+            options = {name: getattr(self.cfg, name) for name in ("temperature", "top_k", "top_p")}
+            self.kernel(logits.float(), ids, self.numbers, self.at, **options)
+        else:
+            ids.copy_(draw(logits, self.cfg, self.numbers.index_select(1, self.at)))
         self.at += 1
 
 
 def draw(logits, cfg, u):
-    """One token a row of logits [N, vocab_size]: [N] int64, by the numbers u [N, 1] float64 in [0, 1)."""
+    """One token a row of logits [N, vocab_size]: [N] int64, by the numbers u [N, 1] float64 in [0, 1). Of tokens as
+    likely as the last that top_k or top_p takes, all are taken."""
     if cfg.temperature == 0:
         return logits.argmax(-1)
-    logits, ids = logits.float() / cfg.temperature, None
+    logits = logits.float() / cfg.temperature
     if 0 < cfg.top_k < logits.shape[-1]:
-        ids = logits.topk(cfg.top_k, sorted=False).indices.sort(-1).values
-        logits = logits.gather(-1, ids)
+        logits = logits.masked_fill(logits < logits.topk(cfg.top_k).values[:, -1:], float("-inf"))
     probabilities = logits.softmax(-1)
     if cfg.top_p < 1:
-        values, order = probabilities.sort(descending=True)
+        values = probabilities.sort(descending=True).values
         enough = values.cumsum(-1) - values >= cfg.top_p  # those before a token already have top_p
-        probabilities = probabilities.scatter(-1, order, values.masked_fill(enough, 0))
+        least = values.masked_fill(enough, 1).amin(-1, keepdim=True)
+        probabilities = probabilities.masked_fill(probabilities < least, 0)
     total = probabilities.double().cumsum(-1)
-    drawn = torch.searchsorted(total, u * total[:, -1:], right=True).clamp(max=logits.shape[-1] - 1)
-    return (drawn if ids is None else ids.gather(-1, drawn)).squeeze(-1)
+    drawn = torch.searchsorted(total, u * total[:, -1:], right=True)
+    return drawn.squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
 class Timings:

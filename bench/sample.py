@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.train import VARIANTS  # noqa: E402
 from decoder import Decoder  # noqa: E402
+from kernels import decode  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from sample import SampleConfig, Sampler  # noqa: E402
 
@@ -35,11 +36,11 @@ def ours(settings, batch, context, tokens):
     ids = torch.randint(model.config.vocab_size, (1, context), device="cuda")
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
         logits, state = model.read(ids, model.empty_state(1, FOLD_AT))
-        sampler = Sampler(SampleConfig(num_samples=batch), torch.device("cuda"))
+        sampler = Sampler(SampleConfig(num_samples=batch), torch.device("cuda"), decode.draw)
         decoder = Decoder(model, state, sampler, WARM_UP + tokens, torch.bfloat16, batch)
         sampler.ready()
         sampler(logits.expand(batch, -1), decoder.ids)
-        del state, logits
+        del ids, state, logits
         for _ in decoder.tokens(WARM_UP):
             pass
         times = [time.perf_counter()]

@@ -16,7 +16,7 @@ from kernels import decode  # noqa: E402
 from attention import state as state_of  # noqa: E402
 from decoder import Decoder  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from sample import SampleConfig, Sampler  # noqa: E402
+from sample import SampleConfig, Sampler, draw  # noqa: E402
 
 VARIANTS = {
     "gated": dict(attention="sympow_gating", p=2),
@@ -127,6 +127,7 @@ def compile_only(self, *args, **options):
 
 JITFunction.run = compile_only
 from decoder import Decoder
+from kernels import decode
 from model import GPT, GPTConfig
 from sample import SampleConfig, Sampler
 
@@ -138,7 +139,7 @@ with torch.inference_mode():
     for p, D, attention, B, fold in cases:
         c = GPTConfig(vocab_size=99, n_layer=1, n_head=2, n_embd=128, head_dim=D, attention=attention, p=p, bias=B > 1)
         model = GPT(c)
-        sampler = Sampler(SampleConfig(num_samples=B, top_k=0), torch.device("cpu"))
+        sampler = Sampler(SampleConfig(num_samples=B, top_k=5, top_p=0.9), torch.device("cpu"), decode.draw)
         found = Decoder(model, model.empty_state(B, fold), sampler, 4, torch.bfloat16)
         for _ in range(4):  # kept, folded, and with a state
             found.step()
@@ -152,20 +153,44 @@ def test_the_kernels_compile_for_a_gpu(tmp_path):
     done = subprocess.run([sys.executable, "-c", COMPILE, "86"], capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.strip().splitlines()]
-    names = ("embed", "vector", "linear", "clock", "attend", "fold")
+    names = ("embed", "linear", "qkv", "attend", "draw", "fold")
     assert {name for name, _ in lines} == {f"{name}_kernel" for name in names}
     assert all(int(shared) <= 99 * 1024 for _, shared in lines)
 
 
 def test_gates_next_to_one_keep_their_digits():
     x, norm = torch.randn(2, 32, device=DEVICE), (torch.ones(32, device=DEVICE), None)
+    w, out = torch.randn(48, 32, device=DEVICE), torch.empty(2, 48, device=DEVICE)
+    turn = torch.empty(2, 2, 2, device=DEVICE)
     weight, bias = torch.randn(3, 32, device=DEVICE), torch.tensor([-3.0, 9.0, 16.0], device=DEVICE)
     new = lambda dtype: torch.zeros(2, 1, 3, dtype=dtype, device=DEVICE)
     kept = new(torch.float32)[..., None], None, new(torch.float64), new(torch.int32)
     ids, u = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.zeros(2, dtype=torch.float64, device=DEVICE)
     count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    decode.clock(x, norm, ids, (weight, bias), None, None, u, kept, count, -1, torch.float32)
+    decode.qkv(
+        w, out, x, norm=norm, bias=None, ids=ids, gate=(weight, bias), beta=None, slopes=None, u=u, rates=u, turn=turn,
+        kept=kept, count=count, reset_token=-1, rounding=torch.float32,
+    )  # fmt: skip
     rows = torch.nn.functional.layer_norm(x, (32,)).double()
     expected = torch.nn.functional.logsigmoid(rows @ weight.double().t() + bias.double())
     assert torch.allclose(kept[2][:, 0], expected, rtol=2e-5, atol=0)
     assert u.tolist() == [1, 1]
+    assert torch.allclose(out.double(), rows @ w.double().t(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("V", [40, 9000])
+@pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.8, 5, 1.0), (1.5, 0, 0.7), (0.5, 30, 0.95)])
+def test_the_kernel_draws_what_draw_does(V, temperature, top_k, top_p):
+    cfg = SampleConfig(temperature=temperature, top_k=top_k, top_p=top_p)
+    make = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(6, V, generator=make)).to(DEVICE)
+    logits[1] = logits[1].round()  # ties
+    logits[2, ::2] = float("-inf")
+    logits[3, 7] = 300.0  # all others are nothing
+    numbers = torch.rand(6, 20, generator=make, dtype=torch.float64).to(DEVICE)
+    numbers[:, 3], numbers[:, 4] = 0.0, 1 - 2.0**-53
+    at, ids = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.empty(6, dtype=torch.int64, device=DEVICE)
+    for i in range(20):
+        decode.draw(logits, ids, numbers, at, temperature=temperature, top_k=top_k, top_p=top_p)
+        assert torch.equal(ids, draw(logits, cfg, numbers[:, i : i + 1])), i
+        at += 1
