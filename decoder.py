@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from attention.embedding import symmetric_power_dim
-from attention.power import PowerState, free_memory, state_bytes
+from attention.power import PowerState, free_memory
 from attention.rotary import rotation_rates
 from attention.state import LayerState
 from kernels import decode
@@ -30,8 +30,8 @@ def decodes(config):
 
 
 class Decoder:
-    def __init__(self, model, state, sampler, room, dtype=None, samples=1):
-        """model: its weights in dtype (default: the embedding's). sampler: called with logits [B, vocab_size] and the
+    def __init__(self, model, state, sampler, room, dtype=None, samples=1, state_dtype=torch.float32):
+        """model: its weights in dtype (default: the embedding's), its states' S between folds in state_dtype. sampler: called with logits [B, vocab_size] and the
         buffer of ids [B], it writes the next ones there (in a CUDA graph); its ready() is called before, its `at` is a
         tensor that drawing changes. room: tokens that will be read at most. samples: of each of the state's sequences.
 
@@ -40,6 +40,7 @@ class Decoder:
         w = model.transformer.wte.weight
         self.device, self.dtype = w.device, dtype or w.dtype
         layers = state.layers
+        self.state_dtype = state_dtype
         self.B, self.room, self.fold = len(layers[0].u) * samples, room, layers[0].fold
         c, D = self.c, self.c.head_dim
         self._check_memory(state)
@@ -89,15 +90,23 @@ class Decoder:
         c, D, n, limit = self.c, self.c.head_dim, self._kept(state), self._limit(state)
         heads = c.n_layer * c.n_kv_head
         kept = heads * int(max(n, min(limit, n + self.room))) * (2 * D * self.dtype.itemsize + 12)
-        power = heads * state_bytes(1, D, D, c.p) if limit <= n + self.room or state.layers[0].power else 0
+        power = lambda dtype: heads * symmetric_power_dim(D, c.p) * (D * dtype.itemsize + 4)
+        halved, power = power(torch.bfloat16), power(self.state_dtype)
+        if limit > n + self.room and not state.layers[0].power:
+            halved = power = 0
         need, have = self.B * (kept + power), free_memory(self.device)
         if need > have:
-            fits = have // (kept + power)
+            fits, half = have // (kept + power), self.B * (kept + halved)
+            others = [f"num_samples={fits}"] * (fits > 0) + ["state_dtype=bfloat16"] * (half <= have and half < need)
             of = f"states of {power:,} bytes" if power >= kept else f"keys and values of {kept:,} bytes"
             raise MemoryError(
                 f"{self.B} samples need {need:,} bytes, mostly {of} each (p={c.p}, head dimension {D}, {c.n_layer} "
                 f"layers of {c.n_kv_head} heads), the device has {have:,} free: "
-                + (f"num_samples={fits} would fit" if fits else "a model of a smaller head dimension or p would fit")
+                + (
+                    f"{' or '.join(others)} would fit"
+                    if others
+                    else "a model of a smaller head dimension or p would fit"
+                )
             )
 
     def _take(self, state, samples=None):
@@ -124,7 +133,9 @@ class Decoder:
                 reset = layer.log_g == float("-inf")
                 kept[2][:, :n] = layer.log_g.double().masked_fill(reset, 0).cumsum(1)
                 kept[3][:, :n] = reset.cumsum(1)
-            power = layer.power and tuple(x.float().contiguous() for x in layer.power)
+            power = layer.power
+            if power:
+                power = power.S.to(self.state_dtype).contiguous(), power.z.float().contiguous()
             self.layers.append((layer.u, kept, power))
         tensors = [x for u, kept, power in self.layers for x in (u, *kept, *(power or ()))]
         self._bytes = sum(x.numel() * x.element_size() for x in tensors)
@@ -135,7 +146,9 @@ class Decoder:
         """The ModelState after the tokens read so far."""
         layers, gated = [], self.c.gated
         for u, (k, v, total, resets), power in self.layers:
-            layer = LayerState(u.clone(), power=power and PowerState(*(x.clone() for x in power)), fold=self.fold)
+            layer = LayerState(
+                u.clone(), power=power and PowerState(*(x.float().clone() for x in power)), fold=self.fold
+            )
             if self.n:
                 log_g = None
                 if gated:
@@ -209,8 +222,9 @@ class Decoder:
         c, first = self.c, self.layers[0][2] is None
         if first:
             shape = self.B, c.n_kv_head, symmetric_power_dim(c.head_dim, c.p)
-            zeros = lambda *shape: torch.zeros(shape, device=self.device)
-            self.layers = [(u, kept, (zeros(*shape, c.head_dim), zeros(*shape))) for u, kept, _ in self.layers]
+            zeros = lambda *shape, dtype=None: torch.zeros(shape, dtype=dtype, device=self.device)
+            states = lambda: (zeros(*shape, c.head_dim, dtype=self.state_dtype), zeros(*shape))
+            self.layers = [(u, kept, states()) for u, kept, _ in self.layers]
         for _, kept, power in self.layers:
             decode.fold(kept, self.n, power, c.p)
         self.n = 0

@@ -42,6 +42,7 @@ class SampleConfig:
     load_state: str = ""  # such a file: the prompt goes on from there
     form: str = "auto"  # auto: read keys and values until a state is cheaper; recurrent: a state from the first token
     fold_at: int = 0  # tokens that are kept before they become a state; 0: as many as take a state's memory
+    state_dtype: str = "float32"  # or bfloat16: on a GPU states take half the memory, and are rounded at every fold
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
     json: bool = False  # end with one JSON line of timings
@@ -64,13 +65,17 @@ def main():
         except (OSError, UnicodeDecodeError) as error:
             refuse(f"cannot read the prompt: {error}")
     model, tokenizer, device, autocast = load_run(run, folder, cfg)
+    if cfg.state_dtype != "float32" and device.type != "cuda":
+        refuse(f"state_dtype={cfg.state_dtype} is for GPUs, here states are float32")
     fold = model.transformer.h[0].attn.mix.fold
     if cfg.form == "recurrent":
         if fold == "never":
             refuse(f"attention={model.config.attention} has no recurrent form: it keeps every key and value")
         fold = "always"
-    elif cfg.fold_at and fold != "never":
-        fold = cfg.fold_at
+    elif fold != "never":
+        c, dtype = model.config, getattr(autocast, "fast_dtype", torch.float32)  # of keys and values
+        state_dtype = getattr(torch, cfg.state_dtype)
+        fold = cfg.fold_at or crossover(c.p, c.head_dim, c.head_dim, dtype.itemsize, state_dtype)
 
     before = None
     if cfg.load_state:
@@ -106,9 +111,7 @@ def main():
         f"state {report['state_bytes'] / 1e6:,.1f} MB",
     ]
     if fold != "never":
-        c, dtype = model.config, getattr(autocast, "fast_dtype", torch.float32)  # of keys and values
-        kept = 1 if fold == "always" else cfg.fold_at or crossover(c.p, c.head_dim, c.head_dim, dtype.itemsize)
-        summary.append(f"of fixed size from {kept:,} tokens on")
+        summary.append(f"of fixed size from {1 if fold == 'always' else fold:,} tokens on")
     if device.type == "cuda":
         summary.append(f"peak GPU memory {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB")
     print(f"[{run}, {model.config.attention}: {', '.join(summary)}]", file=sys.stderr)
@@ -142,7 +145,8 @@ def generate(model, prompt, cfg, fold="auto", timings=None, before=None, graph=T
     sampler = Sampler(cfg, device, decode.draw if decoder else None)
     if decoder:
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        decoder = Decoder(model, state, sampler, cfg.max_new_tokens, dtype, cfg.num_samples)
+        state_dtype = getattr(torch, cfg.state_dtype)
+        decoder = Decoder(model, state, sampler, cfg.max_new_tokens, dtype, cfg.num_samples, state_dtype)
         sampler.ready()
         sampler(logits, decoder.ids)
         if cfg.max_new_tokens > 1:
@@ -276,6 +280,7 @@ def check(cfg):
         ("top_p", 0 < cfg.top_p <= 1, "in (0, 1]"),
         ("fold_at", cfg.fold_at >= 0, "positive, or 0 for as many tokens as take a state's memory"),
         ("form", cfg.form in ("auto", "recurrent"), "auto or recurrent"),
+        ("state_dtype", cfg.state_dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
         ("dtype", cfg.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"),
     ):
         if not fits:

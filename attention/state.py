@@ -60,9 +60,9 @@ class LayerState:
         return replace(self, u=again(self.u), k=again(self.k), v=again(self.v), log_g=again(self.log_g), power=power)
 
 
-def crossover(p, D, E, itemsize):
-    """Tokens whose keys and values, numbers of itemsize bytes, take as much memory as a PowerState."""
-    return math.ceil(state_bytes(1, D, E, p) / ((D + E) * itemsize))
+def crossover(p, D, E, itemsize, dtype=torch.float32):
+    """Tokens whose keys and values, numbers of itemsize bytes, take as much memory as a PowerState of `dtype`."""
+    return math.ceil(state_bytes(1, D, E, p, dtype) / ((D + E) * itemsize))
 
 
 def generate_power(q, k, v, log_g, u, state, *, p):

@@ -3,7 +3,7 @@
     python bench/drift.py                                # a million tokens, gated and conformal sympow
     python bench/drift.py --tokens 100000 --attention conformal_sympow
 
-The same random text goes through the decoder (bfloat16 weights, float32 states, one token at a time) and through the
+The same random text goes through the decoder (bfloat16 weights, states in --state_dtype, one token at a time) and through the
 model in float64, with beta, where there is one, computed by each itself. A line has the relative difference of the
 logits at a position; what bfloat16 weights alone make of it is the first one, where nothing has gathered yet.
 """
@@ -34,7 +34,7 @@ class Forced:
         ids.copy_(self.text.index_select(0, self.at))
 
 
-def drift(attention, tokens, positions, seed=0):
+def drift(attention, tokens, positions, state_dtype=torch.float32, seed=0):
     """Yields (position, relative difference of the logits) at the positions, in order, all below tokens - 1."""
     torch.manual_seed(seed)
     config = dict(vocab_size=512, n_layer=2, n_head=4, n_embd=256, attention=attention, p=2)
@@ -54,7 +54,7 @@ def drift(attention, tokens, positions, seed=0):
                 if start <= at < start + len(part):
                     expected[at] = exact.logits(x[0, at - start])
             start += len(part)
-        decoder = Decoder(model, model.empty_state(1, 1024), Forced(text), tokens, torch.bfloat16)
+        decoder = Decoder(model, model.empty_state(1, 1024), Forced(text), tokens, torch.bfloat16, 1, state_dtype)
         decoder.ids.copy_(text[:1])
         for at in range(max(positions) + 1):
             decoder.step()
@@ -66,13 +66,14 @@ def main():
     parser = argparse.ArgumentParser(prog="bench/drift.py", description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--attention", nargs="+", default=["sympow_gating", "conformal_sympow"])
+    parser.add_argument("--state_dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench/drift.py: no CUDA GPU here to measure on", file=sys.stderr)
         return 2
     positions = sorted({min(10**i * j, args.tokens - 2) for i in range(7) for j in (1, 2, 5)})
     for attention in args.attention:
-        for at, error in drift(attention, args.tokens, positions):
+        for at, error in drift(attention, args.tokens, positions, getattr(torch, args.state_dtype)):
             print(f"{attention:<18} {at:>9,} {error:.2e}", flush=True)
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}")
 

@@ -3,12 +3,13 @@
     python bench/sample.py                                      # batch 1 and 64, after 1,000 and 1,000,000 tokens
     python bench/sample.py --only sympow_gating --batch 1 8 64 256 --context 1000 --json out/sample.json
 
-Weights are random and in bfloat16, states in float32; tokens are drawn with sample.py's defaults. A line has the tokens
+Weights are random and in bfloat16, states in float32 (--state_dtype); tokens are drawn with sample.py's defaults. A line has the tokens
 a second of all samples together, the median and the 99th percentile of the milliseconds from one token to the next, the
 share of the GPU's bandwidth that one read of the weights and the state a token takes, and what is allocated.
 """
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -30,14 +31,14 @@ BANDWIDTH = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.0e12}  # bytes a 
 PREFILL = 65536
 
 
-def ours(settings, batch, context, tokens):
+def ours(settings, batch, context, tokens, state_dtype):
     """One line of the table for our model."""
     model = GPT(GPTConfig(**settings)).cuda().eval()
     ids = torch.randint(model.config.vocab_size, (1, context), device="cuda")
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
         logits, state = model.read(ids, model.empty_state(1, FOLD_AT))
         sampler = Sampler(SampleConfig(num_samples=batch), torch.device("cuda"), decode.draw)
-        decoder = Decoder(model, state, sampler, WARM_UP + tokens, torch.bfloat16, batch)
+        decoder = Decoder(model, state, sampler, WARM_UP + tokens, torch.bfloat16, batch, state_dtype)
         sampler.ready()
         sampler(logits.expand(batch, -1), decoder.ids)
         del ids, state, logits
@@ -47,12 +48,25 @@ def ours(settings, batch, context, tokens):
         for _ in decoder.tokens(tokens):
             times.append(time.perf_counter())
     weights = 2 * sum(p.numel() for p in model.parameters())
-    power = sum(x.numel() * 4 for _, _, power in decoder.layers for x in power or ())
+    power = sum(x.numel() * x.element_size() for _, _, power in decoder.layers for x in power or ())
     return row(times, batch) | dict(bytes=weights + power, allocated=torch.cuda.memory_allocated())
 
 
+class Clock:
+    """A streamer of transformers: notes when each token comes."""
+
+    def __init__(self):
+        self.times = []
+
+    def put(self, ids):
+        self.times.append(time.perf_counter())
+
+    def end(self):
+        pass
+
+
 def transformers(cache, batch, context, tokens):
-    """The same for transformers' GPT-2; its time a token is a mean."""
+    """The same for transformers' GPT-2, run once before it is timed: it compiles for its static cache."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_positions=4096)).cuda().bfloat16().eval()
@@ -60,15 +74,10 @@ def transformers(cache, batch, context, tokens):
     options = dict(do_sample=True, top_k=200, temperature=0.8, pad_token_id=0, eos_token_id=None)
     options |= dict(cache_implementation="static") if cache == "static" else {}
     with torch.inference_mode():
-        seconds = []
-        for new in (WARM_UP, 1, tokens):  # compiles, reads the prompt, reads it and goes on
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options)
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-    ms = 1000 * (seconds[2] - seconds[1]) / (tokens - 1)
-    return dict(tokens_per_second=1000 * batch / ms, p50=ms, p99=None, allocated=torch.cuda.max_memory_allocated())
+        for _ in range(2):
+            clock = Clock()
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, streamer=clock, **options)
+    return row(clock.times[2:], batch) | dict(allocated=torch.cuda.max_memory_allocated())
 
 
 def row(times, batch):
@@ -79,21 +88,29 @@ def row(times, batch):
 
 
 def prefill(settings):
-    """Tokens a second of reading a prompt, and of the model's forward pass on it."""
+    """Tokens a second of reading a prompt of PREFILL tokens and of the model's forward pass on it; bytes allocated at
+    most while it is read, and while one of 2^20 tokens is."""
     model = GPT(GPTConfig(**settings)).cuda().eval()
-    ids = torch.randint(model.config.vocab_size, (1, PREFILL), device="cuda")
-    speeds = []
+    ids = torch.randint(model.config.vocab_size, (1, 2**20), device="cuda")
+    read = lambda n: model.read(ids[:, :n], model.empty_state(1))
+    forward = lambda n: model.logits(model.hidden(ids[:, :n])[0][:, -1])
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
-        for run in (lambda: model.read(ids, model.empty_state(1)), lambda: model.logits(model.hidden(ids)[0][:, -1])):
+        speeds = []
+        for run in (read, forward):
             seconds = []
             for _ in range(6):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                run()
+                run(PREFILL)
                 torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - start)
             speeds.append(PREFILL / sorted(seconds[2:])[1])
-    return speeds
+        peaks = []
+        for n in (PREFILL, 2**20):
+            torch.cuda.reset_peak_memory_stats()
+            read(n)
+            peaks.append(torch.cuda.max_memory_allocated())
+    return speeds, peaks
 
 
 def main():
@@ -103,6 +120,7 @@ def main():
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--context", type=int, nargs="+", default=[1000, 1_000_000], help="tokens read before")
     parser.add_argument("--tokens", type=int, default=1000, help="that are timed")
+    parser.add_argument("--state_dtype", default="float32", choices=("float32", "bfloat16"), help="of our states")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -114,34 +132,36 @@ def main():
     for name in args.only or names[:2] + ("sympow_gating",):
         for batch in args.batch:
             for context in args.context:
-                if name not in VARIANTS and (context > 3000 or batch > 1):
+                if name not in VARIANTS and context > 3000:
                     continue
+                gc.collect()
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
                 line = dict(name=name, batch=batch, context=context)
                 try:
                     if name in VARIANTS:
-                        line |= ours(VARIANTS[name], batch, context, args.tokens)
+                        line |= ours(VARIANTS[name], batch, context, args.tokens, getattr(torch, args.state_dtype))
                     else:
                         line |= transformers(name.split("_")[1], batch, context, args.tokens)
                 except Exception as error:  # no transformers, out of memory: the others go on
                     line["failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
                     print(f"{name:<22} {batch:>5} {context:>9,} {line['failed']}", flush=True)
                 else:
-                    p99 = "-" if line["p99"] is None else f"{line['p99']:.3f}"
                     seconds = batch / line["tokens_per_second"]
                     share = f"{line['bytes'] / bandwidth / seconds:.0%}" if bandwidth and "bytes" in line else "-"
                     print(
                         f"{name:<22} {batch:>5} {context:>9,} {line['tokens_per_second']:>9,.0f} {line['p50']:>8.3f} "
-                        f"{p99:>8} {share:>6} {line['allocated'] / 1e6:>7,.0f} MB", flush=True,
+                        f"{line['p99']:>8.3f} {share:>6} {line['allocated'] / 1e6:>7,.0f} MB", flush=True,
                     )  # fmt: skip
                 rows.append(line)
     for name in args.only or ("sympow_gating",):
         if name in VARIANTS:
-            read, forward = prefill(VARIANTS[name])
+            (read, forward), (peak, peak_long) = prefill(VARIANTS[name])
             share = read / forward
-            print(f"{name}: a prompt of {PREFILL:,} tokens at {read:,.0f} tokens/s, {share:.2f} of the forward pass")
-            rows.append(dict(name=name, prefill_tokens_per_second=read, forward_tokens_per_second=forward))
+            print(f"{name}: a prompt of {PREFILL:,} tokens at {read:,.0f} tokens/s, {share:.2f} of the forward pass;")
+            print(f"at most {peak / 1e9:.2f} GB are allocated, for one of {2**20:,} tokens {peak_long / 1e9:.2f}")
+            line = dict(name=name, prefill_tokens_per_second=read, forward_tokens_per_second=forward)
+            rows.append(line | dict(prefill_allocated=peak, prefill_allocated_long=peak_long))
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if args.json:
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)

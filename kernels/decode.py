@@ -325,7 +325,7 @@ def attend_kernel(
             for start in range(begin, end, BF):
                 for i in tl.static_range(P):
                     phi *= tl.gather(q, (indices >> 8 * i) & 255, 0)
-                nums += phi[:, None] * s
+                nums += phi[:, None] * s.to(tl.float32)
                 dens += phi * z
                 s, z, indices, phi = _features(
                     S + state * D, Z + state, INDICES, COEFFICIENTS, start + BF, end, D, BF
@@ -385,7 +385,7 @@ def fold_kernel(
     total, resets = tl.load(TOTAL + kept + (n - 1) * HKV), tl.load(RESETS + kept + (n - 1) * HKV)
     left = tl.where(resets == 0, tl.exp(total.to(tl.float32)), 0.0)
     state = tl.cast(bh, tl.int64) * F + f
-    s = tl.load(S + state[:, None] * D + d[None, :], mask=inside[:, None], other=0.0) * left
+    s = tl.load(S + state[:, None] * D + d[None, :], mask=inside[:, None], other=0.0).to(tl.float32) * left
     z = tl.load(Z + state, mask=inside, other=0.0) * left
     indices, coefficient = tl.load(INDICES + f, mask=inside, other=0), tl.load(COEFFICIENTS + f, mask=inside, other=0.0)
     for start in range(0, n, BT):
@@ -549,7 +549,7 @@ def draw(logits, ids, numbers, at, *, temperature, top_k, top_p):
 
 
 def fold(kept, n, state, p):
-    """The n tokens kept become part of the state (S [B, Hkv, Dphi, D], z [B, Hkv, Dphi]) float32, in place."""
+    """The n tokens kept become part of the state, S [B, Hkv, Dphi, D], z [B, Hkv, Dphi] float32, in place."""
     (B, C, HKV, D), F = kept[0].shape, state[1].shape[2]
     BF = 64
     fold_kernel[(B * HKV, triton.cdiv(F, BF))](

@@ -87,6 +87,22 @@ def test_tokens_come_in_order_and_what_is_kept_is_counted():
     assert found.bytes() == 2 * (2 * 2 * 9 * (2 * 16 * 4 + 12) + 2 * 8)
 
 
+@torch.inference_mode()
+def test_states_in_bfloat16_are_rounded_when_folded():
+    model = tiny(**VARIANTS["gated"])
+    state, exact = start(model, 2, 3, 5)
+    sampler = Sampler(SampleConfig(temperature=0, num_samples=2), torch.device(DEVICE))
+    found = Decoder(model, state, sampler, 3, state_dtype=torch.bfloat16)
+    found.ids.copy_(exact.ids)
+    for _ in range(2):
+        exact.step()
+        found.step()
+    S, z = (found.layers[1][2][i].float() - exact.layers[1][2][i] for i in range(2))
+    assert found.layers[1][2][0].dtype == torch.bfloat16 and found.bytes() < exact.bytes()
+    assert 0 < S.norm() < 2**-8 * exact.layers[1][2][0].norm() and z.norm() == 0
+    assert 0 < (found.logits - exact.logits).norm() < 2e-2 * exact.logits.norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 @torch.inference_mode()
@@ -110,7 +126,8 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
     monkeypatch.setattr(decoder, "free_memory", lambda device: 2 * 2 * 2 * (136 * 17 * 4 + 9 * (2 * 16 * 4 + 12)))
     start(model, 2, 5, 9)  # layers, sequences, heads: a state of 136 features, and 9 tokens kept
     with pytest.raises(
-        MemoryError, match=r"3 samples need .* mostly states of 36,992 bytes .* num_samples=2 would fit"
+        MemoryError,
+        match=r"3 samples need .* mostly states of 36,992 bytes .* num_samples=2 or state_dtype=bfloat16 would fit",
     ):
         start(model, 3, 5, 9)
 
