@@ -31,9 +31,10 @@ def decodes(config):
 
 class Decoder:
     def __init__(self, model, state, sampler, room, dtype=None, samples=1, state_dtype=torch.float32):
-        """model: its weights in dtype (default: the embedding's), its states' S between folds in state_dtype. sampler: called with logits [B, vocab_size] and the
-        buffer of ids [B], it writes the next ones there (in a CUDA graph); its ready() is called before, its `at` is a
-        tensor that drawing changes. room: tokens that will be read at most. samples: of each of the state's sequences.
+        """model: its weights in dtype (default: the embedding's), S of its states between folds in state_dtype.
+        sampler: called with logits [B, >= vocab_size], -inf beyond the vocabulary, and the buffer of ids [B], it writes
+        the next ones there (in a CUDA graph); its ready() is called before, its `at` is a tensor that drawing changes.
+        room: tokens that will be read at most. samples: of each of the state's sequences.
 
         Raises MemoryError where what is kept will not fit, before anything is allocated."""
         self.c, self.sampler, self.position = model.config, sampler, state.position

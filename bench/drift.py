@@ -3,9 +3,9 @@
     python bench/drift.py                                # a million tokens, gated and conformal sympow
     python bench/drift.py --tokens 100000 --attention conformal_sympow
 
-The same random text goes through the decoder (bfloat16 weights, states in --state_dtype, one token at a time) and through the
-model in float64, with beta, where there is one, computed by each itself. A line has the relative difference of the
-logits at a position; what bfloat16 weights alone make of it is the first one, where nothing has gathered yet.
+The same random text goes through the decoder (bfloat16 weights, states in --state_dtype, one token at a time) and
+through the model in float64, with beta, where there is one, computed by each itself. A line has the relative difference
+of the logits at a position; what bfloat16 weights alone make of it is the first one, where nothing has gathered yet.
 """
 
 import argparse

@@ -3,9 +3,10 @@
     python bench/sample.py                                      # batch 1 and 64, after 1,000 and 1,000,000 tokens
     python bench/sample.py --only sympow_gating --batch 1 8 64 256 --context 1000 --json out/sample.json
 
-Weights are random and in bfloat16, states in float32 (--state_dtype); tokens are drawn with sample.py's defaults. A line has the tokens
-a second of all samples together, the median and the 99th percentile of the milliseconds from one token to the next, the
-share of the GPU's bandwidth that one read of the weights and the state a token takes, and what is allocated.
+Weights are random and in bfloat16, states in float32 or --state_dtype; tokens are drawn with sample.py's defaults. A
+line has the tokens a second of all samples together, the median and the 99th percentile of the milliseconds from one
+token to the next, the share of the GPU's bandwidth that one read of the weights and the state a token takes, and what
+is allocated.
 """
 
 import argparse
