@@ -175,42 +175,62 @@ def _raised(x, LIFT: tl.constexpr):
     return _to_unit(tl.max(tl.abs(x), 1)) * (2.0**LIFT)
 
 
-@triton.jit(do_not_specialize=["T", "TP", "H", "HKV"])
-def largest_kernel(
-    X, V, Y, L, ONE, DECAY, WEIGHT, LARGEST, x_s, v_s, T, TP, H, HKV, P: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    LIFT: tl.constexpr, N: tl.constexpr, QUERY: tl.constexpr, GATED: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV"])
+def sums_kernel(
+    X, V, Y, L, ONE, DECAY, WEIGHT, UNIT_V, Z, x_s, v_s, T, TP, CHUNK, H, HKV, P: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, LIFT: tl.constexpr, N: tl.constexpr, QUERY: tl.constexpr, GATED: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The largest entry of N rows of what `prepare_kernel` makes VALUES of, and
+    """What needs all rows of a chunk, of one sequence and head of keys:
 
+    UNIT_V   what VALUES of `prepare_kernel` are multiplied by, so that their largest is in [2^14, 2^15)
     WEIGHT   what x^T Z x is multiplied with, as phi(x) S with v: 1, -delta_t or ONE, with the factors of the row
+    Z        for p = 2 the sum of WEIGHT x x^T, float32 [D, D]
     """
     TP = TP // 256 * 256
-    bh, start = tl.program_id(0) // (TP // N), tl.program_id(0) % (TP // N) * N
-    b, h = bh // H, bh % H
-    at = start + tl.arange(0, N)
-    unit = _raised(_rows(X, x_s, b, start, h, T, N, D).to(tl.float32), LIFT)
-    factor = _factors(L, DECAY, unit, at, b, h, T, TP, H, HKV, P, LIFT, QUERY, GATED)
-    v = _rows(V, v_s, b, start, h, T, N, E).to(tl.float32)
-    largest = tl.max(tl.abs(v), 1)
-    if ONE is not None:
-        one = tl.load(ONE + tl.cast(bh, tl.int64) * T + at, mask=at < T, other=0.0)
-    elif QUERY:
-        y = Y + ((tl.cast(b, tl.int64) * T + start) * H + h) * E + tl.arange(0, N)[:, None] * (H * E)
-        y = tl.load(y + tl.arange(0, E)[None, :], mask=at[:, None] < T, other=0.0).to(tl.float32)
-        one = -tl.sum(v * y, 1)
-    else:
-        one = tl.full([N], 1.0, tl.float32)
-    if P > 2:
-        largest = tl.maximum(largest, tl.abs(one))
-        tl.store(WEIGHT + tl.cast(bh, tl.int64) * TP + at, one * factor)
-    elif QUERY or ONE is not None:  # of the row as it came
-        tl.store(WEIGHT + tl.cast(bh, tl.int64) * TP + at, one * factor * _power(unit, P))
-    tl.store(LARGEST + tl.program_id(0), tl.max(largest * factor, 0))
+    chunks = tl.cdiv(T, CHUNK)
+    bh, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    b, group = bh // HKV, H // HKV
+    most, acc = tl.zeros([N], tl.float32), tl.zeros([D, D], tl.float32)
+    for i in range(group):
+        h = bh % HKV * group + i
+        head = tl.cast(b, tl.int64) * H + h
+        for start in tl.range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP), N, num_stages=STAGES):
+            at = start + tl.arange(0, N)
+            x = _rows(X, x_s, b, start, h, T, N, D)
+            unit = _raised(x.to(tl.float32), LIFT)
+            factor = _factors(L, DECAY, unit, at, b, h, T, TP, H, HKV, P, LIFT, QUERY, GATED)
+            v = _rows(V, v_s, b, start, h, T, N, E).to(tl.float32)
+            largest = tl.max(tl.abs(v), 1)
+            one = tl.full([N], 1.0, tl.float32)
+            if ONE is not None:
+                one = tl.load(ONE + head * T + at, mask=at < T, other=0.0)
+            elif QUERY:
+                y = Y + ((tl.cast(b, tl.int64) * T + start) * H + h) * E + tl.arange(0, N)[:, None] * (H * E)
+                y = tl.load(y + tl.arange(0, E)[None, :], mask=at[:, None] < T, other=0.0).to(tl.float32)
+                one = -tl.sum(v * y, 1)
+            weight = one * factor
+            if P > 2:
+                largest = tl.maximum(largest, tl.abs(one))
+                tl.store(WEIGHT + head * TP + at, weight)
+            else:
+                weight *= _power(unit, P)  # of the row as it came
+                if WEIGHT is not None:
+                    tl.store(WEIGHT + head * TP + at, weight)
+                if WEIGHT is not None or GATED:
+                    acc = _times(tl.trans(x), x.to(tl.float32) * weight[:, None], acc, PRECISION)
+                else:
+                    acc = tl.dot(tl.trans(x), x, acc, input_precision=PRECISION)
+            most = tl.maximum(most, largest * factor)
+    tl.store(UNIT_V + tl.program_id(0), _unit(tl.max(most, 0)) * (2.0**14))
+    if P == 2:
+        d = tl.arange(0, D)
+        tl.store(Z + tl.cast(tl.program_id(0), tl.int64) * (D * D) + d[:, None] * D + d[None, :], acc)
 
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV"])
 def prepare_kernel(
-    X, V, L, DECAY, LARGEST, Z, XT, VALUES, UNIT_X, FACTOR, UNIT_V, DEN, x_s, v_s, T, TP, CHUNK, H, HKV,
+    X, V, L, DECAY, UNIT_V, Z, XT, VALUES, UNIT_X, FACTOR, DEN, x_s, v_s, T, TP, CHUNK, H, HKV,
     P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LIFT: tl.constexpr, N: tl.constexpr, QUERY: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -218,9 +238,8 @@ def prepare_kernel(
 
     XT       the rows, transposed, each brought to one magnitude
     VALUES   v times the decay to the chunk's end, or dy / l times that from its beginning, so that the sum of
-             phi(row) VALUES is the chunk's state; in units that bring their largest into [2^14, 2^15)
-    UNIT_X, FACTOR, UNIT_V     by what rows were multiplied, what rows of results need to be multiplied by, by what a
-             chunk's VALUES were multiplied
+             phi(row) VALUES is the chunk's state, times UNIT_V
+    UNIT_X, FACTOR     by what rows were multiplied, what rows of results need to be multiplied by
     DEN      with Z, p = 2: each row's x^T Z x with the decay, for x scaled to [1, 2)
     """
     TP = TP // 256 * 256
@@ -245,17 +264,8 @@ def prepare_kernel(
         padded = tl.cdiv(T, 128) * 128
         tl.store(DEN + tl.cast(bh, tl.int64) * padded + at, den, at < padded)
     if V is not None:
-        chunk, group = start // CHUNK, H // HKV
-        blocks = tl.minimum(CHUNK, TP - chunk * CHUNK) // N
-        largest = tl.zeros([64], tl.float32)
-        for i in range(group):
-            first = (bh // group * group + i) * (TP // N) + chunk * CHUNK // N
-            for n in range(0, blocks, 64):
-                block = n + tl.arange(0, 64)
-                largest = tl.maximum(largest, tl.load(LARGEST + first + block, mask=block < blocks, other=0.0))
-        unit_v = _unit(tl.max(largest, 0)) * (2.0**14)
-        mine = (start == chunk * CHUNK) & (start < T) & (bh % group == 0)  # TP may reach beyond
-        tl.store(UNIT_V + bh // group * tl.cdiv(T, CHUNK) + chunk, unit_v, mine)
+        chunks = tl.cdiv(T, CHUNK)
+        unit_v = tl.load(UNIT_V + bh // (H // HKV) * chunks + tl.minimum(start // CHUNK, chunks - 1))
         tl.store(UNIT_X + at_head + at, unit)
         v = _rows(V, v_s, b, start, h, T, N, E).to(tl.float32) * (factor * unit_v)[:, None]
         tl.store(VALUES + (at_head + at)[:, None] * E + tl.arange(0, E)[None, :], v.to(VALUES.dtype.element_ty))
@@ -334,30 +344,6 @@ def update_state_kernel(
     tl.store(to + 64 * E, (acc1 * down).to(U.dtype.element_ty))
     tl.store(to + 128 * E, (acc2 * down).to(U.dtype.element_ty))
     tl.store(to + 192 * E, (acc3 * down).to(U.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV"])
-def update_z_kernel(
-    X, W, Z, x_s, T, TP, CHUNK, H, HKV, D: tl.constexpr, N: tl.constexpr, WEIGHTED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One chunk's sum of w x x^T, float32 [D, D]."""
-    chunks = tl.cdiv(T, CHUNK)
-    bh, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    heads = H // HKV
-    b = bh // HKV
-    acc = tl.zeros([D, D], tl.float32)
-    for i in range(heads):
-        h = bh % HKV * heads + i
-        for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, T), N):
-            x = _rows(X, x_s, b, start, h, T, N, D)
-            if WEIGHTED:
-                w = tl.load(W + (tl.cast(b, tl.int64) * H + h) * TP + start + tl.arange(0, N))
-                acc = _times(tl.trans(x), x.to(tl.float32) * w[:, None], acc, PRECISION)
-            else:
-                acc = tl.dot(tl.trans(x), x, acc, input_precision=PRECISION)
-    at = tl.arange(0, D)
-    tl.store(Z + tl.cast(tl.program_id(0), tl.int64) * (D * D) + at[:, None] * D + at[None, :], acc)
 
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "F", "first"])
@@ -729,27 +715,32 @@ def chunk_gates(log_g, s):
 
 def prepare(s, x, v=None, y=None, l=None, decay=None, one=None, Z=None):
     """For keys (x, v), queries (x; x, dy, y, l) or any rows (x, v, one [B, H, T]): {"rows", "xt", "values", "unit_x",
-    "factor", "weight", "unit_v"}, see `prepare_kernel`; xt is rows, or for p = 4 their products. With Z "den" too."""
+    "factor"}, see `prepare_kernel`, and {"unit_v", "weight", "z" [B * Hkv, chunks, D * D]}, see `sums_kernel`; xt is
+    rows, or for p = 4 their products. With Z "den" too."""
     rows, (N, warps) = x.shape[2], PREPARE if Z is None else PREPARE_Z[s.D > 64]
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
-    names = ("factor",) if v is None else ("factor", "unit_x", "weight")
-    out = dict.fromkeys(("values", "unit_x", "weight", "unit_v"))
-    out |= {name: new(s.B * rows, s.TP) for name in names}
-    out["rows"], largest = new(s.B * rows, s.D, s.TP, dtype=s.half), None
-    out["den"] = None if Z is None else new(s.B, rows, quadratic.padded(s.T))
-    blocks = s.B * rows * s.TP // N
-    sizes = dict(P=s.p, D=s.D, E=s.D, LIFT=LIFT[s.p], N=N, QUERY=v is None or y is not None)
-    options = dict(GATED=decay is not None, num_warps=warps)
+    query = v is None or y is not None
+    out = dict.fromkeys(("values", "unit_x", "weight", "unit_v", "z", "den"))
+    out["rows"], out["factor"] = new(s.B * rows, s.D, s.TP, dtype=s.half), new(s.B * rows, s.TP)
+    if Z is not None:
+        out["den"] = new(s.B, rows, quadratic.padded(s.T))
+    sizes = dict(P=s.p, D=s.D, E=s.D, LIFT=LIFT[s.p], QUERY=query, GATED=decay is not None, PRECISION=s.precision)
     strides = x.stride(), None if v is None else v.stride()
     if v is not None:
-        out["values"], out["unit_v"] = new(s.B * rows * s.TP, s.D, dtype=s.half), new(s.B * s.HKV, s.chunks)
-        largest = new(blocks)
-        largest_kernel[(blocks,)](
-            x, v, y, l, one, decay, out["weight"], largest, *strides, s.T, s.TP, rows, s.HKV, **sizes, **options
-        )
-    prepare_kernel[(blocks,)](
-        x, v, l, decay, largest, Z, out["rows"], out["values"], out["unit_x"], out["factor"], out["unit_v"], out["den"],
-        *strides, s.T, s.TP, s.chunk, rows, s.HKV, PRECISION=s.precision, **sizes, **options,
+        out["values"], out["unit_x"] = new(s.B * rows * s.TP, s.D, dtype=s.half), new(s.B * rows, s.TP)
+        out["unit_v"] = new(s.B * s.HKV, s.chunks)
+        if s.p > 2 or query or one is not None:
+            out["weight"] = new(s.B * rows, s.TP)
+        if s.p == 2:
+            out["z"] = new(s.B * s.HKV, s.chunks, s.D * s.D)
+        per_step, sum_warps, stages = SUMS[s.D > 64]
+        sums_kernel[(s.B * s.HKV * s.chunks,)](
+            x, v, y, l, one, decay, out["weight"], out["unit_v"], out["z"], *strides, s.T, s.TP, s.chunk, rows, s.HKV,
+            N=per_step, STAGES=stages, num_warps=sum_warps, **sizes,
+        )  # fmt: skip
+    prepare_kernel[(s.B * rows * s.TP // N,)](
+        x, v, l, decay, out["unit_v"], Z, out["rows"], out["values"], out["unit_x"], out["factor"], out["den"],
+        *strides, s.T, s.TP, s.chunk, rows, s.HKV, N=N, num_warps=warps, **sizes,
     )  # fmt: skip
     out["xt"] = products(s, out["rows"])
     return out
@@ -781,17 +772,6 @@ def update_state(s, rows, prepared, config=None):
             M=M, K=c.BN, PRECISION=s.precision, num_warps=4, num_stages=c.stages,
         )  # fmt: skip
     return U
-
-
-def update_z(s, x, w):
-    """Each chunk's sum of w x x^T, float32 [B * Hkv, chunks, D * D]."""
-    Z = torch.empty(s.B * s.HKV, s.chunks, s.D * s.D, dtype=torch.float32, device=x.device)
-    N, warps, stages = UPDATE_Z[s.D > 64]
-    update_z_kernel[(s.B * s.HKV * s.chunks,)](
-        x, w, Z, x.stride(), s.T, s.TP, s.chunk, x.shape[2], s.HKV, D=s.D, N=N, WEIGHTED=w is not None,
-        PRECISION=s.precision, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    return Z
 
 
 def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, reverse=False, final=False):
@@ -860,7 +840,7 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, confi
 
 
 DISCUMSUM = (1024, 2, 3)  # entries of a program, warps, chunks in flight
-UPDATE_Z = ((64, 4, 3), (32, 8, 2))  # rows at a time, warps, stages; up to D = 64 and beyond
+SUMS = ((64, 4, 3), (32, 8, 2))  # rows at a time, warps, stages; up to D = 64 and beyond
 PREPARE = (64, 4)  # rows at a time, warps
 PREPARE_Z = ((128, 8), (64, 8))  # the same with denominators, up to D = 64 and beyond
 KEPT = ("rows", "values", "unit_x", "factor", "unit_v")  # of keys and values, for the backward pass
@@ -882,7 +862,7 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
         unit_s, S_last, _ = discumsum(s, S, keys["unit_v"], whole, S0, final=final)
         Z = Z_last = None
         if p == 2:
-            Z = update_z(s, k, out)
+            Z = keys["z"]
             _, Z_last, _ = discumsum(None, Z, None, whole, Z0, final=final)
         kept = [keys[name] for name in KEPT]
         del keys
@@ -909,7 +889,7 @@ def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chun
         )
         dZ = dZ0 = carried_z = None
         if p == 2:
-            dZ = update_z(s, q, queries["weight"])
+            dZ = queries["z"]
             _, dZ0, carried_z = discumsum(
                 None, dZ, None, whole, dZ_last, None if log_g is None else Z, None, True, initial
             )

@@ -43,7 +43,7 @@ def _update_state(k: Tensor, v: Tensor, log_g: Tensor | None, p: int, chunk: int
     s = chunked.Sizes(k, k, p, chunk)
     with _on(k.device):
         decay = chunked.chunk_gates(log_g, s)[1]
-        return _sums(s, s.HKV, chunked.prepare(s, k, v, decay=decay), k, decay)
+        return _sums(s, s.HKV, chunked.prepare(s, k, v, decay=decay))
 
 
 @_update_state.register_fake
@@ -226,7 +226,7 @@ def _query_state_backward(
     with _on(q.device):
         decay = chunked.chunk_gates(log_g, s)[0]
         queries = chunked.prepare(s, q, dnum, decay=decay, one=dden.transpose(1, 2).contiguous())
-        dS, dz = _sums(s, s.H, queries, q, queries["weight"])
+        dS, dz = _sums(s, s.H, queries)
         states, unit, Z = _states(s, S, z)
         read = chunked.query_gradient(s, queries, states, unit, -1, dq, q, Z, queries["weight"], log_g is not None)
         return dq, dS, dz, _gate_gradient(s, read, log_g, after=False)
@@ -248,10 +248,10 @@ _query_state_backward.register_autograd(_refuse_second_derivative)
 # ---- between the operators' states and the kernels'
 
 
-def _sums(s, rows, prepared, x, weight):
-    """Each chunk's sums of x [B, T, rows, D] as `prepared`: S [B, n, Hkv, Dphi, D], z. weight: for p = 2, that of z."""
+def _sums(s, rows, prepared):
+    """Each chunk's sums of `rows` heads as `prepared`: S [B, n, Hkv, Dphi, D], z."""
     S = chunked.update_state(s, rows, prepared).float().mul_((s.most / 2**15 / prepared["unit_v"]).unsqueeze(2))
-    Z = chunked.update_z(s, x, weight).flatten(0, 1) if s.p == 2 else None
+    Z = prepared["z"].flatten(0, 1) if s.p == 2 else None
     S, z = chunked.to_canonical(S.flatten(0, 1), Z, s.B * s.HKV, s.D, s.p)  # chunks where else heads are
     return tuple(x.unflatten(0, (s.B, s.HKV)).transpose(1, 2) for x in (S, z))
 

@@ -130,7 +130,7 @@ def state_launcher(case, B, T):
         return lambda config: [chunked.update_state(s, s.HKV, keys, config=config)]
     S = chunked.update_state(s, s.HKV, keys)
     unit, *_ = chunked.discumsum(s, S, keys["unit_v"], None)
-    Z = chunked.update_z(s, k, None) if p == 2 else None
+    Z = keys["z"]
     if kernel == "query_state":
         queries = chunked.prepare(s, q)
         return lambda config: [chunked.query_state(s, queries, S, unit, 0, config=config)[0]]
