@@ -783,7 +783,8 @@ def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, re
     """
     BH, n, F = X.shape
     scaled = unit_x is not None
-    N = min(DISCUMSUM[0], triton.next_power_of_2(F))
+    N, warps, stages = DISCUMSUM[scaled]
+    N = min(N, triton.next_power_of_2(F))
     blocks = triton.cdiv(F, N)
     unit = _empty(X, BH, n) if scaled else None
     last = _empty(X, BH, F) if final else None
@@ -793,7 +794,7 @@ def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, re
     discumsum_kernel[(BH * blocks,)](
         X, unit_x, unit, whole, initial, bound, last, other, unit_other, s.layout.orders if scaled else None, carried,
         most / 2.0**15, most, n, F, FS, P=p, E=E, N=N, SCALED=scaled, GATED=whole is not None,
-        REVERSE=reverse, STAGES=DISCUMSUM[2], num_warps=DISCUMSUM[1],
+        REVERSE=reverse, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return unit, last, carried
 
@@ -839,7 +840,7 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, confi
     return read
 
 
-DISCUMSUM = (1024, 2, 3)  # entries of a program, warps, chunks in flight
+DISCUMSUM = ((128, 1, 8), (1024, 2, 3))  # entries of a program, warps, chunks in flight; of Z, and of S
 SUMS = ((64, 4, 3), (32, 8, 2))  # rows at a time, warps, stages; up to D = 64 and beyond
 PREPARE = (64, 4)  # rows at a time, warps
 PREPARE_Z = ((128, 8), (64, 8))  # the same with denominators, up to D = 64 and beyond
