@@ -244,7 +244,8 @@ class GPT(nn.Module):
         piece = piece or (65536 if ids.is_cuda else 1024)
         for part in ids.split(piece, dim=1):
             x, state = self.hidden(part, state)
-        return self.logits(x[:, -1]), state
+            last, x = x[:, -1].clone(), None  # before the next piece needs the memory
+        return self.logits(last), state
 
     def hidden(self, ids, state=None):
         """ids [B, T] -> what the head reads, [B, T, n_embd], and the state after these tokens (None without one)."""
