@@ -318,10 +318,11 @@ def test_the_best_checkpoint_stays(go, monkeypatch):
     import checkpoint
 
     folder = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.AdamW(folder.parameters())
+    optimizer, writer = torch.optim.AdamW(folder.parameters()), checkpoint.Writer("out/a")
     for step in range(1, 6):
         progress = {"step": step, "best_step": min(step, 2)}
-        checkpoint.save("out/a", folder, optimizer, progress)
+        writer.save(folder, optimizer, progress)
+    writer.wait()
     assert sorted(os.listdir("out/a/ckpt")) == ["step_00000002", "step_00000004", "step_00000005"]
     assert checkpoint.newest("out/a") == os.path.join("out/a", "ckpt", "step_00000005")
     assert checkpoint.load("out/a/ckpt/step_00000002", folder)["step"] == 2
