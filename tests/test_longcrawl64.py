@@ -2,12 +2,11 @@
 
 import json
 import os
-import signal
 import tracemalloc
 
 import numpy as np
 import pytest
-from helpers import run
+from helpers import byte_encoding, kill_in_second_shard
 
 from data import DataError
 from data.loader import Dataset
@@ -22,16 +21,9 @@ LAYOUTS = {"v2 dots": (2, "v2", "."), "v2 folders": (2, "v2", "/"), "v3": (3, "d
 CHUNK = {"v2 dots": "{}.{}", "v2 folders": "{}/{}", "v3": "c/{}/{}"}
 
 
-def tiny_encoding():
-    ranks = {bytes([i]): i for i in range(256)}
-    return tiktoken.Encoding(
-        "t", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}, explicit_n_vocab=257
-    )
-
-
 @pytest.fixture(autouse=True)
 def tiny_gpt2(monkeypatch):
-    encoding = tiny_encoding()
+    encoding = byte_encoding()
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
 
 
@@ -195,37 +187,11 @@ def test_memory_is_that_of_a_row_of_chunks_however_many_documents(tmp_path):
     assert peak < 8 * 2 * rows * length
 
 
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, os.environ["TESTS"])
-import tiktoken, test_longcrawl64
-from data import shards
-from data.longcrawl64 import prepare
-
-tiktoken.get_encoding = lambda name: test_longcrawl64.tiny_encoding()
-write = shards.write_atomically
-
-def killed(path, data):
-    if path.endswith("train_00001.bin"):
-        with open(f"{path}.{os.getpid()}.tmp", "wb") as f:
-            f.write(bytes(data)[:100])
-            f.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-    write(path, data)
-
-shards.write_atomically = killed
-prepare.main(sys.argv[1:])
-"""
-
-
 def test_kill_9_within_a_shard_loses_that_shard_alone(tmp_path, capfd):
     arrays = make_source(tmp_path)
     out = tmp_path / "out"
-    options = [f"--source={tmp_path}", f"--out={out}", f"--document_length={LENGTH}"]
-    done = run("-c", KILLED, *options, env={"TESTS": os.path.dirname(__file__)}, check=False)
-    assert done.returncode == -signal.SIGKILL, done
-    assert sorted(p.suffix for p in out.iterdir() if "train" in p.name) == [".bin", ".tmp"]
-    first = (out / "train_00000.bin").stat()
+    options = [f"--source={tmp_path}", f"--document_length={LENGTH}"]
+    first = kill_in_second_shard(out, "from data.longcrawl64 import prepare", *options)
     dataset = prepare(tmp_path)
     assert np.array_equal(rows(dataset, "train"), arrays["train"]) and not list(out.glob("*.tmp"))
     assert (out / "train_00000.bin").stat().st_mtime_ns == first.st_mtime_ns
