@@ -112,6 +112,21 @@ def test_skip_missing_takes_the_complete_chunk_rows(tmp_path):
         prepare(tmp_path, "--skip_missing", "--documents=7")
 
 
+def test_a_copy_that_has_grown_is_not_mixed_with_what_was_taken(tmp_path, monkeypatch, capsys):
+    arrays = make_source(tmp_path)
+    os.rename(tmp_path / "train.zarr" / "0.2", tmp_path / "0.2")
+    write = longcrawl64.write_dataset
+    monkeypatch.setattr(longcrawl64, "write_dataset", lambda out, units, *args: write(out, units[:1], *args))
+    with pytest.raises(DataError, match="the val split has no whole row"):  # cut after the first shard
+        prepare(tmp_path, "--skip_missing")
+    monkeypatch.setattr(longcrawl64, "write_dataset", write)
+    os.rename(tmp_path / "0.2", tmp_path / "train.zarr" / "0.2")
+    assert np.array_equal(rows(prepare(tmp_path, "--skip_missing"), "train"), arrays["train"])
+    assert "starting over" in capsys.readouterr().out
+    prepare(tmp_path, "--skip_missing")
+    assert "complete already" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("value", [0, 33])
 def test_constant_chunk_is_refused_by_name(tmp_path, value):
     train = np.random.default_rng(1).integers(1, 256, (TRAIN, LENGTH), dtype=np.uint16)
