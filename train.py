@@ -144,8 +144,9 @@ def train():
             torch.cuda.set_device(device)
         dist.init_process_group(
             cfg.backend if cfg.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",
+            store=store_of_this_start(), rank=rank, world_size=world,
             device_id=device if device.type == "cuda" else None,
-        )
+        )  # fmt: skip
         watch = Watch(cfg.timeout)
         of_master = [resume]
         dist.broadcast_object_list(of_master, device=device)
@@ -536,6 +537,14 @@ def fail(message):
 
 
 # ---- parts of the set-up
+
+
+def store_of_this_start():
+    """torchrun keeps its store when it starts the workers again, and ranks that read an address of the last time there
+    wait for ever (pytorch issue 135712). On one node the count of restarts, the same for all, keeps them apart."""
+    store, _, _ = next(dist.rendezvous("env://"))
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"start_{restarts}", store) if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else store
 
 
 def start_folder(cfg, settings, dataset):

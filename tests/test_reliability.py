@@ -326,3 +326,33 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step_with_status_0(two_rank
     (step,) = os.listdir(tmp_path / "out/train/ckpt")
     assert int(step.removeprefix("step_")) == max(metrics(tmp_path / "out/train")) > 0
     assert not checkpoint.damage(tmp_path / "out/train/ckpt" / step)
+
+
+def test_torchrun_starts_again_after_a_worker_was_killed(dataset, tmp_path):  # noqa: F811
+    options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--max_iters=150", "--eval_interval=20", "--timeout=2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2"]
+    env = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "KILLED": str(tmp_path / "killed")}
+    (tmp_path / "train_and_die.py").write_text(
+        textwrap.dedent("""
+        import os, signal
+        import train
+
+        batch = train.train_batch
+
+        def killed(windows, seed, step, *args):
+            if step == 50 and os.environ["RANK"] == "1" and not os.path.exists(os.environ["KILLED"]):
+                open(os.environ["KILLED"], "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return batch(windows, seed, step, *args)
+
+        train.train_batch = killed
+        train.main()
+    """)
+    )
+    done = subprocess.run(
+        [*torchrun, "train_and_die.py", *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 on" in done.stderr and "going on from out/train/ckpt/step_00000040, step 40" in done.stdout
+    assert list(metrics(tmp_path / "out/train")) == list(range(1, 151))
+    assert list(metrics(tmp_path / "out/train", "val_loss")) == [20, 40, 60, 80, 100, 120, 140, 150]
