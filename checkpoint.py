@@ -21,6 +21,7 @@ from data.shards import sha256_of, write_atomically
 from model import ModelState
 
 KEEP = 2  # newest checkpoints that stay
+WEIGHTS = ("model.safetensors", "progress.json")  # what `load` reads without an optimizer
 
 
 class NotWritten(OSError):
@@ -95,20 +96,21 @@ def _write(out_dir, weights, state, progress):
         raise NotWritten(f"the checkpoint of step {progress['step']} could not be written ({why}); {kept}") from error
 
 
-def newest(path, thorough=False, say=lambda line: None):
+def newest(path, thorough=False, say=lambda line: None, files=None):
     """The checkpoint to read at `path`, a run's folder or a checkpoint itself: the newest that is whole, by the sizes
-    of its files, or if `thorough` by their checksums; None if there is none. `say` gets a line for each damaged one."""
+    of its files, or if `thorough` by their checksums; None if there is none. `say` gets a line for each damaged one.
+    files: the names of those that will be read, if not all."""
     own = os.path.isfile(os.path.join(path, "model.safetensors"))
     for folder in [path] if own else reversed(_all(path)):
-        wrong = damage(folder, thorough)
+        wrong = damage(folder, thorough, files)
         if not wrong:
             return folder
         say(f"{folder} is damaged and left out: {wrong}")
     return None
 
 
-def damage(folder, thorough=True):
-    """What is wrong with a checkpoint, "" if nothing is."""
+def damage(folder, thorough=True, files=None):
+    """What is wrong with a checkpoint, or with these files of it; "" if nothing is."""
     try:
         with open(os.path.join(folder, "checksums.json")) as f:
             sums = json.load(f)
@@ -117,6 +119,8 @@ def damage(folder, thorough=True):
     except (OSError, ValueError) as error:
         return f"checksums.json: {error}"
     for name, of in sums.items():
+        if files and name not in files:
+            continue
         file = os.path.join(folder, name)
         size = os.path.getsize(file) if os.path.exists(file) else None
         if size != of["bytes"]:

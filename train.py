@@ -135,7 +135,7 @@ def train():
     device, dtype = choose_device(cfg.device, cfg.dtype, local)
     cfg.dtype = str(dtype).removeprefix("torch.")
     settings = {**asdict(cfg), "model": asdict(model_cfg)}
-    resume = choose_start(cfg, settings)
+    resume = choose_start(cfg, settings, master)
 
     # ---- ranks, device, folder
     watch = None
@@ -148,13 +148,11 @@ def train():
             device_id=device if device.type == "cuda" else None,
         )  # fmt: skip
         watch = Watch(cfg.timeout)
-        of_master = [resume]
+        own, of_master = resume, [resume]
         dist.broadcast_object_list(of_master, device=device)
-        if of_master[0] != resume:
-            fail(
-                f"rank {rank} would go on from {resume}, rank 0 from {of_master[0]}: "
-                "out_dir must be shared by all nodes"
-            )
+        (resume,) = of_master
+        if (own is None) != (resume is None) or (resume and not os.path.isdir(resume)):
+            fail(f"rank {rank} would go on from {own}, rank 0 from {resume}: out_dir must be shared by all nodes")
     if master and not cfg.eval_only:
         start_folder(cfg, settings, dataset)
     torch.manual_seed(cfg.seed)
@@ -468,9 +466,10 @@ def source_settings(cfg, dataset, given):
     return {k: v for k, v in model.items() if k not in HIDDEN + attention}
 
 
-def choose_start(cfg, settings):
-    """The checkpoint of out_dir to go on from, or None; refuses what would mix or lose runs."""
-    latest, own = checkpoint.newest(cfg.out_dir, True, warn), os.path.join(cfg.out_dir, "config.json")
+def choose_start(cfg, settings, thorough):
+    """The checkpoint of out_dir to go on from, or None; refuses what would mix or lose runs. Rank 0's answer, by the
+    checksums, holds for all."""
+    latest, own = checkpoint.newest(cfg.out_dir, thorough, warn), os.path.join(cfg.out_dir, "config.json")
     if not latest and checkpoint.exists(cfg.out_dir) and not (cfg.init_from == "scratch" and cfg.overwrite):
         refuse(f"every checkpoint in {cfg.out_dir} is damaged: --init_from=scratch --overwrite=True starts anew")
     saved = None

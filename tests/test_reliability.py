@@ -130,6 +130,17 @@ def test_if_every_checkpoint_is_damaged_nothing_starts_anew_unasked(go, capsys):
     assert go("--out_dir=out/a", "--init_from=scratch", "--overwrite=True") == 0
 
 
+def test_ranks_take_the_checkpoint_that_rank_0_found_whole(go, dataset):  # noqa: F811
+    assert go("--out_dir=out/a", "--max_iters=5", "--lr_decay_iters=6", "--eval_interval=2") == 0  # at 2, 4 and 5
+    flip("out/a/ckpt/step_00000005/optimizer.pt", 2000)  # the others see its size alone
+    done = run(
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"{ROOT}/train.py", *SMALL, *EXTRA,
+        f"--dataset={dataset}", "--out_dir=out/a", "--lr_decay_iters=6",
+    )  # fmt: skip
+    assert "going on from out/a/ckpt/step_00000004, step 4" in done.stdout
+    assert list(metrics("out/a")) == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_full_disk_leaves_the_older_checkpoints_whole(dataset, tmp_path):  # noqa: F811
     options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--out_dir=out/a"]
     run(os.path.join(ROOT, "train.py"), *options, "--max_iters=3", cwd=tmp_path)
