@@ -1,7 +1,7 @@
 """Checkpoints: out_dir/ckpt/step_00001000/ with model.safetensors, optimizer.pt, progress.json and checksums.json.
 
 Written under a temporary name, flushed to disk and renamed: a checkpoint under its own name was whole then. Whether it
-still is, its size and sha256 of each file tell. Reading one executes no code.
+still is, the size and sha256 of each file tell. Reading one executes no code.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,21 +21,61 @@ from data.shards import sha256_of, write_atomically
 from model import ModelState
 
 KEEP = 2  # newest checkpoints that stay
+WEIGHTS = ("model.safetensors", "progress.json")  # what `load` reads without an optimizer
 
 
-def save(out_dir, model, optimizer, progress):
-    """Writes the checkpoint of progress["step"]; the newest KEEP stay, and that of progress["best_step"].
+class NotWritten(OSError):
+    """A checkpoint could not be written whole: a full disk, for one. The older ones are as they were."""
 
-    Raises OSError, with all older ones as they were, if it cannot be written whole: a full disk, for one."""
+
+class Writer:
+    """Writes checkpoints beside training, which is held only while its state is copied into memory.
+
+    One is written at a time, in a thread; what went wrong there is raised, as NotWritten, by every later call. A
+    process that ends by itself waits for the thread, one that leaves by os._exit calls `wait` first."""
+
+    current = None  # this process's
+
+    def __init__(self, out_dir):
+        Writer.current = self
+        self.out_dir, self.copies, self.writing = out_dir, {}, None
+        self.thread = ThreadPoolExecutor(1)
+
+    def save(self, model, optimizer, progress):
+        """Takes what they are now, after the checkpoint before is on disk, and returns before this one is."""
+        self.wait()
+        weights = {name: self._copy(name, x) for name, x in model.state_dict().items()}
+        state = optimizer.state_dict()
+        moments = {i: {k: self._copy((i, k), x) for k, x in of.items()} for i, of in state["state"].items()}
+        self.writing = self.thread.submit(_write, self.out_dir, weights, state | {"state": moments}, progress)
+
+    def wait(self):
+        """Until nothing is being written."""
+        if self.writing:
+            self.writing.result()
+
+    def check(self):
+        """Raises what a finished write raised; waits for nothing."""
+        if self.writing and self.writing.done():
+            self.writing.result()
+
+    def _copy(self, name, x):
+        """x in memory of ours, which stays for the next time: new memory costs more than the copy itself."""
+        if name not in self.copies:
+            self.copies[name] = torch.empty(x.shape, dtype=x.dtype)
+        return self.copies[name].copy_(x)
+
+
+def _write(out_dir, weights, state, progress):
+    """The checkpoint of progress["step"]; the newest KEEP stay, and that of progress["best_step"]."""
     folder = os.path.join(out_dir, "ckpt")
     final = _path(out_dir, progress["step"])
     temporary = os.path.join(folder, ".writing")
     shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
     try:
         os.makedirs(temporary)
-        model = {k: v.contiguous() for k, v in model.state_dict().items()}
-        save_file(model, os.path.join(temporary, "model.safetensors"))
-        torch.save(optimizer.state_dict(), os.path.join(temporary, "optimizer.pt"))
+        save_file(weights, os.path.join(temporary, "model.safetensors"))
+        torch.save(state, os.path.join(temporary, "optimizer.pt"))
         write_json(os.path.join(temporary, "progress.json"), progress)
         files = {name: os.path.join(temporary, name) for name in sorted(os.listdir(temporary))}
         sums = {name: {"bytes": os.path.getsize(path), "sha256": sha256_of(path)} for name, path in files.items()}
@@ -42,31 +83,34 @@ def save(out_dir, model, optimizer, progress):
         for name in os.listdir(temporary):
             _flush(os.path.join(temporary, name))
         _flush(temporary)
+        _remove(final)
+        os.rename(temporary, final)
+        _flush(folder)
+        for old in _all(out_dir)[:-KEEP]:
+            if old != _path(out_dir, progress["best_step"]):
+                _remove(old)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(str(error).strip().splitlines()[0]) from error
-    _remove(final)
-    os.rename(temporary, final)
-    _flush(folder)
-    for old in _all(out_dir)[:-KEEP]:
-        if old != _path(out_dir, progress["best_step"]):
-            _remove(old)
+        whole, why = newest(out_dir), str(error).strip().split("\n")[0]
+        kept = f"{whole} is whole: the same command goes on from there" if whole else "there is no older one"
+        raise NotWritten(f"the checkpoint of step {progress['step']} could not be written ({why}); {kept}") from error
 
 
-def newest(path, thorough=False, say=lambda line: None):
+def newest(path, thorough=False, say=lambda line: None, files=None):
     """The checkpoint to read at `path`, a run's folder or a checkpoint itself: the newest that is whole, by the sizes
-    of its files, or if `thorough` by their checksums; None if there is none. `say` gets a line for each damaged one."""
+    of its files, or if `thorough` by their checksums; None if there is none. `say` gets a line for each damaged one.
+    files: the names of those that will be read, if not all."""
     own = os.path.isfile(os.path.join(path, "model.safetensors"))
     for folder in [path] if own else reversed(_all(path)):
-        wrong = damage(folder, thorough)
+        wrong = damage(folder, thorough, files)
         if not wrong:
             return folder
         say(f"{folder} is damaged and left out: {wrong}")
     return None
 
 
-def damage(folder, thorough=True):
-    """What is wrong with a checkpoint, "" if nothing is."""
+def damage(folder, thorough=True, files=None):
+    """What is wrong with a checkpoint, or with these files of it; "" if nothing is."""
     try:
         with open(os.path.join(folder, "checksums.json")) as f:
             sums = json.load(f)
@@ -75,6 +119,8 @@ def damage(folder, thorough=True):
     except (OSError, ValueError) as error:
         return f"checksums.json: {error}"
     for name, of in sums.items():
+        if files and name not in files:
+            continue
         file = os.path.join(folder, name)
         size = os.path.getsize(file) if os.path.exists(file) else None
         if size != of["bytes"]:

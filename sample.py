@@ -53,7 +53,8 @@ def main():
     cfg = SampleConfig(**given)
     check(cfg)
     run = cfg.out_dir or newest_run()
-    folder = checkpoint.newest(run, True, lambda line: print(f"sample.py: {line}", file=sys.stderr))
+    say = lambda line: print(f"sample.py: {line}", file=sys.stderr)
+    folder = checkpoint.newest(run, True, say, checkpoint.WEIGHTS)
     if not folder:
         refuse(f"no checkpoint in {run}: train one with `python train.py config/demo.py`")
     run = checkpoint.run_of(run)

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
 
 import numpy as np
@@ -104,6 +104,8 @@ def main():
         train()
     except DataError as error:  # a token that no vocabulary has, a shard that went away: perhaps on one rank alone
         refuse(error, every_rank=True)
+    except checkpoint.NotWritten as error:
+        fail(error)
     except RuntimeError as error:  # of a collective, when another rank is gone
         if not Watch.current or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
@@ -133,7 +135,7 @@ def train():
     device, dtype = choose_device(cfg.device, cfg.dtype, local)
     cfg.dtype = str(dtype).removeprefix("torch.")
     settings = {**asdict(cfg), "model": asdict(model_cfg)}
-    resume = choose_start(cfg, settings)
+    resume = choose_start(cfg, settings, master)
 
     # ---- ranks, device, folder
     watch = None
@@ -142,16 +144,15 @@ def train():
             torch.cuda.set_device(device)
         dist.init_process_group(
             cfg.backend if cfg.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",
+            store=store_of_this_start(), rank=rank, world_size=world,
             device_id=device if device.type == "cuda" else None,
-        )
+        )  # fmt: skip
         watch = Watch(cfg.timeout)
-        of_master = [resume]
+        own, of_master = resume, [resume]
         dist.broadcast_object_list(of_master, device=device)
-        if of_master[0] != resume:
-            fail(
-                f"rank {rank} would go on from {resume}, rank 0 from {of_master[0]}: "
-                "out_dir must be shared by all nodes"
-            )
+        (resume,) = of_master
+        if (own is None) != (resume is None) or (resume and not os.path.isdir(resume)):
+            fail(f"rank {rank} would go on from {own}, rank 0 from {resume}: out_dir must be shared by all nodes")
     if master and not cfg.eval_only:
         start_folder(cfg, settings, dataset)
     torch.manual_seed(cfg.seed)
@@ -192,6 +193,7 @@ def train():
     autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
     flops_per_second = peak_flops(device)
     tracker = Tracker(cfg, settings, step, run_id) if master else None
+    writer = checkpoint.Writer(cfg.out_dir) if master else None
 
     def batch(step, micro):
         x, y = train_batch(windows, cfg.seed, step, rank, world, micro, accumulation, cfg.batch_size)
@@ -246,12 +248,7 @@ def train():
         if master:
             state = {"step": step, "seconds": seconds, "best": best, "best_step": best_step, "wandb_id": tracker.run_id}
             state["skipped"] = skipped.total, skipped.in_a_row
-            try:
-                checkpoint.save(cfg.out_dir, model, optimizer, state)
-            except OSError as error:
-                whole = checkpoint.newest(cfg.out_dir)
-                kept = f"{whole} is whole: the same command goes on from there" if whole else "there is no older one"
-                fail(f"the checkpoint of step {step} could not be written ({error}); {kept}")
+            writer.save(model, optimizer, state)
 
     def asked_to_stop():
         """Whether any rank was: all answer the same."""
@@ -267,6 +264,7 @@ def train():
     network.train()
     first, done, clock = step, False, time.perf_counter()
     since = clock, step  # of the last logged step
+    held = 0.0  # seconds that checkpoints took of training since then
     if cfg.eval_only:
         say(f"val loss {evaluate():.4f}")
         done = True
@@ -308,10 +306,16 @@ def train():
                 raise
             fail(f"out of GPU memory in the first step: {what_fits(cfg, model_cfg, accumulation)}")
         step += not cut
+        if master:
+            writer.check()
         last = stopped or step >= cfg.max_iters
         due = last or step % cfg.eval_interval == 0
         skipped.count(None if cut else optimizer.found_inf, wait=due)
         if skipped.too_many:
+            if master:
+                writer.wait()
+            if flags:
+                dist.barrier(group=flags)  # on every rank the newest is the one that rank 0 wrote last
             good = checkpoint.newest(cfg.out_dir)
             fail(
                 f"{skipped.in_a_row} steps in a row had no finite gradient, the last one step {step}; the last good "
@@ -336,8 +340,9 @@ def train():
                 tracker.log(
                     step, train_loss=loss, tokens=step * tokens_per_step, seconds=seconds + now - clock,
                     lr=learning_rate(step - 1, cfg), grad_norm=norm.item(), tok_per_sec=speed, mfu=mfu,
-                    skipped=skipped.total or None,
+                    skipped=skipped.total or None, checkpoint_seconds=held or None,
                 )  # fmt: skip
+                held = 0.0
                 line = f"loss {loss:.4f}, {speed:,.0f} tok/s" + (f", mfu {mfu:.1%}" if mfu else "")
                 bar.update(step - bar.n)
                 bar.set_postfix_str(line)
@@ -363,12 +368,16 @@ def train():
             if better:
                 best, best_step = val_loss, step
             if stopped or better or cfg.always_save_checkpoint:
+                begin = time.perf_counter()
                 save()
+                held += time.perf_counter() - begin
             clock = time.perf_counter()
             since = clock, step
         done = last
 
     bar.close()
+    if master:
+        writer.wait()
     if watch:
         watch.rest()
     if device.type == "cuda" and step > first:
@@ -457,9 +466,10 @@ def source_settings(cfg, dataset, given):
     return {k: v for k, v in model.items() if k not in HIDDEN + attention}
 
 
-def choose_start(cfg, settings):
-    """The checkpoint of out_dir to go on from, or None; refuses what would mix or lose runs."""
-    latest, own = checkpoint.newest(cfg.out_dir, True, warn), os.path.join(cfg.out_dir, "config.json")
+def choose_start(cfg, settings, thorough):
+    """The checkpoint of out_dir to go on from, or None; refuses what would mix or lose runs. Rank 0's answer, by the
+    checksums, holds for all."""
+    latest, own = checkpoint.newest(cfg.out_dir, thorough, warn), os.path.join(cfg.out_dir, "config.json")
     if not latest and checkpoint.exists(cfg.out_dir) and not (cfg.init_from == "scratch" and cfg.overwrite):
         refuse(f"every checkpoint in {cfg.out_dir} is damaged: --init_from=scratch --overwrite=True starts anew")
     saved = None
@@ -519,10 +529,21 @@ def what_fits(cfg, model_cfg, accumulation):
 
 def fail(message):
     print_to_terminal(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+    if checkpoint.Writer.current:
+        with suppress(Exception):  # said already
+            checkpoint.Writer.current.wait()
     os._exit(1)  # other ranks may be waiting in a collective that will never end: leave at once
 
 
 # ---- parts of the set-up
+
+
+def store_of_this_start():
+    """torchrun keeps its store when it starts the workers again, and ranks that read an address of the last time there
+    wait for ever (pytorch issue 135712). On one node the count of restarts, the same for all, keeps them apart."""
+    store, _, _ = next(dist.rendezvous("env://"))
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"start_{restarts}", store) if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else store
 
 
 def start_folder(cfg, settings, dataset):

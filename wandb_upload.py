@@ -4,13 +4,16 @@
     python -m wandb_upload out/* --project=sympow --mode=offline
 
 A job without a network trains with --wandb=disabled or offline; this replays it afterwards. Uploading again after the
-run has gone on takes the same wandb run and adds what is new.
+run has gone on takes the same wandb run and adds what is new; a run that was live, online or offline, is that run still
+(so do not `wandb sync` its offline parts as well).
 """
 
 import argparse
+import glob
 import hashlib
 import json
 import os
+import re
 import sys
 
 from tracking import wandb_row, whole_lines
@@ -26,10 +29,9 @@ def upload(folder, project, mode):
     for name, row_of in (("metrics.jsonl", wandb_row), ("samples.jsonl", lambda line: {"sample": line["text"]})):
         for line in map(json.loads, whole_lines(os.path.join(folder, name))):
             rows.setdefault(line["step"], {}).update(row_of(line))
-    identity = hashlib.sha256(json.dumps([settings["seed"], os.path.abspath(folder)]).encode()).hexdigest()[:8]
     name = settings["wandb_run_name"] or os.path.basename(os.path.normpath(folder))
     run = wandb.init(
-        project=project or settings["wandb_project"], name=name, id=identity, resume="allow", mode=mode,
+        project=project or settings["wandb_project"], name=name, id=run_id(folder, settings), resume="allow", mode=mode,
         config=settings, dir=folder, settings=wandb.Settings(console="off", silent=True),
     )  # fmt: skip
     run.define_metric("iter")
@@ -42,6 +44,22 @@ def upload(folder, project, mode):
             sent += 1
     run.finish()
     return sent
+
+
+def run_id(folder, settings):
+    """wandb's name of the run: as its newest checkpoint has it, or wandb's own folder in it; else one of ours."""
+    for path in sorted(glob.glob(os.path.join(folder, "ckpt", "step_*", "progress.json")), reverse=True):
+        try:
+            with open(path) as f:
+                if known := json.load(f).get("wandb_id"):
+                    return known
+        except (OSError, ValueError):  # damaged
+            pass
+    # run-DATE_TIME-ID of an online run, offline-run-DATE_TIME-ID
+    starts = [re.search(r"run-(\d+_\d+)-(\w+)$", path) for path in glob.glob(os.path.join(folder, "wandb", "*run-*"))]
+    if known := max((found.groups() for found in starts if found), default=None):
+        return known[1]
+    return hashlib.sha256(json.dumps([settings["seed"], os.path.abspath(folder)]).encode()).hexdigest()[:8]
 
 
 def main(argv=None):

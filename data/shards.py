@@ -15,6 +15,7 @@ it has changed, the shards of before are of no use and the writer starts over.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -91,22 +92,26 @@ def write_dataset(folder, units, tokenizer, document_length, arguments, source, 
     arguments = _normal(arguments)
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     done = _finished_shards(folder, arguments)
-    bar = need("tqdm").tqdm(total=sum(unit.tokens for unit in units), unit="tok", unit_scale=True, desc=folder)
     started = time.monotonic()
-    counts = dict.fromkeys(SPLITS, 0)
+    numbers = {split: itertools.count() for split in SPLITS}
+    units = {f"{unit.split}_{next(numbers[unit.split]):05d}.bin": unit for unit in units}
+    there = {
+        file: unit.tokens
+        for file, unit in units.items()
+        if file in done and (not done[file]["tokens"] or shard_is_whole(folder, done[file], dtype.itemsize))
+    }
+    bar = need("tqdm").tqdm(
+        total=sum(unit.tokens for unit in units.values()), initial=sum(there.values()),
+        unit="tok", unit_scale=True, desc=folder,
+    )  # fmt: skip
     shards = {split: [] for split in SPLITS}
-    redone = 0
-    for unit in units:
-        file = f"{unit.split}_{counts[unit.split]:05d}.bin"
-        counts[unit.split] += 1
-        shard = done.get(file)
-        if shard is None or (shard["tokens"] and not shard_is_whole(folder, shard, dtype.itemsize)):
-            shard = done[file] = _write_shard(folder, file, unit.read(), tokenizer.vocab_size, document_length, dtype)
+    for file, unit in units.items():
+        if file not in there:
+            done[file] = _write_shard(folder, file, unit.read(), tokenizer.vocab_size, document_length, dtype)
             _save_progress(folder, arguments, done)
-            redone += 1
-        if shard["tokens"]:
-            shards[unit.split].append(shard)
-        bar.update(unit.tokens)
+            bar.update(unit.tokens)
+        if done[file]["tokens"]:
+            shards[unit.split].append(done[file])
     bar.close()
 
     splits = {}
@@ -118,7 +123,7 @@ def write_dataset(folder, units, tokenizer, document_length, arguments, source, 
             )
         splits[split] = {key: sum(shard[key] for shard in rows) for key in ("documents", "tokens")} | {"shards": rows}
     meta = _write_meta(folder, tokenizer, dtype, document_length, splits, source, command, arguments)
-    kept = f", {len(units) - redone} of {len(units)} shards were there" if redone < len(units) else ""
+    kept = f", {len(there)} of {len(units)} shards were there" if there else ""
     print(f"{folder} is complete: {_summary(meta)} ({time.monotonic() - started:.1f} s{kept})")
     return meta
 

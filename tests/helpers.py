@@ -41,6 +41,45 @@ def run(*argv, check=True, **kwargs):
     return done
 
 
+def byte_encoding():
+    """What stands for GPT-2's vocabulary where there is no network: all bytes."""
+    import tiktoken
+
+    ranks = {bytes([i]): i for i in range(256)}
+    return tiktoken.Encoding("t", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, os.environ["TESTS"])
+import helpers, tiktoken
+from data import shards
+{setup}
+tiktoken.get_encoding = lambda name: helpers.byte_encoding()
+write = shards.write_atomically
+
+def killed(path, data):
+    if path.endswith("train_00001.bin"):
+        with open(f"{{path}}.{{os.getpid()}}.tmp", "wb") as f:
+            f.write(bytes(data)[:100])
+            f.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+    write(path, data)
+
+shards.write_atomically = killed
+prepare.main(sys.argv[1:])
+"""
+
+
+def kill_in_second_shard(out, setup, *options):
+    """A prepare script's process ends by kill -9 while it writes; returns what os.stat says of the first shard."""
+    env = {"TESTS": os.path.dirname(__file__)}
+    done = run("-c", KILLED.format(setup=setup), f"--out={out}", *options, env=env, check=False)
+    assert done.returncode == -signal.SIGKILL, done
+    assert sorted(p.suffix for p in out.iterdir() if "train" in p.name) == [".bin", ".tmp"]
+    return os.stat(out / "train_00000.bin")
+
+
 def metrics(folder, key="train_loss"):
     """{step: value} of the lines that have this key."""
     with open(os.path.join(folder, "metrics.jsonl")) as f:

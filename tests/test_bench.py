@@ -58,3 +58,13 @@ def test_the_loader_is_timed(tmp_path):
     assert [line.split()[-2:] for line in done.stdout.splitlines()] == [["1", "ranks"], ["2", "ranks"]]
     missing = run("--dataset=nowhere")
     assert missing.returncode == 2 and "no dataset 'nowhere'" in missing.stderr
+
+
+def test_checkpoints_are_timed(tmp_path):
+    small = ["--n_layer=1", "--n_head=1", "--n_embd=32", "--times=2", f"--folder={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "bench/checkpoint.py", *small], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[::2] for line in done.stdout.splitlines()[1:]] == [["held", "written", "pause"]] * 2
+    assert not list(tmp_path.iterdir())

@@ -2,9 +2,11 @@
 
 import json
 import os
+import tracemalloc
 
 import numpy as np
 import pytest
+from helpers import byte_encoding, kill_in_second_shard
 
 from data import DataError
 from data.loader import Dataset
@@ -21,10 +23,7 @@ CHUNK = {"v2 dots": "{}.{}", "v2 folders": "{}/{}", "v3": "c/{}/{}"}
 
 @pytest.fixture(autouse=True)
 def tiny_gpt2(monkeypatch):
-    ranks = {bytes([i]): i for i in range(256)}
-    encoding = tiktoken.Encoding(
-        "t", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}, explicit_n_vocab=257
-    )
+    encoding = byte_encoding()
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
 
 
@@ -113,6 +112,21 @@ def test_skip_missing_takes_the_complete_chunk_rows(tmp_path):
         prepare(tmp_path, "--skip_missing", "--documents=7")
 
 
+def test_a_copy_that_has_grown_is_not_mixed_with_what_was_taken(tmp_path, monkeypatch, capsys):
+    arrays = make_source(tmp_path)
+    os.rename(tmp_path / "train.zarr" / "0.2", tmp_path / "0.2")
+    write = longcrawl64.write_dataset
+    monkeypatch.setattr(longcrawl64, "write_dataset", lambda out, units, *args: write(out, units[:1], *args))
+    with pytest.raises(DataError, match="the val split has no whole row"):  # cut after the first shard
+        prepare(tmp_path, "--skip_missing")
+    monkeypatch.setattr(longcrawl64, "write_dataset", write)
+    os.rename(tmp_path / "0.2", tmp_path / "train.zarr" / "0.2")
+    assert np.array_equal(rows(prepare(tmp_path, "--skip_missing"), "train"), arrays["train"])
+    assert "starting over" in capsys.readouterr().out
+    prepare(tmp_path, "--skip_missing")
+    assert "complete already" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("value", [0, 33])
 def test_constant_chunk_is_refused_by_name(tmp_path, value):
     train = np.random.default_rng(1).integers(1, 256, (TRAIN, LENGTH), dtype=np.uint16)
@@ -168,6 +182,37 @@ def test_killed_run_is_resumed_without_reading_again(tmp_path, monkeypatch):
     assert seen.count(("train.zarr", 0)) == 1
     os.rename(tmp_path / "train.zarr", tmp_path / "elsewhere")  # complete: the source is not even opened
     prepare(tmp_path)
+
+
+def test_memory_is_that_of_a_row_of_chunks_however_many_documents(tmp_path):
+    rows, length, many = 64, 4096, 32  # 512 KB in a row of chunks, 16 MB in all
+    for name, documents in (("train", rows * many), ("heldout", rows)):
+        array = zarr.create_array(
+            str(tmp_path / f"{name}.zarr"), shape=(documents, length), chunks=(rows, 512), dtype=np.uint16
+        )
+        array[:] = np.arange(documents * length).reshape(documents, length) % 256
+    options = [f"--source={tmp_path}", f"--out={tmp_path}/out", f"--document_length={length}"]
+    tracemalloc.start()
+    try:
+        longcrawl64.main(options)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(Dataset(str(tmp_path / "out")).meta["splits"]["train"]["shards"]) == many
+    assert peak < 8 * 2 * rows * length
+
+
+def test_kill_9_within_a_shard_loses_that_shard_alone(tmp_path, capfd):
+    arrays = make_source(tmp_path)
+    out = tmp_path / "out"
+    options = [f"--source={tmp_path}", f"--document_length={LENGTH}"]
+    first = kill_in_second_shard(out, "from data.longcrawl64 import prepare", *options)
+    dataset = prepare(tmp_path)
+    assert np.array_equal(rows(dataset, "train"), arrays["train"]) and not list(out.glob("*.tmp"))
+    assert (out / "train_00000.bin").stat().st_mtime_ns == first.st_mtime_ns
+    said = capfd.readouterr()
+    assert "1 of 5 shards were there" in said.out and " 24%" in said.err  # where the bar begins: 4 of 17 documents
+    dataset.verify()
 
 
 def test_check_counts_the_chunk_files(tmp_path, capsys):

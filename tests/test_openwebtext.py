@@ -1,9 +1,11 @@
 """OpenWebText from a local file: the whole path but the download."""
 
 import json
+import os
 
 import numpy as np
 import pytest
+from helpers import byte_encoding, kill_in_second_shard
 
 from data import DataError
 from data.loader import Dataset
@@ -18,8 +20,7 @@ TEXTS = [f"document {i} " + "word " * (i % 7) for i in range(100)]
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path):
-    ranks = {bytes([i]): i for i in range(256)}
-    encoding = tiktoken.Encoding("t", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
+    encoding = byte_encoding()
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
@@ -60,6 +61,30 @@ def test_complete_dataset_is_not_loaded_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(openwebtext, "load", None)
     prepare(tmp_path, source, "--val_fraction=0.1")
     assert "complete already" in capsys.readouterr().out
+
+
+def test_kill_9_within_a_shard_loses_that_shard_alone(tmp_path, monkeypatch, capfd):
+    source, options = write_source(tmp_path, "parquet"), ["--val_fraction=0.1", "--document_length=16"]
+    setup = "from data.openwebtext import prepare; prepare.DOCUMENTS = 30"
+    first = kill_in_second_shard(tmp_path / "out", setup, f"--source={source}", *options)
+    monkeypatch.setattr(openwebtext, "DOCUMENTS", 30)
+    dataset = prepare(tmp_path, source, *options)
+    said = capfd.readouterr()
+    assert "1 of 4 shards were there" in said.out and " 30%" in said.err and "100%" in said.err  # 30 of 100 documents
+    assert os.stat(tmp_path / "out/train_00000.bin").st_mtime_ns == first.st_mtime_ns
+    assert not list((tmp_path / "out").glob("*.tmp")) and not (tmp_path / "out/progress.json").exists()
+    dataset.verify()
+    openwebtext.main([f"--source={source}", f"--out={tmp_path / 'whole'}", *options])
+    assert dataset.meta["splits"] == Dataset(str(tmp_path / "whole")).meta["splits"]  # sha256 of each shard, too
+
+
+def test_another_file_under_the_same_name_is_another_source(tmp_path, capsys):
+    source = write_source(tmp_path, "jsonl")
+    prepare(tmp_path, source, "--val_fraction=0.1")
+    source.write_text(source.read_text().replace("document", "dokument"))
+    dataset = prepare(tmp_path, source, "--val_fraction=0.1")
+    assert "starting over" in capsys.readouterr().out
+    assert dataset.tokenizer.decode(dataset.read("train", 0, 8)) == "dokument"
 
 
 def test_unusable_sources_are_refused_in_one_line(tmp_path):

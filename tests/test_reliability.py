@@ -1,5 +1,6 @@
 """What survives what: kills, damaged checkpoints, full disks, signals, gradients that are not finite."""
 
+import copy
 import json
 import os
 import signal
@@ -7,9 +8,11 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
+import torch
 from helpers import ROOT, SMALL, call, dataset, make_dataset, metrics, run  # noqa: F401 (dataset is a fixture)
 
 import checkpoint
@@ -127,6 +130,17 @@ def test_if_every_checkpoint_is_damaged_nothing_starts_anew_unasked(go, capsys):
     assert go("--out_dir=out/a", "--init_from=scratch", "--overwrite=True") == 0
 
 
+def test_ranks_take_the_checkpoint_that_rank_0_found_whole(go, dataset):  # noqa: F811
+    assert go("--out_dir=out/a", "--max_iters=5", "--lr_decay_iters=6", "--eval_interval=2") == 0  # at 2, 4 and 5
+    flip("out/a/ckpt/step_00000005/optimizer.pt", 2000)  # the others see its size alone
+    done = run(
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"{ROOT}/train.py", *SMALL, *EXTRA,
+        f"--dataset={dataset}", "--out_dir=out/a", "--lr_decay_iters=6",
+    )  # fmt: skip
+    assert "going on from out/a/ckpt/step_00000004, step 4" in done.stdout
+    assert list(metrics("out/a")) == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_full_disk_leaves_the_older_checkpoints_whole(dataset, tmp_path):  # noqa: F811
     options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--out_dir=out/a"]
     run(os.path.join(ROOT, "train.py"), *options, "--max_iters=3", cwd=tmp_path)
@@ -145,6 +159,72 @@ def test_a_full_disk_leaves_the_older_checkpoints_whole(dataset, tmp_path):  # n
     assert not checkpoint.damage(tmp_path / "out/a/ckpt/step_00000003")
     again = run(os.path.join(ROOT, "train.py"), *options, "--max_iters=6", cwd=tmp_path)
     assert "going on from out/a/ckpt/step_00000003, step 3" in again.stdout
+
+
+def test_what_is_written_is_what_was_there_when_save_was_called(tmp_path, monkeypatch):
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    def step():
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+
+    step()
+    before = [copy.deepcopy(x.state_dict()) for x in (model, optimizer)]
+    go_on, write = threading.Event(), checkpoint.save_file
+    monkeypatch.setattr(checkpoint, "save_file", lambda *args: go_on.wait(30) and write(*args))
+    writer = checkpoint.Writer(tmp_path)
+    writer.save(model, optimizer, {"step": 1, "best_step": 0})
+    writer.check()
+    step()  # in place, while the writer waits
+    assert not checkpoint.exists(tmp_path)
+    go_on.set()
+    writer.wait()
+    found = torch.nn.Linear(3, 3)
+    other = torch.optim.AdamW(found.parameters(), fused=True)
+    assert checkpoint.load(checkpoint.newest(tmp_path, thorough=True), found, other)["step"] == 1
+    assert torch.equal(found.weight, before[0]["weight"]) and not torch.equal(found.weight, model.weight)
+    for i, of in before[1]["state"].items():
+        assert all(torch.equal(other.state_dict()["state"][i][name], x) for name, x in of.items())
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(go, monkeypatch):
+    waited, later, write, batch = [], threading.Event(), checkpoint.save_file, train.train_batch
+
+    def slow(*args):
+        waited.append(later.wait(30))
+        write(*args)
+
+    def taken(windows, seed, step, *args):
+        if step == 5:
+            later.set()
+        return batch(windows, seed, step, *args)
+
+    monkeypatch.setattr(checkpoint, "save_file", slow)
+    monkeypatch.setattr(train, "train_batch", taken)
+    assert go("--out_dir=out/a") == 0
+    assert waited == [True, True]  # the checkpoint of step 3 was written after step 5 had begun
+    assert sorted(os.listdir("out/a/ckpt")) == ["step_00000003", "step_00000006"]
+    assert [line["step"] for line in lines("out/a") if "checkpoint_seconds" in line] == [4]
+
+
+def test_a_write_that_fails_ends_training_soon_and_every_call_says_so(go, tmp_path, monkeypatch, capsys):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    assert go("--out_dir=out/a", "--max_iters=2") == 0
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(train, "fail", lambda message: sys.exit(str(message)))
+    said = "the checkpoint of step 3 could not be written ([Errno 28] No space left on device); "
+    message = go("--out_dir=out/a", "--max_iters=100000", "--eval_interval=3")
+    assert message == said + "out/a/ckpt/step_00000002 is whole: the same command goes on from there"
+    assert max(metrics("out/a")) < 1000 and os.listdir("out/a/ckpt") == ["step_00000002"]
+    model, writer = torch.nn.Linear(1, 1), checkpoint.Writer(tmp_path / "new")
+    optimizer = torch.optim.AdamW(model.parameters())
+    writer.save(model, optimizer, {"step": 3, "best_step": 0})
+    for act in (writer.wait, writer.check, lambda: writer.save(model, optimizer, {"step": 4, "best_step": 0})):
+        with pytest.raises(checkpoint.NotWritten, match="step 3 could not be written .* there is no older one"):
+            act()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -257,3 +337,33 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step_with_status_0(two_rank
     (step,) = os.listdir(tmp_path / "out/train/ckpt")
     assert int(step.removeprefix("step_")) == max(metrics(tmp_path / "out/train")) > 0
     assert not checkpoint.damage(tmp_path / "out/train/ckpt" / step)
+
+
+def test_torchrun_starts_again_after_a_worker_was_killed(dataset, tmp_path):  # noqa: F811
+    options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--max_iters=150", "--eval_interval=20", "--timeout=2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2"]
+    env = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "KILLED": str(tmp_path / "killed")}
+    (tmp_path / "train_and_die.py").write_text(
+        textwrap.dedent("""
+        import os, signal
+        import train
+
+        batch = train.train_batch
+
+        def killed(windows, seed, step, *args):
+            if step == 50 and os.environ["RANK"] == "1" and not os.path.exists(os.environ["KILLED"]):
+                open(os.environ["KILLED"], "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return batch(windows, seed, step, *args)
+
+        train.train_batch = killed
+        train.main()
+    """)
+    )
+    done = subprocess.run(
+        [*torchrun, "train_and_die.py", *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 on" in done.stderr and "going on from out/train/ckpt/step_00000040, step 40" in done.stdout
+    assert list(metrics(tmp_path / "out/train")) == list(range(1, 151))
+    assert list(metrics(tmp_path / "out/train", "val_loss")) == [20, 40, 60, 80, 100, 120, 140, 150]

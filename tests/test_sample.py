@@ -118,6 +118,13 @@ def go(runs, monkeypatch):
     return lambda *argv: call(sample.main, *argv)
 
 
+def test_only_what_is_read_is_hashed(go, monkeypatch, capsys):
+    hashed, real = [], checkpoint.sha256_of
+    monkeypatch.setattr(checkpoint, "sha256_of", lambda path: hashed.append(os.path.basename(path)) or real(path))
+    assert go("--out_dir=out/a", "--max_new_tokens=1") == 0
+    assert sorted(hashed) == ["model.safetensors", "progress.json"]  # not Adam's state, which is twice as large
+
+
 def test_without_arguments_it_takes_the_newest_run_and_one_sample(go, capsys):
     assert go("--max_new_tokens=20") == 0
     out, err = capsys.readouterr()

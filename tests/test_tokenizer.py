@@ -2,11 +2,12 @@
 
 import json
 import random
+import tracemalloc
 
 import pytest
 
 from data import DataError
-from data.tokenizer import Decoder, Tokenizer, gpt2_tokenizer, load_tokenizer
+from data.tokenizer import Decoder, Tokenizer, _pieces, gpt2_tokenizer, load_tokenizer
 
 import tiktoken
 
@@ -44,6 +45,40 @@ def test_text_survives_encode_and_decode(text):
         ids = tok.encode(text)
         assert tok.decode(ids) == text
         assert all(0 <= i < tok.vocab_size and isinstance(i, int) for i in ids)
+
+
+GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+
+def pairs_encoding():
+    """All bytes and 65,000 pairs of them; words as GPT-2 has them."""
+    tokens = [bytes([i]) for i in range(256)] + [bytes(divmod(i, 256)) for i in range(65000)]
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    return tiktoken.Encoding("p", pat_str=GPT2_WORDS, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 65256})
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+def test_long_texts_in_pieces_give_the_same_tokens(escaped, monkeypatch):
+    generator, encoding = random.Random(1), pairs_encoding()
+    parts = "word Wörter 日本語 。 12 ٣ ² 's ' _ - e\u0301".split() + [" ", "  ", "\n", "\n\n ", "\t"]
+    texts = ["".join(generator.choices(parts, k=k)) for k in (0, 1, 5, 300, 3000)]
+    monkeypatch.setattr("data.tokenizer.PIECE", 7)
+    monkeypatch.setattr("data.tokenizer.AT_ONCE", 100)
+    assert len(list(_pieces(texts[-1]))) > 300
+    for text, found in zip(texts, Tokenizer("bpe", encoding, escaped).encode_batch(texts), strict=True):
+        assert found.tolist() == encoding.encode_ordinary(json.dumps(text)[1:-1] if escaped else text)
+
+
+def test_memory_of_long_texts_is_little_more_than_their_tokens(monkeypatch):
+    monkeypatch.setattr("data.tokenizer.AT_ONCE", 1 << 16)
+    tokenizer, text = Tokenizer("bpe", pairs_encoding()), "ab cd, " * 200_000
+    tracemalloc.start()
+    try:
+        (ids,) = tokenizer.encode_batch([text])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(ids) == 1_000_000 and peak < 4 * ids.nbytes  # two arrays; lists of integers are ten times as large
 
 
 def test_special_token_text_is_ordinary_text():

@@ -318,10 +318,11 @@ def test_the_best_checkpoint_stays(go, monkeypatch):
     import checkpoint
 
     folder = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.AdamW(folder.parameters())
+    optimizer, writer = torch.optim.AdamW(folder.parameters()), checkpoint.Writer("out/a")
     for step in range(1, 6):
         progress = {"step": step, "best_step": min(step, 2)}
-        checkpoint.save("out/a", folder, optimizer, progress)
+        writer.save(folder, optimizer, progress)
+    writer.wait()
     assert sorted(os.listdir("out/a/ckpt")) == ["step_00000002", "step_00000004", "step_00000005"]
     assert checkpoint.newest("out/a") == os.path.join("out/a", "ckpt", "step_00000005")
     assert checkpoint.load("out/a/ckpt/step_00000002", folder)["step"] == 2
@@ -406,3 +407,29 @@ def test_a_run_is_uploaded_from_its_folder_as_one(go, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         wandb_upload.main(["out"])
     assert stopped.value.code == 2
+
+
+def test_a_run_that_was_live_is_uploaded_to_the_same_run(go, monkeypatch):
+    import wandb_upload
+
+    fake = FakeWandb()
+    init = fake.init
+    fake.init = lambda **kwargs: types.SimpleNamespace(**vars(init(**{**kwargs, "mode": "offline"})), summary={})
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    assert go("--out_dir=out/a", "--wandb=online", "--max_iters=3") == 0
+    wandb_upload.main(["out/a"])
+    assert len(fake.inits) == 2 and len({(i["id"], i["project"], i["name"]) for i in fake.inits}) == 1
+    assert go("--out_dir=out/b") == 0  # disabled, but wandb was there
+    for name in ("run-20260102_000000-second22", "offline-run-20260101_000000-first111", "latest-run"):
+        os.makedirs(f"out/b/wandb/{name}")
+    wandb_upload.main(["out/b"])
+    assert fake.inits[-1]["id"] == "second22"
+
+
+def test_an_offline_run_and_its_upload_have_one_name(dataset, tmp_path):  # noqa: F811
+    argv = [a for a in SMALL if not a.startswith("--wandb")]
+    env = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": "offline"}
+    run(f"{ROOT}/train.py", *argv, f"--dataset={dataset}", "--max_iters=2", cwd=tmp_path, env=env)
+    run("-m", "wandb_upload", "out/train", "--mode=offline", cwd=tmp_path, env=env)
+    names = [name for name in os.listdir(tmp_path / "out/train/wandb") if name.startswith("offline-run")]
+    assert len(names) == 2 and len({name.rpartition("-")[2] for name in names}) == 1

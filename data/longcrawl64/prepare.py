@@ -213,7 +213,7 @@ def main(argv):
         "document_length": args.document_length,
         **({"direct": True} if args.direct else {}),
     }
-    if not args.check and is_complete(args.out, arguments):
+    if not args.check and not args.skip_missing and is_complete(args.out, arguments):
         return 0
     arrays = {split: Zarr(f"{source}/{name}", args.document_length) for split, name in ARRAYS.items()}
     if args.check:
@@ -223,6 +223,10 @@ def main(argv):
         documents["val"] = min(2048, arrays["val"].documents)
     tokenizer = gpt2_tokenizer(json_escaped=True)
     plans = {split: plan(arrays[split], documents[split], args.skip_missing) for split in arrays}
+    if args.skip_missing:  # a copy that has grown has other rows, which must not be mixed with those already taken
+        arguments["rows"] = {split: [row for row, _ in rows] for split, rows in plans.items()}
+        if is_complete(args.out, arguments):
+            return 0
     if args.direct:
         rows = {s: {"url": arrays[s].url, "together": arrays[s].chunk_rows, "rows": plans[s]} for s in arrays}
         write_direct(args.out, rows, tokenizer, args.document_length, arguments, source, args.command)

@@ -60,10 +60,13 @@ def main(argv):
     parser.add_argument("--num_proc", type=int, default=(os.cpu_count() or 1), help="processes for the download")
     args = parser.parse_args(argv)
     arguments = {
-        "source": os.path.abspath(args.source) if os.path.exists(args.source) else args.source,
+        "source": args.source,
         "document_length": args.document_length,
         "val_fraction": args.val_fraction,
     }
+    if os.path.isfile(args.source):  # another one under this name must not be mixed with it
+        status = os.stat(args.source)
+        arguments |= {"source": os.path.abspath(args.source), "file": [status.st_size, status.st_mtime_ns]}
     if is_complete(args.out, arguments):
         return
     tokenizer = gpt2_tokenizer()

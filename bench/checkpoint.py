@@ -1,0 +1,56 @@
+"""How long a checkpoint holds training, and how long its writing takes beside it.
+
+    python bench/checkpoint.py                          # 124M, here or on a GPU if there is one
+    python bench/checkpoint.py --n_layer=24 --n_head=16 --n_embd=1024 --folder=/mnt/shared
+
+Model and AdamW state are saved a few times; `held` is what the training loop waits, of which the first time also makes
+the memory for the copy; `written` is from then until the checkpoint is on disk under its name; `pause` is the longest
+that this thread, which goes on as training does, is kept from running meanwhile.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from checkpoint import Writer  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="bench/checkpoint.py", description=__doc__.splitlines()[0])
+    for name in ("n_layer", "n_head", "n_embd"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(GPTConfig, name))
+    parser.add_argument("--folder", help="where to write (a temporary folder in it); default: the system's")
+    parser.add_argument("--times", type=int, default=4)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = GPTConfig(attention="sympow_gating", n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd)
+    model = GPT(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"{model.parameter_count() / 1e6:.1f}M parameters, {device.type}, seconds")
+    with tempfile.TemporaryDirectory(dir=args.folder) as out_dir:
+        writer = Writer(out_dir)
+        for step in range(1, args.times + 1):
+            begin = time.perf_counter()
+            writer.save(model, optimizer, {"step": step, "best_step": 0})
+            now = saved = time.perf_counter()
+            pause = 0.0
+            while not writer.writing.done():
+                time.sleep(0.0005)
+                pause, now = max(pause, time.perf_counter() - now), time.perf_counter()
+            writer.wait()
+            print(f"held {saved - begin:.2f}, written {now - saved:.1f}, pause {pause:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
