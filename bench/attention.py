@@ -6,8 +6,8 @@
 
 How it is timed. For each T, all contenders are warmed up, then take turns for ROUNDS rounds, so that a clock that
 drifts drifts for all. A turn is CALLS forward calls between two CUDA events, then as many of forward and backward; the
-figure is the median over rounds. Large matrix products run before each turn, so that launching the calls is hidden, as
-it is in a model. The forward is that of training: it keeps what the backward needs.
+figure is the median over rounds. The GPU waits before each turn, without working, so that launching the calls is hidden,
+as it is in a model. The forward is that of training: it keeps what the backward needs.
 
 Who takes part, in bfloat16, causal, from standard normal q, k, v:
 
@@ -40,7 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 ROUNDS, CALLS = 7, 10
-AHEAD = 12  # matrix products before a turn, 20 ms: as long as a slow host takes to launch its calls
+AHEAD = 40_000_000  # cycles before a turn, 20 ms: as long as a slow host takes to launch its calls
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 POWERS = {  # name -> (p, gated)
     "flex_p4": (4, False), "flex_p4_gated": (4, True), "p4": (4, False), "p2_gated": (2, True), "p4_gated": (4, True),
@@ -134,10 +134,9 @@ def extra_bytes(f, inputs, dy):
     return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - sum(results.values())
 
 
-def milliseconds(call, keep_busy):
+def milliseconds(call):
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(AHEAD):
-        keep_busy()
+    torch.cuda._sleep(AHEAD)
     start.record()
     for _ in range(CALLS):
         call()
@@ -151,7 +150,7 @@ def one_line(error):
     return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__
 
 
-def measure(names, B, T, H, D, keep_busy):
+def measure(names, B, T, H, D):
     """name -> {"forward_ms", "forward_backward_ms", "bytes_per_row", "products"}, or {"failed": why}."""
     (q, k, v), log_g, dy = make_inputs(B, T, H, D)
     ours, theirs = [q, k, v, log_g], [heads_first(x) for x in (q, k, v)] + [log_g.detach().transpose(1, 2).contiguous()]
@@ -175,8 +174,8 @@ def measure(names, B, T, H, D, keep_busy):
     for _ in range(ROUNDS):
         for name, (f, inputs, dy_) in list(built.items()):
             try:
-                times[name][0].append(milliseconds(lambda: f(*inputs), keep_busy))
-                times[name][1].append(milliseconds(lambda: forward_backward(f, inputs, dy_), keep_busy))
+                times[name][0].append(milliseconds(lambda: f(*inputs)))
+                times[name][1].append(milliseconds(lambda: forward_backward(f, inputs, dy_)))
             except Exception as error:
                 results[name] = dict(failed=one_line(error))
                 del built[name]
@@ -232,15 +231,15 @@ def bench(args):
 
     matmul, matmul_flops = matrix_product()
     for _ in range(3):
-        milliseconds(matmul, matmul)
-    ceiling = matmul_flops / median(milliseconds(matmul, matmul) for _ in range(ROUNDS)) * 1e-9
+        milliseconds(matmul)
+    ceiling = matmul_flops / median(milliseconds(matmul) for _ in range(ROUNDS)) * 1e-9
     print(f"{args.tokens} tokens a call, {args.heads} heads of {args.head_dim}, bfloat16\n\n{line(HEADER)}", flush=True)
     rows = []
     for T in args.T:
         names = args.only or [*BACKENDS, *(n for n in POWERS if args.all or n not in ONLY_WITH_ALL), "chunked_p2"]
         names = [n for n in names if not n.startswith("flex") or (not args.no_flex and (args.all or T <= 16384))]
         shape = (max(1, args.tokens // T), T, args.heads, args.head_dim)
-        results = measure(names, *shape, matmul)
+        results = measure(names, *shape)
         for name in names:
             figures, cells = row(T, name, results[name], results.get("cudnn", {}), shape, ceiling)
             rows.append(figures)
