@@ -6,8 +6,8 @@
 
 How it is timed. For each T, all contenders are warmed up, then take turns for ROUNDS rounds, so that a clock that
 drifts drifts for all. A turn is CALLS forward calls between two CUDA events, then as many of forward and backward; the
-figure is the median over rounds. The GPU waits before each turn, without working, so that launching the calls is hidden,
-as it is in a model. The forward is that of training: it keeps what the backward needs.
+figure is the median over rounds. Before each turn the GPU waits, without working, so that launching the calls is
+hidden, as it is in a model. The forward is that of training: it keeps what the backward needs.
 
 Who takes part, in bfloat16, causal, from standard normal q, k, v:
 
