@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attention.embedding import _make_sqrt_multiplicity
+from kernels.chunked import _first_8_bits
 
 DRAW = 8192  # logits that `draw` reads at a time: padded to a multiple of it, with -inf, it takes them as they are
 AT_ONCE, PROGRAMS = 396, 1056  # programs of attend: three on each processor of an H200, and eight, in turn
@@ -372,6 +373,19 @@ def attend_kernel(
 
 
 @triton.jit
+def _exact_product(x, y, acc):
+    """acc + x @ y for float32 x, as exact as float32: for bfloat16 y, x is split in three."""
+    if y.dtype == tl.float32:
+        return tl.dot(x, y, acc, input_precision="ieee")
+    else:
+        high = _first_8_bits(x)
+        middle = _first_8_bits(x - high)
+        acc = tl.dot((x - high - middle).to(y.dtype), y, acc)
+        acc = tl.dot(middle.to(y.dtype), y, acc)
+        return tl.dot(high.to(y.dtype), y, acc)
+
+
+@triton.jit
 def fold_kernel(
     KEYS, VALUES, TOTAL, RESETS, S, Z, INDICES, COEFFICIENTS, n, C, HKV, F, P: tl.constexpr, D: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr,
@@ -394,12 +408,11 @@ def fold_kernel(
         decay = tl.exp((total - tl.load(TOTAL + at, mask=t < n, other=0.0)).to(tl.float32))
         decay = tl.where((t < n) & (tl.load(RESETS + at, mask=t < n, other=0) == resets), decay, 0.0)
         phi = coefficient[:, None] * decay[None, :]
+        at_d = at[:, None] * D + d[None, :]
+        k = tl.trans(tl.load(KEYS + at_d, mask=t[:, None] < n, other=0.0).to(tl.float32))
         for i in tl.static_range(P):
-            index = (indices >> 8 * i) & 255
-            k = tl.load(KEYS + at[None, :] * D + index[:, None], mask=t[None, :] < n, other=0.0)
-            phi *= k.to(tl.float32)
-        v = tl.load(VALUES + at[:, None] * D + d[None, :], mask=t[:, None] < n, other=0.0).to(tl.float32)
-        s = tl.dot(phi, v, s, input_precision="ieee")
+            phi *= tl.gather(k, tl.broadcast_to(((indices >> 8 * i) & 255)[:, None], [BF, BT]), 0)
+        s = _exact_product(phi, tl.load(VALUES + at_d, mask=t[:, None] < n, other=0.0), s)
         z += tl.sum(phi, 1)
     tl.store(S + state[:, None] * D + d[None, :], s, inside[:, None])
     tl.store(Z + state, z, inside)
@@ -408,19 +421,27 @@ def fold_kernel(
 @triton.jit
 def _above(X, low, high, need, scale, largest, V, MASS: tl.constexpr, BV: tl.constexpr):
     """The largest number in [low, high) that at least `need` of the V numbers X are above; with MASS, above which
-    exp(scale (x - largest)) sums to `need`. Found by halving: whatever is above low counts, nothing above high."""
-    found, middle = need + 1.0, low + (high - low) / 2
-    while (low < middle) & (middle < high) & (found != need):
-        above = tl.zeros([BV], tl.float32)
+    exp(scale (x - largest)) sums to `need`. Whatever is above low counts, nothing above high: found by quartering."""
+    found, second = need + 1.0, low + (high - low) / 2
+    while (low < second) & (second < high) & (found != need):
+        first, third = low + (second - low) / 2, second + (high - second) / 2
+        above_1, above_2, above_3 = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)
         for start in range(0, V, BV):
             x = tl.load(X + start + tl.arange(0, BV))
-            above += tl.where(x > middle, tl.exp(scale * (x - largest)) if MASS else 1.0, 0.0)
-        total = tl.sum(above, 0)
-        if total >= need:
-            low, found = middle, total
+            weight = tl.exp(scale * (x - largest)) if MASS else 1.0
+            above_1 += tl.where(x > first, weight, 0.0)
+            above_2 += tl.where(x > second, weight, 0.0)
+            above_3 += tl.where(x > third, weight, 0.0)
+        n_1, n_2, n_3 = tl.sum(above_1, 0), tl.sum(above_2, 0), tl.sum(above_3, 0)
+        if n_3 >= need:
+            low, found = third, n_3
+        elif n_2 >= need:
+            low, high, found = second, third, n_2
+        elif n_1 >= need:
+            low, high, found = first, second, n_1
         else:
-            high = middle
-        middle = low + (high - low) / 2
+            high = first
+        second = low + (high - low) / 2
     return low
 
 
@@ -553,7 +574,7 @@ def fold(kept, n, state, p):
     (B, C, HKV, D), F = kept[0].shape, state[1].shape[2]
     BF = 64
     fold_kernel[(B * HKV, triton.cdiv(F, BF))](
-        *kept, *state, *features(D, p, kept[0].device), n, C, HKV, F, P=p, D=D, BT=16, BF=BF
+        *kept, *state, *features(D, p, kept[0].device), n, C, HKV, F, P=p, D=D, BT=32, BF=BF
     )
 
 
