@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -163,9 +164,14 @@ def save_state(path, model, logits, state):
     kept = {"position": state.position, "fold": state.layers[0].fold, "config": _config(model)}
     kept = {name: json.dumps(value) for name, value in kept.items()} | {"weights": _weights(model)}
     temporary = f"{path}.{os.getpid()}.tmp"
-    save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, metadata=kept)
-    _flush(temporary)
-    os.replace(temporary, path)
+    try:
+        save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, metadata=kept)
+        _flush(temporary)
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:  # a full disk, for one
+        with suppress(OSError):
+            os.remove(temporary)
+        raise OSError(str(error)) from error
 
 
 def load_state(path, model):

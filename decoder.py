@@ -15,18 +15,13 @@ from dataclasses import replace
 import torch
 
 from attention.embedding import symmetric_power_dim
-from attention.power import PowerState, free_memory
+from attention.power import PowerState
 from attention.rotary import rotation_rates
-from attention.state import LayerState
+from attention.state import LayerState, check_memory
 from kernels import decode
 from model import ModelState
 
 AHEAD = 2  # tokens that are launched before the first of them is read
-
-
-def decodes(config):
-    """Whether the kernels take this model: the power variants, at head dimensions the matrix unit has."""
-    return config.attention != "softmax" and config.p in (2, 4, 6, 8) and config.head_dim in (16, 32, 64, 128)
 
 
 class Decoder:
@@ -44,7 +39,7 @@ class Decoder:
         self.state_dtype = state_dtype
         self.B, self.room, self.fold = len(layers[0].u) * samples, room, layers[0].fold
         c, D = self.c, self.c.head_dim
-        self._check_memory(state)
+        check_memory(c, state, room, self.B, self.dtype.itemsize, state_dtype, self.device)
         self.weights = [self._weights(block) for block in model.transformer.h]
         t, norm = model.transformer, self._norm
         self.wte, self.ends = w.to(self.dtype), (norm(t.ln_wte), norm(t.ln_f))
@@ -57,6 +52,8 @@ class Decoder:
         self.logits = self.padded[:, : c.vocab_size]
         self.ids, self.count = new(self.B, dtype=torch.int64), new(1, dtype=torch.int32)
         self._take(state, samples)
+        if self.n >= self.limit:
+            self._fold()
 
     # ---- weights and buffers
 
@@ -82,39 +79,11 @@ class Decoder:
         k = state.layers[0].k
         return 0 if k is None else k.shape[1]
 
-    def _limit(self, state):
-        """Tokens at which what is kept is folded."""
-        return state.layers[0].limit(self.c.p, self.c.head_dim, self.c.head_dim, self.dtype.itemsize)
-
-    def _check_memory(self, state):
-        """Raises MemoryError where what is kept does not fit beside what there is already."""
-        c, D, n, limit = self.c, self.c.head_dim, self._kept(state), self._limit(state)
-        heads = c.n_layer * c.n_kv_head
-        kept = heads * int(max(n, min(limit, n + self.room))) * (2 * D * self.dtype.itemsize + 12)
-        power = lambda dtype: heads * symmetric_power_dim(D, c.p) * (D * dtype.itemsize + 4)
-        halved, power = power(torch.bfloat16), power(self.state_dtype)
-        if limit > n + self.room and not state.layers[0].power:
-            halved = power = 0
-        need, have = self.B * (kept + power), free_memory(self.device)
-        if need > have:
-            fits, half = have // (kept + power), self.B * (kept + halved)
-            others = [f"num_samples={fits}"] * (fits > 0) + ["state_dtype=bfloat16"] * (half <= have and half < need)
-            of = f"states of {power:,} bytes" if power >= kept else f"keys and values of {kept:,} bytes"
-            raise MemoryError(
-                f"{self.B} samples need {need:,} bytes, mostly {of} each (p={c.p}, head dimension {D}, {c.n_layer} "
-                f"layers of {c.n_kv_head} heads), the device has {have:,} free: "
-                + (
-                    f"{' or '.join(others)} would fit"
-                    if others
-                    else "a model of a smaller head dimension or p would fit"
-                )
-            )
-
     def _take(self, state, samples=None):
         """Buffers that hold `state`, each sequence `samples` times, and as many tokens more as will be kept. Without
         samples its PowerStates are ours already."""
         c, D, n = self.c, self.c.head_dim, self._kept(state)
-        self.limit = self._limit(state)
+        self.limit = state.layers[0].limit(c.p, D, D, self.dtype.itemsize)
         C = int(max(n, min(self.limit, n + self.room)))
         heads, power = self.B * c.n_head, state.layers[0].power
         parts = decode.parts_of_kept(heads, C)
@@ -184,12 +153,12 @@ class Decoder:
         self.sampler(self.padded, self.ids)
 
     def capture(self):
-        """On a GPU, the token as a CUDA graph. It runs once before, to compile; what that changes is put back."""
+        """On a GPU, the token as a CUDA graph. It runs once before, to compile; what that changes, but for
+        entry n of what is kept, which the next token writes, is put back."""
         if self.device.type != "cuda":
             return
         changed = [self.ids, self.count, self.sampler.at, *(u for u, _, _ in self.layers)]
         saved = [x.clone() for x in changed]
-        kept = [[x[:, self.n].clone() for x in kept] for _, kept, _ in self.layers]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -200,9 +169,6 @@ class Decoder:
             self._token()
         for x, before in zip(changed, saved):
             x.copy_(before)
-        for (_, tensors, _), before in zip(self.layers, kept):
-            for x, y in zip(tensors, before):
-                x[:, self.n] = y
         self.graph = graph
 
     def step(self):
@@ -236,27 +202,24 @@ class Decoder:
 
     def tokens(self, n):
         """Yields n times the ids [B] that were drawn, on the CPU; the first are those in `ids` already."""
-        if self.device.type != "cuda":
-            for i in range(n):
-                yield self.ids.clone()
-                if i + 1 < n:
-                    self.step()
-            return
-        waiting = []
+        cuda, waiting = self.device.type == "cuda", []
         for i in range(n):
-            host = torch.empty(self.B, dtype=torch.int64, pin_memory=True)
-            host.copy_(self.ids, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            waiting.append((host, event))
+            if cuda:
+                ids, event = torch.empty(self.B, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+                ids.copy_(self.ids, non_blocking=True)
+                event.record()
+            else:
+                ids, event = self.ids.clone(), None
+            waiting.append((ids, event))
             if i + 1 < n:
                 self.step()
-            if len(waiting) > AHEAD:
+            if len(waiting) > AHEAD * cuda:
                 yield self._read(waiting.pop(0))
         for pair in waiting:
             yield self._read(pair)
 
     def _read(self, pair):
-        host, event = pair
-        event.synchronize()
-        return host
+        ids, event = pair
+        if event:
+            event.synchronize()
+        return ids

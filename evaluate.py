@@ -47,7 +47,7 @@ def main():
     for name, least in (("length", 0), ("documents", 1), ("piece", 0)):
         if getattr(cfg, name) < least:
             refuse(f"{name} must be at least {least}, got {getattr(cfg, name)}")
-    runs = [run for run in cfg.out_dir.split(",") if run] or [newest_run()]
+    runs = [os.path.normpath(run) for run in cfg.out_dir.split(",") if run] or [newest_run()]
     for run in runs:
         if not checkpoint.newest(run):
             refuse(f"no checkpoint in {run}: train one with `python train.py config/demo.py`")
@@ -56,13 +56,17 @@ def main():
         losses, context = of_run(run, cfg)
         curves[run], contexts[run], report[run] = losses, context, between_powers(losses)
     print(table(report))
+    wrong = None
     try:
         draw(curves, contexts, cfg.png)
         print(f"wrote {cfg.png}")
     except ImportError:
         print("no picture, matplotlib is missing: pip install matplotlib", file=sys.stderr)
+    except OSError as error:
+        wrong = f"evaluate.py: cannot write {cfg.png}: {error}"
     if cfg.json:
         print(json.dumps(report))
+    sys.exit(wrong)
 
 
 def of_run(run, cfg):

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 import torch
 
 import checkpoint
-from attention.state import crossover
+from attention.state import check_memory, crossover
 from config import choose_device, read_settings, refuse
 from data.tokenizer import load_tokenizer
+from kernels import why_not
 from model import GPT, GPTConfig
 
 
@@ -52,6 +53,8 @@ def main():
     given, _ = read_settings((SampleConfig,), sys.argv[1:], usage=__doc__)
     cfg = SampleConfig(**given)
     check(cfg)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8
     run = cfg.out_dir or newest_run()
     say = lambda line: print(f"sample.py: {line}", file=sys.stderr)
     folder = checkpoint.newest(run, True, say, checkpoint.WEIGHTS)
@@ -69,14 +72,8 @@ def main():
     if cfg.state_dtype != "float32" and device.type != "cuda":
         refuse(f"state_dtype={cfg.state_dtype} is for GPUs, here states are float32")
     fold = model.transformer.h[0].attn.mix.fold
-    if cfg.form == "recurrent":
-        if fold == "never":
-            refuse(f"attention={model.config.attention} has no recurrent form: it keeps every key and value")
-        fold = "always"
-    elif fold != "never":
-        c, dtype = model.config, getattr(autocast, "fast_dtype", torch.float32)  # of keys and values
-        state_dtype = getattr(torch, cfg.state_dtype)
-        fold = cfg.fold_at or crossover(c.p, c.head_dim, c.head_dim, dtype.itemsize, state_dtype)
+    if fold == "never" and (cfg.fold_at or cfg.form == "recurrent"):
+        refuse(f"attention={model.config.attention} has no recurrent form: it keeps every key and value")
 
     before = None
     if cfg.load_state:
@@ -84,14 +81,22 @@ def main():
             before = checkpoint.load_state(cfg.load_state, model)
         except (OSError, ValueError) as error:
             refuse(f"cannot go on from {cfg.load_state}: {error}")
+        fold = before[1].layers[0].fold
+    elif cfg.form == "recurrent":
+        fold = "always"
+    if fold == "auto":
+        c, dtype = model.config, getattr(autocast, "fast_dtype", torch.float32)  # of keys and values
+        state_dtype = getattr(torch, cfg.state_dtype)
+        fold = cfg.fold_at or crossover(c.p, c.head_dim, c.head_dim, dtype.itemsize, state_dtype)
     prompt = [*([] if before else [tokenizer.eot]), *tokenizer.encode(text)]
     timings = Timings(device)
     samples = [tokenizer.stream() for _ in range(cfg.num_samples)]
     texts = [text] * cfg.num_samples
-    print(text, end="", flush=True) if cfg.num_samples == 1 else None
     try:
+        print(text, end="", flush=True) if cfg.num_samples == 1 else None
         with torch.inference_mode(), autocast:
-            for ids in generate(model, prompt, cfg, fold, timings, before):
+            tokens, before = generate(model, prompt, cfg, fold, timings, before), None
+            for ids in tokens:
                 for i, token in enumerate(ids):
                     piece = samples[i].feed(token)
                     texts[i] += piece
@@ -99,8 +104,10 @@ def main():
                         print(piece, end="", flush=True)
     except KeyboardInterrupt:
         pass  # what was drawn so far is printed
-    except MemoryError as error:
-        sys.exit(f"sample.py: {error}")
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        sys.exit(f"sample.py: {str(error).splitlines()[0]}")
+    except CannotSave as error:
+        refuse(error)
     if cfg.num_samples == 1:
         print(samples[0].flush())
     else:
@@ -130,24 +137,30 @@ def generate(model, prompt, cfg, fold="auto", timings=None, before=None, graph=T
     timings = timings or Timings(device)
     timings.start()
     logits, state = before or (None, model.empty_state(1, fold))
+    before, c, state_dtype = None, model.config, getattr(torch, cfg.state_dtype)
+    dtype = model.transformer.wte.weight.dtype  # of keys and values
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    check_memory(c, state, len(prompt) + cfg.max_new_tokens, cfg.num_samples, dtype.itemsize, state_dtype, device)
     if prompt:
         logits, state = model.read(torch.tensor([prompt], device=device), state)
     timings.prefilled(state.bytes())
     if cfg.save_state:
-        checkpoint.save_state(cfg.save_state, model, logits, state)
+        try:
+            checkpoint.save_state(cfg.save_state, model, logits, state)
+        except OSError as error:
+            raise CannotSave(f"cannot write {cfg.save_state}: {error}") from error
     if not cfg.max_new_tokens:
         return
-    logits, decoder = logits.expand(cfg.num_samples, -1), None
-    if device.type == "cuda" and graph:
-        from decoder import Decoder, decodes  # not everywhere is Triton
+    logits = logits.expand(cfg.num_samples, -1)
+    kernels = device.type == "cuda" and graph and c.attention != "softmax"
+    if kernels and not why_not(dtype, c.head_dim, c.head_dim, c.p):
+        from decoder import Decoder  # not everywhere is Triton
         from kernels import decode
 
-        decoder = decodes(model.config)
-    sampler = Sampler(cfg, device, decode.draw if decoder else None)
-    if decoder:
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        state_dtype = getattr(torch, cfg.state_dtype)
+        sampler = Sampler(cfg, device, decode.draw)
         decoder = Decoder(model, state, sampler, cfg.max_new_tokens, dtype, cfg.num_samples, state_dtype)
+        del state  # what one sequence keeps need not be there twice
         sampler.ready()
         sampler(logits, decoder.ids)
         if cfg.max_new_tokens > 1:
@@ -157,7 +170,8 @@ def generate(model, prompt, cfg, fold="auto", timings=None, before=None, graph=T
             yield ids.tolist()
             timings.decoded(decoder.bytes())
         return
-    ids, state = torch.empty(cfg.num_samples, dtype=torch.int64, device=device), state.repeat(cfg.num_samples)
+    sampler, ids = Sampler(cfg, device), torch.empty(cfg.num_samples, dtype=torch.int64, device=device)
+    state = state.repeat(cfg.num_samples) if cfg.num_samples > 1 else state
     for i in range(cfg.max_new_tokens):
         sampler.ready()
         sampler(logits, ids)
@@ -165,6 +179,10 @@ def generate(model, prompt, cfg, fold="auto", timings=None, before=None, graph=T
         if i + 1 < cfg.max_new_tokens:
             logits, state = model.step(ids, state)
         timings.decoded(state.bytes())
+
+
+class CannotSave(OSError):
+    pass
 
 
 class Sampler:
@@ -257,6 +275,8 @@ def load_run(run, folder, cfg):
     with open(os.path.join(run, "config.json")) as f:
         saved = json.load(f)["model"]
     device, dtype = choose_device(cfg.device, cfg.dtype)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches there
     model = GPT(GPTConfig(**saved))
     checkpoint.load(folder, model)
     model.to(device).eval()
@@ -275,12 +295,18 @@ def newest_run():
 def check(cfg):
     for name, fits, want in (
         ("num_samples", cfg.num_samples >= 1, "at least 1"),
+        ("seed", 0 <= cfg.seed < 2**63 - cfg.num_samples, "positive and below 2^63"),
         ("max_new_tokens", cfg.max_new_tokens >= (not cfg.save_state), "at least 1, or 0 with --save_state"),
         ("temperature", cfg.temperature >= 0, "0 (greedy) or positive"),
         ("top_k", cfg.top_k >= 0, "positive, or 0 for all"),
         ("top_p", 0 < cfg.top_p <= 1, "in (0, 1]"),
         ("fold_at", cfg.fold_at >= 0, "positive, or 0 for as many tokens as take a state's memory"),
         ("form", cfg.form in ("auto", "recurrent"), "auto or recurrent"),
+        ("fold_at", not (cfg.fold_at and cfg.form == "recurrent"), "left out with form=recurrent, which folds at once"),
+        ("fold_at", not (cfg.fold_at and cfg.load_state), "left out with load_state: the file has its own"),
+        ("form", not (cfg.form == "recurrent" and cfg.load_state), "left out with load_state: the file has its own"),
+        ("save_state", os.path.isdir(os.path.dirname(cfg.save_state) or "."), "in a folder that is there"),
+        ("save_state", not os.path.isdir(cfg.save_state or "file"), "a file, not a folder"),
         ("state_dtype", cfg.state_dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
         ("dtype", cfg.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"),
     ):
@@ -289,4 +315,9 @@ def check(cfg):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attention.power import PowerState, fold_tokens, power_attention, read_and_fold, state_bytes
+from attention.embedding import symmetric_power_dim
+from attention.power import PowerState, fold_tokens, free_memory, power_attention, read_and_fold, state_bytes
 
 FOLD_EVERY = 64
 
@@ -63,6 +64,36 @@ class LayerState:
 def crossover(p, D, E, itemsize, dtype=torch.float32):
     """Tokens whose keys and values, numbers of itemsize bytes, take as much memory as a PowerState of `dtype`."""
     return math.ceil(state_bytes(1, D, E, p, dtype) / ((D + E) * itemsize))
+
+
+def check_memory(config, state, tokens, samples, itemsize, dtype, device):
+    """Raises MemoryError where what `samples` sequences keep does not fit into the device's memory, once they are
+    `tokens` longer than the ModelState `state`: keys and values, numbers of itemsize bytes, then states, S in dtype."""
+    c, D, layer = config, config.head_dim, state.layers[0]
+    heads, n = c.n_layer * c.n_kv_head, 0 if layer.k is None else layer.k.shape[1]
+    limit = layer.limit(c.p, D, D, itemsize)
+    token = heads * (2 * D * itemsize + 12)
+    kept = token * int(max(n, min(limit, n + tokens)))
+    power = lambda dtype: heads * symmetric_power_dim(D, c.p) * (D * dtype.itemsize + 4)
+    halved, power = power(torch.bfloat16), power(dtype)
+    if limit > n + tokens and not layer.power:
+        halved = power = 0
+    need, have = samples * (kept + power), free_memory(device)
+    if need <= have:
+        return
+    fits = have // (kept + power)
+    ways = [f"num_samples={fits}"] * (fits > 0)
+    if device.type == "cuda" and halved < power and samples * (kept + halved) <= have:
+        ways.append("state_dtype=bfloat16")
+    if power and not layer.power and samples * token * (n + tokens) <= have:
+        ways.append(f"fold_at={n + tokens + 1}")
+    if not ways:
+        ways.append("a model of a smaller head dimension or p" if power >= kept else "fewer tokens")
+    of = f"states of {power:,} bytes" if power >= kept else f"keys and values of {kept:,} bytes"
+    raise MemoryError(
+        f"{samples} samples need {need:,} bytes, mostly {of} each (p={c.p}, head dimension {D}, {c.n_layer} layers of "
+        f"{c.n_kv_head} heads), the device has {have:,} free: {' or '.join(ways)} would fit"
+    )
 
 
 def generate_power(q, k, v, log_g, u, state, *, p):

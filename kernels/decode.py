@@ -31,9 +31,10 @@ ROWS = 16  # the least that the matrix unit takes: from 2 sequences on they are 
 
 @functools.cache
 def features(D, p, device):
-    """(indices, coefficients) [Dphi] of phi, in the order of `symmetric_power_embedding`: int32, up to four indices of
-    a byte each, and float32."""
-    indices = torch.tensor(list(combinations_with_replacement(range(D), p)), dtype=torch.int32)
+    """(indices, coefficients) [Dphi] of phi, in the order of `symmetric_power_embedding`: p indices, a byte each of one
+    number, and float32."""
+    dtype = torch.int32 if p <= 4 else torch.int64
+    indices = torch.tensor(list(combinations_with_replacement(range(D), p)), dtype=dtype)
     packed = sum(indices[:, i] << 8 * i for i in range(p))
     return packed.to(device), _make_sqrt_multiplicity(D, p).float().to(device)
 
@@ -140,10 +141,8 @@ def _matrix(
         mask = (row[:, None] < B) & (k[None, :] < K)
         x = tl.load(X + row[:, None] * K + k[None, :], mask=mask, other=0.0)
         if NORM:
-            x = (x - mean[:, None]) * scale[:, None] * tl.load(LN_W + k, mask=k < K, other=0.0)[None, :]
-            if LN_B is not None:
-                x += tl.load(LN_B + k, mask=k < K, other=0.0)[None, :]
-            x = tl.where(mask, x, 0.0)
+            weight, bias = _norm(LN_W, LN_B, k, K)
+            x = (x - mean[:, None]) * scale[:, None] * weight[None, :] + bias[None, :]
         acc = tl.dot(x.to(w.dtype), tl.trans(w), acc, input_precision="ieee")
     to, mask = OUT + row[:, None] * stride + n[None, :], (row[:, None] < B) & (n[None, :] < N)
     if BIAS is not None:
@@ -391,9 +390,10 @@ def fold_kernel(
     BT: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """BF features of one sequence and head: the state, decayed by the gates of the n tokens kept, plus these tokens."""
-    bh = tl.program_id(0)
+    blocks = tl.cdiv(F, BF)
+    bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     b, hkv = bh // HKV, bh % HKV
-    f, d = tl.program_id(1) * BF + tl.arange(0, BF), tl.arange(0, D)
+    f, d = block * BF + tl.arange(0, BF), tl.arange(0, D)
     inside = f < F
     kept = (tl.cast(b, tl.int64) * C) * HKV + hkv
     total, resets = tl.load(TOTAL + kept + (n - 1) * HKV), tl.load(RESETS + kept + (n - 1) * HKV)
@@ -468,9 +468,10 @@ def draw_kernel(
         x = tl.load(X + start + tl.arange(0, BV))
         most, least = tl.maximum(most, x), tl.minimum(least, x)
     largest = tl.max(most, 0)
-    low = tl.maximum(tl.min(least, 0) - 1, largest - 120 * temperature)  # below that exp is zero
+    nothing = tl.maximum(120 * temperature, 1e-6 * tl.abs(largest))  # so far below exp is zero
+    low = tl.maximum(tl.min(least, 0) - 1, largest - nothing)
     if top_k > 0:
-        low = _above(X, low, largest, top_k.to(tl.float32), scale, largest, V, False, BV)
+        low = _above(X, low, largest, top_k, scale, largest, V, False, BV)
     if top_p < 1:
         total = tl.zeros([BV], tl.float32)
         for start in range(0, V, BV):
@@ -564,8 +565,8 @@ def draw(logits, ids, numbers, at, *, temperature, top_k, top_p):
         BV = min(BV, triton.next_power_of_2(V))
         logits = pad(logits, (0, -V % BV), value=float("-inf"))
     draw_kernel[(B,)](
-        logits.contiguous(), numbers, at, ids, logits.shape[1], numbers.shape[1], temperature, top_k, top_p, BV=BV,
-        num_warps=max(1, BV // 256), **_dependent(logits),
+        logits.contiguous(), numbers, at, ids, logits.shape[1], numbers.shape[1], temperature, float(top_k), top_p,
+        BV=BV, num_warps=max(1, BV // 256), **_dependent(logits),
     )  # fmt: skip
 
 
@@ -573,7 +574,7 @@ def fold(kept, n, state, p):
     """The n tokens kept become part of the state, S [B, Hkv, Dphi, D], z [B, Hkv, Dphi] float32, in place."""
     (B, C, HKV, D), F = kept[0].shape, state[1].shape[2]
     BF = 64
-    fold_kernel[(B * HKV, triton.cdiv(F, BF))](
+    fold_kernel[(B * HKV * triton.cdiv(F, BF),)](
         *kept, *state, *features(D, p, kept[0].device), n, C, HKV, F, P=p, D=D, BT=32, BF=BF
     )
 
@@ -587,4 +588,4 @@ def parts_of_state(heads, F, D):
 
 def parts_of_kept(heads, C):
     """How many read what is kept behind it."""
-    return max(1, min(-(-PROGRAMS // heads), -(-C // 64)))
+    return max(1, min(-(-PROGRAMS // heads), -(-C // 64), 128))

@@ -35,7 +35,7 @@ def run(*argv, check=True, **kwargs):
     env = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}
     env = {name: value for name, value in env.items() if value is not None}
     done = subprocess.run(
-        [sys.executable, *map(str, argv)], capture_output=True, text=True, env=env, timeout=240, **kwargs
+        [sys.executable, *map(str, argv)], capture_output=True, text=True, env=env, timeout=600, **kwargs
     )
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done

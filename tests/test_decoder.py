@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import COMPILE_FOR, DEVICE, GPU, ROOT  # noqa: E402
 
-import decoder  # noqa: E402
 from kernels import decode  # noqa: E402
 from attention import state as state_of  # noqa: E402
 from decoder import Decoder  # noqa: E402
@@ -74,6 +73,17 @@ def test_a_token_is_the_models(variant, B, fold, monkeypatch):
 
 
 @torch.inference_mode()
+def test_features_of_more_than_four_indices_are_told_apart():
+    model = tiny(attention="sympow", p=6)
+    state, found = start(model, 1, 3, 5)
+    for _ in range(3):  # the first folds
+        logits, state = model.step(found.ids.clone(), state)
+        found.step()
+        assert (found.logits - logits).norm() < 1e-3 * logits.norm()
+    assert found.layers[0][2]
+
+
+@torch.inference_mode()
 def test_tokens_come_in_order_and_what_is_kept_is_counted():
     model = tiny(**VARIANTS["gated"])
     state, found = start(model, 2, 5)
@@ -123,7 +133,7 @@ def test_in_bfloat16_logits_are_the_parallel_forwards():
 @torch.inference_mode()
 def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
     model = tiny(**VARIANTS["gated"])
-    monkeypatch.setattr(decoder, "free_memory", lambda device: 2 * 2 * 2 * (136 * 17 * 4 + 9 * (2 * 16 * 4 + 12)))
+    monkeypatch.setattr(state_of, "free_memory", lambda device: 2 * 2 * 2 * (136 * 17 * 4 + 9 * (2 * 16 * 4 + 12)))
     start(model, 2, 5, 9)  # layers, sequences, heads: a state of 136 features, and 9 tokens kept
     with pytest.raises(
         MemoryError,
@@ -148,6 +158,9 @@ from kernels import decode
 from model import GPT, GPTConfig
 from sample import SampleConfig, Sampler
 
+ids, numbers = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.float64)
+for k in (0, 1, 50):
+    decode.draw(torch.zeros(1, 99), ids, numbers, ids, temperature=1.0, top_k=k, top_p=1.0)
 cases = [
     (2, 64, "sympow_gating", 1, 3), (2, 64, "conformal_sympow", 8, 3), (4, 16, "sympow", 64, 2),
     (6, 128, "even_power", 1, "never"),
@@ -196,7 +209,10 @@ def test_gates_next_to_one_keep_their_digits():
 
 
 @pytest.mark.parametrize("V", [40, 9000])
-@pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.8, 5, 1.0), (1.5, 0, 0.7), (0.5, 30, 0.95)])
+@pytest.mark.parametrize(
+    "temperature,top_k,top_p",
+    [(1.0, 0, 1.0), (0.8, 5, 1.0), (1.5, 0, 0.7), (0.5, 30, 0.95), (1.0, 1, 1.0), (1e-8, 5, 1.0)],
+)
 def test_the_kernel_draws_what_draw_does(V, temperature, top_k, top_p):
     cfg = SampleConfig(temperature=temperature, top_k=top_k, top_p=top_p)
     make = torch.Generator().manual_seed(0)
