@@ -22,6 +22,7 @@ from data.shards import sha256_of, write_atomically
 from model import ModelState
 
 KEEP = 2  # newest checkpoints that stay
+FILES = ("model.safetensors", "optimizer.pt", "progress.json")
 WEIGHTS = ("model.safetensors", "progress.json")  # what `load` reads without an optimizer
 
 
@@ -84,15 +85,22 @@ def _write(out_dir, weights, state, progress):
         for name in os.listdir(temporary):
             _flush(os.path.join(temporary, name))
         _flush(temporary)
-        _remove(final)
+        before = os.path.join(folder, ".removing")
+        shutil.rmtree(before, ignore_errors=True)
+        if os.path.isdir(final):  # the same step again: one of the two is there under its name at nearly all times
+            os.rename(final, before)
         os.rename(temporary, final)
+        shutil.rmtree(before, ignore_errors=True)
         _flush(folder)
-        for old in _all(out_dir)[:-KEEP]:
-            if old != _path(out_dir, progress["best_step"]):
-                _remove(old)
+        stay = [path for path in _all(out_dir) if path <= final][
+            -KEEP:
+        ]  # those above are damaged: this run began below
+        for old in set(_all(out_dir)) - {*stay, _path(out_dir, progress["best_step"])}:
+            _remove(old)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+        free = shutil.disk_usage(out_dir).free
         shutil.rmtree(temporary, ignore_errors=True)
-        whole, why = newest(out_dir), str(error).strip().split("\n")[0]
+        whole, why = newest(out_dir), f"{str(error).strip().splitlines()[0]}; {free:,} bytes are free there"
         kept = f"{whole} is whole: the same command goes on from there" if whole else "there is no older one"
         raise NotWritten(f"the checkpoint of step {progress['step']} could not be written ({why}); {kept}") from error
 
@@ -115,9 +123,13 @@ def damage(folder, thorough=True, files=None):
     try:
         with open(os.path.join(folder, "checksums.json")) as f:
             sums = json.load(f)
+        if not all({"bytes", "sha256"} <= of.keys() for of in sums.values()) or not sums.keys() >= {*FILES}:
+            return "checksums.json is not what was written"
     except FileNotFoundError:  # of before there were any
-        sums = {}
-    except (OSError, ValueError) as error:
+        sums, missing = {}, [name for name in FILES if not os.path.exists(os.path.join(folder, name))]
+        if missing:
+            return f"{missing[0]} is missing"
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         return f"checksums.json: {error}"
     for name, of in sums.items():
         if files and name not in files:
@@ -132,8 +144,8 @@ def damage(folder, thorough=True, files=None):
 
 
 def exists(path):
-    """Whether a run's folder has any checkpoint, damaged or not."""
-    return bool(_all(path))
+    """Whether a run's folder has any checkpoint, damaged, half gone or not."""
+    return bool(_all(path)) or os.path.isdir(os.path.join(path, "ckpt", ".removing"))
 
 
 def run_of(path):

@@ -9,6 +9,9 @@ Any setting below, or of GPTConfig in model.py, can follow as --key=value; `--he
 config.json, metrics.jsonl, the tokenizer and ckpt/. The same command again goes on from the last checkpoint.
 """
 
+import errno
+import fcntl
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -84,6 +87,7 @@ class TrainConfig:
     deterministic: bool = False  # two runs give the same bits, also on a GPU
 
 
+lock = None  # of out_dir
 HIDDEN = ("vocab_size", "reset_token")  # the data decide
 # settings that may change when a run goes on: they leave the trajectory alone
 FREE = {
@@ -106,6 +110,10 @@ def main():
         refuse(error, every_rank=True)
     except checkpoint.NotWritten as error:
         fail(error)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EEXIST):
+            raise
+        fail(f"cannot write: {error}")
     except RuntimeError as error:  # of a collective, when another rank is gone
         if not Watch.current or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
@@ -134,7 +142,7 @@ def train():
     cfg.out_dir = os.path.normpath(cfg.out_dir or os.path.join("out", "-".join(names) or "train"))
     device, dtype = choose_device(cfg.device, cfg.dtype, local)
     cfg.dtype = str(dtype).removeprefix("torch.")
-    settings = {**asdict(cfg), "model": asdict(model_cfg)}
+    settings = {**asdict(cfg), "model": asdict(model_cfg), "data": fingerprint(dataset)}
     resume = choose_start(cfg, settings, master)
 
     # ---- ranks, device, folder
@@ -174,7 +182,7 @@ def train():
         say(f"going on from {resume}, step {step}")
     elif cfg.init_from not in ("auto", "scratch"):
         try:
-            checkpoint.load(checkpoint.newest(cfg.init_from), model)
+            checkpoint.load(checkpoint.newest(cfg.init_from, True, warn, checkpoint.WEIGHTS), model)
         except RuntimeError as error:  # names or shapes differ
             refuse(f"the weights of {cfg.init_from} do not fit this model: {error}")
         say(f"weights from {cfg.init_from}")
@@ -247,8 +255,26 @@ def train():
     def save():
         if master:
             state = {"step": step, "seconds": seconds, "best": best, "best_step": best_step, "wandb_id": tracker.run_id}
-            state["skipped"] = skipped.total, skipped.in_a_row
+            state |= {"skipped": (skipped.total, skipped.in_a_row), "evaluated": not stopped}
+            tracker.flush()
             writer.save(model, optimizer, state)
+
+    def judge():
+        """The validation loss of this step, logged with what goes with it."""
+        nonlocal seconds
+        begin, val_loss = time.perf_counter(), evaluate()
+        if cfg.max_seconds:  # evaluation counts towards the limit
+            seconds += time.perf_counter() - begin
+        if master:
+            tokens = step * tokens_per_step
+            tracker.log(
+                step, val_loss=val_loss, tokens=tokens, seconds=seconds, **statistics(),
+                relative_loss=relative_loss(val_loss, tokens, baseline),
+            )  # fmt: skip
+            say(f"step {step}: val loss {val_loss:.4f}")
+            if cfg.sample_tokens:
+                tracker.sample(step, a_sample())
+        return val_loss
 
     def asked_to_stop():
         """Whether any rank was: all answer the same."""
@@ -272,6 +298,15 @@ def train():
         limit = "max_iters" if step >= cfg.max_iters else "max_seconds"
         say(f"{cfg.out_dir} is trained: {step} steps in {seconds:.0f} s, {limit} is reached")
         done = True
+    if resume and not (cfg.eval_only or progress.get("evaluated", True)):
+        if step % cfg.eval_interval == 0 or step >= cfg.max_iters:  # a signal came between the step and this
+            val_loss = judge()
+            if val_loss < best:
+                best, best_step = val_loss, step
+            stopped = False
+            save()
+            clock = time.perf_counter()
+            since = clock, step
     ready = None if done else batch(step, 0)
     while not done:
         # ---- one step
@@ -317,9 +352,10 @@ def train():
             if flags:
                 dist.barrier(group=flags)  # on every rank the newest is the one that rank 0 wrote last
             good = checkpoint.newest(cfg.out_dir)
+            good = f"the last good checkpoint is {good}" if good else "there is no checkpoint"
             fail(
-                f"{skipped.in_a_row} steps in a row had no finite gradient, the last one step {step}; the last good "
-                f"checkpoint is {good}: a smaller learning_rate or grad_clip may help"
+                f"{skipped.in_a_row} steps in a row had no finite gradient, the last one step {step}; {good}: a "
+                "smaller learning_rate or grad_clip may help"
             )
 
         # ---- what is said about it
@@ -350,24 +386,13 @@ def train():
                     say(f"step {step}: {line}")
         if stopped or last or step % cfg.eval_interval == 0:
             seconds += time.perf_counter() - clock
-            clock = time.perf_counter()
-            if not stopped:
-                val_loss = evaluate()
-                if cfg.max_seconds:  # evaluation counts towards the limit
-                    seconds += time.perf_counter() - clock
-                if master:
-                    tokens = step * tokens_per_step
-                    tracker.log(
-                        step, val_loss=val_loss, tokens=tokens, seconds=seconds, **statistics(),
-                        relative_loss=relative_loss(val_loss, tokens, baseline),
-                    )  # fmt: skip
-                    say(f"step {step}: val loss {val_loss:.4f}")
-                    if cfg.sample_tokens:
-                        tracker.sample(step, a_sample())
+            val_loss = None if stopped else judge()
             better = not stopped and val_loss < best
             if better:
                 best, best_step = val_loss, step
-            if stopped or better or cfg.always_save_checkpoint:
+            # weights that give no finite loss or gradient are none to go on from, and a checkpoint of `first` is there
+            good = math.isfinite(val_loss or 0.0) and not skipped.in_a_row and (step > first or not resume)
+            if good and (stopped or better or cfg.always_save_checkpoint):
                 begin = time.perf_counter()
                 save()
                 held += time.perf_counter() - begin
@@ -414,6 +439,14 @@ def check(cfg, given, world):
         ("beta2", 0 <= cfg.beta2 < 1, "in [0, 1)"),
         ("weight_decay", cfg.weight_decay >= 0, "0 or more"),
         ("grad_clip", cfg.grad_clip >= 0, "0 (no clipping) or more"),
+        ("learning_rate", math.isfinite(cfg.learning_rate), "finite"),
+        ("min_lr", cfg.min_lr >= 0, "0 or more"),
+        ("warmup_iters", cfg.warmup_iters >= 0, "0 or more"),
+        ("lr_decay_iters", cfg.lr_decay_iters >= 0, "0 (max_iters) or more"),
+        ("max_skipped", cfg.max_skipped >= 1, "1 or more"),
+        ("sample_tokens", cfg.sample_tokens >= 0, "0 (none) or more"),
+        ("timeout", cfg.timeout > 0, "positive"),
+        ("seed", 0 <= cfg.seed < 2**63, "in [0, 2^63)"),
     ):
         if not fits:
             raise ValueError(f"{name} must be {want}, got {getattr(cfg, name)}")
@@ -473,11 +506,18 @@ def choose_start(cfg, settings, thorough):
     if not latest and checkpoint.exists(cfg.out_dir) and not (cfg.init_from == "scratch" and cfg.overwrite):
         refuse(f"every checkpoint in {cfg.out_dir} is damaged: --init_from=scratch --overwrite=True starts anew")
     saved = None
-    if latest and os.path.exists(own):
-        with open(own) as f:
-            saved = json.load(f)
+    if os.path.exists(own):
+        try:
+            with open(own) as f:
+                saved = json.load(f)
+            saved["init_from"], saved["model"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            refuse(f"{own} is damaged ({type(error).__name__}: {error}): put it right, or move {cfg.out_dir} away")
+    # started again by torchrun or Slurm: with the same command, which was right the first time
+    again = any(int(os.environ.get(f"{of}_RESTART_COUNT") or 0) for of in ("TORCHELASTIC", "SLURM"))
+    cfg.overwrite = cfg.overwrite and not again
     started_so = cfg.init_from == "auto" or (saved and not cfg.overwrite and saved["init_from"] == cfg.init_from)
-    if cfg.init_from == "scratch" or not started_so:
+    if not (again and saved) and (cfg.init_from == "scratch" or not started_so):
         if cfg.eval_only:
             return None  # leaves out_dir alone
         if os.path.isdir(cfg.out_dir) and os.listdir(cfg.out_dir):
@@ -492,7 +532,7 @@ def choose_start(cfg, settings, thorough):
                     "choose another out_dir"
                 )
         return None
-    if saved:
+    if saved and latest:
         # where the cosine ends is part of the trajectory, where training ends is not
         end = lambda s: (s["lr_decay_iters"] or s["max_iters"]) if s["decay_lr"] else 0
         free = FREE | ({"max_iters", "lr_decay_iters"} if end(settings) == end(saved) else set())
@@ -548,12 +588,14 @@ def store_of_this_start():
 
 def start_folder(cfg, settings, dataset):
     """out_dir with config.json and the tokenizer, so that the run can be read without the data."""
+    take(cfg.out_dir)
     if cfg.overwrite and cfg.init_from != "auto" and os.path.isdir(cfg.out_dir) and os.listdir(cfg.out_dir):
         n = 1
         while os.path.exists(f"{cfg.out_dir}.old-{n}"):
             n += 1
         os.rename(cfg.out_dir, f"{cfg.out_dir}.old-{n}")
-    os.makedirs(cfg.out_dir, exist_ok=True)
+        warn(f"what was in {cfg.out_dir} is {cfg.out_dir}.old-{n} now")
+        take(cfg.out_dir)
     dataset.tokenizer.save(cfg.out_dir)
     checkpoint.write_json(os.path.join(cfg.out_dir, "config.json"), settings)
     path = os.path.join(cfg.out_dir, "environment.json")
@@ -563,6 +605,30 @@ def start_folder(cfg, settings, dataset):
     except (OSError, ValueError):
         starts = []
     checkpoint.write_json(path, [*starts, environment()])
+
+
+def fingerprint(dataset):
+    """Of its shards and their order, whatever its folder is called."""
+    return hashlib.sha256(json.dumps([dataset.meta["splits"], dataset.eot]).encode()).hexdigest()[:16]
+
+
+def take(out_dir):
+    """Locks out_dir for as long as this process lives, however it ends; refuses if another one has it."""
+    global lock
+    if lock:
+        lock.close()
+    os.makedirs(out_dir, exist_ok=True)
+    lock = open(os.path.join(out_dir, ".lock"), "a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        who = lock.read().strip() or "another process"
+        refuse(f"{who} is training in {out_dir}: stop it, or choose another out_dir")
+    except OSError:  # a file system without locks
+        return
+    lock.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
 
 
 def losses_of(run):
@@ -730,8 +796,9 @@ class StopSignals:
 
 
 def print_to_terminal(*args, **kwargs):
-    tqdm.write(*args, **kwargs)
-    sys.stdout.flush()
+    with suppress(OSError):  # a pipe that was closed, a full disk behind it: no reason to stop
+        tqdm.write(*args, **kwargs)
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """What survives what: kills, damaged checkpoints, full disks, signals, gradients that are not finite."""
 
 import copy
+import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -243,6 +245,75 @@ def test_a_signal_within_a_step_saves_and_loses_nothing(go, monkeypatch, number)
     assert max(metrics("out/cut")) == 2 and os.listdir("out/cut/ckpt") == ["step_00000002"]
     assert go("--out_dir=out/cut") == 0
     assert metrics("out/cut") == metrics("out/whole")
+
+
+def test_an_evaluation_that_a_signal_came_before_is_made_up_for(go, monkeypatch):
+    assert go("--out_dir=out/whole") == 0
+    calls, real = [0], train.train_batch
+
+    def batch(*args):
+        calls[0] += 1
+        if calls[0] in (7, 15):  # in the last micro-step of steps 3 and, after the next start, 6: both are evaluated
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(train, "train_batch", batch)
+    for last in (3, 6, 6):
+        assert go("--out_dir=out/cut") == 0
+        assert max(metrics("out/cut")) == last
+    assert_same_run("out/cut", "out/whole")
+
+
+def test_a_second_process_in_one_folder_is_refused(go, capsys):
+    os.makedirs("out/a")
+    with open("out/a/.lock", "a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print("process 12 on there", file=lock, flush=True)
+        assert go("--out_dir=out/a") == 2
+        assert "process 12 on there is training in out/a" in capsys.readouterr().err
+    assert go("--out_dir=out/a") == 0
+
+
+def test_the_same_command_goes_on_before_there_is_a_checkpoint_and_after_torchruns_restart(go, monkeypatch):
+    assert go("--out_dir=out/a") == 0
+    again = "--init_from=out/a", "--out_dir=out/b"
+    assert go(*again) == 0
+    shutil.rmtree("out/b/ckpt")  # killed before the first
+    assert go(*again) == 0
+    anew = "--init_from=scratch", "--overwrite=True", "--out_dir=out/b"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert go(*anew, "--max_iters=6") == 2 or os.path.isdir("out/b/ckpt/step_00000006")
+    assert not os.path.exists("out/b.old-1")
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    assert go(*anew) == 0 and os.path.isdir("out/b.old-1/ckpt/step_00000006")
+
+
+def test_weights_without_a_finite_loss_are_not_saved(go, monkeypatch):
+    monkeypatch.setattr(train, "fail", lambda message: sys.exit(message))
+    said = go("--out_dir=out/a", "--learning_rate=1e38", "--warmup_iters=0", "--max_iters=30", "--max_skipped=8")
+    assert "8 steps in a row had no finite gradient" in said and "there is no checkpoint" in said
+    assert not os.path.isdir("out/a/ckpt")
+
+
+def test_what_is_saved_after_damaged_checkpoints_stays(go):
+    assert go("--out_dir=out/a", "--max_iters=4", "--eval_interval=2") == 0
+    shutil.copytree("out/a/ckpt/step_00000004", "out/a/ckpt/step_00000008")
+    for step in (4, 8):
+        os.truncate(f"out/a/ckpt/step_0000000{step}/model.safetensors", 10)
+    assert go("--out_dir=out/a", "--max_iters=3", "--eval_interval=2") == 0
+    assert sorted(os.listdir("out/a/ckpt")) == ["step_00000002", "step_00000003"]
+
+
+def test_a_checkpoint_without_checksums_is_looked_at_too(go):
+    assert go("--out_dir=out/a") == 0
+    for harm in (
+        lambda path: os.remove(f"{path}/checksums.json") or os.remove(f"{path}/optimizer.pt"),
+        lambda path: open(f"{path}/checksums.json", "w").write('{"model.safetensors": {"bytds": 1}}'),
+    ):
+        shutil.copytree("out/a/ckpt/step_00000006", "out/a/ckpt/step_00000009")
+        harm("out/a/ckpt/step_00000009")
+        assert checkpoint.newest("out/a") == "out/a/ckpt/step_00000006"
+        shutil.rmtree("out/a/ckpt/step_00000009")
 
 
 def not_finite(monkeypatch, steps):
