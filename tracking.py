@@ -25,7 +25,7 @@ class Tracker:
                     f.writelines(kept)
                 os.replace(name + ".tmp", name)
             self.file = open(path, "a")
-        self.run_id = run_id
+        self.run_id, self.folder = run_id, cfg.out_dir
         self.wandb = None if cfg.eval_only else self._start_wandb(cfg, settings)
 
     def _start_wandb(self, cfg, settings):
@@ -59,20 +59,28 @@ class Tracker:
         values = {k: v for k, v in values.items() if v is not None}
         self.file.write(json.dumps({"step": step, **values}) + "\n")
         self.file.flush()
-        if self.wandb:
-            self.wandb.log({"iter": step, **wandb_row(values)})
+        self._tell_wandb("log", {"iter": step, **wandb_row(values)})
 
     def sample(self, step, text):
         """A sample of the model, into samples.jsonl and wandb."""
         _append(self.samples, {"step": step, "text": text})
-        if self.wandb:
-            self.wandb.log({"iter": step, "sample": text})
+        self._tell_wandb("log", {"iter": step, "sample": text})
 
     def finish(self):
         if self.file:
             self.file.close()
-        if self.wandb:
-            self.wandb.finish()
+        self._tell_wandb("finish")
+
+    def _tell_wandb(self, method, *args):
+        """Training goes on without wandb when its service has died."""
+        if self.wandb is None:
+            return
+        try:
+            getattr(self.wandb, method)(*args)
+        except Exception as error:
+            self.wandb = None
+            again = f"`python -m wandb_upload {self.folder}` uploads it later"
+            print(f"wandb stopped: {type(error).__name__}: {error}; metrics.jsonl goes on, {again}")
 
 
 def wandb_row(values):
