@@ -8,6 +8,7 @@ import json
 import netrc
 import os
 import secrets
+import sys
 from urllib.parse import urlparse
 
 
@@ -21,7 +22,7 @@ class Tracker:
                 kept = [
                     line for line in whole_lines(name) if json.loads(line)["step"] <= step
                 ]  # later ones are done again
-                with open(name + ".tmp", "w") as f:
+                with open(name + ".tmp", "w", encoding="utf-8") as f:
                     f.writelines(kept)
                 os.replace(name + ".tmp", name)
             self.file = open(path, "a")
@@ -119,9 +120,20 @@ def _append(path, value):
 
 
 def whole_lines(path):
-    """The whole lines of a file of JSON lines, if it is there; a last one torn by a crash is left out."""
+    """The lines of a file of JSON lines, if it is there, that hold an object with a step. A last one torn by a crash is
+    left out, and so, with a warning, is what a power cut has left: NULs or garbage."""
     if not os.path.exists(path):
         return []
-    with open(path) as f:
-        lines = f.readlines()
-    return [line for line in lines if line.endswith("\n")]
+    with open(path, encoding="utf-8", errors="replace") as f:
+        lines = [line for line in f if line.endswith("\n")]
+    kept = [line for line in lines if _has_step(line)]
+    if len(kept) < len(lines):
+        print(f"{path}: {len(lines) - len(kept)} damaged lines are left out", file=sys.stderr)
+    return kept
+
+
+def _has_step(line):
+    try:
+        return isinstance(json.loads(line)["step"], int)
+    except (ValueError, KeyError, TypeError):
+        return False

@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+import wandb_upload
 from tracking import Tracker
 
 
@@ -61,3 +62,20 @@ def test_training_goes_on_when_wandb_dies(tmp_path, fake, capsys, first):
     assert f"`python -m wandb_upload {tmp_path / 'a'}`" in out and out.count("\n") == 1
     assert steps(tmp_path / "a") == {"log": [1, 2, 3], "sample": [1, 3], "finish": [1]}[first]
     assert len(fake.rows) == 1 and tracker.wandb is None
+
+
+DAMAGE = (
+    b'{"step": 1, "train_loss": 2.0}\n' + b"\0" * 4096 + b'{"step": 2}\n\xff\xfe{\n[1]\n7\n{"lr": 1}\n{"step": "x"}\n'
+)
+
+
+def test_damaged_lines_are_left_out_with_a_warning(tmp_path, fake, capsys):
+    folder = tmp_path / "a"
+    start(folder).finish()
+    (folder / "metrics.jsonl").write_bytes(DAMAGE + b'{"step": 3, "train_loss": 1.0}\n{"step": 4, "tr')
+    assert wandb_upload.upload(str(folder), None, "offline") == 2
+    assert capsys.readouterr().err == f"{folder}/metrics.jsonl: 6 damaged lines are left out\n"
+    tracker = start(folder, step=3, wandb="disabled")
+    tracker.log(4, train_loss=1.0)
+    tracker.finish()
+    assert steps(folder) == [1, 3, 4] and "6 damaged lines" in capsys.readouterr().err
