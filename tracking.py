@@ -11,6 +11,8 @@ import secrets
 import sys
 from urllib.parse import urlparse
 
+from data.shards import write_atomically
+
 
 class Tracker:
     def __init__(self, cfg, settings, step, run_id):
@@ -22,9 +24,7 @@ class Tracker:
                 kept = [
                     line for line in whole_lines(name) if json.loads(line)["step"] <= step
                 ]  # later ones are done again
-                with open(name + ".tmp", "w", encoding="utf-8") as f:
-                    f.writelines(kept)
-                os.replace(name + ".tmp", name)
+                write_atomically(name, "".join(kept).encode())
             self.file = open(path, "a")
         self.run_id, self.folder = run_id, cfg.out_dir
         self.wandb = None if cfg.eval_only else self._start_wandb(cfg, settings)
@@ -66,6 +66,13 @@ class Tracker:
         """A sample of the model, into samples.jsonl and wandb."""
         _append(self.samples, {"step": step, "text": text})
         self._tell_wandb("log", {"iter": step, "sample": text})
+
+    def flush(self):
+        """On the disk with what was logged: called before a checkpoint, so that a power cut loses no step before it."""
+        if self.file:
+            for name in (self.file.name, self.samples):
+                with open(name, "ab") as f:  # log() and sample() leave nothing in Python's buffers
+                    os.fsync(f.fileno())
 
     def finish(self):
         if self.file:

@@ -1,6 +1,7 @@
 """metrics.jsonl is kept whatever befalls wandb, the machine or the file."""
 
 import json
+import os
 import sys
 import types
 
@@ -79,3 +80,20 @@ def test_damaged_lines_are_left_out_with_a_warning(tmp_path, fake, capsys):
     tracker.log(4, train_loss=1.0)
     tracker.finish()
     assert steps(folder) == [1, 3, 4] and "6 damaged lines" in capsys.readouterr().err
+
+
+def test_flush_brings_both_files_to_the_disk(tmp_path, monkeypatch):
+    synced = {}
+
+    def fsync(number):
+        path = os.readlink(f"/proc/self/fd/{number}")
+        synced[os.path.basename(path)] = os.path.isfile(path) and open(path).read().count("\n")
+
+    tracker = start(tmp_path / "a", wandb="disabled")
+    monkeypatch.setattr(os, "fsync", fsync)
+    tracker.log(1, train_loss=2.0)
+    tracker.log(2, train_loss=2.0)
+    tracker.sample(2, "text")
+    tracker.flush()
+    assert synced == {"metrics.jsonl": 2, "samples.jsonl": 1}
+    tracker.finish()
