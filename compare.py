@@ -15,6 +15,8 @@ from statistics import fmean, median
 
 import numpy as np
 
+from tracking import whole_lines
+
 # Okabe and Ito's palette, which colour-blind readers can tell apart, the strongest first.
 STYLE = {  # of matplotlib
     "font.size": 10,
@@ -50,16 +52,11 @@ def load_run(folder):
     if not path.is_file():
         refuse(f"{folder}: " + ("no metrics.jsonl in it" if Path(folder).is_dir() else "no such run folder"))
     train, val = {}, {}
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-            step = int(line["step"])
-        except (ValueError, KeyError, TypeError):
-            continue  # a run that is being written, or was killed, leaves a torn line
+    for line in map(json.loads, whole_lines(path)):
         # A resumed run repeats the steps since its checkpoint: the later line is the one it went on from.
         for key, lines in (("train_loss", train), ("val_loss", val)):
             if isinstance(line.get(key), (int, float)):
-                lines[step] = line
+                lines[line["step"]] = line
     if not train and not val:
         refuse(f"{folder}: its metrics.jsonl holds no losses yet")
     return [train[step] for step in sorted(train)], [val[step] for step in sorted(val)]

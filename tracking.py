@@ -8,7 +8,10 @@ import json
 import netrc
 import os
 import secrets
+import sys
 from urllib.parse import urlparse
+
+from data.shards import write_atomically
 
 
 class Tracker:
@@ -21,11 +24,9 @@ class Tracker:
                 kept = [
                     line for line in whole_lines(name) if json.loads(line)["step"] <= step
                 ]  # later ones are done again
-                with open(name + ".tmp", "w") as f:
-                    f.writelines(kept)
-                os.replace(name + ".tmp", name)
+                write_atomically(name, "".join(kept).encode())
             self.file = open(path, "a")
-        self.run_id = run_id
+        self.run_id, self.folder = run_id, cfg.out_dir
         self.wandb = None if cfg.eval_only else self._start_wandb(cfg, settings)
 
     def _start_wandb(self, cfg, settings):
@@ -59,20 +60,35 @@ class Tracker:
         values = {k: v for k, v in values.items() if v is not None}
         self.file.write(json.dumps({"step": step, **values}) + "\n")
         self.file.flush()
-        if self.wandb:
-            self.wandb.log({"iter": step, **wandb_row(values)})
+        self._tell_wandb("log", {"iter": step, **wandb_row(values)})
 
     def sample(self, step, text):
         """A sample of the model, into samples.jsonl and wandb."""
         _append(self.samples, {"step": step, "text": text})
-        if self.wandb:
-            self.wandb.log({"iter": step, "sample": text})
+        self._tell_wandb("log", {"iter": step, "sample": text})
+
+    def flush(self):
+        """On the disk with what was logged: called before a checkpoint, so that a power cut loses no step before it."""
+        if self.file:
+            for name in (self.file.name, self.samples):
+                with open(name, "ab") as f:  # log() and sample() leave nothing in Python's buffers
+                    os.fsync(f.fileno())
 
     def finish(self):
         if self.file:
             self.file.close()
-        if self.wandb:
-            self.wandb.finish()
+        self._tell_wandb("finish")
+
+    def _tell_wandb(self, method, *args):
+        """Training goes on without wandb when its service has died."""
+        if self.wandb is None:
+            return
+        try:
+            getattr(self.wandb, method)(*args)
+        except Exception as error:
+            self.wandb = None
+            again = f"`python -m wandb_upload {self.folder}` uploads it later"
+            print(f"wandb stopped: {type(error).__name__}: {error}; metrics.jsonl goes on, {again}")
 
 
 def wandb_row(values):
@@ -111,9 +127,20 @@ def _append(path, value):
 
 
 def whole_lines(path):
-    """The whole lines of a file of JSON lines, if it is there; a last one torn by a crash is left out."""
+    """The lines of a file of JSON lines, if it is there, that hold an object with a step. A last one torn by a crash is
+    left out, and so, with a warning, is what a power cut has left: NULs or garbage."""
     if not os.path.exists(path):
         return []
-    with open(path) as f:
-        lines = f.readlines()
-    return [line for line in lines if line.endswith("\n")]
+    with open(path, encoding="utf-8", errors="replace") as f:
+        lines = [line for line in f if line.endswith("\n")]
+    kept = [line for line in lines if _has_step(line)]
+    if len(kept) < len(lines):
+        print(f"{path}: {len(lines) - len(kept)} damaged lines are left out", file=sys.stderr)
+    return kept
+
+
+def _has_step(line):
+    try:
+        return isinstance(json.loads(line)["step"], int)
+    except (ValueError, KeyError, TypeError):
+        return False

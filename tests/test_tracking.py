@@ -1,0 +1,99 @@
+"""metrics.jsonl is kept whatever befalls wandb, the machine or the file."""
+
+import json
+import os
+import sys
+import types
+
+import pytest
+
+import wandb_upload
+from tracking import Tracker
+
+
+class FakeWandb(types.ModuleType):
+    """Notes its runs and their rows; once `dead` it answers as wandb does whose service was killed."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.inits, self.rows, self.dead, self.Settings = [], [], False, dict
+
+    def init(self, **kwargs):
+        self.inits.append(kwargs)
+        call = lambda *args, **kwargs: self.call(*args)
+        return types.SimpleNamespace(define_metric=lambda *a, **k: None, log=call, finish=call, summary={})
+
+    def call(self, *row):
+        if self.dead:
+            raise ConnectionResetError("Connection lost")
+        self.rows += row
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    module = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def start(folder, step=0, run_id=None, wandb="offline"):
+    cfg = dict(out_dir=str(folder), eval_only=False, wandb_log=True, wandb=wandb, wandb_project="p", wandb_run_name="")
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**cfg, "seed": 1}))
+    return Tracker(types.SimpleNamespace(**cfg), {}, step, run_id)
+
+
+def steps(folder, name="metrics.jsonl"):
+    return [json.loads(line)["step"] for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("first", ["log", "sample", "finish"])
+def test_training_goes_on_when_wandb_dies(tmp_path, fake, capsys, first):
+    tracker = start(tmp_path / "a")
+    tracker.log(1, train_loss=2.0)
+    fake.dead = True
+    if first == "log":
+        tracker.log(2, train_loss=2.0)
+    if first != "finish":
+        tracker.sample(2, "text")
+        tracker.log(3, train_loss=2.0)
+    tracker.finish()
+    out = capsys.readouterr().out
+    assert out.count("wandb stopped: ConnectionResetError: Connection lost; metrics.jsonl goes on") == 1
+    assert f"`python -m wandb_upload {tmp_path / 'a'}`" in out and out.count("\n") == 1
+    assert steps(tmp_path / "a") == {"log": [1, 2, 3], "sample": [1, 3], "finish": [1]}[first]
+    assert len(fake.rows) == 1 and tracker.wandb is None
+
+
+DAMAGE = (
+    b'{"step": 1, "train_loss": 2.0}\n' + b"\0" * 4096 + b'{"step": 2}\n\xff\xfe{\n[1]\n7\n{"lr": 1}\n{"step": "x"}\n'
+)
+
+
+def test_damaged_lines_are_left_out_with_a_warning(tmp_path, fake, capsys):
+    folder = tmp_path / "a"
+    start(folder).finish()
+    (folder / "metrics.jsonl").write_bytes(DAMAGE + b'{"step": 3, "train_loss": 1.0}\n{"step": 4, "tr')
+    assert wandb_upload.upload(str(folder), None, "offline") == 2
+    assert capsys.readouterr().err == f"{folder}/metrics.jsonl: 6 damaged lines are left out\n"
+    tracker = start(folder, step=3, wandb="disabled")
+    tracker.log(4, train_loss=1.0)
+    tracker.finish()
+    assert steps(folder) == [1, 3, 4] and "6 damaged lines" in capsys.readouterr().err
+
+
+def test_flush_brings_both_files_to_the_disk(tmp_path, monkeypatch):
+    synced = {}
+
+    def fsync(number):
+        path = os.readlink(f"/proc/self/fd/{number}")
+        synced[os.path.basename(path)] = os.path.isfile(path) and open(path).read().count("\n")
+
+    tracker = start(tmp_path / "a", wandb="disabled")
+    monkeypatch.setattr(os, "fsync", fsync)
+    tracker.log(1, train_loss=2.0)
+    tracker.log(2, train_loss=2.0)
+    tracker.sample(2, "text")
+    tracker.flush()
+    assert synced == {"metrics.jsonl": 2, "samples.jsonl": 1}
+    tracker.finish()
