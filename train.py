@@ -118,6 +118,9 @@ def main():
         if not Watch.current or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
         fail(f"a rank could not be reached: {Watch.current.blame()} ({str(error).splitlines()[0][:200]})")
+    finally:
+        if lock:
+            lock.close()
 
 
 def train():
@@ -520,7 +523,7 @@ def choose_start(cfg, settings, thorough):
     if not (again and saved) and (cfg.init_from == "scratch" or not started_so):
         if cfg.eval_only:
             return None  # leaves out_dir alone
-        if os.path.isdir(cfg.out_dir) and os.listdir(cfg.out_dir):
+        if has_files(cfg.out_dir):
             if not cfg.overwrite:
                 refuse(
                     f"{cfg.out_dir} is not empty: --overwrite=True renames it and starts anew, "
@@ -589,7 +592,7 @@ def store_of_this_start():
 def start_folder(cfg, settings, dataset):
     """out_dir with config.json and the tokenizer, so that the run can be read without the data."""
     take(cfg.out_dir)
-    if cfg.overwrite and cfg.init_from != "auto" and os.path.isdir(cfg.out_dir) and os.listdir(cfg.out_dir):
+    if cfg.overwrite and cfg.init_from != "auto" and has_files(cfg.out_dir):
         n = 1
         while os.path.exists(f"{cfg.out_dir}.old-{n}"):
             n += 1
@@ -612,11 +615,13 @@ def fingerprint(dataset):
     return hashlib.sha256(json.dumps([dataset.meta["splits"], dataset.eot]).encode()).hexdigest()[:16]
 
 
+def has_files(folder):
+    return os.path.isdir(folder) and os.listdir(folder) not in ([], [".lock"])
+
+
 def take(out_dir):
     """Locks out_dir for as long as this process lives, however it ends; refuses if another one has it."""
     global lock
-    if lock:
-        lock.close()
     os.makedirs(out_dir, exist_ok=True)
     lock = open(os.path.join(out_dir, ".lock"), "a+")
     try:

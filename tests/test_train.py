@@ -37,7 +37,7 @@ def test_every_attention_learns(go, attention):
 def test_a_run_folder_has_all_that_is_needed_to_read_it(go):
     assert go("--attention=conformal_sympow", "--out_dir=out/a") == 0
     assert sorted(os.listdir("out/a")) == [
-        "ckpt", "config.json", "environment.json", "metrics.jsonl", "samples.jsonl", "tokenizer.json",
+        ".lock", "ckpt", "config.json", "environment.json", "metrics.jsonl", "samples.jsonl", "tokenizer.json",
     ]  # fmt: skip
     assert sorted(os.listdir("out/a/ckpt")) == ["step_00000003", "step_00000006"]
     config = json.load(open("out/a/config.json"))
