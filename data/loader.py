@@ -135,6 +135,8 @@ class Dataset:
 
     @property
     def remedy(self):
+        if self._direct:  # the files are the user's source
+            return "damaged, get this chunk again"
         return f"delete this file and run {self.meta['prepare']}"
 
     def _bytes(self, shard):

@@ -25,6 +25,7 @@ from typing import Callable, NamedTuple
 import numpy as np
 
 from data import DataError, need
+from data.direct import missing_chunks
 
 FORMAT = 1
 SPLITS = ("train", "val")
@@ -70,12 +71,16 @@ def shard_is_whole(folder, shard, token_bytes):
 
 
 def is_complete(folder, arguments):
-    """Whether the folder already holds what these arguments would make, all shards in place; says so if it does."""
+    """Whether the folder already holds what these arguments would make, all shards (or, of a zarr array that is read
+    where it is, chunks) in place; says so if it does."""
     meta = _read_json(folder, "meta.json")
     if meta is None or meta.get("arguments") != _normal(arguments):
         return False
     size = np.dtype(meta["dtype"]).itemsize
-    if not all(shard_is_whole(folder, shard, size) for split in meta["splits"].values() for shard in split["shards"]):
+    splits = meta["splits"].values()
+    if not all(shard_is_whole(folder, shard, size) for split in splits for shard in split["shards"]):
+        return False
+    if any(split.get("zarr") and missing_chunks(split["zarr"], meta["document_length"]) for split in splits):
         return False
     print(f"{folder} is complete already: {_summary(meta)}")
     return True

@@ -51,11 +51,16 @@ def retrying(call, attempts=10, sleep=time.sleep):
             sleep(wait)
 
 
+def _status(error):
+    """An HTTP client's error, as a number, if it is one."""
+    response = getattr(error, "response", None)
+    return getattr(error, "status", None) or getattr(response, "status_code", None)
+
+
 def _passing(error):
     """Whether an error is worth another try. HTTP clients have exceptions of their own, so they are told by name and
     status."""
-    response = getattr(error, "response", None)
-    status = getattr(error, "status", None) or getattr(response, "status_code", None)
+    status = _status(error)
     if isinstance(status, int):
         return status == 429 or status >= 500
     names = {kind.__name__ for kind in type(error).__mro__}
@@ -128,13 +133,21 @@ class Zarr:
         return out
 
     def chunk(self, row, column):
-        """One chunk, uint16 [documents, tokens]. Raises DataError, naming it, if it is missing or constant."""
+        """One chunk, uint16 [documents, tokens]. Raises DataError, naming it, if it is missing, damaged or constant."""
         first, columns = row * self.chunk_rows, slice(column * self.chunk_columns, (column + 1) * self.chunk_columns)
         last = min(first + self.chunk_rows, self.documents)
-        block = retrying(lambda: self.array[first:last, columns])
+        name = f"{self.url}/{self.keys(row)[column]}"
+        try:
+            block = retrying(lambda: self.array[first:last, columns])
+        except DataError:
+            raise
+        except Exception as error:  # of a codec, of the network, of the disk
+            why = " ".join(f"({type(error).__name__}: {error})".split())
+            if _passing(error) or _status(error) or getattr(error, "errno", None):
+                raise DataError(f"{name}: chunk cannot be read {why}") from error
+            raise DataError(f"{name}: chunk cannot be decoded {why}: damaged, get it again") from error
         if block.size > 1 and block.min() == block.max():
-            key = self.keys(row)[column]
-            raise DataError(f"{self.url}/{key}: chunk holds nothing but {block[0, 0]}, damaged: get it again")
+            raise DataError(f"{name}: chunk holds nothing but {block[0, 0]}, damaged: get it again")
         return block
 
 
