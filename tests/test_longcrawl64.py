@@ -418,3 +418,11 @@ def test_direct_dataset_that_lost_a_chunk_is_not_complete(tmp_path, capsys):
     os.remove(tmp_path / "train.zarr" / "1.3")
     with pytest.raises(DataError, match=r"train.zarr: 1 chunk files are missing \(1.3\)"):
         prepare(tmp_path, "--direct", "--documents=6")
+
+
+def test_direct_dataset_is_read_from_any_folder(tmp_path, monkeypatch):
+    arrays = make_source(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    prepare(tmp_path, "--direct", source=".")
+    monkeypatch.chdir("/")
+    assert np.array_equal(rows(Dataset(str(tmp_path / "out")), "train"), arrays["train"])

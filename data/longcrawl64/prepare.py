@@ -241,7 +241,8 @@ def main(argv):
         if is_complete(args.out, arguments):
             return 0
     if args.direct:
-        rows = {s: {"url": arrays[s].url, "together": arrays[s].chunk_rows, "rows": plans[s]} for s in arrays}
+        url = arguments["zarr"]  # absolute: training may start in another folder
+        rows = {s: {"url": f"{url}/{ARRAYS[s]}", "together": arrays[s].chunk_rows, "rows": plans[s]} for s in arrays}
         write_direct(args.out, rows, tokenizer, args.document_length, arguments, source, args.command)
         return 0
     size = args.document_length
