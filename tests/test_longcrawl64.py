@@ -426,3 +426,18 @@ def test_direct_dataset_is_read_from_any_folder(tmp_path, monkeypatch):
     prepare(tmp_path, "--direct", source=".")
     monkeypatch.chdir("/")
     assert np.array_equal(rows(Dataset(str(tmp_path / "out")), "train"), arrays["train"])
+
+
+def test_damaged_shard_without_its_source_is_named(tmp_path, capsys):
+    make_source(tmp_path)
+    dataset = prepare(tmp_path)
+    shard = tmp_path / "out" / "train_00001.bin"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    os.rename(tmp_path / "train.zarr", tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="cannot open .*train.zarr"):
+        prepare(tmp_path, "--verify")
+    assert f"{shard} is not what was written" in capsys.readouterr().out
+    with pytest.raises(DataError, match="train_00001.bin is missing"):  # not trained on
+        Dataset(dataset.path)
+    os.rename(tmp_path / "elsewhere", tmp_path / "train.zarr")
+    prepare(tmp_path).verify()

@@ -226,7 +226,7 @@ def main(argv):
         "document_length": args.document_length,
         **({"direct": True} if args.direct else {}),
     }
-    if not args.check and not args.skip_missing and is_complete(args.out, arguments):
+    if not args.check and not args.skip_missing and is_complete(args.out, arguments, args.verify):
         return 0
     arrays = {split: Zarr(f"{source}/{name}", args.document_length) for split, name in ARRAYS.items()}
     if args.check:
@@ -238,7 +238,7 @@ def main(argv):
     plans = {split: plan(arrays[split], documents[split], args.skip_missing) for split in arrays}
     if args.skip_missing:  # a copy that has grown has other rows, which must not be mixed with those already taken
         arguments["rows"] = {split: [row for row, _ in rows] for split, rows in plans.items()}
-        if is_complete(args.out, arguments):
+        if is_complete(args.out, arguments, args.verify):
             return 0
     if args.direct:
         url = arguments["zarr"]  # absolute: training may start in another folder
