@@ -74,12 +74,13 @@ def summarise(name, train, val):
         rate = median(rates[WARMUP_LINES:] or rates)
     else:
         rate = tokens / seconds if tokens and seconds else None
-    tail = train[-max(1, len(train) // 10) :]
+    tail = [line["train_loss"] for line in train[-max(1, len(train) // 10) :]]
+    tail = [loss for loss in tail if math.isfinite(loss)] or tail  # a skipped step's may be NaN
     return {
         "run": name,
         "steps": steps,
         "tokens": tokens,
-        "train": fmean(line["train_loss"] for line in tail) if train else None,
+        "train": fmean(tail) if tail else None,
         "val": val[-1]["val_loss"] if val else None,
         "val_step": val[-1]["step"] if val else None,
         "rate": rate,
@@ -153,8 +154,8 @@ def markdown(header, cells):
 
 
 def curve(lines, key, loss, scale=1):
-    """(x, y): the losses against steps or seconds, of the lines that tell them."""
-    lines = [line for line in lines if key in line]
+    """(x, y): the finite losses against steps or seconds, of the lines that tell them."""
+    lines = [line for line in lines if key in line and math.isfinite(line[loss])]
     return [line[key] / scale for line in lines], [line[loss] for line in lines]
 
 

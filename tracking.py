@@ -7,6 +7,7 @@ metrics.jsonl is the truth, one JSON object a line. wandb is online if there is 
 import json
 import netrc
 import os
+import re
 import secrets
 import sys
 from urllib.parse import urlparse
@@ -38,7 +39,10 @@ class Tracker:
         except ImportError:
             print("wandb is not installed: metrics go to metrics.jsonl alone")
             return None
-        self.run_id = self.run_id or secrets.token_hex(4)
+        known = saved_id(cfg.out_dir)
+        self.run_id = self.run_id or known or secrets.token_hex(4)  # a checkpoint's first
+        if self.run_id != known:  # before there is a checkpoint to keep it
+            write_atomically(os.path.join(cfg.out_dir, "wandb_id"), f"{self.run_id}\n".encode())
         args = dict(
             project=cfg.wandb_project, name=cfg.wandb_run_name or os.path.basename(os.path.normpath(cfg.out_dir)),
             id=self.run_id, resume="allow", dir=cfg.out_dir, config=settings,
@@ -89,6 +93,16 @@ class Tracker:
             self.wandb = None
             again = f"`python -m wandb_upload {self.folder}` uploads it later"
             print(f"wandb stopped: {type(error).__name__}: {error}; metrics.jsonl goes on, {again}")
+
+
+def saved_id(folder):
+    """The id under which wandb knows the run of this folder, from its file wandb_id; None if there is none."""
+    try:
+        with open(os.path.join(folder, "wandb_id"), encoding="utf-8") as f:
+            found = f.read().strip()
+    except (OSError, ValueError):
+        return None
+    return found if re.fullmatch(r"[\w-]{1,64}", found) else None  # else damaged
 
 
 def wandb_row(values):

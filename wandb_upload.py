@@ -16,7 +16,7 @@ import os
 import re
 import sys
 
-from tracking import wandb_row, whole_lines
+from tracking import saved_id, wandb_row, whole_lines
 
 
 def upload(folder, project, mode):
@@ -47,7 +47,10 @@ def upload(folder, project, mode):
 
 
 def run_id(folder, settings):
-    """wandb's name of the run: as its newest checkpoint has it, or wandb's own folder in it; else one of ours."""
+    """wandb's name of the run: as its file wandb_id, its newest checkpoint or wandb's own folder in it has it; else one
+    of ours."""
+    if known := saved_id(folder):
+        return known
     for path in sorted(glob.glob(os.path.join(folder, "ckpt", "step_*", "progress.json")), reverse=True):
         try:
             with open(path) as f:

@@ -28,6 +28,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--out", default=self.folder, help="folder to write; data/NAME makes it --dataset=NAME")
         self.add_argument("--document_length", type=int, default=65536, help="tokens in a row")
         self.add_argument("--val_fraction", type=float, default=val_fraction, help="part of the text for validation")
+        self.add_argument("--verify", action="store_true", help="read all shards; damaged ones are made again")
 
     def parse_args(self, argv):
         """The arguments, and as args.command how to prepare this dataset again, for meta.json and error messages."""
@@ -42,7 +43,8 @@ class Parser(argparse.ArgumentParser):
             self.error(f"--document_length must be at least 1, got {args.document_length}")
         if not 0 < args.val_fraction <= 0.5:
             self.error(f"--val_fraction must be above 0 and at most 0.5, got {args.val_fraction}")
-        args.command = shlex.join(["python", f"data/{os.path.basename(self.folder)}/prepare.py", *argv])
+        again = [word for word in argv if word != "--verify"]
+        args.command = shlex.join(["python", f"data/{os.path.basename(self.folder)}/prepare.py", *again])
         return args
 
     def error(self, message):

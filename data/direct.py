@@ -18,6 +18,13 @@ THREADS = 4
 BYTES = 2**30  # of decoded chunks that stay
 
 
+def missing_chunks(zarr, length):
+    """The chunk files that meta.json's entry {url, rows, ...} of a split needs and that are not there."""
+    from data.longcrawl64.prepare import Zarr
+
+    return Zarr(zarr["url"], length).missing(zarr["rows"]) or []
+
+
 class ChunkedRows:
     """Documents 0, 1, ... are those of the rows of chunks in `chunk_rows`, of which the last may be cut short."""
 

@@ -25,6 +25,7 @@ from typing import Callable, NamedTuple
 import numpy as np
 
 from data import DataError, need
+from data.direct import missing_chunks
 
 FORMAT = 1
 SPLITS = ("train", "val")
@@ -69,13 +70,20 @@ def shard_is_whole(folder, shard, token_bytes):
         return False
 
 
-def is_complete(folder, arguments):
-    """Whether the folder already holds what these arguments would make, all shards in place; says so if it does."""
+def is_complete(folder, arguments, verify=False):
+    """Whether the folder already holds what these arguments would make, all shards (or, of a zarr array that is read
+    where it is, chunks) in place; says so if it does. verify: shards that are not what was written are named and
+    deleted first, so that they are made again."""
+    if verify:
+        _remove_damaged(folder)
     meta = _read_json(folder, "meta.json")
     if meta is None or meta.get("arguments") != _normal(arguments):
         return False
     size = np.dtype(meta["dtype"]).itemsize
-    if not all(shard_is_whole(folder, shard, size) for split in meta["splits"].values() for shard in split["shards"]):
+    splits = meta["splits"].values()
+    if not all(shard_is_whole(folder, shard, size) for split in splits for shard in split["shards"]):
+        return False
+    if any(split.get("zarr") and missing_chunks(split["zarr"], meta["document_length"]) for split in splits):
         return False
     print(f"{folder} is complete already: {_summary(meta)}")
     return True
@@ -181,13 +189,32 @@ def _write_shard(folder, file, rows, vocab_size, document_length, dtype):
     }
 
 
+def _saved_shards(saved):
+    """Of a parsed meta.json, by file name."""
+    return {shard["file"]: shard for split in saved["splits"].values() for shard in split["shards"]}
+
+
+def _remove_damaged(folder):
+    meta = _read_json(folder, "meta.json") or {}
+    if "splits" in meta:
+        shards = _saved_shards(meta)
+    else:
+        shards = (_read_json(folder, "progress.json") or {}).get("shards", {})
+    print(f"{folder}: reading {len(shards)} shards")
+    for file, shard in shards.items():
+        path = os.path.join(folder, file)
+        if os.path.exists(path) and sha256_of(path) != shard["sha256"]:
+            print(f"{path} is not what was written (sha256 differs): it is made again")
+            os.remove(path)
+
+
 def _finished_shards(folder, arguments):
     """What an earlier run with the same arguments has finished, by file name; what is of no use any more is deleted."""
     saved = _read_json(folder, "meta.json")
     if saved is not None:  # complete once, but a shard was lost or the arguments are new
         if not {"arguments", "splits"} <= saved.keys():
             raise DataError(f"{folder}/meta.json is not of a dataset of ours: give another --out")
-        shards = {shard["file"]: shard for split in saved["splits"].values() for shard in split["shards"]}
+        shards = _saved_shards(saved)
     else:
         saved = _read_json(folder, "progress.json") or {"arguments": arguments, "shards": {}}
         shards = saved["shards"]

@@ -93,6 +93,17 @@ def test_diverged_run_still_gets_its_row_and_picture(tmp_path, capsys, options):
     assert cells(capsys, a, *options)[0]["val loss"] == "nan"
 
 
+def test_skipped_step_leaves_no_hole(tmp_path, capsys, options):
+    losses = [4.0] * 95 + [3.0, float("nan"), 3.0, float("inf"), 2.0]
+    a = write_run(tmp_path / "a", losses)
+    assert cells(capsys, a, *options)[0]["train loss"] == f"{fmean([4.0] * 5 + [3.0, 3.0, 2.0]):.4f}"
+    train, _ = compare.load_run(a)
+    x, y = compare.curve(train, "step", "train_loss")
+    assert 970 not in x and len(x) == len(y) == 98 and compare.smooth(y)[-1] == 2.5
+    b = write_run(tmp_path / "b", [4.0, float("nan")])  # diverged
+    assert cells(capsys, b, *options)[0]["train loss"] == "nan"
+
+
 def test_run_of_evaluations_alone(tmp_path, capsys, options):
     assert cells(capsys, write_run(tmp_path / "a", val=[3.0]), *options)[0]["train loss"] == "-"
 

@@ -103,6 +103,46 @@ def test_prepare_mends_a_complete_dataset_that_lost_a_shard(tmp_path):
     Dataset(str(tmp_path)).verify()
 
 
+def zero(path, size=2000):
+    """Damage within the vocabulary."""
+    with open(path, "r+b") as f:
+        f.write(bytes(size))
+
+
+def test_verify_makes_damaged_shards_again(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("some text. " * 1000)
+    content = all_tokens(prepare_text(tmp_path, tmp_path / "a.txt"))
+    damaged = tmp_path / "out" / "train_00000.bin"
+    zero(damaged)
+    capsys.readouterr()
+    dataset = prepare_text(tmp_path, tmp_path / "a.txt", "--verify")
+    assert f"{damaged} is not what was written (sha256 differs): it is made again" in capsys.readouterr().out
+    assert all_tokens(dataset) == content and "--verify" not in dataset.meta["prepare"]
+    dataset.verify()
+    prepare_text(tmp_path, tmp_path / "a.txt", "--verify")
+    out = capsys.readouterr().out
+    assert "complete already" in out and "sha256" not in out
+
+
+def test_verify_holds_for_what_a_killed_prepare_left(tmp_path):
+    calls = []
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, fail_at=2)
+    zero(tmp_path / "train_00001.bin", 20)
+    assert not is_complete(str(tmp_path), {}, verify=True)
+    write(tmp_path, calls=calls)
+    assert calls == [1, 2]
+    Dataset(str(tmp_path)).verify()
+
+
+def test_damage_is_found_beside_the_training(tmp_path):
+    write(tmp_path)
+    assert Dataset(str(tmp_path)).start_verify().result(timeout=60) is None
+    zero(tmp_path / "train_00001.bin", 20)
+    with pytest.raises(DataError, match="train_00001.bin is not what was written"):
+        Dataset(str(tmp_path)).start_verify().result(timeout=60)
+
+
 def test_units_below_one_row_give_no_file(tmp_path):
     write(tmp_path, train=(5, 0, 4))
     assert Dataset(str(tmp_path)).documents("train") == 9

@@ -9,7 +9,7 @@ import pytest
 from helpers import byte_encoding, kill_in_second_shard
 
 from data import DataError
-from data.loader import Dataset
+from data.loader import Dataset, Windows
 from data.longcrawl64 import prepare as longcrawl64
 
 import tiktoken
@@ -337,7 +337,7 @@ def test_chunk_reads_go_through_the_retry(tmp_path, monkeypatch):
 @pytest.mark.parametrize("documents", [None, 2 * ROWS + 1])
 def test_arrays_are_read_where_they_are_each_chunk_once(tmp_path, documents, monkeypatch):
     from data import direct
-    from data.loader import Windows, train_indices
+    from data.loader import train_indices
 
     arrays = make_source(tmp_path)
     options = [] if documents is None else [f"--documents={documents}"]
@@ -368,3 +368,76 @@ def test_arrays_are_read_where_they_are_each_chunk_once(tmp_path, documents, mon
     assert len(decoded) <= 2 * -(-windows.documents // ROWS)  # the token before a window may lie in another chunk
     windows.expect(train_indices(windows, 1, 0, 4))
     assert arrays
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("direct", [False, True])
+def test_chunk_that_cannot_be_decoded_is_named(tmp_path, layout, direct):
+    make_source(tmp_path, layout)
+    chunk = tmp_path / "train.zarr" / CHUNK[layout].format(1, 2)
+    content = chunk.read_bytes()
+    if direct:
+        dataset = prepare(tmp_path, "--direct")
+    for damaged in (content[: len(content) // 2], b""):
+        chunk.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"{chunk}: chunk cannot be decoded \(.+\): damaged, get it again"):
+            rows(Dataset(dataset.path), "train") if direct else prepare(tmp_path)
+
+
+def test_chunk_that_cannot_be_fetched_is_not_called_damaged(tmp_path, monkeypatch):
+    make_source(tmp_path)
+    array = longcrawl64.Zarr(str(tmp_path / "train.zarr"), LENGTH)
+    for error in (Failure(403), ConnectionResetError(), OSError(5, "Input/output error")):
+
+        def failing(call, error=error):
+            raise error
+
+        monkeypatch.setattr(longcrawl64, "retrying", failing)
+        with pytest.raises(DataError, match=r"train.zarr/1.2: chunk cannot be read \(\w+") as found:
+            array.chunk(1, 2)
+        assert "damaged" not in str(found.value)
+
+
+def test_direct_dataset_does_not_tell_to_delete_its_source(tmp_path):
+    train = np.random.default_rng(1).integers(1, 256, (TRAIN, LENGTH), dtype=np.uint16)
+    train[5, 40] = 300
+    make_source(tmp_path, train=train)
+    windows = Windows(prepare(tmp_path, "--direct"), "train", LENGTH)
+    with pytest.raises(DataError, match="train.zarr/1.2: token id 300 .*get this chunk again") as found:
+        windows.batch([5])
+    assert "delete" not in str(found.value)
+
+
+def test_direct_dataset_that_lost_a_chunk_is_not_complete(tmp_path, capsys):
+    make_source(tmp_path)
+    prepare(tmp_path, "--direct", "--documents=6")
+    os.remove(tmp_path / "train.zarr" / "2.0")  # beyond what was taken
+    capsys.readouterr()
+    prepare(tmp_path, "--direct", "--documents=6")
+    assert "complete already" in capsys.readouterr().out
+    os.remove(tmp_path / "train.zarr" / "1.3")
+    with pytest.raises(DataError, match=r"train.zarr: 1 chunk files are missing \(1.3\)"):
+        prepare(tmp_path, "--direct", "--documents=6")
+
+
+def test_direct_dataset_is_read_from_any_folder(tmp_path, monkeypatch):
+    arrays = make_source(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    prepare(tmp_path, "--direct", source=".")
+    monkeypatch.chdir("/")
+    assert np.array_equal(rows(Dataset(str(tmp_path / "out")), "train"), arrays["train"])
+
+
+def test_damaged_shard_without_its_source_is_named(tmp_path, capsys):
+    make_source(tmp_path)
+    dataset = prepare(tmp_path)
+    shard = tmp_path / "out" / "train_00001.bin"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    os.rename(tmp_path / "train.zarr", tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="cannot open .*train.zarr"):
+        prepare(tmp_path, "--verify")
+    assert f"{shard} is not what was written" in capsys.readouterr().out
+    with pytest.raises(DataError, match="train_00001.bin is missing"):  # not trained on
+        Dataset(dataset.path)
+    os.rename(tmp_path / "elsewhere", tmp_path / "train.zarr")
+    prepare(tmp_path).verify()

@@ -97,3 +97,20 @@ def test_flush_brings_both_files_to_the_disk(tmp_path, monkeypatch):
     tracker.flush()
     assert synced == {"metrics.jsonl": 2, "samples.jsonl": 1}
     tracker.finish()
+
+
+def test_a_run_killed_before_its_first_checkpoint_is_the_same_wandb_run(tmp_path, fake, monkeypatch):
+    folder = tmp_path / "a"
+    init, there = fake.init, []
+    monkeypatch.setattr(fake, "init", lambda **kw: there.append((folder / "wandb_id").read_text()) or init(**kw))
+    for _ in range(2):
+        tracker = start(folder)
+    first = fake.inits[0]["id"]
+    assert tracker.run_id == fake.inits[1]["id"] == first and there == [first + "\n"] * 2
+    wandb_upload.upload(str(folder), None, "offline")
+    start(folder, run_id="checkpoint")  # which wins
+    wandb_upload.upload(str(folder), None, "offline")
+    assert [i["id"] for i in fake.inits] == [first] * 3 + ["checkpoint"] * 2
+    (folder / "wandb_id").write_bytes(b"\0" * 9)
+    assert start(folder).run_id.isalnum()
+    assert not (start(tmp_path / "b", wandb="disabled").run_id or (tmp_path / "b" / "wandb_id").exists())

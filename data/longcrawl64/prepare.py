@@ -51,11 +51,16 @@ def retrying(call, attempts=10, sleep=time.sleep):
             sleep(wait)
 
 
+def _status(error):
+    """An HTTP client's error, as a number, if it is one."""
+    response = getattr(error, "response", None)
+    return getattr(error, "status", None) or getattr(response, "status_code", None)
+
+
 def _passing(error):
     """Whether an error is worth another try. HTTP clients have exceptions of their own, so they are told by name and
     status."""
-    response = getattr(error, "response", None)
-    status = getattr(error, "status", None) or getattr(response, "status_code", None)
+    status = _status(error)
     if isinstance(status, int):
         return status == 429 or status >= 500
     names = {kind.__name__ for kind in type(error).__mro__}
@@ -128,13 +133,21 @@ class Zarr:
         return out
 
     def chunk(self, row, column):
-        """One chunk, uint16 [documents, tokens]. Raises DataError, naming it, if it is missing or constant."""
+        """One chunk, uint16 [documents, tokens]. Raises DataError, naming it, if it is missing, damaged or constant."""
         first, columns = row * self.chunk_rows, slice(column * self.chunk_columns, (column + 1) * self.chunk_columns)
         last = min(first + self.chunk_rows, self.documents)
-        block = retrying(lambda: self.array[first:last, columns])
+        name = f"{self.url}/{self.keys(row)[column]}"
+        try:
+            block = retrying(lambda: self.array[first:last, columns])
+        except DataError:
+            raise
+        except Exception as error:  # of a codec, of the network, of the disk
+            why = " ".join(f"({type(error).__name__}: {error})".split())
+            if _passing(error) or _status(error) or getattr(error, "errno", None):
+                raise DataError(f"{name}: chunk cannot be read {why}") from error
+            raise DataError(f"{name}: chunk cannot be decoded {why}: damaged, get it again") from error
         if block.size > 1 and block.min() == block.max():
-            key = self.keys(row)[column]
-            raise DataError(f"{self.url}/{key}: chunk holds nothing but {block[0, 0]}, damaged: get it again")
+            raise DataError(f"{name}: chunk holds nothing but {block[0, 0]}, damaged: get it again")
         return block
 
 
@@ -213,7 +226,7 @@ def main(argv):
         "document_length": args.document_length,
         **({"direct": True} if args.direct else {}),
     }
-    if not args.check and not args.skip_missing and is_complete(args.out, arguments):
+    if not args.check and not args.skip_missing and is_complete(args.out, arguments, args.verify):
         return 0
     arrays = {split: Zarr(f"{source}/{name}", args.document_length) for split, name in ARRAYS.items()}
     if args.check:
@@ -225,10 +238,11 @@ def main(argv):
     plans = {split: plan(arrays[split], documents[split], args.skip_missing) for split in arrays}
     if args.skip_missing:  # a copy that has grown has other rows, which must not be mixed with those already taken
         arguments["rows"] = {split: [row for row, _ in rows] for split, rows in plans.items()}
-        if is_complete(args.out, arguments):
+        if is_complete(args.out, arguments, args.verify):
             return 0
     if args.direct:
-        rows = {s: {"url": arrays[s].url, "together": arrays[s].chunk_rows, "rows": plans[s]} for s in arrays}
+        url = arguments["zarr"]  # absolute: training may start in another folder
+        rows = {s: {"url": f"{url}/{ARRAYS[s]}", "together": arrays[s].chunk_rows, "rows": plans[s]} for s in arrays}
         write_direct(args.out, rows, tokenizer, args.document_length, arguments, source, args.command)
         return 0
     size = args.document_length

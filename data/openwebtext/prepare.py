@@ -67,7 +67,7 @@ def main(argv):
     if os.path.isfile(args.source):  # another one under this name must not be mixed with it
         status = os.stat(args.source)
         arguments |= {"source": os.path.abspath(args.source), "file": [status.st_size, status.st_mtime_ns]}
-    if is_complete(args.out, arguments):
+    if is_complete(args.out, arguments, args.verify):
         return
     tokenizer = gpt2_tokenizer()
     documents = load(args.source, args.num_proc)

@@ -29,7 +29,7 @@ def prepare(files, tokenizer_name, args, source, key="text"):
         "key": key,
         "files": fingerprint(files),
     }
-    if is_complete(args.out, arguments):
+    if is_complete(args.out, arguments, args.verify):
         return
     escaped = tokenizer_name == "gpt2-escaped"
     tokenizer = Tokenizer("bytes") if tokenizer_name == "bytes" else gpt2_tokenizer(json_escaped=escaped)
