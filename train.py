@@ -35,7 +35,7 @@ from config import choose_device, read_settings, refuse
 from data.loader import DataError, Dataset, Windows, eval_batches, train_batch
 from kernels.cost import CHUNKED
 from model import GPT, GPTConfig
-from tracking import Tracker
+from tracking import Tracker, whole_lines
 from watch import Watch
 
 
@@ -611,8 +611,9 @@ def start_folder(cfg, settings, dataset):
 
 
 def fingerprint(dataset):
-    """Of its shards and their order, whatever its folder is called."""
-    return hashlib.sha256(json.dumps([dataset.meta["splits"], dataset.eot]).encode()).hexdigest()[:16]
+    """Of its shards and their order, wherever they are."""
+    splits = [{k: v for k, v in split.items() if k != "zarr"} for split in dataset.meta["splits"].values()]
+    return hashlib.sha256(json.dumps([splits, dataset.eot]).encode()).hexdigest()[:16]
 
 
 def has_files(folder):
@@ -640,11 +641,10 @@ def losses_of(run):
     """[(tokens, validation loss)] of a run to compare with; none without one."""
     if not run:
         return []
-    try:
-        with open(os.path.join(run, "metrics.jsonl")) as f:
-            found = [json.loads(line) for line in f if line.endswith("\n")]
-    except (OSError, ValueError) as error:
-        refuse(f"baseline must be a run's folder, got {run}: {error}")
+    path = os.path.join(run, "metrics.jsonl")
+    if not os.path.isfile(path):
+        refuse(f"baseline must be a run's folder, got {run}: there is no {path}")
+    found = map(json.loads, whole_lines(path))
     return sorted((line["tokens"], line["val_loss"]) for line in found if "val_loss" in line)
 
 

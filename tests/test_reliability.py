@@ -289,6 +289,14 @@ def test_the_same_command_goes_on_before_there_is_a_checkpoint_and_after_torchru
     assert go(*anew) == 0 and os.path.isdir("out/b.old-1/ckpt/step_00000006")
 
 
+def test_other_data_under_the_same_name_are_refused(go, tmp_path, capsys):
+    assert go("--out_dir=out/a", "--max_iters=3") == 0
+    other = make_dataset(tmp_path / "other", "another text\n" * 1000)
+    assert go("--out_dir=out/a", f"--dataset={other}") == 2
+    assert "was trained with data=" in capsys.readouterr().err
+    assert go("--out_dir=out/a") == 0
+
+
 def test_weights_without_a_finite_loss_are_not_saved(go, monkeypatch):
     monkeypatch.setattr(train, "fail", lambda message: sys.exit(message))
     said = go("--out_dir=out/a", "--learning_rate=1e38", "--warmup_iters=0", "--max_iters=30", "--max_skipped=8")
