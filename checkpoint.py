@@ -79,22 +79,18 @@ def _write(out_dir, weights, state, progress):
         save_file(weights, os.path.join(temporary, "model.safetensors"))
         torch.save(state, os.path.join(temporary, "optimizer.pt"))
         write_json(os.path.join(temporary, "progress.json"), progress)
-        files = {name: os.path.join(temporary, name) for name in sorted(os.listdir(temporary))}
+        files = {name: os.path.join(temporary, name) for name in FILES}
         sums = {name: {"bytes": os.path.getsize(path), "sha256": sha256_of(path)} for name, path in files.items()}
         write_json(os.path.join(temporary, "checksums.json"), sums)
         for name in os.listdir(temporary):
             _flush(os.path.join(temporary, name))
         _flush(temporary)
-        before = os.path.join(folder, ".removing")
-        shutil.rmtree(before, ignore_errors=True)
-        if os.path.isdir(final):  # the same step again: one of the two is there under its name at nearly all times
-            os.rename(final, before)
+        before = _aside(final)  # the same step again: one of the two is there under its name at nearly all times
         os.rename(temporary, final)
         shutil.rmtree(before, ignore_errors=True)
         _flush(folder)
-        stay = [path for path in _all(out_dir) if path <= final][
-            -KEEP:
-        ]  # those above are damaged: this run began below
+        # those above are damaged: this run began below them
+        stay = [path for path in _all(out_dir) if path <= final][-KEEP:]
         for old in set(_all(out_dir)) - {*stay, _path(out_dir, progress["best_step"])}:
             _remove(old)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
@@ -247,11 +243,18 @@ def _all(out_dir):
 
 def _remove(folder):
     """A checkpoint goes in one step, too: a kill must not leave half of it under its name."""
+    going = _aside(folder)
+    if os.path.isdir(going):
+        shutil.rmtree(going)
+
+
+def _aside(folder):
+    """Where a checkpoint is, if there is one, when it no longer has its name."""
     going = os.path.join(os.path.dirname(folder), ".removing")
     shutil.rmtree(going, ignore_errors=True)  # of a run that was killed while it removed
     if os.path.isdir(folder):
         os.rename(folder, going)
-        shutil.rmtree(going)
+    return going
 
 
 def _flush(path):

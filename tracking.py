@@ -22,9 +22,8 @@ class Tracker:
         if not cfg.eval_only:
             self.samples = os.path.join(cfg.out_dir, "samples.jsonl")
             for name in (path, self.samples):
-                kept = [
-                    line for line in whole_lines(name) if json.loads(line)["step"] <= step
-                ]  # later ones are done again
+                # later ones are done again
+                kept = [line for line in whole_lines(name) if json.loads(line)["step"] <= step]
                 write_atomically(name, "".join(kept).encode())
             self.file = open(path, "a")
         self.run_id, self.folder = run_id, cfg.out_dir

@@ -263,8 +263,8 @@ def train():
             writer.save(model, optimizer, state)
 
     def judge():
-        """The validation loss of this step, logged with what goes with it."""
-        nonlocal seconds
+        """The validation loss of this step, logged with what goes with it, and whether it is the best."""
+        nonlocal seconds, best, best_step
         begin, val_loss = time.perf_counter(), evaluate()
         if cfg.max_seconds:  # evaluation counts towards the limit
             seconds += time.perf_counter() - begin
@@ -277,7 +277,10 @@ def train():
             say(f"step {step}: val loss {val_loss:.4f}")
             if cfg.sample_tokens:
                 tracker.sample(step, a_sample())
-        return val_loss
+        better = val_loss < best
+        if better:
+            best, best_step = val_loss, step
+        return val_loss, better
 
     def asked_to_stop():
         """Whether any rank was: all answer the same."""
@@ -303,9 +306,7 @@ def train():
         done = True
     if resume and not (cfg.eval_only or progress.get("evaluated", True)):
         if step % cfg.eval_interval == 0 or step >= cfg.max_iters:  # a signal came between the step and this
-            val_loss = judge()
-            if val_loss < best:
-                best, best_step = val_loss, step
+            judge()
             stopped = False
             save()
             clock = time.perf_counter()
@@ -389,12 +390,9 @@ def train():
                     say(f"step {step}: {line}")
         if stopped or last or step % cfg.eval_interval == 0:
             seconds += time.perf_counter() - clock
-            val_loss = None if stopped else judge()
-            better = not stopped and val_loss < best
-            if better:
-                best, best_step = val_loss, step
+            val_loss, better = (0.0, False) if stopped else judge()
             # weights that give no finite loss or gradient are none to go on from, and a checkpoint of `first` is there
-            good = math.isfinite(val_loss or 0.0) and not skipped.in_a_row and (step > first or not resume)
+            good = math.isfinite(val_loss) and not skipped.in_a_row and (step > first or not resume)
             if good and (stopped or better or cfg.always_save_checkpoint):
                 begin = time.perf_counter()
                 save()

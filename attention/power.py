@@ -439,8 +439,8 @@ def free_memory(device):
     """Bytes that could still be allocated: free memory of a GPU (torch's own cache counted as free), or all RAM."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats_as_nested_dict(device)  # memory_reserved() takes 0.2 ms to flatten it
-        cached = (stats[name]["all"]["current"] if stats else 0 for name in ("reserved_bytes", "allocated_bytes"))
-        return torch.cuda.mem_get_info(device)[0] + next(cached) - next(cached)
+        now = lambda name: stats[name]["all"]["current"] if stats else 0  # nothing before the first tensor
+        return torch.cuda.mem_get_info(device)[0] + now("reserved_bytes") - now("allocated_bytes")
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -155,6 +155,17 @@ def _matrix(
 
 
 @triton.jit
+def _product(
+    X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    NORM: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if BM == 1:
+        _vector(X, LN_W, LN_B, W, BIAS, OUT, N, K, BN, BK, NORM, GELU, ADD, PDL)
+    else:
+        _matrix(X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM, BN, BK, NORM, GELU, ADD, PDL)
+
+
+@triton.jit
 def linear_kernel(
     X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     NORM: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr = False,
@@ -163,10 +174,7 @@ def linear_kernel(
     rows, for W [N, K] and x [B, K] float32, with NORM normalised, rounded to W's dtype. Biases and weights of LayerNorm
     are float32."""
     _begin(PDL)
-    if BM == 1:
-        _vector(X, LN_W, LN_B, W, BIAS, OUT, N, K, BN, BK, NORM, GELU, ADD, PDL)
-    else:
-        _matrix(X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM, BN, BK, NORM, GELU, ADD, PDL)
+    _product(X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM, BN, BK, NORM, GELU, ADD, PDL)
 
 
 @triton.jit
@@ -237,10 +245,8 @@ def qkv_kernel(
                 program // HKV, program % HKV, X, LN_W, LN_B, IDS, WG, BG, WB, SLOPES, U, RATES, TURN, TOTAL, RESETS,
                 COUNT, reset_token, K, HKV, C, D, ALL, ROUND, PDL,
             )  # fmt: skip
-    elif BM == 1:
-        _vector(X, LN_W, LN_B, W, BIAS, OUT, N, K, BN, BK, True, False, False, PDL)
     else:
-        _matrix(X, LN_W, LN_B, W, BIAS, OUT, B, N, K, N, BM, BN, BK, True, False, False, PDL)
+        _product(X, LN_W, LN_B, W, BIAS, OUT, B, N, K, N, BM, BN, BK, True, False, False, PDL)
 
 
 @triton.jit
