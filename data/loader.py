@@ -14,8 +14,6 @@ windows up to T = L without being altered, and the model learns to start from th
 import functools
 import json
 import os
-import threading
-from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -102,20 +100,6 @@ class Dataset:
                 path = os.path.join(self.path, shard["file"])
                 if sha256_of(path) != shard["sha256"]:
                     raise DataError(f"{path} is not what was written (sha256 differs): {self.remedy}")
-
-    def start_verify(self):
-        """verify() in a thread beside the training, which may end before it: a Future, of which result() raises what
-        verify() does."""
-        found = Future()
-
-        def work():
-            try:
-                found.set_result(self.verify())
-            except Exception as error:
-                found.set_exception(error)
-
-        threading.Thread(target=work, daemon=True).start()
-        return found
 
     def read(self, split, start, count):
         """Tokens [start, start + count) of the rows of a split, one after the other: array [count] of the stored
