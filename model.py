@@ -241,7 +241,7 @@ class GPT(nn.Module):
 
     def read(self, ids, state, piece=None):
         """ids [B, T], any T, read a piece at a time -> (logits [B, vocab_size] of the next token, the state after)."""
-        piece = piece or (65536 if ids.is_cuda else 1024)
+        piece = piece or (32768 if ids.is_cuda else 1024)
         for part in ids.split(piece, dim=1):
             x, state = self.hidden(part, state)
             last, x = x[:, -1].clone(), None  # before the next piece needs the memory

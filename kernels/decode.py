@@ -581,7 +581,7 @@ def fold(kept, n, state, p):
     (B, C, HKV, D), F = kept[0].shape, state[1].shape[2]
     BF = 64
     fold_kernel[(B * HKV * triton.cdiv(F, BF),)](
-        *kept, *state, *features(D, p, kept[0].device), n, C, HKV, F, P=p, D=D, BT=32, BF=BF
+        *kept, *state, *features(D, p, kept[0].device), n, C, HKV, F, P=p, D=D, BT=16, BF=BF
     )
 
 
