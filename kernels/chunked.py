@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import quadratic
 from kernels.configs import choose
-from kernels.layout import TILE, entries, features, layout
+from kernels.layout import BLOCK, STEP, TILE, entries, features, layout
 from kernels.quadratic import PRECISION, _add, _empty, _inverse, _log_gates, _on, _to_unit
 
 HALF = {torch.bfloat16: torch.float16, torch.float32: torch.float32}  # of features, values and states between kernels
@@ -273,7 +273,7 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["TP"])
 def products_kernel(XT, OUT, FACTORS, TP, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """256 tokens of one sequence and head: N products of two entries at a time, for p = 4."""
+    """256 tokens of one sequence and head: N products of two entries at a time, M in all, for p = 4."""
     TP = TP // 256 * 256
     bh, block = tl.program_id(0) // (TP // 256), tl.program_id(0) % (TP // 256)
     t = block * 256 + tl.arange(0, 256)[None, :]
@@ -297,7 +297,7 @@ def _column_features(x, s, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "F"])
 def update_state_kernel(
-    XT, VALUES, U, PARTS, GROUPS, SCALARS, down, T, TP, CHUNK, H, HKV, tiles, F,
+    XT, VALUES, U, PARTS, GROUPS, down, T, TP, CHUNK, H, HKV, tiles, F,
     P: tl.constexpr, M: tl.constexpr, E: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Four tiles of one chunk's state: the sum over its tokens of phi(x) VALUES, times `down`."""
@@ -314,9 +314,6 @@ def update_state_kernel(
     slices = tl.load(part + entry // 16) + entry % 16
     scalars = tl.load(part + 4 + tl.arange(0, 4)) + i
     scalars1, scalars2, scalars3 = scalars + 1, scalars + 2, scalars + 3
-    if P > 2:
-        scalars, scalars1 = tl.load(SCALARS + scalars), tl.load(SCALARS + scalars1)
-        scalars2, scalars3 = tl.load(SCALARS + scalars2), tl.load(SCALARS + scalars3)
 
     acc0 = tl.zeros([64, E], tl.float32)
     acc1 = tl.zeros([64, E], tl.float32)
@@ -325,7 +322,7 @@ def update_state_kernel(
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP)
     for head in range(heads):
         row = bh // HKV * H + bh % HKV * heads + head
-        x_of = XT + tl.cast(row, tl.int64) * M * TP
+        x_of = XT + tl.cast(row, tl.int64) * (P // 2 * M) * TP
         for start in range(begin, end, K):
             t = (start // K * K + tl.arange(0, K))[None, :]
             v = VALUES.load([row * TP + start, 0])
@@ -364,7 +361,7 @@ def update_square_kernel(
         acc = tl.zeros([64, 64], tl.float32)
         for head in range(heads):
             row = bh // HKV * H + bh % HKV * heads + head
-            x_of = XT + tl.cast(row, tl.int64) * M * TP
+            x_of = XT + tl.cast(row, tl.int64) * (2 * M) * TP
             for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP), K):
                 t = (start // K * K + tl.arange(0, K))[None, :]
                 w = tl.load(WEIGHT + tl.cast(row, tl.int64) * TP + t) * unit
@@ -455,10 +452,10 @@ def discumsum_kernel(
 
 
 @triton.jit
-def _rows_of_program(T, CHUNK, H, HKV, BM: tl.constexpr):
-    """(sequence and head, sequence, head, the first of BM rows, their chunk, the number of its state)"""
+def _rows_of_program(T, CHUNK, H, HKV, BM: tl.constexpr, program, first=0):
+    """(sequence and head, from `first`, sequence, head, the first of BM rows, their chunk, the number of its state)"""
     blocks = tl.cdiv(T, BM)
-    bh, lo = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BM
+    bh, lo = first + program // blocks, program % blocks * BM
     b, h, chunk = bh // H, bh % H, lo // CHUNK
     return bh, b, h, lo, chunk, (b * HKV + h // (H // HKV)) * tl.cdiv(T, CHUNK) + chunk
 
@@ -483,16 +480,16 @@ def _square_block(zx, XT, Z, m, n, row, TP, M: tl.constexpr, N: tl.constexpr, PR
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "parts", "skip", "F"])
 def query_state_kernel(
-    XT, S, SQUARE, UNIT_S, FACTOR, PARTS, SCALARS, OUT, DEN, T, TP, CHUNK, H, HKV, tiles, parts, skip, F,
+    XT, S, SQUARE, UNIT_S, FACTOR, PARTS, OUT, DEN, T, TP, CHUNK, H, HKV, tiles, parts, skip, F,
     P: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BM rows of phi(x) S, for the state S before (or after) their chunk. With SUMS the numerators, in OUT, of queries
     that are scaled to [1, 2), and for p = 4 the denominators, in DEN; else added to what OUT has."""
     TP, F = TP // 256 * 256, F // 64 * 64
-    bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM)
+    bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM, tl.program_id(0))
     row = lo + tl.arange(0, BM)
-    XT += tl.cast(bh, tl.int64) * M * TP
+    XT += tl.cast(bh, tl.int64) * (P // 2 * M) * TP
     entry = tl.arange(0, 64)
     acc = tl.zeros([BM, E], tl.float32)
     factor = tl.load(FACTOR + tl.cast(bh, tl.int64) * TP + row) / tl.load(UNIT_S + state)
@@ -507,10 +504,7 @@ def query_state_kernel(
         x = tl.dot(x, _diagonal(orders, 64).to(x.dtype), input_precision=PRECISION).to(x.dtype)
         for i in range(0, count, TILES):
             s = S.load([at + i * 64, 0])
-            scalar = scalars + i
-            if P > 2:
-                scalar = tl.load(SCALARS + scalar)
-            by = tl.load(XT + scalar[:, None] * TP + row[None, :])
+            by = tl.load(XT + (scalars + i)[:, None] * TP + row[None, :])
             acc = tl.dot(_row_features(x, by, BM, TILES), s, acc, input_precision=PRECISION)
         at += count * 64
     acc *= factor[:, None]
@@ -555,7 +549,7 @@ def query_gradient_kernel(
     """BM rows of the gradient of phi(x) S VALUES^T + w x^T Z x to x, p = 2, added to what OUT has; with gates also x
     times that gradient over p, what the row read from (gave to) the state, in READ."""
     TP = TP // 256 * 256
-    bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM)
+    bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM, tl.program_id(0))
     row = lo + tl.arange(0, BM)
     e, d = tl.arange(0, E), tl.arange(0, D)
     at = tl.cast(bh, tl.int64) * TP + row
@@ -598,51 +592,83 @@ def _added_up(x, at, D: tl.constexpr, PRECISION: tl.constexpr):
     return tl.dot(x, places, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "skip", "F"])
-def query_gradient_of_products_kernel(
-    XT, ROWS, VALUES, S, UNIT_S, UNIT_V, UNIT_X, WEIGHT, WHERE, SCALARS, LISTS, FACTORS, OUT, X, READ, x_s, T, TP,
-    CHUNK, H, HKV, tiles, skip, F, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
-    GATED: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=["F", "n"])
+def spread_kernel(S, OUT, WHERE, F, n, E: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """One state as the gradient to x needs it, p = 4: for every scalar in each list of the layout E rows with what its
+    products with BLOCK entries hold, and the same of every entry for BLOCK scalars."""
+    F = F // 64 * 64
+    state, first = tl.program_id(0) // (n // N), tl.program_id(0) % (n // N) * N
+    e, m = tl.arange(0, E), tl.arange(0, BLOCK)
+    S += tl.cast(state, tl.int64) * F
+    OUT += (tl.cast(state, tl.int64) * n + first) * (E * BLOCK)
+    for i in range(N):
+        rows = tl.load(WHERE + (first + i) * BLOCK + m)
+        s = tl.load(S + rows[:, None] * E + e[None, :])
+        tl.store(OUT + (i * E + e)[:, None] * BLOCK + m[None, :], tl.trans(s))
+
+
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "F", "skip", "first"])
+def square_times_kernel(
+    XT, SQUARE, OUT, T, TP, CHUNK, H, HKV, F, skip, first, M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same for p = 4, of phi(x) S VALUES^T + WEIGHT x^T Z x for the products x of the row's entries: to 64 entries
-    of x at a time, from there to the row. A feature is an entry times a scalar: first to entries, then to scalars."""
+    """2^-10 Z x for BM rows, p = 4: N of its M entries, to be stored as x is, transposed. For heads from `first` on."""
     TP, F = TP // 256 * 256, F // 64 * 64
-    bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM)
+    parts: tl.constexpr = (M + N - 1) // N
+    bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM, tl.program_id(0) // parts, first)
+    if chunk != skip:
+        row, m = lo + tl.arange(0, BM)[None, :], tl.program_id(0) % parts * N + tl.arange(0, N)
+        x_of, z_of = XT + tl.cast(bh, tl.int64) * (2 * M) * TP, SQUARE + tl.cast(state, tl.int64) * F
+        zx = tl.zeros([N, BM], tl.float32)
+        for i in range(0, M, 64):
+            n = i + tl.arange(0, 64)
+            z = tl.load(z_of + m[:, None] * M + n[None, :], mask=(m[:, None] < M) & (n[None, :] < M), other=0.0)
+            x = tl.load(x_of + n[:, None] * TP + row, mask=n[:, None] < M, other=0.0)
+            zx = tl.dot(z, x, zx, input_precision=PRECISION)
+        to = OUT + (tl.cast(bh - first, tl.int64) * M + m[:, None]) * TP + row
+        tl.store(to, (zx * 2.0**-10).to(OUT.dtype.element_ty), m[:, None] < M)
+
+
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "skip", "n", "first"])
+def query_gradient_of_products_kernel(
+    XT, ROWS, VALUES, S, ZX, UNIT_S, UNIT_V, UNIT_X, WEIGHT, LISTS, FACTORS, OUT, X, READ, x_s, T, TP, CHUNK, H, HKV,
+    skip, n, first, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, N: tl.constexpr,
+    BLOCK: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same for p = 4, of phi(x) S VALUES^T + WEIGHT x^T Z x for the products x of the row's entries: to BLOCK of them
+    at a time, and from there to the row. A feature is an entry times a scalar: first to entries, then to scalars, N
+    others a step. For heads from `first` on, S as `spread_kernel` has it and ZX by `square_times_kernel`."""
+    TP = TP // 256 * 256
+    bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM, tl.program_id(0), first)
     row = lo + tl.arange(0, BM)
     at = tl.cast(bh, tl.int64) * TP + row
-    XT += tl.cast(bh, tl.int64) * M * TP
+    XT += tl.cast(bh, tl.int64) * (2 * M) * TP
     ROWS += tl.cast(bh, tl.int64) * D * TP
-    S += tl.cast(state, tl.int64) * F
     v = tl.load(VALUES + at[:, None] * E + tl.arange(0, E)[None, :])
     v = tl.dot(v, _diagonal(tl.full([E], 1 / 32, tl.float32), E).to(v.dtype), input_precision=PRECISION).to(v.dtype)
-    weight = tl.load(WEIGHT + at) * (tl.load(UNIT_V + state) * (1 / 16))  # of the square both factors, so twice
-    steps: tl.constexpr = (M + 63) // 64
+    weight = tl.load(WEIGHT + at) * (tl.load(UNIT_V + state) * (2 * 2.0**10 / 32))  # of Z's both factors, so twice
+    blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
     acc = tl.zeros([BM, D], tl.float32)
-    for step in range(2 * steps if chunk != skip else 0):
-        first = tl.load(LISTS + 2 * step)
-        last = tl.load(LISTS + 2 * step + 1)
-        m = step % steps * 64 + tl.arange(0, 64)
-        inside = m < M
-        where = WHERE + step // steps * (M * M) + tl.where(inside, m, 0)
-        scalars = SCALARS + step // steps * M
-        dx = tl.zeros([BM, 64], tl.float32)
-        for n in range(first, last, 4):
-            x = tl.load(XT + tl.load(scalars + n + tl.arange(0, 4))[:, None] * TP + row[None, :])
-            even, odd = tl.split(tl.trans(x).reshape([BM, 2, 2]))
-            x0, x2 = tl.split(even)
-            x1, x3 = tl.split(odd)
-            dx = _one_gradient(v, x0, S, where + n * M, dx, E, PRECISION)
-            dx = _one_gradient(v, x1, S, where + n * M + M, dx, E, PRECISION)
-            dx = _one_gradient(v, x2, S, where + n * M + 2 * M, dx, E, PRECISION)
-            dx = _one_gradient(v, x3, S, where + n * M + 3 * M, dx, E, PRECISION)
-        if step < steps:
-            zx = tl.zeros([BM, 64], tl.float32)
-            for n in range(0, M, 16):  # few registers
-                zx = _square_block(zx, XT, S + tiles * (64 * E), step * 64, n, row, TP, M, 16, PRECISION)
-            dx += zx * weight[:, None]
-        else:
-            m = tl.load(SCALARS + m, mask=inside, other=0)
-        one, two = tl.load(FACTORS + m, mask=inside, other=0), tl.load(FACTORS + M + m, mask=inside, other=0)
+    before = (state - first // (H // HKV) * tl.cdiv(T, CHUNK)) * n
+    for step in range(2 * blocks if chunk != skip else 0):
+        these = step // blocks * M  # places of entries, then of scalars
+        others = M - these
+        m = tl.load(LISTS + 4 * step) + tl.arange(0, BLOCK)
+        begin, end = tl.load(LISTS + 4 * step + 1), tl.load(LISTS + 4 * step + 2)
+        place = before + tl.load(LISTS + 4 * step + 3) - begin
+        dx = tl.zeros([BM, BLOCK], tl.float32)
+        for i in range(begin, end, N):
+            s = S.load([(place + i) * E, 0])
+            by = tl.load(XT + (others + i + tl.arange(0, N))[:, None] * TP + row[None, :])
+            vx = (v.reshape([BM, 1, E]) * tl.trans(by).reshape([BM, N, 1])).reshape([BM, N * E])
+            dx = tl.dot(vx, s, dx, input_precision=PRECISION)
+        inside = (m >= 0) & (m < M)
+        m = tl.where(inside, m, 0)
+        if step < blocks:
+            zx = tl.load(ZX + (tl.cast(bh - first, tl.int64) * M + m[:, None]) * TP + row[None, :])
+            dx += tl.where(inside[None, :], tl.trans(zx).to(tl.float32) * weight[:, None], 0.0)
+        m += these
+        one, two = tl.load(FACTORS + m), tl.load(FACTORS + 2 * M + m)
         unit = _unit(tl.max(tl.abs(dx), 1)) * (2.0**10)
         dx = (dx * unit[:, None]).to(v.dtype)
         x = tl.trans(tl.load(ROWS + two[:, None] * TP + row[None, :]))
@@ -673,9 +699,18 @@ def bytes_needed(q, k, p, chunk, backward=True):
     and values and kept, and what is made of queries and dy."""
     (B, T, H, D), HKV, size = q.shape, k.shape[2], HALF[q.dtype].itemsize
     states = B * HKV * -(-T // chunk) * (state_size(D, p) * size + 4 * D * D * (p == 2))
-    row, products = 2 * D * size + 8, entries(D, p) * size if p == 4 else 0
+    row, products = 2 * D * size + 8, 2 * entries(D, p) * size if p == 4 else 0
     rows = B * T * (HKV * row + H * (row + products))
+    if p == 4 and backward:
+        each = _spread_bytes(D, -(-T // chunk), H // HKV * T, size, q.device)
+        rows += each * max(1, min(B * HKV, SPREAD // each))
     return states * (2 if backward else 1) + rows + 4 * B * H * T * D * (not backward)
+
+
+def _spread_bytes(D, chunks, rows, size, device):
+    """What `query_gradient` allocates for a head of keys of so many chunks and its rows of queries, p = 4."""
+    x = layout(D, 4, device)
+    return (chunks * len(x.where) * D * BLOCK + rows * x.M) * size
 
 
 class Sizes:
@@ -686,8 +721,9 @@ class Sizes:
         self.B, self.T, self.H, self.HKV, self.D, self.p, self.q = B, T, H, HKV, D, p, q
         self.chunk, self.chunks = chunk, triton.cdiv(T, chunk)
         self.TP = triton.cdiv(T, 256) * 256
-        if entries(D, p) * self.TP >= 2**31:  # places in XT are 32 bits
-            most = (2**31 - 1) // entries(D, p) // 256 * 256
+        of_row = entries(D, p) * p // 2
+        if of_row * self.TP >= 2**31:  # places in XT are 32 bits
+            most = (2**31 - 1) // of_row // 256 * 256
             raise ValueError(
                 f"a sequence of p={p} and head dimension {D} may have at most {most:,} tokens at once, got {T:,}: cut "
                 "it into pieces, each with the state of those before"
@@ -747,12 +783,13 @@ def prepare(s, x, v=None, y=None, l=None, decay=None, one=None, Z=None):
 
 
 def products(s, rows):
-    """For p = 4 the products of two entries of each row, [B * H, M, TP]; for p = 2 the rows."""
+    """For p = 4 the products of two entries of each row, [B * H, 2 M, TP]; for p = 2 the rows."""
     if s.p == 2:
         return rows
-    out = torch.empty(len(rows), s.layout.M, s.TP, dtype=s.half, device=rows.device)
+    M = 2 * s.layout.M  # as entries and, in another order, as scalars
+    out = torch.empty(len(rows), M, s.TP, dtype=s.half, device=rows.device)
     grid = (len(rows) * s.TP // 256,)
-    products_kernel[grid](rows, out, s.layout.factors, s.TP, D=s.D, M=s.layout.M, N=16)
+    products_kernel[grid](rows, out, s.layout.factors, s.TP, D=s.D, M=M, N=16)
     return out
 
 
@@ -763,7 +800,7 @@ def update_state(s, rows, prepared, config=None):
     tiles, M, down = s.layout.tiles, s.layout.M, 2.0**15 / s.most
     values = TensorDescriptor.from_tensor(prepared["values"], [c.BN, s.D])
     update_state_kernel[(s.B * s.HKV * s.chunks * tiles // 4,)](
-        prepared["xt"], values, U, s.layout.parts, s.layout.groups, s.layout.scalars, down, s.T, s.TP, s.chunk, rows,
+        prepared["xt"], values, U, s.layout.parts, s.layout.groups, down, s.T, s.TP, s.chunk, rows,
         s.HKV, tiles, s.F, P=s.p, M=M, E=s.D, K=c.BN, PRECISION=s.precision, **c.launch(),
     )  # fmt: skip
     if s.p == 4:
@@ -812,7 +849,7 @@ def query_state(s, prepared, S, unit_s, skip, out=None, config=None):
     c = config or choose("query_state", s.q, s.p)
     states = TensorDescriptor.from_tensor(S.view(-1, s.D), [c.BN, s.D])
     query_state_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
-        prepared["xt"], states, S, unit_s, prepared["factor"], s.layout.parts, s.layout.scalars, out, den, s.T, s.TP,
+        prepared["xt"], states, S, unit_s, prepared["factor"], s.layout.parts, out, den, s.T, s.TP,
         s.chunk, rows, s.HKV, s.layout.tiles, len(s.layout.parts), skip, s.F, P=s.p, E=s.D, M=s.layout.M, BM=c.BM,
         TILES=c.BN // 64, SUMS=sums, PRECISION=s.precision, **c.launch(),
     )  # fmt: skip
@@ -825,12 +862,29 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, confi
     read = _empty(S, s.B * rows, s.TP) if gated else None
     c = config or choose("query_gradient", s.q, s.p)
     if s.p == 4:
-        query_gradient_of_products_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
-            prepared["xt"], prepared["rows"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"],
-            prepared["weight"], s.layout.where, s.layout.scalars, s.layout.lists, s.layout.factors, out, x, read,
-            x.stride(), s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, s.F, D=s.D, E=s.D, M=s.layout.M,
-            BM=c.BM, GATED=gated, PRECISION=s.precision, **c.launch(),
-        )  # fmt: skip
+        n, M, group = len(s.layout.where), s.layout.M, rows // s.HKV
+        each = _spread_bytes(s.D, s.chunks, group * s.TP, S.element_size(), S.device)
+        at_once = max(1, min(s.B * s.HKV, SPREAD // each))  # heads of keys
+        states = torch.empty(at_once * s.chunks * n * s.D, BLOCK, dtype=s.half, device=S.device)
+        zx = torch.empty(at_once * group, M, s.TP, dtype=s.half, device=S.device)
+        N = min(c.BN // s.D, STEP)
+        described = TensorDescriptor.from_tensor(states, [N * s.D, BLOCK])
+        for first in range(0, s.B * s.HKV, at_once):
+            heads = min(at_once, s.B * s.HKV - first)
+            blocks, shared = heads * group * triton.cdiv(s.T, c.BM), (s.T, s.TP, s.chunk, rows, s.HKV)
+            spread_kernel[(heads * s.chunks * n // STEP,)](
+                S[first:], states, s.layout.where, s.F, n, E=s.D, N=STEP, BLOCK=BLOCK
+            )
+            square_times_kernel[(blocks * triton.cdiv(M, 64),)](
+                prepared["xt"], S[..., s.FS :], zx, *shared, s.F, skip, first * group, M=M, N=64, BM=c.BM,
+                PRECISION=s.precision, num_warps=c.warps, num_stages=min(3, c.stages),
+            )  # fmt: skip
+            query_gradient_of_products_kernel[(blocks,)](
+                prepared["xt"], prepared["rows"], prepared["values"], described, zx, unit_s, prepared["unit_v"],
+                prepared["unit_x"], prepared["weight"], s.layout.lists, s.layout.factors, out, x, read, x.stride(),
+                *shared, skip, n, first * group, D=s.D, E=s.D, M=M, BM=c.BM, N=N, BLOCK=BLOCK, GATED=gated,
+                PRECISION=s.precision, **c.launch(),
+            )  # fmt: skip
         return read
     query_gradient_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
         prepared["xt"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"], s.layout.where, out, x,
@@ -840,6 +894,7 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, confi
     return read
 
 
+SPREAD = 2**30  # bytes of what `query_gradient` makes of states and queries at once, p = 4
 DISCUMSUM = ((128, 1, 8), (1024, 2, 3))  # entries of a program, warps, chunks in flight; of Z, and of S
 SUMS = ((64, 4, 3), (32, 8, 2))  # rows at a time, warps, stages; up to D = 64 and beyond
 PREPARE = (64, 4)  # rows at a time, warps

@@ -20,7 +20,8 @@ SAME_CHIP = dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA G
 
 class Config(NamedTuple):
     BM: int  # queries a tile, at most 128 (chunks are multiples of that), for dkdv at most dq's; of update_state 64
-    BN: int  # keys a tile; for dkdv a multiple of BM; of update_state tokens, of query_state features: 64, 128 or 256
+    BN: int  # keys a tile; for dkdv a multiple of BM; of update_state tokens, of query_state features: 64, 128 or 256;
+    # of query_gradient, p = 4: scalars times values
     warps: int
     stages: int  # tiles in flight
     maxnreg: int = 0  # registers a thread at most; 0: the compiler decides

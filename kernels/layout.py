@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 SLOTS, SLICE, TILE = 4, 16, 64
+BLOCK, STEP = 32, 8  # of the gradient to x, p = 4: so many entries at a time, in steps of so many scalars
 
 
 class Layout(NamedTuple):
@@ -36,12 +37,11 @@ class Layout(NamedTuple):
     groups: torch.Tensor  # [tiles / 4, 2] int32: of every 4 tiles, the part and the first tile's place in it
     orders: torch.Tensor  # [tiles * 64] float32: in how many a row's product can be written; 0 of those not needed. For
     # p = 4 [M * M] more: of the products of two entries of x
-    where: torch.Tensor  # p = 2: [M, M] int32, the state's row for the product of two entries of x;
-    # p = 4: [2, M, M], for the n-th scalar times entry m, and for entry n times the m-th scalar
-    scalars: torch.Tensor  # [2, M] int32: the entry of x that is the n-th scalar; 0, 1, ...
-    lists: torch.Tensor  # p = 4: [2 * ceil(M / 64), 2] int32, for each 64 entries the range of their scalars, for
-    # each 64 scalars that of their entries, in fours
-    factors: torch.Tensor  # [2, M] int32: the entries of the row whose product an entry of x is
+    where: torch.Tensor  # p = 2: [M, M] int32, the state's row for the product of two entries of x; p = 4, for the
+    # gradient to x: [n, 32], the rows for the products of a scalar and 32 entries, or of an entry and 32 scalars
+    lists: torch.Tensor  # p = 4: [2 * ceil(M / 32), 4] int32, of 32 entries the first, the range of their scalars and
+    # where in `where` it begins; then of 32 scalars the first, the range of their entries, ...
+    factors: torch.Tensor  # p = 4: [2, 2 M] int32: of which entries of the row entries of x, then scalars, are products
     weights: torch.Tensor  # [M] float32: in how many orders that can be written
     rows: torch.Tensor  # [Dphi] int64: for each canonical feature, a row of the state
     canonical: torch.Tensor  # [tiles * 64] int64: for each row of the state, the canonical feature
@@ -86,8 +86,8 @@ def _two(D):
     where = np.zeros((D, D), dtype=np.int64)
     where[index[:, 1], index[:, 0]] = where[index[:, 0], index[:, 1]] = np.arange(len(index))
     orders = np.repeat(np.repeat(parts[:, 8:12], parts[:, 12], axis=0).flatten(), SLICE)
-    line = np.arange(D)
-    return _tensors(D, 2, D, parts, orders, where, [line, line], np.zeros((0, 2)), [line, line], np.ones(D), index)
+    line = np.arange(D)[:, None]
+    return _tensors(D, 2, D, parts, orders, where, np.zeros((0, 4)), line, line, np.ones(D), index)
 
 
 def _four(D):
@@ -97,7 +97,6 @@ def _four(D):
     x = np.array([(0, 0)] * empty + x)
     real = np.arange(M) >= empty
     scalars = np.lexsort((x[:, 0], x[:, 1], ~real))  # in order of b; the empty ones last
-    least, most = x[:, 0], x[scalars, 1]
     slots, left = [], []
     for s, quads in enumerate(_quads(D)):
         whole = quads // SLOTS * SLOTS  # tiles of a part with nothing but this slice
@@ -109,17 +108,27 @@ def _four(D):
     parts, index = _parts(slots)
     first, second = scalars[index[:, 1]], index[:, 0]
     needed = real[first] & real[second] & (x[first, 1] <= x[second, 0])
-    where = np.full((M, M), np.flatnonzero(~needed)[0])  # [scalar, entry]
+    none = np.flatnonzero(~needed)[0]
+    where = np.full((M, M), none)  # [scalar, entry]
     where[index[needed, 1], second[needed]] = np.flatnonzero(needed)
     needed &= np.isin(np.arange(len(index)), where)  # one of two that are the same
     of_row = np.concatenate((x[first], x[second]), axis=1)
     orders = np.where(needed, _orders(of_row), 0)
-    of_entries = [(most[real[scalars]] <= least[min(at + 63, M - 1)]).sum() for at in range(0, M, 64)]
-    of_scalars = [(np.where(real, least, -1) < most[at]).sum() for at in range(0, M, 64)]
-    lists = [(0, -(-n // 4) * 4) for n in of_entries] + [(n // 4 * 4, M) for n in of_scalars]
+    blocks = -(-M // BLOCK)
+    lists, spread = [], []
+    for step in range(2 * blocks):
+        # blocks of entries end with a whole one, those of scalars begin with one
+        at = M + (step - blocks) * BLOCK if step < blocks else (step - blocks) * BLOCK
+        block = np.arange(at, at + BLOCK)
+        rows = (where if step < blocks else where.T)[:, block.clip(0, M - 1)]
+        rows = np.where((block >= 0) & (block < M), rows, none)
+        used = np.flatnonzero((rows != none).any(1))
+        begin, end = (used[0] // STEP * STEP, -(-(used[-1] + 1) // STEP) * STEP) if len(used) else (0, 0)
+        lists.append((at, begin, end, sum(map(len, spread))))
+        spread.append(rows[begin:end])
     weights = np.where(real, 1 + (x[:, 0] != x[:, 1]), 0)
-    where = [where, where.T]
-    return _tensors(D, 4, M, parts, orders, where, [scalars, np.arange(M)], lists, x.T, weights, of_row)
+    parts[:, 4:8] += M  # scalars come behind entries
+    return _tensors(D, 4, M, parts, orders, np.concatenate(spread), lists, x, x[scalars], weights, of_row)
 
 
 def _parts(slots):
@@ -135,8 +144,9 @@ def _parts(slots):
     return np.array(parts), np.concatenate(index)
 
 
-def _tensors(D, p, M, parts, orders, where, scalars, lists, factors, weights, index):
-    """index: [rows, p], of which entries of a row of q or k each row of the state is the product."""
+def _tensors(D, p, M, parts, orders, where, lists, entries, scalars, weights, index):
+    """entries, scalars [M, p / 2], index [rows, p]: of which entries of a row of q or k each is the product, and each
+    row of the state."""
     canon = np.array(list(combinations_with_replacement(range(D), p)))
     key = lambda indices: np.ravel_multi_index(tuple(np.sort(indices, axis=-1).T), (D,) * p)
     find = lambda indices: np.searchsorted(key(canon), key(indices))
@@ -144,9 +154,8 @@ def _tensors(D, p, M, parts, orders, where, scalars, lists, factors, weights, in
     multiplicity = np.bincount(canonical, weights=orders)  # all of a feature's rows read
     rows, places = np.zeros((2, len(canon)), dtype=np.int64)
     rows[canonical[orders > 0]] = np.flatnonzero(orders > 0)
-    factors = np.array(factors)
-    vector = factors[:1].T if p == 2 else factors.T
-    pair = np.broadcast_arrays(vector[:, None], vector[None, :])
+    factors = np.concatenate((entries, scalars)).T
+    pair = np.broadcast_arrays(entries[:, None], entries[None, :])
     square = find(np.concatenate(pair, axis=-1).reshape(M * M, p))
     places[square] = np.arange(M * M)
     orders = orders if p == 2 else np.concatenate((orders, np.outer(weights, weights).flatten()))
@@ -154,7 +163,7 @@ def _tensors(D, p, M, parts, orders, where, scalars, lists, factors, weights, in
     groups = [(n, i) for n, part in enumerate(parts) for i in range(0, part[12], 4)]
     return (
         M, int(parts[:, 12].sum()), make(parts, torch.int32), make(groups, torch.int32), make(orders, torch.float32),
-        make(where, torch.int32), make(scalars, torch.int32), make(lists, torch.int32), make(factors, torch.int32),
+        make(where, torch.int32), make(lists, torch.int32), make(factors, torch.int32),
         make(weights, torch.float32), make(rows, torch.int64), make(canonical, torch.int64), make(square, torch.int64),
         make(places, torch.int64), make(np.sqrt(multiplicity), torch.float32),
     )  # fmt: skip
