@@ -470,9 +470,9 @@ def _row_features(x, s, N: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _square_block(zx, XT, Z, m, n, row, TP, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr):
-    """zx plus what entries n to n + N - 1 of each row's x contribute to entries m to m + 63 of Z x"""
-    entry, other = m + tl.arange(0, 64)[None, :], n + tl.arange(0, N)[:, None]
+def _square_block(zx, XT, Z, m, n, row, TP, M: tl.constexpr, PRECISION: tl.constexpr):
+    """zx plus what entries n to n + 63 of each row's x contribute to entries m to m + 63 of Z x"""
+    entry, other = m + tl.arange(0, 64)[None, :], n + tl.arange(0, 64)[:, None]
     z = tl.load(Z + other * M + entry, mask=(other < M) & (entry < M), other=0.0)
     x = tl.load(XT + other * TP + row[None, :], mask=other < M, other=0.0)
     return tl.dot(tl.trans(x), z, zx, input_precision=PRECISION)
@@ -480,7 +480,7 @@ def _square_block(zx, XT, Z, m, n, row, TP, M: tl.constexpr, N: tl.constexpr, PR
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "parts", "skip", "F"])
 def query_state_kernel(
-    XT, S, SQUARE, UNIT_S, FACTOR, PARTS, OUT, DEN, T, TP, CHUNK, H, HKV, tiles, parts, skip, F,
+    XT, S, UNIT_S, FACTOR, PARTS, OUT, DEN, T, TP, CHUNK, H, HKV, tiles, parts, skip, F,
     P: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -493,7 +493,8 @@ def query_state_kernel(
     entry = tl.arange(0, 64)
     acc = tl.zeros([BM, E], tl.float32)
     factor = tl.load(FACTOR + tl.cast(bh, tl.int64) * TP + row) / tl.load(UNIT_S + state)
-    at = state * (F // E)
+    S += tl.cast(state, tl.int64) * F
+    inside, done = tl.arange(0, 64 * TILES)[:, None] * E + tl.arange(0, E)[None, :], 0
     for number in range(parts if chunk != skip else 0):
         part = PARTS + number * 16
         slices = tl.load(part + entry // 16) + entry % 16
@@ -503,10 +504,10 @@ def query_state_kernel(
         x = tl.trans(tl.load(XT + slices[:, None] * TP + row[None, :]))
         x = tl.dot(x, _diagonal(orders, 64).to(x.dtype), input_precision=PRECISION).to(x.dtype)
         for i in range(0, count, TILES):
-            s = S.load([at + i * 64, 0])
+            s = tl.load(S + (done + i) * (64 * E) + inside)
             by = tl.load(XT + (scalars + i)[:, None] * TP + row[None, :])
             acc = tl.dot(_row_features(x, by, BM, TILES), s, acc, input_precision=PRECISION)
-        at += count * 64
+        done += count
     acc *= factor[:, None]
     column = tl.arange(0, E)
     to = (tl.cast(b, tl.int64) * T + lo) * H + h
@@ -516,12 +517,12 @@ def query_state_kernel(
         tl.store(to, acc, mask)
         if P > 2:
             den = tl.zeros([BM], tl.float32)
-            z = SQUARE + tl.cast(state, tl.int64) * F + tiles * (64 * E)
+            z = S + tiles * (64 * E)
             for m in range(0, M if chunk != skip else 0, 64):
                 zx = tl.zeros([BM, 64], tl.float32)
                 for n in tl.range(m + 64, M, 64, num_stages=2):  # Z is symmetric
-                    zx = _square_block(zx, XT, z, m, n, row, TP, M, 64, PRECISION)
-                zx = _square_block(2 * zx, XT, z, m, m, row, TP, M, 64, PRECISION)
+                    zx = _square_block(zx, XT, z, m, n, row, TP, M, PRECISION)
+                zx = _square_block(2 * zx, XT, z, m, m, row, TP, M, PRECISION)
                 at_m = m + tl.arange(0, 64)[:, None]
                 x = tl.load(XT + at_m * TP + row[None, :], mask=at_m < M, other=0.0)
                 den += tl.sum(zx * tl.trans(x), 1)
@@ -635,9 +636,9 @@ def query_gradient_of_products_kernel(
     skip, n, first, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, N: tl.constexpr,
     BLOCK: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same for p = 4, of phi(x) S VALUES^T + WEIGHT x^T Z x for the products x of the row's entries: to BLOCK of them
-    at a time, and from there to the row. A feature is an entry times a scalar: first to entries, then to scalars, N
-    others a step. For heads from `first` on, S as `spread_kernel` has it and ZX by `square_times_kernel`."""
+    """The same for p = 4, of phi(x) S VALUES^T + WEIGHT x^T Z x for the products x of the row's entries: to BLOCK of
+    them at a time, and from there to the row. A feature is an entry times a scalar: first to entries, then to scalars,
+    N others a step. For heads from `first` on, S as `spread_kernel` has it and ZX by `square_times_kernel`."""
     TP = TP // 256 * 256
     bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM, tl.program_id(0), first)
     row = lo + tl.arange(0, BM)
@@ -649,6 +650,7 @@ def query_gradient_of_products_kernel(
     weight = tl.load(WEIGHT + at) * (tl.load(UNIT_V + state) * (2 * 2.0**10 / 32))  # of Z's both factors, so twice
     blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
     acc = tl.zeros([BM, D], tl.float32)
+    in_step = tl.arange(0, N * E)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     before = (state - first // (H // HKV) * tl.cdiv(T, CHUNK)) * n
     for step in range(2 * blocks if chunk != skip else 0):
         these = step // blocks * M  # places of entries, then of scalars
@@ -658,7 +660,7 @@ def query_gradient_of_products_kernel(
         place = before + tl.load(LISTS + 4 * step + 3) - begin
         dx = tl.zeros([BM, BLOCK], tl.float32)
         for i in range(begin, end, N):
-            s = S.load([(place + i) * E, 0])
+            s = tl.load(S + tl.cast(place + i, tl.int64) * (E * BLOCK) + in_step)
             by = tl.load(XT + (others + i + tl.arange(0, N))[:, None] * TP + row[None, :])
             vx = (v.reshape([BM, 1, E]) * tl.trans(by).reshape([BM, N, 1])).reshape([BM, N * E])
             dx = tl.dot(vx, s, dx, input_precision=PRECISION)
@@ -847,9 +849,8 @@ def query_state(s, prepared, S, unit_s, skip, out=None, config=None):
         if s.p == 4:
             den = torch.zeros(s.B, rows, quadratic.padded(s.T), dtype=torch.float32, device=S.device)
     c = config or choose("query_state", s.q, s.p)
-    states = TensorDescriptor.from_tensor(S.view(-1, s.D), [c.BN, s.D])
     query_state_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
-        prepared["xt"], states, S, unit_s, prepared["factor"], s.layout.parts, out, den, s.T, s.TP,
+        prepared["xt"], S, unit_s, prepared["factor"], s.layout.parts, out, den, s.T, s.TP,
         s.chunk, rows, s.HKV, s.layout.tiles, len(s.layout.parts), skip, s.F, P=s.p, E=s.D, M=s.layout.M, BM=c.BM,
         TILES=c.BN // 64, SUMS=sums, PRECISION=s.precision, **c.launch(),
     )  # fmt: skip
@@ -868,7 +869,6 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, confi
         states = torch.empty(at_once * s.chunks * n * s.D, BLOCK, dtype=s.half, device=S.device)
         zx = torch.empty(at_once * group, M, s.TP, dtype=s.half, device=S.device)
         N = min(c.BN // s.D, STEP)
-        described = TensorDescriptor.from_tensor(states, [N * s.D, BLOCK])
         for first in range(0, s.B * s.HKV, at_once):
             heads = min(at_once, s.B * s.HKV - first)
             blocks, shared = heads * group * triton.cdiv(s.T, c.BM), (s.T, s.TP, s.chunk, rows, s.HKV)
@@ -880,7 +880,7 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, confi
                 PRECISION=s.precision, num_warps=c.warps, num_stages=min(3, c.stages),
             )  # fmt: skip
             query_gradient_of_products_kernel[(blocks,)](
-                prepared["xt"], prepared["rows"], prepared["values"], described, zx, unit_s, prepared["unit_v"],
+                prepared["xt"], prepared["rows"], prepared["values"], states, zx, unit_s, prepared["unit_v"],
                 prepared["unit_x"], prepared["weight"], s.layout.lists, s.layout.factors, out, x, read, x.stride(),
                 *shared, skip, n, first * group, D=s.D, E=s.D, M=M, BM=c.BM, N=N, BLOCK=BLOCK, GATED=gated,
                 PRECISION=s.precision, **c.launch(),

@@ -18,7 +18,7 @@ UNGATED = 0.83  # of the quadratic form's cost, without gates
 # (head dimension, p) -> u, w: those that the chunked kernels take
 CHUNKED = {
     (16, 2): (1.01, 37), (32, 2): (2.05, 164), (64, 2): (5.67, 859), (128, 2): (51.8, 8290),
-    (16, 4): (11.5, 256), (32, 4): (104, 2225), (64, 4): (2830, 57000),  # the last by its size, not measured
+    (16, 4): (8.4, 256), (32, 4): (80, 2225), (64, 4): (2180, 57000),  # the last by its size, not measured
 }  # fmt: skip
 SIZES = [2**n for n in range(7, 15)]  # of chunks
 
