@@ -134,6 +134,26 @@ def test_p_4(T, gates, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_resets_in_a_later_piece(dtype):
+    """Gates are summed up in pieces of 1,024 tokens: the number of resets before each has to carry over."""
+    assert_right(*inputs(1100, "zeros", dtype, H=1), tolerance=8e-3 if dtype == torch.bfloat16 else None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_p_4_takes_some_heads_after_the_others(dtype, monkeypatch):
+    """Its gradient to q, as memory allows: the same bits, whatever there is."""
+    (q, k, v, _), dy = inputs(140, "none", dtype, H=4, Hkv=2)
+    y, (l, S, unit, *_), _ = chunked.forward(q, k, v, p=4, chunk=128)
+    s = chunked.Sizes(q, k, 4, 128)
+    queries = chunked.prepare(s, q, dy, y, l)
+    together, apart = torch.zeros(2, *q.shape, dtype=dtype, device=DEVICE)
+    chunked.query_gradient(s, queries, S, unit, 0, together, q, None, None, False)
+    monkeypatch.setattr(chunked, "SPREAD", 1)
+    chunked.query_gradient(s, queries, S, unit, 0, apart, q, None, None, False)
+    assert together[:, 128:].any() and torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("D,p", [(16, 2), (32, 2), (64, 2)] + ([(16, 4), (32, 4)] if GPU else []))
 def test_every_head_dimension_and_groups_of_heads(D, p, dtype):
     size = dict(B=2, H=4, Hkv=2) if GPU or D == 16 else dict(H=2, Hkv=2) if D < 64 else dict(H=1)

@@ -289,13 +289,13 @@ def test_autocast_casts_as_sdpa_does():
     assert torch.equal(y, ref)
 
 
-def test_every_choice_of_tiles_is_one_thekernels_take():
+def test_every_choice_of_tiles_is_one_the_kernels_take():
     choices = {(name, dtype): [c for _, c in configs.SAFE[name, dtype]] for name, dtype in configs.SAFE}
     for entries in configs._table().values():
         for key, c in entries.items():
             name, dtype = key.split()[:2]
             choices[name, getattr(torch, dtype)].append(Config(*c))
-    tokens_or_features = {"update_state": (32, 64, 128), "query_state": (64, 128, 256), "query_gradient": (64,)}
+    tokens_or_features = {"update_state": (32, 64, 128), "query_state": (64, 128, 256), "query_gradient": (64, 128, 256)}
     for (name, dtype), found in choices.items():
         for c in found:
             if name in tokens_or_features:
