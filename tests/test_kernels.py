@@ -295,7 +295,11 @@ def test_every_choice_of_tiles_is_one_the_kernels_take():
         for key, c in entries.items():
             name, dtype = key.split()[:2]
             choices[name, getattr(torch, dtype)].append(Config(*c))
-    tokens_or_features = {"update_state": (32, 64, 128), "query_state": (64, 128, 256), "query_gradient": (64, 128, 256)}
+    tokens_or_features = {
+        "update_state": (32, 64, 128),
+        "query_state": (64, 128, 256),
+        "query_gradient": (64, 128, 256),
+    }
     for (name, dtype), found in choices.items():
         for c in found:
             if name in tokens_or_features:
