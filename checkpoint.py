@@ -114,6 +114,18 @@ def newest(path, thorough=False, say=lambda line: None, files=None):
     return None
 
 
+def settings(run):
+    """What a run was trained with, its config.json; ValueError where that cannot be read."""
+    path = os.path.join(run, "config.json")
+    try:
+        with open(path) as f:
+            found = json.load(f)
+        found["model"], found["block_size"]
+        return found
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"cannot read {path}, which a run has beside its checkpoints: {error}") from None
+
+
 def damage(folder, thorough=True, files=None):
     """What is wrong with a checkpoint, or with these files of it; "" if nothing is."""
     try:

@@ -295,6 +295,8 @@ def main(argv=None):
         draw(runs, args.png)
     except ImportError:
         refuse("no picture, matplotlib is missing: pip install matplotlib")
+    except (OSError, ValueError) as error:  # ValueError: an extension that matplotlib does not know
+        refuse(f"cannot write {args.png}: {error}")
     print(f"wrote {args.png}")
 
 

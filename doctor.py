@@ -20,8 +20,8 @@ import warnings
 from dataclasses import dataclass, field
 
 TORCH = "torch>=2.11,<2.14"  # as in requirements.txt
-REQUIRED = ["numpy", "safetensors"]
-OPTIONAL = ["matplotlib", "tiktoken", "tqdm", "datasets", "zarr", "wandb", "pytest"]
+REQUIRED = ["numpy", "safetensors", "tqdm"]
+OPTIONAL = ["matplotlib", "tiktoken", "datasets", "zarr", "wandb", "pytest"]
 # Oldest driver for each CUDA major version, and the wheels to take with it.
 OLDEST_DRIVER = {12: 525, 13: 580}
 WHEELS = "https://download.pytorch.org/whl"

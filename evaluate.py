@@ -62,7 +62,7 @@ def main():
         print(f"wrote {cfg.png}")
     except ImportError:
         print("no picture, matplotlib is missing: pip install matplotlib", file=sys.stderr)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: an extension that matplotlib does not know
         wrong = f"evaluate.py: cannot write {cfg.png}: {error}"
     if cfg.json:
         print(json.dumps(report))
@@ -72,12 +72,17 @@ def main():
 def of_run(run, cfg):
     """(mean loss at each position [length] float64, the context it was trained at)."""
     folder = checkpoint.newest(run)
-    with open(os.path.join(checkpoint.run_of(run), "config.json")) as f:
-        settings = json.load(f)
+    try:
+        settings = checkpoint.settings(checkpoint.run_of(run))
+    except ValueError as error:
+        refuse(error)
     context = settings["block_size"]
     try:
         dataset = Dataset(cfg.dataset or settings["dataset"])
         most = dataset.tokens("val") if cfg.pack else dataset.document_length
+        if cfg.length > most:
+            ways = "a smaller --length" if cfg.pack else f"--length={most}, or --pack=1 to run over document borders"
+            refuse(f"length {cfg.length} is more than {dataset.name} has in one piece ({most} tokens): give {ways}")
         windows = Windows(dataset, "val", cfg.length or min(4 * context, most), cfg.pack)
     except DataError as error:
         refuse(error)

@@ -59,7 +59,9 @@ def main():
     say = lambda line: print(f"sample.py: {line}", file=sys.stderr)
     folder = checkpoint.newest(run, True, say, checkpoint.WEIGHTS)
     if not folder:
-        refuse(f"no checkpoint in {run}: train one with `python train.py config/demo.py`")
+        runs = ", ".join(r for r in sorted(glob.glob("out/*")) if checkpoint.newest(r))
+        other = f"there is one in {runs}" if runs else "train one with `python train.py config/demo.py`"
+        refuse(f"no checkpoint in {run}: {other}")
     run = checkpoint.run_of(run)
     text = cfg.prompt or cfg.start
     if text.startswith("FILE:"):
@@ -272,8 +274,10 @@ class Timings:
 
 def load_run(run, folder, cfg):
     """The model of a checkpoint, its tokenizer, the device and the autocast context to use."""
-    with open(os.path.join(run, "config.json")) as f:
-        saved = json.load(f)["model"]
+    try:
+        saved = checkpoint.settings(run)["model"]
+    except ValueError as error:
+        refuse(error)
     device, dtype = choose_device(cfg.device, cfg.dtype)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches there

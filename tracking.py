@@ -1,7 +1,7 @@
 """Where a run's numbers go: metrics.jsonl always, wandb if wanted.
 
 metrics.jsonl is the truth, one JSON object a line. wandb is online if there is an API key, otherwise offline
-(`wandb sync out/NAME/wandb/offline-*` uploads it later), and never asks for a login.
+(`python -m wandb_upload out/NAME` uploads it later), and never asks for a login.
 """
 
 import json

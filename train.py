@@ -488,9 +488,11 @@ def source_settings(cfg, dataset, given):
     if cfg.init_from in ("auto", "scratch"):
         return {}
     if not checkpoint.newest(cfg.init_from):
-        raise ValueError(f"init_from must be auto, scratch or a folder with a checkpoint, got {cfg.init_from!r}")
-    with open(os.path.join(checkpoint.run_of(cfg.init_from), "config.json")) as f:
-        model = json.load(f)["model"]
+        raise ValueError(
+            "init_from must be auto (nanoGPT's resume: goes on where out_dir left off), scratch or a folder with a "
+            f"checkpoint, got {cfg.init_from!r}"
+        )
+    model = checkpoint.settings(checkpoint.run_of(cfg.init_from))["model"]
     if model["vocab_size"] != dataset.vocab_size:
         raise ValueError(
             f"{cfg.init_from} has a vocabulary of {model['vocab_size']}, the dataset {dataset.name} one of "
@@ -520,7 +522,7 @@ def choose_start(cfg, settings, thorough):
     started_so = cfg.init_from == "auto" or (saved and not cfg.overwrite and saved["init_from"] == cfg.init_from)
     if not (again and saved) and (cfg.init_from == "scratch" or not started_so):
         if cfg.eval_only:
-            return None  # leaves out_dir alone
+            return None  # of new weights or another run's; leaves out_dir alone
         if has_files(cfg.out_dir):
             if not cfg.overwrite:
                 refuse(
@@ -539,12 +541,14 @@ def choose_start(cfg, settings, thorough):
         free = FREE | ({"max_iters", "lr_decay_iters"} if end(settings) == end(saved) else set())
         flat = lambda s: {**s, **s["model"], "model": 0, "dataset": os.path.basename(os.path.normpath(s["dataset"]))}
         old, new = flat(saved), flat(settings)
-        for key in new:
-            if key not in free and old.get(key, new[key]) != new[key]:
-                refuse(
-                    f"{cfg.out_dir} was trained with {key}={old[key]}, now {key}={new[key]}: go on with the old value, "
-                    f"choose another out_dir, or start anew with --init_from=scratch --overwrite=True"
-                )
+        if changed := [key for key in new if key not in free and old.get(key, new[key]) != new[key]]:
+            was, now = (" ".join(f"{key}={of[key]}" for key in changed) for of in (old, new))
+            refuse(
+                f"{cfg.out_dir} was trained with {was}, now {now}: go on with what it was, choose another out_dir, or "
+                f"start anew with --init_from=scratch --overwrite=True"
+            )
+    if cfg.eval_only and not latest:
+        refuse(f"no checkpoint in {cfg.out_dir} to evaluate (--init_from=scratch evaluates new weights)")
     return latest
 
 

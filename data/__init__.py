@@ -5,7 +5,7 @@
     from data.loader import Dataset, Windows, train_batch
     windows = Windows(Dataset("pystdlib"), "train", block_size=1024)
 
-Training and sampling need numpy and torch only; what a prepare script needs beyond them is imported when it is used.
+Reading prepared data needs numpy and torch only; what a prepare script needs beyond them is imported when it is used.
 """
 
 import importlib

@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import quadratic
 from kernels.configs import choose
-from kernels.layout import BLOCK, STEP, TILE, entries, features, layout
+from kernels.layout import BLOCK, SPREAD_ROWS, STEP, TILE, entries, features, layout
 from kernels.quadratic import PRECISION, _add, _empty, _inverse, _log_gates, _on, _to_unit
 
 HALF = {torch.bfloat16: torch.float16, torch.float32: torch.float32}  # of features, values and states between kernels
@@ -453,7 +453,8 @@ def discumsum_kernel(
 
 @triton.jit
 def _rows_of_program(T, CHUNK, H, HKV, BM: tl.constexpr, program, first=0):
-    """(sequence and head, from `first`, sequence, head, the first of BM rows, their chunk, the number of its state)"""
+    """(sequence and head, sequence, head, the first of BM rows, their chunk, the number of its state); heads count
+    from `first`"""
     blocks = tl.cdiv(T, BM)
     bh, lo = first + program // blocks, program % blocks * BM
     b, h, chunk = bh // H, bh % H, lo // CHUNK
@@ -588,7 +589,7 @@ def query_gradient_kernel(
 
 @triton.jit
 def _added_up(x, at, D: tl.constexpr, PRECISION: tl.constexpr):
-    """[BM, D]: the sums of the columns of x [BM, 64] with the same number in `at` [64]; D is none."""
+    """[BM, D]: the sums of the columns of x [BM, N] with the same number in `at` [N]; D is none."""
     places = (at[:, None] == tl.arange(0, D)[None, :]).to(x.dtype)
     return tl.dot(x, places, input_precision=PRECISION)
 
@@ -613,7 +614,8 @@ def square_times_kernel(
     XT, SQUARE, OUT, T, TP, CHUNK, H, HKV, F, skip, first, M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """2^-10 Z x for BM rows, p = 4: N of its M entries, to be stored as x is, transposed. For heads from `first` on."""
+    """2^-12 Z x for BM rows, p = 4: N of its M entries, stored as x is, transposed. For heads from `first` on. Entries
+    of Z are below 2^12 and those of x below 2^4: within float16, with 2080 of them at D = 64 too."""
     TP, F = TP // 256 * 256, F // 64 * 64
     parts: tl.constexpr = (M + N - 1) // N
     bh, b, h, lo, chunk, state = _rows_of_program(T, CHUNK, H, HKV, BM, tl.program_id(0) // parts, first)
@@ -627,7 +629,7 @@ def square_times_kernel(
             x = tl.load(x_of + n[:, None] * TP + row, mask=n[:, None] < M, other=0.0)
             zx = tl.dot(z, x, zx, input_precision=PRECISION)
         to = OUT + (tl.cast(bh - first, tl.int64) * M + m[:, None]) * TP + row
-        tl.store(to, (zx * 2.0**-10).to(OUT.dtype.element_ty), m[:, None] < M)
+        tl.store(to, (zx * 2.0**-12).to(OUT.dtype.element_ty), m[:, None] < M)
 
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "skip", "n", "first"])
@@ -647,7 +649,8 @@ def query_gradient_of_products_kernel(
     ROWS += tl.cast(bh, tl.int64) * D * TP
     v = tl.load(VALUES + at[:, None] * E + tl.arange(0, E)[None, :])
     v = tl.dot(v, _diagonal(tl.full([E], 1 / 32, tl.float32), E).to(v.dtype), input_precision=PRECISION).to(v.dtype)
-    weight = tl.load(WEIGHT + at) * (tl.load(UNIT_V + state) * (2 * 2.0**10 / 32))  # of Z's both factors, so twice
+    # twice, as x is on both sides of Z; 2^12 as in ZX, 1/32 as in v
+    weight = tl.load(WEIGHT + at) * (tl.load(UNIT_V + state) * (2 * 2.0**12 / 32))
     blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
     acc = tl.zeros([BM, D], tl.float32)
     in_step = tl.arange(0, N * E)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -698,21 +701,20 @@ def state_size(D, p):
 
 def bytes_needed(q, k, p, chunk, backward=True):
     """Bytes that `forward`, and with it `backward`, allocate beyond y and the gradients: states, what is made of keys
-    and values and kept, and what is made of queries and dy."""
+    and values and kept, what is made of queries and dy, and for p = 4 what `query_gradient` makes of both."""
     (B, T, H, D), HKV, size = q.shape, k.shape[2], HALF[q.dtype].itemsize
     states = B * HKV * -(-T // chunk) * (state_size(D, p) * size + 4 * D * D * (p == 2))
     row, products = 2 * D * size + 8, 2 * entries(D, p) * size if p == 4 else 0
     rows = B * T * (HKV * row + H * (row + products))
     if p == 4 and backward:
-        each = _spread_bytes(D, -(-T // chunk), H // HKV * T, size, q.device)
+        each = _spread_bytes(D, -(-T // chunk), H // HKV * T, size)
         rows += each * max(1, min(B * HKV, SPREAD // each))
     return states * (2 if backward else 1) + rows + 4 * B * H * T * D * (not backward)
 
 
-def _spread_bytes(D, chunks, rows, size, device):
+def _spread_bytes(D, chunks, rows, size):
     """What `query_gradient` allocates for a head of keys of so many chunks and its rows of queries, p = 4."""
-    x = layout(D, 4, device)
-    return (chunks * len(x.where) * D * BLOCK + rows * x.M) * size
+    return (chunks * SPREAD_ROWS[D] * D * BLOCK + rows * entries(D, 4)) * size
 
 
 class Sizes:
@@ -864,14 +866,15 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, confi
     c = config or choose("query_gradient", s.q, s.p)
     if s.p == 4:
         n, M, group = len(s.layout.where), s.layout.M, rows // s.HKV
-        each = _spread_bytes(s.D, s.chunks, group * s.TP, S.element_size(), S.device)
+        each = _spread_bytes(s.D, s.chunks, group * s.TP, S.element_size())
         at_once = max(1, min(s.B * s.HKV, SPREAD // each))  # heads of keys
         states = torch.empty(at_once * s.chunks * n * s.D, BLOCK, dtype=s.half, device=S.device)
         zx = torch.empty(at_once * group, M, s.TP, dtype=s.half, device=S.device)
         N = min(c.BN // s.D, STEP)
         for first in range(0, s.B * s.HKV, at_once):
             heads = min(at_once, s.B * s.HKV - first)
-            blocks, shared = heads * group * triton.cdiv(s.T, c.BM), (s.T, s.TP, s.chunk, rows, s.HKV)
+            blocks = heads * group * triton.cdiv(s.T, c.BM)
+            shared = s.T, s.TP, s.chunk, rows, s.HKV
             spread_kernel[(heads * s.chunks * n // STEP,)](
                 S[first:], states, s.layout.where, s.F, n, E=s.D, N=STEP, BLOCK=BLOCK
             )
@@ -894,7 +897,7 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, confi
     return read
 
 
-SPREAD = 2**30  # bytes of what `query_gradient` makes of states and queries at once, p = 4
+SPREAD = 2**30  # bytes of what `query_gradient` makes at once, p = 4, of all heads or of one at least
 DISCUMSUM = ((128, 1, 8), (1024, 2, 3))  # entries of a program, warps, chunks in flight; of Z, and of S
 SUMS = ((64, 4, 3), (32, 8, 2))  # rows at a time, warps, stages; up to D = 64 and beyond
 PREPARE = (64, 4)  # rows at a time, warps

@@ -25,6 +25,7 @@ import torch
 
 SLOTS, SLICE, TILE = 4, 16, 64
 BLOCK, STEP = 32, 8  # of the gradient to x, p = 4: so many entries at a time, in steps of so many scalars
+SPREAD_ROWS = {16: 448, 32: 3968, 64: 50448}  # of `where`, p = 4
 
 
 class Layout(NamedTuple):
@@ -39,8 +40,8 @@ class Layout(NamedTuple):
     # p = 4 [M * M] more: of the products of two entries of x
     where: torch.Tensor  # p = 2: [M, M] int32, the state's row for the product of two entries of x; p = 4, for the
     # gradient to x: [n, 32], the rows for the products of a scalar and 32 entries, or of an entry and 32 scalars
-    lists: torch.Tensor  # p = 4: [2 * ceil(M / 32), 4] int32, of 32 entries the first, the range of their scalars and
-    # where in `where` it begins; then of 32 scalars the first, the range of their entries, ...
+    lists: torch.Tensor  # p = 4: [2 * ceil(M / 32), 4] int32, of 32 entries the first (below 0, there is nothing), the
+    # range of their scalars, where in `where` it begins; then of 32 scalars the first, the range of their entries, ...
     factors: torch.Tensor  # p = 4: [2, 2 M] int32: of which entries of the row entries of x, then scalars, are products
     weights: torch.Tensor  # [M] float32: in how many orders that can be written
     rows: torch.Tensor  # [Dphi] int64: for each canonical feature, a row of the state

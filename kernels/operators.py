@@ -262,7 +262,8 @@ def _states(s, S, z):
     if s.p == 4:
         of_S, of_Z = s.layout.orders.split((s.layout.tiles * 64, s.layout.M**2))
         S *= torch.cat((of_S.repeat_interleave(s.D), of_Z))
-    unit = _two_to(14 - _exponent(S.abs().amax(1)).clamp(-100, 100))
+    top = 14 if s.p == 2 else 11  # below 2^12: `square_times_kernel`
+    unit = _two_to(top - _exponent(S.abs().amax(1)).clamp(-100, 100))
     S = (S * unit.unsqueeze(1)).to(s.half)
     return S.view(-1, s.chunks, s.F), unit, Z
 

@@ -18,8 +18,8 @@ from test_kernels import COMPILE_FOR, DEVICE, DTYPES, GPU, ROOT, gradients, inpu
 from attention import power  # noqa: E402
 from attention.embedding import symmetric_power_dim, symmetric_power_embedding  # noqa: E402
 from attention.power import PowerState, power_attention  # noqa: E402
-from kernels import chunked, cost, ops  # noqa: E402
-from kernels.layout import entries, features, layout  # noqa: E402
+from kernels import chunked, cost, operators, ops  # noqa: E402
+from kernels.layout import SPREAD_ROWS, entries, features, layout  # noqa: E402
 
 LONG = GPU and 3000 or 300  # tokens, in chunks of 128, with a ragged last one
 
@@ -84,11 +84,12 @@ def test_the_layout_holds_every_feature(D, p):
         assert abs(weights @ square @ weights - score) < 1e-6 * size
 
 
-def test_the_products_lists_give_the_gradient():
+@pytest.mark.parametrize("D", [16, 32])
+def test_the_products_lists_give_the_gradient(D):
     """What query_gradient adds up for p = 4: each entry's and each scalar's sum over its list."""
     torch.manual_seed(0)
-    x = layout(16, 4, torch.device("cpu"))
-    q, k = torch.randn(2, 16, dtype=torch.float64)
+    x = layout(D, 4, torch.device("cpu"))
+    q, k = torch.randn(2, D, dtype=torch.float64)
     places = q[x.factors[0]] * q[x.factors[1]]  # of entries, then of scalars
     state = (symmetric_power_embedding(k, 4) / x.root)[x.canonical] * x.orders[: 64 * x.tiles]
     gradient, steps = torch.zeros(2 * x.M, dtype=torch.float64), len(x.lists) // 2
@@ -98,7 +99,7 @@ def test_the_products_lists_give_the_gradient():
         inside = [m for m in range(32) if 0 <= at + m < x.M]
         gradient[[these + at + m for m in inside]] += found[inside]
         assert not found[[m for m in range(32) if m not in inside]].any()
-    dq = torch.zeros(16, dtype=torch.float64)
+    dq = torch.zeros(D, dtype=torch.float64)
     for a, b in (x.factors.long(), x.factors.long().flip(0)):
         dq.index_add_(0, a, gradient * q[b])
     torch.testing.assert_close(dq, 4 * (q @ k) ** 3 * k, rtol=1e-4, atol=1e-4)
@@ -139,18 +140,33 @@ def test_resets_in_a_later_piece(dtype):
     assert_right(*inputs(1100, "zeros", dtype, H=1), tolerance=8e-3 if dtype == torch.bfloat16 else None)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [16, 32])
+def test_p_4_where_all_keys_and_queries_agree(D, T=600):
+    """Z x is as large as it can be, and has to stay within float16; in the operator too."""
+    (q, k, v, _), dy = inputs(T, "none", torch.bfloat16, H=1, D=D)
+    tensors = [q + 10, k + 10, v, None]
+    assert all(x.isfinite().all() for x in gradients(chunks(4), tensors, dy))
+    k = tensors[1].detach().requires_grad_()
+    S, z = operators.update_state(k, v, p=4, chunk=128)
+    phi = symmetric_power_embedding(k.detach().float(), 4).sum(1, keepdim=True).expand_as(z)
+    (dk,) = torch.autograd.grad(z, k, phi.contiguous())
+    assert dk.isfinite().all() and dk.any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_p_4_takes_some_heads_after_the_others(dtype, monkeypatch):
     """Its gradient to q, as memory allows: the same bits, whatever there is."""
-    (q, k, v, _), dy = inputs(140, "none", dtype, H=4, Hkv=2)
+    (q, k, v, _), dy = inputs(140, "none", dtype, B=3, H=2, Hkv=1)
     y, (l, S, unit, *_), _ = chunked.forward(q, k, v, p=4, chunk=128)
     s = chunked.Sizes(q, k, 4, 128)
     queries = chunked.prepare(s, q, dy, y, l)
     together, apart = torch.zeros(2, *q.shape, dtype=dtype, device=DEVICE)
     chunked.query_gradient(s, queries, S, unit, 0, together, q, None, None, False)
-    monkeypatch.setattr(chunked, "SPREAD", 1)
+    of_two = 2 * chunked._spread_bytes(16, s.chunks, 2 * s.TP, S.element_size())
+    monkeypatch.setattr(chunked, "SPREAD", of_two)  # two sequences, then one
     chunked.query_gradient(s, queries, S, unit, 0, apart, q, None, None, False)
-    assert together[:, 128:].any() and torch.equal(together, apart)
+    assert together[:, 128:].any(dim=3).all() and torch.equal(together, apart)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -363,9 +379,10 @@ def test_a_sequence_too_long_for_32_bits_is_refused():
 
 
 def test_what_is_allocated_is_what_was_computed_beforehand():
-    """On the GPU to 10%; elsewhere that the state is as large as `state_size` says."""
-    for D, p in ((16, 2), (32, 2), (16, 4), (64, 4)):
+    """On the GPU; elsewhere that states are as large as `state_size` and what is made of them as the layout says."""
+    for D, p in ((16, 2), (32, 2), (16, 4), (32, 4), (64, 4)):
         x = layout(D, p, torch.device("cpu"))
+        assert p == 2 or len(x.where) == SPREAD_ROWS[D]
         assert chunked.state_size(D, p) == 64 * x.tiles * D + (x.M**2 if p == 4 else 0)
     if not GPU:
         return

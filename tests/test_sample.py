@@ -175,7 +175,7 @@ def test_several_samples_are_separated_and_json_comes_last(go, capsys):
         (["--temperature=-1"], "temperature must be 0 (greedy) or positive, got -1.0"),
         (["--top_p=0"], "top_p must be in (0, 1], got 0.0"),
         (["--form=fast"], "form must be auto or recurrent, got fast"),
-        (["--out_dir=out/none"], "no checkpoint in out/none: train one with"),
+        (["--out_dir=out/none"], "no checkpoint in out/none: there is one in out/a"),
         (["--device=cuda:77"], "device cuda:77 is not there"),
         (["--tempreature=1"], "did you mean temperature?"),
     ],
