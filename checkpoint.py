@@ -120,10 +120,11 @@ def settings(run):
     try:
         with open(path) as f:
             found = json.load(f)
-        found["model"], found["block_size"]
+        found["model"], found["block_size"], found["init_from"]
         return found
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"cannot read {path}, which a run has beside its checkpoints: {error}") from None
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}, which a run has beside its checkpoints, is missing or damaged ({why})") from None
 
 
 def damage(folder, thorough=True, files=None):

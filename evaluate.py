@@ -22,7 +22,7 @@ from compare import COLOURS, STYLE
 from config import read_settings, refuse
 from data import DataError
 from data.loader import Dataset, Windows
-from sample import load_run, newest_run
+from sample import load_run, newest_run, no_checkpoint
 
 LOGITS_AT_ONCE = 2**28  # entries: 1 GB in float32
 
@@ -50,7 +50,7 @@ def main():
     runs = [os.path.normpath(run) for run in cfg.out_dir.split(",") if run] or [newest_run()]
     for run in runs:
         if not checkpoint.newest(run):
-            refuse(f"no checkpoint in {run}: train one with `python train.py config/demo.py`")
+            refuse(no_checkpoint(run))
     curves, contexts, report = {}, {}, {}
     for run in runs:
         losses, context = of_run(run, cfg)
@@ -80,10 +80,7 @@ def of_run(run, cfg):
     try:
         dataset = Dataset(cfg.dataset or settings["dataset"])
         most = dataset.tokens("val") if cfg.pack else dataset.document_length
-        if cfg.length > most:
-            ways = "a smaller --length" if cfg.pack else f"--length={most}, or --pack=1 to run over document borders"
-            refuse(f"length {cfg.length} is more than {dataset.name} has in one piece ({most} tokens): give {ways}")
-        windows = Windows(dataset, "val", cfg.length or min(4 * context, most), cfg.pack)
+        windows = Windows(dataset, "val", cfg.length or min(4 * context, most), cfg.pack, name="length")
     except DataError as error:
         refuse(error)
     model, _, device, autocast = load_run(checkpoint.run_of(run), folder, cfg)

@@ -59,9 +59,7 @@ def main():
     say = lambda line: print(f"sample.py: {line}", file=sys.stderr)
     folder = checkpoint.newest(run, True, say, checkpoint.WEIGHTS)
     if not folder:
-        runs = ", ".join(r for r in sorted(glob.glob("out/*")) if checkpoint.newest(r))
-        other = f"there is one in {runs}" if runs else "train one with `python train.py config/demo.py`"
-        refuse(f"no checkpoint in {run}: {other}")
+        refuse(no_checkpoint(run))
     run = checkpoint.run_of(run)
     text = cfg.prompt or cfg.start
     if text.startswith("FILE:"):
@@ -87,9 +85,9 @@ def main():
     elif cfg.form == "recurrent":
         fold = "always"
     if fold == "auto":
-        c, dtype = model.config, getattr(autocast, "fast_dtype", torch.float32)  # of keys and values
-        state_dtype = getattr(torch, cfg.state_dtype)
-        fold = cfg.fold_at or crossover(c.p, c.head_dim, c.head_dim, dtype.itemsize, state_dtype)
+        with autocast:
+            c, size, state_dtype = model.config, dtype_of_keys(model).itemsize, getattr(torch, cfg.state_dtype)
+        fold = cfg.fold_at or crossover(c.p, c.head_dim, c.head_dim, size, state_dtype)
     prompt = [*([] if before else [tokenizer.eot]), *tokenizer.encode(text)]
     timings = Timings(device)
     samples = [tokenizer.stream() for _ in range(cfg.num_samples)]
@@ -140,9 +138,7 @@ def generate(model, prompt, cfg, fold="auto", timings=None, before=None, graph=T
     timings.start()
     logits, state = before or (None, model.empty_state(1, fold))
     before, c, state_dtype = None, model.config, getattr(torch, cfg.state_dtype)
-    dtype = model.transformer.wte.weight.dtype  # of keys and values
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
+    dtype = dtype_of_keys(model)
     check_memory(c, state, len(prompt) + cfg.max_new_tokens, cfg.num_samples, dtype.itemsize, state_dtype, device)
     if prompt:
         logits, state = model.read(torch.tensor([prompt], device=device), state)
@@ -181,6 +177,13 @@ def generate(model, prompt, cfg, fold="auto", timings=None, before=None, graph=T
         if i + 1 < cfg.max_new_tokens:
             logits, state = model.step(ids, state)
         timings.decoded(state.bytes())
+
+
+def dtype_of_keys(model):
+    """Of keys and values: autocast's where it is on, else that of the weights."""
+    weight = model.transformer.wte.weight
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 class CannotSave(OSError):
@@ -290,10 +293,20 @@ def load_run(run, folder, cfg):
 
 def newest_run():
     """The run in out/ with the newest checkpoint."""
-    runs = [r for r in glob.glob("out/*") if checkpoint.newest(r)]
-    if not runs:
+    if not (runs := trained_runs()):
         refuse("no run in out/: train one with `python train.py config/demo.py`, or name one with --out_dir")
     return max(runs, key=lambda r: os.path.getmtime(checkpoint.newest(r)))
+
+
+def no_checkpoint(run):
+    """That there is none, and where there are some."""
+    runs = ", ".join(trained_runs())
+    other = f"there is one in {runs}" if runs else "train one with `python train.py config/demo.py`"
+    return f"no checkpoint in {run}: {other}"
+
+
+def trained_runs():
+    return [run for run in sorted(glob.glob("out/*")) if checkpoint.newest(run)]
 
 
 def check(cfg):

@@ -505,17 +505,15 @@ def source_settings(cfg, dataset, given):
 def choose_start(cfg, settings, thorough):
     """The checkpoint of out_dir to go on from, or None; refuses what would mix or lose runs. Rank 0's answer, by the
     checksums, holds for all."""
-    latest, own = checkpoint.newest(cfg.out_dir, thorough, warn), os.path.join(cfg.out_dir, "config.json")
+    latest = checkpoint.newest(cfg.out_dir, thorough, warn)
     if not latest and checkpoint.exists(cfg.out_dir) and not (cfg.init_from == "scratch" and cfg.overwrite):
         refuse(f"every checkpoint in {cfg.out_dir} is damaged: --init_from=scratch --overwrite=True starts anew")
     saved = None
-    if os.path.exists(own):
+    if os.path.exists(os.path.join(cfg.out_dir, "config.json")):
         try:
-            with open(own) as f:
-                saved = json.load(f)
-            saved["init_from"], saved["model"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            refuse(f"{own} is damaged ({type(error).__name__}: {error}): put it right, or move {cfg.out_dir} away")
+            saved = checkpoint.settings(cfg.out_dir)
+        except ValueError as error:
+            refuse(f"{error}: put it right, or move {cfg.out_dir} away")
     # started again by torchrun or Slurm: with the same command, which was right the first time
     again = any(int(os.environ.get(f"{of}_RESTART_COUNT") or 0) for of in ("TORCHELASTIC", "SLURM"))
     cfg.overwrite = cfg.overwrite and not again

@@ -160,22 +160,23 @@ class Windows:
     each row's start is the end of text, so a model that resets its state wherever the input is the end of text keeps
     rows apart.
 
-    Raises DataError if block_size is longer than a row (unpacked) or than the split (packed).
+    Raises DataError if block_size, which the message calls `name`, is longer than a row (unpacked) or than the split
+    (packed).
     """
 
-    def __init__(self, dataset, split, block_size, pack=False):
+    def __init__(self, dataset, split, block_size, pack=False, name="block_size"):
         length = dataset.document_length
         if block_size < 1:
-            raise DataError(f"block_size must be at least 1, got {block_size}")
+            raise DataError(f"{name} must be at least 1, got {block_size}")
         if not pack and block_size > length:
             raise DataError(
-                f"block_size {block_size} is longer than the documents of {dataset.name} ({length} tokens): "
-                f"give --block_size={length} or less, or --pack=1 to run over document borders"
+                f"{name} {block_size} is longer than the documents of {dataset.name} ({length} tokens): "
+                f"give --{name}={length} or less, or --pack=1 to run over document borders"
             )
         if pack and block_size > dataset.tokens(split):
             raise DataError(
-                f"block_size {block_size} is longer than the {split} split of {dataset.name} "
-                f"({dataset.tokens(split)} tokens): give a smaller --block_size or more text"
+                f"{name} {block_size} is longer than the {split} split of {dataset.name} "
+                f"({dataset.tokens(split)} tokens): give a smaller --{name} or more text"
             )
         self.dataset, self.split, self.block_size, self.pack = dataset, split, block_size, pack
         # What training permutes: rows of per_document windows each. A packed window counts as a row of its own.

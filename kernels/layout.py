@@ -117,14 +117,13 @@ def _four(D):
     orders = np.where(needed, _orders(of_row), 0)
     blocks = -(-M // BLOCK)
     lists, spread = [], []
-    for step in range(2 * blocks):
-        # blocks of entries end with a whole one, those of scalars begin with one
-        at = M + (step - blocks) * BLOCK if step < blocks else (step - blocks) * BLOCK
+    of_entries = [(M + i * BLOCK, where) for i in range(-blocks, 0)]  # end with a whole block
+    of_scalars = [(i * BLOCK, where.T) for i in range(blocks)]  # begin with one
+    for at, others in of_entries + of_scalars:
         block = np.arange(at, at + BLOCK)
-        rows = (where if step < blocks else where.T)[:, block.clip(0, M - 1)]
-        rows = np.where((block >= 0) & (block < M), rows, none)
+        rows = np.where((block >= 0) & (block < M), others[:, block.clip(0, M - 1)], none)
         used = np.flatnonzero((rows != none).any(1))
-        begin, end = (used[0] // STEP * STEP, -(-(used[-1] + 1) // STEP) * STEP) if len(used) else (0, 0)
+        begin, end = used[0] // STEP * STEP, -(-(used[-1] + 1) // STEP) * STEP
         lists.append((at, begin, end, sum(map(len, spread))))
         spread.append(rows[begin:end])
     weights = np.where(real, 1 + (x[:, 0] != x[:, 1]), 0)

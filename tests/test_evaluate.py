@@ -44,5 +44,6 @@ def test_the_program(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
     assert all(0 < loss < 20 for losses in report.values() for loss in losses.values())
     assert (tmp_path / "loss_by_position.png").stat().st_size > 10_000
     assert call(evaluate.main, "--out_dir=out/a", "--length=100000000") == 2
-    assert "is more than" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "longer than" in error and "--length=" in error
     assert call(evaluate.main, "--out_dir=out/none") == 2
