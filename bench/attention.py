@@ -2,12 +2,12 @@
 
     python bench/attention.py                            # the table, at 65,536 tokens a call
     python bench/attention.py --T 16384 --only cudnn p4_gated --json out/attention.json
-    python bench/attention.py --cold_start               # how long the first call takes, and the first at a new length
+    python bench/attention.py --cold_start --only p4_gated chunked_p2    # a process's first call, and the next length
 
 How it is timed. For each T, all contenders are warmed up, then take turns for ROUNDS rounds, so that a clock that
-drifts drifts for all. A turn is CALLS forward calls between two CUDA events, then as many of forward and backward; the
-figure is the median over rounds. Before each turn the GPU waits, without working, so that launching the calls is
-hidden, as it is in a model. The forward is that of training: it keeps what the backward needs.
+drifts drifts for all. A turn is CALLS forward calls between two CUDA events, then as many of forward and backward (or
+as few as take a second); the figure is the median over rounds. Before each turn the GPU waits, without working, so that
+launching the calls is hidden, as it is in a model. The forward is that of training: it keeps what the backward needs.
 
 Who takes part, in bfloat16, causal, from standard normal q, k, v:
 
@@ -134,15 +134,15 @@ def extra_bytes(f, inputs, dy):
     return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - sum(results.values())
 
 
-def milliseconds(call):
+def milliseconds(call, calls=CALLS):
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(AHEAD)
     start.record()
-    for _ in range(CALLS):
+    for _ in range(calls):
         call()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / CALLS
+    return start.elapsed_time(end) / calls
 
 
 def one_line(error):
@@ -167,15 +167,16 @@ def measure(names, B, T, H, D):
             for _ in range(3):
                 forward_backward(*call)
             results[name] = dict(bytes_per_row=extra_bytes(*call) / (B * T * H), products=products)
-            built[name], times[name] = call, ([], [])
+            calls = max(1, min(CALLS, int(1000 / milliseconds(lambda: forward_backward(*call), 1))))
+            built[name], times[name] = (*call, calls), ([], [])
         except Exception as error:  # out of memory, no such backend here, a compiler's error: the others go on
             results[name] = dict(failed=one_line(error))
         torch.cuda.empty_cache()
     for _ in range(ROUNDS):
-        for name, (f, inputs, dy_) in list(built.items()):
+        for name, (f, inputs, dy_, calls) in list(built.items()):
             try:
-                times[name][0].append(milliseconds(lambda: f(*inputs)))
-                times[name][1].append(milliseconds(lambda: forward_backward(f, inputs, dy_)))
+                times[name][0].append(milliseconds(lambda: f(*inputs), calls))
+                times[name][1].append(milliseconds(lambda: forward_backward(f, inputs, dy_), calls))
             except Exception as error:
                 results[name] = dict(failed=one_line(error))
                 del built[name]
@@ -263,25 +264,24 @@ def bench(args):
 # ---- the first call
 
 
-def first_calls(form, lengths):
+def first_calls(name, lengths):
     """In a process of its own: seconds of the first forward and backward at each T, and new entries in the cache."""
-    from attention.power import power_attention
-
     cache = Path(os.environ["TRITON_CACHE_DIR"])
+    D = CHUNKED[name][1] if name in CHUNKED else 64
     for T in lengths:
-        (q, k, v), log_g, dy = make_inputs(16, T, 12, 64)
+        qkv, log_g, dy = make_inputs(16, T, 768 // D, D)
+        *call, _ = build(name, [*qkv, log_g], dy)
         torch.cuda.synchronize()
         before = len(list(cache.glob("*")))
         start = time.perf_counter()
-        p = 4 if form == "quadratic" else 2
-        forward_backward(lambda *x: power_attention(*x, p=p, form=form), (q, k, v, log_g), dy)
+        forward_backward(*call)
         torch.cuda.synchronize()
         print(json.dumps([time.perf_counter() - start, len(list(cache.glob("*"))) - before]), flush=True)
 
 
-def cold_start(form):
+def cold_start(name):
     def run(*lengths):
-        command = [sys.executable, __file__, "--form", form, "--first_calls", *map(str, lengths)]
+        command = [sys.executable, __file__, "--only", name, "--first_calls", *map(str, lengths)]
         done = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": cache}, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             sys.exit(done.returncode)  # its own error is on stderr
@@ -290,11 +290,10 @@ def cold_start(form):
     with tempfile.TemporaryDirectory() as cache:
         [(cold, compiled)] = run(COLD_T)
         (warm, _), (new, recompiled) = run(COLD_T, NEW_T)
-    what = f"{form}, p={4 if form == 'quadratic' else 2} gated, 12 heads of 64, bfloat16"
-    print(f"first forward and backward of a process, {what}, imports not counted:")
+    print(f"first forward and backward of a process, {name}, 16 sequences, imports not counted:")
     print(f"  empty Triton cache, T={COLD_T}    {cold:8.3f} s   {compiled} new entries in the cache")
     print(f"  filled cache,       T={COLD_T}    {warm:8.3f} s")
-    print(f"  then                T={NEW_T}    {new:8.3f} s   {recompiled} new entries in the cache")
+    print(f"  then                T={NEW_T}    {new:8.3f} s   {recompiled} new entries in the cache", flush=True)
 
 
 def main():
@@ -308,17 +307,17 @@ def main():
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"these contenders: {' '.join(names)}")
     parser.add_argument("--no_flex", action="store_true", help="leave FlexAttention out (it compiles for long)")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
-    parser.add_argument("--cold_start", action="store_true", help="time the first call instead")
-    parser.add_argument("--form", choices=("quadratic", "chunked"), default="quadratic", help="for --cold_start")
+    parser.add_argument("--cold_start", action="store_true", help="time their first calls instead (p4_gated)")
     parser.add_argument("--first_calls", type=int, nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench/attention.py: no CUDA GPU here, and there is nothing else to measure", file=sys.stderr)
         sys.exit(2)
     if args.first_calls:
-        first_calls(args.form, args.first_calls)
+        first_calls(args.only[0], args.first_calls)
     elif args.cold_start:
-        cold_start(args.form)
+        for name in args.only or ["p4_gated"]:
+            cold_start(name)
     else:
         bench(args)
 

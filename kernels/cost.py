@@ -120,13 +120,14 @@ def main():
             print("  quadratic", *(f"  {T}: {t:.2f} / {quadratic_ns(T, D, gated):.2f}" for T, t in of_T.items()))
             of_sizes = (f"  {C}: {t:.2f} / {chunked_ns(T, C, D, p, gated):.2f}" for (T, C), t in of_C.items())
             print(f"  chunked at {T}", *of_sizes, f"  chosen: {chunk_size(T, D, p, gated)}", flush=True)
-            if p == 2:  # how good the choice is
-                for T, t in of_T.items():
-                    C = chunk_size(T, D, p, gated)
-                    other = measure(D, p, gated, (), [(T, C)])[1][T, C]
-                    chosen = t if best_form(T, D, p, gated) == "quadratic" else other
-                    ratio = chosen / min(t, other)
-                    print(f"  T={T}: quadratic {t:.2f}, chunks of {C} {other:.2f}: chosen / best {ratio:.2f}")
+            # how good the choice is, around where it changes
+            near = [T for T in (2**n for n in range(9, 19)) if 1 / 4 <= T / crossing(D, p, gated) <= 4]
+            of_T, of_C = measure(D, p, gated, near, [(T, chunk_size(T, D, p, gated)) for T in near])
+            for T, C in of_C:
+                both = {"quadratic": of_T[T], "chunked": of_C[T, C]}
+                form = best_form(T, D, p, gated)
+                print(f"  T={T}: quadratic {both['quadratic']:.2f}, chunks of {C} {both['chunked']:.2f}:", end=" ")
+                print(f"chosen / best {both[form] / min(both.values()):.2f}", flush=True)
 
 
 if __name__ == "__main__":
