@@ -5,6 +5,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import quadratic
@@ -67,6 +68,15 @@ def _diagonal(d, N: tl.constexpr):
     keeps the layout of a product's result and would else go through shared memory."""
     at = tl.arange(0, N)
     return tl.where(at[:, None] == at[None, :], d[None, :], 0.0)
+
+
+@triton.jit
+def _products_done(i):
+    """Ends a loop whose products take x from registers: on Hopper, waits for them. Triton 3.6 lets the next turn write
+    to these registers while the matrix unit may still read them (triton issue 9433)."""
+    if cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
+        wait: tl.constexpr = "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;"
+        tl.inline_asm_elementwise(wait, "=r,r", [i], dtype=tl.int32, is_pure=False, pack=1)
 
 
 # ---- gates
@@ -335,6 +345,7 @@ def update_state_kernel(
             acc2 = tl.dot(_column_features(x, s2, K), v, acc2, input_precision=PRECISION)
             s3 = tl.load(x_of + scalars3[:, None] * TP + t)
             acc3 = tl.dot(_column_features(x, s3, K), v, acc3, input_precision=PRECISION)
+            _products_done(start)
     U += tl.cast(at, tl.int64) * F + number * (256 * E)
     to = U + tl.arange(0, 64)[:, None] * E + tl.arange(0, E)[None, :]
     tl.store(to, (acc0 * down).to(U.dtype.element_ty))
@@ -508,6 +519,7 @@ def query_state_kernel(
             s = tl.load(S + (done + i) * (64 * E) + inside)
             by = tl.load(XT + (scalars + i)[:, None] * TP + row[None, :])
             acc = tl.dot(_row_features(x, by, BM, TILES), s, acc, input_precision=PRECISION)
+            _products_done(i)
         done += count
     acc *= factor[:, None]
     column = tl.arange(0, E)
@@ -571,6 +583,7 @@ def query_gradient_kernel(
         acc = _one_gradient(v, x1, S, where + i * D + D, acc, E, PRECISION)
         acc = _one_gradient(v, x2, S, where + i * D + 2 * D, acc, E, PRECISION)
         acc = _one_gradient(v, x3, S, where + i * D + 3 * D, acc, E, PRECISION)
+        _products_done(i)
     acc *= (512 * tl.load(UNIT_X + at) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
     x = _rows(X, x_s, b, lo, h, T, BM, D)
     z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
@@ -667,6 +680,7 @@ def query_gradient_of_products_kernel(
             by = tl.load(XT + (others + i + tl.arange(0, N))[:, None] * TP + row[None, :])
             vx = (v.reshape([BM, 1, E]) * tl.trans(by).reshape([BM, N, 1])).reshape([BM, N * E])
             dx = tl.dot(vx, s, dx, input_precision=PRECISION)
+            _products_done(i)
         inside = (m >= 0) & (m < M)
         m = tl.where(inside, m, 0)
         if step < blocks:

@@ -13,12 +13,12 @@ in speed more than in these ratios.
 import math
 
 # head dimension -> a, b of gated attention, p = 2 or 4
-QUADRATIC = {16: (0.95, 0.00068), 32: (1.05, 0.00084), 64: (1.11, 0.00114), 128: (2.33, 0.00191)}
+QUADRATIC = {16: (0.96, 0.00068), 32: (1.05, 0.00084), 64: (1.12, 0.00113), 128: (2.33, 0.00190)}
 UNGATED = 0.83  # of the quadratic form's cost, without gates
 # (head dimension, p) -> u, w: those that the chunked kernels take
 CHUNKED = {
-    (16, 2): (1.01, 37), (32, 2): (2.05, 164), (64, 2): (5.67, 859), (128, 2): (51.8, 8290),
-    (16, 4): (8.4, 256), (32, 4): (80, 2225), (64, 4): (2180, 57000),  # the last by its size, not measured
+    (16, 2): (0.73, 17), (32, 2): (1.64, 134), (64, 2): (5.59, 657), (128, 2): (40.9, 7920),
+    (16, 4): (7.61, 1040), (32, 4): (71.7, 30300), (64, 4): (2180, 57000),  # the last by its size, not measured
 }  # fmt: skip
 SIZES = [2**n for n in range(7, 15)]  # of chunks
 
