@@ -72,8 +72,8 @@ def _diagonal(d, N: tl.constexpr):
 
 @triton.jit
 def _products_done(i):
-    """Ends a loop whose products take x from registers: on Hopper, waits for them. Triton 3.6 lets the next turn write
-    to these registers while the matrix unit may still read them (triton issue 9433)."""
+    """Where a turn of a loop ends whose products take features from registers: on Hopper, waits for them. Triton 3.6 to
+    3.8 let the next turn write to these registers while the matrix unit may still read them (triton issue 9433)."""
     if cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
         wait: tl.constexpr = "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;"
         tl.inline_asm_elementwise(wait, "=r,r", [i], dtype=tl.int32, is_pure=False, pack=1)

@@ -1,0 +1,158 @@
+"""Machine code for Hopper, compiled without a GPU: which instructions touch what the matrix unit may still use?
+
+A product (HGMMA) runs on while the program does other things, until a wait (WARPGROUP.DEPBAR.LE gsb0, N: all but the
+last N groups of products are done). Before, its sums must not be touched, nor its first operand written, where that is
+in registers. Triton 3.6 to 3.8 gets the second wrong in some loops (triton issue 9433): results that differ from run to
+run, if at all.
+
+    python tests/sass.py             # compile the kernels that multiply, and print what is wrong; p,D ... to choose
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+# instructions whose first operand is no register that they write
+NO_RESULT = {
+    "BAR",
+    "BRA",
+    "DEPBAR",
+    "EXIT",
+    "FENCE",
+    "LDGDEPBAR",
+    "LDGSTS",
+    "MEMBAR",
+    "STG",
+    "STL",
+    "STS",
+    "STSM",
+    "SYNCS",
+}
+
+
+def disassemble(cubin, path):
+    """The SASS of a compiled kernel, by way of a file at `path`."""
+    import triton
+
+    path.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    return subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+
+
+def hazards(sass):
+    """The instructions, as text, that touch what they must not, on any way through the program."""
+    program, labels = [], {}
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L\w+):", line):
+            labels[label[1]] = len(program)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            program.append(instruction[1])
+    meanings = [_meaning(text) for text in program]
+    # groups of products that may be in flight, oldest first, and the one that is still open: (sums, operands) each
+    found, seen, ways = [], set(), [(0, (), (frozenset(), frozenset()))]
+    while ways:
+        at, flying, group = ways.pop()
+        while at < len(program):
+            text, (kind, *facts) = program[at], meanings[at]
+            if kind == "product":
+                sums, operands, last = facts
+                group = group[0] | sums, group[1] | operands
+                if last:
+                    flying, group = (*flying, group), (frozenset(), frozenset())
+            elif kind == "wait":
+                flying = flying[-facts[0] :] if facts[0] else ()
+            else:
+                written, read = facts
+                if any(written & (sums | operands) or read & sums for sums, operands in (*flying, group)):
+                    found.append(text)
+            jump = re.search(r"BRA.*`\((\.L\w+)\)", text)
+            if jump or "EXIT" in text:
+                if (at, flying, group) in seen:
+                    break
+                seen.add((at, flying, group))
+                if jump:
+                    ways.append((labels[jump[1]], flying, group))
+                if not text.startswith("@"):
+                    break
+            at += 1
+    return sorted(set(found))
+
+
+def _meaning(text):
+    """("product", sums, operands in registers, ends its group), ("wait", groups left) or ("other", written, read)"""
+    name, _, rest = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
+    operands = [x.strip() for x in rest.split(",")]
+    kind, *modifiers = name.split(".")
+    number = lambda x: int(m[1]) if (m := re.match(r"[-|~!]*R(\d+)", x)) else None
+    if kind == "HGMMA":
+        width = int(re.search(r"\.64x(\d+)x", name)[1])
+        sums, first = number(operands[0]), number(operands[1])
+        registers = lambda first, n: frozenset() if first is None else frozenset(range(first, first + n))
+        return "product", registers(sums, width // 2), registers(first, 4), "gsb0" in operands
+    if name.startswith("WARPGROUP.DEPBAR"):
+        return "wait", int(operands[1], 16)
+    written = frozenset()
+    if kind not in NO_RESULT:
+        while operands and re.fullmatch(r"!?U?P\w+", operands[0]):
+            operands.pop(0)
+        first = number(operands[0]) if operands else None
+        if first is not None:
+            wide = 4 if "128" in modifiers or name.endswith("M88.4") or name.endswith("MT88.4") else 1
+            wide = 2 if {"64", "WIDE", "2"} & set(modifiers) or kind in ("CS2R", "DADD", "DFMA", "DMUL") else wide
+            written, operands = frozenset(range(first, first + wide)), operands[1:]
+    return "other", written, frozenset(int(n) for x in operands for n in re.findall(r"\bR(\d+)", x))
+
+
+def compiled_for_hopper(shapes, folder):
+    """(kernel's name, SASS) of the kernels that multiply, for each (p, head dimension), gated, with the sizes that the
+    table has for an H200. In a process without Triton's interpreter, where no kernel has run."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class NoGPU:
+        def __getattr__(self, name):
+            return lambda *_: {"get_current_target": GPUTarget("cuda", 90, 32)}.get(name, 0)
+
+    driver.set_active(NoGPU())
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from contextlib import nullcontext
+
+    from kernels import chunked, configs, quadratic
+
+    table = configs._table()["NVIDIA H200"]
+    configs._table = lambda: {"cpu": table}
+    chunked._on = quadratic._on = lambda device: nullcontext()
+    codes, run = {}, JITFunction.run
+
+    def only_compile(self, *args, grid, warmup, **kwargs):
+        if self.__name__.startswith(("update", "query", "forward", "dq", "dkdv")):
+            cubin = run(self, *args, grid=(1,), warmup=True, **kwargs).asm["cubin"]
+            if cubin not in codes:
+                codes[cubin] = self.__name__, disassemble(cubin, folder / "kernel.cubin")
+
+    JITFunction.run = only_compile
+    for p, D in shapes:
+        q, k, v = torch.zeros(1, 512, 6, D, dtype=torch.bfloat16).split(2, 2)
+        log_g = torch.zeros(1, 512, 2)
+        y, saved, _ = chunked.forward(q, k, v, log_g, p=p, chunk=256)
+        chunked.backward(y, q, k, v, log_g, y, saved, p=p, chunk=256)
+    return codes.values()
+
+
+if __name__ == "__main__":
+    from tempfile import TemporaryDirectory
+
+    shapes = [tuple(map(int, shape.split(","))) for shape in sys.argv[1:]] or [(2, 64), (4, 32)]
+    all_wrong = []
+    with TemporaryDirectory() as folder:
+        for name, sass in compiled_for_hopper(shapes, Path(folder)):
+            print(
+                f"{name}: {sass.count('HGMMA')} products, {len(wrong := hazards(sass))} hazards",
+                *wrong[:3],
+                sep="\n    ",
+            )
+            all_wrong += wrong
+    sys.exit(bool(all_wrong))

@@ -1,0 +1,43 @@
+"""Machine code for Hopper: nothing touches registers that the matrix unit may still use."""
+
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, run
+from sass import hazards
+
+triton = pytest.importorskip("triton", reason="Triton has no wheel for this system")
+
+LOOP = """
+.L_x_1:
+        /*0100*/                   LDSM.16.M88.4 R8, [R2] ;
+        /*0110*/                   WARPGROUP.ARRIVE ;
+        /*0120*/                   HGMMA.64x16x16.F32 R24, R{first}, gdesc[UR4].tnspB, R24, gsb0 ;
+        /*0130*/                   HMUL2 R{other}, R2, R3 ;
+        /*0140*/                   WARPGROUP.DEPBAR.LE gsb0, {left} ;
+        /*0150*/              @P0  BRA `(.L_x_1) ;
+        /*0160*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0170*/                   STG.E desc[UR2][R4.64], R24 ;
+        /*0180*/                   EXIT ;
+"""
+
+
+def test_what_is_written_too_early_is_found():
+    code = lambda **names: LOOP.format(**{"first": 8, "other": 12, "left": "0x0", **names})
+    assert hazards(code()) == []
+    assert hazards(code(left="0x1")) == ["LDSM.16.M88.4 R8, [R2]"]  # by the next turn of the loop
+    assert hazards(code(left="0x1", first=4)) == []
+    assert hazards(code(other=11)) == ["HMUL2 R11, R2, R3"]  # an operand
+    assert hazards(code(other=31)) == ["HMUL2 R31, R2, R3"]  # a sum
+    assert hazards(code().replace("R2, R3", "R2, R27")) == ["HMUL2 R12, R2, R27"]  # a sum that is read
+    assert hazards(code().replace("gsb0, 0x0 ;\n        /*0170", "gsb0, 0x1 ;\n        /*0170")) == []  # none is left
+
+
+def test_no_kernel_writes_what_the_matrix_unit_reads():
+    if not (Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm").exists():
+        pytest.skip("this Triton comes without a disassembler")
+    done = run(f"{ROOT}/tests/sass.py", check=False, env={"TRITON_INTERPRET": None})
+    assert done.returncode == 0, done.stdout + done.stderr
+    products = {line.split(":")[0]: int(line.split()[1]) for line in done.stdout.splitlines() if " products, " in line}
+    kernels = ("update_state", "query_state", "query_gradient", "query_gradient_of_products", "forward", "dq", "dkdv")
+    assert all(products[f"{name}_kernel"] > 0 for name in kernels)
