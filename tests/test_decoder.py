@@ -28,7 +28,8 @@ VARIANTS = {
 
 def tiny(**kwargs):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=40, n_layer=2, n_head=2, n_embd=32, gate_bias=2.0, **kwargs)).eval().to(DEVICE)
+    sizes = dict(vocab_size=40, n_layer=2, n_head=2, n_embd=32, gate_bias=2.0)
+    model = GPT(GPTConfig(**{**sizes, **kwargs})).eval().to(DEVICE)
     for name, p in model.named_parameters():
         if p.dim() > 1 or name.endswith("bias"):
             torch.nn.init.normal_(p, std=0.2)
@@ -74,7 +75,7 @@ def test_a_token_is_the_models(variant, B, fold, monkeypatch):
 
 @torch.inference_mode()
 def test_features_of_more_than_four_indices_are_told_apart():
-    model = tiny(attention="sympow", p=6)
+    model = tiny(attention="sympow", p=6, n_layer=1, n_head=1, n_embd=16)
     state, found = start(model, 1, 3, 5)
     for _ in range(3):  # the first folds
         logits, state = model.step(found.ids.clone(), state)
