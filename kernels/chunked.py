@@ -15,6 +15,7 @@ from kernels.quadratic import PRECISION, _add, _empty, _inverse, _log_gates, _on
 
 HALF = {torch.bfloat16: torch.float16, torch.float32: torch.float32}  # of features, values and states between kernels
 LIFT = {2: 6, 4: 1}  # the largest entry of a row of q or k is brought into [2^n, 2^(n+1))
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 TOP = 14  # that of a chunk's values and the bound of a state into [2^14, 2^15)
 
 
@@ -74,7 +75,7 @@ def _diagonal(d, N: tl.constexpr):
 def _products_done(i):
     """Where a turn of a loop ends whose products take features from registers: on Hopper, waits for them. Triton 3.6 to
     3.8 let the next turn write to these registers while the matrix unit may still read them (triton issue 9433)."""
-    if cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
+    if not INTERPRETED and cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
         wait: tl.constexpr = "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;"
         tl.inline_asm_elementwise(wait, "=r,r", [i], dtype=tl.int32, is_pure=False, pack=1)
 
