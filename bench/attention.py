@@ -310,6 +310,8 @@ def main():
     parser.add_argument("--cold_start", action="store_true", help="time their first calls instead (p4_gated)")
     parser.add_argument("--first_calls", type=int, nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.cold_start and (theirs := [n for n in args.only or () if n in BACKENDS or n.startswith("flex")]):
+        parser.error(f"--cold_start times our kernels, not {' '.join(theirs)}")
     if not torch.cuda.is_available():
         print("bench/attention.py: no CUDA GPU here, and there is nothing else to measure", file=sys.stderr)
         sys.exit(2)

@@ -15,8 +15,8 @@ from kernels.quadratic import PRECISION, _add, _empty, _inverse, _log_gates, _on
 
 HALF = {torch.bfloat16: torch.float16, torch.float32: torch.float32}  # of features, values and states between kernels
 LIFT = {2: 6, 4: 1}  # the largest entry of a row of q or k is brought into [2^n, 2^(n+1))
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 TOP = 14  # that of a chunk's values and the bound of a state into [2^14, 2^15)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 # ---- pieces

@@ -5,7 +5,7 @@ last N groups of products are done). Before, its sums must not be touched, nor i
 in registers. Triton 3.6 to 3.8 gets the second wrong in some loops (triton issue 9433): results that differ from run to
 run, if at all.
 
-    python tests/sass.py             # compile the kernels that multiply, and print what is wrong; p,D ... to choose
+    python tests/sass.py             # compile attention's kernels and print what is wrong; 2,64 4,32: p and D
 """
 
 import re
@@ -14,21 +14,7 @@ import sys
 from pathlib import Path
 
 # instructions whose first operand is no register that they write
-NO_RESULT = {
-    "BAR",
-    "BRA",
-    "DEPBAR",
-    "EXIT",
-    "FENCE",
-    "LDGDEPBAR",
-    "LDGSTS",
-    "MEMBAR",
-    "STG",
-    "STL",
-    "STS",
-    "STSM",
-    "SYNCS",
-}
+NO_RESULT = set("BAR BRA DEPBAR EXIT FENCE LDGDEPBAR LDGSTS MEMBAR STG STL STS STSM SYNCS".split())
 
 
 def disassemble(cubin, path):
@@ -104,19 +90,25 @@ def _meaning(text):
     return "other", written, frozenset(int(n) for x in operands for n in re.findall(r"\bR(\d+)", x))
 
 
-def compiled_for_hopper(shapes, folder):
-    """(kernel's name, SASS) of the kernels that multiply, for each (p, head dimension), gated, with the sizes that the
-    table has for an H200; the quadratic form's for the first. In a process without Triton's interpreter."""
-    import torch
+def pretend_gpu(capability):
+    """What this process launches is compiled for a GPU that need not be there; without Triton's interpreter."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
+
+    class Pretended:
+        def __getattr__(self, name):
+            return lambda *_: {"get_current_target": GPUTarget("cuda", capability, 32)}.get(name, 0)
+
+    driver.set_active(Pretended())
+
+
+def compiled_for_hopper(shapes, folder):
+    """(kernel's name, SASS) of the kernels that read and write states, for each (p, head dimension), gated, and of the
+    quadratic form's for the first, with the sizes that the table has for an H200."""
+    import torch
     from triton.runtime.jit import JITFunction
 
-    class NoGPU:
-        def __getattr__(self, name):
-            return lambda *_: {"get_current_target": GPUTarget("cuda", 90, 32)}.get(name, 0)
-
-    driver.set_active(NoGPU())
+    pretend_gpu(90)
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from contextlib import nullcontext
 
@@ -149,10 +141,7 @@ if __name__ == "__main__":
     all_wrong = []
     with TemporaryDirectory() as folder:
         for name, sass in compiled_for_hopper(shapes, Path(folder)):
-            print(
-                f"{name}: {sass.count('HGMMA')} products, {len(wrong := hazards(sass))} hazards",
-                *wrong[:3],
-                sep="\n    ",
-            )
+            wrong = hazards(sass)
+            print(f"{name}: {sass.count('HGMMA')} products, {len(wrong)} hazards", *wrong[:3], sep="\n    ")
             all_wrong += wrong
     sys.exit(bool(all_wrong))

@@ -315,17 +315,14 @@ def test_every_choice_of_tiles_is_one_the_kernels_take():
 
 # For a process of its own without the interpreter: what is launched is compiled for a GPU that need not be there. argv
 # has its capability.
-COMPILE_FOR = """
+COMPILE_FOR = f"""
 import sys, torch, triton
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime import driver
 
-class Pretended:
-    def __getattr__(self, name):
-        return lambda *_: {"get_current_target": GPUTarget("cuda", int(sys.argv[1]), 32)}.get(name, 0)
+sys.path.insert(0, {os.path.join(ROOT, "tests")!r})
+from sass import pretend_gpu
 
-driver.set_active(Pretended())
+pretend_gpu(int(sys.argv[1]))
 # shared memory is known before the stages that take longest
 CUDABackend.make_ptx = lambda self, src, metadata, *_: metadata.update(name="kernel") or ""
 CUDABackend.make_cubin = lambda *_: b""
