@@ -15,7 +15,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from tracking import whole_lines
+from runs.tracking import whole_lines
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, the strongest first.
 STYLE = {  # of matplotlib

@@ -173,7 +173,7 @@ def try_kernels():
     trials = {}
     try:
         import kernels
-        from kernels.check import SIZES, check
+        from attention.check import SIZES, check
 
         for line, ok in check([size for size in SIZES if not kernels.why_not(size[1], size[2], size[2], size[3])]):
             trials[f"kernels, {line}"] = "" if ok else "too far from float64"

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-import checkpoint
 from compare import COLOURS, STYLE
-from config import read_settings, refuse
 from data import DataError
 from data.loader import Dataset, Windows
+from runs import checkpoint
+from runs.settings import read_settings, refuse
 from sample import load_run, newest_run, no_checkpoint
 
 LOGITS_AT_ONCE = 2**28  # entries: 1 GB in float32

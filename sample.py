@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 import torch
 
-import checkpoint
 from attention.state import check_memory, crossover
-from config import choose_device, read_settings, refuse
 from data.tokenizer import load_tokenizer
 from kernels import why_not
 from model import GPT, GPTConfig
+from runs import checkpoint
+from runs.settings import choose_device, read_settings, refuse
 
 
 @dataclass

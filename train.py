@@ -29,14 +29,14 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-import checkpoint
 import kernels
-from config import choose_device, read_settings, refuse
 from data.loader import DataError, Dataset, Windows, eval_batches, train_batch
 from kernels.cost import CHUNKED
 from model import GPT, GPTConfig
-from tracking import Tracker, whole_lines
-from watch import Watch
+from runs import checkpoint
+from runs.settings import choose_device, read_settings, refuse
+from runs.tracking import Tracker, whole_lines
+from runs.watch import Watch
 
 
 @dataclass
@@ -708,7 +708,7 @@ def check_kernels(cfg, block_size, dtype, device, say):
     torch.cuda.set_device(device)
     if not kernels.why_not(dtype, cfg.head_dim, cfg.head_dim, cfg.p):  # else power_attention says so
         try:
-            from kernels.check import checked
+            from attention.check import checked
 
             form = kernel_form(cfg, block_size, dtype)
             kernels.broken = checked(form, dtype, cfg.head_dim, cfg.p, cfg.gated) if form else ""

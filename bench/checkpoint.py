@@ -18,8 +18,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoint import Writer  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
+from runs.checkpoint import Writer  # noqa: E402
 
 
 def main():

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from data import DataError
-from data.direct import ChunkedRows
-from data.shards import sha256_of, shard_is_whole
+from data.files import sha256_of
+from data.shards import shard_is_whole
 from data.tokenizer import load_tokenizer
+from data.zarr_rows import ChunkedRows
 
 RECT = 16  # documents that go through their windows together
 AHEAD = 4  # micro-batches before it is wanted, a chunk of a zarr array is asked for

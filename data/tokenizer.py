@@ -23,7 +23,7 @@ import re
 import numpy as np
 
 from data import DataError, need
-from data.shards import write_atomically
+from data.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY_FILE = "vocab.tiktoken"

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from test_rotary import matrix
 from torch.nn import functional as F
 
 from attention.conformal_sympow import ConformalSympow, conformal_sympow_attention
@@ -16,7 +17,6 @@ from attention.softmax import softmax_attention
 from attention.sympow import sympow_attention
 from attention.sympow_gating import sympow_gating_attention
 from model import GPTConfig
-from test_rotary import matrix
 
 B, T, H, D, E, N = 1, 12, 2, 4, 3, 50.0
 

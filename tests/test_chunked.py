@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from oracle import GATES, relative_error
+from numerics import GATES, relative_error
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from config import read_settings
+from runs.settings import read_settings
 
 
 @dataclass

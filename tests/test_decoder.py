@@ -11,9 +11,9 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import COMPILE_FOR, DEVICE, GPU, ROOT  # noqa: E402
 
-from kernels import decode  # noqa: E402
 from attention import state as state_of  # noqa: E402
 from decoder import Decoder  # noqa: E402
+from kernels import decode  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from sample import SampleConfig, Sampler, draw  # noqa: E402
 

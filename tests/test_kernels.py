@@ -9,11 +9,13 @@ import subprocess
 import sys
 import warnings
 
-import oracle
+import numerics
 import pytest
 import torch
-from oracle import power_attention_oracle, relative_error
+from numerics import relative_error
 from torch.nn.functional import logsigmoid
+
+from attention.naive import power_attention_oracle
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
@@ -27,7 +29,7 @@ GPU = bool(os.environ.get("TEST_GPU"))
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.bfloat16, torch.float32] if GPU else [torch.float32]
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-GATES = oracle.GATES | {"rare zeros": lambda x: logsigmoid(x + 6).masked_fill(x > 2.7, float("-inf"))}
+GATES = numerics.GATES | {"rare zeros": lambda x: logsigmoid(x + 6).masked_fill(x > 2.7, float("-inf"))}
 
 
 def inputs(T, gates, dtype, B=1, H=2, Hkv=1, D=16, seed=0, mean=0.0):

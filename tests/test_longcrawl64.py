@@ -6,14 +6,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from helpers import byte_encoding, kill_in_second_shard
-
-from data import DataError
-from data.loader import Dataset, Windows
-from data.longcrawl64 import prepare as longcrawl64
-
 import tiktoken
 import zarr
+from helpers import byte_encoding, kill_in_second_shard
+
+from data import DataError, zarr_rows
+from data.loader import Dataset, Windows
+from data.longcrawl64 import prepare as longcrawl64
 
 LENGTH, ROWS, COLUMNS = 64, 4, 16  # as 65536, 2048, 2048
 TRAIN, HELDOUT = 10, 7  # the last chunk row is not full
@@ -287,7 +286,7 @@ def test_passing_errors_are_tried_again_with_back_off():
             raise error
         return "done"
 
-    assert longcrawl64.retrying(call, sleep=slept.append) == "done"
+    assert zarr_rows.retrying(call, sleep=slept.append) == "done"
     assert slept == [1, 2, 4, 8, 16, 32]
 
 
@@ -302,7 +301,7 @@ def test_lasting_errors_are_not_tried_again(error):
         raise error
 
     with pytest.raises(type(error)):
-        longcrawl64.retrying(call, sleep=None)
+        zarr_rows.retrying(call, sleep=None)
     assert len(calls) == 1
 
 
@@ -312,7 +311,7 @@ def test_trying_again_ends():
 
     slept = []
     with pytest.raises(Failure):
-        longcrawl64.retrying(call, attempts=9, sleep=slept.append)
+        zarr_rows.retrying(call, attempts=9, sleep=slept.append)
     assert len(slept) == 8 and max(slept) == 60
 
 
@@ -328,15 +327,14 @@ def test_chunk_reads_go_through_the_retry(tmp_path, monkeypatch):
 
         return retry(once, attempts, sleep=lambda seconds: None)
 
-    retry = longcrawl64.retrying
-    monkeypatch.setattr(longcrawl64, "retrying", flaky)
+    retry = zarr_rows.retrying
+    monkeypatch.setattr(zarr_rows, "retrying", flaky)
     assert np.array_equal(rows(prepare(tmp_path), "train"), arrays["train"])
     assert not failures
 
 
 @pytest.mark.parametrize("documents", [None, 2 * ROWS + 1])
 def test_arrays_are_read_where_they_are_each_chunk_once(tmp_path, documents, monkeypatch):
-    from data import direct
     from data.loader import train_indices
 
     arrays = make_source(tmp_path)
@@ -350,7 +348,7 @@ def test_arrays_are_read_where_they_are_each_chunk_once(tmp_path, documents, mon
     found = Dataset(str(tmp_path / "direct"))
     decoded, chunk = [], longcrawl64.Zarr.chunk
     monkeypatch.setattr(longcrawl64.Zarr, "chunk", lambda self, *at: decoded.append(at) or chunk(self, *at))
-    monkeypatch.setattr(direct, "BYTES", 3 * 2 * ROWS * COLUMNS)  # three chunks
+    monkeypatch.setattr(zarr_rows, "BYTES", 3 * 2 * ROWS * COLUMNS)  # three chunks
     for split in ("train", "val"):
         assert (rows(found, split) == rows(written, split)).all() and found.tokens(split) == written.tokens(split)
     for pack, T in ((False, COLUMNS), (True, 3 * COLUMNS)):
@@ -392,7 +390,7 @@ def test_chunk_that_cannot_be_fetched_is_not_called_damaged(tmp_path, monkeypatc
         def failing(call, error=error):
             raise error
 
-        monkeypatch.setattr(longcrawl64, "retrying", failing)
+        monkeypatch.setattr(zarr_rows, "retrying", failing)
         with pytest.raises(DataError, match=r"train.zarr/1.2: chunk cannot be read \(\w+") as found:
             array.chunk(1, 2)
         assert "damaged" not in str(found.value)

@@ -5,13 +5,12 @@ import os
 
 import numpy as np
 import pytest
+import tiktoken
 from helpers import byte_encoding, kill_in_second_shard
 
 from data import DataError
 from data.loader import Dataset
 from data.openwebtext import prepare as openwebtext
-
-import tiktoken
 
 datasets = pytest.importorskip("datasets")
 

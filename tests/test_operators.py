@@ -5,7 +5,7 @@ On the CPU in Triton's interpreter, in float32; with TEST_GPU=1 on the GPU, in b
 
 import pytest
 import torch
-from oracle import relative_error
+from numerics import relative_error
 from torch.nn.functional import logsigmoid
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from oracle import GATES, power_attention_oracle, relative_error, state_oracle
+from numerics import GATES, relative_error
 
 from attention import power
 from attention.embedding import symmetric_power_dim
+from attention.naive import power_attention_oracle, state_oracle
 from attention.power import FORMS, PowerState, integer_power, power_attention, read_and_fold
 
 CHUNK = 16

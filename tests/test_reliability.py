@@ -17,8 +17,8 @@ import pytest
 import torch
 from helpers import ROOT, SMALL, call, dataset, make_dataset, metrics, run  # noqa: F401 (dataset is a fixture)
 
-import checkpoint
 import train
+from runs import checkpoint
 
 EXTRA = ["--attention=sympow_gating", "--dropout=0.1", "--warmup_iters=2"]
 

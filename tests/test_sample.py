@@ -10,11 +10,11 @@ import tiktoken
 import torch
 from helpers import SMALL, call, dataset, make_dataset, metrics  # noqa: F401 (dataset is a fixture)
 
-import checkpoint
 import sample
 import train
 from data.tokenizer import Tokenizer
 from model import GPT, GPTConfig
+from runs import checkpoint
 from sample import SampleConfig, Timings, draw, generate
 
 ATTENTIONS = ["softmax", "even_power", "sympow", "sympow_gating", "conformal_sympow"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attention.state_size import (
+from bench.state_size import (
     format_bytes,
     linear_state_size,
     main,

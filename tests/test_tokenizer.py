@@ -5,11 +5,10 @@ import random
 import tracemalloc
 
 import pytest
+import tiktoken
 
 from data import DataError
 from data.tokenizer import Decoder, Tokenizer, _pieces, gpt2_tokenizer, load_tokenizer
-
-import tiktoken
 
 TEXTS = [
     "",

@@ -7,8 +7,8 @@ import types
 
 import pytest
 
-import wandb_upload
-from tracking import Tracker
+from runs import wandb_upload
+from runs.tracking import Tracker
 
 
 class FakeWandb(types.ModuleType):
@@ -60,7 +60,7 @@ def test_training_goes_on_when_wandb_dies(tmp_path, fake, capsys, first):
     tracker.finish()
     out = capsys.readouterr().out
     assert out.count("wandb stopped: ConnectionResetError: Connection lost; metrics.jsonl goes on") == 1
-    assert f"`python -m wandb_upload {tmp_path / 'a'}`" in out and out.count("\n") == 1
+    assert f"`python -m runs.wandb_upload {tmp_path / 'a'}`" in out and out.count("\n") == 1
     assert steps(tmp_path / "a") == {"log": [1, 2, 3], "sample": [1, 3], "finish": [1]}[first]
     assert len(fake.rows) == 1 and tracker.wandb is None
 

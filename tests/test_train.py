@@ -297,8 +297,8 @@ def test_config_files_are_complete(dataset, tmp_path, monkeypatch):  # noqa: F81
     """Each file in config/ gives a model; those of the papers name LongCrawl64, context 4096, 524,288 tokens a step."""
     from dataclasses import fields
 
-    from config import read_settings
     from model import GPTConfig
+    from runs.settings import read_settings
 
     names = sorted(f[:-3] for f in os.listdir(f"{ROOT}/config") if f.endswith(".py") and f != "__init__.py")
     assert {"softmax", "even_power_p2", "even_power_p4", "even_power_p6", "sympow_p2", "sympow_p4", "sympow_gating_p2",
@@ -316,7 +316,7 @@ def test_config_files_are_complete(dataset, tmp_path, monkeypatch):  # noqa: F81
 
 
 def test_the_best_checkpoint_stays(go, monkeypatch):
-    import checkpoint
+    from runs import checkpoint
 
     folder = torch.nn.Linear(1, 1)
     optimizer, writer = torch.optim.AdamW(folder.parameters()), checkpoint.Writer("out/a")
@@ -382,7 +382,7 @@ def test_gates_rotations_and_a_baseline_are_logged(go):
 
 
 def test_a_run_is_uploaded_from_its_folder_as_one(go, monkeypatch):
-    import wandb_upload
+    from runs import wandb_upload
 
     assert go("--attention=sympow_gating", "--out_dir=out/a", "--max_iters=3", "--lr_decay_iters=6") == 0
     fake = FakeWandb()
@@ -411,7 +411,7 @@ def test_a_run_is_uploaded_from_its_folder_as_one(go, monkeypatch):
 
 
 def test_a_run_that_was_live_is_uploaded_to_the_same_run(go, monkeypatch):
-    import wandb_upload
+    from runs import wandb_upload
 
     fake = FakeWandb()
     init = fake.init
@@ -431,6 +431,6 @@ def test_an_offline_run_and_its_upload_have_one_name(dataset, tmp_path):  # noqa
     argv = [a for a in SMALL if not a.startswith("--wandb")]
     env = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": "offline"}
     run(f"{ROOT}/train.py", *argv, f"--dataset={dataset}", "--max_iters=2", cwd=tmp_path, env=env)
-    run("-m", "wandb_upload", "out/train", "--mode=offline", cwd=tmp_path, env=env)
+    run("-m", "runs.wandb_upload", "out/train", "--mode=offline", cwd=tmp_path, env=env)
     names = [name for name in os.listdir(tmp_path / "out/train/wandb") if name.startswith("offline-run")]
     assert len(names) == 2 and len({name.rpartition("-")[2] for name in names}) == 1

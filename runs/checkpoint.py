@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from attention.power import PowerState
 from attention.state import LayerState
-from data.shards import sha256_of, write_atomically
+from data.files import sha256_of, write_atomically
 from model import ModelState
 
 KEEP = 2  # newest checkpoints that stay

@@ -1,7 +1,7 @@
 """How large the recurrent state of a model is: the size tables of "Symmetric Power Transformers" (Manifest AI, 2024).
 
-    python -m attention.state_size                                   # GPT-2 124M in bf16
-    python -m attention.state_size --n_head=24 --head_dim=32 --p=4   # smaller heads: 995 MB instead of 14 GB
+    python -m bench.state_size                                   # GPT-2 124M in bf16
+    python -m bench.state_size --n_head=24 --head_dim=32 --p=4   # smaller heads: 995 MB instead of 14 GB
 
 A linear transformer with the feature map phi: R^d -> R^Dphi keeps, per layer and key/value head, the matrix
 S [Dphi, E] and the normaliser z [Dphi]: Dphi * (E + 1) numbers, where E is the width of the values (here d) and
@@ -13,8 +13,11 @@ S [Dphi, E] and the normaliser z [Dphi]: Dphi * (E + 1) numbers, where E is the 
 import argparse
 import math
 import sys
+from pathlib import Path
 
-from attention.embedding import symmetric_power_dim
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from attention.embedding import symmetric_power_dim  # noqa: E402
 
 # name, n_layer, n_head, weights; heads are 64 wide. The weights are those that the article quotes.
 GPT2 = [
@@ -107,7 +110,7 @@ def refuse(message):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m attention.state_size", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.state_size", description=__doc__.splitlines()[0])
     parser.add_argument("--n_layer", type=int, default=12)
     parser.add_argument("--n_head", type=int, default=12)
     parser.add_argument("--n_kv_head", type=int, help="key/value heads, where they are fewer (default: n_head)")

@@ -1,7 +1,7 @@
 """Upload a run to wandb from its folder: metrics.jsonl and samples.jsonl as one run, however often it was cut.
 
-    python -m wandb_upload out/sympow_p4                    # WANDB_API_KEY or `wandb login` first
-    python -m wandb_upload out/* --project=sympow --mode=offline
+    python -m runs.wandb_upload out/sympow_p4                    # WANDB_API_KEY or `wandb login` first
+    python -m runs.wandb_upload out/* --project=sympow --mode=offline
 
 A job without a network trains with --wandb=disabled or offline; this replays it afterwards. Uploading again after the
 run has gone on takes the same wandb run and adds what is new; a run that was live, online or offline, is that run still
@@ -16,7 +16,7 @@ import os
 import re
 import sys
 
-from tracking import saved_id, wandb_row, whole_lines
+from runs.tracking import saved_id, wandb_row, whole_lines
 
 
 def upload(folder, project, mode):

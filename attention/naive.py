@@ -1,22 +1,8 @@
 """Power attention in float64, written as the definition reads: no blocks, no states, no logarithms, no scaling."""
 
-import math
-
 import torch
-from torch.nn.functional import logsigmoid
 
 from attention.embedding import symmetric_power_embedding
-
-# log_g of random numbers, for tests of every kind of gate
-GATES = {
-    "none": lambda x: None,
-    "near one": lambda x: x.mul(0) + math.log(1 - 1e-6),
-    "learned": lambda x: logsigmoid(3 * x + 1),
-    "half": lambda x: x.mul(0) + math.log(0.5),
-    "strong": lambda x: x.mul(0) + math.log(1e-3),
-    "zeros": lambda x: logsigmoid(x).masked_fill(x > 1, float("-inf")),
-    "all zero": lambda x: x.mul(0).masked_fill(torch.ones_like(x, dtype=bool), float("-inf")),
-}
 
 
 def power_attention_oracle(q, k, v, log_g=None, *, p=2, scale=None, initial_state=None):
@@ -56,8 +42,3 @@ def state_oracle(k, v, log_g=None, *, p=2, initial_state=None):
         S = g[..., None, None] * S + phi.unsqueeze(-1) * v[:, t].unsqueeze(-2)
         z = g[..., None] * z + phi
     return S, z
-
-
-def relative_error(out, ref, floor):
-    """||out - ref|| / max(||ref||, floor)."""
-    return ((out.double() - ref.double()).norm() / max(ref.double().norm().item(), floor)).item()

@@ -1,7 +1,7 @@
 """Where a run's numbers go: metrics.jsonl always, wandb if wanted.
 
 metrics.jsonl is the truth, one JSON object a line. wandb is online if there is an API key, otherwise offline
-(`python -m wandb_upload out/NAME` uploads it later), and never asks for a login.
+(`python -m runs.wandb_upload out/NAME` uploads it later), and never asks for a login.
 """
 
 import json
@@ -12,7 +12,7 @@ import secrets
 import sys
 from urllib.parse import urlparse
 
-from data.shards import write_atomically
+from data.files import write_atomically
 
 
 class Tracker:
@@ -90,7 +90,7 @@ class Tracker:
             getattr(self.wandb, method)(*args)
         except Exception as error:
             self.wandb = None
-            again = f"`python -m wandb_upload {self.folder}` uploads it later"
+            again = f"`python -m runs.wandb_upload {self.folder}` uploads it later"
             print(f"wandb stopped: {type(error).__name__}: {error}; metrics.jsonl goes on, {again}")
 
 

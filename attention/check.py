@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import triton
 
+import kernels
 from attention.power import power_attention
 from kernels.ops import chunked_attention, quadratic_attention
 
@@ -53,9 +54,9 @@ def errors(form, dtype, D, p, gated, T):
         inputs.append(torch.nn.functional.logsigmoid((3 if strong else 1) * make(1, T, 1) + 4))
     dy = make(1, T, 2, D).to(dtype)
     torch.full((2**24,), float("nan"), device="cuda")  # whoever gets this memory next must write all of it
-    kernels = quadratic_attention if form == "quadratic" else _in_chunks
+    ours = quadratic_attention if form == "quadratic" else _in_chunks
     results = []
-    for attention, to in ((kernels, lambda x: x), (kernels, lambda x: x), (_reference, torch.Tensor.double)):
+    for attention, to in ((ours, lambda x: x), (ours, lambda x: x), (_reference, torch.Tensor.double)):
         leaves = [to(x).detach().requires_grad_() for x in inputs]
         y = attention(*leaves, p=p)
         results.append([y, *torch.autograd.grad(y, leaves, to(dy))])
@@ -77,7 +78,9 @@ def _reference(q, k, v, log_g=None, *, p):
 
 def checked(form, dtype, D, p, gated):
     """ "" if these kernels are right here, else what is wrong. What was right is remembered in ~/.cache/sympow."""
-    sources = b"".join(f.read_bytes() for f in sorted(Path(__file__).parent.glob("*")) if f.suffix in (".py", ".json"))
+    sources = b"".join(
+        f.read_bytes() for f in sorted(Path(kernels.__file__).parent.glob("*")) if f.suffix in (".py", ".json")
+    )
     key = [
         torch.cuda.get_device_name(),
         torch.__version__,

@@ -1,0 +1,22 @@
+"""Gates of every kind and the error measure that tests of numbers share."""
+
+import math
+
+import torch
+from torch.nn.functional import logsigmoid
+
+# log_g of random numbers, for tests of every kind of gate
+GATES = {
+    "none": lambda x: None,
+    "near one": lambda x: x.mul(0) + math.log(1 - 1e-6),
+    "learned": lambda x: logsigmoid(3 * x + 1),
+    "half": lambda x: x.mul(0) + math.log(0.5),
+    "strong": lambda x: x.mul(0) + math.log(1e-3),
+    "zeros": lambda x: logsigmoid(x).masked_fill(x > 1, float("-inf")),
+    "all zero": lambda x: x.mul(0).masked_fill(torch.ones_like(x, dtype=bool), float("-inf")),
+}
+
+
+def relative_error(out, ref, floor):
+    """||out - ref|| / max(||ref||, floor)."""
+    return ((out.double() - ref.double()).norm() / max(ref.double().norm().item(), floor)).item()
