@@ -21,8 +21,8 @@ from compare import COLOURS, STYLE
 from data import DataError
 from data.loader import Dataset, Windows
 from runs import checkpoint
+from runs.load import load_run, newest_run, no_checkpoint
 from runs.settings import read_settings, refuse
-from sample import load_run, newest_run, no_checkpoint
 
 LOGITS_AT_ONCE = 2**28  # entries: 1 GB in float32
 

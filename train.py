@@ -242,7 +242,8 @@ def train():
 
     def a_sample():
         """Text from the end of text on; the same numbers are drawn at every evaluation."""
-        from sample import SampleConfig, generate
+        from generate import generate
+        from sample import SampleConfig
 
         model.eval()
         with torch.inference_mode(), autocast:

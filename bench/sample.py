@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.train import VARIANTS  # noqa: E402
 from decoder import Decoder  # noqa: E402
+from generate import Sampler
 from kernels import decode  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from sample import SampleConfig, Sampler  # noqa: E402
+from sample import SampleConfig  # noqa: E402
 
 FOLD_AT = 512  # so that every context here has a state
 WARM_UP = 200

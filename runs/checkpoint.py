@@ -4,22 +4,17 @@ Written under a temporary name, flushed to disk and renamed: a checkpoint under 
 still is, the size and sha256 of each file tell. Reading one executes no code.
 """
 
-import hashlib
 import json
 import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from attention.power import PowerState
-from attention.state import LayerState
 from data.files import sha256_of, write_atomically
-from model import ModelState
 
 KEEP = 2  # newest checkpoints that stay
 FILES = ("model.safetensors", "optimizer.pt", "progress.json")
@@ -83,12 +78,12 @@ def _write(out_dir, weights, state, progress):
         sums = {name: {"bytes": os.path.getsize(path), "sha256": sha256_of(path)} for name, path in files.items()}
         write_json(os.path.join(temporary, "checksums.json"), sums)
         for name in os.listdir(temporary):
-            _flush(os.path.join(temporary, name))
-        _flush(temporary)
+            flush(os.path.join(temporary, name))
+        flush(temporary)
         before = _aside(final)  # the same step again: one of the two is there under its name at nearly all times
         os.rename(temporary, final)
         shutil.rmtree(before, ignore_errors=True)
-        _flush(folder)
+        flush(folder)
         # those above are damaged: this run began below them
         stay = [path for path in _all(out_dir) if path <= final][-KEEP:]
         for old in set(_all(out_dir)) - {*stay, _path(out_dir, progress["best_step"])}:
@@ -174,71 +169,6 @@ def load(folder, model, optimizer=None, device="cpu"):
         return json.load(f)
 
 
-def save_state(path, model, logits, state):
-    """Writes what generation keeps (a ModelState) and the logits [B, vocab_size] of the next token, with the model they
-    belong to: `load_state` takes no other."""
-    tensors = {"logits": logits}
-    for i, layer in enumerate(state.layers):
-        S, z = layer.power or (None, None)
-        parts = dict(u=layer.u, k=layer.k, v=layer.v, log_g=layer.log_g, S=S, z=z)
-        tensors |= {f"layers.{i}.{name}": x for name, x in parts.items() if x is not None}
-    kept = {"position": state.position, "fold": state.layers[0].fold, "config": _config(model)}
-    kept = {name: json.dumps(value) for name, value in kept.items()} | {"weights": _weights(model)}
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, metadata=kept)
-        _flush(temporary)
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:  # a full disk, for one
-        with suppress(OSError):
-            os.remove(temporary)
-        raise OSError(str(error)) from error
-
-
-def load_state(path, model):
-    """(logits, state) of `save_state`, on the model's device. ValueError, with the reason, if it is another model's."""
-    device = model.transformer.wte.weight.device
-    try:
-        with safe_open(path, "pt", device=str(device)) as f:
-            kept = f.metadata() or {}
-            tensors = {name: f.get_tensor(name) for name in f.keys()}
-    except SafetensorError as error:
-        raise ValueError(f"not a whole state file: {error}") from None
-    if "weights" not in kept:
-        raise ValueError("it has no state: sample.py --save_state=FILE writes one")
-    theirs, ours = json.loads(kept["config"]), _config(model)
-    differ = [
-        f"{name}={theirs.get(name)!r} there, {mine!r} here" for name, mine in ours.items() if theirs.get(name) != mine
-    ]
-    if differ:
-        raise ValueError(f"it belongs to another model: {', '.join(differ)}")
-    if kept["weights"] != _weights(model):
-        raise ValueError(
-            "it belongs to the same kind of model with other weights: use the checkpoint it was saved with"
-        )
-    layers = []
-    for i in range(model.config.n_layer):
-        u, k, v, log_g, S, z = (tensors.get(f"layers.{i}.{name}") for name in ("u", "k", "v", "log_g", "S", "z"))
-        power = None if S is None else PowerState(S, z)
-        layers.append(LayerState(u, k, v, log_g, power, json.loads(kept["fold"])))
-    return tensors["logits"], ModelState(layers, json.loads(kept["position"]))
-
-
-def _config(model):
-    """What of a model's settings its states depend on."""
-    leave = ("dropout", "form", "chunk_size", "activation_checkpointing")
-    return {name: value for name, value in vars(model.config).items() if name not in leave}
-
-
-def _weights(model):
-    """A fingerprint of every bit of them."""
-    digest = hashlib.sha256()
-    for name, x in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
 def write_json(path, value):
     """Writes beside `path` and renames, so that no reader ever sees half of it."""
     write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
@@ -270,7 +200,7 @@ def _aside(folder):
     return going
 
 
-def _flush(path):
+def flush(path):
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)

@@ -13,9 +13,10 @@ from test_kernels import COMPILE_FOR, DEVICE, GPU, ROOT  # noqa: E402
 
 from attention import state as state_of  # noqa: E402
 from decoder import Decoder  # noqa: E402
+from generate import Sampler, draw
 from kernels import decode  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from sample import SampleConfig, Sampler, draw  # noqa: E402
+from sample import SampleConfig  # noqa: E402
 
 VARIANTS = {
     "gated": dict(attention="sympow_gating", p=2),
@@ -157,7 +158,8 @@ JITFunction.run = compile_only
 from decoder import Decoder
 from kernels import decode
 from model import GPT, GPTConfig
-from sample import SampleConfig, Sampler
+from generate import Sampler
+from sample import SampleConfig
 
 ids, numbers = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.float64)
 for k in (0, 1, 50):

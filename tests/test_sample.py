@@ -10,12 +10,14 @@ import tiktoken
 import torch
 from helpers import SMALL, call, dataset, make_dataset, metrics  # noqa: F401 (dataset is a fixture)
 
+import generate as generate_module
 import sample
 import train
 from data.tokenizer import Tokenizer
+from generate import Timings, draw, generate
 from model import GPT, GPTConfig
-from runs import checkpoint
-from sample import SampleConfig, Timings, draw, generate
+from runs import checkpoint, state_file
+from sample import SampleConfig
 
 ATTENTIONS = ["softmax", "even_power", "sympow", "sympow_gating", "conformal_sympow"]
 
@@ -40,7 +42,7 @@ def test_tokens_are_drawn_from_the_parallel_forwards_logits(attention, fold, mon
     model = tiny(attention)
     fold = model.transformer.h[0].attn.mix.fold if fold == "auto" else fold
     seen = []
-    monkeypatch.setattr(sample, "draw", lambda logits, *args: seen.append(logits.clone()) or draw(logits, *args))
+    monkeypatch.setattr(generate_module, "draw", lambda logits, *args: seen.append(logits.clone()) or draw(logits, *args))
     prompt = [256, 10, 20, 30]
     samples = drawn(model, prompt, fold, num_samples=2, max_new_tokens=120)
     for i, ids in enumerate(samples):
@@ -225,11 +227,11 @@ def test_a_saved_state_goes_on_where_it_was(attention, fold, tmp_path):
     assert drawn(model, [256, 10], fold, max_new_tokens=0, save_state=file) == []
     for _ in range(2):  # many times
         with torch.inference_mode():
-            before = checkpoint.load_state(file, model)
+            before = state_file.load_state(file, model)
             assert list(zip(*generate(model, [20, 30], SampleConfig(max_new_tokens=40), before=before))) == whole
     drawn(model, [256, 10, 20, 30], fold, max_new_tokens=1, save_state=file)
     with torch.inference_mode():  # without a prompt it goes on with the logits it has
-        before = checkpoint.load_state(file, model)
+        before = state_file.load_state(file, model)
         assert list(zip(*generate(model, [], SampleConfig(max_new_tokens=40), before=before))) == whole
 
 
@@ -237,16 +239,16 @@ def test_another_models_state_is_refused_with_the_reason(tmp_path):
     model, file = tiny("sympow"), str(tmp_path / "read.state")
     drawn(model, [256, 10], max_new_tokens=0, save_state=file)
     with pytest.raises(ValueError, match="attention='sympow' there, 'sympow_gating' here"):
-        checkpoint.load_state(file, tiny("sympow_gating"))
+        state_file.load_state(file, tiny("sympow_gating"))
     other = tiny("sympow")
     with torch.no_grad():
         other.transformer.wte.weight[0, 0] += 1
     with pytest.raises(ValueError, match="other weights"):
-        checkpoint.load_state(file, other)
+        state_file.load_state(file, other)
     with open(file, "r+b") as f:
         f.truncate(1000)
     with pytest.raises(ValueError, match="not a whole state file"):
-        checkpoint.load_state(file, model)
+        state_file.load_state(file, model)
 
 
 def test_a_document_is_read_once_and_asked_twice(go, capsys, tmp_path):

@@ -1,0 +1,49 @@
+"""From a run's folder to a model that can be used: which run, which checkpoint, on which device.
+
+model, tokenizer, device, autocast = load_run("out/demo", checkpoint.newest("out/demo"), cfg)
+"""
+
+import glob
+import os
+from contextlib import nullcontext
+
+import torch
+
+from data.tokenizer import load_tokenizer
+from model import GPT, GPTConfig
+from runs import checkpoint
+from runs.settings import choose_device, refuse
+
+
+def load_run(run, folder, cfg):
+    """The model of a checkpoint, its tokenizer, the device and the autocast context to use."""
+    try:
+        saved = checkpoint.settings(run)["model"]
+    except ValueError as error:
+        refuse(error)
+    device, dtype = choose_device(cfg.device, cfg.dtype)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches there
+    model = GPT(GPTConfig(**saved))
+    checkpoint.load(folder, model)
+    model.to(device).eval()
+    autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
+    return model, load_tokenizer(run), device, autocast
+
+
+def newest_run():
+    """The run in out/ with the newest checkpoint."""
+    if not (runs := trained_runs()):
+        refuse("no run in out/: train one with `python train.py config/demo.py`, or name one with --out_dir")
+    return max(runs, key=lambda r: os.path.getmtime(checkpoint.newest(r)))
+
+
+def no_checkpoint(run):
+    """That there is none, and where there are some."""
+    runs = ", ".join(trained_runs())
+    other = f"there is one in {runs}" if runs else "train one with `python train.py config/demo.py`"
+    return f"no checkpoint in {run}: {other}"
+
+
+def trained_runs():
+    return [run for run in sorted(glob.glob("out/*")) if checkpoint.newest(run)]
