@@ -4,8 +4,9 @@ import time
 
 import torch
 
+from attention import power
 from attention.state import check_memory
-from kernels import why_not
+from kernels import unsupported_reason
 from runs import state_file
 
 
@@ -34,7 +35,7 @@ def generate(model, prompt, cfg, fold="auto", timings=None, before=None, graph=T
         return
     logits = logits.expand(cfg.num_samples, -1)
     kernels = device.type == "cuda" and graph and c.attention != "softmax"
-    if kernels and not why_not(dtype, c.head_dim, c.head_dim, c.p):
+    if kernels and not (power.disabled or unsupported_reason("quadratic", dtype, c.head_dim, c.head_dim, c.p)):
         from decoder import Decoder  # not everywhere is Triton
         from kernels import decode
 

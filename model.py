@@ -22,7 +22,7 @@ from attention import ATTENTIONS
 from attention.embedding import symmetric_power_dim
 from attention.power import FORMS, best_form, default_chunk_size, kernel_chunk_size, kernels_take
 from attention.state import LayerState
-from kernels.cost import CHUNKED
+from kernels import CHUNKED_SIZES
 
 LOSS_TOKENS = 16384  # logits of so many tokens, or a 16th of all, exist at any time: 1.6 GB of bfloat16 for GPT-2
 GATED = ("sympow_gating", "conformal_sympow")
@@ -303,7 +303,7 @@ class GPT(nn.Module):
         else:
             if form == "recurrent":
                 chunk = 1
-            elif on_kernels and (D, c.p) in CHUNKED:
+            elif on_kernels and (D, c.p) in CHUNKED_SIZES:
                 chunk = kernel_chunk_size(block_size, D, c.p, c.chunk_size or None, c.gated)
             else:
                 chunk = c.chunk_size or default_chunk_size(D, c.p)

@@ -10,13 +10,7 @@ From "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), sections 3 a
 
 import torch
 
-
-def symmetric_power_dim(d, p):
-    """Number of features of the symmetric power: C(d+p-1, p)."""
-    features = 1
-    for i in range(p):  # not math.comb, which breaks torch.compile's graph
-        features = features * (d + i) // (i + 1)
-    return features
+from kernels.layout import symmetric_power_dim
 
 
 def tensor_power_embedding(x, p):

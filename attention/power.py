@@ -30,7 +30,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from attention.embedding import symmetric_power_dim, symmetric_power_embedding
-from kernels import cost
+from kernels import CHUNKED_SIZES, cost, unsupported_reason
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
 FEATURES_AT_ONCE = 2**27  # entries of phi that exist at any time, half a GB in float32
@@ -86,7 +86,7 @@ def power_attention(
     (B, T, H, D), (Hkv, E) = q.shape, v.shape[2:]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     with_state = return_state or initial_state is not None
-    both_forms = (D, p) in cost.CHUNKED  # the quadratic kernels take no state before the first token
+    both_forms = (D, p) in CHUNKED_SIZES  # the quadratic kernels take no state before the first token
     on_kernels = form != "recurrent" and (initial_state is None or both_forms)
     on_kernels = on_kernels and kernels_take(q.device.type, q.dtype, D, E, p)
     chunks_on_kernels = on_kernels and both_forms
@@ -174,7 +174,7 @@ def best_form(T, D, p, kernel_dtype=None, gated=True):
     Measured: in plain PyTorch they cross near T = 1.5 Dphi. The kernels have a cost model (kernels/cost.py) where they
     take both; where they take the quadratic form alone, the other is PyTorch's.
     """
-    if kernel_dtype and (D, p) in cost.CHUNKED:
+    if kernel_dtype and (D, p) in CHUNKED_SIZES:
         return cost.best_form(T, D, p, gated)
     return "quadratic" if T <= KERNEL_GAIN.get(kernel_dtype, 1) * 1.5 * symmetric_power_dim(D, p) else "chunked"
 
@@ -184,9 +184,7 @@ def kernels_take(device_type, dtype, D, E, p):
     """Whether kernels/ computes the quadratic form of these sizes; on a GPU that has to do without, a warning, once."""
     if device_type != "cuda" or dtype == torch.float64:
         return False
-    from kernels import why_not
-
-    reason = why_not(dtype, D, E, p)
+    reason = disabled or unsupported_reason("quadratic", dtype, D, E, p)
     if reason and reason not in _told:
         _told.add(reason)
         warnings.warn(f"power attention runs in plain PyTorch, not on its Triton kernels: {reason}", stacklevel=3)
@@ -194,6 +192,13 @@ def kernels_take(device_type, dtype, D, E, p):
 
 
 _told = set()
+disabled = ""  # why this process must not use the kernels; `disable_kernels` sets it
+
+
+def disable_kernels(reason):
+    """Have power attention run in plain PyTorch from here on in this process; "" undoes that."""
+    global disabled
+    disabled = reason
 
 
 def default_chunk_size(D, p):
