@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-import kernels
+from attention.power import disable_kernels
 from data.loader import DataError, Dataset, Windows, eval_batches, train_batch
-from kernels.cost import CHUNKED
+from kernels import CHUNKED_SIZES, unsupported_reason
 from model import GPT, GPTConfig
 from runs import checkpoint
 from runs.settings import choose_device, read_settings, refuse
@@ -707,27 +707,29 @@ def check_kernels(cfg, block_size, dtype, device, say):
     if device.type != "cuda" or cfg.attention == "softmax":
         return
     torch.cuda.set_device(device)
-    if not kernels.why_not(dtype, cfg.head_dim, cfg.head_dim, cfg.p):  # else power_attention says so
+    failure = ""
+    if not unsupported_reason("quadratic", dtype, cfg.head_dim, cfg.head_dim, cfg.p):  # else power_attention says so
         try:
             from attention.check import checked
 
             form = kernel_form(cfg, block_size, dtype)
-            kernels.broken = checked(form, dtype, cfg.head_dim, cfg.p, cfg.gated) if form else ""
+            failure = checked(form, dtype, cfg.head_dim, cfg.p, cfg.gated) if form else ""
         except Exception as error:  # no compiler, a Triton that does not fit: whatever it is, PyTorch still works
-            kernels.broken = first_line(error)
+            failure = first_line(error)
     if dist.is_initialized():
         of_ranks = [""] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, kernels.broken)
-        kernels.broken = next(filter(None, of_ranks), "")
-    if kernels.broken:
-        say(f"!!! the Triton kernels of power attention fail on this machine: {kernels.broken}")
+        dist.all_gather_object(of_ranks, failure)
+        failure = next(filter(None, of_ranks), "")
+    disable_kernels(failure)
+    if failure:
+        say(f"!!! the Triton kernels of power attention fail on this machine: {failure}")
         say("!!! training goes on in plain PyTorch, several times slower and with more memory: see `make doctor`")
 
 
 def kernel_form(cfg, block_size, dtype):
     """Which form's kernels attention will run on, or None."""
     form = cfg.form_at(block_size, dtype)
-    takes = {"quadratic": True, "chunked": (cfg.head_dim, cfg.p) in CHUNKED, "recurrent": False}
+    takes = {"quadratic": True, "chunked": (cfg.head_dim, cfg.p) in CHUNKED_SIZES, "recurrent": False}
     return form if takes[form] else None
 
 
