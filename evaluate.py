@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from compare import COLOURS, STYLE
 from data import DataError
-from data.loader import Dataset, Windows
+from data.dataset import Dataset
+from data.loader import Windows
 from runs import checkpoint
 from runs.load import load_run, newest_run, no_checkpoint
 from runs.settings import read_settings, refuse

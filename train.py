@@ -30,7 +30,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import kernels
-from data.loader import DataError, Dataset, Windows, eval_batches, train_batch
+from data import DataError
+from data.dataset import Dataset
+from data.loader import Windows, eval_batches, train_batch
 from kernels.cost import CHUNKED
 from model import GPT, GPTConfig
 from runs import checkpoint
