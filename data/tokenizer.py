@@ -48,7 +48,7 @@ class Tokenizer:
         self.eot = encoding._special_tokens[END_OF_TEXT] if encoding else 256
 
     def encode(self, text):
-        """Return the ids of a str as a list. No special token is added; the text of a special token is ordinary text."""
+        """Return the list of ids of a str. No special token is added; the text of a special token is ordinary text."""
         return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts):
