@@ -31,7 +31,9 @@ from tqdm import tqdm
 
 from attention.check import kernel_failure
 from attention.dispatch import disable_kernels
-from data.loader import DataError, Dataset, Windows, eval_batches, train_batch
+from data import DataError
+from data.dataset import Dataset
+from data.loader import Windows, eval_batches, train_batch
 from generate import generate
 from model import GPT, GPTConfig
 from runs import checkpoint
