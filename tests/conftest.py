@@ -24,6 +24,9 @@ else:
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before kernels/ is imported
     if os.environ.get("PYTEST_XDIST_WORKER"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core per process; must be set before torch is imported
+    import interpreter
+
+    interpreter.speed_up()
 
 
 def pytest_collection_modifyitems(config, items):
