@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from attention.power import PowerState
 from attention.state import LayerState
 from model import ModelState
-from runs.checkpoint import flush
+from runs.checkpoint import flush_to_disk
 
 
 def save_state(path, model, logits, state):
@@ -32,7 +32,7 @@ def save_state(path, model, logits, state):
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, metadata=kept)
-        flush(temporary)
+        flush_to_disk(temporary)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:  # a full disk, for one
         with suppress(OSError):

@@ -1,0 +1,78 @@
+"""What a training run asks of its machine: kernels that are right, a compiler, determinism, and its peak speed."""
+
+import os
+
+import torch
+
+from runs.processes import Failed
+
+# dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name that occurs in the device's name counts
+PEAK_FLOPS = {
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12,
+    "RTX 4090": 165e12, "RTX 3090": 71e12, "A6000": 155e12,
+}  # fmt: skip
+
+
+def peak_flops(device):
+    """Return the peak dense bf16 FLOP/s of a device, or None if it is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
+
+
+def check_kernels(model, block_size, dtype, ranks):
+    """Compare the kernels that the model trains on with float64; if they fail on one rank, use them on none."""
+    failure = ranks.first(kernel_failure(model, block_size, dtype))
+    if failure:
+        disable_kernels(failure)
+        ranks.log(f"!!! the Triton kernels of power attention fail on this machine: {failure}")
+        ranks.log("!!! training goes on in plain PyTorch, several times slower and with more memory: see `make doctor`")
+
+
+def make_deterministic(log):
+    """Make torch choose algorithms that give the same bits in every run."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # flash instead: the backward pass of cuDNN adds in any order
+    import torch._inductor.config as inductor
+
+    inductor.deterministic = True
+    log("deterministic: torch's deterministic algorithms, flash attention instead of cuDNN; some operations are slower")
+
+
+def can_compile(setting, device, log):
+    """Return True if the model is to be compiled, by the setting compile: auto, True or False.
+
+    torch.compile is tried on a small function, so that a missing toolchain is one line: auto then trains without, and
+    True raises Failed.
+    """
+    if setting == "False" or (setting == "auto" and device.type != "cuda"):
+        return False
+    torch._dynamo.config.optimize_ddp = False  # compiled inside DDP: the graph must not be split for its buckets
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(64, device=device))
+        return True
+    except Exception as error:  # whatever is missing, training works without it
+        reason = _first_line(error)
+    if setting == "True":
+        raise Failed(f"compile=True, but torch.compile does not work here: {reason} (see `make doctor`)")
+    log(f"training without torch.compile: {reason} (see `make doctor`)")
+    return False
+
+
+def memory_advice(cfg, activation_checkpointing, accumulation):
+    """Return, in words, how to need less memory with the same tokens_per_step."""
+    ways = []
+    if cfg.batch_size > 1:
+        smaller = max(d for d in range(1, cfg.batch_size) if cfg.batch_size % d == 0)
+        again = accumulation * cfg.batch_size // smaller
+        ways.append(
+            f"--batch_size={smaller} (accumulation becomes {again}, tokens_per_step stays {cfg.tokens_per_step})"
+        )
+    if not activation_checkpointing:
+        ways.append("--activation_checkpointing=True")
+    return "try " + " or ".join(ways or ["a smaller block_size or model"])
+
+
+def _first_line(error):
+    """Return the first line of an exception's message, or its type if it has none."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
