@@ -172,10 +172,10 @@ def try_kernels():
     """{a kernel and its errors: "" or what is wrong}; nothing where they are not meant to run."""
     trials = {}
     try:
-        import kernels
         from attention.check import SIZES, check
+        from kernels import unsupported_reason
 
-        for line, ok in check([size for size in SIZES if not kernels.why_not(size[1], size[2], size[2], size[3])]):
+        for line, ok in check([size for size in SIZES if not unsupported_reason(*size[:3], *size[2:4])]):
             trials[f"kernels, {line}"] = "" if ok else "too far from float64"
     except Exception as error:
         trials["kernels"] = f"{type(error).__name__}: {last_line(str(error))}"

@@ -13,6 +13,7 @@ weights, which nothing changes, and waits for the other's end only then.
 """
 
 import functools
+import math
 from itertools import combinations_with_replacement
 
 import torch
@@ -21,8 +22,7 @@ import triton.language as tl
 from torch.nn.functional import pad
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attention.embedding import _make_sqrt_multiplicity
-from kernels.chunked import _first_8_bits
+from .chunked import _first_8_bits
 
 DRAW = 8192  # logits that `draw` reads at a time: padded to a multiple of it, with -inf, it takes them as they are
 AT_ONCE, PROGRAMS = 396, 1056  # programs of attend: three on each processor of an H200, and eight, in turn
@@ -31,12 +31,20 @@ ROWS = 16  # the least that the matrix unit takes: from 2 sequences on they are 
 
 @functools.cache
 def features(D, p, device):
-    """(indices, coefficients) [Dphi] of phi, in the order of `symmetric_power_embedding`: p indices, a byte each of one
-    number, and float32."""
+    """Return (indices, coefficients) [Dphi] of phi, in lexicographic order of the non-decreasing multi-indices.
+
+    A multi-index is one number, int32 up to p = 4 and else int64, with a byte for each of its p indices. A coefficient
+    is the square root of the number of orders a multi-index can be written in, p! / (c_1! ... c_D!), float32.
+    """
     dtype = torch.int32 if p <= 4 else torch.int64
     indices = torch.tensor(list(combinations_with_replacement(range(D), p)), dtype=dtype)
     packed = sum(indices[:, i] << 8 * i for i in range(p))
-    return packed.to(device), _make_sqrt_multiplicity(D, p).float().to(device)
+    orders = torch.full((len(indices),), float(math.factorial(p)), dtype=torch.float64)
+    repeats = torch.ones_like(orders)  # how often an index has occurred up to here; their product is c_1! ... c_D!
+    for i in range(1, p):
+        repeats = torch.where(indices[:, i] == indices[:, i - 1], repeats + 1, 1)
+        orders /= repeats
+    return packed.to(device), orders.sqrt().float().to(device)
 
 
 @triton.jit

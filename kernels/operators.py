@@ -13,10 +13,10 @@ timed and used alone. Each is one operator forward and one backward, opaque to t
 import torch
 from torch.nn.functional import logsigmoid, pad
 
-from attention.embedding import symmetric_power_dim
-from kernels import DTYPES, chunked, cost
-from kernels.ops import _refuse_second_derivative
-from kernels.quadratic import _on
+from . import CHUNKED_SIZES, DTYPES, chunked
+from .layout import symmetric_power_dim
+from .ops import _refuse_second_derivative
+from .quadratic import _on
 
 Tensor = torch.Tensor
 
@@ -28,7 +28,7 @@ def update_state(k, v, log_g=None, *, p, chunk):
     over its tokens of phi(k_t) v_t^T and of phi(k_t), each token decayed by the gates after it inside the chunk.
 
     k, v [B, T, Hkv, D] bfloat16 or float32, log_g [B, T, Hkv] float32 (natural logarithm, -inf: a reset) or None, any
-    strides. p, D: those of kernels.cost.CHUNKED. chunk: tokens, a multiple of 128. Differentiable in k, v and log_g.
+    strides. p, D: those of kernels.CHUNKED_SIZES. chunk: tokens, a multiple of 128. Differentiable in k, v and log_g.
     Raises ValueError for arguments that do not fit.
     """
     _check_rows("k", k, p, chunk)
@@ -185,7 +185,7 @@ def query_state(q, S, z, log_g=None, *, p, chunk):
 
     q [B, T, H, D] bfloat16 or float32, S [B, n, Hkv, Dphi, D], z [B, n, Hkv, Dphi] float32 with n = ceil(T / chunk),
     log_g [B, T, Hkv] float32 or None, any strides; query head h reads the states of head h // (H / Hkv). p, D: those of
-    kernels.cost.CHUNKED. chunk: tokens, a multiple of 128. Differentiable in every tensor. For bfloat16 the kernels
+    kernels.CHUNKED_SIZES. chunk: tokens, a multiple of 128. Differentiable in every tensor. For bfloat16 the kernels
     read states in float16; a power of two for each chunk and head brings them into its range. Raises ValueError for
     arguments that do not fit.
     """
@@ -318,8 +318,8 @@ def _check(name, x, shape):
 def _check_rows(name, x, p, chunk):
     if x.ndim != 4 or x.shape[1] < 1 or x.dtype not in DTYPES:
         raise ValueError(f"{name} must be [B, T, heads, D] in bfloat16 or float32 with T at least 1, got {_is(x)}")
-    if (x.shape[3], p) not in cost.CHUNKED:
-        raise ValueError(f"(D, p) must be one of {', '.join(map(str, cost.CHUNKED))}, got ({x.shape[3]}, {p!r})")
+    if (x.shape[3], p) not in CHUNKED_SIZES:
+        raise ValueError(f"(D, p) must be one of {', '.join(map(str, CHUNKED_SIZES))}, got ({x.shape[3]}, {p!r})")
     if not isinstance(chunk, int) or chunk < 1 or chunk % 128:
         raise ValueError(f"chunk must be a multiple of 128, got {chunk!r}")
 

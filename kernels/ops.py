@@ -9,8 +9,8 @@ One operator forward and one backward, each opaque to torch.compile: no graph br
 
 import torch
 
-from attention.embedding import symmetric_power_dim
-from kernels import chunked, quadratic
+from . import chunked, quadratic
+from .layout import symmetric_power_dim
 
 
 def quadratic_attention(q, k, v, log_g=None, *, p):

@@ -4,6 +4,8 @@ import os
 
 import torch
 
+from attention.check import kernel_failure
+from attention.dispatch import disable_kernels
 from runs.processes import Failed
 
 # dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name that occurs in the device's name counts

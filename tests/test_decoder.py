@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 from test_kernels import COMPILE_FOR, DEVICE, GPU, ROOT  # noqa: E402
 
 from attention import state as state_of  # noqa: E402
+from attention.embedding import symmetric_power_embedding  # noqa: E402
 from decoder import Decoder  # noqa: E402
 from generate import Sampler, draw
 from kernels import decode  # noqa: E402
@@ -83,6 +84,17 @@ def test_features_of_more_than_four_indices_are_told_apart():
         found.step()
         assert (found.logits - logits).norm() < 1e-3 * logits.norm()
     assert found.layers[0][2]
+
+
+@pytest.mark.parametrize("D,p", [(16, 2), (32, 2), (64, 2), (16, 4), (32, 4), (4, 6), (3, 8)])
+def test_coefficients_are_the_embeddings_to_the_bit(D, p):
+    packed, coefficients = decode.features(D, p, torch.device("cpu"))
+    ones, x = torch.ones(D, dtype=torch.float64), torch.rand(D, dtype=torch.float64) + 0.5
+    assert torch.equal(coefficients, symmetric_power_embedding(ones, p).float())
+    features = symmetric_power_embedding(ones, p)
+    for i in range(p):
+        features = features * x[(packed >> 8 * i) & 255]
+    assert torch.allclose(features, symmetric_power_embedding(x, p), rtol=1e-12)
 
 
 @torch.inference_mode()

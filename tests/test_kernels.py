@@ -19,7 +19,6 @@ from attention.naive import power_attention_oracle
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-import kernels  # noqa: E402
 from attention import power  # noqa: E402
 from attention.power import power_attention  # noqa: E402
 from kernels import configs, ops, quadratic  # noqa: E402
@@ -277,7 +276,7 @@ def test_power_attention_uses_the_kernels_where_they_take_the_sizes(monkeypatch)
         with warnings.catch_warnings(action="error"):  # once
             power_attention(q, k, v, p=change.get("p", 2), form="quadratic")
     assert len(calls) == 1
-    monkeypatch.setattr(kernels, "broken", "they gave wrong results")
+    monkeypatch.setattr(power, "disabled", "they gave wrong results")
     with pytest.warns(UserWarning, match="wrong results"):
         power_attention(*tensors, p=2, form="quadratic")
 
