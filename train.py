@@ -28,78 +28,64 @@ from model import GPT, GPTConfig
 from runs import checkpoint, machine
 from runs.folder import choose_checkpoint, fingerprint, load_source_weights, source_settings, start_folder
 from runs.processes import Failed, Ranks, StopSignals, exit_statuses
-from runs.settings import BOOLS, accumulation_steps, check_ranges, choose_device, fields_of, read_settings, refuse
+from runs.settings import (
+    BOOLS, TRAIN_RANGES, accumulation_steps, check_ranges, choose_device, fields_of, read_settings, refuse,
+)  # fmt: skip
 from runs.tracking import Clock, SkippedSteps, Tracker, baseline_losses, relative_loss
 
 
 @dataclass
 class TrainConfig:
     # the run
-    out_dir: str = ""  # default out/CONFIG_NAME
-    init_from: str = "auto"  # auto: go on where out_dir left off; scratch; or weights from another run's folder
+    out_dir: str = ""  # the run's folder; default out/CONFIG_NAME
+    init_from: str = "auto"  # auto: go on where out_dir left off; scratch; or another run's folder: take its weights
     overwrite: bool = False  # with init_from=scratch: rename a non-empty out_dir and start anew
     seed: int = 1337  # of the weights, the order of the data and dropout
     # data
     dataset: str = "pystdlib"  # a folder in data/, or any path
-    batch_size: int = 8  # sequences a micro-step on each rank
-    block_size: int = 1024  # context: tokens of a sequence
-    tokens_per_step: int = 524288  # over all ranks and micro-steps; accumulation follows from it
-    gradient_accumulation_steps: int = 0  # over all ranks; 0: tokens_per_step decides
-    pack: bool = False  # put documents one behind another, forgetting everything at each start
+    batch_size: int = 8  # sequences in a micro-step of each rank
+    block_size: int = 1024  # context length: tokens in a sequence
+    tokens_per_step: int = 524288  # over all ranks and micro-steps; the number of micro-steps follows from it
+    gradient_accumulation_steps: int = 0  # micro-steps over all ranks; 0: tokens_per_step decides
+    pack: bool = False  # put documents one behind another, and reset the state where one starts
     # optimizer
     max_iters: int = 100000  # optimizer steps
-    max_seconds: float = 0.0  # stop after so many seconds of training and evaluation; 0: no limit
-    learning_rate: float = 6e-4  # constant, unless decay_lr
+    max_seconds: float = 0.0  # time limit, 0: none; with decay_lr the machine's speed then decides the learning rates
+    learning_rate: float = 6e-4  # the highest; constant unless decay_lr
     warmup_iters: int = 0  # steps of linear warm-up
-    decay_lr: bool = False  # cosine down to min_lr; False: constant
-    lr_decay_iters: int = 0  # 0: max_iters
-    min_lr: float = 6e-5  # where the cosine ends
-    weight_decay: float = 0.0  # of matrices and embeddings
-    beta1: float = 0.9  # of Adam
-    beta2: float = 0.95  # of Adam
+    decay_lr: bool = False  # cosine down to min_lr, by lr_decay_iters or max_seconds, whichever ends first
+    lr_decay_iters: int = 0  # steps after which the cosine ends; 0: max_iters
+    min_lr: float = 6e-5  # learning rate at which the cosine ends
+    weight_decay: float = 0.0  # of AdamW, on matrices and embeddings
+    beta1: float = 0.9  # of AdamW
+    beta2: float = 0.95  # of AdamW
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
-    max_skipped: int = 10  # steps in a row without a finite gradient, each left out, after which training stops
+    max_skipped: int = 10  # stop after so many steps in a row without a finite gradient, each of them left out
     # evaluation, logging, checkpoints
     eval_interval: int = 1000  # steps between evaluations, each followed by a checkpoint
-    eval_tokens: int = 1048576  # always the first of the held-out split
+    eval_tokens: int = 1048576  # tokens of an evaluation, always the first of the held-out split
     eval_only: bool = False  # evaluate and stop
     log_interval: int = 10  # steps between lines of metrics.jsonl
-    sample_tokens: int = 100  # drawn at every evaluation into samples.jsonl, from the end of text on; 0: none
+    sample_tokens: int = 100  # generated at every evaluation, into samples.jsonl; 0: none
     always_save_checkpoint: bool = True  # at every evaluation; False: when the validation loss is the best so far
-    baseline: str = ""  # another run's folder: validation losses are logged relative to its own, too
+    baseline: str = ""  # another run's folder: log validation losses relative to its losses, too
     wandb: str = "auto"  # auto: online if there is a key, else offline; online, offline, disabled
-    wandb_log: bool = True  # False is wandb=disabled
-    wandb_project: str = "sympow"  # where wandb files the run
-    wandb_run_name: str = ""  # default: the name of out_dir
+    wandb_log: bool = True  # False: the same as wandb=disabled
+    wandb_project: str = "sympow"  # project in wandb
+    wandb_run_name: str = ""  # name in wandb; default: the name of out_dir
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
-    compile: str = "auto"  # auto: torch.compile on a GPU, without if its toolchain is missing; True, False
+    compile: str = "auto"  # auto: use torch.compile on a GPU if its toolchain works; True, False
     backend: str = "auto"  # of torch.distributed: nccl on GPUs, gloo on CPUs
-    timeout: float = 600.0  # seconds without progress after which the job ends, and names the rank that held it up
-    deterministic: bool = False  # two runs give the same bits, also on a GPU
+    timeout: float = 600.0  # end the job after so many seconds without progress, naming the rank that held it up
+    deterministic: bool = False  # make two runs give the same bits on a GPU, too
 
     def __post_init__(self):
         self.compile = str(BOOLS.get(self.compile.lower(), self.compile))
-        check_ranges(self, RANGES)
+        check_ranges(self, TRAIN_RANGES)
 
 
-AT_LEAST_1 = "batch_size block_size tokens_per_step max_iters eval_interval eval_tokens log_interval max_skipped"
-RANGES = (  # see check_ranges
-    (AT_LEAST_1, "at least 1", lambda x: x >= 1),
-    ("learning_rate", "positive and finite", lambda x: 0 < x < math.inf),
-    ("beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1),
-    ("weight_decay min_lr warmup_iters", "0 or more", lambda x: x >= 0),
-    ("grad_clip", "0 (no clipping) or more", lambda x: x >= 0),
-    ("lr_decay_iters", "0 (max_iters) or more", lambda x: x >= 0),
-    ("sample_tokens", "0 (none) or more", lambda x: x >= 0),
-    ("timeout", "positive", lambda x: x > 0),
-    ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
-    ("dtype", ["auto", "float32", "bfloat16"]),
-    ("compile", ["auto", "True", "False"]),
-    ("wandb", ["auto", "online", "offline", "disabled"]),
-    ("backend", ["auto", "nccl", "gloo"]),
-)
 HIDDEN = ("vocab_size", "reset_token")  # model settings that follow from the data
 
 
@@ -141,7 +127,6 @@ class Trainer:
             self.accumulation = accumulation_steps(cfg, given, ranks.world)
         except (DataError, ValueError) as error:
             refuse(error)
-        self.tokens_per_step = cfg.tokens_per_step
         self.baseline = baseline_losses(cfg.baseline)
         cfg.out_dir = os.path.normpath(cfg.out_dir or os.path.join("out", "-".join(names) or "train"))
         self.device, self.dtype = choose_device(cfg.device, cfg.dtype, ranks.local)
@@ -187,8 +172,8 @@ class Trainer:
         self.tracker = Tracker(cfg, self.settings, self.progress.step, self.progress.wandb_id) if records else None
         ranks.log(
             f"{self.model.parameter_count() / 1e6:.1f}M parameters, {self.model_cfg.attention}, {device.type} "
-            f"{cfg.dtype}; tokens a step: {ranks.world} ranks x {cfg.batch_size} sequences x {cfg.block_size} context x "
-            f"{self.accumulation} accumulation = {self.tokens_per_step:,}"
+            f"{cfg.dtype}; tokens a step: {ranks.world} ranks x {cfg.batch_size} sequences x {cfg.block_size} context "
+            f"x {self.accumulation} accumulation = {cfg.tokens_per_step:,}"
         )
 
     def train(self):
@@ -210,19 +195,14 @@ class Trainer:
         self.network.train()
         self.clock.start(progress.step)
         while not end:
-            try:
+            first = progress.step == self.first_step
+            with machine.memory_advice(cfg, self.model_cfg, self.accumulation) if first else nullcontext():
                 loss, grad_norm = self.train_step()
-            except torch.OutOfMemoryError:
-                if progress.step > self.first_step:
-                    raise
-                advice = machine.memory_advice(cfg, self.model_cfg.activation_checkpointing, self.accumulation)
-                raise Failed(f"out of GPU memory in the first step: {advice}") from None
             self.writer.check()
             end = self.reason_to_stop()
             due = bool(end) or progress.step % cfg.eval_interval == 0
             self.count_skipped(grad_norm, wait=due)
-            noted = progress.step % cfg.log_interval == 0 or progress.step == self.first_step + 1 or end
-            if noted and loss is not None:
+            if loss is not None and (first or end or progress.step % cfg.log_interval == 0):
                 self.log_step(loss, grad_norm)
             if due:
                 self.clock.pause()
@@ -302,13 +282,13 @@ class Trainer:
         """Record the loss, averaged over the ranks, and the speed since the last line."""
         cfg, ranks, step = self.cfg, self.ranks, self.progress.step
         loss = ranks.sum(loss_sum / self.accumulation / ranks.world).item()
-        speed, mfu = self.tokens_per_step * self.clock.steps_per_second(step), None
+        speed, mfu = cfg.tokens_per_step * self.clock.steps_per_second(step), None
         if peak := machine.peak_flops(self.device):
             mfu = speed * self.model.flops_per_token(cfg.block_size, self.dtype) / (peak * ranks.world)
         if not ranks.master:
             return
         self.tracker.log(
-            step, train_loss=loss, tokens=step * self.tokens_per_step, seconds=self.clock.seconds(),
+            step, train_loss=loss, tokens=step * cfg.tokens_per_step, seconds=self.clock.seconds(),
             lr=self.optimizer.param_groups[0]["lr"], grad_norm=grad_norm.item(), tok_per_sec=speed, mfu=mfu,
             skipped=self.skipped.total or None, checkpoint_seconds=self.checkpoint_seconds or None,
         )  # fmt: skip
@@ -345,11 +325,10 @@ class Trainer:
         if self.ranks.master:
             with self.autocast:
                 statistics = self.model.statistics(self.val_windows.batch([0])[0][:, :4096].to(self.device))
-            tokens = step * self.tokens_per_step
-            relative = relative_loss(val_loss, tokens, self.baseline)
+            tokens = step * cfg.tokens_per_step
             self.tracker.log(
                 step, val_loss=val_loss, tokens=tokens, seconds=self.clock.seconds(), **statistics,
-                relative_loss=relative,
+                relative_loss=relative_loss(val_loss, tokens, self.baseline),
             )  # fmt: skip
             self.ranks.log(f"step {step}: val loss {val_loss:.4f}")
             if cfg.sample_tokens:
@@ -361,13 +340,10 @@ class Trainer:
 
     def sample(self):
         """Return a text of sample_tokens tokens from the end of text on; every evaluation draws the same numbers."""
+        options = dict(max_new_tokens=self.cfg.sample_tokens, seed=self.cfg.seed, cuda_graph=False)
         self.model.eval()
         with torch.inference_mode(), self.autocast:
-            tokens = generate(
-                self.model, [self.dataset.eot], max_new_tokens=self.cfg.sample_tokens, seed=self.cfg.seed,
-                cuda_graph=False,
-            )  # fmt: skip
-            ids = [i for (i,) in tokens]
+            ids = [i for (i,) in generate(self.model, [self.dataset.eot], **options)]
         self.model.train()
         return self.dataset.tokenizer.decode(ids)
 
@@ -391,7 +367,7 @@ class Trainer:
 
 
 def make_optimizer(model, cfg):
-    """Return a fused AdamW that decays matrices and embeddings, but no biases, norms and gate biases."""
+    """Return a fused AdamW; matrices and embeddings decay, biases, norms and gate biases do not."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -402,8 +378,8 @@ def make_optimizer(model, cfg):
 def learning_rate(step, cfg, seconds=0.0):
     """Return the learning rate of step 0, 1, 2, ...: linear warm-up, then constant or a cosine down to min_lr.
 
-    The cosine ends after lr_decay_iters steps or, if that is earlier, when max_seconds are over. seconds: of training
-    so far, the same on all ranks.
+    The cosine ends after lr_decay_iters steps or, if that is earlier, when max_seconds are over; a run that has both
+    is therefore no pure function of its settings. seconds: of training so far, the same on all ranks.
     """
     rate = cfg.learning_rate
     if cfg.decay_lr:

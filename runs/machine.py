@@ -1,6 +1,7 @@
 """What a training run asks of its machine: kernels that are right, a compiler, determinism, and its peak speed."""
 
 import os
+from contextlib import contextmanager
 
 import torch
 
@@ -24,8 +25,8 @@ def peak_flops(device):
 def check_kernels(model, block_size, dtype, ranks):
     """Compare the kernels that the model trains on with float64; if they fail on one rank, use them on none."""
     failure = ranks.first(kernel_failure(model, block_size, dtype))
+    disable_kernels(failure)  # if there is one
     if failure:
-        disable_kernels(failure)
         ranks.log(f"!!! the Triton kernels of power attention fail on this machine: {failure}")
         ranks.log("!!! training goes on in plain PyTorch, several times slower and with more memory: see `make doctor`")
 
@@ -61,8 +62,15 @@ def can_compile(setting, device, log):
     return False
 
 
-def memory_advice(cfg, activation_checkpointing, accumulation):
-    """Return, in words, how to need less memory with the same tokens_per_step."""
+@contextmanager
+def memory_advice(cfg, model_cfg, accumulation):
+    """Turn an out-of-memory error into Failed with advice how to need less memory at the same tokens_per_step."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        pass
+    else:
+        return
     ways = []
     if cfg.batch_size > 1:
         smaller = max(d for d in range(1, cfg.batch_size) if cfg.batch_size % d == 0)
@@ -70,9 +78,10 @@ def memory_advice(cfg, activation_checkpointing, accumulation):
         ways.append(
             f"--batch_size={smaller} (accumulation becomes {again}, tokens_per_step stays {cfg.tokens_per_step})"
         )
-    if not activation_checkpointing:
+    if not model_cfg.activation_checkpointing:
         ways.append("--activation_checkpointing=True")
-    return "try " + " or ".join(ways or ["a smaller block_size or model"])
+    ways = " or ".join(ways or ["a smaller block_size or model"])
+    raise Failed(f"out of GPU memory in the first step: try {ways}")
 
 
 def _first_line(error):

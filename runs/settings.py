@@ -3,12 +3,13 @@
     python train.py config/sympow_p4.py --batch_size=8 --compile False
 
 Settings are the fields of dataclasses, with default and comment where they are declared; `--help` prints them. Files
-are Python with assignments (`p = 4`). Later arguments win, dashes may stand for underscores, and an integer may be given
-for a float.
+are Python with assignments (`p = 4`). Later arguments win, dashes may stand for underscores, an integer may stand for a
+float.
 """
 
 import difflib
 import inspect
+import math
 import os
 import re
 import runpy
@@ -97,6 +98,24 @@ def describe(cls, hidden=()):
     return "".join(lines)
 
 
+_AT_LEAST_1 = "batch_size block_size tokens_per_step max_iters eval_interval eval_tokens log_interval max_skipped"
+TRAIN_RANGES = (  # of train.py's settings, for check_ranges
+    (_AT_LEAST_1, "at least 1", lambda x: x >= 1),
+    ("learning_rate", "positive and finite", lambda x: 0 < x < math.inf),
+    ("beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1),
+    ("weight_decay min_lr warmup_iters", "0 or more", lambda x: x >= 0),
+    ("grad_clip", "0 (no clipping) or more", lambda x: x >= 0),
+    ("lr_decay_iters", "0 (max_iters) or more", lambda x: x >= 0),
+    ("sample_tokens", "0 (none) or more", lambda x: x >= 0),
+    ("timeout", "positive", lambda x: x > 0),
+    ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
+    ("dtype", ["auto", "float32", "bfloat16"]),
+    ("compile", ["auto", "True", "False"]),
+    ("wandb", ["auto", "online", "offline", "disabled"]),
+    ("backend", ["auto", "nccl", "gloo"]),
+)
+
+
 def check_ranges(cfg, ranges):
     """Raise ValueError for the first setting that is out of its range.
 
@@ -140,13 +159,14 @@ def accumulation_steps(cfg, given, world):
     if micro_steps:
         if micro_steps % world:
             raise ValueError(
-                f"gradient_accumulation_steps counts over all ranks and must be a multiple of {world}, got {micro_steps}"
+                "gradient_accumulation_steps counts over all ranks and must be a multiple of "
+                f"{world}, got {micro_steps}"
             )
         tokens = micro_steps * cfg.batch_size * cfg.block_size
         if given.get("tokens_per_step", tokens) != tokens:
             raise ValueError(
-                f"gradient_accumulation_steps {micro_steps} x batch_size {cfg.batch_size} x block_size {cfg.block_size} "
-                f"= {tokens}, but tokens_per_step is {cfg.tokens_per_step}: give one of them"
+                f"gradient_accumulation_steps {micro_steps} x batch_size {cfg.batch_size} x block_size "
+                f"{cfg.block_size} = {tokens}, but tokens_per_step is {cfg.tokens_per_step}: give one of them"
             )
         cfg.tokens_per_step = tokens
     tokens = world * cfg.batch_size * cfg.block_size  # of one micro-step on all ranks

@@ -78,7 +78,7 @@ class Tracker:
         self._tell_wandb("log", {"iter": step, "sample": text})
 
     def flush_to_disk(self):
-        """Block until all lines are on disk; called before a checkpoint, so that a power cut loses no step before it."""
+        """Block until all lines are on disk; done before a checkpoint, so that a power cut loses no step before it."""
         for name in (self.file.name, self.samples):
             with open(name, "ab") as f:  # log() and sample() leave nothing in Python's buffers
                 os.fsync(f.fileno())
