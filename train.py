@@ -219,8 +219,9 @@ class Trainer:
         Returns (None, None) if a signal came within the step, which is then left out.
         """
         cfg, ranks, step = self.cfg, self.ranks, self.progress.step
+        rate = learning_rate(step, cfg, self.seconds)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, cfg, self.seconds)
+            group["lr"] = rate
         torch.manual_seed(hash((cfg.seed, step, ranks.rank)) % 2**63)  # dropout is a function of (seed, step, rank)
         loss_sum = torch.zeros((), device=self.device)
         for micro in range(self.accumulation):
