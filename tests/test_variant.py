@@ -3,12 +3,13 @@
 import itertools
 import json
 import os
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import SMALL, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
+from helpers import ROOT, SMALL, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
 
 import compare
 import evaluate
@@ -77,7 +78,17 @@ def tiny(attention, **kwargs):
     return model
 
 
-REGISTERED = [*ATTENTIONS, "average"]
+REGISTERED = [*ATTENTIONS, "average", "linear"]
+
+
+@pytest.fixture(autouse=True)
+def of_readme(monkeypatch):
+    """The example of README's "Add your own attention", as it stands there."""
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+        (code,) = re.findall(r"```python\n(class .*?|@dataclass.*?)```", f.read(), flags=re.S)
+    names = dict(dataclass=dataclass, torch=torch, F=torch.nn.functional, State=State, Variant=Variant)
+    exec(code, names)
+    monkeypatch.setitem(ATTENTIONS, "linear", names["Linear"])
 
 
 @pytest.mark.parametrize("attention", REGISTERED)
