@@ -22,7 +22,8 @@ import torch
 from tqdm import tqdm
 
 from data import DataError
-from data.loader import Dataset, Windows, eval_batches, train_batch
+from data.dataset import Dataset
+from data.loader import Windows, eval_batches, train_batch
 from generate import generate
 from model import GPT, GPTConfig
 from runs import checkpoint, machine
