@@ -74,7 +74,7 @@ def test_twenty_kills_at_random_moments_change_nothing(dataset, tmp_path):  # no
         *EXTRA,
         *small,
         f"--dataset={dataset}",
-        "--max_iters=20",
+        "--max_iters=14",
         "--eval_interval=2",
         "--sample_tokens=1",
     ]
