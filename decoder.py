@@ -18,7 +18,7 @@ from attention.embedding import symmetric_power_dim
 from attention.power import PowerState
 from attention.rotary import rotation_rates
 from attention.state import LayerState, check_memory
-from kernels import decode
+from kernels import decode, sampling
 from model import ModelState
 
 AHEAD = 2  # tokens that are launched before the first of them is read
@@ -48,7 +48,8 @@ class Decoder:
         self.x, self.h = new(self.B, c.n_embd), new(self.B, 4 * c.n_embd)
         self.qkv, self.y = new(self.B, (c.n_head + 2 * c.n_kv_head) * D), new(self.B, c.n_head * D)
         self.turn = new(self.B, 2, D)
-        self.padded = new(self.B, -(-c.vocab_size // decode.DRAW) * decode.DRAW).fill_(float("-inf"))
+        blocks = -(-c.vocab_size // sampling.SAMPLE_BLOCK)
+        self.padded = new(self.B, blocks * sampling.SAMPLE_BLOCK).fill_(float("-inf"))
         self.logits = self.padded[:, : c.vocab_size]
         self.ids, self.count = new(self.B, dtype=torch.int64), new(1, dtype=torch.int32)
         self._take(state, samples)
@@ -86,7 +87,7 @@ class Decoder:
         self.limit = state.layers[0].limit(c.p, D, D, self.dtype.itemsize)
         C = int(max(n, min(self.limit, n + self.room)))
         heads, power = self.B * c.n_head, state.layers[0].power
-        parts = decode.parts_of_kept(heads, C)
+        parts = decode.parts_of_cache(heads, C)
         if power is not None:
             parts += decode.parts_of_state(heads, power.z.shape[2], D)
         new = lambda *shape, dtype=torch.float32: torch.zeros(shape, dtype=dtype, device=self.device)
@@ -141,8 +142,9 @@ class Decoder:
         for w, (u, kept, power) in zip(self.weights, self.layers):
             decode.qkv(
                 w["qkv"][0], self.qkv, x, norm=w["norm_1"], bias=w["qkv"][1], ids=self.ids, gate=w["gate"],
-                beta=w["beta"], slopes=w["slopes"], u=u, rates=self.rates, turn=self.turn, kept=kept, count=self.count,
-                reset_token=c.reset_token, rounding=self.dtype if self.device.type == "cuda" else torch.float32,
+                beta=w["beta"], slopes=w["slopes"], position=u, rates=self.rates, rotation=self.turn, cache=kept,
+                count=self.count, reset_token=c.reset_token,
+                rounding=self.dtype if self.device.type == "cuda" else torch.float32,
             )  # fmt: skip
             decode.attend(self.qkv, self.turn, kept, self.count, power, self.sums, self.y, c.p)
             decode.linear(w["proj"][0], x, self.y, bias=w["proj"][1], add=True)
@@ -193,7 +195,7 @@ class Decoder:
             states = lambda: (zeros(*shape, c.head_dim, dtype=self.state_dtype), zeros(*shape))
             self.layers = [(u, kept, states()) for u, kept, _ in self.layers]
         for _, kept, power in self.layers:
-            decode.fold(kept, self.n, power, c.p)
+            decode.flush(kept, self.n, power, c.p)
         self.n = 0
         self.count.zero_()
         if first:

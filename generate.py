@@ -37,9 +37,9 @@ def generate(model, prompt, cfg, fold="auto", timings=None, before=None, graph=T
     kernels = device.type == "cuda" and graph and c.attention != "softmax"
     if kernels and not (power.disabled or unsupported_reason("quadratic", dtype, c.head_dim, c.head_dim, c.p)):
         from decoder import Decoder  # not everywhere is Triton
-        from kernels import decode
+        from kernels.sampling import sample_next_token
 
-        sampler = Sampler(cfg, device, decode.draw)
+        sampler = Sampler(cfg, device, sample_next_token)
         decoder = Decoder(model, state, sampler, cfg.max_new_tokens, dtype, cfg.num_samples, state_dtype)
         del state  # what one sequence keeps need not be there twice
         sampler.ready()
@@ -80,7 +80,7 @@ class Sampler:
     AT_ONCE = 1024
 
     def __init__(self, cfg, device, kernel=None):
-        """kernel: kernels.decode.draw, in place of `draw` here."""
+        """kernel: kernels.sampling.sample_next_token, in place of `draw` here."""
         self.cfg, self.kernel, self.used = cfg, kernel, 0
         self.generators = [torch.Generator().manual_seed(cfg.seed + i) for i in range(cfg.num_samples)]
         self.numbers = torch.empty(cfg.num_samples, self.AT_ONCE, dtype=torch.float64, device=device)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.train import VARIANTS  # noqa: E402
 from decoder import Decoder  # noqa: E402
 from generate import Sampler
-from kernels import decode  # noqa: E402
+from kernels.sampling import sample_next_token  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from sample import SampleConfig  # noqa: E402
 
@@ -39,7 +39,7 @@ def ours(settings, batch, context, tokens, state_dtype):
     ids = torch.randint(model.config.vocab_size, (1, context), device="cuda")
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
         logits, state = model.read(ids, model.empty_state(1, FOLD_AT))
-        sampler = Sampler(SampleConfig(num_samples=batch), torch.device("cuda"), decode.draw)
+        sampler = Sampler(SampleConfig(num_samples=batch), torch.device("cuda"), sample_next_token)
         decoder = Decoder(model, state, sampler, WARM_UP + tokens, torch.bfloat16, batch, state_dtype)
         sampler.ready()
         sampler(logits.expand(batch, -1), decoder.ids)

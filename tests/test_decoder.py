@@ -16,6 +16,7 @@ from attention.embedding import symmetric_power_embedding  # noqa: E402
 from decoder import Decoder  # noqa: E402
 from generate import Sampler, draw
 from kernels import decode  # noqa: E402
+from kernels.sampling import sample_next_token  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from sample import SampleConfig  # noqa: E402
 
@@ -168,14 +169,14 @@ def compile_only(self, *args, **options):
 
 JITFunction.run = compile_only
 from decoder import Decoder
-from kernels import decode
+from kernels.sampling import sample_next_token
 from model import GPT, GPTConfig
 from generate import Sampler
 from sample import SampleConfig
 
 ids, numbers = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.float64)
 for k in (0, 1, 50):
-    decode.draw(torch.zeros(1, 99), ids, numbers, ids, temperature=1.0, top_k=k, top_p=1.0)
+    sample_next_token(torch.zeros(1, 99), ids, numbers, ids, temperature=1.0, top_k=k, top_p=1.0)
 cases = [
     (2, 64, "sympow_gating", 1, 3), (2, 64, "conformal_sympow", 8, 3), (4, 16, "sympow", 64, 2),
     (6, 128, "even_power", 1, "never"),
@@ -184,7 +185,7 @@ with torch.inference_mode():
     for p, D, attention, B, fold in cases:
         c = GPTConfig(vocab_size=99, n_layer=1, n_head=2, n_embd=128, head_dim=D, attention=attention, p=p, bias=B > 1)
         model = GPT(c)
-        sampler = Sampler(SampleConfig(num_samples=B, top_k=5, top_p=0.9), torch.device("cpu"), decode.draw)
+        sampler = Sampler(SampleConfig(num_samples=B, top_k=5, top_p=0.9), torch.device("cpu"), sample_next_token)
         found = Decoder(model, model.empty_state(B, fold), sampler, 4, torch.bfloat16)
         for _ in range(4):  # kept, folded, and with a state
             found.step()
@@ -198,7 +199,7 @@ def test_the_kernels_compile_for_a_gpu(tmp_path):
     done = subprocess.run([sys.executable, "-c", COMPILE, "86"], capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.strip().splitlines()]
-    names = ("embed", "linear", "qkv", "attend", "draw", "fold")
+    names = ("embed", "linear", "qkv", "attend", "sample_next_token", "flush")
     assert {name for name, _ in lines} == {f"{name}_kernel" for name in names}
     assert all(int(shared) <= 99 * 1024 for _, shared in lines)
 
@@ -213,8 +214,8 @@ def test_gates_next_to_one_keep_their_digits():
     ids, u = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.zeros(2, dtype=torch.float64, device=DEVICE)
     count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     decode.qkv(
-        w, out, x, norm=norm, bias=None, ids=ids, gate=(weight, bias), beta=None, slopes=None, u=u, rates=u, turn=turn,
-        kept=kept, count=count, reset_token=-1, rounding=torch.float32,
+        w, out, x, norm=norm, bias=None, ids=ids, gate=(weight, bias), beta=None, slopes=None, position=u, rates=u,
+        rotation=turn, cache=kept, count=count, reset_token=-1, rounding=torch.float32,
     )  # fmt: skip
     rows = torch.nn.functional.layer_norm(x, (32,)).double()
     expected = torch.nn.functional.logsigmoid(rows @ weight.double().t() + bias.double())
@@ -241,6 +242,6 @@ def test_the_kernel_draws_what_draw_does(V, temperature, top_k, top_p):
     numbers[:, 3], numbers[:, 4] = 0.0, 1 - 2.0**-53
     at, ids = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.empty(6, dtype=torch.int64, device=DEVICE)
     for i in range(20):
-        decode.draw(logits, ids, numbers, at, temperature=temperature, top_k=top_k, top_p=top_p)
+        sample_next_token(logits, ids, numbers, at, temperature=temperature, top_k=top_k, top_p=top_p)
         assert torch.equal(ids, draw(logits, cfg, numbers[:, i : i + 1])), i
         at += 1
