@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attention.embedding import _make_sqrt_multiplicity
-from kernels.chunked import _first_8_bits
+from .common import first_8_bits as _first_8_bits
 
 DRAW = 8192  # logits that `draw` reads at a time: padded to a multiple of it, with -inf, it takes them as they are
 AT_ONCE, PROGRAMS = 396, 1056  # programs of attend: three on each processor of an H200, and eight, in turn

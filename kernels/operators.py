@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid, pad
 from attention.embedding import symmetric_power_dim
 from kernels import DTYPES, chunked, cost
 from kernels.ops import _refuse_second_derivative
-from kernels.quadratic import _on
+from .common import device_guard as _on
 
 Tensor = torch.Tensor
 
