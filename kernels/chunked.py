@@ -6,7 +6,7 @@ import torch
 import triton
 
 from . import quadratic
-from .common import HALF, LIFT, PRECISION, TOP, device_guard, empty
+from .common import HALF, LIFT, TOP, device_guard, empty
 from .discumsum import discumsum
 from .gates import chunk_dlog_g_kernel, chunk_gates
 from .layout import TILE, entries, features, layout
@@ -55,7 +55,6 @@ class Sizes:
         self.FS = self.layout.tiles * TILE * D
         self.F = state_size(D, p)
         self.half = HALF[q.dtype]
-        self.precision = PRECISION[q.dtype]
         most = chunk * H // HKV * 2 ** (TOP + 1 + p * (LIFT[p] + 1))
         self.most = 2.0 ** math.ceil(math.log2(most))  # an entry of a chunk's sum, in VALUES' units
 

@@ -28,9 +28,10 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-# Of products of float32: the matrix unit's tf32 has 11 bits, and three of its products in place of one are still 5
-# times as far off as float32 where strong gates make dP_ij - delta_i small. bfloat16 is multiplied in one way only.
-PRECISION = {torch.float32: "ieee", torch.bfloat16: "tf32"}
+# How products of float32 are computed. The matrix unit's tf32 has 11 bits, and three of its products in place of one
+# are still 5 times as far off as float32 where strong gates make dP_ij - delta_i small. bfloat16 and float16 are
+# multiplied in one way only.
+PRECISION = tl.constexpr("ieee")
 HALF = {torch.bfloat16: torch.float16, torch.float32: torch.float32}  # of features, values and states between kernels
 
 ROW_EXPONENT = tl.constexpr(30)
@@ -123,6 +124,12 @@ def add_to_rows(OUT, x, b, start, h, T, H):
 
 
 @triton.jit
+def multiple_of(x, N: tl.constexpr):
+    """Return x, which is a multiple of N: the compiler then knows it, and loads are wide and asynchronous."""
+    return x // N * N
+
+
+@triton.jit
 def unit_scale(largest, MAX_EXPONENT: tl.constexpr):
     """Return the power of two that brings `largest` >= 0, float32, into [1, 2); at most 2^MAX_EXPONENT or its inverse,
     and 1 for zero."""
@@ -178,7 +185,7 @@ def exact_product(x, y, acc):
     """Return acc + x @ y, as exact as float32, for one float32 operand and one that is float32 or bfloat16: beside
     bfloat16 the float32 operand is split in three, the smallest piece is added first."""
     if x.dtype == y.dtype:
-        return tl.dot(x, y, acc, input_precision="ieee")
+        return tl.dot(x, y, acc, input_precision=PRECISION)
     elif x.dtype == tl.float32:
         high, middle, low = three_pieces(x)
         acc = tl.dot(low.to(y.dtype), y, acc)

@@ -115,7 +115,6 @@ def _ahead(C_END, c_lo, begin, end, BN: tl.constexpr, POWER: tl.constexpr):
 def _forward_tiles(
     acc, l, q, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, DIAGONAL: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     ones = tl.full([BN, 8], 1.0, q.dtype)
     if GATED and not DIAGONAL:
@@ -149,7 +148,7 @@ def forward_kernel(
     Q, K, V, Y, L, NUM, DEN, KEY_SCALE, C, FIRST, E, C_START, C_END, OPENED, q_s, k_s, v_s,
     scale, rest, T, CHUNK, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """BM rows of y and l, or with NORMALIZE false of sum_j w_ij v_j and sum_j w_ij."""
     blocks = tl.cdiv(T, BM)
@@ -182,7 +181,7 @@ def forward_kernel(
         begin = tl.minimum(tl.maximum(begin, opened), end)
     acc, l = _forward_tiles(
         acc, l, q, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
-        P, D, BN, GATED, False, PRECISION,
+        P, D, BN, GATED, False,
     )  # fmt: skip
     if GATED:
         kept = tl.where(first_row < lo, tl.exp(c_row - tl.load(C + lo)), 0.0)[:, None]
@@ -190,7 +189,7 @@ def forward_kernel(
         l *= kept
     acc, l = _forward_tiles(
         acc, l, q, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, end, tl.minimum(lo + BM, T), T,
-        P, D, BN, GATED, True, PRECISION,
+        P, D, BN, GATED, True,
     )  # fmt: skip
 
     l = tl.max(l, 1)
@@ -215,7 +214,6 @@ def forward_kernel(
 def _dq_tiles(
     acc, r, q, dy, delta, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, DIAGONAL: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     if GATED and not DIAGONAL:
         x, c_next = _ahead(C_END - 1, c_lo, begin, end, BN, 1.0)
@@ -249,7 +247,7 @@ def dq_kernel(
     Q, K, V, DY, Y, L, DL, KEY_SCALE, C, FIRST, E, C_START, C_END, OPENED, DQ, PAIR, G, ROW,
     q_s, k_s, v_s, dy_s, scale, rest, T, CHUNK, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """BM rows of dq; for the other pass also g and g delta; with gates g, g times the root of the decay from the first
     of the R rows around it, delta, and row (see above)."""
@@ -302,7 +300,7 @@ def dq_kernel(
         tl.store(pair, tl.join(g, g * delta))
     acc, r = _dq_tiles(
         acc, r, q, dy, delta, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
-        P, D, BN, GATED, False, PRECISION,
+        P, D, BN, GATED, False,
     )  # fmt: skip
     if GATED:
         kept = tl.where(first_row < lo, tl.exp(c_row - tl.load(C + lo)), 0.0)
@@ -310,7 +308,7 @@ def dq_kernel(
         r *= kept
     acc, r = _dq_tiles(
         acc, r, q, dy, delta, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, end,
-        tl.minimum(lo + BM, T), T, P, D, BN, GATED, True, PRECISION,
+        tl.minimum(lo + BM, T), T, P, D, BN, GATED, True,
     )  # fmt: skip
 
     if NORMALIZE:  # y_i is v_i in a row that sees itself alone, whatever q_i is
@@ -325,7 +323,7 @@ def dq_kernel(
 def _dkdv_tiles(
     dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, PAIR, G, C, FIRST, C_START, c_hi, c_col, column, begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, GATED: tl.constexpr, NORMALIZE: tl.constexpr,
-    BEFORE: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
+    BEFORE: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     if GATED and not DIAGONAL:
         x = tl.exp(0.5 * (tl.load(C_START + tl.minimum(begin, T - 1) // 32) - c_hi).to(tl.float32))
@@ -373,7 +371,7 @@ def dkdv_kernel(
     Q, K, V, DY, C, FIRST, E, C_START, C_END, OPENED, PAIR, G, ROW, DK, DV,
     q_s, k_s, v_s, dy_s, T, CHUNK, H, HKV, BHKV, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """BN rows of dk and dv, summed over the query heads of the group; with gates ROW of the group's first head becomes
     the sum of row over the group, minus col."""
@@ -410,7 +408,7 @@ def dkdv_kernel(
         dk, dv, col = _dkdv_tiles(
             dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, at_head(PAIR, T, 2 * (b * H + h)),
             at_head(G, T, b * H + h) if GATED else G, C, FIRST, C_START, c_hi, c_col, column, begin, end, T,
-            P, D, BM, GATED, NORMALIZE, BEFORE, False, PRECISION,
+            P, D, BM, GATED, NORMALIZE, BEFORE, False,
         )  # fmt: skip
     if GATED:
         kept = tl.exp(tl.load(C + hi) - c_col)
@@ -423,7 +421,7 @@ def dkdv_kernel(
         dk, dv, col = _dkdv_tiles(
             dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, at_head(PAIR, T, 2 * (b * H + h)),
             at_head(G, T, b * H + h) if GATED else G, C, FIRST, C_START, c_hi, c_col, column, lo, tl.minimum(begin, T),
-            T, P, D, BM, GATED, NORMALIZE, BEFORE, True, PRECISION,
+            T, P, D, BM, GATED, NORMALIZE, BEFORE, True,
         )  # fmt: skip
 
     out = tl.cast(b, tl.int64) * T + lo
@@ -540,4 +538,4 @@ def _heads_together(T, heads):
 
 def _options(c, q, p, log_g, normalize):
     sizes = dict(P=p, D=q.shape[-1], BM=c.BM, BN=c.BN)
-    return dict(**sizes, GATED=log_g is not None, NORMALIZE=normalize, PRECISION=PRECISION[q.dtype], **c.launch())
+    return dict(**sizes, GATED=log_g is not None, NORMALIZE=normalize, **c.launch())
