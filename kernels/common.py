@@ -1,26 +1,24 @@
-"""What the kernels share: which program does what, powers of two, exact products, and the rows that they read and write.
+"""What the kernels share: which program does what, powers of two, exact products, rows that they read and write.
 
 Scales. Features, values and states are float16 between the kernels of the chunked form, and float16 ends at 65,504. So
 everything is multiplied by powers of two, which cost no precision and are divided out in float32. Every bound that this
 needs is in this table, and the kernels use it by name:
 
-    quantity                                              bound                    constant
-    ------------------------------------------------------------------------------------------------------------------
-    the power of two of a row of q or k                   2^-30 to 2^30            ROW_EXPONENT: its 4th power is finite
-    the power of two of a chunk's values or of a state    2^-100 to 2^100          STATE_EXPONENT
-    largest entry of a row of q or k, scaled              2^LIFT to 2^(LIFT+1)     LIFT[p]
-    entries of x (p = 2: rows, p = 4: products of two)    2^7, 2^4                 2^(p/2 (LIFT[p] + 1))
-    largest of a chunk's VALUES, bound of a state         2^14 to 2^15             TO_TOP = 2^TOP
-    an entry of a chunk's sum                             Sizes.most, in VALUES'   written times SUM_TOP / Sizes.most:
-                                                          units                    at most 2^15
-    p = 4, what a state holds times its orders            24 of 32                 ORDERS: they are divided by 32
-    p = 4, weight times entry of x, in Z = sum w x x^T    2^15 2^4                 SQUARE_DOWN: w is divided by 16 before
-    p = 4, Z as read, weights up to 4 of 32               2^12                     SQUARE_TOP = 11, its largest exponent
-    p = 4, Z x: 2^12 times 2^4 times 2080 entries         2^27.03                  SQUARE_TIMES_DOWN: multiplied by 2^-12
-    VALUES times an entry of x, for the gradient          2^22, 2^19               VALUES_DOWN_2, VALUES_DOWN_4: VALUES are
-                                                                                   divided by 256, 32 before
-    p = 4, a row of the gradient to the products          2^10 to 2^11             TO_GRADIENT_TOP
-    the sum of weights l that is divided by               1e-37                    LEAST_WEIGHT: 1 / l is finite
+    quantity                                           bound              constant
+    ---------------------------------------------------------------------------------------------------------------
+    the power of two of a row of q or k                2^-30 to 2^30      ROW_EXPONENT: its 4th power is finite
+    that of a chunk's values or of a state             2^-100 to 2^100    STATE_EXPONENT
+    largest entry of a row of q or k, scaled           2^LIFT, twice it   LIFT[p]
+    entries of x: p = 2 of a row, p = 4 products of 2  2^7, 2^4           2^(p / 2 (LIFT[p] + 1))
+    largest of a chunk's VALUES, bound of a state      2^14 to 2^15       TO_TOP = 2^TOP
+    an entry of a chunk's sum, in units of VALUES      Sizes.most         SUM_TOP / Sizes.most: then at most 2^15
+    p = 4: what a state holds times its orders         24                 ORDERS = 32 divides it
+    p = 4: weight times entry of x, in sum w x x^T     2^15 2^4           SQUARE_DOWN = 16 divides w before
+    p = 4: Z as it is read, with its orders (up to 4)  2^12               SQUARE_TOP, the largest entry's exponent
+    p = 4: Z x, at most 2080 of 2^12 times 2^4         2^27.03            SQUARE_TIMES_DOWN = 2^-12 multiplies it
+    VALUES times entry of x, for the gradient to x     2^22, 2^19         VALUES_DOWN_2, _4 = 256, 32 divide VALUES
+    p = 4: rows of the gradient to x                   2^10 to 2^11       TO_GRADIENT_TOP
+    l, the sum of a row's weights                      1e-37              LEAST_WEIGHT: 1 / l is finite
 """
 
 from contextlib import nullcontext
@@ -30,9 +28,10 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-# Of products of float32: the matrix unit's tf32 has 11 bits, and three of its products in place of one are still 5
-# times as far off as float32 where strong gates make dP_ij - delta_i small. bfloat16 is multiplied in one way only.
-PRECISION = {torch.float32: "ieee", torch.bfloat16: "tf32"}
+# How products of float32 are computed. The matrix unit's tf32 has 11 bits, and three of its products in place of one
+# are still 5 times as far off as float32 where strong gates make dP_ij - delta_i small. bfloat16 and float16 are
+# multiplied in one way only.
+PRECISION = tl.constexpr("ieee")
 HALF = {torch.bfloat16: torch.float16, torch.float32: torch.float32}  # of features, values and states between kernels
 
 ROW_EXPONENT = tl.constexpr(30)
@@ -125,6 +124,12 @@ def add_to_rows(OUT, x, b, start, h, T, H):
 
 
 @triton.jit
+def multiple_of(x, N: tl.constexpr):
+    """Return x, which is a multiple of N: the compiler then knows it, and loads are wide and asynchronous."""
+    return x // N * N
+
+
+@triton.jit
 def unit_scale(largest, MAX_EXPONENT: tl.constexpr):
     """Return the power of two that brings `largest` >= 0, float32, into [1, 2); at most 2^MAX_EXPONENT or its inverse,
     and 1 for zero."""
@@ -161,8 +166,9 @@ def add(a, b):
 
 @triton.jit
 def first_8_bits(x):
-    """Return float32 x cut off after 8 bits, exact in bfloat16. (Rounding, and reading the result as float32 again, is a
-    slow conversion; this is a logical operation.)"""
+    """Return float32 x cut off after 8 bits, exact in bfloat16.
+
+    This is a logical operation; rounding, and reading the result as float32 again, is a slow conversion."""
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
@@ -179,7 +185,7 @@ def exact_product(x, y, acc):
     """Return acc + x @ y, as exact as float32, for one float32 operand and one that is float32 or bfloat16: beside
     bfloat16 the float32 operand is split in three, the smallest piece is added first."""
     if x.dtype == y.dtype:
-        return tl.dot(x, y, acc, input_precision="ieee")
+        return tl.dot(x, y, acc, input_precision=PRECISION)
     elif x.dtype == tl.float32:
         high, middle, low = three_pieces(x)
         acc = tl.dot(low.to(y.dtype), y, acc)

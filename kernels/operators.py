@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid, pad
 from . import CHUNKED_SIZES, DTYPES, chunked
 from .layout import symmetric_power_dim
 from .ops import _refuse_second_derivative
-from .quadratic import _on
+from .common import device_guard as _on
 
 Tensor = torch.Tensor
 

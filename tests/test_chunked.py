@@ -18,7 +18,7 @@ from test_kernels import COMPILE_FOR, DEVICE, DTYPES, GPU, ROOT, gradients, inpu
 from attention import power  # noqa: E402
 from attention.embedding import symmetric_power_dim, symmetric_power_embedding  # noqa: E402
 from attention.power import PowerState, power_attention  # noqa: E402
-from kernels import chunked, cost, operators, ops  # noqa: E402
+from kernels import chunked, cost, operators, ops, query_gradient  # noqa: E402
 from kernels.layout import SPREAD_ROWS, entries, features, layout  # noqa: E402
 
 LONG = GPU and 3000 or 300  # tokens, in chunks of 128, with a ragged last one
@@ -163,8 +163,8 @@ def test_p_4_takes_some_heads_after_the_others(dtype, monkeypatch):
     queries = chunked.prepare(s, q, dy, y, l)
     together, apart = torch.zeros(2, *q.shape, dtype=dtype, device=DEVICE)
     chunked.query_gradient(s, queries, S, unit, 0, together, q, None, None, False)
-    of_two = 2 * chunked._spread_bytes(16, s.chunks, 2 * s.TP, S.element_size())
-    monkeypatch.setattr(chunked, "SPREAD", of_two)  # two sequences, then one
+    of_two = 2 * query_gradient.spread_bytes(16, s.chunks, 2 * s.TP, S.element_size())
+    monkeypatch.setattr(query_gradient, "SPREAD", of_two)  # two sequences, then one
     chunked.query_gradient(s, queries, S, unit, 0, apart, q, None, None, False)
     assert together[:, 128:].any(dim=3).all() and torch.equal(together, apart)
 

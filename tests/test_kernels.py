@@ -344,7 +344,7 @@ def shared(name, dtype, D, gated, p):
     row, c, s = F if gated else N, safe(name, dtype, D), (12288, 768, D, 1)
     tile = lambda n: TensorDescriptor(torch.empty(16, dtype=dtype), [2, 16, 12, D], s, [1, n, 1, D])
     q, k = tile(c.BM), tile(c.BN)
-    sizes = dict(P=p, D=D, BM=c.BM, BN=c.BN, GATED=gated, NORMALIZE=True, PRECISION=quadratic.PRECISION[dtype])
+    sizes = dict(P=p, D=D, BM=c.BM, BN=c.BN, GATED=gated, NORMALIZE=True)
     options = dict(num_warps=c.warps, num_stages=c.stages, grid=(1,))
     args = {
         "forward": (q, k, k, X, F, N, N, F, *gates, N, N, N, 1.0, 1.0, 9, 9, 2, 2, 2, 1),
