@@ -15,7 +15,7 @@ import triton
 
 import kernels
 from attention.power import power_attention
-from kernels.ops import chunked_attention, quadratic_attention
+from kernels.operators import chunked_attention, quadratic_attention
 
 # form, dtype, head dimension, p, gated: every kernel, branch of the power and head dimension at least once
 SIZES = [

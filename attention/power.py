@@ -98,7 +98,7 @@ def power_attention(
         check_state_fits(B * Hkv, D, E, p, dtype, q.device)
 
     if chunks_on_kernels:
-        from kernels.ops import chunked_attention
+        from kernels.operators import chunked_attention
 
         chunk = kernel_chunk_size(T, D, p, chunk_size, log_g is not None)
         check_chunks_fit(q, k, p, chunk)
@@ -109,7 +109,7 @@ def power_attention(
         return (y, PowerState(S, z)) if return_state else y
 
     if form == "quadratic" and on_kernels and initial_state is None:
-        from kernels.ops import quadratic_attention
+        from kernels.operators import quadratic_attention
 
         y = quadratic_attention(q, k, v, None if log_g is None else log_g.float(), p=p)
         if not return_state:
