@@ -68,16 +68,11 @@ def flip(path, at):
 def test_twenty_kills_at_random_moments_change_nothing(dataset, tmp_path):  # noqa: F811
     seed = int.from_bytes(os.urandom(4), "big")
     moments, kills, out = random.Random(seed), 0, tmp_path / "out"
-    small = ["--n_layer=1", "--n_head=1", "--n_embd=16", "--block_size=16", "--tokens_per_step=128", "--eval_tokens=64"]
-    options = [
-        *SMALL,
-        *EXTRA,
-        *small,
-        f"--dataset={dataset}",
-        "--max_iters=14",
-        "--eval_interval=2",
-        "--sample_tokens=1",
-    ]
+    small = (
+        "--n_layer=1 --n_head=1 --n_embd=16 --block_size=16 --tokens_per_step=128 --eval_tokens=64 --sample_tokens=1"
+    )
+    often = ["--max_iters=14", "--eval_interval=2"]
+    options = [*SMALL, *EXTRA, *small.split(), *often, f"--dataset={dataset}"]
     go = lambda name: start(train.main, *options, f"--out_dir=out/{name}", cwd=tmp_path)
     assert join(go("whole")) == [0]
     began = time.time()

@@ -1,4 +1,4 @@
-"""The training program, from its arguments to its run folder."""
+"""train.py does what its settings say, from its arguments to its run folder."""
 
 import json
 import math
