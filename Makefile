@@ -17,7 +17,7 @@ demo: env  ## prepare data, train two small models, draw their losses, sample fr
 	$(PY) train.py config/demo.py --attention=softmax --out_dir=out/demo_softmax
 	$(PY) train.py config/demo.py
 	$(PY) compare.py out/demo_softmax out/demo --names=$(DEMO_NAMES) --png=out/demo/loss.png
-	$(PY) evaluate.py --out_dir=out/demo_softmax,out/demo --names=$(DEMO_NAMES) --length=2048 --png=out/demo/loss_by_position.png
+	$(PY) evaluate.py --out_dir=out/demo_softmax,out/demo --names=$(DEMO_NAMES) --length=2048 --documents=24 --png=out/demo/loss_by_position.png
 	$(PY) sample.py --out_dir=out/demo --prompt="def " --max_new_tokens=600
 	@echo "out/demo/loss.png: the two losses side by side, after as many steps, tokens and seconds."
 	@echo "out/demo/loss_by_position.png: both read 8 times their training context; softmax gets lost beyond it, the other does not."

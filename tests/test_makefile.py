@@ -24,7 +24,7 @@ DEMO = [
     "train.py config/demo.py --attention=softmax --out_dir=out/demo_softmax",
     "train.py config/demo.py",
     "compare.py out/demo_softmax out/demo --names=softmax,conformal_sympow --png=out/demo/loss.png",
-    "evaluate.py --out_dir=out/demo_softmax,out/demo --names=softmax,conformal_sympow --length=2048"
+    "evaluate.py --out_dir=out/demo_softmax,out/demo --names=softmax,conformal_sympow --length=2048 --documents=24"
     " --png=out/demo/loss_by_position.png",
     'sample.py --out_dir=out/demo --prompt="def " --max_new_tokens=600',
 ]
