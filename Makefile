@@ -19,8 +19,10 @@ demo: env  ## prepare data, train two small models, draw their losses, sample fr
 	$(PY) compare.py out/demo_softmax out/demo --names=$(DEMO_NAMES) --png=out/demo/loss.png
 	$(PY) evaluate.py --out_dir=out/demo_softmax,out/demo --names=$(DEMO_NAMES) --length=2048 --documents=24 --png=out/demo/loss_by_position.png
 	$(PY) sample.py --out_dir=out/demo --prompt="def " --max_new_tokens=600
-	@echo "out/demo/loss.png: the two losses side by side, after as many steps, tokens and seconds."
-	@echo "out/demo/loss_by_position.png: both read 8 times their training context; softmax gets lost beyond it, the other does not."
+	@echo
+	@echo "out/demo/loss.png shows how both models learn, by steps, tokens and time."
+	@echo "out/demo/loss_by_position.png shows both reading 8 times their training context: right of the dashed line, look"
+	@echo "which loss rises (softmax meets distances that it has never seen) and which goes on as before."
 
 PYTEST = -m pytest -n auto --maxprocesses=8 tests
 
