@@ -1,4 +1,4 @@
-"""OpenWebText from a local file: the whole path but the download."""
+"""OpenWebText is prepared from a local file: all steps but the download."""
 
 import json
 import os
