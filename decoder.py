@@ -62,12 +62,12 @@ class Decoder:
         new = lambda *shape, dtype=torch.float32: torch.zeros(shape, dtype=dtype, device=self.device)
         self.x, self.h = new(self.B, c.n_embd), new(self.B, 4 * c.n_embd)
         self.qkv, self.y = new(self.B, (c.n_head + 2 * c.n_kv_head) * D), new(self.B, c.n_head * D)
-        self.turn = new(self.B, 2, D)
+        self.rotation = new(self.B, 2, D)
         self.padded = new(self.B, -(-c.vocab_size // sampling.SAMPLE_BLOCK) * sampling.SAMPLE_BLOCK)
         self.padded.fill_(float("-inf"))
         self.logits = self.padded[:, : c.vocab_size]
         self.ids, self.count = new(self.B, dtype=torch.int64), new(1, dtype=torch.int32)
-        self._allocate([layer.repeat(num_samples) for layer in layers] if num_samples > 1 else layers)
+        self._allocate([layer.repeat(num_samples) for layer in layers])  # a copy: the caller's state stays as it is
         if self.cached >= self.limit:
             self._flush()
 
@@ -152,11 +152,11 @@ class Decoder:
         for w, layer in zip(self.weights, self.layers):
             decode.qkv(
                 w["qkv"][0], self.qkv, x, norm=w["norm_1"], bias=w["qkv"][1], ids=self.ids, gate=w["gate"],
-                beta=w["beta"], slopes=w["slopes"], position=layer.position, rates=self.rates, turn=self.turn,
+                beta=w["beta"], slopes=w["slopes"], position=layer.position, rates=self.rates, rotation=self.rotation,
                 cache=layer.cache, count=self.count, reset_token=c.reset_token,
                 rounding=self.dtype if self.device.type == "cuda" else torch.float32,
             )  # fmt: skip
-            decode.attend(self.qkv, self.turn, layer.cache, self.count, layer.power, self.sums, self.y, c.p)
+            decode.attend(self.qkv, self.rotation, layer.cache, self.count, layer.power, self.sums, self.y, c.p)
             decode.linear(w["proj"][0], x, self.y, bias=w["proj"][1], add=True)
             decode.linear(w["fc"][0], self.h, x, norm=w["norm_2"], bias=w["fc"][1], gelu=True)
             decode.linear(w["out"][0], x, self.h, bias=w["out"][1], add=True)

@@ -38,11 +38,12 @@ def generate(
     (logits, state), before = before, None
     if not max_new_tokens:
         return
-    logits, sampler = logits.expand(num_samples, -1), Sampler(num_samples, seed, temperature, top_k, top_p, device)
-    if cuda_graph and decodes_on_kernels(model):
+    on_kernels, logits = cuda_graph and decodes_on_kernels(model), logits.expand(num_samples, -1)
+    how = dict(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p)
+    sampler = Sampler(device, num_samples, on_kernels, **how)
+    if on_kernels:
         from decoder import Decoder  # Triton is not everywhere
 
-        sampler.use_kernel()
         decoder = Decoder(model, state, sampler, max_new_tokens, cache_dtype(model), num_samples, state_dtype)
         del state  # what one sequence keeps need not be there twice
         sampler.prepare()
@@ -107,18 +108,17 @@ class Sampler:
 
     NUMBERS = 1024  # that are made at a time
 
-    def __init__(self, num_samples, seed, temperature, top_k, top_p, device):
+    def __init__(self, device, num_samples=1, on_kernel=False, *, seed=1337, temperature=0.8, top_k=200, top_p=1.0):
+        """on_kernel: sample on the GPU kernel, which takes logits that are padded with -inf too."""
         self.options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
         self.kernel, self.used = None, 0
+        if on_kernel:
+            from kernels import sampling  # Triton is not everywhere
+
+            self.kernel = sampling.sample_next_token
         self.generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
         self.numbers = torch.empty(num_samples, self.NUMBERS, dtype=torch.float64, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # the number that is next
-
-    def use_kernel(self):
-        """Sample on the GPU kernel from now on, which takes logits that are padded with -inf too."""
-        from kernels import sampling
-
-        self.kernel = sampling.sample_next_token
 
     def prepare(self):
         """Make new numbers if all are used; to be called before each token, outside of a CUDA graph."""

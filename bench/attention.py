@@ -106,7 +106,7 @@ def build(name, shared, dy):
         return lambda *qkv: compiled(*qkv, score_mod=score_mod, block_mask=mask, scale=1.0), qkv, dy, 5
 
     from kernels import unsupported_reason
-    from kernels.ops import quadratic_attention
+    from kernels.operators import quadratic_attention
 
     D = dy.shape[-1]
     if reason := unsupported_reason("quadratic", dy.dtype, D, D, p):

@@ -5,7 +5,8 @@ quadratic      the kernels of the quadratic form, and the functions that launch 
 chunked        the chunked form forward and backward, made of the kernels in
                    gates, prepare, update_state, discumsum, query_state, query_gradient
 common         what these kernels share: units, exact products, program maps
-decode         one token of generation: the layers' kernels
+decode         one token of generation: q, k, v, attention, and flushing the KV cache into the state
+linear         one token of generation: LayerNorm and linear layers
 sampling       one token of generation: the next token from its logits
 layout         which features a state has, and in what order the kernels keep them
 cost           which form is cheaper, and how long a chunk should be

@@ -29,19 +29,26 @@ to float32's rounding.
 """
 
 import math
-from contextlib import nullcontext
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.configs import choose
-
-# Of products of float32: the matrix unit's tf32 has 11 bits, and three of its products in one's place are still 5 times
-# as far off as float32 where strong gates make dP_ij - delta_i small. bfloat16 is multiplied in one way only.
-PRECISION = {torch.float32: "ieee", torch.bfloat16: "tf32"}
-
+from .common import (
+    PRECISION,
+    ROW_EXPONENT,
+    at_head,
+    block_and_head,
+    device_guard,
+    empty,
+    int_power,
+    inverse,
+    padded,
+    unit_scale,
+)
+from .configs import choose
+from .gates import dlog_g_kernel, tile_gates
 
 # ---- pieces of tiles
 
@@ -69,20 +76,6 @@ def _vector(base, start, N: tl.constexpr):
 
 
 @triton.jit
-def _half_power(s, P: tl.constexpr):
-    """s^(P/2)"""
-    if P == 2:
-        return s
-    elif P == 4:
-        return s * s
-    elif P == 6:
-        return s * s * s
-    else:
-        t = s * s
-        return t * t
-
-
-@triton.jit
 def _times_power(x, s, P: tl.constexpr):
     """x s^(P/2 - 1)"""
     if P == 2:
@@ -96,19 +89,6 @@ def _times_power(x, s, P: tl.constexpr):
 
 
 @triton.jit
-def _to_unit(largest):
-    """The power of two that brings `largest` >= 0 into [1, 2); at most 2^30 or its inverse, 1 for zero."""
-    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 97), 157)
-    return tl.where(largest > 0, ((254 - exponent) << 23).to(tl.float32, bitcast=True), 1.0)
-
-
-@triton.jit
-def _inverse(l):
-    """1 / l; zero for a row without weight, or with so little that 1 / l would overflow."""
-    return tl.where(l > 1e-37, 1 / tl.maximum(l, 1e-37), 0.0)
-
-
-@triton.jit
 def _key_scale(KEY_SCALE, bh):
     return 1.0 if KEY_SCALE is None else tl.load(KEY_SCALE + bh)
 
@@ -117,28 +97,6 @@ def _key_scale(KEY_SCALE, bh):
 def _decay(c_row, c_column, seen, POWER: tl.constexpr):
     """exp(POWER (c_row - c_column)) for each pair, zero where not seen."""
     return tl.exp2(tl.where(seen, (c_row - c_column) * (POWER * 1.4426950408889634), float("-inf")))  # log2(e)
-
-
-@triton.jit
-def _at_head(X, T, bh):
-    """Where the entries of this sequence and head begin in an array that is padded to a multiple of 128."""
-    return X + tl.cast(bh, tl.int64) * (tl.cdiv(T, 128) * 128)
-
-
-@triton.jit
-def _at_head_32(X, T, bh):
-    """The same for an array of one entry for each 32 tokens."""
-    return X + tl.cast(bh, tl.int64) * (tl.cdiv(T, 128) * 4)
-
-
-@triton.jit
-def _place(blocks, heads, HEADS):
-    """(block, head) of this program. HEADS heads at a time are worked on together, block by block."""
-    at = tl.program_id(0)
-    first = at // (blocks * HEADS) * HEADS
-    together = tl.minimum(heads - first, HEADS)
-    at = at % (blocks * HEADS)
-    return at // together, first + at % together
 
 
 @triton.jit
@@ -156,7 +114,6 @@ def _ahead(C_END, c_lo, begin, end, BN: tl.constexpr, POWER: tl.constexpr):
 def _forward_tiles(
     acc, l, q, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, DIAGONAL: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     ones = tl.full([BN, 8], 1.0, q.dtype)
     if GATED and not DIAGONAL:
@@ -165,7 +122,7 @@ def _forward_tiles(
     for start in range(begin, end, BN):
         k = _tile(K, k_s, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        a = _half_power(s, P)
+        a = int_power(s, P // 2)
         if DIAGONAL:
             at = start + tl.arange(0, BN)
             seen = row[:, None] >= at[None, :]
@@ -190,11 +147,11 @@ def forward_kernel(
     Q, K, V, Y, L, NUM, DEN, KEY_SCALE, C, FIRST, E, C_START, C_END, OPENED, q_s, k_s, v_s,
     scale, rest, T, CHUNK, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """BM rows of y and l, or with NORMALIZE false of sum_j w_ij v_j and sum_j w_ij."""
     blocks = tl.cdiv(T, BM)
-    block, bh = _place(blocks, BH, HEADS)
+    block, bh = block_and_head(blocks, BH, HEADS)
     lo = (blocks - 1 - block) * BM  # the longest first
     b, h = bh // H, bh % H
     hkv = h // (H // HKV)
@@ -203,7 +160,9 @@ def forward_kernel(
     q = _tile(Q, q_s, b, lo, h, T, BM, D, True)
     q32 = q.to(tl.float32)
     if NORMALIZE:
-        q = (q32 * (_to_unit(tl.max(tl.abs(q32), 1)) * _key_scale(KEY_SCALE, b * HKV + hkv))[:, None]).to(q.dtype)
+        q = (
+            q32 * (unit_scale(tl.max(tl.abs(q32), 1), ROW_EXPONENT) * _key_scale(KEY_SCALE, b * HKV + hkv))[:, None]
+        ).to(q.dtype)
     else:
         q = (q32 * scale).to(q.dtype)
 
@@ -212,16 +171,16 @@ def forward_kernel(
     begin, end = lo // CHUNK * CHUNK, lo // BN * BN
     c_lo, c_row, first_row = 0.0, 0.0, 0
     if GATED:
-        C, FIRST, E = _at_head(C, T, b * HKV + hkv), _at_head(FIRST, T, b * HKV + hkv), _at_head(E, T, b * HKV + hkv)
-        C_END, OPENED = _at_head_32(C_END, T, b * HKV + hkv), _at_head_32(OPENED, T, b * HKV + hkv)
-        c_lo = tl.load(_at_head_32(C_START, T, b * HKV + hkv) + lo // 32)
+        C, FIRST, E = at_head(C, T, b * HKV + hkv), at_head(FIRST, T, b * HKV + hkv), at_head(E, T, b * HKV + hkv)
+        C_END, OPENED = at_head(C_END, T, b * HKV + hkv, 32), at_head(OPENED, T, b * HKV + hkv, 32)
+        c_lo = tl.load(at_head(C_START, T, b * HKV + hkv, 32) + lo // 32)
         c_row = _vector(C, lo, BM)
         first_row = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
         opened = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the document of the token before
         begin = tl.minimum(tl.maximum(begin, opened), end)
     acc, l = _forward_tiles(
         acc, l, q, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
-        P, D, BN, GATED, False, PRECISION,
+        P, D, BN, GATED, False,
     )  # fmt: skip
     if GATED:
         kept = tl.where(first_row < lo, tl.exp(c_row - tl.load(C + lo)), 0.0)[:, None]
@@ -229,7 +188,7 @@ def forward_kernel(
         l *= kept
     acc, l = _forward_tiles(
         acc, l, q, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, end, tl.minimum(lo + BM, T), T,
-        P, D, BN, GATED, True, PRECISION,
+        P, D, BN, GATED, True,
     )  # fmt: skip
 
     l = tl.max(l, 1)
@@ -237,14 +196,14 @@ def forward_kernel(
     out += tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :]
     if NUM is not None:
         acc += tl.load(NUM + out, mask=row[:, None] < T, other=0.0)
-        l += _vector(_at_head(DEN, T, bh), lo, BM)
+        l += _vector(at_head(DEN, T, bh), lo, BM)
     if NORMALIZE:
-        acc *= _inverse(l)[:, None]
+        acc *= inverse(l)[:, None]
     else:
         acc *= rest
         l *= rest
     tl.store(Y + out, acc.to(Y.dtype.element_ty), row[:, None] < T)
-    tl.store(_at_head(L, T, bh) + row, l)
+    tl.store(at_head(L, T, bh) + row, l)
 
 
 # ---- backward
@@ -254,7 +213,6 @@ def forward_kernel(
 def _dq_tiles(
     acc, r, q, dy, delta, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, DIAGONAL: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     if GATED and not DIAGONAL:
         x, c_next = _ahead(C_END - 1, c_lo, begin, end, BN, 1.0)
@@ -264,7 +222,7 @@ def _dq_tiles(
         v = _tile(V, v_s, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
-        ds = _times_power(_half_power(s, P), s, P) * (dp - delta[:, None])
+        ds = _times_power(int_power(s, P // 2), s, P) * (dp - delta[:, None])
         if DIAGONAL:
             at = start + tl.arange(0, BN)
             seen = row[:, None] >= at[None, :]
@@ -288,12 +246,12 @@ def dq_kernel(
     Q, K, V, DY, Y, L, DL, KEY_SCALE, C, FIRST, E, C_START, C_END, OPENED, DQ, PAIR, G, ROW,
     q_s, k_s, v_s, dy_s, scale, rest, T, CHUNK, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """BM rows of dq; for the other pass also g and g delta; with gates g, g times the root of the decay from the first
     of the R rows around it, delta, and row (see above)."""
     blocks = tl.cdiv(T, BM)
-    block, bh = _place(blocks, BH, HEADS)
+    block, bh = block_and_head(blocks, BH, HEADS)
     lo = (blocks - 1 - block) * BM
     b, h = bh // H, bh % H
     hkv = h // (H // HKV)
@@ -306,15 +264,15 @@ def dq_kernel(
     if NORMALIZE:
         y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
         delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
-        l = _vector(_at_head(L, T, bh), lo, BM)
-        over_l = _inverse(l)
-        factor = _to_unit(tl.max(tl.abs(q32), 1)) * _key_scale(KEY_SCALE, b * HKV + hkv)
-        g = _half_power(factor, P) * tl.sqrt(over_l)
+        l = _vector(at_head(L, T, bh), lo, BM)
+        over_l = inverse(l)
+        factor = unit_scale(tl.max(tl.abs(q32), 1), ROW_EXPONENT) * _key_scale(KEY_SCALE, b * HKV + hkv)
+        g = int_power(factor, P // 2) * tl.sqrt(over_l)
     else:
-        delta = -_vector(_at_head(DL, T, bh), lo, BM)
+        delta = -_vector(at_head(DL, T, bh), lo, BM)
         over_l = tl.zeros([BM], tl.float32) + rest
         factor = tl.zeros([BM], tl.float32) + scale
-        g = _half_power(factor, P) * tl.sqrt(over_l)
+        g = int_power(factor, P // 2) * tl.sqrt(over_l)
     if P > 4:
         q = (q32 * factor[:, None]).to(q.dtype)
     else:  # the range of s^3 is wide enough without; the product is faster if q need not pass through registers
@@ -324,24 +282,24 @@ def dq_kernel(
     begin, end = lo // CHUNK * CHUNK, lo // BN * BN
     c_lo, c_row, first_row = 0.0, 0.0, -1 if BEFORE else 0
     if GATED:
-        C, FIRST, E = _at_head(C, T, b * HKV + hkv), _at_head(FIRST, T, b * HKV + hkv), _at_head(E, T, b * HKV + hkv)
-        C_END, OPENED = _at_head_32(C_END, T, b * HKV + hkv), _at_head_32(OPENED, T, b * HKV + hkv)
-        c_lo = tl.load(_at_head_32(C_START, T, b * HKV + hkv) + lo // 32)
+        C, FIRST, E = at_head(C, T, b * HKV + hkv), at_head(FIRST, T, b * HKV + hkv), at_head(E, T, b * HKV + hkv)
+        C_END, OPENED = at_head(C_END, T, b * HKV + hkv, 32), at_head(OPENED, T, b * HKV + hkv, 32)
+        c_lo = tl.load(at_head(C_START, T, b * HKV + hkv, 32) + lo // 32)
         c_row = _vector(C, lo, BM)
         first_row = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
         opened = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the document of the token before
         begin = tl.minimum(tl.maximum(begin, opened), end)
-    pair = _at_head(PAIR, T, 2 * bh) + row[:, None] * 2 + tl.arange(0, 2)[None, :]
+    pair = at_head(PAIR, T, 2 * bh) + row[:, None] * 2 + tl.arange(0, 2)[None, :]
     if GATED:
         start = row // R * R
         f = tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(C + start))), 0.0)
-        tl.store(_at_head(G, T, bh) + row, g)
+        tl.store(at_head(G, T, bh) + row, g)
         tl.store(pair, tl.join(g * f, delta))
     else:
         tl.store(pair, tl.join(g, g * delta))
     acc, r = _dq_tiles(
         acc, r, q, dy, delta, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
-        P, D, BN, GATED, False, PRECISION,
+        P, D, BN, GATED, False,
     )  # fmt: skip
     if GATED:
         kept = tl.where(first_row < lo, tl.exp(c_row - tl.load(C + lo)), 0.0)
@@ -349,7 +307,7 @@ def dq_kernel(
         r *= kept
     acc, r = _dq_tiles(
         acc, r, q, dy, delta, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, end,
-        tl.minimum(lo + BM, T), T, P, D, BN, GATED, True, PRECISION,
+        tl.minimum(lo + BM, T), T, P, D, BN, GATED, True,
     )  # fmt: skip
 
     if NORMALIZE:  # y_i is v_i in a row that sees itself alone, whatever q_i is
@@ -357,14 +315,14 @@ def dq_kernel(
     acc *= (P * factor * over_l)[:, None]
     tl.store(DQ + out, acc.to(DQ.dtype.element_ty), row[:, None] < T)
     if GATED:
-        tl.store(_at_head(ROW, T, bh) + row, r * over_l)
+        tl.store(at_head(ROW, T, bh) + row, r * over_l)
 
 
 @triton.jit
 def _dkdv_tiles(
     dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, PAIR, G, C, FIRST, C_START, c_hi, c_col, column, begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, GATED: tl.constexpr, NORMALIZE: tl.constexpr,
-    BEFORE: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
+    BEFORE: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     if GATED and not DIAGONAL:
         x = tl.exp(0.5 * (tl.load(C_START + tl.minimum(begin, T - 1) // 32) - c_hi).to(tl.float32))
@@ -385,7 +343,7 @@ def _dkdv_tiles(
                 x = tl.exp(0.5 * (c_next - c_hi).to(tl.float32))
                 c_next = tl.load(C_START + tl.minimum(start + 2 * BM, T - 1) // 32)
             gdelta *= g
-        a = _half_power(s, P) * g[None, :]
+        a = int_power(s, P // 2) * g[None, :]
         first = -1 if BEFORE else 0
         if DIAGONAL:
             seen = at[None, :] >= column[:, None]
@@ -412,11 +370,11 @@ def dkdv_kernel(
     Q, K, V, DY, C, FIRST, E, C_START, C_END, OPENED, PAIR, G, ROW, DK, DV,
     q_s, k_s, v_s, dy_s, T, CHUNK, H, HKV, BHKV, HEADS,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """BN rows of dk and dv, summed over the query heads of the group; with gates ROW of the group's first head becomes
     the sum of row over the group, minus col."""
-    block, bh = _place(tl.cdiv(T, BN), BHKV, HEADS)
+    block, bh = block_and_head(tl.cdiv(T, BN), BHKV, HEADS)
     lo = block * BN  # the longest first
     b, hkv = bh // HKV, bh % HKV
     group = H // HKV
@@ -430,11 +388,11 @@ def dkdv_kernel(
     begin, end = lo + BN, tl.minimum(lo // CHUNK * CHUNK + CHUNK, T)  # the queries that see all of these keys
     c_hi, c_col = 0.0, 0.0
     if GATED:
-        C, FIRST = _at_head(C, T, bh), _at_head(FIRST, T, bh)
-        C_START = _at_head_32(C_START, T, bh)
+        C, FIRST = at_head(C, T, bh), at_head(FIRST, T, bh)
+        C_START = at_head(C_START, T, bh, 32)
         hi = tl.minimum(begin, T) - 1
-        c_hi = tl.load(_at_head_32(C_END, T, bh) + hi // 32)
-        OPENED = _at_head_32(OPENED, T, bh)
+        c_hi = tl.load(at_head(C_END, T, bh, 32) + hi // 32)
+        OPENED = at_head(OPENED, T, bh, 32)
         below, above = hi // 32, tl.cdiv(T, 32) - 1  # the first 32 tokens with one whose document begins after hi
         if tl.load(OPENED + above) > hi:
             while above > below:
@@ -447,9 +405,9 @@ def dkdv_kernel(
     for i in range(group):
         h = hkv * group + i
         dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, _at_head(PAIR, T, 2 * (b * H + h)),
-            _at_head(G, T, b * H + h) if GATED else G, C, FIRST, C_START, c_hi, c_col, column, begin, end, T,
-            P, D, BM, GATED, NORMALIZE, BEFORE, False, PRECISION,
+            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, at_head(PAIR, T, 2 * (b * H + h)),
+            at_head(G, T, b * H + h) if GATED else G, C, FIRST, C_START, c_hi, c_col, column, begin, end, T,
+            P, D, BM, GATED, NORMALIZE, BEFORE, False,
         )  # fmt: skip
     if GATED:
         kept = tl.exp(tl.load(C + hi) - c_col)
@@ -460,9 +418,9 @@ def dkdv_kernel(
     for i in range(group):
         h = hkv * group + i
         dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, _at_head(PAIR, T, 2 * (b * H + h)),
-            _at_head(G, T, b * H + h) if GATED else G, C, FIRST, C_START, c_hi, c_col, column, lo, tl.minimum(begin, T),
-            T, P, D, BM, GATED, NORMALIZE, BEFORE, True, PRECISION,
+            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, at_head(PAIR, T, 2 * (b * H + h)),
+            at_head(G, T, b * H + h) if GATED else G, C, FIRST, C_START, c_hi, c_col, column, lo, tl.minimum(begin, T),
+            T, P, D, BM, GATED, NORMALIZE, BEFORE, True,
         )  # fmt: skip
 
     out = tl.cast(b, tl.int64) * T + lo
@@ -473,117 +431,8 @@ def dkdv_kernel(
     if GATED:
         row = tl.zeros([BN], tl.float32) - col
         for i in range(group):
-            row += _vector(_at_head(ROW, T, b * H + hkv * group + i), lo, BN)
-        tl.store(_at_head(ROW, T, b * H + hkv * group) + column, row)
-
-
-# ---- gates
-
-
-@triton.jit
-def _add(a, b):
-    return a + b
-
-
-@triton.jit
-def _max(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _log_gates(LOG_G, g_t, at, T):
-    """(log_g of the tokens `at` in float64, 0 for -inf and from T on, and where it is -inf)"""
-    log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0).to(tl.float64)
-    reset = log_g == float("-inf")
-    return tl.where(reset, 0.0, log_g), reset
-
-
-@triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "HKV"])
-def gates_kernel(
-    LOG_G, C, FIRST, E, C_START, C_END, OPENED, g_b, g_t, g_h, T, HKV,
-    R: tl.constexpr, POWER: tl.constexpr, BEFORE: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """N tokens of one sequence and head: log_g summed in float64, and what the tiles need of the sums.
-
-    C        the sum since the first token of the 128 around it
-    FIRST    the first token of the document, counted from there; -1 if before (BEFORE: or there is a state before all)
-    E        decay^POWER from the token to the last of the R around it, 0 if that is another document's
-    C_START, C_END, OPENED    for each 32 tokens: the sum up to the first and up to the last of them, and where the
-             last's document begins; here since the first of the N tokens, the next kernel adds what was before
-    """
-    pieces = tl.cdiv(T, N)
-    bh = tl.program_id(0) // pieces
-    at = tl.program_id(0) % pieces * N + tl.arange(0, N)
-    LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + tl.cast(bh % HKV, tl.int64) * g_h
-    C, FIRST, E = _at_head(C, T, bh), _at_head(FIRST, T, bh), _at_head(E, T, bh)
-    C_START, C_END, OPENED = _at_head_32(C_START, T, bh), _at_head_32(C_END, T, bh), _at_head_32(OPENED, T, bh)
-    written = at < tl.cdiv(T, 128) * 128
-
-    log_g, reset = _log_gates(LOG_G, g_t, at, T)
-    c = tl.associative_scan(log_g, 0, _add)
-    first = tl.associative_scan(tl.where(reset if BEFORE else reset | (at == 0), at, -1), 0, _max)
-    tl.store(C + at, (c - _ends(c, 128)[0]).to(tl.float32), written)
-    tl.store(FIRST + at, tl.maximum(first - at // 128 * 128, -1).to(tl.int8), written)
-    to_end = tl.exp(POWER * (_ends(c, R)[1] - c).to(tl.float32))
-    tl.store(E + at, tl.where(_ends(first, R)[1] <= at, to_end, 0.0), written)
-    tl.store(C_START + at // 32, c, written & (at % 32 == 0))
-    tl.store(C_END + at // 32, c, written & (at % 32 == 31))
-    tl.store(OPENED + at // 32, tl.maximum(first, 0), written & (at % 32 == 31))
-
-
-@triton.jit(do_not_specialize=["T"])
-def gates_before_kernel(C_START, C_END, OPENED, T, N: tl.constexpr):
-    """One sequence and head: adds to the N tokens of each program of gates_kernel what was before them."""
-    bh = tl.program_id(0)
-    C_START, C_END, OPENED = _at_head_32(C_START, T, bh), _at_head_32(C_END, T, bh), _at_head_32(OPENED, T, bh)
-    blocks = tl.cdiv(T, 128) * 4
-    before = tl.zeros([], tl.float64)
-    opened = tl.zeros([], tl.int32)
-    for start in range(0, blocks, 1024):
-        at = start + tl.arange(0, 1024)
-        c_start = tl.load(C_START + at, mask=at < blocks, other=0.0)
-        c_end = tl.load(C_END + at, mask=at < blocks, other=0.0)
-        total = tl.where(at % (N // 32) == N // 32 - 1, c_end, 0.0)
-        c = before + tl.associative_scan(total, 0, _add) - total
-        tl.store(C_START + at, c + c_start, at < blocks)
-        tl.store(C_END + at, c + c_end, at < blocks)
-        first = tl.load(OPENED + at, mask=at < blocks, other=0)
-        first = tl.maximum(tl.associative_scan(first, 0, _max), opened)
-        tl.store(OPENED + at, first, at < blocks)
-        before += tl.sum(total, 0)
-        opened = tl.max(first, 0)
-
-
-@triton.jit
-def _ends(x, R: tl.constexpr):
-    """For each entry of x, which never turns back, the first and the last of the R entries around it."""
-    N: tl.constexpr = x.shape[0]
-    x = tl.reshape(x, [N // R, R])
-    at = tl.arange(0, R)[None, :]
-    first = tl.sum(tl.where(at == 0, x, 0), 1)[:, None]
-    last = tl.sum(tl.where(at == R - 1, x, 0), 1)[:, None]
-    first, last = tl.broadcast_to(first, [N // R, R]), tl.broadcast_to(last, [N // R, R])
-    return tl.reshape(first, [N]).to(x.dtype), tl.reshape(last, [N]).to(x.dtype)
-
-
-@triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "H", "HKV"])
-def dlog_g_kernel(
-    ROW, LOG_G, DLOG_G, g_b, g_t, g_h, T, H, HKV, N: tl.constexpr
-):  # fmt: skip
-    """One sequence and head: d log_g_m = sum of (row_i - col_i) over i >= m, summed in float64; 0 at log_g = -inf."""
-    bh = tl.program_id(0)
-    b, hkv = tl.cast(bh // HKV, tl.int64), bh % HKV
-    ROW = _at_head(ROW, T, b * H + hkv * (H // HKV))
-    LOG_G += b * g_b + tl.cast(hkv, tl.int64) * g_h
-    DLOG_G += b * T * HKV + hkv
-    after = tl.zeros([], tl.float64)
-    for back in range(0, T, N):
-        at = (T - 1) // N * N - back + tl.arange(0, N)
-        x = tl.load(ROW + at, mask=at < T, other=0.0).to(tl.float64)
-        log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0)
-        d = tl.where(log_g == float("-inf"), 0.0, after + tl.associative_scan(x, 0, _add, reverse=True))
-        tl.store(DLOG_G + at.to(tl.int64) * HKV, d.to(tl.float32), at < T)
-        after += tl.sum(x, 0)
+            row += _vector(at_head(ROW, T, b * H + hkv * group + i), lo, BN)
+        tl.store(at_head(ROW, T, b * H + hkv * group) + column, row)
 
 
 # ---- launchers
@@ -601,8 +450,8 @@ def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, chunk=None, nu
     l = torch.zeros(B, H, padded(T), dtype=torch.float32, device=q.device)
     scale, rest = _powers_of_two(scale, p)
     c = config or choose("forward", q, p, log_g is not None, chunk is not None)
-    with _on(q.device):
-        key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c.BN, 0.5)
+    with device_guard(q.device):
+        key_scale, gates = _key_scales(k, p, normalize), tile_gates(log_g, c.BN, 0.5)
         tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
         forward_kernel[(triton.cdiv(T, c.BM) * B * H,)](
             *tiles, y, l, num, den, key_scale, *gates, *strides, scale, rest, T, chunk or T, H, HKV, B * H,
@@ -621,15 +470,15 @@ def backward(
     """
     (B, T, H, _), HKV = q.shape, k.shape[2]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    pair = _empty(q, B, H, padded(T), 2)
-    g, row = (None, None) if log_g is None else (_empty(q, B, H, padded(T)), _empty(q, B, H, padded(T)))
+    pair = empty(q, B, H, padded(T), 2)
+    g, row = (None, None) if log_g is None else (empty(q, B, H, padded(T)), empty(q, B, H, padded(T)))
     scale, rest = _powers_of_two(scale, p)
     c_dq = configs[0] or choose("dq", q, p, log_g is not None, chunk is not None)
     c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None, chunk is not None)
     if c_dq.BM < c_dkdv.BM or c_dkdv.BN % c_dkdv.BM:
         raise ValueError(f"dkdv's BM must divide its BN and be at most dq's BM, got {c_dq} for dq, {c_dkdv} for dkdv")
-    with _on(q.device):
-        key_scale, gates = _key_scales(k, p, normalize), _gates(log_g, c_dq.BN, 1.0, before)
+    with device_guard(q.device):
+        key_scale, gates = _key_scales(k, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
         (k_tiles, v_tiles), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN))
         dq_kernel[(triton.cdiv(T, c_dq.BM) * B * H,)](
             q, k_tiles, v_tiles, dy, y, l, dl, key_scale, *gates, dq, pair, g, row,
@@ -646,18 +495,9 @@ def backward(
             return dq, dk, dv, None
         if chunk:
             return dq, dk, dv, row
-        dlog_g = _empty(q, B, T, HKV)
+        dlog_g = empty(q, B, T, HKV)
         dlog_g_kernel[(B * HKV,)](row, log_g, dlog_g, *log_g.stride(), T, H, HKV, N=1024)
     return dq, dk, dv, dlog_g
-
-
-def padded(T):
-    """Tokens that arrays of one entry a token have room for, so that tiles need no mask to read them."""
-    return (T + 127) // 128 * 128
-
-
-def _empty(like, *shape, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 def _key_scales(k, p, normalize):
@@ -666,22 +506,6 @@ def _key_scales(k, p, normalize):
         return None
     largest = torch.linalg.vector_norm(k, float("inf"), dim=(1, 3)).float()
     return torch.exp2(-largest.clamp(2.0**-30, 2.0**30).log2().floor()).flatten()
-
-
-def _gates(log_g, R, power, before=False):
-    """What gates_kernel says: 9.6 bytes a token and key/value head."""
-    if log_g is None:
-        return [None] * 6
-    B, T, HKV = log_g.shape
-    tokens, blocks = (B * HKV, padded(T)), (B * HKV, padded(T) // 32)
-    gates = [_empty(log_g, *tokens), _empty(log_g, *tokens, dtype=torch.int8), _empty(log_g, *tokens)]
-    gates += [_empty(log_g, *blocks, dtype=dtype) for dtype in (torch.float64, torch.float64, torch.int32)]
-    N = 1024
-    gates_kernel[(triton.cdiv(T, N) * B * HKV,)](
-        log_g, *gates, *log_g.stride(), T, HKV, R=R, POWER=power, BEFORE=before, N=N
-    )
-    gates_before_kernel[(B * HKV,)](*gates[3:], T, N=N)
-    return gates
 
 
 def _tiles(*tensors_and_rows):
@@ -713,8 +537,4 @@ def _heads_together(T, heads):
 
 def _options(c, q, p, log_g, normalize):
     sizes = dict(P=p, D=q.shape[-1], BM=c.BM, BN=c.BN)
-    return dict(**sizes, GATED=log_g is not None, NORMALIZE=normalize, PRECISION=PRECISION[q.dtype], **c.launch())
-
-
-def _on(device):
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return dict(**sizes, GATED=log_g is not None, NORMALIZE=normalize, **c.launch())

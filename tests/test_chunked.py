@@ -18,14 +18,16 @@ from test_kernels import COMPILE_FOR, DEVICE, DTYPES, GPU, ROOT, gradients, inpu
 from attention import dispatch, forms, memory  # noqa: E402
 from attention.embedding import symmetric_power_dim, symmetric_power_embedding  # noqa: E402
 from attention.power import PowerState, power_attention  # noqa: E402
-from kernels import chunked, cost, operators, ops  # noqa: E402
+from kernels import chunked, cost, operators, query_gradient  # noqa: E402
 from kernels.layout import SPREAD_ROWS, entries, features, layout  # noqa: E402
 
 LONG = GPU and 3000 or 300  # tokens, in chunks of 128, with a ragged last one
 
 
 def chunks(p):
-    return lambda q, k, v, log_g=None, S=None, z=None: ops.chunked_attention(q, k, v, log_g, S, z, p=p, chunk=128)[0]
+    return lambda q, k, v, log_g=None, S=None, z=None: operators.chunked_attention(
+        q, k, v, log_g, S, z, p=p, chunk=128
+    )[0]
 
 
 def reference(p):
@@ -163,8 +165,8 @@ def test_p_4_takes_some_heads_after_the_others(dtype, monkeypatch):
     queries = chunked.prepare(s, q, dy, y, l)
     together, apart = torch.zeros(2, *q.shape, dtype=dtype, device=DEVICE)
     chunked.query_gradient(s, queries, S, unit, 0, together, q, None, None, False)
-    of_two = 2 * chunked._spread_bytes(16, s.chunks, 2 * s.TP, S.element_size())
-    monkeypatch.setattr(chunked, "SPREAD", of_two)  # two sequences, then one
+    of_two = 2 * query_gradient.spread_bytes(16, s.chunks, 2 * s.TP, S.element_size())
+    monkeypatch.setattr(query_gradient, "SPREAD", of_two)  # two sequences, then one
     chunked.query_gradient(s, queries, S, unit, 0, apart, q, None, None, False)
     assert together[:, 128:].any(dim=3).all() and torch.equal(together, apart)
 
@@ -215,7 +217,9 @@ def test_pieces_with_states_equal_the_whole(gates, p, dtype):
             ys = []
             for a, b in zip([0, *cuts], [*cuts, T]):
                 gate = None if log_g is None else log_g[:, a:b]
-                y, S, z = ops.chunked_attention(q[:, a:b], k[:, a:b], v[:, a:b], gate, S, z, p=p, chunk=128, final=True)
+                y, S, z = operators.chunked_attention(
+                    q[:, a:b], k[:, a:b], v[:, a:b], gate, S, z, p=p, chunk=128, final=True
+                )
                 ys.append(y)
             return torch.cat(ys, 1), S, z
 
@@ -272,8 +276,8 @@ def test_a_compiled_function_has_no_graph_break():
 def test_power_attention_runs_the_chunked_kernels(monkeypatch):
     called = []
     monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, dtype, *_: "no" * (dtype == torch.float64))
-    real = ops.chunked_attention
-    monkeypatch.setattr(ops, "chunked_attention", lambda *a, **o: called.append(o) or real(*a, **o))
+    real = operators.chunked_attention
+    monkeypatch.setattr(operators, "chunked_attention", lambda *a, **o: called.append(o) or real(*a, **o))
     (q, k, v, log_g), _ = inputs(300, "learned", DTYPES[0])
     y, state = power_attention(q, k, v, log_g, p=2, form="chunked", chunk_size=100, return_state=True)
     assert called == [dict(p=2, chunk=128, final=True)]
@@ -390,7 +394,7 @@ def test_what_is_allocated_is_what_was_computed_beforehand():
         (q, k, v, log_g), dy = inputs(T, "learned", torch.bfloat16, H=4, Hkv=4, D=D)
         tensors = [x.requires_grad_() for x in (q, k, v, log_g)]
         for _ in range(2):
-            y = ops.chunked_attention(*tensors, p=p, chunk=1024)[0]
+            y = operators.chunked_attention(*tensors, p=p, chunk=1024)[0]
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             torch.autograd.grad(y, tensors, dy)

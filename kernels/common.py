@@ -1,0 +1,238 @@
+"""What the kernels share: which program does what, powers of two, exact products, rows that they read and write.
+
+Scales. Features, values and states are float16 between the kernels of the chunked form, and float16 ends at 65,504. So
+everything is multiplied by powers of two, which cost no precision and are divided out in float32. Every bound that this
+needs is in this table, and the kernels use it by name:
+
+    quantity                                           bound              constant
+    ---------------------------------------------------------------------------------------------------------------
+    the power of two of a row of q or k                2^-30 to 2^30      ROW_EXPONENT: its 4th power is finite
+    that of a chunk's values or of a state             2^-100 to 2^100    STATE_EXPONENT
+    largest entry of a row of q or k, scaled           2^LIFT, twice it   LIFT[p]
+    entries of x: p = 2 of a row, p = 4 products of 2  2^7, 2^4           2^(p / 2 (LIFT[p] + 1))
+    largest of a chunk's VALUES, bound of a state      2^14 to 2^15       TO_TOP = 2^TOP
+    an entry of a chunk's sum, in units of VALUES      Sizes.most         SUM_TOP / Sizes.most: then at most 2^15
+    p = 4: what a state holds times its orders         24                 ORDERS = 32 divides it
+    p = 4: weight times entry of x, in sum w x x^T     2^15 2^4           SQUARE_DOWN = 16 divides w before
+    p = 4: Z as it is read, with its orders (up to 4)  2^12               SQUARE_TOP, the largest entry's exponent
+    p = 4: Z x, at most 2080 of 2^12 times 2^4         2^27.03            SQUARE_TIMES_DOWN = 2^-12 multiplies it
+    VALUES times entry of x, for the gradient to x     2^22, 2^19         VALUES_DOWN_2, _4 = 256, 32 divide VALUES
+    p = 4: rows of the gradient to x                   2^10 to 2^11       TO_GRADIENT_TOP
+    l, the sum of a row's weights                      1e-37              LEAST_WEIGHT: 1 / l is finite
+"""
+
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
+
+# How products of float32 are computed. The matrix unit's tf32 has 11 bits, and three of its products in place of one
+# are still 5 times as far off as float32 where strong gates make dP_ij - delta_i small. bfloat16 and float16 are
+# multiplied in one way only.
+PRECISION = tl.constexpr("ieee")
+HALF = {torch.bfloat16: torch.float16, torch.float32: torch.float32}  # of features, values and states between kernels
+
+ROW_EXPONENT = tl.constexpr(30)
+STATE_EXPONENT = tl.constexpr(100)
+LIFT = {2: 6, 4: 1}
+TOP = 14
+TO_TOP = tl.constexpr(2.0**TOP)
+SUM_TOP = 2.0**15
+ORDERS = tl.constexpr(32)
+SQUARE_DOWN = tl.constexpr(16)
+SQUARE_TOP = 11
+SQUARE_TIMES_DOWN = tl.constexpr(2.0**-12)
+VALUES_DOWN_2 = tl.constexpr(256)
+VALUES_DOWN_4 = tl.constexpr(32)
+TO_GRADIENT_TOP = tl.constexpr(2.0**10)
+LEAST_WEIGHT = tl.constexpr(1e-37)
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+# ---- which program does what
+
+
+@triton.jit
+def block_and_head(blocks, heads, HEADS):
+    """Return (block, head) of this program: HEADS heads at a time are worked on together, block by block."""
+    at = tl.program_id(0)
+    first = at // (blocks * HEADS) * HEADS
+    together = tl.minimum(heads - first, HEADS)
+    at = at % (blocks * HEADS)
+    return at // together, first + at % together
+
+
+@triton.jit
+def chunk_of(program, T, CHUNK):
+    """Return (sequence and head, chunk) of a program; they are in the order of an array [B * heads, chunks]."""
+    chunks = tl.cdiv(T, CHUNK)
+    return program // chunks, program % chunks
+
+
+@triton.jit
+def rows_of(program, T, CHUNK, H, HKV, BM: tl.constexpr, first=0):
+    """Return (sequence and head, sequence, head, first row, chunk, number of the chunk's state) of a program with BM
+    rows. Heads of all sequences count from `first`; the state is that of the head's keys, in [B * Hkv, chunks]."""
+    blocks = tl.cdiv(T, BM)
+    bh, lo = first + program // blocks, program % blocks * BM
+    b, h, chunk = bh // H, bh % H, lo // CHUNK
+    return bh, b, h, lo, chunk, (b * HKV + h // (H // HKV)) * tl.cdiv(T, CHUNK) + chunk
+
+
+@triton.jit
+def at_head(X, T, bh, TOKENS: tl.constexpr = 1):
+    """Return X advanced to a sequence and head, in an array with one entry for each TOKENS tokens, padded to a multiple
+    of 128 tokens (see `padded`)."""
+    return X + tl.cast(bh, tl.int64) * (tl.cdiv(T, 128) * (128 // TOKENS))
+
+
+# ---- rows of q, k, v and of results
+
+
+@triton.jit
+def load_rows(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr):
+    """Load [N, D]: rows start, start+1, ... of head h of sequence b of X [B, T, H, D], zeros from row T on."""
+    row, column = start + tl.arange(0, N), tl.arange(0, D)
+    X += tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[2]
+    X += tl.cast(start, tl.int64) * strides[1]
+    at = tl.arange(0, N)[:, None] * strides[1] + column[None, :] * strides[3]
+    return tl.load(X + at, mask=row[:, None] < T, other=0.0)
+
+
+@triton.jit
+def row_offsets(b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
+    """Return the offsets [N, D] of rows start, start+1, ... of head h of sequence b in a contiguous [B, T, H, D]."""
+    first = ((tl.cast(b, tl.int64) * T + start) * H + h) * D
+    return first + tl.arange(0, N)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def add_to_rows(OUT, x, b, start, h, T, H):
+    """Add x [N, D] float32 to rows start, start+1, ... of head h of sequence b of OUT, contiguous [B, T, H, D]."""
+    N: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    to = OUT + row_offsets(b, start, h, T, H, N, D)
+    mask = (start + tl.arange(0, N))[:, None] < T
+    x += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, x.to(OUT.dtype.element_ty), mask)
+
+
+# ---- numbers
+
+
+@triton.jit
+def multiple_of(x, N: tl.constexpr):
+    """Return x, which is a multiple of N: the compiler then knows it, and loads are wide and asynchronous."""
+    return x // N * N
+
+
+@triton.jit
+def unit_scale(largest, MAX_EXPONENT: tl.constexpr):
+    """Return the power of two that brings `largest` >= 0, float32, into [1, 2); at most 2^MAX_EXPONENT or its inverse,
+    and 1 for zero."""
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 127 - MAX_EXPONENT)
+    exponent = tl.minimum(exponent, 127 + MAX_EXPONENT)
+    return tl.where(largest > 0, ((254 - exponent) << 23).to(tl.float32, bitcast=True), 1.0)
+
+
+@triton.jit
+def int_power(x, N: tl.constexpr):
+    """Return x^N for N = 1 to 4, by multiplications alone."""
+    if N == 1:
+        return x
+    elif N == 2:
+        return x * x
+    elif N == 3:
+        return x * x * x
+    else:
+        y = x * x
+        return y * y
+
+
+@triton.jit
+def inverse(l):
+    """Return 1 / l; zero for a row without weight, or with so little that 1 / l would overflow."""
+    return tl.where(l > LEAST_WEIGHT, 1 / tl.maximum(l, LEAST_WEIGHT), 0.0)
+
+
+@triton.jit
+def add(a, b):
+    """Return a + b, for tl.associative_scan."""
+    return a + b
+
+
+@triton.jit
+def first_8_bits(x):
+    """Return float32 x cut off after 8 bits, exact in bfloat16.
+
+    This is a logical operation; rounding, and reading the result as float32 again, is a slow conversion."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def three_pieces(x):
+    """Return (high, middle, low), float32: they sum to float32 x, and each is exact in bfloat16."""
+    high = first_8_bits(x)
+    middle = first_8_bits(x - high)
+    return high, middle, x - high - middle
+
+
+@triton.jit
+def exact_product(x, y, acc):
+    """Return acc + x @ y, as exact as float32, for one float32 operand and one that is float32 or bfloat16: beside
+    bfloat16 the float32 operand is split in three, the smallest piece is added first."""
+    if x.dtype == y.dtype:
+        return tl.dot(x, y, acc, input_precision=PRECISION)
+    elif x.dtype == tl.float32:
+        high, middle, low = three_pieces(x)
+        acc = tl.dot(low.to(y.dtype), y, acc)
+        acc = tl.dot(middle.to(y.dtype), y, acc)
+        return tl.dot(high.to(y.dtype), y, acc)
+    else:
+        high, middle, low = three_pieces(y)
+        acc = tl.dot(x, low.to(x.dtype), acc)
+        acc = tl.dot(x, middle.to(x.dtype), acc)
+        return tl.dot(x, high.to(x.dtype), acc)
+
+
+# ---- registers and the matrix unit
+
+
+@triton.jit
+def diagonal(d, N: tl.constexpr):
+    """Return the matrix with d [N] on its diagonal. A product with it leaves columns where the next product wants them:
+    Triton keeps the layout of a product's result and would else go through shared memory."""
+    at = tl.arange(0, N)
+    return tl.where(at[:, None] == at[None, :], d[None, :], 0.0)
+
+
+@triton.jit
+def wait_for_products(i):
+    """Wait on Hopper for the products of a loop's turn that take an operand from registers; i is the turn's number.
+
+    Triton 3.6 to 3.8 let the next turn write to these registers while the matrix unit may still read them (triton issue
+    9433, see tests/sass.py)."""
+    if not INTERPRETED and cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
+        wait: tl.constexpr = "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;"
+        tl.inline_asm_elementwise(wait, "=r,r", [i], dtype=tl.int32, is_pure=False, pack=1)
+
+
+# ---- for launchers
+
+
+def padded(T, multiple=128):
+    """Return how many tokens an array of one entry a token has room for, so that tiles need no mask to read them."""
+    return -(-T // multiple) * multiple
+
+
+def empty(like, *shape, dtype=torch.float32):
+    """Return an uninitialised tensor on the device of `like`."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def device_guard(device):
+    """Return a context in which Triton launches on `device`; a tensor's device need not be the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

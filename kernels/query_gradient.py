@@ -1,0 +1,281 @@
+"""Query gradient: the gradient to each row of what it reads from a state, or to a key of what it gives to one.
+
+    p = 2:  dx_t = c_t  sum over i of  (xt_t[i] values_t) S_i^T  +  2 weight_t Z x_t
+    p = 4:  the gradient to xt (products of two entries) is made the same way, and from there goes to the row:
+            dxt_t = sum over scalars i of (xt_t[i] values_t) S_i^T + 2 weight_t Z xt_t,   dx_t[a] = sum dxt_t[ab] x_t[b]
+    both:   read_t = x_t . dx_t / p,  what log_g's gradient needs
+
+S_i holds the rows of the state for the products of entry i with the others, [entries, D]. For p = 2 a table (`where`)
+says which these are. For p = 4 `spread_kernel` writes them once more, one list behind another: 32 entries for each of
+their scalars, then 32 scalars for each of their entries (layout.py), and `square_times_kernel` makes Z xt.
+
+    query_gradient_kernel, p = 2: BM rows             query_gradient_of_products_kernel, p = 4: BM rows, for each of
+                                                      2 ceil(M / 32) steps
+             D                    D                           N scalars x D               32
+      BM | values x_i |  D | S_i^T |                  BM | values x_i, x_i+1.. | N D | S_i^T, .. |  --> dxt [BM, 32]
+      summed over i, 4 at a time --> dx [BM, D]       then two products with zeros and ones     --> dx [BM, D]
+
+    name      shape                                     dtype      units
+    xt, rows, values, unit_x, unit_v, weight   see prepare.py      read
+    S         [B * Hkv, chunks, F]                      float16    unit, see discumsum.py    read
+    Z         [B * Hkv, chunks, D * D]                  float32    one, p = 2                read
+    states    [heads * chunks * n * D, 32]              float16    unit: what `spread_kernel` makes of S, n = len(where)
+    zx        [heads * rows, M, TP]                     float16    2^-12 unit: Z xt
+    out       [B, T, H, D]                              q's        one: dx is added to it
+    read      [B * H, TP]                               float32    one           (float16: float32 where q, k and v are)
+
+Cost: p = 2 multiplies the full square, 2 D^3 FLOP a row; p = 4 all rows of a list for the longest in a block, 2.4 (D =
+32) to 3.7 (D = 16) times the features that there are. Operands are made in registers: the waits for products and the
+loads of scalars are the limit (79% of the matrix unit's rate for p = 2). p = 4 takes SPREAD bytes, or one head's, and
+does some heads after the others.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import (
+    PRECISION,
+    SQUARE_TIMES_DOWN,
+    STATE_EXPONENT,
+    TO_GRADIENT_TOP,
+    VALUES_DOWN_2,
+    VALUES_DOWN_4,
+    add_to_rows,
+    diagonal,
+    empty,
+    exact_product,
+    load_rows,
+    multiple_of,
+    rows_of,
+    unit_scale,
+    wait_for_products,
+)
+from .configs import choose
+from .layout import BLOCK, SPREAD_ROWS, STEP, entries
+
+SPREAD = 2**30  # bytes of states and zx at once, p = 4: of all heads, or of one at least
+
+
+# ---- p = 2
+
+
+@triton.jit
+def _one_entry(v, x, S, WHERE, acc, D: tl.constexpr):
+    """Return acc + (v x) S_i^T, for the rows S_i of the state that hold the products of one entry, x, with others."""
+    where = tl.load(WHERE)
+    s = tl.load(S + where[:, None] * D + tl.arange(0, D)[None, :])
+    return tl.dot(v * x[:, None], tl.trans(s), acc, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "skip"])
+def query_gradient_kernel(
+    XT, VALUES, S, UNIT_S, UNIT_V, UNIT_X,
+    WHERE,  # table of the layout: the state's row for the product of two entries
+    OUT,  # what is added to
+    X, Z, WEIGHT,  # the rows; WEIGHT None: 1
+    READ,  # what is written, with gates
+    x_strides,
+    T, TP, CHUNK, H, HKV, tiles, skip,  # skip: a chunk whose state is zero and is not read, or -1
+    D: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    """Add BM rows of the gradient to OUT, for p = 2, and write READ."""
+    TP = multiple_of(TP, 256)
+    bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM)
+    row, d = lo + tl.arange(0, BM), tl.arange(0, D)
+    at = tl.cast(bh, tl.int64) * TP + row
+    XT += tl.cast(bh, tl.int64) * D * TP
+    S += tl.cast(state, tl.int64) * tiles * (64 * D)
+    v = tl.load(VALUES + at[:, None] * D + d[None, :])
+    down = diagonal(tl.full([D], 1 / VALUES_DOWN_2, tl.float32), D)
+    v = tl.dot(v, down.to(v.dtype), input_precision=PRECISION).to(v.dtype)
+    acc = tl.zeros([BM, D], tl.float32)
+    where = WHERE + d
+    for i in range(0, D if chunk != skip else 0, 4):
+        x = tl.trans(tl.load(XT + (i + tl.arange(0, 4))[:, None] * TP + row[None, :])).reshape([BM, 2, 2])
+        even, odd = tl.split(x)
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        acc = _one_entry(v, x0, S, where + i * D, acc, D)
+        acc = _one_entry(v, x1, S, where + i * D + D, acc, D)
+        acc = _one_entry(v, x2, S, where + i * D + 2 * D, acc, D)
+        acc = _one_entry(v, x3, S, where + i * D + 3 * D, acc, D)
+        wait_for_products(i)
+    # twice, as an entry is on both sides of a product
+    acc *= (2 * VALUES_DOWN_2 * tl.load(UNIT_X + at) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
+    x = load_rows(X, x_strides, b, lo, h, T, BM, D)
+    z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
+    zx = exact_product(x, z, tl.zeros([BM, D], tl.float32))
+    if WEIGHT is not None:
+        zx *= tl.load(WEIGHT + at)[:, None]
+    acc += 2 * zx
+    if READ is not None:
+        tl.store(READ + at, 0.5 * tl.sum(acc * x.to(tl.float32), 1))
+    add_to_rows(OUT, acc, b, lo, h, T, H)
+
+
+# ---- p = 4
+
+
+@triton.jit(do_not_specialize=["F", "n"])
+def spread_kernel(S, OUT, WHERE, F, n, D: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Write a state's rows as the gradient to x reads them: N of the n times D rows of BLOCK entries."""
+    F = multiple_of(F, 64)
+    state, first = tl.program_id(0) // (n // N), tl.program_id(0) % (n // N) * N
+    d, m = tl.arange(0, D), tl.arange(0, BLOCK)
+    S += tl.cast(state, tl.int64) * F
+    OUT += (tl.cast(state, tl.int64) * n + first) * (D * BLOCK)
+    for i in range(N):
+        rows = tl.load(WHERE + (first + i) * BLOCK + m)
+        s = tl.load(S + rows[:, None] * D + d[None, :])
+        tl.store(OUT + (i * D + d)[:, None] * BLOCK + m[None, :], tl.trans(s))
+
+
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "F", "skip", "first"])
+def square_times_kernel(
+    XT, SQUARE, OUT,
+    T, TP, CHUNK, H, HKV, F, skip, first,  # heads of rows from `first` on
+    M: tl.constexpr,
+    N: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Write N of the M entries of 2^-12 Z x for BM rows, transposed as x is."""
+    TP, F = multiple_of(TP, 256), multiple_of(F, 64)
+    parts: tl.constexpr = (M + N - 1) // N
+    bh, b, h, lo, chunk, state = rows_of(tl.program_id(0) // parts, T, CHUNK, H, HKV, BM, first)
+    if chunk != skip:
+        row, m = lo + tl.arange(0, BM)[None, :], tl.program_id(0) % parts * N + tl.arange(0, N)
+        x_of, z_of = XT + tl.cast(bh, tl.int64) * (2 * M) * TP, SQUARE + tl.cast(state, tl.int64) * F
+        zx = tl.zeros([N, BM], tl.float32)
+        for i in range(0, M, 64):
+            n = i + tl.arange(0, 64)
+            z = tl.load(z_of + m[:, None] * M + n[None, :], mask=(m[:, None] < M) & (n[None, :] < M), other=0.0)
+            x = tl.load(x_of + n[:, None] * TP + row, mask=n[:, None] < M, other=0.0)
+            zx = tl.dot(z, x, zx, input_precision=PRECISION)
+        to = OUT + (tl.cast(bh - first, tl.int64) * M + m[:, None]) * TP + row
+        tl.store(to, (zx * SQUARE_TIMES_DOWN).to(OUT.dtype.element_ty), m[:, None] < M)
+
+
+@triton.jit
+def _add_columns(x, at, D: tl.constexpr):
+    """Return [BM, D]: the sums of the columns of x [BM, N] with the same number in `at` [N]; D is left out."""
+    places = (at[:, None] == tl.arange(0, D)[None, :]).to(x.dtype)
+    return tl.dot(x, places, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "skip", "n", "first"])
+def query_gradient_of_products_kernel(
+    XT, ROWS, VALUES, S, ZX,  # S: by `spread_kernel`, ZX: by `square_times_kernel`, both for heads from `first` on
+    UNIT_S, UNIT_V, UNIT_X, WEIGHT,
+    LISTS, FACTORS,  # tables of the layout: the steps; of which entries of the row those of x are products
+    OUT,  # what is added to
+    X,  # the rows
+    READ,  # what is written, with gates
+    x_strides,
+    T, TP, CHUNK, H, HKV, skip, n, first,
+    D: tl.constexpr, M: tl.constexpr,
+    BM: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add BM rows of the gradient to OUT, for p = 4, and write READ. Each step makes the gradient to BLOCK of x, first
+    as entries from their scalars, then as scalars from their entries, N of these others at a time."""
+    TP = multiple_of(TP, 256)
+    bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM, first)
+    row = lo + tl.arange(0, BM)
+    at = tl.cast(bh, tl.int64) * TP + row
+    XT += tl.cast(bh, tl.int64) * (2 * M) * TP
+    ROWS += tl.cast(bh, tl.int64) * D * TP
+    v = tl.load(VALUES + at[:, None] * D + tl.arange(0, D)[None, :])
+    down = diagonal(tl.full([D], 1 / VALUES_DOWN_4, tl.float32), D)
+    v = tl.dot(v, down.to(v.dtype), input_precision=PRECISION).to(v.dtype)
+    # twice, as x is on both sides of Z; in the units of ZX and of v
+    weight = tl.load(WEIGHT + at) * (tl.load(UNIT_V + state) * (2 / (SQUARE_TIMES_DOWN * VALUES_DOWN_4)))
+    blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
+    acc = tl.zeros([BM, D], tl.float32)
+    in_step = tl.arange(0, N * D)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    before = (state - first // (H // HKV) * tl.cdiv(T, CHUNK)) * n
+    for step in range(2 * blocks if chunk != skip else 0):
+        these = step // blocks * M  # places of entries, then of scalars
+        others = M - these
+        m = tl.load(LISTS + 4 * step) + tl.arange(0, BLOCK)
+        begin, end = tl.load(LISTS + 4 * step + 1), tl.load(LISTS + 4 * step + 2)
+        place = before + tl.load(LISTS + 4 * step + 3) - begin
+        dx = tl.zeros([BM, BLOCK], tl.float32)
+        for i in range(begin, end, N):
+            s = tl.load(S + tl.cast(place + i, tl.int64) * (D * BLOCK) + in_step)
+            by = tl.load(XT + (others + i + tl.arange(0, N))[:, None] * TP + row[None, :])
+            vx = (v.reshape([BM, 1, D]) * tl.trans(by).reshape([BM, N, 1])).reshape([BM, N * D])
+            dx = tl.dot(vx, s, dx, input_precision=PRECISION)
+            wait_for_products(i)
+        inside = (m >= 0) & (m < M)
+        m = tl.where(inside, m, 0)
+        if step < blocks:
+            zx = tl.load(ZX + (tl.cast(bh - first, tl.int64) * M + m[:, None]) * TP + row[None, :])
+            dx += tl.where(inside[None, :], tl.trans(zx).to(tl.float32) * weight[:, None], 0.0)
+        m += these
+        one, two = tl.load(FACTORS + m), tl.load(FACTORS + 2 * M + m)
+        unit = unit_scale(tl.max(tl.abs(dx), 1), STATE_EXPONENT) * TO_GRADIENT_TOP
+        dx = (dx * unit[:, None]).to(v.dtype)
+        x = tl.trans(tl.load(ROWS + two[:, None] * TP + row[None, :]))
+        to_rows = _add_columns(dx * x, tl.where(inside, one, D), D)
+        x = tl.trans(tl.load(ROWS + one[:, None] * TP + row[None, :]))
+        acc += (to_rows + _add_columns(dx * x, tl.where(inside, two, D), D)) / unit[:, None]
+    acc *= (VALUES_DOWN_4 * tl.load(UNIT_X + at) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
+    if READ is not None:
+        x = load_rows(X, x_strides, b, lo, h, T, BM, D)
+        tl.store(READ + at, 0.25 * tl.sum(acc * x.to(tl.float32), 1))
+    add_to_rows(OUT, acc, b, lo, h, T, H)
+
+
+# ---- launchers
+
+
+def spread_bytes(D, chunks, rows, size):
+    """Return the bytes of states and zx for one head of keys, its chunks and its rows of queries, for p = 4."""
+    return (chunks * SPREAD_ROWS[D] * D * BLOCK + rows * entries(D, 4)) * size
+
+
+def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, config=None):
+    """Add to `out` the gradient to each row of x, and return read, or None without gates.
+
+    x, out [B, T, H, D]; prepared: what `prepare` made of x, with values; skip: the number of a chunk whose state is
+    zero, or -1; weight [B * H, TP] or None for 1, p = 2 (p = 4: that of `prepared`). Takes what `chunked.Sizes` takes.
+    """
+    rows = x.shape[2]
+    read = empty(S, s.B * rows, s.TP) if gated else None
+    c = config or choose("query_gradient", s.q, s.p)
+    if s.p == 4:
+        _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, c)
+        return read
+    query_gradient_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
+        prepared["xt"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"], s.layout.where,
+        out, x, Z, weight, read, x.stride(),
+        s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, D=s.D, BM=c.BM, **c.launch(),
+    )  # fmt: skip
+    return read
+
+
+def _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, c):
+    """Launch the kernels for p = 4, for as many heads of keys at a time as SPREAD allows."""
+    rows, n, M = x.shape[2], len(s.layout.where), s.layout.M
+    group = rows // s.HKV
+    each = spread_bytes(s.D, s.chunks, group * s.TP, S.element_size())
+    at_once = max(1, min(s.B * s.HKV, SPREAD // each))
+    states = torch.empty(at_once * s.chunks * n * s.D, BLOCK, dtype=s.half, device=S.device)
+    zx = torch.empty(at_once * group, M, s.TP, dtype=s.half, device=S.device)
+    shared = s.T, s.TP, s.chunk, rows, s.HKV
+    for first in range(0, s.B * s.HKV, at_once):
+        heads = min(at_once, s.B * s.HKV - first)
+        blocks = heads * group * triton.cdiv(s.T, c.BM)
+        spread_kernel[(heads * s.chunks * n // STEP,)](
+            S[first:], states, s.layout.where, s.F, n, D=s.D, N=STEP, BLOCK=BLOCK
+        )
+        square_times_kernel[(blocks * triton.cdiv(M, 64),)](
+            prepared["xt"], S[..., s.FS :], zx,
+            *shared, s.F, skip, first * group, M=M, N=64, BM=c.BM, num_warps=c.warps, num_stages=min(3, c.stages),
+        )  # fmt: skip
+        query_gradient_of_products_kernel[(blocks,)](
+            prepared["xt"], prepared["rows"], prepared["values"], states, zx,
+            unit_s, prepared["unit_v"], prepared["unit_x"], prepared["weight"], s.layout.lists, s.layout.factors,
+            out, x, read, x.stride(),
+            *shared, skip, n, first * group, D=s.D, M=M, BM=c.BM, N=min(c.BN // s.D, STEP), BLOCK=BLOCK, **c.launch(),
+        )  # fmt: skip
