@@ -5,7 +5,8 @@ last N groups of products are done). Before, its sums must not be touched, nor i
 in registers. Triton 3.6 to 3.8 gets the second wrong in some loops (triton issue 9433): results that differ from run to
 run, if at all.
 
-    python tests/sass.py             # compile attention's kernels and print what is wrong; 2,64 4,32: p and D
+    python tests/sass.py                  # compile attention's kernels and print what is wrong
+    python tests/sass.py 2,64 query_state # for this p and head dimension, these kernels only
 """
 
 import re
@@ -102,9 +103,9 @@ def pretend_gpu(capability):
     driver.set_active(Pretended())
 
 
-def compiled_for_hopper(shapes, folder):
+def compiled_for_hopper(shapes, folder, kernels=()):
     """(kernel's name, SASS) of the kernels that read and write states, for each (p, head dimension), gated, and of the
-    quadratic form's for the first, with the sizes that the table has for an H200."""
+    quadratic form's for the first, with the sizes that the table has for an H200; of `kernels` only, if there are."""
     import torch
     from triton.runtime.jit import JITFunction
 
@@ -117,7 +118,8 @@ def compiled_for_hopper(shapes, folder):
     codes, run = {}, JITFunction.run
 
     def only_compile(self, *args, grid, warmup, **kwargs):
-        if self.__name__.startswith(("update", "query") + ("forward", "dq", "dkdv") * ((p, D) == shapes[0])):
+        wanted = self.__name__.startswith(("update", "query") + ("forward", "dq", "dkdv") * ((p, D) == shapes[0]))
+        if wanted and (not kernels or self.__name__.removesuffix("_kernel") in kernels):
             cubin = run(self, *args, grid=(1,), warmup=True, **kwargs).asm["cubin"]
             if cubin not in codes:
                 codes[cubin] = self.__name__, disassemble(cubin, folder / "kernel.cubin")
@@ -134,10 +136,11 @@ def compiled_for_hopper(shapes, folder):
 if __name__ == "__main__":
     from tempfile import TemporaryDirectory
 
-    shapes = [tuple(map(int, shape.split(","))) for shape in sys.argv[1:]] or [(2, 64), (4, 32)]
+    shapes = [tuple(map(int, shape.split(","))) for shape in sys.argv[1:] if "," in shape] or [(2, 64), (4, 32)]
+    kernels = [name for name in sys.argv[1:] if "," not in name]
     all_wrong = []
     with TemporaryDirectory() as folder:
-        for name, sass in compiled_for_hopper(shapes, Path(folder)):
+        for name, sass in compiled_for_hopper(shapes, Path(folder), kernels):
             wrong = hazards(sass)
             print(f"{name}: {sass.count('HGMMA')} products, {len(wrong)} hazards", *wrong[:3], sep="\n    ")
             all_wrong += wrong

@@ -73,10 +73,16 @@ def test_every_length_and_gate(T, gates, dtype):
     assert_right(*inputs(T, gates, dtype), p=4)
 
 
+SIZES = [(p, D) for p in (2, 4, 6, 8) for D in (16, 32, 64, 128)]
+ONCE = [(2, 128), (4, 64), (6, 32), (8, 16)]  # without gates each p and each D once, all of them where slow tests run
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gates", ["none", "learned"])
-@pytest.mark.parametrize("D", [16, 32, 64, 128])
-@pytest.mark.parametrize("p", [2, 4, 6, 8])
+@pytest.mark.parametrize(
+    "p,D,gates",
+    [(*size, "learned") for size in SIZES]
+    + [pytest.param(*size, "none", marks=[pytest.mark.slow] * (size not in ONCE)) for size in SIZES],
+)
 def test_every_power_and_head_dimension(p, D, gates, dtype):
     assert_right(*inputs(130, gates, dtype, D=D), p=p)
 
@@ -138,10 +144,13 @@ def test_a_row_that_sees_itself_alone_returns_its_value_and_has_no_gradient(dtyp
     assert relative_error(y, tensors[2], 1e-9) < 1e-6 and (dq == 0).all() and (dk == 0).all() and (dlog_g == 0).all()
 
 
+SHORT = 70 if GPU else 40  # tokens: two tiles, the second not full (in float32 tiles are of 32)
+
+
 def test_strided_inputs_and_expanded_gradients():
-    tensors, _ = inputs(70, "learned", DTYPES[0], B=2)
-    shape = 2, 70, 2, 16
-    made = torch.randn(2, 2, 16, 70).to(DEVICE, DTYPES[0])
+    tensors, _ = inputs(SHORT, "learned", DTYPES[0], B=2)
+    shape = 2, SHORT, 2, 16
+    made = torch.randn(2, 2, 16, SHORT).to(DEVICE, DTYPES[0])
     for dy in (made.permute(0, 3, 1, 2), made.permute(0, 3, 1, 2)[:1].expand(shape), torch.ones((), device=DEVICE)):
         dy = dy.to(DTYPES[0]).expand(shape)
         views = [x if x is None else x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
@@ -161,7 +170,7 @@ def test_views_that_no_descriptor_can_describe():
         lambda x: torch.stack((x, x), -1).flatten(-2)[..., ::2],
         lambda x: x[:, :, :1].expand(-1, -1, 2, -1),
     ):
-        tensors, dy = inputs(70, "learned", DTYPES[0], H=2, Hkv=2)
+        tensors, dy = inputs(SHORT, "learned", DTYPES[0], H=2, Hkv=2)
         views = [view(x) for x in tensors[:3]]
         assert not any(map(quadratic._aligned, views))
         results = [
@@ -246,7 +255,8 @@ def test_a_second_derivative_is_refused():
 
 
 def test_two_runs_give_the_same_bits():
-    tensors, dy = inputs(5000 if GPU else 200, "learned", DTYPES[0], H=4, Hkv=2, D=64)
+    T, D = (5000, 64) if GPU else (130, 16)
+    tensors, dy = inputs(T, "learned", DTYPES[0], H=4, Hkv=2, D=D)
     runs = [gradients(lambda *x: operators.quadratic_attention(*x, p=4), tensors, dy) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs))
 
@@ -321,6 +331,7 @@ def test_every_choice_of_tiles_is_one_the_kernels_take():
 # has its capability.
 COMPILE_FOR = f"""
 import sys, torch, triton
+from triton._C.libtriton import llvm
 from triton.backends.nvidia.compiler import CUDABackend
 
 sys.path.insert(0, {os.path.join(ROOT, "tests")!r})
@@ -328,6 +339,7 @@ from sass import pretend_gpu
 
 pretend_gpu(int(sys.argv[1]))
 # shared memory is known before the stages that take longest
+llvm.optimize_module = lambda *_, **__: None
 CUDABackend.make_ptx = lambda self, src, metadata, *_: metadata.update(name="kernel") or ""
 CUDABackend.make_cubin = lambda *_: b""
 """
@@ -362,20 +374,22 @@ def shared(name, dtype, D, gated, p):
     return kernel.warmup(*args[name], **sizes, **options).metadata.shared
 
 for dtype in (torch.bfloat16, torch.float32):
-    for D in (64, 128):  # smaller ones have the tiles of 64
+    for D in map(int, sys.argv[2:]):
         for name in ("forward", "dq", "dkdv"):
             print(name, dtype, D, shared(name, dtype, D, True, 8))
 """
 )
 
 
-def test_every_size_fits_99_KB_of_shared_memory(tmp_path):
+@pytest.mark.parametrize("D", [128, pytest.param(64, marks=pytest.mark.slow)])  # smaller ones have the tiles of 64
+def test_every_size_fits_99_KB_of_shared_memory(D, tmp_path):
     pytest.importorskip("triton.backends.nvidia")
     env = {**os.environ, "PYTHONPATH": ROOT, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", COMPILE, "86"], capture_output=True, text=True, env=env, timeout=300)
+    command = [sys.executable, "-c", COMPILE, "86", str(D)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.strip().splitlines()
-    assert len(lines) == 12
+    assert len(lines) == 6
     for line in lines:
         assert int(line.split()[-1]) <= 99 * 1024, line
 

@@ -124,15 +124,37 @@ def test_activation_checkpointing_changes_nothing(attention):
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_compiles_without_a_graph_break(attention):
+OPTIONS = {
+    "plain": {},
+    "checkpointing": dict(activation_checkpointing=True),
+    "chunked, resets": dict(form="chunked", chunk_size=8, reset_token=3),
+}
+COMPILED = {  # each attention and each option; all pairs, with two layers, where slow tests run
+    ("softmax", "plain"), ("even_power", "chunked, resets"), ("sympow", "plain"), ("sympow_gating", "checkpointing"),
+    ("conformal_sympow", "chunked, resets"),
+}  # fmt: skip
+
+
+def compiles_without_a_graph_break(attention, option, n_layer):
     torch._dynamo.reset()
     ids = torch.randint(0, 97, (2, 20))
-    for kwargs in ({}, dict(activation_checkpointing=True), dict(form="chunked", chunk_size=8, reset_token=3)):
-        model = tiny(attention, **kwargs)
-        loss = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, ids)[1]
-        loss.backward()
-        assert torch.allclose(loss, model(ids, ids)[1])
+    model = tiny(attention, n_layer=n_layer, **OPTIONS[option])
+    loss = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, ids)[1]
+    loss.backward()
+    assert torch.allclose(loss, model(ids, ids)[1])
+
+
+@pytest.mark.parametrize("attention,option", sorted(COMPILED))
+def test_compiles_without_a_graph_break(attention, option):
+    assert {attention for attention, _ in COMPILED} == set(ATTENTIONS)
+    compiles_without_a_graph_break(attention, option, n_layer=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_pair_compiles_without_a_graph_break(attention, option):
+    compiles_without_a_graph_break(attention, option, n_layer=2)
 
 
 def test_the_loss_is_the_mean_over_targets_and_never_holds_all_logits(monkeypatch):

@@ -29,10 +29,16 @@ def test_what_is_written_too_early_is_found():
     assert hazards(code().replace("gsb0, 0x0 ;\n        /*0170", "gsb0, 0x1 ;\n        /*0170")) == []  # none is left
 
 
-def test_no_kernel_writes_what_the_matrix_unit_reads():
+SOME = ("forward", "query_state", "query_gradient")  # with operands in registers
+OTHERS = ("update_state", "query_gradient_of_products", "dq", "dkdv")
+
+
+@pytest.mark.parametrize(
+    "argv,kernels", [(("2,64", *SOME), SOME), pytest.param((), SOME + OTHERS, marks=pytest.mark.slow)]
+)
+def test_no_kernel_writes_what_the_matrix_unit_reads(argv, kernels):
     pytest.importorskip("triton.backends.nvidia")
-    done = run(f"{ROOT}/tests/sass.py", check=False, env={"TRITON_INTERPRET": None})
+    done = run(f"{ROOT}/tests/sass.py", *argv, check=False, env={"TRITON_INTERPRET": None})
     assert done.returncode == 0, done.stdout + done.stderr
     products = {line.split(":")[0]: int(line.split()[1]) for line in done.stdout.splitlines() if " products, " in line}
-    kernels = ("update_state", "query_state", "query_gradient", "query_gradient_of_products", "forward", "dq", "dkdv")
     assert all(products[f"{name}_kernel"] > 0 for name in kernels)
