@@ -6,9 +6,9 @@ import torch
 import triton
 
 from . import quadratic
-from .common import HALF, LIFT, TOP, device_guard, empty
+from .common import HALF, LIFT, TOP, device_guard
 from .discumsum import discumsum
-from .gates import chunk_dlog_g_kernel, chunk_gates
+from .gates import chunk_dlog_g, chunk_gates
 from .layout import TILE, entries, features, layout
 from .prepare import prepare, products
 from .query_gradient import SPREAD, query_gradient, spread_bytes
@@ -115,13 +115,7 @@ def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chun
         skip = s.chunks - 1 if final is None else -1
         given = query_gradient(s, keys, dS, unit_d, skip, dk, k, dZ, out, gated)
         query_state(s, keys, dS, unit_d, skip, out=dv)
-        dlog_g = None
-        if gated:
-            dlog_g = empty(q, s.B, s.T, s.HKV)
-            chunk_dlog_g_kernel[(s.B * s.HKV * s.chunks,)](
-                inside, read, given, carried, carried_z, log_g, dlog_g, *log_g.stride(), s.T, s.TP, chunk, s.H, s.HKV,
-                carried.shape[2], 0 if carried_z is None else carried_z.shape[2], N=min(1024, chunk & -chunk),
-            )  # fmt: skip
+        dlog_g = chunk_dlog_g(log_g, s, inside, read, given, carried, carried_z) if gated else None
     return dq, dk, dv, dlog_g, (dS0, dZ0)
 
 
