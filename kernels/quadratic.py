@@ -352,17 +352,20 @@ def dq_kernel(
 @triton.jit
 def _dkdv_tiles(
     dk, dv, col, k, v,
-    queries, columns, gates,  # (Q, strides, DY, strides, b, h, PAIR, G), (column, c_hi, c_col), at this head or None
+    queries, b, h, H,  # (Q, strides, DY, strides, PAIR, G)
+    columns, gates,  # (column, c_hi, c_col), at this head of keys or None
     begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
     NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Return (dk, dv, col) with the queries from begin to end of one head added, BM at a time."""
     GATED: tl.constexpr = gates is not None
-    Q, q_strides, DY, dy_strides, b, h, PAIR, G = queries
+    Q, q_strides, DY, dy_strides, PAIR, G = queries
     column, c_hi, c_col = columns
+    PAIR = at_head(PAIR, T, 2 * (b * H + h))
     if GATED:
         C, FIRST, _, C_START, _, _ = gates
+        G = at_head(G, T, b * H + h)
     if GATED and not DIAGONAL:
         x = tl.exp(0.5 * (tl.load(C_START + tl.minimum(begin, T - 1) // 32) - c_hi).to(tl.float32))
         c_next = tl.load(C_START + tl.minimum(begin + BM, T - 1) // 32)
@@ -402,13 +405,6 @@ def _dkdv_tiles(
             col += tl.sum(ds * s, 1)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv, col
-
-
-@triton.jit
-def _queries_of_head(Q, q_strides, DY, dy_strides, PAIR, G, b, h, T, H):
-    """Return what `_dkdv_tiles` needs of one query head."""
-    pair = at_head(PAIR, T, 2 * (b * H + h))
-    return Q, q_strides, DY, dy_strides, b, h, pair, at_head(G, T, b * H + h) if G is not None else G
 
 
 @triton.jit
@@ -460,11 +456,10 @@ def dkdv_kernel(
         c_hi = tl.load(C_END + hi // 32)
         end = _last_reader(OPENED, hi, end, T)
         c_col = _vector(C, lo, BN)
+    queries, columns = (Q, q_strides, DY, dy_strides, PAIR, G), (column, c_hi, c_col)
     for i in range(group):
-        h = hkv * group + i
-        queries = _queries_of_head(Q, q_strides, DY, dy_strides, PAIR, G, b, h, T, H)
         dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, queries, (column, c_hi, c_col), gates, begin, end, T,
+            dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, begin, end, T,
             P, D, BM, NORMALIZE, BEFORE, False,
         )  # fmt: skip
     if GATED:
@@ -474,10 +469,8 @@ def dkdv_kernel(
         dv *= decay[:, None]
         col *= decay
     for i in range(group):
-        h = hkv * group + i
-        queries = _queries_of_head(Q, q_strides, DY, dy_strides, PAIR, G, b, h, T, H)
         dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, queries, (column, c_hi, c_col), gates, lo, tl.minimum(begin, T), T,
+            dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, lo, tl.minimum(begin, T), T,
             P, D, BM, NORMALIZE, BEFORE, True,
         )  # fmt: skip
 
