@@ -21,7 +21,7 @@ costs nothing there. Tiles on the diagonal have both, element by element.
     key_scale   [B * Hkv]                      float32    p = 6, 8: a power of two, see Range
     pair        [B, H, T padded to 128, 2]     float32    dq to dkdv: g and g delta; with gates g times the root of the
                                                           decay from the first of the R rows around it, and delta
-    g           [B, H, T padded to 128]        float32    dq to dkdv, with gates: 1 / l = (scale^(p/2) g)^2
+    g           [B, H, T padded to 128]        float32    dq to dkdv, with gates; g = (scale of q and k)^(p/2) / sqrt(l)
     row         the same                       float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i
     gates       six arrays                                see gates.py
 
