@@ -84,7 +84,8 @@ def gates_of_head(gates, T, bh):
     """Return the six arrays that `tile_gates` made, at a sequence and head of keys."""
     C, FIRST, KEY_DECAY, C_START, C_END, OPENED = gates
     C, FIRST, KEY_DECAY = at_head(C, T, bh), at_head(FIRST, T, bh), at_head(KEY_DECAY, T, bh)
-    return C, FIRST, KEY_DECAY, at_head(C_START, T, bh, 32), at_head(C_END, T, bh, 32), at_head(OPENED, T, bh, 32)
+    C_END, OPENED, C_START = at_head(C_END, T, bh, 32), at_head(OPENED, T, bh, 32), at_head(C_START, T, bh, 32)
+    return C, FIRST, KEY_DECAY, C_START, C_END, OPENED
 
 
 # ---- the quadratic form

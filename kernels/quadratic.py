@@ -57,7 +57,6 @@ from .common import (
     int_power,
     inverse,
     padded,
-    row_pointers,
     unit_scale,
 )
 from .configs import choose
@@ -83,6 +82,13 @@ def _tile(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr, MASK: tl
         tile = base + tl.cast(start, tl.int64) * strides[1] + rows[:, None] * strides[1]
         tile += tl.arange(0, D)[None, :] * strides[3]
         return tl.load(tile, mask=(start + rows)[:, None] < T, other=0.0) if MASK else tl.load(tile)
+
+
+@triton.jit
+def _row_offsets(b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
+    """Return the offsets [N, D] of rows start, start+1, ... of head h of sequence b in a contiguous [B, T, H, D]."""
+    first = ((tl.cast(b, tl.int64) * T + start) * H + h) * D
+    return first + tl.arange(0, N)[:, None] * (H * D) + tl.arange(0, D)[None, :]
 
 
 @triton.jit
@@ -222,15 +228,16 @@ def forward_kernel(
     acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, tl.minimum(lo + BM, T), T, P, D, BN, True)
 
     l = tl.max(l, 1)
+    out = _row_offsets(b, lo, h, T, H, BM, D)
     if NUM is not None:
-        acc += tl.load(row_pointers(NUM, b, lo, h, T, H, BM, D), mask=row[:, None] < T, other=0.0)
+        acc += tl.load(NUM + out, mask=row[:, None] < T, other=0.0)
         l += _vector(at_head(DEN, T, bh), lo, BM)
     if NORMALIZE:
         acc *= inverse(l)[:, None]
     else:
         acc *= rest
         l *= rest
-    tl.store(row_pointers(Y, b, lo, h, T, H, BM, D), acc.to(Y.dtype.element_ty), row[:, None] < T)
+    tl.store(Y + out, acc.to(Y.dtype.element_ty), row[:, None] < T)
     tl.store(at_head(L, T, bh) + row, l)
 
 
@@ -298,12 +305,13 @@ def dq_kernel(
     b, h = bh // H, bh % H
     hkv = h // (H // HKV)
     row = lo + tl.arange(0, BM)
+    out = _row_offsets(b, lo, h, T, H, BM, D)
 
     q = _tile(Q, q_strides, b, lo, h, T, BM, D, True)
     dy = _tile(DY, dy_strides, b, lo, h, T, BM, D, True).to(q.dtype)
     q32 = q.to(tl.float32)
     if NORMALIZE:
-        y = tl.load(row_pointers(Y, b, lo, h, T, H, BM, D), mask=row[:, None] < T, other=0.0)
+        y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
         delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
         l = _vector(at_head(L, T, bh), lo, BM)
         over_l = inverse(l)
@@ -344,7 +352,7 @@ def dq_kernel(
     if NORMALIZE:  # y_i is v_i in a row that sees itself alone, whatever q_i is
         over_l = tl.where(row > first_row, over_l, 0.0)
     acc *= (P * factor * over_l)[:, None]
-    tl.store(row_pointers(DQ, b, lo, h, T, H, BM, D), acc.to(DQ.dtype.element_ty), row[:, None] < T)
+    tl.store(DQ + out, acc.to(DQ.dtype.element_ty), row[:, None] < T)
     if GATED:
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
 
@@ -474,9 +482,10 @@ def dkdv_kernel(
             P, D, BM, NORMALIZE, BEFORE, True,
         )  # fmt: skip
 
+    out = _row_offsets(b, lo, hkv, T, HKV, BN, D)
     dk *= P
-    tl.store(row_pointers(DK, b, lo, hkv, T, HKV, BN, D), dk.to(DK.dtype.element_ty), column[:, None] < T)
-    tl.store(row_pointers(DV, b, lo, hkv, T, HKV, BN, D), dv.to(DV.dtype.element_ty), column[:, None] < T)
+    tl.store(DK + out, dk.to(DK.dtype.element_ty), column[:, None] < T)
+    tl.store(DV + out, dv.to(DV.dtype.element_ty), column[:, None] < T)
     if GATED:
         row = tl.zeros([BN], tl.float32) - col
         for i in range(group):
