@@ -67,8 +67,8 @@ def hazards(sass):
 
 
 def _meaning(text):
-    """Return ("product", sums, operands in registers, ends its group), ("wait", groups left) or ("other", written, read),
-    with registers as sets of numbers."""
+    """Return ("product", sums, operands in registers, ends its group), ("wait", groups left) or
+    ("other", registers written, registers read)."""
     name, _, rest = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
     operands = [x.strip() for x in rest.split(",")]
     kind, *modifiers = name.split(".")
