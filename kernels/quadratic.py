@@ -228,7 +228,8 @@ def forward_kernel(
     acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, tl.minimum(lo + BM, T), T, P, D, BN, True)
 
     l = tl.max(l, 1)
-    out = _row_offsets(b, lo, h, T, H, BM, D)
+    out = ((tl.cast(b, tl.int64) * T + lo) * H + h) * D  # [B, T, H, D]
+    out += tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :]
     if NUM is not None:
         acc += tl.load(NUM + out, mask=row[:, None] < T, other=0.0)
         l += _vector(at_head(DEN, T, bh), lo, BM)
@@ -361,7 +362,7 @@ def dq_kernel(
 def _dkdv_tiles(
     dk, dv, col, k, v,
     queries, b, h, H,  # (Q, strides, DY, strides, PAIR, G)
-    columns, gates,  # (column, c_hi, c_col), at this head of keys or None
+    columns, gates,  # (column, c_hi, c_col), (C, FIRST, C_START) at this head of keys or None
     begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
     NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, DIAGONAL: tl.constexpr,
@@ -372,7 +373,7 @@ def _dkdv_tiles(
     column, c_hi, c_col = columns
     PAIR = at_head(PAIR, T, 2 * (b * H + h))
     if GATED:
-        C, FIRST, _, C_START, _, _ = gates
+        C, FIRST, C_START = gates
         G = at_head(G, T, b * H + h)
     if GATED and not DIAGONAL:
         x = tl.exp(0.5 * (tl.load(C_START + tl.minimum(begin, T - 1) // 32) - c_hi).to(tl.float32))
@@ -458,11 +459,12 @@ def dkdv_kernel(
     begin, end = lo + BN, tl.minimum(lo // CHUNK * CHUNK + CHUNK, T)  # the queries that see all of these keys
     c_hi, c_col = 0.0, 0.0
     if GATED:
-        gates = gates_of_head(gates, T, bh)
-        C, FIRST, _, _, C_END, OPENED = gates
+        C, FIRST, _, C_START, C_END, OPENED = gates
+        C, FIRST, C_START = at_head(C, T, bh), at_head(FIRST, T, bh), at_head(C_START, T, bh, 32)
+        gates = (C, FIRST, C_START)
         hi = tl.minimum(begin, T) - 1
-        c_hi = tl.load(C_END + hi // 32)
-        end = _last_reader(OPENED, hi, end, T)
+        c_hi = tl.load(at_head(C_END, T, bh, 32) + hi // 32)
+        end = _last_reader(at_head(OPENED, T, bh, 32), hi, end, T)
         c_col = _vector(C, lo, BN)
     queries, columns = (Q, q_strides, DY, dy_strides, PAIR, G), (column, c_hi, c_col)
     for i in range(group):
