@@ -105,11 +105,11 @@ def build(name, shared, dy):
         compiled = torch.compile(flex_attention, dynamic=False)
         return lambda *qkv: compiled(*qkv, score_mod=score_mod, block_mask=mask, scale=1.0), qkv, dy, 5
 
-    from kernels import why_not
-    from kernels.ops import quadratic_attention
+    from kernels import unsupported_reason
+    from kernels.operators import quadratic_attention
 
     D = dy.shape[-1]
-    if reason := why_not(dy.dtype, D, D, p):
+    if reason := unsupported_reason("quadratic", dy.dtype, D, D, p):
         raise ValueError(reason)
     return lambda *x: quadratic_attention(*x, p=p), [*qkv, log_g] if gated else qkv, dy, 7
 

@@ -1,16 +1,20 @@
-"""How attention is computed on a GPU: Triton kernels, and the operators that torch knows them by.
+"""Power attention on a GPU: Triton kernels, and the operators through which torch calls them.
 
-quadratic   the kernels of the quadratic form, and the functions that launch them
-layout      the chunked form's features: what their order is, and which products of entries they are
-chunked     the kernels of the chunked form, and what launches them
-ops         both forms as torch operators: autograd, torch.compile, meta tensors
-operators   the chunked form's three steps as operators of their own
-cost        which form is cheaper, and how long a chunk should be
-configs     tile sizes, from table.json
-check       the kernels against float64, on the GPU at hand
-tune        rewrites table.json
+operators      the door: both whole forms and the chunked form's steps as torch operators
+quadratic      the kernels of the quadratic form, and the functions that launch them
+chunked        the chunked form forward and backward, made of the kernels in
+                   gates, prepare, update_state, discumsum, query_state, query_gradient
+common         what these kernels share: units, exact products, program maps
+decode         one token of generation: q, k, v, attention, and flushing the KV cache into the state
+linear         one token of generation: LayerNorm and linear layers
+sampling       one token of generation: the next token from its logits
+layout         which features a state has, and in what order the kernels keep them
+cost           which form is cheaper, and how long a chunk should be
+configs        tile sizes, read from table.json
+tune           measures tile sizes and rewrites table.json
 
-Nothing here imports the model; attention/power.py asks `why_not`, and imports the rest when there is work for it.
+Importing this package, `layout`, `cost` or `configs` does not import Triton. Nothing in it imports attention/ or the
+model: attention/ asks `unsupported_reason`, and imports the rest only if it has work for it.
 """
 
 import importlib.util
@@ -18,14 +22,15 @@ import importlib.util
 import torch
 
 HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32)
+CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))  # (D, p) of the chunked form
 
-broken = ""  # why the kernels must not be used in this process; set where a check of them fails
 
+def unsupported_reason(form, dtype, D, E, p):
+    """Return why the kernels of `form` cannot run on the current GPU, or "" if they can.
 
-def why_not(dtype, D, E, p):
-    """Why the current GPU's kernels cannot be used for q, k [.., D], v [.., E] of this dtype and power p, or ""."""
-    if broken:
-        return broken
+    form: "quadratic" or "chunked". The inputs are q, k [..., D] and v [..., E] of `dtype`; p is the power. The kernels
+    of decode.py take what the quadratic form's take.
+    """
     if dtype not in DTYPES:
         return f"{str(dtype).removeprefix('torch.')} (they take bfloat16 and float32)"
     if D not in HEAD_DIMS:
@@ -34,6 +39,8 @@ def why_not(dtype, D, E, p):
         return f"values {E} wide where keys are {D} (they take equal widths)"
     if p not in POWERS:
         return f"p={p} (they take {', '.join(map(str, POWERS))})"
+    if form == "chunked" and (D, p) not in CHUNKED_SIZES:
+        return f"head dimension {D} with p={p} (in the chunked form they take {', '.join(map(str, CHUNKED_SIZES))})"
     if torch.version.hip:
         return "ROCm (they are written for NVIDIA GPUs)"
     if torch.cuda.get_device_capability() < (8, 0):

@@ -62,7 +62,7 @@ def measure(D, p, gated, lengths, sizes, tokens=65536):
     import torch
     from triton.testing import do_bench
 
-    from kernels import chunked, quadratic
+    from . import chunked, quadratic
 
     def setup(T):
         torch.manual_seed(0)

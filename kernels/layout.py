@@ -51,6 +51,14 @@ class Layout(NamedTuple):
     root: torch.Tensor  # [Dphi] float32: the square root of each canonical feature's multiplicity
 
 
+def symmetric_power_dim(D, p):
+    """Return the number of features of the symmetric power, C(D + p - 1, p)."""
+    features = 1
+    for i in range(p):  # math.comb would break torch.compile's graph
+        features = features * (D + i) // (i + 1)
+    return features
+
+
 def entries(D, p):
     """M, a multiple of 16: for p = 4 and D = 16 the first entries stand for nothing."""
     return D if p == 2 else -(-D * (D + 1) // 2 // SLICE) * SLICE

@@ -1,350 +1,191 @@
-"""The three steps of the chunked form as torch operators of their own.
+"""The kernels as torch operators: the door to this package.
 
-    S, z = update_state(k, v, log_g, p=2, chunk=1024)           # what every chunk gives
-    S, z, S_last, z_last = discumsum(S, z, log_G)               # the states before every chunk, and after the last
-    num, den = query_state(q, S, z, log_g, p=2, chunk=1024)     # what every query reads from the state before its chunk
+    y = quadratic_attention(q, k, v, log_g, p=4)                    # differentiable in q, k, v and log_g
+    num, den = quadratic_sums(q, k, v, log_g, p=4, scale=0.125)     # not divided, so that other sums can be added
+    y, S, z = chunked_attention(q, k, v, log_g, S0, z0, p=2, chunk=1024, final=True)       # states in and out
 
-With the sums over the pairs inside each chunk, added before dividing, they are power attention. log_G is the sum of
-log_g over each chunk. `ops.chunked_attention` does all of it in one operator and keeps states in half precision between
-the kernels; here states are float32, in the order of `symmetric_power_embedding`, so that every step can be tested,
-timed and used alone. Each is one operator forward and one backward, opaque to torch.compile, differentiable once.
+and, from steps.py, the chunked form's steps one by one: update_state, discumsum, query_state, create_inputs.
+
+Each is one operator forward and one backward, opaque to torch.compile: there is no graph break, and meta tensors give
+the shapes. They can be differentiated once. Here and in steps.py every operator is written in the same order: the
+public function, the operator and its fake, the backward operator and its fake, what is saved, how the gradient is
+computed.
 """
 
 import torch
-from torch.nn.functional import logsigmoid, pad
+from torch import Tensor
 
-from attention.embedding import symmetric_power_dim
-from kernels import DTYPES, chunked, cost
-from kernels.ops import _refuse_second_derivative
-from .common import device_guard as _on
+from . import chunked, quadratic
+from .layout import symmetric_power_dim
+from .steps import create_inputs, discumsum, empty_like, query_state, register_gradient, update_state
 
-Tensor = torch.Tensor
+__all__ = [
+    "quadratic_attention", "quadratic_sums", "chunked_attention", "update_state", "discumsum", "query_state",
+    "create_inputs",
+]  # fmt: skip
 
-# ---- update state
+
+# ---- quadratic form
 
 
-def update_state(k, v, log_g=None, *, p, chunk):
-    """S [B, n, Hkv, Dphi, D] and z [B, n, Hkv, Dphi], both float32: for each of the n = ceil(T / chunk) chunks the sums
-    over its tokens of phi(k_t) v_t^T and of phi(k_t), each token decayed by the gates after it inside the chunk.
+def quadratic_attention(q, k, v, log_g=None, *, p):
+    """Return power attention y [B, T, H, D] in q's dtype, computed in the quadratic form.
 
-    k, v [B, T, Hkv, D] bfloat16 or float32, log_g [B, T, Hkv] float32 (natural logarithm, -inf: a reset) or None, any
-    strides. p, D: those of kernels.cost.CHUNKED. chunk: tokens, a multiple of 128. Differentiable in k, v and log_g.
-    Raises ValueError for arguments that do not fit.
+    q [B, T, H, D], k, v [B, T, Hkv, D] bfloat16 or float32, log_g [B, T, Hkv] float32 or None, any strides, on one GPU.
+    `attention.power.power_attention` says what they mean.
     """
-    _check_rows("k", k, p, chunk)
-    if v.shape != k.shape or v.dtype != k.dtype:
-        raise ValueError(f"v must be {_is(k)}, as k is, got {_is(v)}")
-    _check("log_g", log_g, k.shape[:3])
-    return _update_state(k, v, log_g, p, chunk)
+    return _quadratic(q, k, v, log_g, p, 1.0, True)[0]
 
 
-@torch.library.custom_op("sympow::update_state", mutates_args=())
-def _update_state(k: Tensor, v: Tensor, log_g: Tensor | None, p: int, chunk: int) -> tuple[Tensor, Tensor]:
-    s = chunked.Sizes(k, k, p, chunk)
-    with _on(k.device):
-        decay = chunked.chunk_gates(log_g, s)[1]
-        return _sums(s, s.HKV, chunked.prepare(s, k, v, decay=decay))
+def quadratic_sums(q, k, v, log_g=None, *, p, scale):
+    """Return the numerators sum_j w_ij v_j [B, T, H, D] and the denominators sum_j w_ij [B, H, T], both float32.
 
-
-@_update_state.register_fake
-def _(k, v, log_g, p, chunk):
-    B, T, HKV, D = k.shape
-    return _new_states(k, B, -(-T // chunk), HKV, symmetric_power_dim(D, p), D)
-
-
-@torch.library.custom_op("sympow::update_state_backward", mutates_args=())
-def _update_state_backward(
-    dS: Tensor, dz: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, p: int, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    s = chunked.Sizes(k, k, p, chunk)
-    dk, dv = _new_like(k).zero_(), _new_like(v).zero_()
-    with _on(k.device):
-        decay = chunked.chunk_gates(log_g, s)[1]
-        keys = chunked.prepare(s, k, v, decay=decay)
-        states, unit, Z = _states(s, dS, dz)
-        given = chunked.query_gradient(s, keys, states, unit, -1, dk, k, Z, decay, log_g is not None)
-        chunked.query_state(s, keys, states, unit, -1, out=dv)
-        return dk, dv, _gate_gradient(s, given, log_g, after=True)
-
-
-@_update_state_backward.register_fake
-def _(dS, dz, k, v, log_g, p, chunk):
-    return _new_like(k), _new_like(v), _new_gates(dS, log_g)
-
-
-def _save(ctx, inputs, output):
-    *tensors, ctx.p, ctx.chunk = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate_update(ctx, dS, dz):
-    *grads, dlog_g = _update_state_backward(dS, dz, *ctx.saved_tensors, ctx.p, ctx.chunk)
-    return *grads, None if ctx.saved_tensors[2] is None else dlog_g, None, None
-
-
-_update_state.register_autograd(_differentiate_update, setup_context=_save)
-_update_state_backward.register_autograd(_refuse_second_derivative)
-
-# ---- discumsum
-
-
-def discumsum(S, z, log_G=None, S0=None, z0=None):
-    """The discounted cumulative sum over chunks, s_0 = the first state or zero, s_{i+1} = exp(log_G_i) s_i + u_i.
-
-    S [B, n, Hkv, Dphi, D], z [B, n, Hkv, Dphi]: u, what each chunk gave. log_G [B, n, Hkv]: natural logarithm of each
-    chunk's whole gate, -inf for zero, or None for no decay. S0 [B, Hkv, Dphi, D], z0 [B, Hkv, Dphi]: the state before
-    the first chunk, or None. All float32, any strides. Returns (S, z, S_last, z_last): the states before each chunk,
-    shaped like u, and the one after the last. Differentiable in every tensor. Raises ValueError for arguments that do
-    not fit.
+    w_ij = decay_ij (scale q_i . k_j)^p; the arguments are those of `quadratic_attention`.
     """
-    if S.ndim != 5 or S.shape[1] < 1:
-        raise ValueError(f"S must be [B, n, Hkv, Dphi, D] with at least one chunk, got {[*S.shape]}")
-    if (S0 is None) != (z0 is None):
-        raise ValueError(f"S0 and z0 must both be given or both be None, got z0 {_is(z0)} and S0 {_is(S0)}")
-    without_n = S.shape[:1] + S.shape[2:]
-    _check("S", S, S.shape)
-    _check("z", z, S.shape[:4])
-    _check("log_G", log_G, S.shape[:3])
-    _check("S0", S0, without_n)
-    _check("z0", z0, without_n[:3])
-    return _discumsum(S, z, log_G, S0, z0)
+    num, den = _quadratic(q, k, v, log_g, p, scale, False)
+    return num, den[..., : q.shape[1]]
 
 
-@torch.library.custom_op("sympow::discumsum", mutates_args=())
-def _discumsum(
-    S: Tensor, z: Tensor, log_G: Tensor | None, S0: Tensor | None, z0: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    S, S_last, _ = _scan(S, log_G, S0)
-    z, z_last, _ = _scan(z, log_G, z0)
-    return S, z, S_last, z_last
+@torch.library.custom_op("sympow::quadratic", mutates_args=())
+def _quadratic(
+    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, p: int, scale: float, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    return quadratic.forward(q, k, v, log_g, p=p, scale=scale, normalize=normalize)
 
 
-@_discumsum.register_fake
-def _(S, z, log_G, S0, z0):
-    B, n, HKV, Dphi, D = S.shape
-    return *_new_states(S, *S.shape), S.new_empty(B, HKV, Dphi, D), S.new_empty(B, HKV, Dphi)
+@_quadratic.register_fake
+def _(q, k, v, log_g, p, scale, normalize):
+    B, T, H, _ = q.shape
+    return empty_like(q, None if normalize else torch.float32), _empty(q, B, H, quadratic.padded(T))
 
 
-@torch.library.custom_op("sympow::discumsum_backward", mutates_args=())
-def _discumsum_backward(
-    dS: Tensor, dz: Tensor, dS_last: Tensor, dz_last: Tensor, S: Tensor | None, z: Tensor | None, log_G: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dS, dS0, carried = _scan(dS, log_G, dS_last, S, reverse=True)
-    dz, dz0, carried_z = _scan(dz, log_G, dz_last, z, reverse=True)
-    dlog_G = _new_gates(dS, log_G) if log_G is None else (carried + carried_z).float().contiguous()
-    return dS, dz, dlog_G, dS0, dz0
+@torch.library.custom_op("sympow::quadratic_backward", mutates_args=())
+def _quadratic_backward(
+    dy: Tensor, dl: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, y: Tensor | None,
+    l: Tensor | None, p: int, scale: float, normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dl = None if dl is None else dl.contiguous()
+    grads = quadratic.backward(dy, dl, q, k, v, log_g, y, l, p=p, scale=scale, normalize=normalize)
+    return *grads[:3], _empty(q, 0) if log_g is None else grads[3]
 
 
-@_discumsum_backward.register_fake
-def _(dS, dz, dS_last, dz_last, S, z, log_G):
-    return *_new_states(dS, *dS.shape), _new_gates(dS, log_G), _new_like(dS_last), _new_like(dz_last)
+@_quadratic_backward.register_fake
+def _(dy, dl, q, k, v, log_g, y, l, p, scale, normalize):
+    return *map(empty_like, (q, k, v)), _empty(q, 0) if log_g is None else empty_like(log_g, torch.float32)
 
 
-def _save_discumsum(ctx, inputs, output):
-    log_G, ctx.initial = inputs[2], inputs[3] is not None
-    S, z = (None, None) if log_G is None else output[:2]
-    ctx.save_for_backward(S, z, log_G)
+def _save_quadratic(ctx, inputs, output):
+    q, k, v, log_g, ctx.p, ctx.scale, ctx.normalize = inputs
+    y, l = output
+    ctx.set_materialize_grads(False)  # zeros for an output without a gradient would be 4 bytes a row
+    if ctx.normalize:
+        ctx.mark_non_differentiable(l)
+        ctx.save_for_backward(q, k, v, log_g, y, l)
+    else:
+        ctx.save_for_backward(q, k, v, log_g, None, None)
 
 
-def _differentiate_discumsum(ctx, *grads):
-    dS, dz, dlog_G, *first = _discumsum_backward(*grads, *ctx.saved_tensors)
-    return dS, dz, None if ctx.saved_tensors[2] is None else dlog_G, *(first if ctx.initial else (None, None))
+def _differentiate_quadratic(ctx, dy, dl):
+    q, k, v, log_g, y, l = ctx.saved_tensors
+    if not ctx.normalize:
+        B, T, H, _ = q.shape
+        dy = q.new_zeros(()).expand(q.shape) if dy is None else dy
+        dl = q.new_zeros(B, H, quadratic.padded(T), dtype=torch.float32) if dl is None else dl
+    *grads, dlog_g = _quadratic_backward(dy, dl, q, k, v, log_g, y, l, ctx.p, ctx.scale, ctx.normalize)
+    return *grads, None if log_g is None else dlog_g, None, None, None
 
 
-_discumsum.register_autograd(_differentiate_discumsum, setup_context=_save_discumsum)
-_discumsum_backward.register_autograd(_refuse_second_derivative)
+register_gradient(_quadratic, _save_quadratic, _differentiate_quadratic, _quadratic_backward)
 
 
-def _scan(u, log_G, first, other=None, reverse=False):
-    """(states shaped like u [B, n, Hkv, ..], the last one [B, Hkv, ..], and the sums of states times `other` times the
-    gates [B, n, Hkv] in float64, None without an `other`). New tensors, u is left as it is."""
-    B, n, HKV = u.shape[:3]
-    size = u[0, 0, 0].numel()
-    flat = lambda x, *shape: x.reshape(B * HKV, *shape).contiguous()  # a reshaped view may have strides of 0
-    padded = lambda x: pad(x, (0, -size % 64)) if size % 64 else x
-    rows = lambda x: padded(flat(x.transpose(1, 2), n, size))
-    whole = None if log_G is None else flat(log_G.exp().transpose(1, 2), n)
-    initial = None if first is None else padded(flat(first, size))
-    other = None if other is None else rows(other)
-    x = rows(u)  # becomes the states
-    x = x.clone() if x.data_ptr() == u.data_ptr() else x
-    with _on(u.device):
-        _, last, carried = chunked.discumsum(None, x, None, whole, initial, other, None, reverse, final=True)
-    if carried is not None:
-        carried = carried.double().sum(2).view(B, HKV, n).transpose(1, 2)
-    x, last = x[..., :size].contiguous(), last[:, :size].contiguous()
-    return x.view(B, HKV, n, *u.shape[3:]).transpose(1, 2), last.view(B, HKV, *u.shape[3:]), carried
+# ---- chunked form
 
 
-# ---- query state
+def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=False):
+    """Return power attention in the chunked form, (y, S, z), differentiable in every tensor.
 
-
-def query_state(q, S, z, log_g=None, *, p, chunk):
-    """num [B, T, H, D] = phi(q_t) S and den [B, T, H] = phi(q_t) . z, both float32, of the state before the chunk of t,
-    decayed by the gates from the chunk's first token up to and including t. Not divided, not scaled.
-
-    q [B, T, H, D] bfloat16 or float32, S [B, n, Hkv, Dphi, D], z [B, n, Hkv, Dphi] float32 with n = ceil(T / chunk),
-    log_g [B, T, Hkv] float32 or None, any strides; query head h reads the states of head h // (H / Hkv). p, D: those of
-    kernels.cost.CHUNKED. chunk: tokens, a multiple of 128. Differentiable in every tensor. For bfloat16 the kernels
-    read states in float16; a power of two for each chunk and head brings them into its range. Raises ValueError for
-    arguments that do not fit.
+    q [B, T, H, D], k, v [B, T, Hkv, D] bfloat16 or float32, log_g [B, T, Hkv] float32 or None, any strides, on one GPU;
+    (D, p) is one of kernels.CHUNKED_SIZES. S [B, Hkv, Dphi, D] and z [B, Hkv, Dphi] float32: the state before the first
+    token, or None. chunk: tokens, a multiple of 128. The S and z returned are the state after the last token, empty
+    unless `final`.
     """
-    _check_rows("q", q, p, chunk)
-    B, T, H, D = q.shape
-    if S.ndim != 5 or S.shape[2] < 1 or H % S.shape[2]:
-        raise ValueError(f"S must be [B, n, Hkv, Dphi, D] with Hkv a divisor of q's {H} heads, got {[*S.shape]}")
-    want = B, -(-T // chunk), S.shape[2], symmetric_power_dim(D, p)
-    _check("S", S, (*want, D))
-    _check("z", z, want)
-    _check("log_g", log_g, (B, T, S.shape[2]))
-    return _query_state(q, S, z, log_g, p, chunk)
+    y, S, z, _ = _chunked(q, k, v, log_g, S, z, p, chunk, final)
+    return y, S, z
 
 
-@torch.library.custom_op("sympow::query_state", mutates_args=())
-def _query_state(q: Tensor, S: Tensor, z: Tensor, log_g: Tensor | None, p: int, chunk: int) -> tuple[Tensor, Tensor]:
-    s = chunked.Sizes(q, S, p, chunk)  # heads are in S where they are in k
-    with _on(q.device):
-        decay = chunked.chunk_gates(log_g, s)[0]
-        states, unit, Z = _states(s, S, z)
-        queries = chunked.prepare(s, q, decay=decay, Z=Z)
-        num, den = chunked.query_state(s, queries, states, unit, -1)
-        scale = _two_to(p * _exponent(q.float().abs().amax(3)).clamp(-30, 30))  # rows were brought to [1, 2)
-        return num.mul_(scale.unsqueeze(3)), (scale * den[..., : s.T].transpose(1, 2)).contiguous()
+@torch.library.custom_op("sympow::chunked", mutates_args=())
+def _chunked(
+    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, S0: Tensor | None, z0: Tensor | None, p: int, chunk: int,
+    final: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    initial = None if S0 is None else chunked.from_canonical(S0, z0, p)
+    y, saved, last = chunked.forward(q, k, v, log_g, initial, p=p, chunk=chunk, final=final)
+    S, z = chunked.to_canonical(*last, q.shape[0], q.shape[3], p) if final else (_empty(q, 0), _empty(q, 0))
+    return y, S, z, [_empty(q, 0) if x is None else x for x in saved]
 
 
-@_query_state.register_fake
-def _(q, S, z, log_g, p, chunk):
-    return S.new_empty(q.shape), S.new_empty(q.shape[:3])
+@_chunked.register_fake
+def _(q, k, v, log_g, S0, z0, p, chunk, final):
+    (B, T, H, D), HKV = q.shape, k.shape[2]
+    heads, n, half = B * HKV, -(-T // chunk), chunked.HALF[q.dtype]
+    rows = quadratic.padded(T, 256)
+    saved = [  # l, S, its units, Z, and of keys and values: rows, values, unit_x, factor, unit_v
+        _empty(q, B, H, quadratic.padded(T)), _empty(q, heads, n, chunked.state_size(D, p), dtype=half),
+        _empty(q, heads, n), _empty(q, heads, n, D * D) if p == 2 else _empty(q, 0),
+        _empty(q, heads, D, rows, dtype=half), _empty(q, heads * rows, D, dtype=half), _empty(q, heads, rows),
+        _empty(q, heads, rows), _empty(q, heads, n),
+    ]  # fmt: skip
+    return empty_like(q), *_empty_state(q, HKV, p, final), saved
 
 
-@torch.library.custom_op("sympow::query_state_backward", mutates_args=())
-def _query_state_backward(
-    dnum: Tensor, dden: Tensor, q: Tensor, S: Tensor, z: Tensor, log_g: Tensor | None, p: int, chunk: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    s = chunked.Sizes(q, S, p, chunk)
-    dq = _new_like(q).zero_()
-    with _on(q.device):
-        decay = chunked.chunk_gates(log_g, s)[0]
-        queries = chunked.prepare(s, q, dnum, decay=decay, one=dden.transpose(1, 2).contiguous())
-        dS, dz = _sums(s, s.H, queries)
-        states, unit, Z = _states(s, S, z)
-        read = chunked.query_gradient(s, queries, states, unit, -1, dq, q, Z, queries["weight"], log_g is not None)
-        return dq, dS, dz, _gate_gradient(s, read, log_g, after=False)
+@torch.library.custom_op("sympow::chunked_backward", mutates_args=())
+def _chunked_backward(
+    dy: Tensor, dS: Tensor | None, dz: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, y: Tensor,
+    saved: list[Tensor], p: int, chunk: int, initial: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    final = None if dS is None else chunked.from_canonical(dS, dz, p)
+    *grads, dlog_g, first = chunked.backward(dy, q, k, v, log_g, y, saved, final, initial, p=p, chunk=chunk)
+    state = chunked.to_canonical(*first, q.shape[0], q.shape[3], p) if initial else (_empty(q, 0), _empty(q, 0))
+    return *grads, _empty(q, 0) if dlog_g is None else dlog_g, *state
 
 
-@_query_state_backward.register_fake
-def _(dnum, dden, q, S, z, log_g, p, chunk):
-    return _new_like(q), *_new_states(S, *S.shape), _new_gates(S, log_g)
+@_chunked_backward.register_fake
+def _(dy, dS, dz, q, k, v, log_g, y, saved, p, chunk, initial):
+    dlog_g = _empty(q, 0) if log_g is None else empty_like(log_g, torch.float32)
+    return *map(empty_like, (q, k, v)), dlog_g, *_empty_state(q, k.shape[2], p, initial)
 
 
-def _differentiate_query(ctx, dnum, dden):
-    *grads, dlog_g = _query_state_backward(dnum, dden, *ctx.saved_tensors, ctx.p, ctx.chunk)
-    return *grads, None if ctx.saved_tensors[3] is None else dlog_g, None, None
+def _save_chunked(ctx, inputs, output):
+    q, k, v, log_g, S0, _, ctx.p, ctx.chunk, ctx.final = inputs
+    y, _, _, saved = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*saved)
+    ctx.initial = S0 is not None
+    ctx.save_for_backward(q, k, v, log_g, y, *saved)
 
 
-_query_state.register_autograd(_differentiate_query, setup_context=_save)
-_query_state_backward.register_autograd(_refuse_second_derivative)
-
-# ---- between the operators' states and the kernels'
-
-
-def _sums(s, rows, prepared):
-    """Each chunk's sums of `rows` heads as `prepared`: S [B, n, Hkv, Dphi, D], z."""
-    S = chunked.update_state(s, rows, prepared).float().mul_((s.most / 2**15 / prepared["unit_v"]).unsqueeze(2))
-    Z = prepared["z"].flatten(0, 1) if s.p == 2 else None
-    S, z = chunked.to_canonical(S.flatten(0, 1), Z, s.B * s.HKV, s.D, s.p)  # chunks where else heads are
-    return tuple(x.unflatten(0, (s.B, s.HKV)).transpose(1, 2) for x in (S, z))
-
-
-def _states(s, S, z):
-    """S [B, n, Hkv, Dphi, D], z as the kernels read them: (states [B * Hkv, n, F] in s.half, their units, Z)."""
-    S, Z = chunked.from_canonical(*(x.transpose(1, 2).flatten(0, 1) for x in (S, z)), s.p)
-    if s.p == 4:
-        of_S, of_Z = s.layout.orders.split((s.layout.tiles * 64, s.layout.M**2))
-        S *= torch.cat((of_S.repeat_interleave(s.D), of_Z))
-    top = 14 if s.p == 2 else 11  # below 2^12: `square_times_kernel`
-    unit = _two_to(top - _exponent(S.abs().amax(1)).clamp(-100, 100))
-    S = (S * unit.unsqueeze(1)).to(s.half)
-    return S.view(-1, s.chunks, s.F), unit, Z
+def _differentiate_chunked(ctx, dy, dS, dz, _):
+    q, k, v, log_g, y, *saved = ctx.saved_tensors
+    dy = q.new_zeros(()).expand(q.shape) if dy is None else dy
+    if not ctx.final:
+        dS = dz = None
+    elif dS is not None or dz is not None:
+        like_S, like_z = _empty_state(q, k.shape[2], ctx.p)
+        dS, dz = like_S.zero_() if dS is None else dS, like_z.zero_() if dz is None else dz
+    *grads, dlog_g, dS0, dz0 = _chunked_backward(dy, dS, dz, q, k, v, log_g, y, saved, ctx.p, ctx.chunk, ctx.initial)
+    state = (dS0, dz0) if ctx.initial else (None, None)
+    return *grads, None if log_g is None else dlog_g, *state, None, None, None
 
 
-def _exponent(x):
-    """n with 2^n <= x < 2^(n+1), -1 for zero."""
-    return x.frexp().exponent - 1
+register_gradient(_chunked, _save_chunked, _differentiate_chunked, _chunked_backward)
 
 
-def _two_to(n):
-    return ((n + 127) << 23).view(torch.float32)
+def _empty(like, *shape, dtype=torch.float32):
+    return like.new_empty(shape, dtype=dtype)
 
 
-def _gate_gradient(s, x, log_g, after):
-    """d log_g [B, T, Hkv] from x [B * heads, T padded], what each token gave to the state (`after`) or read from it: a
-    gate has part in what the tokens before it in its chunk gave, in what its token and those after it read."""
-    if log_g is None:
-        return _new_gates(s.q, None)
-    x = x[:, : s.T].view(s.B, s.HKV, -1, s.T).sum(2, dtype=torch.float64)
-    x = pad(x, (0, -s.T % s.chunk)).unflatten(2, (s.chunks, s.chunk))
-    before = x.cumsum(3) - x
-    d = before if after else x.sum(3, keepdim=True) - before
-    d = d.flatten(2)[..., : s.T].transpose(1, 2).masked_fill(log_g == float("-inf"), 0)
-    return d.float().contiguous()
-
-
-def _new_states(like, B, n, HKV, Dphi, D):
-    new = lambda *shape: like.new_empty(B, HKV, n, *shape, dtype=torch.float32).transpose(1, 2)
-    return new(Dphi, D), new(Dphi)
-
-
-def _new_like(x):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)  # contiguous
-
-
-def _new_gates(like, log_g):
-    return like.new_empty(0 if log_g is None else log_g.shape, dtype=torch.float32)
-
-
-# ---- arguments
-
-
-def _is(x):
-    return f"{str(x.dtype).removeprefix('torch.')} {[*x.shape]}" if isinstance(x, Tensor) else repr(x)
-
-
-def _check(name, x, shape):
-    if x is not None and (x.shape != torch.Size(shape) or x.dtype != torch.float32):
-        raise ValueError(f"{name} must be float32 {[*shape]}, got {_is(x)}")
-
-
-def _check_rows(name, x, p, chunk):
-    if x.ndim != 4 or x.shape[1] < 1 or x.dtype not in DTYPES:
-        raise ValueError(f"{name} must be [B, T, heads, D] in bfloat16 or float32 with T at least 1, got {_is(x)}")
-    if (x.shape[3], p) not in cost.CHUNKED:
-        raise ValueError(f"(D, p) must be one of {', '.join(map(str, cost.CHUNKED))}, got ({x.shape[3]}, {p!r})")
-    if not isinstance(chunk, int) or chunk < 1 or chunk % 128:
-        raise ValueError(f"chunk must be a multiple of 128, got {chunk!r}")
-
-
-def create_inputs(
-    B=1, T=1024, H=4, Hkv=2, D=32, *, p=2, chunk=256, gated=True, dtype=torch.bfloat16, device="cuda", seed=0
-):
-    """Random arguments for each operator: {"update_state": {..}, "discumsum": {..}, "query_state": {..}}, to be used as
-    update_state(**inputs["update_state"]). All tensors require gradients; q, k and v are of `dtype`, the rest float32.
-    Without `gated`, log_g and log_G are None."""
-    generator = torch.Generator(device).manual_seed(seed)
-    n, Dphi = -(-T // chunk), symmetric_power_dim(D, p)
-
-    def make(*shape, dtype=torch.float32, of=lambda x: x):
-        return of(torch.randn(shape, generator=generator, device=device)).to(dtype).requires_grad_()
-
-    def gates(*shape, mean):
-        return make(*shape, of=lambda x: logsigmoid(x + mean)) if gated else None
-
-    states = lambda: dict(S=make(B, n, Hkv, Dphi, D), z=make(B, n, Hkv, Dphi))
-    sizes = dict(p=p, chunk=chunk)
-    k, v, q = (make(B, T, heads, D, dtype=dtype) for heads in (Hkv, Hkv, H))
-    initial = dict(S0=make(B, Hkv, Dphi, D), z0=make(B, Hkv, Dphi))
-    return {
-        "update_state": dict(k=k, v=v, log_g=gates(B, T, Hkv, mean=6.9), **sizes),
-        "discumsum": dict(**states(), log_G=gates(B, n, Hkv, mean=1.0), **initial),
-        "query_state": dict(q=q, **states(), log_g=gates(B, T, Hkv, mean=6.9), **sizes),
-    }
+def _empty_state(q, HKV, p, wanted=True):
+    """Return empty S [B, Hkv, Dphi, D] and z, or two tensors without entries: operators must return tensors."""
+    B, _, _, D = q.shape
+    Dphi = symmetric_power_dim(D, p)
+    return (_empty(q, B, HKV, Dphi, D), _empty(q, B, HKV, Dphi)) if wanted else (_empty(q, 0), _empty(q, 0))

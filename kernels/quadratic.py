@@ -64,7 +64,6 @@ from .gates import dlog_g, gates_of_head, tile_gates
 
 L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while heads are worked on side by side
 
-
 # ---- pieces of tiles
 
 

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kernels import HEAD_DIMS, POWERS
-from kernels.configs import TABLE, Config, key, safe
-from kernels.cost import CHUNKED, best_size, chunk_size
+from . import CHUNKED_SIZES, HEAD_DIMS, POWERS
+from .configs import TABLE, Config, key, safe
+from .cost import best_size, chunk_size
 
 KERNELS = ("forward", "dq", "dkdv")  # of the quadratic form
 STATE_KERNELS = ("update_state", "query_state", "query_gradient")  # of the chunked one; gates make no difference
@@ -100,7 +100,7 @@ def candidates(case):
 
 def launcher(case, B, T):
     """A function of a Config that runs the case's kernel, or the backward it is part of, and returns the outputs."""
-    from kernels import quadratic
+    from . import quadratic
 
     kernel, dtype, D, p, gated, chunked = case
     if kernel in STATE_KERNELS:
@@ -131,7 +131,7 @@ def launcher(case, B, T):
 
 def state_launcher(case, B, T):
     """The same for a kernel of the chunked form."""
-    from kernels import chunked
+    from . import chunked
 
     kernel, dtype, D, p, *_ = case
     torch.manual_seed(0)
@@ -285,7 +285,7 @@ def main():
     ]  # fmt: skip
     cases += [
         Case(kernel, torch.bfloat16, D, p, gated, kernel in KERNELS)
-        for D, p in CHUNKED if "bfloat16" in args.dtype and D in args.head_dim and p in (args.p or POWERS)
+        for D, p in CHUNKED_SIZES if "bfloat16" in args.dtype and D in args.head_dim and p in (args.p or POWERS)
         for kernel in (*STATE_KERNELS, *KERNELS) for gated in (gates if kernel in KERNELS else (False,))
     ]  # fmt: skip
     return tune(cases, not args.p and not args.all, args.dry_run)

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from kernels import tune  # noqa: E402
+from kernels import CHUNKED_SIZES, cost, tune  # noqa: E402
 from kernels.configs import Config  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -36,6 +36,11 @@ def test_the_table_keeps_what_was_not_measured(tmp_path):
         "B": {"forward float32 D=16 p=2": [64, 32, 4, 1, 0]},
     }
     assert os.listdir(tmp_path) == ["table.json"]
+
+
+def test_the_cost_model_has_numbers_for_every_size_the_chunked_kernels_take():
+    assert tuple(cost.CHUNKED) == CHUNKED_SIZES
+    assert {D for D, _ in CHUNKED_SIZES} <= set(cost.QUADRATIC)
 
 
 def test_wrong_or_missing_results_never_win():

@@ -15,17 +15,19 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import COMPILE_FOR, DEVICE, DTYPES, GPU, ROOT, gradients, inputs  # noqa: E402
 
-from attention import power  # noqa: E402
+from attention import dispatch, forms, memory  # noqa: E402
 from attention.embedding import symmetric_power_dim, symmetric_power_embedding  # noqa: E402
 from attention.power import PowerState, power_attention  # noqa: E402
-from kernels import chunked, cost, operators, ops, query_gradient  # noqa: E402
+from kernels import chunked, cost, operators, query_gradient  # noqa: E402
 from kernels.layout import SPREAD_ROWS, entries, features, layout  # noqa: E402
 
 LONG = GPU and 3000 or 300  # tokens, in chunks of 128, with a ragged last one
 
 
 def chunks(p):
-    return lambda q, k, v, log_g=None, S=None, z=None: ops.chunked_attention(q, k, v, log_g, S, z, p=p, chunk=128)[0]
+    return lambda q, k, v, log_g=None, S=None, z=None: operators.chunked_attention(
+        q, k, v, log_g, S, z, p=p, chunk=128
+    )[0]
 
 
 def reference(p):
@@ -215,7 +217,9 @@ def test_pieces_with_states_equal_the_whole(gates, p, dtype):
             ys = []
             for a, b in zip([0, *cuts], [*cuts, T]):
                 gate = None if log_g is None else log_g[:, a:b]
-                y, S, z = ops.chunked_attention(q[:, a:b], k[:, a:b], v[:, a:b], gate, S, z, p=p, chunk=128, final=True)
+                y, S, z = operators.chunked_attention(
+                    q[:, a:b], k[:, a:b], v[:, a:b], gate, S, z, p=p, chunk=128, final=True
+                )
                 ys.append(y)
             return torch.cat(ys, 1), S, z
 
@@ -247,7 +251,7 @@ def test_discumsum_is_its_naive_twin():
     random = lambda f, *shape: f(*shape, device=DEVICE)
     u, g, first = random(torch.randn, 2, 4, 320), random(torch.rand, 2, 4), random(torch.randn, 2, 320)
     for reverse in (False, True):
-        expected, last = power.discumsum(u, g, first, reverse=reverse)
+        expected, last = forms.discumsum(u, g, first, reverse=reverse)
         x = u.clone()
         _, found, _ = chunked.discumsum(None, x, None, g, first, reverse=reverse, final=True)
         torch.testing.assert_close(x, expected)
@@ -271,16 +275,16 @@ def test_a_compiled_function_has_no_graph_break():
 
 def test_power_attention_runs_the_chunked_kernels(monkeypatch):
     called = []
-    monkeypatch.setattr(power, "kernels_take", lambda *a: a[1] != torch.float64)
-    real = ops.chunked_attention
-    monkeypatch.setattr(ops, "chunked_attention", lambda *a, **o: called.append(o) or real(*a, **o))
+    monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, dtype, *_: "no" * (dtype == torch.float64))
+    real = operators.chunked_attention
+    monkeypatch.setattr(operators, "chunked_attention", lambda *a, **o: called.append(o) or real(*a, **o))
     (q, k, v, log_g), _ = inputs(300, "learned", DTYPES[0])
     y, state = power_attention(q, k, v, log_g, p=2, form="chunked", chunk_size=100, return_state=True)
     assert called == [dict(p=2, chunk=128, final=True)]
     power_attention(q, k, v, log_g, p=2, initial_state=state)
     assert called[1]["chunk"] == 256
-    monkeypatch.setattr(power, "free_memory", lambda device: 10**5)
-    monkeypatch.setattr(power, "SURELY_FREE", 10**5)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10**5)
+    monkeypatch.setattr(memory, "SURELY_FREE", 10**5)
     with pytest.raises(MemoryError, match="p=2 at head dimension 16 takes [0-9,]+ bytes for 1 x 300 tokens"):
         power_attention(q, k, v, log_g, p=2, form="chunked")
     monkeypatch.undo()
@@ -390,7 +394,7 @@ def test_what_is_allocated_is_what_was_computed_beforehand():
         (q, k, v, log_g), dy = inputs(T, "learned", torch.bfloat16, H=4, Hkv=4, D=D)
         tensors = [x.requires_grad_() for x in (q, k, v, log_g)]
         for _ in range(2):
-            y = ops.chunked_attention(*tensors, p=p, chunk=1024)[0]
+            y = operators.chunked_attention(*tensors, p=p, chunk=1024)[0]
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             torch.autograd.grad(y, tensors, dy)

@@ -15,14 +15,13 @@ import torch
 from numerics import relative_error
 from torch.nn.functional import logsigmoid
 
-from attention.naive import power_attention_oracle
+from attention import naive
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-import kernels  # noqa: E402
-from attention import power  # noqa: E402
+from attention import dispatch  # noqa: E402
 from attention.power import power_attention  # noqa: E402
-from kernels import configs, ops, quadratic  # noqa: E402
+from kernels import configs, operators, quadratic  # noqa: E402
 from kernels.configs import Config  # noqa: E402
 
 GPU = bool(os.environ.get("TEST_GPU"))
@@ -51,10 +50,10 @@ def gradients(attention, tensors, dy, to=lambda x: x):
     return [y, *torch.autograd.grad(y, [x for x in leaves if x is not None], to(dy), materialize_grads=True)]
 
 
-def assert_right(tensors, dy, p, oracle=power_attention_oracle, short=None):
+def assert_right(tensors, dy, p, oracle=naive.quadratic, short=None):
     """Kernel and oracle agree: bfloat16 to 4e-3, gradients of long sequences to 8e-3; float32 to 1e-5, gradients of
     long sequences to 1e-4 (dP_ij - delta_i is a small difference where gates are strong, dlog_g sums many tokens)."""
-    results = gradients(lambda *x: ops.quadratic_attention(*x, p=p), tensors, dy)
+    results = gradients(lambda *x: operators.quadratic_attention(*x, p=p), tensors, dy)
     ref = gradients(lambda *x: oracle(*x, p=p), tensors, dy, torch.Tensor.double)
     short = tensors[0].shape[1] < 1000 if short is None else short
     floor = 1e-3 * dy.double().norm().item()
@@ -91,7 +90,7 @@ def test_query_heads_share_key_value_heads(H, Hkv, dtype):
 @pytest.mark.parametrize("config", [(32, 32, 4, 2), (32, 64, 4, 2), (32, 128, 4, 2), (64, 64, 4, 2), (64, 128, 4, 2)])
 def test_tiles_of_any_shape_give_the_same(config):
     tensors, dy = inputs(300, "rare zeros", torch.float32)
-    ref = gradients(lambda *x: ops.quadratic_attention(*x, p=4), tensors, dy)
+    ref = gradients(lambda *x: operators.quadratic_attention(*x, p=4), tensors, dy)
     BM, BN, *rest = config
     y, l = quadratic.forward(*tensors, p=4, config=Config(BN, BM, *rest))
     config = Config(*config)
@@ -126,7 +125,7 @@ def test_rows_without_weight_give_zeros_and_zero_gradients(dtype):
     (q, k, v, _), dy = inputs(100, "none", dtype)
     q, k = q.clone(), k.clone()
     q[:, 70], k[:, :2] = 0, 0
-    y, dq, dk, dv = gradients(lambda *x: ops.quadratic_attention(*x[:3], p=4), [q, k, v, None], dy)
+    y, dq, dk, dv = gradients(lambda *x: operators.quadratic_attention(*x[:3], p=4), [q, k, v, None], dy)
     for x in (y, dq):
         assert (x[:, 70] == 0).all() and (x[:, :2] == 0).all() and (x[:, 71:] != 0).any()
     assert dk.isfinite().all() and dv.isfinite().all()
@@ -135,7 +134,7 @@ def test_rows_without_weight_give_zeros_and_zero_gradients(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_that_sees_itself_alone_returns_its_value_and_has_no_gradient(dtype):
     tensors, dy = inputs(70, "all zero", dtype, H=1)
-    y, dq, dk, dv, dlog_g = gradients(lambda *x: ops.quadratic_attention(*x, p=6), tensors, dy)
+    y, dq, dk, dv, dlog_g = gradients(lambda *x: operators.quadratic_attention(*x, p=6), tensors, dy)
     assert relative_error(y, tensors[2], 1e-9) < 1e-6 and (dq == 0).all() and (dk == 0).all() and (dlog_g == 0).all()
 
 
@@ -146,9 +145,9 @@ def test_strided_inputs_and_expanded_gradients():
     for dy in (made.permute(0, 3, 1, 2), made.permute(0, 3, 1, 2)[:1].expand(shape), torch.ones((), device=DEVICE)):
         dy = dy.to(DTYPES[0]).expand(shape)
         views = [x if x is None else x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
-        strided = gradients(lambda *x: ops.quadratic_attention(*x, p=2), views, dy)
+        strided = gradients(lambda *x: operators.quadratic_attention(*x, p=2), views, dy)
         plain = gradients(
-            lambda *x: ops.quadratic_attention(*x, p=2), [x.contiguous() for x in tensors], dy.contiguous()
+            lambda *x: operators.quadratic_attention(*x, p=2), [x.contiguous() for x in tensors], dy.contiguous()
         )
         assert not views[0].is_contiguous() and not dy.is_contiguous()
         for a, b in zip(strided, plain):
@@ -166,7 +165,7 @@ def test_views_that_no_descriptor_can_describe():
         views = [view(x) for x in tensors[:3]]
         assert not any(map(quadratic.aligned, views))
         results = [
-            gradients(lambda *x: ops.quadratic_attention(*x, p=2), [*qkv, tensors[3]], dy)
+            gradients(lambda *x: operators.quadratic_attention(*x, p=2), [*qkv, tensors[3]], dy)
             for qkv in (views, [x.contiguous() for x in views])
         ]
         for a, b in zip(*results):
@@ -201,7 +200,10 @@ def test_sums_that_are_not_divided(gates, dtype):
         return torch.einsum("bhij,bjhd->bihd", w, v), w.sum(-1)
 
     results = []
-    for f, to in ((lambda *x: ops.quadratic_sums(*x, p=4, scale=scale), lambda x: x), (reference, torch.Tensor.double)):
+    for f, to in (
+        (lambda *x: operators.quadratic_sums(*x, p=4, scale=scale), lambda x: x),
+        (reference, torch.Tensor.double),
+    ):
         leaves = [to(x).detach().requires_grad_() for x in (q, k, v, log_g) if x is not None]
         num, den = f(*leaves)
         total = (num * to(dy.float())).sum() + (den * to(dden)).sum()
@@ -221,15 +223,15 @@ def test_the_operator_keeps_torchs_rules(gates, normalize):
 
 def test_meta_tensors_have_the_right_shapes():
     tensors, _ = inputs(40, "learned", DTYPES[0])
-    y = ops.quadratic_attention(*(x.to("meta") for x in tensors), p=2)
+    y = operators.quadratic_attention(*(x.to("meta") for x in tensors), p=2)
     assert y.shape == tensors[0].shape and y.dtype == DTYPES[0] and y.is_meta
-    num, den = ops.quadratic_sums(*(x.to("meta") for x in tensors), p=2, scale=1.0)
+    num, den = operators.quadratic_sums(*(x.to("meta") for x in tensors), p=2, scale=1.0)
     assert den.shape == (1, 2, 40) and num.dtype == torch.float32
 
 
 def test_a_compiled_function_has_no_graph_break():
     tensors, dy = inputs(70, "learned", DTYPES[0])
-    attention = lambda q, k, v, log_g: ops.quadratic_attention(2 * q, k, v, log_g, p=2) + 1
+    attention = lambda q, k, v, log_g: operators.quadratic_attention(2 * q, k, v, log_g, p=2) + 1
     compiled = torch.compile(attention, fullgraph=True, backend="inductor" if GPU else "aot_eager")
     for a, b in zip(gradients(compiled, tensors, dy), gradients(attention, tensors, dy)):
         assert relative_error(a, b, 1e-6) < (1e-2 if GPU else 1e-6)
@@ -238,30 +240,30 @@ def test_a_compiled_function_has_no_graph_break():
 def test_a_second_derivative_is_refused():
     tensors, dy = inputs(40, "none", DTYPES[0])
     q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
-    (dq,) = torch.autograd.grad(ops.quadratic_attention(q, k, v, p=2), q, dy, create_graph=True)
+    (dq,) = torch.autograd.grad(operators.quadratic_attention(q, k, v, p=2), q, dy, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.autograd.grad(dq.sum(), k)
 
 
 def test_two_runs_give_the_same_bits():
     tensors, dy = inputs(5000 if GPU else 200, "learned", DTYPES[0], H=4, Hkv=2, D=64)
-    runs = [gradients(lambda *x: ops.quadratic_attention(*x, p=4), tensors, dy) for _ in range(2)]
+    runs = [gradients(lambda *x: operators.quadratic_attention(*x, p=4), tensors, dy) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs))
 
 
 def test_power_attention_uses_the_kernels_where_they_take_the_sizes(monkeypatch):
     """On a GPU as it is; on the CPU by pretending that it is one."""
     if not GPU:
-        take = power.kernels_take
-        monkeypatch.setattr(power, "kernels_take", lambda device, *sizes: take("cuda", *sizes))
+        reason = dispatch.kernel_reason
+        monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, *sizes: reason(form, "cuda", *sizes))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(power, "_told", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
     calls = []
-    used = ops.quadratic_attention
-    monkeypatch.setattr(ops, "quadratic_attention", lambda *a, **k: calls.append(1) or used(*a, **k))
+    used = operators.quadratic_attention
+    monkeypatch.setattr(operators, "quadratic_attention", lambda *a, **k: calls.append(1) or used(*a, **k))
     tensors, dy = inputs(70, "learned", DTYPES[-1])
     y, state = power_attention(*tensors, p=2, form="quadratic", return_state=True)
-    assert calls and relative_error(y, power_attention_oracle(*(x.double() for x in tensors), p=2), 1e-6) < 1e-5
+    assert calls and relative_error(y, naive.quadratic(*(x.double() for x in tensors), p=2), 1e-6) < 1e-5
     with warnings.catch_warnings(action="error"):  # float64 is the reference, no size that is lacking
         ref, ref_state = power_attention(*(x.double() for x in tensors), p=2, form="quadratic", return_state=True)
         power_attention(*tensors, p=2, form="quadratic", initial_state=state)
@@ -277,7 +279,7 @@ def test_power_attention_uses_the_kernels_where_they_take_the_sizes(monkeypatch)
         with warnings.catch_warnings(action="error"):  # once
             power_attention(q, k, v, p=change.get("p", 2), form="quadratic")
     assert len(calls) == 1
-    monkeypatch.setattr(kernels, "broken", "they gave wrong results")
+    monkeypatch.setattr(dispatch, "_disabled", "they gave wrong results")
     with pytest.warns(UserWarning, match="wrong results"):
         power_attention(*tensors, p=2, form="quadratic")
 
@@ -412,7 +414,9 @@ def test_nothing_is_left_unwritten():
     try:
         for T in (1, 65, 300):
             tensors, dy = inputs(T, "learned", torch.bfloat16)
-            assert all(x.isfinite().all() for x in gradients(lambda *x: ops.quadratic_attention(*x, p=4), tensors, dy))
+            assert all(
+                x.isfinite().all() for x in gradients(lambda *x: operators.quadratic_attention(*x, p=4), tensors, dy)
+            )
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -423,7 +427,7 @@ def test_extra_memory(gates, most):
     T, H, D = 16384, 12, 64
     tensors, dy = inputs(T, gates, torch.bfloat16, H=H, Hkv=H, D=D)
     leaves = [x.detach().requires_grad_() for x in tensors if x is not None]
-    run = lambda: torch.autograd.grad(ops.quadratic_attention(*leaves, p=4), leaves, dy)
+    run = lambda: torch.autograd.grad(operators.quadratic_attention(*leaves, p=4), leaves, dy)
     run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -439,7 +443,7 @@ def test_a_new_length_compiles_nothing():
     counts = []
     for T in (512, 1000, 1, 2049, 333):
         tensors, dy = inputs(T, "learned", torch.bfloat16, B=2, H=4, Hkv=2, D=64)
-        gradients(lambda *x: ops.quadratic_attention(*x, p=4), tensors, dy)
+        gradients(lambda *x: operators.quadratic_attention(*x, p=4), tensors, dy)
         caches = (
             k.device_caches[torch.cuda.current_device()][0]
             for k in vars(quadratic).values()
