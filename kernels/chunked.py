@@ -68,9 +68,9 @@ def bytes_needed(q, k, p, chunk, backward=True):
 class Sizes:
     """What the launchers of one call share.
 
-    B, T, H, HKV, D, p, chunk as given; chunks: how many; TP: T padded to 256, as `prepare` writes rows; layout: the Layout
-    for (D, p); FS, F: entries of S and of the whole state; half: the dtype between kernels; most: bounds an entry of a
-    chunk's sum, in units of values; q: tells `choose` the dtype and the device.
+    B, T, H, HKV, D, p, chunk as given; chunks: how many; TP: T padded to 256, as `prepare` writes rows; layout: the
+    Layout for (D, p); FS, F: entries of S and of the whole state; half: the dtype between kernels; most: bounds an
+    entry of a chunk's sum, in units of values; q: tells `choose` the dtype and the device.
 
     q [B, T, H, D], k [B, T, Hkv, D]; p = 2: D = 16, 32, 64, 128, p = 4: D = 16, 32, 64; chunk: tokens, a multiple of
     128. Raises ValueError for a sequence with too many tokens.
