@@ -46,6 +46,7 @@ TOKENS = 1024  # of a program; of chunks the largest power of two that divides t
 
 @triton.jit
 def _max(a, b):
+    """Return the larger of a and b, for tl.associative_scan."""
     return tl.maximum(a, b)
 
 
