@@ -96,7 +96,7 @@ def _tile(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr, MASK: tl
 
 @triton.jit
 def _row_offsets(b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
-    """Return offsets [N, D], for several arrays: rows start, start+1, ... of head h of sequence b, contiguous [B, T, H, D]."""
+    """Return offsets [N, D], for several arrays [B, T, H, D]: of rows start, start+1, ... of head h of sequence b."""
     first = ((tl.cast(b, tl.int64) * T + start) * H + h) * D
     return first + tl.arange(0, N)[:, None] * (H * D) + tl.arange(0, D)[None, :]
 
