@@ -103,10 +103,10 @@ def load_rows(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def row_offsets(b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
-    """Return the offsets [N, D] of rows start, start+1, ... of head h of sequence b in a contiguous [B, T, H, D]."""
-    first = ((tl.cast(b, tl.int64) * T + start) * H + h) * D
-    return first + tl.arange(0, N)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+def row_pointers(X, b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
+    """Return pointers [N, D] to rows start, start+1, ... of head h of sequence b of X, contiguous [B, T, H, D]."""
+    first = (tl.cast(b, tl.int64) * T + start) * H + h
+    return X + first * D + tl.arange(0, N)[:, None] * (H * D) + tl.arange(0, D)[None, :]
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def add_to_rows(OUT, x, b, start, h, T, H):
     """Add x [N, D] float32 to rows start, start+1, ... of head h of sequence b of OUT, contiguous [B, T, H, D]."""
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
-    to = OUT + row_offsets(b, start, h, T, H, N, D)
+    to = row_pointers(OUT, b, start, h, T, H, N, D)
     mask = (start + tl.arange(0, N))[:, None] < T
     x += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     tl.store(to, x.to(OUT.dtype.element_ty), mask)

@@ -22,9 +22,9 @@ p = 4 (layout.py): a tile has 64 features, 4 slots of a slice of 16 entries of x
     U         [B * Hkv, chunks, F]         float16    unit_v 2^15 / most; F = 64 tiles D, for p = 4 and M^2 more
                                                       (float32 where q, k and v are)
 
-Cost: 2 * 64 tiles D FLOP a token and head. U is written once (328 KB a chunk for D = 64, p = 2); each program reads
-64 to 80 rows of xt and all values of its chunk, from the L2 cache. The matrix unit waits for operands from registers: latency
-is the limit, at two programs an SM (70% of the matrix unit's rate for p = 2).
+Cost: 2 * 64 tiles D FLOP a token and head. U is written once (328 KB a chunk for D = 64, p = 2); each program reads 64
+to 80 rows of xt and all values of its chunk, from the L2 cache. The matrix unit waits for operands from registers:
+latency is the limit, at two programs an SM (70% of the matrix unit's rate for p = 2).
 """
 
 import torch
