@@ -5,10 +5,10 @@
 
 It prints a line for each kernel, dtype, head dimension, p and gates: the chosen tile sizes, their milliseconds, and
 those of the safe sizes (configs.SAFE). --chunked measures the kernels of the chunked form alone. A candidate is left
-out if it does not fit, does not compile, or does not give the safe sizes' result, twice the same bits, in a short and in
-a long call. Of candidates within 1% of the fastest the first listed wins, so that tuning again changes little. In the
-quadratic form p=2 takes over what p=4 chose, and p=6 what p=8 chose, unless --all or --p asks for their own. dq and dkdv
-are timed within the whole backward pass, the other of the two with its safe sizes, since only differences count.
+out if it does not fit, does not compile, or does not give the safe sizes' result, twice the same bits, in a short and
+in a long call. Of candidates within 1% of the fastest the first listed wins, so that tuning again changes little. In
+the quadratic form p=2 takes over what p=4 chose, and p=6 what p=8 chose, unless --all or --p asks for their own. dq and
+dkdv are timed within the whole backward pass, the other of the two with its safe sizes, since only differences count.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def candidates(case):
 
 
 def launcher(case, B, T):
-    """Return a function of a Config that runs the case's kernel, or its whole backward pass, and returns the outputs."""
+    """Return a function of a Config that runs a kernel, or the backward pass it is part of, and returns the results."""
     from . import quadratic
 
     kernel, dtype, D, p, gated, chunked = case
