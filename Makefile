@@ -4,10 +4,10 @@
 PYTHON ?= python3
 PY ?= .venv/bin/python
 
-.PHONY: help env demo test test-gpu doctor tune bench
+.PHONY: help env demo test test-slow test-all test-gpu doctor tune bench
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 	@echo "  PYTHON=python3.12 builds .venv from that Python; PY=python3 uses that one as it is, without .venv"
 
 demo: env  ## prepare data, train a small model, draw its loss curve, sample from it
@@ -16,8 +16,16 @@ demo: env  ## prepare data, train a small model, draw its loss curve, sample fro
 	$(PY) compare.py out/demo --png out/demo/loss.png
 	$(PY) sample.py --out_dir=out/demo --prompt="def " --max_new_tokens=600
 
-test: env  ## run the tests
-	$(PY) -m pytest -n auto --maxprocesses=8 tests
+PYTEST = -m pytest -n auto --maxprocesses=8 tests
+
+test: env  ## run the tests on the CPU, without those marked slow
+	$(PY) $(PYTEST) -m "not slow"
+
+test-slow: env  ## run the tests marked slow
+	$(PY) $(PYTEST) -m slow
+
+test-all: env  ## run both: every test that needs no GPU
+	$(PY) $(PYTEST)
 
 test-gpu: env  ## test the kernels on this machine's GPU
 	TEST_GPU=1 $(PY) -m pytest tests/test_kernels.py tests/test_chunked.py tests/test_operators.py tests/test_decoder.py

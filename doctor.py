@@ -1,11 +1,11 @@
-"""What this machine has, what is wrong with it, and how to mend it.
+"""Say what this machine has, what is wrong with it, and how to mend it.
 
     make doctor        # or: python doctor.py
 
-Prints one line each for Python, torch, Triton, the GPUs, the C compiler and the packages, then a verdict; on a GPU
-every kernel is compared with float64, output and gradients, within a minute. Exit status 0 if all is well (a machine
-without a GPU is), 1 if something is wrong. `gather` looks at the machine; `report` and `verdict` are pure functions of
-what it found, so that tests can ask about machines they do not run on.
+Prints one line each for Python, torch, Triton, the GPUs, the C compiler and the packages, then a verdict. On a GPU,
+every kernel is compared with float64, output and gradients, within a minute. The exit status is 0 if all is well (a
+machine without a GPU is well), 1 if something is wrong. `gather` looks at the machine; `report` and `verdict` are pure
+functions of what it found, so that tests can ask about machines on which they do not run.
 """
 
 import importlib.metadata
@@ -22,22 +22,22 @@ from dataclasses import dataclass, field
 TORCH = "torch>=2.11,<2.14"  # as in requirements.txt
 REQUIRED = ["numpy", "safetensors", "tqdm"]
 OPTIONAL = ["matplotlib", "tiktoken", "datasets", "zarr", "wandb", "pytest"]
-# Oldest driver for each CUDA major version, and the wheels to take with it.
+# The oldest driver for each major version of CUDA, and where the wheels for it are.
 OLDEST_DRIVER = {12: 525, 13: 580}
 WHEELS = "https://download.pytorch.org/whl"
 
 
 @dataclass
 class Facts:
-    """What `gather` found. The defaults are a machine without a GPU where all is well."""
+    """Holds what `gather` found. The defaults describe a machine without a GPU where all is well."""
 
     executable: str = sys.executable
     python: str = platform.python_version()
     system: str = "Linux"
     machine: str = ""
-    torch: str | None = "2.13.0"  # version; None: cannot be imported
-    torch_error: str = ""  # why not
-    cuda_build: str | None = None  # CUDA (or ROCm) version that torch was built for; None: a CPU build
+    torch: str | None = "2.13.0"  # version; None if it cannot be imported
+    torch_error: str = ""  # why it cannot be imported
+    cuda_build: str | None = None  # CUDA (or ROCm) version that torch was built for; None for a CPU build
     cuda_available: bool = False
     cuda_error: str = ""  # what torch says when it cannot start CUDA
     torch_gpus: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Facts:
     python_h: str | None = "Python.h"
     include_dir: str = ""  # where Python.h should be
     packages: dict[str, str | None] = field(default_factory=lambda: dict.fromkeys(REQUIRED + OPTIONAL, "1.0"))
-    trials: dict[str, str] = field(default_factory=dict)  # name of a trial on the GPU -> "" or its error
+    trials: dict[str, str] = field(default_factory=dict)  # {name of a trial on the GPU: its error, or ""}
 
     @property
     def has_gpu(self):
@@ -62,6 +62,7 @@ class Facts:
 
 
 def gather():
+    """Look at this machine, try Triton, torch.compile and the kernels if it has a GPU, and return the Facts."""
     facts = Facts(system=platform.system(), machine=platform.platform())
     facts.visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     facts.packages = {name: version(name) for name in REQUIRED + OPTIONAL}
@@ -81,6 +82,7 @@ def gather():
 
 
 def version(package):
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -88,7 +90,7 @@ def version(package):
 
 
 def output(*command):
-    """(exit status, stdout and stderr) of a command; status 127 if it is not there or hangs."""
+    """Run a command; return (exit status, stdout and stderr). The status is 127 if the command is missing or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -97,21 +99,22 @@ def output(*command):
 
 
 def find_compiler():
-    """Path and version of the compiler that Triton would take ($CC, then gcc, then clang), or None."""
+    """Return path and version of the compiler that Triton would take ($CC, then gcc, then clang), or None."""
     for name in filter(None, [os.environ.get("CC"), "gcc", "clang", "cc"]):
         path = shutil.which(name)
         if path:
-            status, text = output(path, "--version")  # macOS has a cc that only asks to be installed
+            status, text = output(path, "--version")  # fails for the cc of macOS that only asks to be installed
             if status == 0:
                 return f"{path} ({text.splitlines()[0] if text else 'version unknown'})"
     return None
 
 
 def ask_nvidia_smi(facts):
+    """Fill in the driver and the GPUs that nvidia-smi lists, or its error."""
     if not shutil.which("nvidia-smi"):
         return
     status, text = output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    if "No devices" in text:  # the tools without a GPU, as in a container that was given none
+    if "No devices" in text:  # nvidia-smi is there but no GPU, as in a container without one
         return
     if status != 0:
         facts.smi_error = last_line(text)
@@ -122,16 +125,17 @@ def ask_nvidia_smi(facts):
 
 
 def ask_torch(facts):
+    """Fill in the version of torch, its CUDA and the GPUs that it sees, or why it cannot be imported."""
     try:
         import torch
-    except Exception as error:  # a broken installation raises anything, OSError for a missing library
+    except Exception as error:  # a broken installation may raise anything, such as OSError for a missing library
         facts.torch, facts.torch_error = None, last_line(str(error))
         return
     facts.torch = torch.__version__
     facts.cuda_build = torch.version.cuda or torch.version.hip
     named = importlib.metadata.requires("torch") if version("torch") else None
     facts.triton_wanted = next((r.split(";")[0].strip() for r in named or [] if r.startswith("triton")), "triton")
-    with warnings.catch_warnings(action="ignore"):  # the verdict says it in one line
+    with warnings.catch_warnings(action="ignore"):  # the verdict reports the problem in one line
         facts.cuda_available = torch.cuda.is_available()
     if facts.cuda_build and not facts.cuda_available:
         facts.cuda_error = error_of(torch.cuda.init)
@@ -145,7 +149,8 @@ def ask_torch(facts):
 
 
 def try_triton():
-    global tl  # a kernel finds names among its module's globals
+    """Compile and run a Triton kernel on the GPU; raise if that fails."""
+    global tl  # a kernel looks names up among the globals of its module
     import torch
     import triton
     import triton.language as tl
@@ -161,6 +166,7 @@ def try_triton():
 
 
 def try_compile():
+    """Compile a function with torch.compile and run it on the GPU; raise if that fails."""
     import torch
 
     x = torch.ones(64, device="cuda")
@@ -169,7 +175,10 @@ def try_compile():
 
 
 def try_kernels():
-    """{a kernel and its errors: "" or what is wrong}; nothing where they are not meant to run."""
+    """Compare the kernels with float64; return {a kernel, its size and its errors: "" or what is wrong}.
+
+    Sizes that the kernels do not support on this GPU are left out.
+    """
     trials = {}
     try:
         from attention.check import SIZES, check
@@ -183,7 +192,7 @@ def try_kernels():
 
 
 def error_of(function):
-    """ "" if the function returns, else the last line of what it raises."""
+    """Call a function; return "" if it returns, otherwise the last line of what it raises."""
     try:
         function()
     except Exception as error:
@@ -193,6 +202,7 @@ def error_of(function):
 
 
 def last_line(text):
+    """Return the last line of a text that is not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no message"
 
@@ -201,7 +211,7 @@ def last_line(text):
 
 
 def report(facts):
-    """(label, value) pairs, one for each line."""
+    """Return a (label, value) pair for each line of the report."""
     none = "missing"
     build = f"CUDA {facts.cuda_build} build" if facts.cuda_build else "CPU build"
     lines = [
@@ -219,7 +229,7 @@ def report(facts):
 
 
 def problems(facts):
-    """One line for each thing that is wrong: what it is, and how to mend it."""
+    """Return one line for each thing that is wrong: what it is, and how to mend it."""
     found = []
     pip = f"{facts.executable} -m pip install"
     if facts.torch is None:
@@ -253,6 +263,7 @@ def problems(facts):
 
 
 def why_torch_sees_no_gpu(facts, pip):
+    """Return the line about a GPU that nvidia-smi sees and torch does not. pip: how to call pip here."""
     digits = re.match(r"\d+", facts.driver or "")
     driver = int(digits[0]) if digits else 0
     index = f"{WHEELS}/{'cu130' if driver >= OLDEST_DRIVER[13] else 'cu126'}"
@@ -274,12 +285,13 @@ def why_torch_sees_no_gpu(facts, pip):
 
 
 def version_fits(torch_version):
+    """Return whether a version of torch is within the range TORCH."""
     low, high = ([int(n) for n in bound.split(".")] for bound in re.findall(r"[\d.]+", TORCH))
     return low <= [int(n) for n in re.findall(r"\d+", torch_version)[:2]] < high
 
 
 def verdict(facts):
-    """(lines, exit status)."""
+    """Return (lines, exit status): all problems and 1, or what was tried and 0."""
     wrong = problems(facts)
     if wrong:
         return [f"WRONG: {line}" for line in wrong], 1

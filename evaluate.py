@@ -1,12 +1,13 @@
-"""Loss by position: what a model still gains from its context, and what happens beyond the length it was trained at.
+"""Measure the loss by position: what a model gains from its context, and what happens beyond its training length.
 
     python evaluate.py                                                     # the newest run, 4 times its context
     python evaluate.py --out_dir=out/softmax,out/sympow_gating_p2 --length=65536 --documents=16
     python evaluate.py --out_dir=out/demo --length=1000000 --pack=1 --png=loss_by_position.png
 
-Held-out documents are read a piece at a time, with the state carried over, so that memory does not grow with the length
-(for the sympow variants). Prints the mean loss between powers of two, and draws loss against position with the training
-context marked: the second figure of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al., 2025).
+Held-out documents are read piece by piece, and the model's state is carried from one piece to the next, so that memory
+does not grow with the length (except for a KV cache). Prints the mean loss between powers of two and plots the loss
+against the position, with the training context marked: the second figure of "Conformal Transformations for Symmetric
+Power Transformers" (Kumar et al., 2025).
 """
 
 import json
@@ -17,28 +18,29 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from compare import COLOURS, STYLE
 from data import DataError
-from data.loader import Dataset, Windows
+from data.dataset import Dataset
+from data.loader import Windows
 from runs import checkpoint
 from runs.load import load_run, newest_run, no_checkpoint
+from runs.plotting import plot_loss_by_position
 from runs.settings import read_settings, refuse
 
-LOGITS_AT_ONCE = 2**28  # entries: 1 GB in float32
+LOGITS_AT_ONCE = 2**28  # numbers: 1 GB in float32
 
 
 @dataclass
 class EvaluateConfig:
-    out_dir: str = ""  # a run's folder, or several with commas between; default: the newest in out/
+    out_dir: str = ""  # a run's folder, or several separated by commas; default: the newest in out/
     dataset: str = ""  # a folder in data/, or any path; default: the one the run was trained on
-    length: int = 0  # tokens of a document that are read; 0: 4 times the training context, or the whole document
-    documents: int = 16  # how many
-    pack: bool = False  # documents one behind another, to read on where one ends
-    piece: int = 0  # tokens at a time; 0: 65,536 on a GPU, else 1,024
+    length: int = 0  # tokens to read of each document; 0: 4 times the training context, at most the whole document
+    documents: int = 16  # number of documents
+    pack: bool = False  # concatenate documents, to read on where one ends
+    piece: int = 0  # tokens to read at a time; 0: 65,536 on a GPU, else 1,024
     png: str = "loss_by_position.png"  # where the picture goes
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
-    json: bool = False  # end with one JSON line: of each run the mean loss between powers of two
+    json: bool = False  # end with one JSON line: the mean losses of each run between powers of two
 
 
 def main():
@@ -51,26 +53,27 @@ def main():
     for run in runs:
         if not checkpoint.newest(run):
             refuse(no_checkpoint(run))
-    curves, contexts, report = {}, {}, {}
+    curves, contexts, report = {}, [], {}
     for run in runs:
-        losses, context = of_run(run, cfg)
-        curves[run], contexts[run], report[run] = losses, context, between_powers(losses)
+        losses, context = evaluate_run(run, cfg)
+        curves[run], report[run] = losses, between_powers(losses)
+        contexts.append(context)
     print(table(report))
-    wrong = None
+    failure = None
     try:
-        draw(curves, contexts, cfg.png)
+        plot_loss_by_position(curves, contexts, cfg.png)
         print(f"wrote {cfg.png}")
     except ImportError:
         print("no picture, matplotlib is missing: pip install matplotlib", file=sys.stderr)
-    except (OSError, ValueError) as error:  # ValueError: an extension that matplotlib does not know
-        wrong = f"evaluate.py: cannot write {cfg.png}: {error}"
+    except (OSError, ValueError) as error:  # ValueError: a file type that matplotlib does not know
+        failure = f"evaluate.py: cannot write {cfg.png}: {error}"
     if cfg.json:
         print(json.dumps(report))
-    sys.exit(wrong)
+    sys.exit(failure)
 
 
-def of_run(run, cfg):
-    """(mean loss at each position [length] float64, the context it was trained at)."""
+def evaluate_run(run, cfg):
+    """Return (the run's mean loss at each position [length] float64, its training context)."""
     folder = checkpoint.newest(run)
     try:
         settings = checkpoint.settings(checkpoint.run_of(run))
@@ -87,13 +90,13 @@ def of_run(run, cfg):
     if model.config.vocab_size != dataset.vocab_size:
         refuse(f"{run} has a vocabulary of {model.config.vocab_size}, {dataset.name} one of {dataset.vocab_size}")
     count = min(cfg.documents, len(windows))
-    step = len(windows) // count  # spread over the split
+    step = len(windows) // count  # spread the documents over the split
     total = torch.zeros(windows.block_size, dtype=torch.float64)
     for i in range(count):
         inputs, targets = (x.to(device) for x in windows.batch([i * step]))
         try:
             with torch.inference_mode(), autocast:
-                total += by_position(model, inputs, targets, cfg.piece or None)[0].double().cpu()
+                total += losses_by_position(model, inputs, targets, cfg.piece or None)[0].double().cpu()
         except MemoryError as error:
             sys.exit(f"evaluate.py: {error}")
         print(f"\r{run}: {i + 1} of {count} documents of {windows.block_size:,} tokens", end="", file=sys.stderr)
@@ -101,8 +104,8 @@ def of_run(run, cfg):
     return total / count, context
 
 
-def by_position(model, inputs, targets, piece=None):
-    """The loss in nats of each of the targets [B, T], float32."""
+def losses_by_position(model, inputs, targets, piece=None):
+    """Return the loss of each target in nats, float32 [B, T], for inputs and targets [B, T] read a piece at a time."""
     piece = piece or (65536 if inputs.is_cuda else 1024)
     state, losses = model.empty_state(len(inputs)), []
     at_once = max(1, LOGITS_AT_ONCE // model.config.vocab_size // len(inputs))
@@ -115,7 +118,7 @@ def by_position(model, inputs, targets, piece=None):
 
 
 def between_powers(losses):
-    """{"a-b": mean loss of positions a to b}, counted from 1, b a power of two: 1-1, 2-2, 3-4, 5-8, ..."""
+    """Return {"a-b": mean loss of positions a to b}, counted from 1, b a power of two: 1-1, 2-2, 3-4, 5-8, ..."""
     found, before = {}, 0
     while before < len(losses):
         last = min(max(1, 2 * before), len(losses))
@@ -125,49 +128,16 @@ def between_powers(losses):
 
 
 def table(report):
+    """Format {run: {positions: loss}} as a table with a column for each run."""
     names = list(report)
-    rows = list(dict.fromkeys(place for name in names for place in report[name]))
+    rows = list(dict.fromkeys(positions for name in names for positions in report[name]))
     width = max(len("position"), *map(len, rows))
     columns = [max(len(name), 8) for name in names]
     lines = ["  ".join([f"{'position':>{width}}", *(f"{n:>{c}}" for n, c in zip(names, columns))])]
-    for place in rows:
-        cells = [f"{report[n][place]:>{c}.4f}" if place in report[n] else " " * c for n, c in zip(names, columns)]
-        lines.append("  ".join([f"{place:>{width}}", *cells]))
+    for row in rows:
+        cells = [f"{report[n][row]:>{c}.4f}" if row in report[n] else " " * c for n, c in zip(names, columns)]
+        lines.append("  ".join([f"{row:>{width}}", *cells]))
     return "\n".join(lines)
-
-
-def smoothed(losses, points=80):
-    """(positions, means) over at most `points` stretches that grow with the position, as a logarithmic axis wants."""
-    edges = (
-        torch.logspace(0, torch.log10(torch.tensor(float(len(losses) + 1))).item(), points + 1).round().long().unique()
-    )
-    pairs = list(zip(edges[:-1].tolist(), edges[1:].tolist()))
-    return [(a * (b - 1)) ** 0.5 for a, b in pairs], [losses[a - 1 : b - 1].mean().item() for a, b in pairs]
-
-
-def draw(curves, contexts, png):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context(STYLE):
-        figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
-        for i, (run, losses) in enumerate(curves.items()):
-            axis.plot(*smoothed(losses), color=COLOURS[i % len(COLOURS)], linewidth=1.7, label=os.path.basename(run))
-        for context in sorted(set(contexts.values())):
-            axis.axvline(context, color="#888888", linestyle="--", linewidth=1)
-            axis.annotate(
-                f"trained at {context:,}", (context, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
-                textcoords="offset points", va="top", color="#555555", fontsize=9,
-            )  # fmt: skip
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(lambda x, _: f"{int(x):,}")
-        axis.set_xlabel("position in the document, tokens")
-        axis.set_ylabel("loss, nats a token")
-        axis.legend()
-        figure.savefig(png, dpi=150)
-        plt.close(figure)
 
 
 if __name__ == "__main__":

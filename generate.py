@@ -1,133 +1,168 @@
-"""Token ids in, token ids out: what sample.py and the samples during training share. It knows nothing of text."""
+"""Token ids in, token ids out: what sample.py, and train.py for its samples, generate with. It knows nothing of text.
+
+    for ids in generate(model, prompt_ids, max_new_tokens=100, num_samples=2): ...     # a list of num_samples ids
+
+    logits, state = read_prompt(model, prompt_ids, max_new_tokens=100)                 # the same in two steps,
+    for ids in generate(model, before=(logits, state), max_new_tokens=100): ...        # the state in between
+
+On a GPU, models whose attention decodes on the kernels go through decoder.py; all others step through the model.
+"""
 
 import time
 
 import torch
 
-from attention import power
-from attention.state import check_memory
-from kernels import unsupported_reason
-from runs import state_file
+from attention.dispatch import kernel_reason
+
+PIECE = {"cuda": 32768, "cpu": 1024}  # tokens of a prompt that are read at once
 
 
-def generate(model, prompt, cfg, fold="auto", timings=None, before=None, graph=True):
-    """Yields the next token of each sample, a list of num_samples ids, max_new_tokens times.
+def generate(
+    model, ids=(), *, max_new_tokens, num_samples=1, temperature=0.8, top_k=200, top_p=1.0, seed=1337, switch_over=None,
+    state_dtype=torch.float32, timings=None, before=None, cuda_graph=True,
+):  # fmt: skip
+    """Yield the next token of each sample, a list of num_samples ids, max_new_tokens times.
 
-    prompt: ids. It is read once; every sample draws its own first token and goes on from there. before: (logits, state)
-    after what was read before the prompt; without it the prompt has at least one id. graph: on a GPU, with decoder.py.
+    ids: the prompt. It is read once; every sample then goes on from there by itself. before: (logits, ModelState) after
+    what was read before the prompt; without it the prompt has at least one id. temperature: 0 takes the likeliest
+    token; top_k (0: all) and top_p (1: all) bound the choice. Sample i draws with numbers of its own, from seed + i.
+    switch_over: cached tokens that become a state (default: the attention's own); state_dtype: of states between
+    flushes, on the kernels. cuda_graph: generate with decoder.py on a GPU. Raises MemoryError before anything is read
+    if what generation keeps will not fit.
     """
     device = model.transformer.wte.weight.device
     timings = timings or Timings(device)
-    timings.start()
-    logits, state = before or (None, model.empty_state(1, fold))
-    before, c, state_dtype = None, model.config, getattr(torch, cfg.state_dtype)
-    dtype = dtype_of_keys(model)
-    check_memory(c, state, len(prompt) + cfg.max_new_tokens, cfg.num_samples, dtype.itemsize, state_dtype, device)
-    if prompt:
-        logits, state = model.read(torch.tensor([prompt], device=device), state)
-    timings.prefilled(state.bytes())
-    if cfg.save_state:
-        try:
-            state_file.save_state(cfg.save_state, model, logits, state)
-        except OSError as error:
-            raise CannotSave(f"cannot write {cfg.save_state}: {error}") from error
-    if not cfg.max_new_tokens:
+    if ids or before is None:
+        fits = dict(max_new_tokens=max_new_tokens, num_samples=num_samples, state_dtype=state_dtype)
+        before = read_prompt(model, ids, before, switch_over=switch_over, timings=timings, **fits)
+    (logits, state), before = before, None
+    if not max_new_tokens:
         return
-    logits = logits.expand(cfg.num_samples, -1)
-    kernels = device.type == "cuda" and graph and c.attention != "softmax"
-    if kernels and not (power.disabled or unsupported_reason("quadratic", dtype, c.head_dim, c.head_dim, c.p)):
-        from decoder import Decoder  # not everywhere is Triton
-        from kernels.sampling import sample_next_token
+    on_kernels, logits = cuda_graph and decodes_on_kernels(model), logits.expand(num_samples, -1)
+    how = dict(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p)
+    sampler = Sampler(device, num_samples, on_kernels, **how)
+    if on_kernels:
+        from decoder import Decoder  # Triton is not everywhere
 
-        sampler = Sampler(cfg, device, sample_next_token)
-        decoder = Decoder(model, state, sampler, cfg.max_new_tokens, dtype, cfg.num_samples, state_dtype)
+        decoder = Decoder(model, state, sampler, max_new_tokens, cache_dtype(model), num_samples, state_dtype)
         del state  # what one sequence keeps need not be there twice
-        sampler.ready()
+        sampler.prepare()
         sampler(logits, decoder.ids)
-        if cfg.max_new_tokens > 1:
+        if max_new_tokens > 1:
             decoder.capture()
         timings.start()
-        for ids in decoder.tokens(cfg.max_new_tokens):
-            yield ids.tolist()
+        for tokens in decoder.tokens(max_new_tokens):
+            yield tokens.tolist()
             timings.decoded(decoder.bytes())
         return
-    sampler, ids = Sampler(cfg, device), torch.empty(cfg.num_samples, dtype=torch.int64, device=device)
-    state = state.repeat(cfg.num_samples) if cfg.num_samples > 1 else state
-    for i in range(cfg.max_new_tokens):
-        sampler.ready()
-        sampler(logits, ids)
-        yield ids.tolist()
-        if i + 1 < cfg.max_new_tokens:
-            logits, state = model.step(ids, state)
+    tokens = torch.empty(num_samples, dtype=torch.int64, device=device)
+    state = state.repeat(num_samples) if num_samples > 1 else state
+    timings.start()
+    for i in range(max_new_tokens):
+        sampler.prepare()
+        sampler(logits, tokens)
+        yield tokens.tolist()
+        if i + 1 < max_new_tokens:
+            logits, state = model.step(tokens, state)
         timings.decoded(state.bytes())
 
 
-def dtype_of_keys(model):
-    """Of keys and values: autocast's where it is on, else that of the weights."""
+def read_prompt(
+    model, ids, before=None, *, max_new_tokens=1, num_samples=1, switch_over=None, state_dtype=torch.float32,
+    timings=None,
+):  # fmt: skip
+    """Return (logits [1, vocab_size] of the next token, the ModelState) after the prompt's ids; see `generate`."""
+    device = model.transformer.wte.weight.device
+    timings = timings or Timings(device)
+    timings.start()
+    logits, state = before or (None, model.empty_state(1, switch_over))
+    itemsize = cache_dtype(model).itemsize
+    for block, layer in zip(model.transformer.h, state.layers):
+        block.attn.mix.check_memory(layer, len(ids) + max_new_tokens, num_samples, itemsize, state_dtype, device)
+    if ids:
+        logits, state = model.read(torch.tensor([ids], device=device), state, PIECE.get(device.type, 1024))
+    timings.prefilled(state.bytes())
+    return logits, state
+
+
+def decodes_on_kernels(model):
+    """Return whether decoder.py can generate with this model here: on a GPU, all layers by a variant that says so."""
+    c, device = model.config, model.transformer.wte.weight.device.type
+    variants = [type(block.attn.mix) for block in model.transformer.h]
+    if device != "cuda" or not all(vars(variant).get("decodes_on_kernels", False) for variant in variants):
+        return False
+    return not kernel_reason("quadratic", device, cache_dtype(model), c.head_dim, c.head_dim, c.p)
+
+
+def cache_dtype(model):
+    """Return the dtype of cached keys and values: autocast's where it is on, else that of the weights."""
     weight = model.transformer.wte.weight
     kind = weight.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
-class CannotSave(OSError):
-    pass
-
-
 class Sampler:
-    """Draws one token for each sample; sample i with the numbers of its own generator, of seed + i, whatever the batch
-    and the device. They are made on the CPU, many at a time, so that a CUDA graph can hold the drawing."""
+    """Samples one token for each of num_samples rows of logits, row i with the numbers of its own generator, of seed +
+    i, whatever the batch and the device. They are made on the CPU, many at a time, so that a CUDA graph can hold a
+    call."""
 
-    AT_ONCE = 1024
+    NUMBERS = 1024  # that are made at a time
 
-    def __init__(self, cfg, device, kernel=None):
-        """kernel: kernels.sampling.sample_next_token, in place of `draw` here."""
-        self.cfg, self.kernel, self.used = cfg, kernel, 0
-        self.generators = [torch.Generator().manual_seed(cfg.seed + i) for i in range(cfg.num_samples)]
-        self.numbers = torch.empty(cfg.num_samples, self.AT_ONCE, dtype=torch.float64, device=device)
-        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+    def __init__(self, device, num_samples=1, on_kernel=False, *, seed=1337, temperature=0.8, top_k=200, top_p=1.0):
+        """on_kernel: sample on the GPU kernel, which takes logits that are padded with -inf too."""
+        self.options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+        self.kernel, self.used = None, 0
+        if on_kernel:
+            from kernels import sampling  # Triton is not everywhere
 
-    def ready(self):
-        """To be called before each drawing: sees to it that there are numbers."""
-        if self.used % self.AT_ONCE == 0:
-            new = [torch.rand(self.AT_ONCE, generator=g, dtype=torch.float64) for g in self.generators]
+            self.kernel = sampling.sample_next_token
+        self.generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
+        self.numbers = torch.empty(num_samples, self.NUMBERS, dtype=torch.float64, device=device)
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)  # the number that is next
+
+    def prepare(self):
+        """Make new numbers if all are used; to be called before each token, outside of a CUDA graph."""
+        if self.used % self.NUMBERS == 0:
+            new = [torch.rand(self.NUMBERS, generator=g, dtype=torch.float64) for g in self.generators]
             self.numbers.copy_(torch.stack(new))
             self.at.zero_()
         self.used += 1
 
     def __call__(self, logits, ids):
-        """logits [N, vocab_size] -> ids [N], in place."""
-        if self.kernel and self.cfg.temperature > 0:
-            options = {name: getattr(self.cfg, name) for name in ("temperature", "top_k", "top_p")}
-            self.kernel(logits.float(), ids, self.numbers, self.at, **options)
+        """Write the next token of each row of logits [N, vocab_size] into ids [N]."""
+        if self.kernel and self.options["temperature"] > 0:
+            self.kernel(logits.float(), ids, self.numbers, self.at, **self.options)
         else:
-            ids.copy_(draw(logits, self.cfg, self.numbers.index_select(1, self.at)))
+            ids.copy_(sample_next_token(logits, self.numbers.index_select(1, self.at), **self.options))
         self.at += 1
 
 
-def draw(logits, cfg, u):
-    """One token a row of logits [N, vocab_size]: [N] int64, by the numbers u [N, 1] float64 in [0, 1). Of tokens as
-    likely as the last that top_k or top_p takes, all are taken."""
-    if cfg.temperature == 0:
+def sample_next_token(logits, u, *, temperature, top_k, top_p):
+    """Return one token [N] int64 for each row of logits [N, vocab_size], by the numbers u [N, 1] float64 in [0, 1).
+
+    Of tokens as likely as the last one that top_k or top_p takes, all are taken.
+    """
+    if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float() / cfg.temperature
-    if 0 < cfg.top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(cfg.top_k).values[:, -1:], float("-inf"))
+    logits = logits.float() / temperature
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
     probabilities = logits.softmax(-1)
-    if cfg.top_p < 1:
+    if top_p < 1:
         values = probabilities.sort(descending=True).values
-        enough = values.cumsum(-1) - values >= cfg.top_p  # those before a token already have top_p
+        enough = values.cumsum(-1) - values >= top_p  # those before a token already have top_p
         least = values.masked_fill(enough, 1).amin(-1, keepdim=True)
         probabilities = probabilities.masked_fill(probabilities < least, 0)
     total = probabilities.double().cumsum(-1)
-    drawn = torch.searchsorted(total, u * total[:, -1:], right=True)
-    return drawn.squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    sampled = torch.searchsorted(total, u * total[:, -1:], right=True)
+    return sampled.squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
 class Timings:
-    """Seconds of the prompt and of each token, from when the device has done it."""
+    """Seconds that the prompt and each token took, measured when the device has done them."""
 
     def __init__(self, device):
-        self.device, self.prefill, self.steps, self.state_bytes = device, 0.0, [], 0
+        self.device, self.prefill, self.steps, self.state_bytes, self.last = device, 0.0, [], 0, 0.0
 
     def _now(self):
         if self.device.type == "cuda":
@@ -146,12 +181,13 @@ class Timings:
         self.steps.append(now - self.last)
         self.last, self.state_bytes = now, state_bytes
 
-    def report(self, samples, prompt_tokens):
+    def report(self, num_samples, prompt_tokens):
+        """Return the figures of `sample.py --json`."""
         steps = sorted(self.steps) or [0.0]
         at = lambda share: 1000 * steps[min(len(steps) - 1, int(share * len(steps)))]
         return {
             "prefill_tokens_per_second": prompt_tokens / self.prefill if self.prefill else 0.0,
-            "decode_tokens_per_second": samples * len(steps) / sum(steps) if sum(steps) else 0.0,
+            "decode_tokens_per_second": num_samples * len(steps) / sum(steps) if sum(steps) else 0.0,
             "decode_ms_per_token_p50": at(0.50),
             "decode_ms_per_token_p99": at(0.99),
             "state_bytes": self.state_bytes,

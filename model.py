@@ -19,13 +19,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attention import ATTENTIONS
-from attention.embedding import symmetric_power_dim
-from attention.power import FORMS, best_form, default_chunk_size, kernel_chunk_size, kernels_take
-from attention.state import LayerState
-from kernels import CHUNKED_SIZES
+from attention.dispatch import FORMS
+from attention.state import State
 
 LOSS_TOKENS = 16384  # logits of so many tokens, or a 16th of all, exist at any time: 1.6 GB of bfloat16 for GPT-2
-GATED = ("sympow_gating", "conformal_sympow")
 
 
 @dataclass
@@ -78,25 +75,19 @@ class GPTConfig:
             raise ValueError(f"rope_base must be above 1, got {self.rope_base}")
         if self.gate not in ("auto", "learned", "fixed", "none"):
             raise ValueError(f"gate must be auto, learned, fixed or none, got {self.gate!r}")
+        variant = ATTENTIONS[self.attention]
         if self.gate == "auto":
-            self.gate = "learned" if self.attention in GATED else "none"
-        if self.gate != "none" and self.attention not in GATED:
-            raise ValueError(f"attention={self.attention} has no gates, got gate={self.gate}: use {' or '.join(GATED)}")
-        if self.gate == "none" and self.attention == "sympow_gating":
-            raise ValueError("attention=sympow_gating with gate=none is attention=sympow: use that")
+            self.gate = variant.gates[0]
+        variant.check(self)
+        if self.gate not in variant.gates:
+            others = " or ".join(name for name, v in ATTENTIONS.items() if self.gate in v.gates)
+            takes = "has no gates" if variant.gates == ("none",) else f"takes gate={' or '.join(variant.gates)}"
+            raise ValueError(f"attention={self.attention} {takes}, got gate={self.gate}: use {others}")
 
     @property
     def gated(self):
         """Whether attention gets log_g: learned or fixed gates, or resets between packed documents."""
         return self.gate != "none" or self.reset_token >= 0
-
-    def form_at(self, block_size, kernel_dtype=None):
-        """The form that attention takes in training, see `best_form`."""
-        if self.attention in ("softmax", "even_power"):
-            return "quadratic"
-        if self.form != "auto":
-            return self.form
-        return best_form(block_size, self.head_dim, self.p, kernel_dtype, self.gated)
 
     @property
     def padded_vocab_size(self):
@@ -105,26 +96,28 @@ class GPTConfig:
 
 @dataclass
 class ModelState:
-    """What generation keeps: a LayerState for each layer, and how many tokens have been read."""
+    """What generation keeps of the tokens so far: the State of each layer, and how many tokens have been read."""
 
-    layers: list[LayerState]
-    position: int = 0
+    layers: list[State]
+    n_tokens: int = 0
 
     def repeat(self, n):
-        """The state of each sequence n times over."""
-        return ModelState([layer.repeat(n) for layer in self.layers], self.position)
+        """Return the state of each sequence n times over."""
+        return ModelState([layer.repeat(n) for layer in self.layers], self.n_tokens)
 
     def bytes(self):
-        return sum(x.numel() * x.element_size() for layer in self.layers for x in layer.tensors())
+        """Return the bytes that all layers' tensors take."""
+        return sum(layer.bytes() for layer in self.layers)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The head and its loss, piece by piece. The forward pass makes the gradients too, so that no logits are kept
-    or made twice."""
+    """Compute the head and its loss piece by piece. The forward pass makes the gradients too, so that no logits are
+    kept or made twice."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, differentiate):
-        """x [N, C], weight [V, C], its first vocab_size rows count, targets [N], -1 left out -> mean loss."""
+        """Return the mean loss of x [N, C] and targets [N] (-1 is left out), for weight [V, C], of which the first
+        vocab_size rows count."""
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
         w, total, dxs, dw = weight.to(dtype), 0, [], torch.zeros_like(weight)
@@ -209,7 +202,8 @@ class GPT(nn.Module):
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
-        """GPT-2's: normal 0.02, and 0.02 / sqrt(2 n_layer) where a block adds to the residual. Gates set their own."""
+        """Initialise as GPT-2: normal 0.02, and 0.02 / sqrt(2 n_layer) where a block adds to the residual. Gates set
+        their own."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -217,14 +211,14 @@ class GPT(nn.Module):
         if isinstance(module, (Attention, MLP)):
             nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
-    def empty_state(self, batch, fold=None):
-        """The state before any token. fold: "always" folds from the first token; default is the attention's own."""
-        w = self.transformer.wte.weight
-        layers = [LayerState.empty(batch, w.device, fold or block.attn.mix.fold) for block in self.transformer.h]
-        return ModelState(layers)
+    def empty_state(self, batch, switch_over=None):
+        """Return the ModelState before any token. switch_over: the number of cached tokens at which a KV cache becomes
+        a state ("always": at once); by default the attention's own."""
+        device = self.transformer.wte.weight.device
+        return ModelState([block.attn.mix.empty_state(batch, device, switch_over) for block in self.transformer.h])
 
     def forward(self, ids, targets=None, state=None, return_state=False):
-        """ids, targets [B, T] int64, targets of -1 are left out of the loss.
+        """Run the model on ids [B, T] int64; targets [B, T] of -1 are left out of the loss.
 
         Returns (logits [B, T, vocab_size], None), or with targets (None, mean loss in nats); with state (a ModelState
         of the tokens before) or return_state, the ModelState after these tokens comes third.
@@ -236,19 +230,18 @@ class GPT(nn.Module):
         return output if state is None else (*output, state)
 
     def step(self, ids, state):
-        """One token each: ids [B] -> (logits [B, vocab_size] of the next, the state after it)."""
+        """Read one token each: ids [B] -> (logits [B, vocab_size] of the next, the state after it)."""
         return self.read(ids.unsqueeze(1), state)
 
-    def read(self, ids, state, piece=None):
-        """ids [B, T], any T, read a piece at a time -> (logits [B, vocab_size] of the next token, the state after)."""
-        piece = piece or (32768 if ids.is_cuda else 1024)
+    def read(self, ids, state, piece=1024):
+        """Read ids [B, T], `piece` tokens at a time -> (logits [B, vocab_size] of the next token, the state after)."""
         for part in ids.split(piece, dim=1):
             x, state = self.hidden(part, state)
             last, x = x[:, -1].clone(), None  # before the next piece needs the memory
         return self.logits(last), state
 
     def hidden(self, ids, state=None):
-        """ids [B, T] -> what the head reads, [B, T, n_embd], and the state after these tokens (None without one)."""
+        """Return what the head reads, [B, T, n_embd], and the state after the tokens ids [B, T] (None without one)."""
         x = self.transformer.ln_wte(self.transformer.wte(ids))
         x = F.dropout(x, self.config.dropout, self.training)
         resets = None if self.config.reset_token < 0 else ids == self.config.reset_token
@@ -259,14 +252,15 @@ class GPT(nn.Module):
             else:
                 x, layer = block(x, resets, state and state.layers[i])
                 layers.append(layer)
-        return self.transformer.ln_f(x), state and ModelState(layers, state.position + ids.shape[1])
+        return self.transformer.ln_f(x), state and ModelState(layers, state.n_tokens + ids.shape[1])
 
     def logits(self, x):
-        """x [..., n_embd] -> [..., vocab_size]: the padding of the vocabulary is cut off, no tokenizer decodes it."""
+        """Return [..., vocab_size] for x [..., n_embd]: the vocabulary's padding is cut off, no tokenizer decodes
+        it."""
         return F.linear(x, self.transformer.wte.weight)[..., : self.config.vocab_size]
 
     def loss(self, x, targets):
-        """Mean cross entropy of x [B, T, n_embd] and targets [B, T], -1 left out."""
+        """Return the mean cross entropy of x [B, T, n_embd] and targets [B, T], -1 left out."""
         x, weight = x.flatten(0, 1), self.transformer.wte.weight
         # asked here: inside, gradients are always off, and needs_input_grad is true in evaluation too
         differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -274,16 +268,13 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def statistics(self, ids):
-        """What the layers do with ids [B, T]: {"gate": [mean of gamma a layer], "beta": [mean speed of rotation]}, of
-        those that the attention learns."""
+        """Return what the layers do with ids [B, T], {name: [a number for each layer that has it]}: "gate", the mean of
+        gamma, "beta", the mean speed of rotation, and whatever else an attention reports."""
         found, resets = {}, None if self.config.reset_token < 0 else ids == self.config.reset_token
         x = self.transformer.ln_wte(self.transformer.wte(ids))
         for block in self.transformer.h:
-            mix, h = block.attn.mix, block.ln_1(x)
-            if getattr(mix, "gate", None) is not None:
-                found.setdefault("gate", []).append(mix.gates(h).exp().mean().item())
-            if hasattr(mix, "beta"):
-                found.setdefault("beta", []).append(mix.beta(h).mean().item())
+            for name, value in block.attn.mix.statistics(block.ln_1(x)).items():
+                found.setdefault(name, []).append(value)
             x, _ = block(x, resets)
         return found
 
@@ -291,23 +282,8 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, block_size, dtype=torch.bfloat16):
-        """FLOPs of one training token, forward and backward, in the form that is used: 6 for each weight that is
-        multiplied, and the attention's products over the half of the pairs that is causal."""
-        c = self.config
+        """Return the FLOPs of one training token, forward and backward: 6 for each weight that is multiplied, and the
+        attention's own products in the form that is used, over the half of the pairs that is causal."""
         weights = sum(p.numel() for p in self.parameters() if p.dim() == 2)
-        device, D = self.transformer.wte.weight.device.type, c.head_dim
-        on_kernels = c.attention != "softmax" and kernels_take(device, dtype, D, D, c.p)
-        form = c.form_at(block_size, dtype if on_kernels else None)
-        if form == "quadratic":
-            per_head = 6 * block_size * D
-        else:
-            if form == "recurrent":
-                chunk = 1
-            elif on_kernels and (D, c.p) in CHUNKED_SIZES:
-                chunk = kernel_chunk_size(block_size, D, c.p, c.chunk_size or None, c.gated)
-            else:
-                chunk = c.chunk_size or default_chunk_size(D, c.p)
-            # the state is read for each query head and written for each key/value head
-            state = (1 + c.n_kv_head / c.n_head) * symmetric_power_dim(D, c.p) * (D + 1)
-            per_head = 6 * min(chunk, block_size) * D + 6 * state
-        return 6 * weights + c.n_layer * c.n_head * per_head
+        device = self.transformer.wte.weight.device.type
+        return 6 * weights + sum(b.attn.mix.attention_flops(block_size, dtype, device) for b in self.transformer.h)

@@ -7,7 +7,7 @@
     python sample.py --load_state=book.state --prompt="Question: "                          # ask many times
 
 The model reads the end-of-text token, then the prompt, then its own tokens one by one: attention/state.py says what it
-keeps of them. `generate` below knows token ids and nothing of text.
+keeps of them, generate.py how the next token is sampled.
 """
 
 import json
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.state import crossover
-from generate import CannotSave, Timings, dtype_of_keys, generate
+from attention.memory import switch_over_tokens
+from generate import Timings, cache_dtype, generate, read_prompt
 from runs import checkpoint, state_file
 from runs.load import load_run, newest_run, no_checkpoint
 from runs.settings import read_settings, refuse
@@ -35,11 +35,11 @@ class SampleConfig:
     top_k: int = 200  # only the k likeliest tokens; 0: all
     top_p: float = 1.0  # only the likeliest tokens that together have this probability; 1: all
     seed: int = 1337  # sample i draws with seed + i
-    save_state: str = ""  # a file for what is kept of everything read so far, when the prompt has been read
+    save_state: str = ""  # a file for the state after the prompt
     load_state: str = ""  # such a file: the prompt goes on from there
-    form: str = "auto"  # auto: read keys and values until a state is cheaper; recurrent: a state from the first token
-    fold_at: int = 0  # tokens that are kept before they become a state; 0: as many as take a state's memory
-    state_dtype: str = "float32"  # or bfloat16: on a GPU states take half the memory, and are rounded at every fold
+    form: str = "auto"  # auto: a KV cache until a state is cheaper; recurrent: a state from the first token on
+    switch_over: int = 0  # cached tokens that become a state; 0: as many as take a state's memory
+    state_dtype: str = "float32"  # or bfloat16: on a GPU states take half the memory, and are rounded at every flush
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
     json: bool = False  # end with one JSON line of timings
@@ -52,78 +52,118 @@ def main():
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8
     run = cfg.out_dir or newest_run()
-    say = lambda line: print(f"sample.py: {line}", file=sys.stderr)
-    folder = checkpoint.newest(run, True, say, checkpoint.WEIGHTS)
+    warn = lambda line: print(f"sample.py: {line}", file=sys.stderr)
+    folder = checkpoint.newest(run, True, warn, checkpoint.WEIGHTS)
     if not folder:
         refuse(no_checkpoint(run))
-    run = checkpoint.run_of(run)
-    text = cfg.prompt or cfg.start
-    if text.startswith("FILE:"):
-        try:
-            with open(text[5:], encoding="utf-8") as f:
-                text = f.read()
-        except (OSError, UnicodeDecodeError) as error:
-            refuse(f"cannot read the prompt: {error}")
+    run, text = checkpoint.run_of(run), read_text(cfg.prompt or cfg.start)
     model, tokenizer, device, autocast = load_run(run, folder, cfg)
     if cfg.state_dtype != "float32" and device.type != "cuda":
         refuse(f"state_dtype={cfg.state_dtype} is for GPUs, here states are float32")
-    fold = model.transformer.h[0].attn.mix.fold
-    if fold == "never" and (cfg.fold_at or cfg.form == "recurrent"):
-        refuse(f"attention={model.config.attention} has no recurrent form: it keeps every key and value")
-
-    before = None
-    if cfg.load_state:
-        try:
-            before = state_file.load_state(cfg.load_state, model)
-        except (OSError, ValueError) as error:
-            refuse(f"cannot go on from {cfg.load_state}: {error}")
-        fold = before[1].layers[0].fold
-    elif cfg.form == "recurrent":
-        fold = "always"
-    if fold == "auto":
-        with autocast:
-            c, size, state_dtype = model.config, dtype_of_keys(model).itemsize, getattr(torch, cfg.state_dtype)
-        fold = cfg.fold_at or crossover(c.p, c.head_dim, c.head_dim, size, state_dtype)
+    with autocast:
+        switch_over = choose_switch_over(model, cfg)
+    before = load_state(cfg.load_state, model) if cfg.load_state else None
     prompt = [*([] if before else [tokenizer.eot]), *tokenizer.encode(text)]
     timings = Timings(device)
-    samples = [tokenizer.stream() for _ in range(cfg.num_samples)]
-    texts = [text] * cfg.num_samples
     try:
-        print(text, end="", flush=True) if cfg.num_samples == 1 else None
         with torch.inference_mode(), autocast:
-            tokens, before = generate(model, prompt, cfg, fold, timings, before), None
-            for ids in tokens:
-                for i, token in enumerate(ids):
-                    piece = samples[i].feed(token)
-                    texts[i] += piece
-                    if cfg.num_samples == 1:
-                        print(piece, end="", flush=True)
-    except KeyboardInterrupt:
-        pass  # what was drawn so far is printed
+            write_samples(model, tokenizer, cfg, text, prompt, before, switch_over, timings)
     except (MemoryError, torch.OutOfMemoryError) as error:
         sys.exit(f"sample.py: {str(error).splitlines()[0]}")
-    except CannotSave as error:
-        refuse(error)
-    if cfg.num_samples == 1:
-        print(samples[0].flush())
-    else:
-        print("\n---------------\n".join(t + s.flush() for t, s in zip(texts, samples)))
     report = timings.report(cfg.num_samples, len(prompt))
+    print_summary(run, model, device, report, before[1] if before else model.empty_state(1, switch_over))
+    if cfg.json:
+        print(json.dumps(report))
+
+
+def write_samples(model, tokenizer, cfg, text, prompt, before, switch_over, timings):
+    """Print the samples: one while it is generated, several when all are there."""
+    sizes = dict(max_new_tokens=cfg.max_new_tokens, num_samples=cfg.num_samples)
+    sizes |= dict(state_dtype=getattr(torch, cfg.state_dtype), switch_over=switch_over, timings=timings)
+    decoders, texts = [tokenizer.stream() for _ in range(cfg.num_samples)], [text] * cfg.num_samples
+    alone = cfg.num_samples == 1
+    if alone:
+        print(text, end="", flush=True)
+    try:
+        read = read_prompt(model, prompt, before, **sizes)
+        if cfg.save_state:
+            save_state(cfg.save_state, model, *read)
+        options = {name: getattr(cfg, name) for name in ("temperature", "top_k", "top_p", "seed")}
+        tokens, read = generate(model, before=read, **sizes, **options), None  # which frees its memory when it can
+        for ids in tokens:
+            for i, token in enumerate(ids):
+                piece = decoders[i].feed(token)
+                texts[i] += piece
+                if alone:
+                    print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        pass  # what was generated so far is printed
+    if alone:
+        print(decoders[0].flush())
+    else:
+        print("\n---------------\n".join(t + decoder.flush() for t, decoder in zip(texts, decoders)))
+
+
+def print_summary(run, model, device, report, state):
+    """Print one line on stderr: speed, memory, and from which token on the state has a fixed size."""
     summary = [
         f"prompt {report['prefill_tokens_per_second']:,.0f} tokens/s",
         f"then {report['decode_tokens_per_second']:,.0f} tokens/s",
         f"state {report['state_bytes'] / 1e6:,.1f} MB",
     ]
-    if fold != "never":
-        summary.append(f"of fixed size from {1 if fold == 'always' else fold:,} tokens on")
+    limits = {
+        1 if layer.settings().get("switch_over") == "always" else layer.settings().get("switch_over")
+        for layer in state.layers
+    }
+    if len(limits) == 1 and isinstance(limit := limits.pop(), int):
+        summary.append(f"of fixed size from {limit:,} tokens on")
     if device.type == "cuda":
         summary.append(f"peak GPU memory {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB")
     print(f"[{run}, {model.config.attention}: {', '.join(summary)}]", file=sys.stderr)
-    if cfg.json:
-        print(json.dumps(report))
+
+
+def read_text(prompt):
+    """Return the prompt's text, from its file for FILE:path."""
+    if not prompt.startswith("FILE:"):
+        return prompt
+    try:
+        with open(prompt[5:], encoding="utf-8") as f:
+            return f.read()
+    except (OSError, UnicodeDecodeError) as error:
+        refuse(f"cannot read the prompt: {error}")
+
+
+def choose_switch_over(model, cfg):
+    """Return at how many cached tokens a state takes the cache's place, as cfg says; refuse where there is no state."""
+    own = {block.attn.mix.switch_over for block in model.transformer.h}
+    if own <= {"never", None}:
+        if cfg.switch_over or cfg.form == "recurrent":
+            keeps = "it keeps every key and value" if own == {"never"} else "it has no KV cache that becomes a state"
+            refuse(f"attention={model.config.attention} has no recurrent form: {keeps}")
+        return None
+    if cfg.form == "recurrent":
+        return "always"
+    c, state_dtype = model.config, getattr(torch, cfg.state_dtype)
+    return cfg.switch_over or switch_over_tokens(c.p, c.head_dim, c.head_dim, cache_dtype(model).itemsize, state_dtype)
+
+
+def load_state(path, model):
+    try:
+        return state_file.load_state(path, model)
+    except (OSError, ValueError) as error:
+        refuse(f"cannot go on from {path}: {error}")
+
+
+def save_state(path, model, logits, state):
+    try:
+        state_file.save_state(path, model, logits, state)
+    except OSError as error:
+        refuse(f"cannot write {path}: {error}")
 
 
 def check(cfg):
+    """Refuse settings that cannot be, with the value and what would be right."""
+    recurrent = cfg.form == "recurrent"
     for name, fits, want in (
         ("num_samples", cfg.num_samples >= 1, "at least 1"),
         ("seed", 0 <= cfg.seed < 2**63 - cfg.num_samples, "positive and below 2^63"),
@@ -131,11 +171,11 @@ def check(cfg):
         ("temperature", cfg.temperature >= 0, "0 (greedy) or positive"),
         ("top_k", cfg.top_k >= 0, "positive, or 0 for all"),
         ("top_p", 0 < cfg.top_p <= 1, "in (0, 1]"),
-        ("fold_at", cfg.fold_at >= 0, "positive, or 0 for as many tokens as take a state's memory"),
+        ("switch_over", cfg.switch_over >= 0, "positive, or 0 for as many tokens as take a state's memory"),
         ("form", cfg.form in ("auto", "recurrent"), "auto or recurrent"),
-        ("fold_at", not (cfg.fold_at and cfg.form == "recurrent"), "left out with form=recurrent, which folds at once"),
-        ("fold_at", not (cfg.fold_at and cfg.load_state), "left out with load_state: the file has its own"),
-        ("form", not (cfg.form == "recurrent" and cfg.load_state), "left out with load_state: the file has its own"),
+        ("switch_over", not (cfg.switch_over and recurrent), "left out with form=recurrent, which has no KV cache"),
+        ("switch_over", not (cfg.switch_over and cfg.load_state), "left out with load_state: the file has its own"),
+        ("form", not (recurrent and cfg.load_state), "left out with load_state: the file has its own"),
         ("save_state", os.path.isdir(os.path.dirname(cfg.save_state) or "."), "in a folder that is there"),
         ("save_state", not os.path.isdir(cfg.save_state or "file"), "a file, not a folder"),
         ("state_dtype", cfg.state_dtype in ("float32", "bfloat16"), "float32 or bfloat16"),

@@ -29,9 +29,12 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from attention.power import disable_kernels
-from data.loader import DataError, Dataset, Windows, eval_batches, train_batch
-from kernels import CHUNKED_SIZES, unsupported_reason
+from attention.check import kernel_failure
+from attention.dispatch import disable_kernels
+from data import DataError
+from data.dataset import Dataset
+from data.loader import Windows, eval_batches, train_batch
+from generate import generate
 from model import GPT, GPTConfig
 from runs import checkpoint
 from runs.settings import choose_device, read_settings, refuse
@@ -189,7 +192,7 @@ def train():
         except RuntimeError as error:  # names or shapes differ
             refuse(f"the weights of {cfg.init_from} do not fit this model: {error}")
         say(f"weights from {cfg.init_from}")
-    check_kernels(model_cfg, cfg.block_size, dtype, device, say)
+    check_kernels(model, cfg.block_size, dtype, device, say)
     network = torch.compile(model) if compiles(cfg, device, say) else model
     if dist.is_initialized():
         ids = [device] if device.type == "cuda" else None
@@ -242,14 +245,12 @@ def train():
 
     def a_sample():
         """Text from the end of text on; the same numbers are drawn at every evaluation."""
-        from generate import generate
-        from sample import SampleConfig
-
         model.eval()
         with torch.inference_mode(), autocast:
-            settings = SampleConfig(max_new_tokens=cfg.sample_tokens, seed=cfg.seed)
-            fold = model.transformer.h[0].attn.mix.fold
-            ids = [ids for (ids,) in generate(model, [dataset.eot], settings, fold, graph=False)]
+            tokens = generate(
+                model, [dataset.eot], max_new_tokens=cfg.sample_tokens, seed=cfg.seed, cuda_graph=False
+            )  # fmt: skip
+            ids = [ids for (ids,) in tokens]
         model.train()
         return dataset.tokenizer.decode(ids)
 
@@ -701,36 +702,20 @@ def learning_rate(step, cfg):
     return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (cfg.learning_rate - cfg.min_lr)
 
 
-def check_kernels(cfg, block_size, dtype, device, say):
-    """Power attention's kernels against float64, once on each kind of machine; where they are wrong or do not compile,
-    training goes on in plain PyTorch, on all ranks."""
-    if device.type != "cuda" or cfg.attention == "softmax":
+def check_kernels(model, block_size, dtype, device, say):
+    """Compare the attention kernels that this model trains on with float64; where they are wrong or do not compile, go
+    on in plain PyTorch, on all ranks."""
+    if device.type != "cuda":
         return
     torch.cuda.set_device(device)
-    failure = ""
-    if not unsupported_reason("quadratic", dtype, cfg.head_dim, cfg.head_dim, cfg.p):  # else power_attention says so
-        try:
-            from attention.check import checked
-
-            form = kernel_form(cfg, block_size, dtype)
-            failure = checked(form, dtype, cfg.head_dim, cfg.p, cfg.gated) if form else ""
-        except Exception as error:  # no compiler, a Triton that does not fit: whatever it is, PyTorch still works
-            failure = first_line(error)
+    failures = [kernel_failure(model, block_size, dtype)]
     if dist.is_initialized():
-        of_ranks = [""] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, failure)
-        failure = next(filter(None, of_ranks), "")
-    disable_kernels(failure)
-    if failure:
+        failures *= dist.get_world_size()
+        dist.all_gather_object(failures, failures[0])
+    if failure := next(filter(None, failures), ""):
+        disable_kernels(failure)
         say(f"!!! the Triton kernels of power attention fail on this machine: {failure}")
         say("!!! training goes on in plain PyTorch, several times slower and with more memory: see `make doctor`")
-
-
-def kernel_form(cfg, block_size, dtype):
-    """Which form's kernels attention will run on, or None."""
-    form = cfg.form_at(block_size, dtype)
-    takes = {"quadratic": True, "chunked": (cfg.head_dim, cfg.p) in CHUNKED_SIZES, "recurrent": False}
-    return form if takes[form] else None
 
 
 def compiles(cfg, device, say):

@@ -1,15 +1,19 @@
-"""What is computed, in plain PyTorch, one file an idea: read them in this order.
+"""What is computed, in plain PyTorch, one file an idea.
 
-softmax, even_power, sympow, sympow_gating, conformal_sympow are the five attentions; embedding and power hold the
-mathematics they share, rotary and gates their parts, state what they keep while generating.
+The variants are chapters with the same headings: softmax, even_power, sympow, sympow_gating, conformal_sympow; variant
+is what the model asks of each of them. embedding, rotary and gates hold the mathematics that they share; naive is the
+specification, power the operator, forms its fast PyTorch, dispatch the choice between the forms, backend the door to
+the GPU kernels; state and memory are about what generation keeps. check compares the kernels with the specification.
 """
 
-from attention.conformal_sympow import ConformalSympow
-from attention.even_power import EvenPower
-from attention.power import PowerState, power_attention
-from attention.softmax import Softmax
-from attention.sympow import Sympow
-from attention.sympow_gating import SympowGating
+from .conformal_sympow import ConformalSympow
+from .even_power import EvenPower
+from .forms import PowerState
+from .power import power_attention
+from .softmax import Softmax
+from .sympow import Sympow
+from .sympow_gating import SympowGating
+from .variant import Variant
 
 ATTENTIONS = {
     "softmax": Softmax,
@@ -19,4 +23,4 @@ ATTENTIONS = {
     "conformal_sympow": ConformalSympow,
 }
 
-__all__ = ["ATTENTIONS", "PowerState", "power_attention", *(cls.__name__ for cls in ATTENTIONS.values())]
+__all__ = ["ATTENTIONS", "PowerState", "Variant", "power_attention", *(cls.__name__ for cls in ATTENTIONS.values())]

@@ -1,7 +1,7 @@
-"""The kernels against float64, output and every gradient, on the GPU at hand.
+"""The kernels against the specification, output and every gradient, on the GPU at hand.
 
-for line, ok in check(SIZES): ...          # doctor.py, under a minute with an empty cache
-failure = checked(form, dtype, D, p, gated)      # train.py, seconds, once for a GPU, torch, Triton and these sizes
+for line, ok in check(SIZES): ...                              # doctor.py, under a minute with an empty cache
+failure = kernel_failure(model, block_size, torch.bfloat16)    # train.py, seconds, once for a GPU, torch and Triton
 """
 
 import hashlib
@@ -11,11 +11,8 @@ import os
 from pathlib import Path
 
 import torch
-import triton
 
-import kernels
-from attention.power import power_attention
-from kernels.operators import chunked_attention, quadratic_attention
+from . import backend, naive
 
 # form, dtype, head dimension, p, gated: every kernel, branch of the power and head dimension at least once
 SIZES = [
@@ -34,7 +31,7 @@ TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # of y,
 
 
 def check(sizes=SIZES):
-    """(what was checked and the errors, whether they are within tolerance) for each of the sizes, one by one."""
+    """Yield (what was checked and its errors, whether they are within tolerance) for each of the sizes."""
     for form, dtype, D, p, gated in sizes:
         name = f"{form} {str(dtype).removeprefix('torch.')} D={D} p={p}{' gated' if gated else ''}"
         found = errors(form, dtype, D, p, gated, LENGTH[form])
@@ -43,20 +40,22 @@ def check(sizes=SIZES):
 
 
 def errors(form, dtype, D, p, gated, T):
-    """{"y": error, "dq": ..., ...}: ||kernel - float64|| / max(||float64||, 1e-3 ||dy||), on random inputs; infinite
-    where two runs differ."""
+    """Return {"y": error, "dq": ..., ...}: ||kernel - float64|| / max(||float64||, 1e-3 ||dy||) on random inputs;
+    infinite where two runs differ."""
     generator = torch.Generator("cuda").manual_seed(0)
     make = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)
     qkv = make(1, T, 4, D).to(dtype)
     inputs = list(qkv.split((2, 1, 1), dim=2))
+    log_g = None
     if gated:
         strong = (form, p) != ("chunked", 4)  # where bfloat16 does not follow: docs/kernels.md
-        inputs.append(torch.nn.functional.logsigmoid((3 if strong else 1) * make(1, T, 1) + 4))
+        log_g = torch.nn.functional.logsigmoid((3 if strong else 1) * make(1, T, 1) + 4)
+        inputs.append(log_g)
     dy = make(1, T, 2, D).to(dtype)
     torch.full((2**24,), float("nan"), device="cuda")  # whoever gets this memory next must write all of it
-    ours = quadratic_attention if form == "quadratic" else _in_chunks
+    kernels = _quadratic if form == "quadratic" else _chunked
     results = []
-    for attention, to in ((ours, lambda x: x), (ours, lambda x: x), (_reference, torch.Tensor.double)):
+    for attention, to in ((kernels, lambda x: x), (kernels, lambda x: x), (naive.quadratic, torch.Tensor.double)):
         leaves = [to(x).detach().requires_grad_() for x in inputs]
         y = attention(*leaves, p=p)
         results.append([y, *torch.autograd.grad(y, leaves, to(dy))])
@@ -68,25 +67,36 @@ def errors(form, dtype, D, p, gated, T):
     return {n: error(*tensors) for n, *tensors in zip(names, *results)}
 
 
-def _in_chunks(q, k, v, log_g=None, *, p):
-    return chunked_attention(q, k, v, log_g, p=p, chunk=512)[0]
+def _quadratic(q, k, v, log_g=None, *, p):
+    return backend.quadratic_attention(q, k, v, log_g, p=p)
 
 
-def _reference(q, k, v, log_g=None, *, p):
-    return power_attention(q, k, v, log_g, p=p, form="quadratic")  # of float64: plain PyTorch
+def _chunked(q, k, v, log_g=None, *, p):
+    return backend.chunked_attention(q, k, v, log_g, None, None, p=p, chunk=512, final=False)[0]
 
 
-def checked(form, dtype, D, p, gated):
-    """ "" if these kernels are right here, else what is wrong. What was right is remembered in ~/.cache/sympow."""
-    sources = b"".join(
-        f.read_bytes() for f in sorted(Path(kernels.__file__).parent.glob("*")) if f.suffix in (".py", ".json")
-    )
-    key = [
-        torch.cuda.get_device_name(),
-        torch.__version__,
-        triton.__version__,
-        hashlib.sha256(sources).hexdigest()[:12],
-    ]
+def kernel_failure(model, block_size, dtype):
+    """Return "" if the kernels that this GPT would train on agree with float64 on the current GPU, or if it uses none;
+    else what is wrong, in one line."""
+    device, sizes = model.transformer.wte.weight.device.type, set()
+    for block in model.transformer.h:
+        plan = block.attn.mix.training_plan(block_size, dtype, device)
+        if plan is not None and plan.on_kernels:
+            c = block.attn.mix.config
+            sizes.add((plan.form, dtype, c.head_dim, c.p, c.gated))
+    try:
+        return next(filter(None, (_failure(*size) for size in sizes)), "")
+    except Exception as error:  # no compiler, a Triton that does not fit: whatever it is, PyTorch still works
+        return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _failure(form, dtype, D, p, gated):
+    """Check one size, unless this GPU, torch, Triton and these sources passed before (noted in ~/.cache/sympow)."""
+    import triton
+
+    files = sorted(f for f in backend.SOURCES.glob("*") if f.suffix in (".py", ".json"))
+    sources = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12]
+    key = [torch.cuda.get_device_name(), torch.__version__, triton.__version__, sources]
     key = ", ".join([*key, form, str(dtype), f"D={D}", f"p={p}", f"gated={gated}"])
     memory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sympow" / "checked.json"
     try:

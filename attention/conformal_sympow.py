@@ -2,8 +2,8 @@
 
 What it computes      y_i = sum_{j<=i} A_ij v_j,  A_ij proportional to b_ij (q_i . R(c_ij theta)^T k_j)^p
 The quadratic form    b_ij = product of gamma_m, c_ij = sum of beta_m, both over m = j+1..i, with one
-                      beta_m = 1 + tanh(W_beta x_m) in (0, 2) a layer; with u_i = beta_1 + ... + beta_i it is
-                      sympow_gating on R(u_i theta) q_i and R(u_j theta) k_j
+                      beta_m = 1 + tanh(W_beta x_m) in (0, 2) a layer; with the positions u_i = beta_1 + ... + beta_i
+                      it is sympow_gating on R(u_i theta) q_i and R(u_j theta) k_j
 What it keeps         sympow_gating's S and z, and u. Equivalently the state itself is scaled and rotated at every
                       token, S_i = S_{i-1} (gamma_i R-bar) + phi(k_i) v_i^T: a conformal map (proposition 3)
 
@@ -14,36 +14,51 @@ leaves the learned rotation alone, "fixed" has one constant gate a head.
 import torch
 from torch import nn
 
-from attention.gates import linear_fp32, make_gate
-from attention.rotary import rotary
-from attention.state import count_tokens
-from attention.sympow import Sympow, sympow_attention
+from .gates import linear_fp32, make_gate
+from .rotary import rotary
+from .state import count_positions
+from .sympow import Sympow, sympow_attention
 
 
-def conformal_sympow_attention(q, k, v, log_g, beta, *, p, base, form="auto", chunk_size=None):
-    """sympow_attention of q, k not yet rotated; beta [B, T] scales the speed of rotation at each token, base is N.
+def conformal_sympow_attention(q, k, v, log_g, positions, *, p, base, form="auto", chunk_size=None):
+    """Compute sympow_attention of q and k that are not yet rotated, turned by learned positions.
 
+    positions [B, T] float64: the running sums of beta [B, T], the speed of rotation at each token; base is N.
     log_g [B, T, Hkv] or None: natural log of the gates. See `power_attention`.
     """
-    u = beta.double().cumsum(dim=1)
-    q, k = rotary(q, u, base), rotary(k, u, base)
+    q, k = rotary(q, positions, base), rotary(k, positions, base)
     return sympow_attention(q, k, v, p=p, log_g=log_g, form=form, chunk_size=chunk_size)
 
 
 class ConformalSympow(Sympow):
+    gates = ("learned", "fixed", "none")
+    decodes_on_kernels = True
+
     def __init__(self, config):
         super().__init__(config)
-        self.gate = None if config.gate == "none" else make_gate(config.gate, config)
-        self.W_beta = nn.Parameter(
-            torch.zeros(1, config.n_embd)
-        )  # beta starts at 1: a fresh model turns as sympow does
+        self.gate = None if config.gate == "none" else make_gate(config)
+        # beta starts at 1: a fresh model turns as sympow does
+        self.W_beta = nn.Parameter(torch.zeros(1, config.n_embd))
 
     def beta(self, x):
-        """Speed of rotation at each token, [B, T] in (0, 2), float32: in bfloat16 it drifts 1.3 turns by 64k tokens."""
+        """Return the speed of rotation at each token, [B, T] in (0, 2), float32: bfloat16 drifts 1.3 turns by 64k."""
         return 1 + torch.tanh(linear_fp32(x, self.W_beta).squeeze(-1))
 
-    def gates(self, x):
+    def log_gates(self, x):
         return self.gate and self.gate(x)
 
-    def clock(self, x, state):
-        return count_tokens(x, state, self.beta(x))
+    def positions(self, x, state):
+        return count_positions(x, state, self.beta(x))
+
+    def attend(self, q, k, v, log_g, positions):
+        p, base = self.p, self.rope_base
+        form = dict(form=self.form, chunk_size=self.chunk_size)
+        return conformal_sympow_attention(q, k, v, log_g, positions, p=p, base=base, **form)
+
+    def statistics(self, x):
+        gate = {} if self.gate is None else {"gate": self.log_gates(x).exp().mean().item()}
+        return gate | {"beta": self.beta(x).mean().item()}
+
+    def decoder_weights(self):
+        gate = {} if self.gate is None else self.gate.decoder_weights()
+        return super().decoder_weights() | gate | {"beta": self.W_beta}

@@ -10,7 +10,7 @@ From "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), sections 3 a
 
 import torch
 
-from kernels.layout import symmetric_power_dim
+from .backend import symmetric_power_dim
 
 
 def tensor_power_embedding(x, p):
@@ -36,14 +36,14 @@ def symmetric_power_embedding(x, p):
 
 
 def _tails(d, r):
-    """Where, among the multi-indices of degree r, those with a first index of at least i begin, for each i."""
+    """Return where, among the multi-indices of degree r, those with a first index of at least i begin, for each i."""
     return [symmetric_power_dim(d, r) - symmetric_power_dim(d - i, r) for i in range(d)]
 
 
 @torch.library.custom_op("sympow::sqrt_multiplicity", mutates_args=())
 def _sqrt_multiplicity(like: torch.Tensor, d: int, p: int) -> torch.Tensor:
-    """_make_sqrt_multiplicity(d, p) in the dtype and on the device of `like`; an operator, so that torch.compile does
-    not look inside."""
+    """Return _make_sqrt_multiplicity(d, p) in the dtype and on the device of `like`. It is an operator so that
+    torch.compile does not look inside."""
     key = d, p, like.dtype, like.device
     if key not in _made:
         _made[key] = _make_sqrt_multiplicity(d, p).to(like)
@@ -59,7 +59,8 @@ _made = {}
 
 
 def _make_sqrt_multiplicity(d, p):
-    """sqrt(p! / (c_1! ... c_d!)) for each multi-index, [C(d+p-1, p)], built degree by degree like the features."""
+    """Return sqrt(p! / (c_1! ... c_d!)) for each multi-index, [C(d+p-1, p)], built degree by degree like the
+    features."""
     count = torch.ones(d, dtype=torch.float64)  # permutations of each multi-index so far
     run = torch.ones(d, dtype=torch.float64)  # how often its first index is repeated at its start
     for r in range(1, p):

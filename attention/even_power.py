@@ -6,12 +6,12 @@ The quadratic form    the one used here, as in section 2 of "Symmetric Power Tra
 What it keeps         every key and value, like softmax; sympow computes the same function with a state
 """
 
-from torch import nn
-
-from attention.gates import forget_at
-from attention.power import power_attention
-from attention.rotary import rotary
-from attention.state import count_tokens, generate_power
+from .dispatch import plan
+from .embedding import symmetric_power_dim
+from .gates import reset_gates
+from .power import power_attention
+from .state import attend_and_append
+from .variant import KVCacheVariant
 
 
 def even_power_attention(q, k, v, *, p, log_g=None):
@@ -19,27 +19,37 @@ def even_power_attention(q, k, v, *, p, log_g=None):
     return power_attention(q, k, v, log_g, p=p, form="quadratic")
 
 
-class EvenPower(nn.Module):
-    """The power variants differ in three things: the form, the gates and the clock that the rotation goes by."""
+class EvenPower(KVCacheVariant):
+    """Even-power attention, and the base of the power variants, which differ from it in their form, their gates, their
+    positions and the function of their chapter that `attend` calls."""
 
-    form, chunk_size, fold = "quadratic", None, "never"
-
-    def __init__(self, config):
-        super().__init__()
-        self.p, self.rope_base = config.p, config.rope_base
-
-    def gates(self, x):
-        """log_g [B, T, Hkv] of the tokens x [B, T, C], or None: nothing is forgotten."""
-        return None
-
-    def clock(self, x, state):
-        """u of each token, [T] or [B, T] float64: here its position."""
-        return count_tokens(x, state)
+    decodes_on_kernels = True
+    form, chunk_size = "quadratic", None
 
     def forward(self, x, q, k, v, resets=None, state=None):
-        u = self.clock(x, state)
-        q, k = rotary(q, u, self.rope_base), rotary(k, u, self.rope_base)
-        log_g = forget_at(resets, self.gates(x), k)
-        if state is not None:
-            return generate_power(q, k, v, log_g, u, state, p=self.p)
-        return power_attention(q, k, v, log_g, p=self.p, form=self.form, chunk_size=self.chunk_size), None
+        positions = self.positions(x, state)
+        log_g = reset_gates(resets, self.log_gates(x), k)
+        if state is None:
+            return self.attend(q, k, v, log_g, positions), None
+        q, k = self.rotate(q, k, positions)
+        return attend_and_append(q, k, v, log_g, positions, state, p=self.p)
+
+    def attend(self, q, k, v, log_g, positions):
+        """Return y [B, T, H, D] in training: the chapter's function of q and k that are not yet rotated."""
+        q, k = self.rotate(q, k, positions)
+        return even_power_attention(q, k, v, p=self.p, log_g=log_g)
+
+    def training_plan(self, block_size, dtype, device_type):
+        D, p = self.config.head_dim, self.p
+        return plan(
+            block_size, D, D, p, dtype=dtype, device_type=device_type, gated=self.config.gated, form=self.form,
+            chunk_size=self.chunk_size,
+        )  # fmt: skip
+
+    def attention_flops(self, block_size, dtype, device_type):
+        c, chosen = self.config, self.training_plan(block_size, dtype, device_type)
+        if chosen.form == "quadratic":
+            return super().attention_flops(block_size, dtype, device_type)
+        inside = super().attention_flops(min(chosen.chunk_size, block_size), dtype, device_type)
+        # The state is read for each query head and written for each key/value head.
+        return inside + 6 * (c.n_head + c.n_kv_head) * symmetric_power_dim(c.head_dim, c.p) * (c.head_dim + 1)

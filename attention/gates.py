@@ -21,6 +21,9 @@ class LearnedGate(nn.Module):
         """x [B, T, C] -> log gamma [B, T, Hkv], float32 or wider, <= 0."""
         return F.logsigmoid(linear_fp32(x, self.W_gamma, self.b))
 
+    def decoder_weights(self):
+        return {"gate": (self.W_gamma, self.b)}
+
 
 class FixedGate(nn.Module):
     def __init__(self, n_kv_head):
@@ -28,26 +31,31 @@ class FixedGate(nn.Module):
         self.register_buffer("log_g", -alibi_slopes(n_kv_head), persistent=False)
 
     def forward(self, x):
+        """x [B, T, C] -> log gamma [B, T, Hkv], the same at every token."""
         return self.log_g.expand(*x.shape[:2], -1)
+
+    def decoder_weights(self):
+        return {"slopes": -self.log_g}
 
 
 def alibi_slopes(heads):
-    """m_h = 2^(-8 h / heads) for h = 1..heads, float32 (Press et al., 2021)."""
+    """Return m_h = 2^(-8 h / heads) for h = 1..heads, float32 (Press et al., 2021)."""
     return 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1))
 
 
-def make_gate(kind, config):
-    if kind == "learned":
+def make_gate(config):
+    """Return the gate that config.gate, "learned" or "fixed", asks for."""
+    if config.gate == "learned":
         return LearnedGate(config.n_embd, config.n_kv_head, config.gate_bias)
     return FixedGate(config.n_kv_head)
 
 
 def linear_fp32(x, weight, bias=None):
-    """x W^T + b in float32 (float64 for float64 weights), whatever the precision of matrix products: a sum of products,
-    row by row of W, never becomes bf16 or tf32. x [..., C], weight [n, C] -> [..., n].
+    """Return x W^T + b [..., n] for x [..., C] and weight [n, C], in float32 (float64 for float64 weights) whatever the
+    precision of matrix products: a sum of products, row by row of W, never becomes bf16 or tf32.
 
-    On a GPU under autocast to bfloat16, x is rounded as every other linear layer's is, and the product of a matrix unit
-    as exact as float32's; gradients then are autocast's. (Row by row it took 8 of 200 ms a step.)
+    On a GPU under autocast to bfloat16, x is rounded as for every other linear layer, and the product runs on the
+    matrix unit as exactly as in float32; gradients then are autocast's. (Row by row it took 8 of 200 ms a step.)
     """
     kind = x.device.type
     bfloat16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
@@ -61,7 +69,8 @@ def linear_fp32(x, weight, bias=None):
 
 @torch.library.custom_op("sympow::linear_fp32", mutates_args=())
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [N, C] bfloat16 times weight [n, C] float32, as the sum of three products: 3 bfloat16 have a float32's bits."""
+    """Multiply x [N, C] bfloat16 by weight [n, C] float32 as the sum of three products: three bfloat16 hold a
+    float32."""
     pieces, rest = [], weight
     for _ in range(3):
         pieces.append(rest.to(torch.bfloat16))
@@ -97,12 +106,14 @@ _product.register_autograd(
 )
 
 
-def forget_at(resets, log_g, k):
-    """log_g with -inf where resets [B, T] is true: those tokens see nothing before them. log_g None means 0."""
+def reset_gates(resets, log_g, k):
+    """Return log_g [B, T, Hkv] with -inf where resets [B, T] is true: those tokens see nothing before them.
+
+    log_g None means no gates; without resets it is returned as it is. k gives the shape, dtype and device.
+    """
     if resets is None:
         return log_g
     if log_g is None:
-        log_g = torch.zeros(
-            k.shape[:3], dtype=torch.float64 if k.dtype == torch.float64 else torch.float32, device=k.device
-        )
+        dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
+        log_g = torch.zeros(k.shape[:3], dtype=dtype, device=k.device)
     return log_g.masked_fill(resets.unsqueeze(-1), float("-inf"))

@@ -1,44 +1,87 @@
-"""Power attention in float64, written as the definition reads: no blocks, no states, no logarithms, no scaling."""
+"""Power attention as its definition reads: the specification that every faster form is compared with.
+
+    y = quadratic(q, k, v, log_g, p=2)                                  # every pair of tokens
+    y, (S, z) = recurrent(q, k, v, log_g, p=2)                          # token by token, through the state
+    y, (S, z) = chunked(q, k, v, log_g, p=2, chunk_size=16)             # pairs inside a chunk, a state between chunks
+
+All three compute the function that attention/power.py describes and take its arguments: q [B, T, H, D], k [B, T, Hkv,
+D], v [B, T, Hkv, E], log_g [B, T, Hkv] or None, initial_state (S [B, Hkv, Dphi, E], z [B, Hkv, Dphi]) or None. There
+are no blocks, no logarithms and no scaling here, so call them with float64. A gate is exp(log_g), and log_g = -inf is
+simply a gate of zero. "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024); gates: Kumar et al., 2025.
+"""
 
 import torch
 
-from attention.embedding import symmetric_power_embedding
+from .embedding import symmetric_power_embedding as phi
 
 
-def power_attention_oracle(q, k, v, log_g=None, *, p=2, scale=None, initial_state=None):
-    """The arguments of `power_attention`, float64. Gates enter as products of exp(log_g), so -inf is simply 0."""
-    (B, T, H, D), Hkv = q.shape, k.shape[2]
-    scale = D**-0.5 if scale is None else scale
-    k, v = (x.repeat_interleave(H // Hkv, dim=2) for x in (k, v))
-    g = (
-        torch.ones(B, T, H, dtype=q.dtype, device=q.device)
-        if log_g is None
-        else log_g.exp().repeat_interleave(H // Hkv, dim=2)
-    )
-    w = (scale * torch.einsum("bihd,bjhd->bhij", q, k)) ** p
-    rows, since_start = [], []  # row i of the products g_{j+1} ... g_i, zero for j > i
-    for i in range(T):
-        g_i = g[:, i, :, None]
-        before = rows[-1] * g_i if i else w.new_zeros(B, H, T)
-        rows.append(before + torch.eye(T, dtype=q.dtype, device=q.device)[i])
-        since_start.append((since_start[-1] if i else 1) * g_i)
-    w = w * torch.stack(rows, dim=2)
+def quadratic(q, k, v, log_g=None, *, p=2, scale=None, initial_state=None):
+    """Return y [B, T, H, E]: y_i = sum_j w_ij v_j / sum_j w_ij, with w_ij = g_{j+1} ... g_i (scale q_i . k_j)^p."""
+    group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5 if scale is None else scale
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    decay, decay_from_start = gate_products(gates(log_g, k[:, :, ::group]).repeat_interleave(group, dim=2))
+    w = decay * (scale * torch.einsum("bihd,bjhd->bhij", q, k)) ** p
     num, den = w @ v.transpose(1, 2), w.sum(-1, keepdim=True)
     if initial_state is not None:
-        S, z = (x.repeat_interleave(H // Hkv, dim=1) for x in initial_state)
-        phi = scale**p * symmetric_power_embedding(q.transpose(1, 2), p) * torch.stack(since_start, dim=2)
-        num, den = num + phi @ S, den + (phi @ z.unsqueeze(-1))
-    empty = den == 0
-    return torch.where(empty, 0, num / torch.where(empty, 1, den)).transpose(1, 2)
+        S, z = (x.repeat_interleave(group, dim=1) for x in initial_state)
+        phi_q = scale**p * phi(q.transpose(1, 2), p) * decay_from_start.unsqueeze(-1)
+        num, den = num + phi_q @ S, den + phi_q @ z.unsqueeze(-1)
+    return divide(num, den).transpose(1, 2)
 
 
-def state_oracle(k, v, log_g=None, *, p=2, initial_state=None):
-    """The PowerState after all tokens, as (S, z), by the recurrence."""
-    B, T, Hkv, D = k.shape
+def recurrent(q, k, v, log_g=None, *, p=2, initial_state=None):
+    """Return (y, (S, z)): S_t = g_t S_{t-1} + phi(k_t) v_t^T, z_t = g_t z_{t-1} + phi(k_t), and y_t = phi(q_t) S_t /
+    phi(q_t) z_t. The scale of the scores cancels."""
+    group, outputs, state = q.shape[2] // k.shape[2], [], initial_state
+    for t in range(q.shape[1]):
+        now = slice(t, t + 1)
+        state = state_after(k[:, now], v[:, now], None if log_g is None else log_g[:, now], p=p, initial_state=state)
+        S, z = (x.repeat_interleave(group, dim=1) for x in state)
+        phi_q = phi(q[:, t], p).unsqueeze(2)  # [B, H, 1, Dphi]
+        outputs.append(divide(phi_q @ S, phi_q @ z.unsqueeze(-1)).squeeze(2))
+    return torch.stack(outputs, dim=1), state
+
+
+def chunked(q, k, v, log_g=None, *, p=2, chunk_size, initial_state=None):
+    """Return (y, (S, z)): the quadratic form inside each chunk, with the state of all chunks before as its initial
+    one."""
+    outputs, state = [], initial_state
+    for start in range(0, q.shape[1], chunk_size):
+        q_c, k_c, v_c, g_c = (None if x is None else x[:, start : start + chunk_size] for x in (q, k, v, log_g))
+        outputs.append(quadratic(q_c, k_c, v_c, g_c, p=p, initial_state=state))
+        state = state_after(k_c, v_c, g_c, p=p, initial_state=state)
+    return torch.cat(outputs, dim=1), state
+
+
+def state_after(k, v, log_g=None, *, p=2, initial_state=None):
+    """Return the state (S, z) after all tokens, by the recurrence."""
     S, z = initial_state if initial_state is not None else (0, 0)
-    for t in range(T):
-        phi = symmetric_power_embedding(k[:, t], p)
-        g = torch.ones(B, Hkv, dtype=k.dtype) if log_g is None else log_g[:, t].exp()
-        S = g[..., None, None] * S + phi.unsqueeze(-1) * v[:, t].unsqueeze(-2)
-        z = g[..., None] * z + phi
+    g = gates(log_g, k)
+    for t in range(k.shape[1]):
+        phi_k = phi(k[:, t], p)  # [B, Hkv, Dphi]
+        S = g[:, t, :, None, None] * S + phi_k.unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        z = g[:, t, :, None] * z + phi_k
     return S, z
+
+
+def gates(log_g, k):
+    """Return exp(log_g) [B, T, Hkv], or ones where log_g is None."""
+    return torch.ones(k.shape[:3], dtype=k.dtype, device=k.device) if log_g is None else log_g.exp()
+
+
+def gate_products(g):
+    """Return, for g [B, T, H], the products g_{j+1} ... g_i [B, H, T, T], zero for j > i, and g_1 ... g_i [B, H, T]."""
+    B, T, H = g.shape
+    row, since_start, rows, starts = g.new_zeros(B, H, T), 1, [], []
+    for i in range(T):
+        row = row * g[:, i, :, None] + torch.nn.functional.one_hot(torch.tensor(i, device=g.device), T)
+        since_start = since_start * g[:, i]
+        rows.append(row)
+        starts.append(since_start)
+    return torch.stack(rows, dim=2), torch.stack(starts, dim=2)
+
+
+def divide(num, den):
+    """Return num / den, zeros where den is zero."""
+    empty = den == 0
+    return torch.where(empty, 0, num / torch.where(empty, 1, den))

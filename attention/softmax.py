@@ -6,16 +6,14 @@ What it keeps         every key and value: memory and time a token grow with the
 """
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-from attention.gates import forget_at
-from attention.rotary import rotary
-from attention.state import count_tokens
+from .gates import reset_gates
+from .variant import KVCacheVariant
 
 
 def softmax_attention(q, k, v, log_g=None, *, scale=None):
-    """Causal softmax attention through torch's scaled_dot_product_attention.
+    """Compute causal softmax attention with torch's scaled_dot_product_attention.
 
     q [B, n, H, D] belong to the last n of the T tokens of k [B, T, Hkv, D], v [B, T, Hkv, E]. log_g [B, T, Hkv] holds
     only 0 and -inf; -inf hides all tokens before. Returns [B, n, H, E].
@@ -36,18 +34,12 @@ def softmax_attention(q, k, v, log_g=None, *, scale=None):
     return y.transpose(1, 2)
 
 
-class Softmax(nn.Module):
-    fold = "never"
-
-    def __init__(self, config):
-        super().__init__()
-        self.rope_base = config.rope_base
-
+class Softmax(KVCacheVariant):
     def forward(self, x, q, k, v, resets=None, state=None):
-        u = count_tokens(x, state)
-        q, k = rotary(q, u, self.rope_base), rotary(k, u, self.rope_base)
-        log_g = forget_at(resets, None, k)
+        positions = self.positions(x, state)
+        q, k = self.rotate(q, k, positions)
+        log_g = reset_gates(resets, None, k)
         if state is not None:
-            state = state.append(k, v, log_g, u)
+            state = state.append(k, v, log_g, positions)
             k, v, log_g = state.k, state.v, state.log_g
         return softmax_attention(q, k, v, log_g), state

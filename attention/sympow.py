@@ -8,8 +8,8 @@ What it keeps         S_i = S_{i-1} + phi(k'_i) v_i^T   and   z_i = z_{i-1} + ph
 "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), section 4; rotation: proposition 1 of Kumar et al., 2025.
 """
 
-from attention.even_power import EvenPower
-from attention.power import power_attention
+from .even_power import EvenPower
+from .power import power_attention
 
 
 def sympow_attention(q, k, v, *, p, log_g=None, form="auto", chunk_size=None):
@@ -18,8 +18,13 @@ def sympow_attention(q, k, v, *, p, log_g=None, form="auto", chunk_size=None):
 
 
 class Sympow(EvenPower):
-    fold = "auto"
+    decodes_on_kernels = True
+    switch_over = "auto"
 
     def __init__(self, config):
         super().__init__(config)
         self.form, self.chunk_size = config.form, config.chunk_size or None
+
+    def attend(self, q, k, v, log_g, positions):
+        q, k = self.rotate(q, k, positions)
+        return sympow_attention(q, k, v, p=self.p, log_g=log_g, form=self.form, chunk_size=self.chunk_size)

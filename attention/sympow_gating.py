@@ -7,19 +7,37 @@ What it keeps         S_i = gamma_i S_{i-1} + phi(k'_i) v_i^T   and   z_i = gamm
 "Conformal Transformations for Symmetric Power Transformers" (Kumar et al., 2025), section 3.1 and proposition 2.
 """
 
-from attention.gates import make_gate
-from attention.sympow import Sympow, sympow_attention
+from .gates import make_gate
+from .sympow import Sympow, sympow_attention
 
 
 def sympow_gating_attention(q, k, v, log_g, *, p, form="auto", chunk_size=None):
-    """sympow_attention with log_g [B, T, Hkv] <= 0, the natural log of the gates; see `power_attention`."""
+    """Compute sympow_attention with log_g [B, T, Hkv] <= 0, the natural log of the gates; see `power_attention`."""
     return sympow_attention(q, k, v, p=p, log_g=log_g, form=form, chunk_size=chunk_size)
 
 
 class SympowGating(Sympow):
+    gates = ("learned", "fixed")
+    decodes_on_kernels = True
+
+    @classmethod
+    def check(cls, config):
+        if config.gate == "none":
+            raise ValueError("attention=sympow_gating with gate=none is attention=sympow: use that")
+
     def __init__(self, config):
         super().__init__(config)
-        self.gate = make_gate("fixed" if config.gate == "fixed" else "learned", config)
+        self.gate = make_gate(config)
 
-    def gates(self, x):
+    def log_gates(self, x):
         return self.gate(x)
+
+    def attend(self, q, k, v, log_g, positions):
+        q, k = self.rotate(q, k, positions)
+        return sympow_gating_attention(q, k, v, log_g, p=self.p, form=self.form, chunk_size=self.chunk_size)
+
+    def statistics(self, x):
+        return {"gate": self.log_gates(x).exp().mean().item()}
+
+    def decoder_weights(self):
+        return super().decoder_weights() | self.gate.decoder_weights()

@@ -15,7 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data import DataError  # noqa: E402
-from data.loader import Dataset, Windows, train_batch  # noqa: E402
+from data.dataset import Dataset  # noqa: E402
+from data.loader import Windows, train_batch  # noqa: E402
 
 
 def take(name, block_size, batch_size, pack, rank, world, seconds, start, counts):

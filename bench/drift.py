@@ -21,12 +21,12 @@ from model import GPT, GPTConfig  # noqa: E402
 
 
 class Forced:
-    """In a sampler's place: the next token of a text."""
+    """Takes a sampler's place: the next token is that of a text."""
 
     def __init__(self, text):
         self.text, self.at = text, torch.zeros(1, dtype=torch.int64, device=text.device)
 
-    def ready(self):
+    def prepare(self):
         pass
 
     def __call__(self, logits, ids):
@@ -35,7 +35,7 @@ class Forced:
 
 
 def drift(attention, tokens, positions, state_dtype=torch.float32, seed=0):
-    """Yields (position, relative difference of the logits) at the positions, in order, all below tokens - 1."""
+    """Yield (position, relative difference of the logits) at the positions, in order, all below tokens - 1."""
     torch.manual_seed(seed)
     config = dict(vocab_size=512, n_layer=2, n_head=4, n_embd=256, attention=attention, p=2)
     model = GPT(GPTConfig(**config)).cuda().eval()

@@ -3,7 +3,7 @@
     python bench/sample.py                                      # batch 1 and 64, after 1,000 and 1,000,000 tokens
     python bench/sample.py --only sympow_gating --batch 1 8 64 256 --context 1000 --json out/sample.json
 
-Weights are random and in bfloat16, states in float32 or --state_dtype; tokens are drawn with sample.py's defaults. A
+Weights are random and in bfloat16, states in float32 or --state_dtype; tokens are sampled with sample.py's defaults. A
 line has the tokens a second of all samples together, the median and the 99th percentile of the milliseconds from one
 token to the next, the share of the GPU's bandwidth that one read of the weights and the state a token takes, and what
 is allocated.
@@ -22,12 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.train import VARIANTS  # noqa: E402
 from decoder import Decoder  # noqa: E402
-from generate import Sampler
-from kernels.sampling import sample_next_token  # noqa: E402
+from generate import PIECE, Sampler  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from sample import SampleConfig  # noqa: E402
 
-FOLD_AT = 512  # so that every context here has a state
+SWITCH_OVER = 512  # so that every context here has a state
 WARM_UP = 200
 BANDWIDTH = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.0e12}  # bytes a second, of a plain copy
 PREFILL = 65536
@@ -38,10 +36,10 @@ def ours(settings, batch, context, tokens, state_dtype):
     model = GPT(GPTConfig(**settings)).cuda().eval()
     ids = torch.randint(model.config.vocab_size, (1, context), device="cuda")
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
-        logits, state = model.read(ids, model.empty_state(1, FOLD_AT))
-        sampler = Sampler(SampleConfig(num_samples=batch), torch.device("cuda"), sample_next_token)
+        logits, state = model.read(ids, model.empty_state(1, SWITCH_OVER), PIECE["cuda"])
+        sampler = Sampler(torch.device("cuda"), batch, on_kernel=True)
         decoder = Decoder(model, state, sampler, WARM_UP + tokens, torch.bfloat16, batch, state_dtype)
-        sampler.ready()
+        sampler.prepare()
         sampler(logits.expand(batch, -1), decoder.ids)
         del ids, state, logits
         for _ in decoder.tokens(WARM_UP):
@@ -50,7 +48,7 @@ def ours(settings, batch, context, tokens, state_dtype):
         for _ in decoder.tokens(tokens):
             times.append(time.perf_counter())
     weights = 2 * sum(p.numel() for p in model.parameters())
-    power = sum(x.numel() * x.element_size() for _, _, power in decoder.layers for x in power or ())
+    power = sum(x.numel() * x.element_size() for layer in decoder.layers for x in layer.power or ())
     return row(times, batch) | dict(bytes=weights + power, allocated=torch.cuda.memory_allocated())
 
 
@@ -94,7 +92,7 @@ def prefill(settings):
     most while it is read, and while one of 2^20 tokens is."""
     model = GPT(GPTConfig(**settings)).cuda().eval()
     ids = torch.randint(model.config.vocab_size, (1, 2**20), device="cuda")
-    read = lambda n: model.read(ids[:, :n], model.empty_state(1))
+    read = lambda n: model.read(ids[:, :n], model.empty_state(1), PIECE["cuda"])
     forward = lambda n: model.logits(model.hidden(ids[:, :n])[0][:, -1])
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
         speeds = []

@@ -1,4 +1,4 @@
-"""The command line of the four prepare scripts: the options that they share, one-line errors, exit status 2.
+"""The command line that the four prepare scripts share: common options, errors of one line, exit status 2.
 
 def main(argv):
     args = Parser(__doc__, __file__).parse_args(argv)       # args.out, args.document_length, args.val_fraction, ...
@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 
-from data import DataError
+from . import DataError
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -20,9 +20,11 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations or a usage dump; `--val-fraction` and `--val_fraction` are the same option."""
+    """An ArgumentParser without abbreviations and without a usage dump; `--val-fraction` and `--val_fraction` are the
+    same option."""
 
     def __init__(self, description, script, val_fraction=0.05):
+        """Add the common options. script: the path of the prepare script, whose folder is the default of --out."""
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
         self.folder = os.path.dirname(os.path.abspath(script))
         self.add_argument("--out", default=self.folder, help="folder to write; data/NAME makes it --dataset=NAME")
@@ -31,7 +33,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--verify", action="store_true", help="read all shards; damaged ones are made again")
 
     def parse_args(self, argv):
-        """The arguments, and as args.command how to prepare this dataset again, for meta.json and error messages."""
+        """Parse argv and check the common options.
+
+        The result also has args.command, the command that prepares this dataset again, for meta.json and error
+        messages.
+        """
         words = []
         for word in argv:
             key, equals, value = word.partition("=")
@@ -48,11 +54,13 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def error(self, message):
+        """Exit with status 2 and one line on stderr."""
         self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
 
 
 def run(main):
-    """Call main(argv) and exit: 0 done, 2 refused or failed in one line on stderr, 130 interrupted."""
+    """Call main(argv), then exit with status 0 if it is done, 2 after one line on stderr if it was refused or failed,
+    130 if it was interrupted."""
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:

@@ -1,11 +1,11 @@
-"""Text files to units of token rows; what the text, pystdlib and (for text sources) longcrawl64 scripts share.
+"""Turn text files into a dataset: the part that the text, pystdlib and longcrawl64 scripts share.
 
     files = find_files(["notes", "book.txt"], suffixes=(".txt", ".md"))
-    units, document_length = plan_units(files, tokenizer, document_length=65536, val_fraction=0.05)
+    prepare_files(files, "bytes", args, source="my notes")      # args as data.command.Parser gives them
 
-The files form one long stream of bytes. It is cut into units of about UNIT bytes, the trailing val_fraction being the
-validation split; each unit is tokenized alone, an end of text after every document, and cut into rows. A plain file is
-one document; a .jsonl file has one a line.
+The files form one long stream of bytes, of which the trailing val_fraction is the validation split. The stream is cut
+into units of about UNIT bytes. Each unit is tokenized alone, with an end of text after every document, and cut into
+rows. A plain file is one document; a .jsonl file has one document per line.
 """
 
 import bisect
@@ -18,27 +18,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import DataError
-from data.shards import Unit
+from . import DataError
+from .shards import Unit, is_complete, write_dataset
+from .tokenizer import Tokenizer, gpt2_tokenizer
 
-UNIT = 32 << 20  # bytes of source for one shard: what is held in memory, and what a kill can lose
-SMALLEST = 2048  # bytes
+UNIT = 32 << 20  # bytes of source per shard: as much is held in memory, and as much work is lost by a kill
+SMALLEST = 2048  # bytes of text that a dataset needs at least
 NOT_TEXT = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".parquet", ".pdf", ".bin", ".zarr")
 
 
 class File(NamedTuple):
     path: str
-    name: str  # relative to the folder it was found in: the order must not depend on where that folder lies
+    name: str  # relative to the folder that was searched: the order must not depend on where that folder lies
     size: int
     mtime_ns: int
 
 
 def find_files(paths, suffixes, skip_folders=("__pycache__",)):
-    """Files, and folders searched for suffixes, as a list of File; files in the order given, a folder's by a hash of
-    their names, so that the end of the list, which becomes validation, is a fair sample.
+    """Return a list of File for paths, which may be files and folders; folders are searched for the suffixes.
 
-    Hidden, empty and unreadable files are left out. Raises DataError if a path is missing, is not text, or nothing is
-    found.
+    Paths stay in the order given. The files of a folder are ordered by a hash of their names, so that the end of the
+    list, which becomes the validation split, is a fair sample. Hidden, empty and unreadable files are left out. Raises
+    DataError if a path is missing or is not text, or if too little text is found.
     """
     files, skipped = [], 0
     for path in paths:
@@ -60,7 +61,7 @@ def find_files(paths, suffixes, skip_folders=("__pycache__",)):
         for name, full in found:
             try:
                 status = os.stat(full)
-            except OSError:  # a dangling link
+            except OSError:  # for example a dangling link
                 status = None
             if status is None or not status.st_size or not os.access(full, os.R_OK):
                 skipped += 1
@@ -79,14 +80,38 @@ def find_files(paths, suffixes, skip_folders=("__pycache__",)):
 
 
 def fingerprint(files):
-    """A hash over names, sizes and times, which changes when a file was edited."""
+    """Return a hash over names, sizes and modification times, which changes when a file is edited."""
     listing = [[file.name, file.size, file.mtime_ns] for file in files]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
+def prepare_files(files, tokenizer_name, args, source, key="text"):
+    """Write a dataset of files (a list of File) to args.out, unless it is complete there.
+
+    tokenizer_name: bytes, gpt2, or gpt2-escaped as in longcrawl64; args: the options of data.command.Parser; source: a
+    line that says where the text comes from; key: the name of the text in a line of .jsonl.
+    """
+    arguments = {
+        "tokenizer": tokenizer_name,
+        "document_length": args.document_length,
+        "val_fraction": args.val_fraction,
+        "key": key,
+        "files": fingerprint(files),
+    }
+    if is_complete(args.out, arguments, args.verify):
+        return
+    escaped = tokenizer_name == "gpt2-escaped"
+    tokenizer = Tokenizer("bytes") if tokenizer_name == "bytes" else gpt2_tokenizer(json_escaped=escaped)
+    units, length = plan_units(files, tokenizer, args.document_length, args.val_fraction, key)
+    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command)
+
+
 def plan_units(files, tokenizer, document_length, val_fraction, key="text"):
-    """(list of Unit, length of a row). The rows are document_length long, or less for a small source: at most 1/16 of
-    its tokens (then a power of two), so that both splits have a row and little is dropped at their ends."""
+    """Cut the files into units; return (list of Unit, length of a row in tokens).
+
+    Rows are document_length long. A small source gets shorter rows, a power of two and at most 1/16 of its tokens, so
+    that both splits have a row and little is dropped at their ends.
+    """
     corpus = Corpus(files, tokenizer, key)
     rate = corpus.tokens_per_byte()
     tokens = int(corpus.total * rate)
@@ -95,8 +120,8 @@ def plan_units(files, tokenizer, document_length, val_fraction, key="text"):
         length = 1 << max(0, (tokens // 16).bit_length() - 1)
         print(f"rows of {length} tokens instead of {document_length}: the source has about {tokens:,} tokens")
 
-    # Validation is a whole number of rows. Where tokens per byte are an estimate it gets 2% more bytes, and if that
-    # is still not a row (rare text, or .jsonl with few long lines), more.
+    # The validation split is a whole number of rows. Where tokens per byte are an estimate it gets 2% more bytes, and
+    # still more if these do not fill a row (unusual text, or .jsonl with few long lines).
     rows = max(1, round(val_fraction * tokens / length))
     size = math.ceil(rows * length / rate * (1 if corpus.raw else 1.02))
     while True:
@@ -109,6 +134,7 @@ def plan_units(files, tokenizer, document_length, val_fraction, key="text"):
             raise DataError(f"{files[-1].path}: cannot cut off a validation split; give more or shorter documents")
 
     def units(split, begin, end):
+        """Return the units of one split, the bytes [begin, end) of the stream."""
         cuts = sorted({begin, end, *(min(end, corpus.align(c)) for c in range(begin + UNIT, end, UNIT))})
         return [
             Unit(split, functools.partial(corpus.rows, a, b, length), int((b - a) * rate))
@@ -119,7 +145,7 @@ def plan_units(files, tokenizer, document_length, val_fraction, key="text"):
 
 
 class Corpus:
-    """The files as one stream of bytes, of which any part [begin, end) between aligned positions can be tokenized."""
+    """The files as one stream of bytes. Any part [begin, end) between two aligned positions can be tokenized alone."""
 
     def __init__(self, files, tokenizer, key):
         self.files, self.tokenizer, self.key = files, tokenizer, key
@@ -127,11 +153,11 @@ class Corpus:
         for file in files:
             self.starts.append(self.starts[-1] + file.size)
         self.total = self.starts[-1]
-        # With bytes as tokens a cut may fall anywhere and each byte is one token.
+        # If the tokens are bytes, a cut may fall anywhere and each byte is one token.
         self.raw = tokenizer.kind == "bytes" and not any(_is_jsonl(file) for file in files)
 
     def tokens_per_byte(self):
-        """1 for bytes; else measured on the last MB."""
+        """Return the number of tokens per byte: 1 for bytes, otherwise measured on the last MB of the stream."""
         if self.raw:
             return 1.0
         size = 1 << 20
@@ -140,8 +166,11 @@ class Corpus:
         return max(1, len(self.tokens(begin, self.total))) / (self.total - begin)
 
     def align(self, position):
-        """The first position from here on where the stream may be cut: a line's start in .jsonl (a record is never
-        cut), about a line's start in text for a BPE, anywhere in text as bytes."""
+        """Return the first position from here on where the stream may be cut.
+
+        That is the start of a line in .jsonl, whose records are never cut, about the start of a line in text for a BPE,
+        and anywhere in text as bytes.
+        """
         number = bisect.bisect_right(self.starts, position) - 1
         offset = position - self.starts[number]
         if offset == 0 or number == len(self.files):
@@ -158,13 +187,13 @@ class Corpus:
                 f.seek(offset)
                 ahead = f.read(1 << 16)
                 newline = ahead.find(b"\n")
-                # A line too long to wait for is cut between two characters.
+                # A line longer than what was read ahead is cut between two characters.
                 inside = next((i for i, byte in enumerate(ahead[:4]) if byte & 0xC0 != 0x80), 0)
                 offset += newline + 1 if newline >= 0 else inside
         return self.starts[number] + min(offset, file.size)
 
     def tokens(self, begin, end):
-        """Token ids [n] of the stream's bytes [begin, end), an end of text after each document that ends here."""
+        """Return the token ids [n] of the bytes [begin, end), with an end of text after each document that ends."""
         texts, ended = [], []
         for number in range(bisect.bisect_right(self.starts, begin) - 1, len(self.files)):
             first, last = max(begin, self.starts[number]), min(end, self.starts[number + 1])
@@ -178,7 +207,7 @@ class Corpus:
                 documents = [data if self.tokenizer.kind == "bytes" else data.decode("utf-8", "replace")]
             texts += documents
             ended += [_is_jsonl(file) or last == self.starts[number + 1]] * len(documents)
-        if self.tokenizer.kind == "bytes":  # what is not a record is bytes still, so that it is kept as it is
+        if self.tokenizer.kind == "bytes":  # plain files are still bytes here and stay exactly as they are
             raw = self.tokenizer.encode_bytes
             ids = [raw(t) if isinstance(t, bytes) else self.tokenizer.encode_batch([t])[0] for t in texts]
         else:
@@ -186,10 +215,11 @@ class Corpus:
         return join_documents(ids, ended, self.tokenizer)
 
     def rows(self, begin, end, length):
-        """tokens(begin, end) as rows [n, length]; what is left at the end is dropped."""
+        """Return tokens(begin, end) as rows [n, length]. The tokens after the last whole row are dropped."""
         return cut_rows(self.tokens(begin, end), length)
 
     def _read(self, file, offset, count):
+        """Return count bytes of a file. Raises DataError if it has become shorter."""
         with open(file.path, "rb") as f:
             f.seek(offset)
             data = f.read(count)
@@ -198,6 +228,7 @@ class Corpus:
         return data
 
     def _records(self, file, data):
+        """Return the texts of the lines of a .jsonl file. Raises DataError for a line without text under the key."""
         records = []
         for line in data.split(b"\n"):
             if line.strip():
@@ -214,7 +245,7 @@ class Corpus:
 
 
 def join_documents(ids, ended, tokenizer):
-    """Arrays of ids -> one array, the end of text after each whose flag in `ended` is true."""
+    """Concatenate arrays of ids, with the end of text after each array whose flag in `ended` is true."""
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     stop = np.array([tokenizer.eot], dtype=dtype)
     pieces = [np.zeros(0, dtype)]
@@ -226,7 +257,7 @@ def join_documents(ids, ended, tokenizer):
 
 
 def cut_rows(tokens, length):
-    """Array [n] -> rows [n // length, length]; what is left at the end is dropped."""
+    """Return tokens [n] as rows [n // length, length]. The tokens after the last whole row are dropped."""
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 

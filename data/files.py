@@ -1,18 +1,18 @@
-"""Files that survive a crash: what is written appears whole or not at all."""
+"""Write files so that they survive a crash, and compute their checksums."""
 
 import hashlib
 import os
 
 
 def write_atomically(path, data):
-    """Write bytes so that a reader, or a crash at any moment, sees the old file or the new one and nothing between."""
+    """Write bytes to path so that readers, also after a crash, find either the old file or the whole new one."""
     temporary = f"{path}.{os.getpid()}.tmp"
     with open(temporary, "wb") as f:
         f.write(data)
         f.flush()
         os.fsync(f.fileno())
     os.replace(temporary, path)
-    if os.name == "posix":  # the rename itself must survive a power cut too
+    if os.name == "posix":  # flush the folder too: the rename itself must survive a power cut
         folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -21,7 +21,7 @@ def write_atomically(path, data):
 
 
 def sha256_of(path):
-    """Hex sha256 of a file, read in pieces."""
+    """Return the sha256 of a file in hexadecimal. The file is read in pieces."""
     digest = hashlib.sha256()
     with open(path, "rb") as f:
         while piece := f.read(1 << 24):

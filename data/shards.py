@@ -1,17 +1,17 @@
-"""How a dataset lies on disk, and the writer that all prepare scripts use.
+"""Define how a dataset lies on disk, and write it: every prepare script ends here.
 
     folder/meta.json         written last: its presence means that the dataset is complete
     folder/tokenizer.json    see tokenizer.py
     folder/train_00000.bin   tokens, little-endian uint16 or uint32, row-major [documents, document_length], no header
     folder/val_00000.bin
 
-A dataset is made of units, each giving one shard:
+A dataset is made of units, each of which gives one shard:
 
     write_dataset(folder, [Unit("train", read_rows, 1 << 20), ...], tokenizer, document_length, arguments, ...)
 
-A shard is a pure function of its unit and appears under its name only when it is whole, so a killed run is resumed by
-running it again: progress.json tells which shards are done. `arguments` is everything that the content depends on; when
-it has changed, the shards of before are of no use and the writer starts over.
+A shard is a pure function of its unit and gets its name only when it is whole, so a killed run is resumed by running
+it again: progress.json lists the shards that are done. `arguments` holds everything that the content depends on; if it
+has changed, the writer starts over.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from data import DataError, need
-from data.files import sha256_of, write_atomically
-from data.zarr_rows import missing_chunks
+from . import DataError, need
+from .files import sha256_of, write_atomically
+from .zarr_rows import missing_chunks
 
 FORMAT = 1
 SPLITS = ("train", "val")
@@ -34,12 +34,12 @@ SPLITS = ("train", "val")
 
 class Unit(NamedTuple):
     split: str  # "train" or "val"
-    read: Callable[[], np.ndarray]  # -> integer tokens [documents, document_length]
-    tokens: int  # how many, roughly: for the progress bar only
+    read: Callable[[], np.ndarray]  # returns integer tokens [documents, document_length]
+    tokens: int  # roughly how many, for the progress bar only
 
 
 def shard_is_whole(folder, shard, token_bytes):
-    """Whether a shard {file, tokens, ...} of meta.json exists with exactly its size."""
+    """Return whether a shard {file, tokens, ...} of meta.json exists with exactly its size."""
     try:
         return os.path.getsize(os.path.join(folder, shard["file"])) == shard["tokens"] * token_bytes
     except OSError:
@@ -47,9 +47,11 @@ def shard_is_whole(folder, shard, token_bytes):
 
 
 def is_complete(folder, arguments, verify=False):
-    """Whether the folder already holds what these arguments would make, all shards (or, of a zarr array that is read
-    where it is, chunks) in place; says so if it does. verify: shards that are not what was written are named and
-    deleted first, so that they are made again."""
+    """Return whether the folder already holds the whole dataset that these arguments would make; print so if it does.
+
+    All its shards must be there with their sizes; for a zarr array that is read in place, all its chunks. With verify,
+    shards whose sha256 differs are named and deleted first, so that they are made again.
+    """
     if verify:
         _remove_damaged(folder)
     meta = _read_json(folder, "meta.json")
@@ -66,11 +68,11 @@ def is_complete(folder, arguments, verify=False):
 
 
 def write_dataset(folder, units, tokenizer, document_length, arguments, source, command):
-    """Write the shards that are not there yet, then tokenizer.json and meta.json; returns meta as a dict.
+    """Write the shards that are not there yet, then tokenizer.json and meta.json; return meta as a dict.
 
-    units: list of Unit; arguments: a dict for JSON; source: a line saying where the tokens come from; command: how to
-    run this again. Raises DataError if a unit gives rows of another length or ids beyond the vocabulary, or a split has
-    no row.
+    units: a list of Unit; arguments: a dict for JSON; source: a line that says where the tokens come from; command: the
+    command that does this again. Raises DataError if a unit gives rows of another length or ids beyond the vocabulary,
+    or if a split has no row.
     """
     os.makedirs(folder, exist_ok=True)
     arguments = _normal(arguments)
@@ -113,8 +115,10 @@ def write_dataset(folder, units, tokenizer, document_length, arguments, source, 
 
 
 def write_direct(folder, arrays, tokenizer, document_length, arguments, source, command):
-    """tokenizer.json and meta.json of a dataset whose tokens stay where they are; arrays: {split: {"url", "together":
-    documents in a row of chunks, "rows": [(row of chunks, how many of its documents)]}} of zarr arrays."""
+    """Write tokenizer.json and meta.json of a dataset whose tokens stay in their zarr arrays; return meta as a dict.
+
+    arrays: {split: {"url", "together": documents in a row of chunks, "rows": [(row of chunks, how many documents)]}}
+    """
     os.makedirs(folder, exist_ok=True)
     splits = {}
     for split, array in arrays.items():
@@ -151,7 +155,7 @@ def _write_shard(folder, file, rows, vocab_size, document_length, dtype):
     rows = np.asarray(rows)
     if rows.ndim != 2 or rows.shape[1] != document_length or rows.dtype.kind not in "iu":
         raise DataError(f"{file}: rows must be integers [n, {document_length}], got {rows.dtype} {list(rows.shape)}")
-    if rows.size == 0:  # less than one row of tokens: recorded as done, but there is no file
+    if rows.size == 0:  # less than one row of tokens: recorded as done, without a file
         return {"file": file, "documents": 0, "tokens": 0, "sha256": None}
     if rows.min() < 0 or rows.max() >= vocab_size:
         raise DataError(f"{file}: token id {rows.max()} is not in the vocabulary of {vocab_size}")
@@ -166,11 +170,12 @@ def _write_shard(folder, file, rows, vocab_size, document_length, dtype):
 
 
 def _saved_shards(saved):
-    """Of a parsed meta.json, by file name."""
+    """Return the shards of a parsed meta.json by file name."""
     return {shard["file"]: shard for split in saved["splits"].values() for shard in split["shards"]}
 
 
 def _remove_damaged(folder):
+    """Delete the shards whose sha256 differs from what meta.json, or else progress.json, says; print their names."""
     meta = _read_json(folder, "meta.json") or {}
     if "splits" in meta:
         shards = _saved_shards(meta)
@@ -185,9 +190,9 @@ def _remove_damaged(folder):
 
 
 def _finished_shards(folder, arguments):
-    """What an earlier run with the same arguments has finished, by file name; what is of no use any more is deleted."""
+    """Return the shards that an earlier run with the same arguments has finished, by file name; delete all others."""
     saved = _read_json(folder, "meta.json")
-    if saved is not None:  # complete once, but a shard was lost or the arguments are new
+    if saved is not None:  # the dataset was complete once, but a shard was lost or the arguments are new
         if not {"arguments", "splits"} <= saved.keys():
             raise DataError(f"{folder}/meta.json is not of a dataset of ours: give another --out")
         shards = _saved_shards(saved)
@@ -199,7 +204,7 @@ def _finished_shards(folder, arguments):
         shards = {}
     elif shards:
         print(f"{folder}: going on, writing the shards that are missing or cut off")
-    _save_progress(folder, arguments, shards)  # before meta.json goes, so that no moment exists in which both are lost
+    _save_progress(folder, arguments, shards)  # before meta.json is removed: at every moment one of the two is there
     _remove(folder, "meta.json")
     for name in os.listdir(folder):
         ours = re.fullmatch(r"((?:train|val)_\d{5,}\.bin|\w+\.json|vocab\.tiktoken)(\.\d+\.tmp)?", name)
@@ -214,6 +219,7 @@ def _save_progress(folder, arguments, shards):
 
 
 def _difference(old, new):
+    """Return a text that names the arguments that differ, with their old and new values."""
     keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     changes = (f"{key}={str(old.get(key))[:40]}, now {str(new.get(key))[:40]}" for key in keys)
     return "prepared with " + ", ".join(changes)
@@ -225,12 +231,12 @@ def _summary(meta):
 
 
 def _normal(arguments):
-    """As JSON gives it back (tuples become lists), so that it can be compared with what was saved."""
+    """Return the arguments as JSON gives them back (tuples become lists), to compare them with what was saved."""
     return json.loads(json.dumps({"format": FORMAT, **arguments}))
 
 
 def _read_json(folder, name):
-    """The parsed file, or None if it is missing or unreadable (then it is made again)."""
+    """Return the parsed file, or None if it is missing or unreadable (it is then made again)."""
     try:
         with open(os.path.join(folder, name), encoding="utf-8") as f:
             return json.load(f)

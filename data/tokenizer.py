@@ -1,17 +1,17 @@
-"""Text to token ids and back, from files that lie beside the data, so that nothing here touches the network.
+"""Turn text into token ids and back. A tokenizer is loaded from files beside the data, without the network.
 
     tok = load_tokenizer("data/pystdlib")           # or a run folder, after tok.save(run_folder)
     ids = tok.encode("def f(x):")
     text = tok.decode(ids)
 
-    decoder = tok.stream()                          # for generation: prints whole characters only
+    decoder = tok.stream()                          # for generation: gives whole characters only
     for i in ids:
         print(decoder.feed(i), end="")
     print(decoder.flush())
 
-Two kinds. "bytes": 256 byte values and an end of text (vocab_size 257). "bpe": a tiktoken encoding rebuilt from a saved
-vocabulary. A tokenizer with json_escaped set belongs to text that was escaped with json.dumps(text)[1:-1] before it was
-tokenized (longcrawl64): encode escapes, decoding unescapes.
+There are two kinds. "bytes" has 256 byte values and an end of text (vocab_size 257). "bpe" is a tiktoken encoding that
+is rebuilt from a saved vocabulary. A tokenizer with json_escaped set belongs to text that was escaped with
+json.dumps(text)[1:-1] before it was tokenized (longcrawl64): encoding escapes and decoding unescapes.
 """
 
 import base64
@@ -22,20 +22,23 @@ import re
 
 import numpy as np
 
-from data import DataError, need
-from data.files import write_atomically
+from . import DataError, need
+from .files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY_FILE = "vocab.tiktoken"
-PIECE = 1 << 16  # characters of a long text that one core takes
-AT_ONCE = 1 << 22  # characters that are lists of Python's integers, of 40 bytes a token, at one time
+PIECE = 1 << 16  # characters of a long text that are tokenized in one piece, on one core
+AT_ONCE = 1 << 22  # characters tokenized before their ids become arrays; as Python integers these take 40 bytes each
 
 
 class Tokenizer:
-    """Attributes: kind ("bytes" or "bpe"), vocab_size, eot (id of the end of text), json_escaped."""
+    """Encodes text as ids and decodes ids.
+
+    Attributes: kind ("bytes" or "bpe"), vocab_size, eot (id of the end of text), json_escaped.
+    """
 
     def __init__(self, kind, encoding=None, json_escaped=False):
-        """encoding: a tiktoken.Encoding with a special token <|endoftext|> for kind "bpe", None for "bytes"."""
+        """Take a tiktoken.Encoding with a special token <|endoftext|> for kind "bpe", None for "bytes"."""
         if (kind, encoding is None) not in (("bytes", True), ("bpe", False)):
             raise DataError(f"tokenizer kind must be bytes, or bpe with an encoding, got {kind!r}")
         self.kind = kind
@@ -45,11 +48,11 @@ class Tokenizer:
         self.eot = encoding._special_tokens[END_OF_TEXT] if encoding else 256
 
     def encode(self, text):
-        """str -> list of ids. Adds no special token; the text of a special token is ordinary text."""
+        """Return the list of ids of a str. No special token is added; the text of a special token is ordinary text."""
         return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts):
-        """list of str -> list of int32 arrays of ids; "bpe" uses all cores, also on one long text."""
+        """Return an int32 array of ids for each str of a list. Kind "bpe" uses all cores, also on one long text."""
         if self.json_escaped:
             texts = [json.dumps(text)[1:-1] for text in texts]
         if self.kind == "bytes":
@@ -63,7 +66,7 @@ class Tokenizer:
             todo.clear()
 
         for number, text in enumerate(texts):
-            for piece in _pieces(text):
+            for piece in split_long_text(text):
                 todo.append((number, piece))
                 size += len(piece)
                 if size >= AT_ONCE:
@@ -73,14 +76,13 @@ class Tokenizer:
         return [np.concatenate(parts) for parts in ids]
 
     def encode_bytes(self, raw):
-        """bytes -> int32 array of ids, whatever the bytes are (kind "bytes" only): a file that is not UTF-8 stays as
-        is."""
+        """Return the int32 ids of any bytes, so that a file that is not UTF-8 stays as it is. Kind "bytes" only."""
         if self.kind != "bytes":
             raise DataError(f"encode_bytes needs a tokenizer of kind bytes, got {self.kind}")
         return np.frombuffer(raw, dtype=np.uint8).astype(np.int32)
 
     def token_bytes(self, token):
-        """The bytes that one id stands for; DataError for an id that is not in the vocabulary."""
+        """Return the bytes that one id stands for. Raises DataError for an id that is not in the vocabulary."""
         if not 0 <= token < self.vocab_size:
             raise DataError(f"token id {token} is not in the vocabulary of {self.vocab_size}")
         if token == self.eot:
@@ -88,17 +90,16 @@ class Tokenizer:
         return self.encoding.decode_single_token_bytes(token) if self.encoding else bytes([token])
 
     def decode(self, ids):
-        """ids -> str; bytes that are not UTF-8 become U+FFFD, the end of text is shown as <|endoftext|>."""
+        """Return the text of ids. Bytes that are not UTF-8 become U+FFFD, the end of text becomes <|endoftext|>."""
         decoder = self.stream()
         return decoder.feed_bytes(b"".join(self.token_bytes(int(i)) for i in ids)) + decoder.flush()
 
     def stream(self):
-        """A Decoder, for printing token by token."""
+        """Return a Decoder, which turns ids into text one by one."""
         return Decoder(self)
 
     def save(self, folder):
-        """Write folder/tokenizer.json (and the vocabulary), from which load_tokenizer(folder) makes an equal
-        tokenizer."""
+        """Write folder/tokenizer.json (and the vocabulary), from which load_tokenizer makes an equal tokenizer."""
         os.makedirs(folder, exist_ok=True)
         description = {"kind": self.kind, "json_escaped": self.json_escaped}
         if self.encoding:
@@ -113,7 +114,7 @@ class Tokenizer:
 
 
 def load_tokenizer(folder):
-    """The Tokenizer saved in a dataset's or a run's folder. DataError if it is missing or unreadable."""
+    """Return the Tokenizer saved in a dataset's or a run's folder. Raises DataError if it is missing or unreadable."""
     path = os.path.join(folder, "tokenizer.json")
     try:
         with open(path, encoding="utf-8") as f:
@@ -137,11 +138,11 @@ def load_tokenizer(folder):
 
 
 def gpt2_tokenizer(json_escaped=False):
-    """tiktoken's GPT-2 (vocab_size 50257). Downloads the vocabulary (1.5 MB) unless tiktoken has it in its cache."""
+    """Return tiktoken's GPT-2 (vocab_size 50257). Downloads 1.5 MB unless tiktoken has the vocabulary in its cache."""
     tiktoken = need("tiktoken")
     try:
         encoding = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # whatever the network layer raises
+    except Exception as error:  # tiktoken passes on whatever the network layer raises
         raise DataError(
             "cannot download GPT-2's vocab.bpe and encoder.json from openaipublic.blob.core.windows.net "
             f"({type(error).__name__}): go online, or set TIKTOKEN_CACHE_DIR to the cache of a machine that has them"
@@ -150,8 +151,11 @@ def gpt2_tokenizer(json_escaped=False):
 
 
 class Decoder:
-    """Turns ids into text as they come. feed returns what is certain so far and keeps the beginning of a character or
-    of an escape back; flush returns what is left. All pieces together are decode(ids)."""
+    """Turns ids into text as they come.
+
+    feed returns the text that is certain so far and holds back the beginning of a character or of an escape; flush
+    returns the rest. All pieces together equal decode(ids).
+    """
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -159,10 +163,11 @@ class Decoder:
         self.held = ""  # the beginning of an escape
 
     def feed(self, token):
-        """One id -> str, perhaps empty."""
+        """Return the text that one more id makes certain, perhaps an empty str."""
         return self.feed_bytes(self.tokenizer.token_bytes(int(token)))
 
     def feed_bytes(self, raw, final=False):
+        """Return the text that more bytes make certain; with final, the bytes held back as well."""
         text = self.utf8.decode(raw, final)
         if not self.tokenizer.json_escaped:
             return text
@@ -170,7 +175,7 @@ class Decoder:
         return text
 
     def flush(self):
-        """The rest: an unfinished character as U+FFFD, an unfinished escape as it is."""
+        """Return the rest: U+FFFD for an unfinished character, an unfinished escape as it is."""
         text = self.feed_bytes(b"", final=True) + self.held
         self.utf8.reset()
         self.held = ""
@@ -189,8 +194,10 @@ _ONE = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\
 
 
 def _unescape(text):
-    """JSON string escapes -> (text, the unfinished escape at the end). What is no escape, or half of a surrogate
-    pair, is left as it is: generated text need not be valid JSON."""
+    """Replace the escapes of a JSON string; return (text, the unfinished escape at the end).
+
+    Invalid escapes and halves of surrogate pairs are left as they are, because generated text need not be valid JSON.
+    """
     cut = ""
 
     def replace(match):
@@ -211,9 +218,11 @@ def _unescape(text):
 _CUT = re.compile(r"[^\W_](?=\W)")
 
 
-def _pieces(text):
-    """A long text in pieces of about PIECE characters, whose ids are those of the whole: GPT-2's words never go on from
-    a letter or digit into anything else."""
+def split_long_text(text):
+    """Yield a long text in pieces of about PIECE characters that together give the ids of the whole.
+
+    Cuts come between a letter or digit and a character that is neither: none of GPT-2's words spans these two.
+    """
     start = 0
     while len(text) - start > 2 * PIECE and (cut := _CUT.search(text, start + PIECE)):
         yield text[start : cut.end()]
@@ -222,8 +231,7 @@ def _pieces(text):
 
 
 def _utf8(text):
-    """UTF-8; a lone surrogate (Python keeps one for half an emoji, or for a stray byte of a command line) becomes
-    U+FFFD."""
+    """Return text as UTF-8. A lone surrogate (half an emoji, or a stray byte of a command line) becomes U+FFFD."""
     try:
         return text.encode()
     except UnicodeEncodeError:

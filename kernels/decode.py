@@ -57,7 +57,15 @@ import triton.language as tl
 
 from .common import exact_product
 from .linear import (
-    early_launch, embed, let_next_start, linear, linear_tile, load_norm, normalize, tile_sizes, wait_for_previous,
+    early_launch,
+    embed,
+    let_next_start,
+    linear,
+    linear_tile,
+    load_norm,
+    normalize,
+    tile_sizes,
+    wait_for_previous,
 )  # fmt: skip
 
 __all__ = ["embed", "linear", "qkv", "attend", "flush", "features", "parts_of_state", "parts_of_cache"]

@@ -50,7 +50,6 @@ from .common import (
 from .configs import choose
 from .gates import dlog_g_kernel, tile_gates
 
-
 # ---- pieces of tiles
 
 

@@ -1,7 +1,10 @@
-"""What generation keeps of a text, in a file: read a book once, go on from it many times.
+"""The state after a text, in a file: read a book once, go on from it many times.
 
-save_state("book.state", model, logits, state)
-logits, state = load_state("book.state", model)         # refuses another model's
+    save_state("book.state", model, logits, state)
+    logits, state = load_state("book.state", model)         # refuses another model's
+
+The file is safetensors: `logits` [B, vocab_size] of the next token and `layers.I.NAME` for each tensor of each layer's
+state; its metadata has the model's settings and a fingerprint of its weights, and what the states hold beside tensors.
 """
 
 import hashlib
@@ -13,25 +16,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from attention.power import PowerState
-from attention.state import LayerState
 from model import ModelState
 from runs.checkpoint import flush
 
 
 def save_state(path, model, logits, state):
-    """Writes what generation keeps (a ModelState) and the logits [B, vocab_size] of the next token, with the model they
-    belong to: `load_state` takes no other."""
+    """Write a ModelState and the logits [B, vocab_size] of the next token. Raises OSError if they cannot be written."""
     tensors = {"logits": logits}
     for i, layer in enumerate(state.layers):
-        S, z = layer.power or (None, None)
-        parts = dict(u=layer.u, k=layer.k, v=layer.v, log_g=layer.log_g, S=S, z=z)
-        tensors |= {f"layers.{i}.{name}": x for name, x in parts.items() if x is not None}
-    kept = {"position": state.position, "fold": state.layers[0].fold, "config": _config(model)}
-    kept = {name: json.dumps(value) for name, value in kept.items()} | {"weights": _weights(model)}
+        tensors |= {f"layers.{i}.{name}": x for name, x in layer.tensors().items()}
+    about = {
+        "n_tokens": state.n_tokens, "layers": [layer.settings() for layer in state.layers], "config": _settings(model),
+    }  # fmt: skip
+    metadata = {name: json.dumps(value) for name, value in about.items()} | {"weights": _fingerprint(model)}
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, metadata=kept)
+        save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, metadata=metadata)
         flush(temporary)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:  # a full disk, for one
@@ -41,42 +41,52 @@ def save_state(path, model, logits, state):
 
 
 def load_state(path, model):
-    """(logits, state) of `save_state`, on the model's device. ValueError, with the reason, if it is another model's."""
+    """Return the (logits, ModelState) of `save_state`, on the model's device.
+
+    Raises ValueError, with the reason, for another model's state or a file that is not whole.
+    """
     device = model.transformer.wte.weight.device
     try:
         with safe_open(path, "pt", device=str(device)) as f:
-            kept = f.metadata() or {}
+            metadata = f.metadata() or {}
             tensors = {name: f.get_tensor(name) for name in f.keys()}
     except SafetensorError as error:
         raise ValueError(f"not a whole state file: {error}") from None
-    if "weights" not in kept:
+    if "weights" not in metadata:
         raise ValueError("it has no state: sample.py --save_state=FILE writes one")
-    theirs, ours = json.loads(kept["config"]), _config(model)
+    theirs, ours = json.loads(metadata["config"]), _settings(model)
     differ = [
         f"{name}={theirs.get(name)!r} there, {mine!r} here" for name, mine in ours.items() if theirs.get(name) != mine
     ]
     if differ:
         raise ValueError(f"it belongs to another model: {', '.join(differ)}")
-    if kept["weights"] != _weights(model):
+    if metadata["weights"] != _fingerprint(model):
         raise ValueError(
             "it belongs to the same kind of model with other weights: use the checkpoint it was saved with"
         )
+    if "layers" in metadata:
+        settings, n_tokens = json.loads(metadata["layers"]), json.loads(metadata["n_tokens"])
+    else:  # a file of the first format
+        settings = [{"switch_over": json.loads(metadata["fold"])}] * model.config.n_layer
+        tensors = {name.removesuffix(".u") + ".position" * name.endswith(".u"): x for name, x in tensors.items()}
+        n_tokens = json.loads(metadata["position"])
     layers = []
-    for i in range(model.config.n_layer):
-        u, k, v, log_g, S, z = (tensors.get(f"layers.{i}.{name}") for name in ("u", "k", "v", "log_g", "S", "z"))
-        power = None if S is None else PowerState(S, z)
-        layers.append(LayerState(u, k, v, log_g, power, json.loads(kept["fold"])))
-    return tensors["logits"], ModelState(layers, json.loads(kept["position"]))
+    for i, block in enumerate(model.transformer.h):
+        kind = type(block.attn.mix.empty_state(1, device))
+        prefix = f"layers.{i}."
+        of_layer = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        layers.append(kind(**of_layer, **settings[i]))
+    return tensors["logits"], ModelState(layers, n_tokens)
 
 
-def _config(model):
-    """What of a model's settings its states depend on."""
+def _settings(model):
+    """Return the settings of a model that its states depend on."""
     leave = ("dropout", "form", "chunk_size", "activation_checkpointing")
     return {name: value for name, value in vars(model.config).items() if name not in leave}
 
 
-def _weights(model):
-    """A fingerprint of every bit of them."""
+def _fingerprint(model):
+    """Return a hash of every bit of the model's weights."""
     digest = hashlib.sha256()
     for name, x in sorted(model.state_dict().items()):
         digest.update(name.encode())

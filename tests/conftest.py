@@ -1,6 +1,9 @@
-"""Lets the tests import the repository's modules from wherever pytest is started, and chooses the machine.
+"""Let the tests import the repository's modules from wherever pytest is started, and choose the machine.
 
-pytest tests                                 # on the CPU, kernels in Triton's interpreter: `make test`
+On a CPU the kernels run in Triton's interpreter.
+
+pytest tests                                 # every test that needs no GPU: `make test-all`
+pytest tests -m "not slow"                   # without the tests marked slow: `make test`
 TEST_GPU=1 pytest tests/test_kernels.py      # kernels on the GPU: `make test-gpu`
 """
 
@@ -16,16 +19,16 @@ if os.environ.get("TEST_GPU"):
     if not torch.cuda.is_available():
         pytest.exit("TEST_GPU=1, but torch sees no GPU (see `make doctor`)", returncode=2)
 else:
-    # equal to the last bit, as several tests ask, is a promise of the CPU alone
+    # Several tests compare results to the last bit, which only the CPU promises.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ["TRITON_INTERPRET"] = "1"  # before kernels/ is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before kernels/ is imported
     if os.environ.get("PYTEST_XDIST_WORKER"):
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one core a process
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core per process; must be set before torch is imported
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked gpu are not run, and not counted, without TEST_GPU."""
+    """Deselect the tests marked gpu unless TEST_GPU is set."""
     if not os.environ.get("TEST_GPU"):
-        left = [item for item in items if item.get_closest_marker("gpu")]
-        config.hook.pytest_deselected(items=left)
+        on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=on_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]

@@ -95,7 +95,7 @@ def test_conformal_sympow_is_a_conformal_map_of_its_state(qkv, form, S_rotates):
     q, k, v = qkv
     gamma, beta = torch.rand(T, H, dtype=torch.float64), 2 * torch.rand(T, dtype=torch.float64)
     y = conformal_sympow_attention(
-        q, k, v, gamma.log().unsqueeze(0), beta.unsqueeze(0), p=2, base=N, form=form, chunk_size=5
+        q, k, v, gamma.log().unsqueeze(0), beta.cumsum(0).unsqueeze(0), p=2, base=N, form=form, chunk_size=5
     )
     assert torch.allclose(y, by_recurrence(q, k, v, gamma, beta, 2, S_rotates=S_rotates), rtol=1e-7)
 
@@ -160,6 +160,6 @@ def test_rotation_speed_is_in_float32_under_autocast_and_starts_at_one():
     assert (mix.beta(x) == 1).all()
     torch.nn.init.normal_(mix.W_beta)
     with torch.autocast("cpu", torch.bfloat16):
-        u = mix.clock(x, None)
+        u = mix.positions(x, None)
     exact = (1 + torch.tanh(x.double() @ mix.W_beta.double().T)).squeeze(-1).cumsum(1)
     assert u.dtype == torch.float64 and (u - exact).abs().max() < 1e-5

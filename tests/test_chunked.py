@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import COMPILE_FOR, DEVICE, DTYPES, GPU, ROOT, gradients, inputs  # noqa: E402
 
-from attention import power  # noqa: E402
+from attention import dispatch, forms, memory  # noqa: E402
 from attention.embedding import symmetric_power_dim, symmetric_power_embedding  # noqa: E402
 from attention.power import PowerState, power_attention  # noqa: E402
 from kernels import chunked, cost, operators, query_gradient  # noqa: E402
@@ -251,7 +251,7 @@ def test_discumsum_is_its_naive_twin():
     random = lambda f, *shape: f(*shape, device=DEVICE)
     u, g, first = random(torch.randn, 2, 4, 320), random(torch.rand, 2, 4), random(torch.randn, 2, 320)
     for reverse in (False, True):
-        expected, last = power.discumsum(u, g, first, reverse=reverse)
+        expected, last = forms.discumsum(u, g, first, reverse=reverse)
         x = u.clone()
         _, found, _ = chunked.discumsum(None, x, None, g, first, reverse=reverse, final=True)
         torch.testing.assert_close(x, expected)
@@ -275,7 +275,7 @@ def test_a_compiled_function_has_no_graph_break():
 
 def test_power_attention_runs_the_chunked_kernels(monkeypatch):
     called = []
-    monkeypatch.setattr(power, "kernels_take", lambda *a: a[1] != torch.float64)
+    monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, dtype, *_: "no" * (dtype == torch.float64))
     real = operators.chunked_attention
     monkeypatch.setattr(operators, "chunked_attention", lambda *a, **o: called.append(o) or real(*a, **o))
     (q, k, v, log_g), _ = inputs(300, "learned", DTYPES[0])
@@ -283,8 +283,8 @@ def test_power_attention_runs_the_chunked_kernels(monkeypatch):
     assert called == [dict(p=2, chunk=128, final=True)]
     power_attention(q, k, v, log_g, p=2, initial_state=state)
     assert called[1]["chunk"] == 256
-    monkeypatch.setattr(power, "free_memory", lambda device: 10**5)
-    monkeypatch.setattr(power, "SURELY_FREE", 10**5)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10**5)
+    monkeypatch.setattr(memory, "SURELY_FREE", 10**5)
     with pytest.raises(MemoryError, match="p=2 at head dimension 16 takes [0-9,]+ bytes for 1 x 300 tokens"):
         power_attention(q, k, v, log_g, p=2, form="chunked")
     monkeypatch.undo()

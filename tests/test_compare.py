@@ -1,4 +1,4 @@
-"""compare.py says where runs ended, whatever state their logs are in."""
+"""compare.py tells where runs ended, whatever the state of their logs."""
 
 import json
 from statistics import fmean
@@ -6,10 +6,11 @@ from statistics import fmean
 import pytest
 
 import compare
+from runs import plotting
 
 
 def write_run(folder, train=(), val=(), tail=""):
-    """A run folder whose steps are 10, 20, ...; losses from lists, the last evaluation at the last step."""
+    """Write a run's folder with these losses at steps 10, 20, ..., the last evaluation at the last step."""
     folder.mkdir()
     first = max(0, len(train) - len(val)) + 1
     lines = [
@@ -30,7 +31,15 @@ def cells(capsys, *argv):
 
 @pytest.fixture
 def options(tmp_path):
+    """Ask for a markdown table and a picture."""
     return ["--markdown", f"--png={tmp_path}/pictures/loss.png"]
+
+
+@pytest.fixture
+def table_only(options, monkeypatch):
+    """Ask for a markdown table; no picture is drawn, which takes a second."""
+    monkeypatch.setattr(compare, "plot_loss_curves", lambda runs, png: None)
+    return options
 
 
 def test_table_and_picture_of_three_runs(tmp_path, capsys, options):
@@ -49,43 +58,43 @@ def test_table_and_picture_of_three_runs(tmp_path, capsys, options):
     assert (tmp_path / "pictures/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_training_losses_are_compared_if_a_run_was_never_evaluated(tmp_path, capsys, options):
+def test_training_losses_are_compared_if_a_run_was_never_evaluated(tmp_path, capsys, table_only):
     a = write_run(tmp_path / "a", [4.0], [5.0])
     b = write_run(tmp_path / "b", [3.0])
-    rows = cells(capsys, a, b, *options)
+    rows = cells(capsys, a, b, *table_only)
     assert rows[1]["train vs first"] == "0.750x" and rows[1]["val loss"] == "-"
 
 
-def test_a_run_that_went_on_since_its_evaluation_is_compared_by_training_loss(tmp_path, capsys, options):
+def test_a_run_that_went_on_since_its_evaluation_is_compared_by_training_loss(tmp_path, capsys, table_only):
     a = write_run(tmp_path / "a", [4.0, 3.0], [3.5])
     b = write_run(tmp_path / "b", [4.0, 3.0], [3.4], tail='{"step": 30, "train_loss": 2.7, "tokens": 3000}\n')
-    rows = cells(capsys, a, b, *options)
+    rows = cells(capsys, a, b, *table_only)
     assert rows[0]["val loss"] == "3.5000" and rows[1]["val loss"] == "3.4000 at 20"
     assert rows[1]["train vs first"] == "0.900x"
 
 
-def test_torn_last_line_is_left_out(tmp_path, capsys, options):
+def test_torn_last_line_is_left_out(tmp_path, capsys, table_only):
     a = write_run(tmp_path / "a", [4.0, 3.0], tail='{"step": 30, "train_lo')
-    assert cells(capsys, a, *options)[0]["steps"] == "20"
+    assert cells(capsys, a, *table_only)[0]["steps"] == "20"
 
 
-def test_lines_that_hold_no_number_are_left_out(tmp_path, capsys, options):
+def test_lines_that_hold_no_number_are_left_out(tmp_path, capsys, table_only):
     a = write_run(tmp_path / "a", [4.0], tail='7\n[]\n\n{"step": 20}\n{"step": 30, "train_loss": null}\n\x00\x00\n')
-    compare.load_run(a)
+    compare.read_losses(a)
     assert "metrics.jsonl: 4 damaged lines are left out" in capsys.readouterr().err
-    assert cells(capsys, a, *options)[0]["steps"] == "10"
+    assert cells(capsys, a, *table_only)[0]["steps"] == "10"
 
 
-def test_after_a_resume_the_later_line_wins(tmp_path, capsys, options):
+def test_after_a_resume_the_later_line_wins(tmp_path, capsys, table_only):
     a = write_run(tmp_path / "a", [4.0, 3.0], tail='{"step": 20, "train_loss": 2.5, "tokens": 2000}\n')
-    assert cells(capsys, a, *options)[0]["train loss"] == "2.5000"
+    assert cells(capsys, a, *table_only)[0]["train loss"] == "2.5000"
 
 
-def test_throughput_falls_back_on_tokens_over_seconds(tmp_path, capsys, options):
+def test_throughput_falls_back_on_tokens_over_seconds(tmp_path, capsys, table_only):
     a = tmp_path / "a"
     a.mkdir()
     (a / "metrics.jsonl").write_text('{"step": 1, "train_loss": 2.0, "tokens": 6000, "seconds": 3.0}\n')
-    assert cells(capsys, str(a), *options)[0]["tokens/s"] == "2,000"
+    assert cells(capsys, str(a), *table_only)[0]["tokens/s"] == "2,000"
 
 
 def test_diverged_run_still_gets_its_row_and_picture(tmp_path, capsys, options):
@@ -97,9 +106,9 @@ def test_skipped_step_leaves_no_hole(tmp_path, capsys, options):
     losses = [4.0] * 95 + [3.0, float("nan"), 3.0, float("inf"), 2.0]
     a = write_run(tmp_path / "a", losses)
     assert cells(capsys, a, *options)[0]["train loss"] == f"{fmean([4.0] * 5 + [3.0, 3.0, 2.0]):.4f}"
-    train, _ = compare.load_run(a)
-    x, y = compare.curve(train, "step", "train_loss")
-    assert 970 not in x and len(x) == len(y) == 98 and compare.smooth(y)[-1] == 2.5
+    train, _ = compare.read_losses(a)
+    x, y = plotting.loss_curve(train, "step", "train_loss")
+    assert 970 not in x and len(x) == len(y) == 98 and plotting.smooth(y)[-1] == 2.5
     b = write_run(tmp_path / "b", [4.0, float("nan")])  # diverged
     assert cells(capsys, b, *options)[0]["train loss"] == "nan"
 
@@ -123,13 +132,13 @@ def test_plain_table_is_aligned_and_explains_itself(tmp_path, capsys):
 
 def test_first_steps_do_not_squash_the_picture():
     losses = [11.0, 9.0, 7.0] + [4.0 - 0.01 * i for i in range(97)]
-    low, high = compare.loss_limits([(list(range(100)), losses)])
+    low, high = plotting.loss_limits([(list(range(100)), losses)])
     assert 2.9 < low < min(losses) and 4.0 < high < 4.2
 
 
 def test_lowest_point_of_a_short_run_stays_in_the_picture():
     long_run = (list(range(1000)), [3.0] * 1000)
-    assert compare.loss_limits([long_run, ([1, 2], [9.0, 8.0])])[1] > 8.0
+    assert plotting.loss_limits([long_run, ([1, 2], [9.0, 8.0])])[1] > 8.0
 
 
 @pytest.mark.parametrize("content", [None, "", "{}\n", '{"step": 3, "lr": 0.1}\n'])

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from data import DataError, loader
+from data import DataError
 from data.corpus import Corpus, find_files, plan_units
-from data.loader import RECT, Dataset, Windows, eval_batches, train_batch, train_indices
+from data.dataset import Dataset
+from data.loader import RECT, Windows, eval_batches, train_batch, train_indices
 from data.pystdlib import prepare as pystdlib
 from data.shards import Unit, is_complete, write_dataset
 from data.text import prepare as text
@@ -196,13 +197,13 @@ def test_damage_is_named_with_its_remedy(tmp_path, monkeypatch):
         Dataset("nosuch")
     (tmp_path / "pystdlib").mkdir()
     (tmp_path / "pystdlib" / "prepare.py").touch()
-    monkeypatch.setattr(loader, "__file__", str(tmp_path / "loader.py"))
+    monkeypatch.setattr("data.dataset.__file__", str(tmp_path / "dataset.py"))
     with pytest.raises(DataError, match="not prepared: run python data/pystdlib/prepare.py"):
         Dataset("pystdlib")
 
 
 def test_more_shards_than_file_descriptors(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "OPEN_SHARDS", 4)
+    monkeypatch.setattr("data.dataset.OPEN_SHARDS", 4)
     train, _ = write(tmp_path, train=(1,) * 20)
     dataset = Dataset(str(tmp_path))
     assert np.array_equal(dataset.read("train", 0, 240), train.ravel())
@@ -475,7 +476,7 @@ def test_prepared_text_is_found_complete_quickly_and_edits_are_noticed(tmp_path,
     prepare_text(tmp_path, path)
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr(text, "write_dataset", None)
+        patch.setattr("data.corpus.write_dataset", None)
         started = time.perf_counter()
         prepare_text(tmp_path, path)
         assert time.perf_counter() - started < 0.5

@@ -11,14 +11,16 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import COMPILE_FOR, DEVICE, GPU, ROOT  # noqa: E402
 
-from attention import state as state_of  # noqa: E402
+from attention import memory  # noqa: E402
+from attention import state as state_of
 from attention.embedding import symmetric_power_embedding  # noqa: E402
 from decoder import Decoder  # noqa: E402
-from generate import Sampler, draw
-from kernels import decode  # noqa: E402
-from kernels.sampling import sample_next_token  # noqa: E402
+from generate import Sampler, sample_next_token  # noqa: E402
+from kernels import (
+    decode,  # noqa: E402
+    sampling,  # noqa: E402
+)
 from model import GPT, GPTConfig  # noqa: E402
-from sample import SampleConfig  # noqa: E402
 
 VARIANTS = {
     "gated": dict(attention="sympow_gating", p=2),
@@ -39,27 +41,27 @@ def tiny(**kwargs):
     return model
 
 
-def start(model, B, room, fold=None, n=4):
+def start(model, B, max_new_tokens, switch_over=None, n=4):
     """A prompt of n tokens that has been read: (its state, a greedy decoder that stands at the next token)."""
     prompt = torch.randint(4, 40, (B, n), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     prompt[0, 2] = 3
-    logits, state = model.read(prompt, model.empty_state(B, fold))
-    found = Decoder(model, state, Sampler(SampleConfig(temperature=0, num_samples=B), torch.device(DEVICE)), room)
+    logits, state = model.read(prompt, model.empty_state(B, switch_over))
+    found = Decoder(model, state, Sampler(torch.device(DEVICE), B, temperature=0), max_new_tokens)
     found.ids.copy_(logits.argmax(-1))
     return state, found
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("B,fold", [(1, None), (3, "always")])
+@pytest.mark.parametrize("B,switch_over", [(1, None), (3, "always")])
 @torch.inference_mode()
-def test_a_token_is_the_models(variant, B, fold, monkeypatch):
-    """Kept as they are, folded into a first state, kept behind it and folded again; or always folded."""
+def test_a_token_is_the_models(variant, B, switch_over, monkeypatch):
+    """Tokens are cached, flushed into a first state, cached behind it and flushed again; or always flushed."""
     config = VARIANTS[variant]
-    if fold and (config["p"] > 2 or config["attention"] == "even_power"):
-        B, fold = 2, None
-    monkeypatch.setattr(state_of, "FOLD_EVERY", 2)
+    if switch_over and (config["p"] > 2 or config["attention"] == "even_power"):
+        B, switch_over = 2, None
+    monkeypatch.setattr(state_of, "FLUSH_EVERY", 2)
     model, steps = tiny(**config), 6 if config["p"] == 2 else 3
-    state, found = start(model, B, steps, fold or (6 if config["p"] == 2 else None))
+    state, found = start(model, B, steps, switch_over or (6 if config["p"] == 2 else None))
     for i in range(steps):
         if i == 1:
             found.ids[0] = 3  # forgets everything, where that is set
@@ -67,10 +69,10 @@ def test_a_token_is_the_models(variant, B, fold, monkeypatch):
         found.step()
         assert (found.logits - logits).norm() < 1e-5 * logits.norm(), i
         assert torch.equal(found.ids, logits.argmax(-1))
-    assert (found.layers[0][2] is not None) == (config["p"] == 2)
+    assert (found.layers[0].power is not None) == (config["p"] == 2)
     ours = found.state()
-    assert ours.position == state.position == 4 + steps
-    assert torch.allclose(ours.layers[1].u, state.layers[1].u, atol=1e-5)
+    assert ours.n_tokens == state.n_tokens == 4 + steps
+    assert torch.allclose(ours.layers[1].position, state.layers[1].position, atol=1e-5)
     logits, _ = model.step(found.ids, state)
     again, _ = model.step(found.ids, ours)  # the state is one that the model goes on from
     assert (again - logits).norm() < 1e-5 * logits.norm()
@@ -80,11 +82,11 @@ def test_a_token_is_the_models(variant, B, fold, monkeypatch):
 def test_features_of_more_than_four_indices_are_told_apart():
     model = tiny(attention="sympow", p=6, n_layer=1, n_head=1, n_embd=16)
     state, found = start(model, 1, 3, 5)
-    for _ in range(3):  # the first folds
+    for _ in range(3):  # the first flushes
         logits, state = model.step(found.ids.clone(), state)
         found.step()
         assert (found.logits - logits).norm() < 1e-3 * logits.norm()
-    assert found.layers[0][2]
+    assert found.layers[0].power
 
 
 @pytest.mark.parametrize("D,p", [(16, 2), (32, 2), (64, 2), (16, 4), (32, 4), (4, 6), (3, 8)])
@@ -99,7 +101,7 @@ def test_coefficients_are_the_embeddings_to_the_bit(D, p):
 
 
 @torch.inference_mode()
-def test_tokens_come_in_order_and_what_is_kept_is_counted():
+def test_tokens_come_in_order_and_the_state_is_counted():
     model = tiny(**VARIANTS["gated"])
     state, found = start(model, 2, 5)
     expected, ids = [], found.ids.clone()
@@ -113,18 +115,18 @@ def test_tokens_come_in_order_and_what_is_kept_is_counted():
 
 
 @torch.inference_mode()
-def test_states_in_bfloat16_are_rounded_when_folded():
+def test_states_in_bfloat16_are_rounded_when_flushed():
     model = tiny(**VARIANTS["gated"])
     state, exact = start(model, 2, 3, 5)
-    sampler = Sampler(SampleConfig(temperature=0, num_samples=2), torch.device(DEVICE))
+    sampler = Sampler(torch.device(DEVICE), 2, temperature=0)
     found = Decoder(model, state, sampler, 3, state_dtype=torch.bfloat16)
     found.ids.copy_(exact.ids)
     for _ in range(2):
         exact.step()
         found.step()
-    S, z = (found.layers[1][2][i].float() - exact.layers[1][2][i] for i in range(2))
-    assert found.layers[1][2][0].dtype == torch.bfloat16 and found.bytes() < exact.bytes()
-    assert 0 < S.norm() < 2**-8 * exact.layers[1][2][0].norm() and z.norm() == 0
+    S, z = (found.layers[1].power[i].float() - exact.layers[1].power[i] for i in range(2))
+    assert found.layers[1].power[0].dtype == torch.bfloat16 and found.bytes() < exact.bytes()
+    assert 0 < S.norm() < 2**-8 * exact.layers[1].power[0].norm() and z.norm() == 0
     assert 0 < (found.logits - exact.logits).norm() < 2e-2 * exact.logits.norm()
 
 
@@ -138,7 +140,7 @@ def test_in_bfloat16_logits_are_the_parallel_forwards():
     with torch.autocast("cuda", torch.bfloat16):
         expected = model(ids)[0][0].float()
         logits, state = model.read(ids[:, :4000], model.empty_state(1))
-    found = Decoder(model, state, Sampler(SampleConfig(temperature=0), torch.device(DEVICE)), 1000, torch.bfloat16)
+    found = Decoder(model, state, Sampler(torch.device(DEVICE), temperature=0), 1000, torch.bfloat16)
     for i in range(4000, 4999):
         found.ids[0] = ids[0, i]
         found.step()
@@ -148,11 +150,11 @@ def test_in_bfloat16_logits_are_the_parallel_forwards():
 @torch.inference_mode()
 def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
     model = tiny(**VARIANTS["gated"])
-    monkeypatch.setattr(state_of, "free_memory", lambda device: 2 * 2 * 2 * (136 * 17 * 4 + 9 * (2 * 16 * 4 + 12)))
-    start(model, 2, 5, 9)  # layers, sequences, heads: a state of 136 features, and 9 tokens kept
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2 * 2 * 2 * (136 * 17 * 4 + 9 * (2 * 16 * 4 + 12)))
+    start(model, 2, 5, 9)  # layers, sequences, heads: a state of 136 features, and 9 cached tokens
     with pytest.raises(
         MemoryError,
-        match=r"3 samples need .* mostly states of 36,992 bytes .* num_samples=2 or .*fold_at=10 would fit",
+        match=r"3 samples need .* mostly states of 36,992 bytes .* num_samples=2 or .*switch_over=10 would fit",
     ):
         start(model, 3, 5, 9)
 
@@ -172,7 +174,6 @@ from decoder import Decoder
 from kernels.sampling import sample_next_token
 from model import GPT, GPTConfig
 from generate import Sampler
-from sample import SampleConfig
 
 ids, numbers = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.float64)
 for k in (0, 1, 50):
@@ -182,12 +183,12 @@ cases = [
     (6, 128, "even_power", 1, "never"),
 ]
 with torch.inference_mode():
-    for p, D, attention, B, fold in cases:
+    for p, D, attention, B, switch_over in cases:
         c = GPTConfig(vocab_size=99, n_layer=1, n_head=2, n_embd=128, head_dim=D, attention=attention, p=p, bias=B > 1)
         model = GPT(c)
-        sampler = Sampler(SampleConfig(num_samples=B, top_k=5, top_p=0.9), torch.device("cpu"), sample_next_token)
-        found = Decoder(model, model.empty_state(B, fold), sampler, 4, torch.bfloat16)
-        for _ in range(4):  # kept, folded, and with a state
+        sampler = Sampler(torch.device("cpu"), B, True, top_k=5, top_p=0.9)
+        found = Decoder(model, model.empty_state(B, switch_over), sampler, 4, torch.bfloat16)
+        for _ in range(4):  # cached, flushed, and with a state
             found.step()
 """
 )
@@ -232,7 +233,7 @@ DRAWS = [(1.0, 0, 1.0), (0.8, 5, 1.0), (1.5, 0, 0.7), (0.5, 30, 0.95), (1.0, 1, 
     [(40, *how) for how in DRAWS] + [(9000, *how) for how in (DRAWS if GPU else DRAWS[2:4])],  # slow in the interpreter
 )
 def test_the_kernel_draws_what_draw_does(V, temperature, top_k, top_p):
-    cfg = SampleConfig(temperature=temperature, top_k=top_k, top_p=top_p)
+    how = dict(temperature=temperature, top_k=top_k, top_p=top_p)
     make = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(6, V, generator=make)).to(DEVICE)
     logits[1] = logits[1].round()  # ties
@@ -242,6 +243,6 @@ def test_the_kernel_draws_what_draw_does(V, temperature, top_k, top_p):
     numbers[:, 3], numbers[:, 4] = 0.0, 1 - 2.0**-53
     at, ids = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.empty(6, dtype=torch.int64, device=DEVICE)
     for i in range(20):
-        sample_next_token(logits, ids, numbers, at, temperature=temperature, top_k=top_k, top_p=top_p)
-        assert torch.equal(ids, draw(logits, cfg, numbers[:, i : i + 1])), i
+        sampling.sample_next_token(logits, ids, numbers, at, **how)
+        assert torch.equal(ids, sample_next_token(logits, numbers[:, i : i + 1], **how)), i
         at += 1

@@ -1,4 +1,4 @@
-"""Loss by position."""
+"""evaluate.py measures the loss by position, in pieces of any size."""
 
 import json
 
@@ -9,6 +9,7 @@ from test_sample import tiny
 
 import evaluate
 import train
+from runs.plotting import means_by_position
 
 
 @pytest.mark.parametrize("attention", ["softmax", "sympow_gating", "conformal_sympow"])
@@ -17,7 +18,7 @@ def test_pieces_give_the_parallel_forwards_losses(attention, monkeypatch):
     model, ids = tiny(attention), torch.randint(257, (2, 301))
     with torch.no_grad():
         logits = model(ids[:, :-1])[0]
-        losses = evaluate.by_position(model, ids[:, :-1], ids[:, 1:], piece=64)
+        losses = evaluate.losses_by_position(model, ids[:, :-1], ids[:, 1:], piece=64)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     assert losses.shape == (2, 300) and (losses.flatten() - expected).abs().max() < 1e-4
     assert (losses.mean() - model(ids[:, :-1], ids[:, 1:])[1]).abs() < 1e-5
@@ -26,7 +27,7 @@ def test_pieces_give_the_parallel_forwards_losses(attention, monkeypatch):
 def test_means_between_powers_of_two():
     losses = torch.arange(1.0, 8.0)
     assert evaluate.between_powers(losses) == {"1-1": 1.0, "2-2": 2.0, "3-4": 3.5, "5-7": 6.0}
-    x, y = evaluate.smoothed(torch.ones(1000))
+    x, y = means_by_position(torch.ones(1000))
     assert len(x) == len(y) < 80 and x == sorted(x) and set(y) == {1.0}
 
 

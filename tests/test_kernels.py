@@ -15,11 +15,11 @@ import torch
 from numerics import relative_error
 from torch.nn.functional import logsigmoid
 
-from attention.naive import power_attention_oracle
+from attention import naive
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from attention import power  # noqa: E402
+from attention import dispatch  # noqa: E402
 from attention.power import power_attention  # noqa: E402
 from kernels import configs, operators, quadratic  # noqa: E402
 from kernels.configs import Config  # noqa: E402
@@ -50,7 +50,7 @@ def gradients(attention, tensors, dy, to=lambda x: x):
     return [y, *torch.autograd.grad(y, [x for x in leaves if x is not None], to(dy), materialize_grads=True)]
 
 
-def assert_right(tensors, dy, p, oracle=power_attention_oracle, short=None):
+def assert_right(tensors, dy, p, oracle=naive.quadratic, short=None):
     """Kernel and oracle agree: bfloat16 to 4e-3, gradients of long sequences to 8e-3; float32 to 1e-5, gradients of
     long sequences to 1e-4 (dP_ij - delta_i is a small difference where gates are strong, dlog_g sums many tokens)."""
     results = gradients(lambda *x: operators.quadratic_attention(*x, p=p), tensors, dy)
@@ -254,16 +254,16 @@ def test_two_runs_give_the_same_bits():
 def test_power_attention_uses_the_kernels_where_they_take_the_sizes(monkeypatch):
     """On a GPU as it is; on the CPU by pretending that it is one."""
     if not GPU:
-        take = power.kernels_take
-        monkeypatch.setattr(power, "kernels_take", lambda device, *sizes: take("cuda", *sizes))
+        reason = dispatch.kernel_reason
+        monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, *sizes: reason(form, "cuda", *sizes))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(power, "_told", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
     calls = []
     used = operators.quadratic_attention
     monkeypatch.setattr(operators, "quadratic_attention", lambda *a, **k: calls.append(1) or used(*a, **k))
     tensors, dy = inputs(70, "learned", DTYPES[-1])
     y, state = power_attention(*tensors, p=2, form="quadratic", return_state=True)
-    assert calls and relative_error(y, power_attention_oracle(*(x.double() for x in tensors), p=2), 1e-6) < 1e-5
+    assert calls and relative_error(y, naive.quadratic(*(x.double() for x in tensors), p=2), 1e-6) < 1e-5
     with warnings.catch_warnings(action="error"):  # float64 is the reference, no size that is lacking
         ref, ref_state = power_attention(*(x.double() for x in tensors), p=2, form="quadratic", return_state=True)
         power_attention(*tensors, p=2, form="quadratic", initial_state=state)
@@ -279,7 +279,7 @@ def test_power_attention_uses_the_kernels_where_they_take_the_sizes(monkeypatch)
         with warnings.catch_warnings(action="error"):  # once
             power_attention(q, k, v, p=change.get("p", 2), form="quadratic")
     assert len(calls) == 1
-    monkeypatch.setattr(power, "disabled", "they gave wrong results")
+    monkeypatch.setattr(dispatch, "_disabled", "they gave wrong results")
     with pytest.warns(UserWarning, match="wrong results"):
         power_attention(*tensors, p=2, form="quadratic")
 

@@ -11,7 +11,8 @@ import zarr
 from helpers import byte_encoding, kill_in_second_shard
 
 from data import DataError, zarr_rows
-from data.loader import Dataset, Windows
+from data.dataset import Dataset
+from data.loader import Windows
 from data.longcrawl64 import prepare as longcrawl64
 
 LENGTH, ROWS, COLUMNS = 64, 4, 16  # as 65536, 2048, 2048

@@ -47,7 +47,7 @@ def test_given_interpreter_is_used_and_no_environment_made():
 def test_help_is_the_default_and_names_every_target():
     status, out, _ = make()
     assert status == 0
-    for target in ("help", "env", "demo", "test", "doctor"):
+    for target in ("help", "env", "demo", "test", "test-slow", "test-all", "doctor"):
         assert f"make {target} " in out
 
 

@@ -28,23 +28,23 @@ def tiny(attention="sympow", gate="auto", **kwargs):
 
 
 @pytest.mark.parametrize("attention,gate", KINDS)
-@pytest.mark.parametrize("fold", ["auto", "always"])
-def test_token_by_token_equals_reading_at_once(attention, gate, fold):
+@pytest.mark.parametrize("switch_over", ["auto", "always"])
+def test_token_by_token_equals_reading_at_once(attention, gate, switch_over):
     model = tiny(attention, gate, reset_token=7)
-    default = model.transformer.h[0].attn.mix.fold
+    default = model.transformer.h[0].attn.mix.switch_over
     ids = torch.randint(0, 97, (2, 150))
     with torch.no_grad():
         expected, _ = model(ids)
         assert expected.std() > 0.5
-        state = model.empty_state(2, fold if default == "auto" else None)
+        state = model.empty_state(2, switch_over if default == "auto" else None)
         first, _, state = model(ids[:, :40], state=state)
         logits = [first]
         for t in range(40, 150):
             step, state = model.step(ids[:, t], state)
             logits.append(step.unsqueeze(1))
     assert (torch.cat(logits, dim=1) - expected).abs().max() < 1e-4
-    assert state.position == 150
-    assert (state.layers[0].power is not None) == (default == "auto")  # the fold did happen on the way
+    assert state.n_tokens == 150
+    assert (state.layers[0].power is not None) == (default == "auto")  # the flush did happen on the way
 
 
 @pytest.mark.parametrize("attention,gate", KINDS)
@@ -178,7 +178,7 @@ def test_the_paddings_logits_are_cut_off():
 @pytest.mark.parametrize("bias", [0.0, 6.9])
 def test_a_fresh_models_mean_gate_is_sigmoid_of_gate_bias(attention, bias):
     model = GPT(GPTConfig(vocab_size=97, n_layer=1, n_head=4, n_embd=32, attention=attention, gate_bias=bias))
-    gates = model.transformer.h[0].attn.mix.gates(torch.randn(2, 50, 32)).exp()
+    gates = model.transformer.h[0].attn.mix.log_gates(torch.randn(2, 50, 32)).exp()
     assert gates.shape == (2, 50, 4)
     assert gates.mean().item() == pytest.approx(1 / (1 + math.exp(-bias)), rel=1e-5)
 

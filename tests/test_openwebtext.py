@@ -9,7 +9,7 @@ import tiktoken
 from helpers import byte_encoding, kill_in_second_shard
 
 from data import DataError
-from data.loader import Dataset
+from data.dataset import Dataset
 from data.openwebtext import prepare as openwebtext
 
 datasets = pytest.importorskip("datasets")

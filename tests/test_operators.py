@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import DEVICE, DTYPES, GPU  # noqa: E402
 
-from attention import power  # noqa: E402
+from attention import forms  # noqa: E402
 from attention.power import PowerState  # noqa: E402
 from kernels import operators  # noqa: E402
 
@@ -48,8 +48,8 @@ def decays(k, log_g):
 def naive_update_state(k, v, log_g=None, *, p, chunk):
     S, z = [], []
     for x, y, (_, after) in zip(chunks(k), chunks(v), decays(k, log_g), strict=True):
-        S.append(power.update_state(x, y * after.unsqueeze(-1), p))
-        z.append(power.update_state(x, after.unsqueeze(-1), p).squeeze(-1))
+        S.append(forms.update_state(x, y * after.unsqueeze(-1), p))
+        z.append(forms.update_state(x, after.unsqueeze(-1), p).squeeze(-1))
     return torch.stack(S, 1), torch.stack(z, 1)
 
 
@@ -57,7 +57,7 @@ def naive_discumsum(S, z, log_G=None, S0=None, z0=None):
     def scan(u, first):
         u, shape = u.transpose(1, 2), u.shape[3:]  # [B, Hkv, n, ..]
         g = torch.ones_like(u.flatten(3)[..., 0]) if log_G is None else log_G.exp().transpose(1, 2)
-        states, last = power.discumsum(u.flatten(3), g, None if first is None else first.flatten(2))
+        states, last = forms.discumsum(u.flatten(3), g, None if first is None else first.flatten(2))
         return states.unflatten(3, shape).transpose(1, 2), last.unflatten(2, shape)
 
     (S, S_last), (z, z_last) = scan(S, S0), scan(z, z0)
@@ -67,7 +67,7 @@ def naive_discumsum(S, z, log_G=None, S0=None, z0=None):
 def naive_query_state(q, S, z, log_g=None, *, p, chunk):
     Hkv, num, den = S.shape[2], [], []
     for i, (x, (into, _)) in enumerate(zip(chunks(q), decays(q[:, :, :Hkv], log_g), strict=True)):
-        n, d = power.query_state(x.unflatten(1, (Hkv, -1)), PowerState(S[:, i], z[:, i]), p)
+        n, d = forms.query_state(x.unflatten(1, (Hkv, -1)), PowerState(S[:, i], z[:, i]), p)
         num.append((n * into[:, :, None, :, None]).flatten(1, 2).transpose(1, 2))
         den.append((d * into.unsqueeze(2)).flatten(1, 2).transpose(1, 2))
     return torch.cat(num, 1), torch.cat(den, 1)

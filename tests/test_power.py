@@ -6,10 +6,11 @@ import pytest
 import torch
 from numerics import GATES, relative_error
 
-from attention import power
+from attention import forms, naive
+from attention.dispatch import FORMS
 from attention.embedding import symmetric_power_dim
-from attention.naive import power_attention_oracle, state_oracle
-from attention.power import FORMS, PowerState, integer_power, power_attention, read_and_fold
+from attention.forms import PowerState, integer_power, read_cache
+from attention.power import power_attention
 
 CHUNK = 16
 COMPUTED = [f for f in FORMS if f != "auto"]
@@ -23,7 +24,7 @@ def inputs(T, p, gates, B=2, H=4, Hkv=2, D=4, E=6, dtype=torch.float64, seed=0, 
     log_g = GATES[gates](make(B, T, Hkv))
     tensors.append(log_g)
     if with_state:
-        tensors += state_oracle(make(B, 5, Hkv, D), make(B, 5, Hkv, E), p=p)
+        tensors += naive.state_after(make(B, 5, Hkv, D), make(B, 5, Hkv, E), p=p)
     return [x if x is None else x.to(dtype).double().requires_grad_() for x in tensors]
 
 
@@ -36,8 +37,8 @@ def assert_equal_to_oracle(tensors, *, p, form, tolerance, dtype=torch.float64, 
     for oracle in (True, False):
         if oracle:
             state0 = state or None
-            outs = [power_attention_oracle(q, k, v, log_g, p=p, initial_state=state0)]
-            outs += state_oracle(k, v, log_g, p=p, initial_state=state0) if with_state else []
+            outs = [naive.quadratic(q, k, v, log_g, p=p, initial_state=state0)]
+            outs += naive.state_after(k, v, log_g, p=p, initial_state=state0) if with_state else []
             dys = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outs]
         else:
             cast = [x if x is None else x.detach().to(dtype).requires_grad_() for x in tensors]
@@ -89,8 +90,8 @@ def test_float32_is_accurate(form, gates):
 
 
 def test_blocks_of_rows_equal_one_block(monkeypatch):
-    monkeypatch.setitem(power.SCORES_AT_ONCE, "cpu", 1)  # blocks of 16 rows, the fewest there are
-    monkeypatch.setattr(power, "FEATURES_AT_ONCE", 1)  # features token by token
+    monkeypatch.setitem(forms.SCORES_AT_ONCE, "cpu", 1)  # blocks of 16 rows, the fewest there are
+    monkeypatch.setattr(forms, "FEATURES_AT_ONCE", 1)  # features token by token
     tensors = inputs(53, 4, "zeros", with_state=True)
     assert_equal_to_oracle(tensors, p=4, form="quadratic", tolerance=1e-9, with_state=True)
 
@@ -123,7 +124,7 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(form, p, smallest, size)
     q, k, v, *_ = inputs(40, p, "none", H=2, Hkv=2, D=4, E=4)
     factor = size / (0.5 * q * k).sum(-1).abs().mean().item()
     q, k, v = ((q * factor).detach().float(), k.detach().float(), v.detach().float())
-    ref = power_attention_oracle(q.double(), k.double(), v.double(), p=p)
+    ref = naive.quadratic(q.double(), k.double(), v.double(), p=p)
     y = power_attention(q, k, v, p=p, form=form, chunk_size=CHUNK)
     assert relative_error(y, ref, 1e-3) < 1e-4
 
@@ -146,7 +147,7 @@ def test_keys_with_a_common_mean_that_the_query_is_orthogonal_to(form, mean):
     q = (q - (q @ direction).unsqueeze(-1) * direction).detach().float()
     k, v = (k + mean * direction).detach().float(), v.detach().float()
     y = power_attention(q, k, v, p=2, form=form, chunk_size=32)
-    ref = power_attention_oracle(q.double(), k.double(), v.double(), p=2)
+    ref = naive.quadratic(q.double(), k.double(), v.double(), p=2)
     assert relative_error(y, ref, 1e-3) < 1e-3
 
 
@@ -188,10 +189,10 @@ def test_queries_of_the_newest_tokens_read_cache_and_state():
     q, k, v, log_g, *_ = inputs(40, 2, "zeros")
     whole, final = power_attention(q, k, v, log_g, p=2, form="quadratic", return_state=True)
     _, state = power_attention(q[:, :9], k[:, :9], v[:, :9], log_g[:, :9], p=2, form="quadratic", return_state=True)
-    y, end = read_and_fold(q[:, 33:], k[:, 9:], v[:, 9:], log_g[:, 9:], state, p=2, fold=True)
+    y, end = read_cache(q[:, 33:], k[:, 9:], v[:, 9:], log_g[:, 9:], state, p=2, flush_cache=True)
     assert torch.allclose(y, whole[:, 33:], rtol=1e-9, atol=1e-12)
     assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(end, final))
-    assert read_and_fold(q[:, 33:], k[:, 9:], v[:, 9:], log_g[:, 9:], state, p=2, fold=False)[1] is state
+    assert read_cache(q[:, 33:], k[:, 9:], v[:, 9:], log_g[:, 9:], state, p=2, flush_cache=False)[1] is state
 
 
 def test_scale_cancels_and_auto_is_one_of_the_forms():
@@ -206,7 +207,7 @@ def test_half_precision_inputs_are_computed_in_float32(dtype):
     q, k, v, *_ = inputs(50, 4, "none", dtype=dtype)
     y = power_attention(q.to(dtype), k.to(dtype), v.to(dtype), p=4)
     assert y.dtype == dtype
-    assert relative_error(y, power_attention_oracle(q, k, v, p=4), 1e-3) < (4e-3 if dtype == torch.bfloat16 else 5e-4)
+    assert relative_error(y, naive.quadratic(q, k, v, p=4), 1e-3) < (4e-3 if dtype == torch.bfloat16 else 5e-4)
 
 
 def test_gradients_flow_through_strided_and_expanded_tensors():

@@ -14,10 +14,9 @@ import generate as generate_module
 import sample
 import train
 from data.tokenizer import Tokenizer
-from generate import Timings, draw, generate
+from generate import Timings, generate, read_prompt, sample_next_token
 from model import GPT, GPTConfig
 from runs import checkpoint, state_file
-from sample import SampleConfig
 
 ATTENTIONS = ["softmax", "even_power", "sympow", "sympow_gating", "conformal_sympow"]
 
@@ -31,20 +30,23 @@ def tiny(attention, **kwargs):
     return model
 
 
-def drawn(model, prompt, fold="auto", timings=None, **kwargs):
+def sampled(model, prompt, switch_over=None, **kwargs):
     with torch.inference_mode():
-        return list(zip(*generate(model, prompt, SampleConfig(**kwargs), fold, timings)))
+        return list(zip(*generate(model, prompt, switch_over=switch_over, **{"max_new_tokens": 500, **kwargs})))
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("fold", ["auto", "always"])
-def test_tokens_are_drawn_from_the_parallel_forwards_logits(attention, fold, monkeypatch):
+@pytest.mark.parametrize("switch_over", [None, "always"])
+def test_tokens_are_drawn_from_the_parallel_forwards_logits(attention, switch_over, monkeypatch):
     model = tiny(attention)
-    fold = model.transformer.h[0].attn.mix.fold if fold == "auto" else fold
     seen = []
-    monkeypatch.setattr(generate_module, "draw", lambda logits, *args: seen.append(logits.clone()) or draw(logits, *args))
+    monkeypatch.setattr(
+        generate_module,
+        "sample_next_token",
+        lambda x, *u, **how: seen.append(x.clone()) or sample_next_token(x, *u, **how),
+    )
     prompt = [256, 10, 20, 30]
-    samples = drawn(model, prompt, fold, num_samples=2, max_new_tokens=120)
+    samples = sampled(model, prompt, switch_over, num_samples=2, max_new_tokens=120)
     for i, ids in enumerate(samples):
         with torch.no_grad():
             expected = model(torch.tensor([prompt + list(ids)]))[0][0, len(prompt) - 1 : -1]
@@ -54,10 +56,10 @@ def test_tokens_are_drawn_from_the_parallel_forwards_logits(attention, fold, mon
 
 def test_each_sample_draws_its_own_first_token_whatever_the_batch():
     model = tiny("sympow")
-    four = drawn(model, [256], num_samples=4, max_new_tokens=20, temperature=2.0)
+    four = sampled(model, [256], num_samples=4, max_new_tokens=20, temperature=2.0)
     assert len({ids[0] for ids in four}) > 1
     for i in range(4):
-        assert drawn(model, [256], num_samples=1, max_new_tokens=20, temperature=2.0, seed=1337 + i)[0] == four[i]
+        assert sampled(model, [256], num_samples=1, max_new_tokens=20, temperature=2.0, seed=1337 + i)[0] == four[i]
 
 
 def test_temperature_top_k_and_top_p():
@@ -65,9 +67,9 @@ def test_temperature_top_k_and_top_p():
     p = logits.exp()[0]
 
     def frequencies(**kwargs):
-        cfg = SampleConfig(**{"temperature": 1.0, "top_k": 0, **kwargs})
+        options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **kwargs}
         u = torch.rand(4000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        return torch.bincount(draw(logits.expand(4000, -1), cfg, u), minlength=4) / 4000
+        return torch.bincount(sample_next_token(logits.expand(4000, -1), u, **options), minlength=4) / 4000
 
     assert (frequencies() - p).abs().max() < 0.03
     assert frequencies(temperature=0.0).tolist() == [0, 1, 0, 0]
@@ -82,7 +84,7 @@ def test_temperature_top_k_and_top_p():
 def test_p4_at_head_dimension_64_reads_keys_and_values_and_makes_no_state():
     model = tiny("sympow", p=4, head_dim=64)
     timings = Timings(torch.device("cpu"))
-    drawn(model, [256], timings=timings, max_new_tokens=30)
+    sampled(model, [256], timings=timings, max_new_tokens=30)
     assert timings.state_bytes < 30 * 2 * 2 * 2 * 64 * 4 + 100  # a state would take 800 MB
 
 
@@ -92,7 +94,7 @@ def test_a_thousand_tokens_of_an_untrained_model_decode(attention):
         GPT(GPTConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=32, attention=attention)),
         Tokenizer("bytes"),
     )
-    (ids,) = drawn(model.eval(), [256], max_new_tokens=1000, temperature=1.0, top_k=0)
+    (ids,) = sampled(model.eval(), [256], max_new_tokens=1000, temperature=1.0, top_k=0)
     stream = tokenizer.stream()
     assert "".join(map(stream.feed, ids)) + stream.flush() == tokenizer.decode(ids)
 
@@ -218,26 +220,31 @@ def test_training_and_sampling_need_no_network_and_no_dataset_afterwards(tmp_pat
 # ---- states in files
 
 
+def save(model, prompt, file, switch_over=None):
+    with torch.inference_mode():
+        state_file.save_state(file, model, *read_prompt(model, prompt, switch_over=switch_over))
+
+
 @pytest.mark.parametrize(
-    "attention,fold", [("conformal_sympow", "always"), ("sympow_gating", "auto"), ("softmax", "never")]
+    "attention,switch_over", [("conformal_sympow", "always"), ("sympow_gating", None), ("softmax", None)]
 )
-def test_a_saved_state_goes_on_where_it_was(attention, fold, tmp_path):
+def test_a_saved_state_goes_on_where_it_was(attention, switch_over, tmp_path):
     model, file = tiny(attention), str(tmp_path / "read.state")
-    whole = drawn(model, [256, 10, 20, 30], fold, max_new_tokens=40)
-    assert drawn(model, [256, 10], fold, max_new_tokens=0, save_state=file) == []
+    whole = sampled(model, [256, 10, 20, 30], switch_over, max_new_tokens=40)
+    save(model, [256, 10], file, switch_over)
     for _ in range(2):  # many times
         with torch.inference_mode():
             before = state_file.load_state(file, model)
-            assert list(zip(*generate(model, [20, 30], SampleConfig(max_new_tokens=40), before=before))) == whole
-    drawn(model, [256, 10, 20, 30], fold, max_new_tokens=1, save_state=file)
+            assert list(zip(*generate(model, [20, 30], max_new_tokens=40, before=before))) == whole
+    save(model, [256, 10, 20, 30], file, switch_over)
     with torch.inference_mode():  # without a prompt it goes on with the logits it has
         before = state_file.load_state(file, model)
-        assert list(zip(*generate(model, [], SampleConfig(max_new_tokens=40), before=before))) == whole
+        assert list(zip(*generate(model, [], max_new_tokens=40, before=before))) == whole
 
 
 def test_another_models_state_is_refused_with_the_reason(tmp_path):
     model, file = tiny("sympow"), str(tmp_path / "read.state")
-    drawn(model, [256, 10], max_new_tokens=0, save_state=file)
+    save(model, [256, 10], file)
     with pytest.raises(ValueError, match="attention='sympow' there, 'sympow_gating' here"):
         state_file.load_state(file, tiny("sympow_gating"))
     other = tiny("sympow")
@@ -268,12 +275,18 @@ def test_a_document_is_read_once_and_asked_twice(go, capsys, tmp_path):
 
 def test_the_length_at_which_a_state_is_made_can_be_set_and_is_printed(go, capsys):
     outs = []
-    for fold_at in (0, 10):
+    for switch_over in (0, 10):
         assert (
-            go("--out_dir=out/a", "--prompt=line 3", "--max_new_tokens=60", f"--fold_at={fold_at}", "--temperature=0")
+            go(
+                "--out_dir=out/a",
+                "--prompt=line 3",
+                "--max_new_tokens=60",
+                f"--switch_over={switch_over}",
+                "--temperature=0",
+            )
             == 0
         )
         outs.append(capsys.readouterr())
     assert outs[0].out == outs[1].out
     assert "of fixed size from 10 tokens on" in outs[1].err
-    assert go("--out_dir=out/a", "--fold_at=-1") == 2
+    assert go("--out_dir=out/a", "--switch_over=-1") == 2

@@ -8,7 +8,7 @@ import pytest
 import tiktoken
 
 from data import DataError
-from data.tokenizer import Decoder, Tokenizer, _pieces, gpt2_tokenizer, load_tokenizer
+from data.tokenizer import Decoder, Tokenizer, gpt2_tokenizer, load_tokenizer, split_long_text
 
 TEXTS = [
     "",
@@ -63,7 +63,7 @@ def test_long_texts_in_pieces_give_the_same_tokens(escaped, monkeypatch):
     texts = ["".join(generator.choices(parts, k=k)) for k in (0, 1, 5, 300, 3000)]
     monkeypatch.setattr("data.tokenizer.PIECE", 7)
     monkeypatch.setattr("data.tokenizer.AT_ONCE", 100)
-    assert len(list(_pieces(texts[-1]))) > 300
+    assert len(list(split_long_text(texts[-1]))) > 300
     for text, found in zip(texts, Tokenizer("bpe", encoding, escaped).encode_batch(texts), strict=True):
         assert found.tolist() == encoding.encode_ordinary(json.dumps(text)[1:-1] if escaped else text)
 

@@ -2,17 +2,17 @@
 
     python data/longcrawl64/prepare.py --documents=2048               # 134 M tokens of the Hugging Face mirror
     python data/longcrawl64/prepare.py --source=/data/longcrawl64     # a local copy: train.zarr and heldout.zarr
-    python data/longcrawl64/prepare.py --source=/data/longcrawl64 --direct     # training reads the arrays themselves
+    python data/longcrawl64/prepare.py --source=/data/longcrawl64 --direct     # training then reads the arrays
     python data/longcrawl64/prepare.py --source=/data/longcrawl64 --check      # count its chunk files and stop
     python data/longcrawl64/prepare.py --source=books.jsonl           # other long text, packed into the same layout
 
 The source is two zarr arrays (v2 or v3; local or any fsspec URL), train [6609334, 65536] and heldout [52131, 65536] of
-uint16 in chunks of [2048, 2048]: about 800 GB, written here as row-major shards of one chunk row each (268 MB), heldout
-as the validation split. A killed run is resumed by running it again.
+uint16 in chunks of [2048, 2048], about 800 GB in all. Each row of chunks is written as one row-major shard (268 MB);
+heldout becomes the validation split. A killed run is resumed by running the same command again.
 
-zarr returns the fill value for a chunk that is missing, without a word, and copies of this dataset with missing or
-zeroed chunks have been met. So the chunk files are counted first, and a missing chunk, or one that holds a single
-value, is refused by name. --skip_missing takes the chunk rows that are complete instead.
+zarr silently returns the fill value for a missing chunk, and there are copies of this dataset with missing or zeroed
+chunks. So the chunk files are counted first, and a missing chunk, or one that holds a single value, is refused by name.
+With --skip_missing only the rows of chunks that are complete are taken.
 """
 
 import os
@@ -21,12 +21,10 @@ from functools import partial
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-
 from data import DataError
 from data.command import Parser, run
-from data.corpus import find_files
+from data.corpus import find_files, prepare_files
 from data.shards import Unit, is_complete, write_dataset, write_direct
-from data.text.prepare import prepare
 from data.tokenizer import gpt2_tokenizer
 from data.zarr_rows import Zarr, missing_message
 
@@ -35,7 +33,11 @@ ARRAYS = {"train": "train.zarr", "val": "heldout.zarr"}
 
 
 def plan(array, documents, skip_missing):
-    """[(chunk row, how many of its documents)] for the first `documents` (all if None) of those that can be had."""
+    """Return [(row of chunks, number of its documents to take)] for the first `documents` documents, or all if None.
+
+    Raises DataError if chunk files are missing (unless skip_missing, which leaves such rows out) or if the array has
+    fewer documents.
+    """
     rows = list(array.chunks)
     if not skip_missing and documents is not None:
         rows = rows[: -(-documents // array.chunk_rows)]
@@ -58,7 +60,7 @@ def plan(array, documents, skip_missing):
 
 
 def check(arrays):
-    """Count the chunk files and print those missing; exit status 0 if all are there, 2 otherwise."""
+    """Count the chunk files and print the missing ones. Returns the exit status: 0 if none is missing, otherwise 2."""
     complete = True
     for array in arrays:
         missing = array.missing(array.chunks)
@@ -70,6 +72,45 @@ def check(arrays):
             print(f"  missing {key}")
         complete = complete and not missing
     return 0 if complete else 2
+
+
+def prepare_zarr(args, source):
+    """Write the dataset from zarr arrays, or with --check count their chunk files. Returns the exit status."""
+    arguments = {
+        "zarr": source if "://" in source else os.path.abspath(source),
+        "documents": args.documents,
+        "val_documents": args.val_documents,
+        "skip_missing": args.skip_missing,
+        "document_length": args.document_length,
+        **({"direct": True} if args.direct else {}),
+    }
+    if not args.check and not args.skip_missing and is_complete(args.out, arguments, args.verify):
+        return 0
+    arrays = {split: Zarr(f"{source}/{name}", args.document_length) for split, name in ARRAYS.items()}
+    if args.check:
+        return check(arrays.values())
+    documents = {"train": args.documents, "val": args.val_documents}
+    if args.documents and not args.val_documents:  # a small training set does not need all 52,131 heldout documents
+        documents["val"] = min(2048, arrays["val"].documents)
+    tokenizer = gpt2_tokenizer(json_escaped=True)
+    plans = {split: plan(arrays[split], documents[split], args.skip_missing) for split in arrays}
+    if args.skip_missing:  # a copy that has grown has other complete rows: do not mix them with those already taken
+        arguments["rows"] = {split: [row for row, _ in rows] for split, rows in plans.items()}
+        if is_complete(args.out, arguments, args.verify):
+            return 0
+    length = args.document_length
+    if args.direct:
+        url = arguments["zarr"]  # absolute: training may start in another folder
+        rows = {s: {"url": f"{url}/{ARRAYS[s]}", "together": arrays[s].chunk_rows, "rows": plans[s]} for s in arrays}
+        write_direct(args.out, rows, tokenizer, length, arguments, source, args.command)
+        return 0
+    units = [
+        Unit(split, partial(arrays[split].read, row, count), count * length)
+        for split in arrays
+        for row, count in plans[split]
+    ]
+    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command)
+    return 0
 
 
 def main(argv):
@@ -86,50 +127,12 @@ def main(argv):
     for name in ("documents", "val_documents"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise DataError(f"--{name} must be at least 1, got {getattr(args, name)}")
-
-    held = [name for name in ARRAYS.values() if os.path.exists(os.path.join(source, name))]
-    if "://" not in source and not held:
-        if args.documents or args.val_documents or args.check or args.skip_missing:
-            names = " and ".join(ARRAYS.values())
-            raise DataError(f"{source} has no {names}; --documents, --check and --skip_missing are for zarr sources")
-        files = find_files([source], (".txt", ".md", ".jsonl"))
-        prepare(files, "gpt2-escaped", args, source, args.key)
-        return 0
-
-    arguments = {
-        "zarr": source if "://" in source else os.path.abspath(source),
-        "documents": args.documents,
-        "val_documents": args.val_documents,
-        "skip_missing": args.skip_missing,
-        "document_length": args.document_length,
-        **({"direct": True} if args.direct else {}),
-    }
-    if not args.check and not args.skip_missing and is_complete(args.out, arguments, args.verify):
-        return 0
-    arrays = {split: Zarr(f"{source}/{name}", args.document_length) for split, name in ARRAYS.items()}
-    if args.check:
-        return check(arrays.values())
-    documents = {"train": args.documents, "val": args.val_documents}
-    if args.documents and not args.val_documents:  # a small training set does not need 52,131 documents beside it
-        documents["val"] = min(2048, arrays["val"].documents)
-    tokenizer = gpt2_tokenizer(json_escaped=True)
-    plans = {split: plan(arrays[split], documents[split], args.skip_missing) for split in arrays}
-    if args.skip_missing:  # a copy that has grown has other rows, which must not be mixed with those already taken
-        arguments["rows"] = {split: [row for row, _ in rows] for split, rows in plans.items()}
-        if is_complete(args.out, arguments, args.verify):
-            return 0
-    if args.direct:
-        url = arguments["zarr"]  # absolute: training may start in another folder
-        rows = {s: {"url": f"{url}/{ARRAYS[s]}", "together": arrays[s].chunk_rows, "rows": plans[s]} for s in arrays}
-        write_direct(args.out, rows, tokenizer, args.document_length, arguments, source, args.command)
-        return 0
-    size = args.document_length
-    units = [
-        Unit(split, partial(arrays[split].read, row, count), count * size)
-        for split in arrays
-        for row, count in plans[split]
-    ]
-    write_dataset(args.out, units, tokenizer, args.document_length, arguments, source, args.command)
+    if "://" in source or any(os.path.exists(os.path.join(source, name)) for name in ARRAYS.values()):
+        return prepare_zarr(args, source)
+    if args.documents or args.val_documents or args.check or args.skip_missing:
+        names = " and ".join(ARRAYS.values())
+        raise DataError(f"{source} has no {names}; --documents, --check and --skip_missing are for zarr sources")
+    prepare_files(find_files([source], (".txt", ".md", ".jsonl")), "gpt2-escaped", args, source, args.key)
     return 0
 
 

@@ -1,10 +1,10 @@
-"""Prepare OpenWebText: 8 million documents of web text, about 9 billion GPT-2 tokens (18 GB).
+"""Prepare OpenWebText: 8 million documents of text from the web, about 9 billion GPT-2 tokens (18 GB).
 
     python data/openwebtext/prepare.py --num_proc=8
     python data/openwebtext/prepare.py --source=part.parquet          # a local .parquet or .jsonl with a column "text"
 
-Every document is followed by the end of text; the stream is cut into rows of --document_length tokens. One document in
-2,000 is kept for validation (0.05%, as nanoGPT does). A killed run is resumed by running it again.
+Every document is followed by the end of text, and the stream is cut into rows of --document_length tokens. One document
+in 2,000 goes to the validation split (0.05%, as in nanoGPT). A killed run is resumed by running the same command again.
 """
 
 import os
@@ -22,12 +22,12 @@ from data.shards import Unit, is_complete, write_dataset
 from data.tokenizer import gpt2_tokenizer
 
 REPOSITORY = "Skylion007/openwebtext"  # parquet; the script-based "openwebtext" is no longer run by `datasets`
-DOCUMENTS = 8192  # for one shard: about 40 MB of text
-TOKENS = 1100  # in a document, about: for the progress bar
+DOCUMENTS = 8192  # per shard: about 40 MB of text
+TOKENS = 1100  # in an average document, for the progress bar
 
 
 def load(source, num_proc):
-    """The documents as a datasets.Dataset with a column "text"."""
+    """Load the documents as a datasets.Dataset with a column "text". Raises DataError if that fails."""
     datasets = need("datasets")
     options = {"split": "train"}
     if source.endswith((".parquet", ".jsonl")):
@@ -38,7 +38,7 @@ def load(source, num_proc):
         name, options["num_proc"] = source, num_proc
     try:
         documents = datasets.load_dataset(name, **options)
-    except Exception as error:  # offline, no such repository, damaged file, ...
+    except Exception as error:  # `datasets` raises many kinds: offline, no such repository, a damaged file, ...
         raise DataError(
             f"cannot load {source} ({type(error).__name__}: {error}): "
             "go online, or give a local .parquet or .jsonl with --source"
@@ -49,7 +49,7 @@ def load(source, num_proc):
 
 
 def rows(documents, numbers, tokenizer, length):
-    """The documents with these numbers -> rows [n, length], the end of text after each document."""
+    """Return the documents with these numbers as rows of tokens [n, length], the end of text after each document."""
     texts = documents[numbers.tolist()]["text"]
     return cut_rows(join_documents(tokenizer.encode_batch(texts), [True] * len(texts), tokenizer), length)
 
@@ -64,7 +64,7 @@ def main(argv):
         "document_length": args.document_length,
         "val_fraction": args.val_fraction,
     }
-    if os.path.isfile(args.source):  # another one under this name must not be mixed with it
+    if os.path.isfile(args.source):  # another file that later takes this name must not be mixed with it
         status = os.stat(args.source)
         arguments |= {"source": os.path.abspath(args.source), "file": [status.st_size, status.st_mtime_ns]}
     if is_complete(args.out, arguments, args.verify):

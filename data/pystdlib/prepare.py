@@ -1,10 +1,10 @@
-"""Prepare the source of the Python standard library as bytes: needs no network, and is there wherever Python is.
+"""Prepare the source of the Python standard library as bytes. This needs no network: the source comes with Python.
 
     python data/pystdlib/prepare.py                                   # -> data/pystdlib, the default dataset
     python data/pystdlib/prepare.py --root=/usr/lib/python3 --out=data/python3      # any folder instead
 
-Each file is a document, kept byte for byte (vocabulary: 256 values and an end of text). See data/text/prepare.py for
-how rows and the validation split are cut.
+Each file is a document and is stored byte for byte (the vocabulary is 256 byte values and an end of text). See
+data/text/prepare.py for how rows and the validation split are cut.
 """
 
 import os
@@ -16,8 +16,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from data import DataError
 from data.command import Parser, run
-from data.corpus import find_files
-from data.text.prepare import prepare
+from data.corpus import find_files, prepare_files
 
 
 def main(argv):
@@ -27,11 +26,11 @@ def main(argv):
     args = parser.parse_args(argv)
     if args.root and not os.path.isdir(args.root):
         raise DataError(f"--root={args.root} is not a folder")
-    # Installed packages are not the standard library, though they lie inside its folder.
+    # Installed packages lie inside the folder of the standard library but do not belong to it.
     installed = () if args.root else ("site-packages", "dist-packages")
     root = args.root or sysconfig.get_path("stdlib")
     files = find_files([root], args.suffix.split(","), ("__pycache__", *installed))
-    prepare(files, "bytes", args, args.root or f"standard library of Python {platform.python_version()}")
+    prepare_files(files, "bytes", args, args.root or f"standard library of Python {platform.python_version()}")
 
 
 if __name__ == "__main__":

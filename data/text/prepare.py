@@ -1,12 +1,12 @@
-"""Prepare your own text: .txt, .md or any text files, .jsonl (one document a line), folders of them.
+"""Prepare your own text: .txt, .md or any other text files, .jsonl (one document per line), and folders of them.
 
     python data/text/prepare.py book.txt                              # -> data/text, then train.py --dataset=text
     python data/text/prepare.py notes/ papers.jsonl --out=data/mine --tokenizer=gpt2
     python data/text/prepare.py src/ --suffix=.c,.h --out=data/c
 
-Documents are joined with the end of text after each and cut into rows of --document_length tokens (less if the source
-is small). The trailing --val_fraction is the validation split; files of folders are in an order that a hash of their
-names gives, so it is a fair sample of them. A killed run is resumed by running it again.
+Documents are joined, with the end of text after each, and cut into rows of --document_length tokens (fewer if the
+source is small). The trailing --val_fraction is the validation split. The files of a folder are ordered by a hash of
+their names, so the split is a fair sample of them. A killed run is resumed by running the same command again.
 """
 
 import os
@@ -15,26 +15,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from data.command import Parser, run
-from data.corpus import find_files, fingerprint, plan_units
-from data.shards import is_complete, write_dataset
-from data.tokenizer import Tokenizer, gpt2_tokenizer
-
-
-def prepare(files, tokenizer_name, args, source, key="text"):
-    """Write files (data.corpus.File) as a dataset; tokenizer_name is bytes, gpt2, or gpt2-escaped as in longcrawl64."""
-    arguments = {
-        "tokenizer": tokenizer_name,
-        "document_length": args.document_length,
-        "val_fraction": args.val_fraction,
-        "key": key,
-        "files": fingerprint(files),
-    }
-    if is_complete(args.out, arguments, args.verify):
-        return
-    escaped = tokenizer_name == "gpt2-escaped"
-    tokenizer = Tokenizer("bytes") if tokenizer_name == "bytes" else gpt2_tokenizer(json_escaped=escaped)
-    units, length = plan_units(files, tokenizer, args.document_length, args.val_fraction, key)
-    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command)
+from data.corpus import find_files, prepare_files
 
 
 def main(argv):
@@ -45,7 +26,7 @@ def main(argv):
     parser.add_argument("--key", default="text", help="where the text is in a line of .jsonl")
     args = parser.parse_args(argv)
     files = find_files(args.paths, args.suffix.split(","))
-    prepare(files, args.tokenizer, args, ", ".join(args.paths), args.key)
+    prepare_files(files, args.tokenizer, args, ", ".join(args.paths), args.key)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,32 @@
+"""The door to the GPU kernels: the one file of attention/ that knows where they are.
+
+Nothing here imports Triton before a kernel is wanted, so that attention/ works on machines without it.
+"""
+
+from pathlib import Path
+
+import kernels
+from kernels import CHUNKED_SIZES, cost, unsupported_reason
+from kernels.layout import symmetric_power_dim
+
+__all__ = ["CHUNKED_SIZES", "cost", "symmetric_power_dim", "unsupported_reason"]
+
+SOURCES = Path(kernels.__file__).parent  # the folder of the kernels
+
+
+def quadratic_attention(q, k, v, log_g, *, p):
+    from kernels import operators
+
+    return operators.quadratic_attention(q, k, v, log_g, p=p)
+
+
+def chunked_attention(q, k, v, log_g, S, z, *, p, chunk, final):
+    from kernels import operators
+
+    return operators.chunked_attention(q, k, v, log_g, S, z, p=p, chunk=chunk, final=final)
+
+
+def chunked_bytes_needed(q, k, p, chunk, backward):
+    from kernels.chunked import bytes_needed
+
+    return bytes_needed(q, k, p, chunk, backward=backward)

@@ -1,0 +1,89 @@
+"""The one decision of how power attention is computed: which form, in chunks of how many tokens, on the kernels or not.
+
+    plan(T, D, E, p, dtype=q.dtype, device_type="cuda", gated=True)     # Plan(form, chunk_size, on_kernels, reason)
+
+The answer is a function of sizes, dtype and device alone, so that every rank and every run decides the same.
+"""
+
+import warnings
+from typing import NamedTuple
+
+import torch
+
+from .backend import cost, symmetric_power_dim, unsupported_reason
+
+FORMS = ("auto", "quadratic", "chunked", "recurrent")
+# In PyTorch the quadratic form costs as much as the chunked one at T = 1.5 Dphi; on the kernels, where the chunked form
+# is PyTorch's still, at so many times that (measured on an H200, p=2, D=64).
+KERNEL_GAIN = {torch.bfloat16: 400, torch.float32: 5}
+
+
+class Plan(NamedTuple):
+    form: str  # "quadratic", "chunked" or "recurrent"
+    chunk_size: int | None  # tokens a chunk; 1 in the recurrent form, None in the quadratic one
+    on_kernels: bool  # on the Triton kernels, else in PyTorch
+    reason: str  # why it is not on the kernels; "" if it is
+
+
+def plan(
+    T, D, E, p, *, dtype, device_type, gated, form="auto", chunk_size=None, initial_state=False, return_state=False
+):
+    """Return the Plan for T tokens, head dimension D, values of width E and power p.
+
+    dtype: of q, k and v; gated: whether there is a log_g; form, chunk_size: what the caller asks for ("auto", None: the
+    cheapest); initial_state, return_state: whether there is one and whether one is wanted.
+    """
+    not_quadratic = kernel_reason("quadratic", device_type, dtype, D, E, p)
+    not_chunked = not_quadratic or kernel_reason("chunked", device_type, dtype, D, E, p)
+    if initial_state:
+        not_quadratic = not_quadratic or "the quadratic kernels take no state before the first token"
+    if form == "auto":
+        if not not_chunked:  # both forms are on the kernels
+            form = "chunked" if initial_state or return_state else cost.best_form(T, D, p, gated)
+        else:
+            gain = 1 if not_quadratic else KERNEL_GAIN.get(dtype, 1)
+            form = "quadratic" if T <= gain * 1.5 * symmetric_power_dim(D, p) else "chunked"
+    if form == "quadratic":
+        return Plan(form, None, not not_quadratic, not_quadratic)
+    if form == "recurrent":
+        return Plan(form, 1, False, "the recurrent form is PyTorch's")
+    if not_chunked:
+        return Plan(form, chunk_size or default_chunk_size(D, p), False, not_chunked)
+    return Plan(form, kernel_chunk_size(T, D, p, chunk_size, gated), True, "")
+
+
+def default_chunk_size(D, p):
+    """Return PyTorch's chunk: a power of two near Dphi / 2, where reading a chunk costs about what reading the state
+    does."""
+    return min(1024, max(16, 2 ** (symmetric_power_dim(D, p) // 2).bit_length() // 2))
+
+
+def kernel_chunk_size(T, D, p, chunk_size=None, gated=True):
+    """Return the kernels' chunk, a multiple of 128: `chunk_size` rounded up, or by default the cost model's."""
+    if chunk_size is None:
+        return cost.chunk_size(T, D, p, gated)
+    return min(-(-chunk_size // 128), -(-T // 128)) * 128
+
+
+@torch.compiler.assume_constant_result  # torch.compile asks once, and does not look inside
+def kernel_reason(form, device_type, dtype, D, E, p):
+    """Return why the kernels of this form cannot be used, or "". Warn, once for each reason, if a GPU goes without."""
+    if device_type != "cuda":
+        return f"the tensors are on {device_type}"
+    if dtype == torch.float64:
+        return "float64 is computed in PyTorch"
+    reason = _disabled or unsupported_reason(form, dtype, D, E, p)
+    if reason and form == "quadratic" and reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"power attention runs in plain PyTorch, not on its Triton kernels: {reason}", stacklevel=3)
+    return reason
+
+
+def disable_kernels(reason):
+    """Use PyTorch in place of the kernels from now on in this process, for `reason`; "" uses the kernels again."""
+    global _disabled
+    _disabled = reason
+
+
+_disabled = ""
+_warned = set()

@@ -1,0 +1,300 @@
+"""The three forms of power attention in plain PyTorch: in blocks, stable in float32, on any device.
+
+    y, state = attend(q, k, v, log_g, p=2, form="chunked", chunk_size=128, return_state=True)
+    y, state = read_cache(q, k, v, log_g, state, p=2, flush_cache=False)        # generation
+    state = flush(k, v, log_g, state, p=2)                                      # tokens into a PowerState
+
+attention/naive.py computes the same without the care that is taken here: bfloat16 and float16 inputs are computed in
+float32. There are no logarithms. y does not change when a row of q or all of k is scaled by a power of two, which keeps
+(q . k)^p inside float32's range. log_g = -inf forgets everything before the token; it enters no sum, since a sum with
+-inf in it is NaN, but is counted beside it.
+
+Inside, tensors are laid out by heads: q [B, Hkv, G, T, D] with the G = H/Hkv query heads of a group side by side,
+k [B, Hkv, T, D], v [B, Hkv, T, E]; numerators [B, Hkv, G, T, E] and denominators [B, Hkv, G, T] are divided at the end.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from .embedding import symmetric_power_dim, symmetric_power_embedding
+from .memory import check_state_fits
+
+FEATURES_AT_ONCE = 2**27  # entries of phi that exist at any time, half a GB in float32
+SCORES_AT_ONCE = {"cpu": 2**27, "cuda": 2**30}  # entries of q k^T that exist at any time
+
+
+class PowerState(NamedTuple):
+    """The state of power attention: S [B, Hkv, Dphi, E] and z [B, Hkv, Dphi], float32 (float64 for float64 q).
+
+    Dphi = C(D+p-1, p), in the order of `symmetric_power_embedding`, without `scale`.
+    """
+
+    S: torch.Tensor
+    z: torch.Tensor
+
+
+def attend(q, k, v, log_g, *, p, form, chunk_size=None, initial_state=None, return_state=False):
+    """Return (y [B, T, H, E] in q's dtype, the PowerState after all tokens or None); see `power_attention`.
+
+    form: "quadratic", or "chunked" with chunk_size tokens a chunk (the recurrent form is a chunk of one token).
+    """
+    Hkv, dtype = k.shape[2], accumulation_dtype(q)
+    with torch.autocast(q.device.type, enabled=False):
+        queries = _to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)), dim=(-1,))
+        keys, values = _by_head(k, dtype), _by_head(v, dtype)
+        gates = None if log_g is None else _sum_gates(log_g)
+        at_least = None if initial_state is None else initial_state.z.abs().amax(-1)[..., None, None] ** (1 / p)
+        factor = _unit_factor(keys, (-2, -1), at_least)
+        keys, state = keys * factor, _scale_state(initial_state, factor, p // 2)
+        if form == "quadratic":
+            num, den = _quadratic(queries, keys, values, gates, state, p)
+            if return_state:
+                state = _state_after(state, keys, values, gates, p)
+        else:
+            num, den, state = _chunked(queries, keys, values, gates, state, p, chunk_size)
+        if return_state:
+            state = _scale_state(state, factor, -(p // 2))
+        y = normalize(num, den).flatten(1, 2).transpose(1, 2).to(q.dtype)  # [B, T, H, E]
+    return y, state if return_state else None
+
+
+def read_cache(q, k, v, log_g, state, *, p, flush_cache):
+    """Attend from the newest tokens to the KV cache and the state before it: one piece of generation.
+
+    q [B, n, H, D] belong to the last n of the m cached tokens k [B, m, Hkv, D], v [B, m, Hkv, E], log_g [B, m, Hkv] or
+    None; state, a PowerState or None, holds the tokens before those m. Returns (y [B, n, H, E], the PowerState of all
+    tokens with `flush_cache`, else `state` as it was).
+    """
+    Hkv, dtype = k.shape[2], accumulation_dtype(q)
+    with torch.autocast(q.device.type, enabled=False):
+        queries = _to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)), dim=(-1,))
+        keys, values = _by_head(k, dtype), _by_head(v, dtype)
+        gates = None if log_g is None else _sum_gates(log_g)
+        scaled = keys if state is not None else _to_unit_range(keys, dim=(-2, -1))
+        y = normalize(*_quadratic(queries, scaled, values, gates, state, p))
+        if flush_cache:
+            check_state_fits(k.shape[0] * Hkv, k.shape[-1], v.shape[-1], p, dtype, k.device)
+            state = _state_after(state, keys, values, gates, p)
+        return y.flatten(1, 2).transpose(1, 2).to(q.dtype), state
+
+
+def flush(k, v, log_g, state, *, p):
+    """Return the PowerState of `state` (or None) and the tokens k [B, m, Hkv, D], v [B, m, Hkv, E], log_g [B, m, Hkv]
+    or None that follow it."""
+    dtype = accumulation_dtype(k)
+    with torch.autocast(k.device.type, enabled=False):
+        check_state_fits(k.shape[0] * k.shape[2], k.shape[-1], v.shape[-1], p, dtype, k.device)
+        gates = None if log_g is None else _sum_gates(log_g)
+        return _state_after(state, _by_head(k, dtype), _by_head(v, dtype), gates, p)
+
+
+def accumulation_dtype(x):
+    """Return the dtype of sums and states for inputs like x: float64 for float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# ---- the forms
+
+
+def _quadratic(q, k, v, gates, state, p):
+    """Sum over all pairs. q may hold only the last of the tokens in k. Rows go in blocks, each with the keys it
+    sees."""
+    B, Hkv, G, n, _ = q.shape
+    m = k.shape[2]
+    at_once = SCORES_AT_ONCE.get(q.device.type, 2**27)
+    rows = max(64, n // 4)  # four blocks leave out 3/8 of the pairs, which are not causal
+    # Where there are too many scores to exist at once there are too many to keep: each block computes its own again
+    # in the backward pass.
+    keep = B * Hkv * G * n * m <= at_once or not torch.is_grad_enabled()
+    if B * Hkv * G * rows * m > at_once // 4:
+        rows = max(16, at_once // 4 // (B * Hkv * G * m))
+    parts = []
+    for start in range(0, n, rows):
+        end = min(start + rows, n)
+        seen = m - n + end
+        block = partial(_block_of_rows, p=p, first=m - n + start)
+        args = q[..., start:end, :], k[:, :, :seen], v[:, :, :seen], gates and gates.span(0, seen), state
+        parts.append(block(*args) if keep else checkpoint(block, *args, use_reentrant=False))
+    return _concatenate_rows(parts)
+
+
+def _block_of_rows(q, k, v, gates, state, p, first):
+    """Return numerators and denominators of queries first, first+1, ... over the keys up to each and the state
+    before."""
+    n, m = q.shape[3], k.shape[2]
+    w = integer_power(q @ k.transpose(-1, -2).unsqueeze(2), p)  # [B, Hkv, G, n, m]
+    at = torch.arange(first, first + n, device=q.device)
+    causal = at.unsqueeze(-1) >= torch.arange(m, device=q.device)
+    if gates is None:
+        w = w.where(causal, 0)
+    else:
+        w = w * _decay(gates.span(first + 1, first + n), gates.span(1, m), q.dtype, causal).unsqueeze(2)
+    num, den = w @ v.unsqueeze(2), w.sum(-1)
+    if state is not None:
+        num_before, den_before = query_state(q, state, p)
+        if gates is not None:  # what the gates up to each query leave of the state before
+            left = _decay(gates.span(first + 1, first + n), gates.span(0, 0), q.dtype).unsqueeze(2)  # [B, Hkv, 1, n, 1]
+            num_before, den_before = num_before * left, den_before * left.squeeze(-1)
+        num, den = num + num_before, den + den_before
+    return num, den
+
+
+def _chunked(q, k, v, gates, state, p, chunk_size):
+    """Go chunk by chunk: each reads itself and the state before it, then becomes part of the state."""
+    parts = []
+
+    def chunk(q, k, v, gates, state):
+        return *_block_of_rows(q, k, v, gates, state, p, 0), _state_after(state, k, v, gates, p)
+
+    T = k.shape[2]
+    for start in range(0, T, chunk_size):
+        end = min(start + chunk_size, T)
+        args = q[..., start:end, :], k[:, :, start:end], v[:, :, start:end], gates and gates.span(start, end), state
+        # Only the states between chunks are kept for the backward pass, not the features.
+        run = partial(checkpoint, chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk
+        *part, state = run(*args)
+        parts.append(part)
+    return *_concatenate_rows(parts), state
+
+
+# ---- the steps of the chunked form
+
+
+def query_state(q, state, p):
+    """Return phi(q) . S [B, Hkv, G, n, E] and phi(q) . z [B, Hkv, G, n] for q [B, Hkv, G, n, D]."""
+    parts = []
+    for x in q.split(_tokens_at_once(q, p), dim=3):
+        phi = symmetric_power_embedding(x, p)
+        parts.append((phi @ state.S.unsqueeze(2), (phi @ state.z[:, :, None, :, None]).squeeze(-1)))
+    return _concatenate_rows(parts)
+
+
+def update_state(k, v, p):
+    """Return phi(k)^T v [B, Hkv, Dphi, E] for k [B, Hkv, n, D], v [B, Hkv, n, E]."""
+    S, size = 0, _tokens_at_once(k, p)
+    for x, value in zip(k.split(size, dim=2), v.split(size, dim=2)):
+        S = S + symmetric_power_embedding(x, p).transpose(-1, -2) @ value
+    return S
+
+
+def discumsum(u, g, first=None, *, reverse=False):
+    """Return the discounted cumulative sum over chunks: from what each chunk gave to the state before each, and the
+    last.
+
+    u [.., n, F], g [.., n] the product of each chunk's gates, first [.., F] or None: s_0 = first, s_{i+1} = g_i s_i +
+    u_i. Returns s_0 .. s_{n-1} [.., n, F] and s_n; with `reverse` it runs from the end and returns the state after each
+    chunk.
+    """
+    state, states = torch.zeros_like(u[..., 0, :]) if first is None else first, []
+    n = u.shape[-2]
+    for i in reversed(range(n)) if reverse else range(n):
+        states.append(state)
+        state = g[..., i, None] * state + u[..., i, :]
+    return torch.stack(states[::-1] if reverse else states, dim=-2), state
+
+
+def _state_after(state, k, v, gates, p):
+    """Return `state`, decayed by all gates of these tokens, plus each token, decayed by the gates after it."""
+    v = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)  # z is S with a one for a value
+    if gates is not None:
+        n = v.shape[2]
+        v = v * _decay(gates.span(n, n), gates.span(1, n), v.dtype).transpose(-1, -2)
+    Sz = update_state(k, v, p)
+    S, z = Sz[..., :-1], Sz[..., -1]
+    if state is not None:
+        left = 1 if gates is None else _decay(gates.span(n, n), gates.span(0, 0), v.dtype)  # [B, Hkv, 1, 1]
+        S, z = S + left * state.S, (z.unsqueeze(-1) + left * state.z.unsqueeze(-1)).squeeze(-1)
+    return PowerState(S, z)
+
+
+# ---- gates
+
+
+class GateSums(NamedTuple):
+    """log_g summed up, so that differences give decays; each tensor [B, Hkv, n+1] has at entry j the sum before token
+    j.
+
+    total is the sum of the finite log_g in float64, of which only differences become float32 (a float32 sum is off by
+    6e-4 after 64k tokens); resets counts the log_g = -inf. Entry 0 is what stood before the first token.
+    """
+
+    total: torch.Tensor
+    resets: torch.Tensor
+
+    def span(self, start, end):
+        """Return the entries that tokens start..end-1 need."""
+        return GateSums(self.total[..., start : end + 1], self.resets[..., start : end + 1])
+
+
+def _sum_gates(log_g):
+    """Return the GateSums [B, Hkv, T+1] of log_g [B, T, Hkv]."""
+    log_g = torch.nn.functional.pad(log_g.transpose(1, 2), (1, 0))
+    reset = log_g == float("-inf")
+    return GateSums(log_g.masked_fill(reset, 0).double().cumsum(-1), reset.cumsum(-1))
+
+
+def _decay(to, since, dtype, mask=None):
+    """Return exp of the log_g between, [B, Hkv, n, m] for n entries `to` and m entries `since`, zero across a reset."""
+    same = to.resets.unsqueeze(-1) == since.resets.unsqueeze(-2)
+    between = (to.total.unsqueeze(-1) - since.total.unsqueeze(-2)).to(dtype)
+    return between.masked_fill(~(same if mask is None else same & mask), float("-inf")).exp()
+
+
+# ---- details
+
+
+def normalize(num, den):
+    """Return num / den, zeros where den is zero (no weight at all), with no NaN in the gradient there either."""
+    empty = ~(den > 0)
+    return (num / den.masked_fill(empty, 1).unsqueeze(-1)).masked_fill(empty.unsqueeze(-1), 0)
+
+
+def integer_power(x, p):
+    """Return x^p by repeated squaring: exact to a few ulp, without a logarithm."""
+    result = None
+    while p:
+        if p & 1:
+            result = x if result is None else result * x
+        p >>= 1
+        x = x * x if p else x
+    return result
+
+
+def _by_head(x, dtype):
+    return x.transpose(1, 2).to(dtype)  # [B, T, H, D] -> [B, H, T, D]
+
+
+def _to_unit_range(x, dim):
+    """Scale x by a power of two that brings its largest entry over `dim` into [1, 2)."""
+    return x * _unit_factor(x, dim)
+
+
+@torch.no_grad()
+def _unit_factor(x, dim, at_least=None):
+    """Return the power of two that brings the largest entry of x over `dim`, or `at_least`, into [1, 2)."""
+    largest = x.abs().amax(dim, keepdim=True)
+    if at_least is not None:
+        largest = largest.maximum(at_least.to(x.dtype))
+    return torch.exp2(-largest.clamp(torch.finfo(x.dtype).tiny, 2.0**126).log2().floor())
+
+
+def _scale_state(state, factor, half):
+    """Return the state of keys that are scaled by factor [B, Hkv, 1, 1]: times factor^p, in two halves for the
+    range."""
+    if state is None:
+        return None
+    by = factor**half
+    return PowerState(state.S * by * by, state.z * by.squeeze(-1) * by.squeeze(-1))
+
+
+def _concatenate_rows(parts):
+    """Return the numerators and denominators of [(numerators, denominators), ...] of consecutive rows."""
+    return tuple(torch.cat(x, dim=3) for x in zip(*parts))
+
+
+def _tokens_at_once(x, p):
+    rows = x.shape[:-2].numel()
+    return max(1, FEATURES_AT_ONCE // (rows * symmetric_power_dim(x.shape[-1], p)))

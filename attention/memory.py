@@ -1,0 +1,94 @@
+"""How many bytes states and caches take, and whether the device has them: a refusal that names the bytes comes
+first."""
+
+import math
+import os
+
+import torch
+
+from . import backend
+from .embedding import symmetric_power_dim
+
+SURELY_FREE = 2**30  # bytes of a GPU: asking how much is free takes longer than a launch
+
+
+def state_bytes(rows, D, E, p, dtype=torch.float32):
+    """Return the bytes of a PowerState for `rows` = B * Hkv sequences and heads."""
+    return rows * symmetric_power_dim(D, p) * (E + 1) * dtype.itemsize
+
+
+def switch_over_tokens(p, D, E, itemsize, dtype=torch.float32):
+    """Return how many tokens' keys and values, of itemsize bytes a number, take the memory of a PowerState of
+    `dtype`."""
+    return math.ceil(state_bytes(1, D, E, p, dtype) / ((D + E) * itemsize))
+
+
+def check_state_fits(rows, D, E, p, dtype, device):
+    """Raise MemoryError, naming the bytes, if a PowerState would not fit into the device's memory."""
+    if torch.compiler.is_compiling():
+        return
+    need, have = state_bytes(rows, D, E, p, dtype), free_memory(device)
+    if need > have:
+        raise MemoryError(
+            f"the state of power p={p} at head dimension {D} takes {need:,} bytes ({rows} heads and sequences of "
+            f"{symmetric_power_dim(D, p):,} x {E + 1}), the device has {have:,}: use a smaller head dimension or p, "
+            f"or form='quadratic' without a state"
+        )
+
+
+def check_chunks_fit(q, k, p, chunk):
+    """Raise MemoryError if what the chunked kernels allocate would not fit into the device's memory."""
+    if torch.compiler.is_compiling():
+        return
+    need = backend.chunked_bytes_needed(q, k, p, chunk, backward=torch.is_grad_enabled())
+    if need < SURELY_FREE:
+        return
+    if need > (have := free_memory(q.device)):
+        T, D = q.shape[1], q.shape[3]
+        raise MemoryError(
+            f"the chunked form of p={p} at head dimension {D} takes {need:,} bytes for {q.shape[0]} x {T:,} tokens and "
+            f"{k.shape[2]} key/value heads in chunks of {chunk:,}, the device has {have:,}: use longer chunks "
+            "(chunk_size), a smaller head dimension or p, fewer sequences at once, or form='quadratic'"
+        )
+
+
+def check_generation_fits(config, layer, max_new_tokens, num_samples, itemsize, state_dtype, device):
+    """Raise MemoryError if what `num_samples` sequences keep would not fit once they are `max_new_tokens` longer.
+
+    config: the model's; layer: the LayerState of one of its n_layer equal layers; itemsize: bytes of a number in the KV
+    cache; state_dtype: of S. The message names what would fit.
+    """
+    c, D = config, config.head_dim
+    heads, cached = c.n_layer * c.n_kv_head, layer.cached_tokens
+    limit, tokens = layer.switch_over_limit(c.p, D, D, itemsize), cached + max_new_tokens
+    token = heads * (2 * D * itemsize + 12)
+    cache = token * int(max(cached, min(limit, tokens)))
+    power = lambda dtype: heads * symmetric_power_dim(D, c.p) * (D * dtype.itemsize + 4)
+    halved, power = power(torch.bfloat16), power(state_dtype)
+    if limit > tokens and not layer.power:
+        halved = power = 0
+    need, have = num_samples * (cache + power), free_memory(device)
+    if need <= have:
+        return
+    fits = have // (cache + power)
+    ways = [f"num_samples={fits}"] * (fits > 0)
+    if device.type == "cuda" and halved < power and num_samples * (cache + halved) <= have:
+        ways.append("state_dtype=bfloat16")
+    if power and not layer.power and num_samples * token * tokens <= have:
+        ways.append(f"switch_over={tokens + 1}")
+    if not ways:
+        ways.append("a model of a smaller head dimension or p" if power >= cache else "fewer tokens")
+    of = f"states of {power:,} bytes" if power >= cache else f"keys and values of {cache:,} bytes"
+    raise MemoryError(
+        f"{num_samples} samples need {need:,} bytes, mostly {of} each (p={c.p}, head dimension {D}, {c.n_layer} layers "
+        f"of {c.n_kv_head} heads), the device has {have:,} free: {' or '.join(ways)} would fit"
+    )
+
+
+def free_memory(device):
+    """Return the bytes that could still be allocated: a GPU's free memory and torch's own cache, or all RAM."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats_as_nested_dict(device)  # memory_reserved() takes 0.2 ms to flatten it
+        now = lambda name: stats[name]["all"]["current"] if stats else 0  # nothing before the first tensor
+        return torch.cuda.mem_get_info(device)[0] + now("reserved_bytes") - now("allocated_bytes")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

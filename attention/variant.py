@@ -1,0 +1,108 @@
+"""The contract between the model and an attention: everything that GPT, training and generation ask of one.
+
+To add an attention: subclass Variant in a file of its own, name it in ATTENTIONS (attention/__init__.py), and write a
+config/NAME.py. Only `__init__`, `forward` and `empty_state` must be written; what else is here has a default. Nothing
+outside attention/ asks which variant it has.
+
+    class Decay(Variant):                                   # an exponential moving average of the values
+        def __init__(self, config):
+            super().__init__(config)
+            self.rate = nn.Parameter(torch.zeros(config.n_kv_head))
+        ...
+
+A state (attention/state.py: State) is
+    made      by empty_state, and by forward from the one before
+    repeated  state.repeat(n), for several samples of one prompt
+    sized     state.bytes()
+    saved     state.tensors() and state.settings(), of which type(state)(**tensors, **settings) makes it again
+    combined  state.concatenate(*others), into the state of a larger batch
+    reset     by a token whose `resets` is true: from there on it is the state of that token alone
+"""
+
+from torch import nn
+
+from .memory import check_generation_fits
+from .rotary import rotary
+from .state import LayerState, count_positions
+
+
+class Variant(nn.Module):
+    gates = ("none",)  # the settings of `gate` that it takes; gate=auto means the first
+    # Whether decoder.py may generate with it on the GPU kernels of power attention. It holds for the class that says so
+    # and is not inherited: a subclass computes something else. Without it, generation steps through `forward`.
+    decodes_on_kernels = False
+    # At how many cached tokens a KV cache is replaced by a state: "auto", "always", "never" or a number; None: there is
+    # no KV cache, or no such choice.
+    switch_over = None
+
+    def __init__(self, config):
+        """config: a model.GPTConfig (n_embd, n_head, n_kv_head, head_dim, p, rope_base, gate, ...)."""
+        super().__init__()
+        self.config, self.p, self.rope_base = config, config.p, config.rope_base
+
+    @classmethod
+    def check(cls, config):
+        """Raise ValueError for settings of the model that this attention does not take, before anything is built."""
+
+    def forward(self, x, q, k, v, resets=None, state=None):
+        """Attend causally.
+
+        x [B, T, n_embd] is the layer's normalised input, q [B, T, H, D], k and v [B, T, Hkv, D] its projections, not
+        rotated; resets [B, T] bool or None: a token where it is true sees nothing before it. state: what this layer
+        keeps of the tokens before, or None in training.
+        Returns (y [B, T, H, D], the state after these tokens, or None if there was none).
+        """
+        raise NotImplementedError
+
+    def empty_state(self, batch, device, switch_over=None):
+        """Return the State before any token of `batch` sequences. switch_over: in place of the variant's own."""
+        raise NotImplementedError
+
+    def log_gates(self, x):
+        """Return log_g [B, T, Hkv] <= 0, the natural log of the gates of the tokens x [B, T, n_embd], or None if
+        nothing is forgotten."""
+        return None
+
+    def positions(self, x, state):
+        """Return the positions of the tokens of x [B, T, n_embd] that follow `state`, [T] or [B, T] float64."""
+        return count_positions(x, state)
+
+    def statistics(self, x):
+        """Return {name: number} of what it has learned, for the inputs x [B, T, n_embd]; logged at every evaluation."""
+        return {}
+
+    def training_plan(self, block_size, dtype, device_type):
+        """Return the dispatch.Plan of power attention that training takes, or None if this is something else."""
+        return None
+
+    def attention_flops(self, block_size, dtype, device_type):
+        """Return the FLOPs of its own products for one training token, forward and backward. The default is that of
+        all causal pairs."""
+        return 6 * block_size * self.config.n_head * self.config.head_dim
+
+    def decoder_weights(self):
+        """Return {"gate": (W_gamma, b) or None, "slopes": fixed -log gates [Hkv] or None, "beta": W_beta or None}, for
+        decoder.py; asked only of variants that decode on the kernels."""
+        return dict(gate=None, slopes=None, beta=None)
+
+    def check_memory(self, state, max_new_tokens, num_samples, itemsize, state_dtype, device):
+        """Raise MemoryError if generation from `state` would not fit; asked before the prompt is read. itemsize: bytes
+        of a number in a KV cache, state_dtype: of states between flushes. The default does not know and lets it try."""
+
+
+class KVCacheVariant(Variant):
+    """A Variant that keeps a LayerState: a KV cache and, where switch_over is not "never", a PowerState behind it."""
+
+    switch_over = "never"
+
+    def rotate(self, q, k, positions):
+        """Return q and k turned by their positions."""
+        return rotary(q, positions, self.rope_base), rotary(k, positions, self.rope_base)
+
+    def empty_state(self, batch, device, switch_over=None):
+        if self.switch_over == "never":  # there is no state that could take the cache's place
+            switch_over = None
+        return LayerState.empty(batch, device, switch_over or self.switch_over)
+
+    def check_memory(self, state, max_new_tokens, num_samples, itemsize, state_dtype, device):
+        check_generation_fits(self.config, state, max_new_tokens, num_samples, itemsize, state_dtype, device)

@@ -1,0 +1,133 @@
+"""Imports run one way, also those inside functions: a reader who follows the arrows never comes back."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = {"train", "sample", "evaluate", "compare", "doctor"}
+# which rooms a room may import; data/*/prepare.py are programs of data/
+ALLOWED = {
+    "kernels": set(),
+    "data": set(),
+    "attention": {"kernels"},
+    "model": {"attention"},
+    "decoder": {"model", "attention", "kernels"},
+    "generate": {"decoder", "model", "attention", "kernels"},
+    "runs": {"model", "attention", "data"},
+    "config": set(),
+    **dict.fromkeys(PROGRAMS, {"runs", "generate", "decoder", "model", "attention", "kernels", "data"}),
+}
+
+
+def files():
+    """{dotted module name: path} of the product, without bench/ and tests/, which may import anything."""
+    paths = [*ROOT.glob("*.py")]
+    for folder in ("attention", "kernels", "runs", "data", "config"):
+        paths += (ROOT / folder).rglob("*.py")
+    dotted = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    return {name.removesuffix(".__init__"): path for name, path in dotted.items()}
+
+
+FILES = files()
+
+
+def imports(name):
+    """[(imported module, imported name or None, level of a relative import, line)] of a file, wherever they stand."""
+    found, path = [], FILES[name]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, None, 0, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found += [(module, alias.name, node.level, node.lineno) for alias in node.names]
+    return found
+
+
+def targets(name):
+    """{(file of ours that is imported, level, line)}: `from room import file` means the file."""
+    found = set()
+    for module, what, level, line in imports(name):
+        target = f"{module}.{what}" if f"{module}.{what}" in FILES else module
+        if target in FILES:
+            found.add((target, level, line))
+    return found
+
+
+def room(name):
+    return name.partition(".")[0]
+
+
+def test_every_file_is_in_a_room_that_has_rules():
+    assert {room(name) for name in FILES} == set(ALLOWED)
+    assert len(FILES) > 60
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_imports_its_own_room_and_those_below(name):
+    wrong = [
+        f"{name}:{line} imports {target}"
+        for target, _, line in targets(name)
+        if room(target) not in ALLOWED[room(name)] | {room(name)}
+    ]
+    assert not wrong
+
+
+def test_no_file_imports_itself_in_a_circle():
+    edges = {name: {target for target, *_ in targets(name)} - {name} for name in FILES}
+    done, way = set(), []
+
+    def visit(name):
+        assert name not in way, " -> ".join([*way[way.index(name) :], name])
+        if name in done:
+            return
+        way.append(name)
+        for target in sorted(edges[name]):
+            visit(target)
+        way.pop()
+        done.add(name)
+
+    for name in FILES:
+        visit(name)
+    assert len(done) == len(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_private_is_imported(name):
+    wrong = [
+        f"{name}:{line} imports {what} from {module}"
+        for module, what, _, line in imports(name)
+        if what and what.startswith("_") and (module in FILES or room(module) in ALLOWED)
+    ]
+    ours = {(what or module).rpartition(".")[2] for module, what, *_ in imports(name) if room(module) in ALLOWED}
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ours:
+            if node.attr.startswith("_") and not node.attr.startswith("__"):
+                wrong.append(f"{name}:{node.lineno} uses {node.value.id}.{node.attr}")
+    assert not wrong
+
+
+def test_attention_reaches_the_kernels_by_one_door_and_both_are_relative_inside():
+    for name in FILES:
+        for target, level, line in targets(name):
+            if room(name) == "attention" and room(target) == "kernels":
+                assert name == "attention.backend", f"{name}:{line} imports {target}"
+            if room(name) in ("attention", "kernels") and room(target) == room(name):
+                assert level, f"{name}:{line} imports {target} by its full name"
+
+
+def test_no_library_imports_a_script():
+    scripts = {name for name in FILES if room(name) == "data" and name.endswith(".prepare")}
+    scripts |= PROGRAMS | {"kernels.tune"}
+    wrong = [f"{name} imports {target}" for name in FILES for target, *_ in targets(name) if target in scripts]
+    assert len(scripts) == 10 and not wrong
+
+
+def test_attention_and_the_model_can_be_imported_without_triton():
+    from helpers import run
+
+    code = "import sys; sys.modules['triton'] = None; import attention, model, generate, kernels.cost, kernels.configs"
+    run("-c", code, cwd=ROOT)

@@ -1,0 +1,166 @@
+"""The contract of attention/variant.py: whatever is registered trains, evaluates, is saved, sampled and compared."""
+
+import itertools
+import json
+import os
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import ROOT, SMALL, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
+
+import compare
+import evaluate
+import generate as generate_module
+import sample
+import train
+from attention import ATTENTIONS, Sympow, Variant
+from attention.state import State
+from generate import decodes_on_kernels, generate, read_prompt
+from model import GPT, GPTConfig
+from runs import state_file
+
+GPU = bool(os.environ.get("TEST_GPU"))
+DEVICE = "cuda" if GPU else "cpu"
+
+
+@dataclass
+class AverageState(State):
+    total: torch.Tensor  # [B, n, Hkv, D]
+    weight: torch.Tensor  # [B, n]
+
+
+class Average(Variant):
+    """n decaying averages of the values: neither power attention nor rotary. Each layer has another n than the one
+    before, and so a state of another shape."""
+
+    made = itertools.count()
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.rate = torch.nn.Parameter(torch.linspace(-1, 1, 1 + next(self.made) % config.n_layer))
+
+    def empty_state(self, batch, device, switch_over=None):
+        new = lambda *shape: torch.zeros(batch, len(self.rate), *shape, device=device)
+        return AverageState(new(self.config.n_kv_head, self.config.head_dim), new())
+
+    def forward(self, x, q, k, v, resets=None, state=None):
+        now, outputs, rate = state or self.empty_state(len(x), x.device), [], self.rate.sigmoid()
+        total, weight = now.total, now.weight
+        for t in range(v.shape[1]):
+            keep = rate if resets is None else rate * ~resets[:, t, None]
+            total = keep[..., None, None] * total + v[:, t, None].float()
+            weight = keep * weight + 1
+            outputs.append((total / weight[..., None, None]).mean(1))
+        y = torch.stack(outputs, dim=1).to(v.dtype).repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+        return torch.tanh(q) * y, state and AverageState(total, weight)
+
+    def statistics(self, x):
+        return {"rate": self.rate.sigmoid().mean().item()}
+
+
+@pytest.fixture
+def average(monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "average", Average)
+
+
+def tiny(attention, **kwargs):
+    torch.manual_seed(0)
+    shape = dict(
+        vocab_size=257, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, head_dim=16, gate_bias=2.0, rope_base=99.0
+    )
+    model = GPT(GPTConfig(attention=attention, **{**shape, **kwargs})).eval().to(DEVICE)
+    for name, p in model.named_parameters():
+        if not name.endswith("rate"):
+            torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+REGISTERED = [*ATTENTIONS, "average", "linear"]
+
+
+@pytest.fixture(autouse=True)
+def of_readme(monkeypatch):
+    """The example of README's "Add your own attention", as it stands there."""
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+        (code,) = re.findall(r"```python\n(class .*?|@dataclass.*?)```", f.read(), flags=re.S)
+    names = dict(dataclass=dataclass, torch=torch, F=torch.nn.functional, State=State, Variant=Variant)
+    exec(code, names)
+    monkeypatch.setitem(ATTENTIONS, "linear", names["Linear"])
+
+
+@pytest.mark.parametrize("attention", REGISTERED)
+@torch.inference_mode()
+def test_generating_equals_stepping_through_the_model(average, attention):
+    model, prompt = tiny(attention, reset_token=7), [256, 10, 7, 20, 30]
+    whole, state, ids = [], model.empty_state(1), None
+    logits, state = model.read(torch.tensor([prompt], device=DEVICE), state)
+    for _ in range(40):
+        ids = logits.argmax(-1)
+        whole.append(ids.item())
+        logits, state = model.step(ids, state)
+    (found,) = zip(*generate(model, prompt, max_new_tokens=40, temperature=0.0))
+    assert list(found) == whole
+    logits, _ = model(torch.tensor([prompt + whole], device=DEVICE))  # and the parallel forward pass
+    assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == whole
+
+
+@pytest.mark.parametrize("attention", REGISTERED)
+@torch.inference_mode()
+def test_a_state_is_repeated_sized_saved_and_combined(average, attention, tmp_path):
+    model, file = tiny(attention), str(tmp_path / "a.state")
+    logits, state = read_prompt(model, [256, 10, 20, 30])
+    assert state.bytes() == sum(x.numel() * x.element_size() for s in state.layers for x in s.tensors().values()) > 0
+    state_file.save_state(file, model, logits, state)
+    _, loaded = state_file.load_state(file, model)
+    twice = state.repeat(2)
+    for kept, again, two in zip(state.layers, loaded.layers, twice.layers):
+        assert again.settings() == kept.settings() and type(again) is type(kept)
+        for name, x in kept.tensors().items():
+            assert torch.equal(again.tensors()[name], x) and torch.equal(two.tensors()[name], torch.cat((x, x)))
+            assert torch.equal(kept.concatenate(again).tensors()[name], torch.cat((x, x)))
+    ids = torch.tensor([40], device=DEVICE)
+    one, both = model.step(ids, loaded)[0], model.step(ids.expand(2), twice)[0]
+    assert torch.allclose(one, both[:1], atol=1e-4) and torch.allclose(one, both[1:], atol=1e-4)
+
+
+def test_states_of_other_shapes_are_not_combined(average):
+    first, second = (layer.empty_state(1, "cpu") for layer in (b.attn.mix for b in tiny("average").transformer.h))
+    with pytest.raises(ValueError, match="same shapes"):
+        first.concatenate(second)
+
+
+@pytest.mark.skipif(GPU, reason="programs that are run for their files, not for the device")
+def test_a_variant_of_ones_own_trains_evaluates_samples_and_compares(average, dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    go = lambda *argv: call(train.main, *SMALL, f"--dataset={dataset}", "--attention=average", *argv)
+    assert go("--out_dir=out/whole", "--max_iters=12") == 0
+    assert metrics("out/whole")[12] < 0.9 * metrics("out/whole")[1]
+    assert len(metrics("out/whole", "rate")[3]) == 2  # what it reports of each layer
+    assert go("--out_dir=out/cut", "--max_iters=6") == 0 and go("--out_dir=out/cut", "--max_iters=12") == 0
+    for key in ("train_loss", "val_loss"):
+        assert metrics("out/cut", key) == metrics("out/whole", key)  # to the last bit
+    assert go("--out_dir=out/packed", "--pack=1", "--block_size=1024", "--tokens_per_step=4096", "--max_iters=1") == 0
+    assert call(evaluate.main, "--out_dir=out/whole", "--length=64", "--documents=2", "--json") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert call(compare.main, "out/whole", "out/cut") == 0
+    assert call(sample.main, "--out_dir=out/whole", "--num_samples=2", "--max_new_tokens=10", "--json") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["state_bytes"] == 2 * 3 * (2 * 16 + 1) * 4
+    assert call(sample.main, "--out_dir=out/whole", "--switch_over=5") == 2
+    assert "has no recurrent form: it has no KV cache that becomes a state" in capsys.readouterr().err
+
+
+def test_decoding_on_the_kernels_is_not_inherited(monkeypatch):
+    class Changed(Sympow):
+        def log_gates(self, x):
+            return torch.full((*x.shape[:2], 2), -0.1)
+
+    monkeypatch.setattr(generate_module, "kernel_reason", lambda *sizes: "")
+    for variant, expected in ((Sympow, True), (Changed, False), (Average, False)):
+        config = GPTConfig(vocab_size=97, n_head=2, n_embd=32, n_layer=1)
+        blocks = [SimpleNamespace(attn=SimpleNamespace(mix=variant(config)))]
+        weight = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+        gpt = SimpleNamespace(config=config, transformer=SimpleNamespace(h=blocks, wte=SimpleNamespace(weight=weight)))
+        assert decodes_on_kernels(gpt) is expected, variant
