@@ -108,9 +108,9 @@ def update_square_kernel(
     TP = multiple_of(TP, 256)
     blocks: tl.constexpr = (M + 63) // 64
     at = tl.program_id(0) // (blocks * blocks)
+    bh, chunk = chunk_of(at, T, CHUNK)
     i, j = tl.program_id(0) // blocks % blocks * 64, tl.program_id(0) % blocks * 64
     if i <= j:
-        bh, chunk = chunk_of(at, T, CHUNK)
         heads, unit = H // HKV, tl.load(UNIT_V + at) * (1 / SQUARE_DOWN)
         m, n = i + tl.arange(0, 64), j + tl.arange(0, 64)
         acc = tl.zeros([64, 64], tl.float32)
