@@ -8,16 +8,16 @@
     carry      S_0 --------> S_1 --------> S_2 --------> S_3  from the initial to the final state: discumsum.py
     add               U_0 ---^      U_1 ---^      U_2 ---^    what a chunk's keys and values give: update_state.py
 
-z is not kept: den_t is xt_t^T Z xt_t, with Z = sum of decay k_s k_s^T (p = 4: of products of two entries). prepare.py
+z is not stored: den_t is xt_t^T Z xt_t, with Z = sum of decay k_s k_s^T (p = 4: of products of two entries). prepare.py
 brings rows to one magnitude first, gates.py makes the decays. The backward pass is the same steps: dS by `update_state`
 of q and dy and a `discumsum` from the end, dq and dk by query_gradient.py, dv by `query_state` of keys on dS.
 
-    name          shape                   dtype      kept for the backward pass
+    name          shape                   dtype      saved for the backward pass
     l             [B, H, T padded]        float32    yes
     S             [B * Hkv, chunks, F]    float16    yes, the states before each chunk, in units of unit_s (float32 *)
     unit_s        [B * Hkv, chunks]       float32    yes
     Z             [B * Hkv, chunks, D^2]  float32    yes, p = 2
-    KEPT          see prepare.py                     yes, what was made of keys and values
+    OF_KEYS       see prepare.py                     yes, what was made of keys and values
     num, den      see query_state.py                 no                              * where q, k and v are
 
 Cost in FLOP, a token and head, with C tokens a chunk and F entries of S: inside chunks 2 C D forward and 7 C D
@@ -41,7 +41,7 @@ from .query_gradient import SPREAD, query_gradient, spread_bytes
 from .query_state import query_state
 from .update_state import update_state
 
-KEPT = ("rows", "values", "unit_x", "factor", "unit_v")  # of keys and values, for the backward pass
+OF_KEYS = ("rows", "values", "unit_x", "factor", "unit_v")  # what the backward pass needs of them
 
 
 def state_size(D, p):
@@ -52,7 +52,7 @@ def state_size(D, p):
 def bytes_needed(q, k, p, chunk, backward=True):
     """Return the bytes that `forward`, and with it `backward`, allocate beyond y and the gradients.
 
-    These are states, what is made of keys and values and kept, what is made of queries and dy, and for p = 4 what
+    These are states, what is made of keys and values and saved, what is made of queries and dy, and for p = 4 what
     `query_gradient` makes of both. q [B, T, H, D] and k [B, T, Hkv, D] are only looked at for shapes and dtype.
     """
     (B, T, H, D), HKV, size = q.shape, k.shape[2], HALF[q.dtype].itemsize
@@ -66,7 +66,11 @@ def bytes_needed(q, k, p, chunk, backward=True):
 
 
 class Sizes:
-    """What the launchers of one call share: numbers of heads and tokens, the layout, sizes of states.
+    """What the launchers of one call share.
+
+    B, T, H, HKV, D, p, chunk as given; chunks: how many; TP: T padded to 256, as `prepare` writes rows; layout: the
+    Layout for (D, p); FS, F: entries of S and of the whole state; half: the dtype between kernels; most: bounds an
+    entry of a chunk's sum, in units of values; q: tells `choose` the dtype and the device.
 
     q [B, T, H, D], k [B, T, Hkv, D]; p = 2: D = 16, 32, 64, 128, p = 4: D = 16, 32, 64; chunk: tokens, a multiple of
     128. Raises ValueError for a sequence with too many tokens.
@@ -85,14 +89,14 @@ class Sizes:
                 "it into pieces, each with the state of those before"
             )
         self.layout = layout(D, p, q.device)
-        self.FS, self.F = self.layout.tiles * TILE * D, state_size(D, p)  # entries of S, of the whole state
+        self.FS, self.F = self.layout.tiles * TILE * D, state_size(D, p)
         self.half = HALF[q.dtype]
         most = chunk * H // HKV * 2 ** (TOP + 1 + p * (LIFT[p] + 1))
-        self.most = 2.0 ** math.ceil(math.log2(most))  # bounds an entry of a chunk's sum, in units of VALUES
+        self.most = 2.0 ** math.ceil(math.log2(most))
 
 
 def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
-    """Return y [B, T, H, D], what `backward` needs (l, S, unit_s, Z and KEPT), and the last state (S, Z) if `final`.
+    """Return y [B, T, H, D], what `backward` needs (l, S, unit_s, Z and OF_KEYS), and the last state (S, Z) if `final`.
 
     q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; initial:
     (S, Z) float32 [B * Hkv, F] and [B * Hkv, D * D] in the kernels' layout (see `from_canonical`), or None; chunk:
@@ -108,14 +112,14 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
         Z, Z_last = keys["z"], None
         if p == 2:
             _, Z_last, _ = discumsum(None, Z, None, whole, Z0, final=final)
-        kept = [keys[name] for name in KEPT]
+        of_keys = [keys[name] for name in OF_KEYS]
         del keys
         queries = prepare(s, q, decay=into, Z=Z)
         skip = 0 if initial is None else -1
         num, den = query_state(s, queries, S, unit_s, skip)
         del queries
         y, l = quadratic.forward(q, k, v, log_g, p=p, chunk=chunk, num=num, den=den)
-    return y, (l, S, unit_s, Z, *kept), (S_last, Z_last)
+    return y, (l, S, unit_s, Z, *of_keys), (S_last, Z_last)
 
 
 def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chunk):
@@ -124,7 +128,7 @@ def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chun
     saved: what `forward` returned; final: the gradient (dS, dZ) to the last state, or None; initial: True if there was
     an initial state.
     """
-    l, S, unit_s, Z, *kept = saved
+    l, S, unit_s, Z, *of_keys = saved
     s = Sizes(q, k, p, chunk)
     with device_guard(q.device):
         dq, dk, dv, inside = quadratic.backward(dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, before=initial)
@@ -142,7 +146,7 @@ def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chun
         skip = -1 if initial else 0
         read = query_gradient(s, queries, S, unit_s, skip, dq, q, Z, queries["weight"], gated)
         del queries
-        keys = dict(zip(KEPT, kept, strict=True))
+        keys = dict(zip(OF_KEYS, of_keys, strict=True))
         keys |= {"xt": products(s, keys["rows"]), "weight": keys["factor"]}
         skip = s.chunks - 1 if final is None else -1
         given = query_gradient(s, keys, dS, unit_d, skip, dk, k, dZ, out, gated)

@@ -15,7 +15,7 @@ needs is in this table, and the kernels use it by name:
     p = 4: what a state holds times its orders         24                 ORDERS = 32 divides it
     p = 4: weight times entry of x, in sum w x x^T     2^15 2^4           SQUARE_DOWN = 16 divides w before
     p = 4: Z as it is read, with its orders (up to 4)  2^12               SQUARE_TOP, the largest entry's exponent
-    p = 4: Z x, at most 2080 of 2^12 times 2^4         2^27.03            SQUARE_TIMES_DOWN = 2^-12 multiplies it
+    p = 4: Z x, at most 2080 of 2^12 times 2^4         2^27.1             SQUARE_TIMES_DOWN = 2^-12 multiplies it
     VALUES times entry of x, for the gradient to x     2^22, 2^19         VALUES_DOWN_2, _4 = 256, 32 divide VALUES
     p = 4: rows of the gradient to x                   2^10 to 2^11       TO_GRADIENT_TOP
     l, the sum of a row's weights                      1e-37              LEAST_WEIGHT: 1 / l is finite

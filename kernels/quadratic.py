@@ -17,7 +17,7 @@ Tiles off the diagonal need no mask, and their decay is the product of a factor 
 costs nothing there. Tiles on the diagonal have both, element by element.
 
     name        shape                          dtype      what
-    l           [B, H, T padded to 128]        float32    of scaled q and k, kept for the backward pass
+    l           [B, H, T padded to 128]        float32    of scaled q and k, saved for the backward pass
     key_scale   [B * Hkv]                      float32    p = 6, 8: a power of two, see Range
     pair        [B, H, T padded to 128, 2]     float32    dq to dkdv: g and g delta; with gates g times the root of the
                                                           decay from the first of the R rows around it, and delta
@@ -64,7 +64,18 @@ from .gates import dlog_g, gates_of_head, tile_gates
 
 L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while heads are worked on side by side
 
-# ---- pieces of tiles
+# ---- pieces
+
+
+@triton.jit
+def _queries_of_program(T, H, HKV, BH, HEADS, BM: tl.constexpr):
+    """Return (sequence and head, sequence, head, head of keys, first row) of this program's BM queries; those with the
+    most keys before them come first."""
+    blocks = tl.cdiv(T, BM)
+    block, bh = block_and_head(blocks, BH, HEADS)
+    lo = (blocks - 1 - block) * BM
+    b, h = bh // H, bh % H
+    return bh, b, h, h // (H // HKV), lo
 
 
 @triton.jit
@@ -195,11 +206,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Write BM rows of y and l, or with NORMALIZE false of sum_j w_ij v_j and sum_j w_ij."""
     GATED: tl.constexpr = gates is not None
-    blocks = tl.cdiv(T, BM)
-    block, bh = block_and_head(blocks, BH, HEADS)
-    lo = (blocks - 1 - block) * BM  # the longest first
-    b, h = bh // H, bh % H
-    hkv = h // (H // HKV)
+    bh, b, h, hkv, lo = _queries_of_program(T, H, HKV, BH, HEADS, BM)
     row = lo + tl.arange(0, BM)
 
     q = _tile(Q, q_strides, b, lo, h, T, BM, D, True)
@@ -299,11 +306,7 @@ def dq_kernel(
 ):  # fmt: skip
     """Write BM rows of dq, and what the other pass needs of them: PAIR, G and ROW (see the table above)."""
     GATED: tl.constexpr = gates is not None
-    blocks = tl.cdiv(T, BM)
-    block, bh = block_and_head(blocks, BH, HEADS)
-    lo = (blocks - 1 - block) * BM
-    b, h = bh // H, bh % H
-    hkv = h // (H // HKV)
+    bh, b, h, hkv, lo = _queries_of_program(T, H, HKV, BH, HEADS, BM)
     row = lo + tl.arange(0, BM)
     out = _row_offsets(b, lo, h, T, H, BM, D)
 
@@ -316,12 +319,11 @@ def dq_kernel(
         l = _vector(at_head(L, T, bh), lo, BM)
         over_l = inverse(l)
         factor = unit_scale(tl.max(tl.abs(q32), 1), ROW_EXPONENT) * _key_scale(KEY_SCALE, b * HKV + hkv)
-        g = int_power(factor, P // 2) * tl.sqrt(over_l)
     else:
         delta = -_vector(at_head(DL, T, bh), lo, BM)
         over_l = tl.zeros([BM], tl.float32) + rest
         factor = tl.zeros([BM], tl.float32) + scale
-        g = int_power(factor, P // 2) * tl.sqrt(over_l)
+    g = int_power(factor, P // 2) * tl.sqrt(over_l)
     if P > 4:
         q = (q32 * factor[:, None]).to(q.dtype)
     else:  # the range of s^3 is wide enough without; the product is faster if q need not pass through registers

@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from attention import dispatch  # noqa: E402
 from attention.power import power_attention  # noqa: E402
-from kernels import configs, operators, quadratic  # noqa: E402
+from kernels import configs, gates, operators, quadratic  # noqa: E402
 from kernels.configs import Config  # noqa: E402
 
 GPU = bool(os.environ.get("TEST_GPU"))
@@ -446,7 +446,7 @@ def test_a_new_length_compiles_nothing():
         gradients(lambda *x: operators.quadratic_attention(*x, p=4), tensors, dy)
         caches = (
             k.device_caches[torch.cuda.current_device()][0]
-            for k in vars(quadratic).values()
+            for k in (vars(quadratic) | vars(gates)).values()
             if hasattr(k, "device_caches")
         )
         counts.append(sum(map(len, caches)))
