@@ -1,4 +1,4 @@
-# make demo       environment, data, a small model, its loss curve and a sample: the quick start
+# make demo       environment, data, two small models, pictures of them and a sample: the quick start
 # make ... PY=python3   use this interpreter as it is (conda, docker) and make no .venv
 
 PYTHON ?= python3
@@ -10,11 +10,19 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 	@echo "  PYTHON=python3.12 builds .venv from that Python; PY=python3 uses that one as it is, without .venv"
 
-demo: env  ## prepare data, train a small model, draw its loss curve, sample from it
+DEMO_NAMES = softmax,conformal_sympow
+
+demo: env  ## prepare data, train two small models, draw their losses, sample from one (4 minutes)
 	$(PY) data/pystdlib/prepare.py
+	$(PY) train.py config/demo.py --attention=softmax --out_dir=out/demo_softmax
 	$(PY) train.py config/demo.py
-	$(PY) compare.py out/demo --png out/demo/loss.png
+	$(PY) compare.py out/demo_softmax out/demo --names=$(DEMO_NAMES) --png=out/demo/loss.png
+	$(PY) evaluate.py --out_dir=out/demo_softmax,out/demo --names=$(DEMO_NAMES) --length=2048 --documents=24 --png=out/demo/loss_by_position.png
 	$(PY) sample.py --out_dir=out/demo --prompt="def " --max_new_tokens=600
+	@echo
+	@echo "out/demo/loss.png shows how both models learn, by steps, tokens and time."
+	@echo "out/demo/loss_by_position.png shows both reading 8 times their training context: right of the dashed line, look"
+	@echo "which loss rises (softmax meets distances that it has never seen) and which goes on as before."
 
 PYTEST = -m pytest -n auto --maxprocesses=8 tests
 

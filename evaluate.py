@@ -32,6 +32,7 @@ LOGITS_AT_ONCE = 2**28  # numbers: 1 GB in float32
 @dataclass
 class EvaluateConfig:
     out_dir: str = ""  # a run's folder, or several separated by commas; default: the newest in out/
+    names: str = ""  # names of the runs in the table and the picture, separated by commas; default: their folders
     dataset: str = ""  # a folder in data/, or any path; default: the one the run was trained on
     length: int = 0  # tokens to read of each document; 0: 4 times the training context, at most the whole document
     documents: int = 16  # number of documents
@@ -53,10 +54,13 @@ def main():
     for run in runs:
         if not checkpoint.newest(run):
             refuse(no_checkpoint(run))
+    names = cfg.names.split(",") if cfg.names else runs
+    if len(names) != len(runs) or len(set(names)) < len(names):
+        refuse(f"--names must be {len(runs)} different names, got {cfg.names or ','.join(names)}")
     curves, contexts, report = {}, [], {}
-    for run in runs:
+    for name, run in zip(names, runs):
         losses, context = evaluate_run(run, cfg)
-        curves[run], report[run] = losses, between_powers(losses)
+        curves[name], report[name] = losses, between_powers(losses)
         contexts.append(context)
     print(table(report))
     failure = None

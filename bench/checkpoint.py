@@ -1,11 +1,11 @@
-"""How long a checkpoint holds training, and how long its writing takes beside it.
+"""Measure how long a checkpoint stops training, and how long it takes to write beside it.
 
     python bench/checkpoint.py                          # 124M, here or on a GPU if there is one
     python bench/checkpoint.py --n_layer=24 --n_head=16 --n_embd=1024 --folder=/mnt/shared
 
-Model and AdamW state are saved a few times; `held` is what the training loop waits, of which the first time also makes
-the memory for the copy; `written` is from then until the checkpoint is on disk under its name; `pause` is the longest
-that this thread, which goes on as training does, is kept from running meanwhile.
+Model and AdamW state are saved a few times. `held` is how long the training loop waits; the first time includes the
+allocation of memory for the copy. `written` is the time from then until the checkpoint is on disk under its name.
+`pause` is the longest time for which this thread, which goes on as training does, did not run meanwhile.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from model import GPT, GPTConfig  # noqa: E402
-from runs.checkpoint import Writer  # noqa: E402
+from runs.checkpoint import Progress, Writer  # noqa: E402
 
 
 def main():
@@ -42,7 +42,7 @@ def main():
         writer = Writer(out_dir)
         for step in range(1, args.times + 1):
             begin = time.perf_counter()
-            writer.save(model, optimizer, {"step": step, "best_step": 0})
+            writer.save(model, optimizer, Progress(step))
             now = saved = time.perf_counter()
             pause = 0.0
             while not writer.writing.done():

@@ -1,9 +1,9 @@
-"""How fast batches come: tokens a second that the loader hands to so many ranks of one machine.
+"""Measure how fast batches come: the tokens per second that the loader gives to several ranks of one machine.
 
     python bench/data.py                                         # pystdlib, 8 ranks
     python bench/data.py --dataset=longcrawl64 --block_size=65536 --batch_size=1 --ranks 1 8
 
-Each rank is a process that takes its own batches in training's order, as train.py does, and does nothing with them.
+Each rank is a process that reads its own batches in the order of training, as train.py does, and drops them.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from data.dataset import Dataset  # noqa: E402
 from data.loader import Windows, train_batch  # noqa: E402
 
 
-def take(name, block_size, batch_size, pack, rank, world, seconds, start, counts):
-    """One rank: tokens taken in `seconds` from when all are ready."""
+def read_batches(name, block_size, batch_size, pack, rank, world, seconds, start, counts):
+    """Read batches as one rank for `seconds` after all ranks are ready, and put the number of tokens into counts."""
     windows = Windows(Dataset(name), "train", block_size, pack)
     start.wait()
     end, step = time.perf_counter() + seconds, 0
@@ -31,11 +31,11 @@ def take(name, block_size, batch_size, pack, rank, world, seconds, start, counts
 
 
 def measure(name, block_size, batch_size, pack, ranks, seconds):
-    """Tokens a second of all ranks together."""
+    """Return the tokens per second of all ranks together."""
     spawn = multiprocessing.get_context("spawn")
     start, counts = spawn.Barrier(ranks), spawn.Queue()
     args = [(name, block_size, batch_size, pack, rank, ranks, seconds, start, counts) for rank in range(ranks)]
-    processes = [spawn.Process(target=take, args=a) for a in args]
+    processes = [spawn.Process(target=read_batches, args=a) for a in args]
     for process in processes:
         process.start()
     total = sum(counts.get() for _ in processes)
@@ -48,7 +48,7 @@ def main():
     parser = argparse.ArgumentParser(prog="bench/data.py", description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", default="pystdlib", help="a folder in data/, or any path")
     parser.add_argument("--block_size", type=int, default=1024)
-    parser.add_argument("--batch_size", type=int, default=64, help="sequences a batch of each rank")
+    parser.add_argument("--batch_size", type=int, default=64, help="sequences in a batch of each rank")
     parser.add_argument("--pack", action="store_true")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8])
     parser.add_argument("--seconds", type=float, default=5.0)

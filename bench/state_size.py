@@ -1,12 +1,12 @@
-"""How large the recurrent state of a model is: the size tables of "Symmetric Power Transformers" (Manifest AI, 2024).
+"""Print how large a model's recurrent state is: the tables of "Symmetric Power Transformers" (Manifest AI, 2024).
 
     python -m bench.state_size                                   # GPT-2 124M in bf16
     python -m bench.state_size --n_head=24 --head_dim=32 --p=4   # smaller heads: 995 MB instead of 14 GB
 
-A linear transformer with the feature map phi: R^d -> R^Dphi keeps, per layer and key/value head, the matrix
+A linear transformer with the feature map phi: R^d -> R^Dphi has, per layer and key/value head, a state of the matrix
 S [Dphi, E] and the normaliser z [Dphi]: Dphi * (E + 1) numbers, where E is the width of the values (here d) and
 
-    Dphi = d^p               tensor power     (every product of p features)
+    Dphi = d^p               tensor power     (every product of p features, in every order)
     Dphi = C(d + p - 1, p)   symmetric power  (every product once)
 """
 
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attention.embedding import symmetric_power_dim  # noqa: E402
 
-# name, n_layer, n_head, weights; heads are 64 wide. The weights are those that the article quotes.
+# name, n_layer, n_head, number of weights as the article quotes it; heads are 64 wide
 GPT2 = [
     ("Small", 12, 12, 124e6),
     ("Medium", 24, 16, 335e6),
@@ -27,32 +27,32 @@ GPT2 = [
     ("XL", 48, 25, 1.6e9),
 ]
 UNITS = ["B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB"]
-GPU_MEMORY = 80e9  # the article's limit for a useful state: one A100 or H100
+GPU_MEMORY = 80e9  # bytes, the article's limit for a useful state: one A100 or H100
 
 
 def linear_state_size(n_layer, n_head, head_dim):
-    """Numbers in the state of a vanilla linear transformer (phi = identity, no normaliser)."""
+    """Return how many numbers the state of a vanilla linear transformer has (phi = identity, no normaliser)."""
     return n_layer * n_head * head_dim * head_dim
 
 
 def tensor_power_state_bytes(n_layer, n_head, head_dim, p, bytes_per_number=2):
-    """Bytes of the state, normaliser included, with the tensor power embedding. n_head counts key/value heads."""
+    """Return the bytes of the state with the tensor power embedding, normaliser included. n_head: key/value heads."""
     return n_layer * n_head * head_dim**p * (head_dim + 1) * bytes_per_number
 
 
 def symmetric_power_state_bytes(n_layer, n_head, head_dim, p, bytes_per_number=2):
-    """Bytes of the state, normaliser included, with the symmetric power embedding. n_head counts key/value heads."""
+    """Return the bytes of the state with the symmetric power embedding, like those of tensor_power_state_bytes."""
     return n_layer * n_head * symmetric_power_dim(head_dim, p) * (head_dim + 1) * bytes_per_number
 
 
 def format_bytes(n):
-    """77 MB, 1.3 PB: decimal units, one decimal below ten and whole numbers above."""
+    """Format n bytes as 77 MB or 1.3 PB: in decimal units, with one decimal below ten and none above."""
     value, thousands = _rounded(n)
     return f"{value:.{1 if value < 10 and thousands else 0}f} {UNITS[thousands]}"
 
 
 def _rounded(n):
-    """(value, k) with n about value * 1000^k, the value as format_bytes prints it."""
+    """Return (value, k) with n about value * 1000^k, the value as format_bytes prints it."""
     k = 0
     while n >= 999.5 and k < len(UNITS) - 1:
         n, k = n / 1000, k + 1
@@ -60,10 +60,10 @@ def _rounded(n):
 
 
 def _format_saving(tensor, symmetric):
-    """1 - symmetric/tensor in percent, to the first digit of what is left over: 49%, 96%, 99.8%, 99.996%.
+    """Format 1 - symmetric/tensor in percent, with as many nines as it takes: 49%, 96%, 99.8%, 99.996%.
 
-    It is taken between the sizes as they are printed, as in the article: for p = 4 and heads of 64 that makes 96%,
-    where the exact sizes give 95.4%.
+    As in the article, the sizes are compared as they are printed: for p = 4 and heads of 64 this makes 96%, where the
+    exact sizes give 95.4%.
     """
     tensor, symmetric = (value * 1000.0**k for value, k in (_rounded(tensor), _rounded(symmetric)))
     left = 100 * symmetric / tensor
@@ -71,7 +71,7 @@ def _format_saving(tensor, symmetric):
 
 
 def _format_count(n):
-    """(text, value) of a count cut, not rounded, to 589K or 1.5M, which is how the article arrives at its ratios."""
+    """Return (text, value) of a count that is truncated to 589K or 1.5M, as the article does for its ratios."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if n >= size:
             step = size / 10 if n < 10 * size else size
@@ -81,7 +81,7 @@ def _format_count(n):
 
 
 def print_linear_table():
-    """The states of vanilla linear transformers of GPT-2's sizes against their weights."""
+    """Print the states of vanilla linear transformers of GPT-2's sizes beside their weights."""
     print("Vanilla linear transformer: state = n_layer * n_head * head_dim * head_dim, heads of 64\n")
     print(f"{'':8}{'weights':>9}{'state size':>13}{'state/weights':>15}{'exact state':>14}")
     for name, n_layer, n_head, weights in GPT2:
@@ -92,8 +92,8 @@ def print_linear_table():
 
 
 def print_power_table(n_layer, n_head, head_dim, powers, size):
-    """The states of tensor power and symmetric power for one model shape."""
-    print(f"Power attention: {n_layer} layers x {n_head} key/value heads of {head_dim}, {size} bytes a number")
+    """Print the states with tensor power and symmetric power for one model shape."""
+    print(f"Power attention: {n_layer} layers x {n_head} key/value heads of {head_dim}, {size} bytes per number")
     print("state = n_layer * n_head * Dphi * (head_dim + 1) * bytes\n")
     print(f"{'p':>3}{'tensor power':>15}{'symmetric power':>18}  {'savings':>8}{'fits 80 GB':>13}")
     for p in powers:
@@ -105,6 +105,7 @@ def print_power_table(n_layer, n_head, head_dim, powers, size):
 
 
 def refuse(message):
+    """Print one line to stderr and exit with status 2."""
     print(f"state_size: {message}", file=sys.stderr)
     sys.exit(2)
 
@@ -115,7 +116,7 @@ def main(argv=None):
     parser.add_argument("--n_head", type=int, default=12)
     parser.add_argument("--n_kv_head", type=int, help="key/value heads, where they are fewer (default: n_head)")
     parser.add_argument("--head_dim", type=int, default=64)
-    parser.add_argument("--bytes", type=int, default=2, help="2 for bf16, 4 for fp32, in which states are carried")
+    parser.add_argument("--bytes", type=int, default=2, help="per number: 2 for bf16, 4 for fp32, which sample.py uses")
     parser.add_argument("--p", default="2,4,6,8", help="the powers, separated by commas")
     parser.error = refuse
     args = parser.parse_args(argv)

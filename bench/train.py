@@ -1,14 +1,14 @@
-"""Training speed of whole models on one GPU: tokens a second at several contexts, attentions side by side.
+"""Measure the training speed of whole models on one GPU, in tokens a second, for several contexts and attentions.
 
     python bench/train.py                                # 124M: softmax and gated sympow at 1,024 to 65,536 tokens
     python bench/train.py --context 1048576 --activation_checkpointing --only sympow_gating
     python bench/train.py --only softmax sympow_gating_p4 --json out/train.json
 
 A step is forward, backward, clipping and AdamW on --tokens random tokens, compiled, in bfloat16 autocast, as in
-train.py without accumulation; more than one sequence of a context fills them up. softmax is what nanoGPT is: torch's
+train.py without accumulation; short contexts are batched to reach --tokens. softmax is nanoGPT's attention: torch's
 scaled_dot_product_attention on its flash backend, in the same GPT-2 with rotary positions. The figure is the median
-of STEPS steps after WARM_UP. The last column is the share of the matrix unit's peak that 6 FLOPs a weight and token
-take (attention is not counted, so that variants can be compared).
+of STEPS steps after WARM_UP. The last column is the share of the GPU's peak that 6 FLOPs a weight and token take
+(attention is not counted, so that variants can be compared).
 """
 
 import argparse
@@ -25,7 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from model import GPT, GPTConfig  # noqa: E402
-from train import make_optimizer, peak_flops  # noqa: E402
+from runs.machine import peak_flops  # noqa: E402
+from train import make_optimizer  # noqa: E402
 
 WARM_UP, STEPS = 4, 8
 VARIANTS = {
@@ -39,18 +40,20 @@ VARIANTS = {
 DEFAULT = ("softmax", "sympow_gating")
 
 
-class Optimizer:  # what make_optimizer reads of train.py's settings
+class Optimizer:
+    """Holds the settings of train.py that make_optimizer reads."""
+
     weight_decay, learning_rate, beta1, beta2 = 0.0, 6e-4, 0.9, 0.95
 
 
 def measure(settings, T, tokens, args):
-    """{"tokens_per_second", "step_ms", "first_step_s", "gigabytes"} of training one model at context T."""
+    """Train one model at context T; return tokens_per_second, step_ms, first_step_s, gigabytes and share of peak."""
     torch.manual_seed(0)
     torch.compiler.reset()
     torch.cuda.reset_peak_memory_stats()
     config = GPTConfig(**settings, activation_checkpointing=args.activation_checkpointing, reset_token=args.reset_token)
     model = GPT(config).cuda()
-    optimizer = make_optimizer(model, Optimizer, torch.device("cuda"))
+    optimizer = make_optimizer(model, Optimizer)
     network = model if args.no_compile else torch.compile(model)
     ids = torch.randint(config.vocab_size, (tokens // T, T + 1), device="cuda")
     x, y = ids[:, :-1], ids[:, 1:]
@@ -78,6 +81,7 @@ def measure(settings, T, tokens, args):
 
 
 def bench(args):
+    """Measure every context with every attention and print a row for each; return True if one failed."""
     header = f"{'context':>8} {'attention':<22} {'tokens/s':>10} {'ms a step':>10} {'/ softmax':>9} {'/ own first':>11}"
     print(f"{header} {'GB':>6} {'share':>6}", flush=True)
     rows, first = [], {}
@@ -111,12 +115,12 @@ def bench(args):
 
 def main():
     parser = argparse.ArgumentParser(prog="bench/train.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--context", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="lengths")
+    parser.add_argument("--context", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="context lengths")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", default=DEFAULT, help=" ".join(VARIANTS))
-    parser.add_argument("--tokens", type=int, default=65536, help="a step, or one context if that is longer")
-    parser.add_argument("--steps", type=int, default=STEPS, help="that are timed")
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens of a step, or one context if that is longer")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps that are timed")
     parser.add_argument("--activation_checkpointing", action="store_true")
-    parser.add_argument("--reset_token", type=int, default=-1, help="a token id at which everything is forgotten")
+    parser.add_argument("--reset_token", type=int, default=-1, help="a token id that resets the state")
     parser.add_argument("--no_compile", action="store_true")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
     args = parser.parse_args()

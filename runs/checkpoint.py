@@ -1,14 +1,21 @@
-"""Checkpoints: out_dir/ckpt/step_00001000/ with model.safetensors, optimizer.pt, progress.json and checksums.json.
+"""Writes and reads checkpoints: out_dir/ckpt/step_00001000/ with model.safetensors, optimizer.pt, progress.json and
+checksums.json.
 
-Written under a temporary name, flushed to disk and renamed: a checkpoint under its own name was whole then. Whether it
-still is, the size and sha256 of each file tell. Reading one executes no code.
+    with Writer(out_dir) as writer:
+        writer.save(model, optimizer, progress)                  # copies the state; a thread writes the copy
+    progress = load(newest(out_dir), model, optimizer, device)
+
+A checkpoint is written under a temporary name, flushed to disk and renamed, so one under its own name was whole when it
+got it. Size and sha256 of each file tell whether it still is. Reading a checkpoint executes no code.
 """
 
 import json
+import math
 import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 from safetensors import SafetensorError
@@ -16,101 +23,128 @@ from safetensors.torch import load_file, save_file
 
 from data.files import sha256_of, write_atomically
 
-KEEP = 2  # newest checkpoints that stay
+KEEP = 2  # newest checkpoints that stay; the best one stays too
 FILES = ("model.safetensors", "optimizer.pt", "progress.json")
 WEIGHTS = ("model.safetensors", "progress.json")  # what `load` reads without an optimizer
 
 
 class NotWritten(OSError):
-    """A checkpoint could not be written whole: a full disk, for one. The older ones are as they were."""
+    """A checkpoint could not be written whole, for example on a full disk. The older ones are as they were."""
+
+
+@dataclass
+class Progress:
+    """How far a run is: what progress.json holds."""
+
+    step: int = 0  # optimizer steps taken
+    seconds: float = 0.0  # of training, and of evaluation where max_seconds limits both
+    best: float = math.inf  # lowest validation loss so far
+    best_step: int = 0  # the step that had it
+    wandb_id: str | None = None  # under which wandb knows the run
+    skipped: tuple = (0, 0)  # steps left out for want of a finite gradient: in all, and in a row up to this one
+    evaluated: bool = True  # False if a signal came before the evaluation that was due at this step
 
 
 class Writer:
-    """Writes checkpoints beside training, which is held only while its state is copied into memory.
+    """Writes checkpoints while training goes on; training waits only while its state is copied into memory.
 
-    One is written at a time, in a thread; what went wrong there is raised, as NotWritten, by every later call. A
-    process that ends by itself waits for the thread, one that leaves by os._exit calls `wait` first."""
-
-    current = None  # this process's
+    A thread writes one checkpoint at a time. If that fails, every later call raises NotWritten. Used as a context
+    manager, a Writer waits at the end for the last write, and reports its failure unless another error is on its way.
+    """
 
     def __init__(self, out_dir):
-        Writer.current = self
         self.out_dir, self.copies, self.writing = out_dir, {}, None
         self.thread = ThreadPoolExecutor(1)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            self.wait()
+        except NotWritten:
+            if error is None:
+                raise
+
     def save(self, model, optimizer, progress):
-        """Takes what they are now, after the checkpoint before is on disk, and returns before this one is."""
+        """Copy the state of model and optimizer and return while a thread writes it.
+
+        Waits first until the checkpoint before is on disk.
+        """
         self.wait()
         weights = {name: self._copy(name, x) for name, x in model.state_dict().items()}
         state = optimizer.state_dict()
         moments = {i: {k: self._copy((i, k), x) for k, x in of.items()} for i, of in state["state"].items()}
-        self.writing = self.thread.submit(_write, self.out_dir, weights, state | {"state": moments}, progress)
+        state["state"] = moments
+        self.writing = self.thread.submit(_write, self.out_dir, weights, state, replace(progress))
 
     def wait(self):
-        """Until nothing is being written."""
+        """Block until the background write has finished; raise NotWritten if it failed."""
         if self.writing:
             self.writing.result()
 
     def check(self):
-        """Raises what a finished write raised; waits for nothing."""
+        """Raise NotWritten if the last write has finished and failed; never block."""
         if self.writing and self.writing.done():
             self.writing.result()
 
     def _copy(self, name, x):
-        """x in memory of ours, which stays for the next time: new memory costs more than the copy itself."""
+        """Copy x into memory that is kept for the next checkpoint: allocating it costs more than the copy itself."""
         if name not in self.copies:
             self.copies[name] = torch.empty(x.shape, dtype=x.dtype)
         return self.copies[name].copy_(x)
 
 
 def _write(out_dir, weights, state, progress):
-    """The checkpoint of progress["step"]; the newest KEEP stay, and that of progress["best_step"]."""
+    """Write the checkpoint of progress.step; remove all but the newest KEEP and the best one."""
     folder = os.path.join(out_dir, "ckpt")
-    final = _path(out_dir, progress["step"])
+    final = _path(out_dir, progress.step)
     temporary = os.path.join(folder, ".writing")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed while it wrote
     try:
         os.makedirs(temporary)
         save_file(weights, os.path.join(temporary, "model.safetensors"))
         torch.save(state, os.path.join(temporary, "optimizer.pt"))
-        write_json(os.path.join(temporary, "progress.json"), progress)
+        write_json(os.path.join(temporary, "progress.json"), asdict(progress))
         files = {name: os.path.join(temporary, name) for name in FILES}
         sums = {name: {"bytes": os.path.getsize(path), "sha256": sha256_of(path)} for name, path in files.items()}
         write_json(os.path.join(temporary, "checksums.json"), sums)
         for name in os.listdir(temporary):
-            flush(os.path.join(temporary, name))
-        flush(temporary)
-        before = _aside(final)  # the same step again: one of the two is there under its name at nearly all times
+            flush_to_disk(os.path.join(temporary, name))
+        flush_to_disk(temporary)
+        before = _move_aside(final)  # of the same step: at nearly every moment one of the two has the name
         os.rename(temporary, final)
         shutil.rmtree(before, ignore_errors=True)
-        flush(folder)
-        # those above are damaged: this run began below them
+        flush_to_disk(folder)
+        # checkpoints of later steps are damaged, because this run started from one before them
         stay = [path for path in _all(out_dir) if path <= final][-KEEP:]
-        for old in set(_all(out_dir)) - {*stay, _path(out_dir, progress["best_step"])}:
+        for old in set(_all(out_dir)) - {*stay, _path(out_dir, progress.best_step)}:
             _remove(old)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own for a full disk
         free = shutil.disk_usage(out_dir).free
         shutil.rmtree(temporary, ignore_errors=True)
         whole, why = newest(out_dir), f"{str(error).strip().splitlines()[0]}; {free:,} bytes are free there"
-        kept = f"{whole} is whole: the same command goes on from there" if whole else "there is no older one"
-        raise NotWritten(f"the checkpoint of step {progress['step']} could not be written ({why}); {kept}") from error
+        rest = f"{whole} is whole: the same command goes on from there" if whole else "there is no older one"
+        raise NotWritten(f"the checkpoint of step {progress.step} could not be written ({why}); {rest}") from error
 
 
-def newest(path, thorough=False, say=lambda line: None, files=None):
-    """The checkpoint to read at `path`, a run's folder or a checkpoint itself: the newest that is whole, by the sizes
-    of its files, or if `thorough` by their checksums; None if there is none. `say` gets a line for each damaged one.
-    files: the names of those that will be read, if not all."""
-    own = os.path.isfile(os.path.join(path, "model.safetensors"))
-    for folder in [path] if own else reversed(_all(path)):
+def newest(path, thorough=False, log=lambda line: None, files=None):
+    """Return the folder of the newest checkpoint at `path` that is whole, or None.
+
+    path: a run's folder, or a checkpoint itself. thorough: compare checksums, not sizes alone. log: called with a line
+    for each damaged checkpoint. files: the names of the files that will be read, if not all of them.
+    """
+    is_checkpoint = os.path.isfile(os.path.join(path, "model.safetensors"))
+    for folder in [path] if is_checkpoint else reversed(_all(path)):
         wrong = damage(folder, thorough, files)
         if not wrong:
             return folder
-        say(f"{folder} is damaged and left out: {wrong}")
+        log(f"{folder} is damaged and left out: {wrong}")
     return None
 
 
 def settings(run):
-    """What a run was trained with, its config.json; ValueError where that cannot be read."""
+    """Return what a run was trained with, the contents of its config.json. Raises ValueError if it cannot be read."""
     path = os.path.join(run, "config.json")
     try:
         with open(path) as f:
@@ -123,13 +157,13 @@ def settings(run):
 
 
 def damage(folder, thorough=True, files=None):
-    """What is wrong with a checkpoint, or with these files of it; "" if nothing is."""
+    """Return what is wrong with a checkpoint, or with these files of it; "" if nothing is."""
     try:
         with open(os.path.join(folder, "checksums.json")) as f:
             sums = json.load(f)
         if not all({"bytes", "sha256"} <= of.keys() for of in sums.values()) or not sums.keys() >= {*FILES}:
             return "checksums.json is not what was written"
-    except FileNotFoundError:  # of before there were any
+    except FileNotFoundError:  # written before checkpoints had checksums
         sums, missing = {}, [name for name in FILES if not os.path.exists(os.path.join(folder, name))]
         if missing:
             return f"{missing[0]} is missing"
@@ -148,30 +182,38 @@ def damage(folder, thorough=True, files=None):
 
 
 def exists(path):
-    """Whether a run's folder has any checkpoint, damaged, half gone or not."""
+    """Return True if a run's folder has any checkpoint, whole, damaged or half removed."""
     return bool(_all(path)) or os.path.isdir(os.path.join(path, "ckpt", ".removing"))
 
 
 def run_of(path):
-    """The run's folder, with config.json and the tokenizer, of `path`: a run, or one of its checkpoints."""
+    """Return the run's folder, which has config.json and the tokenizer, of a run or of one of its checkpoints."""
     if os.path.isfile(os.path.join(path, "model.safetensors")):
         return os.path.dirname(os.path.dirname(os.path.abspath(path)))
     return path
 
 
 def load(folder, model, optimizer=None, device="cpu"):
-    """Fills model (and optimizer) from a checkpoint; returns its progress."""
+    """Fill model (and optimizer) from a checkpoint and return its Progress."""
     model.load_state_dict(load_file(os.path.join(folder, "model.safetensors")))
     if optimizer is not None:
         state = torch.load(os.path.join(folder, "optimizer.pt"), map_location=device, weights_only=True)
         optimizer.load_state_dict(state)
     with open(os.path.join(folder, "progress.json")) as f:
-        return json.load(f)
+        saved = json.load(f)
+    return Progress(**{of.name: saved[of.name] for of in fields(Progress) if of.name in saved})
 
 
 def write_json(path, value):
-    """Writes beside `path` and renames, so that no reader ever sees half of it."""
+    """Write JSON beside `path` and rename it, so that no reader ever sees half of it."""
     write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def flush_to_disk(path):
+    """Block until a file or folder is on disk."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
 
 
 def _path(out_dir, step):
@@ -179,28 +221,23 @@ def _path(out_dir, step):
 
 
 def _all(out_dir):
+    """Return the paths of all checkpoints of a run, oldest first."""
     folder = os.path.join(out_dir, "ckpt")
     names = sorted(n for n in os.listdir(folder) if re.fullmatch(r"step_\d{8,}", n)) if os.path.isdir(folder) else []
     return [os.path.join(folder, n) for n in names]
 
 
 def _remove(folder):
-    """A checkpoint goes in one step, too: a kill must not leave half of it under its name."""
-    going = _aside(folder)
-    if os.path.isdir(going):
-        shutil.rmtree(going)
+    """Remove a checkpoint; it loses its name in one step, so that a kill cannot leave half of it under that name."""
+    aside = _move_aside(folder)
+    if os.path.isdir(aside):
+        shutil.rmtree(aside)
 
 
-def _aside(folder):
-    """Where a checkpoint is, if there is one, when it no longer has its name."""
-    going = os.path.join(os.path.dirname(folder), ".removing")
-    shutil.rmtree(going, ignore_errors=True)  # of a run that was killed while it removed
+def _move_aside(folder):
+    """Rename a checkpoint, if it exists, to a name under which it is not found; return that name."""
+    aside = os.path.join(os.path.dirname(folder), ".removing")
+    shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed while it removed
     if os.path.isdir(folder):
-        os.rename(folder, going)
-    return going
-
-
-def flush(path):
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
+        os.rename(folder, aside)
+    return aside

@@ -1,13 +1,15 @@
-"""Settings from files and the command line: one line of text a mistake, before anything is allocated.
+"""Reads settings from files and the command line; a mistake is one line of text, before anything is allocated.
 
     python train.py config/sympow_p4.py --batch_size=8 --compile False
 
 Settings are the fields of dataclasses, with default and comment where they are declared; `--help` prints them. Files
-are Python with assignments (`p = 4`); later arguments win; dashes do for underscores; an integer does for a float.
+are Python with assignments (`p = 4`). Later arguments win, dashes may stand for underscores, an integer may stand for a
+float.
 """
 
 import difflib
 import inspect
+import math
 import os
 import re
 import runpy
@@ -15,9 +17,14 @@ import sys
 import types
 from dataclasses import fields
 
+BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
 
 def refuse(message, every_rank=False):
-    """Ends the program with exit status 2 and one line on stderr: of one rank a node, or of every rank that refuses."""
+    """Print one line to stderr and exit with status 2.
+
+    Among several ranks the first of each node prints it, or with every_rank each rank that refuses.
+    """
     rank = int(os.environ.get("RANK", 0))
     if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
         who = os.path.basename(sys.argv[0]) + (f" (rank {rank})" if rank else "")
@@ -25,25 +32,11 @@ def refuse(message, every_rank=False):
     sys.exit(2)
 
 
-def choose_device(device, dtype, local=0):
-    """(torch.device, torch.dtype of matrix products) for device auto, cpu, cuda or cuda:N and dtype auto, float32 or
-    bfloat16; `local` is the GPU that "cuda" means."""
-    import torch
-
-    name = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        refuse(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
-    chosen = torch.device(f"cuda:{local}" if name == "cuda" else name)
-    if chosen.type == "cuda" and chosen.index >= torch.cuda.device_count():
-        refuse(f"device {chosen} is not there, torch sees {torch.cuda.device_count()} GPUs: see `make doctor`", True)
-    has_bf16 = chosen.type == "cuda" and torch.cuda.get_device_capability(chosen) >= (8, 0)
-    return chosen, getattr(torch, dtype if dtype != "auto" else "bfloat16" if has_bf16 else "float32")
-
-
 def read_settings(classes, argv, hidden=(), usage=""):
-    """The values given in argv for fields of the dataclasses: ({key: value}, names of the config files).
+    """Return the values that argv gives for fields of the dataclasses, and the names of the config files in it.
 
-    Only keys that were given are in the dict. `hidden` fields can't be set. Exits with status 2 on a mistake.
+    The values are a dict of the given keys alone: {"batch_size": 8}. Fields in `hidden` cannot be set. `usage` stands
+    above the fields in --help. Exits with status 2 on a mistake.
     """
     known = {f.name: f for c in classes for f in fields(c) if f.name not in hidden}
     given, names, rest = {}, [], list(argv)
@@ -72,14 +65,19 @@ def read_settings(classes, argv, hidden=(), usage=""):
     return given, names
 
 
+def fields_of(cls, values):
+    """Return those of the values (a dict) that are fields of the dataclass."""
+    return {f.name: values[f.name] for f in fields(cls) if f.name in values}
+
+
 def convert(key, value, kind):
-    """`value`, a text or a Python value, as `kind` (int, float, bool or str)."""
+    """Return `value`, a text or a Python value, as `kind` (int, float, bool or str); refuse what is not one."""
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
     text = str(value).strip()
     try:
         if kind is bool:
-            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
+            return BOOLS[text.lower()]
         if kind is int:
             return int(text.replace("_", "")) if re.fullmatch(r"[+-]?[\d_]+", text) else _whole(float(text))
         return kind(text)
@@ -89,7 +87,7 @@ def convert(key, value, kind):
 
 
 def describe(cls, hidden=()):
-    """The fields of a dataclass with default and the comment behind each, for --help."""
+    """Return the text of --help for a dataclass: its fields, each with its default and the comment behind it."""
     lines = []
     for line in inspect.getsource(cls).splitlines():
         match = re.match(r"    (\w+): [\w.]+ = (.+?)(?:  # (.*))?$", line)
@@ -98,6 +96,88 @@ def describe(cls, hidden=()):
         elif not match and lines and re.match(r"    # (.*)$", line):
             lines.append("\n" + line[6:] + "\n")
     return "".join(lines)
+
+
+_AT_LEAST_1 = "batch_size block_size tokens_per_step max_iters eval_interval eval_tokens log_interval max_skipped"
+TRAIN_RANGES = (  # of train.py's settings, for check_ranges
+    (_AT_LEAST_1, "at least 1", lambda x: x >= 1),
+    ("learning_rate", "positive and finite", lambda x: 0 < x < math.inf),
+    ("beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1),
+    ("weight_decay min_lr warmup_iters", "0 or more", lambda x: x >= 0),
+    ("grad_clip", "0 (no clipping) or more", lambda x: x >= 0),
+    ("lr_decay_iters", "0 (max_iters) or more", lambda x: x >= 0),
+    ("sample_tokens", "0 (none) or more", lambda x: x >= 0),
+    ("timeout", "positive", lambda x: x > 0),
+    ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
+    ("dtype", ["auto", "float32", "bfloat16"]),
+    ("compile", ["auto", "True", "False"]),
+    ("wandb", ["auto", "online", "offline", "disabled"]),
+    ("backend", ["auto", "nccl", "gloo"]),
+)
+
+
+def check_ranges(cfg, ranges):
+    """Raise ValueError for the first setting that is out of its range.
+
+    ranges: rows (names with blanks between, range in words, function of a value that is True in the range); or
+    (names, list of the values that are allowed).
+    """
+    for names, wanted, *test in ranges:
+        for name in names.split():
+            value = getattr(cfg, name)
+            if test and not test[0](value):
+                raise ValueError(f"{name} must be {wanted}, got {value}")
+            if not test and value not in wanted:
+                raise ValueError(f"{name} must be one of {', '.join(wanted)}, got {value!r}")
+
+
+def choose_device(device, dtype, local=0):
+    """Return the torch.device and the torch.dtype of matrix products for two settings.
+
+    device: auto, cpu, cuda or cuda:N; "cuda" is GPU number `local`. dtype: float32, bfloat16, or auto: bfloat16 on GPUs
+    that have it.
+    """
+    import torch
+
+    name = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        refuse(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    chosen = torch.device(f"cuda:{local}" if name == "cuda" else name)
+    if chosen.type == "cuda" and chosen.index >= torch.cuda.device_count():
+        refuse(f"device {chosen} is not there, torch sees {torch.cuda.device_count()} GPUs: see `make doctor`", True)
+    has_bf16 = chosen.type == "cuda" and torch.cuda.get_device_capability(chosen) >= (8, 0)
+    return chosen, getattr(torch, dtype if dtype != "auto" else "bfloat16" if has_bf16 else "float32")
+
+
+def accumulation_steps(cfg, given, world):
+    """Return the micro-steps on each of `world` ranks that make a step of tokens_per_step tokens.
+
+    With gradient_accumulation_steps, sets cfg.tokens_per_step to what follows from it. given: the settings that were
+    given by name. Raises ValueError for settings that do not fit each other.
+    """
+    micro_steps = cfg.gradient_accumulation_steps
+    if micro_steps:
+        if micro_steps % world:
+            raise ValueError(
+                "gradient_accumulation_steps counts over all ranks and must be a multiple of "
+                f"{world}, got {micro_steps}"
+            )
+        tokens = micro_steps * cfg.batch_size * cfg.block_size
+        if given.get("tokens_per_step", tokens) != tokens:
+            raise ValueError(
+                f"gradient_accumulation_steps {micro_steps} x batch_size {cfg.batch_size} x block_size "
+                f"{cfg.block_size} = {tokens}, but tokens_per_step is {cfg.tokens_per_step}: give one of them"
+            )
+        cfg.tokens_per_step = tokens
+    tokens = world * cfg.batch_size * cfg.block_size  # of one micro-step on all ranks
+    if cfg.tokens_per_step % tokens:
+        shape = f"{world} ranks x batch_size {cfg.batch_size} x block_size {cfg.block_size}"
+        below = cfg.tokens_per_step // tokens * tokens
+        near = " or ".join(str(n) for n in (below, below + tokens) if n)
+        raise ValueError(
+            f"tokens_per_step must be a multiple of {shape} = {tokens}, got {cfg.tokens_per_step}: {near} would do"
+        )
+    return cfg.tokens_per_step // tokens
 
 
 def _whole(x):

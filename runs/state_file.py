@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model import ModelState
-from runs.checkpoint import flush
+from runs.checkpoint import flush_to_disk
 
 
 def save_state(path, model, logits, state):
@@ -32,7 +32,7 @@ def save_state(path, model, logits, state):
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, metadata=metadata)
-        flush(temporary)
+        flush_to_disk(temporary)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:  # a full disk, for one
         with suppress(OSError):

@@ -1,33 +1,40 @@
-"""Where a run's numbers go: metrics.jsonl always, wandb if wanted.
+"""Records a run's numbers, always in metrics.jsonl and if wanted in wandb, and reads them again.
 
-metrics.jsonl is the truth, one JSON object a line. wandb is online if there is an API key, otherwise offline
+metrics.jsonl is the authority: one JSON object a line. wandb is online if there is an API key, otherwise offline
 (`python -m runs.wandb_upload out/NAME` uploads it later), and never asks for a login.
 """
 
 import json
+import math
 import netrc
 import os
 import re
 import secrets
 import sys
+import time
 from urllib.parse import urlparse
 
+import numpy as np
+
 from data.files import write_atomically
+from runs.settings import refuse
 
 
 class Tracker:
+    """Writes metrics.jsonl and samples.jsonl of a run, and the same to wandb.
+
+    Lines of steps after `step`, where the run goes on, are removed: those steps are taken again. run_id: the id that
+    wandb gave the run, if a checkpoint has one. Attribute: run_id, or None without wandb.
+    """
+
     def __init__(self, cfg, settings, step, run_id):
-        path = os.path.join(cfg.out_dir, "metrics.jsonl")
-        self.file = None
-        if not cfg.eval_only:
-            self.samples = os.path.join(cfg.out_dir, "samples.jsonl")
-            for name in (path, self.samples):
-                # later ones are done again
-                kept = [line for line in whole_lines(name) if json.loads(line)["step"] <= step]
-                write_atomically(name, "".join(kept).encode())
-            self.file = open(path, "a")
+        path, self.samples = (os.path.join(cfg.out_dir, name) for name in ("metrics.jsonl", "samples.jsonl"))
+        for name in (path, self.samples):
+            lines = [line for line in whole_lines(name) if json.loads(line)["step"] <= step]
+            write_atomically(name, "".join(lines).encode())
+        self.file = open(path, "a")
         self.run_id, self.folder = run_id, cfg.out_dir
-        self.wandb = None if cfg.eval_only else self._start_wandb(cfg, settings)
+        self.wandb = self._start_wandb(cfg, settings)
 
     def _start_wandb(self, cfg, settings):
         mode = wandb_mode(cfg)
@@ -39,8 +46,8 @@ class Tracker:
             print("wandb is not installed: metrics go to metrics.jsonl alone")
             return None
         known = saved_id(cfg.out_dir)
-        self.run_id = self.run_id or known or secrets.token_hex(4)  # a checkpoint's first
-        if self.run_id != known:  # before there is a checkpoint to keep it
+        self.run_id = self.run_id or known or secrets.token_hex(4)  # the id in the checkpoint comes first
+        if self.run_id != known:  # saved now, because the first checkpoint may be far away
             write_atomically(os.path.join(cfg.out_dir, "wandb_id"), f"{self.run_id}\n".encode())
         args = dict(
             project=cfg.wandb_project, name=cfg.wandb_run_name or os.path.basename(os.path.normpath(cfg.out_dir)),
@@ -59,31 +66,30 @@ class Tracker:
         return run
 
     def log(self, step, **values):
-        """One line of numbers: train_loss, tokens, seconds, lr, ... or val_loss; None is left out."""
+        """Write one line of numbers, such as train_loss, tokens, seconds and lr; those that are None are left out."""
         values = {k: v for k, v in values.items() if v is not None}
         self.file.write(json.dumps({"step": step, **values}) + "\n")
         self.file.flush()
         self._tell_wandb("log", {"iter": step, **wandb_row(values)})
 
     def sample(self, step, text):
-        """A sample of the model, into samples.jsonl and wandb."""
+        """Write a text that the model generated to samples.jsonl and wandb."""
         _append(self.samples, {"step": step, "text": text})
         self._tell_wandb("log", {"iter": step, "sample": text})
 
-    def flush(self):
-        """On the disk with what was logged: called before a checkpoint, so that a power cut loses no step before it."""
-        if self.file:
-            for name in (self.file.name, self.samples):
-                with open(name, "ab") as f:  # log() and sample() leave nothing in Python's buffers
-                    os.fsync(f.fileno())
+    def flush_to_disk(self):
+        """Block until all lines are on disk; done before a checkpoint, so that a power cut loses no step before it."""
+        for name in (self.file.name, self.samples):
+            with open(name, "ab") as f:  # log() and sample() leave nothing in Python's buffers
+                os.fsync(f.fileno())
 
     def finish(self):
-        if self.file:
-            self.file.close()
+        """Close the file and end the wandb run."""
+        self.file.close()
         self._tell_wandb("finish")
 
     def _tell_wandb(self, method, *args):
-        """Training goes on without wandb when its service has died."""
+        """Call a method of the wandb run; if wandb's service has died, go on without it."""
         if self.wandb is None:
             return
         try:
@@ -94,18 +100,90 @@ class Tracker:
             print(f"wandb stopped: {type(error).__name__}: {error}; metrics.jsonl goes on, {again}")
 
 
+class Clock:
+    """Counts the seconds of training, which leave out whatever happens between `pause` and `start`, and the speed."""
+
+    def __init__(self, seconds):
+        self.before, self.started = seconds, None  # seconds until the last pause; when it was started, None in a pause
+
+    def start(self, step):
+        """Count from now on; the run is at this step."""
+        self.started = time.perf_counter()
+        self.lap = self.started, step
+
+    def pause(self):
+        """Stop counting until the next start."""
+        self.before, self.started = self.seconds(), None
+
+    def add(self, seconds):
+        """Count some seconds of a pause after all."""
+        self.before += seconds
+
+    def seconds(self):
+        """Return the seconds of training up to now."""
+        return self.before + (time.perf_counter() - self.started if self.started else 0.0)
+
+    def steps_per_second(self, step):
+        """Return the speed since this was last called, or since the clock was started."""
+        now, (then, first) = time.perf_counter(), self.lap
+        self.lap = now, step
+        return (step - first) / (now - then)
+
+
+class SkippedSteps:
+    """Counts the steps that were skipped because their gradient was not finite.
+
+    Attributes: total, in_a_row (up to the last step that was counted).
+    """
+
+    def __init__(self, total=0, in_a_row=0):
+        self.total, self.in_a_row, self.pending = total, in_a_row, None
+
+    def count(self, grad_norm, wait):
+        """Count a step by the norm of its gradient, a scalar tensor, or None if no step was taken.
+
+        It is read one step later, when the GPU has long computed it, or with `wait` at once.
+        """
+        for norm in (self.pending, grad_norm if wait else None):
+            if norm is not None:
+                skipped = not math.isfinite(norm.item())
+                self.total, self.in_a_row = self.total + skipped, (self.in_a_row + 1) * skipped
+        self.pending = None if wait else grad_norm
+
+
+def baseline_losses(run):
+    """Return [(tokens, validation loss)] of the run in this folder, to compare with; [] if run is ""."""
+    if not run:
+        return []
+    path = os.path.join(run, "metrics.jsonl")
+    if not os.path.isfile(path):
+        refuse(f"baseline must be a run's folder, got {run}: there is no {path}")
+    found = map(json.loads, whole_lines(path))
+    return sorted((line["tokens"], line["val_loss"]) for line in found if "val_loss" in line)
+
+
+def relative_loss(loss, tokens, baseline):
+    """Return how far a validation loss is above the baseline's after as many tokens, as a share of it.
+
+    Between two evaluations of the baseline its loss is interpolated; outside of them the result is None.
+    """
+    if not baseline or not baseline[0][0] <= tokens <= baseline[-1][0]:
+        return None
+    return loss / float(np.interp(tokens, *zip(*baseline))) - 1
+
+
 def saved_id(folder):
-    """The id under which wandb knows the run of this folder, from its file wandb_id; None if there is none."""
+    """Return the id under which wandb knows the run in this folder, from its file wandb_id; None if there is none."""
     try:
         with open(os.path.join(folder, "wandb_id"), encoding="utf-8") as f:
             found = f.read().strip()
     except (OSError, ValueError):
         return None
-    return found if re.fullmatch(r"[\w-]{1,64}", found) else None  # else damaged
+    return found if re.fullmatch(r"[\w-]{1,64}", found) else None  # anything else is a damaged file
 
 
 def wandb_row(values):
-    """A line of metrics.jsonl under wandb's names."""
+    """Return the values of a line of metrics.jsonl under the names that they have in wandb, which are nanoGPT's."""
     names = {
         "train_loss": "train/loss", "val_loss": "val/loss", "lr": "lr", "tok_per_sec": "train/tok_per_sec",
         "grad_norm": "train/grad_norm", "skipped": "train/skipped", "relative_loss": "val/relative_loss",
@@ -119,7 +197,7 @@ def wandb_row(values):
 
 
 def wandb_mode(cfg):
-    """online, offline or disabled; `auto` asks WANDB_MODE, then whether there is a key."""
+    """Return online, offline or disabled; wandb=auto looks at WANDB_MODE, then for an API key."""
     if not cfg.wandb_log:
         return "disabled"
     if cfg.wandb != "auto":
@@ -140,16 +218,18 @@ def _append(path, value):
 
 
 def whole_lines(path):
-    """The lines of a file of JSON lines, if it is there, that hold an object with a step. A last one torn by a crash is
-    left out, and so, with a warning, is what a power cut has left: NULs or garbage."""
+    """Return the lines of a file of JSON lines that hold an object with a step; none if there is no such file.
+
+    A last line that a crash tore is left out, and so, with a warning, is what a power cut leaves: NULs or garbage.
+    """
     if not os.path.exists(path):
         return []
     with open(path, encoding="utf-8", errors="replace") as f:
         lines = [line for line in f if line.endswith("\n")]
-    kept = [line for line in lines if _has_step(line)]
-    if len(kept) < len(lines):
-        print(f"{path}: {len(lines) - len(kept)} damaged lines are left out", file=sys.stderr)
-    return kept
+    whole = [line for line in lines if _has_step(line)]
+    if len(whole) < len(lines):
+        print(f"{path}: {len(lines) - len(whole)} damaged lines are left out", file=sys.stderr)
+    return whole
 
 
 def _has_step(line):

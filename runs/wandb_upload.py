@@ -1,10 +1,10 @@
-"""Upload a run to wandb from its folder: metrics.jsonl and samples.jsonl as one run, however often it was cut.
+"""Upload a run to wandb from its folder: metrics.jsonl and samples.jsonl as one run, however often it was stopped.
 
     python -m runs.wandb_upload out/sympow_p4                    # WANDB_API_KEY or `wandb login` first
     python -m runs.wandb_upload out/* --project=sympow --mode=offline
 
-A job without a network trains with --wandb=disabled or offline; this replays it afterwards. Uploading again after the
-run has gone on takes the same wandb run and adds what is new; a run that was live, online or offline, is that run still
+A job without a network trains with --wandb=disabled or offline; this uploads it afterwards. Uploading again after the
+run has gone on adds what is new to the same wandb run. A run that wandb already knows, online or offline, keeps its id
 (so do not `wandb sync` its offline parts as well).
 """
 
@@ -20,12 +20,12 @@ from runs.tracking import saved_id, wandb_row, whole_lines
 
 
 def upload(folder, project, mode):
-    """Returns how many lines were sent."""
+    """Send the steps of a run's folder that wandb does not have yet; return their number."""
     import wandb
 
     with open(os.path.join(folder, "config.json")) as f:
         settings = json.load(f)
-    rows = {}  # step -> row: of a step that was done twice, the later line
+    rows = {}  # step -> row; of a step that was taken twice, the later line counts
     for name, row_of in (("metrics.jsonl", wandb_row), ("samples.jsonl", lambda line: {"sample": line["text"]})):
         for line in map(json.loads, whole_lines(os.path.join(folder, name))):
             rows.setdefault(line["step"], {}).update(row_of(line))
@@ -47,8 +47,10 @@ def upload(folder, project, mode):
 
 
 def run_id(folder, settings):
-    """wandb's name of the run: as its file wandb_id, its newest checkpoint or wandb's own folder in it has it; else one
-    of ours."""
+    """Return the run's id in wandb: from its file wandb_id, its newest checkpoint or wandb's own folder in it.
+
+    A run that wandb does not know gets one that is made from its seed and its folder's path.
+    """
     if known := saved_id(folder):
         return known
     for path in sorted(glob.glob(os.path.join(folder, "ckpt", "step_*", "progress.json")), reverse=True):
@@ -73,7 +75,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     for folder in args.runs:
         if not os.path.exists(os.path.join(folder, "config.json")):
-            print(f"wandb_upload: {folder} is no run's folder: it has no config.json", file=sys.stderr)
+            print(f"wandb_upload: {folder} is not a run's folder: it has no config.json", file=sys.stderr)
             sys.exit(2)
         print(f"{folder}: {upload(folder, args.project, args.mode)} steps")
 

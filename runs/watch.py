@@ -1,11 +1,12 @@
-"""Which rank holds the others up: every rank tells the others how far it is, and looks when it does not get on itself.
+"""Finds the rank that holds the others up.
 
-    watch = Watch(timeout=600)         # after init_process_group; None in watch's place does nothing
+    watch = Watch(timeout=600)         # after init_process_group
     watch.beat()                       # at every micro-step
     print(watch.blame())               # "rank 3 on node7 no longer answers", after a collective has failed
 
-A rank that has not got on for `timeout` seconds says which ranks are to blame and leaves with status 1, whatever
-collective it waits in. (torchrun notices workers that died; it does not notice those that hang.)
+Every rank tells the others how far it is, through torch.distributed's store. A rank that makes no progress for
+`timeout` seconds prints which ranks are to blame and ends with status 1, whatever collective it waits in. (torchrun
+notices workers that died; it does not notice those that hang.)
 """
 
 import json
@@ -21,59 +22,59 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 
 class Watch:
-    current = None  # this process's
+    """Watches over this rank's progress in a thread; see the top of this file."""
 
     def __init__(self, timeout):
-        Watch.current = self
         self.timeout, self.rank, self.world = timeout, dist.get_rank(), dist.get_world_size()
         self.store = dist.PrefixStore("watch", _get_default_store())
         self.store.set_timeout(timedelta(seconds=10))
-        self.beats, self.at, self.told = 0, time.monotonic(), 0
-        self.every = max(0.2, min(10.0, timeout / 10))
-        self._tell()
-        threading.Thread(target=self._look, daemon=True).start()
+        self.beats, self.last_beat, self.reports = 0, time.monotonic(), 0
+        self.interval = max(0.2, min(10.0, timeout / 10))  # seconds between reports
+        self._report()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def beat(self):
-        self.beats, self.at = self.beats + 1, time.monotonic()
+        """Note that this rank has made progress."""
+        self.beats, self.last_beat = self.beats + 1, time.monotonic()
 
     def rest(self):
-        """Nobody is waited for any more."""
+        """Allow this rank to take as long as it likes from now on."""
         self.timeout = float("inf")
 
     def blame(self):
-        """Who holds the others up, in words; takes some seconds."""
+        """Return, in words, which ranks hold the others up. Takes two and a half intervals."""
         try:
-            before = self._told()
-            time.sleep(2.5 * self.every)
-            after = self._told()
+            before = self._reports()
+            time.sleep(2.5 * self.interval)
+            after = self._reports()
         except Exception:  # the store lives on rank 0's host
             return f"rank 0 on {os.environ.get('MASTER_ADDR', 'its host')} is gone"
-        silent = [r for r in after if r != self.rank and after[r]["told"] == before[r]["told"]]
+        silent = [r for r in after if r != self.rank and after[r]["reports"] == before[r]["reports"]]
         if silent:
-            return _list(after, silent) + " no longer answers" + ("" if len(silent) == 1 else " (each of them)")
-        behind = min(told["beats"] for told in after.values())
-        return _list(after, [r for r in after if after[r]["beats"] == behind]) + f" is at micro-step {behind}"
+            return _in_words(after, silent) + " no longer answers" + ("" if len(silent) == 1 else " (each of them)")
+        least = min(report["beats"] for report in after.values())
+        return _in_words(after, [r for r in after if after[r]["beats"] == least]) + f" is at micro-step {least}"
 
-    def _look(self):
+    def _watch(self):
         while True:
-            time.sleep(self.every)
+            time.sleep(self.interval)
             try:
-                self._tell()
+                self._report()
             except Exception:
                 pass  # rank 0 is gone, or the run is over
-            if time.monotonic() - self.at > self.timeout:
-                late = f"nothing has happened for {time.monotonic() - self.at:.0f} s"
+            if time.monotonic() - self.last_beat > self.timeout:
+                late = f"nothing has happened for {time.monotonic() - self.last_beat:.0f} s"
                 print(f"train.py (rank {self.rank}): {late}: {self.blame()}", file=sys.stderr, flush=True)
                 os._exit(1)
 
-    def _tell(self):
-        self.told += 1
-        told = {"host": socket.gethostname(), "beats": self.beats, "told": self.told}
-        self.store.set(str(self.rank), json.dumps(told))
+    def _report(self):
+        self.reports += 1
+        report = {"host": socket.gethostname(), "beats": self.beats, "reports": self.reports}
+        self.store.set(str(self.rank), json.dumps(report))
 
-    def _told(self):
+    def _reports(self):
         return {rank: json.loads(self.store.get(str(rank))) for rank in range(self.world)}
 
 
-def _list(told, ranks):
-    return ", ".join(f"rank {rank} on {told[rank]['host']}" for rank in ranks)
+def _in_words(reports, ranks):
+    return ", ".join(f"rank {rank} on {reports[rank]['host']}" for rank in ranks)

@@ -1,8 +1,10 @@
-"""Runs the programs in this process, on a small dataset: faster than a new interpreter for each test."""
+"""Runs the programs in this process or in forks of a server, on a small dataset: faster than a new interpreter."""
 
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -11,13 +13,13 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = (
     "--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=4 --tokens_per_step=256 --max_iters=6 "
-    "--eval_interval=3 --eval_tokens=512 --log_interval=1 --wandb=disabled --learning_rate=1e-2"
+    "--eval_interval=3 --eval_tokens=512 --log_interval=1 --wandb=disabled --learning_rate=1e-2 --sample_tokens=5"
 ).split()
 
 
 def call(main, *argv):
-    """main() with these arguments: its exit status."""
-    saved, handlers = sys.argv, {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    """Call main() with these arguments in this process; return its exit status."""
+    saved, handlers = sys.argv, {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     sys.argv = [main.__module__ + ".py", *map(str, argv)]
     try:
         main()
@@ -31,7 +33,7 @@ def call(main, *argv):
 
 
 def run(*argv, check=True, **kwargs):
-    """A program of the repository in a process of its own, from the current folder."""
+    """Run a program of the repository in a new interpreter, in the current folder; takes seconds to import torch."""
     env = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}
     env = {name: value for name, value in env.items() if value is not None}
     done = subprocess.run(
@@ -41,8 +43,65 @@ def run(*argv, check=True, **kwargs):
     return done
 
 
+def start(function, *argv, env=None, cwd=".", log=None):
+    """Start function() with these arguments in a process of its own, forked from a server that has imported torch.
+
+    function is a program's main or another function of a module, without arguments. What it prints goes to the file
+    `log`; a variable of env that is None is removed. Returns a multiprocessing.Process.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train"])
+    server = {"PYTHONPATH": os.pathsep.join((ROOT, os.path.dirname(__file__))), "OMP_NUM_THREADS": "1"}
+    saved = {name: os.environ.get(name) for name in server}
+    os.environ.update(server)  # counts for the first call, which starts the server
+    try:
+        log = os.path.abspath(log or os.path.join(cwd, "log"))
+        args = (function, list(map(str, argv)), env or {}, os.path.abspath(cwd), log)
+        process = context.Process(target=_child, args=args)
+        process.start()
+    finally:
+        for name, value in saved.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    return process
+
+
+def _child(function, argv, env, cwd, log):
+    """Call a function as a program would run: with argv, environment, folder, and the file `log` for its output."""
+    for name, value in env.items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    os.chdir(cwd)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1), os.dup2(file, 2)
+    sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)
+    sys.argv = [function.__module__ + ".py", *argv]
+    function()
+
+
+def start_ranks(count, function, *argv, cwd=".", cwds=None):
+    """Start function() in `count` processes that train together; return them. Rank i prints to the file rank_i in cwd.
+
+    cwds: a folder for each rank, if they do not all run in cwd.
+    """
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(s.getsockname()[1]), "WORLD_SIZE": str(count)}
+    ranks = [{**env, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(count)]
+    folders, logs = cwds or count * [cwd], [os.path.join(cwd, f"rank_{i}") for i in range(count)]
+    return [start(function, *argv, env=env, cwd=folder, log=log) for env, folder, log in zip(ranks, folders, logs)]
+
+
+def join(*processes, timeout=60):
+    """Wait for processes to end and return their exit codes; kill them if they do not."""
+    for process in processes:
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    return [process.exitcode for process in processes]
+
+
 def byte_encoding():
-    """What stands for GPT-2's vocabulary where there is no network: all bytes."""
+    """Return an encoding of all bytes, in place of GPT-2's vocabulary, which needs a network."""
     import tiktoken
 
     ranks = {bytes([i]): i for i in range(256)}
@@ -72,7 +131,7 @@ prepare.main(sys.argv[1:])
 
 
 def kill_in_second_shard(out, setup, *options):
-    """A prepare script's process ends by kill -9 while it writes; returns what os.stat says of the first shard."""
+    """Kill a prepare script (kill -9) while it writes its second shard; return os.stat of the first."""
     env = {"TESTS": os.path.dirname(__file__)}
     done = run("-c", KILLED.format(setup=setup), f"--out={out}", *options, env=env, check=False)
     assert done.returncode == -signal.SIGKILL, done
@@ -81,13 +140,13 @@ def kill_in_second_shard(out, setup, *options):
 
 
 def metrics(folder, key="train_loss"):
-    """{step: value} of the lines that have this key."""
+    """Return {step: value} of the lines of metrics.jsonl that have this key."""
     with open(os.path.join(folder, "metrics.jsonl")) as f:
         return {line["step"]: line[key] for line in map(json.loads, f) if key in line}
 
 
 def make_dataset(folder, text=None):
-    """A byte-level dataset in folder/text; rows of 512 tokens."""
+    """Make a byte-level dataset with rows of 512 tokens in folder/text; return its path."""
     from data.text import prepare
 
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Settings: what is accepted, and what is refused in one line with exit status 2."""
+"""Settings are read from files and the command line; mistakes are refused in one line with exit status 2."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,6 @@
-"""Datasets on disk and the loader: what was prepared is what is read, completely, in the same order everywhere."""
+"""Datasets on disk and the loader: what was prepared is read back, completely and in the same order everywhere."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import DataError
+from data import DataError, command
 from data.corpus import Corpus, find_files, plan_units
 from data.dataset import Dataset
 from data.loader import RECT, Windows, eval_batches, train_batch, train_indices
@@ -24,7 +25,7 @@ EOT = 256
 
 
 def write(folder, train=(5, 4), val=3, length=12, calls=None, fail_at=None, arguments=None):
-    """A dataset whose tokens can be told apart: train shards of the given numbers of rows, one val shard."""
+    """Write a dataset of different tokens: train shards with these numbers of rows, one val shard. Returns the rows."""
     offsets = np.cumsum([0, *train, val]) * length
     stream = (np.arange(offsets[-1]) * 7 % 251).astype(np.uint16)
     counts = [*train, val]
@@ -105,7 +106,7 @@ def test_prepare_mends_a_complete_dataset_that_lost_a_shard(tmp_path):
 
 
 def zero(path, size=2000):
-    """Damage within the vocabulary."""
+    """Damage a file with tokens that are in the vocabulary."""
     with open(path, "r+b") as f:
         f.write(bytes(size))
 
@@ -306,6 +307,7 @@ def test_a_batch_is_documents_by_one_window():
     assert len(set(windows)) > 5  # groups stand at different windows
 
 
+@pytest.mark.slow
 def test_order_of_millions_of_documents_is_fast():
     windows = Shape(6_609_334, 64)
     started = time.perf_counter()
@@ -534,7 +536,7 @@ def test_scripts_run_from_the_repository_root(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pystdlib", "text", "longcrawl64", "openwebtext"])
-def test_wrong_arguments_and_failures_are_one_line_with_status_2(tmp_path, name):
+def test_wrong_arguments_and_failures_are_one_line_with_status_2(tmp_path, name, monkeypatch, capsys):
     wrong = [["--bogus=1"]]
     wrong.append([tmp_path / "nosuch.txt"] if name == "text" else ["--document_length=x"])
     wrong += [["--val-fraction=0"], ["--document-length", "0"]]
@@ -542,10 +544,16 @@ def test_wrong_arguments_and_failures_are_one_line_with_status_2(tmp_path, name)
         wrong[-1].append("x.txt")
     if name in ("pystdlib", "longcrawl64"):
         wrong.append([f"--{'root' if name == 'pystdlib' else 'source'}={tmp_path / 'nosuch'}"])
+    script = importlib.import_module(f"data.{name}.prepare")
     for argv in wrong:
-        done = run_script(name, *argv)
-        assert done.returncode == 2 and done.stdout == ""
-        assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr, done.stderr
+        monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, argv)])
+        with pytest.raises(SystemExit) as stop:
+            command.run(script.main)
+        out, err = capsys.readouterr()
+        assert stop.value.code == 2 and out == "" and err.count("\n") == 1, err
+    done = run_script(name, *wrong[-1])  # once as a user does it
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr, done.stderr
 
 
 def test_loader_imports_no_optional_package():

@@ -1,4 +1,4 @@
-"""The doctor names what is wrong, and how to mend it, for machines that are made up here."""
+"""The doctor names what is wrong with a machine, and how to mend it. The machines are made up here."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ SEEN = dict(GPU, torch="2.13.0+cu130", cuda_build="13.0", cuda_available=True, t
 
 
 def only_problem(**facts):
-    """The one problem line of a machine, checking that the verdict carries it and fails."""
+    """Return the only problem line of a machine with these facts; check that the verdict is that line and status 1."""
     lines, status = doctor.verdict(Facts(**facts))
     assert status == 1 and len(lines) == 1, lines
     assert "\n" not in lines[0]

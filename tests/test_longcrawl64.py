@@ -185,7 +185,7 @@ def test_killed_run_is_resumed_without_reading_again(tmp_path, monkeypatch):
 
 
 def test_memory_is_that_of_a_row_of_chunks_however_many_documents(tmp_path):
-    rows, length, many = 64, 4096, 32  # 512 KB in a row of chunks, 16 MB in all
+    rows, length, many = 64, 4096, 12  # 512 KB in a row of chunks, 6 MB in all
     for name, documents in (("train", rows * many), ("heldout", rows)):
         array = zarr.create_array(
             str(tmp_path / f"{name}.zarr"), shape=(documents, length), chunks=(rows, 512), dtype=np.uint16

@@ -21,14 +21,17 @@ def make(*arguments, folder=ROOT):
 needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 DEMO = [
     "data/pystdlib/prepare.py",
+    "train.py config/demo.py --attention=softmax --out_dir=out/demo_softmax",
     "train.py config/demo.py",
-    "compare.py out/demo --png out/demo/loss.png",
+    "compare.py out/demo_softmax out/demo --names=softmax,conformal_sympow --png=out/demo/loss.png",
+    "evaluate.py --out_dir=out/demo_softmax,out/demo --names=softmax,conformal_sympow --length=2048 --documents=24"
+    " --png=out/demo/loss_by_position.png",
     'sample.py --out_dir=out/demo --prompt="def " --max_new_tokens=600',
 ]
 
 
 @needs_make
-def test_demo_prepares_trains_compares_and_samples_in_that_order():
+def test_demo_prepares_trains_compares_evaluates_and_samples_in_that_order():
     status, out, _ = make("-n", "demo")
     assert status == 0
     assert [line for line in out.splitlines() if line.endswith(tuple(DEMO))] == [f".venv/bin/python {c}" for c in DEMO]

@@ -1,4 +1,4 @@
-"""OpenWebText from a local file: the whole path but the download."""
+"""OpenWebText is prepared from a local file: all steps but the download."""
 
 import json
 import os
@@ -62,6 +62,7 @@ def test_complete_dataset_is_not_loaded_again(tmp_path, monkeypatch, capsys):
     assert "complete already" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # two more processes; test_longcrawl64.py has the same of another script
 def test_kill_9_within_a_shard_loses_that_shard_alone(tmp_path, monkeypatch, capfd):
     source, options = write_source(tmp_path, "parquet"), ["--val_fraction=0.1", "--document_length=16"]
     setup = "from data.openwebtext import prepare; prepare.DOCUMENTS = 30"

@@ -1,21 +1,26 @@
-"""What survives what: kills, damaged checkpoints, full disks, signals, gradients that are not finite."""
+"""Training survives kills, damaged checkpoints, full disks, signals and gradients that are not finite."""
 
 import copy
 import fcntl
+import hashlib
 import json
 import os
+import random
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 
 import pytest
 import torch
-from helpers import ROOT, SMALL, call, dataset, make_dataset, metrics, run  # noqa: F401 (dataset is a fixture)
+from helpers import (  # noqa: F401 (dataset is a fixture)
+    ROOT, SMALL, call, dataset, join, make_dataset, metrics, start, start_ranks,
+)  # fmt: skip
+from safetensors.torch import load_file, save_file
 
 import train
 from runs import checkpoint
@@ -29,13 +34,24 @@ def go(dataset, tmp_path, monkeypatch):  # noqa: F811
     return lambda *argv: call(train.main, *SMALL, *EXTRA, f"--dataset={dataset}", *argv)
 
 
+@pytest.fixture(scope="module")
+def finished(dataset, tmp_path_factory):  # noqa: F811
+    """Return a folder with two runs of 6 steps: `whole`, and `cut` after step 5 with checkpoints at 2, 4 and 5."""
+    folder = tmp_path_factory.mktemp("finished")
+    options = [*SMALL, *EXTRA, f"--dataset={dataset}"]
+    cut = ["--max_iters=5", "--lr_decay_iters=6", "--eval_interval=2"]
+    assert call(train.main, *options, f"--out_dir={folder}/whole") == 0
+    assert call(train.main, *options, f"--out_dir={folder}/cut", *cut) == 0
+    return folder
+
+
 def lines(folder):
     with open(os.path.join(folder, "metrics.jsonl")) as f:
         return [json.loads(line) for line in f]
 
 
 def assert_same_run(folder, other):
-    """Every step once, to the last bit."""
+    """Assert that both runs have every step once, with the same numbers to the last bit."""
     for key in ("train_loss", "val_loss", "grad_norm"):
         assert metrics(folder, key) == metrics(other, key), key
     assert [line["step"] for line in lines(folder)] == [line["step"] for line in lines(other)]
@@ -49,55 +65,33 @@ def flip(path, at):
         f.write(bytes([byte ^ 4]))
 
 
-KILLS = """
-import os, random, signal, sys, time
-import torch
-torch.set_num_threads(1)
-import train
-
-def start(out_dir):
-    child = os.fork()
-    if not child:
-        sys.argv = ["train.py", *sys.argv[1:], f"--out_dir={out_dir}"]
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        try:
-            train.main()
-        except BaseException as error:
-            print(repr(error), file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    return child
-
-random.seed(int(os.environ["SEED"]))
-assert os.waitpid(start("out/whole"), 0)[1] == 0
-began = time.time()
-assert os.waitpid(start("out/killed"), 0)[1] == 0  # how long a run takes
-took = time.time() - began
-os.rename("out/killed", "out/again")
-kills = 0
-while kills < 20:
-    child = start("out/killed")
-    time.sleep(random.uniform(0, took))
-    if os.waitpid(child, os.WNOHANG)[0]:  # it was done: anew
-        os.rename("out/killed", f"out/done_{len(os.listdir('out'))}")
-        continue
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    kills += 1
-assert os.waitpid(start("out/killed"), 0)[1] == 0
-print(kills)
-"""
-
-
 def test_twenty_kills_at_random_moments_change_nothing(dataset, tmp_path):  # noqa: F811
-    seed = str(int.from_bytes(os.urandom(4), "big"))
-    options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--max_iters=40", "--eval_interval=4"]
-    done = run("-c", KILLS, *options, cwd=tmp_path, env={"SEED": seed})
-    assert done.stdout.split() == ["20"], (seed, done)
-    for folder in sorted(os.listdir(tmp_path / "out")):
-        assert_same_run(tmp_path / "out" / folder, tmp_path / "out" / "whole")
-        for step in os.listdir(tmp_path / "out" / folder / "ckpt"):
-            assert step[0] == "." or not checkpoint.damage(tmp_path / "out" / folder / "ckpt" / step), (seed, step)
+    seed = int.from_bytes(os.urandom(4), "big")
+    moments, kills, out = random.Random(seed), 0, tmp_path / "out"
+    small = (
+        "--n_layer=1 --n_head=1 --n_embd=16 --block_size=16 --tokens_per_step=128 --eval_tokens=64 --sample_tokens=1"
+    )
+    often = ["--max_iters=14", "--eval_interval=2"]
+    options = [*SMALL, *EXTRA, *small.split(), *often, f"--dataset={dataset}"]
+    go = lambda name: start(train.main, *options, f"--out_dir=out/{name}", cwd=tmp_path)
+    assert join(go("whole")) == [0]
+    began = time.time()
+    assert join(go("again")) == [0]
+    took = time.time() - began
+    while kills < 20:
+        process = go("killed")
+        process.join(moments.uniform(0, took))
+        if process.exitcode is None:
+            process.kill()
+            kills += 1
+        assert join(process)[0] in (0, -signal.SIGKILL)
+        if process.exitcode == 0:  # it was done before: start anew
+            os.rename(out / "killed", out / f"done_{len(os.listdir(out))}")
+    assert join(go("killed")) == [0]
+    for folder in sorted(os.listdir(out)):
+        assert_same_run(out / folder, out / "whole")
+        for step in os.listdir(out / folder / "ckpt"):
+            assert step[0] == "." or not checkpoint.damage(out / folder / "ckpt" / step), (seed, step)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +105,8 @@ def test_twenty_kills_at_random_moments_change_nothing(dataset, tmp_path):  # no
         ("checksums.json", lambda path: os.truncate(path, 50), "checksums.json"),
     ],
 )
-def test_a_damaged_checkpoint_is_left_out_and_the_one_before_it_taken(go, capsys, file, harm, message):
-    assert go("--out_dir=out/whole") == 0
-    assert go("--out_dir=out/cut", "--max_iters=5", "--lr_decay_iters=6", "--eval_interval=2") == 0  # at 2, 4 and 5
+def test_a_damaged_checkpoint_is_left_out_and_the_one_before_it_taken(go, finished, capsys, file, harm, message):
+    shutil.copytree(finished, "out")
     harm(f"out/cut/ckpt/step_00000005/{file}")
     capsys.readouterr()
     assert go("--out_dir=out/cut", "--lr_decay_iters=6") == 0
@@ -123,8 +116,8 @@ def test_a_damaged_checkpoint_is_left_out_and_the_one_before_it_taken(go, capsys
     assert metrics("out/cut") == metrics("out/whole")
 
 
-def test_if_every_checkpoint_is_damaged_nothing_starts_anew_unasked(go, capsys):
-    assert go("--out_dir=out/a") == 0
+def test_if_every_checkpoint_is_damaged_nothing_starts_anew_unasked(go, finished, capsys):
+    shutil.copytree(finished / "whole", "out/a")
     for step in os.listdir("out/a/ckpt"):
         flip(f"out/a/ckpt/{step}/model.safetensors", 3000)
     assert go("--out_dir=out/a") == 2
@@ -132,35 +125,34 @@ def test_if_every_checkpoint_is_damaged_nothing_starts_anew_unasked(go, capsys):
     assert go("--out_dir=out/a", "--init_from=scratch", "--overwrite=True") == 0
 
 
-def test_ranks_take_the_checkpoint_that_rank_0_found_whole(go, dataset):  # noqa: F811
-    assert go("--out_dir=out/a", "--max_iters=5", "--lr_decay_iters=6", "--eval_interval=2") == 0  # at 2, 4 and 5
+def test_ranks_take_the_checkpoint_that_rank_0_found_whole(go, finished, dataset):  # noqa: F811
+    shutil.copytree(finished / "cut", "out/a")
     flip("out/a/ckpt/step_00000005/optimizer.pt", 2000)  # the others see its size alone
-    done = run(
-        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"{ROOT}/train.py", *SMALL, *EXTRA,
-        f"--dataset={dataset}", "--out_dir=out/a", "--lr_decay_iters=6",
-    )  # fmt: skip
-    assert "going on from out/a/ckpt/step_00000004, step 4" in done.stdout
+    argv = [*SMALL, *EXTRA, f"--dataset={dataset}", "--out_dir=out/a", "--lr_decay_iters=6"]
+    assert join(*start_ranks(2, train.main, *argv)) == [0, 0]
+    assert "going on from out/a/ckpt/step_00000004, step 4" in open("rank_0").read()
     assert list(metrics("out/a")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_full_disk_leaves_the_older_checkpoints_whole(dataset, tmp_path):  # noqa: F811
-    options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--out_dir=out/a"]
-    run(os.path.join(ROOT, "train.py"), *options, "--max_iters=3", cwd=tmp_path)
-    largest = os.path.getsize(tmp_path / "out/a/ckpt/step_00000003/model.safetensors")
-    limited = textwrap.dedent(f"""
-        import resource, sys
-        import train
-        resource.setrlimit(resource.RLIMIT_FSIZE, ({largest // 2}, {largest // 2}))
-        train.main()
-    """)
-    done = run("-c", limited, *options, "--max_iters=6", cwd=tmp_path, check=False)
-    assert done.returncode == 1
-    assert "the checkpoint of step 6 could not be written (" in done.stderr
-    assert "step_00000003 is whole: the same command goes on from there" in done.stderr
-    assert os.listdir(tmp_path / "out/a/ckpt") == ["step_00000003"]
-    assert not checkpoint.damage(tmp_path / "out/a/ckpt/step_00000003")
-    again = run(os.path.join(ROOT, "train.py"), *options, "--max_iters=6", cwd=tmp_path)
-    assert "going on from out/a/ckpt/step_00000003, step 3" in again.stdout
+def train_with_small_files():
+    """Train as train.py, but without files above LARGEST bytes, as if the disk were full."""
+    largest = int(os.environ["LARGEST"])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+    train.main()
+
+
+def test_a_full_disk_leaves_the_older_checkpoints_whole(go, dataset, capsys):  # noqa: F811
+    assert go("--out_dir=out/a", "--max_iters=3") == 0
+    largest = os.path.getsize("out/a/ckpt/step_00000003/model.safetensors")
+    argv = [*SMALL, *EXTRA, f"--dataset={dataset}", "--out_dir=out/a", "--max_iters=6"]
+    assert join(start(train_with_small_files, *argv, env={"LARGEST": str(largest // 2)})) == [1]
+    error = open("log").read()
+    assert "the checkpoint of step 6 could not be written (" in error
+    assert "step_00000003 is whole: the same command goes on from there" in error
+    assert os.listdir("out/a/ckpt") == ["step_00000003"]
+    assert not checkpoint.damage("out/a/ckpt/step_00000003")
+    assert go("--out_dir=out/a", "--max_iters=6") == 0
+    assert "going on from out/a/ckpt/step_00000003, step 3" in capsys.readouterr().out
 
 
 def test_what_is_written_is_what_was_there_when_save_was_called(tmp_path, monkeypatch):
@@ -176,7 +168,7 @@ def test_what_is_written_is_what_was_there_when_save_was_called(tmp_path, monkey
     go_on, write = threading.Event(), checkpoint.save_file
     monkeypatch.setattr(checkpoint, "save_file", lambda *args: go_on.wait(30) and write(*args))
     writer = checkpoint.Writer(tmp_path)
-    writer.save(model, optimizer, {"step": 1, "best_step": 0})
+    writer.save(model, optimizer, checkpoint.Progress(1))
     writer.check()
     step()  # in place, while the writer waits
     assert not checkpoint.exists(tmp_path)
@@ -184,7 +176,7 @@ def test_what_is_written_is_what_was_there_when_save_was_called(tmp_path, monkey
     writer.wait()
     found = torch.nn.Linear(3, 3)
     other = torch.optim.AdamW(found.parameters(), fused=True)
-    assert checkpoint.load(checkpoint.newest(tmp_path, thorough=True), found, other)["step"] == 1
+    assert checkpoint.load(checkpoint.newest(tmp_path, thorough=True), found, other).step == 1
     assert torch.equal(found.weight, before[0]["weight"]) and not torch.equal(found.weight, model.weight)
     for i, of in before[1]["state"].items():
         assert all(torch.equal(other.state_dict()["state"][i][name], x) for name, x in of.items())
@@ -216,23 +208,22 @@ def test_a_write_that_fails_ends_training_soon_and_every_call_says_so(go, tmp_pa
 
     assert go("--out_dir=out/a", "--max_iters=2") == 0
     monkeypatch.setattr(checkpoint, "save_file", full)
-    monkeypatch.setattr(train, "fail", lambda message: sys.exit(str(message)))
-    said = "the checkpoint of step 3 could not be written ([Errno 28] No space left on device; "
-    message = go("--out_dir=out/a", "--max_iters=100000", "--eval_interval=3")
-    assert message.startswith(said)
-    assert message.endswith("out/a/ckpt/step_00000002 is whole: the same command goes on from there")
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    assert go("--out_dir=out/a", "--max_iters=100000", "--eval_interval=3") == 1
+    error = capsys.readouterr().err.strip()
+    assert "train.py: the checkpoint of step 3 could not be written ([Errno 28] No space left on device; " in error
+    assert error.endswith("out/a/ckpt/step_00000002 is whole: the same command goes on from there")
     assert max(metrics("out/a")) < 1000 and os.listdir("out/a/ckpt") == ["step_00000002"]
     model, writer = torch.nn.Linear(1, 1), checkpoint.Writer(tmp_path / "new")
     optimizer = torch.optim.AdamW(model.parameters())
-    writer.save(model, optimizer, {"step": 3, "best_step": 0})
-    for act in (writer.wait, writer.check, lambda: writer.save(model, optimizer, {"step": 4, "best_step": 0})):
+    writer.save(model, optimizer, checkpoint.Progress(3))
+    for act in (writer.wait, writer.check, lambda: writer.save(model, optimizer, checkpoint.Progress(4))):
         with pytest.raises(checkpoint.NotWritten, match="step 3 could not be written .* there is no older one"):
             act()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_within_a_step_saves_and_loses_nothing(go, monkeypatch, number):
-    assert go("--out_dir=out/whole") == 0
+def test_a_signal_within_a_step_saves_and_loses_nothing(go, finished, monkeypatch, capsys, number):
     calls, real = [0], train.train_batch
 
     def batch(*args):
@@ -243,13 +234,13 @@ def test_a_signal_within_a_step_saves_and_loses_nothing(go, monkeypatch, number)
 
     monkeypatch.setattr(train, "train_batch", batch)
     assert go("--out_dir=out/cut") == 0
+    assert f"stopped after 2 steps: {signal.Signals(number).name} was received\n" in capsys.readouterr().out
     assert max(metrics("out/cut")) == 2 and os.listdir("out/cut/ckpt") == ["step_00000002"]
     assert go("--out_dir=out/cut") == 0
-    assert metrics("out/cut") == metrics("out/whole")
+    assert metrics("out/cut") == metrics(finished / "whole")
 
 
-def test_an_evaluation_that_a_signal_came_before_is_made_up_for(go, monkeypatch):
-    assert go("--out_dir=out/whole") == 0
+def test_an_evaluation_that_a_signal_came_before_is_made_up_for(go, finished, monkeypatch):
     calls, real = [0], train.train_batch
 
     def batch(*args):
@@ -262,7 +253,7 @@ def test_an_evaluation_that_a_signal_came_before_is_made_up_for(go, monkeypatch)
     for last in (3, 6, 6):
         assert go("--out_dir=out/cut") == 0
         assert max(metrics("out/cut")) == last
-    assert_same_run("out/cut", "out/whole")
+    assert_same_run("out/cut", finished / "whole")
 
 
 def test_a_second_process_in_one_folder_is_refused(go, capsys):
@@ -297,9 +288,10 @@ def test_other_data_under_the_same_name_are_refused(go, tmp_path, capsys):
     assert go("--out_dir=out/a") == 0
 
 
-def test_weights_without_a_finite_loss_are_not_saved(go, monkeypatch):
-    monkeypatch.setattr(train, "fail", lambda message: sys.exit(message))
-    said = go("--out_dir=out/a", "--learning_rate=1e38", "--warmup_iters=0", "--max_iters=30", "--max_skipped=8")
+def test_weights_without_a_finite_loss_are_not_saved(go, monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    assert go("--out_dir=out/a", "--learning_rate=1e38", "--warmup_iters=0", "--max_iters=30", "--max_skipped=8") == 1
+    said = capsys.readouterr().err
     assert "8 steps in a row had no finite gradient" in said and "there is no checkpoint" in said
     assert not os.path.isdir("out/a/ckpt")
 
@@ -313,8 +305,8 @@ def test_what_is_saved_after_damaged_checkpoints_stays(go):
     assert sorted(os.listdir("out/a/ckpt")) == ["step_00000002", "step_00000003"]
 
 
-def test_a_checkpoint_without_checksums_is_looked_at_too(go):
-    assert go("--out_dir=out/a") == 0
+def test_a_checkpoint_without_checksums_is_looked_at_too(go, finished):
+    shutil.copytree(finished / "whole", "out/a")
     for harm in (
         lambda path: os.remove(f"{path}/checksums.json") or os.remove(f"{path}/optimizer.pt"),
         lambda path: open(f"{path}/checksums.json", "w").write('{"model.safetensors": {"bytds": 1}}'),
@@ -325,8 +317,42 @@ def test_a_checkpoint_without_checksums_is_looked_at_too(go):
         shutil.rmtree("out/a/ckpt/step_00000009")
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_a_run_of_an_earlier_version_goes_on(go, finished, capsys, older):
+    """What an earlier version wrote, here with nothing but json, torch and safetensors; the older has less of it."""
+    made, run, step = finished / "whole", "out/a", "ckpt/step_00000003"
+    os.makedirs(f"{run}/{step}")
+    for name in ("metrics.jsonl", "samples.jsonl", "tokenizer.json"):
+        shutil.copy(made / name, run)
+    config = json.load(open(made / "config.json"))
+    if older:  # before there was such a setting
+        del config["max_skipped"]
+    json.dump(config, open(f"{run}/config.json", "w"))
+    save_file(load_file(made / step / "model.safetensors"), f"{run}/{step}/model.safetensors")
+    torch.save(torch.load(made / step / "optimizer.pt", weights_only=True), f"{run}/{step}/optimizer.pt")
+    best = metrics(made, "val_loss")[3]
+    progress = {"step": 3, "seconds": 1.5, "best": best, "best_step": 3, "wandb_id": None}
+    if not older:
+        progress |= {"skipped": [0, 0], "evaluated": True}
+    json.dump(progress, open(f"{run}/{step}/progress.json", "w"))
+    if not older:
+        files = {name: open(f"{run}/{step}/{name}", "rb").read() for name in os.listdir(f"{run}/{step}")}
+        sums = {name: {"bytes": len(x), "sha256": hashlib.sha256(x).hexdigest()} for name, x in files.items()}
+        json.dump(sums, open(f"{run}/{step}/checksums.json", "w"))
+    assert not checkpoint.damage(f"{run}/{step}")
+    assert go("--out_dir=out/a") == 0
+    assert "going on from out/a/ckpt/step_00000003, step 3" in capsys.readouterr().out
+    assert_same_run("out/a", made)
+    saved = [json.load(open(f"{folder}/ckpt/step_00000006/progress.json")) for folder in (run, made)]
+    assert saved[0].pop("seconds") > 1.5 and saved[1].pop("seconds") and saved[0] == saved[1]
+    assert list(saved[0]) == ["step", "best", "best_step", "wandb_id", "skipped", "evaluated"]
+    assert sorted(os.listdir(f"{run}/ckpt/step_00000006")) == [
+        "checksums.json", "model.safetensors", "optimizer.pt", "progress.json",
+    ]  # fmt: skip
+
+
 def not_finite(monkeypatch, steps):
-    """The loss of these micro-steps (two make a step) is NaN."""
+    """Make the loss of these micro-steps (two make a step) NaN."""
     calls, real = [0], train.GPT.forward
 
     def forward(self, ids, targets=None, **kwargs):
@@ -346,7 +372,7 @@ def test_steps_without_a_finite_gradient_are_left_out_and_counted(go, monkeypatc
     found = [line for line in lines("out/a") if "train_loss" in line]
     assert [line.get("skipped", 0) for line in found] == [0, 0, 1, 1, 2, 2]
     saved = checkpoint.load("out/a/ckpt/step_00000006", tiny := train.GPT(model_of("out/a")))
-    assert saved["skipped"] == [2, 0] and all(p.isfinite().all() for p in tiny.parameters())
+    assert saved.skipped == [2, 0] and all(p.isfinite().all() for p in tiny.parameters())
     assert all(v == v for v in metrics("out/a", "val_loss").values())
 
 
@@ -358,11 +384,7 @@ def model_of(folder):
 def test_after_so_many_in_a_row_training_stops_and_names_the_last_good_checkpoint(go, monkeypatch, capsys):
     not_finite(monkeypatch, set(range(9, 100)))  # from step 5 on
 
-    def fail(message):
-        print(message, file=sys.stderr)
-        raise SystemExit(1)
-
-    monkeypatch.setattr(train, "fail", fail)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     assert go("--out_dir=out/a", "--max_iters=30", "--max_skipped=4", "--eval_interval=2") == 1
     said = capsys.readouterr().err
     assert (
@@ -376,74 +398,80 @@ def test_after_so_many_in_a_row_training_stops_and_names_the_last_good_checkpoin
 
 @pytest.fixture
 def two_ranks(dataset, tmp_path):  # noqa: F811
-    """Two processes that train together and have taken some steps."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
+    """Start two processes that train together, and wait until they have taken some steps."""
     options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--max_iters=100000", "--timeout=4", "--eval_interval=100000"]
-    env = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, os.path.join(ROOT, "train.py"), *options], cwd=tmp_path, text=True,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            env={**env, "RANK": str(i), "LOCAL_RANK": str(i), "MASTER_PORT": str(port)},
-        )
-        for i in range(2)
-    ]  # fmt: skip
+    ranks = start_ranks(2, train.main, *options, cwd=tmp_path)
     log, begin = tmp_path / "out/train/metrics.jsonl", time.time()
     while not (log.exists() and log.stat().st_size) and time.time() < begin + 60:
         time.sleep(0.1)
     yield ranks
     for process in ranks:
         process.kill()
-        process.wait()
+    join(*ranks)
 
 
 @pytest.mark.parametrize(
     "number,said",
     [(signal.SIGKILL, "rank 1 on {host} no longer answers"), (signal.SIGSTOP, "nothing has happened for")],
 )
-def test_a_dead_or_hung_rank_ends_the_job_with_its_name(two_ranks, number, said):
-    two_ranks[1].send_signal(number)
-    _, err = two_ranks[0].communicate(timeout=40)
-    assert two_ranks[0].returncode == 1
+def test_a_dead_or_hung_rank_ends_the_job_with_its_name(two_ranks, tmp_path, number, said):
+    os.kill(two_ranks[1].pid, number)
+    assert join(two_ranks[0]) == [1]
+    err = (tmp_path / "rank_0").read_text()
     assert said.format(host=socket.gethostname()) in err and f"rank 1 on {socket.gethostname()}" in err, err
 
 
 def test_a_signal_to_one_rank_stops_both_at_the_same_step_with_status_0(two_ranks, tmp_path):
-    two_ranks[1].send_signal(signal.SIGTERM)
-    errors = [process.communicate(timeout=40)[1] for process in two_ranks]
-    assert [process.returncode for process in two_ranks] == [0, 0], errors
+    os.kill(two_ranks[1].pid, signal.SIGTERM)
+    assert join(*two_ranks) == [0, 0], (tmp_path / "rank_0").read_text()
+    assert "steps: SIGTERM was received" in (tmp_path / "rank_0").read_text()
     (step,) = os.listdir(tmp_path / "out/train/ckpt")
     assert int(step.removeprefix("step_")) == max(metrics(tmp_path / "out/train")) > 0
     assert not checkpoint.damage(tmp_path / "out/train/ckpt" / step)
 
 
-def test_torchrun_starts_again_after_a_worker_was_killed(dataset, tmp_path):  # noqa: F811
-    options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--max_iters=150", "--eval_interval=20", "--timeout=2"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2"]
-    env = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "KILLED": str(tmp_path / "killed")}
-    (tmp_path / "train_and_die.py").write_text(
-        textwrap.dedent("""
-        import os, signal
-        import train
+def train_and_die():
+    """Train as train.py; rank 1 kills itself at step 50 of its first start."""
+    batch = train.train_batch
 
-        batch = train.train_batch
+    def killed(windows, seed, step, *args):
+        if step == 50 and os.environ["RANK"] == "1" and not os.path.exists(os.environ["KILLED"]):
+            open(os.environ["KILLED"], "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch(windows, seed, step, *args)
 
-        def killed(windows, seed, step, *args):
-            if step == 50 and os.environ["RANK"] == "1" and not os.path.exists(os.environ["KILLED"]):
-                open(os.environ["KILLED"], "w").close()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return batch(windows, seed, step, *args)
+    train.train_batch = killed
+    train.main()
 
-        train.train_batch = killed
-        train.main()
-    """)
-    )
-    done = subprocess.run(
-        [*torchrun, "train_and_die.py", *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "rank 1 on" in done.stderr and "going on from out/train/ckpt/step_00000040, step 40" in done.stdout
-    assert list(metrics(tmp_path / "out/train")) == list(range(1, 151))
-    assert list(metrics(tmp_path / "out/train", "val_loss")) == [20, 40, 60, 80, 100, 120, 140, 150]
+
+def torchrun_with_forks():
+    """Run train_and_die as torchrun --standalone --nproc_per_node=2 --max_restarts=2 does, but in forks."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        run_id="forks", start_method="fork", monitor_interval=0.1,
+    )  # fmt: skip
+    elastic_launch(config, train_and_die)()
+
+
+def torchrun():
+    """Run train_and_die under torchrun itself, whose workers are new interpreters."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2"]
+    sys.exit(subprocess.run([*run, __file__, *sys.argv[1:]]).returncode)
+
+
+@pytest.mark.parametrize("launch", [torchrun_with_forks, pytest.param(torchrun, marks=pytest.mark.slow)])
+def test_torchrun_starts_again_after_a_worker_was_killed(dataset, tmp_path, launch):  # noqa: F811
+    options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--max_iters=80", "--eval_interval=20", "--timeout=2"]
+    env = {"KILLED": str(tmp_path / "killed")}
+    done = join(start(launch, *options, cwd=tmp_path, env=env), timeout=120)
+    log = (tmp_path / "log").read_text()
+    assert done == [0], log
+    assert "rank 1 on" in log and "going on from out/train/ckpt/step_00000040, step 40" in log
+    assert list(metrics(tmp_path / "out/train")) == list(range(1, 81))
+    assert list(metrics(tmp_path / "out/train", "val_loss")) == [20, 40, 60, 80]
+
+
+if __name__ == "__main__":  # as a worker of torchrun
+    train_and_die()

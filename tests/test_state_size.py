@@ -52,8 +52,8 @@ def test_state_size_is_that_of_the_state_attention_returns():
 
     q = torch.randn(1, 3, 1, 8)
     _, state = power_attention(q, q, q, p=4, return_state=True)
-    kept = sum(x.numel() * x.element_size() for x in (state.S, state.z))
-    assert kept == symmetric_power_state_bytes(1, 1, 8, p=4, bytes_per_number=4)
+    size = sum(x.numel() * x.element_size() for x in (state.S, state.z))
+    assert size == symmetric_power_state_bytes(1, 1, 8, p=4, bytes_per_number=4)
 
 
 def test_fewer_key_value_heads_shrink_the_state(capsys):

@@ -1,4 +1,4 @@
-"""metrics.jsonl is kept whatever befalls wandb, the machine or the file."""
+"""metrics.jsonl survives whatever happens to wandb, the machine or the file."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from runs.tracking import Tracker
 
 
 class FakeWandb(types.ModuleType):
-    """Notes its runs and their rows; once `dead` it answers as wandb does whose service was killed."""
+    """Stands for wandb and notes its runs and rows; once `dead`, it fails as wandb does when its service was killed."""
 
     def __init__(self):
         super().__init__("wandb")
@@ -94,7 +94,7 @@ def test_flush_brings_both_files_to_the_disk(tmp_path, monkeypatch):
     tracker.log(1, train_loss=2.0)
     tracker.log(2, train_loss=2.0)
     tracker.sample(2, "text")
-    tracker.flush()
+    tracker.flush_to_disk()
     assert synced == {"metrics.jsonl": 2, "samples.jsonl": 1}
     tracker.finish()
 

@@ -1,0 +1,89 @@
+"""What a training run asks of its machine: kernels that are right, a compiler, determinism, and its peak speed."""
+
+import os
+from contextlib import contextmanager
+
+import torch
+
+from attention.check import kernel_failure
+from attention.dispatch import disable_kernels
+from runs.processes import Failed
+
+# dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name that occurs in the device's name counts
+PEAK_FLOPS = {
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12,
+    "RTX 4090": 165e12, "RTX 3090": 71e12, "A6000": 155e12,
+}  # fmt: skip
+
+
+def peak_flops(device):
+    """Return the peak dense bf16 FLOP/s of a device, or None if it is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
+
+
+def check_kernels(model, block_size, dtype, ranks):
+    """Compare the kernels that the model trains on with float64; if they fail on one rank, use them on none."""
+    failure = ranks.first(kernel_failure(model, block_size, dtype))
+    disable_kernels(failure)  # if there is one
+    if failure:
+        ranks.log(f"!!! the Triton kernels of power attention fail on this machine: {failure}")
+        ranks.log("!!! training goes on in plain PyTorch, several times slower and with more memory: see `make doctor`")
+
+
+def make_deterministic(log):
+    """Make torch choose algorithms that give the same bits in every run."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # flash instead: the backward pass of cuDNN adds in any order
+    import torch._inductor.config as inductor
+
+    inductor.deterministic = True
+    log("deterministic: torch's deterministic algorithms, flash attention instead of cuDNN; some operations are slower")
+
+
+def can_compile(setting, device, log):
+    """Return True if the model is to be compiled, by the setting compile: auto, True or False.
+
+    torch.compile is tried on a small function, so that a missing toolchain is one line: auto then trains without, and
+    True raises Failed.
+    """
+    if setting == "False" or (setting == "auto" and device.type != "cuda"):
+        return False
+    torch._dynamo.config.optimize_ddp = False  # compiled inside DDP: the graph must not be split for its buckets
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(64, device=device))
+        return True
+    except Exception as error:  # whatever is missing, training works without it
+        reason = _first_line(error)
+    if setting == "True":
+        raise Failed(f"compile=True, but torch.compile does not work here: {reason} (see `make doctor`)")
+    log(f"training without torch.compile: {reason} (see `make doctor`)")
+    return False
+
+
+@contextmanager
+def memory_advice(cfg, model_cfg, accumulation):
+    """Turn an out-of-memory error into Failed with advice how to need less memory at the same tokens_per_step."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        pass
+    else:
+        return
+    ways = []
+    if cfg.batch_size > 1:
+        smaller = max(d for d in range(1, cfg.batch_size) if cfg.batch_size % d == 0)
+        again = accumulation * cfg.batch_size // smaller
+        ways.append(
+            f"--batch_size={smaller} (accumulation becomes {again}, tokens_per_step stays {cfg.tokens_per_step})"
+        )
+    if not model_cfg.activation_checkpointing:
+        ways.append("--activation_checkpointing=True")
+    ways = " or ".join(ways or ["a smaller block_size or model"])
+    raise Failed(f"out of GPU memory in the first step: try {ways}")
+
+
+def _first_line(error):
+    """Return the first line of an exception's message, or its type if it has none."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

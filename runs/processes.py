@@ -1,0 +1,197 @@
+"""The processes that train together: ranks, signals, and how an error ends all of them.
+
+ranks = Ranks()                                   # from torchrun's environment; one rank without it
+with exit_statuses(ranks):
+    ranks.join(device, "auto", timeout=600)
+    ...
+    ranks.leave()
+"""
+
+import errno
+import os
+import signal
+import sys
+from contextlib import contextmanager, suppress
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from data import DataError
+from runs.checkpoint import NotWritten
+from runs.settings import refuse
+from runs.watch import Watch
+
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EEXIST)
+
+
+class Failed(Exception):
+    """Training cannot go on. The message is one line; the process ends with status 1."""
+
+
+class Ranks:
+    """This process among those that train together.
+
+    Attributes: rank, world (number of ranks), local (rank on this node), master (True on rank 0), distributed (True
+    if torchrun, or whoever sets RANK, started the process), watch (a Watch, None before `join` and without ranks).
+    """
+
+    def __init__(self):
+        env = os.environ
+        self.rank, self.world = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+        self.local, self.master, self.distributed = int(env.get("LOCAL_RANK", 0)), self.rank == 0, "RANK" in env
+        self.device = self.watch = self.cpu_group = None
+
+    def join(self, device, backend, timeout):
+        """Connect with the other ranks and start to watch them; do nothing in a process that was started alone.
+
+        backend is nccl, gloo or auto (nccl on GPUs); after `timeout` seconds without progress the job ends.
+        """
+        self.device = device
+        if not self.distributed:
+            return
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            backend if backend != "auto" else "nccl" if on_gpu else "gloo", store=store_of_this_start(),
+            rank=self.rank, world_size=self.world, device_id=device if on_gpu else None,
+        )  # fmt: skip
+        self.watch = Watch(timeout)
+        if self.world > 1:
+            self.cpu_group = dist.new_group(backend="gloo")  # exchanges values without waiting for the GPU
+
+    def leave(self):
+        """Wait, however long it takes, for the other ranks and disconnect."""
+        if self.distributed:
+            self.watch.rest()
+            dist.barrier()  # a rank that disconnects while another still works may abort at exit
+            dist.destroy_process_group()
+
+    def log(self, line):
+        """Print a line on rank 0 alone."""
+        if self.master:
+            print_to_terminal(line)
+
+    def beat(self):
+        """Tell the watch that this rank makes progress; called at every micro-step."""
+        if self.watch:
+            self.watch.beat()
+
+    def barrier(self):
+        """Wait until every rank is here; the GPUs need not be."""
+        if self.world > 1:
+            dist.barrier(group=self.cpu_group)
+
+    def average_gradients(self, network):
+        """Return the network wrapped in DistributedDataParallel; itself in a process that was started alone."""
+        if not self.distributed:
+            return network
+        ids = [self.device] if self.device.type == "cuda" else None
+        return torch.nn.parallel.DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
+
+    def sum(self, x):
+        """Return the tensor x summed over the ranks, in place."""
+        if self.distributed:
+            dist.all_reduce(x)
+        return x
+
+    def share(self, number, seconds):
+        """Return (number of the signal that any rank received or 0, seconds of rank 0), the same on every rank."""
+        if self.world == 1:
+            return number, seconds
+        both = torch.tensor([number, seconds if self.master else 0.0], dtype=torch.float64)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.cpu_group)
+        return int(both[0].item()), both[1].item()
+
+    def first(self, text):
+        """Return the first of all ranks' texts that is not empty, the same on every rank; "" if all are."""
+        texts = [text]
+        if self.distributed:
+            texts = [""] * self.world
+            dist.all_gather_object(texts, text)
+        return next(filter(None, texts), "")
+
+    def agree_on_checkpoint(self, own):
+        """Return the checkpoint (a path or None) that rank 0 chose; raise Failed if this rank cannot read it."""
+        if not self.distributed:
+            return own
+        shared = [own]
+        dist.broadcast_object_list(shared, device=self.device)
+        (chosen,) = shared
+        if (own is None) != (chosen is None) or (chosen and not os.path.isdir(chosen)):
+            raise Failed(
+                f"rank {self.rank} would go on from {own}, rank 0 from {chosen}: out_dir must be shared by all nodes"
+            )
+        return chosen
+
+
+def store_of_this_start():
+    """Return the key-value store through which the ranks of this start of torchrun find each other.
+
+    torchrun keeps its store when it starts the workers again, and ranks that read an address from the start before
+    wait for ever (pytorch issue 135712). On one node the restart count, the same on all ranks, keeps the starts apart.
+    """
+    store, _, _ = next(dist.rendezvous("env://"))
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"start_{restarts}", store) if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else store
+
+
+class StopSignals:
+    """Notes SIGINT, SIGTERM and SIGUSR1, so that training can end after the micro-step with a checkpoint.
+
+    A second SIGINT ends the process at once. A second SIGTERM or SIGUSR1 changes nothing, because a scheduler and
+    torchrun may both send one. Attribute: number, of the last signal received; 0 before there was one.
+    """
+
+    def __init__(self):
+        self.number = 0
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number, frame):
+        self.number = number
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def exit_statuses(ranks):
+    """End the program with one line on stderr where an error has a known cause; other errors keep their traceback.
+
+    The status is 2 for settings and data that cannot be used, and 1 for what happens later.
+    """
+    try:
+        yield
+    except DataError as error:  # a token outside the vocabulary, a shard that disappeared: perhaps on one rank alone
+        refuse(error, every_rank=True)
+    except (Failed, NotWritten) as error:
+        leave_at_once(error)
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        leave_at_once(f"cannot write: {error}")
+    except RuntimeError as error:  # raised by a collective when another rank is gone
+        if not ranks.watch or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        leave_at_once(f"a rank could not be reached: {ranks.watch.blame()} ({str(error).splitlines()[0][:200]})")
+
+
+def leave_at_once(message):
+    """Print a line to stderr and end the process with status 1.
+
+    Other ranks may be waiting in a collective that will never end, so nothing that might wait for them is run.
+    """
+    print_to_terminal(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+    os._exit(1)
+
+
+def warn(line):
+    """Print a warning to stderr, on the first rank of each node only."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print_to_terminal(f"{os.path.basename(sys.argv[0])}: {line}", file=sys.stderr)
+
+
+def print_to_terminal(*args, **kwargs):
+    """Print a line above the progress bar. A closed pipe or a full disk behind it is no reason to stop training."""
+    with suppress(OSError):
+        tqdm.write(*args, **kwargs)
+        sys.stdout.flush()
