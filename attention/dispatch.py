@@ -65,7 +65,6 @@ def kernel_chunk_size(T, D, p, chunk_size=None, gated=True):
     return min(-(-chunk_size // 128), -(-T // 128)) * 128
 
 
-@torch.compiler.assume_constant_result  # torch.compile asks once, and does not look inside
 def kernel_reason(form, device_type, dtype, D, E, p):
     """Return why the kernels of this form cannot be used, or "". Warn, once for each reason, if a GPU goes without."""
     if device_type != "cuda":
@@ -77,6 +76,11 @@ def kernel_reason(form, device_type, dtype, D, E, p):
         _warned.add(reason)
         warnings.warn(f"power attention runs in plain PyTorch, not on its Triton kernels: {reason}", stacklevel=3)
     return reason
+
+
+# torch.compile asks once and does not look inside. torch.compiler.assume_constant_result sets this mark too, but it
+# imports torch._dynamo, which takes 2 s that a program without torch.compile need not wait.
+kernel_reason._dynamo_marked_constant = True
 
 
 def disable_kernels(reason):

@@ -1,6 +1,6 @@
 """Power attention on a GPU: Triton kernels, and the operators through which torch calls them.
 
-operators      the door: both whole forms and the chunked form's steps as torch operators
+operators      the door: both whole forms as torch operators, and from steps.py the chunked form's steps
 quadratic      the kernels of the quadratic form, and the functions that launch them
 chunked        the chunked form forward and backward, made of the kernels in
                    gates, prepare, update_state, discumsum, query_state, query_gradient

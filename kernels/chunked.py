@@ -1,4 +1,30 @@
-"""The chunked form of power attention in Triton: cost linear in the context."""
+"""The chunked form of power attention in Triton: cost linear in the context, for p = 2 and 4.
+
+    y_t = (num_t + sum over the chunk of w_ts v_s) / (den_t + sum over the chunk of w_ts)
+    num_t = decay phi(q_t) S,   den_t = decay phi(q_t) . z,   S = sum of decay phi(k_s) v_s^T over all earlier chunks
+
+    tokens     |   chunk 0   |   chunk 1   |   chunk 2   |    inside a chunk: quadratic.py
+    read       ^ S_0         ^ S_1         ^ S_2         |    by every query of the chunk: query_state.py
+    carry      S_0 --------> S_1 --------> S_2 --------> S_3  from the initial to the final state: discumsum.py
+    add               U_0 ---^      U_1 ---^      U_2 ---^    what a chunk's keys and values give: update_state.py
+
+z is not stored: den_t is xt_t^T Z xt_t, with Z = sum of decay k_s k_s^T (p = 4: of products of two entries). prepare.py
+brings rows to one magnitude first, gates.py makes the decays. The backward pass is the same steps: dS by `update_state`
+of q and dy and a `discumsum` from the end, dq and dk by query_gradient.py, dv by `query_state` of keys on dS.
+
+    name          shape                   dtype      saved for the backward pass
+    l             [B, H, T padded]        float32    yes
+    S             [B * Hkv, chunks, F]    float16    yes, the states before each chunk, in units of unit_s (float32 *)
+    unit_s        [B * Hkv, chunks]       float32    yes
+    Z             [B * Hkv, chunks, D^2]  float32    yes, p = 2
+    OF_KEYS       see prepare.py                     yes, what was made of keys and values
+    num, den      see query_state.py                 no                              * where q, k and v are
+
+Cost in FLOP, a token and head, with C tokens a chunk and F entries of S: inside chunks 2 C D forward and 7 C D
+backward; with states 2 F for each `update_state` and `query_state`, two forward and two backward, and 2 D^3 (p = 4: 2.4
+to 3.7 times 2 F) for each of the two gradients. The matrix unit is the limit of these, memory of the other kernels.
+Which form, and how long a chunk: kernels/cost.py.
+"""
 
 import math
 
@@ -6,26 +32,29 @@ import torch
 import triton
 
 from . import quadratic
-from .common import HALF, LIFT, TOP, device_guard, empty
+from .common import HALF, LIFT, TOP, device_guard, padded
 from .discumsum import discumsum
-from .gates import chunk_dlog_g_kernel, chunk_gates
+from .gates import chunk_dlog_g, chunk_gates
 from .layout import TILE, entries, features, layout
 from .prepare import prepare, products
 from .query_gradient import SPREAD, query_gradient, spread_bytes
 from .query_state import query_state
 from .update_state import update_state
 
-KEPT = ("rows", "values", "unit_x", "factor", "unit_v")  # of keys and values, for the backward pass
+OF_KEYS = ("rows", "values", "unit_x", "factor", "unit_v")  # what the backward pass needs of them
 
 
 def state_size(D, p):
-    """Entries of a state: S, and for p = 4 Z = sum x x^T behind it."""
+    """Return F, the entries of a state: those of S, and for p = 4 of Z = sum x x^T behind it."""
     return features(D, p) * D + (0 if p == 2 else entries(D, p) ** 2)
 
 
 def bytes_needed(q, k, p, chunk, backward=True):
-    """Bytes that `forward`, and with it `backward`, allocate beyond y and the gradients: states, what is made of keys
-    and values and kept, what is made of queries and dy, and for p = 4 what `query_gradient` makes of both."""
+    """Return the bytes that `forward`, and with it `backward`, allocate beyond y and the gradients.
+
+    These are states, what is made of keys and values and saved, what is made of queries and dy, and for p = 4 what
+    `query_gradient` makes of both. q [B, T, H, D] and k [B, T, Hkv, D] are only looked at for shapes and dtype.
+    """
     (B, T, H, D), HKV, size = q.shape, k.shape[2], HALF[q.dtype].itemsize
     states = B * HKV * -(-T // chunk) * (state_size(D, p) * size + 4 * D * D * (p == 2))
     row, products = 2 * D * size + 8, 2 * entries(D, p) * size if p == 4 else 0
@@ -37,34 +66,41 @@ def bytes_needed(q, k, p, chunk, backward=True):
 
 
 class Sizes:
-    """What the launchers of one call share."""
+    """What the launchers of one call share.
+
+    B, T, H, HKV, D, p, chunk as given; chunks: how many; TP: T padded to 256, as `prepare` writes rows; layout: the
+    Layout for (D, p); FS, F: entries of S and of the whole state; half: the dtype between kernels; most: bounds an
+    entry of a chunk's sum, in units of values; q: tells `choose` the dtype and the device.
+
+    q [B, T, H, D], k [B, T, Hkv, D]; p = 2: D = 16, 32, 64, 128, p = 4: D = 16, 32, 64; chunk: tokens, a multiple of
+    128. Raises ValueError for a sequence with too many tokens.
+    """
 
     def __init__(self, q, k, p, chunk):
         (B, T, H, D), HKV = q.shape, k.shape[2]
         self.B, self.T, self.H, self.HKV, self.D, self.p, self.q = B, T, H, HKV, D, p, q
         self.chunk, self.chunks = chunk, triton.cdiv(T, chunk)
-        self.TP = triton.cdiv(T, 256) * 256
+        self.TP = padded(T, 256)
         of_row = entries(D, p) * p // 2
         if of_row * self.TP >= 2**31:  # places in XT are 32 bits
-            most = (2**31 - 1) // of_row // 256 * 256
+            most = (2**31 - 1) // of_row // 256 * 256  # tokens
             raise ValueError(
                 f"a sequence of p={p} and head dimension {D} may have at most {most:,} tokens at once, got {T:,}: cut "
                 "it into pieces, each with the state of those before"
             )
         self.layout = layout(D, p, q.device)
-        self.FS = self.layout.tiles * TILE * D
-        self.F = state_size(D, p)
+        self.FS, self.F = self.layout.tiles * TILE * D, state_size(D, p)
         self.half = HALF[q.dtype]
         most = chunk * H // HKV * 2 ** (TOP + 1 + p * (LIFT[p] + 1))
-        self.most = 2.0 ** math.ceil(math.log2(most))  # an entry of a chunk's sum, in VALUES' units
+        self.most = 2.0 ** math.ceil(math.log2(most))
 
 
 def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
-    """q [B, T, H, D], k, v [B, T, Hkv, D], log_g [B, T, Hkv] float32 or None; initial: (S, Z) float32 [B * Hkv, F] and
-    [B * Hkv, D * D] in this file's layout, or None. chunk: tokens, a multiple of 128.
+    """Return y [B, T, H, D], what `backward` needs (l, S, unit_s, Z and OF_KEYS), and the last state (S, Z) if `final`.
 
-    Returns y, what `backward` needs (l, S, its units, Z, and what `prepare` made of keys and values, see KEPT), and the
-    last state (S, Z) if `final`.
+    q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; initial:
+    (S, Z) float32 [B * Hkv, F] and [B * Hkv, D * D] in the kernels' layout (see `from_canonical`), or None; chunk:
+    tokens, a multiple of 128; D and p as in `Sizes`, which raises ValueError for too many tokens.
     """
     s = Sizes(q, k, p, chunk)
     with device_guard(q.device):
@@ -73,23 +109,26 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
         S = update_state(s, s.HKV, keys)
         S0, Z0 = initial or (None, None)
         unit_s, S_last, _ = discumsum(s, S, keys["unit_v"], whole, S0, final=final)
-        Z = Z_last = None
+        Z, Z_last = keys["z"], None
         if p == 2:
-            Z = keys["z"]
             _, Z_last, _ = discumsum(None, Z, None, whole, Z0, final=final)
-        kept = [keys[name] for name in KEPT]
+        of_keys = [keys[name] for name in OF_KEYS]
         del keys
         queries = prepare(s, q, decay=into, Z=Z)
         skip = 0 if initial is None else -1
         num, den = query_state(s, queries, S, unit_s, skip)
         del queries
         y, l = quadratic.forward(q, k, v, log_g, p=p, chunk=chunk, num=num, den=den)
-    return y, (l, S, unit_s, Z, *kept), (S_last, Z_last)
+    return y, (l, S, unit_s, Z, *of_keys), (S_last, Z_last)
 
 
 def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chunk):
-    """dq, dk, dv, dlog_g (None without gates) and d initial state (S, Z), or (None, None); final: (dS, dZ) or None."""
-    l, S, unit_s, Z, *kept = saved
+    """Return dq, dk, dv, dlog_g (None without gates) and the gradient to the initial state (S, Z), or (None, None).
+
+    saved: what `forward` returned; final: the gradient (dS, dZ) to the last state, or None; initial: True if there was
+    an initial state.
+    """
+    l, S, unit_s, Z, *of_keys = saved
     s = Sizes(q, k, p, chunk)
     with device_guard(q.device):
         dq, dk, dv, inside = quadratic.backward(dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, before=initial)
@@ -97,38 +136,33 @@ def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chun
         queries = prepare(s, q, dy, y, l, decay=into)
         dS = update_state(s, s.H, queries)
         dS_last, dZ_last = final or (None, None)
-        unit_d, dS0, carried = discumsum(
-            s, dS, queries["unit_v"], whole, dS_last, *((None, None) if log_g is None else (S, unit_s)), True, initial
-        )
-        dZ = dZ0 = carried_z = None
-        if p == 2:
-            dZ = queries["z"]
-            _, dZ0, carried_z = discumsum(
-                None, dZ, None, whole, dZ_last, None if log_g is None else Z, None, True, initial
-            )
         gated = log_g is not None
+        others = (S, unit_s) if gated else (None, None)
+        unit_d, dS0, carried = discumsum(s, dS, queries["unit_v"], whole, dS_last, *others, reverse=True, final=initial)
+        dZ, dZ0, carried_z = queries["z"], None, None
+        if p == 2:
+            other = Z if gated else None
+            _, dZ0, carried_z = discumsum(None, dZ, None, whole, dZ_last, other, reverse=True, final=initial)
         skip = -1 if initial else 0
         read = query_gradient(s, queries, S, unit_s, skip, dq, q, Z, queries["weight"], gated)
         del queries
-        keys = dict(zip(KEPT, kept, strict=True))
+        keys = dict(zip(OF_KEYS, of_keys, strict=True))
         keys |= {"xt": products(s, keys["rows"]), "weight": keys["factor"]}
         skip = s.chunks - 1 if final is None else -1
         given = query_gradient(s, keys, dS, unit_d, skip, dk, k, dZ, out, gated)
         query_state(s, keys, dS, unit_d, skip, out=dv)
-        dlog_g = None
-        if gated:
-            dlog_g = empty(q, s.B, s.T, s.HKV)
-            chunk_dlog_g_kernel[(s.B * s.HKV * s.chunks,)](
-                inside, read, given, carried, carried_z, log_g, dlog_g, *log_g.stride(), s.T, s.TP, chunk, s.H, s.HKV,
-                carried.shape[2], 0 if carried_z is None else carried_z.shape[2], N=min(1024, chunk & -chunk),
-            )  # fmt: skip
+        dlog_g = chunk_dlog_g(log_g, s, inside, read, given, carried, carried_z) if gated else None
     return dq, dk, dv, dlog_g, (dS0, dZ0)
 
 
 def from_canonical(S, z, p):
-    """(S [B, Hkv, Dphi, D], z [B, Hkv, Dphi]) in the order of `symmetric_power_embedding` -> the kernels' layout,
-    float32: for p = 2 [B * Hkv, F] and Z [B * Hkv, D * D], for p = 4 [B * Hkv, F], Z in it, and None. Of a gradient
-    too: the two maps are each other's adjoint."""
+    """Return (S, Z) in the kernels' layout, float32.
+
+    They are [B * Hkv, F] and [B * Hkv, D * D] for p = 2, [B * Hkv, F] with Z behind S and None for p = 4.
+
+    S [B, Hkv, Dphi, D], z [B, Hkv, Dphi], in the order of `symmetric_power_embedding`. This works for gradients too:
+    the map and `to_canonical` are each other's adjoint.
+    """
     x = layout(S.shape[3], p, S.device)
     S = (S / x.root[:, None]).flatten(0, 1)[:, x.canonical].flatten(1)
     Z = (z / x.root).flatten(0, 1)[:, x.square]
@@ -136,7 +170,7 @@ def from_canonical(S, z, p):
 
 
 def to_canonical(S, Z, B, D, p):
-    """The inverse of `from_canonical`, for B sequences."""
+    """Return (S [B, Hkv, Dphi, D], z [B, Hkv, Dphi]), the inverse of `from_canonical`, for B sequences."""
     HKV = S.shape[0] // B
     x = layout(D, p, S.device)
     if p == 4:

@@ -15,7 +15,7 @@ needs is in this table, and the kernels use it by name:
     p = 4: what a state holds times its orders         24                 ORDERS = 32 divides it
     p = 4: weight times entry of x, in sum w x x^T     2^15 2^4           SQUARE_DOWN = 16 divides w before
     p = 4: Z as it is read, with its orders (up to 4)  2^12               SQUARE_TOP, the largest entry's exponent
-    p = 4: Z x, at most 2080 of 2^12 times 2^4         2^27.03            SQUARE_TIMES_DOWN = 2^-12 multiplies it
+    p = 4: Z x, at most 2080 of 2^12 times 2^4         2^27.1             SQUARE_TIMES_DOWN = 2^-12 multiplies it
     VALUES times entry of x, for the gradient to x     2^22, 2^19         VALUES_DOWN_2, _4 = 256, 32 divide VALUES
     p = 4: rows of the gradient to x                   2^10 to 2^11       TO_GRADIENT_TOP
     l, the sum of a row's weights                      1e-37              LEAST_WEIGHT: 1 / l is finite
@@ -103,10 +103,10 @@ def load_rows(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def row_offsets(b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
-    """Return the offsets [N, D] of rows start, start+1, ... of head h of sequence b in a contiguous [B, T, H, D]."""
-    first = ((tl.cast(b, tl.int64) * T + start) * H + h) * D
-    return first + tl.arange(0, N)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+def row_pointers(X, b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
+    """Return pointers [N, D] to rows start, start+1, ... of head h of sequence b of X, contiguous [B, T, H, D]."""
+    first = (tl.cast(b, tl.int64) * T + start) * H + h
+    return X + first * D + tl.arange(0, N)[:, None] * (H * D) + tl.arange(0, D)[None, :]
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def add_to_rows(OUT, x, b, start, h, T, H):
     """Add x [N, D] float32 to rows start, start+1, ... of head h of sequence b of OUT, contiguous [B, T, H, D]."""
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
-    to = OUT + row_offsets(b, start, h, T, H, N, D)
+    to = row_pointers(OUT, b, start, h, T, H, N, D)
     mask = (start + tl.arange(0, N))[:, None] < T
     x += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     tl.store(to, x.to(OUT.dtype.element_ty), mask)

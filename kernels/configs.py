@@ -1,9 +1,9 @@
-"""Which tile sizes a kernel runs with: a table in the repository, never a measurement at run time.
+"""Choose the tile sizes that a kernel runs with: from a table in the repository, never by timing at run time.
 
-Timing at the first call would make users wait, and choose differently from run to run and from rank to rank. The choice
-is a function of the kernel, dtype, head dimension, p, gates and GPU alone; table.json has what `make tune` measured,
-SAFE what fits into 99 KB of shared memory, which every GPU since Ampere has. No entry depends on T: a new length
-compiles nothing.
+Timing at the first call would make users wait, and would choose differently from run to run and from rank to rank. The
+choice depends on the kernel, dtype, head dimension, p, gates and GPU alone. table.json has what `make tune` measured;
+for all others SAFE has sizes that fit into 99 KB of shared memory, which every GPU since Ampere has. No entry depends
+on T, so a new length compiles nothing.
 """
 
 import functools
@@ -14,20 +14,23 @@ from typing import NamedTuple
 import torch
 
 TABLE = Path(__file__).with_name("table.json")
-# the same chip beside other memory, until it is measured itself
+# GPUs that have not been measured -> the measured one with the same chip and other memory
 SAME_CHIP = dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA GH200 480GB"), "NVIDIA H200")
 
 
 class Config(NamedTuple):
-    BM: int  # queries a tile, at most 128 (chunks are multiples of that), for dkdv at most dq's; of update_state 64
-    BN: int  # keys a tile; for dkdv a multiple of BM; of update_state tokens, of query_state features: 64, 128 or 256;
-    # of query_gradient, p = 4: scalars times values
+    """The sizes of one kernel's tiles, and how it is compiled."""
+
+    BM: int  # queries of a tile, at most 128 (chunks are multiples of that); dkdv: at most dq's; update_state: 64
+    # keys of a tile, for dkdv a multiple of BM; update_state: tokens; query_state: features, 64, 128 or 256;
+    # query_gradient: for p = 4 scalars times D, not used for p = 2
+    BN: int
     warps: int
     stages: int  # tiles in flight
-    maxnreg: int = 0  # registers a thread at most; 0: the compiler decides
+    maxnreg: int = 0  # most registers a thread may have; 0: the compiler decides
 
     def launch(self):
-        """Triton's options of a launch."""
+        """Return the options of a Triton launch."""
         return dict(num_warps=self.warps, num_stages=self.stages, **({"maxnreg": self.maxnreg} if self.maxnreg else {}))
 
 
@@ -39,7 +42,7 @@ SAFE = {
     ("update_state", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
     ("query_state", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
     ("query_gradient", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
-    ("forward", torch.float32): [(128, Config(32, 32, 8, 1))],  # without the matrix unit: registers are the limit
+    ("forward", torch.float32): [(128, Config(32, 32, 8, 1))],  # without the matrix unit, registers are the limit
     ("dq", torch.float32): [(128, Config(32, 32, 8, 1))],
     ("dkdv", torch.float32): [(128, Config(32, 32, 8, 1))],
     ("update_state", torch.float32): [(128, Config(64, 32, 8, 1))],
@@ -49,8 +52,11 @@ SAFE = {
 
 
 def choose(kernel, q, p, gated=False, chunked=False):
-    """The Config for `kernel`, one of SAFE's, on q's device. Those of the chunked form have one for all gates; those of
-    the quadratic form may have their own where it is limited to chunks."""
+    """Return the Config for `kernel`, one of SAFE's names, for q [B, T, H, D] on its device.
+
+    gated: whether there are gates; the chunked form's kernels have one Config for both. chunked: whether a kernel of
+    the quadratic form is limited to chunks, for which it may have an entry of its own.
+    """
     device = torch.cuda.get_device_name(q.device) if q.is_cuda else "cpu"
     device = device if device in _table() else SAME_CHIP.get(device, device)
     entries, sizes = _table().get(device, {}), (kernel, q.dtype, q.shape[-1], p, gated)
@@ -59,10 +65,12 @@ def choose(kernel, q, p, gated=False, chunked=False):
 
 
 def safe(kernel, dtype, D):
+    """Return the Config for a GPU that the table does not have."""
     return next(config for largest, config in SAFE[kernel, dtype] if D <= largest)
 
 
 def key(kernel, dtype, D, p, gated=False, chunked=False):
+    """Return the name of an entry in the table."""
     return f"{kernel} {str(dtype).removeprefix('torch.')} D={D} p={p}{' gated' * gated}{' chunked' * chunked}"
 
 

@@ -1,56 +1,60 @@
-"""Which form of power attention is cheaper on the kernels, and how long a chunk should be: a small cost model.
+"""Choose the form of power attention and the length of a chunk by a small cost model.
 
-    quadratic   a + b T                              nanoseconds a token and query head, forward and backward
-    chunked     a + b C + u + w / C, C tokens a chunk
+Nanoseconds for each token and query head, forward and backward, at context length T and with C tokens a chunk:
 
-Every token reads its chunk and the state (u), every chunk writes and carries one (w). The choice is a function of T, D,
-p and gates, the same on every rank. The numbers are fitted to measurements on an H200 in bfloat16; other GPUs differ
-in speed more than in these ratios.
+    quadratic   a + b T                   a token reads all tokens before it
+    chunked     a + b C + u + w / C       a token reads its chunk and the state (u); a chunk writes and carries one (w)
 
-    python -m kernels.cost                 # measure and fit here; prints the tables below, and how good the choices are
+The choice depends on T, D, p and gates alone, so it is the same on every rank. The numbers are fitted to measurements
+on an H200 in bfloat16; other GPUs differ more in speed than in these ratios. Triton is imported only to measure:
+
+    python -m kernels.cost                # measure and fit on this GPU; print the tables below and how good choices are
 """
 
 import math
 
-# head dimension -> a, b of gated attention, p = 2 or 4
+# head dimension -> (a, b), with gates, p = 2 or 4
 QUADRATIC = {16: (0.96, 0.00068), 32: (1.05, 0.00084), 64: (1.12, 0.00113), 128: (2.33, 0.00190)}
-UNGATED = 0.83  # of the quadratic form's cost, without gates
-# (head dimension, p) -> u, w: those that the chunked kernels take
+UNGATED = 0.83  # the quadratic form's cost without gates, as a share of that with gates
+# (head dimension, p) -> (u, w), for every one of kernels.CHUNKED_SIZES
 CHUNKED = {
     (16, 2): (0.73, 17), (32, 2): (1.64, 134), (64, 2): (5.59, 657), (128, 2): (40.9, 7920),
-    (16, 4): (7.61, 1040), (32, 4): (71.7, 30300), (64, 4): (2180, 57000),  # the last by its size, not measured
+    (16, 4): (7.61, 1040), (32, 4): (71.7, 30300), (64, 4): (2180, 57000),  # the last is estimated from its size
 }  # fmt: skip
-SIZES = [2**n for n in range(7, 15)]  # of chunks
+SIZES = [2**n for n in range(7, 15)]  # tokens of a chunk that are considered
 
 
 def quadratic_ns(T, D, gated=True, constant=True):
+    """Return the nanoseconds of the quadratic form for a token and head, with or without the constant a."""
     a, b = QUADRATIC[D]
     return (a * constant + b * T) * (1 if gated else UNGATED)
 
 
 def chunked_ns(T, C, D, p, gated=True):
+    """Return the nanoseconds of the chunked form for a token and head, in chunks of C tokens."""
     u, w = CHUNKED[D, p]
     return quadratic_ns(min(C, T), D, gated) + u + w / min(C, T)
 
 
 def best_size(D, p, gated=True):
-    """Tokens of a chunk, where there are many: the longest that costs at most 3% more than the best (fewer states)."""
+    """Return the tokens of a chunk for long contexts: the longest within 3% of the cheapest, as it has fewer states."""
     costs = [chunked_ns(C, C, D, p, gated) for C in SIZES]
     return [C for C, cost in zip(SIZES, costs) if cost <= 1.03 * min(costs)][-1]
 
 
 def chunk_size(T, D, p, gated=True):
-    """Tokens of a chunk, a multiple of 128, at most T rounded up."""
+    """Return the tokens of a chunk for T tokens: a multiple of 128, at most T rounded up to one."""
     return min(best_size(D, p, gated), -(-T // 128) * 128)
 
 
 def crossing(D, p, gated=True):
-    """The T at which both forms cost the same."""
+    """Return the T at which both forms cost the same."""
     C = best_size(D, p, gated)
     return C + (chunked_ns(C, C, D, p, gated) - quadratic_ns(C, D, gated)) / quadratic_ns(1, D, gated, constant=False)
 
 
 def best_form(T, D, p, gated=True):
+    """Return "quadratic" or "chunked", the cheaper one for T tokens; (D, p) is one of kernels.CHUNKED_SIZES."""
     return "quadratic" if T <= crossing(D, p, gated) else "chunked"
 
 
@@ -58,7 +62,10 @@ def best_form(T, D, p, gated=True):
 
 
 def measure(D, p, gated, lengths, sizes, tokens=65536):
-    """({T: ns}, {(T, C): ns}) of the quadratic and the chunked kernels."""
+    """Return ({T: ns} of the quadratic kernels, {(T, C): ns} of the chunked ones) for a token and head.
+
+    lengths: the T, sizes: the pairs (T, C) to measure; tokens: how many a call has, in as many sequences as that takes.
+    """
     import torch
     from triton.testing import do_bench
 
@@ -93,7 +100,7 @@ def measure(D, p, gated, lengths, sizes, tokens=65536):
 
 
 def fit(columns, y):
-    """Least squares of the relative error, coefficients at least 0."""
+    """Return the coefficients, at least 0, of `columns` that fit y with the least squared relative error."""
     import numpy as np
 
     y, A = np.array(y), np.array(columns).T
@@ -101,6 +108,7 @@ def fit(columns, y):
 
 
 def main():
+    """Measure, fit and print the numbers of each size, and how good the choices are that follow from them."""
     lengths = (512, 1024, 2048, 4096, 8192, 16384)
     for D, p in CHUNKED:
         if (D, p) == (64, 4):  # no length at which it pays

@@ -250,33 +250,33 @@ def _load_cache(KEYS, VALUES, GATE_SUMS, RESETS, first, start, end, HKV, D: tl.c
 
 @triton.jit
 def _attend_to_state(
-    Q, ROTATION, GATE_SUMS, RESETS, newest, S, Z, INDICES, COEFFICIENTS, begin, end, P: tl.constexpr, D: tl.constexpr,
-    BF: tl.constexpr, PDL: tl.constexpr,
+    QKV, ROTATION, GATE_SUMS, RESETS, S, Z, INDICES, COEFFICIENTS, h, first, count, HKV, state, begin, end,
+    P: tl.constexpr, D: tl.constexpr, BF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Return (num [D], den) of a query and the features [begin, end) of a state; `newest`: place of the new token."""
-    s, z, indices, phi = _load_state(S, Z, INDICES, COEFFICIENTS, begin, end, D, BF)
+    """Return (num [D], den) of query head h and the features [begin, end) of the state that is at place `state`."""
+    s, z, indices, phi = _load_state(S + state * D, Z + state, INDICES, COEFFICIENTS, begin, end, D, BF)
     wait_for_previous(PDL)
-    q, gate_sum, resets = _load_query(Q, ROTATION, GATE_SUMS, RESETS, newest, D)
+    q, gate_sum, resets = _load_query(QKV + h * D, ROTATION, GATE_SUMS, RESETS, first + count * HKV, D)
     nums, dens = tl.zeros([BF, D], tl.float32), tl.zeros([BF], tl.float32)
     for start in range(begin, end, BF):
         for i in tl.static_range(P):
             phi *= tl.gather(q, (indices >> 8 * i) & 255, 0)
         nums += phi[:, None] * s.to(tl.float32)
         dens += phi * z
-        s, z, indices, phi = _load_state(S, Z, INDICES, COEFFICIENTS, start + BF, end, D, BF)
+        s, z, indices, phi = _load_state(S + state * D, Z + state, INDICES, COEFFICIENTS, start + BF, end, D, BF)
     decay = tl.where(resets == 0, tl.exp(gate_sum.to(tl.float32)), 0.0)
     return tl.sum(nums, 0) * decay, tl.sum(dens, 0) * decay
 
 
 @triton.jit
 def _attend_to_cache(
-    Q, ROTATION, KEYS, VALUES, GATE_SUMS, RESETS, first, begin, end, newest, HKV, P: tl.constexpr, D: tl.constexpr,
+    QKV, ROTATION, KEYS, VALUES, GATE_SUMS, RESETS, h, first, count, HKV, begin, end, P: tl.constexpr, D: tl.constexpr,
     BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Return (num [D], den) of a query and the cached tokens [begin, end), and the query as it was loaded."""
+    """Return (num [D], den) of query head h and the cached tokens [begin, end), and the query as it was loaded."""
     k, v, gate_sums, reset = _load_cache(KEYS, VALUES, GATE_SUMS, RESETS, first, begin, end, HKV, D, BT)
     wait_for_previous(PDL)
-    q, gate_sum, resets = _load_query(Q, ROTATION, GATE_SUMS, RESETS, newest, D)
+    q, gate_sum, resets = _load_query(QKV + h * D, ROTATION, GATE_SUMS, RESETS, first + count * HKV, D)
     nums, dens = tl.zeros([BT, D], tl.float32), tl.zeros([BT], tl.float32)
     for start in range(begin, end, BT):
         w = _even_power(tl.sum(k.to(tl.float32) * q[None, :], 1), P)
@@ -290,7 +290,7 @@ def _attend_to_cache(
 @triton.jit
 def _add_parts(NUM, DEN, ARRIVED, OUT, bh, b, h, B, H, parts, D: tl.constexpr, PARTS: tl.constexpr):
     """Divide the sums of all parts' num and den and write them to OUT, always added in the same order."""
-    d, part = tl.arange(0, D), tl.arange(0, PARTS)
+    part, d = tl.arange(0, PARTS), tl.arange(0, D)
     place, inside = (part * B + b) * H + h, part < parts
     place_d = place[:, None] * D + d[None, :]
     num = tl.load(NUM + place_d, mask=inside[:, None], other=0.0, cache_modifier=".cg")
@@ -327,17 +327,16 @@ def attend_kernel(
             begin, state = part * size, tl.cast(b * HKV + hkv, tl.int64) * F
             end = tl.minimum(begin + size, F)
             num, den = _attend_to_state(
-                row + h * D, rotation, GATE_SUMS, RESETS, first + count * HKV, S + state * D, Z + state, INDICES,
-                COEFFICIENTS, begin, end, P, D, BF, PDL,
+                row, rotation, GATE_SUMS, RESETS, S, Z, INDICES, COEFFICIENTS, h, first, count, HKV, state, begin, end,
+                P, D, BF, PDL,
             )  # fmt: skip
     else:
         size = tl.cdiv(tl.cdiv(count + 1, parts - state_parts), BT) * BT
         begin = (part - state_parts) * size
         end = tl.minimum(begin + size, count)
         num, den, q = _attend_to_cache(
-            row + h * D, rotation, KEYS, VALUES, GATE_SUMS, RESETS, first, begin, end, first + count * HKV, HKV, P, D,
-            BT, PDL,
-        )  # fmt: skip
+            row, rotation, KEYS, VALUES, GATE_SUMS, RESETS, h, first, count, HKV, begin, end, P, D, BT, PDL
+        )
         if (begin <= count) & (count < begin + size):
             new_k = _load_rotated(row + (H + hkv) * D, rotation, D).to(KEYS.dtype.element_ty)
             new_v = tl.load(row + (H + HKV + hkv) * D + d).to(VALUES.dtype.element_ty)

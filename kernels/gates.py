@@ -1,43 +1,113 @@
-"""Gates: what tiles and chunks need of log_g, and the gradient to log_g."""
+"""Gates: what tiles and chunks need of log_g, and the gradient to log_g.
+
+    c_i = log_g_1 + .. + log_g_i in float64, where -inf (a reset: the first token of a document) counts as 0
+    decay_ij = exp(c_i - c_j), and 0 across a reset: only differences of sums become float32, and only small ones
+    dlog_g_m = sum over i >= m of (row_i - col_i), 0 at a reset; row_i, col_j: sums of ds_ij s_ij / p over j, over i
+
+For the quadratic form (`tile_gates`) a decay between tiles is a product of three factors: of the row, of the key inside
+its tile (KEY_DECAY), and of the sums between (C_START, C_END). For the chunked form (`chunk_gates`) it is those of a
+token from its chunk's beginning (INTO), to its end (OUT) and through the whole chunk (WHOLE); there
+
+    dlog_g_m = sum over i >= m of (row_i - col_i + what query i read from the state)
+             + sum over j < m of what key j gave to the state + what WHOLE carried from state to state
+
+    tokens ->  | 0 .. 31 | 32 .. 63 | 64 .. 95 | 96 .. 127 | ..      one program 1024 tokens, or one chunk, of one head
+    C          the sum within these 128 ------------------->|
+    C_START    ^           ^          ^          ^            the sum up to the first of 32
+    C_END             ^          ^          ^           ^     the sum up to the last of 32
+
+    name         shape                                  dtype      what
+    C            [B * Hkv, T padded to 128]             float32    the sum since the first token of the 128 around it
+    FIRST        the same                               int8       the document's first token, counted from there; -1:
+                                                                   before (BEFORE: or there is a state before all)
+    KEY_DECAY    the same                               float32    decay^POWER from the token to the last of the R
+                                                                   around it, 0 if that is another document's
+    C_START      [B * Hkv, T padded to 128 / 32]        float64    c of the first of 32 tokens
+    C_END        the same                               float64    c of the last
+    OPENED       the same                               int32      the first token of the last's document
+    INTO, OUT    [B * Hkv, TP]                          float32    TP: T padded to 256
+    WHOLE        [B * Hkv, chunks]                      float32
+
+Cost: 9.6 bytes a token and head of keys are written for the quadratic form, 8 for the chunked one. Latency is the limit
+(0.013 ms each for 65,536 tokens).
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from .common import add, at_head, empty, padded
+from .common import add, at_head, chunk_of, empty, padded
+
+TOKENS = 1024  # of a program; of chunks the largest power of two that divides them, at most this
+
+
+# ---- pieces
 
 
 @triton.jit
 def _max(a, b):
+    """Return the larger of a and b, for tl.associative_scan."""
     return tl.maximum(a, b)
 
 
 @triton.jit
 def log_gates(LOG_G, g_t, at, T):
-    """(log_g of the tokens `at` in float64, 0 for -inf and from T on, and where it is -inf)"""
+    """Return log_g of the tokens `at` in float64, 0 for -inf and from T on, and where it is -inf."""
     log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0).to(tl.float64)
     reset = log_g == float("-inf")
     return tl.where(reset, 0.0, log_g), reset
 
 
+@triton.jit
+def _ends(x, R: tl.constexpr):
+    """Return, for each entry of x [N], which is monotonic, the first and the last of the R entries around it."""
+    N: tl.constexpr = x.shape[0]
+    x = tl.reshape(x, [N // R, R])
+    at = tl.arange(0, R)[None, :]
+    first = tl.sum(tl.where(at == 0, x, 0), 1)[:, None]
+    last = tl.sum(tl.where(at == R - 1, x, 0), 1)[:, None]
+    first, last = tl.broadcast_to(first, [N // R, R]), tl.broadcast_to(last, [N // R, R])
+    return tl.reshape(first, [N]).to(x.dtype), tl.reshape(last, [N]).to(x.dtype)
+
+
+@triton.jit
+def _sum(X, begin, end, N: tl.constexpr):
+    """Return the sum of X[begin:end] in float64."""
+    total = tl.zeros([], tl.float64)
+    for start in range(begin, end, N):
+        at = start + tl.arange(0, N)
+        total += tl.sum(tl.load(X + at, mask=at < end, other=0.0).to(tl.float64), 0)
+    return total
+
+
+@triton.jit
+def gates_of_head(gates, T, bh):
+    """Return the six arrays that `tile_gates` made, at a sequence and head of keys."""
+    C, FIRST, KEY_DECAY, C_START, C_END, OPENED = gates
+    C, FIRST, KEY_DECAY = at_head(C, T, bh), at_head(FIRST, T, bh), at_head(KEY_DECAY, T, bh)
+    C_END, OPENED, C_START = at_head(C_END, T, bh, 32), at_head(OPENED, T, bh, 32), at_head(C_START, T, bh, 32)
+    return C, FIRST, KEY_DECAY, C_START, C_END, OPENED
+
+
+# ---- the quadratic form
+
+
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "HKV"])
 def gates_kernel(
-    LOG_G, C, FIRST, E, C_START, C_END, OPENED, g_b, g_t, g_h, T, HKV,
-    R: tl.constexpr, POWER: tl.constexpr, BEFORE: tl.constexpr, N: tl.constexpr,
+    LOG_G,
+    C, FIRST, KEY_DECAY, C_START, C_END, OPENED,  # what is written
+    g_b, g_t, g_h,  # strides of LOG_G [B, T, Hkv]
+    T, HKV,
+    R: tl.constexpr, POWER: tl.constexpr, BEFORE: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
-    """N tokens of one sequence and head: log_g summed in float64, and what the tiles need of the sums.
-
-    C        the sum since the first token of the 128 around it
-    FIRST    the first token of the document, counted from there; -1 if before (BEFORE: or there is a state before all)
-    E        decay^POWER from the token to the last of the R around it, 0 if that is another document's
-    C_START, C_END, OPENED    for each 32 tokens: the sum up to the first and up to the last of them, and where the
-             last's document begins; here since the first of the N tokens, the next kernel adds what was before
-    """
+    """Write the six arrays for N tokens of one sequence and head. C_START, C_END and OPENED are since the first of the
+    N tokens: `gates_before_kernel` adds what was before."""
     pieces = tl.cdiv(T, N)
     bh = tl.program_id(0) // pieces
     at = tl.program_id(0) % pieces * N + tl.arange(0, N)
     LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + tl.cast(bh % HKV, tl.int64) * g_h
-    C, FIRST, E = at_head(C, T, bh), at_head(FIRST, T, bh), at_head(E, T, bh)
+    C, FIRST, KEY_DECAY = at_head(C, T, bh), at_head(FIRST, T, bh), at_head(KEY_DECAY, T, bh)
     C_START, C_END, OPENED = at_head(C_START, T, bh, 32), at_head(C_END, T, bh, 32), at_head(OPENED, T, bh, 32)
     written = at < tl.cdiv(T, 128) * 128
 
@@ -47,7 +117,7 @@ def gates_kernel(
     tl.store(C + at, (c - _ends(c, 128)[0]).to(tl.float32), written)
     tl.store(FIRST + at, tl.maximum(first - at // 128 * 128, -1).to(tl.int8), written)
     to_end = tl.exp(POWER * (_ends(c, R)[1] - c).to(tl.float32))
-    tl.store(E + at, tl.where(_ends(first, R)[1] <= at, to_end, 0.0), written)
+    tl.store(KEY_DECAY + at, tl.where(_ends(first, R)[1] <= at, to_end, 0.0), written)
     tl.store(C_START + at // 32, c, written & (at % 32 == 0))
     tl.store(C_END + at // 32, c, written & (at % 32 == 31))
     tl.store(OPENED + at // 32, tl.maximum(first, 0), written & (at % 32 == 31))
@@ -55,7 +125,7 @@ def gates_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def gates_before_kernel(C_START, C_END, OPENED, T, N: tl.constexpr):
-    """One sequence and head: adds to the N tokens of each program of gates_kernel what was before them."""
+    """Add to C_START, C_END and OPENED of one sequence and head what was before each N tokens."""
     bh = tl.program_id(0)
     C_START, C_END, OPENED = at_head(C_START, T, bh, 32), at_head(C_END, T, bh, 32), at_head(OPENED, T, bh, 32)
     blocks = tl.cdiv(T, 128) * 4
@@ -76,23 +146,15 @@ def gates_before_kernel(C_START, C_END, OPENED, T, N: tl.constexpr):
         opened = tl.max(first, 0)
 
 
-@triton.jit
-def _ends(x, R: tl.constexpr):
-    """For each entry of x, which never turns back, the first and the last of the R entries around it."""
-    N: tl.constexpr = x.shape[0]
-    x = tl.reshape(x, [N // R, R])
-    at = tl.arange(0, R)[None, :]
-    first = tl.sum(tl.where(at == 0, x, 0), 1)[:, None]
-    last = tl.sum(tl.where(at == R - 1, x, 0), 1)[:, None]
-    first, last = tl.broadcast_to(first, [N // R, R]), tl.broadcast_to(last, [N // R, R])
-    return tl.reshape(first, [N]).to(x.dtype), tl.reshape(last, [N]).to(x.dtype)
-
-
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "H", "HKV"])
 def dlog_g_kernel(
-    ROW, LOG_G, DLOG_G, g_b, g_t, g_h, T, H, HKV, N: tl.constexpr
+    ROW, LOG_G,  # row_i - col_i, in the first head of each group; only resets are read of LOG_G
+    DLOG_G,  # what is written
+    g_b, g_t, g_h,  # strides of LOG_G [B, T, Hkv]
+    T, H, HKV,
+    N: tl.constexpr,
 ):  # fmt: skip
-    """One sequence and head: d log_g_m = sum of (row_i - col_i) over i >= m, summed in float64; 0 at log_g = -inf."""
+    """Write dlog_g of one sequence and head, sums in float64 from the end, N tokens at a time."""
     bh = tl.program_id(0)
     b, hkv = tl.cast(bh // HKV, tl.int64), bh % HKV
     ROW = at_head(ROW, T, b * H + hkv * (H // HKV))
@@ -108,12 +170,20 @@ def dlog_g_kernel(
         after += tl.sum(x, 0)
 
 
+# ---- the chunked form
+
+
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "TP", "CHUNK", "HKV"])
-def chunk_gates_kernel(LOG_G, INTO, OUT, WHOLE, g_b, g_t, g_h, T, TP, CHUNK, HKV, N: tl.constexpr):
-    """One chunk of one sequence and head: the decay from before the chunk into each token, from each token to the last
-    and through the whole chunk, zero across log_g = -inf."""
-    chunks = tl.cdiv(T, CHUNK)
-    bh, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+def chunk_gates_kernel(
+    LOG_G,
+    INTO, OUT, WHOLE,  # what is written
+    g_b, g_t, g_h,  # strides of LOG_G [B, T, Hkv]
+    T, TP, CHUNK, HKV,
+    N: tl.constexpr,
+):  # fmt: skip
+    """Write, for one chunk of one sequence and head, the decay from before the chunk into each token, from each token
+    to the last and through the whole chunk, zero across a reset."""
+    bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + tl.cast(bh % HKV, tl.int64) * g_h
     INTO += tl.cast(bh, tl.int64) * TP
     OUT += tl.cast(bh, tl.int64) * TP
@@ -139,38 +209,31 @@ def chunk_gates_kernel(LOG_G, INTO, OUT, WHOLE, g_b, g_t, g_h, T, TP, CHUNK, HKV
     tl.store(WHOLE + tl.program_id(0), tl.where(resets == 0, tl.exp(total.to(tl.float32)), 0.0))
 
 
-@triton.jit
-def _total(X, begin, end, N: tl.constexpr):
-    """The sum of X[begin:end] in float64."""
-    total = tl.zeros([], tl.float64)
-    for start in range(begin, end, N):
-        at = start + tl.arange(0, N)
-        total += tl.sum(tl.load(X + at, mask=at < end, other=0.0).to(tl.float64), 0)
-    return total
-
-
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "TP", "CHUNK", "H", "HKV", "blocks", "blocks_z"])
 def chunk_dlog_g_kernel(
-    INSIDE, READ, GIVEN, CARRIED, CARRIED_Z, LOG_G, DLOG_G, g_b, g_t, g_h, T, TP, CHUNK, H, HKV, blocks, blocks_z,
+    INSIDE,  # row_i - col_i inside chunks, in the first head of each group
+    READ, GIVEN,  # what queries read from states, what keys gave to them
+    CARRIED, CARRIED_Z,  # [.., blocks], [.., blocks_z]: what WHOLE carried of S and of Z (None for p = 4)
+    LOG_G,  # only resets are read
+    DLOG_G,  # what is written
+    g_b, g_t, g_h,  # strides of LOG_G [B, T, Hkv]
+    T, TP, CHUNK, H, HKV, blocks, blocks_z,
     N: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one sequence and head: d log_g_m is the sum over i >= m of what query i read, from the chunk and
-    from the state, less what its key gave inside the chunk; plus the sum over j < m of what key j gave to the state;
-    plus what the chunk's whole gate carried from state to state. Nothing crosses a chunk."""
-    chunks = tl.cdiv(T, CHUNK)
-    bh, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    """Write dlog_g of one chunk of one sequence and head, from its end, N tokens at a time. Nothing crosses a chunk."""
+    bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     b, hkv = tl.cast(bh // HKV, tl.int64), bh % HKV
     group = H // HKV
     first = b * H + hkv * group
-    INSIDE += first * (tl.cdiv(T, 128) * 128)
+    INSIDE = at_head(INSIDE, T, first)
     GIVEN += tl.cast(bh, tl.int64) * TP
     LOG_G += b * g_b + tl.cast(hkv, tl.int64) * g_h
     DLOG_G += b * T * HKV + hkv
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, T)
-    everything = _total(CARRIED + tl.cast(tl.program_id(0), tl.int64) * blocks, 0, blocks, N)
+    everything = _sum(CARRIED + tl.cast(tl.program_id(0), tl.int64) * blocks, 0, blocks, N)
     if CARRIED_Z is not None:
-        everything += _total(CARRIED_Z + tl.cast(tl.program_id(0), tl.int64) * blocks_z, 0, blocks_z, N)
-    everything += _total(GIVEN, begin, end, N)
+        everything += _sum(CARRIED_Z + tl.cast(tl.program_id(0), tl.int64) * blocks_z, 0, blocks_z, N)
+    everything += _sum(GIVEN, begin, end, N)
     for back in range(begin, end, N):
         at = begin + (end - 1 - begin) // N * N - (back - begin) + tl.arange(0, N)
         x = tl.load(INSIDE + at, mask=at < end, other=0.0).to(tl.float64)
@@ -183,29 +246,64 @@ def chunk_dlog_g_kernel(
         everything += tl.sum(x, 0)
 
 
+# ---- launchers
+
+
 def tile_gates(log_g, R, power, before=False):
-    """What gates_kernel says: 9.6 bytes a token and key/value head."""
+    """Launch gates_kernel; return (C, FIRST, KEY_DECAY, C_START, C_END, OPENED), see the table above, or None.
+
+    log_g [B, T, Hkv] float32, any strides, or None; R: keys a tile; before: there is a state before the first token.
+    Allocates 9.6 bytes per token and head of keys.
+    """
     if log_g is None:
-        return [None] * 6
+        return None
     B, T, HKV = log_g.shape
     tokens, blocks = (B * HKV, padded(T)), (B * HKV, padded(T) // 32)
     gates = [empty(log_g, *tokens), empty(log_g, *tokens, dtype=torch.int8), empty(log_g, *tokens)]
     gates += [empty(log_g, *blocks, dtype=dtype) for dtype in (torch.float64, torch.float64, torch.int32)]
-    N = 1024
-    gates_kernel[(triton.cdiv(T, N) * B * HKV,)](
-        log_g, *gates, *log_g.stride(), T, HKV, R=R, POWER=power, BEFORE=before, N=N
+    gates_kernel[(triton.cdiv(T, TOKENS) * B * HKV,)](
+        log_g, *gates, *log_g.stride(), T, HKV, R=R, POWER=power, BEFORE=before, N=TOKENS
     )
-    gates_before_kernel[(B * HKV,)](*gates[3:], T, N=N)
-    return gates
+    gates_before_kernel[(B * HKV,)](*gates[3:], T, N=TOKENS)
+    return tuple(gates)
+
+
+def dlog_g(row, log_g, H):
+    """Return dlog_g [B, T, Hkv] float32 of the quadratic form; row [B, H, T padded to 128]: by dkdv_kernel."""
+    (B, T, HKV), result = log_g.shape, empty(log_g, *log_g.shape)
+    dlog_g_kernel[(B * HKV,)](row, log_g, result, *log_g.stride(), T, H, HKV, N=TOKENS)
+    return result
 
 
 def chunk_gates(log_g, s):
-    """INTO, OUT [B * Hkv, TP] and WHOLE [B * Hkv, chunks]; None without gates."""
+    """Launch chunk_gates_kernel; return (INTO, OUT, WHOLE), see the table above, or three times None without log_g.
+
+    log_g [B, T, Hkv] float32, any strides, or None; s: `chunked.Sizes`.
+    """
     if log_g is None:
         return None, None, None
     into, out = (empty(log_g, s.B * s.HKV, s.TP) for _ in range(2))
     whole = empty(log_g, s.B * s.HKV, s.chunks)
     chunk_gates_kernel[(s.B * s.HKV * s.chunks,)](
-        log_g, into, out, whole, *log_g.stride(), s.T, s.TP, s.chunk, s.HKV, N=min(1024, s.chunk & -s.chunk)
+        log_g, into, out, whole, *log_g.stride(), s.T, s.TP, s.chunk, s.HKV, N=_tokens(s.chunk)
     )
     return into, out, whole
+
+
+def chunk_dlog_g(log_g, s, inside, read, given, carried, carried_z):
+    """Return dlog_g [B, T, Hkv] float32 of the chunked form.
+
+    inside [B, H, T padded to 128]: row of the quadratic form's backward; read, given [B * heads, TP]: see
+    query_gradient.py; carried, carried_z [B * Hkv, chunks, ..]: see discumsum.py; carried_z is None for p = 4.
+    """
+    result = empty(log_g, *log_g.shape)
+    chunk_dlog_g_kernel[(s.B * s.HKV * s.chunks,)](
+        inside, read, given, carried, carried_z, log_g, result, *log_g.stride(), s.T, s.TP, s.chunk, s.H, s.HKV,
+        carried.shape[2], 0 if carried_z is None else carried_z.shape[2], N=_tokens(s.chunk),
+    )  # fmt: skip
+    return result
+
+
+def _tokens(chunk):
+    """Return how many tokens of a chunk are worked on at a time: the largest power of two in it, at most TOKENS."""
+    return min(TOKENS, chunk & -chunk)

@@ -1,18 +1,38 @@
-"""How the kernels lay a state out: the features of (q . k)^p in tiles of 64, made of slots of 16.
+"""How the chunked kernels lay out a state: which features of (q . k)^p it has, and in which order.
 
-A row of q or k is first written as a vector x of M entries: for p = 2 the row itself, for p = 4 the products x_a x_b,
-a <= b, of two of its entries. A feature is the product of an entry of x, the scalar, with one of the 16 entries of a
-slice of x. p = 2 needs every unordered pair of slices. p = 4 needs (a, b) times (c, d) for a <= b <= c <= d: x is in
-order of a, so that the pairs (c, d) of a slice have nearly the same c, and their scalars, all pairs with b <= c, are a
-run of a list in order of b. Features: 2560 for D = 64 and p = 2, where the full square has 4096 and the symmetric power
-2080; for p = 4 and D = 16 5376 (3876), D = 32 57,600 (52,360).
+The smallest state would have one feature for each non-decreasing multi-index: C(D + p - 1, p), `symmetric_power_dim`,
+in the order of `attention.embedding.symmetric_power_embedding` ("canonical" here). The matrix unit wants blocks, so the
+kernels keep somewhat more, in an order of their own, made of slices and scalars:
 
-A tile has 4 slots, each a slice times a scalar of its own. Which slices stays the same for a run of tiles, a part; only
-the scalars advance, by one entry a tile. So the kernels keep 64 entries of x in registers and multiply them by 4
-numbers, tile after tile.
+    x        a row of q or k written as M entries: for p = 2 the row itself, for p = 4 all products x_a x_b, a <= b
+    slice    16 neighbouring entries of x
+    feature  an entry of a slice times one more entry of x, the scalar
+    slot     16 features: a slice times one scalar
+    tile     64 features: 4 slots, each with a slice and a scalar of its own
+    part     a run of tiles with the same 4 slices; from tile to tile every scalar moves on by one entry
 
-A state's rows are plain sums over the tokens, sum_t x_i x_j v_t. Whoever reads a state multiplies by the number of
-orders a product can be written in; for p = 4 `discumsum` has done that, and 0 stands where b > c.
+So a kernel keeps 64 entries of x in registers and multiplies them by 4 numbers, tile after tile. For p = 2 and D = 32,
+with slices X0 = x_0..x_15 and X1 = x_16..x_31, the unordered pairs of slices are X0 X1, X0 X0 and X1 X1:
+
+                       slot 0      slot 1      slot 2      slot 3
+    part 0  tile  0    X0 x_16     X0 x_0      X0 x_24     X0 x_8
+            tile  1    X0 x_17     X0 x_1      X0 x_25     X0 x_9
+            ...
+            tile  7    X0 x_23     X0 x_7      X0 x_31     X0 x_15
+    part 1  tile  8    X1 x_16     X1 x_20     X1 x_24     X1 x_28
+            ...
+            tile 11    X1 x_19     X1 x_23     X1 x_27     X1 x_31
+
+p = 4 needs the products (a, b) times (c, d) with a <= b <= c <= d. Entries are in order of a, so that the pairs (c, d)
+of a slice have nearly the same c, and the scalars that they need, all pairs with b <= c, begin a list in order of b.
+
+    rows of a state        the square of x    kernels    smallest
+    p = 2, D = 64                    4,096      2,560       2,080
+    p = 4, D = 16                   20,736      5,376       3,876
+    p = 4, D = 32                  278,784     57,600      52,360
+
+A state's row is a plain sum over tokens of (feature times v). Whoever reads a state multiplies by the number of orders
+in which the feature's product can be written; for p = 4 `discumsum` has done that, and has put 0 where b > c.
 """
 
 import functools
@@ -24,31 +44,39 @@ import numpy as np
 import torch
 
 SLOTS, SLICE, TILE = 4, 16, 64
-BLOCK, STEP = 32, 8  # of the gradient to x, p = 4: so many entries at a time, in steps of so many scalars
-SPREAD_ROWS = {16: 448, 32: 3968, 64: 50448}  # of `where`, p = 4
+BLOCK, STEP = 32, 8  # of the gradient to x, p = 4: it is made for 32 entries at a time, in steps of 8 scalars
+SPREAD_ROWS = {16: 448, 32: 3968, 64: 50448}  # len(Layout.where) for each D, p = 4
 
 
 class Layout(NamedTuple):
-    D: int
-    p: int
-    M: int  # entries of x
-    tiles: int
-    parts: torch.Tensor  # [parts, 16] int32: of 4 slots the slices' first entries, the first scalars and by what
-    # query_state multiplies the slices; the number of tiles and the first tile
-    groups: torch.Tensor  # [tiles / 4, 2] int32: of every 4 tiles, the part and the first tile's place in it
-    orders: torch.Tensor  # [tiles * 64] float32: in how many a row's product can be written; 0 of those not needed. For
-    # p = 4 [M * M] more: of the products of two entries of x
-    where: torch.Tensor  # p = 2: [M, M] int32, the state's row for the product of two entries of x; p = 4, for the
-    # gradient to x: [n, 32], the rows for the products of a scalar and 32 entries, or of an entry and 32 scalars
-    lists: torch.Tensor  # p = 4: [2 * ceil(M / 32), 4] int32, of 32 entries the first (below 0, there is nothing), the
-    # range of their scalars, where in `where` it begins; then of 32 scalars the first, the range of their entries, ...
-    factors: torch.Tensor  # p = 4: [2, 2 M] int32: of which entries of the row entries of x, then scalars, are products
-    weights: torch.Tensor  # [M] float32: in how many orders that can be written
-    rows: torch.Tensor  # [Dphi] int64: for each canonical feature, a row of the state
-    canonical: torch.Tensor  # [tiles * 64] int64: for each row of the state, the canonical feature
-    square: torch.Tensor  # [M * M] int64: the canonical feature of the product of two entries of x
-    places: torch.Tensor  # [Dphi] int64: for each canonical feature, one place in `square`
-    root: torch.Tensor  # [Dphi] float32: the square root of each canonical feature's multiplicity
+    """The tables that the kernels read; all are tensors on the GPU except the four numbers."""
+
+    D: int  # head dimension
+    p: int  # power
+    M: int  # number of entries of x
+    tiles: int  # number of tiles: a state has 64 times as many rows
+    # [parts, 16] int32, for each part: the first entry of each slot's slice, each slot's first scalar, each slot's
+    # number of orders (p = 2), then the number of its tiles, its first tile, 0, 0
+    parts: torch.Tensor
+    # [tiles / 4, 2] int32, for every 4 tiles: their part, and the place of the first of them in the part
+    groups: torch.Tensor
+    # [tiles * 64] float32: the number of orders of each row of the state, 0 for a row that is not needed; for p = 4
+    # M * M more, those of the products of two entries of x, for Z
+    orders: torch.Tensor
+    # p = 2: [M, M] int32, the state's row that holds the product of two entries of x. p = 4: [n, 32] int32, the lists
+    # of the gradient one behind another: the state's rows for a scalar and 32 entries, or for an entry and 32 scalars
+    where: torch.Tensor
+    # p = 4: [2 * ceil(M / 32), 4] int32, for every 32 entries the first of them (below 0: there is none), the range of
+    # scalars that they need, and where in `where` their list begins; then the same for every 32 scalars and entries
+    lists: torch.Tensor
+    # p = 4: [2, 2 M] int32: each entry of x, then each scalar, is the product of these two entries of the row
+    factors: torch.Tensor
+    weights: torch.Tensor  # [M] float32: the number of orders of each entry of x, 0 for an empty one
+    rows: torch.Tensor  # [Dphi] int64: a row of the state for each canonical feature
+    canonical: torch.Tensor  # [tiles * 64] int64: the canonical feature of each row of the state
+    square: torch.Tensor  # [M * M] int64: the canonical feature of the product of any two entries of x
+    places: torch.Tensor  # [Dphi] int64: a place in `square` for each canonical feature
+    root: torch.Tensor  # [Dphi] float32: the square root of each canonical feature's number of orders
 
 
 def symmetric_power_dim(D, p):
@@ -60,127 +88,144 @@ def symmetric_power_dim(D, p):
 
 
 def entries(D, p):
-    """M, a multiple of 16: for p = 4 and D = 16 the first entries stand for nothing."""
+    """Return M, a multiple of 16; for p = 4 the first entries may stand for nothing (8 of 144 for D = 16)."""
     return D if p == 2 else -(-D * (D + 1) // 2 // SLICE) * SLICE
 
 
 def features(D, p):
-    """Rows of a state."""
-    return 256 * (math.comb(D // 16 + 1, 2) if p == 2 else -(-sum(_quads(int(D))) // SLOTS))
-
-
-@functools.cache
-def _quads(D):
-    """p = 4: for each slice, how many fours of scalars it needs."""
-    largest = [c for c in range(D) for _ in range(c, D)][::-1][::SLICE][::-1]
-    return [-(-(c + 1) * (c + 2) // 2 // 4) for c in largest]
+    """Return the number of rows of a state."""
+    return 256 * (math.comb(D // 16 + 1, 2) if p == 2 else -(-sum(_fours_of_scalars(int(D))) // SLOTS))
 
 
 @functools.cache
 def layout(D, p, device):
-    """The Layout for heads of D, a multiple of 16, and p = 2 or 4."""
-    return Layout(D, p, *(x.to(device) if isinstance(x, torch.Tensor) else x for x in (_two if p == 2 else _four)(D)))
+    """Return the Layout for head dimension D, a multiple of 16, and p = 2 or 4, with its tensors on `device`."""
+    tables = layout_p2(D) if p == 2 else layout_p4(D)
+    return Layout(D, p, *(x.to(device) if isinstance(x, torch.Tensor) else x for x in tables))
 
 
-def _two(D):
+def layout_p2(D):
+    """Return Layout's fields from M on for p = 2: every unordered pair of slices, up to 4 of them in a part."""
     pairs = sorted(combinations_with_replacement(range(D // SLICE), 2), key=lambda pair: pair[0] == pair[1])
-    slots = []  # of each part: (slice, first scalar) and the number of tiles
+    parts = []  # (slice, first scalar, orders) of each slot, and the number of tiles
     while pairs:
         size = next(n for n in (4, 2, 1) if n <= len(pairs))
         chosen, pairs = pairs[:size], pairs[size:]
         tiles = SLICE * size // SLOTS
-        of_slot = [(*chosen[slot % size], slot // size * tiles) for slot in range(SLOTS)]
-        slots.append(([(s, SLICE * g + first, 1 + (s != g)) for s, g, first in of_slot], tiles))
-    parts, index = _parts(slots)  # index: [rows, 2] entries of x
+        slots = [(*chosen[slot % size], slot // size * tiles) for slot in range(SLOTS)]
+        parts.append(([(s, SLICE * g + first, 1 + (s != g)) for s, g, first in slots], tiles))
+    parts, index = _table_of_parts(parts)  # index: [rows, 2] entries of x
     where = np.zeros((D, D), dtype=np.int64)
     where[index[:, 1], index[:, 0]] = where[index[:, 0], index[:, 1]] = np.arange(len(index))
     orders = np.repeat(np.repeat(parts[:, 8:12], parts[:, 12], axis=0).flatten(), SLICE)
-    line = np.arange(D)[:, None]
-    return _tensors(D, 2, D, parts, orders, where, np.zeros((0, 4)), line, line, np.ones(D), index)
+    entry = np.arange(D)[:, None]
+    return _make_tables(D, 2, D, parts, orders, where, np.zeros((0, 4)), entry, entry, np.ones(D), index)
 
 
-def _four(D):
+@functools.cache
+def _fours_of_scalars(D):
+    """Return for each slice, p = 4, how many times 4 scalars it needs: all (a, b) with b <= c, for its largest c."""
+    largest = [c for c in range(D) for _ in range(c, D)][::-1][::SLICE][::-1]
+    return [-(-(c + 1) * (c + 2) // 2 // 4) for c in largest]
+
+
+def layout_p4(D):
+    """Return Layout's fields from M on for p = 4: each slice with the scalars that it needs."""
     M = entries(D, 4)
     x = [(c, d) for c in range(D) for d in range(c, D)]
     empty = M - len(x)
     x = np.array([(0, 0)] * empty + x)
     real = np.arange(M) >= empty
     scalars = np.lexsort((x[:, 0], x[:, 1], ~real))  # in order of b; the empty ones last
-    slots, left = [], []
-    for s, quads in enumerate(_quads(D)):
-        whole = quads // SLOTS * SLOTS  # tiles of a part with nothing but this slice
+    parts, left = [], []
+    for s, fours in enumerate(_fours_of_scalars(D)):
+        whole = fours // SLOTS * SLOTS  # tiles of a part with nothing but this slice
         if whole:
-            slots.append(([(s, slot * whole, 1) for slot in range(SLOTS)], whole))
-        left += [(s, 4 * n, 1) for n in range(whole, quads)]
+            parts.append(([(s, slot * whole, 1) for slot in range(SLOTS)], whole))
+        left += [(s, 4 * n, 1) for n in range(whole, fours)]
     left += [left[-1]] * (-len(left) % SLOTS)  # once more, of no weight
-    slots += [(left[i : i + SLOTS], 4) for i in range(0, len(left), SLOTS)]
-    parts, index = _parts(slots)
+    parts += [(left[i : i + SLOTS], 4) for i in range(0, len(left), SLOTS)]
+    parts, index = _table_of_parts(parts)
     first, second = scalars[index[:, 1]], index[:, 0]
     needed = real[first] & real[second] & (x[first, 1] <= x[second, 0])
-    none = np.flatnonzero(~needed)[0]
-    where = np.full((M, M), none)  # [scalar, entry]
-    where[index[needed, 1], second[needed]] = np.flatnonzero(needed)
-    needed &= np.isin(np.arange(len(index)), where)  # one of two that are the same
-    of_row = np.concatenate((x[first], x[second]), axis=1)
-    orders = np.where(needed, _orders(of_row), 0)
+    unused = np.flatnonzero(~needed)[0]
+    row = np.full((M, M), unused)  # of each scalar and entry
+    row[index[needed, 1], second[needed]] = np.flatnonzero(needed)
+    needed &= np.isin(np.arange(len(index)), row)  # of two rows that are the same, one
+    index = np.concatenate((x[first], x[second]), axis=1)
+    orders = np.where(needed, _orders_of_four(index), 0)
+    where, lists = _gradient_lists(row, unused)
+    weights = np.where(real, 1 + (x[:, 0] != x[:, 1]), 0)
+    parts[:, 4:8] += M  # the kernels find scalars behind the entries
+    return _make_tables(D, 4, M, parts, orders, where, lists, x, x[scalars], weights, index)
+
+
+def _gradient_lists(row, unused):
+    """Return Layout.where and Layout.lists from row [M, M], the state's row for each scalar and entry, p = 4.
+
+    A block of 32 entries (or scalars) has a list from the first scalar (entry) that any of them needs to the last.
+    """
+    M = len(row)
     blocks = -(-M // BLOCK)
-    lists, spread = [], []
-    of_entries = [(M + i * BLOCK, where) for i in range(-blocks, 0)]  # end with a whole block
-    of_scalars = [(i * BLOCK, where.T) for i in range(blocks)]  # begin with one
+    lists, where = [], []
+    of_entries = [(M + i * BLOCK, row) for i in range(-blocks, 0)]  # the last block is whole
+    of_scalars = [(i * BLOCK, row.T) for i in range(blocks)]  # the first block is whole
     for at, others in of_entries + of_scalars:
         block = np.arange(at, at + BLOCK)
-        rows = np.where((block >= 0) & (block < M), others[:, block.clip(0, M - 1)], none)
-        used = np.flatnonzero((rows != none).any(1))
+        rows = np.where((block >= 0) & (block < M), others[:, block.clip(0, M - 1)], unused)
+        used = np.flatnonzero((rows != unused).any(1))
         begin, end = used[0] // STEP * STEP, -(-(used[-1] + 1) // STEP) * STEP
-        lists.append((at, begin, end, sum(map(len, spread))))
-        spread.append(rows[begin:end])
-    weights = np.where(real, 1 + (x[:, 0] != x[:, 1]), 0)
-    parts[:, 4:8] += M  # scalars come behind entries
-    return _tensors(D, 4, M, parts, orders, np.concatenate(spread), lists, x, x[scalars], weights, of_row)
+        lists.append((at, begin, end, sum(map(len, where))))
+        where.append(rows[begin:end])
+    return np.concatenate(where), lists
 
 
-def _parts(slots):
-    """The table of parts, and [rows, 2] of the slice's entry and the scalar."""
-    parts, index, tile = [], [], 0
-    for of_slot, tiles in slots:
-        row = [SLICE * s for s, _, _ in of_slot] + [first for _, first, _ in of_slot]
-        parts.append([*row, *(orders for _, _, orders in of_slot), tiles, tile, 0, 0])
-        entry = np.concatenate([SLICE * s + np.arange(SLICE) for s, _, _ in of_slot])
-        scalar = np.repeat([first for _, first, _ in of_slot], SLICE)
+def _table_of_parts(parts):
+    """Return Layout.parts and, for each row of the state, [rows, 2]: the entry of its slice and its scalar."""
+    table, index, tile = [], [], 0
+    for slots, tiles in parts:
+        row = [SLICE * s for s, _, _ in slots] + [first for _, first, _ in slots]
+        table.append([*row, *(orders for _, _, orders in slots), tiles, tile, 0, 0])
+        entry = np.concatenate([SLICE * s + np.arange(SLICE) for s, _, _ in slots])
+        scalar = np.repeat([first for _, first, _ in slots], SLICE)
         index += [np.stack((entry, scalar + i), axis=1) for i in range(tiles)]
         tile += tiles
-    return np.array(parts), np.concatenate(index)
+    return np.array(table), np.concatenate(index)
 
 
-def _tensors(D, p, M, parts, orders, where, lists, entries, scalars, weights, index):
-    """entries, scalars [M, p / 2], index [rows, p]: of which entries of a row of q or k each is the product, and each
-    row of the state."""
-    canon = np.array(list(combinations_with_replacement(range(D), p)))
+def _orders_of_four(indices):
+    """Return in how many orders each of [rows, 4] can be written."""
+    same = np.sort(indices, axis=1)
+    a, b, c = (same[:, i] == same[:, i + 1] for i in range(3))
+    return np.select(
+        [a & b & c, (a & b) | (b & c), a & c, a | b | c], [1, 4, 6, 12], default=24
+    )  # fmt: skip
+
+
+def _make_tables(D, p, M, parts, orders, where, lists, entries, scalars, weights, index):
+    """Return Layout's fields from M on as tensors.
+
+    entries, scalars [M, p / 2] and index [rows, p]: the entries of a row of q or k whose product is each entry of x,
+    each scalar, and each row of the state.
+    """
+    multi_indices = np.array(list(combinations_with_replacement(range(D), p)))
     key = lambda indices: np.ravel_multi_index(tuple(np.sort(indices, axis=-1).T), (D,) * p)
-    find = lambda indices: np.searchsorted(key(canon), key(indices))
+    find = lambda indices: np.searchsorted(key(multi_indices), key(indices))
     canonical = find(index)
-    multiplicity = np.bincount(canonical, weights=orders)  # all of a feature's rows read
-    rows, places = np.zeros((2, len(canon)), dtype=np.int64)
+    multiplicity = np.bincount(canonical, weights=orders)  # summed over all rows of a feature
+    rows, places = np.zeros((2, len(multi_indices)), dtype=np.int64)
     rows[canonical[orders > 0]] = np.flatnonzero(orders > 0)
     factors = np.concatenate((entries, scalars)).T
     pair = np.broadcast_arrays(entries[:, None], entries[None, :])
     square = find(np.concatenate(pair, axis=-1).reshape(M * M, p))
     places[square] = np.arange(M * M)
     orders = orders if p == 2 else np.concatenate((orders, np.outer(weights, weights).flatten()))
-    make = lambda x, dtype: torch.as_tensor(np.ascontiguousarray(x), dtype=dtype)
+    tensor = lambda x, dtype: torch.as_tensor(np.ascontiguousarray(x), dtype=dtype)
     groups = [(n, i) for n, part in enumerate(parts) for i in range(0, part[12], 4)]
     return (
-        M, int(parts[:, 12].sum()), make(parts, torch.int32), make(groups, torch.int32), make(orders, torch.float32),
-        make(where, torch.int32), make(lists, torch.int32), make(factors, torch.int32),
-        make(weights, torch.float32), make(rows, torch.int64), make(canonical, torch.int64), make(square, torch.int64),
-        make(places, torch.int64), make(np.sqrt(multiplicity), torch.float32),
-    )  # fmt: skip
-
-
-def _orders(indices):
-    """[rows, 4] -> in how many orders each can be written."""
-    same = np.sort(indices, axis=1)
-    a, b, c = (same[:, i] == same[:, i + 1] for i in range(3))
-    return np.select(
-        [a & b & c, (a & b) | (b & c), a & c, a | b | c], [1, 4, 6, 12], default=24
+        M, int(parts[:, 12].sum()), tensor(parts, torch.int32), tensor(groups, torch.int32),
+        tensor(orders, torch.float32), tensor(where, torch.int32), tensor(lists, torch.int32),
+        tensor(factors, torch.int32), tensor(weights, torch.float32), tensor(rows, torch.int64),
+        tensor(canonical, torch.int64), tensor(square, torch.int64), tensor(places, torch.int64),
+        tensor(np.sqrt(multiplicity), torch.float32),
     )  # fmt: skip

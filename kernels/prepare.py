@@ -55,7 +55,7 @@ from .common import (
     load_rows,
     multiple_of,
     padded,
-    row_offsets,
+    row_pointers,
     unit_scale,
 )
 
@@ -115,7 +115,7 @@ def sums_kernel(
             if ONE is not None:
                 one = tl.load(ONE + head * T + at, mask=at < T, other=0.0)
             elif QUERY:
-                y = tl.load(Y + row_offsets(b, start, h, T, H, N, D), mask=at[:, None] < T, other=0.0)
+                y = tl.load(row_pointers(Y, b, start, h, T, H, N, D), mask=at[:, None] < T, other=0.0)
                 one = -tl.sum(v * y.to(tl.float32), 1)
             weight = one * factor
             if P > 2:
@@ -158,15 +158,14 @@ def prepare_kernel(
     factor = _factors(L, DECAY, unit, at, b, h, T, TP, H, HKV, P, LIFT, QUERY)
     tl.store(FACTOR + first + at, factor)
     chunks = tl.cdiv(T, CHUNK)
-    chunk = tl.minimum(start // CHUNK, chunks - 1)  # rows are padded to 256, beyond the last chunk
-    if Z is not None:
-        state = (b * HKV + h // (H // HKV)) * chunks + chunk
+    if Z is not None:  # rows are padded to 256, beyond the last chunk
+        state = (b * HKV + h // (H // HKV)) * chunks + tl.minimum(start // CHUNK, chunks - 1)
         z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
         zx = exact_product(rows, z, tl.zeros([N, D], tl.float32))
         den = tl.sum(zx * x, 1) * int_power(unit, P) * factor
         tl.store(at_head(DEN, T, bh) + at, den, at < tl.cdiv(T, 128) * 128)
     if V is not None:
-        unit_v = tl.load(UNIT_V + bh // (H // HKV) * chunks + chunk)
+        unit_v = tl.load(UNIT_V + bh // (H // HKV) * chunks + tl.minimum(start // CHUNK, chunks - 1))
         tl.store(UNIT_X + first + at, unit)
         v = load_rows(V, v_strides, b, start, h, T, N, D).to(tl.float32) * (factor * unit_v)[:, None]
         tl.store(VALUES + (first + at)[:, None] * D + d[None, :], v.to(VALUES.dtype.element_ty))

@@ -8,19 +8,31 @@ with dP_ij = dy_i . v_j and delta_i = dy_i . y_i, all sums over the causal pairs
     ds_ij = p s_ij^(p-1) decay_ij (dP_ij - delta_i) / l_i
     dq_i = sum_j ds_ij k_j      dk_j = sum_i ds_ij q_i      dv_j = sum_i w_ij / l_i dy_i
 
-Tiles. A program of the forward and of the dq kernel holds BM queries and walks over the keys before them, BN at a
-time; one of the dk, dv kernel holds BN keys and walks over the queries after them. Tiles off the diagonal need no mask,
-and their decay is a product of a factor of the row, one of the column: exp costs nothing there. Tiles on the diagonal
-have both, element by element.
+    forward_kernel, dq_kernel: one program BM queries       dkdv_kernel: one program BN keys
+
+      queries           keys ->                               keys              queries ->
+        BM | BN | BN | BN | diagonal                            BN | diagonal | BM | BM | BM
+
+Tiles off the diagonal need no mask, and their decay is the product of a factor of the row and one of the column: exp
+costs nothing there. Tiles on the diagonal have both, element by element.
+
+    name        shape                          dtype      what
+    l           [B, H, T padded to 128]        float32    of scaled q and k, saved for the backward pass
+    key_scale   [B * Hkv]                      float32    p = 6, 8: a power of two, see Range
+    pair        [B, H, T padded to 128, 2]     float32    dq to dkdv: g and g delta; with gates g times the root of the
+                                                          decay from the first of the R rows around it, and delta
+    g           [B, H, T padded to 128]        float32    dq to dkdv, with gates; g = (scale of q and k)^(p/2) / sqrt(l)
+    row         the same                       float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i
+    gates       six arrays                                see gates.py
 
 Cost. With N = T^2 D / 2 multiplications a head and product: forward 2 N, dq 3 N, dk and dv 4 N (s and dP are computed
 twice, so that every sum has one owner and two runs give the same bits). Bytes are those of the tensors, a few percent
 of the time from T = 1024 on. The matrix unit is the limit, then the multiplications between products (docs/kernels.md).
 
-Range. No logarithm, no running maximum. For p = 6 and 8 powers of two, which cancel, bring the largest entry of each
-row of q and of a head's keys to 1 to 2; for p = 2 and 4 float32 has room for |q . k| from 1e-9 to 1e9 as it is. l is
-the sum of the weights as rounded for the second product. The backward pass spreads 1 / l over two factors of its
-square root: w_ij / l_i = (s_ij^(p/2) g_i)^2.
+Range. There is no logarithm and no running maximum. For p = 6 and 8 powers of two, which cancel, bring the largest
+entry of each row of q and of a head's keys to 1 to 2; for p = 2 and 4 float32 has room for |q . k| from 1e-9 to 1e9 as
+it is. l is the sum of the weights as they are rounded for the second product. The backward pass spreads 1 / l over two
+factors of its square root: w_ij / l_i = (s_ij^(p/2) g_i)^2.
 
 Gates. log_g is summed in float64 and only differences become float32. log_g = -inf begins a document: its tokens see
 nothing before. The gradient is dlog_g_m = sum over i >= m of (row_i - col_i), where row and col are the sums of
@@ -48,16 +60,29 @@ from .common import (
     unit_scale,
 )
 from .configs import choose
-from .gates import dlog_g_kernel, tile_gates
+from .gates import dlog_g, gates_of_head, tile_gates
 
-# ---- pieces of tiles
+L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while heads are worked on side by side
+
+# ---- pieces
+
+
+@triton.jit
+def _queries_of_program(T, H, HKV, BH, HEADS, BM: tl.constexpr):
+    """Return (sequence and head, sequence, head, head of keys, first row) of this program's BM queries; those with the
+    most keys before them come first."""
+    blocks = tl.cdiv(T, BM)
+    block, bh = block_and_head(blocks, BH, HEADS)
+    lo = (blocks - 1 - block) * BM
+    b, h = bh // H, bh % H
+    return bh, b, h, h // (H // HKV), lo
 
 
 @triton.jit
 def _tile(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr):
-    """[N, D]: rows start, start+1, ... of head h of sequence b; zeros from row T on (without MASK there are none).
+    """Load [N, D]: rows start, start+1, ... of head h of sequence b; zeros from row T on (without MASK there are none).
 
-    X is a pointer, or without strides a tensor descriptor, whose tiles the copy engine fetches.
+    X is a pointer, or with strides None a tensor descriptor, whose tiles the copy engine fetches.
     """
     if strides is None:
         return X.load([b, start, h, 0]).reshape([N, D])
@@ -70,41 +95,58 @@ def _tile(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr, MASK: tl
 
 
 @triton.jit
+def _row_offsets(b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
+    """Return offsets [N, D], for several arrays [B, T, H, D]: of rows start, start+1, ... of head h of sequence b."""
+    first = ((tl.cast(b, tl.int64) * T + start) * H + h) * D
+    return first + tl.arange(0, N)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+
+
+@triton.jit
 def _vector(base, start, N: tl.constexpr):
-    """[N]: entries start, start+1, ... of an array that is padded to a multiple of 128; start is a multiple of N."""
+    """Load [N]: entries start, start+1, ... of an array padded to a multiple of 128; start is a multiple of N."""
     return tl.load(base + tl.multiple_of(start, N) + tl.arange(0, N))
 
 
 @triton.jit
 def _times_power(x, s, P: tl.constexpr):
-    """x s^(P/2 - 1)"""
+    """Return x s^(P/2 - 1)."""
     if P == 2:
         return x
-    elif P == 4:
-        return x * s
-    elif P == 6:
-        return x * (s * s)
     else:
-        return x * (s * s * s)
+        return x * int_power(s, P // 2 - 1)
 
 
 @triton.jit
 def _key_scale(KEY_SCALE, bh):
+    """Return the scale of a sequence's and head's keys, 1 where none is needed."""
     return 1.0 if KEY_SCALE is None else tl.load(KEY_SCALE + bh)
 
 
 @triton.jit
 def _decay(c_row, c_column, seen, POWER: tl.constexpr):
-    """exp(POWER (c_row - c_column)) for each pair, zero where not seen."""
+    """Return exp(POWER (c_row - c_column)) for each pair, zero where not seen."""
     return tl.exp2(tl.where(seen, (c_row - c_column) * (POWER * 1.4426950408889634), float("-inf")))  # log2(e)
 
 
 @triton.jit
 def _ahead(C_END, c_lo, begin, end, BN: tl.constexpr, POWER: tl.constexpr):
-    """decay^POWER from the last key of the first tile to the rows, and the sum up to the last key of the second: what
-    the next tile needs is loaded while this one is worked on, and turned into a factor one tile before its use."""
+    """Return decay^POWER from the last key of the first tile to the rows, and the sum up to the last key of the second.
+
+    What the next tile needs is loaded while this one is worked on, and turned into a factor one tile before its use."""
     x = tl.exp(POWER * (c_lo - tl.load(C_END + (begin + BN) // 32)).to(tl.float32))
     return x, tl.load(C_END + (tl.minimum(begin + BN, end) + BN) // 32)
+
+
+@triton.jit
+def _gates_of_rows(gates, lo, begin, end, BM: tl.constexpr, BN: tl.constexpr):
+    """Return, of BM rows from `lo` on, the sum up to the first (float64), the sum of each since the first of its 128,
+    the first row of each row's document, and where the keys that are seen begin, between `begin` and `end`."""
+    C, FIRST, _, C_START, _, OPENED = gates
+    c_lo = tl.load(C_START + lo // 32)
+    c_row = _vector(C, lo, BM)
+    first_row = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
+    opened = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the document of the token before
+    return c_lo, c_row, first_row, tl.minimum(tl.maximum(begin, opened), end)
 
 
 # ---- forward
@@ -112,15 +154,23 @@ def _ahead(C_END, c_lo, begin, end, BN: tl.constexpr, POWER: tl.constexpr):
 
 @triton.jit
 def _forward_tiles(
-    acc, l, q, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, DIAGONAL: tl.constexpr,
+    acc, l, q,
+    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, c_lo, c_row, first_row), at this head or None
+    begin, end, T,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
+    """Return (acc, l) with the keys from begin to end added, BN at a time; DIAGONAL: some come after some rows."""
+    GATED: tl.constexpr = gates is not None
+    K, k_strides, V, v_strides, b, hkv = keys
+    row, c_lo, c_row, first_row = rows
+    if GATED:
+        C, _, KEY_DECAY, _, C_END, _ = gates
     ones = tl.full([BN, 8], 1.0, q.dtype)
     if GATED and not DIAGONAL:
         x, c_next = _ahead(C_END - 1, c_lo, begin, end, BN, 0.5)
-        e_next = _vector(E, begin, BN)
+        key_decay = _vector(KEY_DECAY, begin, BN)
     for start in range(begin, end, BN):
-        k = _tile(K, k_s, b, start, hkv, T, BN, D, DIAGONAL)
+        k = _tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         a = int_power(s, P // 2)
         if DIAGONAL:
@@ -131,11 +181,11 @@ def _forward_tiles(
                 a *= _decay(c_row[:, None], _vector(C, start, BN)[None, :], seen, 0.5)
             a = tl.where(seen, a, 0.0)
         elif GATED:
-            a *= (e_next * x)[None, :]
-            e_next = _vector(E, tl.minimum(start + BN, end), BN)
+            a *= (key_decay * x)[None, :]
+            key_decay = _vector(KEY_DECAY, tl.minimum(start + BN, end), BN)
             x = tl.exp(0.5 * (c_lo - c_next).to(tl.float32))
             c_next = tl.load(C_END - 1 + tl.minimum(start + 3 * BN, end) // 32)
-        v = _tile(V, v_s, b, start, hkv, T, BN, D, DIAGONAL)
+        v = _tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
         w = (a * a).to(v.dtype)
         l = tl.dot(w, ones, l, input_precision=PRECISION)
         acc = tl.dot(w, v, acc, input_precision=PRECISION)
@@ -144,20 +194,22 @@ def _forward_tiles(
 
 @triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "BH", "HEADS"])
 def forward_kernel(
-    Q, K, V, Y, L, NUM, DEN, KEY_SCALE, C, FIRST, E, C_START, C_END, OPENED, q_s, k_s, v_s,
-    scale, rest, T, CHUNK, H, HKV, BH, HEADS,
-    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr,
+    Q, K, V,
+    Y, L,  # what is written
+    NUM, DEN,  # what is added to the sums before dividing, or None
+    KEY_SCALE, gates,  # see the table above, or None
+    q_strides, k_strides, v_strides,  # None: a tensor descriptor
+    scale, rest,  # without NORMALIZE: the power of two that q is multiplied by, and what is missing in the sums
+    T, CHUNK, H, HKV, BH, HEADS,  # CHUNK: tokens see nothing before their chunk; BH: B * H; HEADS: side by side
+    P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """BM rows of y and l, or with NORMALIZE false of sum_j w_ij v_j and sum_j w_ij."""
-    blocks = tl.cdiv(T, BM)
-    block, bh = block_and_head(blocks, BH, HEADS)
-    lo = (blocks - 1 - block) * BM  # the longest first
-    b, h = bh // H, bh % H
-    hkv = h // (H // HKV)
+    """Write BM rows of y and l, or with NORMALIZE false of sum_j w_ij v_j and sum_j w_ij."""
+    GATED: tl.constexpr = gates is not None
+    bh, b, h, hkv, lo = _queries_of_program(T, H, HKV, BH, HEADS, BM)
     row = lo + tl.arange(0, BM)
 
-    q = _tile(Q, q_s, b, lo, h, T, BM, D, True)
+    q = _tile(Q, q_strides, b, lo, h, T, BM, D, True)
     q32 = q.to(tl.float32)
     if NORMALIZE:
         q = (
@@ -171,25 +223,15 @@ def forward_kernel(
     begin, end = lo // CHUNK * CHUNK, lo // BN * BN
     c_lo, c_row, first_row = 0.0, 0.0, 0
     if GATED:
-        C, FIRST, E = at_head(C, T, b * HKV + hkv), at_head(FIRST, T, b * HKV + hkv), at_head(E, T, b * HKV + hkv)
-        C_END, OPENED = at_head(C_END, T, b * HKV + hkv, 32), at_head(OPENED, T, b * HKV + hkv, 32)
-        c_lo = tl.load(at_head(C_START, T, b * HKV + hkv, 32) + lo // 32)
-        c_row = _vector(C, lo, BM)
-        first_row = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
-        opened = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the document of the token before
-        begin = tl.minimum(tl.maximum(begin, opened), end)
-    acc, l = _forward_tiles(
-        acc, l, q, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
-        P, D, BN, GATED, False,
-    )  # fmt: skip
+        gates = gates_of_head(gates, T, b * HKV + hkv)
+        c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
+    keys, rows = (K, k_strides, V, v_strides, b, hkv), (row, c_lo, c_row, first_row)
+    acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, False)
     if GATED:
-        kept = tl.where(first_row < lo, tl.exp(c_row - tl.load(C + lo)), 0.0)[:, None]
-        acc *= kept
-        l *= kept
-    acc, l = _forward_tiles(
-        acc, l, q, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, end, tl.minimum(lo + BM, T), T,
-        P, D, BN, GATED, True,
-    )  # fmt: skip
+        decay = tl.where(first_row < lo, tl.exp(c_row - tl.load(gates[0] + lo)), 0.0)[:, None]  # since the first row
+        acc *= decay
+        l *= decay
+    acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, tl.minimum(lo + BM, T), T, P, D, BN, True)
 
     l = tl.max(l, 1)
     out = ((tl.cast(b, tl.int64) * T + lo) * H + h) * D  # [B, T, H, D]
@@ -211,15 +253,23 @@ def forward_kernel(
 
 @triton.jit
 def _dq_tiles(
-    acc, r, q, dy, delta, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, DIAGONAL: tl.constexpr,
+    acc, r, q, dy, delta,
+    keys, rows, gates,  # as in `_forward_tiles`
+    begin, end, T,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
+    """Return (acc, r), the sums for dq and row, with the keys from begin to end added, BN at a time."""
+    GATED: tl.constexpr = gates is not None
+    K, k_strides, V, v_strides, b, hkv = keys
+    row, c_lo, c_row, first_row = rows
+    if GATED:
+        C, _, KEY_DECAY, _, C_END, _ = gates
     if GATED and not DIAGONAL:
         x, c_next = _ahead(C_END - 1, c_lo, begin, end, BN, 1.0)
-        e_next = _vector(E, begin, BN)
+        key_decay = _vector(KEY_DECAY, begin, BN)
     for start in range(begin, end, BN):
-        k = _tile(K, k_s, b, start, hkv, T, BN, D, DIAGONAL)
-        v = _tile(V, v_s, b, start, hkv, T, BN, D, DIAGONAL)
+        k = _tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
+        v = _tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         ds = _times_power(int_power(s, P // 2), s, P) * (dp - delta[:, None])
@@ -231,8 +281,8 @@ def _dq_tiles(
                 ds *= _decay(c_row[:, None], _vector(C, start, BN)[None, :], seen, 1.0)
             ds = tl.where(seen, ds, 0.0)
         elif GATED:
-            ds *= (e_next * x)[None, :]
-            e_next = _vector(E, tl.minimum(start + BN, end), BN)
+            ds *= (key_decay * x)[None, :]
+            key_decay = _vector(KEY_DECAY, tl.minimum(start + BN, end), BN)
             x = tl.exp((c_lo - c_next).to(tl.float32))
             c_next = tl.load(C_END - 1 + tl.minimum(start + 3 * BN, end) // 32)
         if GATED:
@@ -243,23 +293,25 @@ def _dq_tiles(
 
 @triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "BH", "HEADS"])
 def dq_kernel(
-    Q, K, V, DY, Y, L, DL, KEY_SCALE, C, FIRST, E, C_START, C_END, OPENED, DQ, PAIR, G, ROW,
-    q_s, k_s, v_s, dy_s, scale, rest, T, CHUNK, H, HKV, BH, HEADS,
-    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
+    Q, K, V, DY,
+    Y, L, DL,  # what the forward pass wrote, or without NORMALIZE the gradient to its L
+    KEY_SCALE, gates,  # see the table above, or None
+    DQ, PAIR, G, ROW,  # what is written; G and ROW with gates only
+    q_strides, k_strides, v_strides, dy_strides,  # None: a tensor descriptor
+    scale, rest,
+    T, CHUNK, H, HKV, BH, HEADS,
+    P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
+    BEFORE: tl.constexpr,  # there is a state before the first token: a row that sees itself alone sees more than that
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """BM rows of dq; for the other pass also g and g delta; with gates g, g times the root of the decay from the first
-    of the R rows around it, delta, and row (see above)."""
-    blocks = tl.cdiv(T, BM)
-    block, bh = block_and_head(blocks, BH, HEADS)
-    lo = (blocks - 1 - block) * BM
-    b, h = bh // H, bh % H
-    hkv = h // (H // HKV)
+    """Write BM rows of dq, and what the other pass needs of them: PAIR, G and ROW (see the table above)."""
+    GATED: tl.constexpr = gates is not None
+    bh, b, h, hkv, lo = _queries_of_program(T, H, HKV, BH, HEADS, BM)
     row = lo + tl.arange(0, BM)
-    out = ((tl.cast(b, tl.int64) * T + lo) * H + h) * D + tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+    out = _row_offsets(b, lo, h, T, H, BM, D)
 
-    q = _tile(Q, q_s, b, lo, h, T, BM, D, True)
-    dy = _tile(DY, dy_s, b, lo, h, T, BM, D, True).to(q.dtype)
+    q = _tile(Q, q_strides, b, lo, h, T, BM, D, True)
+    dy = _tile(DY, dy_strides, b, lo, h, T, BM, D, True).to(q.dtype)
     q32 = q.to(tl.float32)
     if NORMALIZE:
         y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
@@ -267,12 +319,11 @@ def dq_kernel(
         l = _vector(at_head(L, T, bh), lo, BM)
         over_l = inverse(l)
         factor = unit_scale(tl.max(tl.abs(q32), 1), ROW_EXPONENT) * _key_scale(KEY_SCALE, b * HKV + hkv)
-        g = int_power(factor, P // 2) * tl.sqrt(over_l)
     else:
         delta = -_vector(at_head(DL, T, bh), lo, BM)
         over_l = tl.zeros([BM], tl.float32) + rest
         factor = tl.zeros([BM], tl.float32) + scale
-        g = int_power(factor, P // 2) * tl.sqrt(over_l)
+    g = int_power(factor, P // 2) * tl.sqrt(over_l)
     if P > 4:
         q = (q32 * factor[:, None]).to(q.dtype)
     else:  # the range of s^3 is wide enough without; the product is faster if q need not pass through registers
@@ -282,33 +333,23 @@ def dq_kernel(
     begin, end = lo // CHUNK * CHUNK, lo // BN * BN
     c_lo, c_row, first_row = 0.0, 0.0, -1 if BEFORE else 0
     if GATED:
-        C, FIRST, E = at_head(C, T, b * HKV + hkv), at_head(FIRST, T, b * HKV + hkv), at_head(E, T, b * HKV + hkv)
-        C_END, OPENED = at_head(C_END, T, b * HKV + hkv, 32), at_head(OPENED, T, b * HKV + hkv, 32)
-        c_lo = tl.load(at_head(C_START, T, b * HKV + hkv, 32) + lo // 32)
-        c_row = _vector(C, lo, BM)
-        first_row = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
-        opened = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the document of the token before
-        begin = tl.minimum(tl.maximum(begin, opened), end)
+        gates = gates_of_head(gates, T, b * HKV + hkv)
+        c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
     pair = at_head(PAIR, T, 2 * bh) + row[:, None] * 2 + tl.arange(0, 2)[None, :]
     if GATED:
         start = row // R * R
-        f = tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(C + start))), 0.0)
+        f = tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(gates[0] + start))), 0.0)
         tl.store(at_head(G, T, bh) + row, g)
         tl.store(pair, tl.join(g * f, delta))
     else:
         tl.store(pair, tl.join(g, g * delta))
-    acc, r = _dq_tiles(
-        acc, r, q, dy, delta, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, begin, end, T,
-        P, D, BN, GATED, False,
-    )  # fmt: skip
+    keys, rows = (K, k_strides, V, v_strides, b, hkv), (row, c_lo, c_row, first_row)
+    acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False)
     if GATED:
-        kept = tl.where(first_row < lo, tl.exp(c_row - tl.load(C + lo)), 0.0)
-        acc *= kept[:, None]
-        r *= kept
-    acc, r = _dq_tiles(
-        acc, r, q, dy, delta, K, k_s, V, v_s, b, hkv, C, E, C_END, c_lo, c_row, row, first_row, end,
-        tl.minimum(lo + BM, T), T, P, D, BN, GATED, True,
-    )  # fmt: skip
+        decay = tl.where(first_row < lo, tl.exp(c_row - tl.load(gates[0] + lo)), 0.0)  # since the first row
+        acc *= decay[:, None]
+        r *= decay
+    acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, tl.minimum(lo + BM, T), T, P, D, BN, True)
 
     if NORMALIZE:  # y_i is v_i in a row that sees itself alone, whatever q_i is
         over_l = tl.where(row > first_row, over_l, 0.0)
@@ -320,16 +361,27 @@ def dq_kernel(
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, PAIR, G, C, FIRST, C_START, c_hi, c_col, column, begin, end, T,
-    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, GATED: tl.constexpr, NORMALIZE: tl.constexpr,
-    BEFORE: tl.constexpr, DIAGONAL: tl.constexpr,
+    dk, dv, col, k, v,
+    queries, b, h, H,  # (Q, strides, DY, strides, PAIR, G)
+    columns, gates,  # (column, c_hi, c_col), (C, FIRST, C_START) at this head of keys or None
+    begin, end, T,
+    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
+    """Return (dk, dv, col) with the queries from begin to end of one head added, BM at a time."""
+    GATED: tl.constexpr = gates is not None
+    Q, q_strides, DY, dy_strides, PAIR, G = queries
+    column, c_hi, c_col = columns
+    PAIR = at_head(PAIR, T, 2 * (b * H + h))
+    if GATED:
+        C, FIRST, C_START = gates
+        G = at_head(G, T, b * H + h)
     if GATED and not DIAGONAL:
         x = tl.exp(0.5 * (tl.load(C_START + tl.minimum(begin, T - 1) // 32) - c_hi).to(tl.float32))
         c_next = tl.load(C_START + tl.minimum(begin + BM, T - 1) // 32)
     for start in range(begin, end, BM):
-        q = _tile(Q, q_s, b, start, h, T, BM, D, True)
-        dy = _tile(DY, dy_s, b, start, h, T, BM, D, True).to(q.dtype)
+        q = _tile(Q, q_strides, b, start, h, T, BM, D, True)
+        dy = _tile(DY, dy_strides, b, start, h, T, BM, D, True).to(q.dtype)
         pair = tl.multiple_of(start, BM) * 2 + tl.arange(0, BM)[:, None] * 2 + tl.arange(0, 2)[None, :]
         g, gdelta = tl.split(tl.load(PAIR + pair))
         at = start + tl.arange(0, BM)
@@ -365,66 +417,75 @@ def _dkdv_tiles(
     return dk, dv, col
 
 
+@triton.jit
+def _last_reader(OPENED, hi, end, T):
+    """Return where queries that may see key hi end, at most `end`: the end of the first 32 tokens with one whose
+    document begins after hi, found by halving."""
+    below, above = hi // 32, tl.cdiv(T, 32) - 1
+    if tl.load(OPENED + above) > hi:
+        while above > below:
+            middle = (below + above) // 2
+            after = tl.load(OPENED + middle) > hi
+            above = tl.where(after, middle, above)
+            below = tl.where(after, below, middle + 1)
+        end = tl.minimum(above * 32 + 32, end)
+    return end
+
+
 @triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "BHKV", "HEADS"])
 def dkdv_kernel(
-    Q, K, V, DY, C, FIRST, E, C_START, C_END, OPENED, PAIR, G, ROW, DK, DV,
-    q_s, k_s, v_s, dy_s, T, CHUNK, H, HKV, BHKV, HEADS,
-    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
+    Q, K, V, DY,
+    gates,  # or None
+    PAIR, G, ROW,  # what `dq_kernel` wrote
+    DK, DV,  # what is written
+    q_strides, k_strides, v_strides, dy_strides,  # None: a tensor descriptor
+    T, CHUNK, H, HKV, BHKV, HEADS,  # BHKV: B * HKV
+    P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """BN rows of dk and dv, summed over the query heads of the group; with gates ROW of the group's first head becomes
-    the sum of row over the group, minus col."""
+    """Write BN rows of dk and dv, summed over the query heads of the group; with gates ROW of the group's first head
+    becomes the sum of row over the group, minus col."""
+    GATED: tl.constexpr = gates is not None
     block, bh = block_and_head(tl.cdiv(T, BN), BHKV, HEADS)
     lo = block * BN  # the longest first
     b, hkv = bh // HKV, bh % HKV
     group = H // HKV
     column = lo + tl.arange(0, BN)
 
-    k = _tile(K, k_s, b, lo, hkv, T, BN, D, True)
-    v = _tile(V, v_s, b, lo, hkv, T, BN, D, True)
+    k = _tile(K, k_strides, b, lo, hkv, T, BN, D, True)
+    v = _tile(V, v_strides, b, lo, hkv, T, BN, D, True)
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
     col = tl.zeros([BN], tl.float32)
     begin, end = lo + BN, tl.minimum(lo // CHUNK * CHUNK + CHUNK, T)  # the queries that see all of these keys
     c_hi, c_col = 0.0, 0.0
     if GATED:
-        C, FIRST = at_head(C, T, bh), at_head(FIRST, T, bh)
-        C_START = at_head(C_START, T, bh, 32)
+        C, FIRST, _, C_START, C_END, OPENED = gates
+        C, FIRST, C_START = at_head(C, T, bh), at_head(FIRST, T, bh), at_head(C_START, T, bh, 32)
+        gates = (C, FIRST, C_START)
         hi = tl.minimum(begin, T) - 1
         c_hi = tl.load(at_head(C_END, T, bh, 32) + hi // 32)
-        OPENED = at_head(OPENED, T, bh, 32)
-        below, above = hi // 32, tl.cdiv(T, 32) - 1  # the first 32 tokens with one whose document begins after hi
-        if tl.load(OPENED + above) > hi:
-            while above > below:
-                middle = (below + above) // 2
-                after = tl.load(OPENED + middle) > hi
-                above = tl.where(after, middle, above)
-                below = tl.where(after, below, middle + 1)
-            end = tl.minimum(above * 32 + 32, end)
+        end = _last_reader(at_head(OPENED, T, bh, 32), hi, end, T)
         c_col = _vector(C, lo, BN)
+    queries, columns = (Q, q_strides, DY, dy_strides, PAIR, G), (column, c_hi, c_col)
     for i in range(group):
-        h = hkv * group + i
         dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, at_head(PAIR, T, 2 * (b * H + h)),
-            at_head(G, T, b * H + h) if GATED else G, C, FIRST, C_START, c_hi, c_col, column, begin, end, T,
-            P, D, BM, GATED, NORMALIZE, BEFORE, False,
+            dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, begin, end, T,
+            P, D, BM, NORMALIZE, BEFORE, False,
         )  # fmt: skip
     if GATED:
-        kept = tl.exp(tl.load(C + hi) - c_col)
-        kept = tl.where(column >= lo // 128 * 128 + tl.load(FIRST + hi).to(tl.int32), kept, 0.0)
-        dk *= kept[:, None]
-        dv *= kept[:, None]
-        col *= kept
+        decay = tl.exp(tl.load(C + hi) - c_col)  # to the last key
+        decay = tl.where(column >= lo // 128 * 128 + tl.load(FIRST + hi).to(tl.int32), decay, 0.0)
+        dk *= decay[:, None]
+        dv *= decay[:, None]
+        col *= decay
     for i in range(group):
-        h = hkv * group + i
         dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, Q, q_s, DY, dy_s, b, h, at_head(PAIR, T, 2 * (b * H + h)),
-            at_head(G, T, b * H + h) if GATED else G, C, FIRST, C_START, c_hi, c_col, column, lo, tl.minimum(begin, T),
-            T, P, D, BM, GATED, NORMALIZE, BEFORE, True,
+            dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, lo, tl.minimum(begin, T), T,
+            P, D, BM, NORMALIZE, BEFORE, True,
         )  # fmt: skip
 
-    out = tl.cast(b, tl.int64) * T + lo
-    out = (out * HKV + hkv) * D + tl.arange(0, BN)[:, None] * (HKV * D) + tl.arange(0, D)[None, :]
+    out = _row_offsets(b, lo, hkv, T, HKV, BN, D)
     dk *= P
     tl.store(DK + out, dk.to(DK.dtype.element_ty), column[:, None] < T)
     tl.store(DV + out, dv.to(DV.dtype.element_ty), column[:, None] < T)
@@ -439,10 +500,13 @@ def dkdv_kernel(
 
 
 def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, chunk=None, num=None, den=None, config=None):
-    """q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None.
+    """Return y [B, T, H, D] in q's dtype and l [B, H, T padded to a multiple of 128], float32, for `backward`.
 
-    Returns y [B, T, H, D] in q's dtype and l [B, H, T padded to a multiple of 128], float32, for `backward`; `scale`
-    cancels. With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
+    q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D and p:
+    those of `kernels.HEAD_DIMS` and `kernels.POWERS`. chunk: tokens see nothing before their chunk, a multiple of 128.
+    num [B, T, H, D], den [B, H, T padded], float32: added to the sums before dividing. `scale` cancels.
+
+    With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
     w_ij = decay_ij (scale q_i . k_j)^p, to which other parts of the sums may be added.
     """
     (B, T, H, _), HKV = q.shape, k.shape[2]
@@ -454,9 +518,8 @@ def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, chunk=None, nu
         key_scale, gates = _key_scales(k, p, normalize), tile_gates(log_g, c.BN, 0.5)
         tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
         forward_kernel[(triton.cdiv(T, c.BM) * B * H,)](
-            *tiles, y, l, num, den, key_scale, *gates, *strides, scale, rest, T, chunk or T, H, HKV, B * H,
-            _heads_together(chunk or T, B * H),
-            **_options(c, q, p, log_g, normalize),
+            *tiles, y, l, num, den, key_scale, gates, *strides, scale, rest,
+            T, chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H), **_options(c, q, p, normalize),
         )  # fmt: skip
     return y, l
 
@@ -464,9 +527,11 @@ def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, chunk=None, nu
 def backward(
     dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, chunk=None, before=False, configs=(None, None)
 ):
-    """dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32 (or None).
+    """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates.
 
-    With normalize, y and l are forward's and dl is not looked at; else y and l are not, and dl is shaped as l is.
+    With normalize, y and l are forward's and dl is not read; else y and l are not read, and dl is shaped as l is. With
+    `chunk`, the last is not dlog_g but row, see the table above, which `gates.chunk_dlog_g` takes. before: there is a
+    state before the first token. Raises ValueError for configurations that do not fit each other.
     """
     (B, T, H, _), HKV = q.shape, k.shape[2]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -481,60 +546,58 @@ def backward(
         key_scale, gates = _key_scales(k, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
         (k_tiles, v_tiles), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN))
         dq_kernel[(triton.cdiv(T, c_dq.BM) * B * H,)](
-            q, k_tiles, v_tiles, dy, y, l, dl, key_scale, *gates, dq, pair, g, row,
-            q.stride(), *kv_strides, dy.stride(), scale, rest, T, chunk or T, H, HKV, B * H,
-            _heads_together(chunk or T, B * H), R=c_dkdv.BM, BEFORE=before, **_options(c_dq, q, p, log_g, normalize),
+            q, k_tiles, v_tiles, dy, y, l, dl, key_scale, gates, dq, pair, g, row,
+            q.stride(), *kv_strides, dy.stride(), scale, rest,
+            T, chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
+            R=c_dkdv.BM, BEFORE=before, **_options(c_dq, q, p, normalize),
         )  # fmt: skip
         (q_tiles, dy_tiles), (q_strides, dy_strides) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
         dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-            q_tiles, k, v, dy_tiles, *gates, pair, g, row, dk, dv,
-            q_strides, k.stride(), v.stride(), dy_strides, T, chunk or T, H, HKV, B * HKV,
-            _heads_together(chunk or T, B * HKV), BEFORE=before, **_options(c_dkdv, q, p, log_g, normalize),
+            q_tiles, k, v, dy_tiles, gates, pair, g, row, dk, dv,
+            q_strides, k.stride(), v.stride(), dy_strides,
+            T, chunk or T, H, HKV, B * HKV, _heads_together(chunk or T, B * HKV),
+            BEFORE=before, **_options(c_dkdv, q, p, normalize),
         )  # fmt: skip
-        if log_g is None:
-            return dq, dk, dv, None
-        if chunk:
-            return dq, dk, dv, row
-        dlog_g = empty(q, B, T, HKV)
-        dlog_g_kernel[(B * HKV,)](row, log_g, dlog_g, *log_g.stride(), T, H, HKV, N=1024)
-    return dq, dk, dv, dlog_g
+        return dq, dk, dv, row if log_g is None or chunk else dlog_g(row, log_g, H)
 
 
 def _key_scales(k, p, normalize):
-    """The power of two for each sequence and head that brings the largest entry of its keys into [1, 2), [B * Hkv]."""
+    """Return [B * Hkv]: for each sequence and head the power of two that brings its largest key entry into [1, 2)."""
     if p <= 4 or not normalize:  # s^4 has room enough: for |q . k| from 1e-9 to 1e9
         return None
     largest = torch.linalg.vector_norm(k, float("inf"), dim=(1, 3)).float()
-    return torch.exp2(-largest.clamp(2.0**-30, 2.0**30).log2().floor()).flatten()
+    most = 2.0**ROW_EXPONENT.value
+    return torch.exp2(-largest.clamp(1 / most, most).log2().floor()).flatten()
 
 
 def _tiles(*tensors_and_rows):
-    """(tensors, strides) for a kernel that fetches tiles of so many rows: tensor descriptors and no strides where the
-    copy engine can, for which every row must begin at a multiple of 16 bytes."""
+    """Return (tensors, strides) for a kernel that fetches tiles of so many rows: tensor descriptors and no strides if
+    the copy engine can fetch them, for which every row must begin at a multiple of 16 bytes."""
     tensors = [x for x, _ in tensors_and_rows]
-    if not all(map(_aligned, tensors)):
+    if not all(map(aligned, tensors)):
         return tensors, [x.stride() for x in tensors]
     tiles = [TensorDescriptor(x, x.shape, x.stride(), [1, n, 1, x.shape[3]]) for x, n in tensors_and_rows]
     return tiles, [None] * len(tiles)
 
 
-def _aligned(x):
+def aligned(x):
+    """Return True if every row of x [B, T, H, D] is contiguous and begins at a multiple of 16 bytes."""
     strides = all(n and n * x.element_size() % 16 == 0 for n in x.stride()[:3])
     return x.stride(3) == 1 and strides and x.data_ptr() != 0 and x.data_ptr() % 16 == 0
 
 
 def _powers_of_two(scale, p):
-    """scale as a power of two, by which bfloat16 can be multiplied exactly, and the rest of scale^p."""
+    """Return scale as a power of two, by which bfloat16 can be multiplied exactly, and the rest of scale^p."""
     power = 2.0 ** round(math.log2(abs(scale)))
     return power, (scale / power) ** p
 
 
 def _heads_together(T, heads):
-    """How many heads are worked on side by side: one after the other their keys stay in the L2 cache, together the
-    longest blocks come first and the last programs to run are short."""
-    return max(1, min(heads, 65536 // T))
+    """Return how many heads are worked on side by side. One after the other, their keys stay in the L2 cache; together,
+    the longest blocks come first and the last programs to run are short."""
+    return max(1, min(heads, L2_TOKENS // T))
 
 
-def _options(c, q, p, log_g, normalize):
-    sizes = dict(P=p, D=q.shape[-1], BM=c.BM, BN=c.BN)
-    return dict(**sizes, GATED=log_g is not None, NORMALIZE=normalize, **c.launch())
+def _options(c, q, p, normalize):
+    """Return the constants and options of a launch with Config c."""
+    return dict(P=p, D=q.shape[-1], NORMALIZE=normalize, BM=c.BM, BN=c.BN, **c.launch())

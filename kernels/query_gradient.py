@@ -103,7 +103,7 @@ def query_gradient_kernel(
         acc = _one_entry(v, x3, S, where + i * D + 3 * D, acc, D)
         wait_for_products(i)
     # twice, as an entry is on both sides of a product
-    acc *= (2 * VALUES_DOWN_2 * tl.load(UNIT_X + at) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
+    acc *= (tl.load(UNIT_X + at) * (2 * VALUES_DOWN_2) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
     x = load_rows(X, x_strides, b, lo, h, T, BM, D)
     z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
     zx = exact_product(x, z, tl.zeros([BM, D], tl.float32))
@@ -219,7 +219,7 @@ def query_gradient_of_products_kernel(
         to_rows = _add_columns(dx * x, tl.where(inside, one, D), D)
         x = tl.trans(tl.load(ROWS + one[:, None] * TP + row[None, :]))
         acc += (to_rows + _add_columns(dx * x, tl.where(inside, two, D), D)) / unit[:, None]
-    acc *= (VALUES_DOWN_4 * tl.load(UNIT_X + at) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
+    acc *= (tl.load(UNIT_X + at) * VALUES_DOWN_4 / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
     if READ is not None:
         x = load_rows(X, x_strides, b, lo, h, T, BM, D)
         tl.store(READ + at, 0.25 * tl.sum(acc * x.to(tl.float32), 1))

@@ -37,7 +37,7 @@ from .common import (
     empty,
     multiple_of,
     padded,
-    row_offsets,
+    row_pointers,
     rows_of,
     wait_for_products,
 )
@@ -113,7 +113,7 @@ def query_state_kernel(
         done += count
     acc *= factor[:, None]
     if SUMS:
-        tl.store(OUT + row_offsets(b, lo, h, T, H, BM, D), acc, row[:, None] < T)
+        tl.store(row_pointers(OUT, b, lo, h, T, H, BM, D), acc, row[:, None] < T)
         if P > 2:
             den = _denominators(XT, S + tiles * (64 * D), row, M if chunk != skip else 0, TP, BM, M) * factor
             tl.store(at_head(DEN, T, bh) + row, den, row < T)

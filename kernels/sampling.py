@@ -1,9 +1,9 @@
 """The next token of each sequence from its logits: temperature, top-k and top-p in one kernel, without sorting.
 
     w_v = exp((x_v - max x) / temperature)                 for logits x
-    kept: the tokens above a threshold t, the largest one  sum over x_v > t of 1 >= top_k, then
-                                                           sum over x_v > t of w_v >= top_p times that of those left
-    id: the first token at which the running sum of the kept w_v passes number * (their sum)
+    t: the largest threshold with as many as top_k tokens above it, then the largest one above which
+       the w_v sum to top_p of their sum
+    id: the first token at which the running sum of the w_v above t passes number * (their whole sum)
 
 One program has one sequence. Thresholds are found by quartering an interval: each turn counts what is above three
 points of it, in one pass over the logits, about 12 passes in all. The limit is the L2 cache, which every pass reads the

@@ -3,12 +3,12 @@
     python -m kernels.tune                                   # or: make tune; a few minutes
     python -m kernels.tune --dtype bfloat16 --head_dim 64 --p 4 --gated yes --dry_run
 
-One line for each kernel, dtype, head dimension, p and gates: the chosen tile sizes, their milliseconds, and what the
-safe ones take; --chunked for those of the chunked form alone. A candidate that does not fit, does not compile, or does
-not give the safe one's result, twice the same bits, in a short and in a long call, is left out. Of candidates within 1%
-the first listed wins, so that tuning again changes little. p=2 takes over what p=4 chose, and p=6 what p=8 chose,
-unless --all or --p asks for their own (in the quadratic form). A backward pass is timed within the whole backward, its
-other pass with safe sizes: only differences count.
+It prints a line for each kernel, dtype, head dimension, p and gates: the chosen tile sizes, their milliseconds, and
+those of the safe sizes (configs.SAFE). --chunked measures the kernels of the chunked form alone. A candidate is left
+out if it does not fit, does not compile, or does not give the safe sizes' result, twice the same bits, in a short and
+in a long call. Of candidates within 1% of the fastest the first listed wins, so that tuning again changes little. In
+the quadratic form p=2 takes over what p=4 chose, and p=6 what p=8 chose, unless --all or --p asks for their own. dq and
+dkdv are timed within the whole backward pass, the other of the two with its safe sizes, since only differences count.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from . import CHUNKED_SIZES, HEAD_DIMS, POWERS
 from .configs import TABLE, Config, key, safe
 from .cost import best_size, chunk_size
 
-KERNELS = ("forward", "dq", "dkdv")  # of the quadratic form
-STATE_KERNELS = ("update_state", "query_state", "query_gradient")  # of the chunked one; gates make no difference
-FEATURES = 768  # heads times head dimension
+KERNELS = ("forward", "dq", "dkdv")  # the quadratic form's
+STATE_KERNELS = ("update_state", "query_state", "query_gradient")  # the chunked form's; gates make no difference
+WIDTH = 768  # heads times head dimension
 SIZES = {torch.bfloat16: (16384, 49152), torch.float32: (4096, 8192)}  # T and tokens of the timed input
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 1e-4}  # relative difference from the safe sizes' result
-CHECKED_T = 1000  # ends inside a tile
-TAKES_OVER = {4: (4, 2), 8: (8, 6)}
-WORKERS = 16  # at most: each has a CUDA context of some 500 MB
+CHECKED_T = 1000  # tokens of the short call; the last tile is not full
+TAKES_OVER = {4: (4, 2), 8: (8, 6)}  # p that is measured -> the p that its choice is written for
+WORKERS = 16  # the most processes to compile in: each has a CUDA context of some 500 MB
 
 # (kernel, dtype) -> [(largest head dimension, candidates besides the safe one, the plainer first), ...]
 CANDIDATES = {
@@ -74,7 +74,7 @@ CANDIDATES = {
         (64, [(128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 4, 5), (128, 128, 4, 3), (128, 256, 4, 3)]),
         (128, [(128, 64, 8, 1), (128, 64, 8, 2), (64, 64, 4, 1)]),
     ],
-    # float32 goes without the matrix unit, where registers are the limit: no large tiles
+    # float32 goes without the matrix unit; registers are the limit, so there are no large tiles
     ("forward", torch.float32): [(128, [(32, 32, 4, 1), (32, 32, 8, 2), (64, 32, 8, 1)])],
     ("dq", torch.float32): [(128, [(32, 32, 4, 1), (32, 32, 8, 2), (64, 32, 8, 1)])],
     ("dkdv", torch.float32): [(128, [(32, 32, 4, 1), (32, 32, 8, 2), (32, 64, 8, 1)])],
@@ -82,30 +82,32 @@ CANDIDATES = {
 
 
 class Case(NamedTuple):
+    """What is tuned: one entry of the table."""
+
     kernel: str
     dtype: torch.dtype
     D: int
     p: int
     gated: bool
-    chunked: bool = False  # the quadratic form's kernels, limited to chunks
+    chunked: bool = False  # a kernel of the quadratic form, limited to chunks
 
 
 def candidates(case):
-    """The safe configuration and then the others."""
+    """Return the safe Config of a case and then the others."""
     others = next(listed for largest, listed in CANDIDATES[case.kernel, case.dtype] if case.D <= largest)
     if case.kernel == "query_gradient" and case.p == 2:
-        others = [c for c in others if c[1] == 64]  # it has no BN
+        others = [c for c in others if c[1] == 64]  # BN is not used
     return list(dict.fromkeys([safe(case.kernel, case.dtype, case.D), *(Config(*c) for c in others)]))
 
 
 def launcher(case, B, T):
-    """A function of a Config that runs the case's kernel, or the backward it is part of, and returns the outputs."""
+    """Return a function of a Config that runs a kernel, or the backward pass it is part of, and returns the results."""
     from . import quadratic
 
     kernel, dtype, D, p, gated, chunked = case
     if kernel in STATE_KERNELS:
         return state_launcher(case, B, T)
-    H = FEATURES // D
+    H = WIDTH // D
     torch.manual_seed(0)
     q, k, v = torch.randn(B, T, 3 * H, D, device="cuda", dtype=dtype).split(H, dim=2)  # as from a fused projection
     dy = torch.randn(B, T, H, D, device="cuda", dtype=dtype)
@@ -130,12 +132,12 @@ def launcher(case, B, T):
 
 
 def state_launcher(case, B, T):
-    """The same for a kernel of the chunked form."""
+    """Return what `launcher` does, for a kernel of the chunked form."""
     from . import chunked
 
     kernel, dtype, D, p, *_ = case
     torch.manual_seed(0)
-    q, k, v = torch.randn(B, T, 3 * (FEATURES // D), D, device="cuda", dtype=dtype).split(FEATURES // D, dim=2)
+    q, k, v = torch.randn(B, T, 3 * (WIDTH // D), D, device="cuda", dtype=dtype).split(WIDTH // D, dim=2)
     s = chunked.Sizes(q, k, p, 256 if T == CHECKED_T else min(chunk_size(T, D, p), T // 8))
     keys = chunked.prepare(s, k, v)
     if kernel == "update_state":
@@ -156,7 +158,7 @@ def state_launcher(case, B, T):
 
 
 def compiles(case, config):
-    """Run once, in a worker, so that Triton's cache on disk has the kernel; why it failed, or ""."""
+    """Run a candidate once, in a worker, which fills Triton's cache on disk; return why it failed, or ""."""
     try:
         launcher(case, 1, CHECKED_T)(config)
         torch.cuda.synchronize()
@@ -171,14 +173,14 @@ def one_line(error):
 
 
 def difference(outputs, expected):
-    """The largest relative difference of an output; inf if one is not finite."""
+    """Return the largest relative difference of an output from the expected one; inf if one is not finite."""
     pairs = [(a.double(), b.double()) for a, b in zip(outputs, expected, strict=True)]
     errors = [((a - b).norm() / b.norm()).item() if a.isfinite().all() else float("inf") for a, b in pairs]
     return max(errors) if all(e == e for e in errors) else float("inf")
 
 
 def measure(case, failed):
-    """{config: milliseconds} of the candidates that work; failed is {config: reason}, to which others are added."""
+    """Return {config: milliseconds} of the candidates that work; add those that do not to failed, {config: reason}."""
     from triton.testing import do_bench
 
     plain = safe(case.kernel, case.dtype, case.D)
@@ -205,7 +207,7 @@ def measure(case, failed):
 
 
 def best(ms):
-    """The first within 1% of the fastest."""
+    """Return the first config within 1% of the fastest."""
     return next(config for config, t in ms.items() if t <= 1.01 * min(ms.values()))
 
 
@@ -214,7 +216,7 @@ def show(config):
 
 
 def write_table(path, device, entries):
-    """Put the entries of one device into the table, the other devices' and its other entries untouched."""
+    """Write the entries of one device into the table; leave its other entries and the other devices' as they are."""
     path = Path(path)
     table = json.loads(path.read_text()) if path.exists() else {}
     table[device] = {**table.get(device, {}), **{name: list(config) for name, config in entries.items()}}
@@ -228,6 +230,10 @@ def write_table(path, device, entries):
 
 
 def tune(cases, take_over, dry_run):
+    """Measure the cases, print the choices and, without dry_run, write them into the table; return an exit code.
+
+    take_over: write a choice for the powers in TAKES_OVER too.
+    """
     device = torch.cuda.get_device_name()
     jobs = [(case, config) for case in cases for config in candidates(case)]
     workers = max(1, min(WORKERS, (os.cpu_count() or 1) - 2, len(jobs)))
@@ -240,7 +246,7 @@ def tune(cases, take_over, dry_run):
         name = key(*case)
         try:
             ms = measure(case, failed)
-        except Exception as error:  # the safe configuration itself
+        except Exception as error:  # the safe sizes themselves fail
             print(f"{name:<32} left as it was: {one_line(error)}", flush=True)
             continue
         if ms:

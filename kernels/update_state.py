@@ -22,9 +22,9 @@ p = 4 (layout.py): a tile has 64 features, 4 slots of a slice of 16 entries of x
     U         [B * Hkv, chunks, F]         float16    unit_v 2^15 / most; F = 64 tiles D, for p = 4 and M^2 more
                                                       (float32 where q, k and v are)
 
-Cost: 2 * 64 tiles D FLOP a token and head. U is written once (328 KB a chunk for D = 64, p = 2); each program reads
-64 to 80 rows of xt and all values of its chunk, from the L2 cache. The matrix unit waits for operands from registers: latency
-is the limit, at two programs an SM (70% of the matrix unit's rate for p = 2).
+Cost: 2 * 64 tiles D FLOP a token and head. U is written once (328 KB a chunk for D = 64, p = 2); each program reads 64
+to 80 rows of xt and all values of its chunk, from the L2 cache. The matrix unit waits for operands from registers:
+latency is the limit, at two programs an SM (70% of the matrix unit's rate for p = 2).
 """
 
 import torch
@@ -108,9 +108,9 @@ def update_square_kernel(
     TP = multiple_of(TP, 256)
     blocks: tl.constexpr = (M + 63) // 64
     at = tl.program_id(0) // (blocks * blocks)
+    bh, chunk = chunk_of(at, T, CHUNK)
     i, j = tl.program_id(0) // blocks % blocks * 64, tl.program_id(0) % blocks * 64
     if i <= j:
-        bh, chunk = chunk_of(at, T, CHUNK)
         heads, unit = H // HKV, tl.load(UNIT_V + at) * (1 / SQUARE_DOWN)
         m, n = i + tl.arange(0, 64), j + tl.arange(0, 64)
         acc = tl.zeros([64, 64], tl.float32)

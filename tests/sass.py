@@ -1,12 +1,13 @@
-"""Machine code for Hopper, compiled without a GPU: which instructions touch what the matrix unit may still use?
+"""Compile the kernels for Hopper without a GPU, and find instructions that touch what the matrix unit may still use.
 
 A product (HGMMA) runs on while the program does other things, until a wait (WARPGROUP.DEPBAR.LE gsb0, N: all but the
-last N groups of products are done). Before, its sums must not be touched, nor its first operand written, where that is
-in registers. Triton 3.6 to 3.8 gets the second wrong in some loops (triton issue 9433): results that differ from run to
-run, if at all.
+last N groups of products are done). Until then its sums must not be read or written, and its first operand must not be
+written if that is in registers. Triton 3.6 to 3.8 gets the second wrong in some loops (triton issue 9433): results then
+differ from run to run, or not, as timing has it.
 
-    python tests/sass.py                  # compile attention's kernels and print what is wrong
-    python tests/sass.py 2,64 query_state # for this p and head dimension, these kernels only
+    python tests/sass.py                    # compile attention's kernels and print what is wrong
+    python tests/sass.py 2,64 4,32          # for these p and head dimensions
+    python tests/sass.py 2,64 query_state   # and of these kernels only
 """
 
 import re
@@ -14,12 +15,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-# instructions whose first operand is no register that they write
+# instructions whose first operand is not a register that they write
 NO_RESULT = set("BAR BRA DEPBAR EXIT FENCE LDGDEPBAR LDGSTS MEMBAR STG STL STS STSM SYNCS".split())
 
 
 def disassemble(cubin, path):
-    """The SASS of a compiled kernel, by way of a file at `path`."""
+    """Return the SASS of a compiled kernel; the file `path` is overwritten with the kernel."""
     import triton
 
     path.write_bytes(cubin)
@@ -28,7 +29,7 @@ def disassemble(cubin, path):
 
 
 def hazards(sass):
-    """The instructions, as text, that touch what they must not, on any way through the program."""
+    """Return the instructions, as text, that touch what they must not, on any way through the program."""
     program, labels = [], {}
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L\w+):", line):
@@ -36,7 +37,7 @@ def hazards(sass):
         elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
             program.append(instruction[1])
     meanings = [_meaning(text) for text in program]
-    # groups of products that may be in flight, oldest first, and the one that is still open: (sums, operands) each
+    # of each way: groups of products that may be in flight, oldest first, and the one still open: (sums, operands) each
     found, seen, ways = [], set(), [(0, (), (frozenset(), frozenset()))]
     while ways:
         at, flying, group = ways.pop()
@@ -67,7 +68,8 @@ def hazards(sass):
 
 
 def _meaning(text):
-    """("product", sums, operands in registers, ends its group), ("wait", groups left) or ("other", written, read)"""
+    """Return ("product", sums, operands in registers, ends its group), ("wait", groups left) or
+    ("other", registers written, registers read)."""
     name, _, rest = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
     operands = [x.strip() for x in rest.split(",")]
     kind, *modifiers = name.split(".")
@@ -92,7 +94,9 @@ def _meaning(text):
 
 
 def pretend_gpu(capability):
-    """What this process launches is compiled for a GPU that need not be there; without Triton's interpreter."""
+    """Make this process compile for a GPU of this compute capability, which need not be there.
+
+    Triton's interpreter must be off, and nothing may be launched."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -104,8 +108,9 @@ def pretend_gpu(capability):
 
 
 def compiled_for_hopper(shapes, folder, kernels=()):
-    """(kernel's name, SASS) of the kernels that read and write states, for each (p, head dimension), gated, and of the
-    quadratic form's for the first, with the sizes that the table has for an H200; of `kernels` only, if there are."""
+    """Return (name, SASS) of each kernel that reads or writes states, for each (p, head dimension) in `shapes`, gated,
+    and of the quadratic form's kernels for the first shape, all with the tile sizes that the table has for an H200. If
+    `kernels` has names, the other kernels are left out."""
     import torch
     from triton.runtime.jit import JITFunction
 

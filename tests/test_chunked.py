@@ -160,9 +160,11 @@ def test_p_4_where_all_keys_and_queries_agree(D, T=600):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_p_4_takes_some_heads_after_the_others(dtype, monkeypatch):
     """Its gradient to q, as memory allows: the same bits, whatever there is."""
-    (q, k, v, _), dy = inputs(140, "none", dtype, B=3, H=2, Hkv=1)
-    y, (l, S, unit, *_), _ = chunked.forward(q, k, v, p=4, chunk=128)
+    (q, k, *_), dy = inputs(140, "none", dtype, B=3, H=2, Hkv=1)
     s = chunked.Sizes(q, k, 4, 128)
+    # any states will do
+    S, unit = torch.randn(3, s.chunks, s.F, device=DEVICE).to(s.half), torch.ones(3, s.chunks, device=DEVICE)
+    y, l = torch.randn(q.shape, device=DEVICE).to(dtype), torch.ones(3, 2, 256, device=DEVICE)
     queries = chunked.prepare(s, q, dy, y, l)
     together, apart = torch.zeros(2, *q.shape, dtype=dtype, device=DEVICE)
     chunked.query_gradient(s, queries, S, unit, 0, together, q, None, None, False)

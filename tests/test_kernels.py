@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from attention import dispatch  # noqa: E402
 from attention.power import power_attention  # noqa: E402
-from kernels import configs, operators, quadratic  # noqa: E402
+from kernels import configs, gates, operators, quadratic  # noqa: E402
 from kernels.configs import Config  # noqa: E402
 
 GPU = bool(os.environ.get("TEST_GPU"))
@@ -172,7 +172,7 @@ def test_views_that_no_descriptor_can_describe():
     ):
         tensors, dy = inputs(SHORT, "learned", DTYPES[0], H=2, Hkv=2)
         views = [view(x) for x in tensors[:3]]
-        assert not any(map(quadratic._aligned, views))
+        assert not any(map(quadratic.aligned, views))
         results = [
             gradients(lambda *x: operators.quadratic_attention(*x, p=2), [*qkv, tensors[3]], dy)
             for qkv in (views, [x.contiguous() for x in views])
@@ -355,16 +355,16 @@ from kernels.configs import safe
 def shared(name, dtype, D, gated, p):
     X, F, N = M(dtype), M(torch.float32), None
     f64, i32 = M(torch.float64), M(torch.int32)
-    gates = (F, M(torch.int8), F, f64, f64, i32) if gated else (N,) * 6
+    gates = (F, M(torch.int8), F, f64, f64, i32) if gated else N
     row, c, s = F if gated else N, safe(name, dtype, D), (12288, 768, D, 1)
     tile = lambda n: TensorDescriptor(torch.empty(16, dtype=dtype), [2, 16, 12, D], s, [1, n, 1, D])
     q, k = tile(c.BM), tile(c.BN)
-    sizes = dict(P=p, D=D, BM=c.BM, BN=c.BN, GATED=gated, NORMALIZE=True)
+    sizes = dict(P=p, D=D, BM=c.BM, BN=c.BN, NORMALIZE=True)
     options = dict(num_warps=c.warps, num_stages=c.stages, grid=(1,))
     args = {
-        "forward": (q, k, k, X, F, N, N, F, *gates, N, N, N, 1.0, 1.0, 9, 9, 2, 2, 2, 1),
-        "dq": (X, k, k, X, X, F, N, F, *gates, X, F, row, row, s, N, N, s, 1.0, 1.0, 9, 9, 2, 2, 2, 1),
-        "dkdv": (q, X, X, q, *gates, F, row, row, X, X, N, s, s, N, 9, 9, 2, 2, 2, 1),
+        "forward": (q, k, k, X, F, N, N, F, gates, N, N, N, 1.0, 1.0, 9, 9, 2, 2, 2, 1),
+        "dq": (X, k, k, X, X, F, N, F, gates, X, F, row, row, s, N, N, s, 1.0, 1.0, 9, 9, 2, 2, 2, 1),
+        "dkdv": (q, X, X, q, gates, F, row, row, X, X, N, s, s, N, 9, 9, 2, 2, 2, 1),
     }
     kernel = getattr(quadratic, name + "_kernel")
     if name == "dq":
@@ -460,7 +460,7 @@ def test_a_new_length_compiles_nothing():
         gradients(lambda *x: operators.quadratic_attention(*x, p=4), tensors, dy)
         caches = (
             k.device_caches[torch.cuda.current_device()][0]
-            for k in vars(quadratic).values()
+            for k in (vars(quadratic) | vars(gates)).values()
             if hasattr(k, "device_caches")
         )
         counts.append(sum(map(len, caches)))

@@ -60,9 +60,16 @@ def assert_equal_to_oracle(tensors, *, p, form, tolerance, dtype=torch.float64, 
         assert error <= tolerance, f"{name}: error {error:.1e}"
 
 
+# The recurrent form knows no chunks: 17 tokens are as good as 53, which take it long.
+LENGTHS = [
+    pytest.param(T, form, marks=[pytest.mark.slow] * (form == "recurrent" and T == 53))
+    for T in (1, 2, 15, 16, 17, 53)
+    for form in COMPUTED
+]
+
+
 @pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize("form", COMPUTED)
-@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 53])
+@pytest.mark.parametrize("T,form", LENGTHS)
 def test_every_form_equals_the_oracle_for_any_length(T, form, gates):
     assert_equal_to_oracle(inputs(T, 2, gates), p=2, form=form, tolerance=1e-9)
 
@@ -71,7 +78,8 @@ def test_every_form_equals_the_oracle_for_any_length(T, form, gates):
 @pytest.mark.parametrize("form", COMPUTED)
 @pytest.mark.parametrize("p", [2, 4, 6])
 def test_every_form_carries_the_state_in_and_out(p, form, gates):
-    tensors = inputs(37, p, gates, D=3, with_state=True)
+    T = 11 if form == "recurrent" else 37  # three chunks, the last not full; of the recurrent form any number
+    tensors = inputs(T, p, gates, D=3, with_state=True)
     assert_equal_to_oracle(tensors, p=p, form=form, tolerance=1e-9, with_state=True)
 
 
