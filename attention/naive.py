@@ -71,14 +71,9 @@ def gates(log_g, k):
 
 def gate_products(g):
     """Return, for g [B, T, H], the products g_{j+1} ... g_i [B, H, T, T], zero for j > i, and g_1 ... g_i [B, H, T]."""
-    B, T, H = g.shape
-    row, since_start, rows, starts = g.new_zeros(B, H, T), 1, [], []
-    for i in range(T):
-        row = row * g[:, i, :, None] + torch.nn.functional.one_hot(torch.tensor(i, device=g.device), T)
-        since_start = since_start * g[:, i]
-        rows.append(row)
-        starts.append(since_start)
-    return torch.stack(rows, dim=2), torch.stack(starts, dim=2)
+    g = g.transpose(1, 2)  # [B, H, T]
+    later = torch.ones(g.shape[2], g.shape[2], dtype=torch.bool, device=g.device).tril(-1)  # i > j
+    return torch.where(later, g.unsqueeze(-1), 1).cumprod(2).tril(), g.cumprod(2)
 
 
 def divide(num, den):

@@ -18,7 +18,15 @@ import time
 import pytest
 import torch
 from helpers import (  # noqa: F401 (dataset is a fixture)
-    ROOT, SMALL, call, dataset, join, make_dataset, metrics, start, start_ranks,
+    ROOT,
+    SMALL,
+    call,
+    dataset,
+    join,
+    make_dataset,
+    metrics,
+    start,
+    start_ranks,
 )  # fmt: skip
 from safetensors.torch import load_file, save_file
 

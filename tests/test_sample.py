@@ -9,6 +9,8 @@ import pytest
 import tiktoken
 import torch
 from helpers import SMALL, call, dataset, make_dataset, metrics  # noqa: F401 (dataset is a fixture)
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import generate as generate_module
 import sample
@@ -240,6 +242,27 @@ def test_a_saved_state_goes_on_where_it_was(attention, switch_over, tmp_path):
     with torch.inference_mode():  # without a prompt it goes on with the logits it has
         before = state_file.load_state(file, model)
         assert list(zip(*generate(model, [], max_new_tokens=40, before=before))) == whole
+
+
+def test_a_state_file_of_the_first_format_is_read(tmp_path):
+    """It has u for the position, and fold, once for all layers, for switch_over."""
+    model, file = tiny("sympow_gating"), str(tmp_path / "read.state")
+    save(model, [256, 10, 20, 30], file, 3)
+    with safe_open(file, "pt") as f:
+        about, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
+    (switch_over,) = {layer["switch_over"] for layer in json.loads(about.pop("layers"))}
+    about |= {"fold": json.dumps(switch_over), "position": about.pop("n_tokens")}
+    tensors = {name.replace(".position", ".u"): x for name, x in tensors.items()}
+    assert "layers.0.u" in tensors and "layers.0.S" in tensors
+    save_file(tensors, str(tmp_path / "first.state"), metadata=about)
+    (logits, new), (again, old) = (
+        state_file.load_state(str(tmp_path / f"{n}.state"), model) for n in ("read", "first")
+    )
+    assert torch.equal(logits, again) and new.n_tokens == old.n_tokens == 4
+    for a, b in zip(new.layers, old.layers):
+        assert a.settings() == b.settings() and all(
+            torch.equal(x, b.tensors()[name]) for name, x in a.tensors().items()
+        )
 
 
 def test_another_models_state_is_refused_with_the_reason(tmp_path):

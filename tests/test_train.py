@@ -11,7 +11,15 @@ import types
 import pytest
 import torch
 from helpers import (  # noqa: F401 (dataset is a fixture)
-    ROOT, SMALL, call, dataset, join, make_dataset, metrics, start, start_ranks,
+    ROOT,
+    SMALL,
+    call,
+    dataset,
+    join,
+    make_dataset,
+    metrics,
+    start,
+    start_ranks,
 )  # fmt: skip
 
 import train
