@@ -1,9 +1,9 @@
-"""What is computed, in plain PyTorch, one file an idea.
+"""The mathematics of the attentions in plain PyTorch, one file per idea.
 
 The variants are chapters with the same headings: softmax, even_power, sympow, sympow_gating, conformal_sympow; variant
 is what the model asks of each of them. embedding, rotary and gates hold the mathematics that they share; naive is the
 specification, power the operator, forms its fast PyTorch, dispatch the choice between the forms, backend the door to
-the GPU kernels; state and memory are about what generation keeps. check compares the kernels with the specification.
+the GPU kernels; state and memory hold the state of generation. check compares the kernels with the specification.
 """
 
 from .conformal_sympow import ConformalSympow

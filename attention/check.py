@@ -1,4 +1,4 @@
-"""The kernels against the specification, output and every gradient, on the GPU at hand.
+"""Compare the kernels with the specification, in the output and every gradient, on this machine's GPU.
 
 for line, ok in check(SIZES): ...                              # doctor.py, under a minute with an empty cache
 failure = kernel_failure(model, block_size, torch.bfloat16)    # train.py, seconds, once for a GPU, torch and Triton
@@ -14,7 +14,7 @@ import torch
 
 from . import backend, naive
 
-# form, dtype, head dimension, p, gated: every kernel, branch of the power and head dimension at least once
+# form, dtype, head dimension, p, gated: each kernel, each branch of the power and each head dimension at least once
 SIZES = [
     ("quadratic", torch.bfloat16, 64, 4, False), ("quadratic", torch.bfloat16, 64, 4, True),
     ("quadratic", torch.bfloat16, 64, 2, True), ("quadratic", torch.bfloat16, 64, 6, False),
@@ -26,12 +26,12 @@ SIZES = [
     ("chunked", torch.bfloat16, 32, 4, True), ("chunked", torch.bfloat16, 16, 4, False),
     ("chunked", torch.float32, 32, 2, True), ("chunked", torch.float32, 16, 4, True),
 ]  # fmt: skip
-LENGTH = {"quadratic": 1000, "chunked": 6000}  # a miscompiled loop over a state may go wrong in long calls alone
+LENGTH = {"quadratic": 1000, "chunked": 6000}  # a miscompiled loop over a state may go wrong only in long calls
 TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # of y, of gradients
 
 
 def check(sizes=SIZES):
-    """Yield (what was checked and its errors, whether they are within tolerance) for each of the sizes."""
+    """Yield (a line with the size and its errors, True if they are within tolerance) for each of the sizes."""
     for form, dtype, D, p, gated in sizes:
         name = f"{form} {str(dtype).removeprefix('torch.')} D={D} p={p}{' gated' if gated else ''}"
         found = errors(form, dtype, D, p, gated, LENGTH[form])
@@ -48,11 +48,11 @@ def errors(form, dtype, D, p, gated, T):
     inputs = list(qkv.split((2, 1, 1), dim=2))
     log_g = None
     if gated:
-        strong = (form, p) != ("chunked", 4)  # where bfloat16 does not follow: docs/kernels.md
+        strong = (form, p) != ("chunked", 4)  # bfloat16 is less exact there: docs/kernels.md
         log_g = torch.nn.functional.logsigmoid((3 if strong else 1) * make(1, T, 1) + 4)
         inputs.append(log_g)
     dy = make(1, T, 2, D).to(dtype)
-    torch.full((2**24,), float("nan"), device="cuda")  # whoever gets this memory next must write all of it
+    torch.full((2**24,), float("nan"), device="cuda")  # a kernel that reuses this memory must write all of it
     kernels = _quadratic if form == "quadratic" else _chunked
     results = []
     for attention, to in ((kernels, lambda x: x), (kernels, lambda x: x), (naive.quadratic, torch.Tensor.double)):
@@ -76,8 +76,10 @@ def _chunked(q, k, v, log_g=None, *, p):
 
 
 def kernel_failure(model, block_size, dtype):
-    """Return "" if the kernels that this GPT would train on agree with float64 on the current GPU, or if it uses none;
-    else what is wrong, in one line."""
+    """Return "" if the kernels that this GPT would train on agree with float64 on the current GPU, or if it uses none.
+
+    Otherwise return one line that says what is wrong.
+    """
     device, sizes = model.transformer.wte.weight.device.type, set()
     for block in model.transformer.h:
         plan = block.attn.mix.training_plan(block_size, dtype, device)
@@ -86,7 +88,7 @@ def kernel_failure(model, block_size, dtype):
             sizes.add((plan.form, dtype, c.head_dim, c.p, c.gated))
     try:
         return next(filter(None, (_failure(*size) for size in sizes)), "")
-    except Exception as error:  # no compiler, a Triton that does not fit: whatever it is, PyTorch still works
+    except Exception as error:  # such as a missing compiler or another Triton: PyTorch still works
         return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 

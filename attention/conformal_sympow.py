@@ -4,7 +4,7 @@ What it computes      y_i = sum_{j<=i} A_ij v_j,  A_ij proportional to b_ij (q_i
 The quadratic form    b_ij = product of gamma_m, c_ij = sum of beta_m, both over m = j+1..i, with one
                       beta_m = 1 + tanh(W_beta x_m) in (0, 2) a layer; with the positions u_i = beta_1 + ... + beta_i
                       it is sympow_gating on R(u_i theta) q_i and R(u_j theta) k_j
-What it keeps         sympow_gating's S and z, and u. Equivalently the state itself is scaled and rotated at every
+The state             sympow_gating's S and z, and u. Equivalently the state itself is scaled and rotated at every
                       token, S_i = S_{i-1} (gamma_i R-bar) + phi(k_i) v_i^T: a conformal map (proposition 3)
 
 "Conformal Transformations for Symmetric Power Transformers" (Kumar et al., 2025), sections 3.2 and 3.3. gate = "none"
@@ -21,7 +21,7 @@ from .sympow import Sympow, sympow_attention
 
 
 def conformal_sympow_attention(q, k, v, log_g, positions, *, p, base, form="auto", chunk_size=None):
-    """Compute sympow_attention of q and k that are not yet rotated, turned by learned positions.
+    """Compute sympow_attention with q and k rotated by learned positions; both are given without a rotation.
 
     positions [B, T] float64: the running sums of beta [B, T], the speed of rotation at each token; base is N.
     log_g [B, T, Hkv] or None: natural log of the gates. See `power_attention`.

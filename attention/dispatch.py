@@ -1,4 +1,4 @@
-"""The one decision of how power attention is computed: which form, in chunks of how many tokens, on the kernels or not.
+"""Decide how power attention is computed: in which form, in chunks of how many tokens, and on the kernels or not.
 
     plan(T, D, E, p, dtype=q.dtype, device_type="cuda", gated=True)     # Plan(form, chunk_size, on_kernels, reason)
 
@@ -13,8 +13,8 @@ import torch
 from .backend import cost, symmetric_power_dim, unsupported_reason
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
-# In PyTorch the quadratic form costs as much as the chunked one at T = 1.5 Dphi; on the kernels, where the chunked form
-# is PyTorch's still, at so many times that (measured on an H200, p=2, D=64).
+# In PyTorch both forms cost the same at T = 1.5 Dphi. If only the quadratic form has kernels, they cost the same at
+# this many times that length (measured on an H200, p=2, D=64).
 KERNEL_GAIN = {torch.bfloat16: 400, torch.float32: 5}
 
 
@@ -30,8 +30,8 @@ def plan(
 ):
     """Return the Plan for T tokens, head dimension D, values of width E and power p.
 
-    dtype: of q, k and v; gated: whether there is a log_g; form, chunk_size: what the caller asks for ("auto", None: the
-    cheapest); initial_state, return_state: whether there is one and whether one is wanted.
+    dtype is that of q, k and v; gated is True if there is a log_g; form and chunk_size are what the caller asks for
+    ("auto" and None: the cheapest); initial_state and return_state are True if a state is given and asked for.
     """
     not_quadratic = kernel_reason("quadratic", device_type, dtype, D, E, p)
     not_chunked = not_quadratic or kernel_reason("chunked", device_type, dtype, D, E, p)
@@ -53,20 +53,22 @@ def plan(
 
 
 def default_chunk_size(D, p):
-    """Return PyTorch's chunk: a power of two near Dphi / 2, where reading a chunk costs about what reading the state
-    does."""
+    """Return the chunk size for PyTorch: a power of two near Dphi / 2.
+
+    At that size attention inside a chunk costs about as much as reading the state.
+    """
     return min(1024, max(16, 2 ** (symmetric_power_dim(D, p) // 2).bit_length() // 2))
 
 
 def kernel_chunk_size(T, D, p, chunk_size=None, gated=True):
-    """Return the kernels' chunk, a multiple of 128: `chunk_size` rounded up, or by default the cost model's."""
+    """Return the kernels' chunk size, a multiple of 128: `chunk_size` rounded up, or by default the cost model's."""
     if chunk_size is None:
         return cost.chunk_size(T, D, p, gated)
     return min(-(-chunk_size // 128), -(-T // 128)) * 128
 
 
 def kernel_reason(form, device_type, dtype, D, E, p):
-    """Return why the kernels of this form cannot be used, or "". Warn, once for each reason, if a GPU goes without."""
+    """Return why the kernels of this form cannot be used, or "". Warn once for each reason if the device is a GPU."""
     if device_type != "cuda":
         return f"the tensors are on {device_type}"
     if dtype == torch.float64:

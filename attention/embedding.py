@@ -14,7 +14,7 @@ from .backend import symmetric_power_dim
 
 
 def tensor_power_embedding(x, p):
-    """x [..., d] -> [..., d^p], in row-major multi-index order; same dtype."""
+    """Return all products of p entries of x [..., d]: [..., d^p] in row-major multi-index order, in x's dtype."""
     phi = x
     for _ in range(p - 1):
         phi = (phi.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
@@ -22,7 +22,9 @@ def tensor_power_embedding(x, p):
 
 
 def symmetric_power_embedding(x, p):
-    """x [..., d] -> [..., C(d+p-1, p)], in lexicographic order of the non-decreasing multi-indices; same dtype.
+    """Return each distinct product of p entries of x [..., d] once: [..., C(d+p-1, p)] in x's dtype.
+
+    They are in lexicographic order of the non-decreasing multi-indices.
 
     Products of degree r+1 that start with x_i are x_i times the products of degree r whose first index is at least
     i, and in lexicographic order those are a tail of the list: no gather, hence no scattered sum in the gradient.

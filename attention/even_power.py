@@ -3,7 +3,7 @@
 What it computes      y_i = sum_{j<=i} A_ij v_j,  A_ij = (q_i . k_j)^p / sum_{l<=i} (q_i . k_l)^p,  p even
 The quadratic form    the one used here, as in section 2 of "Symmetric Power Transformers" (Buckman et al., 2024);
                       no logarithm and no epsilon: a row without any weight gives zeros
-What it keeps         every key and value, like softmax; sympow computes the same function with a state
+The state             every key and value, like softmax; sympow computes the same function with a state
 """
 
 from .dispatch import plan
@@ -15,13 +15,15 @@ from .variant import KVCacheVariant
 
 
 def even_power_attention(q, k, v, *, p, log_g=None):
-    """q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E] -> [B, T, H, E]; see `power_attention`."""
+    """Return y [B, T, H, E] for q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]; see `power_attention`."""
     return power_attention(q, k, v, log_g, p=p, form="quadratic")
 
 
 class EvenPower(KVCacheVariant):
-    """Even-power attention, and the base of the power variants, which differ from it in their form, their gates, their
-    positions and the function of their chapter that `attend` calls."""
+    """Even-power attention, and the base class of the other power variants.
+
+    They differ in their form, their gates, their positions and the function that `attend` calls.
+    """
 
     decodes_on_kernels = True
     form, chunk_size = "quadratic", None
@@ -35,7 +37,7 @@ class EvenPower(KVCacheVariant):
         return attend_and_append(q, k, v, log_g, positions, state, p=self.p)
 
     def attend(self, q, k, v, log_g, positions):
-        """Return y [B, T, H, D] in training: the chapter's function of q and k that are not yet rotated."""
+        """Return y [B, T, H, D] in training, from q and k that are not yet rotated."""
         q, k = self.rotate(q, k, positions)
         return even_power_attention(q, k, v, p=self.p, log_g=log_g)
 

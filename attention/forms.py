@@ -100,15 +100,14 @@ def accumulation_dtype(x):
 
 
 def _quadratic(q, k, v, gates, state, p):
-    """Sum over all pairs. q may hold only the last of the tokens in k. Rows go in blocks, each with the keys it
-    sees."""
+    """Sum over all causal pairs, in blocks of rows. q may hold only the last of the tokens in k."""
     B, Hkv, G, n, _ = q.shape
     m = k.shape[2]
     at_once = SCORES_AT_ONCE.get(q.device.type, 2**27)
-    rows = max(64, n // 4)  # four blocks leave out 3/8 of the pairs, which are not causal
-    # Where there are too many scores to exist at once there are too many to keep: each block computes its own again
+    rows = max(64, n // 4)  # with four blocks, 3/8 of the pairs are never computed because they are not causal
+    # If there are too many scores to exist at once, there are too many to save: each block computes its scores again
     # in the backward pass.
-    keep = B * Hkv * G * n * m <= at_once or not torch.is_grad_enabled()
+    save_scores = B * Hkv * G * n * m <= at_once or not torch.is_grad_enabled()
     if B * Hkv * G * rows * m > at_once // 4:
         rows = max(16, at_once // 4 // (B * Hkv * G * m))
     parts = []
@@ -117,7 +116,7 @@ def _quadratic(q, k, v, gates, state, p):
         seen = m - n + end
         block = partial(_block_of_rows, p=p, first=m - n + start)
         args = q[..., start:end, :], k[:, :, :seen], v[:, :, :seen], gates and gates.span(0, seen), state
-        parts.append(block(*args) if keep else checkpoint(block, *args, use_reentrant=False))
+        parts.append(block(*args) if save_scores else checkpoint(block, *args, use_reentrant=False))
     return _concatenate_rows(parts)
 
 
@@ -135,7 +134,7 @@ def _block_of_rows(q, k, v, gates, state, p, first):
     num, den = w @ v.unsqueeze(2), w.sum(-1)
     if state is not None:
         num_before, den_before = query_state(q, state, p)
-        if gates is not None:  # what the gates up to each query leave of the state before
+        if gates is not None:  # the decay of the state before, by the gates up to each query
             left = _decay(gates.span(first + 1, first + n), gates.span(0, 0), q.dtype).unsqueeze(2)  # [B, Hkv, 1, n, 1]
             num_before, den_before = num_before * left, den_before * left.squeeze(-1)
         num, den = num + num_before, den + den_before
@@ -143,7 +142,7 @@ def _block_of_rows(q, k, v, gates, state, p, first):
 
 
 def _chunked(q, k, v, gates, state, p, chunk_size):
-    """Go chunk by chunk: each reads itself and the state before it, then becomes part of the state."""
+    """Compute chunk by chunk: each chunk reads itself and the state before it, then becomes part of the state."""
     parts = []
 
     def chunk(q, k, v, gates, state):
@@ -153,7 +152,7 @@ def _chunked(q, k, v, gates, state, p, chunk_size):
     for start in range(0, T, chunk_size):
         end = min(start + chunk_size, T)
         args = q[..., start:end, :], k[:, :, start:end], v[:, :, start:end], gates and gates.span(start, end), state
-        # Only the states between chunks are kept for the backward pass, not the features.
+        # Only the states between chunks are saved for the backward pass, not the features.
         run = partial(checkpoint, chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk
         *part, state = run(*args)
         parts.append(part)
@@ -181,12 +180,11 @@ def update_state(k, v, p):
 
 
 def discumsum(u, g, first=None, *, reverse=False):
-    """Return the discounted cumulative sum over chunks: from what each chunk gave to the state before each, and the
-    last.
+    """Return the discounted cumulative sum over chunks: the state before each chunk, and the last one.
 
-    u [.., n, F], g [.., n] the product of each chunk's gates, first [.., F] or None: s_0 = first, s_{i+1} = g_i s_i +
-    u_i. Returns s_0 .. s_{n-1} [.., n, F] and s_n; with `reverse` it runs from the end and returns the state after each
-    chunk.
+    u [.., n, F] is what each chunk adds, g [.., n] the product of each chunk's gates, first [.., F] or None the state
+    before all: s_0 = first, s_{i+1} = g_i s_i + u_i. Returns s_0 .. s_{n-1} [.., n, F] and s_n; with `reverse` it runs
+    from the end and returns the state after each chunk.
     """
     state, states = torch.zeros_like(u[..., 0, :]) if first is None else first, []
     n = u.shape[-2]
@@ -214,11 +212,12 @@ def _state_after(state, k, v, gates, p):
 
 
 class GateSums(NamedTuple):
-    """log_g summed up, so that differences give decays; each tensor [B, Hkv, n+1] has at entry j the sum before token
-    j.
+    """Cumulative sums of log_g, whose differences are the logarithms of decays.
+
+    Entry j of each tensor [B, Hkv, n+1] is the sum before token j.
 
     total is the sum of the finite log_g in float64, of which only differences become float32 (a float32 sum is off by
-    6e-4 after 64k tokens); resets counts the log_g = -inf. Entry 0 is what stood before the first token.
+    6e-4 after 64k tokens); resets counts the log_g = -inf. Entry 0 is the sum before the first token.
     """
 
     total: torch.Tensor
@@ -237,7 +236,7 @@ def _sum_gates(log_g):
 
 
 def _decay(to, since, dtype, mask=None):
-    """Return exp of the log_g between, [B, Hkv, n, m] for n entries `to` and m entries `since`, zero across a reset."""
+    """Return exp of the sum of log_g in between, [B, Hkv, n, m] for n entries `to` and m `since`; 0 across a reset."""
     same = to.resets.unsqueeze(-1) == since.resets.unsqueeze(-2)
     between = (to.total.unsqueeze(-1) - since.total.unsqueeze(-2)).to(dtype)
     return between.masked_fill(~(same if mask is None else same & mask), float("-inf")).exp()
@@ -282,8 +281,10 @@ def _unit_factor(x, dim, at_least=None):
 
 
 def _scale_state(state, factor, half):
-    """Return the state of keys that are scaled by factor [B, Hkv, 1, 1]: times factor^p, in two halves for the
-    range."""
+    """Return the state for keys scaled by factor [B, Hkv, 1, 1].
+
+    It is multiplied by factor^(p/2) twice, since factor^p may be out of float32's range.
+    """
     if state is None:
         return None
     by = factor**half

@@ -1,7 +1,7 @@
 """Scalar gates: at each token a key/value head keeps a fraction gamma of its state.
 
     learned   gamma_t = sigmoid(W_gamma x_t + b), b starting at `gate_bias`       ("Conformal Transformations", 3.1)
-    fixed     gamma = exp(-m), one m = 2^(-8 h / Hkv) a head                      (which is ALiBi, appendix A.1)
+    fixed     gamma = exp(-m), m = 2^(-8 h / Hkv) for head h                      (which is ALiBi, appendix A.1)
 
 A weight w_ij is multiplied by the gates of the tokens j+1 .. i. Everything is in float32, outside autocast.
 """
@@ -18,7 +18,7 @@ class LearnedGate(nn.Module):
         self.b = nn.Parameter(torch.full((n_kv_head,), float(bias)))
 
     def forward(self, x):
-        """x [B, T, C] -> log gamma [B, T, Hkv], float32 or wider, <= 0."""
+        """Return log gamma [B, T, Hkv] <= 0, float32 or wider, for x [B, T, C]."""
         return F.logsigmoid(linear_fp32(x, self.W_gamma, self.b))
 
     def decoder_weights(self):
@@ -31,7 +31,7 @@ class FixedGate(nn.Module):
         self.register_buffer("log_g", -alibi_slopes(n_kv_head), persistent=False)
 
     def forward(self, x):
-        """x [B, T, C] -> log gamma [B, T, Hkv], the same at every token."""
+        """Return log gamma [B, T, Hkv], the same at every token, for x [B, T, C]."""
         return self.log_g.expand(*x.shape[:2], -1)
 
     def decoder_weights(self):
@@ -51,8 +51,10 @@ def make_gate(config):
 
 
 def linear_fp32(x, weight, bias=None):
-    """Return x W^T + b [..., n] for x [..., C] and weight [n, C], in float32 (float64 for float64 weights) whatever the
-    precision of matrix products: a sum of products, row by row of W, never becomes bf16 or tf32.
+    """Return x W^T + b [..., n] for x [..., C] and weight [n, C], in float32 (float64 for float64 weights).
+
+    That holds whatever the precision of matrix products is: a sum of products, row by row of W, never becomes bf16 or
+    tf32.
 
     On a GPU under autocast to bfloat16, x is rounded as for every other linear layer, and the product runs on the
     matrix unit as exactly as in float32; gradients then are autocast's. (Row by row it took 8 of 200 ms a step.)
@@ -69,8 +71,10 @@ def linear_fp32(x, weight, bias=None):
 
 @torch.library.custom_op("sympow::linear_fp32", mutates_args=())
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply x [N, C] bfloat16 by weight [n, C] float32 as the sum of three products: three bfloat16 hold a
-    float32."""
+    """Multiply x [N, C] bfloat16 by weight [n, C] float32 as the sum of three products.
+
+    The sum of three bfloat16 numbers can represent a float32 exactly.
+    """
     pieces, rest = [], weight
     for _ in range(3):
         pieces.append(rest.to(torch.bfloat16))

@@ -1,5 +1,4 @@
-"""How many bytes states and caches take, and whether the device has them: a refusal that names the bytes comes
-first."""
+"""Count the bytes of states and caches, and refuse, with that number, what would not fit into the device's memory."""
 
 import math
 import os
@@ -9,7 +8,7 @@ import torch
 from . import backend
 from .embedding import symmetric_power_dim
 
-SURELY_FREE = 2**30  # bytes of a GPU: asking how much is free takes longer than a launch
+SURELY_FREE = 2**30  # bytes: up to here a GPU is not asked how much is free, which takes longer than a launch
 
 
 def state_bytes(rows, D, E, p, dtype=torch.float32):
@@ -18,8 +17,10 @@ def state_bytes(rows, D, E, p, dtype=torch.float32):
 
 
 def switch_over_tokens(p, D, E, itemsize, dtype=torch.float32):
-    """Return how many tokens' keys and values, of itemsize bytes a number, take the memory of a PowerState of
-    `dtype`."""
+    """Return how many tokens' keys and values take as much memory as a PowerState of `dtype`.
+
+    itemsize is the number of bytes of an entry of a key or value.
+    """
     return math.ceil(state_bytes(1, D, E, p, dtype) / ((D + E) * itemsize))
 
 
@@ -53,10 +54,10 @@ def check_chunks_fit(q, k, p, chunk):
 
 
 def check_generation_fits(config, layer, max_new_tokens, num_samples, itemsize, state_dtype, device):
-    """Raise MemoryError if what `num_samples` sequences keep would not fit once they are `max_new_tokens` longer.
+    """Raise MemoryError if the states of `num_samples` sequences would not fit once they are `max_new_tokens` longer.
 
-    config: the model's; layer: the LayerState of one of its n_layer equal layers; itemsize: bytes of a number in the KV
-    cache; state_dtype: of S. The message names what would fit.
+    config is the model's, layer the LayerState of one of its n_layer equal layers, itemsize the bytes of a number in
+    the KV cache, state_dtype that of S. The message names settings that would fit.
     """
     c, D = config, config.head_dim
     heads, cached = c.n_layer * c.n_kv_head, layer.cached_tokens
@@ -86,9 +87,9 @@ def check_generation_fits(config, layer, max_new_tokens, num_samples, itemsize, 
 
 
 def free_memory(device):
-    """Return the bytes that could still be allocated: a GPU's free memory and torch's own cache, or all RAM."""
+    """Return the bytes that could still be allocated: a GPU's free memory and torch's unused cache, or all RAM."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats_as_nested_dict(device)  # memory_reserved() takes 0.2 ms to flatten it
-        now = lambda name: stats[name]["all"]["current"] if stats else 0  # nothing before the first tensor
+        now = lambda name: stats[name]["all"]["current"] if stats else 0  # empty before any tensor
         return torch.cuda.mem_get_info(device)[0] + now("reserved_bytes") - now("allocated_bytes")
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""Power attention as its definition reads: the specification that every faster form is compared with.
+"""Power attention computed as it is defined: the specification that every faster form is compared with.
 
     y = quadratic(q, k, v, log_g, p=2)                                  # every pair of tokens
     y, (S, z) = recurrent(q, k, v, log_g, p=2)                          # token by token, through the state

@@ -14,13 +14,15 @@ import torch
 
 
 def rotation_rates(d, base, device=None):
-    """Turns per unit of u for each pair, [d/2] float64: theta_i / (2 pi) = base^(-2(i-1)/d)."""
+    """Return the turns per unit of u for each pair, [d/2] float64: theta_i / (2 pi) = base^(-2(i-1)/d)."""
     return float(base) ** (-torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
 
 
 def rotation(u, d, base, dtype):
-    """What rotary multiplies x and its pairs' other entry with, each [..., T, d] in dtype, for u [..., T] float64:
-    cos, cos and -sin, sin of each angle."""
+    """Return the factors of x and of each entry's partner in its pair, for u [..., T] float64.
+
+    Both are [..., T, d] in dtype: (cos, cos) and (-sin, sin) of each pair's angle.
+    """
     turns = u.unsqueeze(-1) * rotation_rates(d, base, u.device)
     angle = (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
     cos, sin = angle.cos(), angle.sin()
@@ -40,7 +42,7 @@ def _(u, d, base, dtype):
 
 
 def rotary(x, u, base):
-    """R(u theta) x.
+    """Return R(u theta) x: x rotated by the positions u.
 
     x [B, T, H, D], D even; u [B, T] or [T] float64. Returns [B, T, H, D] in x's dtype (computed in float32, or in
     float64 when x is), differentiable in x and u.

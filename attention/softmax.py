@@ -2,7 +2,7 @@
 
 What it computes      y_i = sum_{j<=i} A_ij v_j,  A_ij = exp(q_i . k_j / sqrt(D)) / sum_{l<=i} exp(q_i . k_l / sqrt(D))
 The quadratic form    the only one: exp has no finite feature map
-What it keeps         every key and value: memory and time a token grow with the text
+The state             every key and value (KV cache): memory and time per token grow with the text
 """
 
 import torch

@@ -1,14 +1,14 @@
-"""What an attention keeps of the tokens so far, so that generation goes on from them without reading them again.
+"""The state of generation, from which a layer goes on without reading the earlier tokens again.
 
-State is what GPT asks of any layer's state. LayerState is the one of softmax and the power variants: a KV cache, and
-for those with a state a PowerState of the tokens before it.
+State is what GPT asks of any layer's state. LayerState is that of softmax and the power variants: a KV cache, and, for
+the variants with a recurrent form, a PowerState of the tokens before it.
 
     state = LayerState.empty(batch, device)
     y, state = attend_and_append(q, k, v, log_g, positions, state, p=2)      # again and again, any number of tokens
 
 Keys and values are cached until they take as much memory as the PowerState would (2,113 tokens for p=2 at head
 dimension 64 in bfloat16, 778,457 for p=4): `switch_over`. Then all of them are flushed into one, and again whenever
-FLUSH_EVERY new ones have gathered, so that time and memory a token are bounded however long the text.
+FLUSH_EVERY new ones have gathered, so that time and memory per token are bounded however long the text is.
 """
 
 import math
@@ -25,11 +25,14 @@ FLUSH_EVERY = 64
 
 @dataclass
 class State:
-    """The state of one layer. Subclass it as a dataclass whose tensors have the batch as their first dimension (None
-    for what is not there) and whose other fields can be written as JSON; the rest of generation follows from that."""
+    """The state of one layer.
+
+    Subclass it as a dataclass. The batch is the first dimension of its tensors, which are None if they are missing, and
+    its other fields can be written as JSON. The methods below follow from that.
+    """
 
     def tensors(self):
-        """Return {name: tensor} of the fields that hold one."""
+        """Return {name: tensor} of the fields that hold a tensor."""
         return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), torch.Tensor)}
 
     def settings(self):
@@ -58,7 +61,7 @@ class State:
 
 @dataclass
 class LayerState(State):
-    position: torch.Tensor  # [B] float64, of the newest token: their number, or the sum of a learned speed
+    position: torch.Tensor  # [B] float64, of the newest token: the number of tokens, or the sum of a learned speed
     k: torch.Tensor | None = None  # [B, n, Hkv, D] the cached keys, rotated
     v: torch.Tensor | None = None  # [B, n, Hkv, E] the cached values
     log_g: torch.Tensor | None = None  # [B, n, Hkv] of the cached tokens, None without gates and resets
@@ -73,7 +76,7 @@ class LayerState(State):
 
     @property
     def power(self):
-        """The PowerState of the tokens before the cached ones, or None."""
+        """Return the PowerState of the tokens before the cached ones, or None."""
         return None if self.S is None else PowerState(self.S, self.z)
 
     @property
@@ -81,7 +84,7 @@ class LayerState(State):
         return 0 if self.k is None else self.k.shape[1]
 
     def append(self, k, v, log_g, positions):
-        """Return the state with new tokens' keys, values and gates in its cache; positions [B, n] or [n] of theirs."""
+        """Return the state with new tokens' keys, values and gates in its cache; positions [B, n] or [n] are theirs."""
         position = positions[..., -1].expand_as(self.position)
         if self.k is not None:
             k, v = torch.cat((self.k, k), dim=1), torch.cat((self.v, v), dim=1)
@@ -89,12 +92,12 @@ class LayerState(State):
         return replace(self, k=k, v=v, log_g=log_g, position=position)
 
     def must_flush(self, p):
-        """Return whether the cache holds as many tokens as it may."""
+        """Return True if the cache holds as many tokens as it may."""
         limit = self.switch_over_limit(p, self.k.shape[-1], self.v.shape[-1], self.k.element_size())
         return self.cached_tokens >= limit
 
     def switch_over_limit(self, p, D, E, itemsize):
-        """Return how many tokens the cache holds before it is flushed; inf: it never is."""
+        """Return how many tokens the cache holds before it is flushed, or inf if it never is."""
         if self.switch_over in ("always", "never"):
             return 1 if self.switch_over == "always" else math.inf
         limit = switch_over_tokens(p, D, E, itemsize) if self.switch_over == "auto" else self.switch_over
@@ -119,8 +122,10 @@ def attend_and_append(q, k, v, log_g, positions, state, *, p):
 
 
 def count_positions(x, state, speed=None):
-    """Return the positions of the tokens of x [B, T, C], float64: 1, 2, 3, ... after the state's [T], or with a speed
-    [B, T] its running sums [B, T]."""
+    """Return the positions of the tokens of x [B, T, C], float64, counted on from the state's position.
+
+    They are 1, 2, 3, ... [T], or with a speed [B, T] its running sums [B, T].
+    """
     if speed is None:
         steps = torch.arange(1, x.shape[1] + 1, dtype=torch.float64, device=x.device)  # [T]
     else:

@@ -2,7 +2,7 @@
 
 What it computes      the same as even_power: (q . k)^p = phi(q) . phi(k), phi the symmetric power embedding
 The quadratic form    w_ij = (q'_i . k'_j)^p with q'_i = R(i theta) q_i, k'_j = R(j theta) k_j
-What it keeps         S_i = S_{i-1} + phi(k'_i) v_i^T   and   z_i = z_{i-1} + phi(k'_i),  C(D+p-1, p) (E+1) numbers a
+The state             S_i = S_{i-1} + phi(k'_i) v_i^T   and   z_i = z_{i-1} + phi(k'_i),  C(D+p-1, p) (E+1) numbers a
                       head, however long the text:  y_i = phi(q'_i) S_i / phi(q'_i) z_i
 
 "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), section 4; rotation: proposition 1 of Kumar et al., 2025.
@@ -13,7 +13,7 @@ from .power import power_attention
 
 
 def sympow_attention(q, k, v, *, p, log_g=None, form="auto", chunk_size=None):
-    """q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E] -> [B, T, H, E]; see `power_attention`."""
+    """Return y [B, T, H, E] for q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]; see `power_attention`."""
     return power_attention(q, k, v, log_g, p=p, form=form, chunk_size=chunk_size)
 
 

@@ -2,7 +2,7 @@
 
 What it computes      y_i = sum_{j<=i} A_ij v_j,  A_ij proportional to b_ij (q'_i . k'_j)^p
 The quadratic form    b_ij = product of gamma_m over m = j+1..i,  gamma_m = sigmoid(W_gamma x_m + b) per key/value head
-What it keeps         S_i = gamma_i S_{i-1} + phi(k'_i) v_i^T   and   z_i = gamma_i z_{i-1} + phi(k'_i)
+The state             S_i = gamma_i S_{i-1} + phi(k'_i) v_i^T   and   z_i = gamma_i z_{i-1} + phi(k'_i)
 
 "Conformal Transformations for Symmetric Power Transformers" (Kumar et al., 2025), section 3.1 and proposition 2.
 """

@@ -27,16 +27,16 @@ from .state import LayerState, count_positions
 
 
 class Variant(nn.Module):
-    gates = ("none",)  # the settings of `gate` that it takes; gate=auto means the first
-    # Whether decoder.py may generate with it on the GPU kernels of power attention. It holds for the class that says so
-    # and is not inherited: a subclass computes something else. Without it, generation steps through `forward`.
+    gates = ("none",)  # the allowed settings of `gate`; gate=auto means the first
+    # True if decoder.py may generate with it on the GPU kernels of power attention. Only the class itself is asked, not
+    # its base classes, because a subclass computes something else. Otherwise generation steps through `forward`.
     decodes_on_kernels = False
-    # At how many cached tokens a KV cache is replaced by a state: "auto", "always", "never" or a number; None: there is
-    # no KV cache, or no such choice.
+    # The number of cached tokens at which a state replaces the KV cache, or "auto", "always" or "never"; None if there
+    # is no KV cache, or no such choice.
     switch_over = None
 
     def __init__(self, config):
-        """config: a model.GPTConfig (n_embd, n_head, n_kv_head, head_dim, p, rope_base, gate, ...)."""
+        """Store config, a model.GPTConfig (n_embd, n_head, n_kv_head, head_dim, p, rope_base, gate, ...)."""
         super().__init__()
         self.config, self.p, self.rope_base = config, config.p, config.rope_base
 
@@ -48,14 +48,14 @@ class Variant(nn.Module):
         """Attend causally.
 
         x [B, T, n_embd] is the layer's normalised input, q [B, T, H, D], k and v [B, T, Hkv, D] its projections, not
-        rotated; resets [B, T] bool or None: a token where it is true sees nothing before it. state: what this layer
-        keeps of the tokens before, or None in training.
+        rotated; resets [B, T] bool or None: a token where it is true sees nothing before it. state: the State of the
+        tokens before, or None in training.
         Returns (y [B, T, H, D], the state after these tokens, or None if there was none).
         """
         raise NotImplementedError
 
     def empty_state(self, batch, device, switch_over=None):
-        """Return the State before any token of `batch` sequences. switch_over: in place of the variant's own."""
+        """Return the State before any token of `batch` sequences. switch_over replaces the variant's own, if given."""
         raise NotImplementedError
 
     def log_gates(self, x):
@@ -68,16 +68,18 @@ class Variant(nn.Module):
         return count_positions(x, state)
 
     def statistics(self, x):
-        """Return {name: number} of what it has learned, for the inputs x [B, T, n_embd]; logged at every evaluation."""
+        """Return {name: number} to log at every evaluation, such as the mean gate for the inputs x [B, T, n_embd]."""
         return {}
 
     def training_plan(self, block_size, dtype, device_type):
-        """Return the dispatch.Plan of power attention that training takes, or None if this is something else."""
+        """Return the dispatch.Plan by which training computes power attention, or None for another attention."""
         return None
 
     def attention_flops(self, block_size, dtype, device_type):
-        """Return the FLOPs of its own products for one training token, forward and backward. The default is that of
-        all causal pairs."""
+        """Return the FLOPs of its own products for one training token, forward and backward.
+
+        The default counts all causal pairs.
+        """
         return 6 * block_size * self.config.n_head * self.config.head_dim
 
     def decoder_weights(self):
@@ -87,16 +89,16 @@ class Variant(nn.Module):
 
     def check_memory(self, state, max_new_tokens, num_samples, itemsize, state_dtype, device):
         """Raise MemoryError if generation from `state` would not fit; asked before the prompt is read. itemsize: bytes
-        of a number in a KV cache, state_dtype: of states between flushes. The default does not know and lets it try."""
+        of a number in a KV cache, state_dtype: of states between flushes. The default checks nothing."""
 
 
 class KVCacheVariant(Variant):
-    """A Variant that keeps a LayerState: a KV cache and, where switch_over is not "never", a PowerState behind it."""
+    """A Variant whose state is a LayerState: a KV cache and, unless switch_over is "never", a PowerState before it."""
 
     switch_over = "never"
 
     def rotate(self, q, k, positions):
-        """Return q and k turned by their positions."""
+        """Return q and k rotated by their positions."""
         return rotary(q, positions, self.rope_base), rotary(k, positions, self.rope_base)
 
     def empty_state(self, batch, device, switch_over=None):
