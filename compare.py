@@ -1,4 +1,4 @@
-"""Compare runs: a table of where they ended and a picture of how they got there.
+"""Compare runs: print a table of their final losses and speeds, and plot their loss curves.
 
     python compare.py out/softmax out/sympow_p4
     python compare.py out/* --names softmax,p=4,"p=4 gated" --png docs/loss.png --markdown
@@ -28,7 +28,7 @@ def read_losses(folder):
         refuse(f"{folder}: " + ("no metrics.jsonl in it" if Path(folder).is_dir() else "no such run folder"))
     train, val = {}, {}
     for line in map(json.loads, whole_lines(path)):
-        # A resumed run repeats the steps since its checkpoint: the later line is the one it went on from.
+        # A resumed run repeats the steps since its checkpoint; the later line of a step is the valid one.
         for key, lines in (("train_loss", train), ("val_loss", val)):
             if isinstance(line.get(key), (int, float)):
                 lines[line["step"]] = line
@@ -64,7 +64,7 @@ def summarise(name, train, val):
 
 def table(rows):
     """Return (header, cells) as strings, one list of cells for each run."""
-    # Training losses are compared if a run has no evaluation of its last step, because it is going on or was cut.
+    # Compare training losses if a run was not evaluated at its last step, because it is going on or was killed.
     kind = "val" if all(row["val"] is not None and row["val_step"] == row["steps"] for row in rows) else "train"
     base = rows[0][kind]
     header = ["run", "steps", "tokens", "train loss", "val loss", f"{kind} vs first", "tokens/s"]
@@ -120,7 +120,7 @@ def markdown(header, cells):
 
 
 def choose_names(folders, names):
-    """Return a different name for each run: the names given, or those of the folders, or else their whole paths."""
+    """Return a different name for each run: the given names, or the names of the folders, or else their whole paths."""
     if names:
         chosen = names.split(",")
         if len(chosen) != len(folders):

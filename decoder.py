@@ -1,13 +1,13 @@
-"""Token after token on a GPU: the buffers that kernels/decode.py works on, and the CUDA graph of a token.
+"""Generate token after token on a GPU: the buffers of kernels/decode.py, and the CUDA graph of a token.
 
     decoder = Decoder(model, state, sampler, max_new_tokens=500)     # state: a ModelState, from reading the prompt
     for ids in decoder.tokens(500): ...                              # [B] int64 on the CPU
     state = decoder.state()                                          # a ModelState again
 
 The graph holds the whole token, from its row of the embedding to the next one's id; the host launches it and reads ids
-that are a token or two old, so that neither waits for the other. A flush is launched between two tokens. It generates
-with variants that decode on the kernels (attention/variant.py), whose state is a LayerState: here in buffers of a fixed
-size, a KV cache until it takes as much memory as a state, then the state and a cache of FLUSH_EVERY tokens.
+that are a token or two old, so that GPU and host do not wait for each other. A flush is launched between two tokens. It
+generates with variants that decode on the kernels (attention/variant.py), whose state is a LayerState: here in buffers
+of a fixed size, a KV cache until it takes as much memory as a state, then the state and a cache of FLUSH_EVERY tokens.
 """
 
 from dataclasses import dataclass
@@ -39,13 +39,14 @@ class Decoder:
     def __init__(
         self, model, state, sampler, max_new_tokens, dtype=None, num_samples=1, state_dtype=torch.float32
     ):  # fmt: skip
-        """model: a GPT, its weights in dtype (default: the embedding's), S of its states between flushes in
-        state_dtype.
+        """Allocate the buffers and copy the weights and `state` into them.
 
+        model: a GPT, whose weights become dtype (default: the embedding's), and S between flushes state_dtype.
         sampler: called with logits [B, >= vocab_size], -inf beyond the vocabulary, and the buffer of ids [B], it writes
         the next ones there (in a CUDA graph); its prepare() is called before, its `at` is a tensor that sampling
-        changes. num_samples: of each of the state's sequences. Raises MemoryError if it will not fit, before it
-        allocates."""
+        changes. num_samples: how often each of the state's sequences is continued. Raises MemoryError before it
+        allocates if the buffers would not fit.
+        """
         self.c, self.sampler, self.n_tokens = model.config, sampler, state.n_tokens
         w = model.transformer.wte.weight
         self.device, self.dtype = w.device, dtype or w.dtype
@@ -67,7 +68,9 @@ class Decoder:
         self.padded.fill_(float("-inf"))
         self.logits = self.padded[:, : c.vocab_size]
         self.ids, self.count = new(self.B, dtype=torch.int64), new(1, dtype=torch.int32)
-        self._allocate([layer.repeat(num_samples) for layer in layers])  # a copy: the caller's state stays as it is
+        self._allocate(
+            [layer.repeat(num_samples) for layer in layers]
+        )  # a copy, so that the caller's state is not changed
         if self.cached >= self.limit:
             self._flush()
 
@@ -91,7 +94,7 @@ class Decoder:
     # ---- the state in buffers
 
     def _allocate(self, layers):
-        """Make buffers that hold these LayerStates and as many tokens more as will be cached."""
+        """Allocate buffers for these LayerStates and the tokens that will be cached."""
         c, D, n = self.c, self.c.head_dim, layers[0].cached_tokens
         self.limit = layers[0].switch_over_limit(c.p, D, D, self.dtype.itemsize)
         C = int(max(n, min(self.limit, n + self.tokens_left)))
@@ -108,7 +111,7 @@ class Decoder:
         self.count.fill_(n)
 
     def _layer_buffers(self, layer, n, C):
-        """Return a LayerState with n cached tokens as LayerBuffers with room for C."""
+        """Return a LayerState with n cached tokens as LayerBuffers for C tokens."""
         B, H, D, power = self.B, self.c.n_kv_head, self.c.head_dim, layer.power
         new = lambda *shape, dtype: torch.zeros(shape, dtype=dtype, device=self.device)
         cache = (*(new(B, C, H, D, dtype=self.dtype) for _ in range(2)),)
@@ -140,7 +143,7 @@ class Decoder:
         return layer
 
     def bytes(self):
-        """Return the bytes of the state's buffers; asked at every token."""
+        """Return the bytes of the state's buffers; called at every token, so it must be cheap."""
         return self._bytes
 
     # ---- a token
@@ -165,8 +168,11 @@ class Decoder:
         self.sampler(self.padded, self.ids)
 
     def capture(self):
-        """Capture the token as a CUDA graph, on a GPU. It runs once before, to compile; what that changes is put back,
-        but for entry n of the cache, which the next token writes."""
+        """Capture the token as a CUDA graph, on a GPU.
+
+        It runs once before, to compile. What that run changes is restored, except entry n of the cache, which the next
+        token writes.
+        """
         if self.device.type != "cuda":
             return
         changed = [self.ids, self.count, self.sampler.at, *(layer.position for layer in self.layers)]
@@ -184,7 +190,7 @@ class Decoder:
         self.graph = graph
 
     def step(self):
-        """Read `ids`, and put the next ones in their place."""
+        """Read the tokens `ids` and overwrite them with the next ones."""
         self.sampler.prepare()
         if self.device.type != "cuda":
             self._token()
@@ -197,7 +203,7 @@ class Decoder:
             self._flush()
 
     def _flush(self):
-        """Make the cached tokens part of the states; the first time make the states, after which the cache shrinks."""
+        """Flush the caches into the states. The first flush allocates the states and then smaller caches."""
         c, first = self.c, self.layers[0].power is None
         if first:
             shape = self.B, c.n_kv_head, symmetric_power_dim(c.head_dim, c.p)
@@ -216,7 +222,7 @@ class Decoder:
             self._allocate(states)
 
     def tokens(self, n):
-        """Yield n times the ids [B] that were sampled, on the CPU; the first are those in `ids` already."""
+        """Yield the sampled ids [B], on the CPU, n times; the first are already in `ids`."""
         cuda, waiting = self.device.type == "cuda", []
         for i in range(n):
             if cuda:
@@ -235,7 +241,7 @@ class Decoder:
 
 
 def _when_copied(ids, event):
-    """Return ids once their copy to the CPU is done."""
+    """Wait for the copy of ids to the CPU, and return them."""
     if event:
         event.synchronize()
     return ids

@@ -1,4 +1,4 @@
-"""Say what this machine has, what is wrong with it, and how to mend it.
+"""Report what this machine has, what is wrong with it, and how to fix it.
 
     make doctor        # or: python doctor.py
 
@@ -39,7 +39,7 @@ class Facts:
     torch_error: str = ""  # why it cannot be imported
     cuda_build: str | None = None  # CUDA (or ROCm) version that torch was built for; None for a CPU build
     cuda_available: bool = False
-    cuda_error: str = ""  # what torch says when it cannot start CUDA
+    cuda_error: str = ""  # torch's error when it cannot start CUDA
     torch_gpus: list[str] = field(default_factory=list)
     triton: str | None = "3.7.0"
     triton_wanted: str = "triton"  # the requirement that the installed torch names
@@ -99,7 +99,7 @@ def output(*command):
 
 
 def find_compiler():
-    """Return path and version of the compiler that Triton would take ($CC, then gcc, then clang), or None."""
+    """Return path and version of the compiler that Triton would use ($CC, then gcc, then clang), or None."""
     for name in filter(None, [os.environ.get("CC"), "gcc", "clang", "cc"]):
         path = shutil.which(name)
         if path:
@@ -175,7 +175,7 @@ def try_compile():
 
 
 def try_kernels():
-    """Compare the kernels with float64; return {a kernel, its size and its errors: "" or what is wrong}.
+    """Compare the kernels with float64; return {line with a kernel, its size and errors: "" or what is wrong}.
 
     Sizes that the kernels do not support on this GPU are left out.
     """
@@ -230,7 +230,7 @@ def report(facts):
 
 
 def problems(facts):
-    """Return one line for each thing that is wrong: what it is, and how to mend it."""
+    """Return one line for each thing that is wrong: what it is, and how to fix it."""
     found = []
     pip = f"{facts.executable} -m pip install"
     if facts.torch is None:
@@ -286,7 +286,7 @@ def why_torch_sees_no_gpu(facts, pip):
 
 
 def version_fits(torch_version):
-    """Return whether a version of torch is within the range TORCH."""
+    """Return True if a version of torch is within the range TORCH."""
     low, high = ([int(n) for n in bound.split(".")] for bound in re.findall(r"[\d.]+", TORCH))
     return low <= [int(n) for n in re.findall(r"\d+", torch_version)[:2]] < high
 

@@ -1,4 +1,4 @@
-"""Measure the loss by position: what a model gains from its context, and what happens beyond its training length.
+"""Measure the loss by position: how much a model gains from its context, also beyond its training length.
 
     python evaluate.py                                                     # the newest run, 4 times its context
     python evaluate.py --out_dir=out/softmax,out/sympow_gating_p2 --length=65536 --documents=16

@@ -1,4 +1,4 @@
-"""Token ids in, token ids out: what sample.py, and train.py for its samples, generate with. It knows nothing of text.
+"""Generate token ids from token ids, for sample.py and for the samples of train.py. Text is none of its business.
 
     for ids in generate(model, prompt_ids, max_new_tokens=100, num_samples=2): ...     # a list of num_samples ids
 
@@ -14,7 +14,7 @@ import torch
 
 from attention.dispatch import kernel_reason
 
-PIECE = {"cuda": 32768, "cpu": 1024}  # tokens of a prompt that are read at once
+PIECE = {"cuda": 32768, "cpu": 1024}  # tokens of a prompt that are read in one call
 
 
 def generate(
@@ -24,11 +24,11 @@ def generate(
     """Yield the next token of each sample, a list of num_samples ids, max_new_tokens times.
 
     ids: the prompt. It is read once; every sample then goes on from there by itself. before: (logits, ModelState) after
-    what was read before the prompt; without it the prompt has at least one id. temperature: 0 takes the likeliest
-    token; top_k (0: all) and top_p (1: all) bound the choice. Sample i draws with numbers of its own, from seed + i.
-    switch_over: cached tokens that become a state (default: the attention's own); state_dtype: of states between
-    flushes, on the kernels. cuda_graph: generate with decoder.py on a GPU. Raises MemoryError before anything is read
-    if what generation keeps will not fit.
+    the text before the prompt; without it the prompt must have at least one id. temperature: 0 always takes the
+    likeliest token; top_k (0: all) and top_p (1: all) bound the choice. Sample i has its own random numbers, from
+    seed + i. switch_over: the number of cached tokens at which a state replaces the KV cache (default: the attention's
+    own); state_dtype: that of states between flushes, on the kernels. cuda_graph: generate with decoder.py on a GPU.
+    Raises MemoryError before anything is read if the state of generation will not fit.
     """
     device = model.transformer.wte.weight.device
     timings = timings or Timings(device)
@@ -45,7 +45,7 @@ def generate(
         from decoder import Decoder  # Triton is not everywhere
 
         decoder = Decoder(model, state, sampler, max_new_tokens, cache_dtype(model), num_samples, state_dtype)
-        del state  # what one sequence keeps need not be there twice
+        del state  # free it: the decoder has a copy of its own
         sampler.prepare()
         sampler(logits, decoder.ids)
         if max_new_tokens > 1:
@@ -86,7 +86,7 @@ def read_prompt(
 
 
 def decodes_on_kernels(model):
-    """Return whether decoder.py can generate with this model here: on a GPU, all layers by a variant that says so."""
+    """Return True if decoder.py can generate with this model: it is on a GPU, and all its layers allow it."""
     c, device = model.config, model.transformer.wte.weight.device.type
     variants = [type(block.attn.mix) for block in model.transformer.h]
     if device != "cuda" or not all(vars(variant).get("decodes_on_kernels", False) for variant in variants):
@@ -95,21 +95,23 @@ def decodes_on_kernels(model):
 
 
 def cache_dtype(model):
-    """Return the dtype of cached keys and values: autocast's where it is on, else that of the weights."""
+    """Return the dtype of cached keys and values: autocast's if it is on, else that of the weights."""
     weight = model.transformer.wte.weight
     kind = weight.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 class Sampler:
-    """Samples one token for each of num_samples rows of logits, row i with the numbers of its own generator, of seed +
-    i, whatever the batch and the device. They are made on the CPU, many at a time, so that a CUDA graph can hold a
-    call."""
+    """Samples one token for each of num_samples rows of logits.
 
-    NUMBERS = 1024  # that are made at a time
+    Row i uses the numbers of its own generator, of seed + i, whatever the batch and the device are. They are made on
+    the CPU, many at a time, so that a call can be captured in a CUDA graph.
+    """
+
+    NUMBERS = 1024  # made at a time for each row
 
     def __init__(self, device, num_samples=1, on_kernel=False, *, seed=1337, temperature=0.8, top_k=200, top_p=1.0):
-        """on_kernel: sample on the GPU kernel, which takes logits that are padded with -inf too."""
+        """Set up the generators. on_kernel: sample on the GPU kernel, which also takes logits padded with -inf."""
         self.options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
         self.kernel, self.used = None, 0
         if on_kernel:
@@ -118,10 +120,10 @@ class Sampler:
             self.kernel = sampling.sample_next_token
         self.generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
         self.numbers = torch.empty(num_samples, self.NUMBERS, dtype=torch.float64, device=device)
-        self.at = torch.zeros(1, dtype=torch.int64, device=device)  # the number that is next
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)  # index of the next number
 
     def prepare(self):
-        """Make new numbers if all are used; to be called before each token, outside of a CUDA graph."""
+        """Make new numbers if all are used. Call it before each token, outside of a CUDA graph."""
         if self.used % self.NUMBERS == 0:
             new = [torch.rand(self.NUMBERS, generator=g, dtype=torch.float64) for g in self.generators]
             self.numbers.copy_(torch.stack(new))
@@ -140,7 +142,7 @@ class Sampler:
 def sample_next_token(logits, u, *, temperature, top_k, top_p):
     """Return one token [N] int64 for each row of logits [N, vocab_size], by the numbers u [N, 1] float64 in [0, 1).
 
-    Of tokens as likely as the last one that top_k or top_p takes, all are taken.
+    All tokens that are as likely as the last one within top_k or top_p count as within.
     """
     if temperature == 0:
         return logits.argmax(-1)
@@ -150,7 +152,7 @@ def sample_next_token(logits, u, *, temperature, top_k, top_p):
     probabilities = logits.softmax(-1)
     if top_p < 1:
         values = probabilities.sort(descending=True).values
-        enough = values.cumsum(-1) - values >= top_p  # those before a token already have top_p
+        enough = values.cumsum(-1) - values >= top_p  # left out if the tokens before it already have top_p
         least = values.masked_fill(enough, 1).amin(-1, keepdim=True)
         probabilities = probabilities.masked_fill(probabilities < least, 0)
     total = probabilities.double().cumsum(-1)
@@ -159,7 +161,7 @@ def sample_next_token(logits, u, *, temperature, top_k, top_p):
 
 
 class Timings:
-    """Seconds that the prompt and each token took, measured when the device has done them."""
+    """Records the seconds that the prompt and each token took, until the device has finished them."""
 
     def __init__(self, device):
         self.device, self.prefill, self.steps, self.state_bytes, self.last = device, 0.0, [], 0, 0.0

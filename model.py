@@ -22,7 +22,7 @@ from attention import ATTENTIONS
 from attention.dispatch import FORMS
 from attention.state import State
 
-LOSS_TOKENS = 16384  # logits of so many tokens, or a 16th of all, exist at any time: 1.6 GB of bfloat16 for GPT-2
+LOSS_TOKENS = 16384  # logits of this many tokens, or of a 16th of all, exist at any time: 1.6 GB of bfloat16 for GPT-2
 
 
 @dataclass
@@ -43,7 +43,7 @@ class GPTConfig:
     chunk_size: int = 0  # tokens a chunk in the chunked form; 0: chosen from p and head_dim
     rope_base: float = 65536.0  # N of the rotation: the longest document
     reset_token: int = -1  # forget everything at this token id; -1: never (set by train.py's pack)
-    activation_checkpointing: bool = False  # keep one activation a block, compute the rest again in the backward pass
+    activation_checkpointing: bool = False  # save one activation per block, compute the rest again in the backward pass
 
     def __post_init__(self):
         for name in ("n_layer", "n_head", "n_embd", "vocab_size"):
@@ -86,7 +86,7 @@ class GPTConfig:
 
     @property
     def gated(self):
-        """Whether attention gets log_g: learned or fixed gates, or resets between packed documents."""
+        """True if attention gets log_g, from learned or fixed gates or from resets between packed documents."""
         return self.gate != "none" or self.reset_token >= 0
 
     @property
@@ -96,7 +96,7 @@ class GPTConfig:
 
 @dataclass
 class ModelState:
-    """What generation keeps of the tokens so far: the State of each layer, and how many tokens have been read."""
+    """The state of generation: the State of each layer, and how many tokens have been read."""
 
     layers: list[State]
     n_tokens: int = 0
@@ -111,13 +111,17 @@ class ModelState:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Compute the head and its loss piece by piece. The forward pass makes the gradients too, so that no logits are
-    kept or made twice."""
+    """Compute the head and its loss piece by piece.
+
+    The forward pass computes the gradients too, so that logits are neither saved nor computed twice.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, differentiate):
-        """Return the mean loss of x [N, C] and targets [N] (-1 is left out), for weight [V, C], of which the first
-        vocab_size rows count."""
+        """Return the mean loss of x [N, C] and targets [N] (-1 is left out), for weight [V, C].
+
+        Only the first vocab_size rows of weight count.
+        """
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
         w, total, dxs, dw = weight.to(dtype), 0, [], torch.zeros_like(weight)
@@ -193,7 +197,7 @@ class GPT(nn.Module):
         self.config = config
         self.transformer = nn.ModuleDict(
             dict(
-                wte=nn.Embedding(config.padded_vocab_size, config.n_embd),  # the head too
+                wte=nn.Embedding(config.padded_vocab_size, config.n_embd),  # counts as the head too
                 ln_wte=nn.LayerNorm(config.n_embd, bias=config.bias),
                 h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
                 ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
@@ -202,8 +206,10 @@ class GPT(nn.Module):
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
-        """Initialise as GPT-2: normal 0.02, and 0.02 / sqrt(2 n_layer) where a block adds to the residual. Gates set
-        their own."""
+        """Initialise as GPT-2: normal 0.02, and 0.02 / sqrt(2 n_layer) where a block adds to the residual.
+
+        Gates initialise themselves.
+        """
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -212,8 +218,11 @@ class GPT(nn.Module):
             nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
     def empty_state(self, batch, switch_over=None):
-        """Return the ModelState before any token. switch_over: the number of cached tokens at which a KV cache becomes
-        a state ("always": at once); by default the attention's own."""
+        """Return the ModelState before any token.
+
+        switch_over: the number of cached tokens at which a state replaces the KV cache ("always": from the first token
+        on); by default the attention's own.
+        """
         device = self.transformer.wte.weight.device
         return ModelState([block.attn.mix.empty_state(batch, device, switch_over) for block in self.transformer.h])
 
@@ -230,18 +239,18 @@ class GPT(nn.Module):
         return output if state is None else (*output, state)
 
     def step(self, ids, state):
-        """Read one token each: ids [B] -> (logits [B, vocab_size] of the next, the state after it)."""
+        """Read one token per sequence, ids [B]; return (logits [B, vocab_size] of the next, the state after it)."""
         return self.read(ids.unsqueeze(1), state)
 
     def read(self, ids, state, piece=1024):
-        """Read ids [B, T], `piece` tokens at a time -> (logits [B, vocab_size] of the next token, the state after)."""
+        """Read ids [B, T], `piece` at a time; return (logits [B, vocab_size] of the next token, the state after)."""
         for part in ids.split(piece, dim=1):
             x, state = self.hidden(part, state)
-            last, x = x[:, -1].clone(), None  # before the next piece needs the memory
+            last, x = x[:, -1].clone(), None  # free it before the next piece needs the memory
         return self.logits(last), state
 
     def hidden(self, ids, state=None):
-        """Return what the head reads, [B, T, n_embd], and the state after the tokens ids [B, T] (None without one)."""
+        """Return the head's input [B, T, n_embd] and the state after the tokens ids [B, T] (None without one)."""
         x = self.transformer.ln_wte(self.transformer.wte(ids))
         x = F.dropout(x, self.config.dropout, self.training)
         resets = None if self.config.reset_token < 0 else ids == self.config.reset_token
@@ -255,21 +264,22 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x), state and ModelState(layers, state.n_tokens + ids.shape[1])
 
     def logits(self, x):
-        """Return [..., vocab_size] for x [..., n_embd]: the vocabulary's padding is cut off, no tokenizer decodes
-        it."""
+        """Return [..., vocab_size] for x [..., n_embd]; the vocabulary's padding, which has no text, is cut off."""
         return F.linear(x, self.transformer.wte.weight)[..., : self.config.vocab_size]
 
     def loss(self, x, targets):
         """Return the mean cross entropy of x [B, T, n_embd] and targets [B, T], -1 left out."""
         x, weight = x.flatten(0, 1), self.transformer.wte.weight
-        # asked here: inside, gradients are always off, and needs_input_grad is true in evaluation too
+        # checked here, because inside gradients are always off and needs_input_grad is true in evaluation too
         differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         return LinearCrossEntropy.apply(x, weight, targets.flatten(), self.config.vocab_size, differentiate)
 
     @torch.no_grad()
     def statistics(self, ids):
-        """Return what the layers do with ids [B, T], {name: [a number for each layer that has it]}: "gate", the mean of
-        gamma, "beta", the mean speed of rotation, and whatever else an attention reports."""
+        """Return {name: [one number for each layer that reports it]} for the input ids [B, T].
+
+        Names are "gate" (mean of gamma), "beta" (mean speed of rotation) and others that an attention reports.
+        """
         found, resets = {}, None if self.config.reset_token < 0 else ids == self.config.reset_token
         x = self.transformer.ln_wte(self.transformer.wte(ids))
         for block in self.transformer.h:
@@ -282,8 +292,11 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, block_size, dtype=torch.bfloat16):
-        """Return the FLOPs of one training token, forward and backward: 6 for each weight that is multiplied, and the
-        attention's own products in the form that is used, over the half of the pairs that is causal."""
+        """Return the FLOPs of one training token, forward and backward.
+
+        They are 6 for each weight that is multiplied, and the attention's own products, over causal pairs, in the form
+        that is used.
+        """
         weights = sum(p.numel() for p in self.parameters() if p.dim() == 2)
         device = self.transformer.wte.weight.device.type
         return 6 * weights + sum(b.attn.mix.attention_flops(block_size, dtype, device) for b in self.transformer.h)

@@ -1,4 +1,4 @@
-"""Generate text from a trained run, at a cost a token that does not grow with the context (for the sympow variants).
+"""Generate text from a trained run, at a constant cost per token, whatever the context (for the sympow variants).
 
     python sample.py                                            # the newest run, one sample
     python sample.py --out_dir=out/demo --prompt="def " --num_samples=3 --max_new_tokens=200
@@ -6,8 +6,8 @@
     python sample.py --prompt=FILE:book.txt --save_state=book.state --max_new_tokens=0       # read once,
     python sample.py --load_state=book.state --prompt="Question: "                          # ask many times
 
-The model reads the end-of-text token, then the prompt, then its own tokens one by one: attention/state.py says what it
-keeps of them, generate.py how the next token is sampled.
+The model reads the end-of-text token, then the prompt, then its own tokens one by one: attention/state.py describes the
+state after them, generate.py samples the next token.
 """
 
 import json
@@ -34,11 +34,11 @@ class SampleConfig:
     temperature: float = 0.8  # 0: always the likeliest token
     top_k: int = 200  # only the k likeliest tokens; 0: all
     top_p: float = 1.0  # only the likeliest tokens that together have this probability; 1: all
-    seed: int = 1337  # sample i draws with seed + i
+    seed: int = 1337  # sample i is generated with seed + i
     save_state: str = ""  # a file for the state after the prompt
     load_state: str = ""  # such a file: the prompt goes on from there
     form: str = "auto"  # auto: a KV cache until a state is cheaper; recurrent: a state from the first token on
-    switch_over: int = 0  # cached tokens that become a state; 0: as many as take a state's memory
+    switch_over: int = 0  # cached tokens at which a state replaces the KV cache; 0: as many as take its memory
     state_dtype: str = "float32"  # or bfloat16: on a GPU states take half the memory, and are rounded at every flush
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
@@ -77,7 +77,7 @@ def main():
 
 
 def write_samples(model, tokenizer, cfg, text, prompt, before, switch_over, timings):
-    """Print the samples: one while it is generated, several when all are there."""
+    """Print the samples: a single one while it is generated, several when all are finished."""
     sizes = dict(max_new_tokens=cfg.max_new_tokens, num_samples=cfg.num_samples)
     sizes |= dict(state_dtype=getattr(torch, cfg.state_dtype), switch_over=switch_over, timings=timings)
     decoders, texts = [tokenizer.stream() for _ in range(cfg.num_samples)], [text] * cfg.num_samples
@@ -134,12 +134,12 @@ def read_text(prompt):
 
 
 def choose_switch_over(model, cfg):
-    """Return at how many cached tokens a state takes the cache's place, as cfg says; refuse where there is no state."""
+    """Return the number of cached tokens at which a state replaces the KV cache; refuse if there is no state."""
     own = {block.attn.mix.switch_over for block in model.transformer.h}
     if own <= {"never", None}:
         if cfg.switch_over or cfg.form == "recurrent":
-            keeps = "it keeps every key and value" if own == {"never"} else "it has no KV cache that becomes a state"
-            refuse(f"attention={model.config.attention} has no recurrent form: {keeps}")
+            reason = "it keeps every key and value" if own == {"never"} else "it has no KV cache that becomes a state"
+            refuse(f"attention={model.config.attention} has no recurrent form: {reason}")
         return None
     if cfg.form == "recurrent":
         return "always"
@@ -162,7 +162,7 @@ def save_state(path, model, logits, state):
 
 
 def check(cfg):
-    """Refuse settings that cannot be, with the value and what would be right."""
+    """Refuse settings that are out of range, with the value and what would be right."""
     recurrent = cfg.form == "recurrent"
     for name, fits, want in (
         ("num_samples", cfg.num_samples >= 1, "at least 1"),

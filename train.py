@@ -39,7 +39,7 @@ from runs.tracking import Clock, SkippedSteps, Tracker, baseline_losses, relativ
 class TrainConfig:
     # the run
     out_dir: str = ""  # the run's folder; default out/CONFIG_NAME
-    init_from: str = "auto"  # auto: go on where out_dir left off; scratch; or another run's folder: take its weights
+    init_from: str = "auto"  # auto: go on where out_dir left off; scratch; or another run's folder: use its weights
     overwrite: bool = False  # with init_from=scratch: rename a non-empty out_dir and start anew
     seed: int = 1337  # of the weights, the order of the data and dropout
     # data
@@ -48,7 +48,7 @@ class TrainConfig:
     block_size: int = 1024  # context length: tokens in a sequence
     tokens_per_step: int = 524288  # over all ranks and micro-steps; the number of micro-steps follows from it
     gradient_accumulation_steps: int = 0  # micro-steps over all ranks; 0: tokens_per_step decides
-    pack: bool = False  # put documents one behind another, and reset the state where one starts
+    pack: bool = False  # join documents, and reset the state where one starts
     # optimizer
     max_iters: int = 100000  # optimizer steps
     max_seconds: float = 0.0  # time limit, 0: none; with decay_lr the machine's speed then decides the learning rates
@@ -61,7 +61,7 @@ class TrainConfig:
     beta1: float = 0.9  # of AdamW
     beta2: float = 0.95  # of AdamW
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
-    max_skipped: int = 10  # stop after so many steps in a row without a finite gradient, each of them left out
+    max_skipped: int = 10  # stop after this many steps in a row without a finite gradient; such steps are skipped
     # evaluation, logging, checkpoints
     eval_interval: int = 1000  # steps between evaluations, each followed by a checkpoint
     eval_tokens: int = 1048576  # tokens of an evaluation, always the first of the held-out split
@@ -69,7 +69,7 @@ class TrainConfig:
     log_interval: int = 10  # steps between lines of metrics.jsonl
     sample_tokens: int = 100  # generated at every evaluation, into samples.jsonl; 0: none
     always_save_checkpoint: bool = True  # at every evaluation; False: when the validation loss is the best so far
-    baseline: str = ""  # another run's folder: log validation losses relative to its losses, too
+    baseline: str = ""  # another run's folder: also log validation losses relative to its losses
     wandb: str = "auto"  # auto: online if there is a key, else offline; online, offline, disabled
     wandb_log: bool = True  # False: the same as wandb=disabled
     wandb_project: str = "sympow"  # project in wandb
@@ -79,8 +79,8 @@ class TrainConfig:
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
     compile: str = "auto"  # auto: use torch.compile on a GPU if its toolchain works; True, False
     backend: str = "auto"  # of torch.distributed: nccl on GPUs, gloo on CPUs
-    timeout: float = 600.0  # end the job after so many seconds without progress, naming the rank that held it up
-    deterministic: bool = False  # make two runs give the same bits on a GPU, too
+    timeout: float = 600.0  # end the job after this many seconds without progress, naming the rank that held it up
+    deterministic: bool = False  # make two runs give the same bits on a GPU too
 
     def __post_init__(self):
         self.compile = str(BOOLS.get(self.compile.lower(), self.compile))
@@ -91,7 +91,7 @@ HIDDEN = ("vocab_size", "reset_token")  # model settings that follow from the da
 
 
 def main():
-    """Train as the command line says."""
+    """Train with the settings of the command line."""
     ranks = Ranks()
     with exit_statuses(ranks):
         trainer = Trainer(sys.argv[1:], ranks)
@@ -111,7 +111,7 @@ class Trainer:
     """One run: settings and data, then model and optimizer, then the loop that trains."""
 
     def __init__(self, argv, ranks):
-        """Read the settings and open the data; refuse what cannot be before anything is allocated or written."""
+        """Read the settings and open the data; refuse mistakes before anything is allocated or written."""
         given, names = read_settings((TrainConfig, GPTConfig), argv, HIDDEN, usage=__doc__)
         self.ranks = ranks
         try:
@@ -119,7 +119,7 @@ class Trainer:
             self.dataset = dataset = Dataset(cfg.dataset)
             self.train_windows = Windows(dataset, "train", cfg.block_size, pack=cfg.pack)
             self.val_windows = Windows(dataset, "val", cfg.block_size, pack=cfg.pack)
-            # another attention has its own kind of gate
+            # the source run's gate does not apply to another attention
             left_out = (*HIDDEN, "gate") if "attention" in given else HIDDEN
             chosen = {"rope_base": float(dataset.document_length)}
             chosen |= source_settings(cfg.init_from, dataset, left_out) | fields_of(GPTConfig, given)
@@ -146,7 +146,7 @@ class Trainer:
         return start_folder(cfg, self.settings, self.dataset) if writes else nullcontext()
 
     def build(self, writer):
-        """Make model and optimizer, new or from a checkpoint, and what training needs beside them."""
+        """Make model and optimizer, new or from a checkpoint, and the other objects that training needs."""
         cfg, ranks, device = self.cfg, self.ranks, self.device
         self.writer = writer
         torch.manual_seed(cfg.seed)
@@ -183,7 +183,7 @@ class Trainer:
         self.stop_signals, self.signal, self.seconds = StopSignals(), 0, progress.seconds
         self.clock, self.checkpoint_seconds = Clock(progress.seconds), 0.0
         if not progress.evaluated and (progress.step % cfg.eval_interval == 0 or progress.step >= cfg.max_iters):
-            self.evaluate_and_log()  # a signal ended the run before it
+            self.evaluate_and_log()  # a signal prevented it
             self.save()
         self.first_step = progress.step
         if end := self.reason_to_stop():
@@ -256,7 +256,7 @@ class Trainer:
                 yield [x.to(self.device, non_blocking=True) for x in batch]
 
     def reason_to_stop(self):
-        """Return, in words, the limit that is reached or the signal that came; "" if training goes on."""
+        """Return a text that names the limit reached or the signal received; "" if training goes on."""
         cfg = self.cfg
         if self.signal:
             return f"{signal.Signals(self.signal).name} was received"
@@ -319,7 +319,7 @@ class Trainer:
         return loss / tokens
 
     def evaluate_and_log(self):
-        """Evaluate, record what goes with it, and return (validation loss, True if it is the best so far)."""
+        """Evaluate, log the result, and return (validation loss, True if it is the best so far)."""
         cfg, progress, step = self.cfg, self.progress, self.progress.step
         begin, val_loss = time.perf_counter(), self.evaluate()
         if cfg.max_seconds:  # evaluation counts towards the limit
@@ -341,7 +341,7 @@ class Trainer:
         return val_loss, better
 
     def sample(self):
-        """Return a text of sample_tokens tokens from the end of text on; every evaluation draws the same numbers."""
+        """Generate sample_tokens tokens after an end of text; every evaluation uses the same random numbers."""
         options = dict(max_new_tokens=self.cfg.sample_tokens, seed=self.cfg.seed, cuda_graph=False)
         self.model.eval()
         with torch.inference_mode(), self.autocast:
@@ -350,7 +350,7 @@ class Trainer:
         return self.dataset.tokenizer.decode(ids)
 
     def evaluate_and_save(self):
-        """Evaluate, unless a signal wants an early end, and save a checkpoint if the weights are worth one."""
+        """Evaluate, unless a signal ends the run, and save a checkpoint if the loss and the settings allow it."""
         val_loss, better = (0.0, False) if self.signal else self.evaluate_and_log()
         healthy = math.isfinite(val_loss) and not self.skipped.in_a_row
         new = self.progress.step > self.first_step or not self.resume
@@ -369,7 +369,7 @@ class Trainer:
 
 
 def make_optimizer(model, cfg):
-    """Return a fused AdamW; matrices and embeddings decay, biases, norms and gate biases do not."""
+    """Return a fused AdamW, with weight decay for matrices and embeddings but not for biases and norms."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},

@@ -1,21 +1,22 @@
-"""Attention on one GPU: milliseconds, share of the matrix ceiling and memory, ours beside softmax and FlexAttention.
+"""Measure attention on one GPU, in milliseconds, share of peak and bytes, beside softmax and FlexAttention.
 
     python bench/attention.py                            # the table, at 65,536 tokens a call
     python bench/attention.py --T 16384 --only cudnn p4_gated --json out/attention.json
     python bench/attention.py --cold_start --only p4_gated chunked_p2    # a process's first call, and the next length
 
-How it is timed. For each T, all contenders are warmed up, then take turns for ROUNDS rounds, so that a clock that
-drifts drifts for all. A turn is CALLS forward calls between two CUDA events, then as many of forward and backward (or
-as few as take a second); the figure is the median over rounds. Before each turn the GPU waits, without working, so that
-launching the calls is hidden, as it is in a model. The forward is that of training: it keeps what the backward needs.
+How it is timed. For each T, all contenders are warmed up, then take turns for ROUNDS rounds, so that a clock rate that
+drifts changes all of them alike. A turn is CALLS forward calls between two CUDA events, then as many of forward and
+backward (or as few as take a second); the figure is the median over rounds. Before each turn the GPU waits, without
+working, so that launching the calls is hidden, as it is in a model. The forward is that of training: it saves what the
+backward needs.
 
 Who takes part, in bfloat16, causal, from standard normal q, k, v:
 
     cudnn, flash           softmax, torch's scaled_dot_product_attention, from contiguous [B, H, T, D]
     flex_p4 [_gated]       FlexAttention, compiled, from the same; its score p log|s| + C_i - C_j makes softmax the
-                           power. C, the gates' cumulative sum, is given, and its gradient not asked for
+                           power. C, the gates' cumulative sum, is given; its gradient is not computed
     p4, p2_gated, ...      ours, from views of one fused projection [B, T, 3 H, D]; gradients to the gates too
-    chunked_p2, ...        ours, gated, in the chunked form; _d16 and _d32 have more and smaller heads, as wide together
+    chunked_p2, ...        ours, gated, in the chunked form; _d16 and _d32 have more, smaller heads, as wide in total
 
 FLOP/s count what each algorithm multiplies: T^2 D a head and product (causal: half of the square, two FLOPs each), 2
 products forward; 5 backward, 7 for ours, whose two passes compute s and dP twice. Memory is the peak of one forward and
@@ -48,7 +49,7 @@ POWERS = {  # name -> (p, gated)
 }  # fmt: skip
 CHUNKED = {"chunked_p2": (2, 64), "chunked_p4_d16": (4, 16), "chunked_p4_d32": (4, 32)}  # name -> (p, head dimension)
 ONLY_WITH_ALL = ("p2", "p6", "p8")
-COLD_T, NEW_T = 4096, 1001  # an odd length: nothing about it is divisible that was before
+COLD_T, NEW_T = 4096, 1001  # an odd length, so that code specialised for the earlier lengths would be compiled again
 
 
 # ---- contenders
@@ -63,7 +64,7 @@ def make_inputs(B, T, H, D, device="cuda", dtype=torch.bfloat16):
 
 
 def heads_first(x):
-    """[B, T, H, D] as a contiguous [B, H, T, D] leaf."""
+    """Return x [B, T, H, D] as a contiguous [B, H, T, D] leaf."""
     return x.detach().transpose(1, 2).contiguous().requires_grad_(x.requires_grad)
 
 
@@ -73,7 +74,7 @@ def softmax(backend, q, k, v):
 
 
 def power_score(p, C=None):
-    """The score_mod by which softmax(score) is decay s^p over its sum, for C [B, H, T], the sums of log_g, or None."""
+    """Return the score_mod by which softmax(score) is decay s^p over its sum; C [B, H, T]: sums of log_g, or None."""
 
     def score_mod(s, b, h, i, j):
         score = p * torch.log(s.abs() + 1e-20)  # no log of 0, here and in the gradient
@@ -87,7 +88,7 @@ def causal(b, h, i, j):
 
 
 def build(name, shared, dy):
-    """(function of the inputs, inputs, dy, products in its backward); shared is the inputs of all of its kind."""
+    """Return (function, its inputs, dy, matrix products in its backward); shared: q, k, v and log_g of all its kind."""
     *qkv, log_g = shared
     if name in BACKENDS:
         return lambda *qkv: softmax(BACKENDS[name], *qkv), qkv, dy, 5
@@ -123,14 +124,16 @@ def forward_backward(f, inputs, dy):
 
 
 def extra_bytes(f, inputs, dy):
-    """The peak of one forward and backward less what was there before (inputs, dy), the output and the gradients."""
+    """Return the peak bytes of one forward and backward, without inputs, dy, output and gradients."""
     gc.collect()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]  # as asked for: what is allocated is rounded up
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]  # before the allocator rounds sizes up
     torch.cuda.reset_peak_memory_stats()
     y, grads = forward_backward(f, inputs, dy)
     torch.cuda.synchronize()
-    results = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (y, *grads)}  # a storage once
+    results = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (y, *grads)
+    }  # counts a storage once
     return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - sum(results.values())
 
 
@@ -151,11 +154,11 @@ def one_line(error):
 
 
 def measure(names, B, T, H, D):
-    """name -> {"forward_ms", "forward_backward_ms", "bytes_per_row", "products"}, or {"failed": why}."""
+    """Return {name: {"forward_ms", "forward_backward_ms", "bytes_per_row", "products"} or {"failed": why}}."""
     (q, k, v), log_g, dy = make_inputs(B, T, H, D)
     ours, theirs = [q, k, v, log_g], [heads_first(x) for x in (q, k, v)] + [log_g.detach().transpose(1, 2).contiguous()]
     dy_theirs = heads_first(dy)
-    torch.compiler.reset()  # each T its own compilations, none of them made for any T
+    torch.compiler.reset()  # so that nothing compiled for an earlier T, or for any T, is used
     results, built, times = {}, {}, {}
     for name in names:
         shared = (theirs, dy_theirs) if name in BACKENDS or name.startswith("flex") else (ours, dy)
@@ -187,7 +190,7 @@ def measure(names, B, T, H, D):
 
 
 def flops(B, T, H, D, products):
-    return B * H * products * T * T * D  # of a product: T^2 / 2 pairs, D multiplications and D additions each
+    return B * H * products * T * T * D  # each product: T^2 / 2 pairs, D multiplications and D additions each
 
 
 def matrix_product(n=8192):
@@ -207,11 +210,11 @@ def line(cells):
 
 
 def row(T, name, result, cudnn, shape, ceiling):
-    """(figures for the JSON file, cells of the table)"""
+    """Return (figures for the JSON file, cells of the table) of one contender at one T."""
     figures, ms, ratios, rates = dict(T=T, contender=name, **result), [], [], []
     if "failed" in result:
         return figures, [T, name] + ["-"] * (len(WIDTHS) - 2)
-    backward = figures.pop("products")  # None where the cost is not that of T^2 pairs
+    backward = figures.pop("products")  # None for the chunked form, which does not compute all T^2 pairs
     for what, products in (("forward", 2), ("forward_backward", backward and 2 + backward)):
         t = result[f"{what}_ms"]
         ratio = t / cudnn[f"{what}_ms"] if f"{what}_ms" in cudnn else None
@@ -265,7 +268,7 @@ def bench(args):
 
 
 def first_calls(name, lengths):
-    """In a process of its own: seconds of the first forward and backward at each T, and new entries in the cache."""
+    """Print [seconds of the first forward and backward, new entries in Triton's cache] for each T of a new process."""
     cache = Path(os.environ["TRITON_CACHE_DIR"])
     D = CHUNKED[name][1] if name in CHUNKED else 64
     for T in lengths:

@@ -1,4 +1,4 @@
-"""Measure how fast batches come: the tokens per second that the loader gives to several ranks of one machine.
+"""Measure how many tokens per second the loader gives to several ranks of one machine.
 
     python bench/data.py                                         # pystdlib, 8 ranks
     python bench/data.py --dataset=longcrawl64 --block_size=65536 --batch_size=1 --ranks 1 8

@@ -1,11 +1,11 @@
-"""How far generation drifts from the exact recurrence: logits of a small model token by token, against float64.
+"""Measure how far generation drifts from the exact recurrence: a small model's logits against float64.
 
     python bench/drift.py                                # a million tokens, gated and conformal sympow
     python bench/drift.py --tokens 100000 --attention conformal_sympow
 
 The same random text goes through the decoder (bfloat16 weights, states in --state_dtype, one token at a time) and
-through the model in float64, with beta, where there is one, computed by each itself. A line has the relative difference
-of the logits at a position; what bfloat16 weights alone make of it is the first one, where nothing has gathered yet.
+through the model in float64; each computes its own gates and beta. A line has the relative difference of the logits at
+a position. The first one is the effect of bfloat16 weights alone, before errors of the state can add up.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from model import GPT, GPTConfig  # noqa: E402
 
 
 class Forced:
-    """Takes a sampler's place: the next token is that of a text."""
+    """Stands for a sampler; its next token is always that of a given text."""
 
     def __init__(self, text):
         self.text, self.at = text, torch.zeros(1, dtype=torch.int64, device=text.device)

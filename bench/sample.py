@@ -1,4 +1,4 @@
-"""Generation on one GPU: a 124M model with gated sympow beside transformers' GPT-2 of the same size.
+"""Measure generation on one GPU: a 124M model with gated sympow beside transformers' GPT-2 of the same size.
 
     python bench/sample.py                                      # batch 1 and 64, after 1,000 and 1,000,000 tokens
     python bench/sample.py --only sympow_gating --batch 1 8 64 256 --context 1000 --json out/sample.json
@@ -25,14 +25,14 @@ from decoder import Decoder  # noqa: E402
 from generate import PIECE, Sampler  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
-SWITCH_OVER = 512  # so that every context here has a state
+SWITCH_OVER = 512  # tokens, fewer than any context that is measured, so that each has a state
 WARM_UP = 200
-BANDWIDTH = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.0e12}  # bytes a second, of a plain copy
+BANDWIDTH = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.0e12}  # bytes per second of a plain copy
 PREFILL = 65536
 
 
 def ours(settings, batch, context, tokens, state_dtype):
-    """One line of the table for our model."""
+    """Return the figures of one line of the table for our model."""
     model = GPT(GPTConfig(**settings)).cuda().eval()
     ids = torch.randint(model.config.vocab_size, (1, context), device="cuda")
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
@@ -52,8 +52,8 @@ def ours(settings, batch, context, tokens, state_dtype):
     return row(times, batch) | dict(bytes=weights + power, allocated=torch.cuda.memory_allocated())
 
 
-class Clock:
-    """A streamer of transformers: notes when each token comes."""
+class TokenTimes:
+    """A streamer for transformers that records the time of each token."""
 
     def __init__(self):
         self.times = []
@@ -66,7 +66,7 @@ class Clock:
 
 
 def transformers(cache, batch, context, tokens):
-    """The same for transformers' GPT-2, run once before it is timed: it compiles for its static cache."""
+    """Return the same for transformers' GPT-2; it runs once before it is timed, to compile for its static cache."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_positions=4096)).cuda().bfloat16().eval()
@@ -75,9 +75,11 @@ def transformers(cache, batch, context, tokens):
     options |= dict(cache_implementation="static") if cache == "static" else {}
     with torch.inference_mode():
         for _ in range(2):
-            clock = Clock()
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, streamer=clock, **options)
-    return row(clock.times[2:], batch) | dict(allocated=torch.cuda.max_memory_allocated())
+            streamer = TokenTimes()
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, streamer=streamer, **options
+            )
+    return row(streamer.times[2:], batch) | dict(allocated=torch.cuda.max_memory_allocated())
 
 
 def row(times, batch):
@@ -88,8 +90,11 @@ def row(times, batch):
 
 
 def prefill(settings):
-    """Tokens a second of reading a prompt of PREFILL tokens and of the model's forward pass on it; bytes allocated at
-    most while it is read, and while one of 2^20 tokens is."""
+    """Return (speeds, peaks) of reading prompts.
+
+    speeds: tokens per second of reading a prompt of PREFILL tokens, and of the model's forward pass on it; peaks: the
+    most bytes allocated while that prompt is read, and while one of 2^20 tokens is read.
+    """
     model = GPT(GPTConfig(**settings)).cuda().eval()
     ids = torch.randint(model.config.vocab_size, (1, 2**20), device="cuda")
     read = lambda n: model.read(ids[:, :n], model.empty_state(1), PIECE["cuda"])

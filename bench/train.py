@@ -1,4 +1,4 @@
-"""Measure the training speed of whole models on one GPU, in tokens a second, for several contexts and attentions.
+"""Measure the training speed of whole models on one GPU, in tokens per second, for several contexts and attentions.
 
     python bench/train.py                                # 124M: softmax and gated sympow at 1,024 to 65,536 tokens
     python bench/train.py --context 1048576 --activation_checkpointing --only sympow_gating

@@ -66,7 +66,7 @@ class Dataset:
 
     @property
     def remedy(self):
-        """Say what to do about a damaged file."""
+        """Return advice on what to do about a damaged file."""
         if self._direct:  # the files are the user's source
             return "damaged, get this chunk again"
         return f"delete this file and run {self.meta['prepare']}"
@@ -138,8 +138,8 @@ class Dataset:
 
 def _find(name):
     """Return (path of the dataset's folder, command that prepares it). Raises DataError if there is no such folder."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    path = os.path.join(here, name)
+    folder = os.path.dirname(os.path.abspath(__file__))
+    path = os.path.join(folder, name)
     if os.sep in name or (os.path.isdir(name) and not os.path.isdir(path)):
         path = os.path.abspath(name)
     if os.path.exists(os.path.join(path, "prepare.py")):
@@ -147,6 +147,6 @@ def _find(name):
     else:
         prepare = f"python data/text/prepare.py FILES --out={os.path.relpath(path)}"
     if not os.path.isdir(path):
-        known = sorted(d for d in os.listdir(here) if os.path.exists(os.path.join(here, d, "prepare.py")))
+        known = sorted(d for d in os.listdir(folder) if os.path.exists(os.path.join(folder, d, "prepare.py")))
         raise DataError(f"no dataset {name!r} (datasets here: {', '.join(known)}; your own text: {prepare})")
     return path, prepare

@@ -16,8 +16,8 @@ import torch
 
 from . import DataError
 
-RECT = 16  # documents that go through their windows together
-AHEAD = 4  # a chunk of a zarr array is requested so many micro-batches before it is needed
+RECT = 16  # how many documents go through their windows together
+AHEAD = 4  # micro-batches: a chunk of a zarr array is requested this long before it is needed
 
 
 class Windows:
@@ -72,7 +72,7 @@ class Windows:
         starts = documents * (T if self.pack else L) + windows * T
         tokens = np.empty((len(indices), T + 1), dtype=np.int64)  # the token before each window, and the window
         for row, start in zip(tokens, starts.tolist()):
-            row[0] = self.dataset.eot  # stays there if the window begins a document
+            row[0] = self.dataset.eot  # the end of text remains if the window begins a document
             before = int(start % L > 0)
             row[1 - before :] = self.dataset.read(self.split, start - before, T + before)
         if tokens.size and tokens.max() >= self.dataset.vocab_size:
@@ -113,9 +113,9 @@ def train_indices(windows, seed, start, count):
     indices = np.empty(count, dtype=np.int64)
     for epoch in np.unique(epochs).tolist():
         order, offsets = _epoch_order(windows, seed, epoch)
-        here = epochs == epoch
-        window = (offsets[places[here] // windows.rect] + rounds[here]) % W
-        indices[here] = order[places[here]].astype(np.int64) * W + window
+        in_epoch = epochs == epoch
+        window = (offsets[places[in_epoch] // windows.rect] + rounds[in_epoch]) % W
+        indices[in_epoch] = order[places[in_epoch]].astype(np.int64) * W + window
     return indices
 
 

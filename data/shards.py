@@ -39,7 +39,7 @@ class Unit(NamedTuple):
 
 
 def shard_is_whole(folder, shard, token_bytes):
-    """Return whether a shard {file, tokens, ...} of meta.json exists with exactly its size."""
+    """Return True if a shard {file, tokens, ...} of meta.json exists with exactly its size."""
     try:
         return os.path.getsize(os.path.join(folder, shard["file"])) == shard["tokens"] * token_bytes
     except OSError:
@@ -47,7 +47,7 @@ def shard_is_whole(folder, shard, token_bytes):
 
 
 def is_complete(folder, arguments, verify=False):
-    """Return whether the folder already holds the whole dataset that these arguments would make; print so if it does.
+    """Return True, and print so, if the folder already holds the whole dataset that these arguments would make.
 
     All its shards must be there with their sizes; for a zarr array that is read in place, all its chunks. With verify,
     shards whose sha256 differs are named and deleted first, so that they are made again.
@@ -109,8 +109,8 @@ def write_dataset(folder, units, tokenizer, document_length, arguments, source, 
             )
         splits[split] = {key: sum(shard[key] for shard in rows) for key in ("documents", "tokens")} | {"shards": rows}
     meta = _write_meta(folder, tokenizer, dtype, document_length, splits, source, command, arguments)
-    kept = f", {len(there)} of {len(units)} shards were there" if there else ""
-    print(f"{folder} is complete: {_summary(meta)} ({time.monotonic() - started:.1f} s{kept})")
+    reused = f", {len(there)} of {len(units)} shards were there" if there else ""
+    print(f"{folder} is complete: {_summary(meta)} ({time.monotonic() - started:.1f} s{reused})")
     return meta
 
 
@@ -204,7 +204,7 @@ def _finished_shards(folder, arguments):
         shards = {}
     elif shards:
         print(f"{folder}: going on, writing the shards that are missing or cut off")
-    _save_progress(folder, arguments, shards)  # before meta.json is removed: at every moment one of the two is there
+    _save_progress(folder, arguments, shards)  # before meta.json is removed, so that one of the two always exists
     _remove(folder, "meta.json")
     for name in os.listdir(folder):
         ours = re.fullmatch(r"((?:train|val)_\d{5,}\.bin|\w+\.json|vocab\.tiktoken)(\.\d+\.tmp)?", name)

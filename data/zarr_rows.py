@@ -25,7 +25,7 @@ from . import DataError, need
 METADATA = (".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json")
 CHUNKS_AT_ONCE = 8  # chunks of 8 MB that Zarr.read fetches at the same time: enough to keep a network busy
 THREADS = 4  # that fetch and decode chunks for ChunkedRows
-BYTES = 2**30  # of decoded chunks that ChunkedRows keeps
+BYTES = 2**30  # of decoded chunks in the cache of ChunkedRows
 
 
 # ---- a zarr array, read strictly
@@ -41,8 +41,8 @@ class Zarr:
     def __init__(self, url, length):
         self.url = url
         try:
-            self.array = retrying(partial(_open_strictly, url), attempts=4)  # few: being offline should show soon
-        except Exception as error:  # of many kinds: not there, offline, no package for this kind of URL, ...
+            self.array = retrying(partial(_open_strictly, url), attempts=4)  # few, so that being offline shows soon
+        except Exception as error:  # many kinds: not there, offline, no package for this kind of URL, ...
             raise DataError(f"cannot open {url} as a zarr array: {type(error).__name__}: {error}") from error
         shape, dtype = self.array.shape, self.array.dtype
         if len(shape) != 2 or shape[1] != length or dtype != np.uint16 or self.array.shards:
@@ -146,7 +146,7 @@ def retrying(call, attempts=10, sleep=time.sleep):
 
 
 def _is_temporary(error):
-    """Return whether a request that failed with this error is worth another try.
+    """Return True if a request that failed with this error is worth another try.
 
     HTTP clients have exceptions of their own, which are recognised by status and name, without importing the clients.
     """
@@ -164,7 +164,7 @@ def _http_status(error):
     return getattr(error, "status", None) or getattr(response, "status_code", None)
 
 
-# ---- decoded chunks, kept while they are needed
+# ---- a cache of decoded chunks
 
 
 class ChunkedRows:

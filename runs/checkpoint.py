@@ -1,12 +1,12 @@
-"""Writes and reads checkpoints: out_dir/ckpt/step_00001000/ with model.safetensors, optimizer.pt, progress.json and
+"""Write and read checkpoints: out_dir/ckpt/step_00001000/ with model.safetensors, optimizer.pt, progress.json and
 checksums.json.
 
     with Writer(out_dir) as writer:
         writer.save(model, optimizer, progress)                  # copies the state; a thread writes the copy
     progress = load(newest(out_dir), model, optimizer, device)
 
-A checkpoint is written under a temporary name, flushed to disk and renamed, so one under its own name was whole when it
-got it. Size and sha256 of each file tell whether it still is. Reading a checkpoint executes no code.
+A checkpoint is written under a temporary name, flushed to disk and renamed, so a checkpoint under its own name was
+whole when it was renamed. Size and sha256 of each file show if it still is. Reading a checkpoint executes no code.
 """
 
 import json
@@ -23,25 +23,25 @@ from safetensors.torch import load_file, save_file
 
 from data.files import sha256_of, write_atomically
 
-KEEP = 2  # newest checkpoints that stay; the best one stays too
+KEEP = 2  # the newest checkpoints that are not removed; the best one is not removed either
 FILES = ("model.safetensors", "optimizer.pt", "progress.json")
 WEIGHTS = ("model.safetensors", "progress.json")  # what `load` reads without an optimizer
 
 
 class NotWritten(OSError):
-    """A checkpoint could not be written whole, for example on a full disk. The older ones are as they were."""
+    """Raised if a checkpoint could not be written, for example on a full disk. Older checkpoints are not affected."""
 
 
 @dataclass
 class Progress:
-    """How far a run is: what progress.json holds."""
+    """How far a run is: the contents of progress.json."""
 
     step: int = 0  # optimizer steps taken
-    seconds: float = 0.0  # of training, and of evaluation where max_seconds limits both
+    seconds: float = 0.0  # of training, including evaluation if max_seconds limits both
     best: float = math.inf  # lowest validation loss so far
-    best_step: int = 0  # the step that had it
+    best_step: int = 0  # the step of the lowest loss
     wandb_id: str | None = None  # under which wandb knows the run
-    skipped: tuple = (0, 0)  # steps left out for want of a finite gradient: in all, and in a row up to this one
+    skipped: tuple = (0, 0)  # steps skipped because their gradient was not finite: in all, and in a row up to this step
     evaluated: bool = True  # False if a signal came before the evaluation that was due at this step
 
 
@@ -69,7 +69,7 @@ class Writer:
     def save(self, model, optimizer, progress):
         """Copy the state of model and optimizer and return while a thread writes it.
 
-        Waits first until the checkpoint before is on disk.
+        Waits first until the previous checkpoint is on disk.
         """
         self.wait()
         weights = {name: self._copy(name, x) for name, x in model.state_dict().items()}
@@ -89,7 +89,7 @@ class Writer:
             self.writing.result()
 
     def _copy(self, name, x):
-        """Copy x into memory that is kept for the next checkpoint: allocating it costs more than the copy itself."""
+        """Copy x into memory that the next checkpoint reuses, because allocating it takes longer than the copy."""
         if name not in self.copies:
             self.copies[name] = torch.empty(x.shape, dtype=x.dtype)
         return self.copies[name].copy_(x)
@@ -112,15 +112,15 @@ def _write(out_dir, weights, state, progress):
         for name in os.listdir(temporary):
             flush_to_disk(os.path.join(temporary, name))
         flush_to_disk(temporary)
-        before = _move_aside(final)  # of the same step: at nearly every moment one of the two has the name
+        before = _move_aside(final)  # of the same step; the name is free only for an instant
         os.rename(temporary, final)
         shutil.rmtree(before, ignore_errors=True)
         flush_to_disk(folder)
-        # checkpoints of later steps are damaged, because this run started from one before them
+        # checkpoints of later steps are damaged, or this run would have started from one of them
         stay = [path for path in _all(out_dir) if path <= final][-KEEP:]
         for old in set(_all(out_dir)) - {*stay, _path(out_dir, progress.best_step)}:
             _remove(old)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own for a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, by three libraries
         free = shutil.disk_usage(out_dir).free
         shutil.rmtree(temporary, ignore_errors=True)
         whole, why = newest(out_dir), f"{str(error).strip().splitlines()[0]}; {free:,} bytes are free there"
@@ -131,7 +131,7 @@ def _write(out_dir, weights, state, progress):
 def newest(path, thorough=False, log=lambda line: None, files=None):
     """Return the folder of the newest checkpoint at `path` that is whole, or None.
 
-    path: a run's folder, or a checkpoint itself. thorough: compare checksums, not sizes alone. log: called with a line
+    path: a run's folder, or a checkpoint itself. thorough: compare checksums, not only sizes. log: called with a line
     for each damaged checkpoint. files: the names of the files that will be read, if not all of them.
     """
     is_checkpoint = os.path.isfile(os.path.join(path, "model.safetensors"))
@@ -144,7 +144,7 @@ def newest(path, thorough=False, log=lambda line: None, files=None):
 
 
 def settings(run):
-    """Return what a run was trained with, the contents of its config.json. Raises ValueError if it cannot be read."""
+    """Return the settings a run was trained with, from its config.json. Raises ValueError if it cannot be read."""
     path = os.path.join(run, "config.json")
     try:
         with open(path) as f:
@@ -157,7 +157,7 @@ def settings(run):
 
 
 def damage(folder, thorough=True, files=None):
-    """Return what is wrong with a checkpoint, or with these files of it; "" if nothing is."""
+    """Return a text that says what is wrong with a checkpoint, or with these files of it; "" if nothing is."""
     try:
         with open(os.path.join(folder, "checksums.json")) as f:
             sums = json.load(f)
@@ -235,7 +235,7 @@ def _remove(folder):
 
 
 def _move_aside(folder):
-    """Rename a checkpoint, if it exists, to a name under which it is not found; return that name."""
+    """Rename a checkpoint, if it exists, so that `newest` no longer finds it; return the new name."""
     aside = os.path.join(os.path.dirname(folder), ".removing")
     shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed while it removed
     if os.path.isdir(folder):

@@ -1,6 +1,6 @@
-"""Opens a run's folder: which checkpoint to go on from, one process at a time, and what the run was started with.
+"""Open a run's folder: choose the checkpoint to go on from, lock the folder, and record how the run was started.
 
-    resume = choose_checkpoint(cfg, settings, thorough=True)         # refuses what would mix or lose runs
+    resume = choose_checkpoint(cfg, settings, thorough=True)         # refuses to mix or lose runs
     with start_folder(cfg, settings, dataset):                       # locked until the end
         ...
 
@@ -23,8 +23,8 @@ from runs import checkpoint
 from runs.processes import warn
 from runs.settings import refuse
 
-# Settings that may change when a run goes on, because they do not change its steps. (max_seconds is one although it
-# ends the cosine of decay_lr: whoever gives a run more time wants it to use that.)
+# Settings that may change when a run goes on, because they do not change its steps. (max_seconds may change although
+# it ends the cosine of decay_lr: a run that is given more time should use it.)
 FREE = {
     "out_dir", "init_from", "overwrite", "max_seconds", "max_skipped", "eval_interval", "eval_tokens", "eval_only",
     "log_interval", "always_save_checkpoint", "sample_tokens", "baseline", "wandb", "wandb_log", "wandb_project",
@@ -34,10 +34,10 @@ FREE = {
 
 
 def choose_checkpoint(cfg, settings, thorough):
-    """Return the checkpoint of cfg.out_dir to go on from, or None to start anew; refuse what would mix or lose runs.
+    """Return the checkpoint of cfg.out_dir to go on from, or None to start anew; refuse to mix or lose runs.
 
-    settings: what config.json would hold for this start. thorough: compare checksums, not sizes alone; rank 0 does, and
-    its answer counts for all.
+    settings: those that config.json would hold for this start. thorough: compare checksums, not only sizes; rank 0
+    does that, for all ranks.
     """
     latest = checkpoint.newest(cfg.out_dir, thorough, warn)
     if not latest and checkpoint.exists(cfg.out_dir) and not (cfg.init_from == "scratch" and cfg.overwrite):
@@ -54,7 +54,7 @@ def choose_checkpoint(cfg, settings, thorough):
     started_so = saved and not cfg.overwrite and saved["init_from"] == cfg.init_from
     goes_on = (again and saved) or cfg.init_from == "auto" or (started_so and cfg.init_from != "scratch")
     if not goes_on:
-        if not cfg.eval_only:  # which leaves out_dir alone
+        if not cfg.eval_only:  # evaluating does not write to out_dir
             _refuse_to_lose(cfg)
         return None
     if saved and latest:
@@ -77,7 +77,7 @@ def _refuse_to_lose(cfg):
 def _refuse_other_settings(out_dir, saved, settings):
     """Refuse to go on if a setting that is not FREE differs from the saved ones."""
     old, new = _flat(saved), _flat(settings)
-    # where the cosine ends decides the steps before it, where training ends does not
+    # the end of the cosine changes the steps before it, the end of training does not
     free = FREE | ({"max_iters", "lr_decay_iters"} if _end_of_cosine(saved) == _end_of_cosine(settings) else set())
     if changed := [key for key in new if key not in free and old.get(key, new[key]) != new[key]]:
         was, now = (" ".join(f"{key}={of[key]}" for key in changed) for of in (old, new))
@@ -98,7 +98,7 @@ def _end_of_cosine(settings):
 
 
 def source_settings(init_from, dataset, left_out):
-    """Return the model settings, but for those in left_out, of the run in init_from whose weights are taken.
+    """Return the model settings, except those in left_out, of the run in init_from whose weights are used.
 
     Returns {} where init_from is auto or scratch. Raises ValueError if there is no checkpoint in that folder, or if its
     vocabulary is not the dataset's.
@@ -179,9 +179,9 @@ def fingerprint(dataset):
 
 
 def environment():
-    """Return what a run starts with: the command, the commit of this repository, versions, machine and time."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    git = lambda *args: subprocess.run(["git", "-C", here, *args], capture_output=True, text=True).stdout.strip()
+    """Return the contents of environment.json: the command, this repository's commit, versions, machine and time."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    git = lambda *args: subprocess.run(["git", "-C", folder, *args], capture_output=True, text=True).stdout.strip()
     try:
         commit, changed = git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
     except OSError:  # no git

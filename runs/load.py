@@ -1,4 +1,4 @@
-"""From a run's folder to a model that can be used: which run, which checkpoint, on which device.
+"""Load the model of a run, and choose the run.
 
 model, tokenizer, device, autocast = load_run("out/demo", checkpoint.newest("out/demo"), cfg)
 """
@@ -16,14 +16,17 @@ from runs.settings import choose_device, refuse
 
 
 def load_run(run, folder, cfg):
-    """The model of a checkpoint, its tokenizer, the device and the autocast context to use."""
+    """Return the model of a checkpoint, its tokenizer, the device and the autocast context to use.
+
+    run: the run's folder; folder: that of the checkpoint; cfg has the settings device and dtype.
+    """
     try:
         saved = checkpoint.settings(run)["model"]
     except ValueError as error:
         refuse(error)
     device, dtype = choose_device(cfg.device, cfg.dtype)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches there
+        torch.cuda.set_device(device)  # Triton launches on the current device
     model = GPT(GPTConfig(**saved))
     checkpoint.load(folder, model)
     model.to(device).eval()
@@ -32,14 +35,14 @@ def load_run(run, folder, cfg):
 
 
 def newest_run():
-    """The run in out/ with the newest checkpoint."""
+    """Return the run in out/ with the newest checkpoint; refuse if there is none."""
     if not (runs := trained_runs()):
         refuse("no run in out/: train one with `python train.py config/demo.py`, or name one with --out_dir")
     return max(runs, key=lambda r: os.path.getmtime(checkpoint.newest(r)))
 
 
 def no_checkpoint(run):
-    """That there is none, and where there are some."""
+    """Return a message that a run has no checkpoint, which names the runs that have one."""
     runs = ", ".join(trained_runs())
     other = f"there is one in {runs}" if runs else "train one with `python train.py config/demo.py`"
     return f"no checkpoint in {run}: {other}"

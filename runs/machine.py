@@ -1,4 +1,4 @@
-"""What a training run asks of its machine: kernels that are right, a compiler, determinism, and its peak speed."""
+"""Prepare the machine for training: check the kernels and the compiler, make it deterministic, know its peak speed."""
 
 import os
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ def peak_flops(device):
 
 
 def check_kernels(model, block_size, dtype, ranks):
-    """Compare the kernels that the model trains on with float64; if they fail on one rank, use them on none."""
+    """Compare the kernels that the model trains on with float64; if they fail on one rank, disable them on all."""
     failure = ranks.first(kernel_failure(model, block_size, dtype))
     disable_kernels(failure)  # if there is one
     if failure:
@@ -54,7 +54,7 @@ def can_compile(setting, device, log):
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(64, device=device))
         return True
-    except Exception as error:  # whatever is missing, training works without it
+    except Exception as error:  # training works without torch.compile
         reason = _first_line(error)
     if setting == "True":
         raise Failed(f"compile=True, but torch.compile does not work here: {reason} (see `make doctor`)")

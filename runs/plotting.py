@@ -1,9 +1,9 @@
-"""Plot what runs have learned: loss curves, and loss against the position in the document.
+"""Plot loss curves, and the loss against the position in the document.
 
     plot_loss_curves({"softmax": (train, val), ...}, "loss.png")                 # lines of metrics.jsonl
     plot_loss_by_position({"out/softmax": losses, ...}, [4096], "loss_by_position.png")
 
-matplotlib is imported when a picture is drawn, so that programs run without it until then. Both functions raise
+matplotlib is imported when a picture is plotted, so that programs run without it until then. Both functions raise
 ImportError if it is missing, OSError if the file cannot be written, and ValueError for a file type it does not know.
 """
 
@@ -28,9 +28,9 @@ STYLE = {  # settings of matplotlib
     "legend.frameon": False,
     "text.parse_math": False,
 }
-# Okabe and Ito's palette, which colour-blind readers can tell apart, the strongest first.
+# Okabe and Ito's palette, which colour-blind readers can tell apart, strongest first.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D"]
-DASHES = ["-", "-.", ":"]  # the eighth run is the first with the second kind of line
+DASHES = ["-", "-.", ":"]  # from the eighth run on the colours repeat with the next kind of line
 CIRCLES = {"marker": "o", "markersize": 4.5, "markerfacecolor": "white", "linewidth": 1}  # validation losses
 
 
@@ -99,7 +99,7 @@ def _plot_losses(axis, runs, looks, key, scale):
 
 
 def _plot_relative_losses(axis, shifts, looks, first):
-    """Plot what relative_losses has found; first: the name of the run that the others are compared with."""
+    """Plot the result of relative_losses; first: the name of the run that the others are compared with."""
     for name, (x, y) in shifts.items():
         colour, dash = looks[name]
         axis.plot(x, y, dash, color=colour, linewidth=1.7, marker="o" if len(x) == 1 else None)
@@ -138,8 +138,8 @@ def relative_losses(runs):
 def loss_limits(curves):
     """Return (low, high) of the loss axis for [(steps, losses)].
 
-    The fall of the first steps would squash all that follows, so the first 5% of the longest run may leave the picture
-    at the top. Every run's lowest point stays in it.
+    The losses of the first steps would squash all that follow, so those of the first 5% of the longest run may lie
+    above the axis. Every run's lowest loss is within it.
     """
     points = [(s, y) for steps, losses in curves for s, y in zip(steps, losses) if math.isfinite(y)]
     if not points:
@@ -177,8 +177,10 @@ def plot_loss_by_position(curves, contexts, png):
 
 
 def means_by_position(losses, points=80):
-    """Return (positions, means) of losses [length] over at most `points` stretches that grow with the position, so that
-    they are about equally wide on a logarithmic axis."""
+    """Return (positions, means) of losses [length] over at most `points` intervals.
+
+    They grow with the position, so that they are about equally wide on a logarithmic axis.
+    """
     losses = np.asarray(losses)
     edges = np.unique(np.logspace(0, math.log10(len(losses) + 1), points + 1).round().astype(int))
     stretches = list(zip(edges[:-1].tolist(), edges[1:].tolist()))
@@ -186,7 +188,7 @@ def means_by_position(losses, points=80):
 
 
 def _pyplot():
-    """Import matplotlib for drawing into files, without a screen."""
+    """Import matplotlib with a backend that needs no screen."""
     import matplotlib
 
     matplotlib.use("Agg")

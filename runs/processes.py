@@ -1,4 +1,4 @@
-"""The processes that train together: ranks, signals, and how an error ends all of them.
+"""Run training in several processes: ranks, signals, and errors that end all of them.
 
 ranks = Ranks()                                   # from torchrun's environment; one rank without it
 with exit_statuses(ranks):
@@ -26,11 +26,11 @@ CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENO
 
 
 class Failed(Exception):
-    """Training cannot go on. The message is one line; the process ends with status 1."""
+    """Raised if training cannot go on. The message is one line; the process ends with status 1."""
 
 
 class Ranks:
-    """This process among those that train together.
+    """This process and its connection to the others that train with it.
 
     Attributes: rank, world (number of ranks), local (rank on this node), master (True on rank 0), distributed (True
     if torchrun, or whoever sets RANK, started the process), watch (a Watch, None before `join` and without ranks).
@@ -43,7 +43,7 @@ class Ranks:
         self.device = self.watch = self.cpu_group = None
 
     def join(self, device, backend, timeout):
-        """Connect with the other ranks and start to watch them; do nothing in a process that was started alone.
+        """Connect to the other ranks and start to watch them; do nothing in a process that was started alone.
 
         backend is nccl, gloo or auto (nccl on GPUs); after `timeout` seconds without progress the job ends.
         """
@@ -63,7 +63,7 @@ class Ranks:
         """Wait, however long it takes, for the other ranks and disconnect."""
         if self.distributed:
             self.watch.rest()
-            dist.barrier()  # a rank that disconnects while another still works may abort at exit
+            dist.barrier()  # if a rank disconnects while another still works, it may abort at exit
             dist.destroy_process_group()
 
     def log(self, line):
@@ -82,7 +82,7 @@ class Ranks:
             dist.barrier(group=self.cpu_group)
 
     def average_gradients(self, network):
-        """Return the network wrapped in DistributedDataParallel; itself in a process that was started alone."""
+        """Return the network wrapped in DistributedDataParallel, or the network itself if there is one process."""
         if not self.distributed:
             return network
         ids = [self.device] if self.device.type == "cuda" else None
@@ -103,7 +103,7 @@ class Ranks:
         return int(both[0].item()), both[1].item()
 
     def first(self, text):
-        """Return the first of all ranks' texts that is not empty, the same on every rank; "" if all are."""
+        """Return the first of all ranks' texts that is not empty, the same on every rank; "" if all are empty."""
         texts = [text]
         if self.distributed:
             texts = [""] * self.world
@@ -136,10 +136,10 @@ def store_of_this_start():
 
 
 class StopSignals:
-    """Notes SIGINT, SIGTERM and SIGUSR1, so that training can end after the micro-step with a checkpoint.
+    """Records SIGINT, SIGTERM and SIGUSR1, so that training can end with a checkpoint after the micro-step.
 
     A second SIGINT ends the process at once. A second SIGTERM or SIGUSR1 changes nothing, because a scheduler and
-    torchrun may both send one. Attribute: number, of the last signal received; 0 before there was one.
+    torchrun may both send one. Attribute: number, that of the last signal received, or 0.
     """
 
     def __init__(self):
@@ -161,7 +161,7 @@ def exit_statuses(ranks):
     """
     try:
         yield
-    except DataError as error:  # a token outside the vocabulary, a shard that disappeared: perhaps on one rank alone
+    except DataError as error:  # a token outside the vocabulary or a missing shard, which other ranks may not meet
         refuse(error, every_rank=True)
     except (Failed, NotWritten) as error:
         leave_at_once(error)

@@ -1,4 +1,4 @@
-"""Reads settings from files and the command line; a mistake is one line of text, before anything is allocated.
+"""Read settings from files and the command line; refuse a mistake in one line, before anything is allocated.
 
     python train.py config/sympow_p4.py --batch_size=8 --compile False
 
@@ -23,7 +23,7 @@ BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 def refuse(message, every_rank=False):
     """Print one line to stderr and exit with status 2.
 
-    Among several ranks the first of each node prints it, or with every_rank each rank that refuses.
+    Among several ranks only the first of each node prints it, or with every_rank each rank that refuses.
     """
     rank = int(os.environ.get("RANK", 0))
     if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
@@ -71,7 +71,7 @@ def fields_of(cls, values):
 
 
 def convert(key, value, kind):
-    """Return `value`, a text or a Python value, as `kind` (int, float, bool or str); refuse what is not one."""
+    """Return `value`, a text or a Python value, as `kind` (int, float, bool or str), or refuse it."""
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
     text = str(value).strip()
@@ -152,7 +152,7 @@ def choose_device(device, dtype, local=0):
 def accumulation_steps(cfg, given, world):
     """Return the micro-steps on each of `world` ranks that make a step of tokens_per_step tokens.
 
-    With gradient_accumulation_steps, sets cfg.tokens_per_step to what follows from it. given: the settings that were
+    If gradient_accumulation_steps is set, cfg.tokens_per_step is set to match it. given: the settings that were
     given by name. Raises ValueError for settings that do not fit each other.
     """
     micro_steps = cfg.gradient_accumulation_steps

@@ -1,10 +1,10 @@
-"""The state after a text, in a file: read a book once, go on from it many times.
+"""Save the state after a text in a file, so that a book is read once and continued many times.
 
     save_state("book.state", model, logits, state)
-    logits, state = load_state("book.state", model)         # refuses another model's
+    logits, state = load_state("book.state", model)         # refuses the state of another model
 
 The file is safetensors: `logits` [B, vocab_size] of the next token and `layers.I.NAME` for each tensor of each layer's
-state; its metadata has the model's settings and a fingerprint of its weights, and what the states hold beside tensors.
+state; its metadata has the model's settings and a fingerprint of its weights, and the states' settings.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def save_state(path, model, logits, state):
         save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, metadata=metadata)
         flush_to_disk(temporary)
         os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:  # a full disk, for one
+    except (OSError, SafetensorError) as error:  # such as a full disk
         with suppress(OSError):
             os.remove(temporary)
         raise OSError(str(error)) from error
@@ -43,7 +43,7 @@ def save_state(path, model, logits, state):
 def load_state(path, model):
     """Return the (logits, ModelState) of `save_state`, on the model's device.
 
-    Raises ValueError, with the reason, for another model's state or a file that is not whole.
+    Raises ValueError, with the reason, for another model's state or a damaged file.
     """
     device = model.transformer.wte.weight.device
     try:

@@ -1,4 +1,4 @@
-"""Records a run's numbers, always in metrics.jsonl and if wanted in wandb, and reads them again.
+"""Record a run's numbers, always in metrics.jsonl and on request in wandb, and read them again.
 
 metrics.jsonl is the authority: one JSON object a line. wandb is online if there is an API key, otherwise offline
 (`python -m runs.wandb_upload out/NAME` uploads it later), and never asks for a login.
@@ -23,8 +23,8 @@ from runs.settings import refuse
 class Tracker:
     """Writes metrics.jsonl and samples.jsonl of a run, and the same to wandb.
 
-    Lines of steps after `step`, where the run goes on, are removed: those steps are taken again. run_id: the id that
-    wandb gave the run, if a checkpoint has one. Attribute: run_id, or None without wandb.
+    Lines of steps after `step`, at which the run goes on, are removed, because those steps are taken again. run_id: the
+    id that wandb gave the run, if a checkpoint has one. Attribute: run_id, or None without wandb.
     """
 
     def __init__(self, cfg, settings, step, run_id):
@@ -47,13 +47,13 @@ class Tracker:
             return None
         known = saved_id(cfg.out_dir)
         self.run_id = self.run_id or known or secrets.token_hex(4)  # the id in the checkpoint comes first
-        if self.run_id != known:  # saved now, because the first checkpoint may be far away
+        if self.run_id != known:  # saved now, because the first checkpoint may be much later
             write_atomically(os.path.join(cfg.out_dir, "wandb_id"), f"{self.run_id}\n".encode())
         args = dict(
             project=cfg.wandb_project, name=cfg.wandb_run_name or os.path.basename(os.path.normpath(cfg.out_dir)),
             id=self.run_id, resume="allow", dir=cfg.out_dir, config=settings,
         )  # fmt: skip
-        quiet = dict(console="off", silent=True)  # the terminal belongs to the progress bar
+        quiet = dict(console="off", silent=True)  # wandb prints nothing: the progress bar uses the terminal
         try:
             run = wandb.init(**args, mode=mode, settings=wandb.Settings(init_timeout=60, **quiet))
         except Exception as error:
@@ -62,7 +62,7 @@ class Tracker:
             print(f"wandb does not answer ({error}): logging offline")
             run = wandb.init(**args, mode="offline", settings=wandb.Settings(**quiet))
         run.define_metric("iter")
-        run.define_metric("*", step_metric="iter")  # wandb's own step must grow, ours repeats after a resume
+        run.define_metric("*", step_metric="iter")  # wandb's own step must grow, but steps repeat after a resume
         return run
 
     def log(self, step, **values):
@@ -78,7 +78,7 @@ class Tracker:
         self._tell_wandb("log", {"iter": step, "sample": text})
 
     def flush_to_disk(self):
-        """Block until all lines are on disk; done before a checkpoint, so that a power cut loses no step before it."""
+        """Block until all lines are on disk. Call it before a checkpoint, so that a power cut loses no earlier step."""
         for name in (self.file.name, self.samples):
             with open(name, "ab") as f:  # log() and sample() leave nothing in Python's buffers
                 os.fsync(f.fileno())
@@ -101,10 +101,10 @@ class Tracker:
 
 
 class Clock:
-    """Counts the seconds of training, which leave out whatever happens between `pause` and `start`, and the speed."""
+    """Counts the seconds of training, without those between `pause` and `start`, and the speed."""
 
     def __init__(self, seconds):
-        self.before, self.started = seconds, None  # seconds until the last pause; when it was started, None in a pause
+        self.before, self.started = seconds, None  # seconds until the last pause; last start, None in a pause
 
     def start(self, step):
         """Count from now on; the run is at this step."""
@@ -116,7 +116,7 @@ class Clock:
         self.before, self.started = self.seconds(), None
 
     def add(self, seconds):
-        """Count some seconds of a pause after all."""
+        """Count these seconds as training too, although they were a pause."""
         self.before += seconds
 
     def seconds(self):
@@ -124,7 +124,7 @@ class Clock:
         return self.before + (time.perf_counter() - self.started if self.started else 0.0)
 
     def steps_per_second(self, step):
-        """Return the speed since this was last called, or since the clock was started."""
+        """Return the speed since the last call, or since the last start."""
         now, (then, first) = time.perf_counter(), self.lap
         self.lap = now, step
         return (step - first) / (now - then)
@@ -152,7 +152,7 @@ class SkippedSteps:
 
 
 def baseline_losses(run):
-    """Return [(tokens, validation loss)] of the run in this folder, to compare with; [] if run is ""."""
+    """Return [(tokens, validation loss)] of the run in this folder, for relative_loss; [] if run is ""."""
     if not run:
         return []
     path = os.path.join(run, "metrics.jsonl")
@@ -163,7 +163,7 @@ def baseline_losses(run):
 
 
 def relative_loss(loss, tokens, baseline):
-    """Return how far a validation loss is above the baseline's after as many tokens, as a share of it.
+    """Return by what share a validation loss is above the baseline's after the same number of tokens.
 
     Between two evaluations of the baseline its loss is interpolated; outside of them the result is None.
     """
@@ -179,7 +179,7 @@ def saved_id(folder):
             found = f.read().strip()
     except (OSError, ValueError):
         return None
-    return found if re.fullmatch(r"[\w-]{1,64}", found) else None  # anything else is a damaged file
+    return found if re.fullmatch(r"[\w-]{1,64}", found) else None  # otherwise the file is damaged
 
 
 def wandb_row(values):
@@ -218,7 +218,7 @@ def _append(path, value):
 
 
 def whole_lines(path):
-    """Return the lines of a file of JSON lines that hold an object with a step; none if there is no such file.
+    """Return the objects with a step in a file of JSON lines; none if there is no such file.
 
     A last line that a crash tore is left out, and so, with a warning, is what a power cut leaves: NULs or garbage.
     """

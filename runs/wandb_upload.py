@@ -4,8 +4,8 @@
     python -m runs.wandb_upload out/* --project=sympow --mode=offline
 
 A job without a network trains with --wandb=disabled or offline; this uploads it afterwards. Uploading again after the
-run has gone on adds what is new to the same wandb run. A run that wandb already knows, online or offline, keeps its id
-(so do not `wandb sync` its offline parts as well).
+run has gone on adds the new steps to the same wandb run. A run that wandb already knows, online or offline, keeps its
+id (so do not `wandb sync` its offline parts as well).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Finds the rank that holds the others up.
+"""Find the rank that holds the others up.
 
     watch = Watch(timeout=600)         # after init_process_group
     watch.beat()                       # at every micro-step
@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 
 class Watch:
-    """Watches over this rank's progress in a thread; see the top of this file."""
+    """Watches the progress of all ranks in a thread, as the top of this file describes."""
 
     def __init__(self, timeout):
         self.timeout, self.rank, self.world = timeout, dist.get_rank(), dist.get_world_size()
@@ -42,7 +42,7 @@ class Watch:
         self.timeout = float("inf")
 
     def blame(self):
-        """Return, in words, which ranks hold the others up. Takes two and a half intervals."""
+        """Return a text that names the ranks that hold the others up. Takes two and a half intervals."""
         try:
             before = self._reports()
             time.sleep(2.5 * self.interval)

@@ -94,7 +94,7 @@ def prepare_zarr(args, source):
         documents["val"] = min(2048, arrays["val"].documents)
     tokenizer = gpt2_tokenizer(json_escaped=True)
     plans = {split: plan(arrays[split], documents[split], args.skip_missing) for split in arrays}
-    if args.skip_missing:  # a copy that has grown has other complete rows: do not mix them with those already taken
+    if args.skip_missing:  # a copy that has grown has other complete rows: do not mix them with those already written
         arguments["rows"] = {split: [row for row, _ in rows] for split, rows in plans.items()}
         if is_complete(args.out, arguments, args.verify):
             return 0

@@ -73,8 +73,8 @@ def main(argv):
     documents = load(args.source, args.num_proc)
     every, numbers = round(1 / args.val_fraction), np.arange(len(documents))
     units = []
-    for split, mine in ("train", np.delete(numbers, np.s_[::every])), ("val", numbers[::every]):
-        for part in (mine[i : i + DOCUMENTS] for i in range(0, len(mine), DOCUMENTS)):
+    for split, chosen in ("train", np.delete(numbers, np.s_[::every])), ("val", numbers[::every]):
+        for part in (chosen[i : i + DOCUMENTS] for i in range(0, len(chosen), DOCUMENTS)):
             units.append(
                 Unit(split, partial(rows, documents, part, tokenizer, args.document_length), len(part) * TOKENS)
             )
