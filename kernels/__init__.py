@@ -8,13 +8,13 @@ common         what these kernels share: units, exact products, program maps
 decode         one token of generation: q, k, v, attention, and flushing the KV cache into the state
 linear         one token of generation: LayerNorm and linear layers
 sampling       one token of generation: the next token from its logits
-layout         which features a state has, and in what order the kernels keep them
+layout         which features a state has, and in what order the kernels store them
 cost           which form is cheaper, and how long a chunk should be
 configs        tile sizes, read from table.json
 tune           measures tile sizes and rewrites table.json
 
 Importing this package, `layout`, `cost` or `configs` does not import Triton. Nothing in it imports attention/ or the
-model: attention/ asks `unsupported_reason`, and imports the rest only if it has work for it.
+model: attention/ calls `unsupported_reason`, and imports the kernels only to use them.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ def unsupported_reason(form, dtype, D, E, p):
     """Return why the kernels of `form` cannot run on the current GPU, or "" if they can.
 
     form: "quadratic" or "chunked". The inputs are q, k [..., D] and v [..., E] of `dtype`; p is the power. The kernels
-    of decode.py take what the quadratic form's take.
+    of decode.py support the same sizes as the quadratic form's.
     """
     if dtype not in DTYPES:
         return f"{str(dtype).removeprefix('torch.')} (they take bfloat16 and float32)"

@@ -15,7 +15,7 @@ of q and dy and a `discumsum` from the end, dq and dk by query_gradient.py, dv b
     name          shape                   dtype      saved for the backward pass
     l             [B, H, T padded]        float32    yes
     S             [B * Hkv, chunks, F]    float16    yes, the states before each chunk, in units of unit_s (float32 *)
-    unit_s        [B * Hkv, chunks]       float32    yes
+        unit_s        [B * Hkv, chunks]       float32    yes
     Z             [B * Hkv, chunks, D^2]  float32    yes, p = 2
     OF_KEYS       see prepare.py                     yes, what was made of keys and values
     num, den      see query_state.py                 no                              * where q, k and v are
@@ -41,7 +41,8 @@ from .query_gradient import SPREAD, query_gradient, spread_bytes
 from .query_state import query_state
 from .update_state import update_state
 
-OF_KEYS = ("rows", "values", "unit_x", "factor", "unit_v")  # what the backward pass needs of them
+# the results of `prepare` for keys and values that the backward pass needs
+OF_KEYS = ("rows", "values", "unit_x", "factor", "unit_v")
 
 
 def state_size(D, p):
@@ -52,8 +53,8 @@ def state_size(D, p):
 def bytes_needed(q, k, p, chunk, backward=True):
     """Return the bytes that `forward`, and with it `backward`, allocate beyond y and the gradients.
 
-    These are states, what is made of keys and values and saved, what is made of queries and dy, and for p = 4 what
-    `query_gradient` makes of both. q [B, T, H, D] and k [B, T, Hkv, D] are only looked at for shapes and dtype.
+    These are the states, the saved arrays made from keys and values, the arrays made from queries and dy, and for p = 4
+    the buffers of `query_gradient`. Only the shapes and dtype of q [B, T, H, D] and k [B, T, Hkv, D] are used.
     """
     (B, T, H, D), HKV, size = q.shape, k.shape[2], HALF[q.dtype].itemsize
     states = B * HKV * -(-T // chunk) * (state_size(D, p) * size + 4 * D * D * (p == 2))
@@ -66,11 +67,11 @@ def bytes_needed(q, k, p, chunk, backward=True):
 
 
 class Sizes:
-    """What the launchers of one call share.
+    """The sizes and constants that the launchers of one call share.
 
-    B, T, H, HKV, D, p, chunk as given; chunks: how many; TP: T padded to 256, as `prepare` writes rows; layout: the
-    Layout for (D, p); FS, F: entries of S and of the whole state; half: the dtype between kernels; most: bounds an
-    entry of a chunk's sum, in units of values; q: tells `choose` the dtype and the device.
+    B, T, H, HKV, D, p, chunk are those of the call; chunks: the number of chunks; TP: T padded to 256, as `prepare`
+    writes rows; layout: the Layout for (D, p); FS, F: entries of S and of the whole state; half: the dtype between
+    kernels; most: a bound of an entry of a chunk's sum, in units of values; q: gives `choose` the dtype and the device.
 
     q [B, T, H, D], k [B, T, Hkv, D]; p = 2: D = 16, 32, 64, 128, p = 4: D = 16, 32, 64; chunk: tokens, a multiple of
     128. Raises ValueError for a sequence with too many tokens.
@@ -82,7 +83,7 @@ class Sizes:
         self.chunk, self.chunks = chunk, triton.cdiv(T, chunk)
         self.TP = padded(T, 256)
         of_row = entries(D, p) * p // 2
-        if of_row * self.TP >= 2**31:  # places in XT are 32 bits
+        if of_row * self.TP >= 2**31:  # offsets into XT have 32 bits
             most = (2**31 - 1) // of_row // 256 * 256  # tokens
             raise ValueError(
                 f"a sequence of p={p} and head dimension {D} may have at most {most:,} tokens at once, got {T:,}: cut "

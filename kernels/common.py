@@ -1,4 +1,4 @@
-"""What the kernels share: which program does what, powers of two, exact products, rows that they read and write.
+"""Functions that the kernels share: the work of each program, powers of two, exact products, reading and writing rows.
 
 Scales. Features, values and states are float16 between the kernels of the chunked form, and float16 ends at 65,504. So
 everything is multiplied by powers of two, which cost no precision and are divided out in float32. Every bound that this
@@ -28,9 +28,9 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-# How products of float32 are computed. The matrix unit's tf32 has 11 bits, and three of its products in place of one
-# are still 5 times as far off as float32 where strong gates make dP_ij - delta_i small. bfloat16 and float16 are
-# multiplied in one way only.
+# How products of float32 are computed. The matrix unit's tf32 has 11 bits, and even three tf32 products in place of one
+# have 5 times the error of float32 where strong gates make dP_ij - delta_i small. For bfloat16 and float16 there is no
+# such choice.
 PRECISION = tl.constexpr("ieee")
 HALF = {torch.bfloat16: torch.float16, torch.float32: torch.float32}  # of features, values and states between kernels
 
@@ -52,12 +52,12 @@ LEAST_WEIGHT = tl.constexpr(1e-37)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-# ---- which program does what
+# ---- the work of each program
 
 
 @triton.jit
 def block_and_head(blocks, heads, HEADS):
-    """Return (block, head) of this program: HEADS heads at a time are worked on together, block by block."""
+    """Return (block, head) of this program. Programs work on HEADS heads at a time, block by block."""
     at = tl.program_id(0)
     first = at // (blocks * HEADS) * HEADS
     together = tl.minimum(heads - first, HEADS)
@@ -67,15 +67,17 @@ def block_and_head(blocks, heads, HEADS):
 
 @triton.jit
 def chunk_of(program, T, CHUNK):
-    """Return (sequence and head, chunk) of a program; they are in the order of an array [B * heads, chunks]."""
+    """Return (sequence and head, chunk) of a program; programs are in the order of an array [B * heads, chunks]."""
     chunks = tl.cdiv(T, CHUNK)
     return program // chunks, program % chunks
 
 
 @triton.jit
 def rows_of(program, T, CHUNK, H, HKV, BM: tl.constexpr, first=0):
-    """Return (sequence and head, sequence, head, first row, chunk, number of the chunk's state) of a program with BM
-    rows. Heads of all sequences count from `first`; the state is that of the head's keys, in [B * Hkv, chunks]."""
+    """Return (sequence and head, sequence, head, first row, chunk, index of the chunk's state) of a program.
+
+    The program has BM rows. Heads of all sequences count from `first`; the index is that of the state of the head's
+    keys, in an array [B * Hkv, chunks]."""
     blocks = tl.cdiv(T, BM)
     bh, lo = first + program // blocks, program % blocks * BM
     b, h, chunk = bh // H, bh % H, lo // CHUNK
@@ -84,8 +86,9 @@ def rows_of(program, T, CHUNK, H, HKV, BM: tl.constexpr, first=0):
 
 @triton.jit
 def at_head(X, T, bh, TOKENS: tl.constexpr = 1):
-    """Return X advanced to a sequence and head, in an array with one entry for each TOKENS tokens, padded to a multiple
-    of 128 tokens (see `padded`)."""
+    """Return pointer X advanced to a sequence and head.
+
+    The array has one entry for each TOKENS tokens, and is padded to a multiple of 128 tokens (see `padded`)."""
     return X + tl.cast(bh, tl.int64) * (tl.cdiv(T, 128) * (128 // TOKENS))
 
 
@@ -125,14 +128,15 @@ def add_to_rows(OUT, x, b, start, h, T, H):
 
 @triton.jit
 def multiple_of(x, N: tl.constexpr):
-    """Return x, which is a multiple of N: the compiler then knows it, and loads are wide and asynchronous."""
+    """Return x and tell the compiler that it is a multiple of N, which makes loads wide and asynchronous."""
     return x // N * N
 
 
 @triton.jit
 def unit_scale(largest, MAX_EXPONENT: tl.constexpr):
-    """Return the power of two that brings `largest` >= 0, float32, into [1, 2); at most 2^MAX_EXPONENT or its inverse,
-    and 1 for zero."""
+    """Return the power of two that brings `largest` >= 0, float32, into [1, 2), or 1 for zero.
+
+    It is at most 2^MAX_EXPONENT and at least the inverse of that."""
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 127 - MAX_EXPONENT)
     exponent = tl.minimum(exponent, 127 + MAX_EXPONENT)
     return tl.where(largest > 0, ((254 - exponent) << 23).to(tl.float32, bitcast=True), 1.0)
@@ -154,7 +158,7 @@ def int_power(x, N: tl.constexpr):
 
 @triton.jit
 def inverse(l):
-    """Return 1 / l; zero for a row without weight, or with so little that 1 / l would overflow."""
+    """Return 1 / l, or zero for a row whose weights are zero or so small that 1 / l would overflow."""
     return tl.where(l > LEAST_WEIGHT, 1 / tl.maximum(l, LEAST_WEIGHT), 0.0)
 
 
@@ -168,7 +172,8 @@ def add(a, b):
 def first_8_bits(x):
     """Return float32 x cut off after 8 bits, exact in bfloat16.
 
-    This is a logical operation; rounding, and reading the result as float32 again, is a slow conversion."""
+    This is a logical operation; rounding, and reading the result as float32 again, is a slow conversion.
+    """
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
@@ -182,8 +187,9 @@ def three_pieces(x):
 
 @triton.jit
 def exact_product(x, y, acc):
-    """Return acc + x @ y, as exact as float32, for one float32 operand and one that is float32 or bfloat16: beside
-    bfloat16 the float32 operand is split in three, the smallest piece is added first."""
+    """Return acc + x @ y, as exact as float32, for one float32 operand and one that is float32 or bfloat16.
+
+    If the other operand is bfloat16, the float32 one is split into three pieces, and the smallest is added first."""
     if x.dtype == y.dtype:
         return tl.dot(x, y, acc, input_precision=PRECISION)
     elif x.dtype == tl.float32:
@@ -203,18 +209,21 @@ def exact_product(x, y, acc):
 
 @triton.jit
 def diagonal(d, N: tl.constexpr):
-    """Return the matrix with d [N] on its diagonal. A product with it leaves columns where the next product wants them:
-    Triton keeps the layout of a product's result and would else go through shared memory."""
+    """Return the matrix with d [N] on its diagonal.
+
+    Multiplying columns by d as a matrix product gives the result in the layout that the next product needs. Other
+    multiplications would make Triton convert the layout through shared memory."""
     at = tl.arange(0, N)
     return tl.where(at[:, None] == at[None, :], d[None, :], 0.0)
 
 
 @triton.jit
 def wait_for_products(i):
-    """Wait on Hopper for the products of a loop's turn that take an operand from registers; i is the turn's number.
+    """Wait on Hopper for the products of iteration i of a loop that take an operand from registers.
 
-    Triton 3.6 to 3.8 let the next turn write to these registers while the matrix unit may still read them (triton issue
-    9433, see tests/sass.py)."""
+    Triton 3.6 to 3.8 let the next iteration write to these registers while the matrix unit may read them (triton issue
+    9433, see tests/sass.py).
+    """
     if not INTERPRETED and cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
         wait: tl.constexpr = "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;"
         tl.inline_asm_elementwise(wait, "=r,r", [i], dtype=tl.int32, is_pure=False, pack=1)
@@ -224,7 +233,7 @@ def wait_for_products(i):
 
 
 def padded(T, multiple=128):
-    """Return how many tokens an array of one entry a token has room for, so that tiles need no mask to read them."""
+    """Return to how many tokens an array with one entry per token is padded, so that tiles need no mask to read it."""
     return -(-T // multiple) * multiple
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 TABLE = Path(__file__).with_name("table.json")
-# GPUs that have not been measured -> the measured one with the same chip and other memory
+# GPUs that have not been measured -> the measured one that has the same chip with other memory
 SAME_CHIP = dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA GH200 480GB"), "NVIDIA H200")
 
 
@@ -42,7 +42,9 @@ SAFE = {
     ("update_state", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
     ("query_state", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
     ("query_gradient", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
-    ("forward", torch.float32): [(128, Config(32, 32, 8, 1))],  # without the matrix unit, registers are the limit
+    ("forward", torch.float32): [
+        (128, Config(32, 32, 8, 1))
+    ],  # float32 does not use the matrix unit; registers are the limit
     ("dq", torch.float32): [(128, Config(32, 32, 8, 1))],
     ("dkdv", torch.float32): [(128, Config(32, 32, 8, 1))],
     ("update_state", torch.float32): [(128, Config(64, 32, 8, 1))],
@@ -54,7 +56,7 @@ SAFE = {
 def choose(kernel, q, p, gated=False, chunked=False):
     """Return the Config for `kernel`, one of SAFE's names, for q [B, T, H, D] on its device.
 
-    gated: whether there are gates; the chunked form's kernels have one Config for both. chunked: whether a kernel of
+    gated: True if there are gates; the chunked form's kernels have one Config for both. chunked: True if a kernel of
     the quadratic form is limited to chunks, for which it may have an entry of its own.
     """
     device = torch.cuda.get_device_name(q.device) if q.is_cuda else "cpu"
@@ -65,7 +67,7 @@ def choose(kernel, q, p, gated=False, chunked=False):
 
 
 def safe(kernel, dtype, D):
-    """Return the Config for a GPU that the table does not have."""
+    """Return the Config for a GPU that is not in the table."""
     return next(config for largest, config in SAFE[kernel, dtype] if D <= largest)
 
 

@@ -15,7 +15,7 @@ import math
 
 # head dimension -> (a, b), with gates, p = 2 or 4
 QUADRATIC = {16: (0.96, 0.00068), 32: (1.05, 0.00084), 64: (1.12, 0.00113), 128: (2.33, 0.00190)}
-UNGATED = 0.83  # the quadratic form's cost without gates, as a share of that with gates
+UNGATED = 0.83  # the quadratic form's cost without gates, as a fraction of that with gates
 # (head dimension, p) -> (u, w), for every one of kernels.CHUNKED_SIZES
 CHUNKED = {
     (16, 2): (0.73, 17), (32, 2): (1.64, 134), (64, 2): (5.59, 657), (128, 2): (40.9, 7920),
@@ -108,10 +108,10 @@ def fit(columns, y):
 
 
 def main():
-    """Measure, fit and print the numbers of each size, and how good the choices are that follow from them."""
+    """Measure, fit and print the numbers of each size, and how good the resulting choices are."""
     lengths = (512, 1024, 2048, 4096, 8192, 16384)
     for D, p in CHUNKED:
-        if (D, p) == (64, 4):  # no length at which it pays
+        if (D, p) == (64, 4):  # the chunked form is nowhere cheaper
             continue
         around = [C for C in (best_size(D, p) * f // 4 for f in (1, 2, 4, 8, 16)) if C in SIZES]
         T = 32768 if p == 2 else 65536
@@ -128,7 +128,7 @@ def main():
             print("  quadratic", *(f"  {T}: {t:.2f} / {quadratic_ns(T, D, gated):.2f}" for T, t in of_T.items()))
             of_sizes = (f"  {C}: {t:.2f} / {chunked_ns(T, C, D, p, gated):.2f}" for (T, C), t in of_C.items())
             print(f"  chunked at {T}", *of_sizes, f"  chosen: {chunk_size(T, D, p, gated)}", flush=True)
-            # how good the choice is, around where it changes
+            # how good the choice is near the length at which it changes
             near = [T for T in (2**n for n in range(9, 19)) if 1 / 4 <= T / crossing(D, p, gated) <= 4]
             of_T, of_C = measure(D, p, gated, near, [(T, chunk_size(T, D, p, gated)) for T in near])
             for T, C in of_C:

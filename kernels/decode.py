@@ -1,4 +1,4 @@
-"""One token of generation on a GPU: five kernels a layer, each of which reads a weight or the past once.
+"""One token of generation on a GPU: five kernels per layer, which read the weights, the state and the KV cache once.
 
     x = layer_norm(wte[id])                                         embed
     for every layer
@@ -18,31 +18,31 @@
     reads       W, x               S, z; keys, values, gate_sums    W, what the kernel before wrote
                                    the last part to end adds all
 
-`flush` moves the cached tokens into the state when enough of them have gathered. decoder.py has the buffers that all
-this works on, and captures a token as a CUDA graph.
+`flush` moves the cached tokens into the state when enough of them have gathered. decoder.py has the
+buffers, and captures a token as a CUDA graph.
 
 Cost, in bytes read for a token and layer: 12 n_embd^2 weights, once for all sequences; for each sequence and KV head
 Dphi (4 + D sizeof(S)) of the state and 12 + 2 D sizeof(weight) for each cached token. A flush reads and writes the
 state once. With one sequence the limit is latency, since every kernel waits for the one before (`early_launch` hides
 part of that); with many it is the bandwidth, of the state more than of the weights.
 
-Sums are float32 whatever the weights' dtype is; positions and the gates' sums are float64. Buffers, for B sequences, C
-the number of cached tokens there is room for, and B, H, Hkv, D as everywhere:
+Sums are float32 whatever the weights' dtype is; positions and the gates' sums are float64. Buffers, for B sequences and
+at most C cached tokens:
 
     name              shape                          dtype     contents
     ------------------------------------------------------------------------------------------------------------------
     x                 [B, n_embd]                    float32   the residual stream
     qkv               [B, (H + 2 Hkv) D]             float32   q, k, v of the token, not rotated
     position          [B]                            float64   the newest token's position; learned: the sum of 1 + tanh
-    rotation          [B, 2, D]                      float32   what q and k are rotated with: cos cos.. and -sin sin..
+    rotation          [B, 2, D]                      float32   factors that rotate q and k: cos cos.. and -sin sin..
     cache: keys       [B, C, Hkv, D]                 weights'  rotated
            values     [B, C, Hkv, D]                 weights'
-           gate_sums  [B, C, Hkv]                    float64   sum of log_g since the state, without those that are -inf
-           resets     [B, C, Hkv]                    int32     how many of them were -inf
+           gate_sums  [B, C, Hkv]                    float64   sum of log_g since the last flush, without -inf
+           resets     [B, C, Hkv]                    int32     how many log_g were -inf
     count             [1]                            int32     cached tokens, the newest not among them
     state: S          [B, Hkv, Dphi, D]              any float see `features` for the order of Dphi
            z          [B, Hkv, Dphi]                 float32
-    sums: num         [parts, B, H, D]               float32   what each part of attend found
+    sums: num               [parts, B, H, D]               float32   the sums of each part of attend
           den         [parts, B, H]                  float32
           arrived     [B, H]                         int32     parts that have finished; zero before and after attend
 """
@@ -70,7 +70,7 @@ from .linear import (
 
 __all__ = ["embed", "linear", "qkv", "attend", "flush", "features", "parts_of_state", "parts_of_cache"]
 
-# Programs of `attend`: three fit on each processor of an H200 at once, and up to eight a processor run in turn.
+# Programs of `attend`: three fit on each processor of an H200 at once; up to eight per processor run in turn.
 RESIDENT_PROGRAMS, MAX_PROGRAMS = 396, 1056
 
 
@@ -79,13 +79,15 @@ def features(D, p, device):
     """Return (indices, coefficients) [Dphi] of phi, in lexicographic order of the non-decreasing multi-indices.
 
     A multi-index is one number, int32 up to p = 4 and else int64, with a byte for each of its p indices. A coefficient
-    is the square root of the number of orders a multi-index can be written in, p! / (c_1! ... c_D!), float32.
+    is the square root of the number of orders of a multi-index, p! / (c_1! ... c_D!), float32.
     """
     dtype = torch.int32 if p <= 4 else torch.int64
     indices = torch.tensor(list(combinations_with_replacement(range(D), p)), dtype=dtype)
     packed = sum(indices[:, i] << 8 * i for i in range(p))
     orders = torch.full((len(indices),), float(math.factorial(p)), dtype=torch.float64)
-    repeats = torch.ones_like(orders)  # how often an index has occurred up to here; their product is c_1! ... c_D!
+    repeats = torch.ones_like(
+        orders
+    )  # how often each index has occurred so far; the product of these counts is c_1! ... c_D!
     for i in range(1, p):
         repeats = torch.where(indices[:, i] == indices[:, i - 1], repeats + 1, 1)
         orders /= repeats
@@ -155,7 +157,7 @@ def qkv_kernel(
     RESETS, COUNT, reset_token, HKV, C, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     WHOLE_ROW: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Compute W layer_norm(x) + b in the first programs, and in B Hkv more what `_advance_position_and_gates` does.
+    """Compute W layer_norm(x) + b in the first programs; B Hkv more call `_advance_position_and_gates`.
 
     WHOLE_ROW is a power of two, at least K. ROUND is the dtype to which a linear layer's input is rounded.
     """
@@ -176,7 +178,7 @@ def qkv(
 ):
     """Write q, k, v of the newest token to out [B, (H + 2 Hkv) D], and its position, rotation, gate sum and resets.
 
-    w, out, x, norm, bias as in `linear`. ids [B] int64: the tokens; reset_token forgets what was before it (-1: none).
+    w, out, x, norm, bias as in `linear`. ids [B] int64: the tokens; reset_token forgets what is before it (-1: none).
     gate: (W [Hkv, n_embd], b [Hkv]) or None, slopes [Hkv] of fixed gates or None, beta: W [1, n_embd] of learned
     positions or None. rates [D / 2] float64: turns per unit of position. rounding: the dtype of linear layers' inputs.
     position, rotation, cache (keys, values, gate_sums, resets) and count are as in the file's table. position, rotation
@@ -203,8 +205,9 @@ def _load_rotated(X, ROTATION, D: tl.constexpr):
 
 @triton.jit
 def _load_query(Q, ROTATION, GATE_SUMS, RESETS, at, D: tl.constexpr):
-    """Load (q [D], rotated and divided by its largest entry, which cancels and keeps the power in range; the gates' sum
-    and the resets at its token)."""
+    """Load (q [D], the gate sum, the resets) of the newest token.
+
+    q is rotated and divided by its largest entry, which cancels in y and avoids overflow of the power."""
     q = _load_rotated(Q, ROTATION, D)
     largest = tl.max(tl.abs(q), 0)
     return tl.where(largest > 0, q / largest, 0.0), tl.load(GATE_SUMS + at), tl.load(RESETS + at)
@@ -238,7 +241,8 @@ def _load_state(S, Z, INDICES, COEFFICIENTS, start, end, D: tl.constexpr, BF: tl
 def _load_cache(KEYS, VALUES, GATE_SUMS, RESETS, first, start, end, HKV, D: tl.constexpr, BT: tl.constexpr):
     """Load (keys, values [BT, D], gate sums, resets [BT]) of the cached tokens from `start`, zeros from `end` on.
 
-    `first` is the place of token 0 in an array [B, C, Hkv]."""
+    `first` is the index of token 0 in an array [B, C, Hkv].
+    """
     t, d = start + tl.arange(0, BT), tl.arange(0, D)
     at, inside = first + t * HKV, t < end
     at_d = at[:, None] * D + d[None, :]
@@ -253,7 +257,7 @@ def _attend_to_state(
     QKV, ROTATION, GATE_SUMS, RESETS, S, Z, INDICES, COEFFICIENTS, h, first, count, HKV, state, begin, end,
     P: tl.constexpr, D: tl.constexpr, BF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Return (num [D], den) of query head h and the features [begin, end) of the state that is at place `state`."""
+    """Return (num [D], den) of query head h for the features [begin, end) of the state at index `state`."""
     s, z, indices, phi = _load_state(S + state * D, Z + state, INDICES, COEFFICIENTS, begin, end, D, BF)
     wait_for_previous(PDL)
     q, gate_sum, resets = _load_query(QKV + h * D, ROTATION, GATE_SUMS, RESETS, first + count * HKV, D)
@@ -273,7 +277,7 @@ def _attend_to_cache(
     QKV, ROTATION, KEYS, VALUES, GATE_SUMS, RESETS, h, first, count, HKV, begin, end, P: tl.constexpr, D: tl.constexpr,
     BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Return (num [D], den) of query head h and the cached tokens [begin, end), and the query as it was loaded."""
+    """Return (num [D], den) of query head h for the cached tokens [begin, end), and the query as it was loaded."""
     k, v, gate_sums, reset = _load_cache(KEYS, VALUES, GATE_SUMS, RESETS, first, begin, end, HKV, D, BT)
     wait_for_previous(PDL)
     q, gate_sum, resets = _load_query(QKV + h * D, ROTATION, GATE_SUMS, RESETS, first + count * HKV, D)
@@ -305,10 +309,10 @@ def attend_kernel(
     HKV, F, parts, state_parts, P: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
     PARTS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Compute one part of what one query head of one sequence reads; the last part to arrive writes OUT [B, H, D].
+    """Compute one part of one query head's sums over state or cache; the last part to finish writes OUT [B, H, D].
 
-    The first `state_parts` parts have equally many of the F features of the state, the others equally many of the COUNT
-    cached tokens and the newest one, whose key and value one of them writes to entry COUNT of the cache. PARTS is a
+    The first `state_parts` parts share the F features of the state equally, the others share the COUNT cached tokens
+    and the newest one, whose key and value one of them writes to entry COUNT of the cache. PARTS is a
     power of two, at least `parts`.
     """
     let_next_start(PDL)
@@ -375,7 +379,7 @@ def attend(qkv, rotation, cache, count, state, sums, out, p):
 def parts_of_state(heads, F, D):
     """Return how many programs read one head's state of F features, for `heads` = B H query heads.
 
-    With few heads as many as can run at once, since the last one waits for all; with many heads they take turns.
+    With few heads these are as many as can run at once, since the last one waits for all; with many heads, more.
     """
     tiles = -(-F * D // 4096)
     most = RESIDENT_PROGRAMS // heads - 1 if 4 * heads <= RESIDENT_PROGRAMS else -(-MAX_PROGRAMS // heads)
@@ -383,11 +387,11 @@ def parts_of_state(heads, F, D):
 
 
 def parts_of_cache(heads, C):
-    """Return how many programs read one head's cache with room for C tokens, for `heads` = B H query heads."""
+    """Return how many programs read one head's cache of at most C tokens, for `heads` = B H query heads."""
     return max(1, min(-(-MAX_PROGRAMS // heads), -(-C // 64), 128))
 
 
-# ---- the cache becomes part of the state
+# ---- flushing the cache into the state
 
 
 @triton.jit
@@ -395,7 +399,7 @@ def flush_kernel(
     KEYS, VALUES, GATE_SUMS, RESETS, S, Z, INDICES, COEFFICIENTS, n, C, HKV, F, P: tl.constexpr, D: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """Update BF features of one sequence and KV head: decay the state by the n cached tokens' gates and add these."""
+    """Update BF features of one sequence and KV head: decay the state by the n tokens' gates and add the tokens."""
     blocks = tl.cdiv(F, BF)
     bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     b, hkv = bh // HKV, bh % HKV

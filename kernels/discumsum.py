@@ -1,4 +1,4 @@
-"""Discumsum: the discounted cumulative sum over chunks, from what each chunk gave to the states between them.
+"""Discumsum: the discounted cumulative sum over chunks, which turns the sum over each chunk into the state before it.
 
     s_0 = initial state or 0,   s_{i+1} = G_i s_i + u_i / unit_x_i,   G_i = the decay through chunk i
 
@@ -7,14 +7,14 @@ to the first, for the gradient). unit_i is a power of two such that a bound of t
 
     bound_{i+1} = G_i bound_i + most / unit_x_i,
 
-is brought into [2^14, 2^15): whoever reads a state divides by it. For p = 4, entries are multiplied on the way by the
-orders that their products can be written in, over 32, so that readers need not know these.
+is brought into [2^14, 2^15); kernels that read a state divide by unit_i. For p = 4, entries are also multiplied by the
+number of orders of their products, over 32, so that readers need not multiply by it.
 
     one program: N entries of the states of one head, one chunk after the other
 
       entry ->   ....|  N  |....      chunk 0    u_0 --> unit_0 s_0
-                 ....|  N  |....      chunk 1    u_1 --> unit_1 s_1      s stays in registers; STAGES chunks are on
-                 ....|  N  |....      chunk 2    u_2 --> unit_2 s_2      their way from memory
+                 ....|  N  |....      chunk 1    u_1 --> unit_1 s_1      s stays in registers while STAGES
+                                  ....|  N  |....      chunk 2    u_2 --> unit_2 s_2      chunks are loaded from memory
 
     name      shape                       dtype      units
     X, in     [B * Hkv, chunks, F]        float16    unit_x 2^15 / most (`update_state`), or float32 in units of one
@@ -23,8 +23,8 @@ orders that their products can be written in, over 32, so that readers need not 
     final     [B * Hkv, F]                float32    one: the state after all chunks
     carried   [B * Hkv, chunks, blocks]   float32    sums over N entries of G_i s_i OTHER_i, for the gates' gradient
 
-Cost: every state is read once and written once (with OTHER: read twice), a few FLOP an entry. Memory's bandwidth is the
-limit, 94% of it is reached.
+Cost: every state is read once and written once (with OTHER: read twice), a few FLOP an entry. The limit is the
+memory's bandwidth, of which 94% is reached.
 """
 
 import triton
@@ -32,21 +32,21 @@ import triton.language as tl
 
 from .common import ORDERS, STATE_EXPONENT, SUM_TOP, TO_TOP, empty, multiple_of, unit_scale
 
-DISCUMSUM = ((128, 1, 8), (1024, 2, 3))  # entries of a program, warps, chunks in flight; of Z, and of S
+DISCUMSUM = ((128, 1, 8), (1024, 2, 3))  # entries per program, warps, chunks in flight: for Z, and for S
 
 
 @triton.jit(do_not_specialize=["n", "F", "FS"])
 def discumsum_kernel(
     X, UNIT_X, UNIT, WHOLE,  # states; units of what came, or None: float32 in units of one; units written; G, or None
     INITIAL, BOUND, FINAL,  # the state before all and its largest entry, or None; the state after all, or None
-    OTHER, UNIT_OTHER,  # states that CARRIED is made with, and their units, or None
-    ORDERS_OF,  # [rows] in how many orders the product of a row of S can be written, and then of entries of Z
+    OTHER, UNIT_OTHER,  # the states to multiply with for CARRIED, and their units, or None
+    ORDERS_OF,  # [rows] the number of orders of the product of each row of S, then of each entry of Z
     CARRIED,
     up, most, n, F, FS,  # up: most / 2^15; n chunks; F entries, FS of S and behind them those of Z
     P: tl.constexpr, D: tl.constexpr,
     N: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Replace N entries of one sequence and head of X, chunk after chunk; write UNIT, FINAL and CARRIED."""
+    """Replace N entries of one sequence and head of X by states, chunk by chunk; write UNIT, FINAL and CARRIED."""
     SCALED: tl.constexpr = UNIT_X is not None
     F = multiple_of(F, 64)
     blocks = tl.cdiv(F, N)
@@ -74,7 +74,7 @@ def discumsum_kernel(
         to = X + tl.cast(i, tl.int64) * F + at
         x = tl.load(to, mask=inside, other=0.0).to(tl.float32)
         at_next = tl.maximum(i - 1, bh * n) if REVERSE else tl.minimum(i + 1, bh * n + n - 1)
-        whole, unit_x = whole_next, unit_next  # those of the next chunk are on their way
+        whole, unit_x = whole_next, unit_next  # loaded for the next chunk
         if WHOLE is not None:
             whole_next = tl.load(WHOLE + at_next)
         if SCALED:

@@ -1,17 +1,18 @@
-"""Gates: what tiles and chunks need of log_g, and the gradient to log_g.
+"""Gates: the decays that tiles and chunks need, computed from log_g, and the gradient to log_g.
 
     c_i = log_g_1 + .. + log_g_i in float64, where -inf (a reset: the first token of a document) counts as 0
     decay_ij = exp(c_i - c_j), and 0 across a reset: only differences of sums become float32, and only small ones
-    dlog_g_m = sum over i >= m of (row_i - col_i), 0 at a reset; row_i, col_j: sums of ds_ij s_ij / p over j, over i
+        dlog_g_m = sum over i >= m of (row_i - col_i), 0 at a reset; row_i, col_j sum ds_ij s_ij / p over j, over i
 
 For the quadratic form (`tile_gates`) a decay between tiles is a product of three factors: of the row, of the key inside
-its tile (KEY_DECAY), and of the sums between (C_START, C_END). For the chunked form (`chunk_gates`) it is those of a
-token from its chunk's beginning (INTO), to its end (OUT) and through the whole chunk (WHOLE); there
+its tile (KEY_DECAY), and of the sums between (C_START, C_END). For the chunked form
+(`chunk_gates`) there are the decays from the chunk's beginning to a token (INTO), from a token to the chunk's end (OUT)
+and through the whole chunk (WHOLE), and
 
     dlog_g_m = sum over i >= m of (row_i - col_i + what query i read from the state)
              + sum over j < m of what key j gave to the state + what WHOLE carried from state to state
 
-    tokens ->  | 0 .. 31 | 32 .. 63 | 64 .. 95 | 96 .. 127 | ..      one program 1024 tokens, or one chunk, of one head
+    tokens ->  | 0 .. 31 | 32 .. 63 | 64 .. 95 | 96 .. 127 | ..      one program: 1024 tokens, or one chunk, of one head
     C          the sum within these 128 ------------------->|
     C_START    ^           ^          ^          ^            the sum up to the first of 32
     C_END             ^          ^          ^           ^     the sum up to the last of 32
@@ -38,7 +39,7 @@ import triton.language as tl
 
 from .common import add, at_head, chunk_of, empty, padded
 
-TOKENS = 1024  # of a program; of chunks the largest power of two that divides them, at most this
+TOKENS = 1024  # of a program; within chunks the largest power of two that divides them, at most this
 
 
 # ---- pieces
@@ -52,7 +53,7 @@ def _max(a, b):
 
 @triton.jit
 def log_gates(LOG_G, g_t, at, T):
-    """Return log_g of the tokens `at` in float64, 0 for -inf and from T on, and where it is -inf."""
+    """Return (log_g of the tokens `at` in float64, 0 for -inf and from T on; True where it is -inf)."""
     log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0).to(tl.float64)
     reset = log_g == float("-inf")
     return tl.where(reset, 0.0, log_g), reset
@@ -101,8 +102,9 @@ def gates_kernel(
     R: tl.constexpr, POWER: tl.constexpr, BEFORE: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """Write the six arrays for N tokens of one sequence and head. C_START, C_END and OPENED are since the first of the
-    N tokens: `gates_before_kernel` adds what was before."""
+    """Write the six arrays for N tokens of one sequence and head.
+
+    C_START, C_END and OPENED count from the first of the N tokens; `gates_before_kernel` adds the earlier tokens."""
     pieces = tl.cdiv(T, N)
     bh = tl.program_id(0) // pieces
     at = tl.program_id(0) % pieces * N + tl.arange(0, N)
@@ -125,7 +127,7 @@ def gates_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def gates_before_kernel(C_START, C_END, OPENED, T, N: tl.constexpr):
-    """Add to C_START, C_END and OPENED of one sequence and head what was before each N tokens."""
+    """Add to C_START, C_END and OPENED of one sequence and head the sums over the tokens before each N tokens."""
     bh = tl.program_id(0)
     C_START, C_END, OPENED = at_head(C_START, T, bh, 32), at_head(C_END, T, bh, 32), at_head(OPENED, T, bh, 32)
     blocks = tl.cdiv(T, 128) * 4
@@ -148,7 +150,7 @@ def gates_before_kernel(C_START, C_END, OPENED, T, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "H", "HKV"])
 def dlog_g_kernel(
-    ROW, LOG_G,  # row_i - col_i, in the first head of each group; only resets are read of LOG_G
+    ROW, LOG_G,  # row_i - col_i, in the first head of each group; LOG_G is read for its resets only
     DLOG_G,  # what is written
     g_b, g_t, g_h,  # strides of LOG_G [B, T, Hkv]
     T, H, HKV,
@@ -181,8 +183,10 @@ def chunk_gates_kernel(
     T, TP, CHUNK, HKV,
     N: tl.constexpr,
 ):  # fmt: skip
-    """Write, for one chunk of one sequence and head, the decay from before the chunk into each token, from each token
-    to the last and through the whole chunk, zero across a reset."""
+    """Write INTO, OUT and WHOLE of one chunk of one sequence and head.
+
+    They are the decays from before the chunk to each token, from each token to the last one, and through the whole
+    chunk, zero across a reset."""
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + tl.cast(bh % HKV, tl.int64) * g_h
     INTO += tl.cast(bh, tl.int64) * TP
@@ -212,9 +216,9 @@ def chunk_gates_kernel(
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "TP", "CHUNK", "H", "HKV", "blocks", "blocks_z"])
 def chunk_dlog_g_kernel(
     INSIDE,  # row_i - col_i inside chunks, in the first head of each group
-    READ, GIVEN,  # what queries read from states, what keys gave to them
-    CARRIED, CARRIED_Z,  # [.., blocks], [.., blocks_z]: what WHOLE carried of S and of Z (None for p = 4)
-    LOG_G,  # only resets are read
+    READ, GIVEN,  # x . dx / p of queries and of keys, with dx the gradient through states
+    CARRIED, CARRIED_Z,  # [.., blocks], [.., blocks_z]: the gradient to WHOLE through S and through Z (None for p = 4)
+    LOG_G,  # read for its resets only
     DLOG_G,  # what is written
     g_b, g_t, g_h,  # strides of LOG_G [B, T, Hkv]
     T, TP, CHUNK, H, HKV, blocks, blocks_z,
@@ -276,7 +280,7 @@ def dlog_g(row, log_g, H):
 
 
 def chunk_gates(log_g, s):
-    """Launch chunk_gates_kernel; return (INTO, OUT, WHOLE), see the table above, or three times None without log_g.
+    """Launch chunk_gates_kernel; return (INTO, OUT, WHOLE), see the table above, or (None, None, None) without log_g.
 
     log_g [B, T, Hkv] float32, any strides, or None; s: `chunked.Sizes`.
     """
@@ -305,5 +309,5 @@ def chunk_dlog_g(log_g, s, inside, read, given, carried, carried_z):
 
 
 def _tokens(chunk):
-    """Return how many tokens of a chunk are worked on at a time: the largest power of two in it, at most TOKENS."""
+    """Return how many tokens of a chunk a kernel works on at a time: the largest power of two in it, at most TOKENS."""
     return min(TOKENS, chunk & -chunk)

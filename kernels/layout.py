@@ -1,8 +1,8 @@
-"""How the chunked kernels lay out a state: which features of (q . k)^p it has, and in which order.
+"""The layout of a state in the chunked kernels: which features of (q . k)^p it has, and in which order.
 
 The smallest state would have one feature for each non-decreasing multi-index: C(D + p - 1, p), `symmetric_power_dim`,
-in the order of `attention.embedding.symmetric_power_embedding` ("canonical" here). The matrix unit wants blocks, so the
-kernels keep somewhat more, in an order of their own, made of slices and scalars:
+in the order of `attention.embedding.symmetric_power_embedding` ("canonical" here). The matrix unit needs blocks, so the
+kernels store somewhat more features, in an order of their own, made of slices and scalars:
 
     x        a row of q or k written as M entries: for p = 2 the row itself, for p = 4 all products x_a x_b, a <= b
     slice    16 neighbouring entries of x
@@ -11,7 +11,7 @@ kernels keep somewhat more, in an order of their own, made of slices and scalars
     tile     64 features: 4 slots, each with a slice and a scalar of its own
     part     a run of tiles with the same 4 slices; from tile to tile every scalar moves on by one entry
 
-So a kernel keeps 64 entries of x in registers and multiplies them by 4 numbers, tile after tile. For p = 2 and D = 32,
+So a kernel holds 64 entries of x in registers and multiplies them by 4 numbers, tile after tile. For p = 2 and D = 32,
 with slices X0 = x_0..x_15 and X1 = x_16..x_31, the unordered pairs of slices are X0 X1, X0 X0 and X1 X1:
 
                        slot 0      slot 1      slot 2      slot 3
@@ -31,8 +31,8 @@ of a slice have nearly the same c, and the scalars that they need, all pairs wit
     p = 4, D = 16                   20,736      5,376       3,876
     p = 4, D = 32                  278,784     57,600      52,360
 
-A state's row is a plain sum over tokens of (feature times v). Whoever reads a state multiplies by the number of orders
-in which the feature's product can be written; for p = 4 `discumsum` has done that, and has put 0 where b > c.
+A state's row is a plain sum over tokens of (feature times v). A kernel that reads a state multiplies by the number of
+orders of the feature's product; for p = 4 `discumsum` has done that, and has written 0 where b > c.
 """
 
 import functools
@@ -44,7 +44,7 @@ import numpy as np
 import torch
 
 SLOTS, SLICE, TILE = 4, 16, 64
-BLOCK, STEP = 32, 8  # of the gradient to x, p = 4: it is made for 32 entries at a time, in steps of 8 scalars
+BLOCK, STEP = 32, 8  # p = 4: the gradient to x is computed for 32 entries at a time, in steps of 8 scalars
 SPREAD_ROWS = {16: 448, 32: 3968, 64: 50448}  # len(Layout.where) for each D, p = 4
 
 
@@ -82,13 +82,13 @@ class Layout(NamedTuple):
 def symmetric_power_dim(D, p):
     """Return the number of features of the symmetric power, C(D + p - 1, p)."""
     features = 1
-    for i in range(p):  # math.comb would break torch.compile's graph
+    for i in range(p):  # torch.compile's graph would break at math.comb
         features = features * (D + i) // (i + 1)
     return features
 
 
 def entries(D, p):
-    """Return M, a multiple of 16; for p = 4 the first entries may stand for nothing (8 of 144 for D = 16)."""
+    """Return M, a multiple of 16; for p = 4 the first entries may be empty (8 of 144 for D = 16)."""
     return D if p == 2 else -(-D * (D + 1) // 2 // SLICE) * SLICE
 
 
@@ -124,7 +124,7 @@ def layout_p2(D):
 
 @functools.cache
 def _fours_of_scalars(D):
-    """Return for each slice, p = 4, how many times 4 scalars it needs: all (a, b) with b <= c, for its largest c."""
+    """Return, for p = 4, how many fours of scalars each slice needs: all (a, b) with b <= c, for its largest c."""
     largest = [c for c in range(D) for _ in range(c, D)][::-1][::SLICE][::-1]
     return [-(-(c + 1) * (c + 2) // 2 // 4) for c in largest]
 
@@ -139,11 +139,11 @@ def layout_p4(D):
     scalars = np.lexsort((x[:, 0], x[:, 1], ~real))  # in order of b; the empty ones last
     parts, left = [], []
     for s, fours in enumerate(_fours_of_scalars(D)):
-        whole = fours // SLOTS * SLOTS  # tiles of a part with nothing but this slice
+        whole = fours // SLOTS * SLOTS  # tiles of a part that has this slice only
         if whole:
             parts.append(([(s, slot * whole, 1) for slot in range(SLOTS)], whole))
         left += [(s, 4 * n, 1) for n in range(whole, fours)]
-    left += [left[-1]] * (-len(left) % SLOTS)  # once more, of no weight
+    left += [left[-1]] * (-len(left) % SLOTS)  # repeated with weight 0
     parts += [(left[i : i + SLOTS], 4) for i in range(0, len(left), SLOTS)]
     parts, index = _table_of_parts(parts)
     first, second = scalars[index[:, 1]], index[:, 0]
@@ -151,12 +151,12 @@ def layout_p4(D):
     unused = np.flatnonzero(~needed)[0]
     row = np.full((M, M), unused)  # of each scalar and entry
     row[index[needed, 1], second[needed]] = np.flatnonzero(needed)
-    needed &= np.isin(np.arange(len(index)), row)  # of two rows that are the same, one
+    needed &= np.isin(np.arange(len(index)), row)  # one of two equal rows
     index = np.concatenate((x[first], x[second]), axis=1)
     orders = np.where(needed, _orders_of_four(index), 0)
     where, lists = _gradient_lists(row, unused)
     weights = np.where(real, 1 + (x[:, 0] != x[:, 1]), 0)
-    parts[:, 4:8] += M  # the kernels find scalars behind the entries
+    parts[:, 4:8] += M  # the kernels read scalars behind the entries
     return _make_tables(D, 4, M, parts, orders, where, lists, x, x[scalars], weights, index)
 
 
@@ -194,7 +194,7 @@ def _table_of_parts(parts):
 
 
 def _orders_of_four(indices):
-    """Return in how many orders each of [rows, 4] can be written."""
+    """Return the number of orders of each of [rows, 4] indices."""
     same = np.sort(indices, axis=1)
     a, b, c = (same[:, i] == same[:, i + 1] for i in range(3))
     return np.select(

@@ -1,4 +1,4 @@
-"""Linear layers for the newest token of a few sequences: LayerNorm before, GELU or a sum after, in one kernel.
+"""Linear layers for the newest token of a few sequences, with LayerNorm before and GELU or a sum after, in one kernel.
 
     out = f(W layer_norm(x) + b),   out += f(..),   for W [N, K], and layer_norm(wte[id])
 
@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-MIN_ROWS = 16  # the matrix unit's least: from 2 sequences on, sequences are rows of one product, filled up to it
+MIN_ROWS = 16  # smallest number of rows of the matrix unit; 2 or more sequences are padded to it
 
 
 # ---- launching a kernel while the one before runs
 
 
 def early_launch(x):
-    """Return the options of a launch that may begin while the kernel before it runs, where x's GPU can do that."""
+    """Return the options of a launch that may begin while the kernel before it runs, if x's GPU supports that."""
     if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0):
         return dict(PDL=True, launch_pdl=True)
     return {}
@@ -33,7 +33,7 @@ def early_launch(x):
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """Let the next kernel start. What it does before `wait_for_previous` must not depend on this kernel."""
+    """Let the next kernel start. Until it calls `wait_for_previous` it must not depend on this kernel."""
     if PDL:
         gdc_launch_dependents()
 
@@ -57,7 +57,7 @@ def load_norm(LN_W, LN_B, k, K):
 
 @triton.jit
 def normalize(x, weight, bias, k, K):
-    """Return layer_norm of one row x, of which k are all columns; zeros beyond K."""
+    """Return layer_norm of one row x, zeros beyond K; k are all its columns."""
     x = tl.where(k < K, x - tl.sum(x, 0) / K, 0.0)
     return x / tl.sqrt(tl.sum(x * x, 0) / K + 1e-5) * weight + bias
 
@@ -109,7 +109,7 @@ def _linear_of_one(
     X, LN_W, LN_B, W, BIAS, OUT, N, K, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GELU: tl.constexpr,
     ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Do what `linear_kernel` says for one sequence: BN columns of W, all of x at once, without the matrix unit."""
+    """Compute `linear_kernel` for one sequence: BN columns of W, all of x at once, without the matrix unit."""
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     inside = k < K
     w = tl.load(W + tl.cast(n, tl.int64)[:, None] * K + k[None, :], mask=(n < N)[:, None] & inside[None, :], other=0.0)
@@ -130,7 +130,7 @@ def _linear_of_many(
     X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     NORM: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Do what `linear_kernel` says for BM sequences and BN columns of W, on the matrix unit."""
+    """Compute `linear_kernel` for BM sequences and BN columns of W, on the matrix unit."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.program_id(1) * BM + tl.arange(0, BM)
     wait_for_previous(PDL)
@@ -176,8 +176,8 @@ def linear_kernel(
 ):  # fmt: skip
     """Write f(x) W^T + bias to BM rows and BN columns of OUT [B, N] float32, whose rows are `stride` apart.
 
-    x [B, K] float32 is normalised first with NORM, and rounded to the dtype of W [N, K]. f is GELU or nothing; ADD adds
-    what OUT had. Biases and the LayerNorm's weights are float32.
+    x [B, K] float32 is normalised first with NORM, and rounded to the dtype of W [N, K]. f is GELU or nothing; with ADD
+    the result is added to OUT. Biases and the LayerNorm's weights are float32.
     """
     let_next_start(PDL)
     linear_tile(X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM, BN, BK, NORM, GELU, ADD, PDL)

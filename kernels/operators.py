@@ -1,7 +1,7 @@
 """The kernels as torch operators: the door to this package.
 
     y = quadratic_attention(q, k, v, log_g, p=4)                    # differentiable in q, k, v and log_g
-    num, den = quadratic_sums(q, k, v, log_g, p=4, scale=0.125)     # not divided, so that other sums can be added
+    num, den = quadratic_sums(q, k, v, log_g, p=4, scale=0.125)     # not divided, so other sums can be added
     y, S, z = chunked_attention(q, k, v, log_g, S0, z0, p=2, chunk=1024, final=True)       # states in and out
 
 and, from steps.py, the chunked form's steps one by one: update_state, discumsum, query_state, create_inputs.
@@ -32,7 +32,7 @@ def quadratic_attention(q, k, v, log_g=None, *, p):
     """Return power attention y [B, T, H, D] in q's dtype, computed in the quadratic form.
 
     q [B, T, H, D], k, v [B, T, Hkv, D] bfloat16 or float32, log_g [B, T, Hkv] float32 or None, any strides, on one GPU.
-    `attention.power.power_attention` says what they mean.
+    See `attention.power.power_attention` for their meaning.
     """
     return _quadratic(q, k, v, log_g, p, 1.0, True)[0]
 
@@ -77,7 +77,7 @@ def _(dy, dl, q, k, v, log_g, y, l, p, scale, normalize):
 def _save_quadratic(ctx, inputs, output):
     q, k, v, log_g, ctx.p, ctx.scale, ctx.normalize = inputs
     y, l = output
-    ctx.set_materialize_grads(False)  # zeros for an output without a gradient would be 4 bytes a row
+    ctx.set_materialize_grads(False)  # otherwise an output without a gradient costs 4 bytes of zeros per row
     if ctx.normalize:
         ctx.mark_non_differentiable(l)
         ctx.save_for_backward(q, k, v, log_g, y, l)

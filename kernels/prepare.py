@@ -1,14 +1,15 @@
-"""Prepare: what is made of rows of q or k before states are summed or read.
+"""Prepare: the arrays that are made from rows of q or k before states are summed or read.
 
     xt_t     = 2^n x_t, with n such that 2^LIFT <= max |xt_t| < 2^(LIFT+1); p = 4: also the products of two entries
     factor_t = decay_t 2^(-n p) of keys, decay_t 2^(-LIFT p) / l_t of queries (1 / l_t for the backward pass only)
     values_t = v_t factor_t unit_v,  unit_v of the chunk such that its largest value is in [2^14, 2^15)
-    weight_t = one_t factor_t,  where one_t is 1 of keys, -delta_t = -dy_t . y_t of queries, or what the caller gives
+    weight_t = one_t factor_t,  where one_t is 1 of keys, -delta_t = -dy_t . y_t of queries, or given by the caller
     z        = sum over the chunk of weight_t x_t x_t^T, p = 2 (p = 4: `update_square_kernel`)
     den_t    = xt_t^T Z xt_t factor_t, p = 2, for queries and the Z of the state before their chunk
 
 With them phi(xt) values^T, summed over a chunk, is the chunk's part of the state in units of unit_v, and phi(xt) S
-factor is what a row reads. decay_t is that from a key to the end of its chunk, or from its beginning to a query.
+factor is what a row reads. decay_t is that from a key to the end of its chunk, or from the chunk's beginning to a
+query.
 
     sums_kernel        one program a chunk and head of keys       prepare_kernel    one program N rows of a head
 
@@ -32,8 +33,8 @@ Made here, for B * H rows of heads (of k: Hkv), TP = T padded to 256:
                                                                  * float32 where q, k and v are
 
 Cost. `sums` and `prepare` read x and v (dy and y too) once each and write D (M) and D entries of 2 bytes a row. z and
-den are 3 products of bfloat16 in place of one of float32: 6 D^2 FLOP a row each. Memory is the limit (49 to 53% of its
-bandwidth in `sums`, which takes 235 registers a thread), in den the splitting of Z in three.
+den are 3 products of bfloat16 in place of one of float32: 6 D^2 FLOP a row each. The limit is the memory's
+bandwidth (49 to 53% of it in `sums`, which takes 235 registers per thread), for den the splitting of Z in three.
 """
 
 import torch
@@ -89,14 +90,14 @@ def _factors(L, DECAY, unit, at, b, h, T, TP, H, HKV, P: tl.constexpr, LIFT: tl.
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV"])
 def sums_kernel(
-    X, V, Y, L, ONE, DECAY,  # the rows; y and l of queries; what replaces 1 or -delta, or None; a decay for each token
+    X, V, Y, L, ONE, DECAY,  # the rows; y and l of queries; one_t, or None for 1 or -delta; a decay for each token
     WEIGHT, UNIT_V, Z,  # what is written
     x_strides, v_strides,
     T, TP, CHUNK, H, HKV,
     P: tl.constexpr, D: tl.constexpr, LIFT: tl.constexpr, QUERY: tl.constexpr,
     N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write UNIT_V, WEIGHT and for p = 2 Z of one chunk of one sequence and head of keys, from all rows that it has."""
+    """Write UNIT_V, WEIGHT and for p = 2 Z of one chunk of one sequence and head of keys, from all its rows."""
     TP = multiple_of(TP, 256)
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     b, group = bh // HKV, H // HKV
@@ -138,8 +139,8 @@ def sums_kernel(
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV"])
 def prepare_kernel(
-    X, V, L, DECAY, UNIT_V, Z,  # the rows; l of queries; a decay for each token; what `sums_kernel` made
-    XT, VALUES, UNIT_X, FACTOR, DEN,  # what is written: without V no VALUES and UNIT_X, without Z no DEN
+    X, V, L, DECAY, UNIT_V, Z,  # the rows; l of queries; a decay for each token; the result of `sums_kernel`
+    XT, VALUES, UNIT_X, FACTOR, DEN,  # what is written: no VALUES and UNIT_X without V, no DEN without Z
     x_strides, v_strides,
     T, TP, CHUNK, H, HKV,
     P: tl.constexpr, D: tl.constexpr, LIFT: tl.constexpr, QUERY: tl.constexpr,
@@ -193,7 +194,7 @@ def prepare(s, x, v=None, y=None, l=None, decay=None, one=None, Z=None):
     """Prepare keys (x, v), queries (x; or x, dy, y, l) or any rows (x, v, one [B, H, T]); x [B, T, H, D], any strides.
 
     decay [B * Hkv, TP]: see `gates.chunk_gates`; Z [B * Hkv, chunks, D * D]: for den. Takes what `chunked.Sizes` takes.
-    Returns a dictionary with the names of the table above; what was not asked for is None.
+    Returns a dictionary with the names of the table above; those that were not asked for are None.
     """
     rows, query = x.shape[2], v is None or y is not None
     out = dict.fromkeys(("values", "unit_x", "weight", "unit_v", "z", "den"))

@@ -13,8 +13,8 @@ with dP_ij = dy_i . v_j and delta_i = dy_i . y_i, all sums over the causal pairs
       queries           keys ->                               keys              queries ->
         BM | BN | BN | BN | diagonal                            BN | diagonal | BM | BM | BM
 
-Tiles off the diagonal need no mask, and their decay is the product of a factor of the row and one of the column: exp
-costs nothing there. Tiles on the diagonal have both, element by element.
+Tiles off the diagonal need no mask, and their decay is the product of a factor of the row and one of the column, so exp
+costs nothing there. Tiles on the diagonal have a mask and an exp for each element.
 
     name        shape                          dtype      what
     l           [B, H, T padded to 128]        float32    of scaled q and k, saved for the backward pass
@@ -30,9 +30,9 @@ twice, so that every sum has one owner and two runs give the same bits). Bytes a
 of the time from T = 1024 on. The matrix unit is the limit, then the multiplications between products (docs/kernels.md).
 
 Range. There is no logarithm and no running maximum. For p = 6 and 8 powers of two, which cancel, bring the largest
-entry of each row of q and of a head's keys to 1 to 2; for p = 2 and 4 float32 has room for |q . k| from 1e-9 to 1e9 as
-it is. l is the sum of the weights as they are rounded for the second product. The backward pass spreads 1 / l over two
-factors of its square root: w_ij / l_i = (s_ij^(p/2) g_i)^2.
+entry of each row of q and of a head's keys to 1 to 2; for p = 2 and 4 float32 is wide enough for |q . k| from 1e-9 to
+1e9 as it is. l is the sum of the weights as they are rounded for the second product. The backward pass spreads 1 / l
+over two factors of its square root: w_ij / l_i = (s_ij^(p/2) g_i)^2.
 
 Gates. log_g is summed in float64 and only differences become float32. log_g = -inf begins a document: its tokens see
 nothing before. The gradient is dlog_g_m = sum over i >= m of (row_i - col_i), where row and col are the sums of
@@ -62,15 +62,16 @@ from .common import (
 from .configs import choose
 from .gates import dlog_g, gates_of_head, tile_gates
 
-L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while heads are worked on side by side
+L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while programs work on several heads
 
 # ---- pieces
 
 
 @triton.jit
 def _queries_of_program(T, H, HKV, BH, HEADS, BM: tl.constexpr):
-    """Return (sequence and head, sequence, head, head of keys, first row) of this program's BM queries; those with the
-    most keys before them come first."""
+    """Return (sequence and head, sequence, head, head of keys, first row) of this program's BM queries.
+
+    The queries with the most keys before them come first."""
     blocks = tl.cdiv(T, BM)
     block, bh = block_and_head(blocks, BH, HEADS)
     lo = (blocks - 1 - block) * BM
@@ -80,9 +81,9 @@ def _queries_of_program(T, H, HKV, BH, HEADS, BM: tl.constexpr):
 
 @triton.jit
 def _tile(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr):
-    """Load [N, D]: rows start, start+1, ... of head h of sequence b; zeros from row T on (without MASK there are none).
+    """Load [N, D]: rows start, start+1, ... of head h of sequence b, with MASK zeros from row T on.
 
-    X is a pointer, or with strides None a tensor descriptor, whose tiles the copy engine fetches.
+    X is a pointer, or if strides is None a tensor descriptor, whose tiles the copy engine fetches.
     """
     if strides is None:
         return X.load([b, start, h, 0]).reshape([N, D])
@@ -96,7 +97,7 @@ def _tile(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr, MASK: tl
 
 @triton.jit
 def _row_offsets(b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
-    """Return offsets [N, D], for several arrays [B, T, H, D]: of rows start, start+1, ... of head h of sequence b."""
+    """Return the offsets [N, D] of rows start, start+1, ... of head h of sequence b in any array [B, T, H, D]."""
     first = ((tl.cast(b, tl.int64) * T + start) * H + h) * D
     return first + tl.arange(0, N)[:, None] * (H * D) + tl.arange(0, D)[None, :]
 
@@ -118,34 +119,35 @@ def _times_power(x, s, P: tl.constexpr):
 
 @triton.jit
 def _key_scale(KEY_SCALE, bh):
-    """Return the scale of a sequence's and head's keys, 1 where none is needed."""
+    """Return the scale of a sequence's and head's keys, or 1 if none is needed."""
     return 1.0 if KEY_SCALE is None else tl.load(KEY_SCALE + bh)
 
 
 @triton.jit
 def _decay(c_row, c_column, seen, POWER: tl.constexpr):
-    """Return exp(POWER (c_row - c_column)) for each pair, zero where not seen."""
+    """Return exp(POWER (c_row - c_column)) for each pair, zero where the row does not see the column."""
     return tl.exp2(tl.where(seen, (c_row - c_column) * (POWER * 1.4426950408889634), float("-inf")))  # log2(e)
 
 
 @triton.jit
 def _ahead(C_END, c_lo, begin, end, BN: tl.constexpr, POWER: tl.constexpr):
-    """Return decay^POWER from the last key of the first tile to the rows, and the sum up to the last key of the second.
+    """Return (decay^POWER from the last key of the first tile to the rows, gate sum at the last key of the second).
 
-    What the next tile needs is loaded while this one is worked on, and turned into a factor one tile before its use."""
+    The sum of the next tile is loaded while this tile is computed, and becomes a factor one tile before its use.
+    """
     x = tl.exp(POWER * (c_lo - tl.load(C_END + (begin + BN) // 32)).to(tl.float32))
     return x, tl.load(C_END + (tl.minimum(begin + BN, end) + BN) // 32)
 
 
 @triton.jit
 def _gates_of_rows(gates, lo, begin, end, BM: tl.constexpr, BN: tl.constexpr):
-    """Return, of BM rows from `lo` on, the sum up to the first (float64), the sum of each since the first of its 128,
-    the first row of each row's document, and where the keys that are seen begin, between `begin` and `end`."""
+    """Return (sum up to the first row, float64; sum of each row since the first of its 128; the first row of each row's
+    document; where the keys that the rows see begin, between `begin` and `end`) for BM rows from `lo` on."""
     C, FIRST, _, C_START, _, OPENED = gates
     c_lo = tl.load(C_START + lo // 32)
     c_row = _vector(C, lo, BM)
     first_row = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
-    opened = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the document of the token before
+    opened = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the previous token's document
     return c_lo, c_row, first_row, tl.minimum(tl.maximum(begin, opened), end)
 
 
@@ -159,7 +161,7 @@ def _forward_tiles(
     begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """Return (acc, l) with the keys from begin to end added, BN at a time; DIAGONAL: some come after some rows."""
+    """Return (acc, l) with the keys from begin to end added, BN at a time; DIAGONAL: some keys come after some rows."""
     GATED: tl.constexpr = gates is not None
     K, k_strides, V, v_strides, b, hkv = keys
     row, c_lo, c_row, first_row = rows
@@ -199,7 +201,7 @@ def forward_kernel(
     NUM, DEN,  # what is added to the sums before dividing, or None
     KEY_SCALE, gates,  # see the table above, or None
     q_strides, k_strides, v_strides,  # None: a tensor descriptor
-    scale, rest,  # without NORMALIZE: the power of two that q is multiplied by, and what is missing in the sums
+    scale, rest,  # without NORMALIZE: the power of two that q is multiplied by, and the remaining factor of the sums
     T, CHUNK, H, HKV, BH, HEADS,  # CHUNK: tokens see nothing before their chunk; BH: B * H; HEADS: side by side
     P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
@@ -219,7 +221,7 @@ def forward_kernel(
         q = (q32 * scale).to(q.dtype)
 
     acc = tl.zeros([BM, D], tl.float32)
-    l = tl.zeros([BM, 8], tl.float32)  # the same sum eight times: the narrowest product there is
+    l = tl.zeros([BM, 8], tl.float32)  # the same sum eight times, because no product is narrower
     begin, end = lo // CHUNK * CHUNK, lo // BN * BN
     c_lo, c_row, first_row = 0.0, 0.0, 0
     if GATED:
@@ -294,17 +296,17 @@ def _dq_tiles(
 @triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "BH", "HEADS"])
 def dq_kernel(
     Q, K, V, DY,
-    Y, L, DL,  # what the forward pass wrote, or without NORMALIZE the gradient to its L
+    Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
     KEY_SCALE, gates,  # see the table above, or None
     DQ, PAIR, G, ROW,  # what is written; G and ROW with gates only
     q_strides, k_strides, v_strides, dy_strides,  # None: a tensor descriptor
     scale, rest,
     T, CHUNK, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
-    BEFORE: tl.constexpr,  # there is a state before the first token: a row that sees itself alone sees more than that
+    BEFORE: tl.constexpr,  # there is a state before the first token, so no row sees itself alone
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Write BM rows of dq, and what the other pass needs of them: PAIR, G and ROW (see the table above)."""
+    """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs."""
     GATED: tl.constexpr = gates is not None
     bh, b, h, hkv, lo = _queries_of_program(T, H, HKV, BH, HEADS, BM)
     row = lo + tl.arange(0, BM)
@@ -326,7 +328,7 @@ def dq_kernel(
     g = int_power(factor, P // 2) * tl.sqrt(over_l)
     if P > 4:
         q = (q32 * factor[:, None]).to(q.dtype)
-    else:  # the range of s^3 is wide enough without; the product is faster if q need not pass through registers
+    else:  # s^3 stays in range without it, and the product is faster if q does not pass through registers
         over_l, factor = g * g, 1.0
     acc = tl.zeros([BM, D], tl.float32)
     r = tl.zeros([BM], tl.float32)
@@ -351,7 +353,7 @@ def dq_kernel(
         r *= decay
     acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, tl.minimum(lo + BM, T), T, P, D, BN, True)
 
-    if NORMALIZE:  # y_i is v_i in a row that sees itself alone, whatever q_i is
+    if NORMALIZE:  # in a row that sees itself alone, y_i is v_i for any q_i
         over_l = tl.where(row > first_row, over_l, 0.0)
     acc *= (P * factor * over_l)[:, None]
     tl.store(DQ + out, acc.to(DQ.dtype.element_ty), row[:, None] < T)
@@ -419,8 +421,9 @@ def _dkdv_tiles(
 
 @triton.jit
 def _last_reader(OPENED, hi, end, T):
-    """Return where queries that may see key hi end, at most `end`: the end of the first 32 tokens with one whose
-    document begins after hi, found by halving."""
+    """Return where the queries that may see key hi end, at most `end`.
+
+    That is the end of the first 32 tokens one of which belongs to a document after hi, found by bisection."""
     below, above = hi // 32, tl.cdiv(T, 32) - 1
     if tl.load(OPENED + above) > hi:
         while above > below:
@@ -436,18 +439,19 @@ def _last_reader(OPENED, hi, end, T):
 def dkdv_kernel(
     Q, K, V, DY,
     gates,  # or None
-    PAIR, G, ROW,  # what `dq_kernel` wrote
+    PAIR, G, ROW,  # written by `dq_kernel`
     DK, DV,  # what is written
     q_strides, k_strides, v_strides, dy_strides,  # None: a tensor descriptor
     T, CHUNK, H, HKV, BHKV, HEADS,  # BHKV: B * HKV
     P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Write BN rows of dk and dv, summed over the query heads of the group; with gates ROW of the group's first head
-    becomes the sum of row over the group, minus col."""
+    """Write BN rows of dk and dv, summed over the query heads of the group.
+
+    With gates, ROW of the group's first head becomes the sum of row over the group, minus col."""
     GATED: tl.constexpr = gates is not None
     block, bh = block_and_head(tl.cdiv(T, BN), BHKV, HEADS)
-    lo = block * BN  # the longest first
+    lo = block * BN  # the programs with the most work first
     b, hkv = bh // HKV, bh % HKV
     group = H // HKV
     column = lo + tl.arange(0, BN)
@@ -529,9 +533,9 @@ def backward(
 ):
     """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates.
 
-    With normalize, y and l are forward's and dl is not read; else y and l are not read, and dl is shaped as l is. With
-    `chunk`, the last is not dlog_g but row, see the table above, which `gates.chunk_dlog_g` takes. before: there is a
-    state before the first token. Raises ValueError for configurations that do not fit each other.
+    With normalize, y and l are those of forward and dl is not read; else y and l are not read, and dl has l's shape.
+    With `chunk`, row of the table above is returned in place of dlog_g, for `gates.chunk_dlog_g`. before: True if there
+    is a state before the first token. Raises ValueError for configurations that do not fit each other.
     """
     (B, T, H, _), HKV = q.shape, k.shape[2]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -563,7 +567,7 @@ def backward(
 
 def _key_scales(k, p, normalize):
     """Return [B * Hkv]: for each sequence and head the power of two that brings its largest key entry into [1, 2)."""
-    if p <= 4 or not normalize:  # s^4 has room enough: for |q . k| from 1e-9 to 1e9
+    if p <= 4 or not normalize:  # s^4 is in float32's range for |q . k| from 1e-9 to 1e9
         return None
     largest = torch.linalg.vector_norm(k, float("inf"), dim=(1, 3)).float()
     most = 2.0**ROW_EXPONENT.value
@@ -571,8 +575,10 @@ def _key_scales(k, p, normalize):
 
 
 def _tiles(*tensors_and_rows):
-    """Return (tensors, strides) for a kernel that fetches tiles of so many rows: tensor descriptors and no strides if
-    the copy engine can fetch them, for which every row must begin at a multiple of 16 bytes."""
+    """Return (tensors, strides) for a kernel that fetches tiles of so many rows.
+
+    The tensors are descriptors, and strides is None, if the copy engine can fetch them: every row must begin at a
+    multiple of 16 bytes."""
     tensors = [x for x, _ in tensors_and_rows]
     if not all(map(aligned, tensors)):
         return tensors, [x.stride() for x in tensors]
@@ -587,14 +593,16 @@ def aligned(x):
 
 
 def _powers_of_two(scale, p):
-    """Return scale as a power of two, by which bfloat16 can be multiplied exactly, and the rest of scale^p."""
+    """Return (a power of two near scale, by which bfloat16 is multiplied exactly; the rest of scale^p)."""
     power = 2.0 ** round(math.log2(abs(scale)))
     return power, (scale / power) ** p
 
 
 def _heads_together(T, heads):
-    """Return how many heads are worked on side by side. One after the other, their keys stay in the L2 cache; together,
-    the longest blocks come first and the last programs to run are short."""
+    """Return how many heads programs work on side by side.
+
+    One head after the other, keys stay in the L2 cache; side by side, the longest blocks come first and the last
+    programs to run are short."""
     return max(1, min(heads, L2_TOKENS // T))
 
 

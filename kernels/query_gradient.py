@@ -1,12 +1,12 @@
-"""Query gradient: the gradient to each row of what it reads from a state, or to a key of what it gives to one.
+"""Query gradient: the gradient to each query through the state that it reads, or to each key through the state.
 
     p = 2:  dx_t = c_t  sum over i of  (xt_t[i] values_t) S_i^T  +  2 weight_t Z x_t
     p = 4:  the gradient to xt (products of two entries) is made the same way, and from there goes to the row:
             dxt_t = sum over scalars i of (xt_t[i] values_t) S_i^T + 2 weight_t Z xt_t,   dx_t[a] = sum dxt_t[ab] x_t[b]
-    both:   read_t = x_t . dx_t / p,  what log_g's gradient needs
+    both:   read_t = x_t . dx_t / p,  which log_g's gradient needs
 
-S_i holds the rows of the state for the products of entry i with the others, [entries, D]. For p = 2 a table (`where`)
-says which these are. For p = 4 `spread_kernel` writes them once more, one list behind another: 32 entries for each of
+S_i holds the rows of the state for the products of entry i with the others, [entries, D]. For p = 2 these are in
+a table (`where`). For p = 4 `spread_kernel` writes them once more, one list behind another: 32 entries for each of
 their scalars, then 32 scalars for each of their entries (layout.py), and `square_times_kernel` makes Z xt.
 
     query_gradient_kernel, p = 2: BM rows             query_gradient_of_products_kernel, p = 4: BM rows, for each of
@@ -19,15 +19,15 @@ their scalars, then 32 scalars for each of their entries (layout.py), and `squar
     xt, rows, values, unit_x, unit_v, weight   see prepare.py      read
     S         [B * Hkv, chunks, F]                      float16    unit, see discumsum.py    read
     Z         [B * Hkv, chunks, D * D]                  float32    one, p = 2                read
-    states    [heads * chunks * n * D, 32]              float16    unit: what `spread_kernel` makes of S, n = len(where)
+    states    [heads * chunks * n * D, 32]              float16    unit: S as `spread_kernel` writes it, n = len(where)
     zx        [heads * rows, M, TP]                     float16    2^-12 unit: Z xt
     out       [B, T, H, D]                              q's        one: dx is added to it
     read      [B * H, TP]                               float32    one           (float16: float32 where q, k and v are)
 
-Cost: p = 2 multiplies the full square, 2 D^3 FLOP a row; p = 4 all rows of a list for the longest in a block, 2.4 (D =
-32) to 3.7 (D = 16) times the features that there are. Operands are made in registers: the waits for products and the
-loads of scalars are the limit (79% of the matrix unit's rate for p = 2). p = 4 takes SPREAD bytes, or one head's, and
-does some heads after the others.
+Cost: p = 2 multiplies the full square, 2 D^3 FLOP per row; p = 4 multiplies as many rows as the longest list in a block
+has, 2.4 (D = 32) to 3.7 (D = 16) times the number of features. Operands are made in registers: the waits for products
+and the loads of scalars are the limit (79% of the matrix unit's rate for p = 2). p = 4 takes SPREAD bytes, or one
+head's if that is more, and works on some heads after the others.
 """
 
 import torch
@@ -54,7 +54,7 @@ from .common import (
 from .configs import choose
 from .layout import BLOCK, SPREAD_ROWS, STEP, entries
 
-SPREAD = 2**30  # bytes of states and zx at once, p = 4: of all heads, or of one at least
+SPREAD = 2**30  # p = 4: the most bytes of states and zx at a time, unless one head needs more
 
 
 # ---- p = 2
@@ -71,8 +71,8 @@ def _one_entry(v, x, S, WHERE, acc, D: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "skip"])
 def query_gradient_kernel(
     XT, VALUES, S, UNIT_S, UNIT_V, UNIT_X,
-    WHERE,  # table of the layout: the state's row for the product of two entries
-    OUT,  # what is added to
+    WHERE,  # the layout's table of the state's row for the product of two entries
+    OUT,  # the gradient is added to it
     X, Z, WEIGHT,  # the rows; WEIGHT None: 1
     READ,  # what is written, with gates
     x_strides,
@@ -102,7 +102,7 @@ def query_gradient_kernel(
         acc = _one_entry(v, x2, S, where + i * D + 2 * D, acc, D)
         acc = _one_entry(v, x3, S, where + i * D + 3 * D, acc, D)
         wait_for_products(i)
-    # twice, as an entry is on both sides of a product
+    # twice, since an entry is on both sides of a product
     acc *= (tl.load(UNIT_X + at) * (2 * VALUES_DOWN_2) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
     x = load_rows(X, x_strides, b, lo, h, T, BM, D)
     z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
@@ -120,7 +120,7 @@ def query_gradient_kernel(
 
 @triton.jit(do_not_specialize=["F", "n"])
 def spread_kernel(S, OUT, WHERE, F, n, D: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Write a state's rows as the gradient to x reads them: N of the n times D rows of BLOCK entries."""
+    """Write a state's rows in the order in which the gradient to x reads them: N of the n D rows of BLOCK entries."""
     F = multiple_of(F, 64)
     state, first = tl.program_id(0) // (n // N), tl.program_id(0) % (n // N) * N
     d, m = tl.arange(0, D), tl.arange(0, BLOCK)
@@ -158,7 +158,7 @@ def square_times_kernel(
 
 @triton.jit
 def _add_columns(x, at, D: tl.constexpr):
-    """Return [BM, D]: the sums of the columns of x [BM, N] with the same number in `at` [N]; D is left out."""
+    """Return [BM, D]: the sums of the columns of x [BM, N] with the same number in `at` [N], but for D."""
     places = (at[:, None] == tl.arange(0, D)[None, :]).to(x.dtype)
     return tl.dot(x, places, input_precision=PRECISION)
 
@@ -167,8 +167,8 @@ def _add_columns(x, at, D: tl.constexpr):
 def query_gradient_of_products_kernel(
     XT, ROWS, VALUES, S, ZX,  # S: by `spread_kernel`, ZX: by `square_times_kernel`, both for heads from `first` on
     UNIT_S, UNIT_V, UNIT_X, WEIGHT,
-    LISTS, FACTORS,  # tables of the layout: the steps; of which entries of the row those of x are products
-    OUT,  # what is added to
+    LISTS, FACTORS,  # tables of the layout: the steps; the entries of the row whose products x holds
+    OUT,  # the gradient is added to it
     X,  # the rows
     READ,  # what is written, with gates
     x_strides,
@@ -176,8 +176,10 @@ def query_gradient_of_products_kernel(
     D: tl.constexpr, M: tl.constexpr,
     BM: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add BM rows of the gradient to OUT, for p = 4, and write READ. Each step makes the gradient to BLOCK of x, first
-    as entries from their scalars, then as scalars from their entries, N of these others at a time."""
+    """Add BM rows of the gradient to OUT, for p = 4, and write READ.
+
+    Each step computes the gradient to BLOCK entries of x, first as entries from their scalars, then as scalars from
+    their entries, N of the latter at a time."""
     TP = multiple_of(TP, 256)
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM, first)
     row = lo + tl.arange(0, BM)
@@ -187,7 +189,7 @@ def query_gradient_of_products_kernel(
     v = tl.load(VALUES + at[:, None] * D + tl.arange(0, D)[None, :])
     down = diagonal(tl.full([D], 1 / VALUES_DOWN_4, tl.float32), D)
     v = tl.dot(v, down.to(v.dtype), input_precision=PRECISION).to(v.dtype)
-    # twice, as x is on both sides of Z; in the units of ZX and of v
+    # twice, since x is on both sides of Z; in the units of ZX and of v
     weight = tl.load(WEIGHT + at) * (tl.load(UNIT_V + state) * (2 / (SQUARE_TIMES_DOWN * VALUES_DOWN_4)))
     blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
     acc = tl.zeros([BM, D], tl.float32)
@@ -237,8 +239,9 @@ def spread_bytes(D, chunks, rows, size):
 def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, config=None):
     """Add to `out` the gradient to each row of x, and return read, or None without gates.
 
-    x, out [B, T, H, D]; prepared: what `prepare` made of x, with values; skip: the number of a chunk whose state is
-    zero, or -1; weight [B * H, TP] or None for 1, p = 2 (p = 4: that of `prepared`). Takes what `chunked.Sizes` takes.
+    x, out [B, T, H, D]; prepared: the result of `prepare` for x, with values; skip: the number of a chunk whose state
+    is zero, or -1; weight [B * H, TP] or None for 1, p = 2 (p = 4: that of `prepared`). Takes what `chunked.Sizes`
+    takes.
     """
     rows = x.shape[2]
     read = empty(S, s.B * rows, s.TP) if gated else None

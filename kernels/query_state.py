@@ -1,4 +1,4 @@
-"""Query state: what each row reads from the state before (or after) its chunk.
+"""Query state: the sums that each row reads from the state before (or after) its chunk.
 
     num_t = factor_t / unit  phi(xt_t) S         den_t = factor_t / unit  xt_t^T Z xt_t   (p = 4; p = 2: prepare.py)
 
@@ -80,14 +80,15 @@ def _denominators(XT, Z, row, end, TP, BM: tl.constexpr, M: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "parts", "skip", "F"])
 def query_state_kernel(
     XT, S, UNIT_S, FACTOR,
-    PARTS,  # table of the layout: of each part the slices, the first scalars, the orders, the number of tiles
+    PARTS,  # the layout's table of each part's slices, first scalars, orders and number of tiles
     OUT, DEN,  # what is written
     T, TP, CHUNK, H, HKV, tiles, parts, skip, F,  # skip: a chunk whose state is zero and is not read, or -1
     P: tl.constexpr, M: tl.constexpr, D: tl.constexpr, SUMS: tl.constexpr,
     BM: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """With SUMS write BM rows of num to OUT, and for p = 4 of den to DEN; else add BM rows of num to OUT. TILES tiles
-    of the state are read at a time."""
+    """Write BM rows of num to OUT, and for p = 4 of den to DEN; without SUMS add BM rows of num to OUT.
+
+    TILES tiles of the state are read at a time."""
     TP, F = multiple_of(TP, 256), multiple_of(F, 64)
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM)
     row = lo + tl.arange(0, BM)
@@ -125,7 +126,7 @@ def query_state_kernel(
 
 
 def query_state(s, prepared, S, unit_s, skip, out=None, config=None):
-    """Return (num, den) for every row of `prepared`, see above; for p = 2 den is the one that `prepare` made.
+    """Return (num, den) of the table above for every row of `prepared`; for p = 2 den is that of `prepare`.
 
     With `out` [B, T, H, D] given, num is added to it and den is not computed. skip: the number of a chunk whose state
     is zero, or -1. Takes what `chunked.Sizes` takes.

@@ -1,13 +1,13 @@
-"""The next token of each sequence from its logits: temperature, top-k and top-p in one kernel, without sorting.
+"""Sample the next token of each sequence from its logits: temperature, top-k and top-p in one kernel, without sorting.
 
     w_v = exp((x_v - max x) / temperature)                 for logits x
     t: the largest threshold with as many as top_k tokens above it, then the largest one above which
        the w_v sum to top_p of their sum
     id: the first token at which the running sum of the w_v above t passes number * (their whole sum)
 
-One program has one sequence. Thresholds are found by quartering an interval: each turn counts what is above three
-points of it, in one pass over the logits, about 12 passes in all. The limit is the L2 cache, which every pass reads the
-logits from (201 KB for GPT-2's vocabulary). Running sums of whole blocks are float64, so that every token is reachable.
+One program has one sequence. Thresholds are found by quartering an interval: each pass over the logits counts those
+above three points of it, about 12 passes in all. The limit is the L2 cache, from which every pass reads the logits (201
+KB for GPT-2's vocabulary). Running sums of whole blocks are float64, so that every token is reachable.
 """
 
 import triton
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from .linear import early_launch, let_next_start, wait_for_previous
 
 SAMPLE_BLOCK = (
-    8192  # logits that the kernel reads at a time; rows padded to a multiple of it, with -inf, are not copied
+    8192  # logits that the kernel reads at a time; rows that are padded with -inf to a multiple of it are not copied
 )
 
 
@@ -25,8 +25,9 @@ SAMPLE_BLOCK = (
 def _threshold(X, low, high, need, scale, largest, V, MASS: tl.constexpr, BV: tl.constexpr):
     """Return the largest number in [low, high) above which there are at least `need` of the V numbers X.
 
-    With MASS, exp(scale (x - largest)) counts for a number x and not 1. Numbers up to `low` do not count, and none may
-    be above `high`."""
+    With MASS, a number x counts as exp(scale (x - largest)). Numbers up to `low` do not count, and none may
+    be above `high`.
+    """
     found, second = need + 1.0, low + (high - low) / 2
     while (low < second) & (second < high) & (found != need):
         first, third = low + (second - low) / 2, second + (high - second) / 2
@@ -86,11 +87,11 @@ def sample_next_token_kernel(
     for start in range(0, V, BV):
         whole += tl.sum(_weights(X, low, scale, largest, start, BV), 0).to(tl.float64)
     target = number * tl.sum(whole, 0)
-    first, before, sums = 0, 0 * target, 0 * target  # of the block in which the sum passes the target
+    first, before, sums = 0, 0 * target, 0 * target  # start of the block in which the sum passes the target
     for start in range(0, V, BV):
         more = tl.sum(_weights(X, low, scale, largest, start, BV), 0).to(tl.float64)
-        here = (sums <= target) & (more > 0)
-        first, before = tl.where(here, start, first), tl.where(here, sums, before)
+        inside = (sums <= target) & (more > 0)
+        first, before = tl.where(inside, start, first), tl.where(inside, sums, before)
         sums += more
     weights, v = _weights(X, low, scale, largest, first, BV), first + tl.arange(0, BV)
     passed = (weights > 0) & (before + tl.cumsum(weights.to(tl.float64), 0) > target)

@@ -1,15 +1,15 @@
-"""The steps of the chunked form, each as a torch operator of its own.
+"""The steps of the chunked form, each as a separate torch operator.
 
     S, z = update_state(k, v, log_g, p=2, chunk=1024)           # the sums over every chunk
     S, z, S_last, z_last = discumsum(S, z, log_G)               # the states before every chunk, and after the last
     num, den = query_state(q, S, z, log_g, p=2, chunk=1024)     # what every query reads from the state before its chunk
 
 log_G is the sum of log_g over each chunk. With the sums over the pairs inside each chunk (`operators.quadratic_sums`),
-added before dividing, they are power attention. `operators.chunked_attention` does all of it in one operator and keeps
+added before dividing, they are power attention. `operators.chunked_attention` does all of it in one operator and stores
 states in half precision between the kernels; here states are float32, with features in the order of
 `attention.embedding.symmetric_power_embedding`, so that every step can be tested, timed and used alone.
 
-operators.py is the door to these functions, and says in which order an operator is written.
+operators.py is the door to these functions, and describes the order in which an operator is written.
 """
 
 import torch
@@ -36,7 +36,7 @@ def empty_like(x, dtype=None):
 
 
 def register_gradient(operator, save, differentiate, backward):
-    """Make an operator differentiable, once: `backward`, which `differentiate` calls, has no gradient of its own."""
+    """Make an operator differentiable once: `backward`, which `differentiate` calls, refuses a second derivative."""
     operator.register_autograd(differentiate, setup_context=save)
     backward.register_autograd(_refuse_second_derivative)
 
@@ -310,7 +310,7 @@ def _two_to(n):
 
 
 def _gate_gradient(s, x, log_g, after):
-    """Return d log_g [B, T, Hkv] from x [B * heads, T padded], what each token gave to (`after`) or read from a state.
+    """Return d log_g [B, T, Hkv] from x [B * heads, T padded], x . dx / p of keys (`after`) or of queries.
 
     A gate decays what the tokens before it in its chunk give, and what its own token and those after it read.
     """
@@ -343,7 +343,7 @@ def _described(x):
 
 
 def _check(name, x, shape):
-    """Raise ValueError unless x is None or float32 of this shape."""
+    """Raise ValueError unless x is None or a float32 tensor of this shape."""
     if x is not None and (x.shape != torch.Size(shape) or x.dtype != torch.float32):
         raise ValueError(f"{name} must be float32 {[*shape]}, got {_described(x)}")
 

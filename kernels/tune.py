@@ -33,7 +33,7 @@ WIDTH = 768  # heads times head dimension
 SIZES = {torch.bfloat16: (16384, 49152), torch.float32: (4096, 8192)}  # T and tokens of the timed input
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 1e-4}  # relative difference from the safe sizes' result
 CHECKED_T = 1000  # tokens of the short call; the last tile is not full
-TAKES_OVER = {4: (4, 2), 8: (8, 6)}  # p that is measured -> the p that its choice is written for
+TAKES_OVER = {4: (4, 2), 8: (8, 6)}  # measured p -> the powers whose entries it also fills in
 WORKERS = 16  # the most processes to compile in: each has a CUDA context of some 500 MB
 
 # (kernel, dtype) -> [(largest head dimension, candidates besides the safe one, the plainer first), ...]
@@ -74,7 +74,7 @@ CANDIDATES = {
         (64, [(128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 4, 5), (128, 128, 4, 3), (128, 256, 4, 3)]),
         (128, [(128, 64, 8, 1), (128, 64, 8, 2), (64, 64, 4, 1)]),
     ],
-    # float32 goes without the matrix unit; registers are the limit, so there are no large tiles
+    # float32 does not use the matrix unit; registers are the limit, so there are no large tiles
     ("forward", torch.float32): [(128, [(32, 32, 4, 1), (32, 32, 8, 2), (64, 32, 8, 1)])],
     ("dq", torch.float32): [(128, [(32, 32, 4, 1), (32, 32, 8, 2), (64, 32, 8, 1)])],
     ("dkdv", torch.float32): [(128, [(32, 32, 4, 1), (32, 32, 8, 2), (32, 64, 8, 1)])],
@@ -82,7 +82,7 @@ CANDIDATES = {
 
 
 class Case(NamedTuple):
-    """What is tuned: one entry of the table."""
+    """One entry of the table, to be tuned."""
 
     kernel: str
     dtype: torch.dtype
@@ -132,7 +132,7 @@ def launcher(case, B, T):
 
 
 def state_launcher(case, B, T):
-    """Return what `launcher` does, for a kernel of the chunked form."""
+    """Return the same as `launcher`, for a kernel of the chunked form."""
     from . import chunked
 
     kernel, dtype, D, p, *_ = case

@@ -1,4 +1,4 @@
-"""Update state: what each chunk adds to the state, the sum over its tokens of phi(x_t) values_t^T.
+"""Update state: the sum over each chunk's tokens of phi(x_t) values_t^T, which is added to the state.
 
     U[f, e] = 2^15 / most  sum over t of  x_t[slice(f)] x_t[scalar(f)] values_t[e]
     p = 4, behind it:  Z[m, n] = 2^15 / most  sum over t of  unit_v weight_t x_t[m] x_t[n]
@@ -6,7 +6,7 @@
 in units of unit_v. `most` bounds an entry, so that all fit float16. x are rows for p = 2, products of two entries for
 p = 4 (layout.py): a tile has 64 features, 4 slots of a slice of 16 entries of x times one scalar each.
 
-    update_state_kernel: one program 4 tiles of a chunk's state
+    update_state_kernel: one program: 4 tiles of a chunk's state
 
                         K tokens ->                      D
       slot 0  16 entries | x s0 |                K  | values |        64 x D sums in registers, four:
@@ -14,8 +14,8 @@ p = 4 (layout.py): a tile has 64 features, 4 slots of a slice of 16 entries of x
       slot 2  16 entries | x s2 |                   |        |
       slot 3  16 entries | x s3 |  made in registers
 
-    update_square_kernel (p = 4): one program 64 x 64 entries of Z = sum w x x^T, on or above the diagonal, and their
-    mirror image.
+    update_square_kernel (p = 4): one program: 64 x 64 entries of Z = sum w x x^T, on or above the diagonal, and
+    their mirror image.
 
     name      shape                        dtype      units
     xt, values, weight, unit_v   see prepare.py       read
@@ -52,7 +52,7 @@ def update_state_kernel(
     P: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     K: tl.constexpr,
 ):  # fmt: skip
-    """Write four tiles of one chunk's U, summed over the query heads of a group (H = HKV: over one head of keys)."""
+    """Write four tiles of one chunk's U, summed over the query heads of a group (one head of keys if H = HKV)."""
     TP = multiple_of(TP, 256)
     groups = tiles // 4
     at = tl.program_id(0) // groups
@@ -135,7 +135,7 @@ def update_square_kernel(
 
 
 def update_state(s, rows, prepared, config=None):
-    """Return U [B * Hkv, chunks, F], from which `discumsum` makes states; rows: heads in `prepared` (see prepare.py).
+    """Return U [B * Hkv, chunks, F], from which `discumsum` makes states; rows: the heads in `prepared`.
 
     Takes what `chunked.Sizes` takes: D = 16 to 128 for p = 2, to 64 for p = 4.
     """
