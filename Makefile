@@ -12,7 +12,7 @@ help:  ## this list
 
 DEMO_NAMES = softmax,conformal_sympow
 
-demo: env  ## prepare data, train two small models, draw their losses, sample from one (4 minutes)
+demo: env  ## prepare data, train two small models, plot their losses, sample from one (4 minutes)
 	$(PY) data/pystdlib/prepare.py
 	$(PY) train.py config/demo.py --attention=softmax --out_dir=out/demo_softmax
 	$(PY) train.py config/demo.py
@@ -44,7 +44,7 @@ bench: env  ## attention against cuDNN, flash and FlexAttention on this machine'
 tune: env  ## choose the kernels' tile sizes for this machine's GPU: rewrites kernels/table.json
 	$(PY) -m kernels.tune
 
-doctor: env  ## say what is wrong with this machine's Python, torch, GPU or compiler, and how to mend it
+doctor: env  ## say what is wrong with this machine's Python, torch, GPU or compiler, and how to fix it
 	$(PY) doctor.py
 
 ifeq ($(PY),.venv/bin/python)

@@ -96,7 +96,8 @@ def _meaning(text):
 def pretend_gpu(capability):
     """Make this process compile for a GPU of this compute capability, which need not be there.
 
-    Triton's interpreter must be off, and nothing may be launched."""
+    Triton's interpreter must be off, and nothing may be launched.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
