@@ -58,7 +58,7 @@ class Facts:
         return bool(self.smi_gpus or self.torch_gpus)
 
 
-# ---- what is there
+# ---- gathering facts
 
 
 def gather():
@@ -208,7 +208,7 @@ def last_line(text):
     return lines[-1] if lines else "no message"
 
 
-# ---- what it means
+# ---- the verdict
 
 
 def report(facts):

@@ -86,7 +86,7 @@ class GPTConfig:
 
     @property
     def gated(self):
-        """True if attention gets log_g, from learned or fixed gates or from resets between packed documents."""
+        """Return True if attention gets log_g, from gates or from resets between packed documents."""
         return self.gate != "none" or self.reset_token >= 0
 
     @property

@@ -156,12 +156,13 @@ def one_line(error):
 def measure(names, B, T, H, D):
     """Return {name: {"forward_ms", "forward_backward_ms", "bytes_per_row", "products"} or {"failed": why}}."""
     (q, k, v), log_g, dy = make_inputs(B, T, H, D)
-    ours, theirs = [q, k, v, log_g], [heads_first(x) for x in (q, k, v)] + [log_g.detach().transpose(1, 2).contiguous()]
-    dy_theirs = heads_first(dy)
+    by_token = [q, k, v, log_g]
+    by_head = [*map(heads_first, (q, k, v)), log_g.detach().transpose(1, 2).contiguous()]
+    dy_by_head = heads_first(dy)
     torch.compiler.reset()  # so that nothing compiled for an earlier T, or for any T, is used
     results, built, times = {}, {}, {}
     for name in names:
-        shared = (theirs, dy_theirs) if name in BACKENDS or name.startswith("flex") else (ours, dy)
+        shared = (by_head, dy_by_head) if name in BACKENDS or name.startswith("flex") else (by_token, dy)
         if name in CHUNKED and D != CHUNKED[name][1]:
             qkv, gates, dy_chunked = make_inputs(B, T, H * D // CHUNKED[name][1], CHUNKED[name][1])
             shared = [*qkv, gates], dy_chunked
@@ -313,8 +314,8 @@ def main():
     parser.add_argument("--cold_start", action="store_true", help="time their first calls instead (p4_gated)")
     parser.add_argument("--first_calls", type=int, nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.cold_start and (theirs := [n for n in args.only or () if n in BACKENDS or n.startswith("flex")]):
-        parser.error(f"--cold_start times our kernels, not {' '.join(theirs)}")
+    if args.cold_start and (of_torch := [n for n in args.only or () if n in BACKENDS or n.startswith("flex")]):
+        parser.error(f"--cold_start times our kernels, not {' '.join(of_torch)}")
     if not torch.cuda.is_available():
         print("bench/attention.py: no CUDA GPU here, and there is nothing else to measure", file=sys.stderr)
         sys.exit(2)

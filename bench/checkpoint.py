@@ -5,7 +5,7 @@
 
 Model and AdamW state are saved a few times. `held` is how long the training loop waits; the first time includes the
 allocation of memory for the copy. `written` is the time from then until the checkpoint is on disk under its name.
-`pause` is the longest time for which this thread, which goes on as training does, was kept waiting in between.
+`pause` is the longest time for which this thread, which goes on as training does, had to wait in between.
 """
 
 import argparse

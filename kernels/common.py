@@ -77,7 +77,8 @@ def rows_of(program, T, CHUNK, H, HKV, BM: tl.constexpr, first=0):
     """Return (sequence and head, sequence, head, first row, chunk, index of the chunk's state) of a program.
 
     The program has BM rows. Heads of all sequences count from `first`; the index is that of the state of the head's
-    keys, in an array [B * Hkv, chunks]."""
+    keys, in an array [B * Hkv, chunks].
+    """
     blocks = tl.cdiv(T, BM)
     bh, lo = first + program // blocks, program % blocks * BM
     b, h, chunk = bh // H, bh % H, lo // CHUNK
@@ -88,7 +89,8 @@ def rows_of(program, T, CHUNK, H, HKV, BM: tl.constexpr, first=0):
 def at_head(X, T, bh, TOKENS: tl.constexpr = 1):
     """Return pointer X advanced to a sequence and head.
 
-    The array has one entry for each TOKENS tokens, and is padded to a multiple of 128 tokens (see `padded`)."""
+    The array has one entry for each TOKENS tokens, and is padded to a multiple of 128 tokens (see `padded`).
+    """
     return X + tl.cast(bh, tl.int64) * (tl.cdiv(T, 128) * (128 // TOKENS))
 
 
@@ -136,7 +138,8 @@ def multiple_of(x, N: tl.constexpr):
 def unit_scale(largest, MAX_EXPONENT: tl.constexpr):
     """Return the power of two that brings `largest` >= 0, float32, into [1, 2), or 1 for zero.
 
-    It is at most 2^MAX_EXPONENT and at least the inverse of that."""
+    It is at most 2^MAX_EXPONENT and at least the inverse of that.
+    """
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 127 - MAX_EXPONENT)
     exponent = tl.minimum(exponent, 127 + MAX_EXPONENT)
     return tl.where(largest > 0, ((254 - exponent) << 23).to(tl.float32, bitcast=True), 1.0)
@@ -189,7 +192,8 @@ def three_pieces(x):
 def exact_product(x, y, acc):
     """Return acc + x @ y, as exact as float32, for one float32 operand and one that is float32 or bfloat16.
 
-    If the other operand is bfloat16, the float32 one is split into three pieces, and the smallest is added first."""
+    If the other operand is bfloat16, the float32 one is split into three pieces, and the smallest is added first.
+    """
     if x.dtype == y.dtype:
         return tl.dot(x, y, acc, input_precision=PRECISION)
     elif x.dtype == tl.float32:
@@ -212,7 +216,8 @@ def diagonal(d, N: tl.constexpr):
     """Return the matrix with d [N] on its diagonal.
 
     Multiplying columns by d as a matrix product gives the result in the layout that the next product needs. Other
-    multiplications would make Triton convert the layout through shared memory."""
+    multiplications would make Triton convert the layout through shared memory.
+    """
     at = tl.arange(0, N)
     return tl.where(at[:, None] == at[None, :], d[None, :], 0.0)
 

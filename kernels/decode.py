@@ -207,7 +207,8 @@ def _load_rotated(X, ROTATION, D: tl.constexpr):
 def _load_query(Q, ROTATION, GATE_SUMS, RESETS, at, D: tl.constexpr):
     """Load (q [D], the gate sum, the resets) of the newest token.
 
-    q is rotated and divided by its largest entry, which cancels in y and avoids overflow of the power."""
+    q is rotated and divided by its largest entry, which cancels in y and avoids overflow of the power.
+    """
     q = _load_rotated(Q, ROTATION, D)
     largest = tl.max(tl.abs(q), 0)
     return tl.where(largest > 0, q / largest, 0.0), tl.load(GATE_SUMS + at), tl.load(RESETS + at)

@@ -104,7 +104,8 @@ def gates_kernel(
 ):  # fmt: skip
     """Write the six arrays for N tokens of one sequence and head.
 
-    C_START, C_END and OPENED count from the first of the N tokens; `gates_before_kernel` adds the earlier tokens."""
+    C_START, C_END and OPENED count from the first of the N tokens; `gates_before_kernel` adds the earlier tokens.
+    """
     pieces = tl.cdiv(T, N)
     bh = tl.program_id(0) // pieces
     at = tl.program_id(0) % pieces * N + tl.arange(0, N)
@@ -186,7 +187,8 @@ def chunk_gates_kernel(
     """Write INTO, OUT and WHOLE of one chunk of one sequence and head.
 
     They are the decays from before the chunk to each token, from each token to the last one, and through the whole
-    chunk, zero across a reset."""
+    chunk, zero across a reset.
+    """
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + tl.cast(bh % HKV, tl.int64) * g_h
     INTO += tl.cast(bh, tl.int64) * TP

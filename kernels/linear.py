@@ -194,7 +194,7 @@ def tile_sizes(B, N, K):
 
 
 def linear(w, out, x, *, norm=None, bias=None, gelu=False, add=False):
-    """Write a linear layer's result to out [B, N] float32, or with `add` add it to what is there.
+    """Write a linear layer's result to out [B, N] float32, or with `add` add it to out.
 
     w [N, K], x [B, K] float32, bias [N] float32; norm: (weight, bias or None) float32 of the LayerNorm before it.
     """

@@ -71,7 +71,8 @@ L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while pro
 def _queries_of_program(T, H, HKV, BH, HEADS, BM: tl.constexpr):
     """Return (sequence and head, sequence, head, head of keys, first row) of this program's BM queries.
 
-    The queries with the most keys before them come first."""
+    The queries with the most keys before them come first.
+    """
     blocks = tl.cdiv(T, BM)
     block, bh = block_and_head(blocks, BH, HEADS)
     lo = (blocks - 1 - block) * BM
@@ -423,7 +424,8 @@ def _dkdv_tiles(
 def _last_reader(OPENED, hi, end, T):
     """Return where the queries that may see key hi end, at most `end`.
 
-    That is the end of the first 32 tokens one of which belongs to a document after hi, found by bisection."""
+    That is the end of the first 32 tokens one of which belongs to a document after hi, found by bisection.
+    """
     below, above = hi // 32, tl.cdiv(T, 32) - 1
     if tl.load(OPENED + above) > hi:
         while above > below:
@@ -448,7 +450,8 @@ def dkdv_kernel(
 ):  # fmt: skip
     """Write BN rows of dk and dv, summed over the query heads of the group.
 
-    With gates, ROW of the group's first head becomes the sum of row over the group, minus col."""
+    With gates, ROW of the group's first head becomes the sum of row over the group, minus col.
+    """
     GATED: tl.constexpr = gates is not None
     block, bh = block_and_head(tl.cdiv(T, BN), BHKV, HEADS)
     lo = block * BN  # the programs with the most work first
@@ -578,7 +581,8 @@ def _tiles(*tensors_and_rows):
     """Return (tensors, strides) for a kernel that fetches tiles of so many rows.
 
     The tensors are descriptors, and strides is None, if the copy engine can fetch them: every row must begin at a
-    multiple of 16 bytes."""
+    multiple of 16 bytes.
+    """
     tensors = [x for x, _ in tensors_and_rows]
     if not all(map(aligned, tensors)):
         return tensors, [x.stride() for x in tensors]
@@ -602,7 +606,8 @@ def _heads_together(T, heads):
     """Return how many heads programs work on side by side.
 
     One head after the other, keys stay in the L2 cache; side by side, the longest blocks come first and the last
-    programs to run are short."""
+    programs to run are short.
+    """
     return max(1, min(heads, L2_TOKENS // T))
 
 

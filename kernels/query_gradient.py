@@ -179,7 +179,8 @@ def query_gradient_of_products_kernel(
     """Add BM rows of the gradient to OUT, for p = 4, and write READ.
 
     Each step computes the gradient to BLOCK entries of x, first as entries from their scalars, then as scalars from
-    their entries, N of the latter at a time."""
+    their entries, N of the latter at a time.
+    """
     TP = multiple_of(TP, 256)
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM, first)
     row = lo + tl.arange(0, BM)

@@ -88,7 +88,8 @@ def query_state_kernel(
 ):  # fmt: skip
     """Write BM rows of num to OUT, and for p = 4 of den to DEN; without SUMS add BM rows of num to OUT.
 
-    TILES tiles of the state are read at a time."""
+    TILES tiles of the state are read at a time.
+    """
     TP, F = multiple_of(TP, 256), multiple_of(F, 64)
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM)
     row = lo + tl.arange(0, BM)

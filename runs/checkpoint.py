@@ -34,7 +34,7 @@ class NotWritten(OSError):
 
 @dataclass
 class Progress:
-    """How far a run is: the contents of progress.json."""
+    """The progress of a run: the contents of progress.json."""
 
     step: int = 0  # optimizer steps taken
     seconds: float = 0.0  # of training, including evaluation if max_seconds limits both

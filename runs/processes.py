@@ -33,7 +33,8 @@ class Ranks:
     """This process and its connection to the others that train with it.
 
     Attributes: rank, world (number of ranks), local (rank on this node), master (True on rank 0), distributed (True
-    if torchrun, or whoever sets RANK, started the process), watch (a Watch, None before `join` and without ranks).
+    if torchrun, or another launcher that sets RANK, started the process), watch (a Watch, None before `join` and
+    without ranks).
     """
 
     def __init__(self):

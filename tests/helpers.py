@@ -1,4 +1,4 @@
-"""Runs the programs in this process or in forks of a server, on a small dataset: faster than a new interpreter."""
+"""Run the programs on a small dataset, in this process or in forks of a server: faster than a new interpreter."""
 
 import json
 import multiprocessing
@@ -53,7 +53,7 @@ def start(function, *argv, env=None, cwd=".", log=None):
     context.set_forkserver_preload(["train"])
     server = {"PYTHONPATH": os.pathsep.join((ROOT, os.path.dirname(__file__))), "OMP_NUM_THREADS": "1"}
     saved = {name: os.environ.get(name) for name in server}
-    os.environ.update(server)  # counts for the first call, which starts the server
+    os.environ.update(server)  # has an effect in the first call only, which starts the server
     try:
         log = os.path.abspath(log or os.path.join(cwd, "log"))
         args = (function, list(map(str, argv)), env or {}, os.path.abspath(cwd), log)

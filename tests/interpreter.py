@@ -1,8 +1,8 @@
 """Make Triton's interpreter about four times as fast; kernels give the same bits as without.
 
 The kernels' tests run thousands of small programs in the interpreter, and most of the time went into preparations that
-it repeats for each function call, each tensor and each element of a scan. speed_up replaces those parts. A version of
-Triton that lacks a part which is replaced here keeps its own.
+it repeats for each function call, each tensor and each element of a scan. speed_up replaces those parts. If a version
+of Triton lacks one of these parts, that version is left as it is.
 """
 
 import dataclasses

@@ -18,5 +18,5 @@ GATES = {
 
 
 def relative_error(out, ref, floor):
-    """||out - ref|| / max(||ref||, floor)."""
+    """Return ||out - ref|| / max(||ref||, floor)."""
     return ((out.double() - ref.double()).norm() / max(ref.double().norm().item(), floor)).item()

@@ -28,7 +28,7 @@ def qkv():
 
 
 def recurrence(q, k, v, gamma, mu, p, S_rotates=False):
-    """Equations 2 (or, with S_rotates, 3) of the conformal paper for one head, written token by token.
+    """Compute equation 2 (or, with S_rotates, 3) of the conformal paper for one head, token by token.
 
     gamma [T], mu [T, D/2] the angles after each token. With S_rotates the state is turned instead of the keys, by the
     rotation of tensor features that turns a vector by mu_i - mu_{i-1}.

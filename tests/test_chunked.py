@@ -22,7 +22,7 @@ from kernels import chunked, cost, operators, query_gradient  # noqa: E402
 from kernels.layout import SPREAD_ROWS, entries, features, layout  # noqa: E402
 
 LONG = GPU and 3000 or 300  # tokens, in chunks of 128, with a ragged last one
-HEADS = 2 if GPU else 1  # of queries that share one of keys; in the interpreter a few tests have groups, not all
+HEADS = 2 if GPU else 1  # query heads that share a key head; in the interpreter only a few tests have such groups
 
 
 def chunks(p):
@@ -32,7 +32,7 @@ def chunks(p):
 
 
 def reference(p):
-    """Plain PyTorch, which test_power.py holds to the oracle; float64."""
+    """Return the results of plain PyTorch in float64, which test_power.py compares with the specification."""
 
     def attend(q, k, v, log_g=None, S=None, z=None):
         state = None if S is None else PowerState(S, z)
@@ -89,7 +89,7 @@ def test_the_layout_holds_every_feature(D, p):
 
 @pytest.mark.parametrize("D", [16, 32])
 def test_the_products_lists_give_the_gradient(D):
-    """What query_gradient adds up for p = 4: each entry's and each scalar's sum over its list."""
+    """Check the sums of query_gradient for p = 4: each entry's and each scalar's sum over its list."""
     torch.manual_seed(0)
     x = layout(D, 4, torch.device("cpu"))
     q, k = torch.randn(2, D, dtype=torch.float64)
@@ -399,7 +399,7 @@ def test_a_sequence_too_long_for_32_bits_is_refused():
 
 
 def test_what_is_allocated_is_what_was_computed_beforehand():
-    """On the GPU; elsewhere that states are as large as `state_size` and what is made of them as the layout says."""
+    """Check it on the GPU; elsewhere check the sizes of states and of the buffers."""
     for D, p in ((16, 2), (32, 2), (16, 4), (32, 4), (64, 4)):
         x = layout(D, p, torch.device("cpu"))
         assert p == 2 or len(x.where) == SPREAD_ROWS[D]
@@ -415,5 +415,5 @@ def test_what_is_allocated_is_what_was_computed_beforehand():
             before = torch.cuda.memory_allocated()
             torch.autograd.grad(y, tensors, dy)
             used = torch.cuda.max_memory_allocated() - before
-        kept = chunked.state_size(D, p) * 2 * 4 * T // 1024
-        assert used + kept <= 1.35 * chunked.bytes_needed(q, k, p, 1024)
+        saved = chunked.state_size(D, p) * 2 * 4 * T // 1024
+        assert used + saved <= 1.35 * chunked.bytes_needed(q, k, p, 1024)

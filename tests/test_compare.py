@@ -37,7 +37,7 @@ def options(tmp_path):
 
 @pytest.fixture
 def table_only(options, monkeypatch):
-    """Ask for a markdown table; no picture is drawn, which takes a second."""
+    """Ask for a markdown table and no picture, which would take a second."""
     monkeypatch.setattr(compare, "plot_loss_curves", lambda runs, png: None)
     return options
 

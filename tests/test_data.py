@@ -266,7 +266,7 @@ def test_packed_windows_run_over_documents_and_mark_their_starts(tmp_path, T):
 
 
 class Shape:
-    """The part of Windows that the training order depends on."""
+    """The attributes of Windows that the training order depends on."""
 
     block, rect = 1, RECT
 

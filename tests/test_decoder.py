@@ -42,7 +42,7 @@ def tiny(**kwargs):
 
 
 def start(model, B, max_new_tokens, switch_over=None, n=4):
-    """A prompt of n tokens that has been read: (its state, a greedy decoder that stands at the next token)."""
+    """Read a prompt of n tokens; return (its state, a greedy decoder that goes on from it)."""
     prompt = torch.randint(4, 40, (B, n), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     prompt[0, 2] = 3
     logits, state = model.read(prompt, model.empty_state(B, switch_over))
@@ -111,7 +111,7 @@ def test_tokens_come_in_order_and_the_state_is_counted():
         logits, state = model.step(ids, state)
         ids = logits.argmax(-1)
     assert [x.tolist() for x in found.tokens(5)] == expected
-    # two layers, of two sequences and heads room for 9 tokens of 16: keys, values and the gates' sums; counters
+    # two layers; for two sequences and heads, 9 tokens of 16: keys, values and the gates' sums; counters
     assert found.bytes() == 2 * (2 * 2 * 9 * (2 * 16 * 4 + 12) + 2 * 8)
 
 
@@ -215,26 +215,27 @@ def test_gates_next_to_one_keep_their_digits():
     turn = torch.empty(2, 2, 2, device=DEVICE)
     weight, bias = torch.randn(3, 32, device=DEVICE), torch.tensor([-3.0, 9.0, 16.0], device=DEVICE)
     new = lambda dtype: torch.zeros(2, 1, 3, dtype=dtype, device=DEVICE)
-    kept = new(torch.float32)[..., None], None, new(torch.float64), new(torch.int32)
+    cache = new(torch.float32)[..., None], None, new(torch.float64), new(torch.int32)
     ids, u = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.zeros(2, dtype=torch.float64, device=DEVICE)
     count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     decode.qkv(
         w, out, x, norm=norm, bias=None, ids=ids, gate=(weight, bias), beta=None, slopes=None, position=u, rates=u,
-        rotation=turn, cache=kept, count=count, reset_token=-1, rounding=torch.float32,
+        rotation=turn, cache=cache, count=count, reset_token=-1, rounding=torch.float32,
     )  # fmt: skip
     rows = torch.nn.functional.layer_norm(x, (32,)).double()
     expected = torch.nn.functional.logsigmoid(rows @ weight.double().t() + bias.double())
-    assert torch.allclose(kept[2][:, 0], expected, rtol=2e-5, atol=0)
+    assert torch.allclose(cache[2][:, 0], expected, rtol=2e-5, atol=0)
     assert u.tolist() == [1, 1]
     assert torch.allclose(out.double(), rows @ w.double().t(), rtol=1e-4, atol=1e-4)
 
 
-DRAWS = [(1.0, 0, 1.0), (0.8, 5, 1.0), (1.5, 0, 0.7), (0.5, 30, 0.95), (1.0, 1, 1.0), (1e-8, 5, 1.0)]
+SETTINGS = [(1.0, 0, 1.0), (0.8, 5, 1.0), (1.5, 0, 0.7), (0.5, 30, 0.95), (1.0, 1, 1.0), (1e-8, 5, 1.0)]
 
 
 @pytest.mark.parametrize(
     "V,temperature,top_k,top_p",
-    [(40, *how) for how in DRAWS] + [(9000, *how) for how in (DRAWS if GPU else DRAWS[2:4])],  # slow in the interpreter
+    [(40, *s) for s in SETTINGS]
+    + [(9000, *s) for s in (SETTINGS if GPU else SETTINGS[2:4])],  # slow in the interpreter
 )
 def test_the_kernel_draws_what_draw_does(V, temperature, top_k, top_p):
     how = dict(temperature=temperature, top_k=top_k, top_p=top_p)

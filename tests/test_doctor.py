@@ -1,4 +1,4 @@
-"""The doctor names what is wrong with a machine, and how to mend it. The machines are made up here."""
+"""The doctor names what is wrong with a machine, and how to fix it. The machines are made up here."""
 
 import subprocess
 import sys

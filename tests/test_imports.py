@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = {"train", "sample", "evaluate", "compare", "doctor"}
-# which rooms a room may import; data/*/prepare.py are programs of data/
+# the packages that a package (or top-level file) may import; data/*/prepare.py are programs of data/
 ALLOWED = {
     "kernels": set(),
     "data": set(),
@@ -22,7 +22,7 @@ ALLOWED = {
 
 
 def files():
-    """{dotted module name: path} of the product, without bench/ and tests/, which may import anything."""
+    """Return {dotted module name: path} of all files but those of bench/ and tests/, which may import anything."""
     paths = [*ROOT.glob("*.py")]
     for folder in ("attention", "kernels", "runs", "data", "config"):
         paths += (ROOT / folder).rglob("*.py")
@@ -34,7 +34,7 @@ FILES = files()
 
 
 def imports(name):
-    """[(imported module, imported name or None, level of a relative import, line)] of a file, wherever they stand."""
+    """Return [(imported module, imported name or None, level of a relative import, line)] of a file's imports."""
     found, path = [], FILES[name]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -48,7 +48,7 @@ def imports(name):
 
 
 def targets(name):
-    """{(file of ours that is imported, level, line)}: `from room import file` means the file."""
+    """Return {(imported file of this repository, level, line)}; `from package import file` imports the file."""
     found = set()
     for module, what, level, line in imports(name):
         target = f"{module}.{what}" if f"{module}.{what}" in FILES else module
@@ -57,21 +57,21 @@ def targets(name):
     return found
 
 
-def room(name):
+def package_of(name):
     return name.partition(".")[0]
 
 
-def test_every_file_is_in_a_room_that_has_rules():
-    assert {room(name) for name in FILES} == set(ALLOWED)
+def test_every_file_is_in_a_package_that_has_rules():
+    assert {package_of(name) for name in FILES} == set(ALLOWED)
     assert len(FILES) > 60
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_imports_its_own_room_and_those_below(name):
+def test_a_file_imports_its_own_package_and_those_below(name):
     wrong = [
         f"{name}:{line} imports {target}"
         for target, _, line in targets(name)
-        if room(target) not in ALLOWED[room(name)] | {room(name)}
+        if package_of(target) not in ALLOWED[package_of(name)] | {package_of(name)}
     ]
     assert not wrong
 
@@ -100,9 +100,9 @@ def test_nothing_private_is_imported(name):
     wrong = [
         f"{name}:{line} imports {what} from {module}"
         for module, what, _, line in imports(name)
-        if what and what.startswith("_") and (module in FILES or room(module) in ALLOWED)
+        if what and what.startswith("_") and (module in FILES or package_of(module) in ALLOWED)
     ]
-    ours = {(what or module).rpartition(".")[2] for module, what, *_ in imports(name) if room(module) in ALLOWED}
+    ours = {(what or module).rpartition(".")[2] for module, what, *_ in imports(name) if package_of(module) in ALLOWED}
     for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ours:
             if node.attr.startswith("_") and not node.attr.startswith("__"):
@@ -113,14 +113,14 @@ def test_nothing_private_is_imported(name):
 def test_attention_reaches_the_kernels_by_one_door_and_both_are_relative_inside():
     for name in FILES:
         for target, level, line in targets(name):
-            if room(name) == "attention" and room(target) == "kernels":
+            if package_of(name) == "attention" and package_of(target) == "kernels":
                 assert name == "attention.backend", f"{name}:{line} imports {target}"
-            if room(name) in ("attention", "kernels") and room(target) == room(name):
+            if package_of(name) in ("attention", "kernels") and package_of(target) == package_of(name):
                 assert level, f"{name}:{line} imports {target} by its full name"
 
 
 def test_no_library_imports_a_script():
-    scripts = {name for name in FILES if room(name) == "data" and name.endswith(".prepare")}
+    scripts = {name for name in FILES if package_of(name) == "data" and name.endswith(".prepare")}
     scripts |= PROGRAMS | {"kernels.tune"}
     wrong = [f"{name} imports {target}" for name in FILES for target, *_ in targets(name) if target in scripts]
     assert len(scripts) == 10 and not wrong

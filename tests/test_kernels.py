@@ -32,7 +32,7 @@ GATES = numerics.GATES | {"rare zeros": lambda x: logsigmoid(x + 6).masked_fill(
 
 
 def inputs(T, gates, dtype, B=1, H=2, Hkv=1, D=16, seed=0, mean=0.0):
-    """[q, k, v, log_g or None] and dy, values exact in dtype; q, k, v are views of one fused projection."""
+    """Return [q, k, v, log_g or None] and dy, values exact in dtype; q, k, v are views of one fused projection."""
     generator = torch.Generator().manual_seed(seed)
     make = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE)
     qkv = make(B, T, H + 2 * Hkv, D)
@@ -51,7 +51,7 @@ def gradients(attention, tensors, dy, to=lambda x: x):
 
 
 def assert_right(tensors, dy, p, oracle=naive.quadratic, short=None):
-    """Kernel and oracle agree: bfloat16 to 4e-3, gradients of long sequences to 8e-3; float32 to 1e-5, gradients of
+    """Compare kernel and oracle: bfloat16 to 4e-3, gradients of long sequences to 8e-3; float32 to 1e-5, gradients of
     long sequences to 1e-4 (dP_ij - delta_i is a small difference where gates are strong, dlog_g sums many tokens)."""
     results = gradients(lambda *x: operators.quadratic_attention(*x, p=p), tensors, dy)
     ref = gradients(lambda *x: oracle(*x, p=p), tensors, dy, torch.Tensor.double)
@@ -164,7 +164,7 @@ def test_strided_inputs_and_expanded_gradients():
 
 
 def test_views_that_no_descriptor_can_describe():
-    """Rows that begin at odd addresses, a feature stride of 2, keys expanded over the heads: read through pointers."""
+    """Rows that begin at odd addresses, a feature stride of 2 and keys expanded over the heads go through pointers."""
     for view in (
         lambda x: torch.cat((x[..., :1], x, x[..., :3]), -1)[..., 1:17],
         lambda x: torch.stack((x, x), -1).flatten(-2)[..., ::2],
@@ -405,7 +405,7 @@ def test_every_size_fits_99_KB_of_shared_memory(dtype, dims, tmp_path):
 
 
 def blocked_oracle(q, k, v, log_g=None, *, p):
-    """The quadratic form in float64, block by block: test_power.py holds it to the oracle."""
+    """Compute the quadratic form in float64, block by block; test_power.py compares it with the oracle."""
     return power_attention(q, k, v, log_g, p=p, form="quadratic")
 
 

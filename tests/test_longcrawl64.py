@@ -210,8 +210,10 @@ def test_kill_9_within_a_shard_loses_that_shard_alone(tmp_path, capfd):
     dataset = prepare(tmp_path)
     assert np.array_equal(rows(dataset, "train"), arrays["train"]) and not list(out.glob("*.tmp"))
     assert (out / "train_00000.bin").stat().st_mtime_ns == first.st_mtime_ns
-    said = capfd.readouterr()
-    assert "1 of 5 shards were there" in said.out and " 24%" in said.err  # where the bar begins: 4 of 17 documents
+    printed = capfd.readouterr()
+    assert (
+        "1 of 5 shards were there" in printed.out and " 24%" in printed.err
+    )  # where the bar begins: 4 of 17 documents
     dataset.verify()
 
 

@@ -1,4 +1,4 @@
-"""The quick start runs the right commands, and git keeps the right files."""
+"""The quick start runs the right commands, and git tracks the right files."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def make(*arguments, folder=ROOT):
-    """(exit status, stdout, stderr) of make, free of what an outer make left in the environment."""
+    """Return (exit status, stdout, stderr) of make, without the environment variables of an outer make."""
     outer = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PY", "PYTHON"}
     env = {key: value for key, value in os.environ.items() if key not in outer}
     done = subprocess.run(["make", *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
@@ -63,9 +63,9 @@ def test_env_refuses_an_unfit_python_and_makes_nothing(tmp_path, version):
         (tmp_path / "old").write_text(f'#!/bin/sh\ncase "$1" in --version) echo {version};; *) exit 1;; esac\n')
         (tmp_path / "old").chmod(0o755)
     status, _, error = make("env", "PYTHON=./old", folder=tmp_path)
-    said = [line for line in error.splitlines() if not line.startswith("make")]
-    assert status != 0 and len(said) == 1
-    assert (version or "no such interpreter") in said[0]
+    lines = [line for line in error.splitlines() if not line.startswith("make")]
+    assert status != 0 and len(lines) == 1
+    assert (version or "no such interpreter") in lines[0]
     assert not (tmp_path / ".venv").exists()
 
 

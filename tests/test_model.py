@@ -15,7 +15,7 @@ POWER = [k for k in KINDS if k[0] not in ("softmax", "even_power")]
 
 
 def tiny(attention="sympow", gate="auto", **kwargs):
-    """A small model with grouped heads whose gates and rotations have learned something."""
+    """Return a small model with grouped heads whose gates and rotations differ from their initial values."""
     torch.manual_seed(0)
     shape = dict(vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, head_dim=8, gate_bias=2.0, rope_base=100.0)
     model = GPT(GPTConfig(**{**shape, "attention": attention, "gate": gate, **kwargs}))

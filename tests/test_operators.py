@@ -29,12 +29,12 @@ FEW = {  # tokens and heads of the cases in the interpreter, which is slow
 
 
 def chunks(x):
-    """[B, T, heads, ..] -> of each chunk [B, heads, tokens, ..]"""
+    """Return x [B, T, heads, ..] as a list of chunks [B, heads, tokens, ..]."""
     return [part.transpose(1, 2) for part in x.split(CHUNK, dim=1)]
 
 
 def decays(k, log_g):
-    """Of each chunk what the gates leave, [B, Hkv, tokens]: from before the chunk into each token, and after each."""
+    """Return each chunk's decays [B, Hkv, tokens]: from before the chunk to each token, and from each to its end."""
     if log_g is None:
         return [(torch.ones_like(x[..., 0]),) * 2 for x in chunks(k)]
     found = []
@@ -80,7 +80,7 @@ NAIVE = dict(update_state=naive_update_state, discumsum=naive_discumsum, query_s
 
 
 def make(name, **options):
-    """The arguments of an operator. Of the gates one is a reset, others decay little."""
+    """Return the arguments of an operator. One of the gates is a reset, the others decay little."""
     options = dict(T=T, H=4, Hkv=2, D=16, chunk=CHUNK, dtype=DTYPES[0], device=DEVICE) | options
     arguments = operators.create_inputs(**options)[name]
     with torch.no_grad():
@@ -92,7 +92,7 @@ def make(name, **options):
 
 
 def results(operator, arguments, to=lambda x: x):
-    """{name: tensor} of the outputs, and of the gradients of a sum of all of them with random weights."""
+    """Return {name: tensor} of the outputs, and of the gradients of a sum of all of them with random weights."""
     tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
     leaves = {name: to(x).detach().requires_grad_() for name, x in tensors.items()}
     outputs = operator(**(arguments | leaves))

@@ -17,7 +17,7 @@ COMPUTED = [f for f in FORMS if f != "auto"]
 
 
 def inputs(T, p, gates, B=2, H=4, Hkv=2, D=4, E=6, dtype=torch.float64, seed=0, with_state=False):
-    """q, k, v, log_g (or None), S0, z0 (or none) as float64 leaves whose values are exact in dtype."""
+    """Return q, k, v, log_g (or None), S0, z0 (or none) as float64 leaves whose values are exact in dtype."""
     generator = torch.Generator().manual_seed(seed)
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)
     tensors = [make(B, T, H, D), make(B, T, Hkv, D), make(B, T, Hkv, E)]

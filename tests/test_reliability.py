@@ -118,9 +118,9 @@ def test_a_damaged_checkpoint_is_left_out_and_the_one_before_it_taken(go, finish
     harm(f"out/cut/ckpt/step_00000005/{file}")
     capsys.readouterr()
     assert go("--out_dir=out/cut", "--lr_decay_iters=6") == 0
-    said = capsys.readouterr()
-    assert f"step_00000005 is damaged and left out: {message}" in said.err or message in said.err
-    assert "going on from out/cut/ckpt/step_00000004, step 4" in said.out
+    printed = capsys.readouterr()
+    assert f"step_00000005 is damaged and left out: {message}" in printed.err or message in printed.err
+    assert "going on from out/cut/ckpt/step_00000004, step 4" in printed.out
     assert metrics("out/cut") == metrics("out/whole")
 
 
@@ -299,8 +299,8 @@ def test_other_data_under_the_same_name_are_refused(go, tmp_path, capsys):
 def test_weights_without_a_finite_loss_are_not_saved(go, monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", sys.exit)
     assert go("--out_dir=out/a", "--learning_rate=1e38", "--warmup_iters=0", "--max_iters=30", "--max_skipped=8") == 1
-    said = capsys.readouterr().err
-    assert "8 steps in a row had no finite gradient" in said and "there is no checkpoint" in said
+    printed = capsys.readouterr().err
+    assert "8 steps in a row had no finite gradient" in printed and "there is no checkpoint" in printed
     assert not os.path.isdir("out/a/ckpt")
 
 
@@ -327,7 +327,7 @@ def test_a_checkpoint_without_checksums_is_looked_at_too(go, finished):
 
 @pytest.mark.parametrize("older", [False, True])
 def test_a_run_of_an_earlier_version_goes_on(go, finished, capsys, older):
-    """What an earlier version wrote, here with nothing but json, torch and safetensors; the older has less of it."""
+    """Write the files of earlier versions with only json, torch and safetensors; the older one has fewer of them."""
     made, run, step = finished / "whole", "out/a", "ckpt/step_00000003"
     os.makedirs(f"{run}/{step}")
     for name in ("metrics.jsonl", "samples.jsonl", "tokenizer.json"):
@@ -394,10 +394,10 @@ def test_after_so_many_in_a_row_training_stops_and_names_the_last_good_checkpoin
 
     monkeypatch.setattr(os, "_exit", sys.exit)
     assert go("--out_dir=out/a", "--max_iters=30", "--max_skipped=4", "--eval_interval=2") == 1
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert (
-        "4 steps in a row had no finite gradient" in said
-        and "the last good checkpoint is out/a/ckpt/step_0000000" in said
+        "4 steps in a row had no finite gradient" in printed
+        and "the last good checkpoint is out/a/ckpt/step_0000000" in printed
     )
     weights = train.GPT(model_of("out/a"))
     checkpoint.load(checkpoint.newest("out/a", thorough=True), weights)
@@ -419,14 +419,14 @@ def two_ranks(dataset, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "number,said",
+    "number,message",
     [(signal.SIGKILL, "rank 1 on {host} no longer answers"), (signal.SIGSTOP, "nothing has happened for")],
 )
-def test_a_dead_or_hung_rank_ends_the_job_with_its_name(two_ranks, tmp_path, number, said):
+def test_a_dead_or_hung_rank_ends_the_job_with_its_name(two_ranks, tmp_path, number, message):
     os.kill(two_ranks[1].pid, number)
     assert join(two_ranks[0]) == [1]
     err = (tmp_path / "rank_0").read_text()
-    assert said.format(host=socket.gethostname()) in err and f"rank 1 on {socket.gethostname()}" in err, err
+    assert message.format(host=socket.gethostname()) in err and f"rank 1 on {socket.gethostname()}" in err, err
 
 
 def test_a_signal_to_one_rank_stops_both_at_the_same_step_with_status_0(two_ranks, tmp_path):

@@ -9,7 +9,7 @@ from attention.rotary import rotary, rotation_rates
 
 
 def matrix(angles):
-    """The block diagonal R(theta) of the conformal paper, section 2.2."""
+    """Return the block diagonal R(theta) of the conformal paper, section 2.2."""
     blocks = [
         torch.tensor([[math.cos(a), -math.sin(a)], [math.sin(a), math.cos(a)]], dtype=torch.float64) for a in angles
     ]

@@ -1,4 +1,4 @@
-"""Sampling: what is drawn, from which logits, and what the terminal shows."""
+"""Sampling: which tokens are generated, from which logits, and what the terminal shows."""
 
 import json
 import os
@@ -106,7 +106,7 @@ def test_a_thousand_tokens_of_an_untrained_model_decode(attention):
 
 @pytest.fixture(scope="module")
 def runs(dataset, tmp_path_factory):  # noqa: F811
-    """A folder with out/a (conformal_sympow) and then out/b (softmax)."""
+    """Return a folder with out/a (conformal_sympow) and then out/b (softmax)."""
     folder = tmp_path_factory.mktemp("runs")
     before = os.getcwd()
     os.chdir(folder)
@@ -193,7 +193,7 @@ def test_mistakes_are_refused_in_one_line(go, capsys, argv, message):
 
 
 def test_training_and_sampling_need_no_network_and_no_dataset_afterwards(tmp_path, monkeypatch, capsys):
-    """With sockets disabled, on a BPE dataset whose tokenizer was copied into it; sampling after the data are gone."""
+    """Sockets are disabled, the BPE tokenizer lies beside the data, and sampling starts after the data are gone."""
 
     def no_socket(*args, **kwargs):
         raise AssertionError("something opened a socket")
@@ -245,7 +245,7 @@ def test_a_saved_state_goes_on_where_it_was(attention, switch_over, tmp_path):
 
 
 def test_a_state_file_of_the_first_format_is_read(tmp_path):
-    """It has u for the position, and fold, once for all layers, for switch_over."""
+    """That format calls the position u, and switch_over, once for all layers, fold."""
     model, file = tiny("sympow_gating"), str(tmp_path / "read.state")
     save(model, [256, 10, 20, 30], file, 3)
     with safe_open(file, "pt") as f:

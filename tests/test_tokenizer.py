@@ -20,7 +20,7 @@ TEXTS = [
 
 
 def tiny_encoding():
-    """All bytes, a few merges, and pieces that end inside a character or an escape."""
+    """Return an encoding of all bytes, a few merges, and pieces that end inside a character or an escape."""
     tokens = [bytes([i]) for i in range(256)] + [b"th", b"the", b" the", b"\\u", b"\\u0", b"\xf0\x9f", b"\xe6\x97"]
     pattern = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
     ranks = {token: rank for rank, token in enumerate(tokens)}
@@ -50,7 +50,7 @@ GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 
 
 def pairs_encoding():
-    """All bytes and 65,000 pairs of them; words as GPT-2 has them."""
+    """Return an encoding of all bytes and 65,000 pairs of them, which splits words as GPT-2 does."""
     tokens = [bytes([i]) for i in range(256)] + [bytes(divmod(i, 256)) for i in range(65000)]
     ranks = {token: rank for rank, token in enumerate(tokens)}
     return tiktoken.Encoding("p", pat_str=GPT2_WORDS, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 65256})

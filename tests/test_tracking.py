@@ -12,7 +12,7 @@ from runs.tracking import Tracker
 
 
 class FakeWandb(types.ModuleType):
-    """Stands for wandb and notes its runs and rows; once `dead`, it fails as wandb does when its service was killed."""
+    """Stands for wandb and records its runs and rows; once `dead`, it fails as if its service was killed."""
 
     def __init__(self):
         super().__init__("wandb")

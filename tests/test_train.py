@@ -214,7 +214,7 @@ def test_the_cosine_ends_with_the_steps_or_with_the_time_whichever_is_first():
 
 
 class Ticks:
-    """Stands for the module time: every look at the clock takes a hundredth of a second."""
+    """Stands for the module time: every call for the time takes a hundredth of a second."""
 
     def __init__(self):
         self.now = 0.0
@@ -247,7 +247,7 @@ def model_of(folder):
 
 
 def train_and_note_rates():
-    """Train as train.py, and write each step's learning rate to rates_RANK."""
+    """Train as train.py does, and write each step's learning rate to rates_RANK."""
     rate = train.learning_rate
 
     def noted(*args):
@@ -322,7 +322,7 @@ def test_a_missing_toolchain_is_one_line_unless_compilation_was_demanded(go, mon
 
 
 class FakeWandb(types.ModuleType):
-    """Stands for wandb and notes how it is called."""
+    """Stands for wandb and records how it is called."""
 
     def __init__(self):
         super().__init__("wandb")

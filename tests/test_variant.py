@@ -33,8 +33,10 @@ class AverageState(State):
 
 
 class Average(Variant):
-    """n decaying averages of the values: neither power attention nor rotary. Each layer has another n than the one
-    before, and so a state of another shape."""
+    """Attention as n decaying averages of the values, without power attention and rotation.
+
+    Each layer has another n than the one before, and so a state of another shape.
+    """
 
     made = itertools.count()
 
@@ -50,9 +52,9 @@ class Average(Variant):
         now, outputs, rate = state or self.empty_state(len(x), x.device), [], self.rate.sigmoid()
         total, weight = now.total, now.weight
         for t in range(v.shape[1]):
-            keep = rate if resets is None else rate * ~resets[:, t, None]
-            total = keep[..., None, None] * total + v[:, t, None].float()
-            weight = keep * weight + 1
+            decay = rate if resets is None else rate * ~resets[:, t, None]
+            total = decay[..., None, None] * total + v[:, t, None].float()
+            weight = decay * weight + 1
             outputs.append((total / weight[..., None, None]).mean(1))
         y = torch.stack(outputs, dim=1).to(v.dtype).repeat_interleave(q.shape[2] // v.shape[2], dim=2)
         return torch.tanh(q) * y, state and AverageState(total, weight)
@@ -83,7 +85,7 @@ REGISTERED = [*ATTENTIONS, "average", "linear"]
 
 @pytest.fixture(autouse=True)
 def of_readme(monkeypatch):
-    """The example of README's "Add your own attention", as it stands there."""
+    """Register the example of README's "Add your own attention"."""
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
         (code,) = re.findall(r"```python\n(class .*?|@dataclass.*?)```", f.read(), flags=re.S)
     names = dict(dataclass=dataclass, torch=torch, F=torch.nn.functional, State=State, Variant=Variant)
@@ -116,11 +118,11 @@ def test_a_state_is_repeated_sized_saved_and_combined(average, attention, tmp_pa
     state_file.save_state(file, model, logits, state)
     _, loaded = state_file.load_state(file, model)
     twice = state.repeat(2)
-    for kept, again, two in zip(state.layers, loaded.layers, twice.layers):
-        assert again.settings() == kept.settings() and type(again) is type(kept)
-        for name, x in kept.tensors().items():
+    for layer, again, two in zip(state.layers, loaded.layers, twice.layers):
+        assert again.settings() == layer.settings() and type(again) is type(layer)
+        for name, x in layer.tensors().items():
             assert torch.equal(again.tensors()[name], x) and torch.equal(two.tensors()[name], torch.cat((x, x)))
-            assert torch.equal(kept.concatenate(again).tensors()[name], torch.cat((x, x)))
+            assert torch.equal(layer.concatenate(again).tensors()[name], torch.cat((x, x)))
     ids = torch.tensor([40], device=DEVICE)
     one, both = model.step(ids, loaded)[0], model.step(ids.expand(2), twice)[0]
     assert torch.allclose(one, both[:1], atol=1e-4) and torch.allclose(one, both[1:], atol=1e-4)
