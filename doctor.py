@@ -248,18 +248,18 @@ def problems(facts):
     if facts.triton is None and facts.has_gpu and facts.system == "Linux":
         found.append(f'Triton is missing, without which the GPU kernels cannot run: run {pip} "{facts.triton_wanted}"')
     if facts.compiler is None:
-        mend = "xcode-select --install" if facts.system == "Darwin" else "apt install gcc g++, or conda install gxx"
-        found.append(f"no C compiler, which Triton and torch.compile need: run {mend}")
+        fix = "xcode-select --install" if facts.system == "Darwin" else "apt install gcc g++, or conda install gxx"
+        found.append(f"no C compiler, which Triton and torch.compile need: run {fix}")
     if facts.python_h is None:
-        mend = "apt install python3-dev, or take a Python from conda or python.org, which has them"
+        fix = "apt install python3-dev, or take a Python from conda or python.org, which has them"
         where = f" in {facts.include_dir}" if facts.include_dir else ""
-        found.append(f"no Python.h{where}, which Triton and torch.compile need: {mend}")
+        found.append(f"no Python.h{where}, which Triton and torch.compile need: {fix}")
     for name, error in facts.trials.items():
         if error:
-            mend = f'complete the compiler (apt install build-essential) or run {pip} --force-reinstall "{TORCH}"'
+            fix = f'complete the compiler (apt install build-essential) or run {pip} --force-reinstall "{TORCH}"'
             if name.startswith("kernels"):
-                mend = f'train.py does without them, slower; another Triton may help: {pip} --force-reinstall "{TORCH}"'
-            found.append(f"{name} does not run on the GPU ({error}): {mend}")
+                fix = f'train.py does without them, slower; another Triton may help: {pip} --force-reinstall "{TORCH}"'
+            found.append(f"{name} does not run on the GPU ({error}): {fix}")
     return found
 
 
@@ -268,20 +268,20 @@ def why_torch_sees_no_gpu(facts, pip):
     digits = re.match(r"\d+", facts.driver or "")
     driver = int(digits[0]) if digits else 0
     index = f"{WHEELS}/{'cu130' if driver >= OLDEST_DRIVER[13] else 'cu126'}"
-    mend = f'run {pip} --force-reinstall "{TORCH}" --index-url {index}'
+    fix = f'run {pip} --force-reinstall "{TORCH}" --index-url {index}'
     if facts.cuda_build is None:
-        return f"nvidia-smi sees a GPU but this torch is a CPU build: {mend}"
+        return f"nvidia-smi sees a GPU but this torch is a CPU build: {fix}"
     needed = OLDEST_DRIVER.get(int(facts.cuda_build.split(".")[0]), 0)
     if driver and driver < needed:
         return (
             f"driver {facts.driver} is too old for torch's CUDA {facts.cuda_build}, which needs {needed} or later: "
-            f"update the driver, or {mend} (or its neighbour cu128)"
+            f"update the driver, or {fix} (or its neighbour cu128)"
         )
     if facts.visible_devices is not None:
         return f'CUDA_VISIBLE_DEVICES="{facts.visible_devices}" hides the GPUs: run unset CUDA_VISIBLE_DEVICES'
     return (
         f"nvidia-smi sees a GPU but torch {facts.torch} cannot use it ({facts.cuda_error or 'no reason given'}): "
-        f"restart the machine, check that /dev/nvidia* may be read, or {mend}"
+        f"restart the machine, check that /dev/nvidia* may be read, or {fix}"
     )
 
 

@@ -54,8 +54,8 @@ def load_state(path, model):
         raise ValueError(f"not a whole state file: {error}") from None
     if "weights" not in metadata:
         raise ValueError("it has no state: sample.py --save_state=FILE writes one")
-    saved, settings = json.loads(metadata["config"]), _settings(model)
-    differ = [f"{n}={saved.get(n)!r} there, {x!r} here" for n, x in settings.items() if saved.get(n) != x]
+    saved, own = json.loads(metadata["config"]), _settings(model)
+    differ = [f"{n}={saved.get(n)!r} there, {x!r} here" for n, x in own.items() if saved.get(n) != x]
     if differ:
         raise ValueError(f"it belongs to another model: {', '.join(differ)}")
     if metadata["weights"] != _fingerprint(model):

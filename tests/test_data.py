@@ -101,7 +101,7 @@ def test_prepare_mends_a_complete_dataset_that_lost_a_shard(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, calls=calls, fail_at=1)
     write(tmp_path, calls=calls)
-    assert calls == [1, 1]  # a kill while mending does not lose the whole shards
+    assert calls == [1, 1]  # a kill while repairing does not lose the whole shards
     Dataset(str(tmp_path)).verify()
 
 

@@ -61,10 +61,10 @@ def test_gpu_that_torch_cannot_use_for_another_reason_quotes_torch(driver):
     )
 
 
-@pytest.mark.parametrize("system, mend", [("Linux", "apt install gcc"), ("Darwin", "xcode-select")])
-def test_missing_compiler(system, mend):
+@pytest.mark.parametrize("system, fix", [("Linux", "apt install gcc"), ("Darwin", "xcode-select")])
+def test_missing_compiler(system, fix):
     line = only_problem(compiler=None, system=system)
-    assert "no C compiler" in line and mend in line
+    assert "no C compiler" in line and fix in line
 
 
 def test_missing_python_headers():
