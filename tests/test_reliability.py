@@ -471,7 +471,7 @@ def torchrun():
 
 @pytest.mark.parametrize("launch", [torchrun_with_forks, pytest.param(torchrun, marks=pytest.mark.slow)])
 def test_torchrun_starts_again_after_a_worker_was_killed(dataset, tmp_path, launch):  # noqa: F811
-    options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--max_iters=80", "--eval_interval=20", "--timeout=2"]
+    options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--max_iters=80", "--eval_interval=20", "--timeout=15"]
     env = {"KILLED": str(tmp_path / "killed")}
     done = join(start(launch, *options, cwd=tmp_path, env=env), timeout=120)
     log = (tmp_path / "log").read_text()
