@@ -139,7 +139,8 @@ def read_text(prompt):
 
 
 def choose_switch_over(model, cfg):
-    """Return at how many cached tokens a state takes the cache's place, as cfg says; refuse where there is no state."""
+    """Return at how many cached tokens a state takes the cache's place, as cfg says, or None to leave it to the
+    attention; refuse where there is no state."""
     own = {block.attn.mix.switch_over for block in model.transformer.h}
     if own <= {"never", None}:
         if cfg.switch_over or cfg.form == "recurrent":
@@ -148,8 +149,10 @@ def choose_switch_over(model, cfg):
         return None
     if cfg.form == "recurrent":
         return "always"
+    if cfg.switch_over or own - {"never", None} != {"auto"}:
+        return cfg.switch_over or None
     c, state_dtype = model.config, getattr(torch, cfg.state_dtype)
-    return cfg.switch_over or switch_over_tokens(c.p, c.head_dim, c.head_dim, cache_dtype(model).itemsize, state_dtype)
+    return switch_over_tokens(c.p, c.head_dim, c.head_dim, cache_dtype(model).itemsize, state_dtype)
 
 
 def load_state(path, model):

@@ -152,6 +152,17 @@ def test_a_variant_of_ones_own_trains_evaluates_samples_and_compares(average, da
     assert "has no recurrent form: it has no KV cache that becomes a state" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("own", [3, "always", "auto"])
+def test_sampling_leaves_an_attention_the_number_of_cached_tokens_that_it_has_chosen(own, monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "early", type("Early", (Sympow,), {"switch_over": own}))
+    model = tiny("early")
+    limit = lambda **given: sample.fixed_size_limit(
+        model.empty_state(1, sample.choose_switch_over(model, sample.SampleConfig(**given)))
+    )
+    assert limit() == {"always": 1, "auto": 73}.get(own, own)
+    assert limit(switch_over=7) == 7 and limit(form="recurrent") == 1
+
+
 def test_decoding_on_the_kernels_is_not_inherited(monkeypatch):
     class Changed(Sympow):
         def log_gates(self, x):
