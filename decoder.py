@@ -128,16 +128,16 @@ class Decoder:
 
     def state(self):
         """Return the ModelState after the tokens read so far."""
-        return ModelState([self._layer_state(buffers) for buffers in self.layers], self.n_tokens)
+        return ModelState([self._layer_state(*pair) for pair in zip(self.weights, self.layers)], self.n_tokens)
 
-    def _layer_state(self, buffers):
+    def _layer_state(self, weights, buffers):
         n, (k, v, total, resets) = self.cached, buffers.cache
         S, z = (x.float().clone() for x in buffers.power) if buffers.power else (None, None)
         layer = LayerState(buffers.position.clone(), S=S, z=z, switch_over=self.switch_over)
         if not n:
             return layer
         layer.k, layer.v = k[:, :n].clone(), v[:, :n].clone()
-        if self.c.gated:
+        if self.c.reset_token >= 0 or weights["gate"] is not None or weights["slopes"] is not None:
             difference = lambda x: torch.cat((torch.zeros_like(x[:, :1]), x[:, :n]), 1).diff(dim=1)
             layer.log_g = difference(total).float().masked_fill(difference(resets) > 0, float("-inf"))
         return layer

@@ -50,7 +50,7 @@ def main():
     for name, least in (("length", 0), ("documents", 1), ("piece", 0)):
         if getattr(cfg, name) < least:
             refuse(f"{name} must be at least {least}, got {getattr(cfg, name)}")
-    runs = [os.path.normpath(run) for run in cfg.out_dir.split(",") if run] or [newest_run()]
+    runs = list(dict.fromkeys(os.path.normpath(run) for run in cfg.out_dir.split(",") if run)) or [newest_run()]
     for run in runs:
         if not checkpoint.newest(run):
             refuse(no_checkpoint(run))

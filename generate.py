@@ -86,10 +86,13 @@ def read_prompt(
 
 
 def decodes_on_kernels(model):
-    """Return True if decoder.py can generate with this model: it is on a GPU, and all its layers allow it."""
+    """Return True if decoder.py can generate with this model: it is on a GPU and all its layers allow it, with one
+    power, one rotation and one switch_over, which the decoder has once for all layers."""
     c, device = model.config, model.transformer.wte.weight.device.type
-    variants = [type(block.attn.mix) for block in model.transformer.h]
-    if device != "cuda" or not all(vars(variant).get("decodes_on_kernels", False) for variant in variants):
+    mixes = [block.attn.mix for block in model.transformer.h]
+    if device != "cuda" or not all(vars(type(mix)).get("decodes_on_kernels", False) for mix in mixes):
+        return False
+    if any((mix.p, mix.rope_base, mix.switch_over) != (c.p, c.rope_base, mixes[0].switch_over) for mix in mixes):
         return False
     return not kernel_reason("quadratic", device, cache_dtype(model), c.head_dim, c.head_dim, c.p)
 

@@ -62,22 +62,24 @@ def main():
         refuse(f"state_dtype={cfg.state_dtype} is for GPUs, here states are float32")
     with autocast:
         switch_over = choose_switch_over(model, cfg)
-    before = load_state(cfg.load_state, model) if cfg.load_state else None
-    prompt = [*([] if before else [tokenizer.eot]), *tokenizer.encode(text)]
+    prompt = [*([] if cfg.load_state else [tokenizer.eot]), *tokenizer.encode(text)]
     timings = Timings(device)
     try:
         with torch.inference_mode(), autocast:
-            write_samples(model, tokenizer, cfg, text, prompt, before, switch_over, timings)
+            limit = write_samples(model, tokenizer, cfg, text, prompt, switch_over, timings)
     except (MemoryError, torch.OutOfMemoryError) as error:
         sys.exit(f"sample.py: {str(error).splitlines()[0]}")
     report = timings.report(cfg.num_samples, len(prompt))
-    print_summary(run, model, device, report, before[1] if before else model.empty_state(1, switch_over))
+    print_summary(run, model, device, report, limit)
     if cfg.json:
         print(json.dumps(report))
 
 
-def write_samples(model, tokenizer, cfg, text, prompt, before, switch_over, timings):
-    """Print the samples: a single one while it is generated, several when all are finished."""
+def write_samples(model, tokenizer, cfg, text, prompt, switch_over, timings):
+    """Print the samples, a single one while it is generated, several when all are finished; return the number of cached
+    tokens from which on the state has a fixed size, or None."""
+    before = load_state(cfg.load_state, model) if cfg.load_state else (None, model.empty_state(1, switch_over))
+    limit = fixed_size_limit(before[1])
     sizes = dict(max_new_tokens=cfg.max_new_tokens, num_samples=cfg.num_samples)
     sizes |= dict(state_dtype=getattr(torch, cfg.state_dtype), switch_over=switch_over, timings=timings)
     decoders, texts = [tokenizer.stream() for _ in range(cfg.num_samples)], [text] * cfg.num_samples
@@ -85,7 +87,7 @@ def write_samples(model, tokenizer, cfg, text, prompt, before, switch_over, timi
     if alone:
         print(text, end="", flush=True)
     try:
-        read = read_prompt(model, prompt, before, **sizes)
+        read, before = read_prompt(model, prompt, before, **sizes), None  # the loaded state need not be there twice
         if cfg.save_state:
             save_state(cfg.save_state, model, *read)
         options = {name: getattr(cfg, name) for name in ("temperature", "top_k", "top_p", "seed")}
@@ -102,20 +104,24 @@ def write_samples(model, tokenizer, cfg, text, prompt, before, switch_over, timi
         print(decoders[0].flush())
     else:
         print("\n---------------\n".join(t + decoder.flush() for t, decoder in zip(texts, decoders)))
+    return limit
 
 
-def print_summary(run, model, device, report, state):
-    """Print one line on stderr: speed, memory, and from which token on the state has a fixed size."""
+def fixed_size_limit(state):
+    """Return the number of tokens from which on a ModelState has a fixed size, or None if there is no such number."""
+    limits = {layer.settings().get("switch_over") for layer in state.layers}
+    limit = limits.pop() if len(limits) == 1 else None
+    return 1 if limit == "always" else limit if isinstance(limit, int) else None
+
+
+def print_summary(run, model, device, report, limit):
+    """Print one line on stderr: speed, memory, and from which token on (`limit`) the state has a fixed size."""
     summary = [
         f"prompt {report['prefill_tokens_per_second']:,.0f} tokens/s",
         f"then {report['decode_tokens_per_second']:,.0f} tokens/s",
         f"state {report['state_bytes'] / 1e6:,.1f} MB",
     ]
-    limits = {
-        1 if layer.settings().get("switch_over") == "always" else layer.settings().get("switch_over")
-        for layer in state.layers
-    }
-    if len(limits) == 1 and isinstance(limit := limits.pop(), int):
+    if limit:
         summary.append(f"of fixed size from {limit:,} tokens on")
     if device.type == "cuda":
         summary.append(f"peak GPU memory {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB")
@@ -134,7 +140,8 @@ def read_text(prompt):
 
 
 def choose_switch_over(model, cfg):
-    """Return the number of cached tokens at which a state replaces the KV cache; refuse if there is no state."""
+    """Return the number of cached tokens at which a state replaces the KV cache, or None to leave it to the attention;
+    refuse if there is no state."""
     own = {block.attn.mix.switch_over for block in model.transformer.h}
     if own <= {"never", None}:
         if cfg.switch_over or cfg.form == "recurrent":
@@ -143,8 +150,10 @@ def choose_switch_over(model, cfg):
         return None
     if cfg.form == "recurrent":
         return "always"
+    if cfg.switch_over or own - {"never", None} != {"auto"}:
+        return cfg.switch_over or None
     c, state_dtype = model.config, getattr(torch, cfg.state_dtype)
-    return cfg.switch_over or switch_over_tokens(c.p, c.head_dim, c.head_dim, cache_dtype(model).itemsize, state_dtype)
+    return switch_over_tokens(c.p, c.head_dim, c.head_dim, cache_dtype(model).itemsize, state_dtype)
 
 
 def load_state(path, model):

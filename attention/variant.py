@@ -1,22 +1,18 @@
 """The contract between the model and an attention: everything that GPT, training and generation ask of one.
 
 To add an attention: subclass Variant in a file of its own, name it in ATTENTIONS (attention/__init__.py), and write a
-config/NAME.py. Only `__init__`, `forward` and `empty_state` must be written; what else is here has a default. Nothing
-outside attention/ asks which variant it has.
+config/NAME.py. Only `forward` and `empty_state` must be written; what else is here has a default. Nothing outside
+attention/ asks which variant it has. README, "Add your own attention", has a whole one in 25 lines, and
+tests/test_variant.py takes every variant through training, saving and generation.
 
-    class Decay(Variant):                                   # an exponential moving average of the values
-        def __init__(self, config):
-            super().__init__(config)
-            self.rate = nn.Parameter(torch.zeros(config.n_kv_head))
-        ...
-
-A state (attention/state.py: State) is
-    made      by empty_state, and by forward from the one before
+What generation keeps of a layer's tokens is a subclass of State (attention/state.py), a dataclass, which is
+    made      by empty_state, and by forward from the one before, which stays as it is
+    reset     by forward, at a token whose `resets` is true: from there on it is the state of that token and later ones
     repeated  state.repeat(n), for several samples of one prompt
     sized     state.bytes()
     saved     state.tensors() and state.settings(), of which type(state)(**tensors, **settings) makes it again
     combined  state.concatenate(*others), into the state of a larger batch
-    reset     by a token whose `resets` is true: from there on it is the state of that token alone
+State itself has the last four.
 """
 
 from torch import nn
@@ -36,7 +32,10 @@ class Variant(nn.Module):
     switch_over = None
 
     def __init__(self, config):
-        """Store config, a model.GPTConfig (n_embd, n_head, n_kv_head, head_dim, p, rope_base, gate, ...)."""
+        """Store config, a model.GPTConfig (n_embd, n_head, n_kv_head, head_dim, p, rope_base, gate, ...).
+
+        GPT initialises each nn.Linear and nn.Embedding that is made here as GPT-2 does; an nn.Parameter stays as made.
+        """
         super().__init__()
         self.config, self.p, self.rope_base = config, config.p, config.rope_base
 
@@ -48,27 +47,32 @@ class Variant(nn.Module):
         """Attend causally.
 
         x [B, T, n_embd] is the layer's normalised input, q [B, T, H, D], k and v [B, T, Hkv, D] its projections, not
-        rotated; resets [B, T] bool or None: a token where it is true sees nothing before it. state: the State of the
-        tokens before, or None in training.
-        Returns (y [B, T, H, D], the state after these tokens, or None if there was none).
+        rotated, under autocast in its dtype; query head h belongs to key/value head h // (H / Hkv). resets [B, T] bool
+        or None: a token where it is true sees nothing before it. state: the State of the tokens before, or None in
+        training. With a state T is 1 or the length of a piece of a text, and calls with pieces give what one call with
+        all tokens would.
+        Returns (y [B, T, H, D] in q's dtype, the state after these tokens, or None if there was none).
         """
         raise NotImplementedError
 
     def empty_state(self, batch, device, switch_over=None):
-        """Return the State before any token of `batch` sequences. switch_over replaces the variant's own, if given."""
+        """Return the State before any token of `batch` sequences. switch_over replaces the variant's own, if given;
+        variants without that choice ignore it."""
         raise NotImplementedError
 
     def log_gates(self, x):
         """Return log_g [B, T, Hkv] <= 0, the natural log of the gates of the tokens x [B, T, n_embd], or None if
-        nothing is forgotten."""
+        nothing is forgotten. Asked by the `forward` of the power variants alone."""
         return None
 
     def positions(self, x, state):
-        """Return the positions of the tokens of x [B, T, n_embd] that follow `state`, [T] or [B, T] float64."""
+        """Return the positions of the tokens of x [B, T, n_embd] that follow `state`, [T] or [B, T] float64. Asked by
+        the `forward` of the variants here; the default counts on from state.position."""
         return count_positions(x, state)
 
     def statistics(self, x):
-        """Return {name: number} to log at every evaluation, such as the mean gate for the inputs x [B, T, n_embd]."""
+        """Return {name: number} of what it has learned, for the inputs x [B, T, n_embd]. Every evaluation logs, under
+        each name, the list of the layers' numbers."""
         return {}
 
     def training_plan(self, block_size, dtype, device_type):
@@ -88,8 +92,11 @@ class Variant(nn.Module):
         return dict(gate=None, slopes=None, beta=None)
 
     def check_memory(self, state, max_new_tokens, num_samples, itemsize, state_dtype, device):
-        """Raise MemoryError if generation from `state` would not fit; asked before the prompt is read. itemsize: bytes
-        of a number in a KV cache, state_dtype: of states between flushes. The default checks nothing."""
+        """Raise MemoryError if generation from `state` would not fit; asked of each layer before the prompt is read.
+
+        max_new_tokens: how many will follow, those of the prompt included; itemsize: bytes of a number in a KV cache;
+        state_dtype: of states between flushes. The default checks nothing.
+        """
 
 
 class KVCacheVariant(Variant):

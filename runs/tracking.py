@@ -191,8 +191,9 @@ def wandb_row(values):
     row = {name: values[key] for key, name in names.items() if key in values}
     if "mfu" in values:
         row["mfu"] = 100 * values["mfu"]  # percent, as nanoGPT has it
-    for key in ("gate", "beta"):
-        row |= {f"{key}/layer_{i:02d}": mean for i, mean in enumerate(values.get(key, []))}
+    for key, value in values.items():
+        if isinstance(value, list):  # what an attention reports of each layer
+            row |= {f"{key}/layer_{i:02d}": mean for i, mean in enumerate(value)}
     return row
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import COMPILE_FOR, DEVICE, GPU, ROOT  # noqa: E402
 
-from attention import memory  # noqa: E402
+from attention import ATTENTIONS, memory  # noqa: E402
 from attention import state as state_of
 from attention.embedding import symmetric_power_embedding  # noqa: E402
 from decoder import Decoder  # noqa: E402
@@ -76,6 +77,22 @@ def test_a_token_is_the_models(variant, B, switch_over, monkeypatch):
     assert torch.allclose(ours.layers[1].position, state.layers[1].position, atol=1e-5)
     logits, _ = model.step(found.ids, state)
     again, _ = model.step(found.ids, ours)  # the state is one that the model goes on from
+    assert (again - logits).norm() < 1e-5 * logits.norm()
+
+
+@torch.inference_mode()
+def test_a_layer_with_gates_among_layers_without():
+    model = tiny(attention="sympow")
+    mix = ATTENTIONS["sympow_gating"](replace(model.config, attention="sympow_gating", gate="learned"))
+    torch.nn.init.normal_(mix.gate.W_gamma, std=0.2)
+    model.transformer.h[1].attn.mix = mix.to(DEVICE)
+    state, found = start(model, 1, 4)
+    logits, state = model.step(found.ids.clone(), state)
+    found.step()
+    assert (found.logits - logits).norm() < 1e-5 * logits.norm()
+    ours = found.state()
+    assert [layer.log_g is None for layer in ours.layers] == [True, False]
+    (logits, _), (again, _) = model.step(found.ids, state), model.step(found.ids, ours)
     assert (again - logits).norm() < 1e-5 * logits.norm()
 
 

@@ -50,5 +50,5 @@ def test_the_program(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
     assert call(evaluate.main, "--out_dir=out/none") == 2
     assert call(evaluate.main, "--out_dir=out/a,out/b", "--names=x") == 2
     assert "2 different names, got x" in capsys.readouterr().err
-    assert call(evaluate.main, "--out_dir=out/a", "--names=x", "--documents=1", "--length=8") == 0
+    assert call(evaluate.main, "--out_dir=out/a,out/a/", "--names=x", "--documents=1", "--length=8") == 0
     assert capsys.readouterr().out.split()[:2] == ["position", "x"]

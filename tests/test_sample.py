@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import weakref
 
 import pytest
 import tiktoken
@@ -263,6 +264,27 @@ def test_a_state_file_of_the_first_format_is_read(tmp_path):
         assert a.settings() == b.settings() and all(
             torch.equal(x, b.tensors()[name]) for name, x in a.tensors().items()
         )
+
+
+def test_a_loaded_state_is_freed_before_tokens_are_generated(go, monkeypatch, tmp_path):
+    """It may take a good part of a GPU's memory, and generation has a state of its own by then."""
+    file, loaded, alive = str(tmp_path / "a.state"), [], []
+    assert go("--prompt=line 1", f"--save_state={file}", "--max_new_tokens=0", "--out_dir=out/a") == 0
+
+    def load(*args):
+        logits, state = state_file.load_state(*args)
+        loaded.append(weakref.ref(state))
+        return logits, state
+
+    def generate_after_reading(*args, **kwargs):
+        for ids in generate(*args, **kwargs):
+            alive.append(loaded[0]() is not None)
+            yield ids
+
+    monkeypatch.setattr(sample, "load_state", load)
+    monkeypatch.setattr(sample, "generate", generate_after_reading)
+    assert go(f"--load_state={file}", "--prompt= and", "--max_new_tokens=3", "--out_dir=out/a") == 0
+    assert alive == [False] * 3
 
 
 def test_another_models_state_is_refused_with_the_reason(tmp_path):

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from runs import wandb_upload
-from runs.tracking import Tracker
+from runs.tracking import Tracker, wandb_row
 
 
 class FakeWandb(types.ModuleType):
@@ -114,3 +114,8 @@ def test_a_run_killed_before_its_first_checkpoint_is_the_same_wandb_run(tmp_path
     (folder / "wandb_id").write_bytes(b"\0" * 9)
     assert start(folder).run_id.isalnum()
     assert not (start(tmp_path / "b", wandb="disabled").run_id or (tmp_path / "b" / "wandb_id").exists())
+
+
+def test_whatever_an_attention_reports_of_its_layers_goes_to_wandb():
+    row = wandb_row({"val_loss": 2.0, "rate": [0.5, 0.25], "gate": [0.9], "seconds": 3.0})
+    assert row == {"val/loss": 2.0, "rate/layer_00": 0.5, "rate/layer_01": 0.25, "gate/layer_00": 0.9}

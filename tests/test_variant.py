@@ -154,6 +154,17 @@ def test_a_variant_of_ones_own_trains_evaluates_samples_and_compares(average, da
     assert "has no recurrent form: it has no KV cache that becomes a state" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("own", [3, "always", "auto"])
+def test_sampling_leaves_an_attention_the_number_of_cached_tokens_that_it_has_chosen(own, monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "early", type("Early", (Sympow,), {"switch_over": own}))
+    model = tiny("early")
+    limit = lambda **given: sample.fixed_size_limit(
+        model.empty_state(1, sample.choose_switch_over(model, sample.SampleConfig(**given)))
+    )
+    assert limit() == {"always": 1, "auto": 73}.get(own, own)
+    assert limit(switch_over=7) == 7 and limit(form="recurrent") == 1
+
+
 def test_decoding_on_the_kernels_is_not_inherited(monkeypatch):
     class Changed(Sympow):
         def log_gates(self, x):
@@ -162,7 +173,47 @@ def test_decoding_on_the_kernels_is_not_inherited(monkeypatch):
     monkeypatch.setattr(generate_module, "kernel_reason", lambda *sizes: "")
     for variant, expected in ((Sympow, True), (Changed, False), (Average, False)):
         config = GPTConfig(vocab_size=97, n_head=2, n_embd=32, n_layer=1)
-        blocks = [SimpleNamespace(attn=SimpleNamespace(mix=variant(config)))]
-        weight = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-        gpt = SimpleNamespace(config=config, transformer=SimpleNamespace(h=blocks, wte=SimpleNamespace(weight=weight)))
-        assert decodes_on_kernels(gpt) is expected, variant
+        assert decodes_on_kernels(on_gpu(config, variant(config))) is expected, variant
+
+
+def on_gpu(config, *mixes):
+    """A model on a GPU, as far as decodes_on_kernels looks at one, whose layers have these attentions."""
+    blocks = [SimpleNamespace(attn=SimpleNamespace(mix=mix)) for mix in mixes]
+    weight = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    return SimpleNamespace(config=config, transformer=SimpleNamespace(h=blocks, wte=SimpleNamespace(weight=weight)))
+
+
+def mix_of(attention, **kwargs):
+    shape = dict(n_head=4, n_kv_head=2, n_embd=64, head_dim=16, n_layer=2, rope_base=99.0, gate_bias=2.0)
+    return ATTENTIONS[attention](GPTConfig(attention=attention, **{**shape, **kwargs}))
+
+
+@pytest.mark.parametrize(
+    "attention,kwargs,expected",
+    [
+        ("sympow", {}, True),
+        ("sympow_gating", {}, True),
+        ("conformal_sympow", {}, True),
+        ("even_power", {}, False),  # it never switches over
+        ("softmax", {}, False),
+        ("sympow", {"p": 4}, False),
+        ("sympow", {"rope_base": 9.0}, False),
+    ],
+)
+def test_layers_of_two_attentions_decode_on_the_kernels_if_they_are_alike(attention, kwargs, expected, monkeypatch):
+    monkeypatch.setattr(generate_module, "kernel_reason", lambda *sizes: "")
+    first, second = mix_of("sympow"), mix_of(attention, **kwargs)
+    assert decodes_on_kernels(on_gpu(first.config, first, second)) is expected
+    assert decodes_on_kernels(on_gpu(first.config, second, first)) is expected
+    assert decodes_on_kernels(on_gpu(first.config, second, second)) is (expected or attention == "even_power")
+
+
+@pytest.mark.parametrize("switch_over", [None, 3])
+@pytest.mark.parametrize("attention", ["softmax", "even_power", "sympow_gating", "conformal_sympow"])
+@torch.inference_mode()
+def test_layers_of_two_attentions_generate_as_the_forward_pass_says(attention, switch_over):
+    model, prompt = tiny("sympow", reset_token=7), [256, 10, 7, 20, 30]
+    model.transformer.h[1].attn.mix = mix_of(attention, reset_token=7).to(DEVICE)
+    found = list(zip(*generate(model, prompt, max_new_tokens=12, temperature=0.0, switch_over=switch_over)))[0]
+    logits, _ = model(torch.tensor([[*prompt, *found]], device=DEVICE))
+    assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == list(found)
