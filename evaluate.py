@@ -103,8 +103,9 @@ def evaluate_run(run, cfg):
                 total += losses_by_position(model, inputs, targets, cfg.piece or None)[0].double().cpu()
         except MemoryError as error:
             sys.exit(f"evaluate.py: {error}")
-        print(f"\r{run}: {i + 1} of {count} documents of {windows.block_size:,} tokens", end="", file=sys.stderr)
-    print(file=sys.stderr)
+        if sys.stderr.isatty() or i + 1 == count:
+            line = f"{run}: {i + 1} of {count} documents of {windows.block_size:,} tokens"
+            print(f"\r{line}" if sys.stderr.isatty() else line, end="" if i + 1 < count else "\n", file=sys.stderr)
     return total / count, context
 
 

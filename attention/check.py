@@ -1,6 +1,6 @@
 """Compare the kernels with the specification, in the output and every gradient, on this machine's GPU.
 
-for line, ok in check(SIZES): ...                              # doctor.py, under a minute with an empty cache
+for line, ok in check(SIZES): ...                              # doctor.py, 2 to 3 minutes, nearly all to compile
 failure = kernel_failure(model, block_size, torch.bfloat16)    # train.py, seconds, once for a GPU, torch and Triton
 """
 

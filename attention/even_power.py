@@ -37,7 +37,9 @@ class EvenPower(KVCacheVariant):
         return attend_and_append(q, k, v, log_g, positions, state, p=self.p)
 
     def attend(self, q, k, v, log_g, positions):
-        """Return y [B, T, H, D] in training, from q and k that are not yet rotated."""
+        """Return y [B, T, H, D] in training, from q and k that are not yet rotated. Generation computes the same
+        function with a state, in `attend_and_append`: a subclass that changes one must change the other in
+        `forward`."""
         q, k = self.rotate(q, k, positions)
         return even_power_attention(q, k, v, p=self.p, log_g=log_g)
 

@@ -16,5 +16,5 @@ max_iters = 300
 max_seconds = 90
 eval_interval = 100
 eval_tokens = 16384
-log_interval = 5
+log_interval = 3
 wandb = "disabled"

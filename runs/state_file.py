@@ -73,7 +73,10 @@ def load_state(path, model):
         kind = type(block.attn.mix.empty_state(1, device))
         prefix = f"layers.{i}."
         of_layer = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-        layers.append(kind(**of_layer, **settings[i]))
+        try:
+            layers.append(kind(**of_layer, **settings[i]))
+        except TypeError as error:
+            raise ValueError(f"its states are not those of attention={model.config.attention} now ({error})") from None
     return tensors["logits"], ModelState(layers, n_tokens)
 
 
