@@ -78,7 +78,6 @@ def main():
 
 def evaluate_run(run, cfg):
     """Return (the run's mean loss at each position [length] float64, its training context)."""
-    folder = checkpoint.newest(run)
     try:
         settings = checkpoint.settings(checkpoint.run_of(run))
     except ValueError as error:
@@ -90,7 +89,7 @@ def evaluate_run(run, cfg):
         windows = Windows(dataset, "val", cfg.length or min(4 * context, most), cfg.pack, name="length")
     except DataError as error:
         refuse(error)
-    model, _, device, autocast = load_run(checkpoint.run_of(run), folder, cfg)
+    _, model, _, device, autocast = load_run(run, cfg)
     if model.config.vocab_size != dataset.vocab_size:
         refuse(f"{run} has a vocabulary of {model.config.vocab_size}, {dataset.name} one of {dataset.vocab_size}")
     count = min(cfg.documents, len(windows))

@@ -19,8 +19,8 @@ import torch
 
 from attention.memory import switch_over_tokens
 from generate import Timings, cache_dtype, generate, read_prompt
-from runs import checkpoint, state_file
-from runs.load import load_run, newest_run, no_checkpoint
+from runs import state_file
+from runs.load import load_run, newest_run
 from runs.settings import read_settings, refuse
 
 
@@ -51,13 +51,8 @@ def main():
     check(cfg)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8
-    run = cfg.out_dir or newest_run()
-    warn = lambda line: print(f"sample.py: {line}", file=sys.stderr)
-    folder = checkpoint.newest(run, True, warn, checkpoint.WEIGHTS)
-    if not folder:
-        refuse(no_checkpoint(run))
-    run, text = checkpoint.run_of(run), read_text(cfg.prompt or cfg.start)
-    model, tokenizer, device, autocast = load_run(run, folder, cfg)
+    text = read_text(cfg.prompt or cfg.start)
+    run, model, tokenizer, device, autocast = load_run(cfg.out_dir or newest_run(), cfg)
     if cfg.state_dtype != "float32" and device.type != "cuda":
         refuse(f"state_dtype={cfg.state_dtype} is for GPUs, here states are float32")
     with autocast:

@@ -57,7 +57,12 @@ def choose_checkpoint(cfg, settings, thorough):
         if not cfg.eval_only:  # evaluating does not write to out_dir
             _refuse_to_lose(cfg)
         return None
-    if saved and latest:
+    if latest and not saved:
+        refuse(
+            f"{cfg.out_dir} has checkpoints but no config.json, so its settings are not known: put it back, or choose "
+            "another out_dir"
+        )
+    if latest:
         _refuse_other_settings(cfg.out_dir, saved, settings)
     if cfg.eval_only and not latest:
         refuse(f"no checkpoint in {cfg.out_dir} to evaluate (--init_from=scratch evaluates new weights)")

@@ -1,10 +1,11 @@
-"""Load the model of a run, and choose the run.
+"""The one way into a run for the programs that use its model: choose the run, and load its newest whole checkpoint.
 
-model, tokenizer, device, autocast = load_run("out/demo", checkpoint.newest("out/demo"), cfg)
+run, model, tokenizer, device, autocast = load_run(cfg.out_dir or newest_run(), cfg)
 """
 
 import glob
 import os
+import sys
 from contextlib import nullcontext
 
 import torch
@@ -15,11 +16,17 @@ from runs import checkpoint
 from runs.settings import choose_device, refuse
 
 
-def load_run(run, folder, cfg):
-    """Return the model of a checkpoint, its tokenizer, the device and the autocast context to use.
+def load_run(path, cfg):
+    """Return the run's folder, its model, its tokenizer, the device and the autocast context to use.
 
-    run: the run's folder; folder: that of the checkpoint; cfg has the settings device and dtype.
+    path: a run's folder or one of its checkpoints; cfg has the settings device and dtype. The checksums of the weights
+    are compared: a damaged checkpoint is named on stderr and left out for the one before it. Refuse a run without a
+    checkpoint or with a config.json that cannot be read.
     """
+    warn = lambda line: print(f"{os.path.basename(sys.argv[0])}: {line}", file=sys.stderr)
+    folder, run = checkpoint.newest(path, True, warn, checkpoint.WEIGHTS), checkpoint.run_of(path)
+    if not folder:
+        refuse(no_checkpoint(path))
     try:
         saved = checkpoint.settings(run)["model"]
     except ValueError as error:
@@ -31,7 +38,7 @@ def load_run(run, folder, cfg):
     checkpoint.load(folder, model)
     model.to(device).eval()
     autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
-    return model, load_tokenizer(run), device, autocast
+    return run, model, load_tokenizer(run), device, autocast
 
 
 def newest_run():

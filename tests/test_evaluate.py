@@ -52,3 +52,20 @@ def test_the_program(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
     assert "2 different names, got x" in capsys.readouterr().err
     assert call(evaluate.main, "--out_dir=out/a,out/a/", "--names=x", "--documents=1", "--length=8") == 0
     assert capsys.readouterr().out.split()[:2] == ["position", "x"]
+
+
+def test_damaged_weights_are_named_and_left_out(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    settings = [*SMALL, f"--dataset={dataset}", "--out_dir=out/a", "--max_iters=2", "--eval_interval=1"]
+    assert call(train.main, *settings) == 0
+    evaluate_it = ["--documents=1", "--length=64", "--json"]
+    assert call(evaluate.main, "--out_dir=out/a/ckpt/step_00000001", *evaluate_it) == 0
+    (expected,) = json.loads(capsys.readouterr().out.splitlines()[-1]).values()
+    weights = tmp_path / "out/a/ckpt/step_00000002/model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-5] ^= 4
+    weights.write_bytes(raw)
+    assert call(evaluate.main, "--out_dir=out/a", *evaluate_it) == 0
+    said = capsys.readouterr()
+    assert "step_00000002 is damaged and left out: model.safetensors is not what was written" in said.err
+    assert json.loads(said.out.splitlines()[-1]) == {"out/a": expected}

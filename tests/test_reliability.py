@@ -288,6 +288,17 @@ def test_the_same_command_goes_on_before_there_is_a_checkpoint_and_after_torchru
     assert go(*anew) == 0 and os.path.isdir("out/b.old-1/ckpt/step_00000006")
 
 
+def test_a_run_whose_settings_are_gone_is_not_gone_on_with(go, capsys):
+    assert go("--out_dir=out/a", "--max_iters=3") == 0
+    os.rename("out/a/config.json", "config.json")
+    before = sorted(os.listdir("out/a"))
+    assert go("--out_dir=out/a", "--learning_rate=1") == 2
+    assert "out/a has checkpoints but no config.json" in capsys.readouterr().err
+    assert sorted(os.listdir("out/a")) == before
+    os.rename("config.json", "out/a/config.json")
+    assert go("--out_dir=out/a") == 0 and max(metrics("out/a")) == 6
+
+
 def test_other_data_under_the_same_name_are_refused(go, tmp_path, capsys):
     assert go("--out_dir=out/a", "--max_iters=3") == 0
     other = make_dataset(tmp_path / "other", "another text\n" * 1000)
