@@ -118,10 +118,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, differentiate):
-        """Return the mean loss of x [N, C] and targets [N] (-1 is left out), for weight [V, C].
-
-        Only the first vocab_size rows of weight count.
-        """
+        """Return the mean loss of x [N, C] and targets [N] (-1 is left out), for the first vocab_size rows of weight."""
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
         w, total, dxs, dw = weight.to(dtype), 0, [], torch.zeros_like(weight)
@@ -206,10 +203,7 @@ class GPT(nn.Module):
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
-        """Initialise as GPT-2: normal 0.02, and 0.02 / sqrt(2 n_layer) where a block adds to the residual.
-
-        Gates initialise themselves.
-        """
+        """Initialise as GPT-2: normal 0.02, and 0.02 / sqrt(2 n_layer) where a block adds to the residual."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -292,11 +286,8 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, block_size, dtype=torch.bfloat16):
-        """Return the FLOPs of one training token, forward and backward.
-
-        They are 6 for each weight that is multiplied, and the attention's own products, over causal pairs, in the form
-        that is used.
-        """
+        """Return the FLOPs of one training token, forward and backward: 6 for each weight that is multiplied, and the
+        attention's own products, over causal pairs, in the form that is used."""
         weights = sum(p.numel() for p in self.parameters() if p.dim() == 2)
         device = self.transformer.wte.weight.device.type
         return 6 * weights + sum(b.attn.mix.attention_flops(block_size, dtype, device) for b in self.transformer.h)

@@ -1,4 +1,4 @@
-"""Imports run one way, also those inside functions: a reader who follows the arrows never comes back."""
+"""Imports run one way, also those inside functions, so that a reader who follows the arrows never comes back."""
 
 import ast
 from pathlib import Path
