@@ -118,7 +118,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, differentiate):
-        """Return the mean loss of x [N, C] and targets [N] (-1 is left out), for the first vocab_size rows of weight."""
+        """Return the mean loss of x [N, C] and targets [N], -1 left out, for the first vocab_size rows of weight."""
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
         w, total, dxs, dw = weight.to(dtype), 0, [], torch.zeros_like(weight)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+# the most lines that these files may have
+SHORT = {"model.py": 300, "train.py": 400, "sample.py": 250, "README.md": 130, "docs/kernels.md": 150}
 PROGRAMS = {"train", "sample", "evaluate", "compare", "doctor"}
 # the packages that a package (or top-level file) may import; data/*/prepare.py are programs of data/
 ALLOWED = {
@@ -59,6 +61,18 @@ def targets(name):
 
 def package_of(name):
     return name.partition(".")[0]
+
+
+def test_what_is_read_first_stays_short():
+    lines = {path: len((ROOT / path).read_text().splitlines()) for path in SHORT}
+    assert not {path: n for path, n in lines.items() if n > SHORT[path]}
+    long = [
+        f"{name}: {node.name}"
+        for name, path in FILES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 80
+    ]
+    assert not long
 
 
 def test_every_file_is_in_a_package_that_has_rules():
