@@ -92,8 +92,8 @@ def evaluate_run(run, cfg):
     _, model, _, device, autocast = load_run(run, cfg)
     if model.config.vocab_size != dataset.vocab_size:
         refuse(f"{run} has a vocabulary of {model.config.vocab_size}, {dataset.name} one of {dataset.vocab_size}")
-    count = min(cfg.documents, len(windows))
-    step = len(windows) // count  # spread the documents over the split
+    count = min(cfg.documents, windows.documents)
+    step = windows.documents // count * windows.per_document  # spread the documents over the split, each from its start
     total = torch.zeros(windows.block_size, dtype=torch.float64)
     for i in range(count):
         inputs, targets = (x.to(device) for x in windows.batch([i * step]))

@@ -270,16 +270,19 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def statistics(self, ids):
-        """Return {name: [one number for each layer that reports it]} for the input ids [B, T].
+        """Return {name: [one number for each layer that reports it]} for the input ids [B, T], without dropout.
 
         Names are "gate" (mean of gamma), "beta" (mean speed of rotation) and others that an attention reports.
         """
-        found, resets = {}, None if self.config.reset_token < 0 else ids == self.config.reset_token
+        resets = None if self.config.reset_token < 0 else ids == self.config.reset_token
+        found, training = {}, self.training
+        self.eval()
         x = self.transformer.ln_wte(self.transformer.wte(ids))
         for block in self.transformer.h:
             for name, value in block.attn.mix.statistics(block.ln_1(x)).items():
                 found.setdefault(name, []).append(value)
             x, _ = block(x, resets)
+        self.train(training)
         return found
 
     def parameter_count(self):

@@ -69,3 +69,18 @@ def test_damaged_weights_are_named_and_left_out(dataset, tmp_path, monkeypatch, 
     said = capsys.readouterr()
     assert "step_00000002 is damaged and left out: model.safetensors is not what was written" in said.err
     assert json.loads(said.out.splitlines()[-1]) == {"out/a": expected}
+
+
+def test_documents_are_read_from_their_start(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    settings = [*SMALL, f"--dataset={dataset}", "--out_dir=out/a", "--max_iters=1", "--eval_interval=1"]
+    assert call(train.main, *settings) == 0
+    starts, batch = [], evaluate.Windows.batch
+
+    def record(windows, indices):
+        starts.extend(i % windows.per_document for i in indices)
+        return batch(windows, indices)
+
+    monkeypatch.setattr(evaluate.Windows, "batch", record)
+    assert call(evaluate.main, "--out_dir=out/a", "--length=128", "--documents=3") == 0  # a row has four such windows
+    assert starts == [0, 0, 0]

@@ -205,6 +205,14 @@ def test_a_fresh_models_mean_gate_is_sigmoid_of_gate_bias(attention, bias):
     assert gates.mean().item() == pytest.approx(1 / (1 + math.exp(-bias)), rel=1e-5)
 
 
+def test_statistics_are_those_of_the_model_without_dropout():
+    model, ids = tiny("conformal_sympow", dropout=0.5), torch.randint(0, 97, (2, 30))
+    expected = model.statistics(ids)
+    assert not model.training and len(expected["gate"]) == len(expected["beta"]) == 2
+    model.train()
+    assert model.statistics(ids) == expected and model.training
+
+
 def test_a_fresh_conformal_model_is_a_plain_one():
     plain, conformal = tiny("sympow"), tiny("conformal_sympow", "none")
     torch.nn.init.zeros_(conformal.transformer.h[0].attn.mix.W_beta)
