@@ -24,7 +24,7 @@ from data.loader import Windows
 from runs import checkpoint
 from runs.load import load_run, newest_run, no_checkpoint
 from runs.plotting import plot_loss_by_position
-from runs.settings import read_settings, refuse
+from runs.settings import check_ranges, read_settings, refuse
 
 LOGITS_AT_ONCE = 2**28  # numbers: 1 GB in float32
 
@@ -47,9 +47,12 @@ class EvaluateConfig:
 def main():
     given, _ = read_settings((EvaluateConfig,), sys.argv[1:], usage=__doc__)
     cfg = EvaluateConfig(**given)
-    for name, least in (("length", 0), ("documents", 1), ("piece", 0)):
-        if getattr(cfg, name) < least:
-            refuse(f"{name} must be at least {least}, got {getattr(cfg, name)}")
+    try:
+        check_ranges(
+            cfg, (("length piece", "at least 0", lambda x: x >= 0), ("documents", "at least 1", lambda x: x >= 1))
+        )
+    except ValueError as error:
+        refuse(error)
     runs = list(dict.fromkeys(os.path.normpath(run) for run in cfg.out_dir.split(",") if run)) or [newest_run()]
     for run in runs:
         if not checkpoint.newest(run):

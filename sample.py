@@ -21,7 +21,7 @@ from attention.memory import switch_over_tokens
 from generate import Timings, cache_dtype, generate, read_prompt
 from runs import state_file
 from runs.load import load_run, newest_run
-from runs.settings import read_settings, refuse
+from runs.settings import check_ranges, read_settings, refuse
 
 
 @dataclass
@@ -167,26 +167,28 @@ def save_state(path, model, logits, state):
 
 def check(cfg):
     """Refuse settings that are out of range, with the value and what would be right."""
-    recurrent = cfg.form == "recurrent"
-    for name, fits, want in (
-        ("num_samples", cfg.num_samples >= 1, "at least 1"),
-        ("seed", 0 <= cfg.seed < 2**63 - cfg.num_samples, "positive and below 2^63"),
-        ("max_new_tokens", cfg.max_new_tokens >= (not cfg.save_state), "at least 1, or 0 with --save_state"),
-        ("temperature", cfg.temperature >= 0, "0 (greedy) or positive"),
-        ("top_k", cfg.top_k >= 0, "positive, or 0 for all"),
-        ("top_p", 0 < cfg.top_p <= 1, "in (0, 1]"),
-        ("switch_over", cfg.switch_over >= 0, "positive, or 0 for as many tokens as take a state's memory"),
-        ("form", cfg.form in ("auto", "recurrent"), "auto or recurrent"),
-        ("switch_over", not (cfg.switch_over and recurrent), "left out with form=recurrent, which has no KV cache"),
-        ("switch_over", not (cfg.switch_over and cfg.load_state), "left out with load_state: the file has its own"),
-        ("form", not (recurrent and cfg.load_state), "left out with load_state: the file has its own"),
-        ("save_state", os.path.isdir(os.path.dirname(cfg.save_state) or "."), "in a folder that is there"),
-        ("save_state", not os.path.isdir(cfg.save_state or "file"), "a file, not a folder"),
-        ("state_dtype", cfg.state_dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
-        ("dtype", cfg.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"),
-    ):
-        if not fits:
-            refuse(f"{name} must be {want}, got {getattr(cfg, name)}")
+    recurrent, loads = cfg.form == "recurrent", bool(cfg.load_state)
+    rows = (
+        ("num_samples", "at least 1", lambda x: x >= 1),
+        ("seed", "positive and below 2^63", lambda x: 0 <= x < 2**63 - cfg.num_samples),
+        ("max_new_tokens", "at least 1, or 0 with --save_state", lambda x: x >= (not cfg.save_state)),
+        ("temperature", "0 (greedy) or positive", lambda x: x >= 0),
+        ("top_k", "positive, or 0 for all", lambda x: x >= 0),
+        ("top_p", "in (0, 1]", lambda x: 0 < x <= 1),
+        ("switch_over", "positive, or 0 for as many tokens as take a state's memory", lambda x: x >= 0),
+        ("form", "auto or recurrent", lambda x: x in ("auto", "recurrent")),
+        ("switch_over", "left out with form=recurrent, which has no KV cache", lambda x: not (x and recurrent)),
+        ("switch_over", "left out with load_state: the file has its own", lambda x: not (x and loads)),
+        ("form", "left out with load_state: the file has its own", lambda x: not (recurrent and loads)),
+        ("save_state", "in a folder that is there", lambda x: os.path.isdir(os.path.dirname(x) or ".")),
+        ("save_state", "a file, not a folder", lambda x: not os.path.isdir(x or "file")),
+        ("state_dtype", "float32 or bfloat16", lambda x: x in ("float32", "bfloat16")),
+        ("dtype", "auto, float32 or bfloat16", lambda x: x in ("auto", "float32", "bfloat16")),
+    )
+    try:
+        check_ranges(cfg, rows)
+    except ValueError as error:
+        refuse(error)
 
 
 if __name__ == "__main__":

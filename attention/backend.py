@@ -6,10 +6,10 @@ Nothing here imports Triton before a kernel is wanted, so that attention/ works 
 from pathlib import Path
 
 import kernels
-from kernels import CHUNKED_SIZES, cost, unsupported_reason
-from kernels.layout import symmetric_power_dim
+from kernels import cost, unsupported_reason
+from kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 
-__all__ = ["CHUNKED_SIZES", "cost", "symmetric_power_dim", "unsupported_reason"]
+__all__ = ["cost", "make_sqrt_multiplicity", "symmetric_power_dim", "tails_of", "unsupported_reason"]
 
 SOURCES = Path(kernels.__file__).parent  # the folder of the kernels
 

@@ -89,7 +89,12 @@ def kernel_failure(model, block_size, dtype):
     try:
         return next(filter(None, (_failure(*size) for size in sizes)), "")
     except Exception as error:  # such as a missing compiler or another Triton: PyTorch still works
-        return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return first_line(error)
+
+
+def first_line(error):
+    """Return the first line of an exception's message, or its type if it has none."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _failure(form, dtype, D, p, gated):

@@ -10,7 +10,7 @@ From "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), sections 3 a
 
 import torch
 
-from .backend import symmetric_power_dim
+from .backend import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 
 
 def tensor_power_embedding(x, p):
@@ -32,23 +32,18 @@ def symmetric_power_embedding(x, p):
     d = x.shape[-1]
     phi = x
     for r in range(1, p):
-        tails = _tails(d, r)
+        tails = tails_of(d, r)
         phi = torch.cat([x[..., i : i + 1] * phi[..., tails[i] :] for i in range(d)], dim=-1)
     return phi * _sqrt_multiplicity(x.detach(), d, p)
 
 
-def _tails(d, r):
-    """Return where, among the multi-indices of degree r, those with a first index of at least i begin, for each i."""
-    return [symmetric_power_dim(d, r) - symmetric_power_dim(d - i, r) for i in range(d)]
-
-
 @torch.library.custom_op("sympow::sqrt_multiplicity", mutates_args=())
 def _sqrt_multiplicity(like: torch.Tensor, d: int, p: int) -> torch.Tensor:
-    """Return _make_sqrt_multiplicity(d, p) in the dtype and on the device of `like`. It is an operator so that
+    """Return make_sqrt_multiplicity(d, p) in the dtype and on the device of `like`. It is an operator so that
     torch.compile does not look inside."""
     key = d, p, like.dtype, like.device
     if key not in _made:
-        _made[key] = _make_sqrt_multiplicity(d, p).to(like)
+        _made[key] = make_sqrt_multiplicity(d, p).to(like)
     return _made[key].clone()
 
 
@@ -58,22 +53,3 @@ def _(like, d, p):
 
 
 _made = {}
-
-
-def _make_sqrt_multiplicity(d, p):
-    """Return sqrt(p! / (c_1! ... c_d!)) for each multi-index, [C(d+p-1, p)], built degree by degree like the
-    features."""
-    count = torch.ones(d, dtype=torch.float64)  # permutations of each multi-index so far
-    run = torch.ones(d, dtype=torch.float64)  # how often its first index is repeated at its start
-    for r in range(1, p):
-        tails = _tails(d, r) + [len(count)]
-        counts, runs = [], []
-        for i in range(d):
-            # of the tail that i is put in front of, the first part starts with i itself and makes its run longer
-            longer = torch.zeros(len(count) - tails[i], dtype=torch.float64)
-            same = tails[i + 1] - tails[i]
-            longer[:same] = run[tails[i] : tails[i + 1]]
-            runs.append(longer + 1)
-            counts.append(count[tails[i] :] * (r + 1) / (longer + 1))
-        count, run = torch.cat(counts), torch.cat(runs)
-    return count.sqrt()

@@ -48,7 +48,6 @@ at most C cached tokens:
 """
 
 import functools
-import math
 from itertools import combinations_with_replacement
 
 import torch
@@ -56,6 +55,7 @@ import triton
 import triton.language as tl
 
 from .common import exact_product
+from .layout import make_sqrt_multiplicity
 from .linear import (
     early_launch,
     embed,
@@ -84,14 +84,7 @@ def features(D, p, device):
     dtype = torch.int32 if p <= 4 else torch.int64
     indices = torch.tensor(list(combinations_with_replacement(range(D), p)), dtype=dtype)
     packed = sum(indices[:, i] << 8 * i for i in range(p))
-    orders = torch.full((len(indices),), float(math.factorial(p)), dtype=torch.float64)
-    repeats = torch.ones_like(
-        orders
-    )  # how often each index has occurred so far; the product of these counts is c_1! ... c_D!
-    for i in range(1, p):
-        repeats = torch.where(indices[:, i] == indices[:, i - 1], repeats + 1, 1)
-        orders /= repeats
-    return packed.to(device), orders.sqrt().float().to(device)
+    return packed.to(device), make_sqrt_multiplicity(D, p).float().to(device)
 
 
 # ---- q, k, v; position and gates

@@ -87,6 +87,30 @@ def symmetric_power_dim(D, p):
     return features
 
 
+def tails_of(d, r):
+    """Return where, among the multi-indices of degree r, those with a first index of at least i begin, for each i."""
+    return [symmetric_power_dim(d, r) - symmetric_power_dim(d - i, r) for i in range(d)]
+
+
+def make_sqrt_multiplicity(d, p):
+    """Return sqrt(p! / (c_1! ... c_d!)) for each multi-index, [C(d+p-1, p)], built degree by degree like the
+    features."""
+    count = torch.ones(d, dtype=torch.float64)  # permutations of each multi-index so far
+    run = torch.ones(d, dtype=torch.float64)  # how often its first index is repeated at its start
+    for r in range(1, p):
+        tails = tails_of(d, r) + [len(count)]
+        counts, runs = [], []
+        for i in range(d):
+            # of the tail that i is put in front of, the first part starts with i itself and makes its run longer
+            longer = torch.zeros(len(count) - tails[i], dtype=torch.float64)
+            same = tails[i + 1] - tails[i]
+            longer[:same] = run[tails[i] : tails[i + 1]]
+            runs.append(longer + 1)
+            counts.append(count[tails[i] :] * (r + 1) / (longer + 1))
+        count, run = torch.cat(counts), torch.cat(runs)
+    return count.sqrt()
+
+
 def entries(D, p):
     """Return M, a multiple of 16; for p = 4 the first entries may be empty (8 of 144 for D = 16)."""
     return D if p == 2 else -(-D * (D + 1) // 2 // SLICE) * SLICE

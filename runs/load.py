@@ -5,7 +5,6 @@ run, model, tokenizer, device, autocast = load_run(cfg.out_dir or newest_run(), 
 
 import glob
 import os
-import sys
 from contextlib import nullcontext
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig
 from runs import checkpoint
+from runs.processes import warn
 from runs.settings import choose_device, refuse
 
 
@@ -23,7 +23,6 @@ def load_run(path, cfg):
     are compared: a damaged checkpoint is named on stderr and left out for the one before it. Refuse a run without a
     checkpoint or with a config.json that cannot be read.
     """
-    warn = lambda line: print(f"{os.path.basename(sys.argv[0])}: {line}", file=sys.stderr)
     folder, run = checkpoint.newest(path, True, warn, checkpoint.WEIGHTS), checkpoint.run_of(path)
     if not folder:
         refuse(no_checkpoint(path))

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from attention.check import kernel_failure
+from attention.check import first_line, kernel_failure
 from attention.dispatch import disable_kernels
 from runs.processes import Failed
 
@@ -55,7 +55,7 @@ def can_compile(setting, device, log):
         torch.compile(lambda x: x.sin() + 1)(torch.ones(64, device=device))
         return True
     except Exception as error:  # training works without torch.compile
-        reason = _first_line(error)
+        reason = first_line(error)
     if setting == "True":
         raise Failed(f"compile=True, but torch.compile does not work here: {reason} (see `make doctor`)")
     log(f"training without torch.compile: {reason} (see `make doctor`)")
@@ -82,8 +82,3 @@ def memory_advice(cfg, model_cfg, accumulation):
         ways.append("--activation_checkpointing=True")
     ways = " or ".join(ways or ["a smaller block_size or model"])
     raise Failed(f"out of GPU memory in the first step: try {ways}")
-
-
-def _first_line(error):
-    """Return the first line of an exception's message, or its type if it has none."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -17,17 +17,7 @@ import time
 
 import pytest
 import torch
-from helpers import (  # noqa: F401 (dataset is a fixture)
-    ROOT,
-    SMALL,
-    call,
-    dataset,
-    join,
-    make_dataset,
-    metrics,
-    start,
-    start_ranks,
-)  # fmt: skip
+from helpers import ROOT, SMALL, call, dataset, join, make_dataset, metrics, start, start_ranks  # noqa: F401
 from safetensors.torch import load_file, save_file
 
 import train

@@ -10,17 +10,7 @@ import types
 
 import pytest
 import torch
-from helpers import (  # noqa: F401 (dataset is a fixture)
-    ROOT,
-    SMALL,
-    call,
-    dataset,
-    join,
-    make_dataset,
-    metrics,
-    start,
-    start_ranks,
-)  # fmt: skip
+from helpers import ROOT, SMALL, call, dataset, join, make_dataset, metrics, start, start_ranks  # noqa: F401
 
 import train
 from attention import ATTENTIONS, check
