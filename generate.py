@@ -99,7 +99,7 @@ def decodes_on_kernels(model, state_dtype=torch.float32):
         return False
     from decoder import failure  # Triton is not everywhere
 
-    wrong = failure(c, cache_dtype(model), state_dtype)
+    wrong = failure(model, cache_dtype(model), state_dtype)
     if wrong:
         warn_once(f"generation steps through the model, not on its kernels, which fail on this machine: {wrong}")
     return not wrong

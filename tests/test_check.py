@@ -16,7 +16,7 @@ from test_kernels import DEVICE, DTYPES, GPU, inputs  # noqa: E402
 
 import decoder  # noqa: E402
 import generate  # noqa: E402
-from attention import check, dispatch, naive  # noqa: E402
+from attention import ATTENTIONS, check, dispatch, naive  # noqa: E402
 from attention.dispatch import plan  # noqa: E402
 from attention.power import power_attention  # noqa: E402
 from kernels import decode, operators  # noqa: E402
@@ -137,10 +137,10 @@ def test_torch_compile_takes_the_kernels_whole_with_sizes_that_change(form, on_g
 
 @pytest.mark.parametrize("breaks", [None, "attend", "flush"])
 def test_the_decoder_is_compared_with_the_model(monkeypatch, breaks):
-    config = GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention="sympow")
+    config = GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16)
     if breaks:
         monkeypatch.setattr(decode, breaks, lambda *args: None)
-    wrong = decoder._failure(config, torch.float32, torch.float32, DEVICE)
+    wrong = decoder._failure(config, ATTENTIONS["sympow"], torch.float32, torch.float32, DEVICE)
     assert bool(wrong) == bool(breaks), wrong
 
 
@@ -150,8 +150,8 @@ def test_generation_steps_through_the_model_if_the_decoder_fails(on_gpu, monkeyp
     monkeypatch.setattr(decoder, "failure", lambda *args: asked.append(args) or "wrong results")
     monkeypatch.setattr(generate, "kernel_reason", lambda *args: "")
     with pytest.warns(UserWarning, match="generation steps through the model, not on its kernels.*wrong results"):
-        assert not generate.decodes_on_kernels(seen_on_gpu(model))
-    assert asked == [(model.config, torch.float32, torch.float32)]
+        assert not generate.decodes_on_kernels(seen_on_gpu(model), torch.bfloat16)
+    assert [args[1:] for args in asked] == [(torch.float32, torch.bfloat16)]
 
 
 def seen_on_gpu(model):
