@@ -70,9 +70,7 @@ def test_kill_9_within_a_shard_loses_that_shard_alone(tmp_path, monkeypatch, cap
     monkeypatch.setattr(openwebtext, "DOCUMENTS", 30)
     dataset = prepare(tmp_path, source, *options)
     printed = capfd.readouterr()
-    assert (
-        "1 of 4 shards were there" in printed.out and " 30%" in printed.err and "100%" in printed.err
-    )  # 30 of 100 documents
+    assert "1 of 4 shards were there" in printed.out and " 30% of" in printed.err  # 30 of 100 documents
     assert os.stat(tmp_path / "out/train_00000.bin").st_mtime_ns == first.st_mtime_ns
     assert not list((tmp_path / "out").glob("*.tmp")) and not (tmp_path / "out/progress.json").exists()
     dataset.verify()
