@@ -60,7 +60,8 @@ def find_files(paths, suffixes, skip_folders=("__pycache__",)):
             here = Counter()
             found = _usable(_search(path, suffixes, skip_folders, here), here, seen)
             if not found:
-                print(f"{path}: nothing is taken, it has {_counts(here) or 'no files'}; read are {','.join(suffixes)}")
+                had = _counts(here) or "no files"
+                print(f"{path}: nothing is taken from it: it has {had}, and --suffix={','.join(suffixes)}")
             skipped += here
             sources += [[f for f in found if not is_jsonl(f)], [f for f in found if is_jsonl(f)]]
         elif not os.path.lexists(path):

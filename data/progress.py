@@ -23,10 +23,10 @@ class Progress:
         self.started = self.shown = time.monotonic()
         self.bar = None
         if sys.stderr.isatty():
-            # A terminal that reports a width of 0 gets 80 columns; tqdm itself would divide by it.
-            columns = shutil.get_terminal_size().columns
-            options = dict(total=total, initial=done, unit="tok", unit_scale=True, desc=label, ncols=columns)
-            self.bar = need("tqdm").tqdm(**options)
+            # A terminal that does not know its size (0 by 0) gets 80 by 24; tqdm itself would show nothing.
+            columns, rows = shutil.get_terminal_size()
+            options = dict(initial=done, unit="tok", unit_scale=True, desc=label, ncols=columns, nrows=rows)
+            self.bar = need("tqdm").tqdm(total=total, **options)
         elif done:
             self._print_line()
 

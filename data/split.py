@@ -28,6 +28,7 @@ class Span(NamedTuple):
     end: int
     lines: range | None = None  # of .jsonl: the buckets whose documents are taken
     share: float = 1.0  # about which part of the bytes that is
+    by_place: bool = False  # of .jsonl: equal lines have different buckets
 
 
 def is_jsonl(file):
@@ -50,47 +51,46 @@ def split_sources(sources, size, in_bytes, key):
         own = sum(file.size for file in files)
         target = -(-size * own // total)
         if is_jsonl(files[0]):
-            first, share = _first_bucket(files, target)
+            first, share, by_place = _first_bucket(files, target)
             for split, lines, part in (("train", range(first), 1 - share), ("val", range(first, BUCKETS), share)):
-                spans[split] += [Span(file, 0, file.size, lines, part) for file in files if share]
-            if share:
-                continue
-        lines = range(BUCKETS) if is_jsonl(files[0]) else None  # the same line again and again is cut as a text is
+                spans[split] += [Span(file, 0, file.size, lines, part, by_place) for file in files if lines]
+            continue
         stream = whole_stream(files, in_bytes, key)
         cut = stream.align(max(0, own - target))
-        while cut == own and target < own:  # the last line is that long: cut it, or of .jsonl take the one before
-            cut, target = stream.align(own - target, at_line=False), target * 2
-        cut = cut or own  # nothing for validation rather than nothing for training
+        if cut == own:  # the last line is that long
+            cut = stream.align(max(0, own - target), at_line=False)
         for file in files:
             here = min(max(0, cut), file.size)
             cut -= file.size
             if here:
-                spans["train"].append(Span(file, 0, here, lines))
+                spans["train"].append(Span(file, 0, here))
             if here < file.size:
-                spans["val"].append(Span(file, here, file.size, lines))
+                spans["val"].append(Span(file, here, file.size))
     return spans
 
 
-def _first_bucket(files, target):
-    """Return (the first bucket of the validation split, its share of the bytes) of .jsonl files.
+def _first_bucket(files, target, by_place=False):
+    """Return (the first bucket of the validation split, its share of the bytes, by_place) of .jsonl files.
 
-    The split has at least `target` bytes, if that leaves a document for training. The share is 0 if all lines are
-    equal, or there is just one.
+    The split has at least `target` bytes, if that leaves a document for training; it is empty if there is just one.
+    If all lines are equal, their places in the files are hashed as well (by_place).
     """
     sizes = np.zeros(BUCKETS, dtype=np.int64)
     for file in files:
-        for line in _lines(file, 0, file.size):
-            sizes[_bucket(line)] += len(line)
+        for offset, line in _lines(file, 0, file.size):
+            sizes[_bucket(file, offset, line, by_place)] += len(line)
     filled = np.flatnonzero(sizes)
     if len(filled) < 2:
-        return BUCKETS, 0.0
+        return (BUCKETS, 0.0, True) if by_place else _first_bucket(files, target, by_place=True)
     from_end = np.cumsum(sizes[filled][::-1])
     count = min(int(np.searchsorted(from_end, target)) + 1, len(filled) - 1)
-    return int(filled[-count]), float(from_end[count - 1] / from_end[-1])
+    return int(filled[-count]), float(from_end[count - 1] / from_end[-1]), by_place
 
 
-def _bucket(line):
-    return int.from_bytes(hashlib.blake2b(line.strip(), digest_size=2).digest(), "big")
+def _bucket(file, offset, line, by_place):
+    """Return the number below BUCKETS that stands for a line of a .jsonl file."""
+    place = f"{file.name} {offset} ".encode("utf-8", "surrogateescape") if by_place else b""
+    return int.from_bytes(hashlib.blake2b(place + line.strip(), digest_size=2).digest(), "big")
 
 
 def _open(file):
@@ -104,13 +104,13 @@ def _open(file):
 
 
 def _lines(file, begin, end):
-    """Yield the lines of a file from begin to end, which lie between two lines, without the empty ones."""
+    """Yield (offset, line) of the lines from begin to end, two places between lines; not of the empty lines."""
     with _open(file) as f:
         f.seek(begin)
         while begin < end and (line := f.readline()):
-            begin += len(line)
             if line.strip():
-                yield line
+                yield begin, line
+            begin += len(line)
 
 
 class Stream:
@@ -174,8 +174,8 @@ class Stream:
             span = self.spans[number]
             offset = span.begin - self.starts[number]
             if span.lines is not None:
-                for line in _lines(span.file, first + offset, last + offset):
-                    if _bucket(line) in span.lines:
+                for place, line in _lines(span.file, first + offset, last + offset):
+                    if _bucket(span.file, place, line, span.by_place) in span.lines:
                         yield self._text(span.file, line), True
                 continue
             with _open(span.file) as f:

@@ -1,5 +1,6 @@
 """Datasets on disk and the loader: what was prepared is read back, completely and in the same order everywhere."""
 
+import errno
 import importlib
 import json
 import os
@@ -214,6 +215,108 @@ def test_more_shards_than_file_descriptors(tmp_path, monkeypatch):
     dataset = Dataset(str(tmp_path))
     assert np.array_equal(dataset.read("train", 0, 240), train.ravel())
     assert dataset._shard.cache_info().currsize == 4
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("damage", ["cut", "empty", "removed", "overwritten", "replaced", "grown", "touched"])
+def test_a_shard_that_changes_while_it_is_in_use_is_refused_by_name(tmp_path, damage, read_before):
+    train, _ = write(tmp_path)
+    dataset, shard = Dataset(str(tmp_path)), tmp_path / "train_00001.bin"
+    windows = Windows(dataset, "train", 12)
+    if read_before:
+        windows.batch([5])
+    content = shard.read_bytes()
+    os.utime(shard, ns=(0, 0))
+    dataset._changed[shard.name] = 0  # as if the dataset had been opened long ago
+    if read_before:
+        dataset._shard("train", 1).changed = 0
+    if damage == "removed":
+        shard.unlink()
+    elif damage == "replaced":
+        (tmp_path / "x").write_bytes(bytes(96))
+        os.replace(tmp_path / "x", shard)
+    elif damage == "touched":
+        os.utime(shard)
+    else:
+        with open(shard, "r+b") as f:
+            f.truncate({"cut": 24, "empty": 0, "overwritten": 96, "grown": 98}[damage])
+            if damage == "overwritten":
+                f.write(bytes(96))
+    found = {"cut": "has 24 bytes instead of 96", "empty": "has 0 bytes instead of 96"}
+    found |= {"grown": "has 98 bytes instead of 96", "removed": "is missing, it should have 96 bytes"}
+    if damage == "touched" or (read_before and damage in ("removed", "replaced")):  # what was opened is still there
+        for _ in range(2):
+            assert np.array_equal(windows.batch([8])[1][0].numpy(), train[8])
+    else:
+        with pytest.raises(DataError, match=f"{shard} {found.get(damage, 'is not what was written')}"):
+            windows.batch([5, 8])
+    assert len(content) == 96
+
+
+@pytest.mark.parametrize("code, call", [(errno.EIO, "pread"), (errno.EACCES, "open"), (errno.EIO, "fstat")])
+def test_a_shard_that_cannot_be_read_is_refused_by_name(tmp_path, monkeypatch, code, call):
+    write(tmp_path)
+    windows, real = Windows(Dataset(str(tmp_path)), "train", 12), getattr(os, call)
+
+    def failing(path, *args, **options):
+        if call == "open" and not str(path).endswith("train_00000.bin"):
+            return real(path, *args, **options)
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"data.dataset.os.{call}", failing)
+        with pytest.raises(DataError, match=rf"train_00000.bin cannot be read \({os.strerror(code)}\)"):
+            windows.batch([0])
+    windows.batch([0])  # a disk that comes back
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda meta: "[" * 100_000, "RecursionError"),
+        (lambda meta: b"\xff\xfe", "UnicodeDecodeError"),
+        (lambda meta: "[]", "no JSON object"),
+        (lambda meta: meta | {"document_length": 0}, "document_length is '0'"),
+        (lambda meta: meta | {"vocab_size": "257"}, "vocab_size is '257'"),
+        (lambda meta: meta | {"eot": 999}, "do not fit"),
+        (lambda meta: meta | {"dtype": "float32"}, "dtype float32"),
+        (lambda meta: meta | {"splits": {"train": meta["splits"]["train"]}}, "no 'val'"),
+        (lambda meta: meta | {"splits": []}, "list indices"),
+        (lambda meta: renamed(meta, "../train_00000.bin"), "a shard is named '../train_00000.bin'"),
+        (lambda meta: renamed(meta, "/etc/passwd"), "a shard is named '/etc/passwd'"),
+        (lambda meta: renamed(meta, "x" * 300), "a shard is named 'x"),
+        (lambda meta: renamed(meta, None), "expected string"),
+        (lambda meta: {**meta, "splits": {**meta["splits"], "val": {**meta["splits"]["val"], "tokens": 7}}}, "rows of"),
+    ],
+)
+def test_a_damaged_meta_json_is_one_line(tmp_path, change, reason):
+    write(tmp_path)
+    path = tmp_path / "meta.json"
+    new = change(json.loads(path.read_text()))
+    path.write_bytes(new if isinstance(new, bytes) else (new if isinstance(new, str) else json.dumps(new)).encode())
+    with pytest.raises(DataError, match=rf"meta.json is damaged \(.*{re.escape(reason)}.*delete it and run") as error:
+        Dataset(str(tmp_path))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def renamed(meta, file):
+    """Return a meta.json whose first shard has another file name."""
+    meta["splits"]["train"]["shards"][0]["file"] = file
+    return meta
+
+
+def test_a_folder_in_the_place_of_meta_json_is_one_line(tmp_path):
+    (tmp_path / "meta.json").mkdir()
+    with pytest.raises(DataError, match=r"meta.json cannot be read \(Is a directory\)"):
+        Dataset(str(tmp_path))
+
+
+def test_the_tokenizer_of_another_dataset_is_refused(tmp_path):
+    write(tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    (tmp_path / "meta.json").write_text(json.dumps(meta | {"vocab_size": 50257}))
+    with pytest.raises(DataError, match="tokenizer.json has 257 ids, meta.json 50257"):
+        Dataset(str(tmp_path))
 
 
 # windows
