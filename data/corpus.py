@@ -186,7 +186,7 @@ def prepare_files(sources, tokenizer_name, args, source, key="text"):
     tokenizer = tokenizer or earlier_tokenizer(args.out, arguments)
     if tokenizer and tokenizer.kind == "huggingface":
         _say_if_lossy(tokenizer, sources, key)
-    size = None if tokenizer else trained_size(tokenizer_name)
+    size = trained_size(tokenizer_name) if tokenizer_name.startswith("bpe:") else None
     units, length, tokenizer = plan_units(sources, tokenizer, args.document_length, args.val_fraction, key, size)
     write_dataset(args.out, units, tokenizer, length, arguments, source, args.command)
 
@@ -203,16 +203,16 @@ def _say_if_lossy(tokenizer, sources, key):
 def plan_units(sources, tokenizer, document_length, val_fraction, key="text", trained=None):
     """Cut the sources into units; return (list of Unit, length of a row in tokens, the tokenizer).
 
-    If the tokenizer is None, one of `trained` ids is trained on the training split. Rows are document_length long. A
-    small source gets shorter rows, a power of two and at most 1/16 of its tokens, so that both splits have a row and
-    little is dropped at their ends.
+    trained: the number of ids of a tokenizer that is trained on the training split, here if the tokenizer is None. Rows
+    are document_length long. A small source gets shorter rows, a power of two and at most 1/16 of its tokens, so that
+    both splits have a row and little is dropped at their ends.
     """
     # If the tokens are bytes, a plain file may be cut anywhere, and each byte is one token.
     in_bytes = tokenizer is not None and tokenizer.kind == "bytes"
     raw = in_bytes and not any(is_jsonl(file) for files in sources for file in files)
     total = sum(file.size for files in sources for file in files)
-    # A tokenizer that is yet to be trained will have about 4 bytes in a token.
-    rate = 1.0 if raw else 0.25 if tokenizer is None else tokens_per_byte(sources, tokenizer, key)
+    # A tokenizer that is trained on one of the splits must not decide how they are cut: 4 bytes in a token are assumed.
+    rate = 1.0 if raw else 0.25 if trained else tokens_per_byte(sources, tokenizer, key)
 
     # The validation split is a whole number of rows, with 5% more bytes where tokens per byte are an estimate.
     rows = max(1, round(val_fraction * total * rate / row_length(total * rate, document_length)))
@@ -229,6 +229,7 @@ def plan_units(sources, tokenizer, document_length, val_fraction, key="text", tr
         print(f"trained a tokenizer of {tokenizer.vocab_size:,} ids on the training split")
         if tokenizer.vocab_size < trained:
             print(f"(the text has no more pairs of tokens that stand twice, so there are fewer than {trained:,})")
+    if trained:
         rate = tokens_per_byte(sources, tokenizer, key)
 
     length = row_length(total * rate, document_length)

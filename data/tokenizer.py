@@ -180,7 +180,7 @@ def _tiktoken_encoding(saved, vocabulary):
     pairs = [line.split() for line in vocabulary.splitlines() if line.strip()]
     ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
     numbers = [*ranks.values(), *saved["special_tokens"].values()]
-    if len(set(numbers)) < len(numbers) or sorted(ranks.values()) != list(range(len(ranks))):
+    if sorted(numbers) != list(range(len(numbers))) or len(pairs) != len(ranks):
         raise ValueError("an id stands twice, or is left out")
     if not all(bytes([byte]) in ranks for byte in range(256)) or END_OF_TEXT not in saved["special_tokens"]:
         raise ValueError("a byte or the end of text has no id")
