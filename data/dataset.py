@@ -10,6 +10,7 @@ while it is in use is refused by its name.
 
 import functools
 import os
+import time
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from .meta import SPLITS, read_meta, shard_is_whole
 from .tokenizer import load_tokenizer
 from .zarr_rows import ChunkedRows
 
+CHECK_EVERY = 1.0  # seconds, after which the next read looks whether the shard was overwritten
 OPEN_SHARDS = 256  # each open file takes a file descriptor, and 1,024 is a usual limit
 
 
@@ -146,7 +148,7 @@ class _Shard:
         """shard: its entry in meta.json; changed: its modification time (ns) when the dataset was opened."""
         self.path, self.shard, self.dtype, self.changed = path, shard, dtype, changed
         self.size = shard["tokens"] * dtype.itemsize
-        self.file = None
+        self.file, self.next_check = None, 0.0
         try:
             self.file = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -159,27 +161,31 @@ class _Shard:
     def read(self, start, count):
         """Return at most `count` tokens from `start` on, fewer at the end of the shard.
 
-        Raises DataError if the file has been cut, overwritten or cannot be read.
+        Raises DataError if the file has been cut, overwritten (noticed within CHECK_EVERY) or cannot be read.
         """
         size = self.dtype.itemsize
         count = min(count, self.shard["tokens"] - start, 1 << 28)  # one call reads at most 2 GB
         try:
             content = os.pread(self.file, count * size, start * size)
-            status = os.fstat(self.file)
+            if len(content) != count * size or time.monotonic() > self.next_check:
+                self._check(os.fstat(self.file))
+            if len(content) != count * size:
+                raise DataError(f"{self.path} was cut while it was read, it should have {self.size} bytes")
         except OSError as error:
             raise DataError(f"{self.path} {_what_is_wrong(self.path, self.size, error)}") from error
-        if status.st_size != self.size or len(content) != count * size:
+        return np.frombuffer(content, dtype=self.dtype)
+
+    def _check(self, status):
+        """Raise DataError if the file has another size than it should have, or has been written to and differs."""
+        if status.st_size != self.size:
             raise DataError(
                 f"{self.path} has {status.st_size} bytes instead of {self.size}: it was cut or overwritten after the "
                 "dataset was opened"
             )
-        if status.st_mtime_ns != self.changed:  # touched, or overwritten by other tokens
-            if sha256_of(self.path) != self.shard["sha256"]:
-                raise DataError(
-                    f"{self.path} is not what was written (sha256 differs): it was overwritten while in use"
-                )
-            self.changed = status.st_mtime_ns
-        return np.frombuffer(content, dtype=self.dtype)
+        if status.st_mtime_ns != self.changed and sha256_of(self.path) != self.shard["sha256"]:
+            raise DataError(f"{self.path} is not what was written (sha256 differs): it was overwritten while in use")
+        self.changed = status.st_mtime_ns
+        self.next_check = time.monotonic() + CHECK_EVERY
 
 
 def _what_is_wrong(path, expected, error=None):

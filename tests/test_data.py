@@ -229,7 +229,7 @@ def test_a_shard_that_changes_while_it_is_in_use_is_refused_by_name(tmp_path, da
     os.utime(shard, ns=(0, 0))
     dataset._changed[shard.name] = 0  # as if the dataset had been opened long ago
     if read_before:
-        dataset._shard("train", 1).changed = 0
+        dataset._shard("train", 1).changed = dataset._shard("train", 1).next_check = 0
     if damage == "removed":
         shard.unlink()
     elif damage == "replaced":
