@@ -47,6 +47,8 @@ class Parser(argparse.ArgumentParser):
         args = super().parse_args(words)
         if args.document_length < 1:
             self.error(f"--document_length must be at least 1, got {args.document_length}")
+        if not args.out:
+            self.error("--out must be a folder, got an empty name")
         if not 0 < args.val_fraction <= 0.5:
             self.error(f"--val_fraction must be above 0 and at most 0.5, got {args.val_fraction}")
         again = [word for word in argv if word != "--verify"]

@@ -65,7 +65,7 @@ def find_files(paths, suffixes, skip_folders=("__pycache__",)):
             skipped += here
             sources += [[f for f in found if not is_jsonl(f)], [f for f in found if is_jsonl(f)]]
         elif not os.path.lexists(path):
-            raise DataError(f"{path} does not exist")
+            raise DataError(f"{path or repr(path)} does not exist")
         elif path.lower().endswith(NOT_TEXT):
             raise DataError(f"{path} is not a text file: unpack or convert it to .txt or .jsonl first")
         else:
@@ -127,7 +127,7 @@ def _usable(found, skipped, seen):
             skipped["unreadable"] += 1
             continue
         if not os.path.isfile(full):
-            skipped["no regular files"] += 1
+            skipped["not regular files"] += 1
         elif not os.access(full, os.R_OK):
             skipped["unreadable"] += 1
         elif not status.st_size:

@@ -10,9 +10,11 @@ hashes of their contents, so equal lines are in one split, wherever they stand.
 """
 
 import bisect
+import functools
 import hashlib
 import json
 import os
+import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -113,6 +115,14 @@ def _lines(file, begin, end):
             begin += len(line)
 
 
+@functools.cache  # once for a file
+def _say_not_utf8(path, byte):
+    print(
+        f"{path} is not UTF-8 (byte 0x{byte:02x}): such bytes become U+FFFD, only --tokenizer=bytes keeps them",
+        file=sys.stderr,
+    )
+
+
 class Stream:
     """The text of spans, one after another. Any part [begin, end) between two aligned positions can be read alone.
 
@@ -183,7 +193,13 @@ class Stream:
                 data = f.read(last - first)
             if len(data) != last - first:
                 raise DataError(f"{span.file.path} changed while it was read: run the command again")
-            yield data if self.in_bytes else data.decode("utf-8", "replace"), last + offset == span.file.size
+            if not self.in_bytes:
+                try:
+                    data = data.decode()
+                except UnicodeDecodeError as error:
+                    _say_not_utf8(span.file.path, data[error.start])
+                    data = data.decode("utf-8", "replace")
+            yield data, last + offset == span.file.size
 
     def tokens(self, begin, end, tokenizer):
         """Return the token ids [n] of the bytes [begin, end), with an end of text after each document that ends."""

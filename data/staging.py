@@ -128,7 +128,7 @@ def open_staging(folder):
     while not os.path.exists(path):
         made.append(path)
         path = os.path.dirname(path)
-    staging = None
+    staging, begun = None, os.path.isdir(os.path.join(folder, UNFINISHED))
     try:
         os.makedirs(os.path.join(folder, UNFINISHED), exist_ok=True)
         with _locked(folder):
@@ -141,7 +141,7 @@ def open_staging(folder):
                     staging.clear()
                 raise
     except BaseException:
-        if staging is None and made:
+        if staging is None and not begun:
             _remove_empty([os.path.join(folder, UNFINISHED)])
         _remove_empty(made)
         raise

@@ -12,13 +12,14 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import ROOT
+from helpers import ROOT, byte_encoding
 from test_data import all_tokens, prepare_text, write
 
 from data import DataError, command
 from data.dataset import Dataset
 from data.shards import is_complete, write_dataset
 from data.text import prepare as text
+from data.tokenizer import Tokenizer
 
 
 def contents(folder):
@@ -346,7 +347,18 @@ def test_a_line_of_jsonl_without_text_is_one_line_and_leaves_no_folder(tmp_path,
 
 
 @pytest.mark.parametrize(
-    "argument", ["--suffix=", "--suffix=,.", "--out=" + "x" * 300, "--out=a.txt", "--out=a.txt/b", "x" * 300, "--key="]
+    "argument",
+    [
+        "--suffix=",
+        "--suffix=,.",
+        "--out=" + "x" * 300,
+        "--out=a.txt",
+        "--out=a.txt/b",
+        "--out=",
+        "--out=/proc/x",
+        "x" * 300,
+        "--key=",
+    ],
 )
 def test_odd_arguments_are_one_line_and_leave_no_folder(tmp_path, monkeypatch, capsys, argument):
     (tmp_path / "a.txt").write_text("text\n" * 1000)
@@ -367,6 +379,16 @@ def test_odd_text_is_kept_to_the_byte(tmp_path, content):
     stored = all_tokens(dataset)
     train = dataset.tokens("train")
     assert content.startswith(stored[:train]) and stored[train:] in content and len(stored) > len(content) - 64
+
+
+def test_text_that_is_not_utf8_is_said_where_it_loses_bytes(tmp_path, capsys):
+    from data.corpus import find_files, plan_units
+
+    (tmp_path / "a.txt").write_bytes("naïve café\n".encode("latin-1") * 500)
+    sources = find_files([tmp_path / "a.txt"], (".txt",))
+    units, _, tok = plan_units(sources, Tokenizer("bpe", byte_encoding()), 64, 0.1)
+    assert tok.decode(units[0].read()[0]).startswith("na\ufffdve caf\ufffd\n")
+    assert capsys.readouterr().err.count(f"{tmp_path}/a.txt is not UTF-8 (byte 0xef): such bytes become U+FFFD") == 1
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
