@@ -50,8 +50,9 @@ class Dataset:
         self.tokenizer = load_tokenizer(self.path)
         if (self.tokenizer.vocab_size, self.tokenizer.eot) != (self.vocab_size, self.eot):
             raise DataError(
-                f"{self.path}/tokenizer.json has {self.tokenizer.vocab_size} ids, meta.json {self.vocab_size}: they "
-                f"are of two datasets, run {self.meta['prepare']}"
+                f"{self.path}/tokenizer.json has {self.tokenizer.vocab_size} ids, of which {self.tokenizer.eot} is the "
+                f"end of text, meta.json {self.vocab_size} and {self.eot}: one is of another dataset, run "
+                f"{self.meta['prepare']}"
             )
         self._ends = {}  # split -> the row number at which each shard ends
         self._direct = {}  # split -> ChunkedRows, if the dataset is read from zarr arrays

@@ -59,7 +59,7 @@ def read_json(path):
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged ({error!r})") from error
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {str(error)[:100]})") from error
     if not isinstance(found, dict):
         raise DataError(f"{path} is damaged (it holds no JSON object)")
     return found

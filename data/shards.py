@@ -66,11 +66,16 @@ def is_complete(folder, arguments, verify=False):
     if any(split.get("zarr") and missing_chunks(split["zarr"], meta["document_length"]) for split in splits):
         return False
     try:
-        load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder)
     except DataError as error:
         print(f"{error}: it is made again")
         return False
+    if (tokenizer.vocab_size, tokenizer.eot) != (meta["vocab_size"], meta["eot"]):
+        print(f"{folder}/tokenizer.json and meta.json are of two datasets: they are made again")
+        return False
     print(f"{folder} is complete already: {_summary(meta)}")
+    if os.path.isdir(unfinished := Staging(folder).path):
+        print(f"{unfinished} holds an interrupted preparation with other options: go on with it, or delete it")
     return True
 
 

@@ -84,6 +84,9 @@ class Staging:
         except (FileNotFoundError, DataError, KeyError):
             stale = []
         meta = read_meta(self.path)
+        for name in ("meta.json", *shards_of(meta), *FILES):
+            if os.path.isdir(path := os.path.join(self.folder, name)):
+                raise DataError(f"{path} is a folder, there must be a file: move it away")
         remove(os.path.join(self.folder, "meta.json"))
         for name in stale:
             if SHARD.fullmatch(name) or name in (*FILES, "progress.json"):
@@ -148,12 +151,14 @@ def open_staging(folder):
 
 
 def finish_interrupted(folder):
-    """Move a dataset that was whole when its preparation was killed into its folder."""
-    if os.path.exists(os.path.join(folder, UNFINISHED, "meta.json")):
+    """Move a dataset that was whole when its preparation was killed into its folder; delete what is of no use."""
+    if os.path.isdir(os.path.join(folder, UNFINISHED)):
         with _locked(folder):
             staging = Staging(folder)
             if staging.is_whole():
                 staging.finish()
+            elif not staging.shards:
+                staging.clear()
 
 
 @contextmanager

@@ -131,7 +131,7 @@ class Tokenizer:
             description["end_of_text"] = self.encoding.end_name
         if self.encoding:
             description["vocabulary"] = VOCABULARY_FILES[self.kind]
-            description["sha256"] = hashlib.sha256(vocabulary).hexdigest()
+            description["sha256"] = _checksum(description, vocabulary)
             files[description["vocabulary"]] = vocabulary
         return files | {"tokenizer.json": json.dumps(description, indent=2).encode()}
 
@@ -158,8 +158,8 @@ def load_tokenizer(folder):
             with open(path, "rb") as f:
                 vocabulary = f.read()
             # A vocabulary that an earlier version has saved comes without its sha256.
-            if saved.get("sha256", digest := hashlib.sha256(vocabulary).hexdigest()) != digest:
-                raise DataError(f"{path} is damaged (sha256 differs from what tokenizer.json says)")
+            if saved.get("sha256", checksum := _checksum(saved, vocabulary)) != checksum:
+                raise DataError(f"{path} or tokenizer.json beside it is damaged (sha256 differs)")
             if kind == "huggingface":
                 encoding = HuggingFaceEncoding(vocabulary.decode(), saved["end_of_text"])
             else:
@@ -170,6 +170,12 @@ def load_tokenizer(folder):
     except DataError as error:
         remedy = ": prepare the dataset again, or copy the files from it" if " is damaged" in str(error) else ""
         raise DataError(f"{error}{remedy}") from error
+
+
+def _checksum(description, vocabulary):
+    """Return the sha256 of a vocabulary and of the values in its tokenizer.json, but for the sha256 there."""
+    values = {name: value for name, value in description.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode() + vocabulary).hexdigest()
 
 
 def _tiktoken_encoding(saved, vocabulary):

@@ -274,7 +274,7 @@ def test_a_shard_that_cannot_be_read_is_refused_by_name(tmp_path, monkeypatch, c
     "change, reason",
     [
         (lambda meta: "[" * 100_000, "RecursionError"),
-        (lambda meta: b"\xff\xfe", "UnicodeDecodeError"),
+        (lambda meta: b"\xff\xfe" * 500, "UnicodeDecodeError"),
         (lambda meta: "[]", "no JSON object"),
         (lambda meta: meta | {"document_length": 0}, "document_length is '0'"),
         (lambda meta: meta | {"vocab_size": "257"}, "vocab_size is '257'"),
@@ -315,8 +315,11 @@ def test_the_tokenizer_of_another_dataset_is_refused(tmp_path):
     write(tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text())
     (tmp_path / "meta.json").write_text(json.dumps(meta | {"vocab_size": 50257}))
-    with pytest.raises(DataError, match="tokenizer.json has 257 ids, meta.json 50257"):
+    with pytest.raises(DataError, match="tokenizer.json has 257 ids, of which 256 .*, meta.json 50257 and 256"):
         Dataset(str(tmp_path))
+    assert not is_complete(str(tmp_path), {"train": [5, 4], "val": 3, "length": 12})
+    write(tmp_path, calls=(calls := []))  # mended without reading the source
+    assert calls == [] and Dataset(str(tmp_path)).vocab_size == 257
 
 
 # windows

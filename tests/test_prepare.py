@@ -137,6 +137,15 @@ def test_a_folder_in_which_another_process_prepares_is_refused(tmp_path):
     write(tmp_path, train=(1,))
 
 
+def test_an_interrupted_preparation_with_other_options_is_named(tmp_path, capsys):
+    write(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, train=(7,), fail_at=1)
+    assert is_complete(str(tmp_path), {"train": [5, 4], "val": 3, "length": 12})
+    assert f"{tmp_path}/unfinished holds an interrupted preparation" in capsys.readouterr().out
+    Dataset(str(tmp_path)).verify()
+
+
 def test_an_interrupted_preparation_of_an_earlier_version_is_gone_on_with(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, fail_at=2)
