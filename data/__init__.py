@@ -6,8 +6,8 @@
     from data.loader import Windows, train_batch
     windows = Windows(Dataset("pystdlib"), "train", block_size=1024)
 
-Reading prepared data needs only numpy and torch. Other packages, which prepare scripts need, are imported when they are
-used.
+Reading prepared data needs only numpy and torch. Other packages, which prepare scripts and tokenizers need, are
+imported when they are used.
 """
 
 import importlib
@@ -22,4 +22,7 @@ def need(module):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise DataError(f"cannot import {module} ({error}): run pip install -r requirements.txt") from error
+        package = module.partition(".")[0]
+        raise DataError(
+            f"cannot import {module} ({error}): run pip install {package}, or pip install -r requirements.txt"
+        ) from error

@@ -47,6 +47,8 @@ class Parser(argparse.ArgumentParser):
         args = super().parse_args(words)
         if args.document_length < 1:
             self.error(f"--document_length must be at least 1, got {args.document_length}")
+        if not args.out:
+            self.error("--out must be a folder, got an empty name")
         if not 0 < args.val_fraction <= 0.5:
             self.error(f"--val_fraction must be above 0 and at most 0.5, got {args.val_fraction}")
         again = [word for word in argv if word != "--verify"]
@@ -62,10 +64,20 @@ def run(main):
     """Call main(argv), then exit with status 0 if it is done, 2 after one line on stderr if it was refused or failed,
     130 if it was interrupted."""
     try:
-        sys.exit(main(sys.argv[1:]))
+        status = main(sys.argv[1:])
+        sys.stdout.flush()  # a full disk is noticed here and not when Python ends
+        sys.exit(status)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on with the unfinished shards", file=sys.stderr)
-        sys.exit(130)
-    except (DataError, OSError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
+        _end("interrupted; the same command goes on with the unfinished shards", 130)
+    except (DataError, OSError, MemoryError, RecursionError) as error:
+        _end("error: " + " ".join((str(error) or type(error).__name__).split()), 2)
+
+
+def _end(line, status):
+    """Print a line on stderr and exit. What stdout still holds is dropped if it cannot be written (`| head`)."""
+    print(line, file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)

@@ -1,29 +1,32 @@
 """Turn text files into a dataset: the part that the text, pystdlib and longcrawl64 scripts share.
 
-    files = find_files(["notes", "book.txt"], suffixes=(".txt", ".md"))
-    prepare_files(files, "bytes", args, source="my notes")      # args as data.command.Parser gives them
+    sources = find_files(["notes", "papers.jsonl"], suffixes=(".txt", ".md"))
+    prepare_files(sources, "bytes", args, source="my notes")      # args as data.command.Parser gives them
 
-The files form one long stream of bytes, of which the trailing val_fraction is the validation split. The stream is cut
-into units of about UNIT bytes. Each unit is tokenized alone, with an end of text after every document, and cut into
-rows. A plain file is one document; a .jsonl file has one document per line.
+A plain file is one document; a .jsonl file has one document per line. Each source gives its share of the validation
+split, as split.py says. The text of a split is one long stream, which is cut into units of about UNIT bytes. Each unit
+is tokenized alone, with an end of text after every document, and cut into rows.
 """
 
-import bisect
 import functools
 import hashlib
 import json
 import math
 import os
+from collections import Counter
 from typing import NamedTuple
 
-import numpy as np
-
 from . import DataError
-from .shards import Unit, is_complete, write_dataset
-from .tokenizer import Tokenizer, gpt2_tokenizer
+from .shards import Unit, earlier_tokenizer, is_complete, write_dataset
+from .split import Stream, is_jsonl, split_sources, whole_stream
+from .tokenizer import named_tokenizer, split_long_text, train_tokenizer, trained_size
 
 UNIT = 32 << 20  # bytes of source per shard: as much is held in memory, and as much work is lost by a kill
 SMALLEST = 2048  # bytes of text that a dataset needs at least
+SAMPLE = 64 << 20  # bytes of the training split that a tokenizer is trained on, in pieces of PIECE
+PIECE = 1 << 20
+COUNTED = 8 << 20  # bytes: a split below this is tokenized to see that it fills a row
+MANY = 20  # files that are named one by one (notes/*.txt) are one source, as in a folder, if there are so many
 NOT_TEXT = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".parquet", ".pdf", ".bin", ".zarr")
 
 
@@ -34,232 +37,260 @@ class File(NamedTuple):
     mtime_ns: int
 
 
-def find_files(paths, suffixes, skip_folders=("__pycache__",)):
-    """Return a list of File for paths, which may be files and folders; folders are searched for the suffixes.
+def parse_suffixes(text):
+    """Return the tuple of suffixes in a text like ".txt,.md". Raises DataError if there is none."""
+    suffixes = tuple("." + word.strip().lstrip(".").lower() for word in text.split(",") if word.strip(" ."))
+    if not suffixes:
+        raise DataError(f"--suffix must be like .txt,.md, got {text!r}")
+    return suffixes
 
-    Paths stay in the order given. The files of a folder are ordered by a hash of their names, so that the end of the
-    list, which becomes the validation split, is a fair sample. Hidden, empty and unreadable files are left out. Raises
-    DataError if a path is missing or is not text, or if too little text is found.
+
+def find_files(paths, suffixes, skip_folders=("__pycache__",)):
+    """Return the sources, a list of lists of File, that the paths stand for; folders are searched for the suffixes.
+
+    A source is a folder's plain files, its .jsonl files, or a file that is named itself. The plain files of a source
+    are ordered by a hash of their names, and the order of the paths changes nothing. A file that is found twice is
+    taken once. What is left out (other suffixes, hidden, empty and unreadable files, linked folders) is counted and
+    printed. Raises DataError if a path is missing or is not text, or if too little text is found.
     """
-    files, skipped = [], 0
-    for path in paths:
+    skipped, seen, sources, single = Counter(), set(), [], []
+    given = sorted(dict.fromkeys(map(str, paths)), key=lambda p: (not os.path.isdir(p), os.path.basename(p), p))
+    for path in given:
         if os.path.isdir(path):
-            found = []
-            for folder, subfolders, names in os.walk(path):
-                subfolders[:] = [d for d in subfolders if d not in skip_folders and not d.startswith(".")]
-                for name in names:
-                    if name.endswith(tuple(suffixes)) and not name.startswith("."):
-                        full = os.path.join(folder, name)
-                        found.append((os.path.relpath(full, path).replace(os.sep, "/"), full))
-            found.sort(key=lambda item: hashlib.sha256(item[0].encode("utf-8", "surrogateescape")).digest())
-        elif not os.path.exists(path):
-            raise DataError(f"{path} does not exist")
-        elif path.endswith(NOT_TEXT):
+            here = Counter()
+            found = _usable(_search(path, suffixes, skip_folders, here), here, seen)
+            if not found:
+                had = _counts(here) or "no files"
+                print(f"{path}: nothing is taken from it: it has {had}, and --suffix={','.join(suffixes)}")
+            skipped += here
+            sources += [[f for f in found if not is_jsonl(f)], [f for f in found if is_jsonl(f)]]
+        elif not os.path.lexists(path):
+            raise DataError(f"{path or repr(path)} does not exist")
+        elif path.lower().endswith(NOT_TEXT):
             raise DataError(f"{path} is not a text file: unpack or convert it to .txt or .jsonl first")
         else:
-            found = [(os.path.basename(path), path)]
-        for name, full in found:
-            try:
-                status = os.stat(full)
-            except OSError:  # for example a dangling link
-                status = None
-            if status is None or not status.st_size or not os.access(full, os.R_OK):
-                skipped += 1
-            else:
-                files.append(File(full, name, status.st_size, status.st_mtime_ns))
+            single += _usable([(os.path.basename(path), path)], skipped, seen)
+    if len(single) < MANY:
+        sources += [[file] for file in single]
+    else:
+        sources += [[f for f in single if not is_jsonl(f)], [f for f in single if is_jsonl(f)]]
+    sources = [sorted(source, key=_hash_of_name) for source in sources if source]
+    files = [file for source in sources for file in source]
     total = sum(file.size for file in files)
+    left_out = f"; left out: {counts}" if (counts := _counts(skipped)) else ""
     if total < SMALLEST:
         kinds = ",".join(suffixes)
         raise DataError(
-            f"{', '.join(map(str, paths))}: {total} bytes of text in {len(files)} files ({kinds} in folders) "
+            f"{', '.join(map(str, paths))}: {total} bytes of text in {len(files)} files ({kinds} in folders{left_out}) "
             f"is too little: give at least {SMALLEST} bytes"
         )
-    left_out = f"; {skipped} empty or unreadable files left out" if skipped else ""
-    print(f"{len(files):,} files, {total:,} bytes{left_out}")
+    taken = _counts(Counter(_suffix(file.name) for file in files))
+    print(f"{len(files):,} files, {total:,} bytes: {taken}{left_out}")
+    return sources
+
+
+def _hash_of_name(file):
+    return hashlib.sha256(file.name.encode("utf-8", "surrogateescape")).digest(), file.path
+
+
+def _search(path, suffixes, skip_folders, skipped):
+    """Return [(name below path, full path)] of the files with these suffixes; count all others."""
+    found = []
+
+    def unreadable(error):
+        skipped["folders that cannot be read"] += 1
+
+    for folder, subfolders, names in os.walk(path, onerror=unreadable):
+        skipped["hidden folders"] += sum(name.startswith(".") for name in subfolders)
+        subfolders[:] = [d for d in subfolders if d not in skip_folders and not d.startswith(".")]
+        skipped["linked folders (name them to take them)"] += sum(
+            os.path.islink(os.path.join(folder, name)) for name in subfolders
+        )
+        for name in names:
+            if name.startswith("."):
+                skipped["hidden"] += 1
+            elif not name.lower().endswith(tuple(suffixes)):
+                skipped[_suffix(name)] += 1
+            else:
+                full = os.path.join(folder, name)
+                found.append((os.path.relpath(full, path).replace(os.sep, "/"), full))
+    return found
+
+
+def _usable(found, skipped, seen):
+    """Return a File for each (name, path) that can be read, has contents and has not been seen; count the others."""
+    files = []
+    for name, full in found:
+        try:
+            status, real = os.stat(full), os.path.realpath(full)
+        except OSError:  # for example a dangling link
+            skipped["unreadable"] += 1
+            continue
+        if not os.path.isfile(full):
+            skipped["not regular files"] += 1
+        elif not os.access(full, os.R_OK):
+            skipped["unreadable"] += 1
+        elif not status.st_size:
+            skipped["empty"] += 1
+        elif real in seen:
+            skipped["found twice"] += 1
+        else:
+            seen.add(real)
+            files.append(File(full, name, status.st_size, status.st_mtime_ns))
     return files
 
 
-def fingerprint(files):
+def _suffix(name):
+    return os.path.splitext(name)[1].lower()[:12] or "without a suffix"
+
+
+def _counts(counter, most=6):
+    """Return a text like "12 .py, 3 .pdf, 40 others" with the most frequent first."""
+    common = [(what, count) for what, count in sorted(counter.items(), key=lambda item: (-item[1], item[0])) if count]
+    shown = [f"{count:,} {what}" for what, count in common[:most]]
+    others = sum(count for _, count in common[most:])
+    return ", ".join(shown + ([f"{others:,} others"] if others else []))
+
+
+def fingerprint(sources):
     """Return a hash over names, sizes and modification times, which changes when a file is edited."""
-    listing = [[file.name, file.size, file.mtime_ns] for file in files]
+    listing = [[file.name, file.size, file.mtime_ns] for source in sources for file in source]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
-def prepare_files(files, tokenizer_name, args, source, key="text"):
-    """Write a dataset of files (a list of File) to args.out, unless it is complete there.
+def prepare_files(sources, tokenizer_name, args, source, key="text"):
+    """Write a dataset of the sources (lists of File) to args.out, unless it is complete there.
 
-    tokenizer_name: bytes, gpt2, or gpt2-escaped as in longcrawl64; args: the options of data.command.Parser; source: a
-    line that says where the text comes from; key: the name of the text in a line of .jsonl.
+    tokenizer_name: bytes, gpt2, gpt2-escaped as in longcrawl64, bpe:SIZE or the path of a tokenizer.json; args: the
+    options of data.command.Parser; source: a line that says where the text comes from; key: the name of the text in a
+    line of .jsonl.
     """
     arguments = {
         "tokenizer": tokenizer_name,
         "document_length": args.document_length,
         "val_fraction": args.val_fraction,
         "key": key,
-        "files": fingerprint(files),
+        "files": fingerprint(sources),
     }
+    if len(sources) > 1 or any(is_jsonl(file) for files in sources for file in files):
+        arguments["split"] = "by document, over all sources"  # earlier versions took the end of the last source
+    tokenizer = None
+    if tokenizer_name not in ("bytes", "gpt2", "gpt2-escaped"):
+        tokenizer = named_tokenizer(tokenizer_name)
+        if tokenizer:  # by its contents: another tokenizer.json may be given under the same path
+            arguments["tokenizer"] = "sha256:" + hashlib.sha256(tokenizer.files()["tokenizer.json"]).hexdigest()[:16]
     if is_complete(args.out, arguments, args.verify):
         return
-    escaped = tokenizer_name == "gpt2-escaped"
-    tokenizer = Tokenizer("bytes") if tokenizer_name == "bytes" else gpt2_tokenizer(json_escaped=escaped)
-    units, length = plan_units(files, tokenizer, args.document_length, args.val_fraction, key)
+    if tokenizer is None and not tokenizer_name.startswith("bpe:"):
+        tokenizer = named_tokenizer(tokenizer_name)
+    tokenizer = tokenizer or earlier_tokenizer(args.out, arguments)
+    if tokenizer and tokenizer.kind == "huggingface":
+        _say_if_lossy(tokenizer, sources, key)
+    size = trained_size(tokenizer_name) if tokenizer_name.startswith("bpe:") else None
+    units, length, tokenizer = plan_units(sources, tokenizer, args.document_length, args.val_fraction, key, size)
     write_dataset(args.out, units, tokenizer, length, arguments, source, args.command)
 
 
-def plan_units(files, tokenizer, document_length, val_fraction, key="text"):
-    """Cut the files into units; return (list of Unit, length of a row in tokens).
+def _say_if_lossy(tokenizer, sources, key):
+    """Print a line if a tokenizer does not give back the beginning of the text (it lower-cases, drops spaces, ...)."""
+    stream = whole_stream(sources[0][:1], False, key)
+    text = next((text for text, _ in stream.documents(0, stream.align(min(4096, stream.total)))), "")[:4096]
+    if (decoded := tokenizer.decode(tokenizer.encode(text))) != text:
+        at = next((i for i, (a, b) in enumerate(zip(decoded, text)) if a != b), min(len(decoded), len(text)))
+        print(f"this tokenizer does not keep text as it is: {text[at : at + 20]!r} becomes {decoded[at : at + 20]!r}")
 
-    Rows are document_length long. A small source gets shorter rows, a power of two and at most 1/16 of its tokens, so
-    that both splits have a row and little is dropped at their ends.
+
+def plan_units(sources, tokenizer, document_length, val_fraction, key="text", trained=None):
+    """Cut the sources into units; return (list of Unit, length of a row in tokens, the tokenizer).
+
+    trained: the number of ids of a tokenizer that is trained on the training split, here if the tokenizer is None. Rows
+    are document_length long. A small source gets shorter rows, a power of two and at most 1/16 of its tokens, so that
+    both splits have a row and little is dropped at their ends.
     """
-    corpus = Corpus(files, tokenizer, key)
-    rate = corpus.tokens_per_byte()
-    tokens = int(corpus.total * rate)
-    length = document_length
-    if length > tokens // 16:
-        length = 1 << max(0, (tokens // 16).bit_length() - 1)
-        print(f"rows of {length} tokens instead of {document_length}: the source has about {tokens:,} tokens")
+    # If the tokens are bytes, a plain file may be cut anywhere, and each byte is one token.
+    in_bytes = tokenizer is not None and tokenizer.kind == "bytes"
+    raw = in_bytes and not any(is_jsonl(file) for files in sources for file in files)
+    total = sum(file.size for files in sources for file in files)
+    # A tokenizer that is trained on one of the splits must not decide how they are cut: 4 bytes in a token are assumed.
+    rate = 1.0 if raw else 0.25 if trained else tokens_per_byte(sources, tokenizer, key)
 
-    # The validation split is a whole number of rows. Where tokens per byte are an estimate it gets 2% more bytes, and
-    # still more if these do not fill a row (unusual text, or .jsonl with few long lines).
-    rows = max(1, round(val_fraction * tokens / length))
-    size = math.ceil(rows * length / rate * (1 if corpus.raw else 1.02))
-    while True:
-        cut = corpus.align(max(0, corpus.total - size))
-        counted = corpus.total - cut > 8 << 20 or len(corpus.tokens(cut, corpus.total)) >= length
-        if cut < corpus.total and counted:
-            break
-        size += max(1, size // 4)
-        if size > corpus.total // 2:
-            raise DataError(f"{files[-1].path}: cannot cut off a validation split; give more or shorter documents")
+    # The validation split is a whole number of rows, with 5% more bytes where tokens per byte are an estimate.
+    rows = max(1, round(val_fraction * total * rate / row_length(total * rate, document_length)))
+    size = math.ceil(rows * row_length(total * rate, document_length) / rate * (1 if raw else 1.05))
+    splits = {s: Stream(spans, in_bytes, key) for s, spans in split_sources(sources, size, in_bytes, key).items()}
+    for split, stream in splits.items():
+        if not stream.total:
+            raise DataError(
+                f"{sources[-1][-1].path}: cannot cut off a validation split: no document is left for the {split} "
+                "split; give more or shorter documents"
+            )
+    if tokenizer is None:
+        tokenizer = train_tokenizer(_sample(splits["train"]), trained)
+        print(f"trained a tokenizer of {tokenizer.vocab_size:,} ids on the training split")
+        if tokenizer.vocab_size < trained:
+            print(f"(the text has no more pairs of tokens that stand twice, so there are fewer than {trained:,})")
+    if trained:
+        rate = tokens_per_byte(sources, tokenizer, key)
 
-    def units(split, begin, end):
-        """Return the units of one split, the bytes [begin, end) of the stream."""
-        cuts = sorted({begin, end, *(min(end, corpus.align(c)) for c in range(begin + UNIT, end, UNIT))})
-        return [
-            Unit(split, functools.partial(corpus.rows, a, b, length), int((b - a) * rate))
-            for a, b in zip(cuts, cuts[1:])
-        ]
+    length = row_length(total * rate, document_length)
+    for stream in splits.values():
+        if stream.kept <= COUNTED and (count := len(stream.tokens(0, stream.total, tokenizer))) < length:
+            length = _power_of_two(count)
+    if length < document_length:
+        print(
+            f"rows of {length} tokens instead of {document_length}: the source has about {int(total * rate):,} tokens"
+        )
 
-    return units("train", 0, cut) + units("val", cut, corpus.total), length
+    units = []
+    for split, stream in splits.items():
+        cuts = [0]
+        while cuts[-1] < stream.total:
+            cuts.append(stream.align(stream.advance(cuts[-1], UNIT)))
+        for a, b in zip(cuts, cuts[1:]):
+            read = functools.partial(_rows, stream, a, b, tokenizer, length)
+            units.append(Unit(split, read, int((b - a) * rate * stream.kept / stream.total)))
+    return units, length, tokenizer
 
 
-class Corpus:
-    """The files as one stream of bytes. Any part [begin, end) between two aligned positions can be tokenized alone."""
+def row_length(tokens, document_length):
+    """Return document_length, or a smaller power of two, so that about `tokens` tokens give 16 rows."""
+    return document_length if document_length <= tokens // 16 else _power_of_two(int(tokens) // 16)
 
-    def __init__(self, files, tokenizer, key):
-        self.files, self.tokenizer, self.key = files, tokenizer, key
-        self.starts = [0]  # where each file begins in the stream; the last entry is the total
-        for file in files:
-            self.starts.append(self.starts[-1] + file.size)
-        self.total = self.starts[-1]
-        # If the tokens are bytes, a cut may fall anywhere and each byte is one token.
-        self.raw = tokenizer.kind == "bytes" and not any(_is_jsonl(file) for file in files)
 
-    def tokens_per_byte(self):
-        """Return the number of tokens per byte: 1 for bytes, otherwise measured on the last MB of the stream."""
-        if self.raw:
-            return 1.0
-        size = 1 << 20
-        while (begin := self.align(max(0, self.total - size))) == self.total:  # one long line
+def _power_of_two(number):
+    """Return the largest power of two that is at most `number`, at least 1."""
+    return 1 << max(0, number.bit_length() - 1)
+
+
+def tokens_per_byte(sources, tokenizer, key="text"):
+    """Return the number of tokens per byte, measured on about 1 MB at the ends of the sources."""
+    total, tokens, count = sum(file.size for files in sources for file in files), 0, 0
+    for files in sources:
+        stream = whole_stream(files, tokenizer.kind == "bytes", key)
+        size = max(PIECE // 16, PIECE * stream.total // total)
+        while (begin := stream.align(max(0, stream.total - size))) == stream.total:  # one long line
             size *= 2
-        return max(1, len(self.tokens(begin, self.total))) / (self.total - begin)
-
-    def align(self, position):
-        """Return the first position from here on where the stream may be cut.
-
-        That is the start of a line in .jsonl, whose records are never cut, about the start of a line in text for a BPE,
-        and anywhere in text as bytes.
-        """
-        number = bisect.bisect_right(self.starts, position) - 1
-        offset = position - self.starts[number]
-        if offset == 0 or number == len(self.files):
-            return position
-        file = self.files[number]
-        if not _is_jsonl(file) and self.tokenizer.kind == "bytes":
-            return position
-        with open(file.path, "rb") as f:
-            if _is_jsonl(file):
-                f.seek(offset - 1)
-                f.readline()
-                offset = f.tell()
-            else:
-                f.seek(offset)
-                ahead = f.read(1 << 16)
-                newline = ahead.find(b"\n")
-                # A line longer than what was read ahead is cut between two characters.
-                inside = next((i for i, byte in enumerate(ahead[:4]) if byte & 0xC0 != 0x80), 0)
-                offset += newline + 1 if newline >= 0 else inside
-        return self.starts[number] + min(offset, file.size)
-
-    def tokens(self, begin, end):
-        """Return the token ids [n] of the bytes [begin, end), with an end of text after each document that ends."""
-        texts, ended = [], []
-        for number in range(bisect.bisect_right(self.starts, begin) - 1, len(self.files)):
-            first, last = max(begin, self.starts[number]), min(end, self.starts[number + 1])
-            if first >= last:
-                break
-            file = self.files[number]
-            data = self._read(file, first - self.starts[number], last - first)
-            if _is_jsonl(file):
-                documents = self._records(file, data)
-            else:
-                documents = [data if self.tokenizer.kind == "bytes" else data.decode("utf-8", "replace")]
-            texts += documents
-            ended += [_is_jsonl(file) or last == self.starts[number + 1]] * len(documents)
-        if self.tokenizer.kind == "bytes":  # plain files are still bytes here and stay exactly as they are
-            raw = self.tokenizer.encode_bytes
-            ids = [raw(t) if isinstance(t, bytes) else self.tokenizer.encode_batch([t])[0] for t in texts]
-        else:
-            ids = self.tokenizer.encode_batch(texts)
-        return join_documents(ids, ended, self.tokenizer)
-
-    def rows(self, begin, end, length):
-        """Return tokens(begin, end) as rows [n, length]. The tokens after the last whole row are dropped."""
-        return cut_rows(self.tokens(begin, end), length)
-
-    def _read(self, file, offset, count):
-        """Return count bytes of a file. Raises DataError if it has become shorter."""
-        with open(file.path, "rb") as f:
-            f.seek(offset)
-            data = f.read(count)
-        if len(data) != count:
-            raise DataError(f"{file.path} changed while it was read: run the command again")
-        return data
-
-    def _records(self, file, data):
-        """Return the texts of the lines of a .jsonl file. Raises DataError for a line without text under the key."""
-        records = []
-        for line in data.split(b"\n"):
-            if line.strip():
-                try:
-                    records.append(json.loads(line)[self.key])
-                    if not isinstance(records[-1], str):
-                        raise TypeError
-                except (ValueError, KeyError, TypeError, IndexError):
-                    start = line[:40].decode("utf-8", "replace")
-                    raise DataError(
-                        f'{file.path}: a line is not JSON with text under "{self.key}" (--key names another): {start}'
-                    ) from None
-        return records
+        tokens, count = tokens + len(stream.tokens(begin, stream.total, tokenizer)), count + stream.total - begin
+    return max(1, tokens) / count
 
 
-def join_documents(ids, ended, tokenizer):
-    """Concatenate arrays of ids, with the end of text after each array whose flag in `ended` is true."""
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    stop = np.array([tokenizer.eot], dtype=dtype)
-    pieces = [np.zeros(0, dtype)]
-    for array, end in zip(ids, ended):
-        pieces.append(array.astype(dtype))
-        if end:
-            pieces.append(stop)
-    return np.concatenate(pieces)
+def _sample(stream):
+    """Yield the text of a stream, of a large one in evenly spaced parts that together have about SAMPLE bytes."""
+    parts = [(0, stream.total)]
+    if stream.kept > SAMPLE:
+        count = SAMPLE // PIECE
+        begins = [stream.align(stream.total * i // count) for i in range(count)]
+        parts = [(begin, stream.align(stream.advance(begin, PIECE))) for begin in begins]
+    for begin, end in parts:
+        for text, _ in stream.documents(begin, end):
+            yield from split_long_text(text)
+
+
+def _rows(stream, begin, end, tokenizer, length):
+    """Return the tokens of a part of a stream as rows [n, length]."""
+    return cut_rows(stream.tokens(begin, end, tokenizer), length)
 
 
 def cut_rows(tokens, length):
     """Return tokens [n] as rows [n // length, length]. The tokens after the last whole row are dropped."""
     return tokens[: len(tokens) // length * length].reshape(-1, length)
-
-
-def _is_jsonl(file):
-    return file.path.endswith(".jsonl")

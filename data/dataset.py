@@ -4,65 +4,69 @@
     dataset.documents("train"), dataset.document_length         # the rows of a split and their length
     dataset.read("train", start=0, count=1000)                  # tokens, uint16 or uint32
 
-The tokens lie in shards (see shards.py), which are mapped into memory, or in the chunks of a zarr array.
+The tokens lie in shards (see shards.py) or in the chunks of a zarr array. A file that is removed, cut or overwritten
+while it is in use is refused by its name.
 """
 
 import functools
-import json
 import os
+import time
 
 import numpy as np
 
 from . import DataError
 from .files import sha256_of
-from .shards import SPLITS, shard_is_whole
+from .meta import SPLITS, read_meta, shard_is_whole
 from .tokenizer import load_tokenizer
 from .zarr_rows import ChunkedRows
 
-OPEN_SHARDS = 256  # each mapped file takes a file descriptor, and 1,024 is a usual limit
+CHECK_EVERY = 1.0  # seconds, after which the next read looks whether the shard was overwritten
+OPEN_SHARDS = 256  # each open file takes a file descriptor, and 1,024 is a usual limit
 
 
 class Dataset:
     """A prepared dataset, opened for reading. name is the path of its folder, or NAME for data/NAME beside this file.
 
     Attributes: name, path, meta (dict of meta.json), vocab_size, eot, document_length, tokenizer.
-    Raises DataError if the folder, meta.json or a shard is missing, or a shard has not exactly its size.
+    Raises DataError if the folder, meta.json, the tokenizer or a shard is missing or damaged, as far as that can be
+    seen without reading the tokens: a shard must have exactly its size.
     """
 
     def __init__(self, name):
         self.path, prepare = _find(name)
-        meta_path = os.path.join(self.path, "meta.json")
         try:
-            with open(meta_path, encoding="utf-8") as f:
-                self.meta = json.load(f)
-            prepare = self.meta["prepare"]
-            self.name = self.meta["name"]
-            self.vocab_size = self.meta["vocab_size"]
-            self.eot = self.meta["eot"]
-            self.document_length = self.meta["document_length"]
-            self._dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
-            self._shards = {split: self.meta["splits"][split]["shards"] for split in SPLITS}
+            self.meta = read_meta(self.path)
         except FileNotFoundError:
-            raise DataError(f"{meta_path} is missing, the dataset is not prepared: run {prepare}") from None
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{meta_path} is damaged ({error!r}): delete it and run {prepare}") from error
+            path = os.path.join(self.path, "meta.json")
+            raise DataError(f"{path} is missing, the dataset is not prepared: run {prepare}") from None
+        except DataError as error:
+            raise DataError(f"{error}: delete it and run {prepare}") from error
+        self.name = self.meta["name"]
+        self.vocab_size = self.meta["vocab_size"]
+        self.eot = self.meta["eot"]
+        self.document_length = self.meta["document_length"]
+        self._dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
+        self._shards = {split: self.meta["splits"][split]["shards"] for split in SPLITS}
+        self.tokenizer = load_tokenizer(self.path)
+        if (self.tokenizer.vocab_size, self.tokenizer.eot) != (self.vocab_size, self.eot):
+            raise DataError(
+                f"{self.path}/tokenizer.json has {self.tokenizer.vocab_size} ids, of which {self.tokenizer.eot} is the "
+                f"end of text, meta.json {self.vocab_size} and {self.eot}: one is of another dataset, run "
+                f"{self.meta['prepare']}"
+            )
         self._ends = {}  # split -> the row number at which each shard ends
         self._direct = {}  # split -> ChunkedRows, if the dataset is read from zarr arrays
+        self._changed = {}  # file -> when it was last written, to notice one that is replaced before it is read
         for split, shards in self._shards.items():
             zarr = self.meta["splits"][split].get("zarr")
             if zarr:
                 documents = self.meta["splits"][split]["documents"]
-                self._direct[split] = ChunkedRows(zarr["url"], zarr["rows"], documents, self.document_length)
+                self._direct[split] = ChunkedRows(**zarr, documents=documents, length=self.document_length)
                 self._ends[split] = np.array([documents])
             else:
                 self._check_sizes(shards)
                 self._ends[split] = np.cumsum([shard["documents"] for shard in shards])
-        self._map = functools.lru_cache(OPEN_SHARDS)(self._open)
-
-    @functools.cached_property
-    def tokenizer(self):
-        """Load the Tokenizer that the dataset was made with."""
-        return load_tokenizer(self.path)
+        self._shard = functools.lru_cache(OPEN_SHARDS)(self._open)
 
     @property
     def remedy(self):
@@ -90,7 +94,11 @@ class Dataset:
                     raise DataError(f"{path} is not what was written (sha256 differs): {self.remedy}")
 
     def read(self, split, start, count):
-        """Return the tokens [start, start + count) of a split's rows, one after another: array [count], as stored."""
+        """Return the tokens [start, start + count) of a split's rows, one after another: array [count], as stored.
+
+        Raises DataError that names the file if it cannot be read, or is no longer what it was when the dataset was
+        opened.
+        """
         if split in self._direct:
             return self._direct[split].read(start, count)
         pieces = []
@@ -98,7 +106,7 @@ class Dataset:
             row = start // self.document_length
             number = int(np.searchsorted(self._ends[split], row, side="right"))
             first = int(self._ends[split][number - 1]) * self.document_length if number else 0
-            piece = self._map(split, number)[start - first : start - first + count]
+            piece = self._shard(split, number).read(start - first, count)
             pieces.append(piece)
             start += len(piece)
             count -= len(piece)
@@ -123,17 +131,75 @@ class Dataset:
     def _check_sizes(self, shards):
         """Raise DataError for the first of these shards that is missing or has another size than it should have."""
         for shard in shards:
+            path, expected = os.path.join(self.path, shard["file"]), shard["tokens"] * self._dtype.itemsize
             if not shard_is_whole(self.path, shard, self._dtype.itemsize):
-                path = os.path.join(self.path, shard["file"])
-                size = os.path.getsize(path) if os.path.exists(path) else None
-                expected = shard["tokens"] * self._dtype.itemsize
-                wrong = "is missing" if size is None else f"has {size} bytes instead of {expected}"
-                raise DataError(f"{path} {wrong}: run {self.meta['prepare']}")
+                raise DataError(f"{path} {_what_is_wrong(path, expected)}: run {self.meta['prepare']}")
+            self._changed[shard["file"]] = os.stat(path).st_mtime_ns
 
     def _open(self, split, number):
-        """Map a shard into memory: array [tokens]."""
-        path = os.path.join(self.path, self._shards[split][number]["file"])
-        return np.memmap(path, dtype=self._dtype, mode="r")
+        """Open a shard for reading."""
+        shard = self._shards[split][number]
+        return _Shard(os.path.join(self.path, shard["file"]), shard, self._dtype, self._changed[shard["file"]])
+
+
+class _Shard:
+    """An open shard. It is read and not mapped into memory: a mapped file that is cut ends the process (SIGBUS)."""
+
+    def __init__(self, path, shard, dtype, changed):
+        """shard: its entry in meta.json; changed: its modification time (ns) when the dataset was opened."""
+        self.path, self.shard, self.dtype, self.changed = path, shard, dtype, changed
+        self.size = shard["tokens"] * dtype.itemsize
+        self.file, self.next_check = None, 0.0
+        try:
+            self.file = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise DataError(f"{path} {_what_is_wrong(path, self.size, error)}") from error
+
+    def __del__(self):
+        if self.file is not None:
+            os.close(self.file)
+
+    def read(self, start, count):
+        """Return at most `count` tokens from `start` on, fewer at the end of the shard.
+
+        Raises DataError if the file has been cut, overwritten (noticed within CHECK_EVERY) or cannot be read.
+        """
+        size = self.dtype.itemsize
+        count = min(count, self.shard["tokens"] - start, 1 << 28)  # one call reads at most 2 GB
+        try:
+            content = os.pread(self.file, count * size, start * size)
+            if len(content) != count * size or time.monotonic() > self.next_check:
+                self._check(os.fstat(self.file))
+            if len(content) != count * size:
+                raise DataError(f"{self.path} was cut while it was read, it should have {self.size} bytes")
+        except OSError as error:
+            raise DataError(f"{self.path} {_what_is_wrong(self.path, self.size, error)}") from error
+        return np.frombuffer(content, dtype=self.dtype)
+
+    def _check(self, status):
+        """Raise DataError if the file has another size than it should have, or has been written to and differs."""
+        if status.st_size != self.size:
+            raise DataError(
+                f"{self.path} has {status.st_size} bytes instead of {self.size}: it was cut or overwritten after the "
+                "dataset was opened"
+            )
+        if status.st_mtime_ns != self.changed and sha256_of(self.path) != self.shard["sha256"]:
+            raise DataError(f"{self.path} is not what was written (sha256 differs): it was overwritten while in use")
+        self.changed = status.st_mtime_ns
+        self.next_check = time.monotonic() + CHECK_EVERY
+
+
+def _what_is_wrong(path, expected, error=None):
+    """Return what a message says of a shard that cannot be used: missing, of another size, or not readable."""
+    try:
+        size = os.stat(path).st_size
+    except FileNotFoundError:
+        return f"is missing, it should have {expected} bytes"
+    except OSError as failure:
+        error = failure
+    if error is not None:
+        return f"cannot be read ({error.strerror or error})"
+    return f"has {size} bytes instead of {expected}"
 
 
 def _find(name):

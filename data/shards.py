@@ -9,53 +9,55 @@ A dataset is made of units, each of which gives one shard:
 
     write_dataset(folder, [Unit("train", read_rows, 1 << 20), ...], tokenizer, document_length, arguments, ...)
 
-A shard is a pure function of its unit and gets its name only when it is whole, so a killed run is resumed by running
-it again: progress.json lists the shards that are done. `arguments` holds everything that the content depends on; if it
-has changed, the writer starts over.
+All is written into folder/unfinished/ (see staging.py) and takes the place of what was in the folder when it is whole,
+so a failure or a kill leaves an earlier dataset as it was. A shard is a pure function of its unit and gets its name
+only when it is whole: a killed run goes on when it is run again, and a dataset that grows keeps the shards whose units
+stay the same.
 """
 
 import hashlib
 import itertools
 import json
 import os
-import re
 import time
 from typing import Callable, NamedTuple
 
 import numpy as np
 
-from . import DataError, need
+from . import DataError
 from .files import sha256_of, write_atomically
+from .meta import SHARD, SPLITS, own_meta, shard_is_whole, shards_of
+from .progress import Progress
+from .staging import Staging, finish_interrupted, open_staging
+from .tokenizer import FILES, load_tokenizer
 from .zarr_rows import missing_chunks
 
 FORMAT = 1
-SPLITS = ("train", "val")
 
 
 class Unit(NamedTuple):
     split: str  # "train" or "val"
     read: Callable[[], np.ndarray]  # returns integer tokens [documents, document_length]
     tokens: int  # roughly how many, for the progress bar only
-
-
-def shard_is_whole(folder, shard, token_bytes):
-    """Return True if a shard {file, tokens, ...} of meta.json exists with exactly its size."""
-    try:
-        return os.path.getsize(os.path.join(folder, shard["file"])) == shard["tokens"] * token_bytes
-    except OSError:
-        return False
+    key: object = None  # for JSON: all that the unit's tokens depend on; None: all arguments, and its number
 
 
 def is_complete(folder, arguments, verify=False):
     """Return True, and print so, if the folder already holds the whole dataset that these arguments would make.
 
     All its shards must be there with their sizes; for a zarr array that is read in place, all its chunks. With verify,
-    shards whose sha256 differs are named and deleted first, so that they are made again.
+    shards whose sha256 differs are named and deleted first, so that they are made again. Raises DataError if the folder
+    is not one that a dataset may be written to.
     """
-    if verify:
-        _remove_damaged(folder)
-    meta = _read_json(folder, "meta.json")
-    if meta is None or meta.get("arguments") != _normal(arguments):
+    meta = own_meta(folder)
+    if os.path.isdir(folder):
+        finish_interrupted(folder)
+        meta = own_meta(folder)
+        if meta is None and os.path.exists(os.path.join(folder, "meta.json")):
+            print(f"{folder}/meta.json is damaged: the dataset is made again")
+        if verify:
+            _remove_damaged(folder, meta)
+    if meta is None or meta["arguments"] != _normal(arguments):
         return False
     size = np.dtype(meta["dtype"]).itemsize
     splits = meta["splits"].values()
@@ -63,53 +65,73 @@ def is_complete(folder, arguments, verify=False):
         return False
     if any(split.get("zarr") and missing_chunks(split["zarr"], meta["document_length"]) for split in splits):
         return False
+    try:
+        tokenizer = load_tokenizer(folder)
+    except DataError as error:
+        print(f"{error}: it is made again")
+        return False
+    if (tokenizer.vocab_size, tokenizer.eot) != (meta["vocab_size"], meta["eot"]):
+        print(f"{folder}/tokenizer.json and meta.json are of two datasets: they are made again")
+        return False
     print(f"{folder} is complete already: {_summary(meta)}")
+    if os.path.isdir(unfinished := Staging(folder).path):
+        print(f"{unfinished} holds an interrupted preparation with other options: go on with it, or delete it")
     return True
 
 
+def earlier_tokenizer(folder, arguments):
+    """Return the Tokenizer with which the same arguments have begun, or finished, a dataset here, or None."""
+    meta, staging = own_meta(folder), Staging(folder)
+    for path, saved in ((staging.path, staging.arguments), (folder, meta and meta["arguments"])):
+        if saved == _normal(arguments):
+            try:
+                return load_tokenizer(path)
+            except DataError:
+                pass
+    return None
+
+
 def write_dataset(folder, units, tokenizer, document_length, arguments, source, command):
-    """Write the shards that are not there yet, then tokenizer.json and meta.json; return meta as a dict.
+    """Write the shards that are not there yet, tokenizer.json and meta.json, then replace what was in the folder;
+    return meta as a dict.
 
     units: a list of Unit; arguments: a dict for JSON; source: a line that says where the tokens come from; command: the
     command that does this again. Raises DataError if a unit gives rows of another length or ids beyond the vocabulary,
     or if a split has no row.
     """
-    os.makedirs(folder, exist_ok=True)
+    started = time.monotonic()
     arguments = _normal(arguments)
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    done = _finished_shards(folder, arguments)
-    started = time.monotonic()
+    old = own_meta(folder)
     numbers = {split: itertools.count() for split in SPLITS}
     units = {f"{unit.split}_{next(numbers[unit.split]):05d}.bin": unit for unit in units}
-    there = {
-        file: unit.tokens
-        for file, unit in units.items()
-        if file in done and (not done[file]["tokens"] or shard_is_whole(folder, done[file], dtype.itemsize))
-    }
-    bar = need("tqdm").tqdm(
-        total=sum(unit.tokens for unit in units.values()), initial=sum(there.values()),
-        unit="tok", unit_scale=True, desc=folder,
-    )  # fmt: skip
-    shards = {split: [] for split in SPLITS}
-    for file, unit in units.items():
-        if file not in there:
-            done[file] = _write_shard(folder, file, unit.read(), tokenizer.vocab_size, document_length, dtype)
-            _save_progress(folder, arguments, done)
-            bar.update(unit.tokens)
-        if done[file]["tokens"]:
-            shards[unit.split].append(done[file])
-    bar.close()
-
-    splits = {}
-    for split, rows in shards.items():
-        if not rows:
-            raise DataError(
-                f"{folder}: the {split} split has no whole row of {document_length} tokens; "
-                "give more text or a smaller --document_length"
-            )
-        splits[split] = {key: sum(shard[key] for shard in rows) for key in ("documents", "tokens")} | {"shards": rows}
-    meta = _write_meta(folder, tokenizer, dtype, document_length, splits, source, command, arguments)
-    reused = f", {len(there)} of {len(units)} shards were there" if there else ""
+    ids = _unit_ids(units, tokenizer, document_length, arguments)
+    with open_staging(folder) as staging:
+        done = _take_over(staging, old, ids, arguments, dtype)
+        tokenizer.save(staging.path)
+        there, tokens = len(done), {file: unit.tokens for file, unit in units.items()}
+        progress = Progress(folder, sum(tokens.values()), sum(tokens[file] for file in done))
+        try:
+            for file, unit in units.items():
+                if file not in done:
+                    shard = _write_shard(staging.file(file), unit.read(), tokenizer.vocab_size, document_length, dtype)
+                    done[file] = shard
+                    staging.save(arguments, done, {file: ids[file] for file in done})
+                    progress.update(unit.tokens)
+        finally:
+            progress.close()
+        splits = _splits(units, done)
+        for split, rows in splits.items():
+            if not rows["tokens"]:
+                staging.clear()
+                staging.shards = {}
+                raise DataError(
+                    f"{folder}: the {split} split has no whole row of {document_length} tokens; "
+                    "give more text or a smaller --document_length"
+                )
+        meta = _meta(folder, tokenizer, dtype, document_length, splits, source, command, arguments)
+        _finish(staging, old, meta | {"units": ids}, tokenizer)
+    reused = f", {there} of {len(units)} shards were there" if there else ""
     print(f"{folder} is complete: {_summary(meta)} ({time.monotonic() - started:.1f} s{reused})")
     return meta
 
@@ -119,20 +141,78 @@ def write_direct(folder, arrays, tokenizer, document_length, arguments, source, 
 
     arrays: {split: {"url", "together": documents in a row of chunks, "rows": [(row of chunks, how many documents)]}}
     """
-    os.makedirs(folder, exist_ok=True)
     splits = {}
     for split, array in arrays.items():
         documents = sum(count for _, count in array["rows"])
         zarr = array | {"rows": [row for row, _ in array["rows"]]}
         splits[split] = {"documents": documents, "tokens": documents * document_length, "shards": [], "zarr": zarr}
-    dtype = np.dtype("<u2")
-    meta = _write_meta(folder, tokenizer, dtype, document_length, splits, source, command, _normal(arguments))
+    arguments, old = _normal(arguments), own_meta(folder)
+    meta = _meta(folder, tokenizer, np.dtype("<u2"), document_length, splits, source, command, arguments)
+    with open_staging(folder) as staging:
+        staging.take_over({}, arguments, {}, {})
+        tokenizer.save(staging.path)
+        _finish(staging, old, meta, tokenizer)
     print(f"{folder} is complete: {_summary(meta)}, read where they are")
     return meta
 
 
-def _write_meta(folder, tokenizer, dtype, document_length, splits, source, command, arguments):
-    meta = {
+def _unit_ids(units, tokenizer, document_length, arguments):
+    """Return {file: hash of all that the tokens of its unit depend on}: units with one id give the same shard."""
+    files = {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files().items()}
+    ids = {}
+    for file, unit in units.items():
+        key = [arguments, file] if unit.key is None else [unit.split, unit.key]
+        ids[file] = hashlib.sha256(json.dumps([FORMAT, document_length, files, key]).encode()).hexdigest()[:24]
+    return ids
+
+
+def _take_over(staging, old, ids, arguments, dtype):
+    """Put the finished shards of the old dataset and of an interrupted run that are wanted into the unfinished dataset;
+    return them as {file: shard}."""
+    found = {}  # id of a unit -> (path of its shard, shard)
+    before = [(staging.path, staging.arguments, staging.shards, staging.units)]
+    if old is not None:
+        before.append((staging.folder, old["arguments"], shards_of(old), old.get("units", {})))
+    for path, saved, shards, units in before:
+        if not units and saved == arguments:  # written by an earlier version
+            units = ids
+        for file, shard in shards.items():
+            if file in units and (not shard["tokens"] or shard_is_whole(path, shard, dtype.itemsize)):
+                found.setdefault(units[file], (os.path.join(path, file), shard))
+    kept = {file: found[unit] for file, unit in ids.items() if unit in found}
+    shards = {file: {**shard, "file": file} for file, (_, shard) in kept.items()}
+    saved = staging.arguments or (old and old["arguments"])
+    if saved and saved != arguments:
+        what = f"{len(kept)} of {len(ids)} shards are kept" if kept else "starting over"
+        print(f"{staging.folder}: {_difference(saved, arguments)}; {what}")
+    elif kept:
+        print(f"{staging.folder}: going on, writing the shards that are missing or cut off")
+    sources = {file: path for file, (path, shard) in kept.items() if shard["tokens"]}
+    staging.take_over(sources, arguments, shards, {file: ids[file] for file in shards})
+    return shards
+
+
+def _finish(staging, old, meta, tokenizer):
+    """Write meta.json, which makes the unfinished dataset whole, and let it take the place of the old one."""
+    new = {*shards_of(meta), *tokenizer.files()}
+    owned = [name for name in os.listdir(staging.folder) if SHARD.fullmatch(name)] if old is None else shards_of(old)
+    stale = {*owned, *FILES, "progress.json"} - new
+    staging.save(staging.arguments, staging.shards, staging.units, sorted(stale))
+    write_atomically(staging.file("meta.json"), json.dumps(meta, indent=1).encode())
+    staging.finish()
+
+
+def _splits(units, done):
+    """Return {split: {documents, tokens, shards}} of the finished shards. Shards without a row are left out."""
+    splits = {}
+    for split in SPLITS:
+        rows = [done[file] for file, unit in units.items() if unit.split == split and done[file]["tokens"]]
+        splits[split] = {key: sum(shard[key] for shard in rows) for key in ("documents", "tokens")} | {"shards": rows}
+    return splits
+
+
+def _meta(folder, tokenizer, dtype, document_length, splits, source, command, arguments):
+    return {
         "name": os.path.basename(os.path.abspath(folder)),
         "tokenizer": tokenizer.kind,
         "json_escaped": tokenizer.json_escaped,
@@ -145,14 +225,11 @@ def _write_meta(folder, tokenizer, dtype, document_length, splits, source, comma
         "prepare": command,
         "arguments": arguments,
     }
-    tokenizer.save(folder)
-    write_atomically(os.path.join(folder, "meta.json"), json.dumps(meta, indent=1).encode())
-    _remove(folder, "progress.json")
-    return meta
 
 
-def _write_shard(folder, file, rows, vocab_size, document_length, dtype):
-    rows = np.asarray(rows)
+def _write_shard(path, rows, vocab_size, document_length, dtype):
+    """Write rows [n, document_length] as the shard at path; return {file, documents, tokens, sha256}."""
+    rows, file = np.asarray(rows), os.path.basename(path)
     if rows.ndim != 2 or rows.shape[1] != document_length or rows.dtype.kind not in "iu":
         raise DataError(f"{file}: rows must be integers [n, {document_length}], got {rows.dtype} {list(rows.shape)}")
     if rows.size == 0:  # less than one row of tokens: recorded as done, without a file
@@ -160,7 +237,7 @@ def _write_shard(folder, file, rows, vocab_size, document_length, dtype):
     if rows.min() < 0 or rows.max() >= vocab_size:
         raise DataError(f"{file}: token id {rows.max()} is not in the vocabulary of {vocab_size}")
     rows = np.ascontiguousarray(rows, dtype=dtype)
-    write_atomically(os.path.join(folder, file), rows.data)
+    write_atomically(path, rows.data)
     return {
         "file": file,
         "documents": rows.shape[0],
@@ -169,53 +246,16 @@ def _write_shard(folder, file, rows, vocab_size, document_length, dtype):
     }
 
 
-def _saved_shards(saved):
-    """Return the shards of a parsed meta.json by file name."""
-    return {shard["file"]: shard for split in saved["splits"].values() for shard in split["shards"]}
-
-
-def _remove_damaged(folder):
-    """Delete the shards whose sha256 differs from what meta.json, or else progress.json, says; print their names."""
-    meta = _read_json(folder, "meta.json") or {}
-    if "splits" in meta:
-        shards = _saved_shards(meta)
-    else:
-        shards = (_read_json(folder, "progress.json") or {}).get("shards", {})
+def _remove_damaged(folder, meta):
+    """Delete the shards, of the dataset and of an interrupted run, whose sha256 is not what was written; name them."""
+    staging = Staging(folder)
+    shards = {os.path.join(folder, file): shard for file, shard in (shards_of(meta) if meta else {}).items()}
+    shards |= {staging.file(file): shard for file, shard in staging.shards.items()}
     print(f"{folder}: reading {len(shards)} shards")
-    for file, shard in shards.items():
-        path = os.path.join(folder, file)
+    for path, shard in shards.items():
         if os.path.exists(path) and sha256_of(path) != shard["sha256"]:
             print(f"{path} is not what was written (sha256 differs): it is made again")
             os.remove(path)
-
-
-def _finished_shards(folder, arguments):
-    """Return the shards that an earlier run with the same arguments has finished, by file name; delete all others."""
-    saved = _read_json(folder, "meta.json")
-    if saved is not None:  # the dataset was complete once, but a shard was lost or the arguments are new
-        if not {"arguments", "splits"} <= saved.keys():
-            raise DataError(f"{folder}/meta.json is not of a dataset of ours: give another --out")
-        shards = _saved_shards(saved)
-    else:
-        saved = _read_json(folder, "progress.json") or {"arguments": arguments, "shards": {}}
-        shards = saved["shards"]
-    if saved["arguments"] != arguments:
-        print(f"{folder}: {_difference(saved['arguments'], arguments)}; starting over")
-        shards = {}
-    elif shards:
-        print(f"{folder}: going on, writing the shards that are missing or cut off")
-    _save_progress(folder, arguments, shards)  # before meta.json is removed, so that one of the two always exists
-    _remove(folder, "meta.json")
-    for name in os.listdir(folder):
-        ours = re.fullmatch(r"((?:train|val)_\d{5,}\.bin|\w+\.json|vocab\.tiktoken)(\.\d+\.tmp)?", name)
-        if ours and (ours[2] or (name.endswith(".bin") and name not in shards)):
-            _remove(folder, name)
-    return shards
-
-
-def _save_progress(folder, arguments, shards):
-    progress = {"arguments": arguments, "shards": shards}
-    write_atomically(os.path.join(folder, "progress.json"), json.dumps(progress).encode())
 
 
 def _difference(old, new):
@@ -233,19 +273,3 @@ def _summary(meta):
 def _normal(arguments):
     """Return the arguments as JSON gives them back (tuples become lists), to compare them with what was saved."""
     return json.loads(json.dumps({"format": FORMAT, **arguments}))
-
-
-def _read_json(folder, name):
-    """Return the parsed file, or None if it is missing or unreadable (it is then made again)."""
-    try:
-        with open(os.path.join(folder, name), encoding="utf-8") as f:
-            return json.load(f)
-    except (OSError, ValueError):
-        return None
-
-
-def _remove(folder, name):
-    try:
-        os.remove(os.path.join(folder, name))
-    except FileNotFoundError:
-        pass

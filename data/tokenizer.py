@@ -9,13 +9,15 @@
         print(decoder.feed(i), end="")
     print(decoder.flush())
 
-There are two kinds. "bytes" has 256 byte values and an end of text (vocab_size 257). "bpe" is a tiktoken encoding that
-is rebuilt from a saved vocabulary. A tokenizer with json_escaped set belongs to text that was escaped with
-json.dumps(text)[1:-1] before it was tokenized (longcrawl64): encoding escapes and decoding unescapes.
+There are three kinds. "bytes" has 256 byte values and an end of text (vocab_size 257). "bpe" is a tiktoken encoding
+that is rebuilt from a saved vocabulary: GPT-2's, or one that was trained on the text itself (train_tokenizer).
+"huggingface" is a tokenizer.json of the package tokenizers. A tokenizer with json_escaped set belongs to text that was
+escaped with json.dumps(text)[1:-1] before it was tokenized (longcrawl64): encoding escapes and decoding unescapes.
 """
 
 import base64
 import codecs
+import hashlib
 import json
 import os
 import re
@@ -23,10 +25,15 @@ import re
 import numpy as np
 
 from . import DataError, need
-from .files import write_atomically
+from .files import read_json, write_atomically
+from .huggingface import HuggingFaceEncoding, one_line, read_huggingface, train_byte_pairs
 
 END_OF_TEXT = "<|endoftext|>"
-VOCABULARY_FILE = "vocab.tiktoken"
+VOCABULARY_FILES = {"bpe": "vocab.tiktoken", "huggingface": "vocab.json"}
+FILES = ("tokenizer.json", *VOCABULARY_FILES.values())  # all that a tokenizer may save
+# GPT-2's words, in the form in which tiktoken is fastest
+WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+LARGEST = 1 << 20  # ids in a vocabulary that is trained
 PIECE = 1 << 16  # characters of a long text that are tokenized in one piece, on one core
 AT_ONCE = 1 << 22  # characters tokenized before their ids become arrays; as Python integers these take 40 bytes each
 
@@ -34,29 +41,37 @@ AT_ONCE = 1 << 22  # characters tokenized before their ids become arrays; as Pyt
 class Tokenizer:
     """Encodes text as ids and decodes ids.
 
-    Attributes: kind ("bytes" or "bpe"), vocab_size, eot (id of the end of text), json_escaped.
+    Attributes: kind ("bytes", "bpe" or "huggingface"), vocab_size, eot (id of the end of text), json_escaped.
     """
 
     def __init__(self, kind, encoding=None, json_escaped=False):
-        """Take a tiktoken.Encoding with a special token <|endoftext|> for kind "bpe", None for "bytes"."""
-        if (kind, encoding is None) not in (("bytes", True), ("bpe", False)):
-            raise DataError(f"tokenizer kind must be bytes, or bpe with an encoding, got {kind!r}")
+        """Take a tiktoken.Encoding with a special token <|endoftext|> for kind "bpe", a HuggingFaceEncoding for kind
+        "huggingface", None for "bytes"."""
+        if kind not in ("bytes", *VOCABULARY_FILES) or (encoding is None) != (kind == "bytes"):
+            raise DataError(f"tokenizer kind must be bytes, or bpe or huggingface with an encoding, got {kind!r}")
         self.kind = kind
         self.json_escaped = json_escaped
         self.encoding = encoding
         self.vocab_size = encoding.n_vocab if encoding else 257
-        self.eot = encoding._special_tokens[END_OF_TEXT] if encoding else 256
+        self.eot = {
+            "bytes": lambda: 256,
+            "bpe": lambda: encoding._special_tokens[END_OF_TEXT],
+            "huggingface": lambda: encoding.eot,
+        }[kind]()
 
     def encode(self, text):
         """Return the list of ids of a str. No special token is added; the text of a special token is ordinary text."""
         return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts):
-        """Return an int32 array of ids for each str of a list. Kind "bpe" uses all cores, also on one long text."""
+        """Return an int32 array of ids for each str of a list. All kinds but "bytes" use all cores."""
         if self.json_escaped:
             texts = [json.dumps(text)[1:-1] for text in texts]
         if self.kind == "bytes":
             return [self.encode_bytes(_utf8(text)) for text in texts]
+        if self.kind == "huggingface":  # tiktoken replaces lone surrogates itself, tokenizers refuses them
+            texts = [_utf8(text).decode() for text in texts]
+        whole = self.kind == "huggingface" and not self.encoding.cut_between_words
         ids, todo, size = [[np.zeros(0, np.int32)] for _ in texts], [], 0
 
         def encode():
@@ -66,7 +81,7 @@ class Tokenizer:
             todo.clear()
 
         for number, text in enumerate(texts):
-            for piece in split_long_text(text):
+            for piece in [text] if whole else split_long_text(text):
                 todo.append((number, piece))
                 size += len(piece)
                 if size >= AT_ONCE:
@@ -81,60 +96,103 @@ class Tokenizer:
             raise DataError(f"encode_bytes needs a tokenizer of kind bytes, got {self.kind}")
         return np.frombuffer(raw, dtype=np.uint8).astype(np.int32)
 
-    def token_bytes(self, token):
-        """Return the bytes that one id stands for. Raises DataError for an id that is not in the vocabulary."""
+    def check_id(self, token):
+        """Raise DataError for an id that is not in the vocabulary."""
         if not 0 <= token < self.vocab_size:
             raise DataError(f"token id {token} is not in the vocabulary of {self.vocab_size}")
+
+    def token_bytes(self, token):
+        """Return the bytes that an id of kind "bytes" or "bpe" stands for. Raises DataError as check_id does."""
+        self.check_id(token)
         if token == self.eot:
             return END_OF_TEXT.encode()
         return self.encoding.decode_single_token_bytes(token) if self.encoding else bytes([token])
 
     def decode(self, ids):
-        """Return the text of ids. Bytes that are not UTF-8 become U+FFFD, the end of text becomes <|endoftext|>."""
+        """Return the text of ids. Bytes that are not UTF-8 become U+FFFD, the end of text becomes its name."""
         decoder = self.stream()
-        return decoder.feed_bytes(b"".join(self.token_bytes(int(i)) for i in ids)) + decoder.flush()
+        return "".join([decoder.feed(i) for i in ids]) + decoder.flush()
 
     def stream(self):
         """Return a Decoder, which turns ids into text one by one."""
         return Decoder(self)
 
-    def save(self, folder):
-        """Write folder/tokenizer.json (and the vocabulary), from which load_tokenizer makes an equal tokenizer."""
-        os.makedirs(folder, exist_ok=True)
-        description = {"kind": self.kind, "json_escaped": self.json_escaped}
-        if self.encoding:
+    def files(self):
+        """Return {name: bytes} of what save writes. Equal tokenizers have equal files."""
+        description, files = {"kind": self.kind, "json_escaped": self.json_escaped}, {}
+        if self.kind == "bpe":
             ranks = self.encoding._mergeable_ranks.items()
-            lines = b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks)
-            write_atomically(os.path.join(folder, VOCABULARY_FILE), lines)
+            vocabulary = b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks)
             description["name"] = self.encoding.name
             description["pat_str"] = self.encoding._pat_str
             description["special_tokens"] = self.encoding._special_tokens
-            description["vocabulary"] = VOCABULARY_FILE
-        write_atomically(os.path.join(folder, "tokenizer.json"), json.dumps(description, indent=2).encode())
+        if self.kind == "huggingface":
+            vocabulary = self.encoding.json.encode()
+            description["end_of_text"] = self.encoding.end_name
+        if self.encoding:
+            description["vocabulary"] = VOCABULARY_FILES[self.kind]
+            description["sha256"] = _checksum(description, vocabulary)
+            files[description["vocabulary"]] = vocabulary
+        return files | {"tokenizer.json": json.dumps(description, indent=2).encode()}
+
+    def save(self, folder):
+        """Write folder/tokenizer.json (and the vocabulary), from which load_tokenizer makes an equal tokenizer."""
+        os.makedirs(folder, exist_ok=True)
+        for name, content in self.files().items():
+            write_atomically(os.path.join(folder, name), content)
 
 
 def load_tokenizer(folder):
     """Return the Tokenizer saved in a dataset's or a run's folder. Raises DataError if it is missing or unreadable."""
     path = os.path.join(folder, "tokenizer.json")
     try:
-        with open(path, encoding="utf-8") as f:
-            saved = json.load(f)
-        if saved["kind"] == "bytes":
-            return Tokenizer("bytes", json_escaped=saved["json_escaped"])
-        path = os.path.join(folder, saved["vocabulary"])
-        with open(path, "rb") as f:
-            pairs = (line.split() for line in f if line.strip())
-            ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
-        encoding = need("tiktoken").Encoding(
-            saved["name"], pat_str=saved["pat_str"], mergeable_ranks=ranks, special_tokens=saved["special_tokens"]
-        )
-        return Tokenizer(saved["kind"], encoding, saved["json_escaped"])
+        saved = read_json(path)
+        with one_line(path):
+            kind, escaped = saved["kind"], bool(saved["json_escaped"])
+            if kind == "bytes":
+                return Tokenizer("bytes", json_escaped=escaped)
+            if saved["vocabulary"] != VOCABULARY_FILES[kind]:  # never a path to somewhere else
+                raise DataError(f"{path}: the vocabulary must be {VOCABULARY_FILES[kind]}, got {saved['vocabulary']!r}")
+        path = os.path.join(folder, VOCABULARY_FILES[kind])
+        with one_line(path):
+            with open(path, "rb") as f:
+                vocabulary = f.read()
+            # A vocabulary that an earlier version has saved comes without its sha256.
+            if saved.get("sha256", checksum := _checksum(saved, vocabulary)) != checksum:
+                raise DataError(f"{path} or tokenizer.json beside it is damaged (sha256 differs)")
+            if kind == "huggingface":
+                encoding = HuggingFaceEncoding(vocabulary.decode(), saved["end_of_text"])
+            else:
+                encoding = _tiktoken_encoding(saved, vocabulary)
+            return Tokenizer(kind, encoding, escaped)
     except FileNotFoundError:
         raise DataError(f"{path} is missing: prepare the dataset again, or copy its tokenizer files here") from None
-    except DataError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} is damaged ({error!r}): prepare the dataset again") from error
+    except DataError as error:
+        remedy = ": prepare the dataset again, or copy the files from it" if " is damaged" in str(error) else ""
+        raise DataError(f"{error}{remedy}") from error
+
+
+def _checksum(description, vocabulary):
+    """Return the sha256 of a vocabulary and of the values in its tokenizer.json, but for the sha256 there."""
+    values = {name: value for name, value in description.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode() + vocabulary).hexdigest()
+
+
+def _tiktoken_encoding(saved, vocabulary):
+    """Return the tiktoken.Encoding of a parsed tokenizer.json and the contents of its vocabulary.
+
+    Raises ValueError for what would make tiktoken panic, now or in the middle of a text.
+    """
+    pairs = [line.split() for line in vocabulary.splitlines() if line.strip()]
+    ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+    numbers = [*ranks.values(), *saved["special_tokens"].values()]
+    if sorted(numbers) != list(range(len(numbers))) or len(pairs) != len(ranks):
+        raise ValueError("an id stands twice, or is left out")
+    if not all(bytes([byte]) in ranks for byte in range(256)) or END_OF_TEXT not in saved["special_tokens"]:
+        raise ValueError("a byte or the end of text has no id")
+    return need("tiktoken").Encoding(
+        saved["name"], pat_str=saved["pat_str"], mergeable_ranks=ranks, special_tokens=saved["special_tokens"]
+    )
 
 
 def gpt2_tokenizer(json_escaped=False):
@@ -150,6 +208,59 @@ def gpt2_tokenizer(json_escaped=False):
     return Tokenizer("bpe", encoding, json_escaped)
 
 
+def train_tokenizer(texts, vocab_size):
+    """Return a Tokenizer of kind "bpe" with at most vocab_size ids, the last of which is the end of text.
+
+    texts: an iterable of str. Any text is encoded without loss, because all 256 bytes are in the vocabulary. Text with
+    few different words gives fewer ids.
+    """
+    tiktoken = need("tiktoken")
+    ranks = train_byte_pairs(texts, vocab_size - 1)
+    special = {END_OF_TEXT: len(ranks)}
+    name = f"bpe:{vocab_size}"
+    return Tokenizer("bpe", tiktoken.Encoding(name, pat_str=WORDS, mergeable_ranks=ranks, special_tokens=special))
+
+
+def check_name(name):
+    """Raise DataError if there is no tokenizer of this name for --tokenizer, without loading it."""
+    if name.startswith("bpe:"):
+        trained_size(name)
+        need("tokenizers")
+    elif name not in ("bytes", "gpt2", "gpt2-escaped"):
+        if not name.endswith(".json") and not os.path.isdir(name):
+            raise DataError(f"--tokenizer must be bytes, gpt2, bpe:SIZE or the path of a tokenizer.json, got {name!r}")
+        if not os.path.exists(_json_of(name)):
+            raise DataError(f"--tokenizer={_json_of(name)} does not exist")
+        need("tokenizers")
+
+
+def named_tokenizer(name):
+    """Return the Tokenizer that --tokenizer=name asks for: bytes, gpt2, gpt2-escaped, or the path of a tokenizer.json.
+
+    Returns None for bpe:SIZE, which is trained on the text. Raises DataError for other names.
+    """
+    check_name(name)
+    if name == "bytes":
+        return Tokenizer("bytes")
+    if name in ("gpt2", "gpt2-escaped"):
+        return gpt2_tokenizer(json_escaped=name == "gpt2-escaped")
+    return None if name.startswith("bpe:") else Tokenizer("huggingface", read_huggingface(_json_of(name)))
+
+
+def _json_of(path):
+    return os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+
+
+def trained_size(name):
+    """Return SIZE of bpe:SIZE. Raises DataError if it is no size of a vocabulary."""
+    size = name.removeprefix("bpe:")
+    if not (size.isascii() and size.isdigit() and len(size) < 9 and 257 <= int(size) <= LARGEST):
+        raise DataError(
+            f"--tokenizer=bpe:SIZE needs 257 (256 bytes and the end of text) to {LARGEST} ids, got {name!r}"
+        )
+    return int(size)
+
+
 class Decoder:
     """Turns ids into text as they come.
 
@@ -161,24 +272,42 @@ class Decoder:
         self.tokenizer = tokenizer
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.held = ""  # the beginning of an escape
+        self.ids, self.shown = [], 0  # of kind "huggingface": the last ids, and how many of them have been shown
 
     def feed(self, token):
         """Return the text that one more id makes certain, perhaps an empty str."""
-        return self.feed_bytes(self.tokenizer.token_bytes(int(token)))
-
-    def feed_bytes(self, raw, final=False):
-        """Return the text that more bytes make certain; with final, the bytes held back as well."""
-        text = self.utf8.decode(raw, final)
-        if not self.tokenizer.json_escaped:
-            return text
-        text, self.held = _unescape(self.held + text)
-        return text
+        token = int(token)
+        if self.tokenizer.kind != "huggingface":
+            return self._unescape(self.utf8.decode(self.tokenizer.token_bytes(token)))
+        self.tokenizer.check_id(token)
+        self.ids.append(token)
+        text = self._new_text()
+        if text.endswith("\ufffd"):  # perhaps the beginning of a character
+            return ""
+        self.ids, self.shown = self.ids[self.shown :], len(self.ids) - self.shown
+        return self._unescape(text)
 
     def flush(self):
         """Return the rest: U+FFFD for an unfinished character, an unfinished escape as it is."""
-        text = self.feed_bytes(b"", final=True) + self.held
+        text = self._unescape(self._new_text() + self.utf8.decode(b"", True)) + self.held
         self.utf8.reset()
-        self.held = ""
+        self.held, self.ids, self.shown = "", [], 0
+        return text
+
+    def _new_text(self):
+        """Return the text of the ids that have not been shown, as it stands after the ids before them.
+
+        A tokenizer may write an id differently at the start of a text, so the ids before are decoded with it.
+        """
+        if len(self.ids) == self.shown:
+            return ""
+        decode = self.tokenizer.encoding.decode
+        return decode(self.ids)[len(decode(self.ids[: self.shown])) :]
+
+    def _unescape(self, text):
+        if not self.tokenizer.json_escaped:
+            return text
+        text, self.held = _unescape(self.held + text)
         return text
 
 

@@ -3,7 +3,7 @@
     array = Zarr(url, length=65536)    # opened strictly: a missing, damaged or constant chunk raises DataError
     tokens = array.read(row, count)    # the first documents of a row of chunks, uint16 [count, length]
 
-    rows = ChunkedRows(url, chunk_rows=[0, 1, 5], documents=6000, length=65536)
+    rows = ChunkedRows(url, rows=[0, 1, 5], together=2048, documents=6000, length=65536)
     rows.expect(start, count)          # announce what will be read: threads fetch and decode it beside the training
     tokens = rows.read(start, count)   # tokens of the documents of these rows of chunks, uint16 [count]
 
@@ -170,11 +170,13 @@ def _http_status(error):
 class ChunkedRows:
     """The documents of some rows of chunks as one stream of tokens, with a cache of decoded chunks.
 
-    Documents 0, 1, ... are those of the rows in `chunk_rows`, in this order; of the last row some may be left out.
+    Documents 0, 1, ... are those of the rows of chunks in `rows`, in this order, `together` in each; of the last row
+    some may be left out. Raises DataError at the first use if the array is not of that shape (any more).
     """
 
-    def __init__(self, url, chunk_rows, documents, length):
-        self.url, self.chunk_rows, self.documents, self.length = url, chunk_rows, documents, length
+    def __init__(self, url, rows, together, documents, length):
+        self.url, self.chunk_rows, self.documents, self.length = url, rows, documents, length
+        self.together = together
         self.array, self.chunks, self.lock = None, OrderedDict(), threading.Lock()
 
     def read(self, start, count):
@@ -198,7 +200,13 @@ class ChunkedRows:
     def _open(self):
         """Open the array at the first use, because it must be opened in the process that reads."""
         if self.array is None:
-            self.array = Zarr(self.url, self.length)
+            array = Zarr(self.url, self.length)
+            if array.chunk_rows != self.together or max(self.chunk_rows) not in array.chunks:
+                raise DataError(
+                    f"{self.url} has {len(array.chunks)} rows of chunks of {array.chunk_rows} documents, the dataset "
+                    f"was made of rows of {self.together} up to number {max(self.chunk_rows)}: prepare it again"
+                )
+            self.array = array
             self.pool = ThreadPoolExecutor(THREADS)
             self.most = max(2, BYTES // (2 * self.array.chunk_rows * self.array.chunk_columns))  # chunks in the cache
         return self.array

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import torch
 
+from data import DataError
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig
 from runs import checkpoint
@@ -37,7 +38,11 @@ def load_run(path, cfg):
     checkpoint.load(folder, model)
     model.to(device).eval()
     autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
-    return run, model, load_tokenizer(run), device, autocast
+    try:
+        tokenizer = load_tokenizer(run)
+    except DataError as error:
+        refuse(error)
+    return run, model, tokenizer, device, autocast
 
 
 def newest_run():

@@ -132,11 +132,12 @@ prepare.main(sys.argv[1:])
 
 def kill_in_second_shard(out, setup, *options):
     """Kill a prepare script (kill -9) while it writes its second shard; return os.stat of the first."""
+    unfinished = out / "unfinished"
     env = {"TESTS": os.path.dirname(__file__)}
     done = run("-c", KILLED.format(setup=setup), f"--out={out}", *options, env=env, check=False)
     assert done.returncode == -signal.SIGKILL, done
-    assert sorted(p.suffix for p in out.iterdir() if "train" in p.name) == [".bin", ".tmp"]
-    return os.stat(out / "train_00000.bin")
+    assert sorted(p.suffix for p in unfinished.iterdir() if "train" in p.name) == [".bin", ".tmp"]
+    return os.stat(unfinished / "train_00000.bin")
 
 
 def metrics(folder, key="train_loss"):

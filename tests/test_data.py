@@ -1,8 +1,10 @@
 """Datasets on disk and the loader: what was prepared is read back, completely and in the same order everywhere."""
 
+import errno
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,11 +14,12 @@ import pytest
 import torch
 
 from data import DataError, command
-from data.corpus import Corpus, find_files, plan_units
+from data.corpus import find_files, plan_units
 from data.dataset import Dataset
 from data.loader import RECT, Windows, eval_batches, train_batch, train_indices
 from data.pystdlib import prepare as pystdlib
 from data.shards import Unit, is_complete, write_dataset
+from data.split import whole_stream
 from data.text import prepare as text
 from data.tokenizer import Tokenizer
 
@@ -67,7 +70,7 @@ def test_killed_prepare_redoes_only_unfinished_shards(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, calls=calls, fail_at=1)
     assert calls == [0, 1] and not (tmp_path / "meta.json").exists()
-    (tmp_path / "train_00001.bin.77.tmp").write_bytes(b"cut off")
+    (tmp_path / "unfinished" / "train_00001.bin.77.tmp").write_bytes(b"cut off")
     train, _ = write(tmp_path, calls=calls)
     assert calls == [0, 1, 1, 2]
     assert sorted(os.listdir(tmp_path)) == [
@@ -130,7 +133,7 @@ def test_verify_holds_for_what_a_killed_prepare_left(tmp_path):
     calls = []
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, fail_at=2)
-    zero(tmp_path / "train_00001.bin", 20)
+    zero(tmp_path / "unfinished" / "train_00001.bin", 20)
     assert not is_complete(str(tmp_path), {}, verify=True)
     write(tmp_path, calls=calls)
     assert calls == [1, 2]
@@ -160,9 +163,10 @@ def test_wrong_rows_are_refused_at_write(tmp_path, bad):
         write_dataset(str(tmp_path), [Unit("train", lambda: bad, 24)], Tokenizer("bytes"), 12, {}, "", "")
 
 
-def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
+def test_large_vocabularies_are_stored_in_32_bits(tmp_path, monkeypatch):
     tok = Tokenizer("bytes")
     tok.vocab_size = 100_000
+    monkeypatch.setattr("data.dataset.load_tokenizer", lambda folder: tok)
     rows = np.full((2, 4), 99_999)
     write_dataset(str(tmp_path), [Unit(s, lambda: rows, 8) for s in ("train", "val")], tok, 4, {}, "", "")
     assert Dataset(str(tmp_path)).meta["dtype"] == "uint32"
@@ -179,7 +183,9 @@ def test_damage_is_named_with_its_remedy(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="train_00001.bin has 94 bytes instead of 96: run python data/x/prepare.py"):
         Dataset(folder)
     shard.unlink()
-    with pytest.raises(DataError, match="train_00001.bin is missing: run python data/x/prepare.py"):
+    with pytest.raises(
+        DataError, match="train_00001.bin is missing, it should have 96 bytes: run python data/x/prepare.py"
+    ):
         Dataset(folder)
 
     shard.write_bytes(content[:-2] + b"\xff\xff")
@@ -208,7 +214,112 @@ def test_more_shards_than_file_descriptors(tmp_path, monkeypatch):
     train, _ = write(tmp_path, train=(1,) * 20)
     dataset = Dataset(str(tmp_path))
     assert np.array_equal(dataset.read("train", 0, 240), train.ravel())
-    assert dataset._map.cache_info().currsize == 4
+    assert dataset._shard.cache_info().currsize == 4
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("damage", ["cut", "empty", "removed", "overwritten", "replaced", "grown", "touched"])
+def test_a_shard_that_changes_while_it_is_in_use_is_refused_by_name(tmp_path, damage, read_before):
+    train, _ = write(tmp_path)
+    dataset, shard = Dataset(str(tmp_path)), tmp_path / "train_00001.bin"
+    windows = Windows(dataset, "train", 12)
+    if read_before:
+        windows.batch([5])
+    content = shard.read_bytes()
+    os.utime(shard, ns=(0, 0))
+    dataset._changed[shard.name] = 0  # as if the dataset had been opened long ago
+    if read_before:
+        dataset._shard("train", 1).changed = dataset._shard("train", 1).next_check = 0
+    if damage == "removed":
+        shard.unlink()
+    elif damage == "replaced":
+        (tmp_path / "x").write_bytes(bytes(96))
+        os.replace(tmp_path / "x", shard)
+    elif damage == "touched":
+        os.utime(shard)
+    else:
+        with open(shard, "r+b") as f:
+            f.truncate({"cut": 24, "empty": 0, "overwritten": 96, "grown": 98}[damage])
+            if damage == "overwritten":
+                f.write(bytes(96))
+    found = {"cut": "has 24 bytes instead of 96", "empty": "has 0 bytes instead of 96"}
+    found |= {"grown": "has 98 bytes instead of 96", "removed": "is missing, it should have 96 bytes"}
+    if damage == "touched" or (read_before and damage in ("removed", "replaced")):  # what was opened is still there
+        for _ in range(2):
+            assert np.array_equal(windows.batch([8])[1][0].numpy(), train[8])
+    else:
+        with pytest.raises(DataError, match=f"{shard} {found.get(damage, 'is not what was written')}"):
+            windows.batch([5, 8])
+    assert len(content) == 96
+
+
+@pytest.mark.parametrize("code, call", [(errno.EIO, "pread"), (errno.EACCES, "open"), (errno.EIO, "fstat")])
+def test_a_shard_that_cannot_be_read_is_refused_by_name(tmp_path, monkeypatch, code, call):
+    write(tmp_path)
+    windows, real = Windows(Dataset(str(tmp_path)), "train", 12), getattr(os, call)
+
+    def failing(path, *args, **options):
+        if call == "open" and not str(path).endswith("train_00000.bin"):
+            return real(path, *args, **options)
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"data.dataset.os.{call}", failing)
+        with pytest.raises(DataError, match=rf"train_00000.bin cannot be read \({os.strerror(code)}\)"):
+            windows.batch([0])
+    windows.batch([0])  # a disk that comes back
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda meta: "[" * 100_000, "RecursionError"),
+        (lambda meta: b"\xff\xfe" * 500, "UnicodeDecodeError"),
+        (lambda meta: "[]", "no JSON object"),
+        (lambda meta: meta | {"document_length": 0}, "document_length is '0'"),
+        (lambda meta: meta | {"vocab_size": "257"}, "vocab_size is '257'"),
+        (lambda meta: meta | {"eot": 999}, "do not fit"),
+        (lambda meta: meta | {"dtype": "float32"}, "dtype float32"),
+        (lambda meta: meta | {"splits": {"train": meta["splits"]["train"]}}, "no 'val'"),
+        (lambda meta: meta | {"splits": []}, "list indices"),
+        (lambda meta: renamed(meta, "../train_00000.bin"), "a shard is named '../train_00000.bin'"),
+        (lambda meta: renamed(meta, "/etc/passwd"), "a shard is named '/etc/passwd'"),
+        (lambda meta: renamed(meta, "x" * 300), "a shard is named 'x"),
+        (lambda meta: renamed(meta, None), "expected string"),
+        (lambda meta: {**meta, "splits": {**meta["splits"], "val": {**meta["splits"]["val"], "tokens": 7}}}, "rows of"),
+    ],
+)
+def test_a_damaged_meta_json_is_one_line(tmp_path, change, reason):
+    write(tmp_path)
+    path = tmp_path / "meta.json"
+    new = change(json.loads(path.read_text()))
+    path.write_bytes(new if isinstance(new, bytes) else (new if isinstance(new, str) else json.dumps(new)).encode())
+    with pytest.raises(DataError, match=rf"meta.json is damaged \(.*{re.escape(reason)}.*delete it and run") as error:
+        Dataset(str(tmp_path))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def renamed(meta, file):
+    """Return a meta.json whose first shard has another file name."""
+    meta["splits"]["train"]["shards"][0]["file"] = file
+    return meta
+
+
+def test_a_folder_in_the_place_of_meta_json_is_one_line(tmp_path):
+    (tmp_path / "meta.json").mkdir()
+    with pytest.raises(DataError, match=r"meta.json cannot be read \(Is a directory\)"):
+        Dataset(str(tmp_path))
+
+
+def test_the_tokenizer_of_another_dataset_is_refused(tmp_path):
+    write(tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    (tmp_path / "meta.json").write_text(json.dumps(meta | {"vocab_size": 50257}))
+    with pytest.raises(DataError, match="tokenizer.json has 257 ids, of which 256 .*, meta.json 50257 and 256"):
+        Dataset(str(tmp_path))
+    assert not is_complete(str(tmp_path), {"train": [5, 4], "val": 3, "length": 12})
+    write(tmp_path, calls=(calls := []))  # mended without reading the source
+    assert calls == [] and Dataset(str(tmp_path)).vocab_size == 257
 
 
 # windows
@@ -415,11 +526,11 @@ def test_folders_are_mixed_and_files_kept_byte_for_byte(tmp_path):
     (source / ".hidden.txt").write_text("y" * 999)
     (source / "data.csv").write_text("y" * 999)
     (source / "gone.txt").symlink_to(tmp_path / "nowhere")
-    files = find_files([str(source)], (".txt",))
+    (files,) = find_files([str(source)], (".txt",))
     assert sorted(os.path.basename(f.path) for f in files) == [f"{i:02d}.txt" for i in range(40)]
     assert [f.name for f in files] != sorted(f.name for f in files)
-    corpus = Corpus(files, Tokenizer("bytes"), "text")
-    joined = bytes(t if t < 256 else 10 for t in corpus.tokens(0, corpus.total).tolist())
+    stream, tok = whole_stream(files, True, "text"), Tokenizer("bytes")
+    joined = bytes(t if t < 256 else 10 for t in stream.tokens(0, stream.total, tok).tolist())
     assert sorted(joined.split(b"\xff\r\n\n")[:-1]) == sorted(d[:-3] for d in documents)
 
     dataset = prepare_text(tmp_path, source, "--document-length=512")
@@ -434,10 +545,10 @@ def test_jsonl_gives_a_document_a_line(tmp_path):
     documents = [f"é {i} " * 30 for i in range(100)]
     path.write_text("\n".join(json.dumps({"body": d}) for d in documents) + "\n\n")
     dataset = prepare_text(tmp_path, path, "--key=body", "--document_length=128")
-    shown = dataset.tokenizer.decode(dataset.read("train", 0, dataset.tokens("train")))
-    assert shown.split("<|endoftext|>")[:80] == documents[:80]
-    first = dataset.tokenizer.decode(dataset.read("val", 0, 128))
-    assert first.startswith("é 9")  # begins with a document
+    shown = {s: dataset.tokenizer.decode(dataset.read(s, 0, dataset.tokens(s))) for s in ("train", "val")}
+    train, val = (shown[s].split("<|endoftext|>")[:-1] for s in ("train", "val"))  # the last one is cut off
+    assert len(train) > 85 and len(val) > 1 and not set(train) & set(val)
+    assert train == [d for d in documents if d in set(train)] and set(val) < set(documents)
     with pytest.raises(DataError, match='x.jsonl.*"text".*--key'):
         prepare_text(tmp_path, path)
     path.write_text(json.dumps({"text": "one line only " * 1000}))
@@ -450,7 +561,7 @@ def test_large_sources_are_cut_into_units_without_losing_text(tmp_path, monkeypa
     text_ = "".join(f"line {i} ü\n" for i in range(5000))
     (tmp_path / "a.txt").write_text(text_)
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"record {i}"}) + "\n" for i in range(2000)))
-    files = find_files([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], ())
+    sources = find_files([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], ())
     tiktoken = pytest.importorskip("tiktoken")
     tokens = [bytes([i]) for i in range(256)] + [b"li", b"re"]
     encoding = tiktoken.Encoding(
@@ -460,16 +571,22 @@ def test_large_sources_are_cut_into_units_without_losing_text(tmp_path, monkeypa
         special_tokens={"<|endoftext|>": 258},
     )
     for tok in (Tokenizer("bytes"), Tokenizer("bpe", encoding)):
-        units, length = plan_units(files, tok, 64, 0.1)
-        corpus = units[0].read.func.__self__
+        units, length, _ = plan_units(sources, tok, 64, 0.1)
         assert length == 64 and len(units) > 8 and [u.split for u in units].index("val") > 5
-        spans = [unit.read.args[:2] for unit in units]
-        assert spans[0][0] == 0 and spans[-1][1] == corpus.total
-        assert all(a[1] == b[0] for a, b in zip(spans, spans[1:]))
-        decoded = "".join(tok.decode(corpus.tokens(*span)) for span in spans)
-        assert "\ufffd" not in decoded or tok.kind == "bytes"  # a BPE never sees half a character
-        joined = np.concatenate([corpus.tokens(*span) for span in spans])
-        assert tok.decode(joined) == text_ + "<|endoftext|>" + "".join(f"record {i}<|endoftext|>" for i in range(2000))
+        found = {}
+        for split in ("train", "val"):
+            streams, *spans = zip(*(unit.read.args[:3] for unit in units if unit.split == split))
+            spans = list(zip(*spans))
+            assert spans[0][0] == 0 and spans[-1][1] == streams[0].total
+            assert all(a[1] == b[0] for a, b in zip(spans, spans[1:]))
+            decoded = "".join(tok.decode(streams[0].tokens(*span, tok)) for span in spans)
+            assert "\ufffd" not in decoded or tok.kind == "bytes"  # a BPE never sees half a character
+            found[split] = tok.decode(np.concatenate([streams[0].tokens(*span, tok) for span in spans]))
+        assert found["train"].startswith("line 0 ü\n") and text_.startswith(found["train"].split("record")[0])
+        ends = [found[split].split("record")[0] for split in ("train", "val")]
+        assert "".join(ends) == text_ + "<|endoftext|>" and 0.05 < len(ends[1]) / len(text_) < 0.15
+        records = [set(re.findall("record [0-9]+", found[split])) for split in ("train", "val")]
+        assert not records[0] & records[1] and len(records[0] | records[1]) == 2000 and 100 < len(records[1]) < 300
 
 
 def test_prepared_text_is_found_complete_quickly_and_edits_are_noticed(tmp_path, capsys, monkeypatch):

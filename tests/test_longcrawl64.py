@@ -115,14 +115,21 @@ def test_skip_missing_takes_the_complete_chunk_rows(tmp_path):
 def test_a_copy_that_has_grown_is_not_mixed_with_what_was_taken(tmp_path, monkeypatch, capsys):
     arrays = make_source(tmp_path)
     os.rename(tmp_path / "train.zarr" / "0.2", tmp_path / "0.2")
-    write = longcrawl64.write_dataset
-    monkeypatch.setattr(longcrawl64, "write_dataset", lambda out, units, *args: write(out, units[:1], *args))
-    with pytest.raises(DataError, match="the val split has no whole row"):  # cut after the first shard
+    read, seen = longcrawl64.Zarr.read, []
+
+    def killed(self, row, count):
+        seen.append((os.path.basename(self.url), row))
+        if seen[-1] == ("train.zarr", 2) and seen.count(seen[-1]) == 1:
+            raise KeyboardInterrupt
+        return read(self, row, count)
+
+    monkeypatch.setattr(longcrawl64.Zarr, "read", killed)
+    with pytest.raises(KeyboardInterrupt):  # cut after the first shard, row 1
         prepare(tmp_path, "--skip_missing")
-    monkeypatch.setattr(longcrawl64, "write_dataset", write)
     os.rename(tmp_path / "0.2", tmp_path / "train.zarr" / "0.2")
     assert np.array_equal(rows(prepare(tmp_path, "--skip_missing"), "train"), arrays["train"])
-    assert "starting over" in capsys.readouterr().out
+    assert "1 of 5 shards are kept" in capsys.readouterr().out
+    assert seen.count(("train.zarr", 1)) == 1  # its shard has another number now
     prepare(tmp_path, "--skip_missing")
     assert "complete already" in capsys.readouterr().out
 
@@ -182,6 +189,54 @@ def test_killed_run_is_resumed_without_reading_again(tmp_path, monkeypatch):
     assert seen.count(("train.zarr", 0)) == 1
     os.rename(tmp_path / "train.zarr", tmp_path / "elsewhere")  # complete: the source is not even opened
     prepare(tmp_path)
+
+
+def test_a_dataset_that_grows_fetches_what_is_new(tmp_path, monkeypatch, capsys):
+    arrays = make_source(tmp_path)
+    read, seen = longcrawl64.Zarr.read, []
+    monkeypatch.setattr(
+        longcrawl64.Zarr, "read", lambda self, row, count: seen.append((self.url[-10:], row)) or read(self, row, count)
+    )
+    prepare(tmp_path, "--documents=4", "--val_documents=7")
+    first, seen[:] = list(seen), []
+    dataset = prepare(tmp_path, "--documents=9", "--val_documents=7")
+    assert first == [("train.zarr", 0), ("eldout.zarr"[-10:], 0), ("eldout.zarr"[-10:], 1)]
+    assert seen == [("train.zarr", 1), ("train.zarr", 2)]
+    assert "documents=4, now 9; 3 of 5 shards are kept" in capsys.readouterr().out
+    assert np.array_equal(rows(dataset, "train"), arrays["train"][:9])
+    seen.clear()
+    dataset = prepare(tmp_path, "--documents=10", "--val_documents=7")
+    assert seen == [("train.zarr", 2)]  # of which there was one document
+    assert np.array_equal(rows(dataset, "train"), arrays["train"])
+    seen.clear()
+    dataset = prepare(tmp_path, "--documents=8", "--val_documents=7")
+    assert seen == [] and np.array_equal(rows(dataset, "train"), arrays["train"][:8])
+    assert not (tmp_path / "out" / "train_00002.bin").exists()
+    dataset.verify()
+
+
+def test_an_array_that_fails_while_a_dataset_grows_leaves_it_as_it_was(tmp_path):
+    arrays = make_source(tmp_path)
+    prepare(tmp_path, "--documents=4", "--val_documents=7")
+    (tmp_path / "train.zarr" / "2.1").write_bytes(b"damaged")
+    with pytest.raises(DataError, match="train.zarr/2.1: chunk cannot be decoded"):
+        prepare(tmp_path, "--documents=10", "--val_documents=7")
+    dataset = Dataset(str(tmp_path / "out"))
+    dataset.verify()
+    assert np.array_equal(rows(dataset, "train"), arrays["train"][:4])
+
+
+def test_an_array_of_other_chunks_in_the_place_of_a_direct_one_is_refused(tmp_path):
+    make_source(tmp_path)
+    dataset = prepare(tmp_path, "--direct")
+    for name, documents, chunk in (("train", TRAIN, 5), ("heldout", ROWS, ROWS)):
+        zarr.create_array(
+            str(tmp_path / f"{name}.zarr"), shape=(documents, LENGTH), chunks=(chunk, COLUMNS), dtype=np.uint16,
+            zarr_format=2, overwrite=True,
+        )[:] = np.arange(documents * LENGTH).reshape(documents, LENGTH)  # fmt: skip
+    for split, found in (("train", "2 rows of chunks of 5 documents"), ("val", "1 rows of chunks of 4 documents")):
+        with pytest.raises(DataError, match=f"zarr has {found}, .* rows of 4 up to number .*: prepare it again"):
+            Dataset(dataset.path).read(split, 0, 3)
 
 
 def test_memory_is_that_of_a_row_of_chunks_however_many_documents(tmp_path):

@@ -70,14 +70,50 @@ def test_kill_9_within_a_shard_loses_that_shard_alone(tmp_path, monkeypatch, cap
     monkeypatch.setattr(openwebtext, "DOCUMENTS", 30)
     dataset = prepare(tmp_path, source, *options)
     printed = capfd.readouterr()
-    assert (
-        "1 of 4 shards were there" in printed.out and " 30%" in printed.err and "100%" in printed.err
-    )  # 30 of 100 documents
+    assert "1 of 4 shards were there" in printed.out and " 30% of" in printed.err  # 30 of 100 documents
     assert os.stat(tmp_path / "out/train_00000.bin").st_mtime_ns == first.st_mtime_ns
     assert not list((tmp_path / "out").glob("*.tmp")) and not (tmp_path / "out/progress.json").exists()
     dataset.verify()
     openwebtext.main([f"--source={source}", f"--out={tmp_path / 'whole'}", *options])
     assert dataset.meta["splits"] == Dataset(str(tmp_path / "whole")).meta["splits"]  # sha256 of each shard, too
+
+
+def test_a_dataset_that_grows_tokenizes_what_is_new(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(openwebtext, "DOCUMENTS", 20)
+    source, calls, read = write_source(tmp_path, "jsonl"), [], openwebtext.rows
+    monkeypatch.setattr(
+        openwebtext,
+        "rows",
+        lambda documents, numbers, *args: calls.append(numbers[0]) or read(documents, numbers, *args),
+    )
+    for documents, begun in ((50, [1, 23, 45, 0]), (90, [45, 67, 89, 0])):
+        calls.clear()
+        dataset = prepare(tmp_path, source, "--val_fraction=0.1", f"--documents={documents}")
+        assert calls == begun and dataset.meta["arguments"]["documents"] == documents
+    assert "documents=50, now 90; 2 of 6 shards are kept" in capsys.readouterr().out
+    dataset.verify()
+    openwebtext.main(
+        [
+            f"--source={source}",
+            f"--out={tmp_path / 'whole'}",
+            "--document_length=16",
+            "--val_fraction=0.1",
+            "--documents=90",
+        ]
+    )
+    assert dataset.meta["splits"] == Dataset(str(tmp_path / "whole")).meta["splits"]
+    for wrong, message in (("101", "part.jsonl has 100"), ("1", "at least 2"), ("0", "at least 2")):
+        with pytest.raises(DataError, match=message):
+            prepare(tmp_path, source, f"--documents={wrong}")
+
+
+@pytest.mark.parametrize("values", [[*TEXTS[:1], None, *TEXTS], [5] * 100, [["x"]] * 100])
+def test_a_document_without_text_is_one_line_and_leaves_what_was_there(tmp_path, values):
+    old = prepare(tmp_path, write_source(tmp_path, "jsonl"), "--val_fraction=0.1").meta
+    (tmp_path / "bad.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in values))
+    with pytest.raises(DataError, match=r"document \d+ of the source has .* in the place of text"):
+        prepare(tmp_path, tmp_path / "bad.jsonl", "--val_fraction=0.1")
+    assert Dataset(str(tmp_path / "out")).meta == old and not (tmp_path / "out" / "unfinished").exists()
 
 
 def test_another_file_under_the_same_name_is_another_source(tmp_path, capsys):

@@ -2,13 +2,17 @@
 
 import json
 import random
+import sys
 import tracemalloc
 
 import pytest
 import tiktoken
 
 from data import DataError
-from data.tokenizer import Decoder, Tokenizer, gpt2_tokenizer, load_tokenizer, split_long_text
+from data.huggingface import HuggingFaceEncoding
+from data.tokenizer import (
+    Decoder, Tokenizer, check_name, gpt2_tokenizer, load_tokenizer, named_tokenizer, split_long_text, train_tokenizer,
+)  # fmt: skip
 
 TEXTS = [
     "",
@@ -125,6 +129,286 @@ def test_missing_or_damaged_tokenizer_is_one_line(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"kind": "bpe"}')
     with pytest.raises(DataError, match="damaged"):
         load_tokenizer(tmp_path)
+
+
+def save(folder, tokenizer=None):
+    (tokenizer or Tokenizer("bpe", tiny_encoding())).save(folder)
+    return json.loads((folder / "tokenizer.json").read_text())
+
+
+def unsigned(saved):
+    """Return a tokenizer.json without its sha256, as an earlier version saved it."""
+    return {name: value for name, value in saved.items() if name != "sha256"}
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda saved: "{", "JSONDecodeError"),
+        (lambda saved: "[" * 100_000, "RecursionError"),
+        (lambda saved: "[]", "no JSON object"),
+        (lambda saved: b"\xff\xfe", "UnicodeDecodeError"),
+        (lambda saved: saved | {"kind": "words"}, "KeyError: 'words'"),
+        (lambda saved: saved | {"kind": []}, "TypeError"),
+        (lambda saved: saved | {"vocabulary": "../vocab.tiktoken"}, "must be vocab.tiktoken, got '../vocab.tiktoken'"),
+        (lambda saved: saved | {"vocabulary": "/etc/passwd"}, "must be vocab.tiktoken, got '/etc/passwd'"),
+        (lambda saved: unsigned(saved) | {"special_tokens": {}}, "the end of text has no id"),
+        (lambda saved: unsigned(saved) | {"special_tokens": {"<|endoftext|>": 3}}, "an id stands twice"),
+        (lambda saved: unsigned(saved) | {"special_tokens": {"<|endoftext|>": "a"}}, "TypeError"),
+        (lambda saved: unsigned(saved) | {"special_tokens": None}, "AttributeError"),
+        (lambda saved: unsigned(saved) | {"pat_str": "("}, "ValueError"),
+        (lambda saved: unsigned(saved) | {"pat_str": 5}, "TypeError"),
+        (lambda saved: saved | {"pat_str": saved["pat_str"].replace("?", ">")}, "sha256 differs"),
+        (lambda saved: saved | {"sha256": "0"}, "sha256 differs"),
+    ],
+)
+def test_a_damaged_tokenizer_json_is_one_line(tmp_path, change, reason):
+    new = change(save(tmp_path))
+    content = new if isinstance(new, bytes) else (new if isinstance(new, str) else json.dumps(new)).encode()
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    refused(tmp_path, reason)
+
+
+@pytest.mark.parametrize(
+    "damage, reason",
+    [
+        (lambda lines: [], "left out"),
+        (lambda lines: lines[:-1], "an id stands twice, or is left out"),
+        (lambda lines: [*lines, b"YWI= 5"], "an id stands twice"),
+        (lambda lines: [*lines, b"YWI= -5"], "an id stands twice"),
+        (lambda lines: [*lines, lines[-1]], "an id stands twice"),
+        (lambda lines: [b"", *lines[1:]], "left out"),
+        (lambda lines: [b"AQ== 99999999999999999999", *lines[1:]], "left out"),
+        (lambda lines: [b"AAA= 0", *lines[1:]], "a byte or the end of text has no id"),
+        (lambda lines: [b"\xff", *lines], "ValueError"),
+        (lambda lines: [b"!!!! x", *lines], "ValueError"),
+        (lambda lines: [b"A 0", *lines[1:]], "Error"),
+    ],
+)
+def test_a_damaged_vocabulary_is_one_line_and_no_panic(tmp_path, damage, reason, capfd):
+    saved = save(tmp_path)
+    path = tmp_path / "vocab.tiktoken"
+    path.write_bytes(b"\n".join(damage(path.read_bytes().splitlines())))
+    refused(tmp_path, "vocab.tiktoken or tokenizer.json beside it is damaged .sha256 differs")
+    saved = unsigned(saved)
+    saved["special_tokens"] = {"<|endoftext|>": 263}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    refused(tmp_path, f"vocab.tiktoken is damaged.*{reason}")
+    assert capfd.readouterr().err == ""  # where Rust would print its panic
+
+
+def refused(folder, reason):
+    with pytest.raises(DataError, match=reason) as error:
+        load_tokenizer(folder)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500 and str(folder) in str(error.value)
+
+
+def test_a_panic_in_rust_is_one_line(tmp_path, monkeypatch):
+    save(tmp_path)
+    panic = type("PanicException", (BaseException,), {})
+
+    def panicking(*args, **options):
+        raise panic("no entry found for key\nat src/lib.rs")
+
+    monkeypatch.setattr(tiktoken, "Encoding", panicking)
+    refused(tmp_path, "vocab.tiktoken is damaged .*PanicException: no entry found for key at src/lib.rs")
+    monkeypatch.setattr(tiktoken, "Encoding", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        load_tokenizer(tmp_path)
+
+
+# one's own tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    return pytest.importorskip("tokenizers")
+
+
+def byte_level(tokenizers, texts, size=400):
+    """Return a tokenizer as GPT-2's family has it: byte-level BPE."""
+    level = tokenizers.pre_tokenizers.ByteLevel
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer, made.decoder = level(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=level.alphabet(), show_progress=False)
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
+def sentence_piece(tokenizers, texts):
+    """Return a tokenizer as Llama 2 has it: spaces are marks, and other bytes have ids of their own."""
+    parts = tokenizers.normalizers, tokenizers.decoders
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+    made.normalizer = parts[0].Sequence([parts[0].Prepend("▁"), parts[0].Replace(" ", "▁")])
+    made.decoder = parts[1].Sequence(
+        [parts[1].Replace("▁", " "), parts[1].ByteFallback(), parts[1].Fuse(), parts[1].Strip(" ", 1, 0)]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
+ENGLISH = ["the theme then is a theory of the thing, they thought. " * 20]
+
+
+@pytest.mark.parametrize("make, end", [(byte_level, "<|endoftext|>"), (sentence_piece, "</s>")])
+def test_a_tokenizer_json_of_hugging_face_is_used_saved_and_streamed(tmp_path, tokenizers, make, end):
+    made = make(tokenizers, ENGLISH)
+    made.enable_truncation(3)
+    made.enable_padding(length=99)
+    made.save(str(tmp_path / "tokenizer.json"))
+    tok = named_tokenizer(str(tmp_path))
+    assert tok.vocab_size > tok.eot and tok.decode([tok.eot]) == end
+    tok.save(tmp_path / "a")
+    load_tokenizer(tmp_path / "a").save(tmp_path / "b")
+    again = load_tokenizer(tmp_path / "b")
+    assert again.files() == tok.files() and (again.vocab_size, again.eot) == (tok.vocab_size, tok.eot)
+    for text in [*TEXTS, "x </s> y<|endoftext|>", *ENGLISH]:
+        ids = again.encode(text)
+        decoder = again.stream()
+        pieces = [decoder.feed(i) for i in ids]
+        assert "\ufffd" not in "".join(pieces) and "".join(pieces) + decoder.flush() == text == tok.decode(ids)
+        assert tok.eot not in ids or end in text
+    assert tok.eot not in tok.encode(f"a{end}b") and len(tok.encode("q" * 200)) > 99
+    assert tok.decode(tok.encode("a\ud83db")) == "a\ufffdb"
+    generator = random.Random(0)
+    for _ in range(20):
+        ids = [generator.randrange(tok.vocab_size) for _ in range(30)]
+        decoder = tok.stream()
+        assert "".join(map(decoder.feed, ids)) + decoder.flush() == tok.decode(ids)
+    with pytest.raises(DataError, match=f"{tok.vocab_size}"):
+        tok.decode([tok.vocab_size])
+
+
+def test_long_texts_give_the_same_tokens_in_pieces_or_are_not_cut(tokenizers, monkeypatch):
+    monkeypatch.setattr("data.tokenizer.PIECE", 50)
+    for make in (byte_level, sentence_piece):
+        made = make(tokenizers, ENGLISH)
+        tok = Tokenizer("huggingface", HuggingFaceEncoding(made.to_str()))
+        assert tok.encode(ENGLISH[0]) == made.encode(ENGLISH[0]).ids
+
+
+def test_the_end_of_text_is_what_the_model_says(tmp_path, tokenizers):
+    made = byte_level(tokenizers, ENGLISH)
+    made.add_special_tokens(["<|endoftext|>", "<|stop|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    for said in ("<|stop|>", {"content": "<|stop|>"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": said}))
+        tok = named_tokenizer(str(tmp_path / "tokenizer.json"))
+        assert tok.eot == made.token_to_id("<|stop|>") and tok.decode([tok.eot]) == "<|stop|>"
+    tok.save(tmp_path / "run")
+    assert load_tokenizer(tmp_path / "run").eot == tok.eot
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", '{"model": 5}', "[" * 100_000, b"\xff", '{"kind": "bytes"}'])
+def test_a_file_that_is_no_tokenizer_is_one_line(tmp_path, tokenizers, content, capfd):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match="tokenizer.json is damaged or no tokenizer") as error:
+        named_tokenizer(str(path))
+    assert "\n" not in str(error.value) and capfd.readouterr().err == ""
+    byte_level(tokenizers, ENGLISH).save(str(path))
+    Tokenizer("huggingface", HuggingFaceEncoding(path.read_text())).save(tmp_path)
+    (tmp_path / "vocab.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(tmp_path, "vocab.json or tokenizer.json beside it is damaged")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("bpe:256", "257 .*to 1048576 ids, got 'bpe:256'"),
+        ("bpe:", "got 'bpe:'"),
+        ("bpe:many", "got 'bpe:many'"),
+        ("bpe:-5", "got 'bpe:-5'"),
+        ("bpe:²", "got 'bpe:²'"),
+        ("bpe:9999999999", "got 'bpe:9999999999'"),
+        ("gpt3", "must be bytes, gpt2, bpe:SIZE or the path of a tokenizer.json, got 'gpt3'"),
+        ("nowhere/tokenizer.json", "nowhere/tokenizer.json does not exist"),
+    ],
+)
+def test_other_names_of_tokenizers_are_one_line(name, message):
+    with pytest.raises(DataError, match=message):
+        check_name(name)
+
+
+@pytest.mark.parametrize("name", ["bpe:300", "tokenizer.json"])
+def test_without_the_package_one_line_names_it(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot import tokenizers .*: run pip install tokenizers"):
+        check_name(name if name.startswith("bpe") else str(tmp_path / name))
+
+
+def test_a_trained_tokenizer_loses_nothing_and_is_the_same_each_time(tmp_path, tokenizers):
+    tok = train_tokenizer(ENGLISH, 280)
+    assert (tok.kind, tok.vocab_size, tok.eot) == ("bpe", 280, 279)
+    assert tok.files() == train_tokenizer(ENGLISH, 280).files()
+    assert len(tok.encode(ENGLISH[0])) < len(ENGLISH[0]) / 2
+    for text in TEXTS:
+        assert tok.decode(tok.encode(text)) == text
+    for byte in range(256):
+        assert tok.token_bytes(byte) in {bytes([i]) for i in range(256)}
+    tok.save(tmp_path)
+    assert load_tokenizer(tmp_path).files() == tok.files()
+    assert train_tokenizer(["ab"], 5000).vocab_size == 257  # no pair stands twice
+
+
+def test_text_is_prepared_with_a_tokenizer_trained_on_its_training_split(tmp_path, tokenizers, monkeypatch, capsys):
+    from data.dataset import Dataset
+    from data.text import prepare
+
+    lines = [f"the {i}th theme of them\n" for i in range(900)]
+    (tmp_path / "a.txt").write_text("".join(lines) + "zqzqzqzq " * 400)  # the end is the validation split
+    argv = [str(tmp_path / "a.txt"), f"--out={tmp_path / 'out'}", "--document_length=64"]
+    prepare.main([*argv, "--tokenizer=bpe:300"])
+    dataset = Dataset(str(tmp_path / "out"))
+    tok = dataset.tokenizer
+    assert dataset.vocab_size == 300 and tok.decode(dataset.read("train", 0, 8)).startswith("the 0th theme")
+    assert len(tok.encode(" them")) == 1 and dataset.meta["arguments"]["tokenizer"] == "bpe:300"
+    assert "zqzqzqzq" in tok.decode(dataset.read("val", 0, dataset.tokens("val")))
+    monkeypatch.setattr("data.corpus.train_tokenizer", None)  # the tokenizer that is there is used again
+    prepare.main([*argv, "--tokenizer=bpe:300"])
+    assert "complete already" in capsys.readouterr().out
+    for damaged in ("train_00000.bin", "val_00000.bin"):
+        (tmp_path / "out" / damaged).unlink()
+        prepare.main([*argv, "--tokenizer=bpe:300"])
+        dataset.verify()  # the split is the same
+
+
+def test_only_the_training_split_trains_a_tokenizer(tmp_path, tokenizers):
+    from data.corpus import find_files, plan_units
+
+    (tmp_path / "a.txt").write_text("abcd efgh " * 4000 + "zq" * 1500)
+    sources = find_files([tmp_path / "a.txt"], (".txt",))
+    units, length, tok = plan_units(sources, None, 64, 0.2, trained=300)
+    assert tok.token_bytes(tok.encode("zqzq")[0]) == b"z" and len(tok.encode(" abcd")) == 1
+    assert max(unit.read().max() for unit in units) < tok.vocab_size
+
+
+def test_a_sample_of_a_large_text_is_evenly_spaced_and_bounded(tmp_path, monkeypatch):
+    from data import corpus
+    from data.split import whole_stream
+
+    monkeypatch.setattr(corpus, "SAMPLE", 10_000)
+    monkeypatch.setattr(corpus, "PIECE", 1000)
+    (tmp_path / "a.txt").write_text("".join(f"line {i:05d}\n" for i in range(10_000)))
+    (files,) = corpus.find_files([tmp_path / "a.txt"], (".txt",))
+    text = "".join(corpus._sample(whole_stream(files, False, "text")))
+    assert 9000 < len(text) < 12_000 and sorted({line[:6] for line in text.splitlines()}) == [f"line {i}" for i in "0"]
+    starts = [int(line[5:]) // 1000 for line in text.splitlines()]
+    assert set(starts) == set(range(10))
+
+
+def test_a_tokenizer_that_changes_text_says_so(tmp_path, tokenizers, capsys):
+    from data.text import prepare
+
+    made = byte_level(tokenizers, ENGLISH)
+    made.normalizer = tokenizers.normalizers.Lowercase()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("The Theme\n" * 1000)
+    prepare.main([str(tmp_path / "a.txt"), f"--out={tmp_path / 'out'}", f"--tokenizer={tmp_path}/tokenizer.json"])
+    assert "does not keep text as it is: 'The Theme" in capsys.readouterr().out
 
 
 def test_stream_never_shows_half_a_character():

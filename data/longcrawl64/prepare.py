@@ -8,7 +8,8 @@
 
 The source is two zarr arrays (v2 or v3; local or any fsspec URL), train [6609334, 65536] and heldout [52131, 65536] of
 uint16 in chunks of [2048, 2048], about 800 GB in all. Each row of chunks is written as one row-major shard (268 MB);
-heldout becomes the validation split. A killed run is resumed by running the same command again.
+heldout becomes the validation split. A killed run is resumed by running the same command again, and with other
+--documents the shards that are there stay (the last one is written again if it grows).
 
 zarr silently returns the fill value for a missing chunk, and there are copies of this dataset with missing or zeroed
 chunks. So the chunk files are counted first, and a missing chunk, or one that holds a single value, is refused by name.
@@ -105,7 +106,7 @@ def prepare_zarr(args, source):
         write_direct(args.out, rows, tokenizer, length, arguments, source, args.command)
         return 0
     units = [
-        Unit(split, partial(arrays[split].read, row, count), count * length)
+        Unit(split, partial(arrays[split].read, row, count), count * length, [arguments["zarr"], row, count])
         for split in arrays
         for row, count in plans[split]
     ]

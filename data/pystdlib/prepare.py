@@ -16,7 +16,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from data import DataError
 from data.command import Parser, run
-from data.corpus import find_files, prepare_files
+from data.corpus import find_files, parse_suffixes, prepare_files
 
 
 def main(argv):
@@ -29,8 +29,8 @@ def main(argv):
     # Installed packages lie inside the folder of the standard library but do not belong to it.
     installed = () if args.root else ("site-packages", "dist-packages")
     root = args.root or sysconfig.get_path("stdlib")
-    files = find_files([root], args.suffix.split(","), ("__pycache__", *installed))
-    prepare_files(files, "bytes", args, args.root or f"standard library of Python {platform.python_version()}")
+    sources = find_files([root], parse_suffixes(args.suffix), ("__pycache__", *installed))
+    prepare_files(sources, "bytes", args, args.root or f"standard library of Python {platform.python_version()}")
 
 
 if __name__ == "__main__":

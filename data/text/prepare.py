@@ -2,11 +2,16 @@
 
     python data/text/prepare.py book.txt                              # -> data/text, then train.py --dataset=text
     python data/text/prepare.py notes/ papers.jsonl --out=data/mine --tokenizer=gpt2
-    python data/text/prepare.py src/ --suffix=.c,.h --out=data/c
+    python data/text/prepare.py src/ --suffix=.c,.h --out=data/c --tokenizer=bpe:8192
+    python data/text/prepare.py notes/ --out=data/mine --tokenizer=llama/tokenizer.json
 
 Documents are joined, with the end of text after each, and cut into rows of --document_length tokens (fewer if the
-source is small). The trailing --val_fraction is the validation split. The files of a folder are ordered by a hash of
-their names, so the split is a fair sample of them. A killed run is resumed by running the same command again.
+source is small). Every path gives --val_fraction of its text to the validation split: of a folder the files with the
+highest hashes of their names, of .jsonl the lines with the highest hashes of their contents, of a single file its end.
+What a folder has that is not taken is counted in a line. A killed run is resumed by running the same command again.
+
+Tokenizers: bytes; gpt2 (downloaded once); bpe:SIZE, a byte-level BPE of SIZE ids that is trained on the training split;
+or the tokenizer.json of a model, as Hugging Face's tokenizers writes it. The last two need `pip install tokenizers`.
 """
 
 import os
@@ -15,18 +20,20 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from data.command import Parser, run
-from data.corpus import find_files, prepare_files
+from data.corpus import find_files, parse_suffixes, prepare_files
+from data.tokenizer import check_name
 
 
 def main(argv):
     parser = Parser(__doc__, __file__)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="text files, .jsonl files and folders")
-    parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), default="bytes", help="gpt2 is downloaded once")
+    parser.add_argument("--tokenizer", default="bytes", help="bytes, gpt2, bpe:SIZE or PATH/tokenizer.json")
     parser.add_argument("--suffix", default=".txt,.md,.rst,.jsonl", help="which files of folders are taken")
     parser.add_argument("--key", default="text", help="where the text is in a line of .jsonl")
     args = parser.parse_args(argv)
-    files = find_files(args.paths, args.suffix.split(","))
-    prepare_files(files, args.tokenizer, args, ", ".join(args.paths), args.key)
+    check_name(args.tokenizer)
+    sources = find_files(args.paths, parse_suffixes(args.suffix))
+    prepare_files(sources, args.tokenizer, args, ", ".join(args.paths), args.key)
 
 
 if __name__ == "__main__":

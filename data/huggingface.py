@@ -1,0 +1,114 @@
+"""Use a tokenizer.json of Hugging Face's `tokenizers`, and train a byte-level BPE with that package.
+
+encoding = read_huggingface("llama/tokenizer.json")         # to give to data.tokenizer.Tokenizer("huggingface", ...)
+ranks = train_byte_pairs(texts, 8191)                       # {bytes: id}, the vocabulary of a tiktoken.Encoding
+"""
+
+import json
+import os
+from contextlib import contextmanager
+
+from . import DataError, need
+
+# How an end of text is called where no tokenizer_config.json beside tokenizer.json says so; the first that is there.
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+
+class HuggingFaceEncoding:
+    """A tokenizers.Tokenizer with the methods of a tiktoken.Encoding that data.tokenizer uses.
+
+    Attributes: n_vocab (the highest id + 1), eot (id of the end of text, added if the tokenizer has none), json (the
+    contents of its tokenizer.json), cut_between_words (long texts may be encoded in pieces).
+    """
+
+    def __init__(self, text, end_name=None):
+        """text: the contents of tokenizer.json; end_name: the end of text, found by its usual names if it is None.
+
+        Raises the exceptions of the package, which are of no particular type, if the text is damaged.
+        """
+        tokenizers = need("tokenizers")
+        self.tokenizer = tokenizers.Tokenizer.from_str(text)
+        self.tokenizer.no_truncation()  # to a length that suits another model
+        self.tokenizer.no_padding()
+        self.tokenizer.encode_special_tokens = True  # their text in a document is ordinary text
+        names = [end_name] if end_name else END_NAMES
+        self.end_name = next((n for n in names if self.tokenizer.token_to_id(n) is not None), END_NAMES[0])
+        if self.tokenizer.token_to_id(self.end_name) is None:
+            self.tokenizer.add_special_tokens([tokenizers.AddedToken(self.end_name, special=True, normalized=False)])
+        self.eot = self.tokenizer.token_to_id(self.end_name)
+        self.n_vocab = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.json = self.tokenizer.to_str()
+        # In GPT-2's family no word spans a letter and a character that is none; others mark the start of every piece.
+        parts = json.loads(self.json)
+        self.cut_between_words = (parts.get("decoder") or {}).get("type") == "ByteLevel" and not parts.get("normalizer")
+
+    def encode_ordinary_batch(self, texts, num_threads=None):
+        """Return a list of ids for each text; the package itself chooses the number of threads (it uses all cores)."""
+        return [found.ids for found in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids):
+        """Return the text of ids, with the text of special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def read_huggingface(path):
+    """Return the HuggingFaceEncoding of a tokenizer.json. Raises DataError if it cannot be read or used.
+
+    The end of text is what eos_token is in a tokenizer_config.json beside it, or else the first of END_NAMES.
+    """
+    need("tokenizers")
+    end_name = None
+    config = os.path.join(os.path.dirname(path), "tokenizer_config.json")
+    with one_line(path):
+        if os.path.exists(config):
+            with open(config, encoding="utf-8") as f:
+                end_name = json.load(f).get("eos_token")
+            end_name = end_name["content"] if isinstance(end_name, dict) else end_name
+        with open(path, encoding="utf-8") as f:
+            text = f.read()
+        return HuggingFaceEncoding(text, end_name)
+
+
+@contextmanager
+def one_line(path):
+    """Turn whatever goes wrong with a tokenizer's file into a DataError of one line.
+
+    tiktoken and tokenizers are written in Rust, whose panics are no Exception and have a type that cannot be imported.
+    """
+    try:
+        yield
+    except (DataError, FileNotFoundError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # an interrupt
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise DataError(f"{path} is damaged or no tokenizer ({reason})") from error
+
+
+def train_byte_pairs(texts, size):
+    """Return {bytes: id} of a byte-level BPE with at most `size` ids, trained on an iterable of str.
+
+    Ids below 256 are the single bytes; the others are in the order of their merges, as tiktoken needs it. Words are
+    split as GPT-2 splits them. The same texts in the same order give the same ids.
+    """
+    tokenizers = need("tokenizers")
+    need("tokenizers.trainers")
+    level = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = level(add_prefix_space=False, use_regex=True)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, min_frequency=2, initial_alphabet=sorted(level.alphabet()), show_progress=False
+    )
+    with one_line("the text for the tokenizer"):
+        tokenizer.train_from_iterator(texts, trainer)
+    of_character = _byte_of_character()
+    found = sorted((number, token) for token, number in tokenizer.get_vocab().items())
+    return {bytes(of_character[c] for c in token): number for number, token in found}
+
+
+def _byte_of_character():
+    """Return {character: byte} of GPT-2's writing of bytes: printable ones as they are, others from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,0 +1,236 @@
+"""Divide text files into a training and a validation split, and read parts of them.
+
+    spans = split_sources(sources, size=50_000, in_bytes=True, key="text")        # {"train": [Span], "val": [Span]}
+    stream = Stream(spans["val"], in_bytes=True, key="text")
+    tokens = stream.tokens(0, stream.total, tokenizer)
+
+Every source (a list of files) gives validation its share by size. Of plain files that is the end of the list, which is
+ordered by a hash of the names: whole files, but for one that is cut. Of .jsonl files it is the lines with the highest
+hashes of their contents, so equal lines are in one split, wherever they stand.
+"""
+
+import bisect
+import functools
+import hashlib
+import json
+import os
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+from . import DataError
+
+BUCKETS = 1 << 16  # of hashes, among which the documents of .jsonl files are counted
+
+
+class Span(NamedTuple):
+    file: object  # a corpus.File
+    begin: int
+    end: int
+    lines: range | None = None  # of .jsonl: the buckets whose documents are taken
+    share: float = 1.0  # about which part of the bytes that is
+    by_place: bool = False  # of .jsonl: equal lines have different buckets
+
+
+def is_jsonl(file):
+    return file.path.lower().endswith(".jsonl")
+
+
+def whole_stream(files, in_bytes, key):
+    """Return the Stream of all text of a source."""
+    return Stream([Span(f, 0, f.size, range(BUCKETS) if is_jsonl(f) else None) for f in files], in_bytes, key)
+
+
+def split_sources(sources, size, in_bytes, key):
+    """Return {"train": list of Span, "val": list of Span}, of which val has about `size` bytes.
+
+    A source that cannot be divided, such as a .jsonl file of one line, is left to training.
+    """
+    total = sum(file.size for files in sources for file in files)
+    spans = {"train": [], "val": []}
+    for files in sources:
+        own = sum(file.size for file in files)
+        target = -(-size * own // total)
+        if is_jsonl(files[0]):
+            first, share, by_place = _first_bucket(files, target)
+            for split, lines, part in (("train", range(first), 1 - share), ("val", range(first, BUCKETS), share)):
+                spans[split] += [Span(file, 0, file.size, lines, part, by_place) for file in files if lines]
+            continue
+        stream = whole_stream(files, in_bytes, key)
+        cut = stream.align(max(0, own - target))
+        if cut == own:  # the last line is that long
+            cut = stream.align(max(0, own - target), at_line=False)
+        for file in files:
+            here = min(max(0, cut), file.size)
+            cut -= file.size
+            if here:
+                spans["train"].append(Span(file, 0, here))
+            if here < file.size:
+                spans["val"].append(Span(file, here, file.size))
+    return spans
+
+
+def _first_bucket(files, target, by_place=False):
+    """Return (the first bucket of the validation split, its share of the bytes, by_place) of .jsonl files.
+
+    The split has at least `target` bytes, if that leaves a document for training; it is empty if there is just one.
+    If all lines are equal, their places in the files are hashed as well (by_place).
+    """
+    sizes = np.zeros(BUCKETS, dtype=np.int64)
+    for file in files:
+        for offset, line in _lines(file, 0, file.size):
+            sizes[_bucket(file, offset, line, by_place)] += len(line)
+    filled = np.flatnonzero(sizes)
+    if len(filled) < 2:
+        return (BUCKETS, 0.0, True) if by_place else _first_bucket(files, target, by_place=True)
+    from_end = np.cumsum(sizes[filled][::-1])
+    count = min(int(np.searchsorted(from_end, target)) + 1, len(filled) - 1)
+    return int(filled[-count]), float(from_end[count - 1] / from_end[-1]), by_place
+
+
+def _bucket(file, offset, line, by_place):
+    """Return the number below BUCKETS that stands for a line of a .jsonl file."""
+    place = f"{file.name} {offset} ".encode("utf-8", "surrogateescape") if by_place else b""
+    return int.from_bytes(hashlib.blake2b(place + line.strip(), digest_size=2).digest(), "big")
+
+
+def _open(file):
+    """Open a File. Raises DataError if it is not the one that was found any more."""
+    opened = open(file.path, "rb")
+    status = os.fstat(opened.fileno())
+    if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
+        opened.close()
+        raise DataError(f"{file.path} changed while it was read: run the command again")
+    return opened
+
+
+def _lines(file, begin, end):
+    """Yield (offset, line) of the lines from begin to end, two places between lines; not of the empty lines."""
+    with _open(file) as f:
+        f.seek(begin)
+        while begin < end and (line := f.readline()):
+            if line.strip():
+                yield begin, line
+            begin += len(line)
+
+
+@functools.cache  # once for a file
+def _say_not_utf8(path, byte):
+    print(
+        f"{path} is not UTF-8 (byte 0x{byte:02x}): such bytes become U+FFFD, only --tokenizer=bytes keeps them",
+        file=sys.stderr,
+    )
+
+
+class Stream:
+    """The text of spans, one after another. Any part [begin, end) between two aligned positions can be read alone.
+
+    Attributes: spans, total (bytes of the files), kept (about how many of them belong to the split).
+    """
+
+    def __init__(self, spans, in_bytes, key):
+        """in_bytes: plain files are kept as bytes and may be cut anywhere; key: that of the text in .jsonl."""
+        self.spans, self.in_bytes, self.key = spans, in_bytes, key
+        self.starts = [0]  # where each span begins in the stream; the last entry is the total
+        for span in spans:
+            self.starts.append(self.starts[-1] + span.end - span.begin)
+        self.total = self.starts[-1]
+        self.kept = int(sum((span.end - span.begin) * span.share for span in spans))
+
+    def advance(self, position, size):
+        """Return the position from which on `size` more bytes of this split, or all that are left, lie before it."""
+        for number in range(bisect.bisect_right(self.starts, position) - 1, len(self.spans)):
+            share, left = self.spans[number].share, self.starts[number + 1] - position
+            if left * share >= size:
+                return position + int(size / share)
+            size -= left * share
+            position = self.starts[number + 1]
+        return self.total
+
+    def align(self, position, at_line=True):
+        """Return the first position from here on where the stream may be cut.
+
+        That is the start of a line in .jsonl, whose records are never cut, about the start of a line in text for a BPE
+        (without at_line, of a character), and anywhere in text as bytes.
+        """
+        number = bisect.bisect_right(self.starts, position) - 1
+        if number == len(self.spans) or position == self.starts[number]:
+            return position
+        span = self.spans[number]
+        if span.lines is None and self.in_bytes:
+            return position
+        offset = span.begin + position - self.starts[number]
+        with _open(span.file) as f:
+            if span.lines is not None:
+                f.seek(offset - 1)
+                f.readline()
+                offset = f.tell()
+            else:
+                f.seek(offset)
+                ahead = f.read(1 << 16)
+                newline = ahead.find(b"\n") if at_line else -1
+                # A line longer than what was read ahead is cut between two characters.
+                inside = next((i for i, byte in enumerate(ahead[:4]) if byte & 0xC0 != 0x80), 0)
+                offset += newline + 1 if newline >= 0 else inside
+        return self.starts[number] + min(offset, span.end) - span.begin
+
+    def documents(self, begin, end):
+        """Yield (text, True if a document ends there) of the bytes [begin, end); plain files as bytes if in_bytes."""
+        for number in range(bisect.bisect_right(self.starts, begin) - 1, len(self.spans)):
+            first, last = max(begin, self.starts[number]), min(end, self.starts[number + 1])
+            if first >= last:
+                break
+            span = self.spans[number]
+            offset = span.begin - self.starts[number]
+            if span.lines is not None:
+                for place, line in _lines(span.file, first + offset, last + offset):
+                    if _bucket(span.file, place, line, span.by_place) in span.lines:
+                        yield self._text(span.file, line), True
+                continue
+            with _open(span.file) as f:
+                f.seek(first + offset)
+                data = f.read(last - first)
+            if len(data) != last - first:
+                raise DataError(f"{span.file.path} changed while it was read: run the command again")
+            if not self.in_bytes:
+                try:
+                    data = data.decode()
+                except UnicodeDecodeError as error:
+                    _say_not_utf8(span.file.path, data[error.start])
+                    data = data.decode("utf-8", "replace")
+            yield data, last + offset == span.file.size
+
+    def tokens(self, begin, end, tokenizer):
+        """Return the token ids [n] of the bytes [begin, end), with an end of text after each document that ends."""
+        found = list(self.documents(begin, end))
+        texts, ended = [text for text, _ in found], [end for _, end in found]
+        if self.in_bytes:  # plain files are still bytes here and stay exactly as they are
+            raw = tokenizer.encode_bytes
+            ids = [raw(t) if isinstance(t, bytes) else tokenizer.encode_batch([t])[0] for t in texts]
+        else:
+            ids = tokenizer.encode_batch(texts)
+        return join_documents(ids, ended, tokenizer)
+
+    def _text(self, file, line):
+        """Return the text of a line of a .jsonl file. Raises DataError if it has none under the key."""
+        try:
+            text = json.loads(line)[self.key]
+            if isinstance(text, str):
+                return text
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+            pass
+        start = line[:40].decode("utf-8", "replace")
+        raise DataError(f'{file.path}: a line is not JSON with text under "{self.key}" (--key names another): {start}')
+
+
+def join_documents(ids, ended, tokenizer):
+    """Concatenate arrays of ids, with the end of text after each array whose flag in `ended` is true."""
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    stop = np.array([tokenizer.eot], dtype=dtype)
+    pieces = [np.zeros(0, dtype)]
+    for array, end in zip(ids, ended):
+        pieces.append(array.astype(dtype))
+        if end:
+            pieces.append(stop)
+    return np.concatenate(pieces)

@@ -1,0 +1,478 @@
+"""Preparing loses nothing: neither the dataset that was there, nor files of others, nor text that was given."""
+
+import errno
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from helpers import ROOT, byte_encoding
+from test_data import all_tokens, prepare_text, write
+
+from data import DataError, command
+from data.dataset import Dataset
+from data.shards import is_complete, write_dataset
+from data.text import prepare as text
+from data.tokenizer import Tokenizer
+
+
+def contents(folder):
+    """Return {path below a folder: bytes} of all its files."""
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+# the dataset that was there
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, DataError("damaged source"), OSError(errno.ENOSPC, "full")])
+@pytest.mark.parametrize("where", ["first shard", "last shard", "meta.json"])
+def test_a_prepare_that_fails_leaves_the_old_dataset_as_it_was(tmp_path, monkeypatch, error, where):
+    write(tmp_path / "a" / "set")
+    before = contents(tmp_path / "a" / "set")
+
+    def failing(path, data):
+        if path.endswith({"first shard": "train_00000.bin", "last shard": "val_00000.bin"}.get(where, where)):
+            raise error
+        atomically(path, data)
+
+    from data.files import write_atomically as atomically
+
+    for module in ("shards", "staging", "tokenizer"):
+        monkeypatch.setattr(f"data.{module}.write_atomically", failing)
+    kind = error if isinstance(error, type) else type(error)
+    for folder in (tmp_path / "a" / "set", tmp_path / "b" / "new"):
+        with pytest.raises(kind):
+            write(folder, train=(7, 2), length=8)
+    after = contents(tmp_path / "a" / "set")
+    assert {name: after[name] for name in before} == before
+    assert all(name.startswith("unfinished/") for name in set(after) - set(before))
+    assert (tmp_path / "b").exists() == (where != "first shard")  # no folder that holds nothing
+    assert after.keys() == before.keys() or where != "first shard"
+    monkeypatch.undo()
+    calls = []
+    train, _ = write(tmp_path / "a" / "set", train=(7, 2), length=8, calls=calls)
+    assert calls == {"first shard": [0, 1, 2], "last shard": [2], "meta.json": []}[where]
+    assert np.array_equal(Dataset(str(tmp_path / "a" / "set")).read("train", 0, 72), train.ravel())
+    assert set(contents(tmp_path / "a" / "set")) == {
+        "meta.json", "tokenizer.json", "train_00000.bin", "train_00001.bin", "val_00000.bin",
+    }  # fmt: skip
+
+
+CALLS = ("replace", "remove", "link", "rmdir", "mkdir")
+
+
+def write_until(folder, number):
+    """Write another dataset in a forked process that ends, as kill -9 would end it, before file operation `number`.
+
+    Returns whether it was killed.
+    """
+    child = os.fork()
+    if child == 0:
+        done = [0]
+
+        def ending(name):
+            real = getattr(os, name)
+
+            def call(*args, **options):
+                if done[0] == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                done[0] += 1
+                return real(*args, **options)
+
+            return call
+
+        for name in CALLS:
+            setattr(os, name, ending(name))
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            write(folder, train=(5, 4, 2), val=2)
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1] != 0
+
+
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_dataset_or_one_that_is_gone_on_with(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # slow, and of no use where only the process is killed
+    write(tmp_path / "old" / "set"), write(tmp_path / "new" / "set", train=(5, 4, 2), val=2)
+    (old, new), states = (contents(tmp_path / name / "set") for name in ("old", "new")), []
+    for number in range(200):
+        folder = tmp_path / str(number) / "set"
+        write(folder)
+        killed = write_until(folder, number)
+        try:
+            Dataset(str(folder)).verify()
+            found = {name: data for name, data in contents(folder).items() if not name.startswith("unfinished")}
+            assert found in (old, new)
+            states.append("old" if found == old else "new")
+        except DataError as error:
+            states.append("neither")
+            assert "meta.json is missing" in str(error)
+        calls = []
+        if states[-1] == "neither":  # all is there and has only to be moved
+            assert is_complete(str(folder), {"train": [5, 4, 2], "val": 2, "length": 12})
+        else:
+            write(folder, train=(5, 4, 2), val=2, calls=calls)
+        assert contents(folder) == new and not (folder / "unfinished").exists()
+        if not killed:
+            break
+    assert states == sorted(states, key=["old", "neither", "new"].index) and len(set(states)) == 3
+    assert number > 15
+
+
+def test_a_folder_in_which_another_process_prepares_is_refused(tmp_path):
+    write(tmp_path)
+    lock = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    before = contents(tmp_path)
+    with pytest.raises(DataError, match="another process is preparing"):
+        write(tmp_path, train=(1,))
+    os.close(lock)
+    assert contents(tmp_path) == before
+    write(tmp_path, train=(1,))
+
+
+def test_an_interrupted_preparation_with_other_options_is_named(tmp_path, capsys):
+    write(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, train=(7,), fail_at=1)
+    assert is_complete(str(tmp_path), {"train": [5, 4], "val": 3, "length": 12})
+    assert f"{tmp_path}/unfinished holds an interrupted preparation" in capsys.readouterr().out
+    Dataset(str(tmp_path)).verify()
+
+
+def test_an_interrupted_preparation_of_an_earlier_version_is_gone_on_with(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, fail_at=2)
+    for path in (tmp_path / "unfinished").iterdir():  # it wrote into the folder itself
+        path.rename(tmp_path / path.name)
+    progress = json.loads((tmp_path / "progress.json").read_text())
+    (tmp_path / "progress.json").write_text(json.dumps({key: progress[key] for key in ("arguments", "shards")}))
+    (tmp_path / "unfinished").rmdir()
+    calls = []
+    write(tmp_path, calls=calls)
+    assert calls == [2] and "progress.json" not in contents(tmp_path)
+    Dataset(str(tmp_path)).verify()
+
+
+def test_a_dataset_of_an_earlier_version_is_complete_and_mended(tmp_path):
+    write(tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    del meta["units"]
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    assert is_complete(str(tmp_path), {key: v for key, v in meta["arguments"].items() if key != "format"})
+    (tmp_path / "train_00001.bin").unlink()
+    calls = []
+    write(tmp_path, calls=calls)
+    assert calls == [1]
+
+
+# files of others
+
+
+@pytest.mark.parametrize(
+    "files, refused",
+    [
+        ({"train_00000.bin": b"nanoGPT's"}, True),
+        ({"tokenizer.json": b'{"model": {}}'}, True),
+        ({"meta.json": b'{"dtype": "float32"}', "train_00000.bin": b"x"}, True),
+        ({"meta.json": b"[1, 2]", "notes.txt": b"x"}, True),
+        ({"notes.txt": b"mine"}, True),
+        ({"unfinished/essay.txt": b"mine"}, True),
+        ({"unfinished": b"mine"}, True),
+        ({"prepare.py": b"", "train.bin": b"nanoGPT's", "input.txt": b"x"}, False),
+        ({"prepare.py": b"", "train_00000.bin": b"x"}, True),
+        ({"prepare.py": b"", ".gitignore": b"x", "__pycache__/prepare.pyc": b"x"}, False),
+        ({".DS_Store": b"x"}, False),
+        ({}, False),
+    ],
+)
+def test_folders_of_others_are_refused_and_stay_as_they_are(tmp_path, files, refused):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    if refused:
+        for verify in (False, True):
+            with pytest.raises(DataError, match="give another --out") as error:
+                is_complete(str(tmp_path), {}, verify)
+        assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+        with pytest.raises(DataError, match="give another --out"):
+            write(tmp_path)
+        assert contents(tmp_path) == files
+    else:
+        write(tmp_path)
+        write(tmp_path, train=(3,))
+        after = contents(tmp_path)
+        assert {name: after[name] for name in files} == files
+
+
+def test_files_of_others_in_a_dataset_of_ours_stay(tmp_path):
+    write(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "train_00099.bin").write_text("mine")
+    write(tmp_path, train=(3,))
+    assert (tmp_path / "notes.txt").exists() and (tmp_path / "train_00099.bin").exists()
+    assert not (tmp_path / "train_00001.bin").exists()
+
+
+def test_a_damaged_meta_json_is_made_again_without_touching_what_it_names(tmp_path, capsys):
+    folder, other = tmp_path / "set", tmp_path / "x.bin"
+    write(folder)
+    other.write_text("mine")
+    whole = contents(folder)
+    meta = json.loads(whole["meta.json"])
+    meta["splits"]["train"]["shards"][0]["file"] = "../x.bin"
+    for damaged in (json.dumps(meta), "{", "[" * 100_000):
+        (folder / "meta.json").write_text(damaged)
+        assert not is_complete(str(folder), meta["arguments"], verify=True)
+        assert "meta.json is damaged: the dataset is made again" in capsys.readouterr().out
+        write(folder)
+        assert contents(folder) == whole and other.read_text() == "mine"
+
+
+def test_names_in_progress_json_do_not_leave_the_folder(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "set", fail_at=2)
+    (tmp_path / "x.bin").write_text("mine")
+    path = tmp_path / "set" / "unfinished" / "progress.json"
+    progress = json.loads(path.read_text())
+    progress["shards"]["../../x.bin"] = progress["shards"]["train_00000.bin"]
+    progress["stale"] = ["../x.bin"]
+    path.write_text(json.dumps(progress))
+    is_complete(str(tmp_path / "set"), {}, verify=True)
+    write(tmp_path / "set")
+    assert (tmp_path / "x.bin").read_text() == "mine"
+    Dataset(str(tmp_path / "set")).verify()
+
+
+def test_a_dataset_behind_a_link_is_read_and_written(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "set").symlink_to(tmp_path / "disk")
+    write(tmp_path / "set")
+    os.rename(tmp_path / "disk" / "train_00000.bin", tmp_path / "moved.bin")
+    (tmp_path / "disk" / "train_00000.bin").symlink_to("../moved.bin")
+    Dataset(str(tmp_path / "set")).verify()
+    kept = (tmp_path / "moved.bin").read_bytes()
+    zeroed = tmp_path / "disk" / "train_00001.bin"
+    zeroed.unlink()
+    train, _ = write(tmp_path / "set")
+    assert np.array_equal(Dataset(str(tmp_path / "set")).read("train", 0, 108), train.ravel())
+    assert (tmp_path / "moved.bin").read_bytes() == kept
+
+
+# what is given
+
+
+@pytest.fixture
+def three_sources(tmp_path):
+    """Make a folder of notes (letters a to m), one of code (A to M) and papers.jsonl (digits)."""
+    for name, first in (("notes", "a"), ("code", "A")):
+        (tmp_path / name).mkdir()
+        for i in range(26):
+            letter = chr(ord(first) + i % 13)
+            (tmp_path / name / f"{i:02d}.{'txt' if name == 'notes' else 'py'}").write_text(letter * 400 + "\n")
+    lines = [json.dumps({"text": f"{i:03d}" * 40}) + "\n" for i in range(100)]
+    (tmp_path / "papers.jsonl").write_text("".join(lines))
+    return [tmp_path / "notes", tmp_path / "code", tmp_path / "papers.jsonl"]
+
+
+def test_what_is_not_taken_is_said(tmp_path, three_sources, capsys):
+    notes, code, papers = three_sources
+    for name in (".hidden.txt", "scan.pdf", "LOUD.TXT", "empty.md", "photo.jpg", "photo2.jpg"):
+        (notes / name).write_text("" if name == "empty.md" else "x" * 50)
+    (notes / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (notes / "loop").symlink_to(notes)
+    (notes / "Makefile").write_text("x")
+    os.mkfifo(notes / "pipe.txt")
+    prepare_text(tmp_path, *three_sources, notes / "00.txt")
+    out = capsys.readouterr().out
+    assert f"{code}: nothing is taken from it: it has 26 .py, and --suffix=.txt,.md,.rst,.jsonl" in out
+    counts = next(line for line in out.splitlines() if "left out: " in line)
+    assert "28 files" in counts and ": 27 .txt, 1 .jsonl;" in counts  # LOUD.TXT is text, too
+    for count in ("26 .py", "2 .jpg", "1 .pdf"):
+        assert count in counts
+    assert int(re.search(r"(\d+) others", counts)[1]) == 7 - 3  # the most frequent six kinds are named
+
+
+def test_validation_comes_from_all_sources_in_whole_documents_whatever_their_order(tmp_path, three_sources):
+    options = ["--suffix=.txt,.py", "--val_fraction=0.2", "--document_length=64"]
+    dataset = prepare_text(tmp_path, *three_sources, *options)
+    val = dataset.tokenizer.decode(dataset.read("val", 0, dataset.tokens("val")))
+    train = dataset.tokenizer.decode(dataset.read("train", 0, dataset.tokens("train")))
+    parts = [re.findall(kind, val) for kind in ("[a-m]{9}", "[A-M]{9}", "[0-9]{9}")]
+    assert min(map(len, parts)) > 50 and 0.15 < dataset.tokens("val") / (len(train) + len(val)) < 0.25
+    documents = [{d for d in split.split("<|endoftext|>")[1:-1] if len(d) == 120} for split in (train, val)]
+    assert not documents[0] & documents[1] and len(documents[0] | documents[1]) > 96
+    again = prepare_text(tmp_path / "2", *reversed(three_sources), three_sources[0] / "03.txt", *options)
+    assert again.meta["splits"] == dataset.meta["splits"]
+
+
+def test_equal_documents_are_in_one_split(tmp_path):
+    lines = [json.dumps({"text": f"{i % 50:03d}" * 40}) + "\n" for i in range(200)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    dataset = prepare_text(tmp_path, tmp_path / "a.jsonl", "--val_fraction=0.2", "--document_length=16")
+    train, val = (set(re.findall(r"(?<!\d)(\d{3})", shown(dataset, split))) for split in ("train", "val"))
+    assert train and val and not train & val
+
+
+def shown(dataset, split):
+    return dataset.tokenizer.decode(dataset.read(split, 0, dataset.tokens(split)))
+
+
+@pytest.mark.parametrize("count", [3, 30])
+def test_files_that_are_named_one_by_one(tmp_path, count):
+    paths = [tmp_path / f"{i:02d}.txt" for i in range(count)]
+    for i, path in enumerate(paths):
+        path.write_text(chr(97 + i % 26) * 6000)
+    dataset = prepare_text(tmp_path, *paths, "--document_length=64")
+    letters = set(shown(dataset, "val")) - set("<|endoftext|>")
+    # a few give their ends, many are drawn from as from a folder
+    assert letters >= set("abc") - set("endoftext") if count == 3 else 1 <= len(letters) <= 4
+
+
+def test_one_document_alone_cannot_be_split_and_says_so(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "long " * 1000}) + "\n\n")
+    with pytest.raises(DataError, match="a.jsonl: cannot cut off a validation split.*give more or shorter documents"):
+        prepare_text(tmp_path, tmp_path / "a.jsonl")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "b.jsonl").write_text((tmp_path / "a.jsonl").read_text() * 2)  # the same document twice
+    prepare_text(tmp_path, tmp_path / "b.jsonl")
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"text": null}', b'{"text": 5}', b"[" * 100_000, b'{"text": "\xff"', b"5", b'{"body": "x"}', b"\x00"]
+)
+def test_a_line_of_jsonl_without_text_is_one_line_and_leaves_no_folder(tmp_path, line):
+    whole = json.dumps({"text": "word " * 90}).encode() + b"\n"
+    (tmp_path / "a.jsonl").write_bytes(whole * 5 + line + b"\n" + b'{"text": "other"}\n' * 5)
+    with pytest.raises(DataError, match='a.jsonl: a line is not JSON with text under "text"') as error:
+        prepare_text(tmp_path, tmp_path / "a.jsonl")
+    assert len(str(error.value)) < 300 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--suffix=",
+        "--suffix=,.",
+        "--out=" + "x" * 300,
+        "--out=a.txt",
+        "--out=a.txt/b",
+        "--out=",
+        "--out=/proc/x",
+        "x" * 300,
+        "--key=",
+    ],
+)
+def test_odd_arguments_are_one_line_and_leave_no_folder(tmp_path, monkeypatch, capsys, argument):
+    (tmp_path / "a.txt").write_text("text\n" * 1000)
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n' * 1000)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "a.txt", "b.jsonl", "--out=new", argument])
+    with pytest.raises(SystemExit) as stop:
+        command.run(text.main)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and "Traceback" not in err
+    assert sorted(os.listdir()) == ["a.txt", "b.jsonl"]
+
+
+@pytest.mark.parametrize("content", [b"\r\nline\r\n" * 500, bytes(range(256)) * 20, b"x" * 5000 + b"\n", b"\n" * 4000])
+def test_odd_text_is_kept_to_the_byte(tmp_path, content):
+    (tmp_path / "a.txt").write_bytes(content)
+    dataset = prepare_text(tmp_path, tmp_path / "a.txt", "--document_length=16")
+    stored = all_tokens(dataset)
+    train = dataset.tokens("train")
+    assert content.startswith(stored[:train]) and stored[train:] in content and len(stored) > len(content) - 64
+
+
+def test_text_that_is_not_utf8_is_said_where_it_loses_bytes(tmp_path, capsys):
+    from data.corpus import find_files, plan_units
+
+    (tmp_path / "a.txt").write_bytes("naïve café\n".encode("latin-1") * 500)
+    sources = find_files([tmp_path / "a.txt"], (".txt",))
+    units, _, tok = plan_units(sources, Tokenizer("bpe", byte_encoding()), 64, 0.1)
+    assert tok.decode(units[0].read()[0]).startswith("na\ufffdve caf\ufffd\n")
+    assert capsys.readouterr().err.count(f"{tmp_path}/a.txt is not UTF-8 (byte 0xef): such bytes become U+FFFD") == 1
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
+    from data.corpus import find_files
+    from data.split import whole_stream
+
+    (tmp_path / "a.txt").write_text("some text\n" * 1000)
+    (files,) = find_files([tmp_path / "a.txt"], (".txt",))
+    (tmp_path / "a.txt").write_text("other text" * 1000)
+    os.utime(tmp_path / "a.txt", ns=(0, 0))
+    with pytest.raises(DataError, match="a.txt changed while it was read"):
+        list(whole_stream(files, True, "text").documents(0, 100))
+
+
+# progress, disks and pipes
+
+
+def run_text(tmp_path, shell="", **options):
+    source = tmp_path / "a.txt"
+    source.write_text("hello there\n" * 1000)
+    script = f"{sys.executable} {ROOT}/data/text/prepare.py {source} --out={tmp_path / 'out'}"
+    return subprocess.run(["bash", "-c", f"{shell.format(script=script) or script}"], cwd=ROOT, **options)
+
+
+def test_progress_is_a_bar_on_a_terminal_even_of_no_width_and_lines_elsewhere(tmp_path):
+    done = run_text(tmp_path, capture_output=True)
+    assert done.returncode == 0 and done.stderr == b"" and b"\r" not in done.stdout
+    terminal, end = pty.openpty()  # of 0 columns
+    (tmp_path / "2").mkdir()
+    done = run_text(tmp_path / "2", stdout=subprocess.PIPE, stderr=end)
+    os.close(end)
+    printed = b""
+    try:
+        while piece := os.read(terminal, 10_000):
+            printed += piece
+    except OSError:  # all that was written has been read
+        pass
+    assert done.returncode == 0 and b"100%" in printed and b"Traceback" not in printed
+    os.close(terminal)
+
+
+def test_lines_of_progress_come_now_and_then(monkeypatch, capsys):
+    from data import progress
+
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    shown = progress.Progress("data/x", 1000, 100)
+    for _ in range(9):
+        clock[0] += 25
+        shown.update(100)
+    shown.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "data/x: 10% of about 1,000 tokens"
+    assert lines[1] == "data/x: 40% of about 1,000 tokens, 4 tokens/s, 2 minutes left" and len(lines) == 4
+
+
+@pytest.mark.parametrize(
+    "shell, message",
+    [
+        ("ulimit -f 1; {script}", b"File too large"),
+        ("{script} > /dev/full", b"No space left"),
+        ("{script} | true; exit ${{PIPESTATUS[0]}}", b""),
+    ],
+)
+def test_a_disk_or_pipe_that_takes_no_more_is_one_line(tmp_path, shell, message):
+    done = run_text(tmp_path, shell, stderr=subprocess.PIPE)
+    assert message in done.stderr and b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
+    assert done.returncode == 2 or not message
+    assert done.stderr.count(b"\n") <= 1
+    assert not (tmp_path / "out" / "unfinished").exists()
+    assert message != b"File too large" or not (tmp_path / "out").exists()
+
+
+def test_a_dataset_without_a_row_leaves_nothing(tmp_path):
+    with pytest.raises(DataError, match="no whole row"):
+        write(tmp_path / "new", val=0)
+    assert not (tmp_path / "new").exists()
+    assert write_dataset
