@@ -245,12 +245,13 @@ def test_a_saved_state_goes_on_where_it_was(attention, switch_over, tmp_path):
         assert list(zip(*generate(model, [], max_new_tokens=40, before=before))) == whole
 
 
-def test_a_state_file_of_the_first_format_is_read(tmp_path):
-    """That format calls the position u, and switch_over, once for all layers, fold."""
+def test_a_state_file_of_the_first_format_is_read(tmp_path, capsys):
+    """That format calls the position u, and switch_over, once for all layers, fold; it has no checksum."""
     model, file = tiny("sympow_gating"), str(tmp_path / "read.state")
     save(model, [256, 10, 20, 30], file, 3)
     with safe_open(file, "pt") as f:
         about, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
+    assert len(about.pop("sha256")) == 64
     (switch_over,) = {layer["switch_over"] for layer in json.loads(about.pop("layers"))}
     about |= {"fold": json.dumps(switch_over), "position": about.pop("n_tokens")}
     tensors = {name.replace(".position", ".u"): x for name, x in tensors.items()}
@@ -260,6 +261,7 @@ def test_a_state_file_of_the_first_format_is_read(tmp_path):
         state_file.load_state(str(tmp_path / f"{n}.state"), model) for n in ("read", "first")
     )
     assert torch.equal(logits, again) and new.n_tokens == old.n_tokens == 4
+    assert capsys.readouterr().err.count("before states had a checksum") == 1
     for a, b in zip(new.layers, old.layers):
         assert a.settings() == b.settings() and all(
             torch.equal(x, b.tensors()[name]) for name, x in a.tensors().items()
@@ -300,6 +302,30 @@ def test_another_models_state_is_refused_with_the_reason(tmp_path):
     with open(file, "r+b") as f:
         f.truncate(1000)
     with pytest.raises(ValueError, match="not a whole state file"):
+        state_file.load_state(file, model)
+
+
+def test_a_flipped_bit_anywhere_in_a_state_is_refused(tmp_path):
+    model, file = tiny("sympow_gating", n_layer=1), tmp_path / "read.state"
+    save(model, [256, 10], str(file))
+    raw = file.read_bytes()
+    for i in [*range(0, len(raw), 7), len(raw) - 1]:
+        damaged = bytearray(raw)
+        damaged[i] ^= 1 << i % 8
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match="not a whole state file|it is damaged"):
+            state_file.load_state(str(file), model)
+
+
+@pytest.mark.parametrize("layers", ["[" * 100_000 + "]" * 100_000, "{", "[]", '[{"fold": 3}, {"fold": 3}]'])
+def test_settings_of_a_state_that_cannot_be_read_are_refused(layers, tmp_path):
+    model, file = tiny("sympow_gating"), str(tmp_path / "read.state")
+    save(model, [256, 10], file)
+    with safe_open(file, "pt") as f:
+        about, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
+    del about["sha256"]
+    save_file(tensors, file, metadata=about | {"layers": layers})
+    with pytest.raises(ValueError, match="its settings are not what was written|its states are not those of"):
         state_file.load_state(file, model)
 
 
