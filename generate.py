@@ -11,6 +11,7 @@ On a GPU, models whose attention decodes on the kernels go through decoder.py; a
 import time
 
 import torch
+from tqdm import tqdm
 
 from attention.dispatch import kernel_reason
 
@@ -79,8 +80,14 @@ def read_prompt(
     itemsize = cache_dtype(model).itemsize
     for block, layer in zip(model.transformer.h, state.layers):
         block.attn.mix.check_memory(layer, len(ids) + max_new_tokens, num_samples, itemsize, state_dtype, device)
-    if ids:
-        logits, state = model.read(torch.tensor([ids], device=device), state, PIECE.get(device.type, 1024))
+    pieces = torch.tensor([ids], device=device).split(PIECE.get(device.type, 1024), dim=1) if ids else ()
+    shown = (
+        None if len(pieces) > 1 else True
+    )  # disable=None: on a terminal only, and there for what takes over a second
+    with tqdm(total=len(ids), desc="prompt", unit="token", unit_scale=True, leave=False, delay=1, disable=shown) as bar:
+        for piece in pieces:
+            logits, state = model.read(piece, state, piece.shape[1])
+            bar.update(piece.shape[1])
     timings.prefilled(state.bytes())
     return logits, state
 

@@ -6,6 +6,7 @@ with whole_file("book.state") as temporary:
 """
 
 import errno
+import json
 import os
 from contextlib import contextmanager, suppress
 
@@ -28,6 +29,12 @@ def check_output(path):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+
+
+def write_json(path, value):
+    """Write a value as JSON, whole or not at all."""
+    with whole_file(path) as temporary, open(temporary, "w") as f:
+        f.write(json.dumps(value, indent=1) + "\n")
 
 
 @contextmanager

@@ -8,8 +8,12 @@ if __name__ == "__main__":
 """
 
 import argparse
+import math
 import os
 import sys
+from contextlib import suppress
+
+from runs.output import check_output
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message):
-        print(f"{self.prog}: {' '.join(message.split())} (--help lists the options)", file=sys.stderr)
+        print(f"{self.prog}: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -28,6 +32,23 @@ def at_least_1(text):
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def positive(text):
+    """Return a text as a number above 0 and finite, for add_argument's `type`."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+
+
+def output_file(text):
+    """Return the name of a file that can be written, for add_argument's `type`."""
+    try:
+        check_output(text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {error}") from None
+    return text
 
 
 def run_program(main):
