@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from attention.check import first_line
 from data import DataError
 from data.dataset import Dataset
 from data.loader import Windows
+from generate import token_bar
 from runs import checkpoint
 from runs.load import load_run, newest_run, no_checkpoint
 from runs.plotting import choose_picture, means_by_position, plot_loss_by_position, shorten
@@ -88,7 +88,7 @@ def open_documents(run, cfg):
     """Return the Windows of the documents that the run is to read; refuse what does not fit."""
     try:
         settings = checkpoint.settings(checkpoint.run_of(run))
-        dataset = Dataset(cfg.dataset or settings["dataset"])
+        dataset = Dataset(cfg.dataset or settings.get("dataset", ""))
         most = dataset.tokens("val") if cfg.pack else dataset.document_length
         windows = Windows(dataset, "val", cfg.length or min(4 * settings["block_size"], most), cfg.pack, name="length")
     except (DataError, ValueError) as error:
@@ -106,11 +106,8 @@ def evaluate_run(run, cfg, windows):
     count = min(cfg.documents, windows.documents)
     step = windows.documents // count * windows.per_document  # spread the documents over the split, each from its start
     total, curves, joined = torch.zeros(windows.block_size, dtype=torch.float64), [], False
-    bar = tqdm(
-        total=count * len(total), unit="token", unit_scale=True, desc=shorten(run, 30), disable=None, leave=False
-    )
     try:
-        with torch.inference_mode(), autocast, bar:  # disable=None: the bar is for terminals only
+        with torch.inference_mode(), autocast, token_bar(count * len(total), shorten(run, 30)) as bar:
             for i in range(count):
                 inputs, targets = windows.batch([i * step])
                 joined = joined or windows.dataset.eot in inputs[0, 1:]
@@ -133,7 +130,7 @@ def losses_by_position(model, inputs, targets, piece=None):
 
 def piece_losses(model, inputs, targets, piece=None):
     """Yield the losses [B, n] of one piece of losses_by_position after the other."""
-    piece = piece or (65536 if inputs.is_cuda else 1024)
+    piece = min(piece or (65536 if inputs.is_cuda else 1024), inputs.shape[1])
     state = model.empty_state(len(inputs))
     at_once = max(1, LOGITS_AT_ONCE // model.config.vocab_size // len(inputs))
     for part, wanted in zip(inputs.split(piece, 1), targets.split(piece, 1)):

@@ -140,7 +140,7 @@ def read_text(prompt):
         with open(prompt[5:], encoding="utf-8", newline="") as f:  # line ends as they are, as prepare.py reads them
             return f.read()
     except (OSError, UnicodeDecodeError) as error:
-        refuse(f"cannot read the prompt {prompt[5:]}: {error}")
+        refuse(f"cannot read the prompt {prompt[5:]!r}: {getattr(error, 'strerror', error)}")
 
 
 def choose_switch_over(model, cfg):
@@ -178,7 +178,7 @@ def check(cfg):
     """Refuse settings that are out of range, with the value and what would be right."""
     recurrent, loads = cfg.form == "recurrent", bool(cfg.load_state)
     rows = (
-        ("num_samples", "at least 1", lambda x: x >= 1),
+        ("num_samples", "at least 1 and below 2^31", lambda x: 1 <= x < 2**31),
         ("seed", "positive and below 2^63", lambda x: 0 <= x < 2**63 - cfg.num_samples),
         ("max_new_tokens", "at least 1, or 0 with --save_state", lambda x: x >= (not cfg.save_state)),
         ("temperature", "0 (greedy) or at least 1e-6, and finite", lambda x: x == 0 or 1e-6 <= x < math.inf),

@@ -143,7 +143,9 @@ def _plot_relative_losses(axis, shifts, looks):
 
 def loss_curve(lines, key, loss, scale=1):
     """Return (x, y), the finite losses against steps, tokens or seconds, of the lines that have this key."""
-    lines = [line for line in lines if key in line and math.isfinite(line[loss])]
+    lines = [
+        line for line in lines if key in line and abs(line[loss]) < 1e30
+    ]  # matplotlib fails near the largest float
     return [line[key] / scale for line in lines], [line[loss] for line in lines]
 
 
@@ -167,9 +169,9 @@ def relative_losses(runs):
         curves = {name: loss_curve(lines[which], "tokens", loss) for name, lines in runs.items()}
         base_x, base_y = next(iter(curves.values()))
         for name, (x, y) in curves.items():
-            pairs = [(at, loss) for at, loss in zip(x, y) if base_x and base_x[0] <= at <= base_x[-1]]
-            base = np.interp([at for at, _ in pairs], base_x, base_y) if pairs else []
-            percent = [100 * (loss / b - 1) for (_, loss), b in zip(pairs, base)]
+            base = np.interp(x, base_x, base_y, left=0, right=0) if base_x else [0] * len(x)
+            pairs = [(at, 100 * (loss / b - 1)) for at, loss, b in zip(x, y, base) if b > 0]
+            percent = [y for _, y in pairs]
             # smoothed last, so that the noise of batches that both runs have seen cancels
             found.setdefault(name, []).append(([at for at, _ in pairs], percent if which else smooth(percent)))
     found = {name: curves for name, curves in found.items() if any(x for x, _ in curves)}
@@ -295,6 +297,8 @@ def choose_picture(png):
         return None, f"no picture, matplotlib is missing ({error}): pip install matplotlib"
     except ValueError as error:  # such as an unknown backend in MPLBACKEND
         refuse(f"matplotlib does not start: {error}")
+    if not os.path.basename(png):
+        refuse(f"png must be a file, got {png!r}")
     path, suffix = os.path.splitext(png)
     if suffix in ("", "."):
         png, suffix = f"{path}.png", ".png"
@@ -302,7 +306,7 @@ def choose_picture(png):
     if suffix[1:].lower() not in known:
         refuse(f"png={png} must end in {', '.join(known)}, or in nothing for png")
     try:
-        check_output(png if path else path)
+        check_output(png)
     except OSError as error:
         refuse(f"png={png} cannot be written: {error}")
     return png, ""

@@ -57,6 +57,7 @@ def run_program(main):
     Ctrl-C is status 130. A closed pipe (`| head`) ends the program quietly. Any other OSError that main() lets pass,
     such as a full disk behind stdout, is one line and status 1. Letters that the terminal cannot show become "?".
     """
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None if closed
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -64,15 +65,14 @@ def run_program(main):
             status = main()
         except SystemExit as stop:
             status = stop.code
-        if sys.stdout:  # None if it was closed
-            sys.stdout.flush()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:
         status = drop_output()
     except OSError as error:
         drop_output()
-        where = "" if error.filename else "cannot write the output: "
+        where = "cannot write the output: " if error.errno and not error.filename else ""
         status = f"{os.path.basename(sys.argv[0])}: {where}{error}"
     sys.exit(status)
 

@@ -10,6 +10,7 @@ that. It is written whole or not at all.
 
 import hashlib
 import json
+import os
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -76,6 +77,8 @@ def _read(path):
 
     Raises ValueError if it is damaged, or has no state.
     """
+    if not os.path.isfile(path):
+        raise ValueError("it is not a file" if os.path.exists(path) else "there is no such file")
     try:
         with safe_open(path, "pt") as f:
             metadata = f.metadata() or {}

@@ -178,7 +178,7 @@ def test_several_samples_are_separated_and_json_comes_last(go, capsys):
 @pytest.mark.parametrize(
     "argv,message",
     [
-        (["--num_samples=0"], "num_samples must be at least 1, got 0"),
+        (["--num_samples=0"], "num_samples must be at least 1 and below 2^31, got 0"),
         (["--temperature=-1"], "temperature must be 0 (greedy) or at least 1e-6, and finite, got -1.0"),
         (["--temperature=inf"], "and finite, got inf"),
         (["--prompt=a", "--start=b"], "start is another name for prompt"),
@@ -190,6 +190,8 @@ def test_several_samples_are_separated_and_json_comes_last(go, capsys):
         (["--top_p=0"], "top_p must be in (0, 1], got 0.0"),
         (["--form=fast"], "form must be auto or recurrent, got fast"),
         (["--out_dir=out/none"], "no checkpoint in out/none: there is one in out/a"),
+        (["--load_state=out"], "cannot go on from out: it is not a file"),
+        (["--device=cuda:" + "9" * 30], "device must be auto, cpu, cuda or cuda:N"),
         (["--device=cuda:77"], "device cuda:77 is not there"),
         (["--tempreature=1"], "did you mean temperature?"),
     ],
