@@ -12,6 +12,7 @@ on an H200 in bfloat16; other GPUs differ more in speed than in these ratios. Tr
 """
 
 import argparse
+import importlib.util
 import math
 import sys
 
@@ -114,13 +115,12 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m kernels.cost", description=__doc__.splitlines()[0])
     parser.error = lambda message: refuse(f"it takes no arguments ({message})")
     parser.parse_args()
-    try:
-        import torch
-        import triton  # noqa: F401
-    except ImportError as error:
-        refuse(f"{error}: see `make doctor`")
+    import torch
+
     if not torch.cuda.is_available():
         refuse("no CUDA GPU here to measure on")
+    if importlib.util.find_spec("triton") is None:
+        refuse("Triton is not installed: see `make doctor`")
     lengths = (512, 1024, 2048, 4096, 8192, 16384)
     for D, p in CHUNKED:
         if (D, p) == (64, 4):  # the chunked form is nowhere cheaper

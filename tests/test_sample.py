@@ -10,7 +10,7 @@ import pytest
 import tiktoken
 import torch
 from helpers import SMALL, call, dataset, make_dataset, metrics  # noqa: F401 (dataset is a fixture)
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import generate as generate_module
@@ -351,6 +351,46 @@ def test_a_document_is_read_once_and_asked_twice(go, capsys, tmp_path):
     assert "it belongs to another model: attention='conformal_sympow' there" in capsys.readouterr().err
     assert go(f"--load_state={tmp_path}/none", "--out_dir=out/a") == 2
     assert go("--max_new_tokens=0", "--out_dir=out/a") == 2
+
+
+def test_a_state_that_could_not_be_written_leaves_nothing(go, tmp_path, monkeypatch):
+    def write_half(tensors, path, metadata):
+        with open(path, "w") as f:
+            f.write("half")
+        raise SafetensorError("I/O error: File too large (os error 27)")
+
+    monkeypatch.setattr(state_file, "save_file", write_half)
+    (tmp_path / "a.state").write_text("the state before")
+    status = go(f"--save_state={tmp_path}/a.state", "--max_new_tokens=0", "--out_dir=out/a")
+    assert status == f"sample.py: cannot write {tmp_path}/a.state: I/O error: File too large (os error 27)"
+    assert os.listdir(tmp_path) == ["a.state"] and (tmp_path / "a.state").read_text() == "the state before"
+
+
+def test_weights_that_give_no_finite_logits_are_named(go, monkeypatch):
+    read = sample.read_prompt
+    monkeypatch.setattr(
+        sample, "read_prompt", lambda *args, **how: (torch.full((1, 257), torch.nan), read(*args, **how)[1])
+    )
+    assert "no finite logits" in go("--out_dir=out/a", "--max_new_tokens=5")
+
+
+@pytest.mark.parametrize("file,text", [("config.json", "{}"), ("config.json", "[" * 100_000), ("tokenizer.json", "{")])
+def test_a_run_with_a_damaged_file_is_refused_by_its_name(go, capsys, tmp_path, file, text):
+    shutil.copytree("out/a", tmp_path / "damaged")
+    (tmp_path / "damaged" / file).write_text(text)
+    assert go(f"--out_dir={tmp_path}/damaged") == 2
+    error = capsys.readouterr().err
+    assert f"damaged/{file}" in error and error.count("\n") == 1
+
+
+def test_settings_that_do_not_fit_the_weights_are_refused(go, capsys, tmp_path):
+    shutil.copytree("out/a", tmp_path / "other")
+    settings = json.loads((tmp_path / "other/config.json").read_text())
+    settings["model"]["n_layer"] = 3
+    (tmp_path / "other/config.json").write_text(json.dumps(settings))
+    assert go(f"--out_dir={tmp_path}/other") == 2
+    error = capsys.readouterr().err
+    assert "does not fit the settings" in error and error.count("\n") == 1
 
 
 def test_the_length_at_which_a_state_is_made_can_be_set_and_is_printed(go, capsys):
