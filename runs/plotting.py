@@ -94,8 +94,8 @@ def loss_axes(runs):
     found = {"step": []}  # key -> what one unit of it is in the axes that it stands for
     for key in ("tokens", "seconds"):
         for other in found:
-            pairs = [(line[other], line[key]) for line in lines if key in line]
             ratio = ends[key] / max(ends[other], 1)
+            pairs = [(line.get(other, math.inf), line[key]) for line in lines if key in line]
             if all(abs(y - ratio * x) <= 0.02 * ends[key] for x, y in pairs):
                 if ratio:
                     found[other].append(f"{ratio:,.0f} tokens" if key == "tokens" else f"{ratio:.2g} s")
@@ -143,9 +143,7 @@ def _plot_relative_losses(axis, shifts, looks):
 
 def loss_curve(lines, key, loss, scale=1):
     """Return (x, y), the finite losses against steps, tokens or seconds, of the lines that have this key."""
-    lines = [
-        line for line in lines if key in line and abs(line[loss]) < 1e30
-    ]  # matplotlib fails near the largest float
+    lines = [line for line in lines if key in line and abs(line[loss]) < 1e30]  # matplotlib fails far above that
     return [line[key] / scale for line in lines], [line[loss] for line in lines]
 
 

@@ -147,6 +147,9 @@ def test_axes_on_which_the_curves_look_alike_share_a_panel(tmp_path):
     for line in runs["b"][0] + runs["b"][1]:
         line["tokens"] *= 2
     assert [label for _, label, _ in plotting.loss_axes(runs)] == ["step", "tokens (0.0005 s each)"]
+    for line in runs["b"][0]:
+        del line["tokens"]
+    assert [key for key, _, _ in plotting.loss_axes(runs)] == ["step", "tokens", "seconds"]
 
 
 def test_nine_runs_with_long_names_cover_nothing(figures, tmp_path):
