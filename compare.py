@@ -7,34 +7,46 @@ Reads metrics.jsonl in each run's folder, also while the run is still writing it
 first run.
 """
 
-import argparse
 import json
 import math
-from pathlib import Path
+import os
+import sys
 from statistics import fmean, median
 
-from runs.plotting import plot_loss_curves
+from runs.plotting import choose_picture, plot_loss_curves
+from runs.program import Parser, run_program
 from runs.settings import refuse
 from runs.tracking import whole_lines
 
 WARMUP_LINES = 3  # left out of a run's throughput, because of compilation and cold caches
+KEYS = ("step", "train_loss", "val_loss", "tokens", "seconds", "tok_per_sec")
 LEGEND = "train loss: mean over the last 10% of the logged steps; val loss: the last evaluation; tokens/s: median"
 
 
 def read_losses(folder):
     """Return (train, val): the lines of a run's metrics.jsonl with a training or validation loss, ordered by step."""
-    path = Path(folder) / "metrics.jsonl"
-    if not path.is_file():
-        refuse(f"{folder}: " + ("no metrics.jsonl in it" if Path(folder).is_dir() else "no such run folder"))
+    path = os.path.join(folder, "metrics.jsonl")
+    if not os.path.isfile(path):
+        refuse(f"{folder}: " + ("no metrics.jsonl in it" if os.path.isdir(folder) else "no such run folder"))
     train, val = {}, {}
-    for line in map(json.loads, whole_lines(path)):
+    try:
+        lines = whole_lines(path)
+    except OSError as error:
+        refuse(f"{folder}: {error}")
+    for line in map(numbers, map(json.loads, lines)):
         # A resumed run repeats the steps since its checkpoint; the later line of a step is the valid one.
-        for key, lines in (("train_loss", train), ("val_loss", val)):
-            if isinstance(line.get(key), (int, float)):
-                lines[line["step"]] = line
+        for key, of_steps in (("train_loss", train), ("val_loss", val)):
+            if key in line and "step" in line:
+                of_steps[line["step"]] = line
     if not train and not val:
         refuse(f"{folder}: its metrics.jsonl holds no losses yet")
     return [train[step] for step in sorted(train)], [val[step] for step in sorted(val)]
+
+
+def numbers(line):
+    """Return the numbers that are used here of a line of metrics.jsonl. Only losses may be huge, inf or NaN."""
+    found = {key: x for key in KEYS if isinstance(x := line.get(key), (int, float)) and not isinstance(x, bool)}
+    return {key: x for key, x in found.items() if abs(x) < 1e18 or (key.endswith("loss") and isinstance(x, float))}
 
 
 def summarise(name, train, val):
@@ -126,7 +138,7 @@ def choose_names(folders, names):
         if len(chosen) != len(folders):
             refuse(f"--names has {len(chosen)} names for {len(folders)} runs")
     else:
-        chosen = [Path(folder).resolve().name for folder in folders]
+        chosen = [os.path.basename(os.path.realpath(folder)) for folder in folders]
         if len(set(chosen)) < len(chosen):
             chosen = folders
     if len(set(chosen)) < len(chosen):
@@ -135,25 +147,26 @@ def choose_names(folders, names):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="compare.py", description=__doc__.splitlines()[0])
+    parser = Parser(prog="compare.py", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", help="run folders, such as out/softmax")
     parser.add_argument("--png", default="compare.png", help="where the picture goes (default: compare.png)")
     parser.add_argument("--names", help="names of the runs, separated by commas (default: their folders')")
     parser.add_argument("--markdown", action="store_true", help="print the table in GitHub's markdown")
-    parser.error = refuse
     args = parser.parse_args(argv)
-    runs = {name: read_losses(folder) for name, folder in zip(choose_names(args.runs, args.names), args.runs)}
+    names = choose_names(args.runs, args.names)
+    picture, missing = choose_picture(args.png)
+    runs = {name: read_losses(folder) for name, folder in zip(names, args.runs)}
     header, cells = table([summarise(name, train, val) for name, (train, val) in runs.items()])
     print((markdown if args.markdown else plain)(header, cells))
-    print(f"\n{LEGEND}")
+    print(f"\n{LEGEND}", flush=True)
+    if missing:
+        sys.exit(f"compare.py: {missing}")
     try:
-        plot_loss_curves(runs, args.png)
-    except ImportError:
-        refuse("no picture, matplotlib is missing: pip install matplotlib")
-    except (OSError, ValueError) as error:  # ValueError: a file type that matplotlib does not know
-        refuse(f"cannot write {args.png}: {error}")
-    print(f"wrote {args.png}")
+        plot_loss_curves(runs, picture)
+    except OSError as error:
+        sys.exit(f"compare.py: cannot write {picture}: {error}")
+    print(f"wrote {picture}")
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

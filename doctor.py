@@ -20,6 +20,8 @@ import sysconfig
 import warnings
 from dataclasses import dataclass, field
 
+from runs.program import Parser, run_program
+
 TORCH = "torch>=2.11,<2.14"  # as in requirements.txt
 REQUIRED = ["numpy", "safetensors", "tqdm"]
 OPTIONAL = ["matplotlib", "tiktoken", "datasets", "zarr", "wandb", "pytest"]
@@ -308,6 +310,7 @@ def verdict(facts):
 
 
 def main():
+    Parser(prog="doctor.py", description=__doc__.splitlines()[0]).parse_args()
     facts = gather()
     lines = report(facts)
     width = max(len(label) for label, _ in lines)
@@ -321,4 +324,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

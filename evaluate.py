@@ -18,12 +18,15 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from attention.check import first_line
 from data import DataError
 from data.dataset import Dataset
 from data.loader import Windows
+from generate import token_bar
 from runs import checkpoint
 from runs.load import load_run, newest_run, no_checkpoint
-from runs.plotting import plot_loss_by_position
+from runs.plotting import choose_picture, means_by_position, plot_loss_by_position, shorten
+from runs.program import run_program
 from runs.settings import check_ranges, read_settings, refuse
 
 LOGITS_AT_ONCE = 2**28  # numbers: 1 GB in float32
@@ -60,68 +63,83 @@ def main():
     names = cfg.names.split(",") if cfg.names else runs
     if len(names) != len(runs) or len(set(names)) < len(names):
         refuse(f"--names must be {len(runs)} different names, got {cfg.names or ','.join(names)}")
-    curves, contexts, report = {}, [], {}
+    picture, missing = choose_picture(cfg.png)
+    windows = {run: open_documents(run, cfg) for run in runs}  # refused before anything is evaluated
+    curves, report, joined = {}, {}, False
     for name, run in zip(names, runs):
-        losses, context = evaluate_run(run, cfg)
-        curves[name], report[name] = losses, between_powers(losses)
-        contexts.append(context)
+        losses, *curves[name], rows = evaluate_run(run, cfg, windows[run])
+        report[name], joined = between_powers(losses), joined or rows
     print(table(report))
-    failure = None
-    try:
-        plot_loss_by_position(curves, contexts, cfg.png)
-        print(f"wrote {cfg.png}")
-    except ImportError:
-        print("no picture, matplotlib is missing: pip install matplotlib", file=sys.stderr)
-    except (OSError, ValueError) as error:  # ValueError: a file type that matplotlib does not know
-        failure = f"evaluate.py: cannot write {cfg.png}: {error}"
+    counts = {f"{len(curves[n][1]):,} documents of {windows[r].block_size:,} tokens" for n, r in zip(names, runs)}
+    print(f"mean loss in nats over {' or '.join(sorted(counts))}", flush=True)
+    if picture:
+        try:
+            plot_loss_by_position(curves, picture, joined)
+            print(f"wrote {picture}")
+        except OSError as error:
+            missing = f"cannot write {picture}: {error}"
     if cfg.json:
         print(json.dumps(report))
-    sys.exit(failure)
+    if missing:
+        sys.exit(f"evaluate.py: {missing}")
 
 
-def evaluate_run(run, cfg):
-    """Return (the run's mean loss at each position [length] float64, its training context)."""
+def open_documents(run, cfg):
+    """Return the Windows of the documents that the run is to read; refuse what does not fit."""
     try:
         settings = checkpoint.settings(checkpoint.run_of(run))
-    except ValueError as error:
-        refuse(error)
-    context = settings["block_size"]
-    try:
-        dataset = Dataset(cfg.dataset or settings["dataset"])
+        dataset = Dataset(cfg.dataset or settings.get("dataset", ""))
         most = dataset.tokens("val") if cfg.pack else dataset.document_length
-        windows = Windows(dataset, "val", cfg.length or min(4 * context, most), cfg.pack, name="length")
-    except DataError as error:
+        windows = Windows(dataset, "val", cfg.length or min(4 * settings["block_size"], most), cfg.pack, name="length")
+    except (DataError, ValueError) as error:
         refuse(error)
-    _, model, _, device, autocast = load_run(run, cfg)
-    if model.config.vocab_size != dataset.vocab_size:
-        refuse(f"{run} has a vocabulary of {model.config.vocab_size}, {dataset.name} one of {dataset.vocab_size}")
+    vocab_size = settings["model"]["vocab_size"]
+    if vocab_size != dataset.vocab_size:
+        refuse(f"{run} has a vocabulary of {vocab_size}, {dataset.name} one of {dataset.vocab_size}")
+    return windows
+
+
+def evaluate_run(run, cfg, windows):
+    """Return the run's mean loss at each position [length] float64, then what a picture needs of it: the positions and
+    losses [documents, n] of `means_by_position`, the training context, and True if the documents are joined texts."""
+    folder, model, _, device, autocast = load_run(run, cfg)
     count = min(cfg.documents, windows.documents)
     step = windows.documents // count * windows.per_document  # spread the documents over the split, each from its start
-    total = torch.zeros(windows.block_size, dtype=torch.float64)
-    for i in range(count):
-        inputs, targets = (x.to(device) for x in windows.batch([i * step]))
-        try:
-            with torch.inference_mode(), autocast:
-                total += losses_by_position(model, inputs, targets, cfg.piece or None)[0].double().cpu()
-        except MemoryError as error:
-            sys.exit(f"evaluate.py: {error}")
-        if sys.stderr.isatty() or i + 1 == count:
-            line = f"{run}: {i + 1} of {count} documents of {windows.block_size:,} tokens"
-            print(f"\r{line}" if sys.stderr.isatty() else line, end="" if i + 1 < count else "\n", file=sys.stderr)
-    return total / count, context
+    total, curves, joined = torch.zeros(windows.block_size, dtype=torch.float64), [], False
+    try:
+        with torch.inference_mode(), autocast, token_bar(count * len(total), shorten(run, 30)) as bar:
+            for i in range(count):
+                inputs, targets = windows.batch([i * step])
+                joined = joined or windows.dataset.eot in inputs[0, 1:]
+                pieces = []
+                for losses in piece_losses(model, inputs.to(device), targets.to(device), cfg.piece or None):
+                    pieces.append(losses[0].cpu())
+                    bar.update(len(pieces[-1]))
+                losses = torch.cat(pieces)
+                total += losses
+                curves.append(means_by_position(losses))
+    except (DataError, MemoryError, torch.OutOfMemoryError) as error:
+        sys.exit(f"evaluate.py: {first_line(error)}")
+    return total / count, curves[0][0], [y for _, y in curves], checkpoint.settings(folder)["block_size"], joined
 
 
 def losses_by_position(model, inputs, targets, piece=None):
     """Return the loss of each target in nats, float32 [B, T], for inputs and targets [B, T] read a piece at a time."""
-    piece = piece or (65536 if inputs.is_cuda else 1024)
-    state, losses = model.empty_state(len(inputs)), []
+    return torch.cat(list(piece_losses(model, inputs, targets, piece)), 1)
+
+
+def piece_losses(model, inputs, targets, piece=None):
+    """Yield the losses [B, n] of one piece of losses_by_position after the other."""
+    piece = min(piece or (65536 if inputs.is_cuda else 1024), inputs.shape[1])
+    state = model.empty_state(len(inputs))
     at_once = max(1, LOGITS_AT_ONCE // model.config.vocab_size // len(inputs))
     for part, wanted in zip(inputs.split(piece, 1), targets.split(piece, 1)):
         x, state = model.hidden(part, state)
+        losses = []
         for rows, target in zip(x.split(at_once, 1), wanted.split(at_once, 1)):
             logits = model.logits(rows).float()
             losses.append(F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape))
-    return torch.cat(losses, 1)
+        yield torch.cat(losses, 1)
 
 
 def between_powers(losses):
@@ -148,4 +166,4 @@ def table(report):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

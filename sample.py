@@ -11,6 +11,7 @@ state after them, generate.py samples the next token.
 """
 
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from attention.memory import switch_over_tokens
 from generate import Timings, cache_dtype, generate, read_prompt
 from runs import state_file
 from runs.load import load_run, newest_run
+from runs.output import check_output
+from runs.program import run_program
 from runs.settings import check_ranges, read_settings, refuse
 
 
@@ -48,9 +51,9 @@ class SampleConfig:
 def main():
     given, _ = read_settings((SampleConfig,), sys.argv[1:], usage=__doc__)
     cfg = SampleConfig(**given)
+    if cfg.prompt and cfg.start:
+        refuse("start is another name for prompt: give one of them")
     check(cfg)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8
     text = read_text(cfg.prompt or cfg.start)
     run, model, tokenizer, device, autocast = load_run(cfg.out_dir or newest_run(), cfg)
     if cfg.state_dtype != "float32" and device.type != "cuda":
@@ -77,16 +80,18 @@ def write_samples(model, tokenizer, cfg, text, prompt, switch_over, timings):
     limit = fixed_size_limit(before[1])
     sizes = dict(max_new_tokens=cfg.max_new_tokens, num_samples=cfg.num_samples)
     sizes |= dict(state_dtype=getattr(torch, cfg.state_dtype), switch_over=switch_over, timings=timings)
+    read, before = read_prompt(model, prompt, before, **sizes), None  # the loaded state need not be there twice
+    if not read[0].isfinite().all():
+        sys.exit("sample.py: the model has no finite logits after the prompt: its weights, or the state, are not sound")
+    if cfg.save_state:
+        save_state(cfg.save_state, model, *read)
     decoders, texts = [tokenizer.stream() for _ in range(cfg.num_samples)], [text] * cfg.num_samples
     alone = cfg.num_samples == 1
     if alone:
         print(text, end="", flush=True)
+    options = {name: getattr(cfg, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    tokens, read = generate(model, before=read, **sizes, **options), None  # which frees its memory when it can
     try:
-        read, before = read_prompt(model, prompt, before, **sizes), None  # the loaded state need not be there twice
-        if cfg.save_state:
-            save_state(cfg.save_state, model, *read)
-        options = {name: getattr(cfg, name) for name in ("temperature", "top_k", "top_p", "seed")}
-        tokens, read = generate(model, before=read, **sizes, **options), None  # which frees its memory when it can
         for ids in tokens:
             for i, token in enumerate(ids):
                 piece = decoders[i].feed(token)
@@ -126,12 +131,16 @@ def print_summary(run, model, device, report, limit):
 def read_text(prompt):
     """Return the prompt's text, from its file for FILE:path."""
     if not prompt.startswith("FILE:"):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            refuse("the prompt is not UTF-8")
         return prompt
     try:
-        with open(prompt[5:], encoding="utf-8") as f:
+        with open(prompt[5:], encoding="utf-8", newline="") as f:  # line ends as they are, as prepare.py reads them
             return f.read()
     except (OSError, UnicodeDecodeError) as error:
-        refuse(f"cannot read the prompt: {error}")
+        refuse(f"cannot read the prompt {prompt[5:]!r}: {getattr(error, 'strerror', error)}")
 
 
 def choose_switch_over(model, cfg):
@@ -162,17 +171,17 @@ def save_state(path, model, logits, state):
     try:
         state_file.save_state(path, model, logits, state)
     except OSError as error:
-        refuse(f"cannot write {path}: {error}")
+        sys.exit(f"sample.py: cannot write {path}: {error}")
 
 
 def check(cfg):
     """Refuse settings that are out of range, with the value and what would be right."""
     recurrent, loads = cfg.form == "recurrent", bool(cfg.load_state)
     rows = (
-        ("num_samples", "at least 1", lambda x: x >= 1),
+        ("num_samples", "at least 1 and below 2^31", lambda x: 1 <= x < 2**31),
         ("seed", "positive and below 2^63", lambda x: 0 <= x < 2**63 - cfg.num_samples),
         ("max_new_tokens", "at least 1, or 0 with --save_state", lambda x: x >= (not cfg.save_state)),
-        ("temperature", "0 (greedy) or positive", lambda x: x >= 0),
+        ("temperature", "0 (greedy) or at least 1e-6, and finite", lambda x: x == 0 or 1e-6 <= x < math.inf),
         ("top_k", "positive, or 0 for all", lambda x: x >= 0),
         ("top_p", "in (0, 1]", lambda x: 0 < x <= 1),
         ("switch_over", "positive, or 0 for as many tokens as take a state's memory", lambda x: x >= 0),
@@ -181,20 +190,18 @@ def check(cfg):
         ("switch_over", "left out with load_state: the file has its own", lambda x: not (x and loads)),
         ("form", "left out with load_state: the file has its own", lambda x: not (recurrent and loads)),
         ("save_state", "in a folder that is there", lambda x: os.path.isdir(os.path.dirname(x) or ".")),
-        ("save_state", "a file, not a folder", lambda x: not os.path.isdir(x or "file")),
         ("state_dtype", "float32 or bfloat16", lambda x: x in ("float32", "bfloat16")),
         ("dtype", "auto, float32 or bfloat16", lambda x: x in ("auto", "float32", "bfloat16")),
     )
     try:
         check_ranges(cfg, rows)
+        if cfg.save_state:
+            check_output(cfg.save_state)
     except ValueError as error:
         refuse(error)
+    except OSError as error:
+        refuse(f"save_state={cfg.save_state} cannot be written: {error}")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    run_program(main)

@@ -40,6 +40,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from runs.output import write_json  # noqa: E402
+from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
+
 ROUNDS, CALLS = 7, 10
 AHEAD = 40_000_000  # cycles before a turn, 20 ms: as long as a slow host takes to launch its calls
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -261,8 +264,7 @@ def bench(args):
     print(f"{system['gpu']}, torch {system['torch']}, triton {system['triton']}, cuDNN {system['cudnn']}")
     print(f"ceiling: {ceiling:.0f} TFLOP/s, a bfloat16 matrix product of 8192 x 8192 x 8192")
     if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(dict(**system, rows=rows), indent=1) + "\n")
+        write_json(args.json, dict(**system, rows=rows))
 
 
 # ---- the first call
@@ -301,24 +303,23 @@ def cold_start(name):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="bench/attention.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--T", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="context lengths")
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--head_dim", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=65536, help="in a call: the batch is tokens / T")
+    parser = Parser(prog="bench/attention.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--T", type=at_least_1, nargs="+", default=[1024, 4096, 16384, 65536], help="context lengths")
+    parser.add_argument("--heads", type=at_least_1, default=12)
+    parser.add_argument("--head_dim", type=at_least_1, default=64)
+    parser.add_argument("--tokens", type=at_least_1, default=65536, help="in a call: the batch is tokens / T")
     parser.add_argument("--all", action="store_true", help="also p = 2, 6, 8, and FlexAttention at any T")
     names = [*BACKENDS, *POWERS, *CHUNKED]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"these contenders: {' '.join(names)}")
     parser.add_argument("--no_flex", action="store_true", help="leave FlexAttention out (it compiles for long)")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there too")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows there too")
     parser.add_argument("--cold_start", action="store_true", help="time their first calls instead (p4_gated)")
-    parser.add_argument("--first_calls", type=int, nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--first_calls", type=at_least_1, nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cold_start and (of_torch := [n for n in args.only or () if n in BACKENDS or n.startswith("flex")]):
         parser.error(f"--cold_start times our kernels, not {' '.join(of_torch)}")
     if not torch.cuda.is_available():
-        print("bench/attention.py: no CUDA GPU here, and there is nothing else to measure", file=sys.stderr)
-        sys.exit(2)
+        parser.error("no CUDA GPU here, and there is nothing else to measure")
     if args.first_calls:
         first_calls(args.only[0], args.first_calls)
     elif args.cold_start:
@@ -329,4 +330,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -8,7 +8,7 @@ allocation of memory for the copy. `written` is the time from then until the che
 `pause` is the longest time for which this thread, which goes on as training does, had to wait in between.
 """
 
-import argparse
+import os
 import sys
 import tempfile
 import time
@@ -20,17 +20,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from model import GPT, GPTConfig  # noqa: E402
 from runs.checkpoint import Progress, Writer  # noqa: E402
+from runs.program import Parser, at_least_1, run_program  # noqa: E402
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="bench/checkpoint.py", description=__doc__.splitlines()[0])
+    parser = Parser(prog="bench/checkpoint.py", description=__doc__.splitlines()[0])
     for name in ("n_layer", "n_head", "n_embd"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(GPTConfig, name))
+        parser.add_argument(f"--{name}", type=at_least_1, default=getattr(GPTConfig, name))
     parser.add_argument("--folder", help="where to write (a temporary folder in it); default: the system's")
-    parser.add_argument("--times", type=int, default=4)
+    parser.add_argument("--times", type=at_least_1, default=4)
     args = parser.parse_args()
+    if args.folder and not os.path.isdir(args.folder):
+        parser.error(f"argument --folder: no folder {args.folder}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = GPTConfig(attention="sympow_gating", n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd)
+    try:
+        config = GPTConfig(attention="sympow_gating", n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd)
+    except ValueError as error:
+        parser.error(str(error))
     model = GPT(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for p in model.parameters():
@@ -53,4 +59,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

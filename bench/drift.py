@@ -8,7 +8,6 @@ through the model in float64; each computes its own gates and beta. A line has t
 a position. The first one is the effect of bfloat16 weights alone, before errors of the state can add up.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -18,6 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from decoder import Decoder  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
+from runs.program import Parser, at_least_1, run_program  # noqa: E402
+
+VARIANTS = ("sympow", "sympow_gating", "conformal_sympow")
 
 
 class Forced:
@@ -63,14 +65,15 @@ def drift(attention, tokens, positions, state_dtype=torch.float32, seed=0):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="bench/drift.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--attention", nargs="+", default=["sympow_gating", "conformal_sympow"])
+    parser = Parser(prog="bench/drift.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=at_least_1, default=1_000_000)
+    parser.add_argument("--attention", nargs="+", choices=VARIANTS, default=VARIANTS[1:])
     parser.add_argument("--state_dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args()
+    if args.tokens < 3:
+        parser.error(f"argument --tokens: must be at least 3, got {args.tokens}")
     if not torch.cuda.is_available():
-        print("bench/drift.py: no CUDA GPU here to measure on", file=sys.stderr)
-        return 2
+        parser.error("no CUDA GPU here to measure on")
     positions = sorted({min(10**i * j, args.tokens - 2) for i in range(7) for j in (1, 2, 5)})
     for attention in args.attention:
         for at, error in drift(attention, args.tokens, positions, getattr(torch, args.state_dtype)):
@@ -79,4 +82,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -9,9 +9,7 @@ token to the next, the share of the GPU's bandwidth that one read of the weights
 is allocated.
 """
 
-import argparse
 import gc
-import json
 import sys
 import time
 from pathlib import Path
@@ -24,6 +22,8 @@ from bench.train import VARIANTS  # noqa: E402
 from decoder import Decoder  # noqa: E402
 from generate import PIECE, Sampler  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
+from runs.output import write_json  # noqa: E402
+from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
 
 SWITCH_OVER = 512  # tokens, fewer than any context that is measured, so that each has a state
 WARM_UP = 200
@@ -120,17 +120,16 @@ def prefill(settings):
 
 def main():
     names = ("transformers_dynamic", "transformers_static", *VARIANTS)
-    parser = argparse.ArgumentParser(prog="bench/sample.py", description=__doc__.splitlines()[0])
+    parser = Parser(prog="bench/sample.py", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"these: {' '.join(names)}")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
-    parser.add_argument("--context", type=int, nargs="+", default=[1000, 1_000_000], help="tokens read before")
-    parser.add_argument("--tokens", type=int, default=1000, help="that are timed")
+    parser.add_argument("--batch", type=at_least_1, nargs="+", default=[1, 64])
+    parser.add_argument("--context", type=at_least_1, nargs="+", default=[1000, 1_000_000], help="tokens read before")
+    parser.add_argument("--tokens", type=at_least_1, default=1000, help="that are timed")
     parser.add_argument("--state_dtype", default="float32", choices=("float32", "bfloat16"), help="of our states")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there too")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows there too")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("bench/sample.py: no CUDA GPU here to measure on", file=sys.stderr)
-        return 2
+        parser.error("no CUDA GPU here to measure on")
     bandwidth, rows = BANDWIDTH.get(torch.cuda.get_device_name()), []
     header = f"{'':<22} {'batch':>5} {'context':>9} {'tokens/s':>9} {'p50 ms':>8} {'p99 ms':>8}"
     print(f"{header} {'share':>6} {'allocated':>10}", flush=True)
@@ -169,10 +168,9 @@ def main():
             rows.append(line | dict(prefill_allocated=peak, prefill_allocated_long=peak_long))
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
+        write_json(args.json, rows)
     return any("failed" in line for line in rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -10,7 +10,6 @@ S [Dphi, E] and the normaliser z [Dphi]: Dphi * (E + 1) numbers, where E is the 
     Dphi = C(d + p - 1, p)   symmetric power  (every product once)
 """
 
-import argparse
 import math
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attention.embedding import symmetric_power_dim  # noqa: E402
+from runs.program import Parser, at_least_1, run_program  # noqa: E402
 
 # name, n_layer, n_head, number of weights as the article quotes it; heads are 64 wide
 GPT2 = [
@@ -104,37 +104,30 @@ def print_power_table(n_layer, n_head, head_dim, powers, size):
         print(f"{p:>3}{format_bytes(tensor):>15}{format_bytes(symmetric):>18}  {saving:>8}{fits:>13}")
 
 
-def refuse(message):
-    """Print one line to stderr and exit with status 2."""
-    print(f"state_size: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m bench.state_size", description=__doc__.splitlines()[0])
-    parser.add_argument("--n_layer", type=int, default=12)
-    parser.add_argument("--n_head", type=int, default=12)
-    parser.add_argument("--n_kv_head", type=int, help="key/value heads, where they are fewer (default: n_head)")
-    parser.add_argument("--head_dim", type=int, default=64)
-    parser.add_argument("--bytes", type=int, default=2, help="per number: 2 for bf16, 4 for fp32, which sample.py uses")
+    parser = Parser(prog="python -m bench.state_size", description=__doc__.splitlines()[0])
+    parser.add_argument("--n_layer", type=at_least_1, default=12)
+    parser.add_argument("--n_head", type=at_least_1, default=12)
+    parser.add_argument("--n_kv_head", type=at_least_1, help="key/value heads, where they are fewer (default: n_head)")
+    parser.add_argument("--head_dim", type=at_least_1, default=64)
+    parser.add_argument(
+        "--bytes", type=at_least_1, default=2, help="per number: 2 for bf16, 4 for fp32, which sample.py uses"
+    )
     parser.add_argument("--p", default="2,4,6,8", help="the powers, separated by commas")
-    parser.error = refuse
     args = parser.parse_args(argv)
-    heads = args.n_head if args.n_kv_head is None else args.n_kv_head
-    for key, value in dict(
-        n_layer=args.n_layer, n_head=args.n_head, n_kv_head=heads, head_dim=args.head_dim, bytes=args.bytes
-    ).items():
-        if value < 1:
-            refuse(f"{key} must be at least 1, got {value}")
+    heads = args.n_kv_head or args.n_head
     if args.n_head % heads:
-        refuse(f"n_head={args.n_head} must be a multiple of n_kv_head={heads}")
+        parser.error(f"n_head={args.n_head} must be a multiple of n_kv_head={heads}")
     powers = args.p.split(",")
     if not all(p.strip().isdecimal() and int(p) > 0 and int(p) % 2 == 0 for p in powers):
-        refuse(f"p must be positive even integers such as 2,4, got {args.p}")
+        parser.error(f"p must be positive even integers such as 2,4, got {args.p}")
     print_linear_table()
     print()
-    print_power_table(args.n_layer, heads, args.head_dim, [int(p) for p in powers], args.bytes)
+    try:
+        print_power_table(args.n_layer, heads, args.head_dim, [int(p) for p in powers], args.bytes)
+    except OverflowError:
+        parser.error("the state has more than 10^308 bytes: give a smaller shape or p")
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

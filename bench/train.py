@@ -11,8 +11,6 @@ of STEPS steps after WARM_UP. The last column is the share of the GPU's peak tha
 (attention is not counted, so that variants can be compared).
 """
 
-import argparse
-import json
 import math
 import sys
 import time
@@ -26,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from model import GPT, GPTConfig  # noqa: E402
 from runs.machine import peak_flops  # noqa: E402
+from runs.output import write_json  # noqa: E402
+from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
 from train import make_optimizer  # noqa: E402
 
 WARM_UP, STEPS = 4, 8
@@ -108,28 +108,30 @@ def bench(args):
             torch.cuda.empty_cache()
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.tokens} tokens a step or one context")
     if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
+        write_json(args.json, rows)
     return any("failed" in row for row in rows)
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="bench/train.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--context", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="context lengths")
+    parser = Parser(prog="bench/train.py", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--context", type=at_least_1, nargs="+", default=[1024, 4096, 16384, 65536], help="context lengths"
+    )
     parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", default=DEFAULT, help=" ".join(VARIANTS))
-    parser.add_argument("--tokens", type=int, default=65536, help="tokens of a step, or one context if that is longer")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps that are timed")
+    parser.add_argument(
+        "--tokens", type=at_least_1, default=65536, help="tokens of a step, or one context if that is longer"
+    )
+    parser.add_argument("--steps", type=at_least_1, default=STEPS, help="steps that are timed")
     parser.add_argument("--activation_checkpointing", action="store_true")
     parser.add_argument("--reset_token", type=int, default=-1, help="a token id that resets the state")
     parser.add_argument("--no_compile", action="store_true")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there too")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows there too")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("bench/train.py: no CUDA GPU here, and there is nothing else to measure", file=sys.stderr)
-        sys.exit(2)
+        parser.error("no CUDA GPU here, and there is nothing else to measure")
     torch.set_float32_matmul_precision("high")  # as train.py
     sys.exit(bench(args))
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -11,7 +11,10 @@ on an H200 in bfloat16; other GPUs differ more in speed than in these ratios. Tr
     python -m kernels.cost                # measure and fit on this GPU; print the tables below and how good choices are
 """
 
+import argparse
+import importlib.util
 import math
+import sys
 
 # head dimension -> (a, b), with gates, p = 2 or 4
 QUADRATIC = {16: (0.96, 0.00068), 32: (1.05, 0.00084), 64: (1.12, 0.00113), 128: (2.33, 0.00190)}
@@ -109,6 +112,15 @@ def fit(columns, y):
 
 def main():
     """Measure, fit and print the numbers of each size, and how good the resulting choices are."""
+    parser = argparse.ArgumentParser(prog="python -m kernels.cost", description=__doc__.splitlines()[0])
+    parser.error = lambda message: refuse(f"it takes no arguments ({message})")
+    parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        refuse("no CUDA GPU here to measure on")
+    if importlib.util.find_spec("triton") is None:
+        refuse("Triton is not installed: see `make doctor`")
     lengths = (512, 1024, 2048, 4096, 8192, 16384)
     for D, p in CHUNKED:
         if (D, p) == (64, 4):  # the chunked form is nowhere cheaper
@@ -136,6 +148,12 @@ def main():
                 form = best_form(T, D, p, gated)
                 print(f"  T={T}: quadratic {both['quadratic']:.2f}, chunks of {C} {both['chunked']:.2f}:", end=" ")
                 print(f"chosen / best {both[form] / min(both.values()):.2f}", flush=True)
+
+
+def refuse(message):
+    """Print one line to stderr and exit with status 2."""
+    print(f"kernels.cost: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -149,9 +149,9 @@ def settings(run):
     try:
         with open(path) as f:
             found = json.load(f)
-        found["model"], found["block_size"], found["init_from"]
+        dict(found["model"])["vocab_size"], range(found["block_size"]), found["init_from"]
         return found
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path}, which a run has beside its checkpoints, is missing or damaged ({why})") from None
 
@@ -167,7 +167,7 @@ def damage(folder, thorough=True, files=None):
         sums, missing = {}, [name for name in FILES if not os.path.exists(os.path.join(folder, name))]
         if missing:
             return f"{missing[0]} is missing"
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         return f"checksums.json: {error}"
     for name, of in sums.items():
         if files and name not in files:

@@ -22,7 +22,7 @@ def load_run(path, cfg):
 
     path: a run's folder or one of its checkpoints; cfg has the settings device and dtype. The checksums of the weights
     are compared: a damaged checkpoint is named on stderr and left out for the one before it. Refuse a run without a
-    checkpoint or with a config.json that cannot be read.
+    checkpoint, or with a config.json or tokenizer that cannot be read or does not fit.
     """
     folder, run = checkpoint.newest(path, True, warn, checkpoint.WEIGHTS), checkpoint.run_of(path)
     if not folder:
@@ -34,15 +34,17 @@ def load_run(path, cfg):
     device, dtype = choose_device(cfg.device, cfg.dtype)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current device
-    model = GPT(GPTConfig(**saved))
-    checkpoint.load(folder, model)
+    try:
+        model = GPT(GPTConfig(**saved))
+        checkpoint.load(folder, model)
+    except (TypeError, ValueError, RuntimeError) as error:  # settings of no model, or of one with other weights
+        refuse(f"{folder} does not fit the settings in {run}/config.json: {error}")
     model.to(device).eval()
     autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
     try:
-        tokenizer = load_tokenizer(run)
+        return run, model, load_tokenizer(run), device, autocast
     except DataError as error:
         refuse(error)
-    return run, model, tokenizer, device, autocast
 
 
 def newest_run():

@@ -140,7 +140,7 @@ def choose_device(device, dtype, local=0):
     import torch
 
     name = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
         refuse(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
     chosen = torch.device(f"cuda:{local}" if name == "cuda" else name)
     if chosen.type == "cuda" and chosen.index >= torch.cuda.device_count():

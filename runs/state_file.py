@@ -4,20 +4,24 @@
     logits, state = load_state("book.state", model)         # refuses the state of another model
 
 The file is safetensors: `logits` [B, vocab_size] of the next token and `layers.I.NAME` for each tensor of each layer's
-state; its metadata has the model's settings and a fingerprint of its weights, and the states' settings.
+state; its metadata has the model's settings and a fingerprint of its weights, the states' settings, and a sha256 of all
+that. It is written whole or not at all.
 """
 
 import hashlib
 import json
 import os
-from contextlib import suppress
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model import ModelState
-from runs.checkpoint import flush_to_disk
+from runs.output import whole_file
+from runs.processes import warn
+
+NAMES = {"n_tokens", "layers", "config", "weights"}  # what the metadata has beside sha256
+FIRST_NAMES = {"position", "fold", "config", "weights"}  # the same in a file of the first format
 
 
 def save_state(path, model, logits, state):
@@ -25,59 +29,88 @@ def save_state(path, model, logits, state):
     tensors = {"logits": logits}
     for i, layer in enumerate(state.layers):
         tensors |= {f"layers.{i}.{name}": x for name, x in layer.tensors().items()}
+    tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
     about = {
         "n_tokens": state.n_tokens, "layers": [layer.settings() for layer in state.layers], "config": _settings(model),
     }  # fmt: skip
     metadata = {name: json.dumps(value) for name, value in about.items()} | {"weights": _fingerprint(model)}
-    temporary = f"{path}.{os.getpid()}.tmp"
+    metadata["sha256"] = _checksum(tensors, metadata)
     try:
-        save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, metadata=metadata)
-        flush_to_disk(temporary)
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:  # such as a full disk
-        with suppress(OSError):
-            os.remove(temporary)
+        with whole_file(path) as temporary:
+            save_file(tensors, temporary, metadata=metadata)
+    except SafetensorError as error:  # such as a full disk
         raise OSError(str(error)) from error
 
 
 def load_state(path, model):
     """Return the (logits, ModelState) of `save_state`, on the model's device.
 
-    Raises ValueError, with the reason, for another model's state or a damaged file.
+    Raises ValueError, with the reason, for another model's state or a damaged file. A file of an earlier version, which
+    has no checksum, is loaded with a warning.
     """
     device = model.transformer.wte.weight.device
-    try:
-        with safe_open(path, "pt", device=str(device)) as f:
-            metadata = f.metadata() or {}
-            tensors = {name: f.get_tensor(name) for name in f.keys()}
-    except SafetensorError as error:
-        raise ValueError(f"not a whole state file: {error}") from None
-    if "weights" not in metadata:
-        raise ValueError("it has no state: sample.py --save_state=FILE writes one")
-    saved, own = json.loads(metadata["config"]), _settings(model)
-    differ = [f"{n}={saved.get(n)!r} there, {x!r} here" for n, x in own.items() if saved.get(n) != x]
+    tensors, about = _read(path)
+    own = _settings(model)
+    differ = [
+        f"{n}={about['config'].get(n)!r} there, {x!r} here" for n, x in own.items() if about["config"].get(n) != x
+    ]
     if differ:
         raise ValueError(f"it belongs to another model: {', '.join(differ)}")
-    if metadata["weights"] != _fingerprint(model):
+    if about["weights"] != _fingerprint(model):
         raise ValueError(
             "it belongs to the same kind of model with other weights: use the checkpoint it was saved with"
         )
-    if "layers" in metadata:
-        settings, n_tokens = json.loads(metadata["layers"]), json.loads(metadata["n_tokens"])
-    else:  # a file of the first format
-        settings = [{"switch_over": json.loads(metadata["fold"])}] * model.config.n_layer
-        tensors = {name.removesuffix(".u") + ".position" * name.endswith(".u"): x for name, x in tensors.items()}
-        n_tokens = json.loads(metadata["position"])
     layers = []
     for i, block in enumerate(model.transformer.h):
         kind = type(block.attn.mix.empty_state(1, device))
         prefix = f"layers.{i}."
-        of_layer = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        of_layer = {name.removeprefix(prefix): x.to(device) for name, x in tensors.items() if name.startswith(prefix)}
         try:
-            layers.append(kind(**of_layer, **settings[i]))
-        except TypeError as error:
+            layers.append(kind(**of_layer, **about["layers"][i]))
+        except (IndexError, TypeError) as error:
             raise ValueError(f"its states are not those of attention={model.config.attention} now ({error})") from None
-    return tensors["logits"], ModelState(layers, n_tokens)
+    return tensors["logits"].to(device), ModelState(layers, about["n_tokens"])
+
+
+def _read(path):
+    """Return ({name: tensor on the CPU}, {name: value of the metadata}) of a state file.
+
+    Raises ValueError if it is damaged, or has no state.
+    """
+    if not os.path.isfile(path):
+        raise ValueError("it is not a file" if os.path.exists(path) else "there is no such file")
+    try:
+        with safe_open(path, "pt") as f:
+            metadata = f.metadata() or {}
+            tensors = {name: f.get_tensor(name) for name in f.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"not a whole state file: {error}") from None
+    if "weights" not in metadata and "sha256" not in metadata:
+        raise ValueError("it has no state: sample.py --save_state=FILE writes one")
+    checksum = metadata.pop("sha256", None)
+    if checksum is not None and checksum != _checksum(tensors, metadata):
+        raise ValueError("it is damaged: it is not what was written (sha256 differs)")
+    try:
+        about = {name: x if name == "weights" else json.loads(x) for name, x in metadata.items()}
+        if about.keys() == FIRST_NAMES:
+            about["n_tokens"], switch_over = about.pop("position"), about.pop("fold")
+            about["layers"] = [{"switch_over": switch_over}] * about["config"]["n_layer"]
+            tensors = {name.removesuffix(".u") + ".position" * name.endswith(".u"): x for name, x in tensors.items()}
+        if about.keys() != NAMES or "logits" not in tensors or not isinstance(about["config"], dict):
+            raise ValueError(f"it has {', '.join(about)} beside {len(tensors)} tensors")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"it is damaged: its settings are not what was written ({error})") from None
+    if checksum is None:
+        warn(f"{path} was written before states had a checksum, so whether it is damaged is not known")
+    return tensors, about
+
+
+def _checksum(tensors, metadata):
+    """Return the sha256 of names, types, shapes and bits of the tensors, and of the metadata."""
+    about = {name: [str(x.dtype), list(x.shape)] for name, x in tensors.items()}
+    digest = hashlib.sha256(json.dumps([about, metadata], sort_keys=True).encode())
+    _update(digest, tensors)
+    return digest.hexdigest()
 
 
 def _settings(model):
@@ -89,7 +122,13 @@ def _settings(model):
 def _fingerprint(model):
     """Return a hash of every bit of the model's weights."""
     digest = hashlib.sha256()
-    for name, x in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    _update(digest, model.state_dict())
     return digest.hexdigest()
+
+
+def _update(digest, tensors):
+    """Hash the names and bits of tensors in the order of their names."""
+    for name, x in sorted(tensors.items()):
+        x = x.detach().cpu().contiguous()
+        digest.update(name.encode())
+        digest.update(x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy().data)

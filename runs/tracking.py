@@ -236,5 +236,5 @@ def whole_lines(path):
 def _has_step(line):
     try:
         return isinstance(json.loads(line)["step"], int)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False

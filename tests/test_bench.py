@@ -37,16 +37,17 @@ for command in json.loads(sys.argv[1]):
 """
 
 
-def test_without_a_gpu_or_a_dataset_they_say_so():
-    commands = [[f"bench/{name}.py"] for name in ("attention", "train", "sample", "drift")] + [["-m", "kernels.tune"]]
-    commands.append(["bench/data.py", "--dataset=nowhere"])
+def test_without_a_gpu_or_a_dataset_and_with_wrong_arguments_they_say_so():
+    reasons = {f"bench/{name}.py": "GPU" for name in ("attention", "train", "sample", "drift")}
+    reasons |= {"-m kernels.tune": "GPU", "-m kernels.cost": "GPU", "-m kernels.cost 64": "it takes no arguments"}
+    reasons |= {"bench/data.py --dataset=nowhere": "no dataset 'nowhere'", "doctor.py --fix": "unrecognized arguments"}
+    commands = [command.split() for command in reasons]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
     argv = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=120)
     assert done.returncode == 0, done.stderr
-    for command, line in zip(commands, done.stdout.splitlines(), strict=True):
+    for (command, reason), line in zip(reasons.items(), done.stdout.splitlines(), strict=True):
         status, errors = json.loads(line)
-        reason = "no dataset 'nowhere'" if "--dataset=nowhere" in command else "GPU"
         assert status == 2 and errors.count("\n") == 1 and reason in errors, (command, errors)
 
 

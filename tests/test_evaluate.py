@@ -9,6 +9,7 @@ from test_sample import tiny
 
 import evaluate
 import train
+from runs import plotting
 from runs.plotting import means_by_position
 
 
@@ -31,6 +32,34 @@ def test_means_between_powers_of_two():
     assert len(x) == len(y) < 80 and x == sorted(x) and set(y) == {1.0}
 
 
+def test_the_band_is_the_standard_error_over_documents(monkeypatch):
+    mean, error = plotting.mean_and_standard_error([[1.0, 2.0], [3.0, 2.0], [5.0, 2.0]])
+    assert mean.tolist() == [3.0, 2.0] and error.tolist() == pytest.approx([2 / 3**0.5, 0.0])
+    assert plotting.mean_and_standard_error([[1.0, 2.0]])[1].tolist() == [0.0, 0.0]
+    figures = []
+    monkeypatch.setattr(plotting, "_save", lambda figure, png: figures.append(figure))
+    positions = [1.0, 10.0, 100.0, 1000.0]
+    curves = {"a": (positions, [[9.0, 3.0, 2.0, 2.0]] * 5, 128), "b": (positions, [[9.0, 4.0, 3.0, 3.0]] * 5, 256)}
+    plotting.plot_loss_by_position(curves, "x.png")
+    plotting.plot_loss_by_position({"a": curves["a"]}, "x.png", joined=True)
+    (axis,), (other,) = (figure.axes for figure in figures)
+    assert axis.get_title("left") == "mean of 5 documents; band: standard error" and len(axis.collections) == 2
+    assert axis.get_xlabel() == "position in the document, tokens"
+    assert other.get_xlabel() == "position in the row of joined texts, tokens"
+    assert other.get_title("left") == "mean of 5 rows; band: standard error"
+    labels = [text.get_text() for text in axis.get_xticklabels()]
+    assert labels == ["1", "2", "5", "10", "20", "50", "100", "200", "500", "1k"]
+    assert [text.get_text() for text in axis.texts] == ["trained at 128", "trained at 256"]
+    assert axis.get_ylim()[1] < 5  # the first loss would squash the others
+
+
+@pytest.mark.parametrize(
+    "number,text", [(1, "1"), (500, "500"), (1000, "1k"), (64_000, "64k"), (2e6, "2M"), (0.5, "0.5")]
+)
+def test_numbers_on_axes_are_short(number, text):
+    assert plotting.short_count(number) == text
+
+
 def test_the_program(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     for name, attention in (("a", "conformal_sympow"), ("b", "softmax")):
@@ -39,15 +68,25 @@ def test_the_program(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
     capsys.readouterr()
     options = ["--out_dir=out/a,out/b", "--documents=2", "--json"]
     assert call(evaluate.main, *options) == 0
-    out = capsys.readouterr().out.splitlines()
+    out, error = capsys.readouterr()
+    assert error == ""  # bars are for terminals
+    out = out.splitlines()
     report = json.loads(out[-1])
     assert list(report) == ["out/a", "out/b"] and out[0].split() == ["position", "out/a", "out/b"]
+    assert "mean loss in nats over 2 documents of 128 tokens" in out
     assert all(0 < loss < 20 for losses in report.values() for loss in losses.values())
     assert (tmp_path / "loss_by_position.png").stat().st_size > 10_000
     assert call(evaluate.main, "--out_dir=out/a", "--length=100000000") == 2
     error = capsys.readouterr().err
     assert "longer than" in error and "--length=" in error
     assert call(evaluate.main, "--out_dir=out/none") == 2
+    monkeypatch.setattr(evaluate, "evaluate_run", lambda *args: pytest.fail("work has started"))
+    assert call(evaluate.main, "--out_dir=out/a", "--png=x.foo") == 2
+    (tmp_path / "out/b/config.json").write_text("[" * 100_000)
+    assert call(evaluate.main, "--out_dir=out/a,out/b") == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("evaluate.py: out/b/config.json")
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     assert call(evaluate.main, "--out_dir=out/a,out/b", "--names=x") == 2
     assert "2 different names, got x" in capsys.readouterr().err
     assert call(evaluate.main, "--out_dir=out/a,out/a/", "--names=x", "--documents=1", "--length=8") == 0

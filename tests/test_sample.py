@@ -10,7 +10,7 @@ import pytest
 import tiktoken
 import torch
 from helpers import SMALL, call, dataset, make_dataset, metrics  # noqa: F401 (dataset is a fixture)
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import generate as generate_module
@@ -178,11 +178,20 @@ def test_several_samples_are_separated_and_json_comes_last(go, capsys):
 @pytest.mark.parametrize(
     "argv,message",
     [
-        (["--num_samples=0"], "num_samples must be at least 1, got 0"),
-        (["--temperature=-1"], "temperature must be 0 (greedy) or positive, got -1.0"),
+        (["--num_samples=0"], "num_samples must be at least 1 and below 2^31, got 0"),
+        (["--temperature=-1"], "temperature must be 0 (greedy) or at least 1e-6, and finite, got -1.0"),
+        (["--temperature=inf"], "and finite, got inf"),
+        (["--prompt=a", "--start=b"], "start is another name for prompt"),
+        (["--prompt=\udcff"], "the prompt is not UTF-8"),
+        (["--save_state=/dev/null"], "save_state=/dev/null cannot be written: it is a device or a pipe"),
+        ([f"--save_state={'a' * 300}"], "cannot be written: [Errno 36] File name too long"),
+        ([f"--prompt=FILE:{'a' * 300}"], "File name too long"),
+        ([f"--out_dir={'a' * 300}"], "no checkpoint in aaa"),
         (["--top_p=0"], "top_p must be in (0, 1], got 0.0"),
         (["--form=fast"], "form must be auto or recurrent, got fast"),
         (["--out_dir=out/none"], "no checkpoint in out/none: there is one in out/a"),
+        (["--load_state=out"], "cannot go on from out: it is not a file"),
+        (["--device=cuda:" + "9" * 30], "device must be auto, cpu, cuda or cuda:N"),
         (["--device=cuda:77"], "device cuda:77 is not there"),
         (["--tempreature=1"], "did you mean temperature?"),
     ],
@@ -245,12 +254,13 @@ def test_a_saved_state_goes_on_where_it_was(attention, switch_over, tmp_path):
         assert list(zip(*generate(model, [], max_new_tokens=40, before=before))) == whole
 
 
-def test_a_state_file_of_the_first_format_is_read(tmp_path):
-    """That format calls the position u, and switch_over, once for all layers, fold."""
+def test_a_state_file_of_the_first_format_is_read(tmp_path, capsys):
+    """That format calls the position u, and switch_over, once for all layers, fold; it has no checksum."""
     model, file = tiny("sympow_gating"), str(tmp_path / "read.state")
     save(model, [256, 10, 20, 30], file, 3)
     with safe_open(file, "pt") as f:
         about, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
+    assert len(about.pop("sha256")) == 64
     (switch_over,) = {layer["switch_over"] for layer in json.loads(about.pop("layers"))}
     about |= {"fold": json.dumps(switch_over), "position": about.pop("n_tokens")}
     tensors = {name.replace(".position", ".u"): x for name, x in tensors.items()}
@@ -260,6 +270,7 @@ def test_a_state_file_of_the_first_format_is_read(tmp_path):
         state_file.load_state(str(tmp_path / f"{n}.state"), model) for n in ("read", "first")
     )
     assert torch.equal(logits, again) and new.n_tokens == old.n_tokens == 4
+    assert capsys.readouterr().err.count("before states had a checksum") == 1
     for a, b in zip(new.layers, old.layers):
         assert a.settings() == b.settings() and all(
             torch.equal(x, b.tensors()[name]) for name, x in a.tensors().items()
@@ -303,6 +314,30 @@ def test_another_models_state_is_refused_with_the_reason(tmp_path):
         state_file.load_state(file, model)
 
 
+def test_a_flipped_bit_anywhere_in_a_state_is_refused(tmp_path):
+    model, file = tiny("sympow_gating", n_layer=1), tmp_path / "read.state"
+    save(model, [256, 10], str(file))
+    raw = file.read_bytes()
+    for i in [*range(0, len(raw), 7), len(raw) - 1]:
+        damaged = bytearray(raw)
+        damaged[i] ^= 1 << i % 8
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match="not a whole state file|it is damaged"):
+            state_file.load_state(str(file), model)
+
+
+@pytest.mark.parametrize("layers", ["[" * 100_000 + "]" * 100_000, "{", "[]", '[{"fold": 3}, {"fold": 3}]'])
+def test_settings_of_a_state_that_cannot_be_read_are_refused(layers, tmp_path):
+    model, file = tiny("sympow_gating"), str(tmp_path / "read.state")
+    save(model, [256, 10], file)
+    with safe_open(file, "pt") as f:
+        about, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
+    del about["sha256"]
+    save_file(tensors, file, metadata=about | {"layers": layers})
+    with pytest.raises(ValueError, match="its settings are not what was written|its states are not those of"):
+        state_file.load_state(file, model)
+
+
 def test_a_document_is_read_once_and_asked_twice(go, capsys, tmp_path):
     file, rest = str(tmp_path / "a.state"), ["--max_new_tokens=30", "--temperature=0", "--out_dir=out/a"]
     assert go("--prompt=line 1\nline 2", f"--save_state={file}", "--max_new_tokens=0", "--out_dir=out/a") == 0
@@ -316,6 +351,46 @@ def test_a_document_is_read_once_and_asked_twice(go, capsys, tmp_path):
     assert "it belongs to another model: attention='conformal_sympow' there" in capsys.readouterr().err
     assert go(f"--load_state={tmp_path}/none", "--out_dir=out/a") == 2
     assert go("--max_new_tokens=0", "--out_dir=out/a") == 2
+
+
+def test_a_state_that_could_not_be_written_leaves_nothing(go, tmp_path, monkeypatch):
+    def write_half(tensors, path, metadata):
+        with open(path, "w") as f:
+            f.write("half")
+        raise SafetensorError("I/O error: File too large (os error 27)")
+
+    monkeypatch.setattr(state_file, "save_file", write_half)
+    (tmp_path / "a.state").write_text("the state before")
+    status = go(f"--save_state={tmp_path}/a.state", "--max_new_tokens=0", "--out_dir=out/a")
+    assert status == f"sample.py: cannot write {tmp_path}/a.state: I/O error: File too large (os error 27)"
+    assert os.listdir(tmp_path) == ["a.state"] and (tmp_path / "a.state").read_text() == "the state before"
+
+
+def test_weights_that_give_no_finite_logits_are_named(go, monkeypatch):
+    read = sample.read_prompt
+    monkeypatch.setattr(
+        sample, "read_prompt", lambda *args, **how: (torch.full((1, 257), torch.nan), read(*args, **how)[1])
+    )
+    assert "no finite logits" in go("--out_dir=out/a", "--max_new_tokens=5")
+
+
+@pytest.mark.parametrize("file,text", [("config.json", "{}"), ("config.json", "[" * 100_000), ("tokenizer.json", "{")])
+def test_a_run_with_a_damaged_file_is_refused_by_its_name(go, capsys, tmp_path, file, text):
+    shutil.copytree("out/a", tmp_path / "damaged")
+    (tmp_path / "damaged" / file).write_text(text)
+    assert go(f"--out_dir={tmp_path}/damaged") == 2
+    error = capsys.readouterr().err
+    assert f"damaged/{file}" in error and error.count("\n") == 1
+
+
+def test_settings_that_do_not_fit_the_weights_are_refused(go, capsys, tmp_path):
+    shutil.copytree("out/a", tmp_path / "other")
+    settings = json.loads((tmp_path / "other/config.json").read_text())
+    settings["model"]["n_layer"] = 3
+    (tmp_path / "other/config.json").write_text(json.dumps(settings))
+    assert go(f"--out_dir={tmp_path}/other") == 2
+    error = capsys.readouterr().err
+    assert "does not fit the settings" in error and error.count("\n") == 1
 
 
 def test_the_length_at_which_a_state_is_made_can_be_set_and_is_printed(go, capsys):

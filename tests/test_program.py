@@ -1,0 +1,85 @@
+"""Programs end in one line whatever becomes of their output, and leave whole files or none."""
+
+import errno
+import fcntl
+import os
+import pty
+import shlex
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+from helpers import ROOT, join, start
+
+from generate import token_bar
+from runs.output import check_output, whole_file
+
+
+SAY = "from runs.program import run_program; run_program(lambda: print('gr\u00fc\u00dfe'))"
+STOP = "from runs.program import run_program; run_program(lambda: os.kill(os.getpid(), 2))"
+
+
+@pytest.mark.parametrize(
+    "code,redirected,status,out,error",
+    [
+        (SAY, ">/dev/full", 1, "", "-c: cannot write the output: [Errno 28] No space left on device"),
+        (SAY, "| (exec <&-; sleep 0.3)", 0, "", ""),
+        (SAY, ">&-", 0, "", ""),
+        (SAY, "2>&- <&-", 0, "grüße", ""),
+        (f"import os; {STOP}", "", 130, "", ""),
+        (f"import sys; sys.stdout.reconfigure(encoding='ascii'); {SAY}", "", 0, "gr??e", ""),
+    ],
+)
+def test_a_program_ends_in_one_line(code, redirected, status, out, error):
+    command = f"set -o pipefail; {shlex.quote(sys.executable)} -c {shlex.quote(code)} {redirected}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60)
+    assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (status, out, error)
+
+
+def bar_on_a_terminal_without_a_size():
+    """Print what a progress bar writes to a terminal of 0 x 0."""
+    terminal, stderr = pty.openpty()
+    fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+    os.dup2(stderr, 2)
+    with token_bar(10, "prompt") as bar:
+        bar.update(10)
+    print(os.read(terminal, 1000).decode().strip().splitlines()[0][:15])
+
+
+def test_a_terminal_without_a_size_shows_the_bar(tmp_path):
+    assert join(start(bar_on_a_terminal_without_a_size, cwd=tmp_path)) == [0]
+    assert (tmp_path / "log").read_text() == "prompt:   0%|  \n"
+
+
+def test_in_a_file_there_is_no_bar(capfd):
+    with token_bar(10, "prompt") as bar:
+        bar.update(10)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "new" / "folder" / ("a" * 255)
+    with pytest.raises(OSError), whole_file(path) as temporary:
+        with open(temporary, "w") as f:
+            f.write("half")
+        raise OSError(errno.EFBIG, "File too large")
+    assert os.listdir(tmp_path) == []
+    with whole_file(path) as temporary, open(temporary, "w") as f:
+        f.write("whole")
+    assert path.read_text() == "whole" and os.listdir(path.parent) == [path.name]
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(KeyboardInterrupt), whole_file(path) as temporary:
+        raise KeyboardInterrupt
+    with whole_file(tmp_path / "link") as temporary, open(temporary, "w") as f:
+        f.write("again")
+    assert path.read_text() == "again" and os.listdir(path.parent) == [path.name]
+
+
+def test_what_cannot_be_written_is_known_before(tmp_path):
+    (tmp_path / "file").write_text("x")
+    check_output(str(tmp_path / "file")), check_output(str(tmp_path / "new/folder/file")), check_output("file")
+    for wrong in ("", "a" * 300, "/dev/null", str(tmp_path), f"{tmp_path}/file/x", f"{tmp_path}/{'a' * 300}/x"):
+        with pytest.raises(OSError):
+            check_output(wrong)
