@@ -184,14 +184,36 @@ def try_kernels():
     """
     trials = {}
     try:
+        import torch
+
         from attention.check import SIZES, check
         from kernels import unsupported_reason
 
         supported = lambda form, dtype, D, p, gated: not unsupported_reason(form, dtype, D, D, p)
         for line, ok in check([size for size in SIZES if supported(*size)]):
             trials[f"kernels, {line}"] = "" if ok else "too far from float64"
+        if supported("quadratic", torch.bfloat16, 64, 2, False):
+            trials |= try_generation()
     except Exception as error:
         trials["kernels"] = f"{type(error).__name__}: {last_line(str(error))}"
+    return trials
+
+
+def try_generation():
+    """Compare one layer of decoder.py with the model in float64; return what `try_kernels` does."""
+    import torch
+
+    from attention import ATTENTIONS
+    from decoder import TOLERANCE, errors
+    from model import GPTConfig
+
+    trials = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for attention, p in (("sympow", 2), ("sympow_gating", 2), ("conformal_sympow", 4), ("even_power", 6)):
+            config = GPTConfig(n_layer=1, n_head=4, n_embd=128, vocab_size=257, attention=attention, p=p)
+            most = max(errors(config, ATTENTIONS[attention], dtype, torch.float32), key=lambda e: (e != e, e))
+            name = f"kernels, generation {str(dtype).removeprefix('torch.')} {attention} D=32 p={p}: logits {most:.1e}"
+            trials[name] = "" if most <= TOLERANCE[dtype] else "too far from float64"
     return trials
 
 
