@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from model import GPT, GPTConfig  # noqa: E402
 from runs.machine import peak_flops  # noqa: E402
-from train import make_optimizer  # noqa: E402
+from runs.optimizer import make_optimizer  # noqa: E402
 
 WARM_UP, STEPS = 4, 8
 VARIANTS = {

@@ -21,20 +21,23 @@ def load_run(path, cfg):
 
     path: a run's folder or one of its checkpoints; cfg has the settings device and dtype. The checksums of the weights
     are compared: a damaged checkpoint is named on stderr and left out for the one before it. Refuse a run without a
-    checkpoint or with a config.json that cannot be read.
+    checkpoint, or with a config.json that cannot be read or is not that of the weights.
     """
     folder, run = checkpoint.newest(path, True, warn, checkpoint.WEIGHTS), checkpoint.run_of(path)
     if not folder:
         refuse(no_checkpoint(path))
+    device, dtype = choose_device(cfg.device, cfg.dtype)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current device
     try:
         saved = checkpoint.settings(run)["model"]
     except ValueError as error:
         refuse(error)
-    device, dtype = choose_device(cfg.device, cfg.dtype)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches on the current device
-    model = GPT(GPTConfig(**saved))
-    checkpoint.load(folder, model)
+    try:
+        model = GPT(GPTConfig(**saved))
+        checkpoint.load(folder, model)
+    except (TypeError, ValueError, RuntimeError) as error:  # an unknown setting, one out of range, or another size
+        refuse(f"{run}/config.json is not that of the weights in {folder}: {error}")
     model.to(device).eval()
     autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
     return run, model, load_tokenizer(run), device, autocast

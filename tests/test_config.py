@@ -46,7 +46,7 @@ def test_texts_become_the_fields_types():
         (["--batchsize=3"], "unknown key --batchsize=3: did you mean batch_size?"),
         (["--secret=1"], "unknown key --secret=1"),
         (["--batch_size=2.5"], "batch_size must be a whole number, got '2.5'"),
-        (["--learning_rate=fast"], "learning_rate must be a number, got 'fast'"),
+        (["--learning_rate=fast"], "learning_rate must be a finite number, got 'fast'"),
         (["--pack=maybe"], "pack must be True or False, got 'maybe'"),
         (["--batch_size"], "--batch_size needs a value, as in --batch_size=8"),
         (["config/nothing.py"], "no config file config/nothing.py"),

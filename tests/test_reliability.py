@@ -125,6 +125,8 @@ def test_if_every_checkpoint_is_damaged_nothing_starts_anew_unasked(go, finished
 
 def test_ranks_take_the_checkpoint_that_rank_0_found_whole(go, finished, dataset):  # noqa: F811
     shutil.copytree(finished / "cut", "out/a")
+    config = json.load(open("out/a/config.json"))
+    json.dump({**config, "ranks": 2}, open("out/a/config.json", "w"))
     flip("out/a/ckpt/step_00000005/optimizer.pt", 2000)  # the others see its size alone
     argv = [*SMALL, *EXTRA, f"--dataset={dataset}", "--out_dir=out/a", "--lr_decay_iters=6"]
     assert join(*start_ranks(2, train.main, *argv)) == [0, 0]
