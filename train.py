@@ -172,17 +172,17 @@ class Trainer:
         self.eval_network = torch.compile(self.model) if compiled else self.model
         self.network = ranks.average_gradients(self.eval_network)
         records = ranks.master and not cfg.eval_only
-        before = self.progress.step, self.progress.wandb_id, self.progress.evaluated
-        self.tracker = Tracker(cfg, self.settings, *before) if records else None
+        p = self.progress
+        self.tracker = Tracker(cfg, self.settings, p.step, p.wandb_id, p.evaluated) if records else None
         ranks.log(
             f"{self.model.parameter_count() / 1e6:.1f}M parameters, {self.model_cfg.attention}, {device.type} "
             f"{cfg.dtype}; tokens a step: {ranks.world} ranks x {cfg.batch_size} sequences x {cfg.block_size} context "
             f"x {self.accumulation} accumulation = {cfg.tokens_per_step:,}"
         )
-        self.saved = self.progress.step, self.progress.evaluated  # of the newest checkpoint
+        self.saved = p.step, p.evaluated  # of the newest checkpoint
         self.diverged = False  # True if the loss of this step's evaluation was not finite
-        self.clock, self.checkpoint_seconds = Clock(self.progress.seconds, self.progress.step), 0.0
-        self.stop_signals, self.signal, self.seconds = StopSignals(), 0, self.progress.seconds
+        self.clock, self.checkpoint_seconds = Clock(p.seconds, p.step), 0.0
+        self.stop_signals, self.signal, self.seconds = StopSignals(), 0, p.seconds
 
     def train(self):
         """Take steps, and evaluate and save every eval_interval of them, until a limit or a signal ends the run."""
@@ -196,10 +196,9 @@ class Trainer:
             return
         self.batches = self.micro_batches()
         self.batch = next(self.batches)
-        self.display = Display(cfg, progress.step, shown=ranks.master)
+        self.display, first = Display(cfg, progress.step, shown=ranks.master), True
         self.network.train()
         self.clock.start_lap(progress.step)
-        first = True
         while not end:
             with machine.memory_advice(cfg, self.model_cfg, self.accumulation) if first else nullcontext():
                 loss, grad_norm = self.train_step()
@@ -295,7 +294,7 @@ class Trainer:
         """Record the loss, averaged over the ranks, and the speed since the last line."""
         cfg, ranks, step = self.cfg, self.ranks, self.progress.step
         loss = ranks.sum(loss_sum / self.accumulation / ranks.world).item()
-        pace, mfu = self.clock.steps_per_second(step), None
+        pace, mfu = self.clock.steps_per_second(step), None  # steps a second
         speed = cfg.tokens_per_step * pace
         if peak := machine.peak_flops(self.device):
             mfu = speed * self.model.flops_per_token(cfg.block_size, self.dtype) / (peak * ranks.world)
@@ -312,10 +311,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self):
-        """Return the mean loss a token over the first eval_tokens of the held-out split, which the ranks share.
-
-        Returns None if a signal came meanwhile.
-        """
+        """Return the mean loss a token over eval_tokens of the held-out split, or None if a signal came meanwhile."""
         cfg, ranks = self.cfg, self.ranks
         self.network.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -364,9 +360,13 @@ class Trainer:
         """Generate sample_tokens tokens after an end of text; every evaluation uses the same random numbers."""
         options = dict(max_new_tokens=self.cfg.sample_tokens, seed=self.cfg.seed, cuda_graph=False)
         self.model.eval()
-        with torch.inference_mode(), self.autocast:
-            ids = [i for (i,) in generate(self.model, [self.dataset.eot], **options)]
-        self.model.train()
+        try:
+            with torch.inference_mode(), self.autocast:
+                ids = [i for (i,) in generate(self.model, [self.dataset.eot], **options)]
+        except (MemoryError, torch.OutOfMemoryError) as error:  # training itself may go on
+            return f"(no sample: {error})"
+        finally:
+            self.model.train()
         return self.dataset.tokenizer.decode(ids)
 
     def evaluate_and_save(self):

@@ -154,8 +154,8 @@ def open_source(init_from, dataset, saved):
     if saved:
         return None, dict(saved["model"])
     source, run = checkpoint.newest(init_from, True, warn, checkpoint.WEIGHTS), checkpoint.run_of(init_from)
-    if not source and checkpoint.exists(init_from):
-        raise ValueError(f"init_from: every checkpoint in {init_from} is damaged")
+    if not source and (checkpoint.exists(init_from) or run != init_from):
+        raise ValueError(f"init_from: there is no whole checkpoint in {init_from}")
     if not source:
         raise ValueError(
             "init_from must be auto (nanoGPT's resume: goes on where out_dir left off), scratch or a folder with a "
@@ -185,7 +185,7 @@ def check_weights(source, config):
     wrong += [f"{name} is unknown" for name in there if name not in wanted]
     wrong += [f"{n} is {there[n]} instead of {x}" for n, x in wanted.items() if n in there and there[n] != x]
     if wrong:
-        more = f" and {len(wrong) - 1} others" if wrong[1:] else ""
+        more = f", and {len(wrong) - 1} more" if wrong[1:] else ""
         raise ValueError(f"the weights in {source} do not fit this model: {wrong[0]}{more}")
 
 
