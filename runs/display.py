@@ -25,9 +25,10 @@ class Display:
     def __init__(self, cfg, step, shown):
         self.cfg, self.shown, self.bar = cfg, shown, None
         if shown and sys.stderr.isatty():
-            columns = None if os.get_terminal_size(sys.stderr.fileno()).columns else 80  # 0 where nobody set a size
+            size = os.get_terminal_size(sys.stderr.fileno())
+            known = {} if size.columns and size.lines else {"ncols": 80, "nrows": 24}  # 0 where nobody set a size
             form = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps [{elapsed}{postfix}]"
-            self.bar = tqdm(total=cfg.max_iters, initial=step, bar_format=form, ncols=columns)
+            self.bar = tqdm(total=cfg.max_iters, initial=step, bar_format=form, **known)
 
     def step(self):
         """Move the bar by a step."""
