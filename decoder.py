@@ -10,16 +10,19 @@ generates with variants that decode on the kernels (attention/variant.py), whose
 of a fixed size, a KV cache until it takes as much memory as a state, then the state and a cache of FLUSH_EVERY tokens.
 """
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 
 import torch
 
+from attention.check import remember
 from attention.embedding import symmetric_power_dim
 from attention.rotary import rotation_rates
 from attention.state import LayerState
 from kernels import decode, sampling
-from model import ModelState
+from model import GPT, ModelState
 
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-4}  # of logits, in `failure`
 AHEAD = 2  # tokens that are launched before the first of them is read
 
 
@@ -245,3 +248,49 @@ def _when_copied(ids, event):
     if event:
         event.synchronize()
     return ids
+
+
+def failure(config, dtype, state_dtype):
+    """Return "" if a Decoder of weights of `dtype` agrees with GPT.step in float64 on the current GPU, for one layer of
+    a model of this GPTConfig; else one line that says what is wrong. It takes seconds, once (attention/check.py)."""
+    if not torch.cuda.is_available():
+        return ""
+    small = replace(config, n_layer=1, vocab_size=min(config.vocab_size, 1000), dropout=0.0)
+    name = f"generation, {dtype}, states in {state_dtype}, {small}"
+    return remember(name, lambda: _failure(small, dtype, state_dtype))
+
+
+@torch.no_grad()
+def _failure(config, dtype, state_dtype, device="cuda"):
+    with torch.random.fork_rng():
+        model = GPT(config).eval().to(device)
+        for p in model.parameters():
+            if p.dim() > 1:  # weights with which each product counts
+                p.normal_(std=p.shape[-1] ** -0.5)
+            p.copy_(p.to(dtype))
+        ids = torch.randint(config.vocab_size, (2, 4), device=device)
+    model, reference = model.to(dtype), copy.deepcopy(model).double()
+    logits, state = model.read(ids, model.empty_state(2, 6))  # cached, flushed at 6 tokens, cached behind a state
+    _, expected = reference.read(ids, reference.empty_state(2, 6))
+    decoder = Decoder(model, state, _Likeliest(device), 8, state_dtype=state_dtype)
+    decoder.ids.copy_(logits.argmax(-1))
+    for step in range(5):
+        right, expected = reference.step(decoder.ids.clone(), expected)
+        decoder.step()
+        error = ((decoder.logits - right).norm() / right.norm()).item()
+        if not error <= max(TOLERANCE[dtype], TOLERANCE[state_dtype]):  # NaN is not
+            return f"wrong results, token {step} has an error of {error:.1e}"
+    return ""
+
+
+class _Likeliest:
+    """The sampler of `_failure`."""
+
+    def __init__(self, device):
+        self.at = torch.zeros(1, device=device)
+
+    def prepare(self):
+        pass
+
+    def __call__(self, logits, ids):
+        ids.copy_(logits.argmax(-1))

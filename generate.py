@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from attention.dispatch import kernel_reason
+from attention.dispatch import kernel_reason, warn_once
 
 PIECE = {"cuda": 32768, "cpu": 1024}  # tokens of a prompt that are read in one call
 
@@ -38,7 +38,7 @@ def generate(
     (logits, state), before = before, None
     if not max_new_tokens:
         return
-    on_kernels, logits = cuda_graph and decodes_on_kernels(model), logits.expand(num_samples, -1)
+    on_kernels, logits = cuda_graph and decodes_on_kernels(model, state_dtype), logits.expand(num_samples, -1)
     how = dict(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p)
     sampler = Sampler(device, num_samples, on_kernels, **how)
     if on_kernels:
@@ -85,16 +85,24 @@ def read_prompt(
     return logits, state
 
 
-def decodes_on_kernels(model):
+def decodes_on_kernels(model, state_dtype=torch.float32):
     """Return True if decoder.py can generate with this model: it is on a GPU and all its layers allow it, with one
-    power, one rotation and one switch_over, which the decoder has once for all layers."""
+    power, one rotation and one switch_over, which the decoder has once for all layers. Before the first use its kernels
+    are compared with float64; if they fail, that is one line of warning."""
     c, device = model.config, model.transformer.wte.weight.device.type
     mixes = [block.attn.mix for block in model.transformer.h]
     if device != "cuda" or not all(vars(type(mix)).get("decodes_on_kernels", False) for mix in mixes):
         return False
     if any((mix.p, mix.rope_base, mix.switch_over) != (c.p, c.rope_base, mixes[0].switch_over) for mix in mixes):
         return False
-    return not kernel_reason("quadratic", device, cache_dtype(model), c.head_dim, c.head_dim, c.p)
+    if kernel_reason("quadratic", device, cache_dtype(model), c.head_dim, c.head_dim, c.p):
+        return False
+    from decoder import failure  # Triton is not everywhere
+
+    wrong = failure(c, cache_dtype(model), state_dtype)
+    if wrong:
+        warn_once(f"generation steps through the model, not on its kernels, which fail on this machine: {wrong}")
+    return not wrong
 
 
 def cache_dtype(model):

@@ -1,13 +1,14 @@
 """Compare the kernels with the specification, in the output and every gradient, on this machine's GPU.
 
 for line, ok in check(SIZES): ...                              # doctor.py, 2 to 3 minutes, nearly all to compile
-failure = kernel_failure(model, block_size, torch.bfloat16)    # train.py, seconds, once for a GPU, torch and Triton
+wrong = failure("quadratic", torch.bfloat16, 64, 4, True)      # before the first use, once for a GPU, torch and Triton
 """
 
 import hashlib
 import json
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -72,49 +73,74 @@ def _quadratic(q, k, v, log_g=None, *, p):
 
 
 def _chunked(q, k, v, log_g=None, *, p):
-    return backend.chunked_attention(q, k, v, log_g, None, None, p=p, chunk=512, final=False)[0]
+    """Compute in two calls with a state between them: training needs the first, a prompt in pieces both."""
+    y, S, z, at = [], None, None, q.shape[1] * 3 // 4
+    for rows in (slice(0, at), slice(at, None)):
+        cut = [None if x is None else x[:, rows] for x in (q, k, v, log_g)]
+        part, S, z = backend.chunked_attention(*cut, S, z, p=p, chunk=512, final=rows.start == 0)
+        y.append(part)
+    return torch.cat(y, 1)
+
+
+def failure(form, dtype, D, p, gated):
+    """Return "" if the kernels of this size agree with float64 on the current GPU, else one line that says why not.
+
+    Asked before kernels are used for the first time, it takes seconds unless they passed before (see `remember`).
+    """
+    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return ""
+    size = form, dtype, D, p, gated
+    return remember(f"{form}, {dtype}, D={D}, p={p}, gated={gated}", lambda: _failure(*size))
+
+
+def _failure(*size):
+    ((line, ok),) = check([size])
+    return "" if ok else f"wrong results, {line}"
 
 
 def kernel_failure(model, block_size, dtype):
-    """Return "" if the kernels that this GPT would train on agree with float64 on the current GPU, or if it uses none.
+    """Return "" if the kernels that this GPT would train on agree with float64 on the current GPU, or if it uses none;
+    otherwise one line that says what is wrong."""
+    for block in model.transformer.h:  # a plan with kernels has them checked
+        block.attn.mix.training_plan(block_size, dtype, model.transformer.wte.weight.device.type)
+    return next(filter(None, _found.values()), "")
 
-    Otherwise return one line that says what is wrong.
+
+def remember(name, find):
+    """Return find(), "" if all is well or a line that says what is wrong, or "" if it was "" before.
+
+    That is noted for this process, and in ~/.cache/sympow for this GPU, torch, Triton and these kernels. find is called
+    in a thread of its own, where the caller's autocast, gradient mode and transforms do not count; an exception in it,
+    such as a missing compiler, is what is wrong.
     """
-    device, sizes = model.transformer.wte.weight.device.type, set()
-    for block in model.transformer.h:
-        plan = block.attn.mix.training_plan(block_size, dtype, device)
-        if plan is not None and plan.on_kernels:
-            c = block.attn.mix.config
-            sizes.add((plan.form, dtype, c.head_dim, c.p, c.gated))
+    device = torch.cuda.current_device()
+    if (device, name) not in _found:
+        with ThreadPoolExecutor(1) as thread:
+            _found[device, name] = thread.submit(_find, device, name, find).result()
+    return _found[device, name]
+
+
+_found = {}  # (device, name): what `find` returned in this process
+
+
+def _find(device, name, find):
+    torch.cuda.set_device(device)
     try:
-        return next(filter(None, (_failure(*size) for size in sizes)), "")
+        import triton
+
+        files = sorted(f for f in backend.SOURCES.glob("*") if f.suffix in (".py", ".json"))
+        sources = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12]
+        key = ", ".join([torch.cuda.get_device_name(), torch.__version__, triton.__version__, sources, name])
+        memory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sympow" / "checked.json"
+        known = _known(memory)
+        if key in known:
+            return ""
+        if wrong := find():
+            return wrong
+    except torch.OutOfMemoryError:  # then nothing is known of the kernels
+        return ""
     except Exception as error:  # such as a missing compiler or another Triton: PyTorch still works
         return first_line(error)
-
-
-def first_line(error):
-    """Return the first line of an exception's message, or its type if it has none."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def _failure(form, dtype, D, p, gated):
-    """Check one size, unless this GPU, torch, Triton and these sources passed before (noted in ~/.cache/sympow)."""
-    import triton
-
-    files = sorted(f for f in backend.SOURCES.glob("*") if f.suffix in (".py", ".json"))
-    sources = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12]
-    key = [torch.cuda.get_device_name(), torch.__version__, triton.__version__, sources]
-    key = ", ".join([*key, form, str(dtype), f"D={D}", f"p={p}", f"gated={gated}"])
-    memory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sympow" / "checked.json"
-    try:
-        known = list(json.loads(memory.read_text()))
-    except (OSError, ValueError, TypeError):
-        known = []
-    if key in known:
-        return ""
-    ((line, ok),) = check([(form, dtype, D, p, gated)])
-    if not ok:
-        return f"wrong results, {line}"
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
         written = memory.with_suffix(f".{os.getpid()}")
@@ -123,3 +149,15 @@ def _failure(form, dtype, D, p, gated):
     except OSError:
         pass  # it will be checked again
     return ""
+
+
+def _known(memory):
+    try:
+        return list(json.loads(memory.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return []
+
+
+def first_line(error):
+    """Return the first line of an exception's message, or its type if it has none."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

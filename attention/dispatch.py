@@ -2,7 +2,8 @@
 
     plan(T, D, E, p, dtype=q.dtype, device_type="cuda", gated=True)     # Plan(form, chunk_size, on_kernels, reason)
 
-The answer is a function of sizes, dtype and device alone, so that every rank and every run decides the same.
+The answer is a function of sizes, dtype and device alone, so that every rank and every run decides the same, unless the
+kernels turn out to be wrong on this machine: before a size's first use they are compared with float64 (check.py).
 """
 
 import warnings
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .backend import cost, symmetric_power_dim, unsupported_reason
+from .check import failure
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
 # In PyTorch both forms cost the same at T = 1.5 Dphi. If only the quadratic form has kernels, they cost the same at
@@ -37,9 +39,19 @@ def plan(
     not_chunked = not_quadratic or kernel_reason("chunked", device_type, dtype, D, E, p)
     if initial_state:
         not_quadratic = not_quadratic or "the quadratic kernels take no state before the first token"
+    sizes = T, D, p, dtype, gated, form, chunk_size, initial_state or return_state
+    chosen = _choose(*sizes, not_quadratic, not_chunked)
+    while chosen.on_kernels and (wrong := failed_check(chosen.form, dtype, D, p, gated)):
+        not_quadratic, not_chunked = wrong if chosen.form == "quadratic" else not_quadratic, wrong
+        chosen = _choose(*sizes, not_quadratic, not_chunked)
+    return chosen
+
+
+def _choose(T, D, p, dtype, gated, form, chunk_size, states, not_quadratic, not_chunked):
+    """Return the Plan; not_quadratic, not_chunked: why the kernels of these forms cannot be used, or ""."""
     if form == "auto":
         if not not_chunked:  # both forms are on the kernels
-            form = "chunked" if initial_state or return_state else cost.best_form(T, D, p, gated)
+            form = "chunked" if states else cost.best_form(T, D, p, gated)
         else:
             gain = 1 if not_quadratic else KERNEL_GAIN.get(dtype, 1)
             form = "quadratic" if T <= gain * 1.5 * symmetric_power_dim(D, p) else "chunked"
@@ -74,21 +86,35 @@ def kernel_reason(form, device_type, dtype, D, E, p):
     if dtype == torch.float64:
         return "float64 is computed in PyTorch"
     reason = _disabled or unsupported_reason(form, dtype, D, E, p)
-    if reason and form == "quadratic" and reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(f"power attention runs in plain PyTorch, not on its Triton kernels: {reason}", stacklevel=3)
+    if reason and form == "quadratic":
+        warn_once(f"power attention runs in plain PyTorch, not on its Triton kernels: {reason}")
     return reason
+
+
+def failed_check(form, dtype, D, p, gated):
+    """Return what is wrong with the kernels of this size on this machine, or "". Warn of it once."""
+    wrong = failure(form, dtype, D, p, gated)
+    if wrong:
+        warn_once(f"power attention runs without its {form} kernels, which fail on this machine: {wrong}")
+    return wrong
 
 
 # torch.compile asks once and does not look inside. torch.compiler.assume_constant_result sets this mark too, but it
 # imports torch._dynamo, which takes 2 s that a program without torch.compile need not wait.
-kernel_reason._dynamo_marked_constant = True
+kernel_reason._dynamo_marked_constant = failed_check._dynamo_marked_constant = True
 
 
 def disable_kernels(reason):
     """Use PyTorch in place of the kernels from now on in this process, for `reason`; "" uses the kernels again."""
     global _disabled
     _disabled = reason
+
+
+def warn_once(message):
+    """Warn of the same message once in this process, in one line: without a line of source."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn_explicit(message, UserWarning, "attention", 1)
 
 
 _disabled = ""

@@ -5,9 +5,14 @@
     state = flush(k, v, log_g, state, p=2)                                      # tokens into a PowerState
 
 attention/naive.py computes the same without the care that is taken here: bfloat16 and float16 inputs are computed in
-float32. There are no logarithms. y does not change when a row of q or all of k is scaled by a power of two, which keeps
-(q . k)^p inside float32's range. log_g = -inf forgets everything before the token; it enters no sum, since a sum with
+float32. There are no logarithms. log_g = -inf forgets everything before the token; it enters no sum, since a sum with
 -inf in it is NaN, but is counted beside it.
+
+Powers of two, which cancel in y, keep (q . k)^p inside float32's range: each row of q is scaled by its own largest
+entry and by that of the keys up to it in its document. So y does not change when a row of q or all of k is scaled by a
+power of two, and no row depends on later ones: a larger key, a NaN or an infinity changes the rows from its own on, and
+the bits of those before stay what they are. NaN in gives NaN out. (A PowerState, which holds p-th powers of keys as
+they are, is inside float32's range for keys from 1e-4 to 1e4 with p = 8, from 1e-9 to 1e9 with p = 4.)
 
 Inside, tensors are laid out by heads: q [B, Hkv, G, T, D] with the G = H/Hkv query heads of a group side by side,
 k [B, Hkv, T, D], v [B, Hkv, T, E]; numerators [B, Hkv, G, T, E] and denominators [B, Hkv, G, T] are divided at the end.
@@ -24,6 +29,14 @@ from .memory import check_state_fits
 
 FEATURES_AT_ONCE = 2**27  # entries of phi that exist at any time, half a GB in float32
 SCORES_AT_ONCE = {"cpu": 2**27, "cuda": 2**30}  # entries of q k^T that exist at any time
+
+
+class ScaledState(NamedTuple):
+    """A state in a range that suits float32: S and z are those of keys multiplied by `unit` [B, Hkv, 1, 1]."""
+
+    S: torch.Tensor
+    z: torch.Tensor
+    unit: torch.Tensor  # powers of two
 
 
 class PowerState(NamedTuple):
@@ -46,19 +59,16 @@ def attend(q, k, v, log_g, *, p, form, chunk_size=None, initial_state=None, retu
         queries = _to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)), dim=(-1,))
         keys, values = _by_head(k, dtype), _by_head(v, dtype)
         gates = None if log_g is None else _sum_gates(log_g)
-        at_least = None if initial_state is None else initial_state.z.abs().amax(-1)[..., None, None] ** (1 / p)
-        factor = _unit_factor(keys, (-2, -1), at_least)
-        keys, state = keys * factor, _scale_state(initial_state, factor, p // 2)
+        state = None if initial_state is None else _scale_state(initial_state, _unit_of_state(initial_state, p), p)
+        scale = _scale_of_rows(keys, gates, state and state.unit)
         if form == "quadratic":
-            num, den = _quadratic(queries, keys, values, gates, state, p)
-            if return_state:
-                state = _state_after(state, keys, values, gates, p)
+            num, den = _quadratic(queries, keys, values, gates, scale, state, p)
+            final = flush(k, v, log_g, initial_state, p=p) if return_state else None
         else:
-            num, den, state = _chunked(queries, keys, values, gates, state, p, chunk_size)
-        if return_state:
-            state = _scale_state(state, factor, -(p // 2))
+            num, den, state = _chunked(queries, keys, values, gates, scale, state, p, chunk_size)
+            final = PowerState(*_scale_state(state, 1 / state.unit, p)[:2]) if return_state else None
         y = normalize(num, den).flatten(1, 2).transpose(1, 2).to(q.dtype)  # [B, T, H, E]
-    return y, state if return_state else None
+    return y, final
 
 
 def read_cache(q, k, v, log_g, state, *, p, flush_cache):
@@ -73,11 +83,11 @@ def read_cache(q, k, v, log_g, state, *, p, flush_cache):
         queries = _to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)), dim=(-1,))
         keys, values = _by_head(k, dtype), _by_head(v, dtype)
         gates = None if log_g is None else _sum_gates(log_g)
-        scaled = keys if state is not None else _to_unit_range(keys, dim=(-2, -1))
-        y = normalize(*_quadratic(queries, scaled, values, gates, state, p))
+        before = None if state is None else ScaledState(*state, torch.ones_like(state.z[..., :1, None]))
+        scale = _scale_of_rows(keys, gates, None if state is None else _unit_of_state(state, p))
+        y = normalize(*_quadratic(queries, keys, values, gates, scale[..., -q.shape[1] :], before, p))
         if flush_cache:
-            check_state_fits(k.shape[0] * Hkv, k.shape[-1], v.shape[-1], p, dtype, k.device)
-            state = _state_after(state, keys, values, gates, p)
+            state = flush(k, v, log_g, state, p=p)
         return y.flatten(1, 2).transpose(1, 2).to(q.dtype), state
 
 
@@ -88,7 +98,9 @@ def flush(k, v, log_g, state, *, p):
     with torch.autocast(k.device.type, enabled=False):
         check_state_fits(k.shape[0] * k.shape[2], k.shape[-1], v.shape[-1], p, dtype, k.device)
         gates = None if log_g is None else _sum_gates(log_g)
-        return _state_after(state, _by_head(k, dtype), _by_head(v, dtype), gates, p)
+        keys, values = _by_head(k, dtype), _by_head(v, dtype)
+        unit = torch.ones_like(keys[..., :1, :1])
+        return PowerState(*_state_after(state and ScaledState(*state, unit), keys, values, gates, unit, p)[:2])
 
 
 def accumulation_dtype(x):
@@ -99,8 +111,8 @@ def accumulation_dtype(x):
 # ---- the forms
 
 
-def _quadratic(q, k, v, gates, state, p):
-    """Sum over all causal pairs, in blocks of rows. q may hold only the last of the tokens in k."""
+def _quadratic(q, k, v, gates, scale, state, p):
+    """Sum over all causal pairs, in blocks of rows. q and scale may hold only the last of the tokens in k."""
     B, Hkv, G, n, _ = q.shape
     m = k.shape[2]
     at_once = SCORES_AT_ONCE.get(q.device.type, 2**27)
@@ -115,43 +127,51 @@ def _quadratic(q, k, v, gates, state, p):
         end = min(start + rows, n)
         seen = m - n + end
         block = partial(_block_of_rows, p=p, first=m - n + start)
-        args = q[..., start:end, :], k[:, :, :seen], v[:, :, :seen], gates and gates.span(0, seen), state
+        args = q[..., start:end, :], k[:, :, :seen], v[:, :, :seen], gates and gates.span(0, seen)
+        args += scale[..., start:end], state
         parts.append(block(*args) if save_scores else checkpoint(block, *args, use_reentrant=False))
     return _concatenate_rows(parts)
 
 
-def _block_of_rows(q, k, v, gates, state, p, first):
+def _block_of_rows(q, k, v, gates, scale, state, p, first):
     """Return numerators and denominators of queries first, first+1, ... over the keys up to each and the state
-    before."""
+    before. What a row does not see becomes zero before it meets anything of the row: zero times NaN would be NaN."""
     n, m = q.shape[3], k.shape[2]
-    w = integer_power(q @ k.transpose(-1, -2).unsqueeze(2), p)  # [B, Hkv, G, n, m]
     at = torch.arange(first, first + n, device=q.device)
-    causal = at.unsqueeze(-1) >= torch.arange(m, device=q.device)
-    if gates is None:
-        w = w.where(causal, 0)
-    else:
-        w = w * _decay(gates.span(first + 1, first + n), gates.span(1, m), q.dtype, causal).unsqueeze(2)
-    num, den = w @ v.unsqueeze(2), w.sum(-1)
+    hidden, left = at.unsqueeze(-1) < torch.arange(m, device=q.device), None
+    if gates is not None:
+        to = gates.span(first + 1, first + n)
+        hidden = hidden | _across_reset(to, gates.span(1, m))  # [B, Hkv, n, m]
+        left = _decay(to, gates.span(0, 0), q.dtype).unsqueeze(2)  # of the state, by the gates up to each query
+    scale = scale[:, :, None, :, None]  # [B, Hkv, 1, n, 1]
+    scores = (q * scale) @ k.transpose(-1, -2).unsqueeze(2)  # [B, Hkv, G, n, m]
+    w = integer_power(scores.masked_fill_(hidden if gates is None else hidden.unsqueeze(2), 0), p)
+    if gates is not None:
+        w = w * _decay(to, gates.span(1, m), q.dtype, hidden).unsqueeze(2)
+    bad = (v.detach() * 0).sum(-1).cumsum(-1)[:, :, -n:].unsqueeze(2)  # zero, and NaN once a value is not finite
+    num, den = w @ v.nan_to_num(0, 0, 0).unsqueeze(2), w.sum(-1) + bad
     if state is not None:
-        num_before, den_before = query_state(q, state, p)
-        if gates is not None:  # the decay of the state before, by the gates up to each query
-            left = _decay(gates.span(first + 1, first + n), gates.span(0, 0), q.dtype).unsqueeze(2)  # [B, Hkv, 1, n, 1]
+        scale = scale / state.unit.unsqueeze(2)
+        num_before, den_before = query_state(q * (scale if left is None else scale.where(left > 0, 0)), state, p)
+        if left is not None:
             num_before, den_before = num_before * left, den_before * left.squeeze(-1)
         num, den = num + num_before, den + den_before
     return num, den
 
 
-def _chunked(q, k, v, gates, state, p, chunk_size):
+def _chunked(q, k, v, gates, scale, state, p, chunk_size):
     """Compute chunk by chunk: each chunk reads itself and the state before it, then becomes part of the state."""
     parts = []
 
-    def chunk(q, k, v, gates, state):
-        return *_block_of_rows(q, k, v, gates, state, p, 0), _state_after(state, k, v, gates, p)
+    def chunk(q, k, v, gates, scale, state):
+        unit = scale[:, :, -1:, None]
+        return *_block_of_rows(q, k, v, gates, scale, state, p, 0), _state_after(state, k, v, gates, unit, p)
 
     T = k.shape[2]
     for start in range(0, T, chunk_size):
         end = min(start + chunk_size, T)
-        args = q[..., start:end, :], k[:, :, start:end], v[:, :, start:end], gates and gates.span(start, end), state
+        args = q[..., start:end, :], k[:, :, start:end], v[:, :, start:end], gates and gates.span(start, end)
+        args += scale[..., start:end], state
         # Only the states between chunks are saved for the backward pass, not the features.
         run = partial(checkpoint, chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk
         *part, state = run(*args)
@@ -194,18 +214,24 @@ def discumsum(u, g, first=None, *, reverse=False):
     return torch.stack(states[::-1] if reverse else states, dim=-2), state
 
 
-def _state_after(state, k, v, gates, p):
-    """Return `state`, decayed by all gates of these tokens, plus each token, decayed by the gates after it."""
+def _state_after(state, k, v, gates, unit, p):
+    """Return `state`, decayed by all gates of these tokens, plus each token, decayed by the gates after it.
+
+    state and the result are ScaledStates or None; unit is that of the result.
+    """
     v = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)  # z is S with a one for a value
+    k, n, left = k * unit, k.shape[2], None
     if gates is not None:
-        n = v.shape[2]
-        v = v * _decay(gates.span(n, n), gates.span(1, n), v.dtype).transpose(-1, -2)
+        decay = _decay(gates.span(n, n), gates.span(1, n), v.dtype).transpose(-1, -2)
+        left = _decay(gates.span(n, n), gates.span(0, 0), v.dtype)  # [B, Hkv, 1, 1]
+        k, v = k.where(decay > 0, 0), v * decay
     Sz = update_state(k, v, p)
     S, z = Sz[..., :-1], Sz[..., -1]
     if state is not None:
-        left = 1 if gates is None else _decay(gates.span(n, n), gates.span(0, 0), v.dtype)  # [B, Hkv, 1, 1]
-        S, z = S + left * state.S, (z.unsqueeze(-1) + left * state.z.unsqueeze(-1)).squeeze(-1)
-    return PowerState(S, z)
+        ratio = unit / state.unit
+        left = ratio**p if left is None else ratio.where(left > 0, 0) ** p * left
+        S, z = S + left * state.S, z + left.squeeze(-1) * state.z
+    return ScaledState(S, z, unit)
 
 
 # ---- gates
@@ -235,11 +261,16 @@ def _sum_gates(log_g):
     return GateSums(log_g.masked_fill(reset, 0).double().cumsum(-1), reset.cumsum(-1))
 
 
-def _decay(to, since, dtype, mask=None):
-    """Return exp of the sum of log_g in between, [B, Hkv, n, m] for n entries `to` and m `since`; 0 across a reset."""
-    same = to.resets.unsqueeze(-1) == since.resets.unsqueeze(-2)
+def _across_reset(to, since):
+    """Return [B, Hkv, n, m], True where there is a reset in between, for n entries `to` and m `since`."""
+    return to.resets.unsqueeze(-1) != since.resets.unsqueeze(-2)
+
+
+def _decay(to, since, dtype, hidden=None):
+    """Return exp of the sum of log_g in between, [B, Hkv, n, m] for n entries `to` and m `since`; 0 where `hidden`, by
+    default across a reset."""
     between = (to.total.unsqueeze(-1) - since.total.unsqueeze(-2)).to(dtype)
-    return between.masked_fill(~(same if mask is None else same & mask), float("-inf")).exp()
+    return between.masked_fill_(_across_reset(to, since) if hidden is None else hidden, float("-inf")).exp()
 
 
 # ---- details
@@ -247,7 +278,7 @@ def _decay(to, since, dtype, mask=None):
 
 def normalize(num, den):
     """Return num / den, zeros where den is zero (no weight at all), with no NaN in the gradient there either."""
-    empty = ~(den > 0)
+    empty = den <= 0  # by rounding it may be below zero, if a state was read; NaN is not
     return (num / den.masked_fill(empty, 1).unsqueeze(-1)).masked_fill(empty.unsqueeze(-1), 0)
 
 
@@ -268,27 +299,44 @@ def _by_head(x, dtype):
 
 def _to_unit_range(x, dim):
     """Scale x by a power of two that brings its largest entry over `dim` into [1, 2)."""
-    return x * _unit_factor(x, dim)
+    return x * torch.exp2(-_exponent(x.detach().abs().amax(dim, keepdim=True)))
+
+
+def _exponent(x):
+    """Return floor(log2(x)) for x >= 0, within float32's range; zero for NaN."""
+    return x.clamp(torch.finfo(x.dtype).tiny, 2.0**126).log2().floor().nan_to_num()
 
 
 @torch.no_grad()
-def _unit_factor(x, dim, at_least=None):
-    """Return the power of two that brings the largest entry of x over `dim`, or `at_least`, into [1, 2)."""
-    largest = x.abs().amax(dim, keepdim=True)
-    if at_least is not None:
-        largest = largest.maximum(at_least.to(x.dtype))
-    return torch.exp2(-largest.clamp(torch.finfo(x.dtype).tiny, 2.0**126).log2().floor())
+def _scale_of_rows(k, gates, unit):
+    """Return [B, Hkv, T], for each row the power of two that brings the largest key up to it into [1, 2).
 
-
-def _scale_state(state, factor, half):
-    """Return the state for keys scaled by factor [B, Hkv, 1, 1].
-
-    It is multiplied by factor^(p/2) twice, since factor^p may be out of float32's range.
+    k [B, Hkv, T, D]. Keys before the row's document do not count. unit [B, Hkv, 1, 1] or None: that of the state before
+    the first token.
     """
-    if state is None:
-        return None
-    by = factor**half
-    return PowerState(state.S * by * by, state.z * by.squeeze(-1) * by.squeeze(-1))
+    exponents = _exponent(k.abs().amax(-1))
+    document = 0 if gates is None else 4096.0 * gates.resets[..., 1:]  # further apart than any two exponents
+    if unit is not None:
+        exponents = torch.cat((-unit.squeeze(-1).log2(), exponents), dim=-1)
+        document = 0 if gates is None else 4096.0 * gates.resets
+    largest = (exponents.double() + document).cummax(-1).values - document
+    return torch.exp2(-largest[..., -k.shape[2] :]).to(k.dtype)
+
+
+@torch.no_grad()
+def _unit_of_state(state, p):
+    """Return [B, Hkv, 1, 1], the power of two that brings keys into [1, 2) whose state may be this one."""
+    largest = state.z.abs().amax(-1)[..., None, None]
+    return torch.exp2(-(_exponent(largest) / p).floor())
+
+
+def _scale_state(state, factor, p):
+    """Return the ScaledState for the keys of `state` multiplied by factor [B, Hkv, 1, 1], which is its unit too.
+
+    S and z are multiplied by factor^(p/2) twice, since factor^p may be out of float32's range.
+    """
+    by = factor ** (p // 2)
+    return ScaledState(state[0] * by * by, state[1] * by.squeeze(-1) * by.squeeze(-1), factor)
 
 
 def _concatenate_rows(parts):

@@ -20,7 +20,9 @@ def quadratic(q, k, v, log_g=None, *, p=2, scale=None, initial_state=None):
     group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5 if scale is None else scale
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     decay, decay_from_start = gate_products(gates(log_g, k[:, :, ::group]).repeat_interleave(group, dim=2))
-    w = decay * (scale * torch.einsum("bihd,bjhd->bhij", q, k)) ** p
+    causal = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    scores = torch.where(causal, scale * torch.einsum("bihd,bjhd->bhij", q, k), 0)  # zero times NaN would be NaN
+    w = decay * scores**p
     num, den = w @ v.transpose(1, 2), w.sum(-1, keepdim=True)
     if initial_state is not None:
         S, z = (x.repeat_interleave(group, dim=1) for x in initial_state)

@@ -40,6 +40,10 @@ def power_attention(
     "recurrent" or "auto", the cheapest for the shape. chunk_size: tokens a chunk, for the chunked form. initial_state:
     PowerState of the tokens before. Under autocast q, k and v are first cast to its dtype, as for SDPA.
 
+    NaN or infinity in an input gives NaN in the rows of y that see it and changes no bit of those before (on the
+    kernels, one in v reaches the rows of its tile, up to 127 before it). Finite inputs may be of any size in PyTorch,
+    as far as states hold the p-th powers of keys; on the kernels q may be, while k and q . k are from 1e-8 to 1e8.
+
     Returns y [B, T, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor (on the
     GPU kernels once).
     Raises ValueError for arguments that do not fit, MemoryError for a state that does not.

@@ -136,13 +136,13 @@ def multiple_of(x, N: tl.constexpr):
 
 @triton.jit
 def unit_scale(largest, MAX_EXPONENT: tl.constexpr):
-    """Return the power of two that brings `largest` >= 0, float32, into [1, 2), or 1 for zero.
+    """Return the power of two that brings `largest` >= 0, float32, into [1, 2), or 1 for zero, and NaN for infinity.
 
     It is at most 2^MAX_EXPONENT and at least the inverse of that.
     """
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 127 - MAX_EXPONENT)
     exponent = tl.minimum(exponent, 127 + MAX_EXPONENT)
-    return tl.where(largest > 0, ((254 - exponent) << 23).to(tl.float32, bitcast=True), 1.0)
+    return tl.where(largest > 0, ((254 - exponent) << 23).to(tl.float32, bitcast=True), 1.0) + largest * 0.0
 
 
 @triton.jit
@@ -161,14 +161,20 @@ def int_power(x, N: tl.constexpr):
 
 @triton.jit
 def inverse(l):
-    """Return 1 / l, or zero for a row whose weights are zero or so small that 1 / l would overflow."""
-    return tl.where(l > LEAST_WEIGHT, 1 / tl.maximum(l, LEAST_WEIGHT), 0.0)
+    """Return 1 / l, or zero for a row whose weights are zero or so small that 1 / l would overflow; NaN for NaN."""
+    return tl.where(l <= LEAST_WEIGHT, 0.0, 1 / l)
 
 
 @triton.jit
 def add(a, b):
     """Return a + b, for tl.associative_scan."""
     return a + b
+
+
+@triton.jit
+def maximum(a, b):
+    """Return the larger of a and b, for tl.associative_scan."""
+    return tl.maximum(a, b)
 
 
 @triton.jit

@@ -204,7 +204,7 @@ def _load_query(Q, ROTATION, GATE_SUMS, RESETS, at, D: tl.constexpr):
     """
     q = _load_rotated(Q, ROTATION, D)
     largest = tl.max(tl.abs(q), 0)
-    return tl.where(largest > 0, q / largest, 0.0), tl.load(GATE_SUMS + at), tl.load(RESETS + at)
+    return tl.where(largest == 0, 0.0, q / largest), tl.load(GATE_SUMS + at), tl.load(RESETS + at)
 
 
 @triton.jit
@@ -293,7 +293,7 @@ def _add_parts(NUM, DEN, ARRIVED, OUT, bh, b, h, B, H, parts, D: tl.constexpr, P
     place_d = place[:, None] * D + d[None, :]
     num = tl.load(NUM + place_d, mask=inside[:, None], other=0.0, cache_modifier=".cg")
     den = tl.sum(tl.load(DEN + place, mask=inside, other=0.0, cache_modifier=".cg"), 0)
-    tl.store(OUT + bh * D + d, tl.where(den > 0, tl.sum(num, 0) / tl.where(den > 0, den, 1.0), 0.0))
+    tl.store(OUT + bh * D + d, tl.where(den <= 0, 0.0, tl.sum(num, 0) / den))
     tl.store(ARRIVED + bh, 0)
 
 

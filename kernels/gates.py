@@ -37,18 +37,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import add, at_head, chunk_of, empty, padded
+from .common import add, at_head, chunk_of, empty, maximum, padded
 
 TOKENS = 1024  # of a program; within chunks the largest power of two that divides them, at most this
 
 
 # ---- pieces
-
-
-@triton.jit
-def _max(a, b):
-    """Return the larger of a and b, for tl.associative_scan."""
-    return tl.maximum(a, b)
 
 
 @triton.jit
@@ -116,7 +110,7 @@ def gates_kernel(
 
     log_g, reset = log_gates(LOG_G, g_t, at, T)
     c = tl.associative_scan(log_g, 0, add)
-    first = tl.associative_scan(tl.where(reset if BEFORE else reset | (at == 0), at, -1), 0, _max)
+    first = tl.associative_scan(tl.where(reset if BEFORE else reset | (at == 0), at, -1), 0, maximum)
     tl.store(C + at, (c - _ends(c, 128)[0]).to(tl.float32), written)
     tl.store(FIRST + at, tl.maximum(first - at // 128 * 128, -1).to(tl.int8), written)
     to_end = tl.exp(POWER * (_ends(c, R)[1] - c).to(tl.float32))
@@ -143,7 +137,7 @@ def gates_before_kernel(C_START, C_END, OPENED, T, N: tl.constexpr):
         tl.store(C_START + at, c + c_start, at < blocks)
         tl.store(C_END + at, c + c_end, at < blocks)
         first = tl.load(OPENED + at, mask=at < blocks, other=0)
-        first = tl.maximum(tl.associative_scan(first, 0, _max), opened)
+        first = tl.maximum(tl.associative_scan(first, 0, maximum), opened)
         tl.store(OPENED + at, first, at < blocks)
         before += tl.sum(total, 0)
         opened = tl.max(first, 0)

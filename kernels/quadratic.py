@@ -18,7 +18,7 @@ costs nothing there. Tiles on the diagonal have a mask and an exp for each eleme
 
     name        shape                          dtype      what
     l           [B, H, T padded to 128]        float32    of scaled q and k, saved for the backward pass
-    key_scale   [B * Hkv]                      float32    p = 6, 8: a power of two, see Range
+    key_scale   [B * Hkv, T padded to 128]     float32    p = 6, 8: a power of two for each row, see Range
     pair        [B, H, T padded to 128, 2]     float32    dq to dkdv: g and g delta; with gates g times the root of the
                                                           decay from the first of the R rows around it, and delta
     g           [B, H, T padded to 128]        float32    dq to dkdv, with gates; g = (scale of q and k)^(p/2) / sqrt(l)
@@ -29,10 +29,13 @@ Cost. With N = T^2 D / 2 multiplications a head and product: forward 2 N, dq 3 N
 twice, so that every sum has one owner and two runs give the same bits). Bytes are those of the tensors, a few percent
 of the time from T = 1024 on. The matrix unit is the limit, then the multiplications between products (docs/kernels.md).
 
-Range. There is no logarithm and no running maximum. For p = 6 and 8 powers of two, which cancel, bring the largest
-entry of each row of q and of a head's keys to 1 to 2; for p = 2 and 4 float32 is wide enough for |q . k| from 1e-9 to
-1e9 as it is. l is the sum of the weights as they are rounded for the second product. The backward pass spreads 1 / l
-over two factors of its square root: w_ij / l_i = (s_ij^(p/2) g_i)^2.
+Range. There is no logarithm and no running maximum. Powers of two, which cancel, bring the largest entry of each row of
+q to 1 to 2 and, for p = 6 and 8, that of the keys up to the row in its document. So no row depends on later keys. For
+p = 2 and 4 keys are taken as they are: float32 is wide enough for |q . k| from 1e-8 to 1e8 and entries of k from 1e-8
+to 1e8 (p = 2: 1e-15 to 1e15), and beyond there are zeros or NaN; the backward pass of p = 6 and 8 has the range of
+p = 4. l is the sum of the weights as they are rounded for the second product. The backward pass spreads 1 / l
+over two factors of its square root: w_ij / l_i = (s_ij^(p/2) g_i)^2. NaN and infinity in q, k or log_g give NaN in the
+rows that see them and leave the bits of earlier rows; in v they also reach the earlier rows of the same tile.
 
 Gates. log_g is summed in float64 and only differences become float32. log_g = -inf begins a document: its tokens see
 nothing before. The gradient is dlog_g_m = sum over i >= m of (row_i - col_i), where row and col are the sums of
@@ -50,17 +53,20 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .common import (
     PRECISION,
     ROW_EXPONENT,
+    add,
     at_head,
     block_and_head,
     device_guard,
     empty,
     int_power,
     inverse,
+    load_rows,
+    maximum,
     padded,
     unit_scale,
 )
 from .configs import choose
-from .gates import dlog_g, gates_of_head, tile_gates
+from .gates import dlog_g, gates_of_head, log_gates, tile_gates
 
 L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while programs work on several heads
 
@@ -119,9 +125,10 @@ def _times_power(x, s, P: tl.constexpr):
 
 
 @triton.jit
-def _key_scale(KEY_SCALE, bh):
-    """Return the scale of a sequence's and head's keys, or 1 if none is needed."""
-    return 1.0 if KEY_SCALE is None else tl.load(KEY_SCALE + bh)
+def _row_scale(q, KEY_SCALE, T, bh, lo):
+    """Return [N], the scale of the rows q [N, D] float32 from `lo` on, for the keys of sequence and head `bh`."""
+    scale = unit_scale(tl.max(tl.abs(q), 1), ROW_EXPONENT)
+    return scale if KEY_SCALE is None else scale * _vector(at_head(KEY_SCALE, T, bh), lo, q.shape[0])
 
 
 @triton.jit
@@ -150,6 +157,27 @@ def _gates_of_rows(gates, lo, begin, end, BM: tl.constexpr, BN: tl.constexpr):
     first_row = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
     opened = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the previous token's document
     return c_lo, c_row, first_row, tl.minimum(tl.maximum(begin, opened), end)
+
+
+@triton.jit(do_not_specialize=["T", "HKV"])
+def key_scale_kernel(K, LOG_G, KEY_SCALE, k_strides, g_strides, T, HKV, D: tl.constexpr, N: tl.constexpr):
+    """Write for each row of a sequence and head of keys the power of two that brings the largest key up to it in its
+    document into [1, 2); it is between 2^-ROW_EXPONENT and 2^ROW_EXPONENT."""
+    b, h = tl.program_id(0) // HKV, tl.program_id(0) % HKV
+    documents, most = 0, 0
+    for start in range(0, T, N):
+        at = start + tl.arange(0, N)
+        k = load_rows(K, k_strides, b, start, h, T, N, D).to(tl.float32).to(tl.int32, bitcast=True)
+        exponent = tl.max((k >> 23) & 255, 1)
+        if LOG_G is not None:  # a document's exponents are above all those of the documents before
+            log_g = LOG_G + tl.cast(b, tl.int64) * g_strides[0] + tl.cast(h, tl.int64) * g_strides[2]
+            reset = log_gates(log_g, g_strides[1], at, T)[1].to(tl.int32)
+            exponent += (documents + tl.associative_scan(reset, 0, add)) * 256
+            documents += tl.sum(reset, 0)
+        exponent = tl.maximum(tl.associative_scan(exponent, 0, maximum), most)
+        most = tl.max(exponent, 0)
+        exponent = tl.minimum(tl.maximum(exponent % 256, 127 - ROW_EXPONENT), 127 + ROW_EXPONENT)
+        tl.store(at_head(KEY_SCALE, T, tl.program_id(0)) + at, ((254 - exponent) << 23).to(tl.float32, bitcast=True))
 
 
 # ---- forward
@@ -215,9 +243,7 @@ def forward_kernel(
     q = _tile(Q, q_strides, b, lo, h, T, BM, D, True)
     q32 = q.to(tl.float32)
     if NORMALIZE:
-        q = (
-            q32 * (unit_scale(tl.max(tl.abs(q32), 1), ROW_EXPONENT) * _key_scale(KEY_SCALE, b * HKV + hkv))[:, None]
-        ).to(q.dtype)
+        q = (q32 * _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)[:, None]).to(q.dtype)
     else:
         q = (q32 * scale).to(q.dtype)
 
@@ -321,7 +347,7 @@ def dq_kernel(
         delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
         l = _vector(at_head(L, T, bh), lo, BM)
         over_l = inverse(l)
-        factor = unit_scale(tl.max(tl.abs(q32), 1), ROW_EXPONENT) * _key_scale(KEY_SCALE, b * HKV + hkv)
+        factor = _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)
     else:
         delta = -_vector(at_head(DL, T, bh), lo, BM)
         over_l = tl.zeros([BM], tl.float32) + rest
@@ -522,7 +548,7 @@ def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, chunk=None, nu
     scale, rest = _powers_of_two(scale, p)
     c = config or choose("forward", q, p, log_g is not None, chunk is not None)
     with device_guard(q.device):
-        key_scale, gates = _key_scales(k, p, normalize), tile_gates(log_g, c.BN, 0.5)
+        key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c.BN, 0.5)
         tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
         forward_kernel[(triton.cdiv(T, c.BM) * B * H,)](
             *tiles, y, l, num, den, key_scale, gates, *strides, scale, rest,
@@ -550,7 +576,7 @@ def backward(
     if c_dq.BM < c_dkdv.BM or c_dkdv.BN % c_dkdv.BM:
         raise ValueError(f"dkdv's BM must divide its BN and be at most dq's BM, got {c_dq} for dq, {c_dkdv} for dkdv")
     with device_guard(q.device):
-        key_scale, gates = _key_scales(k, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
+        key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
         (k_tiles, v_tiles), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN))
         dq_kernel[(triton.cdiv(T, c_dq.BM) * B * H,)](
             q, k_tiles, v_tiles, dy, y, l, dl, key_scale, gates, dq, pair, g, row,
@@ -568,13 +594,15 @@ def backward(
         return dq, dk, dv, row if log_g is None or chunk else dlog_g(row, log_g, H)
 
 
-def _key_scales(k, p, normalize):
-    """Return [B * Hkv]: for each sequence and head the power of two that brings its largest key entry into [1, 2)."""
-    if p <= 4 or not normalize:  # s^4 is in float32's range for |q . k| from 1e-9 to 1e9
+def _key_scales(k, log_g, p, normalize):
+    """Return KEY_SCALE of the table above, or None if keys are taken as they are."""
+    if p <= 4 or not normalize:
         return None
-    largest = torch.linalg.vector_norm(k, float("inf"), dim=(1, 3)).float()
-    most = 2.0**ROW_EXPONENT.value
-    return torch.exp2(-largest.clamp(1 / most, most).log2().floor()).flatten()
+    B, T, HKV, D = k.shape
+    scales = empty(k, B * HKV, padded(T))
+    strides = (0, 0, 0) if log_g is None else log_g.stride()
+    key_scale_kernel[(B * HKV,)](k, log_g, scales, k.stride(), strides, T, HKV, D=D, N=128)
+    return scales
 
 
 def _tiles(*tensors_and_rows):

@@ -3,6 +3,7 @@
 On the CPU in Triton's interpreter, in float32; with TEST_GPU=1 on the GPU, in bfloat16 and float32.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -54,6 +55,18 @@ def assert_close(results, expected, dy, tolerance=None):
 def assert_right(tensors, dy, p=2, **options):
     expected = gradients(reference(p), tensors, dy, torch.Tensor.double)
     assert_close(gradients(chunks(p), tensors, dy), expected, dy, **options)
+
+
+@pytest.mark.parametrize("where,value", [("q", math.inf), ("k", math.nan), ("v", math.inf), ("log_g", math.nan)])
+def test_nan_comes_out_as_nan_and_changes_no_row_before_it(where, value):
+    tensors, _ = inputs(LONG, "near one", DTYPES[0], H=2, Hkv=2)
+    y, at = chunks(2)(*tensors), 140  # in the second chunk
+    tensors[("q", "k", "v", "log_g").index(where)][:, at, 0, ...] = value
+    wrong = chunks(2)(*tensors)
+    before = 128 if where == "v" else at  # a value reaches the rows of its tile
+    rows = slice(at, at + 1) if where == "q" else slice(at, None)
+    assert torch.equal(wrong[:, :before], y[:, :before]) and torch.equal(wrong[:, :, 1], y[:, :, 1])
+    assert not wrong[:, rows, 0].isfinite().any()
 
 
 @pytest.mark.parametrize("D,p", [(16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4)])

@@ -80,6 +80,20 @@ def test_a_token_is_the_models(variant, B, switch_over, monkeypatch):
     assert (again - logits).norm() < 1e-5 * logits.norm()
 
 
+@pytest.mark.parametrize("flushed", [False, True])
+@torch.inference_mode()
+def test_nan_in_a_sequences_state_comes_out_as_nan_and_stays_there(flushed):
+    logits = []
+    for value in (0.5, float("nan")):
+        _, found = start(tiny(attention="sympow", p=2), 2, 2, "always" if flushed else None)
+        layer = found.layers[0]
+        (layer.power[0] if flushed else layer.cache[0])[0, 1, :, 0] = value
+        found.step()
+        logits.append(found.logits.clone())
+    clean, wrong = logits
+    assert wrong[0].isnan().all() and torch.equal(wrong[1], clean[1])
+
+
 @torch.inference_mode()
 def test_a_layer_with_gates_among_layers_without():
     model = tiny(attention="sympow")

@@ -28,6 +28,7 @@ GPU = bool(os.environ.get("TEST_GPU"))
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.bfloat16, torch.float32] if GPU else [torch.float32]
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SHORT = 70 if GPU else 40  # tokens: two tiles, the second not full (in float32 tiles are of 32)
 GATES = numerics.GATES | {"rare zeros": lambda x: logsigmoid(x + 6).masked_fill(x > 2.7, float("-inf"))}
 
 
@@ -118,6 +119,42 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(p, smallest, size, of, d
     assert_right(tensors, dy.to(dtype), p)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["q", "k", "log_g"])
+@pytest.mark.parametrize("p", [4, 6])
+def test_nan_comes_out_as_nan_and_changes_no_row_before_it(p, where, value):
+    tensors, _ = inputs(SHORT, "near one", DTYPES[0], H=4, Hkv=2)
+    y = operators.quadratic_attention(*tensors, p=p)
+    x, at = tensors[("q", "k", "v", "log_g").index(where)], SHORT - 15
+    x[:, at, 0, ...] = value
+    wrong = operators.quadratic_attention(*tensors, p=p)
+    heads, rows = (slice(0, 1), slice(at, at + 1)) if where == "q" else (slice(0, 2), slice(at, None))
+    assert torch.equal(wrong[:, :at], y[:, :at]) and torch.equal(wrong[:, :, 2:], y[:, :, 2:])
+    assert wrong[:, rows, heads].isnan().all()
+
+
+@pytest.mark.parametrize("gates", ["none", "zeros"])
+@pytest.mark.parametrize("p", [4, 6, 8])
+def test_rows_before_a_larger_key_do_not_depend_on_it(p, gates):
+    tensors, dy = inputs(SHORT, gates, torch.float32)
+    attention = lambda *x: operators.quadratic_attention(*x, p=p)
+    y, dq, *_ = gradients(attention, tensors, dy)
+    at = SHORT - 15
+    tensors[1] = torch.cat((tensors[1][:, :at], 2.0 ** (14 if p == 4 else 20) * tensors[1][:, at:]), 1)
+    found, found_dq, *_ = gradients(attention, tensors, dy)
+    assert torch.equal(found[:, :at], y[:, :at]) and torch.equal(found_dq[:, :at], dq[:, :at])
+    assert_right(tensors, dy, p)
+
+
+@pytest.mark.parametrize("p,most", [(2, 1e15), (4, 1e8), (6, 1e8), (8, 1e8)])
+def test_keys_of_the_documented_range(p, most):
+    """The sizes that the quadratic form's "Range" promises, with a row of q of any size."""
+    tensors, dy = inputs(SHORT, "none", torch.float32)
+    for size in (1 / most, most):
+        assert_right([tensors[0], tensors[1] * size, *tensors[2:]], dy, p)
+        assert_right([tensors[0] / size, tensors[1] * size, *tensors[2:]], dy, p)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mean", [3.0, 10.0])
 def test_keys_with_a_common_mean(mean, dtype):
@@ -142,9 +179,6 @@ def test_a_row_that_sees_itself_alone_returns_its_value_and_has_no_gradient(dtyp
     tensors, dy = inputs(70, "all zero", dtype, H=1)
     y, dq, dk, dv, dlog_g = gradients(lambda *x: operators.quadratic_attention(*x, p=6), tensors, dy)
     assert relative_error(y, tensors[2], 1e-9) < 1e-6 and (dq == 0).all() and (dk == 0).all() and (dlog_g == 0).all()
-
-
-SHORT = 70 if GPU else 40  # tokens: two tiles, the second not full (in float32 tiles are of 32)
 
 
 def test_strided_inputs_and_expanded_gradients():

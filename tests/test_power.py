@@ -150,13 +150,76 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(form, p, smallest, size)
 
 
 @pytest.mark.parametrize("form", ["quadratic", "chunked"])
-@pytest.mark.parametrize("size", [1e-6, 1e5])
+@pytest.mark.parametrize("size", [1e-6, 1e4])
 def test_asking_for_the_state_does_not_change_the_outputs(form, size):
     q, k, v, *_ = (x.detach().float() for x in inputs(40, 8, "none", H=2, Hkv=2, D=4, E=4)[:3])
     y, state = power_attention(q, size * k, v, p=8, form=form, chunk_size=CHUNK, return_state=True)
     assert torch.equal(y, power_attention(q, size * k, v, p=8, form=form, chunk_size=CHUNK))
     again = power_attention(q, size * k, v, p=8, form=form, chunk_size=CHUNK, initial_state=state)
     assert again.isfinite().all()
+
+
+def attend_in_pieces(q, k, v, log_g, p):
+    """Compute y as generation does: two pieces of a prompt, then token by token, with the cache flushed once."""
+    outputs, state, begin, flushed = [], None, 0, 0
+    for end in (16, 24, *range(25, q.shape[1] + 1)):
+        cached = [None if x is None else x[:, flushed:end] for x in (k, v, log_g)]
+        y, state = read_cache(q[:, begin:end], *cached, state, p=p, flush_cache=end == 24)
+        flushed, begin = 24 if end >= 24 else 0, end
+        outputs.append(y)
+    return torch.cat(outputs, 1)
+
+
+def each_form(q, k, v, log_g=None, p=2):
+    """Yield (name, y) for all forms, and generation, of one function."""
+    for form in COMPUTED:
+        yield form, power_attention(q, k, v, log_g, p=p, form=form, chunk_size=CHUNK)
+    yield "generation", attend_in_pieces(q, k, v, log_g, p)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["q", "k", "v", "log_g"])
+def test_nan_comes_out_as_nan_and_changes_no_row_before_it(where, value):
+    names, at = ("q", "k", "v", "log_g"), 21
+    clean = [x.detach().float() for x in inputs(40, 2, "near one")[:4]]
+    dirty = [x.clone() for x in clean]
+    dirty[names.index(where)][1, at, 0, ...] = value  # of the second sequence, the first head
+    results = zip(each_form(*clean), each_form(*dirty))
+    for (form, y), (_, wrong) in results:
+        assert torch.equal(wrong[0], y[0]) and torch.equal(wrong[1, :at], y[1, :at]), form
+        heads = slice(0, 1) if where == "q" else slice(0, 2)  # the query heads that read the first head of keys
+        after = slice(at, at + 1) if where == "q" else slice(at, None)
+        assert not wrong[1, after, heads].isfinite().any(), form  # infinite where v is
+        assert wrong[1, :, 2:].isfinite().all(), form
+
+
+@pytest.mark.parametrize("gates", ["none", "zeros"])
+@pytest.mark.parametrize("p", [2, 4, 6, 8])
+def test_rows_before_a_larger_key_do_not_depend_on_it(p, gates):
+    q, k, v, log_g = (x if x is None else x.detach().float() for x in inputs(40, p, gates)[:4])
+    larger = torch.cat((k[:, :26], 2.0**27 * k[:, 26:]), 1)
+    ref = naive.quadratic(q.double(), larger.double(), v.double(), None if log_g is None else log_g.double(), p=p)
+    for (form, y), (_, found) in zip(each_form(q, k, v, log_g, p), each_form(q, larger, v, log_g, p)):
+        assert torch.equal(found[:, :26], y[:, :26]), form
+        if form != "generation" or p < 6:  # whose state does not hold the eighth power
+            assert relative_error(found[:, 26:], ref[:, 26:], 1e-3) < 1e-4, form
+
+
+@pytest.mark.parametrize("form", COMPUTED)
+@pytest.mark.parametrize("p", [2, 8])
+def test_a_document_of_small_keys_follows_one_of_large_keys(form, p):
+    q, k, v, *_ = (x.detach().float() for x in inputs(40, p, "none")[:3])
+    log_g = torch.zeros(2, 40, 2)
+    log_g[:, 21] = float("-inf")
+    scaled = torch.cat((2.0**40 * k[:, :21], k[:, 21:]), 1)
+    y = power_attention(q, k, v, log_g, p=p, form=form, chunk_size=CHUNK)
+    assert torch.equal(power_attention(q, scaled, v, log_g, p=p, form=form, chunk_size=CHUNK), y)
+
+
+def test_a_state_out_of_range_gives_nan_not_zeros():
+    q, k, v, *_ = (x.detach().float() for x in inputs(40, 8, "none", H=2, Hkv=2, D=4, E=4)[:3])
+    _, state = power_attention(q, 1e5 * k, v, p=8, return_state=True)  # 1e40
+    assert power_attention(q, k, v, p=8, initial_state=state).isnan().any()
 
 
 @pytest.mark.parametrize("form", ["quadratic", "chunked"])

@@ -15,7 +15,7 @@ import torch
 from helpers import ROOT, SMALL, call, dataset, join, make_dataset, metrics, start, start_ranks  # noqa: F401
 
 import train
-from attention import ATTENTIONS, check
+from attention import ATTENTIONS, check, dispatch
 from runs import checkpoint, display, machine, settings, wandb_upload
 
 
@@ -493,7 +493,7 @@ def test_ranks_that_do_not_share_out_dir_end_with_a_line(dataset, tmp_path):  # 
 
 def test_the_kernels_that_are_checked_are_those_of_the_form_that_will_run(monkeypatch):
     checked = []
-    monkeypatch.setattr(check, "_failure", lambda form, *size: checked.append(form) or "")
+    monkeypatch.setattr(dispatch, "failure", lambda form, *size: checked.append(form) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
 
     def form(block_size, **settings):

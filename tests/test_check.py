@@ -1,0 +1,152 @@
+"""Kernels that fail on a machine are found before their first use, and PyTorch takes their place with one line."""
+
+import json
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numerics
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton has no wheel for this system")
+
+from test_kernels import DEVICE, DTYPES, GPU, inputs  # noqa: E402
+
+import decoder  # noqa: E402
+import generate  # noqa: E402
+from attention import check, dispatch, naive  # noqa: E402
+from attention.dispatch import plan  # noqa: E402
+from attention.power import power_attention  # noqa: E402
+from kernels import decode, operators  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Let the choice of form believe that tensors are on a GPU, which the kernels in the interpreter stand for."""
+    monkeypatch.setattr(dispatch, "_warned", set())
+    if not GPU:
+        reason = dispatch.kernel_reason
+        monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, *sizes: reason(form, "cuda", *sizes))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Stand for a GPU that remembers in tmp_path what passed; return the file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(check, "_found", {})
+    for name, value in dict(
+        is_available=True, is_current_stream_capturing=False, current_device=0, set_device=None, get_device_name="GPU"
+    ).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    return tmp_path / "sympow" / "checked.json"
+
+
+def test_a_kernel_that_fails_gives_way_to_pytorch_with_one_line(on_gpu, monkeypatch):
+    monkeypatch.setattr(dispatch, "failure", lambda *size: "OutOfResources: shared memory")
+    monkeypatch.setattr(operators, "quadratic_attention", None)  # not called
+    tensors, _ = inputs(40, "learned", DTYPES[-1])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            y = power_attention(*tensors, p=2, form="quadratic")
+    assert numerics.relative_error(y, naive.quadratic(*(x.double() for x in tensors), p=2), 1e-6) < 1e-5
+    (line,) = {warnings.formatwarning(w.message, w.category, w.filename, w.lineno) for w in told}
+    assert len(told) == 1 and "fail on this machine: OutOfResources: shared memory" in line and line.count("\n") == 1
+
+
+def test_if_one_form_fails_the_other_is_used(on_gpu, monkeypatch):
+    def form(T, *fails):
+        monkeypatch.setattr(dispatch, "failure", lambda form, *size: "wrong" * (form in fails))
+        chosen = plan(T, 64, 64, 2, dtype=torch.bfloat16, device_type="cuda", gated=True)
+        return chosen.form, chosen.on_kernels
+
+    with warnings.catch_warnings(action="ignore"):
+        assert form(65536) == ("chunked", True)
+        assert form(65536, "chunked") == ("quadratic", True)
+        assert form(65536, "chunked", "quadratic") == ("chunked", False)
+        assert form(1024, "quadratic") == ("quadratic", False)
+
+
+def test_a_check_runs_once_for_a_machine_and_its_failures_again_in_the_next_process(machine, monkeypatch):
+    calls = []
+    find = lambda answer: lambda: calls.append(threading.current_thread()) or answer
+    for _ in range(2):
+        assert check.remember("a", find("")) == "" and check.remember("b", find("wrong")) == "wrong"
+    assert len(calls) == 2 and threading.main_thread() not in calls  # the caller's modes do not count there
+    assert ["a" in key.split(", ")[-1] for key in json.loads(machine.read_text())] == [True]
+    monkeypatch.setattr(check, "_found", {})  # the next process
+    assert check.remember("a", find("")) == "" and check.remember("b", find("")) == ""
+    assert len(calls) == 3 and len(json.loads(machine.read_text())) == 2
+    machine.write_text("[" * 100_000)
+    monkeypatch.setattr(check, "_found", {})
+    assert check.remember("c", find("")) == "" and len(json.loads(machine.read_text())) == 1
+
+
+@pytest.mark.parametrize(
+    "error,answer",
+    [(RuntimeError("no compiler\nhere"), "no compiler"), (ValueError(), "ValueError"), (torch.OutOfMemoryError(), "")],
+)
+def test_an_exception_is_what_is_wrong_unless_there_is_no_memory_to_check(machine, monkeypatch, error, answer):
+    def fails(*size):
+        raise error
+
+    monkeypatch.setattr(check, "check", fails)
+    assert check.failure("quadratic", torch.bfloat16, 64, 4, False) == answer
+    assert not machine.exists()
+
+
+def test_wrong_results_are_what_is_wrong(machine, monkeypatch):
+    size = ("chunked", torch.float32, 16, 2, True)
+    monkeypatch.setattr(check, "errors", lambda *size: {"y": 1e-6, "dq": float("nan")})
+    assert check.failure(*size) == "wrong results, chunked float32 D=16 p=2 gated: y 1.0e-06, dq nan"
+    monkeypatch.setattr(check, "_found", {})
+    monkeypatch.setattr(check, "errors", lambda *size: {"y": 1e-6, "dq": 1e-5})
+    assert check.failure(*size) == ""
+
+
+def test_torch_compile_asks_for_the_check_and_does_not_look_inside(on_gpu, monkeypatch):
+    def measures(form, *size):
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(differentiate, form).result()
+
+    def differentiate(form):  # as `check.errors` does, in the caller's no_grad
+        x = torch.ones(2, requires_grad=True)
+        return f"{form} is wrong" * int(torch.autograd.grad(x.sum(), x)[0].sum() == 2)
+
+    monkeypatch.setattr(dispatch, "failure", measures)
+    chosen = lambda x: x + plan(64, 16, 16, 2, dtype=torch.float32, device_type="cuda", gated=False).on_kernels
+    compiled = torch.compile(chosen, fullgraph=True, backend="eager")
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():
+        assert compiled(torch.ones(1)) == 1 and dispatch._warned
+
+
+@pytest.mark.parametrize("breaks", [None, "attend", "flush"])
+def test_the_decoder_is_compared_with_the_model(monkeypatch, breaks):
+    config = GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention="sympow")
+    if breaks:
+        monkeypatch.setattr(decode, breaks, lambda *args: None)
+    wrong = decoder._failure(config, torch.float32, torch.float32, DEVICE)
+    assert bool(wrong) == bool(breaks), wrong
+
+
+def test_generation_steps_through_the_model_if_the_decoder_fails(on_gpu, monkeypatch):
+    model = GPT(GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention="sympow")).to(DEVICE)
+    asked = []
+    monkeypatch.setattr(decoder, "failure", lambda *args: asked.append(args) or "wrong results")
+    monkeypatch.setattr(generate, "kernel_reason", lambda *args: "")
+    with pytest.warns(UserWarning, match="generation steps through the model, not on its kernels.*wrong results"):
+        assert not generate.decodes_on_kernels(seen_on_gpu(model))
+    assert asked == [(model.config, torch.float32, torch.float32)]
+
+
+def seen_on_gpu(model):
+    """Return what `decodes_on_kernels` reads of a model, on a GPU."""
+    weight = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    return SimpleNamespace(
+        config=model.config,
+        transformer=SimpleNamespace(wte=SimpleNamespace(weight=weight), h=model.transformer.h),
+    )
