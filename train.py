@@ -197,10 +197,11 @@ class Trainer:
         self.batches = self.micro_batches()
         self.batch = next(self.batches)
         self.display, first = Display(cfg, progress.step, shown=ranks.master), True
+        advice = machine.memory_advice(cfg, self.model_cfg, self.accumulation, goes_on=bool(self.resume))
         self.network.train()
         self.clock.start_lap(progress.step)
         while not end:
-            with machine.memory_advice(cfg, self.model_cfg, self.accumulation) if first else nullcontext():
+            with advice if first else nullcontext():
                 loss, grad_norm = self.train_step()
             self.writer.check()
             end = self.reason_to_stop()

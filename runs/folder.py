@@ -109,7 +109,8 @@ def _refuse_to_lose(cfg, dataset):
 def refuse_other_settings(out_dir, saved, settings):
     """Refuse to go on if a setting differs from the saved ones that would change the run's steps."""
     new = _flat(settings)
-    old = new | _flat(saved)  # a run of an earlier version lacks some
+    model = {**settings["model"], **saved["model"]}
+    old = _flat({**settings, **saved, "model": model})  # what a run of an earlier version lacks is as it is now
     # the end of the cosine changes the steps before it, the end of training does not
     free = FREE | ({"max_iters", "lr_decay_iters"} if _end_of_cosine(old) == _end_of_cosine(new) else set())
     if old["data"] == new["data"]:  # which may have been moved or renamed

@@ -405,8 +405,8 @@ def test_a_run_of_an_earlier_version_goes_on(go, finished, capsys, older):
     for name in ("metrics.jsonl", "samples.jsonl", "tokenizer.json"):
         shutil.copy(made / name, run)
     config = json.load(open(made / "config.json"))
-    if older:  # before there was such a setting
-        del config["max_skipped"]
+    for name in ("ranks", "device_type", *(["max_skipped"] if older else [])):  # before they were recorded
+        del config[name]
     json.dump(config, open(f"{run}/config.json", "w"))
     save_file(load_file(made / step / "model.safetensors"), f"{run}/{step}/model.safetensors")
     torch.save(torch.load(made / step / "optimizer.pt", weights_only=True), f"{run}/{step}/optimizer.pt")

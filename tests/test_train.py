@@ -300,6 +300,24 @@ def test_out_of_memory_in_the_first_step_names_what_keeps_tokens_per_step(go, mo
     assert (
         "--batch_size=2 (accumulation becomes 4, tokens_per_step stays 256) or --activation_checkpointing=True" in error
     )
+    options = ["--gradient_accumulation_steps=2", "--activation_checkpointing=True"]
+    assert go("--out_dir=out/a", *options) == 1
+    again = "try --batch_size=2 --gradient_accumulation_steps=4 (accumulation becomes 4, tokens_per_step stays 256)\n"
+    assert capsys.readouterr().err.endswith(again)
+
+
+def test_advice_for_too_little_memory_is_not_refused_afterwards(go, monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    dropout = ["--out_dir=out/a", "--dropout=0.1"]
+    assert go(*dropout, "--max_iters=3") == 0
+    monkeypatch.setattr(train.GPT, "forward", full)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    capsys.readouterr()
+    assert go(*dropout) == 1
+    error = capsys.readouterr().err
+    assert error == "train.py: out of GPU memory in the first step: try --activation_checkpointing=True\n"
 
 
 def test_a_missing_toolchain_is_one_line_unless_compilation_was_demanded(go, monkeypatch, capsys):
