@@ -137,19 +137,6 @@ def load_tokenizer(folder):
         raise DataError(f"{path} is damaged ({error!r}): prepare the dataset again") from error
 
 
-def same_tokens(a, b):
-    """Return True if every id stands for the same bytes in two Tokenizers, of whatever kind they are."""
-    same = (a.vocab_size, a.eot, a.json_escaped) == (b.vocab_size, b.eot, b.json_escaped)
-    return same and all(_bytes_of(a, i) == _bytes_of(b, i) for i in range(a.vocab_size))
-
-
-def _bytes_of(tokenizer, token):
-    try:
-        return tokenizer.token_bytes(token)
-    except KeyError:  # an id between others that the vocabulary leaves out
-        return None
-
-
 def gpt2_tokenizer(json_escaped=False):
     """Return tiktoken's GPT-2 (vocab_size 50257). Downloads 1.5 MB unless tiktoken has the vocabulary in its cache."""
     tiktoken = need("tiktoken")
