@@ -40,7 +40,7 @@ class TrainConfig:
     # the run
     out_dir: str = ""  # the run's folder; default out/CONFIG_NAME
     init_from: str = "auto"  # auto: go on where out_dir left off; scratch; or another run's folder: use its weights
-    overwrite: bool = False  # with init_from=scratch: rename a non-empty out_dir and start anew
+    overwrite: bool = False  # unless init_from=auto: rename the run that is in out_dir, and start anew
     seed: int = 1337  # of the weights, the order of the data and dropout
     # data
     dataset: str = "pystdlib"  # a folder in data/, or any path
@@ -51,7 +51,7 @@ class TrainConfig:
     pack: bool = False  # join documents, and reset the state where one starts
     # optimizer
     max_iters: int = 100000  # optimizer steps
-    max_seconds: float = 0.0  # time limit, 0: none; with decay_lr the machine's speed then decides the learning rates
+    max_seconds: float = 0.0  # of training and evaluation, 0: no limit; with decay_lr the speed then decides the rates
     learning_rate: float = 6e-4  # the highest; constant unless decay_lr
     warmup_iters: int = 0  # steps of linear warm-up
     decay_lr: bool = False  # cosine down to min_lr, by lr_decay_iters or max_seconds, whichever ends first

@@ -71,6 +71,11 @@ def choose_checkpoint(cfg, dataset, thorough):
         )
     if cfg.eval_only and not latest:
         refuse(f"no checkpoint in {out_dir} to evaluate (--init_from=scratch evaluates new weights)")
+    if not latest and not again and _evaluations(out_dir) > 1:  # after the first, a kill may come before the checkpoint
+        refuse(
+            f"{out_dir} has evaluations but no checkpoint, so its steps would be taken again and their lines replaced: "
+            "put ckpt/ back, or --init_from=scratch --overwrite=True renames it and starts anew"
+        )
     return latest, saved if latest else None
 
 
@@ -93,6 +98,13 @@ def _saved_settings(cfg):
         inside = ", ".join(sorted(foreign)[:3]) + (", ..." if foreign[3:] else "")
         refuse(f"{cfg.out_dir} is not a run's folder, it has no config.json but {inside}: choose another out_dir")
     return None
+
+
+def _evaluations(out_dir):
+    """Return the number of evaluations in metrics.jsonl; 0 if there is no such file."""
+    with suppress(FileNotFoundError), open(os.path.join(out_dir, "metrics.jsonl"), "rb") as f:
+        return sum(b'"val_loss"' in line for line in f)
+    return 0
 
 
 def _refuse_to_lose(cfg, dataset):

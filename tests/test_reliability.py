@@ -340,6 +340,7 @@ def test_the_same_command_goes_on_before_there_is_a_checkpoint_and_after_torchru
     again = "--init_from=out/a", "--out_dir=out/b"
     assert go(*again) == 0
     shutil.rmtree("out/b/ckpt")  # killed before the first
+    os.truncate("out/b/metrics.jsonl", open("out/b/metrics.jsonl").read().index('"step": 4') - 1)
     assert go(*again) == 0
     anew = "--init_from=scratch", "--overwrite=True", "--out_dir=out/b"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -358,6 +359,17 @@ def test_a_run_whose_settings_are_gone_is_not_gone_on_with(go, capsys):
     assert sorted(os.listdir("out/a")) == before
     os.rename("config.json", "out/a/config.json")
     assert go("--out_dir=out/a") == 0 and max(metrics("out/a")) == 6
+
+
+def test_the_numbers_of_a_run_whose_checkpoints_are_gone_stay(go, capsys):
+    assert go(*TINY, "--out_dir=out/a") == 0
+    before = open("out/a/metrics.jsonl").read()
+    shutil.rmtree("out/a/ckpt")
+    assert go(*TINY, "--out_dir=out/a") == 2
+    assert "out/a has evaluations but no checkpoint" in capsys.readouterr().err
+    assert open("out/a/metrics.jsonl").read() == before
+    assert go(*TINY, "--out_dir=out/a", "--init_from=scratch", "--overwrite=True") == 0
+    assert open("out/a.old-1/metrics.jsonl").read() == before
 
 
 def test_other_data_under_the_same_name_are_refused(go, tmp_path, capsys):
