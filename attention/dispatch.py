@@ -7,6 +7,7 @@ kernels turn out to be wrong on this machine: before a size's first use they are
 """
 
 import warnings
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ def plan(
     dtype is that of q, k and v; gated is True if there is a log_g; form and chunk_size are what the caller asks for
     ("auto" and None: the cheapest); initial_state and return_state are True if a state is given and asked for.
     """
+    D, E = index(D), index(E)  # torch.compile(dynamic=True) has symbols, which its questions below cannot take
     not_quadratic = kernel_reason("quadratic", device_type, dtype, D, E, p)
     not_chunked = not_quadratic or kernel_reason("chunked", device_type, dtype, D, E, p)
     if initial_state:

@@ -18,6 +18,7 @@ Inside, tensors are laid out by heads: q [B, Hkv, G, T, D] with the G = H/Hkv qu
 k [B, Hkv, T, D], v [B, Hkv, T, E]; numerators [B, Hkv, G, T, E] and denominators [B, Hkv, G, T] are divided at the end.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -55,7 +56,7 @@ def attend(q, k, v, log_g, *, p, form, chunk_size=None, initial_state=None, retu
     form: "quadratic", or "chunked" with chunk_size tokens a chunk (the recurrent form is a chunk of one token).
     """
     Hkv, dtype = k.shape[2], accumulation_dtype(q)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         queries = _to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)), dim=(-1,))
         keys, values = _by_head(k, dtype), _by_head(v, dtype)
         gates = None if log_g is None else _sum_gates(log_g)
@@ -79,7 +80,7 @@ def read_cache(q, k, v, log_g, state, *, p, flush_cache):
     tokens with `flush_cache`, else `state` as it was).
     """
     Hkv, dtype = k.shape[2], accumulation_dtype(q)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         queries = _to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)), dim=(-1,))
         keys, values = _by_head(k, dtype), _by_head(v, dtype)
         gates = None if log_g is None else _sum_gates(log_g)
@@ -95,12 +96,18 @@ def flush(k, v, log_g, state, *, p):
     """Return the PowerState of `state` (or None) and the tokens k [B, m, Hkv, D], v [B, m, Hkv, E], log_g [B, m, Hkv]
     or None that follow it."""
     dtype = accumulation_dtype(k)
-    with torch.autocast(k.device.type, enabled=False):
+    with without_autocast(k.device):
         check_state_fits(k.shape[0] * k.shape[2], k.shape[-1], v.shape[-1], p, dtype, k.device)
         gates = None if log_g is None else _sum_gates(log_g)
         keys, values = _by_head(k, dtype), _by_head(v, dtype)
         unit = torch.ones_like(keys[..., :1, :1])
         return PowerState(*_state_after(state and ScaledState(*state, unit), keys, values, gates, unit, p)[:2])
+
+
+def without_autocast(device):
+    """Return a context in which autocast is off; there are devices, such as meta, that have none."""
+    has_it = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if has_it else nullcontext()
 
 
 def accumulation_dtype(x):
@@ -346,4 +353,4 @@ def _concatenate_rows(parts):
 
 def _tokens_at_once(x, p):
     rows = x.shape[:-2].numel()
-    return max(1, FEATURES_AT_ONCE // (rows * symmetric_power_dim(x.shape[-1], p)))
+    return max(1, FEATURES_AT_ONCE // (max(1, rows) * symmetric_power_dim(x.shape[-1], p)))

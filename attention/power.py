@@ -49,6 +49,8 @@ def power_attention(
     Raises ValueError for arguments that do not fit, MemoryError for a state that does not.
     """
     q, k, v = _cast_to_autocast_dtype(q, k, v)
+    if initial_state is not None:
+        initial_state = _as_state(initial_state)
     _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state)
     (B, T, _, D), (Hkv, E) = q.shape, v.shape[2:]
     has_state = initial_state is not None
@@ -58,7 +60,7 @@ def power_attention(
     )  # fmt: skip
     if has_state or return_state or (chosen.form != "quadratic" and not chosen.on_kernels):
         check_state_fits(B * Hkv, D, E, p, accumulation_dtype(q), q.device)
-    if not chosen.on_kernels:
+    if not chosen.on_kernels or B == 0:  # a kernel cannot be launched on nothing
         y, state = forms.attend(
             q, k, v, log_g, p=p, form=chosen.form, chunk_size=chosen.chunk_size, initial_state=initial_state,
             return_state=return_state,
@@ -75,9 +77,15 @@ def power_attention(
     return (y, forms.flush(k, v, log_g, None, p=p)) if return_state else y
 
 
+def _as_state(state):
+    if not isinstance(state, (tuple, list)) or len(state) != 2 or not all(isinstance(x, torch.Tensor) for x in state):
+        raise ValueError(f"initial_state must be a PowerState or another pair (S, z) of tensors, got {type(state)}")
+    return PowerState(*state)
+
+
 def _cast_to_autocast_dtype(*tensors):
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
@@ -87,7 +95,7 @@ def _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state):
     """Raise ValueError, with the value and what would be right, for arguments that do not fit each other."""
     if not isinstance(p, int) or p < 2 or p % 2:
         raise ValueError(f"p must be a positive even integer, got {p!r}")
-    if scale is not None and not 0 < abs(scale) < math.inf:
+    if scale is not None and not (isinstance(scale, (int, float)) and 0 < abs(scale) < math.inf):
         raise ValueError(f"scale must be finite and not zero, got {scale!r}")
     if form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
@@ -96,10 +104,14 @@ def _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state):
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"q, k, v must be [B, T, H, D], got {[*q.shape]}, {[*k.shape]}, {[*v.shape]}")
     (B, T, H, D), Hkv = q.shape, k.shape[2]
-    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv) or T < 1:
-        raise ValueError(
-            f"q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] do not fit: {[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
-        )
+    shapes = f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
+    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv):
+        raise ValueError(f"q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] do not fit: {shapes}")
+    if min(T, H, Hkv, D, v.shape[3]) < 1:
+        raise ValueError(f"T, H, D of q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] must be positive: {shapes}")
+    others = {"k": k, "v": v, "log_g": log_g, **(initial_state._asdict() if initial_state else {})}
+    if away := [f"{name} on {x.device}" for name, x in others.items() if x is not None and x.device != q.device]:
+        raise ValueError(f"all tensors must be on one device, got q on {q.device}, {', '.join(away)}")
     if H % Hkv:
         raise ValueError(f"the query heads must be a multiple of the key/value heads, got {H} and {Hkv}")
     if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():

@@ -124,6 +124,17 @@ def test_torch_compile_asks_for_the_check_and_does_not_look_inside(on_gpu, monke
         assert compiled(torch.ones(1)) == 1 and dispatch._warned
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["auto", "chunked"])
+def test_torch_compile_takes_the_kernels_whole_with_sizes_that_change(form, on_gpu):
+    tensors, _ = inputs(150, "learned", DTYPES[-1])
+    attend = lambda *x: power_attention(*x, p=2, form=form)
+    compiled = torch.compile(attend, dynamic=True, fullgraph=True, backend="aot_eager")
+    for T in (140, 150):
+        cut = [x[:, :T] for x in tensors]
+        assert torch.equal(compiled(*cut), attend(*cut))
+
+
 @pytest.mark.parametrize("breaks", [None, "attend", "flush"])
 def test_the_decoder_is_compared_with_the_model(monkeypatch, breaks):
     config = GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention="sympow")

@@ -338,3 +338,52 @@ def test_a_state_that_does_not_fit_is_refused_with_its_bytes():
     need = 64 * symmetric_power_dim(128, 8) * 129 * 4
     with pytest.raises(MemoryError, match=f"{need:,} bytes"):
         power_attention(x, x, x, p=8, return_state=True)
+
+
+@pytest.mark.parametrize("form", COMPUTED)
+def test_a_batch_of_nothing_gives_nothing(form):
+    q, k, v, log_g, *_ = (x.detach().requires_grad_() for x in inputs(20, 2, "learned", B=1)[:4])
+    none = [x[:0] for x in (q, k, v, log_g)]
+    y, state = power_attention(*none, form=form, chunk_size=CHUNK, return_state=True)
+    assert y.shape == (0, 20, 4, 6) and state.S.shape == (0, 2, 10, 6)
+    assert power_attention(*none, form=form, initial_state=state).shape == (0, 20, 4, 6)
+    y.sum().backward()
+    assert q.grad.shape == q.shape and not q.grad.any()
+
+
+@pytest.mark.parametrize("missing", ["T", "H", "Hkv", "D", "E"])
+@pytest.mark.parametrize("form", FORMS)
+def test_sizes_of_zero_are_refused(form, missing):
+    T, H, Hkv, D, E = (0 if name == missing else 2 for name in ("T", "H", "Hkv", "D", "E"))
+    with pytest.raises(ValueError, match="must be positive"):
+        power_attention(torch.ones(1, T, H, D), torch.ones(1, T, Hkv, D), torch.ones(1, T, Hkv, E), form=form)
+
+
+def test_a_plain_pair_is_a_state():
+    q, k, v, *_ = inputs(9, 2, "none")
+    _, state = power_attention(q, k, v, return_state=True)
+    y = power_attention(q, k, v, initial_state=state)
+    assert torch.equal(power_attention(q, k, v, initial_state=tuple(state)), y)
+    assert torch.equal(power_attention(q, k, v, initial_state=list(state)), y)
+    for wrong in (state.S, (state.S,), (*state, 1), (1, 2)):
+        with pytest.raises(ValueError, match="PowerState or another pair"):
+            power_attention(q, k, v, initial_state=wrong)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_meta_device_gives_shapes(form):
+    tensors = [x.detach().to("meta") for x in inputs(40, 2, "learned")[:4]]
+    y, state = power_attention(*tensors, form=form, chunk_size=CHUNK, return_state=True)
+    assert y.is_meta and y.shape == (2, 40, 4, 6) and state.z.shape == (2, 2, 10)
+    with pytest.raises(ValueError, match="all tensors must be on one device, got q on meta, v on cpu"):
+        power_attention(*tensors[:2], torch.ones(2, 40, 2, 6, dtype=torch.float64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["quadratic", "chunked"])
+def test_torch_compile_takes_it_whole_with_sizes_that_change(form):
+    attend = lambda *x: power_attention(*x, form=form, chunk_size=CHUNK)
+    compiled = torch.compile(attend, dynamic=True, fullgraph=True, backend="eager")
+    for T in (33, 40):
+        tensors = inputs(T, 2, "learned")[:4]
+        assert torch.allclose(compiled(*tensors), attend(*tensors), rtol=1e-9)
