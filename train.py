@@ -26,7 +26,7 @@ from data.loader import Windows, eval_batches, train_batch
 from generate import generate
 from model import GPT, GPTConfig
 from runs import checkpoint, folder, machine
-from runs.display import Display, peak_memory
+from runs.display import Display
 from runs.optimizer import learning_rate, make_optimizer
 from runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from runs.settings import (
@@ -196,7 +196,7 @@ class Trainer:
             return
         self.batches = self.micro_batches()
         self.batch = next(self.batches)
-        self.display, first = Display(cfg, progress.step, shown=ranks.master), True
+        self.display, first = Display(cfg, progress.step, self.device, shown=ranks.master), True
         advice = machine.memory_advice(cfg, self.model_cfg, self.accumulation, goes_on=bool(self.resume))
         self.network.train()
         self.clock.start_lap(progress.step)
@@ -216,8 +216,6 @@ class Trainer:
             first = False
         self.display.close()
         ranks.log(f"stopped after {progress.step} steps: {end}")
-        if self.device.type == "cuda":
-            ranks.log(f"peak GPU memory {peak_memory(self.device) / 1e9:.1f} GB")
 
     def train_step(self):
         """Take one optimizer step; return the sum of its micro-steps' losses and the norm of the gradient, two scalars.
@@ -308,7 +306,7 @@ class Trainer:
             checkpoint_seconds=self.checkpoint_seconds or None,
         )  # fmt: skip
         self.checkpoint_seconds = 0.0
-        self.display.log(step, self.clock.seconds(), pace, loss, memory=peak_memory(self.device), **shown)
+        self.display.log(step, self.clock.seconds(), pace, loss, **shown)
 
     @torch.no_grad()
     def evaluate(self):

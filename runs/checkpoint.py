@@ -163,6 +163,7 @@ def settings(run):
         for name, kind in (("model", dict), ("dataset", str), ("init_from", str), ("block_size", int)):
             _check_type(name, found[name], kind)
         kinds = {of.name: of.type for of in fields(GPTConfig)}
+        found["model"]["vocab_size"]
         for name, value in found["model"].items():
             _check_type(name, value, kinds[name])
         return found

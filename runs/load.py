@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import torch
 
+from data import DataError
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig
 from runs import checkpoint
@@ -21,26 +22,29 @@ def load_run(path, cfg):
 
     path: a run's folder or one of its checkpoints; cfg has the settings device and dtype. The checksums of the weights
     are compared: a damaged checkpoint is named on stderr and left out for the one before it. Refuse a run without a
-    checkpoint, or with a config.json that cannot be read or is not that of the weights.
+    checkpoint, or with a config.json or tokenizer that cannot be read or does not fit.
     """
     folder, run = checkpoint.newest(path, True, warn, checkpoint.WEIGHTS), checkpoint.run_of(path)
     if not folder:
         refuse(no_checkpoint(path))
-    device, dtype = choose_device(cfg.device, cfg.dtype)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches on the current device
     try:
         saved = checkpoint.settings(run)["model"]
     except ValueError as error:
         refuse(error)
+    device, dtype = choose_device(cfg.device, cfg.dtype)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current device
     try:
         model = GPT(GPTConfig(**saved))
         checkpoint.load(folder, model)
-    except (TypeError, ValueError, RuntimeError) as error:  # an unknown setting, one out of range, or another size
-        refuse(f"{run}/config.json is not that of the weights in {folder}: {error}")
+    except (TypeError, ValueError, RuntimeError) as error:  # settings of no model, or of one with other weights
+        refuse(f"{folder} does not fit the settings in {run}/config.json: {error}")
     model.to(device).eval()
     autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
-    return run, model, load_tokenizer(run), device, autocast
+    try:
+        return run, model, load_tokenizer(run), device, autocast
+    except DataError as error:
+        refuse(error)
 
 
 def newest_run():

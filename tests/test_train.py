@@ -444,10 +444,10 @@ def test_the_bar_moves_at_every_step_and_shows_what_was_logged_last(monkeypatch)
     terminal = Terminal()
     assert os.get_terminal_size(terminal.fileno()).columns == 0
     monkeypatch.setattr(sys, "stderr", terminal)
-    shown = display.Display(cfg, 10, shown=True)
+    shown = display.Display(cfg, 10, torch.device("cpu"), shown=True)
     shown.bar.mininterval = 0
     shown.step()
-    shown.log(11, 30.0, 2.0, loss=2.5, tok_per_sec=1000.0, lr=1e-3, memory=3e9)
+    shown.log(11, 30.0, 2.0, loss=2.5, tok_per_sec=1000.0, lr=1e-3)
     shown.step()
     shown.close()
     frames = terminal.getvalue().split("\r")
@@ -455,7 +455,7 @@ def test_the_bar_moves_at_every_step_and_shows_what_was_logged_last(monkeypatch)
     assert ["11/100 steps" in frame for frame in frames[2:5]] == [True, True, False] and "12/100 steps" in frames[4]
     assert [numbers in frame for frame in frames[2:5]] == [False, True, True]
     assert all(len(frame.rstrip("\n")) <= 80 for frame in frames)
-    assert display.Display(cfg, 10, shown=False).bar is None
+    assert display.Display(cfg, 10, torch.device("cpu"), shown=False).bar is None
 
 
 def test_without_a_terminal_a_line_has_loss_speed_rate_memory_and_the_time_left(go, capsys):
