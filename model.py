@@ -46,8 +46,8 @@ class GPTConfig:
     activation_checkpointing: bool = False  # save one activation per block, compute the rest again in the backward pass
 
     def __post_init__(self):
-        for name in ("n_layer", "n_head", "n_embd", "vocab_size"):
-            if getattr(self, name) < 1:
+        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "n_kv_head", "head_dim"):
+            if getattr(self, name) < (name not in ("n_kv_head", "head_dim")):  # where 0 means: choose it
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if not self.head_dim and self.n_embd % self.n_head:
             near = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
@@ -71,8 +71,10 @@ class GPTConfig:
             raise ValueError(f"chunk_size must be positive, or 0 to choose it, got {self.chunk_size}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-        if self.rope_base <= 1:
-            raise ValueError(f"rope_base must be above 1, got {self.rope_base}")
+        if not 1 < self.rope_base < math.inf:
+            raise ValueError(f"rope_base must be above 1 and finite, got {self.rope_base}")
+        if not math.isfinite(self.gate_bias):
+            raise ValueError(f"gate_bias must be finite, got {self.gate_bias}")
         if self.gate not in ("auto", "learned", "fixed", "none"):
             raise ValueError(f"gate must be auto, learned, fixed or none, got {self.gate!r}")
         variant = ATTENTIONS[self.attention]

@@ -19,15 +19,15 @@ from dataclasses import asdict, dataclass
 from itertools import count
 
 import torch
-from tqdm import tqdm
 
 from data import DataError
 from data.dataset import Dataset
 from data.loader import Windows, eval_batches, train_batch
 from generate import generate
 from model import GPT, GPTConfig
-from runs import checkpoint, machine
-from runs.folder import choose_checkpoint, fingerprint, load_source_weights, source_settings, start_folder
+from runs import checkpoint, folder, machine
+from runs.display import Display
+from runs.optimizer import learning_rate, make_optimizer
 from runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from runs.settings import (
     BOOLS, TRAIN_RANGES, accumulation_steps, check_ranges, choose_device, fields_of, read_settings, refuse,
@@ -40,7 +40,7 @@ class TrainConfig:
     # the run
     out_dir: str = ""  # the run's folder; default out/CONFIG_NAME
     init_from: str = "auto"  # auto: go on where out_dir left off; scratch; or another run's folder: use its weights
-    overwrite: bool = False  # with init_from=scratch: rename a non-empty out_dir and start anew
+    overwrite: bool = False  # unless init_from=auto: rename the run that is in out_dir, and start anew
     seed: int = 1337  # of the weights, the order of the data and dropout
     # data
     dataset: str = "pystdlib"  # a folder in data/, or any path
@@ -51,7 +51,7 @@ class TrainConfig:
     pack: bool = False  # join documents, and reset the state where one starts
     # optimizer
     max_iters: int = 100000  # optimizer steps
-    max_seconds: float = 0.0  # time limit, 0: none; with decay_lr the machine's speed then decides the learning rates
+    max_seconds: float = 0.0  # of training and evaluation, 0: no limit; with decay_lr the speed then decides the rates
     learning_rate: float = 6e-4  # the highest; constant unless decay_lr
     warmup_iters: int = 0  # steps of linear warm-up
     decay_lr: bool = False  # cosine down to min_lr, by lr_decay_iters or max_seconds, whichever ends first
@@ -97,10 +97,7 @@ def main():
         trainer = Trainer(sys.argv[1:], ranks)
         with trainer.start(), checkpoint.Writer(trainer.cfg.out_dir) as writer:
             trainer.build(writer)
-            if trainer.cfg.eval_only:
-                ranks.log(f"val loss {trainer.evaluate():.4f}")
-            else:
-                trainer.train()
+            trainer.evaluate_only() if trainer.cfg.eval_only else trainer.train()
             writer.wait()
             ranks.leave()
             if trainer.tracker:
@@ -116,24 +113,29 @@ class Trainer:
         self.ranks = ranks
         try:
             self.cfg = cfg = TrainConfig(**fields_of(TrainConfig, given))
+            cfg.out_dir = os.path.normpath(cfg.out_dir or os.path.join("out", "-".join(names) or "train"))
             self.dataset = dataset = Dataset(cfg.dataset)
             self.train_windows = Windows(dataset, "train", cfg.block_size, pack=cfg.pack)
             self.val_windows = Windows(dataset, "val", cfg.block_size, pack=cfg.pack)
-            # the source run's gate does not apply to another attention
-            left_out = (*HIDDEN, "gate") if "attention" in given else HIDDEN
-            chosen = {"rope_base": float(dataset.document_length)}
-            chosen |= source_settings(cfg.init_from, dataset, left_out) | fields_of(GPTConfig, given)
-            reset_token = dataset.eot if cfg.pack else -1
-            self.model_cfg = GPTConfig(**chosen, vocab_size=dataset.vocab_size, reset_token=reset_token)
             self.accumulation = accumulation_steps(cfg, given, ranks.world)
+            self.resume, saved = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
+            self.source, settings = folder.open_source(cfg.init_from, dataset, saved)
+            if "attention" in given:  # the source run's gate does not apply to another one
+                settings.pop("gate", None)
+            chosen = {"rope_base": float(dataset.document_length), **settings, **fields_of(GPTConfig, given)}
+            chosen |= {"vocab_size": dataset.vocab_size, "reset_token": dataset.eot if cfg.pack else -1}
+            self.model_cfg = GPTConfig(**chosen)
+            if self.source:
+                folder.check_weights(self.source, self.model_cfg)
         except (DataError, ValueError) as error:
             refuse(error)
         self.baseline = baseline_losses(cfg.baseline)
-        cfg.out_dir = os.path.normpath(cfg.out_dir or os.path.join("out", "-".join(names) or "train"))
         self.device, self.dtype = choose_device(cfg.device, cfg.dtype, ranks.local)
         cfg.dtype = str(self.dtype).removeprefix("torch.")
-        self.settings = {**asdict(cfg), "model": asdict(self.model_cfg), "data": fingerprint(dataset)}
-        self.resume = choose_checkpoint(cfg, self.settings, thorough=ranks.master)
+        self.settings = {**asdict(cfg), "model": asdict(self.model_cfg), "data": folder.fingerprint(dataset)}
+        self.settings |= {"ranks": ranks.world, "device_type": self.device.type}
+        if saved:
+            folder.refuse_other_settings(cfg.out_dir, saved, self.settings)
 
     def start(self):
         """Connect with the other ranks and, on rank 0, open out_dir; return the lock on it, a context manager."""
@@ -143,7 +145,7 @@ class Trainer:
         ranks.join(self.device, cfg.backend, cfg.timeout)
         self.resume = ranks.agree_on_checkpoint(self.resume)
         writes = ranks.master and not cfg.eval_only
-        return start_folder(cfg, self.settings, self.dataset) if writes else nullcontext()
+        return folder.start_folder(cfg, self.settings, self.dataset) if writes else nullcontext()
 
     def build(self, writer):
         """Make model and optimizer, new or from a checkpoint, and the other objects that training needs."""
@@ -161,43 +163,45 @@ class Trainer:
         if self.resume:
             self.progress = checkpoint.load(self.resume, self.model, self.optimizer, device)
             ranks.log(f"going on from {self.resume}, step {self.progress.step}")
-        elif cfg.init_from not in ("auto", "scratch"):
-            load_source_weights(cfg.init_from, self.model)
-            ranks.log(f"weights from {cfg.init_from}")
+        elif self.source:
+            checkpoint.load(self.source, self.model)
+            ranks.log(f"weights from {self.source}")
         self.skipped = SkippedSteps(*self.progress.skipped)
         machine.check_kernels(self.model, cfg.block_size, self.dtype, ranks)
         compiled = machine.can_compile(cfg.compile, device, ranks.log)
         self.eval_network = torch.compile(self.model) if compiled else self.model
         self.network = ranks.average_gradients(self.eval_network)
         records = ranks.master and not cfg.eval_only
-        self.tracker = Tracker(cfg, self.settings, self.progress.step, self.progress.wandb_id) if records else None
+        p = self.progress
+        self.tracker = Tracker(cfg, self.settings, p.step, p.wandb_id, p.evaluated) if records else None
         ranks.log(
             f"{self.model.parameter_count() / 1e6:.1f}M parameters, {self.model_cfg.attention}, {device.type} "
             f"{cfg.dtype}; tokens a step: {ranks.world} ranks x {cfg.batch_size} sequences x {cfg.block_size} context "
             f"x {self.accumulation} accumulation = {cfg.tokens_per_step:,}"
         )
+        self.saved = p.step, p.evaluated  # of the newest checkpoint
+        self.diverged = False  # True if the loss of this step's evaluation was not finite
+        self.clock, self.checkpoint_seconds = Clock(p.seconds, p.step), 0.0
+        self.stop_signals, self.signal, self.seconds = StopSignals(), 0, p.seconds
 
     def train(self):
         """Take steps, and evaluate and save every eval_interval of them, until a limit or a signal ends the run."""
         cfg, ranks, progress = self.cfg, self.ranks, self.progress
-        self.stop_signals, self.signal, self.seconds = StopSignals(), 0, progress.seconds
-        self.clock, self.checkpoint_seconds = Clock(progress.seconds), 0.0
-        if not progress.evaluated and (progress.step % cfg.eval_interval == 0 or progress.step >= cfg.max_iters):
-            self.evaluate_and_log()  # a signal prevented it
-            self.save()
-        self.first_step = progress.step
-        if end := self.reason_to_stop():
+        end = self.reason_to_stop()
+        if not progress.evaluated and (end or progress.step % cfg.eval_interval == 0):  # a signal prevented it
+            self.evaluate_and_save()
+            end = self.reason_to_stop()
+        if end and not self.signal:
             ranks.log(f"{cfg.out_dir} is trained: {progress.step} steps in {progress.seconds:.0f} s, {end}")
             return
         self.batches = self.micro_batches()
         self.batch = next(self.batches)
-        hidden = not (ranks.master and sys.stderr.isatty())
-        self.bar = tqdm(total=cfg.max_iters, initial=progress.step, unit="step", disable=hidden)
+        self.display, first = Display(cfg, progress.step, self.device, shown=ranks.master), True
+        advice = machine.memory_advice(cfg, self.model_cfg, self.accumulation, goes_on=bool(self.resume))
         self.network.train()
-        self.clock.start(progress.step)
+        self.clock.start_lap(progress.step)
         while not end:
-            first = progress.step == self.first_step
-            with machine.memory_advice(cfg, self.model_cfg, self.accumulation) if first else nullcontext():
+            with advice if first else nullcontext():
                 loss, grad_norm = self.train_step()
             self.writer.check()
             end = self.reason_to_stop()
@@ -206,13 +210,12 @@ class Trainer:
             if loss is not None and (first or end or progress.step % cfg.log_interval == 0):
                 self.log_step(loss, grad_norm)
             if due:
-                self.clock.pause()
                 self.evaluate_and_save()
-                self.clock.start(progress.step)
-        self.bar.close()
+                end = end or self.reason_to_stop()
+                self.clock.start_lap(progress.step)
+            first = False
+        self.display.close()
         ranks.log(f"stopped after {progress.step} steps: {end}")
-        if self.device.type == "cuda":
-            ranks.log(f"peak GPU memory {torch.cuda.max_memory_allocated(self.device) / 1e9:.1f} GB")
 
     def train_step(self):
         """Take one optimizer step; return the sum of its micro-steps' losses and the norm of the gradient, two scalars.
@@ -234,7 +237,7 @@ class Trainer:
             (loss / self.accumulation).backward()
             loss_sum += loss.detach()
             self.batch = next(self.batches)  # read while the GPU computes
-            self.signal, self.seconds = ranks.share(self.stop_signals.number, self.clock.seconds())
+            self.share()
             if self.signal and micro + 1 < self.accumulation:
                 return None, None
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.grad_clip or math.inf)
@@ -243,6 +246,8 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
+        self.progress.evaluated, self.diverged = False, False
+        self.display.step()
         return loss_sum, norm
 
     def micro_batches(self):
@@ -254,6 +259,10 @@ class Trainer:
                 if self.device.type == "cuda":  # from pinned memory the copy runs beside the computation
                     batch = [x.pin_memory() for x in batch]
                 yield [x.to(self.device, non_blocking=True) for x in batch]
+
+    def share(self):
+        """Take the signal that any rank received, and the time of rank 0: all ranks decide by the same."""
+        self.signal, self.seconds = self.ranks.share(self.stop_signals.number, self.clock.seconds())
 
     def reason_to_stop(self):
         """Return a text that names the limit reached or the signal received; "" if training goes on."""
@@ -284,26 +293,24 @@ class Trainer:
         """Record the loss, averaged over the ranks, and the speed since the last line."""
         cfg, ranks, step = self.cfg, self.ranks, self.progress.step
         loss = ranks.sum(loss_sum / self.accumulation / ranks.world).item()
-        speed, mfu = cfg.tokens_per_step * self.clock.steps_per_second(step), None
+        pace, mfu = self.clock.steps_per_second(step), None  # steps a second
+        speed = cfg.tokens_per_step * pace
         if peak := machine.peak_flops(self.device):
             mfu = speed * self.model.flops_per_token(cfg.block_size, self.dtype) / (peak * ranks.world)
         if not ranks.master:
             return
+        shown = dict(lr=self.optimizer.param_groups[0]["lr"], tok_per_sec=speed, mfu=mfu)
         self.tracker.log(
             step, train_loss=loss, tokens=step * cfg.tokens_per_step, seconds=self.clock.seconds(),
-            lr=self.optimizer.param_groups[0]["lr"], grad_norm=grad_norm.item(), tok_per_sec=speed, mfu=mfu,
-            skipped=self.skipped.total or None, checkpoint_seconds=self.checkpoint_seconds or None,
+            grad_norm=grad_norm.item(), **shown, skipped=self.skipped.total or None,
+            checkpoint_seconds=self.checkpoint_seconds or None,
         )  # fmt: skip
         self.checkpoint_seconds = 0.0
-        line = f"loss {loss:.4f}, {speed:,.0f} tok/s" + (f", mfu {mfu:.1%}" if mfu else "")
-        self.bar.update(step - self.bar.n)
-        self.bar.set_postfix_str(line)
-        if self.bar.disable:
-            ranks.log(f"step {step}: {line}")
+        self.display.log(step, self.clock.seconds(), pace, loss, **shown)
 
     @torch.no_grad()
     def evaluate(self):
-        """Return the mean loss a token over the first eval_tokens of the held-out split, which the ranks share."""
+        """Return the mean loss a token over eval_tokens of the held-out split, or None if a signal came meanwhile."""
         cfg, ranks = self.cfg, self.ranks
         self.network.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -314,16 +321,25 @@ class Trainer:
             with self.autocast:
                 _, loss = self.eval_network(x, y)
             sums += torch.stack((loss.double() * tokens, tokens.double()))
+            self.share()
+            if self.signal:
+                break
         self.network.train()
         loss, tokens = ranks.sum(sums).tolist()
-        return loss / tokens
+        return None if self.signal else loss / tokens
+
+    def evaluate_only(self):
+        """Print the validation loss; raise Failed if a signal came before it was known."""
+        val_loss = self.evaluate()
+        if val_loss is None:
+            raise Failed(f"the evaluation is not finished: {self.reason_to_stop()}")
+        self.ranks.log(f"val loss {val_loss:.4f}")
 
     def evaluate_and_log(self):
-        """Evaluate, log the result, and return (validation loss, True if it is the best so far)."""
+        """Evaluate and log the result, or leave that to the next start if a signal comes."""
         cfg, progress, step = self.cfg, self.progress, self.progress.step
-        begin, val_loss = time.perf_counter(), self.evaluate()
-        if cfg.max_seconds:  # evaluation counts towards the limit
-            self.clock.add(time.perf_counter() - begin)
+        if (val_loss := self.evaluate()) is None:
+            return
         if self.ranks.master:
             with self.autocast:
                 statistics = self.model.statistics(self.val_windows.batch([0])[0][:, :4096].to(self.device))
@@ -335,64 +351,47 @@ class Trainer:
             self.ranks.log(f"step {step}: val loss {val_loss:.4f}")
             if cfg.sample_tokens:
                 self.tracker.sample(step, self.sample())
-        better = val_loss < progress.best
-        if better:
+        progress.evaluated, self.diverged = True, not math.isfinite(val_loss)
+        if val_loss < progress.best:
             progress.best, progress.best_step = val_loss, step
-        return val_loss, better
 
     def sample(self):
         """Generate sample_tokens tokens after an end of text; every evaluation uses the same random numbers."""
         options = dict(max_new_tokens=self.cfg.sample_tokens, seed=self.cfg.seed, cuda_graph=False)
         self.model.eval()
-        with torch.inference_mode(), self.autocast:
-            ids = [i for (i,) in generate(self.model, [self.dataset.eot], **options)]
-        self.model.train()
+        try:
+            with torch.inference_mode(), self.autocast:
+                ids = [i for (i,) in generate(self.model, [self.dataset.eot], **options)]
+        except (MemoryError, torch.OutOfMemoryError) as error:  # training itself may go on
+            return f"(no sample: {error})"
+        finally:
+            self.model.train()
         return self.dataset.tokenizer.decode(ids)
 
     def evaluate_and_save(self):
-        """Evaluate, unless a signal ends the run, and save a checkpoint if the loss and the settings allow it."""
-        val_loss, better = (0.0, False) if self.signal else self.evaluate_and_log()
-        healthy = math.isfinite(val_loss) and not self.skipped.in_a_row
-        new = self.progress.step > self.first_step or not self.resume
-        if healthy and new and (self.signal or better or self.cfg.always_save_checkpoint):
+        """Evaluate this step, unless that is done or a signal ends the run, and save what no checkpoint has yet.
+
+        No step is saved without a finite gradient and loss, nor, if the settings say so, one that is not the best.
+        """
+        cfg, progress = self.cfg, self.progress
+        if not (self.signal or progress.evaluated):
+            self.evaluate_and_log()
+            self.share()
+        wanted = self.signal or progress.best_step == progress.step or cfg.always_save_checkpoint
+        healthy = not (self.diverged or self.skipped.in_a_row)
+        if wanted and healthy and (progress.step, progress.evaluated) != self.saved:
             self.save()
 
     def save(self):
         """Write a checkpoint of this step, on rank 0."""
+        progress, begin = self.progress, time.perf_counter()
+        self.saved = progress.step, progress.evaluated
         if self.ranks.master:
-            begin, progress = time.perf_counter(), self.progress
             progress.seconds, progress.wandb_id = self.clock.seconds(), self.tracker.run_id
-            progress.skipped, progress.evaluated = (self.skipped.total, self.skipped.in_a_row), not self.signal
+            progress.skipped = self.skipped.total, self.skipped.in_a_row
             self.tracker.flush_to_disk()
             self.writer.save(self.model, self.optimizer, progress)
             self.checkpoint_seconds += time.perf_counter() - begin
-
-
-def make_optimizer(model, cfg):
-    """Return a fused AdamW, with weight decay for matrices and embeddings but not for biases and norms."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
-
-
-def learning_rate(step, cfg, seconds=0.0):
-    """Return the learning rate of step 0, 1, 2, ...: linear warm-up, then constant or a cosine down to min_lr.
-
-    The cosine ends after lr_decay_iters steps or, if that is earlier, when max_seconds are over; a run that has both
-    is therefore no pure function of its settings. seconds: of training so far, the same on all ranks.
-    """
-    rate = cfg.learning_rate
-    if cfg.decay_lr:
-        length = (cfg.lr_decay_iters or cfg.max_iters) - cfg.warmup_iters
-        done = (step - cfg.warmup_iters) / max(1, length)
-        if cfg.max_seconds > 0:
-            done = max(done, seconds / cfg.max_seconds)
-        rate = cfg.min_lr + 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, done)))) * (rate - cfg.min_lr)
-    if step < cfg.warmup_iters:
-        rate = min(rate, cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1))
-    return rate
 
 
 if __name__ == "__main__":

@@ -14,18 +14,22 @@ import math
 import os
 import re
 import shutil
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from data.files import sha256_of, write_atomically
+from model import GPTConfig
 
 KEEP = 2  # the newest checkpoints that are not removed; the best one is not removed either
 FILES = ("model.safetensors", "optimizer.pt", "progress.json")
 WEIGHTS = ("model.safetensors", "progress.json")  # what `load` reads without an optimizer
+NOT_JSON = (ValueError, KeyError, TypeError, RecursionError)  # what reading a damaged JSON file may raise
 
 
 class NotWritten(OSError):
@@ -37,12 +41,12 @@ class Progress:
     """The progress of a run: the contents of progress.json."""
 
     step: int = 0  # optimizer steps taken
-    seconds: float = 0.0  # of training, including evaluation if max_seconds limits both
+    seconds: float = 0.0  # spent in training: steps, evaluations, samples and checkpoints of all starts together
     best: float = math.inf  # lowest validation loss so far
     best_step: int = 0  # the step of the lowest loss
     wandb_id: str | None = None  # under which wandb knows the run
     skipped: tuple = (0, 0)  # steps skipped because their gradient was not finite: in all, and in a row up to this step
-    evaluated: bool = True  # False if a signal came before the evaluation that was due at this step
+    evaluated: bool = True  # False if metrics.jsonl has no validation loss of this step, which may be due
 
 
 class Writer:
@@ -112,18 +116,20 @@ def _write(out_dir, weights, state, progress):
         for name in os.listdir(temporary):
             flush_to_disk(os.path.join(temporary, name))
         flush_to_disk(temporary)
-        before = _move_aside(final)  # of the same step; the name is free only for an instant
+        if os.path.isdir(final):  # of the same step; after a kill before the next line, `newest` finds it aside
+            _move_aside(final)
         os.rename(temporary, final)
-        shutil.rmtree(before, ignore_errors=True)
+        shutil.rmtree(_aside(final), ignore_errors=True)
         flush_to_disk(folder)
         # checkpoints of later steps are damaged, or this run would have started from one of them
         stay = [path for path in _all(out_dir) if path <= final][-KEEP:]
         for old in set(_all(out_dir)) - {*stay, _path(out_dir, progress.best_step)}:
             _remove(old)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, by three libraries
-        free = shutil.disk_usage(out_dir).free
         shutil.rmtree(temporary, ignore_errors=True)
-        whole, why = newest(out_dir), f"{str(error).strip().splitlines()[0]}; {free:,} bytes are free there"
+        whole, why = newest(out_dir), str(error).strip().splitlines()[0]
+        with suppress(OSError):  # out_dir is gone
+            why += f"; {shutil.disk_usage(out_dir).free:,} bytes are free there"
         rest = f"{whole} is whole: the same command goes on from there" if whole else "there is no older one"
         raise NotWritten(f"the checkpoint of step {progress.step} could not be written ({why}); {rest}") from error
 
@@ -133,11 +139,16 @@ def newest(path, thorough=False, log=lambda line: None, files=None):
 
     path: a run's folder, or a checkpoint itself. thorough: compare checksums, not only sizes. log: called with a line
     for each damaged checkpoint. files: the names of the files that will be read, if not all of them.
+
+    The last resort is a whole checkpoint that a kill left under the name `.removing`, while another took its place.
     """
     is_checkpoint = os.path.isfile(os.path.join(path, "model.safetensors"))
-    for folder in [path] if is_checkpoint else reversed(_all(path)):
+    aside = _aside(_path(path, 0))
+    for folder in [path] if is_checkpoint else [*reversed(_all(path)), *([aside] if os.path.isdir(aside) else [])]:
         wrong = damage(folder, thorough, files)
         if not wrong:
+            if thorough and not os.path.exists(os.path.join(folder, "checksums.json")):
+                log(f"{folder} is of a version without checksums: only the form of its files was checked")
             return folder
         log(f"{folder} is damaged and left out: {wrong}")
     return None
@@ -149,41 +160,71 @@ def settings(run):
     try:
         with open(path) as f:
             found = json.load(f)
-        dict(found["model"])["vocab_size"], range(found["block_size"]), found["init_from"]
+        for name, kind in (("model", dict), ("dataset", str), ("init_from", str), ("block_size", int)):
+            _check_type(name, found[name], kind)
+        kinds = {of.name: of.type for of in fields(GPTConfig)}
+        found["model"]["vocab_size"]
+        for name, value in found["model"].items():
+            _check_type(name, value, kinds[name])
         return found
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, *NOT_JSON) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path}, which a run has beside its checkpoints, is missing or damaged ({why})") from None
 
 
+def _check_type(name, value, kind):
+    if not isinstance(value, (int, float) if kind is float else kind):
+        raise TypeError(f"{name} is {str(value)[:50]!r}")
+
+
 def damage(folder, thorough=True, files=None):
-    """Return a text that says what is wrong with a checkpoint, or with these files of it; "" if nothing is."""
+    """Return a text that says what is wrong with a checkpoint, or with these files of it; "" if nothing is.
+
+    thorough: compare checksums, not only sizes.
+    """
     try:
         with open(os.path.join(folder, "checksums.json")) as f:
             sums = json.load(f)
         if not all({"bytes", "sha256"} <= of.keys() for of in sums.values()) or not sums.keys() >= {*FILES}:
             return "checksums.json is not what was written"
-    except FileNotFoundError:  # written before checkpoints had checksums
-        sums, missing = {}, [name for name in FILES if not os.path.exists(os.path.join(folder, name))]
-        if missing:
-            return f"{missing[0]} is missing"
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+    except FileNotFoundError:
+        return _damage_without_checksums(folder)
+    except (OSError, AttributeError, *NOT_JSON) as error:
         return f"checksums.json: {error}"
-    for name, of in sums.items():
-        if files and name not in files:
-            continue
-        file = os.path.join(folder, name)
+    for name in files or FILES:
+        file, of = os.path.join(folder, name), sums[name]
         size = os.path.getsize(file) if os.path.exists(file) else None
         if size != of["bytes"]:
-            return f"{name} " + ("is missing" if size is None else f"has {size:,} bytes instead of {of['bytes']:,}")
-        if thorough and sha256_of(file) != of["sha256"]:
-            return f"{name} is not what was written (sha256 differs)"
+            return f"{name} " + ("is missing" if size is None else f"has {size:,} bytes instead of {of['bytes']}")
+        try:
+            if thorough and sha256_of(file) != of["sha256"]:
+                return f"{name} is not what was written (sha256 differs)"
+        except OSError as error:
+            return f"{name}: {error}"
     return ""
+
+
+def _damage_without_checksums(folder):
+    """Return what `damage` does for a checkpoint without checksums.json, of which only the form can be checked.
+
+    Versions that wrote no checksums did not count skipped steps either; in a later checkpoint the file was lost.
+    """
+    if missing := [name for name in FILES if not os.path.isfile(os.path.join(folder, name))]:
+        return f"{missing[0]} is missing"
+    try:
+        with open(os.path.join(folder, "progress.json")) as f:
+            if "skipped" in json.load(f):
+                return "checksums.json is missing"
+        with safe_open(os.path.join(folder, "model.safetensors"), "pt"):
+            pass
+    except (OSError, SafetensorError, *NOT_JSON) as error:
+        return str(error).splitlines()[0]
+    return "" if zipfile.is_zipfile(os.path.join(folder, "optimizer.pt")) else "optimizer.pt is not whole"
 
 
 def exists(path):
     """Return True if a run's folder has any checkpoint, whole, damaged or half removed."""
-    return bool(_all(path)) or os.path.isdir(os.path.join(path, "ckpt", ".removing"))
+    return bool(_all(path)) or os.path.isdir(_aside(_path(path, 0)))
 
 
 def run_of(path):
@@ -229,15 +270,15 @@ def _all(out_dir):
 
 def _remove(folder):
     """Remove a checkpoint; it loses its name in one step, so that a kill cannot leave half of it under that name."""
-    aside = _move_aside(folder)
-    if os.path.isdir(aside):
-        shutil.rmtree(aside)
+    _move_aside(folder)
+    shutil.rmtree(_aside(folder))
 
 
 def _move_aside(folder):
-    """Rename a checkpoint, if it exists, so that `newest` no longer finds it; return the new name."""
-    aside = os.path.join(os.path.dirname(folder), ".removing")
-    shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed while it removed
-    if os.path.isdir(folder):
-        os.rename(folder, aside)
-    return aside
+    """Rename a checkpoint, so that `newest` takes every other one before it."""
+    shutil.rmtree(_aside(folder), ignore_errors=True)  # left by a run that was killed while it removed
+    os.rename(folder, _aside(folder))
+
+
+def _aside(folder):
+    return os.path.join(os.path.dirname(folder), ".removing")

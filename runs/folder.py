@@ -1,6 +1,7 @@
 """Open a run's folder: choose the checkpoint to go on from, lock the folder, and record how the run was started.
 
-    resume = choose_checkpoint(cfg, settings, thorough=True)         # refuses to mix or lose runs
+    latest, saved = choose_checkpoint(cfg, dataset, thorough=True)   # refuses to mix or lose runs
+    refuse_other_settings(cfg.out_dir, saved, settings)              # if there is a latest checkpoint
     with start_folder(cfg, settings, dataset):                       # locked until the end
         ...
 
@@ -12,13 +13,20 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
+from data.tokenizer import load_tokenizer
+from model import GPT
 from runs import checkpoint
 from runs.processes import warn
 from runs.settings import refuse
@@ -28,141 +36,227 @@ from runs.settings import refuse
 FREE = {
     "out_dir", "init_from", "overwrite", "max_seconds", "max_skipped", "eval_interval", "eval_tokens", "eval_only",
     "log_interval", "always_save_checkpoint", "sample_tokens", "baseline", "wandb", "wandb_log", "wandb_project",
-    "wandb_run_name", "device", "backend", "timeout", "compile", "batch_size", "gradient_accumulation_steps",
-    "activation_checkpointing",
+    "wandb_run_name", "device", "backend", "timeout", "gradient_accumulation_steps", "activation_checkpointing",
 }  # fmt: skip
+# These do not change the steps either, unless there is dropout: each rank draws the masks for its own micro-batch, with
+# the random numbers of its device, and torch.compile draws others. (gradient_accumulation_steps follows from them.)
+FREE_WITHOUT_DROPOUT = {"batch_size", "ranks", "device_type", "compile"}
+LOGS = (".log", ".out", ".err")  # files with these endings, which a shell or a scheduler opens, may lie in a new folder
 
 
-def choose_checkpoint(cfg, settings, thorough):
-    """Return the checkpoint of cfg.out_dir to go on from, or None to start anew; refuse to mix or lose runs.
+def choose_checkpoint(cfg, dataset, thorough):
+    """Return (the checkpoint of cfg.out_dir to go on from, the settings it was trained with), or (None, None) to start
+    anew; refuse to mix or lose runs.
 
-    settings: those that config.json would hold for this start. thorough: compare checksums, not only sizes; rank 0
-    does that, for all ranks.
+    thorough: compare checksums, not only sizes; rank 0 does that, for all ranks.
     """
-    latest = checkpoint.newest(cfg.out_dir, thorough, warn)
-    if not latest and checkpoint.exists(cfg.out_dir) and not (cfg.init_from == "scratch" and cfg.overwrite):
-        refuse(f"every checkpoint in {cfg.out_dir} is damaged: --init_from=scratch --overwrite=True starts anew")
-    saved = None
-    if os.path.exists(os.path.join(cfg.out_dir, "config.json")):
-        try:
-            saved = checkpoint.settings(cfg.out_dir)
-        except ValueError as error:
-            refuse(f"{error}: put it right, or move {cfg.out_dir} away")
+    out_dir = cfg.out_dir
+    saved = _saved_settings(cfg)
     # torchrun and Slurm start a job again with the same command, which must not overwrite what the first start made
     again = any(int(os.environ.get(f"{name}_RESTART_COUNT") or 0) for name in ("TORCHELASTIC", "SLURM"))
     cfg.overwrite = cfg.overwrite and not again
-    started_so = saved and not cfg.overwrite and saved["init_from"] == cfg.init_from
+    started_so = saved and not cfg.overwrite and _same_path(saved["init_from"], cfg.init_from)
     goes_on = (again and saved) or cfg.init_from == "auto" or (started_so and cfg.init_from != "scratch")
     if not goes_on:
         if not cfg.eval_only:  # evaluating does not write to out_dir
-            _refuse_to_lose(cfg)
-        return None
+            _refuse_to_lose(cfg, dataset)
+        return None, None
+    latest = checkpoint.newest(out_dir, thorough, warn)
+    if not latest and checkpoint.exists(out_dir):
+        refuse(f"every checkpoint in {out_dir} is damaged: --init_from=scratch --overwrite=True starts anew")
     if latest and not saved:
         refuse(
-            f"{cfg.out_dir} has checkpoints but no config.json, so its settings are not known: put it back, or choose "
+            f"{out_dir} has checkpoints but no config.json, so its settings are not known: put it back, or choose "
             "another out_dir"
         )
-    if latest:
-        _refuse_other_settings(cfg.out_dir, saved, settings)
     if cfg.eval_only and not latest:
-        refuse(f"no checkpoint in {cfg.out_dir} to evaluate (--init_from=scratch evaluates new weights)")
-    return latest
+        refuse(f"no checkpoint in {out_dir} to evaluate (--init_from=scratch evaluates new weights)")
+    if not latest and not again and _evaluations(out_dir) > 1:  # after the first, a kill may come before the checkpoint
+        refuse(
+            f"{out_dir} has evaluations but no checkpoint, so its steps would be taken again and their lines replaced: "
+            "put ckpt/ back, or --init_from=scratch --overwrite=True renames it and starts anew"
+        )
+    return latest, saved if latest else None
 
 
-def _refuse_to_lose(cfg):
-    """Refuse to start anew in a folder with files, unless they may be renamed."""
-    if not _has_files(cfg.out_dir):
+def _saved_settings(cfg):
+    """Return the settings in out_dir's config.json, None without one; refuse a folder that is no run's, unless it is
+    new."""
+    try:
+        names = os.listdir(cfg.out_dir)
+    except FileNotFoundError:
+        names = []
+    except OSError as error:  # a file, a name that is too long, or no permission
+        refuse(f"out_dir {cfg.out_dir} cannot be used: {error.strerror}")
+    if "config.json" in names:
+        try:
+            return checkpoint.settings(cfg.out_dir)
+        except ValueError as error:
+            refuse(f"{error}: put it right, or choose another out_dir")
+    foreign = [name for name in names if name != ".lock" and not name.endswith((".tmp", *LOGS))]
+    if foreign and not checkpoint.exists(cfg.out_dir) and not cfg.eval_only:
+        inside = ", ".join(sorted(foreign)[:3]) + (", ..." if foreign[3:] else "")
+        refuse(f"{cfg.out_dir} is not a run's folder, it has no config.json but {inside}: choose another out_dir")
+    return None
+
+
+def _evaluations(out_dir):
+    """Return the number of evaluations in metrics.jsonl; 0 if there is no such file."""
+    with suppress(FileNotFoundError), open(os.path.join(out_dir, "metrics.jsonl"), "rb") as f:
+        return sum(b'"val_loss"' in line for line in f)
+    return 0
+
+
+def _refuse_to_lose(cfg, dataset):
+    """Refuse to start anew in a folder with a run, unless it may be renamed."""
+    out_dir = cfg.out_dir
+    if not _has_steps(out_dir):
         return
     if not cfg.overwrite:
-        refuse(f"{cfg.out_dir} is not empty: --overwrite=True renames it and starts anew, or choose another out_dir")
-    if os.path.realpath(cfg.init_from).startswith(os.path.realpath(cfg.out_dir)):
-        refuse(f"init_from {cfg.init_from} is in out_dir {cfg.out_dir}, which would be renamed: choose another out_dir")
+        refuse(f"{out_dir} is not empty: --overwrite=True renames it and starts anew, or choose another out_dir")
+    source = {} if cfg.init_from == "scratch" else {f"init_from {cfg.init_from}": cfg.init_from}
+    for what, path in {**source, f"the dataset {dataset.path}": dataset.path, "the current folder": "."}.items():
+        if os.path.commonpath([os.path.realpath(path), os.path.realpath(out_dir)]) == os.path.realpath(out_dir):
+            refuse(f"{what} is in out_dir {out_dir}, which would be renamed: choose another out_dir")
 
 
-def _refuse_other_settings(out_dir, saved, settings):
-    """Refuse to go on if a setting that is not FREE differs from the saved ones."""
-    old, new = _flat(saved), _flat(settings)
+def refuse_other_settings(out_dir, saved, settings):
+    """Refuse to go on if a setting differs from the saved ones that would change the run's steps."""
+    new = _flat(settings)
+    model = {**settings["model"], **saved["model"]}
+    old = _flat({**settings, **saved, "model": model})  # what a run of an earlier version lacks is as it is now
     # the end of the cosine changes the steps before it, the end of training does not
-    free = FREE | ({"max_iters", "lr_decay_iters"} if _end_of_cosine(saved) == _end_of_cosine(settings) else set())
-    if changed := [key for key in new if key not in free and old.get(key, new[key]) != new[key]]:
+    free = FREE | ({"max_iters", "lr_decay_iters"} if _end_of_cosine(old) == _end_of_cosine(new) else set())
+    if old["data"] == new["data"]:  # which may have been moved or renamed
+        free |= {"dataset"}
+    if new["eval_only"] or not new["dropout"]:
+        free |= FREE_WITHOUT_DROPOUT
+    if changed := [key for key in new if key not in free and old[key] != new[key]]:
         was, now = (" ".join(f"{key}={of[key]}" for key in changed) for of in (old, new))
+        masks = " (on which the dropout masks depend)" if FREE_WITHOUT_DROPOUT & {*changed} else ""
         refuse(
-            f"{out_dir} was trained with {was}, now {now}: go on with what it was, choose another out_dir, or "
+            f"{out_dir} was trained with {was}, now {now}{masks}: go on with what it was, choose another out_dir, or "
             f"start anew with --init_from=scratch --overwrite=True"
         )
 
 
 def _flat(settings):
-    """Return all settings in one dict, the dataset by its name alone, because it may have been moved."""
+    """Return all settings in one dict: the dataset without its path, compile=auto on a CPU as what it means there."""
     dataset = os.path.basename(os.path.normpath(settings["dataset"]))
-    return {**settings, **settings["model"], "model": 0, "dataset": dataset}
+    flat = {**settings, **settings["model"], "model": 0, "dataset": dataset}
+    if flat.get("device_type") == "cpu" and flat.get("compile") == "auto":
+        flat["compile"] = "False"
+    return flat
 
 
 def _end_of_cosine(settings):
     return (settings["lr_decay_iters"] or settings["max_iters"]) if settings["decay_lr"] else 0
 
 
-def source_settings(init_from, dataset, left_out):
-    """Return the model settings, except those in left_out, of the run in init_from whose weights are used.
+def _same_path(a, b):
+    return os.path.normpath(a) == os.path.normpath(b) or os.path.realpath(a) == os.path.realpath(b)
 
-    Returns {} where init_from is auto or scratch. Raises ValueError if there is no checkpoint in that folder, or if its
-    vocabulary is not the dataset's.
+
+def open_source(init_from, dataset, saved):
+    """Return (checkpoint, model settings) of the run in the folder init_from, whose weights are used.
+
+    Returns (None, {}) where init_from is auto or scratch, and (None, its own model settings) for a run that goes on
+    with the settings `saved`, which needs its source no more. Raises ValueError if there is no whole checkpoint in that
+    folder, or if its tokenizer is not the dataset's.
     """
     if init_from in ("auto", "scratch"):
-        return {}
-    if not checkpoint.newest(init_from):
+        return None, {}
+    if saved:
+        return None, dict(saved["model"])
+    source, run = checkpoint.newest(init_from, True, warn, checkpoint.WEIGHTS), checkpoint.run_of(init_from)
+    if not source and (checkpoint.exists(init_from) or run != init_from):
+        raise ValueError(f"init_from: there is no whole checkpoint in {init_from}")
+    if not source:
         raise ValueError(
             "init_from must be auto (nanoGPT's resume: goes on where out_dir left off), scratch or a folder with a "
             f"checkpoint, got {init_from!r}"
         )
-    model = checkpoint.settings(checkpoint.run_of(init_from))["model"]
-    if model["vocab_size"] != dataset.vocab_size:
+    model, tokenizer = checkpoint.settings(run)["model"], load_tokenizer(run)
+    if tokenizer.vocab_size != dataset.vocab_size:
         raise ValueError(
-            f"{init_from} has a vocabulary of {model['vocab_size']}, the dataset {dataset.name} one of "
+            f"{init_from} has a vocabulary of {tokenizer.vocab_size}, the dataset {dataset.name} one of "
             f"{dataset.vocab_size}: prepare it with the same tokenizer"
         )
-    return {name: value for name, value in model.items() if name not in left_out}
+    if _files_of(tokenizer) != _files_of(dataset.tokenizer):
+        raise ValueError(
+            f"the tokens of {init_from} ({tokenizer.kind}) are not those of the dataset {dataset.name} "
+            f"({dataset.tokenizer.kind}), though both have {dataset.vocab_size}: prepare it with the same tokenizer"
+        )
+    return source, model
 
 
-def load_source_weights(init_from, model):
-    """Fill the model with the weights of the run in the folder init_from; refuse if they do not fit."""
-    try:
-        checkpoint.load(checkpoint.newest(init_from, True, warn, checkpoint.WEIGHTS), model)
-    except RuntimeError as error:  # names or shapes differ
-        refuse(f"the weights of {init_from} do not fit this model: {error}")
+def _files_of(tokenizer):
+    """Return {name: bytes} of the files that a Tokenizer of any kind is saved in; equal ones have equal files."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def check_weights(source, config):
+    """Raise ValueError if the weights in a checkpoint are not those of a model with this GPTConfig."""
+    with torch.device("meta"):
+        wanted = {name: [*x.shape] for name, x in GPT(config).state_dict().items()}
+    with safe_open(os.path.join(source, "model.safetensors"), "pt") as f:
+        there = {name: f.get_slice(name).get_shape() for name in f.keys()}
+    wrong = [f"{name} is missing" for name in wanted if name not in there]
+    wrong += [f"{name} is unknown" for name in there if name not in wanted]
+    wrong += [f"{n} is {there[n]} instead of {x}" for n, x in wanted.items() if n in there and there[n] != x]
+    if wrong:
+        more = f", and {len(wrong) - 1} more" if wrong[1:] else ""
+        raise ValueError(f"the weights in {source} do not fit this model: {wrong[0]}{more}")
 
 
 def start_folder(cfg, settings, dataset):
     """Make out_dir with config.json, environment.json and the tokenizer, so that it can be read without the data.
 
-    With cfg.overwrite, a folder that has files is renamed first. Returns the lock on the folder, which lasts until it
-    is closed, so that it serves in a `with` statement. Refuses a folder in which another process trains.
+    With cfg.overwrite, a folder that has a run is renamed first. Returns the lock on the folder, which lasts until it
+    is closed, so that it serves in a `with` statement. Refuses a folder in which another process trains or that cannot
+    be written, of which nothing is left then.
     """
-    lock = lock_out_dir(cfg.out_dir)
-    if cfg.overwrite and cfg.init_from != "auto" and _has_files(cfg.out_dir):
-        n = 1
-        while os.path.exists(f"{cfg.out_dir}.old-{n}"):
-            n += 1
-        os.rename(cfg.out_dir, f"{cfg.out_dir}.old-{n}")
-        warn(f"what was in {cfg.out_dir} is {cfg.out_dir}.old-{n} now")
-        lock.close()
-        lock = lock_out_dir(cfg.out_dir)
-    dataset.tokenizer.save(cfg.out_dir)
-    checkpoint.write_json(os.path.join(cfg.out_dir, "config.json"), settings)
-    path = os.path.join(cfg.out_dir, "environment.json")
+    lock, made = lock_out_dir(cfg.out_dir)
     try:
-        with open(path) as f:
-            starts = json.load(f)
-    except (OSError, ValueError):
-        starts = []
-    checkpoint.write_json(path, [*starts, environment()])
+        if cfg.overwrite and cfg.init_from != "auto" and _has_steps(cfg.out_dir):
+            _rename(cfg.out_dir)
+            lock.close()
+            lock, made = lock_out_dir(cfg.out_dir)
+        checkpoint.write_json(os.path.join(cfg.out_dir, "config.json"), settings)
+        dataset.tokenizer.save(cfg.out_dir)
+        _record_environment(os.path.join(cfg.out_dir, "environment.json"))
+    except OSError as error:
+        _remove_folders(made)
+        refuse(f"cannot write to out_dir {cfg.out_dir}: {error}")
     return lock
 
 
+def _rename(out_dir):
+    """Rename a folder to the first free of NAME.old-1, NAME.old-2, ..."""
+    n = 1
+    while os.path.lexists(f"{out_dir}.old-{n}"):
+        n += 1
+    os.rename(out_dir, f"{out_dir}.old-{n}")
+    warn(f"what was in {out_dir} is {out_dir}.old-{n} now")
+
+
 def lock_out_dir(out_dir):
-    """Lock a folder, made if it is missing, for as long as the returned file is open and this process lives."""
-    os.makedirs(out_dir, exist_ok=True)
-    lock = open(os.path.join(out_dir, ".lock"), "a+")
+    """Lock a folder, made if it is missing, for as long as the returned file is open and this process lives.
+
+    Returns (that file, the folders that were made, the innermost first).
+    """
+    made, folder = [], os.path.abspath(out_dir)
+    while not os.path.lexists(folder):
+        made.append(folder)
+        folder = os.path.dirname(folder)
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+        lock = open(os.path.join(out_dir, ".lock"), "a+", errors="replace")
+    except OSError as error:
+        _remove_folders(made)
+        refuse(f"out_dir {out_dir} cannot be made or written: {error.strerror}")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -171,16 +265,35 @@ def lock_out_dir(out_dir):
         lock.close()
         refuse(f"{owner} is training in {out_dir}: stop it, or choose another out_dir")
     except OSError:  # a file system without locks
-        return lock
+        return lock, made
     lock.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
-    return lock
+    return lock, made
+
+
+def _remove_folders(made):
+    """Remove folders that this start made, the innermost, with what is in it, first."""
+    if made:
+        shutil.rmtree(made[0], ignore_errors=True)
+    with suppress(OSError):  # somebody else uses it too
+        for folder in made[1:]:
+            os.rmdir(folder)
 
 
 def fingerprint(dataset):
     """Return a hash of the dataset's shards and their order, the same wherever they lie."""
     splits = [{k: v for k, v in split.items() if k != "zarr"} for split in dataset.meta["splits"].values()]
     return hashlib.sha256(json.dumps([splits, dataset.eot]).encode()).hexdigest()[:16]
+
+
+def _record_environment(path):
+    """Append this start to environment.json, a list of all starts."""
+    try:
+        with open(path) as f:
+            starts = json.load(f)
+    except (OSError, *checkpoint.NOT_JSON):
+        starts = []
+    checkpoint.write_json(path, [*(starts if isinstance(starts, list) else []), environment()])
 
 
 def environment():
@@ -207,5 +320,7 @@ def _version(package):
         return None
 
 
-def _has_files(folder):
-    return os.path.isdir(folder) and os.listdir(folder) not in ([], [".lock"])
+def _has_steps(folder):
+    """Return True if a run's folder has results: a checkpoint, or lines of metrics.jsonl."""
+    log = os.path.join(folder, "metrics.jsonl")
+    return checkpoint.exists(folder) or (os.path.isfile(log) and os.path.getsize(log) > 0)

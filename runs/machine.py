@@ -63,8 +63,11 @@ def can_compile(setting, device, log):
 
 
 @contextmanager
-def memory_advice(cfg, model_cfg, accumulation):
-    """Turn an out-of-memory error into Failed with advice how to need less memory at the same tokens_per_step."""
+def memory_advice(cfg, model_cfg, accumulation, goes_on):
+    """Turn an out-of-memory error into Failed with advice how to need less memory at the same tokens_per_step.
+
+    goes_on: True for a run with a checkpoint, whose batch_size may not change if it has dropout.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
@@ -72,11 +75,13 @@ def memory_advice(cfg, model_cfg, accumulation):
     else:
         return
     ways = []
-    if cfg.batch_size > 1:
+    if cfg.batch_size > 1 and not (goes_on and model_cfg.dropout):
         smaller = max(d for d in range(1, cfg.batch_size) if cfg.batch_size % d == 0)
         again = accumulation * cfg.batch_size // smaller
+        steps = cfg.gradient_accumulation_steps * cfg.batch_size // smaller
+        also = f" --gradient_accumulation_steps={steps}" if steps else ""
         ways.append(
-            f"--batch_size={smaller} (accumulation becomes {again}, tokens_per_step stays {cfg.tokens_per_step})"
+            f"--batch_size={smaller}{also} (accumulation becomes {again}, tokens_per_step stays {cfg.tokens_per_step})"
         )
     if not model_cfg.activation_checkpointing:
         ways.append("--activation_checkpointing=True")

@@ -22,7 +22,10 @@ from runs.checkpoint import NotWritten
 from runs.settings import refuse
 from runs.watch import Watch
 
-CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EEXIST)
+CANNOT_WRITE = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE,
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+)  # fmt: skip
 
 
 class Failed(Exception):
@@ -158,12 +161,15 @@ class StopSignals:
 def exit_statuses(ranks):
     """End the program with one line on stderr where an error has a known cause; other errors keep their traceback.
 
-    The status is 2 for settings and data that cannot be used, and 1 for what happens later.
+    The status is 2 for settings and data that cannot be used, 1 for what happens later and 130 for Ctrl-C before
+    training begins.
     """
     try:
         yield
-    except DataError as error:  # a token outside the vocabulary or a missing shard, which other ranks may not meet
-        refuse(error, every_rank=True)
+    except DataError as error:  # a token outside the vocabulary or a cut shard, which other ranks may not meet
+        refuse(error) if ranks.world == 1 else leave_at_once(error, status=2)
+    except KeyboardInterrupt:
+        leave_at_once("interrupted", status=130)
     except (Failed, NotWritten) as error:
         leave_at_once(error)
     except OSError as error:
@@ -176,13 +182,15 @@ def exit_statuses(ranks):
         leave_at_once(f"a rank could not be reached: {ranks.watch.blame()} ({str(error).splitlines()[0][:200]})")
 
 
-def leave_at_once(message):
-    """Print a line to stderr and end the process with status 1.
+def leave_at_once(message, status=1):
+    """Print a line to stderr and end the process.
 
     Other ranks may be waiting in a collective that will never end, so nothing that might wait for them is run.
     """
-    print_to_terminal(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
-    os._exit(1)
+    rank = int(os.environ.get("RANK", 0))
+    who = os.path.basename(sys.argv[0]) + (f" (rank {rank})" if rank else "")
+    print_to_terminal(f"{who}: {' '.join(str(message).split())}", file=sys.stderr)
+    os._exit(status)
 
 
 def warn(line):

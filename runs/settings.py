@@ -7,7 +7,9 @@ are Python with assignments (`p = 4`). Later arguments win, dashes may stand for
 float.
 """
 
+import ast
 import difflib
+import importlib
 import inspect
 import math
 import os
@@ -56,7 +58,7 @@ def read_settings(classes, argv, hidden=(), usage=""):
                 text = "True" if bare else rest.pop(0)
             given[key] = convert(key, text, known[key].type)
         elif arg.endswith(".py"):
-            for key, value in _read_file(arg).items():
+            for key, value in _read_file(arg, known).items():
                 _known(key, known, f"{key} in {arg}")
                 given[key] = convert(key, value, known[key].type)
             names.append(os.path.basename(arg)[: -len(".py")])
@@ -72,17 +74,17 @@ def fields_of(cls, values):
 
 def convert(key, value, kind):
     """Return `value`, a text or a Python value, as `kind` (int, float, bool or str), or refuse it."""
-    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
-        return value
     text = str(value).strip()
     try:
         if kind is bool:
             return BOOLS[text.lower()]
         if kind is int:
             return int(text.replace("_", "")) if re.fullmatch(r"[+-]?[\d_]+", text) else _whole(float(text))
-        return kind(text)
+        if kind is float:
+            return _finite(float(text))
+        return _text(value)
     except (ValueError, KeyError, OverflowError):
-        what = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}[kind]
+        what = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a text"}[kind]
         refuse(f"{key} must be {what}, got {text!r}")
 
 
@@ -103,7 +105,10 @@ TRAIN_RANGES = (  # of train.py's settings, for check_ranges
     (_AT_LEAST_1, "at least 1", lambda x: x >= 1),
     ("learning_rate", "positive and finite", lambda x: 0 < x < math.inf),
     ("beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1),
-    ("weight_decay min_lr warmup_iters", "0 or more", lambda x: x >= 0),
+    ("weight_decay min_lr", "finite and 0 or more", lambda x: 0 <= x < math.inf),
+    ("warmup_iters", "0 or more", lambda x: x >= 0),
+    ("max_seconds", "0 (no limit) or more", lambda x: x >= 0),
+    ("gradient_accumulation_steps", "0 (tokens_per_step decides) or more", lambda x: x >= 0),
     ("grad_clip", "0 (no clipping) or more", lambda x: x >= 0),
     ("lr_decay_iters", "0 (max_iters) or more", lambda x: x >= 0),
     ("sample_tokens", "0 (none) or more", lambda x: x >= 0),
@@ -186,18 +191,44 @@ def _whole(x):
     return int(x)
 
 
+def _finite(x):
+    if not math.isfinite(x):
+        raise ValueError
+    return x
+
+
+def _text(value):
+    if not isinstance(value, (str, int, float)) or "\0" in str(value):  # a path with a NUL is an error everywhere
+        raise ValueError
+    return str(value)
+
+
 def _known(key, known, where):
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1)
         refuse(f"unknown key {where}" + (f": did you mean {near[0]}?" if near else ": see --help for the keys"))
 
 
-def _read_file(path):
+def _read_file(path, known):
+    """Return what a config file assigns, without names that are no settings and are imported, begin with an underscore
+    or stand for a module, a function or a class."""
     if not os.path.isfile(path):
         refuse(f"no config file {path}")
     try:
         values = runpy.run_path(path)
-    except Exception as error:
+        with open(path, "rb") as f:
+            imported = _imported_names(f.read())
+    except (Exception, SystemExit) as error:
         refuse(f"{path} does not run: {type(error).__name__}: {error}")
-    skip = (types.ModuleType, types.FunctionType)
-    return {k: v for k, v in values.items() if not k.startswith("_") and not isinstance(v, skip)}
+    helper = lambda name, x: name[0] == "_" or name in imported or isinstance(x, types.ModuleType) or callable(x)
+    return {name: x for name, x in values.items() if name in known or not helper(name, x)}
+
+
+def _imported_names(source):
+    """Return the names that the import statements of a Python source bind, as a set."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+            star = alias.name == "*"
+            names |= {*dir(importlib.import_module(node.module))} if star else {alias.asname or alias.name}
+    return names

@@ -23,14 +23,16 @@ from runs.settings import refuse
 class Tracker:
     """Writes metrics.jsonl and samples.jsonl of a run, and the same to wandb.
 
-    Lines of steps after `step`, at which the run goes on, are removed, because those steps are taken again. run_id: the
-    id that wandb gave the run, if a checkpoint has one. Attribute: run_id, or None without wandb.
+    Lines of steps after `step`, at which the run goes on, are removed, because those steps are taken again, and so are
+    the validation loss and the sample of that step itself if it is not `evaluated`: a kill came before the checkpoint
+    with it. run_id: the id that wandb gave the run, if a checkpoint has one. Attribute: run_id, or None without wandb.
     """
 
-    def __init__(self, cfg, settings, step, run_id):
+    def __init__(self, cfg, settings, step, run_id, evaluated=True):
         path, self.samples = (os.path.join(cfg.out_dir, name) for name in ("metrics.jsonl", "samples.jsonl"))
         for name in (path, self.samples):
-            lines = [line for line in whole_lines(name) if json.loads(line)["step"] <= step]
+            again = lambda line: line["step"] > step - (not evaluated and "train_loss" not in line)
+            lines = [line for line in whole_lines(name) if not again(json.loads(line))]
             write_atomically(name, "".join(lines).encode())
         self.file = open(path, "a")
         self.run_id, self.folder = run_id, cfg.out_dir
@@ -101,32 +103,24 @@ class Tracker:
 
 
 class Clock:
-    """Counts the seconds of training, without those between `pause` and `start`, and the speed."""
+    """Counts the seconds of training, from those of earlier starts on, and measures the speed of its steps."""
 
-    def __init__(self, seconds):
-        self.before, self.started = seconds, None  # seconds until the last pause; last start, None in a pause
-
-    def start(self, step):
-        """Count from now on; the run is at this step."""
-        self.started = time.perf_counter()
-        self.lap = self.started, step
-
-    def pause(self):
-        """Stop counting until the next start."""
-        self.before, self.started = self.seconds(), None
-
-    def add(self, seconds):
-        """Count these seconds as training too, although they were a pause."""
-        self.before += seconds
+    def __init__(self, seconds, step):
+        self.began = time.perf_counter() - seconds
+        self.start_lap(step)
 
     def seconds(self):
-        """Return the seconds of training up to now."""
-        return self.before + (time.perf_counter() - self.started if self.started else 0.0)
+        """Return the seconds of training up to now: steps, evaluations, samples and checkpoints of all starts."""
+        return time.perf_counter() - self.began
+
+    def start_lap(self, step):
+        """Measure the speed from this step on; called after an evaluation, which is no step."""
+        self.lap = time.perf_counter(), step
 
     def steps_per_second(self, step):
-        """Return the speed since the last call, or since the last start."""
-        now, (then, first) = time.perf_counter(), self.lap
-        self.lap = now, step
+        """Return the speed since the last call or `start_lap`."""
+        (then, first), now = self.lap, time.perf_counter()
+        self.start_lap(step)
         return (step - first) / (now - then)
 
 

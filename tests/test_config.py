@@ -1,9 +1,12 @@
 """Settings are read from files and the command line; mistakes are refused in one line with exit status 2."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 import pytest
 
+import train
+from model import GPTConfig
 from runs.settings import read_settings
 
 
@@ -46,7 +49,10 @@ def test_texts_become_the_fields_types():
         (["--batchsize=3"], "unknown key --batchsize=3: did you mean batch_size?"),
         (["--secret=1"], "unknown key --secret=1"),
         (["--batch_size=2.5"], "batch_size must be a whole number, got '2.5'"),
-        (["--learning_rate=fast"], "learning_rate must be a number, got 'fast'"),
+        (["--learning_rate=fast"], "learning_rate must be a finite number, got 'fast'"),
+        (["--learning_rate=nan"], "learning_rate must be a finite number, got 'nan'"),
+        (["--learning_rate=-1e400"], "learning_rate must be a finite number, got '-1e400'"),
+        (["--batch_size=1e400"], "batch_size must be a whole number, got '1e400'"),
         (["--pack=maybe"], "pack must be True or False, got 'maybe'"),
         (["--batch_size"], "--batch_size needs a value, as in --batch_size=8"),
         (["config/nothing.py"], "no config file config/nothing.py"),
@@ -69,6 +75,59 @@ def test_a_config_file_that_fails_or_sets_an_unknown_key_is_refused(tmp_path, ca
         assert exit.value.code == 2 and message in error and error.count("\n") == 1
 
 
+def test_what_a_config_file_imports_or_defines_is_no_setting(tmp_path, capsys):
+    lines = (
+        "from math import *", "from math import pi as half_a_turn", "import os.path", "from time import time as now",
+        "from fractions import Fraction", "class Helper: pass", "twice = len", "learning_rate = pi / half_a_turn",
+    )  # fmt: skip
+    (tmp_path / "c.py").write_text("\n".join(lines))
+    assert read(str(tmp_path / "c.py")) == ({"learning_rate": 1.0}, ["c"])
+    for text, message in (
+        ("from math import pi\nbatchsize = 1", "unknown key batchsize in"),
+        ("compile = print", "compile must be a text, got '<built-in"),
+        ("compile = 'a\\0b'", "compile must be a text"),
+        ("learning_rate = float('inf')", "learning_rate must be a finite number, got 'inf'"),
+        ("batch_size = True", "batch_size must be a whole number, got 'True'"),
+        ("import sys\nsys.exit()", "does not run: SystemExit"),
+    ):
+        (tmp_path / "c.py").write_text(text)
+        with pytest.raises(SystemExit) as exit:
+            read(str(tmp_path / "c.py"))
+        error = capsys.readouterr().err
+        assert exit.value.code == 2 and message in error and error.count("\n") == 1, (text, error)
+
+
+@pytest.mark.parametrize("cls", [train.TrainConfig, GPTConfig])
+def test_no_number_of_a_run_may_be_infinite_or_nan(cls, capsys):
+    for field in fields(cls):
+        for value in ("nan", "inf", "-inf") if field.type in (int, float) else ():
+            with pytest.raises(SystemExit) as exit:
+                read_settings((cls,), [f"--{field.name}={value}"])
+            error = capsys.readouterr().err
+            assert exit.value.code == 2 and f"{field.name} must be a" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"rope_base": math.nan}, {"rope_base": math.inf}, {"gate_bias": math.nan}, {"gate_bias": -math.inf},
+        {"dropout": math.nan}, {"head_dim": -2}, {"n_kv_head": -1},
+    ],
+)  # fmt: skip
+def test_a_model_refuses_what_it_cannot_be(setting):
+    with pytest.raises(ValueError, match=next(iter(setting)) + " must be"):
+        GPTConfig(**setting)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"max_seconds": -5.0}, {"gradient_accumulation_steps": -8}, {"weight_decay": math.inf}, {"min_lr": math.nan}],
+)
+def test_training_refuses_what_it_cannot_do(setting):
+    with pytest.raises(ValueError, match=next(iter(setting)) + " must be"):
+        train.TrainConfig(**setting)
+
+
 def test_help_lists_every_key_with_default_and_comment(capsys):
     with pytest.raises(SystemExit) as exit:
         read("--help")
@@ -81,10 +140,7 @@ def test_every_training_key_is_explained():
     import inspect
     import re
 
-    from model import GPTConfig
-    from train import TrainConfig
-
-    for cls in (TrainConfig, GPTConfig):
+    for cls in (train.TrainConfig, GPTConfig):
         for line in inspect.getsource(cls).splitlines():
             if re.match(r"    \w+: [\w.]+ = ", line):
                 assert "  # " in line, line

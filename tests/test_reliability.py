@@ -3,6 +3,7 @@
 import copy
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import threading
 import time
+import types
+from contextlib import suppress
 
 import pytest
 import torch
@@ -21,7 +24,9 @@ from helpers import ROOT, SMALL, call, dataset, join, make_dataset, metrics, sta
 from safetensors.torch import load_file, save_file
 
 import train
+from data import DataError
 from runs import checkpoint
+from runs.load import load_run
 
 EXTRA = ["--attention=sympow_gating", "--dropout=0.1", "--warmup_iters=2"]
 
@@ -125,6 +130,8 @@ def test_if_every_checkpoint_is_damaged_nothing_starts_anew_unasked(go, finished
 
 def test_ranks_take_the_checkpoint_that_rank_0_found_whole(go, finished, dataset):  # noqa: F811
     shutil.copytree(finished / "cut", "out/a")
+    config = json.load(open("out/a/config.json"))
+    json.dump({**config, "ranks": 2}, open("out/a/config.json", "w"))
     flip("out/a/ckpt/step_00000005/optimizer.pt", 2000)  # the others see its size alone
     argv = [*SMALL, *EXTRA, f"--dataset={dataset}", "--out_dir=out/a", "--lr_decay_iters=6"]
     assert join(*start_ranks(2, train.main, *argv)) == [0, 0]
@@ -220,6 +227,70 @@ def test_a_write_that_fails_ends_training_soon_and_every_call_says_so(go, tmp_pa
             act()
 
 
+TINY = (
+    "--n_layer=1 --n_head=1 --n_embd=16 --block_size=16 --batch_size=2 --tokens_per_step=64 --eval_tokens=64 "
+    "--sample_tokens=1 --max_iters=2 --eval_interval=1 --pack=1"
+).split()
+
+
+def at_moments(monkeypatch, act):
+    """Call act(name, number) before each numbered moment at which training reads, computes, logs or saves something."""
+    number = itertools.count(1)
+    for owner, name in (
+        (train, "train_batch"), (train.GPT, "loss"), (train.GPT, "statistics"), (train, "generate"),
+        (train.Tracker, "log"), (train.Tracker, "sample"), (train.Tracker, "flush_to_disk"),
+        (checkpoint.Writer, "save"),
+    ):  # fmt: skip
+
+        def wrapped(*args, real=getattr(owner, name), name=name, **kwargs):
+            act(name, next(number))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing after it is run, except that the thread ends its write."""
+
+
+@pytest.mark.parametrize("how", ["signal", "kill"])
+def test_each_line_comes_once_wherever_a_signal_or_a_kill_comes(go, monkeypatch, how):
+    """Stop a run at moments from its start to the second step, and some again soon after the next start."""
+
+    def start(moment):
+        names = []
+
+        def act(name, number):
+            names.append(name)
+            if number == moment and how == "kill":
+                raise Killed
+            if number == moment:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with monkeypatch.context() as patch, suppress(Killed):
+            at_moments(patch, act)
+            assert go(*TINY, "--out_dir=out/cut") == 0
+        return names
+
+    def results():
+        keys = ("step", "train_loss", "val_loss", "grad_norm")
+        found = [{key: line[key] for key in keys if key in line} for line in lines("out/cut")]
+        weights = open("out/cut/ckpt/step_00000002/model.safetensors", "rb").read()
+        return found, open("out/cut/samples.jsonl").read(), weights
+
+    names = start(0)
+    whole, last = results(), names.index("save") + 3
+    assert names[:last].count("log") == 2 and names[last - 2 : last] == ["loss", "train_batch"]  # of the next step
+    for moment in range(1, last + 1, 1 if how == "signal" else 2):
+        shutil.rmtree("out")
+        start(moment)
+        assert not os.path.exists("out/cut/ckpt/step_00000000"), names[moment - 1]
+        if moment % 4 == 1:
+            start(4)
+        start(0)
+        assert results() == whole, names[moment - 1]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_within_a_step_saves_and_loses_nothing(go, finished, monkeypatch, capsys, number):
     calls, real = [0], train.train_batch
@@ -269,6 +340,7 @@ def test_the_same_command_goes_on_before_there_is_a_checkpoint_and_after_torchru
     again = "--init_from=out/a", "--out_dir=out/b"
     assert go(*again) == 0
     shutil.rmtree("out/b/ckpt")  # killed before the first
+    os.truncate("out/b/metrics.jsonl", open("out/b/metrics.jsonl").read().index('"step": 4') - 1)
     assert go(*again) == 0
     anew = "--init_from=scratch", "--overwrite=True", "--out_dir=out/b"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -287,6 +359,17 @@ def test_a_run_whose_settings_are_gone_is_not_gone_on_with(go, capsys):
     assert sorted(os.listdir("out/a")) == before
     os.rename("config.json", "out/a/config.json")
     assert go("--out_dir=out/a") == 0 and max(metrics("out/a")) == 6
+
+
+def test_the_numbers_of_a_run_whose_checkpoints_are_gone_stay(go, capsys):
+    assert go(*TINY, "--out_dir=out/a") == 0
+    before = open("out/a/metrics.jsonl").read()
+    shutil.rmtree("out/a/ckpt")
+    assert go(*TINY, "--out_dir=out/a") == 2
+    assert "out/a has evaluations but no checkpoint" in capsys.readouterr().err
+    assert open("out/a/metrics.jsonl").read() == before
+    assert go(*TINY, "--out_dir=out/a", "--init_from=scratch", "--overwrite=True") == 0
+    assert open("out/a.old-1/metrics.jsonl").read() == before
 
 
 def test_other_data_under_the_same_name_are_refused(go, tmp_path, capsys):
@@ -334,8 +417,8 @@ def test_a_run_of_an_earlier_version_goes_on(go, finished, capsys, older):
     for name in ("metrics.jsonl", "samples.jsonl", "tokenizer.json"):
         shutil.copy(made / name, run)
     config = json.load(open(made / "config.json"))
-    if older:  # before there was such a setting
-        del config["max_skipped"]
+    for name in ("ranks", "device_type", *(["max_skipped"] if older else [])):  # before they were recorded
+        del config[name]
     json.dump(config, open(f"{run}/config.json", "w"))
     save_file(load_file(made / step / "model.safetensors"), f"{run}/{step}/model.safetensors")
     torch.save(torch.load(made / step / "optimizer.pt", weights_only=True), f"{run}/{step}/optimizer.pt")
@@ -480,6 +563,280 @@ def test_torchrun_starts_again_after_a_worker_was_killed(dataset, tmp_path, laun
     assert "rank 1 on" in log and "going on from out/train/ckpt/step_00000040, step 40" in log
     assert list(metrics(tmp_path / "out/train")) == list(range(1, 81))
     assert list(metrics(tmp_path / "out/train", "val_loss")) == [20, 40, 60, 80]
+
+
+def test_an_evaluation_alone_answers_a_signal_and_every_start_ctrl_c(go, monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    assert go(*TINY, "--out_dir=out/a") == 0
+    with monkeypatch.context() as patch:
+        at_moments(patch, lambda name, number: os.kill(os.getpid(), signal.SIGTERM) if number == 2 else None)
+        assert go(*TINY, "--out_dir=out/a", "--eval_only=True", "--eval_tokens=512") == 1
+    assert capsys.readouterr().err == "train.py: the evaluation is not finished: SIGTERM was received\n"
+
+    def ctrl_c(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "make_optimizer", ctrl_c)
+    assert go(*TINY, "--out_dir=out/a") == 130
+    assert capsys.readouterr().err == "train.py: interrupted\n"
+
+
+def test_a_shard_that_goes_while_training_runs_ends_it_with_its_name(go, monkeypatch, capsys):
+    def gone(windows, seed, step, *args, batch=train.train_batch):
+        if step == 2:  # which is read ahead, within the step before
+            raise DataError("data/text/train_00000.bin has 10 bytes instead of 20: run data/text/prepare.py")
+        return batch(windows, seed, step, *args)
+
+    monkeypatch.setattr(train, "train_batch", gone)
+    assert go(*TINY, "--out_dir=out/a") == 2
+    assert capsys.readouterr().err.startswith("train.py: data/text/train_00000.bin has 10 bytes instead of 20: run")
+    assert os.listdir("out/a/ckpt") == ["step_00000001"]
+
+
+def train_on_what_goes():
+    """Train as train.py; rank 1 finds that a shard has gone."""
+    batch = train.train_batch
+
+    def gone(windows, seed, step, rank, *args):
+        if (step, rank) == (3, 1):
+            raise DataError("train_00000.bin is missing")
+        return batch(windows, seed, step, rank, *args)
+
+    train.train_batch = gone
+    train.main()
+
+
+@pytest.mark.slow
+def test_a_shard_that_goes_ends_all_ranks(dataset, tmp_path):  # noqa: F811
+    options = [*SMALL, f"--dataset={dataset}", "--timeout=20"]
+    assert join(*start_ranks(2, train_on_what_goes, *options, cwd=tmp_path)) == [1, 2]
+    assert "(rank 1): train_00000.bin is missing\n" in (tmp_path / "rank_1").read_text()
+    assert "a rank could not be reached: rank 1 on" in (tmp_path / "rank_0").read_text()
+
+
+def train_and_signal_in_an_evaluation():
+    """Train as train.py; rank 1 gets SIGTERM within the evaluation of step 3 of the first start."""
+    batches, real = [0], train.eval_batches
+
+    def eval_batches(*args):
+        for batch in real(*args):
+            batches[0] += 1
+            if batches[0] == 2 and os.environ["RANK"] == "1" and not os.path.exists("signalled"):
+                open("signalled", "w").close()
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    train.eval_batches = eval_batches
+    train.main()
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_within_an_evaluation_leaves_each_line_once(dataset, tmp_path):  # noqa: F811
+    argv = [*SMALL, *EXTRA, f"--dataset={dataset}"]
+    assert join(*start_ranks(2, train_and_signal_in_an_evaluation, *argv, cwd=tmp_path)) == [0, 0]
+    assert "stopped after 3 steps: SIGTERM was received" in (tmp_path / "rank_0").read_text()
+    assert not metrics(tmp_path / "out/train", "val_loss")
+    assert join(*start_ranks(2, train_and_signal_in_an_evaluation, *argv, cwd=tmp_path)) == [0, 0]
+    found = lines(tmp_path / "out/train")
+    assert [line["step"] for line in found if "train_loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in found if "val_loss" in line] == [3, 6]
+    samples = (tmp_path / "out/train/samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in samples] == [3, 6]
+
+
+def test_a_folder_that_is_no_run_is_neither_written_nor_renamed(go, dataset, capsys):  # noqa: F811
+    os.makedirs("foreign/in")
+    for name, text in (("tokenizer.json", "mine"), ("metrics.jsonl", '{"step": 9}\n')):
+        open(f"foreign/{name}", "w").write(text)
+    os.makedirs("other")
+    open("other/config.json", "w").write('{"model_type": "another"}')
+    before = {folder: sorted(os.listdir(folder)) for folder in ("foreign", "other", dataset)}
+    anew = "--init_from=scratch", "--overwrite=True"
+    for folder, message in (
+        ("foreign", "foreign is not a run's folder, it has no config.json but in, metrics.jsonl, tokenizer.json"),
+        (dataset, "is not a run's folder, it has no config.json but meta.json, tokenizer.json, train_00000.bin, ...:"),
+        (".", ". is not a run's folder, it has no config.json but foreign, other: choose another out_dir"),
+        ("other", "other/config.json, which a run has beside its checkpoints, is missing or damaged"),
+        ("foreign/metrics.jsonl", "out_dir foreign/metrics.jsonl cannot be used: Not a directory"),
+    ):
+        for options in ((), anew):
+            assert go(f"--out_dir={folder}", *options) == 2
+            error = capsys.readouterr().err
+            assert message in error and error.count("\n") == 1
+    assert {folder: sorted(os.listdir(folder)) for folder in before} == before
+    assert open("foreign/tokenizer.json").read() == "mine"
+
+
+def test_a_new_folder_may_hold_logs_and_what_a_killed_start_left(go):
+    os.makedirs("out/a")
+    for name in ("slurm-1.out", "run.log", "config.json.12.tmp", ".lock"):
+        open(f"out/a/{name}", "w").close()
+    assert go(*TINY, "--out_dir=out/a") == 0
+    for name in ("ckpt", "metrics.jsonl"):  # killed before its first step
+        shutil.rmtree("out/a/ckpt") if name == "ckpt" else os.remove(f"out/a/{name}")
+    assert go(*TINY, "--out_dir=out/a", "--init_from=scratch") == 0 and not os.path.exists("out/a.old-1")
+
+
+def test_what_would_be_renamed_with_a_run_is_named(go, dataset, monkeypatch, capsys):  # noqa: F811
+    anew = [*TINY, "--init_from=scratch", "--overwrite=True"]
+    assert go(*TINY, "--out_dir=a") == 0 and go(*TINY, "--out_dir=a2") == 0
+    shutil.copytree(dataset, "a/data")
+    capsys.readouterr()
+    assert go(*anew, "--out_dir=a", f"--dataset={os.getcwd()}/a/data") == 2
+    assert "a/data is in out_dir a, which would be renamed" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.chdir("a")
+        assert go(*anew, "--out_dir=.") == 2
+        assert "the current folder is in out_dir ., which would be renamed" in capsys.readouterr().err
+    assert go(*TINY, "--out_dir=a", "--init_from=a2", "--overwrite=True") == 0 and os.path.isdir("a.old-1/ckpt")
+
+
+def test_a_run_goes_on_without_the_run_that_its_weights_came_from(go, capsys):
+    assert go(*TINY, "--out_dir=out/a", "--attention=even_power") == 0
+    new = [*TINY, "--attention=sympow", "--out_dir=out/b"]
+    assert go(*new, "--init_from=out/a") == 0
+    os.rename("out/a", "out/moved")
+    assert go(*new, "--init_from=out/a/", "--max_iters=3") == 0 and max(metrics("out/b")) == 3
+    assert go(*new, "--init_from=out/a", "--out_dir=out/c") == 2
+    assert "or a folder with a checkpoint, got 'out/a'" in capsys.readouterr().err and not os.path.exists("out/c")
+
+
+def test_weights_that_can_not_be_taken_leave_no_folder(go, capsys):
+    assert go(*TINY, "--out_dir=out/a") == 0
+    for options, message in (
+        (["--n_embd=32"], "transformer.wte.weight is [320, 16] instead of [320, 32], and "),
+        (["--bias=True"], "do not fit this model: transformer."),
+    ):
+        assert go(*TINY, *options, "--out_dir=out/b", "--init_from=out/a") == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    for step in os.listdir("out/a/ckpt"):
+        flip(f"out/a/ckpt/{step}/model.safetensors", 3000)
+    for source in ("out/a", f"out/a/ckpt/{step}"):
+        assert go(*TINY, "--out_dir=out/b", f"--init_from={source}") == 2
+        assert f"init_from: there is no whole checkpoint in {source}\n" in capsys.readouterr().err
+    assert os.listdir("out") == ["a"]
+
+
+def test_weights_of_another_tokenizer_are_refused(go, capsys):
+    from data.tokenizer import Tokenizer
+
+    import tiktoken
+
+    assert go(*TINY, "--out_dir=out/a") == 0
+    ranks = {bytes([255 - i]): i for i in range(256)}
+    other = tiktoken.Encoding("t", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
+    Tokenizer("bpe", other).save("out/a")
+    assert go(*TINY, "--out_dir=out/b", "--init_from=out/a") == 2
+    error = capsys.readouterr().err
+    assert "the tokens of out/a (bpe) are not those of the dataset text (bytes), though both have 257" in error
+    assert error.count("\n") == 1 and not os.path.exists("out/b")
+    Tokenizer("bytes", json_escaped=True).save("out/a")
+    assert go(*TINY, "--out_dir=out/b", "--init_from=out/a") == 2
+    Tokenizer("bytes").save("out/a")
+    assert go(*TINY, "--out_dir=out/b", "--init_from=out/a") == 0
+
+
+def test_what_the_dropout_masks_depend_on_stays_as_it_was(go, capsys):
+    assert go("--out_dir=out/a", "--max_iters=3") == 0
+    saved = json.load(open("out/a/config.json"))
+    assert (saved["ranks"], saved["device_type"]) == (1, "cpu")
+    masks = "(on which the dropout masks depend): go on with what it was"
+    for options, changed, message in (
+        (["--batch_size=2"], {}, f"was trained with batch_size=4, now batch_size=2 {masks}"),
+        (["--compile=True"], {}, f"was trained with compile=False, now compile=True {masks}"),
+        ([], {"ranks": 2}, f"was trained with ranks=2, now ranks=1 {masks}"),
+        ([], {"device_type": "cuda", "compile": "False"}, f"with device_type=cuda, now device_type=cpu {masks}"),
+    ):
+        json.dump({**saved, **changed}, open("out/a/config.json", "w"))
+        assert go("--out_dir=out/a", *options) == 2
+        assert message in capsys.readouterr().err
+        assert go("--out_dir=out/a", "--eval_only=True", *(o for o in options if "batch" in o)) == 0
+    for name in ("ranks", "device_type"):  # a run of an earlier version
+        del saved[name]
+    json.dump({**saved, "model": {**saved["model"], "dropout": 0.0}}, open("out/a/config.json", "w"))
+    assert go("--out_dir=out/a", "--dropout=0", "--batch_size=2") == 0 and max(metrics("out/a")) == 6
+
+
+def test_checksums_that_are_lost_are_not_taken_for_those_of_an_earlier_version(go, finished, capsys):
+    shutil.copytree(finished / "whole", "out/a")
+    os.remove("out/a/ckpt/step_00000006/checksums.json")
+    assert checkpoint.newest("out/a") == "out/a/ckpt/step_00000003"
+    progress = json.load(open("out/a/ckpt/step_00000006/progress.json"))
+    del progress["skipped"], progress["evaluated"]
+    json.dump(progress, open("out/a/ckpt/step_00000006/progress.json", "w"))
+    printed = []
+    assert checkpoint.newest("out/a", True, printed.append) == "out/a/ckpt/step_00000006"
+    assert printed == [
+        "out/a/ckpt/step_00000006 is of a version without checksums: only the form of its files was checked"
+    ]
+    for name, harm in (("model.safetensors", 1000), ("optimizer.pt", 1000), ("progress.json", 9)):
+        shutil.copytree("out/a", "out/b")
+        os.truncate(f"out/b/ckpt/step_00000006/{name}", harm)
+        assert checkpoint.newest("out/b") == "out/b/ckpt/step_00000003", name
+        shutil.rmtree("out/b")
+
+
+@pytest.mark.parametrize("name", ["config.json", "checksums.json", "progress.json", "environment.json"])
+def test_json_nested_too_deep_is_damage_like_any_other(go, finished, capsys, name):
+    shutil.copytree(finished / "cut", "out/a")
+    folder = "out/a" if name in os.listdir("out/a") else "out/a/ckpt/step_00000005"
+    if name == "progress.json":  # which is read, and no checksum compared, in a checkpoint of an earlier version
+        os.remove(f"{folder}/checksums.json")
+    with open(f"{folder}/{name}", "w") as f:
+        f.write(100_000 * "[")
+    capsys.readouterr()
+    assert go("--out_dir=out/a", "--lr_decay_iters=6") == (2 if name == "config.json" else 0)
+    error = capsys.readouterr().err
+    assert "recursion" in error or name == "environment.json"
+    assert error.count("\n") == (name != "environment.json")
+
+
+@pytest.mark.parametrize("change", [{"n_lazer": 2}, {"n_embd": "32"}, {"n_embd": 33}, {"n_embd": 64}, {"bias": True}])
+def test_settings_that_are_not_those_of_the_weights_are_refused(go, finished, capsys, change):
+    shutil.copytree(finished / "whole", "out/a")
+    saved = json.load(open("out/a/config.json"))
+    json.dump({**saved, "model": {**saved["model"], **change}}, open("out/a/config.json", "w"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        load_run("out/a", types.SimpleNamespace(device="cpu", dtype="auto"))
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and "out/a/config.json" in error and error.count("\n") == 1
+    assert go("--out_dir=out/a") == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--out_dir={}", "--out_dir=new/{}", "{}.py", "--dataset={}", "--init_from={}",
+                                    "--baseline={}", "--out_dir=/dev/null/{}"])  # fmt: skip
+def test_names_that_are_too_long_are_refused_and_leave_nothing(go, capsys, option):
+    assert go("--out_dir=out/a", option.format(300 * "x")) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and 300 * "x" in error and os.listdir() == []
+
+
+def test_a_limit_on_the_size_of_files_is_one_line(go, dataset, capsys):  # noqa: F811
+    argv = [*SMALL, *EXTRA, f"--dataset={dataset}", "--out_dir=out/a"]
+    for largest, status in ((100, 2), (6000, 1)):
+        assert join(start(train_with_small_files, *argv, env={"LARGEST": str(largest)}, log=str(largest))) == [status]
+        error = open(str(largest)).read().splitlines()[-1]
+        assert "File too large" in error and "train_with_small" not in error, error
+        assert os.path.exists("out") == (status == 1)
+
+
+def test_a_checkpoint_is_there_at_every_moment_while_its_own_step_is_saved_again(tmp_path, monkeypatch):
+    model, writer = torch.nn.Linear(1, 1), checkpoint.Writer(tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters())
+    writer.save(model, optimizer, checkpoint.Progress(3, evaluated=False))
+    writer.wait()
+    seen, rename = [], os.rename
+
+    def noted(*args):
+        rename(*args)
+        seen.append(checkpoint.load(checkpoint.newest(tmp_path, thorough=True), model).evaluated)
+
+    monkeypatch.setattr(os, "rename", noted)
+    writer.save(model, optimizer, checkpoint.Progress(3))
+    writer.wait()
+    assert seen == [False, True] and os.listdir(tmp_path / "ckpt") == ["step_00000003"]
 
 
 if __name__ == "__main__":  # as a worker of torchrun

@@ -1,8 +1,10 @@
 """train.py does what its settings say, from its arguments to its run folder."""
 
+import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -14,7 +16,7 @@ from helpers import ROOT, SMALL, call, dataset, join, make_dataset, metrics, sta
 
 import train
 from attention import ATTENTIONS, check, dispatch
-from runs import checkpoint, machine, settings, wandb_upload
+from runs import checkpoint, display, machine, settings, wandb_upload
 
 
 @pytest.fixture
@@ -114,7 +116,11 @@ def test_weights_of_another_run_can_be_taken(go, capsys):
     assert expected in capsys.readouterr().out
     assert go("--out_dir=out/c", "--attention=sympow_gating", "--init_from=out/a") == 2
     error = capsys.readouterr().err
-    assert "the weights of out/a do not fit this model" in error and "W_gamma" in error and error.count("\n") == 1
+    assert (
+        "the weights in out/a/ckpt/step_00000012 do not fit this model" in error
+        and "W_gamma" in error
+        and error.count("\n") == 1
+    )
     assert go("--out_dir=out/d", "--init_from=out/nothing") == 2
     error = capsys.readouterr().err
     assert "init_from must be auto (" in error and "scratch or a folder with a checkpoint, got 'out/nothing'" in error
@@ -294,6 +300,24 @@ def test_out_of_memory_in_the_first_step_names_what_keeps_tokens_per_step(go, mo
     assert (
         "--batch_size=2 (accumulation becomes 4, tokens_per_step stays 256) or --activation_checkpointing=True" in error
     )
+    options = ["--gradient_accumulation_steps=2", "--activation_checkpointing=True"]
+    assert go("--out_dir=out/a", *options) == 1
+    again = "try --batch_size=2 --gradient_accumulation_steps=4 (accumulation becomes 4, tokens_per_step stays 256)\n"
+    assert capsys.readouterr().err.endswith(again)
+
+
+def test_advice_for_too_little_memory_is_not_refused_afterwards(go, monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    dropout = ["--out_dir=out/a", "--dropout=0.1"]
+    assert go(*dropout, "--max_iters=3") == 0
+    monkeypatch.setattr(train.GPT, "forward", full)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    capsys.readouterr()
+    assert go(*dropout) == 1
+    error = capsys.readouterr().err
+    assert error == "train.py: out of GPU memory in the first step: try --activation_checkpointing=True\n"
 
 
 def test_a_missing_toolchain_is_one_line_unless_compilation_was_demanded(go, monkeypatch, capsys):
@@ -377,6 +401,79 @@ def test_config_files_are_complete(dataset, tmp_path, monkeypatch):  # noqa: F81
             for world in (1, 2, 4, 8):
                 assert settings.accumulation_steps(cfg, given, world) * world * cfg.batch_size * 4096 == 524288
     assert math.isclose(GPTConfig().n_embd / GPTConfig().n_head, 64)
+
+
+def test_seconds_count_evaluations_samples_and_checkpoints_with_and_without_a_limit(go, monkeypatch):
+    for name, limit in (("a", "0"), ("b", "1e6")):
+        ticks = Ticks()
+        monkeypatch.setattr("runs.tracking.time", ticks)
+        with monkeypatch.context() as patch:
+            for owner, what, took in (
+                (train, "eval_batches", 100), (train, "generate", 1000), (checkpoint.Writer, "save", 10000),
+            ):  # fmt: skip
+
+                def slow(*args, real=getattr(owner, what), took=took, **kwargs):
+                    ticks.now += took
+                    return real(*args, **kwargs)
+
+                patch.setattr(owner, what, slow)
+            assert go(f"--out_dir=out/{name}", f"--max_seconds={limit}") == 0  # evaluates after steps 3 and 6
+        saved = [json.load(open(f"out/{name}/ckpt/step_0000000{step}/progress.json"))["seconds"] for step in (3, 6)]
+        assert [int(x) for x in saved] == [1100, 12200]
+        seconds = [json.loads(line)["seconds"] for line in open(f"out/{name}/metrics.jsonl")]
+        assert [int(x) for x in seconds] == [0, 0, 0, 100, 11100, 11100, 11100, 11200]
+        assert all(speed > 256 for speed in metrics(f"out/{name}", "tok_per_sec").values())  # of steps alone
+
+
+class Terminal(io.StringIO):
+    """Stands for a terminal; fileno is that of a pseudo terminal, whose width nobody has set."""
+
+    def __init__(self):
+        super().__init__()
+        self.master, self.slave = os.openpty()
+
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return self.slave
+
+
+def test_the_bar_moves_at_every_step_and_shows_what_was_logged_last(monkeypatch):
+    cfg = train.TrainConfig(max_iters=100, max_seconds=50)
+    terminal = Terminal()
+    assert os.get_terminal_size(terminal.fileno()).columns == 0
+    monkeypatch.setattr(sys, "stderr", terminal)
+    shown = display.Display(cfg, 10, torch.device("cpu"), shown=True)
+    shown.bar.mininterval = 0
+    shown.step()
+    shown.log(11, 30.0, 2.0, loss=2.5, tok_per_sec=1000.0, lr=1e-3)
+    shown.step()
+    shown.close()
+    frames = terminal.getvalue().split("\r")
+    numbers = "loss 2.5000, 1,000 tok/s, 00:20 left"  # by max_seconds
+    assert ["11/100 steps" in frame for frame in frames[2:5]] == [True, True, False] and "12/100 steps" in frames[4]
+    assert [numbers in frame for frame in frames[2:5]] == [False, True, True]
+    assert all(len(frame.rstrip("\n")) <= 80 for frame in frames)
+    assert display.Display(cfg, 10, torch.device("cpu"), shown=False).bar is None
+
+
+def test_without_a_terminal_a_line_has_loss_speed_rate_memory_and_the_time_left(go, capsys):
+    assert go("--out_dir=out/a", "--log_interval=2", "--warmup_iters=1") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tok/s" in line]
+    form = r"step (\d): loss \d\.\d{4}, [\d,]+ tok/s, lr (\S+), \d+\.\d GB, \d\d:\d\d left"
+    found = [re.fullmatch(form, line).groups() for line in lines]
+    assert found == [("1", "5.00e-03"), ("2", "1.00e-02"), ("4", "1.00e-02"), ("6", "1.00e-02")]
+    assert lines[-1].endswith("00:00 left")
+
+
+def test_a_sample_that_does_not_fit_into_memory_does_not_end_training(go, monkeypatch):
+    def full(*args, **kwargs):
+        raise MemoryError("the state takes 1000 GB")
+
+    monkeypatch.setattr(train, "generate", full)
+    assert go("--out_dir=out/a", "--max_iters=3") == 0
+    assert json.loads(open("out/a/samples.jsonl").read())["text"] == "(no sample: the state takes 1000 GB)"
 
 
 def test_the_best_checkpoint_stays(go):

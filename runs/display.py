@@ -1,0 +1,69 @@
+"""Show how far training is: a bar on a terminal, otherwise a line for every logged step.
+
+    display = Display(cfg, step, device, shown=ranks.master)
+    display.step()                                          # after every optimizer step
+    display.log(step, seconds, steps_per_second, loss=2.5, lr=6e-4, tok_per_sec=1e6)
+    display.close()
+
+Between two logged steps the bar moves and shows the numbers of the last one, so that training never waits for the GPU
+to show them.
+"""
+
+import os
+import resource
+import sys
+
+import torch
+from tqdm import tqdm
+
+from runs.processes import print_to_terminal
+
+
+class Display:
+    """Shows the progress of a run with the limits cfg.max_iters and cfg.max_seconds, which is at this step."""
+
+    def __init__(self, cfg, step, device, shown):
+        self.cfg, self.device, self.shown, self.bar = cfg, device, shown, None
+        if shown and sys.stderr.isatty():
+            size = os.get_terminal_size(sys.stderr.fileno())
+            known = {} if size.columns and size.lines else {"ncols": 80, "nrows": 24}  # 0 where nobody set a size
+            form = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps [{elapsed}{postfix}]"
+            self.bar = tqdm(total=cfg.max_iters, initial=step, bar_format=form, **known)
+
+    def step(self):
+        """Move the bar by a step."""
+        if self.bar is not None:
+            self.bar.update()
+
+    def log(self, step, seconds, steps_per_second, loss, tok_per_sec, lr, mfu=None):
+        """Show the numbers of a step, on the bar or as a line, with the time that is left at this speed.
+
+        seconds: of training so far.
+        """
+        speed = f"{tok_per_sec:,.0f} tok/s" + (f", mfu {mfu:.1%}" if mfu else "")
+        left = f"{tqdm.format_interval(self.seconds_left(step, seconds, steps_per_second))} left"
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {speed}, {left}")
+        elif self.shown:
+            memory = f"{peak_memory(self.device) / 1e9:.1f} GB"
+            print_to_terminal(f"step {step}: loss {loss:.4f}, {speed}, lr {lr:.2e}, {memory}, {left}")
+
+    def seconds_left(self, step, seconds, steps_per_second):
+        """Return the seconds until the first limit at this speed, without evaluations to come."""
+        left = (self.cfg.max_iters - step) / steps_per_second
+        return max(0.0, min(left, self.cfg.max_seconds - seconds) if self.cfg.max_seconds else left)
+
+    def close(self):
+        """Leave the bar as it is, and print the memory that a GPU had in use."""
+        if self.bar is not None:
+            self.bar.close()
+        if self.shown and self.device.type == "cuda":
+            print_to_terminal(f"peak GPU memory {peak_memory(self.device) / 1e9:.1f} GB")
+
+
+def peak_memory(device):
+    """Return the most bytes that were in use at a time: of the GPU's memory, or on a CPU by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
