@@ -22,6 +22,7 @@ from attention.check import first_line
 from data import DataError
 from data.dataset import Dataset
 from data.loader import Windows
+from data.tokenizer import load_tokenizer
 from generate import token_bar
 from runs import checkpoint
 from runs.load import load_run, newest_run, no_checkpoint
@@ -87,7 +88,7 @@ def main():
 def open_documents(run, cfg):
     """Return the Windows of the documents that the run is to read; refuse what does not fit."""
     try:
-        settings = checkpoint.settings(checkpoint.run_of(run))
+        settings, tokenizer = checkpoint.settings(checkpoint.run_of(run)), load_tokenizer(checkpoint.run_of(run))
         dataset = Dataset(cfg.dataset or settings.get("dataset", ""))
         most = dataset.tokens("val") if cfg.pack else dataset.document_length
         windows = Windows(dataset, "val", cfg.length or min(4 * settings["block_size"], most), cfg.pack, name="length")
@@ -96,6 +97,8 @@ def open_documents(run, cfg):
     vocab_size = settings["model"]["vocab_size"]
     if vocab_size != dataset.vocab_size:
         refuse(f"{run} has a vocabulary of {vocab_size}, {dataset.name} one of {dataset.vocab_size}")
+    if not tokenizer.same_tokens(dataset.tokenizer):
+        refuse(f"the tokens of {run} ({tokenizer.kind}) are not those of {dataset.name} ({dataset.tokenizer.kind})")
     return windows
 
 

@@ -135,6 +135,15 @@ class Tokenizer:
             files[description["vocabulary"]] = vocabulary
         return files | {"tokenizer.json": json.dumps(description, indent=2).encode()}
 
+    def same_tokens(self, other):
+        """Return True if every token id means the same to both. (LongCrawl64's texts are escaped; their tokens are
+        GPT-2's all the same.)"""
+        saved = []
+        for files in (self.files(), other.files()):
+            description = json.loads(files.pop("tokenizer.json"))
+            saved.append((files, description | {"json_escaped": None, "sha256": None}))
+        return saved[0] == saved[1]
+
     def save(self, folder):
         """Write folder/tokenizer.json (and the vocabulary), from which load_tokenizer makes an equal tokenizer."""
         os.makedirs(folder, exist_ok=True)

@@ -17,10 +17,8 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -182,19 +180,12 @@ def open_source(init_from, dataset, saved):
             f"{init_from} has a vocabulary of {tokenizer.vocab_size}, the dataset {dataset.name} one of "
             f"{dataset.vocab_size}: prepare it with the same tokenizer"
         )
-    if _files_of(tokenizer) != _files_of(dataset.tokenizer):
+    if not tokenizer.same_tokens(dataset.tokenizer):
         raise ValueError(
             f"the tokens of {init_from} ({tokenizer.kind}) are not those of the dataset {dataset.name} "
             f"({dataset.tokenizer.kind}), though both have {dataset.vocab_size}: prepare it with the same tokenizer"
         )
     return source, model
-
-
-def _files_of(tokenizer):
-    """Return {name: bytes} of the files that a Tokenizer of any kind is saved in; equal ones have equal files."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(folder)
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def check_weights(source, config):
