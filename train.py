@@ -171,8 +171,9 @@ class Trainer:
         compiled = machine.can_compile(cfg.compile, device, ranks.log)
         self.eval_network = torch.compile(self.model) if compiled else self.model
         self.network = ranks.average_gradients(self.eval_network)
-        records = ranks.master and not cfg.eval_only
-        p = self.progress
+        records, p = ranks.master and not cfg.eval_only, self.progress
+        if records:
+            checkpoint.remove_leftovers(cfg.out_dir, self.resume, p.best_step)
         self.tracker = Tracker(cfg, self.settings, p.step, p.wandb_id, p.evaluated) if records else None
         ranks.log(
             f"{self.model.parameter_count() / 1e6:.1f}M parameters, {self.model_cfg.attention}, {device.type} "
@@ -375,6 +376,7 @@ class Trainer:
         """
         cfg, progress = self.cfg, self.progress
         if not (self.signal or progress.evaluated):
+            self.writer.wait()  # a kill finds at most one evaluation without a checkpoint
             self.evaluate_and_log()
             self.share()
         wanted = self.signal or progress.best_step == progress.step or cfg.always_save_checkpoint

@@ -66,6 +66,7 @@ class Dataset:
             else:
                 self._check_sizes(shards)
                 self._ends[split] = np.cumsum([shard["documents"] for shard in shards])
+        self._check_unchanged()
         self._shard = functools.lru_cache(OPEN_SHARDS)(self._open)
 
     @property
@@ -127,6 +128,18 @@ class Dataset:
             return self._direct[split].file(position)
         number = int(np.searchsorted(self._ends[split], position // self.document_length, side="right"))
         return os.path.join(self.path, self._shards[split][number]["file"])
+
+    def _check_unchanged(self):
+        """Raise DataError if another dataset has taken this one's place while it was opened.
+
+        meta.json is removed before the first file is replaced, so files are of one dataset if it is still the same.
+        """
+        try:
+            same = read_meta(self.path) == self.meta
+        except (FileNotFoundError, DataError):
+            same = False
+        if not same:
+            raise DataError(f"{self.path} is being prepared: start again when that is done")
 
     def _check_sizes(self, shards):
         """Raise DataError for the first of these shards that is missing or has another size than it should have."""

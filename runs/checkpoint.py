@@ -134,6 +134,19 @@ def _write(out_dir, weights, state, progress):
         raise NotWritten(f"the checkpoint of step {progress.step} could not be written ({why}); {rest}") from error
 
 
+def remove_leftovers(out_dir, current, best_step):
+    """Remove what a kill left in ckpt/ while it was written or cleared. Nothing is removed that `newest` may need.
+
+    current: the checkpoint from which the run goes on, or None.
+    """
+    shutil.rmtree(os.path.join(out_dir, "ckpt", ".writing"), ignore_errors=True)
+    if current not in (there := _all(out_dir))[-1:]:  # without a checkpoint, or beside damaged ones
+        return
+    shutil.rmtree(_aside(current), ignore_errors=True)
+    for old in {*there[:-KEEP]} - {_path(out_dir, best_step)}:
+        _remove(old)
+
+
 def newest(path, thorough=False, log=lambda line: None, files=None):
     """Return the folder of the newest checkpoint at `path` that is whole, or None.
 

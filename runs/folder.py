@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from contextlib import suppress
 import torch
 from safetensors import safe_open
 
-from data.tokenizer import load_tokenizer
+from data.tokenizer import FILES, load_tokenizer
 from model import GPT
 from runs import checkpoint
 from runs.processes import warn
@@ -39,6 +40,7 @@ FREE = {
 # These do not change the steps either, unless there is dropout: each rank draws the masks for its own micro-batch, with
 # the random numbers of its device, and torch.compile draws others. (gradient_accumulation_steps follows from them.)
 FREE_WITHOUT_DROPOUT = {"batch_size", "ranks", "device_type", "compile"}
+FILES_OF_A_RUN = ("config.json", "environment.json", "metrics.jsonl", "samples.jsonl", "wandb_id", *FILES)
 LOGS = (".log", ".out", ".err")  # files with these endings, which a shell or a scheduler opens, may lie in a new folder
 
 
@@ -99,9 +101,9 @@ def _saved_settings(cfg):
 
 
 def _evaluations(out_dir):
-    """Return the number of evaluations in metrics.jsonl; 0 if there is no such file."""
+    """Return the number of evaluations with a finite loss in metrics.jsonl; 0 if there is no such file."""
     with suppress(FileNotFoundError), open(os.path.join(out_dir, "metrics.jsonl"), "rb") as f:
-        return sum(b'"val_loss"' in line for line in f)
+        return sum(re.search(rb'"val_loss": -?\d', line) is not None for line in f)
     return 0
 
 
@@ -215,6 +217,7 @@ def start_folder(cfg, settings, dataset):
             _rename(cfg.out_dir)
             lock.close()
             lock, made = lock_out_dir(cfg.out_dir)
+        _remove_temporary_files(cfg.out_dir)
         checkpoint.write_json(os.path.join(cfg.out_dir, "config.json"), settings)
         dataset.tokenizer.save(cfg.out_dir)
         _record_environment(os.path.join(cfg.out_dir, "environment.json"))
@@ -222,6 +225,14 @@ def start_folder(cfg, settings, dataset):
         _remove_folders(made)
         refuse(f"cannot write to out_dir {cfg.out_dir}: {error}")
     return lock
+
+
+def _remove_temporary_files(out_dir):
+    """Remove what a start that was killed left of files that it was writing."""
+    written = "|".join(map(re.escape, FILES_OF_A_RUN))
+    for name in os.listdir(out_dir):
+        if re.fullmatch(rf"({written})\.\d+\.tmp", name):
+            os.remove(os.path.join(out_dir, name))
 
 
 def _rename(out_dir):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from data import DataError, command
+from data import dataset as dataset_module
 from data.corpus import find_files, plan_units
 from data.dataset import Dataset
 from data.loader import RECT, Windows, eval_batches, train_batch, train_indices
@@ -297,6 +298,25 @@ def test_a_damaged_meta_json_is_one_line(tmp_path, change, reason):
     with pytest.raises(DataError, match=rf"meta.json is damaged \(.*{re.escape(reason)}.*delete it and run") as error:
         Dataset(str(tmp_path))
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_dataset_that_is_replaced_while_it_is_opened_is_refused(tmp_path, monkeypatch):
+    """The new shards have the same names and sizes, so only meta.json shows that they are others."""
+    write(tmp_path)
+    units = [
+        Unit(split, lambda n=n: np.full((n, 12), 3), n * 12) for split, n in (("train", 5), ("train", 4), ("val", 3))
+    ]
+    real = dataset_module.load_tokenizer
+
+    def replace(path):
+        write_dataset(path, units, Tokenizer("bytes"), 12, {"other": 1}, "a test", "python data/x/prepare.py")
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset_module, "load_tokenizer", replace)
+        with pytest.raises(DataError, match="is being prepared: start again when that is done"):
+            Dataset(str(tmp_path))
+    assert Dataset(str(tmp_path)).read("train", 0, 108).tolist() == 108 * [3]
 
 
 def renamed(meta, file):

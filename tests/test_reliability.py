@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
 import resource
@@ -373,6 +374,39 @@ def test_the_numbers_of_a_run_whose_checkpoints_are_gone_stay(go, capsys):
     assert open("out/a.old-1/metrics.jsonl").read() == before
 
 
+def test_a_kill_finds_at_most_one_evaluation_without_a_checkpoint(go, monkeypatch):
+    """The same command would not go on from two, because they look like a run whose checkpoints were deleted."""
+    found, evaluate, save_file = [], train.Trainer.evaluate, checkpoint.save_file
+    monkeypatch.setattr(checkpoint, "save_file", lambda *args: (time.sleep(0.5), save_file(*args)))
+    monkeypatch.setattr(
+        train.Trainer, "evaluate", lambda self: (found.append(checkpoint.newest("out/a")), evaluate(self))[1]
+    )
+    assert go(*TINY, "--out_dir=out/a") == 0
+    assert found == [None, "out/a/ckpt/step_00000001"]
+
+
+def test_a_run_killed_after_evaluations_whose_weights_are_not_saved_goes_on(go):
+    assert go(*TINY, "--out_dir=out/a") == 0
+    before = open("out/a/metrics.jsonl").read()
+    shutil.rmtree("out/a/ckpt")
+    with open("out/a/metrics.jsonl", "w") as f:
+        f.write("".join(json.dumps({"step": i, "val_loss": math.nan}) + "\n" for i in (1, 2)))
+    assert go(*TINY, "--out_dir=out/a") == 0
+    assert len(open("out/a/metrics.jsonl").readlines()) == len(before.splitlines())
+
+
+def test_what_a_kill_left_of_checkpoints_is_removed_by_the_next_start(go):
+    assert go("--out_dir=out/a", "--eval_interval=2") == 0
+    whole = sorted(os.listdir("out/a/ckpt"))
+    assert whole == ["step_00000004", "step_00000006"]
+    # killed while the next one was written, before the third newest lost its name and while another was removed
+    for name in (".writing", ".removing", "step_00000002"):
+        shutil.copytree("out/a/ckpt/step_00000004", f"out/a/ckpt/{name}")
+    assert go("--out_dir=out/a", "--eval_interval=2", "--eval_only=True") == 0 and len(os.listdir("out/a/ckpt")) == 5
+    assert go("--out_dir=out/a", "--eval_interval=2") == 0
+    assert sorted(os.listdir("out/a/ckpt")) == whole
+
+
 def test_other_data_under_the_same_name_are_refused(go, tmp_path, capsys):
     assert go("--out_dir=out/a", "--max_iters=3") == 0
     other = make_dataset(tmp_path / "other", "another text\n" * 1000)
@@ -673,6 +707,7 @@ def test_a_new_folder_may_hold_logs_and_what_a_killed_start_left(go):
     for name in ("slurm-1.out", "run.log", "config.json.12.tmp", ".lock"):
         open(f"out/a/{name}", "w").close()
     assert go(*TINY, "--out_dir=out/a") == 0
+    assert not os.path.exists("out/a/config.json.12.tmp") and os.path.exists("out/a/run.log")
     for name in ("ckpt", "metrics.jsonl"):  # killed before its first step
         shutil.rmtree("out/a/ckpt") if name == "ckpt" else os.remove(f"out/a/{name}")
     assert go(*TINY, "--out_dir=out/a", "--init_from=scratch") == 0 and not os.path.exists("out/a.old-1")
