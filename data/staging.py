@@ -91,7 +91,7 @@ class Staging:
         for name in stale:
             if SHARD.fullmatch(name) or name in (*FILES, "progress.json"):
                 remove(os.path.join(self.folder, name))
-        for name in (*shards_of(meta), *FILES):
+        for name in (*FILES, *shards_of(meta)):  # tokenizer.json is the first: it shows that the others are ours
             if os.path.lexists(self.file(name)):
                 os.replace(self.file(name), os.path.join(self.folder, name))
         remove(self.file("progress.json"))

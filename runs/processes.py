@@ -11,6 +11,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 from contextlib import contextmanager, suppress
 
 import torch
@@ -49,11 +50,15 @@ class Ranks:
     def join(self, device, backend, timeout):
         """Connect to the other ranks and start to watch them; do nothing in a process that was started alone.
 
-        backend is nccl, gloo or auto (nccl on GPUs); after `timeout` seconds without progress the job ends.
+        backend is nccl, gloo or auto (nccl on GPUs). The job ends after `timeout` seconds without progress, and this
+        process if the others have not joined by then.
         """
         self.device = device
         if not self.distributed:
             return
+        limit = threading.Timer(timeout, leave_at_once, [f"the other ranks have not come within {timeout:g} s"])
+        limit.daemon = True
+        limit.start()
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             backend if backend != "auto" else "nccl" if on_gpu else "gloo", store=store_of_this_start(),
@@ -62,6 +67,7 @@ class Ranks:
         self.watch = Watch(timeout)
         if self.world > 1:
             self.cpu_group = dist.new_group(backend="gloo")  # exchanges values without waiting for the GPU
+        limit.cancel()
 
     def leave(self):
         """Wait, however long it takes, for the other ranks and disconnect."""

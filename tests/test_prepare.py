@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import pty
@@ -123,6 +124,22 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_dataset_or_one_that_is_g
             break
     assert states == sorted(states, key=["old", "neither", "new"].index) and len(set(states)) == 3
     assert number > 15
+
+
+def test_a_kill_while_a_first_dataset_takes_its_place_is_gone_on_with(tmp_path, monkeypatch):
+    """The folder then has a part of the files, and no meta.json."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    write(tmp_path / "new/set", train=(5, 4, 2), val=2)
+    new, moved = contents(tmp_path / "new/set"), set()
+    for number in itertools.count():
+        folder = tmp_path / str(number) / "set"
+        if not write_until(folder, number):
+            break
+        if there := [name for name in contents(folder) if "/" not in name]:
+            moved.add(len(there))
+            assert is_complete(str(folder), {"train": [5, 4, 2], "val": 2, "length": 12})
+            assert contents(folder) == new
+    assert moved == {*range(1, len(new) + 1)}
 
 
 def test_a_folder_in_which_another_process_prepares_is_refused(tmp_path):

@@ -548,6 +548,19 @@ def test_a_dead_or_hung_rank_ends_the_job_with_its_name(two_ranks, tmp_path, num
     assert message.format(host=socket.gethostname()) in err and f"rank 1 on {socket.gethostname()}" in err, err
 
 
+def test_a_rank_ends_if_the_other_does_not_come(dataset, tmp_path):  # noqa: F811
+    argv = [*SMALL, "--timeout=1", f"--dataset={dataset}"]
+    pairs = []
+    for i in range(2):
+        (tmp_path / str(i)).mkdir()
+        pairs.append(start_ranks(2, train.main, *argv, cwd=tmp_path / str(i)))
+        pairs[i][1 - i].kill()
+    for i in range(2):
+        assert join(pairs[i][i]) == [1]
+        assert "the other ranks have not come within 1 s" in (tmp_path / str(i) / f"rank_{i}").read_text()
+        assert not (tmp_path / str(i) / "out").exists()
+
+
 def test_a_signal_to_one_rank_stops_both_at_the_same_step_with_status_0(two_ranks, tmp_path):
     os.kill(two_ranks[1].pid, signal.SIGTERM)
     assert join(*two_ranks) == [0, 0], (tmp_path / "rank_0").read_text()
