@@ -22,8 +22,7 @@ from attention.memory import switch_over_tokens
 from generate import Timings, cache_dtype, generate, read_prompt
 from runs import state_file
 from runs.load import load_run, newest_run
-from runs.output import check_output
-from runs.program import run_program
+from runs.program import check_output, run_program
 from runs.settings import check_ranges, read_settings, refuse
 
 

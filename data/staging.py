@@ -19,7 +19,7 @@ import shutil
 from contextlib import contextmanager
 
 from . import DataError
-from .files import flush_folder, read_json, remove, write_atomically
+from .files import flush_to_disk, read_json, remove, write_atomically
 from .meta import SHARD, UNFINISHED, read_meta, shards_of
 from .tokenizer import FILES
 
@@ -95,9 +95,9 @@ class Staging:
             if os.path.lexists(self.file(name)):
                 os.replace(self.file(name), os.path.join(self.folder, name))
         remove(self.file("progress.json"))
-        flush_folder(self.folder)
+        flush_to_disk(self.folder)
         os.replace(self.file("meta.json"), os.path.join(self.folder, "meta.json"))
-        flush_folder(self.folder)
+        flush_to_disk(self.folder)
         self.clear()
 
     def clear(self):

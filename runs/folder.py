@@ -23,6 +23,7 @@ from contextlib import suppress
 import torch
 from safetensors import safe_open
 
+from data.files import write_json
 from data.tokenizer import load_tokenizer
 from model import GPT
 from runs import checkpoint
@@ -216,7 +217,7 @@ def start_folder(cfg, settings, dataset):
             _rename(cfg.out_dir)
             lock.close()
             lock, made = lock_out_dir(cfg.out_dir)
-        checkpoint.write_json(os.path.join(cfg.out_dir, "config.json"), settings)
+        write_json(os.path.join(cfg.out_dir, "config.json"), settings)
         dataset.tokenizer.save(cfg.out_dir)
         _record_environment(os.path.join(cfg.out_dir, "environment.json"))
     except OSError as error:
@@ -285,7 +286,7 @@ def _record_environment(path):
             starts = json.load(f)
     except (OSError, *checkpoint.NOT_JSON):
         starts = []
-    checkpoint.write_json(path, [*(starts if isinstance(starts, list) else []), environment()])
+    write_json(path, [*(starts if isinstance(starts, list) else []), environment()])
 
 
 def environment():

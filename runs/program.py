@@ -8,12 +8,11 @@ if __name__ == "__main__":
 """
 
 import argparse
+import errno
 import math
 import os
 import sys
 from contextlib import suppress
-
-from runs.output import check_output
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,6 +39,26 @@ def positive(text):
         if 0 < float(text) < math.inf:
             return float(text)
     raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+
+
+def check_output(path):
+    """Raise OSError if a file cannot be written at this path, as far as that can be seen before it is written.
+
+    Missing folders count as writable if the one that they would be made in is.
+    """
+    if not path:
+        raise OSError("its name is empty")
+    with suppress(FileNotFoundError):  # any other error, such as ENAMETOOLONG, means that it cannot be written either
+        os.stat(path)
+        if not os.path.isfile(path):  # a device would be replaced by a file of its name
+            raise OSError(f"it is a {'folder' if os.path.isdir(path) else 'device or a pipe'}")
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    if not os.path.isdir(folder):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
 
 
 def output_file(text):

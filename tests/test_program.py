@@ -13,8 +13,9 @@ import termios
 import pytest
 from helpers import ROOT, join, start
 
+from data.files import whole_file
 from generate import token_bar
-from runs.output import check_output, whole_file
+from runs.program import check_output
 
 
 SAY = "from runs.program import run_program; run_program(lambda: print('gr\u00fc\u00dfe'))"
