@@ -17,7 +17,7 @@ from test_data import all_tokens, prepare_text, write
 
 from data import DataError, command
 from data.dataset import Dataset
-from data.shards import is_complete, write_dataset
+from data.shards import is_complete
 from data.text import prepare as text
 from data.tokenizer import Tokenizer
 
@@ -127,14 +127,15 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_dataset_or_one_that_is_g
 
 def test_a_folder_in_which_another_process_prepares_is_refused(tmp_path):
     write(tmp_path)
-    lock = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    before = contents(tmp_path)
-    with pytest.raises(DataError, match="another process is preparing"):
-        write(tmp_path, train=(1,))
-    os.close(lock)
-    assert contents(tmp_path) == before
+    (tmp_path / "unfinished").mkdir()
+    with open(tmp_path / "unfinished" / ".lock", "a") as lock:  # open for writing, as NFS wants it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = contents(tmp_path)
+        with pytest.raises(DataError, match="another process is preparing"):
+            write(tmp_path, train=(1,))
+        assert contents(tmp_path) == before
     write(tmp_path, train=(1,))
+    assert not (tmp_path / "unfinished").exists()
 
 
 def test_an_interrupted_preparation_with_other_options_is_named(tmp_path, capsys):
@@ -213,11 +214,18 @@ def test_folders_of_others_are_refused_and_stay_as_they_are(tmp_path, files, ref
 
 def test_files_of_others_in_a_dataset_of_ours_stay(tmp_path):
     write(tmp_path)
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "train_00099.bin").write_text("mine")
+    mine = [tmp_path / name for name in ("notes.txt", "train_00099.bin", "vocab.json")]
+    for path in mine:
+        path.write_text("mine")
     write(tmp_path, train=(3,))
-    assert (tmp_path / "notes.txt").exists() and (tmp_path / "train_00099.bin").exists()
-    assert not (tmp_path / "train_00001.bin").exists()
+    assert all(path.exists() for path in mine) and not (tmp_path / "train_00001.bin").exists()
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "essay.txt").write_text("mine")
+    before = contents(tmp_path)
+    for act in (lambda: write(tmp_path), lambda: is_complete(str(tmp_path), {})):
+        with pytest.raises(DataError, match="unfinished is not of a dataset of ours: move it away"):
+            act()
+    assert contents(tmp_path) == before
 
 
 def test_a_damaged_meta_json_is_made_again_without_touching_what_it_names(tmp_path, capsys):
@@ -475,4 +483,3 @@ def test_a_dataset_without_a_row_leaves_nothing(tmp_path):
     with pytest.raises(DataError, match="no whole row"):
         write(tmp_path / "new", val=0)
     assert not (tmp_path / "new").exists()
-    assert write_dataset
