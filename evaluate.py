@@ -88,18 +88,13 @@ def main():
 def open_documents(run, cfg):
     """Return the Windows of the documents that the run is to read; refuse what does not fit."""
     try:
-        settings, tokenizer = checkpoint.settings(checkpoint.run_of(run)), load_tokenizer(checkpoint.run_of(run))
-        dataset = Dataset(cfg.dataset or settings.get("dataset", ""))
+        settings = checkpoint.settings(checkpoint.run_of(run))
+        dataset = Dataset(cfg.dataset or settings["dataset"])
+        dataset.check_tokens(load_tokenizer(checkpoint.run_of(run)), run)
         most = dataset.tokens("val") if cfg.pack else dataset.document_length
-        windows = Windows(dataset, "val", cfg.length or min(4 * settings["block_size"], most), cfg.pack, name="length")
+        return Windows(dataset, "val", cfg.length or min(4 * settings["block_size"], most), cfg.pack, name="length")
     except (DataError, ValueError) as error:
         refuse(error)
-    vocab_size = settings["model"]["vocab_size"]
-    if vocab_size != dataset.vocab_size:
-        refuse(f"{run} has a vocabulary of {vocab_size}, {dataset.name} one of {dataset.vocab_size}")
-    if not tokenizer.same_tokens(dataset.tokenizer):
-        refuse(f"the tokens of {run} ({tokenizer.kind}) are not those of {dataset.name} ({dataset.tokenizer.kind})")
-    return windows
 
 
 def evaluate_run(run, cfg, windows):

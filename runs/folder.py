@@ -176,18 +176,8 @@ def open_source(init_from, dataset, saved):
             "init_from must be auto (nanoGPT's resume: goes on where out_dir left off), scratch or a folder with a "
             f"checkpoint, got {init_from!r}"
         )
-    model, tokenizer = checkpoint.settings(run)["model"], load_tokenizer(run)
-    if tokenizer.vocab_size != dataset.vocab_size:
-        raise ValueError(
-            f"{init_from} has a vocabulary of {tokenizer.vocab_size}, the dataset {dataset.name} one of "
-            f"{dataset.vocab_size}: prepare it with the same tokenizer"
-        )
-    if not tokenizer.same_tokens(dataset.tokenizer):
-        raise ValueError(
-            f"the tokens of {init_from} ({tokenizer.kind}) are not those of the dataset {dataset.name} "
-            f"({dataset.tokenizer.kind}), though both have {dataset.vocab_size}: prepare it with the same tokenizer"
-        )
-    return source, model
+    dataset.check_tokens(load_tokenizer(run), init_from)
+    return source, checkpoint.settings(run)["model"]
 
 
 def check_weights(source, config):

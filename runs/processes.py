@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from data import DataError
+from data.command import open_streams
 from runs.checkpoint import NotWritten
 from runs.settings import refuse
 from runs.watch import Watch
@@ -161,9 +162,10 @@ class StopSignals:
 def exit_statuses(ranks):
     """End the program with one line on stderr where an error has a known cause; other errors keep their traceback.
 
-    The status is 2 for settings and data that cannot be used, 1 for what happens later and 130 for Ctrl-C before
-    training begins.
+    Closed streams (`>&-`) do not stop it. The status is 2 for settings and data that cannot be used, 1 for what happens
+    later and 130 for Ctrl-C before training begins.
     """
+    open_streams()
     try:
         yield
     except DataError as error:  # a token outside the vocabulary or a cut shard, which other ranks may not meet

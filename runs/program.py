@@ -14,6 +14,8 @@ import os
 import sys
 from contextlib import suppress
 
+from data.command import drop_output, open_streams
+
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that prints one line for a mistake, and takes no abbreviated options."""
@@ -76,7 +78,7 @@ def run_program(main):
     Ctrl-C is status 130. A closed pipe (`| head`) ends the program quietly. Any other OSError that main() lets pass,
     such as a full disk behind stdout, is one line and status 1. Letters that the terminal cannot show become "?".
     """
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None if closed
+    open_streams()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -94,8 +96,3 @@ def run_program(main):
         where = "cannot write the output: " if error.errno and not error.filename else ""
         status = f"{os.path.basename(sys.argv[0])}: {where}{error}"
     sys.exit(status)
-
-
-def drop_output():
-    """Send what is still to be written to stdout nowhere, so that Python's own flush at the end cannot fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -468,12 +468,14 @@ def test_lines_of_progress_come_now_and_then(monkeypatch, capsys):
         ("ulimit -f 1; {script}", b"File too large"),
         ("{script} > /dev/full", b"No space left"),
         ("{script} | true; exit ${{PIPESTATUS[0]}}", b""),
+        ("{script} >&- 2>&-", b""),
     ],
 )
 def test_a_disk_or_pipe_that_takes_no_more_is_one_line(tmp_path, shell, message):
     done = run_text(tmp_path, shell, stderr=subprocess.PIPE)
     assert message in done.stderr and b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
     assert done.returncode == 2 or not message
+    assert "&-" not in shell or (done.returncode == 0 and (tmp_path / "out" / "meta.json").exists())
     assert done.stderr.count(b"\n") <= 1
     assert not (tmp_path / "out" / "unfinished").exists()
     assert message != b"File too large" or not (tmp_path / "out").exists()
