@@ -185,13 +185,13 @@ def prepare_files(sources, tokenizer_name, args, source, key="text"):
         tokenizer = named_tokenizer(tokenizer_name)
     tokenizer = tokenizer or earlier_tokenizer(args.out, arguments)
     if tokenizer and tokenizer.kind == "huggingface":
-        _say_if_lossy(tokenizer, sources, key)
+        _print_if_lossy(tokenizer, sources, key)
     size = trained_size(tokenizer_name) if tokenizer_name.startswith("bpe:") else None
     units, length, tokenizer = plan_units(sources, tokenizer, args.document_length, args.val_fraction, key, size)
     write_dataset(args.out, units, tokenizer, length, arguments, source, args.command)
 
 
-def _say_if_lossy(tokenizer, sources, key):
+def _print_if_lossy(tokenizer, sources, key):
     """Print a line if a tokenizer does not give back the beginning of the text (it lower-cases, drops spaces, ...)."""
     stream = whole_stream(sources[0][:1], False, key)
     text = next((text for text, _ in stream.documents(0, stream.align(min(4096, stream.total)))), "")[:4096]

@@ -16,7 +16,7 @@ import fcntl
 import json
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from . import DataError
 from .files import flush_to_disk, read_json, remove, write_atomically
@@ -72,7 +72,10 @@ class Staging:
 
     def is_whole(self):
         """Return True if the dataset in here only has to be moved into its folder."""
-        return os.path.exists(self.file("meta.json"))
+        try:
+            return bool(read_meta(self.path))
+        except (FileNotFoundError, DataError):
+            return False
 
     def finish(self):
         """Let the dataset in here take the place of the one in the folder.
@@ -185,12 +188,11 @@ def _link(source, target):
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+        flush_to_disk(target)
 
 
 def _remove_empty(folders):
     """Remove those of the folders that are empty, in this order."""
     for path in folders:
-        try:
+        with suppress(OSError):
             os.rmdir(path)
-        except OSError:
-            pass

@@ -23,7 +23,7 @@ from runs.checkpoint import NotWritten
 from runs.settings import refuse
 from runs.watch import Watch
 
-CANNOT_WRITE = (
+FILE_ERRORS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE,
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
 )  # fmt: skip
@@ -175,9 +175,9 @@ def exit_statuses(ranks):
     except (Failed, NotWritten) as error:
         leave_at_once(error)
     except OSError as error:
-        if error.errno not in CANNOT_WRITE:
+        if error.errno not in FILE_ERRORS:
             raise
-        leave_at_once(f"cannot write: {error}")
+        leave_at_once(f"cannot read or write: {error}")
     except RuntimeError as error:  # raised by a collective when another rank is gone
         if not ranks.watch or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise

@@ -243,6 +243,15 @@ def test_a_damaged_meta_json_is_made_again_without_touching_what_it_names(tmp_pa
         assert contents(folder) == whole and other.read_text() == "mine"
 
 
+def test_a_damaged_meta_json_in_unfinished_is_no_dataset(tmp_path):
+    write(tmp_path)
+    whole = contents(tmp_path)
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "meta.json").write_text("{")
+    assert is_complete(str(tmp_path), {"train": [5, 4], "val": 3, "length": 12})
+    assert contents(tmp_path) == whole
+
+
 def test_names_in_progress_json_do_not_leave_the_folder(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "set", fail_at=2)
