@@ -7,6 +7,7 @@ with whole_file("book.state") as temporary:
 import hashlib
 import json
 import os
+import secrets
 from contextlib import contextmanager, suppress
 
 from . import DataError
@@ -22,7 +23,8 @@ def whole_file(path):
     """
     target = os.path.realpath(path)  # a link stays a link
     folder = os.path.dirname(target)
-    temporary = os.path.join(folder, f".{os.getpid()}.tmp")  # short, so that any name fits that the disk takes
+    # Short, so that any name fits that the disk takes, and random, since processes in containers have equal numbers.
+    temporary = os.path.join(folder, f".{secrets.token_hex(6)}.tmp")
     made = []
     while not os.path.isdir(folder):
         made.append(folder)
