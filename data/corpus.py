@@ -54,7 +54,8 @@ def find_files(paths, suffixes, skip_folders=("__pycache__",)):
     printed. Raises DataError if a path is missing or is not text, or if too little text is found.
     """
     skipped, seen, sources, single = Counter(), set(), [], []
-    given = sorted(dict.fromkeys(map(str, paths)), key=lambda p: (not os.path.isdir(p), os.path.basename(p), p))
+    in_order = lambda path: (not os.path.isdir(path), os.path.basename(os.path.normpath(path)), path)
+    given = sorted(dict.fromkeys(map(str, paths)), key=in_order)
     for path in given:
         if os.path.isdir(path):
             here = Counter()

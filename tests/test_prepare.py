@@ -325,7 +325,9 @@ def test_validation_comes_from_all_sources_in_whole_documents_whatever_their_ord
     assert min(map(len, parts)) > 50 and 0.15 < dataset.tokens("val") / (len(train) + len(val)) < 0.25
     documents = [{d for d in split.split("<|endoftext|>")[1:-1] if len(d) == 120} for split in (train, val)]
     assert not documents[0] & documents[1] and len(documents[0] | documents[1]) > 96
-    again = prepare_text(tmp_path / "2", *reversed(three_sources), three_sources[0] / "03.txt", *options)
+    again = prepare_text(
+        tmp_path / "2", *reversed(three_sources[1:]), f"{three_sources[0]}/", three_sources[0] / "03.txt", *options
+    )
     assert again.meta["splits"] == dataset.meta["splits"]
 
 
