@@ -34,7 +34,8 @@ class Progress:
         """label: what is written; total: about how many tokens; done: how many of them an earlier run has written."""
         self.label, self.total, self.done, self.first = label, max(1, total), done, done
         self.started = self.shown = time.monotonic()
-        self.bar = bar(total=total, initial=done, unit="tok", unit_scale=True, desc=label)
+        short = label if len(label) <= 30 else "..." + label[-27:]  # it must not take the bar's place
+        self.bar = bar(total=total, initial=done, unit="tok", unit_scale=True, desc=short)
         if self.bar.disable and done:
             self._print_line()
 
