@@ -11,7 +11,6 @@ state after them, generate.py samples the next token.
 """
 
 import json
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -22,8 +21,7 @@ from attention.memory import switch_over_tokens
 from generate import Timings, cache_dtype, generate, read_prompt
 from runs import state_file
 from runs.load import load_run, newest_run
-from runs.output import check_output
-from runs.program import run_program
+from runs.program import check_output, run_program
 from runs.settings import check_ranges, read_settings, refuse
 
 
@@ -161,6 +159,7 @@ def choose_switch_over(model, cfg):
 
 
 def load_state(path, model):
+    """Return (logits, ModelState) from a file; refuse one that cannot be used with this model."""
     try:
         return state_file.load_state(path, model)
     except (OSError, ValueError) as error:
@@ -168,6 +167,7 @@ def load_state(path, model):
 
 
 def save_state(path, model, logits, state):
+    """Write a state to a file; exit with one line and status 1 if that fails."""
     try:
         state_file.save_state(path, model, logits, state)
     except OSError as error:
@@ -181,7 +181,7 @@ def check(cfg):
         ("num_samples", "at least 1 and below 2^31", lambda x: 1 <= x < 2**31),
         ("seed", "positive and below 2^63", lambda x: 0 <= x < 2**63 - cfg.num_samples),
         ("max_new_tokens", "at least 1, or 0 with --save_state", lambda x: x >= (not cfg.save_state)),
-        ("temperature", "0 (greedy) or at least 1e-6, and finite", lambda x: x == 0 or 1e-6 <= x < math.inf),
+        ("temperature", "0 (greedy) or at least 1e-6", lambda x: x == 0 or x >= 1e-6),
         ("top_k", "positive, or 0 for all", lambda x: x >= 0),
         ("top_p", "in (0, 1]", lambda x: 0 < x <= 1),
         ("switch_over", "positive, or 0 for as many tokens as take a state's memory", lambda x: x >= 0),

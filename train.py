@@ -74,6 +74,8 @@ class TrainConfig:
     wandb_log: bool = True  # False: the same as wandb=disabled
     wandb_project: str = "sympow"  # project in wandb
     wandb_run_name: str = ""  # name in wandb; default: the name of out_dir
+    wandb_group: str = ""  # group of runs in wandb
+    wandb_tags: str = ""  # in wandb, with commas between
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
@@ -144,13 +146,12 @@ class Trainer:
             torch.cuda.set_device(self.device)
         ranks.join(self.device, cfg.backend, cfg.timeout)
         self.resume = ranks.agree_on_checkpoint(self.resume)
-        writes = ranks.master and not cfg.eval_only
-        return folder.start_folder(cfg, self.settings, self.dataset) if writes else nullcontext()
+        self.records = ranks.master and not cfg.eval_only
+        return folder.start_folder(cfg, self.settings, self.dataset) if self.records else nullcontext()
 
     def build(self, writer):
         """Make model and optimizer, new or from a checkpoint, and the other objects that training needs."""
-        cfg, ranks, device = self.cfg, self.ranks, self.device
-        self.writer = writer
+        cfg, ranks, device, self.writer = self.cfg, self.ranks, self.device, writer
         torch.manual_seed(cfg.seed)
         if self.dtype != torch.float32:  # power attention multiplies in float32; tf32 is exact for bf16 factors
             torch.set_float32_matmul_precision("high")
@@ -159,22 +160,21 @@ class Trainer:
         self.autocast = torch.autocast(device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
         self.model = GPT(self.model_cfg).to(device)
         self.optimizer = make_optimizer(self.model, cfg)
-        self.progress = checkpoint.Progress()
+        p = checkpoint.load(self.resume, self.model, self.optimizer, device) if self.resume else checkpoint.Progress()
+        self.progress = p
         if self.resume:
-            self.progress = checkpoint.load(self.resume, self.model, self.optimizer, device)
-            ranks.log(f"going on from {self.resume}, step {self.progress.step}")
+            ranks.log(f"going on from {self.resume}, step {p.step}")
         elif self.source:
             checkpoint.load(self.source, self.model)
             ranks.log(f"weights from {self.source}")
-        self.skipped = SkippedSteps(*self.progress.skipped)
+        self.skipped = SkippedSteps(*p.skipped)
         machine.check_kernels(self.model, cfg.block_size, self.dtype, ranks)
         compiled = machine.can_compile(cfg.compile, device, ranks.log)
         self.eval_network = torch.compile(self.model) if compiled else self.model
         self.network = ranks.average_gradients(self.eval_network)
-        records, p = ranks.master and not cfg.eval_only, self.progress
-        if records:
+        if self.records:
             checkpoint.remove_leftovers(cfg.out_dir, self.resume, p.best_step)
-        self.tracker = Tracker(cfg, self.settings, p.step, p.wandb_id, p.evaluated) if records else None
+        self.tracker = Tracker(cfg, self.settings, p, self.model) if self.records else None
         ranks.log(
             f"{self.model.parameter_count() / 1e6:.1f}M parameters, {self.model_cfg.attention}, {device.type} "
             f"{cfg.dtype}; tokens a step: {ranks.world} ranks x {cfg.batch_size} sequences x {cfg.block_size} context "

@@ -24,7 +24,8 @@ from contextlib import suppress
 import torch
 from safetensors import safe_open
 
-from data.tokenizer import FILES, load_tokenizer
+from data.files import write_json
+from data.tokenizer import load_tokenizer
 from model import GPT
 from runs import checkpoint
 from runs.processes import warn
@@ -35,12 +36,12 @@ from runs.settings import refuse
 FREE = {
     "out_dir", "init_from", "overwrite", "max_seconds", "max_skipped", "eval_interval", "eval_tokens", "eval_only",
     "log_interval", "always_save_checkpoint", "sample_tokens", "baseline", "wandb", "wandb_log", "wandb_project",
-    "wandb_run_name", "device", "backend", "timeout", "gradient_accumulation_steps", "activation_checkpointing",
+    "wandb_run_name", "wandb_group", "wandb_tags", "device", "backend", "timeout", "gradient_accumulation_steps",
+    "activation_checkpointing",
 }  # fmt: skip
 # These do not change the steps either, unless there is dropout: each rank draws the masks for its own micro-batch, with
 # the random numbers of its device, and torch.compile draws others. (gradient_accumulation_steps follows from them.)
 FREE_WITHOUT_DROPOUT = {"batch_size", "ranks", "device_type", "compile"}
-FILES_OF_A_RUN = ("config.json", "environment.json", "metrics.jsonl", "samples.jsonl", "wandb_id", *FILES)
 LOGS = (".log", ".out", ".err")  # files with these endings, which a shell or a scheduler opens, may lie in a new folder
 
 
@@ -176,18 +177,8 @@ def open_source(init_from, dataset, saved):
             "init_from must be auto (nanoGPT's resume: goes on where out_dir left off), scratch or a folder with a "
             f"checkpoint, got {init_from!r}"
         )
-    model, tokenizer = checkpoint.settings(run)["model"], load_tokenizer(run)
-    if tokenizer.vocab_size != dataset.vocab_size:
-        raise ValueError(
-            f"{init_from} has a vocabulary of {tokenizer.vocab_size}, the dataset {dataset.name} one of "
-            f"{dataset.vocab_size}: prepare it with the same tokenizer"
-        )
-    if not tokenizer.same_tokens(dataset.tokenizer):
-        raise ValueError(
-            f"the tokens of {init_from} ({tokenizer.kind}) are not those of the dataset {dataset.name} "
-            f"({dataset.tokenizer.kind}), though both have {dataset.vocab_size}: prepare it with the same tokenizer"
-        )
-    return source, model
+    dataset.check_tokens(load_tokenizer(run), init_from)
+    return source, checkpoint.settings(run)["model"]
 
 
 def check_weights(source, config):
@@ -218,7 +209,7 @@ def start_folder(cfg, settings, dataset):
             lock.close()
             lock, made = lock_out_dir(cfg.out_dir)
         _remove_temporary_files(cfg.out_dir)
-        checkpoint.write_json(os.path.join(cfg.out_dir, "config.json"), settings)
+        write_json(os.path.join(cfg.out_dir, "config.json"), settings)
         dataset.tokenizer.save(cfg.out_dir)
         _record_environment(os.path.join(cfg.out_dir, "environment.json"))
     except OSError as error:
@@ -228,11 +219,14 @@ def start_folder(cfg, settings, dataset):
 
 
 def _remove_temporary_files(out_dir):
-    """Remove what a start that was killed left of files that it was writing."""
-    written = "|".join(map(re.escape, FILES_OF_A_RUN))
+    """Remove what a start that was killed left of files that it was writing.
+
+    Those of the last minute stay, because another program may be writing a picture or a state here.
+    """
     for name in os.listdir(out_dir):
-        if re.fullmatch(rf"({written})\.\d+\.tmp", name):
-            os.remove(os.path.join(out_dir, name))
+        path = os.path.join(out_dir, name)
+        if re.fullmatch(r"\.[0-9a-f]{12}\.tmp", name) and os.path.getmtime(path) < time.time() - 60:
+            os.remove(path)
 
 
 def _rename(out_dir):
@@ -295,7 +289,7 @@ def _record_environment(path):
             starts = json.load(f)
     except (OSError, *checkpoint.NOT_JSON):
         starts = []
-    checkpoint.write_json(path, [*(starts if isinstance(starts, list) else []), environment()])
+    write_json(path, [*(starts if isinstance(starts, list) else []), environment()])
 
 
 def environment():

@@ -179,8 +179,8 @@ def test_several_samples_are_separated_and_json_comes_last(go, capsys):
     "argv,message",
     [
         (["--num_samples=0"], "num_samples must be at least 1 and below 2^31, got 0"),
-        (["--temperature=-1"], "temperature must be 0 (greedy) or at least 1e-6, and finite, got -1.0"),
-        (["--temperature=inf"], "and finite, got inf"),
+        (["--temperature=-1"], "temperature must be 0 (greedy) or at least 1e-6, got -1.0"),
+        (["--temperature=inf"], "temperature must be a finite number, got 'inf'"),
         (["--prompt=a", "--start=b"], "start is another name for prompt"),
         (["--prompt=\udcff"], "the prompt is not UTF-8"),
         (["--save_state=/dev/null"], "save_state=/dev/null cannot be written: it is a device or a pipe"),
@@ -381,16 +381,6 @@ def test_a_run_with_a_damaged_file_is_refused_by_its_name(go, capsys, tmp_path, 
     assert go(f"--out_dir={tmp_path}/damaged") == 2
     error = capsys.readouterr().err
     assert f"damaged/{file}" in error and error.count("\n") == 1
-
-
-def test_settings_that_do_not_fit_the_weights_are_refused(go, capsys, tmp_path):
-    shutil.copytree("out/a", tmp_path / "other")
-    settings = json.loads((tmp_path / "other/config.json").read_text())
-    settings["model"]["n_layer"] = 3
-    (tmp_path / "other/config.json").write_text(json.dumps(settings))
-    assert go(f"--out_dir={tmp_path}/other") == 2
-    error = capsys.readouterr().err
-    assert "does not fit the settings" in error and error.count("\n") == 1
 
 
 def test_the_length_at_which_a_state_is_made_can_be_set_and_is_printed(go, capsys):
