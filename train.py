@@ -212,7 +212,7 @@ class Trainer:
                 self.log_step(loss, grad_norm)
             if due:
                 self.evaluate_and_save()
-                end = end or self.reason_to_stop()
+                end = self.reason_to_stop()  # a signal may have cut the evaluation short
                 self.clock.start_lap(progress.step)
             first = False
         self.display.close()
