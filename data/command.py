@@ -63,6 +63,8 @@ class Parser(argparse.ArgumentParser):
 def run(main):
     """Call main(argv), then exit with status 0 if it is done, 2 after one line on stderr if it was refused or failed,
     130 if it was interrupted."""
+    # A stream that was closed when the program was started is None.
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()  # a full disk is noticed here and not when Python ends

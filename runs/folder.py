@@ -27,7 +27,7 @@ from data.tokenizer import load_tokenizer
 from model import GPT
 from runs import checkpoint
 from runs.processes import warn
-from runs.settings import refuse
+from runs.settings import from_launcher, refuse
 
 # Settings that may change when a run goes on, because they do not change its steps. (max_seconds may change although
 # it ends the cosine of decay_lr: a run that is given more time should use it.)
@@ -51,7 +51,7 @@ def choose_checkpoint(cfg, dataset, thorough):
     out_dir = cfg.out_dir
     saved = _saved_settings(cfg)
     # torchrun and Slurm start a job again with the same command, which must not overwrite what the first start made
-    again = any(int(os.environ.get(f"{name}_RESTART_COUNT") or 0) for name in ("TORCHELASTIC", "SLURM"))
+    again = any(from_launcher(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM"))
     cfg.overwrite = cfg.overwrite and not again
     started_so = saved and not cfg.overwrite and _same_path(saved["init_from"], cfg.init_from)
     goes_on = (again and saved) or cfg.init_from == "auto" or (started_so and cfg.init_from != "scratch")
@@ -300,7 +300,7 @@ def environment():
     return dict(
         time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), command=sys.argv, commit=commit, changed=changed,
         python=sys.version.split()[0], versions=versions, cuda=torch.version.cuda, gpus=gpus,
-        host=socket.gethostname(), world=int(os.environ.get("WORLD_SIZE", 1)),
+        host=socket.gethostname(), world=from_launcher("WORLD_SIZE", 1),
     )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def run_program(main):
     Ctrl-C is status 130. A closed pipe (`| head`) ends the program quietly. Any other OSError that main() lets pass,
     such as a full disk behind stdout, is one line and status 1. Letters that the terminal cannot show become "?".
     """
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None if closed
+    replace_closed_streams()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -75,6 +75,11 @@ def run_program(main):
         where = "cannot write the output: " if error.errno and not error.filename else ""
         status = f"{os.path.basename(sys.argv[0])}: {where}{error}"
     sys.exit(status)
+
+
+def replace_closed_streams():
+    """Send stdout and stderr nowhere if they were closed when the program was started, which Python makes None."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
 
 
 def drop_output():
