@@ -24,7 +24,7 @@ from runs.program import Parser, run_program
 
 TORCH = "torch>=2.11,<2.14"  # as in requirements.txt
 REQUIRED = ["numpy", "safetensors", "tqdm"]
-OPTIONAL = ["matplotlib", "tiktoken", "datasets", "zarr", "wandb", "pytest"]
+OPTIONAL = ["matplotlib", "tiktoken", "tokenizers", "datasets", "zarr", "wandb", "pytest"]
 # The oldest driver for each major version of CUDA, and where the wheels for it are.
 OLDEST_DRIVER = {12: 525, 13: 580}
 WHEELS = "https://download.pytorch.org/whl"

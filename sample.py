@@ -11,7 +11,6 @@ state after them, generate.py samples the next token.
 """
 
 import json
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -181,7 +180,7 @@ def check(cfg):
         ("num_samples", "at least 1 and below 2^31", lambda x: 1 <= x < 2**31),
         ("seed", "positive and below 2^63", lambda x: 0 <= x < 2**63 - cfg.num_samples),
         ("max_new_tokens", "at least 1, or 0 with --save_state", lambda x: x >= (not cfg.save_state)),
-        ("temperature", "0 (greedy) or at least 1e-6, and finite", lambda x: x == 0 or 1e-6 <= x < math.inf),
+        ("temperature", "0 (greedy) or at least 1e-6", lambda x: x == 0 or x >= 1e-6),
         ("top_k", "positive, or 0 for all", lambda x: x >= 0),
         ("top_p", "in (0, 1]", lambda x: 0 < x <= 1),
         ("switch_over", "positive, or 0 for as many tokens as take a state's memory", lambda x: x >= 0),

@@ -74,6 +74,8 @@ class TrainConfig:
     wandb_log: bool = True  # False: the same as wandb=disabled
     wandb_project: str = "sympow"  # project in wandb
     wandb_run_name: str = ""  # name in wandb; default: the name of out_dir
+    wandb_group: str = ""  # group of runs in wandb
+    wandb_tags: str = ""  # in wandb, with commas between
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
@@ -144,8 +146,8 @@ class Trainer:
             torch.cuda.set_device(self.device)
         ranks.join(self.device, cfg.backend, cfg.timeout)
         self.resume = ranks.agree_on_checkpoint(self.resume)
-        writes = ranks.master and not cfg.eval_only
-        return folder.start_folder(cfg, self.settings, self.dataset) if writes else nullcontext()
+        self.records = ranks.master and not cfg.eval_only
+        return folder.start_folder(cfg, self.settings, self.dataset) if self.records else nullcontext()
 
     def build(self, writer):
         """Make model and optimizer, new or from a checkpoint, and the other objects that training needs."""
@@ -171,9 +173,8 @@ class Trainer:
         compiled = machine.can_compile(cfg.compile, device, ranks.log)
         self.eval_network = torch.compile(self.model) if compiled else self.model
         self.network = ranks.average_gradients(self.eval_network)
-        records = ranks.master and not cfg.eval_only
         p = self.progress
-        self.tracker = Tracker(cfg, self.settings, p.step, p.wandb_id, p.evaluated) if records else None
+        self.tracker = Tracker(cfg, self.settings, p, self.model) if self.records else None
         ranks.log(
             f"{self.model.parameter_count() / 1e6:.1f}M parameters, {self.model_cfg.attention}, {device.type} "
             f"{cfg.dtype}; tokens a step: {ranks.world} ranks x {cfg.batch_size} sequences x {cfg.block_size} context "

@@ -25,6 +25,7 @@ class Progress:
         if sys.stderr.isatty():
             # A terminal that does not know its size (0 by 0) gets 80 by 24; tqdm itself would show nothing.
             columns, rows = shutil.get_terminal_size()
+            label = label if len(label) <= 30 else "..." + label[-27:]  # it must not take the bar's place
             options = dict(initial=done, unit="tok", unit_scale=True, desc=label, ncols=columns, nrows=rows)
             self.bar = need("tqdm").tqdm(total=total, **options)
         elif done:

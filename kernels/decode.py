@@ -26,7 +26,9 @@ Dphi (4 + D sizeof(S)) of the state and 12 + 2 D sizeof(weight) for each cached 
 state once. With one sequence the limit is latency, since every kernel waits for the one before (`early_launch` hides
 part of that); with many it is the bandwidth, of the state more than of the weights.
 
-Sums are float32 whatever the weights' dtype is; positions and the gates' sums are float64. Buffers, for B sequences and
+Sums are float32 whatever the weights' dtype is; positions and the gates' sums are float64. q is divided by its largest
+entry and keys are taken as they are, so (q . k)^p and the state must be in float32's range: for p = 8 keys from 1e-4 to
+1e4, for p = 4 from 1e-8 to 1e8. Buffers, for B sequences and
 at most C cached tokens:
 
     name              shape                          dtype     contents

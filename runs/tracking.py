@@ -1,105 +1,70 @@
 """Record a run's numbers, always in metrics.jsonl and on request in wandb, and read them again.
 
-metrics.jsonl is the authority: one JSON object a line. wandb is online if there is an API key, otherwise offline
-(`python -m runs.wandb_upload out/NAME` uploads it later), and never asks for a login.
+metrics.jsonl is the authority: one JSON object a line.
 """
 
 import json
 import math
-import netrc
 import os
-import re
 import secrets
-import sys
 import time
-from urllib.parse import urlparse
+from pathlib import Path
 
 import numpy as np
 
 from data.files import write_atomically
+from runs.processes import warn
 from runs.settings import refuse
+from runs.wandb_run import WandbRun, past_rows, run_options, saved_id, wandb_row
 
 
 class Tracker:
     """Writes metrics.jsonl and samples.jsonl of a run, and the same to wandb.
 
-    Lines of steps after `step`, at which the run goes on, are removed, because those steps are taken again, and so are
-    the validation loss and the sample of that step itself if it is not `evaluated`: a kill came before the checkpoint
-    with it. run_id: the id that wandb gave the run, if a checkpoint has one. Attribute: run_id, or None without wandb.
+    Lines of steps after progress.step, at which the run goes on, are removed, because those steps are taken again, and
+    so are the validation loss and the sample of that step itself if it is not `evaluated`: a kill came before the
+    checkpoint with it. settings: the contents of config.json. Attribute: run_id, under which wandb knows the run, from
+    the checkpoint if it has one; None if wandb is turned off.
     """
 
-    def __init__(self, cfg, settings, step, run_id, evaluated=True):
-        path, self.samples = (os.path.join(cfg.out_dir, name) for name in ("metrics.jsonl", "samples.jsonl"))
-        for name in (path, self.samples):
-            again = lambda line: line["step"] > step - (not evaluated and "train_loss" not in line)
-            lines = [line for line in whole_lines(name) if not again(json.loads(line))]
-            write_atomically(name, "".join(lines).encode())
+    def __init__(self, cfg, settings, progress, model):
+        path, self.sample_path = (os.path.join(cfg.out_dir, name) for name in ("metrics.jsonl", "samples.jsonl"))
+        lines, samples = (keep_lines(name, progress.step, progress.evaluated) for name in (path, self.sample_path))
+        self.samples = [[line["step"], line["text"]] for line in samples if isinstance(line.get("text"), str)]
         self.file = open(path, "a")
-        self.run_id, self.folder = run_id, cfg.out_dir
-        self.wandb = self._start_wandb(cfg, settings)
-
-    def _start_wandb(self, cfg, settings):
-        mode = wandb_mode(cfg)
-        if mode == "disabled":
-            return None
-        try:
-            import wandb
-        except ImportError:
-            print("wandb is not installed: metrics go to metrics.jsonl alone")
-            return None
-        known = saved_id(cfg.out_dir)
-        self.run_id = self.run_id or known or secrets.token_hex(4)  # the id in the checkpoint comes first
-        if self.run_id != known:  # saved now, because the first checkpoint may be much later
-            write_atomically(os.path.join(cfg.out_dir, "wandb_id"), f"{self.run_id}\n".encode())
-        args = dict(
-            project=cfg.wandb_project, name=cfg.wandb_run_name or os.path.basename(os.path.normpath(cfg.out_dir)),
-            id=self.run_id, resume="allow", dir=cfg.out_dir, config=settings,
-        )  # fmt: skip
-        quiet = dict(console="off", silent=True)  # wandb prints nothing: the progress bar uses the terminal
-        try:
-            run = wandb.init(**args, mode=mode, settings=wandb.Settings(init_timeout=60, **quiet))
-        except Exception as error:
-            if mode != "online":
-                raise
-            print(f"wandb does not answer ({error}): logging offline")
-            run = wandb.init(**args, mode="offline", settings=wandb.Settings(**quiet))
-        run.define_metric("iter")
-        run.define_metric("*", step_metric="iter")  # wandb's own step must grow, but steps repeat after a resume
-        return run
+        self.run_id, self.wandb = progress.wandb_id, None
+        if cfg.wandb_log and cfg.wandb != "disabled":
+            self.run_id = choose_id(cfg.out_dir, progress.wandb_id)
+            options = run_options(cfg.out_dir, settings, self.run_id, model.parameter_count())
+            self.wandb = WandbRun(cfg.wandb, cfg.out_dir, options, past_rows(lines, self.samples))
 
     def log(self, step, **values):
         """Write one line of numbers, such as train_loss, tokens, seconds and lr; those that are None are left out."""
-        values = {k: v for k, v in values.items() if v is not None}
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        line = {"step": step, **{k: v for k, v in values.items() if v is not None}}
+        self.file.write(json.dumps(line) + "\n")
         self.file.flush()
-        self._tell_wandb("log", {"iter": step, **wandb_row(values)})
+        if self.wandb:
+            self.wandb.log(wandb_row(line))
 
     def sample(self, step, text):
-        """Write a text that the model generated to samples.jsonl and wandb."""
-        _append(self.samples, {"step": step, "text": text})
-        self._tell_wandb("log", {"iter": step, "sample": text})
+        """Write a text that the model generated to samples.jsonl, and all of them to wandb as a table."""
+        with open(self.sample_path, "a") as f:
+            f.write(json.dumps({"step": step, "text": text}) + "\n")
+        self.samples.append([step, text])
+        if self.wandb:
+            self.wandb.log({"iter": step, "samples": [*self.samples]})
 
     def flush_to_disk(self):
         """Block until all lines are on disk. Call it before a checkpoint, so that a power cut loses no earlier step."""
-        for name in (self.file.name, self.samples):
+        for name in (self.file.name, self.sample_path):
             with open(name, "ab") as f:  # log() and sample() leave nothing in Python's buffers
                 os.fsync(f.fileno())
 
     def finish(self):
         """Close the file and end the wandb run."""
         self.file.close()
-        self._tell_wandb("finish")
-
-    def _tell_wandb(self, method, *args):
-        """Call a method of the wandb run; if wandb's service has died, go on without it."""
-        if self.wandb is None:
-            return
-        try:
-            getattr(self.wandb, method)(*args)
-        except Exception as error:
-            self.wandb = None
-            again = f"`python -m runs.wandb_upload {self.folder}` uploads it later"
-            print(f"wandb stopped: {type(error).__name__}: {error}; metrics.jsonl goes on, {again}")
+        if self.wandb:
+            self.wandb.finish()
 
 
 class Clock:
@@ -146,14 +111,22 @@ class SkippedSteps:
 
 
 def baseline_losses(run):
-    """Return [(tokens, validation loss)] of the run in this folder, for relative_loss; [] if run is ""."""
+    """Return [(tokens, validation loss)] of the run in this folder, for relative_loss; [] if run is "".
+
+    Refuses a folder without such losses. Losses that are not finite are left out.
+    """
     if not run:
         return []
     path = os.path.join(run, "metrics.jsonl")
     if not os.path.isfile(path):
         refuse(f"baseline must be a run's folder, got {run}: there is no {path}")
-    found = map(json.loads, whole_lines(path))
-    return sorted((line["tokens"], line["val_loss"]) for line in found if "val_loss" in line)
+    try:
+        pairs = [(line.get("tokens"), line.get("val_loss")) for line in map(json.loads, whole_lines(path))]
+    except OSError as error:
+        refuse(f"baseline {run} cannot be read: {error}")
+    if found := sorted(pair for pair in pairs if all(map(_is_positive, pair))):
+        return found
+    refuse(f"baseline must be a run that was evaluated, got {run}: {path} has no line with val_loss and tokens")
 
 
 def relative_loss(loss, tokens, baseline):
@@ -166,69 +139,56 @@ def relative_loss(loss, tokens, baseline):
     return loss / float(np.interp(tokens, *zip(*baseline))) - 1
 
 
-def saved_id(folder):
-    """Return the id under which wandb knows the run in this folder, from its file wandb_id; None if there is none."""
-    try:
-        with open(os.path.join(folder, "wandb_id"), encoding="utf-8") as f:
-            found = f.read().strip()
-    except (OSError, ValueError):
-        return None
-    return found if re.fullmatch(r"[\w-]{1,64}", found) else None  # otherwise the file is damaged
+def choose_id(folder, of_checkpoint):
+    """Return the id for wandb: the checkpoint's, else that of an earlier start of this run, else a new one.
+
+    It is saved in the file wandb_id at once, because the first checkpoint may be much later.
+    """
+    known = saved_id(folder)
+    chosen = of_checkpoint or known or secrets.token_hex(4)
+    if chosen != known:
+        write_atomically(os.path.join(folder, "wandb_id"), f"{chosen}\n".encode())
+    return chosen
 
 
-def wandb_row(values):
-    """Return the values of a line of metrics.jsonl under the names that they have in wandb, which are nanoGPT's."""
-    names = {
-        "train_loss": "train/loss", "val_loss": "val/loss", "lr": "lr", "tok_per_sec": "train/tok_per_sec",
-        "grad_norm": "train/grad_norm", "skipped": "train/skipped", "relative_loss": "val/relative_loss",
-    }  # fmt: skip
-    row = {name: values[key] for key, name in names.items() if key in values}
-    if "mfu" in values:
-        row["mfu"] = 100 * values["mfu"]  # percent, as nanoGPT has it
-    for key, value in values.items():
-        if isinstance(value, list):  # what an attention reports of each layer
-            row |= {f"{key}/layer_{i:02d}": mean for i, mean in enumerate(value)}
-    return row
+def keep_lines(path, step, evaluated):
+    """Remove damaged lines and those that come again from a file of JSON lines; return the objects that stay.
 
-
-def wandb_mode(cfg):
-    """Return online, offline or disabled; wandb=auto looks at WANDB_MODE, then for an API key."""
-    if not cfg.wandb_log:
-        return "disabled"
-    if cfg.wandb != "auto":
-        return cfg.wandb
-    if os.environ.get("WANDB_MODE") in ("online", "offline", "disabled"):
-        return os.environ["WANDB_MODE"]
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
-    try:
-        key = os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators(host)
-    except (OSError, netrc.NetrcParseError):
-        key = None
-    return "online" if key else "offline"
-
-
-def _append(path, value):
-    with open(path, "a") as f:
-        f.write(json.dumps(value) + "\n")
+    Lines of later steps come again, and, unless the step is evaluated, those of its evaluation.
+    """
+    again = lambda line: line["step"] > step - (not evaluated and "train_loss" not in line)
+    kept = [line for line in whole_lines(path) if not again(json.loads(line))]
+    text = "".join(kept).encode()
+    if text != (Path(path).read_bytes() if os.path.exists(path) else None):  # needs no space if nothing changes
+        write_atomically(path, text)
+    return [json.loads(line) for line in kept]
 
 
 def whole_lines(path):
-    """Return the objects with a step in a file of JSON lines; none if there is no such file.
+    """Return the lines of a file of JSON lines that hold an object with a step; none if there is no such file.
 
     A last line that a crash tore is left out, and so, with a warning, is what a power cut leaves: NULs or garbage.
     """
     if not os.path.exists(path):
         return []
-    with open(path, encoding="utf-8", errors="replace") as f:
-        lines = [line for line in f if line.endswith("\n")]
+    if not os.path.isfile(path):  # reading a device such as /dev/full would never end
+        refuse(f"{path} must be a file, not a folder or a device: remove it")
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as f:
+        lines = f.readlines()
+    if lines and not lines[-1].endswith("\n"):  # torn, unless only the end of the line is missing
+        lines[-1:] = [lines[-1] + "\n"] if _has_step(lines[-1]) else []
     whole = [line for line in lines if _has_step(line)]
     if len(whole) < len(lines):
-        print(f"{path}: {len(lines) - len(whole)} damaged lines are left out", file=sys.stderr)
+        warn(f"{path}: {len(lines) - len(whole)} damaged lines are left out")
     return whole
 
 
 def _has_step(line):
     try:
-        return isinstance(json.loads(line)["step"], int)
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return type(json.loads(line)["step"]) is int
+    except (ValueError, LookupError, TypeError, RecursionError):
         return False
+
+
+def _is_positive(x):
+    return isinstance(x, (int, float)) and 0 < x < 1e300

@@ -179,8 +179,8 @@ def test_several_samples_are_separated_and_json_comes_last(go, capsys):
     "argv,message",
     [
         (["--num_samples=0"], "num_samples must be at least 1 and below 2^31, got 0"),
-        (["--temperature=-1"], "temperature must be 0 (greedy) or at least 1e-6, and finite, got -1.0"),
-        (["--temperature=inf"], "and finite, got inf"),
+        (["--temperature=-1"], "temperature must be 0 (greedy) or at least 1e-6, got -1.0"),
+        (["--temperature=inf"], "temperature must be a finite number, got 'inf'"),
         (["--prompt=a", "--start=b"], "start is another name for prompt"),
         (["--prompt=\udcff"], "the prompt is not UTF-8"),
         (["--save_state=/dev/null"], "save_state=/dev/null cannot be written: it is a device or a pipe"),

@@ -12,7 +12,7 @@ import types
 
 import pytest
 import torch
-from helpers import ROOT, SMALL, call, dataset, join, make_dataset, metrics, start, start_ranks  # noqa: F401
+from helpers import ROOT, SMALL, FakeWandb, call, dataset, join, make_dataset, metrics, start, start_ranks  # noqa: F401
 
 import train
 from attention import ATTENTIONS, check, dispatch
@@ -335,39 +335,28 @@ def test_a_missing_toolchain_is_one_line_unless_compilation_was_demanded(go, mon
     assert go("--out_dir=out/b", "--compile=auto") == 0  # a CPU does not try
 
 
-class FakeWandb(types.ModuleType):
-    """Stands for wandb and records how it is called."""
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.inits, self.rows, self.metrics = [], [], []
-        self.Settings = lambda **kwargs: kwargs
-
-    def init(self, **kwargs):
-        self.inits.append(kwargs)
-        if kwargs["mode"] == "online":
-            raise RuntimeError("no network")
-        note = lambda *a, **k: self.metrics.append((a, k))
-        return types.SimpleNamespace(define_metric=note, log=self.rows.append, finish=lambda: None)
-
-
 def test_wandb_has_nanogpts_names_and_our_own_step(go, monkeypatch):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", os.getcwd())  # no netrc
-    assert go("--out_dir=out/a", "--wandb=auto", "--max_iters=3") == 0
-    assert [i["mode"] for i in fake.inits] == ["offline"]  # no key
-    assert fake.inits[0]["name"] == "a"
+    assert go("--out_dir=out/a", "--wandb=auto", "--max_iters=3", "--wandb_group=g", "--wandb_tags=t, u,") == 0
+    start, again = fake.inits
+    assert (start["mode"], again["mode"]) == ("teardown", "offline")  # no key
+    assert (again["name"], again["group"], again["tags"]) == ("a", "g", ["t", "u"])
+    assert again["config"]["parameters"] > 30000 and again["config"]["seed"] == 1337
+    assert again["config"]["commit"] == json.load(open("out/a/environment.json"))[-1]["commit"]
     assert (("*",), {"step_metric": "iter"}) in fake.metrics
     assert fake.rows[0].keys() == {"iter", "train/loss", "lr", "train/tok_per_sec", "train/grad_norm"}
-    assert fake.rows[3].keys() == {"iter", "val/loss"} and fake.rows[4].keys() == {"iter", "sample"}
+    assert fake.rows[3].keys() == {"iter", "val/iter", "val/loss"}
+    assert fake.rows[4].keys() == {"iter", "samples"} and [row[0] for row in fake.rows[4]["samples"]] == [3]
     monkeypatch.setenv("WANDB_API_KEY", "key")
+    fake.network = False
     assert go("--out_dir=out/a", "--wandb=auto", "--max_iters=4") == 0
-    assert [i["mode"] for i in fake.inits] == ["offline", "online", "offline"]  # it does not answer: offline
-    assert len({i["id"] for i in fake.inits}) == 1  # the same run goes on
-    assert go("--out_dir=out/b", "--wandb=auto", "--wandb_log=False") == 0 and len(fake.inits) == 3
+    modes = ["teardown", "offline", "online", "teardown", "offline"]  # it does not answer: offline
+    assert [i["mode"] for i in fake.inits] == modes
+    assert len({i["id"] for i in fake.inits if "id" in i}) == 1  # the same run goes on
+    assert go("--out_dir=out/b", "--wandb=auto", "--wandb_log=False") == 0 and len(fake.inits) == 5
 
 
 def test_an_offline_run_asks_nothing_and_its_upload_has_its_name(dataset, tmp_path):  # noqa: F811
@@ -591,41 +580,29 @@ def test_gates_rotations_and_a_baseline_are_logged(go):
     assert go("--out_dir=out/b", "--baseline=out/none") == 2
 
 
-def test_a_run_is_uploaded_from_its_folder_as_one(go, monkeypatch):
+def test_a_run_is_uploaded_from_its_folder_as_one(go, monkeypatch, capsys):
     assert go("--attention=sympow_gating", "--out_dir=out/a", "--max_iters=3", "--lr_decay_iters=6") == 0
     fake = FakeWandb()
-    summary = {}
-    init = fake.init
-
-    def start(**kwargs):
-        run = init(**{**kwargs, "mode": "offline"})
-        log = run.log
-        run.log = lambda row: (log(row), summary.update(row))
-        run.summary = dict(summary)
-        return run
-
-    fake.init = start
     monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_API_KEY", "key")
     wandb_upload.main(["out/a"])
-    assert [row["iter"] for row in fake.rows] == [1, 2, 3]
-    assert {"train/loss", "val/loss", "gate/layer_01", "sample"} <= fake.rows[2].keys()
+    assert [row["iter"] for row in fake.rows] == [1, 2, 3, 3, 3]
+    assert {"train/loss", "val/loss", "gate/layer_01", "samples"} <= {key for row in fake.rows[2:] for key in row}
+    assert fake.inits[0]["config"]["parameters"] > 30000
     assert go("--attention=sympow_gating", "--out_dir=out/a", "--lr_decay_iters=6") == 0
     wandb_upload.main(["out/a"])
-    assert [row["iter"] for row in fake.rows] == [1, 2, 3, 4, 5, 6]
-    assert len({i["id"] for i in fake.inits}) == 1
-    with pytest.raises(SystemExit) as stopped:
-        wandb_upload.main(["out"])
-    assert stopped.value.code == 2
+    assert [row["iter"] for row in fake.rows] == [1, 2, 3, 3, 3, 4, 5, 6, 6, 6]
+    assert len({i["id"] for i in fake.inits}) == 1 and capsys.readouterr().out.count("out/a: 3 steps\n") == 2
 
 
 def test_a_run_that_was_live_is_uploaded_to_the_same_run(go, monkeypatch):
     fake = FakeWandb()
-    init = fake.init
-    fake.init = lambda **kwargs: types.SimpleNamespace(**vars(init(**{**kwargs, "mode": "offline"})), summary={})
     monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_API_KEY", "key")
     assert go("--out_dir=out/a", "--wandb=online", "--max_iters=3") == 0
     wandb_upload.main(["out/a"])
     assert len(fake.inits) == 2 and len({(i["id"], i["project"], i["name"]) for i in fake.inits}) == 1
+    assert [row["iter"] for row in fake.rows] == [1, 2, 3, 3, 3]  # all of it was there
     assert go("--out_dir=out/b") == 0  # disabled, but wandb was there
     for name in ("run-20260102_000000-second22", "offline-run-20260101_000000-first111", "latest-run"):
         os.makedirs(f"out/b/wandb/{name}")
