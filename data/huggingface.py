@@ -6,6 +6,7 @@ ranks = train_byte_pairs(texts, 8191)                       # {bytes: id}, the v
 
 import json
 import os
+import re
 from contextlib import contextmanager
 
 from . import DataError, need
@@ -101,10 +102,23 @@ def train_byte_pairs(texts, size):
         vocab_size=size, min_frequency=2, initial_alphabet=sorted(level.alphabet()), show_progress=False
     )
     with one_line("the text for the tokenizer"):
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.train_from_iterator((piece for text in texts for piece in _cut_long_words(text)), trainer)
     of_character = _byte_of_character()
     found = sorted((number, token) for token, number in tokenizer.get_vocab().items())
     return {bytes(of_character[c] for c in token): number for number, token in found}
+
+
+_LONG_WORD = re.compile(r"\w{1000}|\s{1000}|[^\w\s]{1000}")
+
+
+def _cut_long_words(text):
+    """Yield a text in pieces without a word above 1,000 characters, such as encoded data or many spaces: training takes
+    the square of a word's length, half an hour for a million characters."""
+    start = 0
+    for found in _LONG_WORD.finditer(text):
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]
 
 
 def _byte_of_character():

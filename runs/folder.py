@@ -75,7 +75,7 @@ def choose_checkpoint(cfg, dataset, thorough):
             f"{out_dir} has evaluations but no checkpoint, so its steps would be taken again and their lines replaced: "
             "put ckpt/ back, or --init_from=scratch --overwrite=True renames it and starts anew"
         )
-    return latest, saved if latest else None
+    return latest, _read_settings(out_dir, latest) if latest else None
 
 
 def _saved_settings(cfg):
@@ -88,15 +88,20 @@ def _saved_settings(cfg):
     except OSError as error:  # a file, a name that is too long, or no permission
         refuse(f"out_dir {cfg.out_dir} cannot be used: {error.strerror}")
     if "config.json" in names:
-        try:
-            return checkpoint.settings(cfg.out_dir)
-        except ValueError as error:
-            refuse(f"{error}: put it right, or choose another out_dir")
+        return _read_settings(cfg.out_dir)
     foreign = [name for name in names if name != ".lock" and not name.endswith((".tmp", *LOGS))]
     if foreign and not checkpoint.exists(cfg.out_dir) and not cfg.eval_only:
         inside = ", ".join(sorted(foreign)[:3]) + (", ..." if foreign[3:] else "")
         refuse(f"{cfg.out_dir} is not a run's folder, it has no config.json but {inside}: choose another out_dir")
     return None
+
+
+def _read_settings(out_dir, latest=None):
+    """Return the settings in out_dir's config.json; refuse if it is damaged, or not of the checkpoint `latest`."""
+    try:
+        return checkpoint.settings(out_dir, latest)
+    except ValueError as error:
+        refuse(f"{error}: put it right, or choose another out_dir")
 
 
 def _evaluations(out_dir):
@@ -175,7 +180,7 @@ def open_source(init_from, dataset, saved):
             "init_from must be auto (nanoGPT's resume: goes on where out_dir left off), scratch or a folder with a "
             f"checkpoint, got {init_from!r}"
         )
-    model, tokenizer = checkpoint.settings(run)["model"], load_tokenizer(run)
+    model, tokenizer = checkpoint.settings(run, source)["model"], load_tokenizer(run)
     if tokenizer.vocab_size != dataset.vocab_size:
         raise ValueError(
             f"{init_from} has a vocabulary of {tokenizer.vocab_size}, the dataset {dataset.name} one of "

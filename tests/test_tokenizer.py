@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+import time
 import tracemalloc
 
 import pytest
@@ -352,6 +353,14 @@ def test_a_trained_tokenizer_loses_nothing_and_is_the_same_each_time(tmp_path, t
     tok.save(tmp_path)
     assert load_tokenizer(tmp_path).files() == tok.files()
     assert train_tokenizer(["ab"], 5000).vocab_size == 257  # no pair stands twice
+
+
+def test_training_on_words_without_end_takes_no_longer_than_on_others():
+    began = time.process_time()
+    for text in ("q" * 200_000, " " * 200_000, "ACGT" * 50_000, "=-" * 100_000):  # each took a minute and more
+        tok = train_tokenizer([text], 280)
+        assert tok.vocab_size > 257 and tok.decode(tok.encode(text[:5000])) == text[:5000]
+    assert time.process_time() - began < 20
 
 
 def test_text_is_prepared_with_a_tokenizer_trained_on_its_training_split(tmp_path, tokenizers, monkeypatch, capsys):
