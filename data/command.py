@@ -65,6 +65,8 @@ def run(main):
     130 if it was interrupted."""
     # A stream that was closed when the program was started is None.
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # letters that cannot be shown, such as half a surrogate pair
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()  # a full disk is noticed here and not when Python ends

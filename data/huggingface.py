@@ -10,6 +10,7 @@ import re
 from contextlib import contextmanager
 
 from . import DataError, need
+from .files import read_json
 
 # How an end of text is called where no tokenizer_config.json beside tokenizer.json says so; the first that is there.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -45,7 +46,8 @@ class HuggingFaceEncoding:
 
     def encode_ordinary_batch(self, texts, num_threads=None):
         """Return a list of ids for each text; the package itself chooses the number of threads (it uses all cores)."""
-        return [found.ids for found in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        with one_line("the text", "cannot be encoded by this tokenizer"):  # a WordLevel without [UNK], for example
+            return [found.ids for found in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids):
         """Return the text of ids, with the text of special tokens."""
@@ -60,19 +62,21 @@ def read_huggingface(path):
     need("tokenizers")
     end_name = None
     config = os.path.join(os.path.dirname(path), "tokenizer_config.json")
-    with one_line(path):
-        if os.path.exists(config):
-            with open(config, encoding="utf-8") as f:
-                end_name = json.load(f).get("eos_token")
+    if os.path.exists(config):
+        with one_line(config):
+            end_name = read_json(config).get("eos_token")
             end_name = end_name["content"] if isinstance(end_name, dict) else end_name
+            if not isinstance(end_name, str | None):
+                raise TypeError(f"eos_token is {str(end_name)[:40]}")
+    with one_line(path):
         with open(path, encoding="utf-8") as f:
             text = f.read()
         return HuggingFaceEncoding(text, end_name)
 
 
 @contextmanager
-def one_line(path):
-    """Turn whatever goes wrong with a tokenizer's file into a DataError of one line.
+def one_line(what, problem="is damaged or no tokenizer"):
+    """Turn whatever goes wrong with a tokenizer's file, or with a text, into a DataError of one line: what, problem.
 
     tiktoken and tokenizers are written in Rust, whose panics are no Exception and have a type that cannot be imported.
     """
@@ -84,7 +88,7 @@ def one_line(path):
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # an interrupt
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise DataError(f"{path} is damaged or no tokenizer ({reason})") from error
+        raise DataError(f"{what} {problem} ({reason})") from error
 
 
 def train_byte_pairs(texts, size):

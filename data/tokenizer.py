@@ -157,7 +157,9 @@ def load_tokenizer(folder):
     try:
         saved = read_json(path)
         with one_line(path):
-            kind, escaped = saved["kind"], bool(saved["json_escaped"])
+            kind, escaped = saved["kind"], saved["json_escaped"]
+            if not isinstance(escaped, bool):
+                raise TypeError(f"json_escaped is {str(escaped)[:40]!r}")
             if kind == "bytes":
                 return Tokenizer("bytes", json_escaped=escaped)
             if saved["vocabulary"] != VOCABULARY_FILES[kind]:  # never a path to somewhere else

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from data import DataError
 from runs.checkpoint import NotWritten
-from runs.program import replace_closed_streams
+from runs.program import prepare_streams
 from runs.settings import from_launcher, refuse
 from runs.watch import Watch
 
@@ -174,7 +174,7 @@ def exit_statuses(ranks):
     The status is 2 for settings and data that cannot be used, 1 for what happens later and 130 for Ctrl-C before
     training begins.
     """
-    replace_closed_streams()
+    prepare_streams()
     try:
         yield
     except DataError as error:  # a token outside the vocabulary or a cut shard, which other ranks may not meet

@@ -57,9 +57,7 @@ def run_program(main):
     Ctrl-C is status 130. A closed pipe (`| head`) ends the program quietly. Any other OSError that main() lets pass,
     such as a full disk behind stdout, is one line and status 1. Letters that the terminal cannot show become "?".
     """
-    replace_closed_streams()
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
+    prepare_streams()
     try:
         try:
             status = main()
@@ -77,9 +75,12 @@ def run_program(main):
     sys.exit(status)
 
 
-def replace_closed_streams():
-    """Send stdout and stderr nowhere if they were closed when the program was started, which Python makes None."""
+def prepare_streams():
+    """Send stdout and stderr nowhere if they were closed when the program was started, which Python makes None, and let
+    stdout write "?" for letters that the terminal cannot show."""
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def drop_output():

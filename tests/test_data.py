@@ -308,6 +308,8 @@ def test_a_shard_that_cannot_be_read_is_refused_by_name(tmp_path, monkeypatch, c
         (lambda meta: meta | {"dtype": "float32"}, "dtype float32"),
         (lambda meta: meta | {"splits": {"train": meta["splits"]["train"]}}, "no 'val'"),
         (lambda meta: meta | {"splits": []}, "list indices"),
+        (lambda meta: meta | {"units": 5}, "'int' object has no attribute"),
+        (lambda meta: meta | {"units": {"train_00000.bin": []}}, "units is"),
         (lambda meta: renamed(meta, "../train_00000.bin"), "a shard is named '../train_00000.bin'"),
         (lambda meta: renamed(meta, "/etc/passwd"), "a shard is named '/etc/passwd'"),
         (lambda meta: renamed(meta, "x" * 300), "a shard is named 'x"),

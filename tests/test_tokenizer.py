@@ -148,6 +148,7 @@ def unsigned(saved):
         (lambda saved: "{", "JSONDecodeError"),
         (lambda saved: "[" * 100_000, "RecursionError"),
         (lambda saved: "[]", "no JSON object"),
+        (lambda saved: {"kind": "bytes", "json_escaped": "no"}, "json_escaped is 'no'"),
         (lambda saved: b"\xff\xfe", "UnicodeDecodeError"),
         (lambda saved: saved | {"kind": "words"}, "KeyError: 'words'"),
         (lambda saved: saved | {"kind": []}, "TypeError"),
@@ -300,6 +301,21 @@ def test_the_end_of_text_is_what_the_model_says(tmp_path, tokenizers):
         assert tok.eot == made.token_to_id("<|stop|>") and tok.decode([tok.eot]) == "<|stop|>"
     tok.save(tmp_path / "run")
     assert load_tokenizer(tmp_path / "run").eot == tok.eot
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"eos_token": 5}', '{"eos_token": {}}', "[" * 100_000])
+def test_a_damaged_tokenizer_config_is_named(tmp_path, tokenizers, content):
+    byte_level(tokenizers, ENGLISH).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(DataError, match="/tokenizer_config.json is damaged") as error:
+        named_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_text_that_a_tokenizer_has_no_ids_for_is_one_line(tokenizers):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="[UNK]"))
+    with pytest.raises(DataError, match="the text cannot be encoded by this tokenizer .*UNK"):
+        Tokenizer("huggingface", HuggingFaceEncoding(words.to_str())).encode("b")
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", '{"model": 5}', "[" * 100_000, b"\xff", '{"kind": "bytes"}'])
