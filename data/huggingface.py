@@ -71,7 +71,11 @@ def read_huggingface(path):
     with one_line(path):
         with open(path, encoding="utf-8") as f:
             text = f.read()
-        return HuggingFaceEncoding(text, end_name)
+        encoding = HuggingFaceEncoding(text, end_name)
+        again = HuggingFaceEncoding(encoding.json, encoding.end_name)  # as it is loaded from a dataset's folder
+        if (again.n_vocab, again.eot) != (encoding.n_vocab, encoding.eot):
+            raise ValueError("it is not the same when it is saved and loaded again: an id may stand twice in it")
+        return encoding
 
 
 @contextmanager

@@ -312,6 +312,13 @@ def test_a_damaged_tokenizer_config_is_named(tmp_path, tokenizers, content):
     assert "\n" not in str(error.value)
 
 
+def test_a_tokenizer_that_is_another_when_loaded_again_is_refused(tmp_path, tokenizers):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")).to_str()
+    (tmp_path / "tokenizer.json").write_text(words.replace('"b":1', '"b":0'))
+    with pytest.raises(DataError, match="tokenizer.json is damaged .*an id may stand twice"):
+        named_tokenizer(str(tmp_path))
+
+
 def test_a_text_that_a_tokenizer_has_no_ids_for_is_one_line(tokenizers):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="[UNK]"))
     with pytest.raises(DataError, match="the text cannot be encoded by this tokenizer .*UNK"):
