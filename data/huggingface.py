@@ -15,6 +15,8 @@ from .files import read_json
 # How an end of text is called where no tokenizer_config.json beside tokenizer.json says so; the first that is there.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
+LARGEST = 1 << 24  # ids of a vocabulary
+
 
 class HuggingFaceEncoding:
     """A tokenizers.Tokenizer with the methods of a tiktoken.Encoding that data.tokenizer uses.
@@ -38,7 +40,12 @@ class HuggingFaceEncoding:
         if self.tokenizer.token_to_id(self.end_name) is None:
             self.tokenizer.add_special_tokens([tokenizers.AddedToken(self.end_name, special=True, normalized=False)])
         self.eot = self.tokenizer.token_to_id(self.end_name)
-        self.n_vocab = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        ids = self.tokenizer.get_vocab(with_added_tokens=True).values()
+        self.n_vocab = max(ids) + 1
+        if self.n_vocab > LARGEST:  # the package would write down every id that is left out
+            raise ValueError(f"its largest id is {self.n_vocab - 1}, which is above {LARGEST}")
+        if len(set(ids)) < len(ids):  # the package may give the end of text an id that is taken, if some are left out
+            raise ValueError("an id stands twice")
         self.json = self.tokenizer.to_str()
         # In GPT-2's family no word spans a letter and a character that is none; others mark the start of every piece.
         parts = json.loads(self.json)
@@ -71,11 +78,7 @@ def read_huggingface(path):
     with one_line(path):
         with open(path, encoding="utf-8") as f:
             text = f.read()
-        encoding = HuggingFaceEncoding(text, end_name)
-        again = HuggingFaceEncoding(encoding.json, encoding.end_name)  # as it is loaded from a dataset's folder
-        if (again.n_vocab, again.eot) != (encoding.n_vocab, encoding.eot):
-            raise ValueError("it is not the same when it is saved and loaded again: an id may stand twice in it")
-        return encoding
+        return HuggingFaceEncoding(text, end_name)
 
 
 @contextmanager

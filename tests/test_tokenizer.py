@@ -312,10 +312,20 @@ def test_a_damaged_tokenizer_config_is_named(tmp_path, tokenizers, content):
     assert "\n" not in str(error.value)
 
 
-def test_a_tokenizer_that_is_another_when_loaded_again_is_refused(tmp_path, tokenizers):
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")).to_str()
-    (tmp_path / "tokenizer.json").write_text(words.replace('"b":1', '"b":0'))
-    with pytest.raises(DataError, match="tokenizer.json is damaged .*an id may stand twice"):
+@pytest.mark.parametrize(
+    "vocabulary,reason",
+    [
+        ({"a": 0, "b": 0}, "an id stands twice"),
+        ({"a": 0, "b": 2}, "an id stands twice"),  # the end of text becomes number 2
+        ({"a": 0, "b": 4294967290}, "its largest id is 4294967290"),
+        ({"a": 0, "b": 2147483647}, "its largest id is 2147483647"),
+    ],
+)
+def test_a_vocabulary_that_is_none_is_refused(tmp_path, tokenizers, vocabulary, reason):
+    words = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).to_str())
+    words["model"]["vocab"] = vocabulary
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(DataError, match=f"tokenizer.json is damaged .*{reason}"):
         named_tokenizer(str(tmp_path))
 
 
