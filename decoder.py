@@ -278,7 +278,7 @@ def _failure(config, kind, dtype, state_dtype, device="cuda"):
 def errors(config, kind, dtype, state_dtype, device="cuda"):
     """Return the relative errors of the logits of five tokens, before and after a flush, for layers of the class
     `kind`, a Variant, in a model of this GPTConfig."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([torch.cuda.current_device()] if device == "cuda" else []):
         model = GPT(config)
         for block in model.transformer.h:
             block.attn.mix = kind(config)

@@ -22,8 +22,8 @@ from attention.check import first_line
 from data import DataError
 from data.dataset import Dataset
 from data.loader import Windows
+from data.progress import bar
 from data.tokenizer import load_tokenizer
-from generate import token_bar
 from runs import checkpoint
 from runs.load import load_run, newest_run, no_checkpoint
 from runs.plotting import choose_picture, means_by_position, plot_loss_by_position, shorten
@@ -88,18 +88,13 @@ def main():
 def open_documents(run, cfg):
     """Return the Windows of the documents that the run is to read; refuse what does not fit."""
     try:
-        settings, tokenizer = checkpoint.settings(checkpoint.run_of(run)), load_tokenizer(checkpoint.run_of(run))
-        dataset = Dataset(cfg.dataset or settings.get("dataset", ""))
+        settings = checkpoint.settings(checkpoint.run_of(run))
+        dataset = Dataset(cfg.dataset or settings["dataset"])
+        dataset.check_tokens(load_tokenizer(checkpoint.run_of(run)), run)
         most = dataset.tokens("val") if cfg.pack else dataset.document_length
-        windows = Windows(dataset, "val", cfg.length or min(4 * settings["block_size"], most), cfg.pack, name="length")
+        return Windows(dataset, "val", cfg.length or min(4 * settings["block_size"], most), cfg.pack, name="length")
     except (DataError, ValueError) as error:
         refuse(error)
-    vocab_size = settings["model"]["vocab_size"]
-    if vocab_size != dataset.vocab_size:
-        refuse(f"{run} has a vocabulary of {vocab_size}, {dataset.name} one of {dataset.vocab_size}")
-    if not tokenizer.same_tokens(dataset.tokenizer):
-        refuse(f"the tokens of {run} ({tokenizer.kind}) are not those of {dataset.name} ({dataset.tokenizer.kind})")
-    return windows
 
 
 def evaluate_run(run, cfg, windows):
@@ -110,14 +105,15 @@ def evaluate_run(run, cfg, windows):
     step = windows.documents // count * windows.per_document  # spread the documents over the split, each from its start
     total, curves, joined = torch.zeros(windows.block_size, dtype=torch.float64), [], False
     try:
-        with torch.inference_mode(), autocast, token_bar(count * len(total), shorten(run, 30)) as bar:
+        look = dict(desc=shorten(run, 30), unit="token", unit_scale=True, leave=False)
+        with torch.inference_mode(), autocast, bar(total=count * len(total), **look) as shown:
             for i in range(count):
                 inputs, targets = windows.batch([i * step])
                 joined = joined or windows.dataset.eot in inputs[0, 1:]
                 pieces = []
                 for losses in piece_losses(model, inputs.to(device), targets.to(device), cfg.piece or None):
                     pieces.append(losses[0].cpu())
-                    bar.update(len(pieces[-1]))
+                    shown.update(len(pieces[-1]))
                 losses = torch.cat(pieces)
                 total += losses
                 curves.append(means_by_position(losses))

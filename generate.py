@@ -8,14 +8,12 @@
 On a GPU, models whose attention decodes on the kernels go through decoder.py; all others step through the model.
 """
 
-import os
 import time
-from contextlib import suppress
 
 import torch
-from tqdm import tqdm
 
 from attention.dispatch import kernel_reason, warn_once
+from data.progress import bar
 
 PIECE = {"cuda": 32768, "cpu": 1024}  # tokens of a prompt that are read in one call
 
@@ -83,23 +81,12 @@ def read_prompt(
     for block, layer in zip(model.transformer.h, state.layers):
         block.attn.mix.check_memory(layer, len(ids) + max_new_tokens, num_samples, itemsize, state_dtype, device)
     pieces = torch.tensor([ids], device=device).split(PIECE.get(device.type, 1024), dim=1) if ids else ()
-    with token_bar(len(ids), "prompt", delay=1) as bar:
+    with bar(total=len(ids), desc="prompt", unit="token", unit_scale=True, leave=False, delay=1) as shown:
         for piece in pieces:
             logits, state = model.read(piece, state, piece.shape[1])
-            bar.update(piece.shape[1])
+            shown.update(piece.shape[1])
     timings.prefilled(state.bytes())
     return logits, state
-
-
-def token_bar(total, label, delay=0):
-    """Return a bar on stderr, to be updated with the tokens that are done; it is shown after `delay` seconds, on a
-    terminal alone, and removed when it is closed."""
-    with suppress(OSError):  # stderr is no terminal
-        columns, lines = os.get_terminal_size(2)
-        size = {} if columns and lines else dict(ncols=80, nrows=24)  # 0 where nobody has set it
-        look = dict(unit="token", unit_scale=True, leave=False, **size)
-        return tqdm(total=total, desc=label, delay=delay, disable=None, **look)
-    return tqdm(disable=True)
 
 
 def decodes_on_kernels(model, state_dtype=torch.float32):

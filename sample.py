@@ -22,8 +22,7 @@ from data import DataError
 from generate import Timings, cache_dtype, generate, read_prompt
 from runs import state_file
 from runs.load import load_run, newest_run
-from runs.output import check_output
-from runs.program import run_program
+from runs.program import check_output, run_program
 from runs.settings import check_ranges, read_settings, refuse
 
 
@@ -164,6 +163,7 @@ def choose_switch_over(model, cfg):
 
 
 def load_state(path, model):
+    """Return (logits, ModelState) from a file; refuse one that cannot be used with this model."""
     try:
         return state_file.load_state(path, model)
     except (OSError, ValueError) as error:
@@ -171,6 +171,7 @@ def load_state(path, model):
 
 
 def save_state(path, model, logits, state):
+    """Write a state to a file; exit with one line and status 1 if that fails."""
     try:
         state_file.save_state(path, model, logits, state)
     except OSError as error:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -87,10 +88,13 @@ def failure(form, dtype, D, p, gated):
 
     Asked before kernels are used for the first time, it takes seconds unless they passed before (see `remember`).
     """
-    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
-        return ""
     size = form, dtype, D, p, gated
-    return remember(f"{form}, {dtype}, D={D}, p={p}, gated={gated}", lambda: _failure(*size))
+    if size in _passed or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return ""
+    wrong = remember(f"{form}, {dtype}, D={D}, p={p}, gated={gated}", lambda: _failure(*size))
+    if not wrong and torch.cuda.device_count() == 1:  # otherwise another GPU may be the current one next time
+        _passed.add(size)
+    return wrong
 
 
 def _failure(*size):
@@ -101,9 +105,10 @@ def _failure(*size):
 def kernel_failure(model, block_size, dtype):
     """Return "" if the kernels that this GPT would train on agree with float64 on the current GPU, or if it uses none;
     otherwise one line that says what is wrong."""
-    for block in model.transformer.h:  # a plan with kernels has them checked
-        block.attn.mix.training_plan(block_size, dtype, model.transformer.wte.weight.device.type)
-    return next(filter(None, _found.values()), "")
+    with warnings.catch_warnings(action="ignore"):  # the caller tells
+        for block in model.transformer.h:  # a plan with kernels has them checked
+            block.attn.mix.training_plan(block_size, dtype, model.transformer.wte.weight.device.type)
+    return next((wrong for (_, name), wrong in _found.items() if wrong and not name.startswith("generation")), "")
 
 
 def remember(name, find):
@@ -121,6 +126,7 @@ def remember(name, find):
 
 
 _found = {}  # (device, name): what `find` returned in this process
+_passed = set()  # sizes that passed on the only GPU: `failure` is asked at every call
 
 
 def _find(device, name, find):

@@ -40,7 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runs.output import write_json  # noqa: E402
+from data.files import write_json  # noqa: E402
 from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
 
 ROUNDS, CALLS = 7, 10

@@ -19,10 +19,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.train import VARIANTS  # noqa: E402
+from data.files import write_json  # noqa: E402
 from decoder import Decoder  # noqa: E402
 from generate import PIECE, Sampler  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from runs.output import write_json  # noqa: E402
 from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
 
 SWITCH_OVER = 512  # tokens, fewer than any context that is measured, so that each has a state

@@ -22,10 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from data.files import write_json  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from runs.machine import peak_flops  # noqa: E402
 from runs.optimizer import make_optimizer  # noqa: E402
-from runs.output import write_json  # noqa: E402
 from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
 
 WARM_UP, STEPS = 4, 8

@@ -6,8 +6,8 @@
     from data.loader import Windows, train_batch
     windows = Windows(Dataset("pystdlib"), "train", block_size=1024)
 
-Reading prepared data needs only numpy and torch. Other packages, which prepare scripts and tokenizers need, are
-imported when they are used.
+Reading a dataset of bytes needs only numpy and torch; other tokenizers need tiktoken or tokenizers. These, and what
+prepare scripts need, are imported when they are used.
 """
 
 import importlib

@@ -63,10 +63,7 @@ class Parser(argparse.ArgumentParser):
 def run(main):
     """Call main(argv), then exit with status 0 if it is done, 2 after one line on stderr if it was refused or failed,
     130 if it was interrupted."""
-    # A stream that was closed when the program was started is None.
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # letters that cannot be shown, such as half a surrogate pair
+    open_streams()
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()  # a full disk is noticed here and not when Python ends
@@ -83,5 +80,18 @@ def _end(line, status):
     try:
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
     sys.exit(status)
+
+
+def open_streams():
+    """Send stdout and stderr nowhere if they are closed (`>&-`), where Python has None in their place, and let stdout
+    write "?" for letters that it cannot, such as half a surrogate pair."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def drop_output():
+    """Send what is still to be written to stdout nowhere, so that Python's own flush at the end cannot fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -54,7 +54,8 @@ def find_files(paths, suffixes, skip_folders=("__pycache__",)):
     printed. Raises DataError if a path is missing or is not text, or if too little text is found.
     """
     skipped, seen, sources, single = Counter(), set(), [], []
-    given = sorted(dict.fromkeys(map(str, paths)), key=lambda p: (not os.path.isdir(p), os.path.basename(p), p))
+    in_order = lambda path: (not os.path.isdir(path), os.path.basename(os.path.normpath(path)), path)
+    given = sorted(dict.fromkeys(map(str, paths)), key=in_order)
     for path in given:
         if os.path.isdir(path):
             here = Counter()
@@ -185,13 +186,13 @@ def prepare_files(sources, tokenizer_name, args, source, key="text"):
         tokenizer = named_tokenizer(tokenizer_name)
     tokenizer = tokenizer or earlier_tokenizer(args.out, arguments)
     if tokenizer and tokenizer.kind == "huggingface":
-        _say_if_lossy(tokenizer, sources, key)
+        _print_if_lossy(tokenizer, sources, key)
     size = trained_size(tokenizer_name) if tokenizer_name.startswith("bpe:") else None
     units, length, tokenizer = plan_units(sources, tokenizer, args.document_length, args.val_fraction, key, size)
     write_dataset(args.out, units, tokenizer, length, arguments, source, args.command)
 
 
-def _say_if_lossy(tokenizer, sources, key):
+def _print_if_lossy(tokenizer, sources, key):
     """Print a line if a tokenizer does not give back the beginning of the text (it lower-cases, drops spaces, ...)."""
     stream = whole_stream(sources[0][:1], False, key)
     text = next((text for text, _ in stream.documents(0, stream.align(min(4096, stream.total)))), "")[:4096]

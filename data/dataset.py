@@ -94,6 +94,14 @@ class Dataset:
                 if sha256_of(path) != shard["sha256"]:
                     raise DataError(f"{path} is not what was written (sha256 differs): {self.remedy}")
 
+    def check_tokens(self, tokenizer, owner):
+        """Raise DataError if the ids of this dataset are not those of `owner` (a run's folder) with this tokenizer."""
+        if not tokenizer.same_tokens(self.tokenizer):
+            raise DataError(
+                f"the tokens of {owner} ({tokenizer.kind}, {tokenizer.vocab_size} ids) are not those of the dataset "
+                f"{self.name} ({self.tokenizer.kind}, {self.vocab_size} ids): prepare it with the same tokenizer"
+            )
+
     def read(self, split, start, count):
         """Return the tokens [start, start + count) of a split's rows, one after another: array [count], as stored.
 

@@ -1,49 +1,76 @@
-"""Write files so that they survive a crash, read JSON that may be damaged, and compute checksums."""
+"""Write files whole or not at all, read JSON that may be damaged, and compute checksums.
+
+with whole_file("book.state") as temporary:
+    write(temporary)                        # renamed to book.state at the end, removed if anything fails
+"""
 
 import hashlib
 import json
 import os
+import secrets
+from contextlib import contextmanager, suppress
 
 from . import DataError
 
 
-def write_atomically(path, data):
-    """Write bytes to path so that readers, also after a crash, find either the old file or the whole new one.
+@contextmanager
+def whole_file(path):
+    """Yield the path of a temporary file in the same folder, which is made if need be.
 
-    If writing fails (a full disk, a limit on file sizes), nothing is left beside the old file.
+    At the end it is flushed to disk and renamed to `path`, so that readers, also after a crash, find either the old
+    file or the whole new one. If an error or an interrupt comes first, it is removed, and so are the folders that were
+    made.
     """
-    temporary = f"{path}.{os.getpid()}.tmp"
+    target = os.path.realpath(path)  # a link stays a link
+    folder = os.path.dirname(target)
+    # Short, so that any name fits that the disk takes, and random, since processes in containers have equal numbers.
+    temporary = os.path.join(folder, f".{secrets.token_hex(6)}.tmp")
+    made = []
+    while not os.path.isdir(folder):
+        made.append(folder)
+        folder = os.path.dirname(folder)
     try:
-        with open(temporary, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        remove(temporary)
-        raise OSError(error.errno, error.strerror, path) from error  # a full disk has no name of its own
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        yield temporary
+        flush_to_disk(temporary)
+        os.replace(temporary, target)
     except BaseException:
-        remove(temporary)
+        with suppress(OSError):
+            os.remove(temporary)
+        with suppress(OSError):
+            for folder in made:
+                os.rmdir(folder)
         raise
-    flush_folder(os.path.dirname(os.path.abspath(path)))
+    flush_to_disk(os.path.dirname(target))
 
 
-def flush_folder(path):
-    """Write a folder's names to disk: a rename must survive a power cut, too."""
-    if os.name == "posix":
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+def write_atomically(path, data):
+    """Write bytes to path, whole or not at all."""
+    try:
+        with whole_file(path) as temporary, open(temporary, "wb") as f:
+            f.write(data)
+    except OSError as error:  # a full disk has no name of its own
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_json(path, value):
+    """Write a value as JSON, whole or not at all."""
+    write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def flush_to_disk(path):
+    """Block until a file, or the names in a folder, are on disk: a rename must survive a power cut, too."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def remove(path):
     """Delete a file if it is there."""
-    try:
+    with suppress(FileNotFoundError):
         os.remove(path)
-    except FileNotFoundError:
-        pass
 
 
 def read_json(path):

@@ -16,6 +16,7 @@ from .tokenizer import FILES
 SPLITS = ("train", "val")
 SHARD = re.compile(r"(?:train|val)_\d{5,9}\.bin")
 UNFINISHED = "unfinished"  # the folder in a dataset's folder in which it is prepared
+LOCK = ".lock"  # the file in there that a prepare script locks
 KEYS = {"arguments", "splits", "prepare", "vocab_size"}  # a meta.json without these is of another program
 
 
@@ -37,7 +38,8 @@ def read_meta(folder):
 
 def _check(meta):
     """Raise KeyError, TypeError, AttributeError or ValueError if a meta.json is not as write_dataset makes it."""
-    for key, kind in {"name": str, "prepare": str, "arguments": dict, "vocab_size": int, "eot": int}.items():
+    kinds = {"name": str, "tokenizer": str, "prepare": str, "arguments": dict, "vocab_size": int, "eot": int}
+    for key, kind in kinds.items():
         if not isinstance(meta[key], kind):
             raise ValueError(f"{key} is {str(meta[key])[:40]!r}")
     length = meta["document_length"]
@@ -93,12 +95,15 @@ def own_meta(folder):
 
     A meta.json of ours that is damaged counts as none. Raises DataError if the folder is not ours: it is ours if it is
     missing or empty, if its meta.json is ours, or if it holds nothing but what a prepare script leaves. A folder with a
-    prepare.py may hold other files, too.
+    prepare.py may hold other files, too; the folder `unfinished` in it may not.
     """
     if not os.path.lexists(folder):
         return None
     if not os.path.isdir(folder):
         raise DataError(f"--out={folder} is not a folder")
+    unfinished = os.path.join(folder, UNFINISHED)
+    if os.path.lexists(unfinished) and not _is_unfinished(unfinished):
+        raise DataError(f"{unfinished} is not of a dataset of ours: move it away, or give another --out")
     try:
         return read_meta(folder)
     except FileNotFoundError:
@@ -114,8 +119,6 @@ def own_meta(folder):
         strangers = set()
     if written and not _left_by_prepare(folder):
         strangers |= written
-    if UNFINISHED in names and not _is_unfinished(os.path.join(folder, UNFINISHED)):
-        strangers.add(UNFINISHED)
     if strangers:
         some = ", ".join(sorted(strangers)[:3]) + (", ..." if len(strangers) > 3 else "")
         raise DataError(f"{folder} is not empty and holds no dataset of ours ({some}): give another --out")
@@ -132,7 +135,7 @@ def _is_unfinished(folder):
     """Return True if this is the folder of an interrupted preparation: nothing else is in there."""
     if not os.path.isdir(folder):
         return False
-    names = (*FILES, "meta.json", "progress.json")
+    names = (*FILES, "meta.json", "progress.json", LOCK)
     return all(SHARD.fullmatch(n) or n in names or n.endswith(".tmp") for n in os.listdir(folder))
 
 

@@ -29,7 +29,7 @@ from .files import sha256_of, write_atomically
 from .meta import SHARD, SPLITS, own_meta, shard_is_whole, shards_of
 from .progress import Progress
 from .staging import Staging, finish_interrupted, open_staging
-from .tokenizer import FILES, load_tokenizer
+from .tokenizer import FILES, VOCABULARY_FILES, load_tokenizer
 from .zarr_rows import missing_chunks
 
 FORMAT = 1
@@ -195,8 +195,11 @@ def _take_over(staging, old, ids, arguments, dtype):
 def _finish(staging, old, meta, tokenizer):
     """Write meta.json, which makes the unfinished dataset whole, and let it take the place of the old one."""
     new = {*shards_of(meta), *tokenizer.files()}
-    owned = [name for name in os.listdir(staging.folder) if SHARD.fullmatch(name)] if old is None else shards_of(old)
-    stale = {*owned, *FILES, "progress.json"} - new
+    if old is None:
+        owned = [*FILES, *(name for name in os.listdir(staging.folder) if SHARD.fullmatch(name))]
+    else:
+        owned = [*shards_of(old), VOCABULARY_FILES.get(old["tokenizer"], "tokenizer.json")]
+    stale = {*owned, "progress.json"} - new
     staging.save(staging.arguments, staging.shards, staging.units, sorted(stale))
     write_atomically(staging.file("meta.json"), json.dumps(meta, indent=1).encode())
     staging.finish()

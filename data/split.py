@@ -34,6 +34,7 @@ class Span(NamedTuple):
 
 
 def is_jsonl(file):
+    """Return True if a File has one document per line, by its name."""
     return file.path.lower().endswith(".jsonl")
 
 
@@ -116,7 +117,7 @@ def _lines(file, begin, end):
 
 
 @functools.cache  # once for a file
-def _say_not_utf8(path, byte):
+def _print_not_utf8(path, byte):
     print(
         f"{path} is not UTF-8 (byte 0x{byte:02x}): such bytes become U+FFFD, only --tokenizer=bytes keeps them",
         file=sys.stderr,
@@ -197,7 +198,7 @@ class Stream:
                 try:
                     data = data.decode()
                 except UnicodeDecodeError as error:
-                    _say_not_utf8(span.file.path, data[error.start])
+                    _print_not_utf8(span.file.path, data[error.start])
                     data = data.decode("utf-8", "replace")
             yield data, last + offset == span.file.size
 

@@ -16,11 +16,11 @@ import fcntl
 import json
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from . import DataError
-from .files import flush_folder, read_json, remove, write_atomically
-from .meta import SHARD, UNFINISHED, check_units, read_meta, shards_of
+from .files import flush_to_disk, read_json, remove, write_atomically
+from .meta import LOCK, SHARD, UNFINISHED, check_units, read_meta, shards_of
 from .tokenizer import FILES
 
 
@@ -47,7 +47,7 @@ class Staging:
         return os.path.join(self.path, name)
 
     def save(self, arguments, shards, units, stale=()):
-        """Write progress.json. stale: the files of the old dataset that the new one has not, for finish."""
+        """Write progress.json. stale: the files of the old dataset that are not in the new one, for `finish`."""
         self.arguments, self.shards, self.units = arguments, shards, units
         progress = {"arguments": arguments, "shards": shards, "units": units, "stale": list(stale)}
         write_atomically(self.file("progress.json"), json.dumps(progress).encode())
@@ -65,7 +65,7 @@ class Staging:
             remove(path)
             _link(sources[file], path)
         for name in os.listdir(self.path):
-            if name != "progress.json" and name not in stay and self.file(name) not in temporary.values():
+            if name not in ("progress.json", LOCK) and name not in stay and self.file(name) not in temporary.values():
                 remove(self.file(name))
         for file, path in temporary.items():
             os.replace(path, self.file(file))
@@ -73,7 +73,10 @@ class Staging:
 
     def is_whole(self):
         """Return True if the dataset in here only has to be moved into its folder."""
-        return os.path.exists(self.file("meta.json"))
+        try:
+            return bool(read_meta(self.path))
+        except (FileNotFoundError, DataError):
+            return False
 
     def finish(self):
         """Let the dataset in here take the place of the one in the folder.
@@ -96,9 +99,9 @@ class Staging:
             if os.path.lexists(self.file(name)):
                 os.replace(self.file(name), os.path.join(self.folder, name))
         remove(self.file("progress.json"))
-        flush_folder(self.folder)
+        flush_to_disk(self.folder)
         os.replace(self.file("meta.json"), os.path.join(self.folder, "meta.json"))
-        flush_folder(self.folder)
+        flush_to_disk(self.folder)
         self.clear()
 
     def clear(self):
@@ -106,7 +109,7 @@ class Staging:
         if not os.path.isdir(self.path):
             return
         for name in os.listdir(self.path):
-            if SHARD.fullmatch(name) or name in (*FILES, "meta.json", "progress.json") or name.endswith(".tmp"):
+            if SHARD.fullmatch(name) or name in (*FILES, "meta.json", "progress.json", LOCK) or name.endswith(".tmp"):
                 remove(self.file(name))
         _remove_empty([self.path])
 
@@ -164,18 +167,19 @@ def finish_interrupted(folder):
 
 @contextmanager
 def _locked(folder):
-    """Lock a folder for this process until the end of the `with` block, or of the process."""
-    lock = os.open(folder, os.O_RDONLY)
-    try:
+    """Lock unfinished/ in a folder for this process until the end of the `with` block, or of the process."""
+    # NFS locks only what is open for writing: a file, which the folder itself cannot be.
+    with open(os.path.join(folder, UNFINISHED, LOCK), "a") as lock:
+        locked = True
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DataError(f"another process is preparing {folder}: wait for it, or give another --out") from None
+            locked = False
         except OSError:  # a file system without locks
             pass
+        if not locked or not os.fstat(lock.fileno()).st_nlink:  # deleted by another process that has just finished
+            raise DataError(f"another process is preparing {folder}: wait for it, or give another --out")
         yield
-    finally:
-        os.close(lock)
 
 
 def _link(source, target):
@@ -185,12 +189,11 @@ def _link(source, target):
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+        flush_to_disk(target)
 
 
 def _remove_empty(folders):
     """Remove those of the folders that are empty, in this order."""
     for path in folders:
-        try:
+        with suppress(OSError):
             os.rmdir(path)
-        except OSError:
-            pass

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from data.files import sha256_of, write_atomically
+from data.files import flush_to_disk, sha256_of, write_json
 from model import GPTConfig
 
 KEEP = 2  # the newest checkpoints that are not removed; the best one is not removed either
@@ -256,18 +256,6 @@ def _read_progress(folder):
     with open(os.path.join(folder, "progress.json")) as f:
         saved = json.load(f)
     return Progress(**{of.name: saved[of.name] for of in fields(Progress) if of.name in saved})
-
-
-def write_json(path, value):
-    """Write JSON beside `path` and rename it, so that no reader ever sees half of it."""
-    write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
-
-
-def flush_to_disk(path):
-    """Block until a file or folder is on disk."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
 
 
 def _path(out_dir, step):

@@ -9,13 +9,13 @@ Between two logged steps the bar moves and shows the numbers of the last one, so
 to show them.
 """
 
-import os
 import resource
 import sys
 
 import torch
 from tqdm import tqdm
 
+from data.progress import bar
 from runs.processes import print_to_terminal
 
 
@@ -23,17 +23,13 @@ class Display:
     """Shows the progress of a run with the limits cfg.max_iters and cfg.max_seconds, which is at this step."""
 
     def __init__(self, cfg, step, device, shown):
-        self.cfg, self.device, self.shown, self.bar = cfg, device, shown, None
-        if shown and sys.stderr.isatty():
-            size = os.get_terminal_size(sys.stderr.fileno())
-            known = {} if size.columns and size.lines else {"ncols": 80, "nrows": 24}  # 0 where nobody set a size
-            form = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps [{elapsed}{postfix}]"
-            self.bar = tqdm(total=cfg.max_iters, initial=step, bar_format=form, **known)
+        self.cfg, self.device, self.shown = cfg, device, shown
+        form = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps [{elapsed}{postfix}]"
+        self.bar = bar(total=cfg.max_iters, initial=step, bar_format=form) if shown else tqdm(disable=True)
 
     def step(self):
         """Move the bar by a step."""
-        if self.bar is not None:
-            self.bar.update()
+        self.bar.update()
 
     def log(self, step, seconds, steps_per_second, loss, tok_per_sec, lr, mfu=None):
         """Show the numbers of a step, on the bar or as a line, with the time that is left at this speed.
@@ -42,9 +38,8 @@ class Display:
         """
         speed = f"{tok_per_sec:,.0f} tok/s" + (f", mfu {mfu:.1%}" if mfu else "")
         left = f"{tqdm.format_interval(self.seconds_left(step, seconds, steps_per_second))} left"
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {loss:.4f}, {speed}, {left}")
-        elif self.shown:
+        self.bar.set_postfix_str(f"loss {loss:.4f}, {speed}, {left}")
+        if self.shown and self.bar.disable:
             memory = f"{peak_memory(self.device) / 1e9:.1f} GB"
             print_to_terminal(f"step {step}: loss {loss:.4f}, {speed}, lr {lr:.2e}, {memory}, {left}")
 
@@ -55,8 +50,7 @@ class Display:
 
     def close(self):
         """Leave the bar as it is, and print the memory that a GPU had in use."""
-        if self.bar is not None:
-            self.bar.close()
+        self.bar.close()
         if self.shown and self.device.type == "cuda":
             print_to_terminal(f"peak GPU memory {peak_memory(self.device) / 1e9:.1f} GB")
 

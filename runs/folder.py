@@ -23,6 +23,7 @@ from contextlib import suppress
 import torch
 from safetensors import safe_open
 
+from data.files import write_json
 from data.tokenizer import load_tokenizer
 from model import GPT
 from runs import checkpoint
@@ -180,18 +181,8 @@ def open_source(init_from, dataset, saved):
             "init_from must be auto (nanoGPT's resume: goes on where out_dir left off), scratch or a folder with a "
             f"checkpoint, got {init_from!r}"
         )
-    model, tokenizer = checkpoint.settings(run, source)["model"], load_tokenizer(run)
-    if tokenizer.vocab_size != dataset.vocab_size:
-        raise ValueError(
-            f"{init_from} has a vocabulary of {tokenizer.vocab_size}, the dataset {dataset.name} one of "
-            f"{dataset.vocab_size}: prepare it with the same tokenizer"
-        )
-    if not tokenizer.same_tokens(dataset.tokenizer):
-        raise ValueError(
-            f"the tokens of {init_from} ({tokenizer.kind}) are not those of the dataset {dataset.name} "
-            f"({dataset.tokenizer.kind}), though both have {dataset.vocab_size}: prepare it with the same tokenizer"
-        )
-    return source, model
+    dataset.check_tokens(load_tokenizer(run), init_from)
+    return source, checkpoint.settings(run, source)["model"]
 
 
 def check_weights(source, config):
@@ -221,7 +212,7 @@ def start_folder(cfg, settings, dataset):
             _rename(cfg.out_dir)
             lock.close()
             lock, made = lock_out_dir(cfg.out_dir)
-        checkpoint.write_json(os.path.join(cfg.out_dir, "config.json"), settings)
+        write_json(os.path.join(cfg.out_dir, "config.json"), settings)
         dataset.tokenizer.save(cfg.out_dir)
         _record_environment(os.path.join(cfg.out_dir, "environment.json"))
     except OSError as error:
@@ -290,7 +281,7 @@ def _record_environment(path):
             starts = json.load(f)
     except (OSError, *checkpoint.NOT_JSON):
         starts = []
-    checkpoint.write_json(path, [*(starts if isinstance(starts, list) else []), environment()])
+    write_json(path, [*(starts if isinstance(starts, list) else []), environment()])
 
 
 def environment():

@@ -62,4 +62,5 @@ def no_checkpoint(run):
 
 
 def trained_runs():
+    """Return the folders in out/ that have a checkpoint."""
     return [run for run in sorted(glob.glob("out/*")) if checkpoint.newest(run)]

@@ -13,7 +13,8 @@ import warnings
 
 import numpy as np
 
-from runs.output import check_output, whole_file
+from data.files import whole_file
+from runs.program import check_output
 from runs.settings import refuse
 
 STYLE = {  # settings of matplotlib

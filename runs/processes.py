@@ -18,12 +18,12 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from data import DataError
+from data.command import open_streams
 from runs.checkpoint import NotWritten
-from runs.program import prepare_streams
 from runs.settings import from_launcher, refuse
 from runs.watch import Watch
 
-CANNOT_WRITE = (
+FILE_ERRORS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE,
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
 )  # fmt: skip
@@ -171,10 +171,10 @@ class StopSignals:
 def exit_statuses(ranks):
     """End the program with one line on stderr where an error has a known cause; other errors keep their traceback.
 
-    The status is 2 for settings and data that cannot be used, 1 for what happens later and 130 for Ctrl-C before
-    training begins.
+    Closed streams (`>&-`) do not stop it. The status is 2 for settings and data that cannot be used, 1 for what happens
+    later and 130 for Ctrl-C before training begins.
     """
-    prepare_streams()
+    open_streams()
     try:
         yield
     except DataError as error:  # a token outside the vocabulary or a cut shard, which other ranks may not meet
@@ -184,9 +184,9 @@ def exit_statuses(ranks):
     except (Failed, NotWritten) as error:
         leave_at_once(error)
     except OSError as error:
-        if error.errno not in CANNOT_WRITE:
+        if error.errno not in FILE_ERRORS:
             raise
-        leave_at_once(f"cannot write: {error}")
+        leave_at_once(f"cannot read or write: {error}")
     except RuntimeError as error:  # raised by a collective when another rank is gone
         if not ranks.watch or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise

@@ -8,12 +8,13 @@ if __name__ == "__main__":
 """
 
 import argparse
+import errno
 import math
 import os
 import sys
 from contextlib import suppress
 
-from runs.output import check_output
+from data.command import drop_output, open_streams
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,6 +43,26 @@ def positive(text):
     raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
 
 
+def check_output(path):
+    """Raise OSError if a file cannot be written at this path, as far as that can be seen before it is written.
+
+    Missing folders count as writable if the one that they would be made in is.
+    """
+    if not path:
+        raise OSError("its name is empty")
+    with suppress(FileNotFoundError):  # any other error, such as ENAMETOOLONG, means that it cannot be written either
+        os.stat(path)
+        if not os.path.isfile(path):  # a device would be replaced by a file of its name
+            raise OSError(f"it is a {'folder' if os.path.isdir(path) else 'device or a pipe'}")
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    if not os.path.isdir(folder):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+
+
 def output_file(text):
     """Return the name of a file that can be written, for add_argument's `type`."""
     try:
@@ -57,7 +78,7 @@ def run_program(main):
     Ctrl-C is status 130. A closed pipe (`| head`) ends the program quietly. Any other OSError that main() lets pass,
     such as a full disk behind stdout, is one line and status 1. Letters that the terminal cannot show become "?".
     """
-    prepare_streams()
+    open_streams()
     try:
         try:
             status = main()
@@ -73,16 +94,3 @@ def run_program(main):
         where = "cannot write the output: " if error.errno and not error.filename else ""
         status = f"{os.path.basename(sys.argv[0])}: {where}{error}"
     sys.exit(status)
-
-
-def prepare_streams():
-    """Send stdout and stderr nowhere if they were closed when the program was started, which Python makes None, and let
-    stdout write "?" for letters that the terminal cannot show."""
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
-
-
-def drop_output():
-    """Send what is still to be written to stdout nowhere, so that Python's own flush at the end cannot fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

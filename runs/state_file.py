@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from data.files import whole_file
 from model import ModelState
-from runs.output import whole_file
 from runs.processes import warn
 
 NAMES = {"n_tokens", "layers", "config", "weights"}  # what the metadata has beside sha256

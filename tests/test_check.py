@@ -38,8 +38,14 @@ def machine(monkeypatch, tmp_path):
     """Stand for a GPU that remembers in tmp_path what passed; return the file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(check, "_found", {})
+    monkeypatch.setattr(check, "_passed", set())
     for name, value in dict(
-        is_available=True, is_current_stream_capturing=False, current_device=0, set_device=None, get_device_name="GPU"
+        is_available=True,
+        device_count=1,
+        is_current_stream_capturing=False,
+        current_device=0,
+        set_device=None,
+        get_device_name="GPU",
     ).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     return tmp_path / "sympow" / "checked.json"
@@ -105,6 +111,8 @@ def test_wrong_results_are_what_is_wrong(machine, monkeypatch):
     assert check.failure(*size) == "wrong results, chunked float32 D=16 p=2 gated: y 1.0e-06, dq nan"
     monkeypatch.setattr(check, "_found", {})
     monkeypatch.setattr(check, "errors", lambda *size: {"y": 1e-6, "dq": 1e-5})
+    assert check.failure(*size) == "" and check._passed == {size}
+    monkeypatch.setattr(check, "remember", None)  # not asked again
     assert check.failure(*size) == ""
 
 

@@ -16,7 +16,7 @@ ALLOWED = {
     "attention": {"kernels"},
     "model": {"attention"},
     "decoder": {"model", "attention", "kernels"},
-    "generate": {"decoder", "model", "attention", "kernels"},
+    "generate": {"decoder", "model", "attention", "kernels", "data"},
     "runs": {"model", "attention", "data"},
     "config": set(),
     **dict.fromkeys(PROGRAMS, {"runs", "generate", "decoder", "model", "attention", "kernels", "data"}),

@@ -17,7 +17,7 @@ from test_data import all_tokens, prepare_text, write
 
 from data import DataError, command
 from data.dataset import Dataset
-from data.shards import is_complete, write_dataset
+from data.shards import is_complete
 from data.text import prepare as text
 from data.tokenizer import Tokenizer
 
@@ -127,14 +127,15 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_dataset_or_one_that_is_g
 
 def test_a_folder_in_which_another_process_prepares_is_refused(tmp_path):
     write(tmp_path)
-    lock = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    before = contents(tmp_path)
-    with pytest.raises(DataError, match="another process is preparing"):
-        write(tmp_path, train=(1,))
-    os.close(lock)
-    assert contents(tmp_path) == before
+    (tmp_path / "unfinished").mkdir()
+    with open(tmp_path / "unfinished" / ".lock", "a") as lock:  # open for writing, as NFS wants it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = contents(tmp_path)
+        with pytest.raises(DataError, match="another process is preparing"):
+            write(tmp_path, train=(1,))
+        assert contents(tmp_path) == before
     write(tmp_path, train=(1,))
+    assert not (tmp_path / "unfinished").exists()
 
 
 def test_an_interrupted_preparation_with_other_options_is_named(tmp_path, capsys):
@@ -213,11 +214,18 @@ def test_folders_of_others_are_refused_and_stay_as_they_are(tmp_path, files, ref
 
 def test_files_of_others_in_a_dataset_of_ours_stay(tmp_path):
     write(tmp_path)
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "train_00099.bin").write_text("mine")
+    mine = [tmp_path / name for name in ("notes.txt", "train_00099.bin", "vocab.json")]
+    for path in mine:
+        path.write_text("mine")
     write(tmp_path, train=(3,))
-    assert (tmp_path / "notes.txt").exists() and (tmp_path / "train_00099.bin").exists()
-    assert not (tmp_path / "train_00001.bin").exists()
+    assert all(path.exists() for path in mine) and not (tmp_path / "train_00001.bin").exists()
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "essay.txt").write_text("mine")
+    before = contents(tmp_path)
+    for act in (lambda: write(tmp_path), lambda: is_complete(str(tmp_path), {})):
+        with pytest.raises(DataError, match="unfinished is not of a dataset of ours: move it away"):
+            act()
+    assert contents(tmp_path) == before
 
 
 def test_a_damaged_meta_json_is_made_again_without_touching_what_it_names(tmp_path, capsys):
@@ -233,6 +241,15 @@ def test_a_damaged_meta_json_is_made_again_without_touching_what_it_names(tmp_pa
         assert "meta.json is damaged: the dataset is made again" in capsys.readouterr().out
         write(folder)
         assert contents(folder) == whole and other.read_text() == "mine"
+
+
+def test_a_damaged_meta_json_in_unfinished_is_no_dataset(tmp_path):
+    write(tmp_path)
+    whole = contents(tmp_path)
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "meta.json").write_text("{")
+    assert is_complete(str(tmp_path), {"train": [5, 4], "val": 3, "length": 12})
+    assert contents(tmp_path) == whole
 
 
 def test_names_in_progress_json_do_not_leave_the_folder(tmp_path):
@@ -325,7 +342,9 @@ def test_validation_comes_from_all_sources_in_whole_documents_whatever_their_ord
     assert min(map(len, parts)) > 50 and 0.15 < dataset.tokens("val") / (len(train) + len(val)) < 0.25
     documents = [{d for d in split.split("<|endoftext|>")[1:-1] if len(d) == 120} for split in (train, val)]
     assert not documents[0] & documents[1] and len(documents[0] | documents[1]) > 96
-    again = prepare_text(tmp_path / "2", *reversed(three_sources), three_sources[0] / "03.txt", *options)
+    again = prepare_text(
+        tmp_path / "2", *reversed(three_sources[1:]), f"{three_sources[0]}/", three_sources[0] / "03.txt", *options
+    )
     assert again.meta["splits"] == dataset.meta["splits"]
 
 
@@ -477,12 +496,14 @@ def test_lines_of_progress_come_now_and_then(monkeypatch, capsys):
         ("ulimit -f 1; {script}", b"File too large"),
         ("{script} > /dev/full", b"No space left"),
         ("{script} | true; exit ${{PIPESTATUS[0]}}", b""),
+        ("{script} >&- 2>&-", b""),
     ],
 )
 def test_a_disk_or_pipe_that_takes_no_more_is_one_line(tmp_path, shell, message):
     done = run_text(tmp_path, shell, stderr=subprocess.PIPE)
     assert message in done.stderr and b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
     assert done.returncode == 2 or not message
+    assert "&-" not in shell or (done.returncode == 0 and (tmp_path / "out" / "meta.json").exists())
     assert done.stderr.count(b"\n") <= 1
     assert not (tmp_path / "out" / "unfinished").exists()
     assert message != b"File too large" or not (tmp_path / "out").exists()
@@ -492,4 +513,3 @@ def test_a_dataset_without_a_row_leaves_nothing(tmp_path):
     with pytest.raises(DataError, match="no whole row"):
         write(tmp_path / "new", val=0)
     assert not (tmp_path / "new").exists()
-    assert write_dataset

@@ -13,8 +13,9 @@ import termios
 import pytest
 from helpers import ROOT, join, start
 
-from generate import token_bar
-from runs.output import check_output, whole_file
+from data.files import whole_file
+from data.progress import bar
+from runs.program import check_output
 
 
 SAY = "from runs.program import run_program; run_program(lambda: print('gr\u00fc\u00dfe'))"
@@ -43,8 +44,8 @@ def bar_on_a_terminal_without_a_size():
     terminal, stderr = pty.openpty()
     fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
     os.dup2(stderr, 2)
-    with token_bar(10, "prompt") as bar:
-        bar.update(10)
+    with bar(total=10, desc="prompt") as shown:
+        shown.update(10)
     print(os.read(terminal, 1000).decode().strip().splitlines()[0][:15])
 
 
@@ -54,8 +55,8 @@ def test_a_terminal_without_a_size_shows_the_bar(tmp_path):
 
 
 def test_in_a_file_there_is_no_bar(capfd):
-    with token_bar(10, "prompt") as bar:
-        bar.update(10)
+    with bar(total=10, desc="prompt") as shown:
+        shown.update(10)
     assert capfd.readouterr().err == ""
 
 

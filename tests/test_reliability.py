@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -115,7 +116,7 @@ def test_a_damaged_checkpoint_is_left_out_and_the_one_before_it_taken(go, finish
     capsys.readouterr()
     assert go("--out_dir=out/cut", "--lr_decay_iters=6") == 0
     printed = capsys.readouterr()
-    assert f"step_00000005 is damaged and left out: {message}" in printed.err or message in printed.err
+    assert re.search(f"step_00000005 is damaged and left out: .*{message}", printed.err)
     assert "going on from out/cut/ckpt/step_00000004, step 4" in printed.out
     assert metrics("out/cut") == metrics("out/whole")
 
@@ -326,6 +327,14 @@ def test_an_evaluation_that_a_signal_came_before_is_made_up_for(go, finished, mo
     assert_same_run("out/cut", finished / "whole")
 
 
+def test_closed_streams_do_not_stop_training(go, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        patch.setattr(sys, "stderr", None)
+        assert go(*TINY, "--out_dir=out/a") == 0
+    assert max(metrics("out/a")) == 2
+
+
 def test_a_second_process_in_one_folder_is_refused(go, capsys):
     os.makedirs("out/a")
     with open("out/a/.lock", "a+") as lock:
@@ -345,7 +354,7 @@ def test_the_same_command_goes_on_before_there_is_a_checkpoint_and_after_torchru
     assert go(*again) == 0
     anew = "--init_from=scratch", "--overwrite=True", "--out_dir=out/b"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert go(*anew, "--max_iters=6") == 2 or os.path.isdir("out/b/ckpt/step_00000006")
+    assert go(*anew) == 0 and os.path.isdir("out/b/ckpt/step_00000006")
     assert not os.path.exists("out/b.old-1")
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     assert go(*anew) == 0 and os.path.isdir("out/b.old-1/ckpt/step_00000006")
@@ -396,18 +405,6 @@ def test_what_is_saved_after_damaged_checkpoints_stays(go):
         os.truncate(f"out/a/ckpt/step_0000000{step}/model.safetensors", 10)
     assert go("--out_dir=out/a", "--max_iters=3", "--eval_interval=2") == 0
     assert sorted(os.listdir("out/a/ckpt")) == ["step_00000002", "step_00000003"]
-
-
-def test_a_checkpoint_without_checksums_is_looked_at_too(go, finished):
-    shutil.copytree(finished / "whole", "out/a")
-    for harm in (
-        lambda path: os.remove(f"{path}/checksums.json") or os.remove(f"{path}/optimizer.pt"),
-        lambda path: open(f"{path}/checksums.json", "w").write('{"model.safetensors": {"bytds": 1}}'),
-    ):
-        shutil.copytree("out/a/ckpt/step_00000006", "out/a/ckpt/step_00000009")
-        harm("out/a/ckpt/step_00000009")
-        assert checkpoint.newest("out/a") == "out/a/ckpt/step_00000006"
-        shutil.rmtree("out/a/ckpt/step_00000009")
 
 
 @pytest.mark.parametrize("older", [False, True])
@@ -730,10 +727,13 @@ def test_weights_of_another_tokenizer_are_refused(go, capsys):
     Tokenizer("bpe", other).save("out/a")
     assert go(*TINY, "--out_dir=out/b", "--init_from=out/a") == 2
     error = capsys.readouterr().err
-    assert "the tokens of out/a (bpe) are not those of the dataset text (bytes), though both have 257" in error
+    assert "the tokens of out/a (bpe, 257 ids) are not those of the dataset text (bytes, 257 ids)" in error
     assert error.count("\n") == 1 and not os.path.exists("out/b")
     assert call(evaluate.main, "--out_dir=out/a", "--length=64", "--documents=1") == 2
-    assert "the tokens of out/a (bpe) are not those of text (bytes)" in capsys.readouterr().err
+    assert (
+        "the tokens of out/a (bpe, 257 ids) are not those of the dataset text (bytes, 257 ids)"
+        in capsys.readouterr().err
+    )
     Tokenizer("bytes", json_escaped=True).save("out/a")  # another text, the same tokens
     assert go(*TINY, "--out_dir=out/b", "--init_from=out/a") == 0
 
@@ -776,6 +776,9 @@ def test_checksums_that_are_lost_are_not_taken_for_those_of_an_earlier_version(g
         os.truncate(f"out/b/ckpt/step_00000006/{name}", harm)
         assert checkpoint.newest("out/b") == "out/b/ckpt/step_00000003", name
         shutil.rmtree("out/b")
+    with open("out/a/ckpt/step_00000006/checksums.json", "w") as f:
+        f.write('{"model.safetensors": {"bytds": 1}}')
+    assert checkpoint.newest("out/a") == "out/a/ckpt/step_00000003"
 
 
 @pytest.mark.parametrize("name", ["config.json", "checksums.json", "progress.json", "environment.json"])

@@ -383,16 +383,6 @@ def test_a_run_with_a_damaged_file_is_refused_by_its_name(go, capsys, tmp_path, 
     assert f"damaged/{file}" in error and error.count("\n") == 1
 
 
-def test_settings_that_do_not_fit_the_weights_are_refused(go, capsys, tmp_path):
-    shutil.copytree("out/a", tmp_path / "other")
-    settings = json.loads((tmp_path / "other/config.json").read_text())
-    settings["model"]["n_layer"] = 3
-    (tmp_path / "other/config.json").write_text(json.dumps(settings))
-    assert go(f"--out_dir={tmp_path}/other") == 2
-    error = capsys.readouterr().err
-    assert "does not fit the settings" in error and error.count("\n") == 1
-
-
 def test_the_length_at_which_a_state_is_made_can_be_set_and_is_printed(go, capsys):
     outs = []
     for switch_over in (0, 10):

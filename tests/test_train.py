@@ -444,7 +444,7 @@ def test_the_bar_moves_at_every_step_and_shows_what_was_logged_last(monkeypatch)
     assert ["11/100 steps" in frame for frame in frames[2:5]] == [True, True, False] and "12/100 steps" in frames[4]
     assert [numbers in frame for frame in frames[2:5]] == [False, True, True]
     assert all(len(frame.rstrip("\n")) <= 80 for frame in frames)
-    assert display.Display(cfg, 10, torch.device("cpu"), shown=False).bar is None
+    assert display.Display(cfg, 10, torch.device("cpu"), shown=False).bar.disable
 
 
 def test_without_a_terminal_a_line_has_loss_speed_rate_memory_and_the_time_left(go, capsys):
