@@ -172,8 +172,8 @@ def settings(run, folder=None):
         for name, value in found["model"].items():
             _check_type(name, value, kinds[name])
         for name, value in (_read_progress(folder).model or {} if folder else {}).items():
-            # a run that goes on may change activation_checkpointing, which changes no number
-            if found["model"].get(name) != value and name != "activation_checkpointing":
+            # what the weights mean does not depend on these two, of which the first may change when a run goes on
+            if found["model"].get(name) != value and name not in ("activation_checkpointing", "dropout"):
                 raise ValueError(f"it has {name}={found['model'].get(name)}, {folder} {name}={value}")
         return found
     except (OSError, *NOT_JSON) as error:
