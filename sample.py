@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from attention.memory import switch_over_tokens
+from data import DataError
 from generate import Timings, cache_dtype, generate, read_prompt
 from runs import state_file
 from runs.load import load_run, newest_run
@@ -58,7 +59,10 @@ def main():
         refuse(f"state_dtype={cfg.state_dtype} is for GPUs, here states are float32")
     with autocast:
         switch_over = choose_switch_over(model, cfg)
-    prompt = [*([] if cfg.load_state else [tokenizer.eot]), *tokenizer.encode(text)]
+    try:
+        prompt = [*([] if cfg.load_state else [tokenizer.eot]), *tokenizer.encode(text)]
+    except DataError as error:
+        refuse(error)
     timings = Timings(device)
     try:
         with torch.inference_mode(), autocast:

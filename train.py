@@ -124,7 +124,7 @@ class Trainer:
             self.source, settings = folder.open_source(cfg.init_from, dataset, saved)
             if "attention" in given:  # the source run's gate does not apply to another one
                 settings.pop("gate", None)
-            chosen = {"rope_base": float(dataset.document_length), **settings, **fields_of(GPTConfig, given)}
+            chosen = {"rope_base": float(max(2, dataset.document_length)), **settings, **fields_of(GPTConfig, given)}
             chosen |= {"vocab_size": dataset.vocab_size, "reset_token": dataset.eot if cfg.pack else -1}
             self.model_cfg = GPTConfig(**chosen)
             if self.source:
@@ -167,6 +167,7 @@ class Trainer:
         elif self.source:
             checkpoint.load(self.source, self.model)
             ranks.log(f"weights from {self.source}")
+        p.model = asdict(self.model_cfg)
         self.skipped = SkippedSteps(*p.skipped)
         machine.check_kernels(self.model, cfg.block_size, self.dtype, ranks)
         compiled = machine.can_compile(cfg.compile, device, ranks.log)

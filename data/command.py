@@ -85,8 +85,11 @@ def _end(line, status):
 
 
 def open_streams():
-    """Send stdout and stderr nowhere if they are closed (`>&-`), where Python has None in their place."""
+    """Send stdout and stderr nowhere if they are closed (`>&-`), where Python has None in their place, and let stdout
+    write "?" for letters that it cannot, such as half a surrogate pair."""
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def drop_output():

@@ -6,12 +6,16 @@ ranks = train_byte_pairs(texts, 8191)                       # {bytes: id}, the v
 
 import json
 import os
+import re
 from contextlib import contextmanager
 
 from . import DataError, need
+from .files import read_json
 
 # How an end of text is called where no tokenizer_config.json beside tokenizer.json says so; the first that is there.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+LARGEST = 1 << 24  # ids of a vocabulary
 
 
 class HuggingFaceEncoding:
@@ -36,7 +40,12 @@ class HuggingFaceEncoding:
         if self.tokenizer.token_to_id(self.end_name) is None:
             self.tokenizer.add_special_tokens([tokenizers.AddedToken(self.end_name, special=True, normalized=False)])
         self.eot = self.tokenizer.token_to_id(self.end_name)
-        self.n_vocab = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        ids = self.tokenizer.get_vocab(with_added_tokens=True).values()
+        self.n_vocab = max(ids) + 1
+        if self.n_vocab > LARGEST:  # the package would write down every id that is left out
+            raise ValueError(f"its largest id is {self.n_vocab - 1}, which is above {LARGEST}")
+        if len(set(ids)) < len(ids):  # the package may give the end of text an id that is taken, if some are left out
+            raise ValueError("an id stands twice")
         self.json = self.tokenizer.to_str()
         # In GPT-2's family no word spans a letter and a character that is none; others mark the start of every piece.
         parts = json.loads(self.json)
@@ -44,7 +53,8 @@ class HuggingFaceEncoding:
 
     def encode_ordinary_batch(self, texts, num_threads=None):
         """Return a list of ids for each text; the package itself chooses the number of threads (it uses all cores)."""
-        return [found.ids for found in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        with one_line("the text", "cannot be encoded by this tokenizer"):  # a WordLevel without [UNK], for example
+            return [found.ids for found in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids):
         """Return the text of ids, with the text of special tokens."""
@@ -59,19 +69,21 @@ def read_huggingface(path):
     need("tokenizers")
     end_name = None
     config = os.path.join(os.path.dirname(path), "tokenizer_config.json")
-    with one_line(path):
-        if os.path.exists(config):
-            with open(config, encoding="utf-8") as f:
-                end_name = json.load(f).get("eos_token")
+    if os.path.exists(config):
+        with one_line(config):
+            end_name = read_json(config).get("eos_token")
             end_name = end_name["content"] if isinstance(end_name, dict) else end_name
+            if not isinstance(end_name, str | None):
+                raise TypeError(f"eos_token is {str(end_name)[:40]}")
+    with one_line(path):
         with open(path, encoding="utf-8") as f:
             text = f.read()
         return HuggingFaceEncoding(text, end_name)
 
 
 @contextmanager
-def one_line(path):
-    """Turn whatever goes wrong with a tokenizer's file into a DataError of one line.
+def one_line(what, problem="is damaged or no tokenizer"):
+    """Turn whatever goes wrong with a tokenizer's file, or with a text, into a DataError of one line: what, problem.
 
     tiktoken and tokenizers are written in Rust, whose panics are no Exception and have a type that cannot be imported.
     """
@@ -83,7 +95,7 @@ def one_line(path):
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # an interrupt
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise DataError(f"{path} is damaged or no tokenizer ({reason})") from error
+        raise DataError(f"{what} {problem} ({reason})") from error
 
 
 def train_byte_pairs(texts, size):
@@ -101,10 +113,23 @@ def train_byte_pairs(texts, size):
         vocab_size=size, min_frequency=2, initial_alphabet=sorted(level.alphabet()), show_progress=False
     )
     with one_line("the text for the tokenizer"):
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.train_from_iterator((piece for text in texts for piece in _cut_long_words(text)), trainer)
     of_character = _byte_of_character()
     found = sorted((number, token) for token, number in tokenizer.get_vocab().items())
     return {bytes(of_character[c] for c in token): number for number, token in found}
+
+
+_LONG_WORD = re.compile(r"\w{1000}|\s{1000}|[^\w\s]{1000}")
+
+
+def _cut_long_words(text):
+    """Yield a text in pieces without a word above 1,000 characters, such as encoded data or many spaces: training takes
+    the square of a word's length, half an hour for a million characters."""
+    start = 0
+    for found in _LONG_WORD.finditer(text):
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]
 
 
 def _byte_of_character():

@@ -64,6 +64,13 @@ def _check(meta):
                 raise ValueError(f"{len(zarr['rows'])} rows of chunks are not {parts[0]['documents']} documents")
         elif not 0 < parts[0]["documents"] == sum(shard["documents"] for shard in parts[1:]):
             raise ValueError(f"the {split} split has {parts[0]['documents']} rows, its shards others")
+    check_units(meta.get("units", {}))
+
+
+def check_units(units):
+    """Raise TypeError or AttributeError if this is not {file: id of its unit}."""
+    if not all(isinstance(unit, str) for unit in units.values()):
+        raise TypeError(f"units is {str(units)[:40]}")
 
 
 def _is_count(value):

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 
 from . import DataError
 from .files import flush_to_disk, read_json, remove, write_atomically
-from .meta import LOCK, SHARD, UNFINISHED, read_meta, shards_of
+from .meta import LOCK, SHARD, UNFINISHED, check_units, read_meta, shards_of
 from .tokenizer import FILES
 
 
@@ -36,6 +36,7 @@ class Staging:
         self.arguments, self.shards, self.units = {}, {}, {}
         try:
             saved = read_json(self.file("progress.json"))
+            check_units(saved.get("units", {}))
             if all(SHARD.fullmatch(file) and shard["tokens"] >= 0 for file, shard in saved["shards"].items()):
                 self.arguments, self.shards, self.units = saved["arguments"], saved["shards"], saved.get("units", {})
         except (FileNotFoundError, DataError, KeyError, TypeError, AttributeError):

@@ -157,11 +157,14 @@ def load_tokenizer(folder):
     try:
         saved = read_json(path)
         with one_line(path):
-            kind, escaped = saved["kind"], bool(saved["json_escaped"])
+            kind, escaped = saved["kind"], saved["json_escaped"]
+            if not isinstance(escaped, bool):
+                raise TypeError(f"json_escaped is {str(escaped)[:40]!r}")
             if kind == "bytes":
                 return Tokenizer("bytes", json_escaped=escaped)
             if saved["vocabulary"] != VOCABULARY_FILES[kind]:  # never a path to somewhere else
-                raise DataError(f"{path}: the vocabulary must be {VOCABULARY_FILES[kind]}, got {saved['vocabulary']!r}")
+                got = repr(saved["vocabulary"])[:80]
+                raise DataError(f"{path}: the vocabulary must be {VOCABULARY_FILES[kind]}, got {got}")
         path = os.path.join(folder, VOCABULARY_FILES[kind])
         with one_line(path):
             with open(path, "rb") as f:

@@ -47,6 +47,7 @@ class Progress:
     wandb_id: str | None = None  # under which wandb knows the run
     skipped: tuple = (0, 0)  # steps skipped because their gradient was not finite: in all, and in a row up to this step
     evaluated: bool = True  # False if metrics.jsonl has no validation loss of this step, which may be due
+    model: dict | None = None  # settings of the model, to notice damage of config.json
 
 
 class Writer:
@@ -167,8 +168,12 @@ def newest(path, thorough=False, log=lambda line: None, files=None):
     return None
 
 
-def settings(run):
-    """Return the settings a run was trained with, from its config.json. Raises ValueError if it cannot be read."""
+def settings(run, folder=None):
+    """Return the settings a run was trained with, from its config.json.
+
+    folder: a checkpoint whose progress.json must name the same settings of the model. Raises ValueError if config.json
+    cannot be read, or says something else than the checkpoint.
+    """
     path = os.path.join(run, "config.json")
     try:
         with open(path) as f:
@@ -179,6 +184,10 @@ def settings(run):
         found["model"]["vocab_size"]
         for name, value in found["model"].items():
             _check_type(name, value, kinds[name])
+        for name, value in (_read_progress(folder).model or {} if folder else {}).items():
+            # what the weights mean does not depend on these two, of which the first may change when a run goes on
+            if found["model"].get(name) != value and name not in ("activation_checkpointing", "dropout"):
+                raise ValueError(f"it has {name}={found['model'].get(name)}, {folder} {name}={value}")
         return found
     except (OSError, *NOT_JSON) as error:
         why = f"{type(error).__name__}: {error}"
@@ -253,6 +262,10 @@ def load(folder, model, optimizer=None, device="cpu"):
     if optimizer is not None:
         state = torch.load(os.path.join(folder, "optimizer.pt"), map_location=device, weights_only=True)
         optimizer.load_state_dict(state)
+    return _read_progress(folder)
+
+
+def _read_progress(folder):
     with open(os.path.join(folder, "progress.json")) as f:
         saved = json.load(f)
     return Progress(**{of.name: saved[of.name] for of in fields(Progress) if of.name in saved})

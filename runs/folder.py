@@ -29,7 +29,7 @@ from data.tokenizer import load_tokenizer
 from model import GPT
 from runs import checkpoint
 from runs.processes import warn
-from runs.settings import refuse
+from runs.settings import from_launcher, refuse
 
 # Settings that may change when a run goes on, because they do not change its steps. (max_seconds may change although
 # it ends the cosine of decay_lr: a run that is given more time should use it.)
@@ -54,7 +54,7 @@ def choose_checkpoint(cfg, dataset, thorough):
     out_dir = cfg.out_dir
     saved = _saved_settings(cfg)
     # torchrun and Slurm start a job again with the same command, which must not overwrite what the first start made
-    again = any(int(os.environ.get(f"{name}_RESTART_COUNT") or 0) for name in ("TORCHELASTIC", "SLURM"))
+    again = any(from_launcher(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM"))
     cfg.overwrite = cfg.overwrite and not again
     started_so = saved and not cfg.overwrite and _same_path(saved["init_from"], cfg.init_from)
     goes_on = (again and saved) or cfg.init_from == "auto" or (started_so and cfg.init_from != "scratch")
@@ -77,7 +77,7 @@ def choose_checkpoint(cfg, dataset, thorough):
             f"{out_dir} has evaluations but no checkpoint, so its steps would be taken again and their lines replaced: "
             "put ckpt/ back, or --init_from=scratch --overwrite=True renames it and starts anew"
         )
-    return latest, saved if latest else None
+    return latest, _read_settings(out_dir, latest) if latest else None
 
 
 def _saved_settings(cfg):
@@ -90,15 +90,20 @@ def _saved_settings(cfg):
     except OSError as error:  # a file, a name that is too long, or no permission
         refuse(f"out_dir {cfg.out_dir} cannot be used: {error.strerror}")
     if "config.json" in names:
-        try:
-            return checkpoint.settings(cfg.out_dir)
-        except ValueError as error:
-            refuse(f"{error}: put it right, or choose another out_dir")
+        return _read_settings(cfg.out_dir)
     foreign = [name for name in names if name != ".lock" and not name.endswith((".tmp", *LOGS))]
     if foreign and not checkpoint.exists(cfg.out_dir) and not cfg.eval_only:
         inside = ", ".join(sorted(foreign)[:3]) + (", ..." if foreign[3:] else "")
         refuse(f"{cfg.out_dir} is not a run's folder, it has no config.json but {inside}: choose another out_dir")
     return None
+
+
+def _read_settings(out_dir, latest=None):
+    """Return the settings in out_dir's config.json; refuse if it is damaged, or not of the checkpoint `latest`."""
+    try:
+        return checkpoint.settings(out_dir, latest)
+    except ValueError as error:
+        refuse(f"{error}: put it right, or choose another out_dir")
 
 
 def _evaluations(out_dir):
@@ -178,7 +183,7 @@ def open_source(init_from, dataset, saved):
             f"checkpoint, got {init_from!r}"
         )
     dataset.check_tokens(load_tokenizer(run), init_from)
-    return source, checkpoint.settings(run)["model"]
+    return source, checkpoint.settings(run, source)["model"]
 
 
 def check_weights(source, config):
@@ -305,7 +310,7 @@ def environment():
     return dict(
         time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), command=sys.argv, commit=commit, changed=changed,
         python=sys.version.split()[0], versions=versions, cuda=torch.version.cuda, gpus=gpus,
-        host=socket.gethostname(), world=int(os.environ.get("WORLD_SIZE", 1)),
+        host=socket.gethostname(), world=from_launcher("WORLD_SIZE", 1),
     )  # fmt: skip
 
 

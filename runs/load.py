@@ -28,7 +28,7 @@ def load_run(path, cfg):
     if not folder:
         refuse(no_checkpoint(path))
     try:
-        saved = checkpoint.settings(run)["model"]
+        saved = checkpoint.settings(run, folder)["model"]
     except ValueError as error:
         refuse(error)
     device, dtype = choose_device(cfg.device, cfg.dtype)

@@ -296,7 +296,7 @@ def choose_picture(png):
         return None, f"no picture, matplotlib is missing ({error}): pip install matplotlib"
     except ValueError as error:  # such as an unknown backend in MPLBACKEND
         refuse(f"matplotlib does not start: {error}")
-    if not os.path.basename(png):
+    if not os.path.basename(png).strip("."):
         refuse(f"png must be a file, got {png!r}")
     path, suffix = os.path.splitext(png)
     if suffix in ("", "."):

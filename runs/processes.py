@@ -21,7 +21,7 @@ from tqdm import tqdm
 from data import DataError
 from data.command import open_streams
 from runs.checkpoint import NotWritten
-from runs.settings import refuse
+from runs.settings import from_launcher, refuse
 from runs.watch import Watch
 
 FILE_ERRORS = (
@@ -43,9 +43,14 @@ class Ranks:
     """
 
     def __init__(self):
-        env = os.environ
-        self.rank, self.world = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
-        self.local, self.master, self.distributed = int(env.get("LOCAL_RANK", 0)), self.rank == 0, "RANK" in env
+        self.rank, self.world, self.local = map(from_launcher, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
+        self.master, self.distributed = self.rank == 0, bool(os.environ.get("RANK"))
+        if self.rank >= self.world or (self.world > 1 and not self.distributed):
+            refuse(
+                f"RANK={os.environ.get('RANK', '')} and WORLD_SIZE={self.world} in the environment do not fit: start "
+                "several processes with torchrun, or unset both",
+                True,
+            )
         self.device = self.watch = self.cpu_group = None
 
     def join(self, device, backend, timeout):
@@ -61,8 +66,12 @@ class Ranks:
         limit.daemon = True
         limit.start()
         on_gpu = device.type == "cuda"
+        try:
+            store = store_of_this_start()
+        except (ValueError, RuntimeError) as error:  # MASTER_ADDR or MASTER_PORT is missing or wrong, or nobody answers
+            raise Failed(f"the ranks cannot find each other: {str(error).splitlines()[0][:300]}") from error
         dist.init_process_group(
-            backend if backend != "auto" else "nccl" if on_gpu else "gloo", store=store_of_this_start(),
+            backend if backend != "auto" else "nccl" if on_gpu else "gloo", store=store,
             rank=self.rank, world_size=self.world, device_id=device if on_gpu else None,
         )  # fmt: skip
         self.watch = Watch(timeout)
@@ -195,8 +204,8 @@ def leave_at_once(message, status=1):
 
     Other ranks may be waiting in a collective that will never end, so nothing that might wait for them is run.
     """
-    rank = int(os.environ.get("RANK", 0))
-    who = os.path.basename(sys.argv[0]) + (f" (rank {rank})" if rank else "")
+    rank = os.environ.get("RANK", "0")
+    who = os.path.basename(sys.argv[0]) + (f" (rank {rank})" if rank != "0" else "")
     print_to_terminal(f"{who}: {' '.join(str(message).split())}", file=sys.stderr)
     os._exit(status)
 

@@ -79,8 +79,6 @@ def run_program(main):
     such as a full disk behind stdout, is one line and status 1. Letters that the terminal cannot show become "?".
     """
     open_streams()
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             status = main()

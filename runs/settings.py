@@ -27,9 +27,9 @@ def refuse(message, every_rank=False):
 
     Among several ranks only the first of each node prints it, or with every_rank each rank that refuses.
     """
-    rank = int(os.environ.get("RANK", 0))
+    rank = os.environ.get("RANK", "0")
     if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
-        who = os.path.basename(sys.argv[0]) + (f" (rank {rank})" if rank else "")
+        who = os.path.basename(sys.argv[0]) + (f" (rank {rank})" if rank != "0" else "")
         print(f"{who}: {' '.join(str(message).split())}", file=sys.stderr)
     sys.exit(2)
 
@@ -74,17 +74,18 @@ def fields_of(cls, values):
 
 def convert(key, value, kind):
     """Return `value`, a text or a Python value, as `kind` (int, float, bool or str), or refuse it."""
-    text = str(value).strip()
+    text = f"a {type(value).__name__} that cannot be printed"
     try:
+        text = str(value).strip()  # raises ValueError for an integer of more than 4,300 digits
         if kind is bool:
             return BOOLS[text.lower()]
         if kind is int:
-            return int(text.replace("_", "")) if re.fullmatch(r"[+-]?[\d_]+", text) else _whole(float(text))
+            return _whole(int(text.replace("_", "")) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text))
         if kind is float:
             return _finite(float(text))
         return _text(value)
     except (ValueError, KeyError, OverflowError):
-        what = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a text"}[kind]
+        what = {bool: "True or False", int: "a whole number below 2^63", float: "a finite number", str: "a text"}[kind]
         refuse(f"{key} must be {what}, got {text!r}")
 
 
@@ -154,6 +155,14 @@ def choose_device(device, dtype, local=0):
     return chosen, getattr(torch, dtype if dtype != "auto" else "bfloat16" if has_bf16 else "float32")
 
 
+def from_launcher(name, default=0):
+    """Return a number of at least 0 that torchrun, or another launcher, puts into the environment under this name."""
+    text = os.environ.get(name) or str(default)
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        refuse(f"{name}={text!r} in the environment must be a whole number, as torchrun sets it: unset {name}", True)
+    return int(text)
+
+
 def accumulation_steps(cfg, given, world):
     """Return the micro-steps on each of `world` ranks that make a step of tokens_per_step tokens.
 
@@ -186,7 +195,7 @@ def accumulation_steps(cfg, given, world):
 
 
 def _whole(x):
-    if x != int(x):
+    if x != int(x) or abs(x) >= 2**63:  # more than that no tensor and no array can hold
         raise ValueError
     return int(x)
 
@@ -218,7 +227,9 @@ def _read_file(path, known):
         values = runpy.run_path(path)
         with open(path, "rb") as f:
             imported = _imported_names(f.read())
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a config file raises, SystemExit too
         refuse(f"{path} does not run: {type(error).__name__}: {error}")
     helper = lambda name, x: name[0] == "_" or name in imported or isinstance(x, types.ModuleType) or callable(x)
     return {name: x for name, x in values.items() if name in known or not helper(name, x)}

@@ -200,7 +200,7 @@ def test_the_picture_has_the_name_that_is_printed(png, name):
     assert plotting.choose_picture(png) == (name, "")
 
 
-@pytest.mark.parametrize("png", ["x.foo", "x.pgf", "", "folder/", "a" * 300, "/dev/null/x.png"])
+@pytest.mark.parametrize("png", ["x.foo", "x.pgf", "", "folder/", ".", "..", "a" * 300, "/dev/null/x.png"])
 def test_a_picture_that_cannot_be_written_is_refused_before_work(png, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compare, "read_losses", lambda folder: pytest.fail("work has started"))
     with pytest.raises(SystemExit) as stop:

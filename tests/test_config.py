@@ -48,11 +48,13 @@ def test_texts_become_the_fields_types():
     [
         (["--batchsize=3"], "unknown key --batchsize=3: did you mean batch_size?"),
         (["--secret=1"], "unknown key --secret=1"),
-        (["--batch_size=2.5"], "batch_size must be a whole number, got '2.5'"),
+        (["--batch_size=2.5"], "batch_size must be a whole number below 2^63, got '2.5'"),
         (["--learning_rate=fast"], "learning_rate must be a finite number, got 'fast'"),
         (["--learning_rate=nan"], "learning_rate must be a finite number, got 'nan'"),
         (["--learning_rate=-1e400"], "learning_rate must be a finite number, got '-1e400'"),
-        (["--batch_size=1e400"], "batch_size must be a whole number, got '1e400'"),
+        (["--batch_size=1e400"], "batch_size must be a whole number below 2^63, got '1e400'"),
+        (["--batch_size=1e30"], "batch_size must be a whole number below 2^63, got '1e30'"),
+        (["--batch_size=9223372036854775808"], "batch_size must be a whole number below 2^63"),
         (["--pack=maybe"], "pack must be True or False, got 'maybe'"),
         (["--batch_size"], "--batch_size needs a value, as in --batch_size=8"),
         (["config/nothing.py"], "no config file config/nothing.py"),
@@ -87,8 +89,10 @@ def test_what_a_config_file_imports_or_defines_is_no_setting(tmp_path, capsys):
         ("compile = print", "compile must be a text, got '<built-in"),
         ("compile = 'a\\0b'", "compile must be a text"),
         ("learning_rate = float('inf')", "learning_rate must be a finite number, got 'inf'"),
-        ("batch_size = True", "batch_size must be a whole number, got 'True'"),
+        ("batch_size = True", "batch_size must be a whole number below 2^63, got 'True'"),
+        ("batch_size = 10**5000", "batch_size must be a whole number below 2^63, got 'a int that cannot be printed'"),
         ("import sys\nsys.exit()", "does not run: SystemExit"),
+        ("raise GeneratorExit", "does not run: GeneratorExit"),
     ):
         (tmp_path / "c.py").write_text(text)
         with pytest.raises(SystemExit) as exit:

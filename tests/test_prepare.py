@@ -284,6 +284,23 @@ def test_names_in_progress_json_do_not_leave_the_folder(tmp_path):
     Dataset(str(tmp_path / "set")).verify()
 
 
+@pytest.mark.parametrize("units", [5, [], {"train_00000.bin": []}, {"train_00000.bin": None}])
+def test_damaged_progress_json_starts_over(tmp_path, units):
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, fail_at=2)
+    path = tmp_path / "unfinished" / "progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"units": units}))
+    write(tmp_path)
+    Dataset(str(tmp_path)).verify()
+
+
+def test_half_a_surrogate_pair_in_a_message_is_printed(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdout", open(1, "w", encoding="utf-8", closefd=False))
+    with pytest.raises(SystemExit) as exit:
+        command.run(lambda argv: print("\ud800"))
+    assert exit.value.code in (0, None) and capfd.readouterr().out == "?\n"
+
+
 def test_a_dataset_behind_a_link_is_read_and_written(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "set").symlink_to(tmp_path / "disk")

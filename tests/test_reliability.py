@@ -469,7 +469,7 @@ def test_a_run_of_an_earlier_version_goes_on(go, finished, capsys, older):
     assert_same_run("out/a", made)
     saved = [json.load(open(f"{folder}/ckpt/step_00000006/progress.json")) for folder in (run, made)]
     assert saved[0].pop("seconds") > 1.5 and saved[1].pop("seconds") and saved[0] == saved[1]
-    assert list(saved[0]) == ["step", "best", "best_step", "wandb_id", "skipped", "evaluated"]
+    assert list(saved[0]) == ["step", "best", "best_step", "wandb_id", "skipped", "evaluated", "model"]
     assert sorted(os.listdir(f"{run}/ckpt/step_00000006")) == [
         "checksums.json", "model.safetensors", "optimizer.pt", "progress.json",
     ]  # fmt: skip
@@ -845,7 +845,13 @@ def test_json_nested_too_deep_is_damage_like_any_other(go, finished, capsys, nam
     assert error.count("\n") == (name != "environment.json")
 
 
-@pytest.mark.parametrize("change", [{"n_lazer": 2}, {"n_embd": "32"}, {"n_embd": 33}, {"n_embd": 64}, {"bias": True}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_lazer": 2}, {"n_embd": "32"}, {"n_embd": 33}, {"n_embd": 64}, {"bias": True},
+        {"rope_base": 513.0}, {"n_head": 4}, {"p": 4}, {"attention": "sympow"},  # which fit the weights, too
+    ],
+)  # fmt: skip
 def test_settings_that_are_not_those_of_the_weights_are_refused(go, finished, capsys, change):
     shutil.copytree(finished / "whole", "out/a")
     saved = json.load(open("out/a/config.json"))
@@ -856,6 +862,10 @@ def test_settings_that_are_not_those_of_the_weights_are_refused(go, finished, ca
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and "out/a/config.json" in error and error.count("\n") == 1
     assert go("--out_dir=out/a") == 2 and capsys.readouterr().err.count("\n") == 1
+    if "n_embd" not in change and "bias" not in change:
+        assert go("--out_dir=out/b", "--init_from=out/a") == 2 and not os.path.exists("out/b")
+        error = capsys.readouterr().err
+        assert "out/a/config.json" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["--out_dir={}", "--out_dir=new/{}", "{}.py", "--dataset={}", "--init_from={}",

@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+import time
 import tracemalloc
 
 import pytest
@@ -147,6 +148,7 @@ def unsigned(saved):
         (lambda saved: "{", "JSONDecodeError"),
         (lambda saved: "[" * 100_000, "RecursionError"),
         (lambda saved: "[]", "no JSON object"),
+        (lambda saved: {"kind": "bytes", "json_escaped": "no"}, "json_escaped is 'no'"),
         (lambda saved: b"\xff\xfe", "UnicodeDecodeError"),
         (lambda saved: saved | {"kind": "words"}, "KeyError: 'words'"),
         (lambda saved: saved | {"kind": []}, "TypeError"),
@@ -301,6 +303,38 @@ def test_the_end_of_text_is_what_the_model_says(tmp_path, tokenizers):
     assert load_tokenizer(tmp_path / "run").eot == tok.eot
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"eos_token": 5}', '{"eos_token": {}}', "[" * 100_000])
+def test_a_damaged_tokenizer_config_is_named(tmp_path, tokenizers, content):
+    byte_level(tokenizers, ENGLISH).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(DataError, match="/tokenizer_config.json is damaged") as error:
+        named_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "vocabulary,reason",
+    [
+        ({"a": 0, "b": 0}, "an id stands twice"),
+        ({"a": 0, "b": 2}, "an id stands twice"),  # the end of text becomes number 2
+        ({"a": 0, "b": 4294967290}, "its largest id is 4294967290"),
+        ({"a": 0, "b": 2147483647}, "its largest id is 2147483647"),
+    ],
+)
+def test_a_vocabulary_that_is_none_is_refused(tmp_path, tokenizers, vocabulary, reason):
+    words = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).to_str())
+    words["model"]["vocab"] = vocabulary
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(DataError, match=f"tokenizer.json is damaged .*{reason}"):
+        named_tokenizer(str(tmp_path))
+
+
+def test_a_text_that_a_tokenizer_has_no_ids_for_is_one_line(tokenizers):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="[UNK]"))
+    with pytest.raises(DataError, match="the text cannot be encoded by this tokenizer .*UNK"):
+        Tokenizer("huggingface", HuggingFaceEncoding(words.to_str())).encode("b")
+
+
 @pytest.mark.parametrize("content", ["", "{", "{}", '{"model": 5}', "[" * 100_000, b"\xff", '{"kind": "bytes"}'])
 def test_a_file_that_is_no_tokenizer_is_one_line(tmp_path, tokenizers, content, capfd):
     path = tmp_path / "tokenizer.json"
@@ -352,6 +386,14 @@ def test_a_trained_tokenizer_loses_nothing_and_is_the_same_each_time(tmp_path, t
     tok.save(tmp_path)
     assert load_tokenizer(tmp_path).files() == tok.files()
     assert train_tokenizer(["ab"], 5000).vocab_size == 257  # no pair stands twice
+
+
+def test_training_on_words_without_end_takes_no_longer_than_on_others():
+    began = time.process_time()
+    for text in ("q" * 200_000, " " * 200_000, "ACGT" * 50_000, "=-" * 100_000):  # each took a minute and more
+        tok = train_tokenizer([text], 280)
+        assert tok.vocab_size > 257 and tok.decode(tok.encode(text[:5000])) == text[:5000]
+    assert time.process_time() - began < 20
 
 
 def test_text_is_prepared_with_a_tokenizer_trained_on_its_training_split(tmp_path, tokenizers, monkeypatch, capsys):

@@ -476,7 +476,7 @@ def test_the_best_checkpoint_stays(go):
     assert checkpoint.load("out/a/ckpt/step_00000002", folder).step == 2
 
 
-def test_a_damaged_token_is_refused_by_its_shard(go, tmp_path, capsys):
+def test_a_damaged_shard_is_refused_by_its_name(go, tmp_path, capsys):
     path = make_dataset(tmp_path / "data")
     for split in ("val", "train"):
         name = f"{path}/{split}_00000.bin"
@@ -485,7 +485,45 @@ def test_a_damaged_token_is_refused_by_its_shard(go, tmp_path, capsys):
         capsys.readouterr()
         assert go(f"--dataset={path}", f"--out_dir=out/{split}") == 2
         error = capsys.readouterr().err
-        assert f"{split}_00000.bin: token id 999 is not in the vocabulary of 257" in error and error.count("\n") == 1
+        assert f"{split}_00000.bin is not what was written (sha256 differs)" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "env,message",
+    [
+        ({"RANK": "x"}, "RANK='x' in the environment must be a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 and WORLD_SIZE=0 in the environment do not fit"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 and WORLD_SIZE=2 in the environment do not fit"),
+        ({"WORLD_SIZE": "2"}, "RANK= and WORLD_SIZE=2 in the environment do not fit"),
+        ({"SLURM_RESTART_COUNT": "1.5"}, "SLURM_RESTART_COUNT='1.5' in the environment must be a whole number"),
+    ],
+)
+def test_an_environment_that_is_no_launchers_is_refused(go, monkeypatch, capsys, env, message):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert go("--out_dir=out/a") == 2 and not os.path.exists("out")
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def train_without_streams():
+    """Train as `train.py >&- 2>&-` does: Python makes closed streams None."""
+    sys.stdout = sys.stderr = None
+    train.main()
+
+
+def test_training_does_without_stdout_and_stderr(dataset, tmp_path):  # noqa: F811
+    argv = [*SMALL, f"--dataset={dataset}", "--out_dir=out/a", "--max_iters=1"]
+    assert join(start(train_without_streams, *argv, cwd=tmp_path)) == [0]
+    assert list(metrics(tmp_path / "out/a")) == [1]
+
+
+def test_ranks_that_cannot_meet_end_with_a_line(dataset, tmp_path):  # noqa: F811
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "no port"}
+    argv = [*SMALL, f"--dataset={dataset}", "--out_dir=out/a"]
+    assert join(start(train.main, *argv, env=env, cwd=tmp_path)) == [1]
+    log = (tmp_path / "log").read_text()
+    assert "the ranks cannot find each other: " in log and "Traceback" not in log
 
 
 def test_ranks_that_do_not_share_out_dir_end_with_a_line(dataset, tmp_path):  # noqa: F811
