@@ -89,9 +89,6 @@ class TrainConfig:
         check_ranges(self, TRAIN_RANGES)
 
 
-HIDDEN = ("vocab_size", "reset_token")  # model settings that follow from the data
-
-
 def main():
     """Train with the settings of the command line."""
     ranks = Ranks()
@@ -111,7 +108,8 @@ class Trainer:
 
     def __init__(self, argv, ranks):
         """Read the settings and open the data; refuse mistakes before anything is allocated or written."""
-        given, names = read_settings((TrainConfig, GPTConfig), argv, HIDDEN, usage=__doc__)
+        from_data = ("vocab_size", "reset_token")  # model settings that are not given
+        given, names = read_settings((TrainConfig, GPTConfig), argv, from_data, usage=__doc__)
         self.ranks = ranks
         try:
             self.cfg = cfg = TrainConfig(**fields_of(TrainConfig, given))
@@ -153,16 +151,16 @@ class Trainer:
         """Make model and optimizer, new or from a checkpoint, and the other objects that training needs."""
         cfg, ranks, device, self.writer = self.cfg, self.ranks, self.device, writer
         torch.manual_seed(cfg.seed)
-        if self.dtype != torch.float32:  # power attention multiplies in float32; tf32 is exact for bf16 factors
-            torch.set_float32_matmul_precision("high")
         if cfg.deterministic:
             machine.make_deterministic(ranks.log)
+        if self.dtype != torch.float32:  # power attention multiplies in float32; tf32 is exact for bf16 factors
+            torch.set_float32_matmul_precision("high")
         self.autocast = torch.autocast(device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
         self.model = GPT(self.model_cfg).to(device)
         self.optimizer = make_optimizer(self.model, cfg)
-        p = checkpoint.load(self.resume, self.model, self.optimizer, device) if self.resume else checkpoint.Progress()
-        self.progress = p
+        self.progress = p = checkpoint.Progress()
         if self.resume:
+            self.progress = p = checkpoint.load(self.resume, self.model, self.optimizer, device)
             ranks.log(f"going on from {self.resume}, step {p.step}")
         elif self.source:
             checkpoint.load(self.source, self.model)
@@ -181,10 +179,10 @@ class Trainer:
             f"{cfg.dtype}; tokens a step: {ranks.world} ranks x {cfg.batch_size} sequences x {cfg.block_size} context "
             f"x {self.accumulation} accumulation = {cfg.tokens_per_step:,}"
         )
-        self.saved = p.step, p.evaluated  # of the newest checkpoint
-        self.diverged = False  # True if the loss of this step's evaluation was not finite
-        self.clock, self.checkpoint_seconds = Clock(p.seconds, p.step), 0.0
-        self.stop_signals, self.signal, self.seconds = StopSignals(), 0, p.seconds
+        self.clock, self.seconds, self.checkpoint_seconds = Clock(p.seconds, p.step), p.seconds, 0.0
+        self.stop_signals, self.signal = StopSignals(), 0
+        # of the newest checkpoint; True if the loss of this step's evaluation was not finite
+        self.saved, self.diverged = (p.step, p.evaluated), False
 
     def train(self):
         """Take steps, and evaluate and save every eval_interval of them, until a limit or a signal ends the run."""

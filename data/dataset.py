@@ -4,8 +4,8 @@
     dataset.documents("train"), dataset.document_length         # the rows of a split and their length
     dataset.read("train", start=0, count=1000)                  # tokens, uint16 or uint32
 
-The tokens lie in shards (see shards.py) or in the chunks of a zarr array. A shard is compared with its sha256 before
-its first token is used. A file that is removed, cut or overwritten while it is in use is refused by its name.
+The tokens lie in shards (see shards.py) or in the chunks of a zarr array. A file that is removed, cut or overwritten
+while it is in use is refused by its name.
 """
 
 import functools
@@ -29,8 +29,7 @@ class Dataset:
 
     Attributes: name, path, meta (dict of meta.json), vocab_size, eot, document_length, tokenizer.
     Raises DataError if the folder, meta.json, the tokenizer or a shard is missing or damaged, as far as that can be
-    seen without reading the tokens: a shard must have exactly its size. The first read of a shard compares its sha256,
-    which takes about a second per GB, once in a process.
+    seen without reading the tokens: a shard must have exactly its size.
     """
 
     def __init__(self, name):
@@ -57,7 +56,7 @@ class Dataset:
             )
         self._ends = {}  # split -> the row number at which each shard ends
         self._direct = {}  # split -> ChunkedRows, if the dataset is read from zarr arrays
-        self._compared = {}  # path of a shard -> when (ns) it had last been written when its sha256 was compared
+        self._changed = {}  # file -> when it was last written, to notice one that is replaced before it is read
         for split, shards in self._shards.items():
             zarr = self.meta["splits"][split].get("zarr")
             if zarr:
@@ -156,20 +155,20 @@ class Dataset:
             path, expected = os.path.join(self.path, shard["file"]), shard["tokens"] * self._dtype.itemsize
             if not shard_is_whole(self.path, shard, self._dtype.itemsize):
                 raise DataError(f"{path} {_what_is_wrong(path, expected)}: run {self.meta['prepare']}")
+            self._changed[shard["file"]] = os.stat(path).st_mtime_ns
 
     def _open(self, split, number):
         """Open a shard for reading."""
         shard = self._shards[split][number]
-        return _Shard(os.path.join(self.path, shard["file"]), shard, self._dtype, self._compared, self.remedy)
+        return _Shard(os.path.join(self.path, shard["file"]), shard, self._dtype, self._changed[shard["file"]])
 
 
 class _Shard:
     """An open shard. It is read and not mapped into memory: a mapped file that is cut ends the process (SIGBUS)."""
 
-    def __init__(self, path, shard, dtype, compared, remedy):
-        """shard: its entry in meta.json; compared: {path: modification time (ns) when its sha256 was compared}, of all
-        shards; remedy: what to do about a damaged one."""
-        self.path, self.shard, self.dtype, self.compared, self.remedy = path, shard, dtype, compared, remedy
+    def __init__(self, path, shard, dtype, changed):
+        """shard: its entry in meta.json; changed: its modification time (ns) when the dataset was opened."""
+        self.path, self.shard, self.dtype, self.changed = path, shard, dtype, changed
         self.size = shard["tokens"] * dtype.itemsize
         self.file, self.next_check = None, 0.0
         try:
@@ -184,8 +183,7 @@ class _Shard:
     def read(self, start, count):
         """Return at most `count` tokens from `start` on, fewer at the end of the shard.
 
-        Raises DataError if the file is not what was written (by its sha256, at the first read and, noticed within
-        CHECK_EVERY, after it was written to), has been cut or cannot be read.
+        Raises DataError if the file has been cut, overwritten (noticed within CHECK_EVERY) or cannot be read.
         """
         size = self.dtype.itemsize
         count = min(count, self.shard["tokens"] - start, 1 << 28)  # one call reads at most 2 GB
@@ -200,16 +198,15 @@ class _Shard:
         return np.frombuffer(content, dtype=self.dtype)
 
     def _check(self, status):
-        """Raise DataError if the file has another size than it should have, or differs and is new or was written to."""
+        """Raise DataError if the file has another size than it should have, or has been written to and differs."""
         if status.st_size != self.size:
             raise DataError(
                 f"{self.path} has {status.st_size} bytes instead of {self.size}: it was cut or overwritten after the "
                 "dataset was opened"
             )
-        if status.st_mtime_ns != self.compared.get(self.path):
-            if sha256_of(self.path) != self.shard["sha256"]:
-                raise DataError(f"{self.path} is not what was written (sha256 differs): {self.remedy}")
-            self.compared[self.path] = status.st_mtime_ns
+        if status.st_mtime_ns != self.changed and sha256_of(self.path) != self.shard["sha256"]:
+            raise DataError(f"{self.path} is not what was written (sha256 differs): it was overwritten while in use")
+        self.changed = status.st_mtime_ns
         self.next_check = time.monotonic() + CHECK_EVERY
 
 

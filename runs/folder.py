@@ -258,15 +258,21 @@ def lock_out_dir(out_dir):
     except OSError as error:
         _remove_folders(made)
         refuse(f"out_dir {out_dir} cannot be made or written: {error.strerror}")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        owner = lock.read().strip() or "another process"
-        lock.close()
-        refuse(f"{owner} is training in {out_dir}: stop it, or choose another out_dir")
-    except OSError:  # a file system without locks
-        return lock, made
+    until = time.monotonic() + 1  # a process that was just killed, or its child, may hold the lock for an instant
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() < until:
+                time.sleep(0.05)
+                continue
+            lock.seek(0)
+            owner = lock.read().strip() or "another process"
+            lock.close()
+            refuse(f"{owner} is training in {out_dir}: stop it, or choose another out_dir")
+        except OSError:  # a file system without locks
+            return lock, made
     lock.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
     return lock, made

@@ -186,6 +186,7 @@ def exit_statuses(ranks):
     except DataError as error:  # a token outside the vocabulary or a cut shard, which other ranks may not meet
         refuse(error) if ranks.world == 1 else leave_at_once(error, status=2)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not interrupt the line
         leave_at_once("interrupted", status=130)
     except (Failed, NotWritten) as error:
         leave_at_once(error)

@@ -17,6 +17,7 @@ import re
 
 from runs import checkpoint
 from runs.processes import leave_at_once
+from runs.program import run_program
 from runs.settings import refuse
 from runs.tracking import whole_lines
 from runs.wandb_run import (
@@ -122,4 +123,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -293,7 +293,7 @@ def test_a_line_that_does_not_fit_ends_training_in_one_line_and_leaves_whole_one
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     err = capsys.readouterr().err
-    assert stopped.value.code == 1 and "cannot write: [Errno 27]" in err and err.count("\n") == 1
+    assert stopped.value.code == 1 and "cannot read or write: [Errno 27]" in err and err.count("\n") == 1
     assert (tmp_path / "metrics.jsonl").stat().st_size == 100
     tracker.file.close()  # writes its buffer, which the end of the process would have lost
     os.truncate(tmp_path / "metrics.jsonl", 100)

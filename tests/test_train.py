@@ -476,7 +476,7 @@ def test_the_best_checkpoint_stays(go):
     assert checkpoint.load("out/a/ckpt/step_00000002", folder).step == 2
 
 
-def test_a_damaged_shard_is_refused_by_its_name(go, tmp_path, capsys):
+def test_a_damaged_token_is_refused_by_its_shard(go, tmp_path, capsys):
     path = make_dataset(tmp_path / "data")
     for split in ("val", "train"):
         name = f"{path}/{split}_00000.bin"
@@ -485,7 +485,7 @@ def test_a_damaged_shard_is_refused_by_its_name(go, tmp_path, capsys):
         capsys.readouterr()
         assert go(f"--dataset={path}", f"--out_dir=out/{split}") == 2
         error = capsys.readouterr().err
-        assert f"{split}_00000.bin is not what was written (sha256 differs)" in error and error.count("\n") == 1
+        assert f"{split}_00000.bin: token id 999 is not in the vocabulary of 257" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
