@@ -10,9 +10,10 @@ float32. There are no logarithms. log_g = -inf forgets everything before the tok
 
 Powers of two, which cancel in y, keep (q . k)^p inside float32's range: each row of q is scaled by its own largest
 entry and by that of the keys up to it in its document. So y does not change when a row of q or all of k is scaled by a
-power of two, and no row depends on later ones: a larger key, a NaN or an infinity changes the rows from its own on, and
-the bits of those before stay what they are. NaN in gives NaN out. (A PowerState, which holds p-th powers of keys as
-they are, is inside float32's range for keys from 1e-4 to 1e4 with p = 8, from 1e-9 to 1e9 with p = 4.)
+power of two, and no row depends on later ones: a larger key (p = 2 with gates: up to 1e16 times), a NaN or an infinity
+changes the rows from its own on, and the bits of those before stay what they are. NaN in gives NaN out. (A PowerState,
+which holds p-th powers of keys as they are, is inside float32's range for keys from 1e-4 to 1e4 with p = 8, from 1e-9
+to 1e9 with p = 4.)
 
 Inside, tensors are laid out by heads: q [B, Hkv, G, T, D] with the G = H/Hkv query heads of a group side by side,
 k [B, Hkv, T, D], v [B, Hkv, T, E]; numerators [B, Hkv, G, T, E] and denominators [B, Hkv, G, T] are divided at the end.
@@ -128,20 +129,29 @@ def _quadratic(q, k, v, gates, scale, state, p):
     save_scores = B * Hkv * G * n * m <= at_once or not torch.is_grad_enabled()
     if B * Hkv * G * rows * m > at_once // 4:
         rows = max(16, at_once // 4 // (B * Hkv * G * m))
-    parts = []
+    parts, (k, v, bad) = [], _finite(k, v)
     for start in range(0, n, rows):
         end = min(start + rows, n)
         seen = m - n + end
         block = partial(_block_of_rows, p=p, first=m - n + start)
-        args = q[..., start:end, :], k[:, :, :seen], v[:, :, :seen], gates and gates.span(0, seen)
+        args = q[..., start:end, :], k[:, :, :seen], v[:, :, :seen], bad[..., :seen], gates and gates.span(0, seen)
         args += scale[..., start:end], state
         parts.append(block(*args) if save_scores else checkpoint(block, *args, use_reentrant=False))
     return _concatenate_rows(parts)
 
 
-def _block_of_rows(q, k, v, gates, scale, state, p, first):
+def _finite(k, v):
+    """Return k and v with zeros for what is not finite, and [B, Hkv, m]: 0, or NaN from such a token on.
+
+    Zero times NaN is NaN: in a product NaN would reach the rows before it. The third is added to denominators instead.
+    """
+    bad = ((k.detach() * 0).sum(-1) + (v.detach() * 0).sum(-1)).cumsum(-1)
+    return k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0), bad
+
+
+def _block_of_rows(q, k, v, bad, gates, scale, state, p, first):
     """Return numerators and denominators of queries first, first+1, ... over the keys up to each and the state
-    before. What a row does not see becomes zero before it meets anything of the row: zero times NaN would be NaN."""
+    before. k, v, bad are from `_finite`."""
     n, m = q.shape[3], k.shape[2]
     at = torch.arange(first, first + n, device=q.device)
     hidden, left = at.unsqueeze(-1) < torch.arange(m, device=q.device), None
@@ -150,12 +160,13 @@ def _block_of_rows(q, k, v, gates, scale, state, p, first):
         hidden = hidden | _across_reset(to, gates.span(1, m))  # [B, Hkv, n, m]
         left = _decay(to, gates.span(0, 0), q.dtype).unsqueeze(2)  # of the state, by the gates up to each query
     scale = scale[:, :, None, :, None]  # [B, Hkv, 1, n, 1]
-    scores = (q * scale) @ k.transpose(-1, -2).unsqueeze(2)  # [B, Hkv, G, n, m]
-    w = integer_power(scores.masked_fill_(hidden if gates is None else hidden.unsqueeze(2), 0), p)
+    w = (q * scale) @ k.transpose(-1, -2).unsqueeze(2)  # [B, Hkv, G, n, m]
+    if gates is None or p > 2:  # a later key may be so large that its power overflows; a square does not
+        w = w.masked_fill_(hidden if gates is None else hidden.unsqueeze(2), 0)
+    w = integer_power(w, p)
     if gates is not None:
         w = w * _decay(to, gates.span(1, m), q.dtype, hidden).unsqueeze(2)
-    bad = (v.detach() * 0).sum(-1).cumsum(-1)[:, :, -n:].unsqueeze(2)  # zero, and NaN once a value is not finite
-    num, den = w @ v.nan_to_num(0, 0, 0).unsqueeze(2), w.sum(-1) + bad
+    num, den = w @ v.unsqueeze(2), w.sum(-1) + bad[:, :, -n:].unsqueeze(2)
     if state is not None:
         scale = scale / state.unit.unsqueeze(2)
         num_before, den_before = query_state(q * (scale if left is None else scale.where(left > 0, 0)), state, p)
@@ -171,7 +182,8 @@ def _chunked(q, k, v, gates, scale, state, p, chunk_size):
 
     def chunk(q, k, v, gates, scale, state):
         unit = scale[:, :, -1:, None]
-        return *_block_of_rows(q, k, v, gates, scale, state, p, 0), _state_after(state, k, v, gates, unit, p)
+        rows = _block_of_rows(q, *_finite(k, v), gates, scale, state, p, 0)
+        return *rows, _state_after(state, k, v, gates, unit, p)
 
     T = k.shape[2]
     for start in range(0, T, chunk_size):
