@@ -36,7 +36,7 @@ def plan(
     dtype is that of q, k and v; gated is True if there is a log_g; form and chunk_size are what the caller asks for
     ("auto" and None: the cheapest); initial_state and return_state are True if a state is given and asked for.
     """
-    D, E = index(D), index(E)  # torch.compile(dynamic=True) has symbols, which its questions below cannot take
+    D, E = index(D), index(E)  # symbols under torch.compile(dynamic=True), which kernel_reason cannot take
     not_quadratic = kernel_reason("quadratic", device_type, dtype, D, E, p)
     not_chunked = not_quadratic or kernel_reason("chunked", device_type, dtype, D, E, p)
     if initial_state:

@@ -58,7 +58,7 @@ def attend(q, k, v, log_g, *, p, form, chunk_size=None, initial_state=None, retu
     """
     Hkv, dtype = k.shape[2], accumulation_dtype(q)
     with without_autocast(q.device):
-        queries = _to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)), dim=(-1,))
+        queries = _to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)))
         keys, values = _by_head(k, dtype), _by_head(v, dtype)
         gates = None if log_g is None else _sum_gates(log_g)
         state = None if initial_state is None else _scale_state(initial_state, _unit_of_state(initial_state, p), p)
@@ -82,7 +82,7 @@ def read_cache(q, k, v, log_g, state, *, p, flush_cache):
     """
     Hkv, dtype = k.shape[2], accumulation_dtype(q)
     with without_autocast(q.device):
-        queries = _to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)), dim=(-1,))
+        queries = _to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)))
         keys, values = _by_head(k, dtype), _by_head(v, dtype)
         gates = None if log_g is None else _sum_gates(log_g)
         before = None if state is None else ScaledState(*state, torch.ones_like(state.z[..., :1, None]))
@@ -315,9 +315,9 @@ def _by_head(x, dtype):
     return x.transpose(1, 2).to(dtype)  # [B, T, H, D] -> [B, H, T, D]
 
 
-def _to_unit_range(x, dim):
-    """Scale x by a power of two that brings its largest entry over `dim` into [1, 2)."""
-    return x * torch.exp2(-_exponent(x.detach().abs().amax(dim, keepdim=True)))
+def _to_unit_range(x):
+    """Scale each row of x [..., D] by the power of two that brings its largest entry into [1, 2)."""
+    return x * torch.exp2(-_exponent(x.detach().abs().amax(-1, keepdim=True)))
 
 
 def _exponent(x):

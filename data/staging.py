@@ -1,12 +1,12 @@
 """Prepare a dataset beside the one that it will replace.
 
-    with open_staging("data/mine") as staging:              # data/mine/unfinished, locked against other processes
-        staging.take_over(sources)                          # shards that are there already are linked, not copied
+    with open_staging("data/mine") as staging:                  # data/mine/unfinished, locked against other processes
+        staging.take_over(sources, arguments, shards, units)    # finished shards are linked, not copied
         write_atomically(staging.file("train_00001.bin"), data)
-        staging.save(arguments, shards, units)              # so that a killed run is gone on with
+        staging.save(arguments, shards, units, stale)           # so that a killed run is gone on with
         ...
-        write_atomically(staging.file("meta.json"), ...)    # the dataset is whole now
-        staging.finish(stale)                               # and takes the place of what was there
+        write_atomically(staging.file("meta.json"), ...)        # the dataset is whole now
+        staging.finish()                                        # and takes the place of what was there
 
 At any moment the folder holds the old dataset whole, or the new one, or unfinished/ with a whole meta.json, whose move
 into the folder the next prepare command completes (is_whole, finish).
