@@ -1,4 +1,4 @@
-"""GPT-2 124M of gated symmetric power attention, p = 2, with softmax in every third layer, context 4096 on LongCrawl64."""
+"""GPT-2 124M of gated power attention, p = 2, and softmax in every third layer, context 4096 on LongCrawl64."""
 
 dataset = "longcrawl64"
 block_size = 4096
