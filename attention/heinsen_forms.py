@@ -32,8 +32,8 @@ from torch.utils.checkpoint import checkpoint
 from .forms import accumulation_dtype, normalize, without_autocast
 
 EMPTY = -1e30  # the reference of a state before any token: finite, because inf - inf is NaN
-LEAF = 4  # tokens whose pairs are computed feature by feature
-CHUNK_SIZE = 128
+LEAF = 8  # tokens whose pairs are computed feature by feature
+CHUNK_SIZE = 256
 SAVED_AT_ONCE = 2**22  # entries of q: up to here chunks save what the backward pass needs, which is some 30 times that
 
 
