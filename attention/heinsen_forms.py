@@ -4,7 +4,7 @@
     y, state = attend_to_all(q, k, v)                                                    # every query sees every key
 
 exp(q_id + k_jd) may be far outside float32's range, so no such number is ever computed. Each exponent is relative to a
-reference, and cancels in y. With M_id, the largest k_jd that row i has seen in feature d, and c_i = max_d (q_id + M_id),
+reference, which cancels in y. With M_id, the largest k_jd that row i has seen, and c_i = max_d (q_id + M_id),
 
     w_ij exp(-c_i) = sum_d exp(q_id + r_d - c_i) exp(k_jd - r_d)        for any r_d with  k_jd <= r_d <= M_id
 
@@ -177,7 +177,9 @@ def _chunk(q, k, v, document, document_before, m, S):
     """Return the sums [B, Hkv, n, G, E+1] of a chunk's rows over the chunk and the state before it, m and S after."""
     M = _prefix_maxima(k, document, document_before, m)
     c = _reference(q, M)
-    num = _read(q, c, m, S, None if document is None else document != document_before) + _inside(q, k, v, M, c, document)
+    num = _read(q, c, m, S, None if document is None else document != document_before) + _inside(
+        q, k, v, M, c, document
+    )
     return num, *_update(k, v, document, document_before, m, S, M[:, :, -1])
 
 
@@ -314,7 +316,7 @@ def _pairs(q, k, v, r, c, q_hidden, k_hidden):
 
 
 def _leaf(q, k, v, c, document):
-    """Return the sums [B, Hkv, P, l, G, E+1] inside each of P leaves of l tokens, pair by pair and feature by feature."""
+    """Return the sums [B, Hkv, P, l, G, E+1] inside each of P leaves of l tokens, feature by feature."""
     size = q.shape[3]
     at = torch.arange(size, device=q.device)
     hidden = at[:, None] < at  # [l, l]

@@ -17,7 +17,7 @@ from .heinsen_forms import EMPTY
 def quadratic(q, k, v, *, values="signed", causal=True, resets=None, initial_state=None):
     """Return y [B, n, H, E]: y_i = sum_j w_ij v_j / sum_j w_ij with w_ij = sum_d exp(q_id + k_jd), which takes a tensor
     [B, n, T, H, D]."""
-    (n, H), (T, Hkv) = q.shape[1:3], k.shape[1:3]
+    H, Hkv = q.shape[2], k.shape[2]
     k, v = (x.repeat_interleave(H // Hkv, dim=2) for x in (k, v))
     v = v.exp() if values == "log" else v
     seen, state_seen = visible(q, k, causal, resets)
