@@ -136,7 +136,7 @@ class _Tokens(NamedTuple):
 
 def _divide(num, poison):
     """Return y [B, n, H, E] from the sums [B, Hkv, n, G, E+1]."""
-    y = normalize(num[..., :-1], num[..., -1] + poison.unsqueeze(-1))  # [B, Hkv, n, G, E]
+    y = normalize(num[..., :-1], num[..., -1]) + poison[..., None, None]  # [B, Hkv, n, G, E]
     return y.transpose(1, 2).flatten(2, 3)
 
 
