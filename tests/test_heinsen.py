@@ -178,9 +178,7 @@ def test_float32_is_accurate_for_any_size_of_queries_and_keys(form, of):
     if of == "large":
         q = (80 * q.detach().tanh()).float().double().requires_grad_()
     made = [q, *others], resets, m
-    # exponents up to 160 are rounded by 8e-6 in float32
-    tolerance = 3e-5 if of == "large" else 1e-5
-    assert_equal_to_specification(made, form=form, dtype=torch.float32, tolerance=tolerance, chunk_size=128)
+    assert_equal_to_specification(made, form=form, dtype=torch.float32, tolerance=3e-6, chunk_size=128)
 
 
 @pytest.mark.parametrize("of", RANGES)
