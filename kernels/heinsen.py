@@ -35,7 +35,7 @@ that share a head of keys share it too. delta is made of the sums that dq is mad
     name            shape                        dtype      what
     M, Z            [B * Hkv, chunks, D]         float32    m or N, and z or dz, before each chunk (backward: after it)
     S               [B * Hkv, chunks, D, D]      float32    S or dS; 4 D^2 / CHUNK bytes a token and head
-    L               [B, H, T padded to 128]      float32    log of a row's sum, saved for the backward pass
+    L               [B, H, T]                    float32    log of a row's sum, saved for the backward pass
     delta           the same                     float32    dq_kernel to dkdv_kernel
     documents       [B, T]                       int32      read; non-decreasing
 
@@ -58,12 +58,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import at_head, chunk_of, device_guard, empty, load_rows, maximum, padded, row_pointers
+from .common import chunk_of, device_guard, empty, load_rows, maximum, row_pointers
 
 EMPTY = tl.constexpr(-1e30)  # the reference of a state without tokens; finite, because inf - inf is NaN
 
 CHUNK = 128  # tokens between two states in memory, a multiple of BLOCK
 SUB = 16  # tokens of a block inside a chunk: the smallest number of rows of the matrix unit
+UNROLL = {16: 2, 32: 2, 64: 2, 128: 1}  # head dimension -> pairs of a row inside a block that are computed at a time
 BLOCK = 32  # tokens that are added at a time to a chunk's own sums
 # kernel -> head dimension -> warps
 WARPS = {
@@ -90,19 +91,67 @@ def document_of(DOCUMENTS, b, at, T):
 
 
 @triton.jit
-def rows_of_document(DOCUMENTS, b, start, T, document, N: tl.constexpr):
-    """Return which of tokens start, start+1, ... are of this document, [N] bool."""
+def documents_of_rows(DOCUMENTS, b, start, T, N: tl.constexpr):
+    """Return the numbers of the documents of tokens start, start+1, ..., [N] int32, and -1 from token T on."""
     at = start + tl.arange(0, N)
     if DOCUMENTS is None:
-        return at < T
+        return tl.where(at < T, 0, -1)
     else:
-        return (at < T) & (tl.load(DOCUMENTS + tl.cast(b, tl.int64) * T + at, mask=at < T, other=0) == document)
+        return tl.load(DOCUMENTS + tl.cast(b, tl.int64) * T + at, mask=at < T, other=-1)
 
 
 @triton.jit
 def maximum_of_document(document_a, a, document_b, b):
     """Return (document_b, the larger of a and b, or b if a is of another document), for tl.associative_scan."""
     return document_b, tl.where(document_a == document_b, tl.maximum(a, b), b)
+
+
+# ---- rows
+
+
+@triton.jit
+def entries_of_rows(X, bh, start, T, N: tl.constexpr):
+    """Return pointers [N] to tokens start, start+1, ... of one sequence and head of X [B * H, T]."""
+    return X + tl.cast(bh, tl.int64) * T + start + tl.arange(0, N)
+
+
+@triton.jit
+def load_exponents(X, L, strides, b, h, start, T, H, N: tl.constexpr, D: tl.constexpr):
+    """Load rows of X [B, T, H, D] as float32 [N, D], k, or e = q - L if L is not None, EMPTY from token T on."""
+    x = load_rows(X, strides, b, start, h, T, N, D).to(tl.float32)
+    if L is not None:
+        mask = start + tl.arange(0, N) < T
+        x -= tl.load(entries_of_rows(L, b * H + h, start, T, N), mask=mask, other=-EMPTY)[:, None]
+    return x
+
+
+@triton.jit
+def row_of(X, strides, b, start, h, D: tl.constexpr):
+    """Return pointers [1, D] to row `start` of head h of sequence b of X [B, T, H, D]."""
+    X += tl.cast(b, tl.int64) * strides[0] + tl.cast(start, tl.int64) * strides[1]
+    return X + tl.cast(h, tl.int64) * strides[2] + tl.arange(0, D)[None, :] * strides[3]
+
+
+# ---- products
+
+
+@triton.jit
+def rounded(x, PRECISION: tl.constexpr):
+    """Return x as float32, rounded to what the matrix unit reads of it: of tf32's operands it cuts the last 13 bits off.
+
+    Sums over rounded numbers are not biased, and weights can be summed as they are multiplied.
+    """
+    if PRECISION == "tf32" and x.dtype == tl.float32:
+        bits = (x.to(tl.int32, bitcast=True) + 4096) & -8192
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # the bits of NaN may not be added to
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def product(x, y, PRECISION: tl.constexpr, acc=None):
+    """Return x @ y, added to acc if there is one, in float32; x and y are `rounded` here if they are not yet."""
+    return tl.dot(rounded(x, PRECISION), rounded(y, PRECISION), acc, input_precision=PRECISION)
 
 
 # ---- states
@@ -124,30 +173,14 @@ def keep_state(m, S, z, keep):
 
 
 @triton.jit
-def new_reference(m, x, inside):
+def new_reference(m, x, inside, PRECISION: tl.constexpr):
     """Return (the larger of m and the rows of x that are `inside`, the factor of the state, the weights of the rows).
 
     m [D], x [N, D], inside [N]; the factor exp(m - new) is [D], the weights exp(x - new) are [N, D] and zero in rows
     that are not inside.
     """
     new = tl.maximum(m, tl.max(tl.where(inside[:, None], x, EMPTY), 0))
-    return new, tl.exp(m - new), tl.where(inside[:, None], tl.exp(x - new[None, :]), 0.0)
-
-
-@triton.jit
-def load_exponents(X, L, strides, b, h, start, T, H, N: tl.constexpr, D: tl.constexpr):
-    """Load rows of X [B, T, H, D] as float32 [N, D], minus the rows' L unless it is None: k, or e = q - L."""
-    x = load_rows(X, strides, b, start, h, T, N, D).to(tl.float32)
-    if L is not None:
-        x -= load_of_rows(L, b * H + h, start, T, -EMPTY, N)[:, None]
-    return x
-
-
-@triton.jit
-def load_of_rows(X, bh, start, T, OTHER: tl.constexpr, N: tl.constexpr):
-    """Load tokens start, start+1, ... of one sequence and head of X [B * H, T padded], OTHER from token T on."""
-    at = start + tl.arange(0, N)
-    return tl.load(at_head(X, T, bh) + at, mask=at < T, other=OTHER)
+    return new, tl.exp(m - new), tl.where(inside[:, None], rounded(tl.exp(x - new[None, :]), PRECISION), 0.0)
 
 
 @triton.jit(do_not_specialize=["T", "H", "HKV"])
@@ -171,19 +204,18 @@ def chunk_sums_kernel(
     for h in range(hkv * group, hkv * group + group):
         for start in range(begin, end, BLOCK):
             x = load_exponents(X, L, x_strides, b, h, start, T, H, BLOCK, D)
-            inside = rows_of_document(DOCUMENTS, b, start, T, document, BLOCK)
+            inside = documents_of_rows(DOCUMENTS, b, start, T, BLOCK) == document
             m = tl.maximum(m, tl.max(tl.where(inside[:, None], x, EMPTY), 0))
     sums, z = tl.zeros([D, D], tl.float32), tl.zeros([D], tl.float32)
     for h in range(hkv * group, hkv * group + group):
         for start in range(begin, end, BLOCK):
             x = load_exponents(X, L, x_strides, b, h, start, T, H, BLOCK, D)
-            y = load_rows(Y, y_strides, b, start, h, T, BLOCK, D).to(tl.float32)
-            inside = rows_of_document(DOCUMENTS, b, start, T, document, BLOCK)
-            w = tl.where(inside[:, None], tl.exp(x - m[None, :]), 0.0)
-            y = tl.where(inside[:, None], y, 0.0)
-            sums = tl.dot(tl.trans(w), y, sums, input_precision=PRECISION)
+            y = load_rows(Y, y_strides, b, start, h, T, BLOCK, D)
+            inside = documents_of_rows(DOCUMENTS, b, start, T, BLOCK) == document
+            w = tl.where(inside[:, None], rounded(tl.exp(x - m[None, :]), PRECISION), 0.0)
+            sums = product(tl.trans(w), tl.where(inside[:, None], y, 0.0), PRECISION, sums)
             if DELTA is not None:
-                w *= tl.where(inside, -load_of_rows(DELTA, b * H + h, start, T, 0.0, BLOCK), 0.0)[:, None]
+                w *= -tl.load(entries_of_rows(DELTA, b * H + h, start, T, BLOCK), mask=inside, other=0.0)[:, None]
             z += tl.sum(w, 0)
     d = tl.arange(0, D)
     at = tl.cast(tl.program_id(0), tl.int64) * D
@@ -237,23 +269,22 @@ def carry_states_kernel(
         tl.store(S_LAST + at[:, None] * D + e[None, :], s)
 
 
-# ---- rows
+# ---- blocks
 
 
 @triton.jit
-def row_reference(q, k, m, DOCUMENTS, b, start, reads, T, SUB: tl.constexpr, D: tl.constexpr):
+def row_reference(q, k, m, documents, reads, SEVERAL: tl.constexpr):
     """Return c_i, the largest q_id + k_jd of the keys that each row of a block sees, [SUB], in the state and the block.
 
-    q, k [SUB, D] float32: the block's rows; m [D]: the state's reference; reads [SUB]: the rows that read the state.
+    q, k [SUB, D] float32: the block's rows; m [D]: the state's reference; documents [SUB]; reads [SUB]: the rows that
+    read the state; SEVERAL: whether there may be several documents.
     """
-    if DOCUMENTS is None:
-        largest = tl.maximum(tl.associative_scan(k, 0, maximum), m[None, :])
-    else:
-        at = start + tl.arange(0, SUB)
-        documents = tl.load(DOCUMENTS + tl.cast(b, tl.int64) * T + at, mask=at < T, other=0)
-        documents = tl.broadcast_to(documents[:, None], [SUB, D])
+    if SEVERAL:
+        documents = tl.broadcast_to(documents[:, None], k.shape)
         _, largest = tl.associative_scan((documents, k), 0, maximum_of_document)
         largest = tl.maximum(largest, tl.where(reads[:, None], m[None, :], EMPTY))
+    else:
+        largest = tl.maximum(tl.associative_scan(k, 0, maximum), m[None, :])
     return tl.max(q + largest, 1)
 
 
@@ -262,7 +293,7 @@ def forward_kernel(
     Q, K, V, DOCUMENTS, M, S, Z,
     Y, L,  # what is written
     q_strides, k_strides, v_strides, T, H, HKV,
-    D: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write Y [B, T, H, D] and L of one chunk of one head, from the state before it."""
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
@@ -273,35 +304,37 @@ def forward_kernel(
     for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, T), SUB):
         q = load_rows(Q, q_strides, b, start, h, T, SUB, D).to(tl.float32)
         k = load_rows(K, k_strides, b, start, hkv, T, SUB, D).to(tl.float32)
+        documents = documents_of_rows(DOCUMENTS, b, start, T, SUB)
         before = document_of(DOCUMENTS, b, start - 1, T)
-        reads = rows_of_document(DOCUMENTS, b, start, T, before, SUB)
-        c = row_reference(q, k, m, DOCUMENTS, b, start, reads, T, SUB, D)
+        reads = documents == before
+        c = row_reference(q, k, m, documents, reads, DOCUMENTS is not None)
         e = q - c[:, None]
-        a = tl.where(reads[:, None], tl.exp(e + m[None, :]), 0.0)
-        num = tl.dot(a, s, input_precision=PRECISION)
+        a = tl.where(reads[:, None], rounded(tl.exp(e + m[None, :]), PRECISION), 0.0)
+        num = product(a, s, PRECISION)
         den = tl.sum(a * z[None, :], 1)
         if DOCUMENTS is not None:
             num, den = tl.where(reads[:, None], num, 0.0), tl.where(reads, den, 0.0)  # the state may be NaN
-        for j in range(SUB):
-            w = tl.sum(tl.exp(e + load_rows(K, k_strides, b, start + j, hkv, T, 1, D).to(tl.float32)), 1)
-            v = load_rows(V, v_strides, b, start + j, hkv, T, 1, D).to(tl.float32)
+        k_row, v_row = row_of(K, k_strides, b, start, hkv, D), row_of(V, v_strides, b, start, hkv, D)
+        for j in tl.range(0, tl.minimum(SUB, T - start), loop_unroll_factor=UNROLL):
+            w = tl.sum(tl.exp(e + tl.load(k_row + j * k_strides[1]).to(tl.float32)), 1)
+            v = tl.load(v_row + j * v_strides[1]).to(tl.float32)
             sees = row >= j
             if DOCUMENTS is not None:
-                sees &= rows_of_document(DOCUMENTS, b, start, T, document_of(DOCUMENTS, b, start + j, T), SUB)
+                sees &= documents == document_of(DOCUMENTS, b, start + j, T)
             num = tl.where(sees[:, None], num + w[:, None] * v, num)
             den = tl.where(sees, den + w, den)
         inside = start + row < T
         y = num / den[:, None]
         tl.store(row_pointers(Y, b, start, h, T, H, SUB, D), y.to(Y.dtype.element_ty), inside[:, None])
-        tl.store(at_head(L, T, bh) + start + row, c + tl.log(den), inside)
-        v = load_rows(V, v_strides, b, start, hkv, T, SUB, D).to(tl.float32)
+        tl.store(entries_of_rows(L, bh, start, T, SUB), c + tl.log(den), inside)
+        v = load_rows(V, v_strides, b, start, hkv, T, SUB, D)
         if DOCUMENTS is not None:
             last = document_of(DOCUMENTS, b, tl.minimum(start + SUB, T) - 1, T)
             m, s, z = keep_state(m, s, z, before == last)
-            inside = rows_of_document(DOCUMENTS, b, start, T, last, SUB)
+            inside = documents == last
             v = tl.where(inside[:, None], v, 0.0)
-        m, factor, w = new_reference(m, k, inside)
-        s = tl.dot(tl.trans(w), v, s * factor[:, None], input_precision=PRECISION)
+        m, factor, w = new_reference(m, k, inside, PRECISION)
+        s = product(tl.trans(w), v, PRECISION, s * factor[:, None])
         z = z * factor + tl.sum(w, 0)
 
 
@@ -310,7 +343,7 @@ def dq_kernel(
     Q, K, V, DY, L, DOCUMENTS, M, S, Z,
     DQ, DELTA,  # what is written
     q_strides, k_strides, v_strides, dy_strides, T, H, HKV,
-    D: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write DQ [B, T, H, D] and DELTA of one chunk of one head, from the state before it, which is kept transposed."""
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
@@ -321,35 +354,37 @@ def dq_kernel(
     for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, T), SUB):
         e = load_exponents(Q, L, q_strides, b, h, start, T, H, SUB, D)
         dy = load_rows(DY, dy_strides, b, start, h, T, SUB, D).to(tl.float32)
+        documents = documents_of_rows(DOCUMENTS, b, start, T, SUB)
         before = document_of(DOCUMENTS, b, start - 1, T)
-        reads = rows_of_document(DOCUMENTS, b, start, T, before, SUB)
+        reads = documents == before
         share = tl.where(reads[:, None], tl.exp(e + m[None, :]), 0.0)
-        given = share * tl.dot(dy, s, input_precision=PRECISION)
+        given = share * product(dy, s, PRECISION)
         share *= z[None, :]
         if DOCUMENTS is not None:
             given, share = tl.where(reads[:, None], given, 0.0), tl.where(reads[:, None], share, 0.0)
-        for j in range(SUB):
-            p = tl.exp(e + load_rows(K, k_strides, b, start + j, hkv, T, 1, D).to(tl.float32))
-            dp = tl.sum(dy * load_rows(V, v_strides, b, start + j, hkv, T, 1, D).to(tl.float32), 1)
+        k_row, v_row = row_of(K, k_strides, b, start, hkv, D), row_of(V, v_strides, b, start, hkv, D)
+        for j in tl.range(0, tl.minimum(SUB, T - start), loop_unroll_factor=UNROLL):
+            p = tl.exp(e + tl.load(k_row + j * k_strides[1]).to(tl.float32))
+            dp = tl.sum(dy * tl.load(v_row + j * v_strides[1]).to(tl.float32), 1)
             sees = row >= j
             if DOCUMENTS is not None:
-                sees &= rows_of_document(DOCUMENTS, b, start, T, document_of(DOCUMENTS, b, start + j, T), SUB)
+                sees &= documents == document_of(DOCUMENTS, b, start + j, T)
             given = tl.where(sees[:, None], given + p * dp[:, None], given)
             share = tl.where(sees[:, None], share + p, share)
         inside = start + row < T
         delta = tl.sum(given, 1) / tl.sum(share, 1)
         dq = given - delta[:, None] * share
         tl.store(row_pointers(DQ, b, start, h, T, H, SUB, D), dq.to(DQ.dtype.element_ty), inside[:, None])
-        tl.store(at_head(DELTA, T, bh) + start + row, delta, inside)
+        tl.store(entries_of_rows(DELTA, bh, start, T, SUB), delta, inside)
         k = load_rows(K, k_strides, b, start, hkv, T, SUB, D).to(tl.float32)
-        v = load_rows(V, v_strides, b, start, hkv, T, SUB, D).to(tl.float32)
+        v = load_rows(V, v_strides, b, start, hkv, T, SUB, D)
         if DOCUMENTS is not None:
             last = document_of(DOCUMENTS, b, tl.minimum(start + SUB, T) - 1, T)
             m, s, z = keep_state(m, s, z, before == last)
-            inside = rows_of_document(DOCUMENTS, b, start, T, last, SUB)
+            inside = documents == last
             v = tl.where(inside[:, None], v, 0.0)
-        m, factor, w = new_reference(m, k, inside)
-        s = tl.dot(tl.trans(v), w, s * factor[None, :], input_precision=PRECISION)
+        m, factor, w = new_reference(m, k, inside, PRECISION)
+        s = product(tl.trans(v), w, PRECISION, s * factor[None, :])
         z = z * factor + tl.sum(w, 0)
 
 
@@ -358,7 +393,7 @@ def dkdv_kernel(
     Q, K, V, DY, L, DELTA, DOCUMENTS, M, S, Z,
     DK, DV,  # what is written
     q_strides, k_strides, v_strides, dy_strides, T, H, HKV,
-    D: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write DK, DV [B, T, Hkv, D] of one chunk of one head of keys, walking backward from the state after it."""
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
@@ -372,33 +407,34 @@ def dkdv_kernel(
         v = load_rows(V, v_strides, b, start, hkv, T, SUB, D).to(tl.float32)
         after = document_of(DOCUMENTS, b, tl.minimum(start + SUB, T - 1), T)
         first = document_of(DOCUMENTS, b, start, T)
-        reads = rows_of_document(DOCUMENTS, b, start, T, after, SUB)
+        documents = documents_of_rows(DOCUMENTS, b, start, T, SUB)
+        reads = documents == after
         w = tl.where(reads[:, None], tl.exp(k + m[None, :]), 0.0)
-        dk = w * (tl.dot(v, tl.trans(s), input_precision=PRECISION) + z[None, :])
-        dv = tl.dot(w, s, input_precision=PRECISION)
+        dk = w * (product(v, tl.trans(s), PRECISION) + z[None, :])
+        dv = product(w, s, PRECISION)
         if DOCUMENTS is not None:
             dk, dv = tl.where(reads[:, None], dk, 0.0), tl.where(reads[:, None], dv, 0.0)
             m, s, z = keep_state(m, s, z, after == first)
         for h in range(hkv * group, hkv * group + group):
-            for i in range(SUB):
-                e = load_exponents(Q, L, q_strides, b, h, start + i, T, H, 1, D)
-                dy = load_rows(DY, dy_strides, b, start + i, h, T, 1, D).to(tl.float32)
-                p = tl.exp(k + e)
-                ds = tl.sum(v * dy, 1) - load_of_rows(DELTA, b * H + h, start + i, T, 0.0, 1)
+            q_row, dy_row = row_of(Q, q_strides, b, start, h, D), row_of(DY, dy_strides, b, start, h, D)
+            entry = tl.cast(b * H + h, tl.int64) * T + start
+            for i in tl.range(0, tl.minimum(SUB, T - start), loop_unroll_factor=UNROLL):
+                p = tl.exp(k + (tl.load(q_row + i * q_strides[1]).to(tl.float32) - tl.load(L + entry + i)))
+                dy = tl.load(dy_row + i * dy_strides[1]).to(tl.float32)
+                ds = tl.sum(v * dy, 1) - tl.load(DELTA + entry + i)
                 sees = row <= i
                 if DOCUMENTS is not None:
-                    document = document_of(DOCUMENTS, b, tl.minimum(start + i, T - 1), T)
-                    sees &= rows_of_document(DOCUMENTS, b, start, T, document, SUB)
+                    sees &= documents == document_of(DOCUMENTS, b, start + i, T)
                 dk = tl.where(sees[:, None], dk + p * ds[:, None], dk)
                 dv = tl.where(sees[:, None], dv + tl.sum(p, 1)[:, None] * dy, dv)
             e = load_exponents(Q, L, q_strides, b, h, start, T, H, SUB, D)
             dy = load_rows(DY, dy_strides, b, start, h, T, SUB, D).to(tl.float32)
-            delta = load_of_rows(DELTA, b * H + h, start, T, 0.0, SUB)
-            inside = rows_of_document(DOCUMENTS, b, start, T, first, SUB)
+            inside = documents == first
+            delta = tl.load(entries_of_rows(DELTA, b * H + h, start, T, SUB), mask=inside, other=0.0)
             if DOCUMENTS is not None:
-                dy, delta = tl.where(inside[:, None], dy, 0.0), tl.where(inside, delta, 0.0)
-            m, factor, w = new_reference(m, e, inside)
-            s = tl.dot(tl.trans(w), dy, s * factor[:, None], input_precision=PRECISION)
+                dy = tl.where(inside[:, None], dy, 0.0)
+            m, factor, w = new_reference(m, e, inside, PRECISION)
+            s = product(tl.trans(w), dy, PRECISION, s * factor[:, None])
             z = z * factor - tl.sum(w * delta[:, None], 0)
         inside = (start + row < T)[:, None]
         tl.store(row_pointers(DK, b, start, hkv, T, HKV, SUB, D), dk.to(DK.dtype.element_ty), inside)
@@ -421,7 +457,7 @@ def chunk_states(x, y, documents, first=None, L=None, delta=None, HKV=None, last
     states = [empty(x, B * HKV, chunks, *shape) for shape in ((D,), (D, D), (D,))]
     chunk_sums_kernel[(B * HKV * chunks,)](
         x, y, L, delta, documents, *states, x.stride(), y.stride(), T, H, HKV, D=D, CHUNK=CHUNK, BLOCK=BLOCK,
-        PRECISION=PRECISION[x.dtype], num_warps=WARPS["chunk_sums"][D],
+        PRECISION=PRECISION[x.dtype], num_warps=_warps("chunk_sums", x), num_stages=1,
     )  # fmt: skip
     found = [empty(x, B, HKV, *shape) for shape in ((D,), (D, D), (D,))] if last else (None, None, None)
     rows, warps, stages = CARRY
@@ -433,14 +469,14 @@ def chunk_states(x, y, documents, first=None, L=None, delta=None, HKV=None, last
 
 
 def forward(q, k, v, documents=None, initial=None, *, final=False):
-    """Return y [B, T, H, D], L [B, H, T padded to 128] and the state (m, S, z) after the last token, None unless `final`.
+    """Return y [B, T, H, D], L [B, H, T] float32 and the state (m, S, z) after the last token, None unless `final`.
 
     q [B, T, H, D], k [B, T, Hkv, D] bfloat16, float16 or float32, v [B, T, Hkv, D] in the same dtype or float32, which
     is that of y; any strides. documents [B, T] int32 or None; initial: (m [B, Hkv, D], S [B, Hkv, D, D], z [B, Hkv, D])
     float32 or None.
     """
     (B, T, H, D), HKV = q.shape, k.shape[2]
-    y, L = empty(q, B, T, H, D, dtype=v.dtype), empty(q, B, H, padded(T))
+    y, L = empty(q, B, T, H, D, dtype=v.dtype), empty(q, B, H, T)
     documents, initial = _contiguous(documents), initial and [x.contiguous() for x in initial]
     with device_guard(q.device):
         states, last = chunk_states(k, v, documents, initial, last=final)
@@ -455,7 +491,7 @@ def backward(dy, q, k, v, documents, L, initial=None, final=None):
 
     final: (m, dS, dz) of the last state: its reference and the gradient to it, or None. The others are as in `forward`.
     """
-    (B, T, H, D), HKV = q.shape, k.shape[2]
+    (B, T, H, _), HKV = q.shape, k.shape[2]
     dq, dk, dv = (empty(q, *x.shape, dtype=x.dtype) for x in (q, k, v))
     delta = torch.empty_like(L)
     documents, initial = _contiguous(documents), initial and [x.contiguous() for x in initial]
@@ -485,5 +521,10 @@ def _contiguous(x):
 
 def _options(kernel, q):
     """Return the sizes and options of a launch of forward_kernel, dq_kernel or dkdv_kernel."""
-    D = q.shape[3]
-    return dict(D=D, CHUNK=CHUNK, SUB=SUB, PRECISION=PRECISION[q.dtype], num_warps=WARPS[kernel][D])
+    sizes = dict(D=q.shape[3], CHUNK=CHUNK, SUB=SUB, UNROLL=UNROLL[q.shape[3]], PRECISION=PRECISION[q.dtype])
+    return sizes | dict(num_warps=_warps(kernel, q), num_stages=1)
+
+
+def _warps(kernel, q):
+    """Return the warps of a launch: twice as many without the matrix unit, whose operands take less registers."""
+    return min(16, WARPS[kernel][q.shape[3]] * (2 if PRECISION[q.dtype] == "ieee" else 1))

@@ -46,7 +46,7 @@ def _heinsen(
 @_heinsen.register_fake
 def _(q, k, v, documents, m0, S0, z0, final):
     B, T, H, _ = q.shape
-    return empty_like(q, v.dtype), *_empty_state(k, final), _empty(q, B, H, heinsen.padded(T))
+    return empty_like(q, v.dtype), *_empty_state(k, final), _empty(q, B, H, T)
 
 
 @torch.library.custom_op("sympow::heinsen_backward", mutates_args=())
