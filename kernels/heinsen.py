@@ -15,7 +15,7 @@ A program of forward_kernel walks through its chunk in blocks of SUB = 16 tokens
 chunk, and each block's rows read the state before the block as a matrix product. Pairs inside a block are computed one
 by one, which needs no bound on how fast keys grow. Then the block's keys are added to the state.
 
-    c_i = max over d of q_id + (largest k_jd that row i sees)         every exponent is relative to the row's own maximum
+    c_i = max over d of q_id + (largest k_jd that row i sees)       so exponents are relative to the row's own maximum
     num_i = exp(q_i + m - c_i) @ S + sum_j w_ij v_j,   den_i = exp(q_i + m - c_i) . z + sum_j w_ij
     L_i = c_i + log den_i
 
@@ -83,7 +83,7 @@ PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32", torch.float32: "ieee
 
 @triton.jit
 def document_of(DOCUMENTS, b, at, T):
-    """Return the number of the document of token `at` of sequence b: 0 before the first token, and without documents."""
+    """Return the number of the document of token `at`, 0 before the first token and without documents."""
     if DOCUMENTS is None:
         return 0
     else:
