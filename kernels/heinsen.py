@@ -41,11 +41,16 @@ that share a head of keys share it too. delta is made of the sums that dq is mad
 
 Only L is saved: the backward pass makes the states again, so that a model does not hold those of all its layers.
 
-Cost, a token and head, with D = 64. Forward: 16 D exp inside blocks and 3 D with states; 8 D^2 FLOP in products and 2 D^2
-for a chunk's own state. Backward: 32 D and 7 D exp, 20 D^2 FLOP. Bytes: those of the tensors, twice for keys and values,
-and 16 D^2 / CHUNK forward, 32 D^2 / CHUNK backward. Floors for 65,536 tokens, 12 heads and CHUNK = 128 on an H200
-(3.6e12 exp/s, 4.3 TB/s): forward 0.27 ms of exp and 0.22 ms of memory, backward 0.55 and 0.4 ms. Products need 0.1 ms at
-a quarter of the bfloat16 rate (701 TFLOP/s). The limit is exp, and latency in the walk.
+Cost, a token and head. Forward: 16 D exp inside blocks and 5 D for states; 8 D^2 FLOP in products. Backward: 32 D exp
+inside blocks and 10 D for states, 16 D^2 FLOP. Bytes: q, k, v and y, keys and values a second time, and 16 D^2 / CHUNK
+of states; backward q, k, v, dy and three gradients, all but the gradients a second time, and 32 D^2 / CHUNK.
+
+Floors of 65,536 tokens, 12 heads of 64 in bfloat16 on an H200 (3.6e12 exp/s, 4.3 TB/s), with CHUNK = 128: forward 0.29
+ms of exp and 0.23 ms of memory, backward 0.59 and 0.44 ms. The products are 0.03 and 0.05 TFLOP: 0.1 and 0.2 ms at tf32's
+half of the matrix unit's 701 TFLOP/s. The limit is exp, and the latency of a walk from block to block.
+
+Heads of 128 need all registers for the state, and a few more: some spill. In float32 products do without the matrix
+unit, and at 128 are slow for the same reason; that size is there to be right.
 
 Range. No exponent that is used is above zero, so that q and k may be of any size at which q + k is exact enough: at 80
 float32 keeps 1e-5 of a weight. A row does not depend on later keys, in any bit. NaN comes out in the rows that see it.
@@ -64,7 +69,7 @@ EMPTY = tl.constexpr(-1e30)  # the reference of a state without tokens; finite, 
 
 CHUNK = 128  # tokens between two states in memory, a multiple of BLOCK
 SUB = 16  # tokens of a block inside a chunk: the smallest number of rows of the matrix unit
-UNROLL = {16: 2, 32: 2, 64: 2, 128: 1}  # head dimension -> pairs of a row inside a block that are computed at a time
+UNROLL = 2  # pairs of a row inside a block that are computed at a time
 BLOCK = 32  # tokens that are added at a time to a chunk's own sums
 # kernel -> head dimension -> warps
 WARPS = {
@@ -137,7 +142,7 @@ def row_of(X, strides, b, start, h, D: tl.constexpr):
 
 @triton.jit
 def rounded(x, PRECISION: tl.constexpr):
-    """Return x as float32, rounded to what the matrix unit reads of it: of tf32's operands it cuts the last 13 bits off.
+    """Return x as float32, rounded to the 11 bits that the matrix unit reads of it, which cuts the others off.
 
     Sums over rounded numbers are not biased, and weights can be summed as they are multiplied.
     """
@@ -183,14 +188,14 @@ def new_reference(m, x, inside, PRECISION: tl.constexpr):
     return new, tl.exp(m - new), tl.where(inside[:, None], rounded(tl.exp(x - new[None, :]), PRECISION), 0.0)
 
 
-@triton.jit(do_not_specialize=["T", "H", "HKV"])
+@triton.jit(do_not_specialize=["T", "H", "HKV", "CHUNK"])
 def chunk_sums_kernel(
     X, Y,  # keys and values, or queries and dy
     L, DELTA,  # None, or those of the queries
     DOCUMENTS,
     M, S, Z,  # what is written
-    x_strides, y_strides, T, H, HKV,  # H: heads of X
-    D: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    x_strides, y_strides, T, H, HKV, CHUNK,  # H: heads of X
+    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the sums (m, S, z) over one chunk's keys, or (N, dS, dz) over the queries of all heads of a group.
 
@@ -224,13 +229,13 @@ def chunk_sums_kernel(
     tl.store(Z + at + d, z)
 
 
-@triton.jit(do_not_specialize=["T", "HKV"])
+@triton.jit(do_not_specialize=["T", "HKV", "CHUNK"])
 def carry_states_kernel(
     M, S, Z,
     M_FIRST, S_FIRST, Z_FIRST,  # the state before all tokens (with REVERSE: after all), or None
     M_LAST, S_LAST, Z_LAST,  # the state at the other end, or None
-    DOCUMENTS, T, HKV,
-    D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr,
+    DOCUMENTS, T, HKV, CHUNK,
+    D: tl.constexpr, ROWS: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Replace the sums over each chunk by the state before it (with REVERSE: after it), ROWS features of one head."""
     chunks, blocks = tl.cdiv(T, CHUNK), D // ROWS
@@ -288,12 +293,12 @@ def row_reference(q, k, m, documents, reads, SEVERAL: tl.constexpr):
     return tl.max(q + largest, 1)
 
 
-@triton.jit(do_not_specialize=["T", "H", "HKV"])
+@triton.jit(do_not_specialize=["T", "H", "HKV", "CHUNK"])
 def forward_kernel(
     Q, K, V, DOCUMENTS, M, S, Z,
     Y, L,  # what is written
-    q_strides, k_strides, v_strides, T, H, HKV,
-    D: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr,
+    q_strides, k_strides, v_strides, T, H, HKV, CHUNK,
+    D: tl.constexpr, SUB: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write Y [B, T, H, D] and L of one chunk of one head, from the state before it."""
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
@@ -338,12 +343,12 @@ def forward_kernel(
         z = z * factor + tl.sum(w, 0)
 
 
-@triton.jit(do_not_specialize=["T", "H", "HKV"])
+@triton.jit(do_not_specialize=["T", "H", "HKV", "CHUNK"])
 def dq_kernel(
     Q, K, V, DY, L, DOCUMENTS, M, S, Z,
     DQ, DELTA,  # what is written
-    q_strides, k_strides, v_strides, dy_strides, T, H, HKV,
-    D: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr,
+    q_strides, k_strides, v_strides, dy_strides, T, H, HKV, CHUNK,
+    D: tl.constexpr, SUB: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write DQ [B, T, H, D] and DELTA of one chunk of one head, from the state before it, which is kept transposed."""
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
@@ -388,12 +393,12 @@ def dq_kernel(
         z = z * factor + tl.sum(w, 0)
 
 
-@triton.jit(do_not_specialize=["T", "H", "HKV"])
+@triton.jit(do_not_specialize=["T", "H", "HKV", "CHUNK"])
 def dkdv_kernel(
     Q, K, V, DY, L, DELTA, DOCUMENTS, M, S, Z,
     DK, DV,  # what is written
-    q_strides, k_strides, v_strides, dy_strides, T, H, HKV,
-    D: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr,
+    q_strides, k_strides, v_strides, dy_strides, T, H, HKV, CHUNK,
+    D: tl.constexpr, SUB: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write DK, DV [B, T, Hkv, D] of one chunk of one head of keys, walking backward from the state after it."""
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
@@ -456,13 +461,13 @@ def chunk_states(x, y, documents, first=None, L=None, delta=None, HKV=None, last
     chunks = triton.cdiv(T, CHUNK)
     states = [empty(x, B * HKV, chunks, *shape) for shape in ((D,), (D, D), (D,))]
     chunk_sums_kernel[(B * HKV * chunks,)](
-        x, y, L, delta, documents, *states, x.stride(), y.stride(), T, H, HKV, D=D, CHUNK=CHUNK, BLOCK=BLOCK,
+        x, y, L, delta, documents, *states, x.stride(), y.stride(), T, H, HKV, CHUNK, D=D, BLOCK=BLOCK,
         PRECISION=PRECISION[x.dtype], num_warps=_warps("chunk_sums", x), num_stages=1,
     )  # fmt: skip
     found = [empty(x, B, HKV, *shape) for shape in ((D,), (D, D), (D,))] if last else (None, None, None)
     rows, warps, stages = CARRY
     carry_states_kernel[(B * HKV * D // rows,)](
-        *states, *(first or (None, None, None)), *found, documents, T, HKV, D=D, CHUNK=CHUNK, ROWS=rows,
+        *states, *(first or (None, None, None)), *found, documents, T, HKV, CHUNK, D=D, ROWS=rows,
         REVERSE=L is not None, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return states, found if last else None
@@ -481,7 +486,21 @@ def forward(q, k, v, documents=None, initial=None, *, final=False):
     with device_guard(q.device):
         states, last = chunk_states(k, v, documents, initial, last=final)
         forward_kernel[(B * H * triton.cdiv(T, CHUNK),)](
-            q, k, v, documents, *states, y, L, q.stride(), k.stride(), v.stride(), T, H, HKV, **_options("forward", q)
+            q,
+            k,
+            v,
+            documents,
+            *states,
+            y,
+            L,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            T,
+            H,
+            HKV,
+            CHUNK,
+            **_options("forward", q),
         )
     return y, L, last
 
@@ -500,12 +519,12 @@ def backward(dy, q, k, v, documents, L, initial=None, final=None):
     with device_guard(q.device):
         states, _ = chunk_states(k, v, documents, initial)
         dq_kernel[(B * H * triton.cdiv(T, CHUNK),)](
-            q, k, v, dy, L, documents, *states, dq, delta, *strides, T, H, HKV, **_options("dq", q)
+            q, k, v, dy, L, documents, *states, dq, delta, *strides, T, H, HKV, CHUNK, **_options("dq", q)
         )
         del states
         states, first = chunk_states(q, dy, documents, final, L, delta, HKV, last=initial is not None)
         dkdv_kernel[(B * HKV * triton.cdiv(T, CHUNK),)](
-            q, k, v, dy, L, delta, documents, *states, dk, dv, *strides, T, H, HKV, **_options("dkdv", q)
+            q, k, v, dy, L, delta, documents, *states, dk, dv, *strides, T, H, HKV, CHUNK, **_options("dkdv", q)
         )
     if initial is None:
         return dq, dk, dv, None
@@ -521,7 +540,7 @@ def _contiguous(x):
 
 def _options(kernel, q):
     """Return the sizes and options of a launch of forward_kernel, dq_kernel or dkdv_kernel."""
-    sizes = dict(D=q.shape[3], CHUNK=CHUNK, SUB=SUB, UNROLL=UNROLL[q.shape[3]], PRECISION=PRECISION[q.dtype])
+    sizes = dict(D=q.shape[3], SUB=SUB, UNROLL=UNROLL, PRECISION=PRECISION[q.dtype])
     return sizes | dict(num_warps=_warps(kernel, q), num_stages=1)
 
 
