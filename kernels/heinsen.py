@@ -41,13 +41,13 @@ that share a head of keys share it too. delta is made of the sums that dq is mad
 
 Only L is saved: the backward pass makes the states again, so that a model does not hold those of all its layers.
 
-Cost, a token and head. Forward: 16 D exp inside blocks and 5 D for states; 8 D^2 FLOP in products. Backward: 32 D exp
-inside blocks and 10 D for states, 16 D^2 FLOP. Bytes: q, k, v and y, keys and values a second time, and 16 D^2 / CHUNK
+Cost, a token and head. Forward: 16 D exp inside blocks and 3 D for states; 6 D^2 FLOP in products. Backward: 32 D exp
+inside blocks and 6 D for states, 14 D^2 FLOP. Bytes: q, k, v and y, keys and values a second time, and 16 D^2 / CHUNK
 of states; backward q, k, v, dy and three gradients, all but the gradients a second time, and 32 D^2 / CHUNK.
 
-Floors of 65,536 tokens, 12 heads of 64 in bfloat16 on an H200 (3.6e12 exp/s, 4.3 TB/s), with CHUNK = 128: forward 0.29
-ms of exp and 0.23 ms of memory, backward 0.59 and 0.44 ms. The products are 0.03 and 0.05 TFLOP: 0.1 and 0.2 ms at tf32's
-half of the matrix unit's 701 TFLOP/s. The limit is exp, and the latency of a walk from block to block.
+Floors of 65,536 tokens, 12 heads of 64 in bfloat16 on an H200 (3.6e12 exp/s, 4.3 TB/s), with CHUNK = 128: forward 0.27
+ms of exp and 0.23 ms of memory, backward 0.53 and 0.44 ms. The products, 0.02 and 0.05 TFLOP, are 0.06 and 0.13 ms at
+tf32's half of the matrix unit's 701 TFLOP/s. The limit is exp, and the latency of a walk from block to block.
 
 Heads of 128 need all registers for the state, and a few more: some spill. In float32 products do without the matrix
 unit, and at 128 are slow for the same reason; that size is there to be right.
