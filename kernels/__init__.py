@@ -48,3 +48,13 @@ def unsupported_reason(form, dtype, D, E, p):
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return ""
+
+
+def heinsen_unsupported_reason(dtype, D, E):
+    """Return why the kernels of Heinsen's log attention cannot run on the current GPU, or "" if they can.
+
+    The inputs are q, k [..., D] of `dtype` and v [..., E] of `dtype` or float32.
+    """
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"{str(dtype).removeprefix('torch.')} (they take bfloat16, float16 and float32)"
+    return unsupported_reason("quadratic", torch.bfloat16, D, E, 2)  # the limits are the same but for the dtype
