@@ -16,10 +16,10 @@ limit is latency.
 
 Buffers, beside decode.py's:
 
-    m, z                            [B, Hkv, D]                    float32   see attention/heinsen.py
-    S                               [B, Hkv, D, D]                 float32
-    log_x                           [B, n_embd]                    float32   the position embedding's state
-    hidden                          [B, 2 n_embd]                  float32   the output of its linear layer
+    m, z                            [B, Hkv, D]         float32   see attention/heinsen.py
+    S                               [B, Hkv, D, D]      float32
+    log_x                           [B, n_embd]         float32   the position embedding's state
+    hidden                          [B, 2 n_embd]       float32   the output of its linear layer
 """
 
 import triton

@@ -11,9 +11,9 @@ that no tile waits for a reduction. With many cached tokens the limit is the ban
 
 Buffers are those of decode.py, and
 
-    sums: num                       [parts, B, H, D]               float32   the sums of each part
-          den, maxima               [parts, B, H]                  float32
-          arrived                   [B, H]                         int32     parts that have finished; zero before and after
+    sums: num                       [parts, B, H, D]    float32   the sums of each part
+          den, maxima               [parts, B, H]       float32
+          arrived                   [B, H]              int32     parts that have finished; zero before and after
 """
 
 import math
@@ -118,8 +118,8 @@ def attend_softmax(qkv, rotation, cache, count, sums, out, resets):
     """Write the softmax attention of the newest token to out [B, H D], and its key and value to entry `count` of the
     cache.
 
-    cache: (keys, values, gate_sums, resets) as in decode.py; sums: (num, den, arrived, maxima), whose number of parts is
-    decode.parts_of_cache. resets: False if no token of the cache resets.
+    cache: (keys, values, gate_sums, resets) as in decode.py; sums: (num, den, arrived, maxima), whose number of parts
+    is decode.parts_of_cache. resets: False if no token of the cache resets.
     """
     keys, values, _, counted = cache
     num, den, arrived, maxima = sums
