@@ -94,7 +94,7 @@ class Decoder:
         check_generation_fits(mixes, state, max_new_tokens, self.B, self.dtype.itemsize, state_dtype, self.device)
         self.weights = [self._weights(block) for block in t.h]
         self.wte, self.ends = w.to(self.dtype), (self._norm(t.ln_wte), self._norm(t.ln_f))
-        self.wpe = tuple(x.float() for x in t.wpe.decoder_weights()) if "wpe" in t else None
+        self.wpe = (t.wpe.dense.weight.float(), t.wpe.dense.bias.float()) if "wpe" in t else None
         self.x, self.h = self._zeros(self.B, c.n_embd), self._zeros(self.B, 4 * c.n_embd)
         self.hidden = self.h.view(2, self.B, -1)[0]  # the position embedding is done before h is written
         self.qkv, self.y = self._zeros(self.B, (c.n_head + 2 * c.n_kv_head) * D), self._zeros(self.B, c.n_head * D)

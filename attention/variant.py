@@ -26,9 +26,9 @@ from .state import LayerState, count_positions
 
 class Variant(nn.Module):
     gates = ("none",)  # the allowed settings of `gate`; gate=auto means the first
-    # The kernels on which decoder.py generates with it: "power", "softmax", "heinsen" or "", none. Only the class itself
-    # is asked, not its base classes, because a subclass computes something else. If one layer of a model has none,
-    # generation steps through the `forward` of all.
+    # The kernels on which decoder.py generates with it: "power", "softmax", "heinsen", or "" for none. Only the class
+    # itself is asked, not its base classes, because a subclass computes something else. If one layer of a model has
+    # none, generation steps through the `forward` of all.
     decodes_on_kernels = ""
     # The number of cached tokens at which a state replaces the KV cache, or "auto", "always" or "never"; None if there
     # is no KV cache, or no such choice.
@@ -53,9 +53,9 @@ class Variant(nn.Module):
         """Return the module that gives all layers their positions, or None if this attention needs none.
 
         The model has one, which comes before its first layer and is called with x [B, T, n_embd], resets and state as
-        `forward` below; it returns (x, the state after). Its empty_state(batch, device) returns a State. If its class
-        has decodes_on_kernels = "heinsen" itself, decoder.py generates with it: decoder_weights() is its linear layer's
-        (W [2 n_embd, n_embd], b), and its State has one tensor, log x [B, n_embd].
+        `forward` below; it returns (x, the state after). Its empty_state(batch, device) returns a State. A class
+        that has decodes_on_kernels = "heinsen" (see above) has a linear layer `dense` with a bias, from n_embd to 2
+        n_embd, and a State of one tensor, log x [B, n_embd].
         """
         return None
 
