@@ -22,9 +22,11 @@ import torch
 
 from attention.check import remember
 from attention.embedding import symmetric_power_dim
+from attention.heinsen import LOG_VALUE_BOUND
 from attention.memory import check_generation_fits
 from attention.rotary import rotation_rates
 from attention.state import LayerState, ModelState, State
+from attention.variant import decoding_kernels
 from kernels import decode, decode_heinsen, decode_softmax, sampling
 from model import GPT
 
@@ -67,7 +69,7 @@ class HeinsenBuffers:
     """The state of a layer of Heinsen's attention on the GPU."""
 
     state: State  # a HeinsenState, whose m, S and z are changed in place; position is the one before the first token
-    log_values: bool
+    log_value_bound: float | None  # None for signed values
     group = None
 
     def tensors(self):
@@ -91,6 +93,8 @@ class Decoder:
         self.device, self.dtype, self.state_dtype = w.device, dtype or w.dtype, state_dtype
         self.B, self.tokens_left = len(state.layers[0].position) * num_samples, max_new_tokens
         mixes, c, D = [block.attn.mix for block in t.h], self.c, self.c.head_dim
+        if not all(map(decoding_kernels, mixes)):
+            raise ValueError(f"not all layers of attention={c.attention} have kernels to generate with")
         check_generation_fits(mixes, state, max_new_tokens, self.B, self.dtype.itemsize, state_dtype, self.device)
         self.weights = [self._weights(block) for block in t.h]
         self.wte, self.ends = w.to(self.dtype), (self._norm(t.ln_wte), self._norm(t.ln_f))
@@ -135,10 +139,12 @@ class Decoder:
         self.counts = self._zeros(len(mixes), 4, dtype=torch.int32)  # 16 bytes a row: kernels want aligned pointers
         self.layers, groups, of_group = [], {}, {}
         for w, mix, state in zip(self.weights, mixes, states):
-            if mix.decodes_on_kernels == "heinsen":
-                self.layers.append(HeinsenBuffers(self._copy(state, num_samples), mix.config.values == "log"))
+            kind = decoding_kernels(mix)
+            if kind == "heinsen":
+                bound = LOG_VALUE_BOUND if mix.config.values == "log" else None
+                self.layers.append(HeinsenBuffers(self._copy(state, num_samples), bound))
                 continue
-            alike = mix.decodes_on_kernels, mix.p, state.switch_over
+            alike = kind, mix.p, state.switch_over
             key = *alike, mix.rope_base, state.cached_tokens, state.power is None
             if key not in groups:
                 rates = rotation_rates(self.c.head_dim, mix.rope_base, self.device)
@@ -264,7 +270,7 @@ class Decoder:
     def _attend_heinsen(self, w, layer):
         """Launch a layer of Heinsen's attention, from x to y."""
         decode.linear(w["qkv"][0], self.qkv, self.x, norm=w["norm_1"], bias=w["qkv"][1])
-        how = dict(reset_token=self.c.reset_token, log_values=layer.log_values)
+        how = dict(reset_token=self.c.reset_token, log_value_bound=layer.log_value_bound)
         decode_heinsen.attend_heinsen(self.qkv, self.ids, layer.tensors(), self.y, **how)
 
     def capture(self):

@@ -14,6 +14,7 @@ import torch
 
 from attention.dispatch import kernel_reason, warn_once
 from attention.memory import check_generation_fits
+from attention.variant import decoding_kernels
 from data.progress import bar
 
 PIECE = {"cuda": 32768, "cpu": 1024}  # tokens of a prompt that are read in one call
@@ -96,7 +97,7 @@ def decodes_on_kernels(model, state_dtype=torch.float32):
     t, dtype, D = model.transformer, cache_dtype(model), model.config.head_dim
     device, layers = t.wte.weight.device.type, [block.attn for block in t.h]
     parts = [layer.mix for layer in layers] + ([t.wpe] if hasattr(t, "wpe") else [])
-    kinds = [vars(type(part)).get("decodes_on_kernels") for part in parts]
+    kinds = [decoding_kernels(part) for part in parts]
     if device != "cuda" or not all(kinds) or any(layer.replaces_mlp for layer in layers):
         return False
     powers = {layer.mix.p for layer, kind in zip(layers, kinds) if kind == "power"}

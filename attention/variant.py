@@ -24,6 +24,11 @@ from .rotary import rotary
 from .state import LayerState, count_positions
 
 
+def decoding_kernels(part):
+    """Return `decodes_on_kernels` of the class of a Variant or position embedding itself, "" if it has none."""
+    return vars(type(part)).get("decodes_on_kernels", "")
+
+
 class Variant(nn.Module):
     gates = ("none",)  # the allowed settings of `gate`; gate=auto means the first
     # The kernels on which decoder.py generates with it: "power", "softmax", "heinsen", or "" for none. Only the class

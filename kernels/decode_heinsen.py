@@ -33,7 +33,7 @@ EMPTY = tl.constexpr(-1e30)  # m before any token; finite, so that differences a
 
 @triton.jit
 def heinsen_kernel(
-    QKV, IDS, M, S, Z, OUT, reset_token, H, HKV, D: tl.constexpr, LOG_VALUES: tl.constexpr, PDL: tl.constexpr = False
+    QKV, IDS, M, S, Z, OUT, reset_token, log_value_bound, H, HKV, D: tl.constexpr, PDL: tl.constexpr = False
 ):
     """Add the newest token to the state of one sequence and KV head, and attend to it from the head's query heads."""
     let_next_start(PDL)
@@ -46,8 +46,8 @@ def heinsen_kernel(
     reset = tl.load(IDS + b) == reset_token
     row, group = QKV + b * ((H + 2 * HKV) * D), H // HKV
     k, v = tl.load(row + (H + h) * D + d), tl.load(row + (H + HKV + h) * D + d)
-    if LOG_VALUES:
-        v = tl.exp(v)
+    if log_value_bound is not None:
+        v = tl.where(tl.abs(v) <= log_value_bound, tl.exp(v), float("nan"))
     m, z, s = tl.where(reset, EMPTY, m), tl.where(reset, 0.0, z), tl.where(reset, 0.0, s)
     new_m = tl.maximum(m, k)
     decay, new = tl.exp(m - new_m), tl.exp(k - new_m)
@@ -61,20 +61,21 @@ def heinsen_kernel(
         q = tl.load(row + (h * group + i) * D + d) + new_m
         w = tl.exp(q - tl.max(q, 0))
         y = tl.sum(w[:, None] * s, 0) / tl.sum(w * z, 0)
-        if LOG_VALUES:
+        if log_value_bound is not None:
             y = tl.log(y)
         tl.store(OUT + (b * H + h * group + i) * D + d, y)
 
 
-def attend_heinsen(qkv, ids, state, out, *, reset_token, log_values):
+def attend_heinsen(qkv, ids, state, out, *, reset_token, log_value_bound=None):
     """Add the newest token to `state`, in place, and write its attention to out [B, H D].
 
     qkv [B, (H + 2 Hkv) D] float32, not rotated; ids [B] int64: the tokens; state: (m, S, z) as in this file's table.
-    reset_token forgets what is before it (-1: none); log_values: v and the output are logarithms.
+    reset_token forgets what is before it (-1: none). With a log_value_bound v and the output are logarithms, NaN if one
+    in v is larger than that.
     """
     (B, HKV, D), H = state[0].shape, qkv.shape[1] // state[0].shape[2] - 2 * state[0].shape[1]
     heinsen_kernel[(B * HKV,)](
-        qkv, ids, *state, out, reset_token, H, HKV, D=D, LOG_VALUES=log_values, num_warps=8 if D >= 64 else 4,
+        qkv, ids, *state, out, reset_token, log_value_bound, H, HKV, D=D, num_warps=8 if D >= 64 else 4,
         **early_launch(qkv),
     )  # fmt: skip
 
