@@ -19,7 +19,7 @@ import generate  # noqa: E402
 from attention import ATTENTIONS, check, dispatch, naive  # noqa: E402
 from attention.dispatch import plan  # noqa: E402
 from attention.power import power_attention  # noqa: E402
-from kernels import decode, decode_softmax, operators  # noqa: E402
+from kernels import decode, decode_heinsen, decode_softmax, operators  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
 
@@ -147,7 +147,8 @@ def test_torch_compile_takes_the_kernels_whole_with_sizes_that_change(form, on_g
     "attention,module,breaks",
     [
         ("sympow", decode, ""), ("sympow", decode, "attend"), ("sympow", decode, "flush"), ("softmax", decode, ""),
-        ("softmax", decode_softmax, "attend_softmax"),
+        ("softmax", decode_softmax, "attend_softmax"), ("heinsen", decode, ""),
+        ("heinsen", decode_heinsen, "attend_heinsen"), ("heinsen", decode_heinsen, "add_log_position"),
     ],
 )  # fmt: skip
 def test_the_decoder_is_compared_with_the_model(monkeypatch, attention, module, breaks):

@@ -134,14 +134,16 @@ def test_layers_of_any_attentions_stand_side_by_side(name, monkeypatch):
     assert (again - logits).norm() < 1e-5 * logits.norm()
 
 
+@pytest.mark.parametrize("parts", [1, 3])
 @torch.inference_mode()
-def test_softmax_of_several_parts_is_neutral_to_the_size_of_scores():
-    """Scores differ by hundreds, and the largest are in one of three parts: each has a maximum of its own."""
+def test_softmax_in_parts_and_tiles_is_neutral_to_the_size_of_scores(parts, monkeypatch):
+    """Scores differ by hundreds, and the largest are in one of three tiles of 64 tokens, each of them a part or not."""
+    monkeypatch.setattr(decode, "parts_of_cache", lambda heads, C: parts)
     model = tiny(attention="softmax", n_layer=1, n_embd=16, head_dim=16, n_kv_head=1)
     model.transformer.h[0].attn.c_attn.weight.mul_(12)
     state, found = start(model, 1, 3, n=150)
     scores = state.layers[0].k[0, :, 0] @ state.layers[0].k[0, :, 0].t() / 4
-    assert scores.max() > 200 and len(found.groups[0].sums[1]) == 3
+    assert scores.max() > 200
     for _ in range(2):
         logits, state = model.step(found.ids.clone(), state)
         found.step()
@@ -153,7 +155,7 @@ def test_softmax_of_several_parts_is_neutral_to_the_size_of_scores():
 def test_heinsens_state_is_neutral_to_the_size_of_keys(values):
     """Keys of up to 80 grow from token to token and shrink again."""
     model = tiny(attention="heinsen", n_layer=1, values=values)
-    state, found = start(model, 2, 4)
+    state, found = start(model, 2, 5)
     attn, size = model.transformer.h[0].attn, torch.tensor([1.0, 80.0, 8.0, 40.0])
     weight = attn.c_attn.weight.clone()
     for i in range(4):
@@ -162,6 +164,10 @@ def test_heinsens_state_is_neutral_to_the_size_of_keys(values):
         found.step()
         assert (found.logits - logits).norm() < 1e-4 * logits.norm(), i
     assert state.layers[0].m.max() > 40
+    if values == "log":
+        found.weights[0]["qkv"][0][64:].mul_(1000)
+        found.step()
+        assert found.logits.isnan().all()  # beyond the bound of log values
 
 
 @torch.inference_mode()
@@ -177,14 +183,15 @@ def test_layers_of_two_powers_are_flushed_each_into_its_own_state():
     assert state.layers[1].z.shape[2] > state.layers[0].z.shape[2]
 
 
-@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("attention,of", [("sympow", "keys"), ("sympow", "S"), ("softmax", "keys"), ("heinsen", "S")])
 @torch.inference_mode()
-def test_nan_in_a_sequences_state_comes_out_as_nan_and_stays_there(flushed):
+def test_nan_in_a_sequences_state_comes_out_as_nan_and_stays_there(attention, of):
     logits = []
     for value in (0.5, float("nan")):
-        _, found = start(tiny(attention="sympow", p=2), 2, 2, "always" if flushed else None)
+        _, found = start(tiny(attention=attention), 2, 2, "always" if of == "S" else None)
         layer = found.layers[0]
-        (layer.power[0] if flushed else layer.cache[0])[0, 1, :, 0] = value
+        S = layer.state.S if attention == "heinsen" else layer.power and layer.power[0]
+        (S if of == "S" else layer.cache[0])[0, 1, :, 0] = value
         found.step()
         logits.append(found.logits.clone())
     clean, wrong = logits
