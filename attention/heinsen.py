@@ -185,6 +185,7 @@ def _check_state(q, k, v, state):
 class HeinsenState(State):
     """The state of one layer, of constant size: D (E + 2) numbers a key/value head."""
 
+    fixed_size = True
     position: torch.Tensor  # [B] float64, the number of tokens
     m: torch.Tensor  # [B, Hkv, D]
     S: torch.Tensor  # [B, Hkv, D, E]
@@ -204,7 +205,7 @@ class GatedOutput(nn.Module):
 
 
 class Heinsen(Variant):
-    rotates = False
+    rotates, decodes_on_kernels = False, "heinsen"
 
     @classmethod
     def check(cls, config):

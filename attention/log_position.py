@@ -30,6 +30,8 @@ class PositionState(State):
 
 
 class LogPosition(nn.Module):
+    decodes_on_kernels = "heinsen"  # see attention/variant.py
+
     def __init__(self, n_embd):
         super().__init__()
         self.dense = nn.Linear(n_embd, 2 * n_embd, bias=True)

@@ -5,7 +5,9 @@ quadratic      the kernels of the quadratic form, and the functions that launch 
 chunked        the chunked form forward and backward, made of the kernels in
                    gates, prepare, update_state, discumsum, query_state, query_gradient
 common         what these kernels share: units, exact products, program maps
-decode         one token of generation: q, k, v, attention, and flushing the KV cache into the state
+decode         one token of generation: q, k, v, power attention, and flushing the KV cache into the state
+decode_softmax, decode_heinsen
+               one token of generation: the other attentions
 linear         one token of generation: LayerNorm and linear layers
 sampling       one token of generation: the next token from its logits
 layout         which features a state has, and in what order the kernels store them
@@ -28,8 +30,8 @@ CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))
 def unsupported_reason(form, dtype, D, E, p):
     """Return why the kernels of `form` cannot run on the current GPU, or "" if they can.
 
-    form: "quadratic" or "chunked". The inputs are q, k [..., D] and v [..., E] of `dtype`; p is the power. The kernels
-    of decode.py support the same sizes as the quadratic form's.
+    form: "quadratic", "chunked" or "generation" (decoder.py). The inputs are q, k [..., D] and v [..., E] of `dtype`; p
+    is the power. Generation takes the same sizes as the quadratic form.
     """
     if dtype not in DTYPES:
         return f"{str(dtype).removeprefix('torch.')} (they take bfloat16 and float32)"
