@@ -93,13 +93,13 @@ def decodes_on_kernels(model, state_dtype=torch.float32):
     """Return True if decoder.py can generate with this model: it is on a GPU and all its layers allow it, with one
     power, one rotation and one switch_over, which the decoder has once for all layers. Before the first use its kernels
     are compared with float64; if they fail, that is one line of warning."""
-    c, device = model.config, model.transformer.wte.weight.device.type
+    c, device = model.config, model.transformer.wte.weight.device
     mixes = [block.attn.mix for block in model.transformer.h]
-    if device != "cuda" or not all(vars(type(mix)).get("decodes_on_kernels", False) for mix in mixes):
+    if device.type != "cuda" or not all(vars(type(mix)).get("decodes_on_kernels", False) for mix in mixes):
         return False
     if any((mix.p, mix.rope_base, mix.switch_over) != (c.p, c.rope_base, mixes[0].switch_over) for mix in mixes):
         return False
-    if kernel_reason("quadratic", device, cache_dtype(model), c.head_dim, c.head_dim, c.p):
+    if kernel_reason("decode", device, cache_dtype(model), c.head_dim, c.head_dim, c.p):
         return False
     from decoder import failure  # Triton is not everywhere
 

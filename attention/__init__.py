@@ -9,7 +9,7 @@ the GPU kernels; state and memory hold the state of generation. check compares t
 from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower
 from .forms import PowerState
-from .power import power_attention
+from .power import power_attention, power_attention_sums
 from .softmax import Softmax
 from .sympow import Sympow
 from .sympow_gating import SympowGating
@@ -23,4 +23,5 @@ ATTENTIONS = {
     "conformal_sympow": ConformalSympow,
 }
 
-__all__ = ["ATTENTIONS", "PowerState", "Variant", "power_attention", *(cls.__name__ for cls in ATTENTIONS.values())]
+__all__ = ["ATTENTIONS", "PowerState", "Variant", "power_attention", "power_attention_sums"]
+__all__ += [cls.__name__ for cls in ATTENTIONS.values()]

@@ -314,7 +314,7 @@ def forward_kernel(
         acc *= rest
         l *= rest
     tl.store(Y + out, acc.to(Y.dtype.element_ty), row[:, None] < T)
-    tl.store(at_head(L, n, bh) + first + tl.arange(0, BM), l)
+    tl.store(at_head(L, n, bh) + (first + tl.arange(0, BM)), l)
 
 
 # ---- backward
@@ -418,7 +418,7 @@ def dq_kernel(
     if GATED:
         start = row // R * R
         f = tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(gates[0] + start))), 0.0)
-        tl.store(at_head(G, n, bh) + first + tl.arange(0, BM), g)
+        tl.store(at_head(G, n, bh) + (first + tl.arange(0, BM)), g)
         tl.store(pair, tl.join(g * f, delta))
     else:
         tl.store(pair, tl.join(g, g * delta))
@@ -572,8 +572,8 @@ def dkdv_kernel(
         col *= decay
     for i in range(group):
         dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, lo_row, tl.minimum(lo + BN, T), T, OFFSET,
-            P, D, BM, NORMALIZE, BEFORE, True,
+            dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates,
+            lo_row, tl.minimum(lo + BN, T), T, OFFSET, P, D, BM, NORMALIZE, BEFORE, True,
         )  # fmt: skip
 
     out = _row_offsets(b, lo, hkv, T, HKV, BN, D)
