@@ -566,3 +566,11 @@ def test_training_checks_the_kernels_that_it_will_use(kernels, monkeypatch):
         mix = ATTENTIONS["heinsen"](heinsen_config(values=values))
         assert mix.training_plan(4096, torch.bfloat16, "cuda").on_kernels
         assert asked.pop() == (torch.bfloat16, v_dtype, 8, 8)
+
+
+@pytest.mark.parametrize("values", ["signed", "log"])
+def test_the_kernels_in_the_interpreter_equal_the_specification(monkeypatch, values):
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    monkeypatch.setattr(heinsen, "heinsen_kernel_reason", lambda *sizes: "")
+    made = inputs(24, 18, B=1, H=2, Hkv=1, D=16, E=16, dtype=torch.float32, resets=True, change=lambda k: 20 * k)
+    assert_equal_to_specification(made, dtype=torch.float32, values=values, tolerance=1e-5)
