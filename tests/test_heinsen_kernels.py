@@ -100,14 +100,14 @@ def assert_right(tensors, grads, exact=1e-5):
         assert error <= tolerance, f"{name}: error {error:.1e}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("T,final", [(1, True), (17, False), (70, True)])
+@pytest.mark.parametrize("dtype", DTYPES if GPU else [torch.float32])
+@pytest.mark.parametrize("T,final", [(1, True), (17, False), (50, True)])
 def test_every_length_with_and_without_states(T, final, dtype):
     tensors, grads = inputs(T, dtype, state=final)
     assert_right(tensors, grads if final else [grads[0], None, None])
 
 
-@pytest.mark.parametrize("D", [16, 32, 64, 128])
+@pytest.mark.parametrize("D", [16, 32, 64, 128] if GPU else [32, 64, 128])
 def test_every_head_dimension(D):
     assert_right(*inputs(17, DTYPES[0], D=D, H=1, state=True))
 
@@ -169,6 +169,18 @@ def test_nan_does_not_cross_documents():
         x, other = (y if name in "Sz" else y[:, 20:] for y in (found[name], expected[name]))
         assert torch.equal(x, other), name
     assert found["y"][:, 18:20].isnan().all() and found["y"][:, :18].isfinite().all()
+
+
+def test_a_gradient_of_nan_reaches_no_later_key_and_no_other_query():
+    tensors, (dy, *_) = inputs(18, torch.float32, H=1)
+    expected, _ = results(heinsen_attention, tensors, [dy, None, None])
+    dy[:, 5] = float("nan")
+    found, _ = results(heinsen_attention, tensors, [dy, None, None])
+    assert torch.equal(found["dq"][:, 6:], expected["dq"][:, 6:]) and torch.equal(
+        found["dq"][:, :5], expected["dq"][:, :5]
+    )
+    for name in ("dk", "dv"):
+        assert torch.equal(found[name][:, 6:], expected[name][:, 6:]) and found[name][:, :6].isnan().all()
 
 
 def test_a_sequence_in_pieces_equals_the_whole():
