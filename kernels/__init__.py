@@ -1,9 +1,10 @@
-"""Power attention on a GPU: Triton kernels, and the operators through which torch calls them.
+"""Attention on a GPU: Triton kernels, and the operators through which torch calls them.
 
 operators      the door: both whole forms as torch operators, and from steps.py the chunked form's steps
 quadratic      the kernels of the quadratic form, and the functions that launch them
 chunked        the chunked form forward and backward, made of the kernels in
                    gates, prepare, update_state, discumsum, query_state, query_gradient
+heinsen        Heinsen's log attention, and heinsen_operator: its torch operator
 common         what these kernels share: units, exact products, program maps
 decode         one token of generation: q, k, v, power attention, and flushing the KV cache into the state
 decode_softmax, decode_heinsen
