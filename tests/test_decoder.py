@@ -141,7 +141,7 @@ def test_softmax_in_parts_and_tiles_is_neutral_to_the_size_of_scores(parts, monk
     monkeypatch.setattr(decode, "parts_of_cache", lambda heads, C: parts)
     model = tiny(attention="softmax", n_layer=1, n_embd=16, head_dim=16, n_kv_head=1)
     model.transformer.h[0].attn.c_attn.weight.mul_(12)
-    state, found = start(model, 1, 3, n=150)
+    state, found = start(model, 3, 3, n=150)  # in some of these the largest score comes after others of its row
     scores = state.layers[0].k[0, :, 0] @ state.layers[0].k[0, :, 0].t() / 4
     assert scores.max() > 200
     for _ in range(2):
