@@ -95,14 +95,14 @@ def decodes_on_kernels(model, state_dtype=torch.float32):
     for its position embedding, and each layer ends as GPT-2's, with a projection and an MLP. Before the first use the
     kernels are compared with float64; if they fail, that is one line of warning."""
     t, dtype, D = model.transformer, cache_dtype(model), model.config.head_dim
-    device, layers = t.wte.weight.device.type, [block.attn for block in t.h]
+    device, layers = t.wte.weight.device, [block.attn for block in t.h]
     parts = [layer.mix for layer in layers] + ([t.wpe] if hasattr(t, "wpe") else [])
     kinds = [decoding_kernels(part) for part in parts]
-    if device != "cuda" or not all(kinds) or any(layer.replaces_mlp for layer in layers):
+    if device.type != "cuda" or not all(kinds) or any(layer.replaces_mlp for layer in layers):
         return False
     powers = {layer.mix.p for layer, kind in zip(layers, kinds) if kind == "power"}
     reasons = [kernel_reason("quadratic", device, dtype, D, D, p) for p in powers]
-    if any(reasons) or kernel_reason("generation", device, dtype, D, D, 2):
+    if any(reasons) or kernel_reason("decode", device, dtype, D, D, 2):
         return False
     from decoder import failure  # Triton is not everywhere
 

@@ -11,7 +11,7 @@ from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower
 from .forms import PowerState
 from .heinsen import Heinsen, LogState, heinsen_attention
-from .power import power_attention
+from .power import power_attention, power_attention_sums
 from .softmax import Softmax
 from .sympow import Sympow
 from .sympow_gating import SympowGating
@@ -27,7 +27,7 @@ ATTENTIONS = {
 }
 
 __all__ = [
-    "ATTENTIONS", "LogState", "PowerState", "Variant", "heinsen_attention", "power_attention",
+    "ATTENTIONS", "LogState", "PowerState", "Variant", "heinsen_attention", "power_attention", "power_attention_sums",
     *(cls.__name__ for cls in ATTENTIONS.values()),
 ]  # fmt: skip
 

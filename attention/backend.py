@@ -41,6 +41,18 @@ def heinsen_unsupported_reason(dtype, D, E):
     return heinsen_operator.unsupported_reason(dtype, D, E)
 
 
+def quadratic_sums(q, k, v, log_g, *, p, scale):
+    from kernels import operators
+
+    return operators.quadratic_sums(q, k, v, log_g, p=p, scale=scale)
+
+
+def chunked_state(k, v, log_g, S, z, *, p, chunk):
+    from kernels import operators
+
+    return operators.chunked_state(k, v, log_g, S, z, p=p, chunk=chunk)
+
+
 def chunked_bytes_needed(q, k, p, chunk, backward):
     from kernels.chunked import bytes_needed
 

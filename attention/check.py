@@ -22,14 +22,16 @@ SIZES = [
     ("quadratic", torch.bfloat16, 64, 2, True), ("quadratic", torch.bfloat16, 64, 6, False),
     ("quadratic", torch.bfloat16, 64, 8, True), ("quadratic", torch.bfloat16, 128, 4, True),
     ("quadratic", torch.bfloat16, 32, 4, True), ("quadratic", torch.bfloat16, 16, 2, False),
+    ("quadratic", torch.float16, 64, 8, True), ("quadratic", torch.float16, 64, 4, False),
     ("quadratic", torch.float32, 64, 4, True), ("quadratic", torch.float32, 32, 2, False),
     ("chunked", torch.bfloat16, 64, 2, True), ("chunked", torch.bfloat16, 128, 2, True),
     ("chunked", torch.bfloat16, 32, 2, False), ("chunked", torch.bfloat16, 16, 2, True),
     ("chunked", torch.bfloat16, 32, 4, True), ("chunked", torch.bfloat16, 16, 4, False),
+    ("chunked", torch.float16, 64, 2, True), ("chunked", torch.float16, 32, 4, True),
     ("chunked", torch.float32, 32, 2, True), ("chunked", torch.float32, 16, 4, True),
 ]  # fmt: skip
 LENGTH = {"quadratic": 1000, "chunked": 6000}  # a miscompiled loop over a state may go wrong only in long calls
-TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # of y, of gradients
+TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # y, gradients
 
 
 def check(sizes=SIZES):
@@ -141,16 +143,17 @@ def _heinsen(q, k, v, resets):
     return torch.cat(y, 1)
 
 
-def failure(form, dtype, D, p, gated):
-    """Return "" if the kernels of this size agree with float64 on the current GPU, else one line that says why not.
+def failure(form, dtype, D, p, gated, device="cuda"):
+    """Return "" if the kernels of this size agree with float64 on a GPU, else one line that says why not.
 
-    Asked before kernels are used for the first time, it takes seconds unless they passed before (see `remember`).
+    device: a torch.device or its name, "cuda" for the current GPU. Asked before kernels are used for the first time, it
+    takes seconds unless they passed before (see `remember`).
     """
     size = form, dtype, D, p, gated
     if size in _passed or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
         return ""
-    wrong = remember(f"{form}, {dtype}, D={D}, p={p}, gated={gated}", lambda: _failure(*size))
-    if not wrong and torch.cuda.device_count() == 1:  # otherwise another GPU may be the current one next time
+    wrong = remember(f"{form}, {dtype}, D={D}, p={p}, gated={gated}", lambda: _failure(*size), device)
+    if not wrong and torch.cuda.device_count() == 1:  # otherwise the next call may be for another GPU
         _passed.add(size)
     return wrong
 
@@ -182,18 +185,20 @@ def kernel_failure(model, block_size, dtype):
     otherwise one line that says what is wrong."""
     with warnings.catch_warnings(action="ignore"):  # the caller tells
         for block in model.transformer.h:  # a plan with kernels has them checked
-            block.attn.mix.training_plan(block_size, dtype, model.transformer.wte.weight.device.type)
+            block.attn.mix.training_plan(block_size, dtype, model.transformer.wte.weight.device)
     return next((wrong for (_, name), wrong in _found.items() if wrong and not name.startswith("generation")), "")
 
 
-def remember(name, find):
+def remember(name, find, device="cuda"):
     """Return find(), "" if all is well or a line that says what is wrong, or "" if it was "" before.
 
     That is noted for this process, and in ~/.cache/sympow for this GPU, torch, Triton and these kernels. find is called
-    in a thread of its own, where the caller's autocast, gradient mode and transforms do not count; an exception in it,
-    such as a missing compiler, is what is wrong.
+    in a thread of its own, where `device` ("cuda": the caller's current one) is the current GPU, and where the caller's
+    autocast, gradient mode and transforms do not count; an exception in it, such as a missing compiler, is what is
+    wrong.
     """
-    device = torch.cuda.current_device()
+    device = torch.device(device).index
+    device = torch.cuda.current_device() if device is None else device
     if (device, name) not in _found:
         with ThreadPoolExecutor(1) as thread:
             _found[device, name] = thread.submit(_find, device, name, find).result()
@@ -211,7 +216,7 @@ def _find(device, name, find):
 
         files = sorted(f for f in backend.SOURCES.glob("*") if f.suffix in (".py", ".json"))
         sources = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12]
-        key = ", ".join([torch.cuda.get_device_name(), torch.__version__, triton.__version__, sources, name])
+        key = ", ".join([torch.cuda.get_device_name(device), torch.__version__, triton.__version__, sources, name])
         memory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sympow" / "checked.json"
         known = _known(memory)
         if key in known:

@@ -43,17 +43,17 @@ class EvenPower(KVCacheVariant):
         q, k = self.rotate(q, k, positions)
         return even_power_attention(q, k, v, p=self.p, log_g=log_g)
 
-    def training_plan(self, block_size, dtype, device_type):
+    def training_plan(self, block_size, dtype, device):
         D, p = self.config.head_dim, self.p
         return plan(
-            block_size, D, D, p, dtype=dtype, device_type=device_type, gated=self.config.gated, form=self.form,
+            block_size, D, D, p, dtype=dtype, device=device, gated=self.config.gated, form=self.form,
             chunk_size=self.chunk_size,
         )  # fmt: skip
 
-    def attention_flops(self, block_size, dtype, device_type):
-        c, chosen = self.config, self.training_plan(block_size, dtype, device_type)
+    def attention_flops(self, block_size, dtype, device):
+        c, chosen = self.config, self.training_plan(block_size, dtype, device)
         if chosen.form == "quadratic":
-            return super().attention_flops(block_size, dtype, device_type)
-        inside = super().attention_flops(min(chosen.chunk_size, block_size), dtype, device_type)
+            return super().attention_flops(block_size, dtype, device)
+        inside = super().attention_flops(min(chosen.chunk_size, block_size), dtype, device)
         # The state is read for each query head and written for each key/value head.
         return inside + 6 * (c.n_head + c.n_kv_head) * symmetric_power_dim(c.head_dim, c.p) * (c.head_dim + 1)

@@ -105,11 +105,11 @@ class Variant(nn.Module):
         Every evaluation logs, under each name, the list of the layers' numbers."""
         return {}
 
-    def training_plan(self, block_size, dtype, device_type):
+    def training_plan(self, block_size, dtype, device):
         """Return the dispatch.Plan by which training computes power attention, or None for another attention."""
         return None
 
-    def attention_flops(self, block_size, dtype, device_type):
+    def attention_flops(self, block_size, dtype, device):
         """Return the FLOPs of its own products for one training token, forward and backward.
 
         The default counts all causal pairs.

@@ -23,18 +23,20 @@ import importlib.util
 
 import torch
 
-HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32)
+HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32, torch.float16)
 CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))  # (D, p) of the chunked form
 
 
-def unsupported_reason(form, dtype, D, E, p):
-    """Return why the kernels of `form` cannot run on the current GPU, or "" if they can.
+def unsupported_reason(form, dtype, D, E, p, device=None):
+    """Return why the kernels of `form` cannot run on a GPU, or "" if they can.
 
-    form: "quadratic", "chunked" or "generation" (decoder.py). The inputs are q, k [..., D] and v [..., E] of `dtype`; p
-    is the power. Generation takes the same sizes as the quadratic form.
+    form: "quadratic", "chunked" or "decode", which takes the sizes of "quadratic". The inputs are q, k [..., D] and
+    v [..., E] of `dtype`; p is the power; device: the GPU, by default the current one.
     """
-    if dtype not in DTYPES:
-        return f"{str(dtype).removeprefix('torch.')} (they take bfloat16 and float32)"
+    dtypes = DTYPES[:2] if form == "decode" else DTYPES
+    if dtype not in dtypes:
+        name, *taken = (str(x).removeprefix("torch.") for x in (dtype, *dtypes))
+        return f"{name} (they take {', '.join(taken)})"
     if D not in HEAD_DIMS:
         return f"head dimension {D} (they take {', '.join(map(str, HEAD_DIMS))})"
     if E != D:
@@ -45,8 +47,8 @@ def unsupported_reason(form, dtype, D, E, p):
         return f"head dimension {D} with p={p} (in the chunked form they take {', '.join(map(str, CHUNKED_SIZES))})"
     if torch.version.hip:
         return "ROCm (they are written for NVIDIA GPUs)"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return f"{torch.cuda.get_device_name()} (they take compute capability 8.0 and later)"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} (they take compute capability 8.0 and later)"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return ""

@@ -30,7 +30,7 @@ def on_gpu(monkeypatch):
     if not GPU:
         reason = dispatch.kernel_reason
         monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, *sizes: reason(form, "cuda", *sizes))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_kernel_that_fails_gives_way_to_pytorch_with_one_line(on_gpu, monkeypa
 def test_if_one_form_fails_the_other_is_used(on_gpu, monkeypatch):
     def form(T, *fails):
         monkeypatch.setattr(dispatch, "failure", lambda form, *size: "wrong" * (form in fails))
-        chosen = plan(T, 64, 64, 2, dtype=torch.bfloat16, device_type="cuda", gated=True)
+        chosen = plan(T, 64, 64, 2, dtype=torch.bfloat16, device="cuda", gated=True)
         return chosen.form, chosen.on_kernels
 
     with warnings.catch_warnings(action="ignore"):
@@ -126,7 +126,7 @@ def test_torch_compile_asks_for_the_check_and_does_not_look_inside(on_gpu, monke
         return f"{form} is wrong" * int(torch.autograd.grad(x.sum(), x)[0].sum() == 2)
 
     monkeypatch.setattr(dispatch, "failure", measures)
-    chosen = lambda x: x + plan(64, 16, 16, 2, dtype=torch.float32, device_type="cuda", gated=False).on_kernels
+    chosen = lambda x: x + plan(64, 16, 16, 2, dtype=torch.float32, device="cuda", gated=False).on_kernels
     compiled = torch.compile(chosen, fullgraph=True, backend="eager")
     with warnings.catch_warnings(action="ignore"), torch.no_grad():
         assert compiled(torch.ones(1)) == 1 and dispatch._warned
