@@ -35,10 +35,13 @@ class GPTConfig:
     head_dim: int = 0  # 0: n_embd / n_head
     dropout: float = 0.0  # after the embedding, attention and MLP
     bias: bool = False  # in linear layers and LayerNorms
-    attention: str = "softmax"  # softmax, even_power, sympow, sympow_gating, conformal_sympow
+    attention: str = "softmax"  # softmax, even_power, sympow, sympow_gating, conformal_sympow, adaptive_power
     p: int = 2  # the power, even
     gate: str = "auto"  # learned or fixed for sympow_gating; learned, fixed or none for conformal_sympow
     gate_bias: float = 6.9  # a fresh learned gate is sigmoid(gate_bias)
+    adaptive: str = "continuous"  # the form of adaptive_power: continuous or mixture
+    p_min: float = 2.0  # adaptive_power: its powers are between p_min
+    p_max: float = 4.0  # and p_max
     form: str = "auto"  # quadratic, chunked, recurrent or auto: how the sympow variants are computed in training
     chunk_size: int = 0  # tokens a chunk in the chunked form; 0: chosen from p and head_dim
     rope_base: float = 65536.0  # N of the rotation: the longest document
@@ -158,9 +161,12 @@ class Attention(nn.Module):
         self.mix = ATTENTIONS[config.attention](config)
         self.dropout = config.dropout
 
+    def project(self, x):
+        """Return q [B, T, H, D], k and v [B, T, Hkv, D] of the normalised input x [B, T, C]."""
+        return self.c_attn(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=2)
+
     def forward(self, x, resets, state):
-        qkv = self.c_attn(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, D]
-        y, state = self.mix(x, *qkv.split(self.heads, dim=2), resets, state)
+        y, state = self.mix(x, *self.project(x), resets, state)
         return F.dropout(self.c_proj(y.flatten(2)), self.dropout, self.training), state
 
 
@@ -273,14 +279,16 @@ class GPT(nn.Module):
     def statistics(self, ids):
         """Return {name: [one number for each layer that reports it]} for the input ids [B, T], without dropout.
 
-        Names are "gate" (mean of gamma), "beta" (mean speed of rotation) and others that an attention reports.
+        Names are "gate" (mean of gamma), "beta" (mean speed of rotation), "power" and "power_std" (mean and spread of
+        adaptive power's p), and others that an attention reports.
         """
         resets = None if self.config.reset_token < 0 else ids == self.config.reset_token
         found, training = {}, self.training
         self.eval()
         x = self.transformer.ln_wte(self.transformer.wte(ids))
         for block in self.transformer.h:
-            for name, value in block.attn.mix.statistics(block.ln_1(x)).items():
+            normalised = block.ln_1(x)
+            for name, value in block.attn.mix.statistics(normalised, block.attn.project(normalised)[0]).items():
                 found.setdefault(name, []).append(value)
             x, _ = block(x, resets)
         self.train(training)

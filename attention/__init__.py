@@ -1,11 +1,13 @@
 """The mathematics of the attentions in plain PyTorch, one file per idea.
 
-The variants are chapters with the same headings: softmax, even_power, sympow, sympow_gating, conformal_sympow; variant
-is what the model asks of each of them. embedding, rotary and gates hold the mathematics that they share; naive is the
-specification, power the operator, forms its fast PyTorch, dispatch the choice between the forms, backend the door to
-the GPU kernels; state and memory hold the state of generation. check compares the kernels with the specification.
+The variants are chapters with the same headings: softmax, even_power, sympow, sympow_gating, conformal_sympow,
+adaptive_power; variant is what the model asks of each of them. embedding, rotary and gates hold the mathematics that
+they share; naive is the specification, power the operator, forms its fast PyTorch (adaptive_forms: with a power for
+each query), dispatch the choice between the forms, backend the door to the GPU kernels; state and memory hold the state
+of generation. check compares the kernels with the specification.
 """
 
+from .adaptive_power import AdaptivePower
 from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower
 from .forms import PowerState
@@ -21,6 +23,7 @@ ATTENTIONS = {
     "sympow": Sympow,
     "sympow_gating": SympowGating,
     "conformal_sympow": ConformalSympow,
+    "adaptive_power": AdaptivePower,
 }
 
 __all__ = ["ATTENTIONS", "PowerState", "Variant", "power_attention", *(cls.__name__ for cls in ATTENTIONS.values())]

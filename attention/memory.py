@@ -11,9 +11,14 @@ from .embedding import symmetric_power_dim
 SURELY_FREE = 2**30  # bytes: up to here a GPU is not asked how much is free, which takes longer than a launch
 
 
+def features(D, p):
+    """Return Dphi = C(D+p-1, p), the features of a PowerState; those of all powers together if p is a tuple."""
+    return sum(symmetric_power_dim(D, m) for m in p) if isinstance(p, tuple) else symmetric_power_dim(D, p)
+
+
 def state_bytes(rows, D, E, p, dtype=torch.float32):
-    """Return the bytes of a PowerState for `rows` = B * Hkv sequences and heads."""
-    return rows * symmetric_power_dim(D, p) * (E + 1) * dtype.itemsize
+    """Return the bytes of a PowerState, or of those of a tuple of powers, for `rows` = B * Hkv sequences and heads."""
+    return rows * features(D, p) * (E + 1) * dtype.itemsize
 
 
 def switch_over_tokens(p, D, E, itemsize, dtype=torch.float32):
@@ -32,7 +37,7 @@ def check_state_fits(rows, D, E, p, dtype, device):
     if need > have:
         raise MemoryError(
             f"the state of power p={p} at head dimension {D} takes {need:,} bytes ({rows} heads and sequences of "
-            f"{symmetric_power_dim(D, p):,} x {E + 1}), the device has {have:,}: use a smaller head dimension or p, "
+            f"{features(D, p):,} x {E + 1}), the device has {have:,}: use a smaller head dimension or p, "
             f"or form='quadratic' without a state"
         )
 
@@ -53,18 +58,18 @@ def check_chunks_fit(q, k, p, chunk):
         )
 
 
-def check_generation_fits(config, layer, max_new_tokens, num_samples, itemsize, state_dtype, device):
+def check_generation_fits(config, p, layer, max_new_tokens, num_samples, itemsize, state_dtype, device):
     """Raise MemoryError if the states of `num_samples` sequences would not fit once they are `max_new_tokens` longer.
 
-    config is the model's, layer the LayerState of one of its n_layer equal layers, itemsize the bytes of a number in
+    config is the model's, p the power or the tuple of powers of its states, layer the LayerState of one of its n_layer equal layers, itemsize the bytes of a number in
     the KV cache, state_dtype that of S. The message names settings that would fit.
     """
     c, D = config, config.head_dim
     heads, cached = c.n_layer * c.n_kv_head, layer.cached_tokens
-    limit, tokens = layer.switch_over_limit(c.p, D, D, itemsize), cached + max_new_tokens
+    limit, tokens = layer.switch_over_limit(p, D, D, itemsize), cached + max_new_tokens
     token = heads * (2 * D * itemsize + 12)
     cache = token * int(max(cached, min(limit, tokens)))
-    power = lambda dtype: heads * symmetric_power_dim(D, c.p) * (D * dtype.itemsize + 4)
+    power = lambda dtype: heads * features(D, p) * (D * dtype.itemsize + 4)
     halved, power = power(torch.bfloat16), power(state_dtype)
     if limit > tokens and not layer.power:
         halved = power = 0
@@ -79,9 +84,10 @@ def check_generation_fits(config, layer, max_new_tokens, num_samples, itemsize, 
         ways.append(f"switch_over={tokens + 1}")
     if not ways:
         ways.append("a model of a smaller head dimension or p" if power >= cache else "fewer tokens")
+    powers = " and ".join(map(str, p)) or "real" if isinstance(p, tuple) else p
     of = f"states of {power:,} bytes" if power >= cache else f"keys and values of {cache:,} bytes"
     raise MemoryError(
-        f"{num_samples} samples need {need:,} bytes, mostly {of} each (p={c.p}, head dimension {D}, {c.n_layer} layers "
+        f"{num_samples} samples need {need:,} bytes, mostly {of} each (p={powers}, head dimension {D}, {c.n_layer} layers "
         f"of {c.n_kv_head} heads), the device has {have:,} free: {' or '.join(ways)} would fit"
     )
 

@@ -48,7 +48,7 @@ def power_attention(
     GPU kernels once).
     Raises ValueError for arguments that do not fit, MemoryError for a state that does not.
     """
-    q, k, v = _cast_to_autocast_dtype(q, k, v)
+    q, k, v = cast_to_autocast_dtype(q, k, v)
     if initial_state is not None:
         initial_state = _as_state(initial_state)
     _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state)
@@ -83,7 +83,8 @@ def _as_state(state):
     return PowerState(*state)
 
 
-def _cast_to_autocast_dtype(*tensors):
+def cast_to_autocast_dtype(*tensors):
+    """Return tensors in autocast's dtype if it is on for their device, as SDPA does; float64 stays as it is."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors

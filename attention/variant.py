@@ -37,6 +37,7 @@ class Variant(nn.Module):
         GPT initialises each nn.Linear and nn.Embedding that is made here as GPT-2 does; an nn.Parameter stays as made.
         """
         super().__init__()
+        # p: the power of its states; a tuple if it has states of several powers
         self.config, self.p, self.rope_base = config, config.p, config.rope_base
 
     @classmethod
@@ -70,9 +71,9 @@ class Variant(nn.Module):
         the `forward` of the variants here; the default counts on from state.position."""
         return count_positions(x, state)
 
-    def statistics(self, x):
-        """Return {name: number} of what it has learned, for the inputs x [B, T, n_embd]. Every evaluation logs, under
-        each name, the list of the layers' numbers."""
+    def statistics(self, x, q):
+        """Return {name: number} of what it has learned, for the inputs x [B, T, n_embd] and their queries q [B, T, H,
+        D], not rotated. Every evaluation logs, under each name, the list of the layers' numbers."""
         return {}
 
     def training_plan(self, block_size, dtype, device_type):
@@ -114,4 +115,4 @@ class KVCacheVariant(Variant):
         return LayerState.empty(batch, device, switch_over or self.switch_over)
 
     def check_memory(self, state, max_new_tokens, num_samples, itemsize, state_dtype, device):
-        check_generation_fits(self.config, state, max_new_tokens, num_samples, itemsize, state_dtype, device)
+        check_generation_fits(self.config, self.p, state, max_new_tokens, num_samples, itemsize, state_dtype, device)

@@ -28,7 +28,7 @@ CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))
 def unsupported_reason(form, dtype, D, E, p):
     """Return why the kernels of `form` cannot run on the current GPU, or "" if they can.
 
-    form: "quadratic" or "chunked". The inputs are q, k [..., D] and v [..., E] of `dtype`; p is the power. The kernels
+    form: "quadratic", "chunked", or "adaptive", the quadratic form with an exponent per row (p = 0). The inputs are q, k [..., D] and v [..., E] of `dtype`; p is the power. The kernels
     of decode.py support the same sizes as the quadratic form's.
     """
     if dtype not in DTYPES:
@@ -37,7 +37,7 @@ def unsupported_reason(form, dtype, D, E, p):
         return f"head dimension {D} (they take {', '.join(map(str, HEAD_DIMS))})"
     if E != D:
         return f"values {E} wide where keys are {D} (they take equal widths)"
-    if p not in POWERS:
+    if p not in POWERS and form != "adaptive":
         return f"p={p} (they take {', '.join(map(str, POWERS))})"
     if form == "chunked" and (D, p) not in CHUNKED_SIZES:
         return f"head dimension {D} with p={p} (in the chunked form they take {', '.join(map(str, CHUNKED_SIZES))})"

@@ -59,7 +59,7 @@ class Average(Variant):
         y = torch.stack(outputs, dim=1).to(v.dtype).repeat_interleave(q.shape[2] // v.shape[2], dim=2)
         return torch.tanh(q) * y, state and AverageState(total, weight)
 
-    def statistics(self, x):
+    def statistics(self, x, q):
         return {"rate": self.rate.sigmoid().mean().item()}
 
 
