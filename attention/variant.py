@@ -30,9 +30,11 @@ class Variant(nn.Module):
     # The number of cached tokens at which a state replaces the KV cache, or "auto", "always" or "never"; None if there
     # is no KV cache, or no such choice.
     switch_over = None
+    rotates = True  # False if its `forward` does not rotate q and k by their positions
 
     def __init__(self, config):
-        """Store config, a model.GPTConfig (n_embd, n_head, n_kv_head, head_dim, p, rope_base, gate, ...).
+        """Store config, its layer's model.GPTConfig (n_embd, n_head, n_kv_head, head_dim, p, rope_base, gate, ...):
+        config.attention is one name, also where the model's is a pattern.
 
         GPT initialises each nn.Linear and nn.Embedding that is made here as GPT-2 does; an nn.Parameter stays as made.
         """
@@ -43,6 +45,24 @@ class Variant(nn.Module):
     @classmethod
     def check(cls, config):
         """Raise ValueError for settings of the model that this attention does not take, before anything is built."""
+
+    @classmethod
+    def position_embedding(cls, config):
+        """Return the module that gives all layers their positions, or None if this attention needs none.
+
+        The model has one, which comes before its first layer and is called with x [B, T, n_embd], resets and state as
+        `forward` below; it returns (x, the state after). Its empty_state(batch, device) returns a State.
+        """
+        return None
+
+    @classmethod
+    def output_layer(cls, config):
+        """Return a module from the heads' outputs [B, T, H * D] to what is added to the residual stream [B, T, n_embd],
+        in place of GPT-2's projection and MLP, or None to have those.
+
+        GPT initialises a linear layer in it that is called c_proj as the last one of a block.
+        """
+        return None
 
     def forward(self, x, q, k, v, resets=None, state=None):
         """Attend causally.
@@ -72,8 +92,8 @@ class Variant(nn.Module):
         return count_positions(x, state)
 
     def statistics(self, x, q):
-        """Return {name: number} of what it has learned, for the inputs x [B, T, n_embd] and their queries q [B, T, H,
-        D], not rotated. Every evaluation logs, under each name, the list of the layers' numbers."""
+        """Return {name: number} of what it has learned, for the inputs x [B, T, n_embd] and q [B, T, H, D], unrotated.
+        Every evaluation logs, under each name, the list of the layers' numbers."""
         return {}
 
     def training_plan(self, block_size, dtype, device_type):
