@@ -22,7 +22,9 @@ costs nothing there. Tiles on the diagonal have a mask and an exp for each eleme
     pair        [B, H, T padded to 128, 2]     float32    dq to dkdv: g and g delta; with gates g times the root of the
                                                           decay from the first of the R rows around it, and delta
     g           [B, H, T padded to 128]        float32    dq to dkdv, with gates; g = (scale of q and k)^(p/2) / sqrt(l)
-    row         the same                       float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i
+    row         the same                       float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i;
+                                                          P = 0: the gradient to p_i from each head
+    powers      [B, T padded to 128, 2]        float32    P = 0: p_i, and p_i - 1
     gates       six arrays                                see gates.py
 
 Cost. With N = T^2 D / 2 multiplications a head and product: forward 2 N, dq 3 N, dk and dv 4 N (s and dP are computed
@@ -41,6 +43,18 @@ Gates. log_g is summed in float64 and only differences become float32. log_g = -
 nothing before. The gradient is dlog_g_m = sum over i >= m of (row_i - col_i), where row and col are the sums of
 ds_ij s_ij / p over j and over i. Both are sums of the same float32 numbers, so that what does not straddle m cancels
 to float32's rounding.
+
+A power for each row. With P = 0, w_ij = |s_ij|^p_i, p_i >= 1 any float, of which a token's heads share one. That takes
+one logarithm and one exponential for each pair and pass, both of base 2, of which a multiprocessor does 16 a cycle:
+
+    forward    w_ij = exp2(p_i x_ij + p_i log2 f_i)          x_ij = log2 |s_ij|, f_i: the row's power of two (see Range)
+    backward   t_ij = exp2((p_i - 1) x_ij + c_i) sign s_ij   c_i = p_i log2 f_i - log2 l_i: t_ij s_ij = w_ij / l_i
+               ds_ij = p_i t_ij (dP_ij - delta_i),           dp_i = sum_j t_ij s_ij (dP_ij - delta_i) (x_ij - x) ln 2
+
+where any x gives the same dp_i but for rounding, and one near the row's mean of x_ij, the least. At s = 0 the exponent
+is -inf, and the weight and its derivatives are 0. log_g may hold 0 and -inf alone, so that decays are 0 or 1; pair
+holds c_i (with gates -inf in rows that see nothing before the R rows around them) and p_i delta_i, g holds c_i. Keys
+are scaled as for p = 6 and 8.
 """
 
 import math
@@ -51,6 +65,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import (
+    INTERPRETED,
+    LEAST_WEIGHT,
     PRECISION,
     ROW_EXPONENT,
     add,
@@ -129,6 +145,55 @@ def _row_scale(q, KEY_SCALE, T, bh, lo):
     """Return [N], the scale of the rows q [N, D] float32 from `lo` on, for the keys of sequence and head `bh`."""
     scale = unit_scale(tl.max(tl.abs(q), 1), ROW_EXPONENT)
     return scale if KEY_SCALE is None else scale * _vector(at_head(KEY_SCALE, T, bh), lo, q.shape[0])
+
+
+@triton.jit
+def _log2(x):
+    """Return log2 |x|, -inf for 0."""
+    if INTERPRETED:
+        return tl.log2(tl.abs(x))
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [tl.abs(x)], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _exp2(x):
+    """Return 2^x, 0 for -inf."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _with_sign(x, s):
+    """Return x >= 0 with the sign of s."""
+    return (x.to(tl.int32, bitcast=True) | (s.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _row_power(POWERS, q, KEY_SCALE, T, b, bh, lo):
+    """Return (p, p - 1, p log2 of the row's scale), [N] each, for the rows q [N, D] float32 from `lo` on."""
+    scale = _row_scale(q, KEY_SCALE, T, bh, lo)
+    exponent = ((scale.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32) + scale * 0.0  # NaN stays NaN
+    at = lo + tl.arange(0, q.shape[0])[:, None]
+    p, less = tl.split(tl.load(at_head(POWERS, T, 2 * b) + at * 2 + tl.arange(0, 2)[None, :]))
+    return p, less, p * exponent
+
+
+@triton.jit
+def _row_of_powers(POWERS, q, KEY_SCALE, l, T, b, bh, row, lo):
+    """Return (p, p - 1, c, x) of the table above for the rows q [N, D] float32, `row`, from `lo` on."""
+    p, less, offset = _row_power(POWERS, q, KEY_SCALE, T, b, bh, lo)
+    empty = l <= LEAST_WEIGHT
+    c = tl.where(empty, float("-inf"), offset - tl.log2(l))
+    # the mean of |s|^p; that of x with weights |s|^p is 0.5 to 0.6 above its logarithm for normal s and p from 2 to 8
+    mean = -(c + tl.log2((row + 1).to(tl.float32))) / p
+    return p, less, c, tl.where(empty, 0.0, mean + 0.57)
 
 
 @triton.jit
@@ -223,12 +288,42 @@ def _forward_tiles(
     return acc, l
 
 
+@triton.jit
+def _forward_tiles_of_powers(
+    acc, l, q,
+    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, first_row, p, p log2 of the scale), or None
+    begin, end, T,
+    D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """Do the same as `_forward_tiles` with a power for each row."""
+    K, k_strides, V, v_strides, b, hkv = keys
+    row, first_row, p, offset = rows
+    ones = tl.full([BN, 8], 1.0, q.dtype)
+    for start in range(begin, end, BN):
+        k = _tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
+        x = _log2(tl.dot(q, tl.trans(k), input_precision=PRECISION))
+        w = _exp2(p[:, None] * x + offset[:, None])
+        if DIAGONAL:
+            at = start + tl.arange(0, BN)
+            seen = row[:, None] >= at[None, :]
+            if gates is not None:
+                seen = seen & (at[None, :] >= first_row[:, None])
+            w = tl.where(seen, w, 0.0)
+        elif gates is not None:
+            w *= _vector(gates[2], start, BN)[None, :]  # KEY_DECAY
+        v = _tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
+        w = w.to(v.dtype)
+        l = tl.dot(w, ones, l, input_precision=PRECISION)
+        acc = tl.dot(w, v, acc, input_precision=PRECISION)
+    return acc, l
+
+
 @triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "BH", "HEADS"])
 def forward_kernel(
     Q, K, V,
     Y, L,  # what is written
     NUM, DEN,  # what is added to the sums before dividing, or None
-    KEY_SCALE, gates,  # see the table above, or None
+    KEY_SCALE, POWERS, gates,  # see the table above, or None
     q_strides, k_strides, v_strides,  # None: a tensor descriptor
     scale, rest,  # without NORMALIZE: the power of two that q is multiplied by, and the remaining factor of the sums
     T, CHUNK, H, HKV, BH, HEADS,  # CHUNK: tokens see nothing before their chunk; BH: B * H; HEADS: side by side
@@ -242,7 +337,9 @@ def forward_kernel(
 
     q = _tile(Q, q_strides, b, lo, h, T, BM, D, True)
     q32 = q.to(tl.float32)
-    if NORMALIZE:
+    if P == 0:
+        p, _, offset = _row_power(POWERS, q32, KEY_SCALE, T, b, b * HKV + hkv, lo)
+    elif NORMALIZE:
         q = (q32 * _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)[:, None]).to(q.dtype)
     else:
         q = (q32 * scale).to(q.dtype)
@@ -255,12 +352,20 @@ def forward_kernel(
         gates = gates_of_head(gates, T, b * HKV + hkv)
         c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
     keys, rows = (K, k_strides, V, v_strides, b, hkv), (row, c_lo, c_row, first_row)
-    acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, False)
+    if P == 0:
+        rows = (row, first_row, p, offset)
+        acc, l = _forward_tiles_of_powers(acc, l, q, keys, rows, gates, begin, end, T, D, BN, False)
+    else:
+        acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, False)
     if GATED:
         decay = tl.where(first_row < lo, tl.exp(c_row - tl.load(gates[0] + lo)), 0.0)[:, None]  # since the first row
         acc *= decay
         l *= decay
-    acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, tl.minimum(lo + BM, T), T, P, D, BN, True)
+    if P == 0:
+        last = tl.minimum(lo + BM, T)
+        acc, l = _forward_tiles_of_powers(acc, l, q, keys, rows, gates, end, last, T, D, BN, True)
+    else:
+        acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, tl.minimum(lo + BM, T), T, P, D, BN, True)
 
     l = tl.max(l, 1)
     out = ((tl.cast(b, tl.int64) * T + lo) * H + h) * D  # [B, T, H, D]
@@ -320,12 +425,42 @@ def _dq_tiles(
     return acc, r
 
 
+@triton.jit
+def _dq_tiles_of_powers(
+    acc, r, q, dy, delta,
+    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, first_row, p - 1, c, x of the table), or None
+    begin, end, T,
+    D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """Return (acc, r), the sums for dq and dp, as `_dq_tiles` does, with a power for each row."""
+    K, k_strides, V, v_strides, b, hkv = keys
+    row, first_row, less, c, middle = rows
+    for start in range(begin, end, BN):
+        k = _tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
+        v = _tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
+        x = tl.maximum(_log2(s), -1e30)  # finite, because it is multiplied by a weight that may be zero
+        ds = _with_sign(_exp2(less[:, None] * x + c[:, None]), s) * (dp - delta[:, None])
+        if DIAGONAL:
+            at = start + tl.arange(0, BN)
+            seen = row[:, None] >= at[None, :]
+            if gates is not None:
+                seen = seen & (at[None, :] >= first_row[:, None])
+            ds = tl.where(seen, ds, 0.0)
+        elif gates is not None:
+            ds *= _vector(gates[2], start, BN)[None, :]  # KEY_DECAY
+        r += tl.sum(ds * s * (x - middle[:, None]), 1)
+        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+    return acc, r
+
+
 @triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "BH", "HEADS"])
 def dq_kernel(
     Q, K, V, DY,
     Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
-    KEY_SCALE, gates,  # see the table above, or None
-    DQ, PAIR, G, ROW,  # what is written; G and ROW with gates only
+    KEY_SCALE, POWERS, gates,  # see the table above, or None
+    DQ, PAIR, G, ROW,  # what is written; G with gates only, ROW with gates or powers
     q_strides, k_strides, v_strides, dy_strides,  # None: a tensor descriptor
     scale, rest,
     T, CHUNK, H, HKV, BH, HEADS,
@@ -347,15 +482,20 @@ def dq_kernel(
         delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
         l = _vector(at_head(L, T, bh), lo, BM)
         over_l = inverse(l)
-        factor = _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)
+        if P > 0:
+            factor = _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)
     else:
         delta = -_vector(at_head(DL, T, bh), lo, BM)
         over_l = tl.zeros([BM], tl.float32) + rest
         factor = tl.zeros([BM], tl.float32) + scale
-    g = int_power(factor, P // 2) * tl.sqrt(over_l)
+    if P == 0:
+        p, less, g, middle = _row_of_powers(POWERS, q32, KEY_SCALE, l, T, b, b * HKV + hkv, row, lo)
+        factor, over_l = p, 1.0
+    else:
+        g = int_power(factor, P // 2) * tl.sqrt(over_l)
     if P > 4:
         q = (q32 * factor[:, None]).to(q.dtype)
-    else:  # s^3 stays in range without it, and the product is faster if q does not pass through registers
+    elif P > 0:  # s^3 stays in range without it, and the product is faster if q does not pass through registers
         over_l, factor = g * g, 1.0
     acc = tl.zeros([BM, D], tl.float32)
     r = tl.zeros([BM], tl.float32)
@@ -365,7 +505,13 @@ def dq_kernel(
         gates = gates_of_head(gates, T, b * HKV + hkv)
         c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
     pair = at_head(PAIR, T, 2 * bh) + row[:, None] * 2 + tl.arange(0, 2)[None, :]
-    if GATED:
+    if P == 0:
+        c = g
+        if GATED:
+            tl.store(at_head(G, T, bh) + row, g)
+            c = tl.where(first_row < row // R * R, g, float("-inf"))
+        tl.store(pair, tl.join(c, p * delta))
+    elif GATED:
         start = row // R * R
         f = tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(gates[0] + start))), 0.0)
         tl.store(at_head(G, T, bh) + row, g)
@@ -373,18 +519,28 @@ def dq_kernel(
     else:
         tl.store(pair, tl.join(g, g * delta))
     keys, rows = (K, k_strides, V, v_strides, b, hkv), (row, c_lo, c_row, first_row)
-    acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False)
+    if P == 0:
+        rows = (row, first_row, less, g, middle)
+        acc, r = _dq_tiles_of_powers(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, D, BN, False)
+    else:
+        acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False)
     if GATED:
         decay = tl.where(first_row < lo, tl.exp(c_row - tl.load(gates[0] + lo)), 0.0)  # since the first row
         acc *= decay[:, None]
         r *= decay
-    acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, tl.minimum(lo + BM, T), T, P, D, BN, True)
+    last = tl.minimum(lo + BM, T)
+    if P == 0:
+        acc, r = _dq_tiles_of_powers(acc, r, q, dy, delta, keys, rows, gates, end, last, T, D, BN, True)
+    else:
+        acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, last, T, P, D, BN, True)
 
     if NORMALIZE:  # in a row that sees itself alone, y_i is v_i for any q_i
         over_l = tl.where(row > first_row, over_l, 0.0)
-    acc *= (P * factor * over_l)[:, None]
+    acc *= ((1 if P == 0 else P) * factor * over_l)[:, None]
     tl.store(DQ + out, acc.to(DQ.dtype.element_ty), row[:, None] < T)
-    if GATED:
+    if P == 0:
+        tl.store(at_head(ROW, T, bh) + row, r * over_l * 0.6931471805599453)  # ln 2
+    elif GATED:
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
 
 
@@ -447,6 +603,43 @@ def _dkdv_tiles(
 
 
 @triton.jit
+def _dkdv_tiles_of_powers(
+    dk, dv, k, v,
+    queries, POWERS, b, h, H,  # (Q, strides, DY, strides, PAIR, G)
+    columns, gates,  # (column, ...), (C, FIRST, C_START) at this head of keys or None
+    begin, end, T,
+    D: tl.constexpr, BM: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """Return (dk, dv) as `_dkdv_tiles` does, with a power for each query."""
+    Q, q_strides, DY, dy_strides, PAIR, G = queries
+    PAIR, POWERS, column = at_head(PAIR, T, 2 * (b * H + h)), at_head(POWERS, T, 2 * b), columns[0]
+    for start in range(begin, end, BM):
+        q = _tile(Q, q_strides, b, start, h, T, BM, D, True)
+        dy = _tile(DY, dy_strides, b, start, h, T, BM, D, True).to(q.dtype)
+        pair = tl.multiple_of(start, BM) * 2 + tl.arange(0, BM)[:, None] * 2 + tl.arange(0, 2)[None, :]
+        c, pdelta = tl.split(tl.load(PAIR + pair))
+        p, less = tl.split(tl.load(POWERS + pair))
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
+        dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
+        if DIAGONAL and gates is not None:
+            c = _vector(at_head(G, T, b * H + h), start, BM)
+        t = _with_sign(_exp2(less[None, :] * _log2(s) + c[None, :]), s)
+        if DIAGONAL:
+            at = start + tl.arange(0, BM)
+            seen, first = at[None, :] >= column[:, None], 0
+            if gates is not None:
+                first = start // 128 * 128 + _vector(gates[1], start, BM).to(tl.int32)
+                seen = seen & (column[:, None] >= first[None, :])
+            t = tl.where(seen, t, 0.0)
+        dv = tl.dot((t * s).to(dy.dtype), dy, dv, input_precision=PRECISION)
+        ds = t * (dp * p[None, :] - pdelta[None, :])
+        if DIAGONAL:  # in a row that sees itself alone, y_i is v_i for any q_i
+            ds = tl.where((at > first)[None, :], ds, 0.0)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
 def _last_reader(OPENED, hi, end, T):
     """Return where the queries that may see key hi end, at most `end`.
 
@@ -466,7 +659,7 @@ def _last_reader(OPENED, hi, end, T):
 @triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "BHKV", "HEADS"])
 def dkdv_kernel(
     Q, K, V, DY,
-    gates,  # or None
+    POWERS, gates,  # or None
     PAIR, G, ROW,  # written by `dq_kernel`
     DK, DV,  # what is written
     q_strides, k_strides, v_strides, dy_strides,  # None: a tensor descriptor
@@ -502,10 +695,15 @@ def dkdv_kernel(
         c_col = _vector(C, lo, BN)
     queries, columns = (Q, q_strides, DY, dy_strides, PAIR, G), (column, c_hi, c_col)
     for i in range(group):
-        dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, begin, end, T,
-            P, D, BM, NORMALIZE, BEFORE, False,
-        )  # fmt: skip
+        if P == 0:
+            dk, dv = _dkdv_tiles_of_powers(
+                dk, dv, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, D, BM, False
+            )
+        else:
+            dk, dv, col = _dkdv_tiles(
+                dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, begin, end, T,
+                P, D, BM, NORMALIZE, BEFORE, False,
+            )  # fmt: skip
     if GATED:
         decay = tl.exp(tl.load(C + hi) - c_col)  # to the last key
         decay = tl.where(column >= lo // 128 * 128 + tl.load(FIRST + hi).to(tl.int32), decay, 0.0)
@@ -513,16 +711,22 @@ def dkdv_kernel(
         dv *= decay[:, None]
         col *= decay
     for i in range(group):
-        dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, lo, tl.minimum(begin, T), T,
-            P, D, BM, NORMALIZE, BEFORE, True,
-        )  # fmt: skip
+        if P == 0:
+            dk, dv = _dkdv_tiles_of_powers(
+                dk, dv, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, lo, tl.minimum(begin, T), T, D, BM, True
+            )
+        else:
+            dk, dv, col = _dkdv_tiles(
+                dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, lo, tl.minimum(begin, T), T,
+                P, D, BM, NORMALIZE, BEFORE, True,
+            )  # fmt: skip
 
     out = _row_offsets(b, lo, hkv, T, HKV, BN, D)
-    dk *= P
+    if P > 0:
+        dk *= P
     tl.store(DK + out, dk.to(DK.dtype.element_ty), column[:, None] < T)
     tl.store(DV + out, dv.to(DV.dtype.element_ty), column[:, None] < T)
-    if GATED:
+    if GATED and P > 0:
         row = tl.zeros([BN], tl.float32) - col
         for i in range(group):
             row += _vector(at_head(ROW, T, b * H + hkv * group + i), lo, BN)
@@ -532,11 +736,13 @@ def dkdv_kernel(
 # ---- launchers
 
 
-def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, chunk=None, num=None, den=None, config=None):
+def forward(
+    q, k, v, log_g=None, *, p, powers=None, scale=1.0, normalize=True, chunk=None, num=None, den=None, config=None
+):
     """Return y [B, T, H, D] in q's dtype and l [B, H, T padded to a multiple of 128], float32, for `backward`.
 
     q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D and p:
-    those of `kernels.HEAD_DIMS` and `kernels.POWERS`. chunk: tokens see nothing before their chunk, a multiple of 128.
+    those of `kernels.HEAD_DIMS` and `kernels.POWERS`, or p = 0 with powers [B, T] float32. chunk: tokens see nothing before their chunk, a multiple of 128.
     num [B, T, H, D], den [B, H, T padded], float32: added to the sums before dividing. `scale` cancels.
 
     With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
@@ -551,16 +757,18 @@ def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, chunk=None, nu
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c.BN, 0.5)
         tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
         forward_kernel[(triton.cdiv(T, c.BM) * B * H,)](
-            *tiles, y, l, num, den, key_scale, gates, *strides, scale, rest,
+            *tiles, y, l, num, den, key_scale, _row_powers(powers), gates, *strides, scale, rest,
             T, chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H), **_options(c, q, p, normalize),
         )  # fmt: skip
     return y, l
 
 
 def backward(
-    dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, chunk=None, before=False, configs=(None, None)
-):
-    """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates.
+    dy, dl, q, k, v, log_g, y, l, *, p, powers=None, scale=1.0, normalize=True, chunk=None, before=False,
+    configs=(None, None),
+):  # fmt: skip
+    """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates; with powers their
+    gradient [B, T] float32 in place of dlog_g.
 
     With normalize, y and l are those of forward and dl is not read; else y and l are not read, and dl has l's shape.
     With `chunk`, row of the table above is returned in place of dlog_g, for `gates.chunk_dlog_g`. before: True if there
@@ -569,7 +777,8 @@ def backward(
     (B, T, H, _), HKV = q.shape, k.shape[2]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     pair = empty(q, B, H, padded(T), 2)
-    g, row = (None, None) if log_g is None else (empty(q, B, H, padded(T)), empty(q, B, H, padded(T)))
+    g = None if log_g is None else empty(q, B, H, padded(T))
+    row = None if log_g is None and powers is None else empty(q, B, H, padded(T))
     scale, rest = _powers_of_two(scale, p)
     c_dq = configs[0] or choose("dq", q, p, log_g is not None, chunk is not None)
     c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None, chunk is not None)
@@ -577,26 +786,40 @@ def backward(
         raise ValueError(f"dkdv's BM must divide its BN and be at most dq's BM, got {c_dq} for dq, {c_dkdv} for dkdv")
     with device_guard(q.device):
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
+        powers = _row_powers(powers)
         (k_tiles, v_tiles), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN))
         dq_kernel[(triton.cdiv(T, c_dq.BM) * B * H,)](
-            q, k_tiles, v_tiles, dy, y, l, dl, key_scale, gates, dq, pair, g, row,
+            q, k_tiles, v_tiles, dy, y, l, dl, key_scale, powers, gates, dq, pair, g, row,
             q.stride(), *kv_strides, dy.stride(), scale, rest,
             T, chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
             R=c_dkdv.BM, BEFORE=before, **_options(c_dq, q, p, normalize),
         )  # fmt: skip
         (q_tiles, dy_tiles), (q_strides, dy_strides) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
         dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-            q_tiles, k, v, dy_tiles, gates, pair, g, row, dk, dv,
+            q_tiles, k, v, dy_tiles, powers, gates, pair, g, row, dk, dv,
             q_strides, k.stride(), v.stride(), dy_strides,
             T, chunk or T, H, HKV, B * HKV, _heads_together(chunk or T, B * HKV),
             BEFORE=before, **_options(c_dkdv, q, p, normalize),
         )  # fmt: skip
+        if powers is not None:
+            return dq, dk, dv, row[..., :T].sum(1)
         return dq, dk, dv, row if log_g is None or chunk else dlog_g(row, log_g, H)
+
+
+def _row_powers(powers):
+    """Return POWERS of the table above for powers [B, T], or None for None.
+
+    p - 1 is at least 1e-20, so that times log2 0 it is -inf for p = 1 too.
+    """
+    if powers is None:
+        return None
+    p = torch.nn.functional.pad(powers, (0, padded(powers.shape[1]) - powers.shape[1]), value=2.0)
+    return torch.stack((p, (p - 1).clamp(min=1e-20)), dim=-1)
 
 
 def _key_scales(k, log_g, p, normalize):
     """Return KEY_SCALE of the table above, or None if keys are taken as they are."""
-    if p <= 4 or not normalize:
+    if 0 < p <= 4 or not normalize:
         return None
     B, T, HKV, D = k.shape
     scales = empty(k, B * HKV, padded(T))
