@@ -58,9 +58,8 @@ def adaptive_power_attention(q, k, v, powers, *, log_g=None):
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
     _check(q, k, v, powers, log_g)
-    whole = q.shape[:2] == k.shape[:2] and len(q)  # the kernels take as many queries as keys, and at least one
     chosen = plan_adaptive(q.shape[3], v.shape[3], dtype=q.dtype, device_type=q.device.type, gated=log_g is not None)
-    if not chosen.on_kernels or not whole:
+    if not chosen.on_kernels or not len(q):  # a kernel cannot be launched on nothing
         return adaptive_attend(q, k, v, powers, log_g)
     return backend.adaptive_attention(q, k, v, powers.float(), None if log_g is None else log_g.float())
 

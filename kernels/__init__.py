@@ -1,6 +1,7 @@
 """Power attention on a GPU: Triton kernels, and the operators through which torch calls them.
 
 operators      the door: both whole forms as torch operators, and from steps.py the chunked form's steps
+adaptive       the quadratic form with a power for each row as a torch operator
 quadratic      the kernels of the quadratic form, and the functions that launch them
 chunked        the chunked form forward and backward, made of the kernels in
                    gates, prepare, update_state, discumsum, query_state, query_gradient
@@ -21,18 +22,21 @@ import importlib.util
 
 import torch
 
-HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32)
+HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32, torch.float16)
 CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))  # (D, p) of the chunked form
 
 
-def unsupported_reason(form, dtype, D, E, p):
-    """Return why the kernels of `form` cannot run on the current GPU, or "" if they can.
+def unsupported_reason(form, dtype, D, E, p, device=None):
+    """Return why the kernels of `form` cannot run on a GPU, or "" if they can.
 
-    form: "quadratic", "chunked", or "adaptive", the quadratic form with an exponent per row (p = 0). The inputs are q, k [..., D] and v [..., E] of `dtype`; p is the power. The kernels
-    of decode.py support the same sizes as the quadratic form's.
+    form: "quadratic", "chunked", or "decode" or "adaptive", which take the sizes of "quadratic". The inputs are q, k
+    [..., D] and v [..., E] of `dtype`; p is the power ("adaptive": 0, since each row has its own); device: the GPU, by
+    default the current one.
     """
-    if dtype not in DTYPES:
-        return f"{str(dtype).removeprefix('torch.')} (they take bfloat16 and float32)"
+    dtypes = DTYPES[:2] if form == "decode" else DTYPES
+    if dtype not in dtypes:
+        name, *taken = (str(x).removeprefix("torch.") for x in (dtype, *dtypes))
+        return f"{name} (they take {', '.join(taken)})"
     if D not in HEAD_DIMS:
         return f"head dimension {D} (they take {', '.join(map(str, HEAD_DIMS))})"
     if E != D:
@@ -43,8 +47,8 @@ def unsupported_reason(form, dtype, D, E, p):
         return f"head dimension {D} with p={p} (in the chunked form they take {', '.join(map(str, CHUNKED_SIZES))})"
     if torch.version.hip:
         return "ROCm (they are written for NVIDIA GPUs)"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return f"{torch.cuda.get_device_name()} (they take compute capability 8.0 and later)"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} (they take compute capability 8.0 and later)"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return ""

@@ -8,18 +8,22 @@ opaque to torch.compile; they can be differentiated once.
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from . import quadratic
+from .operators import pad_queries
 from .steps import empty_like, register_gradient
 
 
 def adaptive_attention(q, k, v, powers, log_g=None):
-    """Return y [B, T, H, D] in q's dtype: y_i = sum_j w_ij v_j / sum_j w_ij, w_ij = |q_i . k_j|^p_i, j <= i.
+    """Return y [B, n, H, D] in q's dtype: y_i = sum_j w_ij v_j / sum_j w_ij, w_ij = |q_i . k_j|^p_i, j <= i.
 
-    q [B, T, H, D], k, v [B, T, Hkv, D] bfloat16 or float32, any strides; powers [B, T] float32, at least 1; log_g [B, T,
-    Hkv] float32 of 0 and -inf (which begins a document) or None, all on one GPU.
+    q [B, n, H, D], of the last n of T tokens, k, v [B, T, Hkv, D] bfloat16, float16 or float32, any strides; powers [B,
+    n] float32, at least 1; log_g [B, T, Hkv] float32 of 0 and -inf (which begins a document) or None, all on one GPU.
     """
-    return _adaptive(q, k, v, powers, log_g)[0]
+    q, extra = pad_queries(q, k)
+    powers = F.pad(powers, (extra, 0), value=2.0) if extra else powers
+    return _adaptive(q, k, v, powers, log_g)[0][:, extra:]
 
 
 @torch.library.custom_op("sympow::adaptive", mutates_args=())
@@ -29,8 +33,8 @@ def _adaptive(q: Tensor, k: Tensor, v: Tensor, powers: Tensor, log_g: Tensor | N
 
 @_adaptive.register_fake
 def _(q, k, v, powers, log_g):
-    B, T, H, _ = q.shape
-    return empty_like(q), q.new_empty(B, H, quadratic.padded(T), dtype=torch.float32)
+    B, n, H, _ = q.shape
+    return empty_like(q), q.new_empty(B, H, quadratic.padded(n), dtype=torch.float32)
 
 
 @torch.library.custom_op("sympow::adaptive_backward", mutates_args=())

@@ -32,7 +32,8 @@ from triton.language.target_info import cuda_capability_geq
 # have 5 times the error of float32 where strong gates make dP_ij - delta_i small. For bfloat16 and float16 there is no
 # such choice.
 PRECISION = tl.constexpr("ieee")
-HALF = {torch.bfloat16: torch.float16, torch.float32: torch.float32}  # of features, values and states between kernels
+# of features, values and states between kernels
+HALF = {torch.bfloat16: torch.float16, torch.float16: torch.float16, torch.float32: torch.float32}
 
 ROW_EXPONENT = tl.constexpr(30)
 STATE_EXPONENT = tl.constexpr(100)
@@ -195,23 +196,38 @@ def three_pieces(x):
 
 
 @triton.jit
-def exact_product(x, y, acc):
-    """Return acc + x @ y, as exact as float32, for one float32 operand and one that is float32 or bfloat16.
+def _half_product(x, y, acc):
+    """Return acc + x @ y for one bfloat16 operand and one that is bfloat16, or float16: two bfloat16 pieces."""
+    if x.dtype == tl.float16:
+        high = first_8_bits(x.to(tl.float32))
+        acc = tl.dot((x.to(tl.float32) - high).to(tl.bfloat16), y, acc)
+        return tl.dot(high.to(tl.bfloat16), y, acc)
+    elif y.dtype == tl.float16:
+        high = first_8_bits(y.to(tl.float32))
+        acc = tl.dot(x, (y.to(tl.float32) - high).to(tl.bfloat16), acc)
+        return tl.dot(x, high.to(tl.bfloat16), acc)
+    else:
+        return tl.dot(x, y, acc)
 
-    If the other operand is bfloat16, the float32 one is split into three pieces, and the smallest is added first.
+
+@triton.jit
+def exact_product(x, y, acc):
+    """Return acc + x @ y, as exact as float32, for one float32 operand and one that is float32, bfloat16 or float16.
+
+    If the other operand is not float32, the float32 one is split into three pieces, and the smallest is added first.
     """
     if x.dtype == y.dtype:
         return tl.dot(x, y, acc, input_precision=PRECISION)
     elif x.dtype == tl.float32:
         high, middle, low = three_pieces(x)
-        acc = tl.dot(low.to(y.dtype), y, acc)
-        acc = tl.dot(middle.to(y.dtype), y, acc)
-        return tl.dot(high.to(y.dtype), y, acc)
+        acc = _half_product(low.to(tl.bfloat16), y, acc)
+        acc = _half_product(middle.to(tl.bfloat16), y, acc)
+        return _half_product(high.to(tl.bfloat16), y, acc)
     else:
         high, middle, low = three_pieces(y)
-        acc = tl.dot(x, low.to(x.dtype), acc)
-        acc = tl.dot(x, middle.to(x.dtype), acc)
-        return tl.dot(x, high.to(x.dtype), acc)
+        acc = _half_product(x, low.to(tl.bfloat16), acc)
+        acc = _half_product(x, middle.to(tl.bfloat16), acc)
+        return _half_product(x, high.to(tl.bfloat16), acc)
 
 
 # ---- registers and the matrix unit

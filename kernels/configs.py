@@ -57,13 +57,15 @@ def choose(kernel, q, p, gated=False, chunked=False):
     """Return the Config for `kernel`, one of SAFE's names, for q [B, T, H, D] on its device.
 
     gated: True if there are gates; the chunked form's kernels have one Config for both. chunked: True if a kernel of
-    the quadratic form is limited to chunks, for which it may have an entry of its own.
+    the quadratic form is limited to chunks, for which it may have an entry of its own. float16 has no entries: tiles
+    of it are those of bfloat16.
     """
     device = torch.cuda.get_device_name(q.device) if q.is_cuda else "cpu"
     device = device if device in _table() else SAME_CHIP.get(device, device)
-    entries, sizes = _table().get(device, {}), (kernel, q.dtype, q.shape[-1], p, gated)
+    dtype = torch.bfloat16 if q.dtype == torch.float16 else q.dtype
+    entries, sizes = _table().get(device, {}), (kernel, dtype, q.shape[-1], p, gated)
     found = chunked and entries.get(key(*sizes, chunked)) or entries.get(key(*sizes))
-    return Config(*found) if found else safe(kernel, q.dtype, q.shape[-1])
+    return Config(*found) if found else safe(kernel, dtype, q.shape[-1])
 
 
 def safe(kernel, dtype, D):

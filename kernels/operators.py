@@ -29,21 +29,34 @@ __all__ = [
 
 
 def quadratic_attention(q, k, v, log_g=None, *, p):
-    """Return power attention y [B, T, H, D] in q's dtype, computed in the quadratic form.
+    """Return power attention y [B, n, H, D] in q's dtype, computed in the quadratic form.
 
-    q [B, T, H, D], k, v [B, T, Hkv, D] bfloat16 or float32, log_g [B, T, Hkv] float32 or None, any strides, on one GPU.
-    See `attention.power.power_attention` for their meaning.
+    q [B, n, H, D], of the last n of T tokens, k, v [B, T, Hkv, D], bfloat16, float16 or float32, log_g [B, T, Hkv]
+    float32 or None, any strides, on one GPU. See `attention.power.power_attention` for their meaning.
     """
-    return _quadratic(q, k, v, log_g, p, 1.0, True)[0]
+    q, extra = pad_queries(q, k)
+    return _quadratic(q, k, v, log_g, p, 1.0, True)[0][:, extra:]
 
 
 def quadratic_sums(q, k, v, log_g=None, *, p, scale):
-    """Return the numerators sum_j w_ij v_j [B, T, H, D] and the denominators sum_j w_ij [B, H, T], both float32.
+    """Return the numerators sum_j w_ij v_j [B, n, H, D] and the denominators sum_j w_ij [B, H, n], both float32.
 
     w_ij = decay_ij (scale q_i . k_j)^p; the arguments are those of `quadratic_attention`.
     """
+    q, extra = pad_queries(q, k)
     num, den = _quadratic(q, k, v, log_g, p, scale, False)
-    return num, den[..., : q.shape[1]]
+    return num[:, extra:], den[..., extra : q.shape[1]]
+
+
+def pad_queries(q, k):
+    """Return (q with rows of zeros in front, so that it begins at a multiple of 128 tokens; how many rows these are).
+
+    Tiles of queries then begin where tiles of keys do. A row of zeros has no weight and gets no gradient.
+    """
+    if q.shape[1] == k.shape[1]:
+        return q, 0
+    extra = (k.shape[1] - q.shape[1]) % 128
+    return torch.nn.functional.pad(q, (0, 0, 0, 0, extra, 0)), extra
 
 
 @torch.library.custom_op("sympow::quadratic", mutates_args=())
@@ -55,8 +68,8 @@ def _quadratic(
 
 @_quadratic.register_fake
 def _(q, k, v, log_g, p, scale, normalize):
-    B, T, H, _ = q.shape
-    return empty_like(q, None if normalize else torch.float32), _empty(q, B, H, quadratic.padded(T))
+    B, n, H, _ = q.shape
+    return empty_like(q, None if normalize else torch.float32), _empty(q, B, H, quadratic.padded(n))
 
 
 @torch.library.custom_op("sympow::quadratic_backward", mutates_args=())
@@ -88,9 +101,9 @@ def _save_quadratic(ctx, inputs, output):
 def _differentiate_quadratic(ctx, dy, dl):
     q, k, v, log_g, y, l = ctx.saved_tensors
     if not ctx.normalize:
-        B, T, H, _ = q.shape
+        B, n, H, _ = q.shape
         dy = q.new_zeros(()).expand(q.shape) if dy is None else dy
-        dl = q.new_zeros(B, H, quadratic.padded(T), dtype=torch.float32) if dl is None else dl
+        dl = q.new_zeros(B, H, quadratic.padded(n), dtype=torch.float32) if dl is None else dl
     *grads, dlog_g = _quadratic_backward(dy, dl, q, k, v, log_g, y, l, ctx.p, ctx.scale, ctx.normalize)
     return *grads, None if log_g is None else dlog_g, None, None, None
 
@@ -104,9 +117,9 @@ register_gradient(_quadratic, _save_quadratic, _differentiate_quadratic, _quadra
 def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=False):
     """Return power attention in the chunked form, (y, S, z), differentiable in every tensor.
 
-    q [B, T, H, D], k, v [B, T, Hkv, D] bfloat16 or float32, log_g [B, T, Hkv] float32 or None, any strides, on one GPU;
-    (D, p) is one of kernels.CHUNKED_SIZES. S [B, Hkv, Dphi, D] and z [B, Hkv, Dphi] float32: the state before the first
-    token, or None. chunk: tokens, a multiple of 128. The S and z returned are the state after the last token, empty
+    q [B, T, H, D], k, v [B, T, Hkv, D] bfloat16, float16 or float32, log_g [B, T, Hkv] float32 or None, any strides, on
+    one GPU; (D, p) is one of kernels.CHUNKED_SIZES. S [B, Hkv, Dphi, D] and z [B, Hkv, Dphi] float32: the state before
+    the first token, or None. chunk: tokens, a multiple of 128. The S and z returned are the state after the last token, empty
     unless `final`.
     """
     y, S, z, _ = _chunked(q, k, v, log_g, S, z, p, chunk, final)

@@ -17,15 +17,18 @@ Tiles off the diagonal need no mask, and their decay is the product of a factor 
 costs nothing there. Tiles on the diagonal have a mask and an exp for each element.
 
     name        shape                          dtype      what
-    l           [B, H, T padded to 128]        float32    of scaled q and k, saved for the backward pass
+    l           [B, H, n padded to 128]        float32    of scaled q and k, saved for the backward pass
     key_scale   [B * Hkv, T padded to 128]     float32    p = 6, 8: a power of two for each row, see Range
-    pair        [B, H, T padded to 128, 2]     float32    dq to dkdv: g and g delta; with gates g times the root of the
+    pair        [B, H, n padded to 128, 2]     float32    dq to dkdv: g and g delta; with gates g times the root of the
                                                           decay from the first of the R rows around it, and delta
-    g           [B, H, T padded to 128]        float32    dq to dkdv, with gates; g = (scale of q and k)^(p/2) / sqrt(l)
-    row         the same                       float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i;
-                                                          P = 0: the gradient to p_i from each head
-    powers      [B, T padded to 128, 2]        float32    P = 0: p_i, and p_i - 1
+    g           [B, H, n padded to 128]        float32    dq to dkdv, with gates; g = (scale of q and k)^(p/2) / sqrt(l)
+    row         [B, H, T padded to 128]        float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i;
+                                                          P = 0: [B, H, n padded to 128], each head's gradient to p_i
+    powers      [B, n padded to 128, 2]        float32    P = 0: p_i, and p_i - 1
     gates       six arrays                                see gates.py
+
+The n queries are those of the last n of T tokens; T - n is a multiple of 128, so that tiles of queries begin where
+tiles of keys do (`operators.quadratic_attention` pads q).
 
 Cost. With N = T^2 D / 2 multiplications a head and product: forward 2 N, dq 3 N, dk and dv 4 N (s and dP are computed
 twice, so that every sum has one owner and two runs give the same bits). Bytes are those of the tensors, a few percent
@@ -55,6 +58,9 @@ where any x gives the same dp_i but for rounding, and one near the row's mean of
 is -inf, and the weight and its derivatives are 0. log_g may hold 0 and -inf alone, so that decays are 0 or 1; pair
 holds c_i (with gates -inf in rows that see nothing before the R rows around them) and p_i delta_i, g holds c_i. Keys
 are scaled as for p = 6 and 8.
+
+float16. s is a product of float16, but s^p is beyond it: w and ds are bfloat16, and so are their other operands (v, dy,
+and q and k a second time), which the launchers convert. dP is of the same v and dy, so that it cancels against delta.
 """
 
 import math
@@ -78,6 +84,7 @@ from .common import (
     inverse,
     load_rows,
     maximum,
+    multiple_of,
     padded,
     unit_scale,
 )
@@ -90,12 +97,30 @@ L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while pro
 
 
 @triton.jit
-def _queries_of_program(T, H, HKV, BH, HEADS, BM: tl.constexpr):
-    """Return (sequence and head, sequence, head, head of keys, first row) of this program's BM queries.
+def _queries(T, OFFSET):
+    """Return how many rows of queries there are: those of the tokens from OFFSET on."""
+    return T if OFFSET is None else T - OFFSET
+
+
+@triton.jit
+def _token(row, OFFSET):
+    """Return the token of row `row` of the queries. OFFSET is a multiple of 128, so that tiles stay aligned."""
+    return row if OFFSET is None else row + multiple_of(OFFSET, 128)
+
+
+@triton.jit
+def _row(token, OFFSET):
+    """Return the row of the queries that belongs to a token."""
+    return token if OFFSET is None else token - multiple_of(OFFSET, 128)
+
+
+@triton.jit
+def _queries_of_program(n, H, HKV, BH, HEADS, BM: tl.constexpr):
+    """Return (sequence and head, sequence, head, head of keys, first row) of this program's BM of n queries.
 
     The queries with the most keys before them come first.
     """
-    blocks = tl.cdiv(T, BM)
+    blocks = tl.cdiv(n, BM)
     block, bh = block_and_head(blocks, BH, HEADS)
     lo = (blocks - 1 - block) * BM
     b, h = bh // H, bh % H
@@ -141,10 +166,15 @@ def _times_power(x, s, P: tl.constexpr):
 
 
 @triton.jit
-def _row_scale(q, KEY_SCALE, T, bh, lo):
-    """Return [N], the scale of the rows q [N, D] float32 from `lo` on, for the keys of sequence and head `bh`."""
+def _row_scale(q, KEY_SCALE, T, bh, lo, HALF: tl.constexpr):
+    """Return (scale [N] of the rows q [N, D] float32 from token `lo` on, for the keys of sequence and head `bh`; the
+    part of it that scores are multiplied by, or None). float16 would not hold a row that is scaled for the keys too."""
     scale = unit_scale(tl.max(tl.abs(q), 1), ROW_EXPONENT)
-    return scale if KEY_SCALE is None else scale * _vector(at_head(KEY_SCALE, T, bh), lo, q.shape[0])
+    if KEY_SCALE is None:
+        return scale, None
+    else:
+        key_scale = _vector(at_head(KEY_SCALE, T, bh), lo, q.shape[0])
+        return scale * key_scale, key_scale if HALF else None
 
 
 @triton.jit
@@ -176,23 +206,24 @@ def _with_sign(x, s):
 
 
 @triton.jit
-def _row_power(POWERS, q, KEY_SCALE, T, b, bh, lo):
-    """Return (p, p - 1, p log2 of the row's scale), [N] each, for the rows q [N, D] float32 from `lo` on."""
-    scale = _row_scale(q, KEY_SCALE, T, bh, lo)
+def _row_power(POWERS, q, KEY_SCALE, T, n, b, bh, lo, first):
+    """Return (p, p - 1, p log2 of the row's scale), [N] each, for the rows q [N, D] float32 from `first` on, which is
+    token `lo`, and the keys of sequence and head `bh`."""
+    scale, _ = _row_scale(q, KEY_SCALE, T, bh, lo, False)
     exponent = ((scale.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32) + scale * 0.0  # NaN stays NaN
-    at = lo + tl.arange(0, q.shape[0])[:, None]
-    p, less = tl.split(tl.load(at_head(POWERS, T, 2 * b) + at * 2 + tl.arange(0, 2)[None, :]))
+    at = first + tl.arange(0, q.shape[0])[:, None]
+    p, less = tl.split(tl.load(at_head(POWERS, n, 2 * b) + at * 2 + tl.arange(0, 2)[None, :]))
     return p, less, p * exponent
 
 
 @triton.jit
-def _row_of_powers(POWERS, q, KEY_SCALE, l, T, b, bh, row, lo):
-    """Return (p, p - 1, c, x) of the table above for the rows q [N, D] float32, `row`, from `lo` on."""
-    p, less, offset = _row_power(POWERS, q, KEY_SCALE, T, b, bh, lo)
+def _normalized_row_power(POWERS, q, KEY_SCALE, l, T, n, b, bh, lo, first):
+    """Return (p, p - 1, c, x) of "A power for each row" above; the arguments are those of `_row_power`."""
+    p, less, offset = _row_power(POWERS, q, KEY_SCALE, T, n, b, bh, lo, first)
     empty = l <= LEAST_WEIGHT
     c = tl.where(empty, float("-inf"), offset - tl.log2(l))
     # the mean of |s|^p; that of x with weights |s|^p is 0.5 to 0.6 above its logarithm for normal s and p from 2 to 8
-    mean = -(c + tl.log2((row + 1).to(tl.float32))) / p
+    mean = -(c + tl.log2((lo + 1 + tl.arange(0, q.shape[0])).to(tl.float32))) / p
     return p, less, c, tl.where(empty, 0.0, mean + 0.57)
 
 
@@ -251,23 +282,25 @@ def key_scale_kernel(K, LOG_G, KEY_SCALE, k_strides, g_strides, T, HKV, D: tl.co
 @triton.jit
 def _forward_tiles(
     acc, l, q,
-    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, c_lo, c_row, first_row), at this head or None
-    begin, end, T,
+    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, c_lo, c_row, first_row, key scale or None), at this
+    begin, end, T,  # head or None
     P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Return (acc, l) with the keys from begin to end added, BN at a time; DIAGONAL: some keys come after some rows."""
     GATED: tl.constexpr = gates is not None
     K, k_strides, V, v_strides, b, hkv = keys
-    row, c_lo, c_row, first_row = rows
+    row, c_lo, c_row, first_row, key_scale = rows
     if GATED:
         C, _, KEY_DECAY, _, C_END, _ = gates
-    ones = tl.full([BN, 8], 1.0, q.dtype)
+    ones = tl.full([BN, 8], 1.0, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
     if GATED and not DIAGONAL:
         x, c_next = _ahead(C_END - 1, c_lo, begin, end, BN, 0.5)
         key_decay = _vector(KEY_DECAY, begin, BN)
     for start in range(begin, end, BN):
         k = _tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if key_scale is not None:
+            s *= key_scale[:, None]
         a = int_power(s, P // 2)
         if DIAGONAL:
             at = start + tl.arange(0, BN)
@@ -298,7 +331,7 @@ def _forward_tiles_of_powers(
     """Do the same as `_forward_tiles` with a power for each row."""
     K, k_strides, V, v_strides, b, hkv = keys
     row, first_row, p, offset = rows
-    ones = tl.full([BN, 8], 1.0, q.dtype)
+    ones = tl.full([BN, 8], 1.0, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
     for start in range(begin, end, BN):
         k = _tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
         x = _log2(tl.dot(q, tl.trans(k), input_precision=PRECISION))
@@ -318,29 +351,37 @@ def _forward_tiles_of_powers(
     return acc, l
 
 
-@triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "BH", "HEADS"])
+@triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
 def forward_kernel(
-    Q, K, V,
+    Q, K, V,  # V: bfloat16 if Q and K are float16
     Y, L,  # what is written
     NUM, DEN,  # what is added to the sums before dividing, or None
     KEY_SCALE, POWERS, gates,  # see the table above, or None
     q_strides, k_strides, v_strides,  # None: a tensor descriptor
     scale, rest,  # without NORMALIZE: the power of two that q is multiplied by, and the remaining factor of the sums
-    T, CHUNK, H, HKV, BH, HEADS,  # CHUNK: tokens see nothing before their chunk; BH: B * H; HEADS: side by side
+    T, OFFSET,  # tokens; those before the first query, a multiple of 128, or None
+    CHUNK, H, HKV, BH, HEADS,  # CHUNK: tokens see nothing before their chunk; BH: B * H; HEADS: side by side
     P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Write BM rows of y and l, or with NORMALIZE false of sum_j w_ij v_j and sum_j w_ij."""
     GATED: tl.constexpr = gates is not None
-    bh, b, h, hkv, lo = _queries_of_program(T, H, HKV, BH, HEADS, BM)
+    n = _queries(T, OFFSET)
+    bh, b, h, hkv, first = _queries_of_program(n, H, HKV, BH, HEADS, BM)
+    lo = _token(first, OFFSET)
     row = lo + tl.arange(0, BM)
 
-    q = _tile(Q, q_strides, b, lo, h, T, BM, D, True)
+    q = _tile(Q, q_strides, b, first, h, n, BM, D, True)
     q32 = q.to(tl.float32)
+    key_scale = None  # what scores of float16 are multiplied by
     if P == 0:
-        p, _, offset = _row_power(POWERS, q32, KEY_SCALE, T, b, b * HKV + hkv, lo)
+        p, _, offset = _row_power(POWERS, q32, KEY_SCALE, T, n, b, b * HKV + hkv, lo, first)
     elif NORMALIZE:
-        q = (q32 * _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)[:, None]).to(q.dtype)
+        scale, key_scale = _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo, q.dtype == tl.float16)
+        if key_scale is not None:
+            q = (q32 * (scale / key_scale)[:, None]).to(q.dtype)
+        else:
+            q = (q32 * scale[:, None]).to(q.dtype)
     else:
         q = (q32 * scale).to(q.dtype)
 
@@ -351,7 +392,7 @@ def forward_kernel(
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
         c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
-    keys, rows = (K, k_strides, V, v_strides, b, hkv), (row, c_lo, c_row, first_row)
+    keys, rows = (K, k_strides, V, v_strides, b, hkv), (row, c_lo, c_row, first_row, key_scale)
     if P == 0:
         rows = (row, first_row, p, offset)
         acc, l = _forward_tiles_of_powers(acc, l, q, keys, rows, gates, begin, end, T, D, BN, False)
@@ -361,25 +402,25 @@ def forward_kernel(
         decay = tl.where(first_row < lo, tl.exp(c_row - tl.load(gates[0] + lo)), 0.0)[:, None]  # since the first row
         acc *= decay
         l *= decay
+    last = tl.minimum(lo + BM, T)
     if P == 0:
-        last = tl.minimum(lo + BM, T)
         acc, l = _forward_tiles_of_powers(acc, l, q, keys, rows, gates, end, last, T, D, BN, True)
     else:
-        acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, tl.minimum(lo + BM, T), T, P, D, BN, True)
+        acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, last, T, P, D, BN, True)
 
     l = tl.max(l, 1)
-    out = ((tl.cast(b, tl.int64) * T + lo) * H + h) * D  # [B, T, H, D]
+    out = ((tl.cast(b, tl.int64) * n + first) * H + h) * D  # [B, n, H, D]
     out += tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :]
     if NUM is not None:
         acc += tl.load(NUM + out, mask=row[:, None] < T, other=0.0)
-        l += _vector(at_head(DEN, T, bh), lo, BM)
+        l += _vector(at_head(DEN, n, bh), first, BM)
     if NORMALIZE:
         acc *= inverse(l)[:, None]
     else:
         acc *= rest
         l *= rest
     tl.store(Y + out, acc.to(Y.dtype.element_ty), row[:, None] < T)
-    tl.store(at_head(L, T, bh) + row, l)
+    tl.store(at_head(L, n, bh) + first + tl.arange(0, BM), l)
 
 
 # ---- backward
@@ -388,14 +429,14 @@ def forward_kernel(
 @triton.jit
 def _dq_tiles(
     acc, r, q, dy, delta,
-    keys, rows, gates,  # as in `_forward_tiles`
+    keys, rows, gates,  # as in `_forward_tiles`, with (K2, strides) behind the keys
     begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Return (acc, r), the sums for dq and row, with the keys from begin to end added, BN at a time."""
     GATED: tl.constexpr = gates is not None
-    K, k_strides, V, v_strides, b, hkv = keys
-    row, c_lo, c_row, first_row = rows
+    K, k_strides, V, v_strides, b, hkv, K2, k2_strides = keys
+    row, c_lo, c_row, first_row, key_scale = rows
     if GATED:
         C, _, KEY_DECAY, _, C_END, _ = gates
     if GATED and not DIAGONAL:
@@ -405,6 +446,8 @@ def _dq_tiles(
         k = _tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
         v = _tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if key_scale is not None:
+            s *= key_scale[:, None]
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         ds = _times_power(int_power(s, P // 2), s, P) * (dp - delta[:, None])
         if DIAGONAL:
@@ -421,6 +464,8 @@ def _dq_tiles(
             c_next = tl.load(C_END - 1 + tl.minimum(start + 3 * BN, end) // 32)
         if GATED:
             r += tl.sum(ds * s, 1)
+        if K2 is not None:
+            k = _tile(K2, k2_strides, b, start, hkv, T, BN, D, DIAGONAL)
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
     return acc, r
 
@@ -428,12 +473,12 @@ def _dq_tiles(
 @triton.jit
 def _dq_tiles_of_powers(
     acc, r, q, dy, delta,
-    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, first_row, p - 1, c, x of the table), or None
+    keys, rows, gates,  # (K, strides, V, strides, b, hkv, K2, strides), (row, first_row, p - 1, c, x of the table), or None
     begin, end, T,
     D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Return (acc, r), the sums for dq and dp, as `_dq_tiles` does, with a power for each row."""
-    K, k_strides, V, v_strides, b, hkv = keys
+    K, k_strides, V, v_strides, b, hkv, K2, k2_strides = keys
     row, first_row, less, c, middle = rows
     for start in range(begin, end, BN):
         k = _tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
@@ -451,49 +496,57 @@ def _dq_tiles_of_powers(
         elif gates is not None:
             ds *= _vector(gates[2], start, BN)[None, :]  # KEY_DECAY
         r += tl.sum(ds * s * (x - middle[:, None]), 1)
+        if K2 is not None:
+            k = _tile(K2, k2_strides, b, start, hkv, T, BN, D, DIAGONAL)
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
     return acc, r
 
 
-@triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "BH", "HEADS"])
+@triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
 def dq_kernel(
-    Q, K, V, DY,
+    Q, K, V, DY, K2,  # if Q and K are float16, V and DY are bfloat16 and K2 is K in bfloat16; else it is None
     Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
     KEY_SCALE, POWERS, gates,  # see the table above, or None
     DQ, PAIR, G, ROW,  # what is written; G with gates only, ROW with gates or powers
-    q_strides, k_strides, v_strides, dy_strides,  # None: a tensor descriptor
+    q_strides, k_strides, v_strides, k2_strides, dy_strides,  # None: a tensor descriptor
     scale, rest,
-    T, CHUNK, H, HKV, BH, HEADS,
+    T, OFFSET, CHUNK, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
     BEFORE: tl.constexpr,  # there is a state before the first token, so no row sees itself alone
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs."""
     GATED: tl.constexpr = gates is not None
-    bh, b, h, hkv, lo = _queries_of_program(T, H, HKV, BH, HEADS, BM)
+    n = _queries(T, OFFSET)
+    bh, b, h, hkv, first = _queries_of_program(n, H, HKV, BH, HEADS, BM)
+    lo = _token(first, OFFSET)
     row = lo + tl.arange(0, BM)
-    out = _row_offsets(b, lo, h, T, H, BM, D)
+    out = _row_offsets(b, first, h, n, H, BM, D)
 
-    q = _tile(Q, q_strides, b, lo, h, T, BM, D, True)
-    dy = _tile(DY, dy_strides, b, lo, h, T, BM, D, True).to(q.dtype)
+    q = _tile(Q, q_strides, b, first, h, n, BM, D, True)
+    dy = _tile(DY, dy_strides, b, first, h, n, BM, D, True)
+    dy = dy.to(q.dtype) if dy.dtype == tl.float32 else dy
     q32 = q.to(tl.float32)
+    key_scale = None  # what scores of float16 are multiplied by
     if NORMALIZE:
         y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
         delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
-        l = _vector(at_head(L, T, bh), lo, BM)
+        l = _vector(at_head(L, n, bh), first, BM)
         over_l = inverse(l)
         if P > 0:
-            factor = _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)
+            factor, key_scale = _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo, q.dtype == tl.float16)
     else:
-        delta = -_vector(at_head(DL, T, bh), lo, BM)
+        delta = -_vector(at_head(DL, n, bh), first, BM)
         over_l = tl.zeros([BM], tl.float32) + rest
         factor = tl.zeros([BM], tl.float32) + scale
     if P == 0:
-        p, less, g, middle = _row_of_powers(POWERS, q32, KEY_SCALE, l, T, b, b * HKV + hkv, row, lo)
+        p, less, g, x = _normalized_row_power(POWERS, q32, KEY_SCALE, l, T, n, b, b * HKV + hkv, lo, first)
         factor, over_l = p, 1.0
     else:
         g = int_power(factor, P // 2) * tl.sqrt(over_l)
-    if P > 4:
+    if key_scale is not None:
+        q = (q32 * (factor / key_scale)[:, None]).to(q.dtype)
+    elif P > 4:
         q = (q32 * factor[:, None]).to(q.dtype)
     elif P > 0:  # s^3 stays in range without it, and the product is faster if q does not pass through registers
         over_l, factor = g * g, 1.0
@@ -504,23 +557,24 @@ def dq_kernel(
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
         c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
-    pair = at_head(PAIR, T, 2 * bh) + row[:, None] * 2 + tl.arange(0, 2)[None, :]
+    pair = at_head(PAIR, n, 2 * bh) + (first + tl.arange(0, BM))[:, None] * 2 + tl.arange(0, 2)[None, :]
     if P == 0:
         c = g
         if GATED:
-            tl.store(at_head(G, T, bh) + row, g)
+            tl.store(at_head(G, n, bh) + first + tl.arange(0, BM), g)
             c = tl.where(first_row < row // R * R, g, float("-inf"))
         tl.store(pair, tl.join(c, p * delta))
     elif GATED:
         start = row // R * R
         f = tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(gates[0] + start))), 0.0)
-        tl.store(at_head(G, T, bh) + row, g)
+        tl.store(at_head(G, n, bh) + first + tl.arange(0, BM), g)
         tl.store(pair, tl.join(g * f, delta))
     else:
         tl.store(pair, tl.join(g, g * delta))
-    keys, rows = (K, k_strides, V, v_strides, b, hkv), (row, c_lo, c_row, first_row)
+    keys = (K, k_strides, V, v_strides, b, hkv, K2, k2_strides)
+    rows = (row, c_lo, c_row, first_row, key_scale)
     if P == 0:
-        rows = (row, first_row, less, g, middle)
+        rows = (row, first_row, less, g, x)
         acc, r = _dq_tiles_of_powers(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, D, BN, False)
     else:
         acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False)
@@ -539,7 +593,7 @@ def dq_kernel(
     acc *= ((1 if P == 0 else P) * factor * over_l)[:, None]
     tl.store(DQ + out, acc.to(DQ.dtype.element_ty), row[:, None] < T)
     if P == 0:
-        tl.store(at_head(ROW, T, bh) + row, r * over_l * 0.6931471805599453)  # ln 2
+        tl.store(at_head(ROW, n, bh) + first + tl.arange(0, BM), r * over_l * 0.6931471805599453)  # ln 2
     elif GATED:
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
 
@@ -547,34 +601,36 @@ def dq_kernel(
 @triton.jit
 def _dkdv_tiles(
     dk, dv, col, k, v,
-    queries, b, h, H,  # (Q, strides, DY, strides, PAIR, G)
+    queries, b, h, H,  # (Q, strides, DY, strides, Q2, strides, PAIR, G)
     columns, gates,  # (column, c_hi, c_col), (C, FIRST, C_START) at this head of keys or None
-    begin, end, T,
+    begin, end, T, OFFSET,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
     NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Return (dk, dv, col) with the queries from begin to end of one head added, BM at a time."""
     GATED: tl.constexpr = gates is not None
-    Q, q_strides, DY, dy_strides, PAIR, G = queries
+    Q, q_strides, DY, dy_strides, Q2, q2_strides, PAIR, G = queries
     column, c_hi, c_col = columns
-    PAIR = at_head(PAIR, T, 2 * (b * H + h))
+    n = _queries(T, OFFSET)
+    PAIR = at_head(PAIR, n, 2 * (b * H + h))
     if GATED:
         C, FIRST, C_START = gates
-        G = at_head(G, T, b * H + h)
+        G = at_head(G, n, b * H + h)
     if GATED and not DIAGONAL:
         x = tl.exp(0.5 * (tl.load(C_START + tl.minimum(begin, T - 1) // 32) - c_hi).to(tl.float32))
         c_next = tl.load(C_START + tl.minimum(begin + BM, T - 1) // 32)
     for start in range(begin, end, BM):
-        q = _tile(Q, q_strides, b, start, h, T, BM, D, True)
-        dy = _tile(DY, dy_strides, b, start, h, T, BM, D, True).to(q.dtype)
-        pair = tl.multiple_of(start, BM) * 2 + tl.arange(0, BM)[:, None] * 2 + tl.arange(0, 2)[None, :]
+        row = _row(start, OFFSET)
+        q = _tile(Q, q_strides, b, row, h, n, BM, D, True)
+        dy = _tile(DY, dy_strides, b, row, h, n, BM, D, True).to(v.dtype)
+        pair = tl.multiple_of(row, BM) * 2 + tl.arange(0, BM)[:, None] * 2 + tl.arange(0, 2)[None, :]
         g, gdelta = tl.split(tl.load(PAIR + pair))
         at = start + tl.arange(0, BM)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
         dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
         if GATED:
             if DIAGONAL:
-                g = _vector(G, start, BM)
+                g = _vector(G, row, BM)
             else:
                 g *= x
                 x = tl.exp(0.5 * (c_next - c_hi).to(tl.float32))
@@ -598,6 +654,8 @@ def _dkdv_tiles(
             ds = tl.where((at > first)[None, :], ds, 0.0)
         if GATED:
             col += tl.sum(ds * s, 1)
+        if Q2 is not None:
+            q = _tile(Q2, q2_strides, b, row, h, n, BM, D, True)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv, col
 
@@ -605,24 +663,26 @@ def _dkdv_tiles(
 @triton.jit
 def _dkdv_tiles_of_powers(
     dk, dv, k, v,
-    queries, POWERS, b, h, H,  # (Q, strides, DY, strides, PAIR, G)
+    queries, POWERS, b, h, H,  # (Q, strides, DY, strides, Q2, strides, PAIR, G)
     columns, gates,  # (column, ...), (C, FIRST, C_START) at this head of keys or None
-    begin, end, T,
+    begin, end, T, OFFSET,
     D: tl.constexpr, BM: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Return (dk, dv) as `_dkdv_tiles` does, with a power for each query."""
-    Q, q_strides, DY, dy_strides, PAIR, G = queries
-    PAIR, POWERS, column = at_head(PAIR, T, 2 * (b * H + h)), at_head(POWERS, T, 2 * b), columns[0]
+    Q, q_strides, DY, dy_strides, Q2, q2_strides, PAIR, G = queries
+    n, column = _queries(T, OFFSET), columns[0]
+    PAIR, POWERS = at_head(PAIR, n, 2 * (b * H + h)), at_head(POWERS, n, 2 * b)
     for start in range(begin, end, BM):
-        q = _tile(Q, q_strides, b, start, h, T, BM, D, True)
-        dy = _tile(DY, dy_strides, b, start, h, T, BM, D, True).to(q.dtype)
-        pair = tl.multiple_of(start, BM) * 2 + tl.arange(0, BM)[:, None] * 2 + tl.arange(0, 2)[None, :]
+        row = _row(start, OFFSET)
+        q = _tile(Q, q_strides, b, row, h, n, BM, D, True)
+        dy = _tile(DY, dy_strides, b, row, h, n, BM, D, True).to(v.dtype)
+        pair = tl.multiple_of(row, BM) * 2 + tl.arange(0, BM)[:, None] * 2 + tl.arange(0, 2)[None, :]
         c, pdelta = tl.split(tl.load(PAIR + pair))
         p, less = tl.split(tl.load(POWERS + pair))
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
         dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
         if DIAGONAL and gates is not None:
-            c = _vector(at_head(G, T, b * H + h), start, BM)
+            c = _vector(at_head(G, n, b * H + h), row, BM)
         t = _with_sign(_exp2(less[None, :] * _log2(s) + c[None, :]), s)
         if DIAGONAL:
             at = start + tl.arange(0, BM)
@@ -635,6 +695,8 @@ def _dkdv_tiles_of_powers(
         ds = t * (dp * p[None, :] - pdelta[None, :])
         if DIAGONAL:  # in a row that sees itself alone, y_i is v_i for any q_i
             ds = tl.where((at > first)[None, :], ds, 0.0)
+        if Q2 is not None:
+            q = _tile(Q2, q2_strides, b, row, h, n, BM, D, True)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -656,14 +718,14 @@ def _last_reader(OPENED, hi, end, T):
     return end
 
 
-@triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "BHKV", "HEADS"])
+@triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BHKV", "HEADS"])
 def dkdv_kernel(
-    Q, K, V, DY,
+    Q, K, V, DY, Q2,  # if Q and K are float16, V and DY are bfloat16 and Q2 is Q in bfloat16; else it is None
     POWERS, gates,  # or None
     PAIR, G, ROW,  # written by `dq_kernel`
     DK, DV,  # what is written
-    q_strides, k_strides, v_strides, dy_strides,  # None: a tensor descriptor
-    T, CHUNK, H, HKV, BHKV, HEADS,  # BHKV: B * HKV
+    q_strides, k_strides, v_strides, dy_strides, q2_strides,  # None: a tensor descriptor
+    T, OFFSET, CHUNK, H, HKV, BHKV, HEADS,  # BHKV: B * HKV
     P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -693,15 +755,19 @@ def dkdv_kernel(
         c_hi = tl.load(at_head(C_END, T, bh, 32) + hi // 32)
         end = _last_reader(at_head(OPENED, T, bh, 32), hi, end, T)
         c_col = _vector(C, lo, BN)
-    queries, columns = (Q, q_strides, DY, dy_strides, PAIR, G), (column, c_hi, c_col)
+    queries = (Q, q_strides, DY, dy_strides, Q2, q2_strides, PAIR, G)
+    columns, lo_row = (column, c_hi, c_col), lo
+    if OFFSET is not None:  # keys before it are read by the queries alone
+        begin, lo_row = tl.maximum(begin, multiple_of(OFFSET, 128)), tl.maximum(lo, multiple_of(OFFSET, 128))
     for i in range(group):
         if P == 0:
             dk, dv = _dkdv_tiles_of_powers(
-                dk, dv, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, D, BM, False
-            )
+                dk, dv, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
+                D, BM, False,
+            )  # fmt: skip
         else:
             dk, dv, col = _dkdv_tiles(
-                dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, begin, end, T,
+                dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
                 P, D, BM, NORMALIZE, BEFORE, False,
             )  # fmt: skip
     if GATED:
@@ -713,11 +779,12 @@ def dkdv_kernel(
     for i in range(group):
         if P == 0:
             dk, dv = _dkdv_tiles_of_powers(
-                dk, dv, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, lo, tl.minimum(begin, T), T, D, BM, True
-            )
+                dk, dv, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, lo_row, tl.minimum(lo + BN, T), T, OFFSET,
+                D, BM, True,
+            )  # fmt: skip
         else:
             dk, dv, col = _dkdv_tiles(
-                dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, lo, tl.minimum(begin, T), T,
+                dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, lo_row, tl.minimum(lo + BN, T), T, OFFSET,
                 P, D, BM, NORMALIZE, BEFORE, True,
             )  # fmt: skip
 
@@ -739,26 +806,29 @@ def dkdv_kernel(
 def forward(
     q, k, v, log_g=None, *, p, powers=None, scale=1.0, normalize=True, chunk=None, num=None, den=None, config=None
 ):
-    """Return y [B, T, H, D] in q's dtype and l [B, H, T padded to a multiple of 128], float32, for `backward`.
+    """Return y [B, n, H, D] in q's dtype and l [B, H, n padded to a multiple of 128], float32, for `backward`.
 
-    q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D and p:
-    those of `kernels.HEAD_DIMS` and `kernels.POWERS`, or p = 0 with powers [B, T] float32. chunk: tokens see nothing before their chunk, a multiple of 128.
-    num [B, T, H, D], den [B, H, T padded], float32: added to the sums before dividing. `scale` cancels.
+    q [B, n, H, D], k, v [B, T, Hkv, D], bfloat16, float16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D
+    and p: those of `kernels.HEAD_DIMS` and `kernels.POWERS`, or p = 0 with powers [B, n] float32 and a log_g of 0 and
+    -inf. The queries belong to the last n tokens; T - n is a multiple of 128. chunk: tokens see nothing before their chunk, a multiple of 128. num [B, n, H, D], den [B, H, n
+    padded], float32: added to the sums before dividing. `scale` cancels.
 
     With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
     w_ij = decay_ij (scale q_i . k_j)^p, to which other parts of the sums may be added.
     """
-    (B, T, H, _), HKV = q.shape, k.shape[2]
+    (B, n, H, _), (T, HKV) = q.shape, k.shape[1:3]
     y = torch.empty(q.shape, dtype=q.dtype if normalize else torch.float32, device=q.device)
-    l = torch.zeros(B, H, padded(T), dtype=torch.float32, device=q.device)
-    scale, rest = _powers_of_two(scale, p)
+    l = torch.zeros(B, H, padded(n), dtype=torch.float32, device=q.device)
+    scale, rest = _powers_of_two(scale, p, q.dtype)
     c = config or choose("forward", q, p, log_g is not None, chunk is not None)
     with device_guard(q.device):
+        v = v if (wide := _wide(v)) is None else wide
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c.BN, 0.5)
         tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
-        forward_kernel[(triton.cdiv(T, c.BM) * B * H,)](
+        forward_kernel[(triton.cdiv(n, c.BM) * B * H,)](
             *tiles, y, l, num, den, key_scale, _row_powers(powers), gates, *strides, scale, rest,
-            T, chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H), **_options(c, q, p, normalize),
+            T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
+            **_options(c, q, p, normalize),
         )  # fmt: skip
     return y, l
 
@@ -768,46 +838,51 @@ def backward(
     configs=(None, None),
 ):  # fmt: skip
     """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates; with powers their
-    gradient [B, T] float32 in place of dlog_g.
+    gradient [B, n] float32 in place of dlog_g.
 
     With normalize, y and l are those of forward and dl is not read; else y and l are not read, and dl has l's shape.
     With `chunk`, row of the table above is returned in place of dlog_g, for `gates.chunk_dlog_g`. before: True if there
     is a state before the first token. Raises ValueError for configurations that do not fit each other.
     """
-    (B, T, H, _), HKV = q.shape, k.shape[2]
+    (B, n, H, _), (T, HKV) = q.shape, k.shape[1:3]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    pair = empty(q, B, H, padded(T), 2)
-    g = None if log_g is None else empty(q, B, H, padded(T))
-    row = None if log_g is None and powers is None else empty(q, B, H, padded(T))
-    scale, rest = _powers_of_two(scale, p)
+    pair, g, row = empty(q, B, H, padded(n), 2), None, None
+    if log_g is not None:
+        row = (empty if n == T else _zeros)(q, B, H, padded(T))  # there are no queries of the tokens before
+        g = empty(q, B, H, padded(n))
+    if powers is not None:
+        row, powers = empty(q, B, H, padded(n)), _row_powers(powers)
+    scale, rest = _powers_of_two(scale, p, q.dtype)
     c_dq = configs[0] or choose("dq", q, p, log_g is not None, chunk is not None)
     c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None, chunk is not None)
     if c_dq.BM < c_dkdv.BM or c_dkdv.BN % c_dkdv.BM:
         raise ValueError(f"dkdv's BM must divide its BN and be at most dq's BM, got {c_dq} for dq, {c_dkdv} for dkdv")
     with device_guard(q.device):
+        q2, k2 = _wide(q), _wide(k)
+        if k2 is not None:  # v as the forward pass had it: delta_i is a mean of dP_ij only of the same values
+            dy, v = dy.bfloat16(), v.bfloat16()
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
-        powers = _row_powers(powers)
-        (k_tiles, v_tiles), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN))
-        dq_kernel[(triton.cdiv(T, c_dq.BM) * B * H,)](
-            q, k_tiles, v_tiles, dy, y, l, dl, key_scale, powers, gates, dq, pair, g, row,
+        (k_tiles, v_tiles, k2), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN), (k2, c_dq.BN))
+        dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
+            q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, dq, pair, g, row,
             q.stride(), *kv_strides, dy.stride(), scale, rest,
-            T, chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
+            T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
             R=c_dkdv.BM, BEFORE=before, **_options(c_dq, q, p, normalize),
         )  # fmt: skip
-        (q_tiles, dy_tiles), (q_strides, dy_strides) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
+        (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))
         dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-            q_tiles, k, v, dy_tiles, powers, gates, pair, g, row, dk, dv,
-            q_strides, k.stride(), v.stride(), dy_strides,
-            T, chunk or T, H, HKV, B * HKV, _heads_together(chunk or T, B * HKV),
-            BEFORE=before, **_options(c_dkdv, q, p, normalize),
+            q, k, v, dy, q2, powers, gates, pair, g, row, dk, dv,
+            q_strides, k.stride(), v.stride(), *dy_strides,
+            T, _offset(n, T), chunk or T, H, HKV, B * HKV, _heads_together(chunk or T, B * HKV),
+            BEFORE=before, **_options(c_dkdv, k, p, normalize),
         )  # fmt: skip
         if powers is not None:
-            return dq, dk, dv, row[..., :T].sum(1)
+            return dq, dk, dv, row[..., :n].sum(1)
         return dq, dk, dv, row if log_g is None or chunk else dlog_g(row, log_g, H)
 
 
 def _row_powers(powers):
-    """Return POWERS of the table above for powers [B, T], or None for None.
+    """Return POWERS of the table above for powers [B, n], or None for None.
 
     p - 1 is at least 1e-20, so that times log2 0 it is -inf for p = 1 too.
     """
@@ -815,6 +890,23 @@ def _row_powers(powers):
         return None
     p = torch.nn.functional.pad(powers, (0, padded(powers.shape[1]) - powers.shape[1]), value=2.0)
     return torch.stack((p, (p - 1).clamp(min=1e-20)), dim=-1)
+
+
+def _zeros(like, *shape):
+    return empty(like, *shape).zero_()
+
+
+def _offset(n, T):
+    """Return OFFSET for n queries of T tokens; None, for as many as there are, is a constant to the compiler."""
+    return None if n == T else T - n
+
+
+def _wide(x):
+    """Return x in bfloat16 if it is float16, else None.
+
+    s^p is beyond float16, so that weights are bfloat16, and a product has two operands of one type.
+    """
+    return x.bfloat16() if x.dtype == torch.float16 else None
 
 
 def _key_scales(k, log_g, p, normalize):
@@ -832,13 +924,13 @@ def _tiles(*tensors_and_rows):
     """Return (tensors, strides) for a kernel that fetches tiles of so many rows.
 
     The tensors are descriptors, and strides is None, if the copy engine can fetch them: every row must begin at a
-    multiple of 16 bytes.
+    multiple of 16 bytes. A tensor may be None.
     """
     tensors = [x for x, _ in tensors_and_rows]
-    if not all(map(aligned, tensors)):
-        return tensors, [x.stride() for x in tensors]
-    tiles = [TensorDescriptor(x, x.shape, x.stride(), [1, n, 1, x.shape[3]]) for x, n in tensors_and_rows]
-    return tiles, [None] * len(tiles)
+    if not all(x is None or aligned(x) for x in tensors):
+        return tensors, [None if x is None else x.stride() for x in tensors]
+    tile = lambda x, n: TensorDescriptor(x, x.shape, x.stride(), [1, n, 1, x.shape[3]])
+    return [None if x is None else tile(x, n) for x, n in tensors_and_rows], [None] * len(tensors)
 
 
 def aligned(x):
@@ -847,9 +939,12 @@ def aligned(x):
     return x.stride(3) == 1 and strides and x.data_ptr() != 0 and x.data_ptr() % 16 == 0
 
 
-def _powers_of_two(scale, p):
-    """Return (a power of two near scale, by which bfloat16 is multiplied exactly; the rest of scale^p)."""
-    power = 2.0 ** round(math.log2(abs(scale)))
+def _powers_of_two(scale, p, dtype):
+    """Return (a power of two near scale, by which bfloat16 is multiplied exactly; the rest of scale^p).
+
+    float16 is not multiplied: it has few exponents.
+    """
+    power = 1.0 if dtype == torch.float16 else 2.0 ** round(math.log2(abs(scale)))
     return power, (scale / power) ** p
 
 

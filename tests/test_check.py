@@ -30,7 +30,7 @@ def on_gpu(monkeypatch):
     if not GPU:
         reason = dispatch.kernel_reason
         monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, *sizes: reason(form, "cuda", *sizes))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
 
 
 @pytest.fixture

@@ -300,7 +300,7 @@ def test_power_attention_uses_the_kernels_where_they_take_the_sizes(monkeypatch)
     if not GPU:
         reason = dispatch.kernel_reason
         monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, *sizes: reason(form, "cuda", *sizes))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     monkeypatch.setattr(dispatch, "_warned", set())
     monkeypatch.setattr(dispatch, "failure", lambda *size: "")  # it calls the kernels too
     calls = []
@@ -387,19 +387,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels import quadratic
 from kernels.configs import safe
 
-def shared(name, dtype, D, gated, p):
+def shared(name, dtype, D, gated, p, offset=None):
     X, F, N = M(dtype), M(torch.float32), None
     f64, i32 = M(torch.float64), M(torch.int32)
     gates = (F, M(torch.int8), F, f64, f64, i32) if gated else N
-    row, c, s = F if gated else N, safe(name, dtype, D), (12288, 768, D, 1)
-    tile = lambda n: TensorDescriptor(torch.empty(16, dtype=dtype), [2, 16, 12, D], s, [1, n, 1, D])
-    q, k = tile(c.BM), tile(c.BN)
+    half = dtype == torch.float16
+    wide = torch.bfloat16 if half else dtype
+    row, c, s = F if gated else N, safe(name, wide, D), (12288, 768, D, 1)
+    tile = lambda n, dtype: TensorDescriptor(torch.empty(16, dtype=dtype), [2, 16, 12, D], s, [1, n, 1, D])
+    q, k, v, dy, W = tile(c.BM, dtype), tile(c.BN, dtype), tile(c.BN, wide), tile(c.BM, wide), M(wide)
+    k2, q2 = (v, dy) if half else (N, N)
     sizes = dict(P=p, D=D, BM=c.BM, BN=c.BN, NORMALIZE=True)
     options = dict(num_warps=c.warps, num_stages=c.stages, grid=(1,))
     args = {
-        "forward": (q, k, k, X, F, N, N, F, gates, N, N, N, 1.0, 1.0, 9, 9, 2, 2, 2, 1),
-        "dq": (X, k, k, X, X, F, N, F, gates, X, F, row, row, s, N, N, s, 1.0, 1.0, 9, 9, 2, 2, 2, 1),
-        "dkdv": (q, X, X, q, gates, F, row, row, X, X, N, s, s, N, 9, 9, 2, 2, 2, 1),
+        "forward": (q, k, v, X, F, N, N, F, gates, N, N, N, 1.0, 1.0, 9, offset, 9, 2, 2, 2, 1),
+        "dq": (X, k, v, W, k2, X, F, N, F, gates, X, F, row, row, s, N, N, N, s, 1.0, 1.0, 9, offset, 9, 2, 2, 2, 1),
+        "dkdv": (q, X, W, dy, q2, gates, F, row, row, X, X, N, s, s, N, N, 9, offset, 9, 2, 2, 2, 1),
     }
     kernel = getattr(quadratic, name + "_kernel")
     if name == "dq":
@@ -411,7 +414,7 @@ def shared(name, dtype, D, gated, p):
 dtype = getattr(torch, sys.argv[2])
 for D in map(int, sys.argv[3:]):
     for name in ("forward", "dq", "dkdv"):
-        print(name, dtype, D, shared(name, dtype, D, True, 8))
+        print(name, dtype, D, shared(name, dtype, D, True, 8, 128 if dtype == torch.float16 else None))
 """
 )
 
@@ -421,6 +424,7 @@ for D in map(int, sys.argv[3:]):
     [
         ("bfloat16", ["128"]),
         pytest.param("bfloat16", ["64"], marks=pytest.mark.slow),
+        pytest.param("float16", ["64", "128"], marks=pytest.mark.slow),
         pytest.param("float32", ["64", "128"], marks=pytest.mark.slow),
     ],
 )
