@@ -280,7 +280,7 @@ def key_scale_kernel(K, LOG_G, KEY_SCALE, k_strides, g_strides, T, HKV, D: tl.co
 
 
 @triton.jit
-def _forward_tiles(
+def _forward_tiles_of_one_power(
     acc, l, q,
     keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, c_lo, c_row, first_row, key scale or None), at this
     begin, end, T,  # head or None
@@ -328,7 +328,7 @@ def _forward_tiles_of_powers(
     begin, end, T,
     D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """Do the same as `_forward_tiles` with a power for each row."""
+    """Do the same as `_forward_tiles_of_one_power` with a power for each row."""
     K, k_strides, V, v_strides, b, hkv = keys
     row, first_row, p, offset = rows
     ones = tl.full([BN, 8], 1.0, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
@@ -349,6 +349,17 @@ def _forward_tiles_of_powers(
         l = tl.dot(w, ones, l, input_precision=PRECISION)
         acc = tl.dot(w, v, acc, input_precision=PRECISION)
     return acc, l
+
+
+@triton.jit
+def _forward_tiles(
+    acc, l, q, keys, rows, gates, begin, end, T,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    if P == 0:
+        return _forward_tiles_of_powers(acc, l, q, keys, rows, gates, begin, end, T, D, BN, DIAGONAL)
+    else:
+        return _forward_tiles_of_one_power(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL)
 
 
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
@@ -392,21 +403,17 @@ def forward_kernel(
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
         c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
-    keys, rows = (K, k_strides, V, v_strides, b, hkv), (row, c_lo, c_row, first_row, key_scale)
+    keys = (K, k_strides, V, v_strides, b, hkv)
     if P == 0:
         rows = (row, first_row, p, offset)
-        acc, l = _forward_tiles_of_powers(acc, l, q, keys, rows, gates, begin, end, T, D, BN, False)
     else:
-        acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, False)
+        rows = (row, c_lo, c_row, first_row, key_scale)
+    acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, False)
     if GATED:
         decay = tl.where(first_row < lo, tl.exp(c_row - tl.load(gates[0] + lo)), 0.0)[:, None]  # since the first row
         acc *= decay
         l *= decay
-    last = tl.minimum(lo + BM, T)
-    if P == 0:
-        acc, l = _forward_tiles_of_powers(acc, l, q, keys, rows, gates, end, last, T, D, BN, True)
-    else:
-        acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, last, T, P, D, BN, True)
+    acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, tl.minimum(lo + BM, T), T, P, D, BN, True)
 
     l = tl.max(l, 1)
     out = ((tl.cast(b, tl.int64) * n + first) * H + h) * D  # [B, n, H, D]
@@ -427,7 +434,7 @@ def forward_kernel(
 
 
 @triton.jit
-def _dq_tiles(
+def _dq_tiles_of_one_power(
     acc, r, q, dy, delta,
     keys, rows, gates,  # as in `_forward_tiles`, with (K2, strides) behind the keys
     begin, end, T,
@@ -477,7 +484,7 @@ def _dq_tiles_of_powers(
     begin, end, T,
     D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """Return (acc, r), the sums for dq and dp, as `_dq_tiles` does, with a power for each row."""
+    """Return (acc, r), the sums for dq and dp, as `_dq_tiles_of_one_power` does, with a power for each row."""
     K, k_strides, V, v_strides, b, hkv, K2, k2_strides = keys
     row, first_row, less, c, middle = rows
     for start in range(begin, end, BN):
@@ -500,6 +507,34 @@ def _dq_tiles_of_powers(
             k = _tile(K2, k2_strides, b, start, hkv, T, BN, D, DIAGONAL)
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
     return acc, r
+
+
+@triton.jit
+def _dq_tiles(
+    acc, r, q, dy, delta, keys, rows, gates, begin, end, T,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    if P == 0:
+        return _dq_tiles_of_powers(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, D, BN, DIAGONAL)
+    else:
+        return _dq_tiles_of_one_power(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL)
+
+
+@triton.jit
+def _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, delta, P: tl.constexpr, R: tl.constexpr):
+    """Write PAIR, and with gates G, of the table above; P = 0: g is c_i, delta is p_i delta_i."""
+    at = first + tl.arange(0, row.shape[0])
+    pair = at_head(PAIR, n, 2 * bh) + at[:, None] * 2 + tl.arange(0, 2)[None, :]
+    if gates is None:
+        tl.store(pair, tl.join(g, delta if P == 0 else g * delta))
+    else:
+        start = row // R * R
+        if P == 0:
+            before = tl.where(first_row < start, g, float("-inf"))
+        else:
+            before = g * tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(gates[0] + start))), 0.0)
+        tl.store(at_head(G, n, bh) + at, g)
+        tl.store(pair, tl.join(before, delta))
 
 
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
@@ -557,36 +592,18 @@ def dq_kernel(
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
         c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
-    pair = at_head(PAIR, n, 2 * bh) + (first + tl.arange(0, BM))[:, None] * 2 + tl.arange(0, 2)[None, :]
-    if P == 0:
-        c = g
-        if GATED:
-            tl.store(at_head(G, n, bh) + first + tl.arange(0, BM), g)
-            c = tl.where(first_row < row // R * R, g, float("-inf"))
-        tl.store(pair, tl.join(c, p * delta))
-    elif GATED:
-        start = row // R * R
-        f = tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(gates[0] + start))), 0.0)
-        tl.store(at_head(G, n, bh) + first + tl.arange(0, BM), g)
-        tl.store(pair, tl.join(g * f, delta))
-    else:
-        tl.store(pair, tl.join(g, g * delta))
+    _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, p * delta if P == 0 else delta, P, R)
     keys = (K, k_strides, V, v_strides, b, hkv, K2, k2_strides)
-    rows = (row, c_lo, c_row, first_row, key_scale)
     if P == 0:
         rows = (row, first_row, less, g, x)
-        acc, r = _dq_tiles_of_powers(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, D, BN, False)
     else:
-        acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False)
+        rows = (row, c_lo, c_row, first_row, key_scale)
+    acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False)
     if GATED:
         decay = tl.where(first_row < lo, tl.exp(c_row - tl.load(gates[0] + lo)), 0.0)  # since the first row
         acc *= decay[:, None]
         r *= decay
-    last = tl.minimum(lo + BM, T)
-    if P == 0:
-        acc, r = _dq_tiles_of_powers(acc, r, q, dy, delta, keys, rows, gates, end, last, T, D, BN, True)
-    else:
-        acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, last, T, P, D, BN, True)
+    acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, tl.minimum(lo + BM, T), T, P, D, BN, True)
 
     if NORMALIZE:  # in a row that sees itself alone, y_i is v_i for any q_i
         over_l = tl.where(row > first_row, over_l, 0.0)
@@ -599,7 +616,7 @@ def dq_kernel(
 
 
 @triton.jit
-def _dkdv_tiles(
+def _dkdv_tiles_of_one_power(
     dk, dv, col, k, v,
     queries, b, h, H,  # (Q, strides, DY, strides, Q2, strides, PAIR, G)
     columns, gates,  # (column, c_hi, c_col), (C, FIRST, C_START) at this head of keys or None
@@ -668,7 +685,7 @@ def _dkdv_tiles_of_powers(
     begin, end, T, OFFSET,
     D: tl.constexpr, BM: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """Return (dk, dv) as `_dkdv_tiles` does, with a power for each query."""
+    """Return (dk, dv) as `_dkdv_tiles_of_one_power` does, with a power for each query."""
     Q, q_strides, DY, dy_strides, Q2, q2_strides, PAIR, G = queries
     n, column = _queries(T, OFFSET), columns[0]
     PAIR, POWERS = at_head(PAIR, n, 2 * (b * H + h)), at_head(POWERS, n, 2 * b)
@@ -699,6 +716,24 @@ def _dkdv_tiles_of_powers(
             q = _tile(Q2, q2_strides, b, row, h, n, BM, D, True)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
+
+
+@triton.jit
+def _dkdv_tiles(
+    dk, dv, col, k, v, queries, POWERS, b, h, H, columns, gates, begin, end, T, OFFSET,
+    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    if P == 0:
+        dk, dv = _dkdv_tiles_of_powers(
+            dk, dv, k, v, queries, POWERS, b, h, H, columns, gates, begin, end, T, OFFSET, D, BM, DIAGONAL
+        )
+        return dk, dv, col
+    else:
+        return _dkdv_tiles_of_one_power(
+            dk, dv, col, k, v, queries, b, h, H, columns, gates, begin, end, T, OFFSET,
+            P, D, BM, NORMALIZE, BEFORE, DIAGONAL,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -760,16 +795,10 @@ def dkdv_kernel(
     if OFFSET is not None:  # keys before it are read by the queries alone
         begin, lo_row = tl.maximum(begin, multiple_of(OFFSET, 128)), tl.maximum(lo, multiple_of(OFFSET, 128))
     for i in range(group):
-        if P == 0:
-            dk, dv = _dkdv_tiles_of_powers(
-                dk, dv, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
-                D, BM, False,
-            )  # fmt: skip
-        else:
-            dk, dv, col = _dkdv_tiles(
-                dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
-                P, D, BM, NORMALIZE, BEFORE, False,
-            )  # fmt: skip
+        dk, dv, col = _dkdv_tiles(
+            dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
+            P, D, BM, NORMALIZE, BEFORE, False,
+        )  # fmt: skip
     if GATED:
         decay = tl.exp(tl.load(C + hi) - c_col)  # to the last key
         decay = tl.where(column >= lo // 128 * 128 + tl.load(FIRST + hi).to(tl.int32), decay, 0.0)
@@ -777,16 +806,10 @@ def dkdv_kernel(
         dv *= decay[:, None]
         col *= decay
     for i in range(group):
-        if P == 0:
-            dk, dv = _dkdv_tiles_of_powers(
-                dk, dv, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, lo_row, tl.minimum(lo + BN, T), T, OFFSET,
-                D, BM, True,
-            )  # fmt: skip
-        else:
-            dk, dv, col = _dkdv_tiles(
-                dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, lo_row, tl.minimum(lo + BN, T), T, OFFSET,
-                P, D, BM, NORMALIZE, BEFORE, True,
-            )  # fmt: skip
+        dk, dv, col = _dkdv_tiles(
+            dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, lo_row, tl.minimum(lo + BN, T), T, OFFSET,
+            P, D, BM, NORMALIZE, BEFORE, True,
+        )  # fmt: skip
 
     out = _row_offsets(b, lo, hkv, T, HKV, BN, D)
     if P > 0:
