@@ -523,17 +523,15 @@ def _dq_tiles(
 @triton.jit
 def _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, delta, P: tl.constexpr, R: tl.constexpr):
     """Write PAIR, and with gates G, of the table above; P = 0: g is c_i, delta is p_i delta_i."""
-    at = first + tl.arange(0, row.shape[0])
-    pair = at_head(PAIR, n, 2 * bh) + at[:, None] * 2 + tl.arange(0, 2)[None, :]
+    pair = at_head(PAIR, n, 2 * bh) + (first + tl.arange(0, row.shape[0]))[:, None] * 2 + tl.arange(0, 2)[None, :]
     if gates is None:
         tl.store(pair, tl.join(g, delta if P == 0 else g * delta))
     else:
         start = row // R * R
-        if P == 0:
-            before = tl.where(first_row < start, g, float("-inf"))
-        else:
-            before = g * tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(gates[0] + start))), 0.0)
-        tl.store(at_head(G, n, bh) + at, g)
+        if P > 0:
+            f = tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(gates[0] + start))), 0.0)
+        tl.store(at_head(G, n, bh) + first + tl.arange(0, row.shape[0]), g)
+        before = tl.where(first_row < start, g, float("-inf")) if P == 0 else g * f
         tl.store(pair, tl.join(before, delta))
 
 
