@@ -45,7 +45,7 @@ def adaptive_attend(q, k, v, powers, log_g=None):
             end = min(start + rows, n)
             seen = m - n + end
             args = queries[..., start:end, :], keys[:, :, :seen], values[:, :, :seen], sizes[..., :seen]
-            args += bad[..., :seen], documents if documents is None else documents[..., :seen], powers[..., start:end, :]
+            args += bad[..., :seen], None if documents is None else documents[..., :seen], powers[..., start:end, :]
             block = partial(_block_of_rows, first=m - n + start)
             parts.append(block(*args) if save_scores else checkpoint(block, *args, use_reentrant=False))
         y = torch.cat(parts, dim=3)
@@ -72,7 +72,9 @@ def _block_of_rows(q, k, v, sizes, bad, documents, powers, first):
 
 @torch.no_grad()
 def _exponents(x):
-    """Return floor(log2) of the largest entry of each row of x [..., D], [..., 1]; zero for a row of zeros or NaN."""
+    """Return floor(log2) of the largest entry of each row of x [..., D], [..., 1], within float32's range; zero for NaN.
+
+    A row of zeros has the least there is, so that as a key it does not count beside others.
+    """
     largest = x.abs().amax(-1, keepdim=True)
-    tiny = torch.finfo(x.dtype).tiny
-    return largest.clamp(tiny, 2.0**126).log2().floor().nan_to_num().masked_fill(largest < tiny, 0)
+    return largest.clamp(torch.finfo(x.dtype).tiny, 2.0**126).log2().floor().nan_to_num()

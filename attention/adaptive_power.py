@@ -103,10 +103,13 @@ class AdaptivePower(KVCacheVariant):
         if not (math.isfinite(c.p_min) and math.isfinite(c.p_max) and c.p_min < c.p_max):
             raise ValueError(f"p_min must be below p_max, both finite, got {c.p_min} and {c.p_max}")
         if c.p_min < 1:
-            raise ValueError(f"p_min must be at least 1, got {c.p_min}: below, |q.k|^p has no derivative where q.k is 0")
+            raise ValueError(
+                f"p_min must be at least 1, got {c.p_min}: below, |q.k|^p has no derivative where q.k is 0"
+            )
         if c.adaptive == "mixture" and (c.p_min % 2 or c.p_max % 2):
             raise ValueError(
-                f"adaptive=mixture mixes even powers: p_min and p_max must be even integers, got {c.p_min} and {c.p_max}"
+                "p_min and p_max of adaptive=mixture, which mixes even powers, must be even integers, got "
+                f"{c.p_min} and {c.p_max}"
             )
 
     def __init__(self, config):
@@ -126,6 +129,8 @@ class AdaptivePower(KVCacheVariant):
         if self.mixes:
             return self.mix_and_append(q, k, v, powers, log_g, positions, state)
         if state is not None:
+            if state.power:
+                raise ValueError(f"the state of adaptive=continuous has no S and z, got S {[*state.S.shape]}")
             state = state.append(k, v, log_g, positions)
             k, v, log_g = state.k, state.v, state.log_g
         return adaptive_power_attention(q, k, v, powers, log_g=log_g), state
@@ -139,6 +144,8 @@ class AdaptivePower(KVCacheVariant):
         must_flush, states = state.must_flush(self.p), [None] * len(self.p)
         if before.power:
             sizes = [symmetric_power_dim(k.shape[-1], m) for m in self.p]
+            if before.S.shape[2] != sum(sizes):
+                raise ValueError(f"S of powers {self.p} has {sum(sizes)} features, got {before.S.shape[2]}")
             states = map(PowerState, before.S.split(sizes, dim=2), before.z.split(sizes, dim=2))
         found = [
             attend_to_state(q, k, v, log_g, before, state, power, must_flush, p=m) for m, power in zip(self.p, states)

@@ -51,6 +51,7 @@ def plan(
 
 def plan_adaptive(D, E, *, dtype, device_type, gated):
     """Return the Plan of the quadratic form with a power for each row; see `plan`."""
+    D, E = index(D), index(E)  # as in `plan`
     reason = kernel_reason("adaptive", device_type, dtype, D, E, 0)
     reason = reason or failed_check("adaptive", dtype, D, 0, gated)
     return Plan("quadratic", None, not reason, reason)

@@ -61,8 +61,9 @@ def check_chunks_fit(q, k, p, chunk):
 def check_generation_fits(config, p, layer, max_new_tokens, num_samples, itemsize, state_dtype, device):
     """Raise MemoryError if the states of `num_samples` sequences would not fit once they are `max_new_tokens` longer.
 
-    config is the model's, p the power or the tuple of powers of its states, layer the LayerState of one of its n_layer equal layers, itemsize the bytes of a number in
-    the KV cache, state_dtype that of S. The message names settings that would fit.
+    config is the model's, p the power or the tuple of powers of its states, layer the LayerState of one of its n_layer
+    equal layers, itemsize the bytes of a number in the KV cache, state_dtype that of S. The message names settings that
+    would fit.
     """
     c, D = config, config.head_dim
     heads, cached = c.n_layer * c.n_kv_head, layer.cached_tokens
@@ -84,10 +85,10 @@ def check_generation_fits(config, p, layer, max_new_tokens, num_samples, itemsiz
         ways.append(f"switch_over={tokens + 1}")
     if not ways:
         ways.append("a model of a smaller head dimension or p" if power >= cache else "fewer tokens")
-    powers = " and ".join(map(str, p)) or "real" if isinstance(p, tuple) else p
+    p = " and ".join(map(str, p)) or "real" if isinstance(p, tuple) else p
     of = f"states of {power:,} bytes" if power >= cache else f"keys and values of {cache:,} bytes"
     raise MemoryError(
-        f"{num_samples} samples need {need:,} bytes, mostly {of} each (p={powers}, head dimension {D}, {c.n_layer} layers "
+        f"{num_samples} samples need {need:,} bytes, mostly {of} each (p={p}, head dimension {D}, {c.n_layer} layers "
         f"of {c.n_kv_head} heads), the device has {have:,} free: {' or '.join(ways)} would fit"
     )
 

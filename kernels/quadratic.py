@@ -480,7 +480,7 @@ def _dq_tiles_of_one_power(
 @triton.jit
 def _dq_tiles_of_powers(
     acc, r, q, dy, delta,
-    keys, rows, gates,  # (K, strides, V, strides, b, hkv, K2, strides), (row, first_row, p - 1, c, x of the table), or None
+    keys, rows, gates,  # (K, strides, V, strides, b, hkv, K2, strides), (row, first_row, p - 1, c, x) or None
     begin, end, T,
     D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
@@ -805,8 +805,8 @@ def dkdv_kernel(
         col *= decay
     for i in range(group):
         dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, lo_row, tl.minimum(lo + BN, T), T, OFFSET,
-            P, D, BM, NORMALIZE, BEFORE, True,
+            dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, lo_row, tl.minimum(lo + BN, T),
+            T, OFFSET, P, D, BM, NORMALIZE, BEFORE, True,
         )  # fmt: skip
 
     out = _row_offsets(b, lo, hkv, T, HKV, BN, D)
@@ -831,8 +831,9 @@ def forward(
 
     q [B, n, H, D], k, v [B, T, Hkv, D], bfloat16, float16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D
     and p: those of `kernels.HEAD_DIMS` and `kernels.POWERS`, or p = 0 with powers [B, n] float32 and a log_g of 0 and
-    -inf. The queries belong to the last n tokens; T - n is a multiple of 128. chunk: tokens see nothing before their chunk, a multiple of 128. num [B, n, H, D], den [B, H, n
-    padded], float32: added to the sums before dividing. `scale` cancels.
+    -inf. The queries belong to the last n tokens; T - n is a multiple of 128. chunk: tokens see nothing before their
+    chunk, a multiple of 128. num [B, n, H, D], den [B, H, n padded], float32: added to the sums before dividing.
+    `scale` cancels.
 
     With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
     w_ij = decay_ij (scale q_i . k_j)^p, to which other parts of the sums may be added.
