@@ -268,17 +268,17 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def statistics(self, ids):
-        """Return {name: [one number for each layer that reports it]} for the input ids [B, T], without dropout.
+        """Return {name: [the number of each layer, None where it reports none]} for the ids [B, T], without dropout.
 
         Names are "gate" (mean of gamma), "beta" (mean speed of rotation) and others that an attention reports.
         """
         found, training = {}, self.training
         self.eval()
         x, resets, _ = self._embed(ids)
-        for block in self.transformer.h:
+        for i, block in enumerate(self.transformer.h):
             normed = block.ln_1(x)
             for name, value in block.attn.mix.statistics(normed, block.attn.project(normed)[0]).items():
-                found.setdefault(name, []).append(value)
+                found.setdefault(name, [None] * self.config.n_layer)[i] = value
             x, _ = block(x, resets)
         self.train(training)
         return found

@@ -1,17 +1,19 @@
 """The mathematics of the attentions in plain PyTorch, one file per idea.
 
 The variants are chapters with the same headings: softmax, even_power, sympow, sympow_gating, conformal_sympow,
-adaptive_power; variant is what the model asks of each of them. embedding, rotary and gates hold the mathematics that
-they share; naive is the specification, power the operator, forms its fast PyTorch (adaptive_forms: with a power for
-each query), dispatch the choice between the forms, backend the door to the GPU kernels; state and memory hold the state
-of generation. check compares the kernels with the specification.
+adaptive_power, heinsen; variant is what the model asks of each of them. embedding, rotary and gates hold the
+mathematics that they share; naive is the specification, power the operator, forms its fast PyTorch (adaptive_forms:
+with a power for each query), dispatch the choice between the forms, backend the door to the GPU kernels; state and
+memory hold the state of generation. heinsen_naive and heinsen_forms are the same for heinsen, log_position is its
+position embedding. check compares the kernels with the specifications.
 """
 
 from .adaptive_power import AdaptivePower
 from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower
 from .forms import PowerState
-from .power import power_attention
+from .heinsen import Heinsen, LogState, heinsen_attention
+from .power import power_attention, power_attention_sums
 from .softmax import Softmax
 from .sympow import Sympow
 from .sympow_gating import SympowGating
@@ -24,9 +26,13 @@ ATTENTIONS = {
     "sympow_gating": SympowGating,
     "conformal_sympow": ConformalSympow,
     "adaptive_power": AdaptivePower,
+    "heinsen": Heinsen,
 }
 
-__all__ = ["ATTENTIONS", "PowerState", "Variant", "power_attention", *(cls.__name__ for cls in ATTENTIONS.values())]
+__all__ = [
+    "ATTENTIONS", "LogState", "PowerState", "Variant", "heinsen_attention", "power_attention", "power_attention_sums",
+    *(cls.__name__ for cls in ATTENTIONS.values()),
+]  # fmt: skip
 
 
 def position_schemes(names):

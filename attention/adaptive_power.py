@@ -58,7 +58,7 @@ def adaptive_power_attention(q, k, v, powers, *, log_g=None):
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
     _check(q, k, v, powers, log_g)
-    chosen = plan_adaptive(q.shape[3], v.shape[3], dtype=q.dtype, device_type=q.device.type, gated=log_g is not None)
+    chosen = plan_adaptive(q.shape[3], v.shape[3], dtype=q.dtype, device=q.device, gated=log_g is not None)
     if not chosen.on_kernels or not len(q):  # a kernel cannot be launched on nothing
         return adaptive_attend(q, k, v, powers, log_g)
     return backend.adaptive_attention(q, k, v, powers.float(), None if log_g is None else log_g.float())
@@ -115,7 +115,8 @@ class AdaptivePower(KVCacheVariant):
     def __init__(self, config):
         super().__init__(config)
         c, self.mixes = config, config.adaptive == "mixture"
-        self.p = tuple(range(int(c.p_min), int(c.p_max) + 1, 2)) if self.mixes else ()
+        if self.mixes:
+            self.p = tuple(range(int(c.p_min), int(c.p_max) + 1, 2))
         self.switch_over = "auto" if self.mixes else "never"
         self.form, self.chunk_size = c.form, c.chunk_size or None
         self.power = PowerNetwork(c.n_head * c.head_dim, c.p_min, c.p_max)
@@ -159,21 +160,21 @@ class AdaptivePower(KVCacheVariant):
         powers = self.power(q)
         return {"power": powers.mean().item(), "power_std": powers.std(correction=0).item()}
 
-    def training_plan(self, block_size, dtype, device_type):
+    def training_plan(self, block_size, dtype, device):
         """Return the plan of `continuous`, or that of the mixture's largest power."""
-        return self.plans(block_size, dtype, device_type)[-1]
+        return self.plans(block_size, dtype, device)[-1]
 
-    def plans(self, block_size, dtype, device_type):
+    def plans(self, block_size, dtype, device):
         """Return the Plan of each power of a mixture, or that of `continuous` alone."""
-        D, where = self.config.head_dim, dict(dtype=dtype, device_type=device_type, gated=self.config.gated)
+        D, where = self.config.head_dim, dict(dtype=dtype, device=device, gated=self.config.gated)
         if not self.mixes:
             return [plan_adaptive(D, D, **where)]
         return [plan(block_size, D, D, m, **where, form=self.form, chunk_size=self.chunk_size) for m in self.p]
 
-    def attention_flops(self, block_size, dtype, device_type):
+    def attention_flops(self, block_size, dtype, device):
         if not self.mixes:
-            return super().attention_flops(block_size, dtype, device_type)
-        plans = self.plans(block_size, dtype, device_type)
+            return super().attention_flops(block_size, dtype, device)
+        plans = self.plans(block_size, dtype, device)
         return sum(power_flops(self.config, m, block_size, chosen) for m, chosen in zip(self.p, plans))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from . import backend, naive
+from . import backend, heinsen_naive, naive
 
 # form, dtype, head dimension, p (0: adaptive), gated: each kernel, each branch of the power and each head dimension at
 # least once
@@ -23,17 +23,19 @@ SIZES = [
     ("quadratic", torch.bfloat16, 64, 2, True), ("quadratic", torch.bfloat16, 64, 6, False),
     ("quadratic", torch.bfloat16, 64, 8, True), ("quadratic", torch.bfloat16, 128, 4, True),
     ("quadratic", torch.bfloat16, 32, 4, True), ("quadratic", torch.bfloat16, 16, 2, False),
+    ("quadratic", torch.float16, 64, 8, True), ("quadratic", torch.float16, 64, 4, False),
     ("quadratic", torch.float32, 64, 4, True), ("quadratic", torch.float32, 32, 2, False),
     ("chunked", torch.bfloat16, 64, 2, True), ("chunked", torch.bfloat16, 128, 2, True),
     ("chunked", torch.bfloat16, 32, 2, False), ("chunked", torch.bfloat16, 16, 2, True),
     ("chunked", torch.bfloat16, 32, 4, True), ("chunked", torch.bfloat16, 16, 4, False),
+    ("chunked", torch.float16, 64, 2, True), ("chunked", torch.float16, 32, 4, True),
     ("chunked", torch.float32, 32, 2, True), ("chunked", torch.float32, 16, 4, True),
     ("adaptive", torch.bfloat16, 64, 0, True), ("adaptive", torch.bfloat16, 128, 0, False),
     ("adaptive", torch.float32, 32, 0, True),
 ]  # fmt: skip
 # of each form; a miscompiled loop over a state may go wrong only in long calls
 LENGTH = {"quadratic": 1000, "adaptive": 1000, "chunked": 6000}
-TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # of y, of gradients
+TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # y, gradients
 
 
 def check(sizes=SIZES):
@@ -72,6 +74,11 @@ def errors(form, dtype, D, p, gated, T):
         leaves = [to(x).detach().requires_grad_() for x in inputs]
         y = attention(*leaves, p=p)
         results.append([y, *torch.autograd.grad(y, leaves, to(dy))])
+    return _compare(("y", "dq", "dk", "dv", "dlog_g"), results, dy)
+
+
+def _compare(names, results, dy):
+    """Return {name: error} for the tensors of two runs and of float64; `errors` says which error."""
     floor = 1e-3 * dy.double().norm()
     error = lambda a, again, b: (
         ((a.double() - b).norm() / b.norm().maximum(floor)).item() if a.equal(again) else math.inf
@@ -93,18 +100,90 @@ def _chunked(q, k, v, log_g=None, *, p):
     return torch.cat(y, 1)
 
 
-def failure(form, dtype, D, p, gated):
-    """Return "" if the kernels of this size agree with float64 on the current GPU, else one line that says why not.
+# dtype, dtype of the values (float32 if they were logarithms), head dimension
+HEINSEN_SIZES = [
+    (torch.bfloat16, torch.bfloat16, 64), (torch.bfloat16, torch.float32, 64), (torch.float32, torch.float32, 64),
+    (torch.bfloat16, torch.bfloat16, 32),
+]  # fmt: skip
 
-    Asked before kernels are used for the first time, it takes seconds unless they passed before (see `remember`).
+
+def check_heinsen(sizes=HEINSEN_SIZES):
+    """Yield what `check` does for the kernels of log attention."""
+    name = lambda dtype: str(dtype).removeprefix("torch.")
+    for dtype, v_dtype, D in sizes:
+        found = heinsen_errors(dtype, v_dtype, D, D)
+        ok = not _beyond(found, dtype)
+        errors = ", ".join(f"{n} {e:.1e}" for n, e in found.items())
+        yield f"heinsen {name(dtype)}, values {name(v_dtype)} D={D}: {errors}", ok
+
+
+def heinsen_errors(dtype, v_dtype, D, E, T=1500, device="cuda"):
+    """Return what `errors` does for log attention, in two calls with a state between them, and resets.
+
+    Keys grow by 60 on the way, so that references change and weights underflow.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, device=device, generator=generator)
+    q, k, v = make(1, T, 2, D).to(dtype), make(1, T, 1, D), make(1, T, 1, E).to(v_dtype)
+    k = (k + torch.linspace(0, 60, T, device=device)[:, None, None]).to(dtype)
+    resets = torch.rand(1, T, device=device, generator=generator) < 3 / T
+    dy = make(1, T, 2, E).to(v_dtype)
+    torch.full((2**24,), float("nan"), device=device)  # a kernel that reuses this memory must write all of it
+    specification = lambda *x: heinsen_naive.recurrent(*x, resets=resets)[0]
+    results = []
+    for attention, to in ((_heinsen, lambda x: x), (_heinsen, lambda x: x), (specification, torch.Tensor.double)):
+        leaves = [to(x).detach().requires_grad_() for x in (q, k, v)]
+        y = attention(*leaves, resets) if attention is _heinsen else attention(*leaves)
+        results.append([y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))])
+    return _compare(("y", "dq", "dk", "dv"), results, dy)
+
+
+def _beyond(found, dtype):
+    """Return the errors {name: error} that are not within tolerance, as NaN is not."""
+    limits = TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16])
+    return {n: e for n, e in found.items() if not e <= limits[n != "y"]}
+
+
+def _heinsen(q, k, v, resets):
+    y, state, at = [], (None, None, None), q.shape[1] * 3 // 4
+    for rows in (slice(0, at), slice(at, None)):
+        documents = resets[:, rows].cumsum(1, dtype=torch.int32)
+        cut = (x[:, rows] for x in (q, k, v))
+        part, *state = backend.heinsen_attention(*cut, documents, *state, final=rows.start == 0)
+        y.append(part)
+    return torch.cat(y, 1)
+
+
+def failure(form, dtype, D, p, gated, device="cuda"):
+    """Return "" if the kernels of this size agree with float64 on a GPU, else one line that says why not.
+
+    device: a torch.device or its name, "cuda" for the current GPU. Asked before kernels are used for the first time, it
+    takes seconds unless they passed before (see `remember`).
     """
     size = form, dtype, D, p, gated
     if size in _passed or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
         return ""
-    wrong = remember(f"{form}, {dtype}, D={D}, p={p}, gated={gated}", lambda: _failure(*size))
-    if not wrong and torch.cuda.device_count() == 1:  # otherwise another GPU may be the current one next time
+    wrong = remember(f"{form}, {dtype}, D={D}, p={p}, gated={gated}", lambda: _failure(*size), device)
+    if not wrong and torch.cuda.device_count() == 1:  # otherwise the next call may be for another GPU
         _passed.add(size)
     return wrong
+
+
+def heinsen_failure(dtype, v_dtype, D, E):
+    """Return what `failure` does for the kernels of log attention."""
+    size = dtype, v_dtype, D, E
+    if size in _passed or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return ""
+    wrong = remember(f"heinsen, {dtype}, values {v_dtype}, D={D}, E={E}", lambda: _heinsen_failure(*size))
+    if not wrong and torch.cuda.device_count() == 1:
+        _passed.add(size)
+    return wrong
+
+
+def _heinsen_failure(dtype, v_dtype, D, E):
+    found = heinsen_errors(dtype, v_dtype, D, E)
+    wrong = _beyond(found, dtype)
+    return "wrong results, " + ", ".join(f"{n} {e:.1e}" for n, e in wrong.items()) if wrong else ""
 
 
 def _failure(*size):
@@ -117,18 +196,20 @@ def kernel_failure(model, block_size, dtype):
     otherwise one line that says what is wrong."""
     with warnings.catch_warnings(action="ignore"):  # the caller tells
         for block in model.transformer.h:  # a plan with kernels has them checked
-            block.attn.mix.training_plan(block_size, dtype, model.transformer.wte.weight.device.type)
+            block.attn.mix.training_plan(block_size, dtype, model.transformer.wte.weight.device)
     return next((wrong for (_, name), wrong in _found.items() if wrong and not name.startswith("generation")), "")
 
 
-def remember(name, find):
+def remember(name, find, device="cuda"):
     """Return find(), "" if all is well or a line that says what is wrong, or "" if it was "" before.
 
     That is noted for this process, and in ~/.cache/sympow for this GPU, torch, Triton and these kernels. find is called
-    in a thread of its own, where the caller's autocast, gradient mode and transforms do not count; an exception in it,
-    such as a missing compiler, is what is wrong.
+    in a thread of its own, where `device` ("cuda": the caller's current one) is the current GPU, and where the caller's
+    autocast, gradient mode and transforms do not count; an exception in it, such as a missing compiler, is what is
+    wrong.
     """
-    device = torch.cuda.current_device()
+    device = torch.device(device).index
+    device = torch.cuda.current_device() if device is None else device
     if (device, name) not in _found:
         with ThreadPoolExecutor(1) as thread:
             _found[device, name] = thread.submit(_find, device, name, find).result()
@@ -146,7 +227,7 @@ def _find(device, name, find):
 
         files = sorted(f for f in backend.SOURCES.glob("*") if f.suffix in (".py", ".json"))
         sources = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12]
-        key = ", ".join([torch.cuda.get_device_name(), torch.__version__, triton.__version__, sources, name])
+        key = ", ".join([torch.cuda.get_device_name(device), torch.__version__, triton.__version__, sources, name])
         memory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sympow" / "checked.json"
         known = _known(memory)
         if key in known:

@@ -32,7 +32,7 @@ def conformal_sympow_attention(q, k, v, log_g, positions, *, p, base, form="auto
 
 class ConformalSympow(Sympow):
     gates = ("learned", "fixed", "none")
-    decodes_on_kernels = True
+    decodes_on_kernels = "power"
 
     def __init__(self, config):
         super().__init__(config)

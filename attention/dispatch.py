@@ -1,6 +1,6 @@
 """Decide how power attention is computed: in which form, in chunks of how many tokens, and on the kernels or not.
 
-    plan(T, D, E, p, dtype=q.dtype, device_type="cuda", gated=True)     # Plan(form, chunk_size, on_kernels, reason)
+    plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=True)        # Plan(form, chunk_size, on_kernels, reason)
 
 The answer is a function of sizes, dtype and device alone, so that every rank and every run decides the same, unless the
 kernels turn out to be wrong on this machine: before a size's first use they are compared with float64 (check.py).
@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from .backend import cost, symmetric_power_dim, unsupported_reason
-from .check import failure
+from .backend import cost, heinsen_unsupported_reason, symmetric_power_dim, unsupported_reason
+from .check import failure, heinsen_failure
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
 # In PyTorch both forms cost the same at T = 1.5 Dphi. If only the quadratic form has kernels, they cost the same at
 # this many times that length (measured on an H200, p=2, D=64).
-KERNEL_GAIN = {torch.bfloat16: 400, torch.float32: 5}
+KERNEL_GAIN = {torch.bfloat16: 400, torch.float16: 400, torch.float32: 5}
 
 
 class Plan(NamedTuple):
@@ -29,31 +29,35 @@ class Plan(NamedTuple):
 
 
 def plan(
-    T, D, E, p, *, dtype, device_type, gated, form="auto", chunk_size=None, initial_state=False, return_state=False
-):
+    T, D, E, p, *, dtype, device, gated, form="auto", chunk_size=None, initial_state=False, return_state=False,
+    queries=None,
+):  # fmt: skip
     """Return the Plan for T tokens, head dimension D, values of width E and power p.
 
-    dtype is that of q, k and v; gated is True if there is a log_g; form and chunk_size are what the caller asks for
-    ("auto" and None: the cheapest); initial_state and return_state are True if a state is given and asked for.
+    dtype and device are those of q, k and v ("cuda" is the current GPU); gated is True if there is a log_g; form and
+    chunk_size are what the caller asks for ("auto" and None: the cheapest); initial_state and return_state are True if
+    a state is given and asked for; queries: how many there are, by default T.
     """
     D, E = index(D), index(E)  # symbols under torch.compile(dynamic=True), which kernel_reason cannot take
-    not_quadratic = kernel_reason("quadratic", device_type, dtype, D, E, p)
-    not_chunked = not_quadratic or kernel_reason("chunked", device_type, dtype, D, E, p)
+    not_quadratic = kernel_reason("quadratic", device, dtype, D, E, p)
+    not_chunked = not_quadratic or kernel_reason("chunked", device, dtype, D, E, p)
+    if queries is not None:  # as many tokens as have these pairs for each key
+        T = 2 * queries - queries * queries // T
     if initial_state:
         not_quadratic = not_quadratic or "the quadratic kernels take no state before the first token"
     sizes = T, D, p, dtype, gated, form, chunk_size, initial_state or return_state
     chosen = _choose(*sizes, not_quadratic, not_chunked)
-    while chosen.on_kernels and (wrong := failed_check(chosen.form, dtype, D, p, gated)):
+    while chosen.on_kernels and (wrong := failed_check(chosen.form, dtype, D, p, gated, device)):
         not_quadratic, not_chunked = wrong if chosen.form == "quadratic" else not_quadratic, wrong
         chosen = _choose(*sizes, not_quadratic, not_chunked)
     return chosen
 
 
-def plan_adaptive(D, E, *, dtype, device_type, gated):
+def plan_adaptive(D, E, *, dtype, device, gated):
     """Return the Plan of the quadratic form with a power for each row; see `plan`."""
     D, E = index(D), index(E)  # as in `plan`
-    reason = kernel_reason("adaptive", device_type, dtype, D, E, 0)
-    reason = reason or failed_check("adaptive", dtype, D, 0, gated)
+    reason = kernel_reason("adaptive", device, dtype, D, E, 0)
+    reason = reason or failed_check("adaptive", dtype, D, 0, gated, device)
     return Plan("quadratic", None, not reason, reason)
 
 
@@ -89,29 +93,48 @@ def kernel_chunk_size(T, D, p, chunk_size=None, gated=True):
     return min(-(-chunk_size // 128), -(-T // 128)) * 128
 
 
-def kernel_reason(form, device_type, dtype, D, E, p):
-    """Return why the kernels of this form cannot be used, or "". Warn once for each reason if the device is a GPU."""
-    if device_type != "cuda":
-        return f"the tensors are on {device_type}"
+def kernel_reason(form, device, dtype, D, E, p):
+    """Return why the kernels of this form cannot be used on a device, or "". Warn once for each reason if it is a GPU.
+
+    form: as for `kernels.unsupported_reason`; device: a torch.device or its name, "cuda" for the current GPU.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
     if dtype == torch.float64:
         return "float64 is computed in PyTorch"
-    reason = _disabled or unsupported_reason(form, dtype, D, E, p)
-    if reason and form != "chunked":
+    reason = _disabled or unsupported_reason(form, dtype, D, E, p, device)
+    if reason and form in ("quadratic", "adaptive"):
         warn_once(f"power attention runs in plain PyTorch, not on its Triton kernels: {reason}")
     return reason
 
 
-def failed_check(form, dtype, D, p, gated):
-    """Return what is wrong with the kernels of this size on this machine, or "". Warn of it once."""
-    wrong = failure(form, dtype, D, p, gated)
+def failed_check(form, dtype, D, p, gated, device="cuda"):
+    """Return what is wrong with the kernels of this size on this GPU, or "". Warn of it once."""
+    wrong = failure(form, dtype, D, p, gated, device)
     if wrong:
         warn_once(f"power attention runs without its {form} kernels, which fail on this machine: {wrong}")
     return wrong
 
 
+def heinsen_kernel_reason(device_type, dtype, v_dtype, D, E):
+    """Return why the kernels of log attention cannot be used for q and k of `dtype` and values of v_dtype, or "". Warn
+    once for each reason if the device is a GPU."""
+    if device_type != "cuda":
+        return f"the tensors are on {device_type}"
+    if dtype == torch.float64:
+        return "float64 is computed in PyTorch"
+    D, E = index(D), index(E)
+    reason = _disabled or heinsen_unsupported_reason(dtype, D, E) or heinsen_failure(dtype, v_dtype, D, E)
+    if reason:
+        warn_once(f"heinsen attention runs in plain PyTorch, not on its Triton kernels: {reason}")
+    return reason
+
+
 # torch.compile asks once and does not look inside. torch.compiler.assume_constant_result sets this mark too, but it
 # imports torch._dynamo, which takes 2 s that a program without torch.compile need not wait.
-kernel_reason._dynamo_marked_constant = failed_check._dynamo_marked_constant = True
+for asked in (kernel_reason, failed_check, heinsen_kernel_reason):
+    asked._dynamo_marked_constant = True
 
 
 def disable_kernels(reason):

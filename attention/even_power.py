@@ -25,7 +25,7 @@ class EvenPower(KVCacheVariant):
     They differ in their form, their gates, their positions and the function that `attend` calls.
     """
 
-    decodes_on_kernels = True
+    decodes_on_kernels = "power"
     form, chunk_size = "quadratic", None
 
     def forward(self, x, q, k, v, resets=None, state=None):
@@ -43,15 +43,15 @@ class EvenPower(KVCacheVariant):
         q, k = self.rotate(q, k, positions)
         return even_power_attention(q, k, v, p=self.p, log_g=log_g)
 
-    def training_plan(self, block_size, dtype, device_type):
+    def training_plan(self, block_size, dtype, device):
         D, p = self.config.head_dim, self.p
         return plan(
-            block_size, D, D, p, dtype=dtype, device_type=device_type, gated=self.config.gated, form=self.form,
+            block_size, D, D, p, dtype=dtype, device=device, gated=self.config.gated, form=self.form,
             chunk_size=self.chunk_size,
         )  # fmt: skip
 
-    def attention_flops(self, block_size, dtype, device_type):
-        return power_flops(self.config, self.p, block_size, self.training_plan(block_size, dtype, device_type))
+    def attention_flops(self, block_size, dtype, device):
+        return power_flops(self.config, self.p, block_size, self.training_plan(block_size, dtype, device))
 
 
 def power_flops(config, p, block_size, chosen):

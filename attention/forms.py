@@ -52,9 +52,10 @@ class PowerState(NamedTuple):
 
 
 def attend(q, k, v, log_g, *, p, form, chunk_size=None, initial_state=None, return_state=False):
-    """Return (y [B, T, H, E] in q's dtype, the PowerState after all tokens or None); see `power_attention`.
+    """Return (y [B, n, H, E] in q's dtype, the PowerState after all tokens or None); see `power_attention`.
 
-    form: "quadratic", or "chunked" with chunk_size tokens a chunk (the recurrent form is a chunk of one token).
+    q [B, n, H, D] belong to the last n tokens. form: "quadratic", or "chunked" with chunk_size tokens a chunk (the
+    recurrent form is a chunk of one token).
     """
     Hkv, dtype = k.shape[2], accumulation_dtype(q)
     with without_autocast(q.device):
@@ -64,13 +65,27 @@ def attend(q, k, v, log_g, *, p, form, chunk_size=None, initial_state=None, retu
         state = None if initial_state is None else _scale_state(initial_state, _unit_of_state(initial_state, p), p)
         scale = _scale_of_rows(keys, gates, state and state.unit)
         if form == "quadratic":
-            num, den = _quadratic(queries, keys, values, gates, scale, state, p)
+            num, den = _quadratic(queries, keys, values, gates, scale[..., -q.shape[1] :], state, p)
             final = flush(k, v, log_g, initial_state, p=p) if return_state else None
         else:
             num, den, state = _chunked(queries, keys, values, gates, scale, state, p, chunk_size)
             final = PowerState(*_scale_state(state, 1 / state.unit, p)[:2]) if return_state else None
-        y = normalize(num, den).flatten(1, 2).transpose(1, 2).to(q.dtype)  # [B, T, H, E]
+        y = normalize(num, den).flatten(1, 2).transpose(1, 2).to(q.dtype)  # [B, n, H, E]
     return y, final
+
+
+def sums(q, k, v, log_g, *, p, scale):
+    """Return (sum_j w_ij v_j [B, n, H, E], sum_j w_ij [B, n, H]) in the accumulation dtype, in the quadratic form; see
+    `power_attention_sums`."""
+    Hkv, dtype = k.shape[2], accumulation_dtype(q)
+    with without_autocast(q.device):
+        queries, keys = _by_head(q, dtype).unflatten(1, (Hkv, -1)), _by_head(k, dtype)
+        in_range, gates = _to_unit_range(queries), None if log_g is None else _sum_gates(log_g)
+        rows = _scale_of_rows(keys, gates, None)[..., -q.shape[1] :]
+        num, den = _quadratic(in_range, keys, _by_head(v, dtype), gates, rows, None, p)
+        by = (scale / (_unit_of_rows(queries).squeeze(-1) * rows.unsqueeze(2))) ** (p // 2)  # twice: it may be large
+        num, den = num * by.unsqueeze(-1) * by.unsqueeze(-1), den * by * by
+        return tuple(x.flatten(1, 2).transpose(1, 2) for x in (num, den))
 
 
 def read_cache(q, k, v, log_g, state, *, p, flush_cache):
@@ -177,23 +192,28 @@ def _block_of_rows(q, k, v, bad, gates, scale, state, p, first):
 
 
 def _chunked(q, k, v, gates, scale, state, p, chunk_size):
-    """Compute chunk by chunk: each chunk reads itself and the state before it, then becomes part of the state."""
+    """Compute chunk by chunk: each chunk reads itself and the state before it, then becomes part of the state.
+
+    q may hold only the last of the tokens in k: the chunks of those before are not read.
+    """
     parts = []
 
     def chunk(q, k, v, gates, scale, state):
         unit = scale[:, :, -1:, None]
-        rows = _block_of_rows(q, *finite_keys_and_values(k, v), gates, scale, state, p, 0)
+        rows = () if q is None else _block_of_rows(q, *finite_keys_and_values(k, v), gates, scale, state, p, 0)
         return *rows, _state_after(state, k, v, gates, unit, p)
 
-    T = k.shape[2]
-    for start in range(0, T, chunk_size):
-        end = min(start + chunk_size, T)
-        args = q[..., start:end, :], k[:, :, start:end], v[:, :, start:end], gates and gates.span(start, end)
+    T, first = k.shape[2], k.shape[2] - q.shape[3]  # tokens, the first with a query
+    for start in [*range(0, first, chunk_size), *range(first, T, chunk_size)]:
+        end = min(start + chunk_size, first if start < first else T)
+        queries = None if start < first else q[..., start - first : end - first, :]
+        args = queries, k[:, :, start:end], v[:, :, start:end], gates and gates.span(start, end)
         args += scale[..., start:end], state
         # Only the states between chunks are saved for the backward pass, not the features.
         run = partial(checkpoint, chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk
         *part, state = run(*args)
-        parts.append(part)
+        if part:
+            parts.append(part)
     return *_concatenate_rows(parts), state
 
 
@@ -317,7 +337,11 @@ def _by_head(x, dtype):
 
 def _to_unit_range(x):
     """Scale each row of x [..., D] by the power of two that brings its largest entry into [1, 2)."""
-    return x * torch.exp2(-_exponent(x.detach().abs().amax(-1, keepdim=True)))
+    return x * _unit_of_rows(x)
+
+
+def _unit_of_rows(x):
+    return torch.exp2(-_exponent(x.detach().abs().amax(-1, keepdim=True)))
 
 
 def _exponent(x):

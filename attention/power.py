@@ -33,8 +33,9 @@ def power_attention(
 ):
     """Compute causal power attention.
 
-    q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides; query head
-    h reads key/value head h // (H / Hkv). log_g [B, T, Hkv]: natural log of the gate in front of each token, <= 0,
+    q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides, on one
+    device, which need not be the current GPU; n is T, or less if only the last n tokens have queries; query head h
+    reads key/value head h // (H / Hkv). log_g [B, T, Hkv]: natural log of the gate in front of each token, <= 0,
     -inf forgets all before it; float32 (float64 when q is). p: positive even integer. scale: default 1/sqrt(D), not
     zero; it cancels in y and is no part of the state, so the forms leave it out. form: "quadratic", "chunked",
     "recurrent" or "auto", the cheapest for the shape. chunk_size: tokens a chunk, for the chunked form. initial_state:
@@ -43,8 +44,9 @@ def power_attention(
     NaN or infinity in an input gives NaN in the rows of y that see it and changes no bit of those before (on the
     kernels, one in v reaches the rows of its tile, up to 127 before it). Finite inputs may be of any size in PyTorch,
     as far as states hold the p-th powers of keys; on the kernels q may be, while k and q . k are from 1e-8 to 1e8.
+    float16 inputs may be any: weights are not float16. y and gradients are, and beyond 65,504 they are infinite.
 
-    Returns y [B, T, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor (on the
+    Returns y [B, n, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor (on the
     GPU kernels once).
     Raises ValueError for arguments that do not fit, MemoryError for a state that does not.
     """
@@ -52,11 +54,11 @@ def power_attention(
     if initial_state is not None:
         initial_state = _as_state(initial_state)
     _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state)
-    (B, T, _, D), (Hkv, E) = q.shape, v.shape[2:]
+    (B, n, _, D), (T, Hkv, E) = q.shape, v.shape[1:]
     has_state = initial_state is not None
     chosen = plan(
-        T, D, E, p, dtype=q.dtype, device_type=q.device.type, gated=log_g is not None, form=form, chunk_size=chunk_size,
-        initial_state=has_state, return_state=return_state,
+        T, D, E, p, dtype=q.dtype, device=q.device, gated=log_g is not None, form=form, chunk_size=chunk_size,
+        initial_state=has_state, return_state=return_state, queries=None if n == T else n,
     )  # fmt: skip
     if has_state or return_state or (chosen.form != "quadratic" and not chosen.on_kernels):
         check_state_fits(B * Hkv, D, E, p, accumulation_dtype(q), q.device)
@@ -68,13 +70,33 @@ def power_attention(
         return (y, state) if return_state else y
     kernel_gates = None if log_g is None else log_g.float()
     if chosen.form == "chunked":
-        check_chunks_fit(q, k, p, chosen.chunk_size)
-        y, S, z = backend.chunked_attention(
-            q, k, v, kernel_gates, *(initial_state or (None, None)), p=p, chunk=chosen.chunk_size, final=return_state
-        )
+        check_chunks_fit(q if n == T else k, k, p, chosen.chunk_size)
+        sizes, state, last = dict(p=p, chunk=chosen.chunk_size), initial_state or (None, None), (k, v, kernel_gates)
+        if n < T:
+            before, last = zip(*((None, None) if x is None else x.split((T - n, n), dim=1) for x in last))
+            state = backend.chunked_state(*before, *state, **sizes)
+        y, S, z = backend.chunked_attention(q, *last, *state, **sizes, final=return_state)
         return (y, PowerState(S, z)) if return_state else y
     y = backend.quadratic_attention(q, k, v, kernel_gates, p=p)
     return (y, forms.flush(k, v, log_g, None, p=p)) if return_state else y
+
+
+def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
+    """Compute the numerators and denominators of power attention without dividing, in the quadratic form.
+
+    num_i = sum_j w_ij v_j [B, n, H, E] and den_i = sum_j w_ij [B, n, H], float32 (float64 for float64 q), so that
+    power_attention is num / den, and sums over other tokens can be added first. Here `scale` counts; it and the other
+    arguments are those of `power_attention`, and what is raised too. The sums must be inside the range of their dtype.
+    """
+    q, k, v = _cast_to_autocast_dtype(q, k, v)
+    _check(q, k, v, log_g, p, scale, "quadratic", None, None)
+    (*_, D), T, E = q.shape, k.shape[1], v.shape[3]
+    scale = D**-0.5 if scale is None else scale
+    chosen = plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=log_g is not None, form="quadratic")
+    if not chosen.on_kernels or B == 0:
+        return forms.sums(q, k, v, log_g, p=p, scale=scale)
+    num, den = backend.quadratic_sums(q, k, v, None if log_g is None else log_g.float(), p=p, scale=scale)
+    return num, den.transpose(1, 2)
 
 
 def _as_state(state):
@@ -84,7 +106,7 @@ def _as_state(state):
 
 
 def cast_to_autocast_dtype(*tensors):
-    """Return tensors in autocast's dtype if it is on for their device, as SDPA does; float64 stays as it is."""
+    """Return the tensors in autocast's dtype if it is on, but float64 as it is."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
@@ -104,12 +126,12 @@ def _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state):
         raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}")
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"q, k, v must be [B, T, H, D], got {[*q.shape]}, {[*k.shape]}, {[*v.shape]}")
-    (B, T, H, D), Hkv = q.shape, k.shape[2]
+    (B, n, H, D), (T, Hkv) = q.shape, k.shape[1:3]
     shapes = f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
-    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv):
-        raise ValueError(f"q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] do not fit: {shapes}")
-    if min(T, H, Hkv, D, v.shape[3]) < 1:
-        raise ValueError(f"T, H, D of q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] must be positive: {shapes}")
+    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv) or n > T:
+        raise ValueError(f"q [B,n,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] with n <= T do not fit: {shapes}")
+    if min(n, H, Hkv, D, v.shape[3]) < 1:
+        raise ValueError(f"n, H, D of q [B,n,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] must be positive: {shapes}")
     others = {"k": k, "v": v, "log_g": log_g, **(initial_state._asdict() if initial_state else {})}
     if away := [f"{name} on {x.device}" for name, x in others.items() if x is not None and x.device != q.device]:
         raise ValueError(f"all tensors must be on one device, got q on {q.device}, {', '.join(away)}")

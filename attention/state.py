@@ -31,6 +31,8 @@ class State:
     its other fields can be written as JSON. The methods below follow from that.
     """
 
+    fixed_size = False  # True if its tensors have the same shapes after any number of tokens
+
     def tensors(self):
         """Return {name: tensor} of the fields that hold a tensor."""
         return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), torch.Tensor)}

@@ -15,18 +15,26 @@ What generation keeps of a layer's tokens is a subclass of State (attention/stat
 State itself has the last four.
 """
 
+from dataclasses import replace
+
 from torch import nn
 
-from .memory import check_generation_fits
+from .memory import cached_bytes
 from .rotary import rotary
 from .state import LayerState, count_positions
 
 
+def decoding_kernels(part):
+    """Return `decodes_on_kernels` of the class of a Variant or position embedding itself, "" if it has none."""
+    return vars(type(part)).get("decodes_on_kernels", "")
+
+
 class Variant(nn.Module):
     gates = ("none",)  # the allowed settings of `gate`; gate=auto means the first
-    # True if decoder.py may generate with it on the GPU kernels of power attention. Only the class itself is asked, not
-    # its base classes, because a subclass computes something else. Otherwise generation steps through `forward`.
-    decodes_on_kernels = False
+    # The kernels on which decoder.py generates with it: "power", "softmax", "heinsen", or "" for none. Only the class
+    # itself is asked, not its base classes, because a subclass computes something else. If one layer of a model has
+    # none, generation steps through the `forward` of all.
+    decodes_on_kernels = ""
     # The number of cached tokens at which a state replaces the KV cache, or "auto", "always" or "never"; None if there
     # is no KV cache, or no such choice.
     switch_over = None
@@ -51,7 +59,9 @@ class Variant(nn.Module):
         """Return the module that gives all layers their positions, or None if this attention needs none.
 
         The model has one, which comes before its first layer and is called with x [B, T, n_embd], resets and state as
-        `forward` below; it returns (x, the state after). Its empty_state(batch, device) returns a State.
+        `forward` below; it returns (x, the state after). Its empty_state(batch, device) returns a State. A class
+        that has decodes_on_kernels = "heinsen" (see above) has a linear layer `dense` with a bias, from n_embd to 2
+        n_embd, and a State of one tensor, log x [B, n_embd].
         """
         return None
 
@@ -96,11 +106,11 @@ class Variant(nn.Module):
         Every evaluation logs, under each name, the list of the layers' numbers."""
         return {}
 
-    def training_plan(self, block_size, dtype, device_type):
+    def training_plan(self, block_size, dtype, device):
         """Return the dispatch.Plan by which training computes power attention, or None for another attention."""
         return None
 
-    def attention_flops(self, block_size, dtype, device_type):
+    def attention_flops(self, block_size, dtype, device):
         """Return the FLOPs of its own products for one training token, forward and backward.
 
         The default counts all causal pairs.
@@ -112,12 +122,14 @@ class Variant(nn.Module):
         decoder.py; asked only of variants that decode on the kernels."""
         return dict(gate=None, slopes=None, beta=None)
 
-    def check_memory(self, state, max_new_tokens, num_samples, itemsize, state_dtype, device):
-        """Raise MemoryError if generation from `state` would not fit; asked of each layer before the prompt is read.
+    def generation_bytes(self, state, max_new_tokens, itemsize, state_dtype, switch_over=None):
+        """Return the bytes of one sequence's (KV cache, state) once `state`, a State, is `max_new_tokens` longer.
 
-        max_new_tokens: how many will follow, those of the prompt included; itemsize: bytes of a number in a KV cache;
-        state_dtype: of states between flushes. The default checks nothing.
+        itemsize: bytes of a number in a KV cache; state_dtype: of states between flushes; switch_over: replaces that of
+        `state`, if given. The default is for a state that does not grow.
         """
+        tensors = list(state.tensors().values())
+        return 0, state.bytes() // len(tensors[0]) if tensors else 0
 
 
 class KVCacheVariant(Variant):
@@ -134,5 +146,7 @@ class KVCacheVariant(Variant):
             switch_over = None
         return LayerState.empty(batch, device, switch_over or self.switch_over)
 
-    def check_memory(self, state, max_new_tokens, num_samples, itemsize, state_dtype, device):
-        check_generation_fits(self.config, self.p, state, max_new_tokens, num_samples, itemsize, state_dtype, device)
+    def generation_bytes(self, state, max_new_tokens, itemsize, state_dtype, switch_over=None):
+        if switch_over and self.switch_over != "never":
+            state = replace(state, switch_over=switch_over)
+        return cached_bytes(self.config, self.p, state, max_new_tokens, itemsize, state_dtype)

@@ -3,6 +3,7 @@
     y = quadratic_attention(q, k, v, log_g, p=4)                    # differentiable in q, k, v and log_g
     num, den = quadratic_sums(q, k, v, log_g, p=4, scale=0.125)     # not divided, so other sums can be added
     y, S, z = chunked_attention(q, k, v, log_g, S0, z0, p=2, chunk=1024, final=True)       # states in and out
+    S, z = chunked_state(k, v, log_g, S0, z0, p=2, chunk=1024)                             # the same state alone
 
 and, from steps.py, the chunked form's steps one by one: update_state, discumsum, query_state, create_inputs.
 
@@ -20,8 +21,8 @@ from .layout import symmetric_power_dim
 from .steps import create_inputs, discumsum, empty_like, query_state, register_gradient, update_state
 
 __all__ = [
-    "quadratic_attention", "quadratic_sums", "chunked_attention", "update_state", "discumsum", "query_state",
-    "create_inputs",
+    "quadratic_attention", "quadratic_sums", "chunked_attention", "chunked_state", "update_state", "discumsum",
+    "query_state", "create_inputs",
 ]  # fmt: skip
 
 
@@ -114,13 +115,26 @@ register_gradient(_quadratic, _save_quadratic, _differentiate_quadratic, _quadra
 # ---- chunked form
 
 
+def chunked_state(k, v, log_g=None, S=None, z=None, *, p, chunk):
+    """Return (S [B, Hkv, Dphi, D], z [B, Hkv, Dphi]) float32, the state after the last token, without any query.
+
+    The arguments are those of `chunked_attention`. Differentiable in every tensor.
+    """
+    sums, chunks = update_state(k, v, log_g, p=p, chunk=chunk), None
+    if log_g is not None:
+        n = log_g.shape[1]
+        chunks = torch.nn.functional.pad(log_g, (0, 0, 0, -n % chunk)).unflatten(1, (-1, chunk))
+        chunks = chunks.sum(2, dtype=torch.float64).float()
+    return discumsum(*sums, chunks, S, z)[2:]
+
+
 def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=False):
     """Return power attention in the chunked form, (y, S, z), differentiable in every tensor.
 
     q [B, T, H, D], k, v [B, T, Hkv, D] bfloat16, float16 or float32, log_g [B, T, Hkv] float32 or None, any strides, on
     one GPU; (D, p) is one of kernels.CHUNKED_SIZES. S [B, Hkv, Dphi, D] and z [B, Hkv, Dphi] float32: the state before
-    the first token, or None. chunk: tokens, a multiple of 128. The S and z returned are the state after the last token, empty
-    unless `final`.
+    the first token, or None. chunk: tokens, a multiple of 128. The S and z returned are the state after the last token,
+    empty unless `final`.
     """
     y, S, z, _ = _chunked(q, k, v, log_g, S, z, p, chunk, final)
     return y, S, z

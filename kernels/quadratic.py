@@ -427,7 +427,7 @@ def forward_kernel(
         acc *= rest
         l *= rest
     tl.store(Y + out, acc.to(Y.dtype.element_ty), row[:, None] < T)
-    tl.store(at_head(L, n, bh) + first + tl.arange(0, BM), l)
+    tl.store(at_head(L, n, bh) + (first + tl.arange(0, BM)), l)
 
 
 # ---- backward
@@ -530,7 +530,7 @@ def _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, delta, P
         start = row // R * R
         if P > 0:
             f = tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(gates[0] + start))), 0.0)
-        tl.store(at_head(G, n, bh) + first + tl.arange(0, row.shape[0]), g)
+        tl.store(at_head(G, n, bh) + (first + tl.arange(0, row.shape[0])), g)
         before = tl.where(first_row < start, g, float("-inf")) if P == 0 else g * f
         tl.store(pair, tl.join(before, delta))
 
@@ -608,7 +608,7 @@ def dq_kernel(
     acc *= ((1 if P == 0 else P) * factor * over_l)[:, None]
     tl.store(DQ + out, acc.to(DQ.dtype.element_ty), row[:, None] < T)
     if P == 0:
-        tl.store(at_head(ROW, n, bh) + first + tl.arange(0, BM), r * over_l * 0.6931471805599453)  # ln 2
+        tl.store(at_head(ROW, n, bh) + (first + tl.arange(0, BM)), r * over_l * 0.6931471805599453)  # ln 2
     elif GATED:
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
 

@@ -56,9 +56,9 @@ def update_state(k, v, log_g=None, *, p, chunk):
 
     They are S [B, n, Hkv, Dphi, D] and z [B, n, Hkv, Dphi], both float32; each token is decayed by the gates after it
     inside the chunk.
-    k, v [B, T, Hkv, D] bfloat16 or float32, log_g [B, T, Hkv] float32 (natural logarithm, -inf: a reset) or None, any
-    strides. (D, p) is one of kernels.CHUNKED_SIZES. chunk: tokens, a multiple of 128. Differentiable in k, v and log_g.
-    Raises ValueError for arguments that do not fit.
+    k, v [B, T, Hkv, D] bfloat16, float16 or float32, log_g [B, T, Hkv] float32 (natural logarithm, -inf: a reset) or
+    None, any strides. (D, p) is one of kernels.CHUNKED_SIZES. chunk: tokens, a multiple of 128. Differentiable in k, v
+    and log_g. Raises ValueError for arguments that do not fit.
     """
     _check_rows("k", k, p, chunk)
     if v.shape != k.shape or v.dtype != k.dtype:
@@ -215,11 +215,11 @@ def query_state(q, S, z, log_g=None, *, p, chunk):
     """Return num [B, T, H, D] = phi(q_t) S and den [B, T, H] = phi(q_t) . z, both float32, not divided and not scaled.
 
     S and z are the state before the chunk of t, decayed by the gates from the chunk's first token to t, t included.
-    q [B, T, H, D] bfloat16 or float32, S [B, n, Hkv, Dphi, D], z [B, n, Hkv, Dphi] float32 with n = ceil(T / chunk),
-    log_g [B, T, Hkv] float32 or None, any strides; query head h reads the states of head h // (H / Hkv). (D, p) is one
-    of kernels.CHUNKED_SIZES. chunk: tokens, a multiple of 128. Differentiable in every tensor. For bfloat16 the kernels
-    read states in float16; a power of two for each chunk and head brings them into its range. Raises ValueError for
-    arguments that do not fit.
+    q [B, T, H, D] bfloat16, float16 or float32, S [B, n, Hkv, Dphi, D], z [B, n, Hkv, Dphi] float32 with
+    n = ceil(T / chunk), log_g [B, T, Hkv] float32 or None, any strides; query head h reads the states of head
+    h // (H / Hkv). (D, p) is one of kernels.CHUNKED_SIZES. chunk: tokens, a multiple of 128. Differentiable in every
+    tensor. Unless q is float32, the kernels read states in float16; a power of two for each chunk and head brings them
+    into its range. Raises ValueError for arguments that do not fit.
     """
     _check_rows("q", q, p, chunk)
     B, T, H, D = q.shape
@@ -352,7 +352,7 @@ def _check_rows(name, x, p, chunk):
     """Raise ValueError unless the kernels take x [B, T, heads, D] with power p and this chunk."""
     if x.ndim != 4 or x.shape[1] < 1 or x.dtype not in DTYPES:
         raise ValueError(
-            f"{name} must be [B, T, heads, D] in bfloat16 or float32 with T at least 1, got {_described(x)}"
+            f"{name} must be [B, T, heads, D] in bfloat16, float16 or float32 with T at least 1, got {_described(x)}"
         )
     if (x.shape[3], p) not in CHUNKED_SIZES:
         raise ValueError(f"(D, p) must be one of {', '.join(map(str, CHUNKED_SIZES))}, got ({x.shape[3]}, {p!r})")

@@ -150,6 +150,31 @@ def test_p_4(T, gates, dtype):
     assert_right(*inputs(T, gates, dtype, H=HEADS, Hkv=1), 4, tolerance=short)
 
 
+@pytest.mark.parametrize(
+    "D,p,gates",
+    [(16, 2, "zeros"), pytest.param(16, 4, "near one", marks=pytest.mark.slow)]
+    + GPU * [(64, 2, "learned"), (32, 4, "none")],
+)
+def test_float16(D, p, gates):
+    T = LONG if p == 2 or GPU else 140
+    assert_right(*inputs(T, gates, torch.float16, H=HEADS, D=D), p, tolerance=5e-2 if T < 200 else None)
+
+
+@pytest.mark.parametrize("dtype", [DTYPES[-1], torch.float16])
+def test_the_state_without_queries_and_the_last_rows_after_it(dtype, monkeypatch):
+    """chunked_state alone, and power_attention of fewer queries than keys, which starts from it."""
+    monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, dtype, *_: "no" * (dtype == torch.float64))
+    monkeypatch.setattr(dispatch, "failure", lambda *size: "")
+    (q, *rest), dy = inputs(290, "zeros", dtype, H=2)
+    q, dy = q[:, -40:], dy[:, -40:]
+    attend = lambda form: lambda *x: power_attention(*x, p=2, form=form, chunk_size=128)
+    expected = gradients(attend("quadratic"), [q, *rest], dy, torch.Tensor.double)
+    assert_close(gradients(attend("chunked"), [q, *rest], dy), expected, dy)
+    state = operators.chunked_state(*rest, p=2, chunk=128)
+    for x, r in zip(state, forms.flush(*(x.double() for x in rest), None, p=2)):
+        assert relative_error(x, r, 1e-9) < (1e-5 if dtype == torch.float32 else 4e-3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_resets_in_a_later_piece(dtype):
     """Gates are summed up in pieces of 1,024 tokens: the number of resets before each has to carry over."""

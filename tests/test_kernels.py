@@ -1,7 +1,7 @@
 """The Triton kernels against the float64 oracle: outputs and every gradient.
 
-On the CPU in Triton's interpreter, in float32 (its products of bfloat16 are wrong); with TEST_GPU=1 on the GPU, in
-bfloat16 and float32. Tests marked gpu are too large for the interpreter, or ask for a GPU's promises.
+On the CPU in Triton's interpreter, mostly in float32; with TEST_GPU=1 on the GPU, in bfloat16 and float32, and float16
+where it differs. Tests marked gpu are too large for the interpreter, or ask for a GPU's promises.
 """
 
 import os
@@ -43,6 +43,15 @@ def inputs(T, gates, dtype, B=1, H=2, Hkv=1, D=16, seed=0, mean=0.0):
         qkv[:, :, H : H + Hkv] += mean * direction
     q, k, v = qkv.to(dtype).split((H, Hkv, Hkv), dim=2)
     return [q, k, v, GATES[gates](make(B, T, Hkv))], make(B, T, H, D).to(dtype)
+
+
+def queries_of_the_last(n, attention):
+    """Return `attention` of all queries for those of the last n tokens: it gets rows of zeros for the others."""
+
+    def attend(q, k, *rest, **options):
+        return attention(torch.nn.functional.pad(q, (0, 0, 0, 0, k.shape[1] - n, 0)), k, *rest, **options)[:, -n:]
+
+    return attend
 
 
 def gradients(attention, tensors, dy, to=lambda x: x):
@@ -92,6 +101,35 @@ def test_every_power_and_head_dimension(p, D, gates, dtype):
 @pytest.mark.parametrize("H,Hkv", [(1, 1), (3, 3), (6, 2), (4, 1)])
 def test_query_heads_share_key_value_heads(H, Hkv, dtype):
     assert_right(*inputs(100, "zeros", dtype, B=2, H=H, Hkv=Hkv), p=2)
+
+
+HALVES = [(p, D, gates) for p, D in SIZES for gates in ("none", "learned")] if GPU else [
+    (2, 16, "learned"), (4, 32, "zeros"), (6, 16, "none"), (8, 16, "learned")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [0.05, 1.0, 10.0])
+@pytest.mark.parametrize("p,D,gates", HALVES)
+def test_float16_of_any_size(p, D, gates, size):
+    """s^8 is from 1e-20 to 1e30 here."""
+    (q, k, v, log_g), dy = inputs(1000 if GPU else 90, gates, torch.float32, D=D)
+    tensors = [*((x * size).half() for x in (q, k, v)), log_g]
+    assert_right(tensors, (dy / size**2).half(), p=p)
+    assert operators.quadratic_attention(*tensors, p=p).dtype == torch.float16
+
+
+@pytest.mark.parametrize("p", [4, 8])
+def test_bfloat16_in_the_interpreter_too(p):
+    assert_right(*inputs(90, "learned", torch.bfloat16), p=p)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("n,gates", [(1, "none"), (40, "rare zeros"), (129, "learned")])
+def test_fewer_queries_than_keys_are_those_of_the_last_tokens(n, gates, dtype):
+    (q, *rest), dy = inputs(200, gates, dtype, H=2, Hkv=1)
+    oracle = queries_of_the_last(n, naive.quadratic)
+    for p in (2, 8) if GPU or n == 40 else (4,):
+        assert_right([q[:, -n:], *rest], dy[:, -n:], p=p, oracle=oracle, short=True)
 
 
 @pytest.mark.parametrize("config", [(32, 32, 4, 2), (32, 64, 4, 2), (32, 128, 4, 2), (64, 64, 4, 2), (64, 128, 4, 2)])
@@ -222,15 +260,17 @@ def test_large_keys_between_keys_of_zero():
     assert_right(tensors, dy[:, 1:], p=8)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gates", ["none", "zeros"])
-def test_sums_that_are_not_divided(gates, dtype):
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("gates,n", [("none", 100), ("zeros", 100), ("zeros", 30)])
+def test_sums_that_are_not_divided(gates, n, dtype):
     (q, k, v, log_g), dy = inputs(100, gates, dtype)
-    dden = torch.randn(1, 2, 100).to(DEVICE)
+    q, dy = q[:, -n:], dy[:, -n:]
+    dden = torch.randn(1, 2, n).to(DEVICE)
     scale = 0.3
 
     def reference(q, k, v, log_g=None):
-        T, H = q.shape[1:3]
+        T, H = k.shape[1], q.shape[2]
+        q = torch.nn.functional.pad(q, (0, 0, 0, 0, T - n, 0))
         k, v = k.repeat_interleave(H, 2), v.repeat_interleave(H, 2)
         w = (scale * torch.einsum("bihd,bjhd->bhij", q, k)) ** 4
         visible = torch.ones(T, T, device=DEVICE, dtype=bool).tril()
@@ -240,7 +280,7 @@ def test_sums_that_are_not_divided(gates, dtype):
             c = log_g.masked_fill(log_g == float("-inf"), 0).cumsum(1).transpose(1, 2)
             w = w * (c.unsqueeze(-1) - c.unsqueeze(-2)).masked_fill(~visible, float("-inf")).exp()
         w = w.masked_fill(~visible, 0)
-        return torch.einsum("bhij,bjhd->bihd", w, v), w.sum(-1)
+        return torch.einsum("bhij,bjhd->bihd", w, v)[:, -n:], w.sum(-1)[..., -n:]
 
     results = []
     for f, to in (
@@ -252,7 +292,7 @@ def test_sums_that_are_not_divided(gates, dtype):
         total = (num * to(dy.float())).sum() + (den * to(dden)).sum()
         results.append([num, den, *torch.autograd.grad(total, leaves)])
     for x, r in zip(*results):
-        assert relative_error(x, r, 1e-3) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+        assert relative_error(x, r, 1e-3) < (1e-5 if dtype == torch.float32 else 1e-2)
     assert results[0][0].dtype == results[0][1].dtype == torch.float32
 
 
@@ -314,11 +354,10 @@ def test_power_attention_uses_the_kernels_where_they_take_the_sizes(monkeypatch)
         power_attention(*tensors, p=2, form="quadratic", initial_state=state)
     assert len(calls) == 1 and all(relative_error(a, b, 1e-6) < 1e-5 for a, b in zip(state, ref_state))
     for change, words in (
-        (dict(p=10), "p=10 "), (dict(D=8), "head dimension 8 "), (dict(E=8), "values 8 wide"), (dict(half=1), "float"),
+        (dict(p=10), "p=10 "), (dict(D=8), "head dimension 8 "), (dict(E=8), "values 8 wide"),
     ):  # fmt: skip
         q, k, v = (x[..., : change.get("D", 16)] for x in tensors[:3])
         v = v[..., : change.get("E", 16)]
-        q, k, v = (x.half() if "half" in change else x for x in (q, k, v))
         with pytest.warns(UserWarning, match=words):
             power_attention(q, k, v, p=change.get("p", 2), form="quadratic")
         with warnings.catch_warnings(action="error"):  # once

@@ -135,6 +135,11 @@ COMPILED = {  # each attention and each option; all pairs, with two layers, wher
 }  # fmt: skip
 
 
+@pytest.mark.slow
+def test_a_pattern_compiles_without_a_graph_break():
+    compiles_without_a_graph_break("sympow_gating,softmax", "chunked, resets", n_layer=2)
+
+
 def compiles_without_a_graph_break(attention, option, n_layer):
     torch._dynamo.reset()
     ids = torch.randint(0, 97, (2, 20))

@@ -6,11 +6,11 @@ import pytest
 import torch
 from numerics import GATES, relative_error
 
-from attention import forms, naive
+from attention import check, dispatch, forms, naive, power
 from attention.dispatch import FORMS
 from attention.embedding import symmetric_power_dim
 from attention.forms import PowerState, integer_power, read_cache
-from attention.power import power_attention
+from attention.power import power_attention, power_attention_sums
 
 CHUNK = 16
 COMPUTED = [f for f in FORMS if f != "auto"]
@@ -321,6 +321,7 @@ def test_integer_power_squares_repeatedly():
         (dict(scale=0.0), "scale must be finite and not zero"),
         (dict(log_g=torch.zeros(2, 8, 4)), r"log_g must be \[B, T, Hkv\] = \[2, 8, 2\]"),
         (dict(k=torch.zeros(2, 7, 2, 4)), "do not fit"),
+        (dict(k=torch.zeros(2, 7, 2, 4), v=torch.zeros(2, 7, 2, 4)), "with n <= T do not fit"),
         (dict(k=torch.zeros(2, 8, 3, 4), v=torch.zeros(2, 8, 3, 4)), "multiple of the key/value heads, got 4 and 3"),
         (dict(v=torch.zeros(2, 8, 2, 4).double()), "share one floating dtype"),
         (dict(initial_state=PowerState(torch.zeros(2, 2, 9, 4), torch.zeros(2, 2, 9))),
@@ -387,3 +388,74 @@ def test_torch_compile_takes_it_whole_with_sizes_that_change(form):
     for T in (33, 40):
         tensors = inputs(T, 2, "learned")[:4]
         assert torch.allclose(compiled(*tensors), attend(*tensors), rtol=1e-9)
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("form", COMPUTED)
+def test_fewer_queries_than_keys_are_those_of_the_last_tokens(form, with_state):
+    q, k, v, log_g, *state = inputs(21, 2, "zeros", with_state=with_state)
+    options = dict(p=2, form=form, chunk_size=8, initial_state=PowerState(*state) if state else None)
+    leaves = [x for x in (q, k, v, log_g, *state)]
+    for n in (1, 9):
+        results = []
+        for queries in (q[:, -n:], q):
+            y, after = power_attention(queries, k, v, log_g, **options, return_state=True)
+            y = y[:, -n:]
+            loss = (y * y.detach().cos()).sum() + after.S.sin().sum() + after.z.sin().sum()
+            results.append([y, *after, *torch.autograd.grad(loss, leaves)])
+        assert all(relative_error(a, b, 1e-9) < 1e-12 for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("p,n", [(2, 12), (4, 5)])
+def test_sums_before_the_division(p, n):
+    q, k, v, log_g = inputs(12, p, "zeros")
+    q = (q * torch.logspace(-3, 3, 12, dtype=q.dtype)[:, None, None])[:, -n:].detach().requires_grad_()
+    leaves, results = [q, k, v, log_g], []
+
+    def naive_sums(q, k, v, log_g, *, p, scale):
+        num, den, g = [], [], log_g.exp()
+        for i in range(12 - n, 12):
+            for h in range(4):
+                w = [g[:, j + 1 : i + 1, h // 2].prod(1) for j in range(i + 1)]
+                w = [w[j] * (scale * (q[:, i - 12 + n, h] * k[:, j, h // 2]).sum(-1)) ** p for j in range(i + 1)]
+                num.append(sum(w[j].unsqueeze(-1) * v[:, j, h // 2] for j in range(i + 1)))
+                den.append(sum(w))
+        return torch.stack(num, 1).view(2, n, 4, 6), torch.stack(den, 1).view(2, n, 4)
+
+    for f in (power_attention_sums, naive_sums):
+        num, den = f(*leaves, p=p, scale=0.3)
+        results.append([num, den, *torch.autograd.grad((num.tanh().sum() + den.tanh().sum()), leaves)])
+    assert all(relative_error(a, b, 1e-9) < 1e-10 for a, b in zip(*results))
+    y = power_attention(q, k, v, log_g, p=p)
+    num, den = power_attention_sums(*(x.half() for x in leaves[:3]), log_g.float(), p=p)
+    assert num.dtype == den.dtype == torch.float32 and relative_error(num / den.unsqueeze(-1), y, 1e-9) < 2e-3
+
+
+def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_path):
+    asked = []
+    note = lambda name, answer: lambda *args: asked.append((name, *args)) or answer
+    answers = dict(is_available=True, device_count=2, is_current_stream_capturing=False, current_device=0)
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    capability = lambda device: asked.append(("capability", device)) or (9 if torch.device(device).index == 1 else 7, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", note("name", "GPU"))
+    monkeypatch.setattr(torch.cuda, "set_device", note("set", None))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(check, "_found", {})
+    monkeypatch.setattr(check, "errors", lambda *size: {"y": 0.0})
+    monkeypatch.setattr(dispatch, "_warned", set())
+    chosen = lambda device: dispatch.plan(64, 64, 64, 4, dtype=torch.float16, device=device, gated=False)
+    second = torch.device("cuda", 1)
+    assert chosen(second).on_kernels
+    assert {("capability", second), ("set", 1), ("name", 1)} <= {*asked}
+    with pytest.warns(UserWarning, match="GPU .they take compute capability 8.0"):
+        assert not chosen(torch.device("cuda", 0)).on_kernels and not chosen("cuda").on_kernels
+    assert ("set", 0) not in asked
+
+    q, k, v, _ = inputs(5, 2, "none")
+    monkeypatch.setattr(
+        power, "plan", lambda *a, device, **k: asked.append(device) or dispatch.plan(*a, device=device, **k)
+    )
+    power_attention(q, k, v), power_attention_sums(q, k, v)
+    assert asked[-2:] == [q.device, q.device]
