@@ -23,6 +23,12 @@ def quadratic_attention(q, k, v, log_g, *, p):
     return operators.quadratic_attention(q, k, v, log_g, p=p)
 
 
+def adaptive_attention(q, k, v, powers, log_g):
+    from kernels import adaptive
+
+    return adaptive.adaptive_attention(q, k, v, powers, log_g)
+
+
 def chunked_attention(q, k, v, log_g, S, z, *, p, chunk, final):
     from kernels import operators
 
