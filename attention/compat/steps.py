@@ -53,26 +53,31 @@ def attention(Q, K, V, log_G, deg, causal=True, head_first=False, scale=1.0, nor
     return o.to(V.dtype), l, rowmax / math.log(2) if use_log2 else rowmax
 
 
-def _causal(Q, K, V, log_G, deg, scale, norm):
-    """Return (Y,) or (o, l, rowmax) of the queries of the last tokens."""
+def _causal(Q, K, V, log_G, deg, scale, norm, kernels=True):
+    """Return (Y,) or (o, l, rowmax) of the queries of the last tokens, on the kernels where they take the sizes."""
     log_g = log_G if log_G is None else log_G.diff(dim=1, prepend=log_G[:, :1])
     if norm:
-        return (power_attention(Q, K, V, log_g, p=deg, form="quadratic"),)
+        options = dict(p=deg, form="quadratic")
+        return (power_attention(Q, K, V, log_g, **options),) if kernels else forms.attend(Q, K, V, log_g, **options)[:1]
     rowmax, q = _row_maximum(Q, K, log_G, deg, scale), Q.detach().abs().amax(-1)
     # w exp(-rowmax) is at most 1. A power of two near its root goes into Q, as far as float16 holds that.
     top = q.to(rowmax.dtype).clamp_min(1e-30).log2().ceil()
     n = (rowmax / (deg * math.log(2))).round().clamp(top - 14, top + 8)
     Q = (Q.to(n.dtype) * torch.exp2(-n).unsqueeze(-1)).to(Q.dtype)
-    num, den = power_attention_sums(Q, K, V, log_g, p=deg, scale=scale)
+    num, den = (power_attention_sums if kernels else forms.sums)(Q, K, V, log_g, p=deg, scale=scale)
     rest = torch.exp(n * (deg * math.log(2)) - rowmax)
     return num * rest.unsqueeze(-1), den * rest, rowmax
 
 
 def _all_keys(Q, K, V, log_G, log_G_of_q, deg, scale, norm):
-    """Return what `_causal` does for queries that see all keys: as if they were heads of the last token."""
+    """Return what `_causal` does for queries that see all keys: as if they were heads of the last token.
+
+    The kernels work on several rows of a head at a time, so this is in PyTorch.
+    """
     (b, n, hq, _), h = Q.shape, K.shape[2]
     heads = Q.unflatten(2, (h, -1)).permute(0, 2, 3, 1, 4).reshape(b, 1, hq * n, -1)
-    y, *rest = (x[:, 0].unflatten(1, (hq, n)).transpose(1, 2) for x in _causal(heads, K, V, log_G, deg, scale, norm))
+    found = _causal(heads, K, V, log_G, deg, scale, norm, kernels=False)
+    y, *rest = (x[:, 0].unflatten(1, (hq, n)).transpose(1, 2) for x in found)
     if rest and log_G is not None:  # decays to the last token became decays to the query
         l, rowmax = rest
         rest = l, rowmax + (log_G_of_q - log_G[:, -1:]).repeat_interleave(hq // h, 2).detach()
