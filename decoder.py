@@ -5,9 +5,14 @@
     state = decoder.state()                                          # a ModelState again
 
 The graph holds the whole token, from its row of the embedding to the next one's id; the host launches it and reads ids
-that are a token or two old, so that GPU and host do not wait for each other. A flush is launched between two tokens. It
-generates with variants that decode on the kernels (attention/variant.py), whose state is a LayerState: here in buffers
-of a fixed size, a KV cache until it takes as much memory as a state, then the state and a cache of FLUSH_EVERY tokens.
+that are a token or two old, so that GPU and host do not wait for each other. A flush is launched between two tokens.
+
+Layers of different attentions stand side by side. What a variant's `decodes_on_kernels` (attention/variant.py) says is
+how its layer is computed, and what its State becomes here, in buffers of a fixed size:
+
+    power      a KV cache until it takes as much memory as a state, then the state and a cache of FLUSH_EVERY tokens
+    softmax    a KV cache with room for all tokens
+    heinsen    the state
 """
 
 import copy
@@ -17,10 +22,13 @@ import torch
 
 from attention.check import remember
 from attention.embedding import symmetric_power_dim
+from attention.heinsen import LOG_VALUE_BOUND
+from attention.memory import check_generation_fits
 from attention.rotary import rotation_rates
-from attention.state import LayerState
-from kernels import decode, sampling
-from model import GPT, ModelState
+from attention.state import LayerState, ModelState, State
+from attention.variant import decoding_kernels
+from kernels import decode, decode_heinsen, decode_softmax, sampling
+from model import GPT
 
 # of logits in `failure`, by the dtype of weights and of states; measured are 7e-3, 6e-6 and (p = 6) 3e-2
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
@@ -29,15 +37,43 @@ AHEAD = 2  # tokens that are launched before the first of them is read
 
 
 @dataclass
-class LayerBuffers:
-    """One layer's state on the GPU."""
+class Group:
+    """Layers of one attention whose KV caches hold the same number of tokens, so that all are flushed together."""
 
-    position: torch.Tensor  # [B] float64
-    cache: tuple  # keys, values [B, C, Hkv, D], sums of log_g [B, C, Hkv] float64, counts of resets [B, C, Hkv] int32
-    power: tuple | None  # S [B, Hkv, Dphi, D] and z [B, Hkv, Dphi] float32, of the tokens before the cached ones
+    kind: str  # "power" or "softmax"
+    p: int
+    switch_over: str | int  # of their LayerStates
+    rates: torch.Tensor  # [D / 2] float64: turns per unit of position
+    count: torch.Tensor  # [1] int32: cached tokens
+    cached: int = 0  # `count` on the host
+    limit: float = 0  # cached tokens at which they are flushed
+    sums: tuple = ()  # of the parts of `attend`
+
+
+@dataclass
+class CacheBuffers:
+    """The state of one layer that has a KV cache, on the GPU."""
+
+    group: Group
+    gated: bool  # True if its LayerState has log_g
+    position: torch.Tensor | None = None  # [B] float64
+    cache: tuple = ()  # keys, values [B, C, Hkv, D], sums of log_g [B, C, Hkv] float64, resets [B, C, Hkv] int32
+    power: tuple | None = None  # S [B, Hkv, Dphi, D] and z [B, Hkv, Dphi] float32, of the tokens before the cached ones
 
     def tensors(self):
         return self.position, *self.cache, *(self.power or ())
+
+
+@dataclass
+class HeinsenBuffers:
+    """The state of a layer of Heinsen's attention on the GPU."""
+
+    state: State  # a HeinsenState, whose m, S and z are changed in place; position is the one before the first token
+    log_value_bound: float | None  # None for signed values
+    group = None
+
+    def tensors(self):
+        return self.state.m, self.state.S, self.state.z
 
 
 class Decoder:
@@ -52,32 +88,32 @@ class Decoder:
         changes. num_samples: how often each of the state's sequences is continued. Raises MemoryError before it
         allocates if the buffers would not fit.
         """
-        self.c, self.sampler, self.n_tokens = model.config, sampler, state.n_tokens
-        w = model.transformer.wte.weight
-        self.device, self.dtype = w.device, dtype or w.dtype
-        layers = state.layers
-        self.B, self.tokens_left = len(layers[0].position) * num_samples, max_new_tokens
-        self.state_dtype, self.switch_over = state_dtype, layers[0].switch_over
-        c, D = self.c, self.c.head_dim
-        first = model.transformer.h[0].attn.mix
-        first.check_memory(layers[0], max_new_tokens, self.B, self.dtype.itemsize, state_dtype, self.device)
-        self.weights = [self._weights(block) for block in model.transformer.h]
-        t, norm = model.transformer, self._norm
-        self.wte, self.ends = w.to(self.dtype), (norm(t.ln_wte), norm(t.ln_f))
-        self.rates = rotation_rates(D, c.rope_base, self.device)
-        new = lambda *shape, dtype=torch.float32: torch.zeros(shape, dtype=dtype, device=self.device)
-        self.x, self.h = new(self.B, c.n_embd), new(self.B, 4 * c.n_embd)
-        self.qkv, self.y = new(self.B, (c.n_head + 2 * c.n_kv_head) * D), new(self.B, c.n_head * D)
-        self.rotation = new(self.B, 2, D)
-        self.padded = new(self.B, -(-c.vocab_size // sampling.SAMPLE_BLOCK) * sampling.SAMPLE_BLOCK)
+        self.c, self.sampler, self.n_tokens, self.n_read = model.config, sampler, state.n_tokens, 0
+        w, t = model.transformer.wte.weight, model.transformer
+        self.device, self.dtype, self.state_dtype = w.device, dtype or w.dtype, state_dtype
+        self.B, self.tokens_left = len(state.layers[0].position) * num_samples, max_new_tokens
+        mixes, c, D = [block.attn.mix for block in t.h], self.c, self.c.head_dim
+        if not all(map(decoding_kernels, mixes)):
+            raise ValueError(f"not all layers of attention={c.attention} have kernels to generate with")
+        check_generation_fits(mixes, state, max_new_tokens, self.B, self.dtype.itemsize, state_dtype, self.device)
+        self.weights = [self._weights(block) for block in t.h]
+        self.wte, self.ends = w.to(self.dtype), (self._norm(t.ln_wte), self._norm(t.ln_f))
+        self.wpe = (t.wpe.dense.weight.float(), t.wpe.dense.bias.float()) if "wpe" in t else None
+        self.x, self.h = self._zeros(self.B, c.n_embd), self._zeros(self.B, 4 * c.n_embd)
+        self.hidden = self.h.view(2, self.B, -1)[0]  # the position embedding is done before h is written
+        self.qkv, self.y = self._zeros(self.B, (c.n_head + 2 * c.n_kv_head) * D), self._zeros(self.B, c.n_head * D)
+        self.rotation = self._zeros(self.B, 2, D)
+        self.padded = self._zeros(self.B, -(-c.vocab_size // sampling.SAMPLE_BLOCK) * sampling.SAMPLE_BLOCK)
         self.padded.fill_(float("-inf"))
         self.logits = self.padded[:, : c.vocab_size]
-        self.ids, self.count = new(self.B, dtype=torch.int64), new(1, dtype=torch.int32)
-        self._allocate(
-            [layer.repeat(num_samples) for layer in layers]
-        )  # a copy, so that the caller's state is not changed
-        if self.cached >= self.limit:
-            self._flush()
+        self.ids, self.graph = self._zeros(self.B, dtype=torch.int64), None
+        # a copy, so that the caller's state is not changed
+        self.embedding = state.embedding and self._copy(state.embedding, num_samples)
+        self._make_layers(mixes, state.layers, num_samples)
+        self._flush_full()
+
+    def _zeros(self, *shape, dtype=torch.float32):
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     # ---- weights
 
@@ -98,51 +134,95 @@ class Decoder:
 
     # ---- the state in buffers
 
-    def _allocate(self, layers):
-        """Allocate buffers for these LayerStates and the tokens that will be cached."""
-        c, D, n = self.c, self.c.head_dim, layers[0].cached_tokens
-        self.limit = layers[0].switch_over_limit(c.p, D, D, self.dtype.itemsize)
-        C = int(max(n, min(self.limit, n + self.tokens_left)))
-        heads, power = self.B * c.n_head, layers[0].power
+    def _make_layers(self, mixes, states, num_samples):
+        """Make self.layers, the buffers of each layer, and self.groups of those that have KV caches."""
+        self.counts = self._zeros(len(mixes), 4, dtype=torch.int32)  # 16 bytes a row: kernels want aligned pointers
+        self.layers, groups, of_group = [], {}, {}
+        for w, mix, state in zip(self.weights, mixes, states):
+            kind = decoding_kernels(mix)
+            if kind == "heinsen":
+                bound = LOG_VALUE_BOUND if mix.config.values == "log" else None
+                self.layers.append(HeinsenBuffers(self._copy(state, num_samples), bound))
+                continue
+            alike = kind, mix.p, state.switch_over
+            key = *alike, mix.rope_base, state.cached_tokens, state.power is None
+            if key not in groups:
+                rates = rotation_rates(self.c.head_dim, mix.rope_base, self.device)
+                groups[key], of_group[key] = Group(*alike, rates, self.counts[len(groups), :1]), []
+            of_group[key].append(state.repeat(num_samples))
+            gated = self.c.reset_token >= 0 or w["gate"] is not None or w["slopes"] is not None
+            self.layers.append(CacheBuffers(groups[key], gated))
+        self.groups = list(groups.values())
+        for key, group in groups.items():
+            self._allocate(group, of_group.pop(key))
+        self._add_up()
+
+    def _copy(self, state, num_samples):
+        """Return the state of each sequence num_samples times over, in float32 and contiguous, except `position`."""
+        tensors = state.repeat(num_samples).tensors()
+        return replace(
+            state, **{name: x if name == "position" else x.float().contiguous() for name, x in tensors.items()}
+        )
+
+    def _allocate(self, group, states):
+        """Allocate a group's buffers for its LayerStates and the tokens that will be cached."""
+        c, D, n, power = self.c, self.c.head_dim, states[0].cached_tokens, states[0].power
+        group.limit = states[0].switch_over_limit(group.p, D, D, self.dtype.itemsize)
+        C = int(max(n, min(group.limit, n + self.tokens_left)))
+        heads = self.B * c.n_head
         parts = decode.parts_of_cache(heads, C)
         if power is not None:
             parts += decode.parts_of_state(heads, power.z.shape[2], D)
-        new = lambda *shape, dtype=torch.float32: torch.zeros(shape, dtype=dtype, device=self.device)
-        self.sums = new(parts, self.B, c.n_head, D), new(parts, self.B, c.n_head)
-        self.sums += (new(self.B, c.n_head, dtype=torch.int32),)
-        self.layers = [self._layer_buffers(layer, n, C) for layer in layers]
-        self._bytes = sum(x.numel() * x.element_size() for layer in self.layers for x in layer.tensors())
-        self.cached, self.graph = n, None
-        self.count.fill_(n)
+        group.sums = self._zeros(parts, self.B, c.n_head, D), self._zeros(parts, self.B, c.n_head)
+        group.sums += (self._zeros(self.B, c.n_head, dtype=torch.int32),)
+        if group.kind == "softmax":
+            group.sums += (self._zeros(parts, self.B, c.n_head),)
+        for buffers, state in zip(self._layers_of(group), states):
+            self._copy_to_buffers(buffers, state, n, C)
+        group.cached = n
+        group.count.fill_(n)
 
-    def _layer_buffers(self, layer, n, C):
-        """Return a LayerState with n cached tokens as LayerBuffers for C tokens."""
-        B, H, D, power = self.B, self.c.n_kv_head, self.c.head_dim, layer.power
-        new = lambda *shape, dtype: torch.zeros(shape, dtype=dtype, device=self.device)
-        cache = (*(new(B, C, H, D, dtype=self.dtype) for _ in range(2)),)
-        cache += new(B, C, H, dtype=torch.float64), new(B, C, H, dtype=torch.int32)
+    def _layers_of(self, group):
+        return [layer for layer in self.layers if layer.group is group]
+
+    def _copy_to_buffers(self, buffers, state, n, C):
+        """Copy a LayerState with n cached tokens to buffers for C tokens."""
+        B, H, D, power = self.B, self.c.n_kv_head, self.c.head_dim, state.power
+        cache = (*(self._zeros(B, C, H, D, dtype=self.dtype) for _ in range(2)),)
+        cache += self._zeros(B, C, H, dtype=torch.float64), self._zeros(B, C, H, dtype=torch.int32)
         if n:
-            cache[0][:, :n], cache[1][:, :n] = layer.k, layer.v
-        if n and layer.log_g is not None:
-            reset = layer.log_g == float("-inf")
-            cache[2][:, :n] = layer.log_g.double().masked_fill(reset, 0).cumsum(1)
+            cache[0][:, :n], cache[1][:, :n] = state.k, state.v
+        if n and state.log_g is not None:
+            reset = state.log_g == float("-inf")
+            cache[2][:, :n] = state.log_g.double().masked_fill(reset, 0).cumsum(1)
             cache[3][:, :n] = reset.cumsum(1)
         if power:
             power = power.S.to(self.state_dtype).contiguous(), power.z.float().contiguous()
-        return LayerBuffers(layer.position, cache, power)
+        buffers.position, buffers.cache, buffers.power = state.position, cache, power
+
+    def _add_up(self):
+        """Add up the size of the state."""
+        tensors = [x for layer in self.layers for x in layer.tensors()]
+        tensors += self.embedding.tensors().values() if self.embedding else ()
+        self._bytes = sum(x.numel() * x.element_size() for x in tensors)
 
     def state(self):
         """Return the ModelState after the tokens read so far."""
-        return ModelState([self._layer_state(*pair) for pair in zip(self.weights, self.layers)], self.n_tokens)
+        layers = [self._layer_state(layer) if layer.group else self._heinsen_state(layer) for layer in self.layers]
+        return ModelState(layers, self.n_tokens, self.embedding and self.embedding.repeat(1))
 
-    def _layer_state(self, weights, buffers):
-        n, (k, v, total, resets) = self.cached, buffers.cache
+    def _heinsen_state(self, buffers):
+        state = buffers.state.repeat(1)  # a copy
+        return replace(state, position=state.position + self.n_read)
+
+    def _layer_state(self, buffers):
+        n, (k, v, total, resets) = buffers.group.cached, buffers.cache
         S, z = (x.float().clone() for x in buffers.power) if buffers.power else (None, None)
-        layer = LayerState(buffers.position.clone(), S=S, z=z, switch_over=self.switch_over)
+        layer = LayerState(buffers.position.clone(), S=S, z=z, switch_over=buffers.group.switch_over)
         if not n:
             return layer
         layer.k, layer.v = k[:, :n].clone(), v[:, :n].clone()
-        if self.c.reset_token >= 0 or weights["gate"] is not None or weights["slopes"] is not None:
+        if buffers.gated:
             difference = lambda x: torch.cat((torch.zeros_like(x[:, :1]), x[:, :n]), 1).diff(dim=1)
             layer.log_g = difference(total).float().masked_fill(difference(resets) > 0, float("-inf"))
         return layer
@@ -155,22 +235,43 @@ class Decoder:
 
     def _token(self):
         """Launch one token: from ids to logits, and to the ids that the sampler writes."""
-        c, x = self.c, self.x
+        x = self.x
         decode.embed(self.ids, self.wte, self.ends[0], x)
+        if self.wpe:
+            (log_x,), hidden = self.embedding.tensors().values(), self.hidden
+            decode.linear(self.wpe[0], hidden, x, bias=self.wpe[1])
+            decode_heinsen.add_log_position(hidden, log_x, x, self.ids, reset_token=self.c.reset_token)
         for w, layer in zip(self.weights, self.layers):
-            decode.qkv(
-                w["qkv"][0], self.qkv, x, norm=w["norm_1"], bias=w["qkv"][1], ids=self.ids, gate=w["gate"],
-                beta=w["beta"], slopes=w["slopes"], position=layer.position, rates=self.rates, rotation=self.rotation,
-                cache=layer.cache, count=self.count, reset_token=c.reset_token,
-                rounding=self.dtype if self.device.type == "cuda" else torch.float32,
-            )  # fmt: skip
-            decode.attend(self.qkv, self.rotation, layer.cache, self.count, layer.power, self.sums, self.y, c.p)
+            if layer.group:
+                self._attend_to_cache(w, layer, layer.group)
+            else:
+                self._attend_heinsen(w, layer)
             decode.linear(w["proj"][0], x, self.y, bias=w["proj"][1], add=True)
             decode.linear(w["fc"][0], self.h, x, norm=w["norm_2"], bias=w["fc"][1], gelu=True)
             decode.linear(w["out"][0], x, self.h, bias=w["out"][1], add=True)
-        decode.linear(self.wte[: c.vocab_size], self.logits, x, norm=self.ends[1])
-        self.count += 1
+        decode.linear(self.wte[: self.c.vocab_size], self.logits, x, norm=self.ends[1])
+        self.counts += 1
         self.sampler(self.padded, self.ids)
+
+    def _attend_to_cache(self, w, layer, group):
+        """Launch a layer's attention to its KV cache, and to its state if it has one: from x to y."""
+        decode.qkv(
+            w["qkv"][0], self.qkv, self.x, norm=w["norm_1"], bias=w["qkv"][1], ids=self.ids, gate=w["gate"],
+            beta=w["beta"], slopes=w["slopes"], position=layer.position, rates=group.rates, rotation=self.rotation,
+            cache=layer.cache, count=group.count, reset_token=self.c.reset_token,
+            rounding=self.dtype if self.device.type == "cuda" else torch.float32,
+        )  # fmt: skip
+        inputs = self.qkv, self.rotation, layer.cache, group.count
+        if group.kind == "softmax":
+            decode_softmax.attend_softmax(*inputs, group.sums, self.y, resets=self.c.reset_token >= 0)
+        else:
+            decode.attend(*inputs, layer.power, group.sums, self.y, group.p)
+
+    def _attend_heinsen(self, w, layer):
+        """Launch a layer of Heinsen's attention, from x to y."""
+        decode.linear(w["qkv"][0], self.qkv, self.x, norm=w["norm_1"], bias=w["qkv"][1])
+        how = dict(reset_token=self.c.reset_token, log_value_bound=layer.log_value_bound)
+        decode_heinsen.attend_heinsen(self.qkv, self.ids, layer.tensors(), self.y, **how)
 
     def capture(self):
         """Capture the token as a CUDA graph, on a GPU.
@@ -180,7 +281,10 @@ class Decoder:
         """
         if self.device.type != "cuda":
             return
-        changed = [self.ids, self.count, self.sampler.at, *(layer.position for layer in self.layers)]
+        changed = [self.ids, self.counts, self.sampler.at]
+        changed += self.embedding.tensors().values() if self.embedding else ()
+        for layer in self.layers:
+            changed += [layer.position] if layer.group else layer.tensors()
         saved = [x.clone() for x in changed]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -203,28 +307,38 @@ class Decoder:
             if self.graph is None:
                 self.capture()
             self.graph.replay()
-        self.cached, self.n_tokens, self.tokens_left = self.cached + 1, self.n_tokens + 1, self.tokens_left - 1
-        if self.cached >= self.limit:
-            self._flush()
+        self.n_tokens, self.n_read, self.tokens_left = self.n_tokens + 1, self.n_read + 1, self.tokens_left - 1
+        for group in self.groups:
+            group.cached += 1
+        self._flush_full()
 
-    def _flush(self):
-        """Flush the caches into the states. The first flush allocates the states and then smaller caches."""
-        c, first = self.c, self.layers[0].power is None
+    def _flush_full(self):
+        """Flush the caches that are full into the states."""
+        for group in self.groups:
+            if group.cached >= group.limit:
+                self._flush(group)
+
+    def _flush(self, group):
+        """Flush a group's caches into the states. The first flush allocates the states and then smaller caches."""
+        c, layers = self.c, self._layers_of(group)
+        first = layers[0].power is None
         if first:
-            shape = self.B, c.n_kv_head, symmetric_power_dim(c.head_dim, c.p)
-            for layer in self.layers:
-                S = torch.zeros(*shape, c.head_dim, dtype=self.state_dtype, device=self.device)
-                layer.power = S, torch.zeros(*shape, device=self.device)
-        for layer in self.layers:
-            decode.flush(layer.cache, self.cached, layer.power, c.p)
-        self.cached = 0
-        self.count.zero_()
+            shape = self.B, c.n_kv_head, symmetric_power_dim(c.head_dim, group.p)
+            for layer in layers:
+                layer.power = self._zeros(*shape, c.head_dim, dtype=self.state_dtype), self._zeros(*shape)
+        for layer in layers:
+            decode.flush(layer.cache, group.cached, layer.power, group.p)
+        group.cached = 0
+        group.count.zero_()
         if first:
-            states = [
-                LayerState(b.position, S=b.power[0], z=b.power[1], switch_over=self.switch_over) for b in self.layers
-            ]
-            self.layers = []  # frees the caches before the smaller ones are made
-            self._allocate(states)
+            states = []
+            for layer in layers:
+                S, z = layer.power
+                states.append(LayerState(layer.position, S=S, z=z, switch_over=group.switch_over))
+                layer.cache = ()  # frees the caches before the smaller ones are made
+            self._allocate(group, states)
+            self.graph = None
+            self._add_up()
 
     def tokens(self, n):
         """Yield the sampled ids [B], on the CPU, n times; the first are already in `ids`."""
@@ -257,11 +371,12 @@ def failure(model, dtype, state_dtype):
     each kind that the model has; else one line that says what is wrong. It takes seconds, once (attention/check.py)."""
     if not torch.cuda.is_available():
         return ""
-    small = replace(model.config, n_layer=1, vocab_size=min(model.config.vocab_size, 1000), dropout=0.0)
-    kinds = dict.fromkeys(type(block.attn.mix) for block in model.transformer.h)
-    for kind in kinds:
-        name = f"generation, {kind.__qualname__}, {dtype}, states in {state_dtype}, {small}"
-        if wrong := remember(name, lambda: _failure(small, kind, dtype, state_dtype)):
+    vocab_size = min(model.config.vocab_size, 1000)
+    small = lambda mix: replace(mix.config, n_layer=1, vocab_size=vocab_size, dropout=0.0)
+    kinds = {(type(mix), str(small(mix))): mix for mix in (block.attn.mix for block in model.transformer.h)}
+    for (kind, config), mix in kinds.items():
+        name = f"generation, {kind.__qualname__}, {dtype}, states in {state_dtype}, {config}"
+        if wrong := remember(name, lambda: _failure(small(mix), kind, dtype, state_dtype)):
             return wrong
     return ""
 
@@ -276,11 +391,11 @@ def _failure(config, kind, dtype, state_dtype, device="cuda"):
 
 @torch.no_grad()
 def errors(config, kind, dtype, state_dtype, device="cuda"):
-    """Return the relative errors of the logits of five tokens, before and after a flush, for layers of the class
-    `kind`, a Variant, in a model of this GPTConfig."""
+    """Return the relative errors of the logits of five tokens, before and after a flush, for a model of this GPTConfig
+    with layers of the class `kind`, a Variant, or if that is None with those of the config."""
     with torch.random.fork_rng([torch.cuda.current_device()] if device == "cuda" else []):
         model = GPT(config)
-        for block in model.transformer.h:
+        for block in model.transformer.h if kind else ():
             block.attn.mix = kind(config)
         model = model.eval().to(device)
         for p in model.parameters():

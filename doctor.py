@@ -199,6 +199,12 @@ def try_kernels():
     return trials
 
 
+# attention and p of the layers whose generation is tried: each kernel and each branch of the power at least once
+GENERATION = [
+    ("sympow", 2), ("sympow_gating", 2), ("conformal_sympow", 4), ("even_power", 6), ("softmax", 2), ("heinsen", 2)
+]  # fmt: skip
+
+
 def try_generation():
     """Compare one layer of decoder.py with the model in float64; return what `try_kernels` does."""
     import torch
@@ -209,7 +215,7 @@ def try_generation():
 
     trials = {}
     for dtype in (torch.bfloat16, torch.float32):
-        for attention, p in (("sympow", 2), ("sympow_gating", 2), ("conformal_sympow", 4), ("even_power", 6)):
+        for attention, p in GENERATION:
             config = GPTConfig(n_layer=1, n_head=4, n_embd=128, vocab_size=257, attention=attention, p=p)
             most = max(errors(config, ATTENTIONS[attention], dtype, torch.float32), key=lambda e: (e != e, e))
             name = f"kernels, generation {str(dtype).removeprefix('torch.')} {attention} D=32 p={p}: logits {most:.1e}"

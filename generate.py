@@ -5,7 +5,7 @@
     logits, state = read_prompt(model, prompt_ids, max_new_tokens=100)                 # the same in two steps,
     for ids in generate(model, before=(logits, state), max_new_tokens=100): ...        # the state in between
 
-On a GPU, models whose attention decodes on the kernels go through decoder.py; all others step through the model.
+On a GPU, models all of whose layers decode on the kernels go through decoder.py; others step through the model.
 """
 
 import time
@@ -13,6 +13,8 @@ import time
 import torch
 
 from attention.dispatch import kernel_reason, warn_once
+from attention.memory import check_generation_fits
+from attention.variant import decoding_kernels
 from data.progress import bar
 
 PIECE = {"cuda": 32768, "cpu": 1024}  # tokens of a prompt that are read in one call
@@ -77,9 +79,8 @@ def read_prompt(
     timings = timings or Timings(device)
     timings.start()
     logits, state = before or (None, model.empty_state(1, switch_over))
-    itemsize = cache_dtype(model).itemsize
-    for block, layer in zip(model.transformer.h, state.layers):
-        block.attn.mix.check_memory(layer, len(ids) + max_new_tokens, num_samples, itemsize, state_dtype, device)
+    mixes, itemsize = [block.attn.mix for block in model.transformer.h], cache_dtype(model).itemsize
+    check_generation_fits(mixes, state, len(ids) + max_new_tokens, num_samples, itemsize, state_dtype, device)
     pieces = torch.tensor([ids], device=device).split(PIECE.get(device.type, 1024), dim=1) if ids else ()
     with bar(total=len(ids), desc="prompt", unit="token", unit_scale=True, leave=False, delay=1) as shown:
         for piece in pieces:
@@ -90,20 +91,22 @@ def read_prompt(
 
 
 def decodes_on_kernels(model, state_dtype=torch.float32):
-    """Return True if decoder.py can generate with this model: it is on a GPU and all its layers allow it, with one
-    power, one rotation and one switch_over, which the decoder has once for all layers. Before the first use its kernels
-    are compared with float64; if they fail, that is one line of warning."""
-    c, device = model.config, model.transformer.wte.weight.device
-    mixes = [block.attn.mix for block in model.transformer.h]
-    if device.type != "cuda" or not all(vars(type(mix)).get("decodes_on_kernels", False) for mix in mixes):
+    """Return True if decoder.py can generate with this model: it is on a GPU, there are kernels for all its layers and
+    for its position embedding, and each layer ends as GPT-2's, with a projection and an MLP. Before the first use the
+    kernels are compared with float64; if they fail, that is one line of warning."""
+    t, dtype, D = model.transformer, cache_dtype(model), model.config.head_dim
+    device, layers = t.wte.weight.device, [block.attn for block in t.h]
+    parts = [layer.mix for layer in layers] + ([t.wpe] if hasattr(t, "wpe") else [])
+    kinds = [decoding_kernels(part) for part in parts]
+    if device.type != "cuda" or not all(kinds) or any(layer.replaces_mlp for layer in layers):
         return False
-    if any((mix.p, mix.rope_base, mix.switch_over) != (c.p, c.rope_base, mixes[0].switch_over) for mix in mixes):
-        return False
-    if kernel_reason("decode", device, cache_dtype(model), c.head_dim, c.head_dim, c.p):
+    powers = {layer.mix.p for layer, kind in zip(layers, kinds) if kind == "power"}
+    reasons = [kernel_reason("quadratic", device, dtype, D, D, p) for p in powers]
+    if any(reasons) or kernel_reason("decode", device, dtype, D, D, 2):
         return False
     from decoder import failure  # Triton is not everywhere
 
-    wrong = failure(model, cache_dtype(model), state_dtype)
+    wrong = failure(model, dtype, state_dtype)
     if wrong:
         warn_once(f"generation steps through the model, not on its kernels, which fail on this machine: {wrong}")
     return not wrong

@@ -11,7 +11,7 @@ Differences from GPT-2: rotary positions instead of learned ones, a LayerNorm af
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -20,9 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import ATTENTIONS
 from attention.dispatch import FORMS
-from attention.state import State
-
-LOSS_TOKENS = 16384  # logits of at most this many tokens exist at any time: 3.3 GB of float32 for GPT-2
+from attention.state import ModelState
+from loss import LinearCrossEntropy
 
 
 @dataclass
@@ -35,12 +34,17 @@ class GPTConfig:
     head_dim: int = 0  # 0: n_embd / n_head
     dropout: float = 0.0  # after the embedding, attention and MLP
     bias: bool = False  # in linear layers and LayerNorms
-    attention: str = "softmax"  # softmax, even_power, sympow, sympow_gating, conformal_sympow
+    attention: str = "softmax"  # a name in ATTENTIONS, or several with commas: the layers in turn, again and again
     p: int = 2  # the power, even
     gate: str = "auto"  # learned or fixed for sympow_gating; learned, fixed or none for conformal_sympow
     gate_bias: float = 6.9  # a fresh learned gate is sigmoid(gate_bias)
     form: str = "auto"  # quadratic, chunked, recurrent or auto: how the sympow variants are computed in training
     chunk_size: int = 0  # tokens a chunk in the chunked form; 0: chosen from p and head_dim
+    values: str = "signed"  # heinsen: signed or log (logarithms of values in, logarithms of outputs out)
+    residual: str = "gpt2"  # heinsen: gpt2 (attention, then an MLP) or glu (a gated linear unit in place of both)
+    adaptive: str = "continuous"  # adaptive_power: continuous (|q.k|^p(x)) or mixture (of even powers, linear)
+    p_min: float = 2.0  # adaptive_power: the least p(x)
+    p_max: float = 4.0  # adaptive_power: the largest p(x)
     rope_base: float = 65536.0  # N of the rotation: the longest document
     reset_token: int = -1  # forget everything at this token id; -1: never (set by train.py's pack)
     activation_checkpointing: bool = False  # save one activation per block, compute the rest again in the backward pass
@@ -61,8 +65,6 @@ class GPTConfig:
             raise ValueError(f"head_dim must be even (rotary positions turn pairs), got {self.head_dim}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head must be a multiple of n_kv_head, got {self.n_head} and {self.n_kv_head}")
-        if self.attention not in ATTENTIONS:
-            raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {self.attention!r}")
         if self.p < 2 or self.p % 2:
             raise ValueError(f"p must be a positive even integer, got {self.p}: odd powers give negative weights")
         if self.form not in FORMS:
@@ -77,7 +79,26 @@ class GPTConfig:
             raise ValueError(f"gate_bias must be finite, got {self.gate_bias}")
         if self.gate not in ("auto", "learned", "fixed", "none"):
             raise ValueError(f"gate must be auto, learned, fixed or none, got {self.gate!r}")
-        variant = ATTENTIONS[self.attention]
+        self._check_attention()
+
+    def _check_attention(self):
+        """Raise ValueError unless `attention` names attentions, as a pattern that divides n_layer, that take `gate`."""
+        names = [name.strip() for name in self.attention.split(",")]
+        if unknown := [name for name in names if name not in ATTENTIONS]:
+            raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {unknown[0]!r}")
+        if self.n_layer % len(names):
+            near = max(1, round(self.n_layer / len(names))) * len(names)
+            raise ValueError(
+                f"attention has a pattern of {len(names)} layers, which does not divide n_layer={self.n_layer}: "
+                f"n_layer={near} would do"
+            )
+        self.attention = ",".join(names)
+        variant = ATTENTIONS[names[0]]
+        if len(names) > 1:
+            layers = [self.layer(i) for i in range(len(names))]  # which checks each of them
+            if self.gate not in ("auto", *(layer.gate for layer in layers)):
+                raise ValueError(f"no layer of attention={self.attention} takes gate={self.gate}: use gate=auto")
+            return
         if self.gate == "auto":
             self.gate = variant.gates[0]
         variant.check(self)
@@ -85,6 +106,14 @@ class GPTConfig:
             others = " or ".join(name for name, v in ATTENTIONS.items() if self.gate in v.gates)
             takes = "has no gates" if variant.gates == ("none",) else f"takes gate={' or '.join(variant.gates)}"
             raise ValueError(f"attention={self.attention} {takes}, got gate={self.gate}: use {others}")
+
+    def layer(self, i):
+        """Return the GPTConfig of layer i, which has one attention and, if that has gates, this config's `gate`."""
+        names = self.attention.split(",")
+        if len(names) == 1:
+            return self
+        name = names[i % len(names)]
+        return replace(self, attention=name, gate="auto" if ATTENTIONS[name].gates == ("none",) else self.gate)
 
     @property
     def gated(self):
@@ -96,71 +125,26 @@ class GPTConfig:
         return math.ceil(self.vocab_size / 64) * 64
 
 
-@dataclass
-class ModelState:
-    """The state of generation: the State of each layer, and how many tokens have been read."""
-
-    layers: list[State]
-    n_tokens: int = 0
-
-    def repeat(self, n):
-        """Return the state of each sequence n times over."""
-        return ModelState([layer.repeat(n) for layer in self.layers], self.n_tokens)
-
-    def bytes(self):
-        """Return the bytes that all layers' tensors take."""
-        return sum(layer.bytes() for layer in self.layers)
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """Compute the head and its loss piece by piece.
-
-    The forward pass computes the gradients too, so that logits are neither saved nor computed twice.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, differentiate):
-        """Return the mean loss of x [N, C] and targets [N], -1 left out, for the first vocab_size rows of weight."""
-        autocast = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
-        w, total, dxs, dw = weight.to(dtype), 0, [], torch.zeros_like(weight)
-        column = torch.arange(len(weight), device=x.device)
-        for rows, target in zip(x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS)):
-            rows, counts = rows.to(dtype), (target != -1).unsqueeze(1)
-            target = target.clamp(min=0).unsqueeze(1)
-            logits = F.linear(rows, w).to(torch.promote_types(dtype, torch.float32))
-            logits = logits.where(column < vocab_size, float("-inf"))
-            log_sum = logits.logsumexp(1, keepdim=True)
-            total = total + ((log_sum - logits.gather(1, target)) * counts).sum()
-            if differentiate:
-                d = (((logits - log_sum).exp() - (column == target).to(logits.dtype)) * counts).to(dtype)
-                dxs.append(d @ w)
-                dw += d.t() @ rows
-        count = (targets != -1).sum().clamp(min=1)
-        if differentiate:
-            ctx.save_for_backward(torch.cat(dxs).to(x.dtype), dw, count)
-        return total / count
-
-    @staticmethod
-    def backward(ctx, grad):
-        dx, dw, count = ctx.saved_tensors
-        grad = grad / count
-        return dx * grad, dw * grad, None, None, None
-
-
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.heads = config.n_head, config.n_kv_head, config.n_kv_head
         self.head_dim = config.head_dim
         self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=config.bias)
-        self.mix = ATTENTIONS[config.attention](config)
+        variant = ATTENTIONS[config.attention]
+        self.c_proj = variant.output_layer(config)
+        self.replaces_mlp = self.c_proj is not None
+        if not self.replaces_mlp:
+            self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=config.bias)
+        self.mix = variant(config)
         self.dropout = config.dropout
 
+    def project(self, x):
+        """Return q [B, T, H, D] and k, v [B, T, Hkv, D] of the normalised input x [B, T, n_embd]."""
+        return self.c_attn(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=2)
+
     def forward(self, x, resets, state):
-        qkv = self.c_attn(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, D]
-        y, state = self.mix(x, *qkv.split(self.heads, dim=2), resets, state)
+        y, state = self.mix(x, *self.project(x), resets, state)
         return F.dropout(self.c_proj(y.flatten(2)), self.dropout, self.training), state
 
 
@@ -180,27 +164,32 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.mlp = MLP(config)
+        if not self.attn.replaces_mlp:
+            self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+            self.mlp = MLP(config)
 
     def forward(self, x, resets=None, state=None):
         y, state = self.attn(self.ln_1(x), resets, state)
         x = x + y
-        return x + self.mlp(self.ln_2(x)), state
+        return x if self.attn.replaces_mlp else x + self.mlp(self.ln_2(x)), state
 
 
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        layers = [config.layer(i) for i in range(config.n_layer)]
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.padded_vocab_size, config.n_embd),  # counts as the head too
                 ln_wte=nn.LayerNorm(config.n_embd, bias=config.bias),
-                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+                h=nn.ModuleList(map(Block, layers)),
                 ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
             )
         )
+        embeddings = (ATTENTIONS[layer.attention].position_embedding(layer) for layer in layers)
+        if embedding := next((x for x in embeddings if x is not None), None):
+            self.transformer["wpe"] = embedding  # one for all layers
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
@@ -209,7 +198,7 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-        if isinstance(module, (Attention, MLP)):
+        if isinstance(getattr(module, "c_proj", None), nn.Linear):
             nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
     def empty_state(self, batch, switch_over=None):
@@ -218,8 +207,9 @@ class GPT(nn.Module):
         switch_over: the number of cached tokens at which a state replaces the KV cache ("always": from the first token
         on); by default the attention's own.
         """
-        device = self.transformer.wte.weight.device
-        return ModelState([block.attn.mix.empty_state(batch, device, switch_over) for block in self.transformer.h])
+        t, device = self.transformer, self.transformer.wte.weight.device
+        layers = [block.attn.mix.empty_state(batch, device, switch_over) for block in t.h]
+        return ModelState(layers, embedding=t.wpe.empty_state(batch, device) if "wpe" in t else None)
 
     def forward(self, ids, targets=None, state=None, return_state=False):
         """Run the model on ids [B, T] int64; targets [B, T] of -1 are left out of the loss.
@@ -246,17 +236,24 @@ class GPT(nn.Module):
 
     def hidden(self, ids, state=None):
         """Return the head's input [B, T, n_embd] and the state after the tokens ids [B, T] (None without one)."""
-        x = self.transformer.ln_wte(self.transformer.wte(ids))
-        x = F.dropout(x, self.config.dropout, self.training)
-        resets = None if self.config.reset_token < 0 else ids == self.config.reset_token
-        layers = []
+        x, resets, embedding = self._embed(ids, state)
+        x, layers = F.dropout(x, self.config.dropout, self.training), []
         for i, block in enumerate(self.transformer.h):
             if self.config.activation_checkpointing and torch.is_grad_enabled() and state is None:
                 x, _ = checkpoint(block, x, resets, use_reentrant=False)
             else:
                 x, layer = block(x, resets, state and state.layers[i])
                 layers.append(layer)
-        return self.transformer.ln_f(x), state and ModelState(layers, state.n_tokens + ids.shape[1])
+        return self.transformer.ln_f(x), state and ModelState(layers, state.n_tokens + ids.shape[1], embedding)
+
+    def _embed(self, ids, state=None):
+        """Return the first layer's input [B, T, n_embd], where ids are the reset token [B, T] (None without one), and
+        the state of the position embedding after them (None without one)."""
+        t, resets = self.transformer, None if self.config.reset_token < 0 else ids == self.config.reset_token
+        x, embedding = t.ln_wte(t.wte(ids)), None
+        if "wpe" in t:
+            x, embedding = t.wpe(x, resets, state and state.embedding)
+        return x, resets, embedding
 
     def logits(self, x):
         """Return [..., vocab_size] for x [..., n_embd]; the vocabulary's padding, which has no text, is cut off."""
@@ -271,17 +268,17 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def statistics(self, ids):
-        """Return {name: [one number for each layer that reports it]} for the input ids [B, T], without dropout.
+        """Return {name: [the number of each layer, None where it reports none]} for the ids [B, T], without dropout.
 
         Names are "gate" (mean of gamma), "beta" (mean speed of rotation) and others that an attention reports.
         """
-        resets = None if self.config.reset_token < 0 else ids == self.config.reset_token
         found, training = {}, self.training
         self.eval()
-        x = self.transformer.ln_wte(self.transformer.wte(ids))
-        for block in self.transformer.h:
-            for name, value in block.attn.mix.statistics(block.ln_1(x)).items():
-                found.setdefault(name, []).append(value)
+        x, resets, _ = self._embed(ids)
+        for i, block in enumerate(self.transformer.h):
+            normed = block.ln_1(x)
+            for name, value in block.attn.mix.statistics(normed, block.attn.project(normed)[0]).items():
+                found.setdefault(name, [None] * self.config.n_layer)[i] = value
             x, _ = block(x, resets)
         self.train(training)
         return found

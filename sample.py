@@ -110,10 +110,11 @@ def write_samples(model, tokenizer, cfg, text, prompt, switch_over, timings):
 
 
 def fixed_size_limit(state):
-    """Return the number of tokens from which on a ModelState has a fixed size, or None if there is no such number."""
-    limits = {layer.settings().get("switch_over") for layer in state.layers}
-    limit = limits.pop() if len(limits) == 1 else None
-    return 1 if limit == "always" else limit if isinstance(limit, int) else None
+    """Return the number of tokens from which on a ModelState has a fixed size, or None if one of its layers grows or
+    has no such number."""
+    limits = [1 if layer.fixed_size else layer.settings().get("switch_over") for layer in state.layers]
+    limits = [1 if limit == "always" else limit for limit in limits]
+    return max(limits) if all(isinstance(limit, int) for limit in limits) else None
 
 
 def print_summary(run, model, device, report, limit):
@@ -151,8 +152,11 @@ def choose_switch_over(model, cfg):
     own = {block.attn.mix.switch_over for block in model.transformer.h}
     if own <= {"never", None}:
         if cfg.switch_over or cfg.form == "recurrent":
-            reason = "it keeps every key and value" if own == {"never"} else "it has no KV cache that becomes a state"
-            refuse(f"attention={model.config.attention} has no recurrent form: {reason}")
+            name, given = model.config.attention, "switch_over" if cfg.switch_over else "form=recurrent"
+            if "never" not in own:
+                refuse(f"attention={name} takes no {given}: it has no KV cache that becomes a state")
+            keeps = "it keeps" if own == {"never"} else "the layers that have a KV cache keep"
+            refuse(f"attention={name} has no recurrent form: {keeps} every key and value")
         return None
     if cfg.form == "recurrent":
         return "always"

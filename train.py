@@ -26,7 +26,7 @@ from data.loader import Windows, eval_batches, train_batch
 from generate import generate
 from model import GPT, GPTConfig
 from runs import checkpoint, folder, machine
-from runs.display import Display
+from runs.display import Display, describe_attention
 from runs.optimizer import learning_rate, make_optimizer
 from runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from runs.settings import (
@@ -175,9 +175,9 @@ class Trainer:
             checkpoint.remove_leftovers(cfg.out_dir, self.resume, p.best_step)
         self.tracker = Tracker(cfg, self.settings, p, self.model) if self.records else None
         ranks.log(
-            f"{self.model.parameter_count() / 1e6:.1f}M parameters, {self.model_cfg.attention}, {device.type} "
-            f"{cfg.dtype}; tokens a step: {ranks.world} ranks x {cfg.batch_size} sequences x {cfg.block_size} context "
-            f"x {self.accumulation} accumulation = {cfg.tokens_per_step:,}"
+            f"{self.model.parameter_count() / 1e6:.1f}M parameters, {describe_attention(self.model_cfg)}, "
+            f"{device.type} {cfg.dtype}; tokens a step: {ranks.world} ranks x {cfg.batch_size} sequences x "
+            f"{cfg.block_size} context x {self.accumulation} accumulation = {cfg.tokens_per_step:,}"
         )
         self.clock, self.seconds, self.checkpoint_seconds = Clock(p.seconds, p.step), p.seconds, 0.0
         self.stop_signals, self.signal = StopSignals(), 0

@@ -1,14 +1,16 @@
 """The mathematics of the attentions in plain PyTorch, one file per idea.
 
-The variants are chapters with the same headings: softmax, even_power, sympow, sympow_gating, conformal_sympow; variant
-is what the model asks of each of them. embedding, rotary and gates hold the mathematics that they share; naive is the
-specification, power the operator, forms its fast PyTorch, dispatch the choice between the forms, backend the door to
-the GPU kernels; state and memory hold the state of generation. check compares the kernels with the specification.
+The variants are chapters with the same headings: softmax, even_power, sympow, sympow_gating, conformal_sympow, heinsen;
+variant is what the model asks of each of them. embedding, rotary and gates hold the mathematics that they share; naive
+is the specification, power the operator, forms its fast PyTorch, dispatch the choice between the forms, backend the
+door to the GPU kernels; state and memory hold the state of generation. heinsen_naive and heinsen_forms are the same for
+heinsen, log_position is its position embedding. check compares the kernels with the specifications.
 """
 
 from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower
 from .forms import PowerState
+from .heinsen import Heinsen, LogState, heinsen_attention
 from .power import power_attention, power_attention_sums
 from .softmax import Softmax
 from .sympow import Sympow
@@ -21,7 +23,23 @@ ATTENTIONS = {
     "sympow": Sympow,
     "sympow_gating": SympowGating,
     "conformal_sympow": ConformalSympow,
+    "heinsen": Heinsen,
 }
 
-__all__ = ["ATTENTIONS", "PowerState", "Variant", "power_attention", "power_attention_sums"]
-__all__ += [cls.__name__ for cls in ATTENTIONS.values()]
+__all__ = [
+    "ATTENTIONS", "LogState", "PowerState", "Variant", "heinsen_attention", "power_attention", "power_attention_sums",
+    *(cls.__name__ for cls in ATTENTIONS.values()),
+]  # fmt: skip
+
+
+def position_schemes(names):
+    """Return a line that says where the layers of these attentions (a list of names) get their positions from, or "" if
+    all have the same source."""
+    rotating = [name for name in dict.fromkeys(names) if ATTENTIONS[name].rotates]
+    others = [name for name in dict.fromkeys(names) if name not in rotating]
+    if not rotating or not others:
+        return ""
+    return (
+        f"{', '.join(rotating)} layers rotate q and k; {', '.join(others)} layers do not, they have the position "
+        "embedding before the first layer, which all layers see"
+    )

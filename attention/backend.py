@@ -26,6 +26,21 @@ def chunked_attention(q, k, v, log_g, S, z, *, p, chunk, final):
     return operators.chunked_attention(q, k, v, log_g, S, z, p=p, chunk=chunk, final=final)
 
 
+def heinsen_attention(q, k, v, documents, m, S, z, *, final):
+    from kernels import heinsen_operator
+
+    return heinsen_operator.heinsen_attention(q, k, v, documents, m, S, z, final=final)
+
+
+def heinsen_unsupported_reason(dtype, D, E):
+    """Return why the kernels of log attention cannot run on the current GPU, or ""."""
+    try:
+        from kernels import heinsen_operator
+    except ImportError as error:  # no Triton
+        return str(error)
+    return heinsen_operator.unsupported_reason(dtype, D, E)
+
+
 def quadratic_sums(q, k, v, log_g, *, p, scale):
     from kernels import operators
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from . import backend, naive
+from . import backend, heinsen_naive, naive
 
 # form, dtype, head dimension, p, gated: each kernel, each branch of the power and each head dimension at least once
 SIZES = [
@@ -63,8 +63,12 @@ def errors(form, dtype, D, p, gated, T):
         leaves = [to(x).detach().requires_grad_() for x in inputs]
         y = attention(*leaves, p=p)
         results.append([y, *torch.autograd.grad(y, leaves, to(dy))])
+    return _compare(("y", "dq", "dk", "dv", "dlog_g"), results, dy)
+
+
+def _compare(names, results, dy):
+    """Return {name: error} for the tensors of two runs and of float64; `errors` says which error."""
     floor = 1e-3 * dy.double().norm()
-    names = ["y", "dq", "dk", "dv", "dlog_g"]
     error = lambda a, again, b: (
         ((a.double() - b).norm() / b.norm().maximum(floor)).item() if a.equal(again) else math.inf
     )
@@ -85,6 +89,60 @@ def _chunked(q, k, v, log_g=None, *, p):
     return torch.cat(y, 1)
 
 
+# dtype, dtype of the values (float32 if they were logarithms), head dimension
+HEINSEN_SIZES = [
+    (torch.bfloat16, torch.bfloat16, 64), (torch.bfloat16, torch.float32, 64), (torch.float32, torch.float32, 64),
+    (torch.bfloat16, torch.bfloat16, 32),
+]  # fmt: skip
+
+
+def check_heinsen(sizes=HEINSEN_SIZES):
+    """Yield what `check` does for the kernels of log attention."""
+    name = lambda dtype: str(dtype).removeprefix("torch.")
+    for dtype, v_dtype, D in sizes:
+        found = heinsen_errors(dtype, v_dtype, D, D)
+        ok = not _beyond(found, dtype)
+        errors = ", ".join(f"{n} {e:.1e}" for n, e in found.items())
+        yield f"heinsen {name(dtype)}, values {name(v_dtype)} D={D}: {errors}", ok
+
+
+def heinsen_errors(dtype, v_dtype, D, E, T=1500, device="cuda"):
+    """Return what `errors` does for log attention, in two calls with a state between them, and resets.
+
+    Keys grow by 60 on the way, so that references change and weights underflow.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, device=device, generator=generator)
+    q, k, v = make(1, T, 2, D).to(dtype), make(1, T, 1, D), make(1, T, 1, E).to(v_dtype)
+    k = (k + torch.linspace(0, 60, T, device=device)[:, None, None]).to(dtype)
+    resets = torch.rand(1, T, device=device, generator=generator) < 3 / T
+    dy = make(1, T, 2, E).to(v_dtype)
+    torch.full((2**24,), float("nan"), device=device)  # a kernel that reuses this memory must write all of it
+    specification = lambda *x: heinsen_naive.recurrent(*x, resets=resets)[0]
+    results = []
+    for attention, to in ((_heinsen, lambda x: x), (_heinsen, lambda x: x), (specification, torch.Tensor.double)):
+        leaves = [to(x).detach().requires_grad_() for x in (q, k, v)]
+        y = attention(*leaves, resets) if attention is _heinsen else attention(*leaves)
+        results.append([y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))])
+    return _compare(("y", "dq", "dk", "dv"), results, dy)
+
+
+def _beyond(found, dtype):
+    """Return the errors {name: error} that are not within tolerance, as NaN is not."""
+    limits = TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16])
+    return {n: e for n, e in found.items() if not e <= limits[n != "y"]}
+
+
+def _heinsen(q, k, v, resets):
+    y, state, at = [], (None, None, None), q.shape[1] * 3 // 4
+    for rows in (slice(0, at), slice(at, None)):
+        documents = resets[:, rows].cumsum(1, dtype=torch.int32)
+        cut = (x[:, rows] for x in (q, k, v))
+        part, *state = backend.heinsen_attention(*cut, documents, *state, final=rows.start == 0)
+        y.append(part)
+    return torch.cat(y, 1)
+
+
 def failure(form, dtype, D, p, gated, device="cuda"):
     """Return "" if the kernels of this size agree with float64 on a GPU, else one line that says why not.
 
@@ -98,6 +156,23 @@ def failure(form, dtype, D, p, gated, device="cuda"):
     if not wrong and torch.cuda.device_count() == 1:  # otherwise the next call may be for another GPU
         _passed.add(size)
     return wrong
+
+
+def heinsen_failure(dtype, v_dtype, D, E):
+    """Return what `failure` does for the kernels of log attention."""
+    size = dtype, v_dtype, D, E
+    if size in _passed or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return ""
+    wrong = remember(f"heinsen, {dtype}, values {v_dtype}, D={D}, E={E}", lambda: _heinsen_failure(*size))
+    if not wrong and torch.cuda.device_count() == 1:
+        _passed.add(size)
+    return wrong
+
+
+def _heinsen_failure(dtype, v_dtype, D, E):
+    found = heinsen_errors(dtype, v_dtype, D, E)
+    wrong = _beyond(found, dtype)
+    return "wrong results, " + ", ".join(f"{n} {e:.1e}" for n, e in wrong.items()) if wrong else ""
 
 
 def _failure(*size):

@@ -32,7 +32,7 @@ def conformal_sympow_attention(q, k, v, log_g, positions, *, p, base, form="auto
 
 class ConformalSympow(Sympow):
     gates = ("learned", "fixed", "none")
-    decodes_on_kernels = True
+    decodes_on_kernels = "power"
 
     def __init__(self, config):
         super().__init__(config)
@@ -55,7 +55,7 @@ class ConformalSympow(Sympow):
         form = dict(form=self.form, chunk_size=self.chunk_size)
         return conformal_sympow_attention(q, k, v, log_g, positions, p=p, base=base, **form)
 
-    def statistics(self, x):
+    def statistics(self, x, q):
         gate = {} if self.gate is None else {"gate": self.log_gates(x).exp().mean().item()}
         return gate | {"beta": self.beta(x).mean().item()}
 

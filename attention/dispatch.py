@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from .backend import cost, symmetric_power_dim, unsupported_reason
-from .check import failure
+from .backend import cost, heinsen_unsupported_reason, symmetric_power_dim, unsupported_reason
+from .check import failure, heinsen_failure
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
 # In PyTorch both forms cost the same at T = 1.5 Dphi. If only the quadratic form has kernels, they cost the same at
@@ -109,9 +109,24 @@ def failed_check(form, dtype, D, p, gated, device="cuda"):
     return wrong
 
 
+def heinsen_kernel_reason(device_type, dtype, v_dtype, D, E):
+    """Return why the kernels of log attention cannot be used for q and k of `dtype` and values of v_dtype, or "". Warn
+    once for each reason if the device is a GPU."""
+    if device_type != "cuda":
+        return f"the tensors are on {device_type}"
+    if dtype == torch.float64:
+        return "float64 is computed in PyTorch"
+    D, E = index(D), index(E)
+    reason = _disabled or heinsen_unsupported_reason(dtype, D, E) or heinsen_failure(dtype, v_dtype, D, E)
+    if reason:
+        warn_once(f"heinsen attention runs in plain PyTorch, not on its Triton kernels: {reason}")
+    return reason
+
+
 # torch.compile asks once and does not look inside. torch.compiler.assume_constant_result sets this mark too, but it
 # imports torch._dynamo, which takes 2 s that a program without torch.compile need not wait.
-kernel_reason._dynamo_marked_constant = failed_check._dynamo_marked_constant = True
+for asked in (kernel_reason, failed_check, heinsen_kernel_reason):
+    asked._dynamo_marked_constant = True
 
 
 def disable_kernels(reason):

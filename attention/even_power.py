@@ -25,7 +25,7 @@ class EvenPower(KVCacheVariant):
     They differ in their form, their gates, their positions and the function that `attend` calls.
     """
 
-    decodes_on_kernels = True
+    decodes_on_kernels = "power"
     form, chunk_size = "quadratic", None
 
     def forward(self, x, q, k, v, resets=None, state=None):

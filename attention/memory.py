@@ -53,36 +53,50 @@ def check_chunks_fit(q, k, p, chunk):
         )
 
 
-def check_generation_fits(config, layer, max_new_tokens, num_samples, itemsize, state_dtype, device):
+def cached_bytes(config, p, layer, max_new_tokens, itemsize, state_dtype):
+    """Return the bytes of one sequence's (KV cache, PowerState) once a LayerState is `max_new_tokens` longer.
+
+    config is the layer's GPTConfig, p the power of its state, itemsize the bytes of a number in the KV cache,
+    state_dtype that of S.
+    """
+    D, cached, tokens = config.head_dim, layer.cached_tokens, layer.cached_tokens + max_new_tokens
+    limit = layer.switch_over_limit(p, D, D, itemsize)
+    cache = config.n_kv_head * (2 * D * itemsize + 12) * int(max(cached, min(limit, tokens)))
+    if limit > tokens and not layer.power:
+        return cache, 0
+    return cache, config.n_kv_head * symmetric_power_dim(D, p) * (D * state_dtype.itemsize + 4)
+
+
+def check_generation_fits(mixes, state, max_new_tokens, num_samples, itemsize, state_dtype, device):
     """Raise MemoryError if the states of `num_samples` sequences would not fit once they are `max_new_tokens` longer.
 
-    config is the model's, layer the LayerState of one of its n_layer equal layers, itemsize the bytes of a number in
-    the KV cache, state_dtype that of S. The message names settings that would fit.
+    mixes are the Variants of the model's layers, state is its ModelState, itemsize the bytes of a number in a KV cache,
+    state_dtype that of S. The message names settings that would fit.
     """
-    c, D = config, config.head_dim
-    heads, cached = c.n_layer * c.n_kv_head, layer.cached_tokens
-    limit, tokens = layer.switch_over_limit(c.p, D, D, itemsize), cached + max_new_tokens
-    token = heads * (2 * D * itemsize + 12)
-    cache = token * int(max(cached, min(limit, tokens)))
-    power = lambda dtype: heads * symmetric_power_dim(D, c.p) * (D * dtype.itemsize + 4)
-    halved, power = power(torch.bfloat16), power(state_dtype)
-    if limit > tokens and not layer.power:
-        halved = power = 0
-    need, have = num_samples * (cache + power), free_memory(device)
+
+    def bytes_of_one(state_dtype=state_dtype, switch_over=None):
+        sizes = max_new_tokens, itemsize, state_dtype, switch_over
+        layers = [mix.generation_bytes(layer, *sizes) for mix, layer in zip(mixes, state.layers)]
+        return [sum(x) for x in zip(*layers)]
+
+    (cache, states), have = bytes_of_one(), free_memory(device)
+    need = num_samples * (cache + states)
     if need <= have:
         return
-    fits = have // (cache + power)
+    fits = have // (cache + states)
     ways = [f"num_samples={fits}"] * (fits > 0)
-    if device.type == "cuda" and halved < power and num_samples * (cache + halved) <= have:
+    if device.type == "cuda" and states and num_samples * sum(bytes_of_one(state_dtype=torch.bfloat16)) <= have:
         ways.append("state_dtype=bfloat16")
-    if power and not layer.power and num_samples * token * tokens <= have:
-        ways.append(f"switch_over={tokens + 1}")
+    longest = state.n_tokens + max_new_tokens + 1
+    if num_samples * sum(bytes_of_one(switch_over=longest)) <= have:
+        ways.append(f"switch_over={longest}")
     if not ways:
-        ways.append("a model of a smaller head dimension or p" if power >= cache else "fewer tokens")
-    of = f"states of {power:,} bytes" if power >= cache else f"keys and values of {cache:,} bytes"
+        ways.append("a model of a smaller head dimension or p" if states >= cache else "fewer tokens")
+    of = f"states of {states:,} bytes" if states >= cache else f"keys and values of {cache:,} bytes"
+    c, powers = mixes[0].config, " and ".join(dict.fromkeys(str(mix.p) for mix in mixes))
     raise MemoryError(
-        f"{num_samples} samples need {need:,} bytes, mostly {of} each (p={c.p}, head dimension {D}, {c.n_layer} layers "
-        f"of {c.n_kv_head} heads), the device has {have:,} free: {' or '.join(ways)} would fit"
+        f"{num_samples} samples need {need:,} bytes, mostly {of} each (p={powers}, head dimension {c.head_dim}, "
+        f"{len(mixes)} layers of {c.n_kv_head} heads), the device has {have:,} free: {' or '.join(ways)} would fit"
     )
 
 

@@ -50,7 +50,7 @@ def power_attention(
     GPU kernels once).
     Raises ValueError for arguments that do not fit, MemoryError for a state that does not.
     """
-    q, k, v = _cast_to_autocast_dtype(q, k, v)
+    q, k, v = cast_to_autocast_dtype(q, k, v)
     if initial_state is not None:
         initial_state = _as_state(initial_state)
     _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state)
@@ -88,9 +88,9 @@ def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
     power_attention is num / den, and sums over other tokens can be added first. Here `scale` counts; it and the other
     arguments are those of `power_attention`, and what is raised too. The sums must be inside the range of their dtype.
     """
-    q, k, v = _cast_to_autocast_dtype(q, k, v)
+    q, k, v = cast_to_autocast_dtype(q, k, v)
     _check(q, k, v, log_g, p, scale, "quadratic", None, None)
-    (*_, D), T, E = q.shape, k.shape[1], v.shape[3]
+    (B, *_, D), T, E = q.shape, k.shape[1], v.shape[3]
     scale = D**-0.5 if scale is None else scale
     chosen = plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=log_g is not None, form="quadratic")
     if not chosen.on_kernels or q.shape[0] == 0:
@@ -105,7 +105,8 @@ def _as_state(state):
     return PowerState(*state)
 
 
-def _cast_to_autocast_dtype(*tensors):
+def cast_to_autocast_dtype(*tensors):
+    """Return the tensors in autocast's dtype if it is on, but float64 as it is."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors

@@ -35,6 +35,8 @@ def softmax_attention(q, k, v, log_g=None, *, scale=None):
 
 
 class Softmax(KVCacheVariant):
+    decodes_on_kernels = "softmax"
+
     def forward(self, x, q, k, v, resets=None, state=None):
         positions = self.positions(x, state)
         q, k = self.rotate(q, k, positions)

@@ -1,7 +1,7 @@
 """The state of generation, from which a layer goes on without reading the earlier tokens again.
 
-State is what GPT asks of any layer's state. LayerState is that of softmax and the power variants: a KV cache, and, for
-the variants with a recurrent form, a PowerState of the tokens before it.
+State is what GPT asks of any layer's state, and ModelState has those of all layers. LayerState is that of softmax and
+the power variants: a KV cache, and, for the variants with a recurrent form, a PowerState of the tokens before it.
 
     state = LayerState.empty(batch, device)
     y, state = attend_and_append(q, k, v, log_g, positions, state, p=2)      # again and again, any number of tokens
@@ -30,6 +30,8 @@ class State:
     Subclass it as a dataclass. The batch is the first dimension of its tensors, which are None if they are missing, and
     its other fields can be written as JSON. The methods below follow from that.
     """
+
+    fixed_size = False  # True if its tensors have the same shapes after any number of tokens
 
     def tensors(self):
         """Return {name: tensor} of the fields that hold a tensor."""
@@ -102,6 +104,30 @@ class LayerState(State):
             return 1 if self.switch_over == "always" else math.inf
         limit = switch_over_tokens(p, D, E, itemsize) if self.switch_over == "auto" else self.switch_over
         return limit if self.power is None else min(limit, FLUSH_EVERY)
+
+
+@dataclass
+class ModelState:
+    """The state of a model: the State of each layer, how many tokens have been read, and the State of its position
+    embedding, if it has one."""
+
+    layers: list[State]
+    n_tokens: int = 0
+    embedding: State | None = None
+
+    def parts(self):
+        """Return {name: State}: each layer's is called layers.0, layers.1, ..."""
+        parts = {f"layers.{i}": layer for i, layer in enumerate(self.layers)}
+        return parts if self.embedding is None else parts | {"embedding": self.embedding}
+
+    def repeat(self, n):
+        """Return the state of each sequence n times over."""
+        embedding = self.embedding and self.embedding.repeat(n)
+        return ModelState([layer.repeat(n) for layer in self.layers], self.n_tokens, embedding)
+
+    def bytes(self):
+        """Return the bytes that all tensors take."""
+        return sum(part.bytes() for part in self.parts().values())
 
 
 def attend_and_append(q, k, v, log_g, positions, state, *, p):

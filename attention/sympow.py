@@ -18,7 +18,7 @@ def sympow_attention(q, k, v, *, p, log_g=None, form="auto", chunk_size=None):
 
 
 class Sympow(EvenPower):
-    decodes_on_kernels = True
+    decodes_on_kernels = "power"
     switch_over = "auto"
 
     def __init__(self, config):

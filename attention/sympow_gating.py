@@ -18,7 +18,7 @@ def sympow_gating_attention(q, k, v, log_g, *, p, form="auto", chunk_size=None):
 
 class SympowGating(Sympow):
     gates = ("learned", "fixed")
-    decodes_on_kernels = True
+    decodes_on_kernels = "power"
 
     @classmethod
     def check(cls, config):
@@ -36,7 +36,7 @@ class SympowGating(Sympow):
         q, k = self.rotate(q, k, positions)
         return sympow_gating_attention(q, k, v, log_g, p=self.p, form=self.form, chunk_size=self.chunk_size)
 
-    def statistics(self, x):
+    def statistics(self, x, q):
         return {"gate": self.log_gates(x).exp().mean().item()}
 
     def decoder_weights(self):

@@ -15,24 +15,34 @@ What generation keeps of a layer's tokens is a subclass of State (attention/stat
 State itself has the last four.
 """
 
+from dataclasses import replace
+
 from torch import nn
 
-from .memory import check_generation_fits
+from .memory import cached_bytes
 from .rotary import rotary
 from .state import LayerState, count_positions
 
 
+def decoding_kernels(part):
+    """Return `decodes_on_kernels` of the class of a Variant or position embedding itself, "" if it has none."""
+    return vars(type(part)).get("decodes_on_kernels", "")
+
+
 class Variant(nn.Module):
     gates = ("none",)  # the allowed settings of `gate`; gate=auto means the first
-    # True if decoder.py may generate with it on the GPU kernels of power attention. Only the class itself is asked, not
-    # its base classes, because a subclass computes something else. Otherwise generation steps through `forward`.
-    decodes_on_kernels = False
+    # The kernels on which decoder.py generates with it: "power", "softmax", "heinsen", or "" for none. Only the class
+    # itself is asked, not its base classes, because a subclass computes something else. If one layer of a model has
+    # none, generation steps through the `forward` of all.
+    decodes_on_kernels = ""
     # The number of cached tokens at which a state replaces the KV cache, or "auto", "always" or "never"; None if there
     # is no KV cache, or no such choice.
     switch_over = None
+    rotates = True  # False if its `forward` does not rotate q and k by their positions
 
     def __init__(self, config):
-        """Store config, a model.GPTConfig (n_embd, n_head, n_kv_head, head_dim, p, rope_base, gate, ...).
+        """Store config, its layer's model.GPTConfig (n_embd, n_head, n_kv_head, head_dim, p, rope_base, gate, ...):
+        config.attention is one name, also where the model's is a pattern.
 
         GPT initialises each nn.Linear and nn.Embedding that is made here as GPT-2 does; an nn.Parameter stays as made.
         """
@@ -42,6 +52,26 @@ class Variant(nn.Module):
     @classmethod
     def check(cls, config):
         """Raise ValueError for settings of the model that this attention does not take, before anything is built."""
+
+    @classmethod
+    def position_embedding(cls, config):
+        """Return the module that gives all layers their positions, or None if this attention needs none.
+
+        The model has one, which comes before its first layer and is called with x [B, T, n_embd], resets and state as
+        `forward` below; it returns (x, the state after). Its empty_state(batch, device) returns a State. A class
+        that has decodes_on_kernels = "heinsen" (see above) has a linear layer `dense` with a bias, from n_embd to 2
+        n_embd, and a State of one tensor, log x [B, n_embd].
+        """
+        return None
+
+    @classmethod
+    def output_layer(cls, config):
+        """Return a module from the heads' outputs [B, T, H * D] to what is added to the residual stream [B, T, n_embd],
+        in place of GPT-2's projection and MLP, or None to have those.
+
+        GPT initialises a linear layer in it that is called c_proj as the last one of a block.
+        """
+        return None
 
     def forward(self, x, q, k, v, resets=None, state=None):
         """Attend causally.
@@ -70,9 +100,9 @@ class Variant(nn.Module):
         the `forward` of the variants here; the default counts on from state.position."""
         return count_positions(x, state)
 
-    def statistics(self, x):
-        """Return {name: number} of what it has learned, for the inputs x [B, T, n_embd]. Every evaluation logs, under
-        each name, the list of the layers' numbers."""
+    def statistics(self, x, q):
+        """Return {name: number} of what it has learned, for the inputs x [B, T, n_embd] and q [B, T, H, D], unrotated.
+        Every evaluation logs, under each name, the list of the layers' numbers."""
         return {}
 
     def training_plan(self, block_size, dtype, device):
@@ -91,12 +121,14 @@ class Variant(nn.Module):
         decoder.py; asked only of variants that decode on the kernels."""
         return dict(gate=None, slopes=None, beta=None)
 
-    def check_memory(self, state, max_new_tokens, num_samples, itemsize, state_dtype, device):
-        """Raise MemoryError if generation from `state` would not fit; asked of each layer before the prompt is read.
+    def generation_bytes(self, state, max_new_tokens, itemsize, state_dtype, switch_over=None):
+        """Return the bytes of one sequence's (KV cache, state) once `state`, a State, is `max_new_tokens` longer.
 
-        max_new_tokens: how many will follow, those of the prompt included; itemsize: bytes of a number in a KV cache;
-        state_dtype: of states between flushes. The default checks nothing.
+        itemsize: bytes of a number in a KV cache; state_dtype: of states between flushes; switch_over: replaces that of
+        `state`, if given. The default is for a state that does not grow.
         """
+        tensors = list(state.tensors().values())
+        return 0, state.bytes() // len(tensors[0]) if tensors else 0
 
 
 class KVCacheVariant(Variant):
@@ -113,5 +145,7 @@ class KVCacheVariant(Variant):
             switch_over = None
         return LayerState.empty(batch, device, switch_over or self.switch_over)
 
-    def check_memory(self, state, max_new_tokens, num_samples, itemsize, state_dtype, device):
-        check_generation_fits(self.config, state, max_new_tokens, num_samples, itemsize, state_dtype, device)
+    def generation_bytes(self, state, max_new_tokens, itemsize, state_dtype, switch_over=None):
+        if switch_over and self.switch_over != "never":
+            state = replace(state, switch_over=switch_over)
+        return cached_bytes(self.config, self.p, state, max_new_tokens, itemsize, state_dtype)

@@ -48,8 +48,7 @@ def ours(settings, batch, context, tokens, state_dtype):
         for _ in decoder.tokens(tokens):
             times.append(time.perf_counter())
     weights = 2 * sum(p.numel() for p in model.parameters())
-    power = sum(x.numel() * x.element_size() for layer in decoder.layers for x in layer.power or ())
-    return row(times, batch) | dict(bytes=weights + power, allocated=torch.cuda.memory_allocated())
+    return row(times, batch) | dict(bytes=weights + decoder.bytes(), allocated=torch.cuda.memory_allocated())
 
 
 class TokenTimes:

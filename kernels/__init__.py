@@ -5,7 +5,9 @@ quadratic      the kernels of the quadratic form, and the functions that launch 
 chunked        the chunked form forward and backward, made of the kernels in
                    gates, prepare, update_state, discumsum, query_state, query_gradient
 common         what these kernels share: units, exact products, program maps
-decode         one token of generation: q, k, v, attention, and flushing the KV cache into the state
+decode         one token of generation: q, k, v, power attention, and flushing the KV cache into the state
+decode_softmax, decode_heinsen
+               one token of generation: the other attentions
 linear         one token of generation: LayerNorm and linear layers
 sampling       one token of generation: the next token from its logits
 layout         which features a state has, and in what order the kernels store them
@@ -50,3 +52,13 @@ def unsupported_reason(form, dtype, D, E, p, device=None):
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return ""
+
+
+def heinsen_unsupported_reason(dtype, D, E):
+    """Return why the kernels of Heinsen's log attention cannot run on the current GPU, or "" if they can.
+
+    The inputs are q, k [..., D] of `dtype` and v [..., E] of `dtype` or float32.
+    """
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"{str(dtype).removeprefix('torch.')} (they take bfloat16, float16 and float32)"
+    return unsupported_reason("quadratic", torch.bfloat16, D, E, 2)  # the limits are the same but for the dtype

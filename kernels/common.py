@@ -161,6 +161,12 @@ def int_power(x, N: tl.constexpr):
 
 
 @triton.jit
+def log1p(x):
+    """Return log(1 + x) for x >= 0, with all its digits where x is small."""
+    return tl.where(1 + x == 1, x, tl.log(1 + x) * (x / ((1 + x) - 1)))
+
+
+@triton.jit
 def inverse(l):
     """Return 1 / l, or zero for a row whose weights are zero or so small that 1 / l would overflow; NaN for NaN."""
     return tl.where(l <= LEAST_WEIGHT, 0.0, 1 / l)

@@ -56,7 +56,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import exact_product
+from .common import exact_product, log1p
 from .layout import make_sqrt_multiplicity
 from .linear import (
     early_launch,
@@ -94,7 +94,7 @@ def features(D, p, device):
 
 @triton.jit
 def _rotation(position, RATES, D: tl.constexpr):
-    """Return the two factors [D] float32 that `_load_rotated` multiplies with: cos and, with signs, sin."""
+    """Return the two factors [D] float32 that `load_rotated` multiplies with: cos and, with signs, sin."""
     d = tl.arange(0, D)
     turns = position * tl.load(RATES + d // 2)
     angle = (turns - tl.floor(turns)).to(tl.float32) * 6.283185307179586
@@ -137,7 +137,7 @@ def _advance_position_and_gates(
     if W_GATE is not None:
         gate = tl.sum(w_gate * x, 0) + b_gate
         e = tl.exp(-tl.abs(gate))
-        log_g = tl.minimum(gate, 0.0) - tl.where(1 + e == 1, e, tl.log(1 + e) * (e / ((1 + e) - 1)))  # log1p(e)
+        log_g = tl.minimum(gate, 0.0) - log1p(e)
     if h == 0:
         tl.store(POSITION + b, position)
         tl.store(ROTATION + 2 * b * D + d, cos)
@@ -192,7 +192,7 @@ def qkv(
 
 
 @triton.jit
-def _load_rotated(X, ROTATION, D: tl.constexpr):
+def load_rotated(X, ROTATION, D: tl.constexpr):
     """Load a row [D] of q or k and rotate it, in float32."""
     d = tl.arange(0, D)
     return tl.load(X + d) * tl.load(ROTATION + d) + tl.load(X + (d ^ 1)) * tl.load(ROTATION + D + d)
@@ -204,7 +204,7 @@ def _load_query(Q, ROTATION, GATE_SUMS, RESETS, at, D: tl.constexpr):
 
     q is rotated and divided by its largest entry, which cancels in y and avoids overflow of the power.
     """
-    q = _load_rotated(Q, ROTATION, D)
+    q = load_rotated(Q, ROTATION, D)
     largest = tl.max(tl.abs(q), 0)
     return tl.where(largest == 0, 0.0, q / largest), tl.load(GATE_SUMS + at), tl.load(RESETS + at)
 
@@ -338,7 +338,7 @@ def attend_kernel(
             row, rotation, KEYS, VALUES, GATE_SUMS, RESETS, h, first, count, HKV, begin, end, P, D, BT, PDL
         )
         if (begin <= count) & (count < begin + size):
-            new_k = _load_rotated(row + (H + hkv) * D, rotation, D).to(KEYS.dtype.element_ty)
+            new_k = load_rotated(row + (H + hkv) * D, rotation, D).to(KEYS.dtype.element_ty)
             new_v = tl.load(row + (H + HKV + hkv) * D + d).to(VALUES.dtype.element_ty)
             new_w = _even_power(tl.sum(new_k.to(tl.float32) * q, 0), P)
             num += new_w * new_v.to(tl.float32)

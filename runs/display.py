@@ -15,8 +15,15 @@ import sys
 import torch
 from tqdm import tqdm
 
+from attention import position_schemes
 from data.progress import bar
 from runs.processes import print_to_terminal
+
+
+def describe_attention(config):
+    """Return the attention of a model.GPTConfig, and where its layers' positions come from if that differs."""
+    schemes = position_schemes(config.attention.split(","))
+    return config.attention + (f" ({schemes})" if schemes else "")
 
 
 class Display:

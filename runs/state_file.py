@@ -3,9 +3,9 @@
     save_state("book.state", model, logits, state)
     logits, state = load_state("book.state", model)         # refuses the state of another model
 
-The file is safetensors: `logits` [B, vocab_size] of the next token and `layers.I.NAME` for each tensor of each layer's
-state; its metadata has the model's settings and a fingerprint of its weights, the states' settings, and a sha256 of all
-that. It is written whole or not at all.
+The file is safetensors: `logits` [B, vocab_size] of the next token, `layers.I.NAME` for each tensor of each layer's
+state and `embedding.NAME` for those of the position embedding's, if there is one; its metadata has the model's settings
+and a fingerprint of its weights, the states' settings, and a sha256 of all that. It is written whole or not at all.
 """
 
 import hashlib
@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from data.files import whole_file
-from model import ModelState
+from attention.state import ModelState
+from model import GPTConfig
 from runs.processes import warn
 
 NAMES = {"n_tokens", "layers", "config", "weights"}  # what the metadata has beside sha256
@@ -27,8 +28,8 @@ FIRST_NAMES = {"position", "fold", "config", "weights"}  # the same in a file of
 def save_state(path, model, logits, state):
     """Write a ModelState and the logits [B, vocab_size] of the next token. Raises OSError if they cannot be written."""
     tensors = {"logits": logits}
-    for i, layer in enumerate(state.layers):
-        tensors |= {f"layers.{i}.{name}": x for name, x in layer.tensors().items()}
+    for part, of_part in state.parts().items():
+        tensors |= {f"{part}.{name}": x for name, x in of_part.tensors().items()}
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
     about = {
         "n_tokens": state.n_tokens, "layers": [layer.settings() for layer in state.layers], "config": _settings(model),
@@ -51,25 +52,24 @@ def load_state(path, model):
     device = model.transformer.wte.weight.device
     tensors, about = _read(path)
     own = _settings(model)
-    differ = [
-        f"{n}={about['config'].get(n)!r} there, {x!r} here" for n, x in own.items() if about["config"].get(n) != x
-    ]
+    saved = {**vars(GPTConfig()), **about["config"]}  # a file of an earlier version lacks newer settings
+    differ = [f"{n}={saved[n]!r} there, {x!r} here" for n, x in own.items() if saved[n] != x]
     if differ:
         raise ValueError(f"it belongs to another model: {', '.join(differ)}")
     if about["weights"] != _fingerprint(model):
         raise ValueError(
             "it belongs to the same kind of model with other weights: use the checkpoint it was saved with"
         )
-    layers = []
-    for i, block in enumerate(model.transformer.h):
-        kind = type(block.attn.mix.empty_state(1, device))
-        prefix = f"layers.{i}."
-        of_layer = {name.removeprefix(prefix): x.to(device) for name, x in tensors.items() if name.startswith(prefix)}
+    parts = {}
+    for i, (part, empty) in enumerate(model.empty_state(1).parts().items()):
+        prefix = f"{part}."
+        of_part = {name.removeprefix(prefix): x.to(device) for name, x in tensors.items() if name.startswith(prefix)}
         try:
-            layers.append(kind(**of_layer, **about["layers"][i]))
+            parts[part] = type(empty)(**of_part, **(about["layers"][i] if part != "embedding" else {}))
         except (IndexError, TypeError) as error:
             raise ValueError(f"its states are not those of attention={model.config.attention} now ({error})") from None
-    return tensors["logits"].to(device), ModelState(layers, about["n_tokens"])
+    embedding = parts.pop("embedding", None)
+    return tensors["logits"].to(device), ModelState(list(parts.values()), about["n_tokens"], embedding)
 
 
 def _read(path):

@@ -201,8 +201,8 @@ def wandb_row(line):
     if "mfu" in line:
         row["mfu"] = 100 * line["mfu"]  # percent, as nanoGPT has it
     for key, value in line.items():
-        if isinstance(value, list):  # what an attention reports of each layer
-            row |= {f"{key}/layer_{i:02d}": mean for i, mean in enumerate(value)}
+        if isinstance(value, list):  # what an attention reports of each layer, None for others
+            row |= {f"{key}/layer_{i:02d}": mean for i, mean in enumerate(value) if mean is not None}
     return row
 
 

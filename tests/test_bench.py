@@ -94,3 +94,36 @@ def test_checkpoints_are_timed(tmp_path):
     assert done.returncode == 0, done.stderr
     assert [line.split()[::2] for line in done.stdout.splitlines()[1:]] == [["held", "written", "pause"]] * 2
     assert not list(tmp_path.iterdir())
+
+
+def test_log_attention_is_timed_beside_the_route_of_its_paper(tmp_path, capsys):
+    from helpers import call
+
+    from bench import heinsen
+
+    options = ["--T", "16", "40", "--heads=1", "--head_dim=4", "--batch=2", f"--json={tmp_path / 'rows.json'}"]
+    assert call(heinsen.main, *options) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["T"], row["contender"]) for row in rows] == [
+        (T, name) for T in (16, 40) for name in heinsen.CONTENDERS
+    ]
+    assert all(row["differs"] < 1e-5 for row in rows if row["contender"] == "log")
+    assert all(row["faster"] > 0 for row in rows if row["contender"] != "logcumsumexp")
+    out = capsys.readouterr().out
+    assert out.count("logcumsumexp") == 2 and "ours without kernels: the tensors are on cpu" in out
+    assert call(heinsen.main, "--T=0") == 2
+
+
+def test_a_contender_that_does_not_fit_is_named_and_the_others_go_on(monkeypatch, capsys):
+    from helpers import call
+
+    from bench import heinsen
+
+    def fails(q, k, v):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12.00 GiB.\nSee")
+
+    monkeypatch.setitem(heinsen.CONTENDERS, "logcumsumexp", fails)
+    assert call(heinsen.main, "--T=16", "--heads=1", "--head_dim=4") == 0
+    out = capsys.readouterr().out
+    assert "T=16 logcumsumexp: OutOfMemoryError: CUDA out of memory. Tried to allocate 12.00 GiB.\n" in out
+    assert "signed" in out

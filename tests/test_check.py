@@ -19,7 +19,7 @@ import generate  # noqa: E402
 from attention import ATTENTIONS, check, dispatch, naive  # noqa: E402
 from attention.dispatch import plan  # noqa: E402
 from attention.power import power_attention  # noqa: E402
-from kernels import decode, operators  # noqa: E402
+from kernels import decode, decode_heinsen, decode_softmax, operators  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
 
@@ -143,12 +143,19 @@ def test_torch_compile_takes_the_kernels_whole_with_sizes_that_change(form, on_g
         assert torch.equal(compiled(*cut), attend(*cut))
 
 
-@pytest.mark.parametrize("breaks", [None, "attend", "flush"])
-def test_the_decoder_is_compared_with_the_model(monkeypatch, breaks):
-    config = GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16)
+@pytest.mark.parametrize(
+    "attention,module,breaks",
+    [
+        ("sympow", decode, ""), ("sympow", decode, "attend"), ("sympow", decode, "flush"), ("softmax", decode, ""),
+        ("softmax", decode_softmax, "attend_softmax"), ("heinsen", decode, ""),
+        ("heinsen", decode_heinsen, "attend_heinsen"), ("heinsen", decode_heinsen, "add_log_position"),
+    ],
+)  # fmt: skip
+def test_the_decoder_is_compared_with_the_model(monkeypatch, attention, module, breaks):
+    config = GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention=attention)
     if breaks:
-        monkeypatch.setattr(decode, breaks, lambda *args: None)
-    wrong = decoder._failure(config, ATTENTIONS["sympow"], torch.float32, torch.float32, DEVICE)
+        monkeypatch.setattr(module, breaks, lambda *args, **options: None)
+    wrong = decoder._failure(config, ATTENTIONS[attention], torch.float32, torch.float32, DEVICE)
     assert bool(wrong) == bool(breaks), wrong
 
 

@@ -15,6 +15,7 @@ from test_kernels import COMPILE_FOR, DEVICE, GPU, ROOT  # noqa: E402
 from attention import ATTENTIONS, memory  # noqa: E402
 from attention import state as state_of
 from attention.embedding import symmetric_power_embedding  # noqa: E402
+from attention.state import LayerState  # noqa: E402
 from decoder import Decoder  # noqa: E402
 from generate import Sampler, sample_next_token  # noqa: E402
 from kernels import (
@@ -80,34 +81,121 @@ def test_a_token_is_the_models(variant, B, switch_over, monkeypatch):
     assert (again - logits).norm() < 1e-5 * logits.norm()
 
 
-@pytest.mark.parametrize("flushed", [False, True])
+# attention of each layer, other settings, switch_over of each layer
+MIXES = {
+    "softmax": ("softmax", dict(n_kv_head=1, bias=True, reset_token=3), None),
+    "heinsen, signed values, resets": ("heinsen", dict(n_kv_head=1, bias=True, reset_token=3), None),
+    "heinsen, log values": ("heinsen", dict(values="log"), None),
+    "three": ("sympow_gating,softmax,heinsen", dict(n_kv_head=1, reset_token=3), [6, "never", None]),
+    "flushes at different times": ("sympow,sympow_gating", {}, [5, 7]),
+    "power with and without a state": ("sympow,even_power", {}, [6, "never"]),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
 @torch.inference_mode()
-def test_nan_in_a_sequences_state_comes_out_as_nan_and_stays_there(flushed):
+def test_layers_of_any_attentions_stand_side_by_side(name, monkeypatch):
+    """Tokens and the state after them are the model's; it is repeated for two samples of each sequence."""
+    monkeypatch.setattr(state_of, "FLUSH_EVERY", 3)
+    pattern, settings, limits = MIXES[name]
+    B = 2 if pattern == "softmax" or GPU else 1
+    model = tiny(attention=pattern, n_layer=pattern.count(",") + 1, **settings)
+    state = model.empty_state(B)
+    for layer, limit in zip(state.layers, limits or ()):
+        if isinstance(layer, LayerState):
+            layer.switch_over = limit
+    logits, state = model.read(torch.tensor([[5, 6, 3, 7], [8, 9, 10, 11]][:B], device=DEVICE), state)
+    before = {part: {name: x.clone() for name, x in of.tensors().items()} for part, of in state.parts().items()}
+    found = Decoder(model, state, Sampler(torch.device(DEVICE), 2 * B, temperature=0), 6, num_samples=2)
+    for part, of in state.parts().items():
+        assert all(torch.equal(x, before[part][name]) for name, x in of.tensors().items()), part
+    state, logits = state.repeat(2), logits.repeat_interleave(2, 0)
+    found.ids.copy_(logits.argmax(-1))
+    for i in range(5):
+        found.ids[0], found.ids[1] = 20, 3 if i == 1 else 21  # the samples of one prompt go apart
+        logits, state = model.step(found.ids.clone(), state)
+        found.step()
+        assert (found.logits - logits).norm() < 1e-5 * logits.norm(), i
+        assert torch.equal(found.ids, logits.argmax(-1))
+    ours, parts = found.state(), state.parts()
+    assert ours.n_tokens == state.n_tokens == 9 and ours.parts().keys() == parts.keys()
+    for part, of in ours.parts().items():
+        assert type(of) is type(parts[part]) and of.settings() == parts[part].settings()
+        expected = parts[part].tensors()
+        assert of.tensors().keys() == expected.keys(), part
+        for name, x in of.tensors().items():
+            finite = expected[name].isfinite()
+            assert x.dtype == expected[name].dtype and torch.equal(x.isfinite(), finite)
+            assert (x - expected[name])[finite].norm() <= 1e-5 * expected[name][finite].norm(), (part, name)
+    assert found.bytes() > 0 and ours.repeat(2).bytes() == 2 * ours.bytes()
+    (logits, _), ids = model.step(found.ids, state), found.ids.clone()
+    found.step()  # which does not change the state that was returned
+    again, _ = model.step(ids, ours)
+    assert (again - logits).norm() < 1e-5 * logits.norm()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@torch.inference_mode()
+def test_softmax_in_parts_and_tiles_is_neutral_to_the_size_of_scores(parts, monkeypatch):
+    """Scores differ by hundreds, and the largest are in one of three tiles of 64 tokens, each of them a part or not."""
+    monkeypatch.setattr(decode, "parts_of_cache", lambda heads, C: parts)
+    model = tiny(attention="softmax", n_layer=1, n_embd=16, head_dim=16, n_kv_head=1)
+    model.transformer.h[0].attn.c_attn.weight.mul_(12)
+    state, found = start(model, 1, 3, n=150)
+    scores = state.layers[0].k[0, :, 0] @ state.layers[0].k[0, :, 0].t() / 4
+    assert scores.max() > 200
+    for _ in range(2):
+        logits, state = model.step(found.ids.clone(), state)
+        found.step()
+        assert (found.logits - logits).norm() < 1e-4 * logits.norm()
+
+
+@pytest.mark.parametrize("values", ["signed", "log"])
+@torch.inference_mode()
+def test_heinsens_state_is_neutral_to_the_size_of_keys(values):
+    """Keys of up to 80 grow from token to token and shrink again."""
+    model = tiny(attention="heinsen", n_layer=1, values=values)
+    state, found = start(model, 2, 5)
+    attn, size = model.transformer.h[0].attn, torch.tensor([1.0, 80.0, 8.0, 40.0])
+    weight = attn.c_attn.weight.clone()
+    for i in range(4):
+        found.weights[0]["qkv"][0][32:64] = attn.c_attn.weight[32:64] = weight[32:64] * size[i]
+        logits, state = model.step(found.ids.clone(), state)
+        found.step()
+        assert (found.logits - logits).norm() < 1e-4 * logits.norm(), i
+    assert state.layers[0].m.max() > 40
+    if values == "log":
+        found.weights[0]["qkv"][0][64:].mul_(1000)
+        found.step()
+        assert found.logits.isnan().all()  # beyond the bound of log values
+
+
+@torch.inference_mode()
+def test_layers_of_two_powers_are_flushed_each_into_its_own_state():
+    model = tiny(attention="sympow", n_layer=2, head_dim=8 if not GPU else 16)
+    model.transformer.h[1].attn.mix = ATTENTIONS["sympow"](replace(model.config, p=4))
+    state, found = start(model, 1, 3, 6)
+    for _ in range(3):
+        logits, state = model.step(found.ids.clone(), state)
+        found.step()
+        assert (found.logits - logits).norm() < 1e-4 * logits.norm()
+    assert [layer.power[1].shape for layer in found.layers] == [layer.z.shape for layer in state.layers]
+    assert state.layers[1].z.shape[2] > state.layers[0].z.shape[2]
+
+
+@pytest.mark.parametrize("attention,of", [("sympow", "keys"), ("sympow", "S"), ("softmax", "keys"), ("heinsen", "S")])
+@torch.inference_mode()
+def test_nan_in_a_sequences_state_comes_out_as_nan_and_stays_there(attention, of):
     logits = []
     for value in (0.5, float("nan")):
-        _, found = start(tiny(attention="sympow", p=2), 2, 2, "always" if flushed else None)
+        _, found = start(tiny(attention=attention), 2, 2, "always" if of == "S" else None)
         layer = found.layers[0]
-        (layer.power[0] if flushed else layer.cache[0])[0, 1, :, 0] = value
+        S = layer.state.S if attention == "heinsen" else layer.power and layer.power[0]
+        (S if of == "S" else layer.cache[0])[0, 1, :, 0] = value
         found.step()
         logits.append(found.logits.clone())
     clean, wrong = logits
     assert wrong[0].isnan().all() and torch.equal(wrong[1], clean[1])
-
-
-@torch.inference_mode()
-def test_a_layer_with_gates_among_layers_without():
-    model = tiny(attention="sympow")
-    mix = ATTENTIONS["sympow_gating"](replace(model.config, attention="sympow_gating", gate="learned"))
-    torch.nn.init.normal_(mix.gate.W_gamma, std=0.2)
-    model.transformer.h[1].attn.mix = mix.to(DEVICE)
-    state, found = start(model, 1, 4)
-    logits, state = model.step(found.ids.clone(), state)
-    found.step()
-    assert (found.logits - logits).norm() < 1e-5 * logits.norm()
-    ours = found.state()
-    assert [layer.log_g is None for layer in ours.layers] == [True, False]
-    (logits, _), (again, _) = model.step(found.ids, state), model.step(found.ids, ours)
-    assert (again - logits).norm() < 1e-5 * logits.norm()
 
 
 @torch.inference_mode()
@@ -191,6 +279,20 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
         start(model, 3, 5, 9)
 
 
+@torch.inference_mode()
+def test_the_memory_of_layers_that_differ_is_added_up(monkeypatch):
+    model = tiny(attention="sympow,softmax")
+    token, power = 2 * (2 * 16 * 4 + 12), 2 * 136 * 17 * 4
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2 * (power + 6 * token + 12 * token))
+    start(model, 2, 8, 6)  # a state after 6 tokens in one layer, 12 tokens in the other
+    with pytest.raises(MemoryError, match=r"3 samples need .* num_samples=2 or switch_over=13 would fit"):
+        start(model, 3, 8, 6)
+    with pytest.raises(MemoryError, match=rf"9 samples need {9 * (power + 18 * token):,} bytes.* num_samples=2 would"):
+        start(model, 9, 8, 6)
+    with pytest.raises(MemoryError, match="mostly keys and values of"):
+        start(model, 2, 200, 6)
+
+
 COMPILE = (
     COMPILE_FOR
     + """
@@ -212,13 +314,13 @@ few = sys.argv[2] == "few"
 for k in (50,) if few else (0, 1, 50):
     sample_next_token(torch.zeros(1, 99), ids, numbers, ids, temperature=1.0, top_k=k, top_p=1.0)
 cases = [
-    (2, 64, "sympow_gating", 1, 3), (2, 64, "conformal_sympow", 8, 3), (4, 16, "sympow", 64, 2),
-    (6, 128, "even_power", 1, "never"),
+    (2, 64, "sympow_gating,softmax,heinsen", 1, 3), (2, 64, "conformal_sympow", 8, 3), (4, 16, "sympow", 64, 2),
+    (6, 128, "even_power", 1, "never"), (2, 128, "softmax,heinsen", 8, None),
 ]
 with torch.inference_mode():
     for p, D, attention, B, switch_over in cases[:1] if few else cases:
-        c = GPTConfig(vocab_size=99, n_layer=1, n_head=2, n_embd=128, head_dim=D, attention=attention, p=p, bias=B > 1)
-        model = GPT(c)
+        shape = dict(vocab_size=99, n_layer=attention.count(",") + 1, n_head=2, n_embd=128, head_dim=D, bias=B > 1)
+        model = GPT(GPTConfig(**shape, attention=attention, p=p, reset_token=7 if B > 1 else -1))
         sampler = Sampler(torch.device("cpu"), B, True, top_k=5, top_p=0.9)
         found = Decoder(model, model.empty_state(B, switch_over), sampler, 4, torch.bfloat16)
         for _ in range(4):  # cached, flushed, and with a state
@@ -235,7 +337,7 @@ def test_the_kernels_compile_for_a_gpu(which, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.strip().splitlines()]
-    names = ("embed", "linear", "qkv", "attend", "sample_next_token", "flush")
+    names = ("embed", "linear", "qkv", "attend", "softmax", "heinsen", "log_position", "sample_next_token", "flush")
     assert {name for name, _ in lines} == {f"{name}_kernel" for name in names}
     assert all(int(shared) <= 99 * 1024 for _, shared in lines)
 

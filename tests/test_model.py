@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.utils.flop_counter
 
-import model as model_module
+import loss as loss_module
 from attention import ATTENTIONS
 from model import GPT, GPTConfig
 
@@ -135,6 +135,11 @@ COMPILED = {  # each attention and each option; all pairs, with two layers, wher
 }  # fmt: skip
 
 
+@pytest.mark.slow
+def test_a_pattern_compiles_without_a_graph_break():
+    compiles_without_a_graph_break("sympow_gating,softmax", "chunked, resets", n_layer=2)
+
+
 def compiles_without_a_graph_break(attention, option, n_layer):
     torch._dynamo.reset()
     ids = torch.randint(0, 97, (2, 20))
@@ -168,10 +173,10 @@ def test_the_loss_is_the_mean_over_targets_and_never_holds_all_logits(monkeypatc
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
 
-    monkeypatch.setattr(model_module, "LOSS_TOKENS", 16)
+    monkeypatch.setattr(loss_module, "LOSS_TOKENS", 16)
     rows, saved = [], []
-    linear = model_module.F.linear
-    monkeypatch.setattr(model_module.F, "linear", lambda x, w, *a: rows.append(x.shape) or linear(x, w, *a))
+    linear = loss_module.F.linear
+    monkeypatch.setattr(loss_module.F, "linear", lambda x, w, *a: rows.append(x.shape) or linear(x, w, *a))
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
         pieces = model(ids, targets)[1]
     pieces.backward()

@@ -59,7 +59,7 @@ class Average(Variant):
         y = torch.stack(outputs, dim=1).to(v.dtype).repeat_interleave(q.shape[2] // v.shape[2], dim=2)
         return torch.tanh(q) * y, state and AverageState(total, weight)
 
-    def statistics(self, x):
+    def statistics(self, x, q):
         return {"rate": self.rate.sigmoid().mean().item()}
 
 
@@ -114,11 +114,15 @@ def test_generating_equals_stepping_through_the_model(average, attention):
 def test_a_state_is_repeated_sized_saved_and_combined(average, attention, tmp_path):
     model, file = tiny(attention), str(tmp_path / "a.state")
     logits, state = read_prompt(model, [256, 10, 20, 30])
-    assert state.bytes() == sum(x.numel() * x.element_size() for s in state.layers for x in s.tensors().values()) > 0
+    assert (
+        state.bytes()
+        == sum(x.numel() * x.element_size() for s in state.parts().values() for x in s.tensors().values())
+        > 0
+    )
     state_file.save_state(file, model, logits, state)
     _, loaded = state_file.load_state(file, model)
     twice = state.repeat(2)
-    for layer, again, two in zip(state.layers, loaded.layers, twice.layers):
+    for layer, again, two in zip(*(s.parts().values() for s in (state, loaded, twice))):
         assert again.settings() == layer.settings() and type(again) is type(layer)
         for name, x in layer.tensors().items():
             assert torch.equal(again.tensors()[name], x) and torch.equal(two.tensors()[name], torch.cat((x, x)))
@@ -151,7 +155,7 @@ def test_a_variant_of_ones_own_trains_evaluates_samples_and_compares(average, da
     assert call(sample.main, "--out_dir=out/whole", "--num_samples=2", "--max_new_tokens=10", "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["state_bytes"] == 2 * 3 * (2 * 16 + 1) * 4
     assert call(sample.main, "--out_dir=out/whole", "--switch_over=5") == 2
-    assert "has no recurrent form: it has no KV cache that becomes a state" in capsys.readouterr().err
+    assert "attention=average takes no switch_over: it has no KV cache that becomes a state" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("own", [3, "always", "auto"])
@@ -163,6 +167,19 @@ def test_sampling_leaves_an_attention_the_number_of_cached_tokens_that_it_has_ch
     )
     assert limit() == {"always": 1, "auto": 73}.get(own, own)
     assert limit(switch_over=7) == 7 and limit(form="recurrent") == 1
+
+
+@pytest.mark.parametrize(
+    "pattern,expected",
+    [("sympow", 73), ("sympow,softmax", None), ("sympow,constant", 73), ("constant", 1), ("average", None)],
+)
+def test_a_state_has_a_fixed_size_only_if_that_of_every_layer_has(average, pattern, expected, monkeypatch):
+    fixed = type("Fixed", (AverageState,), {"fixed_size": True})
+    empty = lambda self, *args, **kwargs: fixed(**Average.empty_state(self, *args, **kwargs).tensors())
+    monkeypatch.setitem(ATTENTIONS, "constant", type("Constant", (Average,), {"empty_state": empty}))
+    model = tiny(pattern)
+    state = model.empty_state(1, sample.choose_switch_over(model, sample.SampleConfig()))
+    assert sample.fixed_size_limit(state) == expected
 
 
 def test_decoding_on_the_kernels_is_not_inherited(monkeypatch):
@@ -178,7 +195,7 @@ def test_decoding_on_the_kernels_is_not_inherited(monkeypatch):
 
 def on_gpu(config, *mixes):
     """A model on a GPU, as far as decodes_on_kernels looks at one, whose layers have these attentions."""
-    blocks = [SimpleNamespace(attn=SimpleNamespace(mix=mix)) for mix in mixes]
+    blocks = [SimpleNamespace(attn=SimpleNamespace(mix=mix, replaces_mlp=False)) for mix in mixes]
     weight = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     return SimpleNamespace(config=config, transformer=SimpleNamespace(h=blocks, wte=SimpleNamespace(weight=weight)))
 
@@ -191,21 +208,27 @@ def mix_of(attention, **kwargs):
 @pytest.mark.parametrize(
     "attention,kwargs,expected",
     [
-        ("sympow", {}, True),
         ("sympow_gating", {}, True),
-        ("conformal_sympow", {}, True),
-        ("even_power", {}, False),  # it never switches over
-        ("softmax", {}, False),
-        ("sympow", {"p": 4}, False),
-        ("sympow", {"rope_base": 9.0}, False),
+        ("even_power", {"p": 4}, True),
+        ("softmax", {"rope_base": 9.0}, True),
+        ("average", {}, False),
+        ("sympow", {"p": 10}, False),
     ],
 )
-def test_layers_of_two_attentions_decode_on_the_kernels_if_they_are_alike(attention, kwargs, expected, monkeypatch):
-    monkeypatch.setattr(generate_module, "kernel_reason", lambda *sizes: "")
+def test_layers_of_two_attentions_decode_on_the_kernels_if_both_do(average, attention, kwargs, expected, monkeypatch):
+    monkeypatch.setattr(generate_module, "kernel_reason", lambda form, device, dtype, D, E, p: "no" * (p > 8))
     first, second = mix_of("sympow"), mix_of(attention, **kwargs)
     assert decodes_on_kernels(on_gpu(first.config, first, second)) is expected
     assert decodes_on_kernels(on_gpu(first.config, second, first)) is expected
-    assert decodes_on_kernels(on_gpu(first.config, second, second)) is (expected or attention == "even_power")
+    assert decodes_on_kernels(on_gpu(first.config, second, second)) is expected
+
+
+def test_a_layer_without_projection_and_mlp_is_not_decoded_on_the_kernels(monkeypatch):
+    monkeypatch.setattr(generate_module, "kernel_reason", lambda *sizes: "")
+    model = on_gpu(mix_of("sympow").config, mix_of("sympow"))
+    assert decodes_on_kernels(model)
+    model.transformer.h[0].attn.replaces_mlp = True
+    assert not decodes_on_kernels(model)
 
 
 @pytest.mark.parametrize("switch_over", [None, 3])

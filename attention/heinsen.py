@@ -1,0 +1,259 @@
+"""Heinsen's log attention: softmax attention whose scores are the logarithms of sums of exponentials.
+
+What it computes      y_i = sum_{j<=i} A_ij v_j,  A_i = softmax over j of log sum_d exp(q_id + k_jd), that is
+                      A_ij proportional to exp(q_i) . exp(k_j): linear, with exp for a feature map
+The quadratic form    w_ij = sum_d exp(q_id + k_jd)
+The state             m, the largest k_jd so far, S and z with exp(m_d) S_d = sum_j exp(k_jd) v_j and exp(m_d) z_d =
+                      sum_j exp(k_jd), D (E+2) numbers a head:  y_i = exp(q_i + m) S / exp(q_i + m) z
+
+Values are signed numbers, or logarithms of positive ones, and then y is a logarithm too (values = "log", the interface
+of the paper's code). Positions come from log_position.py, once before the layers: a rotation of exponential features is
+not relative. residual = "glu" has the residual layer of the paper's code: a gated linear unit in place of projection
+and MLP.
+
+"Softmax Attention with Constant Cost per Token" (Heinsen, 2024). There is no scale: q and k are exponents as they are.
+heinsen_naive.py is the specification, heinsen_forms.py the plain PyTorch; a GPU has kernels.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from . import backend, heinsen_forms
+from .dispatch import FORMS, Plan, heinsen_kernel_reason
+from .forms import accumulation_dtype
+from .heinsen_forms import CHUNK_SIZE, LogState, empty_log_state
+from .log_position import LogPosition
+from .power import cast_to_autocast_dtype
+from .state import State
+from .variant import Variant
+
+VALUES, RESIDUALS = ("signed", "log"), ("gpt2", "glu")
+# Weights below e^-87 of a row's largest are zero in float32. With log-values within 30 of zero they could change no
+# entry of y by more than e^(60-87) of itself.
+LOG_VALUE_BOUND = 30.0
+KERNEL_BLOCK = 16  # tokens whose pairs the kernels compute feature by feature
+
+
+def heinsen_attention(
+    q, k, v, *, values="signed", causal=True, form="auto", chunk_size=None, resets=None, initial_state=None,
+    return_state=False,
+):  # fmt: skip
+    """Compute Heinsen's log attention: y_i = sum_j w_ij v_j / sum_j w_ij, w_ij = sum_d exp(q_id + k_jd).
+
+    q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides; query head h
+    reads key/value head h // (H / Hkv). causal: the queries are those of the last n <= T tokens, and each sees the
+    tokens up to its own; otherwise there are any number of them and each sees all T. values: "signed", or "log": v
+    holds logarithms and y = log(sum_j w_ij exp(v_j) / sum_j w_ij). form: "quadratic", "chunked", "recurrent" or "auto"
+    (chunked); without a causal order there is one form. chunk_size: tokens a chunk in the chunked form. resets [B, T]
+    bool: a token where it is true sees nothing before it. initial_state: LogState of the tokens before. Under autocast
+    q, k and v are first cast to its dtype, as for SDPA.
+
+    Sums are in float32 (float64 for float64 q) and exponents relative to prefix maxima, so that q and k may be of any
+    size; a row changes no bit with later tokens. NaN or infinity in an input gives NaN in the rows that see it. A row
+    without any weight, which only a state of zeros can give, is zero. Log-values must be within 30 of zero, else
+    float32 would lose small ones beside large ones: under torch.compile and in a CUDA graph, where they cannot be
+    looked at, the rows that see others are NaN.
+
+    Returns y [B, n, H, E] in q's dtype, or (y, LogState after all tokens) with return_state. Differentiable in q, k, v
+    and the state's S and z (m is a reference, which cancels). Raises ValueError for arguments that do not fit.
+    "Softmax Attention with Constant Cost per Token" (Heinsen, 2024), equations 2 to 6.
+    """
+    q, k, v = cast_to_autocast_dtype(q, k, v)
+    initial_state = None if initial_state is None else _as_state(initial_state)
+    _check_settings(values, causal, form, chunk_size, resets)
+    _check_tensors(q, k, v, causal, resets)
+    if initial_state is not None:
+        _check_state(q, k, v, initial_state)
+    dtype, form = q.dtype, "chunked" if form == "auto" else form
+    if values == "log":
+        v = _exp_of_log_values(v, accumulation_dtype(q))
+    if not causal:
+        y, state = heinsen_forms.attend_to_all(q, k, v, initial_state=initial_state, return_state=return_state)
+    elif _on_kernels(form, q, v):
+        y, state = _attend_on_kernels(q, k, v, resets, initial_state, return_state)
+    else:
+        size = 1 if form == "recurrent" else chunk_size or CHUNK_SIZE
+        y, state = heinsen_forms.attend(
+            q, k, v, form=form, chunk_size=size, resets=resets, initial_state=initial_state, return_state=return_state
+        )
+    if values == "log":
+        y = y.masked_fill(y == 0, 1).log()
+    y = y.to(dtype)
+    return (y, state) if return_state else y
+
+
+def _exp_of_log_values(v, dtype):
+    """Return exp(v) in `dtype`, NaN beyond the bound. Raises ValueError for such values where they can be seen."""
+    hidden = torch.compiler.is_compiling() or v.device.type == "meta"
+    if not (hidden or (v.is_cuda and torch.cuda.is_current_stream_capturing())):
+        largest = v.detach().abs().nan_to_num(0, posinf=torch.inf).amax().item() if v.numel() else 0
+        if LOG_VALUE_BOUND < largest:
+            raise ValueError(
+                f"values='log' takes log-values from -{LOG_VALUE_BOUND:g} to {LOG_VALUE_BOUND:g}, got one of size "
+                f"{largest:g}: use values='signed', or shift and bound them"
+            )
+    v = v.to(dtype)
+    return v.masked_fill(v.detach().abs() > LOG_VALUE_BOUND, torch.nan).exp()
+
+
+# ---- kernels
+
+
+def _on_kernels(form, q, v):
+    D, E = q.shape[-1], v.shape[-1]
+    return form == "chunked" and q.shape[0] > 0 and not heinsen_kernel_reason(q.device.type, q.dtype, v.dtype, D, E)
+
+
+def _attend_on_kernels(q, k, v, resets, state, return_state):
+    """Return what `heinsen_forms.attend` does. Tokens without a query are first made part of the state in PyTorch."""
+    before = k.shape[1] - q.shape[1]
+    if before:
+        earlier = None if resets is None else resets[:, :before]
+        state = heinsen_forms.state_after(k[:, :before], v[:, :before], resets=earlier, initial_state=state)
+        k, v, resets = k[:, before:], v[:, before:], None if resets is None else resets[:, before:]
+    documents = None if resets is None else resets.cumsum(1, dtype=torch.int32)
+    y, *after = backend.heinsen_attention(q, k, v, documents, *(state or (None, None, None)), final=return_state)
+    return y, LogState(*after) if return_state else None
+
+
+# ---- arguments
+
+
+def _as_state(state):
+    if not isinstance(state, (tuple, list)) or len(state) != 3 or not all(isinstance(x, torch.Tensor) for x in state):
+        raise ValueError(
+            f"initial_state must be a LogState or another triple (m, S, z) of tensors, got {type(state).__name__}"
+        )
+    return LogState(*state)
+
+
+def _check_settings(values, causal, form, chunk_size, resets):
+    """Raise ValueError, with the value and what would be right, for settings that are wrong."""
+    if values not in VALUES:
+        raise ValueError(f"values must be {' or '.join(VALUES)}, got {values!r}")
+    if form not in FORMS:
+        raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}")
+    if not causal and resets is not None:
+        raise ValueError("resets are of causal attention: with causal=False there is no order, leave them out")
+
+
+def _check_tensors(q, k, v, causal, resets):
+    """Raise ValueError, with the value and what would be right, for tensors that do not fit each other."""
+    shapes = f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(f"q, k, v must be [B, T, H, D], got {shapes}")
+    (B, n, H, D), (T, Hkv) = q.shape, k.shape[1:3]
+    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv):
+        raise ValueError(f"q [B,n,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] do not fit: {shapes}")
+    if min(n, T, H, Hkv, D, v.shape[3]) < 1:
+        raise ValueError(f"n, T, H, D of q [B,n,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] must be positive: {shapes}")
+    if causal and n > T:
+        raise ValueError(f"causal queries are those of the last n of T tokens, got n={n} above T={T}")
+    if H % Hkv:
+        raise ValueError(f"the query heads must be a multiple of the key/value heads, got {H} and {Hkv}")
+    if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
+        raise ValueError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    others = {"k": k, "v": v} | ({} if resets is None else {"resets": resets})
+    if away := [f"{name} on {x.device}" for name, x in others.items() if x.device != q.device]:
+        raise ValueError(f"all tensors must be on one device, got q on {q.device}, {', '.join(away)}")
+    if resets is not None and (resets.shape != (B, T) or resets.dtype != torch.bool):
+        raise ValueError(f"resets must be bool [B, T] = {[B, T]}, got {resets.dtype} {[*resets.shape]}")
+
+
+def _check_state(q, k, v, state):
+    """Raise ValueError if the LogState is not one of keys and values like k and v."""
+    want = [k.shape[0], *k.shape[2:]]
+    if [*state.m.shape] != want or [*state.S.shape] != [*want, v.shape[3]] or state.z.shape != state.m.shape:
+        shapes = ", ".join(f"{name} {[*x.shape]}" for name, x in state._asdict().items())
+        raise ValueError(f"initial_state must be m {want}, S {[*want, v.shape[3]]}, z {want}, got {shapes}")
+    dtype = accumulation_dtype(q)
+    if any(x.dtype != dtype for x in state):
+        raise ValueError(f"initial_state must be {dtype} for q of {q.dtype}, got {[x.dtype for x in state]}")
+    if away := [f"{name} on {x.device}" for name, x in state._asdict().items() if x.device != q.device]:
+        raise ValueError(f"all tensors must be on one device, got q on {q.device}, {', '.join(away)}")
+
+
+# ---- the variant
+
+
+@dataclass
+class HeinsenState(State):
+    """The state of one layer, of constant size: D (E + 2) numbers a key/value head."""
+
+    fixed_size = True
+    position: torch.Tensor  # [B] float64, the number of tokens
+    m: torch.Tensor  # [B, Hkv, D]
+    S: torch.Tensor  # [B, Hkv, D, E]
+    z: torch.Tensor  # [B, Hkv, D]
+
+
+class GatedOutput(nn.Module):
+    """The residual layer's second half in the paper's code: a gated linear unit from the heads' outputs to n_embd."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_head * config.head_dim, 2 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.c_proj(F.glu(self.c_fc(x), dim=-1))
+
+
+class Heinsen(Variant):
+    rotates, decodes_on_kernels = False, "heinsen"
+
+    @classmethod
+    def check(cls, config):
+        for name, allowed in (("values", VALUES), ("residual", RESIDUALS)):
+            if getattr(config, name) not in allowed:
+                raise ValueError(f"{name} must be {' or '.join(allowed)}, got {getattr(config, name)!r}")
+
+    @classmethod
+    def position_embedding(cls, config):
+        return LogPosition(config.n_embd)
+
+    @classmethod
+    def output_layer(cls, config):
+        return GatedOutput(config) if config.residual == "glu" else None
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.settings = dict(values=config.values, form=config.form, chunk_size=config.chunk_size or None)
+
+    def empty_state(self, batch, device, switch_over=None):
+        c = self.config
+        position = torch.zeros(batch, dtype=torch.float64, device=device)
+        return HeinsenState(position, *empty_log_state(batch, c.n_kv_head, c.head_dim, c.head_dim, device=device))
+
+    def forward(self, x, q, k, v, resets=None, state=None):
+        if state is None:
+            return heinsen_attention(q, k, v, resets=resets, **self.settings), None
+        if not isinstance(state, HeinsenState):
+            raise ValueError(f"the state of a heinsen layer must be a HeinsenState, got {type(state).__name__}")
+        before = LogState(state.m, state.S, state.z)
+        if q.dtype == torch.float64:  # a float64 model, whose first state is float32
+            before = LogState(*(x.double() for x in before))
+        y, after = heinsen_attention(q, k, v, resets=resets, initial_state=before, return_state=True, **self.settings)
+        return y, HeinsenState(state.position + q.shape[1], *after)
+
+    def training_plan(self, block_size, dtype, device_type):
+        form, D = self.config.form, self.config.head_dim
+        if form in ("quadratic", "recurrent"):
+            return Plan(form, 1 if form == "recurrent" else None, False, f"the {form} form is PyTorch's")
+        v_dtype = torch.float32 if self.config.values == "log" and dtype != torch.float64 else dtype
+        reason = heinsen_kernel_reason(device_type, dtype, v_dtype, D, D)
+        size = self.settings["chunk_size"] or CHUNK_SIZE
+        return Plan("chunked", size if reason else KERNEL_BLOCK, not reason, reason)
+
+    def attention_flops(self, block_size, dtype, device_type):
+        c, chosen = self.config, self.training_plan(block_size, dtype, device_type)
+        if chosen.form == "quadratic":
+            return super().attention_flops(block_size, dtype, device_type)
+        inside = super().attention_flops(min(chosen.chunk_size, block_size), dtype, device_type)
+        # The state is read for each query head and written for each key/value head.
+        return inside + 6 * (c.n_head + c.n_kv_head) * c.head_dim * (c.head_dim + 1)
