@@ -53,6 +53,18 @@ def chunked_state(k, v, log_g, S, z, *, p, chunk):
     return operators.chunked_state(k, v, log_g, S, z, p=p, chunk=chunk)
 
 
+def update_state(k, v, *, p, chunk):
+    from kernels import operators
+
+    return operators.update_state(k, v, p=p, chunk=chunk)
+
+
+def query_state(q, S, z, *, p, chunk):
+    from kernels import operators
+
+    return operators.query_state(q, S, z, p=p, chunk=chunk)
+
+
 def chunked_bytes_needed(q, k, p, chunk, backward):
     from kernels.chunked import bytes_needed
 

@@ -93,7 +93,7 @@ def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
     (B, *_, D), T, E = q.shape, k.shape[1], v.shape[3]
     scale = D**-0.5 if scale is None else scale
     chosen = plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=log_g is not None, form="quadratic")
-    if not chosen.on_kernels or B == 0:
+    if not chosen.on_kernels or q.shape[0] == 0:
         return forms.sums(q, k, v, log_g, p=p, scale=scale)
     num, den = backend.quadratic_sums(q, k, v, None if log_g is None else log_g.float(), p=p, scale=scale)
     return num, den.transpose(1, 2)

@@ -1,0 +1,59 @@
+"""The interface of the library power_attention: change its import to this module.
+
+    from attention.compat.power_attention import create_inputs, power_full
+
+    Y = power_full(**create_inputs(gating=True, chunk_size=128))
+    Y, state = power_full(Q, K, V, log_G, deg=2, return_final_state=True)       # state: the pair (S, sum_of_keys)
+    Y, state = power_full(Q, K, V, log_G, state, deg=2, return_final_state=True)
+
+docs/compat.md says what differs. Its steps (attention, update_state, query_state, discumsum) are here too.
+"""
+
+import torch
+
+from ..power import power_attention
+from .inputs import properties, random_inputs
+from .steps import attention, discumsum, paired_state, query_state, update_state
+
+__all__ = [
+    "power_full", "attention", "update_state", "query_state", "discumsum", "create_inputs", "input_properties",
+    "output_properties",
+]  # fmt: skip
+
+
+def power_full(
+    Q, K, V, log_G=None, initial_state=None, return_final_state=False, deg=2, scale=None, chunk_size=None,
+    switch_over_seq_len=None,
+):  # fmt: skip
+    """Compute causal power attention; return Y [b, t, hq, d] in Q's dtype, or (Y, state) with return_final_state.
+
+    Q [b, t, hq, d], K, V [b, t, h, d] of one dtype, log_G [b, t, h]: natural logarithm of the gates, or None. A state
+    is the pair (S [b, h, D, d], sum_of_keys [b, h, D]), float32, after the last token; initial_state: such a pair, of
+    the tokens before. chunk_size: tokens a chunk if the chunked form is the cheaper one, any number; t need not be a
+    multiple. scale (default 1/sqrt(d)) and switch_over_seq_len, from which length on chunks are used, do not change Y.
+    Raises ValueError and MemoryError as `attention.power_attention` does.
+    """
+    state = paired_state(initial_state, None, Q, deg)
+    out = power_attention(
+        Q, K, V, log_G if log_G is None else log_G.to(torch.promote_types(log_G.dtype, torch.float32)), p=deg,
+        scale=scale or None, chunk_size=chunk_size, initial_state=state, return_state=return_final_state,
+    )  # fmt: skip
+    return (out[0], tuple(out[1])) if return_final_state else out
+
+
+def create_inputs(
+    b=2, t=1024, h=8, d=32, qhead_ratio=1, dtype=torch.float16, device="cuda", gating=False, chunk_size=None, deg=2,
+    requires_grad=False, seed=42, scale=1.0,
+):  # fmt: skip
+    """Return random arguments for `power_full`, a dictionary; device "cuda" is the CPU without a GPU."""
+    Q, K, V, log_G, *_ = random_inputs(
+        b, t, t, h, d, qhead_ratio, dtype, device, seed, requires_grad, 0.0 if gating else None, deg, False
+    )
+    return dict(
+        Q=Q, K=K, V=V, log_G=log_G, initial_state=None, return_final_state=False, deg=deg, scale=scale,
+        chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+input_properties = properties(create_inputs)
+output_properties = properties(create_inputs, power_full, ("Y",))

@@ -1,0 +1,123 @@
+"""The interface of the library retention 1.0: change its import to this module.
+
+    from attention.compat.retention import create_inputs, power_retention, power_retention_inference
+
+    Y = power_retention(**create_inputs(gating=True, chunk_size=128))
+    Y, S, sum_of_keys = power_retention(Q, K, V, log_G, deg=2, return_final_state=True)
+    Y, S, sum_of_keys = power_retention_inference(q, K, V, log_G, S, sum_of_keys, deg=2)      # K, V: the cache, or None
+
+docs/compat.md says what differs. Its steps (attention, update_state, query_state, discumsum) are here too.
+"""
+
+import torch
+
+from .. import forms
+from ..power import power_attention
+from .inputs import properties, random_inputs
+from .steps import attention, discumsum, paired_state, query_state, update_state
+
+__all__ = [
+    "power_retention", "power_retention_inference", "attention", "update_state", "query_state", "discumsum",
+    "create_inputs", "input_properties", "output_properties", "create_inference_inputs", "inference_input_properties",
+    "inference_output_properties",
+]  # fmt: skip
+
+
+def power_retention(
+    Q, K, V, log_G=None, initial_state=None, sum_of_keys=None, return_final_state=False, deg=2, scale=None,
+    chunk_size=None, switch_over_seq_len=None, original_t=None,
+):  # fmt: skip
+    """Compute causal power attention; return Y [b, t, hq, d] in Q's dtype, or (Y, S, sum_of_keys).
+
+    Q [b, t, hq, d], K, V [b, t, h, d] of one dtype, log_G [b, t, h]: natural logarithm of the gates, or None. With
+    return_final_state S [b, h, D, d] and sum_of_keys [b, h, D], float32, are the state after the last token, or None
+    twice if t is below a switch_over_seq_len that is given and there is no initial state: then the caller keeps K, V.
+    initial_state, sum_of_keys: S and sum_of_keys of the tokens before (initial_state may be the pair of both).
+    chunk_size: tokens a chunk if the chunked form is the cheaper one, any number; t need not be a multiple. scale
+    (default 1/sqrt(d)) cancels, original_t has no effect. Raises ValueError and MemoryError as
+    `attention.power_attention` does.
+    """
+    state = paired_state(initial_state, sum_of_keys, Q, deg)
+    wanted = return_final_state and not (state is None and switch_over_seq_len and Q.shape[1] < switch_over_seq_len)
+    out = power_attention(
+        Q, K, V, _float(log_G), p=deg, scale=scale or None, chunk_size=chunk_size, initial_state=state,
+        return_state=wanted,
+    )  # fmt: skip
+    if not return_final_state:
+        return out
+    return (out[0], *out[1]) if wanted else (out, None, None)
+
+
+def power_retention_inference(
+    Q, K, V, log_G=None, initial_state=None, sum_of_keys=None, deg=2, scale=None, switch_over_seq_len=512
+):
+    """Attend from the newest tokens to a KV cache and the state before it; return (Y, S, sum_of_keys).
+
+    Q [b, tq, hq, d] belong to the last tq of the tk cached tokens K, V [b, tk, h, d], log_G [b, tk, h] or None; K and V
+    may both be None, then Q reads the state alone. initial_state, sum_of_keys: of the tokens before the cache, or None.
+    From switch_over_seq_len cached tokens on the state returned has them in it, and the caller empties the cache;
+    below, or if it is None, initial_state and sum_of_keys come back as they are. Y [b, tq, hq, d] is in Q's dtype.
+    Raises ValueError for arguments that do not fit.
+    """
+    state, log_G = paired_state(initial_state, sum_of_keys, Q, deg), _float(log_G)
+    if (K is None) != (V is None) or (K is None and (state is None or log_G is not None)):
+        raise ValueError("K and V must both be given, or both be None, with an initial_state and without log_G")
+    if isinstance(initial_state, (tuple, list)):
+        initial_state, sum_of_keys = initial_state
+    if K is None:
+        return query_state(Q, *state, None, None, None, deg, 1.0), initial_state, sum_of_keys
+    form = "quadratic" if Q.shape[1] < K.shape[1] else "auto"
+    Y = power_attention(Q, K, V, log_G, p=deg, scale=scale or None, form=form, initial_state=state)
+    if switch_over_seq_len is None or K.shape[1] < switch_over_seq_len:
+        return Y, initial_state, sum_of_keys
+    return Y, *forms.flush(K, V, log_G, state, p=deg)
+
+
+def _float(log_G):
+    return log_G if log_G is None else log_G.to(torch.promote_types(log_G.dtype, torch.float32))
+
+
+def create_inputs(
+    b=2, t=1024, h=8, d=32, qhead_ratio=1, dtype=torch.bfloat16, device="cuda", gating=False, chunk_size=None, deg=2,
+    requires_grad=False, seed=41, scale=1.0, switch_over_seq_len=None, initial_state=False, return_final_state=False,
+    fused_normalizer=True,
+):  # fmt: skip
+    """Return random arguments for `power_retention`, a dictionary; device "cuda" is the CPU without a GPU.
+
+    fused_normalizer, which chooses one of the library's layouts of states, has no effect: here there is one.
+    """
+    Q, K, V, log_G, S, s = random_inputs(
+        b, t, t, h, d, qhead_ratio, dtype, device, seed, requires_grad, 0.0 if gating else None, deg, initial_state
+    )
+    return dict(
+        Q=Q, K=K, V=V, log_G=log_G, initial_state=S, sum_of_keys=s, return_final_state=return_final_state, deg=deg,
+        scale=scale, chunk_size=chunk_size, switch_over_seq_len=switch_over_seq_len,
+    )  # fmt: skip
+
+
+def create_inference_inputs(
+    b=2, tq=1, tk=1024, h=8, d=32, qhead_ratio=1, dtype=torch.bfloat16, device="cuda", gating=False, chunk_size=None,
+    deg=2, requires_grad=False, seed=41, scale=1.0, initial_state=False, switch_over_seq_len=512, fused_normalizer=True,
+):  # fmt: skip
+    """Return random arguments for `power_retention_inference`, a dictionary; see `create_inputs`.
+
+    Raises ValueError if there is neither a cache (tk > 0) nor a state.
+    """
+    if not tk and not initial_state:
+        raise ValueError("tk must be positive, or initial_state True")
+    Q, K, V, log_G, S, s = random_inputs(
+        b, tq, tk, h, d, qhead_ratio, dtype, device, seed, requires_grad, 6.906768 if gating else None, deg,
+        initial_state,
+    )  # fmt: skip
+    return dict(
+        Q=Q, K=K, V=V, log_G=log_G, initial_state=S, sum_of_keys=s, deg=deg, scale=scale,
+        switch_over_seq_len=switch_over_seq_len,
+    )  # fmt: skip
+
+
+input_properties = properties(create_inputs)
+output_properties = properties(create_inputs, power_retention, ("Y", "final_state", "final_sum_of_keys"))
+inference_input_properties = properties(create_inference_inputs)
+inference_output_properties = properties(
+    create_inference_inputs, power_retention_inference, ("Y", "state", "sum_of_keys")
+)
