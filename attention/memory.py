@@ -61,8 +61,8 @@ def check_chunks_fit(q, k, p, chunk):
 def cached_bytes(config, p, layer, max_new_tokens, itemsize, state_dtype):
     """Return the bytes of one sequence's (KV cache, PowerState) once a LayerState is `max_new_tokens` longer.
 
-    config is the layer's GPTConfig, p the power of its state or a tuple of powers, itemsize the bytes of a number in the KV cache,
-    state_dtype that of S.
+    config is the layer's GPTConfig, p the power of its state or a tuple of powers, itemsize the bytes of a number in
+    the KV cache, state_dtype that of S.
     """
     D, cached, tokens = config.head_dim, layer.cached_tokens, layer.cached_tokens + max_new_tokens
     limit = layer.switch_over_limit(p, D, D, itemsize)
