@@ -72,7 +72,7 @@ def _block_of_rows(q, k, v, sizes, bad, documents, powers, first):
 
 @torch.no_grad()
 def _exponents(x):
-    """Return floor(log2) of the largest entry of each row of x [..., D], [..., 1], in float32's range; zero for NaN.
+    """Return floor(log2) of each row's largest entry, [..., 1] for x [..., D], within float32's range; zero for NaN.
 
     A row of zeros has the least there is, so that as a key it does not count beside others.
     """
