@@ -32,13 +32,13 @@ def heinsen_attention(q, k, v, documents, m, S, z, *, final):
     return heinsen_operator.heinsen_attention(q, k, v, documents, m, S, z, final=final)
 
 
-def heinsen_unsupported_reason(dtype, D, E):
-    """Return why the kernels of log attention cannot run on the current GPU, or ""."""
+def heinsen_unsupported_reason(dtype, D, E, device):
+    """Return why the kernels of log attention cannot run on a GPU, or ""."""
     try:
         from kernels import heinsen_operator
     except ImportError as error:  # no Triton
         return str(error)
-    return heinsen_operator.unsupported_reason(dtype, D, E)
+    return heinsen_operator.unsupported_reason(dtype, D, E, device)
 
 
 def quadratic_sums(q, k, v, log_g, *, p, scale):

@@ -90,7 +90,7 @@ def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
     _check(q, k, v, log_g, p, scale, "quadratic", None, None)
-    (B, *_, D), T, E = q.shape, k.shape[1], v.shape[3]
+    (*_, D), T, E = q.shape, k.shape[1], v.shape[3]
     scale = D**-0.5 if scale is None else scale
     chosen = plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=log_g is not None, form="quadratic")
     if not chosen.on_kernels or q.shape[0] == 0:
