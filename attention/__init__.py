@@ -4,7 +4,8 @@ The variants are chapters with the same headings: softmax, even_power, sympow, s
 variant is what the model asks of each of them. embedding, rotary and gates hold the mathematics that they share; naive
 is the specification, power the operator, forms its fast PyTorch, dispatch the choice between the forms, backend the
 door to the GPU kernels; state and memory hold the state of generation. heinsen_naive and heinsen_forms are the same for
-heinsen, log_position is its position embedding. check compares the kernels with the specifications.
+heinsen, log_position is its position embedding. check compares the kernels with the specifications. compat/ has the
+interfaces of two libraries.
 """
 
 from .conformal_sympow import ConformalSympow
