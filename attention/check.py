@@ -169,12 +169,12 @@ def failure(form, dtype, D, p, gated, device="cuda"):
     return wrong
 
 
-def heinsen_failure(dtype, v_dtype, D, E):
+def heinsen_failure(dtype, v_dtype, D, E, device="cuda"):
     """Return what `failure` does for the kernels of log attention."""
     size = dtype, v_dtype, D, E
     if size in _passed or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
         return ""
-    wrong = remember(f"heinsen, {dtype}, values {v_dtype}, D={D}, E={E}", lambda: _heinsen_failure(*size))
+    wrong = remember(f"heinsen, {dtype}, values {v_dtype}, D={D}, E={E}", lambda: _heinsen_failure(*size), device)
     if not wrong and torch.cuda.device_count() == 1:
         _passed.add(size)
     return wrong

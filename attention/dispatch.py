@@ -117,15 +117,17 @@ def failed_check(form, dtype, D, p, gated, device="cuda"):
     return wrong
 
 
-def heinsen_kernel_reason(device_type, dtype, v_dtype, D, E):
+def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
     """Return why the kernels of log attention cannot be used for q and k of `dtype` and values of v_dtype, or "". Warn
-    once for each reason if the device is a GPU."""
-    if device_type != "cuda":
-        return f"the tensors are on {device_type}"
+    once for each reason if the device, as for `kernel_reason`, is a GPU."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
     if dtype == torch.float64:
         return "float64 is computed in PyTorch"
     D, E = index(D), index(E)
-    reason = _disabled or heinsen_unsupported_reason(dtype, D, E) or heinsen_failure(dtype, v_dtype, D, E)
+    reason = _disabled or heinsen_unsupported_reason(dtype, D, E, device)
+    reason = reason or heinsen_failure(dtype, v_dtype, D, E, device)
     if reason:
         warn_once(f"heinsen attention runs in plain PyTorch, not on its Triton kernels: {reason}")
     return reason

@@ -104,7 +104,7 @@ def _exp_of_log_values(v, dtype):
 
 def _on_kernels(form, q, v):
     D, E = q.shape[-1], v.shape[-1]
-    return form == "chunked" and q.shape[0] > 0 and not heinsen_kernel_reason(q.device.type, q.dtype, v.dtype, D, E)
+    return form == "chunked" and q.shape[0] > 0 and not heinsen_kernel_reason(q.device, q.dtype, v.dtype, D, E)
 
 
 def _attend_on_kernels(q, k, v, resets, state, return_state):
@@ -241,19 +241,19 @@ class Heinsen(Variant):
         y, after = heinsen_attention(q, k, v, resets=resets, initial_state=before, return_state=True, **self.settings)
         return y, HeinsenState(state.position + q.shape[1], *after)
 
-    def training_plan(self, block_size, dtype, device_type):
+    def training_plan(self, block_size, dtype, device):
         form, D = self.config.form, self.config.head_dim
         if form in ("quadratic", "recurrent"):
             return Plan(form, 1 if form == "recurrent" else None, False, f"the {form} form is PyTorch's")
         v_dtype = torch.float32 if self.config.values == "log" and dtype != torch.float64 else dtype
-        reason = heinsen_kernel_reason(device_type, dtype, v_dtype, D, D)
+        reason = heinsen_kernel_reason(device, dtype, v_dtype, D, D)
         size = self.settings["chunk_size"] or CHUNK_SIZE
         return Plan("chunked", size if reason else KERNEL_BLOCK, not reason, reason)
 
-    def attention_flops(self, block_size, dtype, device_type):
-        c, chosen = self.config, self.training_plan(block_size, dtype, device_type)
+    def attention_flops(self, block_size, dtype, device):
+        c, chosen = self.config, self.training_plan(block_size, dtype, device)
         if chosen.form == "quadratic":
-            return super().attention_flops(block_size, dtype, device_type)
-        inside = super().attention_flops(min(chosen.chunk_size, block_size), dtype, device_type)
+            return super().attention_flops(block_size, dtype, device)
+        inside = super().attention_flops(min(chosen.chunk_size, block_size), dtype, device)
         # The state is read for each query head and written for each key/value head.
         return inside + 6 * (c.n_head + c.n_kv_head) * c.head_dim * (c.head_dim + 1)

@@ -57,11 +57,12 @@ def unsupported_reason(form, dtype, D, E, p, device=None):
     return ""
 
 
-def heinsen_unsupported_reason(dtype, D, E):
-    """Return why the kernels of Heinsen's log attention cannot run on the current GPU, or "" if they can.
+def heinsen_unsupported_reason(dtype, D, E, device=None):
+    """Return why the kernels of Heinsen's log attention cannot run on a GPU, or "" if they can.
 
-    The inputs are q, k [..., D] of `dtype` and v [..., E] of `dtype` or float32.
+    The inputs are q, k [..., D] of `dtype` and v [..., E] of `dtype` or float32; device: the GPU, by default the
+    current one.
     """
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"{str(dtype).removeprefix('torch.')} (they take bfloat16, float16 and float32)"
-    return unsupported_reason("quadratic", torch.bfloat16, D, E, 2)  # the limits are the same but for the dtype
+    return unsupported_reason("quadratic", torch.bfloat16, D, E, 2, device)  # the limits are the same but for the dtype

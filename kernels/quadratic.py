@@ -166,15 +166,10 @@ def _times_power(x, s, P: tl.constexpr):
 
 
 @triton.jit
-def _row_scale(q, KEY_SCALE, T, bh, lo, HALF: tl.constexpr):
-    """Return (scale [N] of the rows q [N, D] float32 from token `lo` on, for the keys of sequence and head `bh`; the
-    part of it that scores are multiplied by, or None). float16 would not hold a row that is scaled for the keys too."""
+def _row_scale(q, KEY_SCALE, T, bh, lo):
+    """Return [N], the scale of the rows q [N, D] float32 from token `lo` on, for the keys of sequence and head `bh`."""
     scale = unit_scale(tl.max(tl.abs(q), 1), ROW_EXPONENT)
-    if KEY_SCALE is None:
-        return scale, None
-    else:
-        key_scale = _vector(at_head(KEY_SCALE, T, bh), lo, q.shape[0])
-        return scale * key_scale, key_scale if HALF else None
+    return scale if KEY_SCALE is None else scale * _vector(at_head(KEY_SCALE, T, bh), lo, q.shape[0])
 
 
 @triton.jit
@@ -209,7 +204,7 @@ def _with_sign(x, s):
 def _row_power(POWERS, q, KEY_SCALE, T, n, b, bh, lo, first):
     """Return (p, p - 1, p log2 of the row's scale), [N] each, for the rows q [N, D] float32 from `first` on, which is
     token `lo`, and the keys of sequence and head `bh`."""
-    scale, _ = _row_scale(q, KEY_SCALE, T, bh, lo, False)
+    scale = _row_scale(q, KEY_SCALE, T, bh, lo)
     exponent = ((scale.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32) + scale * 0.0  # NaN stays NaN
     at = first + tl.arange(0, q.shape[0])[:, None]
     p, less = tl.split(tl.load(at_head(POWERS, n, 2 * b) + at * 2 + tl.arange(0, 2)[None, :]))
@@ -282,8 +277,8 @@ def key_scale_kernel(K, LOG_G, KEY_SCALE, k_strides, g_strides, T, HKV, D: tl.co
 @triton.jit
 def _forward_tiles_of_one_power(
     acc, l, q,
-    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, c_lo, c_row, first_row, key scale or None), at this
-    begin, end, T,  # head or None
+    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, c_lo, c_row, first_row, key_scale), at this head or
+    begin, end, T,  # None
     P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Return (acc, l) with the keys from begin to end added, BN at a time; DIAGONAL: some keys come after some rows."""
@@ -299,7 +294,7 @@ def _forward_tiles_of_one_power(
     for start in range(begin, end, BN):
         k = _tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if key_scale is not None:
+        if P > 4 and q.dtype == tl.float16:
             s *= key_scale[:, None]
         a = int_power(s, P // 2)
         if DIAGONAL:
@@ -384,12 +379,14 @@ def forward_kernel(
 
     q = _tile(Q, q_strides, b, first, h, n, BM, D, True)
     q32 = q.to(tl.float32)
-    key_scale = None  # what scores of float16 are multiplied by
+    key_scale = 0.0
+    if P > 4 and q.dtype == tl.float16:  # which would not hold a row that is scaled for the keys too: the scores are
+        key_scale = _vector(at_head(KEY_SCALE, T, b * HKV + hkv), lo, BM) if NORMALIZE else tl.full([BM], 1, tl.float32)
     if P == 0:
         p, _, offset = _row_power(POWERS, q32, KEY_SCALE, T, n, b, b * HKV + hkv, lo, first)
     elif NORMALIZE:
-        scale, key_scale = _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo, q.dtype == tl.float16)
-        if key_scale is not None:
+        scale = _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)
+        if P > 4 and q.dtype == tl.float16:
             q = (q32 * (scale / key_scale)[:, None]).to(q.dtype)
         else:
             q = (q32 * scale[:, None]).to(q.dtype)
@@ -453,7 +450,7 @@ def _dq_tiles_of_one_power(
         k = _tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
         v = _tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if key_scale is not None:
+        if P > 4 and q.dtype == tl.float16:
             s *= key_scale[:, None]
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         ds = _times_power(int_power(s, P // 2), s, P) * (dp - delta[:, None])
@@ -560,14 +557,16 @@ def dq_kernel(
     dy = _tile(DY, dy_strides, b, first, h, n, BM, D, True)
     dy = dy.to(q.dtype) if dy.dtype == tl.float32 else dy
     q32 = q.to(tl.float32)
-    key_scale = None  # what scores of float16 are multiplied by
+    key_scale = 0.0
+    if P > 4 and q.dtype == tl.float16:  # which would not hold a row that is scaled for the keys too: the scores are
+        key_scale = _vector(at_head(KEY_SCALE, T, b * HKV + hkv), lo, BM) if NORMALIZE else tl.full([BM], 1, tl.float32)
     if NORMALIZE:
         y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
         delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
         l = _vector(at_head(L, n, bh), first, BM)
         over_l = inverse(l)
         if P > 0:
-            factor, key_scale = _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo, q.dtype == tl.float16)
+            factor = _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)
     else:
         delta = -_vector(at_head(DL, n, bh), first, BM)
         over_l = tl.zeros([BM], tl.float32) + rest
@@ -577,7 +576,7 @@ def dq_kernel(
         factor, over_l = p, 1.0
     else:
         g = int_power(factor, P // 2) * tl.sqrt(over_l)
-    if key_scale is not None:
+    if P > 4 and q.dtype == tl.float16:
         q = (q32 * (factor / key_scale)[:, None]).to(q.dtype)
     elif P > 4:
         q = (q32 * factor[:, None]).to(q.dtype)

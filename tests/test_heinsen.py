@@ -515,7 +515,9 @@ def kernels(monkeypatch):
     reason = dispatch.heinsen_kernel_reason
     for module in (dispatch, heinsen):
         monkeypatch.setattr(module, "heinsen_kernel_reason", lambda device, *sizes: reason("cuda", *sizes))
-    monkeypatch.setattr(dispatch, "heinsen_unsupported_reason", lambda dtype, D, E: "" if D == E == 8 else f"D={D}")
+    monkeypatch.setattr(
+        dispatch, "heinsen_unsupported_reason", lambda dtype, D, E, device: "" if D == E == 8 else f"D={D}"
+    )
     run = lambda *args, **kwargs: calls.append(args[0].shape[1]) or stand_in(*args, **kwargs)
     monkeypatch.setattr("attention.backend.heinsen_attention", run)
     monkeypatch.setattr(dispatch, "_warned", set())
@@ -553,7 +555,7 @@ def test_kernels_are_compared_with_float64_before_their_first_use(monkeypatch, w
 
     monkeypatch.setattr("attention.backend.heinsen_attention", attention)
     monkeypatch.setattr(check, "heinsen_errors", lambda *size, of=check.heinsen_errors: of(*size, T=100, device="cpu"))
-    monkeypatch.setattr(check, "remember", lambda name, find: find())
+    monkeypatch.setattr(check, "remember", lambda name, find, device: find())
     for name, value in dict(is_available=True, is_current_stream_capturing=False, device_count=2).items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     found = check.heinsen_failure(torch.float32, torch.float32, 16, 16)
@@ -566,7 +568,7 @@ def test_training_checks_the_kernels_that_it_will_use(kernels, monkeypatch):
     for values, v_dtype in (("signed", torch.bfloat16), ("log", torch.float32)):
         mix = ATTENTIONS["heinsen"](heinsen_config(values=values))
         assert mix.training_plan(4096, torch.bfloat16, "cuda").on_kernels
-        assert asked.pop() == (torch.bfloat16, v_dtype, 8, 8)
+        assert asked.pop() == (torch.bfloat16, v_dtype, 8, 8, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("values", ["signed", "log"])
