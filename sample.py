@@ -149,7 +149,8 @@ def read_text(prompt):
 def choose_switch_over(model, cfg):
     """Return the number of cached tokens at which a state replaces the KV cache, or None to leave it to the attention;
     refuse if there is no state."""
-    own = {block.attn.mix.switch_over for block in model.transformer.h}
+    mixes = [block.attn.mix for block in model.transformer.h]
+    own = {mix.switch_over for mix in mixes}
     if own <= {"never", None}:
         if cfg.switch_over or cfg.form == "recurrent":
             name, given = model.config.attention, "switch_over" if cfg.switch_over else "form=recurrent"
@@ -162,8 +163,9 @@ def choose_switch_over(model, cfg):
         return "always"
     if cfg.switch_over or own - {"never", None} != {"auto"}:
         return cfg.switch_over or None
-    c, state_dtype = model.config, getattr(torch, cfg.state_dtype)
-    return switch_over_tokens(c.p, c.head_dim, c.head_dim, cache_dtype(model).itemsize, state_dtype)
+    D, powers = model.config.head_dim, {mix.p for mix in mixes if mix.switch_over == "auto"}
+    sizes = D, D, cache_dtype(model).itemsize, getattr(torch, cfg.state_dtype)
+    return max(switch_over_tokens(p, *sizes) for p in powers)
 
 
 def load_state(path, model):

@@ -1,13 +1,14 @@
 """The mathematics of the attentions in plain PyTorch, one file per idea.
 
-The variants are chapters with the same headings: softmax, even_power, sympow, sympow_gating, conformal_sympow, heinsen;
-variant is what the model asks of each of them. embedding, rotary and gates hold the mathematics that they share; naive
-is the specification, power the operator, forms its fast PyTorch, dispatch the choice between the forms, backend the
-door to the GPU kernels; state and memory hold the state of generation. heinsen_naive and heinsen_forms are the same for
-heinsen, log_position is its position embedding. check compares the kernels with the specifications. compat/ has the
-interfaces of two libraries.
+The variants are chapters with the same headings: softmax, even_power, sympow, sympow_gating, conformal_sympow,
+adaptive_power, heinsen; variant is what the model asks of each of them. embedding, rotary and gates hold the
+mathematics that they share; naive is the specification, power the operator, forms its fast PyTorch (adaptive_forms:
+with a power for each query), dispatch the choice between the forms, backend the door to the GPU kernels; state and
+memory hold the state of generation. heinsen_naive and heinsen_forms are the same for heinsen, log_position is its
+position embedding. check compares the kernels with the specifications. compat/ has the interfaces of two libraries.
 """
 
+from .adaptive_power import AdaptivePower
 from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower
 from .forms import PowerState
@@ -24,6 +25,7 @@ ATTENTIONS = {
     "sympow": Sympow,
     "sympow_gating": SympowGating,
     "conformal_sympow": ConformalSympow,
+    "adaptive_power": AdaptivePower,
     "heinsen": Heinsen,
 }
 

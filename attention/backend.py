@@ -6,10 +6,13 @@ Nothing here imports Triton before a kernel is wanted, so that attention/ works 
 from pathlib import Path
 
 import kernels
-from kernels import cost, unsupported_reason
+from kernels import cost, heinsen_unsupported_reason, unsupported_reason
 from kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 
-__all__ = ["cost", "make_sqrt_multiplicity", "symmetric_power_dim", "tails_of", "unsupported_reason"]
+__all__ = [
+    "cost", "heinsen_unsupported_reason", "make_sqrt_multiplicity", "symmetric_power_dim", "tails_of",
+    "unsupported_reason",
+]  # fmt: skip
 
 SOURCES = Path(kernels.__file__).parent  # the folder of the kernels
 
@@ -18,6 +21,12 @@ def quadratic_attention(q, k, v, log_g, *, p):
     from kernels import operators
 
     return operators.quadratic_attention(q, k, v, log_g, p=p)
+
+
+def adaptive_attention(q, k, v, powers, log_g):
+    from kernels import adaptive
+
+    return adaptive.adaptive_attention(q, k, v, powers, log_g)
 
 
 def chunked_attention(q, k, v, log_g, S, z, *, p, chunk, final):
@@ -30,15 +39,6 @@ def heinsen_attention(q, k, v, documents, m, S, z, *, final):
     from kernels import heinsen_operator
 
     return heinsen_operator.heinsen_attention(q, k, v, documents, m, S, z, final=final)
-
-
-def heinsen_unsupported_reason(dtype, D, E, device):
-    """Return why the kernels of log attention cannot run on a GPU, or ""."""
-    try:
-        from kernels import heinsen_operator
-    except ImportError as error:  # no Triton
-        return str(error)
-    return heinsen_operator.unsupported_reason(dtype, D, E, device)
 
 
 def quadratic_sums(q, k, v, log_g, *, p, scale):

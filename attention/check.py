@@ -16,7 +16,8 @@ import torch
 
 from . import backend, heinsen_naive, naive
 
-# form, dtype, head dimension, p, gated: each kernel, each branch of the power and each head dimension at least once
+# form, dtype, head dimension, p (0: adaptive), gated: each kernel, each branch of the power and each head dimension at
+# least once
 SIZES = [
     ("quadratic", torch.bfloat16, 64, 4, False), ("quadratic", torch.bfloat16, 64, 4, True),
     ("quadratic", torch.bfloat16, 64, 2, True), ("quadratic", torch.bfloat16, 64, 6, False),
@@ -29,8 +30,11 @@ SIZES = [
     ("chunked", torch.bfloat16, 32, 4, True), ("chunked", torch.bfloat16, 16, 4, False),
     ("chunked", torch.float16, 64, 2, True), ("chunked", torch.float16, 32, 4, True),
     ("chunked", torch.float32, 32, 2, True), ("chunked", torch.float32, 16, 4, True),
+    ("adaptive", torch.bfloat16, 64, 0, True), ("adaptive", torch.bfloat16, 128, 0, False),
+    ("adaptive", torch.float32, 32, 0, True),
 ]  # fmt: skip
-LENGTH = {"quadratic": 1000, "chunked": 6000}  # a miscompiled loop over a state may go wrong only in long calls
+# of each form; a miscompiled loop over a state may go wrong only in long calls
+LENGTH = {"quadratic": 1000, "adaptive": 1000, "chunked": 6000}
 TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # y, gradients
 
 
@@ -50,16 +54,23 @@ def errors(form, dtype, D, p, gated, T):
     make = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)
     qkv = make(1, T, 4, D).to(dtype)
     inputs = list(qkv.split((2, 1, 1), dim=2))
-    log_g = None
-    if gated:
+    names = ["y", "dq", "dk", "dv", "dlog_g"]
+    kernels, oracle = (_quadratic if form == "quadratic" else _chunked), naive.quadratic
+    if form == "adaptive":
+        inputs.append(3 + make(1, T).clamp(-2, 2))
+        names[4] = "dp"
+        document = torch.arange(T, device="cuda") % (T // 3 + 5) == 0
+        resets = torch.where(document, -math.inf, 0.0)[None, :, None] if gated else None  # they have no gradient
+        kernels = lambda *x, p: backend.adaptive_attention(*x, resets)
+        oracle = lambda *x, p: naive.adaptive(*x, resets if resets is None else resets.double())
+    elif gated:
         strong = (form, p) != ("chunked", 4)  # bfloat16 is less exact there: docs/kernels.md
         log_g = torch.nn.functional.logsigmoid((3 if strong else 1) * make(1, T, 1) + 4)
         inputs.append(log_g)
     dy = make(1, T, 2, D).to(dtype)
     torch.full((2**24,), float("nan"), device="cuda")  # a kernel that reuses this memory must write all of it
-    kernels = _quadratic if form == "quadratic" else _chunked
     results = []
-    for attention, to in ((kernels, lambda x: x), (kernels, lambda x: x), (naive.quadratic, torch.Tensor.double)):
+    for attention, to in ((kernels, lambda x: x), (kernels, lambda x: x), (oracle, torch.Tensor.double)):
         leaves = [to(x).detach().requires_grad_() for x in inputs]
         y = attention(*leaves, p=p)
         results.append([y, *torch.autograd.grad(y, leaves, to(dy))])

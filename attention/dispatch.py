@@ -53,6 +53,14 @@ def plan(
     return chosen
 
 
+def plan_adaptive(D, E, *, dtype, device, gated):
+    """Return the Plan of the quadratic form with a power for each row; see `plan`."""
+    D, E = index(D), index(E)  # as in `plan`
+    reason = kernel_reason("adaptive", device, dtype, D, E, 0)
+    reason = reason or failed_check("adaptive", dtype, D, 0, gated, device)
+    return Plan("quadratic", None, not reason, reason)
+
+
 def _choose(T, D, p, dtype, gated, form, chunk_size, states, not_quadratic, not_chunked):
     """Return the Plan; not_quadratic, not_chunked: why the kernels of these forms cannot be used, or ""."""
     if form == "auto":
@@ -96,7 +104,7 @@ def kernel_reason(form, device, dtype, D, E, p):
     if dtype == torch.float64:
         return "float64 is computed in PyTorch"
     reason = _disabled or unsupported_reason(form, dtype, D, E, p, device)
-    if reason and form == "quadratic":
+    if reason and form in ("quadratic", "adaptive"):
         warn_once(f"power attention runs in plain PyTorch, not on its Triton kernels: {reason}")
     return reason
 

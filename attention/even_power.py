@@ -51,9 +51,15 @@ class EvenPower(KVCacheVariant):
         )  # fmt: skip
 
     def attention_flops(self, block_size, dtype, device):
-        c, chosen = self.config, self.training_plan(block_size, dtype, device)
-        if chosen.form == "quadratic":
-            return super().attention_flops(block_size, dtype, device)
-        inside = super().attention_flops(min(chosen.chunk_size, block_size), dtype, device)
-        # The state is read for each query head and written for each key/value head.
-        return inside + 6 * (c.n_head + c.n_kv_head) * symmetric_power_dim(c.head_dim, c.p) * (c.head_dim + 1)
+        return power_flops(self.config, self.p, block_size, self.training_plan(block_size, dtype, device))
+
+
+def power_flops(config, p, block_size, chosen):
+    """Return the FLOPs of power attention's own products for one training token, forward and backward, as planned."""
+    tokens = block_size if chosen.form == "quadratic" else min(chosen.chunk_size, block_size)
+    flops = 6 * tokens * config.n_head * config.head_dim  # all causal pairs
+    if chosen.form == "quadratic":
+        return flops
+    # The state is read for each query head and written for each key/value head.
+    heads = config.n_head + config.n_kv_head
+    return flops + 6 * heads * symmetric_power_dim(config.head_dim, p) * (config.head_dim + 1)

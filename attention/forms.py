@@ -144,7 +144,7 @@ def _quadratic(q, k, v, gates, scale, state, p):
     save_scores = B * Hkv * G * n * m <= at_once or not torch.is_grad_enabled()
     if B * Hkv * G * rows * m > at_once // 4:
         rows = max(16, at_once // 4 // (B * Hkv * G * m))
-    parts, (k, v, bad) = [], _finite(k, v)
+    parts, (k, v, bad) = [], finite_keys_and_values(k, v)
     for start in range(0, n, rows):
         end = min(start + rows, n)
         seen = m - n + end
@@ -155,7 +155,7 @@ def _quadratic(q, k, v, gates, scale, state, p):
     return _concatenate_rows(parts)
 
 
-def _finite(k, v):
+def finite_keys_and_values(k, v):
     """Return k and v with zeros for what is not finite, and [B, Hkv, m]: 0, or NaN from such a token on.
 
     Zero times NaN is NaN: in a product NaN would reach the rows before it. The third is added to denominators instead.
@@ -166,7 +166,7 @@ def _finite(k, v):
 
 def _block_of_rows(q, k, v, bad, gates, scale, state, p, first):
     """Return numerators and denominators of queries first, first+1, ... over the keys up to each and the state
-    before. k, v, bad are from `_finite`."""
+    before. k, v, bad are from `finite_keys_and_values`."""
     n, m = q.shape[3], k.shape[2]
     at = torch.arange(first, first + n, device=q.device)
     hidden, left = at.unsqueeze(-1) < torch.arange(m, device=q.device), None
@@ -200,7 +200,7 @@ def _chunked(q, k, v, gates, scale, state, p, chunk_size):
 
     def chunk(q, k, v, gates, scale, state):
         unit = scale[:, :, -1:, None]
-        rows = () if q is None else _block_of_rows(q, *_finite(k, v), gates, scale, state, p, 0)
+        rows = () if q is None else _block_of_rows(q, *finite_keys_and_values(k, v), gates, scale, state, p, 0)
         return *rows, _state_after(state, k, v, gates, unit, p)
 
     T, first = k.shape[2], k.shape[2] - q.shape[3]  # tokens, the first with a query

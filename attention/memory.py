@@ -11,9 +11,14 @@ from .embedding import symmetric_power_dim
 SURELY_FREE = 2**30  # bytes: up to here a GPU is not asked how much is free, which takes longer than a launch
 
 
+def features(D, p):
+    """Return Dphi = C(D+p-1, p), the features of a PowerState; those of all powers together if p is a tuple."""
+    return sum(symmetric_power_dim(D, m) for m in p) if isinstance(p, tuple) else symmetric_power_dim(D, p)
+
+
 def state_bytes(rows, D, E, p, dtype=torch.float32):
-    """Return the bytes of a PowerState for `rows` = B * Hkv sequences and heads."""
-    return rows * symmetric_power_dim(D, p) * (E + 1) * dtype.itemsize
+    """Return the bytes of a PowerState, or of those of a tuple of powers, for `rows` = B * Hkv sequences and heads."""
+    return rows * features(D, p) * (E + 1) * dtype.itemsize
 
 
 def switch_over_tokens(p, D, E, itemsize, dtype=torch.float32):
@@ -32,7 +37,7 @@ def check_state_fits(rows, D, E, p, dtype, device):
     if need > have:
         raise MemoryError(
             f"the state of power p={p} at head dimension {D} takes {need:,} bytes ({rows} heads and sequences of "
-            f"{symmetric_power_dim(D, p):,} x {E + 1}), the device has {have:,}: use a smaller head dimension or p, "
+            f"{features(D, p):,} x {E + 1}), the device has {have:,}: use a smaller head dimension or p, "
             f"or form='quadratic' without a state"
         )
 
@@ -56,15 +61,15 @@ def check_chunks_fit(q, k, p, chunk):
 def cached_bytes(config, p, layer, max_new_tokens, itemsize, state_dtype):
     """Return the bytes of one sequence's (KV cache, PowerState) once a LayerState is `max_new_tokens` longer.
 
-    config is the layer's GPTConfig, p the power of its state, itemsize the bytes of a number in the KV cache,
-    state_dtype that of S.
+    config is the layer's GPTConfig, p the power of its state or a tuple of powers, itemsize the bytes of a number in
+    the KV cache, state_dtype that of S.
     """
     D, cached, tokens = config.head_dim, layer.cached_tokens, layer.cached_tokens + max_new_tokens
     limit = layer.switch_over_limit(p, D, D, itemsize)
     cache = config.n_kv_head * (2 * D * itemsize + 12) * int(max(cached, min(limit, tokens)))
     if limit > tokens and not layer.power:
         return cache, 0
-    return cache, config.n_kv_head * symmetric_power_dim(D, p) * (D * state_dtype.itemsize + 4)
+    return cache, config.n_kv_head * features(D, p) * (D * state_dtype.itemsize + 4)
 
 
 def check_generation_fits(mixes, state, max_new_tokens, num_samples, itemsize, state_dtype, device):

@@ -31,6 +31,19 @@ def quadratic(q, k, v, log_g=None, *, p=2, scale=None, initial_state=None):
     return divide(num, den).transpose(1, 2)
 
 
+def adaptive(q, k, v, powers, log_g=None):
+    """Return y [B, n, H, E]: y_i = sum_j w_ij v_j / sum_j w_ij, with w_ij = |q_i . k_j|^p_i and p_i = powers[b, i].
+
+    powers [B, n] are above zero. q [B, n, H, D] belong to the last n of the T tokens of k and v. log_g [B, T, Hkv]
+    holds only 0 and -inf, or is None. Where q_i . k_j is zero, the weight and its derivatives by q, k and p are zero.
+    """
+    n, group = q.shape[1], q.shape[2] // k.shape[2]
+    seen = gate_products(gates(log_g, k).repeat_interleave(group, dim=2))[0][:, :, -n:] > 0  # [B, H, n, T]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    w = torch.where(seen, torch.einsum("bihd,bjhd->bhij", q, k), 0).abs() ** powers[:, None, :, None]
+    return divide(w @ v.transpose(1, 2), w.sum(-1, keepdim=True)).transpose(1, 2)
+
+
 def recurrent(q, k, v, log_g=None, *, p=2, initial_state=None):
     """Return (y, (S, z)): S_t = g_t S_{t-1} + phi(k_t) v_t^T, z_t = g_t z_{t-1} + phi(k_t), and y_t = phi(q_t) S_t /
     phi(q_t) z_t. The scale of the scores cancels."""

@@ -94,12 +94,12 @@ class LayerState(State):
         return replace(self, k=k, v=v, log_g=log_g, position=position)
 
     def must_flush(self, p):
-        """Return True if the cache holds as many tokens as it may."""
+        """Return True if the cache holds as many tokens as it may, for a state of power p, or a tuple of powers."""
         limit = self.switch_over_limit(p, self.k.shape[-1], self.v.shape[-1], self.k.element_size())
         return self.cached_tokens >= limit
 
     def switch_over_limit(self, p, D, E, itemsize):
-        """Return how many tokens the cache holds before it is flushed, or inf if it never is."""
+        """Return how many tokens the cache holds before it is flushed, or inf if it never is; p may be a tuple."""
         if self.switch_over in ("always", "never"):
             return 1 if self.switch_over == "always" else math.inf
         limit = switch_over_tokens(p, D, E, itemsize) if self.switch_over == "auto" else self.switch_over
@@ -133,7 +133,19 @@ class ModelState:
 def attend_and_append(q, k, v, log_g, positions, state, *, p):
     """Attend from n new tokens to themselves and `state`; return y [B, n, H, E] and the state after them."""
     before, state = state, state.append(k, v, log_g, positions)
-    must_flush, power = state.must_flush(p), before.power
+    must_flush = state.must_flush(p)
+    y, power = attend_to_state(q, k, v, log_g, before, state, before.power, must_flush, p=p)
+    if must_flush:
+        state = replace(state, k=None, v=None, log_g=None, S=power.S, z=power.z)
+    return y, state
+
+
+def attend_to_state(q, k, v, log_g, before, state, power, must_flush, *, p):
+    """Attend from n new tokens to themselves, the KV cache and `power`; return (y [B, n, H, E], a PowerState or None).
+
+    before and state are the LayerStates without and with the new tokens' keys and values; power, a PowerState or None,
+    holds the tokens before the cache, and is returned with all cached tokens flushed into it if must_flush.
+    """
     if must_flush and q.shape[1] > 1:  # a piece of a prompt: flush the cache, then go on in chunks
         if before.k is not None:
             power = flush(before.k, before.v, before.log_g, power, p=p)
@@ -142,9 +154,7 @@ def attend_and_append(q, k, v, log_g, positions, state, *, p):
         y = power_attention(q, k, v, log_g, p=p, form="quadratic")
     else:
         y, power = read_cache(q, state.k, state.v, state.log_g, power, p=p, flush_cache=must_flush)
-    if must_flush:
-        state = replace(state, k=None, v=None, log_g=None, S=power.S, z=power.z)
-    return y, state
+    return y, power
 
 
 def count_positions(x, state, speed=None):

@@ -47,6 +47,7 @@ class Variant(nn.Module):
         GPT initialises each nn.Linear and nn.Embedding that is made here as GPT-2 does; an nn.Parameter stays as made.
         """
         super().__init__()
+        # p: the power of its states; a tuple if it has states of several powers
         self.config, self.p, self.rope_base = config, config.p, config.rope_base
 
     @classmethod

@@ -1,9 +1,11 @@
-"""Power attention on a GPU: Triton kernels, and the operators through which torch calls them.
+"""Attention on a GPU: Triton kernels, and the operators through which torch calls them.
 
 operators      the door: both whole forms as torch operators, and from steps.py the chunked form's steps
+adaptive       the quadratic form with a power for each row as a torch operator
 quadratic      the kernels of the quadratic form, and the functions that launch them
 chunked        the chunked form forward and backward, made of the kernels in
                    gates, prepare, update_state, discumsum, query_state, query_gradient
+heinsen        Heinsen's log attention, and heinsen_operator: its torch operator
 common         what these kernels share: units, exact products, program maps
 decode         one token of generation: q, k, v, power attention, and flushing the KV cache into the state
 decode_softmax, decode_heinsen
@@ -30,8 +32,9 @@ CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))
 def unsupported_reason(form, dtype, D, E, p, device=None):
     """Return why the kernels of `form` cannot run on a GPU, or "" if they can.
 
-    form: "quadratic", "chunked" or "decode", which takes the sizes of "quadratic". The inputs are q, k [..., D] and
-    v [..., E] of `dtype`; p is the power; device: the GPU, by default the current one.
+    form: "quadratic", "chunked", or "decode" or "adaptive", which take the sizes of "quadratic". The inputs are q, k
+    [..., D] and v [..., E] of `dtype`; p is the power ("adaptive": 0, since each row has its own); device: the GPU, by
+    default the current one.
     """
     dtypes = DTYPES[:2] if form == "decode" else DTYPES
     if dtype not in dtypes:
@@ -41,7 +44,7 @@ def unsupported_reason(form, dtype, D, E, p, device=None):
         return f"head dimension {D} (they take {', '.join(map(str, HEAD_DIMS))})"
     if E != D:
         return f"values {E} wide where keys are {D} (they take equal widths)"
-    if p not in POWERS:
+    if p not in POWERS and form != "adaptive":
         return f"p={p} (they take {', '.join(map(str, POWERS))})"
     if form == "chunked" and (D, p) not in CHUNKED_SIZES:
         return f"head dimension {D} with p={p} (in the chunked form they take {', '.join(map(str, CHUNKED_SIZES))})"

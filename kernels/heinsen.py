@@ -483,24 +483,11 @@ def forward(q, k, v, documents=None, initial=None, *, final=False):
     (B, T, H, D), HKV = q.shape, k.shape[2]
     y, L = empty(q, B, T, H, D, dtype=v.dtype), empty(q, B, H, T)
     documents, initial = _contiguous(documents), initial and [x.contiguous() for x in initial]
+    strides = [x.stride() for x in (q, k, v)]
     with device_guard(q.device):
         states, last = chunk_states(k, v, documents, initial, last=final)
         forward_kernel[(B * H * triton.cdiv(T, CHUNK),)](
-            q,
-            k,
-            v,
-            documents,
-            *states,
-            y,
-            L,
-            q.stride(),
-            k.stride(),
-            v.stride(),
-            T,
-            H,
-            HKV,
-            CHUNK,
-            **_options("forward", q),
+            q, k, v, documents, *states, y, L, *strides, T, H, HKV, CHUNK, **_options("forward", q)
         )
     return y, L, last
 

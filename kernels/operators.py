@@ -35,7 +35,7 @@ def quadratic_attention(q, k, v, log_g=None, *, p):
     q [B, n, H, D], of the last n of T tokens, k, v [B, T, Hkv, D], bfloat16, float16 or float32, log_g [B, T, Hkv]
     float32 or None, any strides, on one GPU. See `attention.power.power_attention` for their meaning.
     """
-    q, extra = _pad_queries(q, k)
+    q, extra = pad_queries(q, k)
     return _quadratic(q, k, v, log_g, p, 1.0, True)[0][:, extra:]
 
 
@@ -44,12 +44,12 @@ def quadratic_sums(q, k, v, log_g=None, *, p, scale):
 
     w_ij = decay_ij (scale q_i . k_j)^p; the arguments are those of `quadratic_attention`.
     """
-    q, extra = _pad_queries(q, k)
+    q, extra = pad_queries(q, k)
     num, den = _quadratic(q, k, v, log_g, p, scale, False)
     return num[:, extra:], den[..., extra : q.shape[1]]
 
 
-def _pad_queries(q, k):
+def pad_queries(q, k):
     """Return (q with rows of zeros in front, so that it begins at a multiple of 128 tokens; how many rows these are).
 
     Tiles of queries then begin where tiles of keys do. A row of zeros has no weight and gets no gradient.

@@ -22,7 +22,9 @@ costs nothing there. Tiles on the diagonal have a mask and an exp for each eleme
     pair        [B, H, n padded to 128, 2]     float32    dq to dkdv: g and g delta; with gates g times the root of the
                                                           decay from the first of the R rows around it, and delta
     g           [B, H, n padded to 128]        float32    dq to dkdv, with gates; g = (scale of q and k)^(p/2) / sqrt(l)
-    row         [B, H, T padded to 128]        float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i
+    row         [B, H, T padded to 128]        float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i;
+                                                          P = 0: [B, H, n padded to 128], each head's gradient to p_i
+    powers      [B, n padded to 128, 2]        float32    P = 0: p_i, and p_i - 1
     gates       six arrays                                see gates.py
 
 The n queries are those of the last n of T tokens; T - n is a multiple of 128, so that tiles of queries begin where
@@ -45,6 +47,18 @@ nothing before. The gradient is dlog_g_m = sum over i >= m of (row_i - col_i), w
 ds_ij s_ij / p over j and over i. Both are sums of the same float32 numbers, so that what does not straddle m cancels
 to float32's rounding.
 
+A power for each row. With P = 0, w_ij = |s_ij|^p_i, p_i >= 1 any float, of which a token's heads share one. That takes
+one logarithm and one exponential for each pair and pass, both of base 2, of which a multiprocessor does 16 a cycle:
+
+    forward    w_ij = exp2(p_i x_ij + p_i log2 f_i)          x_ij = log2 |s_ij|, f_i: the row's power of two (see Range)
+    backward   t_ij = exp2((p_i - 1) x_ij + c_i) sign s_ij   c_i = p_i log2 f_i - log2 l_i: t_ij s_ij = w_ij / l_i
+               ds_ij = p_i t_ij (dP_ij - delta_i),           dp_i = sum_j t_ij s_ij (dP_ij - delta_i) (x_ij - x) ln 2
+
+where any x gives the same dp_i but for rounding, and one near the row's mean of x_ij, the least. At s = 0 the exponent
+is -inf, and the weight and its derivatives are 0. log_g may hold 0 and -inf alone, so that decays are 0 or 1; pair
+holds c_i (with gates -inf in rows that see nothing before the R rows around them) and p_i delta_i, g holds c_i. Keys
+are scaled as for p = 6 and 8.
+
 float16. s is a product of float16, but s^p is beyond it: w and ds are bfloat16, and so are their other operands (v, dy,
 and q and k a second time), which the launchers convert. dP is of the same v and dy, so that it cancels against delta.
 """
@@ -57,6 +71,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import (
+    INTERPRETED,
+    LEAST_WEIGHT,
     PRECISION,
     ROW_EXPONENT,
     add,
@@ -162,6 +178,56 @@ def _row_scale(q, KEY_SCALE, T, bh, lo, HALF: tl.constexpr):
 
 
 @triton.jit
+def _log2(x):
+    """Return log2 |x|, -inf for 0."""
+    if INTERPRETED:
+        return tl.log2(tl.abs(x))
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [tl.abs(x)], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _exp2(x):
+    """Return 2^x, 0 for -inf."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _with_sign(x, s):
+    """Return x >= 0 with the sign of s."""
+    return (x.to(tl.int32, bitcast=True) | (s.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _row_power(POWERS, q, KEY_SCALE, T, n, b, bh, lo, first):
+    """Return (p, p - 1, p log2 of the row's scale), [N] each, for the rows q [N, D] float32 from `first` on, which is
+    token `lo`, and the keys of sequence and head `bh`."""
+    scale, _ = _row_scale(q, KEY_SCALE, T, bh, lo, False)
+    exponent = ((scale.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32) + scale * 0.0  # NaN stays NaN
+    at = first + tl.arange(0, q.shape[0])[:, None]
+    p, less = tl.split(tl.load(at_head(POWERS, n, 2 * b) + at * 2 + tl.arange(0, 2)[None, :]))
+    return p, less, p * exponent
+
+
+@triton.jit
+def _normalized_row_power(POWERS, q, KEY_SCALE, l, T, n, b, bh, lo, first):
+    """Return (p, p - 1, c, x) of "A power for each row" above; the arguments are those of `_row_power`."""
+    p, less, offset = _row_power(POWERS, q, KEY_SCALE, T, n, b, bh, lo, first)
+    empty = l <= LEAST_WEIGHT
+    c = tl.where(empty, float("-inf"), offset - tl.log2(l))
+    # the mean of |s|^p; that of x with weights |s|^p is 0.5 to 0.6 above its logarithm for normal s and p from 2 to 8
+    mean = -(c + tl.log2((lo + 1 + tl.arange(0, q.shape[0])).to(tl.float32))) / p
+    return p, less, c, tl.where(empty, 0.0, mean + 0.57)
+
+
+@triton.jit
 def _decay(c_row, c_column, seen, POWER: tl.constexpr):
     """Return exp(POWER (c_row - c_column)) for each pair, zero where the row does not see the column."""
     return tl.exp2(tl.where(seen, (c_row - c_column) * (POWER * 1.4426950408889634), float("-inf")))  # log2(e)
@@ -214,7 +280,7 @@ def key_scale_kernel(K, LOG_G, KEY_SCALE, k_strides, g_strides, T, HKV, D: tl.co
 
 
 @triton.jit
-def _forward_tiles(
+def _forward_tiles_of_one_power(
     acc, l, q,
     keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, c_lo, c_row, first_row, key scale or None), at this
     begin, end, T,  # head or None
@@ -255,12 +321,53 @@ def _forward_tiles(
     return acc, l
 
 
+@triton.jit
+def _forward_tiles_of_powers(
+    acc, l, q,
+    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, first_row, p, p log2 of the scale), or None
+    begin, end, T,
+    D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """Do the same as `_forward_tiles_of_one_power` with a power for each row."""
+    K, k_strides, V, v_strides, b, hkv = keys
+    row, first_row, p, offset = rows
+    ones = tl.full([BN, 8], 1.0, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
+    for start in range(begin, end, BN):
+        k = _tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
+        x = _log2(tl.dot(q, tl.trans(k), input_precision=PRECISION))
+        w = _exp2(p[:, None] * x + offset[:, None])
+        if DIAGONAL:
+            at = start + tl.arange(0, BN)
+            seen = row[:, None] >= at[None, :]
+            if gates is not None:
+                seen = seen & (at[None, :] >= first_row[:, None])
+            w = tl.where(seen, w, 0.0)
+        elif gates is not None:
+            w *= _vector(gates[2], start, BN)[None, :]  # KEY_DECAY
+        v = _tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
+        w = w.to(v.dtype)
+        l = tl.dot(w, ones, l, input_precision=PRECISION)
+        acc = tl.dot(w, v, acc, input_precision=PRECISION)
+    return acc, l
+
+
+@triton.jit
+def _forward_tiles(
+    acc, l, q, keys, rows, gates, begin, end, T,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    if P == 0:
+        return _forward_tiles_of_powers(acc, l, q, keys, rows, gates, begin, end, T, D, BN, DIAGONAL)
+    else:
+        return _forward_tiles_of_one_power(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL)
+
+
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
 def forward_kernel(
     Q, K, V,  # V: bfloat16 if Q and K are float16
     Y, L,  # what is written
     NUM, DEN,  # what is added to the sums before dividing, or None
-    KEY_SCALE, gates,  # see the table above, or None
+    KEY_SCALE, POWERS, gates,  # see the table above, or None
     q_strides, k_strides, v_strides,  # None: a tensor descriptor
     scale, rest,  # without NORMALIZE: the power of two that q is multiplied by, and the remaining factor of the sums
     T, OFFSET,  # tokens; those before the first query, a multiple of 128, or None
@@ -278,7 +385,9 @@ def forward_kernel(
     q = _tile(Q, q_strides, b, first, h, n, BM, D, True)
     q32 = q.to(tl.float32)
     key_scale = None  # what scores of float16 are multiplied by
-    if NORMALIZE:
+    if P == 0:
+        p, _, offset = _row_power(POWERS, q32, KEY_SCALE, T, n, b, b * HKV + hkv, lo, first)
+    elif NORMALIZE:
         scale, key_scale = _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo, q.dtype == tl.float16)
         if key_scale is not None:
             q = (q32 * (scale / key_scale)[:, None]).to(q.dtype)
@@ -294,7 +403,11 @@ def forward_kernel(
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
         c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
-    keys, rows = (K, k_strides, V, v_strides, b, hkv), (row, c_lo, c_row, first_row, key_scale)
+    keys = (K, k_strides, V, v_strides, b, hkv)
+    if P == 0:
+        rows = (row, first_row, p, offset)
+    else:
+        rows = (row, c_lo, c_row, first_row, key_scale)
     acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, False)
     if GATED:
         decay = tl.where(first_row < lo, tl.exp(c_row - tl.load(gates[0] + lo)), 0.0)[:, None]  # since the first row
@@ -321,7 +434,7 @@ def forward_kernel(
 
 
 @triton.jit
-def _dq_tiles(
+def _dq_tiles_of_one_power(
     acc, r, q, dy, delta,
     keys, rows, gates,  # as in `_forward_tiles`, with (K2, strides) behind the keys
     begin, end, T,
@@ -364,12 +477,70 @@ def _dq_tiles(
     return acc, r
 
 
+@triton.jit
+def _dq_tiles_of_powers(
+    acc, r, q, dy, delta,
+    keys, rows, gates,  # (K, strides, V, strides, b, hkv, K2, strides), (row, first_row, p - 1, c, x) or None
+    begin, end, T,
+    D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """Return (acc, r), the sums for dq and dp, as `_dq_tiles_of_one_power` does, with a power for each row."""
+    K, k_strides, V, v_strides, b, hkv, K2, k2_strides = keys
+    row, first_row, less, c, middle = rows
+    for start in range(begin, end, BN):
+        k = _tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
+        v = _tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
+        x = tl.maximum(_log2(s), -1e30)  # finite, because it is multiplied by a weight that may be zero
+        ds = _with_sign(_exp2(less[:, None] * x + c[:, None]), s) * (dp - delta[:, None])
+        if DIAGONAL:
+            at = start + tl.arange(0, BN)
+            seen = row[:, None] >= at[None, :]
+            if gates is not None:
+                seen = seen & (at[None, :] >= first_row[:, None])
+            ds = tl.where(seen, ds, 0.0)
+        elif gates is not None:
+            ds *= _vector(gates[2], start, BN)[None, :]  # KEY_DECAY
+        r += tl.sum(ds * s * (x - middle[:, None]), 1)
+        if K2 is not None:
+            k = _tile(K2, k2_strides, b, start, hkv, T, BN, D, DIAGONAL)
+        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+    return acc, r
+
+
+@triton.jit
+def _dq_tiles(
+    acc, r, q, dy, delta, keys, rows, gates, begin, end, T,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    if P == 0:
+        return _dq_tiles_of_powers(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, D, BN, DIAGONAL)
+    else:
+        return _dq_tiles_of_one_power(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL)
+
+
+@triton.jit
+def _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, delta, P: tl.constexpr, R: tl.constexpr):
+    """Write PAIR, and with gates G, of the table above; P = 0: g is c_i, delta is p_i delta_i."""
+    pair = at_head(PAIR, n, 2 * bh) + (first + tl.arange(0, row.shape[0]))[:, None] * 2 + tl.arange(0, 2)[None, :]
+    if gates is None:
+        tl.store(pair, tl.join(g, delta if P == 0 else g * delta))
+    else:
+        start = row // R * R
+        if P > 0:
+            f = tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(gates[0] + start))), 0.0)
+        tl.store(at_head(G, n, bh) + (first + tl.arange(0, row.shape[0])), g)
+        before = tl.where(first_row < start, g, float("-inf")) if P == 0 else g * f
+        tl.store(pair, tl.join(before, delta))
+
+
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
 def dq_kernel(
     Q, K, V, DY, K2,  # if Q and K are float16, V and DY are bfloat16 and K2 is K in bfloat16; else it is None
     Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
-    KEY_SCALE, gates,  # see the table above, or None
-    DQ, PAIR, G, ROW,  # what is written; G and ROW with gates only
+    KEY_SCALE, POWERS, gates,  # see the table above, or None
+    DQ, PAIR, G, ROW,  # what is written; G with gates only, ROW with gates or powers
     q_strides, k_strides, v_strides, k2_strides, dy_strides,  # None: a tensor descriptor
     scale, rest,
     T, OFFSET, CHUNK, H, HKV, BH, HEADS,
@@ -395,17 +566,22 @@ def dq_kernel(
         delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
         l = _vector(at_head(L, n, bh), first, BM)
         over_l = inverse(l)
-        factor, key_scale = _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo, q.dtype == tl.float16)
+        if P > 0:
+            factor, key_scale = _row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo, q.dtype == tl.float16)
     else:
         delta = -_vector(at_head(DL, n, bh), first, BM)
         over_l = tl.zeros([BM], tl.float32) + rest
         factor = tl.zeros([BM], tl.float32) + scale
-    g = int_power(factor, P // 2) * tl.sqrt(over_l)
+    if P == 0:
+        p, less, g, x = _normalized_row_power(POWERS, q32, KEY_SCALE, l, T, n, b, b * HKV + hkv, lo, first)
+        factor, over_l = p, 1.0
+    else:
+        g = int_power(factor, P // 2) * tl.sqrt(over_l)
     if key_scale is not None:
         q = (q32 * (factor / key_scale)[:, None]).to(q.dtype)
     elif P > 4:
         q = (q32 * factor[:, None]).to(q.dtype)
-    else:  # s^3 stays in range without it, and the product is faster if q does not pass through registers
+    elif P > 0:  # s^3 stays in range without it, and the product is faster if q does not pass through registers
         over_l, factor = g * g, 1.0
     acc = tl.zeros([BM, D], tl.float32)
     r = tl.zeros([BM], tl.float32)
@@ -414,16 +590,12 @@ def dq_kernel(
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
         c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
-    pair = at_head(PAIR, n, 2 * bh) + (first + tl.arange(0, BM))[:, None] * 2 + tl.arange(0, 2)[None, :]
-    if GATED:
-        start = row // R * R
-        f = tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(gates[0] + start))), 0.0)
-        tl.store(at_head(G, n, bh) + (first + tl.arange(0, BM)), g)
-        tl.store(pair, tl.join(g * f, delta))
-    else:
-        tl.store(pair, tl.join(g, g * delta))
+    _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, p * delta if P == 0 else delta, P, R)
     keys = (K, k_strides, V, v_strides, b, hkv, K2, k2_strides)
-    rows = (row, c_lo, c_row, first_row, key_scale)
+    if P == 0:
+        rows = (row, first_row, less, g, x)
+    else:
+        rows = (row, c_lo, c_row, first_row, key_scale)
     acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False)
     if GATED:
         decay = tl.where(first_row < lo, tl.exp(c_row - tl.load(gates[0] + lo)), 0.0)  # since the first row
@@ -433,14 +605,16 @@ def dq_kernel(
 
     if NORMALIZE:  # in a row that sees itself alone, y_i is v_i for any q_i
         over_l = tl.where(row > first_row, over_l, 0.0)
-    acc *= (P * factor * over_l)[:, None]
+    acc *= ((1 if P == 0 else P) * factor * over_l)[:, None]
     tl.store(DQ + out, acc.to(DQ.dtype.element_ty), row[:, None] < T)
-    if GATED:
+    if P == 0:
+        tl.store(at_head(ROW, n, bh) + (first + tl.arange(0, BM)), r * over_l * 0.6931471805599453)  # ln 2
+    elif GATED:
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
 
 
 @triton.jit
-def _dkdv_tiles(
+def _dkdv_tiles_of_one_power(
     dk, dv, col, k, v,
     queries, b, h, H,  # (Q, strides, DY, strides, Q2, strides, PAIR, G)
     columns, gates,  # (column, c_hi, c_col), (C, FIRST, C_START) at this head of keys or None
@@ -502,6 +676,65 @@ def _dkdv_tiles(
 
 
 @triton.jit
+def _dkdv_tiles_of_powers(
+    dk, dv, k, v,
+    queries, POWERS, b, h, H,  # (Q, strides, DY, strides, Q2, strides, PAIR, G)
+    columns, gates,  # (column, ...), (C, FIRST, C_START) at this head of keys or None
+    begin, end, T, OFFSET,
+    D: tl.constexpr, BM: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """Return (dk, dv) as `_dkdv_tiles_of_one_power` does, with a power for each query."""
+    Q, q_strides, DY, dy_strides, Q2, q2_strides, PAIR, G = queries
+    n, column = _queries(T, OFFSET), columns[0]
+    PAIR, POWERS = at_head(PAIR, n, 2 * (b * H + h)), at_head(POWERS, n, 2 * b)
+    for start in range(begin, end, BM):
+        row = _row(start, OFFSET)
+        q = _tile(Q, q_strides, b, row, h, n, BM, D, True)
+        dy = _tile(DY, dy_strides, b, row, h, n, BM, D, True).to(v.dtype)
+        pair = tl.multiple_of(row, BM) * 2 + tl.arange(0, BM)[:, None] * 2 + tl.arange(0, 2)[None, :]
+        c, pdelta = tl.split(tl.load(PAIR + pair))
+        p, less = tl.split(tl.load(POWERS + pair))
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
+        dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
+        if DIAGONAL and gates is not None:
+            c = _vector(at_head(G, n, b * H + h), row, BM)
+        t = _with_sign(_exp2(less[None, :] * _log2(s) + c[None, :]), s)
+        if DIAGONAL:
+            at = start + tl.arange(0, BM)
+            seen, first = at[None, :] >= column[:, None], 0
+            if gates is not None:
+                first = start // 128 * 128 + _vector(gates[1], start, BM).to(tl.int32)
+                seen = seen & (column[:, None] >= first[None, :])
+            t = tl.where(seen, t, 0.0)
+        dv = tl.dot((t * s).to(dy.dtype), dy, dv, input_precision=PRECISION)
+        ds = t * (dp * p[None, :] - pdelta[None, :])
+        if DIAGONAL:  # in a row that sees itself alone, y_i is v_i for any q_i
+            ds = tl.where((at > first)[None, :], ds, 0.0)
+        if Q2 is not None:
+            q = _tile(Q2, q2_strides, b, row, h, n, BM, D, True)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _dkdv_tiles(
+    dk, dv, col, k, v, queries, POWERS, b, h, H, columns, gates, begin, end, T, OFFSET,
+    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    if P == 0:
+        dk, dv = _dkdv_tiles_of_powers(
+            dk, dv, k, v, queries, POWERS, b, h, H, columns, gates, begin, end, T, OFFSET, D, BM, DIAGONAL
+        )
+        return dk, dv, col
+    else:
+        return _dkdv_tiles_of_one_power(
+            dk, dv, col, k, v, queries, b, h, H, columns, gates, begin, end, T, OFFSET,
+            P, D, BM, NORMALIZE, BEFORE, DIAGONAL,
+        )  # fmt: skip
+
+
+@triton.jit
 def _last_reader(OPENED, hi, end, T):
     """Return where the queries that may see key hi end, at most `end`.
 
@@ -521,7 +754,7 @@ def _last_reader(OPENED, hi, end, T):
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BHKV", "HEADS"])
 def dkdv_kernel(
     Q, K, V, DY, Q2,  # if Q and K are float16, V and DY are bfloat16 and Q2 is Q in bfloat16; else it is None
-    gates,  # or None
+    POWERS, gates,  # or None
     PAIR, G, ROW,  # written by `dq_kernel`
     DK, DV,  # what is written
     q_strides, k_strides, v_strides, dy_strides, q2_strides,  # None: a tensor descriptor
@@ -561,7 +794,7 @@ def dkdv_kernel(
         begin, lo_row = tl.maximum(begin, multiple_of(OFFSET, 128)), tl.maximum(lo, multiple_of(OFFSET, 128))
     for i in range(group):
         dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
+            dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
             P, D, BM, NORMALIZE, BEFORE, False,
         )  # fmt: skip
     if GATED:
@@ -572,15 +805,16 @@ def dkdv_kernel(
         col *= decay
     for i in range(group):
         dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates,
-            lo_row, tl.minimum(lo + BN, T), T, OFFSET, P, D, BM, NORMALIZE, BEFORE, True,
+            dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, lo_row, tl.minimum(lo + BN, T),
+            T, OFFSET, P, D, BM, NORMALIZE, BEFORE, True,
         )  # fmt: skip
 
     out = _row_offsets(b, lo, hkv, T, HKV, BN, D)
-    dk *= P
+    if P > 0:
+        dk *= P
     tl.store(DK + out, dk.to(DK.dtype.element_ty), column[:, None] < T)
     tl.store(DV + out, dv.to(DV.dtype.element_ty), column[:, None] < T)
-    if GATED:
+    if GATED and P > 0:
         row = tl.zeros([BN], tl.float32) - col
         for i in range(group):
             row += _vector(at_head(ROW, T, b * H + hkv * group + i), lo, BN)
@@ -590,13 +824,16 @@ def dkdv_kernel(
 # ---- launchers
 
 
-def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, chunk=None, num=None, den=None, config=None):
+def forward(
+    q, k, v, log_g=None, *, p, powers=None, scale=1.0, normalize=True, chunk=None, num=None, den=None, config=None
+):
     """Return y [B, n, H, D] in q's dtype and l [B, H, n padded to a multiple of 128], float32, for `backward`.
 
     q [B, n, H, D], k, v [B, T, Hkv, D], bfloat16, float16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D
-    and p: those of `kernels.HEAD_DIMS` and `kernels.POWERS`. The queries belong to the last n tokens; T - n is a
-    multiple of 128. chunk: tokens see nothing before their chunk, a multiple of 128. num [B, n, H, D], den [B, H, n
-    padded], float32: added to the sums before dividing. `scale` cancels.
+    and p: those of `kernels.HEAD_DIMS` and `kernels.POWERS`, or p = 0 with powers [B, n] float32 and a log_g of 0 and
+    -inf. The queries belong to the last n tokens; T - n is a multiple of 128. chunk: tokens see nothing before their
+    chunk, a multiple of 128. num [B, n, H, D], den [B, H, n padded], float32: added to the sums before dividing.
+    `scale` cancels.
 
     With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
     w_ij = decay_ij (scale q_i . k_j)^p, to which other parts of the sums may be added.
@@ -611,7 +848,7 @@ def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, chunk=None, nu
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c.BN, 0.5)
         tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
         forward_kernel[(triton.cdiv(n, c.BM) * B * H,)](
-            *tiles, y, l, num, den, key_scale, gates, *strides, scale, rest,
+            *tiles, y, l, num, den, key_scale, _row_powers(powers), gates, *strides, scale, rest,
             T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
             **_options(c, q, p, normalize),
         )  # fmt: skip
@@ -619,9 +856,11 @@ def forward(q, k, v, log_g=None, *, p, scale=1.0, normalize=True, chunk=None, nu
 
 
 def backward(
-    dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, chunk=None, before=False, configs=(None, None)
-):
-    """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates.
+    dy, dl, q, k, v, log_g, y, l, *, p, powers=None, scale=1.0, normalize=True, chunk=None, before=False,
+    configs=(None, None),
+):  # fmt: skip
+    """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates; with powers their
+    gradient [B, n] float32 in place of dlog_g.
 
     With normalize, y and l are those of forward and dl is not read; else y and l are not read, and dl has l's shape.
     With `chunk`, row of the table above is returned in place of dlog_g, for `gates.chunk_dlog_g`. before: True if there
@@ -633,6 +872,8 @@ def backward(
     if log_g is not None:
         row = (empty if n == T else _zeros)(q, B, H, padded(T))  # there are no queries of the tokens before
         g = empty(q, B, H, padded(n))
+    if powers is not None:
+        row, powers = empty(q, B, H, padded(n)), _row_powers(powers)
     scale, rest = _powers_of_two(scale, p, q.dtype)
     c_dq = configs[0] or choose("dq", q, p, log_g is not None, chunk is not None)
     c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None, chunk is not None)
@@ -645,19 +886,32 @@ def backward(
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
         (k_tiles, v_tiles, k2), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN), (k2, c_dq.BN))
         dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
-            q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, gates, dq, pair, g, row,
+            q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, dq, pair, g, row,
             q.stride(), *kv_strides, dy.stride(), scale, rest,
             T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
             R=c_dkdv.BM, BEFORE=before, **_options(c_dq, q, p, normalize),
         )  # fmt: skip
         (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))
         dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-            q, k, v, dy, q2, gates, pair, g, row, dk, dv,
+            q, k, v, dy, q2, powers, gates, pair, g, row, dk, dv,
             q_strides, k.stride(), v.stride(), *dy_strides,
             T, _offset(n, T), chunk or T, H, HKV, B * HKV, _heads_together(chunk or T, B * HKV),
             BEFORE=before, **_options(c_dkdv, k, p, normalize),
         )  # fmt: skip
+        if powers is not None:
+            return dq, dk, dv, row[..., :n].sum(1)
         return dq, dk, dv, row if log_g is None or chunk else dlog_g(row, log_g, H)
+
+
+def _row_powers(powers):
+    """Return POWERS of the table above for powers [B, n], or None for None.
+
+    p - 1 is at least 1e-20, so that times log2 0 it is -inf for p = 1 too.
+    """
+    if powers is None:
+        return None
+    p = torch.nn.functional.pad(powers, (0, padded(powers.shape[1]) - powers.shape[1]), value=2.0)
+    return torch.stack((p, (p - 1).clamp(min=1e-20)), dim=-1)
 
 
 def _zeros(like, *shape):
@@ -679,7 +933,7 @@ def _wide(x):
 
 def _key_scales(k, log_g, p, normalize):
     """Return KEY_SCALE of the table above, or None if keys are taken as they are."""
-    if p <= 4 or not normalize:
+    if 0 < p <= 4 or not normalize:
         return None
     B, T, HKV, D = k.shape
     scales = empty(k, B * HKV, padded(T))

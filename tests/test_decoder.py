@@ -141,7 +141,7 @@ def test_softmax_in_parts_and_tiles_is_neutral_to_the_size_of_scores(parts, monk
     monkeypatch.setattr(decode, "parts_of_cache", lambda heads, C: parts)
     model = tiny(attention="softmax", n_layer=1, n_embd=16, head_dim=16, n_kv_head=1)
     model.transformer.h[0].attn.c_attn.weight.mul_(12)
-    state, found = start(model, 1, 3, n=150)
+    state, found = start(model, 3, 3, n=150)  # in some of these the largest score comes after others of its row
     scores = state.layers[0].k[0, :, 0] @ state.layers[0].k[0, :, 0].t() / 4
     assert scores.max() > 200
     for _ in range(2):
@@ -285,7 +285,7 @@ def test_the_memory_of_layers_that_differ_is_added_up(monkeypatch):
     token, power = 2 * (2 * 16 * 4 + 12), 2 * 136 * 17 * 4
     monkeypatch.setattr(memory, "free_memory", lambda device: 2 * (power + 6 * token + 12 * token))
     start(model, 2, 8, 6)  # a state after 6 tokens in one layer, 12 tokens in the other
-    with pytest.raises(MemoryError, match=r"3 samples need .* num_samples=2 or switch_over=13 would fit"):
+    with pytest.raises(MemoryError, match=r"3 samples need .* num_samples=2 or .*switch_over=13 would fit"):
         start(model, 3, 8, 6)
     with pytest.raises(MemoryError, match=rf"9 samples need {9 * (power + 18 * token):,} bytes.* num_samples=2 would"):
         start(model, 9, 8, 6)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from numerics import relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import ATTENTIONS, LogState, PowerState, check, dispatch, heinsen, heinsen_attention, heinsen_forms
 from attention import heinsen_naive as naive
@@ -568,3 +569,33 @@ def test_training_checks_the_kernels_that_it_will_use(kernels, monkeypatch):
         mix = ATTENTIONS["heinsen"](heinsen_config(values=values))
         assert mix.training_plan(4096, torch.bfloat16, "cuda").on_kernels
         assert asked.pop() == (torch.bfloat16, v_dtype, 8, 8, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("values", ["signed", "log"])
+def test_the_kernels_in_the_interpreter_equal_the_specification(monkeypatch, values):
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    monkeypatch.setattr(heinsen, "heinsen_kernel_reason", lambda *sizes: "")
+    made = inputs(24, 18, B=1, H=2, Hkv=1, D=16, E=16, dtype=torch.float32, resets=True, change=lambda k: 20 * k)
+    assert_equal_to_specification(made, dtype=torch.float32, values=values, tolerance=1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of entries of the largest tensor that is made."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        tensors = [x for x in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(x, torch.Tensor)]
+        self.entries = max([self.entries, *(x.numel() for x in tensors)])
+        return made
+
+
+@pytest.mark.parametrize("values", ["signed", "log"])
+def test_no_tensor_is_as_large_as_the_states_of_all_tokens(values):
+    T, D = 2048, 32
+    q, k, v = (torch.randn(1, T, 1, D).requires_grad_() for _ in range(3))
+    with Largest() as largest:
+        y = heinsen_attention(q, k, v, values=values)
+        torch.autograd.grad(y.sum(), (q, k, v))
+    assert T * D <= largest.entries <= 2 * T * D  # not T * D * D: those of the inputs, or of a chunk

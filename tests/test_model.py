@@ -11,7 +11,7 @@ from attention import ATTENTIONS
 from model import GPT, GPTConfig
 
 KINDS = [(a, "auto") for a in ATTENTIONS] + [("conformal_sympow", "none"), ("conformal_sympow", "fixed")]
-POWER = [k for k in KINDS if k[0] not in ("softmax", "even_power")]
+POWER = [k for k in KINDS if k[0] not in ("softmax", "even_power", "adaptive_power")]
 
 
 def tiny(attention="sympow", gate="auto", **kwargs):
@@ -131,7 +131,7 @@ OPTIONS = {
 }
 COMPILED = {  # each attention and each option; all pairs, with two layers, where slow tests run
     ("softmax", "plain"), ("even_power", "chunked, resets"), ("sympow", "plain"), ("sympow_gating", "checkpointing"),
-    ("conformal_sympow", "chunked, resets"),
+    ("conformal_sympow", "chunked, resets"), ("adaptive_power", "chunked, resets"),
 }  # fmt: skip
 
 

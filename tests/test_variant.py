@@ -73,6 +73,8 @@ def tiny(attention, **kwargs):
     shape = dict(
         vocab_size=257, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, head_dim=16, gate_bias=2.0, rope_base=99.0
     )
+    if attention == "mixture":
+        attention, kwargs = "adaptive_power", {"adaptive": "mixture", **kwargs}
     model = GPT(GPTConfig(attention=attention, **{**shape, **kwargs})).eval().to(DEVICE)
     for name, p in model.named_parameters():
         if not name.endswith("rate"):
@@ -80,7 +82,7 @@ def tiny(attention, **kwargs):
     return model
 
 
-REGISTERED = [*ATTENTIONS, "average", "linear"]
+REGISTERED = [*ATTENTIONS, "mixture", "average", "linear"]  # mixture: adaptive_power in its other form
 
 
 @pytest.fixture(autouse=True)

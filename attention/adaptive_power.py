@@ -1,0 +1,204 @@
+"""Adaptive power attention: each token chooses its own power, between p_min and p_max.
+
+What it computes      p_i = p_min + (p_max - p_min) f(q_i), one power a token for all heads, where f is a network on the
+                      projected queries of all heads, not rotated, d = H D of them:
+                      f(q) = sigmoid(W_2 relu(W_1 q + b_1) + b_2), W_1 [d, d], W_2 [1, d]
+    continuous        y_i = sum_{j<=i} w_ij v_j / sum_{j<=i} w_ij,  w_ij = |q'_i . k'_j|^p_i
+    mixture           y_i = sum_m a_m(p_i) y_i^(m), y^(m) power attention of the even powers m = p_min, p_min + 2, ...,
+                      p_max: p_i between neighbours m and m + 2 has a_m = (m + 2 - p_i) / 2, a_{m+2} = (p_i - m) / 2
+The quadratic form    continuous: the only one, since a real power has no finite feature map; q', k' as in sympow
+The state             continuous: every key and value, like even_power
+                      mixture: S and z of all its powers, side by side along their features
+
+From the notebook "Adaptive Symmetric Power Transformers", section 1 and equation 7 of section 3. The network adds
+(d + 1)^2 parameters a layer to those of other attentions: 591,361 at d = 768, 7.1 M in 12 layers.
+
+p_min and p_max are 2 and 4 here, 2 and 8 in the notebook: the state of p = 8 does not exist at a usable size (199 TB at
+head dimension 64, 12 layers and heads), and (q . k)^8 is nearly one-hot in a fresh model, which hardly learns from it.
+
+Left out on purpose: an embedding of floor(p) features, because floor has no gradient, and because the embeddings of a
+query and a key with two powers differ in size and have no product; and (ReLU(s) + epsilon)^p, because it is not even,
+so that p = 2 would not be power attention, and has no features whose sums are a state. The notebook's code also
+broadcasts p over keys by mistake, where its equation has a power for each query, and its attention never finishes its
+first batch, as it loops in Python over the multi-indices of an embedding of all d_model entries.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from . import backend
+from .adaptive_forms import adaptive_attend
+from .dispatch import plan, plan_adaptive
+from .embedding import symmetric_power_dim
+from .even_power import power_flops
+from .forms import PowerState, accumulation_dtype
+from .gates import linear_fp32, reset_gates
+from .power import cast_to_autocast_dtype, power_attention
+from .state import attend_to_state
+from .variant import KVCacheVariant
+
+
+def adaptive_power_attention(q, k, v, powers, *, log_g=None):
+    """Compute causal attention with weights |q_i . k_j|^p_i.
+
+    q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides; query head h
+    reads key/value head h // (H / Hkv), and the queries belong to the last n of the T tokens. powers [B, n]: the power
+    of each query's token, floating point, at least 1 (not read here, for that would wait for the GPU; NaN gives NaN in
+    its row). log_g [B, T, Hkv] holds only 0 and -inf, which forgets all before its token, or is None. Under autocast q,
+    k and v are first cast to its dtype, as for SDPA.
+
+    Returns y [B, n, H, E] in q's dtype, zeros in rows without any weight. Differentiable in q, k, v and powers (on the
+    GPU kernels once); |s|^p ln |s| and its derivatives are zero at s = 0. NaN in an input gives NaN in the rows of y
+    that see it and changes no bit of those before, with the exception that `power_attention` names.
+    Raises ValueError for arguments that do not fit.
+    """
+    q, k, v = cast_to_autocast_dtype(q, k, v)
+    _check(q, k, v, powers, log_g)
+    chosen = plan_adaptive(q.shape[3], v.shape[3], dtype=q.dtype, device=q.device, gated=log_g is not None)
+    if not chosen.on_kernels or not len(q):  # a kernel cannot be launched on nothing
+        return adaptive_attend(q, k, v, powers, log_g)
+    return backend.adaptive_attention(q, k, v, powers.float(), None if log_g is None else log_g.float())
+
+
+def mixture_weights(powers, p):
+    """Return [B, T, len(p)], for each of `powers` [B, T] its weights of the even powers p = (m, m + 2, ...).
+
+    They are zero but for its two neighbours, and sum to 1.
+    """
+    m = torch.tensor(p, dtype=powers.dtype, device=powers.device)
+    return (1 - (powers.unsqueeze(-1) - m).abs() / 2).clamp(min=0)
+
+
+def mixture_attention(q, k, v, powers, *, p, log_g=None, form="auto", chunk_size=None):
+    """Return y [B, T, H, E], the mixture of power attention of the even powers p = (m, m + 2, ...), each normalised by
+    itself, for powers [B, T] from p[0] to p[-1]; see `power_attention`."""
+    return _mix([power_attention(q, k, v, log_g, p=m, form=form, chunk_size=chunk_size) for m in p], powers, p)
+
+
+class PowerNetwork(nn.Module):
+    """The network p_min + (p_max - p_min) f."""
+
+    def __init__(self, width, p_min, p_max):
+        super().__init__()
+        self.p_min, self.p_max = p_min, p_max
+        self.hidden, self.out = nn.Linear(width, width), nn.Linear(width, 1)
+
+    def forward(self, q):
+        """Return the powers [B, T] of queries q [B, T, H, D], float32 (float64 for float64 weights); only the first
+        layer runs under autocast."""
+        x = linear_fp32(F.relu(self.hidden(q.flatten(2))), self.out.weight, self.out.bias).squeeze(-1)
+        return self.p_min + (self.p_max - self.p_min) * x.to(accumulation_dtype(x)).sigmoid()
+
+
+class AdaptivePower(KVCacheVariant):
+    @classmethod
+    def check(cls, config):
+        c = config
+        if c.adaptive not in ("continuous", "mixture"):
+            raise ValueError(f"adaptive must be continuous or mixture, got {c.adaptive!r}")
+        if not (math.isfinite(c.p_min) and math.isfinite(c.p_max) and c.p_min < c.p_max):
+            raise ValueError(f"p_min must be below p_max, both finite, got {c.p_min} and {c.p_max}")
+        if c.p_min < 1:
+            raise ValueError(
+                f"p_min must be at least 1, got {c.p_min}: below, |q.k|^p has no derivative where q.k is 0"
+            )
+        if c.adaptive == "mixture" and (c.p_min % 2 or c.p_max % 2):
+            raise ValueError(
+                "p_min and p_max of adaptive=mixture, which mixes even powers, must be even integers, got "
+                f"{c.p_min} and {c.p_max}"
+            )
+
+    def __init__(self, config):
+        super().__init__(config)
+        c, self.mixes = config, config.adaptive == "mixture"
+        if self.mixes:
+            self.p = tuple(range(int(c.p_min), int(c.p_max) + 1, 2))
+        self.switch_over = "auto" if self.mixes else "never"
+        self.form, self.chunk_size = c.form, c.chunk_size or None
+        self.power = PowerNetwork(c.n_head * c.head_dim, c.p_min, c.p_max)
+
+    def forward(self, x, q, k, v, resets=None, state=None):
+        powers, positions, log_g = self.power(q), self.positions(x, state), reset_gates(resets, None, k)
+        q, k = self.rotate(q, k, positions)
+        if self.mixes and state is None:
+            how = dict(form=self.form, chunk_size=self.chunk_size)
+            return mixture_attention(q, k, v, powers, p=self.p, log_g=log_g, **how), None
+        if self.mixes:
+            return self.mix_and_append(q, k, v, powers, log_g, positions, state)
+        if state is not None:
+            if state.power:
+                raise ValueError(f"the state of adaptive=continuous has no S and z, got S {[*state.S.shape]}")
+            state = state.append(k, v, log_g, positions)
+            k, v, log_g = state.k, state.v, state.log_g
+        return adaptive_power_attention(q, k, v, powers, log_g=log_g), state
+
+    def mix_and_append(self, q, k, v, powers, log_g, positions, state):
+        """Return (y [B, n, H, D], the state after the n new tokens): `attend_and_append` of each power, mixed.
+
+        S and z of the state are those of all powers, concatenated along Dphi; the KV cache serves them all.
+        """
+        before, state = state, state.append(k, v, log_g, positions)
+        must_flush, states = state.must_flush(self.p), [None] * len(self.p)
+        if before.power:
+            sizes = [symmetric_power_dim(k.shape[-1], m) for m in self.p]
+            if before.S.shape[2] != sum(sizes):
+                raise ValueError(f"S of powers {self.p} has {sum(sizes)} features, got {before.S.shape[2]}")
+            states = map(PowerState, before.S.split(sizes, dim=2), before.z.split(sizes, dim=2))
+        found = [
+            attend_to_state(q, k, v, log_g, before, state, power, must_flush, p=m) for m, power in zip(self.p, states)
+        ]
+        if must_flush:
+            S, z = (torch.cat(x, dim=2) for x in zip(*(power for _, power in found)))
+            state = replace(state, k=None, v=None, log_g=None, S=S, z=z)
+        return _mix([y for y, _ in found], powers, self.p), state
+
+    def statistics(self, x, q):
+        powers = self.power(q)
+        return {"power": powers.mean().item(), "power_std": powers.std(correction=0).item()}
+
+    def training_plan(self, block_size, dtype, device):
+        """Return the plan of `continuous`, or that of the mixture's largest power."""
+        return self.plans(block_size, dtype, device)[-1]
+
+    def plans(self, block_size, dtype, device):
+        """Return the Plan of each power of a mixture, or that of `continuous` alone."""
+        D, where = self.config.head_dim, dict(dtype=dtype, device=device, gated=self.config.gated)
+        if not self.mixes:
+            return [plan_adaptive(D, D, **where)]
+        return [plan(block_size, D, D, m, **where, form=self.form, chunk_size=self.chunk_size) for m in self.p]
+
+    def attention_flops(self, block_size, dtype, device):
+        if not self.mixes:
+            return super().attention_flops(block_size, dtype, device)
+        plans = self.plans(block_size, dtype, device)
+        return sum(power_flops(self.config, m, block_size, chosen) for m, chosen in zip(self.p, plans))
+
+
+def _mix(ys, powers, p):
+    a = mixture_weights(powers, p)[..., None, None].unbind(2)  # [B, T, 1, 1] each
+    return sum(a_m * y for a_m, y in zip(a, ys)).to(ys[0].dtype)
+
+
+def _check(q, k, v, powers, log_g):
+    """Raise ValueError, with the value and what would be right, for arguments that do not fit each other."""
+    shapes = f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(f"q, k, v must be [B, T, H, D], got {shapes}")
+    (B, n, H, D), (T, Hkv) = q.shape, k.shape[1:3]
+    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv) or min(n, H, Hkv, D, v.shape[3]) < 1 or n > T:
+        raise ValueError(f"q [B,n,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E], n <= T, do not fit: {shapes}")
+    if H % Hkv:
+        raise ValueError(f"the query heads must be a multiple of the key/value heads, got {H} and {Hkv}")
+    if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
+        raise ValueError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if powers.shape != (B, n) or not powers.is_floating_point():
+        raise ValueError(f"powers must be floating point [B, n] = {[B, n]}, got {powers.dtype} {[*powers.shape]}")
+    if log_g is not None and log_g.shape != (B, T, Hkv):
+        raise ValueError(f"log_g must be [B, T, Hkv] = {[B, T, Hkv]}, got {[*log_g.shape]}")
+    others = {"k": k, "v": v, "powers": powers, "log_g": log_g}
+    if away := [f"{name} on {x.device}" for name, x in others.items() if x is not None and x.device != q.device]:
+        raise ValueError(f"all tensors must be on one device, got q on {q.device}, {', '.join(away)}")

@@ -1,0 +1,278 @@
+"""Adaptive power: both forms against their formulas, the network, states, and the kernels with a power for each row."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from attention import adaptive_forms, backend, dispatch, memory, naive
+from attention.adaptive_power import PowerNetwork, adaptive_power_attention, mixture_attention, mixture_weights
+from attention.power import power_attention
+from attention.state import LayerState
+from model import GPT, GPTConfig
+
+
+def inputs(T, dtype=torch.float64, B=2, H=4, Hkv=2, D=16, E=16, documents=False):
+    """Return [q, k, v, powers], log_g or None, and dy; some rows, keys and scores are zero, and some powers 1."""
+    g = torch.Generator().manual_seed(T)
+    make = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float32).to(dtype)
+    q, k, v, powers = make(B, T, H, D), make(B, T, Hkv, D), make(B, T, Hkv, E), 1 + 4 * torch.rand(B, T, generator=g)
+    powers[:, ::7] = 1
+    if T > 30:
+        q[0, 5], k[-1, 7], k[0, :9, 0] = 0, 0, 0
+        q[0, 20, 0], k[0, :, 0, 0] = torch.eye(D)[0], 0  # a row all of whose scores are zero
+    log_g = None
+    if documents:
+        log_g = torch.zeros(B, T, Hkv, dtype=dtype)
+        for b, t, h in ((0, 13, 0), (0, 13, 1), (0, 90, 0), (1, 40, 1), (1, 64, 0), (1, 64, 1)):
+            log_g[b % B, t % T, h % Hkv] = -math.inf
+    return [q, k, v, powers.to(dtype)], log_g, make(B, T, H, E)
+
+
+def results(attention, tensors, dy, to=lambda x: x):
+    leaves = [to(x).detach().requires_grad_() for x in tensors]
+    y = attention(*leaves)
+    return [y, *torch.autograd.grad(y, leaves, to(dy))]
+
+
+def assert_right(attention, tensors, log_g, dy, tolerance):
+    """Compare y and the gradients to q, k, v and powers with float64 of the same inputs."""
+    log_g64 = None if log_g is None else log_g.double()
+    expected = results(lambda *x: naive.adaptive(*x, log_g64), tensors, dy, torch.Tensor.double)
+    for name, x, r in zip(("y", "dq", "dk", "dv", "dp"), results(attention, tensors, dy), expected):
+        floor = (1e-3 if r.shape[1] > 1 else 1) * dy.double().norm()  # a single token has no gradient but rounding
+        error = (x.double() - r).norm() / max(r.norm(), floor)
+        assert error <= tolerance, f"{name}: error {error:.1e}"  # NaN is not
+
+
+# ---- the formulas
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+@pytest.mark.parametrize("T", [1, 63, 130])
+def test_pytorch_equals_the_specification(T, dtype, tolerance, documents, monkeypatch):
+    tensors, log_g, dy = inputs(T, dtype, E=5, documents=documents)
+    attention = lambda *x: adaptive_power_attention(*x, log_g=log_g)
+    assert_right(attention, tensors, log_g, dy, tolerance)
+    monkeypatch.setitem(adaptive_forms.SCORES_AT_ONCE, "cpu", 2**10)  # blocks of 16 rows, computed twice
+    assert_right(attention, tensors, log_g, dy, tolerance)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_both_forms_are_power_attention_where_p_is_one_of_its_powers(p):
+    (q, k, v, powers), log_g, _ = inputs(30, documents=True)
+    expected, powers = power_attention(q, k, v, log_g, p=p), torch.full_like(powers, p)
+    assert torch.allclose(adaptive_power_attention(q, k, v, powers, log_g=log_g), expected, rtol=1e-10)
+    assert torch.allclose(mixture_attention(q, k, v, powers, p=(2, 4), log_g=log_g), expected, rtol=1e-12)
+
+
+def test_at_three_continuous_is_the_third_power_and_mixture_the_mean_of_its_neighbours():
+    (q, k, v, powers), _, _ = inputs(40, Hkv=4, D=8)
+    powers = torch.full_like(powers, 3)
+    w = torch.einsum("bihd,bjhd->bhij", q, k).abs().pow(3).tril()
+    expected = (w @ v.transpose(1, 2) / w.sum(-1, keepdim=True).clamp(min=1e-300)).transpose(1, 2)
+    assert torch.allclose(adaptive_power_attention(q, k, v, powers), expected, rtol=1e-10)
+    mean = (naive.quadratic(q, k, v, p=2) + naive.quadratic(q, k, v, p=4)) / 2
+    for form in ("quadratic", "chunked", "recurrent"):
+        assert torch.allclose(mixture_attention(q, k, v, powers, p=(2, 4), form=form, chunk_size=16), mean)
+
+
+def test_a_mixture_is_convex_and_of_the_two_neighbours():
+    a = mixture_weights(torch.tensor([[2.0, 2.5, 4.0, 7.0, 8.0]]), (2, 4, 6, 8))
+    expected = [[1, 0, 0, 0], [0.75, 0.25, 0, 0], [0, 1, 0, 0], [0, 0, 0.5, 0.5], [0, 0, 0, 1]]
+    assert torch.equal(a, torch.tensor([expected]))
+
+
+def test_the_sizes_of_q_and_k_change_nothing_and_later_tokens_no_earlier_row():
+    (q, k, v, powers), log_g, _ = inputs(40, torch.float32, documents=True)
+    attend = lambda q, k, powers=powers: adaptive_power_attention(q, k, v, powers, log_g=log_g)
+    y = attend(q, k)
+    for a, b in ((2.0**-90, 1), (2.0**90, 1), (1, 2.0**-90), (1, 2.0**90)):
+        assert torch.equal(attend(q * a, k * b), y)
+    assert attend(q, k, powers * 100).isfinite().all()
+    for value in (1e30, math.inf, math.nan):
+        later = k.clone()
+        later[:, 30:] = value
+        assert torch.equal(attend(q, later)[:, :30], y[:, :30])
+        assert value == 1e30 or attend(q, later)[:, 30:].isnan().all()
+    powers = powers.clone()
+    powers[:, 9] = math.nan
+    assert attend(q, k, powers)[:, 9].isnan().all() and torch.equal(attend(q, k, powers)[:, 10:], y[:, 10:])
+
+
+def test_arguments_that_do_not_fit_are_refused_in_one_line():
+    (q, k, v, powers), log_g, _ = inputs(9)
+    for arguments, message in (
+        ((q, k, v, powers[:, 1:]), r"powers must be floating point \[B, n\] = \[2, 9\], got torch.float64 \[2, 8\]"),
+        ((q, k, v, powers.int()), "powers must be floating point"),
+        ((q, k[:, 1:], v[:, 1:], powers), "n <= T, do not fit"),
+        ((q, k[..., 1:], v, powers), "do not fit"),
+        ((q[:, :, :3], k, v, powers), "multiple of the key/value heads, got 3 and 2"),
+        ((q, k.float(), v, powers), "one floating dtype"),
+        ((q[0], k, v, powers), r"must be \[B, T, H, D\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adaptive_power_attention(*arguments)
+    with pytest.raises(ValueError, match=r"log_g must be \[B, T, Hkv\]"):
+        adaptive_power_attention(q, k, v, powers, log_g=torch.zeros(2, 9, 4))
+
+
+# ---- the kernels
+
+
+@pytest.mark.parametrize(
+    "T,H,Hkv,D,documents", [(1, 1, 1, 16, False), (130, 2, 1, 16, False), (70, 4, 2, 32, True), (200, 2, 1, 16, True)]
+)
+def test_kernels_equal_the_specification(T, H, Hkv, D, documents):
+    adaptive = pytest.importorskip("kernels.adaptive", exc_type=ImportError)
+    tensors, log_g, dy = inputs(T, torch.float32, B=2, H=H, Hkv=Hkv, D=D, E=D, documents=documents)
+    assert_right(lambda *x: adaptive.adaptive_attention(*x, log_g), tensors, log_g, dy, 3e-6)
+
+
+def test_kernels_take_the_last_queries_alone_and_give_shapes_without_data():
+    adaptive = pytest.importorskip("kernels.adaptive", exc_type=ImportError)
+    (q, k, v, powers), log_g, dy = inputs(150, torch.float32, B=1, H=2, Hkv=1, documents=True)
+    n = 17
+    last = [q[:, -n:], k, v, powers[:, -n:]]
+    assert_right(lambda *x: adaptive.adaptive_attention(*x, log_g), last, log_g, dy[:, -n:], 3e-6)
+    leaves = [x.to("meta").requires_grad_() for x in (q, k, v, powers)]
+    y = adaptive.adaptive_attention(*leaves)
+    grads = torch.autograd.grad(y, leaves, dy.to("meta"))
+    assert y.shape == q.shape and [x.shape for x in grads] == [x.shape for x in (q, k, v, powers)]
+
+
+def test_kernels_are_used_on_a_gpu_and_pytorch_where_they_fail(monkeypatch):
+    tensors, log_g, _ = inputs(20, torch.float32, documents=True)
+    expected, calls = adaptive_power_attention(*tensors, log_g=log_g), []
+    monkeypatch.setattr(dispatch, "kernel_reason", lambda form, *sizes: "" if form == "adaptive" else "other")
+    monkeypatch.setattr(backend, "adaptive_attention", lambda *x: calls.append(x[3:]) or x[0])
+    assert adaptive_power_attention(*tensors, log_g=log_g) is tensors[0]
+    assert calls[0][0].dtype == torch.float32 and torch.equal(calls[0][1], log_g)
+    monkeypatch.setattr(
+        dispatch, "failure", lambda *size: "wrong results" * (size[:5] == ("adaptive", torch.float32, 16, 0, True))
+    )
+    monkeypatch.setattr(dispatch, "_warned", set())
+    with pytest.warns(UserWarning, match="without its adaptive kernels, which fail on this machine: wrong results"):
+        assert torch.equal(adaptive_power_attention(*tensors, log_g=log_g), expected)
+
+
+# ---- the network and the model
+
+
+def tiny(**kwargs):
+    torch.manual_seed(0)
+    shape = dict(vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, head_dim=8, rope_base=100.0)
+    model = GPT(GPTConfig(**{**shape, "attention": "adaptive_power", **kwargs})).eval()
+    for p in model.parameters():
+        if p.dim() == 2:
+            torch.nn.init.normal_(p, std=0.2)
+    return model
+
+
+def test_the_network_is_the_notebooks_on_all_heads_queries():
+    torch.manual_seed(0)
+    network, q = PowerNetwork(12, 2.0, 4.0), torch.randn(2, 5, 3, 4)
+    found = network(q)
+    plain = torch.sigmoid(network.out(F.relu(network.hidden(q.reshape(2, 5, 12)))))
+    assert torch.allclose(found, 2 + 2 * plain.squeeze(-1)) and found.std() > 0.01
+    assert sum(p.numel() for p in network.parameters()) == 13**2
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = network(q)
+    assert rounded.dtype == torch.float32 and torch.allclose(rounded, found, atol=0.02)
+    assert not torch.equal(rounded, rounded.bfloat16().float())  # only its first layer is in bfloat16
+
+
+def test_p_is_of_the_queries_before_they_are_rotated():
+    mix, seen = tiny().transformer.h[0].attn.mix, []
+    mix.power.register_forward_hook(lambda module, given, powers: seen.append((given[0], powers)))
+    q, k, v = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
+    y, _ = mix(torch.empty(1, 6, 32), q, k, v)
+    ((given, powers),) = seen
+    assert given is q
+    rotated = mix.rotate(q, k, torch.arange(1.0, 7.0, dtype=torch.float64))
+    assert torch.allclose(y, naive.adaptive(*rotated, v, powers), atol=1e-5)
+
+
+@pytest.mark.parametrize("adaptive", ["continuous", "mixture"])
+def test_mean_and_spread_of_p_are_reported_for_each_layer(adaptive):
+    model, ids = tiny(adaptive=adaptive, p_max=6.0), torch.randint(0, 97, (2, 30))
+    seen = []
+    for block in model.transformer.h:
+        block.attn.mix.power.register_forward_hook(lambda module, given, powers: seen.append(powers))
+    found = model.statistics(ids)
+    seen = seen[::2]  # each layer computes them for the statistics and for its output
+    assert found["power"] == [x.mean().item() for x in seen] and all(2 < x < 6 for x in found["power"])
+    assert (
+        found["power_std"] == pytest.approx([x.std(correction=0).item() for x in seen]) and min(found["power_std"]) > 0
+    )
+
+
+@pytest.mark.parametrize(
+    "settings,message",
+    [
+        (dict(p_min=4.0, p_max=4.0), "p_min must be below p_max, both finite, got 4.0 and 4.0"),
+        (dict(p_min=2.0, p_max=math.nan), "p_min must be below p_max, both finite, got 2.0 and nan"),
+        (dict(p_max=math.inf), "both finite, got 2.0 and inf"),
+        (dict(p_min=0.5), "p_min must be at least 1, got 0.5"),
+        (dict(adaptive="mixture", p_max=3.0), "must be even integers, got 2.0 and 3.0"),
+        (dict(adaptive="mixture", p_min=1.0), "must be even integers, got 1.0 and 4.0"),
+        (dict(adaptive="floor"), "adaptive must be continuous or mixture, got 'floor'"),
+    ],
+)
+def test_wrong_powers_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        GPTConfig(attention="adaptive_power", **settings)
+    assert "\n" not in str(refused.value)
+    assert GPTConfig(attention="adaptive_power", p_min=1.5, p_max=2.7).adaptive == "continuous"
+
+
+@pytest.mark.parametrize("switch_over", [1, 5, "always"])
+@torch.inference_mode()
+def test_a_mixture_is_generated_from_a_state_of_fixed_size(switch_over):
+    model, ids = tiny(adaptive="mixture", reset_token=7).double(), torch.randint(0, 97, (2, 90))
+    expected, _ = model(ids)
+    logits, state = model.read(ids[:, :40], model.empty_state(2, switch_over), piece=16)
+    found = [logits]
+    for t in range(40, 89):
+        logits, state = model.step(ids[:, t], state)
+        found.append(logits)
+    assert (torch.stack(found, dim=1) - expected[:, 39:89]).abs().max() < 1e-9 < expected.std()
+    layer = state.layers[0]
+    assert layer.S.shape == (2, 2, 36 + 330, 8) and layer.z.shape == (2, 2, 366)  # p = 2 and p = 4
+    assert layer.cached_tokens < 64 and layer.repeat(2).S.shape[0] == 4
+
+
+def test_states_of_other_variants_are_refused():
+    q, k, v, x = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 8), torch.empty(1, 1, 32)
+    S, z = torch.zeros(1, 2, 36, 8), torch.zeros(1, 2, 36)  # sympow's
+    state = LayerState(torch.zeros(1, dtype=torch.float64), S=S, z=z)
+    for adaptive, message in (("mixture", "has 366 features, got 36"), ("continuous", "has no S and z, got S")):
+        with pytest.raises(ValueError, match=message):
+            tiny(adaptive=adaptive).transformer.h[0].attn.mix(x, q, k, v, state=state)
+
+
+def test_memory_that_would_not_suffice_is_named(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 5 * 10**8)
+
+    def check(**kwargs):
+        model = tiny(**kwargs)
+        mixes = [block.attn.mix for block in model.transformer.h]
+        state = model.empty_state(1, "always")
+        memory.check_generation_fits(mixes, state, 10, 1, 4, torch.float32, torch.device("cpu"))
+
+    check(adaptive="mixture")
+    check(adaptive="continuous", head_dim=64)
+    with pytest.raises(MemoryError, match=r"p=\(2, 4\), head dimension 64, 2 layers of 2 heads"):
+        check(adaptive="mixture", head_dim=64)
+
+
+def test_flops_count_each_power_of_a_mixture():
+    mix = tiny(adaptive="continuous").transformer.h[0].attn.mix
+    assert mix.attention_flops(100, torch.float32, "cpu") == 6 * 100 * 4 * 8
+    mix = tiny(adaptive="mixture", form="quadratic").transformer.h[0].attn.mix
+    assert mix.attention_flops(100, torch.float32, "cpu") == 2 * 6 * 100 * 4 * 8
+    mix = tiny(adaptive="mixture", form="chunked", chunk_size=16).transformer.h[0].attn.mix
+    expected = 2 * 6 * 16 * 4 * 8 + 6 * (4 + 2) * (36 + 330) * 9
+    assert mix.attention_flops(100, torch.float32, "cpu") == expected
