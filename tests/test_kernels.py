@@ -439,9 +439,9 @@ def shared(name, dtype, D, gated, p, offset=None):
     sizes = dict(P=p, D=D, BM=c.BM, BN=c.BN, NORMALIZE=True)
     options = dict(num_warps=c.warps, num_stages=c.stages, grid=(1,))
     args = {
-        "forward": (q, k, v, X, F, N, N, F, gates, N, N, N, 1.0, 1.0, 9, offset, 9, 2, 2, 2, 1),
-        "dq": (X, k, v, W, k2, X, F, N, F, gates, X, F, row, row, s, N, N, N, s, 1.0, 1.0, 9, offset, 9, 2, 2, 2, 1),
-        "dkdv": (q, X, W, dy, q2, gates, F, row, row, X, X, N, s, s, N, N, 9, offset, 9, 2, 2, 2, 1),
+        "forward": (q, k, v, X, F, N, N, F, N, gates, N, N, N, 1.0, 1.0, 9, offset, 9, 2, 2, 2, 1),
+        "dq": (X, k, v, W, k2, X, F, N, F, N, gates, X, F, row, row, s, N, N, N, s, 1.0, 1.0, 9, offset, 9, 2, 2, 2, 1),
+        "dkdv": (q, X, W, dy, q2, N, gates, F, row, row, X, X, N, s, s, N, N, 9, offset, 9, 2, 2, 2, 1),
     }
     kernel = getattr(quadratic, name + "_kernel")
     if name == "dq":
