@@ -45,9 +45,9 @@ Cost, a token and head. Forward: 16 D exp inside blocks and 3 D for states; 6 D^
 inside blocks and 6 D for states, 14 D^2 FLOP. Bytes: q, k, v and y, keys and values a second time, and 16 D^2 / CHUNK
 of states; backward q, k, v, dy and three gradients, all but the gradients a second time, and 32 D^2 / CHUNK.
 
-Floors of 65,536 tokens, 12 heads of 64 in bfloat16 on an H200 (3.6e12 exp/s, 4.3 TB/s), with CHUNK = 128: forward 0.27
-ms of exp and 0.23 ms of memory, backward 0.53 and 0.44 ms. The products, 0.02 and 0.05 TFLOP, are 0.06 and 0.13 ms at
-tf32's half of the matrix unit's 701 TFLOP/s. The limit is exp, and the latency of a walk from block to block.
+Floors of 65,536 tokens, 12 heads of 64 in bfloat16 on an H200 (3.6e12 exp/s, 4.3 TB/s), with CHUNK = 256: forward 0.27
+ms of exp and 0.19 ms of memory, backward 0.53 and 0.35 ms. The products, 0.02 and 0.05 TFLOP, are 0.09 and 0.21 ms as
+three bfloat16 products at 701 TFLOP/s. The limit is exp, and the latency of a walk from block to block.
 
 Heads of 128 need all registers for the state, and a few more: some spill. In float32 products do without the matrix
 unit, and at 128 are slow for the same reason; that size is there to be right.
@@ -63,11 +63,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import chunk_of, device_guard, empty, load_rows, maximum, row_pointers
+from .common import INTERPRETED, chunk_of, device_guard, empty, load_rows, maximum, row_pointers
 
 EMPTY = tl.constexpr(-1e30)  # the reference of a state without tokens; finite, because inf - inf is NaN
 
-CHUNK = 128  # tokens between two states in memory, a multiple of BLOCK
+CHUNK = 256  # tokens between two states in memory, a multiple of BLOCK
 SUB = 16  # tokens of a block inside a chunk: the smallest number of rows of the matrix unit
 UNROLL = 2  # pairs of a row inside a block that are computed at a time
 BLOCK = 32  # tokens that are added at a time to a chunk's own sums
@@ -79,8 +79,9 @@ WARPS = {
     "dkdv": {16: 1, 32: 2, 64: 4, 128: 8},
 }
 CARRY = (1, 1, 8)  # carry_states_kernel: features of a program (ROWS), warps, chunks in flight
-# dtype of q and k -> how products of float32 are computed
-PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32", torch.float32: "ieee"}
+# dtype of q and k -> how products of float32 are computed. tf32 has too few bits for values that share a large mean: dq
+# then is a small difference of large sums (with a mean of ten standard deviations tf32 was 2.5e-2 off).
+PRECISION = {torch.bfloat16: "bf16x3", torch.float16: "bf16x3", torch.float32: "ieee"}
 
 
 # ---- documents
@@ -141,22 +142,10 @@ def row_of(X, strides, b, start, h, D: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, PRECISION: tl.constexpr):
-    """Return x as float32, rounded to the 11 bits that the matrix unit reads of it, which cuts the others off.
-
-    Sums over rounded numbers are not biased, and weights can be summed as they are multiplied.
-    """
-    if PRECISION == "tf32" and x.dtype == tl.float32:
-        bits = (x.to(tl.int32, bitcast=True) + 4096) & -8192
-        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # the bits of NaN may not be added to
-    else:
-        return x.to(tl.float32)
-
-
-@triton.jit
 def product(x, y, PRECISION: tl.constexpr, acc=None):
-    """Return x @ y, added to acc if there is one, in float32; x and y are `rounded` here if they are not yet."""
-    return tl.dot(rounded(x, PRECISION), rounded(y, PRECISION), acc, input_precision=PRECISION)
+    """Return x @ y, added to acc if there is one, in float32."""
+    precision: tl.constexpr = "ieee" if INTERPRETED else PRECISION
+    return tl.dot(x.to(tl.float32), y.to(tl.float32), acc, input_precision=precision)
 
 
 # ---- states
@@ -178,14 +167,14 @@ def keep_state(m, S, z, keep):
 
 
 @triton.jit
-def new_reference(m, x, inside, PRECISION: tl.constexpr):
+def new_reference(m, x, inside):
     """Return (the larger of m and the rows of x that are `inside`, the factor of the state, the weights of the rows).
 
     m [D], x [N, D], inside [N]; the factor exp(m - new) is [D], the weights exp(x - new) are [N, D] and zero in rows
     that are not inside.
     """
     new = tl.maximum(m, tl.max(tl.where(inside[:, None], x, EMPTY), 0))
-    return new, tl.exp(m - new), tl.where(inside[:, None], rounded(tl.exp(x - new[None, :]), PRECISION), 0.0)
+    return new, tl.exp(m - new), tl.where(inside[:, None], tl.exp(x - new[None, :]), 0.0)
 
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "CHUNK"])
@@ -217,7 +206,7 @@ def chunk_sums_kernel(
             x = load_exponents(X, L, x_strides, b, h, start, T, H, BLOCK, D)
             y = load_rows(Y, y_strides, b, start, h, T, BLOCK, D)
             inside = documents_of_rows(DOCUMENTS, b, start, T, BLOCK) == document
-            w = tl.where(inside[:, None], rounded(tl.exp(x - m[None, :]), PRECISION), 0.0)
+            w = tl.where(inside[:, None], tl.exp(x - m[None, :]), 0.0)
             sums = product(tl.trans(w), tl.where(inside[:, None], y, 0.0), PRECISION, sums)
             if DELTA is not None:
                 w *= -tl.load(entries_of_rows(DELTA, b * H + h, start, T, BLOCK), mask=inside, other=0.0)[:, None]
@@ -314,7 +303,7 @@ def forward_kernel(
         reads = documents == before
         c = row_reference(q, k, m, documents, reads, DOCUMENTS is not None)
         e = q - c[:, None]
-        a = tl.where(reads[:, None], rounded(tl.exp(e + m[None, :]), PRECISION), 0.0)
+        a = tl.where(reads[:, None], tl.exp(e + m[None, :]), 0.0)
         num = product(a, s, PRECISION)
         den = tl.sum(a * z[None, :], 1)
         if DOCUMENTS is not None:
@@ -338,7 +327,7 @@ def forward_kernel(
             m, s, z = keep_state(m, s, z, before == last)
             inside = documents == last
             v = tl.where(inside[:, None], v, 0.0)
-        m, factor, w = new_reference(m, k, inside, PRECISION)
+        m, factor, w = new_reference(m, k, inside)
         s = product(tl.trans(w), v, PRECISION, s * factor[:, None])
         z = z * factor + tl.sum(w, 0)
 
@@ -388,7 +377,7 @@ def dq_kernel(
             m, s, z = keep_state(m, s, z, before == last)
             inside = documents == last
             v = tl.where(inside[:, None], v, 0.0)
-        m, factor, w = new_reference(m, k, inside, PRECISION)
+        m, factor, w = new_reference(m, k, inside)
         s = product(tl.trans(v), w, PRECISION, s * factor[None, :])
         z = z * factor + tl.sum(w, 0)
 
@@ -438,7 +427,7 @@ def dkdv_kernel(
             delta = tl.load(entries_of_rows(DELTA, b * H + h, start, T, SUB), mask=inside, other=0.0)
             if DOCUMENTS is not None:
                 dy = tl.where(inside[:, None], dy, 0.0)
-            m, factor, w = new_reference(m, e, inside, PRECISION)
+            m, factor, w = new_reference(m, e, inside)
             s = product(tl.trans(w), dy, PRECISION, s * factor[:, None])
             z = z * factor - tl.sum(w * delta[:, None], 0)
         inside = (start + row < T)[:, None]

@@ -277,7 +277,7 @@ def test_nothing_is_left_unwritten():
 
 
 def test_what_the_kernels_do_not_take_is_said(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     reason = heinsen_operator.unsupported_reason
     assert [reason(dtype, 64, 64) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [""] * 3
     assert reason(torch.float64, 64, 64) == "float64 (they take bfloat16, float16 and float32)"
