@@ -506,7 +506,7 @@ def backward(dy, q, k, v, documents, L, initial=None, final=None):
         return dq, dk, dv, None
     factor = torch.exp(initial[0] + first[0])
     if documents is not None:
-        factor = torch.where((documents[:, 0] == 0)[:, None, None], factor, 0.0)
+        factor = torch.where((documents[:, :1] == 0).all(1)[:, None, None], factor, 0.0)  # also without tokens
     return dq, dk, dv, (factor[..., None] * first[1], factor * first[2])
 
 

@@ -112,6 +112,19 @@ def test_every_head_dimension(D):
     assert_right(*inputs(17, DTYPES[0], D=D, H=1, state=True))
 
 
+@pytest.mark.parametrize("B,T", [(1, 0), (0, 3)])
+def test_without_tokens_the_state_and_its_gradient_stay_and_without_sequences_nothing_fails(B, T):
+    tensors, grads = inputs(3, torch.float32, H=1, state=True, documents=[0, 0, 1])
+    q, k, v = (x[:B, :T].detach().requires_grad_() for x in tensors[:3])
+    m, *state = (x[:B].detach().requires_grad_(x is not tensors[4]) for x in tensors[4:])
+    grads = grads[0][:B, :T], *(x[:B] for x in grads[1:])
+    y, last, *after = heinsen_attention(q, k, v, tensors[3][:B, :T], m, *state, final=True)
+    dq, *found = torch.autograd.grad((y, *after), (q, *state), grads)
+    assert y.shape == dq.shape == (B, T, 1, 16)
+    for x, expected in zip((last, *after, *found), (m, *state, *grads[1:]), strict=True):
+        assert torch.equal(x, expected)
+
+
 def test_query_heads_share_heads_of_keys():
     assert_right(*inputs(18, DTYPES[0], H=4, HKV=2, state=True))
 
