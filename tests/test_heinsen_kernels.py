@@ -12,7 +12,7 @@ from numerics import relative_error
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from kernels import heinsen, heinsen_operator  # noqa: E402
+from kernels import heinsen, heinsen_unsupported_reason  # noqa: E402
 from kernels.heinsen_operator import heinsen_attention  # noqa: E402
 
 GPU = bool(os.environ.get("TEST_GPU"))
@@ -291,9 +291,9 @@ def test_nothing_is_left_unwritten():
 
 def test_what_the_kernels_do_not_take_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    reason = heinsen_operator.unsupported_reason
+    reason = heinsen_unsupported_reason
     assert [reason(dtype, 64, 64) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [""] * 3
-    assert reason(torch.float64, 64, 64) == "float64 (they take bfloat16, float16 and float32)"
+    assert reason(torch.float64, 64, 64) == "float64 (they take bfloat16, float32, float16)"
     assert reason(torch.float16, 8, 8).startswith("head dimension 8 ")
     assert reason(torch.float16, 64, 32) == "values 32 wide where keys are 64 (they take equal widths)"
 
