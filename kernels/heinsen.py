@@ -49,9 +49,9 @@ Floors of 65,536 tokens, 12 heads of 64 in bfloat16 on an H200 (3.6e12 exp/s, 4.
 ms of exp and 0.19 ms of memory, backward 0.53 and 0.35 ms. The products, 0.02 and 0.05 TFLOP, are 0.09 and 0.21 ms as
 three bfloat16 products at 701 TFLOP/s. The limit is exp, and the latency of a walk from block to block.
 
-Heads of 128 need more registers for the state than there are, and on an A100 spill some, with 16 warps or without
-unrolling too. In float32 products do without the matrix unit, and at 128 are slow for the same reason. That size is
-there to be right.
+Heads of 128 need more registers for the state than there are and spill some, on an A100 in all walks, with 16 warps or
+without unrolling too. In float32 products do without the matrix unit, and at 128 are slow for the same reason. That
+size is there to be right.
 
 Range. No exponent that is used is above zero, so that q and k may be of any size at which q + k is exact enough: at 80
 float32 keeps 1e-5 of a weight. A row does not depend on later keys, in any bit. NaN comes out in the rows that see it.
