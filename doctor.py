@@ -3,7 +3,7 @@
     make doctor        # or: python doctor.py
 
 Prints one line each for Python, torch, Triton, the GPUs, the C compiler and the packages, then a verdict. On a GPU,
-every kernel is compared with float64, output and gradients; that takes two to three minutes, nearly all of them to
+every kernel is compared with float64, output and gradients; that takes three to four minutes, nearly all of them to
 compile. The exit status is 0 if all is well (a machine without a GPU is well), 1 if something is wrong. `gather` looks
 at the machine; `report` and `verdict` are pure functions of what it found, so that tests can ask about machines on
 which they do not run.
@@ -79,7 +79,7 @@ def gather():
     if facts.torch_gpus and not problems(facts):
         facts.trials = {"a Triton kernel": error_of(try_triton), "torch.compile": error_of(try_compile)}
         if not any(facts.trials.values()):
-            print("comparing the kernels with float64 (two or three minutes to compile them) ...", file=sys.stderr)
+            print("comparing the kernels with float64 (three or four minutes to compile them) ...", file=sys.stderr)
             facts.trials |= try_kernels()
     return facts
 

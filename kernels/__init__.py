@@ -63,6 +63,4 @@ def heinsen_unsupported_reason(dtype, D, E, device=None):
     The inputs are q, k [..., D] of `dtype` and v [..., E] of `dtype` or float32; device: the GPU, by default the
     current one.
     """
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"{str(dtype).removeprefix('torch.')} (they take bfloat16, float16 and float32)"
-    return unsupported_reason("quadratic", torch.bfloat16, D, E, 2, device)  # the limits are the same but for the dtype
+    return unsupported_reason("quadratic", dtype, D, E, 2, device)  # the limits are the same

@@ -99,9 +99,9 @@ class Sizes:
 def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
     """Return y [B, T, H, D], what `backward` needs (l, S, unit_s, Z and OF_KEYS), and the last state (S, Z) if `final`.
 
-    q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; initial:
-    (S, Z) float32 [B * Hkv, F] and [B * Hkv, D * D] in the kernels' layout (see `from_canonical`), or None; chunk:
-    tokens, a multiple of 128; D and p as in `Sizes`, which raises ValueError for too many tokens.
+    q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16, float16 or float32, any strides; log_g [B, T, Hkv] float32 or None;
+    initial: (S, Z) float32 [B * Hkv, F] and [B * Hkv, D * D] in the kernels' layout (see `from_canonical`), or None;
+    chunk: tokens, a multiple of 128; D and p as in `Sizes`, which raises ValueError for too many tokens.
     """
     s = Sizes(q, k, p, chunk)
     with device_guard(q.device):

@@ -49,6 +49,7 @@ VALUES_DOWN_2 = tl.constexpr(256)
 VALUES_DOWN_4 = tl.constexpr(32)
 TO_GRADIENT_TOP = tl.constexpr(2.0**10)
 LEAST_WEIGHT = tl.constexpr(1e-37)
+EMPTY = tl.constexpr(-1e30)  # the maximum of nothing, to which exponents are relative; finite: inf - inf is NaN
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 

@@ -25,10 +25,8 @@ Buffers, beside decode.py's:
 import triton
 import triton.language as tl
 
-from .common import log1p
+from .common import EMPTY, log1p
 from .linear import early_launch, let_next_start, wait_for_previous
-
-EMPTY = tl.constexpr(-1e30)  # m before any token; finite, so that differences are numbers
 
 
 @triton.jit

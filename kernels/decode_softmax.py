@@ -21,10 +21,9 @@ import math
 import triton
 import triton.language as tl
 
+from .common import EMPTY
 from .decode import load_rotated
 from .linear import early_launch, let_next_start, wait_for_previous
-
-EMPTY = tl.constexpr(-1e30)  # the maximum of no scores; finite, so that differences are numbers
 
 
 @triton.jit

@@ -49,8 +49,9 @@ Floors of 65,536 tokens, 12 heads of 64 in bfloat16 on an H200 (3.6e12 exp/s, 4.
 ms of exp and 0.19 ms of memory, backward 0.53 and 0.35 ms. The products, 0.02 and 0.05 TFLOP, are 0.09 and 0.21 ms as
 three bfloat16 products at 701 TFLOP/s. The limit is exp, and the latency of a walk from block to block.
 
-Heads of 128 need all registers for the state, and a few more: some spill. In float32 products do without the matrix
-unit, and at 128 are slow for the same reason; that size is there to be right.
+Heads of 128 need more registers for the state than there are and spill some, on an A100 in all walks, with 16 warps or
+without unrolling too. In float32 products do without the matrix unit, and at 128 are slow for the same reason. That
+size is there to be right.
 
 Range. No exponent that is used is above zero, so that q and k may be of any size at which q + k is exact enough: at 80
 float32 keeps 1e-5 of a weight. A row does not depend on later keys, in any bit. NaN comes out in the rows that see it.
@@ -63,9 +64,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import INTERPRETED, chunk_of, device_guard, empty, load_rows, maximum, row_pointers
-
-EMPTY = tl.constexpr(-1e30)  # the reference of a state without tokens; finite, because inf - inf is NaN
+from .common import EMPTY, INTERPRETED, chunk_of, device_guard, empty, load_rows, maximum, row_pointers
 
 CHUNK = 256  # tokens between two states in memory, a multiple of BLOCK
 SUB = 16  # tokens of a block inside a chunk: the smallest number of rows of the matrix unit
@@ -506,7 +505,7 @@ def backward(dy, q, k, v, documents, L, initial=None, final=None):
         return dq, dk, dv, None
     factor = torch.exp(initial[0] + first[0])
     if documents is not None:
-        factor = torch.where((documents[:, 0] == 0)[:, None, None], factor, 0.0)
+        factor = torch.where((documents[:, :1] == 0).all(1)[:, None, None], factor, 0.0)  # also without tokens
     return dq, dk, dv, (factor[..., None] * first[1], factor * first[2])
 
 
@@ -521,5 +520,5 @@ def _options(kernel, q):
 
 
 def _warps(kernel, q):
-    """Return the warps of a launch: twice as many without the matrix unit, whose operands take less registers."""
+    """Return the warps of a launch: twice as many without the matrix unit, whose operands take fewer registers."""
     return min(16, WARPS[kernel][q.shape[3]] * (2 if PRECISION[q.dtype] == "ieee" else 1))

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from . import heinsen
-from . import heinsen_unsupported_reason as unsupported_reason
 from .steps import empty_like, register_gradient
-
-__all__ = ["heinsen_attention", "unsupported_reason"]
 
 
 def heinsen_attention(q, k, v, documents=None, m=None, S=None, z=None, *, final=False):

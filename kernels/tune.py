@@ -7,8 +7,9 @@ It prints a line for each kernel, dtype, head dimension, p and gates: the chosen
 those of the safe sizes (configs.SAFE). --chunked measures the kernels of the chunked form alone. A candidate is left
 out if it does not fit, does not compile, or does not give the safe sizes' result, twice the same bits, in a short and
 in a long call. Of candidates within 1% of the fastest the first listed wins, so that tuning again changes little. In
-the quadratic form p=2 takes over what p=4 chose, and p=6 what p=8 chose, unless --all or --p asks for their own. dq and
-dkdv are timed within the whole backward pass, the other of the two with its safe sizes, since only differences count.
+the quadratic form p=2 takes over what p=4 chose, and p=6 what p=8 chose, unless --all or --p asks for their own. p=0 is
+a power for each row. dq and dkdv are timed within the whole backward pass, the other of the two with its safe sizes,
+since only differences count.
 """
 
 import argparse
@@ -33,7 +34,12 @@ WIDTH = 768  # heads times head dimension
 SIZES = {torch.bfloat16: (16384, 49152), torch.float32: (4096, 8192)}  # T and tokens of the timed input
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 1e-4}  # relative difference from the safe sizes' result
 CHECKED_T = 1000  # tokens of the short call; the last tile is not full
-TAKES_OVER = {4: (4, 2), 8: (8, 6)}  # measured p -> the powers whose entries it also fills in
+TAKES_OVER = {
+    0: (0,),
+    4: (4, 2),
+    8: (8, 6),
+}  # measured p (0: one for each row) -> the powers whose entries it fills
+DEVICE = "cuda"
 WORKERS = 16  # the most processes to compile in: each has a CUDA context of some 500 MB
 
 # (kernel, dtype) -> [(largest head dimension, candidates besides the safe one, the plainer first), ...]
@@ -109,23 +115,25 @@ def launcher(case, B, T):
         return state_launcher(case, B, T)
     H = WIDTH // D
     torch.manual_seed(0)
-    q, k, v = torch.randn(B, T, 3 * H, D, device="cuda", dtype=dtype).split(H, dim=2)  # as from a fused projection
-    dy = torch.randn(B, T, H, D, device="cuda", dtype=dtype)
-    log_g = F.logsigmoid(6.9 + torch.randn(B, T, H, device="cuda")) if gated else None
-
-    chunk = best_size(D, p, gated) if chunked else None
+    q, k, v = torch.randn(B, T, 3 * H, D, device=DEVICE, dtype=dtype).split(H, dim=2)  # as from a fused projection
+    dy = torch.randn(B, T, H, D, device=DEVICE, dtype=dtype)
+    powers, log_g = None, F.logsigmoid(6.9 + torch.randn(B, T, H, device=DEVICE)) if gated else None
+    if p == 0:  # whose gates are resets
+        powers = 2 + 2 * torch.rand(B, T, device=DEVICE)
+        log_g = torch.where(log_g < log_g.quantile(4 / T), -torch.inf, 0.0) if gated else None
+    options = dict(p=p, powers=powers, chunk=best_size(D, p, gated) if chunked else None)
 
     def forward(config):
-        y, l = quadratic.forward(q, k, v, log_g, p=p, chunk=chunk, config=config)
+        y, l = quadratic.forward(q, k, v, log_g, **options, config=config)
         return y, l[..., :T]
 
     if kernel == "forward":
         return forward
-    y, l = quadratic.forward(q, k, v, log_g, p=p, chunk=chunk, config=safe("forward", dtype, D))
+    y, l = quadratic.forward(q, k, v, log_g, **options, config=safe("forward", dtype, D))
 
     def backward(config):
         configs = (config, safe("dkdv", dtype, D)) if kernel == "dq" else (safe("dq", dtype, D), config)
-        grads = quadratic.backward(dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, configs=configs)
+        grads = quadratic.backward(dy, None, q, k, v, log_g, y, l, **options, configs=configs)
         return [x for x in grads if x is not None]
 
     return backward
@@ -137,7 +145,7 @@ def state_launcher(case, B, T):
 
     kernel, dtype, D, p, *_ = case
     torch.manual_seed(0)
-    q, k, v = torch.randn(B, T, 3 * (WIDTH // D), D, device="cuda", dtype=dtype).split(WIDTH // D, dim=2)
+    q, k, v = torch.randn(B, T, 3 * (WIDTH // D), D, device=DEVICE, dtype=dtype).split(WIDTH // D, dim=2)
     s = chunked.Sizes(q, k, p, 256 if T == CHECKED_T else min(chunk_size(T, D, p), T // 8))
     keys = chunked.prepare(s, k, v)
     if kernel == "update_state":
@@ -150,7 +158,7 @@ def state_launcher(case, B, T):
         return lambda config: [chunked.query_state(s, queries, S, unit, 0, config=config)[0]]
 
     def gradient(config):
-        out = torch.zeros(k.shape, dtype=dtype, device="cuda")
+        out = torch.zeros(k.shape, dtype=dtype, device=DEVICE)
         chunked.query_gradient(s, keys, S, unit, 0, out, k, Z, None, False, config=config)
         return [out]
 
@@ -266,14 +274,27 @@ def tune(cases, take_over, dry_run):
     return 0 if entries else 1
 
 
+def cases_of(dtypes, dims, powers, gates, chunked=False, states_of=POWERS):
+    """Return the Cases of the quadratic form for all combinations, unless `chunked`, and of the chunked form for the
+    powers `states_of`."""
+    cases = [
+        Case(kernel, dtype, D, p, gated)
+        for dtype in dtypes for D in dims for p in powers for gated in gates for kernel in KERNELS if not chunked
+    ]  # fmt: skip
+    return cases + [
+        Case(kernel, torch.bfloat16, D, p, gated, kernel in KERNELS)
+        for D, p in CHUNKED_SIZES if torch.bfloat16 in dtypes and D in dims and p in states_of
+        for kernel in (*STATE_KERNELS, *KERNELS) for gated in (gates if kernel in KERNELS else (False,))
+    ]  # fmt: skip
+
+
 def main():
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in SIZES}
     parser = argparse.ArgumentParser(prog="python -m kernels.tune", description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", nargs="+", choices=dtypes, default=list(dtypes))
     parser.add_argument("--head_dim", nargs="+", type=int, choices=HEAD_DIMS, default=HEAD_DIMS)
-    parser.add_argument(
-        "--p", nargs="+", type=int, choices=POWERS, help="measure these (default: 4, also for 2, and 8, also for 6)"
-    )
+    default = "0, which is a power for each row; 4, also for 2; 8, also for 6"
+    parser.add_argument("--p", nargs="+", type=int, choices=(0, *POWERS), help=f"measure these (default: {default})")
     parser.add_argument("--gated", choices=("yes", "no"), help="only with, or only without gates")
     parser.add_argument("--chunked", action="store_true", help="only the kernels of the chunked form")
     parser.add_argument("--all", action="store_true", help="measure p=2 and p=6 too")
@@ -282,18 +303,10 @@ def main():
     if not torch.cuda.is_available():
         print("kernels.tune: no CUDA GPU here to measure on; the table is as it was", file=sys.stderr)
         return 2
-    powers = args.p or (POWERS if args.all else tuple(TAKES_OVER))
+    powers = args.p or ((0, *POWERS) if args.all else TAKES_OVER)
     gates = {"yes": (True,), "no": (False,), None: (False, True)}[args.gated]
-    cases = [
-        Case(kernel, dtypes[dtype], D, p, gated)
-        for dtype in args.dtype for D in args.head_dim for p in powers for gated in gates for kernel in KERNELS
-        if not args.chunked
-    ]  # fmt: skip
-    cases += [
-        Case(kernel, torch.bfloat16, D, p, gated, kernel in KERNELS)
-        for D, p in CHUNKED_SIZES if "bfloat16" in args.dtype and D in args.head_dim and p in (args.p or POWERS)
-        for kernel in (*STATE_KERNELS, *KERNELS) for gated in (gates if kernel in KERNELS else (False,))
-    ]  # fmt: skip
+    given = [dtypes[name] for name in args.dtype]
+    cases = cases_of(given, args.head_dim, powers, gates, args.chunked, args.p or POWERS)
     return tune(cases, not args.p and not args.all, args.dry_run)
 
 

@@ -6,7 +6,7 @@ written if that is in registers. Triton 3.6 to 3.8 gets the second wrong in some
 differ from run to run, or not, as timing has it.
 
     python tests/sass.py                    # compile attention's kernels and print what is wrong
-    python tests/sass.py 2,64 4,32          # for these p and head dimensions
+    python tests/sass.py 2,64 0,64,float16  # for these p (0: a power for each row), head dimensions and dtypes
     python tests/sass.py 2,64 query_state   # and of these kernels only
 """
 
@@ -109,40 +109,47 @@ def pretend_gpu(capability):
 
 
 def compiled_for_hopper(shapes, folder, kernels=()):
-    """Return (name, SASS) of each kernel that reads or writes states, for each (p, head dimension) in `shapes`, gated,
-    and of the quadratic form's kernels for the first shape, all with the tile sizes that the table has for an H200. If
-    `kernels` has names, the other kernels are left out."""
+    """Return (name, SASS) of each kernel that reads or writes states, for each (p, head dimension, dtype) in `shapes`,
+    gated, and of the quadratic form's kernels for the first shape and for p = 0, all with the tile sizes that the table
+    has for an H200. If `kernels` has names, the other kernels are left out."""
     import torch
     from triton.runtime.jit import JITFunction
 
     pretend_gpu(90)
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from kernels import chunked, configs
+    from kernels import chunked, configs, quadratic
 
     table = configs._table()["NVIDIA H200"]
     configs._table = lambda: {"cpu": table}
     codes, run = {}, JITFunction.run
 
     def only_compile(self, *args, grid, warmup, **kwargs):
-        wanted = self.__name__.startswith(("update", "query") + ("forward", "dq", "dkdv") * ((p, D) == shapes[0]))
+        of_pairs = ("forward", "dq", "dkdv") * (p == 0 or (p, D, dtype) == shapes[0])
+        wanted = self.__name__.startswith(("update", "query", *of_pairs))
         if wanted and (not kernels or self.__name__.removesuffix("_kernel") in kernels):
             cubin = run(self, *args, grid=(1,), warmup=True, **kwargs).asm["cubin"]
             if cubin not in codes:
                 codes[cubin] = self.__name__, disassemble(cubin, folder / "kernel.cubin")
 
     JITFunction.run = only_compile
-    for p, D in shapes:
-        q, k, v = torch.zeros(1, 512, 6, D, dtype=torch.bfloat16).split(2, 2)
+    for p, D, dtype in shapes:
+        q, k, v = torch.zeros(1, 512, 6, D, dtype=getattr(torch, dtype)).split(2, 2)
         log_g = torch.zeros(1, 512, 2)
-        y, saved, _ = chunked.forward(q, k, v, log_g, p=p, chunk=256)
-        chunked.backward(y, q, k, v, log_g, y, saved, p=p, chunk=256)
+        if p == 0:
+            powers = torch.zeros(1, 512)
+            y, l = quadratic.forward(q, k, v, log_g, p=0, powers=powers)
+            quadratic.backward(y, None, q, k, v, log_g, y, l, p=0, powers=powers)
+        else:
+            y, saved, _ = chunked.forward(q, k, v, log_g, p=p, chunk=256)
+            chunked.backward(y, q, k, v, log_g, y, saved, p=p, chunk=256)
     return codes.values()
 
 
 if __name__ == "__main__":
     from tempfile import TemporaryDirectory
 
-    shapes = [tuple(map(int, shape.split(","))) for shape in sys.argv[1:] if "," in shape] or [(2, 64), (4, 32)]
+    given = [argument.split(",") for argument in sys.argv[1:] if "," in argument] or [("2", "64"), ("4", "32")]
+    shapes = [(int(p), int(D), *(dtype or ["bfloat16"])) for p, D, *dtype in given]
     kernels = [name for name in sys.argv[1:] if "," not in name]
     all_wrong = []
     with TemporaryDirectory() as folder:

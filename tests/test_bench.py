@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from kernels import CHUNKED_SIZES, cost, tune  # noqa: E402
-from kernels.configs import Config  # noqa: E402
+from kernels import CHUNKED_SIZES, HEAD_DIMS, cost, tune  # noqa: E402
+from kernels.configs import Config, key  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -61,6 +61,25 @@ def test_the_table_keeps_what_was_not_measured(tmp_path):
         "B": {"forward float32 D=16 p=2": [64, 32, 4, 1, 0]},
     }
     assert os.listdir(tmp_path) == ["table.json"]
+
+
+def test_tuning_measures_or_fills_in_every_entry_of_the_table():
+    cases = tune.cases_of(tune.SIZES, HEAD_DIMS, tune.TAKES_OVER, (False, True))
+    powers = lambda case: (case.p,) if case.chunked or case.kernel not in tune.KERNELS else tune.TAKES_OVER[case.p]
+    filled = {key(*case._replace(p=p)) for case in cases for p in powers(case)}
+    assert {"forward bfloat16 D=64 p=0 gated", "dkdv float32 D=16 p=2"} <= filled
+    for device, entries in json.loads(tune.TABLE.read_text()).items():
+        assert set(entries) <= filled, device
+
+
+def test_a_power_for_each_row_is_timed_with_any_tile_sizes(monkeypatch):
+    """On the CPU, in the interpreter, with resets for gates."""
+    monkeypatch.setattr(tune, "DEVICE", "cpu")
+    monkeypatch.setattr(tune, "WIDTH", 16)
+    for kernel, other in (("forward", Config(64, 32, 4, 1)), ("dkdv", Config(32, 64, 4, 1))):
+        run = tune.launcher(tune.Case(kernel, torch.float32, 16, 0, True), 1, 40)
+        results = [run(Config(32, 32, 4, 1)), run(other)]
+        assert len(results[0]) == (2 if kernel == "forward" else 4) and tune.difference(*results) < 1e-5
 
 
 def test_the_cost_model_has_numbers_for_every_size_the_chunked_kernels_take():

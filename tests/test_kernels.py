@@ -433,15 +433,18 @@ def shared(name, dtype, D, gated, p, offset=None):
     half = dtype == torch.float16
     wide = torch.bfloat16 if half else dtype
     row, c, s = F if gated else N, safe(name, wide, D), (12288, 768, D, 1)
+    powers = F if p == 0 else N
     tile = lambda n, dtype: TensorDescriptor(torch.empty(16, dtype=dtype), [2, 16, 12, D], s, [1, n, 1, D])
     q, k, v, dy, W = tile(c.BM, dtype), tile(c.BN, dtype), tile(c.BN, wide), tile(c.BM, wide), M(wide)
     k2, q2 = (v, dy) if half else (N, N)
     sizes = dict(P=p, D=D, BM=c.BM, BN=c.BN, NORMALIZE=True)
     options = dict(num_warps=c.warps, num_stages=c.stages, grid=(1,))
     args = {
-        "forward": (q, k, v, X, F, N, N, F, N, gates, N, N, N, 1.0, 1.0, 9, offset, 9, 2, 2, 2, 1),
-        "dq": (X, k, v, W, k2, X, F, N, F, N, gates, X, F, row, row, s, N, N, N, s, 1.0, 1.0, 9, offset, 9, 2, 2, 2, 1),
-        "dkdv": (q, X, W, dy, q2, N, gates, F, row, row, X, X, N, s, s, N, N, 9, offset, 9, 2, 2, 2, 1),
+        "forward": (q, k, v, X, F, N, N, F, powers, gates, N, N, N, 1.0, 1.0, 9, offset, 9, 2, 2, 2, 1),
+        "dq": (
+            X, k, v, W, k2, X, F, N, F, powers, gates, X, F, row, row, s, N, N, N, s, 1.0, 1.0, 9, offset, 9, 2, 2, 2, 1
+        ),
+        "dkdv": (q, X, W, dy, q2, powers, gates, F, row, row, X, X, N, s, s, N, N, 9, offset, 9, 2, 2, 2, 1),
     }
     kernel = getattr(quadratic, name + "_kernel")
     if name == "dq":
@@ -450,27 +453,30 @@ def shared(name, dtype, D, gated, p, offset=None):
         sizes["BEFORE"] = False
     return kernel.warmup(*args[name], **sizes, **options).metadata.shared
 
-dtype = getattr(torch, sys.argv[2])
-for D in map(int, sys.argv[3:]):
+dtype, p = getattr(torch, sys.argv[2]), int(sys.argv[3])
+for D in map(int, sys.argv[4:]):
     for name in ("forward", "dq", "dkdv"):
-        print(name, dtype, D, shared(name, dtype, D, True, 8, 128 if dtype == torch.float16 else None))
+        print(name, dtype, D, shared(name, dtype, D, True, p, 128 if dtype == torch.float16 else None))
 """
 )
 
 
 @pytest.mark.parametrize(
-    "dtype,dims",  # smaller head dimensions have the tiles of 64
+    "dtype,p,dims",  # smaller head dimensions have the tiles of 64; p = 0: a power for each row
     [
-        ("bfloat16", ["128"]),
-        pytest.param("bfloat16", ["64"], marks=pytest.mark.slow),
-        pytest.param("float16", ["64", "128"], marks=pytest.mark.slow),
-        pytest.param("float32", ["64", "128"], marks=pytest.mark.slow),
+        ("bfloat16", 8, ["128"]),
+        pytest.param("bfloat16", 8, ["64"], marks=pytest.mark.slow),
+        pytest.param("float16", 8, ["64", "128"], marks=pytest.mark.slow),
+        pytest.param("float32", 8, ["64", "128"], marks=pytest.mark.slow),
+        pytest.param("bfloat16", 0, ["64", "128"], marks=pytest.mark.slow),
+        pytest.param("float16", 0, ["128"], marks=pytest.mark.slow),
+        pytest.param("float32", 0, ["128"], marks=pytest.mark.slow),
     ],
 )
-def test_every_size_fits_99_KB_of_shared_memory(dtype, dims, tmp_path):
+def test_every_size_fits_99_KB_of_shared_memory(dtype, p, dims, tmp_path):
     pytest.importorskip("triton.backends.nvidia")
     env = {**os.environ, "PYTHONPATH": ROOT, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", COMPILE, "86", dtype, *dims]
+    command = [sys.executable, "-c", COMPILE, "86", dtype, str(p), *dims]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.strip().splitlines()

@@ -31,10 +31,17 @@ def test_what_is_written_too_early_is_found():
 
 SOME = ("forward", "query_state", "query_gradient")  # with operands in registers
 OTHERS = ("update_state", "query_gradient_of_products", "dq", "dkdv")
+PAIRS = ("forward", "dq", "dkdv")
 
 
 @pytest.mark.parametrize(
-    "argv,kernels", [(("2,64", *SOME), SOME), pytest.param((), SOME + OTHERS, marks=pytest.mark.slow)]
+    "argv,kernels",
+    [
+        (("2,64", *SOME), SOME),
+        pytest.param((), SOME + OTHERS, marks=pytest.mark.slow),
+        pytest.param(("0,64",), PAIRS, marks=pytest.mark.slow),
+        pytest.param(("2,64,float16", *PAIRS), PAIRS, marks=pytest.mark.slow),
+    ],
 )
 def test_no_kernel_writes_what_the_matrix_unit_reads(argv, kernels):
     pytest.importorskip("triton.backends.nvidia")

@@ -1,0 +1,62 @@
+"""The kernels' sources keep what Triton's compiler and its interpreter, which runs the other tests, disagree on.
+
+Triton 3.6 compiles no function that returns None, alone or in a tuple, and no version compiles a tuple with a local
+variable that is None; the interpreter and newer versions take the first, the interpreter takes both. An argument of a
+kernel may be None, also in a tuple.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+
+def uses_of_none(source):
+    """Return "function: line" for each None in a @triton.jit function of `source` that not every Triton takes.
+
+    None may be a default, an index, and what something is compared with. A name that is compared with None may not be
+    what a function returns, nor a part of that.
+    """
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef) or "jit" not in "".join(map(ast.unparse, function.decorator_list)):
+            continue
+        allowed, maybe_none, returned = [*function.args.defaults], set(), []
+        for node in ast.walk(function):
+            if isinstance(node, ast.Compare):
+                allowed += node.comparators
+                if any(isinstance(x, ast.Constant) and x.value is None for x in node.comparators):
+                    maybe_none.add(ast.unparse(node.left))
+            elif isinstance(node, ast.Subscript):
+                allowed += node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            elif isinstance(node, ast.Return) and node.value:
+                returned += node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+        for node in ast.walk(function):
+            none = isinstance(node, ast.Constant) and node.value is None
+            if none and not any(node is x for x in allowed) or node in returned and ast.unparse(node) in maybe_none:
+                found.append(f"{function.name}: {ast.unparse(node)} in line {node.lineno}")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(Path(ROOT, "kernels").glob("*.py")), ids=lambda path: path.stem)
+def test_every_triton_compiles_what_the_kernels_do_with_none(path):
+    assert uses_of_none(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "body,found",
+    [
+        ("return x if G is None else x + tl.load(G)", 0),
+        ("return x[:, None] + x[None]", 0),
+        ("return", 0),
+        ("return x, None", 1),
+        ("return (x, None if C else x)", 1),
+        ("y = None\n    return f((x, y))", 1),
+        ("y = x if C else None", 1),
+        ("y = 0 if G is None else 1\n    return y, G", 1),
+    ],
+)
+def test_a_none_that_some_triton_refuses_is_found(body, found):
+    source = f"def plain():\n    return None\n\n@triton.jit(x=1)\ndef kernel(x, C, G=None):\n    {body}\n"
+    assert len(uses_of_none(source)) == found
