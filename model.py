@@ -40,7 +40,7 @@ class GPTConfig:
     gate_bias: float = 6.9  # a fresh learned gate is sigmoid(gate_bias)
     form: str = "auto"  # quadratic, chunked, recurrent or auto: how the sympow variants are computed in training
     chunk_size: int = 0  # tokens a chunk in the chunked form; 0: chosen from p and head_dim
-    values: str = "signed"  # heinsen: signed or log (logarithms of values in, logarithms of outputs out)
+    values: str = "log"  # heinsen: log (logarithms of values in, logarithms of outputs out), or signed
     residual: str = "gpt2"  # heinsen: gpt2 (attention, then an MLP) or glu (a gated linear unit in place of both)
     adaptive: str = "continuous"  # adaptive_power: continuous (|q.k|^p(x)) or mixture (of even powers, linear)
     p_min: float = 2.0  # adaptive_power: the least p(x)
