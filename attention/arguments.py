@@ -30,7 +30,7 @@ def check_tensors(q, k, v, *, causal=True, **others):
     if min(n, T, H, Hkv, D, v.shape[3]) < 1:
         raise ValueError(f"n, T, H, D of q [B,n,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] must be positive: {shapes}")
     if causal and n > T:
-        raise ValueError(f"causal queries are those of the last n of T tokens, got n={n} above T={T}")
+        raise ValueError(f"queries are those of the last n of T tokens, got n={n} above T={T}")
     if H % Hkv:
         raise ValueError(f"the query heads must be a multiple of the key/value heads, got {H} and {Hkv}")
     if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
