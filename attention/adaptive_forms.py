@@ -16,9 +16,11 @@ Where the scores that one product would hold are too many, blocks of rows comput
 from functools import partial
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from .forms import SCORES_AT_ONCE, accumulation_dtype, finite_keys_and_values, normalize, without_autocast
+from .forms import (
+    SCORES_AT_ONCE, accumulation_dtype, blocks_of_rows, exponent, finite_keys_and_values, normalize, to_unit_range,
+    without_autocast,
+)  # fmt: skip
 
 COPIES = 4  # of the scores that the backward pass of one block keeps: power attention keeps one
 
@@ -30,24 +32,18 @@ def adaptive_attend(q, k, v, powers, log_g=None):
     """
     (B, n, H, _), (m, Hkv), dtype = q.shape, k.shape[1:3], accumulation_dtype(q)
     with without_autocast(q.device):
-        queries = q.transpose(1, 2).to(dtype).unflatten(1, (Hkv, -1))  # [B, Hkv, G, n, D]
-        queries = queries * torch.exp2(-_exponents(queries))
+        queries = to_unit_range(q.transpose(1, 2).to(dtype).unflatten(1, (Hkv, -1)))  # [B, Hkv, G, n, D]
         keys, values, bad = finite_keys_and_values(*(x.transpose(1, 2).to(dtype) for x in (k, v)))
-        sizes = _exponents(keys)  # [B, Hkv, m, 1]
-        keys, sizes, powers = keys * torch.exp2(-sizes), sizes.squeeze(-1), powers.to(dtype)[:, None, None, :, None]
+        sizes = exponent(keys.detach().abs().amax(-1))  # [B, Hkv, m], the least there is for a key of zeros
+        keys, powers = to_unit_range(keys), powers.to(dtype)[:, None, None, :, None]
         documents = None if log_g is None else (log_g == float("-inf")).cumsum(1).transpose(1, 2)  # [B, Hkv, m]
-        at_once = SCORES_AT_ONCE.get(q.device.type, 2**27) // COPIES
-        save_scores = B * H * n * m <= at_once or not torch.is_grad_enabled()
-        rows, parts = max(64, n // 4), []  # with four blocks, 3/8 of the pairs are never computed
-        if B * H * rows * m > at_once // 4:
-            rows = max(16, at_once // 4 // (B * H * m))
-        for start in range(0, n, rows):
-            end = min(start + rows, n)
+        ranges, run = blocks_of_rows(B * H, n, m, SCORES_AT_ONCE.get(q.device.type, 2**27) // COPIES)
+        parts = []
+        for start, end in ranges:
             seen = m - n + end
             args = queries[..., start:end, :], keys[:, :, :seen], values[:, :, :seen], sizes[..., :seen]
             args += bad[..., :seen], None if documents is None else documents[..., :seen], powers[..., start:end, :]
-            block = partial(_block_of_rows, first=m - n + start)
-            parts.append(block(*args) if save_scores else checkpoint(block, *args, use_reentrant=False))
+            parts.append(run(partial(_block_of_rows, first=m - n + start), *args))
         y = torch.cat(parts, dim=3)
     return y.flatten(1, 2).transpose(1, 2).to(q.dtype)
 
@@ -68,13 +64,3 @@ def _block_of_rows(q, k, v, sizes, bad, documents, powers, first):
     largest = x.detach().amax(-1, keepdim=True)
     w = torch.exp2(x - largest.masked_fill(largest == float("-inf"), 0))
     return normalize(w @ v.unsqueeze(2), w.sum(-1) + bad[:, :, first : first + n].unsqueeze(2))
-
-
-@torch.no_grad()
-def _exponents(x):
-    """Return floor(log2) of each row's largest entry, [..., 1] for x [..., D], within float32's range; zero for NaN.
-
-    A row of zeros has the least there is, so that as a key it does not count beside others.
-    """
-    largest = x.abs().amax(-1, keepdim=True)
-    return largest.clamp(torch.finfo(x.dtype).tiny, 2.0**126).log2().floor().nan_to_num()

@@ -32,12 +32,13 @@ from torch.nn import functional as F
 
 from . import backend
 from .adaptive_forms import adaptive_attend
+from .arguments import cast_to_autocast_dtype, check_gates, check_tensors
 from .dispatch import plan, plan_adaptive
 from .embedding import symmetric_power_dim
 from .even_power import power_flops
 from .forms import PowerState, accumulation_dtype
 from .gates import linear_fp32, reset_gates
-from .power import cast_to_autocast_dtype, power_attention
+from .power import power_attention
 from .state import attend_to_state
 from .variant import KVCacheVariant
 
@@ -57,7 +58,12 @@ def adaptive_power_attention(q, k, v, powers, *, log_g=None):
     Raises ValueError for arguments that do not fit.
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
-    _check(q, k, v, powers, log_g)
+    check_tensors(q, k, v, powers=powers, log_g=log_g)
+    check_gates(log_g, k)
+    if powers.shape != q.shape[:2] or not powers.is_floating_point():
+        raise ValueError(
+            f"powers must be floating point [B, n] = {[*q.shape[:2]]}, got {powers.dtype} {[*powers.shape]}"
+        )
     chosen = plan_adaptive(q.shape[3], v.shape[3], dtype=q.dtype, device=q.device, gated=log_g is not None)
     if not chosen.on_kernels or not len(q):  # a kernel cannot be launched on nothing
         return adaptive_attend(q, k, v, powers, log_g)
@@ -181,24 +187,3 @@ class AdaptivePower(KVCacheVariant):
 def _mix(ys, powers, p):
     a = mixture_weights(powers, p)[..., None, None].unbind(2)  # [B, T, 1, 1] each
     return sum(a_m * y for a_m, y in zip(a, ys)).to(ys[0].dtype)
-
-
-def _check(q, k, v, powers, log_g):
-    """Raise ValueError, with the value and what would be right, for arguments that do not fit each other."""
-    shapes = f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(f"q, k, v must be [B, T, H, D], got {shapes}")
-    (B, n, H, D), (T, Hkv) = q.shape, k.shape[1:3]
-    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv) or min(n, H, Hkv, D, v.shape[3]) < 1 or n > T:
-        raise ValueError(f"q [B,n,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E], n <= T, do not fit: {shapes}")
-    if H % Hkv:
-        raise ValueError(f"the query heads must be a multiple of the key/value heads, got {H} and {Hkv}")
-    if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
-        raise ValueError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if powers.shape != (B, n) or not powers.is_floating_point():
-        raise ValueError(f"powers must be floating point [B, n] = {[B, n]}, got {powers.dtype} {[*powers.shape]}")
-    if log_g is not None and log_g.shape != (B, T, Hkv):
-        raise ValueError(f"log_g must be [B, T, Hkv] = {[B, T, Hkv]}, got {[*log_g.shape]}")
-    others = {"k": k, "v": v, "powers": powers, "log_g": log_g}
-    if away := [f"{name} on {x.device}" for name, x in others.items() if x is not None and x.device != q.device]:
-        raise ValueError(f"all tensors must be on one device, got q on {q.device}, {', '.join(away)}")

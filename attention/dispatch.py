@@ -127,7 +127,7 @@ def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
         return "float64 is computed in PyTorch"
     D, E = index(D), index(E)
     reason = _disabled or heinsen_unsupported_reason(dtype, D, E, device)
-    reason = reason or heinsen_failure(dtype, v_dtype, D, E, device)
+    reason = reason or heinsen_failure(dtype, v_dtype, D, device)
     if reason:
         warn_once(f"heinsen attention runs in plain PyTorch, not on its Triton kernels: {reason}")
     return reason

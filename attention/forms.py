@@ -59,7 +59,7 @@ def attend(q, k, v, log_g, *, p, form, chunk_size=None, initial_state=None, retu
     """
     Hkv, dtype = k.shape[2], accumulation_dtype(q)
     with without_autocast(q.device):
-        queries = _to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)))
+        queries = to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)))
         keys, values = _by_head(k, dtype), _by_head(v, dtype)
         gates = None if log_g is None else _sum_gates(log_g)
         state = None if initial_state is None else _scale_state(initial_state, _unit_of_state(initial_state, p), p)
@@ -80,7 +80,7 @@ def sums(q, k, v, log_g, *, p, scale):
     Hkv, dtype = k.shape[2], accumulation_dtype(q)
     with without_autocast(q.device):
         queries, keys = _by_head(q, dtype).unflatten(1, (Hkv, -1)), _by_head(k, dtype)
-        in_range, gates = _to_unit_range(queries), None if log_g is None else _sum_gates(log_g)
+        in_range, gates = to_unit_range(queries), None if log_g is None else _sum_gates(log_g)
         rows = _scale_of_rows(keys, gates, None)[..., -q.shape[1] :]
         num, den = _quadratic(in_range, keys, _by_head(v, dtype), gates, rows, None, p)
         by = (scale / (_unit_of_rows(queries).squeeze(-1) * rows.unsqueeze(2))) ** (p // 2)  # twice: it may be large
@@ -97,7 +97,7 @@ def read_cache(q, k, v, log_g, state, *, p, flush_cache):
     """
     Hkv, dtype = k.shape[2], accumulation_dtype(q)
     with without_autocast(q.device):
-        queries = _to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)))
+        queries = to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)))
         keys, values = _by_head(k, dtype), _by_head(v, dtype)
         gates = None if log_g is None else _sum_gates(log_g)
         before = None if state is None else ScaledState(*state, torch.ones_like(state.z[..., :1, None]))
@@ -137,22 +137,29 @@ def _quadratic(q, k, v, gates, scale, state, p):
     """Sum over all causal pairs, in blocks of rows. q and scale may hold only the last of the tokens in k."""
     B, Hkv, G, n, _ = q.shape
     m = k.shape[2]
-    at_once = SCORES_AT_ONCE.get(q.device.type, 2**27)
-    rows = max(64, n // 4)  # with four blocks, 3/8 of the pairs are never computed because they are not causal
-    # If there are too many scores to exist at once, there are too many to save: each block computes its scores again
-    # in the backward pass.
-    save_scores = B * Hkv * G * n * m <= at_once or not torch.is_grad_enabled()
-    if B * Hkv * G * rows * m > at_once // 4:
-        rows = max(16, at_once // 4 // (B * Hkv * G * m))
     parts, (k, v, bad) = [], finite_keys_and_values(k, v)
-    for start in range(0, n, rows):
-        end = min(start + rows, n)
+    ranges, run = blocks_of_rows(B * Hkv * G, n, m, SCORES_AT_ONCE.get(q.device.type, 2**27))
+    for start, end in ranges:
         seen = m - n + end
         block = partial(_block_of_rows, p=p, first=m - n + start)
         args = q[..., start:end, :], k[:, :, :seen], v[:, :, :seen], bad[..., :seen], gates and gates.span(0, seen)
         args += scale[..., start:end], state
-        parts.append(block(*args) if save_scores else checkpoint(block, *args, use_reentrant=False))
+        parts.append(run(block, *args))
     return _concatenate_rows(parts)
+
+
+def blocks_of_rows(heads, n, m, at_once):
+    """Return [(start, end), ...] of blocks of n rows with m scores each, and run(block, *args), which calls block.
+
+    If there are more than at_once scores in all heads and rows, there are too many to save: in the backward pass each
+    block computes its scores again, and a block is so short that a quarter of at_once is enough for it.
+    """
+    rows = max(64, n // 4)  # with four blocks, 3/8 of the pairs are never computed because they are not causal
+    save_scores = heads * n * m <= at_once or not torch.is_grad_enabled()
+    if heads * rows * m > at_once // 4:
+        rows = max(16, at_once // 4 // (heads * m))
+    run = (lambda block, *args: block(*args)) if save_scores else partial(checkpoint, use_reentrant=False)
+    return [(start, min(start + rows, n)) for start in range(0, n, rows)], run
 
 
 def finite_keys_and_values(k, v):
@@ -335,16 +342,16 @@ def _by_head(x, dtype):
     return x.transpose(1, 2).to(dtype)  # [B, T, H, D] -> [B, H, T, D]
 
 
-def _to_unit_range(x):
+def to_unit_range(x):
     """Scale each row of x [..., D] by the power of two that brings its largest entry into [1, 2)."""
     return x * _unit_of_rows(x)
 
 
 def _unit_of_rows(x):
-    return torch.exp2(-_exponent(x.detach().abs().amax(-1, keepdim=True)))
+    return torch.exp2(-exponent(x.detach().abs().amax(-1, keepdim=True)))
 
 
-def _exponent(x):
+def exponent(x):
     """Return floor(log2(x)) for x >= 0, within float32's range; zero for NaN."""
     return x.clamp(torch.finfo(x.dtype).tiny, 2.0**126).log2().floor().nan_to_num()
 
@@ -356,7 +363,7 @@ def _scale_of_rows(k, gates, unit):
     k [B, Hkv, T, D]. Keys before the row's document do not count. unit [B, Hkv, 1, 1] or None: that of the state before
     the first token.
     """
-    exponents = _exponent(k.abs().amax(-1))
+    exponents = exponent(k.abs().amax(-1))
     document = 0 if gates is None else 4096.0 * gates.resets[..., 1:]  # further apart than any two exponents
     if unit is not None:
         exponents = torch.cat((-unit.squeeze(-1).log2(), exponents), dim=-1)
@@ -369,7 +376,7 @@ def _scale_of_rows(k, gates, unit):
 def _unit_of_state(state, p):
     """Return [B, Hkv, 1, 1], the power of two that brings keys into [1, 2) whose state may be this one."""
     largest = state.z.abs().amax(-1)[..., None, None]
-    return torch.exp2(-(_exponent(largest) / p).floor())
+    return torch.exp2(-(exponent(largest) / p).floor())
 
 
 def _scale_state(state, factor, p):

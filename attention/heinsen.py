@@ -22,11 +22,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from . import backend, heinsen_forms
-from .dispatch import FORMS, Plan, heinsen_kernel_reason
+from .arguments import as_state, cast_to_autocast_dtype, check_form, check_state, check_tensors
+from .dispatch import Plan, heinsen_kernel_reason
 from .forms import accumulation_dtype
 from .heinsen_forms import CHUNK_SIZE, LogState, empty_log_state
 from .log_position import LogPosition
-from .power import cast_to_autocast_dtype
 from .state import State
 from .variant import Variant
 
@@ -62,11 +62,8 @@ def heinsen_attention(
     "Softmax Attention with Constant Cost per Token" (Heinsen, 2024), equations 2 to 6.
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
-    initial_state = None if initial_state is None else _as_state(initial_state)
-    _check_settings(values, causal, form, chunk_size, resets)
-    _check_tensors(q, k, v, causal, resets)
-    if initial_state is not None:
-        _check_state(q, k, v, initial_state)
+    initial_state = as_state(initial_state, LogState)
+    _check(q, k, v, values, causal, form, chunk_size, resets, initial_state)
     dtype, form = q.dtype, "chunked" if form == "auto" else form
     if values == "log":
         v = _exp_of_log_values(v, accumulation_dtype(q))
@@ -119,63 +116,19 @@ def _attend_on_kernels(q, k, v, resets, state, return_state):
     return y, LogState(*after) if return_state else None
 
 
-# ---- arguments
-
-
-def _as_state(state):
-    if not isinstance(state, (tuple, list)) or len(state) != 3 or not all(isinstance(x, torch.Tensor) for x in state):
-        raise ValueError(
-            f"initial_state must be a LogState or another triple (m, S, z) of tensors, got {type(state).__name__}"
-        )
-    return LogState(*state)
-
-
-def _check_settings(values, causal, form, chunk_size, resets):
-    """Raise ValueError, with the value and what would be right, for settings that are wrong."""
+def _check(q, k, v, values, causal, form, chunk_size, resets, initial_state):
+    """Raise ValueError, with the value and what would be right, for arguments that do not fit each other."""
     if values not in VALUES:
         raise ValueError(f"values must be {' or '.join(VALUES)}, got {values!r}")
-    if form not in FORMS:
-        raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}")
+    check_form(form, chunk_size)
     if not causal and resets is not None:
         raise ValueError("resets are of causal attention: with causal=False there is no order, leave them out")
-
-
-def _check_tensors(q, k, v, causal, resets):
-    """Raise ValueError, with the value and what would be right, for tensors that do not fit each other."""
-    shapes = f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(f"q, k, v must be [B, T, H, D], got {shapes}")
-    (B, n, H, D), (T, Hkv) = q.shape, k.shape[1:3]
-    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv):
-        raise ValueError(f"q [B,n,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] do not fit: {shapes}")
-    if min(n, T, H, Hkv, D, v.shape[3]) < 1:
-        raise ValueError(f"n, T, H, D of q [B,n,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] must be positive: {shapes}")
-    if causal and n > T:
-        raise ValueError(f"causal queries are those of the last n of T tokens, got n={n} above T={T}")
-    if H % Hkv:
-        raise ValueError(f"the query heads must be a multiple of the key/value heads, got {H} and {Hkv}")
-    if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
-        raise ValueError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    others = {"k": k, "v": v} | ({} if resets is None else {"resets": resets})
-    if away := [f"{name} on {x.device}" for name, x in others.items() if x.device != q.device]:
-        raise ValueError(f"all tensors must be on one device, got q on {q.device}, {', '.join(away)}")
-    if resets is not None and (resets.shape != (B, T) or resets.dtype != torch.bool):
-        raise ValueError(f"resets must be bool [B, T] = {[B, T]}, got {resets.dtype} {[*resets.shape]}")
-
-
-def _check_state(q, k, v, state):
-    """Raise ValueError if the LogState is not one of keys and values like k and v."""
-    want = [k.shape[0], *k.shape[2:]]
-    if [*state.m.shape] != want or [*state.S.shape] != [*want, v.shape[3]] or state.z.shape != state.m.shape:
-        shapes = ", ".join(f"{name} {[*x.shape]}" for name, x in state._asdict().items())
-        raise ValueError(f"initial_state must be m {want}, S {[*want, v.shape[3]]}, z {want}, got {shapes}")
-    dtype = accumulation_dtype(q)
-    if any(x.dtype != dtype for x in state):
-        raise ValueError(f"initial_state must be {dtype} for q of {q.dtype}, got {[x.dtype for x in state]}")
-    if away := [f"{name} on {x.device}" for name, x in state._asdict().items() if x.device != q.device]:
-        raise ValueError(f"all tensors must be on one device, got q on {q.device}, {', '.join(away)}")
+    check_tensors(q, k, v, causal=causal, resets=resets, **(initial_state._asdict() if initial_state else {}))
+    if resets is not None and (resets.shape != k.shape[:2] or resets.dtype != torch.bool):
+        raise ValueError(f"resets must be bool [B, T] = {[*k.shape[:2]]}, got {resets.dtype} {[*resets.shape]}")
+    if initial_state is not None:
+        rows = k.shape[0], *k.shape[2:]
+        check_state(initial_state, q, (rows, (*rows, v.shape[3]), rows))
 
 
 # ---- the variant

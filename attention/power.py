@@ -19,10 +19,9 @@ PyTorch on any device, or the Triton kernels. naive.py is the specification of a
 
 import math
 
-import torch
-
 from . import backend, forms
-from .dispatch import FORMS, plan
+from .arguments import as_state, cast_to_autocast_dtype, check_form, check_gates, check_state, check_tensors
+from .dispatch import plan
 from .embedding import symmetric_power_dim
 from .forms import PowerState, accumulation_dtype
 from .memory import check_chunks_fit, check_state_fits
@@ -51,8 +50,7 @@ def power_attention(
     Raises ValueError for arguments that do not fit, MemoryError for a state that does not.
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
-    if initial_state is not None:
-        initial_state = _as_state(initial_state)
+    initial_state = as_state(initial_state, PowerState)
     _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state)
     (B, n, _, D), (T, Hkv, E) = q.shape, v.shape[1:]
     has_state = initial_state is not None
@@ -99,55 +97,15 @@ def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
     return num, den.transpose(1, 2)
 
 
-def _as_state(state):
-    if not isinstance(state, (tuple, list)) or len(state) != 2 or not all(isinstance(x, torch.Tensor) for x in state):
-        raise ValueError(f"initial_state must be a PowerState or another pair (S, z) of tensors, got {type(state)}")
-    return PowerState(*state)
-
-
-def cast_to_autocast_dtype(*tensors):
-    """Return the tensors in autocast's dtype if it is on, but float64 as it is."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-
-
 def _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state):
     """Raise ValueError, with the value and what would be right, for arguments that do not fit each other."""
     if not isinstance(p, int) or p < 2 or p % 2:
         raise ValueError(f"p must be a positive even integer, got {p!r}")
     if scale is not None and not (isinstance(scale, (int, float)) and 0 < abs(scale) < math.inf):
         raise ValueError(f"scale must be finite and not zero, got {scale!r}")
-    if form not in FORMS:
-        raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}")
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(f"q, k, v must be [B, T, H, D], got {[*q.shape]}, {[*k.shape]}, {[*v.shape]}")
-    (B, n, H, D), (T, Hkv) = q.shape, k.shape[1:3]
-    shapes = f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
-    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv) or n > T:
-        raise ValueError(f"q [B,n,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] with n <= T do not fit: {shapes}")
-    if min(n, H, Hkv, D, v.shape[3]) < 1:
-        raise ValueError(f"n, H, D of q [B,n,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] must be positive: {shapes}")
-    others = {"k": k, "v": v, "log_g": log_g, **(initial_state._asdict() if initial_state else {})}
-    if away := [f"{name} on {x.device}" for name, x in others.items() if x is not None and x.device != q.device]:
-        raise ValueError(f"all tensors must be on one device, got q on {q.device}, {', '.join(away)}")
-    if H % Hkv:
-        raise ValueError(f"the query heads must be a multiple of the key/value heads, got {H} and {Hkv}")
-    if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
-        raise ValueError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if log_g is not None and log_g.shape != (B, T, Hkv):
-        raise ValueError(f"log_g must be [B, T, Hkv] = {[B, T, Hkv]}, got {[*log_g.shape]}")
+    check_form(form, chunk_size)
+    check_tensors(q, k, v, log_g=log_g, **(initial_state._asdict() if initial_state else {}))
+    check_gates(log_g, k)
     if initial_state is not None:
-        want = (B, Hkv, symmetric_power_dim(D, p))
-        S, z = initial_state
-        if S.shape != (*want, v.shape[-1]) or z.shape != want:
-            raise ValueError(
-                f"initial_state must be S {[*want, v.shape[-1]]}, z {[*want]}, got {[*S.shape]}, {[*z.shape]}"
-            )
-        dtype = accumulation_dtype(q)
-        if not S.dtype == z.dtype == dtype:
-            raise ValueError(f"initial_state must be {dtype} for q of {q.dtype}, got {S.dtype}, {z.dtype}")
+        rows = k.shape[0], k.shape[2], symmetric_power_dim(k.shape[3], p)
+        check_state(initial_state, q, ((*rows, v.shape[3]), rows))

@@ -107,7 +107,7 @@ def test_arguments_that_do_not_fit_are_refused_in_one_line():
     for arguments, message in (
         ((q, k, v, powers[:, 1:]), r"powers must be floating point \[B, n\] = \[2, 9\], got torch.float64 \[2, 8\]"),
         ((q, k, v, powers.int()), "powers must be floating point"),
-        ((q, k[:, 1:], v[:, 1:], powers), "n <= T, do not fit"),
+        ((q, k[:, 1:], v[:, 1:], powers), "the last n of T tokens, got n=9 above T=8"),
         ((q, k[..., 1:], v, powers), "do not fit"),
         ((q[:, :, :3], k, v, powers), "multiple of the key/value heads, got 3 and 2"),
         ((q, k.float(), v, powers), "one floating dtype"),

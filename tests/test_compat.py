@@ -59,7 +59,7 @@ def test_attention_is_its_formula(causal, gated, n, deg, head_first, use_log2, m
     monkeypatch.setattr(steps, "PAIRS_AT_ONCE", 100)  # several blocks of rows
     Q, K, V = make(2, n, 4, 5), make(2, 7, 2, 5), make(2, 7, 2, 6)
     log_G = gates(2, 7, 2).cumsum(1) if gated else None
-    leaves = [Q, K, V]
+    leaves = [Q, K, V] + [log_G] * gated
     num, den, most = naive_attention(Q, K, V, log_G, deg, causal, 0.7)
     swap = (lambda x: x if x is None else x.transpose(1, 2)) if head_first else lambda x: x
     call = lambda norm: steps.attention(
@@ -272,12 +272,26 @@ def test_states_that_are_not_whole_are_refused_in_one_line(d, deg, features, wor
     [
         (lambda x: steps.attention(x, x, x, None, 3), "deg must be a positive even integer, got 3"),
         (
-            lambda x: steps.attention(x, x[:, :, :1].expand(1, 4, 3, 4), x, None, 2),
-            r"hq a multiple of h, got \[1, 4, 2, 4\]",
+            lambda x: steps.attention(x, *2 * [x[:, :, :1].expand(1, 4, 3, 4)], None, 2),
+            "multiple of the key/value heads, got 2 and 3",
         ),
         (
             lambda x: steps.attention(x, x, x, x[..., 0, :1], 2),
             r"log_G must be \[b, t, h\] = \[1, 4, 2\], got \[1, 4, 1\]",
+        ),
+        (lambda x: steps.attention(x, x[:, :2], x[:, :2], None, 2), "the last n of T tokens, got n=4 above T=2"),
+        (lambda x: steps.attention(x, x, x[:, :2], None, 2, causal=False), r"do not fit: .*\[1, 2, 2, 4\]"),
+        (
+            lambda x: steps.attention(x, x[:, :2], x[:, :2], x[..., :2, :, 0], 2, causal=False),
+            "the last n of T tokens, got n=4 above T=2",
+        ),
+        (
+            lambda x: steps.query_state(x, x.new_zeros(1, 3, 10, 4), x.new_zeros(1, 3, 10), None, None, None, 2, 1.0),
+            r"hq a multiple of h, do not fit: \[1, 1, 4, 2, 4\], \[1, 1, 3, 10, 4\], \[1, 1, 3, 10\]",
+        ),
+        (
+            lambda x: steps.query_state(x, x.new_zeros(1, 2, 10, 4), x.new_zeros(1, 2, 10), x, None, None, 2, 1.0),
+            r"must be None or \[1, 1, 4, 2, 4\], \[1, 1, 4, 2\] twice, got \[\[1, 1, 4, 2, 4\], None, None\]",
         ),
         (lambda x: steps.update_state(x[None], x[None][..., :2, :, :], 2), r"K, V must be \[b, n, c, h, d\], got"),
         (lambda x: steps.discumsum(x, x[..., :1, 0]), r"log_G \[b, n, h\], got \[1, 4, 2, 4\], \[1, 4, 1\]"),
@@ -316,7 +330,8 @@ def test_the_steps_on_the_kernels(dtype, monkeypatch):
 
 
 def test_a_state_of_heads_of_128():
-    b = 1 if GPU else 0  # a batch of nothing: 545 million products for a batch of one
-    Q = torch.zeros(b, 3, 1, 128, device=DEVICE)
-    _, S, s = retention.power_retention(Q, Q, Q, deg=2, return_final_state=True)
-    assert S.shape == (b, 1, symmetric_power_dim(128, 2), 128) and s.shape == (b, 1, 8256)
+    Q, K, V = make(1, 3, 2, 128), make(1, 3, 1, 128), make(1, 3, 1, 128, seed=1)
+    _, S, s = retention.power_retention(Q, K, V, deg=2, return_final_state=True)
+    assert S.shape == (1, 1, symmetric_power_dim(128, 2), 128) and s.shape == (1, 1, 8256)
+    y, *_ = retention.power_retention_inference(Q[:, 2:], None, None, gates(1, 3, 1), S, s)  # log_G cancels
+    assert_equal([y, S, s], [naive.quadratic(Q, K, V, p=2)[:, 2:], *naive.state_after(K, V, None, p=2)], [Q, K, V])

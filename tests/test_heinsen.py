@@ -558,8 +558,8 @@ def test_kernels_are_compared_with_float64_before_their_first_use(monkeypatch, w
     monkeypatch.setattr(check, "remember", lambda name, find, device: find())
     for name, value in dict(is_available=True, is_current_stream_capturing=False, device_count=2).items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    found = check.heinsen_failure(torch.float32, torch.float32, 16, 16)
-    assert found.startswith(f"wrong results, {wrong} ") if wrong else not found
+    found = check.heinsen_failure(torch.float32, torch.float32, 16)
+    assert found.startswith("wrong results, heinsen float32, values float32 D=16: y ") if wrong else not found
 
 
 def test_training_checks_the_kernels_that_it_will_use(kernels, monkeypatch):
@@ -568,7 +568,7 @@ def test_training_checks_the_kernels_that_it_will_use(kernels, monkeypatch):
     for values, v_dtype in (("signed", torch.bfloat16), ("log", torch.float32)):
         mix = ATTENTIONS["heinsen"](heinsen_config(values=values))
         assert mix.training_plan(4096, torch.bfloat16, "cuda").on_kernels
-        assert asked.pop() == (torch.bfloat16, v_dtype, 8, 8, torch.device("cuda"))
+        assert asked.pop() == (torch.bfloat16, v_dtype, 8, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("values", ["signed", "log"])

@@ -321,7 +321,7 @@ def test_integer_power_squares_repeatedly():
         (dict(scale=0.0), "scale must be finite and not zero"),
         (dict(log_g=torch.zeros(2, 8, 4)), r"log_g must be \[B, T, Hkv\] = \[2, 8, 2\]"),
         (dict(k=torch.zeros(2, 7, 2, 4)), "do not fit"),
-        (dict(k=torch.zeros(2, 7, 2, 4), v=torch.zeros(2, 7, 2, 4)), "with n <= T do not fit"),
+        (dict(k=torch.zeros(2, 7, 2, 4), v=torch.zeros(2, 7, 2, 4)), "the last n of T tokens, got n=8 above T=7"),
         (dict(k=torch.zeros(2, 8, 3, 4), v=torch.zeros(2, 8, 3, 4)), "multiple of the key/value heads, got 4 and 3"),
         (dict(v=torch.zeros(2, 8, 2, 4).double()), "share one floating dtype"),
         (dict(initial_state=PowerState(torch.zeros(2, 2, 9, 4), torch.zeros(2, 2, 9))),
@@ -367,7 +367,7 @@ def test_a_plain_pair_is_a_state():
     assert torch.equal(power_attention(q, k, v, initial_state=tuple(state)), y)
     assert torch.equal(power_attention(q, k, v, initial_state=list(state)), y)
     for wrong in (state.S, (state.S,), (*state, 1), (1, 2)):
-        with pytest.raises(ValueError, match="PowerState or another pair"):
+        with pytest.raises(ValueError, match="PowerState or another tuple"):
             power_attention(q, k, v, initial_state=wrong)
 
 

@@ -35,8 +35,8 @@ def power_full(
     """
     state = paired_state(initial_state, None, Q, deg)
     out = power_attention(
-        Q, K, V, log_G if log_G is None else log_G.to(torch.promote_types(log_G.dtype, torch.float32)), p=deg,
-        scale=scale or None, chunk_size=chunk_size, initial_state=state, return_state=return_final_state,
+        Q, K, V, log_G, p=deg, scale=scale or None, chunk_size=chunk_size, initial_state=state,
+        return_state=return_final_state,
     )  # fmt: skip
     return (out[0], tuple(out[1])) if return_final_state else out
 

@@ -40,7 +40,7 @@ def power_retention(
     state = paired_state(initial_state, sum_of_keys, Q, deg)
     wanted = return_final_state and not (state is None and switch_over_seq_len and Q.shape[1] < switch_over_seq_len)
     out = power_attention(
-        Q, K, V, _float(log_G), p=deg, scale=scale or None, chunk_size=chunk_size, initial_state=state,
+        Q, K, V, log_G, p=deg, scale=scale or None, chunk_size=chunk_size, initial_state=state,
         return_state=wanted,
     )  # fmt: skip
     if not return_final_state:
@@ -54,14 +54,15 @@ def power_retention_inference(
     """Attend from the newest tokens to a KV cache and the state before it; return (Y, S, sum_of_keys).
 
     Q [b, tq, hq, d] belong to the last tq of the tk cached tokens K, V [b, tk, h, d], log_G [b, tk, h] or None; K and V
-    may both be None, then Q reads the state alone. initial_state, sum_of_keys: of the tokens before the cache, or None.
-    From switch_over_seq_len cached tokens on the state returned has them in it, and the caller empties the cache;
-    below, or if it is None, initial_state and sum_of_keys come back as they are. Y [b, tq, hq, d] is in Q's dtype.
+    may both be None, then Q reads the state alone, in which log_G cancels. initial_state, sum_of_keys: of the tokens
+    before the cache, or None. From switch_over_seq_len cached tokens on the state returned has them in it, and the
+    caller empties the cache; below, or if it is None, initial_state and sum_of_keys come back as they are. Y [b, tq,
+    hq, d] is in Q's dtype.
     Raises ValueError for arguments that do not fit.
     """
-    state, log_G = paired_state(initial_state, sum_of_keys, Q, deg), _float(log_G)
-    if (K is None) != (V is None) or (K is None and (state is None or log_G is not None)):
-        raise ValueError("K and V must both be given, or both be None, with an initial_state and without log_G")
+    state = paired_state(initial_state, sum_of_keys, Q, deg)
+    if (K is None) != (V is None) or (K is None and state is None):
+        raise ValueError("K and V must both be given, or both be None and initial_state be given")
     if isinstance(initial_state, (tuple, list)):
         initial_state, sum_of_keys = initial_state
     if K is None:
@@ -71,10 +72,6 @@ def power_retention_inference(
     if switch_over_seq_len is None or K.shape[1] < switch_over_seq_len:
         return Y, initial_state, sum_of_keys
     return Y, *forms.flush(K, V, log_G, state, p=deg)
-
-
-def _float(log_G):
-    return log_G if log_G is None else log_G.to(torch.promote_types(log_G.dtype, torch.float32))
 
 
 def create_inputs(
@@ -101,7 +98,8 @@ def create_inference_inputs(
 ):  # fmt: skip
     """Return random arguments for `power_retention_inference`, a dictionary; see `create_inputs`.
 
-    Raises ValueError if there is neither a cache (tk > 0) nor a state.
+    chunk_size, which the library does not pass on either, has no effect. Raises ValueError if there is neither a cache
+    (tk > 0) nor a state.
     """
     if not tk and not initial_state:
         raise ValueError("tk must be positive, or initial_state True")

@@ -16,6 +16,7 @@ import math
 import torch
 
 from .. import backend, forms
+from ..arguments import check_tensors
 from ..dispatch import failed_check, kernel_reason
 from ..embedding import symmetric_power_dim
 from ..forms import PowerState, ScaledState, accumulation_dtype, without_autocast
@@ -37,7 +38,10 @@ def attention(Q, K, V, log_G, deg, causal=True, head_first=False, scale=1.0, nor
         tensors = (x if x is None else x.transpose(1, 2) for x in (Q, K, V, log_G))
         out = attention(*tensors, deg, causal, False, scale, norm, use_log2)
         return out.transpose(1, 2) if norm else tuple(x.transpose(1, 2) for x in out)
-    _check_causal_inputs(Q, K, log_G, deg)
+    _check_degree(deg)
+    check_tensors(Q, K, V, causal=causal or log_G is not None, log_G=log_G)
+    if log_G is not None and log_G.shape != K.shape[:3]:
+        raise ValueError(f"log_G must be [b, t, h] = {[*K.shape[:3]]}, got {[*log_G.shape]}")
     if not causal:
         at_once = max(1, PAIRS_AT_ONCE // max(1, Q[:, 0, :, 0].numel() * K.shape[1]))
         last = log_G if log_G is None else log_G[:, -Q.shape[1] :].split(at_once, 1)
@@ -77,11 +81,13 @@ def _all_keys(Q, K, V, log_G, log_G_of_q, deg, scale, norm):
     (b, n, hq, _), h = Q.shape, K.shape[2]
     heads = Q.unflatten(2, (h, -1)).permute(0, 2, 3, 1, 4).reshape(b, 1, hq * n, -1)
     found = _causal(heads, K, V, log_G, deg, scale, norm, kernels=False)
-    y, *rest = (x[:, 0].unflatten(1, (hq, n)).transpose(1, 2) for x in found)
-    if rest and log_G is not None:  # decays to the last token became decays to the query
-        l, rowmax = rest
-        rest = l, rowmax + (log_G_of_q - log_G[:, -1:]).repeat_interleave(hq // h, 2).detach()
-    return y, *rest
+    found = [x[:, 0].unflatten(1, (hq, n)).transpose(1, 2) for x in found]
+    if norm or log_G is None:
+        return found
+    o, l, rowmax = found  # decays to the last token become decays to the query: of o and l only their gradient changes
+    change = (log_G_of_q - log_G[:, -1:]).repeat_interleave(hq // h, 2)
+    one = (change - change.detach()).exp()
+    return o * one.unsqueeze(-1), l * one, rowmax + change.detach()
 
 
 @torch.no_grad()
@@ -131,7 +137,7 @@ def query_state(Q, S, s, Y_attn, l_attn, rowmax, deg, scale, zero_initial_state=
     if Q.ndim == 4:
         tensors = (x if x is None else x.unsqueeze(1) for x in (Q, S, s, Y_attn, l_attn, rowmax))
         return query_state(*tensors, deg, scale).squeeze(1)
-    _check_degree(deg)
+    _check_query(Q, S, s, Y_attn, l_attn, rowmax, deg)
     (b, n, c), h, dtype = Q.shape[:3], S.shape[2], accumulation_dtype(Q)
     state = paired_state(S.flatten(0, 1), s.flatten(0, 1), Q, deg)
     if _on_kernels(Q, deg, S.shape[4]):
@@ -203,12 +209,13 @@ def _check_degree(deg):
         raise ValueError(f"deg must be a positive even integer, got {deg!r}")
 
 
-def _check_causal_inputs(Q, K, log_G, deg):
-    """Raise ValueError for what would fail before power_attention checks its arguments."""
+def _check_query(Q, S, s, Y_attn, l_attn, rowmax, deg):
+    """Raise ValueError for arguments of `query_state` that do not fit, but for the number of features."""
     _check_degree(deg)
-    if Q.ndim != 4 or K.ndim != 4 or K.shape[2] < 1 or Q.shape[2] % K.shape[2]:
-        raise ValueError(
-            f"Q [b, n, hq, d], K [b, t, h, d] must have hq a multiple of h, got {[*Q.shape]}, {[*K.shape]}"
-        )
-    if log_G is not None and log_G.shape != K.shape[:3]:
-        raise ValueError(f"log_G must be [b, t, h] = {[*K.shape[:3]]}, got {[*log_G.shape]}")
+    shapes = ", ".join(f"{[*x.shape]}" for x in (Q, S, s))
+    if not (Q.ndim == S.ndim == 5 and S.shape[:4] == s.shape and S.shape[:2] == Q.shape[:2]) or Q.shape[3] % S.shape[2]:
+        raise ValueError(f"Q [b,n,c,hq,d], S [b,n,h,D,e], s [b,n,h,D], hq a multiple of h, do not fit: {shapes}")
+    sums, rows = (Y_attn, l_attn, rowmax), (*Q.shape[:4],)
+    got = [None if x is None else [*x.shape] for x in sums]
+    if got not in ([None] * 3, [[*rows, S.shape[4]], [*rows], [*rows]]):
+        raise ValueError(f"Y_attn, l_attn, rowmax must be None or {[*rows, S.shape[4]]}, {[*rows]} twice, got {got}")

@@ -1,0 +1,78 @@
+"""What the operators ask of their arguments; each error is one line with the value and what would be right."""
+
+import torch
+
+from .dispatch import FORMS
+from .forms import accumulation_dtype
+
+
+def cast_to_autocast_dtype(*tensors):
+    """Return the tensors in autocast's dtype if it is on, but float64 as it is."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def check_tensors(q, k, v, *, causal=True, **others):
+    """Raise ValueError unless q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E] fit each other.
+
+    They must share one floating dtype and one device, on which `others`, tensors or None by name, are too. With
+    `causal` n may not be above T.
+    """
+    shapes = f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(f"q, k, v must be [B, T, H, D], got {shapes}")
+    (B, n, H, D), (T, Hkv) = q.shape, k.shape[1:3]
+    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv):
+        raise ValueError(f"q [B,n,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] do not fit: {shapes}")
+    if min(n, T, H, Hkv, D, v.shape[3]) < 1:
+        raise ValueError(f"n, T, H, D of q [B,n,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] must be positive: {shapes}")
+    if causal and n > T:
+        raise ValueError(f"queries are those of the last n of T tokens, got n={n} above T={T}")
+    if H % Hkv:
+        raise ValueError(f"the query heads must be a multiple of the key/value heads, got {H} and {Hkv}")
+    if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
+        raise ValueError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    others = {"k": k, "v": v, **others}
+    if away := [f"{name} on {x.device}" for name, x in others.items() if x is not None and x.device != q.device]:
+        raise ValueError(f"all tensors must be on one device, got q on {q.device}, {', '.join(away)}")
+
+
+def check_gates(log_g, k):
+    """Raise ValueError unless log_g is None or [B, T, Hkv] for k [B, T, Hkv, D]."""
+    if log_g is not None and log_g.shape != k.shape[:3]:
+        raise ValueError(f"log_g must be [B, T, Hkv] = {[*k.shape[:3]]}, got {[*log_g.shape]}")
+
+
+def check_form(form, chunk_size):
+    """Raise ValueError unless form is one of dispatch.FORMS and chunk_size a positive integer or None."""
+    if form not in FORMS:
+        raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}")
+
+
+def as_state(state, kind):
+    """Return `state`, a tuple of tensors, as the NamedTuple `kind`, and None as it is; else raise ValueError."""
+    if state is None:
+        return None
+    names = kind._fields
+    tensors = isinstance(state, (tuple, list)) and all(isinstance(x, torch.Tensor) for x in state)
+    if not tensors or len(state) != len(names):
+        raise ValueError(
+            f"initial_state must be a {kind.__name__} or another tuple ({', '.join(names)}) of tensors, "
+            f"got {type(state).__name__}"
+        )
+    return kind(*state)
+
+
+def check_state(state, q, shapes):
+    """Raise ValueError unless the NamedTuple `state` has these shapes and the dtype of sums for inputs like q."""
+    if any(x.shape != shape for x, shape in zip(state, shapes)):
+        describe = lambda shapes: ", ".join(f"{name} {[*shape]}" for name, shape in zip(state._fields, shapes))
+        raise ValueError(f"initial_state must be {describe(shapes)}, got {describe(x.shape for x in state)}")
+    dtype = accumulation_dtype(q)
+    if any(x.dtype != dtype for x in state):
+        raise ValueError(f"initial_state must be {dtype} for q of {q.dtype}, got {[x.dtype for x in state]}")
