@@ -112,6 +112,11 @@ class AdaptivePower(KVCacheVariant):
             raise ValueError(
                 f"p_min must be at least 1, got {c.p_min}: below, |q.k|^p has no derivative where q.k is 0"
             )
+        most = 8 if c.adaptive == "mixture" else 1000
+        if c.p_max > most:
+            raise ValueError(
+                f"p_max must be at most {most} for adaptive={c.adaptive}, got {c.p_max}: float32 ends there"
+            )
         if c.adaptive == "mixture" and (c.p_min % 2 or c.p_max % 2):
             raise ValueError(
                 "p_min and p_max of adaptive=mixture, which mixes even powers, must be even integers, got "

@@ -10,10 +10,10 @@ float32. There are no logarithms. log_g = -inf forgets everything before the tok
 
 Powers of two, which cancel in y, keep (q . k)^p inside float32's range: each row of q is scaled by its own largest
 entry and by that of the keys up to it in its document. So y does not change when a row of q or all of k is scaled by a
-power of two, and no row depends on later ones: a larger key (p = 2 with gates: up to 1e16 times), a NaN or an infinity
-changes the rows from its own on, and the bits of those before stay what they are. NaN in gives NaN out. (A PowerState,
-which holds p-th powers of keys as they are, is inside float32's range for keys from 1e-4 to 1e4 with p = 8, from 1e-9
-to 1e9 with p = 4.)
+power of two, and no row depends on later ones: a larger key (p = 2 with gates: up to 1e27 times; above, the weights of
+earlier rows go to zero), a NaN or an infinity changes the rows from its own on, and the bits of those before stay what
+they are. NaN in gives NaN out. (A PowerState, which holds p-th powers of keys as they are, is inside float32's range
+for keys from 1e-4 to 1e4 with p = 8, from 1e-9 to 1e9 with p = 4.)
 
 Inside, tensors are laid out by heads: q [B, Hkv, G, T, D] with the G = H/Hkv query heads of a group side by side,
 k [B, Hkv, T, D], v [B, Hkv, T, E]; numerators [B, Hkv, G, T, E] and denominators [B, Hkv, G, T] are divided at the end.
@@ -31,6 +31,7 @@ from .memory import check_state_fits
 
 FEATURES_AT_ONCE = 2**27  # entries of phi that exist at any time, half a GB in float32
 SCORES_AT_ONCE = {"cpu": 2**27, "cuda": 2**30}  # entries of q k^T that exist at any time
+LARGEST_HIDDEN = 2.0**50  # a scaled key that a row does not see: squares of products with it are in float32's range
 
 
 class ScaledState(NamedTuple):
@@ -63,7 +64,7 @@ def attend(q, k, v, log_g, *, p, form, chunk_size=None, initial_state=None, retu
         keys, values = _by_head(k, dtype), _by_head(v, dtype)
         gates = None if log_g is None else _sum_gates(log_g)
         state = None if initial_state is None else _scale_state(initial_state, _unit_of_state(initial_state, p), p)
-        scale = _scale_of_rows(keys, gates, state and state.unit)
+        scale = _scale_of_rows(keys, gates, state and state.unit, p)
         if form == "quadratic":
             num, den = _quadratic(queries, keys, values, gates, scale[..., -q.shape[1] :], state, p)
             final = flush(k, v, log_g, initial_state, p=p) if return_state else None
@@ -81,7 +82,7 @@ def sums(q, k, v, log_g, *, p, scale):
     with without_autocast(q.device):
         queries, keys = _by_head(q, dtype).unflatten(1, (Hkv, -1)), _by_head(k, dtype)
         in_range, gates = to_unit_range(queries), None if log_g is None else _sum_gates(log_g)
-        rows = _scale_of_rows(keys, gates, None)[..., -q.shape[1] :]
+        rows = _scale_of_rows(keys, gates, None, p)[..., -q.shape[1] :]
         num, den = _quadratic(in_range, keys, _by_head(v, dtype), gates, rows, None, p)
         by = (scale / (_unit_of_rows(queries).squeeze(-1) * rows.unsqueeze(2))) ** (p // 2)  # twice: it may be large
         num, den = num * by.unsqueeze(-1) * by.unsqueeze(-1), den * by * by
@@ -101,7 +102,7 @@ def read_cache(q, k, v, log_g, state, *, p, flush_cache):
         keys, values = _by_head(k, dtype), _by_head(v, dtype)
         gates = None if log_g is None else _sum_gates(log_g)
         before = None if state is None else ScaledState(*state, torch.ones_like(state.z[..., :1, None]))
-        scale = _scale_of_rows(keys, gates, None if state is None else _unit_of_state(state, p))
+        scale = _scale_of_rows(keys, gates, None if state is None else _unit_of_state(state, p), p)
         y = normalize(*_quadratic(queries, keys, values, gates, scale[..., -q.shape[1] :], before, p))
         if flush_cache:
             state = flush(k, v, log_g, state, p=p)
@@ -183,7 +184,7 @@ def _block_of_rows(q, k, v, bad, gates, scale, state, p, first):
         left = _decay(to, gates.span(0, 0), q.dtype).unsqueeze(2)  # of the state, by the gates up to each query
     scale = scale[:, :, None, :, None]  # [B, Hkv, 1, n, 1]
     w = (q * scale) @ k.transpose(-1, -2).unsqueeze(2)  # [B, Hkv, G, n, m]
-    if gates is None or p > 2:  # a later key may be so large that its power overflows; a square does not
+    if gates is None or p > 2:  # the power of a larger, hidden key may overflow; squares do not, see _scale_of_rows
         w = w.masked_fill_(hidden if gates is None else hidden.unsqueeze(2), 0)
     w = integer_power(w, p)
     if gates is not None:
@@ -357,11 +358,12 @@ def exponent(x):
 
 
 @torch.no_grad()
-def _scale_of_rows(k, gates, unit):
+def _scale_of_rows(k, gates, unit, p):
     """Return [B, Hkv, T], for each row the power of two that brings the largest key up to it into [1, 2).
 
     k [B, Hkv, T, D]. Keys before the row's document do not count. unit [B, Hkv, 1, 1] or None: that of the state before
-    the first token.
+    the first token. For p = 2 with gates, which multiply hidden scores by zero, it is at most what brings the largest
+    key of all to LARGEST_HIDDEN, because zero times infinity is NaN.
     """
     exponents = exponent(k.abs().amax(-1))
     document = 0 if gates is None else 4096.0 * gates.resets[..., 1:]  # further apart than any two exponents
@@ -369,7 +371,11 @@ def _scale_of_rows(k, gates, unit):
         exponents = torch.cat((-unit.squeeze(-1).log2(), exponents), dim=-1)
         document = 0 if gates is None else 4096.0 * gates.resets
     largest = (exponents.double() + document).cummax(-1).values - document
-    return torch.exp2(-largest[..., -k.shape[2] :]).to(k.dtype)
+    scale = torch.exp2(-largest[..., -k.shape[2] :])
+    if gates is not None and p == 2:
+        limit = LARGEST_HIDDEN * torch.exp2(-_exponent(k.nan_to_num(0, 0, 0).abs().amax((-2, -1)).double()))
+        scale = torch.minimum(scale, limit.unsqueeze(-1))
+    return scale.to(k.dtype)
 
 
 @torch.no_grad()

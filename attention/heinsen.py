@@ -39,7 +39,7 @@ KERNEL_BLOCK = 16  # tokens whose pairs the kernels compute feature by feature
 
 def heinsen_attention(
     q, k, v, *, values="signed", causal=True, form="auto", chunk_size=None, resets=None, initial_state=None,
-    return_state=False,
+    return_state=False, refuse=True,
 ):  # fmt: skip
     """Compute Heinsen's log attention: y_i = sum_j w_ij v_j / sum_j w_ij, w_ij = sum_d exp(q_id + k_jd).
 
@@ -54,8 +54,8 @@ def heinsen_attention(
     Sums are in float32 (float64 for float64 q) and exponents relative to prefix maxima, so that q and k may be of any
     size; a row changes no bit with later tokens. NaN or infinity in an input gives NaN in the rows that see it. A row
     without any weight, which only a state of zeros can give, is zero. Log-values must be within 30 of zero, else
-    float32 would lose small ones beside large ones: under torch.compile and in a CUDA graph, where they cannot be
-    looked at, the rows that see others are NaN.
+    float32 would lose small ones beside large ones: others are refused, for which a GPU is waited for. With refuse=False,
+    as in training, and under torch.compile and in a CUDA graph, the rows that see such a value are NaN.
 
     Returns y [B, n, H, E] in q's dtype, or (y, LogState after all tokens) with return_state. Differentiable in q, k, v
     and the state's S and z (m is a reference, which cancels). Raises ValueError for arguments that do not fit.
@@ -66,7 +66,7 @@ def heinsen_attention(
     _check(q, k, v, values, causal, form, chunk_size, resets, initial_state)
     dtype, form = q.dtype, "chunked" if form == "auto" else form
     if values == "log":
-        v = _exp_of_log_values(v, accumulation_dtype(q))
+        v = _exp_of_log_values(v, accumulation_dtype(q), refuse)
     if not causal:
         y, state = heinsen_forms.attend_to_all(q, k, v, initial_state=initial_state, return_state=return_state)
     elif _on_kernels(form, q, v):
@@ -82,9 +82,10 @@ def heinsen_attention(
     return (y, state) if return_state else y
 
 
-def _exp_of_log_values(v, dtype):
-    """Return exp(v) in `dtype`, NaN beyond the bound. Raises ValueError for such values where they can be seen."""
-    hidden = torch.compiler.is_compiling() or v.device.type == "meta"
+def _exp_of_log_values(v, dtype, refuse):
+    """Return exp(v) in `dtype`, NaN beyond the bound. Raises ValueError for such values with `refuse`, where they can be
+    seen."""
+    hidden = not refuse or torch.compiler.is_compiling() or v.device.type == "meta"
     if not (hidden or (v.is_cuda and torch.cuda.is_current_stream_capturing())):
         largest = v.detach().abs().nan_to_num(0, posinf=torch.inf).amax().item() if v.numel() else 0
         if LOG_VALUE_BOUND < largest:
@@ -176,7 +177,9 @@ class Heinsen(Variant):
 
     def __init__(self, config):
         super().__init__(config)
-        self.settings = dict(values=config.values, form=config.form, chunk_size=config.chunk_size or None)
+        # A log-value beyond the bound makes the loss NaN, a step that training skips and counts.
+        self.settings = dict(values=config.values, form=config.form, refuse=False)
+        self.settings["chunk_size"] = config.chunk_size or None
 
     def empty_state(self, batch, device, switch_over=None):
         c = self.config

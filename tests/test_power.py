@@ -205,6 +205,21 @@ def test_rows_before_a_larger_key_do_not_depend_on_it(p, gates):
             assert relative_error(found[:, 26:], ref[:, 26:], 1e-3) < 1e-4, form
 
 
+@pytest.mark.parametrize("small", [0.0, 2.0**-90])
+@pytest.mark.parametrize("p", [2, 4])
+def test_rows_that_see_only_zero_or_tiny_keys_are_finite_beside_gates(p, small):
+    q, k, v, log_g = (x.detach().float() for x in inputs(40, p, "half")[:4])
+    k[:, :3] *= small
+    leaves = [x.requires_grad_() for x in (q, k, v, log_g)]
+    ref = naive.quadratic(*(x.detach().double() for x in leaves), p=p).nan_to_num(0)  # 0 / 0 where keys are zero
+    for form, y in each_form(q, k, v, log_g, p):
+        if form == "generation":  # whose state holds p-th powers of keys as they are
+            assert y[:, :24].isfinite().all()
+            continue
+        assert relative_error(y, ref, 1e-3) < 1e-4, form
+        assert all(g.isfinite().all() for g in torch.autograd.grad(y[:, 3:].square().sum(), leaves)), form
+
+
 @pytest.mark.parametrize("form", COMPUTED)
 @pytest.mark.parametrize("p", [2, 8])
 def test_a_document_of_small_keys_follows_one_of_large_keys(form, p):
