@@ -373,7 +373,7 @@ def _scale_of_rows(k, gates, unit, p):
     largest = (exponents.double() + document).cummax(-1).values - document
     scale = torch.exp2(-largest[..., -k.shape[2] :])
     if gates is not None and p == 2:
-        limit = LARGEST_HIDDEN * torch.exp2(-_exponent(k.nan_to_num(0, 0, 0).abs().amax((-2, -1)).double()))
+        limit = LARGEST_HIDDEN * torch.exp2(-exponent(k.nan_to_num(0, 0, 0).abs().amax((-2, -1)).double()))
         scale = torch.minimum(scale, limit.unsqueeze(-1))
     return scale.to(k.dtype)
 
