@@ -54,8 +54,8 @@ def heinsen_attention(
     Sums are in float32 (float64 for float64 q) and exponents relative to prefix maxima, so that q and k may be of any
     size; a row changes no bit with later tokens. NaN or infinity in an input gives NaN in the rows that see it. A row
     without any weight, which only a state of zeros can give, is zero. Log-values must be within 30 of zero, else
-    float32 would lose small ones beside large ones: others are refused, for which a GPU is waited for. With refuse=False,
-    as in training, and under torch.compile and in a CUDA graph, the rows that see such a value are NaN.
+    float32 would lose small ones beside large ones: others are refused, for which a GPU is waited for. With
+    refuse=False, as in training, under torch.compile and in a CUDA graph the rows that see such a value are NaN.
 
     Returns y [B, n, H, E] in q's dtype, or (y, LogState after all tokens) with return_state. Differentiable in q, k, v
     and the state's S and z (m is a reference, which cancels). Raises ValueError for arguments that do not fit.
@@ -83,8 +83,7 @@ def heinsen_attention(
 
 
 def _exp_of_log_values(v, dtype, refuse):
-    """Return exp(v) in `dtype`, NaN beyond the bound. Raises ValueError for such values with `refuse`, where they can be
-    seen."""
+    """Return exp(v) in `dtype`, NaN beyond the bound. Raises ValueError with `refuse`, where the values can be seen."""
     hidden = not refuse or torch.compiler.is_compiling() or v.device.type == "meta"
     if not (hidden or (v.is_cuda and torch.cuda.is_current_stream_capturing())):
         largest = v.detach().abs().nan_to_num(0, posinf=torch.inf).amax().item() if v.numel() else 0
