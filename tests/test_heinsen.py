@@ -275,6 +275,14 @@ def test_log_values_are_accurate_up_to_their_bound_and_refused_beyond():
         heinsen_attention(q, k, v, values="log")
 
 
+def test_in_training_a_log_value_beyond_the_bound_makes_the_loss_nan_which_is_a_skipped_step():
+    model, ids = model_of(values="log").train(), torch.randint(0, 97, (2, 9))
+    assert model(ids, ids)[1].isfinite()
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.weight *= 1e4
+    assert model(ids, ids)[1].isnan()
+
+
 def test_rows_that_see_a_log_value_beyond_the_bound_are_nan_where_it_cannot_be_looked_at(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     (q, k, v), *_ = inputs(20, dtype=torch.float32)
