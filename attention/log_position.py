@@ -67,7 +67,9 @@ def log_recurrence(log_coeff, logit, first, resets=None):
         resets = resets.unsqueeze(-1)
         logit = torch.where(resets, torch.logaddexp(log_coeff, logit), logit)
         log_coeff = log_coeff.masked_fill(resets, -torch.inf)
-    return _log_recurrence(log_coeff, logit, first)
+    # An operator's first call imports torch._dynamo, which takes 2 s that generation need not wait.
+    needed = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return (_log_recurrence if needed else _compute_log_x)(log_coeff, logit, first)
 
 
 # Operators, so that torch.compile does not unroll their loops.
@@ -75,6 +77,10 @@ def log_recurrence(log_coeff, logit, first, resets=None):
 
 @torch.library.custom_op("sympow::log_recurrence", mutates_args=())
 def _log_recurrence(a: torch.Tensor, b: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    return _compute_log_x(a, b, first)
+
+
+def _compute_log_x(a, b, first):
     log_x = torch.empty_like(b, memory_format=torch.contiguous_format)
     apply = lambda a, x, b: torch.logaddexp(x + a, b)
     for out, *args in _groups(log_x, a, b, first):
