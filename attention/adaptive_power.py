@@ -114,9 +114,7 @@ class AdaptivePower(KVCacheVariant):
             )
         most = 8 if c.adaptive == "mixture" else 1000
         if c.p_max > most:
-            raise ValueError(
-                f"p_max must be at most {most} for adaptive={c.adaptive}, got {c.p_max}: float32 ends there"
-            )
+            raise ValueError(f"p_max must be at most {most} for adaptive={c.adaptive}, got {c.p_max}")
         if c.adaptive == "mixture" and (c.p_min % 2 or c.p_max % 2):
             raise ValueError(
                 "p_min and p_max of adaptive=mixture, which mixes even powers, must be even integers, got "

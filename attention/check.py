@@ -10,6 +10,7 @@ import math
 import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -73,16 +74,16 @@ def errors(form, dtype, D, p, gated, T):
         inputs.append(log_g)
     dy = make(1, T, 2, D).to(dtype)
     torch.full((2**24,), float("nan"), device="cuda")  # a kernel that reuses this memory must write all of it
+    return _compare(names, partial(kernels, p=p), partial(oracle, p=p), inputs, dy)
+
+
+def _compare(names, kernels, oracle, inputs, dy):
+    """Return {name: error} of y and the gradients to `inputs`; `errors` says which error. The kernels run twice."""
     results = []
     for attention, to in ((kernels, lambda x: x), (kernels, lambda x: x), (oracle, torch.Tensor.double)):
         leaves = [to(x).detach().requires_grad_() for x in inputs]
-        y = attention(*leaves, p=p)
-        results.append([y, *torch.autograd.grad(y, leaves, to(dy))])
-    return _compare(names, results, dy)
-
-
-def _compare(names, results, dy):
-    """Return {name: error} for the tensors of two runs and of float64; `errors` says which error."""
+        y = attention(*leaves)
+        results.append([y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))])
     floor = 1e-3 * dy.double().norm()
     error = lambda a, again, b: (
         ((a.double() - b).norm() / b.norm().maximum(floor)).item() if a.equal(again) else math.inf
@@ -130,13 +131,9 @@ def heinsen_errors(dtype, v_dtype, D, T=1500, device="cuda"):
     resets = torch.rand(1, T, device=device, generator=generator) < 3 / T
     dy = make(1, T, 2, D).to(v_dtype)
     torch.full((2**24,), float("nan"), device=device)  # a kernel that reuses this memory must write all of it
-    specification = lambda *x: heinsen_naive.recurrent(*x, resets=resets)[0]
-    results = []
-    for attention, to in ((_heinsen, lambda x: x), (_heinsen, lambda x: x), (specification, torch.Tensor.double)):
-        leaves = [to(x).detach().requires_grad_() for x in (q, k, v)]
-        y = attention(*leaves, resets) if attention is _heinsen else attention(*leaves)
-        results.append([y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))])
-    return _compare(("y", "dq", "dk", "dv"), results, dy)
+    kernels = partial(_heinsen, resets=resets)
+    oracle = lambda *x: heinsen_naive.recurrent(*x, resets=resets)[0]
+    return _compare(("y", "dq", "dk", "dv"), kernels, oracle, (q, k, v), dy)
 
 
 def _heinsen(q, k, v, resets):

@@ -177,8 +177,8 @@ class Heinsen(Variant):
     def __init__(self, config):
         super().__init__(config)
         # A log-value beyond the bound makes the loss NaN, a step that training skips and counts.
-        self.settings = dict(values=config.values, form=config.form, refuse=False)
-        self.settings["chunk_size"] = config.chunk_size or None
+        chunk_size = config.chunk_size or None
+        self.settings = dict(values=config.values, form=config.form, chunk_size=chunk_size, refuse=False)
 
     def empty_state(self, batch, device, switch_over=None):
         c = self.config
