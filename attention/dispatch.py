@@ -99,14 +99,19 @@ def kernel_reason(form, device, dtype, D, E, p):
     form: as for `kernels.unsupported_reason`; device: a torch.device or its name, "cuda" for the current GPU.
     """
     device = torch.device(device)
-    if device.type != "cuda":
-        return f"the tensors are on {device.type}"
-    if dtype == torch.float64:
-        return "float64 is computed in PyTorch"
+    if reason := _reason_of_tensors(device, dtype):
+        return reason
     reason = _disabled or unsupported_reason(form, dtype, D, E, p, device)
     if reason and form in ("quadratic", "adaptive"):
         warn_once(f"power attention runs in plain PyTorch, not on its Triton kernels: {reason}")
     return reason
+
+
+def _reason_of_tensors(device, dtype):
+    """Return why no kernel takes tensors of this device and dtype, or ""."""
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
+    return "float64 is computed in PyTorch" if dtype == torch.float64 else ""
 
 
 def failed_check(form, dtype, D, p, gated, device="cuda"):
@@ -121,10 +126,8 @@ def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
     """Return why the kernels of log attention cannot be used for q and k of `dtype` and values of v_dtype, or "". Warn
     once for each reason if the device, as for `kernel_reason`, is a GPU."""
     device = torch.device(device)
-    if device.type != "cuda":
-        return f"the tensors are on {device.type}"
-    if dtype == torch.float64:
-        return "float64 is computed in PyTorch"
+    if reason := _reason_of_tensors(device, dtype):
+        return reason
     D, E = index(D), index(E)
     reason = _disabled or heinsen_unsupported_reason(dtype, D, E, device)
     reason = reason or heinsen_failure(dtype, v_dtype, D, device)
