@@ -61,7 +61,8 @@ def power_attention(
 
     cu_seqlens [N + 1], int32 or int64, on q's device: B is 1, and the tokens are those of N sequences, as for
     FlashAttention; sequence i has the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, perhaps none, and sees no other.
-    A state, initial or returned, is then one of N sequences. The first use of a cu_seqlens waits for the GPU.
+    A state, initial or returned, is then that of N sequences. The first call with a cu_seqlens waits for the GPU, to
+    read it; under torch.compile and in a CUDA graph its values are neither read nor checked.
 
     Returns y [B, n, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor (on the
     GPU kernels once).
@@ -131,14 +132,17 @@ def _attend_to_sequences(q, k, v, log_g, cu_seqlens, *, p, form, chunk_size, ini
             q, k, v, log_g, lengths or read_lengths(cu_seqlens), p=p, form=form, chunk_size=chunk_size,
             initial_state=initial_state, return_state=return_state,
         )  # fmt: skip
-    chunk = chosen.chunk_size if chunk_size else backend.cost.packed_chunk_size(lengths or (typical,), D, p, gated)
+    chunk = chosen.chunk_size
+    if chunk_size is None:
+        cost, sizes = backend.cost, (D, p, gated)
+        chunk = cost.packed_chunk_size(lengths, *sizes) if lengths else cost.chunk_size(typical, *sizes)
     gates = log_g if has_state else reset_gates(log_g, cu_seqlens, k)
     slots = make_slots(cu_seqlens, lengths, T, chunk)
     q, k, v, gates = (None if x is None else slots.fill(x) for x in (q, k, v, gates))
     check_chunks_fit(q, k, p, chunk)
     y, S, z = backend.chunked_attention(
         q, k, v, None if gates is None else gates.float(), *(initial_state or (None, None)), p=p, chunk=chunk,
-        final=return_state, first=slots.first,
+        final=return_state, first_chunks=slots.first_chunks,
     )  # fmt: skip
     y = slots.take(y)
     return (y, PowerState(S, z)) if return_state else y

@@ -9,8 +9,7 @@ There are three ways to compute them, and power.py chooses:
 
       tokens     | 0 0 0 0 0 | 2 2 2 2 2 2 2 |
       slots      | 0 0 0 0 : 0 . . . | . . . . | 2 2 2 2 : 2 2 2 . |      in chunks of 4 tokens
-      first      0                   2         3                   5      the first chunk of each, and the end;
-                                                                          an empty sequence has a chunk too
+                   ^ 0                 ^ 2       ^ 3                 ^ 5    first_chunks; an empty sequence has one too
 
     one by one   a call for each sequence: states in and out, and everything else, in PyTorch
 """
@@ -28,9 +27,9 @@ known_lengths = WeakTensorKeyDictionary()  # cu_seqlens: (its version, the lengt
 def sequence_lengths(cu_seqlens, T):
     """Return the lengths of the sequences in T tokens, a tuple of int, or None while they cannot be known.
 
-    That is while torch.compile traces or a CUDA graph is captured, which may run again with other lengths. A tensor on
-    a GPU is waited for once, until it is written to. Raises ValueError unless cu_seqlens [N + 1] runs from 0 to T and
-    never decreases.
+    That is while torch.compile traces or a CUDA graph is captured: both may run again with other lengths. Otherwise the
+    host waits for a tensor on a GPU, once for each tensor and version of it (a CUDA graph that writes to it makes no
+    new version). Raises ValueError unless cu_seqlens [N + 1] runs from 0 to T and never decreases.
     """
     if torch.compiler.is_compiling():
         return None
@@ -81,18 +80,18 @@ def typical_length(lengths, T, N):
 def reset_gates(log_g, cu_seqlens, k):
     """Return log_g [1, T, Hkv] with -inf at the first token of each sequence, and zeros elsewhere if it is None."""
     T, Hkv = k.shape[1:3]
-    first = torch.zeros(T + 1, dtype=torch.bool, device=k.device).index_fill(0, cu_seqlens.long(), True)
-    first = first[:T, None]  # an empty sequence at the end would begin at T
+    starts = torch.zeros(T + 1, dtype=torch.bool, device=k.device).index_fill(0, cu_seqlens.long(), True)
+    starts = starts[:T, None]  # an empty sequence at the end would begin at T
     if log_g is None:
         zeros = torch.zeros(T, 1, dtype=accumulation_dtype(k), device=k.device)
-        return zeros.masked_fill(first, float("-inf")).expand(1, T, Hkv)
-    return log_g.masked_fill(first, float("-inf"))
+        return zeros.masked_fill(starts, float("-inf")).expand(1, T, Hkv)
+    return log_g.masked_fill(starts, float("-inf"))
 
 
 class Slots(NamedTuple):
     """Where the tokens of packed sequences are if every sequence begins with a chunk."""
 
-    first: torch.Tensor  # [N + 1] int32, the first chunk of each sequence, and the end of the last
+    first_chunks: torch.Tensor  # [N + 1] int32, the first chunk of each sequence, and the end of the last
     at: torch.Tensor | None  # [T] int64, the place of each token; None: where it is
     tokens: int  # places in all, a multiple of the chunk
 
@@ -108,16 +107,18 @@ class Slots(NamedTuple):
 
 
 def make_slots(cu_seqlens, lengths, T, chunk):
-    """Return the Slots for chunks of `chunk` tokens. With lengths None there are chunks for any lengths, of which those
-    behind the last sequence belong to none."""
+    """Return the Slots for chunks of `chunk` tokens.
+
+    With lengths None there are as many chunks as any lengths may need; those behind the last sequence belong to none.
+    """
     sizes = cu_seqlens.diff()
     chunks = ((sizes + chunk - 1) // chunk).clamp(min=1)  # one for an empty sequence too
-    first = torch.nn.functional.pad(chunks.cumsum(0), (1, 0))
+    first_chunks = torch.nn.functional.pad(chunks.cumsum(0), (1, 0))
     if lengths is None:
         count = T // chunk + len(sizes)
     elif all(n and n % chunk == 0 for n in lengths):
-        return Slots(first.int(), None, T)
+        return Slots(first_chunks.int(), None, T)
     else:
         count = sum(max(1, -(-n // chunk)) for n in lengths)
-    shift = torch.repeat_interleave(first[:-1] * chunk - cu_seqlens[:-1], sizes, output_size=T)
-    return Slots(first.int(), torch.arange(T, device=cu_seqlens.device) + shift, count * chunk)
+    shift = torch.repeat_interleave(first_chunks[:-1] * chunk - cu_seqlens[:-1], sizes, output_size=T)
+    return Slots(first_chunks.int(), torch.arange(T, device=cu_seqlens.device) + shift, count * chunk)

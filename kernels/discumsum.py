@@ -9,7 +9,7 @@ to the first, for the gradient). unit_i is a power of two such that a bound of t
 
 is brought into [2^14, 2^15); kernels that read a state divide by unit_i. For p = 4, entries are also multiplied by the
 number of orders of their products, over 32, so that readers need not multiply by it. If the chunks are those of several
-packed sequences, FIRST says at which chunk each begins, and each has its own sum, initial and final state.
+packed sequences, FIRST_CHUNK says at which chunk each begins, and each has its own sum, initial and final state.
 
     one program: N entries of the states of one sequence and head, one chunk after the other
 
@@ -43,7 +43,7 @@ def discumsum_kernel(
     OTHER, UNIT_OTHER,  # the states to multiply with for CARRIED, and their units, or None
     ORDERS_OF,  # [rows] the number of orders of the product of each row of S, then of each entry of Z
     CARRIED,
-    FIRST,  # packed sequences: the first chunk of each, and behind them where the last one ends; or None
+    FIRST_CHUNK,  # packed sequences: the first chunk of each, and behind them where the last one ends; or None
     up, most, n, HKV, F, FS,  # up: most / 2^15; n chunks; F entries, FS of S and behind them those of Z
     P: tl.constexpr, D: tl.constexpr,
     N: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr,
@@ -54,10 +54,10 @@ def discumsum_kernel(
     blocks = tl.cdiv(F, N)
     bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     begin = bh * n
-    if FIRST is not None:
-        first = tl.load(FIRST + bh // HKV)
+    if FIRST_CHUNK is not None:
+        first = tl.load(FIRST_CHUNK + bh // HKV)
         begin = bh % HKV * n + first
-        n = tl.load(FIRST + bh // HKV + 1) - first
+        n = tl.load(FIRST_CHUNK + bh // HKV + 1) - first
     at = block * N + tl.arange(0, N)
     inside = at < F
     state = tl.zeros([N], tl.float32)
@@ -116,12 +116,15 @@ def discumsum_kernel(
 # ---- launcher
 
 
-def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, reverse=False, final=False, first=None):
+def discumsum(
+    s, X, unit_x, whole, initial=None, other=None, unit_other=None, reverse=False, final=False, first_chunks=None
+):
     """Replace X [B * Hkv, chunks, F] by the states before each chunk (after, with reverse), in place.
 
-    F must be a multiple of 64. With unit_x None, X is float32 in units of one, and s may be None. first [sequences + 1]
-    int32: the chunks are those of packed sequences, B is 1, and sequence i has the chunks first[i] to first[i + 1] - 1,
-    at least one. Then `initial` and `final` have a state for each sequence, and chunks of no sequence stay as they are.
+    F must be a multiple of 64. With unit_x None, X is float32 in units of one, and s may be None. first_chunks [N + 1]
+    int32: B is 1, and the chunks are those of N packed sequences; sequence i has the chunks first_chunks[i] up to
+    first_chunks[i + 1], at least one. Then `initial` and `final` are states of N sequences, and chunks behind them all
+    stay as they are.
 
     Returns (unit [B * Hkv, chunks], final [B * Hkv, F], carried [B * Hkv, chunks, blocks]), see the table above: None
     without unit_x, unless `final`, and without `other`.
@@ -131,9 +134,9 @@ def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, re
     N, warps, stages = DISCUMSUM[scaled]
     N = min(N, triton.next_power_of_2(F))
     blocks = triton.cdiv(F, N)
-    sequences = BH if first is None else (len(first) - 1) * BH
+    sequences = BH if first_chunks is None else (first_chunks.shape[0] - 1) * BH
     unit = empty(X, BH, n) if scaled else None
-    if scaled and first is not None:
+    if scaled and first_chunks is not None:
         unit.fill_(1)
     last = empty(X, sequences, F) if final else None
     carried = None if other is None else empty(X, BH, n, blocks)
@@ -141,6 +144,7 @@ def discumsum(s, X, unit_x, whole, initial=None, other=None, unit_other=None, re
     bound = None if initial is None or not scaled else initial.abs().amax(1)
     discumsum_kernel[(sequences * blocks,)](
         X, unit_x, unit, whole, initial, bound, last, other, unit_other, s.layout.orders if scaled else None, carried,
-        first, most / SUM_TOP, most, n, BH, F, FS, P=p, D=D, N=N, REVERSE=reverse, STAGES=stages, num_warps=warps,
+        first_chunks, most / SUM_TOP, most, n, BH, F, FS,
+        P=p, D=D, N=N, REVERSE=reverse, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return unit, last, carried
