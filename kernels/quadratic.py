@@ -242,8 +242,8 @@ def _column_decay(c_from, c_to, POWER: tl.constexpr):
 @triton.jit
 def _forgets_little(C, FIRST, last, key):
     """Return True if the 128 tokens around `last` have forgotten less than WEAK at it, and if its document begins
-    before `key`, the first key of the tiles on the diagonal, or at 0. NaN counts as little: most gates are weak, and then
-    the rows before it keep their bits."""
+    before `key`, the first key of the tiles on the diagonal, or at 0. NaN counts as little, so that rows
+    before it keep their bits where gates are weak."""
     first, c = last // 128 * 128 + tl.load(FIRST + last).to(tl.int32), tl.load(C + last)
     return ((c > -WEAK) | (c != c)) & (first < tl.maximum(key, 1))
 
@@ -678,7 +678,7 @@ def dq_kernel(
             along_q = P * r * over_l if GATED else tl.sum(acc * q32, 1)  # zero but for the rounding of y in delta
             inexact = along_q * along_q > ALONG_Q * ALONG_Q * tl.sum(q32 * q32, 1) * tl.sum(acc * acc, 1)
             again = tl.max(inexact.to(tl.int32), 0) > 0
-            tl.store(at_head(DELTA, n, bh) + (first + tl.arange(0, BM)), delta + along_q / P)
+            tl.store(at_head(DELTA, n, bh) + (first + tl.arange(0, BM)), delta + tl.where(inexact, along_q / P, 0.0))
         tl.store(INEXACT + tl.program_id(0), again.to(tl.int8))
     if P == 0:
         tl.store(at_head(ROW, n, bh) + (first + tl.arange(0, BM)), r * over_l * 0.6931471805599453)  # ln 2
