@@ -444,8 +444,8 @@ def shared(name, dtype, D, gated, p, offset=None):
     args = {
         "forward": (q, k, v, X, F, N, N, F, powers, gates, N, N, N, 1.0, 1.0, 9, offset, 9, 2, 2, 2, 1),
         "dq": (
-            X, k, v, W, k2, X, F, N, F, powers, gates, X, F, row, row, *better, s, N, N, N, s, 1.0, 1.0, 9, offset, 9, 2,
-            2, 2, 1,
+            X, k, v, W, k2, X, F, N, F, powers, gates, X, F, row, row, *better, s, N, N, N, s, 1.0, 1.0, 9, offset, 9,
+            2, 2, 2, 1,
         ),
         "dkdv": (q, X, W, dy, q2, powers, gates, F, row, row, X, X, N, s, s, N, N, 9, offset, 9, 2, 2, 2, 1),
     }
