@@ -139,7 +139,8 @@ def reset_first(lengths, x):
 slow = pytest.mark.slow
 # lengths, chunk, gates, is there an initial state
 PACKED = [
-    ([129, 0], 128, "strong", True), ([3, 1], 128, "none", False),
+    ([129, 0], 128, "strong", True),
+    pytest.param([3, 1], 128, "none", False, marks=slow),
     pytest.param([128, 128, 0, 127], 128, "zeros", True, marks=slow),
     pytest.param([5, 257], 256, "none", True, marks=slow),
     pytest.param([130, 0, 300], 128, "learned", False, marks=slow),
