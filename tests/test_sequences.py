@@ -177,7 +177,6 @@ def test_slots_for_lengths_that_are_not_known(on_kernels, monkeypatch):
     """While a CUDA graph is captured there are chunks for any lengths, and those behind the last sequence are not
     read."""
     cu_seqlens, x = make([128, 2], "strong", H=1)  # 2 chunks known, 3 unknown
-    x["v"] *= 1e-12  # a chunk of zeros must not set the unit
     monkeypatch.setattr(sequences, "is_capturing", lambda x: True)
     found = results(packed, x, cu_seqlens=cu_seqlens, form="chunked", chunk_size=128)
     for name, r in results(one_by_one(chunks(128), [128, 2]), x).items():
