@@ -143,28 +143,37 @@ def gates_before_kernel(C_START, C_END, OPENED, T, N: tl.constexpr):
         opened = tl.max(first, 0)
 
 
+@triton.jit(do_not_specialize=["T", "H", "HKV"])
+def row_totals_kernel(ROW, TOTALS, T, H, HKV, N: tl.constexpr):
+    """Write the sum over N tokens of ROW, of one sequence and head of keys, in float64."""
+    pieces = tl.cdiv(T, N)
+    bh, start = tl.program_id(0) // pieces, tl.program_id(0) % pieces * N
+    ROW = at_head(ROW, T, tl.cast(bh // HKV, tl.int64) * H + bh % HKV * (H // HKV))
+    tl.store(TOTALS + tl.program_id(0), _sum(ROW, start, tl.minimum(start + N, T), N))
+
+
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "H", "HKV"])
 def dlog_g_kernel(
     ROW, LOG_G,  # row_i - col_i, in the first head of each group; LOG_G is read for its resets only
+    TOTALS,  # by `row_totals_kernel`, or None if there are at most N tokens
     DLOG_G,  # what is written
     g_b, g_t, g_h,  # strides of LOG_G [B, T, Hkv]
     T, H, HKV,
     N: tl.constexpr,
 ):  # fmt: skip
-    """Write dlog_g of one sequence and head, sums in float64 from the end, N tokens at a time."""
-    bh = tl.program_id(0)
+    """Write dlog_g of N tokens of one sequence and head, sums in float64."""
+    pieces = tl.cdiv(T, N)
+    bh, piece = tl.program_id(0) // pieces, tl.program_id(0) % pieces
     b, hkv = tl.cast(bh // HKV, tl.int64), bh % HKV
-    ROW = at_head(ROW, T, b * H + hkv * (H // HKV))
-    LOG_G += b * g_b + tl.cast(hkv, tl.int64) * g_h
-    DLOG_G += b * T * HKV + hkv
     after = tl.zeros([], tl.float64)
-    for back in range(0, T, N):
-        at = (T - 1) // N * N - back + tl.arange(0, N)
-        x = tl.load(ROW + at, mask=at < T, other=0.0).to(tl.float64)
-        log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0)
-        d = tl.where(log_g == float("-inf"), 0.0, after + tl.associative_scan(x, 0, add, reverse=True))
-        tl.store(DLOG_G + at.to(tl.int64) * HKV, d.to(tl.float32), at < T)
-        after += tl.sum(x, 0)
+    if TOTALS is not None:
+        after = _sum(TOTALS + tl.cast(bh, tl.int64) * pieces, piece + 1, pieces, 128)
+    at = piece * N + tl.arange(0, N)
+    x = tl.load(at_head(ROW, T, b * H + hkv * (H // HKV)) + at, mask=at < T, other=0.0).to(tl.float64)
+    LOG_G += b * g_b + tl.cast(hkv, tl.int64) * g_h
+    log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0)
+    d = tl.where(log_g == float("-inf"), 0.0, after + tl.associative_scan(x, 0, add, reverse=True))
+    tl.store(DLOG_G + b * T * HKV + hkv + at.to(tl.int64) * HKV, d.to(tl.float32), at < T)
 
 
 # ---- the chunked form
@@ -264,14 +273,19 @@ def tile_gates(log_g, R, power, before=False):
     gates_kernel[(triton.cdiv(T, TOKENS) * B * HKV,)](
         log_g, *gates, *log_g.stride(), T, HKV, R=R, POWER=power, BEFORE=before, N=TOKENS
     )
-    gates_before_kernel[(B * HKV,)](*gates[3:], T, N=TOKENS)
+    if T > TOKENS:
+        gates_before_kernel[(B * HKV,)](*gates[3:], T, N=TOKENS)
     return tuple(gates)
 
 
 def dlog_g(row, log_g, H):
     """Return dlog_g [B, T, Hkv] float32 of the quadratic form; row [B, H, T padded to 128]: by dkdv_kernel."""
-    (B, T, HKV), result = log_g.shape, empty(log_g, *log_g.shape)
-    dlog_g_kernel[(B * HKV,)](row, log_g, result, *log_g.stride(), T, H, HKV, N=TOKENS)
+    (B, T, HKV), result, totals = log_g.shape, empty(log_g, *log_g.shape), None
+    programs = triton.cdiv(T, TOKENS) * B * HKV
+    if T > TOKENS:
+        totals = empty(log_g, programs, dtype=torch.float64)
+        row_totals_kernel[(programs,)](row, totals, T, H, HKV, N=TOKENS)
+    dlog_g_kernel[(programs,)](row, log_g, totals, result, *log_g.stride(), T, H, HKV, N=TOKENS)
     return result
 
 

@@ -65,6 +65,7 @@ float16. s is a product of float16, but s^p is beyond it: w and ds are bfloat16,
 and q and k a second time), which the launchers convert. dP is of the same v and dy, so that it cancels against delta.
 """
 
+import functools
 import math
 
 import torch
@@ -250,7 +251,7 @@ def _forgets_little(C, FIRST, last, key):
 
 
 @triton.jit
-def _delta_may_be_inexact(gates, lo, BM: tl.constexpr, BEFORE: tl.constexpr):
+def _delta_may_be_inexact(gates, T, bh, lo, BM: tl.constexpr, BEFORE: tl.constexpr):
     """Return True if one token may dominate some of the BM rows from lo on.
 
     Then dP_ij - delta_i is as small as the rounding of y in delta_i. These are the first rows of all or of a document,
@@ -259,15 +260,15 @@ def _delta_may_be_inexact(gates, lo, BM: tl.constexpr, BEFORE: tl.constexpr):
     if gates is None:
         return (lo == 0) & (not BEFORE)
     else:
-        C, FIRST, last = gates[0], gates[1], lo + BM - 1
+        C, FIRST, last = at_head(gates[0], T, bh), at_head(gates[1], T, bh), lo + BM - 1
         opens = lo // 128 * 128 + tl.load(FIRST + last).to(tl.int32) >= lo
         return opens | (tl.load(C + lo) - tl.load(C + last) > STRONG * BM)
 
 
 @triton.jit
-def _may_read_state(gates, lo, begin, BM: tl.constexpr, BEFORE: tl.constexpr):
+def _may_read_state(gates, T, bh, lo, begin, BM: tl.constexpr, BEFORE: tl.constexpr):
     """Return [BM]: whether a state from before `begin`, where their chunk begins, counts in the rows from lo on."""
-    C, FIRST, _, C_START, _, _ = gates
+    C, FIRST, C_START = at_head(gates[0], T, bh), at_head(gates[1], T, bh), at_head(gates[3], T, bh, 32)
     forgotten = (tl.load(C_START + begin // 32) - tl.load(C_START + lo // 32)).to(tl.float32)
     forgotten += tl.load(C + lo) - _vector(C, lo, BM)
     opens = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32) >= lo
@@ -413,6 +414,31 @@ def _forward_tiles(
         return _forward_tiles_of_one_power(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL, FACTORS)
 
 
+@triton.jit
+def _forward_diagonal(
+    acc, l, q, keys, rows, gates, begin, lo, factors, T, P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr
+):
+    """Return (acc, l) with the keys from begin on added for the rows from lo on; `factors` is of `_gates_of_rows`."""
+    end = tl.minimum(lo + q.shape[0], T)
+    if gates is None:
+        return _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True)
+    elif P == 0:  # whose gates are resets
+        seen = rows[1][:, None] < lo
+        acc, l = tl.where(seen, acc, 0.0), tl.where(seen, l, 0.0)
+        return _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True)
+    else:
+        _, _, c_row, c_first, first_row, _ = rows
+        decay = tl.exp(c_row - c_first)[:, None]  # since the first row
+        if factors:
+            acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True, True)
+            acc, l = acc * decay, l * decay
+        else:
+            decay = tl.where(first_row[:, None] < lo, decay, 0.0)
+            acc, l = acc * decay, l * decay
+            acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True)
+        return acc, l
+
+
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
 def forward_kernel(
     Q, K, V,  # V: bfloat16 if Q and K are float16
@@ -456,26 +482,11 @@ def forward_kernel(
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
         c_lo, begin = _before_rows(gates, lo, begin, end, BN)
+        c_row, c_first, first_row, factors = _gates_of_rows(gates, lo, end, BM)
     keys = (K, k_strides, V, v_strides, b, hkv)
     rows = (row, first_row, p, offset) if P == 0 else (row, c_lo, c_row, c_first, first_row, key_scale)
     acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, False)
-    if GATED:  # loaded here, since registers are few in the loop
-        c_row, c_first, first_row, factors = _gates_of_rows(gates, lo, end, BM)
-        rows = (row, first_row, p, offset) if P == 0 else (row, c_lo, c_row, c_first, first_row, key_scale)
-    last = tl.minimum(lo + BM, T)
-    if not GATED:
-        acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, last, T, P, D, BN, True)
-    else:
-        decay = tl.exp(c_row - c_first)[:, None]  # since the first row
-        if P > 0 and factors:
-            acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, last, T, P, D, BN, True, True)
-            acc *= decay
-            l *= decay
-        else:
-            decay = tl.where(first_row[:, None] < lo, decay, 0.0)
-            acc *= decay
-            l *= decay
-            acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, last, T, P, D, BN, True)
+    acc, l = _forward_diagonal(acc, l, q, keys, rows, gates, end, lo, factors, T, P, D, BN)
 
     l = tl.max(l, 1)
     out = ((tl.cast(b, tl.int64) * n + first) * H + h) * D  # [B, n, H, D]
@@ -604,32 +615,43 @@ def _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, delta, P
         tl.store(pair, tl.join(before, delta))
 
 
-@triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
-def dq_kernel(
-    Q, K, V, DY, K2,  # if Q and K are float16, V and DY are bfloat16 and K2 is K in bfloat16; else it is None
-    Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
-    KEY_SCALE, POWERS, gates,  # see the table above, or None
-    DQ, PAIR, G, ROW,  # what is written; G with gates only
-    q_strides, k_strides, v_strides, k2_strides, dy_strides,  # None: a tensor descriptor
-    scale, rest,
-    T, OFFSET, CHUNK, H, HKV, BH, HEADS,
-    P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
-    BEFORE: tl.constexpr,  # there is a state before the first token, so no row sees itself alone
+@triton.jit
+def _dq_diagonal(
+    acc, r, q, dy, delta, keys, rows, gates, begin, lo, factors, T,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Return (acc, r) with the keys from begin on added for the rows from lo on, as `_forward_diagonal` does."""
+    end = tl.minimum(lo + q.shape[0], T)
+    if gates is None:
+        return _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True)
+    elif P == 0:
+        seen = rows[1] < lo
+        acc, r = tl.where(seen[:, None], acc, 0.0), tl.where(seen, r, 0.0)
+        return _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True)
+    else:
+        _, _, c_row, c_first, first_row, _ = rows
+        decay = tl.exp(c_row - c_first)  # since the first row
+        if factors:
+            acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True, True)
+            acc, r = acc * decay[:, None], r * decay
+        else:
+            decay = tl.where(first_row < lo, decay, 0.0)
+            acc, r = acc * decay[:, None], r * decay
+            acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True)
+        return acc, r
+
+
+@triton.jit
+def _dq_rows(
+    arrays, strides, scale, rest, T, OFFSET, CHUNK, H, HKV, bh, b, h, hkv, first,
+    P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs.
-
-    With AGAIN, compute those rows again whose delta may have been inexact, with the error that ROW shows.
-    """
+    """Compute `dq_kernel` for the rows from `first` on of a sequence and head; `gates` are at this head."""
+    Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, DQ, PAIR, G, ROW = arrays
+    q_strides, k_strides, v_strides, k2_strides, dy_strides = strides
     GATED: tl.constexpr = gates is not None
-    n = _queries(T, OFFSET)
-    bh, b, h, hkv, first = _queries_of_program(n, H, HKV, BH, HEADS, BM)
-    lo = _token(first, OFFSET)
-    if GATED:
-        gates = gates_of_head(gates, T, b * HKV + hkv)
-    if AGAIN:
-        if not _delta_may_be_inexact(gates, lo, BM, BEFORE):
-            return
+    n, lo = _queries(T, OFFSET), _token(first, OFFSET)
     row = lo + tl.arange(0, BM)
     out = _row_offsets(b, first, h, n, H, BM, D)
 
@@ -646,7 +668,9 @@ def dq_kernel(
         if AGAIN:  # the sum of w_ij (dP_ij - delta_i) / l_i over j would be zero
             error = _vector(at_head(ROW, T if GATED else 128, bh), lo, BM)
             if GATED:
-                error = tl.where(_may_read_state(gates, lo, lo // CHUNK * CHUNK, BM, BEFORE), 0.0, error)
+                error = tl.where(
+                    _may_read_state(gates, T, b * HKV + hkv, lo, lo // CHUNK * CHUNK, BM, BEFORE), 0.0, error
+                )
             delta += error
         l = _vector(at_head(L, n, bh), first, BM)
         over_l = inverse(l)
@@ -672,27 +696,14 @@ def dq_kernel(
     begin, end = lo // CHUNK * CHUNK, lo // BN * BN
     c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, -1 if BEFORE else 0, False
     if GATED:
+        gates = gates_of_head(gates, T, b * HKV + hkv)
         c_lo, begin = _before_rows(gates, lo, begin, end, BN)
         c_row, c_first, first_row, factors = _gates_of_rows(gates, lo, end, BM)
     _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, p * delta if P == 0 else delta, P, R)
     keys = (K, k_strides, V, v_strides, b, hkv, K2, k2_strides)
     rows = (row, first_row, less, g, x) if P == 0 else (row, c_lo, c_row, c_first, first_row, key_scale)
     acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False)
-    if GATED:  # loaded again, since registers are few in the loop
-        c_row, c_first, first_row, factors = _gates_of_rows(gates, lo, end, BM)
-        rows = (row, first_row, less, g, x) if P == 0 else (row, c_lo, c_row, c_first, first_row, key_scale)
-    last = tl.minimum(lo + BM, T)
-    if not GATED:
-        acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, last, T, P, D, BN, True)
-    else:
-        decay = tl.exp(c_row - c_first)  # since the first row
-        if P > 0 and factors:
-            acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, last, T, P, D, BN, True, True)
-            acc, r = acc * decay[:, None], r * decay
-        else:
-            decay = tl.where(first_row < lo, decay, 0.0)
-            acc, r = acc * decay[:, None], r * decay
-            acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, last, T, P, D, BN, True)
+    acc, r = _dq_diagonal(acc, r, q, dy, delta, keys, rows, gates, end, lo, factors, T, P, D, BN)
 
     if NORMALIZE:  # in a row that sees itself alone, y_i is v_i for any q_i
         over_l = tl.where(row > first_row, over_l, 0.0)
@@ -703,9 +714,49 @@ def dq_kernel(
     elif GATED:
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
     elif NORMALIZE and not AGAIN:
-        if _delta_may_be_inexact(gates, lo, BM, BEFORE):
+        if _delta_may_be_inexact(gates, T, 0, lo, BM, BEFORE):
             q32 = _tile(Q, q_strides, b, first, h, n, BM, D, True).to(tl.float32)
             tl.store(at_head(ROW, 128, bh) + row, tl.sum(acc * q32, 1) / P)
+
+
+@triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
+def dq_kernel(
+    Q, K, V, DY, K2,  # if Q and K are float16, V and DY are bfloat16 and K2 is K in bfloat16; else it is None
+    Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
+    KEY_SCALE, POWERS, gates,  # see the table above, or None
+    DQ, PAIR, G, ROW,  # what is written; G with gates only
+    q_strides, k_strides, v_strides, k2_strides, dy_strides,  # None: a tensor descriptor
+    scale, rest,
+    T, OFFSET, CHUNK, H, HKV, BH, HEADS,
+    P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
+    BEFORE: tl.constexpr,  # there is a state before the first token, so no row sees itself alone
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, AGAIN: tl.constexpr, TILES: tl.constexpr = 8,
+):  # fmt: skip
+    """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs.
+
+    With AGAIN, a program looks at TILES times BM rows, and computes those again whose delta may have been inexact, with
+    the error that ROW shows.
+    """
+    arrays = (Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, DQ, PAIR, G, ROW)
+    strides = (q_strides, k_strides, v_strides, k2_strides, dy_strides)
+    n = _queries(T, OFFSET)
+    if not AGAIN:
+        bh, b, h, hkv, first = _queries_of_program(n, H, HKV, BH, HEADS, BM)
+        _dq_rows(
+            arrays, strides, scale, rest, T, OFFSET, CHUNK, H, HKV, bh, b, h, hkv, first,
+            P, D, NORMALIZE, BEFORE, BM, BN, R, False,
+        )  # fmt: skip
+    else:
+        tiles = 1 if gates is None else tl.cdiv(n, BM)
+        for i in range(tl.program_id(0) * TILES, tl.minimum(tl.program_id(0) * TILES + TILES, BH * tiles)):
+            bh, first = i // tiles, i % tiles * BM
+            b, h = bh // H, bh % H
+            hkv = h // (H // HKV)
+            if _delta_may_be_inexact(gates, T, b * HKV + hkv, _token(first, OFFSET), BM, BEFORE):
+                _dq_rows(
+                    arrays, strides, scale, rest, T, OFFSET, CHUNK, H, HKV, bh, b, h, hkv, first,
+                    P, D, NORMALIZE, BEFORE, BM, BN, R, True,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -834,6 +885,43 @@ def _dkdv_tiles(
 
 
 @triton.jit
+def _dkdv_diagonal(
+    dk, dv, col, k, v, queries, POWERS, b, hkv, group, H, columns, gates, begin, end, T, OFFSET, factors,
+    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
+):  # fmt: skip
+    """Return (dk, dv, col) with the queries from begin to end of the group's heads added, among these keys.
+
+    Decays up to here are those to the last of these keys. If `factors`, so are those that are added.
+    """
+    column, _, c_col, c_last, first_row = columns
+    if gates is not None:
+        decay = tl.exp(c_last - c_col)
+        if P == 0 or not factors:
+            decay = tl.where(column >= first_row, decay, 0.0)
+            dk, dv, col = dk * decay[:, None], dv * decay[:, None], col * decay
+    if gates is None or P == 0:
+        for i in range(group):
+            dk, dv, col = _dkdv_tiles(
+                dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
+                P, D, BM, NORMALIZE, BEFORE, True,
+            )  # fmt: skip
+    elif factors:
+        for i in range(group):
+            dk, dv, col = _dkdv_tiles(
+                dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
+                P, D, BM, NORMALIZE, BEFORE, True, True,
+            )  # fmt: skip
+        dk, dv, col = dk * decay[:, None], dv * decay[:, None], col * decay
+    else:
+        for i in range(group):
+            dk, dv, col = _dkdv_tiles(
+                dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
+                P, D, BM, NORMALIZE, BEFORE, True,
+            )  # fmt: skip
+    return dk, dv, col
+
+
+@triton.jit
 def _last_reader(OPENED, hi, end, T):
     """Return where the queries that may see key hi end, at most `end`.
 
@@ -897,30 +985,10 @@ def dkdv_kernel(
             dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
             P, D, BM, NORMALIZE, BEFORE, False,
         )  # fmt: skip
-    hi_row = tl.minimum(lo + BN, T)
-    if not GATED:
-        for i in range(group):
-            dk, dv, col = _dkdv_tiles(
-                dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, lo_row, hi_row, T, OFFSET,
-                P, D, BM, NORMALIZE, BEFORE, True,
-            )  # fmt: skip
-    else:
-        decay = tl.exp(c_last - c_col)  # to the last key
-        if P > 0 and factors:
-            for i in range(group):
-                dk, dv, col = _dkdv_tiles(
-                    dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, lo_row, hi_row, T,
-                    OFFSET, P, D, BM, NORMALIZE, BEFORE, True, True,
-                )  # fmt: skip
-            dk, dv, col = dk * decay[:, None], dv * decay[:, None], col * decay
-        else:
-            decay = tl.where(column >= first_row, decay, 0.0)
-            dk, dv, col = dk * decay[:, None], dv * decay[:, None], col * decay
-            for i in range(group):
-                dk, dv, col = _dkdv_tiles(
-                    dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, lo_row, hi_row, T,
-                    OFFSET, P, D, BM, NORMALIZE, BEFORE, True,
-                )  # fmt: skip
+    dk, dv, col = _dkdv_diagonal(
+        dk, dv, col, k, v, queries, POWERS, b, hkv, group, H, columns, gates, lo_row, tl.minimum(lo + BN, T), T, OFFSET,
+        factors, P, D, BM, NORMALIZE, BEFORE,
+    )  # fmt: skip
 
     out = _row_offsets(b, lo, hkv, T, HKV, BN, D)
     if P > 0:
@@ -998,13 +1066,17 @@ def backward(
             dy, v = dy.bfloat16(), v.bfloat16()
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
         (k_tiles, v_tiles, k2), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN), (k2, c_dq.BN))
-        for again in (False, True) if normalize and p > 0 else (False,):
-            dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
-                q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, dq, pair, g, row,
-                q.stride(), *kv_strides, dy.stride(), scale, rest,
-                T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
-                R=c_dkdv.BM, BEFORE=before, AGAIN=again, **_options(c_dq, q, p, normalize),
-            )  # fmt: skip
+        tiles = triton.cdiv(n, c_dq.BM) * B * H
+        launch = functools.partial(
+            dq_kernel.run,
+            q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, dq, pair, g, row,
+            q.stride(), *kv_strides, dy.stride(), scale, rest,
+            T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
+            R=c_dkdv.BM, BEFORE=before, **_options(c_dq, q, p, normalize), warmup=False,
+        )  # fmt: skip
+        launch(grid=(tiles,), AGAIN=False)
+        if normalize and p > 0 and (log_g is not None or n == T):
+            launch(grid=(B * H if log_g is None else triton.cdiv(tiles, 8),), AGAIN=True)
         (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))
         dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
             q, k, v, dy, q2, powers, gates, pair, g, row, dk, dv,
