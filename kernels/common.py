@@ -127,6 +127,13 @@ def add_to_rows(OUT, x, b, start, h, T, H):
     tl.store(to, x.to(OUT.dtype.element_ty), mask)
 
 
+@triton.jit
+def reflected(x, MIRROR, head):
+    """Return x [N, D] float32 with each row reflected at the plane that MIRROR has for a head of keys (prepare.py)."""
+    u = tl.load(MIRROR + head * x.shape[1] + tl.arange(0, x.shape[1]))[None, :]
+    return x - 2 * tl.sum(x * u, 1)[:, None] * u
+
+
 # ---- numbers
 
 

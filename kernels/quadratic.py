@@ -157,6 +157,26 @@ def _vector(base, start, N: tl.constexpr):
 
 
 @triton.jit
+def _first_key(NEAR, lo, bh, T, CHUNK):
+    """Return the first key that the rows of a tile from `lo` on attend to: their chunk's, or NEAR tokens before it."""
+    begin = lo // CHUNK * CHUNK
+    if NEAR is not None:
+        near = tl.load(NEAR + bh * tl.cdiv(T, CHUNK) + lo // CHUNK)
+        begin -= tl.where(lo - begin < 128, near, 0)
+    return begin
+
+
+@triton.jit
+def _last_query(NEAR, lo, bh, T, CHUNK):
+    """Return where the queries end that attend to the keys of a tile from `lo` on: with their chunk, or NEAR later."""
+    end = lo // CHUNK * CHUNK + CHUNK
+    if NEAR is not None:
+        near = tl.load(NEAR + bh * tl.cdiv(T, CHUNK) + end // CHUNK, mask=end < T, other=0)
+        end += tl.where(end - lo <= 128, near, 0)
+    return tl.minimum(end, T)
+
+
+@triton.jit
 def _times_power(x, s, P: tl.constexpr):
     """Return x s^(P/2 - 1)."""
     if P == 2:
@@ -362,7 +382,7 @@ def forward_kernel(
     Q, K, V,  # V: bfloat16 if Q and K are float16
     Y, L,  # what is written
     NUM, DEN,  # what is added to the sums before dividing, or None
-    KEY_SCALE, POWERS, gates,  # see the table above, or None
+    KEY_SCALE, POWERS, gates, NEAR,  # see the table above and gates.py, or None
     q_strides, k_strides, v_strides,  # None: a tensor descriptor
     scale, rest,  # without NORMALIZE: the power of two that q is multiplied by, and the remaining factor of the sums
     T, OFFSET,  # tokens; those before the first query, a multiple of 128, or None
@@ -395,7 +415,7 @@ def forward_kernel(
 
     acc = tl.zeros([BM, D], tl.float32)
     l = tl.zeros([BM, 8], tl.float32)  # the same sum eight times, because no product is narrower
-    begin, end = lo // CHUNK * CHUNK, lo // BN * BN
+    begin, end = _first_key(NEAR, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
     c_lo, c_row, first_row = 0.0, 0.0, 0
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
@@ -536,7 +556,7 @@ def _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, delta, P
 def dq_kernel(
     Q, K, V, DY, K2,  # if Q and K are float16, V and DY are bfloat16 and K2 is K in bfloat16; else it is None
     Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
-    KEY_SCALE, POWERS, gates,  # see the table above, or None
+    KEY_SCALE, POWERS, gates, NEAR,  # see the table above and gates.py, or None
     DQ, PAIR, G, ROW,  # what is written; G with gates only, ROW with gates or powers
     q_strides, k_strides, v_strides, k2_strides, dy_strides,  # None: a tensor descriptor
     scale, rest,
@@ -584,7 +604,7 @@ def dq_kernel(
         over_l, factor = g * g, 1.0
     acc = tl.zeros([BM, D], tl.float32)
     r = tl.zeros([BM], tl.float32)
-    begin, end = lo // CHUNK * CHUNK, lo // BN * BN
+    begin, end = _first_key(NEAR, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
     c_lo, c_row, first_row = 0.0, 0.0, -1 if BEFORE else 0
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
@@ -753,7 +773,7 @@ def _last_reader(OPENED, hi, end, T):
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BHKV", "HEADS"])
 def dkdv_kernel(
     Q, K, V, DY, Q2,  # if Q and K are float16, V and DY are bfloat16 and Q2 is Q in bfloat16; else it is None
-    POWERS, gates,  # or None
+    POWERS, gates, NEAR,  # or None
     PAIR, G, ROW,  # written by `dq_kernel`
     DK, DV,  # what is written
     q_strides, k_strides, v_strides, dy_strides, q2_strides,  # None: a tensor descriptor
@@ -777,7 +797,7 @@ def dkdv_kernel(
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
     col = tl.zeros([BN], tl.float32)
-    begin, end = lo + BN, tl.minimum(lo // CHUNK * CHUNK + CHUNK, T)  # the queries that see all of these keys
+    begin, end = lo + BN, _last_query(NEAR, lo, bh, T, CHUNK)  # the queries that see all of these keys
     c_hi, c_col = 0.0, 0.0
     if GATED:
         C, FIRST, _, C_START, C_END, OPENED = gates
@@ -824,14 +844,15 @@ def dkdv_kernel(
 
 
 def forward(
-    q, k, v, log_g=None, *, p, powers=None, scale=1.0, normalize=True, chunk=None, num=None, den=None, config=None
-):
+    q, k, v, log_g=None, *, p, powers=None, scale=1.0, normalize=True, chunk=None, near=None, num=None, den=None,
+    config=None,
+):  # fmt: skip
     """Return y [B, n, H, D] in q's dtype and l [B, H, n padded to a multiple of 128], float32, for `backward`.
 
     q [B, n, H, D], k, v [B, T, Hkv, D], bfloat16, float16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D
     and p: those of `kernels.HEAD_DIMS` and `kernels.POWERS`, or p = 0 with powers [B, n] float32 and a log_g of 0 and
     -inf. The queries belong to the last n tokens; T - n is a multiple of 128. chunk: tokens see nothing before their
-    chunk, a multiple of 128. num [B, n, H, D], den [B, H, n padded], float32: added to the sums before dividing.
+    chunk, a multiple of 128, but for what `near` says (see gates.py). num [B, n, H, D], den [B, H, n padded], float32: added to the sums before dividing.
     `scale` cancels.
 
     With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
@@ -847,7 +868,7 @@ def forward(
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c.BN, 0.5)
         tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
         forward_kernel[(triton.cdiv(n, c.BM) * B * H,)](
-            *tiles, y, l, num, den, key_scale, _row_powers(powers), gates, *strides, scale, rest,
+            *tiles, y, l, num, den, key_scale, _row_powers(powers), gates, near, *strides, scale, rest,
             T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
             **_options(c, q, p, normalize),
         )  # fmt: skip
@@ -855,7 +876,7 @@ def forward(
 
 
 def backward(
-    dy, dl, q, k, v, log_g, y, l, *, p, powers=None, scale=1.0, normalize=True, chunk=None, before=False,
+    dy, dl, q, k, v, log_g, y, l, *, p, powers=None, scale=1.0, normalize=True, chunk=None, near=None, before=False,
     configs=(None, None),
 ):  # fmt: skip
     """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates; with powers their
@@ -885,14 +906,14 @@ def backward(
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
         (k_tiles, v_tiles, k2), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN), (k2, c_dq.BN))
         dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
-            q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, dq, pair, g, row,
+            q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row,
             q.stride(), *kv_strides, dy.stride(), scale, rest,
             T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
             R=c_dkdv.BM, BEFORE=before, **_options(c_dq, q, p, normalize),
         )  # fmt: skip
         (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))
         dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-            q, k, v, dy, q2, powers, gates, pair, g, row, dk, dv,
+            q, k, v, dy, q2, powers, gates, near, pair, g, row, dk, dv,
             q_strides, k.stride(), v.stride(), *dy_strides,
             T, _offset(n, T), chunk or T, H, HKV, B * HKV, _heads_together(chunk or T, B * HKV),
             BEFORE=before, **_options(c_dkdv, k, p, normalize),

@@ -5,6 +5,8 @@
             dxt_t = sum over scalars i of (xt_t[i] values_t) S_i^T + 2 weight_t Z xt_t,   dx_t[a] = sum dxt_t[ab] x_t[b]
     both:   read_t = x_t . dx_t / p,  which log_g's gradient needs
 
+where what comes through S (p = 4: and Z) is the gradient to reflected rows and is reflected back (see prepare.py).
+
 S_i holds the rows of the state for the products of entry i with the others, [entries, D]. For p = 2 these are in
 a table (`where`). For p = 4 `spread_kernel` writes them once more, one list behind another: 32 entries for each of
 their scalars, then 32 scalars for each of their entries (layout.py), and `square_times_kernel` makes Z xt.
@@ -47,6 +49,7 @@ from .common import (
     exact_product,
     load_rows,
     multiple_of,
+    reflected,
     rows_of,
     unit_scale,
     wait_for_products,
@@ -73,7 +76,7 @@ def query_gradient_kernel(
     XT, VALUES, S, UNIT_S, UNIT_V, UNIT_X,
     WHERE,  # the layout's table of the state's row for the product of two entries
     OUT,  # the gradient is added to it
-    X, Z, WEIGHT,  # the rows; WEIGHT None: 1
+    X, Z, WEIGHT, MIRROR,  # the rows; WEIGHT None: 1; MIRROR None: no row was reflected
     READ,  # what is written, with gates
     x_strides,
     T, TP, CHUNK, H, HKV, tiles, skip,  # skip: a chunk whose state is zero and is not read, or -1
@@ -104,6 +107,8 @@ def query_gradient_kernel(
         wait_for_products(i)
     # twice, since an entry is on both sides of a product
     acc *= (tl.load(UNIT_X + at) * (2 * VALUES_DOWN_2) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
+    if MIRROR is not None:
+        acc = reflected(acc, MIRROR, b * HKV + h // (H // HKV))
     x = load_rows(X, x_strides, b, lo, h, T, BM, D)
     z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
     zx = exact_product(x, z, tl.zeros([BM, D], tl.float32))
@@ -169,7 +174,7 @@ def query_gradient_of_products_kernel(
     UNIT_S, UNIT_V, UNIT_X, WEIGHT,
     LISTS, FACTORS,  # tables of the layout: the steps; the entries of the row whose products x holds
     OUT,  # the gradient is added to it
-    X,  # the rows
+    X, MIRROR,  # the rows; None: no row was reflected
     READ,  # what is written, with gates
     x_strides,
     T, TP, CHUNK, H, HKV, skip, n, first,
@@ -223,6 +228,8 @@ def query_gradient_of_products_kernel(
         x = tl.trans(tl.load(ROWS + one[:, None] * TP + row[None, :]))
         acc += (to_rows + _add_columns(dx * x, tl.where(inside, two, D), D)) / unit[:, None]
     acc *= (tl.load(UNIT_X + at) * VALUES_DOWN_4 / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
+    if MIRROR is not None:
+        acc = reflected(acc, MIRROR, b * HKV + h // (H // HKV))
     if READ is not None:
         x = load_rows(X, x_strides, b, lo, h, T, BM, D)
         tl.store(READ + at, 0.25 * tl.sum(acc * x.to(tl.float32), 1))
@@ -237,28 +244,28 @@ def spread_bytes(D, chunks, rows, size):
     return (chunks * SPREAD_ROWS[D] * D * BLOCK + rows * entries(D, 4)) * size
 
 
-def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, config=None):
+def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, mirror=None, config=None):
     """Add to `out` the gradient to each row of x, and return read, or None without gates.
 
     x, out [B, T, H, D]; prepared: the result of `prepare` for x, with values; skip: the number of a chunk whose state
-    is zero, or -1; weight [B * H, TP] or None for 1, p = 2 (p = 4: that of `prepared`). Takes what `chunked.Sizes`
-    takes.
+    is zero, or -1; weight [B * H, TP] or None for 1, p = 2 (p = 4: that of `prepared`); mirror: that of `prepare`. Takes
+    what `chunked.Sizes` takes.
     """
     rows = x.shape[2]
     read = empty(S, s.B * rows, s.TP) if gated else None
     c = config or choose("query_gradient", s.q, s.p)
     if s.p == 4:
-        _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, c)
+        _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, mirror, c)
         return read
     query_gradient_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
         prepared["xt"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"], s.layout.where,
-        out, x, Z, weight, read, x.stride(),
+        out, x, Z, weight, mirror, read, x.stride(),
         s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, D=s.D, BM=c.BM, **c.launch(),
     )  # fmt: skip
     return read
 
 
-def _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, c):
+def _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, mirror, c):
     """Launch the kernels for p = 4, for as many heads of keys at a time as SPREAD allows."""
     rows, n, M = x.shape[2], len(s.layout.where), s.layout.M
     group = rows // s.HKV
@@ -280,6 +287,6 @@ def _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, c):
         query_gradient_of_products_kernel[(blocks,)](
             prepared["xt"], prepared["rows"], prepared["values"], states, zx,
             unit_s, prepared["unit_v"], prepared["unit_x"], prepared["weight"], s.layout.lists, s.layout.factors,
-            out, x, read, x.stride(),
+            out, x, mirror, read, x.stride(),
             *shared, skip, n, first * group, D=s.D, M=M, BM=c.BM, N=min(c.BN // s.D, STEP), BLOCK=BLOCK, **c.launch(),
         )  # fmt: skip
