@@ -103,8 +103,9 @@ def reflects(dtype, states):
 
 
 def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
-    """Return y [B, T, H, D], what `backward` needs (l, S, unit_s, Z, mirror and OF_KEYS), and the last state (S, Z) if `final`.
+    """Return y [B, T, H, D], what `backward` needs, and the last state (S, Z) if `final`.
 
+    The second is the tuple (l, S, unit_s, Z, mirror, *OF_KEYS); mirror is None unless `reflects`.
     q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16, float16 or float32, any strides; log_g [B, T, Hkv] float32 or None;
     initial: (S, Z) float32 [B * Hkv, F] and [B * Hkv, D * D] in the kernels' layout (see `from_canonical`), or None;
     chunk: tokens, a multiple of 128; D and p as in `Sizes`, which raises ValueError for too many tokens.

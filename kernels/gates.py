@@ -36,8 +36,8 @@ no state: INTO is 0 there.
     WHOLE        [B * Hkv, chunks]                      float32
     NEAR         [B * Hkv, chunks]                      int32      tokens before the chunk that its first 128 rows
                                                                    attend to: 0 or 128
-    CROSSING     [B * Hkv, chunks]                      float64    what crosses into the chunk: the sum of ds_ij s_ij / p
-                                                                   over j before it and i in it, where NEAR is 128
+    CROSSING     [B * Hkv, chunks]                      float64    the sum of ds_ij s_ij / p over keys j before and
+                                                                   queries i in the chunk, where NEAR is 128
 
 Cost: 9.6 bytes a token and head of keys are written for the quadratic form, 8 for the chunked one. Latency is the limit
 (0.013 ms each for 65,536 tokens).
@@ -203,8 +203,8 @@ def chunk_gates_kernel(
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP)
     near = 0
     if NEAR is not None:
-        log_g, reset = log_gates(LOG_G, g_t, tl.maximum(begin - NEAR_TOKENS, 0) + tl.arange(0, NEAR_TOKENS), T)
-        forgotten = (tl.sum(log_g, 0) < NEAR_DECAY) | (tl.sum(reset.to(tl.int32), 0) > 0)
+        gate, zero = log_gates(LOG_G, g_t, tl.maximum(begin - NEAR_TOKENS, 0) + tl.arange(0, NEAR_TOKENS), T)
+        forgotten = (tl.sum(gate, 0) < NEAR_DECAY) | (tl.sum(zero.to(tl.int32), 0) > 0)
         near = tl.where((chunk > 0) & forgotten, NEAR_TOKENS, 0)
         tl.store(NEAR + tl.program_id(0), near)
     total, resets = tl.zeros([], tl.float64), tl.zeros([], tl.int32)
@@ -350,15 +350,16 @@ def chunk_gates(log_g, s, near=False):
 def chunk_dlog_g(log_g, s, inside, near, read, given, carried, carried_z):
     """Return dlog_g [B, T, Hkv] float32 of the chunked form.
 
-    inside [B, H, T padded to 128]: row of the quadratic form's backward; near: by `chunk_gates`; read, given [B * heads, TP]: see
-    query_gradient.py; carried, carried_z [B * Hkv, chunks, ..]: see discumsum.py; carried_z is None for p = 4.
+    inside [B, H, T padded to 128]: row of the quadratic form's backward; near: by `chunk_gates`; read, given
+    [B * heads, TP]: see query_gradient.py; carried, carried_z [B * Hkv, chunks, ..]: see discumsum.py; carried_z is
+    None for p = 4.
     """
     result = empty(log_g, *log_g.shape)
     crossing = empty(log_g, *near.shape, dtype=torch.float64)
     crossing_kernel[(s.B * s.HKV,)](inside, near, crossing, s.T, s.chunk, s.H, s.HKV, N=_tokens(s.chunk))
     chunk_dlog_g_kernel[(s.B * s.HKV * s.chunks,)](
-        inside, read, given, carried, carried_z, near, crossing, log_g, result, *log_g.stride(), s.T, s.TP, s.chunk, s.H, s.HKV,
-        carried.shape[2], 0 if carried_z is None else carried_z.shape[2], N=_tokens(s.chunk),
+        inside, read, given, carried, carried_z, near, crossing, log_g, result, *log_g.stride(),
+        s.T, s.TP, s.chunk, s.H, s.HKV, carried.shape[2], 0 if carried_z is None else carried_z.shape[2], N=_tokens(s.chunk),
     )  # fmt: skip
     return result
 

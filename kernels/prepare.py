@@ -1,9 +1,8 @@
 """Prepare: the arrays that are made from rows of q or k before states are summed or read.
 
-    xt_t     = 2^n x_t, with n such that 2^LIFT <= max |xt_t| < 2^(LIFT+1); p = 4: also the products of two entries.
-               Of reflected rows n is less by HEADROOM, since their largest entry is up to sqrt(D) times that of x_t
-    factor_t = decay_t 2^(-n p) of keys, decay_t 2^(-LIFT p) / l_t of queries (1 / l_t for the backward pass only);
-               2^(HEADROOM p) times that of reflected queries
+    xt_t     = 2^n x_t, with n such that 2^LIFT <= max |xt_t| < 2^(LIFT+1); p = 4: also the products of two entries
+    factor_t = decay_t 2^(-n p) of keys, decay_t 2^((m - n - LIFT) p) / l_t of queries (1 / l_t for the backward pass
+               only), where 2^m is the 2^n of x_t as it came, before it was reflected
     values_t = v_t factor_t unit_v,  unit_v of the chunk such that its largest value is in [2^14, 2^15)
     weight_t = one_t factor_t,  where one_t is 1 of keys, -delta_t = -dy_t . y_t of queries, or given by the caller
     z        = sum over the chunk of weight_t x_t x_t^T, p = 2 (p = 4: `update_square_kernel`)
@@ -88,25 +87,25 @@ def _row_unit(x, LIFT: tl.constexpr):
 
 
 @triton.jit
-def _headroom(MIRROR, head, D: tl.constexpr):
-    """Return 2^-HEADROOM, a power of two of at most 1 / sqrt(D), for a head of keys whose rows are reflected, or 1."""
+def _reflected_rows(x, MIRROR, head, LIFT: tl.constexpr):
+    """Return (x [N, D] float32 reflected with MIRROR of a head of keys, or as it is without; 2^n of these rows [N]; 2^n
+    of the rows as they came)."""
+    came = _row_unit(x, LIFT)
     if MIRROR is None:
-        return 1.0
+        return x, came, came
     else:
-        u = tl.load(MIRROR + head * D + tl.arange(0, D))
-        return tl.where(tl.sum(u * u, 0) > 0, 0.25 if D <= 16 else 0.125 if D <= 64 else 0.0625, 1.0)
+        x = reflected(x, MIRROR, head)
+        return x, _row_unit(x, LIFT), came
 
 
 @triton.jit
-def _factors(
-    L, DECAY, unit, headroom, at, b, h, T, TP, H, HKV, P: tl.constexpr, LIFT: tl.constexpr, QUERY: tl.constexpr
-):
-    """Return factor [N] (see above) of rows `at`, which are scaled by `unit`, `headroom` included."""
+def _factors(L, DECAY, unit, came, at, b, h, T, TP, H, HKV, P: tl.constexpr, LIFT: tl.constexpr, QUERY: tl.constexpr):
+    """Return factor [N] (see above) of rows `at`, which are scaled by `unit`, and by `came` if not reflected."""
     factor = tl.full(unit.shape, 1.0, tl.float32)
     if DECAY is not None:
         factor = tl.load(DECAY + (tl.cast(b, tl.int64) * HKV + h // (H // HKV)) * TP + at)
     if QUERY:
-        factor *= 2.0 ** (-LIFT * P) * int_power(1 / headroom, P)
+        factor *= 2.0 ** (-LIFT * P) * int_power(came / unit, P)
         if L is not None:
             l = tl.load(at_head(L, T, tl.cast(b, tl.int64) * H + h) + at, mask=at < T, other=0.0)
             factor *= inverse(l)
@@ -129,7 +128,6 @@ def sums_kernel(
     TP = multiple_of(TP, 256)
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     b, group = bh // HKV, H // HKV
-    headroom = _headroom(MIRROR, bh, D)
     most, acc = tl.zeros([N], tl.float32), tl.zeros([D, D], tl.float32)
     for i in range(group):
         h = bh % HKV * group + i
@@ -137,8 +135,8 @@ def sums_kernel(
         for start in tl.range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP), N, num_stages=STAGES):
             at = start + tl.arange(0, N)
             x = load_rows(X, x_strides, b, start, h, T, N, D)
-            unit = _row_unit(x.to(tl.float32), LIFT) * headroom
-            factor = _factors(L, DECAY, unit, headroom, at, b, h, T, TP, H, HKV, P, LIFT, QUERY)
+            _, unit, came = _reflected_rows(x.to(tl.float32), MIRROR, bh, LIFT)
+            factor = _factors(L, DECAY, unit, came, at, b, h, T, TP, H, HKV, P, LIFT, QUERY)
             v = load_rows(V, v_strides, b, start, h, T, N, D).to(tl.float32)
             largest = tl.max(tl.abs(v), 1)
             one = tl.full([N], 1.0, tl.float32)
@@ -184,12 +182,10 @@ def prepare_kernel(
     rows = load_rows(X, x_strides, b, start, h, T, N, D)
     x = rows.to(tl.float32)
     head = b * HKV + h // (H // HKV)
-    headroom = _headroom(MIRROR, head, D)
-    unit = _row_unit(x, LIFT) * headroom
+    xt, unit, came = _reflected_rows(x, MIRROR, head, LIFT)
     first = tl.cast(bh, tl.int64) * TP
-    xt = x if MIRROR is None else reflected(x, MIRROR, head)
     tl.store(XT + first * D + d[None, :] * TP + at[:, None], (xt * unit[:, None]).to(XT.dtype.element_ty))
-    factor = _factors(L, DECAY, unit, headroom, at, b, h, T, TP, H, HKV, P, LIFT, QUERY)
+    factor = _factors(L, DECAY, unit, came, at, b, h, T, TP, H, HKV, P, LIFT, QUERY)
     tl.store(FACTOR + first + at, factor)
     chunks = tl.cdiv(T, CHUNK)
     if Z is not None:  # rows are padded to 256, beyond the last chunk

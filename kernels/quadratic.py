@@ -852,8 +852,8 @@ def forward(
     q [B, n, H, D], k, v [B, T, Hkv, D], bfloat16, float16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D
     and p: those of `kernels.HEAD_DIMS` and `kernels.POWERS`, or p = 0 with powers [B, n] float32 and a log_g of 0 and
     -inf. The queries belong to the last n tokens; T - n is a multiple of 128. chunk: tokens see nothing before their
-    chunk, a multiple of 128, but for what `near` says (see gates.py). num [B, n, H, D], den [B, H, n padded], float32: added to the sums before dividing.
-    `scale` cancels.
+    chunk, a multiple of 128, but for what `near` says (NEAR in gates.py). num [B, n, H, D], den [B, H, n padded],
+    float32: added to the sums before dividing. `scale` cancels.
 
     With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
     w_ij = decay_ij (scale q_i . k_j)^p, to which other parts of the sums may be added.

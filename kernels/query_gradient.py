@@ -248,8 +248,8 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, mirro
     """Add to `out` the gradient to each row of x, and return read, or None without gates.
 
     x, out [B, T, H, D]; prepared: the result of `prepare` for x, with values; skip: the number of a chunk whose state
-    is zero, or -1; weight [B * H, TP] or None for 1, p = 2 (p = 4: that of `prepared`); mirror: that of `prepare`. Takes
-    what `chunked.Sizes` takes.
+    is zero, or -1; weight [B * H, TP] or None for 1, p = 2 (p = 4: that of `prepared`); mirror: as `prepare` had
+    it. Takes what `chunked.Sizes` takes.
     """
     rows = x.shape[2]
     read = empty(S, s.B * rows, s.TP) if gated else None
