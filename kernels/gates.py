@@ -359,7 +359,8 @@ def chunk_dlog_g(log_g, s, inside, near, read, given, carried, carried_z):
     crossing_kernel[(s.B * s.HKV,)](inside, near, crossing, s.T, s.chunk, s.H, s.HKV, N=_tokens(s.chunk))
     chunk_dlog_g_kernel[(s.B * s.HKV * s.chunks,)](
         inside, read, given, carried, carried_z, near, crossing, log_g, result, *log_g.stride(),
-        s.T, s.TP, s.chunk, s.H, s.HKV, carried.shape[2], 0 if carried_z is None else carried_z.shape[2], N=_tokens(s.chunk),
+        s.T, s.TP, s.chunk, s.H, s.HKV, carried.shape[2], 0 if carried_z is None else carried_z.shape[2],
+        N=_tokens(s.chunk),
     )  # fmt: skip
     return result
 
