@@ -228,9 +228,8 @@ def query_gradient_of_products_kernel(
         m = tl.where(inside, m, 0)
         if step < blocks:
             zx = tl.load(ZX + (tl.cast(bh - first, tl.int64) * M + m[:, None]) * TP + row[None, :])
-            unit = tl.load(
-                ZX_UNIT + (tl.cast(bh - first, tl.int64) * ((M + 63) // 64) + step // (64 // BLOCK)) * TP + row
-            )
+            part = tl.cast(bh - first, tl.int64) * ((M + 63) // 64) + step * BLOCK // 64
+            unit = tl.load(ZX_UNIT + part * TP + row)
             dx += tl.where(inside[None, :], tl.trans(zx).to(tl.float32) * (weight * unit)[:, None], 0.0)
         m += these
         one, two = tl.load(FACTORS + m), tl.load(FACTORS + 2 * M + m)
@@ -297,7 +296,8 @@ def _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, mirr
         )
         square_times_kernel[(blocks * triton.cdiv(M, 64),)](
             prepared["xt"], S[..., s.FS :], zx, zx_unit,
-            *shared, s.F, skip, first * group, M=M, N=64, BM=c.BM, BLOCK=BLOCK, num_warps=c.warps, num_stages=min(3, c.stages),
+            *shared, s.F, skip, first * group, M=M, N=64, BM=c.BM, BLOCK=BLOCK,
+            num_warps=c.warps, num_stages=min(3, c.stages),
         )  # fmt: skip
         query_gradient_of_products_kernel[(blocks,)](
             prepared["xt"], prepared["rows"], prepared["values"], states, zx, zx_unit,
