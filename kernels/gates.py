@@ -10,13 +10,13 @@ its tile (KEY_DECAY), and of the sums between (C_START, C_END). For the chunked 
 and through the whole chunk (WHOLE), and
 
     dlog_g_m = sum over i >= m of (row_i - col_i + what query i read from the state)
-             + sum over j < m of what key j gave to the state + what WHOLE carried from state to state + CROSSING
+             + sum over j < m of what key j gave to the state + what WHOLE carried from state to state + ENTERING
 
-with i and j in the chunk of m. CROSSING belongs to the next chunk, and to NEAR: where gates forget within a few tokens,
-a chunk's first rows see few keys, all of the chunk before. If a row is nearly orthogonal to these, its scores are
-below the rounding errors of the features that states are made of. So if the decay through the 128 tokens before a
-chunk is below 2^-20, the chunk's first 128 rows attend to these tokens as they do to those of their own chunk, and read
-no state: INTO is 0 there.
+with i and j in the chunk of m. Where gates forget within a few tokens, a chunk's first rows see few keys, all of the
+chunk before. If a row is nearly orthogonal to these, its scores are below the rounding errors of the features that
+states are made of. So if the decay through the 128 tokens before a chunk is below 2^-20, or there is a reset among
+them, NEAR is 128: the chunk's first 128 rows attend to these tokens as they do to those of their own chunk, and read no
+state (INTO is 0). ENTERING, here that of the next chunk, counts the pairs of keys in this chunk with queries in that.
 
     tokens ->  | 0 .. 31 | 32 .. 63 | 64 .. 95 | 96 .. 127 | ..      one program: 1024 tokens, or one chunk, of one head
     C          the sum within these 128 ------------------->|
@@ -36,7 +36,7 @@ no state: INTO is 0 there.
     WHOLE        [B * Hkv, chunks]                      float32
     NEAR         [B * Hkv, chunks]                      int32      tokens before the chunk that its first 128 rows
                                                                    attend to: 0 or 128
-    CROSSING     [B * Hkv, chunks]                      float64    the sum of ds_ij s_ij / p over keys j before and
+    ENTERING     [B * Hkv, chunks]                      float64    the sum of ds_ij s_ij / p over keys j before and
                                                                    queries i in the chunk, where NEAR is 128
 
 Cost: 9.6 bytes a token and head of keys are written for the quadratic form, 8 for the chunked one. Latency is the limit
@@ -232,32 +232,32 @@ def chunk_gates_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV"])
-def crossing_kernel(
+def entering_kernel(
     INSIDE, NEAR,
-    CROSSING,  # what is written, where NEAR is not 0
+    ENTERING,  # what is written, where NEAR is not 0
     T, CHUNK, H, HKV,
     N: tl.constexpr,
 ):  # fmt: skip
-    """Write CROSSING of one sequence and head of keys: the sum of ds_ij s_ij / p over j in the chunk before that of i.
+    """Write ENTERING of one sequence and head of keys: the sum of ds_ij s_ij / p over j in the chunk before that of i.
 
     The sum of row_i - col_i over a chunk is what crosses into it minus what crosses out of it.
     """
     bh, chunks = tl.program_id(0), tl.cdiv(T, CHUNK)
     INSIDE = at_head(INSIDE, T, tl.cast(bh // HKV, tl.int64) * H + bh % HKV * (H // HKV))
     NEAR += bh * chunks
-    CROSSING += bh * chunks
+    ENTERING += bh * chunks
     most = 0
     for first in range(0, chunks, 128):
         at = first + tl.arange(0, 128)
         most = tl.maximum(most, tl.max(tl.load(NEAR + at, mask=at < chunks, other=0), 0))
     if most > 0:
-        crossing = tl.zeros([], tl.float64)
+        entering = tl.zeros([], tl.float64)
         for chunk in range(1, chunks):
             if tl.load(NEAR + chunk) > 0:
-                crossing -= _sum(INSIDE, (chunk - 1) * CHUNK, chunk * CHUNK, N)
-                tl.store(CROSSING + chunk, crossing)
+                entering -= _sum(INSIDE, (chunk - 1) * CHUNK, chunk * CHUNK, N)
+                tl.store(ENTERING + chunk, entering)
             else:
-                crossing = tl.zeros([], tl.float64)
+                entering = tl.zeros([], tl.float64)
 
 
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "TP", "CHUNK", "H", "HKV", "blocks", "blocks_z"])
@@ -265,7 +265,7 @@ def chunk_dlog_g_kernel(
     INSIDE,  # row_i - col_i inside chunks, in the first head of each group
     READ, GIVEN,  # x . dx / p of queries and of keys, with dx the gradient through states
     CARRIED, CARRIED_Z,  # [.., blocks], [.., blocks_z]: the gradient to WHOLE through S and through Z (None for p = 4)
-    NEAR, CROSSING,
+    NEAR, ENTERING,
     LOG_G,  # read for its resets only
     DLOG_G,  # what is written
     g_b, g_t, g_h,  # strides of LOG_G [B, T, Hkv]
@@ -288,7 +288,7 @@ def chunk_dlog_g_kernel(
     everything += _sum(GIVEN, begin, end, N)
     if end < T:
         if tl.load(NEAR + tl.program_id(0) + 1) > 0:
-            everything += tl.load(CROSSING + tl.program_id(0) + 1)
+            everything += tl.load(ENTERING + tl.program_id(0) + 1)
     for back in range(begin, end, N):
         at = begin + (end - 1 - begin) // N * N - (back - begin) + tl.arange(0, N)
         x = tl.load(INSIDE + at, mask=at < end, other=0.0).to(tl.float64)
@@ -355,10 +355,10 @@ def chunk_dlog_g(log_g, s, inside, near, read, given, carried, carried_z):
     None for p = 4.
     """
     result = empty(log_g, *log_g.shape)
-    crossing = empty(log_g, *near.shape, dtype=torch.float64)
-    crossing_kernel[(s.B * s.HKV,)](inside, near, crossing, s.T, s.chunk, s.H, s.HKV, N=_tokens(s.chunk))
+    entering = empty(log_g, *near.shape, dtype=torch.float64)
+    entering_kernel[(s.B * s.HKV,)](inside, near, entering, s.T, s.chunk, s.H, s.HKV, N=_tokens(s.chunk))
     chunk_dlog_g_kernel[(s.B * s.HKV * s.chunks,)](
-        inside, read, given, carried, carried_z, near, crossing, log_g, result, *log_g.stride(),
+        inside, read, given, carried, carried_z, near, entering, log_g, result, *log_g.stride(),
         s.T, s.TP, s.chunk, s.H, s.HKV, carried.shape[2], 0 if carried_z is None else carried_z.shape[2],
         N=_tokens(s.chunk),
     )  # fmt: skip
