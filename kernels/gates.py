@@ -265,7 +265,7 @@ def chunk_dlog_g_kernel(
     INSIDE,  # row_i - col_i inside chunks, in the first head of each group
     READ, GIVEN,  # x . dx / p of queries and of keys, with dx the gradient through states
     CARRIED, CARRIED_Z,  # [.., blocks], [.., blocks_z]: the gradient to WHOLE through S and through Z (None for p = 4)
-    NEAR, ENTERING,
+    NEAR, ENTERING,  # or None
     LOG_G,  # read for its resets only
     DLOG_G,  # what is written
     g_b, g_t, g_h,  # strides of LOG_G [B, T, Hkv]
@@ -286,7 +286,7 @@ def chunk_dlog_g_kernel(
     if CARRIED_Z is not None:
         everything += _sum(CARRIED_Z + tl.cast(tl.program_id(0), tl.int64) * blocks_z, 0, blocks_z, N)
     everything += _sum(GIVEN, begin, end, N)
-    if end < T:
+    if NEAR is not None and end < T:
         if tl.load(NEAR + tl.program_id(0) + 1) > 0:
             everything += tl.load(ENTERING + tl.program_id(0) + 1)
     for back in range(begin, end, N):
@@ -333,8 +333,9 @@ def dlog_g(row, log_g, H):
 def chunk_gates(log_g, s, near=False):
     """Launch chunk_gates_kernel; return (INTO, OUT, WHOLE, NEAR), see the table above, or four None without log_g.
 
-    log_g [B, T, Hkv] float32, any strides, or None; s: `chunked.Sizes`; near: whether the quadratic kernels are to
-    attend to the tokens that NEAR says. If not, NEAR is None, and INTO is for all rows.
+    log_g [B, T, Hkv] float32, any strides, or None; s: `chunked.Sizes`; near: True if the quadratic kernels
+    attend to the tokens that NEAR says. If not, NEAR is None and every row reads the state: packed sequences and single
+    steps have states of their own before a chunk.
     """
     if log_g is None:
         return None, None, None, None
@@ -355,8 +356,9 @@ def chunk_dlog_g(log_g, s, inside, near, read, given, carried, carried_z):
     None for p = 4.
     """
     result = empty(log_g, *log_g.shape)
-    entering = empty(log_g, *near.shape, dtype=torch.float64)
-    entering_kernel[(s.B * s.HKV,)](inside, near, entering, s.T, s.chunk, s.H, s.HKV, N=_tokens(s.chunk))
+    entering = None if near is None else empty(log_g, *near.shape, dtype=torch.float64)
+    if near is not None:
+        entering_kernel[(s.B * s.HKV,)](inside, near, entering, s.T, s.chunk, s.H, s.HKV, N=_tokens(s.chunk))
     chunk_dlog_g_kernel[(s.B * s.HKV * s.chunks,)](
         inside, read, given, carried, carried_z, near, entering, log_g, result, *log_g.stride(),
         s.T, s.TP, s.chunk, s.H, s.HKV, carried.shape[2], 0 if carried_z is None else carried_z.shape[2],

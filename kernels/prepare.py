@@ -16,7 +16,8 @@ x_t is first reflected at the plane orthogonal to u, the same for queries and ke
 
 and rounding, relative to each feature, is then as fine as without a mean. u is made of the first chunk's keys, whose
 rows read no state, so that no row depends on later keys, and is 0 (x_t as it came) unless |m|^2 is above the sum of the
-variances. States in and out of a call are not reflected, so a call that has one does without, and so does float32.
+variances. States in and out of a call are not reflected, so a call that has one does without, as do packed
+sequences and float32.
 
 With them phi(xt) values^T, summed over a chunk, is the chunk's part of the state in units of unit_v, and phi(xt) S
 factor is what a row reads. decay_t is that from a key to the end of its chunk, or from the chunk's beginning to a
