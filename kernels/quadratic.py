@@ -284,7 +284,7 @@ def _delta_may_be_inexact(gates, lo, BM: tl.constexpr, BEFORE: tl.constexpr):
 
 @triton.jit
 def _may_read_state(gates, lo, begin, BM: tl.constexpr, BEFORE: tl.constexpr):
-    """Return [BM]: whether a state from before `begin`, where their chunk begins, counts in the rows from lo on."""
+    """Return [BM]: whether a state from before `begin`, their first key, counts in the rows from lo on."""
     C, FIRST, _, C_START, _, _ = gates
     forgotten = (tl.load(C_START + begin // 32) - tl.load(C_START + lo // 32)).to(tl.float32)
     forgotten += tl.load(C + lo) - _vector(C, lo, BM)
@@ -715,9 +715,7 @@ def dq_kernel(
     if DELTA is not None and not AGAIN:
         if inexact:  # sum_j ds_ij s_ij, which is q_i . dq_i, would be zero
             if GATED:
-                reads = _may_read_state(gates, lo, lo // CHUNK * CHUNK, BM, BEFORE)
-            if NEAR is not None:  # rows that attend to keys before their chunk read no state
-                reads = reads & (_first_key(NEAR, lo, b * HKV + hkv, T, CHUNK) == lo // CHUNK * CHUNK)
+                reads = _may_read_state(gates, lo, _first_key(NEAR, lo, b * HKV + hkv, T, CHUNK), BM, BEFORE)
                 r_of_all = tl.where(reads, 0.0, r * over_l)
             else:
                 r_of_all = tl.sum(acc * _tile(Q, q_strides, b, first, h, n, BM, D, True).to(tl.float32), 1) / P
