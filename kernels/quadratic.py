@@ -683,7 +683,8 @@ def dq_kernel(
         over_l, factor = g * g, 1.0
     acc = tl.zeros([BM, D], tl.float32)
     r = tl.zeros([BM], tl.float32)
-    begin, end = _first_key(NEAR, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
+    first_key = _first_key(NEAR, lo, b * HKV + hkv, T, CHUNK)
+    begin, end = first_key, lo // BN * BN
     c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, -1 if BEFORE else 0, False
     if GATED:
         c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
@@ -715,7 +716,7 @@ def dq_kernel(
     if DELTA is not None and not AGAIN:
         if inexact:  # sum_j ds_ij s_ij, which is q_i . dq_i, would be zero
             if GATED:
-                reads = _may_read_state(gates, lo, _first_key(NEAR, lo, b * HKV + hkv, T, CHUNK), BM, BEFORE)
+                reads = _may_read_state(gates, lo, first_key, BM, BEFORE)
                 r_of_all = tl.where(reads, 0.0, r * over_l)
             else:
                 r_of_all = tl.sum(acc * _tile(Q, q_strides, b, first, h, n, BM, D, True).to(tl.float32), 1) / P
