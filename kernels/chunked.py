@@ -17,6 +17,7 @@ of q and dy and a `discumsum` from the end, dq and dk by query_gradient.py, dv b
     S             [B * Hkv, chunks, F]    float16    yes, the states before each chunk, in units of unit_s (float32 *)
         unit_s        [B * Hkv, chunks]       float32    yes
     Z             [B * Hkv, chunks, D^2]  float32    yes, p = 2
+    mirror        [B * Hkv, D]            float32    yes, see prepare.py
     OF_KEYS       see prepare.py                     yes, what was made of keys and values
     num, den      see query_state.py                 no                              * where q, k and v are
 
@@ -36,7 +37,7 @@ from .common import HALF, LIFT, TOP, device_guard, padded
 from .discumsum import discumsum
 from .gates import chunk_dlog_g, chunk_gates
 from .layout import TILE, entries, features, layout
-from .prepare import prepare, products
+from .prepare import key_mirror, prepare, products
 from .query_gradient import SPREAD, query_gradient, spread_bytes
 from .query_state import query_state
 from .update_state import update_state
@@ -96,8 +97,19 @@ class Sizes:
         self.most = 2.0 ** math.ceil(math.log2(most))
 
 
+def reflects(dtype, states, packed):
+    """Return True if `forward` reflects rows (see prepare.py).
+
+    states: True if a state goes into or out of the call; packed: True for packed sequences, whose keys may have means
+    of their own.
+    """
+    return HALF[dtype] == torch.float16 and not states and not packed
+
+
 def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_chunks=None):
-    """Return y [B, T, H, D], what `backward` needs (l, S, unit_s, Z and OF_KEYS), and the last state (S, Z) if `final`.
+    """Return y [B, T, H, D], what `backward` needs, and the last state (S, Z) if `final`.
+
+    The second is the tuple (l, S, unit_s, Z, mirror, *OF_KEYS); mirror is None unless `reflects`.
 
     q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16, float16 or float32, any strides; log_g [B, T, Hkv] float32 or None;
     initial: (S, Z) float32 [B * Hkv, F] and [B * Hkv, D * D] in the kernels' layout (see `from_canonical`), or None;
@@ -106,8 +118,10 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_c
     """
     s = Sizes(q, k, p, chunk)
     with device_guard(q.device):
-        into, out, whole = chunk_gates(log_g, s)
-        keys = prepare(s, k, v, decay=out)
+        into, out, whole, near = chunk_gates(log_g, s, near=first_chunks is None)
+        states, packed = initial is not None or final, first_chunks is not None
+        mirror = key_mirror(s, k) if reflects(q.dtype, states, packed) else None
+        keys = prepare(s, k, v, decay=out, mirror=mirror)
         S = update_state(s, s.HKV, keys)
         S0, Z0 = initial or (None, None)
         unit_s, S_last, _ = discumsum(s, S, keys["unit_v"], whole, S0, final=final, first_chunks=first_chunks)
@@ -116,12 +130,12 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_c
             _, Z_last, _ = discumsum(None, Z, None, whole, Z0, final=final, first_chunks=first_chunks)
         of_keys = [keys[name] for name in OF_KEYS]
         del keys
-        queries = prepare(s, q, decay=into, Z=Z)
+        queries = prepare(s, q, decay=into, Z=Z, mirror=mirror)
         skip = 0 if initial is None else -1
         num, den = query_state(s, queries, S, unit_s, skip)
         del queries
-        y, l = quadratic.forward(q, k, v, log_g, p=p, chunk=chunk, num=num, den=den)
-    return y, (l, S, unit_s, Z, *of_keys), (S_last, Z_last)
+        y, l = quadratic.forward(q, k, v, log_g, p=p, chunk=chunk, near=near, num=num, den=den)
+    return y, (l, S, unit_s, Z, mirror, *of_keys), (S_last, Z_last)
 
 
 def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chunk, first_chunks=None):
@@ -130,12 +144,15 @@ def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chun
     saved: what `forward` returned; final: the gradient (dS, dZ) to the last state, or None; initial: True if there was
     an initial state; first_chunks: as for `forward`.
     """
-    l, S, unit_s, Z, *of_keys = saved
+    l, S, unit_s, Z, mirror, *of_keys = saved
+    mirror = None if mirror is None or not mirror.numel() else mirror  # operators save a tensor without entries
     s = Sizes(q, k, p, chunk)
     with device_guard(q.device):
-        dq, dk, dv, inside = quadratic.backward(dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, before=initial)
-        into, out, whole = chunk_gates(log_g, s)
-        queries = prepare(s, q, dy, y, l, decay=into)
+        into, out, whole, near = chunk_gates(log_g, s, near=first_chunks is None)
+        dq, dk, dv, inside = quadratic.backward(
+            dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, near=near, before=initial
+        )
+        queries = prepare(s, q, dy, y, l, decay=into, mirror=mirror)
         dS = update_state(s, s.H, queries)
         dS_last, dZ_last = final or (None, None)
         gated = log_g is not None
@@ -147,14 +164,14 @@ def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chun
             other = Z if gated else None
             _, dZ0, carried_z = discumsum(None, dZ, None, whole, dZ_last, other, **options)
         skip = -1 if initial else 0
-        read = query_gradient(s, queries, S, unit_s, skip, dq, q, Z, queries["weight"], gated)
+        read = query_gradient(s, queries, S, unit_s, skip, dq, q, Z, queries["weight"], gated, mirror)
         del queries
         keys = dict(zip(OF_KEYS, of_keys, strict=True))
         keys |= {"xt": products(s, keys["rows"]), "weight": keys["factor"]}
         skip = s.chunks - 1 if final is None else -1
-        given = query_gradient(s, keys, dS, unit_d, skip, dk, k, dZ, out, gated)
+        given = query_gradient(s, keys, dS, unit_d, skip, dk, k, dZ, out, gated, mirror)
         query_state(s, keys, dS, unit_d, skip, out=dv)
-        dlog_g = chunk_dlog_g(log_g, s, inside, read, given, carried, carried_z) if gated else None
+        dlog_g = chunk_dlog_g(log_g, s, inside, near, read, given, carried, carried_z) if gated else None
     return dq, dk, dv, dlog_g, (dS0, dZ0)
 
 

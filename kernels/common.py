@@ -15,7 +15,7 @@ needs is in this table, and the kernels use it by name:
     p = 4: what a state holds times its orders         24                 ORDERS = 32 divides it
     p = 4: weight times entry of x, in sum w x x^T     2^15 2^4           SQUARE_DOWN = 16 divides w before
     p = 4: Z as it is read, with its orders (up to 4)  2^12               SQUARE_TOP, the largest entry's exponent
-    p = 4: Z x, at most 2080 of 2^12 times 2^4         2^27.1             SQUARE_TIMES_DOWN = 2^-12 multiplies it
+    p = 4: largest of 64 entries of a row's Z x        2^14 to 2^15       TO_TOP
     VALUES times entry of x, for the gradient to x     2^22, 2^19         VALUES_DOWN_2, _4 = 256, 32 divide VALUES
     p = 4: rows of the gradient to x                   2^10 to 2^11       TO_GRADIENT_TOP
     l, the sum of a row's weights                      1e-37              LEAST_WEIGHT: 1 / l is finite
@@ -44,7 +44,6 @@ SUM_TOP = 2.0**15
 ORDERS = tl.constexpr(32)
 SQUARE_DOWN = tl.constexpr(16)
 SQUARE_TOP = 11
-SQUARE_TIMES_DOWN = tl.constexpr(2.0**-12)
 VALUES_DOWN_2 = tl.constexpr(256)
 VALUES_DOWN_4 = tl.constexpr(32)
 TO_GRADIENT_TOP = tl.constexpr(2.0**10)
@@ -125,6 +124,13 @@ def add_to_rows(OUT, x, b, start, h, T, H):
     mask = (start + tl.arange(0, N))[:, None] < T
     x += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     tl.store(to, x.to(OUT.dtype.element_ty), mask)
+
+
+@triton.jit
+def reflected(x, MIRROR, head):
+    """Return x [N, D] float32 with each row reflected at the plane that MIRROR has for a head of keys (prepare.py)."""
+    u = tl.load(MIRROR + head * x.shape[1] + tl.arange(0, x.shape[1]))[None, :]
+    return x - 2 * tl.sum(x * u, 1)[:, None] * u
 
 
 # ---- numbers

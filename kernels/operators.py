@@ -161,9 +161,11 @@ def _(q, k, v, log_g, S0, z0, first_chunks, p, chunk, final):
     (B, T, H, D), HKV = q.shape, k.shape[2]
     heads, n, half = B * HKV, -(-T // chunk), chunked.HALF[q.dtype]
     rows = quadratic.padded(T, 256)
-    saved = [  # l, S, its units, Z, and of keys and values: rows, values, unit_x, factor, unit_v
+    mirrored = chunked.reflects(q.dtype, S0 is not None or final, first_chunks is not None)
+    saved = [  # l, S, its units, Z, mirror, and of keys and values: rows, values, unit_x, factor, unit_v
         _empty(q, B, H, quadratic.padded(T)), _empty(q, heads, n, chunked.state_size(D, p), dtype=half),
         _empty(q, heads, n), _empty(q, heads, n, D * D) if p == 2 else _empty(q, 0),
+        _empty(q, heads, D) if mirrored else _empty(q, 0),
         _empty(q, heads, D, rows, dtype=half), _empty(q, heads * rows, D, dtype=half), _empty(q, heads, rows),
         _empty(q, heads, rows), _empty(q, heads, n),
     ]  # fmt: skip

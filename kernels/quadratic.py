@@ -164,6 +164,26 @@ def _vector(base, start, N: tl.constexpr):
 
 
 @triton.jit
+def _first_key(NEAR, lo, bh, T, CHUNK):
+    """Return the first key that the rows of a tile from `lo` on attend to: their chunk's, or NEAR tokens before it."""
+    begin = lo // CHUNK * CHUNK
+    if NEAR is not None:
+        near = tl.load(NEAR + bh * tl.cdiv(T, CHUNK) + lo // CHUNK)
+        begin -= tl.where(lo - begin < 128, near, 0)
+    return begin
+
+
+@triton.jit
+def _last_query(NEAR, lo, bh, T, CHUNK):
+    """Return where the queries end that attend to the keys of a tile from `lo` on: with their chunk, or NEAR later."""
+    end = lo // CHUNK * CHUNK + CHUNK
+    if NEAR is not None:
+        near = tl.load(NEAR + bh * tl.cdiv(T, CHUNK) + end // CHUNK, mask=end < T, other=0)
+        end += tl.where(end - lo <= 128, near, 0)
+    return tl.minimum(end, T)
+
+
+@triton.jit
 def _times_power(x, s, P: tl.constexpr):
     """Return x s^(P/2 - 1)."""
     if P == 2:
@@ -267,7 +287,7 @@ def _delta_may_be_inexact(gates, T, bh, lo, BM: tl.constexpr, BEFORE: tl.constex
 
 @triton.jit
 def _may_read_state(gates, T, bh, lo, begin, BM: tl.constexpr, BEFORE: tl.constexpr):
-    """Return [BM]: whether a state from before `begin`, where their chunk begins, counts in the rows from lo on."""
+    """Return [BM]: whether a state from before `begin`, their first key, counts in the rows from lo on."""
     C, FIRST, C_START = at_head(gates[0], T, bh), at_head(gates[1], T, bh), at_head(gates[3], T, bh, 32)
     forgotten = (tl.load(C_START + begin // 32) - tl.load(C_START + lo // 32)).to(tl.float32)
     forgotten += tl.load(C + lo) - _vector(C, lo, BM)
@@ -444,7 +464,7 @@ def forward_kernel(
     Q, K, V,  # V: bfloat16 if Q and K are float16
     Y, L,  # what is written
     NUM, DEN,  # what is added to the sums before dividing, or None
-    KEY_SCALE, POWERS, gates,  # see the table above, or None
+    KEY_SCALE, POWERS, gates, NEAR,  # see the table above and gates.py, or None
     q_strides, k_strides, v_strides,  # None: a tensor descriptor
     scale, rest,  # without NORMALIZE: the power of two that q is multiplied by, and the remaining factor of the sums
     T, OFFSET,  # tokens; those before the first query, a multiple of 128, or None
@@ -477,7 +497,7 @@ def forward_kernel(
 
     acc = tl.zeros([BM, D], tl.float32)
     l = tl.zeros([BM, 8], tl.float32)  # the same sum eight times, because no product is narrower
-    begin, end = lo // CHUNK * CHUNK, lo // BN * BN
+    begin, end = _first_key(NEAR, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
     c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, 0, False
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
@@ -647,8 +667,8 @@ def _dq_rows(
     P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Compute `dq_kernel` for the rows from `first` on of a sequence and head; `gates` are at this head."""
-    Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, DQ, PAIR, G, ROW = arrays
+    """Compute `dq_kernel` for the rows from `first` on of a sequence and head."""
+    Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW = arrays
     q_strides, k_strides, v_strides, k2_strides, dy_strides = strides
     GATED: tl.constexpr = gates is not None
     n, lo = _queries(T, OFFSET), _token(first, OFFSET)
@@ -668,9 +688,9 @@ def _dq_rows(
         if AGAIN:  # the sum of w_ij (dP_ij - delta_i) / l_i over j would be zero
             error = _vector(at_head(ROW, T if GATED else 128, bh), lo, BM)
             if GATED:
-                error = tl.where(
-                    _may_read_state(gates, T, b * HKV + hkv, lo, lo // CHUNK * CHUNK, BM, BEFORE), 0.0, error
-                )
+                first_key = _first_key(NEAR, lo, b * HKV + hkv, T, CHUNK)
+                reads = _may_read_state(gates, T, b * HKV + hkv, lo, first_key, BM, BEFORE)
+                error = tl.where(reads, 0.0, error)
             delta += error
         l = _vector(at_head(L, n, bh), first, BM)
         over_l = inverse(l)
@@ -693,7 +713,7 @@ def _dq_rows(
         over_l, factor = g * g, 1.0
     acc = tl.zeros([BM, D], tl.float32)
     r = tl.zeros([BM], tl.float32)
-    begin, end = lo // CHUNK * CHUNK, lo // BN * BN
+    begin, end = _first_key(NEAR, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
     c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, -1 if BEFORE else 0, False
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
@@ -723,7 +743,7 @@ def _dq_rows(
 def dq_kernel(
     Q, K, V, DY, K2,  # if Q and K are float16, V and DY are bfloat16 and K2 is K in bfloat16; else it is None
     Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
-    KEY_SCALE, POWERS, gates,  # see the table above, or None
+    KEY_SCALE, POWERS, gates, NEAR,  # see the table above and gates.py, or None
     DQ, PAIR, G, ROW,  # what is written; G with gates only
     q_strides, k_strides, v_strides, k2_strides, dy_strides,  # None: a tensor descriptor
     scale, rest,
@@ -737,7 +757,7 @@ def dq_kernel(
     With AGAIN, a program looks at TILES times BM rows, and computes those again whose delta may have been inexact, with
     the error that ROW shows.
     """
-    arrays = (Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, DQ, PAIR, G, ROW)
+    arrays = (Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW)
     strides = (q_strides, k_strides, v_strides, k2_strides, dy_strides)
     n = _queries(T, OFFSET)
     if not AGAIN:
@@ -941,7 +961,7 @@ def _last_reader(OPENED, hi, end, T):
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BHKV", "HEADS"])
 def dkdv_kernel(
     Q, K, V, DY, Q2,  # if Q and K are float16, V and DY are bfloat16 and Q2 is Q in bfloat16; else it is None
-    POWERS, gates,  # or None
+    POWERS, gates, NEAR,  # or None
     PAIR, G, ROW,  # written by `dq_kernel`
     DK, DV,  # what is written
     q_strides, k_strides, v_strides, dy_strides, q2_strides,  # None: a tensor descriptor
@@ -965,7 +985,7 @@ def dkdv_kernel(
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
     col = tl.zeros([BN], tl.float32)
-    begin, end = lo + BN, tl.minimum(lo // CHUNK * CHUNK + CHUNK, T)  # the queries that see all of these keys
+    begin, end = lo + BN, _last_query(NEAR, lo, bh, T, CHUNK)  # the queries that see all of these keys
     c_hi, c_col, c_last, first_row, factors = 0.0, 0.0, 0.0, 0, False
     if GATED:
         C, FIRST, _, C_START, C_END, OPENED = gates
@@ -1006,15 +1026,16 @@ def dkdv_kernel(
 
 
 def forward(
-    q, k, v, log_g=None, *, p, powers=None, scale=1.0, normalize=True, chunk=None, num=None, den=None, config=None
-):
+    q, k, v, log_g=None, *, p, powers=None, scale=1.0, normalize=True, chunk=None, near=None, num=None, den=None,
+    config=None,
+):  # fmt: skip
     """Return y [B, n, H, D] in q's dtype and l [B, H, n padded to a multiple of 128], float32, for `backward`.
 
     q [B, n, H, D], k, v [B, T, Hkv, D], bfloat16, float16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D
     and p: those of `kernels.HEAD_DIMS` and `kernels.POWERS`, or p = 0 with powers [B, n] float32 and a log_g of 0 and
     -inf. The queries belong to the last n tokens; T - n is a multiple of 128. chunk: tokens see nothing before their
-    chunk, a multiple of 128. num [B, n, H, D], den [B, H, n padded], float32: added to the sums before dividing.
-    `scale` cancels.
+    chunk, a multiple of 128, but for what `near` says (NEAR in gates.py). num [B, n, H, D], den [B, H, n padded],
+    float32: added to the sums before dividing. `scale` cancels.
 
     With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
     w_ij = decay_ij (scale q_i . k_j)^p, to which other parts of the sums may be added.
@@ -1029,7 +1050,7 @@ def forward(
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c.BN, 0.5)
         tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
         forward_kernel[(triton.cdiv(n, c.BM) * B * H,)](
-            *tiles, y, l, num, den, key_scale, _row_powers(powers), gates, *strides, scale, rest,
+            *tiles, y, l, num, den, key_scale, _row_powers(powers), gates, near, *strides, scale, rest,
             T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
             **_options(c, q, p, normalize),
         )  # fmt: skip
@@ -1037,7 +1058,7 @@ def forward(
 
 
 def backward(
-    dy, dl, q, k, v, log_g, y, l, *, p, powers=None, scale=1.0, normalize=True, chunk=None, before=False,
+    dy, dl, q, k, v, log_g, y, l, *, p, powers=None, scale=1.0, normalize=True, chunk=None, near=None, before=False,
     configs=(None, None),
 ):  # fmt: skip
     """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates; with powers their
@@ -1069,7 +1090,7 @@ def backward(
         tiles = triton.cdiv(n, c_dq.BM) * B * H
         launch = functools.partial(
             dq_kernel.run,
-            q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, dq, pair, g, row,
+            q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row,
             q.stride(), *kv_strides, dy.stride(), scale, rest,
             T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
             R=c_dkdv.BM, BEFORE=before, **_options(c_dq, q, p, normalize), warmup=False,
@@ -1079,7 +1100,7 @@ def backward(
             launch(grid=(B * H if log_g is None else triton.cdiv(tiles, 8),), AGAIN=True)
         (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))
         dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-            q, k, v, dy, q2, powers, gates, pair, g, row, dk, dv,
+            q, k, v, dy, q2, powers, gates, near, pair, g, row, dk, dv,
             q_strides, k.stride(), v.stride(), *dy_strides,
             T, _offset(n, T), chunk or T, H, HKV, B * HKV, _heads_together(chunk or T, B * HKV),
             BEFORE=before, **_options(c_dkdv, k, p, normalize),

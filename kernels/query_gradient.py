@@ -5,6 +5,8 @@
             dxt_t = sum over scalars i of (xt_t[i] values_t) S_i^T + 2 weight_t Z xt_t,   dx_t[a] = sum dxt_t[ab] x_t[b]
     both:   read_t = x_t . dx_t / p,  which log_g's gradient needs
 
+where what comes through S (p = 4: and Z) is the gradient to reflected rows and is reflected back (see prepare.py).
+
 S_i holds the rows of the state for the products of entry i with the others, [entries, D]. For p = 2 these are in
 a table (`where`). For p = 4 `spread_kernel` writes them once more, one list behind another: 32 entries for each of
 their scalars, then 32 scalars for each of their entries (layout.py), and `square_times_kernel` makes Z xt.
@@ -20,7 +22,8 @@ their scalars, then 32 scalars for each of their entries (layout.py), and `squar
     S         [B * Hkv, chunks, F]                      float16    unit, see discumsum.py    read
     Z         [B * Hkv, chunks, D * D]                  float32    one, p = 2                read
     states    [heads * chunks * n * D, 32]              float16    unit: S as `spread_kernel` writes it, n = len(where)
-    zx        [heads * rows, M, TP]                     float16    2^-12 unit: Z xt
+    zx        [heads * rows, M, TP]                     float16    unit zx_unit: Z xt
+    zx_unit   [heads * rows, ceil(M / 64), TP]          float32    the inverse of a power of two, for 64 entries of zx
     out       [B, T, H, D]                              q's        one: dx is added to it
     read      [B * H, TP]                               float32    one           (float16: float32 where q, k and v are)
 
@@ -36,9 +39,9 @@ import triton.language as tl
 
 from .common import (
     PRECISION,
-    SQUARE_TIMES_DOWN,
     STATE_EXPONENT,
     TO_GRADIENT_TOP,
+    TO_TOP,
     VALUES_DOWN_2,
     VALUES_DOWN_4,
     add_to_rows,
@@ -47,6 +50,7 @@ from .common import (
     exact_product,
     load_rows,
     multiple_of,
+    reflected,
     rows_of,
     unit_scale,
     wait_for_products,
@@ -73,7 +77,7 @@ def query_gradient_kernel(
     XT, VALUES, S, UNIT_S, UNIT_V, UNIT_X,
     WHERE,  # the layout's table of the state's row for the product of two entries
     OUT,  # the gradient is added to it
-    X, Z, WEIGHT,  # the rows; WEIGHT None: 1
+    X, Z, WEIGHT, MIRROR,  # the rows; WEIGHT None: 1; MIRROR None: no row was reflected
     READ,  # what is written, with gates
     x_strides,
     T, TP, CHUNK, H, HKV, tiles, skip,  # skip: a chunk whose state is zero and is not read, or -1
@@ -104,6 +108,8 @@ def query_gradient_kernel(
         wait_for_products(i)
     # twice, since an entry is on both sides of a product
     acc *= (tl.load(UNIT_X + at) * (2 * VALUES_DOWN_2) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
+    if MIRROR is not None:
+        acc = reflected(acc, MIRROR, b * HKV + h // (H // HKV))
     x = load_rows(X, x_strides, b, lo, h, T, BM, D)
     z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
     zx = exact_product(x, z, tl.zeros([BM, D], tl.float32))
@@ -134,26 +140,34 @@ def spread_kernel(S, OUT, WHERE, F, n, D: tl.constexpr, N: tl.constexpr, BLOCK: 
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "F", "skip", "first"])
 def square_times_kernel(
-    XT, SQUARE, OUT,
+    XT, SQUARE, OUT, UNIT,
     T, TP, CHUNK, H, HKV, F, skip, first,  # heads of rows from `first` on
     M: tl.constexpr,
-    N: tl.constexpr, BM: tl.constexpr,
+    N: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write N of the M entries of 2^-12 Z x for BM rows, transposed as x is."""
+    """Write N of the M entries of Z x for BM rows, transposed as x is, and their unit for each row.
+
+    The largest of the N has the unit: where keys share a mean, entries of Z x differ by more than float16's range. The
+    last N of a row are whole, as are the BLOCK entries of a step of the next kernel.
+    """
     TP, F = multiple_of(TP, 256), multiple_of(F, 64)
     parts: tl.constexpr = (M + N - 1) // N
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0) // parts, T, CHUNK, H, HKV, BM, first)
     if chunk != skip:
-        row, m = lo + tl.arange(0, BM)[None, :], tl.program_id(0) % parts * N + tl.arange(0, N)
+        part, row = tl.program_id(0) % parts, lo + tl.arange(0, BM)[None, :]
+        m = part * N + tl.arange(0, N) - (BLOCK - M % BLOCK) % BLOCK
+        inside = (m[:, None] >= 0) & (m[:, None] < M)
         x_of, z_of = XT + tl.cast(bh, tl.int64) * (2 * M) * TP, SQUARE + tl.cast(state, tl.int64) * F
         zx = tl.zeros([N, BM], tl.float32)
         for i in range(0, M, 64):
             n = i + tl.arange(0, 64)
-            z = tl.load(z_of + m[:, None] * M + n[None, :], mask=(m[:, None] < M) & (n[None, :] < M), other=0.0)
+            z = tl.load(z_of + m[:, None] * M + n[None, :], mask=inside & (n[None, :] < M), other=0.0)
             x = tl.load(x_of + n[:, None] * TP + row, mask=n[:, None] < M, other=0.0)
             zx = tl.dot(z, x, zx, input_precision=PRECISION)
+        unit = unit_scale(tl.max(tl.abs(zx), 0), STATE_EXPONENT) * TO_TOP
         to = OUT + (tl.cast(bh - first, tl.int64) * M + m[:, None]) * TP + row
-        tl.store(to, (zx * SQUARE_TIMES_DOWN).to(OUT.dtype.element_ty), m[:, None] < M)
+        tl.store(to, (zx * unit[None, :]).to(OUT.dtype.element_ty), inside)
+        tl.store(UNIT + (tl.cast(bh - first, tl.int64) * parts + part) * TP + lo + tl.arange(0, BM), 1 / unit)
 
 
 @triton.jit
@@ -165,11 +179,12 @@ def _add_columns(x, at, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "skip", "n", "first"])
 def query_gradient_of_products_kernel(
-    XT, ROWS, VALUES, S, ZX,  # S: by `spread_kernel`, ZX: by `square_times_kernel`, both for heads from `first` on
+    XT, ROWS, VALUES, S,  # S: by `spread_kernel`, for heads from `first` on
+    ZX, ZX_UNIT,  # by `square_times_kernel`, for the same heads
     UNIT_S, UNIT_V, UNIT_X, WEIGHT,
     LISTS, FACTORS,  # tables of the layout: the steps; the entries of the row whose products x holds
     OUT,  # the gradient is added to it
-    X,  # the rows
+    X, MIRROR,  # the rows; None: no row was reflected
     READ,  # what is written, with gates
     x_strides,
     T, TP, CHUNK, H, HKV, skip, n, first,
@@ -190,8 +205,8 @@ def query_gradient_of_products_kernel(
     v = tl.load(VALUES + at[:, None] * D + tl.arange(0, D)[None, :])
     down = diagonal(tl.full([D], 1 / VALUES_DOWN_4, tl.float32), D)
     v = tl.dot(v, down.to(v.dtype), input_precision=PRECISION).to(v.dtype)
-    # twice, since x is on both sides of Z; in the units of ZX and of v
-    weight = tl.load(WEIGHT + at) * (tl.load(UNIT_V + state) * (2 / (SQUARE_TIMES_DOWN * VALUES_DOWN_4)))
+    # twice, since x is on both sides of Z; in the unit of v
+    weight = tl.load(WEIGHT + at) * (tl.load(UNIT_V + state) * (2 / VALUES_DOWN_4))
     blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
     acc = tl.zeros([BM, D], tl.float32)
     in_step = tl.arange(0, N * D)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -213,7 +228,9 @@ def query_gradient_of_products_kernel(
         m = tl.where(inside, m, 0)
         if step < blocks:
             zx = tl.load(ZX + (tl.cast(bh - first, tl.int64) * M + m[:, None]) * TP + row[None, :])
-            dx += tl.where(inside[None, :], tl.trans(zx).to(tl.float32) * weight[:, None], 0.0)
+            part = tl.cast(bh - first, tl.int64) * ((M + 63) // 64) + step * BLOCK // 64
+            unit = tl.load(ZX_UNIT + part * TP + row)
+            dx += tl.where(inside[None, :], tl.trans(zx).to(tl.float32) * (weight * unit)[:, None], 0.0)
         m += these
         one, two = tl.load(FACTORS + m), tl.load(FACTORS + 2 * M + m)
         unit = unit_scale(tl.max(tl.abs(dx), 1), STATE_EXPONENT) * TO_GRADIENT_TOP
@@ -223,6 +240,8 @@ def query_gradient_of_products_kernel(
         x = tl.trans(tl.load(ROWS + one[:, None] * TP + row[None, :]))
         acc += (to_rows + _add_columns(dx * x, tl.where(inside, two, D), D)) / unit[:, None]
     acc *= (tl.load(UNIT_X + at) * VALUES_DOWN_4 / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
+    if MIRROR is not None:
+        acc = reflected(acc, MIRROR, b * HKV + h // (H // HKV))
     if READ is not None:
         x = load_rows(X, x_strides, b, lo, h, T, BM, D)
         tl.store(READ + at, 0.25 * tl.sum(acc * x.to(tl.float32), 1))
@@ -234,31 +253,32 @@ def query_gradient_of_products_kernel(
 
 def spread_bytes(D, chunks, rows, size):
     """Return the bytes of states and zx for one head of keys, its chunks and its rows of queries, for p = 4."""
-    return (chunks * SPREAD_ROWS[D] * D * BLOCK + rows * entries(D, 4)) * size
+    M = entries(D, 4)
+    return (chunks * SPREAD_ROWS[D] * D * BLOCK + rows * M) * size + rows * triton.cdiv(M, 64) * 4
 
 
-def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, config=None):
+def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, mirror=None, config=None):
     """Add to `out` the gradient to each row of x, and return read, or None without gates.
 
     x, out [B, T, H, D]; prepared: the result of `prepare` for x, with values; skip: the number of a chunk whose state
-    is zero, or -1; weight [B * H, TP] or None for 1, p = 2 (p = 4: that of `prepared`). Takes what `chunked.Sizes`
-    takes.
+    is zero, or -1; weight [B * H, TP] or None for 1, p = 2 (p = 4: that of `prepared`); mirror: as `prepare` had
+    it. Takes what `chunked.Sizes` takes.
     """
     rows = x.shape[2]
     read = empty(S, s.B * rows, s.TP) if gated else None
     c = config or choose("query_gradient", s.q, s.p)
     if s.p == 4:
-        _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, c)
+        _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, mirror, c)
         return read
     query_gradient_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
         prepared["xt"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"], s.layout.where,
-        out, x, Z, weight, read, x.stride(),
+        out, x, Z, weight, mirror, read, x.stride(),
         s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, D=s.D, BM=c.BM, **c.launch(),
     )  # fmt: skip
     return read
 
 
-def _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, c):
+def _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, mirror, c):
     """Launch the kernels for p = 4, for as many heads of keys at a time as SPREAD allows."""
     rows, n, M = x.shape[2], len(s.layout.where), s.layout.M
     group = rows // s.HKV
@@ -266,6 +286,7 @@ def _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, c):
     at_once = max(1, min(s.B * s.HKV, SPREAD // each))
     states = torch.empty(at_once * s.chunks * n * s.D, BLOCK, dtype=s.half, device=S.device)
     zx = torch.empty(at_once * group, M, s.TP, dtype=s.half, device=S.device)
+    zx_unit = empty(S, at_once * group, triton.cdiv(M, 64), s.TP)
     shared = s.T, s.TP, s.chunk, rows, s.HKV
     for first in range(0, s.B * s.HKV, at_once):
         heads = min(at_once, s.B * s.HKV - first)
@@ -274,12 +295,13 @@ def _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, c):
             S[first:], states, s.layout.where, s.F, n, D=s.D, N=STEP, BLOCK=BLOCK
         )
         square_times_kernel[(blocks * triton.cdiv(M, 64),)](
-            prepared["xt"], S[..., s.FS :], zx,
-            *shared, s.F, skip, first * group, M=M, N=64, BM=c.BM, num_warps=c.warps, num_stages=min(3, c.stages),
+            prepared["xt"], S[..., s.FS :], zx, zx_unit,
+            *shared, s.F, skip, first * group, M=M, N=64, BM=c.BM, BLOCK=BLOCK,
+            num_warps=c.warps, num_stages=min(3, c.stages),
         )  # fmt: skip
         query_gradient_of_products_kernel[(blocks,)](
-            prepared["xt"], prepared["rows"], prepared["values"], states, zx,
+            prepared["xt"], prepared["rows"], prepared["values"], states, zx, zx_unit,
             unit_s, prepared["unit_v"], prepared["unit_x"], prepared["weight"], s.layout.lists, s.layout.factors,
-            out, x, read, x.stride(),
+            out, x, mirror, read, x.stride(),
             *shared, skip, n, first * group, D=s.D, M=M, BM=c.BM, N=min(c.BN // s.D, STEP), BLOCK=BLOCK, **c.launch(),
         )  # fmt: skip

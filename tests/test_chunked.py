@@ -125,13 +125,17 @@ def test_the_products_lists_give_the_gradient(D):
 POWERS = (2, 4) if GPU else (2,)
 
 
-# Where gates leave one or two tokens, a query may meet keys that it is nearly orthogonal to, and nothing else: their
-# (q . k)^4 is then far below what float16 rounds off in phi(q) and phi(k). docs/kernels.md has the figures.
-MILD = ["none", "near one", "all zero"]
+@pytest.fixture
+def features_in_float16(monkeypatch):
+    """Let the chunked form of float32 inputs keep its features and states in float16, as it does for bfloat16.
+
+    The interpreter has no products of bfloat16; this way it shows what float16 between the kernels rounds off.
+    """
+    monkeypatch.setitem(chunked.HALF, torch.float32, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gates,p", [*((g, 2) for g in GATES), *((g, 4) for g in MILD if GPU)])
+@pytest.mark.parametrize("gates,p", [*((g, 2) for g in GATES), *((g, 4) for g in GATES if GPU)])
 def test_every_gate(gates, p, dtype):
     assert_right(*inputs(LONG, gates, dtype, H=HEADS, D=32 if GPU and p == 2 else 16), p)
 
@@ -221,16 +225,77 @@ def test_every_head_dimension_and_groups_of_heads(D, p, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mean", [3.0, 10.0])
 @pytest.mark.parametrize("p", POWERS)
-def test_keys_with_a_common_mean(p, mean, dtype):
+def test_keys_with_a_common_mean(p, dtype, mean=10.0):
     D = 16 if not GPU else 64 if p == 2 else 32
     tensors, dy = inputs(LONG, "none", dtype, H=HEADS, D=D, mean=mean)
-    # (q . k)^4 of queries orthogonal to the mean is small beside what is rounded off phi (docs/kernels.md)
-    options = dict(tolerance=8e-3) if (p, mean, dtype) == (4, 10.0, torch.bfloat16) else {}
-    assert_right(tensors, dy, p, **options)
+    assert_right(tensors, dy, p)
     _, (l, *_), _ = chunked.forward(*tensors, p=p, chunk=128)
     assert (l[..., :LONG] > 0).all()
+
+
+@pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_mean_that_the_queries_do_not_see_costs_no_precision(p, features_in_float16):
+    """As it came, the mean is in every product of two entries: y would be off by 1.4e-2, of p = 4 by more than 1."""
+    dtype = torch.bfloat16 if GPU else torch.float32
+    (q, k, v, log_g), dy = inputs(3000 if GPU else 270, "near one", torch.bfloat16, H=2, mean=40.0)
+    q, k, v, dy = (x.to(dtype) for x in (q, k, v, dy))
+    tensors = [q, k, v, log_g]
+    expected = gradients(reference(p), tensors, dy, torch.Tensor.double)
+    results = gradients(chunks(p), tensors, dy)
+    for name, x, r in zip(("y", "dq", "dk", "dv", "dlog_g"), results, expected):
+        limit = 8e-3 if GPU else 2e-2 if name == "dlog_g" else 2e-3
+        assert relative_error(x, r, 1e-3 * dy.norm().item()) < limit, name
+
+
+def test_rows_of_keys_without_a_mean_are_not_reflected(features_in_float16, monkeypatch):
+    """Same bits as before; a mean above the deviations, a key head's own, becomes the first coordinate."""
+    (q, k, v, log_g), _ = inputs(200, "near one", torch.float32, H=2, Hkv=2)
+    y, saved, _ = chunked.forward(q, k, v, log_g, p=2, chunk=128)
+    k = k.clone()
+    k[:, :, 1] -= 2
+    of_mean, (*_, mirror, _, _, _, _, _), _ = chunked.forward(q, k, v, log_g, p=2, chunk=128)
+    assert mirror.shape == (2, 16) and not mirror[0].any()
+    mean = k[0, :128, 1].mean(0)
+    reflected = mean - 2 * (mirror[1] @ mean) * mirror[1]
+    assert reflected[1:].abs().max() < 1e-5 and abs(reflected[0].abs() - mean.norm()) < 1e-5
+    shapes = torch.ops.sympow.chunked(*(x.to("meta") for x in (q, k, v, log_g)), None, None, None, 2, 128, False)
+    assert [x.shape for x in shapes[3]] == [x.shape for x in saved]
+    monkeypatch.setattr(chunked, "reflects", lambda *_: False)
+    as_it_came = chunked.forward(q, k, v, log_g, p=2, chunk=128)[0]
+    assert torch.equal(y[:, :, 0], of_mean[:, :, 0]) and torch.equal(as_it_came[:, :, 0], y[:, :, 0])
+    assert not torch.equal(as_it_came[:, :, 1], of_mean[:, :, 1])
+
+
+def gates_that_forget(T):
+    """Return log_g [1, T, 2]: one half at each token; near one, but for tokens 90 to 139 and a reset at 250."""
+    log_g = torch.full((1, T, 2), math.log(0.5), device=DEVICE)
+    log_g[:, :, 1] = -1e-3
+    log_g[:, 90:140, 1] = -1
+    log_g[:, 250, 1] = -math.inf
+    return log_g
+
+
+@pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_where_gates_forget_the_first_rows_of_a_chunk_are_exact(p, features_in_float16):
+    """Rows that see few keys, all of them before their chunk, would have the rounding errors of features."""
+    dtype, T = (torch.bfloat16, 3000) if GPU else (torch.float32, 270)
+    (q, k, v, _), dy = inputs(T, "none", torch.bfloat16, H=4 if p == 2 else 2, Hkv=2)
+    q, k, v, dy = (x.to(dtype) for x in (q, k, v, dy))
+    tensors = [q, k, v, gates_that_forget(T)]
+    expected = gradients(reference(p), tensors, dy, torch.Tensor.double)
+    for name, x, r in zip(("y", "dq", "dk", "dv", "dlog_g"), gradients(chunks(p), tensors, dy), expected):
+        limit = (5e-3 if name == "y" else 2e-2) if GPU else 5e-6 if name == "y" else 5e-5
+        assert relative_error(x, r, 1e-3 * dy.norm().item()) < limit, name
+
+
+def test_a_chunk_whose_gates_forget_reads_no_state_in_its_first_128_rows():
+    k = torch.zeros(1, 600, 2, 16, device=DEVICE)
+    into, _, _, near = chunked.chunk_gates(gates_that_forget(600), chunked.Sizes(k, k, 2, 256), near=True)
+    assert near.tolist() == [[0, 128, 128], [0, 128, 0]]  # through 128 tokens 0.5^128; a reset; exp(-0.128)
+    assert not into[0, 256:384].any() and into[:, 384].all() and into[1, 512:].all()
+    all_rows, _, _, near = chunked.chunk_gates(gates_that_forget(600), chunked.Sizes(k, k, 2, 256))
+    assert near is None and all_rows[0, 256:].any() and torch.equal(all_rows[1, 512:], into[1, 512:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -397,7 +462,7 @@ def test_every_size_fits_99_KB_of_shared_memory(dtype, sizes, tmp_path):
     "T,D,p,gates",
     [
         *((T, D, 2, g) for T, D in ((4000, 32), (4000, 64), (4000, 128), (20000, 64)) for g in GATES),
-        *((T, D, 4, g) for T, D in ((4000, 32), (2000, 64)) for g in MILD),
+        *((T, D, 4, g) for T, D in ((4000, 32), (2000, 64)) for g in GATES),
     ],
 )
 def test_long_sequences(T, D, p, gates):
