@@ -13,10 +13,11 @@ From Hopper on a kernel is launched while the one before it still runs (programm
 its weights, which no kernel changes, and then waits for the other.
 """
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .configs import gpu
 
 MIN_ROWS = 16  # smallest number of rows of the matrix unit; 2 or more sequences are padded to it
 
@@ -26,9 +27,7 @@ MIN_ROWS = 16  # smallest number of rows of the matrix unit; 2 or more sequences
 
 def early_launch(x):
     """Return the options of a launch that may begin while the kernel before it runs, if x's GPU supports that."""
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0):
-        return dict(PDL=True, launch_pdl=True)
-    return {}
+    return dict(PDL=True, launch_pdl=True) if gpu(x.device).early_launch else {}
 
 
 @triton.jit
