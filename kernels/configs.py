@@ -51,6 +51,16 @@ def describe_gpu(name, capability, shared):
     return Gpu(name, rows, shared, capability >= (9, 0), capability >= (9, 0))
 
 
+def reads_by_descriptor(x):
+    """Return True if kernels read tiles of the tensor x through descriptors, if its strides allow that."""
+    return gpu(x.device).descriptors
+
+
+def early_launch(x):
+    """Return the options of a launch that may begin while the kernel before it runs, if x's GPU supports that."""
+    return dict(PDL=True, launch_pdl=True) if gpu(x.device).early_launch else {}
+
+
 class Config(NamedTuple):
     """The sizes of one kernel's tiles, and how it is compiled."""
 
@@ -77,6 +87,14 @@ SAFE = {
         "query_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
         "query_gradient": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
     },
+    "mma": {  # Ampere, Ada and the smaller Blackwell
+        "forward": [(128, Config(64, 32, 4, 3))],
+        "dq": [(128, Config(64, 32, 4, 3))],
+        "dkdv": [(64, Config(32, 64, 4, 2)), (128, Config(32, 32, 4, 2))],
+        "update_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
+        "query_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
+        "query_gradient": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
+    },
     # products of float32 do without the matrix unit; registers are the limit
     "float32": {
         "forward": [(128, Config(32, 32, 8, 1))],
@@ -87,7 +105,7 @@ SAFE = {
         "query_gradient": [(128, Config(64, 64, 8, 1))],
     },
 }
-SAFE["mma"] = SAFE["tcgen05"] = SAFE["amd"] = SAFE["wgmma"]
+SAFE["tcgen05"] = SAFE["amd"] = SAFE["wgmma"]
 
 
 def choose(kernel, q, p, gated=False, chunked=False):

@@ -17,17 +17,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .configs import gpu
+from .configs import early_launch
 
 MIN_ROWS = 16  # smallest number of rows of the matrix unit; 2 or more sequences are padded to it
 
 
 # ---- launching a kernel while the one before runs
-
-
-def early_launch(x):
-    """Return the options of a launch that may begin while the kernel before it runs, if x's GPU supports that."""
-    return dict(PDL=True, launch_pdl=True) if gpu(x.device).early_launch else {}
 
 
 @triton.jit

@@ -89,7 +89,7 @@ from .common import (
     padded,
     unit_scale,
 )
-from .configs import choose, gpu
+from .configs import choose, reads_by_descriptor
 from .gates import dlog_g, gates_of_head, log_gates, tile_gates
 
 L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while programs work on several heads
@@ -949,7 +949,7 @@ def _tiles(*tensors_and_rows):
     begin at a multiple of 16 bytes. A tensor may be None.
     """
     tensors = [x for x, _ in tensors_and_rows]
-    if not all(x is None or gpu(x.device).descriptors and aligned(x) for x in tensors):
+    if not all(x is None or reads_by_descriptor(x) and aligned(x) for x in tensors):
         return tensors, [None if x is None else x.stride() for x in tensors]
     tile = lambda x, n: TensorDescriptor(x, x.shape, x.stride(), [1, n, 1, x.shape[3]])
     return [None if x is None else tile(x, n) for x, n in tensors_and_rows], [None] * len(tensors)

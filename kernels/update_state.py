@@ -33,7 +33,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import PRECISION, SQUARE_DOWN, SUM_TOP, chunk_of, multiple_of, wait_for_products
-from .configs import choose, gpu
+from .configs import choose, reads_by_descriptor
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def update_state(s, rows, prepared, config=None):
     c = config or choose("update_state", s.q, s.p)
     tiles, M, down = s.layout.tiles, s.layout.M, SUM_TOP / s.most
     shared = s.T, s.TP, s.chunk, rows, s.HKV
-    values, descriptor = prepared["values"], gpu(s.q.device).descriptors
+    values, descriptor = prepared["values"], reads_by_descriptor(s.q)
     if descriptor:
         values = TensorDescriptor.from_tensor(values, [c.BN, s.D])
     update_state_kernel[(s.B * s.HKV * s.chunks * tiles // 4,)](
