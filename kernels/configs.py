@@ -95,6 +95,14 @@ SAFE = {
         "query_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
         "query_gradient": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
     },
+    "tcgen05": {  # Blackwell of data centers
+        "forward": [(64, Config(128, 64, 4, 2)), (128, Config(128, 64, 8, 2))],
+        "dq": [(128, Config(64, 64, 4, 2))],
+        "dkdv": [(128, Config(64, 64, 8, 2))],
+        "update_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
+        "query_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
+        "query_gradient": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
+    },
     # products of float32 do without the matrix unit; registers are the limit
     "float32": {
         "forward": [(128, Config(32, 32, 8, 1))],
@@ -102,10 +110,10 @@ SAFE = {
         "dkdv": [(128, Config(32, 32, 8, 1))],
         "update_state": [(128, Config(64, 32, 8, 1))],
         "query_state": [(128, Config(64, 64, 8, 1))],
-        "query_gradient": [(128, Config(64, 64, 8, 1))],
+        "query_gradient": [(128, Config(64, 64, 16, 1))],
     },
 }
-SAFE["tcgen05"] = SAFE["amd"] = SAFE["wgmma"]
+SAFE["amd"] = SAFE["wgmma"]
 
 
 def choose(kernel, q, p, gated=False, chunked=False):
