@@ -109,7 +109,7 @@ SAFE = {
         "dq": [(128, Config(32, 32, 8, 1))],
         "dkdv": [(128, Config(32, 32, 8, 1))],
         "update_state": [(128, Config(64, 32, 8, 1))],
-        "query_state": [(128, Config(64, 64, 8, 1))],
+        "query_state": [(128, Config(32, 64, 8, 1))],
         "query_gradient": [(128, Config(64, 64, 16, 1))],
     },
 }
@@ -123,14 +123,18 @@ def choose(kernel, q, p, gated=False, chunked=False):
     the quadratic form is limited to chunks, for which it may have an entry of its own. float16 has no entries: tiles
     of it are those of bfloat16.
     """
-    device, table = gpu(q.device), _table()
-    name = device.name
+    dtype = torch.bfloat16 if q.dtype == torch.float16 else q.dtype
+    return find(kernel, dtype, q.shape[-1], p, gated, chunked, gpu(q.device))
+
+
+def find(kernel, dtype, D, p, gated, chunked, device):
+    """Return the Config for `choose`'s sizes on a Gpu: its entry in the table, or that of all of Hopper, or SAFE's."""
+    table, name = _table(), device.name
     if name not in table and device.rows == "wgmma" and device.shared >= MEASURED_SHARED:
         name = MEASURED
-    dtype = torch.bfloat16 if q.dtype == torch.float16 else q.dtype
-    entries, sizes = table.get(name, {}), (kernel, dtype, q.shape[-1], p, gated)
+    entries, sizes = table.get(name, {}), (kernel, dtype, D, p, gated)
     found = chunked and entries.get(key(*sizes, chunked)) or entries.get(key(*sizes))
-    return Config(*found) if found else safe(kernel, dtype, q.shape[-1], device)
+    return Config(*found) if found else safe(kernel, dtype, D, device)
 
 
 def safe(kernel, dtype, D, device):
