@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, run
+from numerics import relative_error
 from targets import TARGETS
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from test_kernels import GPU, inputs  # noqa: E402
+from test_kernels import GPU, gradients, inputs  # noqa: E402
 
 import decoder as decoding  # noqa: E402
+from attention import naive  # noqa: E402
 from kernels import chunked, configs, prepare, quadratic, unsupported_reason, update_state  # noqa: E402
 from kernels.configs import Config, choose, describe_gpu, early_launch, safe  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
@@ -89,7 +91,7 @@ def test_gpus_fall_into_classes():
     assert facts((8, 0)) == facts((8, 9)) == ("mma", False, False)
     assert facts((9, 0)) == ("wgmma", True, True)
     assert facts((10, 0)) == facts((10, 3)) == ("tcgen05", True, True)
-    assert facts((12, 0))[0] == "mma" and facts((12, 0))[2]
+    assert facts((12, 0)) == ("mma", False, True)
     assert facts(None) == ("amd", False, False)  # whose capability (9, 4) is no Hopper's
     for rows in ("mma", "wgmma", "tcgen05", "amd", "float32"):
         assert {*configs.SAFE[rows]} == {*configs.SAFE["wgmma"]}, rows
@@ -120,6 +122,19 @@ def test_pointers_give_the_same_bits_as_descriptors(monkeypatch):
             for module in (quadratic, update_state):
                 patch.setattr(module, "TensorDescriptor", None)
             assert all(torch.equal(a, b) for a, b in zip(both_passes(*tensors), expected, strict=True))
+
+
+@pytest.mark.skipif(GPU, reason="the tiles of other GPUs, which are small enough for the interpreter")
+@pytest.mark.parametrize("rows,D", [("mma", 64), ("mma", 128), ("tcgen05", 64)])
+def test_the_quadratic_tiles_of_each_class_are_right(rows, D):
+    """At head dimension 16, with the tile sizes that are for D."""
+    device = configs.gpu(torch.device("cpu"))._replace(rows=rows)
+    forward, *backward = (safe(name, torch.bfloat16, D, device) for name in ("forward", "dq", "dkdv"))
+    (q, k, v, log_g), dy = inputs(140, "rare zeros", torch.float32, H=1)
+    y, l = quadratic.forward(q, k, v, log_g, p=2, config=forward)
+    found = [y, *quadratic.backward(dy, None, q, k, v, log_g, y, l, p=2, configs=backward)]
+    expected = gradients(lambda *x: naive.quadratic(*x, p=2), [x.double() for x in (q, k, v, log_g)], dy.double())
+    assert all(relative_error(a, b, 1e-6) < 1e-5 for a, b in zip(found, expected, strict=True))
 
 
 # ---- the tensors' GPU, not the current one
