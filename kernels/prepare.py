@@ -60,9 +60,9 @@ from .common import (
     unit_scale,
 )
 
-SUMS = ((64, 4, 3), (32, 8, 2))  # rows at a time, warps, stages; up to D = 64, beyond and in float32
+SUMS = ((64, 4, 3), (32, 8, 2), (32, 8, 2))  # rows at a time, warps, stages; up to D = 64, beyond, and in float32
 PREPARE = (64, 4)  # rows at a time, warps
-PREPARE_Z = ((128, 8), (64, 8))  # the same with denominators, up to D = 64, beyond and in float32
+PREPARE_Z = ((128, 8), (64, 8), (32, 8))  # the same with denominators, up to D = 64, beyond, and in float32
 PRODUCTS = 16  # products at a time
 
 
@@ -197,7 +197,7 @@ def prepare(s, x, v=None, y=None, l=None, decay=None, one=None, Z=None):
     Returns a dictionary with the names of the table above; those that were not asked for are None.
     """
     rows, query = x.shape[2], v is None or y is not None
-    large = s.D > 64 or x.dtype == torch.float32
+    size = 2 if x.dtype == torch.float32 else int(s.D > 64)
     out = dict.fromkeys(("values", "unit_x", "weight", "unit_v", "z", "den"))
     out["rows"], out["factor"] = empty(x, s.B * rows, s.D, s.TP, dtype=s.half), empty(x, s.B * rows, s.TP)
     shared = s.T, s.TP, s.chunk, rows, s.HKV
@@ -212,13 +212,13 @@ def prepare(s, x, v=None, y=None, l=None, decay=None, one=None, Z=None):
             out["weight"] = empty(x, s.B * rows, s.TP)
         if s.p == 2:
             out["z"] = empty(x, s.B * s.HKV, s.chunks, s.D * s.D)
-        N, warps, stages = SUMS[large]
+        N, warps, stages = SUMS[size]
         sums_kernel[(s.B * s.HKV * s.chunks,)](
             x, v, y, l, one, decay,
             out["weight"], out["unit_v"], out["z"],
             *strides, *shared, **sizes, N=N, STAGES=stages, num_warps=warps,
         )  # fmt: skip
-    N, warps = PREPARE if Z is None else PREPARE_Z[large]
+    N, warps = PREPARE if Z is None else PREPARE_Z[size]
     prepare_kernel[(s.B * rows * s.TP // N,)](
         x, v, l, decay, out["unit_v"], Z,
         out["rows"], out["values"], out["unit_x"], out["factor"], out["den"],

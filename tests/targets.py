@@ -4,6 +4,7 @@
     python tests/targets.py --target sm_80 gfx942      # for these targets
     python tests/targets.py --kernel quadratic.dkdv    # kernels whose name begins with this
     python tests/targets.py --once                     # one launch of each kernel, each for one target
+    python tests/targets.py --sizes --target sm_86     # every dtype, head dimension and p, only their shared memory
 
 A line is a kernel, the largest case, its target, registers a thread, bytes a thread that spill into memory, and bytes
 of shared memory. The launches are those of training and generation with the models of config/, caught as the launchers
@@ -42,11 +43,11 @@ TARGETS = {
 # ---- the launches
 
 
-def training(heads=2, T=512):
-    """Yield (case, function) for the training step of each attention in config/, and of float32."""
+def training(every_size=False, heads=2, T=512):
+    """Yield (case, function) for the training step of each attention in config/, and of float32; or of every size."""
     import torch
 
-    from kernels import adaptive, heinsen_operator, operators
+    from kernels import CHUNKED_SIZES, DTYPES, HEAD_DIMS, adaptive, heinsen_operator, operators
 
     bf16, f32 = torch.bfloat16, torch.float32
 
@@ -81,6 +82,15 @@ def training(heads=2, T=512):
         words = [str(x).removeprefix("torch.") for x in sizes if not isinstance(x, bool)]
         return " ".join([function.__name__, *words]) + " gated" * (True in sizes), lambda: function(*sizes)
 
+    if every_size:
+        for dtype in DTYPES:
+            for D in HEAD_DIMS:
+                for launch in (case(quadratic, dtype, D, 8, True, 300), case(powers, dtype, D)):
+                    yield launch
+                yield case(heinsen, dtype, dtype, D)
+            for D, p in CHUNKED_SIZES:
+                yield case(chunked, dtype, D, p, True)
+        return
     for D, p, gated in ((64, 2, True), (64, 2, False), (32, 4, False)):
         yield case(chunked, bf16, D, p, gated)
     for D, p, gated in ((64, 4, True), (64, 4, False), (64, 6, False), (64, 8, True), (32, 2, True)):
@@ -149,9 +159,9 @@ def pretended(target):
         configs.gpu = saved
 
 
-def launches(target):
+def launches(target, every_size=False):
     """Return [(kernel, case, compile)], one for each launch that Triton would compile anew; compile() returns what
-    Triton does."""
+    Triton does. every_size: of training in every dtype, head dimension and p, instead of the shipped configs'."""
     import torch
     from triton.runtime.jit import JITFunction
 
@@ -165,10 +175,10 @@ def launches(target):
     JITFunction.run = catch
     try:
         with pretended(target):
-            for case, launch in training():
+            for case, launch in training(every_size):
                 launch()
             with torch.inference_mode():
-                for case, launch in generation():
+                for case, launch in () if every_size else generation():
                     launch()
     finally:
         JITFunction.run = run
@@ -192,6 +202,8 @@ def _signature(x):
 def resources(compiled, folder):
     """Return {"registers", "spills", "shared"} of a kernel that Triton compiled, in bytes but for the registers."""
     shared = compiled.metadata.shared
+    if not compiled.asm.get("cubin", True):  # see `stop_early`
+        return dict(shared=shared)
     if "amdgcn" in compiled.asm:
         number = lambda name: int(re.search(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[1])
         return dict(registers=number("vgpr_count"), spills=4 * number("vgpr_spill_count"), shared=shared)
@@ -203,6 +215,16 @@ def resources(compiled, folder):
     text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     number = lambda name: int(re.search(rf"{name}:(\d+)", text)[1])
     return dict(registers=number("REG"), spills=number("STACK"), shared=shared)
+
+
+def stop_early():
+    """Let Triton stop when shared memory is known, before the stages that take longest; for NVIDIA's targets."""
+    from triton._C.libtriton import llvm
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    llvm.optimize_module = lambda *_, **__: None
+    CUDABackend.make_ptx = lambda self, src, metadata, *_: metadata.update(name="kernel") or ""
+    CUDABackend.make_cubin = lambda *_: b""
 
 
 def _memory():
@@ -228,17 +250,18 @@ def _compile(job):
 LAUNCHES = {}  # target -> launches(target), which workers have from the process that they are forked from
 
 
-def measure(targets, kernels=(), once=False):
+def measure(targets, kernels=(), once=False, sizes=False):
     """Return [{"target", "kernel", "case", "registers", "spills", "shared" or "error"}] of all launches, compiled in as
     many processes as there are processors.
 
-    kernels: beginnings of names, by default all; once: one launch of each kernel, each for one of the targets in turn.
+    kernels: beginnings of names, by default all; once: one launch of each kernel, each for one of the targets in turn;
+    sizes: training in every dtype, head dimension and p, and only its shared memory.
     """
     memory = _memory()
     known = json.loads(memory.read_text()) if memory.exists() else {}
-    asked = json.dumps([sorted(targets), sorted(kernels), once])
+    asked = json.dumps([sorted(targets), sorted(kernels), once, sizes])
     if asked not in known:
-        known[asked] = _measure(targets, kernels, once)
+        known[asked] = _measure(targets, kernels, once, sizes)
         memory.parent.mkdir(parents=True, exist_ok=True)
         for old in memory.parent.glob("*.json"):
             if old != memory:
@@ -247,10 +270,10 @@ def measure(targets, kernels=(), once=False):
     return known[asked]
 
 
-def _measure(targets, kernels, once):
+def _measure(targets, kernels, once, sizes):
     sys.path.insert(0, str(ROOT))
     for target in targets:
-        LAUNCHES[target] = launches(target)
+        LAUNCHES[target] = launches(target, sizes)
     jobs = [(target, number) for target in targets for number in range(len(LAUNCHES[target]))]
     name = lambda job: LAUNCHES[job[0]][job[1]][0]
     if kernels:
@@ -259,8 +282,12 @@ def _measure(targets, kernels, once):
         first = {(job[0], name(job)): job for job in reversed(jobs)}
         names = list(dict.fromkeys(map(name, jobs)))
         jobs = [first[targets[i % len(targets)], kernel] for i, kernel in enumerate(names)]
-    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        found = pool.map(_compile, jobs, chunksize=1)
+    with TemporaryDirectory() as folder:
+        if sizes:
+            stop_early()
+            os.environ["TRITON_CACHE_DIR"] = folder  # what it makes must not be found by others
+        with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+            found = pool.map(_compile, jobs, chunksize=1)
     rows = []
     for (target, number), result in zip(jobs, found):
         kernel, case, _ = LAUNCHES[target][number]
@@ -282,16 +309,18 @@ def main():
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--kernel", nargs="+", default=[])
     parser.add_argument("--once", action="store_true")
+    parser.add_argument("--sizes", action="store_true")
     parser.add_argument("--all", action="store_true", help="print every launch, not the largest of each kernel")
     parser.add_argument("--json", action="store_true", help="print each launch as JSON")
     args = parser.parse_args()
-    rows = measure(args.target, args.kernel, args.once)
-    for row in rows if args.all or args.once else largest(rows):
+    rows = measure(args.target, args.kernel, args.once, args.sizes)
+    for row in rows if args.all or args.once or args.sizes else largest(rows):
         if args.json:
             print(json.dumps(row))
             continue
         name = f"{row['kernel']:<42} {row['case']:<34} {row['target']:<7}"
-        print(name, row.get("error") or "{registers:4} {spills:6} {shared:7}".format(**row))
+        numbers = [f"{row[number]:7}" for number in ("registers", "spills", "shared") if number in row]
+        print(name, row.get("error") or "".join(numbers))
 
 
 if __name__ == "__main__":

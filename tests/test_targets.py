@@ -41,6 +41,14 @@ def test_kernels_compile_fit_and_do_not_spill(which):
     assert len({row["kernel"] for row in rows}) > 30 and {row["target"] for row in rows} == {*TARGETS}, modules
 
 
+@pytest.mark.slow
+def test_every_size_fits_99_KB_of_shared_memory():
+    pytest.importorskip("triton.backends.nvidia")
+    done = run(f"{ROOT}/tests/targets.py", "--json", "--sizes", "--target", "sm_86", env={"TRITON_INTERPRET": None})
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(rows) > 200 and all(row.get("shared", 2**20) <= TARGETS["sm_86"][2] for row in rows), rows
+
+
 def test_the_matrix_has_every_shipped_config():
     """What tests/targets.py launches is listed there by hand: a config with another attention has to be added."""
     found = set()
