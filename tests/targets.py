@@ -44,8 +44,10 @@ TARGETS = {
 
 
 def training(large=False, heads=2, T=512):
-    """Yield (case, function) for the training step of each attention in config/, and of float32; or with `large` for the
-    sizes that need the most shared memory."""
+    """Yield (case, function) for the training step of each attention in config/, and of float32.
+
+    With `large` they are of head dimension 128 instead, which needs the most shared memory.
+    """
     import torch
 
     from kernels import DTYPES, adaptive, heinsen_operator, operators
