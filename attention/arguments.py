@@ -46,6 +46,24 @@ def check_gates(log_g, k):
         raise ValueError(f"log_g must be [B, T, Hkv] = {[*k.shape[:3]]}, got {[*log_g.shape]}")
 
 
+def check_cu_seqlens(cu_seqlens, q, k):
+    """Raise ValueError unless cu_seqlens may be that of N packed sequences q, k [1, T, H, D]: [N + 1], integers.
+
+    `sequences.sequence_lengths` looks at its values.
+    """
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
+        raise ValueError(f"cu_seqlens must be a tensor of torch.int32 or torch.int64, got {got}")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens must be [N + 1] for N sequences, N at least 1, got {[*cu_seqlens.shape]}")
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens must be on q's device, {q.device}, got {cu_seqlens.device}")
+    if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"with cu_seqlens q and k must be [1, T, H, D] of the same T tokens, got {[*q.shape]}, {[*k.shape]}"
+        )
+
+
 def check_form(form, chunk_size):
     """Raise ValueError unless form is one of dispatch.FORMS and chunk_size a positive integer or None."""
     if form not in FORMS:

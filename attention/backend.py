@@ -29,10 +29,10 @@ def adaptive_attention(q, k, v, powers, log_g):
     return adaptive.adaptive_attention(q, k, v, powers, log_g)
 
 
-def chunked_attention(q, k, v, log_g, S, z, *, p, chunk, final):
+def chunked_attention(q, k, v, log_g, S, z, **sizes):
     from kernels import operators
 
-    return operators.chunked_attention(q, k, v, log_g, S, z, p=p, chunk=chunk, final=final)
+    return operators.chunked_attention(q, k, v, log_g, S, z, **sizes)
 
 
 def heinsen_attention(q, k, v, documents, m, S, z, *, final):

@@ -121,6 +121,13 @@ def flush(k, v, log_g, state, *, p):
         return PowerState(*_state_after(state and ScaledState(*state, unit), keys, values, gates, unit, p)[:2])
 
 
+def empty_state(k, v, p):
+    """Return the PowerState of no tokens, zeros, for tokens like k [B, m, Hkv, D], v [B, m, Hkv, E]."""
+    (B, _, Hkv, D), dtype = k.shape, accumulation_dtype(k)
+    z = k.new_zeros(B, Hkv, symmetric_power_dim(D, p), dtype=dtype)
+    return PowerState(z.unsqueeze(-1).repeat(1, 1, 1, v.shape[3]), z)
+
+
 def without_autocast(device):
     """Return a context in which autocast is off; the meta device has none."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

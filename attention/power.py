@@ -14,22 +14,36 @@ Power Transformers" (Buckman, Gelada, Zhang, 2024), gates from "Conformal Transf
 Transformers" (Kumar, Buckman, Gelada, Zhang, 2025).
 
 This file checks the arguments, asks dispatch.py for a plan and calls what the plan says: forms.py, which is plain
-PyTorch on any device, or the Triton kernels. naive.py is the specification of all of it.
+PyTorch on any device, or the Triton kernels. sequences.py has what packed sequences need. naive.py is the specification
+of all of it.
 """
 
 import math
+from operator import index
+
+import torch
 
 from . import backend, forms
-from .arguments import as_state, cast_to_autocast_dtype, check_form, check_gates, check_state, check_tensors
-from .dispatch import plan
+from .arguments import (
+    as_state,
+    cast_to_autocast_dtype,
+    check_cu_seqlens,
+    check_form,
+    check_gates,
+    check_state,
+    check_tensors,
+)
+from .dispatch import kernel_chunk_size, plan
 from .embedding import symmetric_power_dim
 from .forms import PowerState, accumulation_dtype
 from .memory import check_chunks_fit, check_state_fits
+from .sequences import make_slots, read_lengths, reset_gates, sequence_lengths, typical_length
 
 
 def power_attention(
-    q, k, v, log_g=None, *, p=2, scale=None, form="auto", chunk_size=None, initial_state=None, return_state=False
-):
+    q, k, v, log_g=None, *, p=2, scale=None, form="auto", chunk_size=None, initial_state=None, return_state=False,
+    cu_seqlens=None,
+):  # fmt: skip
     """Compute causal power attention.
 
     q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides, on one
@@ -45,13 +59,21 @@ def power_attention(
     as far as states hold the p-th powers of keys; on the kernels q may be, while k and q . k are from 1e-8 to 1e8.
     float16 inputs may be any: weights are not float16. y and gradients are, and beyond 65,504 they are infinite.
 
+    cu_seqlens [N + 1], int32 or int64, on q's device: B is 1, and the tokens are those of N sequences, as for
+    FlashAttention; sequence i has the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, perhaps none, and sees no other.
+    A state, initial or returned, is then that of N sequences. The first call with a cu_seqlens waits for the GPU, to
+    read it; under torch.compile and in a CUDA graph its values are neither read nor checked.
+
     Returns y [B, n, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor (on the
     GPU kernels once).
     Raises ValueError for arguments that do not fit, MemoryError for a state that does not.
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
     initial_state = as_state(initial_state, PowerState)
-    _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state)
+    _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state, cu_seqlens)
+    asked = dict(p=p, form=form, chunk_size=chunk_size, initial_state=initial_state, return_state=return_state)
+    if cu_seqlens is not None:
+        return _attend_to_sequences(q, k, v, log_g, cu_seqlens, **asked)
     (B, n, _, D), (T, Hkv, E) = q.shape, v.shape[1:]
     has_state = initial_state is not None
     chosen = plan(
@@ -60,6 +82,12 @@ def power_attention(
     )  # fmt: skip
     if has_state or return_state or (chosen.form != "quadratic" and not chosen.on_kernels):
         check_state_fits(B * Hkv, D, E, p, accumulation_dtype(q), q.device)
+    return _attend(q, k, v, log_g, chosen, p=p, initial_state=initial_state, return_state=return_state)
+
+
+def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False):
+    """Return what `power_attention` does, computed as the Plan `chosen` says."""
+    (B, n), T = q.shape[:2], k.shape[1]
     if not chosen.on_kernels or B == 0:  # a kernel cannot be launched on nothing
         y, state = forms.attend(
             q, k, v, log_g, p=p, form=chosen.form, chunk_size=chosen.chunk_size, initial_state=initial_state,
@@ -79,6 +107,65 @@ def power_attention(
     return (y, forms.flush(k, v, log_g, None, p=p)) if return_state else y
 
 
+# ---- packed sequences
+
+
+def _attend_to_sequences(q, k, v, log_g, cu_seqlens, *, p, form, chunk_size, initial_state, return_state):
+    """Return what `power_attention` does for packed sequences, in one of the ways of sequences.py."""
+    (_, T, _, D), (Hkv, E), N = q.shape, v.shape[2:], cu_seqlens.shape[0] - 1
+    lengths, has_state = sequence_lengths(cu_seqlens, T), initial_state is not None
+    typical, gated = typical_length(lengths, T, N), log_g is not None or not has_state  # resets are gates
+    chosen = plan(
+        typical, D, E, p, dtype=q.dtype, device=q.device, gated=gated, form=form, chunk_size=chunk_size,
+        initial_state=has_state, return_state=return_state,
+    )  # fmt: skip
+    states = has_state or return_state
+    if chosen.on_kernels and chosen.form == "chunked":  # chunks as for one sequence of T tokens
+        D = index(D)  # see `plan`
+        chosen = chosen._replace(chunk_size=kernel_chunk_size(T, D, p, chunk_size, gated))
+    if not states and (chosen.on_kernels or lengths is None):
+        return _attend(q, k, v, reset_gates(log_g, cu_seqlens, k), chosen, p=p)
+    if states:
+        check_state_fits(N * Hkv, D, E, p, accumulation_dtype(q), q.device)
+    if not chosen.on_kernels or chosen.form == "quadratic":
+        return _attend_one_by_one(
+            q, k, v, log_g, lengths or read_lengths(cu_seqlens), p=p, form=form, chunk_size=chunk_size,
+            initial_state=initial_state, return_state=return_state,
+        )  # fmt: skip
+    chunk = chosen.chunk_size
+    if chunk_size is None:
+        cost, sizes = backend.cost, (D, p, gated)
+        chunk = cost.packed_chunk_size(lengths, *sizes) if lengths else cost.chunk_size(typical, *sizes)
+    gates = log_g if has_state else reset_gates(log_g, cu_seqlens, k)
+    slots = make_slots(cu_seqlens, lengths, T, chunk)
+    q, k, v, gates = (None if x is None else slots.fill(x) for x in (q, k, v, gates))
+    check_chunks_fit(q, k, p, chunk)
+    y, S, z = backend.chunked_attention(
+        q, k, v, None if gates is None else gates.float(), *(initial_state or (None, None)), p=p, chunk=chunk,
+        final=return_state, first_chunks=slots.first_chunks,
+    )  # fmt: skip
+    y = slots.take(y)
+    return (y, PowerState(S, z)) if return_state else y
+
+
+def _attend_one_by_one(q, k, v, log_g, lengths, *, p, initial_state, return_state, **form):
+    """Return what `power_attention` does for packed sequences of these lengths, by a call for each of them."""
+    rows, states, start = [], [], 0
+    for i, length in enumerate(lengths):
+        state = None if initial_state is None else PowerState(*(x[i : i + 1] for x in initial_state))
+        if length:
+            one = [None if x is None else x[:, start : start + length] for x in (q, k, v, log_g)]
+            y = power_attention(*one, p=p, initial_state=state, return_state=return_state, **form)
+            y, state = y if return_state else (y, None)
+            rows.append(y)
+        elif return_state and state is None:
+            state = forms.empty_state(k, v, p)
+        states.append(state)
+        start += length
+    y = torch.cat(rows, dim=1)
+    return (y, PowerState(*map(torch.cat, zip(*states)))) if return_state else y
+
+
 def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
     """Compute the numerators and denominators of power attention without dividing, in the quadratic form.
 
@@ -87,7 +174,7 @@ def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
     arguments are those of `power_attention`, and what is raised too. The sums must be inside the range of their dtype.
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
-    _check(q, k, v, log_g, p, scale, "quadratic", None, None)
+    _check(q, k, v, log_g, p, scale, "quadratic")
     (*_, D), T, E = q.shape, k.shape[1], v.shape[3]
     scale = D**-0.5 if scale is None else scale
     chosen = plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=log_g is not None, form="quadratic")
@@ -97,7 +184,7 @@ def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
     return num, den.transpose(1, 2)
 
 
-def _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state):
+def _check(q, k, v, log_g, p, scale, form, chunk_size=None, initial_state=None, cu_seqlens=None):
     """Raise ValueError, with the value and what would be right, for arguments that do not fit each other."""
     if not isinstance(p, int) or p < 2 or p % 2:
         raise ValueError(f"p must be a positive even integer, got {p!r}")
@@ -106,6 +193,9 @@ def _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state):
     check_form(form, chunk_size)
     check_tensors(q, k, v, log_g=log_g, **(initial_state._asdict() if initial_state else {}))
     check_gates(log_g, k)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q, k)
     if initial_state is not None:
-        rows = k.shape[0], k.shape[2], symmetric_power_dim(k.shape[3], p)
+        sequences = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        rows = sequences, k.shape[2], symmetric_power_dim(k.shape[3], p)
         check_state(initial_state, q, ((*rows, v.shape[3]), rows))

@@ -96,12 +96,13 @@ class Sizes:
         self.most = 2.0 ** math.ceil(math.log2(most))
 
 
-def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
+def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_chunks=None):
     """Return y [B, T, H, D], what `backward` needs (l, S, unit_s, Z and OF_KEYS), and the last state (S, Z) if `final`.
 
     q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16, float16 or float32, any strides; log_g [B, T, Hkv] float32 or None;
     initial: (S, Z) float32 [B * Hkv, F] and [B * Hkv, D * D] in the kernels' layout (see `from_canonical`), or None;
-    chunk: tokens, a multiple of 128; D and p as in `Sizes`, which raises ValueError for too many tokens.
+    chunk: tokens, a multiple of 128; D and p as in `Sizes`, which raises ValueError for too many tokens. first_chunks:
+    of packed sequences, see `discumsum`; then B is 1, and a state has as many rows as there are sequences.
     """
     s = Sizes(q, k, p, chunk)
     with device_guard(q.device):
@@ -109,10 +110,10 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
         keys = prepare(s, k, v, decay=out)
         S = update_state(s, s.HKV, keys)
         S0, Z0 = initial or (None, None)
-        unit_s, S_last, _ = discumsum(s, S, keys["unit_v"], whole, S0, final=final)
+        unit_s, S_last, _ = discumsum(s, S, keys["unit_v"], whole, S0, final=final, first_chunks=first_chunks)
         Z, Z_last = keys["z"], None
         if p == 2:
-            _, Z_last, _ = discumsum(None, Z, None, whole, Z0, final=final)
+            _, Z_last, _ = discumsum(None, Z, None, whole, Z0, final=final, first_chunks=first_chunks)
         of_keys = [keys[name] for name in OF_KEYS]
         del keys
         queries = prepare(s, q, decay=into, Z=Z)
@@ -123,11 +124,11 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False):
     return y, (l, S, unit_s, Z, *of_keys), (S_last, Z_last)
 
 
-def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chunk):
+def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chunk, first_chunks=None):
     """Return dq, dk, dv, dlog_g (None without gates) and the gradient to the initial state (S, Z), or (None, None).
 
     saved: what `forward` returned; final: the gradient (dS, dZ) to the last state, or None; initial: True if there was
-    an initial state.
+    an initial state; first_chunks: as for `forward`.
     """
     l, S, unit_s, Z, *of_keys = saved
     s = Sizes(q, k, p, chunk)
@@ -139,11 +140,12 @@ def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chun
         dS_last, dZ_last = final or (None, None)
         gated = log_g is not None
         others = (S, unit_s) if gated else (None, None)
-        unit_d, dS0, carried = discumsum(s, dS, queries["unit_v"], whole, dS_last, *others, reverse=True, final=initial)
+        options = dict(reverse=True, final=initial, first_chunks=first_chunks)
+        unit_d, dS0, carried = discumsum(s, dS, queries["unit_v"], whole, dS_last, *others, **options)
         dZ, dZ0, carried_z = queries["z"], None, None
         if p == 2:
             other = Z if gated else None
-            _, dZ0, carried_z = discumsum(None, dZ, None, whole, dZ_last, other, reverse=True, final=initial)
+            _, dZ0, carried_z = discumsum(None, dZ, None, whole, dZ_last, other, **options)
         skip = -1 if initial else 0
         read = query_gradient(s, queries, S, unit_s, skip, dq, q, Z, queries["weight"], gated)
         del queries

@@ -115,7 +115,7 @@ SAFE = {
         "query_gradient": [(128, Config(64, 64, 16, 1))],
     },
 }
-SAFE["amd"] = SAFE["wgmma"]
+SAFE["amd"] = {**SAFE["wgmma"], "dkdv": SAFE["mma"]["dkdv"]}
 
 
 def choose(kernel, q, p, gated=False, chunked=False):

@@ -128,31 +128,36 @@ def chunked_state(k, v, log_g=None, S=None, z=None, *, p, chunk):
     return discumsum(*sums, chunks, S, z)[2:]
 
 
-def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=False):
+def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=False, first_chunks=None):
     """Return power attention in the chunked form, (y, S, z), differentiable in every tensor.
 
     q [B, T, H, D], k, v [B, T, Hkv, D] bfloat16, float16 or float32, log_g [B, T, Hkv] float32 or None, any strides, on
     one GPU; (D, p) is one of kernels.CHUNKED_SIZES. S [B, Hkv, Dphi, D] and z [B, Hkv, Dphi] float32: the state before
     the first token, or None. chunk: tokens, a multiple of 128. The S and z returned are the state after the last token,
     empty unless `final`.
+
+    first_chunks [N + 1] int32, on the same GPU: B is 1, and the tokens are those of N packed sequences. Sequence i has
+    the chunks first_chunks[i] up to first_chunks[i + 1], at least one; what pads its last chunk is zero in q, k, v and
+    log_g. States are those of N sequences. Without S and z, the log_g of each sequence's first token should be -inf.
     """
-    y, S, z, _ = _chunked(q, k, v, log_g, S, z, p, chunk, final)
+    y, S, z, _ = _chunked(q, k, v, log_g, S, z, first_chunks, p, chunk, final)
     return y, S, z
 
 
 @torch.library.custom_op("sympow::chunked", mutates_args=())
 def _chunked(
-    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, S0: Tensor | None, z0: Tensor | None, p: int, chunk: int,
-    final: bool,
+    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, S0: Tensor | None, z0: Tensor | None,
+    first_chunks: Tensor | None, p: int, chunk: int, final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     initial = None if S0 is None else chunked.from_canonical(S0, z0, p)
-    y, saved, last = chunked.forward(q, k, v, log_g, initial, p=p, chunk=chunk, final=final)
-    S, z = chunked.to_canonical(*last, q.shape[0], q.shape[3], p) if final else (_empty(q, 0), _empty(q, 0))
+    y, saved, last = chunked.forward(q, k, v, log_g, initial, p=p, chunk=chunk, final=final, first_chunks=first_chunks)
+    B, D = _states(q, first_chunks), q.shape[3]
+    S, z = chunked.to_canonical(*last, B, D, p) if final else (_empty(q, 0), _empty(q, 0))
     return y, S, z, [_empty(q, 0) if x is None else x for x in saved]
 
 
 @_chunked.register_fake
-def _(q, k, v, log_g, S0, z0, p, chunk, final):
+def _(q, k, v, log_g, S0, z0, first_chunks, p, chunk, final):
     (B, T, H, D), HKV = q.shape, k.shape[2]
     heads, n, half = B * HKV, -(-T // chunk), chunked.HALF[q.dtype]
     rows = quadratic.padded(T, 256)
@@ -162,46 +167,49 @@ def _(q, k, v, log_g, S0, z0, p, chunk, final):
         _empty(q, heads, D, rows, dtype=half), _empty(q, heads * rows, D, dtype=half), _empty(q, heads, rows),
         _empty(q, heads, rows), _empty(q, heads, n),
     ]  # fmt: skip
-    return empty_like(q), *_empty_state(q, HKV, p, final), saved
+    return empty_like(q), *_empty_state(q, HKV, p, first_chunks, final), saved
 
 
 @torch.library.custom_op("sympow::chunked_backward", mutates_args=())
 def _chunked_backward(
     dy: Tensor, dS: Tensor | None, dz: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, y: Tensor,
-    saved: list[Tensor], p: int, chunk: int, initial: bool,
+    saved: list[Tensor], first_chunks: Tensor | None, p: int, chunk: int, initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     final = None if dS is None else chunked.from_canonical(dS, dz, p)
-    *grads, dlog_g, first = chunked.backward(dy, q, k, v, log_g, y, saved, final, initial, p=p, chunk=chunk)
-    state = chunked.to_canonical(*first, q.shape[0], q.shape[3], p) if initial else (_empty(q, 0), _empty(q, 0))
+    sizes = dict(p=p, chunk=chunk, first_chunks=first_chunks)
+    *grads, dlog_g, before = chunked.backward(dy, q, k, v, log_g, y, saved, final, initial, **sizes)
+    B, D = _states(q, first_chunks), q.shape[3]
+    state = chunked.to_canonical(*before, B, D, p) if initial else (_empty(q, 0), _empty(q, 0))
     return *grads, _empty(q, 0) if dlog_g is None else dlog_g, *state
 
 
 @_chunked_backward.register_fake
-def _(dy, dS, dz, q, k, v, log_g, y, saved, p, chunk, initial):
+def _(dy, dS, dz, q, k, v, log_g, y, saved, first_chunks, p, chunk, initial):
     dlog_g = _empty(q, 0) if log_g is None else empty_like(log_g, torch.float32)
-    return *map(empty_like, (q, k, v)), dlog_g, *_empty_state(q, k.shape[2], p, initial)
+    return *map(empty_like, (q, k, v)), dlog_g, *_empty_state(q, k.shape[2], p, first_chunks, initial)
 
 
 def _save_chunked(ctx, inputs, output):
-    q, k, v, log_g, S0, _, ctx.p, ctx.chunk, ctx.final = inputs
+    q, k, v, log_g, S0, _, first_chunks, ctx.p, ctx.chunk, ctx.final = inputs
     y, _, _, saved = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*saved)
     ctx.initial = S0 is not None
-    ctx.save_for_backward(q, k, v, log_g, y, *saved)
+    ctx.save_for_backward(q, k, v, log_g, y, first_chunks, *saved)
 
 
 def _differentiate_chunked(ctx, dy, dS, dz, _):
-    q, k, v, log_g, y, *saved = ctx.saved_tensors
+    q, k, v, log_g, y, first_chunks, *saved = ctx.saved_tensors
     dy = q.new_zeros(()).expand(q.shape) if dy is None else dy
     if not ctx.final:
         dS = dz = None
     elif dS is not None or dz is not None:
-        like_S, like_z = _empty_state(q, k.shape[2], ctx.p)
+        like_S, like_z = _empty_state(q, k.shape[2], ctx.p, first_chunks)
         dS, dz = like_S.zero_() if dS is None else dS, like_z.zero_() if dz is None else dz
-    *grads, dlog_g, dS0, dz0 = _chunked_backward(dy, dS, dz, q, k, v, log_g, y, saved, ctx.p, ctx.chunk, ctx.initial)
+    sizes = first_chunks, ctx.p, ctx.chunk, ctx.initial
+    *grads, dlog_g, dS0, dz0 = _chunked_backward(dy, dS, dz, q, k, v, log_g, y, saved, *sizes)
     state = (dS0, dz0) if ctx.initial else (None, None)
-    return *grads, None if log_g is None else dlog_g, *state, None, None, None
+    return *grads, None if log_g is None else dlog_g, *state, None, None, None, None
 
 
 register_gradient(_chunked, _save_chunked, _differentiate_chunked, _chunked_backward)
@@ -211,8 +219,13 @@ def _empty(like, *shape, dtype=torch.float32):
     return like.new_empty(shape, dtype=dtype)
 
 
-def _empty_state(q, HKV, p, wanted=True):
+def _states(q, first_chunks):
+    """Return how many sequences have a state: those of the batch, or those that are packed into it."""
+    return q.shape[0] if first_chunks is None else first_chunks.shape[0] - 1
+
+
+def _empty_state(q, HKV, p, first_chunks, wanted=True):
     """Return empty S [B, Hkv, Dphi, D] and z, or two tensors without entries: operators must return tensors."""
-    B, _, _, D = q.shape
+    B, D = _states(q, first_chunks), q.shape[3]
     Dphi = symmetric_power_dim(D, p)
     return (_empty(q, B, HKV, Dphi, D), _empty(q, B, HKV, Dphi)) if wanted else (_empty(q, 0), _empty(q, 0))

@@ -95,9 +95,8 @@ from .gates import dlog_g, gates_of_head, log_gates, tile_gates
 L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while programs work on several heads
 # A tile on the diagonal through which less than exp(-WEAK) is forgotten has decays that are products of two factors
 WEAK = tl.constexpr(10.0)
-# dq is orthogonal to q. If the cosine of their angle is larger, delta was not exact enough
-ALONG_Q = tl.constexpr(1e-3)
-STATE_GONE = tl.constexpr(16.0)  # a state that has decayed by exp(-STATE_GONE) does not count in that
+STRONG = tl.constexpr(2.0)  # if a tile forgets more than exp(-STRONG) a token, one token dominates most of its rows
+STATE_GONE = tl.constexpr(16.0)  # a state that has decayed by exp(-STATE_GONE) counts for nothing
 
 # ---- pieces
 
@@ -247,6 +246,31 @@ def _forgets_little(C, FIRST, last, key):
     before it keep their bits where gates are weak."""
     first, c = last // 128 * 128 + tl.load(FIRST + last).to(tl.int32), tl.load(C + last)
     return ((c > -WEAK) | (c != c)) & (first < tl.maximum(key, 1))
+
+
+@triton.jit
+def _delta_may_be_inexact(gates, lo, BM: tl.constexpr, BEFORE: tl.constexpr):
+    """Return True if one token may dominate some of the BM rows from lo on.
+
+    Then dP_ij - delta_i is as small as the rounding of y in delta_i. These are the first rows of all or of a document,
+    and those with strong gates.
+    """
+    if gates is None:
+        return (lo == 0) & (not BEFORE)
+    else:
+        C, FIRST, last = gates[0], gates[1], lo + BM - 1
+        opens = lo // 128 * 128 + tl.load(FIRST + last).to(tl.int32) >= lo
+        return opens | (tl.load(C + lo) - tl.load(C + last) > STRONG * BM)
+
+
+@triton.jit
+def _may_read_state(gates, lo, begin, BM: tl.constexpr, BEFORE: tl.constexpr):
+    """Return [BM]: whether a state from before `begin`, where their chunk begins, counts in the rows from lo on."""
+    C, FIRST, _, C_START, _, _ = gates
+    forgotten = (tl.load(C_START + begin // 32) - tl.load(C_START + lo // 32)).to(tl.float32)
+    forgotten += tl.load(C + lo) - _vector(C, lo, BM)
+    opens = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32) >= lo
+    return (forgotten < STATE_GONE) & (opens == 0) & ((begin > 0) | BEFORE)
 
 
 @triton.jit
@@ -581,7 +605,7 @@ def dq_kernel(
     Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
     KEY_SCALE, POWERS, gates,  # see the table above, or None
     DQ, PAIR, G, ROW,  # what is written; G with gates only, ROW with gates or powers
-    DELTA, INEXACT,  # a better delta of the rows of marked programs, and the marks, or None
+    DELTA,  # a better delta where it may be inexact, or None
     q_strides, k_strides, v_strides, k2_strides, dy_strides,  # None: a tensor descriptor
     scale, rest,
     T, OFFSET, CHUNK, H, HKV, BH, HEADS,
@@ -591,15 +615,18 @@ def dq_kernel(
 ):  # fmt: skip
     """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs.
 
-    Where delta turns out to be inexact, write a better one and leave a mark; with AGAIN, compute marked rows with it.
+    Where delta may be inexact, write a better one; with AGAIN, compute these rows again with it.
     """
     GATED: tl.constexpr = gates is not None
-    if AGAIN:
-        if tl.load(INEXACT + tl.program_id(0)) == 0:
-            return
     n = _queries(T, OFFSET)
     bh, b, h, hkv, first = _queries_of_program(n, H, HKV, BH, HEADS, BM)
     lo = _token(first, OFFSET)
+    if GATED:
+        gates = gates_of_head(gates, T, b * HKV + hkv)
+    inexact = _delta_may_be_inexact(gates, lo, BM, BEFORE)
+    if AGAIN:
+        if not inexact:
+            return
     row = lo + tl.arange(0, BM)
     out = _row_offsets(b, first, h, n, H, BM, D)
 
@@ -639,15 +666,9 @@ def dq_kernel(
     r = tl.zeros([BM], tl.float32)
     begin, end = lo // CHUNK * CHUNK, lo // BN * BN
     c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, -1 if BEFORE else 0, False
-    whole = (begin == 0) & (not BEFORE)  # no row of these reads a state
     if GATED:
-        gates = gates_of_head(gates, T, b * HKV + hkv)
-        c_start = tl.load(gates[3] + begin // 32)
         c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
-        whole = whole | (begin > lo // CHUNK * CHUNK) | (c_start - c_lo > STATE_GONE)
         c_first, factors = tl.load(gates[0] + lo), _forgets_little(gates[0], gates[1], lo + BM - 1, end)
-    else:
-        whole = whole & (end == 0)
     _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, p * delta if P == 0 else delta, P, R)
     keys = (K, k_strides, V, v_strides, b, hkv, K2, k2_strides)
     if P == 0:
@@ -673,14 +694,13 @@ def dq_kernel(
     acc *= ((1 if P == 0 else P) * factor * over_l)[:, None]
     tl.store(DQ + out, acc.to(DQ.dtype.element_ty), row[:, None] < T)
     if DELTA is not None and not AGAIN:
-        again = tl.zeros([], tl.int1)
-        if whole:
-            q32 = _tile(Q, q_strides, b, first, h, n, BM, D, True).to(tl.float32)
-            along_q = P * r * over_l if GATED else tl.sum(acc * q32, 1)  # zero but for the rounding of y in delta
-            inexact = along_q * along_q > ALONG_Q * ALONG_Q * tl.sum(q32 * q32, 1) * tl.sum(acc * acc, 1)
-            again = tl.max(inexact.to(tl.int32), 0) > 0
-            tl.store(at_head(DELTA, n, bh) + (first + tl.arange(0, BM)), delta + tl.where(inexact, along_q / P, 0.0))
-        tl.store(INEXACT + tl.program_id(0), again.to(tl.int8))
+        if inexact:  # sum_j ds_ij s_ij, which is q_i . dq_i, would be zero
+            if GATED:
+                reads = _may_read_state(gates, lo, lo // CHUNK * CHUNK, BM, BEFORE)
+                r_of_all = tl.where(reads, 0.0, r * over_l)
+            else:
+                r_of_all = tl.sum(acc * _tile(Q, q_strides, b, first, h, n, BM, D, True).to(tl.float32), 1) / P
+            tl.store(at_head(DELTA, n, bh) + (first + tl.arange(0, BM)), delta + r_of_all)
     if P == 0:
         tl.store(at_head(ROW, n, bh) + (first + tl.arange(0, BM)), r * over_l * 0.6931471805599453)  # ln 2
     elif GATED:
@@ -977,12 +997,10 @@ def backward(
             dy, v = dy.bfloat16(), v.bfloat16()
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
         (k_tiles, v_tiles, k2), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN), (k2, c_dq.BN))
-        delta = inexact = None
-        if normalize and p > 0:
-            delta, inexact = empty(q, B, H, padded(n)), empty(q, triton.cdiv(n, c_dq.BM) * B * H, dtype=torch.int8)
-        for again in (False, True) if normalize and p > 0 else (False,):
+        delta = empty(q, B, H, padded(n)) if normalize and p > 0 else None
+        for again in (False,) if delta is None else (False, True):
             dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
-                q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, dq, pair, g, row, delta, inexact,
+                q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, dq, pair, g, row, delta,
                 q.stride(), *kv_strides, dy.stride(), scale, rest,
                 T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
                 R=c_dkdv.BM, BEFORE=before, AGAIN=again, **_options(c_dq, q, p, normalize),

@@ -309,7 +309,7 @@ def test_the_operators_keep_torchs_rules():
     leaves = [x.detach().requires_grad_() for x in tensors]
     state = [torch.rand(1, 1, 136, 16, device=DEVICE), torch.rand(1, 1, 136, device=DEVICE)]
     state = [x.requires_grad_() for x in state]
-    torch.library.opcheck(torch.ops.sympow.chunked.default, (*leaves, *state, 2, 128, True))
+    torch.library.opcheck(torch.ops.sympow.chunked.default, (*leaves, *state, None, 2, 128, True))
 
 
 def test_a_compiled_function_has_no_graph_break():

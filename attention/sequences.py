@@ -1,0 +1,124 @@
+"""Packed sequences: texts of any lengths one behind another in one tensor, as cu_seqlens says.
+
+    cu_seqlens = torch.tensor([0, 5, 5, 12], dtype=torch.int32)     # q [1, 12, H, D]: sequences of 5, 0 and 7 tokens
+
+There are three ways to compute them, and power.py chooses:
+
+    resets       one sequence whose gates are zero (log_g = -inf) at each first token: no state is read or returned
+    slots        each sequence in a slot of whole chunks, with zeros behind it: states in and out, on the kernels
+
+      tokens     | 0 0 0 0 0 | 2 2 2 2 2 2 2 |
+      slots      | 0 0 0 0 : 0 . . . | . . . . | 2 2 2 2 : 2 2 2 . |      in chunks of 4 tokens
+                   ^ 0                 ^ 2       ^ 3                 ^ 5    first_chunks; an empty sequence has one too
+
+    one by one   a call for each sequence: states in and out, and everything else, in PyTorch
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .forms import accumulation_dtype
+
+known_lengths = WeakTensorKeyDictionary()  # cu_seqlens: (its version, the lengths)
+
+
+def sequence_lengths(cu_seqlens, T):
+    """Return the lengths of the sequences in T tokens, a tuple of int, or None while they cannot be known.
+
+    That is while torch.compile traces or a CUDA graph is captured: both may run again with other lengths. Otherwise the
+    host waits for a tensor on a GPU, once for each tensor and version of it (a CUDA graph that writes to it makes no
+    new version). Raises ValueError unless cu_seqlens [N + 1] runs from 0 to T and never decreases.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    if cu_seqlens.device.type == "meta":
+        return T, *(len(cu_seqlens) - 2) * (0,)
+    if is_capturing(cu_seqlens):
+        return None
+    version = None if cu_seqlens.is_inference() else cu_seqlens._version
+    known, lengths = known_lengths.get(cu_seqlens, (None, None))
+    if lengths is None or version is None or known != version:
+        lengths = read_lengths(cu_seqlens)
+        known_lengths[cu_seqlens] = version, lengths
+    if sum(lengths) != T:
+        raise ValueError(f"cu_seqlens must end with the number of tokens, {T}, got {sum(lengths)}")
+    return lengths
+
+
+def is_capturing(x):
+    """Return True while a CUDA graph is captured on x's device."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def read_lengths(cu_seqlens):
+    """Return the differences of cu_seqlens, read from its device: torch.compile breaks its graph here.
+
+    Raises ValueError unless cu_seqlens begins with 0 and never decreases, and while a CUDA graph is captured.
+    """
+    if is_capturing(cu_seqlens):
+        raise ValueError("cu_seqlens cannot be read while a CUDA graph is captured: PyTorch's forms need its lengths")
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0:
+        raise ValueError(f"cu_seqlens must begin with 0, got {ends[0]}")
+    lengths = tuple(end - start for start, end in zip(ends, ends[1:]))
+    if min(lengths) < 0:
+        at = next(i for i, length in enumerate(lengths) if length < 0)
+        raise ValueError(f"cu_seqlens must not decrease, got {ends[at]} and then {ends[at + 1]}")
+    return lengths
+
+
+def typical_length(lengths, T, N):
+    """Return the length of one sequence whose tokens see as many others as the T tokens of these N do on average.
+
+    Where the lengths are None, all are taken to be equal.
+    """
+    return max(1, T // N if lengths is None else round(sum(n * n for n in lengths) / T))
+
+
+def reset_gates(log_g, cu_seqlens, k):
+    """Return log_g [1, T, Hkv] with -inf at the first token of each sequence, and zeros elsewhere if it is None."""
+    T, Hkv = k.shape[1:3]
+    starts = torch.zeros(T + 1, dtype=torch.bool, device=k.device).index_fill(0, cu_seqlens.long(), True)
+    starts = starts[:T, None]  # an empty sequence at the end would begin at T
+    if log_g is None:
+        zeros = torch.zeros(T, 1, dtype=accumulation_dtype(k), device=k.device)
+        return zeros.masked_fill(starts, float("-inf")).expand(1, T, Hkv)
+    return log_g.masked_fill(starts, float("-inf"))
+
+
+class Slots(NamedTuple):
+    """Where the tokens of packed sequences are if every sequence begins with a chunk."""
+
+    first_chunks: torch.Tensor  # [N + 1] int32, the first chunk of each sequence, and the end of the last
+    at: torch.Tensor | None  # [T] int64, the place of each token; None: where it is
+    tokens: int  # places in all, a multiple of the chunk
+
+    def fill(self, x):
+        """Return x [1, T, ..] in slots, [1, tokens, ..], with zeros between."""
+        if self.at is None:
+            return x
+        return x.new_zeros(1, self.tokens, *x.shape[2:]).index_copy(1, self.at, x)
+
+    def take(self, x):
+        """Return the T tokens of x [1, tokens, ..]; the inverse of `fill`."""
+        return x if self.at is None else x.index_select(1, self.at)
+
+
+def make_slots(cu_seqlens, lengths, T, chunk):
+    """Return the Slots for chunks of `chunk` tokens.
+
+    With lengths None there are as many chunks as any lengths may need; those behind the last sequence belong to none.
+    """
+    sizes = cu_seqlens.diff()
+    chunks = ((sizes + chunk - 1) // chunk).clamp(min=1)  # one for an empty sequence too
+    first_chunks = torch.nn.functional.pad(chunks.cumsum(0), (1, 0))
+    if lengths is None:
+        count = T // chunk + len(sizes)
+    elif all(n and n % chunk == 0 for n in lengths):
+        return Slots(first_chunks.int(), None, T)
+    else:
+        count = sum(max(1, -(-n // chunk)) for n in lengths)
+    shift = torch.repeat_interleave(first_chunks[:-1] * chunk - cu_seqlens[:-1], sizes, output_size=T)
+    return Slots(first_chunks.int(), torch.arange(T, device=cu_seqlens.device) + shift, count * chunk)

@@ -1,0 +1,296 @@
+"""Packed sequences: cu_seqlens gives what each sequence alone does, in every form, with states in and out.
+
+On the CPU in float64 against the specification, and the kernels in Triton's interpreter; with TEST_GPU=1 on the GPU.
+"""
+
+import gc
+import math
+
+import pytest
+import torch
+from numerics import GATES, relative_error
+
+from attention import dispatch, naive, sequences
+from attention.forms import PowerState
+from attention.power import power_attention
+from kernels import cost
+
+pytest.importorskip("triton", reason="Triton has no wheel for this system")
+
+from test_kernels import DEVICE  # noqa: E402
+
+from kernels import operators  # noqa: E402
+
+NAMES = "q k v log_g S z".split()
+
+
+def make(lengths, gates="learned", H=2, Hkv=1, D=16, p=2, state=True, dtype=torch.float32):
+    """Return cu_seqlens and {name: tensor} of random packed sequences, with log_g and an initial state or None."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    random = lambda *shape: torch.randn(*shape, generator=generator)
+    T, N = sum(lengths), len(lengths)
+    x = dict(
+        q=random(1, T, H, D), k=random(1, T, Hkv, D), v=random(1, T, Hkv, D), log_g=GATES[gates](random(1, T, Hkv))
+    )
+    x = {name: t if t is None else t.to(DEVICE, dtype) for name, t in x.items()}
+    x["S"] = x["z"] = None
+    if state:  # of random keys, so that denominators are positive
+        keys, values = (random(N, 6, Hkv, D).to(DEVICE, torch.float64) for _ in range(2))
+        x["S"], x["z"] = (t.to(dtype) for t in naive.state_after(keys, values, p=p))
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    return ends.to(DEVICE, torch.int32), x
+
+
+def results(attend, x, **options):
+    """Return attend(**x) and the gradients to x of random weights of it, by name; y is first, then S and z."""
+    leaves = {name: t if t is None else t.detach().requires_grad_() for name, t in x.items()}
+    outs = attend(**leaves, **options)
+    generator = torch.Generator().manual_seed(1)
+    dys = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in outs]
+    wanted = [t for t in leaves.values() if t is not None]
+    grads = torch.autograd.grad(outs, wanted, dys, materialize_grads=True)
+    found = dict(zip(("y", "S after", "z after"), outs))
+    return found | dict(zip((f"d{name}" for name, t in x.items() if t is not None), grads))
+
+
+def one_by_one(attend, lengths):
+    """Return a function of packed tensors that calls `attend`, which returns (y, S, z), for each sequence alone."""
+
+    def attend_to_all(q, k, v, log_g, S, z, **options):
+        ys, states, start = [], [], 0
+        for i, n in enumerate(lengths):
+            one = [t if t is None else t[:, start : start + n] for t in (q, k, v, log_g)]
+            state = [t if t is None else t[i : i + 1] for t in (S, z)]
+            if n:
+                y, *state = attend(*one, *state, **options)
+                ys.append(y)
+            elif S is None:
+                state = [torch.zeros_like(t) for t in states[-1]]
+            states.append(state)
+            start += n
+        return torch.cat(ys, 1), *map(torch.cat, zip(*states))
+
+    return attend_to_all
+
+
+def specification(q, k, v, log_g, S, z):
+    y, state = naive.recurrent(q, k, v, log_g, initial_state=None if S is None else (S, z))
+    return y, *state
+
+
+def packed(q, k, v, log_g, S, z, return_state=True, **options):
+    state = None if S is None else PowerState(S, z)
+    found = power_attention(q, k, v, log_g, initial_state=state, return_state=return_state, **options)
+    return (found[0], *found[1]) if return_state else (found,)
+
+
+def assert_close(found, expected, limit):
+    assert found.keys() == expected.keys()
+    for name, r in expected.items():
+        error = relative_error(found[name], r, 1e-3)
+        assert error <= limit, f"{name}: error {error:.1e}"
+
+
+LENGTHS = [3, 0, 1, 4, 0]
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("gates", ["none", "learned", "zeros"])
+def test_every_form_gives_what_each_sequence_alone_does(gates, state):
+    cu_seqlens, x = make(LENGTHS, gates, H=4, Hkv=2, D=3, state=state, dtype=torch.float64)
+    expected = results(one_by_one(specification, LENGTHS), x)
+    for form in (dict(form="auto"), dict(form="quadratic"), dict(form="chunked", chunk_size=2), dict(form="recurrent")):
+        assert_close(results(packed, x, cu_seqlens=cu_seqlens, **form), expected, 1e-12)
+    y = packed(**x, cu_seqlens=cu_seqlens.long(), return_state=False)[0]
+    assert_close({"y": y}, {"y": expected["y"]}, 1e-12)
+
+
+def test_one_sequence_is_what_it_is_without_cu_seqlens():
+    cu_seqlens, x = make([7], dtype=torch.float64)
+    for name, r in results(packed, x).items():
+        assert torch.equal(r, results(packed, x, cu_seqlens=cu_seqlens)[name]), name
+
+
+@pytest.fixture
+def on_kernels(monkeypatch):
+    """Let power_attention use the kernels in float32, wherever tensors are; return the names of what it called."""
+    called = []
+    monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, dtype, *_: "no" * (dtype == torch.float64))
+    monkeypatch.setattr(dispatch, "failure", lambda *size: "")
+    for name in ("chunked_attention", "quadratic_attention"):
+        real = getattr(operators, name)
+        call = lambda *a, name=name, real=real, **o: called.append(name) or real(*a, **o)
+        monkeypatch.setattr(operators, name, call)
+    return called
+
+
+def chunks(chunk, p=2):
+    return lambda *x: operators.chunked_attention(*x, p=p, chunk=chunk, final=True)
+
+
+def reset_first(lengths, x):
+    """Return x with log_g = -inf at each sequence's first token, as it is without an initial state."""
+    x = dict(x, log_g=torch.zeros(x["k"].shape[:3]).to(x["k"]) if x["log_g"] is None else x["log_g"].clone())
+    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    x["log_g"][:, starts[starts < sum(lengths)].to(DEVICE)] = -math.inf
+    return x
+
+
+slow = pytest.mark.slow
+# lengths, chunk, gates, is there an initial state
+PACKED = [
+    ([129, 0], 128, "strong", True),
+    pytest.param([3, 1], 128, "none", False, marks=slow),
+    pytest.param([128, 128, 0, 127], 128, "zeros", True, marks=slow),
+    pytest.param([5, 257], 256, "none", True, marks=slow),
+    pytest.param([130, 0, 300], 128, "learned", False, marks=slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths,chunk,gates,state", PACKED)
+def test_chunked_kernels_have_the_bits_of_each_sequence_alone(lengths, chunk, gates, state, on_kernels):
+    cu_seqlens, x = make(lengths, gates, H=2 if len(lengths) > 3 else 1, state=state)
+    found = results(packed, x, cu_seqlens=cu_seqlens, form="chunked", chunk_size=chunk)
+    assert on_kernels == ["chunked_attention"]
+    alone = results(one_by_one(chunks(chunk), lengths), x if state else reset_first(lengths, x))
+    for name, r in alone.items():
+        if name in ("S after", "z after", "dS", "dz"):  # an empty sequence's are rounded once, in the kernels' layout
+            for i, n in enumerate(lengths):
+                assert torch.equal(found[name][i], r[i]) if n else relative_error(found[name][i], r[i], 1) < 1e-6, name
+        elif name in found:
+            assert torch.equal(found[name], r), f"{name}: {relative_error(found[name], r, 1e-3):.1e}"
+    x = {name: t if t is None else t.double() for name, t in x.items()}
+    assert_close(found, results(packed, x, cu_seqlens=cu_seqlens, form="quadratic"), 1e-4)
+
+
+@slow
+def test_chunked_kernels_of_p_4_with_states(on_kernels):
+    lengths = [129, 1]
+    cu_seqlens, x = make(lengths, "near one", H=1, p=4)
+    found = results(packed, x, p=4, cu_seqlens=cu_seqlens)
+    assert on_kernels == ["chunked_attention"]
+    x = {name: t if t is None else t.double() for name, t in x.items()}
+    assert_close(found, results(packed, x, p=4, cu_seqlens=cu_seqlens, form="quadratic"), 1e-4)
+
+
+def test_slots_for_lengths_that_are_not_known(on_kernels, monkeypatch):
+    """While a CUDA graph is captured there are chunks for any lengths, and those behind the last sequence are not
+    read."""
+    cu_seqlens, x = make([128, 2], "strong", H=1)  # 2 chunks known, 3 unknown
+    monkeypatch.setattr(sequences, "is_capturing", lambda x: True)
+    found = results(packed, x, cu_seqlens=cu_seqlens, form="chunked", chunk_size=128)
+    for name, r in results(one_by_one(chunks(128), [128, 2]), x).items():
+        assert torch.equal(found[name], r), name
+    with pytest.raises(ValueError, match="cannot be read while a CUDA graph is captured"):
+        packed(**x, cu_seqlens=cu_seqlens, form="recurrent")
+
+
+@pytest.mark.parametrize("form,gates", [("quadratic", "zeros"), pytest.param("chunked", "none", marks=slow)])
+def test_without_states_packed_sequences_are_resets(form, gates, on_kernels):
+    lengths = [64, 0, 37, 30, 0]
+    cu_seqlens, x = make(lengths, gates, H=1, state=False)
+    found = results(packed, x, cu_seqlens=cu_seqlens, form=form, return_state=False)
+    assert on_kernels == [f"{form}_attention"]
+    as_resets = reset_first(lengths, x)
+    for name, r in results(packed, as_resets, form=form, return_state=False).items():
+        assert name not in found or torch.equal(found[name], r), name
+    x = {name: t if t is None else t.double() for name, t in x.items()}
+    assert_close(found, results(packed, x, cu_seqlens=cu_seqlens, return_state=False), 1e-4)
+
+
+def test_short_sequences_take_the_quadratic_form_and_long_ones_chunks(monkeypatch):
+    monkeypatch.setattr(dispatch, "kernel_reason", lambda *_: "")
+    monkeypatch.setattr(dispatch, "failure", lambda *_: "")
+    plan = lambda *lengths: dispatch.plan(
+        sequences.typical_length(lengths, sum(lengths), len(lengths)), 64, 64, 2, dtype=torch.bfloat16, device="cpu",
+        gated=True,
+    )  # fmt: skip
+    assert plan(*64 * [1024]).form == "quadratic" and plan(*4 * [16384]).form == "chunked"
+    assert plan(32768, *32 * [1024]).form == "chunked"  # where half of the tokens are
+    assert sequences.typical_length((3, 1), 4, 2) == 2 and sequences.typical_length(None, 100, 4) == 25
+    sizes = [cost.packed_chunk_size(lengths, 64, 2) for lengths in ((64,) * 9, (300,) * 9, (128, 8000), (65536, 1))]
+    assert sizes == sorted(sizes) and sizes[0] == 128 and sizes[-1] == cost.best_size(64, 2)
+
+
+def test_lengths_are_read_once(monkeypatch):
+    gc.collect()
+    before, reads, read = len(sequences.known_lengths), [], sequences.read_lengths
+    monkeypatch.setattr(sequences, "read_lengths", lambda x: reads.append(1) or read(x))
+    cu_seqlens = torch.tensor([0, 2, 5])
+    assert [sequences.sequence_lengths(cu_seqlens, 5) for _ in range(3)] == 3 * [(2, 3)] and len(reads) == 1
+    cu_seqlens[1] = 4
+    assert sequences.sequence_lengths(cu_seqlens, 5) == (4, 1) and len(reads) == 2
+    assert len(sequences.known_lengths) == before + 1
+    del cu_seqlens
+    assert len(sequences.known_lengths) == before
+    with torch.inference_mode():
+        assert sequences.sequence_lengths(torch.tensor([0, 1]), 1) == (1,)
+
+
+@slow
+def test_torch_compile_takes_packed_sequences():
+    cu_seqlens, x = make(LENGTHS, D=3, state=False, dtype=torch.float64)
+    tensors = [x[name] for name in NAMES[:4]]
+    attend = lambda q, k, v, log_g, cu_seqlens: power_attention(q, k, v, log_g, cu_seqlens=cu_seqlens)
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
+    assert torch.allclose(compiled(*tensors, cu_seqlens), attend(*tensors, cu_seqlens), rtol=1e-12)
+    for ends in ([0, 8], [0, 0, 4, 5, 8]):
+        ends = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        assert torch.allclose(compiled(*tensors, ends), attend(*tensors, ends), rtol=1e-12)
+
+
+@slow
+def test_torch_compile_takes_the_kernels_with_states(on_kernels):
+    cu_seqlens, x = make([128, 2], H=1)
+    compiled = torch.compile(lambda ends, x: packed(**x, cu_seqlens=ends), fullgraph=True, backend="aot_eager")
+    found = results(lambda **x: compiled(cu_seqlens, x), x)
+    for name, r in results(packed, x, cu_seqlens=cu_seqlens).items():
+        assert torch.equal(found[name], r), name
+
+
+@slow
+def test_torch_compile_breaks_its_graph_for_states_in_pytorch():
+    cu_seqlens, x = make(LENGTHS, D=3, dtype=torch.float64)
+    attend = lambda *tensors: packed(*tensors, cu_seqlens=cu_seqlens)
+    for a, b in zip(torch.compile(attend, backend="eager")(*x.values()), attend(*x.values())):
+        assert torch.equal(a, b)
+
+
+def test_meta_tensors_give_the_shapes():
+    cu_seqlens, x = make(LENGTHS, H=4, Hkv=2, state=False)
+    y, S, z = packed(
+        **{name: t if t is None else t.to("meta") for name, t in x.items()}, cu_seqlens=cu_seqlens.to("meta")
+    )
+    assert y.shape == (1, 8, 4, 16) and S.shape == (5, 2, 136, 16) and z.shape == (5, 2, 136)
+
+
+@pytest.mark.parametrize(
+    "cu_seqlens,message",
+    [
+        ([0, 8], "must be a tensor of torch.int32 or torch.int64, got list"),
+        (torch.tensor([0.0, 8.0]), "must be a tensor of torch.int32 or torch.int64, got torch.float32"),
+        (torch.tensor([[0, 8]]), r"must be \[N \+ 1\] for N sequences, N at least 1, got \[1, 2\]"),
+        (torch.tensor([0]), r"must be .*, N at least 1, got \[1\]"),
+        (torch.tensor([0, 8], device="meta"), "must be on q's device, cpu, got meta"),
+        (torch.tensor([1, 8]), "must begin with 0, got 1"),
+        (torch.tensor([0, 5, 3, 8]), "must not decrease, got 5 and then 3"),
+        (torch.tensor([0, 7]), "must end with the number of tokens, 8, got 7"),
+    ],
+)
+def test_what_cu_seqlens_must_be(cu_seqlens, message):
+    q = torch.randn(1, 8, 1, 4)
+    with pytest.raises(ValueError, match=f"^cu_seqlens {message}$"):
+        power_attention(q, q, q, cu_seqlens=cu_seqlens)
+
+
+def test_what_must_fit_cu_seqlens():
+    q, cu_seqlens = torch.randn(1, 8, 1, 4), torch.tensor([0, 3, 8])
+    two = q.expand(2, 8, 1, 4)
+    for x in ((two, two, two), (q[:, 4:], q, q)):
+        with pytest.raises(
+            ValueError, match=r"with cu_seqlens q and k must be \[1, T, H, D\] of the same T tokens, got"
+        ):
+            power_attention(*x, cu_seqlens=cu_seqlens)
+    state = PowerState(torch.zeros(1, 1, 10, 4), torch.zeros(1, 1, 10))
+    with pytest.raises(ValueError, match=r"must be S \[2, 1, 10, 4\], z \[2, 1, 10\], got S \[1, 1, 10, 4\]"):
+        power_attention(q, q, q, initial_state=state, cu_seqlens=cu_seqlens)
