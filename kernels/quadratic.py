@@ -23,7 +23,9 @@ costs nothing there. Tiles on the diagonal have a mask and an exp for each eleme
                                                           decay from the first of the R rows around it, and delta
     g           [B, H, n padded to 128]        float32    dq to dkdv, with gates; g = (scale of q and k)^(p/2) / sqrt(l)
     row         [B, H, T padded to 128]        float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i;
-                                                          P = 0: [B, H, n padded to 128], each head's gradient to p_i
+                                                          P = 0: [B, H, n padded to 128], each head's gradient to p_i;
+                                                          without gates [B, H, 128], for those rows whose delta
+                                                          may be inexact, which are the first
     powers      [B, n padded to 128, 2]        float32    P = 0: p_i, and p_i - 1
     gates       six arrays                                see gates.py
 
@@ -284,15 +286,20 @@ def _ahead(C_END, c_lo, begin, end, BN: tl.constexpr, POWER: tl.constexpr):
 
 
 @triton.jit
-def _gates_of_rows(gates, lo, begin, end, BM: tl.constexpr, BN: tl.constexpr):
-    """Return (sum up to the first row, float64; sum of each row since the first of its 128; the first row of each row's
-    document; where the keys that the rows see begin, between `begin` and `end`) for BM rows from `lo` on."""
-    C, FIRST, _, C_START, _, OPENED = gates
-    c_lo = tl.load(C_START + lo // 32)
-    c_row = _vector(C, lo, BM)
-    first_row = lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
+def _before_rows(gates, lo, begin, end, BN: tl.constexpr):
+    """Return (gate sum up to row lo, float64; where the keys that rows from lo on see begin, between begin and end)."""
+    _, _, _, C_START, _, OPENED = gates
     opened = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the previous token's document
-    return c_lo, c_row, first_row, tl.minimum(tl.maximum(begin, opened), end)
+    return tl.load(C_START + lo // 32), tl.minimum(tl.maximum(begin, opened), end)
+
+
+@triton.jit
+def _gates_of_rows(gates, lo, end, BM: tl.constexpr):
+    """Return (gate sum of each row since the first of its 128, that of the first row, the first row of each row's
+    document, `_forgets_little`) for BM rows from lo on, whose tiles on the diagonal begin at `end`."""
+    C, FIRST, _, _, _, _ = gates
+    c_row, first_row = _vector(C, lo, BM), lo // 128 * 128 + _vector(FIRST, lo, BM).to(tl.int32)
+    return c_row, tl.load(C + lo), first_row, _forgets_little(C, FIRST, lo + BM - 1, end)
 
 
 @triton.jit(do_not_specialize=["T", "HKV"])
@@ -449,14 +456,13 @@ def forward_kernel(
     c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, 0, False
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
-        c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
-        c_first, factors = tl.load(gates[0] + lo), _forgets_little(gates[0], gates[1], lo + BM - 1, end)
+        c_lo, begin = _before_rows(gates, lo, begin, end, BN)
     keys = (K, k_strides, V, v_strides, b, hkv)
-    if P == 0:
-        rows = (row, first_row, p, offset)
-    else:
-        rows = (row, c_lo, c_row, c_first, first_row, key_scale)
+    rows = (row, first_row, p, offset) if P == 0 else (row, c_lo, c_row, c_first, first_row, key_scale)
     acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, False)
+    if GATED:  # loaded here, since registers are few in the loop
+        c_row, c_first, first_row, factors = _gates_of_rows(gates, lo, end, BM)
+        rows = (row, first_row, p, offset) if P == 0 else (row, c_lo, c_row, c_first, first_row, key_scale)
     last = tl.minimum(lo + BM, T)
     if not GATED:
         acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, last, T, P, D, BN, True)
@@ -604,8 +610,7 @@ def dq_kernel(
     Q, K, V, DY, K2,  # if Q and K are float16, V and DY are bfloat16 and K2 is K in bfloat16; else it is None
     Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
     KEY_SCALE, POWERS, gates,  # see the table above, or None
-    DQ, PAIR, G, ROW,  # what is written; G with gates only, ROW with gates or powers
-    DELTA,  # a better delta where it may be inexact, or None
+    DQ, PAIR, G, ROW,  # what is written; G with gates only
     q_strides, k_strides, v_strides, k2_strides, dy_strides,  # None: a tensor descriptor
     scale, rest,
     T, OFFSET, CHUNK, H, HKV, BH, HEADS,
@@ -615,7 +620,7 @@ def dq_kernel(
 ):  # fmt: skip
     """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs.
 
-    Where delta may be inexact, write a better one; with AGAIN, compute these rows again with it.
+    With AGAIN, compute those rows again whose delta may have been inexact, with the error that ROW shows.
     """
     GATED: tl.constexpr = gates is not None
     n = _queries(T, OFFSET)
@@ -623,9 +628,8 @@ def dq_kernel(
     lo = _token(first, OFFSET)
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
-    inexact = _delta_may_be_inexact(gates, lo, BM, BEFORE)
     if AGAIN:
-        if not inexact:
+        if not _delta_may_be_inexact(gates, lo, BM, BEFORE):
             return
     row = lo + tl.arange(0, BM)
     out = _row_offsets(b, first, h, n, H, BM, D)
@@ -638,11 +642,13 @@ def dq_kernel(
     if P > 4 and q.dtype == tl.float16:  # which would not hold a row that is scaled for the keys too: the scores are
         key_scale = _vector(at_head(KEY_SCALE, T, b * HKV + hkv), lo, BM) if NORMALIZE else tl.full([BM], 1, tl.float32)
     if NORMALIZE:
-        if AGAIN:
-            delta = _vector(at_head(DELTA, n, bh), first, BM)
-        else:
-            y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
-            delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
+        y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
+        delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
+        if AGAIN:  # the sum of w_ij (dP_ij - delta_i) / l_i over j would be zero
+            error = _vector(at_head(ROW, T if GATED else 128, bh), lo, BM)
+            if GATED:
+                error = tl.where(_may_read_state(gates, lo, lo // CHUNK * CHUNK, BM, BEFORE), 0.0, error)
+            delta += error
         l = _vector(at_head(L, n, bh), first, BM)
         over_l = inverse(l)
         if P > 0:
@@ -667,15 +673,15 @@ def dq_kernel(
     begin, end = lo // CHUNK * CHUNK, lo // BN * BN
     c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, -1 if BEFORE else 0, False
     if GATED:
-        c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
-        c_first, factors = tl.load(gates[0] + lo), _forgets_little(gates[0], gates[1], lo + BM - 1, end)
+        c_lo, begin = _before_rows(gates, lo, begin, end, BN)
+        c_row, c_first, first_row, factors = _gates_of_rows(gates, lo, end, BM)
     _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, p * delta if P == 0 else delta, P, R)
     keys = (K, k_strides, V, v_strides, b, hkv, K2, k2_strides)
-    if P == 0:
-        rows = (row, first_row, less, g, x)
-    else:
-        rows = (row, c_lo, c_row, c_first, first_row, key_scale)
+    rows = (row, first_row, less, g, x) if P == 0 else (row, c_lo, c_row, c_first, first_row, key_scale)
     acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False)
+    if GATED:  # loaded again, since registers are few in the loop
+        c_row, c_first, first_row, factors = _gates_of_rows(gates, lo, end, BM)
+        rows = (row, first_row, less, g, x) if P == 0 else (row, c_lo, c_row, c_first, first_row, key_scale)
     last = tl.minimum(lo + BM, T)
     if not GATED:
         acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, last, T, P, D, BN, True)
@@ -693,18 +699,14 @@ def dq_kernel(
         over_l = tl.where(row > first_row, over_l, 0.0)
     acc *= ((1 if P == 0 else P) * factor * over_l)[:, None]
     tl.store(DQ + out, acc.to(DQ.dtype.element_ty), row[:, None] < T)
-    if DELTA is not None and not AGAIN:
-        if inexact:  # sum_j ds_ij s_ij, which is q_i . dq_i, would be zero
-            if GATED:
-                reads = _may_read_state(gates, lo, lo // CHUNK * CHUNK, BM, BEFORE)
-                r_of_all = tl.where(reads, 0.0, r * over_l)
-            else:
-                r_of_all = tl.sum(acc * _tile(Q, q_strides, b, first, h, n, BM, D, True).to(tl.float32), 1) / P
-            tl.store(at_head(DELTA, n, bh) + (first + tl.arange(0, BM)), delta + r_of_all)
     if P == 0:
         tl.store(at_head(ROW, n, bh) + (first + tl.arange(0, BM)), r * over_l * 0.6931471805599453)  # ln 2
     elif GATED:
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
+    elif NORMALIZE and not AGAIN:
+        if _delta_may_be_inexact(gates, lo, BM, BEFORE):
+            q32 = _tile(Q, q_strides, b, first, h, n, BM, D, True).to(tl.float32)
+            tl.store(at_head(ROW, 128, bh) + row, tl.sum(acc * q32, 1) / P)
 
 
 @triton.jit
@@ -980,7 +982,7 @@ def backward(
     """
     (B, n, H, _), (T, HKV) = q.shape, k.shape[1:3]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    pair, g, row = empty(q, B, H, padded(n), 2), None, None
+    pair, g, row = empty(q, B, H, padded(n), 2), None, empty(q, B, H, 128)
     if log_g is not None:
         row = (empty if n == T else _zeros)(q, B, H, padded(T))  # there are no queries of the tokens before
         g = empty(q, B, H, padded(n))
@@ -997,10 +999,9 @@ def backward(
             dy, v = dy.bfloat16(), v.bfloat16()
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
         (k_tiles, v_tiles, k2), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN), (k2, c_dq.BN))
-        delta = empty(q, B, H, padded(n)) if normalize and p > 0 else None
-        for again in (False,) if delta is None else (False, True):
+        for again in (False, True) if normalize and p > 0 else (False,):
             dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
-                q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, dq, pair, g, row, delta,
+                q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, dq, pair, g, row,
                 q.stride(), *kv_strides, dy.stride(), scale, rest,
                 T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
                 R=c_dkdv.BM, BEFORE=before, AGAIN=again, **_options(c_dq, q, p, normalize),
@@ -1014,7 +1015,9 @@ def backward(
         )  # fmt: skip
         if powers is not None:
             return dq, dk, dv, row[..., :n].sum(1)
-        return dq, dk, dv, row if log_g is None or chunk else dlog_g(row, log_g, H)
+        if log_g is None:
+            return dq, dk, dv, None
+        return dq, dk, dv, row if chunk else dlog_g(row, log_g, H)
 
 
 def _row_powers(powers):
