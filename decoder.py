@@ -28,6 +28,7 @@ from attention.rotary import rotation_rates
 from attention.state import LayerState, ModelState, State
 from attention.variant import decoding_kernels
 from kernels import decode, decode_heinsen, decode_softmax, sampling
+from kernels.common import device_guard
 from model import GPT
 
 # of logits in `failure`, by the dtype of weights and of states; measured are 7e-3, 6e-6 and (p = 6) 3e-2
@@ -279,8 +280,11 @@ class Decoder:
         It runs once before, to compile. What that run changes is restored, except entry n of the cache, which the next
         token writes.
         """
-        if self.device.type != "cuda":
-            return
+        if self.device.type == "cuda":
+            with device_guard(self.device):
+                self._capture()
+
+    def _capture(self):
         changed = [self.ids, self.counts, self.sampler.at]
         changed += self.embedding.tensors().values() if self.embedding else ()
         for layer in self.layers:
@@ -301,12 +305,13 @@ class Decoder:
     def step(self):
         """Read the tokens `ids` and overwrite them with the next ones."""
         self.sampler.prepare()
-        if self.device.type != "cuda":
-            self._token()
-        else:
-            if self.graph is None:
-                self.capture()
-            self.graph.replay()
+        with device_guard(self.device):
+            if self.device.type != "cuda":
+                self._token()
+            else:
+                if self.graph is None:
+                    self._capture()
+                self.graph.replay()
         self.n_tokens, self.n_read, self.tokens_left = self.n_tokens + 1, self.n_read + 1, self.tokens_left - 1
         for group in self.groups:
             group.cached += 1
@@ -314,9 +319,10 @@ class Decoder:
 
     def _flush_full(self):
         """Flush the caches that are full into the states."""
-        for group in self.groups:
-            if group.cached >= group.limit:
-                self._flush(group)
+        with device_guard(self.device):
+            for group in self.groups:
+                if group.cached >= group.limit:
+                    self._flush(group)
 
     def _flush(self, group):
         """Flush a group's caches into the states. The first flush allocates the states and then smaller caches."""
@@ -344,12 +350,13 @@ class Decoder:
         """Yield the sampled ids [B], on the CPU, n times; the first are already in `ids`."""
         cuda, waiting = self.device.type == "cuda", []
         for i in range(n):
-            if cuda:
-                ids, event = torch.empty(self.B, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
-                ids.copy_(self.ids, non_blocking=True)
-                event.record()
-            else:
-                ids, event = self.ids.clone(), None
+            with device_guard(self.device):  # not around the yield: the caller's device is its own
+                if cuda:
+                    ids, event = torch.empty(self.B, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+                    ids.copy_(self.ids, non_blocking=True)
+                    event.record()
+                else:
+                    ids, event = self.ids.clone(), None
             waiting.append((ids, event))
             if i + 1 < n:
                 self.step()
@@ -367,16 +374,16 @@ def _when_copied(ids, event):
 
 
 def failure(model, dtype, state_dtype):
-    """Return "" if a Decoder of weights of `dtype` agrees with GPT.step in float64 on the current GPU, for a layer of
+    """Return "" if a Decoder of weights of `dtype` agrees with GPT.step in float64 on the model's GPU, for a layer of
     each kind that the model has; else one line that says what is wrong. It takes seconds, once (attention/check.py)."""
     if not torch.cuda.is_available():
         return ""
-    vocab_size = min(model.config.vocab_size, 1000)
+    vocab_size, device = min(model.config.vocab_size, 1000), model.transformer.wte.weight.device
     small = lambda mix: replace(mix.config, n_layer=1, vocab_size=vocab_size, dropout=0.0)
     kinds = {(type(mix), str(small(mix))): mix for mix in (block.attn.mix for block in model.transformer.h)}
     for (kind, config), mix in kinds.items():
         name = f"generation, {kind.__qualname__}, {dtype}, states in {state_dtype}, {config}"
-        if wrong := remember(name, lambda: _failure(small(mix), kind, dtype, state_dtype)):
+        if wrong := remember(name, lambda: _failure(small(mix), kind, dtype, state_dtype), device):
             return wrong
     return ""
 

@@ -48,9 +48,7 @@ def unsupported_reason(form, dtype, D, E, p, device=None):
         return f"p={p} (they take {', '.join(map(str, POWERS))})"
     if form == "chunked" and (D, p) not in CHUNKED_SIZES:
         return f"head dimension {D} with p={p} (in the chunked form they take {', '.join(map(str, CHUNKED_SIZES))})"
-    if torch.version.hip:
-        return "ROCm (they are written for NVIDIA GPUs)"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} (they take compute capability 8.0 and later)"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"

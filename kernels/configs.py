@@ -1,9 +1,10 @@
-"""Choose the tile sizes that a kernel runs with: from a table in the repository, never by timing at run time.
+"""Choose the tile sizes that a kernel runs with: from tables in the repository, never by timing at run time.
 
 Timing at the first call would make users wait, and would choose differently from run to run and from rank to rank. The
-choice depends on the kernel, dtype, head dimension, p, gates and GPU alone. table.json has what `make tune` measured;
-for all others SAFE has sizes that fit into 99 KB of shared memory, which every GPU since Ampere has. No entry depends
-on T, so a new length compiles nothing.
+choice depends on the kernel, dtype, head dimension, p, gates and GPU alone. table.json has what `make tune` measured,
+by the GPU's name. Other GPUs with Hopper's compute capability have the H200's entries; for all the rest SAFE has sizes
+for each class of GPUs, chosen by the registers, spills and shared memory of what the compiler makes of them
+(tests/targets.py prints these). No entry depends on T, so a new length compiles nothing.
 """
 
 import functools
@@ -14,8 +15,52 @@ from typing import NamedTuple
 import torch
 
 TABLE = Path(__file__).with_name("table.json")
-# GPUs that have not been measured -> the measured one that has the same chip with other memory
-SAME_CHIP = dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA GH200 480GB"), "NVIDIA H200")
+MEASURED = "NVIDIA H200"  # the GPU whose entries of the table all of Hopper uses, if it has as much shared memory
+MEASURED_SHARED = 227 * 1024  # bytes
+
+
+class Gpu(NamedTuple):
+    """What the choice of kernels and of their tile sizes depends on."""
+
+    name: str  # of the device, as the table has it
+    rows: str  # which rows of SAFE are for it
+    shared: int  # bytes of shared memory that a program may have
+    descriptors: bool  # tiles are read through tensor descriptors, by a copy engine (TMA), else by pointers
+    early_launch: bool  # a kernel may be launched while the one before it runs
+
+
+@functools.cache
+def gpu(device):
+    """Return the Gpu of a torch.device, which need not be the current one; the CPU stands for the interpreter."""
+    if device.type != "cuda":
+        return Gpu("cpu", "wgmma", 99 * 1024, True, False)
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
+    capability = None if torch.version.hip else torch.cuda.get_device_capability(device)
+    return describe_gpu(torch.cuda.get_device_name(device), capability, shared)
+
+
+def describe_gpu(name, capability, shared):
+    """Return the Gpu of this name, compute capability, None for AMD, and bytes of shared memory.
+
+    ROCm's torch reports compute capabilities too, which mean something else: (9, 4) is gfx942. GPUs of 12.x have a copy
+    engine, but with pointers the compiler makes better code for them: dkdv at head dimension 64 takes 230 registers,
+    and 255 with 88 bytes of spills with descriptors.
+    """
+    if capability is None:
+        return Gpu(name, "amd", shared, False, False)
+    rows = {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}.get(capability[0], "mma")
+    return Gpu(name, rows, shared, rows != "mma", capability >= (9, 0))
+
+
+def reads_by_descriptor(x):
+    """Return True if kernels read tiles of the tensor x through descriptors, if its strides allow that."""
+    return gpu(x.device).descriptors
+
+
+def early_launch(x):
+    """Return the options of a launch that may begin while the kernel before it runs, if x's GPU supports that."""
+    return dict(PDL=True, launch_pdl=True) if gpu(x.device).early_launch else {}
 
 
 class Config(NamedTuple):
@@ -34,23 +79,43 @@ class Config(NamedTuple):
         return dict(num_warps=self.warps, num_stages=self.stages, **({"maxnreg": self.maxnreg} if self.maxnreg else {}))
 
 
-# (kernel, dtype) -> [(largest head dimension, Config), ...]
+# the class of a GPU, or "float32" on all -> kernel -> [(largest head dimension, Config), ...]
 SAFE = {
-    ("forward", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
-    ("dq", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
-    ("dkdv", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(32, 64, 4, 2))],
-    ("update_state", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
-    ("query_state", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
-    ("query_gradient", torch.bfloat16): [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
-    ("forward", torch.float32): [
-        (128, Config(32, 32, 8, 1))
-    ],  # float32 does not use the matrix unit; registers are the limit
-    ("dq", torch.float32): [(128, Config(32, 32, 8, 1))],
-    ("dkdv", torch.float32): [(128, Config(32, 32, 8, 1))],
-    ("update_state", torch.float32): [(128, Config(64, 32, 8, 1))],
-    ("query_state", torch.float32): [(128, Config(64, 64, 8, 1))],
-    ("query_gradient", torch.float32): [(128, Config(64, 64, 8, 1))],
+    "wgmma": {  # Hopper
+        "forward": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
+        "dq": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
+        "dkdv": [(64, Config(64, 64, 4, 2)), (128, Config(32, 64, 4, 2))],
+        "update_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
+        "query_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
+        "query_gradient": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
+    },
+    "mma": {  # Ampere, Ada and the smaller Blackwell
+        "forward": [(128, Config(64, 32, 4, 3))],
+        "dq": [(128, Config(64, 32, 4, 3))],
+        "dkdv": [(64, Config(32, 64, 4, 2)), (128, Config(32, 32, 4, 2))],
+        "update_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
+        "query_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
+        "query_gradient": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
+    },
+    "tcgen05": {  # Blackwell of data centers
+        "forward": [(64, Config(128, 64, 4, 2)), (128, Config(128, 64, 8, 2))],
+        "dq": [(128, Config(64, 64, 4, 2))],
+        "dkdv": [(128, Config(64, 64, 8, 2))],
+        "update_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
+        "query_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
+        "query_gradient": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
+    },
+    # products of float32 do without the matrix unit; registers are the limit
+    "float32": {
+        "forward": [(128, Config(32, 32, 8, 1))],
+        "dq": [(128, Config(32, 32, 8, 1))],
+        "dkdv": [(128, Config(32, 32, 8, 1))],
+        "update_state": [(128, Config(64, 32, 8, 1))],
+        "query_state": [(128, Config(32, 64, 8, 1))],
+        "query_gradient": [(128, Config(64, 64, 16, 1))],
+    },
 }
+SAFE["amd"] = {**SAFE["wgmma"], "dkdv": SAFE["mma"]["dkdv"]}
 
 
 def choose(kernel, q, p, gated=False, chunked=False):
@@ -60,17 +125,24 @@ def choose(kernel, q, p, gated=False, chunked=False):
     the quadratic form is limited to chunks, for which it may have an entry of its own. float16 has no entries: tiles
     of it are those of bfloat16.
     """
-    device = torch.cuda.get_device_name(q.device) if q.is_cuda else "cpu"
-    device = device if device in _table() else SAME_CHIP.get(device, device)
     dtype = torch.bfloat16 if q.dtype == torch.float16 else q.dtype
-    entries, sizes = _table().get(device, {}), (kernel, dtype, q.shape[-1], p, gated)
+    return find(kernel, dtype, q.shape[-1], p, gated, chunked, gpu(q.device))
+
+
+def find(kernel, dtype, D, p, gated, chunked, device):
+    """Return the Config for `choose`'s sizes on a Gpu: its entry in the table, or that of all of Hopper, or SAFE's."""
+    table, name = _table(), device.name
+    if name not in table and device.rows == "wgmma" and device.shared >= MEASURED_SHARED:
+        name = MEASURED
+    entries, sizes = table.get(name, {}), (kernel, dtype, D, p, gated)
     found = chunked and entries.get(key(*sizes, chunked)) or entries.get(key(*sizes))
-    return Config(*found) if found else safe(kernel, dtype, q.shape[-1])
+    return Config(*found) if found else safe(kernel, dtype, D, device)
 
 
-def safe(kernel, dtype, D):
-    """Return the Config for a GPU that is not in the table."""
-    return next(config for largest, config in SAFE[kernel, dtype] if D <= largest)
+def safe(kernel, dtype, D, device):
+    """Return the Config for sizes that are not in the table, on a Gpu."""
+    rows = SAFE["float32" if dtype == torch.float32 else device.rows][kernel]
+    return next(config for largest, config in rows if D <= largest)
 
 
 def key(kernel, dtype, D, p, gated=False, chunked=False):

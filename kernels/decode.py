@@ -58,9 +58,9 @@ import triton
 import triton.language as tl
 
 from .common import exact_product, log1p
+from .configs import early_launch
 from .layout import make_sqrt_multiplicity
 from .linear import (
-    early_launch,
     embed,
     let_next_start,
     linear,

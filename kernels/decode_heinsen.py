@@ -26,7 +26,8 @@ import triton
 import triton.language as tl
 
 from .common import EMPTY, log1p
-from .linear import early_launch, let_next_start, wait_for_previous
+from .configs import early_launch
+from .linear import let_next_start, wait_for_previous
 
 
 @triton.jit

@@ -23,7 +23,8 @@ import triton.language as tl
 
 from .common import EMPTY
 from .decode import load_rotated
-from .linear import early_launch, let_next_start, wait_for_previous
+from .configs import early_launch
+from .linear import let_next_start, wait_for_previous
 
 
 @triton.jit

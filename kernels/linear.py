@@ -13,22 +13,16 @@ From Hopper on a kernel is launched while the one before it still runs (programm
 its weights, which no kernel changes, and then waits for the other.
 """
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .configs import early_launch
 
 MIN_ROWS = 16  # smallest number of rows of the matrix unit; 2 or more sequences are padded to it
 
 
 # ---- launching a kernel while the one before runs
-
-
-def early_launch(x):
-    """Return the options of a launch that may begin while the kernel before it runs, if x's GPU supports that."""
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0):
-        return dict(PDL=True, launch_pdl=True)
-    return {}
 
 
 @triton.jit

@@ -74,9 +74,9 @@ from .common import (
     unit_scale,
 )
 
-SUMS = ((64, 4, 3), (32, 8, 2))  # rows at a time, warps, stages; up to D = 64 and beyond
+SUMS = ((64, 4, 3), (32, 8, 2), (32, 8, 2))  # rows at a time, warps, stages; up to D = 64, beyond, and in float32
 PREPARE = (64, 4)  # rows at a time, warps
-PREPARE_Z = ((128, 8), (64, 8))  # the same with denominators, up to D = 64 and beyond
+PREPARE_Z = ((128, 8), (64, 8), (32, 8))  # the same with denominators, up to D = 64, beyond, and in float32
 PRODUCTS = 16  # products at a time
 MIRROR_TOKENS = 1024  # the most keys that u is made of
 
@@ -254,6 +254,7 @@ def prepare(s, x, v=None, y=None, l=None, decay=None, one=None, Z=None, mirror=N
     Returns a dictionary with the names of the table above; those that were not asked for are None.
     """
     rows, query = x.shape[2], v is None or y is not None
+    size = 2 if x.dtype == torch.float32 else int(s.D > 64)
     out = dict.fromkeys(("values", "unit_x", "weight", "unit_v", "z", "den"))
     out["rows"], out["factor"] = empty(x, s.B * rows, s.D, s.TP, dtype=s.half), empty(x, s.B * rows, s.TP)
     shared = s.T, s.TP, s.chunk, rows, s.HKV
@@ -268,13 +269,13 @@ def prepare(s, x, v=None, y=None, l=None, decay=None, one=None, Z=None, mirror=N
             out["weight"] = empty(x, s.B * rows, s.TP)
         if s.p == 2:
             out["z"] = empty(x, s.B * s.HKV, s.chunks, s.D * s.D)
-        N, warps, stages = SUMS[s.D > 64]
+        N, warps, stages = SUMS[size]
         sums_kernel[(s.B * s.HKV * s.chunks,)](
             x, v, y, l, one, decay, mirror,
             out["weight"], out["unit_v"], out["z"],
             *strides, *shared, **sizes, N=N, STAGES=stages, num_warps=warps,
         )  # fmt: skip
-    N, warps = PREPARE if Z is None else PREPARE_Z[s.D > 64]
+    N, warps = PREPARE if Z is None else PREPARE_Z[size]
     prepare_kernel[(s.B * rows * s.TP // N,)](
         x, v, l, decay, out["unit_v"], Z, mirror,
         out["rows"], out["values"], out["unit_x"], out["factor"], out["den"],

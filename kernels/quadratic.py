@@ -71,6 +71,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import (
@@ -91,7 +92,7 @@ from .common import (
     padded,
     unit_scale,
 )
-from .configs import choose
+from .configs import choose, reads_by_descriptor
 from .gates import dlog_g, gates_of_head, log_gates, tile_gates
 
 L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while programs work on several heads
@@ -202,7 +203,7 @@ def _row_scale(q, KEY_SCALE, T, bh, lo):
 @triton.jit
 def _log2(x):
     """Return log2 |x|, -inf for 0."""
-    if INTERPRETED:
+    if INTERPRETED or not is_cuda():
         return tl.log2(tl.abs(x))
     else:
         return tl.inline_asm_elementwise(
@@ -213,7 +214,7 @@ def _log2(x):
 @triton.jit
 def _exp2(x):
     """Return 2^x, 0 for -inf."""
-    if INTERPRETED:
+    if INTERPRETED or not is_cuda():
         return tl.exp2(x)
     else:
         return tl.inline_asm_elementwise(
@@ -1154,11 +1155,11 @@ def _key_scales(k, log_g, p, normalize):
 def _tiles(*tensors_and_rows):
     """Return (tensors, strides) for a kernel that fetches tiles of so many rows.
 
-    The tensors are descriptors, and strides is None, if the copy engine can fetch them: every row must begin at a
-    multiple of 16 bytes. A tensor may be None.
+    The tensors are descriptors, and strides is None, if there is a copy engine that can fetch them: every row must
+    begin at a multiple of 16 bytes. A tensor may be None.
     """
     tensors = [x for x, _ in tensors_and_rows]
-    if not all(x is None or aligned(x) for x in tensors):
+    if not all(x is None or reads_by_descriptor(x) and aligned(x) for x in tensors):
         return tensors, [None if x is None else x.stride() for x in tensors]
     tile = lambda x, n: TensorDescriptor(x, x.shape, x.stride(), [1, n, 1, x.shape[3]])
     return [None if x is None else tile(x, n) for x, n in tensors_and_rows], [None] * len(tensors)

@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
-from .linear import early_launch, let_next_start, wait_for_previous
+from .common import device_guard
+from .configs import early_launch
+from .linear import let_next_start, wait_for_previous
 
 SAMPLE_BLOCK = (
     8192  # logits that the kernel reads at a time; rows that are padded with -inf to a multiple of it are not copied
@@ -110,7 +112,8 @@ def sample_next_token(logits, ids, numbers, at, *, temperature, top_k, top_p):
     if V % BV:
         BV = min(BV, triton.next_power_of_2(V))
         logits = pad(logits, (0, -V % BV), value=float("-inf"))
-    sample_next_token_kernel[(B,)](
-        logits.contiguous(), numbers, at, ids, logits.shape[1], numbers.shape[1], temperature, float(top_k), top_p,
-        BV=BV, num_warps=max(1, BV // 256), **early_launch(logits),
-    )  # fmt: skip
+    with device_guard(logits.device):
+        sample_next_token_kernel[(B,)](
+            logits.contiguous(), numbers, at, ids, logits.shape[1], numbers.shape[1], temperature, float(top_k), top_p,
+            BV=BV, num_warps=max(1, BV // 256), **early_launch(logits),
+        )  # fmt: skip

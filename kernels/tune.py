@@ -3,13 +3,13 @@
     python -m kernels.tune                                   # or: make tune; a few minutes
     python -m kernels.tune --dtype bfloat16 --head_dim 64 --p 4 --gated yes --dry_run
 
-It prints a line for each kernel, dtype, head dimension, p and gates: the chosen tile sizes, their milliseconds, and
-those of the safe sizes (configs.SAFE). --chunked measures the kernels of the chunked form alone. A candidate is left
-out if it does not fit, does not compile, or does not give the safe sizes' result, twice the same bits, in a short and
-in a long call. Of candidates within 1% of the fastest the first listed wins, so that tuning again changes little. In
-the quadratic form p=2 takes over what p=4 chose, and p=6 what p=8 chose, unless --all or --p asks for their own. p=0 is
-a power for each row. dq and dkdv are timed within the whole backward pass, the other of the two with its safe sizes,
-since only differences count.
+It prints a line for each kernel, dtype, head dimension, p and gates: the tile sizes that this GPU had until now and the
+chosen ones, with the milliseconds of both. Entries are written under the GPU's exact name. --chunked
+measures the kernels of the chunked form alone. A candidate is left out if it does not fit, does not compile, or does
+not give the result of the safe sizes (configs.SAFE), twice the same bits, in a short and in a long call. Of candidates
+within 1% of the fastest the first listed wins, so that tuning again changes little. In the quadratic form p=2 takes
+over what p=4 chose, and p=6 what p=8 chose, unless --all or --p asks for their own. p=0 is a power for each row. dq and
+dkdv are timed within the whole backward pass, the other of the two with its safe sizes, since only differences count.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from . import CHUNKED_SIZES, HEAD_DIMS, POWERS
-from .configs import TABLE, Config, key, safe
+from .configs import TABLE, Config, find, gpu, key, safe
 from .cost import best_size, chunk_size
 
 KERNELS = ("forward", "dq", "dkdv")  # the quadratic form's
@@ -45,16 +45,29 @@ WORKERS = 16  # the most processes to compile in: each has a CUDA context of som
 # (kernel, dtype) -> [(largest head dimension, candidates besides the safe one, the plainer first), ...]
 CANDIDATES = {
     ("forward", torch.bfloat16): [
-        (64, [(64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 128, 8, 3)]),
-        (128, [(64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3)]),
+        (
+            64,
+            [
+                (64, 32, 4, 3),
+                (64, 64, 4, 2),
+                (64, 64, 4, 3),
+                (128, 64, 4, 2),
+                (128, 64, 4, 3),
+                (128, 64, 4, 4),
+                (128, 64, 8, 2),
+                (128, 64, 8, 3),
+                (128, 128, 8, 3),
+            ],
+        ),
+        (128, [(64, 32, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3)]),
     ],
     ("dq", torch.bfloat16): [
-        (64, [(64, 64, 4, 3), (64, 64, 4, 3, 168), (128, 64, 4, 3), (64, 128, 4, 3)]),
-        (128, [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3)]),
+        (64, [(64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 3, 168), (128, 64, 4, 3), (64, 128, 4, 3)]),
+        (128, [(64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 64, 8, 3)]),
     ],
     ("dkdv", torch.bfloat16): [
-        (64, [(64, 64, 4, 3), (32, 64, 4, 3, 168), (64, 128, 8, 3)]),
-        (128, [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2)]),
+        (64, [(32, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (32, 64, 4, 3, 168), (64, 128, 8, 3)]),
+        (128, [(32, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (64, 128, 8, 2)]),
     ],
     ("update_state", torch.bfloat16): [
         (64, [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3), (64, 128, 4, 3, 168)]),
@@ -98,12 +111,21 @@ class Case(NamedTuple):
     chunked: bool = False  # a kernel of the quadratic form, limited to chunks
 
 
+def this_gpu():
+    return gpu(torch.device(DEVICE))
+
+
+def safe_config(case):
+    """Return the Config of a case that fits this GPU without being measured (configs.SAFE)."""
+    return safe(case.kernel, case.dtype, case.D, this_gpu())
+
+
 def candidates(case):
     """Return the safe Config of a case and then the others."""
     others = next(listed for largest, listed in CANDIDATES[case.kernel, case.dtype] if case.D <= largest)
     if case.kernel == "query_gradient" and case.p == 2:
         others = [c for c in others if c[1] == 64]  # BN is not used
-    return list(dict.fromkeys([safe(case.kernel, case.dtype, case.D), *(Config(*c) for c in others)]))
+    return list(dict.fromkeys([safe_config(case), *(Config(*c) for c in others)]))
 
 
 def launcher(case, B, T):
@@ -129,10 +151,11 @@ def launcher(case, B, T):
 
     if kernel == "forward":
         return forward
-    y, l = quadratic.forward(q, k, v, log_g, **options, config=safe("forward", dtype, D))
+    y, l = quadratic.forward(q, k, v, log_g, **options, config=safe_config(case._replace(kernel="forward")))
 
     def backward(config):
-        configs = (config, safe("dkdv", dtype, D)) if kernel == "dq" else (safe("dq", dtype, D), config)
+        other = safe_config(case._replace(kernel="dkdv" if kernel == "dq" else "dq"))
+        configs = (config, other) if kernel == "dq" else (other, config)
         grads = quadratic.backward(dy, None, q, k, v, log_g, y, l, **options, configs=configs)
         return [x for x in grads if x is not None]
 
@@ -191,7 +214,7 @@ def measure(case, failed):
     """Return {config: milliseconds} of the candidates that work; add those that do not to failed, {config: reason}."""
     from triton.testing import do_bench
 
-    plain = safe(case.kernel, case.dtype, case.D)
+    plain = safe_config(case)
     T, tokens = SIZES[case.dtype]
     short, timed = launcher(case, 1, CHECKED_T), launcher(case, tokens // T, T)
     expected = [(run, run(plain)) for run in (short, timed)]
@@ -221,6 +244,11 @@ def best(ms):
 
 def show(config):
     return ",".join(map(str, config if config.maxnreg else config[:4]))
+
+
+def described(config, ms):
+    """Return the sizes of a Config and its milliseconds, if it was measured."""
+    return f"{show(config)} ({f'{ms[config]:.3f} ms' if config in ms else 'not measured'})"
 
 
 def write_table(path, device, entries):
@@ -258,9 +286,8 @@ def tune(cases, take_over, dry_run):
             print(f"{name:<32} left as it was: {one_line(error)}", flush=True)
             continue
         if ms:
-            chosen, plain = best(ms), ms.get(safe(case.kernel, case.dtype, case.D))
-            than = f"{plain:.3f} ms" if plain else "not measured"
-            print(f"{name:<32} {show(chosen):<18} {ms[chosen]:8.3f} ms   safe: {than}", flush=True)
+            chosen, before = best(ms), find(*case, this_gpu())
+            print(f"{name:<32} {described(before, ms)} -> {described(chosen, ms)}", flush=True)
             others = TAKES_OVER.get(case.p, (case.p,)) if take_over and case.kernel in KERNELS else (case.p,)
             for p in (case.p,) if case.chunked else others:
                 entries[key(*case._replace(p=p))] = chosen

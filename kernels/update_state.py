@@ -33,7 +33,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import PRECISION, SQUARE_DOWN, SUM_TOP, chunk_of, multiple_of, wait_for_products
-from .configs import choose
+from .configs import choose, reads_by_descriptor
 
 
 @triton.jit
@@ -44,13 +44,13 @@ def _column_features(x, s, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "F"])
 def update_state_kernel(
-    XT, VALUES,  # VALUES: a tensor descriptor of tiles [K, D]
+    XT, VALUES,  # VALUES: with DESCRIPTOR a tensor descriptor of tiles [K, D]
     U,  # what is written
     PARTS, GROUPS,  # tables of the layout: a part's slices and first scalars, a group's part and first tile there
     down,  # 2^15 / most
     T, TP, CHUNK, H, HKV, tiles, F,
     P: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    K: tl.constexpr,
+    K: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
     """Write four tiles of one chunk's U, summed over the query heads of a group (one head of keys if H = HKV)."""
     TP = multiple_of(TP, 256)
@@ -70,13 +70,18 @@ def update_state_kernel(
     acc1 = tl.zeros([64, D], tl.float32)
     acc2 = tl.zeros([64, D], tl.float32)
     acc3 = tl.zeros([64, D], tl.float32)
+    if not DESCRIPTOR:
+        values_of = VALUES + tl.arange(0, K)[:, None] * D + tl.arange(0, D)[None, :]
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP)
     for head in range(heads):
         row = bh // HKV * H + bh % HKV * heads + head
         x_of = XT + tl.cast(row, tl.int64) * (P // 2 * M) * TP
         for start in range(begin, end, K):
             t = (start // K * K + tl.arange(0, K))[None, :]
-            v = VALUES.load([row * TP + start, 0])
+            if DESCRIPTOR:
+                v = VALUES.load([row * TP + start, 0])
+            else:
+                v = tl.load(values_of + (tl.cast(row, tl.int64) * TP + start) * D)
             x = tl.load(x_of + slices[:, None] * TP + t)
             s0 = tl.load(x_of + scalars[:, None] * TP + t)
             acc0 = tl.dot(_column_features(x, s0, K), v, acc0, input_precision=PRECISION)
@@ -143,10 +148,12 @@ def update_state(s, rows, prepared, config=None):
     c = config or choose("update_state", s.q, s.p)
     tiles, M, down = s.layout.tiles, s.layout.M, SUM_TOP / s.most
     shared = s.T, s.TP, s.chunk, rows, s.HKV
-    values = TensorDescriptor.from_tensor(prepared["values"], [c.BN, s.D])
+    values, descriptor = prepared["values"], reads_by_descriptor(s.q)
+    if descriptor:
+        values = TensorDescriptor.from_tensor(values, [c.BN, s.D])
     update_state_kernel[(s.B * s.HKV * s.chunks * tiles // 4,)](
         prepared["xt"], values, U, s.layout.parts, s.layout.groups, down,
-        *shared, tiles, s.F, P=s.p, M=M, D=s.D, K=c.BN, **c.launch(),
+        *shared, tiles, s.F, P=s.p, M=M, D=s.D, K=c.BN, DESCRIPTOR=descriptor, **c.launch(),
     )  # fmt: skip
     if s.p == 4:
         update_square_kernel[(s.B * s.HKV * s.chunks * triton.cdiv(M, 64) ** 2,)](

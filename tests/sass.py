@@ -93,17 +93,22 @@ def _meaning(text):
     return "other", written, frozenset(int(n) for x in operands for n in re.findall(r"\bR(\d+)", x))
 
 
-def pretend_gpu(capability):
-    """Make this process compile for a GPU of this compute capability, which need not be there.
+def pretend_gpu(arch, device=0):
+    """Make this process compile for a GPU of this compute capability (90) or AMD architecture ("gfx942"), which need
+    not be there.
 
+    device: what Triton takes for the number of the GPU; it keeps what it compiled for one number apart from the others.
     Triton's interpreter must be off, and nothing may be launched.
     """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
+    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
+    answers = {"get_current_target": target, "get_current_device": device}
+
     class Pretended:
         def __getattr__(self, name):
-            return lambda *_: {"get_current_target": GPUTarget("cuda", capability, 32)}.get(name, 0)
+            return lambda *_: answers.get(name, 0)
 
     driver.set_active(Pretended())
 

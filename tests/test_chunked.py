@@ -4,9 +4,6 @@ On the CPU in Triton's interpreter, in float32; with TEST_GPU=1 on the GPU, in b
 """
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from numerics import GATES, relative_error
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from test_kernels import COMPILE_FOR, DEVICE, DTYPES, GPU, ROOT, gradients, inputs  # noqa: E402
+from test_kernels import DEVICE, DTYPES, GPU, gradients, inputs  # noqa: E402
 
 from attention import dispatch, forms, memory  # noqa: E402
 from attention.embedding import symmetric_power_dim, symmetric_power_embedding  # noqa: E402
@@ -409,52 +406,6 @@ def test_power_attention_runs_the_chunked_kernels(monkeypatch):
     limit = 1e-5 if DTYPES[0] == torch.float32 else 4e-3
     for x, r in ((y, expected), (state.S, of.S), (state.z, of.z)):
         assert relative_error(x, r, 1e-6) < limit
-
-
-COMPILE = (
-    COMPILE_FOR
-    + """
-from triton.runtime.jit import JITFunction
-
-launch = JITFunction.run
-
-def compile_only(self, *args, **options):
-    name = self.fn.__name__
-    if any(word in name for word in ("query", "update", "square", "spread")) and (name, dtype, D) not in seen:
-        seen.add((name, dtype, D))
-        print(name, D, p, launch(self, *args, **{**options, "warmup": True}).metadata.shared)
-
-JITFunction.run = compile_only
-from kernels import chunked
-seen = set()
-for D, p in [tuple(map(int, size.split(","))) for size in sys.argv[3:]]:
-    dtype = getattr(torch, sys.argv[2])
-    q = torch.zeros(1, 129, 1, D, dtype=dtype)
-    y, saved, _ = chunked.forward(q, q, q, p=p, chunk=128)
-    chunked.backward(q, q, q, q, None, y, saved, p=p, chunk=128)
-"""
-)
-
-
-FLOAT32 = "128,2" if GPU else "64,2"  # head dimension and p; of 128 the kernels take a minute to compile
-
-
-@pytest.mark.parametrize(
-    "dtype,sizes", [("bfloat16", ["128,2", "32,4"]), pytest.param("float32", [FLOAT32], marks=pytest.mark.slow)]
-)
-def test_every_size_fits_99_KB_of_shared_memory(dtype, sizes, tmp_path):
-    pytest.importorskip("triton.backends.nvidia")
-    env = {**os.environ, "PYTHONPATH": ROOT, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", COMPILE, "86", dtype, *sizes]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.strip().splitlines()
-    kernels = {"update_state", "query_state", "query_gradient"}
-    if "32,4" in sizes:
-        kernels |= {"update_square", "query_gradient_of_products", "square_times", "spread"}
-    assert {line.split()[0] for line in lines} == {f"{name}_kernel" for name in kernels}
-    for line in lines:
-        assert int(line.split()[-1]) <= 99 * 1024, line
 
 
 @pytest.mark.gpu

@@ -1,8 +1,5 @@
 """The decoder against `GPT.step`: on the CPU in Triton's interpreter, in float32; with TEST_GPU=1 on the GPU."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -10,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from test_kernels import COMPILE_FOR, DEVICE, GPU, ROOT  # noqa: E402
+from test_kernels import DEVICE, GPU  # noqa: E402
 
 from attention import ATTENTIONS, memory  # noqa: E402
 from attention import state as state_of
@@ -291,55 +288,6 @@ def test_the_memory_of_layers_that_differ_is_added_up(monkeypatch):
         start(model, 9, 8, 6)
     with pytest.raises(MemoryError, match="mostly keys and values of"):
         start(model, 2, 200, 6)
-
-
-COMPILE = (
-    COMPILE_FOR
-    + """
-from triton.runtime.jit import JITFunction
-
-launch = JITFunction.run
-
-def compile_only(self, *args, **options):
-    print(self.fn.__name__, launch(self, *args, **{**options, "warmup": True}).metadata.shared)
-
-JITFunction.run = compile_only
-from decoder import Decoder
-from kernels.sampling import sample_next_token
-from model import GPT, GPTConfig
-from generate import Sampler
-
-ids, numbers = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.float64)
-few = sys.argv[2] == "few"
-for k in (50,) if few else (0, 1, 50):
-    sample_next_token(torch.zeros(1, 99), ids, numbers, ids, temperature=1.0, top_k=k, top_p=1.0)
-cases = [
-    (2, 64, "sympow_gating,softmax,heinsen", 1, 3), (2, 64, "conformal_sympow", 8, 3), (4, 16, "sympow", 64, 2),
-    (6, 128, "even_power", 1, "never"), (2, 128, "softmax,heinsen", 8, None),
-]
-with torch.inference_mode():
-    for p, D, attention, B, switch_over in cases[:1] if few else cases:
-        shape = dict(vocab_size=99, n_layer=attention.count(",") + 1, n_head=2, n_embd=128, head_dim=D, bias=B > 1)
-        model = GPT(GPTConfig(**shape, attention=attention, p=p, reset_token=7 if B > 1 else -1))
-        sampler = Sampler(torch.device("cpu"), B, True, top_k=5, top_p=0.9)
-        found = Decoder(model, model.empty_state(B, switch_over), sampler, 4, torch.bfloat16)
-        for _ in range(4):  # cached, flushed, and with a state
-            found.step()
-"""
-)
-
-
-@pytest.mark.parametrize("which", ["few", pytest.param("all", marks=pytest.mark.slow)])
-def test_the_kernels_compile_for_a_gpu(which, tmp_path):
-    pytest.importorskip("triton.backends.nvidia")
-    env = {**os.environ, "PYTHONPATH": ROOT, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", COMPILE, "86", which]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.split() for line in done.stdout.strip().splitlines()]
-    names = ("embed", "linear", "qkv", "attend", "softmax", "heinsen", "log_position", "sample_next_token", "flush")
-    assert {name for name, _ in lines} == {f"{name}_kernel" for name in names}
-    assert all(int(shared) <= 99 * 1024 for _, shared in lines)
 
 
 def test_gates_next_to_one_keep_their_digits():

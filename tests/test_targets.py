@@ -1,0 +1,183 @@
+"""Each kernel compiles for each GPU, fits its shared memory and keeps its registers; which GPU gets which tiles."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, run
+from numerics import relative_error
+from targets import TARGETS
+
+pytest.importorskip("triton", reason="Triton has no wheel for this system")
+
+from test_kernels import GPU, gradients, inputs  # noqa: E402
+
+import decoder as decoding  # noqa: E402
+from attention import naive  # noqa: E402
+from kernels import chunked, configs, prepare, quadratic, unsupported_reason, update_state  # noqa: E402
+from kernels.configs import Config, choose, describe_gpu, early_launch, safe  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+
+SPILLS = 256  # bytes a thread that may spill
+MORE_SPILLS = {  # (kernel, target) -> why up to 512 bytes
+    ("update_state.update_state", "sm_90"): "in float32, whose products do without the matrix unit",
+}
+
+
+# ---- machine code
+
+
+@pytest.mark.parametrize("which", ["--once", pytest.param("--all", marks=pytest.mark.slow)])
+def test_kernels_compile_fit_and_do_not_spill(which):
+    pytest.importorskip("triton.backends.nvidia")
+    done = run(f"{ROOT}/tests/targets.py", "--json", which, env={"TRITON_INTERPRET": None})
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for row in rows:
+        kernel, target = row["kernel"], row["target"]
+        assert "error" not in row, row
+        assert row["shared"] <= TARGETS[target][2], row
+        assert target == "gfx942" or row["spills"] <= (512 if (kernel, target) in MORE_SPILLS else SPILLS), row
+    assert len({row["kernel"] for row in rows}) > 30 and {row["target"] for row in rows} == {*TARGETS}
+
+
+@pytest.mark.slow
+def test_the_largest_head_dimension_fits_99_KB_of_shared_memory():
+    pytest.importorskip("triton.backends.nvidia")
+    done = run(f"{ROOT}/tests/targets.py", "--json", "--large", "--target", "sm_86", env={"TRITON_INTERPRET": None})
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(rows) > 25 and all(row.get("shared", 2**20) <= TARGETS["sm_86"][2] for row in rows), rows
+
+
+def test_the_matrix_has_every_shipped_config():
+    """What tests/targets.py launches is listed there by hand: a config with another attention has to be added."""
+    found = set()
+    for path in Path(ROOT, "config").glob("*.py"):
+        config = runpy.run_path(str(path))
+        if "attention" in config:
+            p, D = config.get("p", 2), config.get("head_dim") or config.get("n_embd", 768) // config.get("n_head", 12)
+            found.add((config["attention"], p, D))
+    assert found == {
+        ("softmax", 2, 64), ("heinsen", 2, 64), ("heinsen", 2, 32), ("adaptive_power", 2, 64),
+        ("adaptive_power", 2, 32),
+        *(("even_power", p, 64) for p in (2, 4, 6)), *(("sympow", p, 64) for p in (2, 4)),
+        *(("sympow_gating", p, 64) for p in (2, 4)), *(("conformal_sympow", p, 64) for p in (2, 4)),
+        ("sympow_gating,sympow_gating,softmax", 2, 64), ("conformal_sympow", 2, 32),
+    }  # fmt: skip
+
+
+# ---- which tiles
+
+
+def pretend(monkeypatch, name, capability, shared=227 * 1024):
+    device = describe_gpu(name, capability, shared)
+    monkeypatch.setattr(configs, "gpu", lambda _: device)
+    return device
+
+
+def test_every_hopper_gpu_has_the_h200s_entries(monkeypatch):
+    q, table = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16), configs._table()
+    measured = Config(*table["NVIDIA H200"]["forward bfloat16 D=64 p=4 gated"])
+    for name in ("NVIDIA H200", "NVIDIA H100 PCIe", "NVIDIA H20", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+        device = pretend(monkeypatch, name, (9, 0))
+        assert choose("forward", q, 4, True) == measured != safe("forward", q.dtype, 64, device)
+    own = {"NVIDIA H20": {"forward bfloat16 D=64 p=4 gated": [64, 64, 4, 3, 0]}}
+    monkeypatch.setattr(configs, "_table", lambda: table | own)
+    pretend(monkeypatch, "NVIDIA H20", (9, 0))
+    assert choose("forward", q, 4, True) == Config(64, 64, 4, 3)
+    for name, capability, shared in (
+        ("H100", (9, 0), 99 * 1024),
+        ("B200", (10, 0), 227 * 1024),
+        ("A100", (8, 0), 163 * 1024),
+    ):
+        device = pretend(monkeypatch, name, capability, shared)
+        assert choose("forward", q, 4, True) == safe("forward", q.dtype, 64, device)
+
+
+def test_gpus_fall_into_classes():
+    facts = lambda capability: describe_gpu("", capability, 0)[1:2] + describe_gpu("", capability, 0)[3:]
+    assert facts((8, 0)) == facts((8, 9)) == ("mma", False, False)
+    assert facts((9, 0)) == ("wgmma", True, True)
+    assert facts((10, 0)) == facts((10, 3)) == ("tcgen05", True, True)
+    assert facts((12, 0)) == ("mma", False, True)
+    assert facts(None) == ("amd", False, False)  # whose capability (9, 4) is no Hopper's
+    for rows in ("mma", "wgmma", "tcgen05", "amd", "float32"):
+        assert {*configs.SAFE[rows]} == {*configs.SAFE["wgmma"]}, rows
+
+
+def test_rocm_is_not_refused_and_its_capability_is_not_read(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (0, 0))
+    assert unsupported_reason("quadratic", torch.bfloat16, 64, 64, 4) == ""
+
+
+@pytest.mark.skipif(GPU, reason="pretends another GPU")
+def test_pointers_give_the_same_bits_as_descriptors(monkeypatch):
+    tensors, dy = inputs(40, "none", torch.float32, H=1, Hkv=1)
+    for p, chunk in ((4, None), (2, 128)):
+
+        def both_passes(q, k, v, _):
+            if chunk is None:
+                y, l = quadratic.forward(q, k, v, p=p)
+                return y, *quadratic.backward(dy, None, q, k, v, None, y, l, p=p)[:3]
+            sizes = chunked.Sizes(q, k, p, chunk)
+            return (update_state.update_state(sizes, 1, prepare.prepare(sizes, k, v)),)
+
+        expected = both_passes(*tensors)
+        with monkeypatch.context() as patch:
+            device = configs.gpu(torch.device("cpu"))._replace(descriptors=False)
+            patch.setattr(configs, "gpu", lambda _: device)
+            for module in (quadratic, update_state):
+                patch.setattr(module, "TensorDescriptor", None)
+            assert all(torch.equal(a, b) for a, b in zip(both_passes(*tensors), expected, strict=True))
+
+
+@pytest.mark.skipif(GPU, reason="the tiles of other GPUs, which are small enough for the interpreter")
+@pytest.mark.parametrize("rows,D", [("mma", 64), ("mma", 128), ("tcgen05", 64)])
+def test_the_quadratic_tiles_of_each_class_are_right(rows, D):
+    """At head dimension 16, with the tile sizes that are for D."""
+    device = configs.gpu(torch.device("cpu"))._replace(rows=rows)
+    forward, *backward = (safe(name, torch.bfloat16, D, device) for name in ("forward", "dq", "dkdv"))
+    (q, k, v, log_g), dy = inputs(140, "rare zeros", torch.float32, H=1)
+    y, l = quadratic.forward(q, k, v, log_g, p=2, config=forward)
+    found = [y, *quadratic.backward(dy, None, q, k, v, log_g, y, l, p=2, configs=backward)]
+    expected = gradients(lambda *x: naive.quadratic(*x, p=2), [x.double() for x in (q, k, v, log_g)], dy.double())
+    assert all(relative_error(a, b, 1e-6) < 1e-5 for a, b in zip(found, expected, strict=True))
+
+
+# ---- the tensors' GPU, not the current one
+
+
+def test_the_decoder_works_on_its_models_gpu(monkeypatch):
+    """Launches, graph and copies happen under a guard of the model's device, but not what runs between two tokens."""
+    import contextlib
+
+    inside = []
+
+    @contextlib.contextmanager
+    def guard(device):
+        inside.append(device)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(decoding, "device_guard", guard)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=40, attention="sympow", p=2))
+    found = decoding.Decoder(model, model.empty_state(1, 2), decoding._Likeliest("cpu"), 6)
+    launched = []
+    for name in ("_token", "_flush"):
+        monkeypatch.setattr(found, name, lambda *x, name=name: launched.append((name, *inside)))
+    found.groups[0].limit = 2
+    for _ in found.tokens(4):
+        assert not inside
+    device = torch.device("cpu")
+    assert launched[:3] == [("_token", device), ("_token", device), ("_flush", device)]
+
+
+def test_early_launch_asks_the_tensors_gpu(monkeypatch):
+    asked = []
+    devices = {"cuda:1": describe_gpu("", (9, 0), 0), "cuda:0": describe_gpu("", (8, 0), 0)}
+    monkeypatch.setattr(configs, "gpu", lambda device: asked.append(device) or devices[device])
+    on = lambda device: type("Tensor", (), {"device": device})
+    assert early_launch(on("cuda:1")) == dict(PDL=True, launch_pdl=True) and not early_launch(on("cuda:0"))
+    assert asked == ["cuda:1", "cuda:0"]
