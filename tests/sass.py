@@ -116,25 +116,25 @@ def pretend_gpu(arch, device=0):
 def compiled_for_hopper(shapes, folder, kernels=()):
     """Return (name, SASS) of each kernel that reads or writes states, for each (p, head dimension, dtype) in `shapes`,
     gated, and of the quadratic form's kernels for the first shape and for p = 0, all with the tile sizes that the table
-    has for an H200. If `kernels` has names, the other kernels are left out."""
+    has for an H200. If `kernels` has names, the other kernels are left out. Names of Gluon's begin with "hopper."."""
     import torch
     from triton.runtime.jit import JITFunction
 
     pretend_gpu(90)
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from kernels import chunked, configs, quadratic
+    from kernels import chunked, configs, hopper, quadratic
 
-    table = configs._table()["NVIDIA H200"]
-    configs._table = lambda: {"cpu": table}
+    configs.gpu = lambda _: configs.describe_gpu("NVIDIA H200", (9, 0), 227 * 1024)
     codes, run = {}, JITFunction.run
 
     def only_compile(self, *args, grid, warmup, **kwargs):
         of_pairs = ("forward", "dq", "dkdv") * (p == 0 or (p, D, dtype) == shapes[0])
         wanted = self.__name__.startswith(("update", "query", *of_pairs))
-        if wanted and (not kernels or self.__name__.removesuffix("_kernel") in kernels):
+        name = "hopper." * (self.fn.__module__ == "kernels.hopper_kernels") + self.__name__
+        if wanted and (not kernels or name.removesuffix("_kernel") in kernels):
             cubin = run(self, *args, grid=(1,), warmup=True, **kwargs).asm["cubin"]
             if cubin not in codes:
-                codes[cubin] = self.__name__, disassemble(cubin, folder / "kernel.cubin")
+                codes[cubin] = name, disassemble(cubin, folder / "kernel.cubin")
 
     JITFunction.run = only_compile
     for p, D, dtype in shapes:
@@ -145,8 +145,9 @@ def compiled_for_hopper(shapes, folder, kernels=()):
             y, l = quadratic.forward(q, k, v, log_g, p=0, powers=powers)
             quadratic.backward(y, None, q, k, v, log_g, y, l, p=0, powers=powers)
         else:
-            y, saved, _ = chunked.forward(q, k, v, log_g, p=p, chunk=256)
-            chunked.backward(y, q, k, v, log_g, y, saved, p=p, chunk=256)
+            for hopper.enabled in (True, False):
+                y, saved, _ = chunked.forward(q, k, v, log_g, p=p, chunk=256)
+                chunked.backward(y, q, k, v, log_g, y, saved, p=p, chunk=256)
     return codes.values()
 
 

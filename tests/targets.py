@@ -283,7 +283,8 @@ def _measure(targets, kernels, once, large):
     if once:
         first = {(job[0], name(job)): job for job in reversed(jobs)}
         names = list(dict.fromkeys(map(name, jobs)))
-        jobs = [first[targets[i % len(targets)], kernel] for i, kernel in enumerate(names)]
+        having = {kernel: [target for target in targets if (target, kernel) in first] for kernel in names}
+        jobs = [first[having[kernel][i % len(having[kernel])], kernel] for i, kernel in enumerate(names)]
     with TemporaryDirectory() as folder:
         if large:
             stop_early()
