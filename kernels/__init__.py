@@ -5,6 +5,7 @@ adaptive       the quadratic form with a power for each row as a torch operator
 quadratic      the kernels of the quadratic form, and the functions that launch them
 chunked        the chunked form forward and backward, made of the kernels in
                    gates, prepare, update_state, discumsum, query_state, query_gradient
+hopper         update_state and query_gradient on Hopper for p = 2: whether, and in Gluon, hopper_kernels
 heinsen        Heinsen's log attention, and heinsen_operator: its torch operator
 common         what these kernels share: units, exact products, program maps
 decode         one token of generation: q, k, v, power attention, and flushing the KV cache into the state
