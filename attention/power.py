@@ -45,8 +45,8 @@ def power_attention(
     as far as states hold the p-th powers of keys; on the kernels q may be, while k and q . k are from 1e-8 to 1e8.
     float16 inputs may be any: weights are not float16. y and gradients are, and beyond 65,504 they are infinite.
 
-    Returns y [B, n, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor (on the
-    GPU kernels once).
+    Returns y [B, n, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor, also by
+    torch.func.grad and vmap (on the GPU kernels once; NotImplementedError for a second derivative and forward mode).
     Raises ValueError for arguments that do not fit, MemoryError for a state that does not.
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
@@ -68,15 +68,18 @@ def power_attention(
         return (y, state) if return_state else y
     kernel_gates = None if log_g is None else log_g.float()
     if chosen.form == "chunked":
-        check_chunks_fit(q if n == T else k, k, p, chosen.chunk_size)
+        check_chunks_fit(q if n == T else k, k, v, p, chosen.chunk_size)
         sizes, state, last = dict(p=p, chunk=chosen.chunk_size), initial_state or (None, None), (k, v, kernel_gates)
         if n < T:
             before, last = zip(*((None, None) if x is None else x.split((T - n, n), dim=1) for x in last))
             state = backend.chunked_state(*before, *state, **sizes)
         y, S, z = backend.chunked_attention(q, *last, *state, **sizes, final=return_state)
         return (y, PowerState(S, z)) if return_state else y
-    y = backend.quadratic_attention(q, k, v, kernel_gates, p=p)
-    return (y, forms.flush(k, v, log_g, None, p=p)) if return_state else y
+    if has_state:
+        y = forms.attend_after_state(backend.quadratic_sums, q, k, v, kernel_gates, initial_state, p=p)
+    else:
+        y = backend.quadratic_attention(q, k, v, kernel_gates, p=p)
+    return (y, forms.flush(k, v, log_g, initial_state, p=p)) if return_state else y
 
 
 def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
@@ -90,7 +93,7 @@ def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
     _check(q, k, v, log_g, p, scale, "quadratic", None, None)
     (*_, D), T, E = q.shape, k.shape[1], v.shape[3]
     scale = D**-0.5 if scale is None else scale
-    chosen = plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=log_g is not None, form="quadratic")
+    chosen = plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=log_g is not None, form="quadratic", sums=True)
     if not chosen.on_kernels or q.shape[0] == 0:
         return forms.sums(q, k, v, log_g, p=p, scale=scale)
     num, den = backend.quadratic_sums(q, k, v, None if log_g is None else log_g.float(), p=p, scale=scale)

@@ -51,6 +51,10 @@ SAFE = {
     ("query_state", torch.float32): [(128, Config(64, 64, 8, 1))],
     ("query_gradient", torch.float32): [(128, Config(64, 64, 8, 1))],
 }
+# head dimension 256: the quadratic form alone, not in float32, which would not fit 99 KB
+SAFE["forward", torch.bfloat16].append((256, Config(64, 32, 8, 2)))
+SAFE["dq", torch.bfloat16].append((256, Config(32, 32, 8, 2)))
+SAFE["dkdv", torch.bfloat16].append((256, Config(32, 32, 8, 2)))
 
 
 def choose(kernel, q, p, gated=False, chunked=False):

@@ -509,9 +509,11 @@ def _dq_tiles_of_powers(
 @triton.jit
 def _dq_tiles(
     acc, r, q, dy, delta, keys, rows, gates, begin, end, T,
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    if P == 0:
+    if not SUMS:
+        return acc, r
+    elif P == 0:
         return _dq_tiles_of_powers(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, D, BN, DIAGONAL)
     else:
         return _dq_tiles_of_one_power(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL)
@@ -537,7 +539,7 @@ def dq_kernel(
     Q, K, V, DY, K2,  # if Q and K are float16, V and DY are bfloat16 and K2 is K in bfloat16; else it is None
     Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
     KEY_SCALE, POWERS, gates,  # see the table above, or None
-    DQ, PAIR, G, ROW,  # what is written; G with gates only, ROW with gates or powers
+    DQ, PAIR, G, ROW,  # what is written, DQ and ROW or None; G with gates only, ROW with gates or powers
     q_strides, k_strides, v_strides, k2_strides, dy_strides,  # None: a tensor descriptor
     scale, rest,
     T, OFFSET, CHUNK, H, HKV, BH, HEADS,
@@ -547,6 +549,7 @@ def dq_kernel(
 ):  # fmt: skip
     """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs."""
     GATED: tl.constexpr = gates is not None
+    SUMS: tl.constexpr = DQ is not None or ROW is not None
     n = _queries(T, OFFSET)
     bh, b, h, hkv, first = _queries_of_program(n, H, HKV, BH, HEADS, BM)
     lo = _token(first, OFFSET)
@@ -595,20 +598,21 @@ def dq_kernel(
         rows = (row, first_row, less, g, x)
     else:
         rows = (row, c_lo, c_row, first_row, key_scale)
-    acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False)
+    acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False, SUMS)
     if GATED:
         decay = tl.where(first_row < lo, tl.exp(c_row - tl.load(gates[0] + lo)), 0.0)  # since the first row
         acc *= decay[:, None]
         r *= decay
-    acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, tl.minimum(lo + BM, T), T, P, D, BN, True)
+    acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, tl.minimum(lo + BM, T), T, P, D, BN, True, SUMS)
 
     if NORMALIZE:  # in a row that sees itself alone, y_i is v_i for any q_i
         over_l = tl.where(row > first_row, over_l, 0.0)
     acc *= ((1 if P == 0 else P) * factor * over_l)[:, None]
-    tl.store(DQ + out, acc.to(DQ.dtype.element_ty), row[:, None] < T)
-    if P == 0:
+    if DQ is not None:
+        tl.store(DQ + out, acc.to(DQ.dtype.element_ty), row[:, None] < T)
+    if ROW is not None and P == 0:
         tl.store(at_head(ROW, n, bh) + (first + tl.arange(0, BM)), r * over_l * 0.6931471805599453)  # ln 2
-    elif GATED:
+    elif ROW is not None:
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
 
 
@@ -754,7 +758,7 @@ def _last_reader(OPENED, hi, end, T):
 def dkdv_kernel(
     Q, K, V, DY, Q2,  # if Q and K are float16, V and DY are bfloat16 and Q2 is Q in bfloat16; else it is None
     POWERS, gates,  # or None
-    PAIR, G, ROW,  # written by `dq_kernel`
+    PAIR, G, ROW,  # written by `dq_kernel`; ROW None: no gradient to log_g
     DK, DV,  # what is written
     q_strides, k_strides, v_strides, dy_strides, q2_strides,  # None: a tensor descriptor
     T, OFFSET, CHUNK, H, HKV, BHKV, HEADS,  # BHKV: B * HKV
@@ -813,7 +817,7 @@ def dkdv_kernel(
         dk *= P
     tl.store(DK + out, dk.to(DK.dtype.element_ty), column[:, None] < T)
     tl.store(DV + out, dv.to(DV.dtype.element_ty), column[:, None] < T)
-    if GATED and P > 0:
+    if GATED and P > 0 and ROW is not None:
         row = tl.zeros([BN], tl.float32) - col
         for i in range(group):
             row += _vector(at_head(ROW, T, b * H + hkv * group + i), lo, BN)
@@ -856,23 +860,28 @@ def forward(
 
 def backward(
     dy, dl, q, k, v, log_g, y, l, *, p, powers=None, scale=1.0, normalize=True, chunk=None, before=False,
-    configs=(None, None),
+    needs=(True, True, True), configs=(None, None),
 ):  # fmt: skip
     """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates; with powers their
     gradient [B, n] float32 in place of dlog_g.
 
     With normalize, y and l are those of forward and dl is not read; else y and l are not read, and dl has l's shape.
     With `chunk`, row of the table above is returned in place of dlog_g, for `gates.chunk_dlog_g`. before: True if there
-    is a state before the first token. Raises ValueError for configurations that do not fit each other.
+    is a state before the first token. needs: whether dq, either of dk and dv, and the last are wanted; the others are
+    None. Raises ValueError for configurations that do not fit each other.
     """
     (B, n, H, _), (T, HKV) = q.shape, k.shape[1:3]
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    needs_q, needs_kv, needs_last = needs
+    needs_kv = needs_kv or (needs_last and log_g is not None and powers is None)  # dkdv_kernel ends dlog_g
+    like = lambda x, wanted: torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted else None
+    dq, dk, dv = like(q, needs_q), like(k, needs_kv), like(v, needs_kv)
     pair, g, row = empty(q, B, H, padded(n), 2), None, None
     if log_g is not None:
-        row = (empty if n == T else _zeros)(q, B, H, padded(T))  # there are no queries of the tokens before
         g = empty(q, B, H, padded(n))
+        if needs_last:
+            row = (empty if n == T else _zeros)(q, B, H, padded(T))  # there are no queries of the tokens before
     if powers is not None:
-        row, powers = empty(q, B, H, padded(n)), _row_powers(powers)
+        row, powers = empty(q, B, H, padded(n)) if needs_last else None, _row_powers(powers)
     scale, rest = _powers_of_two(scale, p, q.dtype)
     c_dq = configs[0] or choose("dq", q, p, log_g is not None, chunk is not None)
     c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None, chunk is not None)
@@ -890,16 +899,19 @@ def backward(
             T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
             R=c_dkdv.BM, BEFORE=before, **_options(c_dq, q, p, normalize),
         )  # fmt: skip
-        (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))
-        dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-            q, k, v, dy, q2, powers, gates, pair, g, row, dk, dv,
-            q_strides, k.stride(), v.stride(), *dy_strides,
-            T, _offset(n, T), chunk or T, H, HKV, B * HKV, _heads_together(chunk or T, B * HKV),
-            BEFORE=before, **_options(c_dkdv, k, p, normalize),
-        )  # fmt: skip
+        if needs_kv:
+            (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))
+            dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
+                q, k, v, dy, q2, powers, gates, pair, g, row, dk, dv,
+                q_strides, k.stride(), v.stride(), *dy_strides,
+                T, _offset(n, T), chunk or T, H, HKV, B * HKV, _heads_together(chunk or T, B * HKV),
+                BEFORE=before, **_options(c_dkdv, k, p, normalize),
+            )  # fmt: skip
+        if row is None:
+            return dq, dk, dv, None
         if powers is not None:
             return dq, dk, dv, row[..., :n].sum(1)
-        return dq, dk, dv, row if log_g is None or chunk else dlog_g(row, log_g, H)
+        return dq, dk, dv, row if chunk else dlog_g(row, log_g, H)
 
 
 def _row_powers(powers):
