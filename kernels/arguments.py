@@ -119,6 +119,7 @@ def widen_state(S, z, D, W, p):
     S = S if S.shape[-1] == W else pad(S, (0, W - S.shape[-1]))
     if D == W:
         return S, z
+    D, W = index(D), index(W)
     at, Dphi = positions_on_device(D, W, p, S.device), symmetric_power_dim(W, p)
     S = S.new_zeros(*S.shape[:-2], Dphi, W).index_copy(S.ndim - 2, at, S)
     return S, z.new_zeros(*z.shape[:-1], Dphi).index_copy(z.ndim - 1, at, z)
@@ -129,6 +130,7 @@ def narrow_state(S, z, D, E, p):
     W, S = S.shape[-1], S[..., :E]
     if D == W:
         return S, z
+    D, W = index(D), index(W)
     at = positions_on_device(D, W, p, S.device)
     return S.index_select(S.ndim - 2, at), z.index_select(z.ndim - 1, at)
 

@@ -56,9 +56,14 @@ def transformable(operator, save, differentiate):
             return tree_map(lambda x: x.unflatten(0, (n, x.shape[0] // n)), outputs), tree_map(lambda x: 0, outputs)
 
     def call(*args):
-        transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-        return Transformed.apply(*args) if transformed else operator(*args)
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return call_transformed(*args)
+        return operator(*args)
 
+    def call_transformed(*args):
+        return Transformed.apply(*args)
+
+    call_transformed._torchdynamo_disable = True  # torch.compile cannot look inside, and leaves the transform to eager
     return call
 
 
