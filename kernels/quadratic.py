@@ -92,6 +92,11 @@ from .configs import choose
 from .gates import dlog_g, gates_of_head, log_gates, tile_gates
 
 L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while programs work on several heads
+# A tile on the diagonal through which less than exp(-WEAK) is forgotten has decays that are products of two factors
+WEAK = tl.constexpr(10.0)
+# dq is orthogonal to q. If the cosine of their angle is larger, delta was not exact enough
+ALONG_Q = tl.constexpr(1e-3)
+STATE_GONE = tl.constexpr(16.0)  # a state that has decayed by exp(-STATE_GONE) does not count in that
 
 # ---- pieces
 
@@ -229,6 +234,21 @@ def _decay(c_row, c_column, seen, POWER: tl.constexpr):
 
 
 @triton.jit
+def _column_decay(c_from, c_to, POWER: tl.constexpr):
+    """Return exp(POWER (c_from - c_to))."""
+    return tl.exp2((c_from - c_to) * (POWER * 1.4426950408889634))  # log2(e)
+
+
+@triton.jit
+def _forgets_little(C, FIRST, last, key):
+    """Return True if the 128 tokens around `last` have forgotten less than WEAK at it, and if its document begins
+    before `key`, the first key of the tiles on the diagonal, or at 0. NaN counts as little, so that rows
+    before it keep their bits where gates are weak."""
+    first, c = last // 128 * 128 + tl.load(FIRST + last).to(tl.int32), tl.load(C + last)
+    return ((c > -WEAK) | (c != c)) & (first < tl.maximum(key, 1))
+
+
+@triton.jit
 def _ahead(C_END, c_lo, begin, end, BN: tl.constexpr, POWER: tl.constexpr):
     """Return (decay^POWER from the last key of the first tile to the rows, gate sum at the last key of the second).
 
@@ -277,14 +297,17 @@ def key_scale_kernel(K, LOG_G, KEY_SCALE, k_strides, g_strides, T, HKV, D: tl.co
 @triton.jit
 def _forward_tiles_of_one_power(
     acc, l, q,
-    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, c_lo, c_row, first_row, key_scale), at this head or
-    begin, end, T,  # None
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
+    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, c_lo, c_row, c_first, first_row, key_scale), at this
+    begin, end, T,  # head or None
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
-    """Return (acc, l) with the keys from begin to end added, BN at a time; DIAGONAL: some keys come after some rows."""
+    """Return (acc, l) with the keys from begin to end added, BN at a time; DIAGONAL: some keys come after some rows.
+
+    Decays are those to the first row, to be multiplied by that from there to each row, but if DIAGONAL and not FACTORS.
+    """
     GATED: tl.constexpr = gates is not None
     K, k_strides, V, v_strides, b, hkv = keys
-    row, c_lo, c_row, first_row, key_scale = rows
+    row, c_lo, c_row, c_first, first_row, key_scale = rows
     if GATED:
         C, _, KEY_DECAY, _, C_END, _ = gates
     ones = tl.full([BN, 8], 1.0, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
@@ -300,7 +323,9 @@ def _forward_tiles_of_one_power(
         if DIAGONAL:
             at = start + tl.arange(0, BN)
             seen = row[:, None] >= at[None, :]
-            if GATED:
+            if GATED and FACTORS:
+                a *= _column_decay(c_first, _vector(C, start, BN), 0.5)[None, :]
+            elif GATED:
                 seen = seen & (at[None, :] >= first_row[:, None])
                 a *= _decay(c_row[:, None], _vector(C, start, BN)[None, :], seen, 0.5)
             a = tl.where(seen, a, 0.0)
@@ -349,12 +374,12 @@ def _forward_tiles_of_powers(
 @triton.jit
 def _forward_tiles(
     acc, l, q, keys, rows, gates, begin, end, T,
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr = False,
 ):  # fmt: skip
     if P == 0:
         return _forward_tiles_of_powers(acc, l, q, keys, rows, gates, begin, end, T, D, BN, DIAGONAL)
     else:
-        return _forward_tiles_of_one_power(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL)
+        return _forward_tiles_of_one_power(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL, FACTORS)
 
 
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
@@ -396,21 +421,31 @@ def forward_kernel(
     acc = tl.zeros([BM, D], tl.float32)
     l = tl.zeros([BM, 8], tl.float32)  # the same sum eight times, because no product is narrower
     begin, end = lo // CHUNK * CHUNK, lo // BN * BN
-    c_lo, c_row, first_row = 0.0, 0.0, 0
+    c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, 0, False
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
         c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
+        c_first, factors = tl.load(gates[0] + lo), _forgets_little(gates[0], gates[1], lo + BM - 1, end)
     keys = (K, k_strides, V, v_strides, b, hkv)
     if P == 0:
         rows = (row, first_row, p, offset)
     else:
-        rows = (row, c_lo, c_row, first_row, key_scale)
+        rows = (row, c_lo, c_row, c_first, first_row, key_scale)
     acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, False)
-    if GATED:
-        decay = tl.where(first_row < lo, tl.exp(c_row - tl.load(gates[0] + lo)), 0.0)[:, None]  # since the first row
-        acc *= decay
-        l *= decay
-    acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, tl.minimum(lo + BM, T), T, P, D, BN, True)
+    last = tl.minimum(lo + BM, T)
+    if not GATED:
+        acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, last, T, P, D, BN, True)
+    else:
+        decay = tl.exp(c_row - c_first)[:, None]  # since the first row
+        if P > 0 and factors:
+            acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, last, T, P, D, BN, True, True)
+            acc *= decay
+            l *= decay
+        else:
+            decay = tl.where(first_row[:, None] < lo, decay, 0.0)
+            acc *= decay
+            l *= decay
+            acc, l = _forward_tiles(acc, l, q, keys, rows, gates, end, last, T, P, D, BN, True)
 
     l = tl.max(l, 1)
     out = ((tl.cast(b, tl.int64) * n + first) * H + h) * D  # [B, n, H, D]
@@ -435,12 +470,15 @@ def _dq_tiles_of_one_power(
     acc, r, q, dy, delta,
     keys, rows, gates,  # as in `_forward_tiles`, with (K2, strides) behind the keys
     begin, end, T,
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
-    """Return (acc, r), the sums for dq and row, with the keys from begin to end added, BN at a time."""
+    """Return (acc, r), the sums for dq and row, with the keys from begin to end added, BN at a time.
+
+    Decays are those of `_forward_tiles_of_one_power`.
+    """
     GATED: tl.constexpr = gates is not None
     K, k_strides, V, v_strides, b, hkv, K2, k2_strides = keys
-    row, c_lo, c_row, first_row, key_scale = rows
+    row, c_lo, c_row, c_first, first_row, key_scale = rows
     if GATED:
         C, _, KEY_DECAY, _, C_END, _ = gates
     if GATED and not DIAGONAL:
@@ -457,7 +495,9 @@ def _dq_tiles_of_one_power(
         if DIAGONAL:
             at = start + tl.arange(0, BN)
             seen = row[:, None] >= at[None, :]
-            if GATED:
+            if GATED and FACTORS:
+                ds *= _column_decay(c_first, _vector(C, start, BN), 1.0)[None, :]
+            elif GATED:
                 seen = seen & (at[None, :] >= first_row[:, None])
                 ds *= _decay(c_row[:, None], _vector(C, start, BN)[None, :], seen, 1.0)
             ds = tl.where(seen, ds, 0.0)
@@ -510,13 +550,16 @@ def _dq_tiles_of_powers(
 def _dq_tiles(
     acc, r, q, dy, delta, keys, rows, gates, begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, SUMS: tl.constexpr,
+    FACTORS: tl.constexpr = False,
 ):  # fmt: skip
     if not SUMS:
         return acc, r
     elif P == 0:
         return _dq_tiles_of_powers(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, D, BN, DIAGONAL)
     else:
-        return _dq_tiles_of_one_power(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL)
+        return _dq_tiles_of_one_power(
+            acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL, FACTORS
+        )
 
 
 @triton.jit
@@ -540,16 +583,23 @@ def dq_kernel(
     Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
     KEY_SCALE, POWERS, gates,  # see the table above, or None
     DQ, PAIR, G, ROW,  # what is written, DQ and ROW or None; G with gates only, ROW with gates or powers
+    DELTA, INEXACT,  # a better delta of the rows of marked programs, and the marks, or None
     q_strides, k_strides, v_strides, k2_strides, dy_strides,  # None: a tensor descriptor
     scale, rest,
     T, OFFSET, CHUNK, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
     BEFORE: tl.constexpr,  # there is a state before the first token, so no row sees itself alone
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs."""
+    """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs.
+
+    Where delta turns out to be inexact, write a better one and leave a mark; with AGAIN, compute marked rows with it.
+    """
     GATED: tl.constexpr = gates is not None
-    SUMS: tl.constexpr = DQ is not None or ROW is not None
+    SUMS: tl.constexpr = DQ is not None or ROW is not None or DELTA is not None
+    if AGAIN:
+        if tl.load(INEXACT + tl.program_id(0)) == 0:
+            return
     n = _queries(T, OFFSET)
     bh, b, h, hkv, first = _queries_of_program(n, H, HKV, BH, HEADS, BM)
     lo = _token(first, OFFSET)
@@ -564,8 +614,11 @@ def dq_kernel(
     if P > 4 and q.dtype == tl.float16:  # which would not hold a row that is scaled for the keys too: the scores are
         key_scale = _vector(at_head(KEY_SCALE, T, b * HKV + hkv), lo, BM) if NORMALIZE else tl.full([BM], 1, tl.float32)
     if NORMALIZE:
-        y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
-        delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
+        if AGAIN:
+            delta = _vector(at_head(DELTA, n, bh), first, BM)
+        else:
+            y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
+            delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
         l = _vector(at_head(L, n, bh), first, BM)
         over_l = inverse(l)
         if P > 0:
@@ -588,28 +641,50 @@ def dq_kernel(
     acc = tl.zeros([BM, D], tl.float32)
     r = tl.zeros([BM], tl.float32)
     begin, end = lo // CHUNK * CHUNK, lo // BN * BN
-    c_lo, c_row, first_row = 0.0, 0.0, -1 if BEFORE else 0
+    c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, -1 if BEFORE else 0, False
+    whole = (begin == 0) & (not BEFORE)  # no row of these reads a state
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
+        c_start = tl.load(gates[3] + begin // 32)
         c_lo, c_row, first_row, begin = _gates_of_rows(gates, lo, begin, end, BM, BN)
+        whole = whole | (begin > lo // CHUNK * CHUNK) | (c_start - c_lo > STATE_GONE)
+        c_first, factors = tl.load(gates[0] + lo), _forgets_little(gates[0], gates[1], lo + BM - 1, end)
+    else:
+        whole = whole & (end == 0)
     _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, p * delta if P == 0 else delta, P, R)
     keys = (K, k_strides, V, v_strides, b, hkv, K2, k2_strides)
     if P == 0:
         rows = (row, first_row, less, g, x)
     else:
-        rows = (row, c_lo, c_row, first_row, key_scale)
+        rows = (row, c_lo, c_row, c_first, first_row, key_scale)
     acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False, SUMS)
-    if GATED:
-        decay = tl.where(first_row < lo, tl.exp(c_row - tl.load(gates[0] + lo)), 0.0)  # since the first row
-        acc *= decay[:, None]
-        r *= decay
-    acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, tl.minimum(lo + BM, T), T, P, D, BN, True, SUMS)
+    last = tl.minimum(lo + BM, T)
+    if not GATED:
+        acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, last, T, P, D, BN, True, SUMS)
+    else:
+        decay = tl.exp(c_row - c_first)  # since the first row
+        if P > 0 and factors:
+            acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, last, T, P, D, BN, True, SUMS, True)
+            acc, r = acc * decay[:, None], r * decay
+        else:
+            decay = tl.where(first_row < lo, decay, 0.0)
+            acc, r = acc * decay[:, None], r * decay
+            acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, end, last, T, P, D, BN, True, SUMS)
 
     if NORMALIZE:  # in a row that sees itself alone, y_i is v_i for any q_i
         over_l = tl.where(row > first_row, over_l, 0.0)
     acc *= ((1 if P == 0 else P) * factor * over_l)[:, None]
     if DQ is not None:
         tl.store(DQ + out, acc.to(DQ.dtype.element_ty), row[:, None] < T)
+    if DELTA is not None and not AGAIN:
+        again = tl.zeros([], tl.int1)
+        if whole:
+            q32 = _tile(Q, q_strides, b, first, h, n, BM, D, True).to(tl.float32)
+            along_q = P * r * over_l if GATED else tl.sum(acc * q32, 1)  # zero but for the rounding of y in delta
+            inexact = along_q * along_q > ALONG_Q * ALONG_Q * tl.sum(q32 * q32, 1) * tl.sum(acc * acc, 1)
+            again = tl.max(inexact.to(tl.int32), 0) > 0
+            tl.store(at_head(DELTA, n, bh) + (first + tl.arange(0, BM)), delta + tl.where(inexact, along_q / P, 0.0))
+        tl.store(INEXACT + tl.program_id(0), again.to(tl.int8))
     if ROW is not None and P == 0:
         tl.store(at_head(ROW, n, bh) + (first + tl.arange(0, BM)), r * over_l * 0.6931471805599453)  # ln 2
     elif ROW is not None:
@@ -620,15 +695,15 @@ def dq_kernel(
 def _dkdv_tiles_of_one_power(
     dk, dv, col, k, v,
     queries, b, h, H,  # (Q, strides, DY, strides, Q2, strides, PAIR, G)
-    columns, gates,  # (column, c_hi, c_col), (C, FIRST, C_START) at this head of keys or None
+    columns, gates,  # (column, c_hi, c_col, c_last, first_row), (C, FIRST, C_START) at this head of keys or None
     begin, end, T, OFFSET,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, DIAGONAL: tl.constexpr,
+    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
     """Return (dk, dv, col) with the queries from begin to end of one head added, BM at a time."""
     GATED: tl.constexpr = gates is not None
     Q, q_strides, DY, dy_strides, Q2, q2_strides, PAIR, G = queries
-    column, c_hi, c_col = columns
+    column, c_hi, c_col, c_last, first_row = columns
     n = _queries(T, OFFSET)
     PAIR = at_head(PAIR, n, 2 * (b * H + h))
     if GATED:
@@ -649,6 +724,8 @@ def _dkdv_tiles_of_one_power(
         if GATED:
             if DIAGONAL:
                 g = _vector(G, row, BM)
+                if FACTORS:
+                    g *= _column_decay(_vector(C, start, BM), c_last, 0.5)
             else:
                 g *= x
                 x = tl.exp(0.5 * (c_next - c_hi).to(tl.float32))
@@ -658,7 +735,9 @@ def _dkdv_tiles_of_one_power(
         first = -1 if BEFORE else 0
         if DIAGONAL:
             seen = at[None, :] >= column[:, None]
-            if GATED:
+            if GATED and FACTORS:
+                first = first_row
+            elif GATED:
                 first = start // 128 * 128 + _vector(FIRST, start, BM).to(tl.int32)
                 seen = seen & (column[:, None] >= first[None, :])
                 decay = _decay(_vector(C, start, BM)[None, :], c_col[:, None], seen, 0.5)
@@ -666,7 +745,7 @@ def _dkdv_tiles_of_one_power(
             a = tl.where(seen, a, 0.0)
         dv = tl.dot((a * a).to(dy.dtype), dy, dv, input_precision=PRECISION)
         ds = _times_power(a, s, P) * (dp * g[None, :] - gdelta[None, :])
-        if DIAGONAL and GATED:
+        if DIAGONAL and GATED and not FACTORS:
             ds *= decay
         if DIAGONAL and NORMALIZE:
             ds = tl.where((at > first)[None, :], ds, 0.0)
@@ -723,7 +802,7 @@ def _dkdv_tiles_of_powers(
 def _dkdv_tiles(
     dk, dv, col, k, v, queries, POWERS, b, h, H, columns, gates, begin, end, T, OFFSET,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, DIAGONAL: tl.constexpr,
+    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr = False,
 ):  # fmt: skip
     if P == 0:
         dk, dv = _dkdv_tiles_of_powers(
@@ -733,7 +812,7 @@ def _dkdv_tiles(
     else:
         return _dkdv_tiles_of_one_power(
             dk, dv, col, k, v, queries, b, h, H, columns, gates, begin, end, T, OFFSET,
-            P, D, BM, NORMALIZE, BEFORE, DIAGONAL,
+            P, D, BM, NORMALIZE, BEFORE, DIAGONAL, FACTORS,
         )  # fmt: skip
 
 
@@ -782,7 +861,7 @@ def dkdv_kernel(
     dv = tl.zeros([BN, D], tl.float32)
     col = tl.zeros([BN], tl.float32)
     begin, end = lo + BN, tl.minimum(lo // CHUNK * CHUNK + CHUNK, T)  # the queries that see all of these keys
-    c_hi, c_col = 0.0, 0.0
+    c_hi, c_col, c_last, first_row, factors = 0.0, 0.0, 0.0, 0, False
     if GATED:
         C, FIRST, _, C_START, C_END, OPENED = gates
         C, FIRST, C_START = at_head(C, T, bh), at_head(FIRST, T, bh), at_head(C_START, T, bh, 32)
@@ -790,9 +869,10 @@ def dkdv_kernel(
         hi = tl.minimum(begin, T) - 1
         c_hi = tl.load(at_head(C_END, T, bh, 32) + hi // 32)
         end = _last_reader(at_head(OPENED, T, bh, 32), hi, end, T)
-        c_col = _vector(C, lo, BN)
+        c_col, c_last, factors = _vector(C, lo, BN), tl.load(C + hi), _forgets_little(C, FIRST, hi, lo)
+        first_row = lo // 128 * 128 + tl.load(FIRST + hi).to(tl.int32)
     queries = (Q, q_strides, DY, dy_strides, Q2, q2_strides, PAIR, G)
-    columns, lo_row = (column, c_hi, c_col), lo
+    columns, lo_row = (column, c_hi, c_col, c_last, first_row), lo
     if OFFSET is not None:  # keys before it are read by the queries alone
         begin, lo_row = tl.maximum(begin, multiple_of(OFFSET, 128)), tl.maximum(lo, multiple_of(OFFSET, 128))
     for i in range(group):
@@ -800,17 +880,30 @@ def dkdv_kernel(
             dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
             P, D, BM, NORMALIZE, BEFORE, False,
         )  # fmt: skip
-    if GATED:
-        decay = tl.exp(tl.load(C + hi) - c_col)  # to the last key
-        decay = tl.where(column >= lo // 128 * 128 + tl.load(FIRST + hi).to(tl.int32), decay, 0.0)
-        dk *= decay[:, None]
-        dv *= decay[:, None]
-        col *= decay
-    for i in range(group):
-        dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, lo_row, tl.minimum(lo + BN, T),
-            T, OFFSET, P, D, BM, NORMALIZE, BEFORE, True,
-        )  # fmt: skip
+    hi_row = tl.minimum(lo + BN, T)
+    if not GATED:
+        for i in range(group):
+            dk, dv, col = _dkdv_tiles(
+                dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, lo_row, hi_row, T, OFFSET,
+                P, D, BM, NORMALIZE, BEFORE, True,
+            )  # fmt: skip
+    else:
+        decay = tl.exp(c_last - c_col)  # to the last key
+        if P > 0 and factors:
+            for i in range(group):
+                dk, dv, col = _dkdv_tiles(
+                    dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, lo_row, hi_row, T,
+                    OFFSET, P, D, BM, NORMALIZE, BEFORE, True, True,
+                )  # fmt: skip
+            dk, dv, col = dk * decay[:, None], dv * decay[:, None], col * decay
+        else:
+            decay = tl.where(column >= first_row, decay, 0.0)
+            dk, dv, col = dk * decay[:, None], dv * decay[:, None], col * decay
+            for i in range(group):
+                dk, dv, col = _dkdv_tiles(
+                    dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, lo_row, hi_row, T,
+                    OFFSET, P, D, BM, NORMALIZE, BEFORE, True,
+                )  # fmt: skip
 
     out = _row_offsets(b, lo, hkv, T, HKV, BN, D)
     if P > 0:
@@ -893,12 +986,16 @@ def backward(
             dy, v = dy.bfloat16(), v.bfloat16()
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
         (k_tiles, v_tiles, k2), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN), (k2, c_dq.BN))
-        dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
-            q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, dq, pair, g, row,
-            q.stride(), *kv_strides, dy.stride(), scale, rest,
-            T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
-            R=c_dkdv.BM, BEFORE=before, **_options(c_dq, q, p, normalize),
-        )  # fmt: skip
+        delta = inexact = None
+        if normalize and p > 0:
+            delta, inexact = empty(q, B, H, padded(n)), empty(q, triton.cdiv(n, c_dq.BM) * B * H, dtype=torch.int8)
+        for again in (False, True) if normalize and p > 0 else (False,):
+            dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
+                q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, dq, pair, g, row, delta, inexact,
+                q.stride(), *kv_strides, dy.stride(), scale, rest,
+                T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
+                R=c_dkdv.BM, BEFORE=before, AGAIN=again, **_options(c_dq, q, p, normalize),
+            )  # fmt: skip
         if needs_kv:
             (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))
             dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](

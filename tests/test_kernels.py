@@ -61,8 +61,8 @@ def gradients(attention, tensors, dy, to=lambda x: x):
 
 
 def assert_right(tensors, dy, p, oracle=naive.quadratic, short=None):
-    """Compare kernel and oracle: bfloat16 to 4e-3, gradients of long sequences to 8e-3; float32 to 1e-5, gradients of
-    long sequences to 1e-4 (dP_ij - delta_i is a small difference where gates are strong, dlog_g sums many tokens)."""
+    """Compare kernel and oracle: bfloat16 to 4e-3, gradients of long sequences to 8e-3; float32 to 1e-5, dlog_g
+    to 2e-5, gradients of long sequences to 1e-4 (dP_ij - delta_i is a small difference where gates are strong)."""
     results = gradients(lambda *x: operators.quadratic_attention(*x, p=p), tensors, dy)
     ref = gradients(lambda *x: oracle(*x, p=p), tensors, dy, torch.Tensor.double)
     short = tensors[0].shape[1] < 1000 if short is None else short
@@ -70,6 +70,7 @@ def assert_right(tensors, dy, p, oracle=naive.quadratic, short=None):
     for name, x, r in zip(("y", "dq", "dk", "dv", "dlog_g"), results, ref):
         if dy.dtype == torch.float32:
             tolerance = 1e-5 if name == "y" or short else 1e-4
+            tolerance = max(tolerance, 2e-5) if name == "dlog_g" else tolerance
         else:
             tolerance = 4e-3 if name == "y" else 5e-2 if short else 8e-3
         error = relative_error(x, r, floor)
@@ -442,16 +443,18 @@ def shared(name, dtype, D, gated, p, offset=None):
     k2, q2 = (v, dy) if half else (N, N)
     sizes = dict(P=p, D=D, BM=c.BM, BN=c.BN, NORMALIZE=True)
     options = dict(num_warps=c.warps, num_stages=c.stages, grid=(1,))
+    better = (F, M(torch.int8)) if p else (N, N)
     args = {
         "forward": (q, k, v, X, F, N, N, F, powers, gates, N, N, N, 1.0, 1.0, 9, offset, 9, 2, 2, 2, 1),
         "dq": (
-            X, k, v, W, k2, X, F, N, F, powers, gates, X, F, row, row, s, N, N, N, s, 1.0, 1.0, 9, offset, 9, 2, 2, 2, 1
+            X, k, v, W, k2, X, F, N, F, powers, gates, X, F, row, row, *better, s, N, N, N, s, 1.0, 1.0, 9, offset, 9,
+            2, 2, 2, 1,
         ),
         "dkdv": (q, X, W, dy, q2, powers, gates, F, row, row, X, X, N, s, s, N, N, 9, offset, 9, 2, 2, 2, 1),
     }
     kernel = getattr(quadratic, name + "_kernel")
     if name == "dq":
-        sizes["R"] = 32
+        sizes |= dict(R=32, AGAIN=False)
     if name != "forward":
         sizes["BEFORE"] = False
     return kernel.warmup(*args[name], **sizes, **options).metadata.shared
