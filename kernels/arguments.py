@@ -28,10 +28,14 @@ def check(name, x, shape, dtype=torch.float32):
         raise ValueError(f"{name} must be {_name(dtype)} {[*shape]}, got {described(x)}")
 
 
-def check_rows(**rows):
-    """Raise ValueError unless every x is [B, T, heads, D], not empty, in a dtype that the kernels take."""
+def check_rows(may_be_empty=False, **rows):
+    """Raise ValueError unless every x is [B, T, heads, D], not empty, in a dtype that the kernels take.
+
+    may_be_empty: True if B or T may be 0.
+    """
     for name, x in rows.items():
-        if not isinstance(x, Tensor) or x.ndim != 4 or min(x.shape) < 1 or x.dtype not in DTYPES:
+        fits = isinstance(x, Tensor) and x.ndim == 4 and x.dtype in DTYPES
+        if not fits or min(x.shape[2 * may_be_empty :]) < 1:
             dtypes = " or ".join(", ".join(map(_name, DTYPES)).rsplit(", ", 1))
             raise ValueError(f"{name} must be [B, T, heads, D] with no size 0, in {dtypes}, got {described(x)}")
 
@@ -42,12 +46,13 @@ def check_device(q, **others):
         raise ValueError(f"all tensors must be on one device, got the first on {q.device}, {', '.join(away)}")
 
 
-def check_qkv(form, q, k, v, *, n_is_T=False, v_dtypes=()):
+def check_qkv(form, q, k, v, *, n_is_T=False, v_dtypes=(), may_be_empty=False):
     """Raise ValueError unless the kernels of `form` take q [B, n, H, D], k [B, T, Hkv, D] and v [B, T, Hkv, E].
 
-    With n_is_T every token must have a query; v_dtypes: what v's dtype may be beside that of q and k.
+    With n_is_T every token must have a query; v_dtypes: what v's dtype may be beside that of q and k; may_be_empty: True
+    if B or T may be 0.
     """
-    check_rows(q=q, k=k, v=v)
+    check_rows(may_be_empty, q=q, k=k, v=v)
     (B, n, H, D), (T, HKV) = q.shape, k.shape[1:3]
     if k.shape != (B, T, HKV, D) or v.shape[:3] != (B, T, HKV) or n > T or (n_is_T and n != T):
         got = ", ".join(f"{[*x.shape]}" for x in (q, k, v))

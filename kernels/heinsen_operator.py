@@ -44,7 +44,7 @@ def heinsen_attention(q, k, v, documents=None, m=None, S=None, z=None, *, final=
 
 def _check(q, k, v, documents, m, S, z):
     """Raise ValueError for arguments that do not fit."""
-    check_qkv("heinsen", q, k, v, n_is_T=True, v_dtypes=(torch.float32,))
+    check_qkv("heinsen", q, k, v, n_is_T=True, v_dtypes=(torch.float32,), may_be_empty=True)
     (B, T, HKV, D), E = k.shape, v.shape[3]
     check("documents", documents, (B, T), torch.int32)
     if len({x is None for x in (m, S, z)}) > 1:

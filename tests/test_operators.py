@@ -188,7 +188,7 @@ PADDED = [
     (Size("sums", DTYPES[0], 12, 2, True, E=16, n=30), 40),
     (Size("adaptive", DTYPES[0], 20, 0, True, E=8, n=30), 40),
     (Size("chunked", DTYPES[0], 12, 2, True, E=20), 60),
-    (Size("chunked", DTYPES[0], 12, 4, False, E=10), 60),
+    *([(Size("chunked", DTYPES[0], 12, 4, False, E=10), 1500)] if GPU else []),  # the interpreter takes a minute
 ]
 
 
@@ -362,7 +362,7 @@ TAKES = {
     operators.quadratic_sums: (dict(p=2, scale=1.0), WRONG + GATES + POWERS + SCALE),
     operators.chunked_attention: (dict(p=2, chunk=128), WRONG + GATES + CHUNKS),
     adaptive_attention: (dict(powers=G[..., 0]), WRONG + GATES + ADAPTIVE),
-    heinsen_attention: (dict(), WRONG + LOG),
+    heinsen_attention: (dict(), [x for x in WRONG if "size 0" not in x[1]] + LOG),
 }  # fmt: skip
 
 
