@@ -49,8 +49,8 @@ def check_device(q, **others):
 def check_qkv(form, q, k, v, *, n_is_T=False, v_dtypes=(), may_be_empty=False):
     """Raise ValueError unless the kernels of `form` take q [B, n, H, D], k [B, T, Hkv, D] and v [B, T, Hkv, E].
 
-    With n_is_T every token must have a query; v_dtypes: what v's dtype may be beside that of q and k; may_be_empty: True
-    if B or T may be 0.
+    With n_is_T every token must have a query; v_dtypes: what v's dtype may be beside that of q and k; may_be_empty: as
+    for `check_rows`.
     """
     check_rows(may_be_empty, q=q, k=k, v=v)
     (B, n, H, D), (T, HKV) = q.shape, k.shape[1:3]
