@@ -21,7 +21,15 @@ from torch import Tensor
 
 from . import chunked, quadratic
 from .arguments import (
-    check, check_chunks, check_device, check_power, check_qkv, check_state, narrow_state, to_width, widen_state,
+    check,
+    check_chunks,
+    check_device,
+    check_power,
+    check_qkv,
+    check_state,
+    narrow_state,
+    to_width,
+    widen_state,
 )
 from .layout import symmetric_power_dim
 from .steps import asked, create_inputs, discumsum, empty_like, keep, query_state, update_state

@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from .arguments import (
-    check, check_chunks, check_device, check_pair, check_rows, narrow_state, to_width, widen_state,
+    check,
+    check_chunks,
+    check_device,
+    check_pair,
+    check_rows,
+    narrow_state,
+    to_width,
+    widen_state,
 )
 from .chunked import Sizes, from_canonical, to_canonical
 from .common import SQUARE_TOP, SUM_TOP, TOP, device_guard
