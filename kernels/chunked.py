@@ -120,7 +120,7 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_c
     """
     s = Sizes(q, k, p, chunk)
     with device_guard(q.device):
-        into, out, whole, near = chunk_gates(log_g, s, near=first_chunks is None)
+        into, out, whole, near = chunk_gates(log_g, s, near=True, first_chunks=first_chunks)
         states, packed = initial is not None or final, first_chunks is not None
         mirror = key_mirror(s, k) if reflects(q.dtype, states, packed) else None
         keys = prepare(s, k, v, decay=out, mirror=mirror)
@@ -157,7 +157,7 @@ def backward(
     carries = needs_k or needs_v or gated or needs_state  # a gradient to the states before each chunk is needed
     dlog_g = None
     with device_guard(q.device):
-        into, out, whole, near = chunk_gates(log_g, s, near=first_chunks is None)
+        into, out, whole, near = chunk_gates(log_g, s, near=True, first_chunks=first_chunks)
         inside_needs = (needs_q or gated, needs_k or needs_v or gated, gated)
         dq, dk, dv, inside = quadratic.backward(
             dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, near=near, before=initial, needs=inside_needs

@@ -23,9 +23,10 @@ costs nothing there. Tiles on the diagonal have a mask and an exp for each eleme
                                                           decay from the first of the R rows around it, and delta
     g           [B, H, n padded to 128]        float32    dq to dkdv, with gates; g = (scale of q and k)^(p/2) / sqrt(l)
     row         [B, H, T padded to 128]        float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i;
-                                                          P = 0: [B, H, n padded to 128], each head's gradient to p_i;
-                                                          without gates [B, H, 128], for those rows whose delta
-                                                          may be inexact, which are the first
+                                                          P = 0: [B, H, n padded to 128], each head's gradient to p_i
+    error       [B, H, T padded to 128]        float32    the sum of w_ij (dP_ij - delta_i) / l_i over j, which is
+                                                          q_i . dq_i / p and would be zero, where delta may be inexact;
+                                                          without gates [B, H, 128]
     powers      [B, n padded to 128, 2]        float32    P = 0: p_i, and p_i - 1
     gates       six arrays                                see gates.py
 
@@ -65,7 +66,6 @@ float16. s is a product of float16, but s^p is beyond it: w and ds are bfloat16,
 and q and k a second time), which the launchers convert. dP is of the same v and dy, so that it cancels against delta.
 """
 
-import functools
 import math
 
 import torch
@@ -96,6 +96,7 @@ from .configs import choose, reads_by_descriptor
 from .gates import dlog_g, gates_of_head, log_gates, tile_gates
 
 L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while programs work on several heads
+TILES = 8  # of a program of the second pass over dq
 # A tile on the diagonal through which less than exp(-WEAK) is forgotten has decays that are products of two factors
 WEAK = tl.constexpr(10.0)
 STRONG = tl.constexpr(2.0)  # if a tile forgets more than exp(-STRONG) a token, one token dominates most of its rows
@@ -674,7 +675,7 @@ def _dq_rows(
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Compute `dq_kernel` for the rows from `first` on of a sequence and head."""
-    Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW = arrays
+    Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW, ERROR = arrays
     q_strides, k_strides, v_strides, k2_strides, dy_strides = strides
     GATED: tl.constexpr = gates is not None
     n, lo = _queries(T, OFFSET), _token(first, OFFSET)
@@ -692,7 +693,7 @@ def _dq_rows(
         y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
         delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
         if AGAIN:  # the sum of w_ij (dP_ij - delta_i) / l_i over j would be zero
-            error = _vector(at_head(ROW, T if GATED else 128, bh), lo, BM)
+            error = _vector(at_head(ERROR, T if GATED else 128, bh), lo, BM)
             if GATED:
                 first_key = _first_key(NEAR, lo, b * HKV + hkv, T, CHUNK)
                 reads = _may_read_state(gates, T, b * HKV + hkv, lo, first_key, BM, BEFORE)
@@ -728,7 +729,7 @@ def _dq_rows(
     _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, p * delta if P == 0 else delta, P, R)
     keys = (K, k_strides, V, v_strides, b, hkv, K2, k2_strides)
     rows = (row, first_row, less, g, x) if P == 0 else (row, c_lo, c_row, c_first, first_row, key_scale)
-    SUMS: tl.constexpr = 2 if ROWS else 0 if DQ is None and ROW is None else 1
+    SUMS: tl.constexpr = 2 if ROWS else 0 if DQ is None and ROW is None and ERROR is None else 1
     acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False, SUMS)
     acc, r = _dq_diagonal(acc, r, q, dy, delta, keys, rows, gates, end, lo, factors, T, P, D, BN, SUMS)
 
@@ -741,10 +742,10 @@ def _dq_rows(
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
     elif P == 0 and ROW is not None:
         tl.store(at_head(ROW, n, bh) + (first + tl.arange(0, BM)), r * over_l * 0.6931471805599453)  # ln 2
-    elif ROW is not None and not AGAIN:  # the same sum as r, not as exact
+    if ERROR is not None and not AGAIN:
         if _delta_may_be_inexact(gates, T, b * HKV + hkv, lo, BM, BEFORE):
             q32 = _tile(Q, q_strides, b, first, h, n, BM, D, True).to(tl.float32)
-            tl.store(at_head(ROW, T if GATED else 128, bh) + row, tl.sum(acc * q32, 1) / P)
+            tl.store(at_head(ERROR, T if GATED else 128, bh) + row, tl.sum(acc * q32, 1) / P)
 
 
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
@@ -752,21 +753,21 @@ def dq_kernel(
     Q, K, V, DY, K2,  # if Q and K are float16, V and DY are bfloat16 and K2 is K in bfloat16; else it is None
     Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
     KEY_SCALE, POWERS, gates, NEAR,  # see the table above and gates.py, or None
-    DQ, PAIR, G, ROW,  # what is written, DQ and ROW or None; G with gates only
+    DQ, PAIR, G, ROW, ERROR,  # what is written, or None; G with gates only
     q_strides, k_strides, v_strides, k2_strides, dy_strides,  # None: a tensor descriptor
     scale, rest,
     T, OFFSET, CHUNK, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
     BEFORE: tl.constexpr,  # there is a state before the first token, so no row sees itself alone
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, AGAIN: tl.constexpr,
-    TILES: tl.constexpr = 8,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs.
 
-    With AGAIN, a program looks at TILES times BM rows, and computes those again whose delta may have been inexact, with
-    the error that ROW shows.
+    With AGAIN, a program looks at TILES times BM rows, and computes those again whose delta may have been inexact, less
+    its ERROR.
     """
-    arrays = (Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW)
+    arrays = (Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW, ERROR)
     strides = (q_strides, k_strides, v_strides, k2_strides, dy_strides)
     n = _queries(T, OFFSET)
     if not AGAIN:
@@ -1087,10 +1088,11 @@ def backward(
     needs_kv = needs_kv or rows  # dkdv_kernel ends dlog_g
     like = lambda x, wanted: torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted else None
     dq, dk, dv = like(q, needs_q), like(k, needs_kv), like(v, needs_kv)
-    pair, g, row = empty(q, B, H, padded(n), 2), None, empty(q, B, H, 128) if again else None
+    pair, g, row = empty(q, B, H, padded(n), 2), None, None
+    error = empty(q, B, H, 128 if log_g is None else padded(T)) if again else None
     if log_g is not None:
         g = empty(q, B, H, padded(n))
-        if rows or again:  # there are no queries of the tokens before
+        if rows:  # there are no queries of the tokens before
             row = (empty if n == T else _zeros)(q, B, H, padded(T))
     if powers is not None:
         row, powers = empty(q, B, H, padded(n)) if needs_last else None, _row_powers(powers)
@@ -1106,16 +1108,16 @@ def backward(
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
         (k_tiles, v_tiles, k2), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN), (k2, c_dq.BN))
         tiles = triton.cdiv(n, c_dq.BM) * B * H
-        launch = functools.partial(
-            dq_kernel.run,
-            q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row,
-            q.stride(), *kv_strides, dy.stride(), scale, rest,
-            T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
-            R=c_dkdv.BM, ROWS=rows, BEFORE=before, **_options(c_dq, q, p, normalize), warmup=False,
-        )  # fmt: skip
-        launch(grid=(tiles,), AGAIN=False)
+        passes = [(tiles, False)]
         if again:
-            launch(grid=(B * H if log_g is None else triton.cdiv(tiles, 8),), AGAIN=True)
+            passes.append((B * H if log_g is None else triton.cdiv(tiles, TILES), True))
+        for programs, again in passes:
+            dq_kernel[(programs,)](
+                q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row, error,
+                q.stride(), *kv_strides, dy.stride(), scale, rest,
+                T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
+                R=c_dkdv.BM, ROWS=rows, BEFORE=before, AGAIN=again, TILES=TILES, **_options(c_dq, q, p, normalize),
+            )  # fmt: skip
         if needs_kv:
             (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))
             dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
