@@ -743,7 +743,7 @@ def _dq_rows(
     elif P == 0 and ROW is not None:
         tl.store(at_head(ROW, n, bh) + (first + tl.arange(0, BM)), r * over_l * 0.6931471805599453)  # ln 2
     if ERROR is not None and not AGAIN:
-        if _delta_may_be_inexact(gates, T, b * HKV + hkv, lo, BM, BEFORE):
+        if _delta_may_be_inexact(gates, T, 0, lo, BM, BEFORE):  # gates are at this head
             q32 = _tile(Q, q_strides, b, first, h, n, BM, D, True).to(tl.float32)
             tl.store(at_head(ERROR, T if GATED else 128, bh) + row, tl.sum(acc * q32, 1) / P)
 
