@@ -118,13 +118,13 @@ def test_what_nobody_asks_for_is_not_computed(monkeypatch):
 
         class Counted:
             def __getitem__(self, grid, name=name, kernel=kernel):
-                return lambda *x, **o: launched.append((name, x)) or kernel[grid](*x, **o)
+                return lambda *x, **o: launched.append((name, x, o)) or kernel[grid](*x, **o)
 
         monkeypatch.setattr(quadratic, name, Counted())
     gradients(loss, (q, k, v, log_g), (True, False, False, False))
-    assert {name for name, _ in launched} == {"dq_kernel"}
+    assert {name for name, *_ in launched} == {"dq_kernel"}
     launched.clear()
     gradients(loss, (q, k, v, log_g), (False, False, True, False))
-    *all_dq, (name, dkdv) = launched
-    assert name == "dkdv_kernel" and dkdv[9] is None  # nor the sums for dlog_g
-    assert all(dq[11] is None and dq[14] is None for _, dq in all_dq)
+    *all_dq, (name, _, dkdv) = launched
+    assert name == "dkdv_kernel" and not dkdv["ROWS"]  # nor the sums for dlog_g
+    assert all(x[12] is None and not options["ROWS"] for _, x, options in all_dq)  # x[12]: dq
