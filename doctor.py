@@ -3,7 +3,7 @@
     make doctor        # or: python doctor.py
 
 Prints one line each for Python, torch, Triton, the GPUs, the C compiler and the packages, then a verdict. On a GPU,
-every kernel is compared with float64, output and gradients; that takes three to four minutes, nearly all of them to
+every kernel is compared with float64, output and gradients; that takes about four minutes, nearly all of them to
 compile. The exit status is 0 if all is well (a machine without a GPU is well), 1 if something is wrong. `gather` looks
 at the machine; `report` and `verdict` are pure functions of what it found, so that tests can ask about machines on
 which they do not run.
@@ -79,7 +79,7 @@ def gather():
     if facts.torch_gpus and not problems(facts):
         facts.trials = {"a Triton kernel": error_of(try_triton), "torch.compile": error_of(try_compile)}
         if not any(facts.trials.values()):
-            print("comparing the kernels with float64 (three or four minutes to compile them) ...", file=sys.stderr)
+            print("comparing the kernels with float64 (about four minutes, to compile them) ...", file=sys.stderr)
             facts.trials |= try_kernels()
     return facts
 
@@ -189,7 +189,7 @@ def try_kernels():
         from attention.check import HEINSEN_SIZES, SIZES, check, check_heinsen
         from kernels import heinsen_unsupported_reason, unsupported_reason
 
-        supported = lambda form, dtype, D, p, gated: not unsupported_reason(form, dtype, D, D, p)
+        supported = lambda form, dtype, D, p, gated, E=None, n=None: not unsupported_reason(form, dtype, D, E or D, p)
         log = [size for size in HEINSEN_SIZES if not heinsen_unsupported_reason(size[0], size[2], size[2])]
         for line, ok in (*check([size for size in SIZES if supported(*size)]), *check_heinsen(log)):
             trials[f"kernels, {line}"] = "" if ok else "too far from float64"

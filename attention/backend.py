@@ -6,12 +6,12 @@ Nothing here imports Triton before a kernel is wanted, so that attention/ works 
 from pathlib import Path
 
 import kernels
-from kernels import cost, heinsen_unsupported_reason, unsupported_reason
+from kernels import cost, heinsen_unsupported_reason, unsupported_reason, width
 from kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 
 __all__ = [
     "cost", "heinsen_unsupported_reason", "make_sqrt_multiplicity", "symmetric_power_dim", "tails_of",
-    "unsupported_reason",
+    "unsupported_reason", "width",
 ]  # fmt: skip
 
 SOURCES = Path(kernels.__file__).parent  # the folder of the kernels
@@ -65,7 +65,7 @@ def query_state(q, S, z, *, p, chunk):
     return operators.query_state(q, S, z, p=p, chunk=chunk)
 
 
-def chunked_bytes_needed(q, k, p, chunk, backward):
+def chunked_bytes_needed(q, k, v, p, chunk, backward):
     from kernels.chunked import bytes_needed
 
-    return bytes_needed(q, k, p, chunk, backward=backward)
+    return bytes_needed(q, k, v, p, chunk, backward=backward)

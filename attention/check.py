@@ -12,38 +12,56 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from . import backend, heinsen_naive, naive
 
-# form, dtype, head dimension, p (0: adaptive), gated: each kernel, each branch of the power, each head dimension and
-# what float16 changes at least once; a size takes some 6 s to compile
+
+class Size(NamedTuple):
+    """What is compared: a form of the kernels, and the sizes of its inputs."""
+
+    form: str  # "quadratic", "sums" (of it, not divided), "adaptive" or "chunked"
+    dtype: torch.dtype
+    D: int  # head dimension
+    p: int  # 0: adaptive
+    gated: bool
+    E: int | None = None  # width of the values, by default D
+    n: int | None = None  # number of queries, those of the last tokens; by default there is one for every token
+
+
+# each kernel, each branch of the power, each width (head dimensions between them and other widths of values are padded)
+# and what float16, undivided sums and fewer queries than tokens change at least once; a size takes some 6 s to compile
 SIZES = [
-    ("quadratic", torch.bfloat16, 64, 4, False), ("quadratic", torch.bfloat16, 64, 4, True),
-    ("quadratic", torch.bfloat16, 64, 2, True), ("quadratic", torch.bfloat16, 64, 6, False),
-    ("quadratic", torch.bfloat16, 64, 8, True), ("quadratic", torch.bfloat16, 128, 4, True),
-    ("quadratic", torch.bfloat16, 32, 4, True), ("quadratic", torch.bfloat16, 16, 2, False),
-    ("quadratic", torch.float16, 64, 8, True), ("quadratic", torch.float16, 64, 4, False),
-    ("quadratic", torch.float32, 64, 4, True), ("quadratic", torch.float32, 32, 2, False),
-    ("chunked", torch.bfloat16, 64, 2, True), ("chunked", torch.bfloat16, 128, 2, True),
-    ("chunked", torch.bfloat16, 32, 2, False), ("chunked", torch.bfloat16, 16, 2, True),
-    ("chunked", torch.bfloat16, 32, 4, True), ("chunked", torch.bfloat16, 16, 4, False),
-    ("chunked", torch.float16, 64, 2, True),
-    ("chunked", torch.float32, 32, 2, True), ("chunked", torch.float32, 16, 4, True),
-    ("adaptive", torch.bfloat16, 64, 0, True), ("adaptive", torch.float16, 128, 0, False),
-    ("adaptive", torch.float32, 32, 0, True),
+    Size("quadratic", torch.bfloat16, 64, 4, False), Size("quadratic", torch.bfloat16, 64, 4, True),
+    Size("quadratic", torch.bfloat16, 64, 2, True, n=300), Size("quadratic", torch.bfloat16, 64, 6, False),
+    Size("quadratic", torch.bfloat16, 64, 8, True), Size("quadratic", torch.bfloat16, 96, 4, True, E=80),
+    Size("quadratic", torch.bfloat16, 32, 4, True), Size("quadratic", torch.bfloat16, 16, 2, False),
+    Size("quadratic", torch.bfloat16, 256, 4, True), Size("quadratic", torch.float16, 256, 2, False),
+    Size("quadratic", torch.float16, 64, 8, True, n=333), Size("quadratic", torch.float16, 64, 4, False),
+    Size("quadratic", torch.float32, 64, 4, True), Size("quadratic", torch.float32, 32, 2, False),
+    Size("sums", torch.bfloat16, 64, 4, True), Size("sums", torch.float16, 48, 2, False, E=64, n=450),
+    Size("sums", torch.float32, 64, 6, True),
+    Size("chunked", torch.bfloat16, 48, 2, True, E=64), Size("chunked", torch.bfloat16, 128, 2, True),
+    Size("chunked", torch.bfloat16, 32, 2, False), Size("chunked", torch.bfloat16, 16, 2, True),
+    Size("chunked", torch.bfloat16, 24, 4, True, E=20), Size("chunked", torch.bfloat16, 16, 4, False),
+    Size("chunked", torch.float16, 64, 2, True),
+    Size("chunked", torch.float32, 32, 2, True), Size("chunked", torch.float32, 16, 4, True),
+    Size("adaptive", torch.bfloat16, 64, 0, True), Size("adaptive", torch.float16, 128, 0, False),
+    Size("adaptive", torch.float32, 32, 0, True, n=300),
 ]  # fmt: skip
 # of each form; a miscompiled loop over a state may go wrong only in long calls
-LENGTH = {"quadratic": 1000, "adaptive": 1000, "chunked": 6000}
+LENGTH = {"quadratic": 1000, "sums": 1000, "adaptive": 1000, "chunked": 6000}
 TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # y, gradients
 
 
 def check(sizes=SIZES):
     """Yield (a line with the size and its errors, True if they are within tolerance) for each of the sizes."""
-    for form, dtype, D, p, gated in sizes:
-        name = f"{form} {str(dtype).removeprefix('torch.')} D={D} p={p}{' gated' if gated else ''}"
-        yield _line(name, errors(form, dtype, D, p, gated, LENGTH[form]), dtype)
+    for size in map(Size._make, sizes):
+        name = f"{size.form} {str(size.dtype).removeprefix('torch.')} D={size.D}"
+        name += "".join(f" {part}={x}" for part, x in (("E", size.E), ("p", size.p), ("n", size.n)) if x is not None)
+        yield _line(name + " gated" * size.gated, errors(size), size.dtype)
 
 
 def _line(name, found, dtype):
@@ -52,19 +70,23 @@ def _line(name, found, dtype):
     return f"{name}: " + ", ".join(f"{n} {e:.1e}" for n, e in found.items()), ok
 
 
-def errors(form, dtype, D, p, gated, T):
-    """Return {"y": error, "dq": ..., ...}: ||kernel - float64|| / max(||float64||, 1e-3 ||dy||) on random inputs;
-    infinite where two runs differ."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    make = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)
-    qkv = make(1, T, 4, D).to(dtype)
-    inputs = list(qkv.split((2, 1, 1), dim=2))
+def errors(size, T=None, device="cuda"):
+    """Return {"y": error, "dq": ..., ...} of a Size: ||kernel - float64|| / max(||float64||, 1e-3 ||dy||) on random
+    inputs; infinite where two runs differ. T: tokens, by default LENGTH has them."""
+    form, dtype, D, p, gated, E, n = size
+    T, E = T or LENGTH[form], E or D
+    n = n or T
+    generator = torch.Generator(device).manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, device=device, generator=generator)
+    qkv = make(1, T, 4, max(D, E)).to(dtype)
+    q, k, v = qkv.split((2, 1, 1), dim=2)
+    inputs = [q[:, T - n :, :, :D], k[..., :D], v[..., :E]]
     names = ["y", "dq", "dk", "dv", "dlog_g"]
-    kernels, oracle = (_quadratic if form == "quadratic" else _chunked), naive.quadratic
+    kernels, oracle = {"chunked": _chunked, "sums": _divided_sums}.get(form, _quadratic), naive.quadratic
     if form == "adaptive":
-        inputs.append(3 + make(1, T).clamp(-2, 2))
+        inputs.append(3 + make(1, n).clamp(-2, 2))
         names[4] = "dp"
-        document = torch.arange(T, device="cuda") % (T // 3 + 5) == 0
+        document = torch.arange(T, device=device) % (T // 3 + 5) == 0
         resets = torch.where(document, -math.inf, 0.0)[None, :, None] if gated else None  # they have no gradient
         kernels = lambda *x, p: backend.adaptive_attention(*x, resets)
         oracle = lambda *x, p: naive.adaptive(*x, resets if resets is None else resets.double())
@@ -72,8 +94,10 @@ def errors(form, dtype, D, p, gated, T):
         strong = (form, p) != ("chunked", 4)  # bfloat16 is less exact there: docs/kernels.md
         log_g = torch.nn.functional.logsigmoid((3 if strong else 1) * make(1, T, 1) + 4)
         inputs.append(log_g)
-    dy = make(1, T, 2, D).to(dtype)
-    torch.full((2**24,), float("nan"), device="cuda")  # a kernel that reuses this memory must write all of it
+    if n < T and form != "adaptive":  # the specification wants a query for every token
+        oracle = lambda q, *x, p: naive.quadratic(torch.nn.functional.pad(q, (0, 0, 0, 0, T - n, 0)), *x, p=p)[:, -n:]
+    dy = make(1, n, 2, E).to(dtype)
+    torch.full((2**24,), float("nan"), device=device)  # a kernel that reuses this memory must write all of it
     return _compare(names, partial(kernels, p=p), partial(oracle, p=p), inputs, dy)
 
 
@@ -93,6 +117,11 @@ def _compare(names, kernels, oracle, inputs, dy):
 
 def _quadratic(q, k, v, log_g=None, *, p):
     return backend.quadratic_attention(q, k, v, log_g, p=p)
+
+
+def _divided_sums(q, k, v, log_g=None, *, p):
+    num, den = backend.quadratic_sums(q, k, v, log_g, p=p, scale=q.shape[3] ** -0.5)
+    return num / den.transpose(1, 2).unsqueeze(3)
 
 
 def _chunked(q, k, v, log_g=None, *, p):
@@ -152,7 +181,7 @@ def failure(form, dtype, D, p, gated, device="cuda"):
     device: a torch.device or its name, "cuda" for the current GPU. Asked before kernels are used for the first time, it
     takes seconds unless they passed before (see `remember`).
     """
-    size = form, dtype, D, p, gated
+    size = Size(form, dtype, D, p, gated)
     return _failure(size, f"{form}, {dtype}, D={D}, p={p}, gated={gated}", lambda: check([size]), device)
 
 

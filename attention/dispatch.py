@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from .backend import cost, heinsen_unsupported_reason, symmetric_power_dim, unsupported_reason
+from .backend import cost, heinsen_unsupported_reason, symmetric_power_dim, unsupported_reason, width
 from .check import failure, heinsen_failure
+from .forms import dtype_after_state
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
 # In PyTorch both forms cost the same at T = 1.5 Dphi. If only the quadratic form has kernels, they cost the same at
@@ -30,24 +31,28 @@ class Plan(NamedTuple):
 
 def plan(
     T, D, E, p, *, dtype, device, gated, form="auto", chunk_size=None, initial_state=False, return_state=False,
-    queries=None,
+    queries=None, sums=False,
 ):  # fmt: skip
     """Return the Plan for T tokens, head dimension D, values of width E and power p.
 
     dtype and device are those of q, k and v ("cuda" is the current GPU); gated is True if there is a log_g; form and
     chunk_size are what the caller asks for ("auto" and None: the cheapest); initial_state and return_state are True if
-    a state is given and asked for; queries: how many there are, by default T.
+    a state is given and asked for; queries: how many there are, by default T; sums: True for `power_attention_sums`.
     """
     D, E = index(D), index(E)  # symbols under torch.compile(dynamic=True), which kernel_reason cannot take
-    not_quadratic = kernel_reason("quadratic", device, dtype, D, E, p)
+    of_pairs = dtype_after_state(dtype) if initial_state else dtype
+    not_quadratic = kernel_reason("quadratic", device, of_pairs, D, E, p)
     not_chunked = not_quadratic or kernel_reason("chunked", device, dtype, D, E, p)
     if queries is not None:  # as many tokens as have these pairs for each key
         T = 2 * queries - queries * queries // T
-    if initial_state:
-        not_quadratic = not_quadratic or "the quadratic kernels take no state before the first token"
-    sizes = T, D, p, dtype, gated, form, chunk_size, initial_state or return_state
+    sizes = T, D, E, p, of_pairs, gated, form, chunk_size, initial_state or return_state
     chosen = _choose(*sizes, not_quadratic, not_chunked)
-    while chosen.on_kernels and (wrong := failed_check(chosen.form, dtype, D, p, gated, device)):
+    quadratic = "sums" if sums or initial_state else "quadratic"  # what is compared with float64
+    while chosen.on_kernels:
+        what = (chosen.form, dtype) if chosen.form == "chunked" else (quadratic, of_pairs)
+        wrong = failed_check(*what, width(chosen.form, what[1], D, E), p, gated, device)
+        if not wrong:
+            break
         not_quadratic, not_chunked = wrong if chosen.form == "quadratic" else not_quadratic, wrong
         chosen = _choose(*sizes, not_quadratic, not_chunked)
     return chosen
@@ -57,15 +62,16 @@ def plan_adaptive(D, E, *, dtype, device, gated):
     """Return the Plan of the quadratic form with a power for each row; see `plan`."""
     D, E = index(D), index(E)  # as in `plan`
     reason = kernel_reason("adaptive", device, dtype, D, E, 0)
-    reason = reason or failed_check("adaptive", dtype, D, 0, gated, device)
+    reason = reason or failed_check("adaptive", dtype, width("adaptive", dtype, D, E), 0, gated, device)
     return Plan("quadratic", None, not reason, reason)
 
 
-def _choose(T, D, p, dtype, gated, form, chunk_size, states, not_quadratic, not_chunked):
+def _choose(T, D, E, p, dtype, gated, form, chunk_size, states, not_quadratic, not_chunked):
     """Return the Plan; not_quadratic, not_chunked: why the kernels of these forms cannot be used, or ""."""
+    W = width("chunked", dtype, D, E)
     if form == "auto":
         if not not_chunked:  # both forms are on the kernels
-            form = "chunked" if states else cost.best_form(T, D, p, gated)
+            form = "chunked" if states else cost.best_form(T, W, p, gated)
         else:
             gain = 1 if not_quadratic else KERNEL_GAIN.get(dtype, 1)
             form = "quadratic" if T <= gain * 1.5 * symmetric_power_dim(D, p) else "chunked"
@@ -75,7 +81,7 @@ def _choose(T, D, p, dtype, gated, form, chunk_size, states, not_quadratic, not_
         return Plan(form, 1, False, "the recurrent form is PyTorch's")
     if not_chunked:
         return Plan(form, chunk_size or default_chunk_size(D, p), False, not_chunked)
-    return Plan(form, kernel_chunk_size(T, D, p, chunk_size, gated), True, "")
+    return Plan(form, kernel_chunk_size(T, W, p, chunk_size, gated), True, "")
 
 
 def default_chunk_size(D, p):
@@ -86,10 +92,11 @@ def default_chunk_size(D, p):
     return min(1024, max(16, 2 ** (symmetric_power_dim(D, p) // 2).bit_length() // 2))
 
 
-def kernel_chunk_size(T, D, p, chunk_size=None, gated=True):
-    """Return the kernels' chunk size, a multiple of 128: `chunk_size` rounded up, or by default the cost model's."""
+def kernel_chunk_size(T, W, p, chunk_size=None, gated=True):
+    """Return the chunk size of kernels of width W, a multiple of 128: `chunk_size` rounded up, or by default the cost
+    model's."""
     if chunk_size is None:
-        return cost.chunk_size(T, D, p, gated)
+        return cost.chunk_size(T, W, p, gated)
     return min(-(-chunk_size // 128), -(-T // 128)) * 128
 
 
@@ -114,10 +121,11 @@ def _reason_of_tensors(device, dtype):
     return "float64 is computed in PyTorch" if dtype == torch.float64 else ""
 
 
-def failed_check(form, dtype, D, p, gated, device="cuda"):
-    """Return what is wrong with the kernels of this size on this GPU, or "". Warn of it once."""
+def failed_check(form, dtype, W, p, gated, device="cuda"):
+    """Return what is wrong with the kernels of this width on this GPU, or "". Warn of it once. form: see
+    `check.Size`."""
     warn_if_untested()
-    wrong = failure(form, dtype, D, p, gated, device)
+    wrong = failure(form, dtype, W, p, gated, device)
     if wrong:
         warn_once(f"power attention runs without its {form} kernels, which fail on this machine: {wrong}")
     return wrong
@@ -133,7 +141,7 @@ def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
     reason = _disabled or heinsen_unsupported_reason(dtype, D, E, device)
     if not reason:
         warn_if_untested()
-        reason = heinsen_failure(dtype, v_dtype, D, device)
+        reason = heinsen_failure(dtype, v_dtype, width("heinsen", dtype, D, E), device)
     if reason:
         warn_once(f"heinsen attention runs in plain PyTorch, not on its Triton kernels: {reason}")
     return reason

@@ -89,6 +89,42 @@ def sums(q, k, v, log_g, *, p, scale):
         return tuple(x.flatten(1, 2).transpose(1, 2) for x in (num, den))
 
 
+def attend_after_state(sums, q, k, v, log_g, state, *, p):
+    """Return y [B, n, H, E] in q's dtype, with the PowerState `state` before the first token; see `power_attention`.
+
+    sums(q, k, v, log_g, p=p, scale=1.0) returns the sums over pairs of tokens, num [B, n, H, E] and den [B, H, n], as
+    `kernels.operators.quadratic_sums` does. What the queries read from the state is computed here, in as many pieces as
+    memory asks for.
+    """
+    Hkv, n, m, dtype = k.shape[2], q.shape[1], k.shape[1], accumulation_dtype(q)
+    with without_autocast(q.device):
+        gates, left = None if log_g is None else _sum_gates(log_g), None
+        state = _scale_state(state, _unit_of_state(state, p), p)
+        scale = _scale_of_rows(_by_head(k, dtype), gates, state.unit, p)[..., -n:, None]  # [B, Hkv, n, 1]
+        queries = to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1))) * scale.unsqueeze(2)
+        rows = queries.flatten(1, 2).transpose(1, 2)
+        rows, k, v = (x.to(dtype_after_state(q.dtype)) for x in (rows, k, v))
+        num, den = sums(rows, k, v, log_g, p=p, scale=1.0)
+        num, den = num.transpose(1, 2).unflatten(1, (Hkv, -1)), den.unflatten(1, (Hkv, -1))
+        queries = queries / state.unit.unsqueeze(2)
+        if gates is not None:
+            left = _decay(gates.span(m - n + 1, m), gates.span(0, 0), dtype).unsqueeze(2)  # [B, Hkv, 1, n, 1]
+            queries = queries.where(left > 0, 0)
+        num_before, den_before = _query_state_in_pieces(queries, state, p)
+        if left is not None:
+            num_before, den_before = num_before * left, den_before * left.squeeze(-1)
+        y = normalize(num + num_before, den + den_before)
+        return y.flatten(1, 2).transpose(1, 2).to(q.dtype)
+
+
+def dtype_after_state(dtype):
+    """Return the dtype in which `attend_after_state` computes pairs of tokens of `dtype`.
+
+    That is float32 for float16, whose exponents do not hold rows that are scaled for the state.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 def read_cache(q, k, v, log_g, state, *, p, flush_cache):
     """Attend from the newest tokens to the KV cache and the state before it: one piece of generation.
 
@@ -242,6 +278,14 @@ def query_state(q, state, p):
         phi = symmetric_power_embedding(x, p)
         parts.append((phi @ state.S.unsqueeze(2), (phi @ state.z[:, :, None, :, None]).squeeze(-1)))
     return _concatenate_rows(parts)
+
+
+def _query_state_in_pieces(q, state, p):
+    """Return what `query_state` does; the features of more than one piece of q are computed again to differentiate."""
+    pieces = q.split(_tokens_at_once(q, p), dim=3)
+    again = len(pieces) > 1 and torch.is_grad_enabled()
+    run = partial(checkpoint, query_state, use_reentrant=False) if again else query_state
+    return _concatenate_rows([run(piece, state, p) for piece in pieces])
 
 
 def update_state(k, v, p):

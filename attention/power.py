@@ -64,8 +64,8 @@ def power_attention(
     A state, initial or returned, is then that of N sequences. The first call with a cu_seqlens waits for the GPU, to
     read it; under torch.compile and in a CUDA graph its values are neither read nor checked.
 
-    Returns y [B, n, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor (on the
-    GPU kernels once).
+    Returns y [B, n, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor, also by
+    torch.func.grad and vmap (on the GPU kernels once; NotImplementedError for a second derivative and forward mode).
     Raises ValueError for arguments that do not fit, MemoryError for a state that does not.
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
@@ -87,7 +87,7 @@ def power_attention(
 
 def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False):
     """Return what `power_attention` does, computed as the Plan `chosen` says."""
-    (B, n), T = q.shape[:2], k.shape[1]
+    (B, n), T, has_state = q.shape[:2], k.shape[1], initial_state is not None
     if not chosen.on_kernels or B == 0:  # a kernel cannot be launched on nothing
         y, state = forms.attend(
             q, k, v, log_g, p=p, form=chosen.form, chunk_size=chosen.chunk_size, initial_state=initial_state,
@@ -96,15 +96,18 @@ def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False
         return (y, state) if return_state else y
     kernel_gates = None if log_g is None else log_g.float()
     if chosen.form == "chunked":
-        check_chunks_fit(q if n == T else k, k, p, chosen.chunk_size)
+        check_chunks_fit(q if n == T else k, k, v, p, chosen.chunk_size)
         sizes, state, last = dict(p=p, chunk=chosen.chunk_size), initial_state or (None, None), (k, v, kernel_gates)
         if n < T:
             before, last = zip(*((None, None) if x is None else x.split((T - n, n), dim=1) for x in last))
             state = backend.chunked_state(*before, *state, **sizes)
         y, S, z = backend.chunked_attention(q, *last, *state, **sizes, final=return_state)
         return (y, PowerState(S, z)) if return_state else y
-    y = backend.quadratic_attention(q, k, v, kernel_gates, p=p)
-    return (y, forms.flush(k, v, log_g, None, p=p)) if return_state else y
+    if has_state:
+        y = forms.attend_after_state(backend.quadratic_sums, q, k, v, kernel_gates, initial_state, p=p)
+    else:
+        y = backend.quadratic_attention(q, k, v, kernel_gates, p=p)
+    return (y, forms.flush(k, v, log_g, initial_state, p=p)) if return_state else y
 
 
 # ---- packed sequences
@@ -121,8 +124,8 @@ def _attend_to_sequences(q, k, v, log_g, cu_seqlens, *, p, form, chunk_size, ini
     )  # fmt: skip
     states = has_state or return_state
     if chosen.on_kernels and chosen.form == "chunked":  # chunks as for one sequence of T tokens
-        D = index(D)  # see `plan`
-        chosen = chosen._replace(chunk_size=kernel_chunk_size(T, D, p, chunk_size, gated))
+        W = backend.width("chunked", q.dtype, index(D), index(E))  # see `plan`
+        chosen = chosen._replace(chunk_size=kernel_chunk_size(T, W, p, chunk_size, gated))
     if not states and (chosen.on_kernels or lengths is None):
         return _attend(q, k, v, reset_gates(log_g, cu_seqlens, k), chosen, p=p)
     if states:
@@ -134,12 +137,12 @@ def _attend_to_sequences(q, k, v, log_g, cu_seqlens, *, p, form, chunk_size, ini
         )  # fmt: skip
     chunk = chosen.chunk_size
     if chunk_size is None:
-        cost, sizes = backend.cost, (D, p, gated)
+        cost, sizes = backend.cost, (W, p, gated)
         chunk = cost.packed_chunk_size(lengths, *sizes) if lengths else cost.chunk_size(typical, *sizes)
     gates = log_g if has_state else reset_gates(log_g, cu_seqlens, k)
     slots = make_slots(cu_seqlens, lengths, T, chunk)
     q, k, v, gates = (None if x is None else slots.fill(x) for x in (q, k, v, gates))
-    check_chunks_fit(q, k, p, chunk)
+    check_chunks_fit(q, k, v, p, chunk)
     y, S, z = backend.chunked_attention(
         q, k, v, None if gates is None else gates.float(), *(initial_state or (None, None)), p=p, chunk=chunk,
         final=return_state, first_chunks=slots.first_chunks,
@@ -177,7 +180,7 @@ def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
     _check(q, k, v, log_g, p, scale, "quadratic")
     (*_, D), T, E = q.shape, k.shape[1], v.shape[3]
     scale = D**-0.5 if scale is None else scale
-    chosen = plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=log_g is not None, form="quadratic")
+    chosen = plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=log_g is not None, form="quadratic", sums=True)
     if not chosen.on_kernels or q.shape[0] == 0:
         return forms.sums(q, k, v, log_g, p=p, scale=scale)
     num, den = backend.quadratic_sums(q, k, v, None if log_g is None else log_g.float(), p=p, scale=scale)

@@ -1,6 +1,8 @@
 """Attention on a GPU: Triton kernels, and the operators through which torch calls them.
 
 operators      the door: both whole forms as torch operators, and from steps.py the chunked form's steps
+arguments      what the public functions ask of their arguments; rows of any width for kernels of a few
+transforms     autograd, torch.func and torch.compile of the operators
 adaptive       the quadratic form with a power for each row as a torch operator
 quadratic      the kernels of the quadratic form, and the functions that launch them
 chunked        the chunked form forward and backward, made of the kernels in
@@ -27,28 +29,47 @@ import importlib.util
 import torch
 
 HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32, torch.float16)
-CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))  # (D, p) of the chunked form
+CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))  # (width, p) of the chunked form
+QUADRATIC_WIDTHS = (*HEAD_DIMS, 256)
+
+
+def widest(form, dtype):
+    """Return the largest head dimension that the kernels of `form` take in a dtype; form: see `unsupported_reason`."""
+    if form in ("quadratic", "sums", "adaptive") and dtype != torch.float32:  # whose tiles would not fit shared memory
+        return QUADRATIC_WIDTHS[-1]
+    return HEAD_DIMS[-1]
+
+
+def width(form, dtype, *sizes):
+    """Return the width that kernels of `form` have for rows of these sizes: the smallest that is no less, or 0."""
+    return next((W for W in QUADRATIC_WIDTHS if max(sizes) <= W <= widest(form, dtype)), 0)
 
 
 def unsupported_reason(form, dtype, D, E, p, device=None):
     """Return why the kernels of `form` cannot run on a GPU, or "" if they can.
 
-    form: "quadratic", "chunked", or "decode" or "adaptive", which take the sizes of "quadratic". The inputs are q, k
-    [..., D] and v [..., E] of `dtype`; p is the power ("adaptive": 0, since each row has its own); device: the GPU, by
-    default the current one.
+    form: "quadratic" ("sums" and "adaptive" take its sizes), "chunked", "heinsen" or "decode". The inputs are q, k
+    [..., D] and v [..., E] of `dtype`; p is the power ("adaptive", "heinsen": not read); device: the GPU, by default
+    the current one.
     """
     dtypes = DTYPES[:2] if form == "decode" else DTYPES
     if dtype not in dtypes:
         name, *taken = (str(x).removeprefix("torch.") for x in (dtype, *dtypes))
         return f"{name} (they take {', '.join(taken)})"
-    if D not in HEAD_DIMS:
-        return f"head dimension {D} (they take {', '.join(map(str, HEAD_DIMS))})"
-    if E != D:
-        return f"values {E} wide where keys are {D} (they take equal widths)"
-    if p not in POWERS and form != "adaptive":
+    if form == "decode":
+        if D not in HEAD_DIMS:
+            return f"head dimension {D} (in generation they take {', '.join(map(str, HEAD_DIMS))})"
+        if E != D:
+            return f"values {E} wide where keys are {D} (in generation they take equal widths)"
+    if not width(form, dtype, D, E):
+        what, most = f"head dimension {D}" if D >= E else f"values {E} wide", widest(form, dtype)
+        of = " in the chunked form" if form == "chunked" else " in float32" if dtype == torch.float32 else ""
+        return f"{what} (they take up to {most}{of})"
+    if p not in POWERS and form not in ("adaptive", "heinsen"):
         return f"p={p} (they take {', '.join(map(str, POWERS))})"
-    if form == "chunked" and (D, p) not in CHUNKED_SIZES:
-        return f"head dimension {D} with p={p} (in the chunked form they take {', '.join(map(str, CHUNKED_SIZES))})"
+    if form == "chunked" and (width(form, dtype, D, E), p) not in CHUNKED_SIZES:
+        sizes = ", ".join(f"p={m} up to {max(W for W, power in CHUNKED_SIZES if power == m)}" for m in (2, 4))
+        return f"head dimension {D} and values {E} wide with p={p} (in the chunked form they take {sizes})"
     if not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} (they take compute capability 8.0 and later)"
     if importlib.util.find_spec("triton") is None:
@@ -62,4 +83,4 @@ def heinsen_unsupported_reason(dtype, D, E, device=None):
     The inputs are q, k [..., D] of `dtype` and v [..., E] of `dtype` or float32; device: the GPU, by default the
     current one.
     """
-    return unsupported_reason("quadratic", dtype, D, E, 2, device)  # the limits are the same
+    return unsupported_reason("heinsen", dtype, D, E, 2, device)

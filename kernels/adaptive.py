@@ -11,42 +11,52 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import quadratic
+from .arguments import check, check_device, check_qkv, to_width
 from .operators import pad_queries
-from .steps import empty_like, register_gradient
+from .steps import asked, empty_like, keep
+from .transforms import transformable, transformable_once
 
 
 def adaptive_attention(q, k, v, powers, log_g=None):
-    """Return y [B, n, H, D] in q's dtype: y_i = sum_j w_ij v_j / sum_j w_ij, w_ij = |q_i . k_j|^p_i, j <= i.
+    """Return y [B, n, H, E] in q's dtype: y_i = sum_j w_ij v_j / sum_j w_ij, w_ij = |q_i . k_j|^p_i, j <= i.
 
-    q [B, n, H, D], of the last n of T tokens, k, v [B, T, Hkv, D] bfloat16, float16 or float32, any strides; powers [B,
-    n] float32, at least 1; log_g [B, T, Hkv] float32 of 0 and -inf (which begins a document) or None, all on one GPU.
+    q [B, n, H, D], of the last n of T tokens, k [B, T, Hkv, D], v [B, T, Hkv, E] bfloat16, float16 or float32, any
+    strides, D and E at most 256 (in float32 128); powers [B, n] float32, at least 1; log_g [B, T, Hkv] float32 of 0 and
+    -inf (which begins a document) or None, all on one GPU. Raises ValueError for arguments that do not fit.
     """
-    q, extra = pad_queries(q, k)
+    check_qkv("adaptive", q, k, v)
+    check("powers", powers, q.shape[:2])
+    check("log_g", log_g, k.shape[:3])
+    check_device(q, k=k, v=v, powers=powers, log_g=log_g)
+    (q, extra), E = pad_queries(q, k), v.shape[3]
     powers = F.pad(powers, (extra, 0), value=2.0) if extra else powers
-    return _adaptive(q, k, v, powers, log_g)[0][:, extra:]
+    return _adaptive(*to_width("adaptive", q, k, v), powers, log_g)[0][:, extra:, :, :E]
 
 
 @torch.library.custom_op("sympow::adaptive", mutates_args=())
-def _adaptive(q: Tensor, k: Tensor, v: Tensor, powers: Tensor, log_g: Tensor | None) -> tuple[Tensor, Tensor]:
+def _adaptive_operator(q: Tensor, k: Tensor, v: Tensor, powers: Tensor, log_g: Tensor | None) -> tuple[Tensor, Tensor]:
     return quadratic.forward(q, k, v, log_g, p=0, powers=powers)
 
 
-@_adaptive.register_fake
+@_adaptive_operator.register_fake
 def _(q, k, v, powers, log_g):
     B, n, H, _ = q.shape
     return empty_like(q), q.new_empty(B, H, quadratic.padded(n), dtype=torch.float32)
 
 
 @torch.library.custom_op("sympow::adaptive_backward", mutates_args=())
-def _adaptive_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, powers: Tensor, log_g: Tensor | None, y: Tensor, l: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return quadratic.backward(dy, None, q, k, v, log_g, y, l, p=0, powers=powers)
+def _adaptive_backward_operator(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, powers: Tensor, log_g: Tensor | None, y: Tensor, l: Tensor,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    needs_q, needs_k, needs_v, needs_p = needs
+    wanted = needs_q, needs_k or needs_v, needs_p
+    return asked(quadratic.backward(dy, None, q, k, v, log_g, y, l, p=0, powers=powers, needs=wanted), needs)
 
 
-@_adaptive_backward.register_fake
-def _(dy, q, k, v, powers, log_g, y, l):
-    return *map(empty_like, (q, k, v)), q.new_empty(powers.shape, dtype=torch.float32)
+@_adaptive_backward_operator.register_fake
+def _(dy, q, k, v, powers, log_g, y, l, needs):
+    return asked((*map(empty_like, (q, k, v)), empty_like(powers)), needs)
 
 
 def _save(ctx, inputs, output):
@@ -56,8 +66,9 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, dy, _):
-    q, k, v, powers, log_g, y, l = ctx.saved_tensors
-    return *_adaptive_backward(dy, q, k, v, powers, log_g, y, l), None
+    needs = [*ctx.needs_input_grad[:4]]
+    return *keep(_adaptive_backward(dy, *ctx.saved_tensors, needs), needs), None
 
 
-register_gradient(_adaptive, _save, _differentiate, _adaptive_backward)
+_adaptive_backward = transformable_once(_adaptive_backward_operator)
+_adaptive = transformable(_adaptive_operator, _save, _differentiate)

@@ -32,7 +32,7 @@ import math
 import torch
 import triton
 
-from . import quadratic
+from . import quadratic, width
 from .common import HALF, LIFT, TOP, device_guard, padded
 from .discumsum import discumsum
 from .gates import chunk_dlog_g, chunk_gates
@@ -51,13 +51,15 @@ def state_size(D, p):
     return features(D, p) * D + (0 if p == 2 else entries(D, p) ** 2)
 
 
-def bytes_needed(q, k, p, chunk, backward=True):
+def bytes_needed(q, k, v, p, chunk, backward=True):
     """Return the bytes that `forward`, and with it `backward`, allocate beyond y and the gradients.
 
     These are the states, the saved arrays made from keys and values, the arrays made from queries and dy, and for p = 4
-    the buffers of `query_gradient`. Only the shapes and dtype of q [B, T, H, D] and k [B, T, Hkv, D] are used.
+    the buffers of `query_gradient`. Only the shapes and dtype of q [B, T, H, D], k [B, T, Hkv, D] and v [B, T, Hkv, E]
+    are used.
     """
     (B, T, H, D), HKV, size = q.shape, k.shape[2], HALF[q.dtype].itemsize
+    D = width("chunked", q.dtype, D, v.shape[3])
     states = B * HKV * -(-T // chunk) * (state_size(D, p) * size + 4 * D * D * (p == 2))
     row, products = 2 * D * size + 8, 2 * entries(D, p) * size if p == 4 else 0
     rows = B * T * (HKV * row + H * (row + products))
@@ -118,7 +120,7 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_c
     """
     s = Sizes(q, k, p, chunk)
     with device_guard(q.device):
-        into, out, whole, near = chunk_gates(log_g, s, near=first_chunks is None)
+        into, out, whole, near = chunk_gates(log_g, s, near=True, first_chunks=first_chunks)
         states, packed = initial is not None or final, first_chunks is not None
         mirror = key_mirror(s, k) if reflects(q.dtype, states, packed) else None
         keys = prepare(s, k, v, decay=out, mirror=mirror)
@@ -138,40 +140,51 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_c
     return y, (l, S, unit_s, Z, mirror, *of_keys), (S_last, Z_last)
 
 
-def backward(dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chunk, first_chunks=None):
+def backward(
+    dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chunk, first_chunks=None, needs=(True,) * 5
+):
     """Return dq, dk, dv, dlog_g (None without gates) and the gradient to the initial state (S, Z), or (None, None).
 
     saved: what `forward` returned; final: the gradient (dS, dZ) to the last state, or None; initial: True if there was
-    an initial state; first_chunks: as for `forward`.
+    an initial state; first_chunks: as for `forward`; needs: which of the five are wanted. What is not wanted is None,
+    or not complete.
     """
     l, S, unit_s, Z, mirror, *of_keys = saved
     mirror = None if mirror is None or not mirror.numel() else mirror  # operators save a tensor without entries
     s = Sizes(q, k, p, chunk)
+    needs_q, needs_k, needs_v, needs_g, needs_state = needs
+    gated, needs_state = log_g is not None and needs_g, needs_state and initial
+    carries = needs_k or needs_v or gated or needs_state  # a gradient to the states before each chunk is needed
+    dlog_g = None
     with device_guard(q.device):
-        into, out, whole, near = chunk_gates(log_g, s, near=first_chunks is None)
+        into, out, whole, near = chunk_gates(log_g, s, near=True, first_chunks=first_chunks)
+        inside_needs = (needs_q or gated, needs_k or needs_v or gated, gated)
         dq, dk, dv, inside = quadratic.backward(
-            dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, near=near, before=initial
+            dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, near=near, before=initial, needs=inside_needs
         )
-        queries = prepare(s, q, dy, y, l, decay=into, mirror=mirror)
-        dS = update_state(s, s.H, queries)
-        dS_last, dZ_last = final or (None, None)
-        gated = log_g is not None
-        others = (S, unit_s) if gated else (None, None)
-        options = dict(reverse=True, final=initial, first_chunks=first_chunks)
-        unit_d, dS0, carried = discumsum(s, dS, queries["unit_v"], whole, dS_last, *others, **options)
-        dZ, dZ0, carried_z = queries["z"], None, None
-        if p == 2:
-            other = Z if gated else None
-            _, dZ0, carried_z = discumsum(None, dZ, None, whole, dZ_last, other, **options)
-        skip = -1 if initial else 0
-        read = query_gradient(s, queries, S, unit_s, skip, dq, q, Z, queries["weight"], gated, mirror)
+        queries, (dS0, dZ0) = prepare(s, q, dy, y, l, decay=into, mirror=mirror), (None, None)
+        if carries:
+            dS, dZ, carried_z = update_state(s, s.H, queries), queries["z"], None
+            dS_last, dZ_last = final or (None, None)
+            others = (S, unit_s) if gated else (None, None)
+            how = dict(reverse=True, final=needs_state, first_chunks=first_chunks)
+            unit_d, dS0, carried = discumsum(s, dS, queries["unit_v"], whole, dS_last, *others, **how)
+            if p == 2:
+                _, dZ0, carried_z = discumsum(None, dZ, None, whole, dZ_last, Z if gated else None, **how)
+        if needs_q or gated:
+            skip = -1 if initial else 0
+            read = query_gradient(s, queries, S, unit_s, skip, dq, q, Z, queries["weight"], gated, mirror)
         del queries
-        keys = dict(zip(OF_KEYS, of_keys, strict=True))
-        keys |= {"xt": products(s, keys["rows"]), "weight": keys["factor"]}
-        skip = s.chunks - 1 if final is None else -1
-        given = query_gradient(s, keys, dS, unit_d, skip, dk, k, dZ, out, gated, mirror)
-        query_state(s, keys, dS, unit_d, skip, out=dv)
-        dlog_g = chunk_dlog_g(log_g, s, inside, near, read, given, carried, carried_z) if gated else None
+        if needs_k or needs_v or gated:
+            keys = dict(zip(OF_KEYS, of_keys, strict=True))
+            keys |= {"xt": products(s, keys["rows"]), "weight": keys["factor"]}
+            skip = s.chunks - 1 if final is None else -1
+            if needs_k or gated:
+                given = query_gradient(s, keys, dS, unit_d, skip, dk, k, dZ, out, gated, mirror)
+            if needs_v:
+                query_state(s, keys, dS, unit_d, skip, out=dv)
+        if gated:
+            dlog_g = chunk_dlog_g(log_g, s, inside, near, read, given, carried, carried_z)
     return dq, dk, dv, dlog_g, (dS0, dZ0)
 
 

@@ -116,6 +116,9 @@ SAFE = {
     },
 }
 SAFE["amd"] = {**SAFE["wgmma"], "dkdv": SAFE["mma"]["dkdv"]}
+for gpus in ("mma", "wgmma", "tcgen05", "amd"):  # head dimension 256: the quadratic form alone, not in float32
+    wide = dict(forward=Config(64, 32, 8, 2), dq=Config(32, 32, 8, 2), dkdv=Config(32, 32, 8, 2))
+    SAFE[gpus] |= {name: [*SAFE[gpus][name], (256, config)] for name, config in wide.items()}
 
 
 def choose(kernel, q, p, gated=False, chunked=False):

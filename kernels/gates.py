@@ -195,6 +195,7 @@ def dlog_g_kernel(
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "TP", "CHUNK", "HKV"])
 def chunk_gates_kernel(
     LOG_G,
+    STARTS,  # int8: 1 for a chunk with which a packed sequence begins, or None
     INTO, OUT, WHOLE, NEAR,  # what is written; NEAR may be None
     g_b, g_t, g_h,  # strides of LOG_G [B, T, Hkv]
     T, TP, CHUNK, HKV,
@@ -214,6 +215,8 @@ def chunk_gates_kernel(
     if NEAR is not None:
         gate, zero = log_gates(LOG_G, g_t, tl.maximum(begin - NEAR_TOKENS, 0) + tl.arange(0, NEAR_TOKENS), T)
         forgotten = (tl.sum(gate, 0) < NEAR_DECAY) | (tl.sum(zero.to(tl.int32), 0) > 0)
+        if STARTS is not None:
+            forgotten = forgotten & (tl.load(STARTS + chunk) == 0)
         near = tl.where((chunk > 0) & forgotten, NEAR_TOKENS, 0)
         tl.store(NEAR + tl.program_id(0), near)
     total, resets = tl.zeros([], tl.float64), tl.zeros([], tl.int32)
@@ -344,20 +347,22 @@ def dlog_g(row, log_g, H):
     return result
 
 
-def chunk_gates(log_g, s, near=False):
+def chunk_gates(log_g, s, near=False, first_chunks=None):
     """Launch chunk_gates_kernel; return (INTO, OUT, WHOLE, NEAR), see the table above, or four None without log_g.
 
     log_g [B, T, Hkv] float32, any strides, or None; s: `chunked.Sizes`; near: True if the quadratic kernels
-    attend to the tokens that NEAR says. If not, NEAR is None and every row reads the state: packed sequences and single
-    steps have states of their own before a chunk.
+    attend to the tokens that NEAR says. If not, NEAR is None and every row reads the state: single steps have states of
+    their own before a chunk. first_chunks: as for `operators.chunked_attention`.
     """
     if log_g is None:
         return None, None, None, None
     into, out = (empty(log_g, s.B * s.HKV, s.TP) for _ in range(2))
     whole = empty(log_g, s.B * s.HKV, s.chunks)
-    near = empty(log_g, s.B * s.HKV, s.chunks, dtype=torch.int32) if near else None
+    near, starts = empty(log_g, s.B * s.HKV, s.chunks, dtype=torch.int32) if near else None, None
+    if first_chunks is not None:
+        starts = empty(log_g, s.chunks + 1, dtype=torch.int8).zero_().index_fill_(0, first_chunks.long(), 1)
     chunk_gates_kernel[(s.B * s.HKV * s.chunks,)](
-        log_g, into, out, whole, near, *log_g.stride(), s.T, s.TP, s.chunk, s.HKV, N=_tokens(s.chunk)
+        log_g, starts, into, out, whole, near, *log_g.stride(), s.T, s.TP, s.chunk, s.HKV, N=_tokens(s.chunk)
     )
     return into, out, whole, near
 

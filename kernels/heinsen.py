@@ -480,8 +480,8 @@ def forward(q, k, v, documents=None, initial=None, *, final=False):
     return y, L, last
 
 
-def backward(dy, q, k, v, documents, L, initial=None, final=None):
-    """Return dq, dk, dv and the gradient (dS, dz) to the initial state, or None.
+def backward(dy, q, k, v, documents, L, initial=None, final=None, only_q=False):
+    """Return dq, dk, dv and the gradient (dS, dz) to the initial state, or None; with only_q dk and dv are None too.
 
     final: (m, dS, dz) of the last state: its reference and the gradient to it, or None. The others are as in `forward`.
     """
@@ -497,6 +497,8 @@ def backward(dy, q, k, v, documents, L, initial=None, final=None):
             q, k, v, dy, L, documents, *states, dq, delta, *strides, T, H, HKV, CHUNK, **_options("dq", q)
         )
         del states
+        if only_q:
+            return dq, None, None, None
         states, first = chunk_states(q, dy, documents, final, L, delta, HKV, last=initial is not None)
         dkdv_kernel[(B * HKV * triton.cdiv(T, CHUNK),)](
             q, k, v, dy, L, delta, documents, *states, dk, dv, *strides, T, H, HKV, CHUNK, **_options("dkdv", q)

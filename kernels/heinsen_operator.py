@@ -7,9 +7,14 @@ It is written in the order that operators.py describes, and can be differentiate
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from . import heinsen
-from .steps import empty_like, register_gradient
+from .arguments import check, check_device, check_qkv, described, to_width
+from .steps import asked, empty_like, keep
+from .transforms import transformable, transformable_once
+
+NO_FEATURE = {torch.float16: -65504.0}  # an entry of q and k whose weight is zero beside any other; -1e30 if it fits
 
 
 def heinsen_attention(q, k, v, documents=None, m=None, S=None, z=None, *, final=False):
@@ -17,21 +22,42 @@ def heinsen_attention(q, k, v, documents=None, m=None, S=None, z=None, *, final=
 
         w_ij = sum_d exp(q_id + k_jd),   y_i = sum_j w_ij v_j / sum_j w_ij          over j <= i of the same document
 
-    q [B, T, H, D], k [B, T, Hkv, D] bfloat16, float16 or float32, v [B, T, Hkv, D] in q's dtype or float32, any
-    strides, on one GPU; query head h reads head h // (H / Hkv) of keys. D is one of kernels.HEAD_DIMS. y [B, T, H, D]
-    has v's dtype.
-    documents [B, T] int32, non-decreasing, or None: tokens see earlier ones with the same number.
-    m [B, Hkv, D], S [B, Hkv, D, D], z [B, Hkv, D] float32: the state before the first token, which tokens with the
+    q [B, T, H, D], k [B, T, Hkv, D] bfloat16, float16 or float32, v [B, T, Hkv, E] in q's dtype or float32, any
+    strides, on one GPU; query head h reads head h // (H / Hkv) of keys. D and E are at most 128. y [B, T, H, E] has v's
+    dtype. documents [B, T] int32, non-decreasing, or None: tokens see earlier ones with the same number.
+    m [B, Hkv, D], S [B, Hkv, D, E], z [B, Hkv, D] float32: the state before the first token, which tokens with the
     number 0 see, or None. Its sums are exp(m_d) S_d and exp(m_d) z_d; an empty state has m = -1e30. The m, S and z
     returned are the state after the last token, of that token's document, empty tensors unless `final`. m is a constant
     to autograd: the gradients to and from S and z are taken at fixed m, which cancels in whatever a state is read for.
+    Raises ValueError for arguments that do not fit.
     """
+    _check(q, k, v, documents, m, S, z)
+    D, E = q.shape[3], v.shape[3]
+    (v,) = to_width("heinsen", v, k)[:1]
+    q, k = to_width("heinsen", q, k, v, fill=NO_FEATURE.get(q.dtype, -1e30))[:2]
+    W = q.shape[3]
+    if m is not None and (D, E) != (W, W):  # features that no query reads
+        m, z, S = F.pad(m, (0, W - D), value=-1e30), F.pad(z, (0, W - D)), F.pad(S, (0, W - E, 0, W - D))
     y, m, S, z, _ = _heinsen(q, k, v, documents, m, S, z, final)
-    return y, m, S, z
+    return y[..., :E], *((m[..., :D], S[..., :D, :E], z[..., :D]) if final else (m, S, z))
+
+
+def _check(q, k, v, documents, m, S, z):
+    """Raise ValueError for arguments that do not fit."""
+    check_qkv("heinsen", q, k, v, n_is_T=True, v_dtypes=(torch.float32,), may_be_empty=True)
+    (B, T, HKV, D), E = k.shape, v.shape[3]
+    check("documents", documents, (B, T), torch.int32)
+    if len({x is None for x in (m, S, z)}) > 1:
+        got = ", ".join(f"{name} {'None' if x is None else described(x)}" for name, x in zip("mSz", (m, S, z)))
+        raise ValueError(f"m, S and z must all be given or all be None, got {got}")
+    check("m", m, (B, HKV, D))
+    check("S", S, (B, HKV, D, E))
+    check("z", z, (B, HKV, D))
+    check_device(q, k=k, v=v, documents=documents, m=m, S=S, z=z)
 
 
 @torch.library.custom_op("sympow::heinsen", mutates_args=())
-def _heinsen(
+def _heinsen_operator(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, m0: Tensor | None, S0: Tensor | None, z0: Tensor | None,
     final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -40,26 +66,26 @@ def _heinsen(
     return y, *(last or _empty_state(k, False)), L
 
 
-@_heinsen.register_fake
+@_heinsen_operator.register_fake
 def _(q, k, v, documents, m0, S0, z0, final):
     B, T, H, _ = q.shape
     return empty_like(q, v.dtype), *_empty_state(k, final), _empty(q, B, H, T)
 
 
 @torch.library.custom_op("sympow::heinsen_backward", mutates_args=())
-def _heinsen_backward(
+def _heinsen_backward_operator(
     dy: Tensor, dS: Tensor | None, dz: Tensor | None, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
-    m0: Tensor | None, S0: Tensor | None, z0: Tensor | None, m: Tensor, L: Tensor,
+    m0: Tensor | None, S0: Tensor | None, z0: Tensor | None, m: Tensor, L: Tensor, needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     initial = None if m0 is None else (m0, S0, z0)
     final = None if dS is None else (m, dS, dz)
-    *grads, state = heinsen.backward(dy, q, k, v, documents, L, initial, final)
-    return *grads, *(state or _empty_state(k, False)[1:])
+    *grads, state = heinsen.backward(dy, q, k, v, documents, L, initial, final, only_q=not any(needs[1:]))
+    return asked((*grads, *(state or (None, None))), needs)
 
 
-@_heinsen_backward.register_fake
-def _(dy, dS, dz, q, k, v, documents, m0, S0, z0, m, L):
-    return *map(empty_like, (q, k, v)), *_empty_state(k, m0 is not None)[1:]
+@_heinsen_backward_operator.register_fake
+def _(dy, dS, dz, q, k, v, documents, m0, S0, z0, m, L, needs):
+    return asked((*map(empty_like, (q, k, v)), *_empty_state(k, m0 is not None)[1:]), needs)
 
 
 def _save(ctx, inputs, output):
@@ -78,12 +104,13 @@ def _differentiate(ctx, dy, dm, dS, dz, dL):
     elif dS is not None or dz is not None:
         _, like_S, like_z = _empty_state(k, True)
         dS, dz = like_S.zero_() if dS is None else dS, like_z.zero_() if dz is None else dz
-    dq, dk, dv, dS0, dz0 = _heinsen_backward(dy, dS, dz, q, k, v, documents, m0, S0, z0, m, L)
-    state = (None, None) if m0 is None else (dS0, dz0)
-    return dq, dk, dv, None, None, *state, None
+    needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:7]]
+    grads = keep(_heinsen_backward(dy, dS, dz, q, k, v, documents, m0, S0, z0, m, L, needs), needs)
+    return *grads[:3], None, None, *grads[3:], None
 
 
-register_gradient(_heinsen, _save, _differentiate, _heinsen_backward)
+_heinsen_backward = transformable_once(_heinsen_backward_operator)
+_heinsen = transformable(_heinsen_operator, _save, _differentiate)
 
 
 def _empty(like, *shape):

@@ -92,6 +92,19 @@ def tails_of(d, r):
     return [symmetric_power_dim(d, r) - symmetric_power_dim(d - i, r) for i in range(d)]
 
 
+def positions_of_narrower(d, D, p):
+    """Return, for each multi-index of d entries, its place among those of D >= d entries, [C(d+p-1, p)] int64.
+
+    Both are in lexicographic order. It is built degree by degree like the features: behind a first index i come the
+    multi-indices of a degree less from i on.
+    """
+    at = np.arange(d)
+    for r in range(1, p):
+        own, others, starts = tails_of(d, r), tails_of(D, r), tails_of(D, r + 1)
+        at = np.concatenate([starts[i] + at[own[i] :] - others[i] for i in range(d)])
+    return at
+
+
 def make_sqrt_multiplicity(d, p):
     """Return sqrt(p! / (c_1! ... c_d!)) for each multi-index, [C(d+p-1, p)], built degree by degree like the
     features."""

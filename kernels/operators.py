@@ -8,17 +8,33 @@
 and, from steps.py, the chunked form's steps one by one: update_state, discumsum, query_state, create_inputs.
 
 Each is one operator forward and one backward, opaque to torch.compile: there is no graph break, and meta tensors give
-the shapes. They can be differentiated once. Here and in steps.py every operator is written in the same order: the
-public function, the operator and its fake, the backward operator and its fake, what is saved, how the gradient is
-computed.
+the shapes. They can be differentiated once, also by torch.func, and take only the gradients that are asked for. The
+public functions check their arguments (arguments.py) and take rows of any width up to the kernels' largest. Here and in
+steps.py every operator is written in the same order: the public function, the operator and its fake, the backward
+operator and its fake, what is saved, how the gradient is computed.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
 from . import chunked, quadratic
+from .arguments import (
+    check,
+    check_chunks,
+    check_device,
+    check_first_chunks,
+    check_power,
+    check_qkv,
+    check_state,
+    narrow_state,
+    to_width,
+    widen_state,
+)
 from .layout import symmetric_power_dim
-from .steps import create_inputs, discumsum, empty_like, query_state, register_gradient, update_state
+from .steps import asked, create_inputs, discumsum, empty_like, keep, query_state, update_state
+from .transforms import transformable, transformable_once
 
 __all__ = [
     "quadratic_attention", "quadratic_sums", "chunked_attention", "chunked_state", "update_state", "discumsum",
@@ -30,23 +46,36 @@ __all__ = [
 
 
 def quadratic_attention(q, k, v, log_g=None, *, p):
-    """Return power attention y [B, n, H, D] in q's dtype, computed in the quadratic form.
+    """Return power attention y [B, n, H, E] in q's dtype, computed in the quadratic form.
 
-    q [B, n, H, D], of the last n of T tokens, k, v [B, T, Hkv, D], bfloat16, float16 or float32, log_g [B, T, Hkv]
-    float32 or None, any strides, on one GPU. See `attention.power.power_attention` for their meaning.
+    q [B, n, H, D], of the last n of T tokens, k [B, T, Hkv, D], v [B, T, Hkv, E], bfloat16, float16 or float32, log_g
+    [B, T, Hkv] float32 or None, any strides, on one GPU; D and E are at most 256 (in float32 128), p is one of
+    kernels.POWERS. See `attention.power.power_attention` for their meaning. Raises ValueError for arguments that do not
+    fit.
     """
-    q, extra = pad_queries(q, k)
-    return _quadratic(q, k, v, log_g, p, 1.0, True)[0][:, extra:]
+    _check_quadratic(q, k, v, log_g, p)
+    (q, extra), E = pad_queries(q, k), v.shape[3]
+    return _quadratic(*to_width("quadratic", q, k, v), log_g, p, 1.0, True)[0][:, extra:, :, :E]
 
 
 def quadratic_sums(q, k, v, log_g=None, *, p, scale):
-    """Return the numerators sum_j w_ij v_j [B, n, H, D] and the denominators sum_j w_ij [B, H, n], both float32.
+    """Return the numerators sum_j w_ij v_j [B, n, H, E] and the denominators sum_j w_ij [B, H, n], both float32.
 
-    w_ij = decay_ij (scale q_i . k_j)^p; the arguments are those of `quadratic_attention`.
+    w_ij = decay_ij (scale q_i . k_j)^p; the arguments are those of `quadratic_attention`, and scale, a number.
     """
-    q, extra = pad_queries(q, k)
-    num, den = _quadratic(q, k, v, log_g, p, scale, False)
-    return num[:, extra:], den[..., extra : q.shape[1]]
+    _check_quadratic(q, k, v, log_g, p)
+    if not 0 < abs(scale) < math.inf:
+        raise ValueError(f"scale must be finite and not zero, got {scale!r}")
+    (q, extra), E = pad_queries(q, k), v.shape[3]
+    num, den = _quadratic(*to_width("quadratic", q, k, v), log_g, p, scale, False)
+    return num[:, extra:, :, :E], den[..., extra : q.shape[1]]
+
+
+def _check_quadratic(q, k, v, log_g, p):
+    check_qkv("quadratic", q, k, v)
+    check_power(p)
+    check("log_g", log_g, k.shape[:3])
+    check_device(q, k=k, v=v, log_g=log_g)
 
 
 def pad_queries(q, k):
@@ -61,31 +90,33 @@ def pad_queries(q, k):
 
 
 @torch.library.custom_op("sympow::quadratic", mutates_args=())
-def _quadratic(
+def _quadratic_operator(
     q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, p: int, scale: float, normalize: bool
 ) -> tuple[Tensor, Tensor]:
     return quadratic.forward(q, k, v, log_g, p=p, scale=scale, normalize=normalize)
 
 
-@_quadratic.register_fake
+@_quadratic_operator.register_fake
 def _(q, k, v, log_g, p, scale, normalize):
     B, n, H, _ = q.shape
     return empty_like(q, None if normalize else torch.float32), _empty(q, B, H, quadratic.padded(n))
 
 
 @torch.library.custom_op("sympow::quadratic_backward", mutates_args=())
-def _quadratic_backward(
+def _quadratic_backward_operator(
     dy: Tensor, dl: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, y: Tensor | None,
-    l: Tensor | None, p: int, scale: float, normalize: bool,
+    l: Tensor | None, p: int, scale: float, normalize: bool, needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dl = None if dl is None else dl.contiguous()
-    grads = quadratic.backward(dy, dl, q, k, v, log_g, y, l, p=p, scale=scale, normalize=normalize)
-    return *grads[:3], _empty(q, 0) if log_g is None else grads[3]
+    needs_q, needs_k, needs_v, needs_g = needs
+    options = dict(p=p, scale=scale, normalize=normalize, needs=(needs_q, needs_k or needs_v, needs_g))
+    return asked(quadratic.backward(dy, dl, q, k, v, log_g, y, l, **options), needs)
 
 
-@_quadratic_backward.register_fake
-def _(dy, dl, q, k, v, log_g, y, l, p, scale, normalize):
-    return *map(empty_like, (q, k, v)), _empty(q, 0) if log_g is None else empty_like(log_g, torch.float32)
+@_quadratic_backward_operator.register_fake
+def _(dy, dl, q, k, v, log_g, y, l, p, scale, normalize, needs):
+    grads = *map(empty_like, (q, k, v)), log_g if log_g is None else empty_like(log_g, torch.float32)
+    return asked(grads, needs)
 
 
 def _save_quadratic(ctx, inputs, output):
@@ -105,22 +136,26 @@ def _differentiate_quadratic(ctx, dy, dl):
         B, n, H, _ = q.shape
         dy = q.new_zeros(()).expand(q.shape) if dy is None else dy
         dl = q.new_zeros(B, H, quadratic.padded(n), dtype=torch.float32) if dl is None else dl
-    *grads, dlog_g = _quadratic_backward(dy, dl, q, k, v, log_g, y, l, ctx.p, ctx.scale, ctx.normalize)
-    return *grads, None if log_g is None else dlog_g, None, None, None
+    needs = [*ctx.needs_input_grad[:4]]
+    grads = _quadratic_backward(dy, dl, q, k, v, log_g, y, l, ctx.p, ctx.scale, ctx.normalize, needs)
+    return *keep(grads, needs), None, None, None
 
 
-register_gradient(_quadratic, _save_quadratic, _differentiate_quadratic, _quadratic_backward)
+_quadratic_backward = transformable_once(_quadratic_backward_operator)
+_quadratic = transformable(_quadratic_operator, _save_quadratic, _differentiate_quadratic)
 
 
 # ---- chunked form
 
 
 def chunked_state(k, v, log_g=None, S=None, z=None, *, p, chunk):
-    """Return (S [B, Hkv, Dphi, D], z [B, Hkv, Dphi]) float32, the state after the last token, without any query.
+    """Return (S [B, Hkv, Dphi, E], z [B, Hkv, Dphi]) float32, the state after the last token, without any query.
 
     The arguments are those of `chunked_attention`. Differentiable in every tensor.
     """
+    B, HKV = k.shape[0], k.shape[2] if k.ndim == 4 else 0  # `update_state` refuses what has no heads
     sums, chunks = update_state(k, v, log_g, p=p, chunk=chunk), None
+    check_state(S, z, B, HKV, k.shape[3], v.shape[3], p)
     if log_g is not None:
         n = log_g.shape[1]
         chunks = torch.nn.functional.pad(log_g, (0, 0, 0, -n % chunk)).unflatten(1, (-1, chunk))
@@ -131,32 +166,46 @@ def chunked_state(k, v, log_g=None, S=None, z=None, *, p, chunk):
 def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=False, first_chunks=None):
     """Return power attention in the chunked form, (y, S, z), differentiable in every tensor.
 
-    q [B, T, H, D], k, v [B, T, Hkv, D] bfloat16, float16 or float32, log_g [B, T, Hkv] float32 or None, any strides, on
-    one GPU; (D, p) is one of kernels.CHUNKED_SIZES. S [B, Hkv, Dphi, D] and z [B, Hkv, Dphi] float32: the state before
-    the first token, or None. chunk: tokens, a multiple of 128. The S and z returned are the state after the last token,
-    empty unless `final`.
+    q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E] bfloat16, float16 or float32, log_g [B, T, Hkv] float32 or None,
+    any strides, on one GPU. D and E are at most 128 (p = 2) or 64 (p = 4): the kernels' width, the smallest that holds
+    both, and p are one of kernels.CHUNKED_SIZES. S [B, Hkv, Dphi, E] and z [B, Hkv, Dphi] float32: the state before the
+    first token, or None. chunk: tokens, a multiple of 128. The S and z returned are the state after the last token,
+    empty unless `final`. Raises ValueError for arguments that do not fit.
 
     first_chunks [N + 1] int32, on the same GPU: B is 1, and the tokens are those of N packed sequences. Sequence i has
     the chunks first_chunks[i] up to first_chunks[i + 1], at least one; what pads its last chunk is zero in q, k, v and
     log_g. States are those of N sequences. Without S and z, the log_g of each sequence's first token should be -inf.
     """
-    y, S, z, _ = _chunked(q, k, v, log_g, S, z, first_chunks, p, chunk, final)
-    return y, S, z
+    check_qkv("chunked", q, k, v, n_is_T=True)
+    D, E = q.shape[3], v.shape[3]
+    check_chunks(q.dtype, D, E, p, chunk)
+    check("log_g", log_g, k.shape[:3])
+    check_first_chunks(first_chunks, q.shape[0])
+    check_state(S, z, _states(q, first_chunks), k.shape[2], D, E, p)
+    check_device(q, k=k, v=v, log_g=log_g, S=S, z=z, first_chunks=first_chunks)
+    q, k, v = to_width("chunked", q, k, v)
+    if S is not None:
+        S, z = widen_state(S, z, D, q.shape[3], p)
+    y, S, z, *_ = _chunked(q, k, v, log_g, S, z, first_chunks, p, chunk, final)
+    return y[..., :E], *(narrow_state(S, z, D, E, p) if final else (S, z))
 
 
-@torch.library.custom_op("sympow::chunked", mutates_args=())
-def _chunked(
-    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, S0: Tensor | None, z0: Tensor | None,
-    first_chunks: Tensor | None, p: int, chunk: int, final: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+@torch.library.custom_op(
+    "sympow::chunked",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? log_g, Tensor? S0, Tensor? z0, Tensor? first_chunks, int p, "
+    "int chunk, bool final) -> (" + ", ".join(["Tensor"] * 13) + ")",
+)  # fmt: skip
+def _chunked_operator(q, k, v, log_g, S0, z0, first_chunks, p, chunk, final):
+    """Return y, S, z, and ten tensors that `chunked.backward` needs."""
     initial = None if S0 is None else chunked.from_canonical(S0, z0, p)
     y, saved, last = chunked.forward(q, k, v, log_g, initial, p=p, chunk=chunk, final=final, first_chunks=first_chunks)
     B, D = _states(q, first_chunks), q.shape[3]
     S, z = chunked.to_canonical(*last, B, D, p) if final else (_empty(q, 0), _empty(q, 0))
-    return y, S, z, [_empty(q, 0) if x is None else x for x in saved]
+    return y, S, z, *(_empty(q, 0) if x is None else x for x in saved)
 
 
-@_chunked.register_fake
+@_chunked_operator.register_fake
 def _(q, k, v, log_g, S0, z0, first_chunks, p, chunk, final):
     (B, T, H, D), HKV = q.shape, k.shape[2]
     heads, n, half = B * HKV, -(-T // chunk), chunked.HALF[q.dtype]
@@ -169,38 +218,42 @@ def _(q, k, v, log_g, S0, z0, first_chunks, p, chunk, final):
         _empty(q, heads, D, rows, dtype=half), _empty(q, heads * rows, D, dtype=half), _empty(q, heads, rows),
         _empty(q, heads, rows), _empty(q, heads, n),
     ]  # fmt: skip
-    return empty_like(q), *_empty_state(q, HKV, p, first_chunks, final), saved
+    return empty_like(q), *_empty_state(q, HKV, p, first_chunks, final), *saved
 
 
 @torch.library.custom_op("sympow::chunked_backward", mutates_args=())
-def _chunked_backward(
+def _chunked_backward_operator(
     dy: Tensor, dS: Tensor | None, dz: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, y: Tensor,
-    saved: list[Tensor], first_chunks: Tensor | None, p: int, chunk: int, initial: bool,
+    saved: list[Tensor], first_chunks: Tensor | None, p: int, chunk: int, initial: bool, needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     final = None if dS is None else chunked.from_canonical(dS, dz, p)
-    sizes = dict(p=p, chunk=chunk, first_chunks=first_chunks)
-    *grads, dlog_g, before = chunked.backward(dy, q, k, v, log_g, y, saved, final, initial, **sizes)
+    of_state = needs[4] or needs[5]
+    *grads, first = chunked.backward(
+        dy, q, k, v, log_g, y, saved, final, initial, p=p, chunk=chunk, first_chunks=first_chunks,
+        needs=(*needs[:4], of_state),
+    )  # fmt: skip
     B, D = _states(q, first_chunks), q.shape[3]
-    state = chunked.to_canonical(*before, B, D, p) if initial else (_empty(q, 0), _empty(q, 0))
-    return *grads, _empty(q, 0) if dlog_g is None else dlog_g, *state
+    grads += chunked.to_canonical(*first, B, D, p) if of_state else (None, None)
+    return asked(grads, needs)
 
 
-@_chunked_backward.register_fake
-def _(dy, dS, dz, q, k, v, log_g, y, saved, first_chunks, p, chunk, initial):
-    dlog_g = _empty(q, 0) if log_g is None else empty_like(log_g, torch.float32)
-    return *map(empty_like, (q, k, v)), dlog_g, *_empty_state(q, k.shape[2], p, first_chunks, initial)
+@_chunked_backward_operator.register_fake
+def _(dy, dS, dz, q, k, v, log_g, y, saved, first_chunks, p, chunk, initial, needs):
+    grads = *map(empty_like, (q, k, v)), log_g if log_g is None else empty_like(log_g, torch.float32)
+    grads += _empty_state(q, k.shape[2], p, first_chunks, initial)
+    return asked(grads, needs)
 
 
 def _save_chunked(ctx, inputs, output):
     q, k, v, log_g, S0, _, first_chunks, ctx.p, ctx.chunk, ctx.final = inputs
-    y, _, _, saved = output
+    y, _, _, *saved = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*saved)
     ctx.initial = S0 is not None
     ctx.save_for_backward(q, k, v, log_g, y, first_chunks, *saved)
 
 
-def _differentiate_chunked(ctx, dy, dS, dz, _):
+def _differentiate_chunked(ctx, dy, dS, dz, *_):
     q, k, v, log_g, y, first_chunks, *saved = ctx.saved_tensors
     dy = q.new_zeros(()).expand(q.shape) if dy is None else dy
     if not ctx.final:
@@ -208,13 +261,13 @@ def _differentiate_chunked(ctx, dy, dS, dz, _):
     elif dS is not None or dz is not None:
         like_S, like_z = _empty_state(q, k.shape[2], ctx.p, first_chunks)
         dS, dz = like_S.zero_() if dS is None else dS, like_z.zero_() if dz is None else dz
-    sizes = first_chunks, ctx.p, ctx.chunk, ctx.initial
-    *grads, dlog_g, dS0, dz0 = _chunked_backward(dy, dS, dz, q, k, v, log_g, y, saved, *sizes)
-    state = (dS0, dz0) if ctx.initial else (None, None)
-    return *grads, None if log_g is None else dlog_g, *state, None, None, None, None
+    needs, sizes = [*ctx.needs_input_grad[:6]], (first_chunks, ctx.p, ctx.chunk, ctx.initial)
+    grads = _chunked_backward(dy, dS, dz, q, k, v, log_g, y, saved, *sizes, needs)
+    return *keep(grads, needs), None, None, None, None
 
 
-register_gradient(_chunked, _save_chunked, _differentiate_chunked, _chunked_backward)
+_chunked_backward = transformable_once(_chunked_backward_operator)
+_chunked = transformable(_chunked_operator, _save_chunked, _differentiate_chunked)
 
 
 def _empty(like, *shape, dtype=torch.float32):

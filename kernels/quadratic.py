@@ -23,9 +23,10 @@ costs nothing there. Tiles on the diagonal have a mask and an exp for each eleme
                                                           decay from the first of the R rows around it, and delta
     g           [B, H, n padded to 128]        float32    dq to dkdv, with gates; g = (scale of q and k)^(p/2) / sqrt(l)
     row         [B, H, T padded to 128]        float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i;
-                                                          P = 0: [B, H, n padded to 128], each head's gradient to p_i;
-                                                          without gates [B, H, 128], for those rows whose delta
-                                                          may be inexact, which are the first
+                                                          P = 0: [B, H, n padded to 128], each head's gradient to p_i
+    error       [B, H, T padded to 128]        float32    the sum of w_ij (dP_ij - delta_i) / l_i over j, which is
+                                                          q_i . dq_i / p and would be zero, where delta may be inexact;
+                                                          without gates [B, H, 128]
     powers      [B, n padded to 128, 2]        float32    P = 0: p_i, and p_i - 1
     gates       six arrays                                see gates.py
 
@@ -65,7 +66,6 @@ float16. s is a product of float16, but s^p is beyond it: w and ds are bfloat16,
 and q and k a second time), which the launchers convert. dP is of the same v and dy, so that it cancels against delta.
 """
 
-import functools
 import math
 
 import torch
@@ -96,6 +96,7 @@ from .configs import choose, reads_by_descriptor
 from .gates import dlog_g, gates_of_head, log_gates, tile_gates
 
 L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while programs work on several heads
+TILES = 8  # of a program of the second pass over dq
 # A tile on the diagonal through which less than exp(-WEAK) is forgotten has decays that are products of two factors
 WEAK = tl.constexpr(10.0)
 STRONG = tl.constexpr(2.0)  # if a tile forgets more than exp(-STRONG) a token, one token dominates most of its rows
@@ -533,6 +534,7 @@ def _dq_tiles_of_one_power(
     keys, rows, gates,  # as in `_forward_tiles`, with (K2, strides) behind the keys
     begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return (acc, r), the sums for dq and row, with the keys from begin to end added, BN at a time.
 
@@ -568,7 +570,7 @@ def _dq_tiles_of_one_power(
             key_decay = _vector(KEY_DECAY, tl.minimum(start + BN, end), BN)
             x = tl.exp((c_lo - c_next).to(tl.float32))
             c_next = tl.load(C_END - 1 + tl.minimum(start + 3 * BN, end) // 32)
-        if GATED:
+        if ROWS:
             r += tl.sum(ds * s, 1)
         if K2 is not None:
             k = _tile(K2, k2_strides, b, start, hkv, T, BN, D, DIAGONAL)
@@ -611,13 +613,17 @@ def _dq_tiles_of_powers(
 @triton.jit
 def _dq_tiles(
     acc, r, q, dy, delta, keys, rows, gates, begin, end, T,
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr = False,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, SUMS: tl.constexpr,
+    FACTORS: tl.constexpr = False,
 ):  # fmt: skip
-    if P == 0:
+    """Return (acc, r) as the functions above do; SUMS: 0 as they are, 1 acc, 2 both with the keys added."""
+    if SUMS == 0:
+        return acc, r
+    elif P == 0:
         return _dq_tiles_of_powers(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, D, BN, DIAGONAL)
     else:
         return _dq_tiles_of_one_power(
-            acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL, FACTORS
+            acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL, FACTORS, SUMS == 2
         )
 
 
@@ -639,26 +645,26 @@ def _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, delta, P
 @triton.jit
 def _dq_diagonal(
     acc, r, q, dy, delta, keys, rows, gates, begin, lo, factors, T,
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Return (acc, r) with the keys from begin on added for the rows from lo on, as `_forward_diagonal` does."""
     end = tl.minimum(lo + q.shape[0], T)
     if gates is None:
-        return _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True)
+        return _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True, SUMS)
     elif P == 0:
         seen = rows[1] < lo
         acc, r = tl.where(seen[:, None], acc, 0.0), tl.where(seen, r, 0.0)
-        return _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True)
+        return _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True, SUMS)
     else:
         _, _, c_row, c_first, first_row, _ = rows
         decay = tl.exp(c_row - c_first)  # since the first row
         if factors:
-            acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True, True)
+            acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True, SUMS, True)
             acc, r = acc * decay[:, None], r * decay
         else:
             decay = tl.where(first_row < lo, decay, 0.0)
             acc, r = acc * decay[:, None], r * decay
-            acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True)
+            acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True, SUMS)
         return acc, r
 
 
@@ -666,10 +672,10 @@ def _dq_diagonal(
 def _dq_rows(
     arrays, strides, scale, rest, T, OFFSET, CHUNK, H, HKV, bh, b, h, hkv, first,
     P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, AGAIN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Compute `dq_kernel` for the rows from `first` on of a sequence and head."""
-    Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW = arrays
+    Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW, ERROR = arrays
     q_strides, k_strides, v_strides, k2_strides, dy_strides = strides
     GATED: tl.constexpr = gates is not None
     n, lo = _queries(T, OFFSET), _token(first, OFFSET)
@@ -687,7 +693,7 @@ def _dq_rows(
         y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
         delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
         if AGAIN:  # the sum of w_ij (dP_ij - delta_i) / l_i over j would be zero
-            error = _vector(at_head(ROW, T if GATED else 128, bh), lo, BM)
+            error = _vector(at_head(ERROR, T if GATED else 128, bh), lo, BM)
             if GATED:
                 first_key = _first_key(NEAR, lo, b * HKV + hkv, T, CHUNK)
                 reads = _may_read_state(gates, T, b * HKV + hkv, lo, first_key, BM, BEFORE)
@@ -723,21 +729,23 @@ def _dq_rows(
     _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, p * delta if P == 0 else delta, P, R)
     keys = (K, k_strides, V, v_strides, b, hkv, K2, k2_strides)
     rows = (row, first_row, less, g, x) if P == 0 else (row, c_lo, c_row, c_first, first_row, key_scale)
-    acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False)
-    acc, r = _dq_diagonal(acc, r, q, dy, delta, keys, rows, gates, end, lo, factors, T, P, D, BN)
+    SUMS: tl.constexpr = 2 if ROWS else 0 if DQ is None and ROW is None and ERROR is None else 1
+    acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False, SUMS)
+    acc, r = _dq_diagonal(acc, r, q, dy, delta, keys, rows, gates, end, lo, factors, T, P, D, BN, SUMS)
 
     if NORMALIZE:  # in a row that sees itself alone, y_i is v_i for any q_i
         over_l = tl.where(row > first_row, over_l, 0.0)
     acc *= ((1 if P == 0 else P) * factor * over_l)[:, None]
-    tl.store(DQ + out, acc.to(DQ.dtype.element_ty), row[:, None] < T)
-    if P == 0:
-        tl.store(at_head(ROW, n, bh) + (first + tl.arange(0, BM)), r * over_l * 0.6931471805599453)  # ln 2
-    elif GATED:
+    if DQ is not None:
+        tl.store(DQ + out, acc.to(DQ.dtype.element_ty), row[:, None] < T)
+    if ROWS:
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
-    elif NORMALIZE and not AGAIN:
-        if _delta_may_be_inexact(gates, T, 0, lo, BM, BEFORE):
+    elif P == 0 and ROW is not None:
+        tl.store(at_head(ROW, n, bh) + (first + tl.arange(0, BM)), r * over_l * 0.6931471805599453)  # ln 2
+    if ERROR is not None and not AGAIN:
+        if _delta_may_be_inexact(gates, T, 0, lo, BM, BEFORE):  # gates are at this head
             q32 = _tile(Q, q_strides, b, first, h, n, BM, D, True).to(tl.float32)
-            tl.store(at_head(ROW, 128, bh) + row, tl.sum(acc * q32, 1) / P)
+            tl.store(at_head(ERROR, T if GATED else 128, bh) + row, tl.sum(acc * q32, 1) / P)
 
 
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
@@ -745,27 +753,28 @@ def dq_kernel(
     Q, K, V, DY, K2,  # if Q and K are float16, V and DY are bfloat16 and K2 is K in bfloat16; else it is None
     Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
     KEY_SCALE, POWERS, gates, NEAR,  # see the table above and gates.py, or None
-    DQ, PAIR, G, ROW,  # what is written; G with gates only
+    DQ, PAIR, G, ROW, ERROR,  # what is written, or None; G with gates only
     q_strides, k_strides, v_strides, k2_strides, dy_strides,  # None: a tensor descriptor
     scale, rest,
     T, OFFSET, CHUNK, H, HKV, BH, HEADS,
     P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
     BEFORE: tl.constexpr,  # there is a state before the first token, so no row sees itself alone
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, AGAIN: tl.constexpr, TILES: tl.constexpr = 8,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, AGAIN: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs.
 
-    With AGAIN, a program looks at TILES times BM rows, and computes those again whose delta may have been inexact, with
-    the error that ROW shows.
+    With AGAIN, a program looks at TILES times BM rows, and computes those again whose delta may have been inexact, less
+    its ERROR.
     """
-    arrays = (Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW)
+    arrays = (Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW, ERROR)
     strides = (q_strides, k_strides, v_strides, k2_strides, dy_strides)
     n = _queries(T, OFFSET)
     if not AGAIN:
         bh, b, h, hkv, first = _queries_of_program(n, H, HKV, BH, HEADS, BM)
         _dq_rows(
             arrays, strides, scale, rest, T, OFFSET, CHUNK, H, HKV, bh, b, h, hkv, first,
-            P, D, NORMALIZE, BEFORE, BM, BN, R, False,
+            P, D, NORMALIZE, BEFORE, BM, BN, R, ROWS, False,
         )  # fmt: skip
     else:
         tiles = 1 if gates is None else tl.cdiv(n, BM)
@@ -776,7 +785,7 @@ def dq_kernel(
             if _delta_may_be_inexact(gates, T, b * HKV + hkv, _token(first, OFFSET), BM, BEFORE):
                 _dq_rows(
                     arrays, strides, scale, rest, T, OFFSET, CHUNK, H, HKV, bh, b, h, hkv, first,
-                    P, D, NORMALIZE, BEFORE, BM, BN, R, True,
+                    P, D, NORMALIZE, BEFORE, BM, BN, R, ROWS, True,
                 )  # fmt: skip
 
 
@@ -787,7 +796,7 @@ def _dkdv_tiles_of_one_power(
     columns, gates,  # (column, c_hi, c_col, c_last, first_row), (C, FIRST, C_START) at this head of keys or None
     begin, end, T, OFFSET,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr,
+    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
     """Return (dk, dv, col) with the queries from begin to end of one head added, BM at a time."""
     GATED: tl.constexpr = gates is not None
@@ -838,7 +847,7 @@ def _dkdv_tiles_of_one_power(
             ds *= decay
         if DIAGONAL and NORMALIZE:
             ds = tl.where((at > first)[None, :], ds, 0.0)
-        if GATED:
+        if ROWS:
             col += tl.sum(ds * s, 1)
         if Q2 is not None:
             q = _tile(Q2, q2_strides, b, row, h, n, BM, D, True)
@@ -891,7 +900,8 @@ def _dkdv_tiles_of_powers(
 def _dkdv_tiles(
     dk, dv, col, k, v, queries, POWERS, b, h, H, columns, gates, begin, end, T, OFFSET,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr = False,
+    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, DIAGONAL: tl.constexpr,
+    FACTORS: tl.constexpr = False,
 ):  # fmt: skip
     if P == 0:
         dk, dv = _dkdv_tiles_of_powers(
@@ -901,14 +911,15 @@ def _dkdv_tiles(
     else:
         return _dkdv_tiles_of_one_power(
             dk, dv, col, k, v, queries, b, h, H, columns, gates, begin, end, T, OFFSET,
-            P, D, BM, NORMALIZE, BEFORE, DIAGONAL, FACTORS,
+            P, D, BM, NORMALIZE, BEFORE, ROWS, DIAGONAL, FACTORS,
         )  # fmt: skip
 
 
 @triton.jit
 def _dkdv_diagonal(
     dk, dv, col, k, v, queries, POWERS, b, hkv, group, H, columns, gates, begin, end, T, OFFSET, factors,
-    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return (dk, dv, col) with the queries from begin to end of the group's heads added, among these keys.
 
@@ -924,20 +935,20 @@ def _dkdv_diagonal(
         for i in range(group):
             dk, dv, col = _dkdv_tiles(
                 dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
-                P, D, BM, NORMALIZE, BEFORE, True,
+                P, D, BM, NORMALIZE, BEFORE, ROWS, True,
             )  # fmt: skip
     elif factors:
         for i in range(group):
             dk, dv, col = _dkdv_tiles(
                 dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
-                P, D, BM, NORMALIZE, BEFORE, True, True,
+                P, D, BM, NORMALIZE, BEFORE, ROWS, True, True,
             )  # fmt: skip
         dk, dv, col = dk * decay[:, None], dv * decay[:, None], col * decay
     else:
         for i in range(group):
             dk, dv, col = _dkdv_tiles(
                 dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
-                P, D, BM, NORMALIZE, BEFORE, True,
+                P, D, BM, NORMALIZE, BEFORE, ROWS, True,
             )  # fmt: skip
     return dk, dv, col
 
@@ -967,7 +978,7 @@ def dkdv_kernel(
     DK, DV,  # what is written
     q_strides, k_strides, v_strides, dy_strides, q2_strides,  # None: a tensor descriptor
     T, OFFSET, CHUNK, H, HKV, BHKV, HEADS,  # BHKV: B * HKV
-    P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Write BN rows of dk and dv, summed over the query heads of the group.
@@ -1004,11 +1015,11 @@ def dkdv_kernel(
     for i in range(group):
         dk, dv, col = _dkdv_tiles(
             dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
-            P, D, BM, NORMALIZE, BEFORE, False,
+            P, D, BM, NORMALIZE, BEFORE, ROWS, False,
         )  # fmt: skip
     dk, dv, col = _dkdv_diagonal(
         dk, dv, col, k, v, queries, POWERS, b, hkv, group, H, columns, gates, lo_row, tl.minimum(lo + BN, T), T, OFFSET,
-        factors, P, D, BM, NORMALIZE, BEFORE,
+        factors, P, D, BM, NORMALIZE, BEFORE, ROWS,
     )  # fmt: skip
 
     out = _row_offsets(b, lo, hkv, T, HKV, BN, D)
@@ -1016,7 +1027,7 @@ def dkdv_kernel(
         dk *= P
     tl.store(DK + out, dk.to(DK.dtype.element_ty), column[:, None] < T)
     tl.store(DV + out, dv.to(DV.dtype.element_ty), column[:, None] < T)
-    if GATED and P > 0:
+    if ROWS:
         row = tl.zeros([BN], tl.float32) - col
         for i in range(group):
             row += _vector(at_head(ROW, T, b * H + hkv * group + i), lo, BN)
@@ -1060,23 +1071,31 @@ def forward(
 
 def backward(
     dy, dl, q, k, v, log_g, y, l, *, p, powers=None, scale=1.0, normalize=True, chunk=None, near=None, before=False,
-    configs=(None, None),
+    needs=(True, True, True), configs=(None, None),
 ):  # fmt: skip
     """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates; with powers their
     gradient [B, n] float32 in place of dlog_g.
 
     With normalize, y and l are those of forward and dl is not read; else y and l are not read, and dl has l's shape.
     With `chunk`, row of the table above is returned in place of dlog_g, for `gates.chunk_dlog_g`. before: True if there
-    is a state before the first token. Raises ValueError for configurations that do not fit each other.
+    is a state before the first token. needs: whether dq, either of dk and dv, and the last are wanted; the others are
+    None. Raises ValueError for configurations that do not fit each other.
     """
     (B, n, H, _), (T, HKV) = q.shape, k.shape[1:3]
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    pair, g, row = empty(q, B, H, padded(n), 2), None, empty(q, B, H, 128)
+    needs_q, needs_kv, needs_last = needs
+    rows = needs_last and log_g is not None and powers is None
+    again = normalize and powers is None and (log_g is not None or n == T)
+    needs_kv = needs_kv or rows  # dkdv_kernel ends dlog_g
+    like = lambda x, wanted: torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted else None
+    dq, dk, dv = like(q, needs_q), like(k, needs_kv), like(v, needs_kv)
+    pair, g, row = empty(q, B, H, padded(n), 2), None, None
+    error = empty(q, B, H, 128 if log_g is None else padded(T)) if again else None
     if log_g is not None:
-        row = (empty if n == T else _zeros)(q, B, H, padded(T))  # there are no queries of the tokens before
         g = empty(q, B, H, padded(n))
+        if rows:  # there are no queries of the tokens before
+            row = (empty if n == T else _zeros)(q, B, H, padded(T))
     if powers is not None:
-        row, powers = empty(q, B, H, padded(n)), _row_powers(powers)
+        row, powers = empty(q, B, H, padded(n)) if needs_last else None, _row_powers(powers)
     scale, rest = _powers_of_two(scale, p, q.dtype)
     c_dq = configs[0] or choose("dq", q, p, log_g is not None, chunk is not None)
     c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None, chunk is not None)
@@ -1089,27 +1108,28 @@ def backward(
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
         (k_tiles, v_tiles, k2), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN), (k2, c_dq.BN))
         tiles = triton.cdiv(n, c_dq.BM) * B * H
-        launch = functools.partial(
-            dq_kernel.run,
-            q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row,
-            q.stride(), *kv_strides, dy.stride(), scale, rest,
-            T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
-            R=c_dkdv.BM, BEFORE=before, **_options(c_dq, q, p, normalize), warmup=False,
-        )  # fmt: skip
-        launch(grid=(tiles,), AGAIN=False)
-        if normalize and p > 0 and (log_g is not None or n == T):
-            launch(grid=(B * H if log_g is None else triton.cdiv(tiles, 8),), AGAIN=True)
-        (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))
-        dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-            q, k, v, dy, q2, powers, gates, near, pair, g, row, dk, dv,
-            q_strides, k.stride(), v.stride(), *dy_strides,
-            T, _offset(n, T), chunk or T, H, HKV, B * HKV, _heads_together(chunk or T, B * HKV),
-            BEFORE=before, **_options(c_dkdv, k, p, normalize),
-        )  # fmt: skip
+        passes = [(tiles, False)]
+        if again:
+            passes.append((B * H if log_g is None else triton.cdiv(tiles, TILES), True))
+        for programs, again in passes:
+            dq_kernel[(programs,)](
+                q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row, error,
+                q.stride(), *kv_strides, dy.stride(), scale, rest,
+                T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
+                R=c_dkdv.BM, ROWS=rows, BEFORE=before, AGAIN=again, TILES=TILES, **_options(c_dq, q, p, normalize),
+            )  # fmt: skip
+        if needs_kv:
+            (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))
+            dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
+                q, k, v, dy, q2, powers, gates, near, pair, g, row, dk, dv,
+                q_strides, k.stride(), v.stride(), *dy_strides,
+                T, _offset(n, T), chunk or T, H, HKV, B * HKV, _heads_together(chunk or T, B * HKV),
+                ROWS=rows, BEFORE=before, **_options(c_dkdv, k, p, normalize),
+            )  # fmt: skip
+        if not needs_last or (log_g is None and powers is None):
+            return dq, dk, dv, None
         if powers is not None:
             return dq, dk, dv, row[..., :n].sum(1)
-        if log_g is None:
-            return dq, dk, dv, None
         return dq, dk, dv, row if chunk else dlog_g(row, log_g, H)
 
 

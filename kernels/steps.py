@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from . import CHUNKED_SIZES, DTYPES
+from .arguments import (
+    check,
+    check_chunks,
+    check_device,
+    check_pair,
+    check_rows,
+    narrow_state,
+    to_width,
+    widen_state,
+)
 from .chunked import Sizes, from_canonical, to_canonical
 from .common import SQUARE_TOP, SUM_TOP, TOP, device_guard
 from .discumsum import discumsum as carry_states
@@ -25,27 +34,27 @@ from .layout import TILE, symmetric_power_dim
 from .prepare import prepare
 from .query_gradient import query_gradient
 from .query_state import query_state as read_states
+from .transforms import transformable, transformable_once
 from .update_state import update_state as sum_chunks
 
 # ---- shared with operators.py
 
 
+def asked(grads, needs):
+    """Return the gradients with an empty tensor for each that is not needed or None: operators must return tensors."""
+    like = next(x for x in grads if x is not None)
+    none = lambda: like.new_empty(0, dtype=torch.float32)  # results of an operator may not share memory
+    return tuple(x if need and x is not None else none() for x, need in zip(grads, needs, strict=True))
+
+
+def keep(grads, needs):
+    """Return the gradients with None for those that are not needed."""
+    return tuple(x if need else None for x, need in zip(grads, needs, strict=True))
+
+
 def empty_like(x, dtype=None):
     """Return an uninitialised contiguous tensor like x, in x's dtype or another."""
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-
-
-def register_gradient(operator, save, differentiate, backward):
-    """Make an operator differentiable once: `backward`, which `differentiate` calls, refuses a second derivative."""
-    operator.register_autograd(differentiate, setup_context=save)
-    backward.register_autograd(_refuse_second_derivative)
-
-
-def _refuse_second_derivative(ctx, *grads):
-    raise NotImplementedError(
-        "the power attention kernels have no second derivative: compute it on float64 tensors or on the CPU, where "
-        "power_attention is plain PyTorch"
-    )
 
 
 # ---- update state
@@ -54,51 +63,57 @@ def _refuse_second_derivative(ctx, *grads):
 def update_state(k, v, log_g=None, *, p, chunk):
     """Return for each of the n = ceil(T / chunk) chunks the sums over its tokens of phi(k_t) v_t^T and of phi(k_t).
 
-    They are S [B, n, Hkv, Dphi, D] and z [B, n, Hkv, Dphi], both float32; each token is decayed by the gates after it
+    They are S [B, n, Hkv, Dphi, E] and z [B, n, Hkv, Dphi], both float32; each token is decayed by the gates after it
     inside the chunk.
-    k, v [B, T, Hkv, D] bfloat16, float16 or float32, log_g [B, T, Hkv] float32 (natural logarithm, -inf: a reset) or
-    None, any strides. (D, p) is one of kernels.CHUNKED_SIZES. chunk: tokens, a multiple of 128. Differentiable in k, v
-    and log_g. Raises ValueError for arguments that do not fit.
+    k [B, T, Hkv, D], v [B, T, Hkv, E] bfloat16, float16 or float32, log_g [B, T, Hkv] float32 (natural logarithm, -inf:
+    a reset) or None, any strides. D, E, p and chunk are as in `operators.chunked_attention`. Differentiable in k, v and
+    log_g. Raises ValueError for arguments that do not fit.
     """
-    _check_rows("k", k, p, chunk)
-    if v.shape != k.shape or v.dtype != k.dtype:
-        raise ValueError(f"v must be {_described(k)}, as k is, got {_described(v)}")
-    _check("log_g", log_g, k.shape[:3])
-    return _update_state(k, v, log_g, p, chunk)
+    check_rows(k=k, v=v)
+    D, E = k.shape[3], v.shape[3]
+    check("v", v, (*k.shape[:3], E), k.dtype)
+    check_chunks(k.dtype, D, E, p, chunk)
+    check("log_g", log_g, k.shape[:3])
+    check_device(k, v=v, log_g=log_g)
+    return narrow_state(*_update_state(*to_width("chunked", k, v), log_g, p, chunk), D, E, p)
 
 
 @torch.library.custom_op("sympow::update_state", mutates_args=())
-def _update_state(k: Tensor, v: Tensor, log_g: Tensor | None, p: int, chunk: int) -> tuple[Tensor, Tensor]:
+def _update_state_operator(k: Tensor, v: Tensor, log_g: Tensor | None, p: int, chunk: int) -> tuple[Tensor, Tensor]:
     s = Sizes(k, k, p, chunk)
     with device_guard(k.device):
         decay = chunk_gates(log_g, s)[1]
         return _canonical_sums(s, s.HKV, prepare(s, k, v, decay=decay))
 
 
-@_update_state.register_fake
+@_update_state_operator.register_fake
 def _(k, v, log_g, p, chunk):
     B, T, HKV, D = k.shape
     return _empty_states(k, B, -(-T // chunk), HKV, symmetric_power_dim(D, p), D)
 
 
 @torch.library.custom_op("sympow::update_state_backward", mutates_args=())
-def _update_state_backward(
-    dS: Tensor, dz: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, p: int, chunk: int
+def _update_state_backward_operator(
+    dS: Tensor, dz: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, p: int, chunk: int, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     s = Sizes(k, k, p, chunk)
-    dk, dv = empty_like(k).zero_(), empty_like(v).zero_()
+    needs_k, needs_v, needs_g = needs
+    dk, dv, dlog_g = empty_like(k).zero_(), empty_like(v).zero_(), None
     with device_guard(k.device):
         decay = chunk_gates(log_g, s)[1]
         keys = prepare(s, k, v, decay=decay)
         states, unit, Z = _kernel_states(s, dS, dz)
-        given = query_gradient(s, keys, states, unit, -1, dk, k, Z, decay, log_g is not None)
-        read_states(s, keys, states, unit, -1, out=dv)
-        return dk, dv, _gate_gradient(s, given, log_g, after=True)
+        if needs_k or needs_g:
+            given = query_gradient(s, keys, states, unit, -1, dk, k, Z, decay, needs_g)
+            dlog_g = _gate_gradient(s, given, log_g, after=True) if needs_g else None
+        if needs_v:
+            read_states(s, keys, states, unit, -1, out=dv)
+        return asked((dk, dv, dlog_g), needs)
 
 
-@_update_state_backward.register_fake
-def _(dS, dz, k, v, log_g, p, chunk):
-    return empty_like(k), empty_like(v), _empty_gates(dS, log_g)
+@_update_state_backward_operator.register_fake
+def _(dS, dz, k, v, log_g, p, chunk, needs):
+    return asked((empty_like(k), empty_like(v), _empty_gates(dS, log_g)), needs)
 
 
 def _save_inputs(ctx, inputs, output):
@@ -107,11 +122,12 @@ def _save_inputs(ctx, inputs, output):
 
 
 def _differentiate_update_state(ctx, dS, dz):
-    *grads, dlog_g = _update_state_backward(dS, dz, *ctx.saved_tensors, ctx.p, ctx.chunk)
-    return *grads, None if ctx.saved_tensors[2] is None else dlog_g, None, None
+    needs = [*ctx.needs_input_grad[:3]]
+    return *keep(_update_state_backward(dS, dz, *ctx.saved_tensors, ctx.p, ctx.chunk, needs), needs), None, None
 
 
-register_gradient(_update_state, _save_inputs, _differentiate_update_state, _update_state_backward)
+_update_state_backward = transformable_once(_update_state_backward_operator)
+_update_state = transformable(_update_state_operator, _save_inputs, _differentiate_update_state)
 
 # ---- discumsum
 
@@ -127,21 +143,19 @@ def discumsum(S, z, log_G=None, S0=None, z0=None):
     """
     if S.ndim != 5 or S.shape[1] < 1:
         raise ValueError(f"S must be [B, n, Hkv, Dphi, D] with at least one chunk, got {[*S.shape]}")
-    if (S0 is None) != (z0 is None):
-        raise ValueError(
-            f"S0 and z0 must both be given or both be None, got z0 {_described(z0)} and S0 {_described(S0)}"
-        )
+    check_pair("S0", S0, "z0", z0)
     without_n = S.shape[:1] + S.shape[2:]
-    _check("S", S, S.shape)
-    _check("z", z, S.shape[:4])
-    _check("log_G", log_G, S.shape[:3])
-    _check("S0", S0, without_n)
-    _check("z0", z0, without_n[:3])
+    check("S", S, S.shape)
+    check("z", z, S.shape[:4])
+    check("log_G", log_G, S.shape[:3])
+    check("S0", S0, without_n)
+    check("z0", z0, without_n[:3])
+    check_device(S, z=z, log_G=log_G, S0=S0, z0=z0)
     return _discumsum(S, z, log_G, S0, z0)
 
 
 @torch.library.custom_op("sympow::discumsum", mutates_args=())
-def _discumsum(
+def _discumsum_operator(
     S: Tensor, z: Tensor, log_G: Tensor | None, S0: Tensor | None, z0: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     S, S_last, _ = _scan(S, log_G, S0)
@@ -149,39 +163,42 @@ def _discumsum(
     return S, z, S_last, z_last
 
 
-@_discumsum.register_fake
+@_discumsum_operator.register_fake
 def _(S, z, log_G, S0, z0):
     B, n, HKV, Dphi, D = S.shape
     return *_empty_states(S, *S.shape), S.new_empty(B, HKV, Dphi, D), S.new_empty(B, HKV, Dphi)
 
 
 @torch.library.custom_op("sympow::discumsum_backward", mutates_args=())
-def _discumsum_backward(
+def _discumsum_backward_operator(
     dS: Tensor, dz: Tensor, dS_last: Tensor, dz_last: Tensor, S: Tensor | None, z: Tensor | None, log_G: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dS, dS0, carried = _scan(dS, log_G, dS_last, S, reverse=True)
     dz, dz0, carried_z = _scan(dz, log_G, dz_last, z, reverse=True)
-    dlog_G = _empty_gates(dS, log_G) if log_G is None else (carried + carried_z).float().contiguous()
+    dlog_G = _empty_gates(dS, log_G) if S is None else (carried + carried_z).float().contiguous()
     return dS, dz, dlog_G, dS0, dz0
 
 
-@_discumsum_backward.register_fake
+@_discumsum_backward_operator.register_fake
 def _(dS, dz, dS_last, dz_last, S, z, log_G):
-    return *_empty_states(dS, *dS.shape), _empty_gates(dS, log_G), empty_like(dS_last), empty_like(dz_last)
+    dlog_G = _empty_gates(dS, None if S is None else log_G)
+    return *_empty_states(dS, *dS.shape), dlog_G, empty_like(dS_last), empty_like(dz_last)
 
 
 def _save_discumsum(ctx, inputs, output):
-    log_G, ctx.initial = inputs[2], inputs[3] is not None
+    log_G = inputs[2]
     S, z = (None, None) if log_G is None else output[:2]
     ctx.save_for_backward(S, z, log_G)
 
 
 def _differentiate_discumsum(ctx, *grads):
-    dS, dz, dlog_G, *first = _discumsum_backward(*grads, *ctx.saved_tensors)
-    return dS, dz, None if ctx.saved_tensors[2] is None else dlog_G, *(first if ctx.initial else (None, None))
+    S, z, log_G = ctx.saved_tensors
+    S, z = (S, z) if ctx.needs_input_grad[2] else (None, None)
+    return keep(_discumsum_backward(*grads, S, z, log_G), ctx.needs_input_grad)
 
 
-register_gradient(_discumsum, _save_discumsum, _differentiate_discumsum, _discumsum_backward)
+_discumsum_backward = transformable_once(_discumsum_backward_operator)
+_discumsum = transformable(_discumsum_operator, _save_discumsum, _differentiate_discumsum)
 
 
 def _scan(u, log_G, first, other=None, reverse=False):
@@ -212,28 +229,35 @@ def _scan(u, log_G, first, other=None, reverse=False):
 
 
 def query_state(q, S, z, log_g=None, *, p, chunk):
-    """Return num [B, T, H, D] = phi(q_t) S and den [B, T, H] = phi(q_t) . z, both float32, not divided and not scaled.
+    """Return num [B, T, H, E] = phi(q_t) S and den [B, T, H] = phi(q_t) . z, both float32, not divided and not scaled.
 
     S and z are the state before the chunk of t, decayed by the gates from the chunk's first token to t, t included.
-    q [B, T, H, D] bfloat16, float16 or float32, S [B, n, Hkv, Dphi, D], z [B, n, Hkv, Dphi] float32 with
+    q [B, T, H, D] bfloat16, float16 or float32, S [B, n, Hkv, Dphi, E], z [B, n, Hkv, Dphi] float32 with
     n = ceil(T / chunk), log_g [B, T, Hkv] float32 or None, any strides; query head h reads the states of head
-    h // (H / Hkv). (D, p) is one of kernels.CHUNKED_SIZES. chunk: tokens, a multiple of 128. Differentiable in every
-    tensor. Unless q is float32, the kernels read states in float16; a power of two for each chunk and head brings them
-    into its range. Raises ValueError for arguments that do not fit.
+    h // (H / Hkv). D, E, p and chunk are as in `operators.chunked_attention`. Differentiable in every tensor. Unless q
+    is float32, the kernels read states in float16; a power of two for each chunk and head brings them into its range.
+    Raises ValueError for arguments that do not fit.
     """
-    _check_rows("q", q, p, chunk)
+    check_rows(q=q)
     B, T, H, D = q.shape
     if S.ndim != 5 or S.shape[2] < 1 or H % S.shape[2]:
-        raise ValueError(f"S must be [B, n, Hkv, Dphi, D] with Hkv a divisor of q's {H} heads, got {[*S.shape]}")
+        raise ValueError(f"S must be [B, n, Hkv, Dphi, E] with Hkv a divisor of q's {H} heads, got {[*S.shape]}")
+    E = S.shape[4]
+    check_chunks(q.dtype, D, E, p, chunk)
     want = B, -(-T // chunk), S.shape[2], symmetric_power_dim(D, p)
-    _check("S", S, (*want, D))
-    _check("z", z, want)
-    _check("log_g", log_g, (B, T, S.shape[2]))
-    return _query_state(q, S, z, log_g, p, chunk)
+    check("S", S, (*want, E))
+    check("z", z, want)
+    check("log_g", log_g, (B, T, S.shape[2]))
+    check_device(q, S=S, z=z, log_g=log_g)
+    q = to_width("chunked", q, S)[0]
+    num, den = _query_state(q, *widen_state(S, z, D, q.shape[3], p), log_g, p, chunk)
+    return num[..., :E], den
 
 
 @torch.library.custom_op("sympow::query_state", mutates_args=())
-def _query_state(q: Tensor, S: Tensor, z: Tensor, log_g: Tensor | None, p: int, chunk: int) -> tuple[Tensor, Tensor]:
+def _query_state_operator(
+    q: Tensor, S: Tensor, z: Tensor, log_g: Tensor | None, p: int, chunk: int
+) -> tuple[Tensor, Tensor]:
     s = Sizes(q, S, p, chunk)  # heads are in S where they are in k
     with device_guard(q.device):
         decay = chunk_gates(log_g, s)[0]
@@ -244,37 +268,43 @@ def _query_state(q: Tensor, S: Tensor, z: Tensor, log_g: Tensor | None, p: int, 
         return num.mul_(scale.unsqueeze(3)), (scale * den[..., : s.T].transpose(1, 2)).contiguous()
 
 
-@_query_state.register_fake
+@_query_state_operator.register_fake
 def _(q, S, z, log_g, p, chunk):
     return S.new_empty(q.shape), S.new_empty(q.shape[:3])
 
 
 @torch.library.custom_op("sympow::query_state_backward", mutates_args=())
-def _query_state_backward(
-    dnum: Tensor, dden: Tensor, q: Tensor, S: Tensor, z: Tensor, log_g: Tensor | None, p: int, chunk: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _query_state_backward_operator(
+    dnum: Tensor, dden: Tensor, q: Tensor, S: Tensor, z: Tensor, log_g: Tensor | None, p: int, chunk: int,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     s = Sizes(q, S, p, chunk)
-    dq = empty_like(q).zero_()
+    needs_q, needs_S, needs_z, needs_g = needs
+    dq, dS, dz, dlog_g = empty_like(q).zero_(), None, None, None
     with device_guard(q.device):
         decay = chunk_gates(log_g, s)[0]
         queries = prepare(s, q, dnum, decay=decay, one=dden.transpose(1, 2).contiguous())
-        dS, dz = _canonical_sums(s, s.H, queries)
-        states, unit, Z = _kernel_states(s, S, z)
-        read = query_gradient(s, queries, states, unit, -1, dq, q, Z, queries["weight"], log_g is not None)
-        return dq, dS, dz, _gate_gradient(s, read, log_g, after=False)
+        if needs_S or needs_z:
+            dS, dz = _canonical_sums(s, s.H, queries)
+        if needs_q or needs_g:
+            states, unit, Z = _kernel_states(s, S, z)
+            read = query_gradient(s, queries, states, unit, -1, dq, q, Z, queries["weight"], needs_g)
+            dlog_g = _gate_gradient(s, read, log_g, after=False) if needs_g else None
+        return asked((dq, dS, dz, dlog_g), needs)
 
 
-@_query_state_backward.register_fake
-def _(dnum, dden, q, S, z, log_g, p, chunk):
-    return empty_like(q), *_empty_states(S, *S.shape), _empty_gates(S, log_g)
+@_query_state_backward_operator.register_fake
+def _(dnum, dden, q, S, z, log_g, p, chunk, needs):
+    return asked((empty_like(q), *_empty_states(S, *S.shape), _empty_gates(S, log_g)), needs)
 
 
 def _differentiate_query_state(ctx, dnum, dden):
-    *grads, dlog_g = _query_state_backward(dnum, dden, *ctx.saved_tensors, ctx.p, ctx.chunk)
-    return *grads, None if ctx.saved_tensors[3] is None else dlog_g, None, None
+    needs = [*ctx.needs_input_grad[:4]]
+    return *keep(_query_state_backward(dnum, dden, *ctx.saved_tensors, ctx.p, ctx.chunk, needs), needs), None, None
 
 
-register_gradient(_query_state, _save_inputs, _differentiate_query_state, _query_state_backward)
+_query_state_backward = transformable_once(_query_state_backward_operator)
+_query_state = transformable(_query_state_operator, _save_inputs, _differentiate_query_state)
 
 # ---- between the operators' states and the kernels'
 
@@ -314,8 +344,6 @@ def _gate_gradient(s, x, log_g, after):
 
     A gate decays what the tokens before it in its chunk give, and what its own token and those after it read.
     """
-    if log_g is None:
-        return _empty_gates(s.q, None)
     x = x[:, : s.T].view(s.B, s.HKV, -1, s.T).sum(2, dtype=torch.float64)
     x = pad(x, (0, -s.T % s.chunk)).unflatten(2, (s.chunks, s.chunk))
     before = x.cumsum(3) - x
@@ -333,31 +361,6 @@ def _empty_states(like, B, n, HKV, Dphi, D):
 def _empty_gates(like, log_g):
     """Return an empty gradient of log_g, without entries if there are no gates: operators must return tensors."""
     return like.new_empty(0 if log_g is None else log_g.shape, dtype=torch.float32)
-
-
-# ---- arguments
-
-
-def _described(x):
-    return f"{str(x.dtype).removeprefix('torch.')} {[*x.shape]}" if isinstance(x, Tensor) else repr(x)
-
-
-def _check(name, x, shape):
-    """Raise ValueError unless x is None or a float32 tensor of this shape."""
-    if x is not None and (x.shape != torch.Size(shape) or x.dtype != torch.float32):
-        raise ValueError(f"{name} must be float32 {[*shape]}, got {_described(x)}")
-
-
-def _check_rows(name, x, p, chunk):
-    """Raise ValueError unless the kernels take x [B, T, heads, D] with power p and this chunk."""
-    if x.ndim != 4 or x.shape[1] < 1 or x.dtype not in DTYPES:
-        raise ValueError(
-            f"{name} must be [B, T, heads, D] in bfloat16, float16 or float32 with T at least 1, got {_described(x)}"
-        )
-    if (x.shape[3], p) not in CHUNKED_SIZES:
-        raise ValueError(f"(D, p) must be one of {', '.join(map(str, CHUNKED_SIZES))}, got ({x.shape[3]}, {p!r})")
-    if not isinstance(chunk, int) or chunk < 1 or chunk % 128:
-        raise ValueError(f"chunk must be a multiple of 128, got {chunk!r}")
 
 
 def create_inputs(

@@ -294,8 +294,8 @@ def test_what_the_kernels_do_not_take_is_said(monkeypatch):
     reason = heinsen_unsupported_reason
     assert [reason(dtype, 64, 64) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [""] * 3
     assert reason(torch.float64, 64, 64) == "float64 (they take bfloat16, float32, float16)"
-    assert reason(torch.float16, 8, 8).startswith("head dimension 8 ")
-    assert reason(torch.float16, 64, 32) == "values 32 wide where keys are 64 (they take equal widths)"
+    assert reason(torch.float16, 130, 8) == "head dimension 130 (they take up to 128)"
+    assert reason(torch.float16, 64, 130) == "values 130 wide (they take up to 128)"
 
 
 # For a process of its own without the interpreter: every kernel is compiled for a GPU that need not be there. Each line

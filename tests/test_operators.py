@@ -3,6 +3,8 @@
 On the CPU in Triton's interpreter, in float32; with TEST_GPU=1 on the GPU, in bfloat16 and float32.
 """
 
+from itertools import combinations_with_replacement
+
 import pytest
 import torch
 from numerics import relative_error
@@ -10,11 +12,17 @@ from torch.nn.functional import logsigmoid
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
+import test_heinsen_kernels  # noqa: E402
 from test_kernels import DEVICE, DTYPES, GPU  # noqa: E402
 
-from attention import forms  # noqa: E402
+from attention import check, forms  # noqa: E402
+from attention.check import Size  # noqa: E402
 from attention.power import PowerState  # noqa: E402
-from kernels import operators  # noqa: E402
+from kernels import HEAD_DIMS, operators, unsupported_reason, width  # noqa: E402
+from kernels.adaptive import adaptive_attention  # noqa: E402
+from kernels.arguments import narrow_state, to_width, widen_state  # noqa: E402
+from kernels.heinsen_operator import heinsen_attention  # noqa: E402
+from kernels.layout import positions_of_narrower  # noqa: E402
 
 CHUNK, T = 128, 300  # a ragged last chunk
 CASES = [(D, p, gated) for D, p in ((16, 2), (32, 2), (16, 4), (64, 2), (128, 2), (32, 4)) for gated in (True, False)]
@@ -171,6 +179,83 @@ def test_views_of_a_fused_projection_and_heads_first():
     assert_right("query_state", make("query_state", B=B, T=T, Hkv=1) | dict(q=q, log_g=log_g))
 
 
+# ---- rows of any width
+
+HALF = torch.bfloat16 if GPU else torch.float16
+PADDED = [
+    (Size("quadratic", DTYPES[0], 24, 4, True, E=20, n=37), 60),
+    (Size("quadratic", HALF, 130, 2, False, E=256), 33),
+    (Size("sums", DTYPES[0], 12, 2, True, E=16, n=30), 40),
+    (Size("adaptive", DTYPES[0], 20, 0, True, E=8, n=30), 40),
+    (Size("chunked", DTYPES[0], 12, 2, True, E=20), 60),
+    *([(Size("chunked", DTYPES[0], 12, 4, False, E=10), 1500)] if GPU else []),  # the interpreter takes a minute
+]
+
+
+@pytest.mark.parametrize(
+    "size,T",
+    [pytest.param(*x, marks=[pytest.mark.slow] * (x[0].form == "chunked")) for x in PADDED],
+)
+def test_rows_of_any_width_equal_float64(size, T):
+    forward, backward = (1e-5, 1e-4) if size.dtype == torch.float32 else (4e-3, 5e-2)
+    for name, error in check.errors(size, 1500 if GPU else T, DEVICE).items():
+        assert error <= (forward if name == "y" else backward), f"{name}: error {error:.1e}"
+
+
+@pytest.mark.parametrize("E", [12, pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.slow)])
+def test_log_attention_takes_rows_of_any_width(E):
+    """Features behind a row have no weight: their exponents are far below any other."""
+    (q, k, v, documents, m, S, z), grads = test_heinsen_kernels.inputs(20, DTYPES[0], D=12, state=True)
+    to = lambda x: torch.nn.functional.pad(x, (0, E - 12))  # cuts if that is below zero
+    tensors = [q, k, to(v), documents, m, to(S), z]
+    test_heinsen_kernels.assert_right(tensors, [to(grads[0]), to(grads[1]), grads[2]])
+
+
+@pytest.mark.parametrize("name,E", [("update_state", 8), ("query_state", 20)])
+def test_the_steps_take_rows_of_any_width(name, E):
+    arguments = make(name, D=12, T=60, H=1, Hkv=1)
+    of_values = "v" if name == "update_state" else "S"
+    arguments[of_values] = torch.nn.functional.pad(arguments[of_values].detach(), (0, E - 12))
+    assert_right(name, arguments)
+
+
+@pytest.mark.parametrize("D,W,p", [(3, 5, 2), (5, 8, 4), (12, 16, 4), (24, 32, 2), (1, 4, 6)])
+def test_states_of_narrower_rows_are_part_of_wider_ones(D, W, p):
+    place = {index: i for i, index in enumerate(combinations_with_replacement(range(W), p))}
+    assert [*positions_of_narrower(D, W, p)] == [place[i] for i in combinations_with_replacement(range(D), p)]
+    x, v = torch.randn(7, D), torch.randn(7, D)
+    wide, value = (torch.nn.functional.pad(y, (0, W - D)) for y in (x, v))
+    sums = lambda x, v: forms.update_state(x[None, None], v[None, None], p)
+    (S, z), (wide_S, wide_z) = ((sums(x, v), sums(x, torch.ones(7, 1))[..., 0]) for x, v in ((x, v), (wide, value)))
+    for found, expected in (
+        (widen_state(S, z, D, W, p), (wide_S, wide_z)),
+        (narrow_state(wide_S, wide_z, D, D, p), (S, z)),
+    ):
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected))
+
+
+def test_rows_of_a_width_that_the_kernels_have_are_not_copied():
+    q, v = torch.zeros(1, 3, 2, 32), torch.zeros(1, 3, 2, 20)
+    assert to_width("quadratic", q, q, q)[1] is q and to_width("quadratic", q, v)[0] is q
+    assert all(width(form, HALF, D, D) == D for form in ("quadratic", "chunked", "heinsen") for D in HEAD_DIMS)
+    assert [width("quadratic", HALF, 48, E) for E in (3, 64, 65, 200, 257)] == [64, 64, 128, 256, 0]
+    assert width("quadratic", torch.float32, 129, 3) == width("chunked", HALF, 129, 3) == 0
+
+
+def test_what_the_kernels_do_not_take_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    reason = lambda form, D, E, p, dtype=torch.bfloat16: unsupported_reason(form, dtype, D, E, p)
+    assert [reason("quadratic", *sizes) for sizes in ((80, 96, 8), (256, 3, 2))] == ["", ""]
+    assert reason("chunked", 48, 64, 2) == reason("chunked", 48, 20, 4) == reason("adaptive", 200, 80, 0) == ""
+    assert reason("quadratic", 257, 3, 2) == "head dimension 257 (they take up to 256)"
+    assert reason("quadratic", 3, 257, 2) == "values 257 wide (they take up to 256)"
+    assert reason("quadratic", 130, 3, 2, torch.float32) == "head dimension 130 (they take up to 128 in float32)"
+    assert reason("chunked", 130, 3, 2) == "head dimension 130 (they take up to 128 in the chunked form)"
+    sizes = "(in the chunked form they take p=2 up to 128, p=4 up to 64)"
+    assert reason("chunked", 48, 80, 4) == f"head dimension 48 and values 80 wide with p=4 {sizes}"
+    assert reason("decode", 48, 48, 2).startswith("head dimension 48 ") and reason("decode", 64, 32, 2)
+
+
 # ---- torch's rules
 
 
@@ -210,14 +295,14 @@ def test_no_second_derivative():
     "name,change,message",
     [
         ("update_state", dict(chunk=100), "chunk must be a multiple of 128, got 100"),
-        ("update_state", dict(p=6), r"\(D, p\) must be one of .*, got \(16, 6\)"),
+        ("update_state", dict(p=6), "p=2 up to 128, p=4 up to 64 entries a row, got p=6 with D=16"),
         (
             "update_state",
             dict(k=torch.zeros(1, 140, 16)),
             r"k must be \[B, T, heads, D\] .*, got float32 \[1, 140, 16\]",
         ),
         ("update_state", dict(k=torch.zeros(1, 140, 2, 16, dtype=torch.float64)), "got float64"),
-        ("update_state", dict(v=torch.zeros(1, 140, 2, 32)), r"v must be .* \[1, 140, 2, 16\], .* \[1, 140, 2, 32\]"),
+        ("update_state", dict(v=torch.zeros(1, 140, 1, 32)), r"v must be .* \[1, 140, 2, 32\], .* \[1, 140, 1, 32\]"),
         (
             "update_state",
             dict(log_g=torch.zeros(1, 140, 1)),
@@ -234,6 +319,66 @@ def test_no_second_derivative():
 def test_arguments_that_do_not_fit(name, change, message):
     with pytest.raises(ValueError, match=message):
         getattr(operators, name)(**(make(name, T=140) | change))
+
+
+Q, K, G = torch.zeros(1, 9, 4, 16), torch.zeros(1, 9, 2, 16), torch.zeros(1, 9, 2)
+WRONG = [
+    (dict(q=Q[0]), r"q must be \[B, T, heads, D\] .*, got float32 \[9, 4, 16\]"),
+    (dict(v=K[:, :0]), r"v must be .* no size 0, .*, got float32 \[1, 0, 2, 16\]"),
+    (dict(k=K.double()), r"k must be .* in bfloat16, float32 or float16, got float64 \[1, 9, 2, 16\]"),
+    (dict(v=K.half()), "q, k, v must share one dtype, got float32, float32, float16"),
+    (dict(k=K[..., :8]), r"q, k, v must be .*, got \[1, 9, 4, 16\], \[1, 9, 2, 8\], \[1, 9, 2, 16\]"),
+    (dict(v=K[:, :, :1]), r"q, k, v must be .*, got .* \[1, 9, 1, 16\]"),
+    (dict(k=K[:, :5], v=K[:, :5]), "q, k, v must be .* with n "),
+    (dict(q=Q[:, :, :3]), "the query heads must be a multiple of the key/value heads, got 3 and 2"),
+    (dict(v=torch.zeros(1, 9, 2, 130)), "E of v must be at most 128 in the .* for float32, got 16 and 130"),
+    (dict(v=K.to("meta")), "all tensors must be on one device, got the first on cpu, v on meta"),
+]
+GATES = [
+    (dict(log_g=G.double()), r"log_g must be float32 \[1, 9, 2\], got float64 \[1, 9, 2\]"),
+    (dict(log_g=G[:, :, :1]), r"log_g must be float32 \[1, 9, 2\], got float32 \[1, 9, 1\]"),
+    (dict(log_g=0.5), r"log_g must be float32 \[1, 9, 2\], got 0.5"),
+]
+POWERS = [(dict(p=p), f"p must be one of 2, 4, 6, 8, got {p}") for p in (3, 0, 10)]
+SCALE = [(dict(scale=0.0), "scale must be finite and not zero, got 0.0")]
+S, Z = torch.zeros(1, 2, 136, 16), torch.zeros(1, 2, 136)
+CHUNKS = [
+    (dict(chunk=64), "chunk must be a multiple of 128, got 64"),
+    (dict(chunk=True), "chunk must be a multiple of 128, got True"),
+    (dict(p=6), "p=2 up to 128, p=4 up to 64 entries a row, got p=6 with D=16, E=16"),
+    (dict(z=Z), "S and z must both be given or both be None, got z float32 .* and S None"),
+    (dict(S=S[:, :, 1:], z=Z), r"S must be float32 \[1, 2, 136, 16\], got float32 \[1, 2, 135, 16\]"),
+    (dict(S=S, z=Z.half()), r"z must be float32 \[1, 2, 136\], got float16 \[1, 2, 136\]"),
+    (dict(S=S, z=Z.to("meta")), "all tensors must be on one device, got the first on cpu, z on meta"),
+]
+LOG = [
+    (dict(documents=G[..., 0]), r"documents must be int32 \[1, 9\], got float32 \[1, 9\]"),
+    (dict(m=Z), "m, S and z must all be given or all be None, got m float32 .*, S None, z None"),
+    (dict(m=Z, S=S, z=Z), r"m must be float32 \[1, 2, 16\], got float32 \[1, 2, 136\]"),
+]
+ADAPTIVE = [(dict(powers=G[..., 0].half()), r"powers must be float32 \[1, 9\], got float16 \[1, 9\]")]
+TAKES = {
+    operators.quadratic_attention: (dict(p=2), WRONG + GATES + POWERS),
+    operators.quadratic_sums: (dict(p=2, scale=1.0), WRONG + GATES + POWERS + SCALE),
+    operators.chunked_attention: (dict(p=2, chunk=128), WRONG + GATES + CHUNKS),
+    adaptive_attention: (dict(powers=G[..., 0]), WRONG + GATES + ADAPTIVE),
+    heinsen_attention: (dict(), [x for x in WRONG if "size 0" not in x[1]] + LOG),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", TAKES, ids=lambda f: f.__name__)
+def test_bad_input_is_refused_in_one_line_before_anything_is_launched(function):
+    options, wrong = TAKES[function]
+    for change, message in wrong:
+        with pytest.raises(ValueError, match=message) as refusal:
+            function(**(dict(q=Q, k=K, v=K) | options | change))
+        assert "\n" not in str(refusal.value)
+
+
+def test_a_state_without_queries_refuses_what_does_not_fit():
+    for change, message in (CHUNKS[0], CHUNKS[3], CHUNKS[4], (dict(k=K[0]), "k must be"), (dict(v=K[:, 1:]), "v must")):
+        with pytest.raises(ValueError, match=message):
+            operators.chunked_state(**(dict(k=K, v=K, p=2, chunk=128) | change))
 
 
 @pytest.mark.parametrize("n", [1, 12, 16])

@@ -12,6 +12,7 @@ from attention.embedding import symmetric_power_dim
 from attention.forms import PowerState, integer_power, read_cache
 from attention.power import power_attention, power_attention_sums
 
+HALVES = torch.bfloat16, torch.float16
 CHUNK = 16
 COMPUTED = [f for f in FORMS if f != "auto"]
 
@@ -474,3 +475,53 @@ def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_pa
     )
     power_attention(q, k, v), power_attention_sums(q, k, v)
     assert asked[-2:] == [q.device, q.device]
+
+
+@pytest.mark.parametrize(
+    "p,form,dtype,n",
+    [(6, "auto", torch.float32, 24), (2, "quadratic", torch.float32, 7)]
+    + [pytest.param(p, "auto", dtype, 24, marks=pytest.mark.slow) for p in (6, 8) for dtype in HALVES],
+)
+def test_a_state_comes_before_the_quadratic_kernels(p, form, dtype, n, monkeypatch):
+    """Sums over pairs on the kernels, which the interpreter runs, and what is read from the state in PyTorch."""
+    operators = pytest.importorskip("kernels.operators", reason="Triton has no wheel for this system")
+    monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, dtype, *sizes: "no" * (form == "chunked"))
+    asked, real = [], operators.quadratic_sums
+    monkeypatch.setattr(dispatch, "failure", lambda form, *size: asked.append(form) or "")
+    monkeypatch.setattr(operators, "quadratic_sums", lambda *x, **o: asked.append(x[0].dtype) or real(*x, **o))
+    monkeypatch.setattr(forms, "FEATURES_AT_ONCE", 1)  # the state is read token by token
+    q, k, v, log_g, S, z = (x.detach() for x in inputs(24, p, "zeros", D=3, E=5, dtype=dtype, with_state=True))
+    with torch.no_grad():  # rows and states of any size
+        q[:, ::3] *= 2.0**10
+        S, z = S * 2.0 ** (-4 * p), z * 2.0 ** (-4 * p)
+    (dy, results) = (torch.randn(2, n, 4, 5, dtype=torch.float64).to(dtype).double(), [])
+    for oracle in (True, False):
+        of_tokens = torch.float64 if oracle else dtype
+        leaves = [x.to(of_tokens) for x in (q[:, -n:], k, v)]
+        leaves += [x.to(torch.float64 if oracle else torch.float32) for x in (log_g, S, z)]
+        leaves = [x.requires_grad_() for x in leaves]
+        q_, k_, v_, *rest, S_, z_ = leaves
+        if oracle:
+            padded = torch.nn.functional.pad(q_, (0, 0, 0, 0, 24 - n, 0))
+            y = naive.quadratic(padded, k_, v_, *rest, p=p, initial_state=(S_, z_))[:, -n:]
+            after = naive.state_after(k_, v_, *rest, p=p, initial_state=(S_, z_))
+        else:
+            y, after = power_attention(q_, k_, v_, *rest, p=p, form=form, initial_state=(S_, z_), return_state=True)
+        results.append([y, *after, *torch.autograd.grad((y * dy.to(y)).sum() + after[1].sum(), leaves)])
+    exact = 1e-5 if dtype == torch.float32 else 2e-2
+    for x, r in zip(results[1], results[0], strict=True):
+        assert relative_error(x, r, 1e-3 * dy.norm().item()) < exact
+    assert asked == ["sums", torch.bfloat16 if dtype == torch.bfloat16 else torch.float32]
+
+
+def test_a_document_of_small_keys_follows_a_state_of_large_ones(monkeypatch):
+    operators = pytest.importorskip("kernels.operators", reason="Triton has no wheel for this system")
+    q, k, v, log_g, S, z = (x.detach().float() for x in inputs(24, 8, "none", D=3, E=5, with_state=True)[:3] + [
+        torch.zeros(2, 24, 2), *inputs(24, 8, "none", D=3, E=5, with_state=True)[4:]
+    ])  # fmt: skip
+    log_g[:, 11] = float("-inf")
+    attend = lambda k, scale: forms.attend_after_state(
+        operators.quadratic_sums, q, k, v, log_g, PowerState(S * scale**8, z * scale**8), p=8
+    )
+    large = torch.cat((2.0**12 * k[:, :11], k[:, 11:]), 1)
+    assert torch.equal(attend(large, 2.0**12), attend(k, 1.0))

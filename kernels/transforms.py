@@ -1,0 +1,82 @@
+"""How torch's transforms see an operator: autograd, torch.compile, torch.func.grad and vmap, and forward mode.
+
+    _quadratic = transformable(_quadratic_operator, save, differentiate)    # call this in place of the operator
+
+torch.library's operators take part in autograd and torch.compile; torch.func wants a torch.autograd.Function. So a call
+goes to the operator, or where torch.func or forward mode is at work to a Function made of the same pieces. Both can be
+differentiated once, and have no forward mode.
+"""
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
+
+ONCE = (
+    "the attention kernels have no second derivative: compute it on float64 tensors or on the CPU, or call "
+    "attention.dispatch.disable_kernels(reason) first, for plain PyTorch"
+)
+NO_FORWARD_MODE = (
+    "the attention kernels have no forward mode (jvp): use reverse mode, or call "
+    "attention.dispatch.disable_kernels(reason) first, for plain PyTorch"
+)
+
+
+def transformable(operator, save, differentiate):
+    """Return a function that computes `operator`, and can be differentiated and mapped by every transform of torch.
+
+    operator: a torch.library.custom_op; save(ctx, inputs, output) and differentiate(ctx, *grads) are as for
+    torch.library.register_autograd. Every tensor among its arguments and results has the batch, alone or times heads,
+    as its first dimension, which vmap makes longer.
+    """
+    operator.register_autograd(differentiate, setup_context=save)
+
+    class Transformed(torch.autograd.Function):
+        @staticmethod
+        def forward(*args):
+            return operator(*args)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            save(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return differentiate(ctx, *grads)
+
+        @staticmethod
+        def jvp(ctx, *tangents):
+            raise NotImplementedError(NO_FORWARD_MODE)
+
+        @staticmethod
+        def vmap(info, in_dims, *args):
+            n = info.batch_size
+            fold = lambda x, dim: _fold(x, dim, n) if isinstance(x, torch.Tensor) else x
+            args = [[*map(fold, x, dim)] if isinstance(x, list) else fold(x, dim) for x, dim in zip(args, in_dims)]
+            outputs = call(*args)
+            return tree_map(lambda x: x.unflatten(0, (n, x.shape[0] // n)), outputs), tree_map(lambda x: 0, outputs)
+
+    def call(*args):
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return call_transformed(*args)
+        return operator(*args)
+
+    def call_transformed(*args):
+        return Transformed.apply(*args)
+
+    call_transformed._torchdynamo_disable = True  # torch.compile cannot look inside, and leaves the transform to eager
+    return call
+
+
+def transformable_once(operator):
+    """Return what `transformable` does for a backward pass, whose own derivative is refused."""
+    return transformable(operator, lambda ctx, inputs, output: None, _refuse_second_derivative)
+
+
+def _refuse_second_derivative(ctx, *grads):
+    raise NotImplementedError(ONCE)
+
+
+def _fold(x, dim, n):
+    """Return x, mapped along `dim` or (None) the same for all n, with the mapped dimension in front of the first."""
+    x = x.unsqueeze(0).expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
