@@ -1,4 +1,4 @@
-"""Choose the Gluon kernels of hopper_kernels.py and launch them, or give way to today's Triton kernels.
+"""Choose the Gluon kernels of hopper_kernels.py and launch them, or give way to the Triton kernels.
 
 They are chosen by sizes and the tensor's GPU alone. If Gluon is missing, or one of the kernels does not compile with
 this version of Triton, the process warns once and uses the Triton kernels from then on. The results are the same to the
@@ -13,7 +13,7 @@ import torch
 from . import configs
 from .common import VALUES_DOWN_2
 
-TOKENS, STAGES = 64, 6  # of update_state: tokens of a step, steps in shared memory
+TOKENS, STAGES = 64, 6  # of update_state: tokens of a step, two of which divide a chunk; steps in shared memory
 LATE = 4000  # nanoseconds, see `_late`
 enabled = True  # set to False to use the Triton kernels, also after a kernel failed
 

@@ -9,8 +9,9 @@ over the barriers:
     registers       | operand 1       | operand 2       | operand 3       |    an operand may be written again
     copies, shared  | rows for a later step, without waiting               |    when its own product is done
 
-One program is one warpgroup (4 warps), and two programs share an SM. Gluon's interface differs between Triton's
-versions, and Triton's interpreter does not run it.
+A step needs one barrier: what is copied in it was last read two steps ago. One program is one warpgroup (4 warps), and
+two programs share an SM. Gluon's interface differs between Triton's versions, and Triton's interpreter does not
+run it.
 """
 
 from triton.experimental import gluon
