@@ -1,6 +1,7 @@
 """Gluon's kernels for Hopper are chosen by sizes and the GPU, and give way to Triton's. tests/targets.py and
 tests/sass.py compile them; what they compute is seen on a GPU only."""
 
+import functools
 import sys
 import types
 import warnings
@@ -43,16 +44,19 @@ class Fails:
         return launch
 
 
+def both_passes():
+    (q, k, v, log_g), dy = inputs(130, "rare zeros", torch.float32, H=1, Hkv=1)
+    y, saved, _ = chunked.forward(q, k, v, log_g, p=2, chunk=128)
+    return y, *chunked.backward(dy, q, k, v, log_g, y, saved, p=2, chunk=128)[:4]
+
+
+expected_of_both_passes = functools.cache(both_passes)
+
+
 @pytest.mark.skipif(GPU, reason="pretends that Gluon fails")
 @pytest.mark.parametrize("cause", ["missing", "raises"])
 def test_without_gluon_the_process_warns_once_and_uses_tritons_kernels(monkeypatch, cause):
-    (q, k, v, log_g), dy = inputs(140, "rare zeros", torch.float32, H=1, Hkv=1)
-
-    def both_passes():
-        y, saved, _ = chunked.forward(q, k, v, log_g, p=2, chunk=128)
-        return y, *chunked.backward(dy, q, k, v, log_g, y, saved, p=2, chunk=128)[:4]
-
-    expected = both_passes()
+    expected = expected_of_both_passes()
     fake = None if cause == "missing" else types.SimpleNamespace(update_state_kernel=Fails())
     monkeypatch.setitem(sys.modules, "kernels.hopper_kernels", fake)
     if fake is not None:
