@@ -296,7 +296,7 @@ class Decoder:
             self._token()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):  # torch's own stays on the first GPU that captures
             self._token()
         for x, before in zip(changed, saved):
             x.copy_(before)

@@ -127,10 +127,19 @@ def add_to_rows(OUT, x, b, start, h, T, H):
 
 
 @triton.jit
-def reflected(x, MIRROR, head):
-    """Return x [N, D] float32 with each row reflected at the plane that MIRROR has for a head of keys (prepare.py)."""
-    u = tl.load(MIRROR + head * x.shape[1] + tl.arange(0, x.shape[1]))[None, :]
-    return x - 2 * tl.sum(x * u, 1)[:, None] * u
+def load_mirror(MIRROR, head, D: tl.constexpr):
+    """Return (u [D], whether it is not zero) of a head of keys (prepare.py), or two zeros without MIRROR."""
+    if MIRROR is None:
+        return 0.0, False
+    else:
+        at = MIRROR + head * D
+        return tl.load(at + tl.arange(0, D)), tl.load(at) != 0  # u[0] is zero only if u is
+
+
+@triton.jit
+def reflected(x, u):
+    """Return x [N, D] float32 with each row reflected at the plane to which the unit vector u [D] is normal."""
+    return x - 2 * tl.sum(x * u[None, :], 1)[:, None] * u[None, :]
 
 
 # ---- numbers

@@ -66,6 +66,7 @@ from .common import (
     exact_product,
     int_power,
     inverse,
+    load_mirror,
     load_rows,
     multiple_of,
     padded,
@@ -78,7 +79,7 @@ SUMS = ((64, 4, 3), (32, 8, 2), (32, 8, 2))  # rows at a time, warps, stages; up
 PREPARE = (64, 4)  # rows at a time, warps
 PREPARE_Z = ((128, 8), (64, 8), (32, 8))  # the same with denominators, up to D = 64, beyond, and in float32
 PRODUCTS = 16  # products at a time
-MIRROR_TOKENS = 1024  # the most keys that u is made of
+MIRROR_TOKENS = 256  # the most keys that u is made of
 
 
 @triton.jit
@@ -88,15 +89,16 @@ def _row_unit(x, LIFT: tl.constexpr):
 
 
 @triton.jit
-def _reflected_rows(x, MIRROR, head, LIFT: tl.constexpr):
-    """Return (x [N, D] float32 reflected with MIRROR of a head of keys, or as it is without; 2^n of these rows [N]; 2^n
-    of the rows as they came)."""
+def _reflected_rows(x, MIRROR, u, mirrored, LIFT: tl.constexpr):
+    """Return (x [N, D] float32 reflected with u, or as it is unless `mirrored`; 2^n of these rows [N]; 2^n of the rows
+    as they came); u, mirrored: by `load_mirror`."""
     came = _row_unit(x, LIFT)
-    if MIRROR is None:
-        return x, came, came
-    else:
-        x = reflected(x, MIRROR, head)
-        return x, _row_unit(x, LIFT), came
+    unit = came
+    if MIRROR is not None:
+        if mirrored:
+            x = reflected(x, u)
+            unit = _row_unit(x, LIFT)
+    return x, unit, came
 
 
 @triton.jit
@@ -130,13 +132,14 @@ def sums_kernel(
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     b, group = bh // HKV, H // HKV
     most, acc = tl.zeros([N], tl.float32), tl.zeros([D, D], tl.float32)
+    u, mirrored = load_mirror(MIRROR, bh, D)
     for i in range(group):
         h = bh % HKV * group + i
         head = tl.cast(b, tl.int64) * H + h
         for start in tl.range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP), N, num_stages=STAGES):
             at = start + tl.arange(0, N)
             x = load_rows(X, x_strides, b, start, h, T, N, D)
-            _, unit, came = _reflected_rows(x.to(tl.float32), MIRROR, bh, LIFT)
+            _, unit, came = _reflected_rows(x.to(tl.float32), MIRROR, u, mirrored, LIFT)
             factor = _factors(L, DECAY, unit, came, at, b, h, T, TP, H, HKV, P, LIFT, QUERY)
             v = load_rows(V, v_strides, b, start, h, T, N, D).to(tl.float32)
             largest = tl.max(tl.abs(v), 1)
@@ -183,7 +186,8 @@ def prepare_kernel(
     rows = load_rows(X, x_strides, b, start, h, T, N, D)
     x = rows.to(tl.float32)
     head = b * HKV + h // (H // HKV)
-    xt, unit, came = _reflected_rows(x, MIRROR, head, LIFT)
+    u, mirrored = load_mirror(MIRROR, head, D)
+    xt, unit, came = _reflected_rows(x, MIRROR, u, mirrored, LIFT)
     first = tl.cast(bh, tl.int64) * TP
     tl.store(XT + first * D + d[None, :] * TP + at[:, None], (xt * unit[:, None]).to(XT.dtype.element_ty))
     factor = _factors(L, DECAY, unit, came, at, b, h, T, TP, H, HKV, P, LIFT, QUERY)
@@ -242,7 +246,7 @@ def key_mirror(s, k):
     """Return mirror [B * Hkv, D] of the table above for keys k [B, T, Hkv, D], any strides."""
     mirror = empty(k, s.B * s.HKV, s.D)
     tokens = min(s.T, s.chunk, MIRROR_TOKENS)
-    mirror_kernel[(s.B * s.HKV,)](k, mirror, k.stride(), tokens, s.HKV, D=s.D, N=64)
+    mirror_kernel[(s.B * s.HKV,)](k, mirror, k.stride(), tokens, s.HKV, D=s.D, N=128)
     return mirror
 
 

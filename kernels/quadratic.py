@@ -778,11 +778,14 @@ def dq_kernel(
         )  # fmt: skip
     else:
         tiles = 1 if gates is None else tl.cdiv(n, BM)
+        these = tl.minimum(tl.program_id(0) * TILES + tl.arange(0, TILES), BH * tiles - 1)
+        of_keys = these // tiles // H * HKV + these // tiles % H // (H // HKV)
+        inexact = _delta_may_be_inexact(gates, T, of_keys, _token(these % tiles * BM, OFFSET), BM, BEFORE)
         for i in range(tl.program_id(0) * TILES, tl.minimum(tl.program_id(0) * TILES + TILES, BH * tiles)):
             bh, first = i // tiles, i % tiles * BM
             b, h = bh // H, bh % H
             hkv = h // (H // HKV)
-            if _delta_may_be_inexact(gates, T, b * HKV + hkv, _token(first, OFFSET), BM, BEFORE):
+            if tl.sum(tl.where(these == i, inexact.to(tl.int32), 0), 0) > 0:
                 _dq_rows(
                     arrays, strides, scale, rest, T, OFFSET, CHUNK, H, HKV, bh, b, h, hkv, first,
                     P, D, NORMALIZE, BEFORE, BM, BN, R, ROWS, True,
@@ -1108,15 +1111,17 @@ def backward(
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
         (k_tiles, v_tiles, k2), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN), (k2, c_dq.BN))
         tiles = triton.cdiv(n, c_dq.BM) * B * H
+        looks_at = 1 if log_g is None else TILES  # without gates the first rows of all
         passes = [(tiles, False)]
         if again:
-            passes.append((B * H if log_g is None else triton.cdiv(tiles, TILES), True))
+            passes.append((B * H if log_g is None else triton.cdiv(tiles, looks_at), True))
         for programs, again in passes:
             dq_kernel[(programs,)](
                 q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row, error,
                 q.stride(), *kv_strides, dy.stride(), scale, rest,
                 T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
-                R=c_dkdv.BM, ROWS=rows, BEFORE=before, AGAIN=again, TILES=TILES, **_options(c_dq, q, p, normalize),
+                R=c_dkdv.BM, ROWS=rows, BEFORE=before, AGAIN=again, TILES=looks_at,
+                **_options(c_dq._replace(maxnreg=0) if again else c_dq, q, p, normalize),
             )  # fmt: skip
         if needs_kv:
             (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))

@@ -49,6 +49,7 @@ from .common import (
     diagonal,
     empty,
     exact_product,
+    load_mirror,
     load_rows,
     multiple_of,
     reflected,
@@ -110,7 +111,9 @@ def query_gradient_kernel(
     # twice, since an entry is on both sides of a product
     acc *= (tl.load(UNIT_X + at) * (2 * VALUES_DOWN_2) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
     if MIRROR is not None:
-        acc = reflected(acc, MIRROR, b * HKV + h // (H // HKV))
+        u, mirrored = load_mirror(MIRROR, b * HKV + h // (H // HKV), D)
+        if mirrored:
+            acc = reflected(acc, u)
     x = load_rows(X, x_strides, b, lo, h, T, BM, D)
     z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
     zx = exact_product(x, z, tl.zeros([BM, D], tl.float32))
@@ -242,7 +245,9 @@ def query_gradient_of_products_kernel(
         acc += (to_rows + _add_columns(dx * x, tl.where(inside, two, D), D)) / unit[:, None]
     acc *= (tl.load(UNIT_X + at) * VALUES_DOWN_4 / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
     if MIRROR is not None:
-        acc = reflected(acc, MIRROR, b * HKV + h // (H // HKV))
+        u, mirrored = load_mirror(MIRROR, b * HKV + h // (H // HKV), D)
+        if mirrored:
+            acc = reflected(acc, u)
     if READ is not None:
         x = load_rows(X, x_strides, b, lo, h, T, BM, D)
         tl.store(READ + at, 0.25 * tl.sum(acc * x.to(tl.float32), 1))
