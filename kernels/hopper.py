@@ -1,11 +1,10 @@
 """Choose the Gluon kernels of hopper_kernels.py and launch them, or give way to the Triton kernels.
 
 They are chosen by sizes and the tensor's GPU alone. If Gluon is missing, or one of the kernels does not compile with
-this version of Triton, the process warns once and uses the Triton kernels from then on. The results are the same to the
-last bit, so that ranks need not agree.
+this version of Triton, the process warns once and uses the Triton kernels from then on. Results have the same bits, but
+for the gates' gradient, where a sum in another order differs by 1e-7.
 """
 
-import functools
 import warnings
 
 import torch
@@ -14,7 +13,6 @@ from . import configs
 from .common import VALUES_DOWN_2
 
 TOKENS, STAGES = 64, 6  # of update_state: tokens of a step, two of which divide a chunk; steps in shared memory
-LATE = 4000  # nanoseconds, see `_late`
 enabled = True  # set to False to use the Triton kernels, also after a kernel failed
 
 
@@ -32,7 +30,7 @@ def update_state(s, rows, prepared, U, down):
     return _launch(
         "update_state_kernel", programs,
         prepared["xt"], prepared["values"], U, s.layout.parts, s.layout.groups, down,
-        s.T, s.TP, s.chunk, rows, s.HKV, tiles, s.F, *_late(programs, U.device), K=TOKENS, STAGES=STAGES,
+        s.T, s.TP, s.chunk, rows, s.HKV, tiles, s.F, K=TOKENS, STAGES=STAGES,
     )  # fmt: skip
 
 
@@ -44,7 +42,7 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, mirror, read
         "query_gradient_kernel", programs,
         prepared["xt"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"], s.layout.where,
         out, x, Z, weight, mirror, read, x.stride(),
-        s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, *_late(programs, x.device), DOWN=VALUES_DOWN_2.value,
+        s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, DOWN=VALUES_DOWN_2.value,
     )  # fmt: skip
 
 
@@ -61,17 +59,3 @@ def _launch(name, programs, *arguments, **constants):
         warnings.warn(f"Gluon kernels are off, Triton's are used: {type(error).__name__}: {why}"[:300], stacklevel=2)
         return False
     return True
-
-
-def _late(programs, device):
-    """Return (processors, nanoseconds): the second program on each processor begins so much after the first.
-
-    Two programs that begin together end together, and leave the matrix unit without work; the next two as well.
-    """
-    processors = _processors(device)
-    return processors, LATE if programs > 8 * processors else 0
-
-
-@functools.cache
-def _processors(device):
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

@@ -1,6 +1,6 @@
 """Update state and query gradient for Hopper GPUs in Gluon: products run while the next operand is made.
 
-The same arrays, order of sums and results to the last bit as `update_state` and `query_gradient` for p = 2 and D = 64,
+The same arrays and results as those of `update_state` and `query_gradient` for p = 2 and D = 64,
 bfloat16 rows, float16 between kernels. Triton's wait at the end of each turn (`common.wait_for_products`) leaves the
 matrix unit without work while the next turn's operand is made in registers; here one product is always in flight, also
 over the barriers:
@@ -35,14 +35,6 @@ A: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 ROWS: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a thread
 SWIZZLED: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 PLAIN: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-
-
-@gluon.jit
-def _begin_late(SMS, LATE):
-    """Let the second program on each of SMS processors begin LATE nanoseconds or so after the first."""
-    if gl.program_id(0) // SMS == 1:
-        sleep: gl.constexpr = "nanosleep.u32 $1; mov.b32 $0, $1;"
-        gl.inline_asm_elementwise(sleep, "=r,r", [LATE], dtype=gl.int32, is_pure=False, pack=1)
 
 
 # ---- update state
@@ -144,13 +136,12 @@ def _next_tokens(row, start, begin, end, K: gl.constexpr):
     return gl.where(last, row + 1, row), gl.where(last, begin, start + K)
 
 
-@gluon.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "F", "SMS", "LATE"])
+@gluon.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "F"])
 def update_state_kernel(
-    XT, VALUES, U, PARTS, GROUPS, down, T, TP, CHUNK, H, HKV, tiles, F, SMS, LATE,
+    XT, VALUES, U, PARTS, GROUPS, down, T, TP, CHUNK, H, HKV, tiles, F,
     K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write four tiles of one chunk's U, summed over the query heads of a group (one head of keys if H = HKV)."""
-    _begin_late(SMS, LATE)
     TP, F = TP // 256 * 256, F // 64 * 64
     HALF: gl.constexpr = STAGES // 2
     AHEAD: gl.constexpr = STAGES - 3  # odd: a step copies for one of the other half
@@ -286,14 +277,13 @@ def _reflected(x, MIRROR, head):
     return x - 2 * gl.sum(x * u, 1)[:, None] * u
 
 
-@gluon.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "skip", "SMS", "LATE"])
+@gluon.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "skip"])
 def query_gradient_kernel(
     XT, VALUES, S, UNIT_S, UNIT_V, UNIT_X, WHERE, OUT, X, Z, WEIGHT, MIRROR, READ, x_strides,
-    T, TP, CHUNK, H, HKV, tiles, skip, SMS, LATE,
+    T, TP, CHUNK, H, HKV, tiles, skip,
     DOWN: gl.constexpr,
 ):  # fmt: skip
     """Add BM rows of the gradient to OUT, and write READ, as `query_gradient.query_gradient_kernel` does."""
-    _begin_late(SMS, LATE)
     TP = TP // 256 * 256
     blocks = (T + BM - 1) // BM
     bh, lo = gl.program_id(0) // blocks, gl.program_id(0) % blocks * BM

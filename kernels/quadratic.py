@@ -310,8 +310,9 @@ def _ahead(C_END, c_lo, begin, end, BN: tl.constexpr, POWER: tl.constexpr):
 @triton.jit
 def _before_rows(gates, lo, begin, end, BN: tl.constexpr):
     """Return (gate sum up to row lo, float64; where the keys that rows from lo on see begin, between begin and end)."""
-    _, _, _, C_START, _, OPENED = gates
-    opened = tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)) // BN * BN  # of the previous token's document
+    _, FIRST, _, C_START, _, OPENED = gates
+    first = tl.load(FIRST + lo).to(tl.int32)  # of its document; below 0 that is the previous token's
+    opened = tl.where(first < 0, tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)), lo // 128 * 128 + first) // BN * BN
     return tl.load(C_START + lo // 32), tl.minimum(tl.maximum(begin, opened), end)
 
 
@@ -957,10 +958,11 @@ def _dkdv_diagonal(
 
 
 @triton.jit
-def _last_reader(OPENED, hi, end, T):
+def _last_reader(OPENED, FIRST, hi, end, T):
     """Return where the queries that may see key hi end, at most `end`.
 
-    That is the end of the first 32 tokens one of which belongs to a document after hi, found by bisection.
+    That is after hi if a document begins there, or the end of the first 32 tokens one of which belongs to a document
+    after hi, found by bisection.
     """
     below, above = hi // 32, tl.cdiv(T, 32) - 1
     if tl.load(OPENED + above) > hi:
@@ -970,7 +972,9 @@ def _last_reader(OPENED, hi, end, T):
             above = tl.where(after, middle, above)
             below = tl.where(after, below, middle + 1)
         end = tl.minimum(above * 32 + 32, end)
-    return end
+    after = hi + 1
+    opens = after // 128 * 128 + tl.load(FIRST + after, mask=after < T, other=-1).to(tl.int32) == after
+    return tl.where(opens, after, end)
 
 
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BHKV", "HEADS"])
@@ -1008,7 +1012,7 @@ def dkdv_kernel(
         gates = (C, FIRST, C_START)
         hi = tl.minimum(begin, T) - 1
         c_hi = tl.load(at_head(C_END, T, bh, 32) + hi // 32)
-        end = _last_reader(at_head(OPENED, T, bh, 32), hi, end, T)
+        end = _last_reader(at_head(OPENED, T, bh, 32), FIRST, hi, end, T)
         c_col, c_last, factors = _vector(C, lo, BN), tl.load(C + hi), _forgets_little(C, FIRST, hi, lo)
         first_row = lo // 128 * 128 + tl.load(FIRST + hi).to(tl.int32)
     queries = (Q, q_strides, DY, dy_strides, Q2, q2_strides, PAIR, G)
