@@ -153,9 +153,9 @@ def chunked_state(k, v, log_g=None, S=None, z=None, *, p, chunk):
 
     The arguments are those of `chunked_attention`. Differentiable in every tensor.
     """
-    B, HKV = k.shape[0], k.shape[2] if k.ndim == 4 else 0  # `update_state` refuses what has no heads
+    if k.ndim == v.ndim == 4:  # `update_state` refuses others
+        check_state(S, z, k.shape[0], k.shape[2], k.shape[3], v.shape[3], p)
     sums, chunks = update_state(k, v, log_g, p=p, chunk=chunk), None
-    check_state(S, z, B, HKV, k.shape[3], v.shape[3], p)
     if log_g is not None:
         n = log_g.shape[1]
         chunks = torch.nn.functional.pad(log_g, (0, 0, 0, -n % chunk)).unflatten(1, (-1, chunk))

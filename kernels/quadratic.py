@@ -962,10 +962,12 @@ def _last_reader(OPENED, FIRST, hi, end, T):
     """Return where the queries that may see key hi end, at most `end`.
 
     That is after hi if a document begins there, or the end of the first 32 tokens one of which belongs to a document
-    after hi, found by bisection.
+    after hi, found by steps that double, and then by bisection.
     """
-    below, above = hi // 32, tl.cdiv(T, 32) - 1
-    if tl.load(OPENED + above) > hi:
+    below, above, last, step = hi // 32, hi // 32, tl.cdiv(T, 32) - 1, 1
+    if tl.load(OPENED + last) > hi:
+        while tl.load(OPENED + above) <= hi:
+            below, above, step = above + 1, tl.minimum(above + step, last), step * 2
         while above > below:
             middle = (below + above) // 2
             after = tl.load(OPENED + middle) > hi
