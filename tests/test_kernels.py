@@ -117,6 +117,16 @@ def test_float16_of_any_size(p, D, gates, size):
     assert operators.quadratic_attention(*tensors, p=p).dtype == torch.float16
 
 
+@pytest.mark.parametrize("p,gates,T", [(8, "learned", 2), (8, "none", 2), (2, "strong", 3)])
+def test_rows_that_one_token_dominates_have_exact_gradients(p, gates, T):
+    """With delta from the rounded y alone, dq would be off by 8e-3 to 3e-2 here, on other inputs by more than 1."""
+    tensors, dy = inputs(T, gates, torch.bfloat16, B=8)
+    results = gradients(lambda *x: operators.quadratic_attention(*x, p=p), tensors, dy)
+    expected = gradients(lambda *x: naive.quadratic(*x, p=p), tensors, dy, torch.Tensor.double)
+    for x, r in zip(results, expected):
+        assert relative_error(x, r, 1e-3 * dy.double().norm().item()) < 6e-3
+
+
 @pytest.mark.parametrize("p", [4, 8])
 def test_bfloat16_in_the_interpreter_too(p):
     assert_right(*inputs(90, "learned", torch.bfloat16), p=p)
