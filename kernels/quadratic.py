@@ -1118,16 +1118,16 @@ def backward(
         (k_tiles, v_tiles, k2), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN), (k2, c_dq.BN))
         tiles = triton.cdiv(n, c_dq.BM) * B * H
         looks_at = 1 if log_g is None else TILES  # without gates the first rows of all
-        passes = [(tiles, False)]
+        passes = [(tiles, False)]  # programs, AGAIN
         if again:
             passes.append((B * H if log_g is None else triton.cdiv(tiles, looks_at), True))
-        for programs, again in passes:
+        for programs, second in passes:
             dq_kernel[(programs,)](
                 q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row, error,
                 q.stride(), *kv_strides, dy.stride(), scale, rest,
                 T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
-                R=c_dkdv.BM, ROWS=rows, BEFORE=before, AGAIN=again, TILES=looks_at,
-                **_options(c_dq._replace(maxnreg=0) if again else c_dq, q, p, normalize),
+                R=c_dkdv.BM, ROWS=rows, BEFORE=before, AGAIN=second, TILES=looks_at,
+                **_options(c_dq._replace(maxnreg=0) if second else c_dq, q, p, normalize),
             )  # fmt: skip
         if needs_kv:
             (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))
