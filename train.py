@@ -16,16 +16,15 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from itertools import count
 
 import torch
 
 from data import DataError
 from data.dataset import Dataset
-from data.loader import Windows, eval_batches, train_batch
-from generate import generate
+from data.loader import Windows
 from model import GPT, GPTConfig
 from runs import checkpoint, folder, machine
+from runs.batches import mean_loss, micro_batches, sample_text
 from runs.display import Display, describe_attention
 from runs.optimizer import learning_rate, make_optimizer
 from runs.processes import Failed, Ranks, StopSignals, exit_statuses
@@ -194,7 +193,7 @@ class Trainer:
         if end and not self.signal:
             ranks.log(f"{cfg.out_dir} is trained: {progress.step} steps in {progress.seconds:.0f} s, {end}")
             return
-        self.batches = self.micro_batches()
+        self.batches = micro_batches(self)
         self.batch = next(self.batches)
         self.display, first = Display(cfg, progress.step, self.device, shown=ranks.master), True
         advice = machine.memory_advice(cfg, self.model_cfg, self.accumulation, goes_on=bool(self.resume))
@@ -250,16 +249,6 @@ class Trainer:
         self.display.step()
         return loss_sum, norm
 
-    def micro_batches(self):
-        """Yield (inputs, targets) [batch_size, block_size] on the device for this and every later micro-step."""
-        cfg, rank, world, n = self.cfg, self.ranks.rank, self.ranks.world, self.accumulation
-        for step in count(self.progress.step):
-            for micro in range(n):
-                batch = train_batch(self.train_windows, cfg.seed, step, rank, world, micro, n, cfg.batch_size)
-                if self.device.type == "cuda":  # from pinned memory the copy runs beside the computation
-                    batch = [x.pin_memory() for x in batch]
-                yield [x.to(self.device, non_blocking=True) for x in batch]
-
     def share(self):
         """Take the signal that any rank received, and the time of rank 0: all ranks decide by the same."""
         self.signal, self.seconds = self.ranks.share(self.stop_signals.number, self.clock.seconds())
@@ -308,25 +297,10 @@ class Trainer:
         self.checkpoint_seconds = 0.0
         self.display.log(step, self.clock.seconds(), pace, loss, **shown)
 
-    @torch.no_grad()
     def evaluate(self):
         """Return the mean loss a token over eval_tokens of the held-out split, or None if a signal came meanwhile."""
-        cfg, ranks = self.cfg, self.ranks
-        self.network.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for x, y in eval_batches(self.val_windows, cfg.eval_tokens, cfg.batch_size, ranks.rank, ranks.world):
-            ranks.beat()
-            x, y = x.to(self.device), y.to(self.device)
-            tokens = (y != -1).sum()
-            with self.autocast:
-                _, loss = self.eval_network(x, y)
-            sums += torch.stack((loss.double() * tokens, tokens.double()))
-            self.share()
-            if self.signal:
-                break
-        self.network.train()
-        loss, tokens = ranks.sum(sums).tolist()
-        return None if self.signal else loss / tokens
+        loss = mean_loss(self)
+        return None if self.signal else loss
 
     def evaluate_only(self):
         """Print the validation loss; raise Failed if a signal came before it was known."""
@@ -350,23 +324,10 @@ class Trainer:
             )  # fmt: skip
             self.ranks.log(f"step {step}: val loss {val_loss:.4f}")
             if cfg.sample_tokens:
-                self.tracker.sample(step, self.sample())
+                self.tracker.sample(step, sample_text(self))
         progress.evaluated, self.diverged = True, not math.isfinite(val_loss)
         if val_loss < progress.best:
             progress.best, progress.best_step = val_loss, step
-
-    def sample(self):
-        """Generate sample_tokens tokens after an end of text; every evaluation uses the same random numbers."""
-        options = dict(max_new_tokens=self.cfg.sample_tokens, seed=self.cfg.seed, cuda_graph=False)
-        self.model.eval()
-        try:
-            with torch.inference_mode(), self.autocast:
-                ids = [i for (i,) in generate(self.model, [self.dataset.eot], **options)]
-        except (MemoryError, torch.OutOfMemoryError) as error:  # training itself may go on
-            return f"(no sample: {error})"
-        finally:
-            self.model.train()
-        return self.dataset.tokenizer.decode(ids)
 
     def evaluate_and_save(self):
         """Evaluate this step, unless that is done or a signal ends the run, and save what no checkpoint has yet.

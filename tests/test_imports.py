@@ -18,7 +18,7 @@ ALLOWED = {
     "model": {"attention", "loss"},
     "decoder": {"model", "attention", "kernels"},
     "generate": {"decoder", "model", "attention", "kernels", "data"},
-    "runs": {"model", "attention", "data"},
+    "runs": {"generate", "model", "attention", "data"},
     "config": set(),
     **dict.fromkeys(PROGRAMS, {"runs", "generate", "decoder", "model", "attention", "kernels", "data"}),
 }

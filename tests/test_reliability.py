@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 import evaluate
 import train
 from data import DataError
-from runs import checkpoint
+from runs import batches, checkpoint
 from runs.load import load_run
 
 EXTRA = ["--attention=sympow_gating", "--dropout=0.1", "--warmup_iters=2"]
@@ -191,7 +191,7 @@ def test_what_is_written_is_what_was_there_when_save_was_called(tmp_path, monkey
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(go, monkeypatch):
-    waited, later, write, batch = [], threading.Event(), checkpoint.save_file, train.train_batch
+    waited, later, write, batch = [], threading.Event(), checkpoint.save_file, batches.train_batch
 
     def slow(*args):
         waited.append(later.wait(30))
@@ -203,7 +203,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(go, monkeypatch):
         return batch(windows, seed, step, *args)
 
     monkeypatch.setattr(checkpoint, "save_file", slow)
-    monkeypatch.setattr(train, "train_batch", taken)
+    monkeypatch.setattr(batches, "train_batch", taken)
     assert go("--out_dir=out/a") == 0
     assert waited == [True, True]  # the checkpoint of step 3 was written after step 5 had begun
     assert sorted(os.listdir("out/a/ckpt")) == ["step_00000003", "step_00000006"]
@@ -240,7 +240,7 @@ def at_moments(monkeypatch, act):
     """Call act(name, number) before each numbered moment at which training reads, computes, logs or saves something."""
     number = itertools.count(1)
     for owner, name in (
-        (train, "train_batch"), (train.GPT, "loss"), (train.GPT, "statistics"), (train, "generate"),
+        (batches, "train_batch"), (train.GPT, "loss"), (train.GPT, "statistics"), (batches, "generate"),
         (train.Tracker, "log"), (train.Tracker, "sample"), (train.Tracker, "flush_to_disk"),
         (checkpoint.Writer, "save"),
     ):  # fmt: skip
@@ -296,7 +296,7 @@ def test_each_line_comes_once_wherever_a_signal_or_a_kill_comes(go, monkeypatch,
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_within_a_step_saves_and_loses_nothing(go, finished, monkeypatch, capsys, number):
-    calls, real = [0], train.train_batch
+    calls, real = [0], batches.train_batch
 
     def batch(*args):
         calls[0] += 1
@@ -304,7 +304,7 @@ def test_a_signal_within_a_step_saves_and_loses_nothing(go, finished, monkeypatc
             os.kill(os.getpid(), number)
         return real(*args)
 
-    monkeypatch.setattr(train, "train_batch", batch)
+    monkeypatch.setattr(batches, "train_batch", batch)
     assert go("--out_dir=out/cut") == 0
     assert f"stopped after 2 steps: {signal.Signals(number).name} was received\n" in capsys.readouterr().out
     assert max(metrics("out/cut")) == 2 and os.listdir("out/cut/ckpt") == ["step_00000002"]
@@ -313,7 +313,7 @@ def test_a_signal_within_a_step_saves_and_loses_nothing(go, finished, monkeypatc
 
 
 def test_an_evaluation_that_a_signal_came_before_is_made_up_for(go, finished, monkeypatch):
-    calls, real = [0], train.train_batch
+    calls, real = [0], batches.train_batch
 
     def batch(*args):
         calls[0] += 1
@@ -321,7 +321,7 @@ def test_an_evaluation_that_a_signal_came_before_is_made_up_for(go, finished, mo
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*args)
 
-    monkeypatch.setattr(train, "train_batch", batch)
+    monkeypatch.setattr(batches, "train_batch", batch)
     for last in (3, 6, 6):
         assert go("--out_dir=out/cut") == 0
         assert max(metrics("out/cut")) == last
@@ -569,7 +569,7 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step_with_status_0(two_rank
 
 def train_and_die():
     """Train as train.py; rank 1 kills itself at step 50 of its first start."""
-    batch = train.train_batch
+    batch = batches.train_batch
 
     def killed(windows, seed, step, *args):
         if step == 50 and os.environ["RANK"] == "1" and not os.path.exists(os.environ["KILLED"]):
@@ -577,7 +577,7 @@ def train_and_die():
             os.kill(os.getpid(), signal.SIGKILL)
         return batch(windows, seed, step, *args)
 
-    train.train_batch = killed
+    batches.train_batch = killed
     train.main()
 
 
@@ -627,12 +627,12 @@ def test_an_evaluation_alone_answers_a_signal_and_every_start_ctrl_c(go, monkeyp
 
 
 def test_a_shard_that_goes_while_training_runs_ends_it_with_its_name(go, monkeypatch, capsys):
-    def gone(windows, seed, step, *args, batch=train.train_batch):
+    def gone(windows, seed, step, *args, batch=batches.train_batch):
         if step == 2:  # which is read ahead, within the step before
             raise DataError("data/text/train_00000.bin has 10 bytes instead of 20: run data/text/prepare.py")
         return batch(windows, seed, step, *args)
 
-    monkeypatch.setattr(train, "train_batch", gone)
+    monkeypatch.setattr(batches, "train_batch", gone)
     assert go(*TINY, "--out_dir=out/a") == 2
     assert capsys.readouterr().err.startswith("train.py: data/text/train_00000.bin has 10 bytes instead of 20: run")
     assert os.listdir("out/a/ckpt") == ["step_00000001"]
@@ -640,14 +640,14 @@ def test_a_shard_that_goes_while_training_runs_ends_it_with_its_name(go, monkeyp
 
 def train_on_what_goes():
     """Train as train.py; rank 1 finds that a shard has gone."""
-    batch = train.train_batch
+    batch = batches.train_batch
 
     def gone(windows, seed, step, rank, *args):
         if (step, rank) == (3, 1):
             raise DataError("train_00000.bin is missing")
         return batch(windows, seed, step, rank, *args)
 
-    train.train_batch = gone
+    batches.train_batch = gone
     train.main()
 
 
@@ -661,17 +661,17 @@ def test_a_shard_that_goes_ends_all_ranks(dataset, tmp_path):  # noqa: F811
 
 def train_and_signal_in_an_evaluation():
     """Train as train.py; rank 1 gets SIGTERM within the evaluation of step 3 of the first start."""
-    batches, real = [0], train.eval_batches
+    seen, real = [0], batches.eval_batches
 
     def eval_batches(*args):
         for batch in real(*args):
-            batches[0] += 1
-            if batches[0] == 2 and os.environ["RANK"] == "1" and not os.path.exists("signalled"):
+            seen[0] += 1
+            if seen[0] == 2 and os.environ["RANK"] == "1" and not os.path.exists("signalled"):
                 open("signalled", "w").close()
                 os.kill(os.getpid(), signal.SIGTERM)
             yield batch
 
-    train.eval_batches = eval_batches
+    batches.eval_batches = eval_batches
     train.main()
 
 

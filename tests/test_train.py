@@ -16,7 +16,7 @@ from helpers import ROOT, SMALL, FakeWandb, call, dataset, join, make_dataset, m
 
 import train
 from attention import ATTENTIONS, check, dispatch
-from runs import checkpoint, display, machine, settings, wandb_upload
+from runs import batches, checkpoint, display, machine, settings, wandb_upload
 
 
 @pytest.fixture
@@ -400,7 +400,7 @@ def test_seconds_count_evaluations_samples_and_checkpoints_with_and_without_a_li
         monkeypatch.setattr("runs.tracking.time", ticks)
         with monkeypatch.context() as patch:
             for owner, what, took in (
-                (train, "eval_batches", 100), (train, "generate", 1000), (checkpoint.Writer, "save", 10000),
+                (batches, "eval_batches", 100), (batches, "generate", 1000), (checkpoint.Writer, "save", 10000),
             ):  # fmt: skip
 
                 def slow(*args, real=getattr(owner, what), took=took, **kwargs):
@@ -462,7 +462,7 @@ def test_a_sample_that_does_not_fit_into_memory_does_not_end_training(go, monkey
     def full(*args, **kwargs):
         raise MemoryError("the state takes 1000 GB")
 
-    monkeypatch.setattr(train, "generate", full)
+    monkeypatch.setattr(batches, "generate", full)
     assert go("--out_dir=out/a", "--max_iters=3") == 0
     assert json.loads(open("out/a/samples.jsonl").read())["text"] == "(no sample: the state takes 1000 GB)"
 
