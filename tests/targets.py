@@ -2,7 +2,7 @@
 
     python tests/targets.py                            # every launch of the shipped configs, for every target
     python tests/targets.py --target sm_80 gfx942      # for these targets
-    python tests/targets.py --kernel quadratic_backward.dkdv# kernels whose name begins with this
+    python tests/targets.py --kernel quadratic_b       # kernels whose name begins with this
     python tests/targets.py --once                     # one launch of each kernel, each for one target
     python tests/targets.py --large --target sm_86     # head dimension 128, its shared memory alone
     python tests/targets.py --markdown                 # the table of docs/targets.md
