@@ -4,9 +4,9 @@ The exit status is 0 if all is well (a machine without a GPU is well: there ever
 """
 
 import importlib.util
-from importlib.metadata import version
 import platform
 import sys
+from importlib.metadata import version
 
 import torch
 
