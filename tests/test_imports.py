@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # the most lines that these files may have
 SHORT = {"model.py": 300, "train.py": 400, "sample.py": 250, "README.md": 130, "docs/kernels.md": 150}
-PROGRAMS = {"train", "sample", "evaluate", "compare", "doctor"}
+PROGRAMS = {"train", "sample", "evaluate", "compare", "doctor", "export"}
 # the packages that a package (or top-level file) may import; data/*/prepare.py are programs of data/
 ALLOWED = {
     "kernels": set(),
