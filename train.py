@@ -26,7 +26,7 @@ from model import GPT, GPTConfig
 from runs import checkpoint, folder, machine
 from runs.batches import mean_loss, micro_batches, sample_text
 from runs.display import Display, describe_attention
-from runs.optimizer import learning_rate, make_optimizer
+from runs.optimizer import clip_gradients, learning_rate, make_optimizer
 from runs.parallel import Layout
 from runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from runs.settings import (
@@ -242,7 +242,7 @@ class Trainer:
             self.share()
             if self.signal and micro + 1 < self.accumulation:
                 return None, None
-        norm = self.layout.clip_gradients(self.model, cfg.grad_clip or math.inf)
+        norm = clip_gradients(self.model.parameters(), cfg.grad_clip or math.inf)
         # where the norm is not finite, on all ranks alike, the optimizer leaves weights and moments as they are
         self.optimizer.found_inf = (~norm.isfinite()).float()
         self.optimizer.step()

@@ -7,6 +7,7 @@ rate = learning_rate(step, cfg, seconds)
 import math
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 def make_optimizer(model, cfg):
@@ -16,6 +17,12 @@ def make_optimizer(model, cfg):
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
+
+
+def clip_gradients(parameters, max_norm):
+    """Scale gradients, sharded or not, down to a norm of max_norm; return the norm that they had, a scalar."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def learning_rate(step, cfg, seconds=0.0):

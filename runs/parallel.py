@@ -70,6 +70,8 @@ class Layout:
 
     def check(self, cfg, device):
         """Refuse settings that a sharded model does not take."""
+        if self.sharded and getattr(cfg, "optimizer", "adamw") == "muon":
+            refuse("shard=True takes optimizer=adamw, got muon, which needs whole matrices: give one of the two up")
         if self.sharded and device.type == "cuda" and cfg.backend == "gloo":
             refuse("shard=True needs backend=nccl on GPUs, got backend=gloo")
 
@@ -120,11 +122,6 @@ class Layout:
         """Say if the next backward pass is the last one of its step, with which copies of a model average gradients."""
         if self.ranks.distributed and not self.sharded:
             network.require_backward_grad_sync = last
-
-    def clip_gradients(self, model, max_norm):
-        """Scale the gradients down to a norm of max_norm; return the norm that they had, a scalar on every rank."""
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        return norm.full_tensor() if self.sharded else norm
 
     def gather(self, model):
         """Return on rank 0 the model, or a plain copy of a sharded one on the device, and None on other ranks.

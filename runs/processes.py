@@ -38,8 +38,8 @@ class Ranks:
     """This process and its connection to the others that train with it.
 
     Attributes: rank, world (number of ranks), local (rank on this node), master (True on rank 0), distributed (True
-    if torchrun, or another launcher that sets RANK, started the process), watch (a Watch) and store (the key-value store of
-    torch.distributed), both None before `join` and in a process that was started alone.
+    if torchrun, or another launcher that sets RANK, started the process); watch (a Watch) and store (the key-value
+    store of torch.distributed), both None before `join` and in a process that was started alone.
     """
 
     def __init__(self):
