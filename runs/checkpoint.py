@@ -30,11 +30,10 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
 from data.files import flush_to_disk, sha256_of, write_json
 from model import GPTConfig
-from runs.parts import PART, Tensors, own_rows, part_name, save_part, shard_like
+from runs.parts import PART, Tensors, is_sharded, own_rows, part_name, save_part, shard_like
 
 WRITING = ".writing"  # a checkpoint has this name, or one that begins with it, until it is whole
 KEEP = 2  # the newest checkpoints that are not removed; the best one is not removed either
@@ -93,13 +92,13 @@ class Writer:
         """
         self.wait()
         tensors, state = {"model": model.state_dict(), "optimizer": {}}, optimizer.state_dict()
-        sharded = any(isinstance(x, DTensor) for x in tensors["model"].values())
+        sharded = any(is_sharded(x) for x in tensors["model"].values())
         if self.rank and not sharded:
             return
         rest = {i: {} for i in state["state"]}  # of the optimizer's state: what is not sharded
         for i, of in state["state"].items():
             for k, x in of.items():
-                if isinstance(x, DTensor):
+                if is_sharded(x):
                     tensors["optimizer"][f"{i}.{k}"] = x
                 else:
                     rest[i][k] = self._copy((i, k), x)
@@ -389,7 +388,7 @@ def load(folder, model, optimizer=None, device="cpu"):
 def _load_optimizer(folder, optimizer, device):
     """Fill an optimizer from a checkpoint; each rank reads the rows of the moments that its parameters have."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = any(isinstance(p, DTensor) for p in parameters)
+    sharded = any(map(is_sharded, parameters))
     options = dict(map_location="cpu", mmap=True) if sharded else dict(map_location=device)  # mmap: not all is read
     state = torch.load(os.path.join(folder, "optimizer.pt"), weights_only=True, **options)
     with Tensors(folder, "optimizer") as saved:

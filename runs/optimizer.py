@@ -7,7 +7,8 @@ rate = learning_rate(step, cfg, seconds)
 import math
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from runs.parts import is_sharded
 
 
 def make_optimizer(model, cfg):
@@ -22,7 +23,7 @@ def make_optimizer(model, cfg):
 def clip_gradients(parameters, max_norm):
     """Scale gradients, sharded or not, down to a norm of max_norm; return the norm that they had, a scalar."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return norm.full_tensor() if is_sharded(norm) else norm
 
 
 def learning_rate(step, cfg, seconds=0.0):

@@ -26,7 +26,6 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from runs.parts import own_rows
@@ -82,13 +81,14 @@ class Layout:
         """
         if not self.sharded:
             return kind(config).to(device)
+        from torch.distributed.fsdp import fully_shard  # takes a second to import
+
         whole = kind(config) if self.ranks.master else None
         with torch.device("meta"):
             model = kind(config)
         mesh = init_device_mesh(device.type, (self.ranks.world,))  # all ranks, in one dimension
-        for block in model.transformer.h:
-            fully_shard(block, mesh=mesh, reshard_after_forward=True)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)  # the head needs wte after the last block
+        for module in (*model.transformer.h, model):  # the head needs wte of the whole model after the last block
+            fully_shard(module, mesh=mesh, reshard_after_forward=module is not model)
         model.to_empty(device=device)
         source = dict(_tensors_of(whole)) if whole else {}
         with torch.no_grad():

@@ -18,7 +18,6 @@ from contextlib import ExitStack
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
 PART = re.compile(r"(\w+)\.([1-9]\d*)-of-([1-9]\d*)\.safetensors")
 
@@ -28,13 +27,18 @@ def part_name(kind, rank, world):
     return f"{kind}.{rank + 1}-of-{world}.safetensors"
 
 
+def is_sharded(x):
+    """Return True if the tensor x is a DTensor, of which each rank holds some rows."""
+    return hasattr(x, "device_mesh")  # the module with DTensor takes a second to import
+
+
 def own_rows(x):
     """Return (the rows of a tensor that this rank holds, the number of the first of them).
 
     A sharded tensor [n, ...] is cut as torch.chunk does it, so the last ranks may hold fewer rows, or none. Any other
     tensor is held whole.
     """
-    if not isinstance(x, DTensor):
+    if not is_sharded(x):
         return x, 0
     size = -(-len(x) // x.device_mesh.size())
     rows, first = x.to_local(), min(len(x), size * x.device_mesh.get_local_rank())
@@ -48,9 +52,9 @@ def shard_like(x, whole):
 
     whole: a tensor on any device, which the result does not share memory with, or one that is sharded already.
     """
-    if isinstance(whole, DTensor):
+    if is_sharded(whole):
         return whole
-    if not isinstance(x, DTensor) or whole.shape != x.shape:
+    if not is_sharded(x) or whole.shape != x.shape:
         return whole.clone()
     y = torch.empty_like(x)
     rows, first = own_rows(y)

@@ -3,14 +3,15 @@
 import json
 import math
 import os
+import random
 import shutil
+import time
 import types
 
 import pytest
 import torch
 from helpers import SMALL, call, dataset, join, metrics, start_ranks  # noqa: F401
 from safetensors import safe_open
-from torch.distributed.tensor import DTensor
 
 import train
 from model import GPT, GPTConfig
@@ -162,7 +163,7 @@ def compare_with_ddp():
             models.append(model := layout.make_model(float64_model, config, device))
             optimizers.append(make_optimizer(model, cfg))
             networks.append(layout.wrap(model, False)[0])
-        assert all(isinstance(p, DTensor) for p in models[1].parameters())
+        assert all(parts.is_sharded(p) for p in models[1].parameters())
         fresh = {name: x.full_tensor() for name, x in models[1].state_dict().items()}
         assert_equal(fresh, models[0].state_dict())  # the same first weights to the last bit
         for step in range(4):
@@ -227,3 +228,88 @@ def check_checkpoints(ranks, config, cfg, model, optimizer, layout, weights):
 
 def test_two_ranks_with_a_sharded_model_take_the_steps_of_two_with_copies(tmp_path):
     assert join(*start_ranks(2, compare_with_ddp, cwd=tmp_path)) == [0, 0], (tmp_path / "rank_0").read_text()
+
+
+def train_with_a_full_disk_on_rank_1():
+    """Train as train.py, but from the second checkpoint on rank 1 cannot write its part."""
+    write, written = parts.save_part, []
+
+    def full(tensors, first_rows, path):
+        written.append(path)
+        if os.environ["RANK"] == "1" and len(written) > 2:
+            raise OSError(28, "No space left on device")
+        write(tensors, first_rows, path)
+
+    checkpoint.save_part = full
+    train.main()
+
+
+@pytest.mark.slow
+def test_a_part_that_could_not_be_written_ends_all_ranks_and_leaves_the_checkpoint_before(dataset, tmp_path):  # noqa: F811
+    argv = [*OPTIONS, f"--dataset={dataset}", "--out_dir=out", "--shard=True", "--max_iters=5000", "--timeout=30"]
+    assert join(*start_ranks(2, train_with_a_full_disk_on_rank_1, *argv, cwd=tmp_path)) == [1, 1]
+    said = [(tmp_path / f"rank_{i}").read_text() for i in (0, 1)]
+    assert "the checkpoint of step 6 could not be written (rank 1: [Errno 28] No space left on device; " in said[0]
+    assert "the checkpoint of step 6 could not be written ([Errno 28] No space left on device; " in said[1]
+    assert all("out/ckpt/step_00000003 is whole: the same command goes on from there" in text for text in said)
+    assert os.listdir(tmp_path / "out/ckpt") == ["step_00000003"]
+    assert not checkpoint.damage(tmp_path / "out/ckpt/step_00000003")
+
+
+@pytest.mark.slow
+def test_kills_of_a_sharded_run_at_random_moments_change_nothing(dataset, tmp_path):  # noqa: F811
+    seed = int.from_bytes(os.urandom(4), "big")
+    moments, kills, argv = random.Random(seed), 0, [*OPTIONS, f"--dataset={dataset}", "--shard=True", "--timeout=30"]
+    argv += ["--max_iters=12", "--eval_interval=2", "--dropout=0.1"]
+    assert join(*start_ranks(2, train.main, *argv, "--out_dir=whole", cwd=tmp_path)) == [0, 0]
+    began = time.time()
+    assert join(*start_ranks(2, train.main, *argv, "--out_dir=again", cwd=tmp_path)) == [0, 0]
+    took, n = time.time() - began, 0
+    while kills < 8:
+        ranks = start_ranks(2, train.main, *argv, f"--out_dir=killed_{n}", cwd=tmp_path)
+        time.sleep(moments.uniform(0.2, 1) * took)
+        kills += any(rank.exitcode is None for rank in ranks)
+        n += all(rank.exitcode == 0 for rank in ranks)  # it was done before: the next one starts anew
+        for rank in moments.sample(ranks, 2):
+            rank.kill()
+        join(*ranks)
+    assert join(*start_ranks(2, train.main, *argv, f"--out_dir=killed_{n}", cwd=tmp_path)) == [0, 0], seed
+    for name in ("again", *(f"killed_{i}" for i in range(n + 1))):
+        for key in ("train_loss", "val_loss", "grad_norm"):
+            assert metrics(tmp_path / name, key) == metrics(tmp_path / "whole", key), (seed, name)
+        steps = os.listdir(tmp_path / name / "ckpt")
+        assert sorted(steps) == ["step_00000010", "step_00000012"], (seed, name)
+        assert not any(checkpoint.damage(tmp_path / name / "ckpt" / step) for step in steps), (seed, name)
+        assert_equal(*(tensors(tmp_path / of / "ckpt/step_00000012") for of in (name, "whole")))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_any_number_of_ranks_sharded_or_not(runs, dataset):  # noqa: F811
+    shutil.copytree(runs / "one", runs / "many")
+    step, options = 6, [*OPTIONS, f"--dataset={dataset}", "--attention=sympow_gating", "--out_dir=many"]
+    for ranks, shard in ((4, True), (2, True), (1, False), (2, False), (2, True)):
+        step += 1
+        argv = [*options, f"--shard={shard}", f"--max_iters={step}", f"--batch_size={8 // ranks // 2}"]
+        before = tensors(runs / f"many/ckpt/step_{step - 1:08d}")
+        assert join(*start_ranks(ranks, train.main, *argv, "--eval_only=1", cwd=runs)) == ranks * [0]
+        assert join(*start_ranks(ranks, train.main, *argv, cwd=runs)) == ranks * [0]
+        assert_equal(tensors(runs / f"many/ckpt/step_{step - 1:08d}"), before)
+    assert call(train.main, *options[:-1], f"--out_dir={runs}/one", f"--max_iters={step}") == 0
+    found, wanted = metrics(runs / "many"), metrics(runs / "one")
+    assert list(found) == list(wanted) == list(range(1, step + 1))
+    assert all(math.isclose(found[i], loss, rel_tol=1e-6) for i, loss in wanted.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--dtype=bfloat16"], ["--compile=True", "--activation_checkpointing=True"]])
+def test_losses_are_those_of_ddp_in_bfloat16_and_compiled(dataset, tmp_path, options):  # noqa: F811
+    argv = [*OPTIONS, f"--dataset={dataset}", *options, "--sample_tokens=0", "--max_iters=4"]
+    for name, shard in (("copies", False), ("sharded", True)):
+        argv = [*argv, f"--out_dir={name}", f"--shard={shard}"]
+        assert join(*start_ranks(2, train.main, *argv, cwd=tmp_path), timeout=300) == [0, 0]
+    bound = 2e-3 if "bfloat16" in options[0] else 1e-6
+    for key in ("train_loss", "val_loss"):
+        found, wanted = metrics(tmp_path / "sharded", key), metrics(tmp_path / "copies", key)
+        assert found.keys() == wanted.keys() and all(
+            math.isclose(found[i], x, rel_tol=bound) for i, x in wanted.items()
+        )
