@@ -17,9 +17,10 @@ from safetensors import safe_open
 import train
 from model import GPT, GPTConfig
 from runs import checkpoint, parts
+from runs.machine import memory_advice
 from runs.optimizer import clip_gradients, make_optimizer
 from runs.parallel import Layout
-from runs.processes import Ranks, exit_statuses
+from runs.processes import Failed, Ranks, exit_statuses
 
 OPTIONS = [*SMALL, "--attention=sympow_gating", "--warmup_iters=2"]
 
@@ -143,6 +144,19 @@ def test_what_a_sharded_model_does_not_take_is_refused(capsys):
         assert refused.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_too_little_memory_on_several_ranks_is_answered_with_shard(monkeypatch):
+    def advice(cfg, **model):
+        with pytest.raises(Failed) as failed, memory_advice(cfg, GPTConfig(**model), 1, goes_on=True):
+            raise torch.OutOfMemoryError
+        return str(failed.value)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert advice(train.TrainConfig()).endswith(" or --shard=True")
+    assert "shard" not in advice(train.TrainConfig(), dropout=0.1) + advice(train.TrainConfig(shard=True))
+    monkeypatch.delenv("WORLD_SIZE")
+    assert "shard" not in advice(train.TrainConfig())
+
+
 # what several ranks do, each in a process
 
 
@@ -167,12 +181,12 @@ def compare_with_ddp():
         assert all(parts.is_sharded(p) for p in models[1].parameters())
         fresh = {name: x.full_tensor() for name, x in models[1].state_dict().items()}
         assert_equal(fresh, models[0].state_dict())  # the same first weights to the last bit
-        for step in range(4):
+        for step in range(3):
             norms = [take_step(*of, ranks.rank, step) for of in zip(layouts, networks, models, optimizers)]
-            assert step == 2 or torch.allclose(*norms, rtol=1e-9), (step, norms)
+            assert step == 1 or torch.allclose(*norms, rtol=1e-9), (step, norms)
             found = {name: x.full_tensor() for name, x in models[1].state_dict().items()}
             assert_close(found, models[0].state_dict(), 1e-9)
-            if step == 2:  # its gradient was not finite
+            if step == 1:  # its gradient was not finite
                 assert not norms[1].isfinite()
                 assert_equal(found, before)
             before = {name: x.clone() for name, x in found.items()}
@@ -195,7 +209,7 @@ def take_step(layout, network, model, optimizer, rank, step):
         layout.average_next(network, last=micro == 1)
         ids = torch.randint(200, (2, 25), generator=generator)
         _, loss = network(ids[:, :-1], ids[:, 1:])
-        (loss * (math.nan if step == 2 and rank == 1 else 0.5)).backward()
+        (loss * (math.nan if step == 1 and rank == 1 else 0.5)).backward()
     norm = clip_gradients(model.parameters(), 0.5)
     optimizer.found_inf = (~norm.isfinite()).float()
     optimizer.step()
