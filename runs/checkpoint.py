@@ -170,7 +170,7 @@ def _write_files(folder, files):
 
 
 def _write_part(out_dir, files, progress, peers):
-    """Write the files of a rank other than 0 into the folder that rank 0 has made, and tell it their checksums."""
+    """Write the files of a rank other than 0 into the folder that rank 0 has made, and tell rank 0 their checksums."""
     try:
         folder = peers.hear(0)["folder"]
         os.makedirs(folder, exist_ok=True)  # on another node the new folder may not be visible yet
@@ -256,9 +256,8 @@ def newest(path, thorough=False, log=lambda line: None, files=None):
     The last resort is a whole checkpoint that a kill left under the name `.removing`, while another took its place.
     """
     aside = _aside(_path(path, 0))
-    for folder in (
-        [path] if _is_checkpoint(path) else [*reversed(_all(path)), *([aside] if os.path.isdir(aside) else [])]
-    ):
+    there = [*reversed(_all(path)), *([aside] if os.path.isdir(aside) else [])]
+    for folder in [path] if _is_checkpoint(path) else there:
         wrong = damage(folder, thorough, files)
         if not wrong:
             if thorough and not os.path.exists(os.path.join(folder, "checksums.json")):
