@@ -104,13 +104,12 @@ class Writer:
                     rest[i][k] = self._copy((i, k), x)
         held = {kind: {name: own_rows(x) for name, x in of.items()} for kind, of in tensors.items()}
         copies = {kind: {n: self._copy((kind, n), x) for n, (x, _) in of.items()} for kind, of in held.items()}
-        files = {} if self.rank else {"optimizer.pt": partial(torch.save, {**state, "state": rest})}
-        if sharded:
-            for kind, of in held.items():
-                first_rows = {name: first for name, (_, first) in of.items()}
-                files[part_name(kind, self.rank, self.world)] = partial(save_part, copies[kind], first_rows)
-        else:
-            files["model.safetensors"] = partial(save_file, copies["model"])
+        files = {} if sharded else {"model.safetensors": partial(save_file, copies["model"])}
+        for kind, of in held.items() if sharded else ():
+            first_rows = {name: first for name, (_, first) in of.items()}
+            files[part_name(kind, self.rank, self.world)] = partial(save_part, copies[kind], first_rows)
+        if not self.rank:
+            files["optimizer.pt"] = partial(torch.save, {**state, "state": rest})
         self.saves += 1
         peers = Peers(self, self.saves) if sharded else None
         write = _write_part if self.rank else _write
