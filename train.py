@@ -26,7 +26,8 @@ from model import GPT, GPTConfig
 from runs import checkpoint, folder, machine
 from runs.batches import mean_loss, micro_batches, sample_text
 from runs.display import Display, describe_attention
-from runs.optimizer import learning_rate, make_optimizer
+from runs.optimizer import clip_gradients, learning_rate, make_optimizer
+from runs.parallel import Layout
 from runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from runs.settings import (
     BOOLS, TRAIN_RANGES, accumulation_steps, check_ranges, choose_device, fields_of, read_settings, refuse,
@@ -80,6 +81,7 @@ class TrainConfig:
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
     compile: str = "auto"  # auto: use torch.compile on a GPU if its toolchain works; True, False
     backend: str = "auto"  # of torch.distributed: nccl on GPUs, gloo on CPUs
+    shard: bool = False  # cut weights, gradients and moments over the ranks (FSDP2) instead of a copy on each
     timeout: float = 600.0  # end the job after this many seconds without progress, naming the rank that held it up
     deterministic: bool = False  # make two runs give the same bits on a GPU too
 
@@ -93,7 +95,7 @@ def main():
     ranks = Ranks()
     with exit_statuses(ranks):
         trainer = Trainer(sys.argv[1:], ranks)
-        with trainer.start(), checkpoint.Writer(trainer.cfg.out_dir) as writer:
+        with trainer.start(), checkpoint.Writer(trainer.cfg.out_dir, ranks) as writer:
             trainer.build(writer)
             trainer.evaluate_only() if trainer.cfg.eval_only else trainer.train()
             writer.wait()
@@ -116,7 +118,8 @@ class Trainer:
             self.dataset = dataset = Dataset(cfg.dataset)
             self.train_windows = Windows(dataset, "train", cfg.block_size, pack=cfg.pack)
             self.val_windows = Windows(dataset, "val", cfg.block_size, pack=cfg.pack)
-            self.accumulation = accumulation_steps(cfg, given, ranks.world)
+            self.layout = Layout(ranks, shard=cfg.shard)
+            self.accumulation = accumulation_steps(cfg, given, self.layout.data_world)
             self.resume, saved = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
             self.source, settings = folder.open_source(cfg.init_from, dataset, saved)
             if "attention" in given:  # the source run's gate does not apply to another one
@@ -130,6 +133,7 @@ class Trainer:
             refuse(error)
         self.baseline = baseline_losses(cfg.baseline)
         self.device, self.dtype = choose_device(cfg.device, cfg.dtype, ranks.local)
+        self.layout.check(cfg, self.device)
         cfg.dtype = str(self.dtype).removeprefix("torch.")
         self.settings = {**asdict(cfg), "model": asdict(self.model_cfg), "data": folder.fingerprint(dataset)}
         self.settings |= {"ranks": ranks.world, "device_type": self.device.type}
@@ -142,6 +146,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         ranks.join(self.device, cfg.backend, cfg.timeout)
+        self.layout.connect(self.device)
         self.resume = ranks.agree_on_checkpoint(self.resume)
         self.records = ranks.master and not cfg.eval_only
         return folder.start_folder(cfg, self.settings, self.dataset) if self.records else nullcontext()
@@ -155,7 +160,7 @@ class Trainer:
         if self.dtype != torch.float32:  # power attention multiplies in float32; tf32 is exact for bf16 factors
             torch.set_float32_matmul_precision("high")
         self.autocast = torch.autocast(device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
-        self.model = GPT(self.model_cfg).to(device)
+        self.model = self.layout.make_model(GPT, self.model_cfg, device)
         self.optimizer = make_optimizer(self.model, cfg)
         self.progress = p = checkpoint.Progress()
         if self.resume:
@@ -168,8 +173,7 @@ class Trainer:
         self.skipped = SkippedSteps(*p.skipped)
         machine.check_kernels(self.model, cfg.block_size, self.dtype, ranks)
         compiled = machine.can_compile(cfg.compile, device, ranks.log)
-        self.eval_network = torch.compile(self.model) if compiled else self.model
-        self.network = ranks.average_gradients(self.eval_network)
+        self.network, self.eval_network = self.layout.wrap(self.model, compiled)
         if self.records:
             checkpoint.remove_leftovers(cfg.out_dir, self.resume, p.best_step)
         self.tracker = Tracker(cfg, self.settings, p, self.model) if self.records else None
@@ -229,8 +233,7 @@ class Trainer:
         loss_sum = torch.zeros((), device=self.device)
         for micro in range(self.accumulation):
             ranks.beat()
-            if ranks.distributed:  # gradients are averaged over the ranks with the last micro-step
-                self.network.require_backward_grad_sync = micro == self.accumulation - 1
+            self.layout.average_next(self.network, last=micro == self.accumulation - 1)
             with self.autocast:
                 _, loss = self.network(*self.batch)
             (loss / self.accumulation).backward()
@@ -239,7 +242,7 @@ class Trainer:
             self.share()
             if self.signal and micro + 1 < self.accumulation:
                 return None, None
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.grad_clip or math.inf)
+        norm = clip_gradients(self.model.parameters(), cfg.grad_clip or math.inf)
         # where the norm is not finite, on all ranks alike, the optimizer leaves weights and moments as they are
         self.optimizer.found_inf = (~norm.isfinite()).float()
         self.optimizer.step()
@@ -314,9 +317,10 @@ class Trainer:
         cfg, progress, step = self.cfg, self.progress, self.progress.step
         if (val_loss := self.evaluate()) is None:
             return
+        model = self.layout.gather(self.model)
         if self.ranks.master:
             with self.autocast:
-                statistics = self.model.statistics(self.val_windows.batch([0])[0][:, :4096].to(self.device))
+                statistics = model.statistics(self.val_windows.batch([0])[0][:, :4096].to(self.device))
             tokens = step * cfg.tokens_per_step
             self.tracker.log(
                 step, val_loss=val_loss, tokens=tokens, seconds=self.clock.seconds(), **statistics,
@@ -324,7 +328,7 @@ class Trainer:
             )  # fmt: skip
             self.ranks.log(f"step {step}: val loss {val_loss:.4f}")
             if cfg.sample_tokens:
-                self.tracker.sample(step, sample_text(self))
+                self.tracker.sample(step, sample_text(self, model))
         progress.evaluated, self.diverged = True, not math.isfinite(val_loss)
         if val_loss < progress.best:
             progress.best, progress.best_step = val_loss, step
@@ -345,15 +349,15 @@ class Trainer:
             self.save()
 
     def save(self):
-        """Write a checkpoint of this step, on rank 0."""
+        """Write a checkpoint of this step: on rank 0, or on every rank what it holds of a sharded model."""
         progress, begin = self.progress, time.perf_counter()
         self.saved = progress.step, progress.evaluated
         if self.ranks.master:
             progress.seconds, progress.wandb_id = self.clock.seconds(), self.tracker.run_id
             progress.skipped = self.skipped.total, self.skipped.in_a_row
             self.tracker.flush_to_disk()
-            self.writer.save(self.model, self.optimizer, progress)
-            self.checkpoint_seconds += time.perf_counter() - begin
+        self.writer.save(self.model, self.optimizer, progress)
+        self.checkpoint_seconds += time.perf_counter() - begin
 
 
 if __name__ == "__main__":
