@@ -27,6 +27,7 @@ from runs import checkpoint, folder, machine
 from runs.batches import mean_loss, micro_batches, sample_text
 from runs.display import Display, describe_attention
 from runs.optimizer import learning_rate, make_optimizer
+from runs.parallel import Layout
 from runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from runs.settings import (
     BOOLS, TRAIN_RANGES, accumulation_steps, check_ranges, choose_device, fields_of, read_settings, refuse,
@@ -116,7 +117,8 @@ class Trainer:
             self.dataset = dataset = Dataset(cfg.dataset)
             self.train_windows = Windows(dataset, "train", cfg.block_size, pack=cfg.pack)
             self.val_windows = Windows(dataset, "val", cfg.block_size, pack=cfg.pack)
-            self.accumulation = accumulation_steps(cfg, given, ranks.world)
+            self.layout = Layout(ranks)
+            self.accumulation = accumulation_steps(cfg, given, self.layout.data_world)
             self.resume, saved = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
             self.source, settings = folder.open_source(cfg.init_from, dataset, saved)
             if "attention" in given:  # the source run's gate does not apply to another one
@@ -142,6 +144,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         ranks.join(self.device, cfg.backend, cfg.timeout)
+        self.layout.connect(self.device)
         self.resume = ranks.agree_on_checkpoint(self.resume)
         self.records = ranks.master and not cfg.eval_only
         return folder.start_folder(cfg, self.settings, self.dataset) if self.records else nullcontext()
@@ -155,7 +158,7 @@ class Trainer:
         if self.dtype != torch.float32:  # power attention multiplies in float32; tf32 is exact for bf16 factors
             torch.set_float32_matmul_precision("high")
         self.autocast = torch.autocast(device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
-        self.model = GPT(self.model_cfg).to(device)
+        self.model = self.layout.make_model(GPT, self.model_cfg, device)
         self.optimizer = make_optimizer(self.model, cfg)
         self.progress = p = checkpoint.Progress()
         if self.resume:
@@ -168,8 +171,7 @@ class Trainer:
         self.skipped = SkippedSteps(*p.skipped)
         machine.check_kernels(self.model, cfg.block_size, self.dtype, ranks)
         compiled = machine.can_compile(cfg.compile, device, ranks.log)
-        self.eval_network = torch.compile(self.model) if compiled else self.model
-        self.network = ranks.average_gradients(self.eval_network)
+        self.network, self.eval_network = self.layout.wrap(self.model, compiled)
         if self.records:
             checkpoint.remove_leftovers(cfg.out_dir, self.resume, p.best_step)
         self.tracker = Tracker(cfg, self.settings, p, self.model) if self.records else None
@@ -229,8 +231,7 @@ class Trainer:
         loss_sum = torch.zeros((), device=self.device)
         for micro in range(self.accumulation):
             ranks.beat()
-            if ranks.distributed:  # gradients are averaged over the ranks with the last micro-step
-                self.network.require_backward_grad_sync = micro == self.accumulation - 1
+            self.layout.average_next(self.network, last=micro == self.accumulation - 1)
             with self.autocast:
                 _, loss = self.network(*self.batch)
             (loss / self.accumulation).backward()

@@ -4,7 +4,7 @@
     loss = mean_loss(trainer)                  # of the held-out split, over all ranks
     text = sample_text(trainer)                # what the model writes
 
-Each takes the Trainer of train.py, whose attributes are the run's settings, data, model and ranks.
+Each takes the Trainer of train.py, whose attributes are the run's settings, data, model, ranks and layout.
 """
 
 from itertools import count
@@ -17,10 +17,10 @@ from generate import generate
 
 def micro_batches(trainer):
     """Yield (inputs, targets) [batch_size, block_size] on the device for this and every later micro-step."""
-    cfg, ranks, n = trainer.cfg, trainer.ranks, trainer.accumulation
+    cfg, layout, n = trainer.cfg, trainer.layout, trainer.accumulation
     for step in count(trainer.progress.step):
         for micro in range(n):
-            sizes = ranks.rank, ranks.world, micro, n, cfg.batch_size
+            sizes = layout.data_rank, layout.data_world, micro, n, cfg.batch_size
             batch = train_batch(trainer.train_windows, cfg.seed, step, *sizes)
             if trainer.device.type == "cuda":  # from pinned memory the copy runs beside the computation
                 batch = [x.pin_memory() for x in batch]
@@ -33,7 +33,8 @@ def mean_loss(trainer):
     cfg, ranks, device = trainer.cfg, trainer.ranks, trainer.device
     trainer.network.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for x, y in eval_batches(trainer.val_windows, cfg.eval_tokens, cfg.batch_size, ranks.rank, ranks.world):
+    share = trainer.layout.data_rank, trainer.layout.data_world
+    for x, y in eval_batches(trainer.val_windows, cfg.eval_tokens, cfg.batch_size, *share):
         ranks.beat()
         x, y = x.to(device), y.to(device)
         tokens = (y != -1).sum()

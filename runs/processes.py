@@ -101,13 +101,6 @@ class Ranks:
         if self.world > 1:
             dist.barrier(group=self.cpu_group)
 
-    def average_gradients(self, network):
-        """Return the network wrapped in DistributedDataParallel, or the network itself if there is one process."""
-        if not self.distributed:
-            return network
-        ids = [self.device] if self.device.type == "cuda" else None
-        return torch.nn.parallel.DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
-
     def sum(self, x):
         """Return the tensor x summed over the ranks, in place."""
         if self.distributed:
