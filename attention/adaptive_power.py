@@ -174,8 +174,9 @@ class AdaptivePower(KVCacheVariant):
 
     @classmethod
     def context_layout(cls, config, block_size, dtype, device):
-        """Return "balanced" for a mixture; in `continuous` the sums of a row depend on the largest of all its keys."""
-        return "balanced" if config.adaptive == "mixture" else None
+        if config.adaptive == "continuous":
+            raise ValueError("adaptive=continuous computes each row from all keys at once: use adaptive=mixture")
+        return "balanced"
 
     def statistics(self, x, q):
         powers = self.power(q)

@@ -119,7 +119,8 @@ class _Block(NamedTuple):
 
     def of(self, q, k, v, g_keys, g_rows):
         """Return the parts of these tensors that the block is about; gates may be None."""
-        g_keys, g_rows = (None if x is None else x[:, at] for x, at in ((g_keys, self.gate_keys), (g_rows, self.gate_rows)))
+        if g_rows is not None:
+            g_keys, g_rows = g_keys[:, self.gate_keys], g_rows[:, self.gate_rows]
         return q[:, self.rows], k[:, self.keys], v[:, self.keys], g_keys, g_rows
 
 
@@ -269,7 +270,7 @@ class SoftmaxPairs:
 
 
 def _softmax_rows(q, k, v, hidden, reference):
-    """Return numerators [B, Hkv, G, r, E], denominators and references [B, Hkv, G, r] of r rows of q, which is scaled."""
+    """Return numerators [B, Hkv, G, r, E], denominators and references [B, Hkv, G, r] of r scaled rows q."""
     scores = (q @ k.transpose(-1, -2)).masked_fill(hidden, float("-inf"))
     if reference is None:
         reference = scores.amax(-1, keepdim=True)

@@ -119,8 +119,8 @@ class Variant(nn.Module):
     @classmethod
     def context_layout(cls, config, block_size, dtype, device):
         """Return how ranks should share sequences of block_size tokens, see attention/context.py: "contiguous" if a
-        token costs the same wherever it is, "balanced" if it costs more the later it comes, or None if these settings do
-        not allow it. Asked only if `splits_context`."""
+        token costs the same wherever it is, "balanced" if it costs more the later it comes. Asked only if
+        `splits_context`. Raises ValueError for settings that do not allow it."""
         return "balanced"
 
     def statistics(self, x, q):

@@ -26,7 +26,16 @@ class Layout:
     """
 
     def __init__(self, ranks, context_size=1):
-        """Lay out the ranks (a Ranks, which need not have joined); context_size must divide their number."""
+        """Lay out the ranks (a Ranks, which need not have joined).
+
+        Raises ValueError unless context_size divides their number.
+        """
+        if ranks.world % context_size:
+            near = max(1, round(ranks.world / context_size)) * context_size
+            raise ValueError(
+                f"the number of ranks must be a multiple of context_parallel={context_size}, got {ranks.world}: "
+                f"torchrun --nproc_per_node={near} would do"
+            )
         self.ranks, self.context_size = ranks, context_size
         self.data_world, self.context_rank = ranks.world // context_size, ranks.rank % context_size
         self.data_rank = ranks.rank // context_size
