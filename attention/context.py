@@ -27,10 +27,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from . import backend
 from .arguments import cast_to_autocast_dtype
 from .circulate import PowerPairs, circulate
-from .dispatch import default_chunk_size, plan
-from .forms import PowerState, flush
+from .dispatch import plan
+from .forms import PowerState, accumulation_dtype, flush
+from .memory import check_chunks_fit
 from .power import power_attention
 
 
@@ -102,43 +104,43 @@ class Context:
         u [B * pieces, Hkv, ...]: what the tokens of each piece give; decay [B * pieces, Hkv]: the product of each
         piece's gates, or None for ones. Differentiable in both.
         """
-        by_rank, shape = self._features_to_ranks(u), u.shape
-        decays = None if decay is None else self._decays(decay)
-        before, state = [], torch.zeros_like(by_rank[0])
-        for i, x in enumerate(by_rank):
-            before.append(state)
-            state = (state if decays is None else decays[i] * state) + x
-        return self._features_back(torch.stack(before), shape)
+        return self.begin_scan(u, decay)()
 
-    def gradients_after(self, d, decay=None):
-        """Return the gradient to the state after each of this rank's pieces, the scan of `states_before` from the end.
+    def begin_scan(self, u, decay=None, reverse=False):
+        """Begin `states_before`, or with `reverse` the scan from the last piece on, and return a function that returns
+        its result. Until that is called, a GPU computes what else it is given while states travel."""
+        x, shape = u.flatten(2), u.shape
+        x = torch.nn.functional.pad(x, (0, -x.shape[2] % self.size)).unflatten(0, (-1, self.pieces))
+        x = x.unflatten(3, (self.size, -1)).permute(3, 1, 0, 2, 4).contiguous()  # [N, pieces, B, Hkv, F / N]
+        arrive, decays = self._exchange(x), None
+        if decay is not None:
+            decays = self.gather(decay.unflatten(0, (-1, self.pieces)).transpose(0, 1)).unsqueeze(-1)
 
-        d [B * pieces, Hkv, ...]: the gradient to the state before each piece that comes from its own tokens; decay as
-        above. For a backward pass that is written out: autograd derives it from `states_before`.
-        """
-        by_rank, shape = self._features_to_ranks(d), d.shape
-        decays = None if decay is None else self._decays(decay)
-        after, state = [], torch.zeros_like(by_rank[0])
-        for i in reversed(range(len(by_rank))):
-            after.append(state)
-            state = (state if decays is None else decays[i] * state) + by_rank[i]
-        return self._features_back(torch.stack(after[::-1]), shape)
+        def finish():
+            x = self._in_order(arrive())  # 1/N of the features of all pieces, [N * pieces, B, Hkv, F / N]
+            found, state = [None] * len(x), torch.zeros_like(x[0])
+            for i in reversed(range(len(x))) if reverse else range(len(x)):
+                found[i] = state
+                state = (state if decays is None else decays[i] * state) + x[i]
+            x = self._exchange(self._by_rank(torch.stack(found)).contiguous())()
+            x = x.permute(2, 1, 3, 0, 4).flatten(0, 1).flatten(2)
+            return x[..., : shape[2:].numel()].reshape(shape)
 
-    def _decays(self, decay):
-        return self.gather(decay.unflatten(0, (-1, self.pieces)).transpose(0, 1)).unsqueeze(-1)  # [pieces, B, Hkv, 1]
+        return finish
 
-    def _features_to_ranks(self, x):
-        """Return 1/N of the features of all pieces, [N * pieces, B, Hkv, F / N], for x [B * pieces, Hkv, ...]."""
-        x = x.flatten(2)
-        x = torch.nn.functional.pad(x, (0, -x.shape[2] % self.size))
-        x = x.unflatten(0, (-1, self.pieces)).unflatten(3, (self.size, -1)).permute(3, 1, 0, 2, 4)
-        return self._in_order(_Exchange.apply(x.contiguous(), self.group))  # before it: [N, pieces, B, Hkv, F / N]
+    def _exchange(self, x):
+        """Begin an all-to-all, entry i of x [N, ...] to rank i, and return a function that returns what has come."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            x = _Exchange.apply(x, self.group)
+            return lambda: x
+        out = torch.empty_like(x)
+        work = dist.all_to_all_single(out, x, group=self.group, async_op=True)
 
-    def _features_back(self, x, shape):
-        """Return the features of this rank's pieces in `shape`: the inverse of `_features_to_ranks`."""
-        x = _Exchange.apply(self._by_rank(x).contiguous(), self.group)  # [N, pieces, B, Hkv, F / N]
-        x = x.permute(2, 1, 3, 0, 4).flatten(0, 1).flatten(2)
-        return x[..., : shape[2:].numel()].reshape(shape)
+        def arrive(sent=x):  # which must live until then
+            work.wait()
+            return out
+
+        return arrive
 
 
 class _Exchange(torch.autograd.Function):
@@ -169,13 +171,6 @@ class _Gather(torch.autograd.Function):
         return _Exchange.apply(d.contiguous(), ctx.group).sum(0), None, None
 
 
-def piece_gates(log_g):
-    """Return the natural logarithm of the product of the gates of each sequence, its resets left out, [B, Hkv] float64,
-    and whether there is a reset, [B, Hkv] bool, for log_g [B, n, Hkv]. Differentiable."""
-    reset = log_g == float("-inf")
-    return log_g.masked_fill(reset, 0).double().sum(1), reset.any(1)
-
-
 # ---- power attention
 
 
@@ -187,27 +182,56 @@ def power_attention_in_context(q, k, v, log_g, context, *, p, form="auto", chunk
     also the backward pass. Returns y [B, T / N, H, E]. Differentiable in every tensor, once.
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
-    sizes = dict(dtype=q.dtype, device=q.device, gated=log_g is not None, form=form, chunk_size=chunk_size)
-    chosen = plan(context.size * q.shape[1], q.shape[3], v.shape[3], p, **sizes)
-    if chosen.form == "quadratic":
+    find = partial(plan, D=q.shape[3], E=v.shape[3], p=p, dtype=q.dtype, device=q.device, gated=log_g is not None)
+    if find(context.size * q.shape[1], form=form, chunk_size=chunk_size).form == "quadratic":
         return circulate(PowerPairs(p), context, q, k, v, log_g)
     q, k, v, log_g = map(context.split, (q, k, v, log_g))
-    return context.join(_attend(q, k, v, log_g, context, p=p, form=chosen.form, chunk_size=chunk_size))
+    chosen = find(q.shape[1], form="chunked", chunk_size=chunk_size, initial_state=True)
+    attend = _attend_on_kernels if chosen.on_kernels else _attend
+    return context.join(attend(q, k, v, log_g, context, p=p, chunk=chosen.chunk_size))
 
 
-def _attend(q, k, v, log_g, context, *, p, form, chunk_size):
-    """Return y [B * pieces, n, H, E], in PyTorch: the state of each piece, the scan, then attention from the state."""
-    decay, size = None, max(chunk_size or default_chunk_size(k.shape[3], p), 16)
+def _attend(q, k, v, log_g, context, *, p, chunk):
+    """Return y [B * pieces, n, H, E] in PyTorch: the state of each piece, their scan, then attention from the state."""
+    decay, state, step = None, None, partial(flush, p=p)
     if log_g is not None:
-        total, reset = piece_gates(log_g)
-        decay = total.exp().masked_fill(reset, 0)
-    state, step = None, partial(flush, p=p)
+        total, reset = _piece_gates(log_g)
+        decay = total.exp().masked_fill(reset, 0).to(accumulation_dtype(q))
     if torch.is_grad_enabled():  # only the states between chunks are saved, not the features
         step = partial(checkpoint, step, use_reentrant=False)
-    for start in range(0, k.shape[1], size):
-        chunk = (None if x is None else x[:, start : start + size] for x in (k, v, log_g))
-        state = step(*chunk, state)
-    u = torch.cat((state.S, state.z.unsqueeze(-1)), dim=-1)
-    before = context.states_before(u, None if decay is None else decay.to(u.dtype))
-    initial = PowerState(before[..., :-1], before[..., -1])
-    return power_attention(q, k, v, log_g, p=p, form=form, chunk_size=chunk_size, initial_state=initial)
+    for start in range(0, k.shape[1], chunk):
+        part = (None if x is None else x[:, start : start + chunk] for x in (k, v, log_g))
+        state = step(*part, state)
+    before = _split(context.states_before(_join(*state), decay))
+    return power_attention(q, k, v, log_g, p=p, form="chunked", chunk_size=chunk, initial_state=before)
+
+
+def _attend_on_kernels(q, k, v, log_g, context, *, p, chunk):
+    """Return y [B * pieces, n, H, E] on the kernels, which compute a piece's state once and go on from it."""
+    decay = None
+    if log_g is not None:
+        total, reset = _piece_gates(log_g.detach())
+        decay, log_g = total.exp().masked_fill(reset, 0).float(), log_g.float()
+    check_chunks_fit(q, k, v, p, chunk)
+
+    def scan(S, z, reverse):
+        finish = context.begin_scan(_join(S, z), decay, reverse)
+        return lambda: _split(finish())
+
+    before, after = partial(scan, reverse=False), partial(scan, reverse=True)
+    return backend.chunked_attention_of_piece(q, k, v, log_g, before, after, p=p, chunk=chunk)
+
+
+def _piece_gates(log_g):
+    """Return the natural logarithm of the product of the gates of each sequence, its resets left out, [B, Hkv] float64,
+    and whether there is a reset, [B, Hkv] bool, for log_g [B, n, Hkv]. Differentiable."""
+    reset = log_g == float("-inf")
+    return log_g.masked_fill(reset, 0).double().sum(1), reset.any(1)
+
+
+def _join(S, z):
+    return torch.cat((S, z.unsqueeze(-1)), dim=-1)
+
+
+def _split(Sz):
+    return PowerState(Sz[..., :-1], Sz[..., -1])
