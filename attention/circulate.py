@@ -220,8 +220,16 @@ class SoftmaxPairs:
         """Return the numerators [B, m, H, E], denominators [B, m, H] and references [B, m, H] of each row.
 
         log_g holds 0 and -inf, for the keys and then, unless they are `own`, for the queries. again: (y, reference), to
-        compute the first two once more relative to that reference and differentiate them.
+        compute the first two once more relative to that reference and differentiate them. Without log_g they come from
+        torch's flash attention, which takes no mask.
         """
+        if log_g is None and _has_flash(q, v):
+            group = q.shape[2] // k.shape[2]
+            q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+            if again is not None:
+                return _FlashAgain.apply(q, k, v, *again, own)
+            y, reference = (x.transpose(1, 2) for x in _flash(q, k, v, own)[:2])
+            return y.to(reference.dtype), torch.ones_like(reference), reference.clone()
         with without_autocast(q.device):
             return self._sums(q, k, v, log_g, own, None if again is None else again[1])
 
@@ -277,3 +285,49 @@ def _softmax_rows(q, k, v, hidden, reference):
         reference = reference.masked_fill(reference == float("-inf"), torch.finfo(q.dtype).min)  # a row sees no key
     w = (scores - reference).exp()
     return w @ v, w.sum(-1), reference.squeeze(-1)
+
+
+# ---- torch's flash attention, whose tensors are [B, H, m, D]
+
+
+def _has_flash(q, v):
+    """Return True if torch's flash attention takes queries and values like these."""
+    D, E = q.shape[3], v.shape[3]
+    if q.is_cuda:
+        return D == E <= 256 and D % 8 == 0 and q.dtype in (torch.bfloat16, torch.float16)
+    return q.device.type == "cpu" and D == E and q.dtype != torch.float16
+
+
+def _flash(q, k, v, causal):
+    """Return attention, the logarithm of each row's sum of exponentials [B, H, m] and what its backward pass needs."""
+    aten = torch.ops.aten
+    if q.is_cuda:
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+
+
+class _FlashAgain(torch.autograd.Function):
+    """Stand for numerators and denominators of flash attention relative to a reference, of which only the gradients are
+    computed: those to q, k and v [B, H, m, D] that these keys have in attention to all keys, y [B, m, H, D]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, y, reference, causal):
+        ctx.causal = causal
+        ctx.save_for_backward(q, k, v, y.to(q.dtype).transpose(1, 2), reference.transpose(1, 2).contiguous())
+        return y.clone(), torch.ones_like(reference)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, _):  # the gradient to the denominators follows from y and dy
+        q, k, v, y, reference = ctx.saved_tensors
+        aten, dy = torch.ops.aten, dy.to(q.dtype).transpose(1, 2)
+        if q.is_cuda:
+            unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout
+            grads = aten._scaled_dot_product_flash_attention_backward(
+                dy, q, k, v, y, reference, None, None, q.shape[2], k.shape[2], 0.0, ctx.causal, unused, unused[0]
+            )
+        else:
+            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dy, q, k, v, y, reference, 0.0, ctx.causal
+            )
+        return *grads, None, None, None
