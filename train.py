@@ -27,7 +27,7 @@ from runs import checkpoint, folder, machine
 from runs.batches import mean_loss, micro_batches, sample_text
 from runs.context import check_context, split_context, whole_sequences
 from runs.display import Display, describe_attention
-from runs.optimizer import learning_rate, make_optimizer
+from runs.optimizer import clip_gradients, learning_rate, make_optimizer
 from runs.parallel import Layout
 from runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from runs.settings import (
@@ -83,6 +83,7 @@ class TrainConfig:
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
     compile: str = "auto"  # auto: use torch.compile on a GPU if its toolchain works; True, False
     backend: str = "auto"  # of torch.distributed: nccl on GPUs, gloo on CPUs
+    shard: bool = False  # cut weights, gradients and moments over the ranks (FSDP2) instead of a copy on each
     timeout: float = 600.0  # end the job after this many seconds without progress, naming the rank that held it up
     deterministic: bool = False  # make two runs give the same bits on a GPU too
 
@@ -96,7 +97,7 @@ def main():
     ranks = Ranks()
     with exit_statuses(ranks):
         trainer = Trainer(sys.argv[1:], ranks)
-        with trainer.start(), checkpoint.Writer(trainer.cfg.out_dir) as writer:
+        with trainer.start(), checkpoint.Writer(trainer.cfg.out_dir, ranks) as writer:
             trainer.build(writer)
             trainer.evaluate_only() if trainer.cfg.eval_only else trainer.train()
             writer.wait()
@@ -119,7 +120,7 @@ class Trainer:
             self.dataset = dataset = Dataset(cfg.dataset)
             self.train_windows = Windows(dataset, "train", cfg.block_size, pack=cfg.pack)
             self.val_windows = Windows(dataset, "val", cfg.block_size, pack=cfg.pack)
-            self.layout = Layout(ranks, cfg.context_parallel)
+            self.layout = Layout(ranks, cfg.context_parallel, cfg.shard)
             self.accumulation = accumulation_steps(cfg, given, self.layout.data_world)
             self.resume, saved = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
             self.source, settings = folder.open_source(cfg.init_from, dataset, saved)
@@ -135,6 +136,7 @@ class Trainer:
             refuse(error)
         self.baseline = baseline_losses(cfg.baseline)
         self.device, self.dtype = choose_device(cfg.device, cfg.dtype, ranks.local)
+        self.layout.check(cfg, self.device)
         cfg.dtype = str(self.dtype).removeprefix("torch.")
         self.settings = {**asdict(cfg), "model": asdict(self.model_cfg), "data": folder.fingerprint(dataset)}
         self.settings |= {"ranks": ranks.world, "device_type": self.device.type}
@@ -244,7 +246,7 @@ class Trainer:
             self.share()
             if self.signal and micro + 1 < self.accumulation:
                 return None, None
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.grad_clip or math.inf)
+        norm = clip_gradients(self.model.parameters(), cfg.grad_clip or math.inf)
         # where the norm is not finite, on all ranks alike, the optimizer leaves weights and moments as they are
         self.optimizer.found_inf = (~norm.isfinite()).float()
         self.optimizer.step()
@@ -319,9 +321,10 @@ class Trainer:
         cfg, progress, step = self.cfg, self.progress, self.progress.step
         if (val_loss := self.evaluate()) is None:
             return
+        model = self.layout.gather(self.model)
         if self.ranks.master:
-            with self.autocast, whole_sequences(self.model):
-                statistics = self.model.statistics(self.val_windows.batch([0])[0][:, :4096].to(self.device))
+            with self.autocast, whole_sequences(model):
+                statistics = model.statistics(self.val_windows.batch([0])[0][:, :4096].to(self.device))
             tokens = step * cfg.tokens_per_step
             self.tracker.log(
                 step, val_loss=val_loss, tokens=tokens, seconds=self.clock.seconds(), **statistics,
@@ -329,7 +332,7 @@ class Trainer:
             )  # fmt: skip
             self.ranks.log(f"step {step}: val loss {val_loss:.4f}")
             if cfg.sample_tokens:
-                self.tracker.sample(step, sample_text(self))
+                self.tracker.sample(step, sample_text(self, model))
         progress.evaluated, self.diverged = True, not math.isfinite(val_loss)
         if val_loss < progress.best:
             progress.best, progress.best_step = val_loss, step
@@ -350,15 +353,15 @@ class Trainer:
             self.save()
 
     def save(self):
-        """Write a checkpoint of this step, on rank 0."""
+        """Write a checkpoint of this step: on rank 0, or on every rank what it holds of a sharded model."""
         progress, begin = self.progress, time.perf_counter()
         self.saved = progress.step, progress.evaluated
         if self.ranks.master:
             progress.seconds, progress.wandb_id = self.clock.seconds(), self.tracker.run_id
             progress.skipped = self.skipped.total, self.skipped.in_a_row
             self.tracker.flush_to_disk()
-            self.writer.save(self.model, self.optimizer, progress)
-            self.checkpoint_seconds += time.perf_counter() - begin
+        self.writer.save(self.model, self.optimizer, progress)
+        self.checkpoint_seconds += time.perf_counter() - begin
 
 
 if __name__ == "__main__":

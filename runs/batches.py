@@ -2,7 +2,7 @@
 
     batches = micro_batches(trainer)           # on the device, from the step on at which the run is
     loss = mean_loss(trainer)                  # of the held-out split, over all ranks
-    text = sample_text(trainer)                # what the model writes
+    text = sample_text(trainer, model)         # what the model writes
 
 Each takes the Trainer of train.py, whose attributes are the run's settings, data, model, ranks and layout.
 """
@@ -50,9 +50,9 @@ def mean_loss(trainer):
     return loss / tokens
 
 
-def sample_text(trainer):
+def sample_text(trainer, model):
     """Generate sample_tokens tokens after an end of text; every evaluation uses the same random numbers."""
-    cfg, model, dataset = trainer.cfg, trainer.model, trainer.dataset
+    cfg, dataset = trainer.cfg, trainer.dataset
     model.eval()
     try:
         with torch.inference_mode(), trainer.autocast:

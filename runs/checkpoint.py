@@ -1,34 +1,44 @@
 """Write and read checkpoints: out_dir/ckpt/step_00001000/ with model.safetensors, optimizer.pt, progress.json and
 checksums.json.
 
-    with Writer(out_dir) as writer:
+    with Writer(out_dir, ranks) as writer:
         writer.save(model, optimizer, progress)                  # copies the state; a thread writes the copy
     progress = load(newest(out_dir), model, optimizer, device)
 
 A checkpoint is written under a temporary name, flushed to disk and renamed, so a checkpoint under its own name was
 whole when it was renamed. Size and sha256 of each file show if it still is. Reading a checkpoint executes no code.
+
+Of a sharded model each rank writes what it holds: model.1-of-4.safetensors and optimizer.1-of-4.safetensors for rank 0
+of 4 (see parts.py); optimizer.pt then has only what is not sharded. Any number of ranks, sharded or not, reads either.
 """
 
+import glob
 import json
 import math
 import os
 import re
+import secrets
 import shutil
+import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from data.files import flush_to_disk, sha256_of, write_json
 from model import GPTConfig
+from runs.parts import PART, Tensors, is_sharded, own_rows, part_name, save_part, shard_like
 
+WRITING = ".writing"  # a checkpoint has this name, or one that begins with it, until it is whole
 KEEP = 2  # the newest checkpoints that are not removed; the best one is not removed either
 FILES = ("model.safetensors", "optimizer.pt", "progress.json")
-WEIGHTS = ("model.safetensors", "progress.json")  # what `load` reads without an optimizer
+WEIGHTS = ("model", "progress")  # the beginnings of the names of the files that `load` reads without an optimizer
 NOT_JSON = (ValueError, KeyError, TypeError, RecursionError)  # what reading a damaged JSON file may raise
 
 
@@ -55,16 +65,20 @@ class Writer:
 
     A thread writes one checkpoint at a time. If that fails, every later call raises NotWritten. Used as a context
     manager, a Writer waits at the end for the last write, and reports its failure unless another error is on its way.
+    Every rank has a Writer; those of ranks other than 0 write nothing unless the model is sharded.
     """
 
-    def __init__(self, out_dir):
+    def __init__(self, out_dir, ranks=None):
         self.out_dir, self.copies, self.writing = out_dir, {}, None
-        self.thread = ThreadPoolExecutor(1)
+        self.rank, self.world, self.store = (ranks.rank, ranks.world, ranks.store) if ranks else (0, 1, None)
+        self.thread, self.saves, self.stop = ThreadPoolExecutor(1), 0, threading.Event()
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback):
+        if error is not None:
+            self.stop.set()  # other ranks may never write their parts
         try:
             self.wait()
         except NotWritten:
@@ -72,16 +86,35 @@ class Writer:
                 raise
 
     def save(self, model, optimizer, progress):
-        """Copy the state of model and optimizer and return while a thread writes it.
+        """Copy the state of model and optimizer and return while a thread writes it. Called on every rank.
 
         Waits first until the previous checkpoint is on disk.
         """
         self.wait()
-        weights = {name: self._copy(name, x) for name, x in model.state_dict().items()}
-        state = optimizer.state_dict()
-        moments = {i: {k: self._copy((i, k), x) for k, x in of.items()} for i, of in state["state"].items()}
-        state["state"] = moments
-        self.writing = self.thread.submit(_write, self.out_dir, weights, state, replace(progress))
+        tensors, state = {"model": model.state_dict(), "optimizer": {}}, optimizer.state_dict()
+        sharded = any(is_sharded(x) for x in tensors["model"].values())
+        if self.rank and not sharded:
+            return
+        rest = {i: {} for i in state["state"]}  # of the optimizer's state: what is not sharded
+        for i, of in state["state"].items():
+            for k, x in of.items():
+                if is_sharded(x):
+                    tensors["optimizer"][f"{i}.{k}"] = x
+                else:
+                    rest[i][k] = self._copy((i, k), x)
+        held = {kind: {name: own_rows(x) for name, x in of.items()} for kind, of in tensors.items()}
+        copies = {kind: {n: self._copy((kind, n), x) for n, (x, _) in of.items()} for kind, of in held.items()}
+        files = {} if self.rank else {"optimizer.pt": partial(torch.save, {**state, "state": rest})}
+        if sharded:
+            for kind, of in held.items():
+                first_rows = {name: first for name, (_, first) in of.items()}
+                files[part_name(kind, self.rank, self.world)] = partial(save_part, copies[kind], first_rows)
+        else:
+            files["model.safetensors"] = partial(save_file, copies["model"])
+        self.saves += 1
+        peers = Peers(self, self.saves) if sharded else None
+        write = _write_part if self.rank else _write
+        self.writing = self.thread.submit(write, self.out_dir, files, replace(progress), peers)
 
     def wait(self):
         """Block until the background write has finished; raise NotWritten if it failed."""
@@ -100,22 +133,75 @@ class Writer:
         return self.copies[name].copy_(x)
 
 
-def _write(out_dir, weights, state, progress):
-    """Write the checkpoint of progress.step; remove all but the newest KEEP and the best one."""
+class Peers:
+    """Lets the threads that write one checkpoint, one on each rank, hear of each other.
+
+    They meet in torch.distributed's store, because no collective may run beside those of training.
+    """
+
+    def __init__(self, writer, number):
+        self.rank, self.world, self.stop = writer.rank, writer.world, writer.stop
+        self.store = dist.PrefixStore(f"checkpoint_{number}", writer.store)
+
+    def tell(self, value):
+        """Publish a JSON value of this rank: of rank 0 the folder, of the others the checksums of their files."""
+        self.store.set(str(self.rank), json.dumps(value))
+
+    def hear(self, rank):
+        """Return what a rank has told, when it has; raise OSError if that is a failure, or if training has ended."""
+        while not self.store.check([str(rank)]):  # a `get` that waits would hold up the other threads' use of the store
+            if self.stop.wait(0.05):
+                raise OSError(f"training has ended before rank {rank} had written its part")
+        told = json.loads(self.store.get(str(rank)))
+        if error := told.get("error"):
+            raise OSError(f"rank {rank}: {error}")
+        return told
+
+
+def _write_files(folder, files):
+    """Write files {name: function that takes the path} and flush them; return {name: {"bytes", "sha256"}}."""
+    sums = {}
+    for name, write in files.items():
+        path = os.path.join(folder, name)
+        write(path)
+        flush_to_disk(path)
+        sums[name] = {"bytes": os.path.getsize(path), "sha256": sha256_of(path)}
+    return sums
+
+
+def _write_part(out_dir, files, progress, peers):
+    """Write the files of a rank other than 0 into the folder that rank 0 has made, and tell it their checksums."""
+    try:
+        folder = peers.hear(0)["folder"]
+        os.makedirs(folder, exist_ok=True)  # on another node the new folder may not be visible yet
+        peers.tell(_write_files(folder, files))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        with suppress(RuntimeError):  # rank 0, which has the store, is gone
+            peers.tell({"error": _first_line(error)})
+        raise _not_written(out_dir, progress.step, error) from error
+
+
+def _write(out_dir, files, progress, peers=None):
+    """Write the checkpoint of progress.step; remove all but the newest KEEP and the best one.
+
+    peers: of the ranks that write the parts of a sharded model. The name of the folder is another one each time then,
+    so that a rank of an earlier start that still lives cannot write into it.
+    """
     folder = os.path.join(out_dir, "ckpt")
     final = _path(out_dir, progress.step)
-    temporary = os.path.join(folder, ".writing")
+    temporary = os.path.join(folder, WRITING + (f"-{secrets.token_hex(4)}" if peers else ""))
     shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed while it wrote
+    told = False
     try:
         os.makedirs(temporary)
-        save_file(weights, os.path.join(temporary, "model.safetensors"))
-        torch.save(state, os.path.join(temporary, "optimizer.pt"))
-        write_json(os.path.join(temporary, "progress.json"), asdict(progress))
-        files = {name: os.path.join(temporary, name) for name in FILES}
-        sums = {name: {"bytes": os.path.getsize(path), "sha256": sha256_of(path)} for name, path in files.items()}
+        if peers:
+            peers.tell({"folder": temporary})
+            told = True
+        sums = _write_files(temporary, {**files, "progress.json": lambda path: write_json(path, asdict(progress))})
+        for rank in range(1, peers.world if peers else 1):
+            sums |= peers.hear(rank)
         write_json(os.path.join(temporary, "checksums.json"), sums)
-        for name in os.listdir(temporary):
-            flush_to_disk(os.path.join(temporary, name))
+        flush_to_disk(os.path.join(temporary, "checksums.json"))
         flush_to_disk(temporary)
         if os.path.isdir(final):  # of the same step; after a kill before the next line, `newest` finds it aside
             _move_aside(final)
@@ -127,12 +213,24 @@ def _write(out_dir, weights, state, progress):
         for old in set(_all(out_dir)) - {*stay, _path(out_dir, progress.best_step)}:
             _remove(old)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, by three libraries
+        if peers and not told:
+            with suppress(RuntimeError):
+                peers.tell({"error": _first_line(error)})
         shutil.rmtree(temporary, ignore_errors=True)
-        whole, why = newest(out_dir), str(error).strip().splitlines()[0]
-        with suppress(OSError):  # out_dir is gone
-            why += f"; {shutil.disk_usage(out_dir).free:,} bytes are free there"
-        rest = f"{whole} is whole: the same command goes on from there" if whole else "there is no older one"
-        raise NotWritten(f"the checkpoint of step {progress.step} could not be written ({why}); {rest}") from error
+        raise _not_written(out_dir, progress.step, error) from error
+
+
+def _first_line(error):
+    return str(error).strip().splitlines()[0]
+
+
+def _not_written(out_dir, step, error):
+    """Return a NotWritten that says why the checkpoint of a step could not be written, and which one is left."""
+    whole, why = newest(out_dir), _first_line(error)
+    with suppress(OSError):  # out_dir is gone
+        why += f"; {shutil.disk_usage(out_dir).free:,} bytes are free there"
+    rest = f"{whole} is whole: the same command goes on from there" if whole else "there is no older one"
+    return NotWritten(f"the checkpoint of step {step} could not be written ({why}); {rest}")
 
 
 def remove_leftovers(out_dir, current, best_step):
@@ -140,7 +238,8 @@ def remove_leftovers(out_dir, current, best_step):
 
     current: the checkpoint from which the run goes on, or None.
     """
-    shutil.rmtree(os.path.join(out_dir, "ckpt", ".writing"), ignore_errors=True)
+    for half in glob.glob(os.path.join(glob.escape(out_dir), "ckpt", WRITING + "*")):
+        shutil.rmtree(half, ignore_errors=True)
     if current not in (there := _all(out_dir))[-1:]:  # without a checkpoint, or beside damaged ones
         return
     shutil.rmtree(_aside(current), ignore_errors=True)
@@ -152,13 +251,14 @@ def newest(path, thorough=False, log=lambda line: None, files=None):
     """Return the folder of the newest checkpoint at `path` that is whole, or None.
 
     path: a run's folder, or a checkpoint itself. thorough: compare checksums, not only sizes. log: called with a line
-    for each damaged checkpoint. files: the names of the files that will be read, if not all of them.
+    for each damaged checkpoint. files: the beginnings of the names of the files that will be read, if not all of them.
 
     The last resort is a whole checkpoint that a kill left under the name `.removing`, while another took its place.
     """
-    is_checkpoint = os.path.isfile(os.path.join(path, "model.safetensors"))
     aside = _aside(_path(path, 0))
-    for folder in [path] if is_checkpoint else [*reversed(_all(path)), *([aside] if os.path.isdir(aside) else [])]:
+    for folder in (
+        [path] if _is_checkpoint(path) else [*reversed(_all(path)), *([aside] if os.path.isdir(aside) else [])]
+    ):
         wrong = damage(folder, thorough, files)
         if not wrong:
             if thorough and not os.path.exists(os.path.join(folder, "checksums.json")):
@@ -202,18 +302,18 @@ def _check_type(name, value, kind):
 def damage(folder, thorough=True, files=None):
     """Return a text that says what is wrong with a checkpoint, or with these files of it; "" if nothing is.
 
-    thorough: compare checksums, not only sizes.
+    thorough: compare checksums, not only sizes. files: as `newest` takes them.
     """
     try:
         with open(os.path.join(folder, "checksums.json")) as f:
             sums = json.load(f)
-        if not all({"bytes", "sha256"} <= of.keys() for of in sums.values()) or not sums.keys() >= {*FILES}:
+        if not all({"bytes", "sha256"} <= of.keys() for of in sums.values()) or not sums.keys() >= _files(sums):
             return "checksums.json is not what was written"
     except FileNotFoundError:
         return _damage_without_checksums(folder)
     except (OSError, AttributeError, *NOT_JSON) as error:
         return f"checksums.json: {error}"
-    for name in files or FILES:
+    for name in sorted(name for name in _files(sums) if not files or name.split(".")[0] in files):
         file, of = os.path.join(folder, name), sums[name]
         size = os.path.getsize(file) if os.path.exists(file) else None
         if size != of["bytes"]:
@@ -224,6 +324,15 @@ def damage(folder, thorough=True, files=None):
         except OSError as error:
             return f"{name}: {error}"
     return ""
+
+
+def _files(sums):
+    """Return the names of the files that a checkpoint must have, if `sums` are the checksums of some of them."""
+    counts = [int(part[3]) for part in map(PART.fullmatch, sums) if part]
+    if not counts:
+        return {*FILES}
+    parts = {part_name(kind, rank, counts[0]) for kind in ("model", "optimizer") for rank in range(counts[0])}
+    return parts | {"optimizer.pt", "progress.json"}
 
 
 def _damage_without_checksums(folder):
@@ -249,20 +358,50 @@ def exists(path):
     return bool(_all(path)) or os.path.isdir(_aside(_path(path, 0)))
 
 
+def _is_checkpoint(path):
+    return any(os.path.isfile(os.path.join(path, name)) for name in FILES)
+
+
 def run_of(path):
     """Return the run's folder, which has config.json and the tokenizer, of a run or of one of its checkpoints."""
-    if os.path.isfile(os.path.join(path, "model.safetensors")):
+    if _is_checkpoint(path):
         return os.path.dirname(os.path.dirname(os.path.abspath(path)))
     return path
 
 
 def load(folder, model, optimizer=None, device="cpu"):
-    """Fill model (and optimizer) from a checkpoint and return its Progress."""
-    model.load_state_dict(load_file(os.path.join(folder, "model.safetensors")))
+    """Fill model (and optimizer) from a checkpoint and return its Progress.
+
+    Either may be sharded, and so may the checkpoint. Raises RuntimeError if the weights are not those of the model.
+    """
+    own = model.state_dict()
+    with Tensors(folder, "model") as saved, torch.no_grad():
+        if wrong := saved.unlike({name: [*x.shape] for name, x in own.items()}):
+            raise RuntimeError(wrong)
+        for name, x in own.items():
+            saved.fill(name, x)
     if optimizer is not None:
-        state = torch.load(os.path.join(folder, "optimizer.pt"), map_location=device, weights_only=True)
-        optimizer.load_state_dict(state)
+        _load_optimizer(folder, optimizer, device)
     return _read_progress(folder)
+
+
+def _load_optimizer(folder, optimizer, device):
+    """Fill an optimizer from a checkpoint; each rank reads the rows of the moments that its parameters have."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sharded = any(map(is_sharded, parameters))
+    options = dict(map_location="cpu", mmap=True) if sharded else dict(map_location=device)  # mmap: not all is read
+    state = torch.load(os.path.join(folder, "optimizer.pt"), weights_only=True, **options)
+    with Tensors(folder, "optimizer") as saved:
+        for name in saved.shapes:
+            i, _, k = name.partition(".")
+            x = torch.empty_like(parameters[int(i)])
+            saved.fill(name, x)
+            state["state"][int(i)][k] = x
+    if sharded:
+        for i, of in state["state"].items():
+            for k, x in of.items():
+                of[k] = shard_like(parameters[i], x)
+    optimizer.load_state_dict(state)
 
 
 def _read_progress(folder):

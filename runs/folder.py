@@ -22,12 +22,12 @@ import time
 from contextlib import suppress
 
 import torch
-from safetensors import safe_open
 
 from data.files import write_json
 from data.tokenizer import load_tokenizer
 from model import GPT
 from runs import checkpoint
+from runs.parts import Tensors
 from runs.processes import warn
 from runs.settings import from_launcher, refuse
 
@@ -41,7 +41,7 @@ FREE = {
 }  # fmt: skip
 # These do not change the steps either, unless there is dropout: each rank draws the masks for its own micro-batch, with
 # the random numbers of its device, and torch.compile draws others. (gradient_accumulation_steps follows from them.)
-FREE_WITHOUT_DROPOUT = {"batch_size", "ranks", "context_parallel", "device_type", "compile"}
+FREE_WITHOUT_DROPOUT = {"batch_size", "ranks", "context_parallel", "device_type", "compile", "shard"}
 LOGS = (".log", ".out", ".err")  # files with these endings, which a shell or a scheduler opens, may lie in a new folder
 
 
@@ -190,14 +190,10 @@ def check_weights(source, config):
     """Raise ValueError if the weights in a checkpoint are not those of a model with this GPTConfig."""
     with torch.device("meta"):
         wanted = {name: [*x.shape] for name, x in GPT(config).state_dict().items()}
-    with safe_open(os.path.join(source, "model.safetensors"), "pt") as f:
-        there = {name: f.get_slice(name).get_shape() for name in f.keys()}
-    wrong = [f"{name} is missing" for name in wanted if name not in there]
-    wrong += [f"{name} is unknown" for name in there if name not in wanted]
-    wrong += [f"{n} is {there[n]} instead of {x}" for n, x in wanted.items() if n in there and there[n] != x]
+    with Tensors(source, "model") as saved:
+        wrong = saved.unlike(wanted)
     if wrong:
-        more = f", and {len(wrong) - 1} more" if wrong[1:] else ""
-        raise ValueError(f"the weights in {source} do not fit this model: {wrong[0]}{more}")
+        raise ValueError(f"the weights in {source} do not fit this model: {wrong}")
 
 
 def start_folder(cfg, settings, dataset):

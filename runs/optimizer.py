@@ -8,6 +8,8 @@ import math
 
 import torch
 
+from runs.parts import is_sharded
+
 
 def make_optimizer(model, cfg):
     """Return a fused AdamW, with weight decay for matrices and embeddings but not for biases and norms."""
@@ -16,6 +18,12 @@ def make_optimizer(model, cfg):
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
+
+
+def clip_gradients(parameters, max_norm):
+    """Scale gradients, sharded or not, down to a norm of max_norm; return the norm that they had, a scalar."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if is_sharded(norm) else norm
 
 
 def learning_rate(step, cfg, seconds=0.0):

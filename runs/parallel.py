@@ -1,34 +1,50 @@
-"""How the ranks of a run are laid out, and how they average gradients.
+"""How the ranks of a run are laid out, how they average gradients, and how they share one model.
 
-    layout = Layout(ranks)                              # the arithmetic alone: sizes can be refused before ranks join
+    layout = Layout(ranks, shard=cfg.shard)             # the arithmetic alone: sizes can be refused before ranks join
     layout.data_rank, layout.data_world                 # by which the loader deals its batches
     layout.connect(device)                              # after ranks.join: the process groups
-    model = layout.make_model(GPT, config, device)
+    model = layout.make_model(GPT, config, device)      # before the optimizer, which must get the sharded weights
     network, eval_network = layout.wrap(model, compiled)
+    plain = layout.gather(model)                        # for what rank 0 alone does with it
 
 The ranks are a grid of two dimensions, (data, context): rank = data_rank * context_size + context_rank. The ranks of
 one context group follow each other, so that they share a node where they can, and read the same rows of data; ranks
 with the same context_rank read different ones. Gradients are averaged over all ranks: what a rank of a context group
 computes is the share of its slice of tokens, times context_size.
+
+Without sharding each rank has a copy of the model, and DistributedDataParallel averages gradients. A sharded model
+(FSDP2) is cut over all ranks, of both dimensions: each holds some rows of every weight, gradient and moment. A block's
+weights are gathered when it runs and freed afterwards, in the forward pass and again in the backward pass; the
+embeddings, which are the head too, stay from the forward pass to the backward pass. Weights are gathered, and gradients
+added, in float32: autocast rounds them to bfloat16 exactly where it does without sharding, so losses are the same but
+for the order of sums, and gates and norms never see a rounded weight. Gradients are added at every micro-step, so that
+no rank ever holds whole ones.
 """
 
+from itertools import chain
+
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+
+from runs.parts import own_rows
+from runs.settings import refuse
 
 
 class Layout:
     """The place of this rank among the others.
 
     Attributes: data_rank and data_world (the ranks that read different rows, and this one's number among them),
-    context_rank and context_size (the ranks that hold slices of the same rows), mesh (a DeviceMesh with the dimensions
-    "data" and "context", None unless both are used).
+    context_rank and context_size (the ranks that hold slices of the same rows), sharded (True if the model is), mesh (a
+    DeviceMesh with the dimensions "data" and "context", None unless both are used).
     """
 
-    def __init__(self, ranks, context_size=1):
+    def __init__(self, ranks, context_size=1, shard=False):
         """Lay out the ranks (a Ranks, which need not have joined).
 
-        Raises ValueError unless context_size divides their number.
+        shard: cut the model over the ranks, if there are several. Raises ValueError unless context_size divides their
+        number.
         """
         if ranks.world % context_size:
             near = max(1, round(ranks.world / context_size)) * context_size
@@ -36,7 +52,7 @@ class Layout:
                 f"the number of ranks must be a multiple of context_parallel={context_size}, got {ranks.world}: "
                 f"torchrun --nproc_per_node={near} would do"
             )
-        self.ranks, self.context_size = ranks, context_size
+        self.ranks, self.context_size, self.sharded = ranks, context_size, shard and ranks.world > 1
         self.data_world, self.context_rank = ranks.world // context_size, ranks.rank % context_size
         self.data_rank = ranks.rank // context_size
         self.mesh = self.device = None
@@ -58,12 +74,51 @@ class Layout:
         """The process group of the ranks with this context_rank; None, the group of all ranks, if context_size is 1."""
         return self.mesh and self.mesh.get_group("data")
 
+    def check(self, cfg, device):
+        """Refuse settings that a sharded model does not take."""
+        if self.sharded and getattr(cfg, "optimizer", "adamw") == "muon":
+            refuse("shard=True takes optimizer=adamw, got muon, which needs whole matrices: give one of the two up")
+        if self.sharded and device.type == "cuda" and cfg.backend == "gloo":
+            refuse("shard=True needs backend=nccl on GPUs, got backend=gloo")
+
     def make_model(self, kind, config, device):
-        """Return kind(config), a GPT with fresh weights, the same on every rank, on the device."""
-        return kind(config).to(device)
+        """Return kind(config), a GPT with fresh weights, the same on every rank, on the device.
+
+        A sharded model exists whole on rank 0 alone, in the CPU's memory, from where each rank gets its rows.
+        """
+        if not self.sharded:
+            return kind(config).to(device)
+        from torch.distributed.fsdp import fully_shard  # takes a second to import
+
+        whole = kind(config) if self.ranks.master else None
+        with torch.device("meta"):
+            model = kind(config)
+        mesh = init_device_mesh(device.type, (self.ranks.world,))  # all ranks, in one dimension
+        for module in (*model.transformer.h, model):  # the head needs wte of the whole model after the last block
+            fully_shard(module, mesh=mesh, reshard_after_forward=module is not model)
+        model.to_empty(device=device)
+        source = dict(_tensors_of(whole)) if whole else {}
+        with torch.no_grad():
+            for name, x in _tensors_of(model):
+                full = source[name].to(device) if whole else torch.empty(x.shape, dtype=x.dtype, device=device)
+                dist.broadcast(full, 0)
+                rows, first = own_rows(x)
+                rows.copy_(full[first : first + len(rows)])
+        self.make_plain = lambda: kind(config)
+        return model
 
     def wrap(self, model, compiled):
-        """Return (the network to train, which averages gradients, and the network to evaluate)."""
+        """Return (the network to train, which averages gradients, and the network to evaluate).
+
+        Of a sharded model each block is compiled for itself, because its weights come and go around it; blocks of the
+        same kind share the code.
+        """
+        if self.sharded:
+            if compiled:
+                for block in model.transformer.h:
+                    block.forward = torch.compile(block.forward)
+                model.loss = torch.compile(model.loss)
+            return model, model
         network = torch.compile(model) if compiled else model
         if not self.ranks.distributed:
             return network, network
@@ -71,6 +126,30 @@ class Layout:
         return DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True), network
 
     def average_next(self, network, last):
-        """Say if the next backward pass is the last one of its step, with which gradients are averaged."""
-        if self.ranks.distributed:
+        """Say if the next backward pass is the last one of its step, with which copies of a model average gradients."""
+        if self.ranks.distributed and not self.sharded:
             network.require_backward_grad_sync = last
+
+    def gather(self, model):
+        """Return on rank 0 the model, or a plain copy of a sharded one on the device, and None on other ranks.
+
+        Called on every rank. The copy has 4 bytes a weight, for as long as the caller keeps it.
+        """
+        if not self.sharded:
+            return model if self.ranks.master else None
+        plain = None
+        if self.ranks.master:
+            with torch.device(self.device):
+                plain = self.make_plain().train(model.training)
+        with torch.no_grad():
+            into = plain.state_dict() if plain else {}
+            for name, x in model.state_dict().items():  # which frees what a forward pass has gathered
+                whole = x.full_tensor()
+                if plain:
+                    into[name].copy_(whole)
+        return plain
+
+
+def _tensors_of(model):
+    """Yield (name, tensor) of the parameters and buffers of a model."""
+    return chain(model.named_parameters(), model.named_buffers())

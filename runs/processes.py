@@ -38,8 +38,8 @@ class Ranks:
     """This process and its connection to the others that train with it.
 
     Attributes: rank, world (number of ranks), local (rank on this node), master (True on rank 0), distributed (True
-    if torchrun, or another launcher that sets RANK, started the process), watch (a Watch, None before `join` and
-    without ranks).
+    if torchrun, or another launcher that sets RANK, started the process); watch (a Watch) and store (the key-value
+    store of torch.distributed), both None before `join` and in a process that was started alone.
     """
 
     def __init__(self):
@@ -51,7 +51,7 @@ class Ranks:
                 "several processes with torchrun, or unset both",
                 True,
             )
-        self.device = self.watch = self.cpu_group = None
+        self.device = self.watch = self.store = self.cpu_group = None
 
     def join(self, device, backend, timeout):
         """Connect to the other ranks and start to watch them; do nothing in a process that was started alone.
@@ -67,11 +67,11 @@ class Ranks:
         limit.start()
         on_gpu = device.type == "cuda"
         try:
-            store = store_of_this_start()
+            self.store = store_of_this_start()
         except (ValueError, RuntimeError) as error:  # MASTER_ADDR or MASTER_PORT is missing or wrong, or nobody answers
             raise Failed(f"the ranks cannot find each other: {str(error).splitlines()[0][:300]}") from error
         dist.init_process_group(
-            backend if backend != "auto" else "nccl" if on_gpu else "gloo", store=store,
+            backend if backend != "auto" else "nccl" if on_gpu else "gloo", store=self.store,
             rank=self.rank, world_size=self.world, device_id=device if on_gpu else None,
         )  # fmt: skip
         self.watch = Watch(timeout)

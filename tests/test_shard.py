@@ -1,0 +1,315 @@
+"""A sharded model (--shard=True) takes the same steps as a whole one, and any number of ranks reads its checkpoints."""
+
+import json
+import math
+import os
+import random
+import shutil
+import time
+import types
+
+import pytest
+import torch
+from helpers import SMALL, call, dataset, join, metrics, start_ranks  # noqa: F401
+from safetensors import safe_open
+
+import train
+from model import GPT, GPTConfig
+from runs import checkpoint, parts
+from runs.optimizer import clip_gradients, make_optimizer
+from runs.parallel import Layout
+from runs.processes import Ranks, exit_statuses
+
+OPTIONS = [*SMALL, "--attention=sympow_gating", "--warmup_iters=2"]
+
+
+@pytest.fixture(scope="module")
+def runs(dataset, tmp_path_factory):  # noqa: F811
+    """Return a folder with two runs of 6 steps, with checkpoints at 3 and 6: `one` of one rank, `sharded` of two."""
+    folder = tmp_path_factory.mktemp("shard")
+    options = [*OPTIONS, f"--dataset={dataset}"]
+    assert call(train.main, *options, f"--out_dir={folder}/one", "--shard=True") == 0  # nothing to share
+    assert join(*start_ranks(2, train.main, *options, "--out_dir=sharded", "--shard=True", cwd=folder)) == [0, 0]
+    return folder
+
+
+def go_on(runs, dataset, name, *argv):  # noqa: F811
+    """Go on with a copy of runs/sharded on one rank, whatever shard says; return what it printed last."""
+    return call(train.main, *OPTIONS, f"--dataset={dataset}", f"--out_dir={runs}/{name}", *argv)
+
+
+def tensors(folder):
+    """Return {name: tensor} of the weights and moments of a checkpoint, whatever its form."""
+    with open(os.path.join(os.path.dirname(os.path.dirname(folder)), "config.json")) as f:
+        model = GPT(GPTConfig(**json.load(f)["model"]))
+    optimizer = make_optimizer(model, train.TrainConfig())
+    checkpoint.load(folder, model, optimizer)
+    state = {f"{i}.{k}": x for i, of in optimizer.state_dict()["state"].items() for k, x in of.items()}
+    return {**model.state_dict(), **state}
+
+
+def assert_close(found, wanted, bound):
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        assert (found[name] - x).norm() <= bound * x.norm(), name
+
+
+def assert_equal(found, wanted):
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], x) for name, x in wanted.items())
+
+
+def test_a_sharded_run_has_the_losses_of_one_rank_and_samples_and_statistics_too(runs):
+    for key in ("train_loss", "val_loss", "grad_norm"):
+        found, wanted = metrics(runs / "sharded", key), metrics(runs / "one", key)
+        assert list(found) == list(wanted) and len(wanted) >= 2
+        assert all(math.isclose(found[step], x, rel_tol=1e-6) for step, x in wanted.items()), key
+    for step, gates in metrics(runs / "one", "gate").items():
+        assert metrics(runs / "sharded", "gate")[step] == pytest.approx(gates, rel=1e-6)
+    assert open(runs / "sharded/samples.jsonl").read() == open(runs / "one/samples.jsonl").read()
+    # Adam divides by the size of the gradient, so where that is near 0 rounding shows
+    assert_close(tensors(runs / "sharded/ckpt/step_00000006"), tensors(runs / "one/ckpt/step_00000006"), 1e-3)
+
+
+def test_each_rank_writes_what_it_holds(runs):
+    folder = runs / "sharded/ckpt/step_00000006"
+    names = [f"{kind}.{i}-of-2.safetensors" for kind in ("model", "optimizer") for i in (1, 2)]
+    assert sorted(os.listdir(folder)) == sorted([*names, "checksums.json", "optimizer.pt", "progress.json"])
+    whole = sum(os.path.getsize(runs / f"one/ckpt/step_00000006/{name}") for name in checkpoint.FILES)
+    assert max(os.path.getsize(folder / name) for name in names) < 0.4 * whole
+    with safe_open(folder / "model.2-of-2.safetensors", "pt") as f:
+        assert f.get_slice("transformer.wte.weight").get_shape() == [160, 32]  # of 320
+    assert open(runs / "rank_1").read() == ""
+
+
+def test_one_rank_goes_on_from_a_sharded_checkpoint_and_a_damaged_part_is_named(runs, dataset, capsys):  # noqa: F811
+    shutil.copytree(runs / "sharded", runs / "damaged")
+    path = runs / "damaged/ckpt/step_00000006/model.2-of-2.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5] + bytes([whole[-5] ^ 4]) + whole[-4:])
+    assert go_on(runs, dataset, "damaged") == 0
+    said = capsys.readouterr()
+    assert "step_00000006 is damaged and left out: model.2-of-2.safetensors is not what was written" in said.err
+    assert f"going on from {runs}/damaged/ckpt/step_00000003, step 3" in said.out
+    for step, loss in metrics(runs / "damaged").items():
+        assert math.isclose(loss, metrics(runs / "one")[step], rel_tol=1e-6)
+    folder = runs / "damaged/ckpt/step_00000003"
+    for name, wrong in (("optimizer.1-of-2.safetensors", "is missing"), ("optimizer.pt", "is missing")):
+        os.rename(folder / name, runs / "aside")
+        assert checkpoint.damage(folder) == f"{name} {wrong}"
+        assert not checkpoint.damage(folder, files=checkpoint.WEIGHTS)
+        os.rename(runs / "aside", folder / name)
+    sums = json.loads((folder / "checksums.json").read_text())
+    del sums["model.2-of-2.safetensors"]
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    assert checkpoint.damage(folder) == "checksums.json is not what was written"
+
+
+def test_weights_are_taken_from_a_sharded_checkpoint(runs, dataset, capsys):  # noqa: F811
+    source = runs / "sharded/ckpt/step_00000006"
+    assert go_on(runs, dataset, "weights", f"--init_from={source}", "--eval_only=1") == 0
+    val_loss = metrics(runs / "sharded", "val_loss")[6]
+    assert f"val loss {val_loss:.4f}" in capsys.readouterr().out
+    assert go_on(runs, dataset, "weights", f"--init_from={source}", "--n_embd=48") == 2
+    assert "transformer.wte.weight is [320, 32] instead of [320, 48], and" in capsys.readouterr().err
+
+
+def test_rows_are_read_from_the_parts_that_have_them(tmp_path):
+    whole = {"w": torch.randn(10, 3), "b": torch.randn(2).bfloat16(), "s": torch.randn(())}
+    for rank in range(4):
+        cut = {"w": (whole["w"], 3 * rank, 3 * rank + 3), "b": (whole["b"], rank, rank + 1)}
+        held = {name: x[first:last].clone() for name, (x, first, last) in cut.items() if first < len(x)}
+        held |= {"s": whole["s"]} if rank == 0 else {}
+        first_rows = {name: cut[name][1] if name in cut else 0 for name in held}
+        parts.save_part(held, first_rows, tmp_path / parts.part_name("model", rank, 4))
+    with parts.Tensors(tmp_path, "model") as saved:
+        assert saved.shapes == {"w": [10, 3], "b": [2], "s": []}
+        assert_equal({name: saved.read(name) for name in whole}, whole)
+        for first, count in ((0, 1), (2, 5), (9, 1), (3, 3), (4, 0), (10, 0)):
+            assert torch.equal(saved.read("w", first, count), whole["w"][first : first + count])
+    os.remove(tmp_path / "model.2-of-4.safetensors")
+    with pytest.raises(ValueError, match="rows 3 to 6 of w are missing"):
+        parts.Tensors(tmp_path, "model")
+
+
+def test_what_a_sharded_model_does_not_take_is_refused(capsys):
+    layout = Layout(types.SimpleNamespace(rank=0, world=2, master=True, distributed=True), shard=True)
+    for settings, device, message in (
+        (dict(optimizer="muon", backend="auto"), "cpu", "shard=True takes optimizer=adamw, got muon"),
+        (dict(optimizer="adamw", backend="gloo"), "cuda", "shard=True needs backend=nccl on GPUs, got backend=gloo"),
+    ):
+        with pytest.raises(SystemExit) as refused:
+            layout.check(types.SimpleNamespace(**settings), torch.device(device))
+        assert refused.value.code == 2 and message in capsys.readouterr().err
+
+
+# what several ranks do, each in a process
+
+
+def compare_with_ddp():
+    """Train a sharded model beside copies that DDP averages, and write and read checkpoints of both."""
+    ranks, cfg = Ranks(), train.TrainConfig(learning_rate=1e-2, weight_decay=0.1)
+    device = torch.device("cpu")
+    with exit_statuses(ranks):
+        ranks.join(device, "gloo", 60)
+        config = GPTConfig(
+            n_layer=2, n_head=3, n_embd=48, vocab_size=200, attention="conformal_sympow,sympow_gating", bias=True,
+            activation_checkpointing=True,
+        )  # fmt: skip
+        layouts, models, optimizers, networks, before = [], [], [], [], None
+        for shard in (False, True):
+            layouts.append(layout := Layout(ranks, shard=shard))
+            layout.connect(device)
+            torch.manual_seed(1)
+            models.append(model := layout.make_model(float64_model, config, device))
+            optimizers.append(make_optimizer(model, cfg))
+            networks.append(layout.wrap(model, False)[0])
+        assert all(parts.is_sharded(p) for p in models[1].parameters())
+        fresh = {name: x.full_tensor() for name, x in models[1].state_dict().items()}
+        assert_equal(fresh, models[0].state_dict())  # the same first weights to the last bit
+        for step in range(4):
+            norms = [take_step(*of, ranks.rank, step) for of in zip(layouts, networks, models, optimizers)]
+            assert step == 2 or torch.allclose(*norms, rtol=1e-9), (step, norms)
+            found = {name: x.full_tensor() for name, x in models[1].state_dict().items()}
+            assert_close(found, models[0].state_dict(), 1e-9)
+            if step == 2:  # its gradient was not finite
+                assert not norms[1].isfinite()
+                assert_equal(found, before)
+            before = {name: x.clone() for name, x in found.items()}
+        plain = layouts[1].gather(models[1])
+        assert (plain is not None) == ranks.master
+        if ranks.master:
+            assert_equal(plain.state_dict(), found)
+        check_checkpoints(ranks, config, cfg, models[1], optimizers[1], layouts[1], found)
+        ranks.leave()
+
+
+def float64_model(config):
+    return GPT(config).double()
+
+
+def take_step(layout, network, model, optimizer, rank, step):
+    """Take a step of two micro-steps; return the norm of its gradient, before it was clipped."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    for micro in range(2):
+        layout.average_next(network, last=micro == 1)
+        ids = torch.randint(200, (2, 25), generator=generator)
+        _, loss = network(ids[:, :-1], ids[:, 1:])
+        (loss * (math.nan if step == 2 and rank == 1 else 0.5)).backward()
+    norm = clip_gradients(model.parameters(), 0.5)
+    optimizer.found_inf = (~norm.isfinite()).float()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def check_checkpoints(ranks, config, cfg, model, optimizer, layout, weights):
+    """Write a sharded checkpoint and one of a whole model, and read both into a whole and a sharded model."""
+    with checkpoint.Writer("parts", ranks) as writer:
+        writer.save(model, optimizer, checkpoint.Progress(1))
+    ranks.barrier()
+    if ranks.master:
+        whole = float64_model(config)
+        its = make_optimizer(whole, cfg)
+        checkpoint.load(checkpoint.newest("parts", thorough=True), whole, its)
+        assert_equal(whole.state_dict(), weights)
+        with checkpoint.Writer("whole") as writer:
+            writer.save(whole, its, checkpoint.Progress(1))
+    ranks.barrier()
+    for path in ("parts", "whole"):
+        torch.manual_seed(2)
+        other = layout.make_model(float64_model, config, layout.device)
+        its = make_optimizer(other, cfg)
+        assert checkpoint.load(checkpoint.newest(path), other, its).step == 1
+        assert_equal(*({name: x.to_local() for name, x in of.state_dict().items()} for of in (other, model)))
+        for of, wanted in zip(its.state_dict()["state"].values(), optimizer.state_dict()["state"].values()):
+            assert of.keys() == wanted.keys()
+            assert all(torch.equal(parts.own_rows(of[k])[0], parts.own_rows(x)[0]) for k, x in wanted.items())
+
+
+def test_two_ranks_with_a_sharded_model_take_the_steps_of_two_with_copies(tmp_path):
+    assert join(*start_ranks(2, compare_with_ddp, cwd=tmp_path)) == [0, 0], (tmp_path / "rank_0").read_text()
+
+
+def train_with_a_full_disk_on_rank_1():
+    """Train as train.py, but from the second checkpoint on rank 1 cannot write its part."""
+    write, written = parts.save_part, []
+
+    def full(tensors, first_rows, path):
+        written.append(path)
+        if os.environ["RANK"] == "1" and len(written) > 2:
+            raise OSError(28, "No space left on device")
+        write(tensors, first_rows, path)
+
+    checkpoint.save_part = full
+    train.main()
+
+
+@pytest.mark.slow
+def test_a_part_that_could_not_be_written_ends_all_ranks_and_leaves_the_checkpoint_before(dataset, tmp_path):  # noqa: F811
+    argv = [*OPTIONS, f"--dataset={dataset}", "--out_dir=out", "--shard=True", "--max_iters=5000", "--timeout=30"]
+    assert join(*start_ranks(2, train_with_a_full_disk_on_rank_1, *argv, cwd=tmp_path)) == [1, 1]
+    said = [(tmp_path / f"rank_{i}").read_text() for i in (0, 1)]
+    assert "the checkpoint of step 6 could not be written (rank 1: [Errno 28] No space left on device; " in said[0]
+    assert "the checkpoint of step 6 could not be written ([Errno 28] No space left on device; " in said[1]
+    assert all("out/ckpt/step_00000003 is whole: the same command goes on from there" in text for text in said)
+    assert os.listdir(tmp_path / "out/ckpt") == ["step_00000003"]
+    assert not checkpoint.damage(tmp_path / "out/ckpt/step_00000003")
+
+
+@pytest.mark.slow
+def test_kills_of_a_sharded_run_at_random_moments_change_nothing(dataset, tmp_path):  # noqa: F811
+    seed = int.from_bytes(os.urandom(4), "big")
+    moments, kills, argv = random.Random(seed), 0, [*OPTIONS, f"--dataset={dataset}", "--shard=True", "--timeout=30"]
+    argv += ["--max_iters=12", "--eval_interval=2", "--dropout=0.1"]
+    assert join(*start_ranks(2, train.main, *argv, "--out_dir=whole", cwd=tmp_path)) == [0, 0]
+    began = time.time()
+    assert join(*start_ranks(2, train.main, *argv, "--out_dir=again", cwd=tmp_path)) == [0, 0]
+    took, n = time.time() - began, 0
+    while kills < 8:
+        ranks = start_ranks(2, train.main, *argv, f"--out_dir=killed_{n}", cwd=tmp_path)
+        time.sleep(moments.uniform(0.2, 1) * took)
+        kills += any(rank.exitcode is None for rank in ranks)
+        n += all(rank.exitcode == 0 for rank in ranks)  # it was done before: the next one starts anew
+        for rank in moments.sample(ranks, 2):
+            rank.kill()
+        join(*ranks)
+    assert join(*start_ranks(2, train.main, *argv, f"--out_dir=killed_{n}", cwd=tmp_path)) == [0, 0], seed
+    for name in ("again", *(f"killed_{i}" for i in range(n + 1))):
+        for key in ("train_loss", "val_loss", "grad_norm"):
+            assert metrics(tmp_path / name, key) == metrics(tmp_path / "whole", key), (seed, name)
+        steps = os.listdir(tmp_path / name / "ckpt")
+        assert sorted(steps) == ["step_00000010", "step_00000012"], (seed, name)
+        assert not any(checkpoint.damage(tmp_path / name / "ckpt" / step) for step in steps), (seed, name)
+        assert_equal(*(tensors(tmp_path / of / "ckpt/step_00000012") for of in (name, "whole")))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_any_number_of_ranks_sharded_or_not(runs, dataset):  # noqa: F811
+    shutil.copytree(runs / "one", runs / "many")
+    step, options = 6, [*OPTIONS, f"--dataset={dataset}", "--attention=sympow_gating", "--out_dir=many"]
+    for ranks, shard in ((4, True), (2, True), (1, False), (2, False), (2, True)):
+        step += 1
+        argv = [*options, f"--shard={shard}", f"--max_iters={step}", f"--batch_size={8 // ranks // 2}"]
+        before = tensors(runs / f"many/ckpt/step_{step - 1:08d}")
+        assert join(*start_ranks(ranks, train.main, *argv, "--eval_only=1", cwd=runs)) == ranks * [0]
+        assert join(*start_ranks(ranks, train.main, *argv, cwd=runs)) == ranks * [0]
+        assert_equal(tensors(runs / f"many/ckpt/step_{step - 1:08d}"), before)
+    assert call(train.main, *options[:-1], f"--out_dir={runs}/one", f"--max_iters={step}") == 0
+    found, wanted = metrics(runs / "many"), metrics(runs / "one")
+    assert list(found) == list(wanted) == list(range(1, step + 1))
+    assert all(math.isclose(found[i], loss, rel_tol=1e-6) for i, loss in wanted.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--dtype=bfloat16"], ["--compile=True", "--activation_checkpointing=True"]])
+def test_losses_are_those_of_ddp_in_bfloat16_and_compiled(dataset, tmp_path, options):  # noqa: F811
+    argv = [*OPTIONS, f"--dataset={dataset}", *options, "--sample_tokens=0", "--max_iters=4"]
+    for name, shard in (("copies", False), ("sharded", True)):
+        argv = [*argv, f"--out_dir={name}", f"--shard={shard}"]
+        assert join(*start_ranks(2, train.main, *argv, cwd=tmp_path), timeout=300) == [0, 0]
+    bound = 2e-3 if "bfloat16" in options[0] else 1e-6
+    for key in ("train_loss", "val_loss"):
+        found, wanted = metrics(tmp_path / "sharded", key), metrics(tmp_path / "copies", key)
+        assert found.keys() == wanted.keys() and all(
+            math.isclose(found[i], x, rel_tol=bound) for i, x in wanted.items()
+        )
