@@ -8,6 +8,7 @@ import torch
 from attention.check import first_line, kernel_failure
 from attention.dispatch import disable_kernels
 from runs.processes import Failed
+from runs.settings import from_launcher
 
 # dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name that occurs in the device's name counts
 PEAK_FLOPS = {
@@ -85,5 +86,7 @@ def memory_advice(cfg, model_cfg, accumulation, goes_on):
         )
     if not model_cfg.activation_checkpointing:
         ways.append("--activation_checkpointing=True")
+    if not cfg.shard and from_launcher("WORLD_SIZE", 1) > 1 and not (goes_on and model_cfg.dropout):
+        ways.append("--shard=True")
     ways = " or ".join(ways or ["a smaller block_size or model"])
     raise Failed(f"out of GPU memory in the first step: try {ways}")

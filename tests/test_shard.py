@@ -1,5 +1,6 @@
 """A sharded model (--shard=True) takes the same steps as a whole one, and any number of ranks reads its checkpoints."""
 
+import functools
 import json
 import math
 import os
@@ -16,9 +17,10 @@ from safetensors import safe_open
 import train
 from model import GPT, GPTConfig
 from runs import checkpoint, parts
+from runs.machine import memory_advice
 from runs.optimizer import clip_gradients, make_optimizer
 from runs.parallel import Layout
-from runs.processes import Ranks, exit_statuses
+from runs.processes import Failed, Ranks, exit_statuses
 
 OPTIONS = [*SMALL, "--attention=sympow_gating", "--warmup_iters=2"]
 
@@ -142,6 +144,19 @@ def test_what_a_sharded_model_does_not_take_is_refused(capsys):
         assert refused.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_too_little_memory_on_several_ranks_is_answered_with_shard(monkeypatch):
+    def advice(cfg, **model):
+        with pytest.raises(Failed) as failed, memory_advice(cfg, GPTConfig(**model), 1, goes_on=True):
+            raise torch.OutOfMemoryError
+        return str(failed.value)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert advice(train.TrainConfig()).endswith(" or --shard=True")
+    assert "shard" not in advice(train.TrainConfig(), dropout=0.1) + advice(train.TrainConfig(shard=True))
+    monkeypatch.delenv("WORLD_SIZE")
+    assert "shard" not in advice(train.TrainConfig())
+
+
 # what several ranks do, each in a process
 
 
@@ -166,12 +181,12 @@ def compare_with_ddp():
         assert all(parts.is_sharded(p) for p in models[1].parameters())
         fresh = {name: x.full_tensor() for name, x in models[1].state_dict().items()}
         assert_equal(fresh, models[0].state_dict())  # the same first weights to the last bit
-        for step in range(4):
+        for step in range(3):
             norms = [take_step(*of, ranks.rank, step) for of in zip(layouts, networks, models, optimizers)]
-            assert step == 2 or torch.allclose(*norms, rtol=1e-9), (step, norms)
+            assert step == 1 or torch.allclose(*norms, rtol=1e-9), (step, norms)
             found = {name: x.full_tensor() for name, x in models[1].state_dict().items()}
             assert_close(found, models[0].state_dict(), 1e-9)
-            if step == 2:  # its gradient was not finite
+            if step == 1:  # its gradient was not finite
                 assert not norms[1].isfinite()
                 assert_equal(found, before)
             before = {name: x.clone() for name, x in found.items()}
@@ -194,7 +209,7 @@ def take_step(layout, network, model, optimizer, rank, step):
         layout.average_next(network, last=micro == 1)
         ids = torch.randint(200, (2, 25), generator=generator)
         _, loss = network(ids[:, :-1], ids[:, 1:])
-        (loss * (math.nan if step == 2 and rank == 1 else 0.5)).backward()
+        (loss * (math.nan if step == 1 and rank == 1 else 0.5)).backward()
     norm = clip_gradients(model.parameters(), 0.5)
     optimizer.found_inf = (~norm.isfinite()).float()
     optimizer.step()
@@ -260,12 +275,12 @@ def test_a_part_that_could_not_be_written_ends_all_ranks_and_leaves_the_checkpoi
 def test_kills_of_a_sharded_run_at_random_moments_change_nothing(dataset, tmp_path):  # noqa: F811
     seed = int.from_bytes(os.urandom(4), "big")
     moments, kills, argv = random.Random(seed), 0, [*OPTIONS, f"--dataset={dataset}", "--shard=True", "--timeout=30"]
-    argv += ["--max_iters=12", "--eval_interval=2", "--dropout=0.1"]
+    argv += ["--max_iters=10", "--eval_interval=2", "--dropout=0.1"]
     assert join(*start_ranks(2, train.main, *argv, "--out_dir=whole", cwd=tmp_path)) == [0, 0]
     began = time.time()
     assert join(*start_ranks(2, train.main, *argv, "--out_dir=again", cwd=tmp_path)) == [0, 0]
     took, n = time.time() - began, 0
-    while kills < 8:
+    while kills < 4:
         ranks = start_ranks(2, train.main, *argv, f"--out_dir=killed_{n}", cwd=tmp_path)
         time.sleep(moments.uniform(0.2, 1) * took)
         kills += any(rank.exitcode is None for rank in ranks)
@@ -278,38 +293,39 @@ def test_kills_of_a_sharded_run_at_random_moments_change_nothing(dataset, tmp_pa
         for key in ("train_loss", "val_loss", "grad_norm"):
             assert metrics(tmp_path / name, key) == metrics(tmp_path / "whole", key), (seed, name)
         steps = os.listdir(tmp_path / name / "ckpt")
-        assert sorted(steps) == ["step_00000010", "step_00000012"], (seed, name)
+        assert sorted(steps) == ["step_00000008", "step_00000010"], (seed, name)
         assert not any(checkpoint.damage(tmp_path / name / "ckpt" / step) for step in steps), (seed, name)
-        assert_equal(*(tensors(tmp_path / of / "ckpt/step_00000012") for of in (name, "whole")))
+        assert_equal(*(tensors(tmp_path / of / "ckpt/step_00000010") for of in (name, "whole")))
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_ranks_sharded_or_not(runs, dataset):  # noqa: F811
-    shutil.copytree(runs / "one", runs / "many")
-    step, options = 6, [*OPTIONS, f"--dataset={dataset}", "--attention=sympow_gating", "--out_dir=many"]
-    for ranks, shard in ((4, True), (2, True), (1, False), (2, False), (2, True)):
-        step += 1
-        argv = [*options, f"--shard={shard}", f"--max_iters={step}", f"--batch_size={8 // ranks // 2}"]
-        before = tensors(runs / f"many/ckpt/step_{step - 1:08d}")
-        assert join(*start_ranks(ranks, train.main, *argv, "--eval_only=1", cwd=runs)) == ranks * [0]
+    shutil.copytree(runs / "sharded", runs / "many")
+    options = [*OPTIONS, f"--dataset={dataset}", "--out_dir=many", "--batch_size=2"]
+    for step, ranks, shard in ((7, 4, True), (8, 1, False), (9, 2, False)):
+        argv = [*options, f"--shard={shard}", f"--max_iters={step}"]
         assert join(*start_ranks(ranks, train.main, *argv, cwd=runs)) == ranks * [0]
-        assert_equal(tensors(runs / f"many/ckpt/step_{step - 1:08d}"), before)
-    assert call(train.main, *options[:-1], f"--out_dir={runs}/one", f"--max_iters={step}") == 0
+    options[-2] = f"--out_dir={runs}/one"
+    assert call(train.main, *options, "--max_iters=9") == 0
     found, wanted = metrics(runs / "many"), metrics(runs / "one")
-    assert list(found) == list(wanted) == list(range(1, step + 1))
+    assert list(found) == list(wanted) == list(range(1, 10))
     assert all(math.isclose(found[i], loss, rel_tol=1e-6) for i, loss in wanted.items())
 
 
+def train_compiled():
+    """Train as train.py, with a torch.compile that traces what it is given, but does not run the C++ compiler."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    train.main()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["--dtype=bfloat16"], ["--compile=True", "--activation_checkpointing=True"]])
-def test_losses_are_those_of_ddp_in_bfloat16_and_compiled(dataset, tmp_path, options):  # noqa: F811
-    argv = [*OPTIONS, f"--dataset={dataset}", *options, "--sample_tokens=0", "--max_iters=4"]
-    for name, shard in (("copies", False), ("sharded", True)):
-        argv = [*argv, f"--out_dir={name}", f"--shard={shard}"]
-        assert join(*start_ranks(2, train.main, *argv, cwd=tmp_path), timeout=300) == [0, 0]
-    bound = 2e-3 if "bfloat16" in options[0] else 1e-6
+def test_compiled_blocks_in_bfloat16_have_the_losses_of_one_rank(dataset, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    argv = [*OPTIONS, f"--dataset={dataset}", "--dtype=bfloat16", "--sample_tokens=0", "--activation_checkpointing=1"]
+    sharded = [*argv, "--shard=True", "--compile=True", "--out_dir=sharded"]
+    assert join(*start_ranks(2, train_compiled, *sharded), timeout=300) == [0, 0]
+    assert call(train.main, *argv, "--out_dir=one") == 0
     for key in ("train_loss", "val_loss"):
-        found, wanted = metrics(tmp_path / "sharded", key), metrics(tmp_path / "copies", key)
-        assert found.keys() == wanted.keys() and all(
-            math.isclose(found[i], x, rel_tol=bound) for i, x in wanted.items()
-        )
+        found, wanted = metrics("sharded", key), metrics("one", key)
+        assert list(found) == list(wanted)
+        assert all(math.isclose(found[i], x, rel_tol=1e-3) for i, x in wanted.items()), (found, wanted)
