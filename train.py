@@ -183,7 +183,7 @@ class Trainer:
         self.tracker = Tracker(cfg, self.settings, p, self.model) if self.records else None
         ranks.log(
             f"{self.model.parameter_count() / 1e6:.1f}M parameters, {describe_attention(self.model_cfg)}, "
-            f"{device.type} {cfg.dtype}; tokens a step: {self.layout.data_world} ranks x {cfg.batch_size} sequences x "
+            f"{device.type} {cfg.dtype}; tokens a step: {self.layout.readers} x {cfg.batch_size} sequences x "
             f"{cfg.block_size} context x {self.accumulation} accumulation = {cfg.tokens_per_step:,}"
         )
         self.clock, self.seconds, self.checkpoint_seconds = Clock(p.seconds, p.step), p.seconds, 0.0

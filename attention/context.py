@@ -15,7 +15,7 @@ gates, exactly 0 if there is a reset in it, the state before piece g is
     s_0 = 0,   s_{g+1} = G_g s_g + u_g          and its gradient   d_g = G_g d_{g+1} + (what piece g reads from s_g)
 
 Every rank scans 1/N of the features of all pieces: an all-to-all brings them there, another one brings the states back,
-so that each rank sends and receives two states, however many ranks there are. G_g comes from a sum of log-gates in
+so that each rank sends less than two states, however many ranks there are. G_g comes from a sum of log-gates in
 float64, resets are counted beside it. Keys are scaled inside each piece's own computation; states travel unscaled.
 
 For forms without such a state, keys and values travel instead: circulate.py.

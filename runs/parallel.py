@@ -65,6 +65,12 @@ class Layout:
             self.mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "context"))
 
     @property
+    def readers(self):
+        """What reads different rows, in words: "8 ranks", or "2 groups of 4 ranks"."""
+        groups = f"{self.data_world} group{'s' * (self.data_world > 1)} of {self.context_size} ranks"
+        return f"{self.data_world} ranks" if self.context_size == 1 else groups
+
+    @property
     def context_group(self):
         """The process group of the ranks that hold slices of the same rows; None if context_size is 1."""
         return self.mesh and self.mesh.get_group("context")

@@ -177,6 +177,7 @@ def test_two_ranks_that_share_sequences_train_as_one_and_go_on_as_one(dataset, t
     assert call(train.main, *argv, "--out_dir=one") == 0
     (tmp_path / "two").mkdir()
     train_in(tmp_path / "two", dataset, 2, *HYBRID, "--max_iters=3")
+    assert "1 group of 2 ranks x 4 sequences x 32 context x 2 acc" in (tmp_path / "two" / "rank_0").read_text()
     assert call(train.main, *argv, "--out_dir=two/out") == 0  # from its checkpoint, alone
     for key in ("train_loss", "val_loss"):
         expected, found = metrics("one", key), metrics("two/out", key)
