@@ -25,6 +25,7 @@ from data.loader import Windows
 from model import GPT, GPTConfig
 from runs import checkpoint, folder, machine
 from runs.batches import mean_loss, micro_batches, sample_text
+from runs.context import check_context, split_context, whole_sequences
 from runs.display import Display, describe_attention
 from runs.optimizer import clip_gradients, learning_rate, make_optimizer
 from runs.parallel import Layout
@@ -49,6 +50,7 @@ class TrainConfig:
     tokens_per_step: int = 524288  # over all ranks and micro-steps; the number of micro-steps follows from it
     gradient_accumulation_steps: int = 0  # micro-steps over all ranks; 0: tokens_per_step decides
     pack: bool = False  # join documents, and reset the state where one starts
+    context_parallel: int = 1  # ranks that share the tokens of each sequence
     # optimizer
     max_iters: int = 100000  # optimizer steps
     max_seconds: float = 0.0  # of training and evaluation, 0: no limit; with decay_lr the speed then decides the rates
@@ -118,7 +120,7 @@ class Trainer:
             self.dataset = dataset = Dataset(cfg.dataset)
             self.train_windows = Windows(dataset, "train", cfg.block_size, pack=cfg.pack)
             self.val_windows = Windows(dataset, "val", cfg.block_size, pack=cfg.pack)
-            self.layout = Layout(ranks, shard=cfg.shard)
+            self.layout = Layout(ranks, cfg.context_parallel, cfg.shard)
             self.accumulation = accumulation_steps(cfg, given, self.layout.data_world)
             self.resume, saved = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
             self.source, settings = folder.open_source(cfg.init_from, dataset, saved)
@@ -127,6 +129,7 @@ class Trainer:
             chosen = {"rope_base": float(max(2, dataset.document_length)), **settings, **fields_of(GPTConfig, given)}
             chosen |= {"vocab_size": dataset.vocab_size, "reset_token": dataset.eot if cfg.pack else -1}
             self.model_cfg = GPTConfig(**chosen)
+            check_context(cfg, self.model_cfg)
             if self.source:
                 folder.check_weights(self.source, self.model_cfg)
         except (DataError, ValueError) as error:
@@ -173,13 +176,14 @@ class Trainer:
         self.skipped = SkippedSteps(*p.skipped)
         machine.check_kernels(self.model, cfg.block_size, self.dtype, ranks)
         compiled = machine.can_compile(cfg.compile, device, ranks.log)
+        self.slices = split_context(self.model, self.layout, cfg.block_size, self.dtype, compiled)
         self.network, self.eval_network = self.layout.wrap(self.model, compiled)
         if self.records:
             checkpoint.remove_leftovers(cfg.out_dir, self.resume, p.best_step)
         self.tracker = Tracker(cfg, self.settings, p, self.model) if self.records else None
         ranks.log(
             f"{self.model.parameter_count() / 1e6:.1f}M parameters, {describe_attention(self.model_cfg)}, "
-            f"{device.type} {cfg.dtype}; tokens a step: {ranks.world} ranks x {cfg.batch_size} sequences x "
+            f"{device.type} {cfg.dtype}; tokens a step: {self.layout.readers} x {cfg.batch_size} sequences x "
             f"{cfg.block_size} context x {self.accumulation} accumulation = {cfg.tokens_per_step:,}"
         )
         self.clock, self.seconds, self.checkpoint_seconds = Clock(p.seconds, p.step), p.seconds, 0.0
@@ -319,7 +323,7 @@ class Trainer:
             return
         model = self.layout.gather(self.model)
         if self.ranks.master:
-            with self.autocast:
+            with self.autocast, whole_sequences(model):
                 statistics = model.statistics(self.val_windows.batch([0])[0][:, :4096].to(self.device))
             tokens = step * cfg.tokens_per_step
             self.tracker.log(

@@ -25,6 +25,7 @@ first batch, as it loops in Python over the multi-indices of an embedding of all
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ from torch.nn import functional as F
 from . import backend
 from .adaptive_forms import adaptive_attend
 from .arguments import cast_to_autocast_dtype, check_gates, check_tensors
+from .context import power_attention_in_context
 from .dispatch import plan, plan_adaptive
 from .embedding import symmetric_power_dim
 from .even_power import power_flops
@@ -101,6 +103,8 @@ class PowerNetwork(nn.Module):
 
 
 class AdaptivePower(KVCacheVariant):
+    splits_context = True
+
     @classmethod
     def check(cls, config):
         c = config
@@ -135,6 +139,9 @@ class AdaptivePower(KVCacheVariant):
         q, k = self.rotate(q, k, positions)
         if self.mixes and state is None:
             how = dict(form=self.form, chunk_size=self.chunk_size)
+            if self.context is not None:
+                attend = partial(self.context.run, power_attention_in_context)
+                return _mix([attend(q, k, v, log_g, self.context, p=m, **how) for m in self.p], powers, self.p), None
             return mixture_attention(q, k, v, powers, p=self.p, log_g=log_g, **how), None
         if self.mixes:
             return self.mix_and_append(q, k, v, powers, log_g, positions, state)
@@ -164,6 +171,12 @@ class AdaptivePower(KVCacheVariant):
             S, z = (torch.cat(x, dim=2) for x in zip(*(power for _, power in found)))
             state = replace(state, k=None, v=None, log_g=None, S=S, z=z)
         return _mix([y for y, _ in found], powers, self.p), state
+
+    @classmethod
+    def context_layout(cls, config, block_size, dtype, device):
+        if config.adaptive == "continuous":
+            raise ValueError("adaptive=continuous computes each row from all keys at once: use adaptive=mixture")
+        return "balanced"
 
     def statistics(self, x, q):
         powers = self.power(q)

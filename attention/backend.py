@@ -66,6 +66,12 @@ def chunked_attention(q, k, v, log_g, S, z, **sizes):
     return operators().chunked_attention(q, k, v, log_g, S, z, **sizes)
 
 
+def chunked_attention_of_piece(q, k, v, log_g, before, after, **sizes):
+    from kernels import operators
+
+    return operators.chunked_attention_of_piece(q, k, v, log_g, before, after, **sizes)
+
+
 def heinsen_attention(q, k, v, documents, m, S, z, *, final):
     return heinsen_operator().heinsen_attention(q, k, v, documents, m, S, z, final=final)
 

@@ -16,7 +16,6 @@ from torch import nn
 
 from .gates import linear_fp32, make_gate
 from .rotary import rotary
-from .state import count_positions
 from .sympow import Sympow, sympow_attention
 
 
@@ -33,6 +32,7 @@ def conformal_sympow_attention(q, k, v, log_g, positions, *, p, base, form="auto
 class ConformalSympow(Sympow):
     gates = ("learned", "fixed", "none")
     decodes_on_kernels = "power"
+    splits_context = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -48,7 +48,7 @@ class ConformalSympow(Sympow):
         return self.gate and self.gate(x)
 
     def positions(self, x, state):
-        return count_positions(x, state, self.beta(x))
+        return self.count_positions(x, state, self.beta(x))
 
     def attend(self, q, k, v, log_g, positions):
         p, base = self.p, self.rope_base

@@ -6,6 +6,7 @@ The quadratic form    the one used here, as in section 2 of "Symmetric Power Tra
 The state             every key and value, like softmax; sympow computes the same function with a state
 """
 
+from .context import power_attention_in_context
 from .dispatch import plan
 from .embedding import symmetric_power_dim
 from .gates import reset_gates
@@ -26,14 +27,18 @@ class EvenPower(KVCacheVariant):
     """
 
     decodes_on_kernels = "power"
+    splits_context = True
     form, chunk_size = "quadratic", None
 
     def forward(self, x, q, k, v, resets=None, state=None):
         positions = self.positions(x, state)
         log_g = reset_gates(resets, self.log_gates(x), k)
-        if state is None:
+        if state is None and self.context is None:
             return self.attend(q, k, v, log_g, positions), None
         q, k = self.rotate(q, k, positions)
+        if state is None:
+            how = dict(p=self.p, form=self.form, chunk_size=self.chunk_size)
+            return self.context.run(power_attention_in_context, q, k, v, log_g, self.context, **how), None
         return attend_and_append(q, k, v, log_g, positions, state, p=self.p)
 
     def attend(self, q, k, v, log_g, positions):

@@ -8,6 +8,7 @@ The state             every key and value (KV cache): memory and time per token 
 import torch
 from torch.nn import functional as F
 
+from .circulate import SoftmaxPairs, circulate
 from .gates import reset_gates
 from .variant import KVCacheVariant
 
@@ -36,11 +37,14 @@ def softmax_attention(q, k, v, log_g=None, *, scale=None):
 
 class Softmax(KVCacheVariant):
     decodes_on_kernels = "softmax"
+    splits_context = True
 
     def forward(self, x, q, k, v, resets=None, state=None):
         positions = self.positions(x, state)
         q, k = self.rotate(q, k, positions)
         log_g = reset_gates(resets, None, k)
+        if self.context is not None and state is None:
+            return self.context.run(circulate, SoftmaxPairs(), self.context, q, k, v, log_g), None
         if state is not None:
             state = state.append(k, v, log_g, positions)
             k, v, log_g = state.k, state.v, state.log_g

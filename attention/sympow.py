@@ -8,6 +8,7 @@ The state             S_i = S_{i-1} + phi(k'_i) v_i^T   and   z_i = z_{i-1} + ph
 "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), section 4; rotation: proposition 1 of Kumar et al., 2025.
 """
 
+from .dispatch import plan
 from .even_power import EvenPower
 from .power import power_attention
 
@@ -19,11 +20,18 @@ def sympow_attention(q, k, v, *, p, log_g=None, form="auto", chunk_size=None):
 
 class Sympow(EvenPower):
     decodes_on_kernels = "power"
+    splits_context = True
     switch_over = "auto"
 
     def __init__(self, config):
         super().__init__(config)
         self.form, self.chunk_size = config.form, config.chunk_size or None
+
+    @classmethod
+    def context_layout(cls, config, block_size, dtype, device):
+        D, form = config.head_dim, dict(form=config.form, chunk_size=config.chunk_size or None)
+        sizes = dict(dtype=dtype, device=device, gated=config.gated, **form)
+        return "balanced" if plan(block_size, D, D, config.p, **sizes).form == "quadratic" else "contiguous"
 
     def attend(self, q, k, v, log_g, positions):
         q, k = self.rotate(q, k, positions)

@@ -19,6 +19,7 @@ def sympow_gating_attention(q, k, v, log_g, *, p, form="auto", chunk_size=None):
 class SympowGating(Sympow):
     gates = ("learned", "fixed")
     decodes_on_kernels = "power"
+    splits_context = True
 
     @classmethod
     def check(cls, config):

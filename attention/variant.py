@@ -24,6 +24,11 @@ from .rotary import rotary
 from .state import LayerState, count_positions
 
 
+def splits_context(variant):
+    """Return `splits_context` of the class of a Variant itself, False if it has none."""
+    return vars(variant).get("splits_context", False)
+
+
 def decoding_kernels(part):
     """Return `decodes_on_kernels` of the class of a Variant or position embedding itself, "" if it has none."""
     return vars(type(part)).get("decodes_on_kernels", "")
@@ -39,6 +44,10 @@ class Variant(nn.Module):
     # is no KV cache, or no such choice.
     switch_over = None
     rotates = True  # False if its `forward` does not rotate q and k by their positions
+    # True if its `forward` computes its part of a sequence whose tokens are spread over ranks when `context` is set
+    # (attention/context.py). Only the class itself is asked: a subclass that computes something else must say so too.
+    splits_context = False
+    context = None  # a context.Context, or None where each rank has whole sequences; set from outside
 
     def __init__(self, config):
         """Store config, its layer's model.GPTConfig (n_embd, n_head, n_kv_head, head_dim, p, rope_base, gate, ...):
@@ -99,7 +108,20 @@ class Variant(nn.Module):
     def positions(self, x, state):
         """Return the positions of the tokens of x [B, T, n_embd] that follow `state`, [T] or [B, T] float64. Asked by
         the `forward` of the variants here; the default counts on from state.position."""
-        return count_positions(x, state)
+        return self.count_positions(x, state)
+
+    def count_positions(self, x, state, speed=None):
+        """Return the positions of these tokens as `state.count_positions` does, or by `context` if it is set."""
+        if self.context is None or state is not None:
+            return count_positions(x, state, speed)
+        return self.context.positions(x, speed)
+
+    @classmethod
+    def context_layout(cls, config, block_size, dtype, device):
+        """Return how ranks should share sequences of block_size tokens, see attention/context.py: "contiguous" if a
+        token costs the same wherever it is, "balanced" if it costs more the later it comes. Asked only if
+        `splits_context`. Raises ValueError for settings that do not allow it."""
+        return "balanced"
 
     def statistics(self, x, q):
         """Return {name: number} of what it has learned, for the inputs x [B, T, n_embd] and q [B, T, H, D], unrotated.

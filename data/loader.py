@@ -58,19 +58,29 @@ class Windows:
     def __len__(self):
         return self.documents * self.per_document
 
-    def batch(self, indices):
+    def batch(self, indices, spans=None):
         """Return (inputs, targets), torch.int64 [B, T] each, of the windows with these numbers [B].
 
+        spans [(start, end), ...]: read only these tokens of each window, and return them one span behind the other.
         Raises IndexError for numbers beyond len(self), and DataError that names the shard if a token is not in the
         vocabulary.
         """
-        T, L = self.block_size, self.dataset.document_length
         indices = np.asarray(indices, dtype=np.int64).reshape(-1)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"window numbers must be in [0, {len(self)}), got {indices.min()} to {indices.max()}")
+        starts = self._starts(indices)
+        parts = [self._read(starts + start, end - start) for start, end in spans or [(0, self.block_size)]]
+        return tuple(x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in zip(*parts))
+
+    def _starts(self, indices):
+        """Return where in the split the windows with these numbers begin."""
         documents, windows = np.divmod(indices, self.per_document)
-        starts = documents * (T if self.pack else L) + windows * T
-        tokens = np.empty((len(indices), T + 1), dtype=np.int64)  # the token before each window, and the window
+        return documents * (self.block_size if self.pack else self.dataset.document_length) + windows * self.block_size
+
+    def _read(self, starts, T):
+        """Return (inputs, targets) [B, T] for the T tokens from each of `starts` [B] on."""
+        L = self.dataset.document_length
+        tokens = np.empty((len(starts), T + 1), dtype=np.int64)  # the token before each window, and the window
         for row, start in zip(tokens, starts.tolist()):
             row[0] = self.dataset.eot  # the end of text remains if the window begins a document
             before = int(start % L > 0)
@@ -82,11 +92,11 @@ class Windows:
             row[-start % L :: L] = self.dataset.eot  # with pack: documents that start inside the window
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
-    def expect(self, indices):
-        """Announce that the windows with these numbers will be read soon."""
-        T, L = self.block_size, self.dataset.document_length
-        for document, window in zip(*np.divmod(indices, self.per_document)):
-            self.dataset.expect(self.split, int(document * (T if self.pack else L) + window * T), T)
+    def expect(self, indices, spans=None):
+        """Announce that the windows with these numbers, or these spans of each, will be read soon."""
+        for first in self._starts(indices).tolist():
+            for start, end in spans or [(0, self.block_size)]:
+                self.dataset.expect(self.split, first + start, end - start)
 
     def _refuse(self, tokens, starts):
         """Raise DataError that names the file of the first token beyond the vocabulary."""
@@ -143,28 +153,29 @@ def _epoch_order(windows, seed, epoch):
     return windows.orders[seed, epoch]
 
 
-def train_batch(windows, seed, step, rank, world, micro, accumulation, batch_size):
+def train_batch(windows, seed, step, rank, world, micro, accumulation, batch_size, spans=None):
     """Return (inputs, targets) [batch_size, T] of micro-batch `micro` of `rank` in a step.
 
     A step takes world * accumulation * batch_size consecutive positions of the training order and deals them out
-    micro-batch by micro-batch and rank by rank, so that any number of ranks sees the same global batch.
+    micro-batch by micro-batch and rank by rank, so that any number of ranks sees the same global batch. spans: as for
+    `Windows.batch`.
     """
     start = ((step * accumulation + micro) * world + rank) * batch_size
     if windows.block > 1:
-        windows.expect(train_indices(windows, seed, start + AHEAD * world * batch_size, batch_size))
-    return windows.batch(train_indices(windows, seed, start, batch_size))
+        windows.expect(train_indices(windows, seed, start + AHEAD * world * batch_size, batch_size), spans)
+    return windows.batch(train_indices(windows, seed, start, batch_size), spans)
 
 
-def eval_batches(windows, eval_tokens, batch_size, rank, world):
+def eval_batches(windows, eval_tokens, batch_size, rank, world, spans=None):
     """Yield (inputs, targets) [batch_size, T] over the first eval_tokens // T windows (at least one, at most all).
 
     For any batch size and number of ranks, the ranks together see each of these windows once. Every rank yields the
     same number of batches of one shape: rows beyond the end have targets of -1, which the loss ignores. For the last
-    ranks a whole batch may consist of such rows.
+    ranks a whole batch may consist of such rows. spans: as for `Windows.batch`.
     """
     count = min(max(1, eval_tokens // windows.block_size), len(windows))
     for start in range(rank * batch_size, -(-count // (world * batch_size)) * world * batch_size, world * batch_size):
         indices = np.arange(start, start + batch_size)
-        inputs, targets = windows.batch(np.minimum(indices, count - 1))
+        inputs, targets = windows.batch(np.minimum(indices, count - 1), spans)
         targets[torch.from_numpy(indices >= count)] = -1
         yield inputs, targets

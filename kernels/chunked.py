@@ -108,7 +108,7 @@ def reflects(dtype, states, packed):
     return HALF[dtype] == torch.float16 and not states and not packed
 
 
-def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_chunks=None):
+def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_chunks=None, exchange=None):
     """Return y [B, T, H, D], what `backward` needs, and the last state (S, Z) if `final`.
 
     The second is the tuple (l, S, unit_s, Z, mirror, *OF_KEYS); mirror is None unless `reflects`.
@@ -116,15 +116,19 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_c
     q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16, float16 or float32, any strides; log_g [B, T, Hkv] float32 or None;
     initial: (S, Z) float32 [B * Hkv, F] and [B * Hkv, D * D] in the kernels' layout (see `from_canonical`), or None;
     chunk: tokens, a multiple of 128; D and p as in `Sizes`, which raises ValueError for too many tokens. first_chunks:
-    of packed sequences, see `discumsum`; then B is 1, and a state has as many rows as there are sequences.
+    of packed sequences, see `discumsum`; then B is 1, and a state has as many rows as there are sequences. exchange, in
+    place of `initial`: a function that begins to find the initial state from the state that these tokens give from
+    zero, (S, Z) as above, and returns a function that returns it. No other part of the work is done twice.
     """
     s = Sizes(q, k, p, chunk)
     with device_guard(q.device):
         into, out, whole, near = chunk_gates(log_g, s, near=True, first_chunks=first_chunks)
-        states, packed = initial is not None or final, first_chunks is not None
+        states, packed = bool(initial or exchange) or final, first_chunks is not None
         mirror = key_mirror(s, k) if reflects(q.dtype, states, packed) else None
         keys = prepare(s, k, v, decay=out, mirror=mirror)
         S = update_state(s, s.HKV, keys)
+        if exchange:
+            initial = exchange(*_last_state(s, S, keys["z"], keys["unit_v"], whole))()
         S0, Z0 = initial or (None, None)
         unit_s, S_last, _ = discumsum(s, S, keys["unit_v"], whole, S0, final=final, first_chunks=first_chunks)
         Z, Z_last = keys["z"], None
@@ -140,14 +144,22 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_c
     return y, (l, S, unit_s, Z, mirror, *of_keys), (S_last, Z_last)
 
 
+def _last_state(s, S, Z, unit, whole, reverse=False):
+    """Return (S, Z) that these sums over chunks give from a state of zeros; the sums stay as they are."""
+    last = discumsum(s, S.clone(), unit, whole, reverse=reverse, final=True)[1]
+    return last, discumsum(None, Z.clone(), None, whole, reverse=reverse, final=True)[1] if s.p == 2 else None
+
+
 def backward(
-    dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chunk, first_chunks=None, needs=(True,) * 5
-):
+    dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chunk, first_chunks=None, needs=(True,) * 5,
+    exchange=None,
+):  # fmt: skip
     """Return dq, dk, dv, dlog_g (None without gates) and the gradient to the initial state (S, Z), or (None, None).
 
     saved: what `forward` returned; final: the gradient (dS, dZ) to the last state, or None; initial: True if there was
     an initial state; first_chunks: as for `forward`; needs: which of the five are wanted. What is not wanted is None,
-    or not complete.
+    or not complete. exchange, in place of `final`: a function that begins to find the gradient to the last state from
+    the gradient to the initial one that these tokens give without it, and returns a function that returns it.
     """
     l, S, unit_s, Z, mirror, *of_keys = saved
     mirror = None if mirror is None or not mirror.numel() else mirror  # operators save a tensor without entries
@@ -163,22 +175,25 @@ def backward(
             dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, near=near, before=initial, needs=inside_needs
         )
         queries, (dS0, dZ0) = prepare(s, q, dy, y, l, decay=into, mirror=mirror), (None, None)
+        unit_v = queries["unit_v"]
         if carries:
             dS, dZ, carried_z = update_state(s, s.H, queries), queries["z"], None
-            dS_last, dZ_last = final or (None, None)
-            others = (S, unit_s) if gated else (None, None)
-            how = dict(reverse=True, final=needs_state, first_chunks=first_chunks)
-            unit_d, dS0, carried = discumsum(s, dS, queries["unit_v"], whole, dS_last, *others, **how)
-            if p == 2:
-                _, dZ0, carried_z = discumsum(None, dZ, None, whole, dZ_last, Z if gated else None, **how)
+            finish = exchange(*_last_state(s, dS, dZ, unit_v, whole, reverse=True)) if exchange else lambda: final
         if needs_q or gated:
             skip = -1 if initial else 0
             read = query_gradient(s, queries, S, unit_s, skip, dq, q, Z, queries["weight"], gated, mirror)
         del queries
+        if carries:
+            dS_last, dZ_last = finish() or (None, None)
+            others = (S, unit_s) if gated else (None, None)
+            how = dict(reverse=True, final=needs_state, first_chunks=first_chunks)
+            unit_d, dS0, carried = discumsum(s, dS, unit_v, whole, dS_last, *others, **how)
+            if p == 2:
+                _, dZ0, carried_z = discumsum(None, dZ, None, whole, dZ_last, Z if gated else None, **how)
         if needs_k or needs_v or gated:
             keys = dict(zip(OF_KEYS, of_keys, strict=True))
             keys |= {"xt": products(s, keys["rows"]), "weight": keys["factor"]}
-            skip = s.chunks - 1 if final is None else -1
+            skip = s.chunks - 1 if dS_last is None else -1
             if needs_k or gated:
                 given = query_gradient(s, keys, dS, unit_d, skip, dk, k, dZ, out, gated, mirror)
             if needs_v:

@@ -4,6 +4,7 @@
     num, den = quadratic_sums(q, k, v, log_g, p=4, scale=0.125)     # not divided, so other sums can be added
     y, S, z = chunked_attention(q, k, v, log_g, S0, z0, p=2, chunk=1024, final=True)       # states in and out
     S, z = chunked_state(k, v, log_g, S0, z0, p=2, chunk=1024)                             # the same state alone
+    y = chunked_attention_of_piece(q, k, v, log_g, before, after, p=2, chunk=1024)         # of a sequence over ranks
 
 and, from steps.py, the chunked form's steps one by one: update_state, discumsum, query_state, create_inputs.
 
@@ -37,8 +38,8 @@ from .steps import asked, create_inputs, discumsum, empty_like, keep, query_stat
 from .transforms import transformable, transformable_once
 
 __all__ = [
-    "quadratic_attention", "quadratic_sums", "chunked_attention", "chunked_state", "update_state", "discumsum",
-    "query_state", "create_inputs",
+    "quadratic_attention", "quadratic_sums", "chunked_attention", "chunked_attention_of_piece", "chunked_state",
+    "update_state", "discumsum", "query_state", "create_inputs",
 ]  # fmt: skip
 
 
@@ -268,6 +269,55 @@ def _differentiate_chunked(ctx, dy, dS, dz, *_):
 
 _chunked_backward = transformable_once(_chunked_backward_operator)
 _chunked = transformable(_chunked_operator, _save_chunked, _differentiate_chunked)
+
+
+def chunked_attention_of_piece(q, k, v, log_g, before, after, *, p, chunk):
+    """Return y of `chunked_attention` for a piece of each sequence, other pieces of which are on other ranks.
+
+    before(S, z): given the state that these tokens give from zero, S [B, Hkv, Dphi, E] and z [B, Hkv, Dphi], begin to
+    find the state before them, and return a function that returns it. after(dS, dz): given the gradient that these
+    tokens give to the state before them, begin to find the gradient to the state after them, and return a function that
+    returns it. Both are called once, `after` in the backward pass; they need not be differentiable. The other arguments
+    are those of `chunked_attention`. Differentiable once in q, k, v and log_g, whose gradients are those of the whole
+    sequence: nothing else is computed twice. torch.compile must not look inside.
+    """
+    check_qkv("chunked", q, k, v, n_is_T=True)
+    check_chunks(q.dtype, q.shape[3], v.shape[3], p, chunk)
+    check("log_g", log_g, k.shape[:3])
+    check_device(q, k=k, v=v, log_g=log_g)
+    (B, _, _, D), E = q.shape, v.shape[3]
+    q, k, v = to_width("chunked", q, k, v)
+    exchanges = (_exchange_canonical(x, B, D, E, q.shape[3], p) for x in (before, after))
+    return _ChunkedOfPiece.apply(q, k, v, log_g, *exchanges, p, chunk)[..., :E]
+
+
+class _ChunkedOfPiece(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, log_g, before, after, p, chunk):
+        y, saved, _ = chunked.forward(q, k, v, log_g, p=p, chunk=chunk, exchange=before)
+        ctx.after, ctx.p, ctx.chunk = after, p, chunk
+        ctx.save_for_backward(q, k, v, log_g, y, *saved)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        *inputs, y = ctx.saved_tensors[:5]
+        *grads, _ = chunked.backward(
+            dy, *inputs, y, ctx.saved_tensors[5:], initial=True, p=ctx.p, chunk=ctx.chunk,
+            needs=(True, True, True, inputs[3] is not None, False), exchange=ctx.after,
+        )  # fmt: skip
+        return *grads, None, None, None, None
+
+
+def _exchange_canonical(exchange, B, D, E, W, p):
+    """Return `exchange` of canonical states as a function of states in the kernels' layout and width W."""
+
+    def begin(S, Z):
+        finish = exchange(*narrow_state(*chunked.to_canonical(S, Z, B, W, p), D, E, p))
+        return lambda: chunked.from_canonical(*widen_state(*finish(), D, W, p), p)
+
+    return begin
 
 
 def _empty(like, *shape, dtype=torch.float32):

@@ -21,7 +21,8 @@ def micro_batches(trainer):
     for step in count(trainer.progress.step):
         for micro in range(n):
             sizes = layout.data_rank, layout.data_world, micro, n, cfg.batch_size
-            batch = train_batch(trainer.train_windows, cfg.seed, step, *sizes)
+            windows = trainer.train_windows
+            batch = train_batch(windows, cfg.seed, step, *sizes, spans=trainer.slices.of(windows.block_size))
             if trainer.device.type == "cuda":  # from pinned memory the copy runs beside the computation
                 batch = [x.pin_memory() for x in batch]
             yield [x.to(trainer.device, non_blocking=True) for x in batch]
@@ -33,7 +34,7 @@ def mean_loss(trainer):
     cfg, ranks, device = trainer.cfg, trainer.ranks, trainer.device
     trainer.network.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    share = trainer.layout.data_rank, trainer.layout.data_world
+    share = trainer.layout.data_rank, trainer.layout.data_world, trainer.slices.of(trainer.val_windows.block_size)
     for x, y in eval_batches(trainer.val_windows, cfg.eval_tokens, cfg.batch_size, *share):
         ranks.beat()
         x, y = x.to(device), y.to(device)

@@ -41,10 +41,17 @@ class Layout:
     """
 
     def __init__(self, ranks, context_size=1, shard=False):
-        """Lay out the ranks (a Ranks, which need not have joined); context_size must divide their number.
+        """Lay out the ranks (a Ranks, which need not have joined).
 
-        shard: cut the model over the ranks, if there are several.
+        shard: cut the model over the ranks, if there are several. Raises ValueError unless context_size divides their
+        number.
         """
+        if ranks.world % context_size:
+            near = max(1, round(ranks.world / context_size)) * context_size
+            raise ValueError(
+                f"the number of ranks must be a multiple of context_parallel={context_size}, got {ranks.world}: "
+                f"torchrun --nproc_per_node={near} would do"
+            )
         self.ranks, self.context_size, self.sharded = ranks, context_size, shard and ranks.world > 1
         self.data_world, self.context_rank = ranks.world // context_size, ranks.rank % context_size
         self.data_rank = ranks.rank // context_size
@@ -56,6 +63,12 @@ class Layout:
         if self.context_size > 1:
             sizes = self.data_world, self.context_size
             self.mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "context"))
+
+    @property
+    def readers(self):
+        """What reads different rows, in words: "8 ranks", or "2 groups of 4 ranks"."""
+        groups = f"{self.data_world} group{'s' * (self.data_world > 1)} of {self.context_size} ranks"
+        return f"{self.data_world} ranks" if self.context_size == 1 else groups
 
     @property
     def context_group(self):

@@ -103,7 +103,7 @@ def describe(cls, hidden=()):
 
 _AT_LEAST_1 = "batch_size block_size tokens_per_step max_iters eval_interval eval_tokens log_interval max_skipped"
 TRAIN_RANGES = (  # of train.py's settings, for check_ranges
-    (_AT_LEAST_1, "at least 1", lambda x: x >= 1),
+    (_AT_LEAST_1 + " context_parallel", "at least 1", lambda x: x >= 1),
     ("learning_rate", "positive and finite", lambda x: 0 < x < math.inf),
     ("beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1),
     ("weight_decay min_lr", "finite and 0 or more", lambda x: 0 <= x < math.inf),

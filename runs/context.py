@@ -1,0 +1,91 @@
+"""Context parallel: groups of ranks that share the tokens of their sequences, as --context_parallel=N asks for.
+
+    check_context(cfg, model_cfg)                       # refuses what cannot be split, before anything is allocated
+    slices = split_context(model, layout, ...)          # from then on the model gets this rank's tokens of a sequence
+    slices.of(block_size)                               # which these are: [(start, end), ...]
+    with whole_sequences(model): ...                    # on one rank alone
+
+The mathematics is in attention/context.py. All ranks of a group must take part in each forward and backward pass of the
+model. Generation, which has a state, never involves other ranks.
+"""
+
+from contextlib import contextmanager
+
+import torch
+
+from attention import ATTENTIONS
+from attention.context import Context, pieces_of
+from attention.variant import splits_context
+
+
+def check_context(cfg, model_cfg):
+    """Raise ValueError if sequences of the model of model_cfg cannot be spread over cfg.context_parallel ranks.
+
+    Their number must be a multiple of it, which runs.parallel.Layout checks.
+    """
+    size, T = cfg.context_parallel, cfg.block_size
+    if size == 1:
+        return
+    for layer in {name: model_cfg.layer(i) for i, name in enumerate(model_cfg.attention.split(","))}.values():
+        variant, name = ATTENTIONS[layer.attention], f"attention={layer.attention}"
+        try:
+            if not splits_context(variant):
+                raise ValueError("its class does not set splits_context (attention/variant.py)")
+            variant.context_layout(layer, T, torch.float32, torch.device("cpu"))
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be spread over context_parallel={size} ranks: {error}") from error
+    if model_cfg.form == "recurrent":
+        raise ValueError("form=recurrent cannot be spread over ranks: use form=auto, chunked or quadratic")
+    if T % (2 * size):
+        near = [n for n in (T // (2 * size) * 2 * size, (T // (2 * size) + 1) * 2 * size) if n]
+        raise ValueError(
+            f"block_size must be a multiple of 2 x context_parallel = {2 * size}, so that each rank can hold an early "
+            f"and a late piece, got {T}: {' or '.join(map(str, near))} would do"
+        )
+
+
+class Slices:
+    """The tokens of a sequence that a rank holds. Attributes: rank and size (in and of its group), balanced."""
+
+    def __init__(self, rank, size, balanced):
+        self.rank, self.size, self.balanced = rank, size, balanced
+
+    def of(self, block_size):
+        """Return [(start, end), ...], the tokens of a sequence of block_size tokens; None if they are all of them."""
+        if self.size == 1:
+            return None
+        n = block_size // (self.size * (1 + self.balanced))
+        return [(i * n, (i + 1) * n) for i in pieces_of(self.rank, self.size, self.balanced)]
+
+
+def split_context(model, layout, block_size, dtype, compiled):
+    """Make the layers of the model compute with this rank's tokens of each sequence; return their Slices.
+
+    layout: the connected Layout, whose context groups share sequences. All layers have one layout of tokens: "balanced"
+    if that of any layer for block_size tokens is. compiled: True if torch.compile will compile the model; the exchange
+    between ranks then stays outside of its graphs.
+    """
+    size, mixes = layout.context_size, [block.attn.mix for block in model.transformer.h]
+    if size == 1:
+        return Slices(0, 1, False)
+    device = model.transformer.wte.weight.device
+    balanced = "balanced" in [mix.context_layout(mix.config, block_size, dtype, device) for mix in mixes]
+    call = lambda function, *args, **kwargs: function(*args, **kwargs)
+    context = Context(layout.context_group, balanced, torch.compiler.disable(call) if compiled else None)
+    for mix in mixes:
+        mix.context = context
+    return Slices(context.rank, size, balanced)
+
+
+@contextmanager
+def whole_sequences(model):
+    """Let the model compute whole sequences, on this rank alone."""
+    mixes = [block.attn.mix for block in model.transformer.h]
+    contexts = [mix.context for mix in mixes]
+    try:
+        for mix in mixes:
+            mix.context = None
+        yield
+    finally:
+        for mix, context in zip(mixes, contexts):
+            mix.context = context

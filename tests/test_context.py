@@ -1,0 +1,269 @@
+"""Context parallel: ranks that share the tokens of a sequence compute what one rank does with all of them.
+
+The group tests run in forked processes, gloo, in float64: one group of four ranks takes all cases.
+"""
+
+import json
+import os
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import ROOT, SMALL, call, dataset, join, metrics, start_ranks  # noqa: F401 (dataset is a fixture)
+
+import train
+from attention import ATTENTIONS, Sympow
+from attention.context import pieces_of
+from data.dataset import Dataset
+from data.loader import Windows, eval_batches, train_batch
+from model import GPT, GPTConfig
+from runs.context import Slices, split_context, whole_sequences
+
+T, RESET = 32, 7
+CASES = {  # name: the model's settings
+    "gated": dict(attention="sympow_gating", form="chunked", chunk_size=4),
+    "packed": dict(attention="sympow_gating,sympow", form="chunked", chunk_size=4, reset_token=RESET),
+    "conformal": dict(attention="conformal_sympow", form="chunked", chunk_size=4, reset_token=RESET, n_kv_head=4),
+    "p=4 in chunks": dict(attention="sympow_gating", form="chunked", chunk_size=4, p=4, head_dim=4),
+    "hybrid": dict(attention="softmax,conformal_sympow", form="chunked", chunk_size=4),
+    "hybrid, packed": dict(attention="softmax,sympow_gating", form="chunked", chunk_size=4, reset_token=RESET),
+    "even_power": dict(attention="even_power", p=4),
+    "pairs, packed": dict(attention="sympow_gating", form="quadratic", p=4, reset_token=RESET),
+    "p=6": dict(attention="conformal_sympow", form="quadratic", p=6, activation_checkpointing=True),
+    "mixture": dict(attention="adaptive_power", adaptive="mixture", form="chunked", chunk_size=4, head_dim=4),
+}
+
+
+ON_FOUR = "packed", "conformal", "hybrid, packed", "even_power", "pairs, packed"  # the others on two ranks alone
+
+
+def make_model(**settings):
+    torch.manual_seed(0)
+    shape = dict(vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, head_dim=8, gate_bias=1.0, rope_base=99.0)
+    model = GPT(GPTConfig(**{**shape, **settings})).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def make_batch():
+    torch.manual_seed(1)
+    ids = torch.randint(8, 64, (2, T + 1))
+    ids[torch.rand(ids.shape) < 0.1] = RESET
+    targets = ids[:, 1:].clone()
+    targets[1, 20:] = -1  # as in the rows behind the last one of an evaluation
+    return ids[:, :-1], targets
+
+
+def group_member():
+    """Compare each case's loss and gradients with those of the whole sequence; write the errors."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), {}
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    for i, (name, settings) in enumerate(CASES.items()):
+        if i % 2 == rank // 2:  # two cases at a time, each on two ranks
+            found[f"{name}, 2 ranks"] = errors_of_case(2, pairs[rank // 2], make_model(**settings))
+    for name in ON_FOUR:
+        found[f"{name}, 4 ranks"] = errors_of_case(4, dist.group.WORLD, make_model(**CASES[name]))
+    with open(f"errors_{rank}.json", "w") as f:
+        json.dump({name: errors for name, errors in found.items() if errors}, f)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def errors_of_case(size, group, model):
+    """Return the relative errors of the loss and each gradient; None on other ranks than the group's first."""
+    layout = SimpleNamespace(context_size=size, context_group=group)
+    slices = split_context(model, layout, T, torch.float64, compiled=False)
+    ids, targets = (torch.cat([x[:, a:b] for a, b in slices.of(T)], dim=1) for x in make_batch())
+    _, loss = model(ids, targets)
+    count = (targets != -1).sum()
+    total = count.clone()
+    dist.all_reduce(total, group=group)
+    (loss * count / total).backward()  # the global mean, though ranks have different numbers of targets
+    grads = [p.grad for p in model.parameters()]
+    loss = loss.detach() * count / total
+    for x in (loss, *grads):
+        dist.all_reduce(x, group=group)
+    if dist.get_rank(group):
+        return None
+    model.zero_grad(set_to_none=True)
+    with whole_sequences(model):
+        _, expected = model(*make_batch())
+        expected.backward()  # which runs the blocks again with activation checkpointing
+    assert all(block.attn.mix.context for block in model.transformer.h)
+    errors = [((loss - expected) / expected).abs().item()]
+    for (name, p), grad in zip(model.named_parameters(), grads):
+        assert p.grad.norm() > 1e-6, name
+        errors.append(((grad - p.grad).norm() / p.grad.norm()).item())
+    return errors
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("group")
+    codes = join(*start_ranks(4, group_member, cwd=str(folder)))
+    assert codes == [0] * 4, (folder / "rank_0").read_text()[-3000:]
+    return {name: x for i in range(4) for name, x in json.loads((folder / f"errors_{i}.json").read_text()).items()}
+
+
+@pytest.mark.parametrize("name,size", [*((name, 2) for name in CASES), *((name, 4) for name in ON_FOUR)])
+def test_ranks_that_share_sequences_have_the_loss_and_every_gradient_of_one_rank(errors, name, size):
+    assert max(errors[f"{name}, {size} ranks"]) < 1e-10
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_slices_of_all_ranks_are_the_sequence_and_are_read_alone(dataset, balanced):  # noqa: F811
+    windows = Windows(Dataset(dataset), "train", 64, pack=True)
+    whole, parts = windows.batch([3, 5, 7]), {}
+    for rank in range(4):
+        spans = Slices(rank, 4, balanced).of(64)
+        assert [start * (8 if balanced else 4) // 64 for start, _ in spans] == list(pieces_of(rank, 4, balanced))
+        mine = windows.batch([3, 5, 7], spans)
+        for i, (start, end) in enumerate(spans):
+            parts[start] = [x.split(end - start, dim=1)[i] for x in mine]
+    for x, *pieces in zip(whole, *(parts[start] for start in sorted(parts))):
+        assert torch.equal(torch.cat(pieces, dim=1), x)
+    spans = Slices(1, 2, balanced).of(64)
+    cut = lambda x: torch.cat([x[:, a:b] for a, b in spans], dim=1)
+    one = [train_batch(windows, 1, 0, 0, 1, 0, 1, 4), *eval_batches(windows, 512, 4, 0, 1)]
+    two = [train_batch(windows, 1, 0, 0, 1, 0, 1, 4, spans), *eval_batches(windows, 512, 4, 0, 1, spans)]
+    for x, y in zip(one, two, strict=True):
+        assert torch.equal(cut(x[0]), y[0]) and torch.equal(cut(x[1]), y[1])
+
+
+@pytest.mark.parametrize(
+    "settings,message",
+    [
+        ("--context_parallel=3", "number of ranks must be a multiple of context_parallel=3, got 2"),
+        ("--block_size=30 --tokens_per_step=120", "block_size must be a multiple of 2 x context_parallel = 4"),
+        ("--block_size=30 --tokens_per_step=120", "got 30: 28 or 32 would do"),
+        ("--attention=heinsen", "attention=heinsen cannot be spread over context_parallel=2 ranks"),
+        ("--attention=sympow,heinsen", "attention=heinsen cannot be spread over context_parallel=2 ranks"),
+        ("--attention=own", "attention=own cannot be spread over context_parallel=2 ranks: its class does not set"),
+        ("--attention=adaptive_power", "adaptive=continuous computes each row from all keys at once"),
+        ("--attention=sympow --form=recurrent", "form=recurrent cannot be spread over ranks"),
+        ("--context_parallel=0", "context_parallel must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_spread_over_ranks_is_refused(dataset, tmp_path, monkeypatch, capsys, settings, message):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(ATTENTIONS, "own", type("Own", (Sympow,), {}))
+    for name, value in dict(RANK=0, WORLD_SIZE=2, LOCAL_RANK=0).items():
+        monkeypatch.setenv(name, str(value))
+    asked = ["--context_parallel=2", *settings.split()]
+    assert call(train.main, *SMALL, f"--dataset={dataset}", *asked) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and os.listdir(tmp_path) == []
+
+
+def train_in(folder, dataset, ranks, *settings, main=train.main):  # noqa: F811
+    argv = [*SMALL, f"--dataset={dataset}", "--out_dir=out", "--n_kv_head=1", f"--context_parallel={ranks}", *settings]
+    ran = start_ranks(ranks, main, *argv, cwd=str(folder))
+    codes = join(*ran, timeout=400)
+    assert codes == [0] * ranks, "".join((folder / f"rank_{i}").read_text()[-2000:] for i in range(ranks))
+    return [metrics(folder / "out", key) for key in ("train_loss", "val_loss")]
+
+
+HYBRID = "--attention=softmax,conformal_sympow", "--form=chunked", "--pack=1"
+
+
+def test_two_ranks_that_share_sequences_train_as_one_and_go_on_as_one(dataset, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    argv = [*SMALL, *HYBRID, f"--dataset={dataset}", "--n_kv_head=1"]
+    assert call(train.main, *argv, "--out_dir=one") == 0
+    (tmp_path / "two").mkdir()
+    train_in(tmp_path / "two", dataset, 2, *HYBRID, "--max_iters=3")
+    assert "1 group of 2 ranks x 4 sequences x 32 context x 2 acc" in (tmp_path / "two" / "rank_0").read_text()
+    assert call(train.main, *argv, "--out_dir=two/out") == 0  # from its checkpoint, alone
+    for key in ("train_loss", "val_loss"):
+        expected, found = metrics("one", key), metrics("two/out", key)
+        assert expected.keys() == found.keys() and len(found) > 1
+        assert max(abs(found[step] - expected[step]) for step in expected) < 1e-5
+
+
+@pytest.mark.slow
+def test_ranks_that_share_sequences_go_on_with_the_same_bits(dataset, tmp_path):  # noqa: F811
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    expected = train_in(tmp_path / "whole", dataset, 2, *HYBRID)
+    train_in(tmp_path / "cut", dataset, 2, *HYBRID, "--max_iters=3")
+    assert train_in(tmp_path / "cut", dataset, 2, *HYBRID) == expected
+
+
+def train_traced():
+    """Train with torch.compile, without the compiler behind it."""
+    torch.compile = partial(torch.compile, backend="aot_eager")
+    train.main()
+
+
+@pytest.mark.slow
+def test_ranks_that_share_sequences_train_compiled(dataset, tmp_path):  # noqa: F811
+    for name in ("eager", "compiled"):
+        (tmp_path / name).mkdir()
+    settings = *HYBRID, "--max_iters=3", "--activation_checkpointing=True"
+    eager = train_in(tmp_path / "eager", dataset, 2, *settings)
+    compiled = train_in(tmp_path / "compiled", dataset, 2, *settings, "--compile=True", main=train_traced)
+    for a, b in zip(eager, compiled):
+        assert a.keys() == b.keys() and max(abs(a[step] - b[step]) for step in a) < 1e-5
+
+
+@pytest.mark.slow
+def test_two_groups_of_a_sharded_model_train_as_one_rank(dataset, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    assert call(train.main, *SMALL, *HYBRID, f"--dataset={dataset}", "--n_kv_head=1", "--out_dir=one") == 0
+    expected = [metrics("one", key) for key in ("train_loss", "val_loss")]
+    for shard in (False, True):
+        (folder := tmp_path / f"{shard}").mkdir()
+        found = train_in(folder, dataset, 4, *HYBRID, "--context_parallel=2", f"--shard={shard}")
+        for a, b in zip(expected, found):
+            assert a.keys() == b.keys() and max(abs(a[step] - b[step]) for step in a) < 1e-5, shard
+
+
+def test_pieces_on_the_kernels_are_the_whole_sequence_and_no_sum_is_computed_twice(monkeypatch):
+    """In the interpreter, and one process: piece by piece forward, and from the last one backward."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    from kernels import chunked, operators
+
+    torch.manual_seed(0)
+    n, pieces, D = 256, 2, 16
+    q, k, v, dy = torch.randn(4, 1, n * pieces, 1, D)
+    log_g = torch.nn.functional.logsigmoid(torch.randn(1, n * pieces, 1) + 2)
+    log_g[:, n + 50] = -torch.inf
+    tensors = [x.clone().requires_grad_() for x in (q, k, v, log_g)]
+    y = operators.chunked_attention(*tensors, p=2, chunk=128)[0]
+    expected = [y, *torch.autograd.grad(y, tensors, dy)]
+    updates = []
+    update = chunked.update_state
+    monkeypatch.setattr(chunked, "update_state", lambda *args: updates.append(1) or update(*args))
+    scan, found, gate = Scan(), [], lambda g: g.masked_fill(g == -torch.inf, 0).sum(1).exp() * ~(g == -torch.inf).any(1)
+    leaves = [[x.detach().clone().requires_grad_() for x in part] for part in zip(*(x.split(n, 1) for x in tensors))]
+    for part in leaves:
+        of_piece = scan.of(gate(part[3].detach()))
+        found.append(operators.chunked_attention_of_piece(*part, *of_piece, p=2, chunk=128))
+    scan.state = None
+    for part, y, d in reversed([*zip(leaves, found, dy.split(n, 1))]):
+        y.backward(d)
+    assert len(updates) == 2 * pieces
+    for i, x in enumerate(expected):
+        mine = torch.cat(found if i == 0 else [part[i - 1].grad for part in leaves], dim=1)
+        assert (mine - x).norm() <= 1e-5 * x.norm(), i
+
+
+class Scan:
+    """The exchange of states between pieces that come one after the other."""
+
+    state = None
+
+    def of(self, gate):
+        """Return (before, after) of a piece with this gate [B, Hkv]."""
+
+        def exchange(S, z):
+            S0, z0 = self.state or (torch.zeros_like(S), torch.zeros_like(z))
+            self.state = gate[..., None, None] * S0 + S, gate[..., None] * z0 + z
+            return lambda: (S0, z0)
+
+        return exchange, exchange
