@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 import threading
+import time
+import uuid
 from contextlib import contextmanager, suppress
 
 import torch
@@ -21,7 +23,7 @@ from tqdm import tqdm
 from data import DataError
 from data.command import open_streams
 from runs.checkpoint import NotWritten
-from runs.settings import from_launcher, refuse
+from runs.settings import from_launcher, process_name, refuse
 from runs.watch import Watch
 
 FILE_ERRORS = (
@@ -62,12 +64,18 @@ class Ranks:
         self.device = device
         if not self.distributed:
             return
-        limit = threading.Timer(timeout, leave_at_once, [f"the other ranks have not come within {timeout:g} s"])
+        missing = set()  # the ranks that rank 0 waits for; other ranks do not know
+
+        def end():
+            who = ", ".join(f"rank {r}" for r in sorted(missing)) or "the other ranks"
+            leave_at_once(f"{who} {'has' if len(missing) == 1 else 'have'} not come within {timeout:g} s")
+
+        limit = threading.Timer(timeout, end)
         limit.daemon = True
         limit.start()
         on_gpu = device.type == "cuda"
         try:
-            store = store_of_this_start()
+            store = store_of_this_start(self.rank, self.world, missing)
         except (ValueError, RuntimeError) as error:  # MASTER_ADDR or MASTER_PORT is missing or wrong, or nobody answers
             raise Failed(f"the ranks cannot find each other: {str(error).splitlines()[0][:300]}") from error
         dist.init_process_group(
@@ -144,15 +152,28 @@ class Ranks:
         return chosen
 
 
-def store_of_this_start():
+def store_of_this_start(rank, world, missing):
     """Return the key-value store through which the ranks of this start of torchrun find each other.
 
-    torchrun keeps its store when it starts the workers again, and ranks that read an address from the start before
-    wait for ever (pytorch issue 135712). On one node the restart count, the same on all ranks, keeps the starts apart.
+    torchrun keeps its store when it starts the workers again, and a rank that reads an address which a rank of the
+    start before left there waits for ever (pytorch issue 135712). Its restart count does not tell the starts apart:
+    every node has its own. So rank 0 draws a prefix for the keys of this start, and hands it to each rank under a key
+    that this rank has just drawn. On rank 0 the set `missing` has the ranks that have not come yet.
     """
     store, _, _ = next(dist.rendezvous("env://"))
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"start_{restarts}", store) if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else store
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"drawn_by/{rank}", own)
+        prefix = store.get(f"prefix_for/{own}").decode()
+        store.set(f"{prefix}/came/{rank}", "")
+        return dist.PrefixStore(prefix, store)
+    missing |= set(range(1, world))
+    while missing:  # what a rank of the start before drew is answered too, until this start's rank has come
+        for other in [r for r in missing if store.check([f"drawn_by/{r}"])]:
+            store.set(f"prefix_for/{store.get(f'drawn_by/{other}').decode()}", own)
+        time.sleep(0.02)
+        missing -= {r for r in missing if store.check([f"{own}/came/{r}"])}
+    return dist.PrefixStore(own, store)
 
 
 class StopSignals:
@@ -205,9 +226,7 @@ def leave_at_once(message, status=1):
 
     Other ranks may be waiting in a collective that will never end, so nothing that might wait for them is run.
     """
-    rank = os.environ.get("RANK", "0")
-    who = os.path.basename(sys.argv[0]) + (f" (rank {rank})" if rank != "0" else "")
-    print_to_terminal(f"{who}: {' '.join(str(message).split())}", file=sys.stderr)
+    print_to_terminal(f"{process_name()}: {' '.join(str(message).split())}", file=sys.stderr)
     os._exit(status)
 
 

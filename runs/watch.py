@@ -20,6 +20,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from runs.settings import process_name
+
 
 class Watch:
     """Watches the progress of all ranks in a thread, as the top of this file describes."""
@@ -64,7 +66,7 @@ class Watch:
                 pass  # rank 0 is gone, or the run is over
             if time.monotonic() - self.last_beat > self.timeout:
                 late = f"nothing has happened for {time.monotonic() - self.last_beat:.0f} s"
-                print(f"train.py (rank {self.rank}): {late}: {self.blame()}", file=sys.stderr, flush=True)
+                print(f"{process_name()}: {late}: {self.blame()}", file=sys.stderr, flush=True)
                 os._exit(1)
 
     def _report(self):

@@ -1,0 +1,224 @@
+"""Training on several nodes: two torchrun agents on this machine, the Slurm script, and what bench/scale.py counts."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import SMALL, dataset, join, metrics, start, start_ranks  # noqa: F401
+
+import train
+from data import DataError
+from runs import batches
+from runs.processes import store_of_this_start
+
+PAUSE = 0.05  # seconds that reading a batch takes, so that a run lasts long enough to be killed in it
+
+
+def agent():
+    """Run `misbehave` as one of two nodes, as torchrun --nnodes=2 --rdzv_backend=c10d does, with forks as workers.
+
+    NODE is the number of the node, which its ranks take for the name of their host.
+    """
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    socket.gethostname = lambda: f"node{os.environ['NODE']}"
+    config = LaunchConfig(
+        min_nodes=2, max_nodes=2, nproc_per_node=int(os.environ["NPROC"]), run_id="two_nodes",
+        max_restarts=int(os.environ.get("RESTARTS", 0)), rdzv_backend="c10d", local_addr="localhost",
+        rdzv_endpoint=f"localhost:{os.environ['PORT']}", start_method="fork", monitor_interval=0.1,
+        rdzv_configs={"keep_alive_interval": 1, "keep_alive_max_attempt": 2},  # a dead node is noticed sooner
+    )  # fmt: skip
+    elastic_launch(config, misbehave)()
+
+
+def misbehave():
+    """Train as train.py, slowly; a rank 3 does what HOW says at step 3 of its first start."""
+    real, how, once = batches.train_batch, os.environ.get("HOW"), os.environ.get("ONCE")
+
+    def train_batch(windows, seed, step, *args):
+        time.sleep(PAUSE)
+        if how and step == 3 and os.environ["RANK"] == "3" and not (once and os.path.exists(once)):
+            if once:
+                open(once, "w").close()
+            DOES[how]()
+        return real(windows, seed, step, *args)
+
+    batches.train_batch = train_batch
+    train.main()
+
+
+def fail(error):
+    raise error
+
+
+DOES = {
+    "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hangs": lambda: time.sleep(600),
+    "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "cannot read": lambda: fail(DataError("train_00000.bin is missing")),
+    "needs too much memory": lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")),
+}
+
+
+class Nodes:
+    """Two agents in `folder`, whose workers train with `options`. Node i prints to the file node_i."""
+
+    def __init__(self, folder, *options, **env):
+        self.folder, self.options = folder, options
+        with socket.socket() as s:
+            s.bind(("localhost", 0))
+            self.env = {"NPROC": "1", "PORT": str(s.getsockname()[1]), **env}
+        self.agents = [None, None]
+
+    def start(self, node, *options):
+        """Start an agent; the first one to come hosts the rendezvous."""
+        env = {**self.env, "NODE": str(node)}
+        self.agents[node] = start(
+            agent, *self.options, *options, env=env, cwd=self.folder, log=self.folder / f"node_{node}"
+        )
+
+    def kill(self, node):
+        """Kill an agent and its workers (kill -9), as when a node loses its power."""
+        pid = self.agents[node].pid
+        workers = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
+        for number in [pid, *map(int, workers)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        self.agents[node].join()
+
+    def wait_for_step(self, step):
+        """Wait until metrics.jsonl has this step."""
+        end = time.time() + 60
+        while time.time() < end and not os.path.exists(log := self.folder / "out/train/metrics.jsonl"):
+            time.sleep(0.05)
+        while time.time() < end and f'"step": {step},' not in log.read_text():
+            time.sleep(0.05)
+        assert time.time() < end, self.printed()
+
+    def join(self, timeout=60):
+        """Return the exit statuses; kill what has not ended."""
+        end = time.time() + timeout
+        while any(process.exitcode is None for process in self.agents) and time.time() < end:
+            time.sleep(0.1)
+        codes = [process.exitcode for process in self.agents]
+        for node in range(2):
+            self.kill(node)
+        return codes
+
+    def printed(self):
+        """Return what both nodes have printed."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob("node_*")))
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    started = []
+
+    def make(*options, second=(), **env):
+        started.append(Nodes(tmp_path, *options, **env))
+        started[-1].start(0)
+        started[-1].start(1, *second)
+        return started[-1]
+
+    yield make
+    for two in started:
+        for node in range(2):
+            two.kill(node)
+
+
+RUN = [*SMALL, "--max_iters=30", "--eval_interval=8", "--dropout=0.1", "--timeout=8"]
+
+
+@pytest.fixture(scope="module")
+def whole(dataset, tmp_path_factory):  # noqa: F811
+    """Return the folder of a run on two ranks that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert join(*start_ranks(2, train.main, *RUN, f"--dataset={dataset}", cwd=folder)) == [0, 0]
+    return folder / "out/train"
+
+
+def assert_same_run(folder, other):
+    """Assert that both runs have every step once, with the same numbers to the last bit."""
+    for key in ("train_loss", "val_loss", "grad_norm"):
+        assert list(metrics(folder, key).items()) == list(metrics(other, key).items()), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_was_killed_and_started_again_goes_on_with_the_same_bits(dataset, nodes, whole, tmp_path, node):  # noqa: F811
+    # without this variable a new agent never learns the address of a store that the agent of the first node has kept
+    two = nodes(*RUN, f"--dataset={dataset}", RESTARTS="3", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    two.wait_for_step(12)
+    two.kill(node)
+    if node == 0:  # the rendezvous was on that node, and the other agent can do nothing without it
+        os.kill(two.agents[1].pid, signal.SIGTERM)
+        two.agents[1].join(30)
+        two.start(0), two.start(1)
+    else:
+        two.start(1)
+    assert two.join() == [0, 0], two.printed()
+    assert "going on from out/train/ckpt/step_00000008, step 8" in two.printed()
+    assert_same_run(tmp_path / "out/train", whole)
+
+
+@pytest.mark.slow
+def test_workers_of_one_node_that_were_killed_start_again_without_a_setting_for_it(dataset, nodes, tmp_path):  # noqa: F811
+    two = nodes(*RUN, f"--dataset={dataset}", RESTARTS="3", NPROC="2", HOW="dies", ONCE=str(tmp_path / "once"))
+    assert two.join() == [0, 0], two.printed()
+    assert list(metrics(tmp_path / "out/train")) == list(range(1, 31))
+    assert "rank 3 on node1" in two.printed()
+
+
+def test_ranks_of_a_start_find_each_other_whatever_earlier_starts_left(monkeypatch):
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    connect = lambda url: iter([(dist.TCPStore("localhost", server.port, wait_for_workers=False), 0, 3)])
+    monkeypatch.setattr(dist, "rendezvous", connect)
+    prefixes = []
+    for start_number in range(3):
+        # an earlier start of which only some ranks came, and which left what it drew
+        server.set("drawn_by/1", f"of start {start_number}"), server.set("drawn_by/2", "of a rank that was killed")
+        stores, missing = {}, set()
+        come = lambda rank: stores.update({rank: store_of_this_start(rank, 3, missing if rank == 0 else set())})
+        ranks = [threading.Thread(target=come, args=[rank], daemon=True) for rank in (0, 2, 1)]
+        for thread in ranks:
+            thread.start()
+            time.sleep(0.1)
+        for thread in ranks:
+            thread.join(20)
+        stores[1].set("address", f"{start_number}")
+        assert [stores[rank].get("address") for rank in range(3)] == 3 * [f"{start_number}".encode()]
+        prefixes.append(stores[0].prefix)
+    assert len(set(prefixes)) == 3
+
+
+def test_rank_0_knows_which_ranks_have_not_come(monkeypatch):
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(server, 0, 4)]))
+    monkeypatch.setattr(time, "sleep", lambda seconds: fail(TimeoutError))
+    missing = set()
+    with pytest.raises(TimeoutError):
+        store_of_this_start(0, 4, missing)
+    assert missing == {1, 2, 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [*DOES, "refuses"])
+def test_a_rank_of_the_second_node_that_fails_ends_the_job_with_its_name(dataset, nodes, how):  # noqa: F811
+    options = [*RUN, f"--dataset={dataset}"]
+    if how == "refuses":
+        two = nodes(*options, NPROC="2", second=["--dataset=nowhere"])
+    else:
+        two = nodes(*options, NPROC="2", HOW=how)
+    began = time.time()
+    assert two.join(60) == [1, 1], two.printed()
+    printed = two.printed()
+    lines = [line for line in printed.splitlines() if line.startswith("test_cluster.py (")]
+    print(how, time.time() - began, *lines, sep="\n")
+    assert 0
