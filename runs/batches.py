@@ -22,6 +22,7 @@ def micro_batches(trainer):
         for micro in range(n):
             sizes = ranks.rank, ranks.world, micro, n, cfg.batch_size
             batch = train_batch(trainer.train_windows, cfg.seed, step, *sizes)
+            ranks.beat()
             if trainer.device.type == "cuda":  # from pinned memory the copy runs beside the computation
                 batch = [x.pin_memory() for x in batch]
             yield [x.to(trainer.device, non_blocking=True) for x in batch]

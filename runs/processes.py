@@ -100,14 +100,16 @@ class Ranks:
             print_to_terminal(line)
 
     def beat(self):
-        """Tell the watch that this rank makes progress; called at every micro-step."""
+        """Tell the watch that this rank makes progress; called at every micro-step and before it waits for others."""
         if self.watch:
             self.watch.beat()
 
     def barrier(self):
         """Wait until every rank is here; the GPUs need not be."""
         if self.world > 1:
+            self.beat()
             dist.barrier(group=self.cpu_group)
+            self.beat()
 
     def average_gradients(self, network):
         """Return the network wrapped in DistributedDataParallel, or the network itself if there is one process."""
@@ -126,6 +128,7 @@ class Ranks:
         """Return (number of the signal that any rank received or 0, seconds of rank 0), the same on every rank."""
         if self.world == 1:
             return number, seconds
+        self.beat()
         both = torch.tensor([number, seconds if self.master else 0.0], dtype=torch.float64)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.cpu_group)
         return int(both[0].item()), both[1].item()
@@ -215,6 +218,8 @@ def exit_statuses(ranks):
         if error.errno not in FILE_ERRORS:
             raise
         leave_at_once(f"cannot read or write: {error}")
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        leave_at_once(f"out of memory: {(str(error).splitlines() or [''])[0][:300]}")
     except RuntimeError as error:  # raised by a collective when another rank is gone
         if not ranks.watch or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
