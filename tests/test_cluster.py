@@ -1,6 +1,7 @@
 """Training on several nodes: two torchrun agents on this machine, the Slurm script, and what bench/scale.py counts."""
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -11,13 +12,15 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, SMALL, dataset, join, metrics, start, start_ranks  # noqa: F401
+from helpers import ROOT, SMALL, call, dataset, join, metrics, start, start_ranks  # noqa: F401
 
 import train
+from bench import scale
 from data import DataError
 from runs import batches
 from runs.processes import store_of_this_start
@@ -324,3 +327,64 @@ def test_the_slurm_script_asks_for_a_signal_and_for_the_queue_and_is_valid_bash(
     assert subprocess.run(["bash", "-n", SCRIPT], capture_output=True).returncode == 0
     options = [line.split()[1] for line in open(SCRIPT) if line.startswith("#SBATCH")]
     assert {"--requeue", "--open-mode=append", "--signal=B:TERM@300", "--ntasks-per-node=1"} <= set(options)
+
+
+PAPER = scale.Cluster(nodes=2, gpus=2, links=1, gigabits=8, nvlink=4e9, peak=2e12, share=0.5)  # 1 GB/s, 1e12 FLOP/s
+MODEL = scale.Model("", weights=4e9, embedding=1e9, layers=10, state=1e8, flops=lambda context: 6e9 + context)
+
+
+def test_on_paper_bytes_seconds_and_what_is_hidden_follow_from_the_formulas():
+    # 1,000 tokens are 6 s of computation; a ring all-reduce over 4 GPUs sends 2 x 3/4 of 4 GB through a link of 1 GB/s
+    found = scale.ddp_on_paper(MODEL, PAPER, 1000, 0, 1000)
+    assert found == pytest.approx((6, 6e9, 6, (6 - 1.5 - 4) + 1.5))
+    # two micro-steps: half as much computation hides the all-reduce
+    assert scale.ddp_on_paper(MODEL, PAPER, 1000, 0, 500) == pytest.approx((6, 6e9, 6, (6 - 1.5 - 2) + 1.5))
+    # 3/4 of: blocks 3 GB twice, embedding 1 GB, gradients 4 GB; 1.5 s of it at both ends
+    sent = 0.75 * (2 * 3 + 1 + 4)
+    assert scale.fsdp_on_paper(MODEL, PAPER, 1000, 0, 1000) == pytest.approx((6, sent * 1e9, sent, sent - 6))
+    twice = scale.fsdp_on_paper(MODEL, PAPER, 1000, 0, 500)
+    assert twice == pytest.approx((6, 2 * sent * 1e9, 2 * sent, 2 * (sent - 1.5 - 3) + 3))
+
+
+def test_on_paper_states_stay_in_a_node_or_share_its_links():
+    # a scan forward and one backward, each two all-to-alls of a state of 0.1 GB in 10 layers, of which half goes away
+    plain = scale.ddp_on_paper(MODEL, PAPER, 1000, 2000, 1000)
+    inside = scale.context_on_paper(MODEL, PAPER, 1000, 2)
+    assert inside[1] - plain[1] == pytest.approx(2e9) and inside[3] - plain[3] == pytest.approx(2 / 4)
+    # of four GPUs a third of the bytes stays in the node, and the two of a node share its link
+    seconds = PAPER.all_to_all_seconds(3e9, 4)
+    assert seconds == pytest.approx(2 / 3 * 3 * 2 / 1)
+
+
+def test_on_paper_models_have_gpt2s_bytes_and_every_share_is_one(capsys):
+    model = scale.model_of("124M", dict(attention="sympow_gating", p=2))
+    assert model.embedding == 4 * 50304 * 768 and 490e6 < model.weights < 502e6  # of the padded vocabulary
+    assert model.state == 4 * 12 * 2080 * 65
+    assert scale.model_of("softmax", {}).state == 0
+    assert call(scale.main, "--paper", "--links=1", "--n_layer=3", "--attention=sympow", "--p=2") == 0
+    printed = capsys.readouterr().out
+    assert "8 nodes of 8 GPUs, 1 links of 400 Gb/s" in printed
+    rows = [line.split() for line in printed.splitlines() if line.startswith("given")]
+    assert len(rows) == 6 and all(0 < float(row[-1]) < 1 for row in rows)
+
+
+def test_settings_of_a_row_keep_the_tokens_of_each_gpu():
+    args = types.SimpleNamespace(block_size=1024, micro_tokens=65536)
+    assert scale.settings_of("ddp", 4, 131072, args)[1:] == ["--batch_size=64", f"--tokens_per_step={4 * 131072}"]
+    assert scale.settings_of("fsdp", 2, 16384, args)[1:] == [
+        "--batch_size=16",
+        "--tokens_per_step=32768",
+        "--shard=True",
+    ]
+    assert scale.settings_of("context", 4, 262144, args)[:2] == ["--context_parallel=4", "--block_size=1048576"]
+
+
+@pytest.mark.slow
+def test_the_table_has_speeds_shares_and_why_a_row_could_not_run(tmp_path, capsys):
+    tiny = "--device=cpu --tokens=64 --block_size=32 --warm_up=5 --steps=5 --n_layer=1 --n_head=1 --n_embd=8".split()
+    status = call(scale.main, *tiny, "--gpus", "2", "--only", "ddp", f"--json={tmp_path / 'rows.json'}")
+    assert status == 0, capsys.readouterr().out
+    one, two = json.loads((tmp_path / "rows.json").read_text())
+    assert one["share"] == 1 and 0.1 < two["share"] < 10 and (one["gpus"], two["gpus"]) == (1, 2)
+    assert call(scale.main, *tiny, "--gpus", "1", "--only", "ddp", "--p=nothing") == 1
+    assert "train.py: p must be a whole number below 2^63, got 'nothing'" in capsys.readouterr().out
