@@ -184,29 +184,25 @@ def model_of(name, given):
     config = GPTConfig(**{"vocab_size": VOCABULARY, **given})
     with torch.device("meta"):
         model = GPT(config)
-    powers = [block.attn.mix for block in model.transformer.h]
     heads = config.n_kv_head * (config.head_dim + 1)
-    state = sum(
-        symmetric_power_dim(config.head_dim, mix.p) * heads * 4
-        for mix in powers
-        if isinstance(getattr(mix, "p", None), int)
-    )
+    chunked = [b.attn.mix for b in model.transformer.h if b.attn.mix.training_plan(1 << 20, torch.bfloat16, "cpu")]
+    state = sum(4 * heads * symmetric_power_dim(config.head_dim, mix.p) for mix in chunked)
     weights = 4 * sum(p.numel() for p in model.parameters())
     embedding = 4 * model.transformer.wte.weight.numel()
     return Model(name, weights, embedding, config.n_layer, state // config.n_layer, model.flops_per_token)
 
 
-def ddp_on_paper(model, cluster, tokens, context, micro_tokens):
+def ddp_on_paper(model, cluster, tokens, context, hidden=0.0):
     """Return (seconds of computation, bytes that a GPU sends, seconds on the network, seconds that are not hidden).
 
-    The all-reduce of float32 gradients runs beside the backward pass of the last micro-step (2/3 of its computation);
-    the embedding's gradient comes last, and its all-reduce is hidden by nothing.
+    Float32 gradients are all-reduced once a step. torch.compile makes one graph of the model's backward pass, whose
+    gradients all come at its end, so that nothing is hidden. hidden: seconds of computation beside which the network
+    could work if they came one by one; the last one, the embedding's, would be hidden by nothing even then.
     """
     compute = tokens * model.flops(context) / (cluster.share * cluster.peak)
     factor = 2 * (cluster.world - 1) / cluster.world
     last = cluster.ring_seconds(factor * model.embedding, cluster.world)
     network = cluster.ring_seconds(factor * model.weights, cluster.world)
-    hidden = 2 / 3 * compute * min(1, micro_tokens / tokens)
     return compute, factor * model.weights, network, max(0, network - last - hidden) + last
 
 
@@ -233,7 +229,7 @@ def context_on_paper(model, cluster, tokens, ranks):
     In each layer the states are scanned once forward and once backward. A scan is two all-to-alls, of which each sends
     one state. None of it counts as hidden. The gradients are then all-reduced as without context parallel.
     """
-    compute, sent, network, bare = ddp_on_paper(model, cluster, tokens, ranks * tokens, tokens)
+    compute, sent, network, bare = ddp_on_paper(model, cluster, tokens, ranks * tokens)
     states = 4 * model.layers * model.state * (ranks - 1) / ranks
     exchange = cluster.all_to_all_seconds(states, ranks)
     return compute, sent + states, network + exchange, bare + exchange
@@ -245,9 +241,10 @@ def paper(args):
     cluster = Cluster(**{name: getattr(args, name) for name in own})
     given, names = read_settings((TrainConfig, GPTConfig), args.settings, ("vocab_size", "reset_token"))
     base = {"attention": "sympow_gating", "p": 2}
-    models = [model_of("124M", base), model_of("1.5B", base | dict(n_layer=48, n_head=25, n_embd=1600))]
     if args.settings:
         models = [model_of("-".join(names) or "given", base | fields_of(GPTConfig, given))]
+    else:
+        models = [model_of("124M", base), model_of("1.5B", base | dict(n_layer=48, n_head=25, n_embd=1600))]
     print(
         f"{cluster.nodes} nodes of {cluster.gpus} GPUs, {cluster.links} links of {cluster.gigabits:g} Gb/s a node, "
         f"{cluster.nvlink / 1e9:g} GB/s within it; {cluster.share:.0%} of {cluster.peak / 1e12:g} TFLOP/s on one GPU\n"
@@ -255,21 +252,23 @@ def paper(args):
     header = f"{'model':<8} {'mode':<10} {'tokens a GPU':>12} {'context':>11} {'compute ms':>10} {'sent MB':>8}"
     print(f"{header} {'network ms':>10} {'not hidden':>10} {'of linear':>9}")
     for model in models:
-        sizes = [(mode, tokens) for mode in (ddp_on_paper, fsdp_on_paper) for tokens in args.tokens]
-        rows = [
-            (f.__name__.split("_")[0], t, args.block_size, f(model, cluster, t, args.block_size, args.micro_tokens))
-            for f, t in sizes
-        ]
-        if model.state:
-            for ranks, tokens in product((cluster.gpus, cluster.world), args.context):
-                rows.append(
-                    (f"context {ranks}", tokens, ranks * tokens, context_on_paper(model, cluster, tokens, ranks))
-                )
-        for mode, tokens, context, (compute, sent, network, bare) in rows:
+        for name, tokens, context, result in rows_on_paper(model, cluster, args):
+            compute, sent, network, bare = result
             print(
-                f"{model.name:<8} {mode:<10} {tokens:>12,} {context:>11,} {1e3 * compute:>10.1f} {sent / 1e6:>8,.0f} "
+                f"{model.name:<8} {name:<10} {tokens:>12,} {context:>11,} {1e3 * compute:>10.1f} {sent / 1e6:>8,.0f} "
                 f"{1e3 * network:>10.1f} {1e3 * bare:>10.1f} {compute / (compute + bare):>9.3f}"
             )
+
+
+def rows_on_paper(model, cluster, args):
+    """Yield (mode, tokens of a GPU, context, what `ddp_on_paper` returns) for each row of a model."""
+    for tokens in args.tokens:
+        yield "ddp", tokens, args.block_size, ddp_on_paper(model, cluster, tokens, args.block_size)
+    for tokens in args.tokens:
+        yield "fsdp", tokens, args.block_size, fsdp_on_paper(model, cluster, tokens, args.block_size, args.micro_tokens)
+    if model.state:
+        for ranks, tokens in product((cluster.gpus, cluster.world), args.context):
+            yield f"context {ranks}", tokens, ranks * tokens, context_on_paper(model, cluster, tokens, ranks)
 
 
 def main():
@@ -299,7 +298,7 @@ def main():
     args.gpus = sorted({1, *(args.gpus or (2, 4, 8))})  # one GPU is what linear is measured by
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA GPU here: --device=cpu, or --paper")
-    return bench(args)
+    sys.exit(bench(args))
 
 
 if __name__ == "__main__":

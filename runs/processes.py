@@ -111,6 +111,15 @@ class Ranks:
             dist.barrier(group=self.cpu_group)
             self.beat()
 
+    @contextmanager
+    def local_rank_0_first(self):
+        """Let local rank 0 of every node run a block first, so that the others find in the caches what it compiled."""
+        if self.local:
+            self.barrier()
+        yield
+        if not self.local:
+            self.barrier()
+
     def average_gradients(self, network):
         """Return the network wrapped in DistributedDataParallel, or the network itself if there is one process."""
         if not self.distributed:
