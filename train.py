@@ -240,6 +240,7 @@ class Trainer:
             self.layout.average_next(self.network, last=micro == self.accumulation - 1)
             with self.autocast:
                 _, loss = self.network(*self.batch)
+            ranks.beat()
             (loss / self.accumulation).backward()
             loss_sum += loss.detach()
             self.batch = next(self.batches)  # read while the GPU computes

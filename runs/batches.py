@@ -23,6 +23,7 @@ def micro_batches(trainer):
             sizes = layout.data_rank, layout.data_world, micro, n, cfg.batch_size
             windows = trainer.train_windows
             batch = train_batch(windows, cfg.seed, step, *sizes, spans=trainer.slices.of(windows.block_size))
+            trainer.ranks.beat()
             if trainer.device.type == "cuda":  # from pinned memory the copy runs beside the computation
                 batch = [x.pin_memory() for x in batch]
             yield [x.to(trainer.device, non_blocking=True) for x in batch]

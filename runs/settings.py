@@ -15,6 +15,7 @@ import math
 import os
 import re
 import runpy
+import socket
 import sys
 import types
 from dataclasses import fields
@@ -27,11 +28,16 @@ def refuse(message, every_rank=False):
 
     Among several ranks only the first of each node prints it, or with every_rank each rank that refuses.
     """
-    rank = os.environ.get("RANK", "0")
     if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
-        who = os.path.basename(sys.argv[0]) + (f" (rank {rank})" if rank != "0" else "")
-        print(f"{who}: {' '.join(str(message).split())}", file=sys.stderr)
+        print(f"{process_name()}: {' '.join(str(message).split())}", file=sys.stderr)
     sys.exit(2)
+
+
+def process_name():
+    """Return the name of the program, and among several ranks also the rank and its host: "train.py (rank 3 on n7)"."""
+    name, rank = os.path.basename(sys.argv[0]), os.environ.get("RANK")
+    several = rank and os.environ.get("WORLD_SIZE", "1") != "1"
+    return f"{name} (rank {rank} on {socket.gethostname()})" if several else name
 
 
 def read_settings(classes, argv, hidden=(), usage=""):
