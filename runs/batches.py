@@ -11,6 +11,7 @@ from itertools import count
 
 import torch
 
+from attention.double import device_of_doubles, double
 from data.loader import eval_batches, train_batch
 from generate import generate
 
@@ -22,9 +23,10 @@ def micro_batches(trainer):
         for micro in range(n):
             sizes = ranks.rank, ranks.world, micro, n, cfg.batch_size
             batch = train_batch(trainer.train_windows, cfg.seed, step, *sizes)
-            if trainer.device.type == "cuda":  # from pinned memory the copy runs beside the computation
+            on_gpu = trainer.device.type == "cuda"
+            if on_gpu:  # from pinned memory the copy runs beside the computation
                 batch = [x.pin_memory() for x in batch]
-            yield [x.to(trainer.device, non_blocking=True) for x in batch]
+            yield [x.to(trainer.device, non_blocking=on_gpu) for x in batch]
 
 
 @torch.no_grad()
@@ -32,14 +34,14 @@ def mean_loss(trainer):
     """Return the mean loss a token over eval_tokens of the held-out split; meaningless if a signal cuts it short."""
     cfg, ranks, device = trainer.cfg, trainer.ranks, trainer.device
     trainer.network.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device_of_doubles(device))
     for x, y in eval_batches(trainer.val_windows, cfg.eval_tokens, cfg.batch_size, ranks.rank, ranks.world):
         ranks.beat()
         x, y = x.to(device), y.to(device)
         tokens = (y != -1).sum()
         with trainer.autocast:
             _, loss = trainer.eval_network(x, y)
-        sums += torch.stack((loss.double() * tokens, tokens.double()))
+        sums += torch.stack((double(loss) * double(tokens), double(tokens)))
         trainer.share()
         if trainer.signal:
             break
