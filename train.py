@@ -54,7 +54,7 @@ class TrainConfig:
     max_seconds: float = 0.0  # of training and evaluation, 0: no limit; the speed then decides when a schedule ends
     learning_rate: float = 6e-4  # the highest
     warmup_iters: int = 0  # steps of linear warm-up
-    schedule: str = "constant"  # or cosine (nanoGPT's decay_lr=True); or wsd: constant, then down over the last decay_share
+    schedule: str = "constant"  # or cosine (nanoGPT's decay_lr=True); or wsd: constant, then down over decay_share
     decay_share: float = 0.2  # share of the run, at its end, in which wsd goes down
     lr_decay_iters: int = 0  # steps after which cosine and wsd end, if max_seconds are not over before; 0: max_iters
     min_lr: float = 6e-5  # learning rate at which cosine and wsd end
