@@ -46,11 +46,11 @@ def _(u, d, base, dtype):
 def rotary(x, u, base):
     """Return R(u theta) x: x rotated by the positions u.
 
-    x [B, T, H, D], D even; u [B, T] or [T] float64. Returns [B, T, H, D] in x's dtype (computed in float32, or in
-    float64 when x is), differentiable in x and u.
+    x [B, T, H, D], D even; u [B, T] or [T] float64, on the CPU where x's device has none. Returns [B, T, H, D] in x's
+    dtype (computed in float32, or in float64 when x is), differentiable in x and u.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     compute = _rotation if torch.compiler.is_compiling() and not u.requires_grad else rotation
-    cos, sin = (r.unsqueeze(-2) for r in compute(u, x.shape[-1], float(base), dtype))  # [B, T, 1, D]
+    cos, sin = (r.to(x.device).unsqueeze(-2) for r in compute(u, x.shape[-1], float(base), dtype))  # [B, T, 1, D]
     y = x.to(dtype)
     return (y * cos + y.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin).to(x.dtype)

@@ -58,6 +58,7 @@ class Progress:
     skipped: tuple = (0, 0)  # steps skipped because their gradient was not finite: in all, and in a row up to this step
     evaluated: bool = True  # False if metrics.jsonl has no validation loss of this step, which may be due
     model: dict | None = None  # settings of the model, to notice damage of config.json
+    scaler: tuple = ()  # dtype=float16: the loss scale, and the steps since it changed
 
 
 class Writer:
@@ -282,7 +283,7 @@ def settings(run, folder=None):
         found["model"]["vocab_size"]
         for name, value in found["model"].items():
             _check_type(name, value, kinds[name])
-        for name, value in (_read_progress(folder).model or {} if folder else {}).items():
+        for name, value in (read_progress(folder).model or {} if folder else {}).items():
             # what the weights mean does not depend on these two, of which the first may change when a run goes on
             if found["model"].get(name) != value and name not in ("activation_checkpointing", "dropout"):
                 raise ValueError(f"it has {name}={found['model'].get(name)}, {folder} {name}={value}")
@@ -380,7 +381,7 @@ def load(folder, model, optimizer=None, device="cpu"):
             saved.fill(name, x)
     if optimizer is not None:
         _load_optimizer(folder, optimizer, device)
-    return _read_progress(folder)
+    return read_progress(folder)
 
 
 def _load_optimizer(folder, optimizer, device):
@@ -402,7 +403,8 @@ def _load_optimizer(folder, optimizer, device):
     optimizer.load_state_dict(state)
 
 
-def _read_progress(folder):
+def read_progress(folder):
+    """Return the Progress of a checkpoint; what a checkpoint of an earlier version lacks has its default."""
     with open(os.path.join(folder, "progress.json")) as f:
         saved = json.load(f)
     return Progress(**{of.name: saved[of.name] for of in fields(Progress) if of.name in saved})

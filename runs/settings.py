@@ -21,6 +21,7 @@ import types
 from dataclasses import fields
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+NANOGPT = {"decay_lr": ("schedule", {True: "cosine", False: "constant"})}  # its settings that have other names here
 
 
 def refuse(message, every_rank=False):
@@ -47,6 +48,7 @@ def read_settings(classes, argv, hidden=(), usage=""):
     above the fields in --help. Exits with status 2 on a mistake.
     """
     known = {f.name: f for c in classes for f in fields(c) if f.name not in hidden}
+    known |= {word: types.SimpleNamespace(type=bool) for word, (name, _) in NANOGPT.items() if name in known}
     given, names, rest = {}, [], list(argv)
     while rest:
         arg = rest.pop(0)
@@ -70,7 +72,17 @@ def read_settings(classes, argv, hidden=(), usage=""):
             names.append(os.path.basename(arg)[: -len(".py")])
         else:
             refuse(f"cannot read {arg!r}: settings are config/NAME.py or --key=value")
+    _translate(given)
     return given, names
+
+
+def _translate(given):
+    """Replace nanoGPT's words for settings by ours, in place; refuse both if they say different things."""
+    for word, (name, meanings) in NANOGPT.items():
+        if word in given:
+            value = given.pop(word)
+            if given.setdefault(name, meanings[value]) != meanings[value]:
+                refuse(f"{word}={value} means {name}={meanings[value]}, but {name} is {given[name]}: give one of them")
 
 
 def fields_of(cls, values):
@@ -121,7 +133,10 @@ TRAIN_RANGES = (  # of train.py's settings, for check_ranges
     ("sample_tokens", "0 (none) or more", lambda x: x >= 0),
     ("timeout", "positive", lambda x: x > 0),
     ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
-    ("dtype", ["auto", "float32", "bfloat16"]),
+    ("decay_share", "above 0 and at most 1", lambda x: 0 < x <= 1),
+    ("optimizer", ["adamw", "muon"]),
+    ("schedule", ["constant", "cosine", "wsd"]),
+    ("dtype", ["auto", "float32", "bfloat16", "float16"]),
     ("compile", ["auto", "True", "False"]),
     ("wandb", ["auto", "online", "offline", "disabled"]),
     ("backend", ["auto", "nccl", "gloo"]),
@@ -146,14 +161,18 @@ def check_ranges(cfg, ranges):
 def choose_device(device, dtype, local=0):
     """Return the torch.device and the torch.dtype of matrix products for two settings.
 
-    device: auto, cpu, cuda or cuda:N; "cuda" is GPU number `local`. dtype: float32, bfloat16, or auto: bfloat16 on GPUs
-    that have it.
+    device: auto, cpu, cuda, cuda:N or mps; "cuda" is GPU number `local`, and auto never chooses mps, which is untested.
+    dtype: float32, bfloat16, float16, or auto: bfloat16 on GPUs that have it.
     """
     import torch
 
     name = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
-        refuse(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    if not re.fullmatch(r"cpu|mps|cuda(:\d{1,3})?", name):
+        refuse(f"device must be auto, cpu, cuda, cuda:N or mps, got {device!r}")
+    if name == "mps" and not torch.backends.mps.is_available():
+        refuse("device mps is not there: torch sees no GPU of Apple's on this machine", True)
+    if name == "mps" and os.environ.get("RANK"):
+        refuse("device mps is used by one process, without torchrun: gloo and nccl do not exchange its tensors", True)
     chosen = torch.device(f"cuda:{local}" if name == "cuda" else name)
     if chosen.type == "cuda" and chosen.index >= torch.cuda.device_count():
         refuse(f"device {chosen} is not there, torch sees {torch.cuda.device_count()} GPUs: see `make doctor`", True)
