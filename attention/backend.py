@@ -6,12 +6,12 @@ Nothing here imports Triton before a kernel is wanted, so that attention/ works 
 from pathlib import Path
 
 import kernels
-from kernels import cost, heinsen_unsupported_reason, unsupported_reason, width
+from kernels import cost, heinsen_unsupported_reason, unsupported_reason, unusable_machine, width
 from kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 
 __all__ = [
     "cost", "heinsen_unsupported_reason", "make_sqrt_multiplicity", "symmetric_power_dim", "tails_of",
-    "unsupported_reason", "width",
+    "unsupported_reason", "unusable_machine", "width",
 ]  # fmt: skip
 
 SOURCES = Path(kernels.__file__).parent  # the folder of the kernels
@@ -69,3 +69,21 @@ def chunked_bytes_needed(q, k, v, p, chunk, backward):
     from kernels.chunked import bytes_needed
 
     return bytes_needed(q, k, v, p, chunk, backward=backward)
+
+
+def rotate(q, k, cos, sin, angle):
+    from kernels import rotary
+
+    return rotary.rotate(q, k, cos, sin, angle)
+
+
+def cross_entropy_(logits, targets, vocab_size, gradient):
+    from kernels import cross_entropy
+
+    return cross_entropy.cross_entropy_(logits, targets, vocab_size, gradient)
+
+
+def layer_norm_backward(dy, x, weight, mean, rstd, bias):
+    from kernels import layer_norm
+
+    return layer_norm.layer_norm_backward(dy, x, weight, mean, rstd, bias)

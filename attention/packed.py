@@ -29,7 +29,7 @@ class Documents(NamedTuple):
 def find_documents(resets):
     """Return the Documents of resets [B, T] bool, for the same tensor only once.
 
-    torch.compile removes repeated calls from the graph of a model itself.
+    torch.compile removes repeated calls from the graph of a training step itself; in evaluation it makes one a layer.
     """
     if torch.compiler.is_compiling():
         return Documents(*_find_operator(resets))
