@@ -17,7 +17,7 @@ PROGRAMS = 1024  # at most: each writes a row of 4 C bytes
 ROWS = 4  # of a tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def layer_norm_backward_kernel(
     DY, X, WEIGHT, MEAN, RSTD, DX, DWEIGHT, DBIAS, N, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
     BIAS: tl.constexpr,

@@ -56,7 +56,7 @@ def _turn_heads(
     return dangle
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "T", "H", "HKV"])
 def rotate_kernel(
     Q, K, COS, SIN, DQ, DK, Q_OUT, K_OUT, DANGLE, q_strides, k_strides, dq_strides, dk_strides, table_stride, T, H, HKV,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BACKWARD: tl.constexpr, ANGLES: tl.constexpr,
