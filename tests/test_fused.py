@@ -40,7 +40,7 @@ def test_only_kernels_that_are_checked_can_be_switched_on():
 
 @pytest.mark.parametrize("name,dtype", check.FUSED_SIZES)
 def test_a_kernel_and_its_gradients_equal_float64(name, dtype):
-    line, ok = check._line(name, check.fused_errors(name, dtype, T=45, device="cpu"), dtype)
+    line, ok = check._line(name, check.fused_errors(name, dtype, T=37, device="cpu"), dtype)
     assert ok, line
 
 
@@ -120,7 +120,7 @@ def test_a_model_learns_the_same_with_all_of_them(autocast, on):
     model = GPT(GPTConfig(**SHAPE, n_layer=2, attention="softmax,conformal_sympow", reset_token=7, bias=True))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)
-    ids = torch.randint(0, 75, (2, 33))
+    ids = torch.randint(0, 75, (2, 12))
     wanted = gradients(model, model, ids, autocast)
     for name in NAMES:
         used = on(name)

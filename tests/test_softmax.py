@@ -124,7 +124,8 @@ def gradients(network, parameters, ids):
     return [loss, *torch.autograd.grad(loss, list(parameters))]
 
 
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_compiled_model_looks_for_the_documents_once_and_learns_the_same(checkpointing, monkeypatch):
     count, find = [], packed._find
     monkeypatch.setattr(packed, "_find", lambda resets: count.append(1) or find(resets))
