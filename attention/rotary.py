@@ -12,6 +12,7 @@ import math
 
 import torch
 
+from .backend import NAMESPACE
 from .backend import rotate as rotate_on_kernel
 from .dispatch import uses_fused
 
@@ -39,7 +40,7 @@ def rotation(u, d, base, dtype):
 
 # For torch.compile, which would write these float64 powers into every kernel that turns a query or key: computed once
 # for all layers.
-@torch.library.custom_op("sympow::rotation", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::rotation", mutates_args=())
 def _rotation(u: torch.Tensor, d: int, base: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return rotation(u, d, base, dtype)
 
@@ -81,7 +82,7 @@ def make_table(u, d, base):
     return angle.cos(), angle.sin()
 
 
-@torch.library.custom_op("sympow::rotation_table", mutates_args=())  # for the same reason as _rotation
+@torch.library.custom_op(f"{NAMESPACE}::rotation_table", mutates_args=())  # for the same reason as _rotation
 def _table(u: torch.Tensor, d: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
     return make_table(u, d, base)
 

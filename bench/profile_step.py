@@ -41,11 +41,11 @@ FORWARD, BACKWARD, UPDATE = "step: forward", "step: backward", "step: update"
 KINDS = {
     "optimizer": (UPDATE, "AdamW and clipping"),
     "attention": (
-        r"scaled_dot_product|flash|fmha|cudnn_attention|sympow::(quadratic|chunked|adaptive|heinsen|packed|find|log_rec)",
+        r"scaled_dot_product|flash|fmha|cudnn_attention|sympow\w*::(quadratic|chunked|adaptive|heinsen|packed|find|log_rec)",
         "attention's own kernels, torch's or kernels/",
     ),
     "gates": (r"linear_fp32|log_?sigmoid", "attention/gates.py"),
-    "rotations": (r"sympow::rotat|rotate_kernel|flip", "attention/rotary.py"),
+    "rotations": (r"sympow\w*::rotat|rotate_kernel|flip", "attention/rotary.py"),
     "loss beyond its products": (r"cross_entropy|logsumexp|gather", "loss.py"),
     "LayerNorm backward": (r"layer_norm_backward", "model.py, attention/layer_norm.py"),
     "LayerNorm forward": (r"layer_norm", "model.py, with the sum before it"),

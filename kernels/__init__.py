@@ -13,8 +13,8 @@ common         what these kernels share: units, exact products, program maps
 decode         one token of generation: q, k, v, power attention, and flushing the KV cache into the state
 decode_softmax, decode_heinsen
                one token of generation: the other attentions
-rotary, cross_entropy, layer_norm
-               training: steps of the model outside of attention, each in one pass over memory
+fused          training: steps of the model outside of attention, each in one pass over memory:
+                   rotary, cross_entropy, layer_norm
 linear         one token of generation: LayerNorm and linear layers
 sampling       one token of generation: the next token from its logits
 layout         which features a state has, and in what order the kernels store them
@@ -33,6 +33,8 @@ import torch
 HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32, torch.float16)
 CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))  # (width, p) of the chunked form
 QUADRATIC_WIDTHS = (*HEAD_DIMS, 256)
+# Of the torch operators: a clone and the installed package (sympow.kernels) can be loaded in one process.
+NAMESPACE = "sympow" if "." in __name__ else "sympow_clone"
 
 
 def widest(form, dtype):

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import NAMESPACE
 from .common import device_guard
 
 BLOCK = 8192  # entries of a row at a time
@@ -45,7 +46,7 @@ def cross_entropy_kernel(X, TARGETS, LOSSES, V, padded, stride, BV: tl.constexpr
             tl.store(X + v, tl.where(counts, d, 0.0).to(X.dtype.element_ty), v < padded)
 
 
-@torch.library.custom_op("sympow::cross_entropy_", mutates_args=("logits",))
+@torch.library.custom_op(f"{NAMESPACE}::cross_entropy_", mutates_args=("logits",))
 def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> Tensor:
     """Return the losses [N] float32 of logits [N, V], and if `gradient` replace the logits by their gradient.
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import NAMESPACE
 from .common import device_guard
 
 PROGRAMS = 1024  # at most: each writes a row of 4 C bytes
@@ -46,7 +47,7 @@ def layer_norm_backward_kernel(
         tl.store(DBIAS + to, tl.sum(dbias, 0), c < C)
 
 
-@torch.library.custom_op("sympow::layer_norm_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::layer_norm_backward", mutates_args=())
 def layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import NAMESPACE
 from .common import device_guard
 
 TOKENS = 32  # of a program; 16 entries a thread at head dimension 64
@@ -102,7 +103,7 @@ def launch(q, k, cos, sin, dq=None, dk=None, angles=False):
     return *outputs, dangle
 
 
-@torch.library.custom_op("sympow::rotate", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::rotate", mutates_args=())
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, angle: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return q and k rotated, contiguous; see `launch`.
 
@@ -116,7 +117,7 @@ def _(q, k, cos, sin, angle):
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-@torch.library.custom_op("sympow::rotate_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::rotate_backward", mutates_args=())
 def _backward(
     dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, angles: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
