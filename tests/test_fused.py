@@ -23,7 +23,9 @@ def on(monkeypatch):
     """Return a function that switches the fused kernels of these names on, for tensors on the CPU too, and returns the
     set of those that are used from then on."""
     used = set()
-    monkeypatch.setattr(dispatch, "fused_kernel_reason", lambda name, device, dtype: used.add(name) or "")
+    reason = lambda name, device, dtype: used.add(name) or ""
+    reason._dynamo_marked_constant = True  # as that of dispatch.py
+    monkeypatch.setattr(dispatch, "fused_kernel_reason", reason)
 
     def switch_on(*names):
         monkeypatch.setattr(dispatch, "FUSED", names)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from helpers import SMALL, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
 from numerics import Largest
 
+import train
 from attention import packed
 from attention.softmax import packed_softmax_attention
 from model import GPT, GPTConfig
@@ -153,3 +155,13 @@ def test_documents_in_one_sequence_are_what_they_are_alone():
     with torch.inference_mode():  # a prompt in pieces, with a state, whose mask is one for all heads
         last, _ = net.read(ids, net.empty_state(1), piece=7)
     assert torch.allclose(last, logits[:, -1], rtol=1e-8)
+
+
+def test_a_packed_run_goes_on_with_the_same_bits(dataset, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    packed_run = (f"--dataset={dataset}", *SMALL, "--attention=softmax", "--pack=1", "--sample_tokens=0")
+    assert call(train.main, *packed_run, "--out_dir=out/a") == 0
+    assert call(train.main, *packed_run, "--out_dir=out/b", "--max_iters=3") == 0
+    assert call(train.main, *packed_run, "--out_dir=out/b") == 0
+    assert metrics("out/a", "train_loss") == metrics("out/b", "train_loss")
+    assert metrics("out/a", "val_loss") == metrics("out/b", "val_loss")
