@@ -18,9 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention import ATTENTIONS
+from attention import ATTENTIONS, LayerNorm
 from attention.dispatch import FORMS
-from attention.layer_norm import LayerNorm
 from attention.state import ModelState
 from loss import LinearCrossEntropy
 

@@ -15,6 +15,7 @@ from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower
 from .forms import PowerState
 from .heinsen import Heinsen, LogState, heinsen_attention
+from .layer_norm import LayerNorm
 from .power import power_attention, power_attention_sums
 from .softmax import Softmax
 from .sympow import Sympow
@@ -32,7 +33,8 @@ ATTENTIONS = {
 }
 
 __all__ = [
-    "ATTENTIONS", "LogState", "PowerState", "Variant", "heinsen_attention", "power_attention", "power_attention_sums",
+    "ATTENTIONS", "LayerNorm", "LogState", "PowerState", "Variant", "heinsen_attention", "power_attention",
+    "power_attention_sums",
     *(cls.__name__ for cls in ATTENTIONS.values()),
 ]  # fmt: skip
 
