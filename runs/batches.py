@@ -13,18 +13,28 @@ import torch
 
 from data.loader import eval_batches, train_batch
 from generate import generate
+from runs.stages import stage_of
 
 
 def micro_batches(trainer):
-    """Yield (inputs, targets) [batch_size, block_size] on the device for this and every later micro-step."""
-    cfg, ranks, n = trainer.cfg, trainer.ranks, trainer.accumulation
+    """Yield (inputs, targets) [batch_size, block_size] on the device for this and every later micro-step.
+
+    Notes the index of the stage that a step belongs to as trainer.next_stage before it reads the step's first batch.
+    """
     for step in count(trainer.progress.step):
-        for micro in range(n):
-            sizes = ranks.rank, ranks.world, micro, n, cfg.batch_size
-            batch = train_batch(trainer.train_windows, cfg.seed, step, *sizes)
+        trainer.next_stage = stage_of(trainer, step)
+        stage = trainer.stages[trainer.next_stage]
+        for micro in range(stage.accumulation):
+            sizes = *place(trainer), micro, stage.accumulation, stage.batch_size
+            batch = train_batch(stage.windows, trainer.cfg.seed, step, *sizes)
             if trainer.device.type == "cuda":  # from pinned memory the copy runs beside the computation
                 batch = [x.pin_memory() for x in batch]
             yield [x.to(trainer.device, non_blocking=True) for x in batch]
+
+
+def place(trainer):
+    """Return (rank, world): which of how many parts of every batch this process reads."""
+    return trainer.ranks.rank, trainer.ranks.world
 
 
 @torch.no_grad()
@@ -33,7 +43,7 @@ def mean_loss(trainer):
     cfg, ranks, device = trainer.cfg, trainer.ranks, trainer.device
     trainer.network.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for x, y in eval_batches(trainer.val_windows, cfg.eval_tokens, cfg.batch_size, ranks.rank, ranks.world):
+    for x, y in eval_batches(trainer.val_windows, cfg.eval_tokens, trainer.stages[-1].batch_size, *place(trainer)):
         ranks.beat()
         x, y = x.to(device), y.to(device)
         tokens = (y != -1).sum()

@@ -48,6 +48,8 @@ class Progress:
     skipped: tuple = (0, 0)  # steps skipped because their gradient was not finite: in all, and in a row up to this step
     evaluated: bool = True  # False if metrics.jsonl has no validation loss of this step, which may be due
     model: dict | None = None  # settings of the model, to notice damage of config.json
+    stages: list | tuple = ()  # [context, steps before it] of each stage after the first that has begun
+    context: int = 0  # of the validation losses, 0: block_size
 
 
 class Writer:
@@ -184,7 +186,7 @@ def settings(run, folder=None):
         found["model"]["vocab_size"]
         for name, value in found["model"].items():
             _check_type(name, value, kinds[name])
-        for name, value in (_read_progress(folder).model or {} if folder else {}).items():
+        for name, value in (read_progress(folder).model or {} if folder else {}).items():
             # what the weights mean does not depend on these two, of which the first may change when a run goes on
             if found["model"].get(name) != value and name not in ("activation_checkpointing", "dropout"):
                 raise ValueError(f"it has {name}={found['model'].get(name)}, {folder} {name}={value}")
@@ -262,10 +264,11 @@ def load(folder, model, optimizer=None, device="cpu"):
     if optimizer is not None:
         state = torch.load(os.path.join(folder, "optimizer.pt"), map_location=device, weights_only=True)
         optimizer.load_state_dict(state)
-    return _read_progress(folder)
+    return read_progress(folder)
 
 
-def _read_progress(folder):
+def read_progress(folder):
+    """Return the Progress in a checkpoint."""
     with open(os.path.join(folder, "progress.json")) as f:
         saved = json.load(f)
     return Progress(**{of.name: saved[of.name] for of in fields(Progress) if of.name in saved})

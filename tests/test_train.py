@@ -386,7 +386,8 @@ def test_config_files_are_complete(dataset, tmp_path, monkeypatch):  # noqa: F81
         model = GPTConfig(**{f.name: given[f.name] for f in fields(GPTConfig) if f.name in given})
         if given.get("dataset") == "longcrawl64":
             attention = "hybrid" if "," in model.attention else model.attention
-            assert name in {attention, f"{attention}_p{model.p}", f"{attention}_mixture", f"{attention}_glu"}
+            endings = "", f"_p{model.p}", f"_p{model.p}_stages", "_mixture", "_glu"
+            assert name in {attention + ending for ending in endings}
             cfg = train.TrainConfig(**{f.name: given[f.name] for f in fields(train.TrainConfig) if f.name in given})
             assert (cfg.block_size, cfg.tokens_per_step) == (4096, 524288)
             for world in (1, 2, 4, 8):
@@ -565,7 +566,7 @@ def test_kernels_that_fail_on_one_rank_are_used_on_none(monkeypatch):
     monkeypatch.setattr(machine, "kernel_failure", lambda *args: "")
     monkeypatch.setattr(machine, "disable_kernels", failures.append)
     ranks = types.SimpleNamespace(first=lambda failure: failure or "wrong results on rank 1", log=lines.append)
-    machine.check_kernels(None, 1024, torch.bfloat16, ranks)
+    machine.check_kernels(None, [1024], torch.bfloat16, ranks)
     assert failures == ["wrong results on rank 1"] and "fail on this machine: wrong results on rank 1" in lines[0]
 
 
