@@ -44,7 +44,7 @@ class Stage:
 
 
 def parse_stages(then):
-    """Return [(context, start)] of the stages that `then` describes; start is a number of steps, or a Fraction: a share.
+    """Return [(context, start)] of the stages in `then`; start is a number of steps, or a Fraction: a share.
 
     Raises ValueError if it cannot be read, or if contexts or starts do not grow.
     """
@@ -84,17 +84,18 @@ def make_stages(cfg, given, dataset, world):
     later = parse_stages(cfg.then)
     if later and later[0][0] <= cfg.block_size:
         raise ValueError(f"then must have longer contexts than block_size={cfg.block_size}, got {cfg.then!r}")
-    windows = {
-        (split, n): Windows(dataset, split, n, cfg.pack, "block_size" if n == cfg.block_size else "context")
-        for n in (cfg.block_size, *(n for n, _ in later))
-        for split in ("train", "val")
-    }
-    sizes = [(cfg.batch_size, accumulation_steps(cfg, given, world)), *(_later_sizes(cfg, n, world) for n, _ in later)]
-    stages = [
-        Stage(n, *of, start, windows["train", n], f"stage {i} of {len(sizes)} (context {n:,})" if later else "")
-        for i, ((n, start), of) in enumerate(zip([(cfg.block_size, 0), *later], sizes), 1)
-    ]
-    return stages, windows["val", stages[-1].block_size]
+    steps = [steps_before(start, cfg.max_iters) for _, start in later]
+    if steps != sorted(steps):
+        raise ValueError(f"then={cfg.then} with max_iters={cfg.max_iters} has stages that begin after {steps} steps")
+    planned, stages = [(cfg.block_size, 0), *later], []
+    windows = [Windows(dataset, "train", n, cfg.pack, "context" if start else "block_size") for n, start in planned]
+    held_out = Windows(dataset, "val", planned[-1][0], cfg.pack, "context" if later else "block_size")
+    accumulation = accumulation_steps(cfg, given, world)
+    for i, (n, start) in enumerate(planned):
+        sizes = _later_sizes(cfg, n, world) if start else (cfg.batch_size, accumulation)
+        name = f"stage {i + 1} of {len(planned)} (context {n:,})" if later else ""
+        stages.append(Stage(n, *sizes, start, windows[i], name))
+    return stages, held_out
 
 
 def _later_sizes(cfg, block_size, world):
@@ -132,14 +133,14 @@ def stage_of(trainer, step):
     It depends on the step and, for shares under a max_seconds, on the time of rank 0 that all ranks share, so that all
     answer the same. A run never goes back: the stages that it has entered are in its checkpoints.
     """
-    cfg, index = trainer.cfg, len(trainer.progress.stages)
-    time = trainer.seconds / cfg.max_seconds if cfg.max_seconds else 0.0
-    for stage in trainer.stages[index + 1 :]:
-        if step >= steps_before(stage.start, cfg.max_iters) or (
-            isinstance(stage.start, Fraction) and time >= stage.start
-        ):
-            index += 1
-    return index
+    cfg = trainer.cfg
+    share = trainer.seconds / cfg.max_seconds if cfg.max_seconds else 0.0
+    begun = len(trainer.progress.stages)
+    for i, stage in enumerate(trainer.stages):
+        by_time = isinstance(stage.start, Fraction) and share >= stage.start
+        if by_time or step >= steps_before(stage.start, cfg.max_iters):
+            begun = max(begun, i)
+    return begun
 
 
 def enter_stage(trainer):
