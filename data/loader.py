@@ -38,12 +38,12 @@ class Windows:
         if not pack and block_size > length:
             raise DataError(
                 f"{name} {block_size} is longer than the documents of {dataset.name} ({length} tokens): "
-                f"give {length} or less, or --pack=1 to run over document borders"
+                f"give --{name}={length} or less, or --pack=1 to run over document borders"
             )
         if pack and block_size > dataset.tokens(split):
             raise DataError(
                 f"{name} {block_size} is longer than the {split} split of {dataset.name} "
-                f"({dataset.tokens(split)} tokens): give a smaller one or more text"
+                f"({dataset.tokens(split)} tokens): give a smaller --{name} or more text"
             )
         self.dataset, self.split, self.block_size, self.pack = dataset, split, block_size, pack
         # Training permutes rows of per_document windows each. With pack, every window counts as a row of its own.

@@ -84,12 +84,17 @@ def make_stages(cfg, given, dataset, world):
     later = parse_stages(cfg.then)
     if later and later[0][0] <= cfg.block_size:
         raise ValueError(f"then must have longer contexts than block_size={cfg.block_size}, got {cfg.then!r}")
+    if later and later[-1][0] > dataset.document_length and not cfg.pack:
+        raise ValueError(
+            f"then={cfg.then} has contexts longer than the documents of {dataset.name} ({dataset.document_length} "
+            f"tokens): give {dataset.document_length} or less, or --pack=1 to run over document borders"
+        )
     steps = [steps_before(start, cfg.max_iters) for _, start in later]
     if steps != sorted(steps):
         raise ValueError(f"then={cfg.then} with max_iters={cfg.max_iters} has stages that begin after {steps} steps")
     planned, stages = [(cfg.block_size, 0), *later], []
-    windows = [Windows(dataset, "train", n, cfg.pack, "context" if start else "block_size") for n, start in planned]
-    held_out = Windows(dataset, "val", planned[-1][0], cfg.pack, "context" if later else "block_size")
+    windows = [Windows(dataset, "train", n, cfg.pack, "then" if start else "block_size") for n, start in planned]
+    held_out = Windows(dataset, "val", planned[-1][0], cfg.pack, "then" if later else "block_size")
     accumulation = accumulation_steps(cfg, given, world)
     for i, (n, start) in enumerate(planned):
         sizes = _later_sizes(cfg, n, world) if start else (cfg.batch_size, accumulation)

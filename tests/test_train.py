@@ -46,7 +46,7 @@ def test_a_run_folder_has_all_that_is_needed_to_read_it(go):
     lines = [json.loads(line) for line in open("out/a/metrics.jsonl")]
     assert {"step", "train_loss", "tokens", "seconds", "lr", "grad_norm", "tok_per_sec"} <= lines[0].keys()
     assert lines[0]["tokens"] == 256 and "mfu" not in lines[0]  # no peak is known for a CPU
-    assert lines[3].keys() - {"gate", "beta"} == {"step", "val_loss", "tokens", "seconds"}
+    assert lines[3].keys() - {"gate", "beta"} == {"step", "val_loss", "tokens", "seconds", "context"}
     (start,) = json.load(open("out/a/environment.json"))
     assert (
         start["versions"]["torch"] == torch.__version__.split("+")[0] or start["versions"]["torch"] == torch.__version__
@@ -347,8 +347,8 @@ def test_wandb_has_nanogpts_names_and_our_own_step(go, monkeypatch):
     assert again["config"]["parameters"] > 30000 and again["config"]["seed"] == 1337
     assert again["config"]["commit"] == json.load(open("out/a/environment.json"))[-1]["commit"]
     assert (("*",), {"step_metric": "iter"}) in fake.metrics
-    assert fake.rows[0].keys() == {"iter", "train/loss", "lr", "train/tok_per_sec", "train/grad_norm"}
-    assert fake.rows[3].keys() == {"iter", "val/iter", "val/loss"}
+    assert fake.rows[0].keys() == {"iter", "train/loss", "lr", "train/tok_per_sec", "train/grad_norm", "train/context"}
+    assert fake.rows[3].keys() == {"iter", "val/iter", "val/loss", "val/context"}
     assert fake.rows[4].keys() == {"iter", "samples"} and [row[0] for row in fake.rows[4]["samples"]] == [3]
     monkeypatch.setenv("WANDB_API_KEY", "key")
     fake.network = False
