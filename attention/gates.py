@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .backend import NAMESPACE
+
 
 class LearnedGate(nn.Module):
     def __init__(self, n_embd, n_kv_head, bias):
@@ -69,7 +71,7 @@ def linear_fp32(x, weight, bias=None):
         return y if bias is None else y + bias
 
 
-@torch.library.custom_op("sympow::linear_fp32", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::linear_fp32", mutates_args=())
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply x [N, C] bfloat16 by weight [n, C] float32 as the sum of three products.
 
@@ -87,7 +89,7 @@ def _(x, weight):
     return x.new_empty(len(x), len(weight), dtype=torch.float32)
 
 
-@torch.library.custom_op("sympow::linear_fp32_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::linear_fp32_backward", mutates_args=())
 def _product_backward(d: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     pad = -len(weight) % 16  # sizes the matrix unit takes
     d = F.pad(d, (0, pad)).to(torch.bfloat16)

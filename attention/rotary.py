@@ -12,6 +12,8 @@ import math
 
 import torch
 
+from .backend import NAMESPACE
+
 
 def rotation_rates(d, base, device=None):
     """Return the turns per unit of u for each pair, [d/2] float64: theta_i / (2 pi) = base^(-2(i-1)/d)."""
@@ -31,7 +33,7 @@ def rotation(u, d, base, dtype):
 
 # For torch.compile, which would write these float64 powers into every kernel that turns a query or key: computed once
 # for all layers.
-@torch.library.custom_op("sympow::rotation", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::rotation", mutates_args=())
 def _rotation(u: torch.Tensor, d: int, base: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return rotation(u, d, base, dtype)
 

@@ -9,12 +9,16 @@ for each class of GPUs, chosen by the registers, spills and shared memory of wha
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 TABLE = Path(__file__).with_name("table.json")
+# Where `tune` writes. The installed package has its own table in the user's cache folder, whose entries come first.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+OWN_TABLE = CACHE / "sympow" / "table.json" if "." in __package__ else TABLE
 MEASURED = "NVIDIA H200"  # the GPU whose entries of the table all of Hopper uses, if it has as much shared memory
 MEASURED_SHARED = 227 * 1024  # bytes
 
@@ -155,4 +159,5 @@ def key(kernel, dtype, D, p, gated=False, chunked=False):
 
 @functools.cache
 def _table():
-    return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    tables = [json.loads(path.read_text()) if path.exists() else {} for path in (TABLE, OWN_TABLE)]
+    return {name: {**tables[0].get(name, {}), **tables[1].get(name, {})} for name in {**tables[0], **tables[1]}}

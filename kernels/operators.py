@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import chunked, quadratic
+from . import NAMESPACE, chunked, quadratic
 from .arguments import (
     check,
     check_chunks,
@@ -89,7 +89,7 @@ def pad_queries(q, k):
     return torch.nn.functional.pad(q, (0, 0, 0, 0, extra, 0)), extra
 
 
-@torch.library.custom_op("sympow::quadratic", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::quadratic", mutates_args=())
 def _quadratic_operator(
     q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, p: int, scale: float, normalize: bool
 ) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ def _(q, k, v, log_g, p, scale, normalize):
     return empty_like(q, None if normalize else torch.float32), _empty(q, B, H, quadratic.padded(n))
 
 
-@torch.library.custom_op("sympow::quadratic_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::quadratic_backward", mutates_args=())
 def _quadratic_backward_operator(
     dy: Tensor, dl: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, y: Tensor | None,
     l: Tensor | None, p: int, scale: float, normalize: bool, needs: list[bool],
@@ -191,7 +191,7 @@ def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=Fa
 
 
 @torch.library.custom_op(
-    "sympow::chunked",
+    f"{NAMESPACE}::chunked",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? log_g, Tensor? S0, Tensor? z0, Tensor? first_chunks, int p, "
     "int chunk, bool final) -> (" + ", ".join(["Tensor"] * 13) + ")",
@@ -221,7 +221,7 @@ def _(q, k, v, log_g, S0, z0, first_chunks, p, chunk, final):
     return empty_like(q), *_empty_state(q, HKV, p, first_chunks, final), *saved
 
 
-@torch.library.custom_op("sympow::chunked_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::chunked_backward", mutates_args=())
 def _chunked_backward_operator(
     dy: Tensor, dS: Tensor | None, dz: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, y: Tensor,
     saved: list[Tensor], first_chunks: Tensor | None, p: int, chunk: int, initial: bool, needs: list[bool],

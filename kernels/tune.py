@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from . import CHUNKED_SIZES, HEAD_DIMS, POWERS
-from .configs import TABLE, Config, find, gpu, key, safe
+from .configs import OWN_TABLE, Config, find, gpu, key, safe
 from .cost import best_size, chunk_size
 
 KERNELS = ("forward", "dq", "dkdv")  # the quadratic form's
@@ -254,6 +254,7 @@ def described(config, ms):
 def write_table(path, device, entries):
     """Write the entries of one device into the table; leave its other entries and the other devices' as they are."""
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     table = json.loads(path.read_text()) if path.exists() else {}
     table[device] = {**table.get(device, {}), **{name: list(config) for name, config in entries.items()}}
     devices = []
@@ -296,8 +297,8 @@ def tune(cases, take_over, dry_run):
     if dry_run:
         print("dry run: the table is as it was")
     elif entries:
-        write_table(TABLE, device, entries)
-        print(f"{len(entries)} entries written to {TABLE}")
+        write_table(OWN_TABLE, device, entries)
+        print(f"{len(entries)} entries written to {OWN_TABLE}")
     return 0 if entries else 1
 
 
@@ -317,7 +318,7 @@ def cases_of(dtypes, dims, powers, gates, chunked=False, states_of=POWERS):
 
 def main():
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in SIZES}
-    parser = argparse.ArgumentParser(prog="python -m kernels.tune", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.tune", description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", nargs="+", choices=dtypes, default=list(dtypes))
     parser.add_argument("--head_dim", nargs="+", type=int, choices=HEAD_DIMS, default=HEAD_DIMS)
     default = "0, which is a power for each row; 4, also for 2; 8, also for 6"

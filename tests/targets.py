@@ -2,9 +2,10 @@
 
     python tests/targets.py                            # every launch of the shipped configs, for every target
     python tests/targets.py --target sm_80 gfx942      # for these targets
-    python tests/targets.py --kernel quadratic.dkdv    # kernels whose name begins with this
+    python tests/targets.py --kernel quadratic_b       # kernels whose name begins with this
     python tests/targets.py --once                     # one launch of each kernel, each for one target
     python tests/targets.py --large --target sm_86     # head dimension 128, its shared memory alone
+    python tests/targets.py --markdown                 # the table of docs/targets.md
 
 A line is a kernel, the largest case, its target, registers a thread, bytes a thread that spill into memory, and bytes
 of shared memory. The launches are those of training and generation with the models of config/, caught as the launchers
@@ -307,6 +308,25 @@ def largest(rows):
     return [max(group, key=worst) for _, group in sorted(groups.items())]
 
 
+def markdown(rows):
+    """Return a table with a line for each kernel and a column for each target: registers, spills, KB of shared memory.
+
+    A cell is the launch of this kernel with the most spills.
+    """
+    cells = {(row["kernel"], row["target"]): row for row in largest(rows)}
+    kernels, targets = sorted({kernel for kernel, _ in cells}), list(dict.fromkeys(row["target"] for row in rows))
+
+    def cell(row):
+        if row is None or "error" in row:
+            return "" if row is None else "does not compile"
+        numbers = [row[number] for number in ("registers", "spills") if number in row]
+        return " / ".join(map(str, [*numbers, f"{row['shared'] / KB:.0f} KB"]))
+
+    lines = [["kernel", *targets], ["---", *["---:"] * len(targets)]]
+    lines += [[f"`{kernel}`", *(cell(cells.get((kernel, target))) for target in targets)] for kernel in kernels]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
@@ -314,9 +334,13 @@ def main():
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--all", action="store_true", help="print every launch, not the largest of each kernel")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/targets.md")
     parser.add_argument("--json", action="store_true", help="print each launch as JSON")
     args = parser.parse_args()
     rows = measure(args.target, args.kernel, args.once, args.large)
+    if args.markdown:
+        print(markdown(rows))
+        return
     for row in rows if args.all or args.once or args.large else largest(rows):
         if args.json:
             print(json.dumps(row))

@@ -417,7 +417,7 @@ def test_positions_are_computed_in_float32_under_autocast_and_without_a_graph_br
     y, _ = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x)[0].equal(y) and layer(x.bfloat16())[0].dtype == torch.bfloat16
-    torch.library.opcheck(torch.ops.sympow.log_recurrence.default, (*x.expand(2, 1, 40, 8).clone(), x[:, 0]))
+    torch.library.opcheck(torch.ops.sympow_clone.log_recurrence.default, (*x.expand(2, 1, 40, 8).clone(), x[:, 0]))
 
 
 # ---- the variant

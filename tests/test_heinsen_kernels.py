@@ -250,7 +250,7 @@ def test_the_operator_keeps_torchs_rules():
     tensors, _ = inputs(3, DTYPES[0], H=1, state=True, documents=[0, 0, 1])
     leaves = [x if x is None or not x.is_floating_point() else x.detach().requires_grad_() for x in tensors]
     promises = ("test_schema", "test_autograd_registration", "test_faketensor")  # the others: the test below
-    torch.library.opcheck(torch.ops.sympow.heinsen.default, (*leaves, True), test_utils=promises)
+    torch.library.opcheck(torch.ops.sympow_clone.heinsen.default, (*leaves, True), test_utils=promises)
 
 
 def test_a_compiled_function_has_no_graph_break():

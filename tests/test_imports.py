@@ -20,6 +20,7 @@ ALLOWED = {
     "generate": {"decoder", "model", "attention", "kernels", "data"},
     "runs": {"generate", "model", "attention", "data"},
     "config": set(),
+    "package": {"attention", "kernels"},
     **dict.fromkeys(PROGRAMS, {"runs", "generate", "decoder", "model", "attention", "kernels", "data"}),
 }
 
@@ -27,7 +28,7 @@ ALLOWED = {
 def files():
     """Return {dotted module name: path} of all files but those of bench/ and tests/, which may import anything."""
     paths = [*ROOT.glob("*.py")]
-    for folder in ("attention", "kernels", "runs", "data", "config"):
+    for folder in ("attention", "kernels", "runs", "data", "config", "package"):
         paths += (ROOT / folder).rglob("*.py")
     dotted = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
     return {name.removesuffix(".__init__"): path for name, path in dotted.items()}

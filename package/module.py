@@ -1,0 +1,91 @@
+"""One layer of self-attention, for models other than this repository's."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from .attention import ATTENTIONS
+from .attention.dispatch import FORMS
+
+
+@dataclass
+class LayerConfig:
+    """What a Variant reads of its layer's settings. Names, meanings and defaults are those of the model's GPTConfig."""
+
+    n_embd: int
+    n_head: int
+    n_kv_head: int = 0
+    head_dim: int = 0
+    attention: str = "sympow_gating"
+    p: int = 2
+    gate: str = "auto"
+    gate_bias: float = 6.9
+    form: str = "auto"
+    chunk_size: int = 0
+    adaptive: str = "continuous"
+    p_min: float = 2.0
+    p_max: float = 4.0
+    rope_base: float = 65536.0
+    bias: bool = False
+
+    def __post_init__(self):
+        variants = {name: v for name, v in ATTENTIONS.items() if name != "heinsen"}
+        if self.attention not in variants:
+            why = ": use heinsen_attention, whose model needs a position embedding" * (self.attention == "heinsen")
+            raise ValueError(f"attention must be one of {', '.join(variants)}, got {self.attention!r}{why}")
+        if self.n_embd < 1 or self.n_head < 1 or (not self.head_dim and self.n_embd % self.n_head):
+            raise ValueError(
+                f"n_embd must be a positive multiple of n_head, got {self.n_embd} and {self.n_head}: or give head_dim"
+            )
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        self.n_kv_head = self.n_kv_head or self.n_head
+        if self.head_dim % 2 or self.head_dim < 0:
+            raise ValueError(f"head_dim must be positive and even (rotary positions turn pairs), got {self.head_dim}")
+        if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head must be a multiple of n_kv_head, got {self.n_head} and {self.n_kv_head}")
+        if self.p < 2 or self.p % 2:
+            raise ValueError(f"p must be a positive even integer, got {self.p}")
+        if self.form not in FORMS:
+            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
+        variant = variants[self.attention]
+        if self.gate == "auto":
+            self.gate = variant.gates[0]
+        variant.check(self)
+        if self.gate not in variant.gates:
+            raise ValueError(f"gate of {self.attention} must be one of {', '.join(variant.gates)}, got {self.gate!r}")
+
+    @property
+    def gated(self):
+        """Return True if attention gets log_g. Resets between documents may come at any call."""
+        return self.gate != "none"
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions: projections, one of the attentions, and an output projection.
+
+    Attention(n_embd, n_head, attention="sympow_gating", p=2, ...) takes LayerConfig's fields and raises ValueError for
+    settings that do not fit.
+    """
+
+    def __init__(self, n_embd, n_head, **settings):
+        super().__init__()
+        self.config = config = LayerConfig(n_embd, n_head, **settings)
+        self.heads = config.n_head, config.n_kv_head, config.n_kv_head
+        self.c_attn = nn.Linear(n_embd, sum(self.heads) * config.head_dim, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_head * config.head_dim, n_embd, bias=config.bias)
+        self.mix = ATTENTIONS[config.attention](config)
+
+    def forward(self, x, resets=None, state=None):
+        """Return y [B, T, n_embd] for x [B, T, n_embd]; with a state, (y, the state after these tokens).
+
+        resets [B, T] bool: tokens that begin a document, which see nothing before themselves. state: from `empty_state`
+        or from the call with the tokens before.
+        """
+        q, k, v = self.c_attn(x).unflatten(-1, (-1, self.config.head_dim)).split(self.heads, dim=2)
+        y, state = self.mix(x, q, k, v, resets, state)
+        y = self.c_proj(y.flatten(2))
+        return y if state is None else (y, state)
+
+    def empty_state(self, batch, device=None):
+        """Return the state before the first token of `batch` sequences, on the weights' device by default."""
+        return self.mix.empty_state(batch, device or self.c_attn.weight.device)
