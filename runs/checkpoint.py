@@ -182,6 +182,7 @@ def settings(run, folder=None):
             found = json.load(f)
         for name, kind in (("model", dict), ("dataset", str), ("init_from", str), ("block_size", int)):
             _check_type(name, found[name], kind)
+        _check_type("then", found.get("then", ""), str)
         kinds = {of.name: of.type for of in fields(GPTConfig)}
         found["model"]["vocab_size"]
         for name, value in found["model"].items():

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from fractions import Fraction
@@ -412,3 +413,14 @@ def test_evaluate_takes_the_final_context_for_the_training_context(whole):
     cfg.length = 64
     *_, context, _ = evaluate.evaluate_run(str(whole), cfg, evaluate.open_documents(str(whole), cfg))
     assert context == 256
+
+
+@pytest.mark.parametrize("then", [5, "64"])
+def test_a_damaged_then_is_one_line(whole, tmp_path, capsys, then):
+    shutil.copytree(whole, tmp_path / "a")
+    (tmp_path / "a/config.json").write_text(
+        json.dumps(json.loads((whole / "config.json").read_text()) | {"then": then})
+    )
+    assert call(evaluate.main, f"--out_dir={tmp_path}/a", "--device=cpu") == 2
+    error = capsys.readouterr().err
+    assert "then" in error and error.count("\n") == 1
