@@ -234,9 +234,12 @@ class GPT(nn.Module):
             last, x = x[:, -1].clone(), None  # free it before the next piece needs the memory
         return self.logits(last), state
 
-    def hidden(self, ids, state=None):
-        """Return the head's input [B, T, n_embd] and the state after the tokens ids [B, T] (None without one)."""
-        x, resets, embedding = self._embed(ids, state)
+    def hidden(self, ids, state=None, starts=None):
+        """Return the head's input [B, T, n_embd] and the state after the tokens ids [B, T] (None without one).
+
+        starts [B, T] bool: tokens before which everything is forgotten, besides the reset tokens.
+        """
+        x, resets, embedding = self._embed(ids, state, starts)
         x, layers = F.dropout(x, self.config.dropout, self.training), []
         for i, block in enumerate(self.transformer.h):
             if self.config.activation_checkpointing and torch.is_grad_enabled() and state is None:
@@ -246,10 +249,13 @@ class GPT(nn.Module):
                 layers.append(layer)
         return self.transformer.ln_f(x), state and ModelState(layers, state.n_tokens + ids.shape[1], embedding)
 
-    def _embed(self, ids, state=None):
-        """Return the first layer's input [B, T, n_embd], where ids are the reset token [B, T] (None without one), and
-        the state of the position embedding after them (None without one)."""
-        t, resets = self.transformer, None if self.config.reset_token < 0 else ids == self.config.reset_token
+    def _embed(self, ids, state=None, resets=None):
+        """Return the first layer's input [B, T, n_embd], where everything is forgotten [B, T] (at `resets` and at reset
+        tokens, or None), and the state of the position embedding after the ids (None without one)."""
+        t = self.transformer
+        if self.config.reset_token >= 0:
+            at_token = ids == self.config.reset_token
+            resets = at_token if resets is None else resets | at_token
         x, embedding = t.ln_wte(t.wte(ids)), None
         if "wpe" in t:
             x, embedding = t.wpe(x, resets, state and state.embedding)

@@ -137,3 +137,51 @@ def _byte_of_character():
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def tokenizers_json(tokenizer):
+    """Return (the contents of a tokenizer.json for the packages tokenizers and transformers, the name of the end of
+    text there) of a data.tokenizer.Tokenizer.
+
+    Escaping, which those packages do not have, is left out. Raises DataError if what they encode would differ.
+    """
+    tokenizers = need("tokenizers")
+    if tokenizer.kind == "huggingface":
+        return tokenizer.encoding.json, tokenizer.encoding.end_name
+    characters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    of_byte = dict(zip(range(256), _characters_of_bytes(), strict=True))
+    assert {*of_byte.values()} == {*characters}
+    ranks = tokenizer.encoding._mergeable_ranks if tokenizer.encoding else {bytes([b]): b for b in range(256)}
+    text = lambda token: "".join(of_byte[b] for b in token)
+    merges = [tuple(map(text, _halves(token, rank, ranks))) for token, rank in ranks.items() if len(token) > 1]
+    words = tokenizer.kind == "bpe"  # GPT-2's; bytes stand alone
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({text(t): i for t, i in ranks.items()}, merges))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    end = next(iter(tokenizer.encoding._special_tokens)) if tokenizer.encoding else "<|endoftext|>"
+    made.add_special_tokens([tokenizers.AddedToken(end, special=True, normalized=False)])
+    sample = "def f(x):\n    return 'caf\u00e9 \u4e16' + str(12345)  # it's 3.14 \t\r\n"
+    encode = tokenizer.encoding.encode_ordinary if tokenizer.encoding else lambda t: [*t.encode()]
+    if made.token_to_id(end) != tokenizer.eot or made.encode(sample).ids != [*encode(sample)]:
+        raise DataError("this tokenizer cannot be written for the package tokenizers: its words are not GPT-2's")
+    return made.to_str(), end
+
+
+def _characters_of_bytes():
+    """Return the character that stands for each byte in byte-level vocabularies, which GPT-2 began."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in shown]
+    places = {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(others)}
+    return [places[b] for b in range(256)]
+
+
+def _halves(token, rank, ranks):
+    """Return the two tokens of which the merge of this rank makes `token`: what merges of lower ranks leave of it."""
+    parts = [bytes([b]) for b in token]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
+        i = min(range(len(pairs)), key=pairs.__getitem__)
+        if pairs[i] >= rank:
+            raise DataError(f"the vocabulary has no merges that lead to {token!r}")
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts

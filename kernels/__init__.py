@@ -31,8 +31,8 @@ import torch
 HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32, torch.float16)
 CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))  # (width, p) of the chunked form
 QUADRATIC_WIDTHS = (*HEAD_DIMS, 256)
-# Of the torch operators: a clone and the installed package (sympow.kernels) can be loaded in one process.
-NAMESPACE = "sympow" if "." in __name__ else "sympow_clone"
+# Of the torch operators: a clone, the installed package (sympow.kernels) and exported models can be in one process.
+NAMESPACE = __name__.rpartition(".")[0].replace(".", "_") or "sympow_clone"
 
 
 def widest(form, dtype):

@@ -1,0 +1,156 @@
+"""The model as transformers has it: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).
+
+export.py writes this file into the folder as modeling_sympow.py, with the sources of the model and of its attentions in
+place of the import below: the folder needs torch and transformers, and nothing else.
+"""
+
+import torch
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from model import GPT, GPTConfig  # export.py puts the sources here
+
+PIECE = 8192  # tokens of a prompt that are read into a state in one piece
+
+
+class SympowConfig(PretrainedConfig):
+    """Holds `model`, the fields of GPTConfig (see SOURCES["model.py"]), and what transformers asks of every model."""
+
+    model_type = "sympow"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    def __init__(self, model=None, **kwargs):
+        self.model = model or {}
+        gpt = GPTConfig(**self.model)
+        self.hidden_size, self.num_hidden_layers, self.num_attention_heads = gpt.n_embd, gpt.n_layer, gpt.n_head
+        kwargs = {"vocab_size": gpt.vocab_size, **kwargs, "tie_word_embeddings": False}  # the head is no parameter
+        self.vocab_size = kwargs.pop("vocab_size")
+        super().__init__(**kwargs)
+
+
+class SympowCache:
+    """What generation keeps of a text: the ModelState, which for the sympow attentions does not grow."""
+
+    is_compileable = is_sliding = False
+
+    def __init__(self, state, padded=False):
+        self.state, self.padded = state, padded  # padded: some texts of the batch begin behind padding
+
+    def get_seq_length(self, layer_idx=0):
+        """Return how many tokens have been read, padding too."""
+        return self.state.n_tokens
+
+    def get_max_cache_shape(self, layer_idx=0):
+        return -1  # it is not limited
+
+    def _map(self, function):
+        state = self.state
+        parts = [*state.layers, *([] if state.embedding is None else [state.embedding])]
+        parts = [type(x)(**{n: function(t) for n, t in x.tensors().items()}, **x.settings()) for x in parts]
+        embedding = None if state.embedding is None else parts.pop()
+        self.state = type(state)(parts, state.n_tokens, embedding)
+
+    def reorder_cache(self, beam_idx):
+        """Take the states of these sequences, for beam search."""
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats):
+        """Repeat each sequence's state."""
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices):
+        """Take the states of these sequences."""
+        self._map(lambda x: x[indices])
+
+
+class SympowForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = SympowConfig
+    base_model_prefix = "gpt"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gpt = GPT(GPTConfig(**config.model))
+        self.post_init()
+
+    def _init_weights(self, module):
+        # GPT initialises itself. A module that was made on the meta device lacks what no checkpoint has.
+        if type(module).__name__ == "FixedGate":
+            heads = len(module.log_g)
+            module.log_g.copy_(-(2.0 ** (-8.0 / heads * torch.arange(1, heads + 1))))
+
+    def get_input_embeddings(self):
+        return self.gpt.transformer.wte
+
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None):
+        self.gpt.config.activation_checkpointing = enable
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls):
+        return False
+
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
+        if past_key_values is not None:
+            input_ids = input_ids[:, past_key_values.get_seq_length() :]
+        kept = {name: kwargs[name] for name in ("use_cache", "logits_to_keep") if name in kwargs}
+        return {"input_ids": input_ids, "past_key_values": past_key_values, "attention_mask": attention_mask, **kept}
+
+    def forward(
+        self, input_ids, attention_mask=None, past_key_values=None, labels=None, use_cache=None, logits_to_keep=0,
+        num_items_in_batch=None, return_dict=True, **kwargs,
+    ):  # fmt: skip
+        """Return logits [B, T, vocab_size], or with labels [B, T] the loss of each next token, -100 left out.
+
+        attention_mask [B, T of all tokens up to now]: zeros may stand before a text (left padding) and behind it.
+        past_key_values: the SympowCache of the tokens before. In training the loss comes without logits, which would
+        not fit into memory for long contexts.
+        """
+        cache, loss = past_key_values, None
+        starts = self._starts(attention_mask, input_ids, cache)
+        if cache is None and labels is None and (use_cache or (use_cache is None and not self.training)):
+            cache = SympowCache(self.gpt.empty_state(len(input_ids)), starts is not None)
+        if cache is None:
+            x, _ = self.gpt.hidden(input_ids, None, starts)
+        else:
+            x, state = [], cache.state
+            for i in range(0, input_ids.shape[1], PIECE):
+                at = slice(i, i + PIECE)
+                y, state = self.gpt.hidden(input_ids[:, at], state, None if starts is None else starts[:, at])
+                x = [*x, y] if not logits_to_keep else [torch.cat((*x, y), 1)[:, -logits_to_keep:]]
+            x, cache = torch.cat(x, dim=1), SympowCache(state, cache.padded)
+        if labels is not None:
+            targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+            loss = self.gpt.loss(x, targets.where(targets != -100, -1))
+            if num_items_in_batch is not None:  # gradient accumulation of transformers' Trainer
+                loss = loss * (targets != -100).sum() / num_items_in_batch
+        logits = None if labels is not None and self.training else self.gpt.logits(x[:, -logits_to_keep:])
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return output if return_dict else output.to_tuple()
+
+    def _starts(self, mask, ids, cache):
+        """Return where texts begin behind padding, [B, T] bool for these ids, or None where no text of the batch does.
+
+        Raises ValueError for a mask that does not fit.
+        """
+        past = 0 if cache is None else cache.get_seq_length()
+        if cache is not None and (mask is None or ids.shape[1] == 1 <= past):  # the texts began before
+            return torch.zeros_like(ids, dtype=torch.bool) if cache.padded else None
+        if mask is None:
+            return None
+        if mask.ndim != 2 or mask.shape[1] != past + ids.shape[1]:
+            wanted = [len(ids), past + ids.shape[1]]
+            raise ValueError(f"attention_mask must be of shape {wanted}, got {[*mask.shape]}")
+        mask = mask.bool()
+        first = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
+        if (first.sum(1) > 1).any():
+            raise ValueError("attention_mask must be ones, with zeros only before and behind them, in each row")
+        if mask[:, 0].all() and not (cache is not None and cache.padded):
+            return None
+        if past and not cache.padded:
+            raise ValueError("a text must not begin behind padding if its cache was begun without padding")
+        return first[:, past:]
+
+
+SympowConfig.register_for_auto_class()
+SympowForCausalLM.register_for_auto_class("AutoModelForCausalLM")

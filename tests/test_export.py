@@ -1,0 +1,219 @@
+"""Exported models: loaded by transformers without the repository, they compute and generate what the model does."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+
+import export
+from attention import ATTENTIONS
+from data import DataError
+from data.huggingface import tokenizers_json
+from data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
+from generate import generate
+from model import GPT, GPTConfig
+from runs import checkpoint
+
+os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp())  # read when transformers is imported
+TEXT = "def f(x):\n    return 'caf\u00e9 \u4e16\u754c' + str(12345)  # it's\t3.14 \r\n"
+CONFIGS = {
+    **{name: dict(attention=name) for name in ATTENTIONS},
+    "p=4, grouped heads, bias": dict(attention="sympow", p=4, n_kv_head=2, head_dim=8, bias=True),
+    "fixed gates": dict(attention="conformal_sympow", gate="fixed"),
+    "packed": dict(attention="sympow_gating", reset_token=256),
+    "pattern": dict(attention="sympow_gating,softmax"),
+    "glu": dict(attention="heinsen", residual="glu"),
+    "mixture": dict(attention="adaptive_power", adaptive="mixture"),
+}
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """Return a function that writes a run's folder with random weights, and returns (its path, the model)."""
+
+    def write(tokenizer=Tokenizer("bytes"), **settings):
+        torch.manual_seed(1)
+        config = GPTConfig(n_layer=2, n_head=4, n_embd=32, vocab_size=tokenizer.vocab_size, **settings)
+        model, run = GPT(config).eval(), tmp_path / "out" / "a"
+        for x in model.parameters():  # large, so that the text is not one letter again and again
+            x.data.add_(torch.randn_like(x), alpha=0.15)
+        model.transformer.ln_wte.weight.data.neg_()  # else the head, which is the embedding, repeats the last token
+        with checkpoint.Writer(str(run)) as writer:
+            progress = checkpoint.Progress(7, model=vars(config))
+            writer.save(model, torch.optim.AdamW(model.parameters()), progress)
+        settings = dict(model=vars(config), dataset="pystdlib", init_from="auto", block_size=16, learning_rate=6e-4)
+        (run / "config.json").write_text(json.dumps(settings))
+        lines = [{"step": step, "val_loss": 6.0 - step, "tokens": 100 * step} for step in (0, 1, 1, 2)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        tokenizer.save(str(run))
+        return run, model
+
+    return write
+
+
+def export_run(run, target, monkeypatch, *more):
+    monkeypatch.setattr(sys, "argv", ["export.py", str(run), f"--to={target}", *more])
+    export.main()
+
+
+def test_a_folder_has_all_that_a_model_needs(run_folder, tmp_path, monkeypatch, capsys):
+    run, model = run_folder(attention="sympow_gating")
+    target = tmp_path / "hf" / "a"
+    for _ in range(2):  # an export may replace an earlier one
+        export_run(run, target, monkeypatch)
+    assert "wrote" in capsys.readouterr().out and os.listdir(target.parent) == ["a"]
+    assert {*os.listdir(target)} == {
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "modeling_sympow.py",
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    config = json.loads((target / "config.json").read_text())
+    assert GPTConfig(**config["model"]) == model.config and config["eos_token_id"] == 256
+    card = (target / "README.md").read_text()
+    assert "attention sympow_gating, p=2" in card and "step_00000007" in card and "learning_rate=0.0006" in card
+    assert re.findall(r"^\| (\d+) \| (\d+) \| ([\d.]+) \|$", card, re.M) == [
+        ("0", "0", "6.0000"), ("1", "100", "5.0000"), ("2", "200", "4.0000")
+    ]  # fmt: skip
+
+
+def test_mistakes_are_refused(run_folder, tmp_path, monkeypatch, capsys):
+    run, _ = run_folder()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    for argv, message in (
+        ((run, tmp_path / "mine"), "must be a new folder, or one that export.py wrote"),
+        ((run, tmp_path / "mine" / "file"), "must be a new folder"),
+        ((tmp_path, tmp_path / "new"), "no checkpoint in"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            export_run(*argv, monkeypatch)
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
+    assert (tmp_path / "mine" / "file").read_text() == "mine" and not (tmp_path / "new").exists()
+
+
+def test_the_sources_are_the_repositorys_and_work_alone(tmp_path):
+    """The part of modeling_sympow.py that needs no transformers, in an interpreter that does not see the repository."""
+    text = export.modeling_file()
+    begin, end = text.index("# The files of the model's repository"), text.index("PIECE = ")
+    use = """
+import torch
+torch.manual_seed(0)
+model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=30, attention="conformal_sympow"))
+print(GPT.__module__, model(torch.arange(8)[None])[0].sum().item())
+"""
+    script = tmp_path / "script.py"
+    script.write_text("from importlib import import_module\n" + text[begin:end] + use)
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": ""}
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    module, found = done.stdout.split()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=30, attention="conformal_sympow"))
+    assert float(found) == pytest.approx(model(torch.arange(8)[None])[0].sum().item(), abs=1e-5)
+    folder = tmp_path / "cache" / "sympow" / "exported" / module.split(".")[0]
+    assert (folder / "kernels" / "table.json").is_file() and (folder / "attention" / "compat" / "steps.py").is_file()
+
+
+def test_tokenizers_encode_as_ours(tmp_path):
+    from tokenizers import Tokenizer as Theirs
+
+    trained = train_tokenizer([Path(export.__file__).read_text(), TEXT], 400)
+    huggingface = tokenizers_json(trained)[0]
+    (tmp_path / "tokenizer.json").write_text(huggingface)
+    from data.tokenizer import named_tokenizer
+
+    for tokenizer in (Tokenizer("bytes"), trained, named_tokenizer(str(tmp_path))):
+        text, end = tokenizers_json(tokenizer)
+        theirs = Theirs.from_str(text)
+        for sample in (TEXT, " ", "", "a  b\n\n c's 2024\u00a0!", "".join(map(chr, range(1, 600)))):
+            ids = theirs.encode(sample).ids
+            assert ids == tokenizer.encode(sample) and theirs.decode(ids) == sample
+        assert theirs.token_to_id(end) == tokenizer.eot and end == END_OF_TEXT
+
+
+def test_words_that_are_not_gpt2s_are_refused():
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks = {bytes([b]): b for b in range(256)} | {b"f(": 256}
+    odd = tiktoken.Encoding("odd", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 257})
+    with pytest.raises(DataError, match="its words are not GPT-2's"):
+        tokenizers_json(Tokenizer("bpe", odd))
+
+
+def greedy(model, text, n=12):
+    return [i for (i,) in generate(model, [*text.encode()], max_new_tokens=n, temperature=0)]
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("sympow_gating", "pattern") else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS]
+)
+def test_transformers_computes_trains_and_generates_as_the_model(run_folder, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, ours = run_folder(**CONFIGS[name])
+    export_run(run, tmp_path / "hf", monkeypatch)
+    load = lambda of, path: of.from_pretrained(path, trust_remote_code=True)
+    model, tokenizer = load(AutoModelForCausalLM, tmp_path / "hf").eval(), load(AutoTokenizer, tmp_path / "hf")
+    assert type(model).__module__.startswith("transformers_modules.")
+
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        whole = ours(ids)[0]
+        assert torch.equal(model(ids, use_cache=False).logits, whole)
+        first = model(ids[:, :5], use_cache=True)
+        rest = model(ids[:, 5:], past_key_values=first.past_key_values)
+    pieces = torch.cat((first.logits, rest.logits), 1)
+    assert (pieces - whole).norm() < 1e-5 * whole.norm()
+
+    texts, prompt = ["def f(x):", "import os", "x"], lambda text: tokenizer(text, return_tensors="pt")
+    expected = [greedy(ours, text) for text in texts]
+    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
+    alone = [model.generate(**prompt(text), **options)[0, len(text) :].tolist() for text in texts]
+    together = model.generate(**tokenizer(texts, return_tensors="pt", padding=True), **options)[:, -12:].tolist()
+    assert alone == expected == together and len({*expected[0]}) > 3
+    assert model.generate(**prompt("x"), num_beams=3, max_new_tokens=4, do_sample=False).shape[1] <= 5
+
+    labels = ids.clone()
+    labels[:, :3] = -100
+    targets = torch.cat((labels[:, 1:], labels.new_full((1, 1), -100)), 1)
+    (loss_of_ours,) = ours(ids, targets.where(targets != -100, -1))[1:]
+    loss_of_ours.backward()
+    model.train()
+    loss = model(ids, labels=labels).loss
+    loss.backward()
+    assert torch.equal(loss, loss_of_ours)
+    grads = {n: x.grad for n, x in ours.named_parameters() if x.grad is not None}
+    found = {n.removeprefix("gpt."): x.grad for n, x in model.named_parameters() if x.grad is not None}
+    assert grads.keys() == found.keys() and all(torch.equal(grads[n], found[n]) for n in grads)
+
+    model.save_pretrained(tmp_path / "again")  # as transformers' Trainer does
+    again = load(AutoModelForCausalLM, tmp_path / "again").eval()
+    with torch.no_grad():
+        assert torch.equal(again(ids, use_cache=False).logits, whole)
+
+
+def test_masks_that_do_not_fit_are_refused(run_folder, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    from runs.transformers_model import SympowConfig, SympowForCausalLM
+
+    _, ours = run_folder(attention="sympow")
+    model = SympowForCausalLM(SympowConfig(model=vars(ours.config))).eval()
+    ids = torch.arange(6)[None]
+    for mask, message in (
+        (torch.tensor([[1, 1, 0, 1, 1, 1]]), "must be ones, with zeros only before and behind"),
+        (torch.ones(1, 5), r"must be of shape \[1, 6\], got \[1, 5\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(ids, attention_mask=mask)
+    cache = model(ids).past_key_values
+    with pytest.raises(ValueError, match="begun without padding"):
+        model(ids, attention_mask=torch.tensor([[0] * 8 + [1] * 4]), past_key_values=cache)
+    with pytest.raises(ValueError, match="p must be"):
+        SympowConfig(model=dict(vars(ours.config), p=3))
