@@ -215,7 +215,7 @@ def rehearse_final_stage(trainer):
         model.train()
         ids = torch.zeros(stage.batch_size, stage.block_size, dtype=torch.int64, device=device)
         with trainer.autocast:
-            _, loss = trainer.eval_network(ids, ids)
+            _, loss = trainer.eval_network(ids, ids.clone())  # compiled anew if inputs and targets were one tensor
         loss.backward()
         del moments
     model.zero_grad(set_to_none=True)
