@@ -29,13 +29,8 @@ from runs.optimizer import learning_rate, make_optimizer
 from runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from runs.settings import BOOLS, TRAIN_RANGES, check_ranges, choose_device, fields_of, read_settings, refuse
 from runs.stages import (
-    describe_stages,
-    enter_stage,
-    make_stages,
-    refuse_moved_stages,
-    rehearse_final_stage,
-    resume_stage,
-)
+    describe_stages, enter_stage, make_stages, refuse_moved_stages, rehearse_final_stage, resume_stage,
+)  # fmt: skip
 from runs.tracking import Clock, SkippedSteps, Tracker, baseline_losses, relative_loss
 
 
