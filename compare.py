@@ -19,7 +19,7 @@ from runs.settings import refuse
 from runs.tracking import whole_lines
 
 WARMUP_LINES = 3  # left out of a run's throughput, because of compilation and cold caches
-KEYS = ("step", "train_loss", "val_loss", "tokens", "seconds", "tok_per_sec")
+KEYS = ("step", "train_loss", "val_loss", "tokens", "seconds", "tok_per_sec", "context")
 LEGEND = "train loss: mean over the last 10% of the logged steps; val loss: the last evaluation; tokens/s: median"
 
 
@@ -56,11 +56,11 @@ def summarise(name, train, val):
         return max((line[key] for line in train + val if key in line), default=None)
 
     steps, tokens, seconds = last("step"), last("tokens"), last("seconds")
-    rates = [line["tok_per_sec"] for line in train if line.get("tok_per_sec")]
-    if rates:
-        rate = median(rates[WARMUP_LINES:] or rates)
-    else:
-        rate = tokens / seconds if tokens and seconds else None
+    rates, first = {}, next((line["context"] for line in train if "context" in line), None)
+    for line in train:  # a speed for each context of a run in stages
+        if line.get("tok_per_sec"):
+            rates.setdefault(line.get("context", first), []).append(line["tok_per_sec"])
+    medians = [median(of[WARMUP_LINES:] or of) for of in rates.values()]
     tail = [line["train_loss"] for line in train[-max(1, len(train) // 10) :]]
     tail = [loss for loss in tail if math.isfinite(loss)] or tail  # the loss of a skipped step may be NaN
     return {
@@ -70,7 +70,8 @@ def summarise(name, train, val):
         "train": fmean(tail) if tail else None,
         "val": val[-1]["val_loss"] if val else None,
         "val_step": val[-1]["step"] if val else None,
-        "rate": rate,
+        "val_context": val[-1].get("context") if val else None,
+        "rates": medians or ([tokens / seconds] if tokens and seconds else []),
     }
 
 
@@ -88,11 +89,19 @@ def table(rows):
             format_loss(row["train"]),
             format_evaluation(row),
             f"{row[kind] / base:.3f}x" if base and row[kind] is not None else "-",
-            "-" if row["rate"] is None else f"{row['rate']:,.0f}",
+            " then ".join(f"{rate:,.0f}" for rate in row["rates"]) or "-",
         ]
         for row in rows
     ]
     return header, cells
+
+
+def other_contexts(rows):
+    """Return a line that names the contexts of the validation losses if they are not all the same, or else ""."""
+    known = {row["run"]: row["val_context"] for row in rows if row["val_context"]}
+    if len({*known.values()}) < 2:
+        return ""
+    return "\nval losses at different contexts: " + ", ".join(f"{name} {n:,}" for name, n in known.items())
 
 
 def format_loss(value):
@@ -156,9 +165,9 @@ def main(argv=None):
     names = choose_names(args.runs, args.names)
     picture, missing = choose_picture(args.png)
     runs = {name: read_losses(folder) for name, folder in zip(names, args.runs)}
-    header, cells = table([summarise(name, train, val) for name, (train, val) in runs.items()])
-    print((markdown if args.markdown else plain)(header, cells))
-    print(f"\n{LEGEND}", flush=True)
+    rows = [summarise(name, train, val) for name, (train, val) in runs.items()]
+    print((markdown if args.markdown else plain)(*table(rows)))
+    print(f"\n{LEGEND}{other_contexts(rows)}", flush=True)
     if missing:
         sys.exit(f"compare.py: {missing}")
     try:

@@ -29,6 +29,7 @@ from runs.load import load_run, newest_run, no_checkpoint
 from runs.plotting import choose_picture, means_by_position, plot_loss_by_position, shorten
 from runs.program import run_program
 from runs.settings import check_ranges, read_settings, refuse
+from runs.stages import final_context
 
 LOGITS_AT_ONCE = 2**28  # numbers: 1 GB in float32
 
@@ -38,7 +39,9 @@ class EvaluateConfig:
     out_dir: str = ""  # a run's folder, or several separated by commas; default: the newest in out/
     names: str = ""  # names of the runs in the table and the picture, separated by commas; default: their folders
     dataset: str = ""  # a folder in data/, or any path; default: the one the run was trained on
-    length: int = 0  # tokens to read of each document; 0: 4 times the training context, at most the whole document
+    length: int = (
+        0  # tokens to read of each document; 0: 4 times the final training context, at most the whole document
+    )
     documents: int = 16  # number of documents
     pack: bool = False  # concatenate documents, to read on where one ends
     piece: int = 0  # tokens to read at a time; 0: 65,536 on a GPU, else 1,024
@@ -92,14 +95,14 @@ def open_documents(run, cfg):
         dataset = Dataset(cfg.dataset or settings["dataset"])
         dataset.check_tokens(load_tokenizer(checkpoint.run_of(run)), run)
         most = dataset.tokens("val") if cfg.pack else dataset.document_length
-        return Windows(dataset, "val", cfg.length or min(4 * settings["block_size"], most), cfg.pack, name="length")
+        return Windows(dataset, "val", cfg.length or min(4 * final_context(settings), most), cfg.pack, name="length")
     except (DataError, ValueError) as error:
         refuse(error)
 
 
 def evaluate_run(run, cfg, windows):
     """Return the run's mean loss at each position [length] float64, then what a picture needs of it: the positions and
-    losses [documents, n] of `means_by_position`, the training context, and True if the documents are joined texts."""
+    losses [documents, n] of `means_by_position`, the final training context, and True if they are of joined texts."""
     folder, model, _, device, autocast = load_run(run, cfg)
     count = min(cfg.documents, windows.documents)
     step = windows.documents // count * windows.per_document  # spread the documents over the split, each from its start
@@ -119,7 +122,7 @@ def evaluate_run(run, cfg, windows):
                 curves.append(means_by_position(losses))
     except (DataError, MemoryError, torch.OutOfMemoryError) as error:
         sys.exit(f"evaluate.py: {first_line(error)}")
-    return total / count, curves[0][0], [y for _, y in curves], checkpoint.settings(folder)["block_size"], joined
+    return total / count, curves[0][0], [y for _, y in curves], final_context(checkpoint.settings(folder)), joined
 
 
 def losses_by_position(model, inputs, targets, piece=None):

@@ -21,7 +21,6 @@ import torch
 
 from data import DataError
 from data.dataset import Dataset
-from data.loader import Windows
 from model import GPT, GPTConfig
 from runs import checkpoint, folder, machine
 from runs.batches import mean_loss, micro_batches, sample_text
@@ -30,8 +29,9 @@ from runs.display import Display, describe_attention
 from runs.optimizer import LossScaler, learning_rate, make_optimizer, take_step
 from runs.parallel import Layout
 from runs.processes import Failed, Ranks, StopSignals, exit_statuses
-from runs.settings import (
-    BOOLS, TRAIN_RANGES, accumulation_steps, check_ranges, choose_device, fields_of, read_settings, refuse,
+from runs.settings import BOOLS, TRAIN_RANGES, check_ranges, choose_device, fields_of, read_settings, refuse
+from runs.stages import (
+    describe_stages, enter_stage, make_stages, refuse_moved_stages, rehearse_final_stage, resume_stage,
 )  # fmt: skip
 from runs.tracking import Clock, SkippedSteps, Tracker, baseline_losses, relative_loss
 
@@ -47,6 +47,7 @@ class TrainConfig:
     dataset: str = "pystdlib"  # a folder in data/, or any path
     batch_size: int = 8  # sequences in a micro-step of each rank
     block_size: int = 1024  # context length: tokens in a sequence
+    then: str = ""  # later stages, CONTEXT@SHARE of the run (or @STEPS): 16384@0.5,65536@0.9; as many tokens a step
     tokens_per_step: int = 524288  # over all ranks and micro-steps; the number of micro-steps follows from it
     gradient_accumulation_steps: int = 0  # micro-steps over all ranks; 0: tokens_per_step decides
     pack: bool = False  # join documents, and reset the state where one starts
@@ -120,10 +121,8 @@ class Trainer:
             self.cfg = cfg = TrainConfig(**fields_of(TrainConfig, given))
             cfg.out_dir = os.path.normpath(cfg.out_dir or os.path.join("out", "-".join(names) or "train"))
             self.dataset = dataset = Dataset(cfg.dataset)
-            self.train_windows = Windows(dataset, "train", cfg.block_size, pack=cfg.pack)
-            self.val_windows = Windows(dataset, "val", cfg.block_size, pack=cfg.pack)
             self.layout = Layout(ranks, cfg.context_parallel, cfg.shard)
-            self.accumulation = accumulation_steps(cfg, given, self.layout.data_world)
+            self.stages, self.val_windows = make_stages(cfg, given, dataset, self.layout)
             self.resume, saved = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
             self.source, settings = folder.open_source(cfg.init_from, dataset, saved)
             if "attention" in given:  # the source run's gate does not apply to another one
@@ -131,12 +130,12 @@ class Trainer:
             chosen = {"rope_base": float(max(2, dataset.document_length)), **settings, **fields_of(GPTConfig, given)}
             chosen |= {"vocab_size": dataset.vocab_size, "reset_token": dataset.eot if cfg.pack else -1}
             self.model_cfg = GPTConfig(**chosen)
-            check_context(cfg, self.model_cfg)
+            check_context(cfg, self.model_cfg, [stage.block_size for stage in self.stages])
             if self.source:
                 folder.check_weights(self.source, self.model_cfg)
         except (DataError, ValueError) as error:
             refuse(error)
-        self.baseline = baseline_losses(cfg.baseline)
+        self.baseline = baseline_losses(cfg.baseline, self.val_windows.block_size)
         self.device, self.dtype = choose_device(cfg.device, cfg.dtype, ranks.local)
         self.layout.check(cfg, self.device)
         cfg.dtype = str(self.dtype).removeprefix("torch.")
@@ -144,6 +143,7 @@ class Trainer:
         self.settings |= {"ranks": ranks.world, "device_type": self.device.type}
         if saved:
             folder.refuse_other_settings(cfg.out_dir, saved, self.settings, self.resume)
+            refuse_moved_stages(cfg, saved, checkpoint.read_progress(self.resume))
 
     def start(self):
         """Connect with the other ranks and, on rank 0, open out_dir; return the lock on it, a context manager."""
@@ -175,18 +175,18 @@ class Trainer:
             checkpoint.load(self.source, self.model)
             ranks.log(f"weights from {self.source}")
         p.model = asdict(self.model_cfg)
+        resume_stage(self)
         self.skipped, self.scaler = SkippedSteps(*p.skipped), LossScaler(self.dtype, device, *p.scaler)
-        machine.check_kernels(self.model, cfg.block_size, self.dtype, ranks)
+        machine.check_kernels(self.model, [stage.block_size for stage in self.stages], self.dtype, ranks)
         compiled = machine.can_compile(cfg.compile, device, ranks.log)
-        self.slices = split_context(self.model, self.layout, cfg.block_size, self.dtype, compiled)
+        self.slices = split_context(self.model, self.layout, self.stages[-1].block_size, self.dtype, compiled)
         self.network, self.eval_network = self.layout.wrap(self.model, compiled)
         if self.records:
             checkpoint.remove_leftovers(cfg.out_dir, self.resume, p.best_step)
         self.tracker = Tracker(cfg, self.settings, p, self.model) if self.records else None
         ranks.log(
             f"{self.model.parameter_count() / 1e6:.1f}M parameters, {describe_attention(self.model_cfg)}, "
-            f"{device.type} {cfg.dtype}; tokens a step: {self.layout.readers} x {cfg.batch_size} sequences x "
-            f"{cfg.block_size} context x {self.accumulation} accumulation = {cfg.tokens_per_step:,}"
+            f"{device.type} {cfg.dtype}; tokens a step: {describe_stages(self.stages, cfg, self.layout)}"
         )
         self.clock, self.seconds, self.checkpoint_seconds = Clock(p.seconds, p.step), p.seconds, 0.0
         self.stop_signals, self.signal = StopSignals(), 0
@@ -196,7 +196,8 @@ class Trainer:
     def train(self):
         """Take steps, and evaluate and save every eval_interval of them, until a limit or a signal ends the run."""
         cfg, ranks, progress = self.cfg, self.ranks, self.progress
-        end = self.reason_to_stop()
+        if not (end := self.reason_to_stop()):
+            rehearse_final_stage(self)
         if not progress.evaluated and (end or progress.step % cfg.eval_interval == 0):  # a signal prevented it
             self.evaluate_and_save()
             end = self.reason_to_stop()
@@ -206,11 +207,11 @@ class Trainer:
         self.batches = micro_batches(self)
         self.batch = next(self.batches)
         self.display, first = Display(cfg, progress.step, self.device, shown=ranks.master), True
-        advice = machine.memory_advice(cfg, self.model_cfg, self.accumulation, goes_on=bool(self.resume))
         self.network.train()
         self.clock.start_lap(progress.step)
         while not end:
-            with advice if first else nullcontext():
+            first = enter_stage(self) or first
+            with machine.memory_advice(cfg, self.model_cfg, self.stage, progress.step > 0) if first else nullcontext():
                 loss, grad_norm = self.train_step()
             self.writer.check()
             end = self.reason_to_stop()
@@ -237,17 +238,17 @@ class Trainer:
             group["lr"] = rate
         torch.manual_seed(hash((cfg.seed, step, ranks.rank)) % 2**63)  # dropout is a function of (seed, step, rank)
         loss_sum = torch.zeros((), device=self.device)
-        for micro in range(self.accumulation):
+        for micro in range(self.stage.accumulation):
             ranks.beat()
-            self.layout.average_next(self.network, last=micro == self.accumulation - 1)
+            self.layout.average_next(self.network, last=micro == self.stage.accumulation - 1)
             with self.autocast:
                 _, loss = self.network(*self.batch)
             ranks.beat()
-            self.scaler.scale_up(loss / self.accumulation).backward()
+            self.scaler.scale_up(loss / self.stage.accumulation).backward()
             loss_sum += loss.detach()
             self.batch = next(self.batches)  # read while the GPU computes
             self.share()
-            if self.signal and micro + 1 < self.accumulation:
+            if self.signal and micro + 1 < self.stage.accumulation:
                 return None, None
         norm = take_step(self.model, self.optimizer, self.scaler, cfg.grad_clip)
         self.progress.step += 1
@@ -287,21 +288,21 @@ class Trainer:
     def log_step(self, loss_sum, grad_norm):
         """Record the loss, averaged over the ranks, and the speed since the last line."""
         cfg, ranks, step = self.cfg, self.ranks, self.progress.step
-        loss = ranks.sum(loss_sum / self.accumulation / ranks.world).item()
+        loss = ranks.sum(loss_sum / self.stage.accumulation / ranks.world).item()
         pace, mfu = self.clock.steps_per_second(step), None  # steps a second
         speed = cfg.tokens_per_step * pace
         if peak := machine.peak_flops(self.device):
-            mfu = speed * self.model.flops_per_token(cfg.block_size, self.dtype) / (peak * ranks.world)
+            mfu = speed * self.model.flops_per_token(self.stage.block_size, self.dtype) / (peak * ranks.world)
         if not ranks.master:
             return
         shown = dict(lr=self.optimizer.param_groups[0]["lr"], tok_per_sec=speed, mfu=mfu)
         self.tracker.log(
             step, train_loss=loss, tokens=step * cfg.tokens_per_step, seconds=self.clock.seconds(),
             grad_norm=grad_norm.item(), **shown, skipped=self.skipped.total or None,
-            checkpoint_seconds=self.checkpoint_seconds or None,
+            checkpoint_seconds=self.checkpoint_seconds or None, context=self.stage.block_size,
         )  # fmt: skip
         self.checkpoint_seconds = 0.0
-        self.display.log(step, self.clock.seconds(), pace, loss, **shown)
+        self.display.log(step, self.clock.seconds(), pace, loss, stage=self.stage.name, **shown)
 
     def evaluate(self):
         """Return the mean loss a token over eval_tokens of the held-out split, or None if a signal came meanwhile."""
@@ -313,7 +314,7 @@ class Trainer:
         val_loss = self.evaluate()
         if val_loss is None:
             raise Failed(f"the evaluation is not finished: {self.reason_to_stop()}")
-        self.ranks.log(f"val loss {val_loss:.4f}")
+        self.ranks.log(f"val loss {val_loss:.4f} at context {self.val_windows.block_size:,}")
 
     def evaluate_and_log(self):
         """Evaluate and log the result, or leave that to the next start if a signal comes."""
@@ -327,7 +328,7 @@ class Trainer:
             tokens = step * cfg.tokens_per_step
             self.tracker.log(
                 step, val_loss=val_loss, tokens=tokens, seconds=self.clock.seconds(), **statistics,
-                relative_loss=relative_loss(val_loss, tokens, self.baseline),
+                relative_loss=relative_loss(val_loss, tokens, self.baseline), context=self.val_windows.block_size,
             )  # fmt: skip
             self.ranks.log(f"step {step}: val loss {val_loss:.4f}")
             if cfg.sample_tokens:

@@ -14,21 +14,31 @@ import torch
 from attention.double import device_of_doubles, double
 from data.loader import eval_batches, train_batch
 from generate import generate
+from runs.stages import stage_of
 
 
 def micro_batches(trainer):
-    """Yield (inputs, targets) [batch_size, block_size] on the device for this and every later micro-step."""
-    cfg, layout, n = trainer.cfg, trainer.layout, trainer.accumulation
+    """Yield (inputs, targets) [batch_size, block_size] on the device for this and every later micro-step.
+
+    Notes the index of the stage that a step belongs to as trainer.next_stage before it reads the step's first batch.
+    """
     for step in count(trainer.progress.step):
-        for micro in range(n):
-            sizes = layout.data_rank, layout.data_world, micro, n, cfg.batch_size
-            windows = trainer.train_windows
-            batch = train_batch(windows, cfg.seed, step, *sizes, spans=trainer.slices.of(windows.block_size))
+        trainer.next_stage = stage_of(trainer, step)
+        stage = trainer.stages[trainer.next_stage]
+        for micro in range(stage.accumulation):
+            sizes = *place(trainer), micro, stage.accumulation, stage.batch_size
+            spans = trainer.slices.of(stage.block_size)
+            batch = train_batch(stage.windows, trainer.cfg.seed, step, *sizes, spans=spans)
             trainer.ranks.beat()
             on_gpu = trainer.device.type == "cuda"
             if on_gpu:  # from pinned memory the copy runs beside the computation
                 batch = [x.pin_memory() for x in batch]
             yield [x.to(trainer.device, non_blocking=on_gpu) for x in batch]
+
+
+def place(trainer):
+    """Return (rank, world): which of how many parts of every batch this process reads."""
+    return trainer.layout.data_rank, trainer.layout.data_world
 
 
 @torch.no_grad()
@@ -37,8 +47,9 @@ def mean_loss(trainer):
     cfg, ranks, device = trainer.cfg, trainer.ranks, trainer.device
     trainer.network.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device_of_doubles(device))
-    share = trainer.layout.data_rank, trainer.layout.data_world, trainer.slices.of(trainer.val_windows.block_size)
-    for x, y in eval_batches(trainer.val_windows, cfg.eval_tokens, cfg.batch_size, *share):
+    final = trainer.stages[-1]
+    share = *place(trainer), trainer.slices.of(final.block_size)
+    for x, y in eval_batches(trainer.val_windows, cfg.eval_tokens, final.batch_size, *share):
         ranks.beat()
         x, y = x.to(device), y.to(device)
         tokens = (y != -1).sum()

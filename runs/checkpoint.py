@@ -59,6 +59,8 @@ class Progress:
     evaluated: bool = True  # False if metrics.jsonl has no validation loss of this step, which may be due
     model: dict | None = None  # settings of the model, to notice damage of config.json
     scaler: tuple = ()  # dtype=float16: the loss scale, and the steps since it changed
+    stages: list | tuple = ()  # [context, steps before it] of each stage after the first that has begun
+    context: int = 0  # of the validation losses, 0: block_size
 
 
 class Writer:
@@ -279,6 +281,7 @@ def settings(run, folder=None):
             found = json.load(f)
         for name, kind in (("model", dict), ("dataset", str), ("init_from", str), ("block_size", int)):
             _check_type(name, found[name], kind)
+        _check_type("then", found.get("then", ""), str)
         kinds = {of.name: of.type for of in fields(GPTConfig)}
         found["model"]["vocab_size"]
         for name, value in found["model"].items():

@@ -1,6 +1,6 @@
 """Context parallel: groups of ranks that share the tokens of their sequences, as --context_parallel=N asks for.
 
-    check_context(cfg, model_cfg)                       # refuses what cannot be split, before anything is allocated
+    check_context(cfg, model_cfg, contexts)             # refuses what cannot be split, before anything is allocated
     slices = split_context(model, layout, ...)          # from then on the model gets this rank's tokens of a sequence
     slices.of(block_size)                               # which these are: [(start, end), ...]
     with whole_sequences(model): ...                    # on one rank alone
@@ -18,14 +18,17 @@ from attention.context import Context, pieces_of
 from attention.variant import splits_context
 
 
-def check_context(cfg, model_cfg):
-    """Raise ValueError if sequences of the model of model_cfg cannot be spread over cfg.context_parallel ranks.
+def check_context(cfg, model_cfg, contexts):
+    """Raise ValueError if sequences of these lengths cannot be spread over cfg.context_parallel ranks by the model.
 
-    Their number must be a multiple of it, which runs.parallel.Layout checks.
+    The number of ranks must be a multiple of it, which runs.parallel.Layout checks.
     """
-    size, T = cfg.context_parallel, cfg.block_size
-    if size == 1:
-        return
+    size = cfg.context_parallel
+    for T in contexts if size > 1 else ():
+        _check_length(size, T, model_cfg)
+
+
+def _check_length(size, T, model_cfg):
     for layer in {name: model_cfg.layer(i) for i, name in enumerate(model_cfg.attention.split(","))}.values():
         variant, name = ATTENTIONS[layer.attention], f"attention={layer.attention}"
         try:

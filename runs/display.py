@@ -38,17 +38,18 @@ class Display:
         """Move the bar by a step."""
         self.bar.update()
 
-    def log(self, step, seconds, steps_per_second, loss, tok_per_sec, lr, mfu=None):
+    def log(self, step, seconds, steps_per_second, loss, tok_per_sec, lr, mfu=None, stage=""):
         """Show the numbers of a step, on the bar or as a line, with the time that is left at this speed.
 
-        seconds: of training so far.
+        seconds: of training so far. stage: the name of the stage, if the run has several.
         """
         speed = f"{tok_per_sec:,.0f} tok/s" + (f", mfu {mfu:.1%}" if mfu else "")
         left = f"{tqdm.format_interval(self.seconds_left(step, seconds, steps_per_second))} left"
-        self.bar.set_postfix_str(f"loss {loss:.4f}, {speed}, {left}")
+        stage = f", {stage}" if stage else ""
+        self.bar.set_postfix_str(f"loss {loss:.4f}, {speed}, {left}{stage}")
         if self.shown and self.bar.disable:
             memory = f"{peak_memory(self.device) / 1e9:.1f} GB"
-            print_to_terminal(f"step {step}: loss {loss:.4f}, {speed}, lr {lr:.2e}, {memory}, {left}")
+            print_to_terminal(f"step {step}{stage}: loss {loss:.4f}, {speed}, lr {lr:.2e}, {memory}, {left}")
 
     def seconds_left(self, step, seconds, steps_per_second):
         """Return the seconds until the first limit at this speed, without evaluations to come."""

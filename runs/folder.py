@@ -34,12 +34,13 @@ from runs.processes import warn
 from runs.settings import from_launcher, refuse
 
 # Settings that may change when a run goes on, because they do not change its steps. (max_seconds may change although
-# it ends the schedule: a run that is given more time should use it.)
+# it ends the schedule: a run that is given more time should use it. runs/stages.py refuses a `then` that would change
+# steps that were taken.)
 FREE = {
     "out_dir", "init_from", "overwrite", "max_seconds", "max_skipped", "eval_interval", "eval_tokens", "eval_only",
     "log_interval", "always_save_checkpoint", "sample_tokens", "baseline", "wandb", "wandb_log", "wandb_project",
     "wandb_run_name", "wandb_group", "wandb_tags", "device", "backend", "timeout", "gradient_accumulation_steps",
-    "activation_checkpointing",
+    "activation_checkpointing", "then",
 }  # fmt: skip
 # These do not change the steps either, unless there is dropout: each rank draws the masks for its own micro-batch, with
 # the random numbers of its device, and torch.compile draws others. (gradient_accumulation_steps follows from them.)

@@ -8,7 +8,7 @@ import torch
 from attention.check import first_line, kernel_failure
 from attention.dispatch import disable_kernels
 from runs.processes import Failed
-from runs.settings import from_launcher
+from runs.settings import divide_sequences, from_launcher
 
 # dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name that occurs in the device's name counts
 PEAK_FLOPS = {
@@ -23,13 +23,14 @@ def peak_flops(device):
     return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
 
 
-def check_kernels(model, block_size, dtype, ranks):
-    """Compare the kernels that the model trains on with float64; if they fail on one rank, disable them on all.
+def check_kernels(model, contexts, dtype, ranks):
+    """Compare the kernels that the model trains on, at these contexts, with float64; if they fail on one rank, disable
+    them on all.
 
     Local rank 0 compiles them; the other ranks of a node wait and read them from Triton's cache.
     """
     with ranks.local_rank_0_first():
-        failure = kernel_failure(model, block_size, dtype)
+        failure = next(filter(None, (kernel_failure(model, n, dtype) for n in contexts)), "")
     failure = ranks.first(failure)
     disable_kernels(failure)  # if there is one
     if failure:
@@ -69,10 +70,11 @@ def can_compile(setting, device, log):
 
 
 @contextmanager
-def memory_advice(cfg, model_cfg, accumulation, goes_on):
+def memory_advice(cfg, model_cfg, stage, goes_on):
     """Turn an out-of-memory error into Failed with advice how to need less memory at the same tokens_per_step.
 
-    goes_on: True for a run with a checkpoint, whose batch_size may not change if it has dropout.
+    stage: the one whose first step this is. goes_on: True for a run with a checkpoint, whose batch_size may not change
+    if it has dropout.
     """
     try:
         yield
@@ -81,9 +83,16 @@ def memory_advice(cfg, model_cfg, accumulation, goes_on):
     else:
         return
     ways = []
-    if cfg.batch_size > 1 and not (goes_on and model_cfg.dropout):
-        smaller = max(d for d in range(1, cfg.batch_size) if cfg.batch_size % d == 0)
-        again = accumulation * cfg.batch_size // smaller
+    sequences = stage.batch_size * stage.accumulation
+    sizes = {
+        d: divide_sequences(sequences, d * cfg.block_size // stage.block_size)
+        for d in range(1, cfg.batch_size)
+        if cfg.batch_size % d == 0
+    }
+    fewer = [d for d, (batch_size, _) in sizes.items() if batch_size < stage.batch_size]
+    if fewer and not (goes_on and model_cfg.dropout):
+        smaller = fewer[-1]
+        again = sizes[smaller][1]
         steps = cfg.gradient_accumulation_steps * cfg.batch_size // smaller
         also = f" --gradient_accumulation_steps={steps}" if steps else ""
         ways.append(
@@ -93,5 +102,6 @@ def memory_advice(cfg, model_cfg, accumulation, goes_on):
         ways.append("--activation_checkpointing=True")
     if not cfg.shard and from_launcher("WORLD_SIZE", 1) > 1 and not (goes_on and model_cfg.dropout):
         ways.append("--shard=True")
-    ways = " or ".join(ways or ["a smaller block_size or model"])
-    raise Failed(f"out of GPU memory in the first step: try {ways}")
+    ways = " or ".join(ways or ["a smaller context or model"])
+    where = "the first step" + (f" of {stage.name}" if stage.name else "")
+    raise Failed(f"out of GPU memory in {where}: try {ways}")

@@ -122,10 +122,10 @@ class Layout:
         if self.sharded:
             if compiled:
                 for block in model.transformer.h:
-                    block.forward = torch.compile(block.forward)
-                model.loss = torch.compile(model.loss)
+                    block.forward = torch.compile(block.forward, dynamic=False)
+                model.loss = torch.compile(model.loss, dynamic=False)
             return model, model
-        network = torch.compile(model) if compiled else model
+        network = torch.compile(model, dynamic=False) if compiled else model
         if not self.ranks.distributed:
             return network, network
         ids = [self.device] if self.device.type == "cuda" else None

@@ -219,6 +219,13 @@ def accumulation_steps(cfg, given, world):
     return cfg.tokens_per_step // tokens
 
 
+def divide_sequences(sequences, most):
+    """Return (batch_size, accumulation), whose product is the sequences of a step on a rank, with the largest
+    batch_size that divides them and is not above `most`; 1 if that is less."""
+    batch_size = max(n for n in range(1, max(1, min(most, sequences)) + 1) if sequences % n == 0)
+    return batch_size, sequences // batch_size
+
+
 def _whole(x):
     if x != int(x) or abs(x) >= 2**63:  # more than that no tensor and no array can hold
         raise ValueError

@@ -112,10 +112,11 @@ class SkippedSteps:
         self.pending = None if wait else step
 
 
-def baseline_losses(run):
+def baseline_losses(run, context):
     """Return [(tokens, validation loss)] of the run in this folder, for relative_loss; [] if run is "".
 
-    Refuses a folder without such losses. Losses that are not finite are left out.
+    Losses at another context than this one are taken, with a warning, only if there are no others. Refuses a folder
+    without losses. Those that are not finite are left out.
     """
     if not run:
         return []
@@ -123,9 +124,13 @@ def baseline_losses(run):
     if not os.path.isfile(path):
         refuse(f"baseline must be a run's folder, got {run}: there is no {path}")
     try:
-        pairs = [(line.get("tokens"), line.get("val_loss")) for line in map(json.loads, whole_lines(path))]
+        lines = [line for line in map(json.loads, whole_lines(path)) if "val_loss" in line]
     except OSError as error:
         refuse(f"baseline {run} cannot be read: {error}")
+    like = [line for line in lines if line.get("context", context) == context]  # earlier versions did not name it
+    if lines and not like:
+        warn(f"baseline {run} was not evaluated at context {context}: relative_loss compares losses of two contexts")
+    pairs = [(line.get("tokens"), line["val_loss"]) for line in like or lines]
     if found := sorted(pair for pair in pairs if all(map(_is_positive, pair))):
         return found
     refuse(f"baseline must be a run that was evaluated, got {run}: {path} has no line with val_loss and tokens")

@@ -198,6 +198,8 @@ def wandb_row(line):
     row = {"iter": line["step"]} | {name: line[key] for key, name in names.items() if key in line}
     if "val_loss" in line:
         row["val/iter"] = line["step"]  # see known_steps
+    if "context" in line:
+        row["val/context" if "val_loss" in line else "train/context"] = line["context"]
     if "mfu" in line:
         row["mfu"] = 100 * line["mfu"]  # percent, as nanoGPT has it
     for key, value in line.items():

@@ -286,3 +286,18 @@ def test_refuses_a_wrong_command_line_in_one_line(tmp_path, capsys, argv):
         compare.main([write_run(tmp_path / "a", [4.0]), *argv] if argv else [])
     assert stop.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_speeds_are_of_each_context_and_other_contexts_of_val_losses_are_named(tmp_path, capsys, table_only):
+    for name, contexts in (("staged", [32, 32, 256, 256]), ("plain", [32] * 4)):
+        (tmp_path / name).mkdir()
+        lines = [dict(step=i, train_loss=4.0, tok_per_sec=1000 * n, context=n) for i, n in enumerate(contexts, 1)]
+        lines.append(dict(step=4, val_loss=3.0, context=contexts[-1]))
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    staged, plain = (str(tmp_path / name) for name in ("staged", "plain"))
+    compare.main([staged, plain, *table_only])
+    out = capsys.readouterr().out
+    assert "| 32,000 then 256,000 |" in out and "| 32,000 |" in out
+    assert out.endswith("val losses at different contexts: staged 256, plain 32\nwrote " + table_only[1][6:] + "\n")
+    compare.main([plain, *table_only])
+    assert "different contexts" not in capsys.readouterr().out

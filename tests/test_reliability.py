@@ -483,7 +483,8 @@ def test_a_run_of_an_earlier_version_goes_on(go, finished, capsys, older):
     assert_same_run("out/a", made)
     saved = [json.load(open(f"{folder}/ckpt/step_00000006/progress.json")) for folder in (run, made)]
     assert saved[0].pop("seconds") > 1.5 and saved[1].pop("seconds") and saved[0] == saved[1]
-    assert list(saved[0]) == ["step", "best", "best_step", "wandb_id", "skipped", "evaluated", "model", "scaler"]
+    names = "step best best_step wandb_id skipped evaluated model scaler stages context"
+    assert list(saved[0]) == names.split()
     assert sorted(os.listdir(f"{run}/ckpt/step_00000006")) == [
         "checksums.json", "model.safetensors", "optimizer.pt", "progress.json",
     ]  # fmt: skip

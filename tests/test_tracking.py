@@ -384,12 +384,12 @@ def test_an_upload_that_cannot_be_is_refused_in_one_line(tmp_path, fake, capsys,
 )
 def test_a_baseline_without_losses_is_refused(tmp_path, capsys, text):
     (tmp_path / "metrics.jsonl").write_text(text)
-    assert "baseline must be a run that was evaluated" in refused(capsys, baseline_losses, str(tmp_path))
+    assert "baseline must be a run that was evaluated" in refused(capsys, baseline_losses, str(tmp_path), 32)
 
 
 def test_losses_of_a_baseline_that_are_no_numbers_are_left_out(tmp_path):
     values = ["NaN", "0.0", "null", "Infinity", "1" + "0" * 400, "2.0"]
     lines = [f'{{"step": {i}, "tokens": {i}, "val_loss": {value}}}\n' for i, value in enumerate(values)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    assert baseline_losses(str(tmp_path)) == [(5, 2.0)] and baseline_losses("") == []
+    assert baseline_losses(str(tmp_path), 32) == [(5, 2.0)] and baseline_losses("", 32) == []
     assert relative_loss(3.0, 5, [(5, 2.0)]) == 0.5 and relative_loss(3.0, 6, [(5, 2.0)]) is None

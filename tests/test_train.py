@@ -46,7 +46,7 @@ def test_a_run_folder_has_all_that_is_needed_to_read_it(go):
     lines = [json.loads(line) for line in open("out/a/metrics.jsonl")]
     assert {"step", "train_loss", "tokens", "seconds", "lr", "grad_norm", "tok_per_sec"} <= lines[0].keys()
     assert lines[0]["tokens"] == 256 and "mfu" not in lines[0]  # no peak is known for a CPU
-    assert lines[3].keys() - {"gate", "beta"} == {"step", "val_loss", "tokens", "seconds"}
+    assert lines[3].keys() - {"gate", "beta"} == {"step", "val_loss", "tokens", "seconds", "context"}
     (start,) = json.load(open("out/a/environment.json"))
     assert (
         start["versions"]["torch"] == torch.__version__.split("+")[0] or start["versions"]["torch"] == torch.__version__
@@ -348,8 +348,8 @@ def test_wandb_has_nanogpts_names_and_our_own_step(go, monkeypatch):
     assert again["config"]["parameters"] > 30000 and again["config"]["seed"] == 1337
     assert again["config"]["commit"] == json.load(open("out/a/environment.json"))[-1]["commit"]
     assert (("*",), {"step_metric": "iter"}) in fake.metrics
-    assert fake.rows[0].keys() == {"iter", "train/loss", "lr", "train/tok_per_sec", "train/grad_norm"}
-    assert fake.rows[3].keys() == {"iter", "val/iter", "val/loss"}
+    assert fake.rows[0].keys() == {"iter", "train/loss", "lr", "train/tok_per_sec", "train/grad_norm", "train/context"}
+    assert fake.rows[3].keys() == {"iter", "val/iter", "val/loss", "val/context"}
     assert fake.rows[4].keys() == {"iter", "samples"} and [row[0] for row in fake.rows[4]["samples"]] == [3]
     monkeypatch.setenv("WANDB_API_KEY", "key")
     fake.network = False
@@ -387,7 +387,8 @@ def test_config_files_are_complete(dataset, tmp_path, monkeypatch):  # noqa: F81
         model = GPTConfig(**{f.name: given[f.name] for f in fields(GPTConfig) if f.name in given})
         if given.get("dataset") == "longcrawl64":
             attention = "hybrid" if "," in model.attention else model.attention
-            assert name in {attention, f"{attention}_p{model.p}", f"{attention}_mixture", f"{attention}_glu"}
+            endings = "", f"_p{model.p}", f"_p{model.p}_stages", "_mixture", "_glu"
+            assert name in {attention + ending for ending in endings}
             cfg = train.TrainConfig(**{f.name: given[f.name] for f in fields(train.TrainConfig) if f.name in given})
             assert (cfg.block_size, cfg.tokens_per_step) == (4096, 524288)
             for world in (1, 2, 4, 8):
@@ -566,7 +567,7 @@ def test_kernels_that_fail_on_one_rank_are_used_on_none(monkeypatch):
     monkeypatch.setattr(machine, "kernel_failure", lambda *args: "")
     monkeypatch.setattr(machine, "disable_kernels", failures.append)
     ranks = types.SimpleNamespace(first=lambda failure: failure or "wrong results on rank 1", log=lines.append)
-    machine.check_kernels(None, 1024, torch.bfloat16, ranks)
+    machine.check_kernels(None, [1024], torch.bfloat16, ranks)
     assert failures == ["wrong results on rank 1"] and "fail on this machine: wrong results on rank 1" in lines[0]
 
 
