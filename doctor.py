@@ -186,12 +186,13 @@ def try_kernels():
     try:
         import torch
 
-        from attention.check import HEINSEN_SIZES, SIZES, check, check_heinsen
-        from kernels import heinsen_unsupported_reason, unsupported_reason
+        from attention.check import HEINSEN_SIZES, SIZES, check, check_fused, check_heinsen
+        from kernels import heinsen_unsupported_reason, unsupported_reason, unusable_machine
 
         supported = lambda form, dtype, D, p, gated, E=None, n=None: not unsupported_reason(form, dtype, D, E or D, p)
         log = [size for size in HEINSEN_SIZES if not heinsen_unsupported_reason(size[0], size[2], size[2])]
-        for line, ok in (*check([size for size in SIZES if supported(*size)]), *check_heinsen(log)):
+        fused = () if unusable_machine() else check_fused()
+        for line, ok in (*check([size for size in SIZES if supported(*size)]), *check_heinsen(log), *fused):
             trials[f"kernels, {line}"] = "" if ok else "too far from float64"
         if supported("quadratic", torch.bfloat16, 64, 2, False):
             trials |= try_generation()

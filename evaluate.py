@@ -43,7 +43,7 @@ class EvaluateConfig:
     pack: bool = False  # concatenate documents, to read on where one ends
     piece: int = 0  # tokens to read at a time; 0: 65,536 on a GPU, else 1,024
     png: str = "loss_by_position.png"  # where the picture goes
-    device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
+    device: str = "auto"  # auto: cuda or cpu; cuda:1, ...; mps (Apple's GPUs: untested)
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
     json: bool = False  # end with one JSON line: the mean losses of each run between powers of two
 

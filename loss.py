@@ -3,7 +3,26 @@
 import torch
 from torch.nn import functional as F
 
+from attention.backend import cross_entropy_
+from attention.dispatch import uses_fused
+
 LOSS_TOKENS = 16384  # logits of at most this many tokens exist at any time: 3.3 GB of float32 for GPT-2
+
+
+def compute_losses(logits, targets, vocab_size, differentiate):
+    """Return the losses [N] of logits [N, V] and their gradient [N, V] in the logits' dtype, or None if it is not asked
+    for; targets [N] of -1 have neither. The logits may be overwritten."""
+    if uses_fused("cross_entropy", logits):
+        losses = cross_entropy_(logits, targets, vocab_size, differentiate)
+        return losses, logits if differentiate else None
+    column, dtype = torch.arange(logits.shape[1], device=logits.device), logits.dtype
+    counts, target = (targets != -1).unsqueeze(1), targets.clamp(min=0).unsqueeze(1)
+    logits = logits.to(torch.promote_types(dtype, torch.float32)).where(column < vocab_size, float("-inf"))
+    log_sum = logits.logsumexp(1, keepdim=True)
+    losses = (log_sum - logits.gather(1, target)) * counts
+    if not differentiate:
+        return losses, None
+    return losses, (((logits - log_sum).exp() - (column == target).to(logits.dtype)) * counts).to(dtype)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -18,16 +37,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
         w, total, dxs, dw = weight.to(dtype), 0, [], torch.zeros_like(weight)
-        column = torch.arange(len(weight), device=x.device)
         for rows, target in zip(x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS)):
-            rows, counts = rows.to(dtype), (target != -1).unsqueeze(1)
-            target = target.clamp(min=0).unsqueeze(1)
-            logits = F.linear(rows, w).to(torch.promote_types(dtype, torch.float32))
-            logits = logits.where(column < vocab_size, float("-inf"))
-            log_sum = logits.logsumexp(1, keepdim=True)
-            total = total + ((log_sum - logits.gather(1, target)) * counts).sum()
+            rows = rows.to(dtype)
+            losses, d = compute_losses(F.linear(rows, w), target, vocab_size, differentiate)
+            total = total + losses.sum()
             if differentiate:
-                d = (((logits - log_sum).exp() - (column == target).to(logits.dtype)) * counts).to(dtype)
                 dxs.append(d @ w)
                 dw += d.t() @ rows
         count = (targets != -1).sum().clamp(min=1)

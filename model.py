@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention import ATTENTIONS
+from attention import ATTENTIONS, LayerNorm
 from attention.dispatch import FORMS
 from attention.state import ModelState
 from loss import LinearCrossEntropy
@@ -162,10 +162,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
         self.attn = Attention(config)
         if not self.attn.replaces_mlp:
-            self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+            self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
             self.mlp = MLP(config)
 
     def forward(self, x, resets=None, state=None):
@@ -184,7 +184,7 @@ class GPT(nn.Module):
                 wte=nn.Embedding(config.padded_vocab_size, config.n_embd),  # counts as the head too
                 ln_wte=nn.LayerNorm(config.n_embd, bias=config.bias),
                 h=nn.ModuleList(map(Block, layers)),
-                ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
+                ln_f=LayerNorm(config.n_embd, bias=config.bias),
             )
         )
         embeddings = (ATTENTIONS[layer.attention].position_embedding(layer) for layer in layers)

@@ -27,7 +27,7 @@ from runs import checkpoint, folder, machine
 from runs.batches import mean_loss, micro_batches, sample_text
 from runs.context import check_context, split_context, whole_sequences
 from runs.display import Display, describe_attention
-from runs.optimizer import clip_gradients, learning_rate, make_optimizer
+from runs.optimizer import LossScaler, learning_rate, make_optimizer, take_step
 from runs.parallel import Layout
 from runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from runs.settings import (
@@ -52,14 +52,16 @@ class TrainConfig:
     pack: bool = False  # join documents, and reset the state where one starts
     context_parallel: int = 1  # ranks that share the tokens of each sequence
     # optimizer
+    optimizer: str = "adamw"  # or muon: Muon for the linear weights of attention and MLP, AdamW for all others
     max_iters: int = 100000  # optimizer steps
-    max_seconds: float = 0.0  # of training and evaluation, 0: no limit; with decay_lr the speed then decides the rates
-    learning_rate: float = 6e-4  # the highest; constant unless decay_lr
+    max_seconds: float = 0.0  # of training and evaluation, 0: no limit; the speed then decides when a schedule ends
+    learning_rate: float = 6e-4  # the highest
     warmup_iters: int = 0  # steps of linear warm-up
-    decay_lr: bool = False  # cosine down to min_lr, by lr_decay_iters or max_seconds, whichever ends first
-    lr_decay_iters: int = 0  # steps after which the cosine ends; 0: max_iters
-    min_lr: float = 6e-5  # learning rate at which the cosine ends
-    weight_decay: float = 0.0  # of AdamW, on matrices and embeddings
+    schedule: str = "constant"  # or cosine (nanoGPT's decay_lr=True); or wsd: constant, then down over decay_share
+    decay_share: float = 0.2  # share of the run, at its end, in which wsd goes down
+    lr_decay_iters: int = 0  # steps after which cosine and wsd end, if max_seconds are not over before; 0: max_iters
+    min_lr: float = 6e-5  # learning rate at which cosine and wsd end
+    weight_decay: float = 0.0  # on matrices and embeddings
     beta1: float = 0.9  # of AdamW
     beta2: float = 0.95  # of AdamW
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
@@ -79,8 +81,8 @@ class TrainConfig:
     wandb_group: str = ""  # group of runs in wandb
     wandb_tags: str = ""  # in wandb, with commas between
     # machine
-    device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
-    dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
+    device: str = "auto"  # auto: cuda or cpu; cuda:1, ...; mps (Apple's GPUs: untested, in plain PyTorch)
+    dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32; float16: with a loss scale
     compile: str = "auto"  # auto: use torch.compile on a GPU if its toolchain works; True, False
     backend: str = "auto"  # of torch.distributed: nccl on GPUs, gloo on CPUs
     shard: bool = False  # cut weights, gradients and moments over the ranks (FSDP2) instead of a copy on each
@@ -141,7 +143,7 @@ class Trainer:
         self.settings = {**asdict(cfg), "model": asdict(self.model_cfg), "data": folder.fingerprint(dataset)}
         self.settings |= {"ranks": ranks.world, "device_type": self.device.type}
         if saved:
-            folder.refuse_other_settings(cfg.out_dir, saved, self.settings)
+            folder.refuse_other_settings(cfg.out_dir, saved, self.settings, self.resume)
 
     def start(self):
         """Connect with the other ranks and, on rank 0, open out_dir; return the lock on it, a context manager."""
@@ -173,7 +175,7 @@ class Trainer:
             checkpoint.load(self.source, self.model)
             ranks.log(f"weights from {self.source}")
         p.model = asdict(self.model_cfg)
-        self.skipped = SkippedSteps(*p.skipped)
+        self.skipped, self.scaler = SkippedSteps(*p.skipped), LossScaler(self.dtype, device, *p.scaler)
         machine.check_kernels(self.model, cfg.block_size, self.dtype, ranks)
         compiled = machine.can_compile(cfg.compile, device, ranks.log)
         self.slices = split_context(self.model, self.layout, cfg.block_size, self.dtype, compiled)
@@ -240,17 +242,14 @@ class Trainer:
             self.layout.average_next(self.network, last=micro == self.accumulation - 1)
             with self.autocast:
                 _, loss = self.network(*self.batch)
-            (loss / self.accumulation).backward()
+            ranks.beat()
+            self.scaler.scale_up(loss / self.accumulation).backward()
             loss_sum += loss.detach()
             self.batch = next(self.batches)  # read while the GPU computes
             self.share()
             if self.signal and micro + 1 < self.accumulation:
                 return None, None
-        norm = clip_gradients(self.model.parameters(), cfg.grad_clip or math.inf)
-        # where the norm is not finite, on all ranks alike, the optimizer leaves weights and moments as they are
-        self.optimizer.found_inf = (~norm.isfinite()).float()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = take_step(self.model, self.optimizer, self.scaler, cfg.grad_clip)
         self.progress.step += 1
         self.progress.evaluated, self.diverged = False, False
         self.display.step()
@@ -273,7 +272,7 @@ class Trainer:
 
     def count_skipped(self, grad_norm, wait):
         """Count the step if it was skipped; raise Failed after max_skipped such steps in a row."""
-        self.skipped.count(grad_norm, wait)
+        self.skipped.count(grad_norm, wait, self.scaler.searching)
         if self.skipped.in_a_row < self.cfg.max_skipped:
             return
         self.writer.wait()
@@ -358,7 +357,7 @@ class Trainer:
         self.saved = progress.step, progress.evaluated
         if self.ranks.master:
             progress.seconds, progress.wandb_id = self.clock.seconds(), self.tracker.run_id
-            progress.skipped = self.skipped.total, self.skipped.in_a_row
+            progress.skipped, progress.scaler = (self.skipped.total, self.skipped.in_a_row), self.scaler.state()
             self.tracker.flush_to_disk()
         self.writer.save(self.model, self.optimizer, progress)
         self.checkpoint_seconds += time.perf_counter() - begin

@@ -5,8 +5,9 @@ adaptive_power, heinsen; variant is what the model asks of each of them. embeddi
 mathematics that they share; naive is the specification, power the operator, forms its fast PyTorch (adaptive_forms:
 with a power for each query), dispatch the choice between the forms, backend the door to the GPU kernels; state and
 memory hold the state of generation. heinsen_naive and heinsen_forms are the same for heinsen, log_position is its
-position embedding. sequences has what packed sequences of any lengths need, arguments the operators' refusals; check
-compares the kernels with the specifications. compat/ has the interfaces of two libraries.
+position embedding. sequences has what packed sequences of any lengths need, packed is softmax within documents,
+arguments has the operators' refusals; layer_norm and fused are LayerNorm on a kernel; check compares the kernels with
+the specifications. compat/ has the interfaces of two libraries.
 """
 
 from .adaptive_power import AdaptivePower
@@ -14,6 +15,7 @@ from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower
 from .forms import PowerState
 from .heinsen import Heinsen, LogState, heinsen_attention
+from .layer_norm import LayerNorm
 from .power import power_attention, power_attention_sums
 from .softmax import Softmax
 from .sympow import Sympow
@@ -31,7 +33,8 @@ ATTENTIONS = {
 }
 
 __all__ = [
-    "ATTENTIONS", "LogState", "PowerState", "Variant", "heinsen_attention", "power_attention", "power_attention_sums",
+    "ATTENTIONS", "LayerNorm", "LogState", "PowerState", "Variant", "heinsen_attention", "power_attention",
+    "power_attention_sums",
     *(cls.__name__ for cls in ATTENTIONS.values()),
 ]  # fmt: skip
 

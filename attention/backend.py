@@ -8,16 +8,16 @@ from pathlib import Path
 
 if INSTALLED := "." in __package__:
     from .. import kernels
-    from ..kernels import cost, heinsen_unsupported_reason, unsupported_reason, width
+    from ..kernels import cost, heinsen_unsupported_reason, unsupported_reason, unusable_machine, width
     from ..kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 else:
     import kernels
-    from kernels import cost, heinsen_unsupported_reason, unsupported_reason, width
+    from kernels import cost, heinsen_unsupported_reason, unsupported_reason, unusable_machine, width
     from kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 
 __all__ = [
     "cost", "heinsen_unsupported_reason", "make_sqrt_multiplicity", "symmetric_power_dim", "tails_of",
-    "unsupported_reason", "width",
+    "unsupported_reason", "unusable_machine", "width",
 ]  # fmt: skip
 
 NAMESPACE = kernels.NAMESPACE  # of the torch operators
@@ -52,6 +52,15 @@ def heinsen_operator():
     else:
         from kernels import heinsen_operator
     return heinsen_operator
+
+
+def fused():
+    """Return the module kernels.fused."""
+    if INSTALLED:
+        from ..kernels import fused
+    else:
+        from kernels import fused
+    return fused
 
 
 def quadratic_attention(q, k, v, log_g, *, p):
@@ -94,3 +103,15 @@ def query_state(q, S, z, *, p, chunk):
 
 def chunked_bytes_needed(q, k, v, p, chunk, backward):
     return operators().chunked.bytes_needed(q, k, v, p, chunk, backward=backward)
+
+
+def rotate(q, k, cos, sin, angle):
+    return fused().rotate(q, k, cos, sin, angle)
+
+
+def cross_entropy_(logits, targets, vocab_size, gradient):
+    return fused().cross_entropy_(logits, targets, vocab_size, gradient)
+
+
+def layer_norm_backward(dy, x, weight, mean, rstd, bias):
+    return fused().layer_norm_backward(dy, x, weight, mean, rstd, bias)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from . import backend, heinsen_naive, naive
+from .fused import FusedLayerNorm
 
 
 class Size(NamedTuple):
@@ -175,6 +176,71 @@ def _heinsen(q, k, v, resets):
     return torch.cat(y, 1)
 
 
+# the fused kernels of dispatch.FUSED, and the dtypes of their inputs
+FUSED_SIZES = [
+    (name, dtype) for name in ("rotary", "layer_norm", "cross_entropy") for dtype in (torch.bfloat16, torch.float32)
+]  # fmt: skip
+
+
+def check_fused(sizes=FUSED_SIZES):
+    """Yield what `check` does for the fused kernels."""
+    for name, dtype in sizes:
+        yield _line(f"{name} {str(dtype).removeprefix('torch.')}", fused_errors(name, dtype), dtype)
+
+
+def fused_errors(name, dtype, T=1500, device="cuda"):
+    """Return what `errors` does for a fused kernel and T tokens."""
+    generator = torch.Generator(device).manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, device=device, generator=generator)
+    dy = make(2, T, 5, 64).to(dtype)
+    if name == "rotary":  # with angles of each sequence, as a learned speed makes them
+        names, fused, exact, inputs = ("y", "dx", "dangle"), _rotate, _rotate_exactly, (dy.roll(1, 1), make(2, T, 32))
+    elif name == "layer_norm":
+        names, fused, exact = ("y", "dx", "dweight", "dbias"), _normalize, _normalize_exactly
+        inputs = dy.flatten(2).roll(1, 1) + 3, make(320), make(320)
+        dy = dy.flatten(2)
+    else:
+        targets = torch.randint(999, (T,), device=device, generator=generator)
+        targets[::7] = -1
+        names, fused, exact = ("y", "dlogits"), partial(_Losses.apply, targets), partial(_losses_exactly, targets)
+        inputs, dy = (3 * make(T, 1024).to(dtype),), torch.ones(T, device=device)
+    torch.full((2**24,), float("nan"), device=device)  # a kernel that reuses this memory must write all of it
+    return _compare(names, fused, exact, inputs, dy)
+
+
+def _rotate(x, angle):
+    cos, sin = angle.detach().cos(), angle.detach().sin()
+    return torch.cat(backend.rotate(*x.split((3, 2), 2), cos, sin, angle), 2)
+
+
+def _rotate_exactly(x, angle):
+    factors = torch.polar(torch.ones_like(angle), angle).unsqueeze(2)
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * factors).flatten(-2)
+
+
+def _normalize(x, weight, bias):
+    return FusedLayerNorm.apply(x, weight, bias, 1e-5, x.dtype)
+
+
+def _normalize_exactly(x, weight, bias):
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias)
+
+
+class _Losses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, targets, logits):
+        ctx.gradient = logits.clone()
+        return backend.cross_entropy_(ctx.gradient, targets, 999, True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, ctx.gradient * grad.unsqueeze(1)
+
+
+def _losses_exactly(targets, logits):
+    return torch.nn.functional.cross_entropy(logits[:, :999], targets, reduction="none", ignore_index=-1)
+
+
 def failure(form, dtype, D, p, gated, device="cuda"):
     """Return "" if the kernels of this size agree with float64 on a GPU, else one line that says why not.
 
@@ -189,6 +255,12 @@ def heinsen_failure(dtype, v_dtype, D, device="cuda"):
     """Return what `failure` does for the kernels of log attention."""
     size = dtype, v_dtype, D
     return _failure(size, f"heinsen, {dtype}, values {v_dtype}, D={D}", lambda: check_heinsen([size]), device)
+
+
+def fused_failure(name, dtype, device="cuda"):
+    """Return what `failure` does for the fused kernel `name`."""
+    size = name, dtype
+    return _failure(size, f"fused {name}, {dtype}", lambda: check_fused([size]), device)
 
 
 def _failure(size, name, compare, device):

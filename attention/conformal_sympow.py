@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .gates import linear_fp32, make_gate
-from .rotary import rotary
+from .rotary import rotate
 from .sympow import Sympow, sympow_attention
 
 
@@ -25,7 +25,7 @@ def conformal_sympow_attention(q, k, v, log_g, positions, *, p, base, form="auto
     positions [B, T] float64: the running sums of beta [B, T], the speed of rotation at each token; base is N.
     log_g [B, T, Hkv] or None: natural log of the gates. See `power_attention`.
     """
-    q, k = rotary(q, positions, base), rotary(k, positions, base)
+    q, k = rotate(q, k, positions, base)
     return sympow_attention(q, k, v, p=p, log_g=log_g, form=form, chunk_size=chunk_size)
 
 

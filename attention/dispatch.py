@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from .backend import cost, heinsen_unsupported_reason, symmetric_power_dim, unsupported_reason, width
-from .check import failure, heinsen_failure
+from .backend import (
+    cost, heinsen_unsupported_reason, symmetric_power_dim, unsupported_reason, unusable_machine, width,
+)  # fmt: skip
+from .check import failure, fused_failure, heinsen_failure
 from .forms import dtype_after_state
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
@@ -147,9 +149,34 @@ def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
     return reason
 
 
+# Kernels for the steps of training outside of attention: "rotary", "layer_norm" and "cross_entropy". One is switched on
+# here once `python bench/fused.py` has shown on a GPU that it is faster than what torch.compile makes of PyTorch.
+FUSED = ()
+
+
+def uses_fused(name, x):
+    """Return True if the fused kernel `name` computes the tensor x."""
+    return name in FUSED and not fused_kernel_reason(name, x.device, x.dtype)
+
+
+def fused_kernel_reason(name, device, dtype):
+    """Return why the fused kernel `name` cannot be used for tensors of this device and dtype, or "". Warn once for each
+    reason if the device, as for `kernel_reason`, is a GPU."""
+    device = torch.device(device)
+    if reason := _reason_of_tensors(device, dtype):
+        return reason
+    reason = _disabled or unusable_machine(device)
+    if not reason:
+        warn_if_untested()
+        reason = fused_failure(name, dtype, device)
+    if reason:
+        warn_once(f"{name} runs in plain PyTorch, not on its Triton kernel: {reason}")
+    return reason
+
+
 # torch.compile asks once and does not look inside. torch.compiler.assume_constant_result sets this mark too, but it
 # imports torch._dynamo, which takes 2 s that a program without torch.compile need not wait.
-for asked in (kernel_reason, failed_check, heinsen_kernel_reason):
+for asked in (kernel_reason, failed_check, heinsen_kernel_reason, fused_kernel_reason):
     asked._dynamo_marked_constant = True
 
 

@@ -13,6 +13,8 @@ import math
 import torch
 
 from .backend import NAMESPACE
+from .backend import rotate as rotate_on_kernel
+from .dispatch import uses_fused
 
 
 def rotation_rates(d, base, device=None):
@@ -20,13 +22,18 @@ def rotation_rates(d, base, device=None):
     return float(base) ** (-torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
 
 
+def angles(u, d, base, dtype):
+    """Return the angle of each pair, less whole turns, [..., T, d / 2] in dtype, for u [..., T] float64."""
+    turns = u.unsqueeze(-1) * rotation_rates(d, base, u.device)
+    return (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
+
+
 def rotation(u, d, base, dtype):
     """Return the factors of x and of each entry's partner in its pair, for u [..., T] float64.
 
     Both are [..., T, d] in dtype: (cos, cos) and (-sin, sin) of each pair's angle.
     """
-    turns = u.unsqueeze(-1) * rotation_rates(d, base, u.device)
-    angle = (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
+    angle = angles(u, d, base, dtype)
     cos, sin = angle.cos(), angle.sin()
     return torch.stack((cos, cos), dim=-1).flatten(-2), torch.stack((-sin, sin), dim=-1).flatten(-2)
 
@@ -46,11 +53,40 @@ def _(u, d, base, dtype):
 def rotary(x, u, base):
     """Return R(u theta) x: x rotated by the positions u.
 
-    x [B, T, H, D], D even; u [B, T] or [T] float64. Returns [B, T, H, D] in x's dtype (computed in float32, or in
-    float64 when x is), differentiable in x and u.
+    x [B, T, H, D], D even; u [B, T] or [T] float64, on the CPU where x's device has none. Returns [B, T, H, D] in x's
+    dtype (computed in float32, or in float64 when x is), differentiable in x and u.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     compute = _rotation if torch.compiler.is_compiling() and not u.requires_grad else rotation
-    cos, sin = (r.unsqueeze(-2) for r in compute(u, x.shape[-1], float(base), dtype))  # [B, T, 1, D]
+    cos, sin = (r.to(x.device).unsqueeze(-2) for r in compute(u, x.shape[-1], float(base), dtype))  # [B, T, 1, D]
     y = x.to(dtype)
     return (y * cos + y.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin).to(x.dtype)
+
+
+def rotate(q, k, u, base):
+    """Return R(u theta) q and R(u theta) k, as `rotary` does each of q [B, T, H, D] and k [B, T, Hkv, D]."""
+    if not (uses_fused("rotary", q) and q.dtype == k.dtype):
+        return rotary(q, u, base), rotary(k, u, base)
+    D = q.shape[-1]
+    if u.requires_grad:
+        angle = angles(u, D, float(base), torch.float32)
+        table = angle.detach().cos(), angle.detach().sin()
+    else:
+        angle, table = None, (_table if torch.compiler.is_compiling() else make_table)(u, D, float(base))
+    return rotate_on_kernel(q, k, *table, angle)
+
+
+def make_table(u, d, base):
+    """Return cos and sin of the angle of each pair, both [..., T, d / 2] float32, for u [..., T] float64."""
+    angle = angles(u, d, base, torch.float32)
+    return angle.cos(), angle.sin()
+
+
+@torch.library.custom_op(f"{NAMESPACE}::rotation_table", mutates_args=())  # for the same reason as _rotation
+def _table(u: torch.Tensor, d: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return make_table(u, d, base)
+
+
+@_table.register_fake
+def _(u, d, base):
+    return tuple(u.new_empty(*u.shape, d // 2, dtype=torch.float32) for _ in range(2))

@@ -10,14 +10,16 @@ from torch.nn import functional as F
 
 from .circulate import SoftmaxPairs, circulate
 from .gates import reset_gates
+from .packed import attend_within, find_documents
 from .variant import KVCacheVariant
 
 
 def softmax_attention(q, k, v, log_g=None, *, scale=None):
     """Compute causal softmax attention with torch's scaled_dot_product_attention.
 
-    q [B, n, H, D] belong to the last n of the T tokens of k [B, T, Hkv, D], v [B, T, Hkv, E]. log_g [B, T, Hkv] holds
-    only 0 and -inf; -inf hides all tokens before. Returns [B, n, H, E].
+    q [B, n, H, D] belong to the last n of the T tokens of k [B, T, Hkv, D], v [B, T, Hkv, E]. log_g [B, T, Hkv], or
+    [B, T, 1] for all heads, holds only 0 and -inf; -inf hides all tokens before. It makes a mask of n T entries for
+    each sequence and head that log_g has: `packed_softmax_attention` does without. Returns [B, n, H, E].
     """
     (n, H), (T, Hkv) = q.shape[1:3], k.shape[1:3]
     mask = None
@@ -25,14 +27,24 @@ def softmax_attention(q, k, v, log_g=None, *, scale=None):
         at = torch.arange(T, device=q.device)
         mask = at[-n:, None] >= at  # [n, T]
     if log_g is not None:
-        document = (log_g == float("-inf")).cumsum(1).transpose(1, 2)  # [B, Hkv, T]
-        document = document.repeat_interleave(H // Hkv, dim=1)
+        document = (log_g == float("-inf")).cumsum(1).transpose(1, 2)  # [B, Hkv or 1, T]
+        if document.shape[1] > 1:
+            document = document.repeat_interleave(H // Hkv, dim=1)
         mask = mask & (document[..., -n:, None] == document[..., None, :])
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     y = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=H != Hkv
     )
     return y.transpose(1, 2)
+
+
+def packed_softmax_attention(q, k, v, resets, *, scale=None):
+    """Compute causal softmax attention within documents, without a mask, for T queries.
+
+    q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]; resets [B, T] bool is true where a document begins. Returns
+    [B, T, H, E].
+    """
+    return attend_within(find_documents(resets), q, k, v, scale)
 
 
 class Softmax(KVCacheVariant):
@@ -42,10 +54,12 @@ class Softmax(KVCacheVariant):
     def forward(self, x, q, k, v, resets=None, state=None):
         positions = self.positions(x, state)
         q, k = self.rotate(q, k, positions)
-        log_g = reset_gates(resets, None, k)
-        if self.context is not None and state is None:
+        if state is None and self.context is not None:
+            log_g = reset_gates(resets, None, k)
             return self.context.run(circulate, SoftmaxPairs(), self.context, q, k, v, log_g), None
-        if state is not None:
-            state = state.append(k, v, log_g, positions)
-            k, v, log_g = state.k, state.v, state.log_g
-        return softmax_attention(q, k, v, log_g), state
+        if state is None:
+            y = softmax_attention(q, k, v) if resets is None else packed_softmax_attention(q, k, v, resets)
+            return y, None
+        state = state.append(k, v, reset_gates(resets, None, k), positions)
+        log_g = None if state.log_g is None else state.log_g[..., :1]  # the same for all heads
+        return softmax_attention(q, state.k, state.v, log_g), state

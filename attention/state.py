@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from .double import device_of_doubles, double
 from .forms import PowerState, flush, read_cache
 from .memory import switch_over_tokens
 from .power import power_attention
@@ -74,7 +75,8 @@ class LayerState(State):
     @staticmethod
     def empty(batch, device, switch_over="auto"):
         """Return the state before any token."""
-        return LayerState(torch.zeros(batch, dtype=torch.float64, device=device), switch_over=switch_over)
+        position = torch.zeros(batch, dtype=torch.float64, device=device_of_doubles(device))
+        return LayerState(position, switch_over=switch_over)
 
     @property
     def power(self):
@@ -158,12 +160,12 @@ def attend_to_state(q, k, v, log_g, before, state, power, must_flush, *, p):
 
 
 def count_positions(x, state, speed=None):
-    """Return the positions of the tokens of x [B, T, C], float64, counted on from the state's position.
+    """Return the positions of the tokens of x [B, T, C], float64 (on the CPU for mps), counted on from the state's.
 
     They are 1, 2, 3, ... [T], or with a speed [B, T] its running sums [B, T].
     """
     if speed is None:
-        steps = torch.arange(1, x.shape[1] + 1, dtype=torch.float64, device=x.device)  # [T]
+        steps = torch.arange(1, x.shape[1] + 1, dtype=torch.float64, device=device_of_doubles(x.device))  # [T]
     else:
-        steps = speed.double().cumsum(dim=1)  # [B, T]
+        steps = double(speed).cumsum(dim=1)  # [B, T]
     return steps if state is None else state.position.unsqueeze(1) + steps

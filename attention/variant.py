@@ -20,7 +20,7 @@ from dataclasses import replace
 from torch import nn
 
 from .memory import cached_bytes
-from .rotary import rotary
+from .rotary import rotate
 from .state import LayerState, count_positions
 
 
@@ -161,7 +161,7 @@ class KVCacheVariant(Variant):
 
     def rotate(self, q, k, positions):
         """Return q and k rotated by their positions."""
-        return rotary(q, positions, self.rope_base), rotary(k, positions, self.rope_base)
+        return rotate(q, k, positions, self.rope_base)
 
     def empty_state(self, batch, device, switch_over=None):
         if self.switch_over == "never":  # there is no state that could take the cache's place

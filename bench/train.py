@@ -47,7 +47,7 @@ DEFAULT = ("softmax", "sympow_gating")
 class Optimizer:
     """Holds the settings of train.py that make_optimizer reads."""
 
-    weight_decay, learning_rate, beta1, beta2 = 0.0, 6e-4, 0.9, 0.95
+    optimizer, weight_decay, learning_rate, beta1, beta2 = "adamw", 0.0, 6e-4, 0.9, 0.95
 
 
 def measure(settings, T, tokens, args):

@@ -13,6 +13,8 @@ common         what these kernels share: units, exact products, program maps
 decode         one token of generation: q, k, v, power attention, and flushing the KV cache into the state
 decode_softmax, decode_heinsen
                one token of generation: the other attentions
+fused          training: steps of the model outside of attention, each in one pass over memory:
+                   rotary, cross_entropy, layer_norm
 linear         one token of generation: LayerNorm and linear layers
 sampling       one token of generation: the next token from its logits
 layout         which features a state has, and in what order the kernels store them
@@ -72,6 +74,11 @@ def unsupported_reason(form, dtype, D, E, p, device=None):
     if form == "chunked" and (width(form, dtype, D, E), p) not in CHUNKED_SIZES:
         sizes = ", ".join(f"p={m} up to {max(W for W, power in CHUNKED_SIZES if power == m)}" for m in (2, 4))
         return f"head dimension {D} and values {E} wide with p={p} (in the chunked form they take {sizes})"
+    return unusable_machine(device)
+
+
+def unusable_machine(device=None):
+    """Return why no kernel runs on this GPU, by default the current one, or "" if they can."""
     if not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} (they take compute capability 8.0 and later)"
     if importlib.util.find_spec("triton") is None:

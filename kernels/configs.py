@@ -114,7 +114,7 @@ SAFE = {
         "forward": [(128, Config(32, 32, 8, 1))],
         "dq": [(128, Config(32, 32, 8, 1))],
         "dkdv": [(128, Config(32, 32, 8, 1))],
-        "update_state": [(128, Config(64, 32, 8, 1))],
+        "update_state": [(128, Config(64, 16, 8, 1))],
         "query_state": [(128, Config(32, 64, 8, 1))],
         "query_gradient": [(128, Config(64, 64, 16, 1))],
     },

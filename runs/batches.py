@@ -11,6 +11,7 @@ from itertools import count
 
 import torch
 
+from attention.double import device_of_doubles, double
 from data.loader import eval_batches, train_batch
 from generate import generate
 
@@ -23,9 +24,11 @@ def micro_batches(trainer):
             sizes = layout.data_rank, layout.data_world, micro, n, cfg.batch_size
             windows = trainer.train_windows
             batch = train_batch(windows, cfg.seed, step, *sizes, spans=trainer.slices.of(windows.block_size))
-            if trainer.device.type == "cuda":  # from pinned memory the copy runs beside the computation
+            trainer.ranks.beat()
+            on_gpu = trainer.device.type == "cuda"
+            if on_gpu:  # from pinned memory the copy runs beside the computation
                 batch = [x.pin_memory() for x in batch]
-            yield [x.to(trainer.device, non_blocking=True) for x in batch]
+            yield [x.to(trainer.device, non_blocking=on_gpu) for x in batch]
 
 
 @torch.no_grad()
@@ -33,7 +36,7 @@ def mean_loss(trainer):
     """Return the mean loss a token over eval_tokens of the held-out split; meaningless if a signal cuts it short."""
     cfg, ranks, device = trainer.cfg, trainer.ranks, trainer.device
     trainer.network.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device_of_doubles(device))
     share = trainer.layout.data_rank, trainer.layout.data_world, trainer.slices.of(trainer.val_windows.block_size)
     for x, y in eval_batches(trainer.val_windows, cfg.eval_tokens, cfg.batch_size, *share):
         ranks.beat()
@@ -41,7 +44,7 @@ def mean_loss(trainer):
         tokens = (y != -1).sum()
         with trainer.autocast:
             _, loss = trainer.eval_network(x, y)
-        sums += torch.stack((loss.double() * tokens, tokens.double()))
+        sums += torch.stack((double(loss) * double(tokens), double(tokens)))
         trainer.share()
         if trainer.signal:
             break

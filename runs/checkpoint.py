@@ -58,6 +58,7 @@ class Progress:
     skipped: tuple = (0, 0)  # steps skipped because their gradient was not finite: in all, and in a row up to this step
     evaluated: bool = True  # False if metrics.jsonl has no validation loss of this step, which may be due
     model: dict | None = None  # settings of the model, to notice damage of config.json
+    scaler: tuple = ()  # dtype=float16: the loss scale, and the steps since it changed
 
 
 class Writer:
@@ -104,13 +105,12 @@ class Writer:
                     rest[i][k] = self._copy((i, k), x)
         held = {kind: {name: own_rows(x) for name, x in of.items()} for kind, of in tensors.items()}
         copies = {kind: {n: self._copy((kind, n), x) for n, (x, _) in of.items()} for kind, of in held.items()}
-        files = {} if self.rank else {"optimizer.pt": partial(torch.save, {**state, "state": rest})}
-        if sharded:
-            for kind, of in held.items():
-                first_rows = {name: first for name, (_, first) in of.items()}
-                files[part_name(kind, self.rank, self.world)] = partial(save_part, copies[kind], first_rows)
-        else:
-            files["model.safetensors"] = partial(save_file, copies["model"])
+        files = {} if sharded else {"model.safetensors": partial(save_file, copies["model"])}
+        for kind, of in held.items() if sharded else ():
+            first_rows = {name: first for name, (_, first) in of.items()}
+            files[part_name(kind, self.rank, self.world)] = partial(save_part, copies[kind], first_rows)
+        if not self.rank:
+            files["optimizer.pt"] = partial(torch.save, {**state, "state": rest})
         self.saves += 1
         peers = Peers(self, self.saves) if sharded else None
         write = _write_part if self.rank else _write
@@ -170,7 +170,7 @@ def _write_files(folder, files):
 
 
 def _write_part(out_dir, files, progress, peers):
-    """Write the files of a rank other than 0 into the folder that rank 0 has made, and tell it their checksums."""
+    """Write the files of a rank other than 0 into the folder that rank 0 has made, and tell rank 0 their checksums."""
     try:
         folder = peers.hear(0)["folder"]
         os.makedirs(folder, exist_ok=True)  # on another node the new folder may not be visible yet
@@ -256,9 +256,8 @@ def newest(path, thorough=False, log=lambda line: None, files=None):
     The last resort is a whole checkpoint that a kill left under the name `.removing`, while another took its place.
     """
     aside = _aside(_path(path, 0))
-    for folder in (
-        [path] if _is_checkpoint(path) else [*reversed(_all(path)), *([aside] if os.path.isdir(aside) else [])]
-    ):
+    there = [*reversed(_all(path)), *([aside] if os.path.isdir(aside) else [])]
+    for folder in [path] if _is_checkpoint(path) else there:
         wrong = damage(folder, thorough, files)
         if not wrong:
             if thorough and not os.path.exists(os.path.join(folder, "checksums.json")):
@@ -284,7 +283,7 @@ def settings(run, folder=None):
         found["model"]["vocab_size"]
         for name, value in found["model"].items():
             _check_type(name, value, kinds[name])
-        for name, value in (_read_progress(folder).model or {} if folder else {}).items():
+        for name, value in (read_progress(folder).model or {} if folder else {}).items():
             # what the weights mean does not depend on these two, of which the first may change when a run goes on
             if found["model"].get(name) != value and name not in ("activation_checkpointing", "dropout"):
                 raise ValueError(f"it has {name}={found['model'].get(name)}, {folder} {name}={value}")
@@ -382,7 +381,7 @@ def load(folder, model, optimizer=None, device="cpu"):
             saved.fill(name, x)
     if optimizer is not None:
         _load_optimizer(folder, optimizer, device)
-    return _read_progress(folder)
+    return read_progress(folder)
 
 
 def _load_optimizer(folder, optimizer, device):
@@ -404,7 +403,8 @@ def _load_optimizer(folder, optimizer, device):
     optimizer.load_state_dict(state)
 
 
-def _read_progress(folder):
+def read_progress(folder):
+    """Return the Progress of a checkpoint; what a checkpoint of an earlier version lacks has its default."""
     with open(os.path.join(folder, "progress.json")) as f:
         saved = json.load(f)
     return Progress(**{of.name: saved[of.name] for of in fields(Progress) if of.name in saved})

@@ -1,7 +1,7 @@
 """Open a run's folder: choose the checkpoint to go on from, lock the folder, and record how the run was started.
 
     latest, saved = choose_checkpoint(cfg, dataset, thorough=True)   # refuses to mix or lose runs
-    refuse_other_settings(cfg.out_dir, saved, settings)              # if there is a latest checkpoint
+    refuse_other_settings(cfg.out_dir, saved, settings, latest)      # if there is a latest checkpoint
     with start_folder(cfg, settings, dataset):                       # locked until the end
         ...
 
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import torch
 
@@ -27,12 +28,13 @@ from data.files import write_json
 from data.tokenizer import load_tokenizer
 from model import GPT
 from runs import checkpoint
+from runs.optimizer import learning_rate
 from runs.parts import Tensors
 from runs.processes import warn
 from runs.settings import from_launcher, refuse
 
 # Settings that may change when a run goes on, because they do not change its steps. (max_seconds may change although
-# it ends the cosine of decay_lr: a run that is given more time should use it.)
+# it ends the schedule: a run that is given more time should use it.)
 FREE = {
     "out_dir", "init_from", "overwrite", "max_seconds", "max_skipped", "eval_interval", "eval_tokens", "eval_only",
     "log_interval", "always_save_checkpoint", "sample_tokens", "baseline", "wandb", "wandb_log", "wandb_project",
@@ -42,6 +44,8 @@ FREE = {
 # These do not change the steps either, unless there is dropout: each rank draws the masks for its own micro-batch, with
 # the random numbers of its device, and torch.compile draws others. (gradient_accumulation_steps follows from them.)
 FREE_WITHOUT_DROPOUT = {"batch_size", "ranks", "context_parallel", "device_type", "compile", "shard"}
+# These may change if every step so far had the learning rate that the new ones give.
+SCHEDULE = {"schedule", "learning_rate", "warmup_iters", "min_lr", "decay_share", "lr_decay_iters", "max_iters"}
 LOGS = (".log", ".out", ".err")  # files with these endings, which a shell or a scheduler opens, may lie in a new folder
 
 
@@ -126,13 +130,16 @@ def _refuse_to_lose(cfg, dataset):
             refuse(f"{what} is in out_dir {out_dir}, which would be renamed: choose another out_dir")
 
 
-def refuse_other_settings(out_dir, saved, settings):
-    """Refuse to go on if a setting differs from the saved ones that would change the run's steps."""
+def refuse_other_settings(out_dir, saved, settings, latest):
+    """Refuse to go on from the checkpoint `latest` if a setting differs from the saved ones that would change the run's
+    steps."""
     new = _flat(settings)
     model = {**settings["model"], **saved["model"]}
-    old = _flat({**settings, **saved, "model": model})  # what a run of an earlier version lacks is as it is now
-    # the end of the cosine changes the steps before it, the end of training does not
-    free = FREE | ({"max_iters", "lr_decay_iters"} if _end_of_cosine(old) == _end_of_cosine(new) else set())
+    # what a run of an earlier version lacks is as it is now, but for what that version could not do
+    earlier = {"optimizer": "adamw", "schedule": "cosine" if saved.get("decay_lr") else "constant"}
+    old = _flat({**settings, **earlier, **saved, "model": model})
+    changed = {key for key in SCHEDULE if old[key] != new[key]}
+    free = FREE | (changed if changed and _same_rates(old, new, checkpoint.read_progress(latest).step) else set())
     if old["data"] == new["data"]:  # which may have been moved or renamed
         free |= {"dataset"}
     if new["eval_only"] or not new["dropout"]:
@@ -155,8 +162,19 @@ def _flat(settings):
     return flat
 
 
-def _end_of_cosine(settings):
-    return (settings["lr_decay_iters"] or settings["max_iters"]) if settings["decay_lr"] else 0
+def _same_rates(old, new, steps):
+    """Return True if both settings give each of the first `steps` steps the same learning rate.
+
+    If the time may have lowered those rates, True only if both mean the same schedule.
+    """
+    if old["max_seconds"] and old["schedule"] != "constant":
+        ends = [of["lr_decay_iters"] or of["max_iters"] for of in (old, new)]
+        return ends[0] == ends[1] and all(old[key] == new[key] for key in SCHEDULE - {"lr_decay_iters", "max_iters"})
+    a, b = (SimpleNamespace(**{key: of[key] for key in (*SCHEDULE, "max_seconds")}) for of in (old, new))
+    try:
+        return all(learning_rate(step, a) == learning_rate(step, b) for step in range(steps))
+    except (TypeError, ZeroDivisionError):  # config.json was edited
+        return False
 
 
 def _same_path(a, b):

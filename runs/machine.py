@@ -24,8 +24,13 @@ def peak_flops(device):
 
 
 def check_kernels(model, block_size, dtype, ranks):
-    """Compare the kernels that the model trains on with float64; if they fail on one rank, disable them on all."""
-    failure = ranks.first(kernel_failure(model, block_size, dtype))
+    """Compare the kernels that the model trains on with float64; if they fail on one rank, disable them on all.
+
+    Local rank 0 compiles them; the other ranks of a node wait and read them from Triton's cache.
+    """
+    with ranks.local_rank_0_first():
+        failure = kernel_failure(model, block_size, dtype)
+    failure = ranks.first(failure)
     disable_kernels(failure)  # if there is one
     if failure:
         ranks.log(f"!!! the Triton kernels of power attention fail on this machine: {failure}")

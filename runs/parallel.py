@@ -82,7 +82,7 @@ class Layout:
 
     def check(self, cfg, device):
         """Refuse settings that a sharded model does not take."""
-        if self.sharded and getattr(cfg, "optimizer", "adamw") == "muon":
+        if self.sharded and cfg.optimizer == "muon":
             refuse("shard=True takes optimizer=adamw, got muon, which needs whole matrices: give one of the two up")
         if self.sharded and device.type == "cuda" and cfg.backend == "gloo":
             refuse("shard=True needs backend=nccl on GPUs, got backend=gloo")

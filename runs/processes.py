@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 import threading
+import time
+import uuid
 from contextlib import contextmanager, suppress
 
 import torch
@@ -21,7 +23,7 @@ from tqdm import tqdm
 from data import DataError
 from data.command import open_streams
 from runs.checkpoint import NotWritten
-from runs.settings import from_launcher, refuse
+from runs.settings import from_launcher, process_name, refuse
 from runs.watch import Watch
 
 FILE_ERRORS = (
@@ -62,12 +64,18 @@ class Ranks:
         self.device = device
         if not self.distributed:
             return
-        limit = threading.Timer(timeout, leave_at_once, [f"the other ranks have not come within {timeout:g} s"])
+        missing = set()  # the ranks that rank 0 waits for; other ranks do not know
+
+        def end():
+            who = ", ".join(f"rank {r}" for r in sorted(missing)) or "the other ranks"
+            leave_at_once(f"{who} {'has' if len(missing) == 1 else 'have'} not come within {timeout:g} s")
+
+        limit = threading.Timer(timeout, end)
         limit.daemon = True
         limit.start()
         on_gpu = device.type == "cuda"
         try:
-            self.store = store_of_this_start()
+            self.store = store_of_this_start(self.rank, self.world, missing)
         except (ValueError, RuntimeError) as error:  # MASTER_ADDR or MASTER_PORT is missing or wrong, or nobody answers
             raise Failed(f"the ranks cannot find each other: {str(error).splitlines()[0][:300]}") from error
         dist.init_process_group(
@@ -92,14 +100,25 @@ class Ranks:
             print_to_terminal(line)
 
     def beat(self):
-        """Tell the watch that this rank makes progress; called at every micro-step."""
+        """Tell the watch that this rank makes progress; called at every micro-step and before it waits for others."""
         if self.watch:
             self.watch.beat()
 
     def barrier(self):
         """Wait until every rank is here; the GPUs need not be."""
         if self.world > 1:
+            self.beat()
             dist.barrier(group=self.cpu_group)
+            self.beat()
+
+    @contextmanager
+    def local_rank_0_first(self):
+        """Let local rank 0 of every node run a block first, so that the others find in the caches what it compiled."""
+        if self.local:
+            self.barrier()
+        yield
+        if not self.local:
+            self.barrier()
 
     def sum(self, x):
         """Return the tensor x summed over the ranks, in place."""
@@ -111,6 +130,7 @@ class Ranks:
         """Return (number of the signal that any rank received or 0, seconds of rank 0), the same on every rank."""
         if self.world == 1:
             return number, seconds
+        self.beat()
         both = torch.tensor([number, seconds if self.master else 0.0], dtype=torch.float64)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.cpu_group)
         return int(both[0].item()), both[1].item()
@@ -137,15 +157,28 @@ class Ranks:
         return chosen
 
 
-def store_of_this_start():
+def store_of_this_start(rank, world, missing):
     """Return the key-value store through which the ranks of this start of torchrun find each other.
 
-    torchrun keeps its store when it starts the workers again, and ranks that read an address from the start before
-    wait for ever (pytorch issue 135712). On one node the restart count, the same on all ranks, keeps the starts apart.
+    torchrun keeps its store when it starts the workers again, and a rank that reads an address which a rank of the
+    start before left there waits for ever (pytorch issue 135712). Its restart count does not tell the starts apart:
+    every node has its own. So rank 0 draws a prefix for the keys of this start, and hands it to each rank under a key
+    that this rank has just drawn. On rank 0 the set `missing` has the ranks that have not come yet.
     """
     store, _, _ = next(dist.rendezvous("env://"))
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"start_{restarts}", store) if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else store
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"drawn_by/{rank}", own)
+        prefix = store.get(f"prefix_for/{own}").decode()
+        store.set(f"{prefix}/came/{rank}", "")
+        return dist.PrefixStore(prefix, store)
+    missing |= set(range(1, world))
+    while missing:  # what a rank of the start before drew is answered too, until this start's rank has come
+        for other in [r for r in missing if store.check([f"drawn_by/{r}"])]:
+            store.set(f"prefix_for/{store.get(f'drawn_by/{other}').decode()}", own)
+        time.sleep(0.02)
+        missing -= {r for r in missing if store.check([f"{own}/came/{r}"])}
+    return dist.PrefixStore(own, store)
 
 
 class StopSignals:
@@ -187,6 +220,8 @@ def exit_statuses(ranks):
         if error.errno not in FILE_ERRORS:
             raise
         leave_at_once(f"cannot read or write: {error}")
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        leave_at_once(f"out of memory: {(str(error).splitlines() or [''])[0][:300]}")
     except RuntimeError as error:  # raised by a collective when another rank is gone
         if not ranks.watch or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
@@ -198,9 +233,7 @@ def leave_at_once(message, status=1):
 
     Other ranks may be waiting in a collective that will never end, so nothing that might wait for them is run.
     """
-    rank = os.environ.get("RANK", "0")
-    who = os.path.basename(sys.argv[0]) + (f" (rank {rank})" if rank != "0" else "")
-    print_to_terminal(f"{who}: {' '.join(str(message).split())}", file=sys.stderr)
+    print_to_terminal(f"{process_name()}: {' '.join(str(message).split())}", file=sys.stderr)
     os._exit(status)
 
 

@@ -15,11 +15,13 @@ import math
 import os
 import re
 import runpy
+import socket
 import sys
 import types
 from dataclasses import fields
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+NANOGPT = {"decay_lr": ("schedule", {True: "cosine", False: "constant"})}  # its settings that have other names here
 
 
 def refuse(message, every_rank=False):
@@ -27,11 +29,16 @@ def refuse(message, every_rank=False):
 
     Among several ranks only the first of each node prints it, or with every_rank each rank that refuses.
     """
-    rank = os.environ.get("RANK", "0")
     if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
-        who = os.path.basename(sys.argv[0]) + (f" (rank {rank})" if rank != "0" else "")
-        print(f"{who}: {' '.join(str(message).split())}", file=sys.stderr)
+        print(f"{process_name()}: {' '.join(str(message).split())}", file=sys.stderr)
     sys.exit(2)
+
+
+def process_name():
+    """Return the name of the program, and among several ranks also the rank and its host: "train.py (rank 3 on n7)"."""
+    name, rank = os.path.basename(sys.argv[0]), os.environ.get("RANK")
+    several = rank and os.environ.get("WORLD_SIZE", "1") != "1"
+    return f"{name} (rank {rank} on {socket.gethostname()})" if several else name
 
 
 def read_settings(classes, argv, hidden=(), usage=""):
@@ -41,6 +48,7 @@ def read_settings(classes, argv, hidden=(), usage=""):
     above the fields in --help. Exits with status 2 on a mistake.
     """
     known = {f.name: f for c in classes for f in fields(c) if f.name not in hidden}
+    known |= {word: types.SimpleNamespace(type=bool) for word, (name, _) in NANOGPT.items() if name in known}
     given, names, rest = {}, [], list(argv)
     while rest:
         arg = rest.pop(0)
@@ -64,7 +72,17 @@ def read_settings(classes, argv, hidden=(), usage=""):
             names.append(os.path.basename(arg)[: -len(".py")])
         else:
             refuse(f"cannot read {arg!r}: settings are config/NAME.py or --key=value")
+    _translate(given)
     return given, names
+
+
+def _translate(given):
+    """Replace nanoGPT's words for settings by ours, in place; refuse both if they say different things."""
+    for word, (name, meanings) in NANOGPT.items():
+        if word in given:
+            value = given.pop(word)
+            if given.setdefault(name, meanings[value]) != meanings[value]:
+                refuse(f"{word}={value} means {name}={meanings[value]}, but {name} is {given[name]}: give one of them")
 
 
 def fields_of(cls, values):
@@ -115,7 +133,10 @@ TRAIN_RANGES = (  # of train.py's settings, for check_ranges
     ("sample_tokens", "0 (none) or more", lambda x: x >= 0),
     ("timeout", "positive", lambda x: x > 0),
     ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
-    ("dtype", ["auto", "float32", "bfloat16"]),
+    ("decay_share", "above 0 and at most 1", lambda x: 0 < x <= 1),
+    ("optimizer", ["adamw", "muon"]),
+    ("schedule", ["constant", "cosine", "wsd"]),
+    ("dtype", ["auto", "float32", "bfloat16", "float16"]),
     ("compile", ["auto", "True", "False"]),
     ("wandb", ["auto", "online", "offline", "disabled"]),
     ("backend", ["auto", "nccl", "gloo"]),
@@ -140,14 +161,18 @@ def check_ranges(cfg, ranges):
 def choose_device(device, dtype, local=0):
     """Return the torch.device and the torch.dtype of matrix products for two settings.
 
-    device: auto, cpu, cuda or cuda:N; "cuda" is GPU number `local`. dtype: float32, bfloat16, or auto: bfloat16 on GPUs
-    that have it.
+    device: auto, cpu, cuda, cuda:N or mps; "cuda" is GPU number `local`, and auto never chooses mps, which is untested.
+    dtype: float32, bfloat16, float16, or auto: bfloat16 on GPUs that have it.
     """
     import torch
 
     name = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
-        refuse(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    if not re.fullmatch(r"cpu|mps|cuda(:\d{1,3})?", name):
+        refuse(f"device must be auto, cpu, cuda, cuda:N or mps, got {device!r}")
+    if name == "mps" and not torch.backends.mps.is_available():
+        refuse("device mps is not there: torch sees no GPU of Apple's on this machine", True)
+    if name == "mps" and os.environ.get("RANK"):
+        refuse("device mps is used by one process, without torchrun: gloo and nccl do not exchange its tensors", True)
     chosen = torch.device(f"cuda:{local}" if name == "cuda" else name)
     if chosen.type == "cuda" and chosen.index >= torch.cuda.device_count():
         refuse(f"device {chosen} is not there, torch sees {torch.cuda.device_count()} GPUs: see `make doctor`", True)

@@ -1,12 +1,13 @@
 """Find the rank that holds the others up.
 
     watch = Watch(timeout=600)         # after init_process_group
-    watch.beat()                       # at every micro-step
+    watch.beat()                       # several times in a micro-step, and before the rank waits for others
     print(watch.blame())               # "rank 3 on node7 no longer answers", after a collective has failed
 
 Every rank tells the others how far it is, through torch.distributed's store. A rank that makes no progress for
 `timeout` seconds prints which ranks are to blame and ends with status 1, whatever collective it waits in. (torchrun
-notices workers that died; it does not notice those that hang.)
+notices workers that died; it does not notice those that hang.) The first rank that notices finds out for all, since
+those that end because of it would soon be silent too.
 """
 
 import json
@@ -15,10 +16,13 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+
+from runs.settings import process_name
 
 
 class Watch:
@@ -42,18 +46,29 @@ class Watch:
         self.timeout = float("inf")
 
     def blame(self):
-        """Return a text that names the ranks that hold the others up. Takes two and a half intervals."""
+        """Return a text that names the ranks that hold the others up, on every rank the same. Takes some intervals."""
         try:
-            before = self._reports()
-            time.sleep(2.5 * self.interval)
-            after = self._reports()
+            if self.store.add("blaming", 1) > 1:
+                with suppress(dist.DistStoreError):  # raised if the rank that was first ended before it knew
+                    self.store.wait(["blame"], timedelta(seconds=4 * self.interval))
+                    return self.store.get("blame").decode()
+            found = self._find()
+            self.store.set("blame", found)
+            return found
         except Exception:  # the store lives on rank 0's host
             return f"rank 0 on {os.environ.get('MASTER_ADDR', 'its host')} is gone"
+
+    def _find(self):
+        before = self._reports()
+        time.sleep(2.5 * self.interval)
+        after = self._reports()
         silent = [r for r in after if r != self.rank and after[r]["reports"] == before[r]["reports"]]
         if silent:
             return _in_words(after, silent) + " no longer answers" + ("" if len(silent) == 1 else " (each of them)")
-        least = min(report["beats"] for report in after.values())
-        return _in_words(after, [r for r in after if after[r]["beats"] == least]) + f" is at micro-step {least}"
+        beats = {report["beats"] for report in after.values()}
+        if len(beats) == 1:
+            return "every rank answers, and all have come equally far"
+        return _in_words(after, [r for r in after if after[r]["beats"] == min(beats)]) + " is behind the others"
 
     def _watch(self):
         while True:
@@ -64,7 +79,7 @@ class Watch:
                 pass  # rank 0 is gone, or the run is over
             if time.monotonic() - self.last_beat > self.timeout:
                 late = f"nothing has happened for {time.monotonic() - self.last_beat:.0f} s"
-                print(f"train.py (rank {self.rank}): {late}: {self.blame()}", file=sys.stderr, flush=True)
+                print(f"{process_name()}: {late}: {self.blame()}", file=sys.stderr, flush=True)
                 os._exit(1)
 
     def _report(self):

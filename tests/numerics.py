@@ -1,9 +1,10 @@
-"""Gates of every kind and the error measure that tests of numbers share."""
+"""Gates of every kind, the error measure and the measure of memory that tests of numbers share."""
 
 import math
 
 import torch
 from torch.nn.functional import logsigmoid
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # log_g of random numbers, for tests of every kind of gate
 GATES = {
@@ -20,3 +21,15 @@ GATES = {
 def relative_error(out, ref, floor):
     """Return ||out - ref|| / max(||ref||, floor)."""
     return ((out.double() - ref.double()).norm() / max(ref.double().norm().item(), floor)).item()
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of entries of the largest tensor that is made."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        tensors = [x for x in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(x, torch.Tensor)]
+        self.entries = max([self.entries, *(x.numel() for x in tensors)])
+        return made

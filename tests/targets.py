@@ -52,6 +52,9 @@ def training(large=False, heads=2, T=512):
     import torch
 
     from kernels import DTYPES, adaptive, heinsen_operator, operators
+    from kernels import rotary as fused
+    from kernels.cross_entropy import cross_entropy_
+    from kernels.layer_norm import layer_norm_backward
 
     bf16, f32 = torch.bfloat16, torch.float32
 
@@ -82,6 +85,19 @@ def training(large=False, heads=2, T=512):
         q, k, v = leaves(dtype, D)
         both_passes(heinsen_operator.heinsen_attention, [q, k, v.detach().to(v_dtype).requires_grad_()])
 
+    def rotary(dtype, D, learned):
+        q, k, _ = torch.zeros(1, T, 3 * heads, D, dtype=dtype).split(heads, 2)
+        angle = torch.zeros(1, T, D // 2)
+        leaves = [x.detach().requires_grad_() for x in (q, k, *([angle] if learned else []))]
+        both_passes(lambda q, k, turn=None: fused.rotate(q, k, angle, angle, turn), leaves)
+
+    def layer_norm(dtype, C):
+        x, weight, mean = torch.zeros(T, C, dtype=dtype), torch.zeros(C), torch.zeros(T)
+        layer_norm_backward(torch.zeros(T, C, dtype=bf16), x, weight, mean, mean, False)
+
+    def cross_entropy(dtype, V):
+        cross_entropy_(torch.zeros(T, V, dtype=dtype), torch.zeros(T, dtype=torch.int64), V - 5, True)
+
     def case(function, *sizes):
         words = [str(x).removeprefix("torch.") for x in sizes if not isinstance(x, bool)]
         return " ".join([function.__name__, *words]) + " gated" * (True in sizes), lambda: function(*sizes)
@@ -107,6 +123,12 @@ def training(large=False, heads=2, T=512):
     yield case(quadratic, f32, 64, 4, True)
     yield case(chunked, f32, 64, 2, True)
     yield case(heinsen, f32, f32, 64)
+    for dtype in (bf16, f32):
+        yield case(rotary, dtype, 64, False)
+        yield case(rotary, dtype, 64, True)
+        yield case(cross_entropy, dtype, 50304)
+    for C in (768, 1600):
+        yield case(layer_norm, f32, C)
 
 
 def generation():

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from numerics import relative_error
-from torch.utils._python_dispatch import TorchDispatchMode
+from numerics import Largest, relative_error
 
 from attention import ATTENTIONS, LogState, PowerState, check, dispatch, heinsen, heinsen_attention, heinsen_forms
 from attention import heinsen_naive as naive
@@ -585,18 +584,6 @@ def test_the_kernels_in_the_interpreter_equal_the_specification(monkeypatch, val
     monkeypatch.setattr(heinsen, "heinsen_kernel_reason", lambda *sizes: "")
     made = inputs(24, 18, B=1, H=2, Hkv=1, D=16, E=16, dtype=torch.float32, resets=True, change=lambda k: 20 * k)
     assert_equal_to_specification(made, dtype=torch.float32, values=values, tolerance=1e-5)
-
-
-class Largest(TorchDispatchMode):
-    """Records the number of entries of the largest tensor that is made."""
-
-    entries = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        tensors = [x for x in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(x, torch.Tensor)]
-        self.entries = max([self.entries, *(x.numel() for x in tensors)])
-        return made
 
 
 @pytest.mark.parametrize("values", ["signed", "log"])

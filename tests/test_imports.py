@@ -14,7 +14,7 @@ ALLOWED = {
     "kernels": set(),
     "data": set(),
     "attention": {"kernels"},
-    "loss": set(),
+    "loss": {"attention"},
     "model": {"attention", "loss"},
     "decoder": {"model", "attention", "kernels"},
     "generate": {"decoder", "model", "attention", "kernels", "data"},

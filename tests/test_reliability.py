@@ -71,14 +71,19 @@ def flip(path, at):
         f.write(bytes([byte ^ 4]))
 
 
-def test_twenty_kills_at_random_moments_change_nothing(dataset, tmp_path):  # noqa: F811
+# the optimizer and the schedule with the most to go on from
+OTHER = ["--optimizer=muon", "--dtype=float16", "--schedule=wsd", "--decay_share=0.5"]
+
+
+@pytest.mark.parametrize("other", [(), pytest.param(OTHER, marks=pytest.mark.slow)], ids=["default", "muon"])
+def test_twenty_kills_at_random_moments_change_nothing(dataset, tmp_path, other):  # noqa: F811
     seed = int.from_bytes(os.urandom(4), "big")
     moments, kills, out = random.Random(seed), 0, tmp_path / "out"
     small = (
         "--n_layer=1 --n_head=1 --n_embd=16 --block_size=16 --tokens_per_step=128 --eval_tokens=64 --sample_tokens=1"
     )
     often = ["--max_iters=14", "--eval_interval=2"]
-    options = [*SMALL, *EXTRA, *small.split(), *often, f"--dataset={dataset}"]
+    options = [*SMALL, *EXTRA, *small.split(), *often, *other, f"--dataset={dataset}"]
     go = lambda name: start(train.main, *options, f"--out_dir=out/{name}", cwd=tmp_path)
     assert join(go("whole")) == [0]
     began = time.time()
@@ -449,9 +454,10 @@ def test_a_run_of_an_earlier_version_goes_on(go, finished, capsys, older):
     for name in ("metrics.jsonl", "samples.jsonl", "tokenizer.json"):
         shutil.copy(made / name, run)
     config = json.load(open(made / "config.json"))
-    for name in ("ranks", "device_type", *(["max_skipped"] if older else [])):  # before they were recorded
+    new = "ranks", "device_type", "optimizer", "schedule", "decay_share"  # which earlier versions did not record
+    for name in (*new, *(["max_skipped"] if older else [])):
         del config[name]
-    json.dump(config, open(f"{run}/config.json", "w"))
+    json.dump({**config, "decay_lr": False}, open(f"{run}/config.json", "w"))
     save_file(load_file(made / step / "model.safetensors"), f"{run}/{step}/model.safetensors")
     torch.save(torch.load(made / step / "optimizer.pt", weights_only=True), f"{run}/{step}/optimizer.pt")
     best = metrics(made, "val_loss")[3]
@@ -464,12 +470,20 @@ def test_a_run_of_an_earlier_version_goes_on(go, finished, capsys, older):
         sums = {name: {"bytes": len(x), "sha256": hashlib.sha256(x).hexdigest()} for name, x in files.items()}
         json.dump(sums, open(f"{run}/{step}/checksums.json", "w"))
     assert not checkpoint.damage(f"{run}/{step}")
+    for options, message in (
+        (["--optimizer=muon"], "was trained with optimizer=adamw, now optimizer=muon"),
+        (
+            ["--decay_lr=True", "--warmup_iters=0"],
+            "warmup_iters=2 schedule=constant, now warmup_iters=0 schedule=cosine",
+        ),
+    ):
+        assert go("--out_dir=out/a", *options) == 2 and message in capsys.readouterr().err
     assert go("--out_dir=out/a") == 0
     assert "going on from out/a/ckpt/step_00000003, step 3" in capsys.readouterr().out
     assert_same_run("out/a", made)
     saved = [json.load(open(f"{folder}/ckpt/step_00000006/progress.json")) for folder in (run, made)]
     assert saved[0].pop("seconds") > 1.5 and saved[1].pop("seconds") and saved[0] == saved[1]
-    assert list(saved[0]) == ["step", "best", "best_step", "wandb_id", "skipped", "evaluated", "model"]
+    assert list(saved[0]) == ["step", "best", "best_step", "wandb_id", "skipped", "evaluated", "model", "scaler"]
     assert sorted(os.listdir(f"{run}/ckpt/step_00000006")) == [
         "checksums.json", "model.safetensors", "optimizer.pt", "progress.json",
     ]  # fmt: skip
@@ -490,9 +504,10 @@ def not_finite(monkeypatch, steps):
     monkeypatch.setattr(train.GPT, "forward", forward)
 
 
-def test_steps_without_a_finite_gradient_are_left_out_and_counted(go, monkeypatch):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_steps_without_a_finite_gradient_are_left_out_and_counted(go, monkeypatch, optimizer):
     not_finite(monkeypatch, {3, 8})  # in steps 2 and 4
-    assert go("--out_dir=out/a") == 0
+    assert go("--out_dir=out/a", f"--optimizer={optimizer}") == 0
     found = [line for line in lines("out/a") if "train_loss" in line]
     assert [line.get("skipped", 0) for line in found] == [0, 0, 1, 1, 2, 2]
     saved = checkpoint.load("out/a/ckpt/step_00000006", tiny := train.GPT(model_of("out/a")))
@@ -655,7 +670,7 @@ def train_on_what_goes():
 def test_a_shard_that_goes_ends_all_ranks(dataset, tmp_path):  # noqa: F811
     options = [*SMALL, f"--dataset={dataset}", "--timeout=20"]
     assert join(*start_ranks(2, train_on_what_goes, *options, cwd=tmp_path)) == [1, 2]
-    assert "(rank 1): train_00000.bin is missing\n" in (tmp_path / "rank_1").read_text()
+    assert f"(rank 1 on {socket.gethostname()}): train_00000.bin is missing\n" in (tmp_path / "rank_1").read_text()
     assert "a rank could not be reached: rank 1 on" in (tmp_path / "rank_0").read_text()
 
 

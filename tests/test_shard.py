@@ -264,9 +264,10 @@ def test_a_part_that_could_not_be_written_ends_all_ranks_and_leaves_the_checkpoi
     argv = [*OPTIONS, f"--dataset={dataset}", "--out_dir=out", "--shard=True", "--max_iters=5000", "--timeout=30"]
     assert join(*start_ranks(2, train_with_a_full_disk_on_rank_1, *argv, cwd=tmp_path)) == [1, 1]
     said = [(tmp_path / f"rank_{i}").read_text() for i in (0, 1)]
-    assert "the checkpoint of step 6 could not be written (rank 1: [Errno 28] No space left on device; " in said[0]
     assert "the checkpoint of step 6 could not be written ([Errno 28] No space left on device; " in said[1]
-    assert all("out/ckpt/step_00000003 is whole: the same command goes on from there" in text for text in said)
+    assert "out/ckpt/step_00000003 is whole: the same command goes on from there" in said[1]
+    # whatever rank 0 notices first
+    assert "of step 6 could not be written (rank 1: [Errno 28]" in said[0] or "reached: rank 1 on" in said[0]
     assert os.listdir(tmp_path / "out/ckpt") == ["step_00000003"]
     assert not checkpoint.damage(tmp_path / "out/ckpt/step_00000003")
 

@@ -156,11 +156,11 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):  # noqa: F811
         (["--gradient_accumulation_steps=3"], "= 384, but tokens_per_step is 256: give one of them"),
         (["--dataset=nowhere"], "no dataset 'nowhere'"),
         (["--batch_size=0"], "batch_size must be at least 1, got 0"),
-        (["--dtype=float8"], "dtype must be one of auto, float32, bfloat16, got 'float8'"),
+        (["--dtype=float8"], "dtype must be one of auto, float32, bfloat16, float16, got 'float8'"),
         (["--device=cuda:77"], "device cuda:77 is not there"),
         (["--n_head=0"], "n_head must be positive, got 0"),
         (["--beta1=1"], "beta1 must be in [0, 1), got 1.0"),
-        (["--device=mps"], "device must be auto, cpu, cuda or cuda:N, got 'mps'"),
+        (["--device=tpu"], "device must be auto, cpu, cuda, cuda:N or mps, got 'tpu'"),
         (["--compile", "--seed=1"], "--compile needs a value, as in --compile=auto"),
         (["--lerning_rate=1"], "did you mean learning_rate?"),
     ],
@@ -192,19 +192,20 @@ def test_validation_reads_the_same_tokens_whatever_the_batch(go, capsys):
 def test_learning_rate_schedules():
     cfg = train.TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=4, max_iters=14)
     assert [train.learning_rate(s, cfg) for s in (0, 3, 4, 1000)] == pytest.approx([0.2, 0.8, 1.0, 1.0])
-    cfg.decay_lr = True
+    cfg.schedule = "cosine"
     assert [train.learning_rate(s, cfg) for s in (4, 9, 14, 99)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
 
 
 def test_the_cosine_ends_with_the_steps_or_with_the_time_whichever_is_first():
-    cfg = train.TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=4, max_iters=14, decay_lr=True, max_seconds=10)
+    cosine = dict(schedule="cosine", min_lr=0.1, warmup_iters=4, max_iters=14, max_seconds=10)
+    cfg = train.TrainConfig(learning_rate=1.0, **cosine)
     assert [train.learning_rate(9, cfg, t) for t in (0, 5, 7.5, 10, 11)] == pytest.approx(
         [0.55, 0.55, 0.2318, 0.1, 0.1], abs=1e-4
     )
     assert [train.learning_rate(s, cfg, 5) for s in (4, 9, 14)] == pytest.approx([0.55, 0.55, 0.1])
     assert [train.learning_rate(s, cfg, 10) for s in (0, 2)] == pytest.approx([0.1, 0.1])  # no time for the warm-up
     assert [train.learning_rate(s, cfg, 1) for s in (0, 3)] == pytest.approx([0.2, 0.8])
-    for changed in ({"max_seconds": 0}, {"decay_lr": False}):
+    for changed in ({"max_seconds": 0}, {"schedule": "constant"}):
         free = train.TrainConfig(**{**vars(cfg), **changed})
         assert [train.learning_rate(s, free, 9) for s in range(20)] == [train.learning_rate(s, free) for s in range(20)]
 
@@ -230,7 +231,7 @@ def test_the_schedule_follows_the_time_that_it_is_given_and_a_resumed_run_goes_o
     assert go(*timed, "--out_dir=out/a", "--max_iters=100000") == 0
     rates, last = metrics("out/a", "lr"), max(metrics("out/a"))
     assert f"stopped after {last} steps: max_seconds=2 is reached\n" in capsys.readouterr().out
-    cfg = train.TrainConfig(learning_rate=1e-2, min_lr=1e-4, decay_lr=True, max_seconds=2, lr_decay_iters=100000)
+    cfg = train.TrainConfig(learning_rate=1e-2, min_lr=1e-4, schedule="cosine", max_seconds=2, lr_decay_iters=100000)
     assert rates[1] == 1e-2 and rates[9] == train.learning_rate(8, cfg, seconds) < rates[8]
     assert list(rates.values()) == sorted(rates.values(), reverse=True) and 1e-4 <= rates[last] < 3e-4
     assert go(*timed, "--out_dir=out/a", "--max_iters=100000", "--max_seconds=3") == 0  # more time: further steps

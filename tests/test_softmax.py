@@ -1,0 +1,167 @@
+"""Packed softmax: each document for itself, without a mask of T x T, in eager mode and under torch.compile."""
+
+import pytest
+import torch
+from helpers import SMALL, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
+from numerics import Largest
+
+import train
+from attention import packed
+from attention.softmax import packed_softmax_attention
+from model import GPT, GPTConfig
+
+B, T, H, HKV, D = 2, 24, 4, 2, 8
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+RESETS = {
+    "none": [],
+    "all": [(b, t) for b in range(B) for t in range(T)],
+    "at token 0": [(0, 0), (1, 0), (0, 9)],
+    "one token long": [(0, 5), (0, 6), (0, 7), (1, T - 1)],
+    "in one sequence": [(1, 10), (1, 13)],
+}
+
+
+def resets_at(places, shape=(B, T)):
+    resets = torch.zeros(shape, dtype=torch.bool)
+    for b, t in places:
+        resets[b, t] = True
+    return resets
+
+
+def inputs(dtype, tokens=T):
+    q, k, v = torch.randn(B, tokens, H + 2 * HKV, D).to(dtype).split((H, HKV, HKV), 2)  # strided views, as in the model
+    return [x.detach().requires_grad_() for x in (q, k, v)]
+
+
+def naive(q, k, v, resets, scale=D**-0.5):
+    """Compute softmax with a mask of T x T, in float64."""
+    document, at = resets.cumsum(1), torch.arange(q.shape[1])
+    visible = (document[:, :, None] == document[:, None]) & (at[:, None] >= at)
+    k, v = (x.repeat_interleave(H // HKV, dim=2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    return torch.einsum("bhij,bjhe->bihe", scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1), v)
+
+
+def assert_naive(attention, qkv, resets, **options):
+    y = attention(*qkv, resets, **options)
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    expected, dy = naive(*exact, resets, **options), torch.randn(y.shape, dtype=torch.float64)
+    found = [y, *torch.autograd.grad(y, qkv, dy.to(y.dtype))]
+    wanted = [expected, *torch.autograd.grad(expected, exact, dy)]
+    for name, a, b, like in zip(("y", "dq", "dk", "dv"), found, wanted, (qkv[0], *qkv), strict=True):
+        assert a.dtype == like.dtype and a.shape == like.shape
+        error = (a.double() - b).norm() / b.norm().clamp(min=0.1 * dy.norm())
+        assert error < TOLERANCE[y.dtype], (name, error)
+
+
+@pytest.mark.parametrize("places", RESETS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_packed_softmax_and_its_gradients_are_those_with_a_mask(dtype, places):
+    assert_naive(packed_softmax_attention, inputs(dtype), resets_at(RESETS[places]))
+
+
+def test_the_operator_for_torch_compile_computes_the_same(monkeypatch):
+    monkeypatch.setattr(packed, "ROWS", 4)
+
+    def attention(q, k, v, resets, scale):
+        x = (x.flatten(0, 1) for x in (q, k, v))
+        return packed._one_by_one_operator(*x, *packed._find_operator(resets), scale).unflatten(0, (B, T))
+
+    assert_naive(attention, inputs(torch.float64), resets_at(RESETS["one token long"]), scale=0.3)
+
+
+@pytest.mark.parametrize("D", [8, 6])
+def test_flash_attention_gets_the_documents_of_all_sequences_in_one_call(D, monkeypatch):
+    """With stand-ins for torch's operators, which need a GPU."""
+    calls = []
+
+    def forward(q, k, v, ends, ends_k, longest, longest_k, dropout, causal, debug, scale):
+        assert ends is ends_k and longest == longest_k and (dropout, causal, debug) == (0.0, True, False)
+        assert q.shape[2] % 8 == 0 and q.stride(2) == 1 and ends.dtype == torch.int32
+        calls.append((ends.tolist(), longest))
+        sizes = torch.tensor([len(ends) - 1, longest])
+        return packed._one_by_one(q, k, v, ends, sizes, scale), q.new_zeros(H, len(q), dtype=torch.float32), 0, 0, 0
+
+    def backward(dy, q, k, v, y, lse, ends, ends_k, longest, longest_k, dropout, causal, rng, unused, scale):
+        assert dy.is_contiguous() and lse.shape == (H, len(q)) and (dropout, causal) == (0.0, True)
+        calls.append((ends.tolist(), longest))
+        return packed._one_by_one_backward(dy, q, k, v, ends, torch.tensor([len(ends) - 1, longest]), scale)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward, raising=False)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward, raising=False)
+    monkeypatch.setattr(packed, "takes_flash", lambda *_: True)
+    qkv = [x.detach()[..., :D].requires_grad_() for x in inputs(torch.float64)]
+    assert_naive(packed_softmax_attention, qkv, resets_at(RESETS["at token 0"]), scale=0.3)
+    assert calls == [([0, 9, T, 2 * T], T)] * 2
+
+
+def test_documents_of_a_batch_are_looked_for_once(monkeypatch):
+    count, find = [], packed._find
+    monkeypatch.setattr(packed, "_find", lambda resets: count.append(1) or find(resets))
+    resets = resets_at(RESETS["at token 0"])
+    first = packed.find_documents(resets)
+    assert packed.find_documents(resets) is first and len(count) == 1
+    assert first.sizes.tolist() == [3, T] and first.ends[:5].tolist() == [0, 9, T, 2 * T, 2 * T]
+    resets[1, 3] = True
+    assert packed.find_documents(resets).sizes.tolist() == [4, T - 3]
+
+
+def test_nothing_is_of_size_T_x_T():
+    tokens = 2048
+    qkv = inputs(torch.float32, tokens)
+    resets = resets_at([(0, 700)], (B, tokens))
+    with Largest() as largest:
+        packed_softmax_attention(*qkv, resets).sum().backward()
+    assert largest.entries <= B * tokens * (H + 2 * HKV) * D < tokens**2
+
+
+def model(**settings):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=31, n_layer=2, n_head=H, n_kv_head=HKV, n_embd=16, head_dim=4, attention="softmax")
+    return GPT(GPTConfig(**sizes, reset_token=7, **settings))
+
+
+def gradients(network, parameters, ids):
+    _, loss = network(ids, ids.roll(-1, 1))
+    return [loss, *torch.autograd.grad(loss, list(parameters))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_compiled_model_looks_for_the_documents_once_and_learns_the_same(checkpointing, monkeypatch):
+    count, find = [], packed._find
+    monkeypatch.setattr(packed, "_find", lambda resets: count.append(1) or find(resets))
+    net = model(activation_checkpointing=checkpointing)
+    compiled = torch.compile(net, backend="aot_eager_decomp_partition", fullgraph=True)
+    for _ in range(2):  # other documents, the same graph
+        ids = torch.randint(0, 31, (B, T))
+        ids[0, 5] = 7
+        wanted = gradients(net, net.parameters(), ids)
+        count.clear()
+        found = gradients(compiled, net.parameters(), ids)
+        assert len(count) <= (2 if checkpointing else 1)
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_documents_in_one_sequence_are_what_they_are_alone():
+    net = model().double()
+    ids = torch.randint(8, 31, (1, T))
+    ids[0, 10] = 7
+    logits, _ = net(ids)
+    assert torch.allclose(logits[:, 10:], net(ids[:, 10:])[0], rtol=1e-8)
+    assert torch.allclose(logits[:, :10], net(ids[:, :10])[0], rtol=1e-8)
+    net.eval()
+    with torch.inference_mode():  # a prompt in pieces, with a state, whose mask is one for all heads
+        last, _ = net.read(ids, net.empty_state(1), piece=7)
+    assert torch.allclose(last, logits[:, -1], rtol=1e-8)
+
+
+def test_a_packed_run_goes_on_with_the_same_bits(dataset, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    packed_run = (f"--dataset={dataset}", *SMALL, "--attention=softmax", "--pack=1", "--sample_tokens=0")
+    assert call(train.main, *packed_run, "--out_dir=out/a") == 0
+    assert call(train.main, *packed_run, "--out_dir=out/b", "--max_iters=3") == 0
+    assert call(train.main, *packed_run, "--out_dir=out/b") == 0
+    assert metrics("out/a", "train_loss") == metrics("out/b", "train_loss")
+    assert metrics("out/a", "val_loss") == metrics("out/b", "val_loss")
