@@ -21,6 +21,7 @@ from runs.machine import memory_advice
 from runs.optimizer import clip_gradients, make_optimizer
 from runs.parallel import Layout
 from runs.processes import Failed, Ranks, exit_statuses
+from runs.stages import Stage
 
 OPTIONS = [*SMALL, "--attention=sympow_gating", "--warmup_iters=2"]
 
@@ -146,7 +147,8 @@ def test_what_a_sharded_model_does_not_take_is_refused(capsys):
 
 def test_too_little_memory_on_several_ranks_is_answered_with_shard(monkeypatch):
     def advice(cfg, **model):
-        with pytest.raises(Failed) as failed, memory_advice(cfg, GPTConfig(**model), 1, goes_on=True):
+        stage = Stage(cfg.block_size, cfg.batch_size, 1, 0, None, "")
+        with pytest.raises(Failed) as failed, memory_advice(cfg, GPTConfig(**model), stage, goes_on=True):
             raise torch.OutOfMemoryError
         return str(failed.value)
 

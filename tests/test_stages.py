@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,10 +103,10 @@ class Ended(Exception):
 def test_a_run_that_ends_before_in_or_after_the_step_of_a_switch_goes_on_with_the_same_bits(go, whole, monkeypatch):
     read, left = batches.train_batch, [*MOMENTS]
 
-    def ending(windows, seed, step, rank, world, micro, *sizes):
+    def ending(windows, seed, step, rank, world, micro, *sizes, **spans):
         if (step, micro) in left[:1]:
             raise Ended(left.pop(0))
-        return read(windows, seed, step, rank, world, micro, *sizes)
+        return read(windows, seed, step, rank, world, micro, *sizes, **spans)
 
     monkeypatch.setattr(batches, "train_batch", ending)
     options = [*GATED, THEN, "--eval_interval=1", "--out_dir=out/a"]
@@ -123,7 +124,7 @@ def train_until_read():
     def dying(windows, seed, step, rank, world, micro, *sizes):
         if at == f"{step} {micro}":
             os.kill(os.getpid(), signal.SIGKILL)
-        return read(windows, seed, step, rank, world, micro, *sizes)
+        return read(windows, seed, step, rank, world, micro, *sizes, **spans)
 
     batches.train_batch = dying
     train.main()
@@ -241,11 +242,11 @@ def test_sizes_follow_from_the_first_stage(dataset):  # noqa: F811
         (1, 6, 768, "64@1,128@2", [(6, 4), (3, 4), (1, 6)]),  # 192 / 128 is not whole
     ):
         cfg = train.TrainConfig(block_size=32, batch_size=batch_size, tokens_per_step=tokens, then=then)
-        found, held_out = stages.make_stages(cfg, {}, data, world)
+        found, held_out = stages.make_stages(cfg, {}, data, SimpleNamespace(data_world=world))
         assert [(stage.batch_size, stage.accumulation) for stage in found] == expected
         assert all(s.batch_size * s.accumulation * s.block_size * world == tokens for s in found)
         assert held_out.block_size == found[-1].block_size and held_out.split == "val"
-    (only,), _ = stages.make_stages(train.TrainConfig(block_size=32, tokens_per_step=256), {}, data, 1)
+    (only,), _ = stages.make_stages(train.TrainConfig(block_size=32, tokens_per_step=256), {}, data, SimpleNamespace(data_world=1))
     assert only.name == "" and only.start == 0
 
 

@@ -1,5 +1,6 @@
 """train.py does what its settings say, from its arguments to its run folder."""
 
+import contextlib
 import io
 import json
 import math
@@ -566,7 +567,8 @@ def test_kernels_that_fail_on_one_rank_are_used_on_none(monkeypatch):
     failures, lines = [], []
     monkeypatch.setattr(machine, "kernel_failure", lambda *args: "")
     monkeypatch.setattr(machine, "disable_kernels", failures.append)
-    ranks = types.SimpleNamespace(first=lambda failure: failure or "wrong results on rank 1", log=lines.append)
+    first = lambda failure: failure or "wrong results on rank 1"
+    ranks = types.SimpleNamespace(first=first, log=lines.append, local_rank_0_first=contextlib.nullcontext)
     machine.check_kernels(None, [1024], torch.bfloat16, ranks)
     assert failures == ["wrong results on rank 1"] and "fail on this machine: wrong results on rank 1" in lines[0]
 
