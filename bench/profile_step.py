@@ -138,7 +138,8 @@ def measure(args, config):
     gpu = device.type == "cuda"
     torch.manual_seed(0)
     model = GPT(config).to(device)
-    optimizer = make_optimizer(model, SimpleNamespace(optimizer="adamw", weight_decay=0.0, learning_rate=6e-4, beta1=0.9, beta2=0.95))
+    settings = dict(optimizer="adamw", weight_decay=0.0, learning_rate=6e-4, beta1=0.9, beta2=0.95)
+    optimizer = make_optimizer(model, SimpleNamespace(**settings))
     network = torch.compile(model) if gpu and not args.no_compile else model
     ids = torch.randint(1, config.vocab_size, (args.batch_size, args.block_size + 1), device=device)
     if args.documents:

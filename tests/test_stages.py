@@ -121,7 +121,7 @@ def train_until_read():
     """Train as train.py; die by SIGKILL when the batch of (step, micro-step) DIE is read."""
     read, at = batches.train_batch, os.environ["DIE"]
 
-    def dying(windows, seed, step, rank, world, micro, *sizes):
+    def dying(windows, seed, step, rank, world, micro, *sizes, **spans):
         if at == f"{step} {micro}":
             os.kill(os.getpid(), signal.SIGKILL)
         return read(windows, seed, step, rank, world, micro, *sizes, **spans)
@@ -246,7 +246,8 @@ def test_sizes_follow_from_the_first_stage(dataset):  # noqa: F811
         assert [(stage.batch_size, stage.accumulation) for stage in found] == expected
         assert all(s.batch_size * s.accumulation * s.block_size * world == tokens for s in found)
         assert held_out.block_size == found[-1].block_size and held_out.split == "val"
-    (only,), _ = stages.make_stages(train.TrainConfig(block_size=32, tokens_per_step=256), {}, data, SimpleNamespace(data_world=1))
+    cfg = train.TrainConfig(block_size=32, tokens_per_step=256)
+    (only,), _ = stages.make_stages(cfg, {}, data, SimpleNamespace(data_world=1))
     assert only.name == "" and only.start == 0
 
 
