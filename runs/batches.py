@@ -28,7 +28,7 @@ def micro_batches(trainer):
         for micro in range(stage.accumulation):
             sizes = *place(trainer), micro, stage.accumulation, stage.batch_size
             spans = trainer.slices.of(stage.block_size)
-            batch = train_batch(stage.windows, trainer.cfg.seed, step, *sizes, spans=spans)
+            batch = train_batch(stage.windows, trainer.cfg.seed, step, *sizes, spans)
             trainer.ranks.beat()
             on_gpu = trainer.device.type == "cuda"
             if on_gpu:  # from pinned memory the copy runs beside the computation

@@ -391,7 +391,8 @@ def test_every_choice_of_tiles_is_one_the_kernels_take():
     choices |= {(name, torch.float32): [] for name in configs.SAFE["float32"]}
     for rows, kernels in configs.SAFE.items():
         for name, found in kernels.items():
-            choices[name, torch.float32 if rows == "float32" else torch.bfloat16] += [c for D, c in found if D < 256]
+            dtype = torch.float32 if rows.startswith("float32") else torch.bfloat16
+            choices[name, dtype] += [c for D, c in found if D < 256]
     for kernels in configs.SAFE.values():  # head dimension 256 has tiles of its own, beside no others
         widest = {name: found[-1][1] for name, found in kernels.items() if found[-1][0] == 256}
         if widest:
@@ -403,7 +404,7 @@ def test_every_choice_of_tiles_is_one_the_kernels_take():
             choices[name, getattr(torch, dtype)].append(Config(*c))
             assert name != "query_gradient" or "p=4" in key or c[1] == 64, key  # for p = 2 it has no BN
     tokens_or_features = {
-        "update_state": (32, 64, 128),
+        "update_state": (16, 32, 64, 128),
         "query_state": (64, 128, 256),
         "query_gradient": (64, 128, 256),
     }

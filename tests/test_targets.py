@@ -153,6 +153,18 @@ def test_the_quadratic_tiles_of_each_class_are_right(rows, D):
     assert all(relative_error(a, b, 1e-6) < 1e-5 for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.skipif(GPU, reason="pretends another GPU")
+def test_update_state_is_the_same_with_the_float32_tiles_of_other_gpus(monkeypatch):
+    (_, k, v, _), _ = inputs(300, "none", torch.float32, H=1, Hkv=1)
+    sizes = chunked.Sizes(k, k, 2, 256)
+    found, cpu = [], configs.gpu(torch.device("cpu"))
+    for rows in ("wgmma", "mma"):
+        monkeypatch.setattr(configs, "gpu", lambda _: cpu._replace(rows=rows))
+        assert choose("update_state", k, 2).BN == (32 if rows == "wgmma" else 16)
+        found.append(update_state.update_state(sizes, 1, prepare.prepare(sizes, k, v)))
+    assert relative_error(found[1], found[0], 1e-6) < 1e-6
+
+
 # ---- the tensors' GPU, not the current one
 
 
