@@ -539,7 +539,7 @@ def test_after_so_many_in_a_row_training_stops_and_names_the_last_good_checkpoin
 @pytest.fixture
 def two_ranks(dataset, tmp_path):  # noqa: F811
     """Start two processes that train together, and wait until they have taken some steps."""
-    options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--max_iters=100000", "--timeout=6", "--eval_interval=100000"]
+    options = [*SMALL, *EXTRA, f"--dataset={dataset}", "--max_iters=100000", "--timeout=10", "--eval_interval=100000"]
     ranks = start_ranks(2, train.main, *options, cwd=tmp_path)
     log, begin = tmp_path / "out/train/metrics.jsonl", time.time()
     while not (log.exists() and log.stat().st_size) and time.time() < begin + 60:
