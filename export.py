@@ -170,10 +170,9 @@ def model_card(run, folder, settings, tokenizer):
             losses.append(values)
     shown = losses[:: max(1, len(losses) // 10)] + losses[-1:] if losses else []
     table = [f"| {x['step']:,} | {x.get('tokens', 0):,} | {x['val_loss']:.4f} |" for x in dict_unique(shown)]
-    trained = "optimizer learning_rate weight_decay beta1 beta2 grad_clip warmup_iters block_size tokens_per_step dtype"
-    how = ", ".join(
-        f"{name}={settings[name]}" for name in (*trained.split(), "seed", "pack", "ranks") if name in settings
-    )
+    trained = "optimizer learning_rate schedule weight_decay beta1 beta2 grad_clip warmup_iters block_size then"
+    trained += " tokens_per_step dtype seed pack ranks"
+    how = ", ".join(f"{name}={settings[name]}" for name in trained.split() if settings.get(name, "") != "")
     escaped = "\nIts training text was escaped with `json.dumps(text)[1:-1]`: escape prompts, unescape outputs.\n"
     return f"""---
 library_name: transformers

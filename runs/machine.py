@@ -58,6 +58,8 @@ def can_compile(setting, device, log):
     if setting == "False" or (setting == "auto" and device.type != "cuda"):
         return False
     torch._dynamo.config.optimize_ddp = False  # compiled inside DDP: the graph must not be split for its buckets
+    # each stage's context, in training and evaluation, for each kind of layer: blocks compiled alone share their code
+    torch._dynamo.config.recompile_limit = 64
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(64, device=device))
         return True
@@ -100,7 +102,8 @@ def memory_advice(cfg, model_cfg, stage, goes_on):
         )
     if not model_cfg.activation_checkpointing:
         ways.append("--activation_checkpointing=True")
-    if not cfg.shard and from_launcher("WORLD_SIZE", 1) > 1 and not (goes_on and model_cfg.dropout):
+    shardable = not cfg.shard and cfg.optimizer != "muon" and cfg.backend != "gloo"
+    if shardable and from_launcher("WORLD_SIZE", 1) > 1 and not (goes_on and model_cfg.dropout):
         ways.append("--shard=True")
     ways = " or ".join(ways or ["a smaller context or model"])
     where = "the first step" + (f" of {stage.name}" if stage.name else "")

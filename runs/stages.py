@@ -212,7 +212,9 @@ def rehearse_final_stage(trainer):
         return
     advice = memory_advice(trainer.cfg, trainer.model_cfg, stage, goes_on=trainer.progress.step > 0)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), advice:
-        moments = [] if trainer.progress.step else [torch.empty_like(x) for x in model.parameters() for _ in range(2)]
+        parameters = [x for group in trainer.optimizer.param_groups for x in group["params"]]
+        made = trainer.optimizer.state_dict()["state"]  # of a run that goes on, and Muon's momenta
+        moments = [torch.empty_like(x) for i, x in enumerate(parameters) if i not in made for _ in range(2)]
         model.train()
         tokens = stage.block_size // trainer.layout.context_size
         ids = torch.zeros(stage.batch_size, tokens, dtype=torch.int64, device=device)

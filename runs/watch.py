@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -49,9 +48,12 @@ class Watch:
         """Return a text that names the ranks that hold the others up, on every rank the same. Takes some intervals."""
         try:
             if self.store.add("blaming", 1) > 1:
-                with suppress(dist.DistStoreError):  # raised if the rank that was first ended before it knew
-                    self.store.wait(["blame"], timedelta(seconds=4 * self.interval))
-                    return self.store.get("blame").decode()
+                until = time.monotonic() + 4 * self.interval  # the rank that was first may end before it knows
+                while time.monotonic() < until:
+                    if self.store.check(["blame"]):
+                        return self.store.get("blame").decode()
+                    self._report()  # or it would take this rank for silent
+                    time.sleep(self.interval / 4)
             found = self._find()
             self.store.set("blame", found)
             return found
