@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attention import ATTENTIONS, LayerNorm
-from attention.dispatch import FORMS
 from attention.state import ModelState
+from attention.variant import check_layer
 from loss import LinearCrossEntropy
 
 
@@ -50,35 +50,12 @@ class GPTConfig:
     activation_checkpointing: bool = False  # save one activation per block, compute the rest again in the backward pass
 
     def __post_init__(self):
-        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "n_kv_head", "head_dim"):
-            if getattr(self, name) < (name not in ("n_kv_head", "head_dim")):  # where 0 means: choose it
+        for name in ("n_layer", "vocab_size"):
+            if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not self.head_dim and self.n_embd % self.n_head:
-            near = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
-            raise ValueError(
-                f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}: n_head="
-                f"{min(near, key=lambda h: abs(h - self.n_head))} would do, or set head_dim"
-            )
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
-        self.n_kv_head = self.n_kv_head or self.n_head
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even (rotary positions turn pairs), got {self.head_dim}")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head must be a multiple of n_kv_head, got {self.n_head} and {self.n_kv_head}")
-        if self.p < 2 or self.p % 2:
-            raise ValueError(f"p must be a positive even integer, got {self.p}: odd powers give negative weights")
-        if self.form not in FORMS:
-            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
-        if self.chunk_size < 0:
-            raise ValueError(f"chunk_size must be positive, or 0 to choose it, got {self.chunk_size}")
+        check_layer(self)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-        if not 1 < self.rope_base < math.inf:
-            raise ValueError(f"rope_base must be above 1 and finite, got {self.rope_base}")
-        if not math.isfinite(self.gate_bias):
-            raise ValueError(f"gate_bias must be finite, got {self.gate_bias}")
-        if self.gate not in ("auto", "learned", "fixed", "none"):
-            raise ValueError(f"gate must be auto, learned, fixed or none, got {self.gate!r}")
         self._check_attention()
 
     def _check_attention(self):

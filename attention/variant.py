@@ -15,10 +15,12 @@ What generation keeps of a layer's tokens is a subclass of State (attention/stat
 State itself has the last four.
 """
 
+import math
 from dataclasses import replace
 
 from torch import nn
 
+from .dispatch import FORMS
 from .memory import cached_bytes
 from .rotary import rotate
 from .state import LayerState, count_positions
@@ -32,6 +34,40 @@ def splits_context(variant):
 def decoding_kernels(part):
     """Return `decodes_on_kernels` of the class of a Variant or position embedding itself, "" if it has none."""
     return vars(type(part)).get("decodes_on_kernels", "")
+
+
+def check_layer(config):
+    """Choose head_dim and n_kv_head where they are 0, and raise ValueError for settings that no attention takes.
+
+    config: a GPTConfig, or what else a Variant is made with. Which settings one attention takes: `Variant.check`.
+    """
+    for name in ("n_head", "n_embd", "n_kv_head", "head_dim"):
+        if getattr(config, name) < (name not in ("n_kv_head", "head_dim")):  # where 0 means: choose it
+            raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+    if not config.head_dim and config.n_embd % config.n_head:
+        near = [h for h in range(1, config.n_embd + 1) if config.n_embd % h == 0]
+        raise ValueError(
+            f"n_embd must be a multiple of n_head, got {config.n_embd} and {config.n_head}: n_head="
+            f"{min(near, key=lambda h: abs(h - config.n_head))} would do, or set head_dim"
+        )
+    config.head_dim = config.head_dim or config.n_embd // config.n_head
+    config.n_kv_head = config.n_kv_head or config.n_head
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim must be even (rotary positions turn pairs), got {config.head_dim}")
+    if config.n_head % config.n_kv_head:
+        raise ValueError(f"n_head must be a multiple of n_kv_head, got {config.n_head} and {config.n_kv_head}")
+    if config.p < 2 or config.p % 2:
+        raise ValueError(f"p must be a positive even integer, got {config.p}: odd powers give negative weights")
+    if config.form not in FORMS:
+        raise ValueError(f"form must be one of {', '.join(FORMS)}, got {config.form!r}")
+    if config.chunk_size < 0:
+        raise ValueError(f"chunk_size must be positive, or 0 to choose it, got {config.chunk_size}")
+    if not 1 < config.rope_base < math.inf:
+        raise ValueError(f"rope_base must be above 1 and finite, got {config.rope_base}")
+    if not math.isfinite(config.gate_bias):
+        raise ValueError(f"gate_bias must be finite, got {config.gate_bias}")
+    if config.gate not in ("auto", "learned", "fixed", "none"):
+        raise ValueError(f"gate must be auto, learned, fixed or none, got {config.gate!r}")
 
 
 class Variant(nn.Module):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .attention import ATTENTIONS
-from .attention.dispatch import FORMS
+from .attention.variant import check_layer
 
 
 @dataclass
@@ -33,20 +33,7 @@ class LayerConfig:
         if self.attention not in variants:
             why = ": use heinsen_attention, whose model needs a position embedding" * (self.attention == "heinsen")
             raise ValueError(f"attention must be one of {', '.join(variants)}, got {self.attention!r}{why}")
-        if self.n_embd < 1 or self.n_head < 1 or (not self.head_dim and self.n_embd % self.n_head):
-            raise ValueError(
-                f"n_embd must be a positive multiple of n_head, got {self.n_embd} and {self.n_head}: or give head_dim"
-            )
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
-        self.n_kv_head = self.n_kv_head or self.n_head
-        if self.head_dim % 2 or self.head_dim < 0:
-            raise ValueError(f"head_dim must be positive and even (rotary positions turn pairs), got {self.head_dim}")
-        if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head must be a multiple of n_kv_head, got {self.n_head} and {self.n_kv_head}")
-        if self.p < 2 or self.p % 2:
-            raise ValueError(f"p must be a positive even integer, got {self.p}")
-        if self.form not in FORMS:
-            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
+        check_layer(self)
         variant = variants[self.attention]
         if self.gate == "auto":
             self.gate = variant.gates[0]
