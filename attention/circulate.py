@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from .forms import SCORES_AT_ONCE, accumulation_dtype, blocks_of_rows, normalize, without_autocast
+from .packed import takes_flash
 from .power import power_attention_sums
 
 PARTS = 4  # the queries of a piece are computed in so many parts, see `PowerPairs.sums`
@@ -223,7 +224,7 @@ class SoftmaxPairs:
         compute the first two once more relative to that reference and differentiate them. Without log_g they come from
         torch's flash attention, which takes no mask.
         """
-        if log_g is None and _has_flash(q, v):
+        if log_g is None and _takes_flash(q, k, v):
             group = q.shape[2] // k.shape[2]
             q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
             if again is not None:
@@ -290,11 +291,11 @@ def _softmax_rows(q, k, v, hidden, reference):
 # ---- torch's flash attention, whose tensors are [B, H, m, D]
 
 
-def _has_flash(q, v):
-    """Return True if torch's flash attention takes queries and values like these."""
+def _takes_flash(q, k, v):
+    """Return True if torch's flash attention takes these tensors, without a mask."""
     D, E = q.shape[3], v.shape[3]
     if q.is_cuda:
-        return D == E <= 256 and D % 8 == 0 and q.dtype in (torch.bfloat16, torch.float16)
+        return takes_flash(q, k, v) and D % 8 == 0
     return q.device.type == "cpu" and D == E and q.dtype != torch.float16
 
 
