@@ -186,15 +186,12 @@ def try_kernels():
     try:
         import torch
 
-        from attention.check import HEINSEN_SIZES, SIZES, check, check_fused, check_heinsen
-        from kernels import heinsen_unsupported_reason, unsupported_reason, unusable_machine
+        from attention.check import check_all
+        from kernels import unsupported_reason
 
-        supported = lambda form, dtype, D, p, gated, E=None, n=None: not unsupported_reason(form, dtype, D, E or D, p)
-        log = [size for size in HEINSEN_SIZES if not heinsen_unsupported_reason(size[0], size[2], size[2])]
-        fused = () if unusable_machine() else check_fused()
-        for line, ok in (*check([size for size in SIZES if supported(*size)]), *check_heinsen(log), *fused):
+        for line, ok in check_all():
             trials[f"kernels, {line}"] = "" if ok else "too far from float64"
-        if supported("quadratic", torch.bfloat16, 64, 2, False):
+        if not unsupported_reason("quadratic", torch.bfloat16, 64, 64, 2):
             trials |= try_generation()
     except Exception as error:
         trials["kernels"] = f"{type(error).__name__}: {last_line(str(error))}"

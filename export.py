@@ -22,6 +22,7 @@ from runs import checkpoint
 from runs.load import load_run
 from runs.program import Parser, run_program
 from runs.settings import refuse
+from runs.tracking import whole_lines
 
 ROOT = Path(__file__).resolve().parent
 SHARD = "5GB"  # the largest file of weights
@@ -162,14 +163,11 @@ def quoted(source):
 
 def model_card(run, folder, settings, tokenizer):
     """Return README.md: what the model is, on what data and how it was trained, and its losses."""
-    model, losses = settings["model"], []
-    path = Path(run) / "metrics.jsonl"
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        values = json.loads(line)
-        if "val_loss" in values:
-            losses.append(values)
-    shown = losses[:: max(1, len(losses) // 10)] + losses[-1:] if losses else []
-    table = [f"| {x['step']:,} | {x.get('tokens', 0):,} | {x['val_loss']:.4f} |" for x in dict_unique(shown)]
+    model, lines = settings["model"], map(json.loads, whole_lines(os.path.join(run, "metrics.jsonl")))
+    losses = [*{line["step"]: line for line in lines if "val_loss" in line}.values()]
+    shown = sorted({*range(0, len(losses), max(1, len(losses) // 10)), *range(len(losses))[-1:]})
+    row = lambda x: f"| {x['step']:,} | {x.get('tokens', 0):,} | {x['val_loss']:.4f} |"
+    table = [row(losses[i]) for i in shown]
     trained = "optimizer learning_rate schedule weight_decay beta1 beta2 grad_clip warmup_iters block_size then"
     trained += " tokens_per_step dtype seed pack ranks"
     how = ", ".join(f"{name}={settings[name]}" for name in trained.split() if settings.get(name, "") != "")
@@ -200,11 +198,6 @@ Data: {settings["dataset"]} (fingerprint {settings.get("data", "unknown")}), {Pa
 | ---: | ---: | ---: |
 {chr(10).join(table)}
 """
-
-
-def dict_unique(lines):
-    """Return the lines of metrics without those of a step that came before."""
-    return list({line["step"]: line for line in lines}.values())
 
 
 if __name__ == "__main__":

@@ -9,14 +9,16 @@ from pathlib import Path
 if INSTALLED := "." in __package__:
     from .. import kernels
     from ..kernels import cost, heinsen_unsupported_reason, unsupported_reason, unusable_machine, width
+    from ..kernels.configs import cache_folder
     from ..kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 else:
     import kernels
     from kernels import cost, heinsen_unsupported_reason, unsupported_reason, unusable_machine, width
+    from kernels.configs import cache_folder
     from kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 
 __all__ = [
-    "cost", "heinsen_unsupported_reason", "make_sqrt_multiplicity", "symmetric_power_dim", "tails_of",
+    "cache_folder", "cost", "heinsen_unsupported_reason", "make_sqrt_multiplicity", "symmetric_power_dim", "tails_of",
     "unsupported_reason", "unusable_machine", "width",
 ]  # fmt: skip
 

@@ -11,7 +11,6 @@ import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -188,6 +187,15 @@ def check_fused(sizes=FUSED_SIZES):
         yield _line(f"{name} {str(dtype).removeprefix('torch.')}", fused_errors(name, dtype), dtype)
 
 
+def check_all():
+    """Yield what `check` does for every kernel and size that this machine's GPU supports."""
+    reason = backend.unsupported_reason
+    yield from check([size for size in SIZES if not reason(size.form, size.dtype, size.D, size.E or size.D, size.p)])
+    log = backend.heinsen_unsupported_reason
+    yield from check_heinsen([size for size in HEINSEN_SIZES if not log(size[0], size[2], size[2])])
+    yield from () if backend.unusable_machine() else check_fused()
+
+
 def fused_errors(name, dtype, T=1500, device="cuda"):
     """Return what `errors` does for a fused kernel and T tokens."""
     generator = torch.Generator(device).manual_seed(0)
@@ -315,7 +323,7 @@ def _find(device, name, find):
         files = sorted(f for f in backend.SOURCES.glob("*") if f.suffix in (".py", ".json"))
         sources = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12]
         key = ", ".join([torch.cuda.get_device_name(device), torch.__version__, triton.__version__, sources, name])
-        memory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sympow" / "checked.json"
+        memory = backend.cache_folder() / "checked.json"
         known = _known(memory)
         if key in known:
             return ""

@@ -30,7 +30,12 @@ class LearnedGate(nn.Module):
 class FixedGate(nn.Module):
     def __init__(self, n_kv_head):
         super().__init__()
-        self.register_buffer("log_g", -alibi_slopes(n_kv_head), persistent=False)
+        self.register_buffer("log_g", torch.empty(n_kv_head), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        """Fill the gates, which no checkpoint has, of a module that was made without memory."""
+        self.log_g.copy_(-alibi_slopes(len(self.log_g)))
 
     def forward(self, x):
         """Return log gamma [B, T, Hkv], the same at every token, for x [B, T, C]."""

@@ -47,9 +47,13 @@ class State:
         """Return the bytes that the tensors take."""
         return sum(x.numel() * x.element_size() for x in self.tensors().values())
 
+    def map(self, function):
+        """Return the state whose tensors are function(tensor), for a function that acts on their batch."""
+        return replace(self, **{name: function(x) for name, x in self.tensors().items()})
+
     def repeat(self, n):
         """Return the state of each sequence n times over, for several continuations of one prompt."""
-        return replace(self, **{name: x.repeat_interleave(n, dim=0) for name, x in self.tensors().items()})
+        return self.map(lambda x: x.repeat_interleave(n, dim=0))
 
     def concatenate(self, *others):
         """Return the states of several batches as that of one. Raises ValueError if they hold different tensors."""
@@ -122,10 +126,14 @@ class ModelState:
         parts = {f"layers.{i}": layer for i, layer in enumerate(self.layers)}
         return parts if self.embedding is None else parts | {"embedding": self.embedding}
 
+    def map(self, function):
+        """Return the state whose parts' tensors are function(tensor), for a function that acts on their batch."""
+        embedding = self.embedding and self.embedding.map(function)
+        return ModelState([layer.map(function) for layer in self.layers], self.n_tokens, embedding)
+
     def repeat(self, n):
         """Return the state of each sequence n times over."""
-        embedding = self.embedding and self.embedding.repeat(n)
-        return ModelState([layer.repeat(n) for layer in self.layers], self.n_tokens, embedding)
+        return self.map(lambda x: x.repeat_interleave(n, dim=0))
 
     def bytes(self):
         """Return the bytes that all tensors take."""

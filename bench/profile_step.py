@@ -17,7 +17,6 @@ import re
 import sys
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -30,6 +29,7 @@ from data.files import write_json  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from runs.optimizer import make_optimizer  # noqa: E402
 from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
+from train import TrainConfig  # noqa: E402
 
 WARM_UP, STEPS = 4, 3
 FLOPS, BANDWIDTH = 701e12, 4.3e12  # of one H200: a bf16 product of 8192^3, and a copy; a second
@@ -138,8 +138,7 @@ def measure(args, config):
     gpu = device.type == "cuda"
     torch.manual_seed(0)
     model = GPT(config).to(device)
-    settings = dict(optimizer="adamw", weight_decay=0.0, learning_rate=6e-4, beta1=0.9, beta2=0.95)
-    optimizer = make_optimizer(model, SimpleNamespace(**settings))
+    optimizer = make_optimizer(model, TrainConfig())
     network = torch.compile(model) if gpu and not args.no_compile else model
     ids = torch.randint(1, config.vocab_size, (args.batch_size, args.block_size + 1), device=device)
     if args.documents:

@@ -27,6 +27,7 @@ from model import GPT, GPTConfig  # noqa: E402
 from runs.machine import peak_flops  # noqa: E402
 from runs.optimizer import make_optimizer  # noqa: E402
 from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
+from train import TrainConfig  # noqa: E402
 
 WARM_UP, STEPS = 4, 8
 VARIANTS = {
@@ -44,12 +45,6 @@ VARIANTS = {
 DEFAULT = ("softmax", "sympow_gating")
 
 
-class Optimizer:
-    """Holds the settings of train.py that make_optimizer reads."""
-
-    optimizer, weight_decay, learning_rate, beta1, beta2 = "adamw", 0.0, 6e-4, 0.9, 0.95
-
-
 def measure(settings, T, tokens, args):
     """Train one model at context T; return tokens_per_second, step_ms, first_step_s, gigabytes and share of peak."""
     torch.manual_seed(0)
@@ -57,7 +52,7 @@ def measure(settings, T, tokens, args):
     torch.cuda.reset_peak_memory_stats()
     config = GPTConfig(**settings, activation_checkpointing=args.activation_checkpointing, reset_token=args.reset_token)
     model = GPT(config).cuda()
-    optimizer = make_optimizer(model, Optimizer)
+    optimizer = make_optimizer(model, TrainConfig())
     network = model if args.no_compile else torch.compile(model)
     ids = torch.randint(config.vocab_size, (tokens // T, T + 1), device="cuda")
     x, y = ids[:, :-1], ids[:, 1:]

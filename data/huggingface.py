@@ -149,7 +149,7 @@ def tokenizers_json(tokenizer):
     if tokenizer.kind == "huggingface":
         return tokenizer.encoding.json, tokenizer.encoding.end_name
     characters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    of_byte = dict(zip(range(256), _characters_of_bytes(), strict=True))
+    of_byte = {byte: character for character, byte in _byte_of_character().items()}
     assert {*of_byte.values()} == {*characters}
     ranks = tokenizer.encoding._mergeable_ranks if tokenizer.encoding else {bytes([b]): b for b in range(256)}
     text = lambda token: "".join(of_byte[b] for b in token)
@@ -165,14 +165,6 @@ def tokenizers_json(tokenizer):
     if made.token_to_id(end) != tokenizer.eot or made.encode(sample).ids != [*encode(sample)]:
         raise DataError("this tokenizer cannot be written for the package tokenizers: its words are not GPT-2's")
     return made.to_str(), end
-
-
-def _characters_of_bytes():
-    """Return the character that stands for each byte in byte-level vocabularies, which GPT-2 began."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in shown]
-    places = {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(others)}
-    return [places[b] for b in range(256)]
 
 
 def _halves(token, rank, ranks):

@@ -16,9 +16,15 @@ from typing import NamedTuple
 import torch
 
 TABLE = Path(__file__).with_name("table.json")
+
+
+def cache_folder():
+    """Return the folder for what is remembered of this machine, a Path in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sympow"
+
+
 # Where `tune` writes. The installed package has its own table in the user's cache folder, whose entries come first.
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-OWN_TABLE = CACHE / "sympow" / "table.json" if "." in __package__ else TABLE
+OWN_TABLE = cache_folder() / "table.json" if "." in __package__ else TABLE
 MEASURED = "NVIDIA H200"  # the GPU whose entries of the table all of Hopper uses, if it has as much shared memory
 MEASURED_SHARED = 227 * 1024  # bytes
 

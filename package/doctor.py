@@ -10,8 +10,8 @@ from importlib.metadata import version
 
 import torch
 
-from .attention.check import HEINSEN_SIZES, SIZES, check, check_heinsen
-from .kernels import heinsen_unsupported_reason, unsupported_reason
+from .attention.check import check_all
+from .kernels import unsupported_reason
 
 
 def main():
@@ -28,10 +28,8 @@ def main():
     if reason := unsupported_reason("quadratic", torch.bfloat16, 64, 64, 2):
         print(f"the kernels do not run here: {reason}")
         return 1
-    sizes = [s for s in SIZES if not unsupported_reason(s.form, s.dtype, s.D, s.E or s.D, s.p)]
-    log = [s for s in HEINSEN_SIZES if not heinsen_unsupported_reason(s[0], s[2], s[2])]
     wrong = 0
-    for line, ok in (*check(sizes), *check_heinsen(log)):
+    for line, ok in check_all():
         print(line, "" if ok else "TOO FAR FROM float64", flush=True)
         wrong += not ok
     print(

@@ -16,6 +16,7 @@ import torch
 from attention import ATTENTIONS
 from attention.context import Context, pieces_of
 from attention.variant import splits_context
+from runs.settings import nearest_multiples
 
 
 def check_context(cfg, model_cfg, contexts):
@@ -40,10 +41,9 @@ def _check_length(size, T, model_cfg):
     if model_cfg.form == "recurrent":
         raise ValueError("form=recurrent cannot be spread over ranks: use form=auto, chunked or quadratic")
     if T % (2 * size):
-        near = [n for n in (T // (2 * size) * 2 * size, (T // (2 * size) + 1) * 2 * size) if n]
         raise ValueError(
             f"block_size must be a multiple of 2 x context_parallel = {2 * size}, so that each rank can hold an early "
-            f"and a late piece, got {T}: {' or '.join(map(str, near))} would do"
+            f"and a late piece, got {T}: {nearest_multiples(T, 2 * size)} would do"
         )
 
 

@@ -7,6 +7,7 @@ import torch
 
 from attention.check import first_line, kernel_failure
 from attention.dispatch import disable_kernels
+from runs.parallel import not_sharded_reason
 from runs.processes import Failed
 from runs.settings import divide_sequences, from_launcher
 
@@ -102,7 +103,7 @@ def memory_advice(cfg, model_cfg, stage, goes_on):
         )
     if not model_cfg.activation_checkpointing:
         ways.append("--activation_checkpointing=True")
-    shardable = not cfg.shard and cfg.optimizer != "muon" and cfg.backend != "gloo"
+    shardable = not cfg.shard and not not_sharded_reason(cfg, on_gpu=True)
     if shardable and from_launcher("WORLD_SIZE", 1) > 1 and not (goes_on and model_cfg.dropout):
         ways.append("--shard=True")
     ways = " or ".join(ways or ["a smaller context or model"])

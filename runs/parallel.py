@@ -75,17 +75,10 @@ class Layout:
         """The process group of the ranks that hold slices of the same rows; None if context_size is 1."""
         return self.mesh and self.mesh.get_group("context")
 
-    @property
-    def data_group(self):
-        """The process group of the ranks with this context_rank; None, the group of all ranks, if context_size is 1."""
-        return self.mesh and self.mesh.get_group("data")
-
     def check(self, cfg, device):
         """Refuse settings that a sharded model does not take."""
-        if self.sharded and cfg.optimizer == "muon":
-            refuse("shard=True takes optimizer=adamw, got muon, which needs whole matrices: give one of the two up")
-        if self.sharded and device.type == "cuda" and cfg.backend == "gloo":
-            refuse("shard=True needs backend=nccl on GPUs, got backend=gloo")
+        if self.sharded and (reason := not_sharded_reason(cfg, device.type == "cuda")):
+            refuse(reason)
 
     def make_model(self, kind, config, device):
         """Return kind(config), a GPT with fresh weights, the same on every rank, on the device.
@@ -154,6 +147,15 @@ class Layout:
                 if plain:
                     into[name].copy_(whole)
         return plain
+
+
+def not_sharded_reason(cfg, on_gpu):
+    """Return why a model with these settings of train.py cannot be sharded, or "" if it can."""
+    if cfg.optimizer == "muon":
+        return "shard=True takes optimizer=adamw, got muon, which needs whole matrices: give one of the two up"
+    if cfg.backend == "gloo" and on_gpu:
+        return "shard=True needs backend=nccl on GPUs, got backend=gloo"
+    return ""
 
 
 def _tensors_of(model):

@@ -211,12 +211,17 @@ def accumulation_steps(cfg, given, world):
     tokens = world * cfg.batch_size * cfg.block_size  # of one micro-step on all ranks
     if cfg.tokens_per_step % tokens:
         shape = f"{world} ranks x batch_size {cfg.batch_size} x block_size {cfg.block_size}"
-        below = cfg.tokens_per_step // tokens * tokens
-        near = " or ".join(str(n) for n in (below, below + tokens) if n)
+        near = nearest_multiples(cfg.tokens_per_step, tokens)
         raise ValueError(
             f"tokens_per_step must be a multiple of {shape} = {tokens}, got {cfg.tokens_per_step}: {near} would do"
         )
     return cfg.tokens_per_step // tokens
+
+
+def nearest_multiples(n, unit, of=1):
+    """Return the multiples of `unit` beside n, in units of `of`, as words for a refusal: "96 or 128"; none is 0."""
+    below = n // unit * unit
+    return " or ".join(str(x // of) for x in (below, below + unit) if x)
 
 
 def divide_sequences(sequences, most):

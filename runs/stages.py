@@ -21,7 +21,7 @@ import torch
 
 from data.loader import Windows
 from runs.machine import memory_advice
-from runs.settings import accumulation_steps, divide_sequences, refuse
+from runs.settings import accumulation_steps, divide_sequences, nearest_multiples, refuse
 
 MOST = 6  # stages after the first: torch.compile compiles a network for at most 8 shapes and modes
 REHEARSED = ("cuda",)  # kinds of devices on which too little memory is an error that can be caught
@@ -112,8 +112,7 @@ def _later_sizes(cfg, block_size, world):
         first = cfg.batch_size * cfg.block_size  # tokens of a micro-step
         unit = math.lcm(world * first, *(world * context for context, _ in parse_stages(cfg.then)))
         key, of = ("gradient_accumulation_steps", first) if cfg.gradient_accumulation_steps else ("tokens_per_step", 1)
-        below = cfg.tokens_per_step // unit * unit
-        near = " or ".join(f"{n // of}" for n in (below, below + unit) if n)
+        near = nearest_multiples(cfg.tokens_per_step, unit, of)
         raise ValueError(
             f"then={cfg.then}: tokens_per_step must be a multiple of {world} ranks x context {block_size} = "
             f"{world * block_size}, got {cfg.tokens_per_step}: {key}={near} would do"

@@ -43,24 +43,17 @@ class SympowCache:
     def get_max_cache_shape(self, layer_idx=0):
         return -1  # it is not limited
 
-    def _map(self, function):
-        state = self.state
-        parts = [*state.layers, *([] if state.embedding is None else [state.embedding])]
-        parts = [type(x)(**{n: function(t) for n, t in x.tensors().items()}, **x.settings()) for x in parts]
-        embedding = None if state.embedding is None else parts.pop()
-        self.state = type(state)(parts, state.n_tokens, embedding)
-
     def reorder_cache(self, beam_idx):
         """Take the states of these sequences, for beam search."""
-        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self.state = self.state.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats):
         """Repeat each sequence's state."""
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+        self.state = self.state.repeat(repeats)
 
     def batch_select_indices(self, indices):
         """Take the states of these sequences."""
-        self._map(lambda x: x[indices])
+        self.state = self.state.map(lambda x: x[indices])
 
 
 class SympowForCausalLM(PreTrainedModel, GenerationMixin):
@@ -77,8 +70,7 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module):
         # GPT initialises itself. A module that was made on the meta device lacks what no checkpoint has.
         if type(module).__name__ == "FixedGate":
-            heads = len(module.log_g)
-            module.log_g.copy_(-(2.0 ** (-8.0 / heads * torch.arange(1, heads + 1))))
+            module.reset_parameters()
 
     def get_input_embeddings(self):
         return self.gpt.transformer.wte
