@@ -41,7 +41,8 @@ def agent():
         min_nodes=2, max_nodes=2, nproc_per_node=int(os.environ["NPROC"]), run_id="two_nodes",
         max_restarts=int(os.environ.get("RESTARTS", 0)), rdzv_backend="c10d", local_addr="localhost",
         rdzv_endpoint=f"localhost:{os.environ['PORT']}", start_method="fork", monitor_interval=0.1,
-        rdzv_configs={"keep_alive_interval": 1, "keep_alive_max_attempt": 2},  # a dead node is noticed sooner
+        # node 0 has the store, as the host in rdzv_endpoint does on two machines; a dead node is noticed sooner
+        rdzv_configs={"is_host": os.environ["NODE"] == "0", "keep_alive_interval": 1, "keep_alive_max_attempt": 2},
     )  # fmt: skip
     elastic_launch(config, misbehave)()
 
@@ -93,7 +94,7 @@ class Nodes:
         self.agents = [None, None]
 
     def start(self, node, *options):
-        """Start an agent; the first one to come hosts the rendezvous."""
+        """Start an agent; that of node 0 has the rendezvous."""
         env = {**self.env, "NODE": str(node)}
         self.agents[node] = start(
             agent, *self.options, *options, env=env, cwd=self.folder, log=self.folder / f"node_{node}"
