@@ -19,11 +19,13 @@ import torch
 from torch.nn import functional as F
 
 from attention.check import first_line
+from attention.learned_position import check_length, most_tokens
 from data import DataError
 from data.dataset import Dataset
 from data.loader import Windows
 from data.progress import bar
 from data.tokenizer import load_tokenizer
+from model import GPTConfig
 from runs import checkpoint
 from runs.load import load_run, newest_run, no_checkpoint
 from runs.plotting import choose_picture, means_by_position, plot_loss_by_position, shorten
@@ -94,7 +96,9 @@ def open_documents(run, cfg):
         settings = checkpoint.settings(checkpoint.run_of(run))
         dataset = Dataset(cfg.dataset or settings["dataset"])
         dataset.check_tokens(load_tokenizer(checkpoint.run_of(run)), run)
-        most = dataset.tokens("val") if cfg.pack else dataset.document_length
+        config, most = GPTConfig(**settings["model"]), dataset.tokens("val") if cfg.pack else dataset.document_length
+        most = min(most, most_tokens(config))
+        check_length(config, cfg.length, "--length")
         return Windows(dataset, "val", cfg.length or min(4 * final_context(settings), most), cfg.pack, name="length")
     except (DataError, ValueError) as error:
         refuse(error)

@@ -14,6 +14,7 @@ import torch
 
 from attention.dispatch import kernel_reason, warn_once
 from attention.double import device_of_doubles, double
+from attention.learned_position import check_length
 from attention.memory import check_generation_fits
 from attention.variant import decoding_kernels
 from data.progress import bar
@@ -32,7 +33,8 @@ def generate(
     likeliest token; top_k (0: all) and top_p (1: all) bound the choice. Sample i has its own random numbers, from
     seed + i. switch_over: the number of cached tokens at which a state replaces the KV cache (default: the attention's
     own); state_dtype: that of states between flushes, on the kernels. cuda_graph: generate with decoder.py on a GPU.
-    Raises MemoryError before anything is read if the state of generation will not fit.
+    Raises MemoryError before anything is read if the state of generation will not fit, TooLong if the text is longer
+    than the model's table of positions.
     """
     device = model.transformer.wte.weight.device
     timings = timings or Timings(device)
@@ -80,6 +82,8 @@ def read_prompt(
     timings = timings or Timings(device)
     timings.start()
     logits, state = before or (None, model.empty_state(1, switch_over))
+    what = f"this text, with {max_new_tokens:,} new ones,"  # the last of them is not read
+    check_length(model.config, state.n_tokens + len(ids) + max(0, max_new_tokens - 1), what)
     mixes, itemsize = [block.attn.mix for block in model.transformer.h], cache_dtype(model).itemsize
     check_generation_fits(mixes, state, len(ids) + max_new_tokens, num_samples, itemsize, state_dtype, device)
     pieces = torch.tensor([ids], device=device).split(PIECE.get(device.type, 1024), dim=1) if ids else ()
@@ -93,10 +97,12 @@ def read_prompt(
 
 def decodes_on_kernels(model, state_dtype=torch.float32):
     """Return True if decoder.py can generate with this model: it is on a GPU, there are kernels for all its layers and
-    for its position embedding, and each layer ends as GPT-2's, with a projection and an MLP. Before the first use the
-    kernels are compared with float64; if they fail, that is one line of warning."""
+    for its position embedding, and each layer ends with a projection and an MLP. Before the first use the kernels are
+    compared with float64; if they fail, that is one line of warning."""
     t, dtype, D = model.transformer, cache_dtype(model), model.config.head_dim
     device, layers = t.wte.weight.device, [block.attn for block in t.h]
+    if not (model.config.embedding_norm and model.config.activation == "gelu"):
+        return False
     parts = [layer.mix for layer in layers] + ([t.wpe] if hasattr(t, "wpe") else [])
     kinds = [decoding_kernels(part) for part in parts]
     if device.type != "cuda" or not all(kinds) or any(layer.replaces_mlp for layer in layers):

@@ -1,4 +1,6 @@
-"""The head and its cross entropy, for a vocabulary so large that the logits of all tokens would not fit into memory."""
+"""The head and its losses, for a vocabulary so large that the logits of all tokens would not fit into memory."""
+
+from itertools import repeat
 
 import torch
 from torch.nn import functional as F
@@ -7,6 +9,7 @@ from attention.backend import cross_entropy_
 from attention.dispatch import uses_fused
 
 LOSS_TOKENS = 16384  # logits of at most this many tokens exist at any time: 3.3 GB of float32 for GPT-2
+DISTILL_TOKENS = 4096  # with a teacher, whose logits exist beside them
 
 
 def compute_losses(logits, targets, vocab_size, differentiate):
@@ -25,6 +28,23 @@ def compute_losses(logits, targets, vocab_size, differentiate):
     return losses, (((logits - log_sum).exp() - (column == target).to(logits.dtype)) * counts).to(dtype)
 
 
+def compute_distilled_losses(logits, teacher, targets, vocab_size, distill_weight):
+    """Return what `compute_losses` does, with the gradient, of the cross entropy + distill_weight KL(t || s).
+
+    logits and teacher [N, V] give the distributions s and t over the first vocab_size columns. The gradient to the
+    logits is s - onehot(target) + distill_weight (s - t).
+    """
+    column, dtype = torch.arange(logits.shape[1], device=logits.device), logits.dtype
+    counts, target = (targets != -1).unsqueeze(1), targets.clamp(min=0).unsqueeze(1)
+    wide, outside = torch.promote_types(dtype, torch.float32), column >= vocab_size
+    log_s, log_t = (x.to(wide).masked_fill(outside, float("-inf")).log_softmax(1) for x in (logits, teacher))
+    s, t = log_s.exp(), log_t.exp()
+    divergence = (t * (log_t - log_s).masked_fill(outside, 0)).sum(1, keepdim=True)
+    losses = (distill_weight * divergence - log_s.gather(1, target)) * counts
+    gradient = s - (column == target).to(wide) + distill_weight * (s - t)
+    return losses, (gradient * counts).to(dtype)
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """Compute the head and its loss piece by piece.
 
@@ -32,14 +52,28 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, differentiate):
-        """Return the mean loss of x [N, C] and targets [N], -1 left out, for the first vocab_size rows of weight."""
+    def forward(
+        ctx, x, weight, targets, vocab_size, differentiate, teacher_x=None, teacher_weight=None, distill_weight=0.0
+    ):  # fmt: skip
+        """Return the mean loss of x [N, C] and targets [N], -1 left out, for the first vocab_size rows of weight.
+
+        teacher_x [N, C'] and teacher_weight [V, C']: the same of another model, which gets no gradient. distill_weight
+        times the KL divergence of its distribution from this model's is then part of the loss.
+        """
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
         w, total, dxs, dw = weight.to(dtype), 0, [], torch.zeros_like(weight)
-        for rows, target in zip(x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS)):
+        size, teacher_rows, teacher_w = LOSS_TOKENS, repeat(None), None
+        if teacher_x is not None:
+            size, teacher_rows, teacher_w = DISTILL_TOKENS, teacher_x.split(DISTILL_TOKENS), teacher_weight.to(dtype)
+        for rows, target, of_teacher in zip(x.split(size), targets.split(size), teacher_rows):
             rows = rows.to(dtype)
-            losses, d = compute_losses(F.linear(rows, w), target, vocab_size, differentiate)
+            logits = F.linear(rows, w)
+            if of_teacher is None:
+                losses, d = compute_losses(logits, target, vocab_size, differentiate)
+            else:
+                teacher = F.linear(of_teacher.to(dtype), teacher_w)
+                losses, d = compute_distilled_losses(logits, teacher, target, vocab_size, distill_weight)
             total = total + losses.sum()
             if differentiate:
                 dxs.append(d @ w)
@@ -53,4 +87,4 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         dx, dw, count = ctx.saved_tensors
         grad = grad / count
-        return dx * grad, dw * grad, None, None, None
+        return dx * grad, dw * grad, *6 * [None]

@@ -6,8 +6,9 @@
     logits, state = model.read(prompt, model.empty_state(B))       # generation: read a prompt,
     logits, state = model.step(ids, state)                         # then one token [B] at a time
 
-Differences from GPT-2: rotary positions instead of learned ones, a LayerNorm after the token embedding, and whatever
-`attention` says. Parameter names are nanoGPT's where the module exists there.
+Differences from GPT-2: rotary positions instead of learned ones, a LayerNorm after the token embedding, the exact GELU,
+no biases, and whatever `attention` says; each can be set to be GPT-2's. Parameter names are nanoGPT's where the module
+exists there.
 """
 
 import math
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attention import ATTENTIONS, LayerNorm
+from attention.learned_position import check_length
 from attention.state import ModelState
 from attention.variant import check_layer
 from loss import LinearCrossEntropy
@@ -34,6 +36,10 @@ class GPTConfig:
     head_dim: int = 0  # 0: n_embd / n_head
     dropout: float = 0.0  # after the embedding, attention and MLP
     bias: bool = False  # in linear layers and LayerNorms
+    positions: str = "rotary"  # or learned: GPT-2's table of n_positions vectors, added to the tokens
+    n_positions: int = 1024  # positions=learned: the most tokens that the model reads
+    embedding_norm: bool = True  # a LayerNorm after the token embedding
+    activation: str = "gelu"  # of the MLP; or gelu_tanh: GPT-2's approximation of it
     attention: str = "softmax"  # a name in ATTENTIONS, or several with commas: the layers in turn, again and again
     p: int = 2  # the power, even
     gate: str = "auto"  # learned or fixed for sympow_gating; learned, fixed or none for conformal_sympow
@@ -50,9 +56,12 @@ class GPTConfig:
     activation_checkpointing: bool = False  # save one activation per block, compute the rest again in the backward pass
 
     def __post_init__(self):
-        for name in ("n_layer", "vocab_size"):
+        for name in ("n_layer", "vocab_size", "n_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name, allowed in (("positions", ("rotary", "learned")), ("activation", ("gelu", "gelu_tanh"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be {' or '.join(allowed)}, got {getattr(self, name)!r}")
         check_layer(self)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
@@ -131,9 +140,11 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = config.dropout
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
 
     def forward(self, x):
-        return F.dropout(self.c_proj(F.gelu(self.c_fc(x))), self.dropout, self.training)
+        x = F.gelu(self.c_fc(x), approximate=self.approximate)
+        return F.dropout(self.c_proj(x), self.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -159,7 +170,7 @@ class GPT(nn.Module):
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.padded_vocab_size, config.n_embd),  # counts as the head too
-                ln_wte=nn.LayerNorm(config.n_embd, bias=config.bias),
+                ln_wte=nn.LayerNorm(config.n_embd, bias=config.bias) if config.embedding_norm else nn.Identity(),
                 h=nn.ModuleList(map(Block, layers)),
                 ln_f=LayerNorm(config.n_embd, bias=config.bias),
             )
@@ -188,8 +199,8 @@ class GPT(nn.Module):
         layers = [block.attn.mix.empty_state(batch, device, switch_over) for block in t.h]
         return ModelState(layers, embedding=t.wpe.empty_state(batch, device) if "wpe" in t else None)
 
-    def forward(self, ids, targets=None, state=None, return_state=False):
-        """Run the model on ids [B, T] int64; targets [B, T] of -1 are left out of the loss.
+    def forward(self, ids, targets=None, state=None, return_state=False, teacher=None):
+        """Run the model on ids [B, T] int64; targets [B, T] of -1 are left out of the loss. teacher: see `loss`.
 
         Returns (logits [B, T, vocab_size], None), or with targets (None, mean loss in nats); with state (a ModelState
         of the tokens before) or return_state, the ModelState after these tokens comes third.
@@ -197,7 +208,7 @@ class GPT(nn.Module):
         if state is None and return_state:
             state = self.empty_state(len(ids))
         x, state = self.hidden(ids, state)
-        output = (self.logits(x), None) if targets is None else (None, self.loss(x, targets))
+        output = (self.logits(x), None) if targets is None else (None, self.loss(x, targets, teacher))
         return output if state is None else (*output, state)
 
     def step(self, ids, state):
@@ -230,6 +241,7 @@ class GPT(nn.Module):
         """Return the first layer's input [B, T, n_embd], where everything is forgotten [B, T] (at `resets` and at reset
         tokens, or None), and the state of the position embedding after the ids (None without one)."""
         t = self.transformer
+        check_length(self.config, ids.shape[1] + (state.n_tokens if state else 0))
         if self.config.reset_token >= 0:
             at_token = ids == self.config.reset_token
             resets = at_token if resets is None else resets | at_token
@@ -242,12 +254,17 @@ class GPT(nn.Module):
         """Return [..., vocab_size] for x [..., n_embd]; the vocabulary's padding, which has no text, is cut off."""
         return F.linear(x, self.transformer.wte.weight)[..., : self.config.vocab_size]
 
-    def loss(self, x, targets):
-        """Return the mean cross entropy of x [B, T, n_embd] and targets [B, T], -1 left out."""
+    def loss(self, x, targets, teacher=None):
+        """Return the mean cross entropy of x [B, T, n_embd] and targets [B, T], -1 left out.
+
+        teacher: (`hidden` [B, T, C] and wte.weight of another model with this vocabulary, w), which adds w times the
+        mean KL divergence of its next-token distribution from this model's.
+        """
         x, weight = x.flatten(0, 1), self.transformer.wte.weight
+        teacher = (teacher[0].flatten(0, 1), *teacher[1:]) if teacher else ()
         # checked here, because inside gradients are always off and needs_input_grad is true in evaluation too
         differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        return LinearCrossEntropy.apply(x, weight, targets.flatten(), self.config.vocab_size, differentiate)
+        return LinearCrossEntropy.apply(x, weight, targets.flatten(), self.config.vocab_size, differentiate, *teacher)
 
     @torch.no_grad()
     def statistics(self, ids):
@@ -272,6 +289,7 @@ class GPT(nn.Module):
     def flops_per_token(self, block_size, dtype=torch.bfloat16):
         """Return the FLOPs of one training token, forward and backward: 6 for each weight that is multiplied, and the
         attention's own products, over causal pairs, in the form that is used."""
-        weights = sum(p.numel() for p in self.parameters() if p.dim() == 2)
+        matrices = (p for name, p in self.named_parameters() if p.dim() == 2 and name != "transformer.wpe.weight")
+        weights = sum(p.numel() for p in matrices)
         device = self.transformer.wte.weight.device.type
         return 6 * weights + sum(b.attn.mix.attention_flops(block_size, dtype, device) for b in self.transformer.h)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attention.learned_position import TooLong
 from attention.memory import switch_over_tokens
 from data import DataError
 from generate import Timings, cache_dtype, generate, read_prompt
@@ -67,6 +68,8 @@ def main():
     try:
         with torch.inference_mode(), autocast:
             limit = write_samples(model, tokenizer, cfg, text, prompt, switch_over, timings)
+    except TooLong as error:
+        refuse(error)
     except (MemoryError, torch.OutOfMemoryError) as error:
         sys.exit(f"sample.py: {str(error).splitlines()[0]}")
     report = timings.report(cfg.num_samples, len(prompt))

@@ -25,11 +25,13 @@ from model import GPT, GPTConfig
 from runs import checkpoint, folder, machine
 from runs.batches import mean_loss, micro_batches, sample_text
 from runs.context import check_context, split_context, whole_sequences
+from runs.distill import Teacher
 from runs.display import Display, describe_attention
 from runs.optimizer import LossScaler, learning_rate, make_optimizer, take_step
 from runs.parallel import Layout
 from runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from runs.settings import BOOLS, TRAIN_RANGES, check_ranges, choose_device, fields_of, read_settings, refuse
+from runs.source import choose_model
 from runs.stages import (
     describe_stages, enter_stage, make_stages, refuse_moved_stages, rehearse_final_stage, resume_stage,
 )  # fmt: skip
@@ -40,7 +42,7 @@ from runs.tracking import Clock, SkippedSteps, Tracker, baseline_losses, relativ
 class TrainConfig:
     # the run
     out_dir: str = ""  # the run's folder; default out/CONFIG_NAME
-    init_from: str = "auto"  # auto: go on where out_dir left off; scratch; or another run's folder: use its weights
+    init_from: str = "auto"  # auto: go on where out_dir left off; scratch; or a folder, or gpt2, ...: use its weights
     overwrite: bool = False  # unless init_from=auto: rename the run that is in out_dir, and start anew
     seed: int = 1337  # of the weights, the order of the data and dropout
     # data
@@ -52,6 +54,8 @@ class TrainConfig:
     gradient_accumulation_steps: int = 0  # micro-steps over all ranks; 0: tokens_per_step decides
     pack: bool = False  # join documents, and reset the state where one starts
     context_parallel: int = 1  # ranks that share the tokens of each sequence
+    distill_from: str = ""  # a folder of weights, or gpt2, ...: learn from that model's outputs too
+    distill_weight: float = 1.0  # of the KL divergence from its next-token distribution, added to the training loss
     # optimizer
     optimizer: str = "adamw"  # or muon: Muon for the linear weights of attention and MLP, AdamW for all others
     max_iters: int = 100000  # optimizer steps
@@ -124,15 +128,10 @@ class Trainer:
             self.layout = Layout(ranks, cfg.context_parallel, cfg.shard)
             self.stages, self.val_windows = make_stages(cfg, given, dataset, self.layout)
             self.resume, saved = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
-            self.source, settings = folder.open_source(cfg.init_from, dataset, saved)
-            if "attention" in given:  # the source run's gate does not apply to another one
-                settings.pop("gate", None)
-            chosen = {"rope_base": float(max(2, dataset.document_length)), **settings, **fields_of(GPTConfig, given)}
-            chosen |= {"vocab_size": dataset.vocab_size, "reset_token": dataset.eot if cfg.pack else -1}
-            self.model_cfg = GPTConfig(**chosen)
-            check_context(cfg, self.model_cfg, [stage.block_size for stage in self.stages])
-            if self.source:
-                folder.check_weights(self.source, self.model_cfg)
+            self.source, self.model_cfg = choose_model(cfg, given, dataset, saved)
+            contexts = [stage.block_size for stage in self.stages]
+            check_context(cfg, self.model_cfg, contexts)
+            self.teacher = Teacher(cfg, dataset, contexts)
         except (DataError, ValueError) as error:
             refuse(error)
         self.baseline = baseline_losses(cfg.baseline, self.val_windows.block_size)
@@ -140,6 +139,7 @@ class Trainer:
         self.layout.check(cfg, self.device)
         cfg.dtype = str(self.dtype).removeprefix("torch.")
         self.settings = {**asdict(cfg), "model": asdict(self.model_cfg), "data": folder.fingerprint(dataset)}
+        self.settings["teacher"] = self.teacher.fingerprint
         self.settings |= {"ranks": ranks.world, "device_type": self.device.type}
         if saved:
             folder.refuse_other_settings(cfg.out_dir, saved, self.settings, self.resume)
@@ -172,8 +172,8 @@ class Trainer:
             self.progress = p = checkpoint.load(self.resume, self.model, self.optimizer, device)
             ranks.log(f"going on from {self.resume}, step {p.step}")
         elif self.source:
-            checkpoint.load(self.source, self.model)
-            ranks.log(f"weights from {self.source}")
+            self.source.fill(self.model)
+            ranks.log(self.source.describe(self.model_cfg))
         p.model = asdict(self.model_cfg)
         resume_stage(self)
         self.skipped, self.scaler = SkippedSteps(*p.skipped), LossScaler(self.dtype, device, *p.scaler)
@@ -181,6 +181,7 @@ class Trainer:
         compiled = machine.can_compile(cfg.compile, device, ranks.log)
         self.slices = split_context(self.model, self.layout, self.stages[-1].block_size, self.dtype, compiled)
         self.network, self.eval_network = self.layout.wrap(self.model, compiled)
+        self.teacher.load(self, compiled)
         if self.records:
             checkpoint.remove_leftovers(cfg.out_dir, self.resume, p.best_step)
         self.tracker = Tracker(cfg, self.settings, p, self.model) if self.records else None
@@ -242,7 +243,7 @@ class Trainer:
             ranks.beat()
             self.layout.average_next(self.network, last=micro == self.stage.accumulation - 1)
             with self.autocast:
-                _, loss = self.network(*self.batch)
+                _, loss = self.network(*self.batch, **self.teacher(self.batch[0]))
             ranks.beat()
             self.scaler.scale_up(loss / self.stage.accumulation).backward()
             loss_sum += loss.detach()

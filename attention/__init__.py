@@ -5,9 +5,9 @@ adaptive_power, heinsen; variant is what the model asks of each of them. embeddi
 mathematics that they share; naive is the specification, power the operator, forms its fast PyTorch (adaptive_forms:
 with a power for each query), dispatch the choice between the forms, backend the door to the GPU kernels; state and
 memory hold the state of generation. heinsen_naive and heinsen_forms are the same for heinsen, log_position is its
-position embedding. sequences has what packed sequences of any lengths need, packed is softmax within documents,
-arguments has the operators' refusals; layer_norm and fused are LayerNorm on a kernel; check compares the kernels with
-the specifications. compat/ has the interfaces of two libraries.
+position embedding, learned_position GPT-2's. sequences has what packed sequences of any lengths need, packed is softmax
+within documents, arguments has the operators' refusals; layer_norm and fused are LayerNorm on a kernel; check compares
+the kernels with the specifications. compat/ has the interfaces of two libraries.
 """
 
 from .adaptive_power import AdaptivePower

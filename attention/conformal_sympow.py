@@ -34,6 +34,12 @@ class ConformalSympow(Sympow):
     decodes_on_kernels = "power"
     splits_context = True
 
+    @classmethod
+    def check(cls, config):
+        super().check(config)
+        if config.positions != "rotary":
+            raise ValueError("attention=conformal_sympow learns how fast it rotates: it takes positions=rotary")
+
     def __init__(self, config):
         super().__init__(config)
         self.gate = None if config.gate == "none" else make_gate(config)

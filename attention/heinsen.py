@@ -166,6 +166,8 @@ class Heinsen(Variant):
         for name, allowed in (("values", VALUES), ("residual", RESIDUALS)):
             if getattr(config, name) not in allowed:
                 raise ValueError(f"{name} must be {' or '.join(allowed)}, got {getattr(config, name)!r}")
+        if config.positions != "rotary":  # the default, though it rotates nothing
+            raise ValueError("attention=heinsen has a position embedding of its own: leave positions=rotary")
 
     @classmethod
     def position_embedding(cls, config):

@@ -21,6 +21,7 @@ from dataclasses import replace
 from torch import nn
 
 from .dispatch import FORMS
+from .learned_position import LearnedPosition
 from .memory import cached_bytes
 from .rotary import rotate
 from .state import LayerState, count_positions
@@ -101,14 +102,15 @@ class Variant(nn.Module):
 
     @classmethod
     def position_embedding(cls, config):
-        """Return the module that gives all layers their positions, or None if this attention needs none.
+        """Return the module that gives all layers their positions, or None if this attention needs none. The default is
+        GPT-2's table for positions=learned.
 
         The model has one, which comes before its first layer and is called with x [B, T, n_embd], resets and state as
         `forward` below; it returns (x, the state after). Its empty_state(batch, device) returns a State. A class
         that has decodes_on_kernels = "heinsen" (see above) has a linear layer `dense` with a bias, from n_embd to 2
         n_embd, and a State of one tensor, log x [B, n_embd].
         """
-        return None
+        return LearnedPosition(config.n_positions, config.n_embd) if config.positions == "learned" else None
 
     @classmethod
     def output_layer(cls, config):
@@ -196,8 +198,8 @@ class KVCacheVariant(Variant):
     switch_over = "never"
 
     def rotate(self, q, k, positions):
-        """Return q and k rotated by their positions."""
-        return rotate(q, k, positions, self.rope_base)
+        """Return q and k rotated by their positions; as they are in a model with learned ones."""
+        return rotate(q, k, positions, self.rope_base) if self.config.positions == "rotary" else (q, k)
 
     def empty_state(self, batch, device, switch_over=None):
         if self.switch_over == "never":  # there is no state that could take the cache's place

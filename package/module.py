@@ -27,6 +27,7 @@ class LayerConfig:
     p_max: float = 4.0
     rope_base: float = 65536.0
     bias: bool = False
+    positions = "rotary"  # no field: a layer has no table of positions
 
     def __post_init__(self):
         variants = {name: v for name, v in ATTENTIONS.items() if name != "heinsen"}

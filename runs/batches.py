@@ -12,6 +12,7 @@ from itertools import count
 import torch
 
 from attention.double import device_of_doubles, double
+from attention.learned_position import most_tokens
 from data.loader import eval_batches, train_batch
 from generate import generate
 from runs.stages import stage_of
@@ -70,7 +71,8 @@ def sample_text(trainer, model):
     model.eval()
     try:
         with torch.inference_mode(), trainer.autocast:
-            options = dict(max_new_tokens=cfg.sample_tokens, seed=cfg.seed, cuda_graph=False)
+            most = min(cfg.sample_tokens, most_tokens(model.config))
+            options = dict(max_new_tokens=most, seed=cfg.seed, cuda_graph=False)
             ids = [i for (i,) in generate(model, [dataset.eot], **options)]
     except (MemoryError, torch.OutOfMemoryError) as error:  # training itself may go on
         return f"(no sample: {error})"

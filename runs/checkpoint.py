@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 
 from data.files import flush_to_disk, sha256_of, write_json
 from model import GPTConfig
-from runs.parts import PART, Tensors, is_sharded, own_rows, part_name, save_part, shard_like
+from runs.parts import PART, Tensors, is_sharded, own_rows, part_name, save_part, shard_like, unlike
 
 WRITING = ".writing"  # a checkpoint has this name, or one that begins with it, until it is whole
 KEEP = 2  # the newest checkpoints that are not removed; the best one is not removed either
@@ -282,10 +282,7 @@ def settings(run, folder=None):
         for name, kind in (("model", dict), ("dataset", str), ("init_from", str), ("block_size", int)):
             _check_type(name, found[name], kind)
         _check_type("then", found.get("then", ""), str)
-        kinds = {of.name: of.type for of in fields(GPTConfig)}
-        found["model"]["vocab_size"]
-        for name, value in found["model"].items():
-            _check_type(name, value, kinds[name])
+        check_model_settings(found["model"])
         for name, value in (read_progress(folder).model or {} if folder else {}).items():
             # what the weights mean does not depend on these two, of which the first may change when a run goes on
             if found["model"].get(name) != value and name not in ("activation_checkpointing", "dropout"):
@@ -294,6 +291,15 @@ def settings(run, folder=None):
     except (OSError, *NOT_JSON) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path}, which a run has beside its checkpoints, is missing or damaged ({why})") from None
+
+
+def check_model_settings(model):
+    """Raise KeyError or TypeError unless `model` is a dict of fields of GPTConfig, each of its type."""
+    kinds = {of.name: of.type for of in fields(GPTConfig)}
+    _check_type("model", model, dict)
+    model["vocab_size"]
+    for name, value in model.items():
+        _check_type(name, value, kinds[name])
 
 
 def _check_type(name, value, kind):
@@ -378,7 +384,7 @@ def load(folder, model, optimizer=None, device="cpu"):
     """
     own = model.state_dict()
     with Tensors(folder, "model") as saved, torch.no_grad():
-        if wrong := saved.unlike({name: [*x.shape] for name, x in own.items()}):
+        if wrong := unlike(saved.shapes, {name: [*x.shape] for name, x in own.items()}):
             raise RuntimeError(wrong)
         for name, x in own.items():
             saved.fill(name, x)

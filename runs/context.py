@@ -15,16 +15,20 @@ import torch
 
 from attention import ATTENTIONS
 from attention.context import Context, pieces_of
+from attention.learned_position import check_length
 from attention.variant import splits_context
 from runs.settings import nearest_multiples
 
 
 def check_context(cfg, model_cfg, contexts):
-    """Raise ValueError if sequences of these lengths cannot be spread over cfg.context_parallel ranks by the model.
+    """Raise ValueError if the model cannot read sequences of these lengths, or not on cfg.context_parallel ranks.
 
     The number of ranks must be a multiple of it, which runs.parallel.Layout checks.
     """
     size = cfg.context_parallel
+    check_length(model_cfg, max(contexts), "a context of this run")
+    if size > 1 and model_cfg.positions == "learned":
+        raise ValueError(f"positions=learned cannot be spread over context_parallel={size} ranks")
     for T in contexts if size > 1 else ():
         _check_length(size, T, model_cfg)
 

@@ -25,11 +25,8 @@ from types import SimpleNamespace
 import torch
 
 from data.files import write_json
-from data.tokenizer import load_tokenizer
-from model import GPT
 from runs import checkpoint
 from runs.optimizer import learning_rate
-from runs.parts import Tensors
 from runs.processes import warn
 from runs.settings import from_launcher, refuse
 
@@ -45,6 +42,8 @@ FREE = {
 # These do not change the steps either, unless there is dropout: each rank draws the masks for its own micro-batch, with
 # the random numbers of its device, and torch.compile draws others. (gradient_accumulation_steps follows from them.)
 FREE_WITHOUT_DROPOUT = {"batch_size", "ranks", "context_parallel", "device_type", "compile", "shard"}
+# These do not change what an evaluation finds.
+OF_TRAINING = {"distill_from", "distill_weight", "teacher"}
 # These may change if every step so far had the learning rate that the new ones give.
 SCHEDULE = {"schedule", "learning_rate", "warmup_iters", "min_lr", "decay_share", "lr_decay_iters", "max_iters"}
 LOGS = (".log", ".out", ".err")  # files with these endings, which a shell or a scheduler opens, may lie in a new folder
@@ -135,14 +134,20 @@ def refuse_other_settings(out_dir, saved, settings, latest):
     """Refuse to go on from the checkpoint `latest` if a setting differs from the saved ones that would change the run's
     steps."""
     new = _flat(settings)
-    model = {**settings["model"], **saved["model"]}
     # what a run of an earlier version lacks is as it is now, but for what that version could not do
+    earlier = {"positions": "rotary", "embedding_norm": True, "activation": "gelu"}
+    model = {**settings["model"], **earlier, **saved["model"]}
     earlier = {"optimizer": "adamw", "schedule": "cosine" if saved.get("decay_lr") else "constant"}
+    earlier |= {"distill_from": "", "teacher": ""}
     old = _flat({**settings, **earlier, **saved, "model": model})
     changed = {key for key in SCHEDULE if old[key] != new[key]}
     free = FREE | (changed if changed and _same_rates(old, new, checkpoint.read_progress(latest).step) else set())
     if old["data"] == new["data"]:  # which may have been moved or renamed
         free |= {"dataset"}
+    if new["eval_only"]:
+        free |= OF_TRAINING
+    if old["teacher"] == new["teacher"]:
+        free |= {"distill_from"} if new["teacher"] else {"distill_weight"}
     if new["eval_only"] or not new["dropout"]:
         free |= FREE_WITHOUT_DROPOUT
     if changed := [key for key in new if key not in free and old[key] != new[key]]:
@@ -180,39 +185,6 @@ def _same_rates(old, new, steps):
 
 def _same_path(a, b):
     return os.path.normpath(a) == os.path.normpath(b) or os.path.realpath(a) == os.path.realpath(b)
-
-
-def open_source(init_from, dataset, saved):
-    """Return (checkpoint, model settings) of the run in the folder init_from, whose weights are used.
-
-    Returns (None, {}) where init_from is auto or scratch, and (None, its own model settings) for a run that goes on
-    with the settings `saved`, which needs its source no more. Raises ValueError if there is no whole checkpoint in that
-    folder, or if its tokenizer is not the dataset's.
-    """
-    if init_from in ("auto", "scratch"):
-        return None, {}
-    if saved:
-        return None, dict(saved["model"])
-    source, run = checkpoint.newest(init_from, True, warn, checkpoint.WEIGHTS), checkpoint.run_of(init_from)
-    if not source and (checkpoint.exists(init_from) or run != init_from):
-        raise ValueError(f"init_from: there is no whole checkpoint in {init_from}")
-    if not source:
-        raise ValueError(
-            "init_from must be auto (nanoGPT's resume: goes on where out_dir left off), scratch or a folder with a "
-            f"checkpoint, got {init_from!r}"
-        )
-    dataset.check_tokens(load_tokenizer(run), init_from)
-    return source, checkpoint.settings(run, source)["model"]
-
-
-def check_weights(source, config):
-    """Raise ValueError if the weights in a checkpoint are not those of a model with this GPTConfig."""
-    with torch.device("meta"):
-        wanted = {name: [*x.shape] for name, x in GPT(config).state_dict().items()}
-    with Tensors(source, "model") as saved:
-        wrong = saved.unlike(wanted)
-    if wrong:
-        raise ValueError(f"the weights in {source} do not fit this model: {wrong}")
 
 
 def start_folder(cfg, settings, dataset):

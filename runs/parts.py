@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 PART = re.compile(r"(\w+)\.([1-9]\d*)-of-([1-9]\d*)\.safetensors")
+SHARD = re.compile(r"(\w+)-\d+-of-\d+\.safetensors")  # of transformers: some of the tensors, each of them whole
 
 
 def part_name(kind, rank, world):
@@ -67,8 +68,16 @@ def save_part(tensors, first_rows, path):
     save_file(tensors, path, metadata={"first_rows": json.dumps(first_rows)})
 
 
+def unlike(there, shapes):
+    """Return a text that names the first of the tensors {name: shape} that is not as in `shapes`, "" if all are."""
+    wrong = [f"{name} is missing" for name in shapes if name not in there]
+    wrong += [f"{name} is unknown" for name in there if name not in shapes]
+    wrong += [f"{n} is {there[n]} instead of {x}" for n, x in shapes.items() if n in there and there[n] != x]
+    return wrong[0] + (f", and {len(wrong) - 1} more" if wrong[1:] else "") if wrong else ""
+
+
 class Tensors:
-    """Reads the saved tensors of one kind, "model" or "optimizer", whole or by rows.
+    """Reads the saved tensors of one kind, "model" or "optimizer", whole or by rows; also from transformers' files.
 
     Used as a context manager. Attributes: shapes ({name: shape of the whole tensor}). Raises ValueError if the parts do
     not make whole tensors.
@@ -77,7 +86,8 @@ class Tensors:
     def __init__(self, folder, kind):
         self.open, self.parts, self.shapes = ExitStack(), {}, {}
         whole = os.path.join(folder, f"{kind}.safetensors")
-        found = [m for m in map(PART.fullmatch, os.listdir(folder)) if m and m[1] == kind]
+        found = [PART.fullmatch(name) or SHARD.fullmatch(name) for name in sorted(os.listdir(folder))]
+        found = [m for m in found if m and m[1] == kind]
         paths = [whole] if os.path.isfile(whole) else [os.path.join(folder, m[0]) for m in found]
         for path in paths:
             file = self.open.enter_context(safe_open(path, "pt"))
@@ -101,14 +111,6 @@ class Tensors:
 
     def __exit__(self, *error):
         self.open.close()
-
-    def unlike(self, shapes):
-        """Return a text that names the first tensor that does not have its shape in {name: shape}; "" if all have."""
-        there = self.shapes
-        wrong = [f"{name} is missing" for name in shapes if name not in there]
-        wrong += [f"{name} is unknown" for name in there if name not in shapes]
-        wrong += [f"{n} is {there[n]} instead of {x}" for n, x in shapes.items() if n in there and there[n] != x]
-        return wrong[0] + (f", and {len(wrong) - 1} more" if wrong[1:] else "") if wrong else ""
 
     def read(self, name, first=0, count=None):
         """Return `count` rows of a tensor from row `first` on, in the CPU's memory; without count, the whole tensor."""

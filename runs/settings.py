@@ -124,6 +124,7 @@ TRAIN_RANGES = (  # of train.py's settings, for check_ranges
     (_AT_LEAST_1 + " context_parallel", "at least 1", lambda x: x >= 1),
     ("learning_rate", "positive and finite", lambda x: 0 < x < math.inf),
     ("beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1),
+    ("distill_weight", "positive and finite", lambda x: 0 < x < math.inf),
     ("weight_decay min_lr", "finite and 0 or more", lambda x: 0 <= x < math.inf),
     ("warmup_iters", "0 or more", lambda x: x >= 0),
     ("max_seconds", "0 (no limit) or more", lambda x: x >= 0),

@@ -218,7 +218,9 @@ def rehearse_final_stage(trainer):
         tokens = stage.block_size // trainer.layout.context_size
         ids = torch.zeros(stage.batch_size, tokens, dtype=torch.int64, device=device)
         with trainer.autocast:
-            _, loss = trainer.eval_network(ids, ids.clone())  # compiled anew if inputs and targets were one tensor
+            _, loss = trainer.eval_network(
+                ids, ids.clone(), **trainer.teacher(ids)
+            )  # compiled anew if inputs and targets were one tensor
         loss.backward()
         del moments
     model.zero_grad(set_to_none=True)
