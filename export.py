@@ -78,6 +78,8 @@ def texts(run, folder, config, tokenizer):
         "torch_dtype": "float32",
         "model": model,
     }
+    if config.positions == "learned":  # evaluation harnesses ask for it
+        of_config["max_position_embeddings"] = config.n_positions
     text, special = tokenizers_json(tokenizer)
     of_tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special, "eos_token": special}
     of_tokenizer |= {"clean_up_tokenization_spaces": False, "padding_side": "left", "pad_token": special}

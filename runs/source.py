@@ -96,8 +96,8 @@ class Source:
             raise ValueError(f"the weights in {self.path} do not fit this model: {wrong}")
 
     def describe(self, config):
-        """Return a line that says where the weights are from, what a model of this GPTConfig has beyond them, and what of
-        them it has no use for."""
+        """Return a line that says where the weights are from, what a model of this GPTConfig has beyond them, and what
+        of them it has no use for."""
         wanted = shapes_of(config)
         new, dropped = [n for n in wanted if n not in self.names], [n for n in self.names if n not in wanted]
         texts = [f"{what}: {shorten(names)}" for what, names in (("new", new), ("dropped", dropped)) if names]
@@ -215,8 +215,8 @@ def transformers_config(folder):
 
 
 def exported_settings(config, path):
-    """Return the model's settings in the config.json of a folder that export.py wrote. Raises ValueError if this version
-    does not know them."""
+    """Return the model's settings in the config.json of a folder that export.py wrote. Raises ValueError if this
+    version does not know them."""
     try:
         checkpoint.check_model_settings(config["model"])
         return config["model"]
@@ -268,13 +268,13 @@ def download(name):
     Every rank calls it before the ranks know each other. Of those that share a cache, one downloads: a file lock of
     huggingface_hub lets the others wait, who then find the file. Raises ValueError if that is not possible.
     """
-    hub, files = need("huggingface_hub"), ["config.json", "model.safetensors"]
+    hub = need("huggingface_hub")
+    hub.utils.logging.set_verbosity_error()  # a refusal is one line
     if from_launcher("LOCAL_RANK"):
         hub.utils.disable_progress_bars()
     try:
-        folder = hub.snapshot_download(HUB[name], allow_patterns=files)
-        if missing := [file for file in files if not os.path.isfile(os.path.join(folder, file))]:
-            raise FileNotFoundError(f"{missing[0]} is missing")
+        folder = os.path.dirname(hub.hf_hub_download(HUB[name], "config.json"))
+        hub.hf_hub_download(HUB[name], "model.safetensors", revision=os.path.basename(folder))  # of the same commit
         return folder
     except Exception as error:  # whatever the network layer raises
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"

@@ -115,13 +115,9 @@ def test_weights_of_another_run_can_be_taken(go, capsys):
     assert go("--out_dir=out/e", "--init_from=out/a", "--eval_only=True") == 0 and not os.path.exists("out/e")
     expected = f"val loss {metrics('out/a', 'val_loss')[12]:.4f}"  # even_power still: settings come with the weights
     assert expected in capsys.readouterr().out
-    assert go("--out_dir=out/c", "--attention=sympow_gating", "--init_from=out/a") == 2
+    assert go("--out_dir=out/c", "--n_embd=64", "--attention=sympow_gating", "--init_from=out/a") == 2
     error = capsys.readouterr().err
-    assert (
-        "the weights in out/a/ckpt/step_00000012 do not fit this model" in error
-        and "W_gamma" in error
-        and error.count("\n") == 1
-    )
+    assert "the weights in out/a/ckpt/step_00000012 do not fit this model" in error and error.count("\n") == 1
     assert go("--out_dir=out/d", "--init_from=out/nothing") == 2
     error = capsys.readouterr().err
     assert "init_from must be auto (" in error and "scratch or a folder with a checkpoint, got 'out/nothing'" in error

@@ -1,0 +1,513 @@
+"""Weights from elsewhere: exported folders and GPT-2 compute what they did, converted models keep what they can."""
+
+import contextlib
+import http.server
+import json
+import os
+import re
+import shutil
+import threading
+
+import pytest
+import torch
+from helpers import SMALL, call, dataset, join, metrics, start_ranks  # noqa: F401
+from torch.nn import functional as F
+
+import evaluate
+import export
+import loss
+import sample
+import train
+from attention import ATTENTIONS
+from data.dataset import Dataset
+from generate import generate
+from model import GPT, GPTConfig
+from runs import source
+from runs.load import load_run
+
+SETTINGS = [x for x in SMALL if not x.startswith("--n_")]  # sizes come with the weights
+TINY = dict(vocab_size=257, n_layer=2, n_head=2, n_embd=32, n_positions=64)
+GPT2 = dict(attention="softmax", bias=True, positions="learned", embedding_norm=False, activation="gelu_tanh")
+
+
+def transformers_gpt2(**settings):
+    """Return transformers' GPT-2 with random weights of which each counts."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(torch.initial_seed() + 1)
+    config = GPT2Config(**{**TINY, "bos_token_id": 256, "eos_token_id": 256, **settings})
+    model = GPT2LMHeadModel(config).eval()
+    for x in model.parameters():
+        x.data.add_(torch.randn_like(x), alpha=0.15)
+    model.transformer.ln_f.weight.data.neg_()  # else the head, which is the embedding, repeats the last token
+    return model
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """Return (a folder that transformers wrote, its model)."""
+    folder, model = tmp_path_factory.mktemp("gpt2") / "hf", transformers_gpt2()
+    model.save_pretrained(folder)
+    return folder, model
+
+
+@pytest.fixture
+def go(dataset, tmp_path, monkeypatch):  # noqa: F811
+    """Return a function that trains in tmp_path, and returns the exit status."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *argv: call(train.main, *SETTINGS, f"--dataset={dataset}", *argv)
+
+
+def model_of(path, data, **changes):
+    """Return (the Source of a path, the model that it fills, with some settings changed)."""
+    found = source.open_source(str(path), Dataset(data))
+    model = GPT(GPTConfig(**{**found.model, **changes})).eval()
+    found.check(model.config)
+    found.fill(model)
+    return found, model
+
+
+def run_model(path):
+    cfg = type("Config", (), dict(device="cpu", dtype="float32"))
+    return load_run(str(path), cfg)[1]
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        found = model(ids)
+    return found.logits if hasattr(found, "logits") else found[0]
+
+
+# ---- GPT-2
+
+
+@pytest.mark.parametrize("form", ["one file", "several files", "without a head", "exact GELU"])
+def test_gpt2_computes_what_transformers_computes(gpt2, dataset, tmp_path, form):  # noqa: F811
+    folder, theirs = gpt2
+    if form == "several files":
+        folder = tmp_path / "hf"
+        theirs.save_pretrained(folder, max_shard_size="40KB")
+        assert len(list(folder.glob("model-*.safetensors"))) > 2
+    if form == "without a head":  # as OpenAI's is on the hub: other names, and masks among the weights
+        folder = tmp_path / "hf"
+        theirs.transformer.save_pretrained(folder)
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(folder / "model.safetensors")
+        assert "wte.weight" in weights
+        save_file(weights | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, folder / "model.safetensors")
+    if form == "exact GELU":
+        folder, theirs = tmp_path / "hf", transformers_gpt2(activation_function="gelu")
+        theirs.save_pretrained(folder)
+    found, ours = model_of(folder, dataset)
+    assert ours.config.activation == ("gelu" if form == "exact GELU" else "gelu_tanh")
+    assert sum(x.numel() for x in theirs.parameters()) == sum(
+        x.numel() - (320 - 257) * 32 * (name == "transformer.wte.weight") for name, x in ours.named_parameters()
+    )
+    ids = torch.randint(257, (3, 64))
+    wanted = logits_of(theirs, ids)
+    assert wanted.abs().max() > 1 and (logits_of(ours, ids) - wanted).abs().max() < 1e-4
+    if form == "one file":
+        prompt, options = ids[:1, :5], dict(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=256)
+        text = theirs.generate(prompt, **options)[0, 5:].tolist()
+        assert [i for (i,) in generate(ours, prompt[0].tolist(), max_new_tokens=20, temperature=0)] == text
+        assert len({*text}) > 3
+
+
+def test_a_run_from_gpt2_goes_on_samples_evaluates_and_exports(gpt2, go, monkeypatch, capsys):
+    start = [f"--init_from={gpt2[0]}", "--learning_rate=1e-3"]
+    assert go(*start, "--out_dir=out/whole", "--sample_tokens=100") == 0  # more than 64 positions: fewer are sampled
+    assert f"weights from {gpt2[0]}\n" in capsys.readouterr().out
+    assert go(*start, "--out_dir=out/cut", "--max_iters=3") == 0 and go(*start, "--out_dir=out/cut") == 0
+    for key in ("train_loss", "val_loss"):
+        assert metrics("out/cut", key) == metrics("out/whole", key)
+    capsys.readouterr()
+    found = json.load(open("out/cut/config.json"))["model"]
+    assert {name: found[name] for name in (*TINY, *GPT2)} == {**TINY, **GPT2}
+
+    assert call(sample.main, "--out_dir=out/cut", "--prompt=line", "--max_new_tokens=20", "--temperature=0") == 0
+    text = capsys.readouterr().out.rstrip("\n")
+    state = "--save_state=state", "--max_new_tokens=0"
+    assert call(sample.main, "--out_dir=out/cut", "--prompt=line", *state) == 0
+    capsys.readouterr()
+    assert call(sample.main, "--out_dir=out/cut", "--load_state=state", "--max_new_tokens=20", "--temperature=0") == 0
+    assert text == "line" + capsys.readouterr().out.rstrip("\n")
+    assert call(evaluate.main, "--out_dir=out/cut", "--documents=2", "--png=no.png") == 0
+    assert "over 2 documents of 64 tokens" in capsys.readouterr().out  # not 4 times the context
+    for program, argv in ((sample.main, ["--max_new_tokens=65"]), (evaluate.main, ["--length=65"])):
+        assert call(program, "--out_dir=out/cut", *argv) == 2
+        error = capsys.readouterr().err
+        assert "the model has 64 learned positions" in error and error.count("\n") == 1
+
+    monkeypatch.setattr("sys.argv", ["export.py", "out/cut", "--to=hf/cut"])
+    export.main()
+    assert json.load(open("hf/cut/config.json"))["max_position_embeddings"] == 64
+    ids = torch.randint(257, (2, 64))
+    _, again = model_of("hf/cut", json.load(open("out/cut/config.json"))["dataset"])
+    assert torch.equal(logits_of(run_model("out/cut"), ids), logits_of(again, ids))
+
+
+def rewrite(folder, target, **changes):
+    """Copy a folder of transformers, with these changes in its config.json."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    config = json.loads((target / "config.json").read_text()) | changes
+    (target / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "changes, options, message",
+    [
+        ({}, ["--block_size=128"], "the model has 64 learned positions, a context of this run has 128 tokens"),
+        ({}, ["--then=128@0.5"], "a context of this run has 128 tokens"),
+        ({}, ["--n_positions=128"], "wpe.weight is [64, 32] instead of [128, 32]"),
+        ({}, ["--bias=False"], "do not fit this model: transformer.h.0.attn.c_attn.bias is unknown"),
+        ({}, ["--attention=heinsen"], "attention=heinsen has a position embedding of its own"),
+        ({}, ["--attention=heinsen", "--positions=rotary"], "queries and keys mean something else in heinsen"),
+        ({}, ["--attention=conformal_sympow"], "it takes positions=rotary"),
+        ({}, ["--attention=softmax,heinsen", "--positions=rotary"], "cannot become those of attention=heinsen"),
+        ({"n_inner": 100}, [], "is not GPT-2 as this model can be it: its config.json has n_inner=100"),
+        ({"activation_function": "relu"}, [], "activation_function=relu"),
+        ({"scale_attn_by_inverse_layer_idx": True}, [], "scale_attn_by_inverse_layer_idx=True"),
+        ({"n_layer": "two"}, [], "n_layer='two', which is no size"),
+        ({"n_layer": 3}, [], "transformer.h.2.ln_1.weight is missing"),
+        ({"model_type": "llama"}, [], "has a model of type 'llama', neither sympow nor gpt2"),
+        ({"model_type": "sympow"}, [], "is not of a model of this version: 'model'"),
+        ({"model_type": "sympow", "model": {"vocab_size": 257, "depth": 2}}, [], "not of a model of this version"),
+        (
+            {"vocab_size": 50257, "eos_token_id": 50256},
+            [],
+            "(50,257 ids, end of text 50256) are not those of the dataset",
+        ),
+        ({"eos_token_id": 0}, [], "prepare it with the same tokenizer, --tokenizer=gpt2"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_in_one_line(gpt2, go, tmp_path, capsys, changes, options, message):
+    rewrite(gpt2[0], tmp_path / "hf", **changes)
+    options = [*options, "--tokens_per_step=512"]
+    assert go("--init_from=hf", "--out_dir=out/a", *options) == 2 and not os.path.exists("out/a")
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_damaged_folders_are_refused_in_one_line(gpt2, go, tmp_path, capsys):
+    rewrite(gpt2[0], tmp_path / "hf")
+    weights = tmp_path / "hf" / "model.safetensors"
+    whole = weights.read_bytes()
+    (tmp_path / "hf" / "tokenizer.json").write_text("{")
+    tokenizer = "tokenizer.json is damaged or no tokenizer"
+    for content, message in ((whole, tokenizer), (whole[:-1], "cannot be read"), (None, "do not fit this model")):
+        weights.unlink() if content is None else weights.write_bytes(content)
+        for setting in ("init_from", "distill_from"):
+            assert go(f"--{setting}=hf", "--out_dir=out/a") == 2
+            error = capsys.readouterr().err
+            assert message in error and error.count("\n") == 1
+        (tmp_path / "hf" / "tokenizer.json").unlink(missing_ok=True)
+    assert go("--distill_from=nothing", "--out_dir=out/a") == 2
+    assert "distill_from must be a folder with a checkpoint" in capsys.readouterr().err
+
+
+def test_a_tokenizer_beside_the_weights_must_be_the_datasets(gpt2, dataset, tmp_path):  # noqa: F811
+    from data.huggingface import tokenizers_json
+
+    rewrite(gpt2[0], tmp_path / "hf")
+    text = tokenizers_json(Dataset(dataset).tokenizer)[0]
+    (tmp_path / "hf" / "tokenizer.json").write_text(text)
+    model_of(tmp_path / "hf", dataset)
+    saved = json.loads(text)
+    vocabulary = saved["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match="are not those of the dataset text"):
+        model_of(tmp_path / "hf", dataset)
+
+
+def test_a_dataset_of_gpt2s_size_fits(gpt2, tmp_path):
+    """A dataset whose ids are GPT-2's in number and end of text, as data/*/prepare.py --tokenizer=gpt2 makes it."""
+    folder = tmp_path / "hf"
+    transformers_gpt2(vocab_size=50257, eos_token_id=50256, n_layer=1, n_embd=8).save_pretrained(folder)
+    data = type("Data", (), dict(vocab_size=50257, eot=50256, name="d", tokenizer=None))
+    found = source.open_source(str(folder), data)
+    model = GPT(GPTConfig(**found.model))
+    found.check(model.config)
+    found.fill(model)
+    assert model.transformer.wte.weight.shape == (50304, 8) and not model.transformer.wte.weight[50257:].any()
+
+
+# ---- the hub
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Serves a folder as huggingface.co serves a model."""
+
+    folder, asked = None, []
+
+    def do_GET(self):
+        self.asked.append((self.command, self.path))
+        found = re.fullmatch(r"/openai-community/gpt2-medium/resolve/(main|0{40})/([\w.]+)", self.path)
+        if not found:  # what else the client is curious about
+            self.send_error(404)
+            return
+        name = found[2]
+        body = (self.folder / name).read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{name}"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.end_headers()
+        if self.command == "GET":
+            with contextlib.suppress(OSError):
+                self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+def test_gpt2_comes_from_the_hub_once(gpt2, dataset, tmp_path, monkeypatch):  # noqa: F811
+    from huggingface_hub import constants
+
+    handler = type("Handler", (Hub,), dict(folder=gpt2[0], asked=[]))
+    server = http.server.ThreadingHTTPServer(("localhost", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://localhost:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("NO_PROXY", "localhost")
+    monkeypatch.chdir(tmp_path)
+    _, ours = model_of("gpt2-medium", dataset)
+    ids = torch.randint(257, (2, 64))
+    assert (logits_of(ours, ids) - logits_of(gpt2[1], ids)).abs().max() < 1e-4
+    got = [path.rpartition("/")[2] for command, path in handler.asked if command == "GET" and "/resolve/" in path]
+    assert got == ["config.json", "model.safetensors"]
+    server.shutdown()
+    server.server_close()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model_of("gpt2-medium", dataset)  # from the cache
+
+
+def test_without_network_a_name_is_refused_in_one_line(go, tmp_path, monkeypatch, capsys):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for setting in ("init_from", "distill_from"):
+        assert go(f"--{setting}=gpt2", "--out_dir=out/a") == 2
+        error = capsys.readouterr().err
+        assert "gpt2 cannot be downloaded" in error and "copy config.json and model.safetensors" in error
+        assert error.count("\n") == 1 and not os.path.exists("out/a")
+
+
+# ---- exported folders
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+def test_an_exported_folder_gives_the_run_back(go, dataset, monkeypatch, capsys, size):  # noqa: F811
+    sizes = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--attention=conformal_sympow,softmax", "--gate=fixed"]
+    assert go(*sizes, "--max_iters=3", "--dropout=0.1", "--out_dir=out/a") == 0
+    monkeypatch.setattr(export, "SHARD", size)
+    monkeypatch.setattr("sys.argv", ["export.py", "out/a", "--to=hf/a"])
+    export.main()
+    assert len([name for name in os.listdir("hf/a") if name.endswith(".safetensors")]) == (1 if size == "5GB" else 7)
+    old, (_, new) = run_model("out/a"), model_of("hf/a", dataset)
+    assert new.config == old.config and new.config.dropout == 0.1
+    assert all(torch.equal(x, new.state_dict()[name]) for name, x in old.state_dict().items())
+    ids = torch.randint(257, (2, 40))
+    assert torch.equal(logits_of(old, ids), logits_of(new, ids))
+    text = [[i for (i,) in generate(m, [1, 2], max_new_tokens=9, temperature=0)] for m in (old, new)]
+    assert text[0] == text[1]
+    capsys.readouterr()
+    for i, path in enumerate(("out/a", "hf/a", "./hf/a/")):
+        assert go(f"--init_from={path}", "--max_iters=2", f"--out_dir=out/from_{i}") == 0
+    assert metrics("out/from_0") == metrics("out/from_1") == metrics("out/from_2")
+    assert go("--init_from=hf/a", "--max_iters=2", "--out_dir=out/from_1") == 0  # the same command: it is trained
+    assert "weights from hf/a\n" in capsys.readouterr().out
+
+
+# ---- conversion
+
+
+@pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "heinsen"])
+def test_a_converted_model_keeps_all_weights_but_the_attentions_own(gpt2, dataset, name):  # noqa: F811
+    kept = logits_of(model_of(gpt2[0], dataset)[1], ids := torch.randint(257, (2, 20)))
+    for positions in ("rotary",) if name == "conformal_sympow" else ("rotary", "learned"):
+        torch.manual_seed(5)
+        found, model = model_of(gpt2[0], dataset, attention=name, positions=positions)
+        _, whole = model_of(gpt2[0], dataset)
+        torch.manual_seed(5)
+        fresh, old = GPT(model.config).state_dict(), whole.state_dict()
+        for key, x in model.state_dict().items():
+            assert torch.equal(x, fresh[key] if ".mix." in key else old[key]), key
+        line = found.describe(model.config)
+        assert ("dropped: wpe.weight" in line) == (positions == "rotary")
+        assert ("positions=learned becomes rotary" in line) == (positions == "rotary")
+        own = {re.sub(r".*\.mix\.", "h.*.attn.mix.", key) for key in fresh if ".mix." in key}
+        assert all(key in line for key in own) and line.count("h.*") == len(own)
+        same = logits_of(model, ids)
+        assert same.isfinite().all() and torch.equal(same, kept) == ((name, positions) == ("softmax", "learned"))
+
+
+def test_conversion_is_said_in_one_line_and_goes_on(gpt2, go, capsys):
+    options = [f"--init_from={gpt2[0]}", "--attention=sympow_gating", "--positions=rotary", "--out_dir=out/a"]
+    assert go(*options, "--max_iters=3") == 0
+    line = "attention=softmax becomes sympow_gating; positions=learned becomes rotary; new: h.*.attn.mix.gate.W_gamma, "
+    assert line + "h.*.attn.mix.gate.b; dropped: wpe.weight\n" in capsys.readouterr().out
+    config = json.load(open("out/a/config.json"))["model"]
+    assert config["gate"] == "learned" and config["rope_base"] == 512 and config["activation"] == "gelu_tanh"
+    assert go(*options) == 0 and max(metrics("out/a")) == 6
+    pattern = ["--attention=sympow_gating,softmax", "--init_from=out/a", "--out_dir=out/b", "--max_iters=1"]
+    assert go(*pattern) == 0 and "dropped: h.*.attn.mix.gate.W_gamma" in capsys.readouterr().out
+    assert go("--init_from=out/a", "--positions=learned", "--out_dir=out/c") == 2
+    assert "has no table of positions: use positions=rotary" in capsys.readouterr().err
+
+
+def test_runs_of_earlier_versions_go_on(go, capsys):
+    sizes = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--out_dir=out/a"]
+    assert go(*sizes, "--max_iters=3") == 0
+    for path, part in (("out/a/config.json", None), ("out/a/ckpt/step_00000003/progress.json", "model")):
+        saved = json.load(open(path))
+        for name in ("distill_from", "distill_weight", "teacher"):
+            saved.pop(name, None)
+        for name in ("positions", "n_positions", "embedding_norm", "activation"):
+            del saved["model"][name]
+        json.dump(saved, open(path, "w"))
+    os.remove("out/a/ckpt/step_00000003/checksums.json")  # as what was changed
+    progress = json.load(open("out/a/ckpt/step_00000003/progress.json"))
+    del progress["skipped"]
+    json.dump(progress, open("out/a/ckpt/step_00000003/progress.json", "w"))
+    for option in ("--positions=learned", "--activation=gelu_tanh", "--distill_from=out/a"):
+        assert go(*sizes, option) == 2
+        assert "was trained with" in capsys.readouterr().err
+    assert go(*sizes) == 0 and max(metrics("out/a")) == 6
+
+
+@pytest.mark.parametrize("name", [n for n in ATTENTIONS if n not in ("heinsen", "conformal_sympow")])
+@torch.no_grad()
+def test_learned_positions_count_from_each_reset_in_training_and_generation(name):
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=30, attention=name, reset_token=3, n_positions=20, **{
+        key: value for key, value in GPT2.items() if key != "attention"
+    })  # fmt: skip
+    model = GPT(config).eval()
+    ids = torch.randint(4, 30, (2, 20))
+    ids[0, 7] = 3
+    whole = model(ids)[0]
+    logits, state = model.read(ids[:, :5], model.empty_state(2))
+    for t in range(5, 20):
+        assert (logits - whole[:, t - 1]).norm() < 1e-4 * logits.norm()
+        logits, state = model.step(ids[:, t], state)
+    alone = model(ids[:1, 7:])[0]
+    assert (alone - whole[:1, 7:]).norm() < 1e-4 * alone.norm()
+    with pytest.raises(ValueError, match="20 learned positions, a text has 21 tokens"):
+        model.step(ids[:, 0], state)
+
+
+# ---- distillation
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_loss_is_cross_entropy_and_divergence_piece_by_piece(monkeypatch, dtype):
+    monkeypatch.setattr(loss, "DISTILL_TOKENS", 8)
+    compute, sizes = loss.compute_distilled_losses, []
+    monkeypatch.setattr(loss, "compute_distilled_losses", lambda x, *args: sizes.append(len(x)) or compute(x, *args))
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=30, attention="sympow")
+    student, teacher = GPT(config).double(), GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=30)).double()
+    for x in (*student.parameters(), *teacher.parameters()):
+        x.data.add_(torch.randn_like(x), alpha=0.3)
+    ids, targets = torch.randint(30, (2, 11)), torch.randint(30, (2, 11))
+    targets[0, :4] = -1
+    with torch.no_grad():
+        hidden, _ = teacher.hidden(ids)
+        log_t = teacher.logits(hidden).log_softmax(-1)
+    log_s = student(ids)[0].log_softmax(-1)
+    kept = targets != -1
+    wanted = F.nll_loss(log_s[kept], targets[kept]) + 0.7 * (log_t.exp() * (log_t - log_s)).sum(-1)[kept].mean()
+    grads = torch.autograd.grad(wanted, [*student.parameters()])
+    if dtype != torch.float64:
+        student, teacher, hidden = student.float(), teacher.float(), hidden.float()
+    with torch.autocast("cpu", dtype) if dtype != torch.float64 else contextlib.nullcontext():
+        _, found = student(ids, targets, teacher=(hidden, teacher.transformer.wte.weight, 0.7))
+    found.backward()
+    bound = 1e-10 if dtype == torch.float64 else 0.1
+    assert abs(found - wanted) < bound * wanted and sizes == [8, 8, 6]
+    for (name, x), grad in zip(student.named_parameters(), grads):
+        assert (x.grad - grad).norm() <= bound * max(grad.norm(), grads[0].norm()), name
+    assert all(x.grad is None for x in teacher.parameters())
+
+
+def test_a_distilled_run_goes_on_with_the_same_bits_and_validates_without_its_teacher(gpt2, go, capsys):
+    folder = shutil.copytree(gpt2[0], "teacher")
+    start = [f"--init_from={folder}", "--attention=sympow_gating", f"--distill_from={folder}", "--distill_weight=0.5"]
+    start += ["--positions=rotary", "--pack=1", "--then=64@0.5", "--batch_size=2", "--dropout=0.1"]
+    assert go(*start, "--out_dir=out/whole") == 0
+    assert f"teacher: {folder}, attention=softmax\n" in capsys.readouterr().out
+    assert go(*start, "--out_dir=out/cut", "--max_iters=6", "--eval_interval=2", "--max_seconds=0") == 0
+    shutil.rmtree("out/cut/ckpt/step_00000006")
+    assert go(*start, "--out_dir=out/cut") == 0  # from step 4
+    for key in ("train_loss", "val_loss"):
+        whole, cut = metrics("out/whole", key), metrics("out/cut", key)
+        assert 6 in cut and all(cut[step] == whole[step] for step in cut.keys() & whole.keys())
+    assert go(*start[:2], *start[4:], "--out_dir=out/plain") == 0
+    assert metrics("out/plain")[1] < metrics("out/whole")[1]  # the first step's loss has no divergence
+    weights = source.open_source("out/whole", Dataset(json.load(open("out/whole/config.json"))["dataset"]))
+    plain = [*start[5:], "--init_from=out/whole", "--eval_only=1", "--out_dir=out/none"]
+    capsys.readouterr()
+    assert go(*plain) == 0 and weights.model["dropout"] == 0.1
+    assert f"val loss {metrics('out/whole', 'val_loss')[6]:.4f}" in capsys.readouterr().out
+
+    os.rename("teacher", "moved")
+    assert go(*start, "--out_dir=out/whole", "--eval_only=1", "--init_from=auto") == 0  # which needs no teacher
+    more = [*start[1:2], "--distill_weight=0.5", *start[4:], "--out_dir=out/whole", "--max_iters=7"]
+    assert go(*more, "--then=64@3", "--distill_from=moved") == 0
+    assert go(*more, "--then=64@3", "--distill_from=out/plain") == 2
+    assert "was trained with distill_from=moved teacher=" in capsys.readouterr().err
+    assert go(*more, "--then=64@3", "--distill_from=moved", "--distill_weight=1") == 2
+    assert "was trained with distill_weight=0.5, now distill_weight=1.0" in capsys.readouterr().err
+
+
+def test_teachers_that_do_not_fit_are_refused(gpt2, go, capsys, monkeypatch):
+    scratch = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--out_dir=out/a", f"--distill_from={gpt2[0]}"]
+    for options, message in (
+        (["--block_size=128", "--tokens_per_step=512"], "the model has 64 learned positions"),
+        (["--distill_weight=0"], "distill_weight must be positive and finite, got 0.0"),
+    ):
+        assert go(*scratch, *options) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1 and not os.path.exists("out/a")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for options, message in (
+        (scratch, "distill_from does not take context_parallel"),
+        ([f"--init_from={gpt2[0]}", "--out_dir=out/a"], "positions=learned cannot be spread over context_parallel=2"),
+    ):
+        assert go(*options, "--context_parallel=2") == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [[], ["--shard=1"]])
+def test_several_ranks_convert_and_distill_as_one_does(gpt2, go, dataset, tmp_path, shard):  # noqa: F811
+    options = [
+        f"--init_from={gpt2[0]}",
+        f"--distill_from={gpt2[0]}",
+        "--attention=sympow_gating",
+        "--learning_rate=1e-3",
+    ]
+    for positions in ("rotary", "learned"):
+        more = [*options, f"--positions={positions}"]
+        assert go(*more, f"--out_dir=out/one_{positions}") == 0
+        argv = [*SETTINGS, f"--dataset={dataset}", *more, f"--out_dir=out/two_{positions}", *shard]
+        assert join(*start_ranks(2, train.main, *argv, "--max_iters=3", cwd=tmp_path)) == [0, 0]
+        assert join(*start_ranks(2, train.main, *argv, cwd=tmp_path)) == [0, 0]
+        one, two = metrics(f"out/one_{positions}"), metrics(f"out/two_{positions}")
+        assert one.keys() == two.keys() and all(abs(one[step] - two[step]) < 1e-4 * one[step] for step in one)
+
+
+@pytest.mark.slow
+def test_distillation_under_torch_compile(gpt2, go):
+    options = [f"--init_from={gpt2[0]}", f"--distill_from={gpt2[0]}", "--positions=learned", "--learning_rate=1e-3"]
+    for compiled in (True, False):
+        assert go(*options, f"--compile={compiled}", "--max_iters=3", f"--out_dir=out/{compiled}") == 0
+    one, two = metrics("out/True"), metrics("out/False")
+    assert all(abs(one[step] - two[step]) < 1e-4 * one[step] for step in two)
