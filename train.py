@@ -127,8 +127,8 @@ class Trainer:
             self.dataset = dataset = Dataset(cfg.dataset)
             self.layout = Layout(ranks, cfg.context_parallel, cfg.shard)
             self.stages, self.val_windows = make_stages(cfg, given, dataset, self.layout)
-            self.resume, saved = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
-            self.source, self.model_cfg = choose_model(cfg, given, dataset, saved)
+            self.resume, self.saved_settings = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
+            self.source, self.model_cfg = choose_model(cfg, given, dataset, self.saved_settings)
             contexts = [stage.block_size for stage in self.stages]
             check_context(cfg, self.model_cfg, contexts)
             self.teacher = Teacher(cfg, dataset, contexts)
@@ -141,9 +141,6 @@ class Trainer:
         self.settings = {**asdict(cfg), "model": asdict(self.model_cfg), "data": folder.fingerprint(dataset)}
         self.settings["teacher"] = self.teacher.fingerprint
         self.settings |= {"ranks": ranks.world, "device_type": self.device.type}
-        if saved:
-            folder.refuse_other_settings(cfg.out_dir, saved, self.settings, self.resume)
-            refuse_moved_stages(cfg, saved, checkpoint.read_progress(self.resume))
 
     def start(self):
         """Connect with the other ranks and, on rank 0, open out_dir; return the lock on it, a context manager."""
@@ -153,6 +150,9 @@ class Trainer:
         ranks.join(self.device, cfg.backend, cfg.timeout)
         self.layout.connect(self.device)
         self.resume = ranks.agree_on_checkpoint(self.resume)
+        if self.resume:  # now, since rank 0 alone knows which checkpoints are whole
+            folder.refuse_other_settings(cfg.out_dir, self.saved_settings, self.settings, self.resume)
+            refuse_moved_stages(cfg, self.saved_settings, checkpoint.read_progress(self.resume))
         self.records = ranks.master and not cfg.eval_only
         return folder.start_folder(cfg, self.settings, self.dataset) if self.records else nullcontext()
 
