@@ -98,8 +98,11 @@ class Decoder:
             raise ValueError(f"not all layers of attention={c.attention} have kernels to generate with")
         check_generation_fits(mixes, state, max_new_tokens, self.B, self.dtype.itemsize, state_dtype, self.device)
         self.weights = [self._weights(block) for block in t.h]
-        self.wte, self.ends = w.to(self.dtype), (self._norm(t.ln_wte), self._norm(t.ln_f))
-        self.wpe = (t.wpe.dense.weight.float(), t.wpe.dense.bias.float()) if "wpe" in t else None
+        self.wte, self.ends = w.to(self.dtype), (c.embedding_norm and self._norm(t.ln_wte), self._norm(t.ln_f))
+        learned = c.positions == "learned"
+        self.positions = t.wpe.weight.float() if learned else None
+        self.wpe = (t.wpe.dense.weight.float(), t.wpe.dense.bias.float()) if "wpe" in t and not learned else None
+        self.gelu = 2 if c.activation == "gelu_tanh" else 1
         self.x, self.h = self._zeros(self.B, c.n_embd), self._zeros(self.B, 4 * c.n_embd)
         self.hidden = self.h.view(2, self.B, -1)[0]  # the position embedding is done before h is written
         self.qkv, self.y = self._zeros(self.B, (c.n_head + 2 * c.n_kv_head) * D), self._zeros(self.B, c.n_head * D)
@@ -149,6 +152,7 @@ class Decoder:
             key = *alike, mix.rope_base, state.cached_tokens, state.power is None
             if key not in groups:
                 rates = rotation_rates(self.c.head_dim, mix.rope_base, self.device)
+                rates *= self.c.positions == "rotary"  # a rate of 0 leaves queries and keys as they are
                 groups[key], of_group[key] = Group(*alike, rates, self.counts[len(groups), :1]), []
             of_group[key].append(state.repeat(num_samples))
             gated = self.c.reset_token >= 0 or w["gate"] is not None or w["slopes"] is not None
@@ -237,7 +241,7 @@ class Decoder:
     def _token(self):
         """Launch one token: from ids to logits, and to the ids that the sampler writes."""
         x = self.x
-        decode.embed(self.ids, self.wte, self.ends[0], x)
+        self._embed(x)
         if self.wpe:
             (log_x,), hidden = self.embedding.tensors().values(), self.hidden
             decode.linear(self.wpe[0], hidden, x, bias=self.wpe[1])
@@ -248,11 +252,24 @@ class Decoder:
             else:
                 self._attend_heinsen(w, layer)
             decode.linear(w["proj"][0], x, self.y, bias=w["proj"][1], add=True)
-            decode.linear(w["fc"][0], self.h, x, norm=w["norm_2"], bias=w["fc"][1], gelu=True)
+            decode.linear(w["fc"][0], self.h, x, norm=w["norm_2"], bias=w["fc"][1], gelu=self.gelu)
             decode.linear(w["out"][0], x, self.h, bias=w["out"][1], add=True)
         decode.linear(self.wte[: self.c.vocab_size], self.logits, x, norm=self.ends[1])
         self.counts += 1
         self.sampler(self.padded, self.ids)
+
+    def _embed(self, x):
+        """Write the tokens' embeddings to x, with the vectors of their positions if the model has those."""
+        if self.c.embedding_norm:
+            decode.embed(self.ids, self.wte, self.ends[0], x)
+        else:
+            x.copy_(self.wte.index_select(0, self.ids))
+        if self.positions is not None:
+            (position,) = self.embedding.tensors().values()
+            if self.c.reset_token >= 0:
+                position.masked_fill_(self.ids == self.c.reset_token, 0)
+            x += self.positions.index_select(0, position)
+            position += 1
 
     def _attend_to_cache(self, w, layer, group):
         """Launch a layer's attention to its KV cache, and to its state if it has one: from x to y."""
@@ -379,7 +396,8 @@ def failure(model, dtype, state_dtype):
     if not torch.cuda.is_available():
         return ""
     vocab_size, device = min(model.config.vocab_size, 1000), model.transformer.wte.weight.device
-    small = lambda mix: replace(mix.config, n_layer=1, vocab_size=vocab_size, dropout=0.0)
+    positions = max(model.config.n_positions, 64)  # more than are read
+    small = lambda mix: replace(mix.config, n_layer=1, vocab_size=vocab_size, dropout=0.0, n_positions=positions)
     kinds = {(type(mix), str(small(mix))): mix for mix in (block.attn.mix for block in model.transformer.h)}
     for (kind, config), mix in kinds.items():
         name = f"generation, {kind.__qualname__}, {dtype}, states in {state_dtype}, {config}"

@@ -101,8 +101,6 @@ def decodes_on_kernels(model, state_dtype=torch.float32):
     compared with float64; if they fail, that is one line of warning."""
     t, dtype, D = model.transformer, cache_dtype(model), model.config.head_dim
     device, layers = t.wte.weight.device, [block.attn for block in t.h]
-    if not (model.config.embedding_norm and model.config.activation == "gelu"):
-        return False
     parts = [layer.mix for layer in layers] + ([t.wpe] if hasattr(t, "wpe") else [])
     kinds = [decoding_kernels(part) for part in parts]
     if device.type != "cuda" or not all(kinds) or any(layer.replaces_mlp for layer in layers):

@@ -21,11 +21,13 @@ from .state import State
 @dataclass
 class CountState(State):
     fixed_size = True
-    count: torch.Tensor  # [B] int64, the tokens since everything was forgotten
+    position: torch.Tensor  # [B] int64, of the next token: the tokens since everything was forgotten
 
 
 class LearnedPosition(nn.Embedding):
     """The parameter is `weight` [n_positions, n_embd], as in GPT-2."""
+
+    decodes_on_kernels = "learned"  # see attention/variant.py
 
     def empty_state(self, batch, device):
         """Return the CountState before any token."""
@@ -38,7 +40,7 @@ class LearnedPosition(nn.Embedding):
         an index error: GPT refuses longer texts before.
         """
         at = torch.arange(x.shape[1], device=x.device)
-        position = at if state is None else at + state.count.unsqueeze(1)  # [T] or [B, T]
+        position = at if state is None else at + state.position.unsqueeze(1)  # [T] or [B, T]
         if resets is not None:
             start = torch.where(resets, at, -1).cummax(1).values  # the last reset up to each token, [B, T]
             position = torch.where(start >= 0, at - start, position)

@@ -108,7 +108,7 @@ class Variant(nn.Module):
         The model has one, which comes before its first layer and is called with x [B, T, n_embd], resets and state as
         `forward` below; it returns (x, the state after). Its empty_state(batch, device) returns a State. A class
         that has decodes_on_kernels = "heinsen" (see above) has a linear layer `dense` with a bias, from n_embd to 2
-        n_embd, and a State of one tensor, log x [B, n_embd].
+        n_embd, and a State of one tensor, log x [B, n_embd]; with "learned" it is a LearnedPosition.
         """
         return LearnedPosition(config.n_positions, config.n_embd) if config.positions == "learned" else None
 

@@ -94,8 +94,12 @@ def embed(ids, wte, norm, out):
 
 
 @triton.jit
-def _gelu(x):
-    return x * 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+def _gelu(x, KIND: tl.constexpr):
+    """Return GELU, or with KIND 2 GPT-2's approximation: x (1 + tanh z) / 2 = x sigmoid(2 z)."""
+    if KIND == 2:
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        return x * 0.5 * (1 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit
@@ -116,7 +120,7 @@ def _linear_of_one(
     if NORM:
         x = normalize(x, weight, bias, k, K)
     y = tl.sum(w.to(tl.float32) * x.to(w.dtype).to(tl.float32)[None, :], 1) + more
-    tl.store(OUT + n, old + (_gelu(y) if GELU else y), n < N)
+    tl.store(OUT + n, old + (_gelu(y, GELU) if GELU else y), n < N)
 
 
 @triton.jit
@@ -146,7 +150,7 @@ def _linear_of_many(
     if BIAS is not None:
         acc += tl.load(BIAS + n, mask=n < N, other=0.0)[None, :]
     if GELU:
-        acc = _gelu(acc)
+        acc = _gelu(acc, GELU)
     if ADD:
         acc += tl.load(to, mask=mask, other=0.0)
     tl.store(to, acc, mask)
@@ -170,8 +174,9 @@ def linear_kernel(
 ):  # fmt: skip
     """Write f(x) W^T + bias to BM rows and BN columns of OUT [B, N] float32, whose rows are `stride` apart.
 
-    x [B, K] float32 is normalised first with NORM, and rounded to the dtype of W [N, K]. f is GELU or nothing; with ADD
-    the result is added to OUT. Biases and the LayerNorm's weights are float32.
+    x [B, K] float32 is normalised first with NORM, and rounded to the dtype of W [N, K]. f is GELU, of the kind 1 or 2
+    that `_gelu` has, or nothing (0); with ADD the result is added to OUT. Biases and the LayerNorm's weights are
+    float32.
     """
     let_next_start(PDL)
     linear_tile(X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM, BN, BK, NORM, GELU, ADD, PDL)
@@ -187,10 +192,11 @@ def tile_sizes(B, N, K):
     return (triton.cdiv(N, BN), triton.cdiv(B, BM)), dict(BM=BM, BN=BN, BK=BK, num_stages=4)
 
 
-def linear(w, out, x, *, norm=None, bias=None, gelu=False, add=False):
+def linear(w, out, x, *, norm=None, bias=None, gelu=0, add=False):
     """Write a linear layer's result to out [B, N] float32, or with `add` add it to out.
 
-    w [N, K], x [B, K] float32, bias [N] float32; norm: (weight, bias or None) float32 of the LayerNorm before it.
+    w [N, K], x [B, K] float32, bias [N] float32; norm: (weight, bias or None) float32 of the LayerNorm before it. gelu:
+    1 for GELU after it, 2 for its approximation by tanh.
     """
     (N, K), B = w.shape, len(out)
     grid, tiles = tile_sizes(B, N, K)

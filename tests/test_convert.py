@@ -505,8 +505,9 @@ def test_several_ranks_convert_and_distill_as_one_does(gpt2, go, dataset, tmp_pa
 
 
 @pytest.mark.slow
-def test_distillation_under_torch_compile(gpt2, go):
-    options = [f"--init_from={gpt2[0]}", f"--distill_from={gpt2[0]}", "--positions=learned", "--learning_rate=1e-3"]
+def test_distillation_under_torch_compile(go):
+    transformers_gpt2(n_layer=1).save_pretrained("hf")
+    options = ["--init_from=hf", "--distill_from=hf", "--positions=learned", "--learning_rate=1e-3"]
     for compiled in (True, False):
         assert go(*options, f"--compile={compiled}", "--max_iters=3", f"--out_dir=out/{compiled}") == 0
     one, two = metrics("out/True"), metrics("out/False")
