@@ -198,8 +198,8 @@ def open_run(path, dataset, setting):
     if not folder:
         resume = "auto (nanoGPT's resume: goes on where out_dir left off), scratch or " * (setting == "init_from")
         raise ValueError(
-            f"{setting} must be {resume}a folder with a checkpoint, got {path!r}; a folder that export.py wrote, one of "
-            f"GPT-2 that transformers wrote, and {', '.join(HUB)} will do too"
+            f"{setting} must be {resume}a folder with a checkpoint, got {path!r}; a folder that export.py wrote, one "
+            f"with a GPT-2 that transformers wrote, and {', '.join(HUB)} will do too"
         )
     dataset.check_tokens(load_tokenizer(run), path)
     return Source(folder, checkpoint.settings(run, folder)["model"], folder)

@@ -31,6 +31,7 @@ CONFIGS = {
     "pattern": dict(attention="sympow_gating,softmax"),
     "glu": dict(attention="heinsen", residual="glu"),
     "mixture": dict(attention="adaptive_power", adaptive="mixture"),
+    "GPT-2": dict(positions="learned", n_positions=80, bias=True, embedding_norm=False, activation="gelu_tanh"),
 }
 
 
@@ -44,7 +45,8 @@ def run_folder(tmp_path):
         model, run = GPT(config).eval(), tmp_path / "out" / "a"
         for x in model.parameters():  # large, so that the text is not one letter again and again
             x.data.add_(torch.randn_like(x), alpha=0.15)
-        model.transformer.ln_wte.weight.data.neg_()  # else the head, which is the embedding, repeats the last token
+        norm = model.transformer.ln_wte if config.embedding_norm else model.transformer.ln_f
+        norm.weight.data.neg_()  # else the head, which is the embedding, repeats the last token
         with checkpoint.Writer(str(run)) as writer:
             progress = checkpoint.Progress(7, model=vars(config))
             writer.save(model, torch.optim.AdamW(model.parameters()), progress)
