@@ -165,12 +165,14 @@ def load_tasks(names, include_path="", num_fewshot=-1):
     Raises DataError of one line for a task that is not there or whose data cannot be had.
     """
     random.seed(DEFAULT_RANDOM_SEED), np.random.seed(DEFAULT_OTHER_SEED), torch.manual_seed(DEFAULT_OTHER_SEED)
-    own = all(name.endswith((".yaml", ".yml")) for name in names)  # the index of the 14,000 others takes 10 seconds
-    for path in [name for name in names if name.endswith((".yaml", ".yml"))] + [include_path] * bool(include_path):
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it says of each metric that its defaults are used
+    named = [name for name in names if not name.endswith((".yaml", ".yml"))]
+    for path in [*(set(names) - set(named)), *([include_path] if include_path else [])]:
         if not os.path.exists(path):
             raise DataError(f"there is no {path}")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it says of each metric that its defaults are used
-    manager = TaskManager(include_path=include_path or None, include_defaults=not own)
+    manager = TaskManager(include_path=include_path or None, include_defaults=False)
+    if not {*named} <= {*manager.all_tasks}:  # the index of lm_eval's own tasks takes ten seconds
+        manager = TaskManager(include_path=include_path or None)
     loaded = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
         try:
