@@ -85,9 +85,7 @@ def main():
     except ValueError as error:
         refuse(error)
     if wrong := [name for name in (OF_POSITIONS if cfg.tasks else OF_TASKS) if name in given]:
-        refuse(
-            f"--{wrong[0]} is of the loss by position, not of --tasks" if cfg.tasks else f"--{wrong[0]} needs --tasks"
-        )
+        refuse(f"--{wrong[0]} " + ("belongs to the loss by position, not to --tasks" if cfg.tasks else "needs --tasks"))
     runs = list(dict.fromkeys(os.path.normpath(run) for run in cfg.out_dir.split(",") if run)) or [newest_run()]
     for run in runs:
         if not (checkpoint.newest(run) or (cfg.tasks and is_exported(run))):
