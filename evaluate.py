@@ -41,15 +41,11 @@ TASKS_FILE = "tasks.json"  # in a run's folder
 
 @dataclass
 class EvaluateConfig:
-    out_dir: str = (
-        ""  # a run's folder, or several separated by commas; default: the newest in out/; for tasks also hf/NAME
-    )
+    out_dir: str = ""  # a run's folder, or several with commas; default: the newest in out/; for tasks also exports
     names: str = ""  # names of the runs in the table and the picture, separated by commas; default: their folders
     # loss by position
     dataset: str = ""  # a folder in data/, or any path; default: the one the run was trained on
-    length: int = (
-        0  # tokens to read of each document; 0: 4 times the final training context, at most the whole document
-    )
+    length: int = 0  # tokens of each document; 0: 4 times the final training context, at most the whole document
     documents: int = 16  # number of documents
     pack: bool = False  # concatenate documents, to read on where one ends
     piece: int = 0  # tokens to read at a time; 0: 65,536 on a GPU, else 1,024
@@ -60,7 +56,7 @@ class EvaluateConfig:
     num_fewshot: int = -1  # examples before each question; -1: as many as the task is defined with
     limit: float = 0.0  # only so many documents of each task, or this share of them if it is below 1; 0: all
     batch_size: int = 8  # texts that are read at a time
-    max_length: int = 0  # tokens to read of a text, its last; 0: the training context for softmax, no limit for others
+    max_length: int = 0  # tokens of a text that are read; 0: with softmax layers the training context, else all
     # both
     device: str = "auto"  # auto: cuda or cpu; cuda:1, ...; mps (Apple's GPUs: untested)
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
