@@ -6,6 +6,7 @@
 Importing this file imports the package lm_eval, which is optional.
 """
 
+import difflib
 import itertools
 import logging
 import os
@@ -32,7 +33,7 @@ PIECE = {"cuda": 32768, "cpu": 1024}  # tokens of prompts, padding too, that are
 
 
 class HarnessModel(TemplateLM):
-    """What lm_eval asks of a model, answered by a GPT and its tokenizer.
+    """Answers what lm_eval asks of a model, with a GPT and its tokenizer.
 
     As lm_eval's own class for GPT-2 does, it puts no end of text before a prompt, only before a text that has none.
     """
@@ -164,6 +165,8 @@ def load_tasks(names, include_path="", num_fewshot=-1):
     include_path: a folder with more tasks. num_fewshot: examples before each question; -1: the task's own number.
     Raises DataError of one line for a task that is not there or whose data cannot be had.
     """
+    if not names:
+        raise DataError("--tasks names no task")
     random.seed(DEFAULT_RANDOM_SEED), np.random.seed(DEFAULT_OTHER_SEED), torch.manual_seed(DEFAULT_OTHER_SEED)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it says of each metric that its defaults are used
     named = [name for name in names if not name.endswith((".yaml", ".yml"))]
@@ -175,6 +178,9 @@ def load_tasks(names, include_path="", num_fewshot=-1):
         manager = TaskManager(include_path=include_path or None)
     loaded = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
+        if name in named and name not in manager.all_tasks:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=1)
+            raise DataError(f"lm_eval has no task {name}" + (f": did you mean {near[0]}?" if near else ""))
         try:
             for kind, found in manager.load([name]).items():
                 loaded[kind] |= found

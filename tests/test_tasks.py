@@ -179,6 +179,7 @@ def test_mistakes_are_refused(monkeypatch, capsys):
         (["--tasks=next.yaml", "--num_fewshot=-2"], "num_fewshot must be at least 0, or -1, got -2"),
         (["--tasks=next.yaml", "--batch_size=0"], "batch_size must be at least 1, got 0"),
         (["--tasks=no.yaml"], "there is no no.yaml"),
+        (["--tasks=,"], "--tasks names no task"),
         (["--tasks=next.yaml", "--include_path=nowhere"], "there is no nowhere"),
         ([f"--tasks={missing}"], "the task missing.yaml cannot be loaded (FileNotFoundError"),
         ([f"--tasks={next_}", "--max_length=9"], "more than max_length 9: a larger --max_length would do"),
