@@ -141,7 +141,7 @@ def test_a_run_from_gpt2_goes_on_samples_evaluates_and_exports(gpt2, go, monkeyp
 
     monkeypatch.setattr("sys.argv", ["export.py", "out/cut", "--to=hf/cut"])
     export.main()
-    assert json.load(open("hf/cut/config.json"))["max_position_embeddings"] == 64
+    assert json.load(open("hf/cut/config.json"))["max_position_embeddings"] == 32
     ids = torch.randint(257, (2, 64))
     _, again = model_of("hf/cut", json.load(open("out/cut/config.json"))["dataset"])
     assert torch.equal(logits_of(run_model("out/cut"), ids), logits_of(again, ids))
