@@ -274,4 +274,4 @@ def document_starts(position_ids, seen):
 
 def may_look(x):
     """Return True if values of the tensor x may decide what is computed: not in a compiled or captured graph."""
-    return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not torch.compiler.is_compiling() and not sequences.is_capturing(x)

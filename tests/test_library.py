@@ -3,11 +3,13 @@
 import importlib
 import os
 import re
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, join, start_ranks
 from test_package import sympow  # noqa: F401
 
 transformers = pytest.importorskip("transformers")
@@ -213,3 +215,140 @@ def test_what_a_llama_with_power_attention_does_not_take_is_refused_in_one_line(
     with pytest.raises(ValueError, match=re.escape(message)) as refusal:
         refusals()[message](llama("sympow", attention_dropout=0.1), power, ids(2, 6))
     assert "\n" not in str(refusal.value)
+
+
+# ---- the recipes of docs/library.md
+
+
+def recipes():
+    """Return {title: the Python code of the section}."""
+    sections = re.split(r"^## (.+)\n", Path(ROOT, "docs", "library.md").read_text(), flags=re.M)[1:]
+    code = {
+        title: "".join(re.findall(r"```python\n(.*?)```", text, re.S)) for title, text in zip(*[iter(sections)] * 2)
+    }
+    return {title: text for title, text in code.items() if text}
+
+
+def run_recipe(title):
+    """Run the code of a section as a file of its own would run; return its names."""
+    names = {"__name__": "recipe"}
+    torch.manual_seed(0)
+    exec(compile(recipes()[title], f"docs/library.md, {title}", "exec"), names)
+    return names
+
+
+def test_every_recipe_is_run_by_a_test():
+    here = Path(__file__).read_text()
+    assert [title for title in recipes() if f'run_recipe("{title}")' not in here] == ["A trained model in transformers"]
+
+
+def test_the_recipe_of_the_operator(sympow):  # noqa: F811
+    of = run_recipe("The operator")
+    q, k, v = of["q"], of["k"], of["v"]
+    assert of["y"].shape == (2, 512, 8, 32) and of["state"].S.shape == (2, 4, 528, 32)
+    whole = sympow.power_attention(*(torch.cat((x, x), 1) for x in (q, k, v)), p=2)
+    assert (of["y"] - whole[:, 512:]).norm() < 1e-5 * of["y"].norm()
+
+
+def test_the_recipe_of_packed_sequences(sympow):  # noqa: F811
+    of, ends = run_recipe("Packed sequences"), (0, 100, 170, 300)
+    for i, (a, b) in enumerate(zip(ends, ends[1:])):
+        q, k, v = (of[name][None, a:b] for name in "qkv")
+        y, state = sympow.power_attention(q, k, v, of["log_g"][:, a:b], p=2, return_state=True)
+        assert (of["y"][:, a:b] - y).norm() < 1e-5 * y.norm()
+        assert (of["state"].S[i] - state.S[0]).norm() < 1e-5 * state.S.norm()
+
+
+def test_the_recipe_of_a_layer(sympow):  # noqa: F811
+    of = run_recipe("A layer")
+    whole = of["layer"](of["x"])
+    assert of["y"].shape == whole.shape and (of["y_t"] - whole[:, -1:]).norm() < 1e-5 * of["y_t"].norm()
+    assert not torch.allclose(of["y"][:, 20:], whole[:, 20:]) and torch.allclose(of["y"][:, :20], whole[:, :20])
+
+
+def test_the_recipe_of_a_model_of_transformers(sympow, capsys):  # noqa: F811
+    of = run_recipe("In a model of transformers")
+    assert all(p.grad.norm() > 0 for p in of["model"].parameters())
+    assert of["text"].shape == (2, 52) and int(capsys.readouterr().out) == of["cache"].bytes()
+    assert torch.equal(of["text"][:, 32:], greedy(of["model"], of["ids"], 20))
+
+
+def run_transforms(monkeypatch, backend):
+    """Run the recipe of transforms with a backend of torch.compile; return its names."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    return run_recipe("Under PyTorch's transforms")
+
+
+@pytest.mark.slow
+def test_the_recipe_of_transforms(sympow, monkeypatch):  # noqa: F811
+    of = run_transforms(monkeypatch, "eager")
+    layer, x = of["layer"], of["x"]
+    assert torch.equal(of["y"], layer(x))
+    with torch._dynamo.config.patch(error_on_recompile=True):  # another length takes the same graph
+        compiled = torch.compile(layer, dynamic=True, fullgraph=True)
+        for length in (20, 13, 7):
+            assert torch.allclose(compiled(x[:, :length]), layer(x[:, :length]), atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["quadratic", "chunked"])
+def test_gradients_of_each_sample_in_every_form(sympow, form):  # noqa: F811
+    layer = sympow.Attention(n_embd=16, n_head=2, form=form, chunk_size=4)
+    weights, (x, target) = dict(layer.named_parameters()), torch.randn(2, 3, 9, 16).unbind()
+    call = lambda weights, x: torch.func.functional_call(layer, weights, (x[None],))[0]
+    loss = lambda weights, x, target: (call(weights, x) - target).square().mean()
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, x, target)
+    for i in range(3):
+        wanted = torch.autograd.grad(loss(weights, x[i], target[i]), list(weights.values()))
+        for name, g in zip(weights, wanted):
+            assert (found[name][i] - g).norm() <= 1e-5 * g.norm(), name
+
+
+def ranks():
+    """Run the recipe for several ranks and compare its gradients with those of all samples on one rank."""
+    sys.path.insert(0, sys.argv[1])
+    of = run_recipe("On several ranks")
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 20, 64)
+    assert torch.equal(x[of["dist"].get_rank()], of["x"])
+    for seed, found in ((0, of["layers"]), (1, of["sharded"])):
+        torch.manual_seed(seed)
+        if seed == 0:
+            torch.randn_like(x)
+        whole = torch.nn.Sequential(*(of["sympow"].Attention(n_embd=64, n_head=4) for _ in range(2)))
+        whole(x.flatten(0, 1)).square().mean().backward()
+        for p, q in zip(whole.parameters(), found.parameters(), strict=True):
+            g = q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad
+            assert (p.grad - g).norm() < 1e-5 * p.grad.norm(), seed
+    of["dist"].destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(os.environ.get("TEST_GPU")), reason="the ranks have no GPUs")
+def test_the_recipe_for_several_ranks(sympow, tmp_path):  # noqa: F811
+    site = Path(sympow.__file__).parents[1]  # run_recipe("On several ranks") in two processes
+    assert join(*start_ranks(2, ranks, site, cwd=tmp_path)) == [0, 0], (tmp_path / "rank_0").read_text()
+
+
+@pytest.mark.gpu
+def test_the_recipe_of_a_cuda_graph(sympow):  # noqa: F811
+    of = run_recipe("In a CUDA graph")
+    graphed, leaves = of["attend"], [of[name] for name in "qkv"]
+    with torch.no_grad():
+        for x in leaves:
+            x.copy_(torch.randn_like(x))
+    results = []
+    for attend in (graphed, lambda *x: sympow.power_attention(*x, p=2)):
+        y = attend(*leaves)
+        results.append([y.clone(), *torch.autograd.grad(y.sin().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.slow
+def test_a_compiled_llama_honours_masks_and_packed_documents(power):
+    model, tokens = llama("sympow", num_hidden_layers=1), ids(4, 8)
+    for kwargs in BATCHES.values():
+        torch._dynamo.reset()
+        compiled = torch.compile(model, dynamic=True, fullgraph=True, backend="eager")
+        assert torch.allclose(
+            compiled(tokens, use_cache=False, **kwargs).logits, model(tokens, use_cache=False, **kwargs).logits
+        )
