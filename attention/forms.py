@@ -204,7 +204,8 @@ def blocks_of_rows(heads, n, m, at_once):
     if heads * rows * m > at_once // 4:
         rows = max(16, at_once // 4 // (heads * m))
     run = (lambda block, *args: block(*args)) if save_scores else compute_again
-    return [(start, min(start + rows, n)) for start in range(0, n, rows)], run
+    blocks = range(-(-n // rows))  # of their number, not of n, torch.compile makes a constant
+    return [(i * rows, min((i + 1) * rows, n)) for i in blocks], run
 
 
 def compute_again(function, *args):
