@@ -212,7 +212,7 @@ def attend(
     if layer is not None and getattr(module, "layer_idx", 0) == 0:
         layer.check_mask(mask)
     seen = None if mask is None else mask[:, -m:].bool()
-    log_g = -alibi_slopes(k.shape[2]).to(k.device).expand(k.shape[:3]) if gate == "fixed" else None
+    log_g = -alibi_slopes(k.shape[2], k.device).expand(k.shape[:3]) if gate == "fixed" else None
     if seen is not None:  # a key of zeros has no weight, and a token that is not there lets nothing fade
         k = k.masked_fill(~seen[..., None, None], 0)
         log_g = None if log_g is None else log_g.masked_fill(~seen.unsqueeze(-1), 0)
