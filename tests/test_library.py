@@ -75,6 +75,9 @@ PADDED = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8, [1, 1, 1, 1, 1, 1, 0, 
 BATCHES = {
     "plain": {},
     "padded": dict(attention_mask=PADDED),
+    "padded, as generate counts": dict(
+        attention_mask=PADDED, position_ids=(PADDED.cumsum(-1) - 1).masked_fill(PADDED == 0, 0)
+    ),
     "packed": dict(
         position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [*range(8)], [0, 0, 1, 2, 3, 0, 0, 1], [*range(8)]])
     ),
@@ -94,15 +97,20 @@ def test_a_llama_trains_as_with_naive_attention(power, name, batch):
         assert (found - wanted).norm() <= 1e-9 * wanted.norm()
 
 
-def test_packed_documents_stay_apart_in_a_model_whose_attention_gets_no_position_ids(power):
-    sizes = dict(n_embd=32, n_layer=1, n_head=4, vocab_size=64, n_positions=16, attn_pdrop=0)
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, attn_implementation="sympow")).eval()
-    tokens, at = ids(1, 9), torch.tensor([[*range(5), *range(4)]])
-    with torch.no_grad():
-        packed = model(tokens, position_ids=at, use_cache=False).logits
-        alone = [model(part, use_cache=False).logits for part in tokens.split((5, 4), 1)]
-    assert torch.allclose(packed, torch.cat(alone, 1), atol=1e-5)
+def test_packed_documents_stay_apart_where_an_attention_gets_no_position_ids(power):
+    q, k, v = torch.randn(3, 2, 2, 9, 4).unbind()
+    document = torch.tensor([[0] * 5 + [1] * 4, [0] * 9])
+    same = lambda b, h, i, j: (document[b, i] == document[b, j]) & (j <= i)
+    hidden = torch.ones(2, 9, dtype=torch.bool)
+    hidden[1, 6] = False
+    for given in (None, hidden):
+        mask = power.padding_mask(kv_length=9, batch_size=2, attention_mask=given, mask_function=same)
+        y, _ = power.attend(None, q, k, v, mask, p=2, gate="none")
+        at = torch.arange(9)
+        visible = torch.stack([same(torch.tensor([b]), 0, at[:, None], at) for b in range(2)])[:, None]
+        visible = visible if given is None else visible & given[:, None, None]
+        wanted, _ = naive_attention(None, q.double(), k.double(), v.double(), visible, "sympow")
+        assert (y - wanted).norm() < 1e-5 * wanted.norm()
 
 
 @pytest.mark.parametrize("switch_over", ["auto", "always", 5])
