@@ -123,8 +123,8 @@ class Trainer:
             self.dataset = dataset = Dataset(cfg.dataset)
             self.layout = Layout(ranks, cfg.context_parallel, cfg.shard)
             self.stages, self.val_windows = make_stages(cfg, given, dataset, self.layout)
-            self.resume, saved = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
-            self.source, settings = folder.open_source(cfg.init_from, dataset, saved)
+            self.resume, self.saved_settings = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
+            self.source, settings = folder.open_source(cfg.init_from, dataset, self.saved_settings)
             if "attention" in given:  # the source run's gate does not apply to another one
                 settings.pop("gate", None)
             chosen = {"rope_base": float(max(2, dataset.document_length)), **settings, **fields_of(GPTConfig, given)}
@@ -141,9 +141,6 @@ class Trainer:
         cfg.dtype = str(self.dtype).removeprefix("torch.")
         self.settings = {**asdict(cfg), "model": asdict(self.model_cfg), "data": folder.fingerprint(dataset)}
         self.settings |= {"ranks": ranks.world, "device_type": self.device.type}
-        if saved:
-            folder.refuse_other_settings(cfg.out_dir, saved, self.settings, self.resume)
-            refuse_moved_stages(cfg, saved, checkpoint.read_progress(self.resume))
 
     def start(self):
         """Connect with the other ranks and, on rank 0, open out_dir; return the lock on it, a context manager."""
@@ -153,6 +150,9 @@ class Trainer:
         ranks.join(self.device, cfg.backend, cfg.timeout)
         self.layout.connect(self.device)
         self.resume = ranks.agree_on_checkpoint(self.resume)
+        if self.resume:  # now, since rank 0 alone knows which checkpoints are whole
+            folder.refuse_other_settings(cfg.out_dir, self.saved_settings, self.settings, self.resume)
+            refuse_moved_stages(cfg, self.saved_settings, checkpoint.read_progress(self.resume))
         self.records = ranks.master and not cfg.eval_only
         return folder.start_folder(cfg, self.settings, self.dataset) if self.records else nullcontext()
 
