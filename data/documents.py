@@ -77,18 +77,16 @@ def prepare_documents(paths, args):
     arguments |= read
     if is_complete(args.out, arguments, args.verify):
         return
-    tokenizer = tokenizer or named_tokenizer(args.tokenizer)
     key = [source.name, source.files, *([read] if read else [])]
     every = None if args.val_split else round(1 / args.val_fraction)
     journal = os.path.join(args.out, UNFINISHED, JOURNAL)
-    train = Documents(source, args.split, args.column, read, every, (journal, key))
-    val = Documents(source, args.val_split, args.column, read) if args.val_split else train
+    train = val = Documents(source, args.split, args.column, read, every, (journal, key))
     try:
-        units = plan(train, val, key, tokenizer, args)
-        open_ended = args.documents is None
-        write_dataset(
-            args.out, units, tokenizer, args.document_length, arguments, source.name, args.command, open_ended
-        )
+        if args.val_split:
+            val = Documents(source, args.val_split, args.column, read)
+        tokenizer = tokenizer or named_tokenizer(args.tokenizer)
+        units, endless = plan(train, val, key, tokenizer, args), args.documents is None
+        write_dataset(args.out, units, tokenizer, args.document_length, arguments, source.name, args.command, endless)
     finally:
         train.close(), val.close()
 
@@ -199,6 +197,8 @@ def open_stream(source, split, config=None, revision=None):
     options = {key: value for key, value in options.items() if value is not None}
     try:
         return datasets.load_dataset(**source.options, split=split, streaming=True, **options)
+    except StopIteration:  # of an empty .jsonl
+        raise DataError(f"{source.name}: its split {split} has no documents") from None
     except Exception as error:
         raise _cannot_load(source, error) from error
 
@@ -250,9 +250,7 @@ class Documents:
         while self.position <= last and (text := self._take()) is not None:
             if not self._is_held(self.position - 1):
                 texts.append(text)
-        if self.position > last:
-            self.states[self.position] = self.stream.state_dict()
-            self.lines.append({"at": self.position, "state": self.states[self.position]})
+        self.lines.append({"at": self.position, "state": self.stream.state_dict()})
         self._write_journal()
         return texts or None
 
@@ -336,8 +334,9 @@ class Documents:
 
     def _write_journal(self):
         """Append what was read since the last call to the journal, so that it is on disk before the shard."""
-        if not self.path or not self.lines:
+        if not self.path:
             self.lines = []
+        if not self.lines:
             return
         with open(self.path, "ab") as f:
             for line in self.lines:
