@@ -85,7 +85,7 @@ def prepare_documents(paths, args):
         if args.val_split:
             val = Documents(source, args.val_split, args.column, read)
         tokenizer = tokenizer or named_tokenizer(args.tokenizer)
-        units, endless = plan(train, val, key, tokenizer, args), args.documents is None
+        units, endless = plan(train, val, key, tokenizer, args), val is not train or args.documents is None
         write_dataset(args.out, units, tokenizer, args.document_length, arguments, source.name, args.command, endless)
     finally:
         train.close(), val.close()
@@ -204,7 +204,7 @@ def open_stream(source, split, config=None, revision=None):
 
 
 class Documents:
-    """The texts of a split, by number. They are read in order: an earlier one, or one after a gap, costs a new start.
+    """The texts of a split, by number. They are read in order; to go back costs a start from the nearest known place.
 
     What was read of documents that are held out, and how to go on after each shard, is kept in a journal beside the
     unfinished shards, so that a run that was killed reads nothing twice but the shard that it was writing.
