@@ -22,7 +22,7 @@ import torch
 from data import DataError
 from data.mixture import open_dataset
 from model import GPT, GPTConfig
-from runs import checkpoint, folder, machine
+from runs import checkpoint, folder, machine, trace
 from runs.batches import epochs, format_losses, mean_losses, micro_batches, sample_text
 from runs.context import check_context, split_context, whole_sequences
 from runs.display import Display, describe_attention
@@ -73,6 +73,7 @@ class TrainConfig:
     eval_tokens: int = 1048576  # tokens of an evaluation, always the first of the held-out split
     eval_only: bool = False  # evaluate and stop
     log_interval: int = 10  # steps between lines of metrics.jsonl
+    profile: int = 0  # write a trace of this step for Perfetto into out_dir, and log what costs most; 0: none
     sample_tokens: int = 100  # generated at every evaluation, into samples.jsonl; 0: none
     always_save_checkpoint: bool = True  # at every evaluation; False: when the validation loss is the best so far
     baseline: str = ""  # another run's folder: also log validation losses relative to its losses
@@ -121,6 +122,7 @@ class Trainer:
         try:
             self.cfg = cfg = TrainConfig(**fields_of(TrainConfig, given))
             cfg.out_dir = os.path.normpath(cfg.out_dir or os.path.join("out", "-".join(names) or "train"))
+            trace.check(cfg)
             self.dataset = dataset = open_dataset(cfg.dataset)
             self.layout = Layout(ranks, cfg.context_parallel, cfg.shard)
             self.stages, self.held_out = make_stages(cfg, given, dataset, self.layout)
@@ -213,7 +215,8 @@ class Trainer:
         while not end:
             first = enter_stage(self) or first
             with machine.memory_advice(cfg, self.model_cfg, self.stage, progress.step > 0) if first else nullcontext():
-                loss, grad_norm = self.train_step()
+                with trace.profile_step(self):
+                    loss, grad_norm = self.train_step()
             self.writer.check()
             end = self.reason_to_stop()
             due = bool(end) or progress.step % cfg.eval_interval == 0

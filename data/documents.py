@@ -85,7 +85,8 @@ def prepare_documents(paths, args):
         if args.val_split:
             val = Documents(source, args.val_split, args.column, read)
         tokenizer = tokenizer or named_tokenizer(args.tokenizer)
-        units, endless = plan(train, val, key, tokenizer, args), val is not train or args.documents is None
+        units = plan(train, val, key, tokenizer, args)
+        endless = args.documents is None or val is not train
         write_dataset(args.out, units, tokenizer, args.document_length, arguments, source.name, args.command, endless)
     finally:
         train.close(), val.close()

@@ -41,7 +41,7 @@ FREE = {
     "out_dir", "init_from", "overwrite", "max_seconds", "max_skipped", "eval_interval", "eval_tokens", "eval_only",
     "log_interval", "always_save_checkpoint", "sample_tokens", "baseline", "wandb", "wandb_log", "wandb_project",
     "wandb_run_name", "wandb_group", "wandb_tags", "device", "backend", "timeout", "gradient_accumulation_steps",
-    "activation_checkpointing", "then", "val_datasets",
+    "activation_checkpointing", "then", "profile", "val_datasets",
 }  # fmt: skip
 # These do not change the steps either, unless there is dropout: each rank draws the masks for its own micro-batch, with
 # the random numbers of its device, and torch.compile draws others. (gradient_accumulation_steps follows from them.)
