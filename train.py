@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 import torch
 
 from data import DataError
-from data.dataset import Dataset
+from data.mixture import open_dataset
 from model import GPT, GPTConfig
 from runs import checkpoint, folder, machine, trace
-from runs.batches import mean_loss, micro_batches, sample_text
+from runs.batches import epochs, format_losses, mean_losses, micro_batches, sample_text
 from runs.context import check_context, split_context, whole_sequences
 from runs.distill import Teacher
 from runs.display import Display, describe_attention
@@ -46,7 +46,8 @@ class TrainConfig:
     overwrite: bool = False  # unless init_from=auto: rename the run that is in out_dir, and start anew
     seed: int = 1337  # of the weights, the order of the data and dropout
     # data
-    dataset: str = "pystdlib"  # a folder in data/, or any path
+    dataset: str = "pystdlib"  # a folder in data/, or any path; or several by weight: code:0.7,prose:0.3
+    val_datasets: str = ""  # further datasets, with commas between, that are only evaluated: val_loss/NAME
     batch_size: int = 8  # sequences in a micro-step of each rank
     block_size: int = 1024  # context length: tokens in a sequence
     then: str = ""  # later stages, CONTEXT@SHARE of the run (or @STEPS): 16384@0.5,65536@0.9; as many tokens a step
@@ -126,9 +127,9 @@ class Trainer:
             self.cfg = cfg = TrainConfig(**fields_of(TrainConfig, given))
             cfg.out_dir = os.path.normpath(cfg.out_dir or os.path.join("out", "-".join(names) or "train"))
             trace.check(cfg)
-            self.dataset = dataset = Dataset(cfg.dataset)
+            self.dataset = dataset = open_dataset(cfg.dataset)
             self.layout = Layout(ranks, cfg.context_parallel, cfg.shard)
-            self.stages, self.val_windows = make_stages(cfg, given, dataset, self.layout)
+            self.stages, self.held_out = make_stages(cfg, given, dataset, self.layout)
             self.resume, self.saved_settings = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
             self.source, self.model_cfg = choose_model(cfg, given, dataset, self.saved_settings)
             contexts = [stage.block_size for stage in self.stages]
@@ -136,7 +137,7 @@ class Trainer:
             self.teacher = Teacher(cfg, dataset, contexts)
         except (DataError, ValueError) as error:
             refuse(error)
-        self.baseline = baseline_losses(cfg.baseline, self.val_windows.block_size)
+        self.baseline = baseline_losses(cfg.baseline, self.held_out.block_size)
         self.device, self.dtype = choose_device(cfg.device, cfg.dtype, ranks.local)
         self.layout.check(cfg, self.device)
         cfg.dtype = str(self.dtype).removeprefix("torch.")
@@ -308,33 +309,28 @@ class Trainer:
         self.checkpoint_seconds = 0.0
         self.display.log(step, self.clock.seconds(), pace, loss, stage=self.stage.name, **shown)
 
-    def evaluate(self):
-        """Return the mean loss a token over eval_tokens of the held-out split, or None if a signal came meanwhile."""
-        loss = mean_loss(self)
-        return None if self.signal else loss
-
     def evaluate_only(self):
-        """Print the validation loss; raise Failed if a signal came before it was known."""
-        val_loss = self.evaluate()
-        if val_loss is None:
+        """Print the validation losses; raise Failed if a signal came before they were known."""
+        if (losses := mean_losses(self)) is None:
             raise Failed(f"the evaluation is not finished: {self.reason_to_stop()}")
-        self.ranks.log(f"val loss {val_loss:.4f} at context {self.val_windows.block_size:,}")
+        self.ranks.log(f"{format_losses(losses)} at context {self.held_out.block_size:,}")
 
     def evaluate_and_log(self):
         """Evaluate and log the result, or leave that to the next start if a signal comes."""
         cfg, progress, step = self.cfg, self.progress, self.progress.step
-        if (val_loss := self.evaluate()) is None:
+        if (losses := mean_losses(self)) is None:
             return
+        val_loss = losses["val_loss"]
         model = self.layout.gather(self.model)
         if self.ranks.master:
             with self.autocast, whole_sequences(model):
-                statistics = model.statistics(self.val_windows.batch([0])[0][:, :4096].to(self.device))
+                statistics = model.statistics(self.held_out.parts[0].windows.batch([0])[0][:, :4096].to(self.device))
             tokens = step * cfg.tokens_per_step
             self.tracker.log(
-                step, val_loss=val_loss, tokens=tokens, seconds=self.clock.seconds(), **statistics,
-                relative_loss=relative_loss(val_loss, tokens, self.baseline), context=self.val_windows.block_size,
+                step, **losses, tokens=tokens, seconds=self.clock.seconds(), **epochs(self), **statistics,
+                relative_loss=relative_loss(val_loss, tokens, self.baseline), context=self.held_out.block_size,
             )  # fmt: skip
-            self.ranks.log(f"step {step}: val loss {val_loss:.4f}")
+            self.ranks.log(f"step {step}: {format_losses(losses)}")
             if cfg.sample_tokens:
                 self.tracker.sample(step, sample_text(self, model))
         progress.evaluated, self.diverged = True, not math.isfinite(val_loss)

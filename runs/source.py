@@ -157,8 +157,10 @@ def choose_model(cfg, given, dataset, saved):
     name. saved: the settings with which the run began, if it goes on; it needs its source no more. Raises ValueError
     for settings or weights that do not fit.
     """
-    source = None if saved or cfg.init_from in ("auto", "scratch") else open_source(cfg.init_from, dataset)
-    settings = dict(saved["model"] if saved else source.model if source else {})
+    source, settings = None, {}
+    if cfg.init_from not in ("auto", "scratch"):
+        source = None if saved else open_source(cfg.init_from, dataset)
+        settings = dict(saved["model"] if saved else source.model)
     if "attention" in given:  # the gate of another attention does not apply to this one
         settings.pop("gate", None)
     chosen = {"rope_base": float(max(2, dataset.document_length)), **settings, **fields_of(GPTConfig, given)}

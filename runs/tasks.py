@@ -7,10 +7,13 @@ Importing this file imports the package lm_eval, which is optional.
 """
 
 import difflib
+import importlib.machinery
+import importlib.util
 import itertools
 import logging
 import os
 import random
+import sys
 
 import numpy as np
 import torch
@@ -167,6 +170,7 @@ def load_tasks(names, include_path="", num_fewshot=-1):
     """
     if not names:
         raise DataError("--tasks names no task")
+    _offer_package_evaluate()
     random.seed(DEFAULT_RANDOM_SEED), np.random.seed(DEFAULT_OTHER_SEED), torch.manual_seed(DEFAULT_OTHER_SEED)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it says of each metric that its defaults are used
     named = [name for name in names if not name.endswith((".yaml", ".yml"))]
@@ -195,6 +199,17 @@ def load_tasks(names, include_path="", num_fewshot=-1):
             task.set_config(key="num_fewshot", value=max(0, num_fewshot))
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     return loaded
+
+
+def _offer_package_evaluate():
+    """Let the code of a task that says `import evaluate` get Hugging Face's package, not evaluate.py of the clone."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    elsewhere = [path for path in sys.path if os.path.realpath(path) != os.path.realpath(root)]
+    spec = importlib.machinery.PathFinder.find_spec("evaluate", elsewhere)
+    if spec and spec.loader and "evaluate" not in sys.modules:
+        spec.loader = importlib.util.LazyLoader(spec.loader)  # it takes seconds, and few tasks use it
+        sys.modules["evaluate"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["evaluate"])
 
 
 def run_tasks(tasks, model, limit=0.0):

@@ -391,11 +391,10 @@ def test_the_numbers_of_a_run_whose_checkpoints_are_gone_stay(go, capsys):
 
 def test_a_kill_finds_at_most_one_evaluation_without_a_checkpoint(go, monkeypatch):
     """The same command would not go on from two, because they look like a run whose checkpoints were deleted."""
-    found, evaluate, save_file = [], train.Trainer.evaluate, checkpoint.save_file
+    found, evaluate, save_file = [], train.mean_losses, checkpoint.save_file
     monkeypatch.setattr(checkpoint, "save_file", lambda *args: (time.sleep(0.5), save_file(*args)))
-    monkeypatch.setattr(
-        train.Trainer, "evaluate", lambda self: (found.append(checkpoint.newest("out/a")), evaluate(self))[1]
-    )
+    noted = lambda trainer: (found.append(checkpoint.newest("out/a")), evaluate(trainer))[1]
+    monkeypatch.setattr(train, "mean_losses", noted)
     assert go(*TINY, "--out_dir=out/a") == 0
     assert found == [None, "out/a/ckpt/step_00000001"]
 

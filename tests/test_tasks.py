@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,6 +234,9 @@ def test_tasks_of_a_run_and_of_its_export_from_the_clone_with_and_without_that_p
     docs = [dict(text=text, next=" yes") for text in TEXTS]
     common = dict(doc_to_text="{{text}}", doc_to_target="{{next}}", target_delimiter="")
     task = write_task("next", docs, "loglikelihood", ["perplexity"], **common)
+    # some tasks of lm_eval, such as humaneval, import the package `evaluate`, which has the name of a program here
+    Path("uses.py").write_text("from evaluate import load\n\n\ndef text(document):\n    return document['text']\n")
+    Path(task).write_text(Path(task).read_text().replace('"{{text}}"', "!function uses.text"))
     assert call(export.main, "out/a", "--to=hf/a") == 0
     assert longest_text("hf/a") == longest_text("out/a") == CONTEXT
     for path in ([], [other]):
