@@ -457,8 +457,8 @@ def test_a_distilled_run_goes_on_with_the_same_bits_and_validates_without_its_te
     assert f"val loss {metrics('out/whole', 'val_loss')[6]:.4f}" in capsys.readouterr().out
 
     os.rename("teacher", "moved")
-    assert go(*start, "--out_dir=out/whole", "--eval_only=1", "--init_from=auto") == 0  # which needs no teacher
-    more = [*start[1:2], "--distill_weight=0.5", *start[4:], "--out_dir=out/whole", "--max_iters=7"]
+    assert go(*start, "--out_dir=out/whole", "--eval_only=1") == 0  # which needs no teacher
+    more = [*start[:2], "--distill_weight=0.5", *start[4:], "--out_dir=out/whole", "--max_iters=7"]
     assert go(*more, "--then=64@3", "--distill_from=moved") == 0
     assert go(*more, "--then=64@3", "--distill_from=out/plain") == 2
     assert "was trained with distill_from=moved teacher=" in capsys.readouterr().err
