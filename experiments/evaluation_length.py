@@ -1,4 +1,4 @@
-"""Loss by position far beyond the training context: figure 2 of "Conformal Transformations ...", with standard errors."""
+"""Loss by position far beyond the training context: figure 2 of Kumar et al. (2025), with standard errors."""
 
 from experiments.report import Panel, Table, loss_cell, position_line, tokens_cell
 from experiments.runs import main

@@ -60,6 +60,7 @@ class Size:
     documents: int  # that are read by position
     learning_rate: float = 6e-4
     tokens: int = 0  # of every run, if not 0
+    folder: str = ""  # of NAME.json
 
     def length(self, tokens):
         """Return a context, or another length, at this size."""
@@ -69,7 +70,7 @@ class Size:
         """Return the Run at this context (of size small) for so many tokens, or for so many seconds."""
         block = self.length(context)
         steps = max(1, (self.tokens or tokens // self.fewer) // self.tokens_per_step) if tokens else 10**6
-        every = max(1, steps // 20) if tokens else max(1, round(2**23 / self.tokens_per_step))
+        every = max(1, steps // 12) if tokens else max(1, round(2**23 / self.tokens_per_step))
         settings = self.model | dict(
             block_size=block, batch_size=max(1, self.micro_tokens // block), tokens_per_step=self.tokens_per_step,
             max_iters=steps, max_seconds=seconds, eval_interval=every, eval_tokens=self.eval_tokens,
@@ -83,12 +84,12 @@ SMALL = Size(
     micro_tokens=131072, eval_tokens=1 << 21, seconds=200.0, documents=16,
 )  # fmt: skip
 TINY = Size(
-    "tiny", dict(n_layer=4, n_head=2, n_embd=64), "pystdlib", shrink=16, fewer=4096, tokens_per_step=2048,
-    micro_tokens=2048, eval_tokens=8192, seconds=15.0, documents=4, learning_rate=3e-3,
+    "tiny", dict(n_layer=4, n_head=2, n_embd=64), "pystdlib", shrink=16, fewer=2048, tokens_per_step=4096,
+    micro_tokens=4096, eval_tokens=8192, seconds=15.0, documents=4, learning_rate=3e-3,
 )  # fmt: skip
 TEST = replace(
-    TINY, name="test", model=dict(n_layer=4, n_head=1, n_embd=16), shrink=64, fewer=1 << 16, tokens_per_step=512,
-    micro_tokens=512, eval_tokens=2048, seconds=1.0,
+    TINY, name="test", model=dict(n_layer=4, n_head=1, n_embd=16), shrink=64, fewer=1 << 15, tokens_per_step=1024,
+    micro_tokens=1024, eval_tokens=2048, seconds=1.0,
 )  # fmt: skip
 SIZES = {size.name: size for size in (SMALL, TINY, TEST)}
 
@@ -98,7 +99,8 @@ def main(name, plan, report, **defaults):
     are still missing."""
     args = parse(name, defaults)
     size = SIZES[args.size]
-    size = replace(size, tokens=args.tokens or 0, seconds=args.seconds or size.seconds)
+    given = dict(dataset=args.dataset or size.dataset, tokens=args.tokens or 0, seconds=args.seconds or size.seconds)
+    size = replace(size, **given, folder=args.to)
     os.makedirs(args.to, exist_ok=True)
     path = os.path.join(args.to, f"{name}.json")
     try:
@@ -146,7 +148,7 @@ def make_jobs(runs, args, size, known):
     known: {id: record} of NAME.json. Refuses it if it has records of other corpora than those of the runs.
     """
     rates, jobs = args.rates or [None], []
-    names = {run.dataset or args.dataset or size.dataset for run in runs}
+    names = {run.dataset or size.dataset for run in runs}
     corpora = {name: corpus_of(name, known if not args.minutes else {}) for name in names}
     sums = {corpus["sha256"] for corpus in corpora.values()}
     if others := {of["corpus"]["sha256"] for of in known.values()} - sums:
@@ -160,7 +162,7 @@ def make_jobs(runs, args, size, known):
             if rate:
                 named = replace(named, settings=run.settings | {"learning_rate": rate})
             seeds = args.seeds if run.settings.get("learning_rate") else args.seeds[:1]
-            dataset = run.dataset or args.dataset or size.dataset
+            dataset = run.dataset or size.dataset
             jobs.append((named, [make_job(named, dataset, corpora[dataset], seed) for seed in seeds]))
     return jobs
 

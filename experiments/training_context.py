@@ -1,4 +1,4 @@
-"""Loss against training context: figure 1 of "Conformal Transformations for Symmetric Power Transformers", at equal tokens.
+"""Loss against training context, at equal tokens: figure 1 of Kumar et al. (2025).
 
 Every model is read on the same held-out targets, each with between half of its training context and the whole of it
 before it; and by position, from the beginning of a text on, also beyond its training context.

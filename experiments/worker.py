@@ -74,10 +74,11 @@ def is_finished(folder, settings):
 
 
 def losses(folder):
-    """Return the curves of a run: train [[tokens, loss]], val [[tokens, loss, seconds]], and what the last line says.
+    """Return the curves of a run: train [[tokens, loss]], val [[tokens, loss, seconds]], and sums of its lines.
 
-    Seconds are those of training steps alone, without compilation, evaluations and checkpoints: tokens by the logged
-    speed, where the first line after a start or a change of context has the speed of the next one.
+    stages are [[context, tokens at its first logged step]]. Seconds are those of training steps alone, without
+    compilation, evaluations and checkpoints: tokens by the logged speed, where the first line of a run, or of a
+    context, has the speed of the next one.
     """
     lines, val = read_losses(folder)
     marks, seconds, before = [(0, 0.0)], 0.0, 0
@@ -90,14 +91,16 @@ def losses(folder):
     times = np.interp([line["tokens"] for line in val], *zip(*marks))
     parts = np.array_split(np.arange(len(lines)), min(POINTS, len(lines)))
     mean = lambda key, part: float(np.mean([lines[i][key] for i in part]))
-    speeds = {}
+    speeds, stages = {}, {}
+    for line in lines:
+        stages.setdefault(line.get("context"), line["tokens"])
     for line in lines[1:] or lines:
         speeds.setdefault(str(line.get("context")), []).append(line["tok_per_sec"])
     return dict(
         train=[[int(mean("tokens", part)), round(mean("train_loss", part), 5)] for part in parts],
         val=[[line["tokens"], round(line["val_loss"], 5), round(float(t), 2)] for line, t in zip(val, times)],
         tokens=lines[-1]["tokens"], seconds=round(seconds, 2), wall_seconds=round(lines[-1]["seconds"], 1),
-        tokens_per_second={context: median(of) for context, of in speeds.items()},
+        tokens_per_second={context: median(of) for context, of in speeds.items()}, stages=list(stages.items()),
     )  # fmt: skip
 
 
@@ -197,7 +200,7 @@ def score(texts, answers, task, length):
 
 
 def speed(job, loaded, contexts, tokens, layers=()):
-    """Return {context: tokens a second in training}, of a fresh model, without data; median of five steps.
+    """Return {context: tokens a second in training}, of a fresh model and random tokens.
 
     layers: measure models of these two depths instead and compute the whole one's from them, by a line.
     """
@@ -211,7 +214,7 @@ def speed(job, loaded, contexts, tokens, layers=()):
     return found
 
 
-def step_seconds(settings, context, tokens, steps=5):
+def step_seconds(settings, context, tokens):
     """Return the median time of a training step of so many tokens of a new model, compiled on a GPU as in training."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = GPTConfig(**{"vocab_size": 257, **fields_of(GPTConfig, settings)})
@@ -221,8 +224,8 @@ def step_seconds(settings, context, tokens, steps=5):
     torch.compiler.reset()
     network = torch.compile(model, dynamic=False) if device.type == "cuda" else model
     ids = torch.randint(config.vocab_size, (tokens // context, context + 1), device=device)
-    times = []
-    for _ in range(3 + steps):
+    times, (warm_up, steps) = [], (3, 5) if device.type == "cuda" else (1, 2)
+    for _ in range(warm_up + steps):
         begun = time.perf_counter()
         with torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext():
             _, loss = network(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
@@ -232,7 +235,7 @@ def step_seconds(settings, context, tokens, steps=5):
         optimizer.zero_grad(set_to_none=True)
         loss.item()  # waits for the GPU
         times.append(time.perf_counter() - begun)
-    return median(times[3:])
+    return median(times[warm_up:])
 
 
 def state(job, loaded, tokens, itemsize=2):
@@ -246,14 +249,7 @@ def state(job, loaded, tokens, itemsize=2):
     return dict(cache=cache, state=fixed)
 
 
-MEASURES = {
-    "positions": positions,
-    "targets": positions,
-    "far": positions,
-    "recall": recall,
-    "speed": speed,
-    "state": state,
-}
+MEASURES = dict(positions=positions, targets=positions, far=positions, recall=recall, speed=speed, state=state)
 
 
 if __name__ == "__main__":
