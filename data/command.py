@@ -1,4 +1,4 @@
-"""The command line that the four prepare scripts share: common options, errors of one line, exit status 2.
+"""The command line that the prepare scripts share: common options, errors of one line, exit status 2.
 
 def main(argv):
     args = Parser(__doc__, __file__).parse_args(argv)       # args.out, args.document_length, args.val_fraction, ...

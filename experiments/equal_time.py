@@ -7,6 +7,7 @@ as if these learned from as many tokens as the small one, which they would not; 
 """
 
 import os
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,7 +31,7 @@ VARIANTS = {
 
 def plan(size):
     """Return the runs. Their depth is a multiple of the hybrid's pattern of four layers."""
-    shape = dict(n_layer=8, n_head=5, n_embd=320) if size.shrink == 1 else {}
+    shape = dict(n_layer=8, n_head=5, n_embd=320, eval_tokens=1 << 20) if size.shrink == 1 else {}
     runs = []
     for name, (settings, staged) in VARIANTS.items():
         then = {"then": f"{size.length(LONG)}@{SHARE}"} if staged else {}
@@ -38,7 +39,7 @@ def plan(size):
         window = 0 if staged else size.length(SHORT)
         runs.append(run.measure(positions=dict(length=size.length(LONG), documents=size.documents, window=window)))
     needs = {"gated_deltanet in stages": "fla"}
-    return [type(run)(**{**vars(run), "needs": needs.get(run.name, "")}) for run in runs]
+    return [replace(run, needs=needs.get(run.name, "")) for run in runs]
 
 
 def retimed(entry, costs):

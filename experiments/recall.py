@@ -4,6 +4,7 @@ data/recall/tasks.py has the two tasks. Their data are prepared when they are mi
 """
 
 import os
+from dataclasses import replace
 
 from data.recall import prepare
 from data.recall.tasks import CHANCE
@@ -31,7 +32,7 @@ def plan(size):
             run = size.run(f"{name}, {task}", block, TOKENS, **settings)
             documents = LONG if task == "needle" else size.documents
             run = run.measure(recall=dict(documents=documents))
-            runs.append(type(run)(**{**vars(run), "dataset": out}))
+            runs.append(replace(run, dataset=out))
     return runs
 
 

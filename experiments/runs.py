@@ -70,7 +70,7 @@ class Size:
         """Return the Run at this context (of size small) for so many tokens, or for so many seconds."""
         block = self.length(context)
         steps = max(1, (self.tokens or tokens // self.fewer) // self.tokens_per_step) if tokens else 10**6
-        every = max(1, steps // 12) if tokens else max(1, round(2**23 / self.tokens_per_step))
+        every = max(1, steps // 12) if tokens else max(1, 2**24 // self.tokens_per_step // self.fewer)
         settings = self.model | dict(
             block_size=block, batch_size=max(1, self.micro_tokens // block), tokens_per_step=self.tokens_per_step,
             max_iters=steps, max_seconds=seconds, eval_interval=every, eval_tokens=self.eval_tokens,
@@ -224,7 +224,8 @@ def start(job, device):
     """Start the worker of a job on a device ("cpu" or the number of a GPU); return the process."""
     os.makedirs(job["folder"], exist_ok=True)
     write_json(os.path.join(job["folder"], "job.json"), job)
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "" if device == "cpu" else device}
+    visible = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]  # numbers count among these
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "" if device == "cpu" else visible[int(device)] if visible else device}
     print(f"{job['name']}: training in {job['folder']}, on {device}", flush=True)
     with open(os.path.join(job["folder"], "log"), "a") as log:
         command = [sys.executable, "-m", "experiments.worker", job["folder"]]

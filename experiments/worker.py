@@ -77,14 +77,15 @@ def losses(folder):
     """Return the curves of a run: train [[tokens, loss]], val [[tokens, loss, seconds]], and sums of its lines.
 
     stages are [[context, tokens at its first logged step]]. Seconds are those of training steps alone, without
-    compilation, evaluations and checkpoints: tokens by the logged speed, where the first line of a run, or of a
-    context, has the speed of the next one.
+    compilation, evaluations and checkpoints: tokens by the logged speed, where the first line after a start or a
+    change of context has the speed of the next one.
     """
     lines, val = read_losses(folder)
     marks, seconds, before = [(0, 0.0)], 0.0, 0
     for i, line in enumerate(lines):
-        alone = line["step"] == 1 or (i and line.get("context") != lines[i - 1].get("context"))
-        speed = lines[i + 1]["tok_per_sec"] if alone and i + 1 < len(lines) else line["tok_per_sec"]
+        later = lines[i + 1] if i + 1 < len(lines) else line
+        alone = later["tokens"] - line["tokens"] > line["tokens"] - before  # one step, which had to compile
+        speed = (later if alone and later.get("context") == line.get("context") else line)["tok_per_sec"]
         seconds += (line["tokens"] - before) / speed
         before = line["tokens"]
         marks.append((before, seconds))

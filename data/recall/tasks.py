@@ -5,10 +5,10 @@
     for question in questions(rows[0].tobytes(), "pairs"): ...        # (distance in bytes, begin and end of the value)
 
 In `pairs` a record is two letters of a key and one of its value, and half of the records are earlier ones again: which
-one, by its distance, uniform on a logarithmic axis. A document holds ever more pairs, as many as a 6th of its bytes. In
-`needle` a record is "[[key: 1234]]" in place of 13 bytes of the text, eight records a document whatever its length, each
-of them twice. So the first asks how much a state holds, the second how long it holds it. A record whose key has stood
-before is a question: its distance is that to the newest record of this key, and the value before must come again.
+one, by its distance, uniform on a logarithmic axis. A document holds ever more pairs, one for six of its bytes. In
+`needle` a record is "[[key: 1234]]" in place of 13 bytes of the text, at most eight of them in a document of any
+length, each twice. So the first asks how much a state holds, the second how long it holds it. A record whose key has
+stood before is a question: its distance is that to the newest record of this key, whose value must come again.
 """
 
 import re
