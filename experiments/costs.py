@@ -45,7 +45,8 @@ def report(entries, size):
     """Return the table."""
     speed = lambda n: lambda e: round(speeds(e.records[0])[size.length(n)])
     columns = [(f"tokens/s at {size.length(n):,}", speed(n)) for n in CONTEXTS]
-    return [Table(f"Training, {size.length(65536):,} tokens a step, the step of the whole model computed from two depths", columns, entries)]
+    title = f"Training, {size.length(65536):,} tokens a step; the whole model's step is computed from two depths"
+    return [Table(title, columns, entries)]
 
 
 if __name__ == "__main__":

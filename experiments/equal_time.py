@@ -6,6 +6,7 @@ small model, which flatters what is linear, so the curves are drawn again with t
 as if these learned from as many tokens as the small one, which they would not; the point is where the order turns.
 """
 
+import math
 import os
 from dataclasses import replace
 
@@ -56,19 +57,23 @@ def retimed(entry, costs):
 
 
 def crossing(curve, base):
-    """Return the seconds from which on a curve's loss stays below the base's at equal time; None if it never does."""
+    """Return (seconds from which on a curve's loss stays below the base's at equal time, inf if it is above at the end,
+    and the last time that both reach); None if they have no times in common."""
     (x, y), (at, of) = curve, base
+    if not x or not at or min(x[-1], at[-1]) <= max(x[0], at[0]):
+        return None
     grid = np.linspace(max(x[0], at[0]), min(x[-1], at[-1]), 500)
     above = np.flatnonzero(np.interp(grid, x, y) >= np.interp(grid, at, of))
-    if grid[-1] <= grid[0] or (len(above) and above[-1] == len(grid) - 1):
-        return None
-    return float(grid[above[-1] + 1] if len(above) else grid[0])
+    last = above[-1] + 1 if len(above) else 0
+    return (float(grid[last]) if last < len(grid) else math.inf), float(grid[-1])
 
 
 def describe_crossing(curve, base):
     """Return the cell for a curve and softmax's."""
-    seconds = crossing(curve, base)
-    return "softmax stays ahead" if seconds is None else f"ahead from {seconds:.0f} s on"
+    if (found := crossing(curve, base)) is None:
+        return "no times in common"
+    begin, end = found
+    return f"behind until {end:.0f} s" if begin == math.inf else f"ahead from {begin:.0f} to {end:.0f} s"
 
 
 def report(entries, size):

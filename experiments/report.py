@@ -19,6 +19,9 @@ from compare import format_count, markdown
 from runs.plotting import COLOURS, DASHES, STYLE, choose_picture, short_count, smooth
 
 
+BINARY = ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "k"), (1, ""))  # units of an axis of powers of two
+
+
 @dataclass(frozen=True)
 class Entry:
     """A planned run: its name and settings, the ids of its seeds, and {id: record} of what was found."""
@@ -218,7 +221,7 @@ def draw_panel(axis, panel, looks):
     axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
     if panel.log_x:
         axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(lambda x, _: short_count(int(x)) if x >= 1 else f"{x:g}")
+        axis.xaxis.set_major_formatter(lambda x, _: next(f"{x / n:g}{u}" for n, u in BINARY if x >= n or n == 1))
     elif "tokens" in panel.xlabel:
         axis.xaxis.set_major_formatter(lambda x, _: short_count(x))
     if shown:  # the first losses, several times higher, may lie above the axis

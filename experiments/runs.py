@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from data import DataError
 from data.dataset import Dataset
-from data.files import read_json, write_json
+from data.files import read_json, write_atomically, write_json
 from experiments.report import Entry, write_report
 from runs.folder import fingerprint
 from runs.program import Parser, positive
@@ -108,7 +108,7 @@ def main(name, plan, report, **defaults):
         jobs = make_jobs(plan(size), args, size, store["runs"])
     except (DataError, ValueError) as error:
         refuse(error)
-    train_missing(jobs, store["runs"], args, save=lambda: write_json(path, store))
+    train_missing(jobs, store["runs"], args, save=lambda: save_store(path, store["runs"]))
     entries = [Entry(run.name, run.settings, [job["id"] for job in of], store["runs"]) for run, of in jobs]
     entries = [replace(entry, missing=state_of(of, run)) for entry, (run, of) in zip(entries, jobs)]
     command = shlex.join(["python", "-m", f"experiments.{name}", *sys.argv[1:]])
@@ -218,6 +218,12 @@ def train_missing(jobs, known, args, save):
             time.sleep(0.05)
     finally:
         stop(running)
+
+
+def save_store(path, known):
+    """Write NAME.json, with a line for each run."""
+    lines = ",\n".join(f"{json.dumps(i)}: {json.dumps(known[i])}" for i in known)
+    write_atomically(path, f'{{"runs": {{\n{lines}\n}}}}\n'.encode())
 
 
 def start(job, device):

@@ -39,14 +39,16 @@ def target_loss(record):
 def report(entries, size):
     """Return a table and two panels for each power."""
     parts = ["On the same targets, each with between half of the training context and the whole of it before it."]
-    for p in CONTEXTS:
-        of = [entry for entry in entries if entry.settings["attention"] == "softmax" or entry.settings.get("p") == p]
+    for p, contexts in CONTEXTS.items():
+        lengths = [size.length(context) for context in contexts]
+        of = [entry for entry in entries if entry.settings["block_size"] in lengths]
+        of = [entry for entry in of if entry.settings.get("p", p) == p]
         softmax = {e.settings["block_size"]: e for e in of if e.settings["attention"] == "softmax"}
-        base = lambda entry: softmax.get(entry.settings["block_size"])
+        base = lambda entry, softmax=softmax: softmax.get(entry.settings["block_size"])
         columns = [
             ("context", lambda entry: entry.settings["block_size"]), ("tokens", tokens_cell),
             ("loss", loss_cell(target_loss)), ("error", lambda e: e.mean(lambda r: r["measures"]["targets"]["error"])),
-            ("to softmax", lambda entry: ratio_cell(base(entry), target_loss)(entry)),
+            ("to softmax", lambda entry, base=base: ratio_cell(base(entry), target_loss)(entry)),
         ]  # fmt: skip
         order = sorted(of, key=lambda e: (e.settings["block_size"], VARIANTS.index(e.settings["attention"])))
         parts.append(Table(f"p = {p}", columns, order))

@@ -84,7 +84,8 @@ def losses(folder):
     marks, seconds, before = [(0, 0.0)], 0.0, 0
     for i, line in enumerate(lines):
         later = lines[i + 1] if i + 1 < len(lines) else line
-        alone = later["tokens"] - line["tokens"] > line["tokens"] - before  # one step, which had to compile
+        alone = later["tokens"] - line["tokens"] > line["tokens"] - before  # one step, after a start
+        alone = alone or not i or line.get("context") != lines[i - 1].get("context")
         speed = (later if alone and later.get("context") == line.get("context") else line)["tok_per_sec"]
         seconds += (line["tokens"] - before) / speed
         before = line["tokens"]

@@ -207,9 +207,10 @@ def test_a_difference_below_two_standard_deviations_is_none():
 
 def test_a_crossing_is_where_a_curve_goes_below_and_stays():
     x = [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert crossing((x, [5, 4, 3, 1, 0.5]), (x, [3, 3, 3, 3, 3])) == pytest.approx(3, abs=0.02)
-    assert crossing((x, [5, 1, 5, 1, 5]), (x, [3] * 5)) is None
-    assert crossing((x, [1] * 5), (x, [3] * 5)) == 1
+    assert crossing((x, [5, 4, 3, 1, 0.5]), (x, [3, 3, 3, 3, 3])) == (pytest.approx(3, abs=0.02), 5)
+    assert crossing((x, [5, 1, 5, 1, 5]), (x, [3] * 5)) == (float("inf"), 5)
+    assert crossing(([7.0, 8.0], [1, 1]), (x, [3] * 5)) is crossing(([], []), (x, [3] * 5)) is None
+    assert crossing((x, [1] * 5), (x, [3] * 5)) == (1, 5)
     staged = entry("s", record() | dict(val=[[100, 2.0, 1], [300, 1.0, 2]], stages=[[8, 10], [64, 200]]))
     assert retimed(staged, {8: 10.0, 64: 5.0}) == [[10.0, 40.0], [2.0, 1.0]]
 
