@@ -30,7 +30,7 @@ def plan(size):
                 settings = settings | dict(n_head=2 * size.model["n_head"], head_dim=D)
             settings = settings | dict(eval_tokens=min(size.eval_tokens, SHORT * TIMES * context))
             run = size.run(f"{name}, {task}", block, TOKENS, **settings)
-            documents = LONG if task == "needle" else size.documents
+            documents = min(LONG, 8 * size.documents) if task == "needle" else size.documents
             run = run.measure(recall=dict(documents=documents))
             runs.append(replace(run, dataset=out))
     return runs
@@ -61,7 +61,7 @@ def report(entries, size):
         found = {e.name.partition(",")[0]: e.records[0]["measures"]["recall"] for e in of if e.records}
         lines = {name: (recall["distance"], recall["accuracy"]) for name, recall in found.items()}
         marks = {f"trained at {context:,}": context}
-        parts.append(Panel("distance, bytes", "accuracy", lines, task, True, chance, marks, from_zero=True))
+        parts.append(Panel("distance, bytes", "accuracy", lines, task, True, chance, marks, share=True))
     return parts
 
 

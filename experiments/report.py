@@ -78,7 +78,7 @@ class Panel:
     log_x: bool = False
     level: float | None = None  # a horizontal line
     marks: dict = field(default_factory=dict)
-    from_zero: bool = False
+    share: bool = False  # y from 0 to 1
 
 
 def val_loss(record):
@@ -224,9 +224,11 @@ def draw_panel(axis, panel, looks):
         axis.xaxis.set_major_formatter(lambda x, _: next(f"{x / n:g}{u}" for n, u in BINARY if x >= n or n == 1))
     elif "tokens" in panel.xlabel:
         axis.xaxis.set_major_formatter(lambda x, _: short_count(x))
-    if shown:  # the first losses, several times higher, may lie above the axis
+    if panel.share:
+        axis.set_ylim(-0.02, 1.02)
+    elif shown:  # the first losses, several times higher, may lie above the axis
         margin = 0.06 * (max(shown) - min(shown)) or 0.1
-        axis.set_ylim(0 if panel.from_zero else min(shown) - margin, max(shown) + margin)
+        axis.set_ylim(min(shown) - margin, max(shown) + margin)
 
 
 def val_curve(entry, over="tokens"):

@@ -89,7 +89,7 @@ TINY = Size(
 )  # fmt: skip
 TEST = replace(
     TINY, name="test", model=dict(n_layer=4, n_head=1, n_embd=16), shrink=64, fewer=1 << 15, tokens_per_step=1024,
-    micro_tokens=1024, eval_tokens=2048, seconds=1.0,
+    micro_tokens=1024, eval_tokens=2048, seconds=1.0, documents=2,
 )  # fmt: skip
 SIZES = {size.name: size for size in (SMALL, TINY, TEST)}
 
@@ -285,5 +285,5 @@ def state_of(jobs, run):
     for job in jobs:
         path = os.path.join(job["folder"], "run", "metrics.jsonl")
         if os.path.exists(path) and (lines := open(path).read().splitlines()):
-            return f"not finished: {json.loads(lines[-1]).get('tokens', 0):,} tokens so far"
+            return f"not finished, trained on {json.loads(lines[-1]).get('tokens', 0):,} tokens"
     return "not run"

@@ -339,12 +339,12 @@ def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     argv = ["x", "--size=test", f"--dataset={dataset}", "--only=gating", "--to=here"]
     monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(evaluation_length, "LONGEST", 1 << 17)
+    monkeypatch.setattr(evaluation_length, "LONGEST", 1 << 16)
     assert runs.main("evaluation_length", evaluation_length.plan, evaluation_length.report) == 3
     with open("here/evaluation_length.json") as f:
         (found,) = json.load(f)["runs"].values()
     far = found["measures"]["far"]
-    assert far["length"] == 2048 and far["joined"] and len(far["mean"]) == len(far["errors"]) > 20
+    assert far["length"] == 1024 and far["joined"] and len(far["mean"]) == len(far["errors"]) > 20
     assert found["corpus"]["tokens"]["val"] > 0 and found["val"][-1][1] < 6 and found["parameters"] > 1000
     assert os.path.getsize("here/evaluation_length.png") > 1000
     assert "| softmax | not run |" in open("here/evaluation_length.md").read()
