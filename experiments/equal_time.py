@@ -106,7 +106,8 @@ def report(entries, size):
         for shape, c in against if "softmax" in c
     ]  # fmt: skip
     others = [entry for entry in entries if entry.name != "softmax"]
-    parts.append(Table("Against softmax at the short context, at equal time", columns, others))
+    if columns:
+        parts.append(Table("Against softmax at the short context, at equal time", columns, others))
     return [*parts, *panels]
 
 
