@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PY ?= .venv/bin/python
 
-.PHONY: help env demo test test-slow test-all test-gpu doctor tune bench
+.PHONY: help env test-env demo test test-slow test-all test-gpu doctor tune bench
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -26,17 +26,17 @@ demo: env  ## prepare data, train two small models, plot their losses, sample fr
 
 PYTEST = -m pytest -n auto --maxprocesses=8 tests
 
-test: env  ## run the tests on the CPU, without those marked slow
+test: test-env  ## run the tests on the CPU, without those marked slow
 	$(PY) $(PYTEST) -m "not slow"
 
-test-slow: env  ## run the tests marked slow
+test-slow: test-env  ## run the tests marked slow
 	$(PY) $(PYTEST) -m slow
 
-test-all: env  ## run both: every test that needs no GPU
+test-all: test-env  ## run both: every test that needs no GPU
 	$(PY) $(PYTEST)
 
-test-gpu: env  ## test the kernels on this machine's GPU
-	TEST_GPU=1 $(PY) -m pytest tests/test_kernels.py tests/test_chunked.py tests/test_operators.py tests/test_heinsen_kernels.py tests/test_decoder.py tests/test_check.py tests/test_variant.py tests/test_compat.py
+test-gpu: test-env  ## test the kernels on this machine's GPU
+	TEST_GPU=1 $(PY) -m pytest tests/test_kernels.py tests/test_chunked.py tests/test_operators.py tests/test_heinsen_kernels.py tests/test_decoder.py tests/test_check.py tests/test_variant.py tests/test_compat.py tests/test_library.py
 
 bench: env  ## attention against cuDNN, flash and FlexAttention on this machine's GPU
 	$(PY) bench/attention.py
@@ -49,8 +49,10 @@ doctor: env  ## say what is wrong with this machine's Python, torch, GPU or comp
 
 ifeq ($(PY),.venv/bin/python)
 env: .venv/.ready  ## make .venv and install requirements.txt into it (once)
+
+test-env: .venv/.ready-for-tests
 else
-env:
+env test-env:
 	@command -v "$(PY)" >/dev/null || { echo "PY=$(PY): no such interpreter" >&2; exit 1; }
 endif
 
@@ -82,4 +84,8 @@ export SHARE_TORCH
 	@rm -f .venv/lib/python*/site-packages/shared_torch.pth
 	@$(PYTHON) -c "$$SHARE_TORCH"
 	.venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+.venv/.ready-for-tests: .venv/.ready tests/requirements.txt
+	.venv/bin/python -m pip install --disable-pip-version-check -r tests/requirements.txt
 	@touch $@

@@ -1,6 +1,7 @@
 """Compare runs: print a table of their final losses and speeds, and plot their loss curves.
 
     python compare.py out/softmax out/sympow_p4
+    python compare.py out/softmax out/sympow_p4 --metric=val_loss/code           # on one of several datasets
     python compare.py out/* --names softmax,p=4,"p=4 gated" --png docs/loss.png --markdown
 
 Reads metrics.jsonl in each run's folder, also while the run is still writing it. Losses are compared with those of the
@@ -23,23 +24,31 @@ KEYS = ("step", "train_loss", "val_loss", "tokens", "seconds", "tok_per_sec", "c
 LEGEND = "train loss: mean over the last 10% of the logged steps; val loss: the last evaluation; tokens/s: median"
 
 
-def read_losses(folder):
-    """Return (train, val): the lines of a run's metrics.jsonl with a training or validation loss, ordered by step."""
+def read_losses(folder, metric="val_loss"):
+    """Return (train, val): the lines of a run's metrics.jsonl with a training or validation loss, ordered by step.
+
+    metric: the validation loss that is wanted, val_loss or val_loss/NAME of one of several datasets; the lines of val
+    have it as val_loss.
+    """
     path = os.path.join(folder, "metrics.jsonl")
     if not os.path.isfile(path):
         refuse(f"{folder}: " + ("no metrics.jsonl in it" if os.path.isdir(folder) else "no such run folder"))
-    train, val = {}, {}
+    train, val, known = {}, {}, {}
     try:
         lines = whole_lines(path)
     except OSError as error:
         refuse(f"{folder}: {error}")
-    for line in map(numbers, map(json.loads, lines)):
+    for line in map(json.loads, lines):
+        known |= {key: None for key in line if key.partition("/")[0] == "val_loss"}
+        line = numbers({**line, "val_loss": line.get(metric)})
         # A resumed run repeats the steps since its checkpoint; the later line of a step is the valid one.
         for key, of_steps in (("train_loss", train), ("val_loss", val)):
             if key in line and "step" in line:
                 of_steps[line["step"]] = line
     if not train and not val:
         refuse(f"{folder}: its metrics.jsonl holds no losses yet")
+    if metric != "val_loss" and not val:
+        refuse(f"{folder}: its metrics.jsonl holds no {metric}" + (f", but {', '.join(known)}" if known else ""))
     return [train[step] for step in sorted(train)], [val[step] for step in sorted(val)]
 
 
@@ -75,12 +84,20 @@ def summarise(name, train, val):
     }
 
 
-def table(rows):
-    """Return (header, cells) as strings, one list of cells for each run."""
+def table(rows, metric="val_loss"):
+    """Return (header, cells) as strings, one list of cells for each run; metric: as for read_losses."""
     # Compare training losses if a run was not evaluated at its last step, because it is going on or was killed.
     kind = "val" if all(row["val"] is not None and row["val_step"] == row["steps"] for row in rows) else "train"
     base = rows[0][kind]
-    header = ["run", "steps", "tokens", "train loss", "val loss", f"{kind} vs first", "tokens/s"]
+    header = [
+        "run",
+        "steps",
+        "tokens",
+        "train loss",
+        metric.replace("val_loss", "val loss"),
+        f"{kind} vs first",
+        "tokens/s",
+    ]
     cells = [
         [
             row["run"],
@@ -161,12 +178,15 @@ def main(argv=None):
     parser.add_argument("--png", default="compare.png", help="where the picture goes (default: compare.png)")
     parser.add_argument("--names", help="names of the runs, separated by commas (default: their folders')")
     parser.add_argument("--markdown", action="store_true", help="print the table in GitHub's markdown")
+    parser.add_argument("--metric", default="val_loss", help="val_loss, or val_loss/NAME of one of several datasets")
     args = parser.parse_args(argv)
+    if args.metric.partition("/")[0] != "val_loss":
+        refuse(f"--metric must be val_loss or val_loss/NAME, got {args.metric!r}")
     names = choose_names(args.runs, args.names)
     picture, missing = choose_picture(args.png)
-    runs = {name: read_losses(folder) for name, folder in zip(names, args.runs)}
+    runs = {name: read_losses(folder, args.metric) for name, folder in zip(names, args.runs)}
     rows = [summarise(name, train, val) for name, (train, val) in runs.items()]
-    print((markdown if args.markdown else plain)(*table(rows)))
+    print((markdown if args.markdown else plain)(*table(rows, args.metric)))
     print(f"\n{LEGEND}{other_contexts(rows)}", flush=True)
     if missing:
         sys.exit(f"compare.py: {missing}")

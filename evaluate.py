@@ -1,80 +1,107 @@
-"""Measure the loss by position: how much a model gains from its context, also beyond its training length.
+"""Measure the loss by position: how much a model gains from its context, also beyond its training length. Or, with
+--tasks, score it on tasks of lm-evaluation-harness.
 
     python evaluate.py                                                     # the newest run, 4 times its context
     python evaluate.py --out_dir=out/softmax,out/sympow_gating_p2 --length=65536 --documents=16
     python evaluate.py --out_dir=out/demo --length=1000000 --pack=1 --png=loss_by_position.png
+    python evaluate.py --out_dir=out/softmax,hf/sympow_gating_p2 --tasks=lambada_openai,hellaswag
 
 Held-out documents are read piece by piece, and the model's state is carried from one piece to the next, so that memory
 does not grow with the length (except for a KV cache). Prints the mean loss between powers of two and plots the loss
 against the position, with the training context marked: the second figure of "Conformal Transformations for Symmetric
-Power Transformers" (Kumar et al., 2025).
+Power Transformers" (Kumar et al., 2025). Tasks print a table of their metrics and write them to tasks.json in the
+run's folder.
 """
 
 import json
 import os
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import torch
-from torch.nn import functional as F
 
 from attention.check import first_line
 from data import DataError
 from data.dataset import Dataset
+from data.files import read_json, write_json
 from data.loader import Windows
 from data.progress import bar
 from data.tokenizer import load_tokenizer
 from runs import checkpoint
-from runs.load import load_run, newest_run, no_checkpoint
+from runs.load import is_exported, load_exported, load_run, longest_text, newest_run, no_checkpoint
 from runs.plotting import choose_picture, means_by_position, plot_loss_by_position, shorten
 from runs.program import run_program
-from runs.settings import check_ranges, read_settings, refuse
+from runs.scores import score_pieces
+from runs.settings import check_ranges, choose_device, read_settings, refuse
 from runs.stages import final_context
 
-LOGITS_AT_ONCE = 2**28  # numbers: 1 GB in float32
+TASKS_FILE = "tasks.json"  # in a run's folder
 
 
 @dataclass
 class EvaluateConfig:
-    out_dir: str = ""  # a run's folder, or several separated by commas; default: the newest in out/
+    out_dir: str = ""  # a run's folder, or several with commas; default: the newest in out/; for tasks also exports
     names: str = ""  # names of the runs in the table and the picture, separated by commas; default: their folders
+    # loss by position
     dataset: str = ""  # a folder in data/, or any path; default: the one the run was trained on
-    length: int = (
-        0  # tokens to read of each document; 0: 4 times the final training context, at most the whole document
-    )
+    length: int = 0  # tokens of each document; 0: 4 times the final training context, at most the whole document
     documents: int = 16  # number of documents
     pack: bool = False  # concatenate documents, to read on where one ends
     piece: int = 0  # tokens to read at a time; 0: 65,536 on a GPU, else 1,024
     png: str = "loss_by_position.png"  # where the picture goes
+    # tasks of lm-evaluation-harness
+    tasks: str = ""  # names of tasks or groups, or paths of YAML files, separated by commas
+    include_path: str = ""  # a folder with more tasks
+    num_fewshot: int = -1  # examples before each question; -1: as many as the task is defined with
+    limit: float = 0.0  # only so many documents of each task, or this share of them if it is below 1; 0: all
+    batch_size: int = 8  # texts that are read at a time
+    max_length: int = 0  # tokens of a text that are read; 0: with softmax layers the training context, else all
+    # both
     device: str = "auto"  # auto: cuda or cpu; cuda:1, ...; mps (Apple's GPUs: untested)
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
-    json: bool = False  # end with one JSON line: the mean losses of each run between powers of two
+    json: bool = False  # end with one JSON line: each run's mean losses between powers of two, or its metrics by task
+
+
+OF_POSITIONS = "dataset length documents pack piece png".split()
+OF_TASKS = "include_path num_fewshot limit batch_size max_length".split()
+RANGES = (
+    ("length piece max_length", "at least 0", lambda x: x >= 0),
+    ("documents batch_size", "at least 1", lambda x: x >= 1),
+    ("num_fewshot", "at least 0, or -1", lambda x: x >= -1),
+    ("limit", "0, a share below 1 or a whole number", lambda x: 0 <= x < 1 or x == int(x) > 0),
+)
 
 
 def main():
     given, _ = read_settings((EvaluateConfig,), sys.argv[1:], usage=__doc__)
     cfg = EvaluateConfig(**given)
     try:
-        check_ranges(
-            cfg, (("length piece", "at least 0", lambda x: x >= 0), ("documents", "at least 1", lambda x: x >= 1))
-        )
+        check_ranges(cfg, RANGES)
     except ValueError as error:
         refuse(error)
+    if wrong := [name for name in (OF_POSITIONS if cfg.tasks else OF_TASKS) if name in given]:
+        refuse(f"--{wrong[0]} " + ("belongs to the loss by position, not to --tasks" if cfg.tasks else "needs --tasks"))
     runs = list(dict.fromkeys(os.path.normpath(run) for run in cfg.out_dir.split(",") if run)) or [newest_run()]
     for run in runs:
-        if not checkpoint.newest(run):
+        if not (checkpoint.newest(run) or (cfg.tasks and is_exported(run))):
             refuse(no_checkpoint(run))
     names = cfg.names.split(",") if cfg.names else runs
     if len(names) != len(runs) or len(set(names)) < len(names):
         refuse(f"--names must be {len(runs)} different names, got {cfg.names or ','.join(names)}")
+    (compare_tasks if cfg.tasks else compare_positions)(dict(zip(names, runs)), cfg)
+
+
+def compare_positions(runs, cfg):
+    """Print and plot the losses by position of these runs, {name: folder}."""
     picture, missing = choose_picture(cfg.png)
-    windows = {run: open_documents(run, cfg) for run in runs}  # refused before anything is evaluated
+    windows = {name: open_documents(run, cfg) for name, run in runs.items()}  # refused before anything is evaluated
     curves, report, joined = {}, {}, False
-    for name, run in zip(names, runs):
-        losses, *curves[name], rows = evaluate_run(run, cfg, windows[run])
+    for name, run in runs.items():
+        losses, *curves[name], rows = evaluate_run(run, cfg, windows[name])
         report[name], joined = between_powers(losses), joined or rows
-    print(table(report))
-    counts = {f"{len(curves[n][1]):,} documents of {windows[r].block_size:,} tokens" for n, r in zip(names, runs)}
+    print(table(report, "position"))
+    counts = {f"{len(curves[name][1]):,} documents of {windows[name].block_size:,} tokens" for name in runs}
     print(f"mean loss in nats over {' or '.join(sorted(counts))}", flush=True)
     if picture:
         try:
@@ -114,7 +141,7 @@ def evaluate_run(run, cfg, windows):
                 inputs, targets = windows.batch([i * step])
                 joined = joined or windows.dataset.eot in inputs[0, 1:]
                 pieces = []
-                for losses in piece_losses(model, inputs.to(device), targets.to(device), cfg.piece or None):
+                for losses, _ in score_pieces(model, inputs.to(device), targets.to(device), cfg.piece or None):
                     pieces.append(losses[0].cpu())
                     shown.update(len(pieces[-1]))
                 losses = torch.cat(pieces)
@@ -123,25 +150,6 @@ def evaluate_run(run, cfg, windows):
     except (DataError, MemoryError, torch.OutOfMemoryError) as error:
         sys.exit(f"evaluate.py: {first_line(error)}")
     return total / count, curves[0][0], [y for _, y in curves], final_context(checkpoint.settings(folder)), joined
-
-
-def losses_by_position(model, inputs, targets, piece=None):
-    """Return the loss of each target in nats, float32 [B, T], for inputs and targets [B, T] read a piece at a time."""
-    return torch.cat(list(piece_losses(model, inputs, targets, piece)), 1)
-
-
-def piece_losses(model, inputs, targets, piece=None):
-    """Yield the losses [B, n] of one piece of losses_by_position after the other."""
-    piece = min(piece or (65536 if inputs.is_cuda else 1024), inputs.shape[1])
-    state = model.empty_state(len(inputs))
-    at_once = max(1, LOGITS_AT_ONCE // model.config.vocab_size // len(inputs))
-    for part, wanted in zip(inputs.split(piece, 1), targets.split(piece, 1)):
-        x, state = model.hidden(part, state)
-        losses = []
-        for rows, target in zip(x.split(at_once, 1), wanted.split(at_once, 1)):
-            logits = model.logits(rows).float()
-            losses.append(F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape))
-        yield torch.cat(losses, 1)
 
 
 def between_powers(losses):
@@ -154,15 +162,49 @@ def between_powers(losses):
     return found
 
 
-def table(report):
-    """Format {run: {positions: loss}} as a table with a column for each run."""
+def compare_tasks(runs, cfg):
+    """Print the metrics of these runs, {name: folder}, on tasks of lm_eval, and write them to tasks.json in each."""
+    try:
+        from runs.tasks import HarnessModel, load_tasks, run_tasks  # takes seconds, and is optional
+    except ModuleNotFoundError as error:
+        refuse(f"--tasks needs lm-evaluation-harness ({error}): pip install lm_eval")
+    report = {}
+    try:
+        tasks = load_tasks([name for name in cfg.tasks.split(",") if name], cfg.include_path, cfg.num_fewshot)
+        for name, run in runs.items():
+            folder, model, tokenizer, _, autocast = (load_exported if is_exported(run) else load_run)(run, cfg)
+            most = cfg.max_length or longest_text(run)
+            with torch.inference_mode(), autocast:
+                report[name] = run_tasks(tasks, HarnessModel(model, tokenizer, cfg.batch_size, most), cfg.limit)
+            path = os.path.join(folder, TASKS_FILE)
+            dtype = str(choose_device(cfg.device, cfg.dtype)[1]).removeprefix("torch.")
+            weights = checkpoint.newest(run, True, files=checkpoint.WEIGHTS) or run
+            of = {"checkpoint": os.path.basename(weights), "dtype": dtype, "limit": cfg.limit, "max_length": most}
+            of["lm_eval"] = version("lm_eval")
+            written = read_json(path) if os.path.exists(path) else {}
+            write_json(path, written | {task: {**metrics, **of} for task, metrics in report[name].items()})
+    except DataError as error:
+        refuse(error)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        sys.exit(f"evaluate.py: {first_line(error)}")
+    numbers = lambda metrics: {m: value for m, value in metrics.items() if isinstance(value, float)}
+    rows = lambda found: {f"{task} {m}": x for task, metrics in found.items() for m, x in numbers(metrics).items()}
+    print(table({name: rows(found) for name, found in report.items()}, "task"), flush=True)
+    if cfg.json:
+        print(json.dumps(report))
+
+
+def table(report, head):
+    """Format {run: {row: number}} as a table with a column for each run; head stands above the rows' names."""
     names = list(report)
-    rows = list(dict.fromkeys(positions for name in names for positions in report[name]))
-    width = max(len("position"), *map(len, rows))
+    rows = list(dict.fromkeys(row for name in names for row in report[name]))
+    width = max(len(head), *map(len, rows))
     columns = [max(len(name), 8) for name in names]
-    lines = ["  ".join([f"{'position':>{width}}", *(f"{n:>{c}}" for n, c in zip(names, columns))])]
+    lines = ["  ".join([f"{head:>{width}}", *(f"{n:>{c}}" for n, c in zip(names, columns))])]
     for row in rows:
-        cells = [f"{report[n][row]:>{c}.4f}" if row in report[n] else " " * c for n, c in zip(names, columns)]
+        numbers = [report[name].get(row) for name in names]
+        shown = ["" if x is None else f"{x:.4f}" if abs(x) < 1e6 else f"{x:.3e}" for x in numbers]
+        cells = [f"{text:>{c}}" for text, c in zip(shown, columns)]
         lines.append("  ".join([f"{row:>{width}}", *cells]))
     return "\n".join(lines)
 

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 from data.huggingface import tokenizers_json
 from runs import checkpoint
-from runs.load import load_run
+from runs.load import load_run, longest_text
 from runs.program import Parser, run_program
 from runs.settings import refuse
 from runs.tracking import whole_lines
@@ -78,6 +78,8 @@ def texts(run, folder, config, tokenizer):
         "torch_dtype": "float32",
         "model": model,
     }
+    if limit := longest_text(run):
+        of_config["max_position_embeddings"] = limit
     text, special = tokenizers_json(tokenizer)
     of_tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special, "eos_token": special}
     of_tokenizer |= {"clean_up_tokenization_spaces": False, "padding_side": "left", "pad_token": special}

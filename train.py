@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 import torch
 
 from data import DataError
-from data.dataset import Dataset
+from data.mixture import open_dataset
 from model import GPT, GPTConfig
-from runs import checkpoint, folder, machine
-from runs.batches import mean_loss, micro_batches, sample_text
+from runs import checkpoint, folder, machine, trace
+from runs.batches import epochs, format_losses, mean_losses, micro_batches, sample_text
 from runs.context import check_context, split_context, whole_sequences
 from runs.display import Display, describe_attention
 from runs.optimizer import LossScaler, learning_rate, make_optimizer, take_step
@@ -44,7 +44,8 @@ class TrainConfig:
     overwrite: bool = False  # unless init_from=auto: rename the run that is in out_dir, and start anew
     seed: int = 1337  # of the weights, the order of the data and dropout
     # data
-    dataset: str = "pystdlib"  # a folder in data/, or any path
+    dataset: str = "pystdlib"  # a folder in data/, or any path; or several by weight: code:0.7,prose:0.3
+    val_datasets: str = ""  # further datasets, with commas between, that are only evaluated: val_loss/NAME
     batch_size: int = 8  # sequences in a micro-step of each rank
     block_size: int = 1024  # context length: tokens in a sequence
     then: str = ""  # later stages, CONTEXT@SHARE of the run (or @STEPS): 16384@0.5,65536@0.9; as many tokens a step
@@ -72,6 +73,7 @@ class TrainConfig:
     eval_tokens: int = 1048576  # tokens of an evaluation, always the first of the held-out split
     eval_only: bool = False  # evaluate and stop
     log_interval: int = 10  # steps between lines of metrics.jsonl
+    profile: int = 0  # write a trace of this step for Perfetto into out_dir, and log what costs most; 0: none
     sample_tokens: int = 100  # generated at every evaluation, into samples.jsonl; 0: none
     always_save_checkpoint: bool = True  # at every evaluation; False: when the validation loss is the best so far
     baseline: str = ""  # another run's folder: also log validation losses relative to its losses
@@ -120,11 +122,12 @@ class Trainer:
         try:
             self.cfg = cfg = TrainConfig(**fields_of(TrainConfig, given))
             cfg.out_dir = os.path.normpath(cfg.out_dir or os.path.join("out", "-".join(names) or "train"))
-            self.dataset = dataset = Dataset(cfg.dataset)
+            trace.check(cfg)
+            self.dataset = dataset = open_dataset(cfg.dataset)
             self.layout = Layout(ranks, cfg.context_parallel, cfg.shard)
-            self.stages, self.val_windows = make_stages(cfg, given, dataset, self.layout)
-            self.resume, saved = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
-            self.source, settings = folder.open_source(cfg.init_from, dataset, saved)
+            self.stages, self.held_out = make_stages(cfg, given, dataset, self.layout)
+            self.resume, self.saved_settings = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
+            self.source, settings = folder.open_source(cfg.init_from, dataset, self.saved_settings)
             if "attention" in given:  # the source run's gate does not apply to another one
                 settings.pop("gate", None)
             chosen = {"rope_base": float(max(2, dataset.document_length)), **settings, **fields_of(GPTConfig, given)}
@@ -135,15 +138,12 @@ class Trainer:
                 folder.check_weights(self.source, self.model_cfg)
         except (DataError, ValueError) as error:
             refuse(error)
-        self.baseline = baseline_losses(cfg.baseline, self.val_windows.block_size)
+        self.baseline = baseline_losses(cfg.baseline, self.held_out.block_size)
         self.device, self.dtype = choose_device(cfg.device, cfg.dtype, ranks.local)
         self.layout.check(cfg, self.device)
         cfg.dtype = str(self.dtype).removeprefix("torch.")
         self.settings = {**asdict(cfg), "model": asdict(self.model_cfg), "data": folder.fingerprint(dataset)}
         self.settings |= {"ranks": ranks.world, "device_type": self.device.type}
-        if saved:
-            folder.refuse_other_settings(cfg.out_dir, saved, self.settings, self.resume)
-            refuse_moved_stages(cfg, saved, checkpoint.read_progress(self.resume))
 
     def start(self):
         """Connect with the other ranks and, on rank 0, open out_dir; return the lock on it, a context manager."""
@@ -153,6 +153,9 @@ class Trainer:
         ranks.join(self.device, cfg.backend, cfg.timeout)
         self.layout.connect(self.device)
         self.resume = ranks.agree_on_checkpoint(self.resume)
+        if self.resume:  # now, since rank 0 alone knows which checkpoints are whole
+            folder.refuse_other_settings(cfg.out_dir, self.saved_settings, self.settings, self.resume)
+            refuse_moved_stages(cfg, self.saved_settings, checkpoint.read_progress(self.resume))
         self.records = ranks.master and not cfg.eval_only
         return folder.start_folder(cfg, self.settings, self.dataset) if self.records else nullcontext()
 
@@ -212,7 +215,8 @@ class Trainer:
         while not end:
             first = enter_stage(self) or first
             with machine.memory_advice(cfg, self.model_cfg, self.stage, progress.step > 0) if first else nullcontext():
-                loss, grad_norm = self.train_step()
+                with trace.profile_step(self):
+                    loss, grad_norm = self.train_step()
             self.writer.check()
             end = self.reason_to_stop()
             due = bool(end) or progress.step % cfg.eval_interval == 0
@@ -304,33 +308,28 @@ class Trainer:
         self.checkpoint_seconds = 0.0
         self.display.log(step, self.clock.seconds(), pace, loss, stage=self.stage.name, **shown)
 
-    def evaluate(self):
-        """Return the mean loss a token over eval_tokens of the held-out split, or None if a signal came meanwhile."""
-        loss = mean_loss(self)
-        return None if self.signal else loss
-
     def evaluate_only(self):
-        """Print the validation loss; raise Failed if a signal came before it was known."""
-        val_loss = self.evaluate()
-        if val_loss is None:
+        """Print the validation losses; raise Failed if a signal came before they were known."""
+        if (losses := mean_losses(self)) is None:
             raise Failed(f"the evaluation is not finished: {self.reason_to_stop()}")
-        self.ranks.log(f"val loss {val_loss:.4f} at context {self.val_windows.block_size:,}")
+        self.ranks.log(f"{format_losses(losses)} at context {self.held_out.block_size:,}")
 
     def evaluate_and_log(self):
         """Evaluate and log the result, or leave that to the next start if a signal comes."""
         cfg, progress, step = self.cfg, self.progress, self.progress.step
-        if (val_loss := self.evaluate()) is None:
+        if (losses := mean_losses(self)) is None:
             return
+        val_loss = losses["val_loss"]
         model = self.layout.gather(self.model)
         if self.ranks.master:
             with self.autocast, whole_sequences(model):
-                statistics = model.statistics(self.val_windows.batch([0])[0][:, :4096].to(self.device))
+                statistics = model.statistics(self.held_out.parts[0].windows.batch([0])[0][:, :4096].to(self.device))
             tokens = step * cfg.tokens_per_step
             self.tracker.log(
-                step, val_loss=val_loss, tokens=tokens, seconds=self.clock.seconds(), **statistics,
-                relative_loss=relative_loss(val_loss, tokens, self.baseline), context=self.val_windows.block_size,
+                step, **losses, tokens=tokens, seconds=self.clock.seconds(), **epochs(self), **statistics,
+                relative_loss=relative_loss(val_loss, tokens, self.baseline), context=self.held_out.block_size,
             )  # fmt: skip
-            self.ranks.log(f"step {step}: val loss {val_loss:.4f}")
+            self.ranks.log(f"step {step}: {format_losses(losses)}")
             if cfg.sample_tokens:
                 self.tracker.sample(step, sample_text(self, model))
         progress.evaluated, self.diverged = True, not math.isfinite(val_loss)

@@ -203,8 +203,19 @@ def blocks_of_rows(heads, n, m, at_once):
     save_scores = heads * n * m <= at_once or not torch.is_grad_enabled()
     if heads * rows * m > at_once // 4:
         rows = max(16, at_once // 4 // (heads * m))
-    run = (lambda block, *args: block(*args)) if save_scores else partial(checkpoint, use_reentrant=False)
-    return [(start, min(start + rows, n)) for start in range(0, n, rows)], run
+    run = (lambda block, *args: block(*args)) if save_scores else compute_again
+    blocks = range(-(-n // rows))  # of their number, not of n, torch.compile makes a constant
+    return [(i * rows, min((i + 1) * rows, n)) for i in blocks], run
+
+
+def compute_again(function, *args):
+    """Return function(*args), of which only args are saved: the backward pass computes it again.
+
+    Under torch.func's transforms, which do not allow that, all is saved.
+    """
+    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return function(*args)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
 
 
 def finite_keys_and_values(k, v):
@@ -262,8 +273,7 @@ def _chunked(q, k, v, gates, scale, state, p, chunk_size):
         args = queries, k[:, :, start:end], v[:, :, start:end], gates and gates.span(start, end)
         args += scale[..., start:end], state
         # Only the states between chunks are saved for the backward pass, not the features.
-        run = partial(checkpoint, chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk
-        *part, state = run(*args)
+        *part, state = compute_again(chunk, *args)
         if part:
             parts.append(part)
     return *_concatenate_rows(parts), state
@@ -284,8 +294,7 @@ def query_state(q, state, p):
 def _query_state_in_pieces(q, state, p):
     """Return what `query_state` does; the features of more than one piece of q are computed again to differentiate."""
     pieces = q.split(_tokens_at_once(q, p), dim=3)
-    again = len(pieces) > 1 and torch.is_grad_enabled()
-    run = partial(checkpoint, query_state, use_reentrant=False) if again else query_state
+    run = partial(compute_again, query_state) if len(pieces) > 1 else query_state
     return _concatenate_rows([run(piece, state, p) for piece in pieces])
 
 

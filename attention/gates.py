@@ -45,9 +45,9 @@ class FixedGate(nn.Module):
         return {"slopes": -self.log_g}
 
 
-def alibi_slopes(heads):
+def alibi_slopes(heads, device=None):
     """Return m_h = 2^(-8 h / heads) for h = 1..heads, float32 (Press et al., 2021)."""
-    return 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1))
+    return 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, device=device))
 
 
 def make_gate(config):

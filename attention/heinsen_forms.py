@@ -27,9 +27,8 @@ from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from .forms import accumulation_dtype, normalize, without_autocast
+from .forms import accumulation_dtype, compute_again, normalize, without_autocast
 
 EMPTY = -1e30  # the reference of a state before any token: finite, because inf - inf is NaN
 LEAF = 8  # tokens whose pairs are computed feature by feature
@@ -168,7 +167,7 @@ def _chunked(tokens, state, chunk_size):
         end = min(start + chunk_size, T)
         args = tokens.q[:, :, start - T + n : end - T + n], *tokens.keys(start, end), tokens.document_before(start)
         # Of a long text only the states between chunks are saved for the backward pass.
-        part, *state = _chunk(*args, *state) if save else _checkpoint(_chunk, *args, *state)
+        part, *state = _chunk(*args, *state) if save else compute_again(_chunk, *args, *state)
         parts.append(part)
     return torch.cat(parts, dim=2), state
 
@@ -192,7 +191,7 @@ def _quadratic(tokens, state, rows):
     for start in range(T - n, T, rows):
         end = min(start + rows, T)
         args = tokens.q[:, :, start - T + n : end - T + n], *tokens.keys(0, end), M[:, :, :end]
-        run = partial(_rows, start) if save else partial(_checkpoint, _rows, start)
+        run = partial(_rows, start) if save else partial(compute_again, _rows, start)
         parts.append(run(*args, *state))
     return torch.cat(parts, dim=2)
 
@@ -210,10 +209,6 @@ def _rows(start, q, k, v, document, M, m, S):
             hidden = since != last, document[:, :, :start] != last
         num = num + _pairs(q, k[:, :, :start], v[:, :, :start], M[:, :, start - 1 : start], c, *hidden)
     return num
-
-
-def _checkpoint(function, *args):
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 # ---- references

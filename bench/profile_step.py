@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,6 +29,7 @@ from data.files import write_json  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from runs.optimizer import make_optimizer  # noqa: E402
 from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
+from runs.trace import profiler  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
 WARM_UP, STEPS = 4, 3
@@ -157,12 +158,10 @@ def measure(args, config):
 
     for _ in range(WARM_UP if gpu else 1):
         step()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as profiler:
+    with profiler(device) as found:
         for _ in range(STEPS):
             step()
-        if gpu:
-            torch.cuda.synchronize()
-    return model, profiler.events()
+    return model, found.events()
 
 
 def print_table(found, needed, top):

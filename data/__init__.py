@@ -6,6 +6,7 @@
     from data.loader import Windows, train_batch
     windows = Windows(Dataset("pystdlib"), "train", block_size=1024)
 
+mixture.py trains and evaluates on several of them.
 Reading a dataset of bytes needs only numpy and torch; other tokenizers need tiktoken or tokenizers. These, and what
 prepare scripts need, are imported when they are used.
 """

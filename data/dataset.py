@@ -234,6 +234,8 @@ def _find(name):
     else:
         prepare = f"python data/text/prepare.py FILES --out={os.path.relpath(path)}"
     if not os.path.isdir(path):
+        if ":" in name and "," in name:
+            raise DataError(f"{name} is a mixture of datasets, and one is needed here: give --dataset=NAME")
         known = sorted(d for d in os.listdir(folder) if os.path.exists(os.path.join(folder, d, "prepare.py")))
         raise DataError(f"no dataset {name!r} (datasets here: {', '.join(known)}; your own text: {prepare})")
     return path, prepare

@@ -92,6 +92,18 @@ class Windows:
             row[-start % L :: L] = self.dataset.eot  # with pack: documents that start inside the window
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
+    def train_rows(self, seed, start, count, spans=None):
+        """Return (inputs, targets) [count, T] of the windows at `count` places of the training order from `start` on.
+
+        spans: as for `batch`.
+        """
+        return self.batch(train_indices(self, seed, start, count), spans)
+
+    def expect_rows(self, seed, start, count, spans=None):
+        """Announce that the windows at these places of the training order will be read soon."""
+        if self.block > 1:
+            self.expect(train_indices(self, seed, start, count), spans)
+
     def expect(self, indices, spans=None):
         """Announce that the windows with these numbers, or these spans of each, will be read soon."""
         for first in self._starts(indices).tolist():
@@ -154,16 +166,16 @@ def _epoch_order(windows, seed, epoch):
 
 
 def train_batch(windows, seed, step, rank, world, micro, accumulation, batch_size, spans=None):
-    """Return (inputs, targets) [batch_size, T] of micro-batch `micro` of `rank` in a step.
+    """Return (inputs, targets) [batch_size, T] of micro-batch `micro` of `rank` in a step; windows: Windows or
+    data.mixture.MixedWindows.
 
     A step takes world * accumulation * batch_size consecutive positions of the training order and deals them out
     micro-batch by micro-batch and rank by rank, so that any number of ranks sees the same global batch. spans: as for
     `Windows.batch`.
     """
     start = ((step * accumulation + micro) * world + rank) * batch_size
-    if windows.block > 1:
-        windows.expect(train_indices(windows, seed, start + AHEAD * world * batch_size, batch_size), spans)
-    return windows.batch(train_indices(windows, seed, start, batch_size), spans)
+    windows.expect_rows(seed, start + AHEAD * world * batch_size, batch_size, spans)
+    return windows.train_rows(seed, start, batch_size, spans)
 
 
 def eval_batches(windows, eval_tokens, batch_size, rank, world, spans=None):

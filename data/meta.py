@@ -16,6 +16,7 @@ from .tokenizer import FILES
 SPLITS = ("train", "val")
 SHARD = re.compile(r"(?:train|val)_\d{5,9}\.bin")
 UNFINISHED = "unfinished"  # the folder in a dataset's folder in which it is prepared
+JOURNAL = "journal.jsonl"  # the file in there by which documents.py goes on
 LOCK = ".lock"  # the file in there that a prepare script locks
 KEYS = {"arguments", "splits", "prepare", "vocab_size"}  # a meta.json without these is of another program
 
@@ -135,7 +136,7 @@ def _is_unfinished(folder):
     """Return True if this is the folder of an interrupted preparation: nothing else is in there."""
     if not os.path.isdir(folder):
         return False
-    names = (*FILES, "meta.json", "progress.json", LOCK)
+    names = (*FILES, "meta.json", "progress.json", JOURNAL, LOCK)
     return all(SHARD.fullmatch(n) or n in names or n.endswith(".tmp") for n in os.listdir(folder))
 
 

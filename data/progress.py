@@ -31,8 +31,9 @@ class Progress:
     """Counts tokens on stderr: with a bar if that is a terminal, otherwise in a line every LINE_EVERY seconds."""
 
     def __init__(self, label, total, done=0):
-        """label: what is written; total: about how many tokens; done: how many of them an earlier run has written."""
-        self.label, self.total, self.done, self.first = label, max(1, total), done, done
+        """label: what is written; total: about how many tokens, None if that is not known; done: how many of them an
+        earlier run has written."""
+        self.label, self.total, self.done, self.first = label, total and max(1, total), done, done
         self.started = self.shown = time.monotonic()
         short = label if len(label) <= 30 else "..." + label[-27:]  # it must not take the bar's place
         self.bar = bar(total=total, initial=done, unit="tok", unit_scale=True, desc=short)
@@ -52,8 +53,11 @@ class Progress:
 
     def _print_line(self):
         self.shown = time.monotonic()
-        line = f"{self.label}: {min(100, 100 * self.done / self.total):.0f}% of about {self.total:,} tokens"
+        line = f"{self.label}: about {self.done:,} tokens"
+        if self.total:
+            line = f"{self.label}: {min(100, 100 * self.done / self.total):.0f}% of about {self.total:,} tokens"
         if self.done > self.first:
             rate = (self.done - self.first) / (self.shown - self.started)
-            line += f", {rate:,.0f} tokens/s, {max(0, self.total - self.done) / rate / 60:,.0f} minutes left"
+            line += f", {rate:,.0f} tokens/s"
+            line += f", {max(0, self.total - self.done) / rate / 60:,.0f} minutes left" if self.total else ""
         print(line, file=sys.stderr, flush=True)

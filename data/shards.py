@@ -37,7 +37,7 @@ FORMAT = 1
 
 class Unit(NamedTuple):
     split: str  # "train" or "val"
-    read: Callable[[], np.ndarray]  # returns integer tokens [documents, document_length]
+    read: Callable[[], np.ndarray | None]  # returns integer tokens [documents, document_length], or None
     tokens: int  # roughly how many, for the progress bar only
     key: object = None  # for JSON: all that the unit's tokens depend on; None: all arguments, and its number
 
@@ -79,10 +79,16 @@ def is_complete(folder, arguments, verify=False):
     return True
 
 
+def earlier_arguments(folder):
+    """Return [(folder, arguments)] of what was begun, and what is finished, in this folder."""
+    meta, staging = own_meta(folder), Staging(folder)
+    found = [(staging.path, staging.arguments), (folder, meta["arguments"] if meta else {})]
+    return [(path, arguments) for path, arguments in found if arguments]
+
+
 def earlier_tokenizer(folder, arguments):
     """Return the Tokenizer with which the same arguments have begun, or finished, a dataset here, or None."""
-    meta, staging = own_meta(folder), Staging(folder)
-    for path, saved in ((staging.path, staging.arguments), (folder, meta and meta["arguments"])):
+    for path, saved in earlier_arguments(folder):
         if saved == _normal(arguments):
             try:
                 return load_tokenizer(path)
@@ -91,13 +97,16 @@ def earlier_tokenizer(folder, arguments):
     return None
 
 
-def write_dataset(folder, units, tokenizer, document_length, arguments, source, command, facts=None):
+def write_dataset(
+    folder, units, tokenizer, document_length, arguments, source, command, facts=None, open_ended=False
+):  # fmt: skip
     """Write the shards that are not there yet, tokenizer.json and meta.json, then replace what was in the folder;
     return meta as a dict.
 
     units: a list of Unit; arguments: a dict for JSON; source: a line that says where the tokens come from; command: the
-    command that does this again; facts: more entries of meta.json. Raises DataError if a unit gives rows of another
-    length or ids beyond the vocabulary, or if a split has no row.
+    command that does this again; facts: more entries of meta.json; open_ended: there are more units than the source has
+    text for, so that their number says nothing of the progress. A unit of which `read` returns None ends its split.
+    Raises DataError if a unit gives rows of another length or ids beyond the vocabulary, or if a split has no row.
     """
     started = time.monotonic()
     arguments = _normal(arguments)
@@ -110,16 +119,22 @@ def write_dataset(folder, units, tokenizer, document_length, arguments, source, 
         done = _take_over(staging, old, ids, arguments, dtype)
         tokenizer.save(staging.path)
         there, tokens = len(done), {file: unit.tokens for file, unit in units.items()}
-        progress = Progress(folder, sum(tokens.values()), sum(tokens[file] for file in done))
+        total = None if open_ended else sum(tokens.values())
+        progress, ended = Progress(folder, total, sum(tokens[file] for file in done)), set()
         try:
             for file, unit in units.items():
-                if file not in done:
-                    shard = _write_shard(staging.file(file), unit.read(), tokenizer.vocab_size, document_length, dtype)
-                    done[file] = shard
-                    staging.save(arguments, done, {file: ids[file] for file in done})
-                    progress.update(unit.tokens)
+                if file in done or unit.split in ended:
+                    continue
+                if (rows := unit.read()) is None:
+                    ended.add(unit.split)
+                    continue
+                done[file] = _write_shard(staging.file(file), rows, tokenizer.vocab_size, document_length, dtype)
+                staging.save(arguments, done, {file: ids[file] for file in done})
+                progress.update(unit.tokens)
         finally:
             progress.close()
+        units = {file: unit for file, unit in units.items() if file in done}
+        ids = {file: ids[file] for file in units}
         splits = _splits(units, done)
         for split, rows in splits.items():
             if not rows["tokens"]:
@@ -127,7 +142,7 @@ def write_dataset(folder, units, tokenizer, document_length, arguments, source, 
                 staging.shards = {}
                 raise DataError(
                     f"{folder}: the {split} split has no whole row of {document_length} tokens; "
-                    "give more text or a smaller --document_length"
+                    "give more text, a smaller --document_length or a larger --val_fraction"
                 )
         meta = _meta(folder, tokenizer, dtype, document_length, splits, source, command, arguments)
         _finish(staging, old, meta | {"units": ids} | (facts or {}), tokenizer)

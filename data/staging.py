@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 
 from . import DataError
 from .files import flush_to_disk, read_json, remove, write_atomically
-from .meta import LOCK, SHARD, UNFINISHED, check_units, read_meta, shards_of
+from .meta import JOURNAL, LOCK, SHARD, UNFINISHED, check_units, read_meta, shards_of
 from .tokenizer import FILES
 
 
@@ -55,7 +55,7 @@ class Staging:
     def take_over(self, sources, arguments, shards, units):
         """Make the shards {file: path of a finished shard} part of this dataset, and save the progress.
 
-        A path in this folder may get another number. All other files in the folder are deleted.
+        A path in this folder may get another number. All other files in the folder are deleted, but for the journal.
         """
         stay = {file for file, path in sources.items() if path == self.file(file)}
         # Until the new names are there, progress.json must not name a file that is being replaced.
@@ -65,7 +65,8 @@ class Staging:
             remove(path)
             _link(sources[file], path)
         for name in os.listdir(self.path):
-            if name not in ("progress.json", LOCK) and name not in stay and self.file(name) not in temporary.values():
+            stays = name in ("progress.json", JOURNAL, LOCK) or name in stay
+            if not stays and self.file(name) not in temporary.values():
                 remove(self.file(name))
         for file, path in temporary.items():
             os.replace(path, self.file(file))
@@ -109,7 +110,8 @@ class Staging:
         if not os.path.isdir(self.path):
             return
         for name in os.listdir(self.path):
-            if SHARD.fullmatch(name) or name in (*FILES, "meta.json", "progress.json", LOCK) or name.endswith(".tmp"):
+            ours = (*FILES, "meta.json", "progress.json", JOURNAL, LOCK)
+            if SHARD.fullmatch(name) or name in ours or name.endswith(".tmp"):
                 remove(self.file(name))
         _remove_empty([self.path])
 

@@ -5,7 +5,9 @@
 
     layer = sympow.Attention(n_embd=768, n_head=12)           # an nn.Module: x [B, T, 768] to y [B, T, 768]
 
-attention/ of the repository is sympow.attention here, kernels/ is sympow.kernels: their documentation holds.
+sympow.transformers, which needs transformers, puts it into Llama and other models of that library, with its state as
+their cache. attention/ of the repository is sympow.attention here, kernels/ is sympow.kernels: their documentation
+holds.
 `python -m sympow.doctor` compares the kernels with float64 on this machine; `python -m sympow.tune` times tile sizes.
 """
 

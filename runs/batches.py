@@ -1,7 +1,7 @@
 """What a Trainer does with batches of data: reads those of each micro-step, and computes the loss of held-out ones.
 
     batches = micro_batches(trainer)           # on the device, from the step on at which the run is
-    loss = mean_loss(trainer)                  # of the held-out split, over all ranks
+    losses = mean_losses(trainer)              # of the held-out splits, over all ranks
     text = sample_text(trainer, model)         # what the model writes
 
 Each takes the Trainer of train.py, whose attributes are the run's settings, data, model, ranks and layout.
@@ -13,6 +13,7 @@ import torch
 
 from attention.double import device_of_doubles, double
 from data.loader import eval_batches, train_batch
+from data.mixture import Mixture
 from generate import generate
 from runs.stages import stage_of
 
@@ -42,26 +43,53 @@ def place(trainer):
 
 
 @torch.no_grad()
-def mean_loss(trainer):
-    """Return the mean loss a token over eval_tokens of the held-out split; meaningless if a signal cuts it short."""
-    cfg, ranks, device = trainer.cfg, trainer.ranks, trainer.device
+def mean_losses(trainer):
+    """Return {"val_loss": ..., "val_loss/NAME": ...}, mean losses a token over eval_tokens of each held-out split, or
+    None if a signal came meanwhile."""
+    cfg, ranks, device, held_out = trainer.cfg, trainer.ranks, trainer.device, trainer.held_out
     trainer.network.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=device_of_doubles(device))
+    sums = torch.zeros(len(held_out.parts), 2, dtype=torch.float64, device=device_of_doubles(device))
     final = trainer.stages[-1]
     share = *place(trainer), trainer.slices.of(final.block_size)
-    for x, y in eval_batches(trainer.val_windows, cfg.eval_tokens, final.batch_size, *share):
-        ranks.beat()
-        x, y = x.to(device), y.to(device)
-        tokens = (y != -1).sum()
-        with trainer.autocast:
-            _, loss = trainer.eval_network(x, y)
-        sums += torch.stack((double(loss) * double(tokens), double(tokens)))
-        trainer.share()
-        if trainer.signal:
-            break
+    for part, added in zip(held_out.parts, sums):
+        for x, y in eval_batches(part.windows, cfg.eval_tokens, final.batch_size, *share):
+            ranks.beat()
+            x, y = x.to(device), y.to(device)
+            tokens = (y != -1).sum()
+            with trainer.autocast:
+                _, loss = trainer.eval_network(x, y)
+            added += torch.stack((double(loss) * double(tokens), double(tokens)))
+            trainer.share()
+            if trainer.signal:
+                break
     trainer.network.train()
-    loss, tokens = ranks.sum(sums).tolist()
-    return loss / tokens
+    if trainer.signal:
+        return None
+    return held_out.losses([loss / tokens for loss, tokens in ranks.sum(sums).tolist()])
+
+
+def format_losses(losses):
+    """Return validation losses as a text for the terminal: "val loss 2.1234 (code 1.9000, prose 2.5000)"."""
+    named = ", ".join(f"{key.partition('/')[2]} {loss:.4f}" for key, loss in losses.items() if "/" in key)
+    return f"val loss {losses['val_loss']:.4f}" + (f" ({named})" if named else "")
+
+
+def epochs(trainer):
+    """Return {"epochs/NAME": how often the run has gone through each dataset of its mixture}; {} without one.
+
+    Stages of other contexts have orders of their own; what they have read of a dataset is added up.
+    """
+    dataset, stages = trainer.dataset, trainer.stages
+    if not isinstance(dataset, Mixture):
+        return {}
+    borders = [0, *(begun for _, begun in trainer.progress.stages), trainer.progress.step]
+    found = dict.fromkeys(dataset.sets, 0.0)
+    for stage, first, last in zip(stages, borders, borders[1:]):
+        rows = trainer.cfg.tokens_per_step // stage.block_size
+        before, after = (dataset.counts(step * rows) for step in (first, last))
+        for name, windows, a, b in zip(found, stage.windows.parts, before, after):
+            found[name] += (b - a) / len(windows)
+    return {f"epochs/{name}": times for name, times in found.items()}
 
 
 def sample_text(trainer, model):

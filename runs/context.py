@@ -42,8 +42,8 @@ def _check_length(size, T, model_cfg):
         raise ValueError("form=recurrent cannot be spread over ranks: use form=auto, chunked or quadratic")
     if T % (2 * size):
         raise ValueError(
-            f"block_size must be a multiple of 2 x context_parallel = {2 * size}, so that each rank can hold an early "
-            f"and a late piece, got {T}: {nearest_multiples(T, 2 * size)} would do"
+            f"a context must be a multiple of 2 x context_parallel = {2 * size} tokens, so that each rank can hold "
+            f"an early and a late piece, got {T}: {nearest_multiples(T, 2 * size)} would do"
         )
 
 

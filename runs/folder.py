@@ -25,6 +25,7 @@ from types import SimpleNamespace
 import torch
 
 from data.files import write_json
+from data.mixture import Mixture, sets_of
 from data.tokenizer import load_tokenizer
 from model import GPT
 from runs import checkpoint
@@ -40,7 +41,7 @@ FREE = {
     "out_dir", "init_from", "overwrite", "max_seconds", "max_skipped", "eval_interval", "eval_tokens", "eval_only",
     "log_interval", "always_save_checkpoint", "sample_tokens", "baseline", "wandb", "wandb_log", "wandb_project",
     "wandb_run_name", "wandb_group", "wandb_tags", "device", "backend", "timeout", "gradient_accumulation_steps",
-    "activation_checkpointing", "then",
+    "activation_checkpointing", "then", "profile", "val_datasets",
 }  # fmt: skip
 # These do not change the steps either, unless there is dropout: each rank draws the masks for its own micro-batch, with
 # the random numbers of its device, and torch.compile draws others. (gradient_accumulation_steps follows from them.)
@@ -126,7 +127,8 @@ def _refuse_to_lose(cfg, dataset):
     if not cfg.overwrite:
         refuse(f"{out_dir} is not empty: --overwrite=True renames it and starts anew, or choose another out_dir")
     source = {} if cfg.init_from == "scratch" else {f"init_from {cfg.init_from}": cfg.init_from}
-    for what, path in {**source, f"the dataset {dataset.path}": dataset.path, "the current folder": "."}.items():
+    data = {f"the dataset {one.path}": one.path for one in sets_of(dataset).values()}
+    for what, path in {**source, **data, "the current folder": "."}.items():
         if os.path.commonpath([os.path.realpath(path), os.path.realpath(out_dir)]) == os.path.realpath(out_dir):
             refuse(f"{what} is in out_dir {out_dir}, which would be renamed: choose another out_dir")
 
@@ -156,7 +158,7 @@ def refuse_other_settings(out_dir, saved, settings, latest):
 
 def _flat(settings):
     """Return all settings in one dict: the dataset without its path, compile=auto on a CPU as what it means there."""
-    dataset = os.path.basename(os.path.normpath(settings["dataset"]))
+    dataset = ",".join(os.path.basename(os.path.normpath(part)) for part in settings["dataset"].split(","))
     flat = {**settings, **settings["model"], "model": 0, "dataset": dataset}
     if flat.get("device_type") == "cpu" and flat.get("compile") == "auto":
         flat["compile"] = "False"
@@ -303,7 +305,11 @@ def _remove_folders(made):
 
 
 def fingerprint(dataset):
-    """Return a hash of the dataset's shards and their order, the same wherever they lie."""
+    """Return a hash of the dataset's shards and their order, the same wherever they lie; of a Mixture, one of its
+    datasets' hashes and weights, in their order."""
+    if isinstance(dataset, Mixture):
+        parts = [[fingerprint(one), str(weight)] for one, weight in zip(dataset.sets.values(), dataset.weights)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     splits = [{k: v for k, v in split.items() if k != "zarr"} for split in dataset.meta["splits"].values()]
     return hashlib.sha256(json.dumps([splits, dataset.eot]).encode()).hexdigest()[:16]
 

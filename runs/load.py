@@ -10,11 +10,13 @@ from contextlib import nullcontext
 import torch
 
 from data import DataError
-from data.tokenizer import load_tokenizer
+from data.files import read_json
+from data.tokenizer import load_tokenizer, named_tokenizer
 from model import GPT, GPTConfig
 from runs import checkpoint
 from runs.processes import warn
 from runs.settings import choose_device, refuse
+from runs.stages import final_context
 
 
 def load_run(path, cfg):
@@ -31,20 +33,61 @@ def load_run(path, cfg):
         saved = checkpoint.settings(run, folder)["model"]
     except ValueError as error:
         refuse(error)
-    device, dtype = choose_device(cfg.device, cfg.dtype)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches on the current device
+    device, autocast = choose_precision(cfg)
     try:
         model = GPT(GPTConfig(**saved))
         checkpoint.load(folder, model)
     except (TypeError, ValueError, RuntimeError) as error:  # settings of no model, or of one with other weights
         refuse(f"{folder} does not fit the settings in {run}/config.json: {error}")
-    model.to(device).eval()
-    autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
     try:
-        return run, model, load_tokenizer(run), device, autocast
+        return run, model.to(device).eval(), load_tokenizer(run), device, autocast
     except DataError as error:
         refuse(error)
+
+
+def choose_precision(cfg):
+    """Return the device and the autocast context for the settings device and dtype of cfg."""
+    device, dtype = choose_device(cfg.device, cfg.dtype)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current device
+    return device, torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
+
+
+def is_exported(path):
+    """Return True for a folder that export.py has written."""
+    return os.path.isfile(os.path.join(path, "modeling_sympow.py"))
+
+
+def load_exported(path, cfg):
+    """Return the same as load_run for a folder that export.py has written, with the model's code that is in it.
+
+    Refuses a folder that transformers cannot load.
+    """
+    device, autocast = choose_precision(cfg)
+    from transformers import AutoModelForCausalLM  # takes seconds
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).gpt
+        return path, model.to(device).eval(), named_tokenizer(path), device, autocast
+    except (DataError, OSError, ValueError, RuntimeError) as error:
+        refuse(f"{path} cannot be loaded: {error}")
+
+
+def longest_text(path):
+    """Return how many tokens the model of a run, or of an exported folder, is to read at most; None for any number.
+
+    Softmax has not learned what lies beyond the training context, and learned positions end with their table. Power
+    attention with rotary positions has no limit.
+    """
+    if is_exported(path):
+        return read_json(os.path.join(path, "config.json")).get("max_position_embeddings")
+    settings = checkpoint.settings(checkpoint.run_of(path))
+    model, limits = settings["model"], []
+    if "softmax" in model.get("attention", "softmax").split(","):
+        limits.append(final_context(settings))
+    if model.get("positions") == "learned":
+        limits.append(model["n_positions"])
+    return min(limits, default=None)
 
 
 def newest_run():

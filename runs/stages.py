@@ -7,7 +7,7 @@ how many steps it begins. A share is one of max_iters or, if that comes first, o
 same number of tokens a step, in fewer sequences, and each step reads the batch that a run at its context alone would
 read in that step. Validation is at the final context from the first evaluation on.
 
-    stages, val_windows = make_stages(cfg, given, dataset, layout)
+    stages, held_out = make_stages(cfg, given, dataset, layout)
     index = stage_of(trainer, step)       # agreed by all ranks
     enter_stage(trainer)                  # before every step
 """
@@ -20,6 +20,7 @@ from fractions import Fraction
 import torch
 
 from data.loader import Windows
+from data.mixture import HeldOut, MixedWindows, open_windows
 from runs.machine import memory_advice
 from runs.settings import accumulation_steps, divide_sequences, nearest_multiples, refuse
 
@@ -39,7 +40,7 @@ class Stage:
     batch_size: int
     accumulation: int
     start: int | Fraction
-    windows: Windows
+    windows: Windows | MixedWindows
     name: str
 
 
@@ -77,7 +78,7 @@ def steps_before(start, max_iters):
 
 
 def make_stages(cfg, given, dataset, layout):
-    """Return the stages of a run on the ranks of a Layout, at least one, and the held-out Windows at the final context.
+    """Return the stages of a run on the ranks of a Layout, at least one, and the HeldOut at the final context.
 
     given: the settings that were given by name. Raises ValueError or DataError for sizes that do not fit.
     """
@@ -93,8 +94,8 @@ def make_stages(cfg, given, dataset, layout):
     if steps != sorted(steps):
         raise ValueError(f"then={cfg.then} with max_iters={cfg.max_iters} has stages that begin after {steps} steps")
     planned, stages = [(cfg.block_size, 0), *later], []
-    windows = [Windows(dataset, "train", n, cfg.pack, "then" if start else "block_size") for n, start in planned]
-    held_out = Windows(dataset, "val", planned[-1][0], cfg.pack, "then" if later else "block_size")
+    windows = [open_windows(dataset, "train", n, cfg.pack, "then" if start else "block_size") for n, start in planned]
+    held_out = HeldOut(dataset, cfg.val_datasets, planned[-1][0], cfg.pack, "then" if later else "block_size")
     world = layout.data_world
     accumulation = accumulation_steps(cfg, given, world)
     for i, (n, start) in enumerate(planned):

@@ -203,6 +203,8 @@ def wandb_row(line):
     if "mfu" in line:
         row["mfu"] = 100 * line["mfu"]  # percent, as nanoGPT has it
     for key, value in line.items():
+        if key.startswith(("val_loss/", "epochs/")):  # of one of several datasets
+            row[key.replace("val_loss/", "val/loss/")] = value
         if isinstance(value, list):  # what an attention reports of each layer, None for others
             row |= {f"{key}/layer_{i:02d}": mean for i, mean in enumerate(value) if mean is not None}
     return row

@@ -674,12 +674,12 @@ def test_scripts_run_from_the_repository_root(tmp_path):
     assert Dataset(str(tmp_path / "out")).meta["prepare"].startswith("python data/text/prepare.py")
 
 
-@pytest.mark.parametrize("name", ["pystdlib", "text", "longcrawl64", "openwebtext"])
+@pytest.mark.parametrize("name", ["pystdlib", "text", "longcrawl64", "openwebtext", "hf"])
 def test_wrong_arguments_and_failures_are_one_line_with_status_2(tmp_path, name, monkeypatch, capsys):
     wrong = [["--bogus=1"]]
-    wrong.append([tmp_path / "nosuch.txt"] if name == "text" else ["--document_length=x"])
+    wrong.append([tmp_path / "nosuch.txt"] if name in ("text", "hf") else ["--document_length=x"])
     wrong += [["--val-fraction=0"], ["--document-length", "0"]]
-    if name == "text":
+    if name in ("text", "hf"):
         wrong[-1].append("x.txt")
     if name in ("pystdlib", "longcrawl64"):
         wrong.append([f"--{'root' if name == 'pystdlib' else 'source'}={tmp_path / 'nosuch'}"])

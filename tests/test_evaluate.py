@@ -9,17 +9,17 @@ from test_sample import tiny
 
 import evaluate
 import train
-from runs import plotting
+from runs import plotting, scores
 from runs.plotting import means_by_position
 
 
 @pytest.mark.parametrize("attention", ["softmax", "sympow_gating", "conformal_sympow"])
 def test_pieces_give_the_parallel_forwards_losses(attention, monkeypatch):
-    monkeypatch.setattr(evaluate, "LOGITS_AT_ONCE", 257 * 100)
+    monkeypatch.setattr(scores, "LOGITS_AT_ONCE", 257 * 100)
     model, ids = tiny(attention), torch.randint(257, (2, 301))
     with torch.no_grad():
         logits = model(ids[:, :-1])[0]
-        losses = evaluate.losses_by_position(model, ids[:, :-1], ids[:, 1:], piece=64)
+        losses = scores.losses_by_position(model, ids[:, :-1], ids[:, 1:], piece=64)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     assert losses.shape == (2, 300) and (losses.flatten() - expected).abs().max() < 1e-4
     assert (losses.mean() - model(ids[:, :-1], ids[:, 1:])[1]).abs() < 1e-5

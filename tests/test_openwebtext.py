@@ -1,4 +1,4 @@
-"""OpenWebText is prepared from a local file: all steps but the download."""
+"""OpenWebText is prepared from a local file: all steps but the download. More of documents.py is in test_hf.py."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import pytest
 import tiktoken
 from helpers import byte_encoding, kill_in_second_shard
 
-from data import DataError
+from data import DataError, documents
 from data.dataset import Dataset
 from data.openwebtext import prepare as openwebtext
 
@@ -21,7 +21,7 @@ TEXTS = [f"document {i} " + "word " * (i % 7) for i in range(100)]
 def offline(monkeypatch, tmp_path):
     encoding = byte_encoding()
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(documents, "SHARDS", 16)
 
 
 def write_source(tmp_path, form):
@@ -40,7 +40,7 @@ def prepare(tmp_path, source, *argv):
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_documents_are_kept_in_order_and_one_in_n_is_validation(tmp_path, form, monkeypatch):
-    monkeypatch.setattr(openwebtext, "DOCUMENTS", 30)
+    monkeypatch.setattr(documents, "DOCUMENTS", 30)
     dataset = prepare(tmp_path, write_source(tmp_path, form), "--val_fraction=0.1")
     tok = dataset.tokenizer
     val = "".join(text + "<|endoftext|>" for text in TEXTS[::10])
@@ -57,7 +57,7 @@ def test_documents_are_kept_in_order_and_one_in_n_is_validation(tmp_path, form, 
 def test_complete_dataset_is_not_loaded_again(tmp_path, monkeypatch, capsys):
     source = write_source(tmp_path, "parquet")
     prepare(tmp_path, source, "--val_fraction=0.1")
-    monkeypatch.setattr(openwebtext, "load", None)
+    monkeypatch.setattr(documents, "open_stream", None)
     prepare(tmp_path, source, "--val_fraction=0.1")
     assert "complete already" in capsys.readouterr().out
 
@@ -65,12 +65,12 @@ def test_complete_dataset_is_not_loaded_again(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow  # two more processes; test_longcrawl64.py has the same of another script
 def test_kill_9_within_a_shard_loses_that_shard_alone(tmp_path, monkeypatch, capfd):
     source, options = write_source(tmp_path, "parquet"), ["--val_fraction=0.1", "--document_length=16"]
-    setup = "from data.openwebtext import prepare; prepare.DOCUMENTS = 30"
+    setup = "from data import documents; from data.openwebtext import prepare; documents.DOCUMENTS = 30"
     first = kill_in_second_shard(tmp_path / "out", setup, f"--source={source}", *options)
-    monkeypatch.setattr(openwebtext, "DOCUMENTS", 30)
+    monkeypatch.setattr(documents, "DOCUMENTS", 30)
     dataset = prepare(tmp_path, source, *options)
     printed = capfd.readouterr()
-    assert "1 of 4 shards were there" in printed.out and " 30% of" in printed.err  # 30 of 100 documents
+    assert "1 of 4 shards were there" in printed.out and "out: about 33,000 tokens" in printed.err  # 30 documents
     assert os.stat(tmp_path / "out/train_00000.bin").st_mtime_ns == first.st_mtime_ns
     assert not list((tmp_path / "out").glob("*.tmp")) and not (tmp_path / "out/progress.json").exists()
     dataset.verify()
@@ -79,17 +79,16 @@ def test_kill_9_within_a_shard_loses_that_shard_alone(tmp_path, monkeypatch, cap
 
 
 def test_a_dataset_that_grows_tokenizes_what_is_new(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(openwebtext, "DOCUMENTS", 20)
-    source, calls, read = write_source(tmp_path, "jsonl"), [], openwebtext.rows
-    monkeypatch.setattr(
-        openwebtext,
-        "rows",
-        lambda documents, numbers, *args: calls.append(numbers[0]) or read(documents, numbers, *args),
-    )
-    for documents, begun in ((50, [1, 23, 45, 0]), (90, [45, 67, 89, 0])):
+    monkeypatch.setattr(documents, "DOCUMENTS", 20)
+    source, calls = write_source(tmp_path, "jsonl"), []
+    for name in ("training", "held_out"):
+        read = getattr(documents.Documents, name)
+        noted = lambda self, first, last, read=read: calls.append(first) or read(self, first, last)
+        monkeypatch.setattr(documents.Documents, name, noted)
+    for count, begun in ((50, [1, 23, 45, 0]), (90, [45, 67, 89, 0])):
         calls.clear()
-        dataset = prepare(tmp_path, source, "--val_fraction=0.1", f"--documents={documents}")
-        assert calls == begun and dataset.meta["arguments"]["documents"] == documents
+        dataset = prepare(tmp_path, source, "--val_fraction=0.1", f"--documents={count}")
+        assert calls == begun and dataset.meta["arguments"]["documents"] == count
     assert "documents=50, now 90; 2 of 6 shards are kept" in capsys.readouterr().out
     dataset.verify()
     openwebtext.main(
@@ -129,21 +128,25 @@ def test_unusable_sources_are_refused_in_one_line(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         prepare(tmp_path, tmp_path / "nosuch.parquet")
     (tmp_path / "bad.parquet").write_bytes(b"not parquet")
-    with pytest.raises(DataError, match="cannot load .*--source"):
+    with pytest.raises(DataError, match="cannot load .*bad.parquet"):
         prepare(tmp_path, tmp_path / "bad.parquet")
     (tmp_path / "other.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(DataError, match='no column "text", only body'):
         prepare(tmp_path, tmp_path / "other.jsonl")
 
 
-def test_the_default_source_is_a_parquet_repository(monkeypatch):
-    asked = {}
+def test_the_default_source_is_a_parquet_repository(monkeypatch, tmp_path):
+    monkeypatch.setattr(documents, "_revision", lambda source, *_: f"newest of {source.name}")
+    monkeypatch.setattr(datasets, "load_dataset", lambda **options: pytest.fail(f"asked for {options}"))
+    with pytest.raises(pytest.fail.Exception) as asked:
+        openwebtext.main([f"--out={tmp_path / 'out'}"])
+    options = {"path": openwebtext.REPOSITORY, "split": "train", "streaming": True}
+    assert str(asked.value) == f"asked for {options | {'revision': 'newest of Skylion007/openwebtext'}}"
 
-    def load_dataset(name, **options):
-        asked.update(options, name=name)
-        raise ConnectionError("offline")
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(DataError, match="cannot load Skylion007/openwebtext"):
-        openwebtext.load(openwebtext.REPOSITORY, 4)
-    assert asked == {"name": "Skylion007/openwebtext", "split": "train", "num_proc": 4}
+def test_shards_are_the_bytes_that_earlier_versions_wrote(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "DOCUMENTS", 30)
+    splits = prepare(tmp_path, write_source(tmp_path, "jsonl"), "--val_fraction=0.1").meta["splits"]
+    assert [shard["sha256"][:8] for split in splits.values() for shard in split["shards"]] == [
+        "9a0af3c7", "acec3e9b", "a1450c3f", "c640356a",
+    ]  # fmt: skip

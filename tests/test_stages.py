@@ -245,7 +245,7 @@ def test_sizes_follow_from_the_first_stage(dataset):  # noqa: F811
         found, held_out = stages.make_stages(cfg, {}, data, SimpleNamespace(data_world=world))
         assert [(stage.batch_size, stage.accumulation) for stage in found] == expected
         assert all(s.batch_size * s.accumulation * s.block_size * world == tokens for s in found)
-        assert held_out.block_size == found[-1].block_size and held_out.split == "val"
+        assert held_out.block_size == found[-1].block_size and held_out.parts[0].windows.split == "val"
     cfg = train.TrainConfig(block_size=32, tokens_per_step=256)
     (only,), _ = stages.make_stages(cfg, {}, data, SimpleNamespace(data_world=1))
     assert only.name == "" and only.start == 0

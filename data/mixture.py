@@ -1,0 +1,187 @@
+"""Train on several prepared datasets at once, each by its weight, and evaluate on several.
+
+    dataset = open_dataset("code:0.7,prose:0.3")                    # a Mixture; for a plain name, its Dataset
+    windows = open_windows(dataset, "train", 1024, pack=False)      # for data.loader.train_batch
+    held_out = HeldOut(dataset, "math,mail", 1024, pack=False)      # what an evaluation reads
+
+Every row of a batch is a window of one of the datasets. Which one follows from its place in the training order alone:
+among the first n rows of a run, each dataset has its share of n, rounded. Each goes through its own windows in the
+order in which it would come alone, whatever the others do, and begins its next epoch when it has been read.
+"""
+
+import os
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from . import DataError
+from .dataset import Dataset
+from .loader import Windows
+
+PART = re.compile(r"(.+):(\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})")  # NAME:WEIGHT
+
+
+class Mixture:
+    """Several datasets of one tokenizer, with a weight each. It serves in the place of a Dataset for training.
+
+    Attributes: sets ({name: Dataset}), weights (Fractions, whose sum is 1), name, document_length (the shortest), and
+    vocab_size, eot and tokenizer, which are those of the first.
+    """
+
+    def __init__(self, parts):
+        """parts: [(name or path, weight)]. Raises DataError if a dataset cannot be opened, if two have one name, or if
+        their tokens differ."""
+        self.sets = open_sets([name for name, _ in parts])
+        total = sum(weight for _, weight in parts)
+        self.weights = [weight / total for _, weight in parts]
+        self._shares = [weight / sum(self.weights[i:]) for i, weight in enumerate(self.weights)]
+        self.name = ",".join(self.sets)
+        first, *others = self.sets.values()
+        for dataset in others:
+            dataset.check_tokens(first.tokenizer, f"the dataset {first.name}")
+        self.document_length = min(dataset.document_length for dataset in self.sets.values())
+        self.vocab_size, self.eot, self.tokenizer = first.vocab_size, first.eot, first.tokenizer
+
+    def check_tokens(self, tokenizer, owner):
+        """Raise DataError if the ids of the datasets are not those of `owner`, as Dataset.check_tokens does."""
+        next(iter(self.sets.values())).check_tokens(tokenizer, owner)
+
+    def counts(self, position):
+        """Return how many of the first `position` rows of the training order each dataset has; their sum is position.
+
+        With k datasets no count is further than (k - 1) / 2 from weight * position: the first dataset gets its share,
+        rounded, the second its share of the rows that the first has left, and so on. All of it is exact arithmetic.
+        """
+        counts, left = [], position
+        for share in self._shares:
+            counts.append((2 * share.numerator * left + share.denominator) // (2 * share.denominator))
+            left -= counts[-1]
+        return counts
+
+    def choose(self, start, count):
+        """Return which dataset, by its number, each of the rows start, start + 1, ... is from: np.int64 [count]."""
+        counts = np.array([self.counts(position) for position in range(start, start + count + 1)])
+        return np.diff(counts, axis=0).argmax(axis=1)
+
+
+def open_dataset(text):
+    """Return the Dataset of a name or path, or the Mixture of "NAME:WEIGHT,NAME:WEIGHT"; weights need not add up to 1.
+
+    Raises DataError for a mixture with a weight missing, or one that is 0, and as Dataset and Mixture do.
+    """
+    if os.path.isdir(text) or not ("," in text or PART.fullmatch(text)):
+        return Dataset(text)
+    found = [PART.fullmatch(part.strip()) for part in text.split(",")]
+    if len(found) < 2 or not all(found) or not all(Fraction(match[2]) for match in found):
+        raise DataError(
+            "dataset must be a name or path, or at least two with a weight above 0 each, as in code:0.7,prose:0.3, "
+            f"got {text!r}"
+        )
+    return Mixture([(match[1], Fraction(match[2])) for match in found])
+
+
+def open_sets(names):
+    """Return {name: Dataset} of names or paths, by the names of their folders. Raises DataError if two have the same
+    name."""
+    sets = {}
+    for given in names:
+        dataset = Dataset(given)
+        name = os.path.basename(dataset.path)
+        if name in sets:
+            raise DataError(
+                f"{sets[name].path} and {dataset.path} have the same name, {name}: rename one of the folders"
+            )
+        sets[name] = dataset
+    return sets
+
+
+def sets_of(dataset):
+    """Return {name: Dataset} of a Mixture, or of a Dataset alone."""
+    return dataset.sets if isinstance(dataset, Mixture) else {os.path.basename(dataset.path): dataset}
+
+
+def open_windows(dataset, split, block_size, pack=False, name="block_size"):
+    """Return the Windows of a split, or the MixedWindows if the dataset is a Mixture; arguments as for Windows."""
+    if not isinstance(dataset, Mixture):
+        return Windows(dataset, split, block_size, pack, name)
+    return MixedWindows(dataset, [Windows(one, split, block_size, pack, name) for one in dataset.sets.values()])
+
+
+class MixedWindows:
+    """The windows of a Mixture, for data.loader.train_batch. Attributes: parts (the Windows of each dataset, of one
+    block_size), mixture, block_size."""
+
+    def __init__(self, mixture, parts):
+        self.mixture, self.parts, self.block_size = mixture, parts, parts[0].block_size
+
+    def train_rows(self, seed, start, count, spans=None):
+        """Return (inputs, targets) [count, T] of these places of the training order, as Windows.train_rows does."""
+        rows = None
+        for places, windows, first in self._shares(start, count):
+            read = windows.train_rows(seed, first, len(places), spans)
+            rows = rows or [torch.empty(count, x.shape[1], dtype=x.dtype) for x in read]
+            for x, part in zip(rows, read):
+                x[places] = part
+        return tuple(rows)
+
+    def expect_rows(self, seed, start, count, spans=None):
+        """Announce that these places of the training order will be read soon."""
+        if all(windows.block == 1 for windows in self.parts):  # nothing is fetched ahead
+            return
+        for places, windows, first in self._shares(start, count):
+            windows.expect_rows(seed, first, len(places), spans)
+
+    def _shares(self, start, count):
+        """Yield (which of these rows are a dataset's, its Windows, the place of the first of them in its own order)."""
+        chosen, before = self.mixture.choose(start, count), self.mixture.counts(start)
+        for number, windows in enumerate(self.parts):
+            if len(places := np.flatnonzero(chosen == number)):
+                yield places, windows, before[number]
+
+
+class Part(NamedTuple):
+    """A held-out split: what its loss is called in the metrics, its weight in val_loss, and its windows."""
+
+    key: str
+    weight: float
+    windows: Windows
+
+
+class HeldOut:
+    """The held-out windows that an evaluation reads, all of one block_size. Attributes: parts ([Part]), block_size.
+
+    Of a Dataset alone there is one part, "val_loss". Those of a Mixture are "val_loss/NAME", with the weights of the
+    Mixture. Those of `others`, names or paths with commas between, are "val_loss/NAME" with a weight of 0.
+    """
+
+    def __init__(self, dataset, others, block_size, pack=False, name="block_size"):
+        """Raise DataError if one of `others` cannot be opened, has other tokens, or the name of another dataset."""
+        sets, mixed = sets_of(dataset), isinstance(dataset, Mixture)
+        weights = dataset.weights if mixed else [1]
+        further = open_sets([given.strip() for given in others.split(",")] if others else [])
+        for added, one in further.items():
+            if added in sets:
+                raise DataError(
+                    f"val_datasets has {added}, which is a name of the training data already: {sets[added].path} and "
+                    f"{one.path} cannot both be val_loss/{added}"
+                )
+            first = next(iter(sets.values()))
+            one.check_tokens(first.tokenizer, f"the training data {first.name}")
+        open_part = lambda one: Windows(one, "val", block_size, pack, name)
+        self.parts = [
+            Part(f"val_loss/{known}" if mixed else "val_loss", float(weight), open_part(one))
+            for (known, one), weight in zip(sets.items(), weights)
+        ]
+        self.parts += [Part(f"val_loss/{added}", 0.0, open_part(one)) for added, one in further.items()]
+        self.block_size = block_size
+
+    def losses(self, means):
+        """Return {key: loss} for the metrics, val_loss first; means: the mean loss a token of each part.
+
+        val_loss of a Mixture is the mean of its datasets' losses by their weights.
+        """
+        val_loss = sum(part.weight * mean for part, mean in zip(self.parts, means) if part.weight)
+        return {"val_loss": val_loss} | {part.key: mean for part, mean in zip(self.parts, means)}

@@ -1,0 +1,277 @@
+"""Power attention inside transformers' own models: an attention for AttentionInterface, and its state as their cache.
+
+    import sympow.transformers
+    sympow.transformers.register("sympow", p=2)
+    model = LlamaForCausalLM(LlamaConfig(..., attn_implementation="sympow"))
+    loss = model(ids, labels=ids).loss                                                    # training
+    text = model.generate(ids, past_key_values=sympow.transformers.PowerCache())          # memory that stops growing
+
+It needs transformers 5, which nothing else in this package imports. The model rotates queries and keys itself. An
+attention_mask [B, T] may have zeros anywhere: those tokens are seen by no other. Where position_ids do not go on by
+one, a packed document begins, which sees nothing before it, as with transformers' own attentions. Whatever power
+attention does not have (windows, dropout, masks of four dimensions, ...) is refused with a ValueError of one line.
+"""
+
+from functools import partial
+
+import torch
+from torch.nn.functional import pad
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import causal_mask_function
+
+from .attention import sequences
+from .attention.forms import accumulation_dtype
+from .attention.gates import alibi_slopes, reset_gates
+from .attention.power import power_attention
+from .attention.state import LayerState, attend_and_append
+
+# Arguments that models give to an attention, and the values of them that ask for nothing.
+NOT_HERE = dict(
+    dropout=0.0, is_causal=True, sliding_window=None, softcap=None, s_aux=None, position_bias=None, cache=None,
+    output_attentions=False,
+)  # fmt: skip
+
+
+def register(name="sympow", p=2, gate="none"):
+    """Make power attention of power p available in transformers' models as attn_implementation=name.
+
+    gate: "none", or "fixed" for the gates exp(-2^(-8 h / Hkv)) of key/value heads h = 1..Hkv at every token. For
+    several powers in one process, register several names. Raises ValueError for another p or gate.
+    """
+    if not isinstance(p, int) or p < 2 or p % 2:
+        raise ValueError(f"p must be a positive even integer, got {p!r}")
+    if gate not in ("none", "fixed"):
+        raise ValueError(f"gate must be none or fixed, got {gate!r}")
+    AttentionInterface.register(name, partial(attend, p=p, gate=gate))
+    AttentionMaskInterface.register(name, padding_mask)
+
+
+class PowerCache(Cache):
+    """The cache for generation with a registered attention: model.generate(ids, past_key_values=PowerCache()).
+
+    switch_over says how many tokens' keys and values are kept before a state takes their place: "auto", as many as
+    take its memory; a number; "always", none; or "never", all of them, a cache that grows. Beam search, several
+    sequences for a prompt and left padding work; `crop`, which assisted generation asks for, is refused.
+    """
+
+    def __init__(self, switch_over="auto"):
+        if switch_over not in ("auto", "always", "never") and not (isinstance(switch_over, int) and switch_over > 0):
+            raise ValueError(f"switch_over must be auto, always, never or a positive number, got {switch_over!r}")
+        super().__init__(layer_class_to_replicate=partial(PowerLayer, switch_over))
+
+    def bytes(self):
+        """Return the bytes that all layers' keys, values and states take."""
+        return sum(layer.state.bytes() for layer in self.layers if layer.state is not None)
+
+
+class PowerLayer(CacheLayerMixin):
+    """What one layer of a PowerCache keeps: a LayerState, see attention/state.py.
+
+    A model hands new keys to `update` and what that returns to its attention. Here these are the new keys themselves,
+    with this layer as their attribute `power_layer`, by which `attend` finds it.
+    """
+
+    is_compileable = is_sliding = is_croppable = supports_early_init = False
+
+    def __init__(self, switch_over="auto"):
+        super().__init__()
+        self.switch_over = switch_over
+        self.reset()
+
+    def reset(self):
+        """Forget all tokens."""
+        self.state, self.tokens, self.padded, self.waiting = None, 0, False, False
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Return the new keys and values [B, Hkv, n, D] for `attend`. Raises ValueError if it was not what got those of
+        the last call."""
+        if self.waiting:
+            raise ValueError(
+                "a PowerCache needs a registered attn_implementation that gets its keys as they are (see "
+                "sympow.transformers.register): the last ones went to another attention"
+            )
+        self.waiting = True
+        keys = key_states.view_as(key_states)
+        keys.power_layer = self
+        return keys, value_states
+
+    def attend(self, q, k, v, log_g, mask, p):
+        """Return y [B, n, H, E] of n new tokens, of which this layer has the state afterwards.
+
+        mask [B, tokens before and new] bool or None: False for tokens that nobody sees.
+        """
+        B, n = q.shape[:2]
+        if self.state is None:
+            self.state = LayerState.empty(B, q.device, self.switch_over)
+        state, self.padded = self.state, self.padded or mask is not None
+        zeros = lambda k: torch.zeros(k.shape[:3], dtype=accumulation_dtype(k), device=k.device)
+        if state.k is not None and (state.log_g is None) != (log_g is None):  # only now there are resets, or none now
+            log_g = zeros(k) if log_g is None else log_g
+            state.log_g = zeros(state.k) if state.log_g is None else state.log_g
+        steps = torch.ones_like(q[..., 0, 0]) if mask is None else mask[:, -n:]
+        seen = state.position.unsqueeze(1) + steps.to(state.position).cumsum(1)  # tokens that are not masked
+        y, self.state = attend_and_append(q, k, v, log_g, seen, state, p=p)
+        self.tokens, self.waiting = self.tokens + n, False
+        return y
+
+    def check_mask(self, mask):
+        """Raise ValueError for a mask of earlier tokens that differs from the masks with which they were read."""
+        if not self.tokens or (mask is None and not self.padded):
+            return
+        seen = self.state.position
+        now = torch.full_like(seen, self.tokens) if mask is None else mask[:, : self.tokens].sum(1).to(seen)
+        if not torch.equal(seen, now):
+            raise ValueError("attention_mask must be for the tokens in a PowerCache what it was when they were read")
+
+    def lazy_initialization(self, key_states, value_states):
+        """Do nothing: the first `attend` makes the state."""
+
+    def get_seq_length(self):
+        """Return how many tokens have been read, masked ones too."""
+        return self.tokens
+
+    def get_mask_sizes(self, query_length):
+        """Return the number of tokens that a mask has columns for, and 0, the first of them."""
+        n = query_length if isinstance(query_length, int) else query_length.shape[0]  # up to 5.2: their positions
+        return self.tokens + n, 0
+
+    def get_max_length(self):
+        """Return -1: there is no limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.0
+
+    def reorder_cache(self, beam_idx):
+        """Take the states of these sequences, for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices):
+        """Take the states of these sequences."""
+        self._map(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats):
+        """Repeat each sequence's state."""
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def crop(self, tokens_to_remove):
+        """Raise ValueError: a state cannot forget its newest tokens."""
+        raise ValueError("a PowerCache cannot be cropped: its state cannot forget its newest tokens")
+
+    def _map(self, function):
+        if self.state is not None:
+            self.state = self.state.map(function)
+
+
+def padding_mask(
+    *, kv_length, attention_mask=None, mask_function=causal_mask_function, batch_size=1, use_vmap=False,
+    local_size=None, **others,
+):  # fmt: skip
+    """Return what `attend` gets as its attention_mask; see AttentionMaskInterface.
+
+    That is [B, kv_length]: bool, False for a token that nobody sees, or None if there is none; for packed documents
+    int64, 0 for such a token, 2 for the first of a document, else 1. mask_function says which tokens see which, by
+    their numbers. Raises ValueError unless each sees those before it, or those of its document.
+    """
+    if use_vmap or local_size is not None:
+        raise ValueError("power attention has no windows, no chunks and no mask functions")
+    mask = None if attention_mask is None else attention_mask.bool()
+    if mask is not None and may_look(mask) and mask.all():
+        mask = None
+    if mask_function is not causal_mask_function:
+        token = torch.arange(kv_length - 1, device=others.get("device"))
+        batch = torch.arange(batch_size, device=token.device).unsqueeze(1)
+        if not torch.compiler.is_compiling() and torch.as_tensor(mask_function(batch, 0, token, token + 1)).any():
+            raise ValueError("power attention is causal: no token sees a later one")
+        starts = ~torch.as_tensor(mask_function(batch, 0, token + 1, token), device=token.device)
+        starts = pad(starts.expand(batch_size, -1).long(), (1, 0)) + 1
+        mask = starts if mask is None else starts * mask
+    return mask
+
+
+def attend(
+    module, query, key, value, attention_mask, scaling=None, position_ids=None, cu_seq_lens_q=None, *, p, gate, **others
+):
+    """Compute what AttentionInterface asks for, (y [B, n, H, E], None), by power attention.
+
+    query [B, H, n, D]; key and value [B, Hkv, m, D], of the n new tokens if a PowerCache holds those before, else of m
+    tokens, the last n of which have queries. attention_mask: from `padding_mask`. position_ids [B, n] or [1, n], or
+    None. cu_seq_lens_q [N + 1] or None: packed sequences, as flash attention gets them. scaling cancels in y. Raises
+    ValueError for what power attention does not have.
+    """
+    others["is_causal"] = getattr(module, "is_causal", True) if others.get("is_causal") is None else others["is_causal"]
+    for name, nothing in NOT_HERE.items():
+        if (asked := others.get(name)) is not None and (isinstance(asked, torch.Tensor) or asked != nothing):
+            got = "a tensor" if isinstance(asked, torch.Tensor) else asked
+            raise ValueError(f"{name} must be {nothing} for power attention, got {got}")
+    layer = getattr(key, "power_layer", None)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the model rotates q and k in float32
+    n, m = q.shape[1], k.shape[1]
+    mask = check_mask(attention_mask, m if layer is None else layer.tokens + n)
+    if layer is not None and getattr(module, "layer_idx", 0) == 0:
+        layer.check_mask(mask)
+    seen = None if mask is None else mask[:, -m:].bool()
+    log_g = -alibi_slopes(k.shape[2], k.device).expand(k.shape[:3]) if gate == "fixed" else None
+    if seen is not None:  # a key of zeros has no weight, and a token that is not there lets nothing fade
+        k = k.masked_fill(~seen[..., None, None], 0)
+        log_g = None if log_g is None else log_g.masked_fill(~seen.unsqueeze(-1), 0)
+    if mask is not None and mask.dtype != torch.bool:
+        log_g = reset_gates(mask == 2, log_g, k)
+    if cu_seq_lens_q is not None:
+        if layer is not None or len(q) > 1 or n < m:
+            raise ValueError(f"cu_seq_lens_q needs a batch of 1 and no cache, got {[*q.shape]} queries, {m} keys")
+        log_g = sequences.reset_gates(log_g, cu_seq_lens_q, k)
+    elif position_ids is not None:
+        if position_ids.ndim != 2 or position_ids.shape[1] != n:
+            raise ValueError(f"position_ids must be [B, {n}], got {[*position_ids.shape]}")
+        if n < m and layer is None:
+            check_positions(position_ids, seen, m - n)
+        starts = document_starts(position_ids, None if seen is None else seen[:, -n:])
+        log_g = reset_gates(None if starts is None else pad(starts, (m - n, 0)), log_g, k)
+    if layer is not None:
+        return layer.attend(q, k, v, log_g, seen, p), None
+    return power_attention(q, k, v, log_g, p=p), None
+
+
+def check_mask(mask, tokens):
+    """Return mask, None or of [B, tokens]; raise ValueError for others, as a model's own mask of four dimensions."""
+    if mask is not None and (mask.ndim != 2 or mask.shape[1] != tokens):
+        raise ValueError(f"power attention takes an attention_mask of [B, {tokens}], got {[*mask.shape]}")
+    return mask
+
+
+def check_positions(position_ids, seen, before):
+    """Raise ValueError unless the first new token comes after all of the `before` tokens that another cache holds.
+
+    Such a cache has keys alone. It does not know where documents begin, and a StaticCache has keys of no token.
+    """
+    if not may_look(position_ids):
+        return
+    if (position_ids[:, 0] != (before if seen is None else seen[:, :before].sum(1))).any():
+        raise ValueError("position_ids must go on from the cached keys (packed or static ones): use a PowerCache")
+
+
+def document_starts(position_ids, seen):
+    """Return [B or 1, n] bool, True where position_ids [B or 1, n] do not go on by one, or None if they do everywhere.
+
+    seen [B, n] bool or None: what stands behind or before padding begins no document.
+    """
+    if position_ids.shape[1] == 1:
+        return None
+    starts = pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0))
+    if seen is not None:
+        starts = starts & seen & pad(seen[:, :-1], (1, 0))
+    if not may_look(starts):
+        return starts
+    # All layers get the same tensor: the first of them waits for the GPU.
+    version = None if position_ids.is_inference() else position_ids._version
+    known = getattr(position_ids, "begins_documents", None)
+    if known is None or known[0] != version:
+        known = position_ids.begins_documents = version, bool(starts.any())
+    return starts if known[1] else None
+
+
+def may_look(x):
+    """Return True if values of the tensor x may decide what is computed: not in a compiled or captured graph."""
+    return not torch.compiler.is_compiling() and not sequences.is_capturing(x)

@@ -1,0 +1,362 @@
+"""What docs/library.md shows, run as it stands there, and power attention inside transformers' Llama."""
+
+import importlib
+import os
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, join, start_ranks
+from test_package import sympow  # noqa: F401
+
+transformers = pytest.importorskip("transformers")
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers.masking_utils import sdpa_mask  # noqa: E402
+
+GATES = {"sympow": "none", "sympow_p4": "none", "sympow_fixed": "fixed"}
+POWERS = {"sympow": 2, "sympow_p4": 4, "sympow_fixed": 2}
+
+
+def naive_attention(module, query, key, value, attention_mask, name, **kwargs):
+    """Compute power attention from all pairs, under transformers' own mask of pairs; return (y [B, T, H, D], None)."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    w = (query @ key.transpose(-1, -2)) ** POWERS[name]
+    (n, m), Hkv = w.shape[2:], w.shape[1] // groups
+    visible = torch.ones(n, m, dtype=torch.bool).tril(m - n) if attention_mask is None else attention_mask
+    if GATES[name] == "fixed":  # the gates of the tokens after j that i sees
+        slopes = 2.0 ** (-8.0 / Hkv * torch.arange(1, Hkv + 1)).repeat_interleave(groups)
+        passed = visible.flip(-1).double().cumsum(-1).flip(-1) - visible.double()
+        w = w * (-slopes.to(w)[:, None, None] * passed).exp()
+    w = w.where(visible, 0)
+    y = (w @ value) / w.sum(-1, keepdim=True).clamp_min(1e-300)
+    return y.transpose(1, 2), None
+
+
+@pytest.fixture(scope="module")
+def power(sympow):  # noqa: F811
+    """Return the module sympow.transformers with all of GATES registered, and each of them as naive_NAME too."""
+    module = importlib.import_module("sympow.transformers")
+    for name in GATES:
+        module.register(name, p=POWERS[name], gate=GATES[name])
+        naive = lambda *args, name=name, **kwargs: naive_attention(*args, name=name, **kwargs)
+        AttentionInterface.register(f"naive_{name}", naive)
+        AttentionMaskInterface.register(f"naive_{name}", sdpa_mask)
+    return module
+
+
+def llama(name, dtype=torch.float64, **settings):
+    """Return a Llama of random weights, large enough for texts that do not repeat one token."""
+    torch.manual_seed(0)
+    config = dict(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, attn_implementation=name, initializer_range=0.3,
+        pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**config | settings)).to(dtype).eval()
+
+
+def ids(*shape):
+    return torch.randint(2, 64, shape)
+
+
+def greedy(model, tokens, new, **kwargs):
+    """Return the tokens that greedy decoding appends, each from all tokens before it, computed anew."""
+    for _ in range(new):
+        logits = model(tokens, use_cache=False, **kwargs).logits[:, -1]
+        tokens = torch.cat((tokens, logits.argmax(-1, keepdim=True)), 1)
+    return tokens[:, -new:]
+
+
+PADDED = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8, [1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 1, 0, 1, 1, 1]])
+BATCHES = {
+    "plain": {},
+    "padded": dict(attention_mask=PADDED),
+    "padded, as generate counts": dict(
+        attention_mask=PADDED, position_ids=(PADDED.cumsum(-1) - 1).masked_fill(PADDED == 0, 0)
+    ),
+    "packed": dict(
+        position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [*range(8)], [0, 0, 1, 2, 3, 0, 0, 1], [*range(8)]])
+    ),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", GATES)
+def test_a_llama_trains_as_with_naive_attention(power, name, batch):
+    tokens, kwargs, results = ids(4, 8), BATCHES[batch], []
+    labels = tokens.masked_fill(kwargs.get("attention_mask", torch.ones_like(tokens)) == 0, -100)
+    for attention in (name, f"naive_{name}"):
+        model = llama(attention)
+        loss = model(tokens, labels=labels, use_cache=False, **kwargs).loss
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for found, wanted in zip(*results):
+        assert (found - wanted).norm() <= 1e-9 * wanted.norm()
+
+
+def test_packed_documents_stay_apart_where_an_attention_gets_no_position_ids(power):
+    q, k, v = torch.randn(3, 2, 2, 9, 4).unbind()
+    document = torch.tensor([[0] * 5 + [1] * 4, [0] * 9])
+    same = lambda b, h, i, j: (document[b, i] == document[b, j]) & (j <= i)
+    hidden = torch.ones(2, 9, dtype=torch.bool)
+    hidden[1, 6] = False
+    for given in (None, hidden):
+        mask = power.padding_mask(kv_length=9, batch_size=2, attention_mask=given, mask_function=same)
+        y, _ = power.attend(None, q, k, v, mask, p=2, gate="none")
+        at = torch.arange(9)
+        visible = torch.stack([same(torch.tensor([b]), 0, at[:, None], at) for b in range(2)])[:, None]
+        visible = visible if given is None else visible & given[:, None, None]
+        wanted, _ = naive_attention(None, q.double(), k.double(), v.double(), visible, "sympow")
+        assert (y - wanted).norm() < 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("switch_over", ["auto", "always", 5])
+@pytest.mark.parametrize("name", GATES)
+def test_greedy_text_is_that_of_full_computation_with_left_padding_too(power, name, switch_over):
+    model, tokens = llama(name), ids(2, 9)
+    tokens[0, :4] = 0
+    mask = (tokens > 0).long()
+    cache = power.PowerCache(switch_over)
+    found = model.generate(tokens, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False)[
+        :, 9:
+    ]
+    assert len(found[0].unique()) > 3  # a text that repeats itself would show nothing
+    naive = llama(f"naive_{name}")
+    for row, text in zip(found, (tokens[:1, 4:], tokens[1:])):
+        assert torch.equal(row[None], greedy(naive, text, 12))
+
+
+def test_a_cache_stops_growing_and_packed_documents_stay_apart_in_it(power):
+    model, tokens, cache = llama("sympow"), ids(1, 40), power.PowerCache()
+    with torch.no_grad():
+        whole = model(tokens, use_cache=False).logits
+        sizes, pieces = [], []
+        for piece in tokens.split(1, dim=1):
+            pieces.append(model(piece, past_key_values=cache).logits)
+            sizes.append(cache.bytes())
+        assert torch.allclose(torch.cat(pieces, 1), whole, rtol=1e-9, atol=1e-12)
+        state = 2 * 2 * (36 * 9) * 8 + 2 * 8  # layers, heads, (S, z) of D = 8 and p = 2, and what is counted
+        assert cache.get_seq_length() == 40 and max(sizes) <= 2 * state and state in sizes
+        for packed in (power.PowerCache(), power.PowerCache("always")):  # the second document goes on alone
+            at = torch.tensor([[*range(30), *range(9)]])
+            model(tokens[:, :39], position_ids=at, past_key_values=packed)
+            last = model(tokens[:, 39:], position_ids=torch.tensor([[9]]), past_key_values=packed).logits
+            assert torch.allclose(last, model(tokens[:, 30:], use_cache=False).logits[:, -1:], rtol=1e-9)
+            packed.reset()
+            assert packed.get_seq_length() == packed.bytes() == 0
+
+
+@pytest.mark.parametrize("name", ["sympow", "sympow_fixed"])
+def test_a_cache_that_grows_beams_and_several_sequences_give_the_same_text(power, name):
+    model, tokens = llama(name), ids(2, 9)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    for how in (dict(num_beams=3, num_return_sequences=2), dict(do_sample=True, num_return_sequences=2)):
+        texts = []
+        for cache in (dict(use_cache=False), {}, dict(past_key_values=power.PowerCache(5))):
+            torch.manual_seed(1)
+            texts.append(model.generate(tokens, attention_mask=mask, max_new_tokens=8, **how, **cache))
+        assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
+    cache, text = power.PowerCache(), tokens[1:]
+    for _ in range(2):  # a text goes on where it ended
+        text = model.generate(text, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert torch.equal(text[:, 9:], greedy(model, tokens[1:], 8))
+
+
+def refusals():
+    """Return {message: function of (a Llama, the module, tokens [2, 6]) that is refused with it}."""
+    mask = torch.ones(2, 6, dtype=torch.long)
+    later, square, wrong = mask.clone(), mask[:, None, None].expand(2, 1, 6, 6), lambda x: x.PowerCache("sometimes")
+    later[0, :2] = 0
+
+    def other_mask(model, power, tokens):
+        cache = power.PowerCache()
+        model(tokens[:, :4], past_key_values=cache)
+        model(tokens[:, 4:], attention_mask=later, past_key_values=cache)
+
+    def forgotten_mask(model, power, tokens):
+        cache = power.PowerCache()
+        model(tokens, attention_mask=later, past_key_values=cache)
+        model(tokens[:, :1], past_key_values=cache)
+
+    def other_attention(model, power, tokens):
+        model.set_attn_implementation("sdpa")
+        model.generate(tokens, past_key_values=power.PowerCache(), max_new_tokens=2)
+
+    def packed_keys(model, power, tokens):
+        cache = model(tokens, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]])).past_key_values
+        model(tokens[:, :1], position_ids=torch.tensor([[3]]), past_key_values=cache)
+
+    return {
+        "takes an attention_mask of [B, 6], got [2, 1, 6, 6]": lambda m, _, x: m(x, attention_mask=square),
+        "takes an attention_mask of [B, 6], got [2, 5]": lambda m, _, x: m(x, attention_mask=later[:, :5]),
+        "for the tokens in a PowerCache what it was": other_mask,
+        "a PowerCache what it was when they were read": forgotten_mask,
+        "the last ones went to another attention": other_attention,
+        "must go on from the cached keys": packed_keys,
+        "packed or static ones": lambda m, _, x: m.generate(x, cache_implementation="static", max_new_tokens=2),
+        "dropout must be 0.0 for power attention, got 0.1": lambda m, _, x: m.train()(x),
+        "is causal: no token sees a later one": lambda m, power, x: power.padding_mask(
+            kv_length=6, batch_size=2, mask_function=lambda b, h, i, j: j >= 0
+        ),
+        "no windows, no chunks and no mask functions": lambda m, power, x: power.padding_mask(
+            kv_length=6, local_size=4
+        ),
+        "is_causal must be True for power attention, got False": lambda m, power, x: power.attend(
+            None, *(torch.ones(1, 1, 3, 4),) * 3, None, is_causal=False, p=2, gate="none"
+        ),
+        "sliding_window must be None for power attention, got 4": lambda m, _, x: m(x, sliding_window=4),
+        "cannot be cropped": lambda m, power, x: m.generate(
+            x[:1], past_key_values=power.PowerCache(), max_new_tokens=2, prompt_lookup_num_tokens=2
+        ),
+        "switch_over must be auto, always, never": lambda m, power, x: wrong(power),
+        "p must be a positive even integer, got 3": lambda m, power, x: power.register("odd", p=3),
+        "gate must be none or fixed, got 'learned'": lambda m, power, x: power.register("odd", gate="learned"),
+    }
+
+
+@pytest.mark.parametrize("message", refusals())
+def test_what_a_llama_with_power_attention_does_not_take_is_refused_in_one_line(power, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as refusal:
+        refusals()[message](llama("sympow", attention_dropout=0.1), power, ids(2, 6))
+    assert "\n" not in str(refusal.value)
+
+
+# ---- the recipes of docs/library.md
+
+
+def recipes():
+    """Return {title: the Python code of the section}."""
+    sections = re.split(r"^## (.+)\n", Path(ROOT, "docs", "library.md").read_text(), flags=re.M)[1:]
+    code = {
+        title: "".join(re.findall(r"```python\n(.*?)```", text, re.S)) for title, text in zip(*[iter(sections)] * 2)
+    }
+    return {title: text for title, text in code.items() if text}
+
+
+def run_recipe(title):
+    """Run the code of a section as a file of its own would run; return its names."""
+    names = {"__name__": "recipe"}
+    torch.manual_seed(0)
+    exec(compile(recipes()[title], f"docs/library.md, {title}", "exec"), names)
+    return names
+
+
+def test_every_recipe_is_run_by_a_test():
+    here = Path(__file__).read_text()
+    assert [title for title in recipes() if f'run_recipe("{title}")' not in here] == ["A trained model in transformers"]
+
+
+def test_the_recipe_of_the_operator(sympow):  # noqa: F811
+    of = run_recipe("The operator")
+    q, k, v = of["q"], of["k"], of["v"]
+    assert of["y"].shape == (2, 512, 8, 32) and of["state"].S.shape == (2, 4, 528, 32)
+    whole = sympow.power_attention(*(torch.cat((x, x), 1) for x in (q, k, v)), p=2)
+    assert (of["y"] - whole[:, 512:]).norm() < 1e-5 * of["y"].norm()
+
+
+def test_the_recipe_of_packed_sequences(sympow):  # noqa: F811
+    of, ends = run_recipe("Packed sequences"), (0, 100, 170, 300)
+    for i, (a, b) in enumerate(zip(ends, ends[1:])):
+        q, k, v = (of[name][None, a:b] for name in "qkv")
+        y, state = sympow.power_attention(q, k, v, of["log_g"][:, a:b], p=2, return_state=True)
+        assert (of["y"][:, a:b] - y).norm() < 1e-5 * y.norm()
+        assert (of["state"].S[i] - state.S[0]).norm() < 1e-5 * state.S.norm()
+
+
+def test_the_recipe_of_a_layer(sympow):  # noqa: F811
+    of = run_recipe("A layer")
+    whole = of["layer"](of["x"])
+    assert of["y"].shape == whole.shape and (of["y_t"] - whole[:, -1:]).norm() < 1e-5 * of["y_t"].norm()
+    assert not torch.allclose(of["y"][:, 20:], whole[:, 20:]) and torch.allclose(of["y"][:, :20], whole[:, :20])
+
+
+def test_the_recipe_of_a_model_of_transformers(sympow, capsys):  # noqa: F811
+    of = run_recipe("In a model of transformers")
+    assert all(p.grad.norm() > 0 for p in of["model"].parameters())
+    assert of["text"].shape == (2, 52) and int(capsys.readouterr().out) == of["cache"].bytes()
+    assert torch.equal(of["text"][:, 32:], greedy(of["model"], of["ids"], 20))
+
+
+def run_transforms(monkeypatch, backend):
+    """Run the recipe of transforms with a backend of torch.compile; return its names."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    return run_recipe("Under PyTorch's transforms")
+
+
+@pytest.mark.slow
+def test_the_recipe_of_transforms(sympow, monkeypatch):  # noqa: F811
+    of = run_transforms(monkeypatch, "eager")
+    layer, x = of["layer"], of["x"]
+    assert torch.equal(of["y"], layer(x))
+    with torch._dynamo.config.patch(error_on_recompile=True):  # another length takes the same graph
+        for length in (20, 13, 7):
+            part = x[:, :length].contiguous()
+            assert torch.allclose(of["compiled"](part), layer(part), atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["quadratic", "chunked"])
+def test_gradients_of_each_sample_in_every_form(sympow, form):  # noqa: F811
+    layer = sympow.Attention(n_embd=16, n_head=2, form=form, chunk_size=4)
+    weights, (x, target) = dict(layer.named_parameters()), torch.randn(2, 3, 9, 16).unbind()
+    call = lambda weights, x: torch.func.functional_call(layer, weights, (x[None],))[0]
+    loss = lambda weights, x, target: (call(weights, x) - target).square().mean()
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, x, target)
+    for i in range(3):
+        wanted = torch.autograd.grad(loss(weights, x[i], target[i]), list(weights.values()))
+        for name, g in zip(weights, wanted):
+            assert (found[name][i] - g).norm() <= 1e-5 * g.norm(), name
+
+
+def ranks():
+    """Run the recipe for several ranks and compare its gradients with those of all samples on one rank."""
+    sys.path.insert(0, sys.argv[1])
+    of = run_recipe("On several ranks")
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 20, 64)
+    assert torch.equal(x[of["dist"].get_rank()], of["x"])
+    for seed, found in ((0, of["layers"]), (1, of["sharded"])):
+        torch.manual_seed(seed)
+        if seed == 0:
+            torch.randn_like(x)
+        whole = torch.nn.Sequential(*(of["sympow"].Attention(n_embd=64, n_head=4) for _ in range(2)))
+        whole(x.flatten(0, 1)).square().mean().backward()
+        for p, q in zip(whole.parameters(), found.parameters(), strict=True):
+            g = q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad
+            assert (p.grad - g).norm() < 1e-5 * p.grad.norm(), seed
+    of["dist"].destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(os.environ.get("TEST_GPU")), reason="the ranks have no GPUs")
+def test_the_recipe_for_several_ranks(sympow, tmp_path):  # noqa: F811
+    site = Path(sympow.__file__).parents[1]  # run_recipe("On several ranks") in two processes
+    assert join(*start_ranks(2, ranks, site, cwd=tmp_path)) == [0, 0], (tmp_path / "rank_0").read_text()
+
+
+@pytest.mark.gpu
+def test_the_recipe_of_a_cuda_graph(sympow):  # noqa: F811
+    of = run_recipe("In a CUDA graph")
+    graphed, leaves = of["attend"], [of[name] for name in "qkv"]
+    with torch.no_grad():
+        for x in leaves:
+            x.copy_(torch.randn_like(x))
+    results = []
+    for attend in (graphed, lambda *x: sympow.power_attention(*x, p=2)):
+        y = attend(*leaves)
+        results.append([y.clone(), *torch.autograd.grad(y.sin().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.slow
+def test_a_compiled_llama_honours_masks_and_packed_documents(power):
+    model, tokens = llama("sympow", num_hidden_layers=1), ids(4, 8)
+    for kwargs in BATCHES["padded"], BATCHES["packed"]:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, dynamic=True, fullgraph=True, backend="eager")
+        assert torch.allclose(
+            compiled(tokens, use_cache=False, **kwargs).logits, model(tokens, use_cache=False, **kwargs).logits
+        )
