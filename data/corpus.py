@@ -190,7 +190,7 @@ def prepare_files(sources, tokenizer_name, args, source, key="text"):
     size = trained_size(tokenizer_name) if tokenizer_name.startswith("bpe:") else None
     units, length, tokenizer = plan_units(sources, tokenizer, args.document_length, args.val_fraction, key, size)
     facts = {"files": sum(map(len, sources))}
-    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command, facts)
+    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command, facts=facts)
 
 
 def _print_if_lossy(tokenizer, sources, key):

@@ -98,7 +98,7 @@ def earlier_tokenizer(folder, arguments):
 
 
 def write_dataset(
-    folder, units, tokenizer, document_length, arguments, source, command, facts=None, open_ended=False
+    folder, units, tokenizer, document_length, arguments, source, command, open_ended=False, facts=None
 ):  # fmt: skip
     """Write the shards that are not there yet, tokenizer.json and meta.json, then replace what was in the folder;
     return meta as a dict.

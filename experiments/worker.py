@@ -22,7 +22,6 @@ from data.dataset import Dataset
 from data.files import read_json, write_json
 from data.loader import Windows
 from data.recall.tasks import questions
-from evaluate import losses_by_position
 from experiments import gated_deltanet
 from model import GPT, GPTConfig
 from runs import checkpoint
@@ -31,6 +30,7 @@ from runs.load import load_run
 from runs.optimizer import make_optimizer
 from runs.plotting import means_by_position
 from runs.program import run_program
+from runs.scores import losses_by_position
 from runs.settings import fields_of, refuse
 
 POINTS = 200  # of a curve that is kept

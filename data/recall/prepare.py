@@ -61,7 +61,7 @@ def main(argv):
         for i, (split, count, pieces) in enumerate([*sizes, ("val", args.short, args.times), ("val", args.long, 1)])
     ]
     source = f"{args.task}" + (f" in {haystack.name}" if haystack else "")
-    write_dataset(args.out, units, Tokenizer("bytes"), length, arguments, source, args.command, arguments)
+    write_dataset(args.out, units, Tokenizer("bytes"), length, arguments, source, args.command, facts=arguments)
 
 
 def _rows(haystack, split, number, count, length, pieces, task):

@@ -80,7 +80,7 @@ def main(argv):
         print(f"rows of {length} tokens instead of {args.document_length}: the source has {tokens:,} tokens")
     units = [*train_units(train, kept, read, length), *val_units(val, kept, read, length)]
     source = f"{args.text} of {args.suffix} in {', '.join(args.root)}, by project"
-    write_dataset(args.out, units, Tokenizer("bytes"), length, arguments, source, args.command, facts)
+    write_dataset(args.out, units, Tokenizer("bytes"), length, arguments, source, args.command, facts=facts)
 
 
 def group_files(sources, take):
