@@ -210,7 +210,8 @@ def draw_panel(axis, panel, looks):
         if errors and errors[0] is not None:
             error, look = np.asarray(errors[0]), dict(color=looks[name]["color"], alpha=0.15, linewidth=0)
             axis.fill_between(x, y - error, y + error, **look)
-        late = x >= (x[-1] ** 0.3 if panel.log_x and len(x) > 25 else 0.1 * x[-1]) if len(x) else x > 0
+        few = panel.log_x and len(x) <= 25
+        late = x >= (0 if few or not len(x) else x[-1] ** 0.3 if panel.log_x else 0.1 * x[-1])
         shown += [v for v in y[late] if math.isfinite(v)]
     if panel.level is not None:
         axis.axhline(panel.level, color="#777777", linewidth=1)
