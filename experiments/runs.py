@@ -84,7 +84,7 @@ SMALL = Size(
     micro_tokens=131072, eval_tokens=1 << 21, seconds=200.0, documents=16,
 )  # fmt: skip
 TINY = Size(
-    "tiny", dict(n_layer=4, n_head=2, n_embd=64), "pystdlib", shrink=16, fewer=2048, tokens_per_step=4096,
+    "tiny", dict(n_layer=4, n_head=2, n_embd=64), "pystdlib", shrink=16, fewer=4096, tokens_per_step=4096,
     micro_tokens=4096, eval_tokens=8192, seconds=15.0, documents=4, learning_rate=3e-3,
 )  # fmt: skip
 TEST = replace(
