@@ -1,6 +1,6 @@
 """Head dimension against power at equal parameters: which is the best use of a megabyte of state?"""
 
-from experiments.report import Panel, Table, find, loss_cell, ratio_cell, tokens_cell, val_loss
+from experiments.report import Panel, Table, loss_cell, ratio_cell, tokens_cell, val_loss
 from experiments.runs import main
 
 SHAPES = ((2, 64), (4, 16), (4, 32), (2, 128), (4, 64))  # (p, head dimension)
@@ -12,7 +12,7 @@ def plan(size):
     for p, head_dim in SHAPES:
         D = head_dim if size.shrink == 1 else max(2, head_dim * width // 384 // 2 * 2)
         shape = dict(n_head=max(1, width // D), head_dim=D)
-        run = size.run(f"p={p}, D={head_dim}", 4096, 262_144_000, attention="sympow_gating", p=p, **shape)
+        run = size.run(f"p={p}, D={D}", 4096, 262_144_000, attention="sympow_gating", p=p, **shape)
         at = dict(contexts=[size.length(4096), size.length(65536)], tokens=min(65536, size.micro_tokens))
         runs.append(run.measure(state=dict(tokens=size.length(1 << 20)), speed=at))
     return runs
@@ -25,12 +25,12 @@ def state_bytes(record):
 
 def report(entries, size):
     """Return the table, and the loss against the bytes of state."""
-    base = find(entries, "p=2, D=64")
+    base = entries[0]
     speed = lambda context: lambda e: e.mean(lambda record: record["measures"]["speed"][str(size.length(context))])
     whole = lambda get: lambda entry: None if get(entry) is None else round(get(entry))
     columns = [
         ("parameters", whole(lambda entry: entry.mean(lambda record: record["parameters"]))), ("tokens", tokens_cell),
-        ("val loss", loss_cell()), ("to p=2, D=64", ratio_cell(base)),
+        ("val loss", loss_cell()), (f"to {base.name}", ratio_cell(base)),
         ("state, bytes", whole(lambda entry: entry.mean(state_bytes))),
         (f"tokens/s at {size.length(4096):,}", whole(speed(4096))),
         (f"at {size.length(65536):,}", whole(speed(65536))),

@@ -182,7 +182,7 @@ def draw(panels, png):
         return
     import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    names = list(dict.fromkeys(name for panel in panels for name, line in panel.lines.items() if len(line[0])))
     looks = {
         name: dict(color=COLOURS[i % len(COLOURS)], linestyle=DASHES[i // len(COLOURS) % len(DASHES)], linewidth=1.6)
         for i, name in enumerate(names)
@@ -205,6 +205,8 @@ def draw_panel(axis, panel, looks):
     """Draw one panel; points are marked where there are few."""
     shown = []
     for name, (x, y, *errors) in panel.lines.items():
+        if not len(x):
+            continue
         x, y = np.asarray(x, float), np.asarray(y, float)
         axis.plot(x, y, **looks[name], marker="o" if len(x) <= 25 else None, markersize=4)
         if errors and errors[0] is not None:
