@@ -189,7 +189,8 @@ def prepare_files(sources, tokenizer_name, args, source, key="text"):
         _print_if_lossy(tokenizer, sources, key)
     size = trained_size(tokenizer_name) if tokenizer_name.startswith("bpe:") else None
     units, length, tokenizer = plan_units(sources, tokenizer, args.document_length, args.val_fraction, key, size)
-    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command)
+    facts = {"files": sum(map(len, sources))}
+    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command, facts=facts)
 
 
 def _print_if_lossy(tokenizer, sources, key):

@@ -97,14 +97,16 @@ def earlier_tokenizer(folder, arguments):
     return None
 
 
-def write_dataset(folder, units, tokenizer, document_length, arguments, source, command, open_ended=False):
+def write_dataset(
+    folder, units, tokenizer, document_length, arguments, source, command, open_ended=False, facts=None
+):  # fmt: skip
     """Write the shards that are not there yet, tokenizer.json and meta.json, then replace what was in the folder;
     return meta as a dict.
 
     units: a list of Unit; arguments: a dict for JSON; source: a line that says where the tokens come from; command: the
-    command that does this again; open_ended: there are more units than the source has text for, so that their number
-    says nothing of the progress. A unit of which `read` returns None ends its split. Raises DataError if a unit gives
-    rows of another length or ids beyond the vocabulary, or if a split has no row.
+    command that does this again; facts: more entries of meta.json; open_ended: there are more units than the source has
+    text for, so that their number says nothing of the progress. A unit of which `read` returns None ends its split.
+    Raises DataError if a unit gives rows of another length or ids beyond the vocabulary, or if a split has no row.
     """
     started = time.monotonic()
     arguments = _normal(arguments)
@@ -143,7 +145,7 @@ def write_dataset(folder, units, tokenizer, document_length, arguments, source, 
                     "give more text, a smaller --document_length or a larger --val_fraction"
                 )
         meta = _meta(folder, tokenizer, dtype, document_length, splits, source, command, arguments)
-        _finish(staging, old, meta | {"units": ids}, tokenizer)
+        _finish(staging, old, meta | {"units": ids} | (facts or {}), tokenizer)
     reused = f", {there} of {len(units)} shards were there" if there else ""
     print(f"{folder} is complete: {_summary(meta)} ({time.monotonic() - started:.1f} s{reused})")
     return meta

@@ -1,0 +1,215 @@
+"""Prepare source code, or documentation, by project: what is held out is whole projects, and what repeats is left out.
+
+    python data/source/prepare.py --root=/usr/lib/python3/site-packages                  # -> data/source, as bytes
+    python data/source/prepare.py --root ~/src /usr/include --suffix=.c,.h,.py --out=data/code
+    python data/source/prepare.py --root ~/src --suffix=.rst,.md,.txt --out=data/prose   # English
+    python data/source/prepare.py --root ~/src --text=docstrings --out=data/docstrings   # English, out of .py files
+
+Every folder in a root, and every file that lies in the root itself, is a project; versions of a project (zlib-1.2,
+zlib-1.3) are one. Its files follow each other in the order of their paths, without anything between; an end of text
+stands between projects. Files above 65,536 bytes, which are tables and amalgamations, are left out; --files=large takes
+those alone.
+
+Projects are ordered by a hash of their names, with the large ones in front. A file is dropped if more than half of its
+shingles (five lines) stand in an earlier file: so copies within training, and vendored copies and other versions of
+what training has within validation, are gone. The last projects, as many as give --val_fraction of the text and at
+least 2 M tokens where the corpus has them, are the validation split. A row of it is one project's; in training, rows
+are cut from the whole text. meta.json counts files, projects and what was dropped, and names what is held out.
+"""
+
+import ast
+import functools
+import hashlib
+import os
+import re
+import sys
+import time
+import warnings
+from collections import Counter
+
+import numpy as np
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from data import DataError
+from data.command import Parser, run
+from data.corpus import UNIT, cut_rows, find_files, fingerprint, parse_suffixes, row_length
+from data.near_duplicates import repeated_shares
+from data.shards import Unit, is_complete, write_dataset
+from data.tokenizer import Tokenizer
+
+LARGE = 65536  # bytes of a file that is a table or an amalgamation
+ENOUGH = 2_000_000  # tokens of validation, where the corpus has ten times as many
+REPEATED = 0.5  # share of shingles that earlier files have, above which a file is dropped
+NO_PROJECTS = (".dist-info", ".egg-info", ".data", ".libs")  # what pip puts beside packages
+
+
+def main(argv):
+    parser = Parser(__doc__, __file__, val_fraction=0.02)
+    parser.add_argument("--root", nargs="+", required=True, metavar="DIR", help="folders of projects")
+    parser.add_argument("--suffix", default=".py,.pyi,.c,.h,.cc,.cpp,.hpp,.cu,.cuh", help="which files are taken")
+    parser.add_argument("--files", choices=["small", "large"], default="small", help="up to 65,536 bytes, or larger")
+    parser.add_argument("--text", choices=["all", "docstrings"], default="all", help="all, or docstrings of .py files")
+    args = parser.parse_args(argv)
+    for root in args.root:
+        if not os.path.isdir(root):
+            raise DataError(f"--root={root} is not a folder")
+    suffixes = (".py",) if args.text == "docstrings" else parse_suffixes(args.suffix)
+    sources = find_files(args.root, suffixes)
+    arguments = dict(
+        document_length=args.document_length, val_fraction=args.val_fraction, take=args.files, text=args.text,
+        files=fingerprint(sources), split="by project",
+    )  # fmt: skip
+    if is_complete(args.out, arguments, args.verify):
+        return
+    projects, dropped = group_files(sources, args.files)
+    read = read_docstrings if args.text == "docstrings" else read_whole
+    kept, copies = drop_repeated(order_projects(projects, args.val_fraction), read)
+    tokens = sum(size for files in kept.values() for _, size in files)
+    length = row_length(tokens, args.document_length)
+    train, val = split_projects(kept, tokens, args.val_fraction, length)
+    facts = dict(
+        files=sum(len(kept[name]) for name in (*train, *val)), projects=len(train) + len(val),
+        dropped=dict(dropped | copies),
+        held_out={name: sum(size for _, size in kept[name]) // length for name in val},
+    )  # fmt: skip
+    print(
+        f"{facts['files']:,} files of {len(kept):,} projects, {len(val)} of them held out; dropped: {facts['dropped']}"
+    )
+    if length < args.document_length:
+        print(f"rows of {length} tokens instead of {args.document_length}: the source has {tokens:,} tokens")
+    units = [*train_units(train, kept, read, length), *val_units(val, kept, read, length)]
+    source = f"{args.text} of {args.suffix} in {', '.join(args.root)}, by project"
+    write_dataset(args.out, units, Tokenizer("bytes"), length, arguments, source, args.command, facts=facts)
+
+
+def group_files(sources, take):
+    """Return ({project: its Files in the order of their paths}, Counter of the files that are left out)."""
+    projects, dropped = {}, Counter()
+    for file in sorted(file for files in sources for file in files):
+        top = file.name.partition("/")[0]
+        if top.endswith(NO_PROJECTS):
+            dropped["of no project"] += 1
+        elif (file.size > LARGE) != (take == "large"):
+            dropped["above 65,536 bytes" if file.size > LARGE else "up to 65,536 bytes"] += 1
+        else:
+            projects.setdefault(project_name(top, "/" not in file.name), []).append(file)
+    return {name: sorted(files, key=lambda file: file.name) for name, files in projects.items()}, dropped
+
+
+def project_name(top, is_file):
+    """Return the name of a folder or file of a root without suffix and version: zlib for zlib-1.3 and zlib.h."""
+    name = os.path.splitext(top)[0] if is_file else top
+    return re.sub(r"[-_]v?\d[\w.+-]*$", "", name).lower() or name
+
+
+def order_projects(projects, val_fraction):
+    """Return the projects in the order in which they are read: the large ones, then by a hash of their names."""
+    total = sum(file.size for files in projects.values() for file in files)
+    most = max(val_fraction * total, min(ENOUGH, total / 10))
+    small = lambda name: sum(file.size for file in projects[name]) <= most
+    names = sorted(projects, key=lambda name: (small(name), hashlib.sha256(name.encode("utf-8", "replace")).digest()))
+    return {name: projects[name] for name in names}
+
+
+def drop_repeated(projects, read):
+    """Return ({project: [(File, its bytes)]} of the files that stay, Counter of those that are dropped)."""
+    files = [(name, file) for name, of in projects.items() for file in of]
+    sizes, started = [], time.monotonic()
+
+    def texts():
+        for _, file in files:
+            text = read(file)
+            sizes.append(len(text))
+            yield text
+
+    shares, kept, dropped = repeated_shares(texts()), {}, Counter()
+    seconds = time.monotonic() - started
+    print(f"compared {sum(sizes):,} bytes in {seconds:.0f} s ({sum(sizes) / 1e6 / max(seconds, 1e-3):.0f} MB/s)")
+    for (name, file), size, share in zip(files, sizes, shares):
+        if share > REPEATED:
+            dropped["mostly repeated"] += 1
+        elif not size:
+            dropped["without text"] += 1
+        else:
+            kept.setdefault(name, []).append((file, size))
+    return kept, dropped
+
+
+def split_projects(kept, tokens, val_fraction, length):
+    """Return the names of (training, validation): the last projects that have enough whole rows are held out."""
+    names, wanted, val = list(kept), max(val_fraction * tokens, min(ENOUGH, tokens / 10)), []
+    while len(names) > 1 and wanted > 0:
+        rows = sum(size for _, size in kept[names[-1]]) // length
+        wanted -= rows * length
+        name = names.pop()
+        val += [name] if rows else []  # a project that fills no row is on neither side
+    if not val:
+        raise DataError(f"{len(kept)} projects cannot be split: give more folders, or a smaller --document_length")
+    return names, val
+
+
+def train_units(names, kept, read, length):
+    """Return the Units of training: the files of all projects behind one another, in parts of about UNIT bytes."""
+    parts, part, size = [], [], 0
+    for name in names:
+        for i, (file, more) in enumerate(kept[name]):
+            part.append((file, i == len(kept[name]) - 1))
+            size += more
+            if size >= UNIT:
+                parts.append((part, size))
+                part, size = [], 0
+    parts += [(part, size)] if part else []
+    return [Unit("train", functools.partial(_train_rows, part, read, length), size) for part, size in parts]
+
+
+def val_units(names, kept, read, length):
+    """Return a Unit of validation for each project."""
+    sizes = {name: sum(size for _, size in kept[name]) for name in names}
+    return [
+        Unit("val", functools.partial(_project_rows, [file for file, _ in kept[name]], read, length), sizes[name])
+        for name in names
+    ]
+
+
+def _train_rows(part, read, length):
+    """Return rows [n, length] of the files of a part [(File, True if it is the last of its project)]."""
+    eot = np.array([Tokenizer("bytes").eot], np.uint16)
+    tokens = [x for file, last in part for x in (_tokens(read(file)), eot[: int(last)])]
+    return cut_rows(np.concatenate(tokens), length)
+
+
+def _project_rows(files, read, length):
+    """Return rows [n, length] of one project."""
+    return cut_rows(np.concatenate([_tokens(read(file)) for file in files]), length)
+
+
+def _tokens(text):
+    return np.frombuffer(text, np.uint8).astype(np.uint16)
+
+
+def read_whole(file):
+    """Return the bytes of a File. Raises DataError if it is not the one that was found any more."""
+    with open(file.path, "rb") as f:
+        text = f.read()
+    if len(text) != file.size:
+        raise DataError(f"{file.path} changed while it was read: run the command again")
+    return text
+
+
+def read_docstrings(file):
+    """Return the docstrings of a Python file in their order, with an empty line between; b"" if it does not parse."""
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            tree = ast.parse(read_whole(file))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return b""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
+    found = [text for node in nodes if (text := ast.get_docstring(node))]
+    return "".join(f"{text}\n\n" for text in found).encode("utf-8", "replace")
+
+
+if __name__ == "__main__":
+    run(main)

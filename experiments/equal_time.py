@@ -1,0 +1,124 @@
+"""When is it worth it? Equal GPU time on documents of 65,536 tokens: softmax and others, at 4,096 and in stages.
+
+Every run has the same seconds; the axis is the time of training steps alone, without compilation and evaluation. The
+model that is trained at 4,096 only is read in windows of 4,096, each half of the one before. Attention weighs most in a
+small model, which flatters what is linear, so the curves are drawn again with the speeds of larger models (costs.py):
+as if these learned from as many tokens as the small one, which they would not; the point is where the order turns.
+"""
+
+import math
+import os
+from dataclasses import replace
+
+import numpy as np
+
+from data.files import read_json
+from experiments.costs import speeds
+from experiments.evaluation_length import mean_between
+from experiments.report import Panel, Table, position_line, tokens_cell, val_curve
+from experiments.runs import main
+
+SHORT, LONG, SHARE = 4096, 65536, 0.7  # the long stage begins after this share of the time
+HYBRID = "sympow_gating,sympow_gating,sympow_gating,softmax"
+VARIANTS = {
+    "softmax": (dict(attention="softmax"), False),
+    "softmax in stages": (dict(attention="softmax"), True),
+    "sympow_gating in stages": (dict(attention="sympow_gating", p=2), True),
+    "conformal_sympow in stages": (dict(attention="conformal_sympow", p=2), True),
+    "hybrid 3:1 in stages": (dict(attention=HYBRID, p=2), True),
+    "gated_deltanet in stages": (dict(attention="gated_deltanet"), True),
+}
+
+
+def plan(size):
+    """Return the runs. Their depth is a multiple of the hybrid's pattern of four layers."""
+    shape = dict(n_layer=8, n_head=5, n_embd=320, eval_tokens=1 << 20) if size.shrink == 1 else {}
+    runs = []
+    for name, (settings, staged) in VARIANTS.items():
+        then = {"then": f"{size.length(LONG)}@{SHARE}"} if staged else {}
+        run = size.run(name, SHORT, seconds=size.seconds, **settings, **shape, **then)
+        window = 0 if staged else size.length(SHORT)
+        runs.append(run.measure(positions=dict(length=size.length(LONG), documents=size.documents, window=window)))
+    needs = {"gated_deltanet in stages": "fla"}
+    return [replace(run, needs=needs.get(run.name, "")) for run in runs]
+
+
+def retimed(entry, costs):
+    """Return (seconds, losses) of an entry if its tokens took what they take another model, {context: tokens/s}."""
+    record, seconds, found = entry.records[0], 0.0, []
+    stages = [(context, begin) for context, begin in record["stages"]] + [(None, float("inf"))]
+    for tokens, loss, _ in record["val"]:
+        seconds = 0.0
+        for i, (context, begin) in enumerate(stages[:-1]):
+            first = begin if i else 0
+            seconds += max(0, min(tokens, stages[i + 1][1]) - first) / costs[context]
+        found.append((seconds, loss))
+    return [list(x) for x in zip(*(point for point in found if point[0]))]
+
+
+def crossing(curve, base):
+    """Return (seconds from which on a curve's loss stays below the base's at equal time, inf if it is above at the end,
+    and the last time that both reach); None if they have no times in common."""
+    (x, y), (at, of) = curve, base
+    if not x or not at or min(x[-1], at[-1]) <= max(x[0], at[0]):
+        return None
+    grid = np.linspace(max(x[0], at[0]), min(x[-1], at[-1]), 500)
+    above = np.flatnonzero(np.interp(grid, x, y) >= np.interp(grid, at, of))
+    last = above[-1] + 1 if len(above) else 0
+    return (float(grid[last]) if last < len(grid) else math.inf), float(grid[-1])
+
+
+def describe_crossing(curve, base):
+    """Return the cell for a curve and softmax's."""
+    if (found := crossing(curve, base)) is None:
+        return "no times in common"
+    begin, end = found
+    return f"behind until {end:.0f} s" if begin == math.inf else f"ahead from {begin:.0f} to {end:.0f} s"
+
+
+def report(entries, size):
+    """Return the tables at equal time, the figure with seconds, the loss by position, and both at other costs."""
+    done = [entry for entry in entries if entry.records]
+    common = min((entry.records[0]["seconds"] for entry in done), default=0.0)
+    bounds = [size.length(n) for n in (256, 4096, 16384, 65536)]
+    at_common = lambda e: float(np.interp(common, *val_curve(e, "seconds")[:2]))
+    columns = [
+        ("tokens", tokens_cell), ("seconds of training", lambda e: e.records[0]["seconds"]),
+        (f"val loss at {common:.0f} s", lambda e: f"{at_common(e):.4f}"),
+        *((f"{a:,} to {b:,}", mean_between("positions", a, b)) for a, b in zip(bounds, bounds[1:])),
+    ]  # fmt: skip
+    curves = {entry.name: val_curve(entry, "seconds") for entry in done}
+    title = f"Equal time; loss by position ± standard error, {size.documents} texts of {size.length(LONG):,}"
+    parts = [Table(title, columns, entries)]
+    panels = [
+        Panel("seconds of training", "validation loss, nats", curves, "this model"),
+        Panel("position", "loss", {e.name: position_line(e) for e in done}, log_x=True,
+              marks={f"first stage {size.length(SHORT):,}": size.length(SHORT)}),
+    ]  # fmt: skip
+    against = [("this model", curves)]
+    for shape, costs in other_costs(size).items():
+        known = [entry for entry in done if entry.settings["attention"] in costs]
+        curves = {entry.name: retimed(entry, costs[entry.settings["attention"]]) for entry in known}
+        against.append((f"{shape}", curves))
+        panels.append(Panel(f"seconds at the speed of {shape}", "validation loss, nats", curves, f"costs of {shape}"))
+    columns = [
+        (f"costs of {shape}", lambda e, c=c: describe_crossing(c[e.name], c["softmax"]) if e.name in c else None)
+        for shape, c in against if "softmax" in c
+    ]  # fmt: skip
+    others = [entry for entry in entries if entry.name != "softmax"]
+    if columns:
+        parts.append(Table("Against softmax at the short context, at equal time", columns, others))
+    return [*parts, *panels]
+
+
+def other_costs(size):
+    """Return {shape: {attention: {context: tokens/s}}} of costs.json, {} if it is not there."""
+    path, found = os.path.join(size.folder, "costs.json"), {}
+    for record in read_json(path)["runs"].values() if os.path.exists(path) else ():
+        shape = record["name"].partition(" ")[0]
+        found.setdefault(shape, {})[record["settings"]["attention"]] = speeds(record)
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main("equal_time", plan, report))

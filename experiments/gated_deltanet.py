@@ -1,0 +1,99 @@
+"""Gated DeltaNet (Yang, Kautz, Hatamizadeh, 2024) out of flash-linear-attention, as a peer of the attentions here.
+
+    pip install flash-linear-attention
+    python -m experiments.gated_deltanet --dataset=pystdlib --n_layer=6 ...     # train.py with this attention
+
+It has the projections of every attention here, and of its own what fla.layers.GatedDeltaNet has: short convolutions of
+q, k and v, decay and step size by token, and a normalised, gated output; that is n_embd^2 weights a layer more. The
+state is a D x D matrix a head. Without a GPU fla's recurrence in plain PyTorch takes the place of its kernels.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from attention import ATTENTIONS, Variant
+from attention.state import State
+
+WIDTH = 4  # tokens of a short convolution
+
+
+@dataclass
+class DeltaState(State):
+    S: torch.Tensor  # [B, H, D, D] float32
+    recent: torch.Tensor  # [B, 3, 3 H D] the last inputs of the convolutions
+
+
+class GatedDeltaNet(Variant):
+    rotates = False
+
+    @classmethod
+    def check(cls, config):
+        if config.n_kv_head != config.n_head:
+            raise ValueError(f"gated_deltanet has no shared key heads, got n_kv_head={config.n_kv_head}")
+        if config.reset_token >= 0:
+            raise ValueError("gated_deltanet does not reset between packed documents: train it without pack")
+
+    def __init__(self, config):
+        super().__init__(config)
+        H, width = config.n_head, config.n_head * config.head_dim
+        self.conv = nn.Parameter(torch.empty(3 * width, WIDTH).uniform_(-0.5, 0.5))  # as nn.Conv1d, 1 / sqrt(WIDTH)
+        self.W_decay, self.W_beta = (nn.Linear(config.n_embd, H, bias=False) for _ in range(2))
+        self.W_out = nn.Linear(config.n_embd, width, bias=False)
+        self.log_rate = nn.Parameter(torch.empty(H).uniform_(1e-3, 16).log())
+        step = torch.exp(torch.rand(H) * math.log(100) + math.log(1e-3))  # from 0.001 to 0.1
+        self.step_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus of it is step
+        self.norm = nn.Parameter(torch.ones(config.head_dim))
+
+    def empty_state(self, batch, device, switch_over=None):
+        H, D = self.config.n_head, self.config.head_dim
+        recent = torch.zeros(batch, WIDTH - 1, 3 * H * D, device=device)
+        return DeltaState(torch.zeros(batch, H, D, D, device=device), recent)
+
+    def forward(self, x, q, k, v, resets=None, state=None):
+        before = self.empty_state(len(x), x.device) if state is None else state
+        qkv = torch.cat([t.flatten(2) for t in (q, k, v)], -1)
+        seen = torch.cat((before.recent.to(qkv.dtype), qkv), 1)  # [B, T + 3, 3 H D]
+        mixed = sum(seen[:, i : i + qkv.shape[1]] * self.conv[:, i].to(qkv.dtype) for i in range(WIDTH))
+        q, k, v = (t.unflatten(-1, q.shape[2:]) for t in F.silu(mixed).chunk(3, -1))
+        q, k = (F.normalize(t.float(), dim=-1, eps=1e-6).to(v.dtype) for t in (q, k))
+        g = -self.log_rate.float().exp() * F.softplus(self.W_decay(x).float() + self.step_bias.float())
+        y, S = operator(q.device)(
+            q=q, k=k, v=v, g=g, beta=torch.sigmoid(self.W_beta(x).float()).to(v.dtype),
+            initial_state=None if state is None else before.S, output_final_state=state is not None,
+        )  # fmt: skip
+        y = F.rms_norm(y.float(), y.shape[-1:], eps=1e-5) * self.norm * F.silu(self.W_out(x).float()).view(y.shape)
+        return y.to(x.dtype), state and DeltaState(S, seen[:, 1 - WIDTH :].float())
+
+
+def operator(device):
+    """Return fla's function for tensors on this device: its Triton kernels, or on a CPU the recurrence."""
+    from fla.ops import gated_delta_rule
+    from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+
+    return gated_delta_rule.chunk_gated_delta_rule if device.type == "cuda" else naive_recurrent_gated_delta_rule
+
+
+def register():
+    """Add gated_deltanet to ATTENTIONS; return "", or in one line why it cannot be used here."""
+    try:
+        operator(torch.device("cpu"))
+    except Exception as error:  # an ImportError, or whatever fla raises on a machine that it does not know
+        return f"gated_deltanet needs flash-linear-attention (pip install flash-linear-attention): {error}"
+    ATTENTIONS["gated_deltanet"] = GatedDeltaNet
+    return ""
+
+
+if __name__ == "__main__":
+    from runs.program import run_program
+    from runs.settings import refuse
+    from train import main
+
+    if reason := register():
+        refuse(reason)
+    sys.argv[1:] = ["--attention=gated_deltanet", *sys.argv[1:]]
+    run_program(main)

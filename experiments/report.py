@@ -1,0 +1,256 @@
+"""Write what an experiment found: a table in Markdown with the corpus in every row, and a figure of panels.
+
+    Entry                                               # a row: a Run with its records, one for each seed
+    Table("Loss", [("val loss", val_loss), ...], entries)
+    Panel("tokens", "loss", {"softmax": (x, y, errors or None)})
+    write_report("loss_ratios", "docs/data", entries, [Table, Panel, text, ...], command)
+
+Nothing here is typed by hand: a cell is computed from NAME.json, and what was not run is a row that says so.
+"""
+
+import math
+import os
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+
+import numpy as np
+
+from compare import format_count, markdown
+from runs.plotting import COLOURS, DASHES, STYLE, choose_picture, short_count, smooth
+
+
+BINARY = ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "k"), (1, ""))  # units of an axis of powers of two
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A planned run: its name and settings, the ids of its seeds, and {id: record} of what was found."""
+
+    name: str
+    settings: dict
+    ids: list
+    known: dict
+    missing: str = "not run"  # what a table says if there is no record
+
+    @property
+    def records(self):
+        """Return the records of its seeds that are done."""
+        return [self.known[i] for i in self.ids if i in self.known]
+
+    def values(self, get):
+        """Return get(record) of each seed, without None, numbers that are not finite, and records that lack it."""
+        found = []
+        for record in self.records:
+            try:
+                found.append(get(record))
+            except (KeyError, IndexError):
+                pass
+        return [x for x in found if x is not None and math.isfinite(x)]
+
+    def mean(self, get):
+        """Return the mean of get(record) over the seeds, None without any."""
+        values = self.values(get)
+        return fmean(values) if values else None
+
+    def deviation(self, get):
+        """Return the standard deviation over the seeds, None with fewer than two."""
+        values = self.values(get)
+        return stdev(values) if len(values) > 1 else None
+
+
+@dataclass
+class Table:
+    """columns: [(header, function of an Entry that returns a text, a number or None)]."""
+
+    title: str
+    columns: list
+    entries: list
+
+
+@dataclass
+class Panel:
+    """lines: {name: (x, y)} or {name: (x, y, standard errors)}; marks: {label: x} of vertical lines."""
+
+    xlabel: str
+    ylabel: str
+    lines: dict
+    title: str = ""
+    log_x: bool = False
+    level: float | None = None  # a horizontal line
+    marks: dict = field(default_factory=dict)
+    share: bool = False  # y from 0 to 1
+
+
+def val_loss(record):
+    """Return the last validation loss of a record."""
+    return record["val"][-1][1]
+
+
+def loss_cell(get=val_loss):
+    """Return a column's function: the mean over seeds, with the standard deviation if there are several."""
+
+    def cell(entry):
+        mean, deviation = entry.mean(get), entry.deviation(get)
+        if mean is None or deviation is None:
+            return None if mean is None else f"{mean:.4f}"
+        return f"{mean:.4f} ± {deviation:.4f} ({len(entry.values(get))} seeds)"
+
+    return cell
+
+
+def ratio_cell(base, get=val_loss):
+    """Return a column's function: the loss relative to that of the Entry base; "none" if they differ by less than two
+    standard deviations over seeds."""
+
+    def cell(entry):
+        of, to = entry.mean(get), base and base.mean(get)
+        return None if of is None or not to else "none" if is_noise(entry, base, get) else f"{of / to:.4f}"
+
+    return cell
+
+
+def is_noise(a, b, get=val_loss):
+    """Return True if two entries differ by less than two standard deviations, pooled over those that have seeds."""
+    known = [x for x in (a.deviation(get), b.deviation(get)) if x is not None]
+    if a is b or not known:
+        return False
+    pooled = math.sqrt(fmean(x * x for x in known))
+    return abs(a.mean(get) - b.mean(get)) < 2 * pooled
+
+
+def tokens_cell(entry):
+    """Return the tokens that an entry was trained on."""
+    found = {record["tokens"] for record in entry.records if "tokens" in record}
+    return " or ".join(map(format_count, sorted(found))) or None
+
+
+def find(entries, name):
+    """Return the first entry whose name is this, or begins with it and a comma; None if there is none."""
+    return next((entry for entry in entries if f"{entry.name},".startswith(f"{name},")), None)
+
+
+def markdown_table(table):
+    """Return the Markdown of a Table, with the corpus and its number of files in every row.
+
+    Raises ValueError if records are on different corpora: their losses cannot be compared.
+    """
+    corpora = {record["corpus"]["sha256"] for entry in table.entries for record in entry.records}
+    if len(corpora) > 1:
+        raise ValueError(f"runs on different corpora are not put into one table: {', '.join(sorted(corpora))}")
+    header = ["run", *(name for name, _ in table.columns), "corpus (sha256)", "files"]
+    cells = []
+    for entry in table.entries:
+        corpus = entry.records[0]["corpus"] if entry.records else None
+        row = [show(get(entry)) if corpus else "-" for _, get in table.columns]
+        if not corpus and row:
+            row[0] = entry.missing
+        files = f"{corpus['files']:,}" if corpus and corpus["files"] else "-"
+        cells.append([entry.name, *row, f"{corpus['name']} {corpus['sha256']}" if corpus else "-", files])
+    return (f"**{table.title}**\n\n" if table.title else "") + markdown(header, cells)
+
+
+def show(value):
+    """Return a cell's text."""
+    if value is None or isinstance(value, str):
+        return value or "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def write_report(name, folder, entries, parts, command):
+    """Write NAME.md, and NAME.png if there are panels, into the folder: parts are Tables, Panels and texts."""
+    panels = [part for part in parts if isinstance(part, Panel) and any(len(line[0]) for line in part.lines.values())]
+    blocks = [
+        markdown_table(part) if isinstance(part, Table) else part for part in parts if not isinstance(part, Panel)
+    ]
+    if panels:
+        draw(panels, os.path.join(folder, f"{name}.png"))
+        blocks.append(f"![{name}]({name}.png)")
+    machines = {
+        f"{m['device']}, torch {m['torch']}, triton {m['triton'] or 'none'}, commit {m['commit'] or 'unknown'}"
+        for entry in entries for m in (record["machine"] for record in entry.records)
+    }  # fmt: skip
+    head = f"    {command}\n\n{'; '.join(sorted(machines)) or 'Nothing has been run.'}"
+    with open(os.path.join(folder, f"{name}.md"), "w") as f:
+        f.write("\n\n".join([f"# {name}", head, *filter(None, blocks)]) + "\n")
+
+
+def draw(panels, png):
+    """Draw panels in rows of two, with one legend; a name has the same colour in all of them."""
+    png, missing = choose_picture(png)
+    if missing:
+        print(missing)
+        return
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(name for panel in panels for name, line in panel.lines.items() if len(line[0])))
+    looks = {
+        name: dict(color=COLOURS[i % len(COLOURS)], linestyle=DASHES[i // len(COLOURS) % len(DASHES)], linewidth=1.6)
+        for i, name in enumerate(names)
+    }
+    columns, rows = min(2, len(panels)), -(-len(panels) // 2)
+    with plt.style.context(["default", STYLE]):
+        size = (6 * columns + 1.5 * (columns == 1), 4 * rows + 0.12 * len(names))
+        figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+        for axis in axes.flat[len(panels) :]:
+            axis.axis("off")
+        for axis, panel in zip(axes.flat, panels):
+            draw_panel(axis, panel, looks)
+        handles = [plt.Line2D([], [], label=name, **looks[name]) for name in names]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(names), 2 * columns))
+        figure.savefig(png, dpi=130)
+        plt.close(figure)
+
+
+def draw_panel(axis, panel, looks):
+    """Draw one panel; points are marked where there are few."""
+    shown = []
+    for name, (x, y, *errors) in panel.lines.items():
+        if not len(x):
+            continue
+        x, y = np.asarray(x, float), np.asarray(y, float)
+        axis.plot(x, y, **looks[name], marker="o" if len(x) <= 25 else None, markersize=4)
+        if errors and errors[0] is not None:
+            error, look = np.asarray(errors[0]), dict(color=looks[name]["color"], alpha=0.15, linewidth=0)
+            axis.fill_between(x, y - error, y + error, **look)
+        few = panel.log_x and len(x) <= 25
+        late = x >= (0 if few or not len(x) else x[-1] ** 0.3 if panel.log_x else 0.1 * x[-1])
+        shown += [v for v in y[late] if math.isfinite(v)]
+    if panel.level is not None:
+        axis.axhline(panel.level, color="#777777", linewidth=1)
+    for label, x in panel.marks.items():
+        axis.axvline(x, color="#777777", linestyle=(0, (4, 3)), linewidth=1)
+        place = dict(xycoords=("data", "axes fraction"), xytext=(3, -10), textcoords="offset points", fontsize=8)
+        axis.annotate(label, (x, 1), **place)
+    axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
+    if panel.log_x:
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda x, _: next(f"{x / n:g}{u}" for n, u in BINARY if x >= n or n == 1))
+    elif "tokens" in panel.xlabel:
+        axis.xaxis.set_major_formatter(lambda x, _: short_count(x))
+    if panel.share:
+        axis.set_ylim(-0.02, 1.02)
+    elif shown:  # the first losses, several times higher, may lie above the axis
+        margin = 0.06 * (max(shown) - min(shown)) or 0.1
+        axis.set_ylim(min(shown) - margin, max(shown) + margin)
+
+
+def val_curve(entry, over="tokens"):
+    """Return (x, y) of the validation losses of an entry's first seed, over tokens or seconds of training."""
+    of = entry.records[0]["val"] if entry.records else []
+    return [point[0 if over == "tokens" else 2] for point in of if point[0]], [point[1] for point in of if point[0]]
+
+
+def ratio_curve(entry, base):
+    """Return (x, y): the training loss relative to that of the Entry base at equal tokens, smoothed."""
+    if not (entry.records and base and base.records):
+        return [], []
+    x, y = np.array(entry.records[0]["train"]).T
+    at, of = np.array(base.records[0]["train"]).T
+    inside = (x <= at[-1]) & (x > 0.02 * at[-1])
+    return x[inside], smooth(list(y[inside] / np.interp(x[inside], at, of)))
+
+
+def position_line(entry, measure="positions"):
+    """Return (positions, mean losses, standard errors) of an entry's first seed."""
+    found = entry.records[0].get("measures", {}).get(measure) if entry.records else None
+    return (found["positions"], found["mean"], found["errors"]) if found else ([], [])
