@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from compare import format_count
 from data.files import read_json
 from experiments.costs import speeds
 from experiments.evaluation_length import mean_between
@@ -19,6 +20,7 @@ from experiments.report import Panel, Table, position_line, tokens_cell, val_cur
 from experiments.runs import main
 
 SHORT, LONG, SHARE = 4096, 65536, 0.7  # the long stage begins after this share of the time
+BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged
 HYBRID = "sympow_gating,sympow_gating,sympow_gating,softmax"
 VARIANTS = {
     "softmax": (dict(attention="softmax"), False),
@@ -37,8 +39,9 @@ def plan(size):
     for name, (settings, staged) in VARIANTS.items():
         then = {"then": f"{size.length(LONG)}@{SHARE}"} if staged else {}
         run = size.run(name, SHORT, seconds=size.seconds, **settings, **shape, **then)
-        window = 0 if staged else size.length(SHORT)
-        runs.append(run.measure(positions=dict(length=size.length(LONG), documents=size.documents, window=window)))
+        window, bounds = 0 if staged else size.length(SHORT), [size.length(n) for n in BOUNDS]
+        texts = dict(length=size.length(LONG), documents=size.documents, window=window, bounds=bounds)
+        runs.append(run.measure(positions=texts))
     needs = {"gated_deltanet in stages": "fla"}
     return [replace(run, needs=needs.get(run.name, "")) for run in runs]
 
@@ -76,23 +79,41 @@ def describe_crossing(curve, base):
     return f"behind until {end:.0f} s" if begin == math.inf else f"ahead from {begin:.0f} to {end:.0f} s"
 
 
+def long_tokens(entry):
+    """Return the tokens of an entry's last stage, None without stages."""
+    record = entry.records[0]
+    return format_count(record["tokens"] - record["stages"][-1][1]) if len(record["stages"]) > 1 else None
+
+
+def texts_loss(entry):
+    """Return the mean loss of the texts that are read by position, at the end of the run, with its standard error."""
+    found = entry.records[0]["measures"]["positions"]
+    return f"{found['loss']:.4f} ± {found['error']:.4f}"
+
+
 def report(entries, size):
     """Return the tables at equal time, the figure with seconds, the loss by position, and both at other costs."""
     done = [entry for entry in entries if entry.records]
     common = min((entry.records[0]["seconds"] for entry in done), default=0.0)
-    bounds = [size.length(n) for n in (256, 4096, 16384, 65536)]
+    bounds = [size.length(n) for n in BOUNDS]
     at_common = lambda e: float(np.interp(common, *val_curve(e, "seconds")[:2]))
     columns = [
-        ("tokens", tokens_cell), ("seconds of training", lambda e: e.records[0]["seconds"]),
-        (f"val loss at {common:.0f} s", lambda e: f"{at_common(e):.4f}"),
+        ("tokens", tokens_cell), (f"of them at {size.length(LONG):,}", long_tokens),
+        ("seconds of training", lambda e: e.records[0]["seconds"]),
+        (f"val loss at {common:.0f} s", lambda e: f"{at_common(e):.4f}"), ("loss of the texts", texts_loss),
         *((f"{a:,} to {b:,}", mean_between("positions", a, b)) for a, b in zip(bounds, bounds[1:])),
     ]  # fmt: skip
     curves = {entry.name: val_curve(entry, "seconds") for entry in done}
     title = f"Equal time; loss by position ± standard error, {size.documents} texts of {size.length(LONG):,}"
-    parts = [Table(title, columns, entries)]
+    note = (
+        f"The validation loss, and so the curves, are those of texts of {size.length(LONG):,} in stages, before the "
+        f"long stage too, and of windows of {size.length(SHORT):,} from their beginnings for softmax at "
+        f"{size.length(SHORT):,}. The loss of the texts is that of all their targets after the whole run."
+    )
+    parts = [Table(title, columns, entries), note]
     panels = [
         Panel("seconds of training", "validation loss, nats", curves, "this model"),
-        Panel("position", "loss", {e.name: position_line(e) for e in done}, log_x=True,
+        Panel("position", "loss, nats", {e.name: position_line(e) for e in done}, log_x=True,
               marks={f"first stage {size.length(SHORT):,}": size.length(SHORT)}),
     ]  # fmt: skip
     against = [("this model", curves)]

@@ -4,6 +4,7 @@ from experiments.report import Panel, Table, loss_cell, position_line, tokens_ce
 from experiments.runs import main
 
 CONTEXT, LENGTH, LONGEST = 4096, 65536, 1 << 20
+BOUNDS = (1024, 4096, 16384, 65536, 262144, 1048576)  # of the positions that are averaged
 VARIANTS = {  # in order of worth
     "sympow_gating p=2": dict(attention="sympow_gating", p=2),
     "conformal_sympow p=2": dict(attention="conformal_sympow", p=2),
@@ -15,54 +16,60 @@ VARIANTS = {  # in order of worth
 }
 
 
+def variants(size):
+    """Return {name: settings}: VARIANTS, of which the mixture has heads of half the width, for its state of p = 4."""
+    D = size.model["n_embd"] // size.model["n_head"] // 2
+    narrow = dict(n_head=2 * size.model["n_head"], head_dim=D)
+    return {name: of | narrow if "adaptive" in of else of for name, of in VARIANTS.items()}
+
+
 def plan(size):
     """Return the runs at context 4,096, read to 65,536, gating and conformal to 1,048,576."""
     runs = []
-    for name, settings in VARIANTS.items():
-        if name == "adaptive mixture":  # heads of half the width, for its state of p = 4
-            D = size.model["n_embd"] // size.model["n_head"] // 2
-            settings = settings | dict(n_head=2 * size.model["n_head"], head_dim=D)
+    for name, settings in variants(size).items():
         run = size.run(name, CONTEXT, 262_144_000, **settings)
-        texts = dict(documents=size.documents, length=size.length(LENGTH))
-        run = run.measure(positions=texts)
+        bounds = [size.length(n) for n in BOUNDS]
+        near = [n for n in bounds if n <= size.length(LENGTH)]
+        run = run.measure(positions=dict(documents=size.documents, length=size.length(LENGTH), bounds=near))
         if name in ("sympow_gating p=2", "conformal_sympow p=2"):
-            run = run.measure(far=texts | dict(length=size.length(LONGEST)))
+            far = [n for n in bounds if n >= size.length(LENGTH)]
+            run = run.measure(far=dict(documents=size.documents, length=size.length(LONGEST), bounds=far))
         runs.append(run)
     return runs
 
 
 def mean_between(measure, first, last):
-    """Return a column's function: the mean loss of positions above `first` up to `last`, with its standard error."""
+    """Return a column's function: the mean loss of positions above `first` up to `last`, with its standard error.
+
+    They are two neighbours of the bounds that the measure was given.
+    """
 
     def cell(entry):
-        positions, mean, errors = (*position_line(entry, measure), ())[:3]
-        at = [i for i, x in enumerate(positions) if first < x <= last]
-        if not at:
+        if not (found := entry.records[0]["measures"].get(measure)):
             return None
-        average = lambda values: sum(values[i] for i in at) / len(at)
-        return f"{average(mean):.4f} ± {average(errors):.4f}"
+        i = found["spans"]["bounds"].index(first)
+        return f"{found['spans']['mean'][i]:.4f} ± {found['spans']['errors'][i]:.4f}"
 
     return cell
 
 
 def report(entries, size):
     """Return the table by position, and a panel for each length."""
-    bounds = [size.length(n) for n in (1024, 4096, 16384, 65536, 262144, 1048576)]
-    spans = list(zip(bounds, bounds[1:]))
+    bounds = [size.length(n) for n in BOUNDS]
     columns = [("tokens", tokens_cell), ("val loss", loss_cell())]
-    for first, last in spans:
+    for first, last in zip(bounds, bounds[1:]):
         measure = "positions" if last <= size.length(LENGTH) else "far"
         columns.append((f"{first:,} to {last:,}", mean_between(measure, first, last)))
-    documents = lambda entry: entry.mean(lambda record: record["measures"]["positions"]["documents"])
-    columns.append(("documents", lambda entry: None if documents(entry) is None else round(documents(entry))))
+    documents = lambda of: lambda entry: entry.records[0]["measures"].get(of, {}).get("documents")
+    columns += [(f"texts of {size.length(n):,}", documents(of)) for n, of in ((LENGTH, "positions"), (LONGEST, "far"))]
     joined = any(m.get("joined") for e in entries for r in e.records for m in r["measures"].values())
     note = "Texts of several projects behind one another are among those that are read." if joined else ""
     panels = [
-        Panel("position", "loss", {e.name: position_line(e, measure) for e in entries}, title, True,
+        Panel("position", "loss, nats", {e.name: position_line(e, measure) for e in entries}, title, True,
               marks={f"trained at {size.length(CONTEXT):,}": size.length(CONTEXT)})
-        for measure, title in (("positions", "all"), ("far", "gating and conformal, further"))
+        for measure, title in (("positions", f"to {size.length(LENGTH):,}"), ("far", f"to {size.length(LONGEST):,}"))
     ]  # fmt: skip
-    title = "Loss by position ± standard error over documents; means over intervals of equal ratio"
+    title = "Mean loss by position ± standard error over texts, which are the same for every run"
     return [Table(title, columns, entries), note, *panels]
 
 

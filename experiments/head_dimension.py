@@ -13,8 +13,8 @@ def plan(size):
         D = head_dim if size.shrink == 1 else max(2, head_dim * width // 384 // 2 * 2)
         shape = dict(n_head=max(1, width // D), head_dim=D)
         run = size.run(f"p={p}, D={D}", 4096, 262_144_000, attention="sympow_gating", p=p, **shape)
-        at = dict(contexts=[size.length(4096), size.length(65536)], tokens=min(65536, size.micro_tokens))
-        runs.append(run.measure(state=dict(tokens=size.length(1 << 20)), speed=at))
+        far = dict(contexts=[size.length(65536)], tokens=min(65536, size.micro_tokens))
+        runs.append(run.measure(state=dict(tokens=size.length(1 << 20)), speed=far))
     return runs
 
 
@@ -26,14 +26,15 @@ def state_bytes(record):
 def report(entries, size):
     """Return the table, and the loss against the bytes of state."""
     base = entries[0]
-    speed = lambda context: lambda e: e.mean(lambda record: record["measures"]["speed"][str(size.length(context))])
+    trained = lambda entry: entry.mean(lambda record: record["tokens_per_second"][str(size.length(4096))])
+    further = lambda entry: entry.mean(lambda record: record["measures"]["speed"][str(size.length(65536))])
     whole = lambda get: lambda entry: None if get(entry) is None else round(get(entry))
     columns = [
         ("parameters", whole(lambda entry: entry.mean(lambda record: record["parameters"]))), ("tokens", tokens_cell),
         ("val loss", loss_cell()), (f"to {base.name}", ratio_cell(base)),
         ("state, bytes", whole(lambda entry: entry.mean(state_bytes))),
-        (f"tokens/s at {size.length(4096):,}", whole(speed(4096))),
-        (f"at {size.length(65536):,}", whole(speed(65536))),
+        (f"tokens/s at {size.length(4096):,}", whole(trained)),
+        (f"at {size.length(65536):,}", whole(further)),
     ]  # fmt: skip
     done = [entry for entry in entries if entry.records]
     points = {entry.name: ([entry.mean(state_bytes)], [entry.mean(val_loss)]) for entry in done}

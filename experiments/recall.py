@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from data.recall import prepare
 from data.recall.tasks import CHANCE
-from experiments.evaluation_length import VARIANTS
+from experiments.evaluation_length import variants
 from experiments.report import Panel, Table, loss_cell, tokens_cell
 from experiments.runs import main
 
@@ -23,11 +23,9 @@ def plan(size):
     for task in CHANCE:
         out = os.path.join("out", "experiments", "data", f"{task}_{context}_{tokens}")
         options = dict(task=task, context=context, times=TIMES, train_tokens=tokens, short=SHORT, long=LONG, out=out)
-        prepare.main([f"--{key}={value}" for key, value in (options | dict(haystack=size.dataset)).items()])
-        for name, settings in VARIANTS.items():
-            if "adaptive" in settings:
-                D = size.model["n_embd"] // size.model["n_head"] // 2
-                settings = settings | dict(n_head=2 * size.model["n_head"], head_dim=D)
+        if size.trains:
+            prepare.main([f"--{key}={value}" for key, value in (options | dict(haystack=size.dataset)).items()])
+        for name, settings in variants(size).items():
             settings = settings | dict(eval_tokens=min(size.eval_tokens, SHORT * TIMES * context))
             run = size.run(f"{name}, {task}", block, TOKENS, **settings)
             documents = min(LONG, 8 * size.documents) if task == "needle" else size.documents

@@ -119,9 +119,10 @@ def is_noise(a, b, get=val_loss):
 
 
 def tokens_cell(entry):
-    """Return the tokens that an entry was trained on."""
-    found = {record["tokens"] for record in entry.records if "tokens" in record}
-    return " or ".join(map(format_count, sorted(found))) or None
+    """Return the tokens that an entry was trained on, and how many epochs they are if they are more than one."""
+    found = {(r["tokens"], r["tokens"] / r["corpus"]["tokens"]["train"]) for r in entry.records if "tokens" in r}
+    texts = [format_count(n) + (f" ({epochs:.1f} epochs)" if epochs > 1.05 else "") for n, epochs in sorted(found)]
+    return " or ".join(texts) or None
 
 
 def find(entries, name):
@@ -195,7 +196,9 @@ def draw(panels, png):
             axis.axis("off")
         for axis, panel in zip(axes.flat, panels):
             draw_panel(axis, panel, looks)
-        handles = [plt.Line2D([], [], label=name, **looks[name]) for name in names]
+        points = {n for n in names if all(len(panel.lines.get(n, [()])[0]) <= 1 for panel in panels)}
+        as_point = lambda name: dict(marker="o", linestyle="none") if name in points else {}
+        handles = [plt.Line2D([], [], label=name, **looks[name] | as_point(name)) for name in names]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(len(names), 2 * columns))
         figure.savefig(png, dpi=130)
         plt.close(figure)
@@ -224,7 +227,11 @@ def draw_panel(axis, panel, looks):
     axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
     if panel.log_x:
         axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(lambda x, _: next(f"{x / n:g}{u}" for n, u in BINARY if x >= n or n == 1))
+        axis.xaxis.set_major_formatter(lambda x, _: next(f"{x / n:.3g}{u}" for n, u in BINARY if x >= n or n == 1))
+        values = sorted({x for line in panel.lines.values() for x in line[0]})
+        if len(values) <= 8:
+            axis.set_xticks(values)
+            axis.minorticks_off()
     elif "tokens" in panel.xlabel:
         axis.xaxis.set_major_formatter(lambda x, _: short_count(x))
     if panel.share:

@@ -4,17 +4,19 @@
     main("loss_ratios", plan, report)           # plan(size) returns Runs, report(entries, size) what report.py writes
 
 A run is a process (worker.py) on a GPU of its own, or on the CPU one after another. Its folder is in out/experiments/,
-named after a hash of its settings and of the corpus, so experiments that want the same run share it, and a run that was
-cut goes on. What came out is kept in NAME.json, and a run that is in there is not trained again.
+named after its attention and a hash of its settings and of the corpus, so experiments that want the same run share it,
+and a run that was cut goes on. What came out is kept in NAME.json, and a run that is in there is not trained again.
 """
 
 import hashlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from data import DataError
@@ -26,6 +28,7 @@ from runs.program import Parser, positive
 from runs.settings import refuse
 
 GRACE = 60  # seconds in which a run that is told to stop saves its checkpoint
+STOPPED = 3  # status of a worker that was stopped before its end
 NO_TIME = 45  # seconds: with less left, no run is started
 
 
@@ -61,6 +64,7 @@ class Size:
     learning_rate: float = 6e-4
     tokens: int = 0  # of every run, if not 0
     folder: str = ""  # of NAME.json
+    trains: bool = True  # False: only draws what is there
 
     def length(self, tokens):
         """Return a context, or another length, at this size."""
@@ -70,7 +74,7 @@ class Size:
         """Return the Run at this context (of size small) for so many tokens, or for so many seconds."""
         block = self.length(context)
         steps = max(1, (self.tokens or tokens // self.fewer) // self.tokens_per_step) if tokens else 10**6
-        every = max(1, steps // 12) if tokens else max(1, 2**24 // self.tokens_per_step // self.fewer)
+        every = -(-steps // 12) if tokens else max(1, 2**24 // self.tokens_per_step // self.fewer)
         settings = self.model | dict(
             block_size=block, batch_size=max(1, self.micro_tokens // block), tokens_per_step=self.tokens_per_step,
             max_iters=steps, max_seconds=seconds, eval_interval=every, eval_tokens=self.eval_tokens,
@@ -100,7 +104,7 @@ def main(name, plan, report, **defaults):
     args = parse(name, defaults)
     size = SIZES[args.size]
     given = dict(dataset=args.dataset or size.dataset, tokens=args.tokens or 0, seconds=args.seconds or size.seconds)
-    size = replace(size, **given, folder=args.to)
+    size = replace(size, **given, folder=args.to, trains=args.minutes > 0)
     os.makedirs(args.to, exist_ok=True)
     path = os.path.join(args.to, f"{name}.json")
     try:
@@ -108,6 +112,7 @@ def main(name, plan, report, **defaults):
         jobs = make_jobs(plan(size), args, size, store["runs"])
     except (DataError, ValueError) as error:
         refuse(error)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that train_missing tells the workers
     train_missing(jobs, store["runs"], args, save=lambda: save_store(path, store["runs"]))
     entries = [Entry(run.name, run.settings, [job["id"] for job in of], store["runs"]) for run, of in jobs]
     entries = [replace(entry, missing=state_of(of, run)) for entry, (run, of) in zip(entries, jobs)]
@@ -183,7 +188,8 @@ def make_job(run, dataset, corpus, seed):
     """Return the dict of one run with one seed."""
     settings = run.settings | {"seed": seed}
     key = hashlib.sha256(json.dumps([settings, corpus["sha256"]], sort_keys=True).encode()).hexdigest()[:10]
-    folder = os.path.join("out", "experiments", "".join(c if c.isalnum() else "-" for c in run.name) + "-" + key)
+    attention = settings["attention"].replace(",", "-")[:40]
+    folder = os.path.join("out", "experiments", f"{attention}-{key}")  # without the name, which experiments differ in
     measures = hashlib.sha256(json.dumps(run.measures, sort_keys=True).encode()).hexdigest()[:6]
     return dict(
         id=f"{key}-{measures}", name=run.name, settings=settings, measures=run.measures, dataset=dataset, corpus=corpus,
@@ -198,7 +204,8 @@ def train_missing(jobs, known, args, save):
     """
     until = time.monotonic() + 60 * args.minutes
     chosen = [job for run, of in jobs for job in of if any(part in run.name for part in args.only.split(","))]
-    queue = [job for job in chosen if job["id"] not in known and not absent(job["needs"])] if args.minutes else []
+    chosen = {job["id"]: job for job in chosen if job["id"] not in known and not absent(job["needs"])}
+    queue = list(chosen.values()) if args.minutes else []
     free, running = devices(args.gpus) if queue else [], {}
     try:
         while queue or running:
@@ -230,6 +237,8 @@ def start(job, device):
     """Start the worker of a job on a device ("cpu" or the number of a GPU); return the process."""
     os.makedirs(job["folder"], exist_ok=True)
     write_json(os.path.join(job["folder"], "job.json"), job)
+    with suppress(FileNotFoundError):
+        os.remove(os.path.join(job["folder"], "failed"))
     visible = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]  # numbers count among these
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "" if device == "cpu" else visible[int(device)] if visible else device}
     print(f"{job['name']}: training in {job['folder']}, on {device}", flush=True)
@@ -239,11 +248,18 @@ def start(job, device):
 
 
 def finish(job, status, seconds, known):
-    """Add what the worker of a job has found to `known`, or print how it ended."""
+    """Add what the worker of a job has found to `known`, print how it ended, and note the reason if it failed."""
     path = os.path.join(job["folder"], f"{job['id']}.json")
     if os.path.exists(path):
         known[job["id"]] = read_json(path)
-    how = "is done" if job["id"] in known else f"was stopped and can go on (status {status}, see {job['folder']}/log)"
+        how = "is done"
+    elif status in (STOPPED, -signal.SIGTERM, -signal.SIGKILL):
+        how = "was stopped and can go on"
+    else:
+        lines = open(os.path.join(job["folder"], "log"), errors="replace").read().split("\n")
+        reason = next((line.strip() for line in reversed(lines) if line.strip()), "")[:300]
+        write_atomically(os.path.join(job["folder"], "failed"), reason.encode())
+        how = f"failed, status {status}: {reason} (see {job['folder']}/log)"
     print(f"{job['name']} {how}, {seconds:.0f} s", flush=True)
 
 
@@ -279,10 +295,12 @@ def absent(package):
 
 
 def state_of(jobs, run):
-    """Return what a table says of a Run that is not done: not run, how far it is, or what it needs."""
+    """Return what a table says of a Run that is not done: not run, how far it is, why it failed, or what it needs."""
     if absent(run.needs):
         return f"not run: needs {run.needs}"
     for job in jobs:
+        if os.path.exists(path := os.path.join(job["folder"], "failed")):
+            return "failed: " + open(path).read().replace("|", "/")
         path = os.path.join(job["folder"], "run", "metrics.jsonl")
         if os.path.exists(path) and (lines := open(path).read().splitlines()):
             return f"not finished, trained on {json.loads(lines[-1]).get('tokens', 0):,} tokens"

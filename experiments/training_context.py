@@ -57,11 +57,11 @@ def report(entries, size):
             x, y = lines.setdefault(entry.name.partition(",")[0], ([], []))
             if entry.mean(target_loss) is not None:
                 x.append(entry.settings["block_size"]), y.append(entry.mean(target_loss))
-        parts.append(Panel("training context", "loss on the same targets", lines, f"p = {p}", log_x=True))
+        parts.append(Panel("training context", "loss on the same targets, nats", lines, f"p = {p}", log_x=True))
         longest = [entry for entry in of if entry.settings["block_size"] == size.length(LONGEST)]
         by_position = {entry.name.partition(",")[0]: position_line(entry) for entry in longest}
         title = f"p = {p}, trained at {size.length(LONGEST):,}"
-        parts.append(Panel("position", "loss", by_position, title, log_x=True))
+        parts.append(Panel("position", "loss, nats", by_position, title, log_x=True))
     return parts
 
 

@@ -23,12 +23,13 @@ from data.files import read_json, write_json
 from data.loader import Windows
 from data.recall.tasks import questions
 from experiments import gated_deltanet
+from experiments.runs import STOPPED
 from model import GPT, GPTConfig
 from runs import checkpoint
 from runs.folder import environment
 from runs.load import load_run
 from runs.optimizer import make_optimizer
-from runs.plotting import means_by_position
+from runs.plotting import mean_and_standard_error, means_by_position
 from runs.program import run_program
 from runs.scores import losses_by_position
 from runs.settings import fields_of, refuse
@@ -50,7 +51,7 @@ def main(folder):
         sys.argv[1:] = [f"--{key}={value}" for key, value in settings.items()]
         train.main()
         if not is_finished(out_dir, settings):
-            return 3
+            return STOPPED
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what is measured is not saved half-way
         record |= losses(out_dir) | {"parameters": parameters(out_dir)}
     loaded = load_run(out_dir, SimpleNamespace(device="auto", dtype="auto")) if trains and job["measures"] else None
@@ -116,34 +117,53 @@ def parameters(folder):
 # ---- what is measured: each takes the job, the run as load_run returns it, and the arguments of the plan
 
 
-def positions(job, loaded, length, documents, window=0, start=0):
+def positions(job, loaded, length, documents, window=0, start=0, bounds=()):
     """Return the losses by position over held-out texts of `length` tokens, from their beginnings.
 
     window: read in windows of so many tokens, each half of the one before, so that a token sees between half a window
-    and a whole one; 0: read on with the state. The mean is over the positions from `start` on.
+    and a whole one; 0: read on with the state. The loss, and that of each text, is over the positions from `start` on;
+    spans has those of the positions above one of `bounds`, up to the next. Errors are standard errors over the texts.
     """
-    dataset, curves, means = Dataset(job["dataset"]), [], []
-    texts, joined = held_out(dataset, length, documents), length > dataset.document_length
+    dataset, curves, means, spans = Dataset(job["dataset"]), [], [], []
+    texts = held_out(dataset, length, documents)
     for inputs, targets in texts:
-        joined = joined or dataset.eot in inputs[0, 1:]
         found = windowed(loaded, inputs, targets, window)
-        curves.append(means_by_position(found))
-        means.append(float(found[start:].mean()))
-    of = np.array([y for _, y in curves])
-    error = lambda x: (np.std(x, axis=0, ddof=1) / len(x) ** 0.5 if len(x) > 1 else np.zeros(x.shape[1:])).tolist()
+        at, curve = means_by_position(found)
+        curves.append(curve)
+        means.append([found[start:].mean()])
+        spans.append([found[a:b].mean() for a, b in zip(bounds, bounds[1:])])
+    ([loss], [error]), (mean, errors), (of, of_errors) = map(mean_and_standard_error, (means, curves, spans))
+    rounded = lambda x: np.round(x, 5).tolist()
     return dict(
-        documents=len(texts), length=length, joined=bool(joined), loss=float(np.mean(means)),
-        error=error(np.array(means)), positions=[round(x, 1) for x in curves[0][0]],
-        mean=of.mean(0).round(5).tolist(), errors=error(of),
+        documents=len(texts), length=length, joined=any(bool((x[0, 1:] == dataset.eot).any()) for x, _ in texts),
+        loss=float(loss), error=float(error), texts=rounded(np.ravel(means)), positions=[round(x, 1) for x in at],
+        mean=rounded(mean), errors=rounded(errors),
+        spans=dict(bounds=list(bounds), mean=rounded(of), errors=rounded(of_errors)),
     )  # fmt: skip
 
 
 def held_out(dataset, length, documents):
-    """Return [(inputs, targets)] [1, length] of texts that are spread over the held-out split."""
-    windows = Windows(dataset, "val", length, pack=length > dataset.document_length, name="length")
-    count = min(documents, windows.documents)
-    step = windows.documents // count * windows.per_document
-    return [windows.batch([i * step]) for i in range(count)]
+    """Return [(inputs, targets)] [1, length] of texts that are spread over the held-out split.
+
+    Texts longer than a row are of one project each where data/source has prepared the dataset and a project is long
+    enough; else they are rows of whatever stands behind one another, with ends of text between.
+    """
+    rows, at, starts = -(-length // dataset.document_length), 0, []
+    for count in dataset.meta.get("held_out", {}).values() if rows > 1 else ():
+        starts += range(at, at + count - rows + 1, rows)
+        at += count
+    if starts:
+        found = [dataset.read("val", start * dataset.document_length, length) for start in spread(starts, documents)]
+        found = [torch.from_numpy(text.astype(np.int64))[None] for text in found]
+        return [(torch.cat((torch.full((1, 1), dataset.eot), text[:, :-1]), 1), text) for text in found]
+    windows = Windows(dataset, "val", length, pack=rows > 1, name="length")
+    return [windows.batch([i * windows.per_document]) for i in spread(range(windows.documents), documents)]
+
+
+def spread(items, count):
+    """Return at most `count` of a sequence's items, at equal distances."""
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
 
 
 @torch.inference_mode()

@@ -1,5 +1,6 @@
 """Experiments: corpora by project, recall's data and accuracy, tables that mix nothing, and runs that are kept."""
 
+import glob
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from data.source import prepare as prepare_source
 from experiments import runs
 from experiments.equal_time import crossing, retimed
 from experiments.report import Entry, Panel, Table, find, is_noise, loss_cell, markdown_table, ratio_cell, write_report
-from experiments.worker import losses, score, windowed
+from experiments.worker import losses, positions, score, windowed
 
 
 dataset = helpers.dataset
@@ -275,13 +276,15 @@ def report(entries, size):
 def experiment(dataset, tmp_path, monkeypatch):
     """Return a function that runs a small experiment in tmp_path, and the names of the runs that it has started."""
     monkeypatch.chdir(tmp_path)
-    started, fails = [], set()
+    started, fails = [], {}  # {name: status}
 
     def start(job, device):
         started.append((job["name"], device))
         os.makedirs(job["folder"], exist_ok=True)
         if job["name"] in fails:
-            return Finished(3)
+            with open(os.path.join(job["folder"], "log"), "w") as f:
+                f.write("step 1\nworker.py: out of memory | all\n\n")
+            return Finished(fails[job["name"]])
         done = record(len(started)) | dict(corpus=job["corpus"], settings=job["settings"])
         with open(os.path.join(job["folder"], job["id"] + ".json"), "w") as f:
             json.dump(done, f)
@@ -297,7 +300,7 @@ def experiment(dataset, tmp_path, monkeypatch):
 
 def test_what_is_there_is_not_trained_again_and_what_failed_is_a_row(experiment, dataset, capsys):
     main, started, fails = experiment
-    fails.add("sympow")
+    fails["sympow"] = 3
     assert main(f"--dataset={dataset}") == 3 and [name for name, _ in started] == ["softmax", "sympow"]
     table = open("here/x.md").read()
     assert "| softmax | 1.0000 | text" in table and "| sympow | not run |" in table
@@ -310,6 +313,26 @@ def test_what_is_there_is_not_trained_again_and_what_failed_is_a_row(experiment,
     assert "| sympow, lr 0.002 | not run |" in open("here/x.md").read()
 
 
+def test_a_run_that_failed_has_its_reason_in_one_line_and_the_others_go_on(experiment, dataset, capsys):
+    main, started, fails = experiment
+    fails |= {"softmax": 1}
+    assert main(f"--dataset={dataset}") == 3 and len(started) == 2
+    assert "softmax failed, status 1: worker.py: out of memory | all (see" in capsys.readouterr().out
+    row = "| softmax | failed: worker.py: out of memory / all | - | - |"
+    assert row in open("here/x.md").read()
+    assert main(f"--dataset={dataset}", "--minutes=0") == 3 and row in open("here/x.md").read()
+
+
+def test_experiments_share_a_run_whatever_they_call_it_and_none_is_started_twice(experiment, dataset, monkeypatch):
+    main, started, _ = experiment
+    named = lambda *names: lambda size: [size.run(name, 4096, 2**25, attention="softmax") for name in names]
+    monkeypatch.setattr(sys.modules[__name__], "plan", named("one"))
+    assert main(f"--dataset={dataset}") == 0
+    monkeypatch.setattr(sys.modules[__name__], "plan", named("two", "three"))
+    assert main(f"--dataset={dataset}", "--to=there") == 0 and [name for name, _ in started] == ["one", "three"]
+    assert len(glob.glob("out/experiments/softmax-*")) == 1
+
+
 def test_another_corpus_is_refused(experiment, dataset, tmp_path, capsys):
     main, started, _ = experiment
     assert main(f"--dataset={dataset}") == 0
@@ -318,6 +341,24 @@ def test_another_corpus_is_refused(experiment, dataset, tmp_path, capsys):
         main(f"--dataset={other}")
     assert refused.value.code == 2 and len(started) == 2
     assert "runs on different corpora are not put into one table; give another --to" in capsys.readouterr().err
+
+
+def test_long_texts_are_of_one_project_and_spans_are_means_of_positions(source, monkeypatch):
+    out, projects = source
+    seen = []
+    stub = lambda loaded, inputs, targets, window: seen.append((inputs, targets)) or np.arange(1024.0) + 100 * len(seen)
+    monkeypatch.setattr("experiments.worker.windowed", stub)
+    found = positions(dict(dataset=out), None, 1024, 3, start=512, bounds=[0, 2, 1024])
+    whole = [b"".join(text for _, text in sorted(files.items())) for files in projects.values()]
+    for inputs, targets in seen:
+        text = bytes(targets[0].tolist())
+        assert any(text[:40] in of and text[-40:] in of for of in whole) and torch.equal(inputs[0, 1:], targets[0, :-1])
+    assert len(seen) == found["documents"] == len(found["texts"]) > 1 and not found["joined"]
+    mean = np.mean([100 * (i + 1) for i in range(len(seen))])
+    error = np.std([100 * (i + 1) for i in range(len(seen))], ddof=1) / len(seen) ** 0.5
+    assert found["loss"] == pytest.approx(mean + 767.5) and found["error"] == pytest.approx(error)
+    assert found["spans"]["mean"] == [mean + 0.5, mean + 512.5]
+    assert found["spans"]["errors"] == pytest.approx([error] * 2, abs=1e-4)
 
 
 @pytest.mark.parametrize(
