@@ -16,7 +16,7 @@ from compare import format_count
 from data.files import read_json
 from experiments.costs import speeds
 from experiments.evaluation_length import mean_between
-from experiments.report import Panel, Table, position_line, tokens_cell, val_curve
+from experiments.report import Panel, Table, position_line, texts_cell, tokens_cell, val_curve
 from experiments.runs import main
 
 SHORT, LONG, SHARE = 4096, 65536, 0.7  # the long stage begins after this share of the time
@@ -85,12 +85,6 @@ def long_tokens(entry):
     return format_count(record["tokens"] - record["stages"][-1][1]) if len(record["stages"]) > 1 else None
 
 
-def texts_loss(entry):
-    """Return the mean loss of the texts that are read by position, at the end of the run, with its standard error."""
-    found = entry.records[0]["measures"]["positions"]
-    return f"{found['loss']:.4f} ± {found['error']:.4f}"
-
-
 def report(entries, size):
     """Return the tables at equal time, the figure with seconds, the loss by position, and both at other costs."""
     done = [entry for entry in entries if entry.records]
@@ -100,7 +94,8 @@ def report(entries, size):
     columns = [
         ("tokens", tokens_cell), (f"of them at {size.length(LONG):,}", long_tokens),
         ("seconds of training", lambda e: e.records[0]["seconds"]),
-        (f"val loss at {common:.0f} s", lambda e: f"{at_common(e):.4f}"), ("loss of the texts", texts_loss),
+        (f"val loss at {common:.0f} s", lambda e: f"{at_common(e):.4f}"),
+        ("loss of the texts", texts_cell("positions")), ("to softmax's", texts_cell("positions", entries[0])),
         *((f"{a:,} to {b:,}", mean_between("positions", a, b)) for a, b in zip(bounds, bounds[1:])),
     ]  # fmt: skip
     curves = {entry.name: val_curve(entry, "seconds") for entry in done}
@@ -108,7 +103,8 @@ def report(entries, size):
     note = (
         f"The validation loss, and so the curves, are those of texts of {size.length(LONG):,} in stages, before the "
         f"long stage too, and of windows of {size.length(SHORT):,} from their beginnings for softmax at "
-        f"{size.length(SHORT):,}. The loss of the texts is that of all their targets after the whole run."
+        f"{size.length(SHORT):,}. The loss of the texts is that of all their targets after the whole run, and "
+        "its difference to softmax's is taken text by text."
     )
     parts = [Table(title, columns, entries), note]
     panels = [

@@ -16,8 +16,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from compare import format_count, markdown
-from runs.plotting import COLOURS, DASHES, STYLE, choose_picture, short_count, smooth
-
+from runs.plotting import COLOURS, DASHES, STYLE, choose_picture, mean_and_standard_error, short_count, smooth
 
 BINARY = ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "k"), (1, ""))  # units of an axis of powers of two
 
@@ -105,6 +104,20 @@ def ratio_cell(base, get=val_loss):
     def cell(entry):
         of, to = entry.mean(get), base and base.mean(get)
         return None if of is None or not to else "none" if is_noise(entry, base, get) else f"{of / to:.4f}"
+
+    return cell
+
+
+def texts_cell(measure, base=None):
+    """Return a column's function: the mean loss of the texts of a measure ± its standard error over them, or with an
+    Entry base the mean difference to its loss on each text, whose error is that of the difference. First seed alone."""
+
+    def cell(entry):
+        if base and not base.records:
+            return None
+        texts = [np.array(e.records[0]["measures"][measure]["texts"]) for e in (entry, base) if e]
+        of, error = mean_and_standard_error((texts[0] - texts[1] if base else texts[0])[:, None])
+        return f"{of.item():{'+' if base else ''}.4f}" + (f" ± {error.item():.4f}" if len(texts[0]) > 1 else "")
 
     return cell
 

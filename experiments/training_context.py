@@ -4,7 +4,7 @@ Every model is read on the same held-out targets, each with between half of its 
 before it; and by position, from the beginning of a text on, also beyond its training context.
 """
 
-from experiments.report import Panel, Table, loss_cell, position_line, ratio_cell, tokens_cell
+from experiments.report import Panel, Table, loss_cell, position_line, ratio_cell, texts_cell, tokens_cell
 from experiments.runs import main
 
 CONTEXTS = {2: (256, 8192, 2048, 512, 1024, 4096), 4: (1024, 8192, 4096, 2048)}  # p: in order of worth
@@ -47,8 +47,9 @@ def report(entries, size):
         base = lambda entry, softmax=softmax: softmax.get(entry.settings["block_size"])
         columns = [
             ("context", lambda entry: entry.settings["block_size"]), ("tokens", tokens_cell),
-            ("loss", loss_cell(target_loss)), ("error", lambda e: e.mean(lambda r: r["measures"]["targets"]["error"])),
+            ("loss", loss_cell(target_loss)),
             ("to softmax", lambda entry, base=base: ratio_cell(base(entry), target_loss)(entry)),
+            ("difference on the same texts", lambda entry, base=base: texts_cell("targets", base(entry))(entry)),
         ]  # fmt: skip
         order = sorted(of, key=lambda e: (e.settings["block_size"], VARIANTS.index(e.settings["attention"])))
         parts.append(Table(f"p = {p}", columns, order))
