@@ -75,7 +75,7 @@ class Panel:
     lines: dict
     title: str = ""
     log_x: bool = False
-    level: float | None = None  # a horizontal line
+    level: float | None = None  # a horizontal line: of equality, or if `share` of a guess
     marks: dict = field(default_factory=dict)
     share: bool = False  # y from 0 to 1
 
@@ -179,11 +179,12 @@ def write_report(name, folder, entries, parts, command):
     if panels:
         draw(panels, os.path.join(folder, f"{name}.png"))
         blocks.append(f"![{name}]({name}.png)")
-    machines = {
-        f"{m['device']}, torch {m['torch']}, triton {m['triton'] or 'none'}, commit {m['commit'] or 'unknown'}"
-        for entry in entries for m in (record["machine"] for record in entry.records)
-    }  # fmt: skip
-    head = f"    {command}\n\n{'; '.join(sorted(machines)) or 'Nothing has been run.'}"
+    machines = {}
+    for m in (record["machine"] for entry in entries for record in entry.records):
+        machine = f"{m['device']}, torch {m['torch']}, triton {m['triton'] or 'none'}, commit "
+        machines.setdefault(machine, set()).add(m["commit"] or "unknown")
+    machines = "; ".join(machine + " and ".join(sorted(commits)) for machine, commits in sorted(machines.items()))
+    head = f"    {command}\n\n{machines or 'Nothing has been run.'}"
     with open(os.path.join(folder, f"{name}.md"), "w") as f:
         f.write("\n\n".join([f"# {name}", head, *filter(None, blocks)]) + "\n")
 
@@ -205,6 +206,7 @@ def draw(panels, png):
     with plt.style.context(["default", STYLE]):
         size = (6 * columns + 1.5 * (columns == 1), 4 * rows + 0.12 * len(names))
         figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+        figure.get_layout_engine().set(wspace=0.04)
         for axis in axes.flat[len(panels) :]:
             axis.axis("off")
         for axis, panel in zip(axes.flat, panels):
@@ -233,6 +235,9 @@ def draw_panel(axis, panel, looks):
         shown += [v for v in y[late] if math.isfinite(v)]
     if panel.level is not None:
         axis.axhline(panel.level, color="#777777", linewidth=1)
+        if panel.share:
+            place = dict(xycoords=("axes fraction", "data"), xytext=(-3, 3), textcoords="offset points", fontsize=8)
+            axis.annotate("a guess", (1, panel.level), **place, ha="right")
     for label, x in panel.marks.items():
         axis.axvline(x, color="#777777", linestyle=(0, (4, 3)), linewidth=1)
         place = dict(xycoords=("data", "axes fraction"), xytext=(3, -10), textcoords="offset points", fontsize=8)

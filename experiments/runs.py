@@ -257,7 +257,7 @@ def finish(job, status, seconds, known):
         how = "was stopped and can go on"
     else:
         lines = open(os.path.join(job["folder"], "log"), errors="replace").read().split("\n")
-        reason = next((line.strip() for line in reversed(lines) if line.strip()), "")[:300]
+        reason = next((line.strip() for line in reversed(lines) if line.strip()), "")[:300].removeprefix("worker.py: ")
         write_atomically(os.path.join(job["folder"], "failed"), reason.encode())
         how = f"failed, status {status}: {reason} (see {job['folder']}/log)"
     print(f"{job['name']} {how}, {seconds:.0f} s", flush=True)
@@ -300,7 +300,7 @@ def state_of(jobs, run):
         return f"not run: needs {run.needs}"
     for job in jobs:
         if os.path.exists(path := os.path.join(job["folder"], "failed")):
-            return "failed: " + open(path).read().replace("|", "/")
+            return "failed: " + open(path).read().replace("|", "/").partition(";")[0]
         path = os.path.join(job["folder"], "run", "metrics.jsonl")
         if os.path.exists(path) and (lines := open(path).read().splitlines()):
             return f"not finished, trained on {json.loads(lines[-1]).get('tokens', 0):,} tokens"

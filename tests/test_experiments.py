@@ -283,7 +283,7 @@ def experiment(dataset, tmp_path, monkeypatch):
         os.makedirs(job["folder"], exist_ok=True)
         if job["name"] in fails:
             with open(os.path.join(job["folder"], "log"), "w") as f:
-                f.write("step 1\nworker.py: out of memory | all\n\n")
+                f.write("step 1\nworker.py: out of memory | all; more\n\n")
             return Finished(fails[job["name"]])
         done = record(len(started)) | dict(corpus=job["corpus"], settings=job["settings"])
         with open(os.path.join(job["folder"], job["id"] + ".json"), "w") as f:
@@ -317,8 +317,8 @@ def test_a_run_that_failed_has_its_reason_in_one_line_and_the_others_go_on(exper
     main, started, fails = experiment
     fails |= {"softmax": 1}
     assert main(f"--dataset={dataset}") == 3 and len(started) == 2
-    assert "softmax failed, status 1: worker.py: out of memory | all (see" in capsys.readouterr().out
-    row = "| softmax | failed: worker.py: out of memory / all | - | - |"
+    assert "softmax failed, status 1: out of memory | all; more (see" in capsys.readouterr().out
+    row = "| softmax | failed: out of memory / all | - | - |"
     assert row in open("here/x.md").read()
     assert main(f"--dataset={dataset}", "--minutes=0") == 3 and row in open("here/x.md").read()
 
