@@ -11,7 +11,7 @@ Nothing here is typed by hand: a cell is computed from NAME.json, and what was n
 import math
 import os
 from dataclasses import dataclass, field
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 import numpy as np
 
@@ -221,7 +221,7 @@ def draw(panels, png):
 
 def draw_panel(axis, panel, looks):
     """Draw one panel; points are marked where there are few."""
-    shown = []
+    shown = []  # of each line, what should be seen
     for name, (x, y, *errors) in panel.lines.items():
         if not len(x):
             continue
@@ -232,7 +232,7 @@ def draw_panel(axis, panel, looks):
             axis.fill_between(x, y - error, y + error, **look)
         few = panel.log_x and len(x) <= 25
         late = x >= (0 if few or not len(x) else x[-1] ** 0.3 if panel.log_x else 0.1 * x[-1])
-        shown += [v for v in y[late] if math.isfinite(v)]
+        shown += [found] if (found := [v for v in y[late] if math.isfinite(v)]) else []
     if panel.level is not None:
         axis.axhline(panel.level, color="#777777", linewidth=1)
         if panel.share:
@@ -254,9 +254,11 @@ def draw_panel(axis, panel, looks):
         axis.xaxis.set_major_formatter(lambda x, _: short_count(x))
     if panel.share:
         axis.set_ylim(-0.02, 1.02)
-    elif shown:  # the first losses, several times higher, may lie above the axis
-        margin = 0.06 * (max(shown) - min(shown)) or 0.1
-        axis.set_ylim(min(shown) - margin, max(shown) + margin)
+    elif shown:  # the first losses may lie above the axis, and those of few runs far beyond their training context
+        low, usual = min(map(min, shown)), 1.3 * median(map(max, shown))
+        high = max(min(max(map(max, shown)), usual), max(map(min, shown)))
+        margin = 0.06 * (high - low) or 0.1
+        axis.set_ylim(low - margin, high + margin)
 
 
 def val_curve(entry, over="tokens"):
