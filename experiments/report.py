@@ -203,7 +203,7 @@ def draw(panels, png):
         for i, name in enumerate(names)
     }
     columns, rows = min(2, len(panels)), -(-len(panels) // 2)
-    with plt.style.context(["default", STYLE]):
+    with plt.style.context(["default", STYLE, {"axes.formatter.useoffset": False}]):
         size = (6 * columns + 1.5 * (columns == 1), 4 * rows + 0.12 * len(names))
         figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
         figure.get_layout_engine().set(wspace=0.04)

@@ -112,7 +112,6 @@ def main(name, plan, report, **defaults):
         jobs = make_jobs(plan(size), args, size, store["runs"])
     except (DataError, ValueError) as error:
         refuse(error)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that train_missing tells the workers
     train_missing(jobs, store["runs"], args, save=lambda: save_store(path, store["runs"]))
     entries = [Entry(run.name, run.settings, [job["id"] for job in of], store["runs"]) for run, of in jobs]
     entries = [replace(entry, missing=state_of(of, run)) for entry, (run, of) in zip(entries, jobs)]
@@ -200,13 +199,14 @@ def make_job(run, dataset, corpus, seed):
 def train_missing(jobs, known, args, save):
     """Start the workers of the jobs that are not in `known`, one on each device at a time; add what they found to it.
 
-    From --minutes on the workers are told to stop, and save their checkpoints.
+    From --minutes on, or after SIGTERM, the workers are told to stop, and save their checkpoints.
     """
     until = time.monotonic() + 60 * args.minutes
     chosen = [job for run, of in jobs for job in of if any(part in run.name for part in args.only.split(","))]
     chosen = {job["id"]: job for job in chosen if job["id"] not in known and not absent(job["needs"])}
     queue = list(chosen.values()) if args.minutes else []
     free, running = devices(args.gpus) if queue else [], {}
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without the workers
     try:
         while queue or running:
             while queue and free and until - time.monotonic() > min(NO_TIME, 30 * args.minutes):
@@ -225,6 +225,7 @@ def train_missing(jobs, known, args, save):
             time.sleep(0.05)
     finally:
         stop(running)
+        signal.signal(signal.SIGTERM, before)
 
 
 def save_store(path, known):
