@@ -113,7 +113,7 @@ def texts_cell(measure, base=None):
     Entry base the mean difference to its loss on each text, whose error is that of the difference. First seed alone."""
 
     def cell(entry):
-        if base and not base.records:
+        if base and (entry is base or not base.records):
             return None
         texts = [np.array(e.records[0]["measures"][measure]["texts"]) for e in (entry, base) if e]
         of, error = mean_and_standard_error((texts[0] - texts[1] if base else texts[0])[:, None])

@@ -20,7 +20,9 @@ from data.recall.tasks import CHANCE, make_needles, make_pairs, questions
 from data.source import prepare as prepare_source
 from experiments import runs
 from experiments.equal_time import crossing, retimed
-from experiments.report import Entry, Panel, Table, find, is_noise, loss_cell, markdown_table, ratio_cell, write_report
+from experiments.report import (
+    Entry, Panel, Table, find, is_noise, loss_cell, markdown_table, ratio_cell, texts_cell, tokens_cell, write_report,
+)  # fmt: skip
 from experiments.worker import losses, positions, score, windowed
 
 
@@ -204,6 +206,22 @@ def test_a_difference_below_two_standard_deviations_is_none():
     assert loss_cell()(far) == "1.1000 ± 0.0200 (3 seeds)"
     assert ratio_cell(entry("one", record(1.0)))(entry("two", record(1.001))) == "1.0010"  # nothing is known of noise
     assert find([near, entry("sympow p=2, lr 0.1")], "sympow p=2").name == "sympow p=2, lr 0.1"
+
+
+def test_differences_are_taken_text_by_text():
+    of = lambda *texts: entry("a", record(measures=dict(read=dict(texts=texts))))
+    base, other = of(1.0, 2.0, 3.0), of(1.1, 2.1, 3.4)
+    assert texts_cell("read")(base) == "2.0000 ± 0.5774" and texts_cell("read")(of(1.0)) == "1.0000"
+    assert texts_cell("read", base)(other) == "+0.2000 ± 0.1000" and texts_cell("read", base)(base) is None
+    assert texts_cell("read", entry("none"))(other) is None
+
+
+def test_more_than_one_epoch_is_named():
+    run = record()
+    run["corpus"]["tokens"] = dict(train=400)
+    assert tokens_cell(entry("a", run)) == "1,000 (2.5 epochs)"
+    run["corpus"]["tokens"]["train"] = 1000
+    assert tokens_cell(entry("a", run)) == "1,000"
 
 
 def test_a_crossing_is_where_a_curve_goes_below_and_stays():
