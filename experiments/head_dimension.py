@@ -12,6 +12,8 @@ def plan(size):
     for p, head_dim in SHAPES:
         D = head_dim if size.shrink == 1 else max(2, head_dim * width // 384 // 2 * 2)
         shape = dict(n_head=max(1, width // D), head_dim=D)
+        if any(run.name == f"p={p}, D={D}" for run in runs):
+            continue  # in a small size shapes may be the same
         run = size.run(f"p={p}, D={D}", 4096, 262_144_000, attention="sympow_gating", p=p, **shape)
         far = dict(contexts=[size.length(65536)], tokens=min(65536, size.micro_tokens))
         runs.append(run.measure(state=dict(tokens=size.length(1 << 20)), speed=far))

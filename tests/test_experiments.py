@@ -86,6 +86,7 @@ def test_whole_projects_are_held_out_and_copies_are_gone(source):
     assert not set(train.splitlines()) & {line for line in val.splitlines() if len(line) > 10}
     held = dataset.meta["held_out"]
     assert 2 <= len(held) < 8 and sum(held.values()) == dataset.documents("val")
+    assert list(held.values()) == sorted(held.values())
     assert (train + val).count(code("six")[:200]) == 1  # one of 12 copies
     assert (train + val).count(code("zlib")[:200]) <= 1  # two versions are one project
     dropped = dataset.meta["dropped"]

@@ -13,8 +13,9 @@ those alone.
 Projects are ordered by a hash of their names, with the large ones in front. A file is dropped if more than half of its
 shingles (five lines) stand in an earlier file: so copies within training, and vendored copies and other versions of
 what training has within validation, are gone. The last projects, as many as give --val_fraction of the text and at
-least 2 M tokens where the corpus has them, are the validation split. A row of it is one project's; in training, rows
-are cut from the whole text. meta.json counts files, projects and what was dropped, and names what is held out.
+least 2 M tokens where the corpus has them, are the validation split, the small ones first. A row of it is one
+project's; in training, rows are cut from the whole text. meta.json counts files, projects and what was dropped, and
+names what is held out.
 """
 
 import ast
@@ -137,7 +138,10 @@ def drop_repeated(projects, read):
 
 
 def split_projects(kept, tokens, val_fraction, length):
-    """Return the names of (training, validation): the last projects that have enough whole rows are held out."""
+    """Return the names of (training, validation): the last projects that have enough whole rows are held out.
+
+    The small ones come first, so that an evaluation, which reads the beginning of the split, reads many of them.
+    """
     names, wanted, val = list(kept), max(val_fraction * tokens, min(ENOUGH, tokens / 10)), []
     while len(names) > 1 and wanted > 0:
         rows = sum(size for _, size in kept[names[-1]]) // length
@@ -146,7 +150,7 @@ def split_projects(kept, tokens, val_fraction, length):
         val += [name] if rows else []  # a project that fills no row is on neither side
     if not val:
         raise DataError(f"{len(kept)} projects cannot be split: give more folders, or a smaller --document_length")
-    return names, val
+    return names, sorted(val, key=lambda name: sum(size for _, size in kept[name]))
 
 
 def train_units(names, kept, read, length):
