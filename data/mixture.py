@@ -161,7 +161,10 @@ class HeldOut:
         """Raise DataError if one of `others` cannot be opened, has other tokens, or the name of another dataset."""
         sets, mixed = sets_of(dataset), isinstance(dataset, Mixture)
         weights = dataset.weights if mixed else [1]
-        further = open_sets([given.strip() for given in others.split(",")] if others else [])
+        names = [given.strip() for given in others.split(",")] if others else []
+        if not all(names):
+            raise DataError(f"val_datasets must be names or paths with commas between, got {others!r}")
+        further = open_sets(names)
         for added, one in further.items():
             if added in sets:
                 raise DataError(

@@ -270,10 +270,10 @@ def download(name):
     Every rank calls it before the ranks know each other. Of those that share a cache, one downloads: a file lock of
     huggingface_hub lets the others wait, who then find the file. Raises ValueError if that is not possible.
     """
-    hub = need("huggingface_hub")
-    hub.utils.logging.set_verbosity_error()  # a refusal is one line
+    hub, utils = need("huggingface_hub"), need("huggingface_hub.utils")  # which the first alone does not import
+    utils.logging.set_verbosity_error()  # a refusal is one line
     if from_launcher("LOCAL_RANK"):
-        hub.utils.disable_progress_bars()
+        utils.disable_progress_bars()
     try:
         folder = os.path.dirname(hub.hf_hub_download(HUB[name], "config.json"))
         hub.hf_hub_download(HUB[name], "model.safetensors", revision=os.path.basename(folder))  # of the same commit

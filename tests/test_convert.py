@@ -289,8 +289,10 @@ def test_gpt2_comes_from_the_hub_once(gpt2, dataset, tmp_path, monkeypatch):  # 
 
 
 def test_without_network_a_name_is_refused_in_one_line(go, tmp_path, monkeypatch, capsys):
+    import huggingface_hub
     from huggingface_hub import constants
 
+    monkeypatch.delattr(huggingface_hub, "utils", raising=False)  # as in a process that has imported nothing of it yet
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for setting in ("init_from", "distill_from"):

@@ -250,6 +250,8 @@ def test_a_bad_mixture_is_one_line_and_leaves_no_folder(go, sets, capsys):
     for wrong in (f"--dataset={where(sets, 'a:1,b:x')}", f"--val_datasets={sets / 'a'}", "--val_datasets=nosuch"):
         assert go(wrong, "--out_dir=out") == 2
         assert capsys.readouterr().err.count("\n") == 1 and not os.path.exists("out")
+    assert go(f"--val_datasets={sets / 'c'},", "--out_dir=out") == 2
+    assert "val_datasets must be names or paths with commas between" in capsys.readouterr().err
 
 
 def test_compare_takes_the_loss_of_one_dataset(whole, tmp_path, capsys, monkeypatch):

@@ -190,6 +190,9 @@ def test_mistakes_are_refused(monkeypatch, capsys):
         assert call(evaluate.main, "--out_dir=out/a", *options) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("evaluate.py: ") and message in error, error
+    os.mkdir("hf")
+    Path("hf/modeling_sympow.py").touch()
+    assert call(evaluate.main, "--out_dir=hf") == 2 and "hf is an exported model" in capsys.readouterr().err
     assert not os.path.exists("out/a/tasks.json")
     monkeypatch.delitem(sys.modules, "runs.tasks")
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
