@@ -26,9 +26,9 @@ def load_run(path, cfg):
     are compared: a damaged checkpoint is named on stderr and left out for the one before it. Refuse a run without a
     checkpoint, or with a config.json or tokenizer that cannot be read or does not fit.
     """
-    folder, run = checkpoint.newest(path, True, warn, checkpoint.WEIGHTS), checkpoint.run_of(path)
-    if not folder:
+    if is_exported(path) or not (folder := checkpoint.newest(path, True, warn, checkpoint.WEIGHTS)):
         refuse(no_checkpoint(path))
+    run = checkpoint.run_of(path)
     try:
         saved = checkpoint.settings(run, folder)["model"]
     except ValueError as error:
