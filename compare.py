@@ -12,8 +12,11 @@ import json
 import math
 import os
 import sys
+from contextlib import suppress
 from statistics import fmean, median
 
+from data import DataError
+from data.files import read_json
 from runs.plotting import choose_picture, plot_loss_curves
 from runs.program import Parser, run_program
 from runs.settings import refuse
@@ -121,6 +124,18 @@ def other_contexts(rows):
     return "\nval losses at different contexts: " + ", ".join(f"{name} {n:,}" for name, n in known.items())
 
 
+def other_data(folders):
+    """Return a line that names the data of runs, {name: folder}, if they were trained on different sets, or else ""."""
+    known = {}
+    for name, folder in folders.items():
+        with suppress(FileNotFoundError, DataError, KeyError):  # a copy of a run may have its metrics alone
+            settings = read_json(os.path.join(folder, "config.json"))
+            known[name] = settings["data"], settings["dataset"]
+    if len({data for data, _ in known.values()}) < 2:
+        return ""
+    return "\nlosses on different data: " + ", ".join(f"{name} {dataset}" for name, (_, dataset) in known.items())
+
+
 def format_loss(value):
     return "-" if value is None else f"{value:.4f}"
 
@@ -187,7 +202,8 @@ def main(argv=None):
     runs = {name: read_losses(folder, args.metric) for name, folder in zip(names, args.runs)}
     rows = [summarise(name, train, val) for name, (train, val) in runs.items()]
     print((markdown if args.markdown else plain)(*table(rows, args.metric)))
-    print(f"\n{LEGEND}{other_contexts(rows)}", flush=True)
+    data = other_data(dict(zip(names, args.runs))) if args.metric == "val_loss" else ""
+    print(f"\n{LEGEND}{other_contexts(rows)}{data}", flush=True)
     if missing:
         sys.exit(f"compare.py: {missing}")
     try:

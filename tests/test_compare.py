@@ -301,3 +301,15 @@ def test_speeds_are_of_each_context_and_other_contexts_of_val_losses_are_named(t
     assert out.endswith("val losses at different contexts: staged 256, plain 32\nwrote " + table_only[1][6:] + "\n")
     compare.main([plain, *table_only])
     assert "different contexts" not in capsys.readouterr().out
+
+
+def test_runs_on_different_data_are_named(tmp_path, capsys, table_only):
+    runs = [write_run(tmp_path / name, [4.0]) for name in "abc"]
+    compare.main([*runs, *table_only])
+    assert "different data" not in capsys.readouterr().out  # nothing is known of it
+    for name, data in (("a", "12"), ("b", "34"), ("c", "12")):
+        (tmp_path / name / "config.json").write_text(json.dumps({"data": data, "dataset": f"data/of_{name}"}))
+    compare.main([*runs, *table_only])
+    assert "losses on different data: a data/of_a, b data/of_b, c data/of_c\n" in capsys.readouterr().out
+    compare.main([runs[0], runs[2], *table_only])
+    assert "different data" not in capsys.readouterr().out

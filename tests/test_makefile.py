@@ -88,7 +88,8 @@ def test_git_ignores_what_is_made_and_keeps_what_is_written(tmp_path):
         data/pystdlib/train.bin data/pystdlib/val_000.bin data/text/meta.json data/text/tokenizer.json
         data/openwebtext/vocab.tiktoken data/longcrawl64/progress.json data/longcrawl64/train.zarr/0.0
         __pycache__/model.pyc attention/__pycache__/power.pyc data/__pycache__/loader.pyc
-        data/pystdlib/__pycache__/prepare.pyc .pytest_cache/README.md x-1.0-py3-none-any.whl model.pt""".split()
+        data/pystdlib/__pycache__/prepare.pyc .pytest_cache/README.md x-1.0-py3-none-any.whl model.pt
+        hf/demo/config.json""".split()
     written = """README.md train.py requirements.txt docs/loss.png docs/notes.md data/loader.py data/__init__.py
         data/pystdlib/prepare.py data/longcrawl64/README.md config/demo.py kernels/table.json .ci/run
         tests/test_data.py attention/power.py""".split()
