@@ -1,6 +1,6 @@
 """Three learning rates for each variant, so that rate and variant are not confused."""
 
-from experiments.report import Panel, Table, loss_cell, tokens_cell, val_loss
+from experiments.report import Panel, Table, find_all, loss_cell, tokens_cell, val_loss
 from experiments.runs import main
 
 VARIANTS = {
@@ -21,7 +21,7 @@ def report(entries, size):
     """Return the losses of all rates, and which is best for each variant."""
     lines, best = {}, []
     for name in VARIANTS:
-        of = [entry for entry in entries if f"{entry.name},".startswith(f"{name},") and entry.records]
+        of = [entry for entry in find_all(entries, name) if entry.records]
         of.sort(key=lambda entry: entry.settings["learning_rate"])
         lines[name] = [e.settings["learning_rate"] for e in of], [e.mean(val_loss) for e in of]
         if of:

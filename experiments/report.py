@@ -16,7 +16,10 @@ from statistics import fmean, median, stdev
 import numpy as np
 
 from compare import format_count, markdown
-from runs.plotting import COLOURS, DASHES, STYLE, choose_picture, mean_and_standard_error, short_count, smooth
+from data.files import write_atomically
+from runs.plotting import (
+    COLOURS, DASHES, STYLE, choose_picture, mean_and_standard_error, save_figure, short_count, smooth,
+)  # fmt: skip
 
 BINARY = ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "k"), (1, ""))  # units of an axis of powers of two
 
@@ -139,8 +142,13 @@ def tokens_cell(entry):
 
 
 def find(entries, name):
-    """Return the first entry whose name is this, or begins with it and a comma; None if there is none."""
-    return next((entry for entry in entries if f"{entry.name},".startswith(f"{name},")), None)
+    """Return the first entry of `find_all`, None if there is none."""
+    return next(iter(find_all(entries, name)), None)
+
+
+def find_all(entries, name):
+    """Return the entries whose name is this, or begins with it and a comma."""
+    return [entry for entry in entries if f"{entry.name},".startswith(f"{name},")]
 
 
 def markdown_table(table):
@@ -185,8 +193,8 @@ def write_report(name, folder, entries, parts, command):
         machines.setdefault(machine, set()).add(m["commit"] or "unknown")
     machines = "; ".join(machine + " and ".join(sorted(commits)) for machine, commits in sorted(machines.items()))
     head = f"    {command}\n\n{machines or 'Nothing has been run.'}"
-    with open(os.path.join(folder, f"{name}.md"), "w") as f:
-        f.write("\n\n".join([f"# {name}", head, *filter(None, blocks)]) + "\n")
+    text = "\n\n".join([f"# {name}", head, *filter(None, blocks)]) + "\n"
+    write_atomically(os.path.join(folder, f"{name}.md"), text.encode())
 
 
 def draw(panels, png):
@@ -215,8 +223,7 @@ def draw(panels, png):
         as_point = lambda name: dict(marker="o", linestyle="none") if name in points else {}
         handles = [plt.Line2D([], [], label=name, **looks[name] | as_point(name)) for name in names]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(len(names), 2 * columns))
-        figure.savefig(png, dpi=130)
-        plt.close(figure)
+        save_figure(figure, png, dpi=130)
 
 
 def draw_panel(axis, panel, looks):

@@ -80,7 +80,7 @@ def plot_loss_curves(runs, png):
             axis.set(xlabel="tokens", ylabel=f"loss relative to {shorten(next(iter(runs)), 24)}, %")
             _set_linear_ticks(axis, "tokens", max(x for curves in shifts.values() for xs, _ in curves for x in xs))
         figure.legend(handles=handles, loc="outside lower center", ncols=columns)
-        _save(figure, png)
+        save_figure(figure, png)
 
 
 def loss_axes(runs):
@@ -223,7 +223,7 @@ def plot_loss_by_position(curves, png, joined=False):
         _set_log_ticks(axis, max(positions[-1] for positions, _, _ in curves.values()))
         _mark_contexts(axis, curves, looks)
         figure.legend(handles=handles, loc="outside lower center", ncols=columns)
-        _save(figure, png)
+        save_figure(figure, png)
 
 
 def means_by_position(losses, points=80):
@@ -398,8 +398,8 @@ def _pyplot():
     return plt
 
 
-def _save(figure, png):
-    """Write a figure to a file, whose folder is made if need be, and free its memory."""
+def save_figure(figure, png, dpi=150):
+    """Write a figure to a file, whole or not at all, whose folder is made if need be, and free its memory."""
     with whole_file(png) as temporary, warnings.catch_warnings(action="ignore"):  # of letters that the font has not
-        figure.savefig(temporary, dpi=150, format=os.path.splitext(png)[1][1:].lower())
+        figure.savefig(temporary, dpi=dpi, format=os.path.splitext(png)[1][1:].lower())
     _pyplot().close(figure)

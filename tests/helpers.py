@@ -206,3 +206,19 @@ class FakeWandb(types.ModuleType):
         if row:
             self.rows.append(row)
             self.summary |= row
+
+
+def assert_same_batch_for_any_ranks(windows, seed, step, expected):
+    """Assert that a step's 16 rows are `expected`, (inputs, targets), however ranks and micro-steps share them."""
+    import torch
+
+    from data.loader import train_batch
+
+    for world, batch_size, accumulation in ((1, 16, 1), (1, 2, 8), (2, 4, 2), (4, 4, 1), (4, 1, 4), (1, 1, 16)):
+        parts = [
+            train_batch(windows, seed, step, rank, world, micro, accumulation, batch_size)
+            for micro in range(accumulation)
+            for rank in range(world)
+        ]
+        for got, want in zip(zip(*parts), expected):
+            assert torch.equal(torch.cat(got), want), (world, batch_size, accumulation)

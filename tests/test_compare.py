@@ -134,7 +134,7 @@ def test_plain_table_is_aligned_and_explains_itself(tmp_path, capsys):
 def figures(monkeypatch):
     """Return a list that gets the figures, drawn, instead of files."""
     found = []
-    monkeypatch.setattr(plotting, "_save", lambda figure, png: (figure.canvas.draw(), found.append(figure)))
+    monkeypatch.setattr(plotting, "save_figure", lambda figure, png: (figure.canvas.draw(), found.append(figure)))
     return found
 
 

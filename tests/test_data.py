@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from helpers import assert_same_batch_for_any_ranks
 
 from data import DataError, command
 from data import dataset as dataset_module
@@ -456,14 +457,7 @@ def test_same_global_batch_for_any_ranks_and_batch_sizes(tmp_path):
     write(tmp_path, train=(30, 30))
     windows = Windows(Dataset(str(tmp_path)), "train", 4)
     expected = windows.batch(train_indices(windows, 1, 3 * 16, 16))
-    for world, batch_size, accumulation in ((1, 16, 1), (1, 2, 8), (2, 4, 2), (4, 4, 1), (4, 1, 4), (1, 1, 16)):
-        parts = [
-            train_batch(windows, 1, 3, rank, world, micro, accumulation, batch_size)
-            for micro in range(accumulation)
-            for rank in range(world)
-        ]
-        for got, want in zip(zip(*parts), expected):
-            assert torch.equal(torch.cat(got), want), (world, batch_size, accumulation)
+    assert_same_batch_for_any_ranks(windows, 1, 3, expected)
 
 
 def test_consecutive_steps_do_not_overlap(tmp_path):

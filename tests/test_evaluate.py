@@ -37,7 +37,7 @@ def test_the_band_is_the_standard_error_over_documents(monkeypatch):
     assert mean.tolist() == [3.0, 2.0] and error.tolist() == pytest.approx([2 / 3**0.5, 0.0])
     assert plotting.mean_and_standard_error([[1.0, 2.0]])[1].tolist() == [0.0, 0.0]
     figures = []
-    monkeypatch.setattr(plotting, "_save", lambda figure, png: figures.append(figure))
+    monkeypatch.setattr(plotting, "save_figure", lambda figure, png: figures.append(figure))
     positions = [1.0, 10.0, 100.0, 1000.0]
     curves = {"a": (positions, [[9.0, 3.0, 2.0, 2.0]] * 5, 128), "b": (positions, [[9.0, 4.0, 3.0, 3.0]] * 5, 256)}
     plotting.plot_loss_by_position(curves, "x.png")

@@ -9,14 +9,14 @@ import signal
 import numpy as np
 import pytest
 import torch
-from helpers import SMALL, byte_encoding, call, join, metrics, start, start_ranks
+from helpers import SMALL, assert_same_batch_for_any_ranks, byte_encoding, call, join, metrics, start, start_ranks
 from test_stages import train_until_read
 
 import compare
 import train
 from data import DataError
 from data.dataset import Dataset
-from data.loader import train_batch, train_indices
+from data.loader import train_indices
 from data.mixture import HeldOut, open_dataset, open_windows
 from data.shards import Unit, write_dataset
 from data.tokenizer import Tokenizer
@@ -73,14 +73,7 @@ def test_every_dataset_has_its_share_of_any_number_of_rows_exactly_but_for_round
 def test_same_global_batch_of_a_mixture_for_any_ranks_and_batch_sizes(sets, pack):
     windows = open_windows(mix(sets, "a:0.5,b:0.2,c:0.3"), "train", 32, pack)
     expected = windows.train_rows(1, 3 * 16, 16)
-    for world, batch_size, accumulation in ((1, 16, 1), (1, 2, 8), (2, 4, 2), (4, 4, 1), (4, 1, 4), (1, 1, 16)):
-        parts = [
-            train_batch(windows, 1, 3, rank, world, micro, accumulation, batch_size)
-            for micro in range(accumulation)
-            for rank in range(world)
-        ]
-        for got, want in zip(zip(*parts), expected):
-            assert torch.equal(torch.cat(got), want), (world, batch_size, accumulation)
+    assert_same_batch_for_any_ranks(windows, 1, 3, expected)
     first, last = (windows.train_rows(1, 48, 16, [span])[1] for span in ((0, 8), (8, 32)))  # what two ranks share
     assert torch.equal(torch.cat((first, last), 1), expected[1])
 
