@@ -113,7 +113,3 @@ def rotate(q, k, cos, sin, angle):
 
 def cross_entropy_(logits, targets, vocab_size, gradient):
     return fused().cross_entropy_(logits, targets, vocab_size, gradient)
-
-
-def layer_norm_backward(dy, x, weight, mean, rstd, bias):
-    return fused().layer_norm_backward(dy, x, weight, mean, rstd, bias)

@@ -1,7 +1,6 @@
 """The operators of the fused kernels: the steps of training outside of attention that are one pass over memory."""
 
 from .cross_entropy import cross_entropy_
-from .layer_norm import layer_norm_backward
 from .rotary import rotate
 
-__all__ = ["cross_entropy_", "layer_norm_backward", "rotate"]
+__all__ = ["cross_entropy_", "rotate"]

@@ -54,7 +54,6 @@ def training(large=False, heads=2, T=512):
     from kernels import DTYPES, adaptive, heinsen_operator, operators
     from kernels import rotary as fused
     from kernels.cross_entropy import cross_entropy_
-    from kernels.layer_norm import layer_norm_backward
 
     bf16, f32 = torch.bfloat16, torch.float32
 
@@ -91,10 +90,6 @@ def training(large=False, heads=2, T=512):
         leaves = [x.detach().requires_grad_() for x in (q, k, *([angle] if learned else []))]
         both_passes(lambda q, k, turn=None: fused.rotate(q, k, angle, angle, turn), leaves)
 
-    def layer_norm(dtype, C):
-        x, weight, mean = torch.zeros(T, C, dtype=dtype), torch.zeros(C), torch.zeros(T)
-        layer_norm_backward(torch.zeros(T, C, dtype=bf16), x, weight, mean, mean, False)
-
     def cross_entropy(dtype, V):
         cross_entropy_(torch.zeros(T, V, dtype=dtype), torch.zeros(T, dtype=torch.int64), V - 5, True)
 
@@ -127,8 +122,6 @@ def training(large=False, heads=2, T=512):
         yield case(rotary, dtype, 64, False)
         yield case(rotary, dtype, 64, True)
         yield case(cross_entropy, dtype, 50304)
-    for C in (768, 1600):
-        yield case(layer_norm, f32, C)
 
 
 def generation():
