@@ -50,7 +50,7 @@ KINDS = {
     "loss beyond its products": (r"cross_entropy|logsumexp|gather", "loss.py"),
     "LayerNorm backward": (r"layer_norm_backward", "model.py"),
     "LayerNorm forward": (r"layer_norm", "model.py, with the sum before it"),
-    "GELU": (r"gelu|exp2\w*_relu|relu\w*_rsqrt", "activation.py"),
+    "GELU": (r"gelu|exp2\w*rsqrt", "activation.py"),
     "matrix products, forward": (rf"{FORWARD}.*({PRODUCT})", "cuBLAS; both passes of the head"),
     "matrix products, backward": (PRODUCT, "cuBLAS"),
     "embedding": (r"embedding|index_put|index_select", "model.py"),
