@@ -107,8 +107,8 @@ def chunked_bytes_needed(q, k, v, p, chunk, backward):
     return operators().chunked.bytes_needed(q, k, v, p, chunk, backward=backward)
 
 
-def rotate(q, k, cos, sin, angle):
-    return fused().rotate(q, k, cos, sin, angle)
+def rotate_heads(qkv, H, Hkv, cos, sin, angle):
+    return fused().RotateHeads.apply(qkv, H, Hkv, cos, sin, angle)
 
 
 def cross_entropy_(logits, targets, vocab_size, gradient):

@@ -2,6 +2,6 @@
 
 from .cross_entropy import cross_entropy_
 from .layer_norm import layer_norm_backward
-from .rotary import rotate
+from .rotary import RotateHeads
 
-__all__ = ["cross_entropy_", "layer_norm_backward", "rotate"]
+__all__ = ["RotateHeads", "cross_entropy_", "layer_norm_backward"]
