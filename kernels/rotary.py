@@ -94,8 +94,8 @@ def rotate_backward_kernel(
     DQ, DK, DV, QKV, COS, SIN, DQKV, DANGLE, dq_strides, dk_strides, dv_strides, strides, table_stride, T, H, HKV,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
-    """Write BT tokens of DQKV [B, T, H + 2 HKV, D], contiguous: DQ and DK rotated back and DV as it is; and with ANGLES,
-    for which alone QKV is read, the gradient to each angle, [B * T, D / 2] float32.
+    """Write BT tokens of DQKV [B, T, H + 2 HKV, D], contiguous: DQ and DK rotated back, and DV as it is. With ANGLES,
+    for which alone QKV is read, write the gradient to each angle too, [B * T, D / 2] float32.
 
     COS and SIN are those of `rotate_kernel`.
     """

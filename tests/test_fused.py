@@ -99,7 +99,7 @@ def positions(kind, B, T):
 @pytest.mark.parametrize("kind", ["shared", "own", "learned", "learned, shared"])
 @pytest.mark.parametrize("D", [48, 6])
 def test_q_and_k_are_rotated_as_one_by_one_and_v_is_left(D, kind, on):
-    """Strided views, more tokens than a program has, gradients of any strides, head dimensions between powers of two."""
+    """Strided views, more tokens than a program has, gradients of any strides, D between powers of two."""
     B, T, H, Hkv = 2, 37, 3, 1
     qkv = torch.randn(T, B, H + 2 * Hkv, D + 4).transpose(0, 1)[..., :D]
     dy = [torch.randn(B, n, T, D).transpose(1, 2) for n in (H, Hkv)] + [torch.randn(B, T, 1, 1).expand(B, T, Hkv, D)]
