@@ -13,19 +13,22 @@ DISTILL_TOKENS = 4096  # with a teacher, whose logits exist beside them
 
 
 def compute_losses(logits, targets, vocab_size, differentiate):
-    """Return the losses [N] of logits [N, V] and their gradient [N, V] in the logits' dtype, or None if it is not asked
-    for; targets [N] of -1 have neither. The logits may be overwritten."""
-    if uses_fused("cross_entropy", logits):
-        losses = cross_entropy_(logits, targets, vocab_size, differentiate)
-        return losses, logits if differentiate else None
+    """Return (losses [N], d [N, V], scales [N]) of logits [N, V]: the gradient is d scales[:, None], or d if scales is
+    None. Without `differentiate` d and scales are None.
+
+    Targets [N] of -1 have zeros. d has the logits' dtype; they may be overwritten.
+    """
+    if logits.dtype != torch.float16 and uses_fused("cross_entropy", logits):
+        losses, scales = cross_entropy_(logits, targets, vocab_size, differentiate)
+        return (losses, logits, scales) if differentiate else (losses, None, None)
     column, dtype = torch.arange(logits.shape[1], device=logits.device), logits.dtype
     counts, target = (targets != -1).unsqueeze(1), targets.clamp(min=0).unsqueeze(1)
     logits = logits.to(torch.promote_types(dtype, torch.float32)).where(column < vocab_size, float("-inf"))
     log_sum = logits.logsumexp(1, keepdim=True)
     losses = (log_sum - logits.gather(1, target)) * counts
     if not differentiate:
-        return losses, None
-    return losses, (((logits - log_sum).exp() - (column == target).to(logits.dtype)) * counts).to(dtype)
+        return losses, None, None
+    return losses, (((logits - log_sum).exp() - (column == target).to(logits.dtype)) * counts).to(dtype), None
 
 
 def compute_distilled_losses(logits, teacher, targets, vocab_size, distill_weight):
@@ -69,14 +72,18 @@ class LinearCrossEntropy(torch.autograd.Function):
         for rows, target, of_teacher in zip(x.split(size), targets.split(size), teacher_rows):
             rows = rows.to(dtype)
             logits = F.linear(rows, w)
+            scales = None
             if of_teacher is None:
-                losses, d = compute_losses(logits, target, vocab_size, differentiate)
+                losses, d, scales = compute_losses(logits, target, vocab_size, differentiate)
             else:
                 teacher = F.linear(of_teacher.to(dtype), teacher_w)
                 losses, d = compute_distilled_losses(logits, teacher, target, vocab_size, distill_weight)
             total = total + losses.sum()
             if differentiate:
-                dxs.append(d @ w)
+                dx = d @ w
+                if scales is not None:
+                    dx, rows = dx * scales.unsqueeze(1), (rows * scales.unsqueeze(1)).to(dtype)
+                dxs.append(dx)
                 dw += d.t() @ rows
         count = (targets != -1).sum().clamp(min=1)
         if differentiate:

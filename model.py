@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention import ATTENTIONS, LayerNorm
+from activation import gelu
+from attention import ATTENTIONS
 from attention.learned_position import check_length
 from attention.state import ModelState
 from attention.variant import check_layer
@@ -143,17 +144,17 @@ class MLP(nn.Module):
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
 
     def forward(self, x):
-        x = F.gelu(self.c_fc(x), approximate=self.approximate)
+        x = gelu(self.c_fc(x), self.approximate)
         return F.dropout(self.c_proj(x), self.dropout, self.training)
 
 
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attn = Attention(config)
         if not self.attn.replaces_mlp:
-            self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
+            self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
             self.mlp = MLP(config)
 
     def forward(self, x, resets=None, state=None):
@@ -172,7 +173,7 @@ class GPT(nn.Module):
                 wte=nn.Embedding(config.padded_vocab_size, config.n_embd),  # counts as the head too
                 ln_wte=nn.LayerNorm(config.n_embd, bias=config.bias) if config.embedding_norm else nn.Identity(),
                 h=nn.ModuleList(map(Block, layers)),
-                ln_f=LayerNorm(config.n_embd, bias=config.bias),
+                ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
             )
         )
         embeddings = (ATTENTIONS[layer.attention].position_embedding(layer) for layer in layers)

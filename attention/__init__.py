@@ -6,8 +6,8 @@ mathematics that they share; naive is the specification, power the operator, for
 with a power for each query), dispatch the choice between the forms, backend the door to the GPU kernels; state and
 memory hold the state of generation. heinsen_naive and heinsen_forms are the same for heinsen, log_position is its
 position embedding, learned_position GPT-2's. sequences has what packed sequences of any lengths need, packed is softmax
-within documents, arguments has the operators' refusals; layer_norm and fused are LayerNorm on a kernel; check compares
-the kernels with the specifications. compat/ has the interfaces of two libraries.
+within documents, arguments has the operators' refusals; check compares the kernels with the specifications. compat/ has
+the interfaces of two libraries.
 """
 
 from .adaptive_power import AdaptivePower
@@ -15,7 +15,6 @@ from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower
 from .forms import PowerState
 from .heinsen import Heinsen, LogState, heinsen_attention
-from .layer_norm import LayerNorm
 from .power import power_attention, power_attention_sums
 from .softmax import Softmax
 from .sympow import Sympow
@@ -33,8 +32,7 @@ ATTENTIONS = {
 }
 
 __all__ = [
-    "ATTENTIONS", "LayerNorm", "LogState", "PowerState", "Variant", "heinsen_attention", "power_attention",
-    "power_attention_sums",
+    "ATTENTIONS", "LogState", "PowerState", "Variant", "heinsen_attention", "power_attention", "power_attention_sums",
     *(cls.__name__ for cls in ATTENTIONS.values()),
 ]  # fmt: skip
 

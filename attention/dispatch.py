@@ -149,9 +149,9 @@ def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
     return reason
 
 
-# Kernels for the steps of training outside of attention: "rotary", "layer_norm" and "cross_entropy". One is switched on
-# here once `python bench/fused.py` has shown on a GPU that it is faster than what torch.compile makes of PyTorch.
-FUSED = ()
+# The kernels for steps of training outside of attention, of which `python bench/fused.py` has shown on a GPU that they
+# are faster than what torch.compile makes of PyTorch.
+FUSED = ("rotary", "cross_entropy")
 
 
 def uses_fused(name, x):

@@ -4,7 +4,8 @@
     y = attend_within(documents, q, k, v, scale)        # in each layer
 
 On a GPU in bfloat16 and float16 all documents go to torch's flash attention in one call, which reads where each begins
-from a tensor. Elsewhere each document is a call of scaled_dot_product_attention. Both cost the pairs within documents.
+from a tensor; or to cuDNN's, which is faster, where all are equally long, as they are if each fills its window.
+Elsewhere each document is a call of scaled_dot_product_attention. All cost the pairs within documents.
 The host must know how many documents there are and how long the longest is, so it waits for the GPU once a batch.
 """
 
@@ -108,10 +109,31 @@ _has_flash._dynamo_marked_constant = True  # see the end of dispatch.py
 # ---- one call for all documents
 
 
+def takes_cudnn(n, longest, q, k):
+    """Return True if cuDNN computes n documents of at most `longest` tokens, q [N, H, D] and k [N, Hkv, D].
+
+    It does on the GPUs on which torch prefers it. This asks no setting that a program might change between the passes.
+    """
+    if n * longest != len(q) or q.shape[1] != k.shape[1] or q.shape[2] not in (64, 128):
+        return False
+    if torch.version.hip or torch.are_deterministic_algorithms_enabled():
+        return False
+    return torch.cuda.get_device_capability(q.device) in ((9, 0), (10, 0), (10, 3))
+
+
+def _by_document(n, *tensors):
+    """Return views [n, H, tokens, D] of tensors [N, H, D] whose n documents are equally long."""
+    return [x.unflatten(0, (n, -1)).transpose(1, 2) for x in tensors]
+
+
 @torch.library.custom_op(f"{NAMESPACE}::packed_flash", mutates_args=())
 def _flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return y [N, H, D] and the log-sum-exp [H, N] float32 of each row of q [N, H, D], k and v [N, Hkv, D]."""
+    """Return y [N, H, D] and as many log-sum-exps, [H, N] float32, of q [N, H, D], k and v [N, Hkv, D]."""
     n, longest = sizes.tolist()
+    if takes_cudnn(n, longest, q, k):
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        y, lse, *_ = cudnn(*_by_document(n, q, k, v), None, True, 0.0, True, False, scale=scale)
+        return y.transpose(1, 2).flatten(0, 1).contiguous(), lse.reshape(q.shape[1], -1)  # [n, H, tokens] in memory
     ends = ends[: n + 1]
     flash = torch.ops.aten._flash_attention_forward
     y, lse, *_ = flash(q, k, v, ends, ends, longest, longest, 0.0, True, False, scale=scale)
@@ -129,8 +151,14 @@ def _flash_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, y: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     n, longest = sizes.tolist()
-    ends = ends[: n + 1]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    if takes_cudnn(n, longest, q, k):
+        dy, q, k, v, y = _by_document(n, dy.contiguous(), q, k, v, y)
+        lse, seed = lse.view(n, -1, longest, 1), torch.zeros((), dtype=torch.int64, device=q.device)
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+        grads = cudnn(dy, q, k, v, y, lse, seed, seed, None, None, None, longest, longest, 0.0, True, scale=scale)
+        return tuple(x.transpose(1, 2).flatten(0, 1).contiguous() for x in grads)
+    ends = ends[: n + 1]
     backward = torch.ops.aten._flash_attention_backward
     args = dy.contiguous(), q, k, v, y, lse, ends, ends, longest, longest, 0.0, True, *no_dropout
     return tuple(x.contiguous() for x in backward(*args, scale=scale))

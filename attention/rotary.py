@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from .backend import NAMESPACE
+from .backend import NAMESPACE, transforms_active
 from .backend import rotate_heads as rotate_on_kernel
 from .dispatch import uses_fused
 
@@ -66,7 +66,7 @@ def rotary(x, u, base):
 def rotate_heads(qkv, H, Hkv, u, base):
     """Return q [B, T, H, D] and k, v [B, T, Hkv, D] of qkv [B, T, H + 2 Hkv, D], which has their heads in this order: q
     and k rotated as `rotary` does, v a view."""
-    if not uses_fused("rotary", qkv):
+    if transforms_active() or not uses_fused("rotary", qkv):
         q, k, v = qkv.split((H, Hkv, Hkv), dim=2)
         return rotary(q, u, base), rotary(k, u, base), v
     D = qkv.shape[-1]

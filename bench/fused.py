@@ -1,14 +1,12 @@
 """Compare each fused kernel with what PyTorch and torch.compile do without it: which to name in dispatch.FUSED.
 
     python bench/fused.py                                 # a minute on a GPU
-    python bench/fused.py --only layer_norm --tokens 16384
+    python bench/fused.py --only cross_entropy --tokens 16384
 
 A row is a piece of a 124M model's training step, forward and backward, on 65,536 tokens under autocast to bfloat16:
 
     rotary          q, k and v out of the projection c_attn, q and k rotated; the gradient to the projection
     rotary_learned  the same with learned positions, and the gradient to them
-    layer_norm      the sum of the residual stream and a block's output, normalised for the next linear layer; the
-                    gradients to the stream, which has one of its own, to the output and to the weight
     cross_entropy   the head and its loss with their gradients, matrix products and all
 
 Columns are the median milliseconds of ROUNDS in which the contenders take turns: PyTorch, PyTorch compiled, and the
@@ -28,7 +26,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attention import dispatch  # noqa: E402
-from attention.layer_norm import LayerNorm  # noqa: E402
 from attention.rotary import rotate_heads  # noqa: E402
 from bench.profile_step import BANDWIDTH, FLOPS  # noqa: E402
 from data.files import write_json  # noqa: E402
@@ -41,7 +38,6 @@ CONTENDERS = ("pytorch", "compiled", "fused", "fused, eager", "liger")
 PIECES = {
     "rotary": LAYERS,
     "rotary_learned": LAYERS,
-    "layer_norm": 2 * LAYERS,
     "cross_entropy": 1,
 }  # how many a step has
 
@@ -61,20 +57,6 @@ def rotary(args, device, learned):
     return piece, (qkv, u), grads, 1000 * (8 + 12 + 4 * learned) * args.width * T / BANDWIDTH
 
 
-def layer_norm(args, device):
-    norm = LayerNorm(args.width, bias=False, device=device)
-    shape = 1, args.tokens, args.width
-    x = torch.randn(shape, device=device, requires_grad=True)
-    y = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
-
-    def piece(x, y, weight):
-        x = x + y
-        return x, norm(x).to(torch.bfloat16)
-
-    grads = [torch.randn(shape, device=device), torch.randn(shape, device=device, dtype=torch.bfloat16)]
-    return piece, (x, y, norm.weight), grads, 28 * x.numel() / BANDWIDTH * 1000
-
-
 def cross_entropy(args, device):
     x = torch.randn(args.tokens, args.width, device=device, requires_grad=True)
     weight = torch.nn.Parameter(0.02 * torch.randn(args.vocab, args.width, device=device))
@@ -87,7 +69,7 @@ def cross_entropy(args, device):
 
 MAKE = {
     "rotary": partial(rotary, learned=False), "rotary_learned": partial(rotary, learned=True),
-    "layer_norm": layer_norm, "cross_entropy": cross_entropy,
+    "cross_entropy": cross_entropy,
 }  # fmt: skip
 
 
@@ -98,17 +80,8 @@ def liger(name, piece, inputs, args):
     """
     try:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     except ImportError:
         return None
-    if name == "layer_norm":
-        bias = torch.zeros_like(inputs[2])
-
-        def normalised(x, y, weight):
-            x = x + y
-            return x, LigerLayerNormFunction.apply(x, weight, bias, 1e-5).to(torch.bfloat16)
-
-        return normalised
     if name == "cross_entropy":
         targets = torch.randint(args.vocab - 47, (args.tokens,), device=inputs[0].device)
         wide = lambda x, weight: (x.to(torch.bfloat16), weight.to(torch.bfloat16))
@@ -178,7 +151,7 @@ def bench(args):
         rows.append(dict(piece=name, floor=floor, saves_a_step=saved, **found))
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    for name, dtype in ((name, torch.bfloat16) for name in ("rotary", "layer_norm", "cross_entropy")):
+    for name, dtype in ((name, torch.bfloat16) for name in ("rotary", "cross_entropy")):
         if reason := dispatch.fused_kernel_reason(name, device, dtype):
             print(f"{name}: the column `fused` is PyTorch, because {reason}")
     return rows

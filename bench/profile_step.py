@@ -3,7 +3,7 @@
     python bench/profile_step.py                                                        # 124M, softmax, 64 x 1,024
     python bench/profile_step.py --attention=sympow_gating --block_size=65536 --batch_size=1
     python bench/profile_step.py --attention=softmax --block_size=4096 --batch_size=16 --documents=600   # packed
-    python bench/profile_step.py --fused rotary layer_norm cross_entropy                # with these kernels switched on
+    python bench/profile_step.py --fused rotary cross_entropy                           # with these kernels switched on
 
 A step is forward, backward, clipping and AdamW on random tokens, as in train.py without accumulation: on a GPU compiled
 and under autocast to bfloat16, on a CPU neither. torch.profiler times every kernel of STEPS steps after WARM_UP; the
@@ -48,9 +48,9 @@ KINDS = {
     "gates": (r"linear_fp32|log_?sigmoid", "attention/gates.py"),
     "rotations": (r"sympow\w*::rotat|rotate_\w*kernel|flip", "attention/rotary.py"),
     "loss beyond its products": (r"cross_entropy|logsumexp|gather", "loss.py"),
-    "LayerNorm backward": (r"layer_norm_backward", "model.py, attention/layer_norm.py"),
+    "LayerNorm backward": (r"layer_norm_backward", "model.py"),
     "LayerNorm forward": (r"layer_norm", "model.py, with the sum before it"),
-    "GELU": (r"gelu", "model.py"),
+    "GELU": (r"gelu|exp2\w*_relu|relu\w*_rsqrt", "activation.py"),
     "matrix products, forward": (rf"{FORWARD}.*({PRODUCT})", "cuBLAS; both passes of the head"),
     "matrix products, backward": (PRODUCT, "cuBLAS"),
     "embedding": (r"embedding|index_put|index_select", "model.py"),

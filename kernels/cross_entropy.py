@@ -1,10 +1,13 @@
-"""The cross entropy of logits that are in memory, which become its gradient where they are.
+"""The cross entropy of logits that are in memory, which become its gradient where they are, but for a factor a row.
 
-    loss_n = log sum_v exp(x_nv) - x_n,target        x_nv <- exp(x_nv - log sum) - (v = target), rounded once
+    loss_n = log sum_v exp(x_nv) - x_n,target        x_nv <- exp(x_nv - c_n) - (v = target) sum_n,  rounded once
+    sum_n = sum_v exp(x_nv - c_n)                    scale_n = 1 / sum_n:  scale_n x_nv is the gradient
 
-A program has a row: it reads the row for the running maximum and sum, and once more for the gradient, which it writes
-over the logits. The programs that run at a time have few enough rows that the second reading finds them in the L2
-cache. Cost: 2 bytes an entry read and 2 written in bfloat16, and two exponentials. The limit is bandwidth.
+c_n is the largest of the first entries of row n. Leaving the division to the caller, who can do it with the rows of a
+matrix product, is what lets one pass do: the sum is known only at its end. A later entry that is so much larger than
+c_n that exponentials could overflow becomes the new c_n, and what has been written is brought to it; that is rare.
+
+A warp has a row. Cost: 2 bytes an entry read and 2 written in bfloat16, one exponential. The limit is bandwidth.
 """
 
 import torch
@@ -15,54 +18,65 @@ from torch import Tensor
 from . import NAMESPACE
 from .common import device_guard
 
-BLOCK = 8192  # entries of a row at a time
-WARPS = 32  # 132 processors then have 264 rows of GPT-2's vocabulary in flight, 27 MB in bfloat16
+BLOCK = 1024  # entries of a row at a time
+HEADROOM = tl.constexpr(60.0)  # exp(60) times a vocabulary is far from float32's and bfloat16's largest number
 
 
 @triton.jit
-def cross_entropy_kernel(X, TARGETS, LOSSES, V, padded, stride, BV: tl.constexpr, GRADIENT: tl.constexpr):
-    """Write the loss of one row of X, of which V entries count, and with GRADIENT its gradient over the row, zeros for
-    the other entries up to `padded`. A target of -1 gives zeros."""
-    row = tl.program_id(0)
+def cross_entropy_kernel(X, TARGETS, LOSSES, SCALES, V, padded, stride, BV: tl.constexpr, GRADIENT: tl.constexpr):
+    """Write the loss of one row of X, of which V entries count, and with GRADIENT its scale and, over the row, the
+    gradient without it: zeros for the entries from V up to `padded`. A target of -1 gives a loss and a scale of 0."""
+    row, first = tl.program_id(0), tl.arange(0, BV)
     X += tl.cast(row, tl.int64) * stride
     target = tl.load(TARGETS + row)
-    # read before the sums below, in which all threads wait for each other: later it may have been overwritten
     of_target = tl.load(X + tl.maximum(target, 0)).to(tl.float32)
-    largest, total = float("-inf"), 0.0
-    for start in range(0, V, BV):
-        v = start + tl.arange(0, BV)
+    c = tl.maximum(tl.max(tl.load(X + first, first < V, float("-inf")).to(tl.float32), 0), -1e38)
+    sums = tl.zeros([BV], tl.float32)
+    for start in range(0, padded, BV):
+        v = start + first
         x = tl.load(X + v, v < V, float("-inf")).to(tl.float32)
-        more = tl.maximum(largest, tl.max(x, 0))
-        total = total * tl.exp(largest - more) + tl.sum(tl.exp(x - more), 0)
-        largest = more
-    log_sum = largest + tl.log(total)
-    counts = target >= 0
-    tl.store(LOSSES + row, tl.where(counts, log_sum - of_target, 0.0))
+        largest = tl.max(x, 0)
+        if largest > c + HEADROOM:
+            factor = tl.exp(c - largest)
+            sums *= factor
+            if GRADIENT:
+                tl.debug_barrier()
+                for begin in range(0, start, BV):
+                    e = tl.load(X + begin + first).to(tl.float32)
+                    tl.store(X + begin + first, (e * factor).to(X.dtype.element_ty))
+            c = largest
+        e = tl.exp(x - c)
+        sums += e
+        if GRADIENT:
+            tl.store(X + v, e.to(X.dtype.element_ty), v < padded)
+    total, counts = tl.sum(sums, 0), target >= 0
+    tl.store(LOSSES + row, tl.where(counts, c + tl.log(total) - of_target, 0.0))
     if GRADIENT:
-        for start in range(0, padded, BV):
-            v = start + tl.arange(0, BV)
-            x = tl.load(X + v, v < V, float("-inf")).to(tl.float32)
-            d = tl.exp(x - log_sum) - tl.where(v == target, 1.0, 0.0)
-            tl.store(X + v, tl.where(counts, d, 0.0).to(X.dtype.element_ty), v < padded)
+        tl.store(SCALES + row, tl.where(counts, 1 / total, 0.0))
+        tl.debug_barrier()  # the entry has been written above, by another thread
+        tl.store(X + target, (tl.exp(of_target - c) - total).to(X.dtype.element_ty), counts)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::cross_entropy_", mutates_args=("logits",))
-def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> Tensor:
-    """Return the losses [N] float32 of logits [N, V], and if `gradient` replace the logits by their gradient.
+def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> tuple[Tensor, Tensor]:
+    """Return the losses [N] float32 of logits [N, V], and the scales [N] float32 if `gradient`, else [].
 
-    Entries of a row are contiguous, and those from vocab_size on do not count. targets [N] int64; -1 gives zeros.
+    With `gradient` the logits are replaced: scales[n] logits[n] is then the gradient. They are bfloat16 or wider
+    (float16 cannot hold the exponentials); entries of a row are contiguous, and those from vocab_size on do not count.
+    targets [N] int64; -1 gives zeros.
     """
     N, V = logits.shape
     losses = torch.empty(N, dtype=torch.float32, device=logits.device)
-    BV = min(BLOCK, triton.next_power_of_2(V))
+    scales = losses.new_empty(N if gradient else 0)
     with device_guard(logits.device):
         cross_entropy_kernel[(N,)](
-            logits, targets, losses, vocab_size, V, logits.stride(0), BV=BV, GRADIENT=gradient,
-            num_warps=max(1, BV * WARPS // BLOCK),
+            logits, targets, losses, scales, vocab_size, V, logits.stride(0), BV=min(BLOCK, triton.next_power_of_2(V)),
+            GRADIENT=gradient, num_warps=1,
         )  # fmt: skip
-    return losses
+    return losses, scales
 
 
 @cross_entropy_.register_fake
 def _(logits, targets, vocab_size, gradient):
-    return logits.new_empty(len(logits), dtype=torch.float32)
+    losses = logits.new_empty(len(logits), dtype=torch.float32)
+    return losses, losses.new_empty(len(logits) if gradient else 0)

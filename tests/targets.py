@@ -53,7 +53,6 @@ def training(large=False, heads=2, T=512):
 
     from kernels import DTYPES, adaptive, heinsen_operator, operators
     from kernels.cross_entropy import cross_entropy_
-    from kernels.layer_norm import layer_norm_backward
     from kernels.rotary import RotateHeads
 
     bf16, f32 = torch.bfloat16, torch.float32
@@ -90,10 +89,6 @@ def training(large=False, heads=2, T=512):
         leaves = [x.detach().requires_grad_() for x in (qkv, *([angle] if learned else []))]
         both_passes(lambda qkv, turn=None: RotateHeads.apply(qkv, heads, heads, angle, angle, turn), leaves)
 
-    def layer_norm(dtype, C):
-        x, weight, mean = torch.zeros(T, C, dtype=dtype), torch.zeros(C), torch.zeros(T)
-        layer_norm_backward(torch.zeros(T, C, dtype=bf16), x, weight, mean, mean, False)
-
     def cross_entropy(dtype, V):
         cross_entropy_(torch.zeros(T, V, dtype=dtype), torch.zeros(T, dtype=torch.int64), V - 5, True)
 
@@ -126,8 +121,6 @@ def training(large=False, heads=2, T=512):
         yield case(rotary, dtype, 64, False)
         yield case(rotary, dtype, 64, True)
         yield case(cross_entropy, dtype, 50304)
-    for C in (768, 1600):
-        yield case(layer_norm, f32, C)
 
 
 def generation():

@@ -10,7 +10,6 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 import loss  # noqa: E402
 from attention import check, dispatch  # noqa: E402
-from attention.layer_norm import LayerNorm  # noqa: E402
 from attention.rotary import rotary, rotate_heads  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
@@ -55,13 +54,13 @@ def test_a_kernel_that_is_wrong_gives_way_to_pytorch(monkeypatch):
     for name, value in dict(is_available=True, is_current_stream_capturing=False, device_count=2).items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     with warnings.catch_warnings(record=True) as told:
-        reason = dispatch.fused_kernel_reason("layer_norm", "cuda", torch.bfloat16)
-        assert dispatch.fused_kernel_reason("layer_norm", "cuda", torch.bfloat16) == reason
-    assert len(told) == 1 and "layer_norm runs in plain PyTorch" in str(told[0].message)
-    assert reason == "wrong results, layer_norm bfloat16: y 0.0e+00, dx nan"
+        reason = dispatch.fused_kernel_reason("rotary", "cuda", torch.bfloat16)
+        assert dispatch.fused_kernel_reason("rotary", "cuda", torch.bfloat16) == reason
+    assert len(told) == 1 and "rotary runs in plain PyTorch" in str(told[0].message)
+    assert reason == "wrong results, rotary bfloat16: y 0.0e+00, dx nan"
     errors["dx"] = 1e-3
-    assert dispatch.fused_kernel_reason("layer_norm", "cuda", torch.bfloat16) == ""
-    assert "float64" in dispatch.fused_kernel_reason("layer_norm", "cuda", torch.float64)
+    assert dispatch.fused_kernel_reason("rotary", "cuda", torch.bfloat16) == ""
+    assert "float64" in dispatch.fused_kernel_reason("rotary", "cuda", torch.float64)
 
 
 def turned(on, qkv, H, Hkv, u, dy, compiled=False):
@@ -139,25 +138,51 @@ def test_evaluation_rotates_too(mode, on):
         assert_same(rotate_heads(qkv, 3, 1, u, 99.0), wanted)
 
 
+def test_under_torchs_transforms_pytorch_rotates(on):
+    qkv, u = torch.randn(3, 2, 5, 5, 6), positions("own", 2, 5)
+    product = lambda qkv: (torch.cat(rotate_heads(qkv, 3, 1, u, 99.0), 2) ** 3).sum()
+    transformed = lambda: [
+        torch.func.vmap(torch.func.grad(product))(qkv), *torch.func.jvp(product, (qkv[0],), (qkv[1],))
+    ]  # fmt: skip
+    wanted = transformed()
+    on("rotary")
+    assert_same(transformed(), wanted)
+
+
 def test_losses_leave_the_padding_and_masked_targets_out(on):
     logits, targets = 5 * torch.randn(9, 128), torch.randint(100, (9,))
     logits[:, 100:], targets[3] = 1e4, -1
     expected = F.cross_entropy(logits[:, :100], targets, reduction="none", ignore_index=-1)
     for names in ((), ("cross_entropy",)):
         on(*names)
-        losses, nothing = loss.compute_losses(logits.clone(), targets, 100, False)
-        again, d = loss.compute_losses(logits.clone(), targets, 100, True)
-        assert nothing is None and torch.equal(losses, again) and torch.allclose(losses.flatten(), expected, rtol=1e-5)
+        losses, *nothing = loss.compute_losses(logits.clone(), targets, 100, False)
+        again, d, scales = loss.compute_losses(logits.clone(), targets, 100, True)
+        assert nothing == [None, None] and torch.equal(losses, again)
+        assert torch.allclose(losses.flatten(), expected, rtol=1e-5) and (scales is None) == (not names)
+        d = d if scales is None else d * scales.unsqueeze(1)
         assert (d[:, 100:] == 0).all() and (d[3] == 0).all() and torch.allclose(d.sum(1), torch.zeros(9), atol=1e-5)
 
 
-def test_layer_norm_writes_what_the_next_linear_layer_reads(on):
-    norm, x = LayerNorm(24), torch.randn(5, 24)
-    with torch.autocast("cpu", torch.bfloat16):
-        plain = norm(x)
-        on("layer_norm")
-        assert norm(x).dtype == torch.bfloat16 and torch.equal(norm(x), plain.to(torch.bfloat16))
-    assert norm(x).dtype == torch.float32 and torch.equal(norm(x), plain)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_entry_whose_exponential_would_overflow_comes_late(dtype, on):
+    """Later blocks of a row may raise what exponents are relative to, twice; so may a first block of -inf."""
+    on("cross_entropy")
+    logits, targets = 3 * torch.randn(5, 3100), torch.tensor([7, 1500, 2999, 3050, 2500])
+    logits[:2, 1500], logits[1:3, 2999], logits[3, :1024], logits[4, 2000:] = 1e3, 3e4, float("-inf"), 70.0
+    logits = logits.to(dtype)
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact, targets, reduction="none")
+    (wanted,) = torch.autograd.grad(expected.sum(), exact)
+    losses, d, scales = loss.compute_losses(logits.clone(), targets, 3100, True)
+    assert torch.allclose(losses.double(), expected, rtol=1e-5, atol=1e-4)
+    bound = 4e-3 if dtype == torch.bfloat16 else 1e-5
+    assert ((d.double() * scales.unsqueeze(1) - wanted).norm(dim=1) <= bound * wanted.norm(dim=1)).all()
+
+
+def test_float16_cannot_hold_the_exponentials(on):
+    used = on("cross_entropy")
+    assert loss.compute_losses(torch.randn(3, 8).half(), torch.zeros(3, dtype=torch.int64), 8, True)[2] is None
+    assert not used
 
 
 def gradients(network, model, ids, autocast):

@@ -1,11 +1,13 @@
 """The model: one file, five attentions, the same function read at once or token by token."""
 
 import math
+import types
 
 import pytest
 import torch
 import torch.utils.flop_counter
 
+import activation
 import loss as loss_module
 from attention import ATTENTIONS
 from model import GPT, GPTConfig
@@ -277,3 +279,30 @@ def test_flops_grow_with_the_context_only_in_the_quadratic_form():
     weights = 6 * sum(p.numel() for p in quadratic.parameters() if p.dim() == 2)
     assert quadratic.flops_per_token(4096) == weights + 2 * 6 * 4096 * 32
     assert chunked.flops_per_token(1 << 14) == chunked.flops_per_token(1 << 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_gelu_of_compiled_models_is_exact(dtype):
+    x = torch.cat((torch.linspace(-9, 13, 20001), 10 * torch.randn(1000).clamp(min=-0.9))).to(dtype).requires_grad_()
+    dy, exact = torch.randn(len(x)).to(dtype), x.detach().double().requires_grad_()
+    y = activation.Gelu.apply(x)
+    found = y, *torch.autograd.grad(y, x, dy)
+    y = exact * torch.special.ndtr(exact)
+    wanted = y, *torch.autograd.grad(y, exact, dy.double())
+    eps = torch.finfo(dtype).eps
+    for a, b in zip(found, wanted):
+        assert a.dtype == dtype  # float16 counts in steps of 6e-8 near zero; a gradient crosses zero
+        assert torch.allclose(a.double(), b, rtol=max(1e-5, eps), atol=1e-7 if a is found[0] else 1e-5)
+
+
+def test_only_a_compiled_model_on_a_gpu_takes_it(monkeypatch):
+    taken = []
+    monkeypatch.setattr(activation.Gelu, "apply", taken.append)
+    monkeypatch.setattr(activation.F, "gelu", lambda x, approximate: None)
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+        for dtype in (torch.bfloat16, torch.float32):
+            for is_cuda in (False, True):
+                for approximate in ("none", "tanh"):
+                    activation.gelu(types.SimpleNamespace(dtype=dtype, is_cuda=is_cuda), approximate)
+    assert [(x.dtype, x.is_cuda) for x in taken] == [(torch.bfloat16, True)]
