@@ -127,11 +127,11 @@ class Attention(nn.Module):
         self.dropout = config.dropout
 
     def project(self, x):
-        """Return q [B, T, H, D] and k, v [B, T, Hkv, D] of the normalised input x [B, T, n_embd]."""
-        return self.c_attn(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=2)
+        """Return the heads of q, k and v, [B, T, H + 2 Hkv, D], of the normalised input x [B, T, n_embd]."""
+        return self.c_attn(x).unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x, resets, state):
-        y, state = self.mix(x, *self.project(x), resets, state)
+        y, state = self.mix(x, self.project(x), resets, state)
         return F.dropout(self.c_proj(y.flatten(2)), self.dropout, self.training), state
 
 
@@ -277,8 +277,8 @@ class GPT(nn.Module):
         self.eval()
         x, resets, _ = self._embed(ids)
         for i, block in enumerate(self.transformer.h):
-            normed = block.ln_1(x)
-            for name, value in block.attn.mix.statistics(normed, block.attn.project(normed)[0]).items():
+            normed, mix = block.ln_1(x), block.attn.mix
+            for name, value in mix.statistics(normed, mix.split(block.attn.project(normed))[0]).items():
                 found.setdefault(name, [None] * self.config.n_layer)[i] = value
             x, _ = block(x, resets)
         self.train(training)

@@ -134,9 +134,10 @@ class AdaptivePower(KVCacheVariant):
         self.form, self.chunk_size = c.form, c.chunk_size or None
         self.power = PowerNetwork(c.n_head * c.head_dim, c.p_min, c.p_max)
 
-    def forward(self, x, q, k, v, resets=None, state=None):
-        powers, positions, log_g = self.power(q), self.positions(x, state), reset_gates(resets, None, k)
-        q, k = self.rotate(q, k, positions)
+    def forward(self, x, qkv, resets=None, state=None):
+        powers, positions = self.power(self.split(qkv)[0]), self.positions(x, state)
+        q, k, v = self.rotate(qkv, positions)
+        log_g = reset_gates(resets, None, k)
         if self.mixes and state is None:
             how = dict(form=self.form, chunk_size=self.chunk_size)
             if self.context is not None:

@@ -11,15 +11,17 @@ if INSTALLED := "." in __package__:
     from ..kernels import cost, heinsen_unsupported_reason, unsupported_reason, unusable_machine, width
     from ..kernels.configs import cache_folder
     from ..kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
+    from ..kernels.transforms import transforms_active
 else:
     import kernels
     from kernels import cost, heinsen_unsupported_reason, unsupported_reason, unusable_machine, width
     from kernels.configs import cache_folder
     from kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
+    from kernels.transforms import transforms_active
 
 __all__ = [
     "cache_folder", "cost", "heinsen_unsupported_reason", "make_sqrt_multiplicity", "symmetric_power_dim", "tails_of",
-    "unsupported_reason", "unusable_machine", "width",
+    "transforms_active", "unsupported_reason", "unusable_machine", "width",
 ]  # fmt: skip
 
 NAMESPACE = kernels.NAMESPACE  # of the torch operators
@@ -107,8 +109,8 @@ def chunked_bytes_needed(q, k, v, p, chunk, backward):
     return operators().chunked.bytes_needed(q, k, v, p, chunk, backward=backward)
 
 
-def rotate(q, k, cos, sin, angle):
-    return fused().rotate(q, k, cos, sin, angle)
+def rotate_heads(qkv, H, Hkv, cos, sin, angle):
+    return fused().RotateHeads.apply(qkv, H, Hkv, cos, sin, angle)
 
 
 def cross_entropy_(logits, targets, vocab_size, gradient):

@@ -199,7 +199,8 @@ def fused_errors(name, dtype, T=1500, device="cuda"):
     make = lambda *shape: torch.randn(*shape, device=device, generator=generator)
     dy = make(2, T, 5, 64).to(dtype)
     if name == "rotary":  # with angles of each sequence, as a learned speed makes them
-        names, fused, exact, inputs = ("y", "dx", "dangle"), _rotate, _rotate_exactly, (dy.roll(1, 1), make(2, T, 32))
+        names, fused, exact = ("y", "dqkv", "dangle"), _rotate, _rotate_exactly
+        inputs = dy.roll(1, 1), make(2, T, 32)
     else:
         targets = torch.randint(2500, (T,), device=device, generator=generator)
         targets[::7] = -1
@@ -210,14 +211,14 @@ def fused_errors(name, dtype, T=1500, device="cuda"):
     return _compare(names, fused, exact, inputs, dy)
 
 
-def _rotate(x, angle):
-    cos, sin = angle.detach().cos(), angle.detach().sin()
-    return torch.cat(backend.rotate(*x.split((3, 2), 2), cos, sin, angle), 2)
+def _rotate(qkv, angle):
+    return torch.cat(backend.rotate_heads(qkv, 3, 1, angle.detach().cos(), angle.detach().sin(), angle), 2)
 
 
-def _rotate_exactly(x, angle):
+def _rotate_exactly(qkv, angle):
     factors = torch.polar(torch.ones_like(angle), angle).unsqueeze(2)
-    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * factors).flatten(-2)
+    qk = torch.view_as_complex(qkv[:, :, :4].unflatten(-1, (-1, 2)))
+    return torch.cat((torch.view_as_real(qk * factors).flatten(-2), qkv[:, :, 4:]), 2)
 
 
 class _Losses(torch.autograd.Function):

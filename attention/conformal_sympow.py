@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .gates import linear_fp32, make_gate
-from .rotary import rotate
+from .rotary import rotary
 from .sympow import Sympow, sympow_attention
 
 
@@ -25,7 +25,7 @@ def conformal_sympow_attention(q, k, v, log_g, positions, *, p, base, form="auto
     positions [B, T] float64: the running sums of beta [B, T], the speed of rotation at each token; base is N.
     log_g [B, T, Hkv] or None: natural log of the gates. See `power_attention`.
     """
-    q, k = rotate(q, k, positions, base)
+    q, k = rotary(q, positions, base), rotary(k, positions, base)
     return sympow_attention(q, k, v, p=p, log_g=log_g, form=form, chunk_size=chunk_size)
 
 
@@ -55,11 +55,6 @@ class ConformalSympow(Sympow):
 
     def positions(self, x, state):
         return self.count_positions(x, state, self.beta(x))
-
-    def attend(self, q, k, v, log_g, positions):
-        p, base = self.p, self.rope_base
-        form = dict(form=self.form, chunk_size=self.chunk_size)
-        return conformal_sympow_attention(q, k, v, log_g, positions, p=p, base=base, **form)
 
     def statistics(self, x, q):
         gate = {} if self.gate is None else {"gate": self.log_gates(x).exp().mean().item()}

@@ -30,22 +30,20 @@ class EvenPower(KVCacheVariant):
     splits_context = True
     form, chunk_size = "quadratic", None
 
-    def forward(self, x, q, k, v, resets=None, state=None):
+    def forward(self, x, qkv, resets=None, state=None):
         positions = self.positions(x, state)
+        q, k, v = self.rotate(qkv, positions)
         log_g = reset_gates(resets, self.log_gates(x), k)
-        if state is None and self.context is None:
-            return self.attend(q, k, v, log_g, positions), None
-        q, k = self.rotate(q, k, positions)
-        if state is None:
-            how = dict(p=self.p, form=self.form, chunk_size=self.chunk_size)
-            return self.context.run(power_attention_in_context, q, k, v, log_g, self.context, **how), None
-        return attend_and_append(q, k, v, log_g, positions, state, p=self.p)
+        if state is not None:
+            return attend_and_append(q, k, v, log_g, positions, state, p=self.p)
+        if self.context is None:
+            return self.attend(q, k, v, log_g), None
+        how = dict(p=self.p, form=self.form, chunk_size=self.chunk_size)
+        return self.context.run(power_attention_in_context, q, k, v, log_g, self.context, **how), None
 
-    def attend(self, q, k, v, log_g, positions):
-        """Return y [B, T, H, D] in training, from q and k that are not yet rotated. Generation computes the same
-        function with a state, in `attend_and_append`: a subclass that changes one must change the other in
-        `forward`."""
-        q, k = self.rotate(q, k, positions)
+    def attend(self, q, k, v, log_g):
+        """Return y [B, T, H, D] in training, from rotated q and k. Generation computes the same function with a state,
+        in `attend_and_append`: a subclass that changes one must change the other in `forward`."""
         return even_power_attention(q, k, v, p=self.p, log_g=log_g)
 
     def training_plan(self, block_size, dtype, device):

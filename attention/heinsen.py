@@ -188,7 +188,8 @@ class Heinsen(Variant):
         position = torch.zeros(batch, dtype=torch.float64, device=device_of_doubles(device))
         return HeinsenState(position, *empty_log_state(batch, c.n_kv_head, c.head_dim, c.head_dim, device=device))
 
-    def forward(self, x, q, k, v, resets=None, state=None):
+    def forward(self, x, qkv, resets=None, state=None):
+        q, k, v = self.split(qkv)
         if state is None:
             return heinsen_attention(q, k, v, resets=resets, **self.settings), None
         if not isinstance(state, HeinsenState):

@@ -12,8 +12,8 @@ import math
 
 import torch
 
-from .backend import NAMESPACE
-from .backend import rotate as rotate_on_kernel
+from .backend import NAMESPACE, transforms_active
+from .backend import rotate_heads as rotate_on_kernel
 from .dispatch import uses_fused
 
 
@@ -63,17 +63,19 @@ def rotary(x, u, base):
     return (y * cos + y.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin).to(x.dtype)
 
 
-def rotate(q, k, u, base):
-    """Return R(u theta) q and R(u theta) k, as `rotary` does each of q [B, T, H, D] and k [B, T, Hkv, D]."""
-    if not (uses_fused("rotary", q) and q.dtype == k.dtype):
-        return rotary(q, u, base), rotary(k, u, base)
-    D = q.shape[-1]
+def rotate_heads(qkv, H, Hkv, u, base):
+    """Return q [B, T, H, D] and k, v [B, T, Hkv, D] of qkv [B, T, H + 2 Hkv, D], which has their heads in this order: q
+    and k rotated as `rotary` does, v a view."""
+    if transforms_active() or not uses_fused("rotary", qkv):
+        q, k, v = qkv.split((H, Hkv, Hkv), dim=2)
+        return rotary(q, u, base), rotary(k, u, base), v
+    D = qkv.shape[-1]
     if u.requires_grad:
         angle = angles(u, D, float(base), torch.float32)
         table = angle.detach().cos(), angle.detach().sin()
     else:
         angle, table = None, (_table if torch.compiler.is_compiling() else make_table)(u, D, float(base))
-    return rotate_on_kernel(q, k, *table, angle)
+    return rotate_on_kernel(qkv, H, Hkv, *table, angle)
 
 
 def make_table(u, d, base):

@@ -51,9 +51,9 @@ class Softmax(KVCacheVariant):
     decodes_on_kernels = "softmax"
     splits_context = True
 
-    def forward(self, x, q, k, v, resets=None, state=None):
+    def forward(self, x, qkv, resets=None, state=None):
         positions = self.positions(x, state)
-        q, k = self.rotate(q, k, positions)
+        q, k, v = self.rotate(qkv, positions)
         if state is None and self.context is not None:
             log_g = reset_gates(resets, None, k)
             return self.context.run(circulate, SoftmaxPairs(), self.context, q, k, v, log_g), None

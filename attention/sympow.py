@@ -33,6 +33,5 @@ class Sympow(EvenPower):
         sizes = dict(dtype=dtype, device=device, gated=config.gated, **form)
         return "balanced" if plan(block_size, D, D, config.p, **sizes).form == "quadratic" else "contiguous"
 
-    def attend(self, q, k, v, log_g, positions):
-        q, k = self.rotate(q, k, positions)
+    def attend(self, q, k, v, log_g):
         return sympow_attention(q, k, v, p=self.p, log_g=log_g, form=self.form, chunk_size=self.chunk_size)

@@ -33,8 +33,7 @@ class SympowGating(Sympow):
     def log_gates(self, x):
         return self.gate(x)
 
-    def attend(self, q, k, v, log_g, positions):
-        q, k = self.rotate(q, k, positions)
+    def attend(self, q, k, v, log_g):
         return sympow_gating_attention(q, k, v, log_g, p=self.p, form=self.form, chunk_size=self.chunk_size)
 
     def statistics(self, x, q):

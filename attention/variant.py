@@ -23,7 +23,7 @@ from torch import nn
 from .dispatch import FORMS
 from .learned_position import LearnedPosition
 from .memory import cached_bytes
-from .rotary import rotate
+from .rotary import rotate_heads
 from .state import LayerState, count_positions
 
 
@@ -121,17 +121,29 @@ class Variant(nn.Module):
         """
         return None
 
-    def forward(self, x, q, k, v, resets=None, state=None):
+    def forward(self, x, qkv, resets=None, state=None):
         """Attend causally.
 
-        x [B, T, n_embd] is the layer's normalised input, q [B, T, H, D], k and v [B, T, Hkv, D] its projections, not
-        rotated, under autocast in its dtype; query head h belongs to key/value head h // (H / Hkv). resets [B, T] bool
-        or None: a token where it is true sees nothing before it. state: the State of the tokens before, or None in
-        training. With a state T is 1 or the length of a piece of a text, and calls with pieces give what one call with
-        all tokens would.
-        Returns (y [B, T, H, D] in q's dtype, the state after these tokens, or None if there was none).
+        x [B, T, n_embd] is the layer's normalised input and qkv [B, T, H + 2 Hkv, D] its projections, under autocast in
+        its dtype: the heads of q, then of k, then of v, not rotated, of which `split` or `rotate` makes three tensors.
+        Query head h belongs to key/value head h // (H / Hkv). resets [B, T] bool or None: a token where it is true sees
+        nothing before it. state: the State of the tokens before, or None in training. With a state T is 1 or the length
+        of a piece of a text, and calls with pieces give what one call with all tokens would.
+        Returns (y [B, T, H, D] in qkv's dtype, the state after these tokens, or None if there was none).
         """
         raise NotImplementedError
+
+    def split(self, qkv):
+        """Return views of qkv [B, T, H + 2 Hkv, D]: q [B, T, H, D], k and v [B, T, Hkv, D], not rotated."""
+        Hkv = self.config.n_kv_head
+        return qkv.split((self.config.n_head, Hkv, Hkv), dim=2)
+
+    def rotate(self, qkv, positions):
+        """Return what `split` does, but q and k rotated by the positions [T] or [B, T] float64 of their tokens. In a
+        model with positions=learned they are as they are."""
+        if self.config.positions != "rotary":
+            return self.split(qkv)
+        return rotate_heads(qkv, self.config.n_head, self.config.n_kv_head, positions, self.rope_base)
 
     def empty_state(self, batch, device, switch_over=None):
         """Return the State before any token of `batch` sequences. switch_over replaces the variant's own, if given;
@@ -196,10 +208,6 @@ class KVCacheVariant(Variant):
     """A Variant whose state is a LayerState: a KV cache and, unless switch_over is "never", a PowerState before it."""
 
     switch_over = "never"
-
-    def rotate(self, q, k, positions):
-        """Return q and k rotated by their positions; as they are in a model with learned ones."""
-        return rotate(q, k, positions, self.rope_base) if self.config.positions == "rotary" else (q, k)
 
     def empty_state(self, batch, device, switch_over=None):
         if self.switch_over == "never":  # there is no state that could take the cache's place

@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attention import dispatch  # noqa: E402
-from attention.rotary import rotate  # noqa: E402
+from attention.rotary import rotate_heads  # noqa: E402
 from bench.profile_step import BANDWIDTH, FLOPS  # noqa: E402
 from data.files import write_json  # noqa: E402
 from loss import LinearCrossEntropy  # noqa: E402
@@ -50,8 +50,7 @@ def rotary(args, device, learned):
     u = u.expand(1, T).contiguous().requires_grad_() if learned else u
 
     def piece(qkv, u):
-        q, k, v = qkv.unflatten(-1, (-1, D)).split(heads, 2)
-        return *rotate(q, k, u, 65536.0), v
+        return rotate_heads(qkv.unflatten(-1, (-1, D)), heads, heads, u, 65536.0)
 
     grads = [torch.randn(1, T, heads, D, device=device, dtype=torch.bfloat16) for _ in range(3)]
     # forward q and k in and out; backward the gradients of all three, and q and k again for the angles

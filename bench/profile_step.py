@@ -46,7 +46,7 @@ KINDS = {
         "attention's own kernels, torch's or kernels/",
     ),
     "gates": (r"linear_fp32|log_?sigmoid", "attention/gates.py"),
-    "rotations": (r"sympow\w*::rotat|rotate_kernel|flip", "attention/rotary.py"),
+    "rotations": (r"sympow\w*::rotat|rotate_\w*kernel|flip", "attention/rotary.py"),
     "loss beyond its products": (r"cross_entropy|logsumexp|gather", "loss.py"),
     "LayerNorm backward": (r"layer_norm_backward", "model.py"),
     "LayerNorm forward": (r"layer_norm", "model.py, with the sum before it"),

@@ -54,12 +54,11 @@ class GatedDeltaNet(Variant):
         recent = torch.zeros(batch, WIDTH - 1, 3 * H * D, device=device)
         return DeltaState(torch.zeros(batch, H, D, D, device=device), recent)
 
-    def forward(self, x, q, k, v, resets=None, state=None):
+    def forward(self, x, qkv, resets=None, state=None):
         before = self.empty_state(len(x), x.device) if state is None else state
-        qkv = torch.cat([t.flatten(2) for t in (q, k, v)], -1)
-        seen = torch.cat((before.recent.to(qkv.dtype), qkv), 1)  # [B, T + 3, 3 H D]
+        seen = torch.cat((before.recent.to(qkv.dtype), qkv.flatten(2)), 1)  # [B, T + 3, 3 H D]
         mixed = sum(seen[:, i : i + qkv.shape[1]] * self.conv[:, i].to(qkv.dtype) for i in range(WIDTH))
-        q, k, v = (t.unflatten(-1, q.shape[2:]) for t in F.silu(mixed).chunk(3, -1))
+        q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)) for t in F.silu(mixed).chunk(3, -1))
         q, k = (F.normalize(t.float(), dim=-1, eps=1e-6).to(v.dtype) for t in (q, k))
         g = -self.log_rate.float().exp() * F.softplus(self.W_decay(x).float() + self.step_bias.float())
         y, S = operator(q.device)(

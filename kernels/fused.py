@@ -1,6 +1,6 @@
 """The operators of the fused kernels: the steps of training outside of attention that are one pass over memory."""
 
 from .cross_entropy import cross_entropy_
-from .rotary import rotate
+from .rotary import RotateHeads
 
-__all__ = ["cross_entropy_", "rotate"]
+__all__ = ["RotateHeads", "cross_entropy_"]

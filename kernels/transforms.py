@@ -21,6 +21,11 @@ NO_FORWARD_MODE = (
 )
 
 
+def transforms_active():
+    """Return True within torch.func's transforms or forward mode, which custom operators do not take part in."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def transformable(operator, save, differentiate):
     """Return a function that computes `operator`, and can be differentiated and mapped by every transform of torch.
 
@@ -56,7 +61,7 @@ def transformable(operator, save, differentiate):
             return tree_map(lambda x: x.unflatten(0, (n, x.shape[0] // n)), outputs), tree_map(lambda x: 0, outputs)
 
     def call(*args):
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        if transforms_active():
             return call_transformed(*args)
         return operator(*args)
 

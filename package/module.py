@@ -58,8 +58,8 @@ class Attention(nn.Module):
     def __init__(self, n_embd, n_head, **settings):
         super().__init__()
         self.config = config = LayerConfig(n_embd, n_head, **settings)
-        self.heads = config.n_head, config.n_kv_head, config.n_kv_head
-        self.c_attn = nn.Linear(n_embd, sum(self.heads) * config.head_dim, bias=config.bias)
+        heads = config.n_head + 2 * config.n_kv_head
+        self.c_attn = nn.Linear(n_embd, heads * config.head_dim, bias=config.bias)
         self.c_proj = nn.Linear(config.n_head * config.head_dim, n_embd, bias=config.bias)
         self.mix = ATTENTIONS[config.attention](config)
 
@@ -69,8 +69,8 @@ class Attention(nn.Module):
         resets [B, T] bool: tokens that begin a document, which see nothing before themselves. state: from `empty_state`
         or from the call with the tokens before.
         """
-        q, k, v = self.c_attn(x).unflatten(-1, (-1, self.config.head_dim)).split(self.heads, dim=2)
-        y, state = self.mix(x, q, k, v, resets, state)
+        qkv = self.c_attn(x).unflatten(-1, (-1, self.config.head_dim))
+        y, state = self.mix(x, qkv, resets, state)
         y = self.c_proj(y.flatten(2))
         return y if state is None else (y, state)
 

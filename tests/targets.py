@@ -52,8 +52,8 @@ def training(large=False, heads=2, T=512):
     import torch
 
     from kernels import DTYPES, adaptive, heinsen_operator, operators
-    from kernels import rotary as fused
     from kernels.cross_entropy import cross_entropy_
+    from kernels.rotary import RotateHeads
 
     bf16, f32 = torch.bfloat16, torch.float32
 
@@ -85,10 +85,9 @@ def training(large=False, heads=2, T=512):
         both_passes(heinsen_operator.heinsen_attention, [q, k, v.detach().to(v_dtype).requires_grad_()])
 
     def rotary(dtype, D, learned):
-        q, k, _ = torch.zeros(1, T, 3 * heads, D, dtype=dtype).split(heads, 2)
-        angle = torch.zeros(1, T, D // 2)
-        leaves = [x.detach().requires_grad_() for x in (q, k, *([angle] if learned else []))]
-        both_passes(lambda q, k, turn=None: fused.rotate(q, k, angle, angle, turn), leaves)
+        qkv, angle = torch.zeros(1, T, 3 * heads, D, dtype=dtype), torch.zeros(1, T, D // 2)
+        leaves = [x.detach().requires_grad_() for x in (qkv, *([angle] if learned else []))]
+        both_passes(lambda qkv, turn=None: RotateHeads.apply(qkv, heads, heads, angle, angle, turn), leaves)
 
     def cross_entropy(dtype, V):
         cross_entropy_(torch.zeros(T, V, dtype=dtype), torch.zeros(T, dtype=torch.int64), V - 5, True)

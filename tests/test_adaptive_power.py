@@ -187,12 +187,12 @@ def test_the_network_is_the_notebooks_on_all_heads_queries():
 def test_p_is_of_the_queries_before_they_are_rotated():
     mix, seen = tiny().transformer.h[0].attn.mix, []
     mix.power.register_forward_hook(lambda module, given, powers: seen.append((given[0], powers)))
-    q, k, v = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
-    y, _ = mix(torch.empty(1, 6, 32), q, k, v)
+    qkv = torch.randn(1, 6, 8, 8)
+    y, _ = mix(torch.empty(1, 6, 32), qkv)
     ((given, powers),) = seen
-    assert given is q
-    rotated = mix.rotate(q, k, torch.arange(1.0, 7.0, dtype=torch.float64))
-    assert torch.allclose(y, naive.adaptive(*rotated, v, powers), atol=1e-5)
+    assert torch.equal(given, qkv[:, :, :4])
+    rotated = mix.rotate(qkv, torch.arange(1.0, 7.0, dtype=torch.float64))
+    assert torch.allclose(y, naive.adaptive(*rotated, powers), atol=1e-5)
 
 
 @pytest.mark.parametrize("adaptive", ["continuous", "mixture"])
@@ -247,12 +247,12 @@ def test_a_mixture_is_generated_from_a_state_of_fixed_size(switch_over):
 
 
 def test_states_of_other_variants_are_refused():
-    q, k, v, x = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 8), torch.empty(1, 1, 32)
+    qkv, x = torch.randn(1, 1, 8, 8), torch.empty(1, 1, 32)
     S, z = torch.zeros(1, 2, 36, 8), torch.zeros(1, 2, 36)  # sympow's
     state = LayerState(torch.zeros(1, dtype=torch.float64), S=S, z=z)
     for adaptive, message in (("mixture", "has 366 features, got 36"), ("continuous", "has no S and z, got S")):
         with pytest.raises(ValueError, match=message):
-            tiny(adaptive=adaptive).transformer.h[0].attn.mix(x, q, k, v, state=state)
+            tiny(adaptive=adaptive).transformer.h[0].attn.mix(x, qkv, state=state)
 
 
 def test_memory_that_would_not_suffice_is_named(monkeypatch):

@@ -163,3 +163,11 @@ def test_rotation_speed_is_in_float32_under_autocast_and_starts_at_one():
         u = mix.positions(x, None)
     exact = (1 + torch.tanh(x.double() @ mix.W_beta.double().T)).squeeze(-1).cumsum(1)
     assert u.dtype == torch.float64 and (u - exact).abs().max() < 1e-5
+
+
+def test_a_conformal_layer_computes_conformal_attention():
+    mix = ConformalSympow(GPTConfig(n_embd=8, n_head=4, n_kv_head=2, head_dim=6, attention="conformal_sympow"))
+    torch.nn.init.normal_(mix.W_beta)
+    x, qkv = torch.randn(2, 9, 8), torch.randn(2, 9, 8, 6)
+    y = conformal_sympow_attention(*mix.split(qkv), mix.log_gates(x), mix.positions(x, None), p=2, base=mix.rope_base)
+    assert torch.equal(mix(x, qkv)[0], y)

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 import loss  # noqa: E402
 from attention import check, dispatch  # noqa: E402
-from attention.rotary import rotary, rotate  # noqa: E402
+from attention.rotary import rotary, rotate_heads  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
 NAMES = [name for name, _ in check.FUSED_SIZES[::2]]
@@ -39,7 +39,7 @@ def test_only_kernels_that_are_checked_can_be_switched_on():
     assert not any(dispatch.uses_fused(name, torch.zeros(1)) for name in NAMES)
 
 
-@pytest.mark.parametrize("name,dtype", check.FUSED_SIZES)
+@pytest.mark.parametrize("name,dtype", [*check.FUSED_SIZES, ("rotary", torch.float16)])
 def test_a_kernel_and_its_gradients_equal_float64(name, dtype):
     line, ok = check._line(name, check.fused_errors(name, dtype, T=37, device="cpu"), dtype)
     assert ok, line
@@ -63,25 +63,90 @@ def test_a_kernel_that_is_wrong_gives_way_to_pytorch(monkeypatch):
     assert "float64" in dispatch.fused_kernel_reason("rotary", "cuda", torch.float64)
 
 
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("D", [16, 6])
-def test_q_and_k_are_rotated_as_one_by_one(D, learned, on):
-    """Strided views of one projection, more tokens than a program has, positions far into a text."""
-    B, T, H, HKV = 2, 37, 3, 1
-    found = []
-    for names in ((), NAMES):
-        on(*names)
-        torch.manual_seed(0)
-        qkv = torch.randn(B, T, (H + 2 * HKV) * D, requires_grad=True)
-        q, k, _ = qkv.unflatten(-1, (-1, D)).split((H, HKV, HKV), 2)
-        u = 60_000 + torch.rand(B, T, dtype=torch.float64).cumsum(1) if learned else torch.arange(T).double()
-        u.requires_grad_(learned)
-        rotated = rotate(q, k, u, 65536.0)
-        dy = [torch.randn(x.shape).transpose(0, 1).contiguous().transpose(0, 1) for x in rotated]
-        found.append([*rotated, *torch.autograd.grad(rotated, [qkv, u][: 1 + learned], dy)])
-    assert torch.equal(found[0][0], rotary(q, u, 65536.0))
-    for a, b in zip(*found, strict=True):
-        assert a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+def turned(on, qkv, H, Hkv, u, dy, compiled=False):
+    """Return [q, k, v and the gradients to qkv and, if u needs one, to u] in PyTorch, and the same on the kernel.
+
+    dy: the gradients of q, k and v, None where an output is not used.
+    """
+    leaves, found = [qkv.requires_grad_(), u][: 1 + u.requires_grad], []
+    for names in ((), ("rotary",)):
+        used, f = on(*names), rotate_heads
+        if compiled:
+            torch._dynamo.reset()
+            f = torch.compile(f, backend="aot_eager_decomp_partition", fullgraph=True)
+        outputs = f(qkv, H, Hkv, u, 65536.0)
+        assert outputs[2].data_ptr() == qkv[:, :, H + Hkv :].data_ptr()  # v is not copied
+        used_outputs, grads = zip(*((y, d) for y, d in zip(outputs, dy, strict=True) if d is not None))
+        gradients = torch.autograd.grad(used_outputs, leaves, grads, allow_unused=True)
+        found.append([*outputs, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients))])
+        assert used == {*names}
+    return found
+
+
+def assert_same(found, wanted, bound=1e-5):
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=bound, atol=bound)
+
+
+def positions(kind, B, T):
+    """Return positions far into a text: of all sequences or of each, with a gradient if they are learned."""
+    shape = (T,) if "shared" in kind else (B, T)
+    u = 60_000 + torch.rand(shape, dtype=torch.float64).cumsum(-1)
+    return u.requires_grad_("learned" in kind)
+
+
+@pytest.mark.parametrize("kind", ["shared", "own", "learned", "learned, shared"])
+@pytest.mark.parametrize("D", [48, 6])
+def test_q_and_k_are_rotated_as_one_by_one_and_v_is_left(D, kind, on):
+    """Strided views, more tokens than a program has, gradients of any strides, D between powers of two."""
+    B, T, H, Hkv = 2, 37, 3, 1
+    qkv = torch.randn(T, B, H + 2 * Hkv, D + 4).transpose(0, 1)[..., :D]
+    dy = [torch.randn(B, n, T, D).transpose(1, 2) for n in (H, Hkv)] + [torch.randn(B, T, 1, 1).expand(B, T, Hkv, D)]
+    u = positions(kind, B, T)
+    plain, fused = turned(on, qkv, H, Hkv, u, dy)
+    assert torch.equal(plain[0], rotary(qkv[:, :, :H], u, 65536.0))
+    assert_same(fused, plain)
+    assert fused[3].is_contiguous() and torch.equal(fused[3][:, :, H + Hkv :], dy[2])
+
+
+def test_entries_of_features_need_not_be_beside_each_other(on):
+    qkv = torch.randn(2, 5, 8, 7).transpose(2, 3)
+    assert_same(*turned(on, qkv, 3, 2, positions("learned", 2, 5), [torch.randn(2, 5, n, 8) for n in (3, 2, 2)])[::-1])
+
+
+@pytest.mark.parametrize("without,compiled", [*((x, False) for x in ("q", "k", "v", "qk", "kv")), ("kv", True)])
+def test_the_gradient_of_what_is_not_used_is_zero(without, compiled, on):
+    sizes = dict(q=4, k=2, v=2)
+    dy = [None if name in without else torch.randn(2, 9, n, 6) for name, n in sizes.items()]
+    for kind in ("own", "learned"):
+        assert_same(*turned(on, torch.randn(2, 9, 8, 6), 4, 2, positions(kind, 2, 9), dy, compiled)[::-1])
+
+
+@pytest.mark.parametrize("kind", ["shared", "learned"])
+def test_the_gradient_of_a_compiled_rotation_is_that_of_the_kernel_alone(kind, on):
+    """v is a view of an input of the graph, of which torch.compile might take the gradient elsewhere."""
+    dy = [torch.randn(2, 9, n, 6) for n in (4, 2, 2)]
+    assert_same(*turned(on, torch.randn(2, 9, 8, 6), 4, 2, positions(kind, 2, 9), dy, compiled=True)[::-1])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_rotates_too(mode, on):
+    qkv, u = torch.randn(1, 3, 5, 6), torch.arange(3.0, dtype=torch.float64)
+    wanted = rotate_heads(qkv, 3, 1, u, 99.0)
+    on("rotary")
+    with mode():
+        assert_same(rotate_heads(qkv, 3, 1, u, 99.0), wanted)
+
+
+def test_under_torchs_transforms_pytorch_rotates(on):
+    qkv, u = torch.randn(3, 2, 5, 5, 6), positions("own", 2, 5)
+    product = lambda qkv: (torch.cat(rotate_heads(qkv, 3, 1, u, 99.0), 2) ** 3).sum()
+    transformed = lambda: [
+        torch.func.vmap(torch.func.grad(product))(qkv), *torch.func.jvp(product, (qkv[0],), (qkv[1],))
+    ]  # fmt: skip
+    wanted = transformed()
+    on("rotary")
+    assert_same(transformed(), wanted)
 
 
 def test_losses_leave_the_padding_and_masked_targets_out(on):

@@ -481,9 +481,9 @@ def test_wrong_settings_are_refused(settings, message):
 
 
 def test_the_state_of_another_variant_is_refused():
-    mix, x = ATTENTIONS["heinsen"](heinsen_config()), torch.randn(1, 1, 2, 8)
+    mix, qkv = ATTENTIONS["heinsen"](heinsen_config()), torch.randn(1, 1, 8, 8)
     with pytest.raises(ValueError, match="the state of a heinsen layer must be a HeinsenState, got LayerState"):
-        mix(None, x, x, x, None, LayerState.empty(1, "cpu"))
+        mix(None, qkv, None, LayerState.empty(1, "cpu"))
 
 
 def test_its_products_are_counted_by_form():

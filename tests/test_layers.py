@@ -128,8 +128,8 @@ class Count(torch.nn.Module):
 class Unrotated(Softmax):
     rotates = False
 
-    def rotate(self, q, k, positions):
-        return q, k
+    def rotate(self, qkv, positions):
+        return self.split(qkv)
 
     @classmethod
     def position_embedding(cls, config):

@@ -19,7 +19,7 @@ NAMES = {
     "step: forward sympow_clone::chunked update_state_kernel": "attention",
     "step: forward sympow::linear_fp32 aten::mm nvjet": "gates",
     "step: forward triton_poi_fused__to_copy_add_flip_mul_3": "rotations",
-    "step: backward sympow::rotate_backward rotate_kernel": "rotations",
+    "step: backward sympow::rotate_backward rotate_backward_kernel": "rotations",
     "step: backward triton_per_fused_add_native_layer_norm_native_layer_norm_backward_5": "LayerNorm backward",
     "step: forward triton_per_fused__to_copy_add_native_layer_norm_1": "LayerNorm forward",
     "step: backward triton_poi_fused_gelu_gelu_backward_2": "GELU",

@@ -48,7 +48,8 @@ class Average(Variant):
         new = lambda *shape: torch.zeros(batch, len(self.rate), *shape, device=device)
         return AverageState(new(self.config.n_kv_head, self.config.head_dim), new())
 
-    def forward(self, x, q, k, v, resets=None, state=None):
+    def forward(self, x, qkv, resets=None, state=None):
+        q, _, v = self.split(qkv)
         now, outputs, rate = state or self.empty_state(len(x), x.device), [], self.rate.sigmoid()
         total, weight = now.total, now.weight
         for t in range(v.shape[1]):
