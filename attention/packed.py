@@ -114,7 +114,7 @@ def takes_cudnn(n, longest, q, k):
 
     It does on the GPUs on which torch prefers it. This asks no setting that a program might change between the passes.
     """
-    if n * longest != len(q) or q.shape[1] != k.shape[1] or q.shape[2] not in (64, 128):
+    if n * longest != len(q) or longest < 128 or q.shape[1] != k.shape[1] or q.shape[2] not in (64, 128):
         return False
     if torch.version.hip or torch.are_deterministic_algorithms_enabled():
         return False

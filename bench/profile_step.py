@@ -6,7 +6,7 @@
     python bench/profile_step.py --fused rotary cross_entropy                           # with these kernels switched on
 
 A step is forward, backward, clipping and AdamW on random tokens, as in train.py without accumulation: on a GPU compiled
-and under autocast to bfloat16, on a CPU neither. torch.profiler times every kernel of STEPS steps after WARM_UP; the
+and under autocast to bfloat16, on a CPU neither. torch.profiler times every kernel of the last STEPS steps; the
 first kind in KINDS whose pattern is in the name of the kernel, or of an operator that launched it, has it. (A kernel
 that torch.compile made of several operators has their names.) The floor of a kind is what its matrix products need at
 FLOPS, or its reading and writing at BANDWIDTH, each array once each way, from the sizes of the model alone. The table
@@ -33,6 +33,7 @@ from runs.trace import profiler  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
 WARM_UP, STEPS = 4, 3
+PROFILED = 4  # more steps, under the profiler, that do not count: while it starts, the GPU's clock falls
 FLOPS, BANDWIDTH = 701e12, 4.3e12  # of one H200: a bf16 product of 8192^3, and a copy; a second
 FUSED_NAMES = list(dict(FUSED_SIZES))
 PRODUCT = r"::(mm|addmm|bmm)\b|gemm|nvjet|cutlass|cublas|xmma"
@@ -117,7 +118,10 @@ def kernels(events, gpu):
 
 def summarize(events, gpu):
     """Return {kind: (milliseconds a step, {name of a kernel or operator: milliseconds})}."""
-    phases = sorted((e.time_range.start, e.name) for e in events if e.name in (FORWARD, BACKWARD, UPDATE))
+    on_cpu = [e for e in events if e.device_type == torch.autograd.DeviceType.CPU]  # the GPU has phases too, later ones
+    phases = sorted((e.time_range.start, e.name) for e in on_cpu if e.name in (FORWARD, BACKWARD, UPDATE))
+    begin = [start for start, name in phases if name == FORWARD][-STEPS:][0]
+    events = [e for e in events if e.time_range.start >= begin]
     sums, parts = defaultdict(float), defaultdict(lambda: defaultdict(float))
     for names, milliseconds, start in kernels(events, gpu):
         # autograd works in a thread of its own, whose events do not lie within those of the step
@@ -159,6 +163,10 @@ def measure(args, config):
     for _ in range(WARM_UP if gpu else 1):
         step()
     with profiler(device) as found:
+        for _ in range(PROFILED * gpu):
+            step()
+        if gpu:
+            torch.cuda.synchronize()  # so that none of their kernels runs while the others count
         for _ in range(STEPS):
             step()
     return model, found.events()
