@@ -82,11 +82,12 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     The sum of three bfloat16 numbers can represent a float32 exactly.
     """
-    pieces, rest = [], weight
+    n, pieces = len(weight), []
+    rest = F.pad(weight, (0, 0, 0, -n % 8))  # rows of sizes that the matrix unit's fast kernels take
     for _ in range(3):
         pieces.append(rest.to(torch.bfloat16))
         rest = rest - pieces[-1]
-    return _mm_fp32(x, torch.cat(pieces).t()).unflatten(1, (3, -1)).sum(1)
+    return _mm_fp32(x, torch.cat(pieces).t()).unflatten(1, (3, -1))[:, :, :n].sum(1)
 
 
 @_product.register_fake

@@ -20,7 +20,7 @@ from torch import Tensor
 from . import NAMESPACE
 from .common import device_guard
 
-TOKENS = 32  # of a program; 16 entries a thread at head dimension 64
+TOKENS, WARPS = 32, 4  # of a program; 16 entries a thread at head dimension 64
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def rotate(qkv: Tensor, H: int, Hkv: int, cos: Tensor, sin: Tensor) -> tuple[Ten
     with device_guard(qkv.device):
         rotate_kernel[(B * triton.cdiv(T, TOKENS),)](
             qkv, cos, sin, q, k, qkv.stride()[:3], _table_stride(cos), T, H, Hkv, D=D, W=triton.next_power_of_2(D),
-            BT=TOKENS,
+            BT=TOKENS, num_warps=WARPS,
         )  # fmt: skip
     return q, k
 
@@ -148,7 +148,7 @@ def rotate_backward(
     with device_guard(dq.device):
         rotate_backward_kernel[(B * triton.cdiv(T, TOKENS),)](
             dq, dk, dv, x, cos, sin, dqkv, dangle, *(t.stride()[:3] for t in (dq, dk, dv, x)), _table_stride(cos), T, H,
-            Hkv, D=D, W=triton.next_power_of_2(D), BT=TOKENS, ANGLES=angles,
+            Hkv, D=D, W=triton.next_power_of_2(D), BT=TOKENS, ANGLES=angles, num_warps=WARPS,
         )  # fmt: skip
     return dqkv, dangle
 
