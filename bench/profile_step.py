@@ -15,6 +15,7 @@ is Markdown, for docs/training-speed.md.
 
 import re
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -33,7 +34,8 @@ from runs.trace import profiler  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
 WARM_UP, STEPS = 4, 3
-PROFILED = 4  # more steps, under the profiler, that do not count: while it starts, the GPU's clock falls
+SECONDS = 5.0  # of more steps on a GPU, whose clock needs some to settle after the compilation
+PROFILED = 4  # more steps, under the profiler, that do not count: while it starts, the GPU waits
 FLOPS, BANDWIDTH = 701e12, 4.3e12  # of one H200: a bf16 product of 8192^3, and a copy; a second
 FUSED_NAMES = list(dict(FUSED_SIZES))
 PRODUCT = r"::(mm|addmm|bmm)\b|gemm|nvjet|cutlass|cublas|xmma"
@@ -162,6 +164,10 @@ def measure(args, config):
 
     for _ in range(WARM_UP if gpu else 1):
         step()
+    end = time.monotonic() + SECONDS
+    while gpu and time.monotonic() < end:
+        step()
+        torch.cuda.synchronize()
     with profiler(device) as found:
         for _ in range(PROFILED * gpu):
             step()
