@@ -51,7 +51,7 @@ KINDS = {
     "gates": (r"linear_fp32|log_?sigmoid", "attention/gates.py"),
     "rotations": (r"sympow\w*::rotat|rotate_\w*kernel|flip", "attention/rotary.py"),
     "loss beyond its products": (r"cross_entropy|logsumexp|gather", "loss.py"),
-    "LayerNorm backward": (r"layer_norm_backward", "model.py"),
+    "LayerNorm backward": (rf"{BACKWARD}.*layer_norm", "model.py"),
     "LayerNorm forward": (r"layer_norm", "model.py, with the sum before it"),
     "GELU": (r"gelu|exp2\w*rsqrt", "activation.py"),
     "matrix products, forward": (rf"{FORWARD}.*({PRODUCT})", "cuBLAS; both passes of the head"),
