@@ -57,7 +57,7 @@ KINDS = {
     "matrix products, forward": (rf"{FORWARD}.*({PRODUCT})", "cuBLAS; both passes of the head"),
     "matrix products, backward": (PRODUCT, "cuBLAS"),
     "embedding": (r"embedding|index_put|index_select", "model.py"),
-    "copies and casts": (r"copy|cat\b|_cat_|memcpy|memset|fill|zero", "autocast, and gradients that are joined"),
+    "copies and casts": (r"copy|cat\b|_cat_|memcpy|memset|fill|zero", "autocast"),
     "other": ("", ""),
 }
 
@@ -68,12 +68,13 @@ def floors(model, config, batch, T):
     The residual stream is float32 and what linear layers read is bfloat16, as under autocast.
     """
     N, L, C, V = batch * T, config.n_layer, config.n_embd, config.padded_vocab_size
-    heads = (config.n_head + config.n_kv_head) * config.head_dim
+    kv = config.n_kv_head * config.head_dim
+    qk = config.n_head * config.head_dim + kv
     weights, head = sum(p.numel() for p in model.parameters() if p.dim() == 2), V * C
     parameters = model.parameter_count()
     mixes = [block.attn.mix for block in model.transformer.h]
     attention = sum(mix.attention_flops(T, torch.bfloat16, model.transformer.wte.weight.device.type) for mix in mixes)
-    gated = sum(mix.config.gate == "learned" for mix in mixes)
+    gated, rotating = sum(mix.config.gate == "learned" for mix in mixes), sum(mix.rotates for mix in mixes)
     flops = {
         # loss.py computes the head's gradients in the forward pass
         "matrix products, forward": 2 * weights * N + 4 * head * N,
@@ -83,7 +84,8 @@ def floors(model, config, batch, T):
     traffic = {
         "optimizer": 40 * parameters,  # weights and two moments in and out, gradients; their norm, and clipping them
         "gates": 6 * C * N * gated,  # x twice, its gradient
-        "rotations": 8 * heads * N * sum(mix.rotates for mix in mixes),  # q and k in and out, both passes
+        # q and k in and out; backward q, k and v, whose gradients are joined
+        "rotations": (4 * qk + 4 * (qk + kv)) * N * rotating,
         "loss beyond its products": 4 * V * N,  # logits in, their gradient out
         # x and the block's output in, their sum and the normalised one out
         "LayerNorm forward": (12 * 2 * L + 8) * C * N,
@@ -91,8 +93,8 @@ def floors(model, config, batch, T):
         "LayerNorm backward": (16 * 2 * L + 14) * C * N,
         "GELU": 10 * 4 * C * N * L,  # in and out; in, gradient in and out
         "embedding": 16 * C * N,
-        # weights to bfloat16; gradients of q, k and v into one tensor
-        "copies and casts": 6 * parameters + 4 * (heads + config.n_kv_head * config.head_dim) * N * L,
+        # weights to bfloat16; where nothing rotates, gradients of q, k and v into one tensor
+        "copies and casts": 6 * parameters + 4 * (qk + kv) * N * (L - rotating),
     }
     milliseconds = {kind: 1000 * n / FLOPS for kind, n in flops.items()}
     return milliseconds | {kind: 1000 * n / BANDWIDTH for kind, n in traffic.items()}
