@@ -32,7 +32,7 @@ def compute_losses(logits, targets, vocab_size, differentiate):
 
 
 def compute_distilled_losses(logits, teacher, targets, vocab_size, distill_weight):
-    """Return what `compute_losses` does, with the gradient, of the cross entropy + distill_weight KL(t || s).
+    """Return what `compute_losses` does if it differentiates, of the cross entropy + distill_weight KL(t || s).
 
     logits and teacher [N, V] give the distributions s and t over the first vocab_size columns. The gradient to the
     logits is s - onehot(target) + distill_weight (s - t).
@@ -45,7 +45,7 @@ def compute_distilled_losses(logits, teacher, targets, vocab_size, distill_weigh
     divergence = (t * (log_t - log_s).masked_fill(outside, 0)).sum(1, keepdim=True)
     losses = (distill_weight * divergence - log_s.gather(1, target)) * counts
     gradient = s - (column == target).to(wide) + distill_weight * (s - t)
-    return losses, (gradient * counts).to(dtype)
+    return losses, (gradient * counts).to(dtype), None
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -72,12 +72,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         for rows, target, of_teacher in zip(x.split(size), targets.split(size), teacher_rows):
             rows = rows.to(dtype)
             logits = F.linear(rows, w)
-            scales = None
             if of_teacher is None:
                 losses, d, scales = compute_losses(logits, target, vocab_size, differentiate)
             else:
                 teacher = F.linear(of_teacher.to(dtype), teacher_w)
-                losses, d = compute_distilled_losses(logits, teacher, target, vocab_size, distill_weight)
+                losses, d, scales = compute_distilled_losses(logits, teacher, target, vocab_size, distill_weight)
             total = total + losses.sum()
             if differentiate:
                 dx = d @ w

@@ -151,7 +151,6 @@ def _flash_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, y: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     n, longest = sizes.tolist()
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     if takes_cudnn(n, longest, q, k):
         dy, q, k, v, y = _by_document(n, dy.contiguous(), q, k, v, y)
         lse, seed = lse.view(n, -1, longest, 1), torch.zeros((), dtype=torch.int64, device=q.device)
@@ -159,6 +158,7 @@ def _flash_backward(
         grads = cudnn(dy, q, k, v, y, lse, seed, seed, None, None, None, longest, longest, 0.0, True, scale=scale)
         return tuple(x.transpose(1, 2).flatten(0, 1).contiguous() for x in grads)
     ends = ends[: n + 1]
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     backward = torch.ops.aten._flash_attention_backward
     args = dy.contiguous(), q, k, v, y, lse, ends, ends, longest, longest, 0.0, True, *no_dropout
     return tuple(x.contiguous() for x in backward(*args, scale=scale))

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attention import dispatch  # noqa: E402
 from attention.rotary import rotate_heads  # noqa: E402
-from bench.profile_step import BANDWIDTH, FLOPS  # noqa: E402
+from bench.profile_step import BANDWIDTH, FLOPS, FUSED_NAMES  # noqa: E402
 from data.files import write_json  # noqa: E402
 from loss import LinearCrossEntropy  # noqa: E402
 from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
@@ -151,8 +151,8 @@ def bench(args):
         rows.append(dict(piece=name, floor=floor, saves_a_step=saved, **found))
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    for name, dtype in ((name, torch.bfloat16) for name in ("rotary", "cross_entropy")):
-        if reason := dispatch.fused_kernel_reason(name, device, dtype):
+    for name in FUSED_NAMES:
+        if reason := dispatch.fused_kernel_reason(name, device, torch.bfloat16):
             print(f"{name}: the column `fused` is PyTorch, because {reason}")
     return rows
 

@@ -3,7 +3,7 @@
     python bench/profile_step.py                                                        # 124M, softmax, 64 x 1,024
     python bench/profile_step.py --attention=sympow_gating --block_size=65536 --batch_size=1
     python bench/profile_step.py --attention=softmax --block_size=4096 --batch_size=16 --documents=600   # packed
-    python bench/profile_step.py --fused rotary cross_entropy                           # with these kernels switched on
+    python bench/profile_step.py --fused rotary                                         # without the others of FUSED
 
 A step is forward, backward, clipping and AdamW on random tokens, as in train.py without accumulation: on a GPU compiled
 and under autocast to bfloat16, on a CPU neither. torch.profiler times every kernel of the last STEPS steps; the
@@ -33,8 +33,8 @@ from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E
 from runs.trace import profiler  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
-WARM_UP, STEPS = 4, 3
-SECONDS = 5.0  # of more steps on a GPU, whose clock needs some to settle after the compilation
+STEPS = 3
+WARM_UP = 5.0  # seconds of steps on a GPU, whose clock settles only some time after the compilation
 PROFILED = 4  # more steps, under the profiler, that do not count: while it starts, the GPU waits
 FLOPS, BANDWIDTH = 701e12, 4.3e12  # of one H200: a bf16 product of 8192^3, and a copy; a second
 FUSED_NAMES = list(dict(FUSED_SIZES))
@@ -164,9 +164,8 @@ def measure(args, config):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    for _ in range(WARM_UP if gpu else 1):
-        step()
-    end = time.monotonic() + SECONDS
+    step()
+    end = time.monotonic() + WARM_UP
     while gpu and time.monotonic() < end:
         step()
         torch.cuda.synchronize()
