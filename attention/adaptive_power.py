@@ -25,7 +25,6 @@ first batch, as it loops in Python over the multi-indices of an embedding of all
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -141,8 +140,8 @@ class AdaptivePower(KVCacheVariant):
         if self.mixes and state is None:
             how = dict(form=self.form, chunk_size=self.chunk_size)
             if self.context is not None:
-                attend = partial(self.context.run, power_attention_in_context)
-                return _mix([attend(q, k, v, log_g, self.context, p=m, **how) for m in self.p], powers, self.p), None
+                parts = [power_attention_in_context(q, k, v, log_g, self.context, p=m, **how) for m in self.p]
+                return _mix(parts, powers, self.p), None
             return mixture_attention(q, k, v, powers, p=self.p, log_g=log_g, **how), None
         if self.mixes:
             return self.mix_and_append(q, k, v, powers, log_g, positions, state)

@@ -11,17 +11,19 @@ if INSTALLED := "." in __package__:
     from ..kernels import cost, heinsen_unsupported_reason, unsupported_reason, unusable_machine, width
     from ..kernels.configs import cache_folder
     from ..kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
+    from ..kernels.registry import register, registered
     from ..kernels.transforms import transforms_active
 else:
     import kernels
     from kernels import cost, heinsen_unsupported_reason, unsupported_reason, unusable_machine, width
     from kernels.configs import cache_folder
     from kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
+    from kernels.registry import register, registered
     from kernels.transforms import transforms_active
 
 __all__ = [
-    "cache_folder", "cost", "heinsen_unsupported_reason", "make_sqrt_multiplicity", "symmetric_power_dim", "tails_of",
-    "transforms_active", "unsupported_reason", "unusable_machine", "width",
+    "cache_folder", "cost", "heinsen_unsupported_reason", "make_sqrt_multiplicity", "register", "registered",
+    "symmetric_power_dim", "tails_of", "transforms_active", "unsupported_reason", "unusable_machine", "width",
 ]  # fmt: skip
 
 NAMESPACE = kernels.NAMESPACE  # of the torch operators
@@ -79,10 +81,8 @@ def chunked_attention(q, k, v, log_g, S, z, **sizes):
     return operators().chunked_attention(q, k, v, log_g, S, z, **sizes)
 
 
-def chunked_attention_of_piece(q, k, v, log_g, before, after, **sizes):
-    from kernels import operators
-
-    return operators.chunked_attention_of_piece(q, k, v, log_g, before, after, **sizes)
+def chunked_attention_of_piece(q, k, v, log_g, decay, ranks, **sizes):
+    return operators().chunked_attention_of_piece(q, k, v, log_g, decay, ranks, **sizes)
 
 
 def heinsen_attention(q, k, v, documents, m, S, z, *, final):

@@ -25,6 +25,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from . import backend
@@ -45,17 +46,19 @@ class Context:
     """The ranks that share the tokens of a sequence, and which tokens each of them holds.
 
     Attributes: group (torch.distributed's ProcessGroup), rank and size (of and in it), pieces (how many each rank
-    holds), mine (the numbers of this rank's, in the order of the sequence).
+    holds), mine (the numbers of this rank's, in the order of the sequence), number (by which operators know it).
     """
 
     def __init__(self, group, balanced, run=None):
         """run: calls a function with arguments, outside of the graphs of torch.compile; by default it is just called.
 
-        Collectives break torch.compile's graphs: `run = torch.compiler.disable(lambda f, *args, **kwargs: ...)`.
+        What circulates, and PyTorch's chunked form, breaks torch.compile's graphs (and a block that activation
+        checkpointing computes again is then not compiled at all):
+        `run = torch.compiler.disable(lambda f, *args, **kwargs: f(*args, **kwargs))`. All else is operators.
         """
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self.balanced, self.mine = balanced, pieces_of(self.rank, self.size, balanced)
-        self.pieces = len(self.mine)
+        self.pieces, self.number = len(self.mine), backend.register(self)
         self.run = run or (lambda function, *args, **kwargs: function(*args, **kwargs))
 
     def pieces_of(self, rank):
@@ -78,7 +81,7 @@ class Context:
             at = torch.arange(1, n + 1, dtype=torch.float64, device=x.device)
             return torch.cat([piece * n + at for piece in self.mine])
         sums = self.split(speed.double()).cumsum(1)  # [B * pieces, n]
-        before = self.run(self.sum_before, sums[:, -1].unflatten(0, (-1, self.pieces)))
+        before = self.sum_before(sums[:, -1].unflatten(0, (-1, self.pieces)))
         return self.join(sums + before.flatten().unsqueeze(1))
 
     def sum_before(self, x):
@@ -88,7 +91,7 @@ class Context:
 
     def gather(self, x):
         """Return x [pieces, ...] of all ranks, in the order of the sequence: [N * pieces, ...]. Differentiable."""
-        return self._in_order(_Gather.apply(x.contiguous(), self.group, self.size))
+        return self._in_order(_gather(x, self.number))
 
     def _in_order(self, x):
         """Return x [N, pieces, ...] in the order of the sequence, [N * pieces, ...]."""
@@ -128,10 +131,15 @@ class Context:
 
         return finish
 
+    def scan_states(self, S, z, decay, reverse):
+        """Do what `begin_scan` does for states S [B * pieces, Hkv, Dphi, E] and z [B * pieces, Hkv, Dphi]."""
+        finish = self.begin_scan(_join(S, z), decay, reverse)
+        return lambda: _split(finish())
+
     def _exchange(self, x):
         """Begin an all-to-all, entry i of x [N, ...] to rank i, and return a function that returns what has come."""
         if torch.is_grad_enabled() and x.requires_grad:
-            x = _Exchange.apply(x, self.group)
+            x = _exchange(x, self.number)
             return lambda: x
         out = torch.empty_like(x)
         work = dist.all_to_all_single(out, x, group=self.group, async_op=True)
@@ -143,32 +151,40 @@ class Context:
         return arrive
 
 
-class _Exchange(torch.autograd.Function):
+@torch.library.custom_op(f"{backend.NAMESPACE}::exchange", mutates_args=())
+def _exchange(x: Tensor, context: int) -> Tensor:
     """All-to-all: entry i of x [N, ...] goes to rank i. The gradient goes back the same way."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group, out = group, torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, d):
-        return _Exchange.apply(d.contiguous(), ctx.group), None
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=backend.registered(context).group)
+    return out
 
 
-class _Gather(torch.autograd.Function):
+@_exchange.register_fake
+def _(x, context):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(f"{backend.NAMESPACE}::gather", mutates_args=())
+def _gather(x: Tensor, context: int) -> Tensor:
     """Gather x of all ranks, [N, ...]. The gradients of all ranks are added in the order of the ranks."""
+    ranks = backend.registered(context)
+    out = x.new_empty(ranks.size, *x.shape)
+    dist.all_gather([*out], x.contiguous(), group=ranks.group)
+    return out
 
-    @staticmethod
-    def forward(ctx, x, group, size):
-        ctx.group, out = group, x.new_empty(size, *x.shape)
-        dist.all_gather([*out], x, group=group)
-        return out
 
-    @staticmethod
-    def backward(ctx, d):
-        return _Exchange.apply(d.contiguous(), ctx.group).sum(0), None, None
+@_gather.register_fake
+def _(x, context):
+    return x.new_empty(backend.registered(context).size, *x.shape)
+
+
+def _keep_context(ctx, inputs, output):
+    ctx.context = inputs[1]
+
+
+_exchange.register_autograd(lambda ctx, d: (_exchange(d, ctx.context), None), setup_context=_keep_context)
+_gather.register_autograd(lambda ctx, d: (_exchange(d, ctx.context).sum(0), None), setup_context=_keep_context)
 
 
 # ---- power attention
@@ -184,10 +200,10 @@ def power_attention_in_context(q, k, v, log_g, context, *, p, form="auto", chunk
     q, k, v = cast_to_autocast_dtype(q, k, v)
     find = partial(plan, D=q.shape[3], E=v.shape[3], p=p, dtype=q.dtype, device=q.device, gated=log_g is not None)
     if find(context.size * q.shape[1], form=form, chunk_size=chunk_size).form == "quadratic":
-        return circulate(PowerPairs(p), context, q, k, v, log_g)
+        return context.run(circulate, PowerPairs(p), context, q, k, v, log_g)
     q, k, v, log_g = map(context.split, (q, k, v, log_g))
     chosen = find(q.shape[1], form="chunked", chunk_size=chunk_size, initial_state=True)
-    attend = _attend_on_kernels if chosen.on_kernels else _attend
+    attend = _attend_on_kernels if chosen.on_kernels else partial(context.run, _attend)
     return context.join(attend(q, k, v, log_g, context, p=p, chunk=chosen.chunk_size))
 
 
@@ -213,13 +229,7 @@ def _attend_on_kernels(q, k, v, log_g, context, *, p, chunk):
         total, reset = _piece_gates(log_g.detach())
         decay, log_g = total.exp().masked_fill(reset, 0).float(), log_g.float()
     check_chunks_fit(q, k, v, p, chunk)
-
-    def scan(S, z, reverse):
-        finish = context.begin_scan(_join(S, z), decay, reverse)
-        return lambda: _split(finish())
-
-    before, after = partial(scan, reverse=False), partial(scan, reverse=True)
-    return backend.chunked_attention_of_piece(q, k, v, log_g, before, after, p=p, chunk=chunk)
+    return backend.chunked_attention_of_piece(q, k, v, log_g, decay, context.number, p=p, chunk=chunk)
 
 
 def _piece_gates(log_g):

@@ -39,7 +39,7 @@ class EvenPower(KVCacheVariant):
         if self.context is None:
             return self.attend(q, k, v, log_g), None
         how = dict(p=self.p, form=self.form, chunk_size=self.chunk_size)
-        return self.context.run(power_attention_in_context, q, k, v, log_g, self.context, **how), None
+        return power_attention_in_context(q, k, v, log_g, self.context, **how), None
 
     def attend(self, q, k, v, log_g):
         """Return y [B, T, H, D] in training, from rotated q and k. Generation computes the same function with a state,

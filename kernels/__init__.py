@@ -18,12 +18,13 @@ fused          training: steps of the model outside of attention, each in one pa
 linear         one token of generation: LayerNorm and linear layers
 sampling       one token of generation: the next token from its logits
 layout         which features a state has, and in what order the kernels store them
+registry       objects that operators know by a number: the ranks that share a sequence
 cost           which form is cheaper, and how long a chunk should be
 configs        tile sizes, read from table.json
 tune           measures tile sizes and rewrites table.json
 
-Importing this package, `layout`, `cost` or `configs` does not import Triton. Nothing in it imports attention/ or the
-model: attention/ calls `unsupported_reason`, and imports the kernels only to use them.
+Importing this package, `layout`, `registry`, `cost` or `configs` does not import Triton. Nothing in it imports
+attention/ or the model: attention/ calls `unsupported_reason`, and imports the kernels only to use them.
 """
 
 import importlib.util

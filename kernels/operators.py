@@ -4,7 +4,7 @@
     num, den = quadratic_sums(q, k, v, log_g, p=4, scale=0.125)     # not divided, so other sums can be added
     y, S, z = chunked_attention(q, k, v, log_g, S0, z0, p=2, chunk=1024, final=True)       # states in and out
     S, z = chunked_state(k, v, log_g, S0, z0, p=2, chunk=1024)                             # the same state alone
-    y = chunked_attention_of_piece(q, k, v, log_g, before, after, p=2, chunk=1024)         # of a sequence over ranks
+    y = chunked_attention_of_piece(q, k, v, log_g, decay, ranks, p=2, chunk=1024)          # of a sequence over ranks
 
 and, from steps.py, the chunked form's steps one by one: update_state, discumsum, query_state, create_inputs.
 
@@ -34,8 +34,9 @@ from .arguments import (
     widen_state,
 )
 from .layout import symmetric_power_dim
+from .registry import registered
 from .steps import asked, create_inputs, discumsum, empty_like, keep, query_state, update_state
-from .transforms import transformable, transformable_once
+from .transforms import refuse_second_derivative, transformable, transformable_once
 
 __all__ = [
     "quadratic_attention", "quadratic_sums", "chunked_attention", "chunked_attention_of_piece", "chunked_state",
@@ -208,18 +209,22 @@ def _chunked_operator(q, k, v, log_g, S0, z0, first_chunks, p, chunk, final):
 
 @_chunked_operator.register_fake
 def _(q, k, v, log_g, S0, z0, first_chunks, p, chunk, final):
-    (B, T, H, D), HKV = q.shape, k.shape[2]
-    heads, n, half = B * HKV, -(-T // chunk), chunked.HALF[q.dtype]
-    rows = quadratic.padded(T, 256)
-    mirrored = chunked.reflects(q.dtype, S0 is not None or final, first_chunks is not None)
-    saved = [  # l, S, its units, Z, mirror, and of keys and values: rows, values, unit_x, factor, unit_v
+    saved = _like_saved(q, k, p, chunk, S0 is not None or final, first_chunks is not None)
+    return empty_like(q), *_empty_state(q, k.shape[2], p, first_chunks, final), *saved
+
+
+def _like_saved(q, k, p, chunk, states, packed):
+    """Return empty tensors like the ten that `chunked.forward` saves; states: it has one before it or gives one."""
+    (B, T, H, D), heads = q.shape, k.shape[0] * k.shape[2]
+    n, half, rows = -(-T // chunk), chunked.HALF[q.dtype], quadratic.padded(T, 256)
+    mirrored = chunked.reflects(q.dtype, states, packed)
+    return [  # l, S, its units, Z, mirror, and of keys and values: rows, values, unit_x, factor, unit_v
         _empty(q, B, H, quadratic.padded(T)), _empty(q, heads, n, chunked.state_size(D, p), dtype=half),
         _empty(q, heads, n), _empty(q, heads, n, D * D) if p == 2 else _empty(q, 0),
         _empty(q, heads, D) if mirrored else _empty(q, 0),
         _empty(q, heads, D, rows, dtype=half), _empty(q, heads * rows, D, dtype=half), _empty(q, heads, rows),
         _empty(q, heads, rows), _empty(q, heads, n),
     ]  # fmt: skip
-    return empty_like(q), *_empty_state(q, HKV, p, first_chunks, final), *saved
 
 
 @torch.library.custom_op(f"{NAMESPACE}::chunked_backward", mutates_args=())
@@ -271,50 +276,84 @@ _chunked_backward = transformable_once(_chunked_backward_operator)
 _chunked = transformable(_chunked_operator, _save_chunked, _differentiate_chunked)
 
 
-def chunked_attention_of_piece(q, k, v, log_g, before, after, *, p, chunk):
+def chunked_attention_of_piece(q, k, v, log_g, decay, ranks, *, p, chunk):
     """Return y of `chunked_attention` for a piece of each sequence, other pieces of which are on other ranks.
 
-    before(S, z): given the state that these tokens give from zero, S [B, Hkv, Dphi, E] and z [B, Hkv, Dphi], begin to
-    find the state before them, and return a function that returns it. after(dS, dz): given the gradient that these
-    tokens give to the state before them, begin to find the gradient to the state after them, and return a function that
-    returns it. Both are called once, `after` in the backward pass; they need not be differentiable. The other arguments
-    are those of `chunked_attention`. Differentiable once in q, k, v and log_g, whose gradients are those of the whole
-    sequence: nothing else is computed twice. torch.compile must not look inside.
+    decay [B, Hkv] float32 or None: the product of the piece's gates. ranks: the number that `registry.register` gave
+    an object with a method scan_states(S, z, decay, reverse): given the state that these tokens give from zero, S
+    [B, Hkv, Dphi, E] and z [B, Hkv, Dphi], it begins to find the state before them, and returns a function that returns
+    it; with `reverse`, given the gradient that these tokens give to the state before them, the gradient to the state
+    after them. It is called once in each pass. The other arguments are those of `chunked_attention`. Differentiable
+    once in q, k, v and log_g, whose gradients are those of the whole sequence: nothing else is computed twice.
     """
     check_qkv("chunked", q, k, v, n_is_T=True)
     check_chunks(q.dtype, q.shape[3], v.shape[3], p, chunk)
     check("log_g", log_g, k.shape[:3])
-    check_device(q, k=k, v=v, log_g=log_g)
-    (B, _, _, D), E = q.shape, v.shape[3]
-    q, k, v = to_width("chunked", q, k, v)
-    exchanges = (_exchange_canonical(x, B, D, E, q.shape[3], p) for x in (before, after))
-    return _ChunkedOfPiece.apply(q, k, v, log_g, *exchanges, p, chunk)[..., :E]
+    check_device(q, k=k, v=v, log_g=log_g, decay=decay)
+    (D, E), of = (q.shape[3], v.shape[3]), to_width("chunked", q, k, v)
+    return _piece(*of, log_g, decay, ranks, p, chunk, D, E)[0][..., :E]
 
 
-class _ChunkedOfPiece(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, log_g, before, after, p, chunk):
-        y, saved, _ = chunked.forward(q, k, v, log_g, p=p, chunk=chunk, exchange=before)
-        ctx.after, ctx.p, ctx.chunk = after, p, chunk
-        ctx.save_for_backward(q, k, v, log_g, y, *saved)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        *inputs, y = ctx.saved_tensors[:5]
-        *grads, _ = chunked.backward(
-            dy, *inputs, y, ctx.saved_tensors[5:], initial=True, p=ctx.p, chunk=ctx.chunk,
-            needs=(True, True, True, inputs[3] is not None, False), exchange=ctx.after,
-        )  # fmt: skip
-        return *grads, None, None, None, None
+@torch.library.custom_op(f"{NAMESPACE}::chunked_piece", mutates_args=())
+def _piece(
+    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, decay: Tensor | None, ranks: int, p: int, chunk: int, D: int,
+    E: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return y and ten tensors that `chunked.backward` needs."""
+    before = _exchange_canonical(ranks, decay, False, q, D, E, p)
+    y, saved, _ = chunked.forward(q, k, v, log_g, p=p, chunk=chunk, exchange=before)
+    return y, *(_empty(q, 0) if x is None else x for x in saved)
 
 
-def _exchange_canonical(exchange, B, D, E, W, p):
-    """Return `exchange` of canonical states as a function of states in the kernels' layout and width W."""
+@_piece.register_fake
+def _(q, k, v, log_g, decay, ranks, p, chunk, D, E):
+    return empty_like(q), *_like_saved(q, k, p, chunk, True, False)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::chunked_piece_backward", mutates_args=())
+def _piece_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, y: Tensor, saved: list[Tensor],
+    decay: Tensor | None, ranks: int, p: int, chunk: int, D: int, E: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    needs, after = (True, True, True, log_g is not None), _exchange_canonical(ranks, decay, True, q, D, E, p)
+    *grads, _ = chunked.backward(
+        dy, q, k, v, log_g, y, saved, initial=True, p=p, chunk=chunk, needs=(*needs, False), exchange=after
+    )
+    return asked(grads, needs)
+
+
+@_piece_backward.register_fake
+def _(dy, q, k, v, log_g, y, saved, decay, ranks, p, chunk, D, E):
+    grads = *map(empty_like, (q, k, v)), log_g if log_g is None else empty_like(log_g, torch.float32)
+    return asked(grads, [x is not None for x in grads])
+
+
+def _save_piece(ctx, inputs, output):
+    q, k, v, log_g, decay, *ctx.sizes = inputs
+    y, *saved = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*saved)
+    ctx.save_for_backward(decay, q, k, v, log_g, y, *saved)
+
+
+def _differentiate_piece(ctx, dy, *_):
+    decay, q, k, v, log_g, y, *saved = ctx.saved_tensors  # once: activation checkpointing refuses a second read
+    dy = q.new_zeros(()).expand(q.shape) if dy is None else dy
+    grads = _piece_backward(dy, q, k, v, log_g, y, saved, decay, *ctx.sizes)
+    return *keep(grads, ctx.needs_input_grad[:4]), *[None] * 6
+
+
+_piece_backward.register_autograd(refuse_second_derivative)
+_piece.register_autograd(_differentiate_piece, setup_context=_save_piece)
+
+
+def _exchange_canonical(ranks, decay, reverse, q, D, E, p):
+    """Return the scan of `ranks` as a function of states in the kernels' layout and q's width."""
+    B, W = q.shape[0], q.shape[3]
 
     def begin(S, Z):
-        finish = exchange(*narrow_state(*chunked.to_canonical(S, Z, B, W, p), D, E, p))
+        canonical = narrow_state(*chunked.to_canonical(S, Z, B, W, p), D, E, p)
+        finish = registered(ranks).scan_states(*canonical, decay, reverse)
         return lambda: chunked.from_canonical(*widen_state(*finish(), D, W, p), p)
 
     return begin

@@ -74,10 +74,11 @@ def transformable(operator, save, differentiate):
 
 def transformable_once(operator):
     """Return what `transformable` does for a backward pass, whose own derivative is refused."""
-    return transformable(operator, lambda ctx, inputs, output: None, _refuse_second_derivative)
+    return transformable(operator, lambda ctx, inputs, output: None, refuse_second_derivative)
 
 
-def _refuse_second_derivative(ctx, *grads):
+def refuse_second_derivative(ctx, *grads):
+    """Raise NotImplementedError: for register_autograd of an operator that is a backward pass."""
     raise NotImplementedError(ONCE)
 
 

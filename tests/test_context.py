@@ -226,7 +226,7 @@ def test_two_groups_of_a_sharded_model_train_as_one_rank(dataset, tmp_path, monk
 def test_pieces_on_the_kernels_are_the_whole_sequence_and_no_sum_is_computed_twice(monkeypatch):
     """In the interpreter, and one process: piece by piece forward, and from the last one backward."""
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
-    from kernels import chunked, operators
+    from kernels import chunked, operators, registry
 
     torch.manual_seed(0)
     n, pieces, D = 256, 2, 16
@@ -242,7 +242,7 @@ def test_pieces_on_the_kernels_are_the_whole_sequence_and_no_sum_is_computed_twi
     scan, found, gate = Scan(), [], lambda g: g.masked_fill(g == -torch.inf, 0).sum(1).exp() * ~(g == -torch.inf).any(1)
     leaves = [[x.detach().clone().requires_grad_() for x in part] for part in zip(*(x.split(n, 1) for x in tensors))]
     for part in leaves:
-        of_piece = scan.of(gate(part[3].detach()))
+        of_piece = gate(part[3].detach()), registry.register(scan)
         found.append(operators.chunked_attention_of_piece(*part, *of_piece, p=2, chunk=128))
     scan.state = None
     for part, y, d in reversed([*zip(leaves, found, dy.split(n, 1))]):
@@ -253,17 +253,45 @@ def test_pieces_on_the_kernels_are_the_whole_sequence_and_no_sum_is_computed_twi
         assert (mine - x).norm() <= 1e-5 * x.norm(), i
 
 
+def test_a_piece_on_the_kernels_is_compiled_whole_and_computed_again():
+    """With activation checkpointing, which runs a block without the compiler if its graph breaks."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    from kernels import operators, registry
+
+    torch.manual_seed(0)
+    alone = Alone()
+    tensors = [torch.randn(1, 256, 1, 16, requires_grad=True) for _ in range(3)]
+    log_g, dy = torch.full((1, 256, 1), -0.1, requires_grad=True), torch.randn(1, 256, 1, 16)
+    gate, number = log_g.detach().sum(1).exp(), registry.register(alone)
+    of_piece = lambda q, k, v, log_g: operators.chunked_attention_of_piece(
+        2 * q, k, v, log_g, gate, number, p=2, chunk=128
+    )
+    again = lambda *tensors: torch.utils.checkpoint.checkpoint(of_piece, *tensors, use_reentrant=False)
+    q, k, v = tensors
+    y = operators.chunked_attention(2 * q, k, v, log_g, p=2, chunk=128)[0]
+    expected = [y, *torch.autograd.grad(y, [*tensors, log_g], dy)]
+    for function in (again, torch.compile(again, fullgraph=True, backend="aot_eager")):
+        alone.calls = []
+        y = function(*tensors, log_g)
+        found = [y, *torch.autograd.grad(y, [*tensors, log_g], dy)]
+        assert alone.calls == [False, False, True]
+        assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(found, expected))
+
+
+class Alone:
+    """The exchange of states of a sequence that has one piece."""
+
+    def scan_states(self, S, z, gate, reverse):
+        self.calls.append(reverse)
+        return lambda: (torch.zeros_like(S), torch.zeros_like(z))
+
+
 class Scan:
     """The exchange of states between pieces that come one after the other."""
 
     state = None
 
-    def of(self, gate):
-        """Return (before, after) of a piece with this gate [B, Hkv]."""
-
-        def exchange(S, z):
-            S0, z0 = self.state or (torch.zeros_like(S), torch.zeros_like(z))
-            self.state = gate[..., None, None] * S0 + S, gate[..., None] * z0 + z
-            return lambda: (S0, z0)
-
-        return exchange, exchange
+    def scan_states(self, S, z, gate, reverse):
+        S0, z0 = self.state or (torch.zeros_like(S), torch.zeros_like(z))
+        self.state = gate[..., None, None] * S0 + S, gate[..., None] * z0 + z
+        return lambda: (S0, z0)
