@@ -6,8 +6,11 @@
     python bench/profile_step.py --fused rotary                                         # without the others of FUSED
 
 A step is forward, backward, clipping and AdamW on random tokens, as in train.py without accumulation: on a GPU compiled
-and under autocast to bfloat16, on a CPU neither. torch.profiler times every kernel of the last STEPS steps; the
-first kind in KINDS whose pattern is in the name of the kernel, or of an operator that launched it, has it. (A kernel
+and under autocast to bfloat16, on a CPU neither. torch.profiler times every kernel of STEPS steps, and the table is that
+of the step whose kernels took least, because under the profiler all kernels of some steps are slower: what each step's
+took is printed beside the time of a step without the profiler.
+
+The first kind in KINDS whose pattern is in the name of a kernel, or of an operator that launched it, has it. (A kernel
 that torch.compile made of several operators has their names.) The floor of a kind is what its matrix products need at
 FLOPS, or its reading and writing at BANDWIDTH, each array once each way, from the sizes of the model alone. The table
 is Markdown, for docs/training-speed.md.
@@ -16,8 +19,10 @@ is Markdown, for docs/training-speed.md.
 import re
 import sys
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch.profiler import record_function
@@ -33,7 +38,7 @@ from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E
 from runs.trace import profiler  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
-STEPS = 3
+STEPS = 5
 WARM_UP = 5.0  # seconds of steps on a GPU, whose clock settles only some time after the compilation
 PROFILED = 4  # more steps, under the profiler, that do not count: while it starts, the GPU waits
 FLOPS, BANDWIDTH = 701e12, 4.3e12  # of one H200: a bf16 product of 8192^3, and a copy; a second
@@ -121,28 +126,30 @@ def kernels(events, gpu):
 
 
 def summarize(events, gpu):
-    """Return {kind: (milliseconds a step, {name of a kernel or operator: milliseconds})}."""
+    """Return ({kind: (milliseconds, {name of a kernel or operator: milliseconds})} of the step that takes least, the
+    milliseconds of each step)."""
     on_cpu = [e for e in events if e.device_type == torch.autograd.DeviceType.CPU]  # the GPU has phases too, later ones
     phases = sorted((e.time_range.start, e.name) for e in on_cpu if e.name in (FORWARD, BACKWARD, UPDATE))
-    begin = [start for start, name in phases if name == FORWARD][-STEPS:][0]
-    events = [e for e in events if e.time_range.start >= begin]
-    sums, parts = defaultdict(float), defaultdict(lambda: defaultdict(float))
+    begins = [start for start, name in phases if name == FORWARD][-STEPS:]
+    events = [e for e in events if e.time_range.start >= begins[0]]
+    steps = [defaultdict(lambda: defaultdict(float)) for _ in begins]
     for names, milliseconds, start in kernels(events, gpu):
         # autograd works in a thread of its own, whose events do not lie within those of the step
         phase = next((name for begin, name in reversed(phases) if begin <= start), "")
-        kind = kind_of(f"{phase} {names}")
-        sums[kind] += milliseconds / STEPS
-        parts[kind][names.split(" ")[-1] or names.split(" ")[-2]] += milliseconds / STEPS
+        parts = steps[bisect_right(begins, start) - 1][kind_of(f"{phase} {names}")]
+        parts[names.split(" ")[-1] or names.split(" ")[-2]] += milliseconds
+    totals = [sum(sum(parts.values()) for parts in step.values()) for step in steps]
     on_gpu = (e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("step: "))
-    unknown = sum(e.time_range.elapsed_us() for e in on_gpu) / 1000 / STEPS - sum(sums.values())
+    unknown = sum(e.time_range.elapsed_us() for e in on_gpu) / 1000 / STEPS - sum(totals) / STEPS
+    least = steps[totals.index(min(totals))]
     if unknown > 0.01:
-        sums["other"] += unknown
-        parts["other"]["launched by no operator"] = unknown
-    return {kind: (sums[kind], dict(parts[kind])) for kind in KINDS if kind in sums}
+        least["other"]["launched by no operator"] = unknown
+    return {kind: (sum(least[kind].values()), dict(least[kind])) for kind in KINDS if kind in least}, totals
 
 
 def measure(args, config):
-    """Train a few steps under the profiler; return (the model, its events)."""
+    """Train a few steps, then a few more under the profiler; return (the model, its events, the milliseconds of each
+    of the first)."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu = device.type == "cuda"
     torch.manual_seed(0)
@@ -165,10 +172,13 @@ def measure(args, config):
             optimizer.zero_grad(set_to_none=True)
 
     step()
-    end = time.monotonic() + WARM_UP
-    while gpu and time.monotonic() < end:
+    end, times = time.monotonic() + WARM_UP * gpu, []
+    while len(times) < STEPS or time.monotonic() < end:
+        begin = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        if gpu:
+            torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - begin))
     with profiler(device) as found:
         for _ in range(PROFILED * gpu):
             step()
@@ -176,7 +186,7 @@ def measure(args, config):
             torch.cuda.synchronize()  # so that none of their kernels runs while the others count
         for _ in range(STEPS):
             step()
-    return model, found.events()
+    return model, found.events(), times[-STEPS:]
 
 
 def print_table(found, needed, top):
@@ -216,18 +226,21 @@ def main():
     dispatch.FUSED = tuple(args.fused)
     gpu = torch.cuda.is_available()
     torch.set_float32_matmul_precision("high")  # as train.py
-    model, events = measure(args, config)
-    found, needed = summarize(events, gpu), floors(model, config, args.batch_size, args.block_size)
+    model, events, alone = measure(args, config)
+    (found, totals), needed = summarize(events, gpu), floors(model, config, args.batch_size, args.block_size)
     device = torch.cuda.get_device_name() if gpu else "CPU"
     size = f"{args.batch_size} x {args.block_size} tokens, {model.parameter_count() / 1e6:.1f}M parameters"
     fused = f"fused kernels: {', '.join(dispatch.FUSED) or 'none'}"
     print(f"{args.attention}, {size}, {device}, torch {torch.__version__}, {fused}\n")
     print_table(found, needed, args.top)
+    profiled = ", ".join(f"{total:.1f}" for total in totals)
+    print(f"\na step without the profiler: {median(alone):.1f} ms; kernels of each profiled step: {profiled} ms")
     if args.json:
         rows = {
             kind: dict(milliseconds=ms, kernels=parts, floor=needed.get(kind)) for kind, (ms, parts) in found.items()
         }
-        write_json(args.json, dict(device=device, torch=torch.__version__, settings=vars(args), kinds=rows))
+        times = dict(alone=alone, profiled=totals)
+        write_json(args.json, dict(device=device, torch=torch.__version__, settings=vars(args), kinds=rows, **times))
 
 
 if __name__ == "__main__":

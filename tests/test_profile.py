@@ -66,11 +66,16 @@ def test_kernels_count_for_the_phase_that_launched_them_and_none_is_lost():
         event("memcpy32_post", 3, device=torch.autograd.DeviceType.CUDA, duration=600.0),
         event("step: update", 1, device=torch.autograd.DeviceType.CUDA),  # of an earlier step, which the GPU is at
     ]  # fmt: skip
-    events += [event("step: forward", 100 + i) for i in range(profile_step.STEPS - 1)]
-    events += [event("step: forward", -9), event("aten::mm", -5, [("nvjet", 1e6)])]  # a step that does not count
-    found = profile_step.summarize(events, gpu=True)
-    milliseconds = {kind: round(ms * profile_step.STEPS, 3) for kind, (ms, _) in found.items()}
-    assert milliseconds == {"matrix products, forward": 3.0, "matrix products, backward": 6.0, "other": 0.6}
+    for i in range(1, profile_step.STEPS):
+        slower = event("aten::mm", 100 * i + 1, [("nvjet", 9000.0 + i)])
+        events += [event("step: forward", 100 * i), slower]
+        events.append(event("nvjet", 100 * i + 2, device=torch.autograd.DeviceType.CUDA, duration=9000.0 + i))
+    events += [event("step: forward", -9), event("aten::mm", -5, [("nvjet", 1.0)])]  # a step that does not count
+    found, totals = profile_step.summarize(events, gpu=True)
+    milliseconds = {kind: round(ms, 3) for kind, (ms, _) in found.items()}
+    other = round(0.6 / profile_step.STEPS, 3)
+    assert milliseconds == {"matrix products, forward": 3.0, "matrix products, backward": 6.0, "other": other}
+    assert totals == [9.0, *(9 + i / 1000 for i in range(1, profile_step.STEPS))]
     assert found["other"][1].keys() == {"launched by no operator"}
 
 
