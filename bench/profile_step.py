@@ -6,9 +6,9 @@
     python bench/profile_step.py --fused rotary                                         # without the others of FUSED
 
 A step is forward, backward, clipping and AdamW on random tokens, as in train.py without accumulation: on a GPU compiled
-and under autocast to bfloat16, on a CPU neither. torch.profiler times every kernel of STEPS steps, and the table is that
-of the step whose kernels took least, because under the profiler all kernels of some steps are slower: what each step's
-took is printed beside the time of a step without the profiler.
+and under autocast to bfloat16, on a CPU neither. torch.profiler times every kernel of STEPS steps. The table is that of
+the step whose kernels took least, because under the profiler all kernels of some steps are slower: the sums of all
+steps are printed beside the time of a step without the profiler.
 
 The first kind in KINDS whose pattern is in the name of a kernel, or of an operator that launched it, has it. (A kernel
 that torch.compile made of several operators has their names.) The floor of a kind is what its matrix products need at
