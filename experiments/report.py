@@ -262,7 +262,7 @@ def draw_panel(axis, panel, looks):
     if panel.share:
         axis.set_ylim(-0.02, 1.02)
     elif shown:  # the first losses may lie above the axis, and those of few runs far beyond their training context
-        low, usual = min(map(min, shown)), 1.3 * median(map(max, shown))
+        low, usual = min(map(min, shown)), 1.3 * median(map(max, shown)) if panel.log_x else math.inf
         high = max(min(max(map(max, shown)), usual), max(map(min, shown)))
         margin = 0.06 * (high - low) or 0.1
         axis.set_ylim(low - margin, high + margin)

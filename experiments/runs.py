@@ -84,8 +84,8 @@ class Size:
 
 
 SMALL = Size(
-    "small", dict(n_layer=6, n_head=6, n_embd=384), "source", shrink=1, fewer=1, tokens_per_step=262144,
-    micro_tokens=131072, eval_tokens=1 << 21, seconds=200.0, documents=16,
+    "small", dict(n_layer=6, n_head=6, n_embd=384), "source", shrink=1, fewer=1, tokens_per_step=131072,
+    micro_tokens=131072, eval_tokens=1 << 21, seconds=300.0, documents=16,
 )  # fmt: skip
 TINY = Size(
     "tiny", dict(n_layer=4, n_head=2, n_embd=64), "pystdlib", shrink=16, fewer=4096, tokens_per_step=4096,
@@ -115,7 +115,8 @@ def main(name, plan, report, **defaults):
     train_missing(jobs, store["runs"], args, save=lambda: save_store(path, store["runs"]))
     entries = [Entry(run.name, run.settings, [job["id"] for job in of], store["runs"]) for run, of in jobs]
     entries = [replace(entry, missing=state_of(of, run)) for entry, (run, of) in zip(entries, jobs)]
-    command = shlex.join(["python", "-m", f"experiments.{name}", *sys.argv[1:]])
+    given = [x for x in sys.argv[1:] if not x.startswith(("--minutes=", "--gpus=", "--only="))]  # not of the result
+    command = shlex.join(["python", "-m", f"experiments.{name}", *given])
     write_report(name, args.to, entries, report(entries, size), command)
     missing = sum(job["id"] not in store["runs"] for _, of in jobs for job in of)
     print(f"wrote {args.to}/{name}.md" + (f"; {missing} runs are missing: the same command goes on" if missing else ""))

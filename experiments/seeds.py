@@ -5,9 +5,9 @@ from experiments.runs import main
 
 
 def plan(size):
-    """Return gating and conformal, p = 2 and 4, at context 2,048."""
+    """Return gating and conformal, p = 2 and 4, at context 4,096."""
     names = [(attention, p) for p in (2, 4) for attention in ("sympow_gating", "conformal_sympow")]
-    return [size.run(f"{name} p={p}", 2048, 524_288_000, attention=name, p=p) for name, p in names]
+    return [size.run(f"{name} p={p}", 4096, 262_144_000, attention=name, p=p) for name, p in names]
 
 
 def report(entries, size):
@@ -17,7 +17,7 @@ def report(entries, size):
         of = [entry for entry in entries if entry.settings["p"] == p]
         base = find(of, f"sympow_gating p={p}")
         columns = [("tokens", tokens_cell), ("val loss", loss_cell()), ("to gating", ratio_cell(base))]
-        parts.append(Table(f"p = {p}, context {size.length(2048):,}", columns, of))
+        parts.append(Table(f"p = {p}, context {size.length(4096):,}", columns, of))
         conformal = find(of, f"conformal_sympow p={p}")
         ratios[f"conformal_sympow p={p}"] = ratio_curve(conformal, base)
     return [
