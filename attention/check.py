@@ -21,7 +21,7 @@ from . import backend, heinsen_naive, naive
 class Size(NamedTuple):
     """What is compared: a form of the kernels, and the sizes of its inputs."""
 
-    form: str  # "quadratic", "sums" (of it, not divided), "adaptive" or "chunked"
+    form: str  # "quadratic", "sums" (of it, not divided), "adaptive", "chunked" or "states" (that, in two calls)
     dtype: torch.dtype
     D: int  # head dimension
     p: int  # 0: adaptive
@@ -42,16 +42,16 @@ SIZES = [
     Size("quadratic", torch.float32, 64, 4, True), Size("quadratic", torch.float32, 32, 2, False),
     Size("sums", torch.bfloat16, 64, 4, True), Size("sums", torch.float16, 48, 2, False, E=64, n=450),
     Size("sums", torch.float32, 64, 6, True),
-    Size("chunked", torch.bfloat16, 48, 2, True, E=64), Size("chunked", torch.bfloat16, 128, 2, True),
-    Size("chunked", torch.bfloat16, 32, 2, False), Size("chunked", torch.bfloat16, 16, 2, True),
-    Size("chunked", torch.bfloat16, 24, 4, True, E=20), Size("chunked", torch.bfloat16, 16, 4, False),
-    Size("chunked", torch.float16, 64, 2, True),
-    Size("chunked", torch.float32, 32, 2, True), Size("chunked", torch.float32, 16, 4, True),
+    Size("chunked", torch.bfloat16, 64, 2, True), Size("states", torch.bfloat16, 48, 2, True, E=64),
+    Size("chunked", torch.bfloat16, 128, 2, True), Size("states", torch.bfloat16, 32, 2, False),
+    Size("chunked", torch.bfloat16, 16, 2, True), Size("states", torch.bfloat16, 24, 4, True, E=20),
+    Size("chunked", torch.bfloat16, 16, 4, False), Size("states", torch.float16, 64, 2, True),
+    Size("chunked", torch.float32, 32, 2, True), Size("states", torch.float32, 16, 4, True),
     Size("adaptive", torch.bfloat16, 64, 0, True), Size("adaptive", torch.float16, 128, 0, False),
     Size("adaptive", torch.float32, 32, 0, True, n=300),
 ]  # fmt: skip
 # of each form; a miscompiled loop over a state may go wrong only in long calls
-LENGTH = {"quadratic": 1000, "sums": 1000, "adaptive": 1000, "chunked": 6000}
+LENGTH = {"quadratic": 1000, "sums": 1000, "adaptive": 1000, "chunked": 6000, "states": 6000}
 TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # y, gradients
 
 
@@ -81,7 +81,8 @@ def errors(size, T=None, device="cuda"):
     q, k, v = qkv.split((2, 1, 1), dim=2)
     inputs = [q[:, T - n :, :, :D], k[..., :D], v[..., :E]]
     names = ["y", "dq", "dk", "dv", "dlog_g"]
-    kernels, oracle = {"chunked": _chunked, "sums": _divided_sums}.get(form, _quadratic), naive.quadratic
+    kernels = {"chunked": _chunked, "states": _in_two_calls, "sums": _divided_sums}.get(form, _quadratic)
+    oracle = naive.quadratic
     if form == "adaptive":
         inputs.append(3 + make(1, n).clamp(-2, 2))
         names[4] = "dp"
@@ -90,7 +91,7 @@ def errors(size, T=None, device="cuda"):
         kernels = lambda *x, p: backend.adaptive_attention(*x, resets)
         oracle = lambda *x, p: naive.adaptive(*x, resets if resets is None else resets.double())
     elif gated:
-        strong = (form, p) != ("chunked", 4)  # bfloat16 is less exact there: docs/kernels.md
+        strong = form not in ("chunked", "states") or p != 4  # bfloat16 is less exact there: docs/kernels.md
         log_g = torch.nn.functional.logsigmoid((3 if strong else 1) * make(1, T, 1) + 4)
         inputs.append(log_g)
     if n < T and form != "adaptive":  # the specification wants a query for every token
@@ -124,7 +125,12 @@ def _divided_sums(q, k, v, log_g=None, *, p):
 
 
 def _chunked(q, k, v, log_g=None, *, p):
-    """Compute in two calls with a state between them: training needs the first, a prompt in pieces both."""
+    """Compute in one call without a state before or after it, as training does: its kernels are others."""
+    return backend.chunked_attention(q, k, v, log_g, None, None, p=p, chunk=512, final=False)[0]
+
+
+def _in_two_calls(q, k, v, log_g=None, *, p):
+    """Compute with a state between two calls, as a prompt in pieces does and ranks that share a sequence do."""
     y, S, z, at = [], None, None, q.shape[1] * 3 // 4
     for rows in (slice(0, at), slice(at, None)):
         cut = [None if x is None else x[:, rows] for x in (q, k, v, log_g)]
@@ -186,8 +192,9 @@ def check_fused(sizes=FUSED_SIZES):
 
 def check_all():
     """Yield what `check` does for every kernel and size that this machine's GPU supports."""
-    reason = backend.unsupported_reason
-    yield from check([size for size in SIZES if not reason(size.form, size.dtype, size.D, size.E or size.D, size.p)])
+    form = lambda size: "chunked" if size.form == "states" else size.form
+    reason = lambda size: backend.unsupported_reason(form(size), size.dtype, size.D, size.E or size.D, size.p)
+    yield from check([size for size in SIZES if not reason(size)])
     log = backend.heinsen_unsupported_reason
     yield from check_heinsen([size for size in HEINSEN_SIZES if not log(size[0], size[2], size[2])])
     yield from () if backend.unusable_machine() else check_fused()

@@ -49,9 +49,11 @@ def plan(
         T = 2 * queries - queries * queries // T
     sizes = T, D, E, p, of_pairs, gated, form, chunk_size, initial_state or return_state
     chosen = _choose(*sizes, not_quadratic, not_chunked)
-    quadratic = "sums" if sums or initial_state else "quadratic"  # what is compared with float64
+    # what is compared with float64; fewer queries than tokens are those after the state of the others
+    quadratic = "sums" if sums or initial_state else "quadratic"
+    chunked = "states" if initial_state or return_state or queries is not None else "chunked"
     while chosen.on_kernels:
-        what = (chosen.form, dtype) if chosen.form == "chunked" else (quadratic, of_pairs)
+        what = (chunked, dtype) if chosen.form == "chunked" else (quadratic, of_pairs)
         wrong = failed_check(*what, width(chosen.form, what[1], D, E), p, gated, device)
         if not wrong:
             break

@@ -77,6 +77,15 @@ def test_if_one_form_fails_the_other_is_used(on_gpu, monkeypatch):
         assert form(1024, "quadratic") == ("quadratic", False)
 
 
+def test_what_is_checked_is_what_will_be_run(on_gpu, monkeypatch):
+    asked = []
+    monkeypatch.setattr(dispatch, "failure", lambda form, *size: asked.append(form) or "")
+    for T in (1024, 65536):
+        for more in ({}, dict(initial_state=True), dict(return_state=True), dict(queries=T - 1)):
+            plan(T, 64, 64, 2, dtype=torch.bfloat16, device="cuda", gated=True, **more)
+    assert asked == ["quadratic", "states", "states", "quadratic", "chunked", "states", "states", "states"]
+
+
 def test_a_check_runs_once_for_a_machine_and_its_failures_again_in_the_next_process(machine, monkeypatch):
     calls = []
     find = lambda answer: lambda: calls.append(threading.current_thread()) or answer

@@ -188,13 +188,14 @@ PADDED = [
     (Size("sums", DTYPES[0], 12, 2, True, E=16, n=30), 40),
     (Size("adaptive", DTYPES[0], 20, 0, True, E=8, n=30), 40),
     (Size("chunked", DTYPES[0], 12, 2, True, E=20), 60),
-    *([(Size("chunked", DTYPES[0], 12, 4, False, E=10), 1500)] if GPU else []),  # the interpreter takes a minute
+    (Size("states", DTYPES[0], 12, 2, True, E=20), 60),
+    *([(Size("states", DTYPES[0], 12, 4, False, E=10), 1500)] if GPU else []),  # the interpreter takes a minute
 ]
 
 
 @pytest.mark.parametrize(
     "size,T",
-    [pytest.param(*x, marks=[pytest.mark.slow] * (x[0].form == "chunked")) for x in PADDED],
+    [pytest.param(*x, marks=[pytest.mark.slow] * (x[0].form in ("chunked", "states"))) for x in PADDED],
 )
 def test_rows_of_any_width_equal_float64(size, T):
     forward, backward = (1e-5, 1e-4) if size.dtype == torch.float32 else (4e-3, 5e-2)
