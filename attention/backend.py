@@ -69,6 +69,15 @@ def fused():
     return fused
 
 
+def precompile(function, arguments, device):
+    """See kernels/precompile.py."""
+    if INSTALLED:
+        from ..kernels import precompile
+    else:
+        from kernels import precompile
+    return precompile.precompile(function, arguments, device)
+
+
 def quadratic_attention(q, k, v, log_g, *, p):
     return operators().quadratic_attention(q, k, v, log_g, p=p)
 

@@ -18,6 +18,7 @@ fused          training: steps of the model outside of attention, each in one pa
 linear         one token of generation: LayerNorm and linear layers
 sampling       one token of generation: the next token from its logits
 layout         which features a state has, and in what order the kernels store them
+precompile     compiles kernels in several processes before they are used
 registry       objects that operators know by a number: the ranks that share a sequence
 cost           which form is cheaper, and how long a chunk should be
 configs        tile sizes, read from table.json

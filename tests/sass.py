@@ -93,26 +93,6 @@ def _meaning(text):
     return "other", written, frozenset(int(n) for x in operands for n in re.findall(r"\bR(\d+)", x))
 
 
-def pretend_gpu(arch, device=0):
-    """Make this process compile for a GPU of this compute capability (90) or AMD architecture ("gfx942"), which need
-    not be there.
-
-    device: what Triton takes for the number of the GPU; it keeps what it compiled for one number apart from the others.
-    Triton's interpreter must be off, and nothing may be launched.
-    """
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
-    answers = {"get_current_target": target, "get_current_device": device}
-
-    class Pretended:
-        def __getattr__(self, name):
-            return lambda *_: answers.get(name, 0)
-
-    driver.set_active(Pretended())
-
-
 def compiled_for_hopper(shapes, folder, kernels=()):
     """Return (name, SASS) of each kernel that reads or writes states, for each (p, head dimension, dtype) in `shapes`,
     gated, and of the quadratic form's kernels for the first shape and for p = 0, all with the tile sizes that the table
@@ -120,9 +100,11 @@ def compiled_for_hopper(shapes, folder, kernels=()):
     import torch
     from triton.runtime.jit import JITFunction
 
-    pretend_gpu(90)
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from kernels import chunked, configs, hopper, quadratic
+    from kernels.precompile import pretend_gpu
+
+    pretend_gpu(90)
 
     configs.gpu = lambda _: configs.describe_gpu("NVIDIA H200", (9, 0), 227 * 1024)
     codes, run = {}, JITFunction.run

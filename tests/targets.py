@@ -161,9 +161,8 @@ def generation():
 @contextlib.contextmanager
 def pretended(target):
     """Let the launchers choose as they do on this GPU, and Triton compile for it."""
-    from sass import pretend_gpu
-
     from kernels import configs
+    from kernels.precompile import pretend_gpu
 
     arch, capability, shared = TARGETS[target]
     name = "NVIDIA H200" if target == "sm_90" else target

@@ -1,6 +1,9 @@
 """Kernels that fail on a machine are found before their first use, and PyTorch takes their place with one line."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +12,7 @@ from types import SimpleNamespace
 import numerics
 import pytest
 import torch
+from helpers import ROOT
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
@@ -39,6 +43,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(check, "_found", {})
     monkeypatch.setattr(check, "_passed", set())
+    monkeypatch.setattr(check.backend, "precompile", lambda *arguments: None)
     for name, value in dict(
         is_available=True,
         device_count=1,
@@ -123,6 +128,48 @@ def test_wrong_results_are_what_is_wrong(machine, monkeypatch):
     assert check.failure(*size) == "" and check._passed == {check.Size(*size)}
     monkeypatch.setattr(check, "remember", None)  # not asked again
     assert check.failure(*size) == ""
+
+
+def test_kernels_of_chunks_are_compiled_in_several_processes_before_they_are_checked(machine, monkeypatch):
+    done = []
+    monkeypatch.setattr(check.backend, "precompile", lambda function, arguments, device: done.append(arguments))
+    monkeypatch.setattr(check, "check", lambda sizes: done.append(sizes) or [("", True)])
+    for form in ("quadratic", "chunked", "states"):
+        assert check.failure(form, torch.bfloat16, 64, 2, True) == ""
+    pairs, chunks, states = (
+        check.Size(form, torch.bfloat16, 64, 2, True) for form in ("quadratic", "chunked", "states")
+    )
+    assert done == [[pairs], (chunks,), [chunks], (states,), [states]]
+
+
+# For a process of its own without the interpreter, and without a GPU. Prints how many processes compiled, how many
+# kernels there are then, and how many there are when the check has been launched here.
+PRECOMPILE = """
+import os, sys, torch
+from pathlib import Path
+from attention import check
+from kernels import configs, precompile
+
+size, device = check.Size("chunked", torch.bfloat16, 16, 2, False), torch.device("cuda", 0)
+gpu = configs.describe_gpu("NVIDIA H200", (9, 0), 227 * 1024)
+configs.gpu, torch.cuda.get_device_capability = lambda _: gpu, lambda _: (9, 0)
+count = lambda: len([*Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")])
+os.sched_getaffinity = lambda _: range(4)
+print(precompile.precompile(check.launch, (size,), device), count())
+precompile.compile_part("attention.check", "launch", (size,), 90, tuple(gpu), 0, 1)
+print(count())
+os.sched_getaffinity = lambda _: range(3)
+print(precompile.precompile(check.launch, (size,), device))
+"""
+
+
+@pytest.mark.slow
+def test_what_processes_compile_is_what_is_launched(tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", PRECOMPILE], env=env, capture_output=True, text=True)
+    processes, precompiled, launched, few = map(int, done.stdout.split())
+    assert processes == 2 and precompiled == launched > 10 and few == 0, done.stderr
 
 
 def test_torch_compile_asks_for_the_check_and_does_not_look_inside(on_gpu, monkeypatch):

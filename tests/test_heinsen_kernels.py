@@ -306,7 +306,8 @@ from pathlib import Path
 from triton.runtime.jit import JITFunction
 
 sys.path[:0] = [{os.path.join(ROOT, "tests")!r}, {str(ROOT)!r}]
-from sass import disassemble, hazards, pretend_gpu
+from sass import disassemble, hazards
+from kernels.precompile import pretend_gpu
 
 capability, dtype, D, folder, *kernels = sys.argv[1:]
 pretend_gpu(int(capability))
