@@ -78,8 +78,10 @@ class Context:
         sequence: [T / N], or [B, T / N] with a speed [B, T / N]. Differentiable in speed."""
         if speed is None:
             n = x.shape[1] // self.pieces
-            at = torch.arange(1, n + 1, dtype=torch.float64, device=x.device)
-            return torch.cat([piece * n + at for piece in self.mine])
+            # no sum with the first token, which is 0 on one rank: the compiler would leave it out there, and the ranks'
+            # graphs, by which the order of their exchanges goes, must be the same
+            spans = [(piece * n + 1, (piece + 1) * n + 1) for piece in self.mine]
+            return torch.cat([torch.arange(*span, dtype=torch.float64, device=x.device) for span in spans])
         sums = self.split(speed.double()).cumsum(1)  # [B * pieces, n]
         before = self.sum_before(sums[:, -1].unflatten(0, (-1, self.pieces)))
         return self.join(sums + before.flatten().unsqueeze(1))
