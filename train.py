@@ -180,7 +180,8 @@ class Trainer:
         p.model = asdict(self.model_cfg)
         resume_stage(self)
         self.skipped, self.scaler = SkippedSteps(*p.skipped), LossScaler(self.dtype, device, *p.scaler)
-        machine.check_kernels(self.model, [stage.block_size for stage in self.stages], self.dtype, ranks)
+        contexts = [stage.block_size for stage in self.stages]
+        machine.check_kernels(self.model, contexts, self.dtype, ranks, cfg.context_parallel)
         compiled = machine.can_compile(cfg.compile, device, ranks.log)
         self.slices = split_context(self.model, self.layout, self.stages[-1].block_size, self.dtype, compiled)
         self.network, self.eval_network = self.layout.wrap(self.model, compiled)

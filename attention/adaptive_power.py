@@ -33,8 +33,8 @@ from torch.nn import functional as F
 from . import backend
 from .adaptive_forms import adaptive_attend
 from .arguments import cast_to_autocast_dtype, check_gates, check_tensors
-from .context import power_attention_in_context
-from .dispatch import plan, plan_adaptive
+from .context import plan_pieces, power_attention_in_context
+from .dispatch import plan_adaptive
 from .embedding import symmetric_power_dim
 from .even_power import power_flops
 from .forms import PowerState, accumulation_dtype
@@ -182,16 +182,17 @@ class AdaptivePower(KVCacheVariant):
         powers = self.power(q)
         return {"power": powers.mean().item(), "power_std": powers.std(correction=0).item()}
 
-    def training_plan(self, block_size, dtype, device):
+    def training_plan(self, block_size, dtype, device, ranks=1):
         """Return the plan of `continuous`, or that of the mixture's largest power."""
-        return self.plans(block_size, dtype, device)[-1]
+        return self.plans(block_size, dtype, device, ranks)[-1]
 
-    def plans(self, block_size, dtype, device):
+    def plans(self, block_size, dtype, device, ranks=1):
         """Return the Plan of each power of a mixture, or that of `continuous` alone."""
         D, where = self.config.head_dim, dict(dtype=dtype, device=device, gated=self.config.gated)
         if not self.mixes:
             return [plan_adaptive(D, D, **where)]
-        return [plan(block_size, D, D, m, **where, form=self.form, chunk_size=self.chunk_size) for m in self.p]
+        where |= dict(form=self.form, chunk_size=self.chunk_size)
+        return [plan_pieces(block_size, ranks, D, D, m, **where) for m in self.p]
 
     def attention_flops(self, block_size, dtype, device):
         if not self.mixes:

@@ -302,12 +302,12 @@ def _failure(size, name, compare, device):
     return wrong
 
 
-def kernel_failure(model, block_size, dtype):
+def kernel_failure(model, block_size, dtype, ranks=1):
     """Return "" if the kernels that this GPT would train on agree with float64 on the current GPU, or if it uses none;
-    otherwise one line that says what is wrong."""
+    otherwise one line that says what is wrong. ranks: how many share a sequence."""
     with warnings.catch_warnings(action="ignore"):  # the caller tells
         for block in model.transformer.h:  # a plan with kernels has them checked
-            block.attn.mix.training_plan(block_size, dtype, model.transformer.wte.weight.device)
+            block.attn.mix.training_plan(block_size, dtype, model.transformer.wte.weight.device, ranks)
     return next((wrong for (_, name), wrong in _found.items() if wrong and not name.startswith("generation")), "")
 
 

@@ -6,8 +6,7 @@ The quadratic form    the one used here, as in section 2 of "Symmetric Power Tra
 The state             every key and value, like softmax; sympow computes the same function with a state
 """
 
-from .context import power_attention_in_context
-from .dispatch import plan
+from .context import plan_pieces, power_attention_in_context
 from .embedding import symmetric_power_dim
 from .gates import reset_gates
 from .power import power_attention
@@ -46,10 +45,10 @@ class EvenPower(KVCacheVariant):
         in `attend_and_append`: a subclass that changes one must change the other in `forward`."""
         return even_power_attention(q, k, v, p=self.p, log_g=log_g)
 
-    def training_plan(self, block_size, dtype, device):
+    def training_plan(self, block_size, dtype, device, ranks=1):
         D, p = self.config.head_dim, self.p
-        return plan(
-            block_size, D, D, p, dtype=dtype, device=device, gated=self.config.gated, form=self.form,
+        return plan_pieces(
+            block_size, ranks, D, D, p, dtype=dtype, device=device, gated=self.config.gated, form=self.form,
             chunk_size=self.chunk_size,
         )  # fmt: skip
 

@@ -200,7 +200,7 @@ class Heinsen(Variant):
         y, after = heinsen_attention(q, k, v, resets=resets, initial_state=before, return_state=True, **self.settings)
         return y, HeinsenState(state.position + q.shape[1], *after)
 
-    def training_plan(self, block_size, dtype, device):
+    def training_plan(self, block_size, dtype, device, ranks=1):
         form, D = self.config.form, self.config.head_dim
         if form in ("quadratic", "recurrent"):
             return Plan(form, 1 if form == "recurrent" else None, False, f"the {form} form is PyTorch's")

@@ -178,8 +178,11 @@ class Variant(nn.Module):
         Every evaluation logs, under each name, the list of the layers' numbers."""
         return {}
 
-    def training_plan(self, block_size, dtype, device):
-        """Return the dispatch.Plan by which training computes power attention, or None for another attention."""
+    def training_plan(self, block_size, dtype, device, ranks=1):
+        """Return the dispatch.Plan by which training computes power attention, or None for another attention.
+
+        ranks: how many share a sequence of block_size tokens. A plan with kernels has them compared with float64.
+        """
         return None
 
     def attention_flops(self, block_size, dtype, device):

@@ -24,14 +24,14 @@ def peak_flops(device):
     return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
 
 
-def check_kernels(model, contexts, dtype, ranks):
+def check_kernels(model, contexts, dtype, ranks, context_parallel=1):
     """Compare the kernels that the model trains on, at these contexts, with float64; if they fail on one rank, disable
-    them on all.
+    them on all. context_parallel: how many ranks share a sequence.
 
     Local rank 0 compiles them; the other ranks of a node wait and read them from Triton's cache.
     """
     with ranks.local_rank_0_first():
-        failure = next(filter(None, (kernel_failure(model, n, dtype) for n in contexts)), "")
+        failure = next(filter(None, (kernel_failure(model, n, dtype, context_parallel) for n in contexts)), "")
     failure = ranks.first(failure)
     disable_kernels(failure)  # if there is one
     if failure:

@@ -60,3 +60,19 @@ def test_every_triton_compiles_what_the_kernels_do_with_none(path):
 def test_a_none_that_some_triton_refuses_is_found(body, found):
     source = f"def plain():\n    return None\n\n@triton.jit(x=1)\ndef kernel(x, C, G=None):\n    {body}\n"
     assert len(uses_of_none(source)) == found
+
+
+def test_saved_tensors_are_read_once():
+    """Activation checkpointing computes them again when they are read, and refuses a second time."""
+    read = lambda node: isinstance(node, ast.Attribute) and node.attr == "saved_tensors"
+    counts = {}
+    for path in [
+        ROOT / "activation.py",
+        ROOT / "loss.py",
+        *(ROOT / "attention").glob("*.py"),
+        *(ROOT / "kernels").glob("*.py"),
+    ]:
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, (ast.FunctionDef, ast.Lambda)):
+                counts[path.name, function.lineno] = sum(map(read, ast.walk(function)))
+    assert sum(counts.values()) > 10 and max(counts.values()) == 1

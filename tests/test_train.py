@@ -543,18 +543,19 @@ def test_the_kernels_that_are_checked_are_those_of_the_form_that_will_run(monkey
     monkeypatch.setattr(dispatch, "failure", lambda form, *size: checked.append(form) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
-    def form(block_size, **settings):
+    def form(block_size, ranks=1, **settings):
         checked.clear()
         model = train.GPT(train.GPTConfig(n_layer=2, n_head=1, n_embd=64, vocab_size=64, **settings))
         on_gpu = types.SimpleNamespace(weight=types.SimpleNamespace(device=torch.device("cuda")))
         model = types.SimpleNamespace(transformer=types.SimpleNamespace(wte=on_gpu, h=model.transformer.h))
-        assert check.kernel_failure(model, block_size, torch.bfloat16) == ""
-        return checked[0] if checked else None
+        assert check.kernel_failure(model, block_size, torch.bfloat16, ranks) == ""
+        return checked[-1] if checked else None
 
     assert form(1024, attention="sympow_gating") == "quadratic"
     assert form(65536, attention="sympow_gating") == "chunked"
     assert form(1024, attention="sympow_gating", form="chunked") == "chunked"
-    assert form(65536, attention="even_power") == "quadratic"
+    assert form(65536, 2, attention="sympow_gating") == "states"
+    assert form(65536, 2, attention="even_power") == form(65536, attention="even_power") == "quadratic"
     assert form(65536, attention="sympow", p=6, form="chunked") is None  # in PyTorch
     assert form(65536, attention="sympow", form="recurrent") is None
     assert form(1024, attention="softmax") is None
