@@ -94,6 +94,7 @@ def test_wrong_or_missing_results_never_win():
     assert tune.difference([good[0] * 2, good[1]], good) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_the_loader_is_timed(tmp_path):
     from helpers import make_dataset
 

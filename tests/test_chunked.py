@@ -196,6 +196,7 @@ def test_p_4_where_all_keys_and_queries_agree(D, T=600):
     assert dk.isfinite().all() and dk.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_p_4_takes_some_heads_after_the_others(dtype, monkeypatch):
     """Its gradient to q, as memory allows: the same bits, whatever there is."""
@@ -309,7 +310,7 @@ def test_inputs_of_any_size(size, dtype):
         ("none", 2),
         pytest.param("learned", 2, marks=pytest.mark.slow),  # "zeros" are learned gates with resets among them
         ("zeros", 2),
-        ("near one" if GPU else "learned", 4),
+        pytest.param("near one" if GPU else "learned", 4, marks=pytest.mark.slow),
     ],
 )
 def test_pieces_with_states_equal_the_whole(gates, p, dtype):
