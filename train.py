@@ -184,7 +184,9 @@ class Trainer:
         machine.check_kernels(self.model, contexts, self.dtype, ranks, cfg.context_parallel)
         compiled = machine.can_compile(cfg.compile, device, ranks.log)
         self.slices = split_context(self.model, self.layout, self.stages[-1].block_size, self.dtype, compiled)
-        self.network, self.eval_network = self.layout.wrap(self.model, compiled)
+        # a whole model's graph breaks where keys circulate between ranks, and then has no blocks to compute again
+        by_block = self.slices.balanced and self.model_cfg.activation_checkpointing
+        self.network, self.eval_network = self.layout.wrap(self.model, compiled, by_block)
         self.teacher.load(self, compiled)
         if self.records:
             checkpoint.remove_leftovers(cfg.out_dir, self.resume, p.best_step)

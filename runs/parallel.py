@@ -106,19 +106,21 @@ class Layout:
         self.make_plain = lambda: kind(config)
         return model
 
-    def wrap(self, model, compiled):
+    def wrap(self, model, compiled, by_block=False):
         """Return (the network to train, which averages gradients, and the network to evaluate).
 
-        Of a sharded model each block is compiled for itself, because its weights come and go around it; blocks of the
-        same kind share the code.
+        With `by_block`, and of a sharded model, whose weights come and go around its blocks, each block is compiled for
+        itself; blocks of the same kind share the code.
         """
+        network = model
+        if compiled and (by_block or self.sharded):
+            for block in model.transformer.h:
+                block.forward = torch.compile(block.forward, dynamic=False)
+            model.loss = torch.compile(model.loss, dynamic=False)
+        elif compiled:
+            network = torch.compile(model, dynamic=False)
         if self.sharded:
-            if compiled:
-                for block in model.transformer.h:
-                    block.forward = torch.compile(block.forward, dynamic=False)
-                model.loss = torch.compile(model.loss, dynamic=False)
             return model, model
-        network = torch.compile(model, dynamic=False) if compiled else model
         if not self.ranks.distributed:
             return network, network
         ids = [self.device] if self.device.type == "cuda" else None

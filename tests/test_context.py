@@ -20,6 +20,7 @@ from data.dataset import Dataset
 from data.loader import Windows, eval_batches, train_batch
 from model import GPT, GPTConfig
 from runs.context import Slices, split_context, whole_sequences
+from runs.parallel import Layout
 
 T, RESET = 32, 7
 CASES = {  # name: the model's settings
@@ -209,6 +210,19 @@ def test_ranks_that_share_sequences_train_compiled(dataset, tmp_path):  # noqa: 
     compiled = train_in(tmp_path / "compiled", dataset, 2, *settings, "--compile=True", main=train_traced)
     for a, b in zip(eager, compiled):
         assert a.keys() == b.keys() and max(abs(a[step] - b[step]) for step in a) < 1e-5
+
+
+def test_what_is_compiled_is_the_model_or_each_block(monkeypatch):
+    """Blocks, where a graph that breaks would keep those that are computed again from being compiled."""
+    compiled, model = [], make_model()
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(function) or function)
+    layout = SimpleNamespace(sharded=False, ranks=SimpleNamespace(distributed=False))
+    assert Layout.wrap(layout, model, True) == (model, model) and compiled == [model]
+    compiled.clear()
+    blocks = [block.forward for block in model.transformer.h]
+    assert Layout.wrap(layout, model, True, by_block=True) == (model, model) and compiled == [*blocks, model.loss]
+    compiled.clear()
+    assert Layout.wrap(layout, model, False, by_block=True) == (model, model) and compiled == []
 
 
 @pytest.mark.slow
