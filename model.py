@@ -158,9 +158,12 @@ class Block(nn.Module):
             self.mlp = MLP(config)
 
     def forward(self, x, resets=None, state=None):
-        y, state = self.attn(self.ln_1(x), resets, state)
-        x = x + y
-        return x if self.attn.replaces_mlp else x + self.mlp(self.ln_2(x)), state
+        rows = x.flatten(0, 1)  # [B T, C] as in the products: torch.compile then fuses one more cast of the gradient
+        y, state = self.attn(self.ln_1(rows).view(x.shape), resets, state)
+        rows = rows + y.flatten(0, 1)
+        if not self.attn.replaces_mlp:
+            rows = rows + self.mlp(self.ln_2(rows))
+        return rows.view(x.shape), state
 
 
 class GPT(nn.Module):
