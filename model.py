@@ -157,13 +157,11 @@ class Block(nn.Module):
             self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
             self.mlp = MLP(config)
 
-    def forward(self, x, resets=None, state=None):
-        rows = x.flatten(0, 1)  # [B T, C] as in the products: torch.compile then fuses one more cast of the gradient
-        y, state = self.attn(self.ln_1(rows).view(x.shape), resets, state)
-        rows = rows + y.flatten(0, 1)
-        if not self.attn.replaces_mlp:
-            rows = rows + self.mlp(self.ln_2(rows))
-        return rows.view(x.shape), state
+    def forward(self, x, shape, resets=None, state=None):
+        """Run on rows x [B T, C], as products have them (torch.compile then fuses more); shape: (B, T)."""
+        y, state = self.attn(self.ln_1(x).unflatten(0, shape), resets, state)
+        x = x + y.flatten(0, 1)
+        return x if self.attn.replaces_mlp else x + self.mlp(self.ln_2(x)), state
 
 
 class GPT(nn.Module):
@@ -232,14 +230,15 @@ class GPT(nn.Module):
         starts [B, T] bool: tokens before which everything is forgotten, besides the reset tokens.
         """
         x, resets, embedding = self._embed(ids, state, starts)
-        x, layers = F.dropout(x, self.config.dropout, self.training), []
+        x, layers = F.dropout(x, self.config.dropout, self.training).flatten(0, 1), []
         for i, block in enumerate(self.transformer.h):
             if self.config.activation_checkpointing and torch.is_grad_enabled() and state is None:
-                x, _ = checkpoint(block, x, resets, use_reentrant=False)
+                x, _ = checkpoint(block, x, ids.shape, resets, use_reentrant=False)
             else:
-                x, layer = block(x, resets, state and state.layers[i])
+                x, layer = block(x, ids.shape, resets, state and state.layers[i])
                 layers.append(layer)
-        return self.transformer.ln_f(x), state and ModelState(layers, state.n_tokens + ids.shape[1], embedding)
+        x = self.transformer.ln_f(x).unflatten(0, ids.shape)
+        return x, state and ModelState(layers, state.n_tokens + ids.shape[1], embedding)
 
     def _embed(self, ids, state=None, resets=None):
         """Return the first layer's input [B, T, n_embd], where everything is forgotten [B, T] (at `resets` and at reset
@@ -279,11 +278,12 @@ class GPT(nn.Module):
         found, training = {}, self.training
         self.eval()
         x, resets, _ = self._embed(ids)
+        x = x.flatten(0, 1)
         for i, block in enumerate(self.transformer.h):
-            normed, mix = block.ln_1(x), block.attn.mix
+            normed, mix = block.ln_1(x).unflatten(0, ids.shape), block.attn.mix
             for name, value in mix.statistics(normed, mix.split(block.attn.project(normed))[0]).items():
                 found.setdefault(name, [None] * self.config.n_layer)[i] = value
-            x, _ = block(x, resets)
+            x, _ = block(x, ids.shape, resets)
         self.train(training)
         return found
 
