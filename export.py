@@ -135,11 +135,11 @@ GPT, GPTConfig = _model.GPT, _model.GPTConfig
 def modeling_file():
     """Return the contents of modeling_sympow.py: runs/transformers_model.py, with the sources that it needs in it."""
     text, sources = (ROOT / "runs" / "transformers_model.py").read_text(), {"__init__.py": ""}
-    top = [Path(f"{name}.py") for name in ("model", "activation", "loss")]
+    top = [Path(f"{name}.py") for name in ("model", "activation", "loss", "norm")]
     for path in [*top, *sources_of("attention"), *sources_of("kernels")]:
         source = (ROOT / path).read_text()
         if path.parent == Path("."):  # what is at top level here is in a package there
-            source = re.sub(r"^from (activation|attention|loss)\b", r"from .\1", source, flags=re.M)
+            source = re.sub(r"^from (activation|attention|loss|norm)\b", r"from .\1", source, flags=re.M)
         sources[str(path)] = source
     marker = "from model import GPT, GPTConfig  # export.py puts the sources here\n"
     head, found, tail = text.partition(marker)

@@ -25,6 +25,7 @@ from attention.learned_position import check_length
 from attention.state import ModelState
 from attention.variant import check_layer
 from loss import LinearCrossEntropy
+from norm import norm_linear
 
 
 @dataclass
@@ -126,13 +127,14 @@ class Attention(nn.Module):
         self.mix = variant(config)
         self.dropout = config.dropout
 
-    def project(self, x):
-        """Return the heads of q, k and v, [B, T, H + 2 Hkv, D], of the normalised input x [B, T, n_embd]."""
-        return self.c_attn(x).unflatten(-1, (-1, self.head_dim))
+    def project(self, x, norm, shape):
+        """Return norm(x) [B, T, C] and its heads of q, k and v [B, T, H + 2 Hkv, D], of rows x [B T, C]."""
+        x, qkv = norm_linear(norm, self.c_attn, x)
+        return x.unflatten(0, shape), qkv.unflatten(0, shape).unflatten(-1, (-1, self.head_dim))
 
-    def forward(self, x, resets, state):
-        y, state = self.mix(x, self.project(x), resets, state)
-        return F.dropout(self.c_proj(y.flatten(2)), self.dropout, self.training), state
+    def forward(self, x, norm, shape, resets, state):
+        y, state = self.mix(*self.project(x, norm, shape), resets, state)
+        return F.dropout(self.c_proj(y.flatten(2)).flatten(0, 1), self.dropout, self.training), state
 
 
 class MLP(nn.Module):
@@ -143,8 +145,8 @@ class MLP(nn.Module):
         self.dropout = config.dropout
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
 
-    def forward(self, x):
-        x = gelu(self.c_fc(x), self.approximate)
+    def forward(self, x, norm):
+        x = gelu(norm_linear(norm, self.c_fc, x)[1], self.approximate)
         return F.dropout(self.c_proj(x), self.dropout, self.training)
 
 
@@ -159,9 +161,9 @@ class Block(nn.Module):
 
     def forward(self, x, shape, resets=None, state=None):
         """Run on rows x [B T, C], as products have them (torch.compile then fuses more); shape: (B, T)."""
-        y, state = self.attn(self.ln_1(x).unflatten(0, shape), resets, state)
-        x = x + y.flatten(0, 1)
-        return x if self.attn.replaces_mlp else x + self.mlp(self.ln_2(x)), state
+        y, state = self.attn(x, self.ln_1, shape, resets, state)
+        x = x + y
+        return x if self.attn.replaces_mlp else x + self.mlp(x, self.ln_2), state
 
 
 class GPT(nn.Module):
@@ -230,7 +232,7 @@ class GPT(nn.Module):
         starts [B, T] bool: tokens before which everything is forgotten, besides the reset tokens.
         """
         x, resets, embedding = self._embed(ids, state, starts)
-        x, layers = F.dropout(x, self.config.dropout, self.training).flatten(0, 1), []
+        x, layers = F.dropout(x, self.config.dropout, self.training), []
         for i, block in enumerate(self.transformer.h):
             if self.config.activation_checkpointing and torch.is_grad_enabled() and state is None:
                 x, _ = checkpoint(block, x, ids.shape, resets, use_reentrant=False)
@@ -241,8 +243,8 @@ class GPT(nn.Module):
         return x, state and ModelState(layers, state.n_tokens + ids.shape[1], embedding)
 
     def _embed(self, ids, state=None, resets=None):
-        """Return the first layer's input [B, T, n_embd], where everything is forgotten [B, T] (at `resets` and at reset
-        tokens, or None), and the state of the position embedding after the ids (None without one)."""
+        """Return the first layer's input, rows [B T, n_embd], where everything is forgotten [B, T] (at `resets` and at
+        reset tokens, or None), and the state of the position embedding after the ids (None without one)."""
         t = self.transformer
         check_length(self.config, ids.shape[1] + (state.n_tokens if state else 0))
         if self.config.reset_token >= 0:
@@ -251,7 +253,7 @@ class GPT(nn.Module):
         x, embedding = t.ln_wte(t.wte(ids)), None
         if "wpe" in t:
             x, embedding = t.wpe(x, resets, state and state.embedding)
-        return x, resets, embedding
+        return x.flatten(0, 1), resets, embedding
 
     def logits(self, x):
         """Return [..., vocab_size] for x [..., n_embd]; the vocabulary's padding, which has no text, is cut off."""
@@ -278,10 +280,9 @@ class GPT(nn.Module):
         found, training = {}, self.training
         self.eval()
         x, resets, _ = self._embed(ids)
-        x = x.flatten(0, 1)
         for i, block in enumerate(self.transformer.h):
-            normed, mix = block.ln_1(x).unflatten(0, ids.shape), block.attn.mix
-            for name, value in mix.statistics(normed, mix.split(block.attn.project(normed))[0]).items():
+            (normed, qkv), mix = block.attn.project(x, block.ln_1, ids.shape), block.attn.mix
+            for name, value in mix.statistics(normed, mix.split(qkv)[0]).items():
                 found.setdefault(name, [None] * self.config.n_layer)[i] = value
             x, _ = block(x, ids.shape, resets)
         self.train(training)

@@ -56,8 +56,8 @@ KINDS = {
     "gates": (r"linear_fp32|log_?sigmoid", "attention/gates.py"),
     "rotations": (r"sympow\w*::rotat|rotate_\w*kernel|flip", "attention/rotary.py"),
     "loss beyond its products": (r"cross_entropy|logsumexp|gather", "loss.py"),
-    "LayerNorm backward": (rf"{BACKWARD}.*layer_norm", "model.py"),
-    "LayerNorm forward": (r"layer_norm", "model.py, with the sum before it"),
+    "LayerNorm backward": (rf"{BACKWARD}.*(layer_norm|mean_mul)", "norm.py"),
+    "LayerNorm forward": (r"layer_norm|mean_mul", "norm.py, with the sum before it"),
     "GELU": (r"gelu|exp2\w*rsqrt", "activation.py"),
     "matrix products, forward": (rf"{FORWARD}.*({PRODUCT})", "cuBLAS; both passes of the head"),
     "matrix products, backward": (PRODUCT, "cuBLAS"),
@@ -94,8 +94,8 @@ def floors(model, config, batch, T):
         "loss beyond its products": 4 * V * N,  # logits in, their gradient out
         # x and the block's output in, their sum and the normalised one out
         "LayerNorm forward": (12 * 2 * L + 8) * C * N,
-        # gradients of the output and of the residual stream and x in; the stream's and the block's output's out
-        "LayerNorm backward": (16 * 2 * L + 14) * C * N,
+        # the output, its gradient and the stream's in; the gradients of the stream and of the block's output out
+        "LayerNorm backward": (14 * 2 * L + 14) * C * N,
         "GELU": 10 * 4 * C * N * L,  # in and out; in, gradient in and out
         "embedding": 16 * C * N,
         # weights to bfloat16; where nothing rotates, gradients of q, k and v into one tensor

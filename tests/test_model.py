@@ -1,14 +1,17 @@
 """The model: one file, five attentions, the same function read at once or token by token."""
 
+import copy
 import math
 import types
 
 import pytest
 import torch
 import torch.utils.flop_counter
+from torch import nn
 
 import activation
 import loss as loss_module
+import norm as norm_module
 from attention import ATTENTIONS
 from model import GPT, GPTConfig
 
@@ -279,6 +282,52 @@ def test_flops_grow_with_the_context_only_in_the_quadratic_form():
     weights = 6 * sum(p.numel() for p in quadratic.parameters() if p.dim() == 2)
     assert quadratic.flops_per_token(4096) == weights + 2 * 6 * 4096 * 32
     assert chunked.flops_per_token(1 << 14) == chunked.flops_per_token(1 << 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gain_that_is_a_part_of_the_linear_layer_changes_nothing(bias, dtype):
+    layers = nn.LayerNorm(96, bias=False).double(), nn.Linear(96, 160, bias=bias).double()
+    nn.init.normal_(layers[0].weight, 1, 0.5)
+    layers[0].weight.data[7] = 0  # its gradient must be right too
+    x = (3 * torch.randn(50, 96) + 5).double()
+    x[3] = 2.0  # no variance
+    dy = torch.randn(50, 96).double(), torch.randn(50, 160).double()
+
+    def run(compute, layers, x, dy):
+        leaves = [x.clone().requires_grad_(), *layers[0].parameters(), *layers[1].parameters()]
+        outputs = compute(*layers, leaves[0])
+        return [*outputs, *torch.autograd.grad(outputs, leaves, [d.to(y.dtype) for d, y in zip(dy, outputs)])]
+
+    wanted = run(lambda norm, linear, x: (norm(x), linear(norm(x))), layers, x, dy)
+    wide = torch.promote_types(dtype, torch.float32)
+    narrow = [copy.deepcopy(layer).to(wide) for layer in layers]
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        found = run(lambda *given: norm_module.folded(*given, dtype), narrow, x.to(wide), dy)
+    assert [y.dtype for y in found] == [wide, dtype] + [wide] * (len(found) - 2)
+    limit = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype]
+    for a, b in zip(found, wanted):
+        a, b = (t[[i for i in range(50) if i != 3]] if len(t) == 50 else t for t in (a, b))  # 1 / sqrt(eps) there
+        assert (a.double() - b).norm() <= limit * b.norm()
+    assert all(torch.isfinite(y).all() for y in found)
+
+
+def test_only_a_compiled_model_on_a_gpu_has_the_gain_in_the_linear_layer(monkeypatch):
+    class Layer(types.SimpleNamespace):
+        __call__ = staticmethod(lambda x: x)
+
+    taken = []
+    monkeypatch.setattr(norm_module, "folded", lambda *given: taken.append(given))
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+        for autocast in (False, True):
+            monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: autocast)
+            for is_cuda in (False, True):
+                x = types.SimpleNamespace(is_cuda=is_cuda, device=torch.device("cpu"))
+                for bias in (None, 1):
+                    norm_module.norm_linear(Layer(bias=bias), Layer(), x)
+    assert [(given[0].bias, given[2].is_cuda, given[3]) for given in taken] == [(None, True, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

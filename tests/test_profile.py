@@ -22,6 +22,8 @@ NAMES = {
     "step: backward sympow::rotate_backward rotate_backward_kernel": "rotations",
     "step: backward triton_per_fused_add_native_layer_norm_native_layer_norm_backward_5": "LayerNorm backward",
     "step: forward triton_per_fused__to_copy_add_native_layer_norm_1": "LayerNorm forward",
+    "step: backward triton_per_fused__to_copy_add_mean_mul_sub_5": "LayerNorm backward",
+    "step: forward triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_sub_8": "LayerNorm forward",
     "step: backward triton_poi_fused_gelu_gelu_backward_2": "GELU",
     "step: forward triton_red_fused__to_copy_logsumexp_where_7": "loss beyond its products",
     "step: forward sympow::cross_entropy_ cross_entropy_kernel": "loss beyond its products",
