@@ -1,6 +1,6 @@
 """Gated DeltaNet (Yang, Kautz, Hatamizadeh, 2024) out of flash-linear-attention, as a peer of the attentions here.
 
-    pip install flash-linear-attention
+    pip install flash-linear-attention      # and tilelang, on Hopper GPUs with Triton 3.4 to 3.7.0
     python -m experiments.gated_deltanet --dataset=pystdlib --n_layer=6 ...     # train.py with this attention
 
 It has the projections of every attention here, and of its own what fla.layers.GatedDeltaNet has: short convolutions of
