@@ -13,6 +13,7 @@ import math
 import torch
 from torch import nn
 
+from runs.muon import BatchedMuon
 from runs.parts import is_sharded
 
 SCALE, GROWTH_INTERVAL = 65536.0, 2000  # torch.amp.GradScaler's defaults
@@ -46,7 +47,7 @@ def clip_gradients(parameters, max_norm):
 
 
 class MuonAndAdamW:
-    """Takes steps with torch.optim.Muon for the linear weights of attention and MLP, and with AdamW for all others.
+    """Takes steps with Muon (muon.py) for the linear weights of attention and MLP, and with AdamW for all others.
 
     Others are the embedding, which is the head too, norms, biases, and what an attention variant has of its own, such
     as W_gamma and W_beta. Muon replaces the momentum of a matrix by the nearest orthogonal one (Jordan et al., 2024).
@@ -64,7 +65,7 @@ class MuonAndAdamW:
         of_muon = {id(weight) for weight, _, _ in self.split}
         self.others = [p for p in model.parameters() if id(p) not in of_muon]
         self.adamw = _make_adamw(self.others, cfg)
-        self.muon = torch.optim.Muon(
+        self.muon = BatchedMuon(
             self.matrices, lr=cfg.learning_rate, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
         for matrix in self.matrices:  # there before the first step, which may be one that changes nothing
@@ -77,22 +78,13 @@ class MuonAndAdamW:
 
     @torch.no_grad()
     def step(self):
-        """Take a step of both, or of none if found_inf is not 0.
-
-        Muon knows no found_inf: where it is not 0, weights and momenta come back from copies, which take 8 bytes for
-        each of Muon's weights until the step is done.
-        """
+        """Take a step of both, or of none if found_inf is not 0."""
         for weight, rows, matrices in self.split:
             for matrix, grad in zip(matrices, weight.grad.split(rows)):
                 matrix.grad = grad
-        changed = self.matrices + [self.muon.state[matrix]["momentum_buffer"] for matrix in self.matrices]
-        before = [x.clone() for x in changed]
-        self.adamw.found_inf = self.found_inf
+        self.adamw.found_inf = self.muon.found_inf = self.found_inf
         self.adamw.step()
         self.muon.step()
-        skip = self.found_inf != 0
-        for x, old in zip(changed, before):
-            torch.where(skip, old, x, out=x)
 
     def zero_grad(self, set_to_none=True):
         """Drop all gradients, Muon's views of them too."""
