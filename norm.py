@@ -6,6 +6,7 @@ its gradient follows from that of W diag(w), without another sum over tokens.
 """
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 
@@ -33,10 +34,11 @@ class Normalize(torch.autograd.Function):
 def norm_linear(norm, linear, x):
     """Return (norm(x), linear(norm(x))) of an nn.LayerNorm, an nn.Linear and x [..., C].
 
-    Uncompiled, each step of the form above would be a pass over memory, and on a CPU autocast gains nothing.
+    Uncompiled, each step of the form above would be a pass over memory, and on a CPU autocast gains nothing. Other
+    layers that somebody has put in the place of these two (LoRA, quantised weights) compute what they do.
     """
-    kind = x.device.type
-    if torch.compiler.is_compiling() and x.is_cuda and torch.is_autocast_enabled(kind) and norm.bias is None:
+    kind, plain = x.device.type, type(norm) is nn.LayerNorm and norm.bias is None and type(linear) is nn.Linear
+    if torch.compiler.is_compiling() and x.is_cuda and torch.is_autocast_enabled(kind) and plain:
         return folded(norm, linear, x, torch.get_autocast_dtype(kind))
     x = norm(x)
     return x, linear(x)

@@ -1,6 +1,7 @@
 """The model: one file, five attentions, the same function read at once or token by token."""
 
 import copy
+import itertools
 import math
 import types
 
@@ -313,21 +314,21 @@ def test_a_gain_that_is_a_part_of_the_linear_layer_changes_nothing(bias, dtype):
 
 
 def test_only_a_compiled_model_on_a_gpu_has_the_gain_in_the_linear_layer(monkeypatch):
-    class Layer(types.SimpleNamespace):
-        __call__ = staticmethod(lambda x: x)
+    class OnGpu(torch.Tensor):
+        is_cuda = True
 
-    taken = []
+    class Other(nn.Linear):  # LoRA, quantised weights
+        pass
+
+    taken, x = [], torch.ones(2, 8)
     monkeypatch.setattr(norm_module, "folded", lambda *given: taken.append(given))
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
-    for compiling in (False, True):
+    for compiling, autocast, on_gpu, bias, kind in itertools.product(*[(False, True)] * 4, (nn.Linear, Other)):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-        for autocast in (False, True):
-            monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: autocast)
-            for is_cuda in (False, True):
-                x = types.SimpleNamespace(is_cuda=is_cuda, device=torch.device("cpu"))
-                for bias in (None, 1):
-                    norm_module.norm_linear(Layer(bias=bias), Layer(), x)
-    assert [(given[0].bias, given[2].is_cuda, given[3]) for given in taken] == [(None, True, torch.bfloat16)]
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: autocast)
+        norm_module.norm_linear(nn.LayerNorm(8, bias=bias), kind(8, 8), x.as_subclass(OnGpu) if on_gpu else x)
+    norm, linear, x, dtype = taken.pop()
+    assert not taken and norm.bias is None and type(linear) is nn.Linear and x.is_cuda and dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
