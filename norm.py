@@ -37,11 +37,18 @@ def norm_linear(norm, linear, x):
     Uncompiled, each step of the form above would be a pass over memory, and on a CPU autocast gains nothing. Other
     layers that somebody has put in the place of these two (LoRA, quantised weights) compute what they do.
     """
-    kind, plain = x.device.type, type(norm) is nn.LayerNorm and norm.bias is None and type(linear) is nn.Linear
-    if torch.compiler.is_compiling() and x.is_cuda and torch.is_autocast_enabled(kind) and plain:
+    kind = x.device.type
+    if torch.compiler.is_compiling() and x.is_cuda and torch.is_autocast_enabled(kind) and plain(norm, linear):
         return folded(norm, linear, x, torch.get_autocast_dtype(kind))
     x = norm(x)
     return x, linear(x)
+
+
+def plain(norm, linear):
+    """Return whether the two compute what their weights say, a gain without a bias in float32, and nobody listens."""
+    kinds = type(norm) is nn.LayerNorm and type(linear) is nn.Linear
+    hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in (norm, linear))
+    return kinds and not hooks and norm.bias is None and linear.weight.dtype == norm.weight.dtype == torch.float32
 
 
 def folded(norm, linear, x, dtype):

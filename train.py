@@ -326,16 +326,18 @@ class Trainer:
         val_loss = losses["val_loss"]
         model = self.layout.gather(self.model)
         if self.ranks.master:
-            with self.autocast, whole_sequences(model):
-                statistics = model.statistics(self.held_out.parts[0].windows.batch([0])[0][:, :4096].to(self.device))
-            tokens = step * cfg.tokens_per_step
-            self.tracker.log(
-                step, **losses, tokens=tokens, seconds=self.clock.seconds(), **epochs(self), **statistics,
-                relative_loss=relative_loss(val_loss, tokens, self.baseline), context=self.held_out.block_size,
-            )  # fmt: skip
-            self.ranks.log(f"step {step}: {format_losses(losses)}")
-            if cfg.sample_tokens:
-                self.tracker.sample(step, sample_text(self, model))
+            with torch.compiler.set_stance("force_eager"):  # blocks may be compiled, and would be for every length
+                with self.autocast, whole_sequences(model):
+                    ids = self.held_out.parts[0].windows.batch([0])[0][:, :4096].to(self.device)
+                    statistics = model.statistics(ids)
+                tokens = step * cfg.tokens_per_step
+                self.tracker.log(
+                    step, **losses, tokens=tokens, seconds=self.clock.seconds(), **epochs(self), **statistics,
+                    relative_loss=relative_loss(val_loss, tokens, self.baseline), context=self.held_out.block_size,
+                )  # fmt: skip
+                self.ranks.log(f"step {step}: {format_losses(losses)}")
+                if cfg.sample_tokens:
+                    self.tracker.sample(step, sample_text(self, model))
         progress.evaluated, self.diverged = True, not math.isfinite(val_loss)
         if val_loss < progress.best:
             progress.best, progress.best_step = val_loss, step

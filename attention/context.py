@@ -53,7 +53,7 @@ class Context:
         """run: calls a function with arguments, outside of the graphs of torch.compile; by default it is just called.
 
         What circulates, and PyTorch's chunked form, breaks torch.compile's graphs (blocks that activation checkpointing
-        computes again must then be compiled each for itself):
+        computes again are then left uncompiled, unless each is compiled for itself):
         `run = torch.compiler.disable(lambda f, *args, **kwargs: f(*args, **kwargs))`. All else is operators.
         """
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)

@@ -186,7 +186,7 @@ def decay_of(c_row, c_column, seen, POWER: tl.constexpr):
 @triton.jit
 def column_decay(c_from, c_to, POWER: tl.constexpr):
     """Return exp(POWER (c_from - c_to))."""
-    return exp2((c_from - c_to).to(tl.float32) * (POWER * 1.4426950408889634))  # log2(e)
+    return tl.exp2((c_from - c_to).to(tl.float32) * (POWER * 1.4426950408889634))  # log2(e)
 
 
 @triton.jit

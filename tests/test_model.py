@@ -323,12 +323,18 @@ def test_only_a_compiled_model_on_a_gpu_has_the_gain_in_the_linear_layer(monkeyp
     taken, x = [], torch.ones(2, 8)
     monkeypatch.setattr(norm_module, "folded", lambda *given: taken.append(given))
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
-    for compiling, autocast, on_gpu, bias, kind in itertools.product(*[(False, True)] * 4, (nn.Linear, Other)):
+    for compiling, autocast, on_gpu, bias, kind, hook, dtype in itertools.product(
+        *[(False, True)] * 4, (nn.Linear, Other), (False, True), (torch.float32, torch.float64)
+    ):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: autocast)
-        norm_module.norm_linear(nn.LayerNorm(8, bias=bias), kind(8, 8), x.as_subclass(OnGpu) if on_gpu else x)
+        norm, linear = nn.LayerNorm(8, bias=bias, dtype=dtype), kind(8, 8, dtype=dtype)
+        if hook:
+            linear.register_forward_hook(lambda *given: None)
+        norm_module.norm_linear(norm, linear, (x.as_subclass(OnGpu) if on_gpu else x).to(dtype))
     norm, linear, x, dtype = taken.pop()
-    assert not taken and norm.bias is None and type(linear) is nn.Linear and x.is_cuda and dtype == torch.bfloat16
+    assert not taken and norm.bias is None and type(linear) is nn.Linear and not linear._forward_hooks
+    assert x.is_cuda and x.dtype == linear.weight.dtype == torch.float32 and dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -416,6 +416,23 @@ def test_seconds_count_evaluations_samples_and_checkpoints_with_and_without_a_li
         assert all(speed > 256 for speed in metrics(f"out/{name}", "tok_per_sec").values())  # of steps alone
 
 
+def test_samples_and_statistics_are_not_compiled_where_blocks_are(go, monkeypatch):
+    compiled, real, wrap = [], torch.compile, train.Layout.wrap
+
+    def backend(graph, inputs):
+        compiled.append(tuple(x.shape for x in inputs if torch.is_tensor(x)))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=backend, **options))
+    monkeypatch.setattr(train.Layout, "wrap", lambda self, model, compiled, _: wrap(self, model, compiled, True))
+    torch.compiler.reset()
+    assert go("--compile=True", "--sample_tokens=0", "--out_dir=out/a") == 0
+    without = len(compiled)
+    torch.compiler.reset()
+    assert go("--compile=True", "--sample_tokens=9", "--out_dir=out/b") == 0
+    assert 2 < without == len(compiled) - without
+
+
 class Terminal(io.StringIO):
     """Stands for a terminal; fileno is that of a pseudo terminal, whose width nobody has set."""
 
