@@ -3,7 +3,7 @@
     learned   gamma_t = sigmoid(W_gamma x_t + b), b starting at `gate_bias`       ("Conformal Transformations", 3.1)
     fixed     gamma = exp(-m), m = 2^(-8 h / Hkv) for head h                      (which is ALiBi, appendix A.1)
 
-A weight w_ij is multiplied by the gates of the tokens j+1 .. i. Everything is in float32, outside autocast.
+A weight w_ij is multiplied by the gates of the tokens j+1 .. i. Everything is computed in float32, outside autocast.
 """
 
 import torch

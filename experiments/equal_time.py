@@ -6,7 +6,6 @@ small model, which flatters what is linear, so the curves are drawn again with t
 as if these learned from as many tokens as the small one, which they would not; the point is where the order turns.
 """
 
-import math
 import os
 from dataclasses import replace
 
@@ -59,24 +58,37 @@ def retimed(entry, costs):
     return [list(x) for x in zip(*(point for point in found if point[0]))]
 
 
-def crossing(curve, base):
-    """Return (seconds from which on a curve's loss stays below the base's at equal time, inf if it is above at the end,
-    and the last time that both reach); None if they have no times in common."""
+def leads(curve, base):
+    """Return (the times between which a curve's loss is below the base's at equal time, [(from, to), ...], and the last
+    time that both reach); None if they have no times in common."""
     (x, y), (at, of) = curve, base
     if not x or not at or min(x[-1], at[-1]) <= max(x[0], at[0]):
         return None
     grid = np.linspace(max(x[0], at[0]), min(x[-1], at[-1]), 500)
-    above = np.flatnonzero(np.interp(grid, x, y) >= np.interp(grid, at, of))
-    last = above[-1] + 1 if len(above) else 0
-    return (float(grid[last]) if last < len(grid) else math.inf), float(grid[-1])
+    below = np.interp(grid, x, y) < np.interp(grid, at, of)
+    turns = np.flatnonzero(np.diff(below, prepend=False, append=False))  # from each second one on it is behind again
+    return [(float(grid[i]), float(grid[j - 1])) for i, j in turns.reshape(-1, 2)], float(grid[-1])
 
 
-def describe_crossing(curve, base):
+def describe_leads(curve, base):
     """Return the cell for a curve and softmax's."""
-    if (found := crossing(curve, base)) is None:
+    if (found := leads(curve, base)) is None:
         return "no times in common"
-    begin, end = found
-    return f"behind until {end:.0f} s" if begin == math.inf else f"ahead from {begin:.0f} to {end:.0f} s"
+    times, end = found
+    if not times:
+        return f"behind until {end:.0f} s"
+    ahead = ", ".join(f"{begin:.0f} to {until:.0f}" for begin, until in times)
+    return f"ahead from {ahead} of {end:.0f} s"
+
+
+def loss_at(entry, seconds):
+    """Return the cell of the validation loss after so many seconds of training, None between two stages."""
+    x, y = val_curve(entry, "seconds")
+    tokens, i = val_curve(entry)[0], int(np.searchsorted(x, seconds))
+    around = tokens[max(0, i - (x[min(i, len(x) - 1)] != seconds)) : i + 1]
+    if any(around[0] <= begin < around[-1] for _, begin in entry.records[0]["stages"][1:]):
+        return None
+    return f"{np.interp(seconds, x, y):.4f}"
 
 
 def long_tokens(entry):
@@ -90,11 +102,10 @@ def report(entries, size):
     done = [entry for entry in entries if entry.records]
     common = min((entry.records[0]["seconds"] for entry in done), default=0.0)
     bounds = [size.length(n) for n in BOUNDS]
-    at_common = lambda e: float(np.interp(common, *val_curve(e, "seconds")[:2]))
     columns = [
         ("tokens", tokens_cell), (f"of them at {size.length(LONG):,}", long_tokens),
         ("seconds of training", lambda e: e.records[0]["seconds"]),
-        (f"val loss at {common:.0f} s", lambda e: f"{at_common(e):.4f}"),
+        (f"val loss at {common:.0f} s", lambda e: loss_at(e, common)),
         ("loss of the texts", texts_cell("positions")), ("to softmax's", texts_cell("positions", entries[0])),
         *((f"{a:,} to {b:,}", mean_between("positions", a, b)) for a, b in zip(bounds, bounds[1:])),
     ]  # fmt: skip
@@ -119,7 +130,7 @@ def report(entries, size):
         against.append((f"{shape}", curves))
         panels.append(Panel(f"seconds at the speed of {shape}", "validation loss, nats", curves, f"costs of {shape}"))
     columns = [
-        (f"costs of {shape}", lambda e, c=c: describe_crossing(c[e.name], c["softmax"]) if e.name in c else None)
+        (f"costs of {shape}", lambda e, c=c: describe_leads(c[e.name], c["softmax"]) if e.name in c else None)
         for shape, c in against if "softmax" in c
     ]  # fmt: skip
     others = [entry for entry in entries if entry.name != "softmax"]

@@ -19,7 +19,7 @@ from data.recall import prepare as prepare_recall
 from data.recall.tasks import CHANCE, make_needles, make_pairs, questions
 from data.source import prepare as prepare_source
 from experiments import runs
-from experiments.equal_time import crossing, retimed
+from experiments.equal_time import describe_leads, leads, loss_at, retimed
 from experiments.report import (
     Entry, Panel, Table, find, is_noise, loss_cell, markdown_table, ratio_cell, texts_cell, tokens_cell, write_report,
 )  # fmt: skip
@@ -225,14 +225,21 @@ def test_more_than_one_epoch_is_named():
     assert tokens_cell(entry("a", run)) == "1,000"
 
 
-def test_a_crossing_is_where_a_curve_goes_below_and_stays():
+def test_a_curve_leads_where_it_is_below():
     x = [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert crossing((x, [5, 4, 3, 1, 0.5]), (x, [3, 3, 3, 3, 3])) == (pytest.approx(3, abs=0.02), 5)
-    assert crossing((x, [5, 1, 5, 1, 5]), (x, [3] * 5)) == (float("inf"), 5)
-    assert crossing(([7.0, 8.0], [1, 1]), (x, [3] * 5)) is crossing(([], []), (x, [3] * 5)) is None
-    assert crossing((x, [1] * 5), (x, [3] * 5)) == (1, 5)
+    assert leads((x, [5, 4, 3, 1, 0.5]), (x, [3, 3, 3, 3, 3])) == ([(pytest.approx(3, abs=0.02), 5)], 5)
+    times = [(pytest.approx(begin, abs=0.02), pytest.approx(begin + 1, abs=0.02)) for begin in (1.5, 3.5)]
+    assert leads((x, [5, 1, 5, 1, 5]), (x, [3] * 5)) == (times, 5)
+    assert leads((x, [4] * 5), (x, [3] * 5)) == ([], 5)
+    assert describe_leads((x, [4] * 5), (x, [3] * 5)) == "behind until 5 s"
+    assert describe_leads((x, [1, 1, 1, 5, 5]), (x, [3] * 5)) == "ahead from 1 to 3 of 5 s"
+    assert leads(([7.0, 8.0], [1, 1]), (x, [3] * 5)) is leads(([], []), (x, [3] * 5)) is None
+    assert leads((x, [1] * 5), (x, [3] * 5)) == ([(1, 5)], 5)
     staged = entry("s", record() | dict(val=[[100, 2.0, 1], [300, 1.0, 2]], stages=[[8, 10], [64, 200]]))
     assert retimed(staged, {8: 10.0, 64: 5.0}) == [[10.0, 40.0], [2.0, 1.0]]
+    assert loss_at(staged, 1.5) is None and loss_at(staged, 2) == "1.0000"
+    whole = entry("w", record() | dict(val=[[100, 2.0, 1], [300, 1.0, 2]], stages=[[8, 10]]))
+    assert loss_at(whole, 1.5) == "1.5000"
 
 
 # ---- runs
