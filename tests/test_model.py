@@ -337,6 +337,23 @@ def test_only_a_compiled_model_on_a_gpu_has_the_gain_in_the_linear_layer(monkeyp
     assert x.is_cuda and x.dtype == linear.weight.dtype == torch.float32 and dtype == torch.bfloat16
 
 
+def test_all_layers_of_a_model_are_compiled_with_the_gain_in_the_linear_layer(monkeypatch):
+    folded, model = [], GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=97, attention="sympow_gating,softmax"))
+
+    def norm_linear(norm, linear, x):
+        assert torch.compiler.is_compiling() and norm_module.plain(norm, linear)
+        folded.append(norm)
+        return norm_module.folded(norm, linear, x, torch.bfloat16)
+
+    monkeypatch.setattr("model.norm_linear", norm_linear)
+    torch.compiler.reset()
+    ids = torch.randint(97, (2, 17))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = torch.compile(model, fullgraph=True, backend="eager")(ids[:, :-1], ids[:, 1:])[1]
+    loss.backward()
+    assert len(folded) == 4 and all(p.grad.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_gelu_of_compiled_models_is_exact(dtype):
     x = torch.cat((torch.linspace(-9, 13, 20001), 10 * torch.randn(1000).clamp(min=-0.9))).to(dtype).requires_grad_()
