@@ -12,10 +12,9 @@ BATCH = 2**26  # the most entries of matrices that are worked on together: 18 by
 class BatchedMuon(torch.optim.Muon):
     """torch.optim.Muon, whose parameters and state these are; the rounding of its bfloat16 products may differ.
 
-    Attribute: found_inf, a float32 scalar on the parameters' device: where it is not 0, a step changes nothing.
+    The caller sets `found_inf`, a float32 scalar on the parameters' device, before each step: where it is not 0, the
+    step changes nothing.
     """
-
-    found_inf = None
 
     @torch.no_grad()
     def step(self):
@@ -31,17 +30,15 @@ class BatchedMuon(torch.optim.Muon):
     def _step_together(self, matrices, group):
         """Take a step of matrices of one shape."""
         buffers = [self.state[p]["momentum_buffer"] for p in matrices]
-        momenta, grads = torch.stack(buffers), torch.stack([p.grad for p in matrices])
-        if self.found_inf is not None:
-            grads = torch.where(self.found_inf != 0, momenta, grads)  # which leaves the momenta as they are
+        momenta, grads, skip = torch.stack(buffers), torch.stack([p.grad for p in matrices]), self.found_inf != 0
+        grads = torch.where(skip, momenta, grads)  # which leaves the momenta as they are
         momenta.lerp_(grads, 1 - group["momentum"])
         update = grads.lerp_(momenta, group["momentum"]) if group["nesterov"] else momenta
-        taken = 1.0 if self.found_inf is None else (self.found_inf == 0).to(momenta.dtype)
-        rate = taken * group["lr"] * 0.2 * max(matrices[0].shape) ** 0.5  # adjust_lr_fn="match_rms_adamw"
         update = orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"]).to(momenta.dtype)
+        rate = group["lr"] * 0.2 * max(matrices[0].shape) ** 0.5  # adjust_lr_fn="match_rms_adamw"
         torch._foreach_copy_(buffers, momenta.unbind())
-        torch._foreach_mul_(matrices, 1 - taken * (group["lr"] * group["weight_decay"]))
-        torch._foreach_sub_(matrices, (update * rate).unbind())
+        torch._foreach_mul_(matrices, torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"]))
+        torch._foreach_add_(matrices, torch.where(skip, 0.0, update).unbind(), alpha=-rate)
 
 
 def orthogonalize(x, coefficients, steps, eps):

@@ -78,15 +78,14 @@ def test_q_k_and_v_are_made_orthogonal_each_by_itself():
     options = dict(lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     alone, together = torch.optim.Muon(apart, **options), torch.optim.Muon([whole], **options)
     for _ in range(3):
-        before, ids = weight.detach().clone(), torch.randint(64, (2, 17))
+        ids = torch.randint(64, (2, 17))
         model(ids[:, :-1], ids[:, 1:])[1].backward()
         whole.grad = weight.grad.clone()
         for x, grad in zip(apart, whole.grad.split((16, 8, 8))):
             x.grad = grad
         alone.step(), together.step()
         optimizer.take_step(model, chosen, scaler, 0)
-        far = lambda x: ((weight - x).norm() / (weight - before).norm()).item()
-        assert far(torch.cat(apart)) < 0.02 < 0.2 < far(whole)  # products in bfloat16
+        assert torch.equal(weight, torch.cat(apart)) and not torch.allclose(weight, whole)
         assert all(p.grad is None for p in (*model.parameters(), *chosen.matrices))
 
 
@@ -100,15 +99,14 @@ def test_matrices_of_one_shape_take_the_steps_of_torch_s_muon_together(monkeypat
     batched, one_by_one = muon.BatchedMuon(ours, **options), torch.optim.Muon(theirs, **options)
     for p in ours:
         batched.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    batched.found_inf = torch.zeros(())
     for _ in range(3):
         for p, q in zip(ours, theirs):
             p.grad = q.grad = torch.randn(p.shape)
-        before = [p.clone() for p in ours]
         batched.step(), one_by_one.step()
-        for p, q, old in zip(ours, theirs, before):
-            assert (p - q).norm() / (p - old).norm() < 0.02
-            of_both = batched.state[p]["momentum_buffer"], one_by_one.state[q]["momentum_buffer"]
-            assert torch.allclose(*of_both, rtol=1e-6, atol=1e-7)
+        for p, q in zip(ours, theirs):
+            assert torch.equal(p, q)
+            assert torch.equal(batched.state[p]["momentum_buffer"], one_by_one.state[q]["momentum_buffer"])
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
