@@ -83,12 +83,13 @@ def describe_leads(curve, base):
 
 def loss_at(entry, seconds):
     """Return the cell of the validation loss after so many seconds of training, None between two stages."""
-    x, y = val_curve(entry, "seconds")
-    tokens, i = val_curve(entry)[0], int(np.searchsorted(x, seconds))
-    around = tokens[max(0, i - (x[min(i, len(x) - 1)] != seconds)) : i + 1]
-    if any(around[0] <= begin < around[-1] for _, begin in entry.records[0]["stages"][1:]):
+    record = entry.records[0]
+    before = max((tokens for tokens, _, at in record["val"] if at <= seconds), default=0)
+    after = min((tokens for tokens, _, at in record["val"] if at >= seconds), default=before)
+    if any(before <= begin < after for _, begin in record["stages"][1:]):
         return None
-    return f"{np.interp(seconds, x, y):.4f}"
+    loss = np.interp(seconds, *val_curve(entry, "seconds"))
+    return f"{loss:.4f}"
 
 
 def long_tokens(entry):

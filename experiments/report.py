@@ -228,7 +228,7 @@ def draw(panels, png):
 
 def draw_panel(axis, panel, looks):
     """Draw one panel; points are marked where there are few."""
-    shown, ends = [], []  # of each line, what should be seen, and its end
+    shown = []  # of each line, what should be seen
     for name, (x, y, *errors) in panel.lines.items():
         if not len(x):
             continue
@@ -239,9 +239,7 @@ def draw_panel(axis, panel, looks):
             axis.fill_between(x, y - error, y + error, **look)
         few = panel.log_x and len(x) <= 25
         late = x >= (0 if few or not len(x) else x[-1] ** 0.3 if panel.log_x else 0.1 * x[-1])
-        if found := [v for v in y[late] if math.isfinite(v)]:
-            shown.append(found)
-            ends.append(found[-1])
+        shown += [found] if (found := [v for v in y[late] if math.isfinite(v)]) else []
     if panel.level is not None:
         axis.axhline(panel.level, color="#777777", linewidth=1)
         if panel.share:
@@ -264,7 +262,8 @@ def draw_panel(axis, panel, looks):
     if panel.share:
         axis.set_ylim(-0.02, 1.02)
     elif shown:  # what is learned soon may lie above the axis, as may a few runs far beyond their training context
-        low, usual = min(map(min, shown)), 1.3 * median(map(max, shown)) if panel.log_x else 2 * median(ends)
+        low, ends = min(map(min, shown)), [found[-1] for found in shown]
+        usual = 1.3 * median(map(max, shown)) if panel.log_x else 2 * median(ends)
         high = max(min(max(map(max, shown)), usual), max(map(min, shown)))
         margin = 0.06 * (high - low) or 0.1
         axis.set_ylim(low - margin, high + margin)
