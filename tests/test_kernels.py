@@ -59,15 +59,17 @@ def gradients(attention, tensors, dy, to=lambda x: x):
 
 
 def assert_right(tensors, dy, p, oracle=naive.quadratic, short=None):
-    """Compare kernel and oracle: bfloat16 to 4e-3, gradients of long sequences to 8e-3; float32 to 1e-5, its
-    gradients to 2e-5, of long sequences to 1e-4 (dP_ij - delta_i is a small difference where gates are strong)."""
+    """Compare kernel and oracle: bfloat16 to 4e-3, gradients of long sequences to 8e-3; float32 to 1e-5, dlog_g
+    to 2e-5, gradients of long sequences to 1e-4 (dP_ij - delta_i is a small difference where gates are strong). In
+    the interpreter all gradients of float32 are held to 2e-5: the sums of numpy's products differ between CPUs."""
     results = gradients(lambda *x: operators.quadratic_attention(*x, p=p), tensors, dy)
     ref = gradients(lambda *x: oracle(*x, p=p), tensors, dy, torch.Tensor.double)
     short = tensors[0].shape[1] < 1000 if short is None else short
     floor = 1e-3 * dy.double().norm().item()
     for name, x, r in zip(("y", "dq", "dk", "dv", "dlog_g"), results, ref):
         if dy.dtype == torch.float32:
-            tolerance = 1e-5 if name == "y" else 2e-5 if short else 1e-4
+            tolerance = 1e-5 if name == "y" or short else 1e-4
+            tolerance = max(tolerance, 2e-5) if name == "dlog_g" or (name != "y" and not x.is_cuda) else tolerance
         else:
             tolerance = 4e-3 if name == "y" else 5e-2 if short else 8e-3
         error = relative_error(x, r, floor)
