@@ -65,7 +65,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         """
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
-        w, total, dxs, dw = weight.to(dtype), 0, [], torch.zeros_like(weight)
+        w, total, dxs, factors, dw = weight.to(dtype), 0, [], [], torch.zeros_like(weight)
         size, teacher_rows, teacher_w = LOSS_TOKENS, repeat(None), None
         if teacher_x is not None:
             size, teacher_rows, teacher_w = DISTILL_TOKENS, teacher_x.split(DISTILL_TOKENS), teacher_weight.to(dtype)
@@ -79,18 +79,32 @@ class LinearCrossEntropy(torch.autograd.Function):
                 losses, d, scales = compute_distilled_losses(logits, teacher, target, vocab_size, distill_weight)
             total = total + losses.sum()
             if differentiate:
-                dx = d @ w
+                dxs.append(d @ w)
                 if scales is not None:
-                    dx, rows = dx * scales.unsqueeze(1), (rows * scales.unsqueeze(1)).to(dtype)
-                dxs.append(dx)
+                    factors.append(scales)
+                    rows = (rows * scales.unsqueeze(1)).to(dtype)
                 dw += d.t() @ rows
         count = (targets != -1).sum().clamp(min=1)
         if differentiate:
-            ctx.save_for_backward(torch.cat(dxs).to(x.dtype), dw, count)
+            ctx.save_for_backward(torch.cat(dxs), torch.cat(factors) if factors else None, dw, count)
+            ctx.dtype = x.dtype
         return total / count
 
     @staticmethod
     def backward(ctx, grad):
-        dx, dw, count = ctx.saved_tensors
+        dx, factors, dw, count = ctx.saved_tensors
         grad = grad / count
-        return dx * grad, dw * grad, *6 * [None]
+        dx = dx.to(grad.dtype) * (grad if factors is None else (factors * grad).unsqueeze(1))
+        return dx.to(ctx.dtype), dw * grad, *6 * [None]
+
+
+def head_loss(x, weight, targets, vocab_size, teacher=None):
+    """Return the mean cross entropy of rows x [N, C] times the head's weight [V, C] and targets [B, T], -1 left out.
+
+    teacher: (`hidden` [B, T, C'] and wte.weight of another model with this vocabulary, w), which adds w times the mean
+    KL divergence of its next-token distribution from this model's.
+    """
+    teacher = (teacher[0].flatten(0, 1), *teacher[1:]) if teacher else ()
+    # checked here, because inside gradients are always off and needs_input_grad is true in evaluation too
+    differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return LinearCrossEntropy.apply(x, weight, targets.flatten(), vocab_size, differentiate, *teacher)

@@ -24,8 +24,8 @@ from attention import ATTENTIONS
 from attention.learned_position import check_length
 from attention.state import ModelState
 from attention.variant import check_layer
-from loss import LinearCrossEntropy
-from norm import norm_linear
+from loss import head_loss
+from norm import norm_linear, norm_weight
 
 
 @dataclass
@@ -128,8 +128,8 @@ class Attention(nn.Module):
         self.dropout = config.dropout
 
     def project(self, x, norm, shape):
-        """Return norm(x) [B, T, C] and its heads of q, k and v [B, T, H + 2 Hkv, D], of rows x [B T, C]."""
-        x, qkv = norm_linear(norm, self.c_attn, x)
+        """Return what `mix` reads of norm(x), [B, T, ..], and its heads [B, T, H + 2 Hkv, D], of rows x [B T, C]."""
+        x, qkv = norm_linear(norm, self.c_attn, x, self.mix.input_weight())
         return x.unflatten(0, shape), qkv.unflatten(0, shape).unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x, norm, shape, resets, state):
@@ -204,15 +204,19 @@ class GPT(nn.Module):
         return ModelState(layers, embedding=t.wpe.empty_state(batch, device) if "wpe" in t else None)
 
     def forward(self, ids, targets=None, state=None, return_state=False, teacher=None):
-        """Run the model on ids [B, T] int64; targets [B, T] of -1 are left out of the loss. teacher: see `loss`.
+        """Run the model on ids [B, T] int64; targets [B, T] of -1 are left out of the loss. teacher: see `head_loss`.
 
         Returns (logits [B, T, vocab_size], None), or with targets (None, mean loss in nats); with state (a ModelState
         of the tokens before) or return_state, the ModelState after these tokens comes third.
         """
-        if state is None and return_state:
-            state = self.empty_state(len(ids))
-        x, state = self.hidden(ids, state)
-        output = (self.logits(x), None) if targets is None else (None, self.loss(x, targets, teacher))
+        state = self.empty_state(len(ids)) if state is None and return_state else state
+        if targets is None:
+            x, state = self.hidden(ids, state)
+            output = self.logits(x), None
+        else:
+            x, state = self._blocks(ids, state)
+            x, weight = norm_weight(self.transformer.ln_f, self.transformer.wte.weight, x)
+            output = None, self.loss(x, targets, teacher, weight)
         return output if state is None else (*output, state)
 
     def step(self, ids, state):
@@ -231,6 +235,11 @@ class GPT(nn.Module):
 
         starts [B, T] bool: tokens before which everything is forgotten, besides the reset tokens.
         """
+        x, state = self._blocks(ids, state, starts)
+        return self.transformer.ln_f(x).unflatten(0, ids.shape), state
+
+    def _blocks(self, ids, state=None, starts=None):
+        """Return `hidden` before its LayerNorm, as rows [B T, n_embd]."""
         x, resets, embedding = self._embed(ids, state, starts)
         x, layers = F.dropout(x, self.config.dropout, self.training), []
         for i, block in enumerate(self.transformer.h):
@@ -239,7 +248,6 @@ class GPT(nn.Module):
             else:
                 x, layer = block(x, ids.shape, resets, state and state.layers[i])
                 layers.append(layer)
-        x = self.transformer.ln_f(x).unflatten(0, ids.shape)
         return x, state and ModelState(layers, state.n_tokens + ids.shape[1], embedding)
 
     def _embed(self, ids, state=None, resets=None):
@@ -259,17 +267,10 @@ class GPT(nn.Module):
         """Return [..., vocab_size] for x [..., n_embd]; the vocabulary's padding, which has no text, is cut off."""
         return F.linear(x, self.transformer.wte.weight)[..., : self.config.vocab_size]
 
-    def loss(self, x, targets, teacher=None):
-        """Return the mean cross entropy of x [B, T, n_embd] and targets [B, T], -1 left out.
-
-        teacher: (`hidden` [B, T, C] and wte.weight of another model with this vocabulary, w), which adds w times the
-        mean KL divergence of its next-token distribution from this model's.
-        """
-        x, weight = x.flatten(0, 1), self.transformer.wte.weight
-        teacher = (teacher[0].flatten(0, 1), *teacher[1:]) if teacher else ()
-        # checked here, because inside gradients are always off and needs_input_grad is true in evaluation too
-        differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        return LinearCrossEntropy.apply(x, weight, targets.flatten(), self.config.vocab_size, differentiate, *teacher)
+    def loss(self, x, targets, teacher=None, weight=None):
+        """Return `head_loss` of `hidden` x [.., n_embd] and targets [B, T]; weight: the head's, if not wte.weight."""
+        weight = self.transformer.wte.weight if weight is None else weight
+        return head_loss(x.flatten(0, -2), weight, targets, self.config.vocab_size, teacher)
 
     @torch.no_grad()
     def statistics(self, ids):
@@ -294,7 +295,6 @@ class GPT(nn.Module):
     def flops_per_token(self, block_size, dtype=torch.bfloat16):
         """Return the FLOPs of one training token, forward and backward: 6 for each weight that is multiplied, and the
         attention's own products, over causal pairs, in the form that is used."""
-        matrices = (p for name, p in self.named_parameters() if p.dim() == 2 and name != "transformer.wpe.weight")
-        weights = sum(p.numel() for p in matrices)
+        weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and n != "transformer.wpe.weight")
         device = self.transformer.wte.weight.device.type
         return 6 * weights + sum(b.attn.mix.attention_flops(block_size, dtype, device) for b in self.transformer.h)

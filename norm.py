@@ -1,13 +1,16 @@
-"""LayerNorm and the linear layer behind it, for torch.compile on a GPU with fewer bytes than the two take apart.
+"""LayerNorm and the products behind it, for torch.compile on a GPU with fewer bytes than they take apart.
 
 norm(x) W^T is x' (W diag(w))^T, where x' is x normalised without the gain w. So x' is all that must be written, in the
 dtype of the product, and the backward pass reads it too instead of a float32 copy; w is multiplied where W is cast, and
-its gradient follows from that of W diag(w), without another sum over tokens.
+its gradient follows from that of W diag(w), without another sum over tokens. W is that of the next linear layer, of
+gates, or of the head.
 """
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from attention.gates import linear_fp32
 
 
 class Normalize(torch.autograd.Function):
@@ -31,27 +34,41 @@ class Normalize(torch.autograd.Function):
         return dx.to(ctx.dtype), None, None
 
 
-def norm_linear(norm, linear, x):
-    """Return (norm(x), linear(norm(x))) of an nn.LayerNorm, an nn.Linear and x [..., C].
+def norm_linear(norm, linear, x, weight=None):
+    """Return (norm(x), linear(norm(x))) of an nn.LayerNorm, an nn.Linear and x [..., C]; the first is
+    linear_fp32(norm(x), weight) [..., n] if there is a weight [n, C]."""
+    if folds(x, norm, linear):
+        return folded(norm, linear, x, weight, torch.get_autocast_dtype(x.device.type))
+    x = norm(x)
+    return x if weight is None else linear_fp32(x, weight), linear(x)
+
+
+def norm_weight(norm, weight, x):
+    """Return (rows, W) whose product is that of norm(x) [..., C] and weight [V, C]."""
+    if folds(x, norm) and weight.dtype == torch.float32:
+        return Normalize.apply(x, norm.eps, torch.get_autocast_dtype(x.device.type)), weight * norm.weight
+    return norm(x), weight
+
+
+def folds(x, norm, *linear):
+    """Return whether the gain becomes a part of the weights: compiled, on a GPU, under autocast.
 
     Uncompiled, each step of the form above would be a pass over memory, and on a CPU autocast gains nothing. Other
-    layers that somebody has put in the place of these two (LoRA, quantised weights) compute what they do.
+    layers that somebody has put in the place of these (LoRA, quantised weights) compute what they do.
     """
-    kind = x.device.type
-    if torch.compiler.is_compiling() and x.is_cuda and torch.is_autocast_enabled(kind) and plain(norm, linear):
-        return folded(norm, linear, x, torch.get_autocast_dtype(kind))
-    x = norm(x)
-    return x, linear(x)
+    return torch.compiler.is_compiling() and x.is_cuda and torch.is_autocast_enabled("cuda") and plain(norm, *linear)
 
 
-def plain(norm, linear):
-    """Return whether the two compute what their weights say, a gain without a bias in float32, and nobody listens."""
-    kinds = type(norm) is nn.LayerNorm and type(linear) is nn.Linear
-    hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in (norm, linear))
-    return kinds and not hooks and norm.bias is None and linear.weight.dtype == norm.weight.dtype == torch.float32
+def plain(norm, *linear):
+    """Return whether they compute what their weights say, a gain without a bias in float32, and nobody listens."""
+    if type(norm) is not nn.LayerNorm or any(type(layer) is not nn.Linear for layer in linear):
+        return False
+    hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in (norm, *linear))
+    return norm.bias is None and not hooks and all(layer.weight.dtype == torch.float32 for layer in (norm, *linear))
 
 
-def folded(norm, linear, x, dtype):
-    """Return what `norm_linear` does, with the gain as a part of the linear layer."""
+def folded(norm, linear, x, weight, dtype):
+    """Return what `norm_linear` does, with the gain as a part of the weights."""
     x = Normalize.apply(x, norm.eps, dtype)
-    return x * norm.weight, F.linear(x, linear.weight * norm.weight, linear.bias)
+    first = x * norm.weight if weight is None else linear_fp32(x, weight * norm.weight)
+    return first, F.linear(x, linear.weight * norm.weight, linear.bias)

@@ -14,7 +14,7 @@ leaves the learned rotation alone, "fixed" has one constant gate a head.
 import torch
 from torch import nn
 
-from .gates import linear_fp32, make_gate
+from .gates import make_gate
 from .rotary import rotary
 from .sympow import Sympow, sympow_attention
 
@@ -46,12 +46,16 @@ class ConformalSympow(Sympow):
         # beta starts at 1: a fresh model turns as sympow does
         self.W_beta = nn.Parameter(torch.zeros(1, config.n_embd))
 
+    def input_weight(self):
+        weight = self.gate and self.gate.input_weight()
+        return self.W_beta if weight is None else torch.cat((self.W_beta, weight))
+
     def beta(self, x):
         """Return the speed of rotation at each token, [B, T] in (0, 2), float32: bfloat16 drifts 1.3 turns by 64k."""
-        return 1 + torch.tanh(linear_fp32(x, self.W_beta).squeeze(-1))
+        return 1 + torch.tanh(x[..., 0])
 
     def log_gates(self, x):
-        return self.gate and self.gate(x)
+        return self.gate and self.gate(x[..., 1:])
 
     def positions(self, x, state):
         return self.count_positions(x, state, self.beta(x))

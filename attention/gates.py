@@ -19,9 +19,12 @@ class LearnedGate(nn.Module):
         self.W_gamma = nn.Parameter(torch.zeros(n_kv_head, n_embd))  # a fresh gate is sigmoid(bias) at every token
         self.b = nn.Parameter(torch.full((n_kv_head,), float(bias)))
 
+    def input_weight(self):
+        return self.W_gamma
+
     def forward(self, x):
-        """Return log gamma [B, T, Hkv] <= 0, float32 or wider, for x [B, T, C]."""
-        return F.logsigmoid(linear_fp32(x, self.W_gamma, self.b))
+        """Return log gamma [B, T, Hkv] <= 0 for the products x [B, T, Hkv] of W_gamma and a layer's input."""
+        return F.logsigmoid(x + self.b)
 
     def decoder_weights(self):
         return {"gate": (self.W_gamma, self.b)}
@@ -37,8 +40,11 @@ class FixedGate(nn.Module):
         """Fill the gates, which no checkpoint has, of a module that was made without memory."""
         self.log_g.copy_(-alibi_slopes(len(self.log_g)))
 
+    def input_weight(self):
+        return None
+
     def forward(self, x):
-        """Return log gamma [B, T, Hkv], the same at every token, for x [B, T, C]."""
+        """Return log gamma [B, T, Hkv], the same at every token, for x [B, T, any]."""
         return self.log_g.expand(*x.shape[:2], -1)
 
     def decoder_weights(self):
@@ -70,52 +76,50 @@ def linear_fp32(x, weight, bias=None):
     bfloat16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
     with torch.autocast(kind, enabled=False):
         if kind == "cuda" and bfloat16 and weight.dtype == torch.float32:
-            y = _product(x.to(torch.bfloat16).flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+            y = Product.apply(x.to(torch.bfloat16).flatten(0, -2), weight).unflatten(0, x.shape[:-1])
         else:
             y = torch.stack([(x.to(w.dtype) * w).sum(-1) for w in weight], dim=-1)
         return y if bias is None else y + bias
 
 
-@torch.library.custom_op(f"{NAMESPACE}::linear_fp32", mutates_args=())
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply x [N, C] bfloat16 by weight [n, C] float32 as the sum of three products.
+class Product(torch.autograd.Function):
+    """Multiply x [N, C] bfloat16 by weight [n, C] float32, as the sum of three products of bfloat16 numbers.
 
-    The sum of three bfloat16 numbers can represent a float32 exactly.
+    Such a number has 8 of float32's 24 bits, so three have them all. They are cut off as bits, because torch.compile
+    leaves out casts to bfloat16 and back where it fuses them.
     """
-    n, pieces = len(weight), []
-    rest = F.pad(weight, (0, 0, 0, -n % 8))  # rows of sizes that the matrix unit's fast kernels take
-    for _ in range(3):
-        pieces.append(rest.to(torch.bfloat16))
-        rest = rest - pieces[-1]
-    return _mm_fp32(x, torch.cat(pieces).t()).unflatten(1, (3, -1))[:, :, :n].sum(1)
+
+    @staticmethod
+    def forward(x, weight):
+        n, pieces = len(weight), []
+        rest = F.pad(weight, (0, 0, 0, -n % 8))  # rows of sizes that the matrix unit's fast kernels take
+        for _ in range(2):
+            pieces.append((rest.view(torch.int32) & -65536).view(torch.float32))
+            rest = rest - pieces[-1]
+        y = mm_fp32(x, torch.cat((*pieces, rest)).to(torch.bfloat16).t())
+        return y.unflatten(1, (3, -1))[:, :, :n].sum(1)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, d):
+        x, weight = ctx.saved_tensors
+        n, pad = len(weight), -len(weight) % 16  # sizes the matrix unit takes
+        d, w = (F.pad(t, size).to(torch.bfloat16) for t, size in ((d, (0, pad)), (weight, (0, 0, 0, pad))))
+        return d @ w, mm_fp32(d.t(), x)[:n]
 
 
-@_product.register_fake
-def _(x, weight):
-    return x.new_empty(len(x), len(weight), dtype=torch.float32)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::linear_fp32_backward", mutates_args=())
-def _product_backward(d: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    pad = -len(weight) % 16  # sizes the matrix unit takes
-    d = F.pad(d, (0, pad)).to(torch.bfloat16)
-    w = F.pad(weight, (0, 0, 0, pad)).to(torch.bfloat16)
-    return d @ w, _mm_fp32(d.t(), x)[: len(weight)].clone()
-
-
-@_product_backward.register_fake
-def _(d, x, weight):
-    return torch.empty_like(x), torch.empty_like(weight)
-
-
-def _mm_fp32(a, b):
+@torch.library.custom_op(f"{NAMESPACE}::mm_fp32", mutates_args=())
+def mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the product of a [N, C] and b [C, M], bfloat16, in float32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
-_product.register_autograd(
-    lambda ctx, d: _product_backward(d, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
+@mm_fp32.register_fake
+def _(a, b):
+    return a.new_empty(len(a), b.shape[1], dtype=torch.float32)
 
 
 def reset_gates(resets, log_g, k):

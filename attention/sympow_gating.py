@@ -30,6 +30,9 @@ class SympowGating(Sympow):
         super().__init__(config)
         self.gate = make_gate(config)
 
+    def input_weight(self):
+        return self.gate.input_weight()
+
     def log_gates(self, x):
         return self.gate(x)
 

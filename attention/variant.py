@@ -121,14 +121,21 @@ class Variant(nn.Module):
         """
         return None
 
+    def input_weight(self):
+        """Return weights [n, n_embd], or None. An attention that needs nothing of a layer's input x but its products
+        with a few vectors, for gates or positions, returns these, and all its functions get the products [B, T, n],
+        float32 or wider, in the place of x: one pass computes them, with LayerNorm's gain as a part of the weights."""
+        return None
+
     def forward(self, x, qkv, resets=None, state=None):
         """Attend causally.
 
-        x [B, T, n_embd] is the layer's normalised input and qkv [B, T, H + 2 Hkv, D] its projections, under autocast in
-        its dtype: the heads of q, then of k, then of v, not rotated, of which `split` or `rotate` makes three tensors.
-        Query head h belongs to key/value head h // (H / Hkv). resets [B, T] bool or None: a token where it is true sees
-        nothing before it. state: the State of the tokens before, or None in training. With a state T is 1 or the length
-        of a piece of a text, and calls with pieces give what one call with all tokens would.
+        x [B, T, n_embd] is the layer's normalised input, or its products (see `input_weight`), and qkv
+        [B, T, H + 2 Hkv, D] its projections, under autocast in its dtype: the heads of q, then of k, then of v, not
+        rotated, of which `split` or `rotate` makes three tensors. Query head h belongs to key/value head
+        h // (H / Hkv). resets [B, T] bool or None: a token where it is true sees nothing before it. state: the State of
+        the tokens before, or None in training. With a state T is 1 or the length of a piece of a text, and calls with
+        pieces give what one call with all tokens would.
         Returns (y [B, T, H, D] in qkv's dtype, the state after these tokens, or None if there was none).
         """
         raise NotImplementedError
@@ -151,13 +158,13 @@ class Variant(nn.Module):
         raise NotImplementedError
 
     def log_gates(self, x):
-        """Return log_g [B, T, Hkv] <= 0, the natural log of the gates of the tokens x [B, T, n_embd], or None if
+        """Return log_g [B, T, Hkv] <= 0, the natural log of the gates of the tokens x, as `forward` gets it, or None if
         nothing is forgotten. Asked by the `forward` of the power variants alone."""
         return None
 
     def positions(self, x, state):
-        """Return the positions of the tokens of x [B, T, n_embd] that follow `state`, [T] or [B, T] float64. Asked by
-        the `forward` of the variants here; the default counts on from state.position."""
+        """Return the positions of the tokens of x, as `forward` gets it, that follow `state`, [T] or [B, T] float64.
+        Asked by the `forward` of the variants here; the default counts on from state.position."""
         return self.count_positions(x, state)
 
     def count_positions(self, x, state, speed=None):
@@ -174,7 +181,7 @@ class Variant(nn.Module):
         return "balanced"
 
     def statistics(self, x, q):
-        """Return {name: number} of what it has learned, for the inputs x [B, T, n_embd] and q [B, T, H, D], unrotated.
+        """Return {name: number} of what it has learned, for x, as `forward` gets it, and q [B, T, H, D], unrotated.
         Every evaluation logs, under each name, the list of the layers' numbers."""
         return {}
 

@@ -53,7 +53,7 @@ KINDS = {
         r"scaled_dot_product|flash|fmha|cudnn_attention|sympow\w*::(quadratic|chunked|adaptive|heinsen|packed|find|log_rec)",
         "attention's own kernels, torch's or kernels/",
     ),
-    "gates": (r"linear_fp32|log_?sigmoid", "attention/gates.py"),
+    "gates": (r"mm_fp32|log_?sigmoid", "attention/gates.py"),
     "rotations": (r"sympow\w*::rotat|rotate_\w*kernel|flip", "attention/rotary.py"),
     "loss beyond its products": (r"cross_entropy|logsumexp|gather", "loss.py"),
     "LayerNorm backward": (rf"{BACKWARD}.*(layer_norm|mean_mul)", "norm.py"),

@@ -13,8 +13,8 @@ VARIANTS = {
 
 
 def plan(size):
-    """Return the runs at context 2,048."""
-    return [size.run(name, 2048, 131_072_000, **settings) for name, settings in VARIANTS.items()]
+    """Return the runs at the context of most other experiments, so that equal ones are trained once."""
+    return [size.run(name, 4096, 131_072_000, **settings) for name, settings in VARIANTS.items()]
 
 
 def report(entries, size):
@@ -31,7 +31,7 @@ def report(entries, size):
         ("val loss", loss_cell()),
     ]  # fmt: skip
     return [
-        Table(f"Constant learning rates, context {size.length(2048):,}", columns, entries),
+        Table(f"Constant learning rates, context {size.length(4096):,}", columns, entries),
         "Best of these rates: " + ", ".join(best) if best else "",
         Panel("learning rate", "validation loss, nats", lines, log_x=True),
     ]

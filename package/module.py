@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .attention import ATTENTIONS
+from .attention.gates import linear_fp32
 from .attention.variant import check_layer
 
 
@@ -70,7 +71,8 @@ class Attention(nn.Module):
         or from the call with the tokens before.
         """
         qkv = self.c_attn(x).unflatten(-1, (-1, self.config.head_dim))
-        y, state = self.mix(x, qkv, resets, state)
+        weight = self.mix.input_weight()
+        y, state = self.mix(x if weight is None else linear_fp32(x, weight), qkv, resets, state)
         y = self.c_proj(y.flatten(2))
         return y if state is None else (y, state)
 

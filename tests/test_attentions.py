@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from attention.conformal_sympow import ConformalSympow, conformal_sympow_attention
 from attention.embedding import symmetric_power_embedding, tensor_power_embedding
 from attention.even_power import even_power_attention
-from attention.gates import FixedGate, LearnedGate, alibi_slopes
+from attention.gates import FixedGate, LearnedGate, alibi_slopes, linear_fp32
 from attention.power import power_attention
 from attention.rotary import rotary, rotation_rates
 from attention.softmax import softmax_attention
@@ -149,7 +149,7 @@ def test_gates_are_log_sigmoid_in_float32_under_autocast():
     torch.nn.init.normal_(gate.W_gamma)
     x = torch.randn(2, 5, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        log_g = gate(x)
+        log_g = gate(linear_fp32(x, gate.input_weight()))
     assert log_g.dtype == torch.float32
     assert torch.allclose(log_g, F.logsigmoid(x @ gate.W_gamma.T + 1.5), rtol=1e-6)
 
@@ -157,10 +157,10 @@ def test_gates_are_log_sigmoid_in_float32_under_autocast():
 def test_rotation_speed_is_in_float32_under_autocast_and_starts_at_one():
     mix = ConformalSympow(GPTConfig(n_embd=8, n_head=2, attention="conformal_sympow"))
     x = torch.randn(1, 64, 8)
-    assert (mix.beta(x) == 1).all()
+    assert (mix.beta(linear_fp32(x, mix.input_weight())) == 1).all()
     torch.nn.init.normal_(mix.W_beta)
     with torch.autocast("cpu", torch.bfloat16):
-        u = mix.positions(x, None)
+        u = mix.positions(linear_fp32(x, mix.input_weight()), None)
     exact = (1 + torch.tanh(x.double() @ mix.W_beta.double().T)).squeeze(-1).cumsum(1)
     assert u.dtype == torch.float64 and (u - exact).abs().max() < 1e-5
 
@@ -168,6 +168,6 @@ def test_rotation_speed_is_in_float32_under_autocast_and_starts_at_one():
 def test_a_conformal_layer_computes_conformal_attention():
     mix = ConformalSympow(GPTConfig(n_embd=8, n_head=4, n_kv_head=2, head_dim=6, attention="conformal_sympow"))
     torch.nn.init.normal_(mix.W_beta)
-    x, qkv = torch.randn(2, 9, 8), torch.randn(2, 9, 8, 6)
+    x, qkv = torch.randn(2, 9, 1 + 2), torch.randn(2, 9, 8, 6)
     y = conformal_sympow_attention(*mix.split(qkv), mix.log_gates(x), mix.positions(x, None), p=2, base=mix.rope_base)
     assert torch.equal(mix(x, qkv)[0], y)

@@ -15,7 +15,7 @@ ALLOWED = {
     "data": set(),
     "attention": {"kernels"},
     "activation": set(),
-    "norm": set(),
+    "norm": {"attention"},
     "loss": {"attention"},
     "model": {"activation", "attention", "loss", "norm"},
     "decoder": {"model", "attention", "kernels"},

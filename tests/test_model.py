@@ -14,6 +14,7 @@ import activation
 import loss as loss_module
 import norm as norm_module
 from attention import ATTENTIONS
+from attention.gates import linear_fp32
 from model import GPT, GPTConfig
 
 KINDS = [(a, "auto") for a in ATTENTIONS] + [("conformal_sympow", "none"), ("conformal_sympow", "fixed")]
@@ -212,7 +213,8 @@ def test_the_paddings_logits_are_cut_off():
 @pytest.mark.parametrize("bias", [0.0, 6.9])
 def test_a_fresh_models_mean_gate_is_sigmoid_of_gate_bias(attention, bias):
     model = GPT(GPTConfig(vocab_size=97, n_layer=1, n_head=4, n_embd=32, attention=attention, gate_bias=bias))
-    gates = model.transformer.h[0].attn.mix.log_gates(torch.randn(2, 50, 32)).exp()
+    mix = model.transformer.h[0].attn.mix
+    gates = mix.log_gates(linear_fp32(torch.randn(2, 50, 32), mix.input_weight())).exp()
     assert gates.shape == (2, 50, 4)
     assert gates.mean().item() == pytest.approx(1 / (1 + math.exp(-bias)), rel=1e-5)
 
@@ -286,21 +288,25 @@ def test_flops_grow_with_the_context_only_in_the_quadratic_form():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_gain_that_is_a_part_of_the_linear_layer_changes_nothing(bias, dtype):
+@pytest.mark.parametrize("bias,gates", [(False, 0), (True, 3)])
+def test_a_gain_that_is_a_part_of_the_linear_layer_changes_nothing(bias, gates, dtype):
     layers = nn.LayerNorm(96, bias=False).double(), nn.Linear(96, 160, bias=bias).double()
     nn.init.normal_(layers[0].weight, 1, 0.5)
     layers[0].weight.data[7] = 0  # its gradient must be right too
     x = (3 * torch.randn(50, 96) + 5).double()
     x[3] = 2.0  # no variance
-    dy = torch.randn(50, 96).double(), torch.randn(50, 160).double()
+    dy = torch.randn(50, gates or 96).double(), torch.randn(50, 160).double()
+    rows = torch.randn(gates, 96).double() if gates else None
 
     def run(compute, layers, x, dy):
         leaves = [x.clone().requires_grad_(), *layers[0].parameters(), *layers[1].parameters()]
-        outputs = compute(*layers, leaves[0])
+        weight = rows if rows is None else rows.to(x.dtype).requires_grad_()
+        leaves += [weight] if gates else []
+        outputs = compute(*layers, leaves[0], weight)
         return [*outputs, *torch.autograd.grad(outputs, leaves, [d.to(y.dtype) for d, y in zip(dy, outputs)])]
 
-    wanted = run(lambda norm, linear, x: (norm(x), linear(norm(x))), layers, x, dy)
+    first = lambda x, weight: x if weight is None else x @ weight.t()
+    wanted = run(lambda norm, linear, x, weight: (first(norm(x), weight), linear(norm(x))), layers, x, dy)
     wide = torch.promote_types(dtype, torch.float32)
     narrow = [copy.deepcopy(layer).to(wide) for layer in layers]
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -311,6 +317,30 @@ def test_a_gain_that_is_a_part_of_the_linear_layer_changes_nothing(bias, dtype):
         a, b = (t[[i for i in range(50) if i != 3]] if len(t) == 50 else t for t in (a, b))  # 1 / sqrt(eps) there
         assert (a.double() - b).norm() <= limit * b.norm()
     assert all(torch.isfinite(y).all() for y in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_gain_that_is_a_part_of_the_head_changes_nothing(dtype, monkeypatch):
+    model = tiny(n_embd=64, vocab_size=500).double()
+    nn.init.normal_(model.transformer.ln_f.weight, 1, 0.5)
+    ids = torch.randint(500, (2, 60))
+    narrow = dtype == torch.bfloat16
+
+    def run(model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow and model is not exact):
+            loss = model(ids[:, :-1], ids[:, 1:])[1]
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    exact, used = copy.deepcopy(model), []
+    wanted = run(exact)
+    model = model.float() if narrow else model
+    unfolded = run(model)
+    normalize = lambda norm, weight, x: (norm_module.Normalize.apply(x, norm.eps, dtype), weight * norm.weight)
+    monkeypatch.setattr("model.norm_weight", lambda *given: used.append(given) or normalize(*given))
+    found, error = run(model), lambda x, y: (x.double() - y).norm() / y.norm()
+    assert len(used) == 1
+    for a, b, c in zip(found, wanted, unfolded):
+        assert error(a, b) < (max(1.5 * error(c, b), 2e-3) if narrow else 1e-12)
 
 
 def test_only_a_compiled_model_on_a_gpu_has_the_gain_in_the_linear_layer(monkeypatch):
@@ -331,8 +361,12 @@ def test_only_a_compiled_model_on_a_gpu_has_the_gain_in_the_linear_layer(monkeyp
         norm, linear = nn.LayerNorm(8, bias=bias, dtype=dtype), kind(8, 8, dtype=dtype)
         if hook:
             linear.register_forward_hook(lambda *given: None)
-        norm_module.norm_linear(norm, linear, (x.as_subclass(OnGpu) if on_gpu else x).to(dtype))
-    norm, linear, x, dtype = taken.pop()
+        given = (x.as_subclass(OnGpu) if on_gpu else x).to(dtype)
+        norm_module.norm_linear(norm, linear, given)
+        if not hook and kind is nn.Linear:
+            folded = norm_module.norm_weight(norm, linear.weight, given)[1] is not linear.weight
+            assert folded == (compiling and autocast and on_gpu and not bias and dtype == torch.float32)
+    norm, linear, x, weight, dtype = taken.pop()
     assert not taken and norm.bias is None and type(linear) is nn.Linear and not linear._forward_hooks
     assert x.is_cuda and x.dtype == linear.weight.dtype == torch.float32 and dtype == torch.bfloat16
 
@@ -340,18 +374,18 @@ def test_only_a_compiled_model_on_a_gpu_has_the_gain_in_the_linear_layer(monkeyp
 def test_all_layers_of_a_model_are_compiled_with_the_gain_in_the_linear_layer(monkeypatch):
     folded, model = [], GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=97, attention="sympow_gating,softmax"))
 
-    def norm_linear(norm, linear, x):
-        assert torch.compiler.is_compiling() and norm_module.plain(norm, linear)
+    def folds(x, norm, *linear):
+        assert torch.compiler.is_compiling() and norm_module.plain(norm, *linear)
         folded.append(norm)
-        return norm_module.folded(norm, linear, x, torch.bfloat16)
+        return True
 
-    monkeypatch.setattr("model.norm_linear", norm_linear)
+    monkeypatch.setattr("norm.folds", folds)
     torch.compiler.reset()
     ids = torch.randint(97, (2, 17))
     with torch.autocast("cpu", torch.bfloat16):
         loss = torch.compile(model, fullgraph=True, backend="eager")(ids[:, :-1], ids[:, 1:])[1]
     loss.backward()
-    assert len(folded) == 4 and all(p.grad.isfinite().all() for p in model.parameters())
+    assert len(folded) == 5 and all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

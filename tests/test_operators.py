@@ -382,20 +382,21 @@ def test_a_state_without_queries_refuses_what_does_not_fit():
             operators.chunked_state(**(dict(k=K, v=K, p=2, chunk=128) | change))
 
 
+@pytest.mark.parametrize("compiled", [False, *([True] if DEVICE == "cuda" else [])])
 @pytest.mark.parametrize("n", [1, 12, 16])
-def test_gates_product_is_as_exact_as_float32(n):
+def test_gates_product_is_as_exact_as_float32(n, compiled):
     """x is bfloat16 already; the gradients are rounded as autocast's are."""
-    from attention.gates import _product
+    from attention.gates import Product, mm_fp32
 
     torch.manual_seed(0)
     x = torch.randn(300, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weight = (3 * torch.randn(n, 64, device=DEVICE)).requires_grad_()
     d = torch.randn(300, n, device=DEVICE)
-    y = _product(x, weight)
+    y = (torch.compile(Product.apply) if compiled else Product.apply)(x, weight)
     assert y.dtype == torch.float32
     leaves = [t.detach().double().requires_grad_() for t in (x, weight)]
     expected = leaves[0] @ leaves[1].t()
     assert relative_error(y, expected, 0) < 1e-6
     for got, want in zip(torch.autograd.grad(y, (x, weight), d), torch.autograd.grad(expected, leaves, d.double())):
         assert relative_error(got, want, 0) < 6e-3
-    torch.library.opcheck(_product, (x, weight))
+    torch.library.opcheck(mm_fp32, (x.detach(), weight.detach().to(x.dtype).t()))

@@ -17,7 +17,7 @@ NAMES = {
     "step: forward aten::_scaled_dot_product_cudnn_attention cudnn_generated_fort_native_sdpa_sm90": "attention",
     "step: backward sympow::packed_flash_backward aten::_flash_attention_backward flash_bwd_kernel": "attention",
     "step: forward sympow_clone::chunked update_state_kernel": "attention",
-    "step: forward sympow::linear_fp32 aten::mm nvjet": "gates",
+    "step: forward sympow::mm_fp32 aten::mm nvjet": "gates",
     "step: forward triton_poi_fused__to_copy_add_flip_mul_3": "rotations",
     "step: backward sympow::rotate_backward rotate_backward_kernel": "rotations",
     "step: backward triton_per_fused_add_native_layer_norm_native_layer_norm_backward_5": "LayerNorm backward",
