@@ -25,7 +25,7 @@ from attention.learned_position import check_length
 from attention.state import ModelState
 from attention.variant import check_layer
 from loss import head_loss
-from norm import norm_linear, norm_weight
+from norm import norm_linear, norm_weight, stored
 
 
 @dataclass
@@ -162,7 +162,7 @@ class Block(nn.Module):
     def forward(self, x, shape, resets=None, state=None):
         """Run on rows x [B T, C], as products have them (torch.compile then fuses more); shape: (B, T)."""
         y, state = self.attn(x, self.ln_1, shape, resets, state)
-        x = x + y
+        x = x + y if self.attn.replaces_mlp else stored(x + y)
         return x if self.attn.replaces_mlp else x + self.mlp(x, self.ln_2), state
 
 

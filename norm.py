@@ -34,6 +34,27 @@ class Normalize(torch.autograd.Function):
         return dx.to(ctx.dtype), None, None
 
 
+class Stored(torch.autograd.Function):
+    """Return x, as a view that torch.compile makes of a tensor in memory alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.as_strided(x.shape, x.stride())
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx
+
+
+def stored(x):
+    """Return x, a sum that the next two LayerNorms read, which torch.compile on a GPU then writes.
+
+    By itself it writes every fourth sum of the residual stream and computes those between again from up to four
+    tensors: LayerNorms then move 24 bytes an entry and layer, where 22 do if every second sum is written.
+    """
+    return Stored.apply(x) if torch.compiler.is_compiling() and x.is_cuda else x
+
+
 def norm_linear(norm, linear, x, weight=None):
     """Return (norm(x), linear(norm(x))) of an nn.LayerNorm, an nn.Linear and x [..., C]; the first is
     linear_fp32(norm(x), weight) [..., n] if there is a weight [n, C]."""

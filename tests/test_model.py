@@ -343,6 +343,15 @@ def test_a_gain_that_is_a_part_of_the_head_changes_nothing(dtype, monkeypatch):
         assert error(a, b) < (max(1.5 * error(c, b), 2e-3) if narrow else 1e-12)
 
 
+def test_a_stored_sum_is_the_sum():
+    x, dy = torch.randn(5, 8, requires_grad=True), torch.randn(5, 8)
+    doubled = 2 * x
+    y = norm_module.Stored.apply(doubled)
+    assert y.data_ptr() == doubled.data_ptr() and torch.equal(y, doubled) and y.stride() == (8, 1)
+    assert torch.equal(torch.autograd.grad(y, x, dy)[0], 2 * dy)
+    assert norm_module.stored(doubled) is doubled  # on a CPU, uncompiled
+
+
 def test_only_a_compiled_model_on_a_gpu_has_the_gain_in_the_linear_layer(monkeypatch):
     class OnGpu(torch.Tensor):
         is_cuda = True
@@ -380,6 +389,7 @@ def test_all_layers_of_a_model_are_compiled_with_the_gain_in_the_linear_layer(mo
         return True
 
     monkeypatch.setattr("norm.folds", folds)
+    monkeypatch.setattr("model.stored", norm_module.Stored.apply)
     torch.compiler.reset()
     ids = torch.randint(97, (2, 17))
     with torch.autocast("cpu", torch.bfloat16):
