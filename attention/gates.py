@@ -69,35 +69,31 @@ def linear_fp32(x, weight, bias=None):
     That holds whatever the precision of matrix products is: a sum of products, row by row of W, never becomes bf16 or
     tf32.
 
-    On a GPU under autocast to bfloat16, x is rounded as for every other linear layer, and the product runs on the
-    matrix unit as exactly as in float32; gradients then are autocast's. (Row by row it took 8 of 200 ms a step.)
+    On a GPU under autocast to bfloat16, x is rounded as for every other linear layer, and the product and the gradient
+    to W run on the matrix unit as exactly as in float32; the gradient to x is autocast's. (Row by row the product took
+    8 of 200 ms a step.)
     """
     kind = x.device.type
     bfloat16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
     with torch.autocast(kind, enabled=False):
         if kind == "cuda" and bfloat16 and weight.dtype == torch.float32:
-            y = Product.apply(x.to(torch.bfloat16).flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+            padded = F.pad(weight, (0, 0, 0, -len(weight) % 16))  # to rows of sizes that fast kernels take
+            y = Product.apply(x.to(torch.bfloat16).flatten(0, -2), padded)[:, : len(weight)].unflatten(0, x.shape[:-1])
         else:
             y = torch.stack([(x.to(w.dtype) * w).sum(-1) for w in weight], dim=-1)
         return y if bias is None else y + bias
 
 
 class Product(torch.autograd.Function):
-    """Multiply x [N, C] bfloat16 by weight [n, C] float32, as the sum of three products of bfloat16 numbers.
+    """Multiply x [N, C] bfloat16 by weight [n, C] float32 as exactly as in float32, in products of bfloat16 numbers.
 
-    Such a number has 8 of float32's 24 bits, so three have them all. They are cut off as bits, because torch.compile
-    leaves out casts to bfloat16 and back where it fuses them.
+    So is the gradient to weight. What it sums, a gate's or a position's gradient, is itself a sum over all later
+    tokens, much of which cancels.
     """
 
     @staticmethod
     def forward(x, weight):
-        n, pieces = len(weight), []
-        rest = F.pad(weight, (0, 0, 0, -n % 8))  # rows of sizes that the matrix unit's fast kernels take
-        for _ in range(2):
-            pieces.append((rest.view(torch.int32) & -65536).view(torch.float32))
-            rest = rest - pieces[-1]
-        y = mm_fp32(x, torch.cat((*pieces, rest)).to(torch.bfloat16).t())
-        return y.unflatten(1, (3, -1))[:, :, :n].sum(1)
+        return mm_fp32(x, torch.cat(pieces(weight)).t()).unflatten(1, (3, -1)).sum(1)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -106,9 +102,20 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d):
         x, weight = ctx.saved_tensors
-        n, pad = len(weight), -len(weight) % 16  # sizes the matrix unit takes
-        d, w = (F.pad(t, size).to(torch.bfloat16) for t, size in ((d, (0, pad)), (weight, (0, 0, 0, pad))))
-        return d @ w, mm_fp32(d.t(), x)[:n]
+        dw = mm_fp32(torch.cat(pieces(d), 1).t(), x).unflatten(0, (3, -1)).sum(0)
+        return d.to(torch.bfloat16) @ weight.to(torch.bfloat16), dw
+
+
+def pieces(x):
+    """Return three bfloat16 tensors whose sum is x, float32: each has 8 of its 24 bits.
+
+    They are cut off as bits, because torch.compile leaves out casts to bfloat16 and back where it fuses them.
+    """
+    found = []
+    for _ in range(2):
+        found.append((x.view(torch.int32) & -65536).view(torch.float32))
+        x = x - found[-1]
+    return [piece.to(torch.bfloat16) for piece in (*found, x)]
 
 
 @torch.library.custom_op(f"{NAMESPACE}::mm_fp32", mutates_args=())

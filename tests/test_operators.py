@@ -385,7 +385,7 @@ def test_a_state_without_queries_refuses_what_does_not_fit():
 @pytest.mark.parametrize("compiled", [False, *([True] if DEVICE == "cuda" else [])])
 @pytest.mark.parametrize("n", [1, 12, 16])
 def test_gates_product_is_as_exact_as_float32(n, compiled):
-    """x is bfloat16 already; the gradients are rounded as autocast's are."""
+    """x is bfloat16 already, and its gradient is rounded as autocast's is."""
     from attention.gates import Product, mm_fp32
 
     torch.manual_seed(0)
@@ -397,6 +397,7 @@ def test_gates_product_is_as_exact_as_float32(n, compiled):
     leaves = [t.detach().double().requires_grad_() for t in (x, weight)]
     expected = leaves[0] @ leaves[1].t()
     assert relative_error(y, expected, 0) < 1e-6
-    for got, want in zip(torch.autograd.grad(y, (x, weight), d), torch.autograd.grad(expected, leaves, d.double())):
-        assert relative_error(got, want, 0) < 6e-3
+    found, wanted = torch.autograd.grad(y, (x, weight), d), torch.autograd.grad(expected, leaves, d.double())
+    assert relative_error(found[0], wanted[0], 0) < 6e-3
+    assert relative_error(found[1], wanted[1], 0) < 2e-6
     torch.library.opcheck(mm_fp32, (x.detach(), weight.detach().to(x.dtype).t()))
