@@ -45,6 +45,25 @@ VARIANTS = {
 DEFAULT = ("softmax", "sympow_gating")
 
 
+def take_steps(network, model, optimizer, x, y, steps):
+    """Take steps of training on the tokens x and targets y; return the seconds of one, with the wait for the GPU.
+
+    network is the model, compiled or not; it returns (logits or None, loss). Raises FloatingPointError for a loss that
+    is not finite.
+    """
+    start = time.perf_counter()
+    for _ in range(steps):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            _, loss = network(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if not math.isfinite(loss.item()):  # waits for the GPU
+        raise FloatingPointError(f"the loss is {loss.item()}")
+    return (time.perf_counter() - start) / steps
+
+
 def measure(settings, T, tokens, args):
     """Train one model at context T; return tokens_per_second, step_ms, first_step_s, gigabytes and share of peak."""
     torch.manual_seed(0)
@@ -55,21 +74,7 @@ def measure(settings, T, tokens, args):
     optimizer = make_optimizer(model, TrainConfig())
     network = model if args.no_compile else torch.compile(model)
     ids = torch.randint(config.vocab_size, (tokens // T, T + 1), device="cuda")
-    x, y = ids[:, :-1], ids[:, 1:]
-
-    def seconds(steps):
-        start = time.perf_counter()
-        for _ in range(steps):
-            with torch.autocast("cuda", torch.bfloat16):
-                _, loss = network(x, y)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if not math.isfinite(loss.item()):  # waits for the GPU
-            raise FloatingPointError(f"the loss is {loss.item()}")
-        return (time.perf_counter() - start) / steps
-
+    seconds = lambda steps: take_steps(network, model, optimizer, ids[:, :-1], ids[:, 1:], steps)
     first = seconds(1)
     seconds(WARM_UP)
     step = median(seconds(args.steps) for _ in range(ROUNDS))

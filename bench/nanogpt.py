@@ -1,0 +1,127 @@
+"""Time training steps of nanoGPT's model and of ours in turns, in one process on one GPU.
+
+    git clone https://github.com/karpathy/nanoGPT ../nanoGPT
+    python bench/nanogpt.py ../nanoGPT                            # 124M at 1,024 and 4,096 tokens
+    python bench/nanogpt.py ../nanoGPT --context 65536 --only sympow_gating --json out/nanogpt.json
+
+nanoGPT's model.py is taken as it is, with the settings of its train.py: bfloat16 autocast, torch.compile, fused AdamW,
+no biases, a vocabulary padded to 50,304. Both take the same steps on the same --tokens random tokens: forward,
+backward, clipping and AdamW. Each turn is --steps steps after one that does not count, and the figure of a model is the
+median of its TURNS turns. Since the models take turns, a clock that falls as the GPU gets warm falls for all of them.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.train import VARIANTS, WARM_UP, take_steps  # noqa: E402
+from data.files import write_json  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+from runs.optimizer import make_optimizer  # noqa: E402
+from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
+from runs.settings import refuse  # noqa: E402
+from train import TrainConfig  # noqa: E402
+
+TURNS, STEPS = 7, 5
+PADDED = 50304  # nanoGPT's vocabulary
+
+
+def load_nanogpt(folder):
+    """Return the module folder/model.py, which has to have nanoGPT's GPT and GPTConfig."""
+    path = Path(folder) / "model.py"
+    if not path.exists():
+        refuse(f"{path} is missing: clone https://github.com/karpathy/nanoGPT and give its folder")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    if missing := [name for name in ("GPT", "GPTConfig") if not hasattr(module, name)]:
+        refuse(f"{path} is not nanoGPT's model.py: it has no {missing[0]}")
+    return module
+
+
+def make_models(nanogpt, names, T, shape, device):
+    """Return {name: (model, optimizer)}, nanoGPT's first; shape: n_layer, n_head and n_embd of all."""
+    theirs = nanogpt.GPT(nanogpt.GPTConfig(block_size=T, vocab_size=PADDED, dropout=0.0, bias=False, **shape))
+    theirs = theirs.to(device)
+    models = {"nanoGPT": (theirs, theirs.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device))}
+    for name in names:
+        ours = GPT(GPTConfig(**VARIANTS[name] | shape)).to(device)
+        models[name] = ours, make_optimizer(ours, TrainConfig())
+    return models
+
+
+def compare(nanogpt, T, args):
+    """Print a row for each model at context T; return the rows."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = dict(n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd)
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    models, tokens = make_models(nanogpt, args.only, T, shape, device), max(args.tokens, T)
+    ids = torch.randint(50257, (tokens // T, T + 1), device=device)
+    x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    steps, gigabytes = {}, {}
+    for name, (model, optimizer) in models.items():
+        network = torch.compile(model) if device == "cuda" else model
+        steps[name] = lambda n, network=network, model=model, o=optimizer: take_steps(network, model, o, x, y, n)
+        before = reset_peak(device)
+        steps[name](WARM_UP)  # which compiles
+        gigabytes[name] = (torch.cuda.max_memory_allocated() - before) / 1e9 if device == "cuda" else 0.0
+    times = {name: [] for name in models}
+    for _ in range(args.turns):
+        for name, take in steps.items():
+            take(1)
+            times[name].append(take(args.steps))
+    rows, theirs = [], median(times["nanoGPT"])
+    for name, of in times.items():
+        row = dict(context=T, model=name, tokens_per_second=tokens / median(of), ratio=theirs / median(of))
+        row |= dict(step_ms=1000 * median(of), fastest_ms=1000 * min(of), slowest_ms=1000 * max(of))
+        rows.append(row | dict(gigabytes=gigabytes[name]))
+        print(
+            f"{T:>8} {name:<22} {row['tokens_per_second']:>10,.0f} {row['step_ms']:>10.2f} {row['ratio']:>9.4f}"
+            f" {row['fastest_ms']:>10.2f} {row['slowest_ms']:>10.2f} {gigabytes[name]:>6.1f}", flush=True,
+        )  # fmt: skip
+    return rows
+
+
+def reset_peak(device):
+    """Return the bytes that are allocated on the GPU, from which its peak is counted from now on."""
+    if device != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def main():
+    parser = Parser(prog="bench/nanogpt.py", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", help="a clone of https://github.com/karpathy/nanoGPT")
+    parser.add_argument("--context", type=at_least_1, nargs="+", default=[1024, 4096], help="context lengths")
+    names = ["softmax", "sympow_gating"]
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", default=names, help=" ".join(VARIANTS))
+    parser.add_argument("--tokens", type=at_least_1, default=65536, help="of a step, or one context if that is longer")
+    parser.add_argument("--steps", type=at_least_1, default=STEPS, help="of a turn")
+    parser.add_argument("--turns", type=at_least_1, default=TURNS)
+    for name, default in (("n_layer", 12), ("n_head", 12), ("n_embd", 768)):
+        parser.add_argument(f"--{name}", type=at_least_1, default=default)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows there too")
+    args = parser.parse_args()
+    nanogpt = load_nanogpt(args.folder)
+    torch.set_float32_matmul_precision("high")  # as both train.py
+    torch._dynamo.config.recompile_limit = 8 * len(VARIANTS)  # of one forward, which all of our models have
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, not compiled"
+    print(f"{gpu}, torch {torch.__version__}, {args.tokens} tokens a step; GB: a model's peak beyond all weights")
+    columns = ("tokens/s", 10), ("ms a step", 10), ("/ nanoGPT", 9), ("fastest", 10), ("slowest", 10), ("GB", 6)
+    print(f"{'context':>8} {'model':<22} " + " ".join(f"{name:>{width}}" for name, width in columns), flush=True)
+    rows = [row for T in args.context for row in compare(nanogpt, T, args)]
+    if args.json:
+        write_json(args.json, rows)
+
+
+if __name__ == "__main__":
+    run_program(main)
