@@ -124,7 +124,8 @@ class Variant(nn.Module):
     def input_weight(self):
         """Return weights [n, n_embd], or None. An attention that needs nothing of a layer's input x but its products
         with a few vectors, for gates or positions, returns these, and all its functions get the products [B, T, n],
-        float32 or wider, in the place of x: one pass computes them, with LayerNorm's gain as a part of the weights."""
+        float32 or wider, in the place of x: one pass computes them, with LayerNorm's gain as a part of the weights. A
+        subclass that needs x itself returns None."""
         return None
 
     def forward(self, x, qkv, resets=None, state=None):

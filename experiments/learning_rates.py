@@ -18,13 +18,13 @@ def plan(size):
 
 
 def report(entries, size):
-    """Return the losses of all rates, and which is best for each variant."""
+    """Return the losses of all rates, and which is best for each variant that has had them all."""
     lines, best = {}, []
     for name in VARIANTS:
-        of = [entry for entry in find_all(entries, name) if entry.records]
-        of.sort(key=lambda entry: entry.settings["learning_rate"])
+        planned = sorted(find_all(entries, name), key=lambda entry: entry.settings["learning_rate"])
+        of = [entry for entry in planned if entry.records]
         lines[name] = [e.settings["learning_rate"] for e in of], [e.mean(val_loss) for e in of]
-        if of:
+        if of and of == planned:
             best.append(f"{name}: {min(of, key=lambda e: e.mean(val_loss)).settings['learning_rate']:g}")
     columns = [
         ("learning rate", lambda entry: f"{entry.settings['learning_rate']:g}"), ("tokens", tokens_cell),

@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import helpers
 import numpy as np
@@ -18,7 +19,7 @@ from data.near_duplicates import repeated_shares
 from data.recall import prepare as prepare_recall
 from data.recall.tasks import CHANCE, make_needles, make_pairs, questions
 from data.source import prepare as prepare_source
-from experiments import runs
+from experiments import learning_rates, runs
 from experiments.equal_time import describe_leads, leads, loss_at, retimed
 from experiments.report import (
     Entry, Panel, Table, find, is_noise, loss_cell, markdown_table, ratio_cell, texts_cell, tokens_cell, write_report,
@@ -215,6 +216,20 @@ def test_differences_are_taken_text_by_text():
     assert texts_cell("read")(base) == "2.0000 ± 0.5774" and texts_cell("read")(of(1.0)) == "1.0000"
     assert texts_cell("read", base)(other) == "+0.2000 ± 0.1000" and texts_cell("read", base)(base) is None
     assert texts_cell("read", entry("none"))(other) is None
+
+
+def test_a_best_learning_rate_is_named_where_all_were_run():
+    def at(name, rate, *records):
+        return replace(entry(f"{name}, lr {rate:g}", *records), settings={"learning_rate": rate})
+
+    entries = [at("softmax", 2e-3, record(0.9)), at("softmax", 1e-3, record(1.1)), at("softmax", 4e-3, record(1.0))]
+    entries += [at("sympow p=2", 1e-3, record(1.0)), at("sympow p=2", 2e-3)]
+    _, best, panel = learning_rates.report(entries, runs.SIZES["tiny"])
+    assert best == "Best of these rates: softmax: 0.002"
+    assert panel.lines["softmax"] == ([1e-3, 2e-3, 4e-3], [1.1, 0.9, 1.0]) and panel.lines["sympow p=2"] == (
+        [1e-3],
+        [1.0],
+    )
 
 
 def test_more_than_one_epoch_is_named():
