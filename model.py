@@ -239,7 +239,7 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x).unflatten(0, ids.shape), state
 
     def _blocks(self, ids, state=None, starts=None):
-        """Return `hidden` before its LayerNorm, as rows [B T, n_embd]."""
+        """Return what `hidden` does, but rows [B T, n_embd] before the last LayerNorm."""
         x, resets, embedding = self._embed(ids, state, starts)
         x, layers = F.dropout(x, self.config.dropout, self.training), []
         for i, block in enumerate(self.transformer.h):
@@ -268,7 +268,7 @@ class GPT(nn.Module):
         return F.linear(x, self.transformer.wte.weight)[..., : self.config.vocab_size]
 
     def loss(self, x, targets, teacher=None, weight=None):
-        """Return `head_loss` of `hidden` x [.., n_embd] and targets [B, T]; weight: the head's, if not wte.weight."""
+        """Return `head_loss` of `hidden` x [.., n_embd] and targets [B, T], or of x and weight by `norm_weight`."""
         weight = self.transformer.wte.weight if weight is None else weight
         return head_loss(x.flatten(0, -2), weight, targets, self.config.vocab_size, teacher)
 

@@ -13,6 +13,9 @@ from torch.nn import functional as F
 from attention.gates import linear_fp32
 
 
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"  # of an nn.Module
+
+
 class Normalize(torch.autograd.Function):
     """Compute (x - mean) / sqrt(variance + eps) over the last dimension, rounded to `dtype`, which alone is saved."""
 
@@ -82,10 +85,12 @@ def folds(x, norm, *linear):
 
 def plain(norm, *linear):
     """Return whether they compute what their weights say, a gain without a bias in float32, and nobody listens."""
+    layers = norm, *linear
     if type(norm) is not nn.LayerNorm or any(type(layer) is not nn.Linear for layer in linear):
         return False
-    hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in (norm, *linear))
-    return norm.bias is None and not hooks and all(layer.weight.dtype == torch.float32 for layer in (norm, *linear))
+    if any(getattr(layer, name) for layer in layers for name in HOOKS) or any("forward" in vars(x) for x in layers):
+        return False
+    return norm.bias is None and all(layer.weight.dtype == torch.float32 for layer in layers)
 
 
 def folded(norm, linear, x, weight, dtype):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .backend import NAMESPACE
+from .backend import NAMESPACE, transforms_active
 
 
 class LearnedGate(nn.Module):
@@ -73,15 +73,21 @@ def linear_fp32(x, weight, bias=None):
     to W run on the matrix unit as exactly as in float32; the gradient to x is autocast's. (Row by row the product took
     8 of 200 ms a step.)
     """
-    kind = x.device.type
-    bfloat16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-    with torch.autocast(kind, enabled=False):
-        if kind == "cuda" and bfloat16 and weight.dtype == torch.float32:
+    fast = runs_on_matrix_unit(x, weight)
+    with torch.autocast(x.device.type, enabled=False):
+        if fast:
             padded = F.pad(weight, (0, 0, 0, -len(weight) % 16))  # to rows of sizes that fast kernels take
             y = Product.apply(x.to(torch.bfloat16).flatten(0, -2), padded)[:, : len(weight)].unflatten(0, x.shape[:-1])
         else:
             y = torch.stack([(x.to(w.dtype) * w).sum(-1) for w in weight], dim=-1)
         return y if bias is None else y + bias
+
+
+def runs_on_matrix_unit(x, weight):
+    """Return whether `linear_fp32` is a `Product`, which PyTorch's transforms do not take."""
+    kind = x.device.type
+    bfloat16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+    return kind == "cuda" and bfloat16 and weight.dtype == torch.float32 and not transforms_active()
 
 
 class Product(torch.autograd.Function):

@@ -83,6 +83,9 @@ def test_a_layer_is_the_models(sympow, name):
     model = GPT(GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, vocab_size=64, attention=name, bias=True))
     ours = model.transformer.h[0].attn
     layer = sympow.Attention(32, 4, n_kv_head=2, attention=name, bias=True)
+    for parameter_name, parameter in ours.named_parameters():
+        if "W_" in parameter_name:  # zero in a fresh layer
+            torch.nn.init.normal_(parameter, std=0.3)
     layer.load_state_dict(ours.state_dict())
     x, resets = torch.randn(2, 12, 32), torch.rand(2, 12) < 0.2
     with torch.no_grad():
