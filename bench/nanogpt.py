@@ -67,7 +67,7 @@ def compare(nanogpt, T, args):
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     steps, gigabytes = {}, {}
     for name, (model, optimizer) in models.items():
-        network = torch.compile(model) if device == "cuda" else model
+        network = compiled(model) if device == "cuda" else model
         steps[name] = lambda n, network=network, model=model, o=optimizer: take_steps(network, model, o, x, y, n)
         before = reset_peak(device)
         steps[name](WARM_UP)  # which compiles
@@ -87,6 +87,12 @@ def compare(nanogpt, T, args):
             f" {row['fastest_ms']:>10.2f} {row['slowest_ms']:>10.2f} {gigabytes[name]:>6.1f}", flush=True,
         )  # fmt: skip
     return rows
+
+
+def compiled(model):
+    """Return the model compiled; all of ours have one forward, of which torch.compile keeps few versions by itself."""
+    torch._dynamo.config.recompile_limit = 8 * len(VARIANTS)
+    return torch.compile(model)
 
 
 def reset_peak(device):
@@ -113,7 +119,6 @@ def main():
     args = parser.parse_args()
     nanogpt = load_nanogpt(args.folder)
     torch.set_float32_matmul_precision("high")  # as both train.py
-    torch._dynamo.config.recompile_limit = 8 * len(VARIANTS)  # of one forward, which all of our models have
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, not compiled"
     print(f"{gpu}, torch {torch.__version__}, {args.tokens} tokens a step; GB: a model's peak beyond all weights")
     columns = ("tokens/s", 10), ("ms a step", 10), ("/ nanoGPT", 9), ("fastest", 10), ("slowest", 10), ("GB", 6)
