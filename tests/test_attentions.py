@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from attention.conformal_sympow import ConformalSympow, conformal_sympow_attention
 from attention.embedding import symmetric_power_embedding, tensor_power_embedding
 from attention.even_power import even_power_attention
-from attention.gates import FixedGate, LearnedGate, alibi_slopes, linear_fp32, runs_on_matrix_unit
+from attention.gates import FixedGate, LearnedGate, alibi_slopes, linear_fp32
 from attention.power import power_attention
 from attention.rotary import rotary, rotation_rates
 from attention.softmax import softmax_attention
@@ -152,18 +152,6 @@ def test_gates_are_log_sigmoid_in_float32_under_autocast():
         log_g = gate(linear_fp32(x, gate.input_weight()))
     assert log_g.dtype == torch.float32
     assert torch.allclose(log_g, F.logsigmoid(x @ gate.W_gamma.T + 1.5), rtol=1e-6)
-
-
-@pytest.mark.parametrize("n", [1, 13, 16])
-def test_the_product_on_the_matrix_unit_is_that_of_rows(n, monkeypatch):
-    x, weight = torch.randn(2, 5, 24).bfloat16(), torch.randn(n, 24, requires_grad=True)
-    assert not runs_on_matrix_unit(x, weight)
-    rows = linear_fp32(x, weight)
-    monkeypatch.setattr("attention.gates.runs_on_matrix_unit", lambda x, weight: True)
-    y, d = linear_fp32(x, weight), torch.randn(2, 5, n)
-    assert y.dtype == torch.float32 and torch.allclose(y, rows, rtol=1e-5, atol=1e-6)
-    wanted, found = (torch.autograd.grad(t, weight, d)[0] for t in (rows, y))
-    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_rotation_speed_is_in_float32_under_autocast_and_starts_at_one():

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 import test_heinsen_kernels  # noqa: E402
 from test_kernels import DEVICE, DTYPES, GPU  # noqa: E402
 
-from attention import check, forms  # noqa: E402
+from attention import check, forms, gates  # noqa: E402
 from attention.check import Size  # noqa: E402
 from attention.power import PowerState  # noqa: E402
 from kernels import HEAD_DIMS, operators, unsupported_reason, width  # noqa: E402
@@ -383,16 +383,16 @@ def test_a_state_without_queries_refuses_what_does_not_fit():
 
 
 @pytest.mark.parametrize("compiled", [False, *([True] if DEVICE == "cuda" else [])])
-@pytest.mark.parametrize("n", [1, 12, 16])
-def test_gates_product_is_as_exact_as_float32(n, compiled):
+@pytest.mark.parametrize("n", [1, 13, 16])
+def test_gates_product_is_as_exact_as_float32(n, compiled, monkeypatch):
     """x is bfloat16 already, and its gradient is rounded as autocast's is."""
-    from attention.gates import Product, mm_fp32
-
     torch.manual_seed(0)
-    x = torch.randn(300, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(3, 100, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weight = (3 * torch.randn(n, 64, device=DEVICE)).requires_grad_()
-    d = torch.randn(300, n, device=DEVICE)
-    y = (torch.compile(Product.apply) if compiled else Product.apply)(x, weight)
+    d = torch.randn(3, 100, n, device=DEVICE)
+    assert not gates.runs_on_matrix_unit(x, weight)  # without autocast
+    monkeypatch.setattr(gates, "runs_on_matrix_unit", lambda x, weight: True)
+    y = (torch.compile(gates.linear_fp32) if compiled else gates.linear_fp32)(x, weight)
     assert y.dtype == torch.float32
     leaves = [t.detach().double().requires_grad_() for t in (x, weight)]
     expected = leaves[0] @ leaves[1].t()
@@ -400,4 +400,4 @@ def test_gates_product_is_as_exact_as_float32(n, compiled):
     found, wanted = torch.autograd.grad(y, (x, weight), d), torch.autograd.grad(expected, leaves, d.double())
     assert relative_error(found[0], wanted[0], 0) < 6e-3
     assert relative_error(found[1], wanted[1], 0) < 2e-6
-    torch.library.opcheck(mm_fp32, (x.detach(), weight.detach().to(x.dtype).t()))
+    torch.library.opcheck(gates.mm_fp32, (x.detach()[0], weight.detach().to(x.dtype).t()))
