@@ -400,4 +400,4 @@ def test_gates_product_is_as_exact_as_float32(n, compiled, monkeypatch):
     found, wanted = torch.autograd.grad(y, (x, weight), d), torch.autograd.grad(expected, leaves, d.double())
     assert relative_error(found[0], wanted[0], 0) < 6e-3
     assert relative_error(found[1], wanted[1], 0) < 2e-6
-    torch.library.opcheck(gates.mm_fp32, (x.detach()[0], weight.detach().to(x.dtype).t()))
+    torch.library.opcheck(gates.mm_fp32, (x.detach()[0, :96], x.detach()[1, :96].t()))
