@@ -162,7 +162,7 @@ class Block(nn.Module):
     def forward(self, x, shape, resets=None, state=None):
         """Run on rows x [B T, C], as products have them (torch.compile then fuses more); shape: (B, T)."""
         y, state = self.attn(x, self.ln_1, shape, resets, state)
-        x = x + y if self.attn.replaces_mlp else stored(x + y)
+        x = stored(x + y)
         return x if self.attn.replaces_mlp else x + self.mlp(x, self.ln_2), state
 
 

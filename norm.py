@@ -50,10 +50,11 @@ class Stored(torch.autograd.Function):
 
 
 def stored(x):
-    """Return x, a sum that the next two LayerNorms read, which torch.compile on a GPU then writes.
+    """Return x, the residual stream between two parts of a layer, which torch.compile on a GPU then writes.
 
-    By itself it writes every fourth sum of the residual stream and computes those between again from up to four
-    tensors: LayerNorms then move 24 bytes an entry and layer, where 22 do if every second sum is written.
+    By itself it writes every fourth sum of the stream and computes those between again from up to four tensors:
+    LayerNorms then move 24 bytes an entry and layer, where 22 do if every second sum is written. (In a layer of one
+    part every sum is, which costs what every fourth does.)
     """
     return Stored.apply(x) if torch.compiler.is_compiling() and x.is_cuda else x
 

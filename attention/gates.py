@@ -98,12 +98,9 @@ class Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x, weight):
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
         return mm_fp32(x, torch.cat(pieces(weight)).t()).unflatten(1, (3, -1)).sum(1)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, d):

@@ -226,10 +226,8 @@ def test_a_best_learning_rate_is_named_where_all_were_run():
     entries += [at("sympow p=2", 1e-3, record(1.0)), at("sympow p=2", 2e-3)]
     _, best, panel = learning_rates.report(entries, runs.SIZES["tiny"])
     assert best == "Best of these rates: softmax: 0.002"
-    assert panel.lines["softmax"] == ([1e-3, 2e-3, 4e-3], [1.1, 0.9, 1.0]) and panel.lines["sympow p=2"] == (
-        [1e-3],
-        [1.0],
-    )
+    assert panel.lines["softmax"] == ([1e-3, 2e-3, 4e-3], [1.1, 0.9, 1.0])
+    assert panel.lines["sympow p=2"] == ([1e-3], [1.0])
 
 
 def test_more_than_one_epoch_is_named():

@@ -288,7 +288,8 @@ def test_flops_grow_with_the_context_only_in_the_quadratic_form():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias,gates", [(False, 0), (True, 3)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gates", [0, 3])
 def test_a_gain_that_is_a_part_of_the_linear_layer_changes_nothing(bias, gates, dtype):
     layers = nn.LayerNorm(96, bias=False).double(), nn.Linear(96, 160, bias=bias).double()
     nn.init.normal_(layers[0].weight, 1, 0.5)
