@@ -11,7 +11,7 @@ def plan(size):
     width, runs = size.model["n_embd"], []
     for p, head_dim in SHAPES:
         D = head_dim if size.shrink == 1 else max(2, head_dim * width // 384 // 2 * 2)
-        shape = dict(n_head=max(1, width // D), head_dim=D)
+        shape = {} if D * size.model["n_head"] == width else dict(n_head=max(1, width // D), head_dim=D)
         if any(run.name == f"p={p}, D={D}" for run in runs):
             continue  # in a small size shapes may be the same
         run = size.run(f"p={p}, D={D}", 4096, 262_144_000, attention="sympow_gating", p=p, **shape)

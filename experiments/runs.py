@@ -5,9 +5,11 @@
 
 A run is a process (worker.py) on a GPU of its own, or on the CPU one after another. Its folder is in out/experiments/,
 named after its attention and a hash of its settings and of the corpus, so experiments that want the same run share it,
-and a run that was cut goes on. What came out is kept in NAME.json, and a run that is in there is not trained again.
+and a run that was cut goes on. What came out is kept in NAME.json, and a run that is in there is not trained again; nor
+is one of which only losses are wanted and another experiment's NAME.json beside it has them.
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -110,6 +112,7 @@ def main(name, plan, report, **defaults):
     try:
         store = read_json(path) if os.path.exists(path) else {"runs": {}}
         jobs = make_jobs(plan(size), args, size, store["runs"])
+        take_losses(jobs, store["runs"], args.to)
     except (DataError, ValueError) as error:
         refuse(error)
     train_missing(jobs, store["runs"], args, save=lambda: save_store(path, store["runs"]))
@@ -170,6 +173,16 @@ def make_jobs(runs, args, size, known):
             dataset = run.dataset or size.dataset
             jobs.append((named, [make_job(named, dataset, corpora[dataset], seed) for seed in seeds]))
     return jobs
+
+
+def take_losses(jobs, known, folder):
+    """Add to `known` the runs of which only losses are wanted, where another NAME.json of the folder has them."""
+    paths = sorted(glob.glob(os.path.join(glob.escape(folder), "*.json")))
+    trained = {of.split("-")[0]: record for path in paths for of, record in read_json(path).get("runs", {}).items()}
+    for job in (job for _, of in jobs for job in of):
+        key = job["id"].split("-")[0]
+        if not job["measures"] and key in trained:
+            known.setdefault(job["id"], {name: x for name, x in trained[key].items() if name != "measures"})
 
 
 def corpus_of(name, known):

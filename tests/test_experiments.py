@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import random
+import shutil
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -329,9 +330,9 @@ def experiment(dataset, tmp_path, monkeypatch):
             json.dump(done, f)
         return Finished()
 
-    def main(*argv):
-        monkeypatch.setattr(sys, "argv", ["x", "--size=test", "--to=here", *argv])
-        return runs.main("x", plan, report)
+    def main(*argv, name="x", plan=None):
+        monkeypatch.setattr(sys, "argv", [name, "--size=test", "--to=here", *argv])
+        return runs.main(name, plan or globals()["plan"], report)
 
     monkeypatch.setattr(runs, "start", start)
     return main, started, fails
@@ -370,6 +371,19 @@ def test_experiments_share_a_run_whatever_they_call_it_and_none_is_started_twice
     monkeypatch.setattr(sys.modules[__name__], "plan", named("two", "three"))
     assert main(f"--dataset={dataset}", "--to=there") == 0 and [name for name, _ in started] == ["one", "three"]
     assert len(glob.glob("out/experiments/softmax-*")) == 1
+
+
+def test_losses_that_another_experiment_has_are_taken_and_a_run_that_is_measured_is_trained(
+    experiment, dataset, monkeypatch
+):
+    main, started, _ = experiment
+    assert main(f"--dataset={dataset}") == 0 and len(started) == 2
+    shutil.rmtree("out")  # what is kept is enough
+    assert main(f"--dataset={dataset}", "--gpus=cpu", name="y") == 0 and len(started) == 2
+    assert "| softmax | 1.0000 | text" in open("here/y.md").read()
+    assert main(f"--dataset={dataset}", "--seeds=1", name="z") == 0 and len(started) == 4
+    measured = lambda size: [run.measure(state=dict(tokens=64)) for run in plan(size)]
+    assert main(f"--dataset={dataset}", name="w", plan=measured) == 0 and len(started) == 6
 
 
 def test_another_corpus_is_refused(experiment, dataset, tmp_path, capsys):
