@@ -28,7 +28,9 @@ state (INTO is 0). ENTERING, here that of the next chunk, counts the pairs of ke
     FIRST        the same                               int8       the document's first token, counted from there; -1:
                                                                    before (BEFORE: or there is a state before all)
     KEY_DECAY    the same                               float32    decay^POWER from the token to the last of the R
-                                                                   around it, 0 if that is another document's
+                                                                   around it, 0 if that is another document's; first
+                                                                   those of the R's tokens 0, 1, 8, 9, 16, .., then 2,
+                                                                   3, 10, ..: what a thread needs, in wide loads
     C_START      [B * Hkv, T padded to 128 / 32]        float64    c of the first of 32 tokens
     C_END        the same                               float64    c of the last
     OPENED       the same                               int32      the first token of the last's document
@@ -127,7 +129,8 @@ def gates_kernel(
     tl.store(C + at, (c - _ends(c, 128)[0]).to(tl.float32), written)
     tl.store(FIRST + at, tl.maximum(first - at // 128 * 128, -1).to(tl.int8), written)
     to_end = tl.exp(POWER * (_ends(c, R)[1] - c).to(tl.float32))
-    tl.store(KEY_DECAY + at, tl.where(_ends(first, R)[1] <= at, to_end, 0.0), written)
+    of_lanes = at // R * R + at % 8 // 2 * (R // 4) + at % R // 8 * 2 + at % 2
+    tl.store(KEY_DECAY + of_lanes, tl.where(_ends(first, R)[1] <= at, to_end, 0.0), written)
     tl.store(C_START + at // 32, c, written & (at % 32 == 0))
     tl.store(C_END + at // 32, c, written & (at % 32 == 31))
     tl.store(OPENED + at // 32, tl.maximum(first, 0), written & (at % 32 == 31))

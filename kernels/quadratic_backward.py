@@ -20,6 +20,7 @@ from .quadratic_tiles import (
     forgets_little,
     gates_of_rows,
     last_query,
+    load_key_decay,
     load_tile,
     load_vector,
     log2,
@@ -29,6 +30,7 @@ from .quadratic_tiles import (
     row_of,
     row_offsets,
     row_scale,
+    sum_before,
     times_power,
     token_of,
     with_sign,
@@ -53,16 +55,17 @@ def _dq_tiles_of_one_power(
     if GATED:
         C, _, KEY_DECAY, _, C_END, _ = gates
     if GATED and not DIAGONAL:
-        x, c_next = ahead(C_END - 1, c_lo, begin, end, BN, 1.0)
-        key_decay = load_vector(KEY_DECAY, begin, BN)
-    for start in range(begin, end, BN):
+        x, c_next = ahead(C_END, c_lo, begin, end, BN, 1.0)
+        key_decay = load_key_decay(KEY_DECAY, begin, BN)
+    for start in tl.range(begin, end, BN, num_stages=1 if DIAGONAL and GATED else None):
         k = load_tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
         v = load_tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if P > 4 and q.dtype == tl.float16:
             s *= key_scale[:, None]
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
-        ds = times_power(int_power(s, P // 2), s, P) * (dp - delta[:, None])
+        a = times_power(int_power(s, P // 2), s, P)
+        ds = a * (dp * x - (delta * x)[:, None] if GATED and not DIAGONAL else dp - delta[:, None])
         if DIAGONAL:
             at = start + tl.arange(0, BN)
             seen = row[:, None] >= at[None, :]
@@ -73,10 +76,10 @@ def _dq_tiles_of_one_power(
                 ds *= decay_of(c_row[:, None], load_vector(C, start, BN)[None, :], seen, 1.0)
             ds = tl.where(seen, ds, 0.0)
         elif GATED:
-            ds *= (key_decay * x)[None, :]
-            key_decay = load_vector(KEY_DECAY, tl.minimum(start + BN, end), BN)
-            x = tl.exp((c_lo - c_next).to(tl.float32))
-            c_next = tl.load(C_END - 1 + tl.minimum(start + 3 * BN, end) // 32)
+            ds *= key_decay[None, :]
+            key_decay = load_key_decay(KEY_DECAY, tl.minimum(start + BN, end), BN)
+            x = column_decay(c_lo, c_next, 1.0)
+            c_next = sum_before(C_END, tl.minimum(start + 3 * BN, end))
         if ROWS:
             r += tl.sum(ds * s, 1)
         if K2 is not None:
@@ -109,7 +112,7 @@ def _dq_tiles_of_powers(
                 seen = seen & (at[None, :] >= first_row[:, None])
             ds = tl.where(seen, ds, 0.0)
         elif gates is not None:
-            ds *= load_vector(gates[2], start, BN)[None, :]  # KEY_DECAY
+            ds *= load_key_decay(gates[2], start, BN)[None, :]
         r += tl.sum(ds * s * (x - middle[:, None]), 1)
         if K2 is not None:
             k = load_tile(K2, k2_strides, b, start, hkv, T, BN, D, DIAGONAL)
@@ -320,9 +323,9 @@ def _dkdv_tiles_of_one_power(
         C, FIRST, C_START = gates
         G = at_head(G, n, b * H + h)
     if GATED and not DIAGONAL:
-        x = tl.exp(0.5 * (tl.load(C_START + tl.minimum(begin, T - 1) // 32) - c_hi).to(tl.float32))
-        c_next = tl.load(C_START + tl.minimum(begin + BM, T - 1) // 32)
-    for start in range(begin, end, BM):
+        x = column_decay(tl.load(C_START + (tl.minimum(begin, T - 1) >> 5)), c_hi, 0.5)
+        c_next = tl.load(C_START + (tl.minimum(begin + BM, T - 1) >> 5))
+    for start in tl.range(begin, end, BM, num_stages=1 if DIAGONAL and GATED and P == 2 else None):
         row = row_of(start, OFFSET)
         q = load_tile(Q, q_strides, b, row, h, n, BM, D, True)
         dy = load_tile(DY, dy_strides, b, row, h, n, BM, D, True).to(v.dtype)
@@ -338,8 +341,8 @@ def _dkdv_tiles_of_one_power(
                     g *= column_decay(load_vector(C, start, BM), c_last, 0.5)
             else:
                 g *= x
-                x = tl.exp(0.5 * (c_next - c_hi).to(tl.float32))
-                c_next = tl.load(C_START + tl.minimum(start + 2 * BM, T - 1) // 32)
+                x = column_decay(c_next, c_hi, 0.5)
+                c_next = tl.load(C_START + (tl.minimum(start + 2 * BM, T - 1) >> 5))
             gdelta *= g
         a = int_power(s, P // 2) * g[None, :]
         first = -1 if BEFORE else 0

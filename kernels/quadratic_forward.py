@@ -17,12 +17,14 @@ from .quadratic_tiles import (
     exp2,
     first_key_of,
     gates_of_rows,
+    load_key_decay,
     load_tile,
     load_vector,
     log2,
     queries_of_program,
     row_power,
     row_scale,
+    sum_before,
     token_of,
 )
 
@@ -66,9 +68,9 @@ def _forward_tiles_of_one_power(
         C, _, KEY_DECAY, _, C_END, _ = gates
     ones = tl.full([BN, 8], 1.0, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
     if GATED and not DIAGONAL:
-        x, c_next = ahead(C_END - 1, c_lo, begin, end, BN, 0.5)
-        key_decay = load_vector(KEY_DECAY, begin, BN)
-    for start in range(begin, end, BN):
+        x, c_next = ahead(C_END, c_lo, begin, end, BN, 0.5)
+        decay = load_key_decay(KEY_DECAY, begin, BN) * x
+    for start in tl.range(begin, end, BN, num_stages=1 if DIAGONAL and GATED else None):
         k = load_tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if P > 4 and q.dtype == tl.float16:
@@ -84,14 +86,16 @@ def _forward_tiles_of_one_power(
                 a *= decay_of(c_row[:, None], load_vector(C, start, BN)[None, :], seen, 0.5)
             a = tl.where(seen, a, 0.0)
         elif GATED:
-            a *= (key_decay * x)[None, :]
-            key_decay = load_vector(KEY_DECAY, tl.minimum(start + BN, end), BN)
-            x = tl.exp(0.5 * (c_lo - c_next).to(tl.float32))
-            c_next = tl.load(C_END - 1 + tl.minimum(start + 3 * BN, end) // 32)
+            a *= decay[None, :]
+            decay = load_key_decay(KEY_DECAY, tl.minimum(start + BN, end), BN)
+            x = column_decay(c_lo, c_next, 0.5)
+            c_next = sum_before(C_END, tl.minimum(start + 3 * BN, end))
         v = load_tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
         w = (a * a).to(v.dtype)
         l = tl.dot(w, ones, l, input_precision=PRECISION)
         acc = tl.dot(w, v, acc, input_precision=PRECISION)
+        if GATED and not DIAGONAL:
+            decay *= x
     return acc, l
 
 
@@ -117,7 +121,7 @@ def _forward_tiles_of_powers(
                 seen = seen & (at[None, :] >= first_row[:, None])
             w = tl.where(seen, w, 0.0)
         elif gates is not None:
-            w *= load_vector(gates[2], start, BN)[None, :]  # KEY_DECAY
+            w *= load_key_decay(gates[2], start, BN)[None, :]
         v = load_tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
         w = w.to(v.dtype)
         l = tl.dot(w, ones, l, input_precision=PRECISION)

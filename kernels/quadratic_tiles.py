@@ -81,7 +81,14 @@ def row_offsets(b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
 @triton.jit
 def load_vector(base, start, N: tl.constexpr):
     """Load [N]: entries start, start+1, ... of an array padded to a multiple of 128; start is a multiple of N."""
-    return tl.load(base + tl.multiple_of(start, N) + tl.arange(0, N))
+    return tl.load(base + multiple_of(start, N) + tl.arange(0, N))
+
+
+@triton.jit
+def load_key_decay(KEY_DECAY, start, N: tl.constexpr):
+    """Load [N] of KEY_DECAY at a head of keys: N (R in gates.py) tokens from `start` on, a multiple of N."""
+    x = tl.reshape(load_vector(KEY_DECAY, start, N), [4, N // 8, 2])
+    return tl.reshape(tl.permute(x, [1, 0, 2]), [N])
 
 
 @triton.jit
@@ -179,7 +186,7 @@ def decay_of(c_row, c_column, seen, POWER: tl.constexpr):
 @triton.jit
 def column_decay(c_from, c_to, POWER: tl.constexpr):
     """Return exp(POWER (c_from - c_to))."""
-    return tl.exp2((c_from - c_to) * (POWER * 1.4426950408889634))  # log2(e)
+    return tl.exp2((c_from - c_to).to(tl.float32) * (POWER * 1.4426950408889634))  # log2(e)
 
 
 @triton.jit
@@ -217,13 +224,19 @@ def may_read_state(gates, T, bh, lo, begin, BM: tl.constexpr, BEFORE: tl.constex
 
 
 @triton.jit
+def sum_before(C_END, token):
+    """Return the gate sum of the token before `token`, a multiple of 32."""
+    return tl.load(C_END - 1 + (token >> 5))
+
+
+@triton.jit
 def ahead(C_END, c_lo, begin, end, BN: tl.constexpr, POWER: tl.constexpr):
     """Return (decay^POWER from the last key of the first tile to the rows, gate sum at the last key of the second).
 
     The sum of the next tile is loaded while this tile is computed, and becomes a factor one tile before its use.
     """
-    x = tl.exp(POWER * (c_lo - tl.load(C_END + (begin + BN) // 32)).to(tl.float32))
-    return x, tl.load(C_END + (tl.minimum(begin + BN, end) + BN) // 32)
+    x = column_decay(c_lo, sum_before(C_END, begin + BN), POWER)
+    return x, sum_before(C_END, tl.minimum(begin + BN, end) + BN)
 
 
 @triton.jit

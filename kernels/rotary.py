@@ -20,7 +20,8 @@ from torch import Tensor
 from . import NAMESPACE
 from .common import device_guard
 
-TOKENS, WARPS = 8, 1  # of a program: 16 entries a thread at head dimension 64
+TOKENS, WARPS = 4, 1  # of a program: 8 entries a thread at head dimension 64
+STAGES = tl.constexpr(3)  # heads of which one is turned while the next two are on their way
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def _turn_heads(
     at = tl.cast(b, tl.int64) * in_strides[0] + tl.cast(token, tl.int64) * in_strides[1]
     x_at = tl.cast(b, tl.int64) * x_strides[0] + tl.cast(token, tl.int64) * x_strides[1]
     to = (tl.cast(b, tl.int64) * T + token) * row
-    for h in range(H):
+    for h in tl.range(0, H, num_stages=STAGES):
         # strides of features are 1
         x = tl.load(IN + (at + h * in_strides[2])[:, None] + d[None, :], mask, 0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(x, (x.shape[0], W // 2, 2)))
@@ -68,7 +69,7 @@ def _copy_heads(IN, OUT, strides, row, b, token, T, H, D: tl.constexpr, W: tl.co
     mask = (token < T)[:, None] & (d < D)[None, :]
     at = tl.cast(b, tl.int64) * strides[0] + tl.cast(token, tl.int64) * strides[1]
     to = (tl.cast(b, tl.int64) * T + token) * row
-    for h in range(H):
+    for h in tl.range(0, H, num_stages=STAGES):
         x = tl.load(IN + (at + h * strides[2])[:, None] + d[None, :], mask, 0.0)
         tl.store(OUT + (to + h * D)[:, None] + d[None, :], x.to(OUT.dtype.element_ty), mask)
 

@@ -15,8 +15,8 @@ from helpers import ROOT
 def uses_of_none(source):
     """Return "function: line" for each None in a @triton.jit function of `source` that not every Triton takes.
 
-    None may be a default, an index, and what something is compared with. A name that is compared with None may not be
-    what a function returns, nor a part of that.
+    None may be a default, an index, what something is compared with, and an option of tl.range. A name that is compared
+    with None may not be what a function returns, nor a part of that.
     """
     found = []
     for function in ast.walk(ast.parse(source)):
@@ -30,6 +30,9 @@ def uses_of_none(source):
                     maybe_none.add(ast.unparse(node.left))
             elif isinstance(node, ast.Subscript):
                 allowed += node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.range":
+                options = [option.value for option in node.keywords]
+                allowed += [x.orelse for x in options if isinstance(x, ast.IfExp)]
             elif isinstance(node, ast.Return) and node.value:
                 returned += node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
         for node in ast.walk(function):
@@ -50,6 +53,8 @@ def test_every_triton_compiles_what_the_kernels_do_with_none(path):
         ("return x if G is None else x + tl.load(G)", 0),
         ("return x[:, None] + x[None]", 0),
         ("return", 0),
+        ("for i in tl.range(0, x, num_stages=1 if C else None):\n        x += i", 0),
+        ("for i in f(0, x, num_stages=1 if C else None):\n        x += i", 1),
         ("return x, None", 1),
         ("return (x, None if C else x)", 1),
         ("y = None\n    return f((x, y))", 1),
