@@ -82,6 +82,10 @@ def quadratic_attention(q, k, v, log_g, *, p):
     return operators().quadratic_attention(q, k, v, log_g, p=p)
 
 
+def rotated_attention(qkv, cos, sin, log_g, *, H, p):
+    return fused().rotated_attention(qkv, cos, sin, log_g, H=H, p=p)
+
+
 def adaptive_attention(q, k, v, powers, log_g):
     return adaptive().adaptive_attention(q, k, v, powers, log_g)
 

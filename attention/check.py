@@ -21,7 +21,9 @@ from . import backend, heinsen_naive, naive
 class Size(NamedTuple):
     """What is compared: a form of the kernels, and the sizes of its inputs."""
 
-    form: str  # "quadratic", "sums" (of it, not divided), "adaptive", "chunked" or "states" (that, in two calls)
+    # "quadratic", "rotated" (that, of heads that it rotates), "sums" (of it, not divided), "adaptive", "chunked" or
+    # "states" (that, in two calls)
+    form: str
     dtype: torch.dtype
     D: int  # head dimension
     p: int  # 0: adaptive
@@ -42,6 +44,7 @@ SIZES = [
     Size("quadratic", torch.float32, 64, 4, True), Size("quadratic", torch.float32, 32, 2, False),
     Size("sums", torch.bfloat16, 64, 4, True), Size("sums", torch.float16, 48, 2, False, E=64, n=450),
     Size("sums", torch.float32, 64, 6, True),
+    Size("rotated", torch.bfloat16, 64, 2, True), Size("rotated", torch.float16, 32, 4, False),
     Size("chunked", torch.bfloat16, 64, 2, True), Size("states", torch.bfloat16, 48, 2, True, E=64),
     Size("chunked", torch.bfloat16, 128, 2, True), Size("states", torch.bfloat16, 32, 2, False),
     Size("chunked", torch.bfloat16, 16, 2, True), Size("states", torch.bfloat16, 24, 4, True, E=20),
@@ -51,7 +54,7 @@ SIZES = [
     Size("adaptive", torch.float32, 32, 0, True, n=300),
 ]  # fmt: skip
 # of each form; a miscompiled loop over a state may go wrong only in long calls
-LENGTH = {"quadratic": 1000, "sums": 1000, "adaptive": 1000, "chunked": 6000, "states": 6000}
+LENGTH = {"quadratic": 1000, "rotated": 1000, "sums": 1000, "adaptive": 1000, "chunked": 6000, "states": 6000}
 TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # y, gradients
 
 
@@ -94,6 +97,13 @@ def errors(size, T=None, device="cuda"):
         strong = form not in ("chunked", "states") or p != 4  # bfloat16 is less exact there: docs/kernels.md
         log_g = torch.nn.functional.logsigmoid((3 if strong else 1) * make(1, T, 1) + 4)
         inputs.append(log_g)
+    if form == "rotated":
+        angle = make(T, D // 2)
+        inputs, names = [qkv, *inputs[3:]], ["y", "dqkv", "dlog_g"]
+        kernels = lambda qkv, log_g=None, *, p: backend.rotated_attention(
+            qkv, angle.cos(), angle.sin(), log_g, H=2, p=p
+        )
+        oracle = lambda qkv, *x, p: naive.quadratic(*_rotate_exactly(qkv, angle.double(), 2, 1), *x, p=p)
     if n < T and form != "adaptive":  # the specification wants a query for every token
         oracle = lambda q, *x, p: naive.quadratic(torch.nn.functional.pad(q, (0, 0, 0, 0, T - n, 0)), *x, p=p)[:, -n:]
     dy = make(1, n, 2, E).to(dtype)
@@ -207,7 +217,7 @@ def check_fused(sizes=FUSED_SIZES):
 
 def check_all():
     """Yield what `check` does for every kernel and size that this machine's GPU supports."""
-    form = lambda size: "chunked" if size.form == "states" else size.form
+    form = lambda size: {"states": "chunked", "rotated": "quadratic"}.get(size.form, size.form)
     reason = lambda size: backend.unsupported_reason(form(size), size.dtype, size.D, size.E or size.D, size.p)
     yield from check([size for size in SIZES if not reason(size)])
     log = backend.heinsen_unsupported_reason
@@ -221,7 +231,8 @@ def fused_errors(name, dtype, T=1500, device="cuda"):
     make = lambda *shape: torch.randn(*shape, device=device, generator=generator)
     dy = make(2, T, 5, 64).to(dtype)
     if name == "rotary":  # with angles of each sequence, as a learned speed makes them
-        names, fused, exact = ("y", "dqkv", "dangle"), _rotate, _rotate_exactly
+        names, fused = ("y", "dqkv", "dangle"), _rotate
+        exact = lambda qkv, angle: torch.cat(_rotate_exactly(qkv, angle, 3, 1), 2)
         inputs = dy.roll(1, 1), make(2, T, 32)
     else:
         targets = torch.randint(2500, (T,), device=device, generator=generator)
@@ -237,10 +248,11 @@ def _rotate(qkv, angle):
     return torch.cat(backend.rotate_heads(qkv, 3, 1, angle.detach().cos(), angle.detach().sin(), angle), 2)
 
 
-def _rotate_exactly(qkv, angle):
-    factors = torch.polar(torch.ones_like(angle), angle).unsqueeze(2)
-    qk = torch.view_as_complex(qkv[:, :, :4].unflatten(-1, (-1, 2)))
-    return torch.cat((torch.view_as_real(qk * factors).flatten(-2), qkv[:, :, 4:]), 2)
+def _rotate_exactly(qkv, angle, H, Hkv):
+    factors = torch.polar(torch.ones_like(angle), angle).unsqueeze(-2)
+    qk = torch.view_as_complex(qkv[:, :, : H + Hkv].unflatten(-1, (-1, 2)))
+    q, k = torch.view_as_real(qk * factors).flatten(-2).split((H, Hkv), dim=2)
+    return q, k, qkv[:, :, H + Hkv :]
 
 
 class _Losses(torch.autograd.Function):

@@ -33,13 +33,14 @@ class Plan(NamedTuple):
 
 def plan(
     T, D, E, p, *, dtype, device, gated, form="auto", chunk_size=None, initial_state=False, return_state=False,
-    queries=None, sums=False,
+    queries=None, sums=False, rotated=False,
 ):  # fmt: skip
     """Return the Plan for T tokens, head dimension D, values of width E and power p.
 
     dtype and device are those of q, k and v ("cuda" is the current GPU); gated is True if there is a log_g; form and
     chunk_size are what the caller asks for ("auto" and None: the cheapest); initial_state and return_state are True if
-    a state is given and asked for; queries: how many there are, by default T; sums: True for `power_attention_sums`.
+    a state is given and asked for; queries: how many there are, by default T; sums: True for `power_attention_sums`;
+    rotated: True if the quadratic form would be `backend.rotated_attention`.
     """
     D, E = index(D), index(E)  # symbols under torch.compile(dynamic=True), which kernel_reason cannot take
     of_pairs = dtype_after_state(dtype) if initial_state else dtype
@@ -50,7 +51,7 @@ def plan(
     sizes = T, D, E, p, of_pairs, gated, form, chunk_size, initial_state or return_state
     chosen = _choose(*sizes, not_quadratic, not_chunked)
     # what is compared with float64; fewer queries than tokens are those after the state of the others
-    quadratic = "sums" if sums or initial_state else "quadratic"
+    quadratic = "sums" if sums or initial_state else "rotated" if rotated else "quadratic"
     chunked = "states" if initial_state or return_state or queries is not None else "chunked"
     while chosen.on_kernels:
         what = (chunked, dtype) if chosen.form == "chunked" else (quadratic, of_pairs)

@@ -9,9 +9,9 @@ The state             every key and value, like softmax; sympow computes the sam
 from .context import plan_pieces, power_attention_in_context
 from .embedding import symmetric_power_dim
 from .gates import reset_gates
-from .power import power_attention
+from .power import power_attention, rotated_power_attention
 from .state import attend_and_append
-from .variant import KVCacheVariant
+from .variant import KVCacheVariant, decoding_kernels
 
 
 def even_power_attention(q, k, v, *, p, log_g=None):
@@ -29,15 +29,23 @@ class EvenPower(KVCacheVariant):
     splits_context = True
     form, chunk_size = "quadratic", None
 
+    def __init__(self, config):
+        super().__init__(config)
+        # whether it may rotate in attention's operator: as generation's kernels, not where a subclass does other things
+        self.rotates_within = config.positions == "rotary" and decoding_kernels(self) == "power"
+
     def forward(self, x, qkv, resets=None, state=None):
-        positions = self.positions(x, state)
+        positions, how = self.positions(x, state), dict(p=self.p, form=self.form, chunk_size=self.chunk_size)
+        log_g = reset_gates(resets, self.log_gates(x), self.split(qkv)[1])
+        if state is None and self.context is None and self.rotates_within:
+            y = rotated_power_attention(qkv, self.config.n_head, positions, self.rope_base, log_g, **how)
+            if y is not None:
+                return y, None
         q, k, v = self.rotate(qkv, positions)
-        log_g = reset_gates(resets, self.log_gates(x), k)
         if state is not None:
             return attend_and_append(q, k, v, log_g, positions, state, p=self.p)
         if self.context is None:
             return self.attend(q, k, v, log_g), None
-        how = dict(p=self.p, form=self.form, chunk_size=self.chunk_size)
         return power_attention_in_context(q, k, v, log_g, self.context, **how), None
 
     def attend(self, q, k, v, log_g):
@@ -49,7 +57,7 @@ class EvenPower(KVCacheVariant):
         D, p = self.config.head_dim, self.p
         return plan_pieces(
             block_size, ranks, D, D, p, dtype=dtype, device=device, gated=self.config.gated, form=self.form,
-            chunk_size=self.chunk_size,
+            chunk_size=self.chunk_size, rotated=self.rotates_within and ranks == 1,
         )  # fmt: skip
 
     def attention_flops(self, block_size, dtype, device):

@@ -33,10 +33,12 @@ from .arguments import (
     check_state,
     check_tensors,
 )
-from .dispatch import kernel_chunk_size, plan
+from .backend import transforms_active
+from .dispatch import kernel_chunk_size, plan, uses_fused
 from .embedding import symmetric_power_dim
 from .forms import PowerState, accumulation_dtype
 from .memory import check_chunks_fit, check_state_fits
+from .rotary import rotation_table
 from .sequences import make_slots, read_lengths, reset_gates, sequence_lengths, typical_length
 
 
@@ -83,6 +85,24 @@ def power_attention(
     if has_state or return_state or (chosen.form != "quadratic" and not chosen.on_kernels):
         check_state_fits(B * Hkv, D, E, p, accumulation_dtype(q), q.device)
     return _attend(q, k, v, log_g, chosen, p=p, initial_state=initial_state, return_state=return_state)
+
+
+def rotated_power_attention(qkv, H, positions, base, log_g=None, *, p, form="auto", chunk_size=None):
+    """Return `power_attention` of what `rotary.rotate_heads` returns, where both are one operator, else None: in the
+    quadratic form on the kernels, for positions that are not learned.
+
+    qkv [B, T, H + 2 Hkv, D]: the heads of q, k and v; positions [T] or [B, T] float64; base: N of the rotation.
+    """
+    (B, T, _, D), dtype = qkv.shape, qkv.dtype
+    one_pass = not (transforms_active() or positions.requires_grad) and uses_fused("rotary", qkv)
+    if not one_pass or B == 0 or backend.width("quadratic", dtype, D) != D:
+        return None
+    asked = dict(dtype=dtype, device=qkv.device, gated=log_g is not None, form=form, chunk_size=chunk_size)
+    chosen = plan(T, D, D, p, **asked, rotated=True)
+    if not chosen.on_kernels or chosen.form != "quadratic":
+        return None
+    table = rotation_table(positions, D, base)
+    return backend.rotated_attention(qkv, *table, None if log_g is None else log_g.float(), H=H, p=p)
 
 
 def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False):

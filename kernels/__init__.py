@@ -14,7 +14,7 @@ decode         one token of generation: q, k, v, power attention, and flushing t
 decode_softmax, decode_heinsen
                one token of generation: the other attentions
 fused          training: steps of the model outside of attention, each in one pass over memory:
-                   rotary, cross_entropy
+                   rotary, cross_entropy, and rotated: rotations and the quadratic form as one operator
 linear         one token of generation: LayerNorm and linear layers
 sampling       one token of generation: the next token from its logits
 layout         which features a state has, and in what order the kernels store them

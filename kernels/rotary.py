@@ -34,6 +34,21 @@ def _load_factors(COS, SIN, table_stride, b, token, T, D: tl.constexpr, W: tl.co
 
 
 @triton.jit
+def turned_back(x, TURN, b, start, T):
+    """Return x [N, D] float32, gradients to rotated rows start, start + 1, ... of sequence b, as gradients to what was
+    rotated. TURN: (COS, SIN, table_stride) as `rotate_kernel` has them, or None if nothing was."""
+    if TURN is None:
+        return x
+    else:
+        N: tl.constexpr = x.shape[0]
+        D: tl.constexpr = x.shape[1]
+        COS, SIN, table_stride = TURN
+        cos, sin = _load_factors(COS, SIN, table_stride, b, start + tl.arange(0, N), T, D, D)
+        first, second = tl.split(tl.reshape(x, (N, D // 2, 2)))
+        return tl.reshape(tl.join(cos * first + sin * second, cos * second - sin * first), (N, D))
+
+
+@triton.jit
 def _turn_heads(
     IN, OUT, X, cos, sin, dangle, in_strides, x_strides, row, b, token, T, H, D: tl.constexpr, W: tl.constexpr,
     ANGLES: tl.constexpr,
@@ -124,7 +139,7 @@ def rotate(qkv: Tensor, H: int, Hkv: int, cos: Tensor, sin: Tensor) -> tuple[Ten
     q, k = qkv.new_empty(B, T, H, D), qkv.new_empty(B, T, Hkv, D)
     with device_guard(qkv.device):
         rotate_kernel[(B * triton.cdiv(T, TOKENS),)](
-            qkv, cos, sin, q, k, qkv.stride()[:3], _table_stride(cos), T, H, Hkv, D=D, W=triton.next_power_of_2(D),
+            qkv, cos, sin, q, k, qkv.stride()[:3], table_stride(cos), T, H, Hkv, D=D, W=triton.next_power_of_2(D),
             BT=TOKENS, num_warps=WARPS,
         )  # fmt: skip
     return q, k
@@ -148,7 +163,7 @@ def rotate_backward(
     x = _with_unit_stride(qkv) if angles else dqkv  # of which nothing is read
     with device_guard(dq.device):
         rotate_backward_kernel[(B * triton.cdiv(T, TOKENS),)](
-            dq, dk, dv, x, cos, sin, dqkv, dangle, *(t.stride()[:3] for t in (dq, dk, dv, x)), _table_stride(cos), T, H,
+            dq, dk, dv, x, cos, sin, dqkv, dangle, *(t.stride()[:3] for t in (dq, dk, dv, x)), table_stride(cos), T, H,
             Hkv, D=D, W=triton.next_power_of_2(D), BT=TOKENS, ANGLES=angles, num_warps=WARPS,
         )  # fmt: skip
     return dqkv, dangle
@@ -164,7 +179,8 @@ def _with_unit_stride(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _table_stride(cos):
+def table_stride(cos):
+    """Return how many entries later the table of the next sequence begins."""
     return cos.stride(0) if cos.dim() == 3 else 0
 
 

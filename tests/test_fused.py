@@ -9,8 +9,9 @@ from torch.nn import functional as F
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 import loss  # noqa: E402
-from attention import check, dispatch  # noqa: E402
+from attention import ATTENTIONS, check, dispatch  # noqa: E402
 from attention.rotary import rotary, rotate_heads  # noqa: E402
+from kernels import fused, operators, rotated  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
 NAMES = [name for name, _ in check.FUSED_SIZES[::2]]
@@ -207,6 +208,105 @@ def test_a_model_learns_the_same_with_all_of_them(autocast, on):
         used = on(name)
         assert_close(gradients(model, model, ids, autocast), wanted, 0.05 if autocast else 1e-4)
         assert used == {name}
+
+
+@pytest.fixture
+def kernels(on, monkeypatch):
+    """Switch attention's kernels and rotary on, for tensors on the CPU too; return the shapes of qkv that the one
+    operator was called with."""
+    reason, rotate, calls = dispatch.kernel_reason, rotated.rotate, []
+    asked = lambda form, device, *sizes: reason(form, "cuda", *sizes)
+    asked._dynamo_marked_constant = True
+    monkeypatch.setattr(dispatch, "kernel_reason", asked)
+    monkeypatch.setattr(dispatch, "failure", lambda *size: "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    monkeypatch.setattr(rotated, "rotate", lambda qkv, *sizes: calls.append(qkv.shape) or rotate(qkv, *sizes))
+    on("rotary")
+    return calls
+
+
+def power_model(attention, **settings):
+    return GPT(GPTConfig(**SHAPE | dict(n_layer=1, head_dim=16, attention=attention) | settings))
+
+
+@pytest.mark.parametrize("attention,p", [("even_power", 4), ("sympow", 2), ("sympow_gating", 2)])
+def test_rotations_and_the_quadratic_form_are_one_operator(attention, p, kernels, on):
+    model = power_model(attention, p=p, reset_token=7)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    ids = torch.randint(0, 75, (2, 140))
+    found = gradients(model, model, ids, False)
+    assert kernels == [(2, 140, 8, 16)]
+    with torch.no_grad():
+        assert torch.allclose(model(ids, ids.roll(-1, 1))[1], found[0], rtol=1e-5)
+    assert len(kernels) == 2
+    on()  # no rotations, and so two operators
+    assert_close(found, gradients(model, model, ids, False), 1e-4)
+    assert len(kernels) == 2
+
+
+@pytest.mark.parametrize(
+    "attention,settings",
+    [("sympow_gating", dict(positions="learned", n_positions=9)), ("sympow_gating", dict(head_dim=12)),
+     ("sympow_gating", dict(form="chunked", chunk_size=128)), ("conformal_sympow", {}), ("softmax", {})],
+)  # fmt: skip
+def test_what_it_does_not_take_are_two(attention, settings, kernels):
+    model, ids = power_model(attention, **settings), torch.randint(0, 75, (1, 9))
+    gradients(model, model, ids, False)
+    with torch.no_grad():
+        model(ids)
+    assert not kernels
+
+
+def test_an_attention_of_ones_own_is_not_passed_by(kernels, monkeypatch):
+    class Halved(ATTENTIONS["sympow"]):
+        def attend(self, q, k, v, log_g):
+            return super().attend(q, k, v, log_g) / 2
+
+    monkeypatch.setitem(ATTENTIONS, "halved", Halved)
+    model, ids = power_model("halved", p=2), torch.randint(0, 75, (1, 9))
+    model(ids)
+    assert not kernels
+
+
+@pytest.mark.parametrize("dtype,tables", [(torch.float32, 2), (torch.float16, 1)])
+def test_gradients_are_turned_back_where_they_are_computed(dtype, tables):
+    """As by the two operators, but for one rounding: strided heads, a table for each sequence or one for all."""
+    B, T, H, Hkv, D = 2, 150, 4, 2, 16
+    qkv = torch.randn(B, T, D + 8, H + 2 * Hkv).transpose(2, 3)[..., :D].to(dtype).requires_grad_()
+    log_g = F.logsigmoid(torch.randn(B, T, Hkv) + 4).requires_grad_()
+    angle, dy = torch.randn(B, T, D // 2)[:tables].squeeze(0), torch.randn(B, T, H, D).to(dtype)
+    table = angle.cos(), angle.sin()
+    one = fused.rotated_attention(qkv, *table, log_g, H=H, p=4)
+    two = operators.quadratic_attention(*fused.RotateHeads.apply(qkv, H, Hkv, *table, None), log_g, p=4)
+    found, wanted = ([y, *torch.autograd.grad(y, (qkv, log_g), dy)] for y in (one, two))
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[2], wanted[2]) and found[1].is_contiguous()
+    assert_close([found[1].float()], [wanted[1].float()], 1e-3 if dtype == torch.float16 else 0)
+    assert torch.equal(found[1][:, :, H + Hkv :], wanted[1][:, :, H + Hkv :])
+    (only,) = torch.autograd.grad(fused.rotated_attention(qkv, *table, log_g.detach(), H=H, p=4), qkv, dy)
+    assert torch.equal(only, found[1])
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        (dqkv,) = torch.autograd.grad(fused.rotated_attention(qkv, *table, H=H, p=4), qkv, dy, create_graph=True)
+        dqkv.sum().backward()
+
+
+@pytest.mark.slow
+def test_it_is_an_operator_as_torch_wants_them():
+    qkv, log_g = torch.randn(1, 130, 8, 16, requires_grad=True), torch.zeros(1, 130, 2, requires_grad=True)
+    angle = torch.randn(130, 8)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(rotated._rotated, (qkv, angle.cos(), angle.sin(), log_g, 4, 2), test_utils=tests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_compiled_model_has_it_in_one_graph(checkpointing, kernels):
+    torch._dynamo.reset()
+    model = power_model("sympow_gating", p=2, activation_checkpointing=checkpointing)
+    ids = torch.randint(0, 75, (2, 33))
+    compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
+    assert_close(gradients(compiled, model, ids, False), gradients(model, model, ids, False), 1e-3)
+    assert len(kernels) >= 2
 
 
 @pytest.mark.slow
