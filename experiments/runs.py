@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -220,11 +221,13 @@ def train_missing(jobs, known, args, save):
     chosen = {job["id"]: job for job in chosen if job["id"] not in known and not absent(job["needs"])}
     queue = list(chosen.values()) if args.minutes else []
     free, running = devices(args.gpus) if queue else [], {}
+    beside = Counter(free)  # runs that share a GPU
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without the workers
     try:
         while queue or running:
             while queue and free and until - time.monotonic() > min(NO_TIME, 30 * args.minutes):
                 job, device = queue.pop(0), free.pop(0)
+                job["beside"] = beside[device]
                 running[start(job, device)] = job, device, time.monotonic()
             if not running:
                 break

@@ -61,6 +61,7 @@ def main(folder):
         print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
     machine = environment()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
+    gpu += f", shared by {job['beside']} runs" if job["beside"] > 1 else ""
     versions = {name: machine["versions"][name] for name in ("torch", "triton")}
     record["machine"] = dict(device=gpu, commit=machine["commit"][:10], **versions)
     write_json(os.path.join(folder, f"{job['id']}.json"), record)

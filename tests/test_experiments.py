@@ -320,6 +320,7 @@ def experiment(dataset, tmp_path, monkeypatch):
 
     def start(job, device):
         started.append((job["name"], device))
+        main.beside.append(job["beside"])
         os.makedirs(job["folder"], exist_ok=True)
         if job["name"] in fails:
             with open(os.path.join(job["folder"], "log"), "w") as f:
@@ -334,6 +335,7 @@ def experiment(dataset, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", [name, "--size=test", "--to=here", *argv])
         return runs.main(name, plan or globals()["plan"], report)
 
+    main.beside = []  # how many runs shared the device of each that was started
     monkeypatch.setattr(runs, "start", start)
     return main, started, fails
 
@@ -346,6 +348,7 @@ def test_what_is_there_is_not_trained_again_and_what_failed_is_a_row(experiment,
     assert "| softmax | 1.0000 | text" in table and "| sympow | not run |" in table
     fails.clear()
     assert main(f"--dataset={dataset}", "--gpus=cpu,cpu") == 0 and [name for name, _ in started[2:]] == ["sympow"]
+    assert main.beside == [1, 1, 2]
     assert main(f"--dataset={dataset}") == 0 and len(started) == 3
     assert main(f"--dataset={dataset}", "--seeds=1337,1") == 0 and len(started) == 5  # the second seed of both
     assert main(f"--dataset={dataset}", "--learning_rates=1e-3", "--minutes=0") == 3 and len(started) == 5
@@ -431,7 +434,7 @@ def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    argv = ["x", "--size=test", f"--dataset={dataset}", "--only=gating", "--to=here"]
+    argv = ["x", "--size=test", f"--dataset={dataset}", "--only=gating", "--to=here", "--gpus=cpu,cpu"]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(evaluation_length, "LONGEST", 1 << 16)
     assert runs.main("evaluation_length", evaluation_length.plan, evaluation_length.report) == 3
@@ -439,6 +442,7 @@ def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch)
         (found,) = json.load(f)["runs"].values()
     far = found["measures"]["far"]
     assert far["length"] == 1024 and far["joined"] and len(far["mean"]) == len(far["errors"]) > 20
+    assert found["machine"]["device"].endswith("cores, shared by 2 runs")
     assert found["corpus"]["tokens"]["val"] > 0 and found["val"][-1][1] < 6 and found["parameters"] > 1000
     assert os.path.getsize("here/evaluation_length.png") > 1000
     assert "| softmax | not run |" in open("here/evaluation_length.md").read()
