@@ -40,7 +40,7 @@ def plan(
     dtype and device are those of q, k and v ("cuda" is the current GPU); gated is True if there is a log_g; form and
     chunk_size are what the caller asks for ("auto" and None: the cheapest); initial_state and return_state are True if
     a state is given and asked for; queries: how many there are, by default T; sums: True for `power_attention_sums`;
-    rotated: True if the quadratic form would be `backend.rotated_attention`.
+    rotated: True if the quadratic form would be `backend.rotated_attention`, should that not be wrong.
     """
     D, E = index(D), index(E)  # symbols under torch.compile(dynamic=True), which kernel_reason cannot take
     of_pairs = dtype_after_state(dtype) if initial_state else dtype
@@ -51,11 +51,13 @@ def plan(
     sizes = T, D, E, p, of_pairs, gated, form, chunk_size, initial_state or return_state
     chosen = _choose(*sizes, not_quadratic, not_chunked)
     # what is compared with float64; fewer queries than tokens are those after the state of the others
-    quadratic = "sums" if sums or initial_state else "rotated" if rotated else "quadratic"
+    quadratic = "sums" if sums or initial_state else "quadratic"
     chunked = "states" if initial_state or return_state or queries is not None else "chunked"
     while chosen.on_kernels:
-        what = (chunked, dtype) if chosen.form == "chunked" else (quadratic, of_pairs)
-        wrong = failed_check(*what, width(chosen.form, what[1], D, E), p, gated, device)
+        what, of = (chunked, dtype) if chosen.form == "chunked" else (quadratic, of_pairs)
+        size = of, width(chosen.form, of, D, E), p, gated, device
+        wrong = not (rotated and what == "quadratic") or failed_check("rotated", *size)
+        wrong = wrong and failed_check(what, *size)
         if not wrong:
             break
         not_quadratic, not_chunked = wrong if chosen.form == "quadratic" else not_quadratic, wrong
@@ -160,6 +162,11 @@ FUSED = ("rotary", "cross_entropy")
 def uses_fused(name, x):
     """Return True if the fused kernel `name` computes the tensor x."""
     return name in FUSED and not fused_kernel_reason(name, x.device, x.dtype)
+
+
+def rotates_within(dtype, device, D):
+    """Return True if `backend.rotated_attention` may be used for head dimension D, its check aside."""
+    return "rotary" in FUSED and width("quadratic", dtype, D) == D and not fused_kernel_reason("rotary", device, dtype)
 
 
 def fused_kernel_reason(name, device, dtype):

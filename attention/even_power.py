@@ -7,6 +7,7 @@ The state             every key and value, like softmax; sympow computes the sam
 """
 
 from .context import plan_pieces, power_attention_in_context
+from .dispatch import rotates_within
 from .embedding import symmetric_power_dim
 from .gates import reset_gates
 from .power import power_attention, rotated_power_attention
@@ -28,10 +29,11 @@ class EvenPower(KVCacheVariant):
     decodes_on_kernels = "power"
     splits_context = True
     form, chunk_size = "quadratic", None
+    rotates_within = False  # whether it may rotate in attention's operator, without `rotate` and `attend`
 
     def __init__(self, config):
         super().__init__(config)
-        # whether it may rotate in attention's operator: as generation's kernels, not where a subclass does other things
+        # as generation's kernels, not where a subclass does other things
         self.rotates_within = config.positions == "rotary" and decoding_kernels(self) == "power"
 
     def forward(self, x, qkv, resets=None, state=None):
@@ -50,14 +52,16 @@ class EvenPower(KVCacheVariant):
 
     def attend(self, q, k, v, log_g):
         """Return y [B, T, H, D] in training, from rotated q and k. Generation computes the same function with a state,
-        in `attend_and_append`: a subclass that changes one must change the other in `forward`."""
+        in `attend_and_append`: a subclass that changes one must change the other in `forward`. Where an instance's is
+        replaced, its `rotates_within` must be set to False."""
         return even_power_attention(q, k, v, p=self.p, log_g=log_g)
 
     def training_plan(self, block_size, dtype, device, ranks=1):
         D, p = self.config.head_dim, self.p
+        rotated = self.rotates_within and ranks == 1 and rotates_within(dtype, device, D)
         return plan_pieces(
             block_size, ranks, D, D, p, dtype=dtype, device=device, gated=self.config.gated, form=self.form,
-            chunk_size=self.chunk_size, rotated=self.rotates_within and ranks == 1,
+            chunk_size=self.chunk_size, rotated=rotated,
         )  # fmt: skip
 
     def attention_flops(self, block_size, dtype, device):

@@ -1,5 +1,6 @@
 """The fused kernels in the interpreter: against float64, and a model with all of them against one without."""
 
+import types
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 import loss  # noqa: E402
-from attention import ATTENTIONS, check, dispatch  # noqa: E402
+from attention import ATTENTIONS, check, dispatch, even_power  # noqa: E402
 from attention.rotary import rotary, rotate_heads  # noqa: E402
 from kernels import fused, operators, rotated  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
@@ -267,6 +268,59 @@ def test_an_attention_of_ones_own_is_not_passed_by(kernels, monkeypatch):
     model, ids = power_model("halved", p=2), torch.randint(0, 75, (1, 9))
     model(ids)
     assert not kernels
+
+
+def test_where_it_is_wrong_there_are_two_operators(kernels, monkeypatch):
+    asked, model, ids = [], power_model("sympow_gating"), torch.randint(0, 75, (1, 9))
+    wrong = lambda form, *size: asked.append((form, *size[:4])) or "wrong" * (form == "rotated")
+    monkeypatch.setattr(dispatch, "failure", wrong)
+    monkeypatch.setattr(dispatch, "_warned", set())
+    plan = model.transformer.h[0].attn.mix.training_plan
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        gradients(model, model, ids, False)
+        assert plan(9, torch.float32, "cpu").on_kernels
+    assert not kernels and {form for form, *_ in asked} == {"rotated", "quadratic"}
+    assert [str(w.message) for w in told if "kernels" in str(w.message)] == [
+        "power attention runs without its rotated kernels, which fail on this machine: wrong"
+    ]
+    monkeypatch.setattr(check, "_found", {(0, "rotated, a size"): "wrong"})
+    monkeypatch.setattr(dispatch, "failure", lambda *size: "")
+    assert check.kernel_failure(model, 9, torch.float32) == ""
+
+
+@pytest.mark.parametrize("settings", [dict(head_dim=12), dict(p=10), {}])
+def test_what_is_compared_is_what_will_run(settings, kernels, on, monkeypatch):
+    asked, ids = [], torch.randint(0, 75, (1, 9))
+    monkeypatch.setattr(dispatch, "failure", lambda form, *size: asked.append((form, *size)) or "")
+    model, found = power_model("sympow", **settings), []
+    for names in (("rotary",), ()):
+        on(*names)
+        for run in (lambda: model.transformer.h[0].attn.mix.training_plan(9, torch.float32, "cpu"), lambda: model(ids)):
+            asked.clear()
+            run()
+            found.append({form for form, *_ in asked})
+    one = {"rotated"} if not settings else {"quadratic"} if "head_dim" in settings else set()
+    assert found == [one, one, *[one and {"quadratic"}] * 2] and bool(kernels) == (not settings)
+
+
+def test_generation_contexts_and_transforms_have_their_own_ways(kernels, monkeypatch):
+    mix, x, qkv = power_model("sympow_gating").transformer.h[0].attn.mix, torch.randn(1, 9, 2), torch.randn(1, 9, 8, 16)
+    with torch.no_grad():
+        whole, _ = mix(x, qkv)
+        assert len(kernels) == 1
+        stepped, state = mix(x, qkv, state=mix.empty_state(1, "cpu"))
+        assert state is not None and torch.allclose(stepped, whole, atol=1e-5)
+        mapped = torch.func.vmap(lambda qkv: mix(x, qkv)[0])(qkv.expand(2, 1, 9, 8, 16))
+        assert torch.allclose(mapped, whole.expand(2, 1, 9, 4, 16), atol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert mix(x, qkv)[0].dtype == torch.bfloat16
+        with pytest.raises(ValueError, match="must be positive"):
+            mix(x[:, :0], qkv[:, :0])
+        monkeypatch.setattr(even_power, "power_attention_in_context", lambda *x, **how: "of a context")
+        mix.context = types.SimpleNamespace(positions=lambda x, speed: torch.arange(9.0).double())
+        assert mix(x, qkv)[0] == "of a context"
+    assert len(kernels) == 1
 
 
 @pytest.mark.parametrize("dtype,tables", [(torch.float32, 2), (torch.float16, 1)])
