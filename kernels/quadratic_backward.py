@@ -180,7 +180,7 @@ def _dq_diagonal(
 
 
 @triton.jit
-def _store_gradient(OUT, x, TURN, b, start, h, n, heads):
+def _store_gradient(OUT, x, b, start, h, n, heads, TURN=None):
     """Write x [N, D] float32, turned back if TURN says so, as rows start, start + 1, ... of head h of sequence b in OUT
     [B, n, heads, D]."""
     out = row_offsets(b, start, h, n, heads, x.shape[0], x.shape[1])
@@ -259,7 +259,7 @@ def _dq_rows(
         over_l = tl.where(row > first_row, over_l, 0.0)
     acc *= ((1 if P == 0 else P) * factor * over_l)[:, None]
     if DQ is not None:
-        _store_gradient(DQ, acc, TURN, b, first, h, n, H if TURN is None else H + 2 * HKV)
+        _store_gradient(DQ, acc, b, first, h, n, H if TURN is None else H + 2 * HKV, TURN)
     if ROWS:
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
     elif P == 0 and ROW is not None:
@@ -557,8 +557,8 @@ def dkdv_kernel(
     if P > 0:
         dk *= P
     heads = HKV if TURN is None else H + 2 * HKV
-    _store_gradient(DK, dk, TURN, b, lo, hkv, T, heads)
-    _store_gradient(DV, dv, None, b, lo, hkv, T, heads)
+    _store_gradient(DK, dk, b, lo, hkv, T, heads, TURN)
+    _store_gradient(DV, dv, b, lo, hkv, T, heads)
     if ROWS:
         row = tl.zeros([BN], tl.float32) - col
         for i in range(group):
