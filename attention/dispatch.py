@@ -56,7 +56,7 @@ def plan(
     while chosen.on_kernels:
         what, of = (chunked, dtype) if chosen.form == "chunked" else (quadratic, of_pairs)
         size = of, width(chosen.form, of, D, E), p, gated, device
-        wrong = not (rotated and what == "quadratic") or failed_check("rotated", *size)
+        wrong = failed_check("rotated", *size) if rotated and what == "quadratic" else "not asked"
         wrong = wrong and failed_check(what, *size)
         if not wrong:
             break

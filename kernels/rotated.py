@@ -2,7 +2,7 @@
 
     y = rotated_attention(qkv, cos, sin, log_g, H=12, p=2)      # quadratic_attention of what rotary.rotate returns
 
-Two operators would write dq, dk and dv, read them, turn them back and write them again, side by side: 12 bytes an entry
+Two operators would write dq, dk and dv, read them, turn them back and write them again, side by side: 6 bytes an entry
 of q, k and v in bfloat16 where this one writes 2, and rounds once. It can be differentiated once, in qkv and log_g.
 """
 
