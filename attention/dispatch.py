@@ -29,6 +29,7 @@ class Plan(NamedTuple):
     chunk_size: int | None  # tokens a chunk; 1 in the recurrent form, None in the quadratic one
     on_kernels: bool  # on the Triton kernels, else in PyTorch
     reason: str  # why it is not on the kernels; "" if it is
+    rotated: bool = False  # by `backend.rotated_attention`
 
 
 def plan(
@@ -40,7 +41,7 @@ def plan(
     dtype and device are those of q, k and v ("cuda" is the current GPU); gated is True if there is a log_g; form and
     chunk_size are what the caller asks for ("auto" and None: the cheapest); initial_state and return_state are True if
     a state is given and asked for; queries: how many there are, by default T; sums: True for `power_attention_sums`;
-    rotated: True if the quadratic form would be `backend.rotated_attention`, should that not be wrong.
+    rotated: True if the quadratic form may be `backend.rotated_attention`.
     """
     D, E = index(D), index(E)  # symbols under torch.compile(dynamic=True), which kernel_reason cannot take
     of_pairs = dtype_after_state(dtype) if initial_state else dtype
@@ -56,8 +57,9 @@ def plan(
     while chosen.on_kernels:
         what, of = (chunked, dtype) if chosen.form == "chunked" else (quadratic, of_pairs)
         size = of, width(chosen.form, of, D, E), p, gated, device
-        wrong = failed_check("rotated", *size) if rotated and what == "quadratic" else "not asked"
-        wrong = wrong and failed_check(what, *size)
+        if rotated and what == "quadratic" and not failed_check("rotated", *size):
+            return chosen._replace(rotated=True)
+        wrong = failed_check(what, *size)
         if not wrong:
             break
         not_quadratic, not_chunked = wrong if chosen.form == "quadratic" else not_quadratic, wrong
@@ -164,7 +166,7 @@ def uses_fused(name, x):
     return name in FUSED and not fused_kernel_reason(name, x.device, x.dtype)
 
 
-def rotates_within(dtype, device, D):
+def may_rotate_within(dtype, device, D):
     """Return True if `backend.rotated_attention` may be used for head dimension D, its check aside."""
     return "rotary" in FUSED and width("quadratic", dtype, D) == D and not fused_kernel_reason("rotary", device, dtype)
 

@@ -7,7 +7,7 @@ The state             every key and value, like softmax; sympow computes the sam
 """
 
 from .context import plan_pieces, power_attention_in_context
-from .dispatch import rotates_within
+from .dispatch import may_rotate_within
 from .embedding import symmetric_power_dim
 from .gates import reset_gates
 from .power import power_attention, rotated_power_attention
@@ -58,7 +58,7 @@ class EvenPower(KVCacheVariant):
 
     def training_plan(self, block_size, dtype, device, ranks=1):
         D, p = self.config.head_dim, self.p
-        rotated = self.rotates_within and ranks == 1 and rotates_within(dtype, device, D)
+        rotated = self.rotates_within and ranks == 1 and may_rotate_within(dtype, device, D)
         return plan_pieces(
             block_size, ranks, D, D, p, dtype=dtype, device=device, gated=self.config.gated, form=self.form,
             chunk_size=self.chunk_size, rotated=rotated,

@@ -34,7 +34,7 @@ from .arguments import (
     check_tensors,
 )
 from .backend import transforms_active
-from .dispatch import failed_check, kernel_chunk_size, plan, rotates_within
+from .dispatch import kernel_chunk_size, may_rotate_within, plan
 from .embedding import symmetric_power_dim
 from .forms import PowerState, accumulation_dtype
 from .memory import check_chunks_fit, check_state_fits
@@ -93,13 +93,14 @@ def rotated_power_attention(qkv, H, positions, base, log_g=None, *, p, form="aut
 
     qkv [B, T, H + 2 Hkv, D]: the heads of q, k and v; positions [T] or [B, T] float64; base: N of the rotation.
     """
-    (B, T), D, dtype, device, gated = qkv.shape[:2], index(qkv.shape[3]), qkv.dtype, qkv.device, log_g is not None
-    as_is = not transforms_active() and not positions.requires_grad and cast_to_autocast_dtype(qkv)[0].dtype == dtype
-    if not as_is or not B * T or not rotates_within(dtype, device, D):
+    (B, T), D, dtype, device = qkv.shape[:2], index(qkv.shape[3]), qkv.dtype, qkv.device
+    if transforms_active() or positions.requires_grad or not B * T or not may_rotate_within(dtype, device, D):
         return None
-    sizes = dict(dtype=dtype, device=device, gated=gated, form=form, chunk_size=chunk_size)
+    if cast_to_autocast_dtype(qkv)[0].dtype != dtype:
+        return None
+    sizes = dict(dtype=dtype, device=device, gated=log_g is not None, form=form, chunk_size=chunk_size)
     chosen = plan(T, D, D, p, **sizes, rotated=True)
-    if not chosen.on_kernels or chosen.form != "quadratic" or failed_check("rotated", dtype, D, p, gated, device):
+    if not chosen.rotated:
         return None
     table = rotation_table(positions, D, base)
     return backend.rotated_attention(qkv, *table, None if log_g is None else log_g.float(), H=H, p=p)

@@ -113,7 +113,8 @@ def main(name, plan, report, **defaults):
     try:
         store = read_json(path) if os.path.exists(path) else {"runs": {}}
         jobs = make_jobs(plan(size), args, size, store["runs"])
-        take_losses(jobs, store["runs"], args.to)
+        if take_losses(jobs, store["runs"], args.to):
+            save_store(path, store["runs"])
     except (DataError, ValueError) as error:
         refuse(error)
     train_missing(jobs, store["runs"], args, save=lambda: save_store(path, store["runs"]))
@@ -177,13 +178,14 @@ def make_jobs(runs, args, size, known):
 
 
 def take_losses(jobs, known, folder):
-    """Add to `known` the runs of which only losses are wanted, where another NAME.json of the folder has them."""
+    """Add to `known` the runs of which only losses are wanted, where another NAME.json of the folder has them; return
+    how many."""
     paths = sorted(glob.glob(os.path.join(glob.escape(folder), "*.json")))
     trained = {of.split("-")[0]: record for path in paths for of, record in read_json(path).get("runs", {}).items()}
-    for job in (job for _, of in jobs for job in of):
-        key = job["id"].split("-")[0]
-        if not job["measures"] and key in trained:
-            known.setdefault(job["id"], {name: x for name, x in trained[key].items() if name != "measures"})
+    wanted = {job["id"]: job["id"].split("-")[0] for _, of in jobs for job in of if not job["measures"]}
+    taken = {of: trained[key] for of, key in wanted.items() if of not in known and key in trained}
+    known |= {of: {name: x for name, x in record.items() if name != "measures"} for of, record in taken.items()}
+    return len(taken)
 
 
 def corpus_of(name, known):

@@ -384,6 +384,7 @@ def test_losses_that_another_experiment_has_are_taken_and_a_run_that_is_measured
     shutil.rmtree("out")  # what is kept is enough
     assert main(f"--dataset={dataset}", "--gpus=cpu", name="y") == 0 and len(started) == 2
     assert "| softmax | 1.0000 | text" in open("here/y.md").read()
+    assert len(json.load(open("here/y.json"))["runs"]) == 2
     assert main(f"--dataset={dataset}", "--seeds=1", name="z") == 0 and len(started) == 4
     measured = lambda size: [run.measure(state=dict(tokens=64)) for run in plan(size)]
     assert main(f"--dataset={dataset}", name="w", plan=measured) == 0 and len(started) == 6

@@ -323,6 +323,18 @@ def test_generation_contexts_and_transforms_have_their_own_ways(kernels, monkeyp
     assert len(kernels) == 1
 
 
+class Unused(torch.autograd.Function):
+    """Gives what it takes no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
 @pytest.mark.parametrize("dtype,tables", [(torch.float32, 2), (torch.float16, 1)])
 def test_gradients_are_turned_back_where_they_are_computed(dtype, tables):
     """As by the two operators, but for one rounding: strided heads, a table for each sequence or one for all."""
@@ -339,6 +351,10 @@ def test_gradients_are_turned_back_where_they_are_computed(dtype, tables):
     assert torch.equal(found[1][:, :, H + Hkv :], wanted[1][:, :, H + Hkv :])
     (only,) = torch.autograd.grad(fused.rotated_attention(qkv, *table, log_g.detach(), H=H, p=4), qkv, dy)
     assert torch.equal(only, found[1])
+    found = torch.autograd.grad(
+        Unused.apply(fused.rotated_attention(qkv, *table, H=H, p=4)).sum(), qkv, allow_unused=True
+    )
+    assert found == (None,)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         (dqkv,) = torch.autograd.grad(fused.rotated_attention(qkv, *table, H=H, p=4), qkv, dy, create_graph=True)
         dqkv.sum().backward()
