@@ -216,35 +216,44 @@ def make_job(run, dataset, corpus, seed):
 def train_missing(jobs, known, args, save):
     """Start the workers of the jobs that are not in `known`, one on each device at a time; add what they found to it.
 
-    From --minutes on, or after SIGTERM, the workers are told to stop, and save their checkpoints.
+    A device that --gpus names several times has as many at a time, once those are done that are timed. From --minutes
+    on, or after SIGTERM, the workers are told to stop, and save their checkpoints.
     """
     until = time.monotonic() + 60 * args.minutes
     chosen = [job for run, of in jobs for job in of if any(part in run.name for part in args.only.split(","))]
     chosen = {job["id"]: job for job in chosen if job["id"] not in known and not absent(job["needs"])}
     queue = list(chosen.values()) if args.minutes else []
-    free, running = devices(args.gpus) if queue else [], {}
-    beside = Counter(free)  # runs that share a GPU
+    slots, running = devices(args.gpus) if queue else [], {}
+    timed = [job for job in queue if is_timed(job)]
+    others = [job for job in queue if not is_timed(job)]
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without the workers
     try:
-        while queue or running:
-            while queue and free and until - time.monotonic() > min(NO_TIME, 30 * args.minutes):
-                job, device = queue.pop(0), free.pop(0)
-                job["beside"] = beside[device]
-                running[start(job, device)] = job, device, time.monotonic()
-            if not running:
-                break
-            for process in [process for process in running if process.poll() is not None]:
-                job, device, begun = running.pop(process)
-                free.append(device)
-                finish(job, process.returncode, time.monotonic() - begun, known)
-                save()
-            if time.monotonic() > until:
-                queue.clear()
-                stop(running)
-            time.sleep(0.05)
+        for queue, free in ((timed, list(dict.fromkeys(slots))), (others, slots)):
+            beside = Counter(free)  # runs that share a GPU
+            while queue or running:
+                while queue and free and until - time.monotonic() > min(NO_TIME, 30 * args.minutes):
+                    job, device = queue.pop(0), free.pop(0)
+                    job["beside"] = beside[device]
+                    running[start(job, device)] = job, device, time.monotonic()
+                if not running:
+                    break
+                for process in [process for process in running if process.poll() is not None]:
+                    job, device, begun = running.pop(process)
+                    free.append(device)
+                    finish(job, process.returncode, time.monotonic() - begun, known)
+                    save()
+                if time.monotonic() > until:
+                    queue.clear()
+                    stop(running)
+                time.sleep(0.05)
     finally:
         stop(running)
         signal.signal(signal.SIGTERM, before)
+
+
+def is_timed(job):
+    """Return True if what a job finds depends on how fast it runs: it has a GPU alone, before the others begin."""
+    return "speed" in job["measures"] or job["settings"].get("max_seconds", 0) > 0
 
 
 def save_store(path, known):

@@ -262,8 +262,8 @@ def step_seconds(settings, context, tokens):
 
 
 def state(job, loaded, tokens, itemsize=2):
-    """Return {bytes, kind} of what one sequence's generation keeps after so many tokens, if it keeps states at once."""
-    _, model, _, device, _ = loaded
+    """Return {cache, state}, the bytes that one text's generation keeps after so many tokens, if it has states at once."""
+    model = loaded[1] if loaded else GPT(GPTConfig(**{"vocab_size": 257, **fields_of(GPTConfig, job["settings"])}))
     found = [
         block.attn.mix.generation_bytes(layer, tokens, itemsize, torch.bfloat16, "always")
         for block, layer in zip(model.transformer.h, model.empty_state(1).layers)

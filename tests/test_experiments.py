@@ -356,6 +356,17 @@ def test_what_is_there_is_not_trained_again_and_what_failed_is_a_row(experiment,
     assert "| sympow, lr 0.002 | not run |" in open("here/x.md").read()
 
 
+def test_what_is_timed_runs_first_and_alone_on_its_device(experiment, dataset):
+    main, started, _ = experiment
+    timed = lambda size: [
+        *plan(size), size.run("seconds", 4096, seconds=9.0, attention="softmax"),
+        runs.Run("speed", {"attention": "softmax"}).measure(speed=dict(contexts=[64], tokens=64)),
+    ]  # fmt: skip
+    assert main(f"--dataset={dataset}", "--gpus=cpu,cpu", plan=timed) == 0
+    assert [name for name, _ in started] == ["seconds", "speed", "softmax", "sympow"]
+    assert main.beside == [1, 1, 2, 2]
+
+
 def test_a_run_that_failed_has_its_reason_in_one_line_and_the_others_go_on(experiment, dataset, capsys):
     main, started, fails = experiment
     fails |= {"softmax": 1}

@@ -482,7 +482,7 @@ def test_extra_memory(gates, most):
 @pytest.mark.gpu
 def test_a_new_length_compiles_nothing():
     counts = []
-    for T in (2048, 512, 1000, 1, 2049, 333):  # the first two have all kernels: sums over programs are above gates.TOKENS
+    for T in (2048, 512, 1000, 1, 2049, 333):  # more kernels from gates.TOKENS on, others below: these two have all
         tensors, dy = inputs(T, "learned", torch.bfloat16, B=2, H=4, Hkv=2, D=64)
         gradients(lambda *x: operators.quadratic_attention(*x, p=4), tensors, dy)
         caches = (
