@@ -262,7 +262,7 @@ def step_seconds(settings, context, tokens):
 
 
 def state(job, loaded, tokens, itemsize=2):
-    """Return {cache, state}, the bytes that one text's generation keeps after so many tokens, if it has states at once."""
+    """Return {cache, state}: bytes that one text's generation keeps after so many tokens, if it has states at once."""
     model = loaded[1] if loaded else GPT(GPTConfig(**{"vocab_size": 257, **fields_of(GPTConfig, job["settings"])}))
     found = [
         block.attn.mix.generation_bytes(layer, tokens, itemsize, torch.bfloat16, "always")
