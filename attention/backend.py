@@ -82,8 +82,8 @@ def quadratic_attention(q, k, v, log_g, *, p):
     return operators().quadratic_attention(q, k, v, log_g, p=p)
 
 
-def rotated_attention(qkv, cos, sin, log_g, *, H, p, chunk=None):
-    return fused().rotated_attention(qkv, cos, sin, log_g, H=H, p=p, chunk=chunk)
+def rotated_attention(qkv, cos, sin, log_g, *, H, p):
+    return fused().rotated_attention(qkv, cos, sin, log_g, H=H, p=p)
 
 
 def adaptive_attention(q, k, v, powers, log_g):

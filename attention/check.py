@@ -21,8 +21,8 @@ from . import backend, heinsen_naive, naive
 class Size(NamedTuple):
     """What is compared: a form of the kernels, and the sizes of its inputs."""
 
-    # "quadratic", "sums" (of it, not divided), "adaptive", "chunked", "states" (that, in two calls), and "rotated
-    # quadratic" and "rotated chunked" (of heads that they rotate)
+    # "quadratic", "rotated" (that, of heads that it rotates), "sums" (of it, not divided), "adaptive", "chunked" or
+    # "states" (that, in two calls)
     form: str
     dtype: torch.dtype
     D: int  # head dimension
@@ -44,9 +44,8 @@ SIZES = [
     Size("quadratic", torch.float32, 64, 4, True), Size("quadratic", torch.float32, 32, 2, False),
     Size("sums", torch.bfloat16, 64, 4, True), Size("sums", torch.float16, 48, 2, False, E=64, n=450),
     Size("sums", torch.float32, 64, 6, True),
-    Size("rotated quadratic", torch.bfloat16, 64, 2, True), Size("rotated quadratic", torch.bfloat16, 64, 4, False),
-    Size("rotated quadratic", torch.bfloat16, 64, 8, False), Size("rotated quadratic", torch.float16, 32, 4, True),
-    Size("rotated chunked", torch.bfloat16, 64, 2, True), Size("rotated chunked", torch.bfloat16, 32, 4, True),
+    Size("rotated", torch.bfloat16, 64, 2, True), Size("rotated", torch.bfloat16, 64, 4, False),
+    Size("rotated", torch.bfloat16, 64, 8, False), Size("rotated", torch.float16, 32, 4, True),
     Size("chunked", torch.bfloat16, 64, 2, True), Size("states", torch.bfloat16, 48, 2, True, E=64),
     Size("chunked", torch.bfloat16, 128, 2, True), Size("states", torch.bfloat16, 32, 2, False),
     Size("chunked", torch.bfloat16, 16, 2, True), Size("states", torch.bfloat16, 24, 4, True, E=20),
@@ -56,9 +55,7 @@ SIZES = [
     Size("adaptive", torch.float32, 32, 0, True, n=300),
 ]  # fmt: skip
 # of each form; a miscompiled loop over a state may go wrong only in long calls
-LENGTH = {"quadratic": 1000, "sums": 1000, "adaptive": 1000, "chunked": 6000, "states": 6000}
-LENGTH |= {f"rotated {form}": LENGTH[form] for form in ("quadratic", "chunked")}
-CHUNK = 512
+LENGTH = {"quadratic": 1000, "rotated": 1000, "sums": 1000, "adaptive": 1000, "chunked": 6000, "states": 6000}
 TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # y, gradients
 
 
@@ -98,14 +95,14 @@ def errors(size, T=None, device="cuda"):
         kernels = lambda *x, p: backend.adaptive_attention(*x, resets)
         oracle = lambda *x, p: naive.adaptive(*x, resets if resets is None else resets.double())
     elif gated:
-        strong = LENGTH[form] < 6000 or p != 4  # bfloat16 is less exact there: docs/kernels.md
+        strong = form not in ("chunked", "states") or p != 4  # bfloat16 is less exact there: docs/kernels.md
         log_g = torch.nn.functional.logsigmoid((3 if strong else 1) * make(1, T, 1) + 4)
         inputs.append(log_g)
-    if form.startswith("rotated"):
-        angle, chunk = make(T, D // 2), CHUNK if form.endswith("chunked") else None
+    if form == "rotated":
+        angle = make(T, D // 2)
         inputs, names = [qkv, *inputs[3:]], ["y", "dqkv", "dlog_g"]
         kernels = lambda qkv, log_g=None, *, p: backend.rotated_attention(
-            qkv, angle.cos(), angle.sin(), log_g, H=2, p=p, chunk=chunk
+            qkv, angle.cos(), angle.sin(), log_g, H=2, p=p
         )
 
         def oracle(qkv, *x, p):
@@ -160,7 +157,7 @@ def _divided_sums(q, k, v, log_g=None, *, p):
 
 def _chunked(q, k, v, log_g=None, *, p):
     """Compute in one call without a state before or after it, as training does: its kernels are others."""
-    return backend.chunked_attention(q, k, v, log_g, None, None, p=p, chunk=CHUNK, final=False)[0]
+    return backend.chunked_attention(q, k, v, log_g, None, None, p=p, chunk=512, final=False)[0]
 
 
 def _in_two_calls(q, k, v, log_g=None, *, p):
@@ -168,7 +165,7 @@ def _in_two_calls(q, k, v, log_g=None, *, p):
     y, S, z, at = [], None, None, q.shape[1] * 3 // 4
     for rows in (slice(0, at), slice(at, None)):
         cut = [None if x is None else x[:, rows] for x in (q, k, v, log_g)]
-        part, S, z = backend.chunked_attention(*cut, S, z, p=p, chunk=CHUNK, final=rows.start == 0)
+        part, S, z = backend.chunked_attention(*cut, S, z, p=p, chunk=512, final=rows.start == 0)
         y.append(part)
     return torch.cat(y, 1)
 
@@ -226,7 +223,7 @@ def check_fused(sizes=FUSED_SIZES):
 
 def check_all():
     """Yield what `check` does for every kernel and size that this machine's GPU supports."""
-    form = lambda size: {"states": "chunked"}.get(size.form, size.form.removeprefix("rotated "))
+    form = lambda size: {"states": "chunked", "rotated": "quadratic"}.get(size.form, size.form)
     reason = lambda size: backend.unsupported_reason(form(size), size.dtype, size.D, size.E or size.D, size.p)
     yield from check([size for size in SIZES if not reason(size)])
     log = backend.heinsen_unsupported_reason

@@ -41,7 +41,7 @@ def plan(
     dtype and device are those of q, k and v ("cuda" is the current GPU); gated is True if there is a log_g; form and
     chunk_size are what the caller asks for ("auto" and None: the cheapest); initial_state and return_state are True if
     a state is given and asked for; queries: how many there are, by default T; sums: True for `power_attention_sums`;
-    rotated: True if it may be `backend.rotated_attention`.
+    rotated: True if the quadratic form may be `backend.rotated_attention`.
     """
     D, E = index(D), index(E)  # symbols under torch.compile(dynamic=True), which kernel_reason cannot take
     of_pairs = dtype_after_state(dtype) if initial_state else dtype
@@ -57,7 +57,7 @@ def plan(
     while chosen.on_kernels:
         what, of = (chunked, dtype) if chosen.form == "chunked" else (quadratic, of_pairs)
         size = of, width(chosen.form, of, D, E), p, gated, device
-        if rotated and what == chosen.form and not failed_check(f"rotated {what}", *size):
+        if rotated and what == "quadratic" and not failed_check("rotated", *size):
             return chosen._replace(rotated=True)
         wrong = failed_check(what, *size)
         if not wrong:

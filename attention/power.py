@@ -88,8 +88,8 @@ def power_attention(
 
 
 def rotated_power_attention(qkv, H, positions, base, log_g=None, *, p, form="auto", chunk_size=None):
-    """Return `power_attention` of what `rotary.rotate_heads` returns, where both are one operator, else None: on the
-    kernels, for positions that are not learned.
+    """Return `power_attention` of what `rotary.rotate_heads` returns, where both are one operator, else None: in the
+    quadratic form on the kernels, for positions that are not learned.
 
     qkv [B, T, H + 2 Hkv, D]: the heads of q, k and v; positions [T] or [B, T] float64; base: N of the rotation.
     """
@@ -102,11 +102,8 @@ def rotated_power_attention(qkv, H, positions, base, log_g=None, *, p, form="aut
     chosen = plan(T, D, D, p, **sizes, rotated=True)
     if not chosen.rotated:
         return None
-    if chosen.form == "chunked":
-        Hkv = (qkv.shape[2] - H) // 2
-        check_chunks_fit(*qkv.split((H, Hkv, Hkv), dim=2), p, chosen.chunk_size)
-    table, log_g = rotation_table(positions, D, base), None if log_g is None else log_g.float()
-    return backend.rotated_attention(qkv, *table, log_g, H=H, p=p, chunk=chosen.chunk_size)
+    table = rotation_table(positions, D, base)
+    return backend.rotated_attention(qkv, *table, None if log_g is None else log_g.float(), H=H, p=p)
 
 
 def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False):

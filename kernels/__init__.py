@@ -7,14 +7,14 @@ adaptive       the quadratic form with a power for each row as a torch operator
 quadratic      the kernels of the quadratic form, and the functions that launch them
 chunked        the chunked form forward and backward, made of the kernels in
                    gates, prepare, update_state, discumsum, query_state, query_gradient
-hopper         update_state on Hopper for p = 2: whether, and in Gluon, hopper_kernels
+hopper         update_state and query_gradient on Hopper for p = 2: whether, and in Gluon, hopper_kernels
 heinsen        Heinsen's log attention, and heinsen_operator: its torch operator
 common         what these kernels share: units, exact products, program maps
 decode         one token of generation: q, k, v, power attention, and flushing the KV cache into the state
 decode_softmax, decode_heinsen
                one token of generation: the other attentions
 fused          training: steps of the model outside of attention, each in one pass over memory:
-                   rotary, cross_entropy, and rotated: rotations and attention as one operator
+                   rotary, cross_entropy, and rotated: rotations and the quadratic form as one operator
 linear         one token of generation: LayerNorm and linear layers
 sampling       one token of generation: the next token from its logits
 layout         which features a state has, and in what order the kernels store them

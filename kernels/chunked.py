@@ -40,7 +40,6 @@ from .layout import TILE, entries, features, layout
 from .prepare import key_mirror, prepare, products
 from .query_gradient import SPREAD, query_gradient, spread_bytes
 from .query_state import query_state
-from .rotary import table_stride
 from .update_state import update_state
 
 # the results of `prepare` for keys and values that the backward pass needs
@@ -153,16 +152,14 @@ def _last_state(s, S, Z, unit, whole, reverse=False):
 
 def backward(
     dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chunk, first_chunks=None, needs=(True,) * 5,
-    exchange=None, turn=None,
+    exchange=None,
 ):  # fmt: skip
     """Return dq, dk, dv, dlog_g (None without gates) and the gradient to the initial state (S, Z), or (None, None).
 
     saved: what `forward` returned; final: the gradient (dS, dZ) to the last state, or None; initial: True if there was
     an initial state; first_chunks: as for `forward`; needs: which of the five are wanted. What is not wanted is None,
     or not complete. exchange, in place of `final`: a function that begins to find the gradient to the last state from
-    the gradient to the initial one that these tokens give without it, and returns a function that returns it. turn:
-    (cos, sin) of `rotary.rotate`, by which q and k were rotated; dqkv [B, T, H + 2 Hkv, D], turned back, is returned in
-    place of dq, dk and dv then, which must all be wanted.
+    the gradient to the initial one that these tokens give without it, and returns a function that returns it.
     """
     l, S, unit_s, Z, mirror, *of_keys = saved
     mirror = None if mirror is None or not mirror.numel() else mirror  # operators save a tensor without entries
@@ -174,11 +171,9 @@ def backward(
     with device_guard(q.device):
         into, out, whole, near = chunk_gates(log_g, s, near=True, first_chunks=first_chunks)
         inside_needs = (needs_q or gated, needs_k or needs_v or gated, gated)
-        *grads, inside = quadratic.backward(
-            dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, near=near, before=initial, turn=turn, needs=inside_needs
+        dq, dk, dv, inside = quadratic.backward(
+            dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, near=near, before=initial, needs=inside_needs
         )
-        dq, dk, dv = grads if turn is None else grads[0].split((s.H, s.HKV, s.HKV), dim=2)
-        turn = turn and (*turn, table_stride(turn[0]))
         queries, (dS0, dZ0) = prepare(s, q, dy, y, l, decay=into, mirror=mirror), (None, None)
         unit_v = queries["unit_v"]
         if carries:
@@ -186,7 +181,7 @@ def backward(
             finish = exchange(*_last_state(s, dS, dZ, unit_v, whole, reverse=True)) if exchange else lambda: final
         if needs_q or gated:
             skip = -1 if initial else 0
-            read = query_gradient(s, queries, S, unit_s, skip, dq, q, Z, queries["weight"], gated, mirror, turn)
+            read = query_gradient(s, queries, S, unit_s, skip, dq, q, Z, queries["weight"], gated, mirror)
         del queries
         if carries:
             dS_last, dZ_last = finish() or (None, None)
@@ -200,12 +195,12 @@ def backward(
             keys |= {"xt": products(s, keys["rows"]), "weight": keys["factor"]}
             skip = s.chunks - 1 if dS_last is None else -1
             if needs_k or gated:
-                given = query_gradient(s, keys, dS, unit_d, skip, dk, k, dZ, out, gated, mirror, turn)
+                given = query_gradient(s, keys, dS, unit_d, skip, dk, k, dZ, out, gated, mirror)
             if needs_v:
                 query_state(s, keys, dS, unit_d, skip, out=dv)
         if gated:
             dlog_g = chunk_dlog_g(log_g, s, inside, near, read, given, carried, carried_z)
-    return *grads, dlog_g, (dS0, dZ0)
+    return dq, dk, dv, dlog_g, (dS0, dZ0)
 
 
 def from_canonical(S, z, p):

@@ -116,12 +116,11 @@ def row_pointers(X, b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def add_to_rows(OUT, x, b, start, h, T, HEADS):
-    """Add x [N, D] float32 to rows start, start+1, ... of head h of sequence b of OUT [B, T, .., D], of whose memory a
-    token has HEADS heads."""
+def add_to_rows(OUT, x, b, start, h, T, H):
+    """Add x [N, D] float32 to rows start, start+1, ... of head h of sequence b of OUT, contiguous [B, T, H, D]."""
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
-    to = row_pointers(OUT, b, start, h, T, HEADS, N, D)
+    to = row_pointers(OUT, b, start, h, T, H, N, D)
     mask = (start + tl.arange(0, N))[:, None] < T
     x += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     tl.store(to, x.to(OUT.dtype.element_ty), mask)

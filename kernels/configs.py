@@ -113,7 +113,7 @@ SAFE = {
         "dkdv": [(128, Config(64, 64, 8, 2))],
         "update_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
         "query_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
-        "query_gradient": [(32, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
+        "query_gradient": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
     },
     # products of float32 do without the matrix unit; registers are the limit
     "float32": {

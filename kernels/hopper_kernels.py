@@ -1,32 +1,43 @@
-"""Update state for Hopper GPUs in Gluon: products run while the next operand is made.
+"""Update state and query gradient for Hopper GPUs in Gluon: products run while the next operand is made.
 
-The same arrays and results as those of `update_state` for p = 2 and D = 64, bfloat16 rows, float16 between kernels.
-Triton's wait at the end of each turn (`common.wait_for_products`) leaves the matrix unit without work while the next
-turn's operand is made in registers; here one product is always in flight, also over the barriers:
+The same arrays and results as those of `update_state` and `query_gradient` for p = 2 and D = 64,
+bfloat16 rows, float16 between kernels. Triton's wait at the end of each turn (`common.wait_for_products`) leaves the
+matrix unit without work while the next turn's operand is made in registers; here one product is always in flight, also
+over the barriers:
 
     matrix unit     | product 0       | product 1       | product 2       |
     registers       | operand 1       | operand 2       | operand 3       |    an operand may be written again
     copies, shared  | rows for a later step, without waiting               |    when its own product is done
 
 A step needs one barrier: what is copied in it was last read two steps ago. One program is one warpgroup (4 warps), and
-two programs share an SM. Gluon's interface differs between Triton's versions, and Triton's interpreter does not run it.
+two programs share an SM. Gluon's interface differs between Triton's versions, and Triton's interpreter does not
+run it.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy as copies
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 
 # Triton 3.6's name and that of later versions
 copy = getattr(copies, "async_load", None) or copies.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 D: gl.constexpr = gl.constexpr(64)
+BM: gl.constexpr = gl.constexpr(128)  # rows of a program of query_gradient
 MMA: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 A: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 ROWS: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a thread
 SWIZZLED: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 PLAIN: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+# ---- update state
 
 
 @gluon.constexpr_function
@@ -182,3 +193,126 @@ def update_state_kernel(
             acc2, a2 = warpgroup_mma_wait(1, [acc2, a2])
     acc3, a3 = warpgroup_mma_wait(0, [acc3, a3])
     _store_tiles(U + gl.cast(at, gl.int64) * F + number * (256 * D), acc0, acc1, acc2, acc3, down)
+
+
+# ---- query gradient
+
+
+@gluon.jit
+def _times_state(v, XT, S, WHERE, TP):
+    """Return [BM, D]: the sum over entries i of (v x_i) S_i^T.
+
+    v [BM, D]; XT: the first of BM columns; S_i: the rows of the state that hold the products of entry i with all
+    others. Two entries are a step, and four steps a turn; what is copied in a step is for the step after the next.
+    """
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    GATHER: gl.constexpr = gl.BlockedLayout([4, 8], [4, 8], [4, 1], [1, 0])  # a thread loads four rows' numbers at once
+    xs = gl.allocate_shared_memory(gl.float16, [8, 8, BM], PLAIN)
+    # Four arrays: Triton sees that what is copied and what is read in a step are apart, and adds no barriers.
+    ss = (
+        gl.allocate_shared_memory(gl.float16, [2 * D, D], SWIZZLED),
+        gl.allocate_shared_memory(gl.float16, [2 * D, D], SWIZZLED),
+        gl.allocate_shared_memory(gl.float16, [2 * D, D], SWIZZLED),
+        gl.allocate_shared_memory(gl.float16, [2 * D, D], SWIZZLED),
+    )
+    entry, t = gl.arange(0, 8, gl.SliceLayout(1, COPY)), gl.arange(0, BM, gl.SliceLayout(0, COPY))
+    for i in gl.static_range(8):
+        copy(xs.index(i), XT + (i * 8 + entry)[:, None] * TP + t[None, :])
+    where = WHERE + gl.arange(0, 2 * D, gl.SliceLayout(1, GATHER))
+    S += gl.arange(0, D, gl.SliceLayout(0, GATHER))[None, :]
+    for i in gl.static_range(2):
+        copy(ss[i], S + gl.load(where + i * (2 * D))[:, None] * D)
+        copies.commit_group()
+    rows = gl.load(where + 2 * (2 * D))
+    acc, last = gl.zeros([BM, D], gl.float32, MMA), v
+    for turn in range(8):
+        for step in gl.static_range(4):
+            copies.wait_group(1)
+            barrier()  # all warps see what was copied, and no product reads the stage of two steps ago
+            for i in gl.static_range(2):
+                vx = v * xs.index(turn).slice(2 * step + i, 1).permute([1, 0]).load(A)
+                acc = warpgroup_mma(vx, ss[step].slice(i * D, D).permute([1, 0]), acc, is_async=True)
+                acc, last = warpgroup_mma_wait(1, [acc, last])
+                last = vx
+                if i == 0:
+                    ahead = 4 * turn + step + 2
+                    copy(ss[(step + 2) % 4], S + rows[:, None] * D, mask=ahead < D // 2)
+                    copies.commit_group()
+                    rows = gl.load(where + gl.minimum(ahead + 1, D // 2 - 1) * (2 * D))
+    acc, last = warpgroup_mma_wait(0, [acc, last])
+    return acc
+
+
+@gluon.jit
+def _first_8_bits(x):
+    return (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _times_square(x, Z):
+    """Return x @ Z [BM, D], exact to float32, for bfloat16 x and Z [D, D] float32 in three pieces, the smallest first.
+
+    This is `common.exact_product`.
+    """
+    k, e = gl.arange(0, D, gl.SliceLayout(1, ROWS)), gl.arange(0, D, gl.SliceLayout(0, ROWS))
+    z = gl.load(Z + k[:, None] * D + e[None, :])
+    high = _first_8_bits(z)
+    middle = _first_8_bits(z - high)
+    zs = gl.allocate_shared_memory(gl.bfloat16, [3, D, D], SWIZZLED)
+    zs.index(0).store((z - high - middle).to(gl.bfloat16))
+    zs.index(1).store(middle.to(gl.bfloat16))
+    zs.index(2).store(high.to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    acc = gl.zeros([BM, D], gl.float32, MMA)
+    for piece in gl.static_range(3):
+        acc = warpgroup_mma(x, zs.index(piece), acc)
+    return acc
+
+
+@gluon.jit
+def _reflected(x, MIRROR, head):
+    """Return x [BM, D] with each row reflected, as `common.reflected` does."""
+    u = gl.load(MIRROR + head * D + gl.arange(0, D, gl.SliceLayout(0, MMA)))[None, :]
+    return x - 2 * gl.sum(x * u, 1)[:, None] * u
+
+
+@gluon.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "skip"])
+def query_gradient_kernel(
+    XT, VALUES, S, UNIT_S, UNIT_V, UNIT_X, WHERE, OUT, X, Z, WEIGHT, MIRROR, READ, x_strides,
+    T, TP, CHUNK, H, HKV, tiles, skip,
+    DOWN: gl.constexpr,
+):  # fmt: skip
+    """Add BM rows of the gradient to OUT, and write READ, as `query_gradient.query_gradient_kernel` does."""
+    TP = TP // 256 * 256
+    blocks = (T + BM - 1) // BM
+    bh, lo = gl.program_id(0) // blocks, gl.program_id(0) % blocks * BM
+    b, h, chunk = gl.cast(bh // H, gl.int64), bh % H, lo // CHUNK
+    head = bh // H * HKV + h // (H // HKV)
+    state = gl.cast(head * ((T + CHUNK - 1) // CHUNK) + chunk, gl.int64)
+    first = gl.cast(bh, gl.int64) * TP + lo
+    row, d = gl.arange(0, BM, gl.SliceLayout(1, A)), gl.arange(0, D, gl.SliceLayout(0, A))
+    acc = gl.zeros([BM, D], gl.float32, MMA)
+    if chunk != skip:
+        v = gl.load(VALUES + first * D + row[:, None] * D + d[None, :]) * (1 / DOWN)
+        acc = _times_state(v, XT + gl.cast(bh, gl.int64) * D * TP + lo, S + state * tiles * (64 * D), WHERE, TP)
+    of_row = gl.arange(0, BM, gl.SliceLayout(1, MMA))
+    # twice, since an entry is on both sides of a product
+    unit = gl.load(UNIT_X + first + of_row) * (2 * DOWN) / (gl.load(UNIT_S + state) * gl.load(UNIT_V + state))
+    acc *= unit[:, None]
+    if MIRROR is not None:
+        acc = _reflected(acc, MIRROR, head)
+    X += b * x_strides[0] + gl.cast(h, gl.int64) * x_strides[2] + gl.cast(lo, gl.int64) * x_strides[1]
+    x = gl.load(X + row[:, None] * x_strides[1] + d[None, :] * x_strides[3], mask=lo + row[:, None] < T, other=0.0)
+    zx = _times_square(x, Z + state * (D * D))
+    if WEIGHT is not None:
+        zx *= gl.load(WEIGHT + first + of_row)[:, None]
+    dx = gl.convert_layout(acc + 2 * zx, ROWS)
+    row, d = gl.arange(0, BM, gl.SliceLayout(1, ROWS)), gl.arange(0, D, gl.SliceLayout(0, ROWS))
+    inside = (lo + row < T)[:, None]
+    if READ is not None:
+        x = gl.load(X + row[:, None] * x_strides[1] + d[None, :] * x_strides[3], mask=inside, other=0.0)
+        gl.store(READ + first + row, 0.5 * gl.sum(dx * x.to(gl.float32), 1))
+    to = OUT + ((b * T + lo) * H + h) * D + row[:, None] * (H * D) + d[None, :]
+    dx += gl.load(to, mask=inside, other=0.0).to(gl.float32)
+    gl.store(to, dx.to(OUT.dtype.element_ty), inside)

@@ -209,11 +209,11 @@ def _chunked_operator(q, k, v, log_g, S0, z0, first_chunks, p, chunk, final):
 
 @_chunked_operator.register_fake
 def _(q, k, v, log_g, S0, z0, first_chunks, p, chunk, final):
-    saved = like_saved(q, k, p, chunk, S0 is not None or final, first_chunks is not None)
+    saved = _like_saved(q, k, p, chunk, S0 is not None or final, first_chunks is not None)
     return empty_like(q), *_empty_state(q, k.shape[2], p, first_chunks, final), *saved
 
 
-def like_saved(q, k, p, chunk, states=False, packed=False):
+def _like_saved(q, k, p, chunk, states, packed):
     """Return empty tensors like the ten that `chunked.forward` saves; states: it has one before it or gives one."""
     (B, T, H, D), heads = q.shape, k.shape[0] * k.shape[2]
     n, half, rows = -(-T // chunk), chunked.HALF[q.dtype], quadratic.padded(T, 256)
@@ -307,7 +307,7 @@ def _piece(
 
 @_piece.register_fake
 def _(q, k, v, log_g, decay, ranks, p, chunk, D, E):
-    return empty_like(q), *like_saved(q, k, p, chunk, True, False)
+    return empty_like(q), *_like_saved(q, k, p, chunk, True, False)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::chunked_piece_backward", mutates_args=())

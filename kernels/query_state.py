@@ -77,12 +77,12 @@ def _denominators(XT, Z, row, end, TP, BM: tl.constexpr, M: tl.constexpr):
     return den
 
 
-@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "HEADS", "tiles", "parts", "skip", "F"])
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "parts", "skip", "F"])
 def query_state_kernel(
     XT, S, UNIT_S, FACTOR,
     PARTS,  # the layout's table of each part's slices, first scalars, orders and number of tiles
     OUT, DEN,  # what is written
-    T, TP, CHUNK, H, HKV, HEADS, tiles, parts, skip, F,  # skip: a chunk whose state is zero and is not read, or -1
+    T, TP, CHUNK, H, HKV, tiles, parts, skip, F,  # skip: a chunk whose state is zero and is not read, or -1
     P: tl.constexpr, M: tl.constexpr, D: tl.constexpr, SUMS: tl.constexpr,
     BM: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +120,7 @@ def query_state_kernel(
             den = _denominators(XT, S + tiles * (64 * D), row, M if chunk != skip else 0, TP, BM, M) * factor
             tl.store(at_head(DEN, T, bh) + row, den, row < T)
     else:
-        add_to_rows(OUT, acc, b, lo, h, T, HEADS)
+        add_to_rows(OUT, acc, b, lo, h, T, H)
 
 
 # ---- launcher
@@ -129,8 +129,8 @@ def query_state_kernel(
 def query_state(s, prepared, S, unit_s, skip, out=None, config=None):
     """Return (num, den) of the table above for every row of `prepared`; for p = 2 den is that of `prepare`.
 
-    With `out` [B, T, H, D] given, which may be a part of the heads of a contiguous tensor, num is added to it and den
-    is not computed. skip: the number of a chunk whose state is zero, or -1. Takes what `chunked.Sizes` takes.
+    With `out` [B, T, H, D] given, num is added to it and den is not computed. skip: the number of a chunk whose state
+    is zero, or -1. Takes what `chunked.Sizes` takes.
     """
     sums = out is None
     rows = prepared["xt"].shape[0] // s.B
@@ -142,7 +142,7 @@ def query_state(s, prepared, S, unit_s, skip, out=None, config=None):
     c = config or choose("query_state", s.q, s.p)
     query_state_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
         prepared["xt"], S, unit_s, prepared["factor"], s.layout.parts, out, den,
-        s.T, s.TP, s.chunk, rows, s.HKV, out.stride(1) // s.D, s.layout.tiles, len(s.layout.parts), skip, s.F,
+        s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, len(s.layout.parts), skip, s.F,
         P=s.p, M=s.layout.M, D=s.D, SUMS=sums, BM=c.BM, TILES=c.BN // 64, **c.launch(),
     )  # fmt: skip
     return out, den

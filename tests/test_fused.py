@@ -10,7 +10,7 @@ from torch.nn import functional as F
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 import loss  # noqa: E402
-from attention import ATTENTIONS, check, dispatch, even_power, memory  # noqa: E402
+from attention import ATTENTIONS, check, dispatch, even_power  # noqa: E402
 from attention.rotary import rotary, rotate_heads  # noqa: E402
 from kernels import fused, operators, rotated  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
@@ -230,24 +230,14 @@ def power_model(attention, **settings):
     return GPT(GPTConfig(**SHAPE | dict(n_layer=1, head_dim=16, attention=attention) | settings))
 
 
-@pytest.mark.parametrize(
-    "attention,settings",
-    [("even_power", dict(p=4)), ("sympow", dict(p=2)), ("sympow_gating", dict(p=2)),
-     ("sympow_gating", dict(p=2, form="chunked", chunk_size=128))],
-)  # fmt: skip
-def test_rotations_and_attention_are_one_operator(attention, settings, kernels, on, monkeypatch):
-    model = power_model(attention, reset_token=7, **settings)
+@pytest.mark.parametrize("attention,p", [("even_power", 4), ("sympow", 2), ("sympow_gating", 2)])
+def test_rotations_and_the_quadratic_form_are_one_operator(attention, p, kernels, on):
+    model = power_model(attention, p=p, reset_token=7)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.1)
     ids = torch.randint(0, 75, (2, 140))
-    ran, forms = [], {form: getattr(rotated, form).forward for form in ("quadratic", "chunked")}
-    for form, forward in forms.items():
-        note = lambda *x, form=form, forward=forward, **how: ran.append((form, how.get("chunk"))) or forward(*x, **how)
-        monkeypatch.setattr(getattr(rotated, form), "forward", note)
     found = gradients(model, model, ids, False)
     assert kernels == [(2, 140, 8, 16)]
-    # the chunked form computes inside its chunks with the quadratic one
-    assert ran == ([("chunked", 128), ("quadratic", 128)] if "form" in settings else [("quadratic", None)])
     with torch.no_grad():
         assert torch.allclose(model(ids, ids.roll(-1, 1))[1], found[0], rtol=1e-5)
     assert len(kernels) == 2
@@ -259,22 +249,13 @@ def test_rotations_and_attention_are_one_operator(attention, settings, kernels, 
 @pytest.mark.parametrize(
     "attention,settings",
     [("sympow_gating", dict(positions="learned", n_positions=9)), ("sympow_gating", dict(head_dim=12)),
-     ("conformal_sympow", dict(form="chunked", chunk_size=128)), ("conformal_sympow", {}), ("softmax", {})],
+     ("sympow_gating", dict(form="chunked", chunk_size=128)), ("conformal_sympow", {}), ("softmax", {})],
 )  # fmt: skip
 def test_what_it_does_not_take_are_two(attention, settings, kernels):
     model, ids = power_model(attention, **settings), torch.randint(0, 75, (1, 9))
     gradients(model, model, ids, False)
     with torch.no_grad():
         model(ids)
-    assert not kernels
-
-
-def test_chunks_that_do_not_fit_are_refused(kernels, monkeypatch):
-    model = power_model("sympow", form="chunked", chunk_size=128)
-    monkeypatch.setattr(memory, "free_memory", lambda device: 10**5)
-    monkeypatch.setattr(memory, "SURELY_FREE", 10**5)
-    with pytest.raises(MemoryError, match="p=2 at head dimension 16 takes [0-9,]+ bytes for 1 x 300 tokens"):
-        model(torch.randint(0, 75, (1, 300)))
     assert not kernels
 
 
@@ -291,7 +272,7 @@ def test_an_attention_of_ones_own_is_not_passed_by(kernels, monkeypatch):
 
 def test_where_it_is_wrong_there_are_two_operators(kernels, monkeypatch):
     asked, model, ids = [], power_model("sympow_gating"), torch.randint(0, 75, (1, 9))
-    wrong = lambda form, *size: asked.append((form, *size[:4])) or "wrong" * form.startswith("rotated")
+    wrong = lambda form, *size: asked.append((form, *size[:4])) or "wrong" * (form == "rotated")
     monkeypatch.setattr(dispatch, "failure", wrong)
     monkeypatch.setattr(dispatch, "_warned", set())
     plan = model.transformer.h[0].attn.mix.training_plan
@@ -299,11 +280,11 @@ def test_where_it_is_wrong_there_are_two_operators(kernels, monkeypatch):
         warnings.simplefilter("always")
         gradients(model, model, ids, False)
         assert plan(9, torch.float32, "cpu").on_kernels
-    assert not kernels and {form for form, *_ in asked} == {"rotated quadratic", "quadratic"}
+    assert not kernels and {form for form, *_ in asked} == {"rotated", "quadratic"}
     assert [str(w.message) for w in told if "kernels" in str(w.message)] == [
-        "power attention runs without its rotated quadratic kernels, which fail on this machine: wrong"
+        "power attention runs without its rotated kernels, which fail on this machine: wrong"
     ]
-    monkeypatch.setattr(check, "_found", {(0, "rotated quadratic, a size"): "wrong"})
+    monkeypatch.setattr(check, "_found", {(0, "rotated, a size"): "wrong"})
     monkeypatch.setattr(dispatch, "failure", lambda *size: "")
     assert check.kernel_failure(model, 9, torch.float32) == ""
 
@@ -319,7 +300,7 @@ def test_what_is_compared_is_what_will_run(settings, kernels, on, monkeypatch):
             asked.clear()
             run()
             found.append({form for form, *_ in asked})
-    one = {"rotated quadratic"} if not settings else {"quadratic"} if "head_dim" in settings else set()
+    one = {"rotated"} if not settings else {"quadratic"} if "head_dim" in settings else set()
     assert found == [one, one, *[one and {"quadratic"}] * 2] and bool(kernels) == (not settings)
 
 
@@ -354,48 +335,37 @@ class Unused(torch.autograd.Function):
         return None
 
 
-@pytest.mark.parametrize(
-    "dtype,tables,sizes",
-    [(torch.float32, 2, dict(p=4)), (torch.float16, 1, dict(p=4)), (torch.float32, 1, dict(p=2, chunk=128)),
-     (torch.float16, 2, dict(p=2, chunk=128)),
-     pytest.param(torch.float32, 2, dict(p=4, chunk=128), marks=pytest.mark.slow)],
-)  # fmt: skip
-def test_gradients_are_turned_back_where_they_are_computed(dtype, tables, sizes):
+@pytest.mark.parametrize("dtype,tables", [(torch.float32, 2), (torch.float16, 1)])
+def test_gradients_are_turned_back_where_they_are_computed(dtype, tables):
     """As by the two operators, but for one rounding: strided heads, a table for each sequence or one for all."""
-    B, T, H, Hkv, D = 2, 150, 4, 2, 64 if dtype == torch.float16 and sizes["p"] == 2 else 16
-    one_by_one = (
-        operators.chunked_attention
-        if "chunk" in sizes
-        else lambda *x, **how: [operators.quadratic_attention(*x, **how)]
-    )
+    B, T, H, Hkv, D = 2, 150, 4, 2, 16
     qkv = torch.randn(B, T, D + 8, H + 2 * Hkv).transpose(2, 3)[..., :D].to(dtype).requires_grad_()
     log_g = F.logsigmoid(torch.randn(B, T, Hkv) + 4).requires_grad_()
     angle, dy = torch.randn(B, T, D // 2)[:tables].squeeze(0), torch.randn(B, T, H, D).to(dtype)
     table = angle.cos(), angle.sin()
-    one = fused.rotated_attention(qkv, *table, log_g, H=H, **sizes)
-    two = one_by_one(*fused.RotateHeads.apply(qkv, H, Hkv, *table, None), log_g, **sizes)[0]
+    one = fused.rotated_attention(qkv, *table, log_g, H=H, p=4)
+    two = operators.quadratic_attention(*fused.RotateHeads.apply(qkv, H, Hkv, *table, None), log_g, p=4)
     found, wanted = ([y, *torch.autograd.grad(y, (qkv, log_g), dy)] for y in (one, two))
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[2], wanted[2]) and found[1].is_contiguous()
-    assert_close([found[1].float()], [wanted[1].float()], 1e-3 if dtype == torch.float16 else 1e-6 * ("chunk" in sizes))
+    assert_close([found[1].float()], [wanted[1].float()], 1e-3 if dtype == torch.float16 else 0)
     assert torch.equal(found[1][:, :, H + Hkv :], wanted[1][:, :, H + Hkv :])
-    (only,) = torch.autograd.grad(fused.rotated_attention(qkv, *table, log_g.detach(), H=H, **sizes), qkv, dy)
+    (only,) = torch.autograd.grad(fused.rotated_attention(qkv, *table, log_g.detach(), H=H, p=4), qkv, dy)
     assert torch.equal(only, found[1])
     found = torch.autograd.grad(
-        Unused.apply(fused.rotated_attention(qkv, *table, H=H, **sizes)).sum(), qkv, allow_unused=True
+        Unused.apply(fused.rotated_attention(qkv, *table, H=H, p=4)).sum(), qkv, allow_unused=True
     )
     assert found == (None,)
     with pytest.raises(NotImplementedError, match="no second derivative"):
-        (dqkv,) = torch.autograd.grad(fused.rotated_attention(qkv, *table, H=H, **sizes), qkv, dy, create_graph=True)
+        (dqkv,) = torch.autograd.grad(fused.rotated_attention(qkv, *table, H=H, p=4), qkv, dy, create_graph=True)
         dqkv.sum().backward()
 
 
 @pytest.mark.slow
 def test_it_is_an_operator_as_torch_wants_them():
-    log_g, angle = torch.zeros(1, 130, 2, requires_grad=True), torch.randn(130, 8)
+    qkv, log_g = torch.randn(1, 130, 8, 16, requires_grad=True), torch.zeros(1, 130, 2, requires_grad=True)
+    angle = torch.randn(130, 8)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    for dtype, chunk in ((torch.float32, 0), (torch.float32, 128), (torch.float16, 128)):
-        qkv = torch.randn(1, 130, 8, 16).to(dtype).requires_grad_()
-        torch.library.opcheck(rotated._rotated, (qkv, angle.cos(), angle.sin(), log_g, 4, 2, chunk), test_utils=tests)
+    torch.library.opcheck(rotated._rotated, (qkv, angle.cos(), angle.sin(), log_g, 4, 2), test_utils=tests)
 
 
 @pytest.mark.slow

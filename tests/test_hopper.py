@@ -1,4 +1,4 @@
-"""Gluon's kernel for Hopper is chosen by sizes and the GPU, and gives way to Triton's. tests/targets.py and
+"""Gluon's kernels for Hopper are chosen by sizes and the GPU, and give way to Triton's. tests/targets.py and
 tests/sass.py compile them; what they compute is seen on a GPU only."""
 
 import functools

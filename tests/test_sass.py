@@ -29,9 +29,9 @@ def test_what_is_written_too_early_is_found():
     assert hazards(code().replace("gsb0, 0x0 ;\n        /*0170", "gsb0, 0x1 ;\n        /*0170")) == []  # none is left
 
 
-SOME = ("forward", "query_state", "query_gradient_of_pairs")  # with operands in registers
+SOME = ("forward", "query_state", "query_gradient")  # with operands in registers
 OTHERS = ("update_state", "query_gradient_of_products", "dq", "dkdv")
-GLUON = ("hopper.update_state",)
+GLUON = ("hopper.update_state", "hopper.query_gradient")
 PAIRS = ("forward", "dq", "dkdv")
 
 
