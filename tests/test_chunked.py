@@ -154,7 +154,7 @@ def test_p_4(T, gates, dtype):
 @pytest.mark.parametrize(
     "D,p,gates",
     [(16, 2, "zeros"), pytest.param(16, 4, "near one", marks=pytest.mark.slow)]
-    + GPU * [(64, 2, "learned"), (32, 4, "none")],
+    + GPU * [(64, 2, "near one"), (32, 4, "none")],
 )
 def test_float16(D, p, gates):
     T = LONG if p == 2 or GPU else 140
