@@ -229,26 +229,36 @@ def train_missing(jobs, known, args, save):
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without the workers
     try:
         for queue, free in ((timed, list(dict.fromkeys(slots))), (others, slots)):
-            beside = Counter(free)  # runs that share a GPU
-            while queue or running:
-                while queue and free and until - time.monotonic() > min(NO_TIME, 30 * args.minutes):
-                    job, device = queue.pop(0), free.pop(0)
-                    job["beside"] = beside[device]
-                    running[start(job, device)] = job, device, time.monotonic()
-                if not running:
-                    break
-                for process in [process for process in running if process.poll() is not None]:
-                    job, device, begun = running.pop(process)
-                    free.append(device)
-                    finish(job, process.returncode, time.monotonic() - begun, known)
-                    save()
-                if time.monotonic() > until:
-                    queue.clear()
-                    stop(running)
-                time.sleep(0.05)
+            for job, status, seconds in run_jobs(queue, free, running, until, min(NO_TIME, 30 * args.minutes)):
+                finish(job, status, seconds, known)
+                save()
     finally:
         stop(running)
         signal.signal(signal.SIGTERM, before)
+
+
+def run_jobs(queue, free, running, until, least):
+    """Yield (job, status, seconds) of each job of the queue as its worker ends; `running` has those that have not.
+
+    free: devices, each as often as it may have workers; until: when they are told to stop; none is started with less
+    than `least` seconds left.
+    """
+    beside = Counter(free)  # runs that share a GPU
+    while queue or running:
+        while queue and free and until - time.monotonic() > least:
+            job, device = queue.pop(0), free.pop(0)
+            job["beside"] = beside[device]
+            running[start(job, device)] = job, device, time.monotonic()
+        if not running:
+            break
+        for process in [process for process in running if process.poll() is not None]:
+            job, device, begun = running.pop(process)
+            free.append(device)
+            yield job, process.returncode, time.monotonic() - begun
+        if time.monotonic() > until:
+            queue.clear()
+            stop(running)
+        time.sleep(0.05)
 
 
 def is_timed(job):

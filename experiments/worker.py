@@ -237,10 +237,15 @@ def speed(job, loaded, contexts, tokens, layers=()):
     return found
 
 
+def config_of(settings):
+    """Return the GPTConfig of a run's settings, whose vocabulary is that of bytes unless they say otherwise."""
+    return GPTConfig(**{"vocab_size": 257, **fields_of(GPTConfig, settings)})
+
+
 def step_seconds(settings, context, tokens):
     """Return the median time of a training step of so many tokens of a new model, compiled on a GPU as in training."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = GPTConfig(**{"vocab_size": 257, **fields_of(GPTConfig, settings)})
+    config = config_of(settings)
     model = GPT(config).to(device)
     optimizer = make_optimizer(model, train.TrainConfig())
     torch.set_float32_matmul_precision("high")
@@ -263,7 +268,7 @@ def step_seconds(settings, context, tokens):
 
 def state(job, loaded, tokens, itemsize=2):
     """Return {cache, state}: bytes that one text's generation keeps after so many tokens, if it has states at once."""
-    model = loaded[1] if loaded else GPT(GPTConfig(**{"vocab_size": 257, **fields_of(GPTConfig, job["settings"])}))
+    model = GPT(config_of(job["settings"]))
     found = [
         block.attn.mix.generation_bytes(layer, tokens, itemsize, torch.bfloat16, "always")
         for block, layer in zip(model.transformer.h, model.empty_state(1).layers)
