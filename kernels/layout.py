@@ -69,6 +69,9 @@ class Layout(NamedTuple):
     # p = 4: [2 * ceil(M / 32), 4] int32, for every 32 entries the first of them (below 0: there is none), the range of
     # scalars that they need, and where in `where` their list begins; then the same for every 32 scalars and entries
     lists: torch.Tensor
+    # p = 2, read at D = 128: [parts, 2, 64, M] bfloat16, 1 where a column of `columns`, an entry of a part's
+    # slices, goes to an entry of x, and the same for a part's scalars; of a slice times itself these go nowhere
+    to_x: torch.Tensor
     # p = 4: [2, 2 M] int32: each entry of x, then each scalar, is the product of these two entries of the row
     factors: torch.Tensor
     weights: torch.Tensor  # [M] float32: the number of orders of each entry of x, 0 for an empty one
@@ -156,7 +159,25 @@ def layout_p2(D):
     where[index[:, 1], index[:, 0]] = where[index[:, 0], index[:, 1]] = np.arange(len(index))
     orders = np.repeat(np.repeat(parts[:, 8:12], parts[:, 12], axis=0).flatten(), SLICE)
     entry = np.arange(D)[:, None]
-    return _make_tables(D, 2, D, parts, orders, where, np.zeros((0, 4)), entry, entry, np.ones(D), index)
+    to_x, lists = _to_x(parts, D), np.zeros((0, 4))
+    return _make_tables(D, 2, D, parts, orders, where, lists, to_x, entry, entry, np.ones(D), index)
+
+
+def columns():
+    """Return (slot, entry) [64] of columns: in this order a thread has all 16 entries of a slot, in a row of the matrix
+    unit's sums."""
+    column = np.arange(TILE)
+    return column // 2 % SLOTS, column // 8 * 2 + column % 2
+
+
+def _to_x(parts, D):
+    """Return Layout.to_x from Layout.parts."""
+    (slot, entry), column, to_x = columns(), np.arange(TILE), np.zeros((len(parts), 2, TILE, D))
+    for part, (of_slices, of_scalars) in zip(parts, to_x, strict=True):
+        of_slices[column, part[slot] + entry] = 1
+        wanted = (part[8 + slot] > 1) & (entry < part[12])
+        of_scalars[column[wanted], (part[4 + slot] + entry)[wanted]] = 1
+    return to_x
 
 
 @functools.cache
@@ -194,7 +215,7 @@ def layout_p4(D):
     where, lists = _gradient_lists(row, unused)
     weights = np.where(real, 1 + (x[:, 0] != x[:, 1]), 0)
     parts[:, 4:8] += M  # the kernels read scalars behind the entries
-    return _make_tables(D, 4, M, parts, orders, where, lists, x, x[scalars], weights, index)
+    return _make_tables(D, 4, M, parts, orders, where, lists, np.zeros(0), x, x[scalars], weights, index)
 
 
 def _gradient_lists(row, unused):
@@ -239,7 +260,7 @@ def _orders_of_four(indices):
     )  # fmt: skip
 
 
-def _make_tables(D, p, M, parts, orders, where, lists, entries, scalars, weights, index):
+def _make_tables(D, p, M, parts, orders, where, lists, to_x, entries, scalars, weights, index):
     """Return Layout's fields from M on as tensors.
 
     entries, scalars [M, p / 2] and index [rows, p]: the entries of a row of q or k whose product is each entry of x,
@@ -262,6 +283,7 @@ def _make_tables(D, p, M, parts, orders, where, lists, entries, scalars, weights
     return (
         M, int(parts[:, 12].sum()), tensor(parts, torch.int32), tensor(groups, torch.int32),
         tensor(orders, torch.float32), tensor(where, torch.int32), tensor(lists, torch.int32),
+        tensor(to_x, torch.bfloat16),
         tensor(factors, torch.int32), tensor(weights, torch.float32), tensor(rows, torch.int64),
         tensor(canonical, torch.int64), tensor(square, torch.int64), tensor(places, torch.int64),
         tensor(np.sqrt(multiplicity), torch.float32),

@@ -8,7 +8,9 @@
 where what comes through S (p = 4: and Z) is the gradient to reflected rows and is reflected back (see prepare.py).
 
 S_i holds the rows of the state for the products of entry i with the others, [entries, D]. For p = 2 these are in
-a table (`where`). For p = 4 `spread_kernel` writes them once more, one list behind another: 32 entries for each of
+a table (`where`). At D = 128, where products cost more than what is done with them, half of them will do: the state
+has S_ab once for (a, b) and (b, a), and w_ab = S_ab . values_t is multiplied by x_t[b] for dx_t[a] and by x_t[a] for
+dx_t[b]. For p = 4 `spread_kernel` writes them once more, one list behind another: 32 entries for each of
 their scalars, then 32 scalars for each of their entries (layout.py), and `square_times_kernel` makes Z xt.
 
     query_gradient_kernel, p = 2: BM rows             query_gradient_of_products_kernel, p = 4: BM rows, for each of
@@ -16,6 +18,13 @@ their scalars, then 32 scalars for each of their entries (layout.py), and `squar
              D                    D                           N scalars x D               32
       BM | values x_i |  D | S_i^T |                  BM | values x_i, x_i+1.. | N D | S_i^T, .. |  --> dxt [BM, 32]
       summed over i, 4 at a time --> dx [BM, D]       then two products with zeros and ones     --> dx [BM, D]
+
+    query_gradient_of_pairs_kernel, p = 2, D = 128, half precision: BM rows, for each tile of the state (layout.py)
+
+             D            64
+      BM | values |  D | S^T | --> w [BM, 64]: times scalars, added to those of the part's slices [BM, 64]; and
+                                   times slices, summed over the 16 of a slot, those of the tile's scalars [BM, 4]
+      after each part both are added to dx [BM, D] by products with zeros and ones
 
     name      shape                                     dtype      units
     xt, rows, values, unit_x, unit_v, weight   see prepare.py      read
@@ -27,7 +36,8 @@ their scalars, then 32 scalars for each of their entries (layout.py), and `squar
     out       [B, T, H, D]                              q's        one: dx is added to it
     read      [B * H, TP]                               float32    one           (float16: float32 where q, k and v are)
 
-Cost: p = 2 multiplies the full square, 2 D^3 FLOP per row; p = 4 multiplies as many rows as the longest list in a block
+Cost: p = 2 multiplies the full square, 2 D^3 FLOP per row, or of pairs as many as there are features, 0.56 of it (D =
+128), and those have 4 FLOP more for each feature; p = 4 multiplies as many rows as the longest list in a block
 has, 2.4 (D = 32) to 3.7 (D = 16) times the number of features. Operands are made in registers: the waits for products
 and the loads of scalars are the limit (79% of the matrix unit's rate for p = 2). p = 4 takes SPREAD bytes, or one
 head's if that is more, and works on some heads after the others.
@@ -39,6 +49,7 @@ import triton.language as tl
 
 from . import hopper
 from .common import (
+    INTERPRETED,
     PRECISION,
     STATE_EXPONENT,
     TO_GRADIENT_TOP,
@@ -49,6 +60,7 @@ from .common import (
     diagonal,
     empty,
     exact_product,
+    first_8_bits,
     load_mirror,
     load_rows,
     multiple_of,
@@ -108,21 +120,125 @@ def query_gradient_kernel(
         acc = _one_entry(v, x2, S, where + i * D + 2 * D, acc, D)
         acc = _one_entry(v, x3, S, where + i * D + 3 * D, acc, D)
         wait_for_products(i)
+    acc *= VALUES_DOWN_2
+    _add_gradient(
+        acc, UNIT_S, UNIT_V, UNIT_X, OUT, X, Z, WEIGHT, MIRROR, READ, x_strides, bh, b, h, lo, state, at, T, H, HKV, D,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_gradient(
+    acc, UNIT_S, UNIT_V, UNIT_X, OUT, X, Z, WEIGHT, MIRROR, READ, x_strides, bh, b, h, lo, state, at, T, H, HKV,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Add the gradient of p = 2 to OUT and write READ, from its sums [BM, D] over pairs of entries, as they are."""
     # twice, since an entry is on both sides of a product
-    acc *= (tl.load(UNIT_X + at) * (2 * VALUES_DOWN_2) / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
+    acc *= (tl.load(UNIT_X + at) * 2 / (tl.load(UNIT_S + state) * tl.load(UNIT_V + state)))[:, None]
     if MIRROR is not None:
         u, mirrored = load_mirror(MIRROR, b * HKV + h // (H // HKV), D)
         if mirrored:
             acc = reflected(acc, u)
-    x = load_rows(X, x_strides, b, lo, h, T, BM, D)
+    x = load_rows(X, x_strides, b, lo, h, T, acc.shape[0], D)
+    d = tl.arange(0, D)
     z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
-    zx = exact_product(x, z, tl.zeros([BM, D], tl.float32))
+    zx = exact_product(x, z, tl.zeros([acc.shape[0], D], tl.float32))
     if WEIGHT is not None:
         zx *= tl.load(WEIGHT + at)[:, None]
     acc += 2 * zx
     if READ is not None:
         tl.store(READ + at, 0.5 * tl.sum(acc * x.to(tl.float32), 1))
     add_to_rows(OUT, acc, b, lo, h, T, H)
+
+
+@triton.jit
+def _entries(x, BM: tl.constexpr):
+    """Return the 16 entries [BM, 4] of the slots of x [BM, 64], whose columns are in the order of `layout.columns`."""
+    halves = (x.reshape([BM, 2, 2, 2, 4, 2]).permute([0, 4, 1, 2, 3, 5]),)
+    for i in tl.static_range(4):
+        parts = ()
+        for j in tl.static_range(2**i):
+            parts = parts + tl.split(halves[j])
+        halves = parts
+    return halves
+
+
+@triton.jit
+def _one_tile(to_slices, v, S, x, by, BM: tl.constexpr):
+    """Return (to_slices [BM, 8, 4, 2] with a tile added, the tile's gradient to its scalars [BM, 4]).
+
+    S: pointers [64, D] to the tile's rows; x: the slices as `_entries` returns them; by [BM, 4]: the scalars.
+    """
+    w = tl.dot(v, tl.trans(tl.load(S)), input_precision=PRECISION)
+    entries, to_scalars = _entries(w, BM), tl.zeros([BM, 4], tl.float32)
+    for i in tl.static_range(16):
+        to_scalars = entries[i] * x[i] + to_scalars
+    return to_slices + w.reshape([BM, 8, 4, 2]) * by[:, None, :, None], to_scalars
+
+
+@triton.jit
+def _add_to_columns(acc, x, places):
+    """Return acc [BM, D] + x @ places, for float32 x [BM, 64] in two pieces, exact to 16 bits, and `places` [64, D] of
+    zeros and ones."""
+    if INTERPRETED:
+        return tl.dot(x, places.to(tl.float32), acc, input_precision="ieee")
+    high = first_8_bits(x)
+    acc = tl.dot((x - high).to(places.dtype), places, acc)
+    return tl.dot(high.to(places.dtype), places, acc)
+
+
+@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "parts", "skip"])
+def query_gradient_of_pairs_kernel(
+    XT, VALUES, S, UNIT_S, UNIT_V, UNIT_X,
+    PARTS, TO_X,  # the layout's tables of each part, and of where its columns go
+    OUT,  # the gradient is added to it
+    X, Z, WEIGHT, MIRROR,  # the rows; WEIGHT None: 1; MIRROR None: no row was reflected
+    READ,  # what is written, with gates
+    x_strides,
+    T, TP, CHUNK, H, HKV, tiles, parts, skip,  # skip: a chunk whose state is zero and is not read, or -1
+    D: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    """Do what `query_gradient_kernel` does, with a product for each pair of entries in place of two."""
+    TP = multiple_of(TP, 256)
+    bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM)
+    row, d = lo + tl.arange(0, BM), tl.arange(0, D)
+    at = tl.cast(bh, tl.int64) * TP + row
+    XT += tl.cast(bh, tl.int64) * D * TP
+    S += tl.cast(state, tl.int64) * tiles * (64 * D)
+    v = tl.load(VALUES + at[:, None] * D + d[None, :])
+    acc = tl.zeros([BM, D], tl.float32)
+    column = tl.arange(0, 64)
+    slot, entry = column // 2 % 4, column // 8 * 2 + column % 2  # as in `layout.columns`
+    tile, of_four = S + (slot * 16 + entry)[:, None] * D + d[None, :], tl.arange(0, 16)
+    for number in range(parts if chunk != skip else 0):
+        part = PARTS + number * 16
+        slices, count = tl.load(part + slot) + entry, tl.load(part + 12)
+        x = _entries(tl.trans(tl.load(XT + slices[:, None] * TP + row[None, :])).to(tl.float32), BM)
+        scalars = tl.load(part + 4 + of_four // 4) + of_four % 4  # of four tiles
+        to_slices, to_scalars = tl.zeros([BM, 8, 4, 2], tl.float32), tl.zeros([BM, 8, 4, 2], tl.float32)
+        scalars = XT + scalars[:, None] * TP + row[None, :]
+        following = tl.load(scalars)
+        for i in range(0, count, 4):
+            by = tl.trans(following).to(tl.float32)
+            following = tl.load(scalars + tl.minimum(i + 4, count - 4) * TP)
+            even, odd = tl.split(by.reshape([BM, 4, 2, 2]))
+            by0, by2 = tl.split(even)
+            by1, by3 = tl.split(odd)
+            to_slices, of0 = _one_tile(to_slices, v, tile + i * (64 * D), x, by0, BM)
+            to_slices, of1 = _one_tile(to_slices, v, tile + (i + 1) * (64 * D), x, by1, BM)
+            to_slices, of2 = _one_tile(to_slices, v, tile + (i + 2) * (64 * D), x, by2, BM)
+            to_slices, of3 = _one_tile(to_slices, v, tile + (i + 3) * (64 * D), x, by3, BM)
+            four = tl.join(tl.join(of0, of2), tl.join(of1, of3))  # [BM, 4, 2, 2]
+            # for each place of four tiles; broadcast it would need another layout
+            four = tl.join(tl.join(four, four), tl.join(four, four)).permute([0, 4, 5, 2, 1, 3]).reshape([BM, 8, 4, 2])
+            to_scalars = tl.where((tl.arange(0, 8) // 2 == i // 4)[None, :, None, None], four, to_scalars)
+        tile += count * (64 * D)
+        to_x = TO_X + number * (2 * 64 * D) + column[:, None] * D + d[None, :]
+        acc = _add_to_columns(acc, to_slices.reshape([BM, 64]), tl.load(to_x))
+        acc = _add_to_columns(acc, to_scalars.reshape([BM, 64]), tl.load(to_x + 64 * D))
+    _add_gradient(
+        acc, UNIT_S, UNIT_V, UNIT_X, OUT, X, Z, WEIGHT, MIRROR, READ, x_strides, bh, b, h, lo, state, at, T, H, HKV, D,
+    )  # fmt: skip
 
 
 # ---- p = 4
@@ -280,11 +396,14 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, mirro
     if s.p == 4:
         _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, mirror, c)
         return read
-    query_gradient_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
-        prepared["xt"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"], s.layout.where,
-        out, x, Z, weight, mirror, read, x.stride(),
-        s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, skip, D=s.D, BM=c.BM, **c.launch(),
-    )  # fmt: skip
+    arrays = prepared["xt"], prepared["values"], S, unit_s, prepared["unit_v"], prepared["unit_x"]
+    results, sizes = (out, x, Z, weight, mirror, read, x.stride()), (s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles)
+    grid, options = (triton.cdiv(s.T, c.BM) * s.B * rows,), dict(D=s.D, BM=c.BM, **c.launch())
+    if s.D == 128 and s.half == torch.float16:
+        tables = s.layout.parts, s.layout.to_x
+        query_gradient_of_pairs_kernel[grid](*arrays, *tables, *results, *sizes, len(tables[0]), skip, **options)
+    else:
+        query_gradient_kernel[grid](*arrays, s.layout.where, *results, *sizes, skip, **options)
     return read
 
 

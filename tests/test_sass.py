@@ -39,6 +39,7 @@ PAIRS = ("forward", "dq", "dkdv")
     "argv,kernels",
     [
         (("2,64", *SOME), SOME),
+        (("2,128", "query_gradient_of_pairs"), ("query_gradient_of_pairs",)),
         pytest.param((), SOME + OTHERS + GLUON, marks=pytest.mark.slow),
         pytest.param(("0,64",), PAIRS, marks=pytest.mark.slow),
         pytest.param(("2,64,float16", *PAIRS), PAIRS, marks=pytest.mark.slow),
