@@ -252,7 +252,9 @@ def draw_panel(axis, panel, looks):
     axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
     if panel.log_x:
         axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(lambda x, _: next(f"{x / n:.3g}{u}" for n, u in BINARY if x >= n or n == 1))
+        decimal = lambda x, _: short_count(float(f"{x:.3g}"))
+        binary = lambda x, _: next(f"{x / n:.3g}{unit}" for n, unit in BINARY if x >= n or n == 1)
+        axis.xaxis.set_major_formatter(decimal if "bytes" in panel.xlabel else binary)
         values = sorted({x for line in panel.lines.values() for x in line[0]})
         if len(values) <= 8:
             axis.set_xticks(values)
