@@ -42,15 +42,6 @@ def operators():
     return operators
 
 
-def quadratic():
-    """Return the module kernels.quadratic."""
-    if INSTALLED:
-        from ..kernels import quadratic
-    else:
-        from kernels import quadratic
-    return quadratic
-
-
 def adaptive():
     """Return the module kernels.adaptive."""
     if INSTALLED:

@@ -10,7 +10,6 @@ import math
 import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -31,7 +30,6 @@ class Size(NamedTuple):
     gated: bool
     E: int | None = None  # width of the values, by default D
     n: int | None = None  # number of queries, those of the last tokens; by default there is one for every token
-    single: bool = False  # the backward pass is a single one, and there are as many heads of keys as of queries
 
 
 # each kernel, each branch of the power, each width (head dimensions between them and other widths of values are padded)
@@ -53,10 +51,6 @@ SIZES = [
     Size("chunked", torch.bfloat16, 16, 2, True), Size("states", torch.bfloat16, 24, 4, True, E=20),
     Size("chunked", torch.bfloat16, 16, 4, False), Size("states", torch.float16, 64, 2, True),
     Size("chunked", torch.float32, 32, 2, True), Size("states", torch.float32, 16, 4, True),
-    Size("quadratic", torch.bfloat16, 64, 4, True, single=True),
-    Size("quadratic", torch.bfloat16, 64, 6, False, single=True),
-    Size("rotated", torch.bfloat16, 64, 2, True, single=True),
-    Size("chunked", torch.bfloat16, 64, 2, True, single=True),
     Size("adaptive", torch.bfloat16, 64, 0, True), Size("adaptive", torch.float16, 128, 0, False),
     Size("adaptive", torch.float32, 32, 0, True, n=300),
 ]  # fmt: skip
@@ -70,8 +64,7 @@ def check(sizes=SIZES):
     for size in map(Size._make, sizes):
         name = f"{size.form} {str(size.dtype).removeprefix('torch.')} D={size.D}"
         name += "".join(f" {part}={x}" for part, x in (("E", size.E), ("p", size.p), ("n", size.n)) if x is not None)
-        name += " gated" * size.gated + " in a single pass" * size.single
-        yield _line(name, errors(size), size.dtype)
+        yield _line(name + " gated" * size.gated, errors(size), size.dtype)
 
 
 def _line(name, found, dtype):
@@ -83,13 +76,13 @@ def _line(name, found, dtype):
 def errors(size, T=None, device="cuda"):
     """Return {"y": error, "dq": ..., ...} of a Size: ||kernel - float64|| / max(||float64||, 1e-3 ||dy||) on random
     inputs; infinite where two runs differ. T: tokens, by default LENGTH has them."""
-    form, dtype, D, p, gated, E, n, single = size
-    T, E, Hkv = T or LENGTH[form], E or D, 2 if single else 1
+    form, dtype, D, p, gated, E, n = size
+    T, E = T or LENGTH[form], E or D
     n = n or T
     generator = torch.Generator(device).manual_seed(0)
     make = lambda *shape: torch.randn(*shape, device=device, generator=generator)
-    qkv = make(1, T, 2 + 2 * Hkv, max(D, E)).to(dtype)
-    q, k, v = qkv.split((2, Hkv, Hkv), dim=2)
+    qkv = make(1, T, 4, max(D, E)).to(dtype)
+    q, k, v = qkv.split((2, 1, 1), dim=2)
     inputs = [q[:, T - n :, :, :D], k[..., :D], v[..., :E]]
     names = ["y", "dq", "dk", "dv", "dlog_g"]
     kernels = {"chunked": _chunked, "states": _in_two_calls, "sums": _divided_sums}.get(form, _quadratic)
@@ -103,7 +96,7 @@ def errors(size, T=None, device="cuda"):
         oracle = lambda *x, p: naive.adaptive(*x, resets if resets is None else resets.double())
     elif gated:
         strong = form not in ("chunked", "states") or p != 4  # bfloat16 is less exact there: docs/kernels.md
-        log_g = torch.nn.functional.logsigmoid((3 if strong else 1) * make(1, T, Hkv) + 4)
+        log_g = torch.nn.functional.logsigmoid((3 if strong else 1) * make(1, T, 1) + 4)
         inputs.append(log_g)
     if form == "rotated":
         angle = make(T, D // 2)
@@ -114,15 +107,14 @@ def errors(size, T=None, device="cuda"):
 
         def oracle(qkv, *x, p):
             rounded = lambda x: x + (x.to(dtype).double() - x).detach()  # as what is rotated is kept
-            q, k, v = _rotate_exactly(qkv, angle.double(), 2, Hkv)
+            q, k, v = _rotate_exactly(qkv, angle.double(), 2, 1)
             return naive.quadratic(rounded(q), rounded(k), v, *x, p=p)
 
     if n < T and form != "adaptive":  # the specification wants a query for every token
         oracle = lambda q, *x, p: naive.quadratic(torch.nn.functional.pad(q, (0, 0, 0, 0, T - n, 0)), *x, p=p)[:, -n:]
     dy = make(1, n, 2, E).to(dtype)
     torch.full((2**24,), float("nan"), device=device)  # a kernel that reuses this memory must write all of it
-    with backend.quadratic().always_in_a_single_pass() if single else nullcontext():
-        return _compare(names, partial(kernels, p=p), partial(oracle, p=p), inputs, dy)
+    return _compare(names, partial(kernels, p=p), partial(oracle, p=p), inputs, dy)
 
 
 def _compare(names, kernels, oracle, inputs, dy):
@@ -139,8 +131,8 @@ def _compare(names, kernels, oracle, inputs, dy):
     return {n: error(*tensors) for n, *tensors in zip(names, *results)}
 
 
-def launch(*sizes):
-    """Launch all kernels of `errors` for these sizes on tensors of the CPU, and compute nothing else.
+def launch(size):
+    """Launch all kernels of `errors` on tensors of the CPU, and compute nothing else.
 
     For a process of its own, in which launches only compile: see kernels/precompile.py.
     """
@@ -151,8 +143,7 @@ def launch(*sizes):
         torch.autograd.grad(y, leaves, dy.to(y.dtype))
 
     globals().update(_compare=once)
-    for size in sizes:
-        errors(size, device="cpu")
+    errors(size, device="cpu")
 
 
 def _quadratic(q, k, v, log_g=None, *, p):
@@ -295,13 +286,9 @@ def failure(form, dtype, D, p, gated, device="cuda"):
     size = Size(form, dtype, D, p, gated)
 
     def compare():
-        sizes = [size]
-        if form in ("quadratic", "rotated", "chunked"):
-            has_it = backend.quadratic().has_a_single_pass(dtype, D, torch.device(device))
-            sizes += [size._replace(single=True)] * has_it
         if form in ("chunked", "states"):  # which have more kernels than the other forms
-            backend.precompile(launch, tuple(sizes), torch.device(device))
-        return check(sizes)
+            backend.precompile(launch, (size,), torch.device(device))
+        return check([size])
 
     return _failure(size, f"{form}, {dtype}, D={D}, p={p}, gated={gated}", compare, device)
 
@@ -324,7 +311,8 @@ def _failure(size, name, compare, device):
         return ""
 
     def find():
-        return next((f"wrong results, {line}" for line, ok in compare() if not ok), "")
+        ((line, ok),) = compare()
+        return "" if ok else f"wrong results, {line}"
 
     wrong = remember(name, find, device)
     if not wrong and torch.cuda.device_count() == 1:  # otherwise the next call may be for another GPU

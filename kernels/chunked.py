@@ -33,7 +33,7 @@ import torch
 import triton
 
 from . import quadratic, width
-from .common import HALF, LIFT, TOP, beside, device_guard, padded
+from .common import HALF, LIFT, TOP, device_guard, padded
 from .discumsum import discumsum
 from .gates import chunk_dlog_g, chunk_gates
 from .layout import TILE, entries, features, layout
@@ -167,47 +167,40 @@ def backward(
     needs_q, needs_k, needs_v, needs_g, needs_state = needs
     gated, needs_state = log_g is not None and needs_g, needs_state and initial
     carries = needs_k or needs_v or gated or needs_state  # a gradient to the states before each chunk is needed
-    dlog_g, finish, how = None, None, dict(reverse=True, final=needs_state, first_chunks=first_chunks)
-
-    def carry(final):
-        (dS_last, dZ_last), others, of_Z = final or (None, None), (S, unit_s) if gated else (None, None), (None, None)
-        unit_d, dS0, carried = discumsum(s, dS, unit_v, whole, dS_last, *others, **how)
-        if p == 2:
-            of_Z = discumsum(None, dZ, None, whole, dZ_last, Z if gated else None, **how)[1:]
-        return s.chunks - 1 if final is None else -1, unit_d, carried, of_Z[1], (dS0, of_Z[0])
-
+    dlog_g = None
     with device_guard(q.device):
         into, out, whole, near = chunk_gates(log_g, s, near=True, first_chunks=first_chunks)
-        with beside(q.device) as join:  # the states' gradient, most of it by kernels that memory limits
-            queries, first = prepare(s, q, dy, y, l, decay=into, mirror=mirror), (None, None)
-            unit_v = queries["unit_v"]
-            if carries:
-                dS, dZ = update_state(s, s.H, queries), queries["z"]
-                if not exchange:
-                    last, unit_d, carried, carried_z, first = carry(final)
         inside_needs = (needs_q or gated, needs_k or needs_v or gated, gated)
         dq, dk, dv, inside = quadratic.backward(
             dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, near=near, before=initial, needs=inside_needs
         )
-        join()
-        if carries and exchange:
-            finish = exchange(*_last_state(s, dS, dZ, unit_v, whole, reverse=True))
+        queries, (dS0, dZ0) = prepare(s, q, dy, y, l, decay=into, mirror=mirror), (None, None)
+        unit_v = queries["unit_v"]
+        if carries:
+            dS, dZ, carried_z = update_state(s, s.H, queries), queries["z"], None
+            finish = exchange(*_last_state(s, dS, dZ, unit_v, whole, reverse=True)) if exchange else lambda: final
         if needs_q or gated:
             skip = -1 if initial else 0
             read = query_gradient(s, queries, S, unit_s, skip, dq, q, Z, queries["weight"], gated, mirror)
         del queries
-        if carries and exchange:
-            last, unit_d, carried, carried_z, first = carry(finish())
+        if carries:
+            dS_last, dZ_last = finish() or (None, None)
+            others = (S, unit_s) if gated else (None, None)
+            how = dict(reverse=True, final=needs_state, first_chunks=first_chunks)
+            unit_d, dS0, carried = discumsum(s, dS, unit_v, whole, dS_last, *others, **how)
+            if p == 2:
+                _, dZ0, carried_z = discumsum(None, dZ, None, whole, dZ_last, Z if gated else None, **how)
         if needs_k or needs_v or gated:
             keys = dict(zip(OF_KEYS, of_keys, strict=True))
             keys |= {"xt": products(s, keys["rows"]), "weight": keys["factor"]}
+            skip = s.chunks - 1 if dS_last is None else -1
             if needs_k or gated:
-                given = query_gradient(s, keys, dS, unit_d, last, dk, k, dZ, out, gated, mirror)
+                given = query_gradient(s, keys, dS, unit_d, skip, dk, k, dZ, out, gated, mirror)
             if needs_v:
-                query_state(s, keys, dS, unit_d, last, out=dv)
+                query_state(s, keys, dS, unit_d, skip, out=dv)
         if gated:
             dlog_g = chunk_dlog_g(log_g, s, inside, near, read, given, carried, carried_z)
-    return dq, dk, dv, dlog_g, first
+    return dq, dk, dv, dlog_g, (dS0, dZ0)
 
 
 def from_canonical(S, z, p):

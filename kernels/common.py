@@ -21,8 +21,7 @@ needs is in this table, and the kernels use it by name:
     l, the sum of a row's weights                      1e-37              LEAST_WEIGHT: 1 / l is finite
 """
 
-import functools
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import triton
@@ -295,23 +294,3 @@ def empty(like, *shape, dtype=torch.float32):
 def device_guard(device):
     """Return a context in which Triton launches on `device`; a tensor's device need not be the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-@functools.cache
-def _second_stream(device):
-    return torch.cuda.Stream(device, priority=-1)
-
-
-@contextmanager
-def beside(device):
-    """Return a context whose launches run beside those that come after it, until the function that it gives is called.
-
-    Tensors made inside are made before what the caller frees afterwards is used again, and the other way round.
-    """
-    if device.type != "cuda":
-        yield lambda: None
-        return
-    stream, first = _second_stream(device), torch.cuda.current_stream(device)
-    stream.wait_stream(first)
-    with torch.cuda.stream(stream):
-        yield lambda: first.wait_stream(stream)

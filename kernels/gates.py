@@ -5,7 +5,7 @@
         dlog_g_m = sum over i >= m of (row_i - col_i), 0 at a reset; row_i, col_j sum ds_ij s_ij / p over j, over i
 
 For the quadratic form (`tile_gates`) a decay between tiles is a product of three factors: of the row, of the key inside
-its tile (KEY_DECAY, on the diagonal KEY_GROWTH), and of the sums between (C_START, C_END). For the chunked form
+its tile (KEY_DECAY), and of the sums between (C_START, C_END). For the chunked form
 (`chunk_gates`) there are the decays from the chunk's beginning to a token (INTO), from a token to the chunk's end (OUT)
 and through the whole chunk (WHOLE), and
 
@@ -31,8 +31,6 @@ state (INTO is 0). ENTERING, here that of the next chunk, counts the pairs of ke
                                                                    around it, 0 if that is another document's; first
                                                                    those of the R's tokens 0, 1, 8, 9, 16, .., then 2,
                                                                    3, 10, ..: what a thread needs, in wide loads
-    KEY_GROWTH   the same                               float32    1 / decay^POWER from the first of the R to the token,
-                                                                   in the same order
     C_START      [B * Hkv, T padded to 128 / 32]        float64    c of the first of 32 tokens
     C_END        the same                               float64    c of the last
     OPENED       the same                               int32      the first token of the last's document
@@ -43,8 +41,8 @@ state (INTO is 0). ENTERING, here that of the next chunk, counts the pairs of ke
     ENTERING     [B * Hkv, chunks]                      float64    the sum of ds_ij s_ij / p over keys j before and
                                                                    queries i in the chunk, where NEAR is 128
 
-Cost: 13.6 bytes a token and head of keys are written for the quadratic form, 8 for the chunked one. Latency is the
-limit (0.013 ms each for 65,536 tokens).
+Cost: 9.6 bytes a token and head of keys are written for the quadratic form, 8 for the chunked one. Latency is the limit
+(0.013 ms each for 65,536 tokens).
 """
 
 import torch
@@ -94,12 +92,11 @@ def _sum(X, begin, end, N: tl.constexpr):
 
 @triton.jit
 def gates_of_head(gates, T, bh):
-    """Return the seven arrays that `tile_gates` made, at a sequence and head of keys."""
-    C, FIRST, KEY_DECAY, KEY_GROWTH, C_START, C_END, OPENED = gates
-    C, FIRST = at_head(C, T, bh), at_head(FIRST, T, bh)
-    KEY_DECAY, KEY_GROWTH = at_head(KEY_DECAY, T, bh), at_head(KEY_GROWTH, T, bh)
+    """Return the six arrays that `tile_gates` made, at a sequence and head of keys."""
+    C, FIRST, KEY_DECAY, C_START, C_END, OPENED = gates
+    C, FIRST, KEY_DECAY = at_head(C, T, bh), at_head(FIRST, T, bh), at_head(KEY_DECAY, T, bh)
     C_END, OPENED, C_START = at_head(C_END, T, bh, 32), at_head(OPENED, T, bh, 32), at_head(C_START, T, bh, 32)
-    return C, FIRST, KEY_DECAY, KEY_GROWTH, C_START, C_END, OPENED
+    return C, FIRST, KEY_DECAY, C_START, C_END, OPENED
 
 
 # ---- the quadratic form
@@ -108,13 +105,13 @@ def gates_of_head(gates, T, bh):
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "HKV"])
 def gates_kernel(
     LOG_G,
-    C, FIRST, KEY_DECAY, KEY_GROWTH, C_START, C_END, OPENED,  # what is written
+    C, FIRST, KEY_DECAY, C_START, C_END, OPENED,  # what is written
     g_b, g_t, g_h,  # strides of LOG_G [B, T, Hkv]
     T, HKV,
     R: tl.constexpr, POWER: tl.constexpr, BEFORE: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """Write the seven arrays for N tokens of one sequence and head.
+    """Write the six arrays for N tokens of one sequence and head.
 
     C_START, C_END and OPENED count from the first of the N tokens; `gates_before_kernel` adds the earlier tokens.
     """
@@ -122,8 +119,8 @@ def gates_kernel(
     bh = tl.program_id(0) // pieces
     at = tl.program_id(0) % pieces * N + tl.arange(0, N)
     LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + tl.cast(bh % HKV, tl.int64) * g_h
-    gates = (C, FIRST, KEY_DECAY, KEY_GROWTH, C_START, C_END, OPENED)
-    C, FIRST, KEY_DECAY, KEY_GROWTH, C_START, C_END, OPENED = gates_of_head(gates, T, bh)
+    C, FIRST, KEY_DECAY = at_head(C, T, bh), at_head(FIRST, T, bh), at_head(KEY_DECAY, T, bh)
+    C_START, C_END, OPENED = at_head(C_START, T, bh, 32), at_head(C_END, T, bh, 32), at_head(OPENED, T, bh, 32)
     written = at < tl.cdiv(T, 128) * 128
 
     log_g, reset = log_gates(LOG_G, g_t, at, T)
@@ -131,11 +128,9 @@ def gates_kernel(
     first = tl.associative_scan(tl.where(reset if BEFORE else reset | (at == 0), at, -1), 0, maximum)
     tl.store(C + at, (c - _ends(c, 128)[0]).to(tl.float32), written)
     tl.store(FIRST + at, tl.maximum(first - at // 128 * 128, -1).to(tl.int8), written)
-    c_first, c_last = _ends(c, R)
-    to_end = tl.exp(POWER * (c_last - c).to(tl.float32))
+    to_end = tl.exp(POWER * (_ends(c, R)[1] - c).to(tl.float32))
     of_lanes = at // R * R + at % 8 // 2 * (R // 4) + at % R // 8 * 2 + at % 2
     tl.store(KEY_DECAY + of_lanes, tl.where(_ends(first, R)[1] <= at, to_end, 0.0), written)
-    tl.store(KEY_GROWTH + of_lanes, tl.exp(POWER * (c_first - c).to(tl.float32)), written)
     tl.store(C_START + at // 32, c, written & (at % 32 == 0))
     tl.store(C_END + at // 32, c, written & (at % 32 == 31))
     tl.store(OPENED + at // 32, tl.maximum(first, 0), written & (at % 32 == 31))
@@ -325,22 +320,22 @@ def chunk_dlog_g_kernel(
 
 
 def tile_gates(log_g, R, power, before=False):
-    """Launch gates_kernel; return the seven arrays from C to OPENED of the table above, or None.
+    """Launch gates_kernel; return (C, FIRST, KEY_DECAY, C_START, C_END, OPENED), see the table above, or None.
 
     log_g [B, T, Hkv] float32, any strides, or None; R: keys a tile; before: there is a state before the first token.
-    Allocates 13.6 bytes per token and head of keys.
+    Allocates 9.6 bytes per token and head of keys.
     """
     if log_g is None:
         return None
     B, T, HKV = log_g.shape
     tokens, blocks = (B * HKV, padded(T)), (B * HKV, padded(T) // 32)
-    gates = [empty(log_g, *tokens, dtype=x) for x in (torch.float32, torch.int8, torch.float32, torch.float32)]
+    gates = [empty(log_g, *tokens), empty(log_g, *tokens, dtype=torch.int8), empty(log_g, *tokens)]
     gates += [empty(log_g, *blocks, dtype=dtype) for dtype in (torch.float64, torch.float64, torch.int32)]
     gates_kernel[(triton.cdiv(T, TOKENS) * B * HKV,)](
         log_g, *gates, *log_g.stride(), T, HKV, R=R, POWER=power, BEFORE=before, N=TOKENS
     )
     if T > TOKENS:
-        gates_before_kernel[(B * HKV,)](*gates[4:], T, N=TOKENS)
+        gates_before_kernel[(B * HKV,)](*gates[3:], T, N=TOKENS)
     return tuple(gates)
 
 

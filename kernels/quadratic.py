@@ -14,8 +14,7 @@ with dP_ij = dy_i . v_j and delta_i = dy_i . y_i, all sums over the causal pairs
         BM | BN | BN | BN | diagonal                            BN | diagonal | BM | BM | BM
 
 Tiles off the diagonal need no mask, and their decay is the product of a factor of the row and one of the column, so exp
-costs nothing there. Tiles on the diagonal have a mask, applied in the same loop, so that their loads wait for nothing.
-Where decays are too strong for factors, or a document begins, they have a loop of their own and an exp for each.
+costs nothing there. Tiles on the diagonal have a mask and an exp for each element.
 
     name        shape                          dtype      what
     l           [B, H, n padded to 128]        float32    of scaled q and k, saved for the backward pass
@@ -29,7 +28,7 @@ Where decays are too strong for factors, or a document begins, they have a loop 
                                                           q_i . dq_i / p and would be zero, where delta may be inexact;
                                                           without gates [B, H, 128]
     powers      [B, n padded to 128, 2]        float32    P = 0: p_i, and p_i - 1
-    gates       seven arrays                              see gates.py
+    gates       six arrays                                see gates.py
 
 The n queries are those of the last n of T tokens; T - n is a multiple of 128, so that tiles of queries begin where
 tiles of keys do (`operators.quadratic_attention` pads q).
@@ -68,23 +67,20 @@ and q and k a second time), which the launchers convert. dP is of the same v and
 """
 
 import math
-from contextlib import contextmanager
 
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import device_guard, empty, padded
-from .configs import Config, choose, gpu, reads_by_descriptor
+from .configs import choose, reads_by_descriptor
 from .gates import dlog_g, tile_gates
-from .quadratic_backward import dkdv_kernel, dq_kernel, dqkv_kernel
+from .quadratic_backward import dkdv_kernel, dq_kernel
 from .quadratic_forward import forward_kernel, key_scale_kernel
 from .rotary import table_stride
 
 L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while programs work on several heads
 TILES = 8  # of a program of the second pass over dq
-SINGLE = Config(64, 64, 4, 3)  # of dqkv_kernel: queries and keys of a tile
-PROGRAMS = 200  # so many keep a GPU's multiprocessors busy when each has a chunk or a sequence of a head
 
 
 def forward(
@@ -158,9 +154,6 @@ def backward(
     c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None, chunk is not None)
     if c_dq.BM < c_dkdv.BM or c_dkdv.BN % c_dkdv.BM:
         raise ValueError(f"dkdv's BM must divide its BN and be at most dq's BM, got {c_dq} for dq, {c_dkdv} for dkdv")
-    single = configs == (None, None) and needs_q and needs_kv and normalize and powers is None and n == T
-    if single := single and fits_a_single_pass(q, k, v, dy, chunk):
-        c_dq = c_dq._replace(BM=max(c_dq.BM, SINGLE.BM))  # what it reads of the last tile is written
     with device_guard(q.device):
         q2, k2 = _wide(q), _wide(k)
         if k2 is not None:  # v as the forward pass had it: delta_i is a mean of dP_ij only of the same values
@@ -169,20 +162,18 @@ def backward(
         (k_tiles, v_tiles, k2), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN), (k2, c_dq.BN))
         tiles = triton.cdiv(n, c_dq.BM) * B * H
         looks_at = 1 if log_g is None else TILES  # without gates the first rows of all
-        some = B * H if log_g is None else triton.cdiv(tiles, looks_at)
-        passes = _dq_passes(tiles, some, again, single, dq, row, error)
-        for programs, some_rows, second, dq_, row_, error_ in passes:
+        passes = [(tiles, False)]  # programs, AGAIN
+        if again:
+            passes.append((B * H if log_g is None else triton.cdiv(tiles, looks_at), True))
+        for programs, second in passes:
             dq_kernel[(programs,)](
-                q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, near, dq_, pair, g, row_, error_, turn,
+                q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row, error, turn,
                 q.stride(), *kv_strides, dy.stride(), scale, rest,
                 T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
-                R=SINGLE.BM if single else c_dkdv.BM, ROWS=rows and row_ is not None, BEFORE=before, AGAIN=second,
-                TILES=looks_at, SOME=some_rows,
+                R=c_dkdv.BM, ROWS=rows, BEFORE=before, AGAIN=second, TILES=looks_at,
                 **_options(c_dq._replace(maxnreg=0) if second else c_dq, q, p, normalize),
             )  # fmt: skip
-        if single:
-            _single_pass(q, k, v, dy, gates, near, pair, g, row, dq, dk, dv, turn, chunk or T, p, before)
-        elif needs_kv:
+        if needs_kv:
             (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))
             dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
                 q, k, v, dy, q2, powers, gates, near, pair, g, row, dk, dv, turn,
@@ -196,52 +187,6 @@ def backward(
         if powers is not None:
             return *grads, row[..., :n].sum(1)
         return *grads, row if chunk else dlog_g(row, log_g, H)
-
-
-def _dq_passes(tiles, some, again, single, dq, row, error):
-    """Return the launches of dq_kernel: its programs, whether they compute some of their rows and those once more, and
-    what they write besides PAIR and G; before a single pass that is nothing but the error of some rows."""
-    passes = [(tiles, False, False, dq, row, error)]
-    if single:
-        passes, dq, row = [(some, True, False, None, None, error), (tiles, False, False, None, None, None)], None, None
-    return passes + [(some, True, True, dq, row, error)] * again
-
-
-def has_a_single_pass(dtype, D, device):
-    """Return True if there is a backward pass that computes dq, dk and dv at once, for as many heads of keys as of
-    queries, on a torch.device."""
-    return dtype == torch.bfloat16 and D == 64 and gpu(device).rows == "wgmma"
-
-
-def fits_a_single_pass(q, k, v, dy, chunk):
-    """Return True if that is the fastest way: one program computes a chunk of a head, and these are enough of them."""
-    (B, T, H, D), HKV = q.shape, k.shape[2]
-    has_it = H == HKV and dy.dtype == q.dtype and has_a_single_pass(q.dtype, D, q.device)
-    return has_it and B * H * triton.cdiv(T, chunk or T) >= PROGRAMS and aligned(q) and aligned(dy)
-
-
-@contextmanager
-def always_in_a_single_pass():
-    """Return a context in which a single pass is taken however few programs there are, so that it can be compared."""
-    global PROGRAMS
-    PROGRAMS, before = 0, PROGRAMS
-    try:
-        yield
-    finally:
-        PROGRAMS = before
-
-
-def _single_pass(q, k, v, dy, gates, near, pair, g, row, dq, dk, dv, turn, chunk, p, before):
-    """Launch dqkv_kernel, for which dq_kernel has written `pair` and `g`. Allocates 4 bytes for each entry of q."""
-    (B, T, H, D), N = q.shape, SINGLE.BN
-    sums = torch.zeros(1 + B * H * padded(T) // N, D, N, dtype=torch.float32, device=q.device)
-    tiles = TensorDescriptor(sums.view(-1, N), [len(sums) * D, N], [N, 1], [D, N])
-    (q_tiles, dy_tiles), (q_tile_strides, dy_tile_strides) = _tiles((q, N), (dy, N))
-    dqkv_kernel[(B * H * triton.cdiv(T, chunk),)](
-        q, q_tiles, k, v, dy_tiles, None, gates, near, pair, g, sums, tiles, row, dq, dk, dv, turn,
-        q.stride(), k.stride(), v.stride(), q_tile_strides, dy_tile_strides, None,
-        T, None, chunk, H, P=p, D=D, ROWS=row is not None, BEFORE=before, N=N, **SINGLE.launch(),
-    )  # fmt: skip
 
 
 def _row_powers(powers):

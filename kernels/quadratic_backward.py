@@ -6,7 +6,7 @@ What is computed, and the names and shapes of arrays: quadratic.py.
 import triton
 import triton.language as tl
 
-from .common import INTERPRETED, PRECISION, at_head, block_and_head, int_power, inverse, multiple_of
+from .common import PRECISION, at_head, block_and_head, int_power, inverse, multiple_of
 from .gates import gates_of_head
 from .quadratic_tiles import (
     ahead,
@@ -19,8 +19,6 @@ from .quadratic_tiles import (
     first_key_of,
     forgets_little,
     gates_of_rows,
-    key_factors,
-    keys_of_rows,
     last_query,
     load_key_decay,
     load_tile,
@@ -32,8 +30,7 @@ from .quadratic_tiles import (
     row_of,
     row_offsets,
     row_scale,
-    since_first_row,
-    sum_of_tile,
+    sum_before,
     times_power,
     token_of,
     with_sign,
@@ -46,7 +43,8 @@ def _dq_tiles_of_one_power(
     acc, r, q, dy, delta,
     keys, rows, gates,  # as in `_forward_tiles`, with (K2, strides) behind the keys
     begin, end, T,
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return (acc, r), the sums for dq and row, with the keys from begin to end added, BN at a time.
 
@@ -54,37 +52,39 @@ def _dq_tiles_of_one_power(
     """
     GATED: tl.constexpr = gates is not None
     K, k_strides, V, v_strides, b, hkv, K2, k2_strides = keys
-    row, diagonal, c_lo, c_row, first_row, key_scale = rows
-    if GATED and not EXACT:
-        x, c_next = ahead(gates, c_lo, begin, end, diagonal, BN, 1.0)
-        key_decay = key_factors(gates, begin, diagonal, BN)
-    for start in tl.range(begin, end, BN, num_stages=1 if EXACT else None):
-        k = load_tile(K, k_strides, b, start, hkv, T, BN, D, True)
-        v = load_tile(V, v_strides, b, start, hkv, T, BN, D, True)
+    row, c_lo, c_row, c_first, first_row, key_scale = rows
+    if GATED:
+        C, _, KEY_DECAY, _, C_END, _ = gates
+    if GATED and not DIAGONAL:
+        x, c_next = ahead(C_END, c_lo, begin, end, BN, 1.0)
+        key_decay = load_key_decay(KEY_DECAY, begin, BN)
+    for start in tl.range(begin, end, BN, num_stages=1 if DIAGONAL and GATED else None):
+        k = load_tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
+        v = load_tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if P > 4 and q.dtype == tl.float16:
             s *= key_scale[:, None]
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         a = times_power(int_power(s, P // 2), s, P)
-        ds = a * (dp * x - (delta * x)[:, None] if GATED and not EXACT else dp - delta[:, None])
-        at = start + tl.arange(0, BN)
-        if EXACT:
-            seen = (row[:, None] >= at[None, :]) & (at[None, :] >= first_row[:, None])
-            ds *= decay_of(c_row[:, None], load_vector(gates[0], start, BN)[None, :], seen, 1.0)
+        ds = a * (dp * x - (delta * x)[:, None] if GATED and not DIAGONAL else dp - delta[:, None])
+        if DIAGONAL:
+            at = start + tl.arange(0, BN)
+            seen = row[:, None] >= at[None, :]
+            if GATED and FACTORS:
+                ds *= column_decay(c_first, load_vector(C, start, BN), 1.0)[None, :]
+            elif GATED:
+                seen = seen & (at[None, :] >= first_row[:, None])
+                ds *= decay_of(c_row[:, None], load_vector(C, start, BN)[None, :], seen, 1.0)
             ds = tl.where(seen, ds, 0.0)
-        else:
-            if GATED:
-                ds *= key_decay[None, :]
-            if start >= diagonal:
-                ds = tl.where(row[:, None] >= at[None, :], ds, 0.0)
-        if GATED and not EXACT:
-            key_decay = key_factors(gates, tl.minimum(start + BN, end - BN), diagonal, BN)
+        elif GATED:
+            ds *= key_decay[None, :]
+            key_decay = load_key_decay(KEY_DECAY, tl.minimum(start + BN, end), BN)
             x = column_decay(c_lo, c_next, 1.0)
-            c_next = sum_of_tile(gates, tl.minimum(start + 2 * BN, end - BN), diagonal, BN)
+            c_next = sum_before(C_END, tl.minimum(start + 3 * BN, end))
         if ROWS:
             r += tl.sum(ds * s, 1)
         if K2 is not None:
-            k = load_tile(K2, k2_strides, b, start, hkv, T, BN, D, True)
+            k = load_tile(K2, k2_strides, b, start, hkv, T, BN, D, DIAGONAL)
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
     return acc, r
 
@@ -92,30 +92,31 @@ def _dq_tiles_of_one_power(
 @triton.jit
 def _dq_tiles_of_powers(
     acc, r, q, dy, delta,
-    keys, rows, gates,  # (K, strides, V, strides, b, hkv, K2, strides), (row, diagonal, first_row, p - 1, c, x) or None
+    keys, rows, gates,  # (K, strides, V, strides, b, hkv, K2, strides), (row, first_row, p - 1, c, x) or None
     begin, end, T,
-    D: tl.constexpr, BN: tl.constexpr, EXACT: tl.constexpr,
+    D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Return (acc, r), the sums for dq and dp, as `_dq_tiles_of_one_power` does, with a power for each row."""
     K, k_strides, V, v_strides, b, hkv, K2, k2_strides = keys
-    row, diagonal, first_row, less, c, middle = rows
+    row, first_row, less, c, middle = rows
     for start in range(begin, end, BN):
-        k = load_tile(K, k_strides, b, start, hkv, T, BN, D, True)
-        v = load_tile(V, v_strides, b, start, hkv, T, BN, D, True)
+        k = load_tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
+        v = load_tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         x = tl.maximum(log2(s), -1e30)  # finite, because it is multiplied by a weight that may be zero
         ds = with_sign(exp2(less[:, None] * x + c[:, None]), s) * (dp - delta[:, None])
-        at = start + tl.arange(0, BN)
-        if EXACT:
-            ds = tl.where((row[:, None] >= at[None, :]) & (at[None, :] >= first_row[:, None]), ds, 0.0)
+        if DIAGONAL:
+            at = start + tl.arange(0, BN)
+            seen = row[:, None] >= at[None, :]
+            if gates is not None:
+                seen = seen & (at[None, :] >= first_row[:, None])
+            ds = tl.where(seen, ds, 0.0)
         elif gates is not None:
             ds *= load_key_decay(gates[2], start, BN)[None, :]
-        elif start >= diagonal:
-            ds = tl.where(row[:, None] >= at[None, :], ds, 0.0)
         r += tl.sum(ds * s * (x - middle[:, None]), 1)
         if K2 is not None:
-            k = load_tile(K2, k2_strides, b, start, hkv, T, BN, D, True)
+            k = load_tile(K2, k2_strides, b, start, hkv, T, BN, D, DIAGONAL)
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
     return acc, r
 
@@ -123,16 +124,17 @@ def _dq_tiles_of_powers(
 @triton.jit
 def _dq_tiles(
     acc, r, q, dy, delta, keys, rows, gates, begin, end, T,
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, EXACT: tl.constexpr, SUMS: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, SUMS: tl.constexpr,
+    FACTORS: tl.constexpr = False,
 ):  # fmt: skip
     """Return (acc, r) as the functions above do; SUMS: 0 as they are, 1 acc, 2 both with the keys added."""
     if SUMS == 0:
         return acc, r
     elif P == 0:
-        return _dq_tiles_of_powers(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, D, BN, EXACT)
+        return _dq_tiles_of_powers(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, D, BN, DIAGONAL)
     else:
         return _dq_tiles_of_one_power(
-            acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, EXACT, SUMS == 2
+            acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL, FACTORS, SUMS == 2
         )
 
 
@@ -145,11 +147,36 @@ def _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, delta, P
     else:
         start = row // R * R
         if P > 0:
-            read = (first_row < start) | (start == 0)  # rows 0, .. are read by keys among them alone
-            f = tl.where(read, tl.exp(0.5 * (c_row - tl.load(gates[0] + start))), 0.0)
+            f = tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(gates[0] + start))), 0.0)
         tl.store(at_head(G, n, bh) + (first + tl.arange(0, row.shape[0])), g)
         before = tl.where(first_row < start, g, float("-inf")) if P == 0 else g * f
         tl.store(pair, tl.join(before, delta))
+
+
+@triton.jit
+def _dq_diagonal(
+    acc, r, q, dy, delta, keys, rows, gates, begin, lo, factors, T,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """Return (acc, r) with the keys from begin on added for the rows from lo on, as `_forward_diagonal` does."""
+    end = tl.minimum(lo + q.shape[0], T)
+    if gates is None:
+        return _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True, SUMS)
+    elif P == 0:
+        seen = rows[1] < lo
+        acc, r = tl.where(seen[:, None], acc, 0.0), tl.where(seen, r, 0.0)
+        return _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True, SUMS)
+    else:
+        _, _, c_row, c_first, first_row, _ = rows
+        decay = tl.exp(c_row - c_first)  # since the first row
+        if factors:
+            acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True, SUMS, True)
+            acc, r = acc * decay[:, None], r * decay
+        else:
+            decay = tl.where(first_row < lo, decay, 0.0)
+            acc, r = acc * decay[:, None], r * decay
+            acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True, SUMS)
+        return acc, r
 
 
 @triton.jit
@@ -159,17 +186,6 @@ def _store_gradient(OUT, x, b, start, h, n, heads, TURN=None):
     out = row_offsets(b, start, h, n, heads, x.shape[0], x.shape[1])
     row = start + tl.arange(0, x.shape[0])
     tl.store(OUT + out, turned_back(x, TURN, b, start, n).to(OUT.dtype.element_ty), row[:, None] < n)
-
-
-@triton.jit
-def _error_of_delta(ERROR, gates, NEAR, T, CHUNK, bh, of_keys, lo, BM: tl.constexpr, BEFORE: tl.constexpr):
-    """Return what delta of the BM rows from lo on lacks: w_ij (dP_ij - delta_i) / l_i would sum to zero over j."""
-    error = load_vector(at_head(ERROR, 128 if gates is None else T, bh), lo, BM)
-    if gates is None:
-        return error
-    else:
-        first_key = first_key_of(NEAR, lo, of_keys, T, CHUNK)
-        return tl.where(may_read_state(gates, T, of_keys, lo, first_key, BM, BEFORE), 0.0, error)
 
 
 @triton.jit
@@ -183,20 +199,11 @@ def _dq_rows(
     q_strides, k_strides, v_strides, k2_strides, dy_strides = strides
     GATED: tl.constexpr = gates is not None
     n, lo = count_queries(T, OFFSET), token_of(first, OFFSET)
-    row, out = lo + tl.arange(0, BM), row_offsets(b, first, h, n, H, BM, D)
+    row = lo + tl.arange(0, BM)
+    out = row_offsets(b, first, h, n, H, BM, D)
 
-    # these loads come first, so that the program waits once
-    begin, diagonal, end = keys_of_rows(NEAR, lo, b * HKV + hkv, T, CHUNK, BM, BN)
-    c_lo, c_row, c_first, first_row, factors, all_gates = 0.0, 0.0, 0.0, -1 if BEFORE else 0, True, gates
-    if GATED:
-        gates = gates_of_head(gates, T, b * HKV + hkv)
-        c_lo, begin = before_rows(gates, lo, begin, diagonal, BN)
-        c_row, c_first, first_row, factors = gates_of_rows(gates, lo, diagonal, BM, P)
     q = load_tile(Q, q_strides, b, first, h, n, BM, D, True)
     dy = load_tile(DY, dy_strides, b, first, h, n, BM, D, True)
-    if NORMALIZE:
-        y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
-        l = load_vector(at_head(L, n, bh), first, BM)
     dy = dy.to(q.dtype) if dy.dtype == tl.float32 else dy
     q32 = q.to(tl.float32)
     key_scale = 0.0
@@ -205,9 +212,16 @@ def _dq_rows(
             load_vector(at_head(KEY_SCALE, T, b * HKV + hkv), lo, BM) if NORMALIZE else tl.full([BM], 1, tl.float32)
         )
     if NORMALIZE:
+        y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
         delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
-        if AGAIN:
-            delta += _error_of_delta(ERROR, all_gates, NEAR, T, CHUNK, bh, b * HKV + hkv, lo, BM, BEFORE)
+        if AGAIN:  # the sum of w_ij (dP_ij - delta_i) / l_i over j would be zero
+            error = load_vector(at_head(ERROR, T if GATED else 128, bh), lo, BM)
+            if GATED:
+                first_key = first_key_of(NEAR, lo, b * HKV + hkv, T, CHUNK)
+                reads = may_read_state(gates, T, b * HKV + hkv, lo, first_key, BM, BEFORE)
+                error = tl.where(reads, 0.0, error)
+            delta += error
+        l = load_vector(at_head(L, n, bh), first, BM)
         over_l = inverse(l)
         if P > 0:
             factor = row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)
@@ -226,20 +240,21 @@ def _dq_rows(
         q = (q32 * factor[:, None]).to(q.dtype)
     elif P > 0:  # s^3 stays in range without it, and the product is faster if q does not pass through registers
         over_l, factor = g * g, 1.0
-    acc, r = tl.zeros([BM, D], tl.float32), tl.zeros([BM], tl.float32)
-    keys = (K, k_strides, V, v_strides, b, hkv, K2, k2_strides)
-    rows = (row, diagonal, first_row, less, g, x) if P == 0 else (row, diagonal, c_lo, c_row, first_row, key_scale)
-    ERRORS: tl.constexpr = ERROR is not None and not AGAIN
-    SUMS: tl.constexpr = 2 if ROWS else 0 if DQ is None and ROW is None and not ERRORS else 1
-    middle = end if factors else diagonal
-    acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, middle, T, P, D, BN, False, SUMS)
+    acc = tl.zeros([BM, D], tl.float32)
+    r = tl.zeros([BM], tl.float32)
+    begin, end = first_key_of(NEAR, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
+    c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, -1 if BEFORE else 0, False
     if GATED:
-        decay = since_first_row(c_row, c_first, first_row, lo, factors)
-        acc, r = acc * decay[:, None], r * decay
-        if not factors:
-            acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, diagonal, end, T, P, D, BN, True, SUMS)
-
+        gates = gates_of_head(gates, T, b * HKV + hkv)
+        c_lo, begin = before_rows(gates, lo, begin, end, BN)
+        c_row, c_first, first_row, factors = gates_of_rows(gates, lo, end, BM)
     _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, p * delta if P == 0 else delta, P, R)
+    keys = (K, k_strides, V, v_strides, b, hkv, K2, k2_strides)
+    rows = (row, first_row, less, g, x) if P == 0 else (row, c_lo, c_row, c_first, first_row, key_scale)
+    SUMS: tl.constexpr = 2 if ROWS else 0 if DQ is None and ROW is None and ERROR is None else 1
+    acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False, SUMS)
+    acc, r = _dq_diagonal(acc, r, q, dy, delta, keys, rows, gates, end, lo, factors, T, P, D, BN, SUMS)
+
     if NORMALIZE:  # in a row that sees itself alone, y_i is v_i for any q_i
         over_l = tl.where(row > first_row, over_l, 0.0)
     acc *= ((1 if P == 0 else P) * factor * over_l)[:, None]
@@ -249,7 +264,7 @@ def _dq_rows(
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
     elif P == 0 and ROW is not None:
         tl.store(at_head(ROW, n, bh) + (first + tl.arange(0, BM)), r * over_l * 0.6931471805599453)  # ln 2
-    if ERRORS:
+    if ERROR is not None and not AGAIN:
         if delta_may_be_inexact(gates, T, 0, lo, BM, BEFORE):  # gates are at this head
             q32 = load_tile(Q, q_strides, b, first, h, n, BM, D, True).to(tl.float32)
             tl.store(at_head(ERROR, T if GATED else 128, bh) + row, tl.sum(acc * q32, 1) / P)
@@ -269,17 +284,16 @@ def dq_kernel(
     BEFORE: tl.constexpr,  # there is a state before the first token, so no row sees itself alone
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, AGAIN: tl.constexpr,
     TILES: tl.constexpr,
-    SOME: tl.constexpr,
 ):  # fmt: skip
     """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs.
 
-    With SOME, a program looks at TILES times BM rows, and computes those whose delta may be inexact, with AGAIN once
-    more, less its ERROR.
+    With AGAIN, a program looks at TILES times BM rows, and computes those again whose delta may have been inexact, less
+    its ERROR.
     """
     arrays = (Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW, ERROR, TURN)
     strides = (q_strides, k_strides, v_strides, k2_strides, dy_strides)
     n = count_queries(T, OFFSET)
-    if not SOME:
+    if not AGAIN:
         bh, b, h, hkv, first = queries_of_program(n, H, HKV, BH, HEADS, BM)
         _dq_rows(
             arrays, strides, scale, rest, T, OFFSET, CHUNK, H, HKV, bh, b, h, hkv, first,
@@ -297,7 +311,7 @@ def dq_kernel(
             if tl.sum(tl.where(these == i, inexact.to(tl.int32), 0), 0) > 0:
                 _dq_rows(
                     arrays, strides, scale, rest, T, OFFSET, CHUNK, H, HKV, bh, b, h, hkv, first,
-                    P, D, NORMALIZE, BEFORE, BM, BN, R, ROWS, AGAIN,
+                    P, D, NORMALIZE, BEFORE, BM, BN, R, ROWS, True,
                 )  # fmt: skip
 
 
@@ -305,29 +319,24 @@ def dq_kernel(
 def _dkdv_tiles_of_one_power(
     dk, dv, col, k, v,
     queries, b, h, H,  # (Q, strides, DY, strides, Q2, strides, PAIR, G)
-    columns, gates,  # (column, c_hi, c_col, diagonal), (C, FIRST, C_START) at this head of keys or None
+    columns, gates,  # (column, c_hi, c_col, c_last, first_row), (C, FIRST, C_START) at this head of keys or None
     begin, end, T, OFFSET,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
-    sums=None,  # of `dqkv_kernel`: (SUMS, the tile of the head's first rows, the end of the rows whose dq is wanted,
-):  # fmt: skip          # decays from the keys to the last one)
-    """Return (dk, dv, col) with the queries from begin to end of one head added, BM at a time.
-
-    Those before `diagonal` are among the keys. Decays are those to the last key, to be multiplied by that from each key
-    to it, which with `sums` dk is already. EXACT: the decay of each pair is computed.
-    """
+    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr,
+):  # fmt: skip
+    """Return (dk, dv, col) with the queries from begin to end of one head added, BM at a time."""
     GATED: tl.constexpr = gates is not None
     Q, q_strides, DY, dy_strides, Q2, q2_strides, PAIR, G = queries
-    column, c_hi, c_col, diagonal = columns
+    column, c_hi, c_col, c_last, first_row = columns
     n = count_queries(T, OFFSET)
     PAIR = at_head(PAIR, n, 2 * (b * H + h))
     if GATED:
         C, FIRST, C_START = gates
         G = at_head(G, n, b * H + h)
-    if GATED and not EXACT:
+    if GATED and not DIAGONAL:
         x = column_decay(tl.load(C_START + (tl.minimum(begin, T - 1) >> 5)), c_hi, 0.5)
         c_next = tl.load(C_START + (tl.minimum(begin + BM, T - 1) >> 5))
-    for start in tl.range(begin, end, BM, num_stages=1 if EXACT and P == 2 else None):
+    for start in tl.range(begin, end, BM, num_stages=1 if DIAGONAL and GATED and P == 2 else None):
         row = row_of(start, OFFSET)
         q = load_tile(Q, q_strides, b, row, h, n, BM, D, True)
         dy = load_tile(DY, dy_strides, b, row, h, n, BM, D, True).to(v.dtype)
@@ -336,43 +345,39 @@ def _dkdv_tiles_of_one_power(
         at = start + tl.arange(0, BM)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
         dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
-        if EXACT:
-            g = load_vector(G, row, BM)
-        elif GATED:
-            g *= x
-            x = column_decay(c_next, c_hi, 0.5)
-            c_next = tl.load(C_START + (tl.minimum(start + 2 * BM, T - 1) >> 5))
         if GATED:
+            if DIAGONAL:
+                g = load_vector(G, row, BM)
+                if FACTORS:
+                    g *= column_decay(load_vector(C, start, BM), c_last, 0.5)
+            else:
+                g *= x
+                x = column_decay(c_next, c_hi, 0.5)
+                c_next = tl.load(C_START + (tl.minimum(start + 2 * BM, T - 1) >> 5))
             gdelta *= g
         a = int_power(s, P // 2) * g[None, :]
-        if EXACT:
-            first = start // 128 * 128 + load_vector(FIRST, start, BM).to(tl.int32)
-            seen = (at[None, :] >= column[:, None]) & (column[:, None] >= first[None, :])
-            decay = decay_of(load_vector(C, start, BM)[None, :], c_col[:, None], seen, 0.5)
-            a = tl.where(seen, a * decay, 0.0)
-        elif start < diagonal:
-            a = tl.where(at[None, :] >= column[:, None], a, 0.0)
+        first = -1 if BEFORE else 0
+        if DIAGONAL:
+            seen = at[None, :] >= column[:, None]
+            if GATED and FACTORS:
+                first = first_row
+            elif GATED:
+                first = start // 128 * 128 + load_vector(FIRST, start, BM).to(tl.int32)
+                seen = seen & (column[:, None] >= first[None, :])
+                decay = decay_of(load_vector(C, start, BM)[None, :], c_col[:, None], seen, 0.5)
+                a *= decay
+            a = tl.where(seen, a, 0.0)
         dv = tl.dot((a * a).to(dy.dtype), dy, dv, input_precision=PRECISION)
         ds = times_power(a, s, P) * (dp * g[None, :] - gdelta[None, :])
-        if EXACT:
+        if DIAGONAL and GATED and not FACTORS:
             ds *= decay
-            if NORMALIZE:
-                ds = tl.where((at > first)[None, :], ds, 0.0)
-        elif NORMALIZE and not BEFORE:
-            if start == 0:
-                ds = tl.where((at > 0)[None, :], ds, 0.0)
+        if DIAGONAL and NORMALIZE:
+            ds = tl.where((at > first)[None, :], ds, 0.0)
         if ROWS:
             col += tl.sum(ds * s, 1)
-        if sums is not None:
-            SUMS, tile, last, key_decay = sums
-            if GATED and not EXACT:
-                ds *= key_decay[:, None]
         if Q2 is not None:
             q = load_tile(Q2, q2_strides, b, row, h, n, BM, D, True)
-        ds = ds.to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-        if sums is not None:
-            _add_to_sums(SUMS, tile, start, last, tl.dot(tl.trans(k), ds, input_precision=PRECISION))
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv, col
 
 
@@ -380,13 +385,13 @@ def _dkdv_tiles_of_one_power(
 def _dkdv_tiles_of_powers(
     dk, dv, k, v,
     queries, POWERS, b, h, H,  # (Q, strides, DY, strides, Q2, strides, PAIR, G)
-    columns, gates,  # (column, .., diagonal), (C, FIRST, C_START) at this head of keys or None
+    columns, gates,  # (column, ...), (C, FIRST, C_START) at this head of keys or None
     begin, end, T, OFFSET,
-    D: tl.constexpr, BM: tl.constexpr, EXACT: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Return (dk, dv) as `_dkdv_tiles_of_one_power` does, with a power for each query."""
     Q, q_strides, DY, dy_strides, Q2, q2_strides, PAIR, G = queries
-    n, column, diagonal = count_queries(T, OFFSET), columns[0], columns[3]
+    n, column = count_queries(T, OFFSET), columns[0]
     PAIR, POWERS = at_head(PAIR, n, 2 * (b * H + h)), at_head(POWERS, n, 2 * b)
     for start in range(begin, end, BM):
         row = row_of(start, OFFSET)
@@ -397,22 +402,20 @@ def _dkdv_tiles_of_powers(
         p, less = tl.split(tl.load(POWERS + pair))
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
         dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
-        if EXACT:
+        if DIAGONAL and gates is not None:
             c = load_vector(at_head(G, n, b * H + h), row, BM)
         t = with_sign(exp2(less[None, :] * log2(s) + c[None, :]), s)
-        at = start + tl.arange(0, BM)
-        if EXACT:
-            first = start // 128 * 128 + load_vector(gates[1], start, BM).to(tl.int32)
-            t = tl.where((at[None, :] >= column[:, None]) & (column[:, None] >= first[None, :]), t, 0.0)
-        elif gates is None:
-            if start < diagonal:
-                t = tl.where(at[None, :] >= column[:, None], t, 0.0)
+        if DIAGONAL:
+            at = start + tl.arange(0, BM)
+            seen, first = at[None, :] >= column[:, None], 0
+            if gates is not None:
+                first = start // 128 * 128 + load_vector(gates[1], start, BM).to(tl.int32)
+                seen = seen & (column[:, None] >= first[None, :])
+            t = tl.where(seen, t, 0.0)
         dv = tl.dot((t * s).to(dy.dtype), dy, dv, input_precision=PRECISION)
         ds = t * (dp * p[None, :] - pdelta[None, :])
-        if EXACT:  # in a row that sees itself alone, y_i is v_i for any q_i
+        if DIAGONAL:  # in a row that sees itself alone, y_i is v_i for any q_i
             ds = tl.where((at > first)[None, :], ds, 0.0)
-        elif start == 0:
-            ds = tl.where((at > 0)[None, :], ds, 0.0)
         if Q2 is not None:
             q = load_tile(Q2, q2_strides, b, row, h, n, BM, D, True)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
@@ -421,21 +424,57 @@ def _dkdv_tiles_of_powers(
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, col, k, v, queries, POWERS, b, hkv, group, H, columns, gates, begin, end, T, OFFSET,
+    dk, dv, col, k, v, queries, POWERS, b, h, H, columns, gates, begin, end, T, OFFSET,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
+    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, DIAGONAL: tl.constexpr,
+    FACTORS: tl.constexpr = False,
 ):  # fmt: skip
-    """Return (dk, dv, col) with the queries from begin to end of the group's heads added."""
-    for i in range(group):
-        h = hkv * group + i
-        if P == 0:
-            dk, dv = _dkdv_tiles_of_powers(
-                dk, dv, k, v, queries, POWERS, b, h, H, columns, gates, begin, end, T, OFFSET, D, BM, EXACT
-            )
-        else:
-            dk, dv, col = _dkdv_tiles_of_one_power(
-                dk, dv, col, k, v, queries, b, h, H, columns, gates, begin, end, T, OFFSET,
-                P, D, BM, NORMALIZE, BEFORE, ROWS, EXACT,
+    if P == 0:
+        dk, dv = _dkdv_tiles_of_powers(
+            dk, dv, k, v, queries, POWERS, b, h, H, columns, gates, begin, end, T, OFFSET, D, BM, DIAGONAL
+        )
+        return dk, dv, col
+    else:
+        return _dkdv_tiles_of_one_power(
+            dk, dv, col, k, v, queries, b, h, H, columns, gates, begin, end, T, OFFSET,
+            P, D, BM, NORMALIZE, BEFORE, ROWS, DIAGONAL, FACTORS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _dkdv_diagonal(
+    dk, dv, col, k, v, queries, POWERS, b, hkv, group, H, columns, gates, begin, end, T, OFFSET, factors,
+    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return (dk, dv, col) with the queries from begin to end of the group's heads added, among these keys.
+
+    Decays up to here are those to the last of these keys. If `factors`, so are those that are added.
+    """
+    column, _, c_col, c_last, first_row = columns
+    if gates is not None:
+        decay = tl.exp(c_last - c_col)
+        if P == 0 or not factors:
+            decay = tl.where(column >= first_row, decay, 0.0)
+            dk, dv, col = dk * decay[:, None], dv * decay[:, None], col * decay
+    if gates is None or P == 0:
+        for i in range(group):
+            dk, dv, col = _dkdv_tiles(
+                dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
+                P, D, BM, NORMALIZE, BEFORE, ROWS, True,
+            )  # fmt: skip
+    elif factors:
+        for i in range(group):
+            dk, dv, col = _dkdv_tiles(
+                dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
+                P, D, BM, NORMALIZE, BEFORE, ROWS, True, True,
+            )  # fmt: skip
+        dk, dv, col = dk * decay[:, None], dv * decay[:, None], col * decay
+    else:
+        for i in range(group):
+            dk, dv, col = _dkdv_tiles(
+                dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
+                P, D, BM, NORMALIZE, BEFORE, ROWS, True,
             )  # fmt: skip
     return dk, dv, col
 
@@ -447,18 +486,18 @@ def _last_reader(OPENED, FIRST, hi, end, T):
     That is after hi if a document begins there, or the end of the first 32 tokens one of which belongs to a document
     after hi, found by steps that double, and then by bisection.
     """
-    after, last, step = hi + 1, tl.cdiv(T, 32) - 1, 1
-    opens = after // 128 * 128 + tl.load(FIRST + after, mask=after < T, other=-1).to(tl.int32) == after
+    below, above, last, step = hi // 32, hi // 32, tl.cdiv(T, 32) - 1, 1
     if tl.load(OPENED + last) > hi:
-        below, above = hi // 32, hi // 32
         while tl.load(OPENED + above) <= hi:
             below, above, step = above + 1, tl.minimum(above + step, last), step * 2
         while above > below:
             middle = (below + above) // 2
-            after_hi = tl.load(OPENED + middle) > hi
-            above = tl.where(after_hi, middle, above)
-            below = tl.where(after_hi, below, middle + 1)
+            after = tl.load(OPENED + middle) > hi
+            above = tl.where(after, middle, above)
+            below = tl.where(after, below, middle + 1)
         end = tl.minimum(above * 32 + 32, end)
+    after = hi + 1
+    opens = after // 128 * 128 + tl.load(FIRST + after, mask=after < T, other=-1).to(tl.int32) == after
     return tl.where(opens, after, end)
 
 
@@ -490,35 +529,30 @@ def dkdv_kernel(
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
     col = tl.zeros([BN], tl.float32)
-    diagonal, end = lo + BN, last_query(NEAR, lo, bh, T, CHUNK)  # queries from the first on see all of these keys
-    c_hi, c_col, factors = 0.0, 0.0, True
+    begin, end = lo + BN, last_query(NEAR, lo, bh, T, CHUNK)  # the queries that see all of these keys
+    c_hi, c_col, c_last, first_row, factors = 0.0, 0.0, 0.0, 0, False
     if GATED:
-        C, FIRST, _, _, C_START, C_END, OPENED = gates
+        C, FIRST, _, C_START, C_END, OPENED = gates
         C, FIRST, C_START = at_head(C, T, bh), at_head(FIRST, T, bh), at_head(C_START, T, bh, 32)
         gates = (C, FIRST, C_START)
-        hi = tl.minimum(diagonal, T) - 1
-        c_hi, c_last = tl.load(at_head(C_END, T, bh, 32) + hi // 32), tl.load(C + hi)
-        c_col, first_row = load_vector(C, lo, BN), lo // 128 * 128 + tl.load(FIRST + hi).to(tl.int32)
-        factors = forgets_little(C, FIRST, hi, lo, P)
+        hi = tl.minimum(begin, T) - 1
+        c_hi = tl.load(at_head(C_END, T, bh, 32) + hi // 32)
         end = _last_reader(at_head(OPENED, T, bh, 32), FIRST, hi, end, T)
-    queries, columns = (Q, q_strides, DY, dy_strides, Q2, q2_strides, PAIR, G), (column, c_hi, c_col, diagonal)
-    begin, middle = lo, tl.minimum(diagonal, T)
+        c_col, c_last, factors = load_vector(C, lo, BN), tl.load(C + hi), forgets_little(C, FIRST, hi, lo)
+        first_row = lo // 128 * 128 + tl.load(FIRST + hi).to(tl.int32)
+    queries = (Q, q_strides, DY, dy_strides, Q2, q2_strides, PAIR, G)
+    columns, lo_row = (column, c_hi, c_col, c_last, first_row), lo
     if OFFSET is not None:  # keys before it are read by the queries alone
-        begin, middle = tl.maximum(begin, multiple_of(OFFSET, 128)), tl.maximum(middle, multiple_of(OFFSET, 128))
-    dk, dv, col = _dkdv_tiles(
-        dk, dv, col, k, v, queries, POWERS, b, hkv, group, H, columns, gates,
-        begin if factors else middle, end, T, OFFSET, P, D, BM, NORMALIZE, BEFORE, ROWS, False,
+        begin, lo_row = tl.maximum(begin, multiple_of(OFFSET, 128)), tl.maximum(lo, multiple_of(OFFSET, 128))
+    for i in range(group):
+        dk, dv, col = _dkdv_tiles(
+            dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
+            P, D, BM, NORMALIZE, BEFORE, ROWS, False,
+        )  # fmt: skip
+    dk, dv, col = _dkdv_diagonal(
+        dk, dv, col, k, v, queries, POWERS, b, hkv, group, H, columns, gates, lo_row, tl.minimum(lo + BN, T), T, OFFSET,
+        factors, P, D, BM, NORMALIZE, BEFORE, ROWS,
     )  # fmt: skip
-    if GATED:
-        decay = tl.exp(c_last - c_col)
-        if not factors:
-            decay = tl.where(column >= first_row, decay, 0.0)
-        dk, dv, col = dk * decay[:, None], dv * decay[:, None], col * decay
-        if not factors:
-            dk, dv, col = _dkdv_tiles(
-                dk, dv, col, k, v, queries, POWERS, b, hkv, group, H, columns, gates, begin, middle, T,
-                OFFSET, P, D, BM, NORMALIZE, BEFORE, ROWS, True,
-            )  # fmt: skip
 
     if P > 0:
         dk *= P
@@ -530,112 +564,3 @@ def dkdv_kernel(
         for i in range(group):
             row += load_vector(at_head(ROW, T, b * H + hkv * group + i), lo, BN)
         tl.store(at_head(ROW, T, b * H + hkv * group) + column, row)
-
-
-# ---- dq, dk and dv in a single pass
-
-
-@triton.jit
-def _add_to_sums(SUMS, tile, start, last, x):
-    """Add x [D, N], N rows of dq from `start` on, to their tile of SUMS, or to the first tile of all if those are from
-    `last` on."""
-    at = tl.where(start < last, tile + start // x.shape[1], 0) * x.shape[0]
-    if INTERPRETED:
-        SUMS.store([at, 0], SUMS.load([at, 0]) + x)
-    else:
-        SUMS.atomic_add([at, 0], x)
-
-
-@triton.jit
-def _wait_for_sums(x):
-    """Wait until what this program has added to SUMS can be read; x: any number."""
-    if not INTERPRETED:
-        wait: tl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
-        tl.inline_asm_elementwise(wait, "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
-        tl.debug_barrier()
-
-
-@triton.jit
-def _dqkv_block(
-    arrays, strides, gates, lo, first, after, T, OFFSET, CHUNK, H, b, h, bh, tile,
-    P: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BEFORE: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Compute what the N keys from `lo` on give to the queries of `dqkv_kernel`, which are those from `first` to
-    `after`, and if they are among these write their dk, dv, dq and row."""
-    Q, Q_TILES, K, V, DY_TILES, Q2, NEAR, PAIR, G, SUMS, SUM_TILES, ROW, DQ, DK, DV, TURN = arrays
-    q_strides, k_strides, v_strides, q_tile_strides, dy_tile_strides, q2_strides = strides
-    own, column = lo >= first, lo + tl.arange(0, N)
-    k = load_tile(K, k_strides, b, lo, h, T, N, D, True)
-    v = load_tile(V, v_strides, b, lo, h, T, N, D, True)
-    dk = tl.zeros([N, D], tl.float32)
-    dv = tl.zeros([N, D], tl.float32)
-    diagonal, end = lo + N, last_query(NEAR, lo, bh, T, CHUNK)
-    c_hi, c_col, key_decay, factors = 0.0, 0.0, 0.0, True
-    if gates is not None:
-        C, FIRST, _, _, C_START, C_END, OPENED = gates
-        hi = tl.minimum(diagonal, T) - 1
-        c_hi, c_last = tl.load(C_END + hi // 32), tl.load(C + hi)
-        c_col, first_row = load_vector(C, lo, N), lo // 128 * 128 + tl.load(FIRST + hi).to(tl.int32)
-        factors = forgets_little(C, FIRST, hi, lo, P)
-        end = _last_reader(OPENED, FIRST, hi, end, T)
-        gates = (C, FIRST, C_START)
-        key_decay = tl.exp(c_last - c_col)
-        if not factors:
-            key_decay = tl.where(column >= first_row, key_decay, 0.0)
-    queries = (Q_TILES, q_tile_strides, DY_TILES, dy_tile_strides, Q2, q2_strides, PAIR, G)
-    columns, sums = (column, c_hi, c_col, diagonal), (SUM_TILES, tile, after, key_decay)
-    middle = tl.minimum(diagonal, T)
-    begin = tl.maximum(lo if factors else middle, first)
-    dk, dv, _ = _dkdv_tiles_of_one_power(
-        dk, dv, 0.0, k, v, queries, b, h, H, columns, gates, begin, end, T, OFFSET,
-        P, D, N, True, BEFORE, False, False, sums,
-    )  # fmt: skip
-    if gates is not None:
-        dv *= key_decay[:, None]
-        if own & (factors == 0):
-            dk, dv, _ = _dkdv_tiles_of_one_power(
-                dk, dv, 0.0, k, v, queries, b, h, H, columns, gates, lo, middle, T, OFFSET,
-                P, D, N, True, BEFORE, False, True, sums,
-            )  # fmt: skip
-    _wait_for_sums(lo)
-    if own:
-        heads = H if TURN is None else 3 * H
-        _store_gradient(DK, dk * P, b, lo, h, T, heads, TURN)
-        _store_gradient(DV, dv, b, lo, h, T, heads)
-        d = tl.arange(0, D)
-        dq = tl.load(SUMS + (tile + lo // N).to(tl.int64) * (D * N) + d[None, :] * N + tl.arange(0, N)[:, None])
-        _store_gradient(DQ, dq * P, b, lo, h, T, heads, TURN)
-        if ROWS:
-            row = tl.sum(load_tile(Q, q_strides, b, lo, h, T, N, D, True).to(tl.float32) * dq, 1)
-            col = tl.sum(load_tile(K, k_strides, b, lo, h, T, N, D, True).to(tl.float32) * dk, 1)
-            tl.store(at_head(ROW, T, bh) + column, row - col)
-
-
-@triton.jit(do_not_specialize=["T", "CHUNK", "H"])
-def dqkv_kernel(
-    Q, Q_TILES, K, V, DY_TILES, Q2, gates, NEAR,  # Q2 and OFFSET are those of `dkdv_kernel`: None
-    PAIR, G,  # written by `dq_kernel`
-    SUMS, SUM_TILES,  # zeros, twice: [tiles, D, N] and a descriptor of tiles; the first tile is not used
-    ROW, DQ, DK, DV,  # what is written
-    TURN,  # as for `dq_kernel`
-    q_strides, k_strides, v_strides, q_tile_strides, dy_tile_strides, q2_strides,
-    T, OFFSET, CHUNK, H,
-    P: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BEFORE: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Write dq, dk and dv of one chunk and head, and with gates ROW: row minus col.
-
-    What is summed for dq is added to memory by this program alone, keys after keys, and what was added for some keys is
-    there before the next ones begin, so two runs give the same bits.
-    """
-    chunks = tl.cdiv(T, CHUNK)
-    bh, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    b, h, first = bh // H, bh % H, chunk * CHUNK
-    after, tile = tl.minimum(first + CHUNK, T), 1 + bh * (tl.cdiv(T, 128) * 128 // N)
-    if gates is not None:
-        gates = gates_of_head(gates, T, bh)
-    arrays = (Q, Q_TILES, K, V, DY_TILES, Q2, NEAR, PAIR, G, SUMS, SUM_TILES, ROW, DQ, DK, DV, TURN)
-    strides = (q_strides, k_strides, v_strides, q_tile_strides, dy_tile_strides, q2_strides)
-    for lo in range(first_key_of(NEAR, first, bh, T, CHUNK), after, N):
-        _dqkv_block(
-            arrays, strides, gates, lo, first, after, T, OFFSET, CHUNK, H, b, h, bh, tile, P, D, ROWS, BEFORE, N
-        )  # fmt: skip

@@ -15,9 +15,8 @@ from .quadratic_tiles import (
     count_queries,
     decay_of,
     exp2,
+    first_key_of,
     gates_of_rows,
-    key_factors,
-    keys_of_rows,
     load_key_decay,
     load_tile,
     load_vector,
@@ -25,8 +24,7 @@ from .quadratic_tiles import (
     queries_of_program,
     row_power,
     row_scale,
-    since_first_row,
-    sum_of_tile,
+    sum_before,
     token_of,
 )
 
@@ -55,47 +53,48 @@ def key_scale_kernel(K, LOG_G, KEY_SCALE, k_strides, g_strides, T, HKV, D: tl.co
 @triton.jit
 def _forward_tiles_of_one_power(
     acc, l, q,
-    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, diagonal, c_lo, c_row, first_row, key_scale), at this
+    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, c_lo, c_row, c_first, first_row, key_scale), at this
     begin, end, T,  # head or None
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, EXACT: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
-    """Return (acc, l) with the keys from begin to end added, BN at a time.
+    """Return (acc, l) with the keys from begin to end added, BN at a time; DIAGONAL: some keys come after some rows.
 
-    Decays are those to the first row, to be multiplied by that from there to each row. EXACT: all tiles are on the
-    diagonal, and the decay of each pair is computed.
+    Decays are those to the first row, to be multiplied by that from there to each row, but if DIAGONAL and not FACTORS.
     """
     GATED: tl.constexpr = gates is not None
     K, k_strides, V, v_strides, b, hkv = keys
-    row, diagonal, c_lo, c_row, first_row, key_scale = rows
+    row, c_lo, c_row, c_first, first_row, key_scale = rows
+    if GATED:
+        C, _, KEY_DECAY, _, C_END, _ = gates
     ones = tl.full([BN, 8], 1.0, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
-    if GATED and not EXACT:
-        x, c_next = ahead(gates, c_lo, begin, end, diagonal, BN, 0.5)
-        decay = key_factors(gates, begin, diagonal, BN) * x
-    for start in tl.range(begin, end, BN, num_stages=1 if EXACT else None):
-        k = load_tile(K, k_strides, b, start, hkv, T, BN, D, True)
+    if GATED and not DIAGONAL:
+        x, c_next = ahead(C_END, c_lo, begin, end, BN, 0.5)
+        decay = load_key_decay(KEY_DECAY, begin, BN) * x
+    for start in tl.range(begin, end, BN, num_stages=1 if DIAGONAL and GATED else None):
+        k = load_tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if P > 4 and q.dtype == tl.float16:
             s *= key_scale[:, None]
         a = int_power(s, P // 2)
-        at = start + tl.arange(0, BN)
-        if EXACT:
-            seen = (row[:, None] >= at[None, :]) & (at[None, :] >= first_row[:, None])
-            a *= decay_of(c_row[:, None], load_vector(gates[0], start, BN)[None, :], seen, 0.5)
+        if DIAGONAL:
+            at = start + tl.arange(0, BN)
+            seen = row[:, None] >= at[None, :]
+            if GATED and FACTORS:
+                a *= column_decay(c_first, load_vector(C, start, BN), 0.5)[None, :]
+            elif GATED:
+                seen = seen & (at[None, :] >= first_row[:, None])
+                a *= decay_of(c_row[:, None], load_vector(C, start, BN)[None, :], seen, 0.5)
             a = tl.where(seen, a, 0.0)
-        else:
-            if GATED:
-                a *= decay[None, :]
-            if start >= diagonal:
-                a = tl.where(row[:, None] >= at[None, :], a, 0.0)
-        if GATED and not EXACT:
-            decay = key_factors(gates, tl.minimum(start + BN, end - BN), diagonal, BN)
+        elif GATED:
+            a *= decay[None, :]
+            decay = load_key_decay(KEY_DECAY, tl.minimum(start + BN, end), BN)
             x = column_decay(c_lo, c_next, 0.5)
-            c_next = sum_of_tile(gates, tl.minimum(start + 2 * BN, end - BN), diagonal, BN)
-        v = load_tile(V, v_strides, b, start, hkv, T, BN, D, True)
+            c_next = sum_before(C_END, tl.minimum(start + 3 * BN, end))
+        v = load_tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
         w = (a * a).to(v.dtype)
         l = tl.dot(w, ones, l, input_precision=PRECISION)
         acc = tl.dot(w, v, acc, input_precision=PRECISION)
-        if GATED and not EXACT:
+        if GATED and not DIAGONAL:
             decay *= x
     return acc, l
 
@@ -103,26 +102,27 @@ def _forward_tiles_of_one_power(
 @triton.jit
 def _forward_tiles_of_powers(
     acc, l, q,
-    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, diagonal, first_row, p, p log2 of the scale), or None
+    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, first_row, p, p log2 of the scale), or None
     begin, end, T,
-    D: tl.constexpr, BN: tl.constexpr, EXACT: tl.constexpr,
+    D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Do the same as `_forward_tiles_of_one_power` with a power for each row."""
     K, k_strides, V, v_strides, b, hkv = keys
-    row, diagonal, first_row, p, offset = rows
+    row, first_row, p, offset = rows
     ones = tl.full([BN, 8], 1.0, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
     for start in range(begin, end, BN):
-        k = load_tile(K, k_strides, b, start, hkv, T, BN, D, True)
+        k = load_tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
         x = log2(tl.dot(q, tl.trans(k), input_precision=PRECISION))
         w = exp2(p[:, None] * x + offset[:, None])
-        at = start + tl.arange(0, BN)
-        if EXACT:
-            w = tl.where((row[:, None] >= at[None, :]) & (at[None, :] >= first_row[:, None]), w, 0.0)
+        if DIAGONAL:
+            at = start + tl.arange(0, BN)
+            seen = row[:, None] >= at[None, :]
+            if gates is not None:
+                seen = seen & (at[None, :] >= first_row[:, None])
+            w = tl.where(seen, w, 0.0)
         elif gates is not None:
             w *= load_key_decay(gates[2], start, BN)[None, :]
-        elif start >= diagonal:
-            w = tl.where(row[:, None] >= at[None, :], w, 0.0)
-        v = load_tile(V, v_strides, b, start, hkv, T, BN, D, True)
+        v = load_tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
         w = w.to(v.dtype)
         l = tl.dot(w, ones, l, input_precision=PRECISION)
         acc = tl.dot(w, v, acc, input_precision=PRECISION)
@@ -132,12 +132,37 @@ def _forward_tiles_of_powers(
 @triton.jit
 def _forward_tiles(
     acc, l, q, keys, rows, gates, begin, end, T,
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, EXACT: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr = False,
 ):  # fmt: skip
     if P == 0:
-        return _forward_tiles_of_powers(acc, l, q, keys, rows, gates, begin, end, T, D, BN, EXACT)
+        return _forward_tiles_of_powers(acc, l, q, keys, rows, gates, begin, end, T, D, BN, DIAGONAL)
     else:
-        return _forward_tiles_of_one_power(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, EXACT)
+        return _forward_tiles_of_one_power(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL, FACTORS)
+
+
+@triton.jit
+def _forward_diagonal(
+    acc, l, q, keys, rows, gates, begin, lo, factors, T, P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr
+):
+    """Return (acc, l) with the keys from begin on added for the rows from lo on; `factors` is of `gates_of_rows`."""
+    end = tl.minimum(lo + q.shape[0], T)
+    if gates is None:
+        return _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True)
+    elif P == 0:  # whose gates are resets
+        seen = rows[1][:, None] < lo
+        acc, l = tl.where(seen, acc, 0.0), tl.where(seen, l, 0.0)
+        return _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True)
+    else:
+        _, _, c_row, c_first, first_row, _ = rows
+        decay = tl.exp(c_row - c_first)[:, None]  # since the first row
+        if factors:
+            acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True, True)
+            acc, l = acc * decay, l * decay
+        else:
+            decay = tl.where(first_row[:, None] < lo, decay, 0.0)
+            acc, l = acc * decay, l * decay
+            acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True)
+        return acc, l
 
 
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
@@ -160,13 +185,6 @@ def forward_kernel(
     lo = token_of(first, OFFSET)
     row = lo + tl.arange(0, BM)
 
-    # these loads come first, so that the program waits once
-    begin, diagonal, end = keys_of_rows(NEAR, lo, b * HKV + hkv, T, CHUNK, BM, BN)
-    c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, 0, True
-    if GATED:
-        gates = gates_of_head(gates, T, b * HKV + hkv)
-        c_lo, begin = before_rows(gates, lo, begin, diagonal, BN)
-        c_row, c_first, first_row, factors = gates_of_rows(gates, lo, diagonal, BM, P)
     q = load_tile(Q, q_strides, b, first, h, n, BM, D, True)
     q32 = q.to(tl.float32)
     key_scale = 0.0
@@ -187,15 +205,16 @@ def forward_kernel(
 
     acc = tl.zeros([BM, D], tl.float32)
     l = tl.zeros([BM, 8], tl.float32)  # the same sum eight times, because no product is narrower
-    keys = (K, k_strides, V, v_strides, b, hkv)
-    rows = (row, diagonal, first_row, p, offset) if P == 0 else (row, diagonal, c_lo, c_row, first_row, key_scale)
-    middle = end if factors else diagonal
-    acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, middle, T, P, D, BN, False)
+    begin, end = first_key_of(NEAR, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
+    c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, 0, False
     if GATED:
-        decay = since_first_row(c_row, c_first, first_row, lo, factors)[:, None]
-        acc, l = acc * decay, l * decay
-        if not factors:
-            acc, l = _forward_tiles(acc, l, q, keys, rows, gates, diagonal, end, T, P, D, BN, True)
+        gates = gates_of_head(gates, T, b * HKV + hkv)
+        c_lo, begin = before_rows(gates, lo, begin, end, BN)
+        c_row, c_first, first_row, factors = gates_of_rows(gates, lo, end, BM)
+    keys = (K, k_strides, V, v_strides, b, hkv)
+    rows = (row, first_row, p, offset) if P == 0 else (row, c_lo, c_row, c_first, first_row, key_scale)
+    acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, False)
+    acc, l = _forward_diagonal(acc, l, q, keys, rows, gates, end, lo, factors, T, P, D, BN)
 
     l = tl.max(l, 1)
     out = ((tl.cast(b, tl.int64) * n + first) * H + h) * D  # [B, n, H, D]

@@ -102,13 +102,6 @@ def first_key_of(NEAR, lo, bh, T, CHUNK):
 
 
 @triton.jit
-def keys_of_rows(NEAR, lo, bh, T, CHUNK, BM: tl.constexpr, BN: tl.constexpr):
-    """Return where the keys of the BM rows from `lo` on begin, where tiles of BN keys reach the diagonal, and their
-    end."""
-    return first_key_of(NEAR, lo, bh, T, CHUNK), lo // BN * BN, tl.cdiv(tl.minimum(lo + BM, T), BN) * BN
-
-
-@triton.jit
 def last_query(NEAR, lo, bh, T, CHUNK):
     """Return where the queries end that attend to the keys of a tile from `lo` on: with their chunk, or NEAR later."""
     end = lo // CHUNK * CHUNK + CHUNK
@@ -197,15 +190,12 @@ def column_decay(c_from, c_to, POWER: tl.constexpr):
 
 
 @triton.jit
-def forgets_little(C, FIRST, last, key, P: tl.constexpr):
-    """Return True if decays on the diagonal may be products of two factors.
-
-    That is if the 128 tokens around `last` have forgotten less than WEAK at it, and its document begins before `key`,
-    the first key of the tiles on the diagonal, or at 0. NaN counts as little, so that rows before it keep their bits
-    where gates are weak. Not for P = 0, whose gates are resets.
-    """
+def forgets_little(C, FIRST, last, key):
+    """Return True if the 128 tokens around `last` have forgotten less than WEAK at it, and if its document begins
+    before `key`, the first key of the tiles on the diagonal, or at 0. NaN counts as little, so that rows
+    before it keep their bits where gates are weak."""
     first, c = last // 128 * 128 + tl.load(FIRST + last).to(tl.int32), tl.load(C + last)
-    return ((c > -WEAK) | (c != c)) & (first < (tl.maximum(key, 1) if P > 0 else -1))
+    return ((c > -WEAK) | (c != c)) & (first < tl.maximum(key, 1))
 
 
 @triton.jit
@@ -226,7 +216,7 @@ def delta_may_be_inexact(gates, T, bh, lo, BM: tl.constexpr, BEFORE: tl.constexp
 @triton.jit
 def may_read_state(gates, T, bh, lo, begin, BM: tl.constexpr, BEFORE: tl.constexpr):
     """Return [BM]: whether a state from before `begin`, their first key, counts in the rows from lo on."""
-    C, FIRST, C_START = at_head(gates[0], T, bh), at_head(gates[1], T, bh), at_head(gates[4], T, bh, 32)
+    C, FIRST, C_START = at_head(gates[0], T, bh), at_head(gates[1], T, bh), at_head(gates[3], T, bh, 32)
     forgotten = (tl.load(C_START + begin // 32) - tl.load(C_START + lo // 32)).to(tl.float32)
     forgotten += tl.load(C + lo) - load_vector(C, lo, BM)
     opens = lo // 128 * 128 + load_vector(FIRST, lo, BM).to(tl.int32) >= lo
@@ -234,50 +224,34 @@ def may_read_state(gates, T, bh, lo, begin, BM: tl.constexpr, BEFORE: tl.constex
 
 
 @triton.jit
-def key_factors(gates, start, diagonal, BN: tl.constexpr):
-    """Return [BN]: for the keys from `start` on, decay^POWER to the tile's last key, or from `diagonal` on its inverse
-    since the tile's first."""
-    return load_key_decay(tl.where(start < diagonal, gates[2], gates[3]), start, BN)
+def sum_before(C_END, token):
+    """Return the gate sum of the token before `token`, a multiple of 32."""
+    return tl.load(C_END - 1 + (token >> 5))
 
 
 @triton.jit
-def sum_of_tile(gates, start, diagonal, BN: tl.constexpr):
-    """Return the gate sum at the key that `key_factors` are relative to."""
-    _, _, _, _, C_START, C_END, _ = gates
-    return tl.load(tl.where(start < diagonal, C_END - 1 + ((start + BN) >> 5), C_START + (start >> 5)))
-
-
-@triton.jit
-def ahead(gates, c_lo, begin, end, diagonal, BN: tl.constexpr, POWER: tl.constexpr):
-    """Return (decay^POWER from that key of the first tile to row lo, whose gate sum is c_lo; that sum of the second).
+def ahead(C_END, c_lo, begin, end, BN: tl.constexpr, POWER: tl.constexpr):
+    """Return (decay^POWER from the last key of the first tile to the rows, gate sum at the last key of the second).
 
     The sum of the next tile is loaded while this tile is computed, and becomes a factor one tile before its use.
     """
-    x = column_decay(c_lo, sum_of_tile(gates, begin, diagonal, BN), POWER)
-    return x, sum_of_tile(gates, tl.minimum(begin + BN, tl.maximum(end - BN, begin)), diagonal, BN)
+    x = column_decay(c_lo, sum_before(C_END, begin + BN), POWER)
+    return x, sum_before(C_END, tl.minimum(begin + BN, end) + BN)
 
 
 @triton.jit
 def before_rows(gates, lo, begin, end, BN: tl.constexpr):
     """Return (gate sum up to row lo, float64; where the keys that rows from lo on see begin, between begin and end)."""
-    _, FIRST, _, _, C_START, _, OPENED = gates
+    _, FIRST, _, C_START, _, OPENED = gates
     first = tl.load(FIRST + lo).to(tl.int32)  # of its document; below 0 that is the previous token's
     opened = tl.where(first < 0, tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)), lo // 128 * 128 + first) // BN * BN
     return tl.load(C_START + lo // 32), tl.minimum(tl.maximum(begin, opened), end)
 
 
 @triton.jit
-def gates_of_rows(gates, lo, diagonal, BM: tl.constexpr, P: tl.constexpr):
+def gates_of_rows(gates, lo, end, BM: tl.constexpr):
     """Return (gate sum of each row since the first of its 128, that of the first row, the first row of each row's
-    document, whether decays on the diagonal are products of two factors) for BM rows from lo on, whose tiles on the
-    diagonal begin at `diagonal`."""
-    C, FIRST, _, _, _, _, _ = gates
+    document, `forgets_little`) for BM rows from lo on, whose tiles on the diagonal begin at `end`."""
+    C, FIRST, _, _, _, _ = gates
     c_row, first_row = load_vector(C, lo, BM), lo // 128 * 128 + load_vector(FIRST, lo, BM).to(tl.int32)
-    return c_row, tl.load(C + lo), first_row, forgets_little(C, FIRST, lo + BM - 1, diagonal, P)
-
-
-@triton.jit
-def since_first_row(c_row, c_first, first_row, lo, factors):
-    """Return the decay from row lo to each row; unless `factors`, 0 where a row's document begins from lo on."""
-    decay = tl.exp(c_row - c_first)
-    return tl.where(factors, decay, tl.where(first_row < lo, decay, 0.0))
+    return c_row, tl.load(C + lo), first_row, forgets_little(C, FIRST, lo + BM - 1, end)

@@ -210,12 +210,10 @@ def query_gradient_of_pairs_kernel(
     column = tl.arange(0, 64)
     slot, entry = column // 2 % 4, column // 8 * 2 + column % 2  # as in `layout.columns`
     tile, of_four = S + (slot * 16 + entry)[:, None] * D + d[None, :], tl.arange(0, 16)
-    raw = tl.load(XT + (tl.load(PARTS + slot) + entry)[:, None] * TP + row[None, :])
     for number in range(parts if chunk != skip else 0):
         part = PARTS + number * 16
-        count, x = tl.load(part + 12), _entries(tl.trans(raw).to(tl.float32), BM)
-        slices = tl.load(PARTS + tl.minimum(number + 1, parts - 1) * 16 + slot) + entry
-        raw = tl.load(XT + slices[:, None] * TP + row[None, :])  # of the next part, while this one is computed
+        slices, count = tl.load(part + slot) + entry, tl.load(part + 12)
+        x = _entries(tl.trans(tl.load(XT + slices[:, None] * TP + row[None, :])).to(tl.float32), BM)
         scalars = tl.load(part + 4 + of_four // 4) + of_four % 4  # of four tiles
         to_slices, to_scalars = tl.zeros([BM, 8, 4, 2], tl.float32), tl.zeros([BM, 8, 4, 2], tl.float32)
         scalars = XT + scalars[:, None] * TP + row[None, :]
@@ -236,9 +234,8 @@ def query_gradient_of_pairs_kernel(
             to_scalars = tl.where((tl.arange(0, 8) // 2 == i // 4)[None, :, None, None], four, to_scalars)
         tile += count * (64 * D)
         to_x = TO_X + number * (2 * 64 * D) + column[:, None] * D + d[None, :]
-        of_slices, of_scalars = tl.load(to_x), tl.load(to_x + 64 * D)
-        acc = _add_to_columns(acc, to_slices.reshape([BM, 64]), of_slices)
-        acc = _add_to_columns(acc, to_scalars.reshape([BM, 64]), of_scalars)
+        acc = _add_to_columns(acc, to_slices.reshape([BM, 64]), tl.load(to_x))
+        acc = _add_to_columns(acc, to_scalars.reshape([BM, 64]), tl.load(to_x + 64 * D))
     _add_gradient(
         acc, UNIT_S, UNIT_V, UNIT_X, OUT, X, Z, WEIGHT, MIRROR, READ, x_strides, bh, b, h, lo, state, at, T, H, HKV, D,
     )  # fmt: skip

@@ -77,13 +77,6 @@ def _denominators(XT, Z, row, end, TP, BM: tl.constexpr, M: tl.constexpr):
     return den
 
 
-@triton.jit
-def _slices(XT, part, row, TP):
-    """Return the entries [64, BM] of a part's four slices."""
-    entry = tl.arange(0, 64)
-    return tl.load(XT + (tl.load(part + entry // 16) + entry % 16)[:, None] * TP + row[None, :])
-
-
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "parts", "skip", "F"])
 def query_state_kernel(
     XT, S, UNIT_S, FACTOR,
@@ -106,19 +99,14 @@ def query_state_kernel(
     factor = tl.load(FACTOR + tl.cast(bh, tl.int64) * TP + row) / tl.load(UNIT_S + state)
     S += tl.cast(state, tl.int64) * F
     inside, done = tl.arange(0, 64 * TILES)[:, None] * D + tl.arange(0, D)[None, :], 0
-    if P == 2:  # p = 4 has no registers to read a part's slices while the one before is computed
-        raw = _slices(XT, PARTS, row, TP)
     for number in range(parts if chunk != skip else 0):
         part = PARTS + number * 16
+        slices = tl.load(part + entry // 16) + entry % 16
         scalars = tl.load(part + 4 + tl.arange(0, 4 * TILES) % 4) + tl.arange(0, 4 * TILES) // 4
         orders = tl.load(part + 8 + entry // 16)
         count = tl.load(part + 12)
-        if P > 2:
-            raw = _slices(XT, part, row, TP)
-        x = tl.trans(raw)
+        x = tl.trans(tl.load(XT + slices[:, None] * TP + row[None, :]))
         x = tl.dot(x, diagonal(orders, 64).to(x.dtype), input_precision=PRECISION).to(x.dtype)
-        if P == 2:
-            raw = _slices(XT, PARTS + tl.minimum(number + 1, parts - 1) * 16, row, TP)
         for i in range(0, count, TILES):
             s = tl.load(S + (done + i) * (64 * D) + inside)
             by = tl.load(XT + (scalars + i)[:, None] * TP + row[None, :])

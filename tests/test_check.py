@@ -23,8 +23,7 @@ import generate  # noqa: E402
 from attention import ATTENTIONS, check, dispatch, naive  # noqa: E402
 from attention.dispatch import plan  # noqa: E402
 from attention.power import power_attention  # noqa: E402
-from kernels import decode, decode_heinsen, decode_softmax, operators, quadratic  # noqa: E402
-from kernels.configs import describe_gpu  # noqa: E402
+from kernels import decode, decode_heinsen, decode_softmax, operators  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
 
@@ -45,7 +44,6 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(check, "_found", {})
     monkeypatch.setattr(check, "_passed", set())
     monkeypatch.setattr(check.backend, "precompile", lambda *arguments: None)
-    monkeypatch.setattr(quadratic, "gpu", lambda device: describe_gpu("GPU", (9, 0), 227 * 1024))
     for name, value in dict(
         is_available=True,
         device_count=1,
@@ -141,9 +139,7 @@ def test_kernels_of_chunks_are_compiled_in_several_processes_before_they_are_che
     pairs, chunks, states = (
         check.Size(form, torch.bfloat16, 64, 2, True) for form in ("quadratic", "chunked", "states")
     )
-    single = lambda size: size._replace(single=True)
-    both = [chunks, single(chunks)]
-    assert done == [[pairs, single(pairs)], tuple(both), both, (states,), [states]]
+    assert done == [[pairs], (chunks,), [chunks], (states,), [states]]
 
 
 # For a process of its own without the interpreter, and without a GPU. Prints how many processes compiled, how many

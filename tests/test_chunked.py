@@ -16,7 +16,7 @@ from test_kernels import DEVICE, DTYPES, GPU, gradients, inputs  # noqa: E402
 from attention import dispatch, forms, memory  # noqa: E402
 from attention.embedding import symmetric_power_dim, symmetric_power_embedding  # noqa: E402
 from attention.power import PowerState, power_attention  # noqa: E402
-from kernels import chunked, cost, operators, quadratic, query_gradient  # noqa: E402
+from kernels import chunked, cost, operators, query_gradient  # noqa: E402
 from kernels.layout import SPREAD_ROWS, columns, entries, features, layout  # noqa: E402
 
 LONG = GPU and 3000 or 300  # tokens, in chunks of 128, with a ragged last one
@@ -52,12 +52,6 @@ def assert_close(results, expected, dy, tolerance=None):
 def assert_right(tensors, dy, p=2, **options):
     expected = gradients(reference(p), tensors, dy, torch.Tensor.double)
     assert_close(gradients(chunks(p), tensors, dy), expected, dy, **options)
-
-
-@pytest.mark.parametrize("gates", ["zeros", "rare zeros", "near one", "none"])
-def test_a_single_backward_pass_inside_chunks(gates, monkeypatch):
-    monkeypatch.setattr(quadratic, "fits_a_single_pass", lambda *sizes: True)
-    assert_right(*inputs(LONG, gates, DTYPES[0], H=2, Hkv=2, D=64 if GPU else 16))
 
 
 @pytest.mark.parametrize("where,value", [("q", math.inf), ("k", math.nan), ("v", math.inf), ("log_g", math.nan)])

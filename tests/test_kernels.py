@@ -103,23 +103,6 @@ def test_query_heads_share_key_value_heads(H, Hkv, dtype):
     assert_right(*inputs(100, "zeros", dtype, B=2, H=H, Hkv=Hkv), p=2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:1])
-@pytest.mark.parametrize(
-    "T,p,gates",
-    [
-        (200, 2, "zeros"),
-        (130, 4, "none"),
-        (65, 6, "learned"),
-        (200, 2, "near one"),
-        (1000 if GPU else 130, 4, "learned"),
-    ],
-)
-def test_a_single_backward_pass(T, p, gates, dtype, monkeypatch):
-    """The backward pass for many heads and chunks, which one program each computes."""
-    monkeypatch.setattr(quadratic, "fits_a_single_pass", lambda *sizes: True)
-    assert_right(*inputs(T, gates, dtype, B=2, H=2, Hkv=2, D=64 if GPU else 16), p=p)
-
-
 HALVES = [(p, D, gates) for p, D in SIZES for gates in ("none", "learned")] if GPU else [
     (2, 16, "learned"), (4, 32, "zeros"), (6, 16, "none"), (8, 16, "learned")
 ]  # fmt: skip
