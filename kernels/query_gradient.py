@@ -79,6 +79,15 @@ SPREAD = 2**30  # p = 4: the most bytes of states and zx at a time, unless one h
 
 
 @triton.jit
+def _of_rows(XT, VALUES, S, bh, state, row, TP, tiles, D: tl.constexpr):
+    """Return, for rows of a head, the places of their numbers [BM], XT and S where theirs begin, and their values."""
+    at = tl.cast(bh, tl.int64) * TP + row
+    XT += tl.cast(bh, tl.int64) * D * TP
+    S += tl.cast(state, tl.int64) * tiles * (64 * D)
+    return at, XT, S, tl.load(VALUES + at[:, None] * D + tl.arange(0, D)[None, :])
+
+
+@triton.jit
 def _one_entry(v, x, S, WHERE, acc, D: tl.constexpr):
     """Return acc + (v x) S_i^T, for the rows S_i of the state that hold the products of one entry, x, with others."""
     where = tl.load(WHERE)
@@ -102,10 +111,7 @@ def query_gradient_kernel(
     TP = multiple_of(TP, 256)
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM)
     row, d = lo + tl.arange(0, BM), tl.arange(0, D)
-    at = tl.cast(bh, tl.int64) * TP + row
-    XT += tl.cast(bh, tl.int64) * D * TP
-    S += tl.cast(state, tl.int64) * tiles * (64 * D)
-    v = tl.load(VALUES + at[:, None] * D + d[None, :])
+    at, XT, S, v = _of_rows(XT, VALUES, S, bh, state, row, TP, tiles, D)
     down = diagonal(tl.full([D], 1 / VALUES_DOWN_2, tl.float32), D)
     v = tl.dot(v, down.to(v.dtype), input_precision=PRECISION).to(v.dtype)
     acc = tl.zeros([BM, D], tl.float32)
@@ -181,9 +187,10 @@ def _add_to_columns(acc, x, places):
     zeros and ones."""
     if INTERPRETED:
         return tl.dot(x, places.to(tl.float32), acc, input_precision="ieee")
-    high = first_8_bits(x)
-    acc = tl.dot((x - high).to(places.dtype), places, acc)
-    return tl.dot(high.to(places.dtype), places, acc)
+    else:
+        high = first_8_bits(x)
+        acc = tl.dot((x - high).to(places.dtype), places, acc)
+        return tl.dot(high.to(places.dtype), places, acc)
 
 
 @triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "parts", "skip"])
@@ -202,10 +209,7 @@ def query_gradient_of_pairs_kernel(
     TP = multiple_of(TP, 256)
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM)
     row, d = lo + tl.arange(0, BM), tl.arange(0, D)
-    at = tl.cast(bh, tl.int64) * TP + row
-    XT += tl.cast(bh, tl.int64) * D * TP
-    S += tl.cast(state, tl.int64) * tiles * (64 * D)
-    v = tl.load(VALUES + at[:, None] * D + d[None, :])
+    at, XT, S, v = _of_rows(XT, VALUES, S, bh, state, row, TP, tiles, D)
     acc = tl.zeros([BM, D], tl.float32)
     column = tl.arange(0, 64)
     slot, entry = column // 2 % 4, column // 8 * 2 + column % 2  # as in `layout.columns`
