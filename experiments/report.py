@@ -266,6 +266,7 @@ def draw_panel(axis, panel, looks):
     elif shown:  # what is learned soon may lie above the axis, as may a few runs far beyond their training context
         low, ends = min(map(min, shown)), [found[-1] for found in shown]
         usual = 1.3 * median(map(max, shown)) if panel.log_x else 2 * median(ends)
+        usual = math.inf if max(map(len, shown)) <= 8 else usual  # every point is a run's result: all are seen
         high = max(min(max(map(max, shown)), usual), max(map(min, shown)))
         margin = 0.06 * (high - low) or 0.1
         axis.set_ylim(low - margin, high + margin)

@@ -23,7 +23,8 @@ from data.source import prepare as prepare_source
 from experiments import learning_rates, runs
 from experiments.equal_time import describe_leads, leads, loss_at, retimed
 from experiments.report import (
-    Entry, Panel, Table, find, is_noise, loss_cell, markdown_table, ratio_cell, texts_cell, tokens_cell, write_report,
+    Entry, Panel, Table, draw_panel, find, is_noise, loss_cell, markdown_table, ratio_cell, texts_cell, tokens_cell,
+    write_report,
 )  # fmt: skip
 from experiments.worker import losses, positions, score, windowed
 
@@ -190,6 +191,16 @@ def test_a_table_names_the_corpus_and_says_what_was_not_run(tmp_path):
     write_report("x", str(tmp_path), entries, [table, "A note.", Panel("x", "y", {"one": ([], [])})], "python -m x")
     text = (tmp_path / "x.md").read_text()
     assert "    python -m x\n\nCPU, torch 2" in text and "A note." in text and "png" not in text
+
+
+def test_points_that_are_results_of_runs_are_all_seen_and_beginnings_of_curves_are_not():
+    figures = pytest.importorskip("matplotlib.figure")
+    few = {"a": ([1, 2, 4], [1.0, 1.1, 1.2]), "b": ([1, 2, 4], [1.0, 2.0, 9.0]), "c": ([1, 2, 4], [1.0, 1.0, 1.0])}
+    many = {"a": (range(1, 41), [9.0] + 39 * [1.0])}
+    for lines, seen in ((few, True), (many, False)):
+        axis = figures.Figure().subplots()
+        draw_panel(axis, Panel("context", "loss", lines, log_x=True), {name: {"color": "black"} for name in lines})
+        assert (axis.get_ylim()[1] > 9) == seen
 
 
 def test_runs_on_different_corpora_are_not_put_into_one_table():
