@@ -13,15 +13,15 @@ from experiments.report import Panel, Table, loss_cell, tokens_cell
 from experiments.runs import main
 
 CONTEXT, TIMES, SHORT, LONG = 1024, 16, 16, 128
-TOKENS = 131_072_000
-SMALLER = 4  # times, a step than those of other experiments: more of them are worth more here
+TOKENS = 65_536_000
+SMALLER = 8  # times, a step than those of other experiments: more of them are worth more here
 
 
 def plan(size):
     """Return the runs of both tasks; a variant's settings are those of evaluation_length.py."""
-    tokens_per_step, micro_tokens = size.tokens_per_step // SMALLER, size.micro_tokens // SMALLER
-    size = replace(size, tokens_per_step=tokens_per_step, micro_tokens=micro_tokens)
     runs, context = [], max(256, size.length(CONTEXT))
+    step = max(context, size.tokens_per_step // SMALLER)
+    size = replace(size, tokens_per_step=step, micro_tokens=step)
     block, tokens = context * size.shrink, size.tokens or TOKENS // size.fewer
     for task in CHANCE:
         out = os.path.join("out", "experiments", "data", f"{task}_{context}_{tokens}")
