@@ -15,7 +15,7 @@ from compare import format_count
 from data.files import read_json
 from experiments.costs import speeds
 from experiments.evaluation_length import mean_between
-from experiments.report import Panel, Table, position_line, texts_cell, tokens_cell, val_curve
+from experiments.report import Panel, Table, position_line, texts_cell, time_curve, tokens_cell
 from experiments.runs import main
 
 SHORT, LONG, SHARE = 4096, 65536, 0.7  # the long stage begins after this share of the time
@@ -88,7 +88,7 @@ def loss_at(entry, seconds):
     after = min((tokens for tokens, _, at in record["val"] if at >= seconds), default=before)
     if any(before <= begin < after for _, begin in record["stages"][1:]):
         return None
-    loss = np.interp(seconds, *val_curve(entry, "seconds"))
+    loss = np.interp(seconds, *time_curve(entry))
     return f"{loss:.4f}"
 
 
@@ -110,7 +110,7 @@ def report(entries, size):
         ("loss of the texts", texts_cell("positions")), ("to softmax's", texts_cell("positions", entries[0])),
         *((f"{a:,} to {b:,}", mean_between("positions", a, b)) for a, b in zip(bounds, bounds[1:])),
     ]  # fmt: skip
-    curves = {entry.name: val_curve(entry, "seconds") for entry in done}
+    curves = {entry.name: time_curve(entry) for entry in done}
     title = f"Equal time; loss by position ± standard error, {size.documents} texts of {size.length(LONG):,}"
     note = (
         f"The validation loss, and so the curves, are those of texts of {size.length(LONG):,} in stages, before the "

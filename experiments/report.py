@@ -272,20 +272,35 @@ def draw_panel(axis, panel, looks):
         axis.set_ylim(low - margin, high + margin)
 
 
-def val_curve(entry, over="tokens"):
-    """Return (x, y) of the validation losses of an entry's first seed, over tokens or seconds of training."""
-    of = entry.records[0]["val"] if entry.records else []
-    return [point[0 if over == "tokens" else 2] for point in of if point[0]], [point[1] for point in of if point[0]]
+def over_seeds(curves):
+    """Return (tokens [N] of the first curve, losses [curves, N] there) of curves [[tokens, loss], ...], one a seed."""
+    curves = [np.array(curve, float).T for curve in curves]
+    x = curves[0][0]
+    return x, np.stack([np.interp(x, *curve) for curve in curves])
+
+
+def val_curve(entry):
+    """Return (tokens, validation losses, standard deviations) of an entry: means over its seeds, None with one seed."""
+    if not entry.records:
+        return [], [], None
+    x, losses = over_seeds([[point[:2] for point in record["val"] if point[0]] for record in entry.records])
+    return x, losses.mean(0), losses.std(0, ddof=1) if len(losses) > 1 else None
+
+
+def time_curve(entry):
+    """Return (seconds of training, validation losses) of an entry's first seed."""
+    of = [point for point in entry.records[0]["val"] if point[0]] if entry.records else []
+    return [seconds for _, _, seconds in of], [loss for _, loss, _ in of]
 
 
 def ratio_curve(entry, base):
-    """Return (x, y): the training loss relative to that of the Entry base at equal tokens, smoothed."""
+    """Return (x, y): the training loss relative to that of the Entry base at equal tokens, of means over the seeds of
+    each, smoothed."""
     if not (entry.records and base and base.records):
         return [], []
-    x, y = np.array(entry.records[0]["train"]).T
-    at, of = np.array(base.records[0]["train"]).T
+    (x, y), (at, of) = (over_seeds([record["train"] for record in e.records]) for e in (entry, base))
     inside = (x <= at[-1]) & (x > 0.02 * at[-1])
-    return x[inside], smooth(list(y[inside] / np.interp(x[inside], at, of)))
+    return x[inside], smooth(list(y.mean(0)[inside] / np.interp(x[inside], at, of.mean(0))))
 
 
 def position_line(entry, measure="positions"):

@@ -22,6 +22,7 @@ def report(entries, size):
         ratios[f"conformal_sympow p={p}"] = ratio_curve(conformal, base)
     return [
         *parts,
+        "In the figure lines are means over the seeds, and bands their standard deviations.",
         Panel("tokens", "validation loss, nats", {entry.name: val_curve(entry) for entry in entries}),
         Panel("tokens", "conformal's training loss to gating's", ratios, level=1.0),
     ]

@@ -23,10 +23,11 @@ from data.source import prepare as prepare_source
 from experiments import learning_rates, runs
 from experiments.equal_time import describe_leads, leads, loss_at, retimed
 from experiments.report import (
-    Entry, Panel, Table, draw_panel, find, is_noise, loss_cell, markdown_table, ratio_cell, texts_cell, tokens_cell,
-    write_report,
+    Entry, Panel, Table, draw_panel, find, is_noise, loss_cell, markdown_table, ratio_cell, ratio_curve, texts_cell,
+    tokens_cell, val_curve, write_report,
 )  # fmt: skip
 from experiments.worker import losses, positions, score, windowed
+from runs.plotting import smooth
 
 
 dataset = helpers.dataset
@@ -220,6 +221,21 @@ def test_a_difference_below_two_standard_deviations_is_none():
     assert loss_cell()(far) == "1.1000 ± 0.0200 (3 seeds)"
     assert ratio_cell(entry("one", record(1.0)))(entry("two", record(1.001))) == "1.0010"  # nothing is known of noise
     assert find([near, entry("sympow p=2, lr 0.1")], "sympow p=2").name == "sympow p=2, lr 0.1"
+
+
+def test_curves_are_means_over_seeds_with_their_deviation():
+    record = lambda *losses: dict(
+        val=[[0, 9.0, 0.0], *([10 * (i + 1), x, 1.0] for i, x in enumerate(losses))],
+        train=[[10 * (i + 1), x] for i, x in enumerate(losses)],
+    )
+    known = {"a": record(3.0, 2.0), "b": record(5.0, 1.0), "c": record(2.0, 1.0)}
+    two, one = Entry("two", {}, ["a", "b"], known), Entry("one", {}, ["c"], known)
+    tokens, losses, deviations = val_curve(two)
+    assert list(tokens) == [10, 20] and list(losses) == [4.0, 1.5]  # without the loss of the fresh model
+    assert np.allclose(deviations, [2**0.5, 0.5**0.5])
+    assert val_curve(one)[2] is None and val_curve(Entry("none", {}, ["d"], known)) == ([], [], None)
+    at, ratios = ratio_curve(two, one)
+    assert list(at) == [10, 20] and np.allclose(ratios, smooth([2.0, 1.5]))
 
 
 def test_differences_are_taken_text_by_text():
