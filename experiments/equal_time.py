@@ -58,6 +58,12 @@ def retimed(entry, costs):
     return [list(x) for x in zip(*(point for point in found if point[0]))]
 
 
+def long_begins(entries, speed):
+    """Return {name: seconds} at which the last stage begins, of entries with stages whose first one has this speed."""
+    stages = [(entry, entry.records[0]["stages"]) for entry in entries]
+    return {entry.name: of[1][1] / speed(entry)[of[0][0]] for entry, of in stages if len(of) > 1}
+
+
 def leads(curve, base):
     """Return (the times between which a curve's loss is below the base's at equal time, [(from, to), ...], and the last
     time that both reach); None if they have no times in common."""
@@ -119,9 +125,11 @@ def report(entries, size):
         "its difference to softmax's is taken text by text."
     )
     parts = [Table(title, columns, entries), note]
+    own = lambda entry: {int(n): speed for n, speed in entry.records[0]["tokens_per_second"].items()}
+    here = f"these models; from a diamond on trained at {size.length(LONG):,}"
     panels = [
-        Panel("seconds of training", "validation loss, nats", curves, "this model"),
-        Panel("position", "loss, nats", {e.name: position_line(e) for e in done}, log_x=True,
+        Panel("seconds of training", "validation loss, nats", curves, here, begins=long_begins(done, own)),
+        Panel("position", "loss, nats", {e.name: position_line(e, first=64) for e in done}, log_x=True,
               marks={f"first stage {size.length(SHORT):,}": size.length(SHORT)}),
     ]  # fmt: skip
     against = [("this model", curves)]
@@ -129,7 +137,9 @@ def report(entries, size):
         known = [entry for entry in done if entry.settings["attention"] in costs]
         curves = {entry.name: retimed(entry, costs[entry.settings["attention"]]) for entry in known}
         against.append((f"{shape}", curves))
-        panels.append(Panel(f"seconds at the speed of {shape}", "validation loss, nats", curves, f"costs of {shape}"))
+        timed = f"the same losses, at the speed of {shape}"
+        begins = long_begins(known, lambda entry, costs=costs: costs[entry.settings["attention"]])
+        panels.append(Panel("seconds of training", "validation loss, nats", curves, timed, begins=begins))
     columns = [
         (f"costs of {shape}", lambda e, c=c: describe_leads(c[e.name], c["softmax"]) if e.name in c else None)
         for shape, c in against if "softmax" in c

@@ -27,7 +27,7 @@ def plan(size):
     """Return the runs at context 4,096, read to 65,536, gating and conformal to 1,048,576."""
     runs = []
     for name, settings in variants(size).items():
-        run = size.run(name, CONTEXT, 262_144_000, **settings)
+        run = size.run(name, CONTEXT, 131_072_000, **settings)
         bounds = [size.length(n) for n in BOUNDS]
         near = [n for n in bounds if n <= size.length(LENGTH)]
         run = run.measure(positions=dict(documents=size.documents, length=size.length(LENGTH), bounds=near))

@@ -16,7 +16,7 @@ def plan(size):
         shape = {} if D * size.model["n_head"] == width else dict(n_head=max(1, width // D), head_dim=D)
         if any(run.name == f"p={p}, D={D}" for run in runs):
             continue  # in a small size shapes may be the same
-        runs.append(size.run(f"p={p}, D={D}", 4096, 262_144_000, attention="sympow_gating", p=p, **shape))
+        runs.append(size.run(f"p={p}, D={D}", 4096, 131_072_000, attention="sympow_gating", p=p, **shape))
         run = Run(f"{runs[-1].name}{MEASURED}", size.model | dict(attention="sympow_gating", p=p) | shape)
         speed = dict(contexts=[size.length(n) for n in CONTEXTS], tokens=size.micro_tokens)
         measured.append(run.measure(state=dict(tokens=size.length(1 << 20)), speed=speed))

@@ -81,6 +81,7 @@ class Panel:
     level: float | None = None  # a horizontal line: of equality, or if `share` of a guess
     marks: dict = field(default_factory=dict)
     share: bool = False  # y from 0 to 1
+    begins: dict = field(default_factory=dict)  # {name: x} of a diamond on its line
 
 
 def val_loss(record):
@@ -237,6 +238,9 @@ def draw_panel(axis, panel, looks):
         if errors and errors[0] is not None:
             error, look = np.asarray(errors[0]), dict(color=looks[name]["color"], alpha=0.15, linewidth=0)
             axis.fill_between(x, y - error, y + error, **look)
+        if (begin := panel.begins.get(name)) is not None:
+            look = dict(marker="D", markersize=7, markeredgecolor="white", color=looks[name]["color"], zorder=3)
+            axis.plot([begin], [np.interp(begin, x, y)], **look)
         few = panel.log_x and len(x) <= 25
         late = x >= (0 if few or not len(x) else x[-1] ** 0.3 if panel.log_x else 0.1 * x[-1])
         shown += [found] if (found := [v for v in y[late] if math.isfinite(v)]) else []
@@ -254,9 +258,11 @@ def draw_panel(axis, panel, looks):
         axis.set_xscale("log", base=2)
         decimal = lambda x, _: short_count(float(f"{x:.3g}"))
         binary = lambda x, _: next(f"{x / n:.3g}{unit}" for n, unit in BINARY if x >= n or n == 1)
-        axis.xaxis.set_major_formatter(decimal if "bytes" in panel.xlabel else binary)
         values = sorted({x for line in panel.lines.values() for x in line[0]})
-        if len(values) <= 8:
+        marked = len(values) <= 8
+        odd = any(x > 1 and math.log2(x) % 1 for x in values)
+        axis.xaxis.set_major_formatter(decimal if marked and odd else binary)
+        if marked:
             axis.set_xticks(values)
             axis.minorticks_off()
     elif "tokens" in panel.xlabel:
@@ -303,7 +309,10 @@ def ratio_curve(entry, base):
     return x[inside], smooth(list(y.mean(0)[inside] / np.interp(x[inside], at, of.mean(0))))
 
 
-def position_line(entry, measure="positions"):
-    """Return (positions, mean losses, standard errors) of an entry's first seed."""
+def position_line(entry, measure="positions", first=0):
+    """Return (positions, mean losses, standard errors) of an entry's first seed, from the position `first` on."""
     found = entry.records[0].get("measures", {}).get(measure) if entry.records else None
-    return (found["positions"], found["mean"], found["errors"]) if found else ([], [])
+    if not found:
+        return [], []
+    begin = int(np.searchsorted(found["positions"], first))
+    return tuple(found[name][begin:] for name in ("positions", "mean", "errors"))

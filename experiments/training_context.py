@@ -22,7 +22,7 @@ def plan(size):
                     continue
                 name = variant if variant == "softmax" else f"{variant} p={p}"
                 power = {} if variant == "softmax" else {"p": p}
-                run = size.run(f"{name}, {size.length(context):,}", context, 262_144_000, attention=variant, **power)
+                run = size.run(f"{name}, {size.length(context):,}", context, 131_072_000, attention=variant, **power)
                 targets = dict(
                     length=2 * size.length(LONGEST), documents=4 * size.documents, start=size.length(LONGEST)
                 )

@@ -21,7 +21,7 @@ from data.recall import prepare as prepare_recall
 from data.recall.tasks import CHANCE, make_needles, make_pairs, questions
 from data.source import prepare as prepare_source
 from experiments import learning_rates, runs
-from experiments.equal_time import describe_leads, leads, loss_at, retimed
+from experiments.equal_time import describe_leads, leads, long_begins, loss_at, retimed
 from experiments.report import (
     Entry, Panel, Table, draw_panel, find, is_noise, loss_cell, markdown_table, ratio_cell, ratio_curve, texts_cell,
     tokens_cell, val_curve, write_report,
@@ -202,6 +202,19 @@ def test_points_that_are_results_of_runs_are_all_seen_and_beginnings_of_curves_a
         axis = figures.Figure().subplots()
         draw_panel(axis, Panel("context", "loss", lines, log_x=True), {name: {"color": "black"} for name in lines})
         assert (axis.get_ylim()[1] > 9) == seen
+
+
+def test_a_diamond_stands_on_its_line_where_the_long_stage_begins():
+    plt = pytest.importorskip("matplotlib.pyplot")
+    record = dict(stages=[[256, 1000], [4096, 6000]])
+    staged, whole = Entry("staged", {}, ["a"], {"a": record}), Entry("whole", {}, ["b"], {"b": dict(stages=[[256, 9]])})
+    begins = long_begins([staged, whole], lambda entry: {256: 2000.0, 4096: 1.0})
+    assert begins == {"staged": 3.0}
+    _, axis = plt.subplots()
+    panel = Panel("seconds", "loss", {"staged": ([2.0, 4.0], [1.0, 0.5]), "whole": ([1.0], [2.0])}, begins=begins)
+    draw_panel(axis, panel, {name: dict(color="black") for name in panel.lines})
+    [diamond] = [line for line in axis.lines if line.get_marker() == "D"]
+    assert diamond.get_xydata().tolist() == [[3.0, 0.75]]
 
 
 def test_runs_on_different_corpora_are_not_put_into_one_table():
