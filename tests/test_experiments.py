@@ -205,12 +205,12 @@ def test_points_that_are_results_of_runs_are_all_seen_and_beginnings_of_curves_a
 
 
 def test_a_diamond_stands_on_its_line_where_the_long_stage_begins():
-    plt = pytest.importorskip("matplotlib.pyplot")
+    figures = pytest.importorskip("matplotlib.figure")
     record = dict(stages=[[256, 1000], [4096, 6000]])
     staged, whole = Entry("staged", {}, ["a"], {"a": record}), Entry("whole", {}, ["b"], {"b": dict(stages=[[256, 9]])})
     begins = long_begins([staged, whole], lambda entry: {256: 2000.0, 4096: 1.0})
     assert begins == {"staged": 3.0}
-    _, axis = plt.subplots()
+    axis = figures.Figure().subplots()
     panel = Panel("seconds", "loss", {"staged": ([2.0, 4.0], [1.0, 0.5]), "whole": ([1.0], [2.0])}, begins=begins)
     draw_panel(axis, panel, {name: dict(color="black") for name in panel.lines})
     [diamond] = [line for line in axis.lines if line.get_marker() == "D"]
