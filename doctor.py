@@ -331,7 +331,8 @@ def verdict(facts):
         lines.append("no GPU: everything runs on the CPU, slower")
     absent = [name for name in OPTIONAL if not facts.packages.get(name)]
     if absent:
-        pip = f"{facts.executable} -m pip install -r requirements.txt"
+        files = ["tests/requirements.txt"] * ("pytest" in absent) + ["requirements.txt"] * (absent != ["pytest"])
+        pip = f"{facts.executable} -m pip install {' '.join(f'-r {file}' for file in files)}"
         lines.append(f"optional packages missing: {', '.join(absent)}; to have them run {pip}")
     return lines + ["all well"], 0
 

@@ -31,6 +31,7 @@ from data.progress import bar
 from data.tokenizer import load_tokenizer
 from model import GPTConfig
 from runs import checkpoint
+from runs.folder import fingerprint
 from runs.load import is_exported, load_exported, load_run, longest_text, newest_run, no_checkpoint
 from runs.plotting import choose_picture, means_by_position, plot_loss_by_position, shorten
 from runs.program import run_program
@@ -84,7 +85,9 @@ def main():
         refuse(error)
     if wrong := [name for name in (OF_POSITIONS if cfg.tasks else OF_TASKS) if name in given]:
         refuse(f"--{wrong[0]} " + ("belongs to the loss by position, not to --tasks" if cfg.tasks else "needs --tasks"))
-    runs = list(dict.fromkeys(os.path.normpath(run) for run in cfg.out_dir.split(",") if run)) or [newest_run()]
+    one = cfg.out_dir and checkpoint.newest(cfg.out_dir)  # a name may have a comma
+    listed = [cfg.out_dir] if one else cfg.out_dir.split(",")
+    runs = list(dict.fromkeys(os.path.normpath(run) for run in listed if run)) or [newest_run()]
     for run in runs:
         if not (checkpoint.newest(run) or (cfg.tasks and is_exported(run))):
             refuse(no_checkpoint(run))
@@ -104,7 +107,11 @@ def compare_positions(runs, cfg):
         report[name], joined = between_powers(losses), joined or rows
     print(table(report, "position"))
     counts = {f"{len(curves[name][1]):,} documents of {windows[name].block_size:,} tokens" for name in runs}
-    print(f"mean loss in nats over {' or '.join(sorted(counts))}", flush=True)
+    print(f"mean loss in nats a token over {' or '.join(sorted(counts))}", flush=True)
+    data = {name: window.dataset for name, window in windows.items()}
+    if len({fingerprint(dataset) for dataset in data.values()}) > 1:
+        names = ", ".join(f"{name} {dataset.name} ({dataset.tokenizer.kind})" for name, dataset in data.items())
+        print(f"losses on different data, which cannot be compared: {names}", flush=True)
     if picture:
         try:
             plot_loss_by_position(curves, picture, joined)

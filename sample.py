@@ -90,6 +90,8 @@ def write_samples(model, tokenizer, cfg, text, prompt, switch_over, timings):
         sys.exit("sample.py: the model has no finite logits after the prompt: its weights, or the state, are not sound")
     if cfg.save_state:
         save_state(cfg.save_state, model, *read)
+        if not cfg.max_new_tokens:
+            return limit  # the text was read for its state, and may be a book
     decoders, texts = [tokenizer.stream() for _ in range(cfg.num_samples)], [text] * cfg.num_samples
     alone = cfg.num_samples == 1
     if alone:

@@ -41,6 +41,8 @@ from .memory import check_chunks_fit, check_state_fits
 from .rotary import rotation_table
 from .sequences import make_slots, read_lengths, reset_gates, sequence_lengths, typical_length
 
+WIDEST_IN_FLOAT32 = 8  # above this power, scores of 1/1000 of the largest are below float32's range
+
 
 def power_attention(
     q, k, v, log_g=None, *, p=2, scale=None, form="auto", chunk_size=None, initial_state=None, return_state=False,
@@ -60,6 +62,7 @@ def power_attention(
     kernels, one in v reaches the rows of its tile, up to 127 before it). Finite inputs may be of any size in PyTorch,
     as far as states hold the p-th powers of keys; on the kernels q may be, while k and q . k are from 1e-8 to 1e8.
     float16 inputs may be any: weights are not float16. y and gradients are, and beyond 65,504 they are infinite.
+    Above p = 8 and without states the sums are float64, where the device has that: float32 has no room for such powers.
 
     cu_seqlens [N + 1], int32 or int64, on q's device: B is 1, and the tokens are those of N sequences, as for
     FlashAttention; sequence i has the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, perhaps none, and sees no other.
@@ -110,11 +113,14 @@ def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False
     """Return what `power_attention` does, computed as the Plan `chosen` says."""
     (B, n), T, has_state = q.shape[:2], k.shape[1], initial_state is not None
     if not chosen.on_kernels or B == 0:  # a kernel cannot be launched on nothing
+        dtype, states = q.dtype, has_state or return_state
+        if p > WIDEST_IN_FLOAT32 and not states and q.device.type != "mps":
+            q, k, v, log_g = (None if x is None else x.double() for x in (q, k, v, log_g))
         y, state = forms.attend(
             q, k, v, log_g, p=p, form=chosen.form, chunk_size=chosen.chunk_size, initial_state=initial_state,
             return_state=return_state,
         )  # fmt: skip
-        return (y, state) if return_state else y
+        return (y, state) if return_state else y.to(dtype)
     kernel_gates = None if log_g is None else log_g.float()
     if chosen.form == "chunked":
         check_chunks_fit(q if n == T else k, k, v, p, chosen.chunk_size)

@@ -247,7 +247,8 @@ def check_name(name):
 
 
 def named_tokenizer(name):
-    """Return the Tokenizer that --tokenizer=name asks for: bytes, gpt2, gpt2-escaped, or the path of a tokenizer.json.
+    """Return the Tokenizer that --tokenizer=name asks for: bytes, gpt2, gpt2-escaped, or the path of a tokenizer.json
+    or of the folder that it is in, which may be a dataset or a run.
 
     Returns None for bpe:SIZE, which is trained on the text. Raises DataError for other names.
     """
@@ -256,11 +257,22 @@ def named_tokenizer(name):
         return Tokenizer("bytes")
     if name in ("gpt2", "gpt2-escaped"):
         return gpt2_tokenizer(json_escaped=name == "gpt2-escaped")
-    return None if name.startswith("bpe:") else Tokenizer("huggingface", read_huggingface(_json_of(name)))
+    if name.startswith("bpe:"):
+        return None
+    path = _json_of(name)
+    return load_tokenizer(os.path.dirname(path)) if _is_ours(path) else Tokenizer("huggingface", read_huggingface(path))
 
 
 def _json_of(path):
     return os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+
+
+def _is_ours(path):
+    """Return True if a tokenizer.json is one that Tokenizer.save has written, and not Hugging Face's."""
+    try:
+        return {"kind", "json_escaped"} <= set(read_json(path))
+    except (DataError, OSError, ValueError, TypeError):
+        return False
 
 
 def trained_size(name):

@@ -221,6 +221,8 @@ def train_missing(jobs, known, args, save):
     """
     until = time.monotonic() + 60 * args.minutes
     chosen = [job for run, of in jobs for job in of if any(part in run.name for part in args.only.split(","))]
+    if not chosen:
+        refuse(f"--only={args.only} is in no run's name: they are {'; '.join(run.name for run, _ in jobs)}")
     chosen = {job["id"]: job for job in chosen if job["id"] not in known and not absent(job["needs"])}
     queue = list(chosen.values()) if args.minutes else []
     slots, running = devices(args.gpus) if queue else [], {}

@@ -58,6 +58,7 @@ def choose_checkpoint(cfg, dataset, thorough):
     """
     out_dir = cfg.out_dir
     saved = _saved_settings(cfg)
+    _refuse_rising_rate(cfg, saved)
     # torchrun and Slurm start a job again with the same command, which must not overwrite what the first start made
     again = any(from_launcher(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM"))
     cfg.overwrite = cfg.overwrite and not again
@@ -83,6 +84,16 @@ def choose_checkpoint(cfg, dataset, thorough):
             "put ckpt/ back, or --init_from=scratch --overwrite=True renames it and starts anew"
         )
     return latest, _read_settings(out_dir, latest) if latest else None
+
+
+def _refuse_rising_rate(cfg, saved):
+    """Refuse a schedule that would end above learning_rate, unless the run has had it since an earlier version."""
+    known = saved and (saved.get("min_lr"), saved.get("learning_rate")) == (cfg.min_lr, cfg.learning_rate)
+    if cfg.schedule != "constant" and cfg.min_lr > cfg.learning_rate and not known:
+        refuse(
+            f"min_lr must be at most learning_rate={cfg.learning_rate:g}, since schedule={cfg.schedule} goes down to "
+            f"it, got {cfg.min_lr:g}: give --min_lr={cfg.learning_rate / 10:g}, say"
+        )
 
 
 def _saved_settings(cfg):

@@ -101,8 +101,11 @@ def no_checkpoint(run):
     """Return a message that a run has no checkpoint, which names the runs that have one, or says what takes it."""
     if is_exported(run):
         return f"{run} is an exported model: name its run here (evaluate.py --tasks and train.py --init_from take it)"
-    runs = ", ".join(trained_runs())
-    other = f"there is one in {runs}" if runs else "train one with `python train.py config/demo.py`"
+    if checkpoint.exists(run):
+        return f"every checkpoint in {run} is damaged"
+    runs = sorted(trained_runs(), key=os.path.getmtime, reverse=True)
+    newest = ", ".join(runs[:5]) + (", ..." if runs[5:] else "")
+    other = f"there is one in {newest}" if runs else "train one with `python train.py config/demo.py`"
     return f"no checkpoint in {run}: {other}"
 
 

@@ -64,6 +64,8 @@ class Ranks:
         self.device = device
         if not self.distributed:
             return
+        if backend == "nccl" and device.type != "cuda":
+            refuse(f"backend=nccl needs a GPU for each rank, got device={device.type}: leave backend out, or give gloo")
         missing = set()  # the ranks that rank 0 waits for; other ranks do not know
 
         def end():

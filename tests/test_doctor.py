@@ -111,6 +111,21 @@ def test_a_kernel_with_wrong_results_is_named():
     assert lines[0] == "ok: kernels, float32 D=64 p=2: y 3.0e-07"
 
 
+@pytest.mark.parametrize(
+    "absent,files",
+    [
+        (["pytest"], "-r tests/requirements.txt"), (["wandb"], "-r requirements.txt"),
+        (["wandb", "pytest"], "-r tests/requirements.txt -r requirements.txt"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_in_the_files_that_are_named(absent, files):
+    packages = {name: "" if name in absent else "1.0" for name in (*doctor.REQUIRED, *doctor.OPTIONAL)}
+    (line,) = (line for line in doctor.verdict(Facts(packages=packages))[0] if "optional" in line)
+    assert line.endswith(f"-m pip install {files}")
+    text = "".join((ROOT / file).read_text() for file in files.split()[1::2])
+    assert all(name in text for name in absent)
+
+
 def test_every_problem_has_its_own_line():
     lines, status = doctor.verdict(Facts(**GPU, compiler=None, python_h=None))
     assert status == 1 and len(lines) == 3

@@ -73,7 +73,7 @@ def test_the_program(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
     out = out.splitlines()
     report = json.loads(out[-1])
     assert list(report) == ["out/a", "out/b"] and out[0].split() == ["position", "out/a", "out/b"]
-    assert "mean loss in nats over 2 documents of 128 tokens" in out
+    assert "mean loss in nats a token over 2 documents of 128 tokens" in out and "different data" not in "".join(out)
     assert all(0 < loss < 20 for losses in report.values() for loss in losses.values())
     assert (tmp_path / "loss_by_position.png").stat().st_size > 10_000
     assert call(evaluate.main, "--out_dir=out/a", "--length=100000000") == 2
@@ -93,6 +93,21 @@ def test_the_program(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
     assert capsys.readouterr().out.split()[:2] == ["position", "x"]
 
 
+def test_runs_on_different_data_are_named_and_a_name_may_have_a_comma(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    other = make_dataset(tmp_path / "other", "".join(f"{i}, {i * 7}; other lines\n" for i in range(500)))
+    for data, out in ((dataset, "out/a"), (other, "out/b,c")):
+        args = [*SMALL, f"--dataset={data}", f"--out_dir={out}", "--max_iters=1", "--eval_interval=1"]
+        assert call(train.main, *args) == 0
+    options = ["--documents=1", "--length=16"]
+    assert call(evaluate.main, "--out_dir=out/b,c", *options) == 0
+    assert "different data" not in capsys.readouterr().out
+    (tmp_path / "out/b,c").rename(tmp_path / "out/d")
+    assert call(evaluate.main, "--out_dir=out/a,out/d", *options) == 0
+    said = capsys.readouterr().out
+    assert "losses on different data, which cannot be compared: out/a text (bytes), out/d text (bytes)" in said
+
+
 def test_damaged_weights_are_named_and_left_out(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     settings = [*SMALL, f"--dataset={dataset}", "--out_dir=out/a", "--max_iters=2", "--eval_interval=1"]
@@ -108,6 +123,10 @@ def test_damaged_weights_are_named_and_left_out(dataset, tmp_path, monkeypatch, 
     said = capsys.readouterr()
     assert "step_00000002 is damaged and left out: model.safetensors is not what was written" in said.err
     assert json.loads(said.out.splitlines()[-1]) == {"out/a": expected}
+    for file in (tmp_path / "out/a/ckpt").glob("*/model.safetensors"):
+        file.write_bytes(b"")
+    assert call(evaluate.main, "--out_dir=out/a", *evaluate_it) == 2
+    assert "every checkpoint in out/a is damaged" in capsys.readouterr().err
 
 
 def test_documents_are_read_from_their_start(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811

@@ -470,7 +470,7 @@ def test_long_texts_are_of_one_project_and_spans_are_means_of_positions(source, 
 
 
 @pytest.mark.parametrize(
-    "option", ["--gpus=9", "--gpus=x", "--seeds=a", "--learning_rates=b", "--size=huge", "--seconds=0"]
+    "option", ["--gpus=9", "--gpus=x", "--seeds=a", "--learning_rates=b", "--size=huge", "--seconds=0", "--only=zzz"]
 )
 def test_mistakes_are_one_line(experiment, dataset, option, capsys):
     main, started, _ = experiment

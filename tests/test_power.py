@@ -150,6 +150,19 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(form, p, smallest, size)
     assert relative_error(y, ref, 1e-3) < 1e-4
 
 
+@pytest.mark.parametrize("gates", ["none", "learned"])
+def test_powers_beyond_float32s_range_are_right(gates):
+    tensors = inputs(97, 40, gates, D=16, dtype=torch.float32)
+    assert_equal_to_oracle(tensors, p=40, form="quadratic", tolerance=1e-5, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("p", [2, 8, 10, 12, 40])
+def test_a_lone_key_that_the_query_is_nearly_orthogonal_to_returns_its_value(p):
+    q, k, v = torch.tensor([1.0, 0.0]), torch.tensor([1e-4, 1.0]), torch.tensor([-1.73, 0.5])
+    y = power_attention(*(x.view(1, 1, 1, 2) for x in (q, k, v)), p=p)
+    assert torch.allclose(y.flatten(), v)
+
+
 @pytest.mark.parametrize("form", ["quadratic", "chunked"])
 @pytest.mark.parametrize("size", [1e-6, 1e4])
 def test_asking_for_the_state_does_not_change_the_outputs(form, size):

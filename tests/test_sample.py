@@ -189,7 +189,7 @@ def test_several_samples_are_separated_and_json_comes_last(go, capsys):
         ([f"--out_dir={'a' * 300}"], "no checkpoint in aaa"),
         (["--top_p=0"], "top_p must be in (0, 1], got 0.0"),
         (["--form=fast"], "form must be auto or recurrent, got fast"),
-        (["--out_dir=out/none"], "no checkpoint in out/none: there is one in out/a"),
+        (["--out_dir=out/none"], "no checkpoint in out/none: there is one in out/"),
         (["--load_state=out"], "cannot go on from out: it is not a file"),
         (["--device=cuda:" + "9" * 30], "device must be auto, cpu, cuda, cuda:N or mps"),
         (["--device=cuda:77"], "device cuda:77 is not there"),
@@ -275,6 +275,16 @@ def test_a_state_file_of_the_first_format_is_read(tmp_path, capsys):
         assert a.settings() == b.settings() and all(
             torch.equal(x, b.tensors()[name]) for name, x in a.tensors().items()
         )
+
+
+def test_a_text_that_is_read_for_its_state_is_not_printed(go, tmp_path, capsys):
+    options = ["--prompt=line 1\nline 2", f"--save_state={tmp_path / 'a.state'}", "--out_dir=out/a", "--json"]
+    capsys.readouterr()
+    assert go(*options, "--max_new_tokens=0") == 0
+    out = capsys.readouterr().out
+    assert "line 1" not in out and json.loads(out.splitlines()[-1])["state_bytes"] > 0
+    assert go(*options, "--max_new_tokens=1") == 0
+    assert capsys.readouterr().out.startswith("line 1\nline 2")
 
 
 def test_a_loaded_state_is_freed_before_tokens_are_generated(go, monkeypatch, tmp_path):

@@ -418,6 +418,21 @@ def test_text_is_prepared_with_a_tokenizer_trained_on_its_training_split(tmp_pat
         dataset.verify()  # the split is the same
 
 
+def test_a_trained_tokenizer_serves_another_dataset_and_both_may_be_mixed(tmp_path, tokenizers):
+    from data.mixture import open_dataset
+    from data.text import prepare
+
+    (tmp_path / "a.txt").write_text("the theme of them\n" * 900)
+    (tmp_path / "b.txt").write_text("other themes\n" * 900)
+    argv = lambda name: [str(tmp_path / f"{name}.txt"), f"--out={tmp_path / name}", "--document_length=64"]
+    prepare.main([*argv("a"), "--tokenizer=bpe:300"])
+    for source in (tmp_path / "a", tmp_path / "a" / "tokenizer.json"):
+        prepare.main([*argv("b"), f"--tokenizer={source}"])
+    mixed = open_dataset(f"{tmp_path / 'a'}:1,{tmp_path / 'b'}:1")
+    assert mixed.vocab_size > 257
+    assert {one.tokenizer.encode("the themes")[0] for one in mixed.sets.values()} == {mixed.tokenizer.encode("the")[0]}
+
+
 def test_only_the_training_split_trains_a_tokenizer(tmp_path, tokenizers):
     from data.corpus import find_files, plan_units
 

@@ -18,6 +18,7 @@ from helpers import ROOT, SMALL, FakeWandb, call, dataset, join, make_dataset, m
 import train
 from attention import ATTENTIONS, check, dispatch
 from runs import batches, checkpoint, display, machine, settings, wandb_upload
+from runs.processes import Ranks
 
 
 @pytest.fixture
@@ -262,6 +263,25 @@ def test_ranks_take_the_time_from_rank_0(dataset, tmp_path):  # noqa: F811
     assert rates[0] == rates[1] and len(rates[0]) == max(metrics(tmp_path / "out/train")) > 2
     assert float(rates[0][-1].split()[1]) < float(rates[0][1].split()[1])
     assert f"stopped after {len(rates[0])} steps: max_seconds=1.5 is reached" in (tmp_path / "rank_0").read_text()
+
+
+def test_a_schedule_that_would_end_above_its_rate_is_refused(go, tmp_path, capsys):
+    args = ["--out_dir=out/a", "--learning_rate=1e-5", "--schedule=cosine", "--max_iters=1", "--eval_interval=1"]
+    assert go(*args) == 2
+    assert "min_lr must be at most learning_rate=1e-05" in capsys.readouterr().err and not os.path.exists("out")
+    assert go(*args, "--min_lr=1e-6") == 0
+    path = tmp_path / "out/a/config.json"  # a run of an earlier version, which took it, goes on
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"min_lr": 6e-5}))
+    assert go(*args, "--min_lr=6e-5") == 0
+
+
+def test_nccl_without_gpus_is_refused_in_one_line(monkeypatch, capsys):
+    for name, value in dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=1).items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit) as refused:
+        Ranks().join(torch.device("cpu"), "nccl", timeout=5)
+    error = capsys.readouterr().err
+    assert refused.value.code == 2 and "backend=nccl needs a GPU for each rank" in error and error.count("\n") == 1
 
 
 def test_training_stops_after_max_seconds(go, capsys):
