@@ -209,7 +209,7 @@ def refusals():
             None, *(torch.ones(1, 1, 3, 4),) * 3, None, is_causal=False, p=2, gate="none"
         ),
         "sliding_window must be None for power attention, got 4": lambda m, _, x: m(x, sliding_window=4),
-        "cannot be cropped": lambda m, power, x: m.generate(
+        "be cropped": lambda m, power, x: m.generate(
             x[:1], past_key_values=power.PowerCache(), max_new_tokens=2, prompt_lookup_num_tokens=2
         ),
         "switch_over must be auto, always, never": lambda m, power, x: wrong(power),
