@@ -59,7 +59,10 @@ def retimed(entry, costs):
 
 
 def long_begins(entries, speed):
-    """Return {name: seconds} at which the last stage begins, of entries with stages whose first one has this speed."""
+    """Return {name: seconds} at which the second stage begins, of the entries that have one.
+
+    speed: returns {context: tokens a second} of an entry.
+    """
     stages = [(entry, entry.records[0]["stages"]) for entry in entries]
     return {entry.name: of[1][1] / speed(entry)[of[0][0]] for entry, of in stages if len(of) > 1}
 

@@ -94,7 +94,7 @@ def newest_run():
     """Return the run in out/ with the newest checkpoint; refuse if there is none."""
     if not (runs := trained_runs()):
         refuse("no run in out/: train one with `python train.py config/demo.py`, or name one with --out_dir")
-    return max(runs, key=lambda r: os.path.getmtime(checkpoint.newest(r)))
+    return runs[0]
 
 
 def no_checkpoint(run):
@@ -103,12 +103,13 @@ def no_checkpoint(run):
         return f"{run} is an exported model: name its run here (evaluate.py --tasks and train.py --init_from take it)"
     if checkpoint.exists(run):
         return f"every checkpoint in {run} is damaged"
-    runs = sorted(trained_runs(), key=os.path.getmtime, reverse=True)
+    runs = trained_runs()
     newest = ", ".join(runs[:5]) + (", ..." if runs[5:] else "")
     other = f"there is one in {newest}" if runs else "train one with `python train.py config/demo.py`"
     return f"no checkpoint in {run}: {other}"
 
 
 def trained_runs():
-    """Return the folders in out/ that have a checkpoint."""
-    return [run for run in sorted(glob.glob("out/*")) if checkpoint.newest(run)]
+    """Return the folders in out/ that have a checkpoint, the one with the newest first."""
+    newest = {run: checkpoint.newest(run) for run in sorted(glob.glob("out/*"))}
+    return sorted(filter(newest.get, newest), key=lambda run: os.path.getmtime(newest[run]), reverse=True)

@@ -189,7 +189,7 @@ def test_several_samples_are_separated_and_json_comes_last(go, capsys):
         ([f"--out_dir={'a' * 300}"], "no checkpoint in aaa"),
         (["--top_p=0"], "top_p must be in (0, 1], got 0.0"),
         (["--form=fast"], "form must be auto or recurrent, got fast"),
-        (["--out_dir=out/none"], "no checkpoint in out/none: there is one in out/"),
+        (["--out_dir=out/none"], "no checkpoint in out/none: there is one in out/b, out/a"),
         (["--load_state=out"], "cannot go on from out: it is not a file"),
         (["--device=cuda:" + "9" * 30], "device must be auto, cpu, cuda, cuda:N or mps"),
         (["--device=cuda:77"], "device cuda:77 is not there"),
