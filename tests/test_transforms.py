@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import DEVICE  # noqa: E402
 
-from kernels import operators, quadratic  # noqa: E402
+from kernels import arguments, operators, quadratic  # noqa: E402
 from kernels.adaptive import adaptive_attention  # noqa: E402
 from kernels.heinsen_operator import heinsen_attention  # noqa: E402
 from kernels.layout import symmetric_power_dim  # noqa: E402
@@ -98,6 +98,18 @@ def test_forward_mode_and_second_derivatives_are_refused_in_one_line(name):
         assert "\n" not in str(refusal.value) and "disable_kernels" in str(refusal.value)
     with torch.autograd.forward_ad.dual_level():  # without a tangent there is nothing to refuse
         of_first(first)
+
+
+@pytest.mark.parametrize("transform", [grad, vmap])
+def test_a_first_call_within_a_transform_leaves_nothing_of_it_behind(transform, monkeypatch):
+    monkeypatch.setattr(arguments, "_positions", {})
+    loss, _, (first, *rest) = of("query_state", "meta")
+    of_first = lambda x: loss(x, *rest)
+    transform(of_first)(first if transform is grad else torch.stack([first] * 2))
+    with pytest.raises(NotImplementedError, match="no forward mode"):
+        jvp(of_first, (first,), (first,))
+    of_first(first)
+    assert not any(map(torch._C._functorch.is_functorch_wrapped_tensor, arguments._positions.values()))
 
 
 @pytest.mark.parametrize("name", NAMES)
