@@ -42,7 +42,7 @@ bench: env  ## attention against cuDNN, flash and FlexAttention on this machine'
 	$(PY) bench/attention.py
 
 tune: env  ## choose the kernels' tile sizes for this machine's GPU: rewrites kernels/table.json
-	$(PY) -m kernels.tune
+	$(PY) -m sympow.kernels.tune
 
 doctor: env  ## say what is wrong with this machine's Python, torch, GPU or compiler, and how to fix it
 	$(PY) doctor.py

@@ -15,12 +15,12 @@ import sys
 from contextlib import suppress
 from statistics import fmean, median
 
-from data import DataError
-from data.files import read_json
-from runs.plotting import choose_picture, plot_loss_curves
-from runs.program import Parser, run_program
-from runs.settings import refuse
-from runs.tracking import whole_lines
+from sympow.data import DataError
+from sympow.data.files import read_json
+from sympow.runs.plots import choose_picture, plot_loss_curves
+from sympow.runs.program import Parser, run_program
+from sympow.runs.settings import refuse
+from sympow.runs.metrics import whole_lines
 
 WARMUP_LINES = 3  # left out of a run's throughput, because of compilation and cold caches
 KEYS = ("step", "train_loss", "val_loss", "tokens", "seconds", "tok_per_sec", "context")

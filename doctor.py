@@ -20,7 +20,7 @@ import sysconfig
 import warnings
 from dataclasses import dataclass, field
 
-from runs.program import Parser, run_program
+from sympow.runs.program import Parser, run_program
 
 TORCH = "torch>=2.11,<2.14"  # as in requirements.txt
 REQUIRED = ["numpy", "safetensors", "tqdm"]
@@ -186,8 +186,8 @@ def try_kernels():
     try:
         import torch
 
-        from attention.check import check_all
-        from kernels import unsupported_reason
+        from sympow.attention.check import check_all
+        from sympow.kernels import unsupported_reason
 
         for line, ok in check_all():
             trials[f"kernels, {line}"] = "" if ok else "too far from float64"
@@ -208,9 +208,9 @@ def try_generation():
     """Compare one layer of decoder.py with the model in float64; return what `try_kernels` does."""
     import torch
 
-    from attention import ATTENTIONS
-    from decoder import TOLERANCE, errors
-    from model import GPTConfig
+    from sympow.attention import ATTENTIONS
+    from sympow.generation.decoder import TOLERANCE, errors
+    from sympow.model import GPTConfig
 
     trials = {}
     for dtype in (torch.bfloat16, torch.float32):

@@ -21,23 +21,23 @@ from importlib.metadata import version
 
 import torch
 
-from attention.check import first_line
-from attention.learned_position import TooLong, check_length, most_tokens
-from data import DataError
-from data.dataset import Dataset
-from data.files import read_json, write_json
-from data.loader import Windows
-from data.progress import bar
-from data.tokenizer import load_tokenizer
-from model import GPTConfig
-from runs import checkpoint
-from runs.folder import fingerprint
-from runs.load import is_exported, load_exported, load_run, longest_text, newest_run, no_checkpoint
-from runs.plotting import choose_picture, means_by_position, plot_loss_by_position, shorten
-from runs.program import run_program
-from runs.scores import score_pieces
-from runs.settings import check_ranges, choose_device, read_settings, refuse
-from runs.stages import final_context
+from sympow.attention.check import first_line
+from sympow.attention.learned_position import TooLong, check_length, most_tokens
+from sympow.data import DataError
+from sympow.data.dataset import Dataset
+from sympow.data.files import read_json, write_json
+from sympow.data.loader import Windows
+from sympow.data.progress import bar
+from sympow.data.tokenizer import load_tokenizer
+from sympow.model import GPTConfig
+from sympow.runs import checkpoint
+from sympow.runs.folder import fingerprint
+from sympow.runs.load import is_exported, load_exported, load_run, longest_text, newest_run, no_checkpoint
+from sympow.runs.plots import choose_picture, means_by_position, plot_loss_by_position, shorten
+from sympow.runs.program import run_program
+from sympow.runs.scores import score_pieces
+from sympow.runs.settings import check_ranges, choose_device, read_settings, refuse
+from sympow.training.stages import final_context
 
 TASKS_FILE = "tasks.json"  # in a run's folder
 
@@ -176,7 +176,7 @@ def between_powers(losses):
 def compare_tasks(runs, cfg):
     """Print the metrics of these runs, {name: folder}, on tasks of lm_eval, and write them to tasks.json in each."""
     try:
-        from runs.tasks import HarnessModel, load_tasks, run_tasks  # takes seconds, and is optional
+        from sympow.runs.tasks import HarnessModel, load_tasks, run_tasks  # takes seconds, and is optional
     except ModuleNotFoundError as error:
         refuse(f"--tasks needs lm-evaluation-harness ({error}): pip install lm_eval")
     report = {}

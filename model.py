@@ -19,13 +19,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from activation import gelu
-from attention import ATTENTIONS
-from attention.learned_position import check_length
-from attention.state import ModelState
-from attention.variant import check_layer
-from loss import head_loss
-from norm import norm_linear, norm_weight, stored
+from sympow.layers.activation import gelu
+from sympow.attention import ATTENTIONS
+from sympow.attention.learned_position import check_length
+from sympow.attention.state import ModelState
+from sympow.attention.variant import check_layer
+from sympow.layers.loss import head_loss
+from sympow.layers.norm import norm_linear, norm_weight, stored
 
 
 @dataclass

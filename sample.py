@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.learned_position import TooLong
-from attention.memory import switch_over_tokens
-from data import DataError
-from generate import Timings, cache_dtype, generate, read_prompt
-from runs import state_file
-from runs.load import load_run, newest_run
-from runs.program import check_output, run_program
-from runs.settings import check_ranges, read_settings, refuse
+from sympow.attention.learned_position import TooLong
+from sympow.attention.memory import switch_over_tokens
+from sympow.data import DataError
+from sympow.generation.generate import Timings, cache_dtype, generate, read_prompt
+from sympow.generation import state_file
+from sympow.runs.load import load_run, newest_run
+from sympow.runs.program import check_output, run_program
+from sympow.runs.settings import check_ranges, read_settings, refuse
 
 
 @dataclass

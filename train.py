@@ -19,23 +19,23 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from data import DataError
-from data.mixture import open_dataset
-from model import GPT, GPTConfig
-from runs import checkpoint, folder, machine, trace
-from runs.batches import epochs, format_losses, mean_losses, micro_batches, sample_text
-from runs.context import check_context, split_context, whole_sequences
-from runs.distill import Teacher
-from runs.display import Display, describe_attention
-from runs.optimizer import LossScaler, learning_rate, make_optimizer, take_step
-from runs.parallel import Layout
-from runs.processes import Failed, Ranks, StopSignals, exit_statuses
-from runs.settings import BOOLS, TRAIN_RANGES, check_ranges, choose_device, fields_of, read_settings, refuse
-from runs.source import choose_model
-from runs.stages import (
+from sympow.data import DataError
+from sympow.data.mixture import open_dataset
+from sympow.model import GPT, GPTConfig
+from sympow.runs import checkpoint, folder, machine, trace
+from sympow.training.batches import epochs, format_losses, mean_losses, micro_batches, sample_text
+from sympow.training.context import check_context, split_context, whole_sequences
+from sympow.training.distill import Teacher
+from sympow.runs.display import Display, describe_attention
+from sympow.training.optimizer import LossScaler, learning_rate, make_optimizer, take_step
+from sympow.training.parallel import Layout
+from sympow.runs.processes import Failed, Ranks, StopSignals, exit_statuses
+from sympow.runs.settings import BOOLS, TRAIN_RANGES, check_ranges, choose_device, fields_of, read_settings, refuse
+from sympow.runs.source import choose_model
+from sympow.training.stages import (
     describe_stages, enter_stage, make_stages, refuse_moved_stages, rehearse_final_stage, resume_stage,
 )  # fmt: skip
-from runs.tracking import Clock, SkippedSteps, Tracker, baseline_losses, relative_loss
+from sympow.runs.metrics import Clock, SkippedSteps, Tracker, baseline_losses, relative_loss
 
 
 @dataclass

@@ -10,6 +10,9 @@ within documents, arguments has the operators' refusals; check compares the kern
 the interfaces of two libraries.
 """
 
+if __name__ != "sympow.attention":
+    raise ImportError("attention/ is imported as sympow.attention")
+
 from .adaptive_power import AdaptivePower
 from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower

@@ -68,7 +68,7 @@ def adaptive_power_attention(q, k, v, powers, *, log_g=None):
     chosen = plan_adaptive(q.shape[3], v.shape[3], dtype=q.dtype, device=q.device, gated=log_g is not None)
     if not chosen.on_kernels or not len(q):  # a kernel cannot be launched on nothing
         return adaptive_attend(q, k, v, powers, log_g)
-    return backend.adaptive_attention(q, k, v, powers.float(), None if log_g is None else log_g.float())
+    return backend.adaptive().adaptive_attention(q, k, v, powers.float(), None if log_g is None else log_g.float())
 
 
 def mixture_weights(powers, p):

@@ -92,7 +92,7 @@ def errors(size, T=None, device="cuda"):
         names[4] = "dp"
         document = torch.arange(T, device=device) % (T // 3 + 5) == 0
         resets = torch.where(document, -math.inf, 0.0)[None, :, None] if gated else None  # they have no gradient
-        kernels = lambda *x, p: backend.adaptive_attention(*x, resets)
+        kernels = lambda *x, p: backend.adaptive().adaptive_attention(*x, resets)
         oracle = lambda *x, p: naive.adaptive(*x, resets if resets is None else resets.double())
     elif gated:
         strong = form not in ("chunked", "states") or p != 4  # bfloat16 is less exact there: docs/kernels.md
@@ -101,7 +101,7 @@ def errors(size, T=None, device="cuda"):
     if form == "rotated":
         angle = make(T, D // 2)
         inputs, names = [qkv, *inputs[3:]], ["y", "dqkv", "dlog_g"]
-        kernels = lambda qkv, log_g=None, *, p: backend.rotated_attention(
+        kernels = lambda qkv, log_g=None, *, p: backend.fused().rotated_attention(
             qkv, angle.cos(), angle.sin(), log_g, H=2, p=p
         )
 
@@ -147,17 +147,17 @@ def launch(size):
 
 
 def _quadratic(q, k, v, log_g=None, *, p):
-    return backend.quadratic_attention(q, k, v, log_g, p=p)
+    return backend.operators().quadratic_attention(q, k, v, log_g, p=p)
 
 
 def _divided_sums(q, k, v, log_g=None, *, p):
-    num, den = backend.quadratic_sums(q, k, v, log_g, p=p, scale=q.shape[3] ** -0.5)
+    num, den = backend.operators().quadratic_sums(q, k, v, log_g, p=p, scale=q.shape[3] ** -0.5)
     return num / den.transpose(1, 2).unsqueeze(3)
 
 
 def _chunked(q, k, v, log_g=None, *, p):
     """Compute in one call without a state before or after it, as training does: its kernels are others."""
-    return backend.chunked_attention(q, k, v, log_g, None, None, p=p, chunk=512, final=False)[0]
+    return backend.operators().chunked_attention(q, k, v, log_g, None, None, p=p, chunk=512, final=False)[0]
 
 
 def _in_two_calls(q, k, v, log_g=None, *, p):
@@ -165,7 +165,7 @@ def _in_two_calls(q, k, v, log_g=None, *, p):
     y, S, z, at = [], None, None, q.shape[1] * 3 // 4
     for rows in (slice(0, at), slice(at, None)):
         cut = [None if x is None else x[:, rows] for x in (q, k, v, log_g)]
-        part, S, z = backend.chunked_attention(*cut, S, z, p=p, chunk=512, final=rows.start == 0)
+        part, S, z = backend.operators().chunked_attention(*cut, S, z, p=p, chunk=512, final=rows.start == 0)
         y.append(part)
     return torch.cat(y, 1)
 
@@ -206,7 +206,7 @@ def _heinsen(q, k, v, resets):
     for rows in (slice(0, at), slice(at, None)):
         documents = resets[:, rows].cumsum(1, dtype=torch.int32)
         cut = (x[:, rows] for x in (q, k, v))
-        part, *state = backend.heinsen_attention(*cut, documents, *state, final=rows.start == 0)
+        part, *state = backend.heinsen_operator().heinsen_attention(*cut, documents, *state, final=rows.start == 0)
         y.append(part)
     return torch.cat(y, 1)
 
@@ -251,7 +251,7 @@ def fused_errors(name, dtype, T=1500, device="cuda"):
 
 
 def _rotate(qkv, angle):
-    return torch.cat(backend.rotate_heads(qkv, 3, 1, angle.detach().cos(), angle.detach().sin(), angle), 2)
+    return torch.cat(backend.fused().RotateHeads.apply(qkv, 3, 1, angle.detach().cos(), angle.detach().sin(), angle), 2)
 
 
 def _rotate_exactly(qkv, angle, H, Hkv):
@@ -265,7 +265,7 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, targets, logits):
         ctx.gradient = logits.clone()
-        losses, ctx.scales = backend.cross_entropy_(ctx.gradient, targets, 2500, True)
+        losses, ctx.scales = backend.fused().cross_entropy_(ctx.gradient, targets, 2500, True)
         return losses
 
     @staticmethod

@@ -153,7 +153,7 @@ class Context:
         return arrive
 
 
-@torch.library.custom_op(f"{backend.NAMESPACE}::exchange", mutates_args=())
+@torch.library.custom_op("sympow::exchange", mutates_args=())
 def _exchange(x: Tensor, context: int) -> Tensor:
     """All-to-all: entry i of x [N, ...] goes to rank i. The gradient goes back the same way."""
     x = x.contiguous()
@@ -167,7 +167,7 @@ def _(x, context):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op(f"{backend.NAMESPACE}::gather", mutates_args=())
+@torch.library.custom_op("sympow::gather", mutates_args=())
 def _gather(x: Tensor, context: int) -> Tensor:
     """Gather x of all ranks, [N, ...]. The gradients of all ranks are added in the order of the ranks."""
     ranks = backend.registered(context)
@@ -242,7 +242,7 @@ def _attend_on_kernels(q, k, v, log_g, context, *, p, chunk):
         total, reset = _piece_gates(log_g.detach())
         decay, log_g = total.exp().masked_fill(reset, 0).float(), log_g.float()
     check_chunks_fit(q, k, v, p, chunk)
-    return backend.chunked_attention_of_piece(q, k, v, log_g, decay, context.number, p=p, chunk=chunk)
+    return backend.operators().chunked_attention_of_piece(q, k, v, log_g, decay, context.number, p=p, chunk=chunk)
 
 
 def _piece_gates(log_g):

@@ -10,7 +10,7 @@ From "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), sections 3 a
 
 import torch
 
-from .backend import NAMESPACE, make_sqrt_multiplicity, symmetric_power_dim, tails_of
+from .backend import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 
 
 def tensor_power_embedding(x, p):
@@ -37,7 +37,7 @@ def symmetric_power_embedding(x, p):
     return phi * _sqrt_multiplicity(x.detach(), d, p)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::sqrt_multiplicity", mutates_args=())
+@torch.library.custom_op("sympow::sqrt_multiplicity", mutates_args=())
 def _sqrt_multiplicity(like: torch.Tensor, d: int, p: int) -> torch.Tensor:
     """Return make_sqrt_multiplicity(d, p) in the dtype and on the device of `like`. It is an operator so that
     torch.compile does not look inside."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .backend import NAMESPACE, transforms_active
+from .backend import transforms_active
 
 
 class LearnedGate(nn.Module):
@@ -121,7 +121,7 @@ def pieces(x):
     return [piece.to(torch.bfloat16) for piece in (*found, x)]
 
 
-@torch.library.custom_op(f"{NAMESPACE}::mm_fp32", mutates_args=())
+@torch.library.custom_op("sympow::mm_fp32", mutates_args=())
 def mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the product of a [N, C] and b [C, M], bfloat16, in float32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()

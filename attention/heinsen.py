@@ -113,7 +113,8 @@ def _attend_on_kernels(q, k, v, resets, state, return_state):
         state = heinsen_forms.state_after(k[:, :before], v[:, :before], resets=earlier, initial_state=state)
         k, v, resets = k[:, before:], v[:, before:], None if resets is None else resets[:, before:]
     documents = None if resets is None else resets.cumsum(1, dtype=torch.int32)
-    y, *after = backend.heinsen_attention(q, k, v, documents, *(state or (None, None, None)), final=return_state)
+    operator = backend.heinsen_operator()
+    y, *after = operator.heinsen_attention(q, k, v, documents, *(state or (None, None, None)), final=return_state)
     return y, LogState(*after) if return_state else None
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .backend import NAMESPACE
 from .forms import without_autocast
 from .state import State
 
@@ -76,7 +75,7 @@ def log_recurrence(log_coeff, logit, first, resets=None):
 # Operators, so that torch.compile does not unroll their loops.
 
 
-@torch.library.custom_op(f"{NAMESPACE}::log_recurrence", mutates_args=())
+@torch.library.custom_op("sympow::log_recurrence", mutates_args=())
 def _log_recurrence(a: torch.Tensor, b: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     return _compute_log_x(a, b, first)
 
@@ -94,7 +93,7 @@ def _(a, b, first):
     return torch.empty_like(b, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::log_recurrence_backward", mutates_args=())
+@torch.library.custom_op("sympow::log_recurrence_backward", mutates_args=())
 def _log_recurrence_backward(
     d: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: torch.Tensor, log_x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -46,7 +46,7 @@ def check_chunks_fit(q, k, v, p, chunk):
     """Raise MemoryError if what the chunked kernels allocate would not fit into the device's memory."""
     if torch.compiler.is_compiling():
         return
-    need = backend.chunked_bytes_needed(q, k, v, p, chunk, backward=torch.is_grad_enabled())
+    need = backend.operators().chunked.bytes_needed(q, k, v, p, chunk, backward=torch.is_grad_enabled())
     if need < SURELY_FREE:
         return
     if need > (have := free_memory(q.device)):

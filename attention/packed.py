@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .backend import NAMESPACE
 
 FLASH_WIDTH = 256  # the largest head dimension of torch's flash attention
 ROWS = 256  # queries whose weights exist at a time where a document is differentiated by hand
@@ -56,7 +55,7 @@ def _find(resets):
     return ends, torch.tensor([len(starts), int(ends.diff().max())])
 
 
-@torch.library.custom_op(f"{NAMESPACE}::find_documents", mutates_args=())
+@torch.library.custom_op("sympow::find_documents", mutates_args=())
 def _find_operator(resets: Tensor) -> tuple[Tensor, Tensor]:
     return _find(resets)
 
@@ -126,7 +125,7 @@ def _by_document(n, *tensors):
     return [x.unflatten(0, (n, -1)).transpose(1, 2) for x in tensors]
 
 
-@torch.library.custom_op(f"{NAMESPACE}::packed_flash", mutates_args=())
+@torch.library.custom_op("sympow::packed_flash", mutates_args=())
 def _flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return y [N, H, D] and as many log-sum-exps, [H, N] float32, of q [N, H, D], k and v [N, Hkv, D]."""
     n, longest = sizes.tolist()
@@ -146,7 +145,7 @@ def _(q, k, v, ends, sizes, scale):
     return y, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::packed_flash_backward", mutates_args=())
+@torch.library.custom_op("sympow::packed_flash_backward", mutates_args=())
 def _flash_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, y: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,7 +192,7 @@ def _one_by_one(q, k, v, ends, sizes, scale):
     return torch.cat(y, dim=2).squeeze(0).transpose(0, 1)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::packed_one_by_one", mutates_args=())
+@torch.library.custom_op("sympow::packed_one_by_one", mutates_args=())
 def _one_by_one_operator(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, scale: float) -> Tensor:
     return _one_by_one(q, k, v, ends, sizes, scale).contiguous()
 
@@ -203,7 +202,7 @@ def _(q, k, v, ends, sizes, scale):
     return q.new_empty(*q.shape[:2], v.shape[2])
 
 
-@torch.library.custom_op(f"{NAMESPACE}::packed_one_by_one_backward", mutates_args=())
+@torch.library.custom_op("sympow::packed_one_by_one_backward", mutates_args=())
 def _one_by_one_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:

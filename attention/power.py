@@ -106,7 +106,7 @@ def rotated_power_attention(qkv, H, positions, base, log_g=None, *, p, form="aut
     if not chosen.rotated:
         return None
     table = rotation_table(positions, D, base)
-    return backend.rotated_attention(qkv, *table, None if log_g is None else log_g.float(), H=H, p=p)
+    return backend.fused().rotated_attention(qkv, *table, None if log_g is None else log_g.float(), H=H, p=p)
 
 
 def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False):
@@ -127,13 +127,13 @@ def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False
         sizes, state, last = dict(p=p, chunk=chosen.chunk_size), initial_state or (None, None), (k, v, kernel_gates)
         if n < T:
             before, last = zip(*((None, None) if x is None else x.split((T - n, n), dim=1) for x in last))
-            state = backend.chunked_state(*before, *state, **sizes)
-        y, S, z = backend.chunked_attention(q, *last, *state, **sizes, final=return_state)
+            state = backend.operators().chunked_state(*before, *state, **sizes)
+        y, S, z = backend.operators().chunked_attention(q, *last, *state, **sizes, final=return_state)
         return (y, PowerState(S, z)) if return_state else y
     if has_state:
-        y = forms.attend_after_state(backend.quadratic_sums, q, k, v, kernel_gates, initial_state, p=p)
+        y = forms.attend_after_state(backend.operators().quadratic_sums, q, k, v, kernel_gates, initial_state, p=p)
     else:
-        y = backend.quadratic_attention(q, k, v, kernel_gates, p=p)
+        y = backend.operators().quadratic_attention(q, k, v, kernel_gates, p=p)
     return (y, forms.flush(k, v, log_g, initial_state, p=p)) if return_state else y
 
 
@@ -170,7 +170,7 @@ def _attend_to_sequences(q, k, v, log_g, cu_seqlens, *, p, form, chunk_size, ini
     slots = make_slots(cu_seqlens, lengths, T, chunk)
     q, k, v, gates = (None if x is None else slots.fill(x) for x in (q, k, v, gates))
     check_chunks_fit(q, k, v, p, chunk)
-    y, S, z = backend.chunked_attention(
+    y, S, z = backend.operators().chunked_attention(
         q, k, v, None if gates is None else gates.float(), *(initial_state or (None, None)), p=p, chunk=chunk,
         final=return_state, first_chunks=slots.first_chunks,
     )  # fmt: skip
@@ -210,7 +210,7 @@ def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
     chosen = plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=log_g is not None, form="quadratic", sums=True)
     if not chosen.on_kernels or q.shape[0] == 0:
         return forms.sums(q, k, v, log_g, p=p, scale=scale)
-    num, den = backend.quadratic_sums(q, k, v, None if log_g is None else log_g.float(), p=p, scale=scale)
+    num, den = backend.operators().quadratic_sums(q, k, v, None if log_g is None else log_g.float(), p=p, scale=scale)
     return num, den.transpose(1, 2)
 
 

@@ -12,8 +12,7 @@ import math
 
 import torch
 
-from .backend import NAMESPACE, transforms_active
-from .backend import rotate_heads as rotate_on_kernel
+from .backend import fused, transforms_active
 from .dispatch import uses_fused
 
 
@@ -40,7 +39,7 @@ def rotation(u, d, base, dtype):
 
 # For torch.compile, which would write these float64 powers into every kernel that turns a query or key: computed once
 # for all layers.
-@torch.library.custom_op(f"{NAMESPACE}::rotation", mutates_args=())
+@torch.library.custom_op("sympow::rotation", mutates_args=())
 def _rotation(u: torch.Tensor, d: int, base: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return rotation(u, d, base, dtype)
 
@@ -75,7 +74,7 @@ def rotate_heads(qkv, H, Hkv, u, base):
         table = angle.detach().cos(), angle.detach().sin()
     else:
         angle, table = None, rotation_table(u, D, base)
-    return rotate_on_kernel(qkv, H, Hkv, *table, angle)
+    return fused().RotateHeads.apply(qkv, H, Hkv, *table, angle)
 
 
 def make_table(u, d, base):
@@ -89,7 +88,7 @@ def rotation_table(u, d, base):
     return (_table if torch.compiler.is_compiling() else make_table)(u, d, float(base))
 
 
-@torch.library.custom_op(f"{NAMESPACE}::rotation_table", mutates_args=())  # for the same reason as _rotation
+@torch.library.custom_op("sympow::rotation_table", mutates_args=())  # for the same reason as _rotation
 def _table(u: torch.Tensor, d: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
     return make_table(u, d, base)
 

@@ -40,8 +40,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.files import write_json  # noqa: E402
-from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
+from sympow.data.files import write_json  # noqa: E402
+from sympow.runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
 
 ROUNDS, CALLS = 7, 10
 AHEAD = 40_000_000  # cycles before a turn, 20 ms: as long as a slow host takes to launch its calls
@@ -96,7 +96,7 @@ def build(name, shared, dy):
     if name in BACKENDS:
         return lambda *qkv: softmax(BACKENDS[name], *qkv), qkv, dy, 5
     if name in CHUNKED:
-        from attention.power import power_attention
+        from sympow.attention.power import power_attention
 
         return lambda *x: power_attention(*x, p=CHUNKED[name][0], form="chunked"), shared, dy, None
     p, gated = POWERS[name]
@@ -109,8 +109,8 @@ def build(name, shared, dy):
         compiled = torch.compile(flex_attention, dynamic=False)
         return lambda *qkv: compiled(*qkv, score_mod=score_mod, block_mask=mask, scale=1.0), qkv, dy, 5
 
-    from kernels import unsupported_reason
-    from kernels.operators import quadratic_attention
+    from sympow.kernels import unsupported_reason
+    from sympow.kernels.operators import quadratic_attention
 
     D = dy.shape[-1]
     if reason := unsupported_reason("quadratic", dy.dtype, D, D, p):

@@ -18,9 +18,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from model import GPT, GPTConfig  # noqa: E402
-from runs.checkpoint import Progress, Writer  # noqa: E402
-from runs.program import Parser, at_least_1, run_program  # noqa: E402
+from sympow.model import GPT, GPTConfig  # noqa: E402
+from sympow.runs.checkpoint import Progress, Writer  # noqa: E402
+from sympow.runs.program import Parser, at_least_1, run_program  # noqa: E402
 
 
 def main():

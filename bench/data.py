@@ -14,10 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data import DataError  # noqa: E402
-from data.dataset import Dataset  # noqa: E402
-from data.loader import Windows, train_batch  # noqa: E402
-from runs.program import Parser, at_least_1, positive, run_program  # noqa: E402
+from sympow.data import DataError  # noqa: E402
+from sympow.data.dataset import Dataset  # noqa: E402
+from sympow.data.loader import Windows, train_batch  # noqa: E402
+from sympow.runs.program import Parser, at_least_1, positive, run_program  # noqa: E402
 
 
 def read_batches(name, block_size, batch_size, pack, rank, world, seconds, start, counts):

@@ -15,9 +15,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from decoder import Decoder  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
-from runs.program import Parser, at_least_1, run_program  # noqa: E402
+from sympow.generation.decoder import Decoder  # noqa: E402
+from sympow.model import GPT, GPTConfig  # noqa: E402
+from sympow.runs.program import Parser, at_least_1, run_program  # noqa: E402
 
 VARIANTS = ("sympow", "sympow_gating", "conformal_sympow")
 

@@ -25,12 +25,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from attention import dispatch  # noqa: E402
-from attention.rotary import rotate_heads  # noqa: E402
-from bench.profile_step import BANDWIDTH, FLOPS, FUSED_NAMES  # noqa: E402
-from data.files import write_json  # noqa: E402
-from loss import LinearCrossEntropy  # noqa: E402
-from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
+from sympow.attention import dispatch  # noqa: E402
+from sympow.attention.rotary import rotate_heads  # noqa: E402
+from sympow.bench.profile_step import BANDWIDTH, FLOPS, FUSED_NAMES  # noqa: E402
+from sympow.data.files import write_json  # noqa: E402
+from sympow.layers.loss import LinearCrossEntropy  # noqa: E402
+from sympow.runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
 
 WARM_UP, ROUNDS, LAYERS = 3, 15, 12
 AHEAD = 10_000_000  # cycles, 5 ms, that the GPU waits while the host launches a piece: not the host is to be timed

@@ -25,11 +25,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from attention import heinsen_attention  # noqa: E402
-from attention.dispatch import heinsen_kernel_reason  # noqa: E402
-from bench import attention as common  # noqa: E402
-from data.files import write_json  # noqa: E402
-from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
+from sympow.attention import heinsen_attention  # noqa: E402
+from sympow.attention.dispatch import heinsen_kernel_reason  # noqa: E402
+from sympow.bench import attention as common  # noqa: E402
+from sympow.data.files import write_json  # noqa: E402
+from sympow.runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
 
 HEADER, WIDTHS = ("T", "contender", "fwd ms", "fwd+bwd ms", "GB", "faster", "differs"), (6, 12, 9, 10, 7, 7, 8)
 ROUNDS = 5

@@ -21,7 +21,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runs.program import Parser, at_least_1, run_program  # noqa: E402
+from sympow.runs.program import Parser, at_least_1, run_program  # noqa: E402
 
 WARM_UP = 5  # tokens
 

@@ -19,13 +19,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.train import VARIANTS, WARM_UP, take_steps  # noqa: E402
-from data.files import write_json  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
-from runs.optimizer import make_optimizer  # noqa: E402
-from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
-from runs.settings import refuse  # noqa: E402
-from train import TrainConfig  # noqa: E402
+from sympow.bench.train import VARIANTS, WARM_UP, take_steps  # noqa: E402
+from sympow.data.files import write_json  # noqa: E402
+from sympow.model import GPT, GPTConfig  # noqa: E402
+from sympow.training.optimizer import make_optimizer  # noqa: E402
+from sympow.runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
+from sympow.runs.settings import refuse  # noqa: E402
+from sympow.train import TrainConfig  # noqa: E402
 
 TURNS, STEPS = 7, 5
 PADDED = 50304  # nanoGPT's vocabulary

@@ -29,14 +29,14 @@ from torch.profiler import record_function
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from attention import ATTENTIONS, dispatch  # noqa: E402
-from attention.check import FUSED_SIZES  # noqa: E402
-from data.files import write_json  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
-from runs.optimizer import make_optimizer  # noqa: E402
-from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
-from runs.trace import profiler  # noqa: E402
-from train import TrainConfig  # noqa: E402
+from sympow.attention import ATTENTIONS, dispatch  # noqa: E402
+from sympow.attention.check import FUSED_SIZES  # noqa: E402
+from sympow.data.files import write_json  # noqa: E402
+from sympow.model import GPT, GPTConfig  # noqa: E402
+from sympow.training.optimizer import make_optimizer  # noqa: E402
+from sympow.runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
+from sympow.runs.trace import profiler  # noqa: E402
+from sympow.train import TrainConfig  # noqa: E402
 
 STEPS = 5
 WARM_UP = 5.0  # seconds of steps on a GPU, whose clock settles only some time after the compilation

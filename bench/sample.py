@@ -18,12 +18,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.train import VARIANTS  # noqa: E402
-from data.files import write_json  # noqa: E402
-from decoder import Decoder  # noqa: E402
-from generate import PIECE, Sampler  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
-from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
+from sympow.bench.train import VARIANTS  # noqa: E402
+from sympow.data.files import write_json  # noqa: E402
+from sympow.generation.decoder import Decoder  # noqa: E402
+from sympow.generation.generate import PIECE, Sampler  # noqa: E402
+from sympow.model import GPT, GPTConfig  # noqa: E402
+from sympow.runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
 
 SWITCH_OVER = 512  # tokens, fewer than any context that is measured, so that each has a state
 WARM_UP = 200

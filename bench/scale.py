@@ -31,14 +31,14 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from attention.embedding import symmetric_power_dim  # noqa: E402
-from data.files import write_json  # noqa: E402
-from data.shards import Unit, write_dataset  # noqa: E402
-from data.tokenizer import END_OF_TEXT, WORDS, Tokenizer  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
-from runs.program import Parser, at_least_1, output_file, positive, run_program  # noqa: E402
-from runs.settings import fields_of, read_settings  # noqa: E402
-from train import TrainConfig  # noqa: E402
+from sympow.attention.embedding import symmetric_power_dim  # noqa: E402
+from sympow.data.files import write_json  # noqa: E402
+from sympow.data.shards import Unit, write_dataset  # noqa: E402
+from sympow.data.tokenizer import END_OF_TEXT, WORDS, Tokenizer  # noqa: E402
+from sympow.model import GPT, GPTConfig  # noqa: E402
+from sympow.runs.program import Parser, at_least_1, output_file, positive, run_program  # noqa: E402
+from sympow.runs.settings import fields_of, read_settings  # noqa: E402
+from sympow.train import TrainConfig  # noqa: E402
 
 VOCABULARY = 50257  # GPT-2's: the embedding is the largest gradient
 LOG_INTERVAL = 5  # steps over which train.py takes the mean speed

@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from attention.embedding import symmetric_power_dim  # noqa: E402
-from runs.program import Parser, at_least_1, run_program  # noqa: E402
+from sympow.attention.embedding import symmetric_power_dim  # noqa: E402
+from sympow.runs.program import Parser, at_least_1, run_program  # noqa: E402
 
 # name, n_layer, n_head, number of weights as the article quotes it; heads are 64 wide
 GPT2 = [

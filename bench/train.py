@@ -22,12 +22,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.files import write_json  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
-from runs.machine import peak_flops  # noqa: E402
-from runs.optimizer import make_optimizer  # noqa: E402
-from runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
-from train import TrainConfig  # noqa: E402
+from sympow.data.files import write_json  # noqa: E402
+from sympow.model import GPT, GPTConfig  # noqa: E402
+from sympow.runs.machine import peak_flops  # noqa: E402
+from sympow.training.optimizer import make_optimizer  # noqa: E402
+from sympow.runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
+from sympow.train import TrainConfig  # noqa: E402
 
 WARM_UP, ROUNDS, STEPS = 4, 5, 4
 VARIANTS = {

@@ -2,8 +2,8 @@
 
     python data/pystdlib/prepare.py                 # writes data/pystdlib/{meta.json,tokenizer.json,*.bin}
 
-    from data.dataset import Dataset
-    from data.loader import Windows, train_batch
+    from sympow.data.dataset import Dataset
+    from sympow.data.loader import Windows, train_batch
     windows = Windows(Dataset("pystdlib"), "train", block_size=1024)
 
 mixture.py trains and evaluates on several of them.
@@ -12,6 +12,9 @@ prepare scripts need, are imported when they are used.
 """
 
 import importlib
+
+if __name__ != "sympow.data":
+    raise ImportError("data/ is imported as sympow.data")
 
 
 class DataError(ValueError):

@@ -4,8 +4,8 @@ Two shallow models are measured of each, of one and two times the pattern's laye
 one's step is on the line through both: all layers cost the same, and more of them need not fit.
 """
 
-from experiments.report import Table
-from experiments.runs import Run, main
+from sympow.experiments.report import Table
+from sympow.experiments.runs import Run, main
 
 ATTENTIONS = {
     "softmax": dict(attention="softmax"),

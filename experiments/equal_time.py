@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from compare import format_count
-from data.files import read_json
-from experiments.costs import speeds
-from experiments.evaluation_length import mean_between
-from experiments.report import Panel, Table, position_line, texts_cell, time_curve, tokens_cell
-from experiments.runs import main
+from sympow.compare import format_count
+from sympow.data.files import read_json
+from sympow.experiments.costs import speeds
+from sympow.experiments.evaluation_length import mean_between
+from sympow.experiments.report import Panel, Table, position_line, texts_cell, time_curve, tokens_cell
+from sympow.experiments.runs import main
 
 SHORT, LONG, SHARE = 4096, 65536, 0.7  # the long stage begins after this share of the time
 BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged

@@ -1,7 +1,7 @@
 """Loss by position far beyond the training context: figure 2 of Kumar et al. (2025), with standard errors."""
 
-from experiments.report import Panel, Table, loss_cell, position_line, tokens_cell
-from experiments.runs import main
+from sympow.experiments.report import Panel, Table, loss_cell, position_line, tokens_cell
+from sympow.experiments.runs import main
 
 CONTEXT, LENGTH, LONGEST = 4096, 65536, 1 << 20
 BOUNDS = (1024, 4096, 16384, 65536, 262144, 1048576)  # of the positions that are averaged

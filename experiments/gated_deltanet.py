@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attention import ATTENTIONS, Variant
-from attention.state import State
+from sympow.attention import ATTENTIONS, Variant
+from sympow.attention.state import State
 
 WIDTH = 4  # tokens of a short convolution
 
@@ -88,9 +88,9 @@ def register():
 
 
 if __name__ == "__main__":
-    from runs.program import run_program
-    from runs.settings import refuse
-    from train import main
+    from sympow.runs.program import run_program
+    from sympow.runs.settings import refuse
+    from sympow.train import main
 
     if reason := register():
         refuse(reason)

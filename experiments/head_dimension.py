@@ -1,8 +1,8 @@
 """Head dimension against power at equal parameters: which is the best use of a megabyte of state?"""
 
-from experiments.costs import CONTEXTS, speeds
-from experiments.report import Panel, Table, loss_cell, ratio_cell, tokens_cell, val_loss
-from experiments.runs import Run, main
+from sympow.experiments.costs import CONTEXTS, speeds
+from sympow.experiments.report import Panel, Table, loss_cell, ratio_cell, tokens_cell, val_loss
+from sympow.experiments.runs import Run, main
 
 SHAPES = ((2, 64), (4, 16), (4, 32), (2, 128), (4, 64))  # (p, head dimension)
 MEASURED = ", measured"  # ends the name of a run that is not trained

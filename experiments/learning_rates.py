@@ -1,7 +1,7 @@
 """Three learning rates for each variant, so that rate and variant are not confused."""
 
-from experiments.report import Panel, Table, find_all, loss_cell, tokens_cell, val_loss
-from experiments.runs import main
+from sympow.experiments.report import Panel, Table, find_all, loss_cell, tokens_cell, val_loss
+from sympow.experiments.runs import main
 
 VARIANTS = {
     "softmax": dict(attention="softmax"),

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from experiments.report import (
+from sympow.experiments.report import (
     Panel, Table, find, loss_cell, ratio_cell, ratio_curve, tokens_cell, val_curve,
 )  # fmt: skip
-from experiments.runs import main
+from sympow.experiments.runs import main
 
 PAPER = {2: 1.03, 4: 0.98, 6: 0.97}  # loss to softmax's, 124M on LongCrawl64, 100,000 steps of 524,288 tokens
 

@@ -6,11 +6,11 @@ data/recall/tasks.py has the two tasks. Their data are prepared when they are mi
 import os
 from dataclasses import replace
 
-from data.recall import prepare
-from data.recall.tasks import CHANCE
-from experiments.evaluation_length import variants
-from experiments.report import Panel, Table, loss_cell, tokens_cell
-from experiments.runs import main
+from sympow.data.recall import prepare
+from sympow.data.recall.tasks import CHANCE
+from sympow.experiments.evaluation_length import variants
+from sympow.experiments.report import Panel, Table, loss_cell, tokens_cell
+from sympow.experiments.runs import main
 
 CONTEXT, TIMES, SHORT, LONG = 1024, 16, 16, 128
 TOKENS = 65_536_000

@@ -15,9 +15,9 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 
-from compare import format_count, markdown
-from data.files import write_atomically
-from runs.plotting import (
+from sympow.compare import format_count, markdown
+from sympow.data.files import write_atomically
+from sympow.runs.plots import (
     COLOURS, DASHES, STYLE, choose_picture, mean_and_standard_error, save_figure, short_count, smooth,
 )  # fmt: skip
 

@@ -22,13 +22,13 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from data import DataError
-from data.dataset import Dataset
-from data.files import read_json, write_atomically, write_json
-from experiments.report import Entry, write_report
-from runs.folder import fingerprint
-from runs.program import Parser, positive
-from runs.settings import refuse
+from sympow.data import DataError
+from sympow.data.dataset import Dataset
+from sympow.data.files import read_json, write_atomically, write_json
+from sympow.experiments.report import Entry, write_report
+from sympow.runs.folder import fingerprint
+from sympow.runs.program import Parser, positive
+from sympow.runs.settings import refuse
 
 GRACE = 60  # seconds in which a run that is told to stop saves its checkpoint
 STOPPED = 3  # status of a worker that was stopped before its end

@@ -1,7 +1,7 @@
 """How much is noise: gating and conformal with three seeds each. A difference below two standard deviations is none."""
 
-from experiments.report import Panel, Table, find, loss_cell, ratio_cell, ratio_curve, tokens_cell, val_curve
-from experiments.runs import main
+from sympow.experiments.report import Panel, Table, find, loss_cell, ratio_cell, ratio_curve, tokens_cell, val_curve
+from sympow.experiments.runs import main
 
 
 def plan(size):

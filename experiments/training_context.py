@@ -4,8 +4,8 @@ Every model is read on the same held-out targets, each with between half of its 
 before it; and by position, from the beginning of a text on, also beyond its training context.
 """
 
-from experiments.report import Panel, Table, loss_cell, position_line, ratio_cell, texts_cell, tokens_cell
-from experiments.runs import main
+from sympow.experiments.report import Panel, Table, loss_cell, position_line, ratio_cell, texts_cell, tokens_cell
+from sympow.experiments.runs import main
 
 CONTEXTS = {2: (256, 8192, 2048, 512, 1024, 4096), 4: (1024, 8192, 4096, 2048)}  # p: in order of worth
 VARIANTS = ("softmax", "sympow", "sympow_gating", "conformal_sympow")

@@ -16,23 +16,23 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-import train
-from compare import read_losses
-from data.dataset import Dataset
-from data.files import read_json, write_json
-from data.loader import Windows
-from data.recall.tasks import questions
-from experiments import gated_deltanet
-from experiments.runs import STOPPED
-from model import GPT, GPTConfig
-from runs import checkpoint
-from runs.folder import environment
-from runs.load import load_run
-from runs.optimizer import make_optimizer
-from runs.plotting import mean_and_standard_error, means_by_position
-from runs.program import run_program
-from runs.scores import losses_by_position
-from runs.settings import fields_of, refuse
+from sympow import train
+from sympow.compare import read_losses
+from sympow.data.dataset import Dataset
+from sympow.data.files import read_json, write_json
+from sympow.data.loader import Windows
+from sympow.data.recall.tasks import questions
+from sympow.experiments import gated_deltanet
+from sympow.experiments.runs import STOPPED
+from sympow.model import GPT, GPTConfig
+from sympow.runs import checkpoint
+from sympow.runs.folder import environment
+from sympow.runs.load import load_run
+from sympow.training.optimizer import make_optimizer
+from sympow.runs.plots import mean_and_standard_error, means_by_position
+from sympow.runs.program import run_program
+from sympow.runs.scores import losses_by_position
+from sympow.runs.settings import fields_of, refuse
 
 POINTS = 200  # of a curve that is kept
 AT_ONCE = 1 << 16  # tokens of short windows that are read together

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import NAMESPACE, quadratic
+from . import quadratic
 from .arguments import check, check_device, check_qkv, to_width
 from .operators import pad_queries
 from .steps import asked, empty_like, keep
@@ -33,7 +33,7 @@ def adaptive_attention(q, k, v, powers, log_g=None):
     return _adaptive(*to_width("adaptive", q, k, v), powers, log_g)[0][:, extra:, :, :E]
 
 
-@torch.library.custom_op(f"{NAMESPACE}::adaptive", mutates_args=())
+@torch.library.custom_op("sympow::adaptive", mutates_args=())
 def _adaptive_operator(q: Tensor, k: Tensor, v: Tensor, powers: Tensor, log_g: Tensor | None) -> tuple[Tensor, Tensor]:
     return quadratic.forward(q, k, v, log_g, p=0, powers=powers)
 
@@ -44,7 +44,7 @@ def _(q, k, v, powers, log_g):
     return empty_like(q), q.new_empty(B, H, quadratic.padded(n), dtype=torch.float32)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::adaptive_backward", mutates_args=())
+@torch.library.custom_op("sympow::adaptive_backward", mutates_args=())
 def _adaptive_backward_operator(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, powers: Tensor, log_g: Tensor | None, y: Tensor, l: Tensor,
     needs: list[bool],

@@ -24,7 +24,7 @@ def cache_folder():
 
 
 # Where `tune` writes. The installed package has its own table in the user's cache folder, whose entries come first.
-OWN_TABLE = cache_folder() / "table.json" if "." in __package__ else TABLE
+OWN_TABLE = TABLE if (TABLE.parents[1] / "sympow").is_dir() else cache_folder() / "table.json"
 MEASURED = "NVIDIA H200"  # the GPU whose entries of the table all of Hopper uses, if it has as much shared memory
 MEASURED_SHARED = 227 * 1024  # bytes
 

@@ -8,7 +8,7 @@ Nanoseconds for each token and query head, forward and backward, at context leng
 The choice depends on T, D, p and gates alone, so it is the same on every rank. The numbers are fitted to measurements
 on an H200 in bfloat16; other GPUs differ more in speed than in these ratios. Triton is imported only to measure:
 
-    python -m kernels.cost                # measure and fit on this GPU; print the tables below and how good choices are
+    python -m sympow.kernels.cost         # measure and fit on this GPU; print the tables below and how good choices are
 """
 
 import argparse
@@ -124,7 +124,7 @@ def fit(columns, y):
 
 def main():
     """Measure, fit and print the numbers of each size, and how good the resulting choices are."""
-    parser = argparse.ArgumentParser(prog="python -m kernels.cost", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m sympow.kernels.cost", description=__doc__.splitlines()[0])
     parser.error = lambda message: refuse(f"it takes no arguments ({message})")
     parser.parse_args()
     import torch

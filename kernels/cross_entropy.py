@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import NAMESPACE
 from .common import device_guard
 
 BLOCK = 1024  # entries of a row at a time
@@ -57,7 +56,7 @@ def cross_entropy_kernel(X, TARGETS, LOSSES, SCALES, V, padded, stride, BV: tl.c
         tl.store(X + target, (tl.exp(of_target - c) - total).to(X.dtype.element_ty), counts)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::cross_entropy_", mutates_args=("logits",))
+@torch.library.custom_op("sympow::cross_entropy_", mutates_args=("logits",))
 def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: bool) -> tuple[Tensor, Tensor]:
     """Return the losses [N] float32 of logits [N, V], and the scales [N] float32 if `gradient`, else [].
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import NAMESPACE, heinsen
+from . import heinsen
 from .arguments import check, check_device, check_qkv, described, to_width
 from .steps import asked, empty_like, keep
 from .transforms import transformable, transformable_once
@@ -56,7 +56,7 @@ def _check(q, k, v, documents, m, S, z):
     check_device(q, k=k, v=v, documents=documents, m=m, S=S, z=z)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::heinsen", mutates_args=())
+@torch.library.custom_op("sympow::heinsen", mutates_args=())
 def _heinsen_operator(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, m0: Tensor | None, S0: Tensor | None, z0: Tensor | None,
     final: bool,
@@ -72,7 +72,7 @@ def _(q, k, v, documents, m0, S0, z0, final):
     return empty_like(q, v.dtype), *_empty_state(k, final), _empty(q, B, H, T)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::heinsen_backward", mutates_args=())
+@torch.library.custom_op("sympow::heinsen_backward", mutates_args=())
 def _heinsen_backward_operator(
     dy: Tensor, dS: Tensor | None, dz: Tensor | None, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
     m0: Tensor | None, S0: Tensor | None, z0: Tensor | None, m: Tensor, L: Tensor, needs: list[bool],

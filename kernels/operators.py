@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import NAMESPACE, chunked, quadratic
+from . import chunked, quadratic
 from .arguments import (
     check,
     check_chunks,
@@ -91,7 +91,7 @@ def pad_queries(q, k):
     return torch.nn.functional.pad(q, (0, 0, 0, 0, extra, 0)), extra
 
 
-@torch.library.custom_op(f"{NAMESPACE}::quadratic", mutates_args=())
+@torch.library.custom_op("sympow::quadratic", mutates_args=())
 def _quadratic_operator(
     q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, p: int, scale: float, normalize: bool
 ) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def _(q, k, v, log_g, p, scale, normalize):
     return empty_like(q, None if normalize else torch.float32), _empty(q, B, H, quadratic.padded(n))
 
 
-@torch.library.custom_op(f"{NAMESPACE}::quadratic_backward", mutates_args=())
+@torch.library.custom_op("sympow::quadratic_backward", mutates_args=())
 def _quadratic_backward_operator(
     dy: Tensor, dl: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, y: Tensor | None,
     l: Tensor | None, p: int, scale: float, normalize: bool, needs: list[bool],
@@ -193,7 +193,7 @@ def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=Fa
 
 
 @torch.library.custom_op(
-    f"{NAMESPACE}::chunked",
+    "sympow::chunked",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? log_g, Tensor? S0, Tensor? z0, Tensor? first_chunks, int p, "
     "int chunk, bool final) -> (" + ", ".join(["Tensor"] * 13) + ")",
@@ -227,7 +227,7 @@ def _like_saved(q, k, p, chunk, states, packed):
     ]  # fmt: skip
 
 
-@torch.library.custom_op(f"{NAMESPACE}::chunked_backward", mutates_args=())
+@torch.library.custom_op("sympow::chunked_backward", mutates_args=())
 def _chunked_backward_operator(
     dy: Tensor, dS: Tensor | None, dz: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, y: Tensor,
     saved: list[Tensor], first_chunks: Tensor | None, p: int, chunk: int, initial: bool, needs: list[bool],
@@ -294,7 +294,7 @@ def chunked_attention_of_piece(q, k, v, log_g, decay, ranks, *, p, chunk):
     return _piece(*of, log_g, decay, ranks, p, chunk, D, E)[0][..., :E]
 
 
-@torch.library.custom_op(f"{NAMESPACE}::chunked_piece", mutates_args=())
+@torch.library.custom_op("sympow::chunked_piece", mutates_args=())
 def _piece(
     q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, decay: Tensor | None, ranks: int, p: int, chunk: int, D: int,
     E: int,
@@ -310,7 +310,7 @@ def _(q, k, v, log_g, decay, ranks, p, chunk, D, E):
     return empty_like(q), *_like_saved(q, k, p, chunk, True, False)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::chunked_piece_backward", mutates_args=())
+@torch.library.custom_op("sympow::chunked_piece_backward", mutates_args=())
 def _piece_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, y: Tensor, saved: list[Tensor],
     decay: Tensor | None, ranks: int, p: int, chunk: int, D: int, E: int,

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import NAMESPACE
 from .common import device_guard
 
 TOKENS, WARPS = 4, 1  # of a program: 8 entries a thread at head dimension 64
@@ -129,7 +128,7 @@ def rotate_backward_kernel(
         tl.store(DANGLE + at[:, None] + pair[None, :], dangle, (token < T)[:, None] & (pair < D // 2)[None, :])
 
 
-@torch.library.custom_op(f"{NAMESPACE}::rotate", mutates_args=())
+@torch.library.custom_op("sympow::rotate", mutates_args=())
 def rotate(qkv: Tensor, H: int, Hkv: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Return q [B, T, H, D] and k [B, T, Hkv, D] of qkv [B, T, H + 2 Hkv, D], rotated, contiguous.
 
@@ -151,7 +150,7 @@ def _(qkv, H, Hkv, cos, sin):
     return qkv.new_empty(B, T, H, D), qkv.new_empty(B, T, Hkv, D)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::rotate_backward", mutates_args=())
+@torch.library.custom_op("sympow::rotate_backward", mutates_args=())
 def rotate_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:

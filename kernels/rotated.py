@@ -9,7 +9,7 @@ of q, k and v in bfloat16 where this one writes 2, and rounds once. It can be di
 import torch
 from torch import Tensor
 
-from . import NAMESPACE, quadratic
+from . import quadratic
 from .rotary import rotate
 from .steps import empty_like
 from .transforms import refuse_second_derivative
@@ -22,7 +22,7 @@ def rotated_attention(qkv, cos, sin, log_g=None, *, H, p):
     return _rotated(qkv, cos, sin, log_g, H, p)[0]
 
 
-@torch.library.custom_op(f"{NAMESPACE}::rotated", mutates_args=())
+@torch.library.custom_op("sympow::rotated", mutates_args=())
 def _rotated(
     qkv: Tensor, cos: Tensor, sin: Tensor, log_g: Tensor | None, H: int, p: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -40,7 +40,7 @@ def _(qkv, cos, sin, log_g, H, p):
     return y, qkv.new_empty(B, H, quadratic.padded(T), dtype=torch.float32), q, k
 
 
-@torch.library.custom_op(f"{NAMESPACE}::rotated_backward", mutates_args=())
+@torch.library.custom_op("sympow::rotated_backward", mutates_args=())
 def _rotated_backward(
     dy: Tensor, q: Tensor, k: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, log_g: Tensor | None, y: Tensor, l: Tensor,
     p: int, needs_g: bool,

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from . import NAMESPACE
 from .arguments import (
     check,
     check_chunks,
@@ -79,7 +78,7 @@ def update_state(k, v, log_g=None, *, p, chunk):
     return narrow_state(*_update_state(*to_width("chunked", k, v), log_g, p, chunk), D, E, p)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::update_state", mutates_args=())
+@torch.library.custom_op("sympow::update_state", mutates_args=())
 def _update_state_operator(k: Tensor, v: Tensor, log_g: Tensor | None, p: int, chunk: int) -> tuple[Tensor, Tensor]:
     s = Sizes(k, k, p, chunk)
     with device_guard(k.device):
@@ -93,7 +92,7 @@ def _(k, v, log_g, p, chunk):
     return _empty_states(k, B, -(-T // chunk), HKV, symmetric_power_dim(D, p), D)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::update_state_backward", mutates_args=())
+@torch.library.custom_op("sympow::update_state_backward", mutates_args=())
 def _update_state_backward_operator(
     dS: Tensor, dz: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, p: int, chunk: int, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,7 +154,7 @@ def discumsum(S, z, log_G=None, S0=None, z0=None):
     return _discumsum(S, z, log_G, S0, z0)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::discumsum", mutates_args=())
+@torch.library.custom_op("sympow::discumsum", mutates_args=())
 def _discumsum_operator(
     S: Tensor, z: Tensor, log_G: Tensor | None, S0: Tensor | None, z0: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -170,7 +169,7 @@ def _(S, z, log_G, S0, z0):
     return *_empty_states(S, *S.shape), S.new_empty(B, HKV, Dphi, D), S.new_empty(B, HKV, Dphi)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::discumsum_backward", mutates_args=())
+@torch.library.custom_op("sympow::discumsum_backward", mutates_args=())
 def _discumsum_backward_operator(
     dS: Tensor, dz: Tensor, dS_last: Tensor, dz_last: Tensor, S: Tensor | None, z: Tensor | None, log_G: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -255,7 +254,7 @@ def query_state(q, S, z, log_g=None, *, p, chunk):
     return num[..., :E], den
 
 
-@torch.library.custom_op(f"{NAMESPACE}::query_state", mutates_args=())
+@torch.library.custom_op("sympow::query_state", mutates_args=())
 def _query_state_operator(
     q: Tensor, S: Tensor, z: Tensor, log_g: Tensor | None, p: int, chunk: int
 ) -> tuple[Tensor, Tensor]:
@@ -274,7 +273,7 @@ def _(q, S, z, log_g, p, chunk):
     return S.new_empty(q.shape), S.new_empty(q.shape[:3])
 
 
-@torch.library.custom_op(f"{NAMESPACE}::query_state_backward", mutates_args=())
+@torch.library.custom_op("sympow::query_state_backward", mutates_args=())
 def _query_state_backward_operator(
     dnum: Tensor, dden: Tensor, q: Tensor, S: Tensor, z: Tensor, log_g: Tensor | None, p: int, chunk: int,
     needs: list[bool],

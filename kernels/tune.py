@@ -1,7 +1,7 @@
 """Measure tile sizes on the GPU at hand and write the best into table.json.
 
-    python -m kernels.tune                                   # or: make tune; a few minutes
-    python -m kernels.tune --dtype bfloat16 --head_dim 64 --p 4 --gated yes --dry_run
+    python -m sympow.kernels.tune                                   # or: make tune; a few minutes
+    python -m sympow.kernels.tune --dtype bfloat16 --head_dim 64 --p 4 --gated yes --dry_run
 
 It prints a line for each kernel, dtype, head dimension, p and gates: the tile sizes that this GPU had until now and the
 chosen ones, with the milliseconds of both. Entries are written under the GPU's exact name. --chunked

@@ -31,9 +31,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from data.files import flush_to_disk, sha256_of, write_json
-from model import GPTConfig
-from runs.parts import PART, Tensors, is_sharded, own_rows, part_name, save_part, shard_like, unlike
+from sympow.data.files import flush_to_disk, sha256_of, write_json
+from sympow.model import GPTConfig
+from sympow.runs.parts import PART, Tensors, is_sharded, own_rows, part_name, save_part, shard_like, unlike
 
 WRITING = ".writing"  # a checkpoint has this name, or one that begins with it, until it is whole
 KEEP = 2  # the newest checkpoints that are not removed; the best one is not removed either

@@ -15,9 +15,9 @@ import sys
 import torch
 from tqdm import tqdm
 
-from attention import position_schemes
-from data.progress import bar
-from runs.processes import print_to_terminal
+from sympow.attention import position_schemes
+from sympow.data.progress import bar
+from sympow.runs.processes import print_to_terminal
 
 
 def describe_attention(config):

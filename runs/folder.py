@@ -24,16 +24,16 @@ from types import SimpleNamespace
 
 import torch
 
-from data.files import write_json
-from data.mixture import Mixture, sets_of
-from runs import checkpoint
-from runs.optimizer import learning_rate
-from runs.processes import warn
-from runs.settings import from_launcher, refuse
+from sympow.data.files import write_json
+from sympow.data.mixture import Mixture, sets_of
+from sympow.runs import checkpoint
+from sympow.training.optimizer import learning_rate
+from sympow.runs.processes import warn
+from sympow.runs.settings import from_launcher, refuse
 
 # Settings that may change when a run goes on, because they do not change its steps. (max_seconds may change although
-# it ends the schedule: a run that is given more time should use it. runs/stages.py refuses a `then` that would change
-# steps that were taken.)
+# it ends the schedule: a run that is given more time should use it. training/stages.py refuses a `then` that would
+# change steps that were taken.)
 FREE = {
     "out_dir", "init_from", "overwrite", "max_seconds", "max_skipped", "eval_interval", "eval_tokens", "eval_only",
     "log_interval", "always_save_checkpoint", "sample_tokens", "baseline", "wandb", "wandb_log", "wandb_project",

@@ -9,14 +9,14 @@ from contextlib import nullcontext
 
 import torch
 
-from data import DataError
-from data.files import read_json
-from data.tokenizer import load_tokenizer, named_tokenizer
-from model import GPT, GPTConfig
-from runs import checkpoint
-from runs.processes import warn
-from runs.settings import choose_device, refuse
-from runs.stages import final_context
+from sympow.data import DataError
+from sympow.data.files import read_json
+from sympow.data.tokenizer import load_tokenizer, named_tokenizer
+from sympow.model import GPT, GPTConfig
+from sympow.runs import checkpoint
+from sympow.runs.processes import warn
+from sympow.runs.settings import choose_device, refuse
+from sympow.training.stages import final_context
 
 
 def load_run(path, cfg):

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 import torch
 
-from attention.check import first_line, kernel_failure
-from attention.dispatch import disable_kernels
-from runs.parallel import not_sharded_reason
-from runs.processes import Failed
-from runs.settings import divide_sequences, from_launcher
+from sympow.attention.check import first_line, kernel_failure
+from sympow.attention.dispatch import disable_kernels
+from sympow.training.parallel import not_sharded_reason
+from sympow.runs.processes import Failed
+from sympow.runs.settings import divide_sequences, from_launcher
 
 # dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name that occurs in the device's name counts
 PEAK_FLOPS = {

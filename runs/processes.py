@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from data import DataError
-from data.command import open_streams
-from runs.checkpoint import NotWritten
-from runs.settings import from_launcher, process_name, refuse
-from runs.watch import Watch
+from sympow.data import DataError
+from sympow.data.command import open_streams
+from sympow.runs.checkpoint import NotWritten
+from sympow.runs.settings import from_launcher, process_name, refuse
+from sympow.runs.watch import Watch
 
 FILE_ERRORS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE,

@@ -14,7 +14,7 @@ import os
 import sys
 from contextlib import suppress
 
-from data.command import drop_output, open_streams
+from sympow.data.command import drop_output, open_streams
 
 
 class Parser(argparse.ArgumentParser):

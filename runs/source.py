@@ -20,16 +20,16 @@ import torch
 from safetensors import SafetensorError
 from torch.nn import functional as F
 
-from attention import ATTENTIONS
-from data import need
-from data.files import read_json
-from data.huggingface import one_line, tokenizers_json
-from data.tokenizer import load_tokenizer
-from model import GPT, GPTConfig
-from runs import checkpoint
-from runs.parts import Tensors, own_rows, unlike
-from runs.processes import warn
-from runs.settings import fields_of, from_launcher
+from sympow.attention import ATTENTIONS
+from sympow.data import need
+from sympow.data.files import read_json
+from sympow.data.huggingface import one_line, tokenizers_json
+from sympow.data.tokenizer import load_tokenizer
+from sympow.model import GPT, GPTConfig
+from sympow.runs import checkpoint
+from sympow.runs.parts import Tensors, own_rows, unlike
+from sympow.runs.processes import warn
+from sympow.runs.settings import fields_of, from_launcher
 
 HUB = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
 GPT2 = dict(attention="softmax", bias=True, positions="learned", embedding_norm=False, activation="gelu_tanh")

@@ -24,11 +24,11 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from data import DataError
-from data.progress import bar
-from generate import Sampler
-from runs.processes import warn
-from runs.scores import score_pieces
+from sympow.data import DataError
+from sympow.data.progress import bar
+from sympow.generation.generate import Sampler
+from sympow.runs.processes import warn
+from sympow.runs.scores import score_pieces
 
 BOOTSTRAP = 1000  # samples behind the standard error of a perplexity; lm_eval's own 100,000 take minutes
 MAX_NEW_TOKENS = 256  # where a task does not say how long an answer may be; lm_eval's own number

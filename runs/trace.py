@@ -16,7 +16,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from data.files import whole_file
+from sympow.data.files import whole_file
 
 FIRST = 3  # a step that is never the first of a start from nothing, in which torch.compile works, nor the next
 

@@ -19,7 +19,7 @@ import sys
 import threading
 from contextlib import suppress
 
-from runs.processes import print_to_terminal
+from sympow.runs.processes import print_to_terminal
 
 START_SECONDS = 30  # after which a server that does not answer leaves the run offline; training does not wait for it
 FINISH_SECONDS = 60  # that the end of training waits for wandb

@@ -15,12 +15,12 @@ import json
 import os
 import re
 
-from runs import checkpoint
-from runs.processes import leave_at_once
-from runs.program import run_program
-from runs.settings import refuse
-from runs.tracking import whole_lines
-from runs.wandb_run import (
+from sympow.runs import checkpoint
+from sympow.runs.processes import leave_at_once
+from sympow.runs.program import run_program
+from sympow.runs.settings import refuse
+from sympow.runs.metrics import whole_lines
+from sympow.runs.wandb_run import (
     NO_KEY, NoKey, choose_mode, in_short, init, known_steps, past_rows, run_options, saved_id, send_row,
 )  # fmt: skip
 
@@ -60,7 +60,7 @@ def parameter_count(settings):
     """Return the number of parameters of the model with these settings, or None if it cannot be made any more."""
     import torch  # here, because it takes seconds
 
-    from model import GPT, GPTConfig
+    from sympow.model import GPT, GPTConfig
 
     try:
         with torch.device("meta"):

@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from runs.settings import process_name
+from sympow.runs.settings import process_name
 
 
 class Watch:

@@ -21,7 +21,7 @@ SMALL = (
 def call(main, *argv):
     """Call main() with these arguments in this process; return its exit status."""
     saved, handlers = sys.argv, {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    sys.argv = [main.__module__ + ".py", *map(str, argv)]
+    sys.argv = [main.__module__.rpartition(".")[2] + ".py", *map(str, argv)]
     try:
         main()
         return 0
@@ -51,7 +51,7 @@ def start(function, *argv, env=None, cwd=".", log=None):
     `log`; a variable of env that is None is removed. Returns a multiprocessing.Process.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train", "torch._dynamo"])  # an optimizer imports the second, in 2 s
+    context.set_forkserver_preload(["sympow.train", "torch._dynamo"])  # an optimizer imports the second, in 2 s
     server = {"PYTHONPATH": os.pathsep.join((ROOT, os.path.dirname(__file__))), "OMP_NUM_THREADS": "1"}
     saved = {name: os.environ.get(name) for name in server}
     os.environ.update(server)  # has an effect in the first call only, which starts the server
@@ -74,7 +74,7 @@ def _child(function, argv, env, cwd, log):
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1), os.dup2(file, 2)
     sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)
-    sys.argv = [function.__module__ + ".py", *argv]
+    sys.argv = [function.__module__.rpartition(".")[2] + ".py", *argv]
     function()
 
 
@@ -113,7 +113,7 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, os.environ["TESTS"])
 import helpers, tiktoken
-from data import shards
+from sympow.data import shards
 {setup}
 tiktoken.get_encoding = lambda name: helpers.byte_encoding()
 write = shards.write_atomically
@@ -149,7 +149,7 @@ def metrics(folder, key="train_loss"):
 
 def make_dataset(folder, text=None):
     """Make a byte-level dataset with rows of 512 tokens in folder/text; return its path."""
-    from data.text import prepare
+    from sympow.data.text import prepare
 
     folder.mkdir(exist_ok=True)
     source = folder / "source.txt"
@@ -212,7 +212,7 @@ def assert_same_batch_for_any_ranks(windows, seed, step, expected):
     """Assert that a step's 16 rows are `expected`, (inputs, targets), however ranks and micro-steps share them."""
     import torch
 
-    from data.loader import train_batch
+    from sympow.data.loader import train_batch
 
     for world, batch_size, accumulation in ((1, 16, 1), (1, 2, 8), (2, 4, 2), (4, 4, 1), (4, 1, 4), (1, 1, 16)):
         parts = [

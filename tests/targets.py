@@ -51,10 +51,10 @@ def training(large=False, heads=2, T=512):
     """
     import torch
 
-    from kernels import DTYPES, adaptive, heinsen_operator, operators
-    from kernels.cross_entropy import cross_entropy_
-    from kernels.rotary import RotateHeads
-    from kernels.rotated import rotated_attention
+    from sympow.kernels import DTYPES, adaptive, heinsen_operator, operators
+    from sympow.kernels.cross_entropy import cross_entropy_
+    from sympow.kernels.rotary import RotateHeads
+    from sympow.kernels.rotated import rotated_attention
 
     bf16, f32 = torch.bfloat16, torch.float32
 
@@ -135,11 +135,11 @@ def generation():
     """Yield (case, function) for prompts and tokens of models with each kernel of decoder.py."""
     import torch
 
-    from attention.embedding import symmetric_power_dim
-    from decoder import Decoder
-    from generate import Sampler
-    from kernels import operators
-    from model import GPT, GPTConfig
+    from sympow.attention.embedding import symmetric_power_dim
+    from sympow.generation.decoder import Decoder
+    from sympow.generation.generate import Sampler
+    from sympow.kernels import operators
+    from sympow.model import GPT, GPTConfig
 
     def prompt(D, p, gated):
         q, k, v = torch.zeros(1, 512, 6, D, dtype=torch.bfloat16).split(2, 2)
@@ -169,8 +169,8 @@ def generation():
 @contextlib.contextmanager
 def pretended(target):
     """Let the launchers choose as they do on this GPU, and Triton compile for it."""
-    from kernels import configs
-    from kernels.precompile import pretend_gpu
+    from sympow.kernels import configs
+    from sympow.kernels.precompile import pretend_gpu
 
     arch, capability, shared = TARGETS[target]
     name = "NVIDIA H200" if target == "sm_90" else target
@@ -192,7 +192,7 @@ def launches(target, large=False):
     found, run, case = {}, JITFunction.run, None
 
     def catch(self, *args, grid, warmup, **options):
-        kernel = f"{self.fn.__module__.removeprefix('kernels.')}.{self.__name__.removesuffix('_kernel')}"
+        kernel = f"{self.fn.__module__.removeprefix('sympow.kernels.')}.{self.__name__.removesuffix('_kernel')}"
         key = repr((kernel, [_signature(x) for x in args], sorted(options.items())))
         found.setdefault(key, (kernel, case, lambda: run(self, *args, grid=(1,), warmup=True, **options)))
 

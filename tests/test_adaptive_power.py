@@ -1,16 +1,17 @@
 """Adaptive power: both forms against their formulas, the network, states, and the kernels with a power for each row."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from attention import adaptive_forms, backend, dispatch, memory, naive
-from attention.adaptive_power import PowerNetwork, adaptive_power_attention, mixture_attention, mixture_weights
-from attention.power import power_attention
-from attention.state import LayerState
-from model import GPT, GPTConfig
+from sympow.attention import adaptive_forms, backend, dispatch, memory, naive
+from sympow.attention.adaptive_power import PowerNetwork, adaptive_power_attention, mixture_attention, mixture_weights
+from sympow.attention.power import power_attention
+from sympow.attention.state import LayerState
+from sympow.model import GPT, GPTConfig
 
 
 def inputs(T, dtype=torch.float64, B=2, H=4, Hkv=2, D=16, E=16, documents=False):
@@ -126,13 +127,13 @@ def test_arguments_that_do_not_fit_are_refused_in_one_line():
     "T,H,Hkv,D,documents", [(1, 1, 1, 16, False), (130, 2, 1, 16, False), (70, 4, 2, 32, True), (200, 2, 1, 16, True)]
 )
 def test_kernels_equal_the_specification(T, H, Hkv, D, documents):
-    adaptive = pytest.importorskip("kernels.adaptive", exc_type=ImportError)
+    adaptive = pytest.importorskip("sympow.kernels.adaptive", exc_type=ImportError)
     tensors, log_g, dy = inputs(T, torch.float32, B=2, H=H, Hkv=Hkv, D=D, E=D, documents=documents)
     assert_right(lambda *x: adaptive.adaptive_attention(*x, log_g), tensors, log_g, dy, 3e-6)
 
 
 def test_kernels_take_the_last_queries_alone_and_give_shapes_without_data():
-    adaptive = pytest.importorskip("kernels.adaptive", exc_type=ImportError)
+    adaptive = pytest.importorskip("sympow.kernels.adaptive", exc_type=ImportError)
     (q, k, v, powers), log_g, dy = inputs(150, torch.float32, B=1, H=2, Hkv=1, documents=True)
     n = 17
     last = [q[:, -n:], k, v, powers[:, -n:]]
@@ -147,7 +148,8 @@ def test_kernels_are_used_on_a_gpu_and_pytorch_where_they_fail(monkeypatch):
     tensors, log_g, _ = inputs(20, torch.float32, documents=True)
     expected, calls = adaptive_power_attention(*tensors, log_g=log_g), []
     monkeypatch.setattr(dispatch, "kernel_reason", lambda form, *sizes: "" if form == "adaptive" else "other")
-    monkeypatch.setattr(backend, "adaptive_attention", lambda *x: calls.append(x[3:]) or x[0])
+    attend = lambda *x: calls.append(x[3:]) or x[0]
+    monkeypatch.setattr(backend, "adaptive", lambda: SimpleNamespace(adaptive_attention=attend))
     assert adaptive_power_attention(*tensors, log_g=log_g) is tensors[0]
     assert calls[0][0].dtype == torch.float32 and torch.equal(calls[0][1], log_g)
     monkeypatch.setattr(

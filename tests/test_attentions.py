@@ -7,16 +7,16 @@ import torch
 from test_rotary import matrix
 from torch.nn import functional as F
 
-from attention.conformal_sympow import ConformalSympow, conformal_sympow_attention
-from attention.embedding import symmetric_power_embedding, tensor_power_embedding
-from attention.even_power import even_power_attention
-from attention.gates import FixedGate, LearnedGate, alibi_slopes, linear_fp32
-from attention.power import power_attention
-from attention.rotary import rotary, rotation_rates
-from attention.softmax import softmax_attention
-from attention.sympow import sympow_attention
-from attention.sympow_gating import sympow_gating_attention
-from model import GPTConfig
+from sympow.attention.conformal_sympow import ConformalSympow, conformal_sympow_attention
+from sympow.attention.embedding import symmetric_power_embedding, tensor_power_embedding
+from sympow.attention.even_power import even_power_attention
+from sympow.attention.gates import FixedGate, LearnedGate, alibi_slopes, linear_fp32
+from sympow.attention.power import power_attention
+from sympow.attention.rotary import rotary, rotation_rates
+from sympow.attention.softmax import softmax_attention
+from sympow.attention.sympow import sympow_attention
+from sympow.attention.sympow_gating import sympow_gating_attention
+from sympow.model import GPTConfig
 
 B, T, H, D, E, N = 1, 12, 2, 4, 3, 50.0
 

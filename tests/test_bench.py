@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from bench import nanogpt  # noqa: E402
-from kernels import CHUNKED_SIZES, HEAD_DIMS, cost, tune  # noqa: E402
-from kernels.configs import Config, key  # noqa: E402
+from sympow.bench import nanogpt  # noqa: E402
+from sympow.kernels import CHUNKED_SIZES, HEAD_DIMS, cost, tune  # noqa: E402
+from sympow.kernels.configs import Config, key  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -40,7 +40,8 @@ for command in json.loads(sys.argv[1]):
 
 def test_without_a_gpu_or_a_dataset_and_with_wrong_arguments_they_say_so():
     reasons = {f"bench/{name}.py": "GPU" for name in ("attention", "train", "sample", "drift")}
-    reasons |= {"-m kernels.tune": "GPU", "-m kernels.cost": "GPU", "-m kernels.cost 64": "it takes no arguments"}
+    reasons |= {"-m sympow.kernels.tune": "GPU", "-m sympow.kernels.cost": "GPU"}
+    reasons |= {"-m sympow.kernels.cost 64": "it takes no arguments"}
     reasons |= {"bench/data.py --dataset=nowhere": "no dataset 'nowhere'", "doctor.py --fix": "unrecognized arguments"}
     commands = [command.split() for command in reasons]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
@@ -96,7 +97,7 @@ def test_nanogpt_and_our_models_take_turns(tmp_path, monkeypatch, capsys):
     assert [row["model"] for row in rows] == ["nanoGPT", "softmax", "sympow_gating"] and theirs["ratio"] == 1
     assert all(row["ratio"] == pytest.approx(theirs["step_ms"] / row["step_ms"]) for row in ours)
     assert all(row["fastest_ms"] <= row["step_ms"] <= row["slowest_ms"] for row in rows)
-    assert taken[3:] == 2 * [x for name in ("nanogpt_model", "model", "model") for x in (name, name)]
+    assert taken[3:] == 2 * [x for name in ("nanogpt_model", "sympow.model", "sympow.model") for x in (name, name)]
     assert capsys.readouterr().out.count("\n") == 2 + len(rows)
 
 
@@ -178,7 +179,7 @@ def test_checkpoints_are_timed(tmp_path):
 def test_log_attention_is_timed_beside_the_route_of_its_paper(tmp_path, capsys):
     from helpers import call
 
-    from bench import heinsen
+    from sympow.bench import heinsen
 
     options = ["--T", "16", "40", "--heads=1", "--head_dim=4", "--batch=2", f"--json={tmp_path / 'rows.json'}"]
     assert call(heinsen.main, *options) == 0
@@ -196,7 +197,7 @@ def test_log_attention_is_timed_beside_the_route_of_its_paper(tmp_path, capsys):
 def test_a_contender_that_does_not_fit_is_named_and_the_others_go_on(monkeypatch, capsys):
     from helpers import call
 
-    from bench import heinsen
+    from sympow.bench import heinsen
 
     def fails(q, k, v):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12.00 GiB.\nSee")

@@ -18,13 +18,13 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import DEVICE, DTYPES, GPU, inputs  # noqa: E402
 
-import decoder  # noqa: E402
-import generate  # noqa: E402
-from attention import ATTENTIONS, check, dispatch, naive  # noqa: E402
-from attention.dispatch import plan  # noqa: E402
-from attention.power import power_attention  # noqa: E402
-from kernels import decode, decode_heinsen, decode_softmax, operators  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
+from sympow.generation import decoder  # noqa: E402
+from sympow.generation import generate  # noqa: E402
+from sympow.attention import ATTENTIONS, check, dispatch, naive  # noqa: E402
+from sympow.attention.dispatch import plan  # noqa: E402
+from sympow.attention.power import power_attention  # noqa: E402
+from sympow.kernels import decode, decode_heinsen, decode_softmax, operators  # noqa: E402
+from sympow.model import GPT, GPTConfig  # noqa: E402
 
 
 @pytest.fixture
@@ -147,8 +147,8 @@ def test_kernels_of_chunks_are_compiled_in_several_processes_before_they_are_che
 PRECOMPILE = """
 import os, sys, torch
 from pathlib import Path
-from attention import check
-from kernels import configs, precompile
+from sympow.attention import check
+from sympow.kernels import configs, precompile
 
 size, device = check.Size("chunked", torch.bfloat16, 16, 2, False), torch.device("cuda", 0)
 gpu = configs.describe_gpu("NVIDIA H200", (9, 0), 227 * 1024)
@@ -156,7 +156,7 @@ configs.gpu, torch.cuda.get_device_capability = lambda _: gpu, lambda _: (9, 0)
 count = lambda: len([*Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")])
 os.sched_getaffinity = lambda _: range(4)
 print(precompile.precompile(check.launch, (size,), device), count())
-precompile.compile_part("attention.check", "launch", (size,), 90, tuple(gpu), 0, 1)
+precompile.compile_part("sympow.attention.check", "launch", (size,), 90, tuple(gpu), 0, 1)
 print(count())
 os.sched_getaffinity = lambda _: range(3)
 print(precompile.precompile(check.launch, (size,), device))

@@ -13,11 +13,11 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import DEVICE, DTYPES, GPU, gradients, inputs  # noqa: E402
 
-from attention import dispatch, forms, memory  # noqa: E402
-from attention.embedding import symmetric_power_dim, symmetric_power_embedding  # noqa: E402
-from attention.power import PowerState, power_attention  # noqa: E402
-from kernels import chunked, cost, operators, query_gradient  # noqa: E402
-from kernels.layout import SPREAD_ROWS, columns, entries, features, layout  # noqa: E402
+from sympow.attention import dispatch, forms, memory  # noqa: E402
+from sympow.attention.embedding import symmetric_power_dim, symmetric_power_embedding  # noqa: E402
+from sympow.attention.power import PowerState, power_attention  # noqa: E402
+from sympow.kernels import chunked, cost, operators, query_gradient  # noqa: E402
+from sympow.kernels.layout import SPREAD_ROWS, columns, entries, features, layout  # noqa: E402
 
 LONG = GPU and 3000 or 300  # tokens, in chunks of 128, with a ragged last one
 HEADS = 2 if GPU else 1  # query heads that share a key head; in the interpreter only a few tests have such groups
@@ -275,7 +275,7 @@ def test_rows_of_keys_without_a_mean_are_not_reflected(features_in_float16, monk
     mean = k[0, :128, 1].mean(0)
     reflected = mean - 2 * (mirror[1] @ mean) * mirror[1]
     assert reflected[1:].abs().max() < 1e-5 and abs(reflected[0].abs() - mean.norm()) < 1e-5
-    shapes = torch.ops.sympow_clone.chunked(*(x.to("meta") for x in (q, k, v, log_g)), None, None, None, 2, 128, False)
+    shapes = torch.ops.sympow.chunked(*(x.to("meta") for x in (q, k, v, log_g)), None, None, None, 2, 128, False)
     assert [x.shape for x in shapes[3:]] == [x.shape for x in saved]
     monkeypatch.setattr(chunked, "reflects", lambda *_: False)
     as_it_came = chunked.forward(q, k, v, log_g, p=2, chunk=128)[0]
@@ -393,7 +393,7 @@ def test_the_operators_keep_torchs_rules():
     leaves = [x.detach().requires_grad_() for x in tensors]
     state = [torch.rand(1, 1, 136, 16, device=DEVICE), torch.rand(1, 1, 136, device=DEVICE)]
     state = [x.requires_grad_() for x in state]
-    torch.library.opcheck(torch.ops.sympow_clone.chunked.default, (*leaves, *state, None, 2, 128, True))
+    torch.library.opcheck(torch.ops.sympow.chunked.default, (*leaves, *state, None, 2, 128, True))
 
 
 def test_a_compiled_function_has_no_graph_break():

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from helpers import ROOT, SMALL, call, dataset, join, metrics, start, start_ranks  # noqa: F401
 
-import train
-from bench import scale
-from data import DataError
-from runs import batches
-from runs.processes import store_of_this_start
+from sympow import train
+from sympow.bench import scale
+from sympow.data import DataError
+from sympow.training import batches
+from sympow.runs.processes import store_of_this_start
 
 TESTS, SCRIPT = os.path.dirname(__file__), os.path.join(ROOT, "docs", "train.sbatch")
 PAUSE = 0.05  # seconds that reading a batch takes, so that a run lasts long enough to be killed in it

@@ -5,8 +5,8 @@ from statistics import fmean
 
 import pytest
 
-import compare
-from runs import plotting
+from sympow import compare
+from sympow.runs import plots
 
 
 def write_run(folder, train=(), val=(), tail=""):
@@ -107,8 +107,8 @@ def test_skipped_step_leaves_no_hole(tmp_path, capsys, options):
     a = write_run(tmp_path / "a", losses)
     assert cells(capsys, a, *options)[0]["train loss"] == f"{fmean([4.0] * 5 + [3.0, 3.0, 2.0]):.4f}"
     train, _ = compare.read_losses(a)
-    x, y = plotting.loss_curve(train, "step", "train_loss")
-    assert 970 not in x and len(x) == len(y) == 98 and plotting.smooth(y)[-1] == 2.5
+    x, y = plots.loss_curve(train, "step", "train_loss")
+    assert 970 not in x and len(x) == len(y) == 98 and plots.smooth(y)[-1] == 2.5
     b = write_run(tmp_path / "b", [4.0, float("nan")])  # diverged
     assert cells(capsys, b, *options)[0]["train loss"] == "nan"
 
@@ -134,22 +134,22 @@ def test_plain_table_is_aligned_and_explains_itself(tmp_path, capsys):
 def figures(monkeypatch):
     """Return a list that gets the figures, drawn, instead of files."""
     found = []
-    monkeypatch.setattr(plotting, "save_figure", lambda figure, png: (figure.canvas.draw(), found.append(figure)))
+    monkeypatch.setattr(plots, "save_figure", lambda figure, png: (figure.canvas.draw(), found.append(figure)))
     return found
 
 
 def test_axes_on_which_the_curves_look_alike_share_a_panel(tmp_path):
     runs = {name: compare.read_losses(write_run(tmp_path / name, [4.0, 3.0], [3.5])) for name in ("a", "b")}
-    assert plotting.loss_axes(runs) == [("step", "step (100 tokens and 0.05 s each)", 1)]
+    assert plots.loss_axes(runs) == [("step", "step (100 tokens and 0.05 s each)", 1)]
     for line in runs["b"][0] + runs["b"][1]:
         line["seconds"] *= 2
-    assert plotting.loss_axes(runs)[1:] == [("seconds", "training time, seconds", 1)]
+    assert plots.loss_axes(runs)[1:] == [("seconds", "training time, seconds", 1)]
     for line in runs["b"][0] + runs["b"][1]:
         line["tokens"] *= 2
-    assert [label for _, label, _ in plotting.loss_axes(runs)] == ["step", "tokens (0.0005 s each)"]
+    assert [label for _, label, _ in plots.loss_axes(runs)] == ["step", "tokens (0.0005 s each)"]
     for line in runs["b"][0]:
         del line["tokens"]
-    assert [key for key, _, _ in plotting.loss_axes(runs)] == ["step", "tokens", "seconds"]
+    assert [key for key, _, _ in plots.loss_axes(runs)] == ["step", "tokens", "seconds"]
 
 
 def test_nine_runs_with_long_names_cover_nothing(figures, tmp_path):
@@ -157,14 +157,14 @@ def test_nine_runs_with_long_names_cover_nothing(figures, tmp_path):
         dict(step=s, tokens=1000 * s, seconds=s * (1 + i), **{key: 3 + i + 1 / s}) for s in range(1, 40)
     ]
     runs = {f"{'long_' * 20}{i}": (lines("train_loss", i), lines("val_loss", i)[::9]) for i in range(9)}
-    plotting.plot_loss_curves(runs, "x.png")
+    plots.plot_loss_curves(runs, "x.png")
     (figure,) = figures
     assert len(figure.axes) == 3 and all(axis.get_visible() for axis in figure.axes)
     (legend,) = figure.legends
     top = legend.get_window_extent().y1
     assert legend.get_window_extent().y0 >= 0 and all(axis.get_tightbbox().y0 > top for axis in figure.axes)
     names = [text.get_text() for text in legend.get_texts()]
-    assert len(set(names)) == 10 and max(map(len, names)) <= plotting.NAME_LENGTH
+    assert len(set(names)) == 10 and max(map(len, names)) <= plots.NAME_LENGTH
     looks = {(line.get_color(), line.get_linestyle()) for line in legend.get_lines()[:9]}
     assert len(looks) == 9
     for axis in figure.axes:
@@ -177,7 +177,7 @@ def test_nine_runs_with_long_names_cover_nothing(figures, tmp_path):
 
 def test_equal_short_names_and_names_with_an_underscore_are_told_apart():
     finite = {f"{'a' * 30}{i}{'b' * 30}": True for i in range(2)} | {"_c": True, "日\n本\udcff": False}
-    handles = plotting._run_handles(finite, plotting._looks(finite))
+    handles = plots._run_handles(finite, plots._looks(finite))
     first, second, third, fourth = (handle.get_label() for handle in handles)
     assert first != second and not third.startswith("_") and fourth == "日 本?, not finite"
 
@@ -185,19 +185,19 @@ def test_equal_short_names_and_names_with_an_underscore_are_told_apart():
 def test_noise_that_two_runs_share_cancels_in_their_relative_loss():
     noise = [1 + 0.1 * (i % 7) for i in range(100)]
     lines = lambda factor, n: [dict(step=i, tokens=i, train_loss=factor * noise[i]) for i in range(n)]
-    shifts = plotting.relative_losses({"a": (lines(2, 100), []), "b": (lines(2.2, 40), [])})
+    shifts = plots.relative_losses({"a": (lines(2, 100), []), "b": (lines(2.2, 40), [])})
     assert max(abs(y - 10) for y in shifts["b"][0][1]) < 1e-6
     lines = lambda loss: [dict(step=i, tokens=i, train_loss=loss, val_loss=loss) for i in range(3)]
-    shifts = plotting.relative_losses({"a": (lines(2.0), lines(2.0)), "b": ([], lines(3.0)), "zero": (lines(0.0), [])})
+    shifts = plots.relative_losses({"a": (lines(2.0), lines(2.0)), "b": ([], lines(3.0)), "zero": (lines(0.0), [])})
     assert shifts["b"][1] == ([0, 1, 2], [50.0] * 3) and shifts["b"][0] == ([], [])
-    assert plotting.relative_losses({"zero": (lines(0.0), []), "a": (lines(2.0), [])}) == {}
+    assert plots.relative_losses({"zero": (lines(0.0), []), "a": (lines(2.0), [])}) == {}
 
 
 @pytest.mark.parametrize(
     "png,name", [("x", "x.png"), ("x.", "x.png"), ("v1.2/x", "v1.2/x.png"), ("x.PDF", "x.PDF"), (".png", ".png.png")]
 )
 def test_the_picture_has_the_name_that_is_printed(png, name):
-    assert plotting.choose_picture(png) == (name, "")
+    assert plots.choose_picture(png) == (name, "")
 
 
 @pytest.mark.parametrize("png", ["x.foo", "x.pgf", "", "folder/", ".", "..", "a" * 300, "/dev/null/x.png"])
@@ -251,20 +251,20 @@ def test_values_that_are_no_numbers_are_left_out(tmp_path, capsys, options):
 
 def test_first_steps_do_not_squash_the_picture():
     losses = [11.0, 9.0, 7.0] + [4.0 - 0.01 * i for i in range(97)]
-    low, high = plotting.loss_limits([(list(range(100)), losses)])
+    low, high = plots.loss_limits([(list(range(100)), losses)])
     assert 2.9 < low < min(losses) and 4.0 < high < 4.2
 
 
 def test_a_run_that_diverges_leaves_the_picture():
     steps = list(range(100))
-    low, high = plotting.loss_limits([(steps, [6.0] + [3.0] * 99), (steps, [6.0] + [900.0] * 99)])
+    low, high = plots.loss_limits([(steps, [6.0] + [3.0] * 99), (steps, [6.0] + [900.0] * 99)])
     assert low < 3 and 6 < high < 7
-    assert plotting.loss_limits([(steps, [6.0] + [3.0] * 50 + [900.0] * 49)])[1] < 7
+    assert plots.loss_limits([(steps, [6.0] + [3.0] * 50 + [900.0] * 49)])[1] < 7
 
 
 def test_lowest_point_of_a_short_run_stays_in_the_picture():
     long_run = (list(range(1000)), [3.0] * 1000)
-    assert plotting.loss_limits([long_run, ([1, 2], [9.0, 8.0])])[1] > 8.0
+    assert plots.loss_limits([long_run, ([1, 2], [9.0, 8.0])])[1] > 8.0
 
 
 @pytest.mark.parametrize("content", [None, "", "{}\n", '{"step": 3, "lr": 0.1}\n'])

@@ -7,10 +7,10 @@ import torch
 from numerics import relative_error
 from torch.nn.functional import logsigmoid
 
-from attention import dispatch, naive
-from attention.compat import power_attention as library
-from attention.compat import retention, steps
-from attention.embedding import symmetric_power_dim, symmetric_power_embedding
+from sympow.attention import dispatch, naive
+from sympow.attention.compat import power_attention as library
+from sympow.attention.compat import retention, steps
+from sympow.attention.embedding import symmetric_power_dim, symmetric_power_embedding
 
 GPU = bool(os.environ.get("TEST_GPU"))
 DEVICE = "cuda" if GPU else "cpu"
@@ -309,7 +309,7 @@ def test_arguments_that_do_not_fit_are_refused(call, words):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_steps_on_the_kernels(dtype, monkeypatch):
     """On a GPU as it is; on the CPU the kernels in Triton's interpreter."""
-    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    operators = pytest.importorskip("sympow.kernels.operators", reason="Triton has no wheel for this system")
     make = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
     Q, K, V = make(1, 2, 128, 2, 16).to(dtype), make(1, 2, 128, 1, 16).to(dtype), make(1, 2, 128, 1, 16).to(dtype)
     compute = lambda Q, K, V: (
@@ -322,8 +322,8 @@ def test_the_steps_on_the_kernels(dtype, monkeypatch):
         reason = lambda form, device, dtype, *sizes: "no" * (dtype == torch.float64)
         monkeypatch.setattr(steps, "kernel_reason", reason)
     for name in ("update_state", "query_state"):
-        real = getattr(steps.backend, name)
-        monkeypatch.setattr(steps.backend, name, lambda *a, real=real, **k: used.append(1) or real(*a, **k))
+        real = getattr(operators, name)
+        monkeypatch.setattr(operators, name, lambda *a, real=real, **k: used.append(1) or real(*a, **k))
     found = compute(Q, K, V)
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     assert len(used) == 2 and all(relative_error(a, b, 1e-9) < tolerance for a, b in zip(found, expected))

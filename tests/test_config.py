@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-import train
-from model import GPTConfig
-from runs.settings import read_settings
+from sympow import train
+from sympow.model import GPTConfig
+from sympow.runs.settings import read_settings
 
 
 @dataclass

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from helpers import ROOT, SMALL, call, dataset, join, metrics, start_ranks  # noqa: F401 (dataset is a fixture)
 
-import train
-from attention import ATTENTIONS, Sympow
-from attention.context import pieces_of
-from data.dataset import Dataset
-from data.loader import Windows, eval_batches, train_batch
-from model import GPT, GPTConfig
-from runs.context import Slices, split_context, whole_sequences
-from runs.parallel import Layout
+from sympow import train
+from sympow.attention import ATTENTIONS, Sympow
+from sympow.attention.context import pieces_of
+from sympow.data.dataset import Dataset
+from sympow.data.loader import Windows, eval_batches, train_batch
+from sympow.model import GPT, GPTConfig
+from sympow.training.context import Slices, split_context, whole_sequences
+from sympow.training.parallel import Layout
 
 T, RESET = 32, 7
 CASES = {  # name: the model's settings
@@ -240,7 +240,7 @@ def test_two_groups_of_a_sharded_model_train_as_one_rank(dataset, tmp_path, monk
 def test_pieces_on_the_kernels_are_the_whole_sequence_and_no_sum_is_computed_twice(monkeypatch):
     """In the interpreter, and one process: piece by piece forward, and from the last one backward."""
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
-    from kernels import chunked, operators, registry
+    from sympow.kernels import chunked, operators, registry
 
     torch.manual_seed(0)
     n, pieces, D = 256, 2, 16
@@ -270,7 +270,7 @@ def test_pieces_on_the_kernels_are_the_whole_sequence_and_no_sum_is_computed_twi
 def test_a_piece_on_the_kernels_is_compiled_whole_and_computed_again():
     """With activation checkpointing, which runs a block without the compiler if its graph breaks."""
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
-    from kernels import operators, registry
+    from sympow.kernels import operators, registry
 
     torch.manual_seed(0)
     alone = Alone()

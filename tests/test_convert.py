@@ -13,17 +13,17 @@ import torch
 from helpers import SMALL, call, dataset, join, metrics, start_ranks  # noqa: F401
 from torch.nn import functional as F
 
-import evaluate
-import export
-import loss
-import sample
-import train
-from attention import ATTENTIONS
-from data.dataset import Dataset
-from generate import generate
-from model import GPT, GPTConfig
-from runs import source
-from runs.load import load_run
+from sympow import evaluate
+from sympow import export
+from sympow.layers import loss
+from sympow import sample
+from sympow import train
+from sympow.attention import ATTENTIONS
+from sympow.data.dataset import Dataset
+from sympow.generation.generate import generate
+from sympow.model import GPT, GPTConfig
+from sympow.runs import source
+from sympow.runs.load import load_run
 
 SETTINGS = [x for x in SMALL if not x.startswith("--n_")]  # sizes come with the weights
 TINY = dict(vocab_size=257, n_layer=2, n_head=2, n_embd=32, n_positions=64)
@@ -207,7 +207,7 @@ def test_damaged_folders_are_refused_in_one_line(gpt2, go, tmp_path, capsys):
 
 
 def test_a_tokenizer_beside_the_weights_must_be_the_datasets(gpt2, dataset, tmp_path):  # noqa: F811
-    from data.huggingface import tokenizers_json
+    from sympow.data.huggingface import tokenizers_json
 
     rewrite(gpt2[0], tmp_path / "hf")
     text = tokenizers_json(Dataset(dataset).tokenizer)[0]

@@ -14,16 +14,16 @@ import pytest
 import torch
 from helpers import assert_same_batch_for_any_ranks
 
-from data import DataError, command
-from data import dataset as dataset_module
-from data.corpus import find_files, plan_units
-from data.dataset import Dataset
-from data.loader import RECT, Windows, eval_batches, train_batch, train_indices
-from data.pystdlib import prepare as pystdlib
-from data.shards import Unit, is_complete, write_dataset
-from data.split import whole_stream
-from data.text import prepare as text
-from data.tokenizer import Tokenizer
+from sympow.data import DataError, command
+from sympow.data import dataset as dataset_module
+from sympow.data.corpus import find_files, plan_units
+from sympow.data.dataset import Dataset
+from sympow.data.loader import RECT, Windows, eval_batches, train_batch, train_indices
+from sympow.data.pystdlib import prepare as pystdlib
+from sympow.data.shards import Unit, is_complete, write_dataset
+from sympow.data.split import whole_stream
+from sympow.data.text import prepare as text
+from sympow.data.tokenizer import Tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 EOT = 256
@@ -168,7 +168,7 @@ def test_wrong_rows_are_refused_at_write(tmp_path, bad):
 def test_large_vocabularies_are_stored_in_32_bits(tmp_path, monkeypatch):
     tok = Tokenizer("bytes")
     tok.vocab_size = 100_000
-    monkeypatch.setattr("data.dataset.load_tokenizer", lambda folder: tok)
+    monkeypatch.setattr("sympow.data.dataset.load_tokenizer", lambda folder: tok)
     rows = np.full((2, 4), 99_999)
     write_dataset(str(tmp_path), [Unit(s, lambda: rows, 8) for s in ("train", "val")], tok, 4, {}, "", "")
     assert Dataset(str(tmp_path)).meta["dtype"] == "uint32"
@@ -206,13 +206,13 @@ def test_damage_is_named_with_its_remedy(tmp_path, monkeypatch):
         Dataset("nosuch")
     (tmp_path / "pystdlib").mkdir()
     (tmp_path / "pystdlib" / "prepare.py").touch()
-    monkeypatch.setattr("data.dataset.__file__", str(tmp_path / "dataset.py"))
+    monkeypatch.setattr("sympow.data.dataset.__file__", str(tmp_path / "dataset.py"))
     with pytest.raises(DataError, match="not prepared: run python data/pystdlib/prepare.py"):
         Dataset("pystdlib")
 
 
 def test_more_shards_than_file_descriptors(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.dataset.OPEN_SHARDS", 4)
+    monkeypatch.setattr("sympow.data.dataset.OPEN_SHARDS", 4)
     train, _ = write(tmp_path, train=(1,) * 20)
     dataset = Dataset(str(tmp_path))
     assert np.array_equal(dataset.read("train", 0, 240), train.ravel())
@@ -573,7 +573,7 @@ def test_jsonl_gives_a_document_a_line(tmp_path):
 
 
 def test_large_sources_are_cut_into_units_without_losing_text(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.corpus.UNIT", 10_000)
+    monkeypatch.setattr("sympow.data.corpus.UNIT", 10_000)
     text_ = "".join(f"line {i} ü\n" for i in range(5000))
     (tmp_path / "a.txt").write_text(text_)
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"record {i}"}) + "\n" for i in range(2000)))
@@ -611,7 +611,7 @@ def test_prepared_text_is_found_complete_quickly_and_edits_are_noticed(tmp_path,
     prepare_text(tmp_path, path)
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr("data.corpus.write_dataset", None)
+        patch.setattr("sympow.data.corpus.write_dataset", None)
         started = time.perf_counter()
         prepare_text(tmp_path, path)
         assert time.perf_counter() - started < 0.5
@@ -677,7 +677,7 @@ def test_wrong_arguments_and_failures_are_one_line_with_status_2(tmp_path, name,
         wrong[-1].append("x.txt")
     if name in ("pystdlib", "longcrawl64"):
         wrong.append([f"--{'root' if name == 'pystdlib' else 'source'}={tmp_path / 'nosuch'}"])
-    script = importlib.import_module(f"data.{name}.prepare")
+    script = importlib.import_module(f"sympow.data.{name}.prepare")
     for argv in wrong:
         monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, argv)])
         with pytest.raises(SystemExit) as stop:
@@ -690,13 +690,13 @@ def test_wrong_arguments_and_failures_are_one_line_with_status_2(tmp_path, name,
 
 
 def test_loader_imports_no_optional_package():
-    code = "import data.loader, sys; print(*{'zarr', 'datasets', 'tiktoken'}.intersection(sys.modules))"
+    code = "import sympow.data.loader, sys; print(*{'zarr', 'datasets', 'tiktoken'}.intersection(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.stdout.strip(), done.returncode) == ("", 0), done.stdout + done.stderr
 
 
 def test_missing_package_is_one_line(monkeypatch):
-    from data import need
+    from sympow.data import need
 
     with pytest.raises(DataError, match="pip install -r requirements.txt"):
         need("no_such_package_anywhere")

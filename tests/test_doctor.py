@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import doctor
-from doctor import Facts
+from sympow import doctor
+from sympow.doctor import Facts
 
 ROOT = Path(doctor.__file__).parent
 GPU = dict(smi_gpus=["NVIDIA H200, 143771 MiB"], driver="580.82.07")
@@ -141,7 +141,7 @@ def test_error_of_gives_the_last_line():
 
 def test_runs_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart is not there')")
-    code = "import sys; sys.path.insert(0, sys.argv.pop()); import doctor; sys.exit(doctor.main())"
+    code = "import sys; sys.path.insert(0, sys.argv.pop()); from sympow import doctor; sys.exit(doctor.main())"
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr == ""

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from attention.embedding import symmetric_power_dim, symmetric_power_embedding, tensor_power_embedding
+from sympow.attention.embedding import symmetric_power_dim, symmetric_power_embedding, tensor_power_embedding
 
 
 @pytest.mark.parametrize("embedding", [tensor_power_embedding, symmetric_power_embedding])

@@ -7,10 +7,10 @@ import torch
 from helpers import SMALL, call, dataset, make_dataset  # noqa: F401 (dataset is a fixture)
 from test_sample import tiny
 
-import evaluate
-import train
-from runs import plotting, scores
-from runs.plotting import means_by_position
+from sympow import evaluate
+from sympow import train
+from sympow.runs import plots, scores
+from sympow.runs.plots import means_by_position
 
 
 @pytest.mark.parametrize("attention", ["softmax", "sympow_gating", "conformal_sympow"])
@@ -33,15 +33,15 @@ def test_means_between_powers_of_two():
 
 
 def test_the_band_is_the_standard_error_over_documents(monkeypatch):
-    mean, error = plotting.mean_and_standard_error([[1.0, 2.0], [3.0, 2.0], [5.0, 2.0]])
+    mean, error = plots.mean_and_standard_error([[1.0, 2.0], [3.0, 2.0], [5.0, 2.0]])
     assert mean.tolist() == [3.0, 2.0] and error.tolist() == pytest.approx([2 / 3**0.5, 0.0])
-    assert plotting.mean_and_standard_error([[1.0, 2.0]])[1].tolist() == [0.0, 0.0]
+    assert plots.mean_and_standard_error([[1.0, 2.0]])[1].tolist() == [0.0, 0.0]
     figures = []
-    monkeypatch.setattr(plotting, "save_figure", lambda figure, png: figures.append(figure))
+    monkeypatch.setattr(plots, "save_figure", lambda figure, png: figures.append(figure))
     positions = [1.0, 10.0, 100.0, 1000.0]
     curves = {"a": (positions, [[9.0, 3.0, 2.0, 2.0]] * 5, 128), "b": (positions, [[9.0, 4.0, 3.0, 3.0]] * 5, 256)}
-    plotting.plot_loss_by_position(curves, "x.png")
-    plotting.plot_loss_by_position({"a": curves["a"]}, "x.png", joined=True)
+    plots.plot_loss_by_position(curves, "x.png")
+    plots.plot_loss_by_position({"a": curves["a"]}, "x.png", joined=True)
     (axis,), (other,) = (figure.axes for figure in figures)
     assert axis.get_title("left") == "mean of 5 documents; band: standard error" and len(axis.collections) == 2
     assert axis.get_xlabel() == "position in the document, tokens"
@@ -57,7 +57,7 @@ def test_the_band_is_the_standard_error_over_documents(monkeypatch):
     "number,text", [(1, "1"), (500, "500"), (1000, "1k"), (64_000, "64k"), (2e6, "2M"), (0.5, "0.5")]
 )
 def test_numbers_on_axes_are_short(number, text):
-    assert plotting.short_count(number) == text
+    assert plots.short_count(number) == text
 
 
 def test_the_program(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811

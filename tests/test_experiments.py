@@ -15,19 +15,19 @@ import pytest
 import torch
 from helpers import make_dataset
 
-from data.dataset import Dataset
-from data.near_duplicates import repeated_shares
-from data.recall import prepare as prepare_recall
-from data.recall.tasks import CHANCE, make_needles, make_pairs, questions
-from data.source import prepare as prepare_source
-from experiments import learning_rates, runs
-from experiments.equal_time import describe_leads, leads, long_begins, loss_at, retimed
-from experiments.report import (
+from sympow.data.dataset import Dataset
+from sympow.data.near_duplicates import repeated_shares
+from sympow.data.recall import prepare as prepare_recall
+from sympow.data.recall.tasks import CHANCE, make_needles, make_pairs, questions
+from sympow.data.source import prepare as prepare_source
+from sympow.experiments import learning_rates, runs
+from sympow.experiments.equal_time import describe_leads, leads, long_begins, loss_at, retimed
+from sympow.experiments.report import (
     Entry, Panel, Table, draw_panel, find, is_noise, loss_cell, markdown_table, ratio_cell, ratio_curve, texts_cell,
     tokens_cell, val_curve, write_report,
 )  # fmt: skip
-from experiments.worker import losses, positions, score, windowed
-from runs.plotting import smooth
+from sympow.experiments.worker import losses, positions, score, windowed
+from sympow.runs.plots import smooth
 
 
 dataset = helpers.dataset
@@ -55,7 +55,7 @@ def test_repeated_texts_are_found_whatever_their_white_space():
 def test_batches_do_not_change_what_is_found(monkeypatch):
     texts = [code(i % 7, 5 + i) for i in range(20)]
     whole = repeated_shares(texts)
-    monkeypatch.setattr("data.near_duplicates.BATCH", 1)
+    monkeypatch.setattr("sympow.data.near_duplicates.BATCH", 1)
     assert np.array_equal(whole, repeated_shares(texts)) and whole.max() > 0.5
 
 
@@ -321,7 +321,7 @@ def test_windows_score_each_target_once_with_half_a_window_before_it(monkeypatch
         seen.append(inputs.shape)
         return targets - inputs + torch.arange(inputs.shape[1]) * 100  # says where in its window a target stood
 
-    monkeypatch.setattr("experiments.worker.losses_by_position", stub)
+    monkeypatch.setattr("sympow.experiments.worker.losses_by_position", stub)
     x = torch.arange(33)[None]
     found = windowed((0, None, 0, torch.device("cpu"), nullcontext()), x[:, :-1], x[:, 1:], 8)
     assert len(found) == 32 and list(found[:8]) == [1 + 100 * i for i in range(8)]
@@ -455,7 +455,7 @@ def test_long_texts_are_of_one_project_and_spans_are_means_of_positions(source, 
     out, projects = source
     seen = []
     stub = lambda loaded, inputs, targets, window: seen.append((inputs, targets)) or np.arange(1024.0) + 100 * len(seen)
-    monkeypatch.setattr("experiments.worker.windowed", stub)
+    monkeypatch.setattr("sympow.experiments.worker.windowed", stub)
     found = positions(dict(dataset=out), None, 1024, 3, start=512, bounds=[0, 2, 1024])
     whole = [b"".join(text for _, text in sorted(files.items())) for files in projects.values()]
     for inputs, targets in seen:
@@ -481,7 +481,7 @@ def test_mistakes_are_one_line(experiment, dataset, option, capsys):
 
 @pytest.mark.slow
 def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch):
-    from experiments import evaluation_length
+    from sympow.experiments import evaluation_length
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-import loss  # noqa: E402
-from attention import ATTENTIONS, check, dispatch, even_power  # noqa: E402
-from attention.rotary import rotary, rotate_heads  # noqa: E402
-from kernels import fused, operators, rotated  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
+from sympow.layers import loss  # noqa: E402
+from sympow.attention import ATTENTIONS, check, dispatch, even_power  # noqa: E402
+from sympow.attention.rotary import rotary, rotate_heads  # noqa: E402
+from sympow.kernels import fused, operators, rotated  # noqa: E402
+from sympow.model import GPT, GPTConfig  # noqa: E402
 
 NAMES = [name for name, _ in check.FUSED_SIZES[::2]]
 SHAPE = dict(vocab_size=75, n_head=4, n_kv_head=2, n_embd=24, head_dim=6, rope_base=99.0, gate_bias=2.0)

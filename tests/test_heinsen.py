@@ -6,11 +6,12 @@ import pytest
 import torch
 from numerics import Largest, relative_error
 
-from attention import ATTENTIONS, LogState, PowerState, check, dispatch, heinsen, heinsen_attention, heinsen_forms
-from attention import heinsen_naive as naive
-from attention.log_position import LogPosition, log_recurrence
-from attention.state import LayerState
-from model import GPT, GPTConfig
+from sympow.attention import ATTENTIONS, LogState, PowerState, check, dispatch, heinsen, heinsen_forms
+from sympow.attention import heinsen_attention
+from sympow.attention import heinsen_naive as naive
+from sympow.attention.log_position import LogPosition, log_recurrence
+from sympow.attention.state import LayerState
+from sympow.model import GPT, GPTConfig
 
 FORMS = ["quadratic", "chunked", "recurrent"]
 CHUNK = 16
@@ -406,7 +407,7 @@ def test_pieces_of_a_text_have_the_positions_of_the_whole(monkeypatch):
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-6)
     start = resets[0].nonzero()[-1].item()  # a text begins anew
     assert torch.allclose(layer(x[:1, start:])[0], whole[:1, start:], atol=1e-6)
-    monkeypatch.setattr("attention.log_position.ENTRIES_AT_ONCE", 1)  # one sequence at a time
+    monkeypatch.setattr("sympow.attention.log_position.ENTRIES_AT_ONCE", 1)  # one sequence at a time
     assert layer(x, resets)[0].equal(whole)
 
 
@@ -416,7 +417,7 @@ def test_positions_are_computed_in_float32_under_autocast_and_without_a_graph_br
     y, _ = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x)[0].equal(y) and layer(x.bfloat16())[0].dtype == torch.bfloat16
-    torch.library.opcheck(torch.ops.sympow_clone.log_recurrence.default, (*x.expand(2, 1, 40, 8).clone(), x[:, 0]))
+    torch.library.opcheck(torch.ops.sympow.log_recurrence.default, (*x.expand(2, 1, 40, 8).clone(), x[:, 0]))
 
 
 # ---- the variant
@@ -526,7 +527,7 @@ def kernels(monkeypatch):
         dispatch, "heinsen_unsupported_reason", lambda dtype, D, E, device: "" if D == E == 8 else f"D={D}"
     )
     run = lambda *args, **kwargs: calls.append(args[0].shape[1]) or stand_in(*args, **kwargs)
-    monkeypatch.setattr("attention.backend.heinsen_attention", run)
+    monkeypatch.setattr("sympow.kernels.heinsen_operator.heinsen_attention", run)
     monkeypatch.setattr(dispatch, "_warned", set())
     return calls
 
@@ -560,7 +561,7 @@ def test_kernels_are_compared_with_float64_before_their_first_use(monkeypatch, w
         y, *state = stand_in(q, k, v, *args, **kwargs)
         return y * (1.1 if wrong == "y" else 1), *state
 
-    monkeypatch.setattr("attention.backend.heinsen_attention", attention)
+    monkeypatch.setattr("sympow.kernels.heinsen_operator.heinsen_attention", attention)
     monkeypatch.setattr(check, "heinsen_errors", lambda *size, of=check.heinsen_errors: of(*size, T=100, device="cpu"))
     monkeypatch.setattr(check, "remember", lambda name, find, device: find())
     for name, value in dict(is_available=True, is_current_stream_capturing=False, device_count=2).items():

@@ -12,8 +12,8 @@ from numerics import relative_error
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from kernels import heinsen, heinsen_unsupported_reason  # noqa: E402
-from kernels.heinsen_operator import heinsen_attention  # noqa: E402
+from sympow.kernels import heinsen, heinsen_unsupported_reason  # noqa: E402
+from sympow.kernels.heinsen_operator import heinsen_attention  # noqa: E402
 
 GPU = bool(os.environ.get("TEST_GPU"))
 DEVICE = "cuda" if GPU else "cpu"
@@ -250,7 +250,7 @@ def test_the_operator_keeps_torchs_rules():
     tensors, _ = inputs(3, DTYPES[0], H=1, state=True, documents=[0, 0, 1])
     leaves = [x if x is None or not x.is_floating_point() else x.detach().requires_grad_() for x in tensors]
     promises = ("test_schema", "test_autograd_registration", "test_faketensor")  # the others: the test below
-    torch.library.opcheck(torch.ops.sympow_clone.heinsen.default, (*leaves, True), test_utils=promises)
+    torch.library.opcheck(torch.ops.sympow.heinsen.default, (*leaves, True), test_utils=promises)
 
 
 def test_a_compiled_function_has_no_graph_break():
@@ -307,7 +307,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path[:0] = [{os.path.join(ROOT, "tests")!r}, {str(ROOT)!r}]
 from sass import disassemble, hazards
-from kernels.precompile import pretend_gpu
+from sympow.kernels.precompile import pretend_gpu
 
 capability, dtype, D, folder, *kernels = sys.argv[1:]
 pretend_gpu(int(capability))
@@ -321,7 +321,7 @@ def compile_only(self, *args, grid, **options):
         print(self.__name__, found.metadata.shared, len(re.findall(r"\\bSTL\\b", sass)), len(wrong))
 
 JITFunction.run = compile_only
-from kernels import heinsen
+from sympow.kernels import heinsen
 q, k, v = torch.zeros(1, 200, 6, int(D), dtype=getattr(torch, dtype)).split(2, 2)
 documents = torch.zeros(1, 200, dtype=torch.int32)
 state = [torch.zeros(1, 2, *shape) for shape in ((int(D),), (int(D), int(D)), (int(D),))]

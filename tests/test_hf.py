@@ -8,9 +8,9 @@ import types
 
 import pytest
 
-from data import DataError, documents, shards
-from data.dataset import Dataset
-from data.hf import prepare as hf
+from sympow.data import DataError, documents, shards
+from sympow.data.dataset import Dataset
+from sympow.data.hf import prepare as hf
 
 datasets = pytest.importorskip("datasets")
 

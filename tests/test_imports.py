@@ -4,36 +4,37 @@ import ast
 from pathlib import Path
 
 import pytest
+from helpers import run
 
 ROOT = Path(__file__).resolve().parent.parent
 # the most lines that these files may have
 SHORT = {"model.py": 300, "train.py": 400, "sample.py": 250, "README.md": 130, "docs/kernels.md": 150}
 PROGRAMS = {"train", "sample", "evaluate", "compare", "doctor", "export"}
-# the packages that a package (or top-level file) may import; data/*/prepare.py are programs of data/
+MODEL = {"model", "layers", "attention", "kernels"}
+# the rooms that a room (or top-level file) may import; data/*/prepare.py are programs of data/
 ALLOWED = {
     "kernels": set(),
     "data": set(),
     "attention": {"kernels"},
-    "activation": set(),
-    "norm": {"attention"},
-    "loss": {"attention"},
-    "model": {"activation", "attention", "loss", "norm"},
-    "decoder": {"model", "attention", "kernels"},
-    "generate": {"decoder", "model", "attention", "kernels", "data"},
-    "runs": {"generate", "model", "attention", "data"},
+    "layers": {"attention"},
+    "model": {"layers", "attention"},
+    "generation": {*MODEL, "data", "runs"},
+    "training": {*MODEL, "data", "runs", "generation"},
+    "runs": {*MODEL, "data", "training", "generation"},
     "config": set(),
-    "package": {"attention", "kernels"},
-    **dict.fromkeys(PROGRAMS, {"runs", "generate", "decoder", "model", "attention", "kernels", "data"}),
+    "sympow": MODEL,
+    **dict.fromkeys(PROGRAMS, {*MODEL, "generation", "runs", "training", "data"}),
 }
 
 
 def files():
-    """Return {dotted module name: path} of all files but those of bench/ and tests/, which may import anything."""
+    """Return {module name: path} of the files that have rules; bench/, experiments/ and tests/ may import anything."""
     paths = [*ROOT.glob("*.py")]
-    for folder in ("attention", "kernels", "runs", "data", "config", "package"):
-        paths += (ROOT / folder).rglob("*.py")
+    for room in ALLOWED:
+        paths += (ROOT / room).rglob("*.py")
     dotted = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
-    return {name.removesuffix(".__init__"): path for name, path in dotted.items()}
+    dotted = {name.removesuffix(".__init__"): path for name, path in dotted.items()}
+    return {name if name.startswith("sympow") else f"sympow.{name}": path for name, path in dotted.items()}
 
 
 FILES = files()
@@ -63,8 +64,9 @@ def targets(name):
     return found
 
 
-def package_of(name):
-    return name.partition(".")[0]
+def room_of(name):
+    """Return the folder of a module of this repository, or the name of a file at top level."""
+    return FILES[name].relative_to(ROOT).parts[0].removesuffix(".py")
 
 
 def test_what_is_read_first_stays_short():
@@ -79,17 +81,17 @@ def test_what_is_read_first_stays_short():
     assert not long
 
 
-def test_every_file_is_in_a_package_that_has_rules():
-    assert {package_of(name) for name in FILES} == set(ALLOWED)
+def test_every_file_is_in_a_room_that_has_rules():
+    assert {room_of(name) for name in FILES} == set(ALLOWED)
     assert len(FILES) > 60
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_imports_its_own_package_and_those_below(name):
+def test_a_file_imports_its_own_room_and_those_below(name):
     wrong = [
         f"{name}:{line} imports {target}"
         for target, _, line in targets(name)
-        if package_of(target) not in ALLOWED[package_of(name)] | {package_of(name)}
+        if target != "sympow" and room_of(target) not in ALLOWED[room_of(name)] | {room_of(name)}
     ]
     assert not wrong
 
@@ -118,9 +120,9 @@ def test_nothing_private_is_imported(name):
     wrong = [
         f"{name}:{line} imports {what} from {module}"
         for module, what, _, line in imports(name)
-        if what and what.startswith("_") and (module in FILES or package_of(module) in ALLOWED)
+        if what and what.startswith("_") and module in FILES
     ]
-    ours = {(what or module).rpartition(".")[2] for module, what, *_ in imports(name) if package_of(module) in ALLOWED}
+    ours = {(what or module).rpartition(".")[2] for module, what, *_ in imports(name) if module.startswith("sympow")}
     for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ours:
             if node.attr.startswith("_") and not node.attr.startswith("__"):
@@ -131,21 +133,50 @@ def test_nothing_private_is_imported(name):
 def test_attention_reaches_the_kernels_by_one_door_and_both_are_relative_inside():
     for name in FILES:
         for target, level, line in targets(name):
-            if package_of(name) == "attention" and package_of(target) == "kernels":
-                assert name == "attention.backend", f"{name}:{line} imports {target}"
-            if package_of(name) in ("attention", "kernels") and package_of(target) == package_of(name):
+            if room_of(name) == "attention" and room_of(target) == "kernels":
+                assert name == "sympow.attention.backend", f"{name}:{line} imports {target}"
+            if room_of(name) in ("attention", "kernels") and room_of(target) == room_of(name):
                 assert level, f"{name}:{line} imports {target} by its full name"
 
 
 def test_no_library_imports_a_script():
-    scripts = {name for name in FILES if package_of(name) == "data" and name.endswith(".prepare")}
-    scripts |= PROGRAMS | {"kernels.tune"}
+    scripts = {name for name in FILES if room_of(name) == "data" and name.endswith(".prepare")}
+    scripts |= {f"sympow.{name}" for name in (*PROGRAMS, "kernels.tune")}
     wrong = [f"{name} imports {target}" for name in FILES for target, *_ in targets(name) if target in scripts]
     assert len(scripts) == 14 and not wrong
 
 
 def test_attention_and_the_model_can_be_imported_without_triton():
-    from helpers import run
-
-    code = "import sys; sys.modules['triton'] = None; import attention, model, generate, kernels.cost, kernels.configs"
+    code = "import sys; sys.modules['triton'] = None; import sympow.generation.generate, sympow.kernels.cost"
     run("-c", code, cwd=ROOT)
+
+
+EVERYTHING = """
+import importlib, os, sys
+import sympow
+for name in {names}:
+    importlib.import_module(name)
+files = {{}}
+for name, module in sys.modules.items():
+    path = getattr(module, "__file__", None)
+    if path and os.path.realpath(path).startswith(os.getcwd() + os.sep) and name != "__main__":
+        files.setdefault(os.path.realpath(path), []).append(name)
+print(len(files))
+assert not [names for names in files.values() if len(names) > 1], files
+"""
+
+
+def test_no_source_file_has_two_names():
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    kinds = ("bench", "experiments")
+    paths = [path for kind in kinds for path in (ROOT / kind).glob("*.py") if path.stem != "__init__"]
+    names = [*FILES, *(f"sympow.{path.parent.name}.{path.stem}" for path in paths)]
+    env = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = run("-c", EVERYTHING.format(names=[name for name in names if "gluon" not in name]), cwd=ROOT, env=env)
+    assert int(done.stdout) >= len(FILES)
+
+
+@pytest.mark.parametrize("room", ("attention", "kernels", "data"))
+def test_a_room_refuses_another_name_in_one_line(room):
+    done = run("-c", f"import {room}", cwd=ROOT, check=False)
+    assert done.stderr.splitlines()[-1] == f"ImportError: {room}/ is imported as sympow.{room}"

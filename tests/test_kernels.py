@@ -13,14 +13,14 @@ import torch
 from numerics import relative_error
 from torch.nn.functional import logsigmoid
 
-from attention import naive
+from sympow.attention import naive
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from attention import dispatch  # noqa: E402
-from attention.power import power_attention  # noqa: E402
-from kernels import configs, gates, operators, quadratic  # noqa: E402
-from kernels.configs import Config  # noqa: E402
+from sympow.attention import dispatch  # noqa: E402
+from sympow.attention.power import power_attention  # noqa: E402
+from sympow.kernels import configs, gates, operators, quadratic  # noqa: E402
+from sympow.kernels.configs import Config  # noqa: E402
 
 GPU = bool(os.environ.get("TEST_GPU"))
 DEVICE = "cuda" if GPU else "cpu"
@@ -311,7 +311,7 @@ def test_sums_that_are_not_divided(gates, n, dtype):
 def test_the_operator_keeps_torchs_rules(gates, normalize):
     tensors, _ = inputs(40, gates, DTYPES[0])
     leaves = [x if x is None else x.detach().requires_grad_() for x in tensors]
-    torch.library.opcheck(torch.ops.sympow_clone.quadratic.default, (*leaves, 2, 0.25, normalize))
+    torch.library.opcheck(torch.ops.sympow.quadratic.default, (*leaves, 2, 0.25, normalize))
 
 
 def test_meta_tensors_have_the_right_shapes():

@@ -6,15 +6,15 @@ import pytest
 import torch
 from helpers import SMALL, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
 
-import evaluate
-import sample
-import train
-from attention import ATTENTIONS, Softmax, Sympow, SympowGating
-from attention.state import LayerState, State
-from generate import generate, read_prompt
-from model import GPT, GPTConfig
-from runs import state_file
-from runs.wandb_run import wandb_row
+from sympow import evaluate
+from sympow import sample
+from sympow import train
+from sympow.attention import ATTENTIONS, Softmax, Sympow, SympowGating
+from sympow.attention.state import LayerState, State
+from sympow.generation.generate import generate, read_prompt
+from sympow.model import GPT, GPTConfig
+from sympow.generation import state_file
+from sympow.runs.wandb_run import wandb_row
 
 SHAPE = dict(vocab_size=97, n_head=4, n_kv_head=2, n_embd=32, head_dim=8, rope_base=99.0, gate_bias=2.0)
 

@@ -1,20 +1,20 @@
 """What docs/library.md shows, run as it stands there, and power attention inside transformers' Llama."""
 
-import importlib
 import os
 import re
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import ROOT, join, start_ranks
-from test_package import sympow  # noqa: F401
+
 
 transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
+
+import sympow.transformers  # noqa: E402
 
 GATES = {"sympow": "none", "sympow_p4": "none", "sympow_fixed": "fixed"}
 POWERS = {"sympow": 2, "sympow_p4": 4, "sympow_fixed": 2}
@@ -37,9 +37,9 @@ def naive_attention(module, query, key, value, attention_mask, name, **kwargs):
 
 
 @pytest.fixture(scope="module")
-def power(sympow):  # noqa: F811
+def power():
     """Return the module sympow.transformers with all of GATES registered, and each of them as naive_NAME too."""
-    module = importlib.import_module("sympow.transformers")
+    module = sympow.transformers
     for name in GATES:
         module.register(name, p=POWERS[name], gate=GATES[name])
         naive = lambda *args, name=name, **kwargs: naive_attention(*args, name=name, **kwargs)
@@ -262,7 +262,7 @@ def test_every_recipe_is_run_by_a_test():
     assert [title for title in recipes() if f'run_recipe("{title}")' not in here] == ["A trained model in transformers"]
 
 
-def test_the_recipe_of_the_operator(sympow):  # noqa: F811
+def test_the_recipe_of_the_operator():
     of = run_recipe("The operator")
     q, k, v = of["q"], of["k"], of["v"]
     assert of["y"].shape == (2, 512, 8, 32) and of["state"].S.shape == (2, 4, 528, 32)
@@ -270,7 +270,7 @@ def test_the_recipe_of_the_operator(sympow):  # noqa: F811
     assert (of["y"] - whole[:, 512:]).norm() < 1e-5 * of["y"].norm()
 
 
-def test_the_recipe_of_packed_sequences(sympow):  # noqa: F811
+def test_the_recipe_of_packed_sequences():
     of, ends = run_recipe("Packed sequences"), (0, 100, 170, 300)
     for i, (a, b) in enumerate(zip(ends, ends[1:])):
         q, k, v = (of[name][None, a:b] for name in "qkv")
@@ -279,14 +279,14 @@ def test_the_recipe_of_packed_sequences(sympow):  # noqa: F811
         assert (of["state"].S[i] - state.S[0]).norm() < 1e-5 * state.S.norm()
 
 
-def test_the_recipe_of_a_layer(sympow):  # noqa: F811
+def test_the_recipe_of_a_layer():
     of = run_recipe("A layer")
     whole = of["layer"](of["x"])
     assert of["y"].shape == whole.shape and (of["y_t"] - whole[:, -1:]).norm() < 1e-5 * of["y_t"].norm()
     assert not torch.allclose(of["y"][:, 20:], whole[:, 20:]) and torch.allclose(of["y"][:, :20], whole[:, :20])
 
 
-def test_the_recipe_of_a_model_of_transformers(sympow, capsys):  # noqa: F811
+def test_the_recipe_of_a_model_of_transformers(capsys):
     of = run_recipe("In a model of transformers")
     assert all(p.grad.norm() > 0 for p in of["model"].parameters())
     assert of["text"].shape == (2, 52) and int(capsys.readouterr().out) == of["cache"].bytes()
@@ -300,7 +300,7 @@ def run_transforms(monkeypatch, backend):
 
 
 @pytest.mark.slow
-def test_the_recipe_of_transforms(sympow, monkeypatch):  # noqa: F811
+def test_the_recipe_of_transforms(monkeypatch):
     of = run_transforms(monkeypatch, "eager")
     layer, x = of["layer"], of["x"]
     assert torch.equal(of["y"], layer(x))
@@ -311,7 +311,7 @@ def test_the_recipe_of_transforms(sympow, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("form", ["quadratic", "chunked"])
-def test_gradients_of_each_sample_in_every_form(sympow, form):  # noqa: F811
+def test_gradients_of_each_sample_in_every_form(form):
     layer = sympow.Attention(n_embd=16, n_head=2, form=form, chunk_size=4)
     weights, (x, target) = dict(layer.named_parameters()), torch.randn(2, 3, 9, 16).unbind()
     call = lambda weights, x: torch.func.functional_call(layer, weights, (x[None],))[0]
@@ -325,7 +325,6 @@ def test_gradients_of_each_sample_in_every_form(sympow, form):  # noqa: F811
 
 def ranks():
     """Run the recipe for several ranks and compare its gradients with those of all samples on one rank."""
-    sys.path.insert(0, sys.argv[1])
     of = run_recipe("On several ranks")
     torch.manual_seed(0)
     x = torch.randn(2, 4, 20, 64)
@@ -344,13 +343,12 @@ def ranks():
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(os.environ.get("TEST_GPU")), reason="the ranks have no GPUs")
-def test_the_recipe_for_several_ranks(sympow, tmp_path):  # noqa: F811
-    site = Path(sympow.__file__).parents[1]  # run_recipe("On several ranks") in two processes
-    assert join(*start_ranks(2, ranks, site, cwd=tmp_path)) == [0, 0], (tmp_path / "rank_0").read_text()
+def test_the_recipe_for_several_ranks(tmp_path):
+    assert join(*start_ranks(2, ranks, cwd=tmp_path)) == [0, 0], (tmp_path / "rank_0").read_text()
 
 
 @pytest.mark.gpu
-def test_the_recipe_of_a_cuda_graph(sympow):  # noqa: F811
+def test_the_recipe_of_a_cuda_graph():
     of = run_recipe("In a CUDA graph")
     graphed, leaves = of["attend"], [of[name] for name in "qkv"]
     with torch.no_grad():

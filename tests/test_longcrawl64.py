@@ -10,10 +10,10 @@ import tiktoken
 import zarr
 from helpers import byte_encoding, kill_in_second_shard
 
-from data import DataError, zarr_rows
-from data.dataset import Dataset
-from data.loader import Windows
-from data.longcrawl64 import prepare as longcrawl64
+from sympow.data import DataError, zarr_rows
+from sympow.data.dataset import Dataset
+from sympow.data.loader import Windows
+from sympow.data.longcrawl64 import prepare as longcrawl64
 
 LENGTH, ROWS, COLUMNS = 64, 4, 16  # as 65536, 2048, 2048
 TRAIN, HELDOUT = 10, 7  # the last chunk row is not full
@@ -393,7 +393,7 @@ def test_chunk_reads_go_through_the_retry(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("documents", [None, 2 * ROWS + 1])
 def test_arrays_are_read_where_they_are_each_chunk_once(tmp_path, documents, monkeypatch):
-    from data.loader import train_indices
+    from sympow.data.loader import train_indices
 
     arrays = make_source(tmp_path)
     options = [] if documents is None else [f"--documents={documents}"]

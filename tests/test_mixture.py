@@ -12,17 +12,17 @@ import torch
 from helpers import SMALL, assert_same_batch_for_any_ranks, byte_encoding, call, join, metrics, start, start_ranks
 from test_stages import train_until_read
 
-import compare
-import train
-from data import DataError
-from data.dataset import Dataset
-from data.loader import train_indices
-from data.mixture import HeldOut, open_dataset, open_windows
-from data.shards import Unit, write_dataset
-from data.tokenizer import Tokenizer
-from runs.batches import format_losses
-from runs.folder import fingerprint
-from runs.wandb_run import wandb_row
+from sympow import compare
+from sympow import train
+from sympow.data import DataError
+from sympow.data.dataset import Dataset
+from sympow.data.loader import train_indices
+from sympow.data.mixture import HeldOut, open_dataset, open_windows
+from sympow.data.shards import Unit, write_dataset
+from sympow.data.tokenizer import Tokenizer
+from sympow.training.batches import format_losses
+from sympow.runs.folder import fingerprint
+from sympow.runs.wandb_run import wandb_row
 
 
 def write_set(folder, name, length, rows, val, tokenizer):

@@ -10,12 +10,12 @@ import torch
 import torch.utils.flop_counter
 from torch import nn
 
-import activation
-import loss as loss_module
-import norm as norm_module
-from attention import ATTENTIONS
-from attention.gates import linear_fp32
-from model import GPT, GPTConfig
+from sympow.layers import activation
+from sympow.layers import loss as loss_module
+from sympow.layers import norm as norm_module
+from sympow.attention import ATTENTIONS
+from sympow.attention.gates import linear_fp32
+from sympow.model import GPT, GPTConfig
 
 KINDS = [(a, "auto") for a in ATTENTIONS] + [("conformal_sympow", "none"), ("conformal_sympow", "fixed")]
 POWER = [k for k in KINDS if k[0] not in ("softmax", "even_power", "adaptive_power", "heinsen")]
@@ -336,7 +336,7 @@ def test_a_gain_that_is_a_part_of_the_head_changes_nothing(dtype, monkeypatch):
         return not linear
 
     wanted, unfolded = run(exact), run(model)
-    monkeypatch.setattr("norm.folds", folds)
+    monkeypatch.setattr("sympow.layers.norm.folds", folds)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: dtype)
     found, error = run(model), lambda x, y: (x.double() - y).norm() / y.norm()
     assert norms[-1] is model.transformer.ln_f
@@ -404,8 +404,8 @@ def test_all_layers_of_a_model_are_compiled_with_the_gain_in_the_linear_layer(mo
         folded.append(norm)
         return True
 
-    monkeypatch.setattr("norm.folds", folds)
-    monkeypatch.setattr("model.stored", norm_module.Stored.apply)
+    monkeypatch.setattr("sympow.layers.norm.folds", folds)
+    monkeypatch.setattr("sympow.model.stored", norm_module.Stored.apply)
     torch.compiler.reset()
     ids = torch.randint(97, (2, 17))
     with torch.autocast("cpu", torch.bfloat16):

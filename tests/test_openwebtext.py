@@ -8,9 +8,9 @@ import pytest
 import tiktoken
 from helpers import byte_encoding, kill_in_second_shard
 
-from data import DataError, documents
-from data.dataset import Dataset
-from data.openwebtext import prepare as openwebtext
+from sympow.data import DataError, documents
+from sympow.data.dataset import Dataset
+from sympow.data.openwebtext import prepare as openwebtext
 
 datasets = pytest.importorskip("datasets")
 

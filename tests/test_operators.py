@@ -15,14 +15,14 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 import test_heinsen_kernels  # noqa: E402
 from test_kernels import DEVICE, DTYPES, GPU  # noqa: E402
 
-from attention import check, forms, gates  # noqa: E402
-from attention.check import Size  # noqa: E402
-from attention.power import PowerState  # noqa: E402
-from kernels import HEAD_DIMS, operators, unsupported_reason, width  # noqa: E402
-from kernels.adaptive import adaptive_attention  # noqa: E402
-from kernels.arguments import narrow_state, to_width, widen_state  # noqa: E402
-from kernels.heinsen_operator import heinsen_attention  # noqa: E402
-from kernels.layout import positions_of_narrower  # noqa: E402
+from sympow.attention import check, forms, gates  # noqa: E402
+from sympow.attention.check import Size  # noqa: E402
+from sympow.attention.power import PowerState  # noqa: E402
+from sympow.kernels import HEAD_DIMS, operators, unsupported_reason, width  # noqa: E402
+from sympow.kernels.adaptive import adaptive_attention  # noqa: E402
+from sympow.kernels.arguments import narrow_state, to_width, widen_state  # noqa: E402
+from sympow.kernels.heinsen_operator import heinsen_attention  # noqa: E402
+from sympow.kernels.layout import positions_of_narrower  # noqa: E402
 
 CHUNK, T = 128, 300  # a ragged last chunk
 CASES = [(D, p, gated) for D, p in ((16, 2), (32, 2), (16, 4), (64, 2), (128, 2), (32, 4)) for gated in (True, False)]

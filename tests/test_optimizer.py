@@ -14,12 +14,13 @@ from helpers import SMALL, call, dataset, join, metrics, start_ranks  # noqa: F4
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import train
-from attention import ATTENTIONS, double
-from generate import Sampler
-from model import GPT, GPTConfig
-from runs import checkpoint, muon, optimizer
-from runs.settings import choose_device, read_settings
+from sympow import train
+from sympow.attention import ATTENTIONS, double
+from sympow.generation.generate import Sampler
+from sympow.model import GPT, GPTConfig
+from sympow.runs import checkpoint
+from sympow.training import muon, optimizer
+from sympow.runs.settings import choose_device, read_settings
 
 SETTINGS = dict(optimizer="muon", learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95)
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from numerics import GATES, relative_error
 
-from attention import check, dispatch, forms, naive, power
-from attention.dispatch import FORMS
-from attention.embedding import symmetric_power_dim
-from attention.forms import PowerState, integer_power, read_cache
-from attention.power import power_attention, power_attention_sums
+from sympow.attention import check, dispatch, forms, naive, power
+from sympow.attention.dispatch import FORMS
+from sympow.attention.embedding import symmetric_power_dim
+from sympow.attention.forms import PowerState, integer_power, read_cache
+from sympow.attention.power import power_attention, power_attention_sums
 
 HALVES = torch.bfloat16, torch.float16
 CHUNK = 16
@@ -497,7 +497,7 @@ def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_pa
 )
 def test_a_state_comes_before_the_quadratic_kernels(p, form, dtype, n, monkeypatch):
     """Sums over pairs on the kernels, which the interpreter runs, and what is read from the state in PyTorch."""
-    operators = pytest.importorskip("kernels.operators", reason="Triton has no wheel for this system")
+    operators = pytest.importorskip("sympow.kernels.operators", reason="Triton has no wheel for this system")
     monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, dtype, *sizes: "no" * (form == "chunked"))
     asked, real = [], operators.quadratic_sums
     monkeypatch.setattr(dispatch, "failure", lambda form, *size: asked.append(form) or "")
@@ -528,7 +528,7 @@ def test_a_state_comes_before_the_quadratic_kernels(p, form, dtype, n, monkeypat
 
 
 def test_a_document_of_small_keys_follows_a_state_of_large_ones(monkeypatch):
-    operators = pytest.importorskip("kernels.operators", reason="Triton has no wheel for this system")
+    operators = pytest.importorskip("sympow.kernels.operators", reason="Triton has no wheel for this system")
     q, k, v, log_g, S, z = (x.detach().float() for x in inputs(24, 8, "none", D=3, E=5, with_state=True)[:3] + [
         torch.zeros(2, 24, 2), *inputs(24, 8, "none", D=3, E=5, with_state=True)[4:]
     ])  # fmt: skip

@@ -16,11 +16,11 @@ import pytest
 from helpers import ROOT, byte_encoding
 from test_data import all_tokens, prepare_text, write
 
-from data import DataError, command
-from data.dataset import Dataset
-from data.shards import is_complete
-from data.text import prepare as text
-from data.tokenizer import Tokenizer
+from sympow.data import DataError, command
+from sympow.data.dataset import Dataset
+from sympow.data.shards import is_complete
+from sympow.data.text import prepare as text
+from sympow.data.tokenizer import Tokenizer
 
 
 def contents(folder):
@@ -42,7 +42,7 @@ def test_a_prepare_that_fails_leaves_the_old_dataset_as_it_was(tmp_path, monkeyp
             raise error
         atomically(path, data)
 
-    from data.files import write_atomically as atomically
+    from sympow.data.files import write_atomically as atomically
 
     for module in ("shards", "staging", "tokenizer"):
         monkeypatch.setattr(f"data.{module}.write_atomically", failing)
@@ -444,7 +444,7 @@ def test_odd_text_is_kept_to_the_byte(tmp_path, content):
 
 
 def test_text_that_is_not_utf8_is_said_where_it_loses_bytes(tmp_path, capsys):
-    from data.corpus import find_files, plan_units
+    from sympow.data.corpus import find_files, plan_units
 
     (tmp_path / "a.txt").write_bytes("naïve café\n".encode("latin-1") * 500)
     sources = find_files([tmp_path / "a.txt"], (".txt",))
@@ -454,8 +454,8 @@ def test_text_that_is_not_utf8_is_said_where_it_loses_bytes(tmp_path, capsys):
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
-    from data.corpus import find_files
-    from data.split import whole_stream
+    from sympow.data.corpus import find_files
+    from sympow.data.split import whole_stream
 
     (tmp_path / "a.txt").write_text("some text\n" * 1000)
     (files,) = find_files([tmp_path / "a.txt"], (".txt",))
@@ -493,7 +493,7 @@ def test_progress_is_a_bar_on_a_terminal_even_of_no_width_and_lines_elsewhere(tm
 
 
 def test_lines_of_progress_come_now_and_then(monkeypatch, capsys):
-    from data import progress
+    from sympow.data import progress
 
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])

@@ -7,16 +7,16 @@ import pytest
 import torch
 from helpers import call
 
-from attention import dispatch
-from bench import fused, profile_step
-from model import GPT, GPTConfig
+from sympow.attention import dispatch
+from sympow.bench import fused, profile_step
+from sympow.model import GPT, GPTConfig
 
 NAMES = {
     "step: forward Torch-Compiled Region: 0/0 aten::mm nvjet_hsh_256x128_64x4": "matrix products, forward",
     "step: backward CompiledFunctionBackward aten::mm sm90_xmma_gemm_bf16": "matrix products, backward",
     "step: forward aten::_scaled_dot_product_cudnn_attention cudnn_generated_fort_native_sdpa_sm90": "attention",
     "step: backward sympow::packed_flash_backward aten::_flash_attention_backward flash_bwd_kernel": "attention",
-    "step: forward sympow_clone::chunked update_state_kernel": "attention",
+    "step: forward sympow::chunked update_state_kernel": "attention",
     "step: forward sympow::mm_fp32 aten::mm nvjet": "gates",
     "step: forward triton_poi_fused__to_copy_add_flip_mul_3": "rotations",
     "step: backward sympow::rotate_backward rotate_backward_kernel": "rotations",

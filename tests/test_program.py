@@ -13,9 +13,9 @@ import termios
 import pytest
 from helpers import ROOT, join, start
 
-from data.files import whole_file
-from data.progress import bar
-from runs.program import check_output
+from sympow.data.files import whole_file
+from sympow.data.progress import bar
+from sympow.runs.program import check_output
 
 
 SAY = "from runs.program import run_program; run_program(lambda: print('gr\u00fc\u00dfe'))"

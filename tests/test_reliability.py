@@ -25,11 +25,12 @@ import torch
 from helpers import ROOT, SMALL, call, dataset, join, make_dataset, metrics, start, start_ranks  # noqa: F401
 from safetensors.torch import load_file, save_file
 
-import evaluate
-import train
-from data import DataError
-from runs import batches, checkpoint
-from runs.load import load_run
+from sympow import evaluate
+from sympow import train
+from sympow.data import DataError
+from sympow.training import batches
+from sympow.runs import checkpoint
+from sympow.runs.load import load_run
 
 EXTRA = ["--attention=sympow_gating", "--dropout=0.1", "--warmup_iters=2"]
 
@@ -784,7 +785,7 @@ def test_weights_that_can_not_be_taken_leave_no_folder(go, capsys):
 def test_weights_of_another_tokenizer_are_refused(go, capsys):
     import tiktoken
 
-    from data.tokenizer import Tokenizer
+    from sympow.data.tokenizer import Tokenizer
 
     assert go(*TINY, "--out_dir=out/a") == 0
     ranks = {bytes([255 - i]): i for i in range(256)}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from attention.rotary import rotary, rotation_rates
+from sympow.attention.rotary import rotary, rotation_rates
 
 
 def matrix(angles):

@@ -13,13 +13,14 @@ from helpers import SMALL, call, dataset, make_dataset, metrics  # noqa: F401 (d
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-import generate as generate_module
-import sample
-import train
-from data.tokenizer import Tokenizer
-from generate import Timings, generate, read_prompt, sample_next_token
-from model import GPT, GPTConfig
-from runs import checkpoint, state_file
+from sympow.generation import generate as generate_module
+from sympow import sample
+from sympow import train
+from sympow.data.tokenizer import Tokenizer
+from sympow.generation.generate import Timings, generate, read_prompt, sample_next_token
+from sympow.model import GPT, GPTConfig
+from sympow.runs import checkpoint
+from sympow.generation import state_file
 
 ATTENTIONS = ["softmax", "even_power", "sympow", "sympow_gating", "conformal_sympow"]
 
@@ -214,7 +215,7 @@ def test_training_and_sampling_need_no_network_and_no_dataset_afterwards(tmp_pat
     )
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
     monkeypatch.chdir(tmp_path)
-    from data.text import prepare
+    from sympow.data.text import prepare
 
     (tmp_path / "book.txt").write_text("".join(f"line {i} of the book\n" for i in range(500)))
     prepare.main(["book.txt", "--out=bpe", "--tokenizer=gpt2", "--document_length=256"])

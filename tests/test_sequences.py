@@ -10,16 +10,16 @@ import pytest
 import torch
 from numerics import GATES, relative_error
 
-from attention import dispatch, naive, sequences
-from attention.forms import PowerState
-from attention.power import power_attention
-from kernels import cost
+from sympow.attention import dispatch, naive, sequences
+from sympow.attention.forms import PowerState
+from sympow.attention.power import power_attention
+from sympow.kernels import cost
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import DEVICE  # noqa: E402
 
-from kernels import operators  # noqa: E402
+from sympow.kernels import operators  # noqa: E402
 
 NAMES = "q k v log_g S z".split()
 

@@ -14,14 +14,14 @@ import torch
 from helpers import SMALL, call, dataset, join, metrics, start_ranks  # noqa: F401
 from safetensors import safe_open
 
-import train
-from model import GPT, GPTConfig
-from runs import checkpoint, parts
-from runs.machine import memory_advice
-from runs.optimizer import clip_gradients, make_optimizer
-from runs.parallel import Layout
-from runs.processes import Failed, Ranks, exit_statuses
-from runs.stages import Stage
+from sympow import train
+from sympow.model import GPT, GPTConfig
+from sympow.runs import checkpoint, parts
+from sympow.runs.machine import memory_advice
+from sympow.training.optimizer import clip_gradients, make_optimizer
+from sympow.training.parallel import Layout
+from sympow.runs.processes import Failed, Ranks, exit_statuses
+from sympow.training.stages import Stage
 
 OPTIONS = [*SMALL, "--attention=sympow_gating", "--warmup_iters=2"]
 

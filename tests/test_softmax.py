@@ -5,10 +5,10 @@ import torch
 from helpers import SMALL, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
 from numerics import Largest
 
-import train
-from attention import packed
-from attention.softmax import packed_softmax_attention
-from model import GPT, GPTConfig
+from sympow import train
+from sympow.attention import packed
+from sympow.attention.softmax import packed_softmax_attention
+from sympow.model import GPT, GPTConfig
 
 B, T, H, HKV, D = 2, 24, 4, 2, 8
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -15,11 +15,12 @@ from helpers import SMALL, call, dataset, join, metrics, start, start_ranks  # n
 from safetensors.torch import load_file
 from test_train import Ticks
 
-import evaluate
-import train
-from data.dataset import Dataset
-from runs import batches, stages, tracking
-from runs.wandb_run import wandb_row
+from sympow import evaluate
+from sympow import train
+from sympow.data.dataset import Dataset
+from sympow.training import batches, stages
+from sympow.runs import metrics as run_metrics
+from sympow.runs.wandb_run import wandb_row
 
 THEN = "--then=64@0.5,256@5"  # after 3 and after 5 of 6 steps
 GATED = ["--attention=sympow_gating", "--dropout=0.1", "--sample_tokens=0"]
@@ -191,7 +192,7 @@ def test_ranks_switch_at_the_same_step(go, dataset, tmp_path, limits):  # noqa: 
 
 
 def test_with_a_limit_of_time_a_resumed_run_never_goes_back_a_stage(go, monkeypatch):
-    monkeypatch.setattr("runs.tracking.time", Ticks())
+    monkeypatch.setattr("sympow.runs.metrics.time", Ticks())
     timed = ["--then=64@0.5", "--max_iters=100000", "--eval_interval=100000", "--out_dir=out/a"]
     assert go(*timed, "--max_seconds=1") == 0
     found = metrics("out/a", "context")
@@ -373,9 +374,9 @@ def test_the_network_is_compiled_once_for_each_context_and_mode(go, monkeypatch)
 
 
 def test_speeds_never_mix_two_stages(go, monkeypatch):
-    laps, lap = [], tracking.Clock.steps_per_second
+    laps, lap = [], run_metrics.Clock.steps_per_second
     monkeypatch.setattr(
-        tracking.Clock, "steps_per_second", lambda self, n: laps.append((self.lap[1], n)) or lap(self, n)
+        run_metrics.Clock, "steps_per_second", lambda self, n: laps.append((self.lap[1], n)) or lap(self, n)
     )
     assert go("--out_dir=out/a", "--then=64@3,128@5", "--log_interval=4", "--eval_interval=100", "--max_iters=9") == 0
     assert laps == [(0, 1), (3, 4), (5, 6), (6, 8), (8, 9)]  # (after step, up to step)
@@ -402,10 +403,10 @@ def test_a_baseline_is_compared_at_the_same_context_if_it_has_it(tmp_path, capsy
             for i, loss, context in ((1, 4.0, 32), (2, 3.0, 32), (3, 2.0, 256), (4, 1.0, 256))
         )
     )
-    assert tracking.baseline_losses(str(tmp_path), 32) == [(100, 4.0), (200, 3.0)]
-    assert tracking.baseline_losses(str(tmp_path), 256) == [(300, 2.0), (400, 1.0)]
+    assert run_metrics.baseline_losses(str(tmp_path), 32) == [(100, 4.0), (200, 3.0)]
+    assert run_metrics.baseline_losses(str(tmp_path), 256) == [(300, 2.0), (400, 1.0)]
     assert not capsys.readouterr().err
-    assert len(tracking.baseline_losses(str(tmp_path), 64)) == 4
+    assert len(run_metrics.baseline_losses(str(tmp_path), 64)) == 4
     assert "was not evaluated at context 64" in capsys.readouterr().err
 
 

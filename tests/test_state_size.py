@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.state_size import (
+from sympow.bench.state_size import (
     format_bytes,
     linear_state_size,
     main,
@@ -48,7 +48,7 @@ def test_state_counts_the_normaliser_and_scales_with_the_bytes():
 def test_state_size_is_that_of_the_state_attention_returns():
     import torch
 
-    from attention.power import power_attention
+    from sympow.attention.power import power_attention
 
     q = torch.randn(1, 3, 1, 8)
     _, state = power_attention(q, q, q, p=4, return_state=True)

@@ -15,11 +15,11 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import GPU, gradients, inputs  # noqa: E402
 
-import decoder as decoding  # noqa: E402
-from attention import naive  # noqa: E402
-from kernels import chunked, configs, prepare, quadratic, unsupported_reason, update_state  # noqa: E402
-from kernels.configs import Config, choose, describe_gpu, early_launch, safe  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
+from sympow.generation import decoder as decoding  # noqa: E402
+from sympow.attention import naive  # noqa: E402
+from sympow.kernels import chunked, configs, prepare, quadratic, unsupported_reason, update_state  # noqa: E402
+from sympow.kernels.configs import Config, choose, describe_gpu, early_launch, safe  # noqa: E402
+from sympow.model import GPT, GPTConfig  # noqa: E402
 
 SPILLS = 256  # bytes a thread that may spill
 MORE_SPILLS = {  # (kernel, target) -> why up to 512 bytes

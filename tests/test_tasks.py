@@ -12,13 +12,13 @@ import pytest
 import torch
 from helpers import ROOT, call
 
-import evaluate
-import export
-from data.tokenizer import Tokenizer
-from generate import generate
-from model import GPT, GPTConfig
-from runs import checkpoint
-from runs.load import longest_text
+from sympow import evaluate
+from sympow import export
+from sympow.data.tokenizer import Tokenizer
+from sympow.generation.generate import generate
+from sympow.model import GPT, GPTConfig
+from sympow.runs import checkpoint
+from sympow.runs.load import longest_text
 
 TOKENIZER, CONTEXT = Tokenizer("bytes"), 24
 TEXTS = ["def f(x):", "A question that is much longer than the training context is:", "x", "import os, sys"]
@@ -194,7 +194,7 @@ def test_mistakes_are_refused(monkeypatch, capsys):
     Path("hf/modeling_sympow.py").touch()
     assert call(evaluate.main, "--out_dir=hf") == 2 and "hf is an exported model" in capsys.readouterr().err
     assert not os.path.exists("out/a/tasks.json")
-    monkeypatch.delitem(sys.modules, "runs.tasks")
+    monkeypatch.delitem(sys.modules, "sympow.runs.tasks")
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     assert call(evaluate.main, "--out_dir=out/a", "--tasks=next.yaml") == 2
     assert (

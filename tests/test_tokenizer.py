@@ -9,9 +9,9 @@ import tracemalloc
 import pytest
 import tiktoken
 
-from data import DataError
-from data.huggingface import HuggingFaceEncoding
-from data.tokenizer import (
+from sympow.data import DataError
+from sympow.data.huggingface import HuggingFaceEncoding
+from sympow.data.tokenizer import (
     Decoder, Tokenizer, check_name, gpt2_tokenizer, load_tokenizer, named_tokenizer, split_long_text, train_tokenizer,
 )  # fmt: skip
 
@@ -66,15 +66,15 @@ def test_long_texts_in_pieces_give_the_same_tokens(escaped, monkeypatch):
     generator, encoding = random.Random(1), pairs_encoding()
     parts = "word Wörter 日本語 。 12 ٣ ² 's ' _ - e\u0301".split() + [" ", "  ", "\n", "\n\n ", "\t"]
     texts = ["".join(generator.choices(parts, k=k)) for k in (0, 1, 5, 300, 3000)]
-    monkeypatch.setattr("data.tokenizer.PIECE", 7)
-    monkeypatch.setattr("data.tokenizer.AT_ONCE", 100)
+    monkeypatch.setattr("sympow.data.tokenizer.PIECE", 7)
+    monkeypatch.setattr("sympow.data.tokenizer.AT_ONCE", 100)
     assert len(list(split_long_text(texts[-1]))) > 300
     for text, found in zip(texts, Tokenizer("bpe", encoding, escaped).encode_batch(texts), strict=True):
         assert found.tolist() == encoding.encode_ordinary(json.dumps(text)[1:-1] if escaped else text)
 
 
 def test_memory_of_long_texts_is_little_more_than_their_tokens(monkeypatch):
-    monkeypatch.setattr("data.tokenizer.AT_ONCE", 1 << 14)
+    monkeypatch.setattr("sympow.data.tokenizer.AT_ONCE", 1 << 14)
     tokenizer, text = Tokenizer("bpe", pairs_encoding()), "ab cd, " * 50_000
     tracemalloc.start()
     try:
@@ -284,7 +284,7 @@ def test_a_tokenizer_json_of_hugging_face_is_used_saved_and_streamed(tmp_path, t
 
 
 def test_long_texts_give_the_same_tokens_in_pieces_or_are_not_cut(tokenizers, monkeypatch):
-    monkeypatch.setattr("data.tokenizer.PIECE", 50)
+    monkeypatch.setattr("sympow.data.tokenizer.PIECE", 50)
     for make in (byte_level, sentence_piece):
         made = make(tokenizers, ENGLISH)
         tok = Tokenizer("huggingface", HuggingFaceEncoding(made.to_str()))
@@ -397,8 +397,8 @@ def test_training_on_words_without_end_takes_no_longer_than_on_others():
 
 
 def test_text_is_prepared_with_a_tokenizer_trained_on_its_training_split(tmp_path, tokenizers, monkeypatch, capsys):
-    from data.dataset import Dataset
-    from data.text import prepare
+    from sympow.data.dataset import Dataset
+    from sympow.data.text import prepare
 
     lines = [f"the {i}th theme of them\n" for i in range(900)]
     (tmp_path / "a.txt").write_text("".join(lines) + "zqzqzqzq " * 400)  # the end is the validation split
@@ -409,7 +409,7 @@ def test_text_is_prepared_with_a_tokenizer_trained_on_its_training_split(tmp_pat
     assert dataset.vocab_size == 300 and tok.decode(dataset.read("train", 0, 8)).startswith("the 0th theme")
     assert len(tok.encode(" them")) == 1 and dataset.meta["arguments"]["tokenizer"] == "bpe:300"
     assert "zqzqzqzq" in tok.decode(dataset.read("val", 0, dataset.tokens("val")))
-    monkeypatch.setattr("data.corpus.train_tokenizer", None)  # the tokenizer that is there is used again
+    monkeypatch.setattr("sympow.data.corpus.train_tokenizer", None)  # the tokenizer that is there is used again
     prepare.main([*argv, "--tokenizer=bpe:300"])
     assert "complete already" in capsys.readouterr().out
     for damaged in ("train_00000.bin", "val_00000.bin"):
@@ -419,8 +419,8 @@ def test_text_is_prepared_with_a_tokenizer_trained_on_its_training_split(tmp_pat
 
 
 def test_a_trained_tokenizer_serves_another_dataset_and_both_may_be_mixed(tmp_path, tokenizers):
-    from data.mixture import open_dataset
-    from data.text import prepare
+    from sympow.data.mixture import open_dataset
+    from sympow.data.text import prepare
 
     (tmp_path / "a.txt").write_text("the theme of them\n" * 900)
     (tmp_path / "b.txt").write_text("other themes\n" * 900)
@@ -434,7 +434,7 @@ def test_a_trained_tokenizer_serves_another_dataset_and_both_may_be_mixed(tmp_pa
 
 
 def test_only_the_training_split_trains_a_tokenizer(tmp_path, tokenizers):
-    from data.corpus import find_files, plan_units
+    from sympow.data.corpus import find_files, plan_units
 
     (tmp_path / "a.txt").write_text("abcd efgh " * 4000 + "zq" * 1500)
     sources = find_files([tmp_path / "a.txt"], (".txt",))
@@ -444,8 +444,8 @@ def test_only_the_training_split_trains_a_tokenizer(tmp_path, tokenizers):
 
 
 def test_a_sample_of_a_large_text_is_evenly_spaced_and_bounded(tmp_path, monkeypatch):
-    from data import corpus
-    from data.split import whole_stream
+    from sympow.data import corpus
+    from sympow.data.split import whole_stream
 
     monkeypatch.setattr(corpus, "SAMPLE", 10_000)
     monkeypatch.setattr(corpus, "PIECE", 1000)
@@ -458,7 +458,7 @@ def test_a_sample_of_a_large_text_is_evenly_spaced_and_bounded(tmp_path, monkeyp
 
 
 def test_a_tokenizer_that_changes_text_says_so(tmp_path, tokenizers, capsys):
-    from data.text import prepare
+    from sympow.data.text import prepare
 
     made = byte_level(tokenizers, ENGLISH)
     made.normalizer = tokenizers.normalizers.Lowercase()

@@ -6,8 +6,8 @@ import json
 import pytest
 from helpers import SMALL, call, dataset, join, metrics, start_ranks  # noqa: F401 (dataset is a fixture)
 
-import train
-from runs import trace
+from sympow import train
+from sympow.runs import trace
 
 SHORT = [*SMALL, "--n_layer=1", "--max_iters=4", "--eval_interval=4", "--sample_tokens=0"]
 

@@ -15,11 +15,11 @@ import pytest
 from helpers import FakeWandb
 from wandb_server import WandbServer
 
-from runs import wandb_run, wandb_upload
-from runs.checkpoint import Progress
-from runs.processes import exit_statuses
-from runs.tracking import Tracker, baseline_losses, relative_loss
-from runs.wandb_run import past_rows, wandb_row
+from sympow.runs import wandb_run, wandb_upload
+from sympow.runs.checkpoint import Progress
+from sympow.runs.processes import exit_statuses
+from sympow.runs.metrics import Tracker, baseline_losses, relative_loss
+from sympow.runs.wandb_run import past_rows, wandb_row
 
 KEY = "a" * 40
 MODEL = dict(n_layer=1, n_head=1, n_embd=32, vocab_size=64)

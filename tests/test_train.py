@@ -15,10 +15,11 @@ import pytest
 import torch
 from helpers import ROOT, SMALL, FakeWandb, call, dataset, join, make_dataset, metrics, start, start_ranks  # noqa: F401
 
-import train
-from attention import ATTENTIONS, check, dispatch
-from runs import batches, checkpoint, display, machine, settings, wandb_upload
-from runs.processes import Ranks
+from sympow import train
+from sympow.attention import ATTENTIONS, check, dispatch
+from sympow.training import batches
+from sympow.runs import checkpoint, display, machine, settings, wandb_upload
+from sympow.runs.processes import Ranks
 
 
 @pytest.fixture
@@ -221,7 +222,7 @@ class Ticks:
 
 
 def test_the_schedule_follows_the_time_that_it_is_given_and_a_resumed_run_goes_on_with_it(go, monkeypatch, capsys):
-    monkeypatch.setattr("runs.tracking.time", Ticks())
+    monkeypatch.setattr("sympow.runs.metrics.time", Ticks())
     timed = ["--decay_lr=True", "--min_lr=1e-4", "--max_seconds=2", "--lr_decay_iters=100000", "--eval_interval=100000"]
     assert go(*timed, "--out_dir=out/a", "--max_iters=8") == 0
     assert "stopped after 8 steps: max_iters=8 is reached\n" in capsys.readouterr().out
@@ -393,8 +394,8 @@ def test_config_files_are_complete(dataset, tmp_path, monkeypatch):  # noqa: F81
     """Each file in config/ gives a model; those of the papers name LongCrawl64, context 4096, 524,288 tokens a step."""
     from dataclasses import fields
 
-    from model import GPTConfig
-    from runs.settings import read_settings
+    from sympow.model import GPTConfig
+    from sympow.runs.settings import read_settings
 
     names = sorted(f[:-3] for f in os.listdir(f"{ROOT}/config") if f.endswith(".py") and f != "__init__.py")
     assert {"softmax", "even_power_p2", "even_power_p4", "even_power_p6", "sympow_p2", "sympow_p4", "sympow_gating_p2",
@@ -417,7 +418,7 @@ def test_config_files_are_complete(dataset, tmp_path, monkeypatch):  # noqa: F81
 def test_seconds_count_evaluations_samples_and_checkpoints_with_and_without_a_limit(go, monkeypatch):
     for name, limit in (("a", "0"), ("b", "1e6")):
         ticks = Ticks()
-        monkeypatch.setattr("runs.tracking.time", ticks)
+        monkeypatch.setattr("sympow.runs.metrics.time", ticks)
         with monkeypatch.context() as patch:
             for owner, what, took in (
                 (batches, "eval_batches", 100), (batches, "generate", 1000), (checkpoint.Writer, "save", 10000),

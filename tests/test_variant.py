@@ -11,16 +11,16 @@ import pytest
 import torch
 from helpers import ROOT, SMALL, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
 
-import compare
-import evaluate
-import generate as generate_module
-import sample
-import train
-from attention import ATTENTIONS, Sympow, Variant
-from attention.state import State
-from generate import decodes_on_kernels, generate, read_prompt
-from model import GPT, GPTConfig
-from runs import state_file
+from sympow import compare
+from sympow import evaluate
+from sympow.generation import generate as generate_module
+from sympow import sample
+from sympow import train
+from sympow.attention import ATTENTIONS, Sympow, Variant
+from sympow.attention.state import State
+from sympow.generation.generate import decodes_on_kernels, generate, read_prompt
+from sympow.model import GPT, GPTConfig
+from sympow.generation import state_file
 
 GPU = bool(os.environ.get("TEST_GPU"))
 DEVICE = "cuda" if GPU else "cpu"

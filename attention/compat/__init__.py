@@ -1,7 +1,7 @@
 """The interfaces of two libraries for power attention, over what is here.
 
-    from attention.compat.power_attention import power_full              # power_attention
-    from attention.compat.retention import power_retention               # retention 1.0, which replaced it
+    from sympow.attention.compat.power_attention import power_full              # power_attention
+    from sympow.attention.compat.retention import power_retention               # retention 1.0, which replaced it
 
 Code written for one of them runs with its import changed, on a CPU and on a GPU. steps has the functions that both
 share, inputs makes their sample inputs; docs/compat.md says name by name what is the same and what differs.

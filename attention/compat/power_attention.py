@@ -1,6 +1,6 @@
 """The interface of the library power_attention: change its import to this module.
 
-    from attention.compat.power_attention import create_inputs, power_full
+    from sympow.attention.compat.power_attention import create_inputs, power_full
 
     Y = power_full(**create_inputs(gating=True, chunk_size=128))
     Y, state = power_full(Q, K, V, log_G, deg=2, return_final_state=True)       # state: the pair (S, sum_of_keys)

@@ -1,6 +1,6 @@
 """The interface of the library retention 1.0: change its import to this module.
 
-    from attention.compat.retention import create_inputs, power_retention, power_retention_inference
+    from sympow.attention.compat.retention import create_inputs, power_retention, power_retention_inference
 
     Y = power_retention(**create_inputs(gating=True, chunk_size=128))
     Y, S, sum_of_keys = power_retention(Q, K, V, log_G, deg=2, return_final_state=True)

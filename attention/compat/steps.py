@@ -119,7 +119,7 @@ def update_state(K, V, deg):
     if K.ndim != 5 or V.shape[:4] != K.shape[:4]:
         raise ValueError(f"K, V must be [b, n, c, h, d], got {[*K.shape]}, {[*V.shape]}")
     if _on_kernels(K, deg, V.shape[4]):
-        return backend.update_state(K.flatten(1, 2), V.flatten(1, 2), p=deg, chunk=K.shape[2])
+        return backend.operators().update_state(K.flatten(1, 2), V.flatten(1, 2), p=deg, chunk=K.shape[2])
     with without_autocast(K.device):
         k, v = (x.transpose(2, 3).flatten(0, 1).to(accumulation_dtype(K)) for x in (K, V))
         Sz = forms.update_state(k, torch.cat((v, torch.ones_like(v[..., :1])), -1), deg).unflatten(0, K.shape[:2])
@@ -142,7 +142,8 @@ def query_state(Q, S, s, Y_attn, l_attn, rowmax, deg, scale, zero_initial_state=
     state = paired_state(S.flatten(0, 1), s.flatten(0, 1), Q, deg)
     if _on_kernels(Q, deg, S.shape[4]):
         S, s = (x.unflatten(0, (b, n)) for x in state)
-        num, den = (x.unflatten(1, (n, c)) for x in backend.query_state(Q.flatten(1, 2), S, s, p=deg, chunk=c))
+        sums = backend.operators().query_state(Q.flatten(1, 2), S, s, p=deg, chunk=c)
+        num, den = (x.unflatten(1, (n, c)) for x in sums)
     else:
         with without_autocast(Q.device):
             q = Q.flatten(0, 1).transpose(1, 2).unflatten(1, (h, -1)).to(dtype)

@@ -15,9 +15,9 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from data import DataError
-from data.command import Parser, run
-from data.documents import BUILDERS, add_options, prepare_documents
+from sympow.data import DataError
+from sympow.data.command import Parser, run
+from sympow.data.documents import BUILDERS, add_options, prepare_documents
 
 OUT = "data/NAME"
 

@@ -22,12 +22,12 @@ from functools import partial
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from data import DataError
-from data.command import Parser, run
-from data.corpus import find_files, prepare_files
-from data.shards import Unit, is_complete, write_dataset, write_direct
-from data.tokenizer import gpt2_tokenizer
-from data.zarr_rows import Zarr, missing_message
+from sympow.data import DataError
+from sympow.data.command import Parser, run
+from sympow.data.corpus import find_files, prepare_files
+from sympow.data.shards import Unit, is_complete, write_dataset, write_direct
+from sympow.data.tokenizer import gpt2_tokenizer
+from sympow.data.zarr_rows import Zarr, missing_message
 
 MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb2a32"
 ARRAYS = {"train": "train.zarr", "val": "heldout.zarr"}

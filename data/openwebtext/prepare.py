@@ -12,8 +12,8 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from data.command import Parser, run
-from data.documents import add_options, prepare_documents
+from sympow.data.command import Parser, run
+from sympow.data.documents import add_options, prepare_documents
 
 REPOSITORY = "Skylion007/openwebtext"  # parquet; the script-based "openwebtext" is no longer run by `datasets`
 

@@ -14,9 +14,9 @@ import sysconfig
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from data import DataError
-from data.command import Parser, run
-from data.corpus import find_files, parse_suffixes, prepare_files
+from sympow.data import DataError
+from sympow.data.command import Parser, run
+from sympow.data.corpus import find_files, parse_suffixes, prepare_files
 
 
 def main(argv):

@@ -19,12 +19,12 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from data import DataError
-from data.command import Parser, run
-from data.dataset import Dataset
-from data.recall.tasks import RECORD, make_needles, make_pairs
-from data.shards import Unit, is_complete, write_dataset
-from data.tokenizer import Tokenizer
+from sympow.data import DataError
+from sympow.data.command import Parser, run
+from sympow.data.dataset import Dataset
+from sympow.data.recall.tasks import RECORD, make_needles, make_pairs
+from sympow.data.shards import Unit, is_complete, write_dataset
+from sympow.data.tokenizer import Tokenizer
 
 SHARD = 16 << 20  # bytes
 

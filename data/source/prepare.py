@@ -32,12 +32,12 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from data import DataError
-from data.command import Parser, run
-from data.corpus import UNIT, cut_rows, find_files, fingerprint, parse_suffixes, row_length
-from data.near_duplicates import repeated_shares
-from data.shards import Unit, is_complete, write_dataset
-from data.tokenizer import Tokenizer
+from sympow.data import DataError
+from sympow.data.command import Parser, run
+from sympow.data.corpus import UNIT, cut_rows, find_files, fingerprint, parse_suffixes, row_length
+from sympow.data.near_duplicates import repeated_shares
+from sympow.data.shards import Unit, is_complete, write_dataset
+from sympow.data.tokenizer import Tokenizer
 
 LARGE = 65536  # bytes of a file that is a table or an amalgamation
 ENOUGH = 2_000_000  # tokens of validation, where the corpus has ten times as many

@@ -19,9 +19,9 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from data.command import Parser, run
-from data.corpus import find_files, parse_suffixes, prepare_files
-from data.tokenizer import check_name
+from sympow.data.command import Parser, run
+from sympow.data.corpus import find_files, parse_suffixes, prepare_files
+from sympow.data.tokenizer import check_name
 
 
 def main(argv):

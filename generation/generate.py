@@ -12,12 +12,12 @@ import time
 
 import torch
 
-from attention.dispatch import kernel_reason, warn_once
-from attention.double import device_of_doubles, double
-from attention.learned_position import check_length
-from attention.memory import check_generation_fits
-from attention.variant import decoding_kernels
-from data.progress import bar
+from sympow.attention.dispatch import kernel_reason, warn_once
+from sympow.attention.double import device_of_doubles, double
+from sympow.attention.learned_position import check_length
+from sympow.attention.memory import check_generation_fits
+from sympow.attention.variant import decoding_kernels
+from sympow.data.progress import bar
 
 PIECE = {"cuda": 32768, "cpu": 1024}  # tokens of a prompt that are read in one call
 
@@ -48,7 +48,7 @@ def generate(
     how = dict(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p)
     sampler = Sampler(device, num_samples, on_kernels, **how)
     if on_kernels:
-        from decoder import Decoder  # Triton is not everywhere
+        from sympow.generation.decoder import Decoder  # Triton is not everywhere
 
         decoder = Decoder(model, state, sampler, max_new_tokens, cache_dtype(model), num_samples, state_dtype)
         del state  # free it: the decoder has a copy of its own
@@ -109,7 +109,7 @@ def decodes_on_kernels(model, state_dtype=torch.float32):
     reasons = [kernel_reason("quadratic", device, dtype, D, D, p) for p in powers]
     if any(reasons) or kernel_reason("decode", device, dtype, D, D, 2):
         return False
-    from decoder import failure  # Triton is not everywhere
+    from sympow.generation.decoder import failure  # Triton is not everywhere
 
     wrong = failure(model, dtype, state_dtype)
     if wrong:
@@ -138,7 +138,7 @@ class Sampler:
         self.options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
         self.kernel, self.used = None, 0
         if on_kernel:
-            from kernels import sampling  # Triton is not everywhere
+            from sympow.kernels import sampling  # Triton is not everywhere
 
             self.kernel = sampling.sample_next_token
         self.generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]

@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from data.files import whole_file
-from attention.double import device_of_doubles
-from attention.state import ModelState
-from model import GPTConfig
-from runs.processes import warn
+from sympow.data.files import whole_file
+from sympow.attention.double import device_of_doubles
+from sympow.attention.state import ModelState
+from sympow.model import GPTConfig
+from sympow.runs.processes import warn
 
 NAMES = {"n_tokens", "layers", "config", "weights"}  # what the metadata has beside sha256
 FIRST_NAMES = {"position", "fold", "config", "weights"}  # the same in a file of the first format

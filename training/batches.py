@@ -11,12 +11,12 @@ from itertools import count
 
 import torch
 
-from attention.double import device_of_doubles, double
-from attention.learned_position import most_tokens
-from data.loader import eval_batches, train_batch
-from data.mixture import Mixture
-from generate import generate
-from runs.stages import stage_of
+from sympow.attention.double import device_of_doubles, double
+from sympow.attention.learned_position import most_tokens
+from sympow.data.loader import eval_batches, train_batch
+from sympow.data.mixture import Mixture
+from sympow.generation.generate import generate
+from sympow.training.stages import stage_of
 
 
 def micro_batches(trainer):

@@ -20,16 +20,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attention.check import remember
-from attention.embedding import symmetric_power_dim
-from attention.heinsen import LOG_VALUE_BOUND
-from attention.memory import check_generation_fits
-from attention.rotary import rotation_rates
-from attention.state import LayerState, ModelState, State
-from attention.variant import decoding_kernels
-from kernels import decode, decode_heinsen, decode_softmax, sampling
-from kernels.common import device_guard
-from model import GPT
+from sympow.attention.check import remember
+from sympow.attention.embedding import symmetric_power_dim
+from sympow.attention.heinsen import LOG_VALUE_BOUND
+from sympow.attention.memory import check_generation_fits
+from sympow.attention.rotary import rotation_rates
+from sympow.attention.state import LayerState, ModelState, State
+from sympow.attention.variant import decoding_kernels
+from sympow.kernels import decode, decode_heinsen, decode_softmax, sampling
+from sympow.kernels.common import device_guard
+from sympow.model import GPT
 
 # of logits in `failure`, by the dtype of weights and of states; measured are 7e-3, 6e-6 and (p = 6) 3e-2
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import write_atomically
-from runs.processes import warn
-from runs.settings import refuse
-from runs.wandb_run import WandbRun, past_rows, run_options, saved_id, wandb_row
+from sympow.data.files import write_atomically
+from sympow.runs.processes import warn
+from sympow.runs.settings import refuse
+from sympow.runs.wandb_run import WandbRun, past_rows, run_options, saved_id, wandb_row
 
 
 class Tracker:

@@ -10,10 +10,10 @@ are those without a teacher.
 
 import torch
 
-from attention.learned_position import check_length
-from model import GPT, GPTConfig
-from runs.machine import check_kernels
-from runs.source import open_source
+from sympow.attention.learned_position import check_length
+from sympow.model import GPT, GPTConfig
+from sympow.runs.machine import check_kernels
+from sympow.runs.source import open_source
 
 
 class Teacher:

@@ -19,10 +19,10 @@ from fractions import Fraction
 
 import torch
 
-from data.loader import Windows
-from data.mixture import HeldOut, MixedWindows, open_windows
-from runs.machine import memory_advice
-from runs.settings import accumulation_steps, divide_sequences, nearest_multiples, refuse
+from sympow.data.loader import Windows
+from sympow.data.mixture import HeldOut, MixedWindows, open_windows
+from sympow.runs.machine import memory_advice
+from sympow.runs.settings import accumulation_steps, divide_sequences, nearest_multiples, refuse
 
 MOST = 6  # stages after the first: torch.compile compiles a network for at most 8 shapes and modes
 REHEARSED = ("cuda",)  # kinds of devices on which too little memory is an error that can be caught

@@ -5,8 +5,8 @@ from itertools import repeat
 import torch
 from torch.nn import functional as F
 
-from attention.backend import cross_entropy_
-from attention.dispatch import uses_fused
+from sympow.attention.backend import fused
+from sympow.attention.dispatch import uses_fused
 
 LOSS_TOKENS = 16384  # logits of at most this many tokens exist at any time: 3.3 GB of float32 for GPT-2
 DISTILL_TOKENS = 4096  # with a teacher, whose logits exist beside them
@@ -19,7 +19,7 @@ def compute_losses(logits, targets, vocab_size, differentiate):
     Targets [N] of -1 have zeros. d has the logits' dtype; they may be overwritten.
     """
     if logits.dtype != torch.float16 and uses_fused("cross_entropy", logits):
-        losses, scales = cross_entropy_(logits, targets, vocab_size, differentiate)
+        losses, scales = fused().cross_entropy_(logits, targets, vocab_size, differentiate)
         return (losses, logits, scales) if differentiate else (losses, None, None)
     column, dtype = torch.arange(logits.shape[1], device=logits.device), logits.dtype
     counts, target = (targets != -1).unsqueeze(1), targets.clamp(min=0).unsqueeze(1)

@@ -1,20 +1,23 @@
 """The model as transformers has it: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).
 
-export.py writes this file into the folder as modeling_sympow.py, with the sources of the model and of its attentions in
-place of the import below: the folder needs torch and transformers, and nothing else.
+export.py copies this file into the folder as modeling_sympow.py. It needs the package sympow (`pip install .`).
 """
 
 import torch
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from model import GPT, GPTConfig  # export.py puts the sources here
+try:
+    from sympow.model import GPT, GPTConfig
+except ImportError as error:
+    message = "this model needs the package sympow 0.1.0: run `pip install .` in a clone of its repository"
+    raise ImportError(f"{message} ({error})") from None
 
 PIECE = 8192  # tokens of a prompt that are read into a state in one piece
 
 
 class SympowConfig(PretrainedConfig):
-    """Holds `model`, the fields of GPTConfig (see SOURCES["model.py"]), and what transformers asks of every model."""
+    """Holds `model`, the fields of GPTConfig of model.py, and what transformers asks of every model."""
 
     model_type = "sympow"
     keys_to_ignore_at_inference = ["past_key_values"]

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from runs.parts import own_rows
-from runs.settings import refuse
+from sympow.runs.parts import own_rows
+from sympow.runs.settings import refuse
 
 
 class Layout:

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 
 import torch
 
-from attention import ATTENTIONS
-from attention.context import Context, pieces_of
-from attention.learned_position import check_length
-from attention.variant import splits_context
-from runs.settings import nearest_multiples
+from sympow.attention import ATTENTIONS
+from sympow.attention.context import Context, pieces_of
+from sympow.attention.learned_position import check_length
+from sympow.attention.variant import splits_context
+from sympow.runs.settings import nearest_multiples
 
 
 def check_context(cfg, model_cfg, contexts):

@@ -13,9 +13,9 @@ import warnings
 
 import numpy as np
 
-from data.files import whole_file
-from runs.program import check_output
-from runs.settings import refuse
+from sympow.data.files import whole_file
+from sympow.runs.program import check_output
+from sympow.runs.settings import refuse
 
 STYLE = {  # settings of matplotlib
     "font.size": 10,

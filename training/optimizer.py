@@ -13,8 +13,8 @@ import math
 import torch
 from torch import nn
 
-from runs.muon import BatchedMuon
-from runs.parts import is_sharded
+from sympow.training.muon import BatchedMuon
+from sympow.runs.parts import is_sharded
 
 SCALE, GROWTH_INTERVAL = 65536.0, 2000  # torch.amp.GradScaler's defaults
 

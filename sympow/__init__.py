@@ -1,0 +1,40 @@
+"""Power attention for PyTorch: the operator, its states, and the attentions made of it.
+
+    from sympow import power_attention
+    y = power_attention(q, k, v, log_g, p=2)                  # [B, T, H, D]; on a GPU, on Triton kernels
+
+    layer = sympow.Attention(n_embd=768, n_head=12)           # an nn.Module: x [B, T, 768] to y [B, T, 768]
+
+sympow.transformers, which needs transformers, puts it into Llama and other models of that library, with its state as
+their cache. In a clone of the repository, sympow.attention is the folder attention/ and sympow.model is model.py;
+`pip install .` installs these under the same names.
+"""
+
+import importlib
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+_ROOT = Path(__file__).resolve().parents[1]
+if (_ROOT / "attention").is_dir():  # a clone
+    __path__.append(str(_ROOT))
+
+# {public name: its module}; imported when they are used, because scripts that prepare data do without torch
+_MODULES = {
+    "ATTENTIONS": ".attention",
+    "Attention": ".module",
+    "LogState": ".attention",
+    "PowerState": ".attention",
+    "Variant": ".attention",
+    "heinsen_attention": ".attention",
+    "power_attention": ".attention",
+    "power_attention_sums": ".attention",
+    "symmetric_power_dim": ".attention.embedding",
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name):
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
