@@ -3,23 +3,23 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import run
 
-
-import export
-from attention import ATTENTIONS
-from data import DataError
-from data.huggingface import tokenizers_json
-from data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
-from generate import generate
-from model import GPT, GPTConfig
-from runs import checkpoint
+import sympow
+from sympow import export
+from sympow.attention import ATTENTIONS
+from sympow.data import DataError
+from sympow.data.huggingface import tokenizers_json
+from sympow.data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
+from sympow.generation.generate import generate
+from sympow.model import GPT, GPTConfig
+from sympow.runs import checkpoint
 
 os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp())  # read when transformers is imported
 TEXT = "def f(x):\n    return 'caf\u00e9 \u4e16\u754c' + str(12345)  # it's\t3.14 \r\n"
@@ -99,27 +99,13 @@ def test_mistakes_are_refused(run_folder, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "mine" / "file").read_text() == "mine" and not (tmp_path / "new").exists()
 
 
-def test_the_sources_are_the_repositorys_and_work_alone(tmp_path):
-    """The part of modeling_sympow.py that needs no transformers, in an interpreter that does not see the repository."""
-    text = export.modeling_file()
-    begin, end = text.index("# The files of the model's repository"), text.index("PIECE = ")
-    use = """
-import torch
-torch.manual_seed(0)
-model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=30, attention="conformal_sympow"))
-print(GPT.__module__, model(torch.arange(8)[None])[0].sum().item())
-"""
-    script = tmp_path / "script.py"
-    script.write_text("from importlib import import_module\n" + text[begin:end] + use)
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": ""}
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    module, found = done.stdout.split()
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=30, attention="conformal_sympow"))
-    assert float(found) == pytest.approx(model(torch.arange(8)[None])[0].sum().item(), abs=1e-5)
-    folder = tmp_path / "cache" / "sympow" / "exported" / module.split(".")[0]
-    assert (folder / "kernels" / "table.json").is_file() and (folder / "attention" / "compat" / "steps.py").is_file()
+def test_a_missing_package_is_one_message(tmp_path):
+    code = (Path(export.__file__).parent / "sympow" / "modeling.py").read_text()
+    (tmp_path / "modeling_sympow.py").write_text(code)
+    done = run("modeling_sympow.py", cwd=tmp_path, env={"PYTHONPATH": None}, check=False)
+    message = "ImportError: this model needs the package sympow 0.1.0: run `pip install .` in a clone"
+    assert done.stderr.splitlines()[-1].startswith(message)
+    assert sympow.__version__ in message
 
 
 def test_tokenizers_encode_as_ours(tmp_path):
@@ -128,7 +114,7 @@ def test_tokenizers_encode_as_ours(tmp_path):
     trained = train_tokenizer([Path(export.__file__).read_text(), TEXT], 400)
     huggingface = tokenizers_json(trained)[0]
     (tmp_path / "tokenizer.json").write_text(huggingface)
-    from data.tokenizer import named_tokenizer
+    from sympow.data.tokenizer import named_tokenizer
 
     for tokenizer in (Tokenizer("bytes"), trained, named_tokenizer(str(tmp_path))):
         text, end = tokenizers_json(tokenizer)
@@ -203,7 +189,7 @@ def test_transformers_computes_trains_and_generates_as_the_model(run_folder, tmp
 
 def test_masks_that_do_not_fit_are_refused(run_folder, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
-    from runs.transformers_model import SympowConfig, SympowForCausalLM
+    from sympow.modeling import SympowConfig, SympowForCausalLM
 
     _, ours = run_folder(attention="sympow")
     model = SympowForCausalLM(SympowConfig(model=vars(ours.config))).eval()
