@@ -43,7 +43,7 @@ class SampleConfig:
     form: str = "auto"  # auto: a KV cache until a state is cheaper; recurrent: a state from the first token on
     switch_over: int = 0  # cached tokens at which a state replaces the KV cache; 0: as many as take its memory
     state_dtype: str = "float32"  # or bfloat16: on a GPU states take half the memory, and are rounded at every flush
-    device: str = "auto"  # auto: cuda or cpu; cuda:1, ...; mps (Apple's GPUs: untested)
+    device: str = "auto"  # auto: cuda or cpu; cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
     json: bool = False  # end with one JSON line of timings
 

@@ -88,7 +88,7 @@ class TrainConfig:
     wandb_group: str = ""  # group of runs in wandb
     wandb_tags: str = ""  # in wandb, with commas between
     # machine
-    device: str = "auto"  # auto: cuda or cpu; cuda:1, ...; mps (Apple's GPUs: untested, in plain PyTorch)
+    device: str = "auto"  # auto: cuda or cpu; cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32; float16: with a loss scale
     compile: str = "auto"  # auto: use torch.compile on a GPU if its toolchain works; True, False
     backend: str = "auto"  # of torch.distributed: nccl on GPUs, gloo on CPUs

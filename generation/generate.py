@@ -13,7 +13,6 @@ import time
 import torch
 
 from sympow.attention.dispatch import kernel_reason, warn_once
-from sympow.attention.double import device_of_doubles, double
 from sympow.attention.learned_position import check_length
 from sympow.attention.memory import check_generation_fits
 from sympow.attention.variant import decoding_kernels
@@ -142,7 +141,6 @@ class Sampler:
 
             self.kernel = sampling.sample_next_token
         self.generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
-        device = device_of_doubles(device)
         self.numbers = torch.empty(num_samples, self.NUMBERS, dtype=torch.float64, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # index of the next number
 
@@ -179,7 +177,7 @@ def sample_next_token(logits, u, *, temperature, top_k, top_p):
         enough = values.cumsum(-1) - values >= top_p  # left out if the tokens before it already have top_p
         least = values.masked_fill(enough, 1).amin(-1, keepdim=True)
         probabilities = probabilities.masked_fill(probabilities < least, 0)
-    total = double(probabilities).cumsum(-1)
+    total = probabilities.double().cumsum(-1)
     sampled = torch.searchsorted(total, u * total[:, -1:], right=True)
     return sampled.squeeze(-1).clamp(max=logits.shape[-1] - 1)
 

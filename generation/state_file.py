@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from sympow.data.files import whole_file
-from sympow.attention.double import device_of_doubles
 from sympow.attention.state import ModelState
 from sympow.model import GPTConfig
 from sympow.runs.processes import warn
@@ -51,7 +50,6 @@ def load_state(path, model):
     has no checksum, is loaded with a warning.
     """
     device = model.transformer.wte.weight.device
-    doubles = device_of_doubles(device)
     tensors, about = _read(path)
     own = _settings(model)
     saved = {**vars(GPTConfig()), **about["config"]}  # a file of an earlier version lacks newer settings
@@ -66,7 +64,7 @@ def load_state(path, model):
     for i, (part, empty) in enumerate(model.empty_state(1).parts().items()):
         prefix = f"{part}."
         of_part = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-        of_part = {name: x.to(doubles if x.dtype == torch.float64 else device) for name, x in of_part.items()}
+        of_part = {name: x.to(device) for name, x in of_part.items()}
         try:
             parts[part] = type(empty)(**of_part, **(about["layers"][i] if part != "embedding" else {}))
         except (IndexError, TypeError) as error:

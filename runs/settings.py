@@ -162,18 +162,14 @@ def check_ranges(cfg, ranges):
 def choose_device(device, dtype, local=0):
     """Return the torch.device and the torch.dtype of matrix products for two settings.
 
-    device: auto, cpu, cuda, cuda:N or mps; "cuda" is GPU number `local`, and auto never chooses mps, which is untested.
+    device: auto, cpu, cuda or cuda:N; "cuda" is GPU number `local`.
     dtype: float32, bfloat16, float16, or auto: bfloat16 on GPUs that have it.
     """
     import torch
 
     name = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|mps|cuda(:\d{1,3})?", name):
-        refuse(f"device must be auto, cpu, cuda, cuda:N or mps, got {device!r}")
-    if name == "mps" and not torch.backends.mps.is_available():
-        refuse("device mps is not there: torch sees no GPU of Apple's on this machine", True)
-    if name == "mps" and os.environ.get("RANK"):
-        refuse("device mps is used by one process, without torchrun: gloo and nccl do not exchange its tensors", True)
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        refuse(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
     chosen = torch.device(f"cuda:{local}" if name == "cuda" else name)
     if chosen.type == "cuda" and chosen.index >= torch.cuda.device_count():
         refuse(f"device {chosen} is not there, torch sees {torch.cuda.device_count()} GPUs: see `make doctor`", True)

@@ -1,6 +1,5 @@
-"""Muon, the schedules, float16's loss scale, and computing without float64, as on mps."""
+"""Muon, the schedules, and float16's loss scale."""
 
-import contextlib
 import json
 import math
 import os
@@ -11,16 +10,13 @@ import types
 import pytest
 import torch
 from helpers import SMALL, call, dataset, join, metrics, start_ranks  # noqa: F401
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sympow import train
-from sympow.attention import ATTENTIONS, double
-from sympow.generation.generate import Sampler
+from sympow.attention import ATTENTIONS
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint
 from sympow.training import muon, optimizer
-from sympow.runs.settings import choose_device, read_settings
+from sympow.runs.settings import read_settings
 
 SETTINGS = dict(optimizer="muon", learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95)
 
@@ -239,11 +235,9 @@ def test_a_schedule_may_change_while_no_step_has_had_another_rate(go, capsys):
         ("--optimizer=sgd", "optimizer must be one of adamw, muon, got 'sgd'"),
         ("--schedule=linear", "schedule must be one of constant, cosine, wsd, got 'linear'"),
         ("--decay_share=0", "decay_share must be above 0 and at most 1, got 0.0"),
-        ("--device=mps", "device mps is not there: torch sees no GPU of Apple's on this machine"),
     ],
 )
-def test_what_can_not_be_is_refused_before_anything_is_made(go, monkeypatch, capsys, option, message):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+def test_what_can_not_be_is_refused_before_anything_is_made(go, capsys, option, message):
     assert go(option, "--out_dir=out/a") == 2 and not os.path.exists("out")
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
@@ -311,88 +305,3 @@ def test_a_divergence_is_noticed_at_a_scale_of_one(go, monkeypatch, capsys):
     assert "3 steps in a row had no finite gradient, the last one step 20;" in capsys.readouterr().err.replace(
         "\n", " "
     )
-
-
-# ---- without float64
-
-
-class WithoutFloat64(TorchDispatchMode):
-    """Lets the device meta stand for mps: float64 tensors there raise TypeError, and copies to the CPU are zeros."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and args[0].is_meta and kwargs.get("device", "meta") != "meta":
-            if kwargs.get("device").type == "cpu":
-                assert kwargs.get("dtype", args[0].dtype) == args[0].dtype, "would be converted on the device"
-                return torch.zeros(args[0].shape, dtype=args[0].dtype)
-        out = func(*args, **kwargs)
-        for x in tree_leaves((args, out)):
-            if isinstance(x, torch.Tensor) and x.is_meta and x.dtype == torch.float64:
-                raise TypeError(f"{func} of float64 on the device")
-        return out
-
-
-@pytest.fixture
-def meta(monkeypatch):
-    """Make meta a device without float64 and without autocast."""
-    monkeypatch.setattr(double, "WITHOUT_FLOAT64", ("meta",))
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind=None: False)
-    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_a_model_trains_and_generates_without_float64_on_its_device(meta, monkeypatch, attention):
-    packed = {} if "softmax" in attention else dict(reset_token=3)  # softmax counts documents, of which meta has none
-    forms = [dict(form="chunked", chunk_size=8, **packed)]
-    forms += [dict(form="quadratic")] if attention == "sympow_gating" else []
-    forms += [dict(adaptive="mixture")] if attention == "adaptive_power" else []
-    for form in forms:
-        with WithoutFloat64():
-            with torch.device("meta"):
-                model = tiny(attention=attention, n_layer=1, **form)
-            ids = torch.zeros(1, 16, dtype=torch.int64, device="meta")
-            model(ids, ids)[1].backward()
-            assert all(p.grad.is_meta for p in model.parameters())
-            with torch.no_grad():
-                _, state = model.read(ids, model.empty_state(1, "always" if "reset_token" in form else None))
-                model.step(ids[:, 0], state)
-    if attention == "softmax":
-        monkeypatch.setattr(double, "WITHOUT_FLOAT64", ())
-        with pytest.raises(TypeError, match="float64 on the device"), WithoutFloat64():
-            model(ids)
-
-
-def test_tokens_are_sampled_without_float64_on_the_device(meta):
-    with WithoutFloat64():
-        sampler, ids = Sampler("meta", 2), torch.zeros(2, dtype=torch.int64)
-        sampler.prepare()
-        sampler(torch.zeros(2, 300, device="meta"), ids)
-    assert sampler.numbers.device.type == "cpu"
-
-
-def test_differences_of_sums_are_exact_without_float64(monkeypatch):
-    sums = torch.nn.functional.logsigmoid(torch.randn(2, 3000, dtype=torch.float64)).cumsum(-1).requires_grad_()
-    a, b = sums[:, ::7], sums[:, 3::5]
-    exact = a.unsqueeze(-1) - b.unsqueeze(-2)
-    monkeypatch.setattr(
-        torch.Tensor, "to", lambda x, *args, real=torch.Tensor.to: x if args == ("x",) else real(x, *args)
-    )
-    monkeypatch.setattr(torch, "device", lambda name, real=torch.device: types.SimpleNamespace(type=name))
-    found = double.differences(a, b, "x", torch.float32)
-    assert found.dtype == torch.float32
-    assert ((found - exact).abs() <= 2e-7 * exact.abs() + 1e-9).all()
-    (grad,) = torch.autograd.grad((found * 1.0).sum(), sums)
-    (expected,) = torch.autograd.grad(exact.sum(), sums)
-    assert torch.allclose(grad, expected)
-
-
-def test_mps_is_never_chosen_unasked_and_is_one_process(monkeypatch, capsys):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device("auto", "auto")[0].type == "cpu"
-    assert choose_device("mps", "auto") == (torch.device("mps"), torch.float32)
-    assert choose_device("mps", "float16") == (torch.device("mps"), torch.float16)
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SystemExit):
-        choose_device("mps", "auto")
-    assert "device mps is used by one process, without torchrun" in capsys.readouterr().err

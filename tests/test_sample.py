@@ -192,7 +192,7 @@ def test_several_samples_are_separated_and_json_comes_last(go, capsys):
         (["--form=fast"], "form must be auto or recurrent, got fast"),
         (["--out_dir=out/none"], "no checkpoint in out/none: there is one in out/b, out/a"),
         (["--load_state=out"], "cannot go on from out: it is not a file"),
-        (["--device=cuda:" + "9" * 30], "device must be auto, cpu, cuda, cuda:N or mps"),
+        (["--device=cuda:" + "9" * 30], "device must be auto, cpu, cuda or cuda:N"),
         (["--device=cuda:77"], "device cuda:77 is not there"),
         (["--tempreature=1"], "did you mean temperature?"),
     ],

@@ -160,7 +160,7 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):  # noqa: F811
         (["--device=cuda:77"], "device cuda:77 is not there"),
         (["--n_head=0"], "n_head must be positive, got 0"),
         (["--beta1=1"], "beta1 must be in [0, 1), got 1.0"),
-        (["--device=tpu"], "device must be auto, cpu, cuda, cuda:N or mps, got 'tpu'"),
+        (["--device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--compile", "--seed=1"], "--compile needs a value, as in --compile=auto"),
         (["--lerning_rate=1"], "did you mean learning_rate?"),
     ],

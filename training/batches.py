@@ -11,7 +11,6 @@ from itertools import count
 
 import torch
 
-from sympow.attention.double import device_of_doubles, double
 from sympow.attention.learned_position import most_tokens
 from sympow.data.loader import eval_batches, train_batch
 from sympow.data.mixture import Mixture
@@ -49,7 +48,7 @@ def mean_losses(trainer):
     None if a signal came meanwhile."""
     cfg, ranks, device, held_out = trainer.cfg, trainer.ranks, trainer.device, trainer.held_out
     trainer.network.eval()
-    sums = torch.zeros(len(held_out.parts), 2, dtype=torch.float64, device=device_of_doubles(device))
+    sums = torch.zeros(len(held_out.parts), 2, dtype=torch.float64, device=device)
     final = trainer.stages[-1]
     share = *place(trainer), trainer.slices.of(final.block_size)
     for part, added in zip(held_out.parts, sums):
@@ -59,7 +58,7 @@ def mean_losses(trainer):
             tokens = (y != -1).sum()
             with trainer.autocast:
                 _, loss = trainer.eval_network(x, y)
-            added += torch.stack((double(loss) * double(tokens), double(tokens)))
+            added += torch.stack((loss.double() * tokens, tokens.double()))
             trainer.share()
             if trainer.signal:
                 break

@@ -167,8 +167,7 @@ def take_step(model, optimizer, scaler, grad_clip):
     norm = clip_gradients(model.parameters(), grad_clip or math.inf)
     skipped = ~norm.isfinite()  # on all ranks alike
     optimizer.found_inf = skipped.float()
-    if norm.device.type != "mps" or not skipped:  # fused AdamW on mps ignores found_inf up to torch 2.12
-        optimizer.step()
+    optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     scaler.update(skipped)
     return norm
