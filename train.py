@@ -27,7 +27,7 @@ from sympow.training.batches import epochs, format_losses, mean_losses, micro_ba
 from sympow.training.context import check_context, split_context, whole_sequences
 from sympow.training.distill import Teacher
 from sympow.runs.display import Display, describe_attention
-from sympow.training.optimizer import LossScaler, learning_rate, make_optimizer, take_step
+from sympow.training.optimizer import learning_rate, make_optimizer, take_step
 from sympow.training.parallel import Layout
 from sympow.runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from sympow.runs.settings import BOOLS, TRAIN_RANGES, check_ranges, choose_device, fields_of, read_settings, refuse
@@ -89,7 +89,7 @@ class TrainConfig:
     wandb_tags: str = ""  # in wandb, with commas between
     # machine
     device: str = "auto"  # auto: cuda or cpu; cuda:1, ...
-    dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32; float16: with a loss scale
+    dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
     compile: str = "auto"  # auto: use torch.compile on a GPU if its toolchain works; True, False
     backend: str = "auto"  # of torch.distributed: nccl on GPUs, gloo on CPUs
     shard: bool = False  # cut weights, gradients and moments over the ranks (FSDP2) instead of a copy on each
@@ -179,7 +179,7 @@ class Trainer:
             ranks.log(self.source.describe(self.model_cfg))
         p.model = asdict(self.model_cfg)
         resume_stage(self)
-        self.skipped, self.scaler = SkippedSteps(*p.skipped), LossScaler(self.dtype, device, *p.scaler)
+        self.skipped = SkippedSteps(*p.skipped)
         contexts = [stage.block_size for stage in self.stages]
         machine.check_kernels(self.model, contexts, self.dtype, ranks, cfg.context_parallel)
         compiled = machine.can_compile(cfg.compile, device, ranks.log)
@@ -252,13 +252,13 @@ class Trainer:
             with self.autocast:
                 _, loss = self.network(*self.batch, **self.teacher(self.batch[0]))
             ranks.beat()
-            self.scaler.scale_up(loss / self.stage.accumulation).backward()
+            (loss / self.stage.accumulation).backward()
             loss_sum += loss.detach()
             self.batch = next(self.batches)  # read while the GPU computes
             self.share()
             if self.signal and micro + 1 < self.stage.accumulation:
                 return None, None
-        norm = take_step(self.model, self.optimizer, self.scaler, cfg.grad_clip)
+        norm = take_step(self.model, self.optimizer, cfg.grad_clip)
         self.progress.step += 1
         self.progress.evaluated, self.diverged = False, False
         self.display.step()
@@ -281,7 +281,7 @@ class Trainer:
 
     def count_skipped(self, grad_norm, wait):
         """Count the step if it was skipped; raise Failed after max_skipped such steps in a row."""
-        self.skipped.count(grad_norm, wait, self.scaler.searching)
+        self.skipped.count(grad_norm, wait)
         if self.skipped.in_a_row < self.cfg.max_skipped:
             return
         self.writer.wait()
@@ -363,7 +363,7 @@ class Trainer:
         self.saved = progress.step, progress.evaluated
         if self.ranks.master:
             progress.seconds, progress.wandb_id = self.clock.seconds(), self.tracker.run_id
-            progress.skipped, progress.scaler = (self.skipped.total, self.skipped.in_a_row), self.scaler.state()
+            progress.skipped = self.skipped.total, self.skipped.in_a_row
             self.tracker.flush_to_disk()
         self.writer.save(self.model, self.optimizer, progress)
         self.checkpoint_seconds += time.perf_counter() - begin

@@ -137,7 +137,7 @@ TRAIN_RANGES = (  # of train.py's settings, for check_ranges
     ("decay_share", "above 0 and at most 1", lambda x: 0 < x <= 1),
     ("optimizer", ["adamw", "muon"]),
     ("schedule", ["constant", "cosine", "wsd"]),
-    ("dtype", ["auto", "float32", "bfloat16", "float16"]),
+    ("dtype", ["auto", "float32", "bfloat16"]),
     ("compile", ["auto", "True", "False"]),
     ("wandb", ["auto", "online", "offline", "disabled"]),
     ("backend", ["auto", "nccl", "gloo"]),
@@ -163,7 +163,7 @@ def choose_device(device, dtype, local=0):
     """Return the torch.device and the torch.dtype of matrix products for two settings.
 
     device: auto, cpu, cuda or cuda:N; "cuda" is GPU number `local`.
-    dtype: float32, bfloat16, float16, or auto: bfloat16 on GPUs that have it.
+    dtype: float32, bfloat16, or auto: bfloat16 on GPUs that have it.
     """
     import torch
 

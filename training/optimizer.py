@@ -1,8 +1,8 @@
 """Make the optimizer, take its steps, and choose the learning rate of each.
 
-    optimizer, scaler = make_optimizer(model, cfg), LossScaler(dtype, device)
-    scaler.scale_up(loss).backward()
-    norm = take_step(model, optimizer, scaler, cfg.grad_clip)
+    optimizer = make_optimizer(model, cfg)
+    loss.backward()
+    norm = take_step(model, optimizer, cfg.grad_clip)
     rate = learning_rate(step, cfg, seconds)
 
 A step whose gradient is not finite changes neither weights nor moments, and the CPU does not wait for the GPU to know.
@@ -16,7 +16,6 @@ from torch import nn
 from sympow.training.muon import BatchedMuon
 from sympow.runs.parts import is_sharded
 
-SCALE, GROWTH_INTERVAL = 65536.0, 2000  # torch.amp.GradScaler's defaults
 
 
 def make_optimizer(model, cfg):
@@ -121,55 +120,16 @@ def muon_weights(model):
     return found
 
 
-class LossScaler:
-    """Multiplies losses by a scale, so that gradients in float16 do not become zero, as torch.amp.GradScaler does.
-
-    The scale begins at 65,536, halves after a step without a finite gradient, which is skipped, and doubles after 2,000
-    other steps in a row. For other dtypes there is no scale. Unlike GradScaler, it never waits for the GPU.
-
-    Attribute: searching, a bool scalar on the device, True if the last step was skipped at a scale above 1, which may
-    have been too large for it; None without a scale.
-    """
-
-    def __init__(self, dtype, device, scale=SCALE, good_steps=0):
-        self.enabled, self.searching = dtype == torch.float16, None
-        self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
-        self.good_steps = torch.tensor(good_steps, device=device)  # since the scale changed
-
-    def state(self):
-        """Return (scale, good_steps) for a checkpoint, from which a LossScaler goes on; () without a scale."""
-        return (self.scale.item(), self.good_steps.item()) if self.enabled else ()
-
-    def scale_up(self, loss):
-        """Return the loss times the scale."""
-        return loss * self.scale if self.enabled else loss
-
-    def scale_down(self, parameters):
-        """Divide the gradients of the parameters by the scale, in place."""
-        if self.enabled:
-            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1 / self.scale)
-
-    def update(self, skipped):
-        """Choose the scale of the next step; skipped: a bool scalar, True if this one had no finite gradient."""
-        if self.enabled:
-            self.searching, good = skipped & (self.scale > 1), self.good_steps + 1
-            grow = ~skipped & (good >= GROWTH_INTERVAL)
-            self.scale = self.scale * (1 - 0.5 * skipped + 1.0 * grow)
-            self.good_steps = good.masked_fill(skipped | grow, 0)
-
-
-def take_step(model, optimizer, scaler, grad_clip):
+def take_step(model, optimizer, grad_clip):
     """Take an optimizer step, unless the gradient is not finite, and drop the gradients; return their norm, a scalar.
 
-    They are divided by the scale first, and if the norm is above grad_clip (0: no limit) scaled down to it.
+    If it is above grad_clip (0: no limit) they are scaled down to it.
     """
-    scaler.scale_down(model.parameters())
     norm = clip_gradients(model.parameters(), grad_clip or math.inf)
     skipped = ~norm.isfinite()  # on all ranks alike
     optimizer.found_inf = skipped.float()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    scaler.update(skipped)
     return norm
 
 
