@@ -27,7 +27,7 @@ from sympow.training.batches import epochs, format_losses, mean_losses, micro_ba
 from sympow.training.context import check_context, split_context, whole_sequences
 from sympow.training.distill import Teacher
 from sympow.runs.display import Display, describe_attention
-from sympow.training.optimizer import learning_rate, make_optimizer, take_step
+from sympow.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizer, take_step
 from sympow.training.parallel import Layout
 from sympow.runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from sympow.runs.settings import BOOLS, TRAIN_RANGES, check_ranges, choose_device, fields_of, read_settings, refuse
@@ -98,7 +98,7 @@ class TrainConfig:
 
     def __post_init__(self):
         self.compile = str(BOOLS.get(self.compile.lower(), self.compile))
-        check_ranges(self, TRAIN_RANGES)
+        check_ranges(self, (*TRAIN_RANGES, ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)))
 
 
 def main():

@@ -135,8 +135,6 @@ TRAIN_RANGES = (  # of train.py's settings, for check_ranges
     ("timeout", "positive", lambda x: x > 0),
     ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
     ("decay_share", "above 0 and at most 1", lambda x: 0 < x <= 1),
-    ("optimizer", ["adamw", "muon"]),
-    ("schedule", ["constant", "cosine", "wsd"]),
     ("dtype", ["auto", "float32", "bfloat16"]),
     ("compile", ["auto", "True", "False"]),
     ("wandb", ["auto", "online", "offline", "disabled"]),
@@ -148,7 +146,7 @@ def check_ranges(cfg, ranges):
     """Raise ValueError for the first setting that is out of its range.
 
     ranges: rows (names with blanks between, range in words, function of a value that is True in the range); or
-    (names, list of the values that are allowed).
+    (names, the values that are allowed).
     """
     for names, wanted, *test in ranges:
         for name in names.split():

@@ -188,27 +188,6 @@ def test_validation_reads_the_same_tokens_whatever_the_batch(go, capsys):
     assert max(metrics("out/a")) == 6
 
 
-def test_learning_rate_schedules():
-    cfg = train.TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=4, max_iters=14)
-    assert [train.learning_rate(s, cfg) for s in (0, 3, 4, 1000)] == pytest.approx([0.2, 0.8, 1.0, 1.0])
-    cfg.schedule = "cosine"
-    assert [train.learning_rate(s, cfg) for s in (4, 9, 14, 99)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
-
-
-def test_the_cosine_ends_with_the_steps_or_with_the_time_whichever_is_first():
-    cosine = dict(schedule="cosine", min_lr=0.1, warmup_iters=4, max_iters=14, max_seconds=10)
-    cfg = train.TrainConfig(learning_rate=1.0, **cosine)
-    assert [train.learning_rate(9, cfg, t) for t in (0, 5, 7.5, 10, 11)] == pytest.approx(
-        [0.55, 0.55, 0.2318, 0.1, 0.1], abs=1e-4
-    )
-    assert [train.learning_rate(s, cfg, 5) for s in (4, 9, 14)] == pytest.approx([0.55, 0.55, 0.1])
-    assert [train.learning_rate(s, cfg, 10) for s in (0, 2)] == pytest.approx([0.1, 0.1])  # no time for the warm-up
-    assert [train.learning_rate(s, cfg, 1) for s in (0, 3)] == pytest.approx([0.2, 0.8])
-    for changed in ({"max_seconds": 0}, {"schedule": "constant"}):
-        free = train.TrainConfig(**{**vars(cfg), **changed})
-        assert [train.learning_rate(s, free, 9) for s in range(20)] == [train.learning_rate(s, free) for s in range(20)]
-
-
 class Ticks:
     """Stands for the module time: every call for the time takes a hundredth of a second."""
 
