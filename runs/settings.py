@@ -133,6 +133,8 @@ TRAIN_RANGES = (  # of train.py's settings, for check_ranges
     ("lr_decay_iters", "0 (max_iters) or more", lambda x: x >= 0),
     ("sample_tokens", "0 (none) or more", lambda x: x >= 0),
     ("timeout", "positive", lambda x: x > 0),
+    # torch.compile works in the first step of a start from nothing, and may in the second
+    ("profile", "0 (none) or a step from 3 on", lambda x: x == 0 or x >= 3),
     ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
     ("decay_share", "above 0 and at most 1", lambda x: 0 < x <= 1),
     ("dtype", ["auto", "float32", "bfloat16"]),

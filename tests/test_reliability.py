@@ -392,10 +392,10 @@ def test_the_numbers_of_a_run_whose_checkpoints_are_gone_stay(go, capsys):
 
 def test_a_kill_finds_at_most_one_evaluation_without_a_checkpoint(go, monkeypatch):
     """The same command would not go on from two, because they look like a run whose checkpoints were deleted."""
-    found, evaluate, save_file = [], train.mean_losses, checkpoint.save_file
+    found, evaluate, save_file = [], train.evaluate, checkpoint.save_file
     monkeypatch.setattr(checkpoint, "save_file", lambda *args: (time.sleep(0.5), save_file(*args)))
-    noted = lambda trainer: (found.append(checkpoint.newest("out/a")), evaluate(trainer))[1]
-    monkeypatch.setattr(train, "mean_losses", noted)
+    noted = lambda run: (found.append(checkpoint.newest("out/a")), evaluate(run))[1]
+    monkeypatch.setattr(train, "evaluate", noted)
     assert go(*TINY, "--out_dir=out/a") == 0
     assert found == [None, "out/a/ckpt/step_00000001"]
 
