@@ -26,6 +26,7 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -143,7 +144,7 @@ def causal(b, h, i, j):
     return i >= j
 
 
-def flex_attention(p, C, T):
+def make_flex(p, C, T):
     """Return FlexAttention, compiled for T tokens, as power attention of power p; C as in `power_score`."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -162,7 +163,7 @@ def build(name, qkv, log_g, dy):
     p, gated = POWERS[name]
     if name.startswith("flex"):
         C = log_g.detach().cumsum(2) if gated else None
-        return Contender(flex_attention(p, C, dy.shape[2]), qkv, dy, 5)
+        return Contender(make_flex(p, C, dy.shape[2]), qkv, dy, 5)
 
     from sympow.kernels import unsupported_reason
     from sympow.kernels.operators import quadratic_attention
@@ -275,9 +276,9 @@ def cold_start(name):
     """Print how long first calls take with an empty and with a filled cache, and the first call of another length."""
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
-        with get_context("spawn").Pool(1, maxtasksperchild=1) as processes:  # a new process for each call
-            [(cold, compiled)] = processes.apply(first_calls, (name, [COLD_T]))
-            (warm, _), (new, recompiled) = processes.apply(first_calls, (name, [COLD_T, NEW_T]))
+        with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:  # a new process for each call
+            [(cold, compiled)] = pool.submit(first_calls, name, [COLD_T]).result()
+            (warm, _), (new, recompiled) = pool.submit(first_calls, name, [COLD_T, NEW_T]).result()
     print(f"first forward and backward of a process, {name}, 16 sequences, imports not counted:")
     print(f"  empty Triton cache, T={COLD_T}    {cold:8.3f} s   {compiled} new entries in the cache")
     print(f"  filled cache,       T={COLD_T}    {warm:8.3f} s")

@@ -3,8 +3,8 @@
     python bench/profile_step.py                                                        # 124M, softmax, 64 x 1,024
     python bench/profile_step.py --attention=sympow_gating --block_size=65536 --batch_size=1
 
-A step is that of bench/train.py, on a CPU not compiled. torch.profiler times every kernel of STEPS steps. The table is
-that of the step that spent least time in kernels, because under the profiler all kernels of some steps are slower.
+A step is a step of bench/train.py, on a CPU not compiled. torch.profiler times every kernel of STEPS steps. The table
+has the step that spent least time in kernels, because under the profiler all kernels of some steps are slower.
 
 A kernel counts for the first kind in KINDS that matches its name or the names of the operators around it. (A kernel
 that torch.compile made of several operators has their names.)
@@ -33,7 +33,7 @@ from sympow.runs.trace import profiler  # noqa: E402
 from sympow.train import TrainConfig  # noqa: E402
 
 STEPS = 5
-WARM_UP = 5.0  # seconds of steps on a GPU, whose clock settles only some time after the compilation
+WARM_UP = 5.0  # seconds of steps on a GPU; its clock settles only some time after the compilation
 UNCOUNTED = 4  # first steps under the profiler, which the GPU waits for while it starts
 STEP = "training step"
 KINDS = {  # kind -> pattern of names, the most specific kind first
@@ -112,12 +112,9 @@ def main():
     parser.add_argument("--attention", default="softmax", help="as in train.py")
     parser.add_argument("--block_size", type=at_least_1, default=1024, help="tokens of a sequence")
     parser.add_argument("--batch_size", type=at_least_1, default=64, help="sequences")
-    sizes = dict(n_layer=12, n_head=12, n_embd=768, vocab_size=50257, p=2)
-    for name, value in sizes.items():
-        parser.add_argument(f"--{name}", type=at_least_1, default=value)
     args = parser.parse_args()
     try:
-        config = GPTConfig(attention=args.attention, **{name: getattr(args, name) for name in sizes})
+        config = GPTConfig(attention=args.attention, p=2)
     except ValueError as error:
         parser.error(str(error))
     torch.set_float32_matmul_precision("high")  # as train.py

@@ -46,8 +46,8 @@ COLUMNS = {  # key of a row -> (title, place, format)
 }
 PREFILL_COLUMNS = {
     "name": ("name", "<22", "s"),
-    "prefill_tokens_per_second": ("tokens/s", ">9", ",.0f"),
-    "forward_tokens_per_second": ("of the forward pass", ">19", ",.0f"),
+    "prefill_tokens_per_second": ("prompt tokens/s", ">15", ",.0f"),
+    "forward_tokens_per_second": ("forward pass tokens/s", ">21", ",.0f"),
     "prefill_gb": ("GB", ">6", ".2f"),
     "long_prefill_gb": ("longer, GB", ">10", ".2f"),
 }
@@ -164,7 +164,7 @@ def main():
         if name in VARIANTS or context <= 3000:  # GPT-2 has 4,096 positions
             rows.append(measure(name, batch, context, args))
             print_row(COLUMNS, rows[-1])
-    print(f"\na prompt of {PREFILL:,} tokens, and the peak of memory with one of {LONG_PREFILL:,}\n")
+    print(f"\nreading {PREFILL:,} tokens; `longer` is the peak of memory with {LONG_PREFILL:,}\n")
     print_titles(PREFILL_COLUMNS)
     for name in args.only:
         if name in VARIANTS:

@@ -137,7 +137,7 @@ def main():
     parser.add_argument("--steps", type=at_least_1, default=20, help="steps that do")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args, args.settings = parser.parse_known_args()
-    args.gpus = sorted({1, *args.gpus})  # one GPU is what linear is measured by
+    args.gpus = sorted({1, *args.gpus})  # linear is relative to the speed of one GPU
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA GPU here: --device=cpu")
     longest = args.block_size

@@ -1,6 +1,7 @@
 """bench/profile_step.py and bench/fused.py: kinds of kernels, and both programs at tiny sizes on the CPU."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from helpers import call
 
 from sympow.attention import dispatch
 from sympow.bench import fused, profile_step
+from sympow.model import GPTConfig
 
 NAMES = {
     "aten::mm nvjet_hsh_256x128_64x4": "matrix products",
@@ -52,9 +54,10 @@ def test_kernels_count_for_the_step_that_launched_them_and_the_shortest_step_is_
     assert profile_step.summarize(events, gpu=True) == {"gates": 3.0, "matrix products": 6.0}
 
 
-def test_a_step_is_profiled(tmp_path, capsys):
-    sizes = "--n_layer=1 --n_head=2 --n_embd=32 --vocab_size=99 --block_size=32 --batch_size=2"
-    assert call(profile_step.main, *sizes.split(), f"--json={tmp_path / 'a.json'}") == 0
+def test_a_step_is_profiled(tmp_path, monkeypatch, capsys):
+    small = partial(GPTConfig, n_layer=1, n_head=2, n_embd=32, vocab_size=99)
+    monkeypatch.setattr(profile_step, "GPTConfig", small)
+    assert call(profile_step.main, "--block_size=32", "--batch_size=2", f"--json={tmp_path / 'a.json'}") == 0
     rows = {row["kind"]: row["milliseconds"] for row in json.loads((tmp_path / "a.json").read_text())}
     assert list(rows) == [*profile_step.KINDS, "all", "without the profiler"]
     for kind in ("optimizer", "rotations", "LayerNorm", "GELU", "matrix products", "attention"):
@@ -66,12 +69,7 @@ def test_a_step_is_profiled(tmp_path, capsys):
 def test_fused_operators_are_timed_beside_pytorch(tmp_path, monkeypatch):
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
     checked = []
-
-    def fused_kernel_reason(name, device, dtype):
-        checked.append((name, dispatch.FUSED))
-        return ""
-
-    monkeypatch.setattr(dispatch, "fused_kernel_reason", fused_kernel_reason)
+    monkeypatch.setattr(dispatch, "fused_kernel_reason", lambda name, *_: checked.append((name, dispatch.FUSED)))
     monkeypatch.setattr(dispatch, "FUSED", ())
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
     for name, value in dict(ROUNDS=1, WARM_UP=1, WIDTH=64, VOCABULARY=128).items():

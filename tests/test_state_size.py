@@ -1,11 +1,11 @@
-"""The size tables are those of the article, to the last printed digit."""
+"""bench/state_size.py prints the size tables of the article, to the last digit."""
 
 import pytest
 import torch
 
 from sympow.attention.embedding import symmetric_power_dim
 from sympow.attention.power import power_attention
-from sympow.bench.state_size import format_bytes, linear_state_size, main, power_state_size
+from sympow.bench.state_size import format_bytes, main, power_state_size
 
 
 def printed_rows(capsys, *argv):
@@ -33,12 +33,6 @@ def test_prints_the_row_of_the_article(capsys, row):
 def test_smaller_heads_give_the_smaller_states_of_the_design():
     assert format_bytes(2 * power_state_size(12, 24, 32, symmetric_power_dim(32, 4))) == "995 MB"
     assert format_bytes(2 * power_state_size(12, 48, 16, symmetric_power_dim(16, 4))) == "76 MB"
-
-
-def test_state_counts_the_normaliser():
-    assert linear_state_size(12, 12, 64) == 589_824
-    assert power_state_size(1, 1, 8, features=64) == 64 * 9
-    assert power_state_size(2, 3, 8, features=36) == 36 * 9 * 2 * 3
 
 
 def test_state_size_is_that_of_the_state_attention_returns():
