@@ -4,7 +4,7 @@
     dataset.documents("train"), dataset.document_length         # the rows of a split and their length
     dataset.read("train", start=0, count=1000)                  # tokens, uint16 or uint32
 
-The tokens lie in shards (see shards.py) or in the chunks of a zarr array. A file that is removed, cut or overwritten
+The tokens lie in shards (see shards.py). A file that is removed, cut or overwritten
 while it is in use is refused by its name.
 """
 
@@ -18,7 +18,6 @@ from . import DataError
 from .files import sha256_of
 from .meta import SPLITS, read_meta, shard_is_whole
 from .tokenizer import load_tokenizer
-from .zarr_rows import ChunkedRows
 
 CHECK_EVERY = 1.0  # seconds, after which the next read looks whether the shard was overwritten
 OPEN_SHARDS = 256  # each open file takes a file descriptor, and 1,024 is a usual limit
@@ -55,26 +54,12 @@ class Dataset:
                 f"{self.meta['prepare']}"
             )
         self._ends = {}  # split -> the row number at which each shard ends
-        self._direct = {}  # split -> ChunkedRows, if the dataset is read from zarr arrays
         self._changed = {}  # file -> when it was last written, to notice one that is replaced before it is read
         for split, shards in self._shards.items():
-            zarr = self.meta["splits"][split].get("zarr")
-            if zarr:
-                documents = self.meta["splits"][split]["documents"]
-                self._direct[split] = ChunkedRows(**zarr, documents=documents, length=self.document_length)
-                self._ends[split] = np.array([documents])
-            else:
-                self._check_sizes(shards)
-                self._ends[split] = np.cumsum([shard["documents"] for shard in shards])
+            self._check_sizes(shards)
+            self._ends[split] = np.cumsum([shard["documents"] for shard in shards])
         self._check_unchanged()
         self._shard = functools.lru_cache(OPEN_SHARDS)(self._open)
-
-    @property
-    def remedy(self):
-        """Return advice on what to do about a damaged file."""
-        if self._direct:  # the files are the user's source
-            return "damaged, get this chunk again"
-        return f"delete this file and run {self.meta['prepare']}"
 
     def documents(self, split):
         """Return the number of rows of a split, each of document_length tokens."""
@@ -92,7 +77,7 @@ class Dataset:
             for shard in shards:
                 path = os.path.join(self.path, shard["file"])
                 if sha256_of(path) != shard["sha256"]:
-                    raise DataError(f"{path} is not what was written (sha256 differs): {self.remedy}")
+                    raise DataError(f"{path} is not what was written (sha256 differs): delete this file and run " + self.meta["prepare"])
 
     def check_tokens(self, tokenizer, owner):
         """Raise DataError if the ids of this dataset are not those of `owner` (a run's folder) with this tokenizer."""
@@ -108,8 +93,6 @@ class Dataset:
         Raises DataError that names the file if it cannot be read, or is no longer what it was when the dataset was
         opened.
         """
-        if split in self._direct:
-            return self._direct[split].read(start, count)
         pieces = []
         while count:
             row = start // self.document_length
@@ -121,19 +104,8 @@ class Dataset:
             count -= len(piece)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def together(self, split):
-        """Return how many neighbouring documents are best read together: those in a row of chunks, or 1 in shards."""
-        return self.meta["splits"][split]["zarr"]["together"] if split in self._direct else 1
-
-    def expect(self, split, start, count):
-        """Announce that these tokens will be read soon, so that chunks of a zarr array are fetched ahead."""
-        if split in self._direct:
-            self._direct[split].expect(start, count)
-
     def shard_path(self, split, position):
         """Return the path of the file that holds the token at this position of the split."""
-        if split in self._direct:
-            return self._direct[split].file(position)
         number = int(np.searchsorted(self._ends[split], position // self.document_length, side="right"))
         return os.path.join(self.path, self._shards[split][number]["file"])
 

@@ -17,7 +17,6 @@ import torch
 from . import DataError
 
 RECT = 16  # how many documents go through their windows together
-AHEAD = 4  # micro-batches: a chunk of a zarr array is requested this long before it is needed
 
 
 class Windows:
@@ -49,10 +48,6 @@ class Windows:
         # Training permutes rows of per_document windows each. With pack, every window counts as a row of its own.
         self.documents = dataset.tokens(split) // block_size if pack else dataset.documents(split)
         self.per_document = 1 if pack else length // block_size
-        # block: how many rows are ordered as one unit; rect: how many go through their windows together
-        together = dataset.together(split)
-        self.block = max(1, together * length // block_size) if pack and together > 1 else together
-        self.rect = self.block if self.block > 1 else RECT
         self.orders = {}  # cache of _epoch_order
 
     def __len__(self):
@@ -99,24 +94,13 @@ class Windows:
         """
         return self.batch(train_indices(self, seed, start, count), spans)
 
-    def expect_rows(self, seed, start, count, spans=None):
-        """Announce that the windows at these places of the training order will be read soon."""
-        if self.block > 1:
-            self.expect(train_indices(self, seed, start, count), spans)
-
-    def expect(self, indices, spans=None):
-        """Announce that the windows with these numbers, or these spans of each, will be read soon."""
-        for first in self._starts(indices).tolist():
-            for start, end in spans or [(0, self.block_size)]:
-                self.dataset.expect(self.split, first + start, end - start)
-
     def _refuse(self, tokens, starts):
         """Raise DataError that names the file of the first token beyond the vocabulary."""
         row, column = np.argwhere(tokens >= self.dataset.vocab_size)[0]
         path = self.dataset.shard_path(self.split, int(starts[row] + column - 1))
         raise DataError(
-            f"{path}: token id {tokens[row, column]} is not in the vocabulary of {self.dataset.vocab_size}: "
-            + self.dataset.remedy
+            f"{path}: token id {tokens[row, column]} is not in the vocabulary of {self.dataset.vocab_size}: delete this "
+            f"file and run {self.dataset.meta['prepare']}"
         )
 
 
@@ -124,7 +108,7 @@ def train_indices(windows, seed, start, count):
     """Return the window numbers, np.int64 [count], at the positions start, start + 1, ... of the training order.
 
     The order is a pure function of seed. An epoch of len(windows) positions visits every window exactly once. Its
-    documents are permuted and cut into groups of windows.rect; in round r, group b takes window (offset_b + r) % W of
+    documents are permuted and cut into groups of RECT; in round r, group b takes window (offset_b + r) % W of
     its documents. So a batch is a rectangle, some documents by one window, and the windows seen at one time lie at
     different places of their documents, not all at the beginning.
     """
@@ -136,13 +120,13 @@ def train_indices(windows, seed, start, count):
     for epoch in np.unique(epochs).tolist():
         order, offsets = _epoch_order(windows, seed, epoch)
         in_epoch = epochs == epoch
-        window = (offsets[places[in_epoch] // windows.rect] + rounds[in_epoch]) % W
+        window = (offsets[places[in_epoch] // RECT] + rounds[in_epoch]) % W
         indices[in_epoch] = order[places[in_epoch]].astype(np.int64) * W + window
     return indices
 
 
 def _epoch_order(windows, seed, epoch):
-    """Return (the documents in the order of this epoch [D], the first window of each group [ceil(D / rect)])."""
+    """Return (the documents in the order of this epoch [D], the first window of each group [ceil(D / RECT)])."""
     if (seed, epoch) not in windows.orders:
         while len(windows.orders) > 1:  # keep two: a batch may straddle two epochs
             windows.orders.pop(next(iter(windows.orders)))
@@ -151,16 +135,9 @@ def _epoch_order(windows, seed, epoch):
         # any version.
         bits = np.random.PCG64(np.random.SeedSequence([abs(seed), int(seed < 0), epoch]))
         keys = bits.random_raw(D)
-        if windows.block == 1:
-            order = np.argsort(keys, kind="stable")
-        else:
-            # Rows of chunks in a random order, but the last one, which may be short, at the end; then documents
-            # within each row of chunks.
-            blocks = np.argsort(np.argsort(bits.random_raw(D // windows.block), kind="stable"))
-            blocks = np.append(blocks, D)[np.minimum(np.arange(D) // windows.block, D // windows.block)]
-            order = np.lexsort((keys, blocks))
+        order = np.argsort(keys, kind="stable")
         order = order.astype(np.int32 if D < 1 << 31 else np.int64)
-        offsets = (bits.random_raw(-(-D // windows.rect)) % W).astype(np.int64)
+        offsets = (bits.random_raw(-(-D // RECT)) % W).astype(np.int64)
         windows.orders[seed, epoch] = order, offsets
     return windows.orders[seed, epoch]
 
@@ -174,7 +151,6 @@ def train_batch(windows, seed, step, rank, world, micro, accumulation, batch_siz
     `Windows.batch`.
     """
     start = ((step * accumulation + micro) * world + rank) * batch_size
-    windows.expect_rows(seed, start + AHEAD * world * batch_size, batch_size, spans)
     return windows.train_rows(seed, start, batch_size, spans)
 
 

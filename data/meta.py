@@ -58,12 +58,7 @@ def _check(meta):
         for shard in parts[1:]:
             if not SHARD.fullmatch(shard["file"]) or not isinstance(shard["sha256"], str):
                 raise ValueError(f"a shard is named {shard['file'][:80]!r}")
-        if zarr := parts[0].get("zarr"):
-            if not isinstance(zarr["url"], str) or not all(map(_is_count, [zarr["together"], *zarr["rows"]])):
-                raise ValueError(f"the zarr array of the {split} split is {str(zarr)[:80]}")
-            if not 0 < parts[0]["documents"] <= zarr["together"] * len(zarr["rows"]):
-                raise ValueError(f"{len(zarr['rows'])} rows of chunks are not {parts[0]['documents']} documents")
-        elif not 0 < parts[0]["documents"] == sum(shard["documents"] for shard in parts[1:]):
+        if not 0 < parts[0]["documents"] == sum(shard["documents"] for shard in parts[1:]):
             raise ValueError(f"the {split} split has {parts[0]['documents']} rows, its shards others")
     check_units(meta.get("units", {}))
 

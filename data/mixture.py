@@ -127,13 +127,6 @@ class MixedWindows:
                 x[places] = part
         return tuple(rows)
 
-    def expect_rows(self, seed, start, count, spans=None):
-        """Announce that these places of the training order will be read soon."""
-        if all(windows.block == 1 for windows in self.parts):  # nothing is fetched ahead
-            return
-        for places, windows, first in self._shares(start, count):
-            windows.expect_rows(seed, first, len(places), spans)
-
     def _shares(self, start, count):
         """Yield (which of these rows are a dataset's, its Windows, the place of the first of them in its own order)."""
         chosen, before = self.mixture.choose(start, count), self.mixture.counts(start)

@@ -30,7 +30,6 @@ from .meta import SHARD, SPLITS, own_meta, shard_is_whole, shards_of
 from .progress import Progress
 from .staging import Staging, finish_interrupted, open_staging
 from .tokenizer import FILES, VOCABULARY_FILES, load_tokenizer
-from .zarr_rows import missing_chunks
 
 FORMAT = 1
 
@@ -45,8 +44,7 @@ class Unit(NamedTuple):
 def is_complete(folder, arguments, verify=False):
     """Return True, and print so, if the folder already holds the whole dataset that these arguments would make.
 
-    All its shards must be there with their sizes; for a zarr array that is read in place, all its chunks. With verify,
-    shards whose sha256 differs are named and deleted first, so that they are made again. Raises DataError if the folder
+    All its shards must be there with their sizes. With verify, shards whose sha256 differs are named and deleted first, so that they are made again. Raises DataError if the folder
     is not one that a dataset may be written to.
     """
     meta = own_meta(folder)
@@ -62,8 +60,6 @@ def is_complete(folder, arguments, verify=False):
     size = np.dtype(meta["dtype"]).itemsize
     splits = meta["splits"].values()
     if not all(shard_is_whole(folder, shard, size) for split in splits for shard in split["shards"]):
-        return False
-    if any(split.get("zarr") and missing_chunks(split["zarr"], meta["document_length"]) for split in splits):
         return False
     try:
         tokenizer = load_tokenizer(folder)
@@ -148,26 +144,6 @@ def write_dataset(
         _finish(staging, old, meta | {"units": ids} | (facts or {}), tokenizer)
     reused = f", {there} of {len(units)} shards were there" if there else ""
     print(f"{folder} is complete: {_summary(meta)} ({time.monotonic() - started:.1f} s{reused})")
-    return meta
-
-
-def write_direct(folder, arrays, tokenizer, document_length, arguments, source, command):
-    """Write tokenizer.json and meta.json of a dataset whose tokens stay in their zarr arrays; return meta as a dict.
-
-    arrays: {split: {"url", "together": documents in a row of chunks, "rows": [(row of chunks, how many documents)]}}
-    """
-    splits = {}
-    for split, array in arrays.items():
-        documents = sum(count for _, count in array["rows"])
-        zarr = array | {"rows": [row for row, _ in array["rows"]]}
-        splits[split] = {"documents": documents, "tokens": documents * document_length, "shards": [], "zarr": zarr}
-    arguments, old = _normal(arguments), own_meta(folder)
-    meta = _meta(folder, tokenizer, np.dtype("<u2"), document_length, splits, source, command, arguments)
-    with open_staging(folder) as staging:
-        staging.take_over({}, arguments, {}, {})
-        tokenizer.save(staging.path)
-        _finish(staging, old, meta, tokenizer)
-    print(f"{folder} is complete: {_summary(meta)}, read where they are")
     return meta
 
 

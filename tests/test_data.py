@@ -18,7 +18,7 @@ from sympow.data import DataError, command
 from sympow.data import dataset as dataset_module
 from sympow.data.corpus import find_files, plan_units
 from sympow.data.dataset import Dataset
-from sympow.data.loader import RECT, Windows, eval_batches, train_batch, train_indices
+from sympow.data.loader import Windows, eval_batches, train_batch, train_indices
 from sympow.data.pystdlib import prepare as pystdlib
 from sympow.data.shards import Unit, is_complete, write_dataset
 from sympow.data.split import whole_stream
@@ -266,7 +266,7 @@ def test_a_shard_that_cannot_be_read_is_refused_by_name(tmp_path, monkeypatch, c
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"data.dataset.os.{call}", failing)
+        patch.setattr(f"sympow.data.dataset.os.{call}", failing)
         with pytest.raises(DataError, match=rf"train_00000.bin cannot be read \({os.strerror(code)}\)"):
             windows.batch([0])
     windows.batch([0])  # a disk that comes back
@@ -401,8 +401,6 @@ def test_packed_windows_run_over_documents_and_mark_their_starts(tmp_path, T):
 
 class Shape:
     """The attributes of Windows that the training order depends on."""
-
-    block, rect = 1, RECT
 
     def __init__(self, documents, per_document):
         self.documents, self.per_document, self.orders = documents, per_document, {}
