@@ -59,7 +59,7 @@ def make_dataset(folder, document_length, vocab_size=VOCABULARY):
     )
     random = np.random.default_rng(0)
     rows = lambda count: lambda: random.integers(0, vocab_size - 1, (count, document_length))
-    units = [Unit("train", rows(4), 4 * document_length), Unit("val", rows(1), document_length)]
+    units = [Unit("train", rows(4)), Unit("val", rows(1))]
     path = os.path.join(folder, "random")
     with redirect_stdout(io.StringIO()):
         write_dataset(path, units, Tokenizer("bpe", encoding), document_length, {}, "random", "bench/scale.py")

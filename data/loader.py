@@ -99,8 +99,8 @@ class Windows:
         row, column = np.argwhere(tokens >= self.dataset.vocab_size)[0]
         path = self.dataset.shard_path(self.split, int(starts[row] + column - 1))
         raise DataError(
-            f"{path}: token id {tokens[row, column]} is not in the vocabulary of {self.dataset.vocab_size}: delete this "
-            f"file and run {self.dataset.meta['prepare']}"
+            f"{path}: token id {tokens[row, column]} is not in the vocabulary of {self.dataset.vocab_size}: "
+            f"delete this file and run {self.dataset.meta['prepare']}"
         )
 
 

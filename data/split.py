@@ -96,7 +96,7 @@ def _bucket(file, offset, line, by_place):
     return int.from_bytes(hashlib.blake2b(place + line.strip(), digest_size=2).digest(), "big")
 
 
-def _open(file):
+def open_file(file):
     """Open a File. Raises DataError if it is not the one that was found any more."""
     opened = open(file.path, "rb")
     status = os.fstat(opened.fileno())
@@ -108,7 +108,7 @@ def _open(file):
 
 def _lines(file, begin, end):
     """Yield (offset, line) of the lines from begin to end, two places between lines; not of the empty lines."""
-    with _open(file) as f:
+    with open_file(file) as f:
         f.seek(begin)
         while begin < end and (line := f.readline()):
             if line.strip():
@@ -162,7 +162,7 @@ class Stream:
         if span.lines is None and self.in_bytes:
             return position
         offset = span.begin + position - self.starts[number]
-        with _open(span.file) as f:
+        with open_file(span.file) as f:
             if span.lines is not None:
                 f.seek(offset - 1)
                 f.readline()
@@ -189,7 +189,7 @@ class Stream:
                     if _bucket(span.file, place, line, span.by_place) in span.lines:
                         yield self._text(span.file, line), True
                 continue
-            with _open(span.file) as f:
+            with open_file(span.file) as f:
                 f.seek(first + offset)
                 data = f.read(last - first)
             if len(data) != last - first:

@@ -135,6 +135,10 @@ class Tokenizer:
             files[description["vocabulary"]] = vocabulary
         return files | {"tokenizer.json": json.dumps(description, indent=2).encode()}
 
+    def fingerprint(self):
+        """Return a short hash of the files that save writes."""
+        return hashlib.sha256(b"".join(self.files().values())).hexdigest()[:16]
+
     def same_tokens(self, other):
         """Return True if every token id means the same to both. (LongCrawl64's texts are escaped; their tokens are
         GPT-2's all the same.)"""

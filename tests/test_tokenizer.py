@@ -409,7 +409,6 @@ def test_text_is_prepared_with_a_tokenizer_trained_on_its_training_split(tmp_pat
     assert dataset.vocab_size == 300 and tok.decode(dataset.read("train", 0, 8)).startswith("the 0th theme")
     assert len(tok.encode(" them")) == 1 and dataset.meta["arguments"]["tokenizer"] == "bpe:300"
     assert "zqzqzqzq" in tok.decode(dataset.read("val", 0, dataset.tokens("val")))
-    monkeypatch.setattr("sympow.data.corpus.train_tokenizer", None)  # the tokenizer that is there is used again
     prepare.main([*argv, "--tokenizer=bpe:300"])
     assert "complete already" in capsys.readouterr().out
     for damaged in ("train_00000.bin", "val_00000.bin"):
@@ -455,17 +454,6 @@ def test_a_sample_of_a_large_text_is_evenly_spaced_and_bounded(tmp_path, monkeyp
     assert 9000 < len(text) < 12_000 and sorted({line[:6] for line in text.splitlines()}) == [f"line {i}" for i in "0"]
     starts = [int(line[5:]) // 1000 for line in text.splitlines()]
     assert set(starts) == set(range(10))
-
-
-def test_a_tokenizer_that_changes_text_says_so(tmp_path, tokenizers, capsys):
-    from sympow.data.text import prepare
-
-    made = byte_level(tokenizers, ENGLISH)
-    made.normalizer = tokenizers.normalizers.Lowercase()
-    made.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "a.txt").write_text("The Theme\n" * 1000)
-    prepare.main([str(tmp_path / "a.txt"), f"--out={tmp_path / 'out'}", f"--tokenizer={tmp_path}/tokenizer.json"])
-    assert "does not keep text as it is: 'The Theme" in capsys.readouterr().out
 
 
 def test_stream_never_shows_half_a_character():

@@ -78,7 +78,7 @@ def prepare_zarr(args, source):
             return
     length = args.document_length
     units = [
-        Unit(split, partial(arrays[split].read, row, count), count * length, [arguments["zarr"], row, count])
+        Unit(split, partial(arrays[split].read, row, count), [arguments["zarr"], row, count])
         for split in arrays
         for row, count in plans[split]
     ]

@@ -57,11 +57,11 @@ def main(argv):
     rows, most = -(-args.train_tokens // length), max(1, SHARD // length)
     sizes = [("train", min(most, rows - at), args.times) for at in range(0, rows, most)]
     units = [
-        Unit(split, functools.partial(_rows, haystack, split, i, count, length, pieces, args.task), count * length)
+        Unit(split, functools.partial(_rows, haystack, split, i, count, length, pieces, args.task))
         for i, (split, count, pieces) in enumerate([*sizes, ("val", args.short, args.times), ("val", args.long, 1)])
     ]
     source = f"{args.task}" + (f" in {haystack.name}" if haystack else "")
-    write_dataset(args.out, units, Tokenizer("bytes"), length, arguments, source, args.command, facts=arguments)
+    write_dataset(args.out, units, Tokenizer("bytes"), length, arguments, source, args.command, arguments)
 
 
 def _rows(haystack, split, number, count, length, pieces, task):
