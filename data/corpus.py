@@ -198,7 +198,7 @@ def plan_units(sources, tokenizer, document_length, val_fraction, key="text", tr
 
     length = row_length(total * rate, document_length)
     for stream in splits.values():
-        if stream.kept <= COUNTED and (count := len(stream.tokens(0, stream.total, tokenizer))) < length:
+        if stream.size <= COUNTED and (count := len(stream.tokens(0, stream.total, tokenizer))) < length:
             length = _power_of_two(count)
     if length < document_length:
         print(
@@ -241,7 +241,7 @@ def tokens_per_byte(sources, tokenizer, key="text"):
 def _sample(stream):
     """Yield the text of a stream, of a large one in evenly spaced parts that together have about SAMPLE bytes."""
     parts = [(0, stream.total)]
-    if stream.kept > SAMPLE:
+    if stream.size > SAMPLE:
         count = SAMPLE // PIECE
         begins = [stream.align(stream.total * i // count) for i in range(count)]
         parts = [(begin, stream.align(stream.advance(begin, PIECE))) for begin in begins]

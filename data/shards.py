@@ -79,8 +79,8 @@ def write_dataset(folder, units, tokenizer, document_length, arguments, source, 
     return meta as a dict.
 
     units: an iterable of Unit; arguments: a dict for JSON; source: a line that says where the tokens come from;
-    command: prepares the dataset again; facts: more entries of meta.json. Raises DataError if a unit gives rows of another
-    length or ids beyond the vocabulary, or if a split has no row.
+    command: prepares the dataset again; facts: more entries of meta.json. Raises DataError if a unit gives rows of
+    another length or ids beyond the vocabulary, or if a split has no row.
     """
     started = time.monotonic()
     _check_folder(folder)

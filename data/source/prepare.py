@@ -31,7 +31,7 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from sympow.data import DataError
+from sympow.data import DataError, batches
 from sympow.data.command import Parser, run
 from sympow.data.corpus import UNIT, cut_rows, find_files, fingerprint, parse_suffixes, row_length
 from sympow.data.near_duplicates import repeated_shares
@@ -164,15 +164,10 @@ def split_projects(sizes, val_fraction, length):
 
 def train_units(projects, read, length):
     """Return the Units of training: the files of all projects behind one another, in parts of about UNIT bytes."""
-    units, part, total = [], [], 0
     files = [(file, size, (file, size) == files[-1]) for files in projects for file, size in files]
-    for number, (file, size, is_last) in enumerate(files):
-        part.append((file, is_last))
-        total += size
-        if total >= UNIT or number == len(files) - 1:
-            units.append(Unit("train", functools.partial(_rows, part, read, length)))
-            part, total = [], 0
-    return units
+    parts = batches(files, UNIT, lambda entry: entry[1])
+    parts = [[(file, is_last) for file, _, is_last in part] for part in parts]
+    return [Unit("train", functools.partial(_rows, part, read, length)) for part in parts]
 
 
 def _rows(parts, read, length):
