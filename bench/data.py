@@ -26,7 +26,7 @@ def read_batches(name, block_size, batch_size, pack, rank, world, seconds, start
     start.wait()
     end, step = time.perf_counter() + seconds, 0
     while time.perf_counter() < end:
-        train_batch(windows, 1337, step, rank, world, 0, 1, batch_size)
+        train_batch(windows, 1337, step, rank, world, batch_size)
         step += 1
     counts.put(step * batch_size * block_size)
 

@@ -80,25 +80,17 @@ class Dataset:
     def read(self, split, start, count):
         """Return the tokens [start, start + count) of a split's rows, one after another: array [count], as stored.
 
-        Raises DataError that names the shard if it cannot be read or was cut.
+        Raises DataError that names the shard if it cannot be read, was cut, or has a token beyond the vocabulary.
         """
         pieces = []
+        ends = self._ends[split]
         while count:
-            number, offset = self._locate(split, start)
-            pieces.append(self._read_shard(self._shards[split][number], offset, count))
+            number = int(np.searchsorted(ends, start // self.document_length, side="right"))
+            first = int(ends[number - 1]) * self.document_length if number else 0
+            pieces.append(self._read_shard(self._shards[split][number], start - first, count))
             start += len(pieces[-1])
             count -= len(pieces[-1])
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def shard_path(self, split, position):
-        """Return the path of the shard that holds the token at this position of the split."""
-        return os.path.join(self.path, self._shards[split][self._locate(split, position)[0]]["file"])
-
-    def _locate(self, split, position):
-        """Return (number of the shard, position in it) of a token of a split."""
-        ends = self._ends[split]
-        number = int(np.searchsorted(ends, position // self.document_length, side="right"))
-        return number, position - (int(ends[number - 1]) * self.document_length if number else 0)
 
     def _read_shard(self, shard, start, count):
         """Return at most `count` tokens of a shard from `start` on, fewer at its end.
@@ -114,7 +106,13 @@ class Dataset:
             raise self._damaged(shard, error) from error
         if len(content) < count * size:
             raise self._damaged(shard)
-        return np.frombuffer(content, dtype=self._dtype)
+        tokens = np.frombuffer(content, dtype=self._dtype)
+        if tokens.max() >= self.vocab_size:
+            raise DataError(
+                f"{os.path.join(self.path, shard['file'])}: token id {tokens.max()} is not in the vocabulary of "
+                f"{self.vocab_size}: delete this file and run {self.meta['prepare']}"
+            )
+        return tokens
 
     def _damaged(self, shard, error=None):
         """Return the DataError for a shard that is missing, has another size than it should have, or cannot be read."""

@@ -217,7 +217,7 @@ def assert_same_batch_for_any_ranks(windows, seed, step, expected):
 
     for world, batch_size, accumulation in ((1, 16, 1), (1, 2, 8), (2, 4, 2), (4, 4, 1), (4, 1, 4), (1, 1, 16)):
         parts = [
-            train_batch(windows, seed, step, rank, world, micro, accumulation, batch_size)
+            train_batch(windows, seed, step, micro * world + rank, accumulation * world, batch_size)
             for micro in range(accumulation)
             for rank in range(world)
         ]

@@ -368,7 +368,7 @@ class Shape:
     """The attributes of Windows that the training order depends on."""
 
     def __init__(self, documents, per_document):
-        self.documents, self.per_document, self.orders = documents, per_document, {}
+        self.documents, self.per_document = documents, per_document
 
     def __len__(self):
         return self.documents * self.per_document
@@ -426,7 +426,7 @@ def test_same_global_batch_for_any_ranks_and_batch_sizes(tmp_path):
 def test_consecutive_steps_do_not_overlap(tmp_path):
     write(tmp_path, train=(32,))
     windows = Windows(Dataset(str(tmp_path)), "train", 12)
-    seen = [tuple(row) for step in range(4) for row in train_batch(windows, 0, step, 0, 1, 0, 1, 8)[1].tolist()]
+    seen = [tuple(row) for step in range(4) for row in train_batch(windows, 0, step, 0, 1, 8)[1].tolist()]
     assert len(set(seen)) == 32
 
 
