@@ -10,7 +10,7 @@ import pytest
 import tiktoken
 import torch
 from helpers import SMALL, call, dataset, make_dataset, metrics  # noqa: F401 (dataset is a fixture)
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from sympow.generation import generate as generate_module
@@ -255,29 +255,6 @@ def test_a_saved_state_goes_on_where_it_was(attention, switch_over, tmp_path):
         assert list(zip(*generate(model, [], max_new_tokens=40, before=before))) == whole
 
 
-def test_a_state_file_of_the_first_format_is_read(tmp_path, capsys):
-    """That format calls the position u, and switch_over, once for all layers, fold; it has no checksum."""
-    model, file = tiny("sympow_gating"), str(tmp_path / "read.state")
-    save(model, [256, 10, 20, 30], file, 3)
-    with safe_open(file, "pt") as f:
-        about, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
-    assert len(about.pop("sha256")) == 64
-    (switch_over,) = {layer["switch_over"] for layer in json.loads(about.pop("layers"))}
-    about |= {"fold": json.dumps(switch_over), "position": about.pop("n_tokens")}
-    tensors = {name.replace(".position", ".u"): x for name, x in tensors.items()}
-    assert "layers.0.u" in tensors and "layers.0.S" in tensors
-    save_file(tensors, str(tmp_path / "first.state"), metadata=about)
-    (logits, new), (again, old) = (
-        state_file.load_state(str(tmp_path / f"{n}.state"), model) for n in ("read", "first")
-    )
-    assert torch.equal(logits, again) and new.n_tokens == old.n_tokens == 4
-    assert capsys.readouterr().err.count("before states had a checksum") == 1
-    for a, b in zip(new.layers, old.layers):
-        assert a.settings() == b.settings() and all(
-            torch.equal(x, b.tensors()[name]) for name, x in a.tensors().items()
-        )
-
-
 def test_a_text_that_is_read_for_its_state_is_not_printed(go, tmp_path, capsys):
     options = ["--prompt=line 1\nline 2", f"--save_state={tmp_path / 'a.state'}", "--out_dir=out/a", "--json"]
     capsys.readouterr()
@@ -337,15 +314,29 @@ def test_a_flipped_bit_anywhere_in_a_state_is_refused(tmp_path):
             state_file.load_state(str(file), model)
 
 
-@pytest.mark.parametrize("layers", ["[" * 100_000 + "]" * 100_000, "{", "[]", '[{"fold": 3}, {"fold": 3}]'])
-def test_settings_of_a_state_that_cannot_be_read_are_refused(layers, tmp_path):
+@pytest.mark.parametrize(
+    "description,message",
+    [
+        ("[" * 100_000 + "]" * 100_000, "its description is not what was written"),
+        ("{", "its description is not what was written"),
+        ("[]", "its states are not those of"),
+        ('{"model": {}}', "another model: vocab_size=None there"),
+    ],
+)
+def test_settings_of_a_state_that_cannot_be_read_are_refused(description, message, tmp_path):
     model, file = tiny("sympow_gating"), str(tmp_path / "read.state")
-    save(model, [256, 10], file)
-    with safe_open(file, "pt") as f:
-        about, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
-    del about["sha256"]
-    save_file(tensors, file, metadata=about | {"layers": layers})
-    with pytest.raises(ValueError, match="its settings are not what was written|its states are not those of"):
+    tensors = {"logits": torch.zeros(1, 257)}
+    checksum = state_file.hash_tensors(tensors, description)
+    save_file(tensors, file, metadata={"version": "1", "description": description, "sha256": checksum})
+    with pytest.raises(ValueError, match=message):
+        state_file.load_state(file, model)
+
+
+@pytest.mark.parametrize("version", [None, "0", "2"])
+def test_a_state_of_another_version_is_refused_by_its_name(version, tmp_path):
+    model, file = tiny("sympow_gating"), str(tmp_path / "read.state")
+    save_file({"logits": torch.zeros(1, 257)}, file, metadata={"version": version} if version else {})
+    with pytest.raises(ValueError, match=f"version {version}: sample.py --save_state writes version 1"):
         state_file.load_state(file, model)
 
 
