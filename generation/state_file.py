@@ -36,7 +36,7 @@ def save_state(path, model, logits, state):
         with whole_file(path) as temporary:
             save_file(tensors, temporary, metadata=metadata)
     except SafetensorError as error:  # such as a full disk
-        raise OSError(str(error)) from error
+        raise OSError(f"cannot write {path}: {error}") from error
 
 
 def load_state(path, model):
