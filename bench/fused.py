@@ -55,7 +55,7 @@ def cross_entropy(device):
     targets = torch.randint(VOCABULARY - UNUSED, (TOKENS,), device=device)
 
     def loss(x, weight):
-        return (LinearCrossEntropy.apply(x, weight, targets, VOCABULARY - UNUSED, True),)
+        return (LinearCrossEntropy.apply(x, weight, targets, VOCABULARY - UNUSED),)
 
     return loss, [x, weight], [torch.ones((), device=device)]
 

@@ -62,8 +62,8 @@ def make_dataset(folder, document_length):
     encoding = tiktoken.Encoding("random", pat_str=WORDS, mergeable_ranks=ranks, special_tokens=end_of_text)
     random_ids = partial(np.random.default_rng(0).integers, 0, VOCABULARY - 1)
     units = [
-        Unit("train", partial(random_ids, (4, document_length)), 4 * document_length),
-        Unit("val", partial(random_ids, (1, document_length)), document_length),
+        Unit("train", partial(random_ids, (4, document_length))),
+        Unit("val", partial(random_ids, (1, document_length))),
     ]
     path = os.path.join(folder, "random")
     with redirect_stdout(io.StringIO()):
