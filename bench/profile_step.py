@@ -72,7 +72,7 @@ def floors(model, config, batch, T):
 
     The residual stream is float32 and what linear layers read is bfloat16, as under autocast.
     """
-    N, L, C, V = batch * T, config.n_layer, config.n_embd, config.padded_vocab_size
+    N, L, C, V = batch * T, config.n_layer, config.n_embd, model.transformer.wte.num_embeddings
     kv = config.n_kv_head * config.head_dim
     qk = config.n_head * config.head_dim + kv
     weights, head = sum(p.numel() for p in model.parameters() if p.dim() == 2), V * C

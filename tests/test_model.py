@@ -44,8 +44,8 @@ def test_token_by_token_equals_reading_at_once(attention, gate, switch_over):
         expected, _ = model(ids)
         assert expected.std() > 0.5
         state = model.empty_state(2, switch_over if default == "auto" else None)
-        first, _, state = model(ids[:, :40], state=state)
-        logits = [first]
+        x, state = model.hidden(ids[:, :40], state)
+        logits = [model.logits(x)]
         for t in range(40, 150):
             step, state = model.step(ids[:, t], state)
             logits.append(step.unsqueeze(1))
