@@ -28,8 +28,9 @@ def micro_batches(plan, progress):
         number = stage_of(plan.stages, plan.cfg, step, progress)
         stage = plan.stages[number]
         for micro in range(stage.accumulation):
-            sizes = layout.data_rank, layout.data_world, micro, stage.accumulation, stage.batch_size
-            batch = train_batch(stage.windows, plan.cfg.seed, step, *sizes, layout.spans(stage.block_size))
+            part, parts = micro * layout.data_world + layout.data_rank, stage.accumulation * layout.data_world
+            spans = layout.spans(stage.block_size)
+            batch = train_batch(stage.windows, plan.cfg.seed, step, part, parts, stage.batch_size, spans)
             plan.ranks.beat()
             if on_gpu:  # from pinned memory the copy runs beside the computation
                 batch = [x.pin_memory() for x in batch]
