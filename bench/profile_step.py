@@ -50,48 +50,7 @@ KINDS = {  # kind -> pattern of names, the most specific kind first
     "copies and casts": r"copy|cat\b|_cat_|memcpy|memset|fill|zero",
     "other": "",
 }
-<<<<<<< HEAD
 COLUMNS = {"kind": ("kind", "<27", "s"), "milliseconds": ("ms a step", ">10", ".2f")}  # key -> (title, place, format)
-=======
-
-
-def floors(model, config, batch, T):
-    """Return {kind: milliseconds} that a step of batch x T tokens needs at least.
-
-    The residual stream is float32 and what linear layers read is bfloat16, as under autocast.
-    """
-    N, L, C, V = batch * T, config.n_layer, config.n_embd, model.transformer.wte.num_embeddings
-    kv = config.n_kv_head * config.head_dim
-    qk = config.n_head * config.head_dim + kv
-    weights, head = sum(p.numel() for p in model.parameters() if p.dim() == 2), V * C
-    parameters = model.parameter_count()
-    mixes = [block.attn.mix for block in model.transformer.h]
-    attention = sum(mix.attention_flops(T, torch.bfloat16, model.transformer.wte.weight.device.type) for mix in mixes)
-    gated, rotating = sum(mix.config.gate == "learned" for mix in mixes), sum(mix.rotates for mix in mixes)
-    flops = {
-        # loss.py computes the head's gradients in the forward pass
-        "matrix products, forward": 2 * weights * N + 4 * head * N,
-        "matrix products, backward": 4 * (weights - head) * N,
-        "attention": attention * N,
-    }
-    traffic = {
-        "optimizer": 40 * parameters,  # weights and two moments in and out, gradients; their norm, and clipping them
-        "gates": 6 * C * N * gated,  # x twice, its gradient
-        # q and k in and out; backward q, k and v, whose gradients are joined
-        "rotations": (4 * qk + 4 * (qk + kv)) * N * rotating,
-        "loss beyond its products": 4 * V * N,  # logits in, their gradient out
-        # x and the block's output in, their sum and the normalised one out
-        "LayerNorm forward": (12 * 2 * L + 8) * C * N,
-        # the output, its gradient and the stream's in; the gradients of the stream and of the block's output out
-        "LayerNorm backward": (14 * 2 * L + 14) * C * N,
-        "GELU": 10 * 4 * C * N * L,  # in and out; in, gradient in and out
-        "embedding": 16 * C * N,
-        # weights to bfloat16; where nothing rotates, gradients of q, k and v into one tensor
-        "copies and casts": 6 * parameters + 4 * (qk + kv) * N * (L - rotating),
-    }
-    milliseconds = {kind: 1000 * n / FLOPS for kind, n in flops.items()}
-    return milliseconds | {kind: 1000 * n / BANDWIDTH for kind, n in traffic.items()}
->>>>>>> w-generation
 
 
 def kind_of(names):
