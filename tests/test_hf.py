@@ -7,6 +7,7 @@ import shutil
 import types
 
 import pytest
+from helpers import verify
 
 from sympow.data import DataError, documents, files, shards
 from sympow.data.dataset import Dataset
@@ -38,7 +39,7 @@ def whole(parts, tmp_path_factory):
 
 def prepare(out, *argv):
     hf.main([*map(str, argv), f"--out={out}", *OPTIONS])
-    return Dataset(str(out))
+    return Dataset(out)
 
 
 def splits(dataset):
@@ -106,7 +107,7 @@ def test_a_damaged_shard_is_made_again(whole, parts, tmp_path, damage):
     with open(tmp_path / "out" / damage, "r+b") as f:
         f.write(b"xx")
     assert splits(prepare(tmp_path / "out", parts, "--verify")) == splits(whole)
-    Dataset(str(tmp_path / "out")).verify()
+    verify(Dataset(tmp_path / "out"))
 
 
 def test_a_dataset_grows_to_any_number_of_documents_and_to_all(whole, parts, tmp_path, capsys):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiktoken
 import zarr
-from helpers import byte_encoding, kill_in_second_shard
+from helpers import byte_encoding, kill_in_second_shard, verify
 
 from sympow.data import DataError, zarr_rows
 from sympow.data.dataset import Dataset
@@ -49,7 +49,7 @@ def make_source(folder, layout="v2 dots", train=None):
 def prepare(tmp_path, *argv, source=None):
     out = tmp_path / "out"
     longcrawl64.main([f"--source={source or tmp_path}", f"--out={out}", f"--document_length={LENGTH}", *argv])
-    return Dataset(str(out))
+    return Dataset(out)
 
 
 def rows(dataset, split):
@@ -65,7 +65,7 @@ def test_every_document_arrives_whole_and_in_order(tmp_path, layout, prefix):
     assert np.array_equal(rows(dataset, "val"), arrays["heldout"])
     assert len(dataset.meta["splits"]["train"]["shards"]) == 3  # one a chunk row
     assert dataset.tokenizer.json_escaped and dataset.vocab_size == 257
-    dataset.verify()
+    verify(dataset)
 
 
 def test_documents_limits_what_is_taken_and_fetched(tmp_path):
@@ -210,7 +210,7 @@ def test_a_dataset_that_grows_fetches_what_is_new(tmp_path, monkeypatch, capsys)
     dataset = prepare(tmp_path, "--documents=8", "--val_documents=7")
     assert seen == [] and np.array_equal(rows(dataset, "train"), arrays["train"][:8])
     assert not (tmp_path / "out" / "train_00002.bin").exists()
-    dataset.verify()
+    verify(dataset)
 
 
 def test_an_array_that_fails_while_a_dataset_grows_leaves_it_as_it_was(tmp_path):
@@ -219,8 +219,8 @@ def test_an_array_that_fails_while_a_dataset_grows_leaves_it_as_it_was(tmp_path)
     (tmp_path / "train.zarr" / "2.1").write_bytes(b"damaged")
     with pytest.raises(DataError, match="train.zarr/2.1: chunk cannot be decoded"):
         prepare(tmp_path, "--documents=10", "--val_documents=7")
-    dataset = Dataset(str(tmp_path / "out"))
-    dataset.verify()
+    dataset = Dataset(tmp_path / "out")
+    verify(dataset)
     assert np.array_equal(rows(dataset, "train"), arrays["train"][:4])
 
 
@@ -238,7 +238,7 @@ def test_memory_is_that_of_a_row_of_chunks_however_many_documents(tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert len(Dataset(str(tmp_path / "out")).meta["splits"]["train"]["shards"]) == many
+    assert len(Dataset(tmp_path / "out").meta["splits"]["train"]["shards"]) == many
     assert peak < 8 * 2 * rows * length
 
 
@@ -252,7 +252,7 @@ def test_kill_9_within_a_shard_loses_that_shard_alone(tmp_path, capfd):
     assert (out / "train_00000.bin").stat().st_mtime_ns == first.st_mtime_ns
     printed = capfd.readouterr()
     assert "1 of 5 shards were there" in printed.out
-    dataset.verify()
+    verify(dataset)
 
 
 def test_the_real_arrays_have_the_published_number_of_chunk_files():
@@ -399,4 +399,4 @@ def test_damaged_shard_without_its_source_is_named(tmp_path, capsys):
     with pytest.raises(DataError, match="train_00001.bin is missing"):  # not trained on
         Dataset(dataset.path)
     os.rename(tmp_path / "elsewhere", tmp_path / "train.zarr")
-    prepare(tmp_path).verify()
+    verify(prepare(tmp_path))

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 import tiktoken
-from helpers import byte_encoding, kill_in_second_shard
+from helpers import byte_encoding, kill_in_second_shard, verify
 
 from sympow.data import DataError, documents
 from sympow.data.dataset import Dataset
@@ -34,7 +34,7 @@ def write_source(tmp_path, form):
 
 def prepare(tmp_path, source, *argv):
     openwebtext.main([f"--source={source}", f"--out={tmp_path / 'out'}", "--document_length=16", *argv])
-    return Dataset(str(tmp_path / "out"))
+    return Dataset(tmp_path / "out")
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
@@ -72,9 +72,9 @@ def test_kill_9_within_a_shard_loses_that_shard_alone(tmp_path, monkeypatch, cap
     assert "1 of 4 shards were there" in printed.out
     assert os.stat(tmp_path / "out/train_00000.bin").st_mtime_ns == first.st_mtime_ns
     assert not list((tmp_path / "out").glob("*.tmp")) and not (tmp_path / "out/progress.json").exists()
-    dataset.verify()
+    verify(dataset)
     openwebtext.main([f"--source={source}", f"--out={tmp_path / 'whole'}", *options])
-    assert dataset.meta["splits"] == Dataset(str(tmp_path / "whole")).meta["splits"]  # sha256 of each shard, too
+    assert dataset.meta["splits"] == Dataset(tmp_path / "whole").meta["splits"]  # sha256 of each shard, too
 
 
 def test_a_dataset_that_grows_tokenizes_what_is_new(tmp_path, monkeypatch, capsys):
@@ -89,7 +89,7 @@ def test_a_dataset_that_grows_tokenizes_what_is_new(tmp_path, monkeypatch, capsy
         dataset = prepare(tmp_path, source, "--val_fraction=0.1", f"--documents={count}")
         assert calls == begun and dataset.meta["arguments"]["documents"] == count
     assert "2 of 6 shards were there" in capsys.readouterr().out
-    dataset.verify()
+    verify(dataset)
     openwebtext.main(
         [
             f"--source={source}",
@@ -99,7 +99,7 @@ def test_a_dataset_that_grows_tokenizes_what_is_new(tmp_path, monkeypatch, capsy
             "--documents=90",
         ]
     )
-    assert dataset.meta["splits"] == Dataset(str(tmp_path / "whole")).meta["splits"]
+    assert dataset.meta["splits"] == Dataset(tmp_path / "whole").meta["splits"]
     for wrong, message in (("101", "part.jsonl has 100"), ("1", "at least 2"), ("0", "at least 2")):
         with pytest.raises(DataError, match=message):
             prepare(tmp_path, source, f"--documents={wrong}")
@@ -111,7 +111,7 @@ def test_a_document_without_text_is_one_line_and_leaves_what_was_there(tmp_path,
     (tmp_path / "bad.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in values))
     with pytest.raises(DataError, match=r"document \d+ of the source has .* in the place of text"):
         prepare(tmp_path, tmp_path / "bad.jsonl", "--val_fraction=0.1")
-    assert Dataset(str(tmp_path / "out")).meta == old and not (tmp_path / "out" / "unfinished").exists()
+    assert Dataset(tmp_path / "out").meta == old and not (tmp_path / "out" / "unfinished").exists()
 
 
 def test_another_file_under_the_same_name_is_another_source(tmp_path, capsys):
