@@ -1,4 +1,4 @@
-"""The command line that the prepare scripts share: common options, errors of one line, exit status 2.
+"""Parse the command line of a prepare script: common options, errors of one line, exit status 2.
 
 def main(argv):
     args = Parser(__doc__, __file__).parse_args(argv)       # args.out, args.document_length, args.val_fraction, ...
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser with the options of all prepare scripts, without abbreviations and without a usage dump."""
 
     def __init__(self, description, script, val_fraction=0.05):
-        """Add the common options. script: the path of the prepare script, whose folder is the default of --out."""
+        """Add the common options. script: the path of the prepare script; its folder is the default of --out."""
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
         self.folder = os.path.dirname(os.path.abspath(script))
         self.add_argument("--out", default=self.folder, help="folder to write; data/NAME makes it --dataset=NAME")

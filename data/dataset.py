@@ -62,7 +62,7 @@ class Dataset:
         return self.documents(split) * self.document_length
 
     def check_tokens(self, tokenizer, owner):
-        """Raise DataError if the ids of this dataset are not those of `owner` (a run's folder) with this tokenizer."""
+        """Raise DataError if this dataset has other tokens than `owner`, a run's folder with this tokenizer."""
         if not tokenizer.same_tokens(self.tokenizer):
             raise DataError(
                 f"the tokens of {owner} ({tokenizer.kind}, {tokenizer.vocab_size} ids) are not those of the dataset "

@@ -5,7 +5,7 @@
     folder/train_00000.bin   tokens, little-endian uint16 or uint32, row-major [documents, document_length], no header
     folder/val_00000.bin
 
-A dataset is made of units, each of which gives one shard:
+A dataset is made of units, and each gives one shard:
 
     write_dataset(folder, [Unit("train", read_rows), ...], tokenizer, document_length, arguments, ...)
 
@@ -46,8 +46,8 @@ class Unit(NamedTuple):
 def is_complete(folder, arguments, verify=False):
     """Return True, and print so, if the folder already holds the whole dataset that these arguments would make.
 
-    All its shards must be there with their sizes. With verify, shards whose sha256 differs are named and deleted first,
-    so that they are made again. Raises DataError if a dataset may not be written to the folder.
+    All its shards must be there with their sizes. With verify, shards that differ from their sha256 are named and
+    deleted first, so that they are made again. Raises DataError if a dataset may not be written to the folder.
     """
     _check_folder(folder)
     if os.path.exists(os.path.join(folder, UNFINISHED, "meta.json")):
