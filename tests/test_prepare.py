@@ -158,38 +158,25 @@ def test_an_interrupted_preparation_with_other_options_leaves_a_complete_dataset
     verify(Dataset(tmp_path))
 
 
-def test_shards_of_an_interrupted_preparation_do_not_replace_those_of_another(tmp_path):
-    """Both have a shard of the same name and size, and the second keeps the finished one."""
-    folder = str(tmp_path)
+def test_shards_of_an_interrupted_preparation_do_not_replace_finished_ones(tmp_path):
+    """The first shard of all has the same name and size."""
 
     def prepare(value, train):
-        units = [
-            Unit("train", lambda: np.full((2, 4), value), value),
-            Unit("train", train, "b"),
-            Unit("val", rows, "c"),
-        ]
-        write_dataset(folder, units, Tokenizer("bytes"), 4, {"value": value}, "", "")
-
-    def rows():
-        return np.full((1, 4), 9)
+        units = [Unit("train", lambda: np.full((2, 4), value), value), Unit("train", train), Unit("val", lambda: VAL)]
+        write_dataset(tmp_path, units, Tokenizer("bytes"), 4, {"train": repr(train)}, "", "")
 
     def failing():
         raise KeyboardInterrupt
 
-    prepare(1, rows)
+    prepare(1, lambda: VAL)
     with pytest.raises(KeyboardInterrupt):
-        write_dataset(
-            folder,
-            [Unit("train", lambda: np.full((2, 4), 2), 2), Unit("train", failing)],
-            Tokenizer("bytes"),
-            4,
-            {},
-            "",
-            "",
-        )
+        prepare(2, failing)
     prepare(1, lambda: np.full((3, 4), 9))
-    assert Dataset(folder).read("train", 0, 8).tolist() == 8 * [1]
-    verify(Dataset(folder))
+    assert Dataset(tmp_path).read("train", 0, 8).tolist() == 8 * [1]
+    verify(Dataset(tmp_path))
+
+
+VAL = np.full((1, 4), 9)
 
 
 # files of others
