@@ -31,7 +31,8 @@ from tqdm import tqdm
 from sympow.data import DataError
 from sympow.data.command import open_streams
 from sympow.runs.checkpoint import NotWritten
-from sympow.runs.settings import from_launcher, process_name, refuse
+from sympow.runs.program import process_name, refuse
+from sympow.runs.settings import from_launcher
 
 
 class Failed(Exception):
