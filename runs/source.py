@@ -90,13 +90,13 @@ class Source:
                     f"the weights in {self.path}, of attention={old}, cannot become those of attention={new}: queries "
                     f"and keys mean something else in {new if ATTENTIONS[old].rotates else old}"
                 )
-        if config.positions == "learned" != own.positions:
+        if config.positions == "learned" and own.positions != "learned":
             raise ValueError(f"{self.path} has no table of positions: use positions={own.positions}")
-        expected, required, shared = shapes_of(config), [], []
-        for shapes in (self.shapes, expected):
-            required.append({name: shape for name, shape in shapes.items() if not OPTIONAL.fullmatch(name)})
-            shared.append({name: shape for name, shape in shapes.items() if name in self.shapes and name in expected})
-        if difference := compare_shapes(*required) or compare_shapes(*shared):
+        shapes, expected = dict(self.shapes), shapes_of(config)
+        for name in filter(OPTIONAL.fullmatch, shapes.keys() ^ expected.keys()):
+            shapes.pop(name, None)
+            expected.pop(name, None)
+        if difference := compare_shapes(shapes, expected):
             raise ValueError(f"the weights in {self.path} do not fit this model: {difference}")
 
     def describe(self, config):
