@@ -112,7 +112,7 @@ class Writer:
     def check(self):
         """Raise NotWritten if the last write has finished and failed; never block."""
         if self.writing and self.writing.done():
-            self.writing.result()
+            self.wait()
 
     def _copy_tensors(self, kind, tensors):
         """Copy this rank's rows of tensors; return {name of the file: function that writes them to a path}.

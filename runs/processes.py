@@ -48,14 +48,10 @@ class Ranks:
     """
 
     def __init__(self):
-        self.rank, self.world, self.local = map(from_launcher, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
-        self.master, self.distributed = self.rank == 0, bool(os.environ.get("RANK"))
-        if self.rank >= self.world or (self.world > 1 and not self.distributed):
-            refuse(
-                f"RANK={os.environ.get('RANK', '')} and WORLD_SIZE={self.world} in the environment do not fit: start "
-                "several processes with torchrun, or unset both",
-                every_rank=True,
-            )
+        self.distributed = bool(os.environ.get("RANK"))
+        self.world = from_launcher("WORLD_SIZE", 1) if self.distributed else 1
+        self.rank, self.local = from_launcher("RANK"), from_launcher("LOCAL_RANK")
+        self.master = self.rank == 0
         self.device = self.watch = self.store = self.cpu_group = None
 
     def join(self, device, backend, timeout):

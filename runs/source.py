@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch.nn import functional as F
 
 from sympow.attention import ATTENTIONS
-from sympow.data import DataError, need
+from sympow.data import need
 from sympow.data.files import read_json
 from sympow.data.huggingface import one_line, tokenizers_json
 from sympow.data.tokenizer import load_tokenizer
@@ -180,8 +180,9 @@ def open_source(path, dataset, setting="init_from"):
     the setting that gives the path, for messages.
     """
     folder = download(path) if path in HUB and not os.path.isdir(path) else path
-    config = transformers_config(folder)
-    if not config:
+    config_file = os.path.join(folder, "config.json")
+    config = read_json(config_file) if os.path.isfile(config_file) else {}
+    if "model_type" not in config:
         return open_run(path, dataset, setting)
     kind = config["model_type"]
     if kind not in ("gpt2", "sympow"):
@@ -195,25 +196,14 @@ def open_source(path, dataset, setting="init_from"):
 def open_run(path, dataset, setting):
     """Return the Source at `path`, a run's folder or a checkpoint; see `open_source`."""
     folder, run = checkpoint.newest(path, True, warn, checkpoint.WEIGHTS), checkpoint.run_of(path)
-    if not folder and (checkpoint.exists(path) or run != path):
-        raise ValueError(f"{setting}: there is no whole checkpoint in {path}")
     if not folder:
-        resume = "auto (nanoGPT's resume), scratch or " if setting == "init_from" else ""
+        resume = "auto (nanoGPT's resume), scratch, " if setting == "init_from" else ""
         raise ValueError(
-            f"{setting} must be {resume}a folder with a checkpoint, one that export.py wrote, one with a GPT-2 that "
-            f"transformers wrote, or one of {', '.join(HUB)}, got {path!r}"
+            f"{setting}: there is no whole checkpoint in {path}; give {resume}a run's folder, one that export.py "
+            f"wrote, one with a GPT-2 that transformers wrote, or one of {', '.join(HUB)}"
         )
     dataset.check_tokens(load_tokenizer(run), path)
     return Source(folder, checkpoint.settings(run, folder)["model"], folder)
-
-
-def transformers_config(folder):
-    """Return the config.json of a folder that transformers can load, or None if it is another folder or is damaged."""
-    try:
-        config = read_json(os.path.join(folder, "config.json"))
-        return config if "model_type" in config else None
-    except (OSError, DataError):
-        return None
 
 
 def exported_settings(config, path):

@@ -204,7 +204,7 @@ def test_damaged_folders_are_refused_in_one_line(gpt2, go, tmp_path, capsys):
             assert message in refusal(capsys)
         (tmp_path / "hf" / "tokenizer.json").unlink(missing_ok=True)
     assert go("--distill_from=nothing", "--out_dir=out/a") == 2
-    assert "distill_from must be a folder with a checkpoint" in refusal(capsys)
+    assert "distill_from: there is no whole checkpoint in nothing; give a run's folder" in refusal(capsys)
 
 
 def test_a_tokenizer_beside_the_weights_must_be_the_datasets(gpt2, dataset, tmp_path):  # noqa: F811

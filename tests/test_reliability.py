@@ -655,7 +655,9 @@ def test_a_run_goes_on_without_the_run_that_its_weights_came_from(go, capsys):
     os.rename("out/a", "out/moved")
     assert go(*new, "--init_from=out/a/", "--max_iters=3") == 0 and max(metrics("out/b")) == 3
     assert go(*new, "--init_from=out/a", "--out_dir=out/c") == 2
-    assert "or a folder with a checkpoint, " in capsys.readouterr().err and not os.path.exists("out/c")
+    assert "init_from: there is no whole checkpoint in out/a; give" in capsys.readouterr().err and not os.path.exists(
+        "out/c"
+    )
 
 
 def test_weights_that_can_not_be_taken_leave_no_folder(go, capsys):
@@ -670,7 +672,7 @@ def test_weights_that_can_not_be_taken_leave_no_folder(go, capsys):
         flip(f"out/a/ckpt/step_0000000{step}/model.safetensors", 3000)
     for source in ("out/a", "out/a/ckpt/step_00000002"):
         assert go(*TINY, "--out_dir=out/b", f"--init_from={source}") == 2
-        assert f"init_from: there is no whole checkpoint in {source}\n" in capsys.readouterr().err
+        assert f"init_from: there is no whole checkpoint in {source}; give" in capsys.readouterr().err
     assert os.listdir("out") == ["a"]
 
 
