@@ -15,10 +15,10 @@ import torch
 from helpers import assert_same_batch_for_any_ranks
 
 from sympow.data import DataError, command
-from sympow.data import dataset as dataset_module
 from sympow.data.corpus import find_files, plan_units
 from sympow.data.dataset import Dataset
-from sympow.data.loader import RECT, Windows, eval_batches, train_batch, train_indices
+from sympow.data.loader import Windows, eval_batches, train_batch, train_indices
+from sympow.data.meta import read_meta, write_meta
 from sympow.data.pystdlib import prepare as pystdlib
 from sympow.data.shards import Unit, is_complete, write_dataset
 from sympow.data.split import whole_stream
@@ -43,7 +43,7 @@ def write(folder, train=(5, 4), val=3, length=12, calls=None, fail_at=None, argu
                 raise KeyboardInterrupt
             return stream[offsets[number] : offsets[number + 1]].reshape(-1, length)
 
-        return Unit("val" if number == len(train) else "train", read, counts[number] * length)
+        return Unit("val" if number == len(train) else "train", read)
 
     units = [unit(number) for number in range(len(counts))]
     arguments = arguments or {"train": list(train), "val": val, "length": length}
@@ -72,7 +72,7 @@ def test_killed_prepare_redoes_only_unfinished_shards(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, calls=calls, fail_at=1)
     assert calls == [0, 1] and not (tmp_path / "meta.json").exists()
-    (tmp_path / "unfinished" / "train_00001.bin.77.tmp").write_bytes(b"cut off")
+    (tmp_path / "unfinished" / ".77.tmp").write_bytes(b"cut off")
     train, _ = write(tmp_path, calls=calls)
     assert calls == [0, 1, 1, 2]
     assert sorted(os.listdir(tmp_path)) == [
@@ -85,14 +85,15 @@ def test_killed_prepare_redoes_only_unfinished_shards(tmp_path):
     assert np.array_equal(Dataset(str(tmp_path)).read("train", 0, 108), train.ravel())
 
 
-def test_other_arguments_start_over_and_say_so(tmp_path, capsys):
+def test_other_arguments_make_another_dataset_and_say_so(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, fail_at=2)
     calls = []
     write(tmp_path, train=(2,), calls=calls)
-    assert calls == [0, 1] and "starting over" in capsys.readouterr().out
-    write(tmp_path, train=(3,), calls=calls)  # also from a complete dataset
-    assert "train=[2], now [3]" in capsys.readouterr().out
+    assert calls == [0, 1]
+    assert not is_complete(str(tmp_path), {"train": [3]})  # also from a complete dataset
+    assert "was made by python data/x/prepare.py: its shards are replaced" in capsys.readouterr().out
+    write(tmp_path, train=(3,))
     assert Dataset(str(tmp_path)).documents("train") == 3
 
 
@@ -162,7 +163,7 @@ def test_units_below_one_row_give_no_file(tmp_path):
 )
 def test_wrong_rows_are_refused_at_write(tmp_path, bad):
     with pytest.raises(DataError, match="train_00000.bin"):
-        write_dataset(str(tmp_path), [Unit("train", lambda: bad, 24)], Tokenizer("bytes"), 12, {}, "", "")
+        write_dataset(str(tmp_path), [Unit("train", lambda: bad)], Tokenizer("bytes"), 12, {}, "", "")
 
 
 def test_large_vocabularies_are_stored_in_32_bits(tmp_path, monkeypatch):
@@ -170,7 +171,7 @@ def test_large_vocabularies_are_stored_in_32_bits(tmp_path, monkeypatch):
     tok.vocab_size = 100_000
     monkeypatch.setattr("sympow.data.dataset.load_tokenizer", lambda folder: tok)
     rows = np.full((2, 4), 99_999)
-    write_dataset(str(tmp_path), [Unit(s, lambda: rows, 8) for s in ("train", "val")], tok, 4, {}, "", "")
+    write_dataset(str(tmp_path), [Unit(s, lambda: rows) for s in ("train", "val")], tok, 4, {}, "", "")
     assert Dataset(str(tmp_path)).meta["dtype"] == "uint32"
     assert Windows(Dataset(str(tmp_path)), "val", 4).batch([1])[1].tolist() == rows[:1].tolist()
 
@@ -211,121 +212,86 @@ def test_damage_is_named_with_its_remedy(tmp_path, monkeypatch):
         Dataset("pystdlib")
 
 
-def test_more_shards_than_file_descriptors(tmp_path, monkeypatch):
-    monkeypatch.setattr("sympow.data.dataset.OPEN_SHARDS", 4)
-    train, _ = write(tmp_path, train=(1,) * 20)
-    dataset = Dataset(str(tmp_path))
-    assert np.array_equal(dataset.read("train", 0, 240), train.ravel())
-    assert dataset._shard.cache_info().currsize == 4
-
-
-@pytest.mark.parametrize("read_before", [False, True])
-@pytest.mark.parametrize("damage", ["cut", "empty", "removed", "overwritten", "replaced", "grown", "touched"])
-def test_a_shard_that_changes_while_it_is_in_use_is_refused_by_name(tmp_path, damage, read_before):
-    train, _ = write(tmp_path)
-    dataset, shard = Dataset(str(tmp_path)), tmp_path / "train_00001.bin"
-    windows = Windows(dataset, "train", 12)
-    if read_before:
-        windows.batch([5])
-    content = shard.read_bytes()
-    os.utime(shard, ns=(0, 0))
-    dataset._changed[shard.name] = 0  # as if the dataset had been opened long ago
-    if read_before:
-        dataset._shard("train", 1).changed = dataset._shard("train", 1).next_check = 0
-    if damage == "removed":
-        shard.unlink()
-    elif damage == "replaced":
-        (tmp_path / "x").write_bytes(bytes(96))
-        os.replace(tmp_path / "x", shard)
-    elif damage == "touched":
-        os.utime(shard)
-    else:
-        with open(shard, "r+b") as f:
-            f.truncate({"cut": 24, "empty": 0, "overwritten": 96, "grown": 98}[damage])
-            if damage == "overwritten":
-                f.write(bytes(96))
-    found = {"cut": "has 24 bytes instead of 96", "empty": "has 0 bytes instead of 96"}
-    found |= {"grown": "has 98 bytes instead of 96", "removed": "is missing, it should have 96 bytes"}
-    if damage == "touched" or (read_before and damage in ("removed", "replaced")):  # what was opened is still there
-        for _ in range(2):
-            assert np.array_equal(windows.batch([8])[1][0].numpy(), train[8])
-    else:
-        with pytest.raises(DataError, match=f"{shard} {found.get(damage, 'is not what was written')}"):
-            windows.batch([5, 8])
-    assert len(content) == 96
-
-
-@pytest.mark.parametrize("code, call", [(errno.EIO, "pread"), (errno.EACCES, "open"), (errno.EIO, "fstat")])
-def test_a_shard_that_cannot_be_read_is_refused_by_name(tmp_path, monkeypatch, code, call):
+@pytest.mark.parametrize(
+    "size, problem",
+    [
+        (24, "has 24 bytes instead of 96"),
+        (0, "has 0 bytes instead of 96"),
+        (None, "is missing, it should have 96 bytes"),
+    ],
+)
+def test_a_shard_that_changes_while_it_is_in_use_is_refused_by_name(tmp_path, size, problem):
     write(tmp_path)
-    windows, real = Windows(Dataset(str(tmp_path)), "train", 12), getattr(os, call)
+    windows, shard = Windows(Dataset(str(tmp_path)), "train", 12), tmp_path / "train_00001.bin"
+    windows.batch([5, 8])
+    if size is None:
+        shard.unlink()
+    else:
+        os.truncate(shard, size)
+    with pytest.raises(DataError, match=f"{shard} {problem}: run python data/x/prepare.py"):
+        windows.batch([5, 8])
+
+
+def test_a_shard_that_cannot_be_read_is_refused_by_name(tmp_path, monkeypatch):
+    write(tmp_path)
+    windows = Windows(Dataset(str(tmp_path)), "train", 12)
 
     def failing(path, *args, **options):
-        if call == "open" and not str(path).endswith("train_00000.bin"):
-            return real(path, *args, **options)
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"data.dataset.os.{call}", failing)
-        with pytest.raises(DataError, match=rf"train_00000.bin cannot be read \({os.strerror(code)}\)"):
+        patch.setattr("builtins.open", failing)
+        with pytest.raises(DataError, match=rf"train_00000.bin cannot be read \({os.strerror(errno.EIO)}\)"):
             windows.batch([0])
     windows.batch([0])  # a disk that comes back
 
 
 @pytest.mark.parametrize(
-    "change, reason",
+    "content, reason",
     [
-        (lambda meta: "[" * 100_000, "RecursionError"),
-        (lambda meta: b"\xff\xfe" * 500, "UnicodeDecodeError"),
-        (lambda meta: "[]", "no JSON object"),
-        (lambda meta: meta | {"document_length": 0}, "document_length is '0'"),
-        (lambda meta: meta | {"vocab_size": "257"}, "vocab_size is '257'"),
-        (lambda meta: meta | {"eot": 999}, "do not fit"),
-        (lambda meta: meta | {"dtype": "float32"}, "dtype float32"),
-        (lambda meta: meta | {"splits": {"train": meta["splits"]["train"]}}, "no 'val'"),
-        (lambda meta: meta | {"splits": []}, "list indices"),
-        (lambda meta: meta | {"units": 5}, "'int' object has no attribute"),
-        (lambda meta: meta | {"units": {"train_00000.bin": []}}, "units is"),
-        (lambda meta: renamed(meta, "../train_00000.bin"), "a shard is named '../train_00000.bin'"),
-        (lambda meta: renamed(meta, "/etc/passwd"), "a shard is named '/etc/passwd'"),
-        (lambda meta: renamed(meta, "x" * 300), "a shard is named 'x"),
-        (lambda meta: renamed(meta, None), "expected string"),
-        (lambda meta: {**meta, "splits": {**meta["splits"], "val": {**meta["splits"]["val"], "tokens": 7}}}, "rows of"),
+        (b"[" * 100_000, "RecursionError"),
+        (b"\xff\xfe" * 500, "UnicodeDecodeError"),
+        (b"[]", "no JSON object"),
+        (b'{"version": 2, "vocab_size": 257}', "sha256 differs"),
     ],
 )
-def test_a_damaged_meta_json_is_one_line(tmp_path, change, reason):
+def test_a_damaged_meta_json_is_one_line(tmp_path, content, reason):
     write(tmp_path)
-    path = tmp_path / "meta.json"
-    new = change(json.loads(path.read_text()))
-    path.write_bytes(new if isinstance(new, bytes) else (new if isinstance(new, str) else json.dumps(new)).encode())
-    with pytest.raises(DataError, match=rf"meta.json is damaged \(.*{re.escape(reason)}.*delete it and run") as error:
+    (tmp_path / "meta.json").write_bytes(content)
+    with pytest.raises(DataError, match=rf"meta.json is damaged \(.*{reason}.*delete it and run") as error:
         Dataset(str(tmp_path))
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
-def test_a_dataset_that_is_replaced_while_it_is_opened_is_refused(tmp_path, monkeypatch):
-    """The new shards have the same names and sizes, so only meta.json shows that they are others."""
+def test_a_flipped_bit_in_meta_json_is_noticed(tmp_path):
     write(tmp_path)
-    units = [
-        Unit(split, lambda n=n: np.full((n, 12), 3), n * 12) for split, n in (("train", 5), ("train", 4), ("val", 3))
-    ]
-    real = dataset_module.load_tokenizer
+    path = tmp_path / "meta.json"
+    content = path.read_bytes()
+    for position in range(0, len(content), 7):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+        if path.read_text().split() != content.decode().split():
+            with pytest.raises(DataError, match="meta.json is (damaged|of version)"):
+                Dataset(str(tmp_path))
 
-    def replace(path):
-        write_dataset(path, units, Tokenizer("bytes"), 12, {"other": 1}, "a test", "python data/x/prepare.py")
-        return real(path)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(dataset_module, "load_tokenizer", replace)
-        with pytest.raises(DataError, match="is being prepared: start again when that is done"):
+def test_another_version_is_refused_by_name(tmp_path):
+    write(tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    for version in (1, 3, None):
+        (tmp_path / "meta.json").write_text(json.dumps(meta | {"version": version}))
+        for act in (Dataset, lambda folder: is_complete(folder, {}), write):
+            with pytest.raises(DataError, match=f"meta.json is of version {version}, not 2: prepare the dataset again"):
+                act(str(tmp_path))
+
+
+def test_a_name_in_meta_json_does_not_leave_the_folder(tmp_path):
+    write(tmp_path)
+    meta = read_meta(str(tmp_path / "meta.json"))
+    for name in ("../train_00000.bin", "/etc/passwd", "x" * 300):
+        meta["splits"]["train"]["shards"][0]["file"] = name
+        write_meta(str(tmp_path / "meta.json"), meta)
+        with pytest.raises(DataError, match=rf"meta.json is damaged \(a shard is named '{name[:80]}"):
             Dataset(str(tmp_path))
-    assert Dataset(str(tmp_path)).read("train", 0, 108).tolist() == 108 * [3]
-
-
-def renamed(meta, file):
-    """Return a meta.json whose first shard has another file name."""
-    meta["splits"]["train"]["shards"][0]["file"] = file
-    return meta
 
 
 def test_a_folder_in_the_place_of_meta_json_is_one_line(tmp_path):
@@ -336,13 +302,12 @@ def test_a_folder_in_the_place_of_meta_json_is_one_line(tmp_path):
 
 def test_the_tokenizer_of_another_dataset_is_refused(tmp_path):
     write(tmp_path)
-    meta = json.loads((tmp_path / "meta.json").read_text())
-    (tmp_path / "meta.json").write_text(json.dumps(meta | {"vocab_size": 50257}))
-    with pytest.raises(DataError, match="tokenizer.json has 257 ids, of which 256 .*, meta.json 50257 and 256"):
+    Tokenizer("bytes", json_escaped=True).save(tmp_path)
+    with pytest.raises(DataError, match="tokenizer.json is of another dataset: run python data/x/prepare.py"):
         Dataset(str(tmp_path))
     assert not is_complete(str(tmp_path), {"train": [5, 4], "val": 3, "length": 12})
     write(tmp_path, calls=(calls := []))  # mended without reading the source
-    assert calls == [] and Dataset(str(tmp_path)).vocab_size == 257
+    assert calls == [] and not Dataset(str(tmp_path)).tokenizer.json_escaped
 
 
 # windows
@@ -402,10 +367,8 @@ def test_packed_windows_run_over_documents_and_mark_their_starts(tmp_path, T):
 class Shape:
     """The attributes of Windows that the training order depends on."""
 
-    block, rect = 1, RECT
-
     def __init__(self, documents, per_document):
-        self.documents, self.per_document, self.orders = documents, per_document, {}
+        self.documents, self.per_document = documents, per_document
 
     def __len__(self):
         return self.documents * self.per_document
@@ -463,7 +426,7 @@ def test_same_global_batch_for_any_ranks_and_batch_sizes(tmp_path):
 def test_consecutive_steps_do_not_overlap(tmp_path):
     write(tmp_path, train=(32,))
     windows = Windows(Dataset(str(tmp_path)), "train", 12)
-    seen = [tuple(row) for step in range(4) for row in train_batch(windows, 0, step, 0, 1, 0, 1, 8)[1].tolist()]
+    seen = [tuple(row) for step in range(4) for row in train_batch(windows, 0, step, 0, 1, 8)[1].tolist()]
     assert len(set(seen)) == 32
 
 
@@ -618,7 +581,7 @@ def test_prepared_text_is_found_complete_quickly_and_edits_are_noticed(tmp_path,
     assert "complete already" in capsys.readouterr().out
     path.write_text("same size!!" * 1000)
     prepare_text(tmp_path, path)
-    assert "starting over" in capsys.readouterr().out
+    assert "its shards are replaced" in capsys.readouterr().out
     assert all_tokens(Dataset(str(tmp_path / "out"))).startswith(b"same size!!")
 
 

@@ -130,7 +130,7 @@ def test_docstrings_are_a_corpus_of_english(tmp_path):
 def test_an_oracle_answers_every_question_and_a_guess_has_its_chance(task):
     rng = np.random.default_rng(int(os.environ.get("TEST_SEED", 0)))
     hay = rng.integers(97, 123, (40, 4096), dtype=np.uint8)
-    rows = make_pairs(rng, 40, 4096) if task == "pairs" else make_needles(rng, hay, 4096)
+    rows = make_pairs(rng, 40, 4096) if task == "pairs" else make_needles(rng, hay)
     texts = [row.tobytes() for row in rows]
     oracle = score(texts, list(rows), task, 4096)
     assert set(oracle["accuracy"]) == {1.0} and max(oracle["distance"]) > 2048 and len(oracle["distance"]) > 5

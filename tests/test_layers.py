@@ -72,7 +72,7 @@ def test_generation_and_saved_states_follow_each_layer(switch_over, tmp_path):
     assert [layer.power is not None for layer in state.layers] == [switch_over == 3] * 2 + [False]
     state_file.save_state(file, model, logits, state)
     again = list(
-        zip(*generate(model, [], before=state_file.load_state(file, model), max_new_tokens=12, temperature=0.0))
+        zip(*generate(model, [], prefix=state_file.load_state(file, model), max_new_tokens=12, temperature=0.0))
     )
     assert again[0] == found
     with pytest.raises(ValueError, match="another model: attention='sympow_gating,sympow_gating,softmax' there"):

@@ -21,7 +21,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from sympow.data.command import Parser, run
 from sympow.data.corpus import find_files, parse_suffixes, prepare_files
-from sympow.data.tokenizer import check_name
 
 
 def main(argv):
@@ -31,7 +30,6 @@ def main(argv):
     parser.add_argument("--suffix", default=".txt,.md,.rst,.jsonl", help="which files of folders are taken")
     parser.add_argument("--key", default="text", help="where the text is in a line of .jsonl")
     args = parser.parse_args(argv)
-    check_name(args.tokenizer)
     sources = find_files(args.paths, parse_suffixes(args.suffix))
     prepare_files(sources, args.tokenizer, args, ", ".join(args.paths), args.key)
 
