@@ -148,8 +148,8 @@ def test_a_run_from_gpt2_goes_on_samples_evaluates_and_exports(gpt2, go, monkeyp
     export.main()
     assert json.load(open("hf/cut/config.json"))["max_position_embeddings"] == 32
     ids = torch.randint(257, (2, 64))
-    _, again = model_of("hf/cut", json.load(open("out/cut/config.json"))["dataset"])
-    assert torch.equal(logits_of(run_model("out/cut"), ids), logits_of(again, ids))
+    _, exported = model_of("hf/cut", json.load(open("out/cut/config.json"))["dataset"])
+    assert torch.equal(logits_of(run_model("out/cut"), ids), logits_of(exported, ids))
 
 
 def rewrite(folder, target, **changes):
@@ -194,10 +194,10 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(gpt2, go, tmp_path, cap
 def test_damaged_folders_are_refused_in_one_line(gpt2, go, tmp_path, capsys):
     rewrite(gpt2[0], tmp_path / "hf")
     weights = tmp_path / "hf" / "model.safetensors"
-    whole = weights.read_bytes()
+    contents = weights.read_bytes()
     (tmp_path / "hf" / "tokenizer.json").write_text("{")
     tokenizer = "tokenizer.json is damaged or no tokenizer"
-    for content, message in ((whole, tokenizer), (whole[:-1], "cannot be read"), (None, "do not fit this model")):
+    for content, message in ((contents, tokenizer), (contents[:-1], "cannot be read"), (None, "do not fit this model")):
         weights.unlink() if content is None else weights.write_bytes(content)
         for setting in ("init_from", "distill_from"):
             assert go(f"--{setting}=hf", "--out_dir=out/a") == 2
@@ -271,7 +271,10 @@ def test_an_exported_folder_gives_the_run_back(go, dataset, monkeypatch, capsys)
     sizes = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--attention=conformal_sympow,softmax", "--gate=fixed"]
     assert go(*sizes, "--max_iters=3", "--dropout=0.1", "--out_dir=out/a") == 0
     old, ids = run_model("out/a"), torch.randint(257, (2, 40))
-    greedy = lambda model: [i for (i,) in generate(model, [1, 2], max_new_tokens=9, temperature=0)]
+
+    def greedy(model):
+        return [i for (i,) in generate(model, [1, 2], max_new_tokens=9, temperature=0)]
+
     for size, files in (("20KB", 7), ("5GB", 1)):
         monkeypatch.setattr(export, "SHARD", size)
         monkeypatch.setattr("sys.argv", ["export.py", "out/a", "--to=hf/a"])
@@ -390,8 +393,8 @@ def test_a_distilled_run_goes_on_with_the_same_bits_and_validates_without_its_te
     shutil.rmtree("out/cut/ckpt/step_00000006")
     assert go(*start, "--out_dir=out/cut") == 0  # from step 4
     for key in ("train_loss", "val_loss"):
-        whole, cut = metrics("out/whole", key), metrics("out/cut", key)
-        assert 6 in cut and all(cut[step] == whole[step] for step in cut.keys() & whole.keys())
+        expected, cut = metrics("out/whole", key), metrics("out/cut", key)
+        assert 6 in cut and all(cut[step] == expected[step] for step in cut.keys() & expected.keys())
     assert go(*start[:2], *start[4:], "--out_dir=out/plain") == 0
     assert metrics("out/plain")[1] < metrics("out/whole")[1]  # the first step's loss has no divergence
     weights = source.open_source("out/whole", Dataset(json.load(open("out/whole/config.json"))["dataset"]))

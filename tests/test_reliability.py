@@ -57,11 +57,11 @@ def lines(folder):
         return [json.loads(line) for line in f]
 
 
-def assert_same_run(folder, other):
+def assert_same_run(folder, expected):
     """Assert that both runs have every step once, with the same numbers to the last bit."""
     for key in ("train_loss", "val_loss", "grad_norm"):
-        assert metrics(folder, key) == metrics(other, key), key
-    assert [line["step"] for line in lines(folder)] == [line["step"] for line in lines(other)]
+        assert metrics(folder, key) == metrics(expected, key), key
+    assert [line["step"] for line in lines(folder)] == [line["step"] for line in lines(expected)]
 
 
 def flip(path, position):
@@ -268,25 +268,31 @@ def test_a_write_that_fails_ends_training_soon_and_every_call_says_so(go, tmp_pa
 def at_moments(monkeypatch, act):
     """Call act(name, number) before each numbered moment at which training reads, computes, logs or saves something."""
     number = itertools.count(1)
-    for owner, name in (
-        (batches, "train_batch"), (train.GPT, "loss"), (train.GPT, "statistics"), (batches, "generate"),
-        (train.Tracker, "log"), (train.Tracker, "sample"), (train.Tracker, "flush_to_disk"),
-        (checkpoint.Writer, "save"),
-    ):  # fmt: skip
+    moments = {
+        batches: ["train_batch", "generate"],
+        train.GPT: ["loss", "statistics"],
+        train.Tracker: ["log", "sample", "flush_to_disk"],
+        checkpoint.Writer: ["save"],
+    }
 
-        def wrapped(*args, real=getattr(owner, name), name=name, **kwargs):
+    def wrap(name, function):
+        def wrapped(*args, **kwargs):
             act(name, next(number))
-            return real(*args, **kwargs)
+            return function(*args, **kwargs)
 
-        monkeypatch.setattr(owner, name, wrapped)
+        return wrapped
+
+    for owner, names in moments.items():
+        for name in names:
+            monkeypatch.setattr(owner, name, wrap(name, getattr(owner, name)))
 
 
 class Killed(BaseException):
     """Stands for SIGKILL: nothing after it is run, except that the thread ends its write."""
 
 
-@pytest.mark.parametrize("how", ["signal", "kill"])
-def test_each_line_comes_once_wherever_a_signal_or_a_kill_comes(go, monkeypatch, how):
+@pytest.mark.parametrize("event", ["signal", "kill"])
+def test_each_line_comes_once_wherever_a_signal_or_a_kill_comes(go, monkeypatch, event):
     """Stop a run at moments from its start to the second step, and some again soon after the next start."""
 
     def start(moment):
@@ -294,7 +300,7 @@ def test_each_line_comes_once_wherever_a_signal_or_a_kill_comes(go, monkeypatch,
 
         def act(name, number):
             names.append(name)
-            if number == moment and how == "kill":
+            if number == moment and event == "kill":
                 raise Killed
             if number == moment:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -313,7 +319,7 @@ def test_each_line_comes_once_wherever_a_signal_or_a_kill_comes(go, monkeypatch,
     names = start(0)
     expected, last = results(), names.index("save") + 3
     assert names[:last].count("log") == 2 and names[last - 2 : last] == ["loss", "train_batch"]  # of the next step
-    for moment in range(1, last + 1, 1 if how == "signal" else 2):
+    for moment in range(1, last + 1, 1 if event == "signal" else 2):
         shutil.rmtree("out")
         start(moment)
         assert not os.path.exists("out/cut/ckpt/step_00000000"), names[moment - 1]
@@ -353,10 +359,10 @@ def test_a_second_process_in_one_folder_is_refused(go, capsys):
 
 def test_the_same_command_goes_on_before_there_is_a_checkpoint_and_after_torchruns_restart(go, monkeypatch):
     assert go(*TINY, "--out_dir=out/a") == 0
-    again = *TINY, "--init_from=out/a", "--out_dir=out/b"
-    assert go(*again) == 0
+    command = *TINY, "--init_from=out/a", "--out_dir=out/b"
+    assert go(*command) == 0
     shutil.rmtree("out/b/ckpt")  # killed before the first
-    assert go(*again) == 0
+    assert go(*command) == 0
     anew = *TINY, "--init_from=scratch", "--overwrite=True", "--out_dir=out/b"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert go(*anew) == 0 and not os.path.exists("out/b.old-1")
@@ -400,8 +406,8 @@ def test_what_a_kill_left_of_checkpoints_is_removed_by_the_next_start(go):
 
 def test_other_data_under_the_same_name_are_refused(go, tmp_path, capsys):
     assert go(*TINY, "--out_dir=out/a") == 0
-    other = make_dataset(tmp_path / "other", "another text\n" * 1000)
-    assert go(*TINY, "--out_dir=out/a", f"--dataset={other}") == 2
+    folder = make_dataset(tmp_path / "other", "another text\n" * 1000)
+    assert go(*TINY, "--out_dir=out/a", f"--dataset={folder}") == 2
     error = capsys.readouterr().err
     assert "was trained with dataset=" in error and " data=" in error
     assert go(*TINY, "--out_dir=out/a") == 0
@@ -535,10 +541,8 @@ def torchrun_with_forks():
     """Run train_and_die as torchrun --standalone --nproc_per_node=2 --max_restarts=2 does, but in forks."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        run_id="forks", start_method="fork", monitor_interval=0.1,
-    )  # fmt: skip
+    rendezvous = dict(rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="forks", start_method="fork")
+    config = LaunchConfig(1, 1, nproc_per_node=2, max_restarts=2, monitor_interval=0.1, **rendezvous)
     elastic_launch(config, train_and_die)()
 
 
@@ -683,8 +687,8 @@ def test_weights_of_another_tokenizer_are_refused(go, capsys):
 
     assert go(*TINY, "--out_dir=out/a") == 0
     ranks = {bytes([255 - i]): i for i in range(256)}
-    other = tiktoken.Encoding("t", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
-    Tokenizer("bpe", other).save("out/a")
+    encoding = tiktoken.Encoding("t", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
+    Tokenizer("bpe", encoding).save("out/a")
     capsys.readouterr()
     message = "the tokens of out/a (bpe, 257 ids) are not those of the dataset text (bytes, 257 ids)"
     assert go(*TINY, "--out_dir=out/b", "--init_from=out/a") == 2
