@@ -27,7 +27,8 @@ from sympow.runs import checkpoint, folder, machine
 from sympow.runs.display import Display
 from sympow.runs.metrics import Clock, SkippedSteps, Tracker, relative_loss
 from sympow.runs.processes import Failed, Ranks, StopSignals, exit_statuses
-from sympow.runs.settings import TRAIN_RANGES, check_ranges, fields_of, read_settings, refuse
+from sympow.runs.program import refuse
+from sympow.runs.settings import TRAIN_RANGES, check_ranges, fields_of, read_settings
 from sympow.training.batches import count_epochs, examine, format_losses, mean_losses, micro_batches
 from sympow.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizer, take_step
 from sympow.training.plan import Plan, describe_run, make_networks, make_plan
@@ -148,7 +149,7 @@ def set_up(argv, ranks, stack):
     plan.layout.connect(plan.device)
     resume = ranks.agree_on_checkpoint(plan.resume)
     if resume:  # now, since rank 0 alone knows which checkpoints are whole
-        folder.refuse_other_settings(cfg.out_dir, plan.saved_settings, plan.settings, resume)
+        folder.refuse_other_settings(cfg.out_dir, plan.saved_settings, plan.settings)
         refuse_moved_stages(cfg, checkpoint.read_progress(resume))
     records = ranks.master and not cfg.eval_only
     if records:
@@ -160,7 +161,7 @@ def set_up(argv, ranks, stack):
     model = plan.layout.make_model(GPT, plan.model_cfg, plan.device)
     optimizer, progress = make_optimizer(model, cfg), checkpoint.Progress()
     if resume:
-        progress = checkpoint.load(resume, model, optimizer, plan.device)
+        progress = checkpoint.load(resume, model, optimizer)
         ranks.log(f"going on from {resume}, step {progress.step}")
     elif plan.source:
         plan.source.fill(model)
@@ -273,8 +274,7 @@ def count_skipped(run, grad_norm, wait):
     run.plan.ranks.barrier()  # from here on every rank sees the checkpoint that rank 0 wrote last
     newest = checkpoint.newest(run.plan.cfg.out_dir)
     good = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint"
-    reason = f"{run.skipped.in_a_row} steps in a row had no finite gradient"
-    raise Failed(f"{reason}: {good}; a smaller learning_rate or grad_clip may help")
+    raise Failed(f"{run.skipped.in_a_row} steps in a row had no finite gradient; {good}: try a smaller learning_rate")
 
 
 def log_step(run, display, loss, grad_norm):

@@ -18,6 +18,7 @@ from sympow.attention.gates import linear_fp32
 from sympow.model import GPT, GPTConfig
 
 KINDS = [(a, "auto") for a in ATTENTIONS] + [("conformal_sympow", "none"), ("conformal_sympow", "fixed")]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 POWER = [k for k in KINDS if k[0] not in ("softmax", "even_power", "adaptive_power", "heinsen")]
 
 
@@ -211,8 +212,8 @@ def test_statistics_are_those_of_the_model_without_dropout():
 
 def test_a_fresh_conformal_model_is_a_plain_one():
     plain, conformal = tiny("sympow"), tiny("conformal_sympow", "none")
-    torch.nn.init.zeros_(conformal.transformer.h[0].attn.mix.W_beta)
-    torch.nn.init.zeros_(conformal.transformer.h[1].attn.mix.W_beta)
+    for block in conformal.transformer.h:
+        torch.nn.init.zeros_(block.attn.mix.W_beta)
     conformal.load_state_dict(plain.state_dict(), strict=False)
     ids = torch.randint(0, 97, (1, 30))
     with torch.no_grad():
@@ -222,18 +223,15 @@ def test_a_fresh_conformal_model_is_a_plain_one():
 def test_gpt2_sizes_names_and_initialisation():
     with torch.device("meta"):
         model = GPT(GPTConfig(bias=True))
-    names = dict(model.named_parameters())
-    assert sum(p.numel() for p in names.values()) / 1e6 == pytest.approx(124, abs=1)
-    for name in (
-        "wte.weight", "h.0.ln_1.weight", "h.11.attn.c_attn.weight", "h.3.attn.c_proj.bias", "h.0.mlp.c_fc.weight",
-        "ln_f.weight",
-    ):  # fmt: skip
-        assert f"transformer.{name}" in names
-    assert not [n for n in names if n.startswith("lm_head")]  # tied: saved once
-    model = GPT(GPTConfig(vocab_size=640, n_layer=8, n_head=4, n_embd=256))
-    assert model.transformer.wte.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    assert model.transformer.h[0].attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    assert model.transformer.h[0].mlp.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
+    parameters = dict(model.named_parameters())
+    assert sum(p.numel() for p in parameters.values()) / 1e6 == pytest.approx(124, abs=1)
+    names = "wte.weight h.0.ln_1.weight h.11.attn.c_attn.weight h.3.attn.c_proj.bias h.0.mlp.c_fc.weight ln_f.weight"
+    assert {f"transformer.{name}" for name in names.split()} < parameters.keys()
+    assert not [name for name in parameters if name.startswith("lm_head")]  # tied: saved once
+    transformer = GPT(GPTConfig(vocab_size=640, n_layer=8, n_head=4, n_embd=256)).transformer
+    block = transformer.h[0]
+    for layer, std in ((transformer.wte, 0.02), (block.attn.c_attn, 0.02), (block.mlp.c_proj, 0.02 / 4)):
+        assert layer.weight.std().item() == pytest.approx(std, rel=0.02)
 
 
 def test_heads_may_have_any_even_dimension():
@@ -262,14 +260,15 @@ def test_impossible_configurations_are_refused(settings, message):
 
 
 def test_flops_grow_with_the_context_only_in_the_quadratic_form():
-    quadratic = GPT(GPTConfig(vocab_size=97, n_layer=1, n_head=2, n_embd=64, attention="even_power"))
-    chunked = GPT(GPTConfig(vocab_size=97, n_layer=1, n_head=2, n_embd=64, attention="sympow", form="chunked"))
+    sizes = dict(vocab_size=97, n_layer=1, n_head=2, n_embd=64)
+    quadratic = GPT(GPTConfig(attention="even_power", **sizes))
+    chunked = GPT(GPTConfig(attention="sympow", form="chunked", **sizes))
     weights = 6 * sum(p.numel() for p in quadratic.parameters() if p.dim() == 2)
     assert quadratic.flops_per_token(4096) == weights + 2 * 6 * 4096 * 32
     assert chunked.flops_per_token(1 << 14) == chunked.flops_per_token(1 << 20)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gates", [0, 3])
 def test_a_gain_that_is_a_part_of_the_linear_layer_changes_nothing(bias, gates, dtype):
@@ -302,7 +301,7 @@ def test_a_gain_that_is_a_part_of_the_linear_layer_changes_nothing(bias, gates, 
     assert not y.any() and torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_a_gain_that_is_a_part_of_the_head_changes_nothing(dtype, monkeypatch):
     model, narrow = tiny(n_embd=64, vocab_size=500), dtype == torch.bfloat16
     nn.init.normal_(model.transformer.ln_f.weight, 1, 0.5)
@@ -402,9 +401,8 @@ def test_only_a_compiled_model_on_a_gpu_takes_it(monkeypatch):
     taken = []
     monkeypatch.setattr(activation.Gelu, "apply", taken.append)
     monkeypatch.setattr(activation.F, "gelu", lambda x, approximate: None)
-    for compiling, dtype, on_gpu, approximate in itertools.product(
-        (False, True), (torch.bfloat16, torch.float32), (False, True), ("none", "tanh")
-    ):
+    for compiling in (False, True):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-        activation.gelu(types.SimpleNamespace(dtype=dtype, is_cuda=on_gpu), approximate)
+        for dtype, on_gpu, approximate in itertools.product(DTYPES[1:], (False, True), ("none", "tanh")):
+            activation.gelu(types.SimpleNamespace(dtype=dtype, is_cuda=on_gpu), approximate)
     assert [(x.dtype, x.is_cuda) for x in taken] == [(torch.bfloat16, True)]

@@ -43,8 +43,9 @@ def step(model, chosen, factor=1.0):
 
 def everything(model, chosen):
     """Return copies of all weights, moments and counts of steps."""
-    states = chosen.state_dict()["state"].values()
-    return [x.detach().clone() for x in (*model.parameters(), *(x for state in states for x in state.values()))]
+    state = chosen.state_dict()["state"]
+    moments = [x for i in sorted(state) for _, x in sorted(state[i].items())]
+    return [x.detach().clone() for x in (*model.parameters(), *moments)]
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -172,21 +173,34 @@ def test_wsd_stays_and_goes_down_on_a_line_over_its_share_of_the_run():
     assert by_time == pytest.approx([1, 1, 0.55, 0.1, 0.1])
 
 
-def test_decay_lr_is_understood_and_refused_beside_another_schedule(tmp_path, capsys):
+def test_decay_lr_is_understood(tmp_path):
     file = tmp_path / "nano.py"
     file.write_text("decay_lr = False\n")
     for argv, schedule in (
-        (["--decay_lr=True"], "cosine"), (["--decay_lr"], "cosine"), (["--decay-lr", "0"], "constant"),
-        ([str(file)], "constant"), ([str(file), "--decay_lr=True", "--schedule=cosine"], "cosine"),
-    ):  # fmt: skip
-        assert read_settings((train.TrainConfig,), argv)[0] == {"schedule": schedule}
-    for argv in (["--decay_lr=True", "--schedule=wsd"], [str(file), "--schedule=cosine"]):
-        with pytest.raises(SystemExit) as stopped:
-            read_settings((train.TrainConfig,), argv)
-        error = capsys.readouterr().err
-        assert stopped.value.code == 2 and error.count("\n") == 1
-        assert f"{argv[-1][2:].replace('=', ' is ')}: give one of them" in error
+        (["--decay_lr=True"], "cosine"),
+        (["--decay_lr"], "cosine"),
+        (["--decay-lr", "0"], "constant"),
+        ([str(file)], "constant"),
+        ([str(file), "--schedule=wsd"], "wsd"),
+    ):
+        settings, _ = read_settings((train.TrainConfig,), argv)
+        assert settings == {"schedule": schedule}
     assert train.TrainConfig().schedule == "constant" and train.TrainConfig().optimizer == "adamw"
+
+
+def test_a_schedule_stays_and_a_constant_rate_or_a_fixed_end_takes_more_steps(go, capsys):
+    constant = ["--out_dir=out/a", "--sample_tokens=0"]
+    assert go(*constant, "--max_iters=3") == 0
+    assert go(*constant, "--schedule=wsd") == 2
+    assert "was trained with max_iters=3 schedule=constant, now max_iters=6 schedule=wsd" in capsys.readouterr().err
+    assert go(*constant) == 0 and max(metrics("out/a")) == 6
+    falling = ["--out_dir=out/b", "--sample_tokens=0", "--schedule=wsd", "--decay_share=0.5"]
+    assert go(*falling, "--max_iters=3") == 0
+    assert go(*falling, "--max_iters=4") == 2
+    assert "was trained with max_iters=3, now max_iters=4" in capsys.readouterr().err
+    fixed = [*falling, "--out_dir=out/c", "--lr_decay_iters=3"]
+    assert go(*fixed, "--max_iters=3") == 0 and go(*fixed, "--max_iters=4") == 0
+    assert metrics("out/c", "lr")[3] == metrics("out/b", "lr")[3] and max(metrics("out/c")) == 4
 
 
 @pytest.mark.parametrize(

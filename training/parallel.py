@@ -35,7 +35,8 @@ from sympow.attention.context import Context, pieces_of
 from sympow.attention.learned_position import check_length
 from sympow.attention.variant import splits_context
 from sympow.runs.parts import own_rows
-from sympow.runs.settings import nearest_multiples, refuse
+from sympow.runs.program import refuse
+from sympow.runs.settings import nearest_multiples
 
 
 class Layout:

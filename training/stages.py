@@ -20,7 +20,8 @@ import torch
 
 from sympow.data.loader import Windows
 from sympow.data.mixture import HeldOut, MixedWindows, open_windows
-from sympow.runs.settings import accumulation_steps, divide_sequences, refuse
+from sympow.runs.program import refuse
+from sympow.runs.settings import accumulation_steps, divide_sequences
 
 REHEARSED = ("cuda",)  # kinds of devices on which too little memory is an error that can be caught
 
