@@ -122,7 +122,7 @@ def profiler(device):
     gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as trace:
         if gpu:
-            torch.cuda.synchronize(device)  # what was launched earlier is not of this step
+            torch.cuda.synchronize(device)  # leave out what was launched earlier
         yield trace
         if gpu:
             torch.cuda.synchronize(device)

@@ -72,7 +72,7 @@ def format_losses(losses):
 def count_epochs(plan, progress):
     """Return {"epochs/NAME": how often the run has gone through each dataset of its mixture}; {} without one.
 
-    Stages of other contexts have orders of their own; what they have read of a dataset is added up.
+    Every stage has its own order of a dataset: the shares that the stages have read are added up.
     """
     if not isinstance(plan.dataset, Mixture):
         return {}

@@ -94,28 +94,29 @@ class Layout:
             return kind(config).to(device)
         from torch.distributed.fsdp import fully_shard  # takes a second to import
 
-        whole = kind(config) if self.ranks.master else None
+        weights = dict(_tensors_of(kind(config))) if self.ranks.master else {}
         with torch.device("meta"):
             model = kind(config)
         mesh = init_device_mesh(device.type, (self.ranks.world,))  # all ranks, in one dimension
         for module in (*model.transformer.h, model):  # the head needs wte of the whole model after the last block
             fully_shard(module, mesh=mesh, reshard_after_forward=module is not model)
         model.to_empty(device=device)
-        source = dict(_tensors_of(whole)) if whole else {}
         with torch.no_grad():
             for name, x in _tensors_of(model):
-                full = source[name].to(device) if whole else torch.empty(x.shape, dtype=x.dtype, device=device)
-                dist.broadcast(full, 0)
+                tensor = torch.empty(x.shape, dtype=x.dtype, device=device)
+                if weights:
+                    tensor.copy_(weights[name])
+                dist.broadcast(tensor, 0)
                 rows, first = own_rows(x)
-                rows.copy_(full[first : first + len(rows)])
+                rows.copy_(tensor[first : first + len(rows)])
         self.make_plain = partial(kind, config)
         return model
 
     def wrap(self, model, compiled, by_block=False):
         """Return (the network to train, which averages gradients, and the network to evaluate).
 
-        With `by_block`, and of a sharded model, whose weights come and go around its blocks, each block is compiled for
-        itself; blocks of the same kind share the code.
+        With `by_block`, and for a sharded model, since weights come and go around its blocks, each block is compiled
+        for itself; blocks of the same kind share the code.
         """
         network = model
         if compiled and (by_block or self.sharded):
@@ -143,16 +144,16 @@ class Layout:
         """
         if not self.sharded:
             return model if self.ranks.master else None
-        plain = None
+        plain, weights = None, {}
         if self.ranks.master:
             with torch.device(self.device):
                 plain = self.make_plain().train(model.training)
+            weights = plain.state_dict()
         with torch.no_grad():
-            into = plain.state_dict() if plain else {}
-            for name, x in model.state_dict().items():  # which frees what a forward pass has gathered
-                whole = x.full_tensor()
-                if plain:
-                    into[name].copy_(whole)
+            for name, x in model.state_dict().items():  # frees the weights that a forward pass has gathered
+                tensor = x.full_tensor()
+                if weights:
+                    weights[name].copy_(tensor)
         return plain
 
 

@@ -146,20 +146,18 @@ def describe_stages(stages, cfg, layout):
 
 
 def refuse_moved_stages(cfg, progress):
-    """Refuse to go on with a `then` or a max_iters by which steps that were taken had been of other stages.
+    """Refuse to go on with a `then` or a max_iters that moves steps already taken into other stages.
 
     Stages that have not begun may change, come and go. With max_seconds the time may have begun a stage before its
     step, so that contexts alone are compared.
     """
     planned = [[context, steps_before(start, cfg.max_iters)] for context, start in parse_stages(cfg.then)]
-    entered = [[context, step] for context, step in progress.stages if step < progress.step]
-    begun = [stage for stage in planned if stage[1] < progress.step]
-    moved = entered != begun
-    if cfg.max_seconds:
-        contexts = [context for context, _ in entered]
-        moved = len(entered) < len(begun) or contexts != [context for context, _ in planned[: len(entered)]]
-    if moved and not cfg.eval_only:
-        then = ",".join(f"{context}@{step}" for context, step in entered)
+    count = len(progress.stages)
+    later_steps = [step for _, step in planned[count:]]
+    length = 1 if cfg.max_seconds else 2
+    moved = [stage[:length] for stage in planned[:count]] != [stage[:length] for stage in progress.stages]
+    if (moved or min(later_steps, default=progress.step) < progress.step) and not cfg.eval_only:
+        then = ",".join(f"{context}@{step}" for context, step in progress.stages)
         refuse(
             f"{cfg.out_dir} cannot go on at step {progress.step} with then={cfg.then!r} and max_iters={cfg.max_iters}: "
             f"--then={then!r} is what it did, and later stages may follow with commas"
