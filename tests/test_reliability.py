@@ -628,9 +628,9 @@ def test_a_folder_that_is_no_run_is_neither_written_nor_renamed(go, dataset, cap
     write("other/config.json", '{"model_type": "another"}')
     contents = {folder: sorted(os.listdir(folder)) for folder in ("foreign", "other", dataset)}
     for folder, message in (
-        ("foreign", "foreign is not a run's folder, it has no config.json but in, metrics.jsonl, tokenizer.json"),
-        (dataset, "is not a run's folder, it has no config.json but meta.json, tokenizer.json, train_00000.bin:"),
-        (".", ". is not a run's folder, it has no config.json but foreign, other: choose another out_dir"),
+        ("foreign", "foreign is not a run's folder, it has in but no config.json: choose another out_dir"),
+        (dataset, "is not a run's folder, it has meta.json but no config.json"),
+        (".", ". is not a run's folder, it has foreign but no config.json"),
         ("other", "other/config.json is of version None, and this program reads version 1"),
         ("foreign/metrics.jsonl", "cannot write to out_dir foreign/metrics.jsonl: "),
         ("foreign/metrics.jsonl/a", "cannot write to out_dir foreign/metrics.jsonl/a: "),
