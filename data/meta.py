@@ -1,7 +1,7 @@
 """Read and write meta.json, which describes a dataset, and progress.json, which describes one that is unfinished.
 
-    write_meta("data/mine/meta.json", meta)       # adds the version and a sha256 of the other entries
-    meta = read_meta("data/mine/meta.json")       # refuses another version, and what is damaged
+write_meta("data/mine/meta.json", meta)       # adds the version and a sha256 of the other entries
+meta = read_meta("data/mine/meta.json")       # refuses another version, and what is damaged
 """
 
 import hashlib

@@ -142,6 +142,15 @@ def kill_in_second_shard(out, setup, *options):
     return os.stat(unfinished / "train_00000.bin")
 
 
+def verify(dataset):
+    """Assert that the shards of a Dataset are what was written."""
+    from sympow.data.files import sha256_of
+    from sympow.data.meta import shards_of
+
+    for file, shard in shards_of(dataset.meta).items():
+        assert sha256_of(os.path.join(dataset.path, file)) == shard["sha256"], file
+
+
 def metrics(folder, key="train_loss"):
     """Return {step: value} of the lines of metrics.jsonl that have this key."""
     with open(os.path.join(folder, "metrics.jsonl")) as f:

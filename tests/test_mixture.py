@@ -30,7 +30,7 @@ def write_set(folder, name, length, rows, val, tokenizer):
     tokens = np.random.default_rng(len(name) + ord(name[0])).integers(0, 256, (rows + val, length)).astype(np.uint16)
     halves = {"train": tokens[:rows], "val": tokens[rows:]}
     units = [Unit(split, lambda part=part: part) for split, part in halves.items()]
-    write_dataset(str(folder / name), units, tokenizer, length, {"name": name}, "a test", "python prepare.py")
+    write_dataset(folder / name, units, tokenizer, length, {"name": name}, "a test", "python prepare.py")
     return str(folder / name)
 
 

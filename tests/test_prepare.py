@@ -13,7 +13,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import ROOT, byte_encoding
+from helpers import ROOT, byte_encoding, verify
 from test_data import all_tokens, prepare_text, write
 
 from sympow.data import DataError, command
@@ -59,7 +59,7 @@ def test_a_prepare_that_fails_leaves_the_old_dataset_as_it_was(tmp_path, monkeyp
     assert (tmp_path / "new").exists() == (tmp_path / "set" / "unfinished").exists() == (len(calls) < 3)
     train, _ = write(tmp_path / "set", train=(7, 2), length=8, calls=(done := []))
     assert done == calls
-    assert np.array_equal(Dataset(str(tmp_path / "set")).read("train", 0, 72), train.ravel())
+    assert np.array_equal(Dataset(tmp_path / "set").read("train", 0, 72), train.ravel())
     names = {"meta.json", "tokenizer.json", "train_00000.bin", "train_00001.bin", "val_00000.bin"}
     assert set(contents(tmp_path / "set")) == names
 
@@ -113,13 +113,13 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_dataset_or_one_that_is_g
             write(folder)
         killed = write_until(folder, number)
         try:
-            Dataset(str(folder)).verify()
+            verify(Dataset(folder))
             states.append("old" if finished(folder, old) == finished(tmp_path / "old", old) else "new")
         except DataError as error:
             states.append("neither")
             assert first or "meta.json is missing" in str(error)
         calls = []
-        if not is_complete(str(folder), arguments):
+        if not is_complete(folder, arguments):
             assert first or states[-1] == "old"  # else all is there and has only to be moved
             write(folder, train=(5, 4, 2), val=2, calls=calls)
         assert finished(folder, new) == new
@@ -130,12 +130,11 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_dataset_or_one_that_is_g
 
 
 def finished(folder, dataset):
-    """Return the files of a finished dataset; the names in meta.json are those of `dataset`."""
+    """Return the files of a finished dataset; the name in meta.json is that of `dataset`."""
     files = {name: data for name, data in contents(folder).items() if not name.startswith("unfinished")}
-    name = json.loads(dataset["meta.json"])["name"]
-    write_meta(str(folder) + ".json", read_meta(str(folder / "meta.json")) | {"name": name})
-    with open(str(folder) + ".json", "rb") as f:
-        return files | {"meta.json": f.read()}
+    meta = folder.with_suffix(".json")
+    write_meta(meta, read_meta(folder / "meta.json") | {"name": json.loads(dataset["meta.json"])["name"]})
+    return files | {"meta.json": meta.read_bytes()}
 
 
 def test_a_folder_in_which_another_process_prepares_is_refused(tmp_path):
@@ -155,42 +154,29 @@ def test_an_interrupted_preparation_with_other_options_leaves_a_complete_dataset
     write(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, train=(7,), fail_at=1)
-    assert is_complete(str(tmp_path), {"train": [5, 4], "val": 3, "length": 12})
-    Dataset(str(tmp_path)).verify()
+    assert is_complete(tmp_path, {"train": [5, 4], "val": 3, "length": 12})
+    verify(Dataset(tmp_path))
 
 
-def test_shards_of_an_interrupted_preparation_do_not_replace_those_of_another(tmp_path):
-    """Both have a shard of the same name and size, and the second keeps the finished one."""
-    folder = str(tmp_path)
+def test_shards_of_an_interrupted_preparation_do_not_replace_finished_ones(tmp_path):
+    """The first shard of all has the same name and size."""
 
     def prepare(value, train):
-        units = [
-            Unit("train", lambda: np.full((2, 4), value), value),
-            Unit("train", train, "b"),
-            Unit("val", rows, "c"),
-        ]
-        write_dataset(folder, units, Tokenizer("bytes"), 4, {"value": value}, "", "")
-
-    def rows():
-        return np.full((1, 4), 9)
+        units = [Unit("train", lambda: np.full((2, 4), value), value), Unit("train", train), Unit("val", lambda: VAL)]
+        write_dataset(tmp_path, units, Tokenizer("bytes"), 4, {"train": repr(train)}, "", "")
 
     def failing():
         raise KeyboardInterrupt
 
-    prepare(1, rows)
+    prepare(1, lambda: VAL)
     with pytest.raises(KeyboardInterrupt):
-        write_dataset(
-            folder,
-            [Unit("train", lambda: np.full((2, 4), 2), 2), Unit("train", failing)],
-            Tokenizer("bytes"),
-            4,
-            {},
-            "",
-            "",
-        )
+        prepare(2, failing)
     prepare(1, lambda: np.full((3, 4), 9))
-    assert Dataset(folder).read("train", 0, 8).tolist() == 8 * [1]
-    Dataset(folder).verify()
+    assert Dataset(tmp_path).read("train", 0, 8).tolist() == 8 * [1]
+    verify(Dataset(tmp_path))
+
+
+VAL = np.full((1, 4), 9)
 
 
 # files of others
@@ -216,7 +202,7 @@ def test_folders_of_others_are_refused_and_stay_as_they_are(tmp_path, files, ref
     if refused:
         for verify in (False, True):
             with pytest.raises(DataError, match="give another --out|in a new folder") as error:
-                is_complete(str(tmp_path), {}, verify)
+                is_complete(tmp_path, {}, verify)
         assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
         with pytest.raises(DataError, match="give another --out|in a new folder"):
             write(tmp_path)
@@ -238,7 +224,7 @@ def test_files_of_others_in_a_dataset_of_ours_stay(tmp_path):
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "essay.txt").write_text("mine")
     before = contents(tmp_path)
-    for act in (lambda: write(tmp_path), lambda: is_complete(str(tmp_path), {})):
+    for act in (lambda: write(tmp_path), lambda: is_complete(tmp_path, {})):
         with pytest.raises(DataError, match="unfinished is not of a dataset of ours .essay.txt.: move it away"):
             act()
     assert contents(tmp_path) == before
@@ -249,7 +235,7 @@ def test_a_damaged_meta_json_is_made_again(tmp_path, capsys):
     whole = contents(tmp_path)
     for damaged in ("{", "[" * 100_000):
         (tmp_path / "meta.json").write_text(damaged)
-        assert not is_complete(str(tmp_path), json.loads(whole["meta.json"])["arguments"], verify=True)
+        assert not is_complete(tmp_path, json.loads(whole["meta.json"])["arguments"], verify=True)
         assert "is not complete" in capsys.readouterr().out
         write(tmp_path)
         assert contents(tmp_path) == whole
@@ -260,16 +246,15 @@ def test_damaged_files_of_an_unfinished_dataset_start_over(tmp_path, name):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, fail_at=2)
     (tmp_path / "unfinished" / name).write_text("{")
-    assert not is_complete(str(tmp_path), {})
+    assert not is_complete(tmp_path, {})
     write(tmp_path)
-    Dataset(str(tmp_path)).verify()
+    verify(Dataset(tmp_path))
 
 
 def test_half_a_surrogate_pair_in_a_message_is_printed(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "stdout", open(1, "w", encoding="utf-8", closefd=False))
-    with pytest.raises(SystemExit) as exit:
-        command.run(lambda argv: print("\ud800"))
-    assert exit.value.code in (0, None) and capfd.readouterr().out == "?\n"
+    command.run(lambda argv: print("\ud800"))
+    assert capfd.readouterr().out == "?\n"
 
 
 def test_a_dataset_behind_a_link_is_read_and_written(tmp_path):
@@ -278,12 +263,12 @@ def test_a_dataset_behind_a_link_is_read_and_written(tmp_path):
     write(tmp_path / "set")
     os.rename(tmp_path / "disk" / "train_00000.bin", tmp_path / "moved.bin")
     (tmp_path / "disk" / "train_00000.bin").symlink_to("../moved.bin")
-    Dataset(str(tmp_path / "set")).verify()
+    verify(Dataset(tmp_path / "set"))
     kept = (tmp_path / "moved.bin").read_bytes()
     zeroed = tmp_path / "disk" / "train_00001.bin"
     zeroed.unlink()
     train, _ = write(tmp_path / "set")
-    assert np.array_equal(Dataset(str(tmp_path / "set")).read("train", 0, 108), train.ravel())
+    assert np.array_equal(Dataset(tmp_path / "set").read("train", 0, 108), train.ravel())
     assert (tmp_path / "moved.bin").read_bytes() == kept
 
 
@@ -316,9 +301,7 @@ def test_what_is_not_taken_is_said(tmp_path, three_sources, capsys):
     assert f"{code}: nothing is taken from it: it has no .txt,.md,.rst,.jsonl" in out
     counts = next(line for line in out.splitlines() if "left out: " in line)
     assert "28 files" in counts and ": 27 .txt, 1 .jsonl;" in counts  # LOUD.TXT is text, too
-    for count in ("26 .py", "2 .jpg", "1 .pdf"):
-        assert count in counts
-    assert int(re.search(r"(\d+) others", counts)[1]) > 0  # the most frequent six kinds are named
+    assert "left out: 36 (26 .py, 2 " in counts and "2 .jpg" in counts
 
 
 def test_validation_comes_from_all_sources_in_whole_documents_whatever_their_order(tmp_path, three_sources):
