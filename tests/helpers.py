@@ -142,6 +142,15 @@ def kill_in_second_shard(out, setup, *options):
     return os.stat(unfinished / "train_00000.bin")
 
 
+def flip_bits(path):
+    """Yield after each of about 50 single flipped bits in a file of text, but for flips that change spaces alone."""
+    content = path.read_bytes()
+    for position in range(0, len(content), max(1, len(content) // 50)):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+        if path.read_bytes().split() != content.split():
+            yield position
+
+
 def verify(dataset):
     """Assert that the shards of a Dataset are what was written."""
     from sympow.data.files import sha256_of
