@@ -183,7 +183,7 @@ def test_several_samples_are_separated_and_json_comes_last(go, capsys):
         (["--temperature=-1"], "temperature must be 0 (greedy) or at least 1e-6, got -1.0"),
         (["--temperature=inf"], "temperature must be a finite number, got 'inf'"),
         (["--prompt=\udcff"], "the prompt is not UTF-8"),
-        (["--save_state=/dev/null"], "save_state=/dev/null cannot be written: it is a device or a pipe"),
+        (["--save_state=/dev/null"], "save_state=/dev/null cannot be written: it is no file"),
         ([f"--save_state={'a' * 300}"], "cannot be written: [Errno 36] File name too long"),
         ([f"--prompt=FILE:{'a' * 300}"], "File name too long"),
         ([f"--out_dir={'a' * 300}"], "no checkpoint in aaa"),

@@ -62,7 +62,7 @@ def start(folder, step=0, run_id=None, wandb="offline", **more):
     cfg = dict(out_dir=str(folder), wandb_log=True, wandb=wandb, wandb_project="p", wandb_run_name="", **more)
     folder.mkdir(exist_ok=True)
     settings = {**cfg, "seed": 1, "model": MODEL, "block_size": 32, "init_from": "auto", "dataset": "d"}
-    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"version": 1, **settings}))
     model = types.SimpleNamespace(parameter_count=lambda: 1234)
     return Tracker(types.SimpleNamespace(**cfg), settings, Progress(step=step, wandb_id=run_id), model)
 
