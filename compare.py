@@ -8,7 +8,6 @@ Reads metrics.jsonl in each run's folder, also while the run is still writing it
 first run.
 """
 
-import json
 import math
 import os
 import sys
@@ -20,7 +19,7 @@ from sympow.data.files import read_json
 from sympow.runs.plots import choose_picture, plot_loss_curves
 from sympow.runs.program import Parser, run_program
 from sympow.runs.settings import refuse
-from sympow.runs.metrics import whole_lines
+from sympow.runs.metrics import read_lines
 
 WARMUP_LINES = 3  # left out of a run's throughput, because of compilation and cold caches
 KEYS = ("step", "train_loss", "val_loss", "tokens", "seconds", "tok_per_sec", "context")
@@ -38,10 +37,10 @@ def read_losses(folder, metric="val_loss"):
         refuse(f"{folder}: " + ("no metrics.jsonl in it" if os.path.isdir(folder) else "no such run folder"))
     train, val, known = {}, {}, {}
     try:
-        lines = whole_lines(path)
+        lines = read_lines(path)
     except OSError as error:
         refuse(f"{folder}: {error}")
-    for line in map(json.loads, lines):
+    for line in lines:
         known |= {key: None for key in line if key.partition("/")[0] == "val_loss"}
         line = numbers({**line, "val_loss": line.get(metric)})
         # A resumed run repeats the steps since its checkpoint; the later line of a step is the valid one.

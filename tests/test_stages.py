@@ -20,7 +20,7 @@ from sympow import train
 from sympow.data.dataset import Dataset
 from sympow.training import batches, stages
 from sympow.runs import metrics as run_metrics
-from sympow.runs.wandb_run import wandb_row
+from sympow.runs.metrics import wandb_row
 
 THEN = "--then=64@0.5,256@5"  # after 3 and after 5 of 6 steps
 GATED = ["--attention=sympow_gating", "--dropout=0.1", "--sample_tokens=0"]
