@@ -129,7 +129,7 @@ class Clock:
 class SkippedSteps:
     """Counts the steps that were skipped because their gradient was not finite.
 
-    Attributes: total; in_a_row, up to the last step that was counted.
+    Attributes: total, in_a_row (up to the last step that was counted, without those of a search for the loss scale).
     """
 
     def __init__(self, total=0, in_a_row=0):

@@ -367,6 +367,7 @@ def test_wandb_has_nanogpts_names_and_our_own_step(go, wandb_server):  # noqa: F
     rows = [{name for name in row if not name.startswith("_")} for row in run["rows"]]
     assert [row["iter"] for row in run["rows"]] == [1, 2, 3, 3, 3, 4, 4, 4]
     both = {"iter", "tokens", "seconds"}
+    assert 0.01 < run["rows"][0]["memory"] < 1000  # gigabytes
     assert rows[0] >= both | {"train/loss", "lr", "train/tok_per_sec", "train/grad_norm", "train/context"}
     assert rows[3] == both | {"val/loss", "val/context"} and rows[4] == {"iter", "sample"}
 
