@@ -169,13 +169,14 @@ def relative_losses(runs):
     for i, loss in enumerate(("train_loss", "val_loss")):
         curves = {name: loss_curve(lines[i], "tokens", loss) for name, lines in runs.items()}
         base_tokens, base_losses = next(iter(curves.values()))
-        for name, (tokens, losses) in curves.items():
-            base = np.interp(tokens, base_tokens, base_losses, left=0, right=0) if base_tokens else [0] * len(tokens)
-            points = [(x, 100 * (y / base_y - 1)) for x, y, base_y in zip(tokens, losses, base) if base_y > 0]
-            percents = [y for _, y in points]
+        for name, curve in curves.items():
+            tokens, losses = map(np.array, curve)
+            base = np.interp(tokens, base_tokens, base_losses, left=0, right=0) if base_tokens else 0 * tokens
+            tokens, losses, base = (values[base > 0] for values in (tokens, losses, base))
+            percents = (100 * (losses / base - 1)).tolist()
             if loss == "train_loss":  # smoothed last, so that the noise of batches that both runs have seen cancels
                 percents = smooth(percents)
-            relative[name].append(([x for x, _ in points], percents))
+            relative[name].append((tokens.tolist(), percents))
     relative = {name: curves for name, curves in relative.items() if any(tokens for tokens, _ in curves)}
     return relative if len(relative) > 1 else {}
 
@@ -186,15 +187,16 @@ def loss_limits(curves):
     Losses of the first 5% of the longest run, which would squash all others, may lie above the axis. So may losses
     above every run's first, of a run that has diverged. Every run's lowest loss is within it.
     """
-    curves = [[(step, loss) for step, loss in zip(*curve) if math.isfinite(loss)] for curve in curves]
-    curves = [points for points in curves if points]
+    curves = [np.array(curve, dtype=float) for curve in curves]
+    curves = [curve[:, np.isfinite(curve[1])] for curve in curves]
+    curves = [curve for curve in curves if curve.size]
     if not curves:
         return 0.0, 1.0
-    start = 0.05 * max(step for points in curves for step, _ in points)
-    lowest = [min(loss for _, loss in points) for points in curves]
-    latest = [loss for points in curves for step, loss in points if step > start]
-    first = [points[0][1] for points in curves]
-    high = max([*lowest, min(max(latest, default=-math.inf), max(first))])
+    start = 0.05 * max(steps.max() for steps, _ in curves)
+    lowest = [losses.min() for _, losses in curves]
+    latest = np.concatenate([losses[steps > start] for steps, losses in curves])
+    highest_first = max(losses[0] for _, losses in curves)
+    high = max([*lowest, min(latest.max(initial=-math.inf), highest_first)])
     margin = 0.05 * (high - min(lowest)) or 0.1
     return min(lowest) - margin, high + margin
 
@@ -268,21 +270,22 @@ def choose_picture(png):
         plt = _pyplot()
     except ImportError as error:
         return None, f"no picture, matplotlib is missing ({error}): pip install matplotlib"
-    except ValueError as error:  # such as an unknown backend in MPLBACKEND
-        refuse(f"matplotlib does not start: {error}")
-    if not os.path.basename(png).strip("."):
-        refuse(f"png must be a file, got {png!r}")
-    path, suffix = os.path.splitext(png)
+    root, suffix = os.path.splitext(png)
     if suffix in ("", "."):
-        png, suffix = f"{path}.png", ".png"
-    known = sorted(plt.FigureCanvasBase.get_supported_filetypes().keys() - {"pgf"})  # which needs LaTeX
-    if suffix[1:].lower() not in known:
-        refuse(f"png={png} must end in {', '.join(known)}, or in nothing for png")
+        png = f"{root}.png"
+    formats = sorted(plt.FigureCanvasBase.get_supported_filetypes().keys() - {"pgf"})  # pgf needs LaTeX
+    if picture_format(png) not in formats:
+        refuse(f"png={png} must end in {', '.join(formats)}, or in nothing for png")
     try:
         check_output(png)
     except OSError as error:
         refuse(f"png={png} cannot be written: {error}")
     return png, ""
+
+
+def picture_format(png):
+    """Return the format that the suffix of a file names, such as png or pdf."""
+    return os.path.splitext(png)[1][1:].lower()
 
 
 def shorten(name, length=NAME_LENGTH):
@@ -367,7 +370,7 @@ def _pyplot():
 
 
 def save_figure(figure, png, dpi=150):
-    """Write a figure to a file, whole or not at all, whose folder is made if need be, and free its memory."""
+    """Write a figure to a file, whole or not at all, and free its memory. Makes the file's folder if need be."""
     with whole_file(png) as temporary, warnings.catch_warnings(action="ignore"):  # of letters that the font has not
-        figure.savefig(temporary, dpi=dpi, format=os.path.splitext(png)[1][1:].lower())
+        figure.savefig(temporary, dpi=dpi, format=picture_format(png))
     _pyplot().close(figure)
