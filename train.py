@@ -130,7 +130,7 @@ class Trainer:
             self.dataset = dataset = open_dataset(cfg.dataset)
             self.layout = Layout(ranks, cfg.context_parallel, cfg.shard)
             self.stages, self.held_out = make_stages(cfg, given, dataset, self.layout)
-            self.resume, self.saved_settings = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
+            self.resume, self.saved_settings = folder.choose_checkpoint(cfg, thorough=ranks.master)
             self.source, self.model_cfg = choose_model(cfg, given, dataset, self.saved_settings)
             contexts = [stage.block_size for stage in self.stages]
             check_context(cfg, self.model_cfg, contexts)
@@ -154,7 +154,7 @@ class Trainer:
         self.layout.connect(self.device)
         self.resume = ranks.agree_on_checkpoint(self.resume)
         if self.resume:  # now, since rank 0 alone knows which checkpoints are whole
-            folder.refuse_other_settings(cfg.out_dir, self.saved_settings, self.settings, self.resume)
+            folder.refuse_other_settings(cfg.out_dir, self.saved_settings, self.settings)
             refuse_moved_stages(cfg, self.saved_settings, checkpoint.read_progress(self.resume))
         self.records = ranks.master and not cfg.eval_only
         return folder.start_folder(cfg, self.settings, self.dataset) if self.records else nullcontext()
@@ -172,7 +172,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, cfg)
         self.progress = p = checkpoint.Progress()
         if self.resume:
-            self.progress = p = checkpoint.load(self.resume, self.model, self.optimizer, device)
+            self.progress = p = checkpoint.load(self.resume, self.model, self.optimizer)
             ranks.log(f"going on from {self.resume}, step {p.step}")
         elif self.source:
             self.source.fill(self.model)

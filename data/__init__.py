@@ -30,3 +30,16 @@ def need(module):
         raise DataError(
             f"cannot import {module} ({error}): run pip install {package}, or pip install -r requirements.txt"
         ) from error
+
+
+def batches(items, limit, size=len):
+    """Yield lists of items, each as soon as the sizes of its items add up to `limit`."""
+    batch, total = [], 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= limit:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch

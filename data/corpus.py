@@ -10,14 +10,14 @@ is tokenized alone, with an end of text after every document, and cut into rows.
 
 import functools
 import hashlib
-import json
 import math
 import os
 from collections import Counter
 from typing import NamedTuple
 
 from . import DataError
-from .shards import Unit, earlier_tokenizer, is_complete, write_dataset
+from .meta import hash_json
+from .shards import Unit, is_complete, write_dataset
 from .split import Stream, is_jsonl, split_sources, whole_stream
 from .tokenizer import named_tokenizer, split_long_text, train_tokenizer, trained_size
 
@@ -53,41 +53,41 @@ def find_files(paths, suffixes, skip_folders=("__pycache__",)):
     taken once. What is left out (other suffixes, hidden, empty and unreadable files, linked folders) is counted and
     printed. Raises DataError if a path is missing or is not text, or if too little text is found.
     """
-    skipped, seen, sources, single = Counter(), set(), [], []
-    in_order = lambda path: (not os.path.isdir(path), os.path.basename(os.path.normpath(path)), path)
-    given = sorted(dict.fromkeys(map(str, paths)), key=in_order)
-    for path in given:
+    skipped, seen, sources, named = Counter(), set(), [], []
+    for path in sorted(set(map(str, paths)), key=_order_of_path):
         if os.path.isdir(path):
-            here = Counter()
-            found = _usable(_search(path, suffixes, skip_folders, here), here, seen)
-            if not found:
-                had = _counts(here) or "no files"
-                print(f"{path}: nothing is taken from it: it has {had}, and --suffix={','.join(suffixes)}")
-            skipped += here
-            sources += [[f for f in found if not is_jsonl(f)], [f for f in found if is_jsonl(f)]]
+            files = _usable(_search(path, suffixes, skip_folders, skipped), skipped, seen)
+            if not files:
+                print(f"{path}: nothing is taken from it: it has no {','.join(suffixes)}")
+            sources += _by_kind(files)
         elif not os.path.lexists(path):
             raise DataError(f"{path or repr(path)} does not exist")
         elif path.lower().endswith(NOT_TEXT):
             raise DataError(f"{path} is not a text file: unpack or convert it to .txt or .jsonl first")
         else:
-            single += _usable([(os.path.basename(path), path)], skipped, seen)
-    if len(single) < MANY:
-        sources += [[file] for file in single]
-    else:
-        sources += [[f for f in single if not is_jsonl(f)], [f for f in single if is_jsonl(f)]]
+            named += _usable([(os.path.basename(path), path)], skipped, seen)
+    sources += [[file] for file in named] if len(named) < MANY else _by_kind(named)
     sources = [sorted(source, key=_hash_of_name) for source in sources if source]
     files = [file for source in sources for file in source]
     total = sum(file.size for file in files)
-    left_out = f"; left out: {counts}" if (counts := _counts(skipped)) else ""
+    note = f"; left out: {skipped.total():,} ({_counts(skipped)})" if skipped else ""
     if total < SMALLEST:
         kinds = ",".join(suffixes)
         raise DataError(
-            f"{', '.join(map(str, paths))}: {total} bytes of text in {len(files)} files ({kinds} in folders{left_out}) "
+            f"{', '.join(map(str, paths))}: {total} bytes of text in {len(files)} files ({kinds} in folders{note}) "
             f"is too little: give at least {SMALLEST} bytes"
         )
-    taken = _counts(Counter(_suffix(file.name) for file in files))
-    print(f"{len(files):,} files, {total:,} bytes: {taken}{left_out}")
+    print(f"{len(files):,} files, {total:,} bytes: {_counts(Counter(_suffix(file.name) for file in files))}{note}")
     return sources
+
+
+def _order_of_path(path):
+    return not os.path.isdir(path), os.path.basename(os.path.normpath(path)), path
+
+
+def _by_kind(files):
+    """Return the plain files and the .jsonl files, each as a source."""
+    return [[file for file in files if is_jsonl(file) == jsonl] for jsonl in (False, True)]
 
 
 def _hash_of_name(file):
@@ -95,49 +95,34 @@ def _hash_of_name(file):
 
 
 def _search(path, suffixes, skip_folders, skipped):
-    """Return [(name below path, full path)] of the files with these suffixes; count all others."""
-    found = []
-
-    def unreadable(error):
-        skipped["folders that cannot be read"] += 1
-
-    for folder, subfolders, names in os.walk(path, onerror=unreadable):
-        skipped["hidden folders"] += sum(name.startswith(".") for name in subfolders)
-        subfolders[:] = [d for d in subfolders if d not in skip_folders and not d.startswith(".")]
-        skipped["linked folders (name them to take them)"] += sum(
-            os.path.islink(os.path.join(folder, name)) for name in subfolders
-        )
+    """Yield (name below the path, full path) of the files with these suffixes; count all others."""
+    for folder, subfolders, names in os.walk(path, onerror=lambda error: skipped.update(["unreadable"])):
+        skipped.update("hidden" for name in (*subfolders, *names) if name.startswith("."))
+        subfolders[:] = [name for name in subfolders if name not in skip_folders and not name.startswith(".")]
+        links = (os.path.islink(os.path.join(folder, name)) for name in subfolders)
+        skipped.update("linked folders (name them to take them)" for link in links if link)
         for name in names:
-            if name.startswith("."):
-                skipped["hidden"] += 1
-            elif not name.lower().endswith(tuple(suffixes)):
-                skipped[_suffix(name)] += 1
-            else:
+            if name.lower().endswith(suffixes) and not name.startswith("."):
                 full = os.path.join(folder, name)
-                found.append((os.path.relpath(full, path).replace(os.sep, "/"), full))
-    return found
+                yield os.path.relpath(full, path).replace(os.sep, "/"), full
+            elif not name.startswith("."):
+                skipped[_suffix(name)] += 1
 
 
-def _usable(found, skipped, seen):
+def _usable(paths, skipped, seen):
     """Return a File for each (name, path) that can be read, has contents and has not been seen; count the others."""
     files = []
-    for name, full in found:
-        try:
-            status, real = os.stat(full), os.path.realpath(full)
-        except OSError:  # for example a dangling link
+    for name, path in paths:
+        real = os.path.realpath(path)
+        if not os.path.isfile(path) or not os.access(path, os.R_OK):  # for example a dangling link, or a pipe
             skipped["unreadable"] += 1
-            continue
-        if not os.path.isfile(full):
-            skipped["not regular files"] += 1
-        elif not os.access(full, os.R_OK):
-            skipped["unreadable"] += 1
-        elif not status.st_size:
+        elif not (status := os.stat(path)).st_size:
             skipped["empty"] += 1
         elif real in seen:
             skipped["found twice"] += 1
         else:
             seen.add(real)
-            files.append(File(full, name, status.st_size, status.st_mtime_ns))
+            files.append(File(path, name, status.st_size, status.st_mtime_ns))
     return files
 
 
@@ -145,18 +130,14 @@ def _suffix(name):
     return os.path.splitext(name)[1].lower()[:12] or "without a suffix"
 
 
-def _counts(counter, most=6):
-    """Return a text like "12 .py, 3 .pdf, 40 others" with the most frequent first."""
-    common = [(what, count) for what, count in sorted(counter.items(), key=lambda item: (-item[1], item[0])) if count]
-    shown = [f"{count:,} {what}" for what, count in common[:most]]
-    others = sum(count for _, count in common[most:])
-    return ", ".join(shown + ([f"{others:,} others"] if others else []))
+def _counts(counter):
+    """Return a text like "12 .py, 3 .pdf" of the most frequent kinds."""
+    return ", ".join(f"{count:,} {kind}" for kind, count in counter.most_common(6))
 
 
 def fingerprint(sources):
     """Return a hash over names, sizes and modification times, which changes when a file is edited."""
-    listing = [[file.name, file.size, file.mtime_ns] for source in sources for file in source]
-    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+    return hash_json([[file.name, file.size, file.mtime_ns] for source in sources for file in source])
 
 
 def prepare_files(sources, tokenizer_name, args, source, key="text"):
@@ -166,48 +147,28 @@ def prepare_files(sources, tokenizer_name, args, source, key="text"):
     options of data.command.Parser; source: a line that says where the text comes from; key: the name of the text in a
     line of .jsonl.
     """
+    tokenizer = named_tokenizer(tokenizer_name)
     arguments = {
-        "tokenizer": tokenizer_name,
+        "tokenizer": tokenizer.fingerprint() if tokenizer else tokenizer_name,
         "document_length": args.document_length,
         "val_fraction": args.val_fraction,
         "key": key,
         "files": fingerprint(sources),
     }
-    if len(sources) > 1 or any(is_jsonl(file) for files in sources for file in files):
-        arguments["split"] = "by document, over all sources"  # earlier versions took the end of the last source
-    tokenizer = None
-    if tokenizer_name not in ("bytes", "gpt2", "gpt2-escaped"):
-        tokenizer = named_tokenizer(tokenizer_name)
-        if tokenizer:  # by its contents: another tokenizer.json may be given under the same path
-            arguments["tokenizer"] = "sha256:" + hashlib.sha256(tokenizer.files()["tokenizer.json"]).hexdigest()[:16]
     if is_complete(args.out, arguments, args.verify):
         return
-    if tokenizer is None and not tokenizer_name.startswith("bpe:"):
-        tokenizer = named_tokenizer(tokenizer_name)
-    tokenizer = tokenizer or earlier_tokenizer(args.out, arguments)
-    if tokenizer and tokenizer.kind == "huggingface":
-        _print_if_lossy(tokenizer, sources, key)
-    size = trained_size(tokenizer_name) if tokenizer_name.startswith("bpe:") else None
+    size = None if tokenizer else trained_size(tokenizer_name)
     units, length, tokenizer = plan_units(sources, tokenizer, args.document_length, args.val_fraction, key, size)
     facts = {"files": sum(map(len, sources))}
-    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command, facts=facts)
-
-
-def _print_if_lossy(tokenizer, sources, key):
-    """Print a line if a tokenizer does not give back the beginning of the text (it lower-cases, drops spaces, ...)."""
-    stream = whole_stream(sources[0][:1], False, key)
-    text = next((text for text, _ in stream.documents(0, stream.align(min(4096, stream.total)))), "")[:4096]
-    if (decoded := tokenizer.decode(tokenizer.encode(text))) != text:
-        at = next((i for i, (a, b) in enumerate(zip(decoded, text)) if a != b), min(len(decoded), len(text)))
-        print(f"this tokenizer does not keep text as it is: {text[at : at + 20]!r} becomes {decoded[at : at + 20]!r}")
+    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command, facts)
 
 
 def plan_units(sources, tokenizer, document_length, val_fraction, key="text", trained=None):
     """Cut the sources into units; return (list of Unit, length of a row in tokens, the tokenizer).
 
-    trained: the number of ids of a tokenizer that is trained on the training split, here if the tokenizer is None. Rows
-    are document_length long. A small source gets shorter rows, a power of two and at most 1/16 of its tokens, so that
-    both splits have a row and little is dropped at their ends.
+    trained: the number of ids of a tokenizer that is trained on the training split, if the tokenizer is None. Rows are
+    document_length long. A small source gets shorter rows, a power of two and at most 1/16 of its tokens, so that both
+    splits have a row and little is dropped at their ends.
     """
     # If the tokens are bytes, a plain file may be cut anywhere, and each byte is one token.
     in_bytes = tokenizer is not None and tokenizer.kind == "bytes"
@@ -226,17 +187,14 @@ def plan_units(sources, tokenizer, document_length, val_fraction, key="text", tr
                 f"{sources[-1][-1].path}: cannot cut off a validation split: no document is left for the {split} "
                 "split; give more or shorter documents"
             )
-    if tokenizer is None:
+    if trained:
         tokenizer = train_tokenizer(_sample(splits["train"]), trained)
         print(f"trained a tokenizer of {tokenizer.vocab_size:,} ids on the training split")
-        if tokenizer.vocab_size < trained:
-            print(f"(the text has no more pairs of tokens that stand twice, so there are fewer than {trained:,})")
-    if trained:
         rate = tokens_per_byte(sources, tokenizer, key)
 
     length = row_length(total * rate, document_length)
     for stream in splits.values():
-        if stream.kept <= COUNTED and (count := len(stream.tokens(0, stream.total, tokenizer))) < length:
+        if stream.size <= COUNTED and (count := len(stream.tokens(0, stream.total, tokenizer))) < length:
             length = _power_of_two(count)
     if length < document_length:
         print(
@@ -245,12 +203,11 @@ def plan_units(sources, tokenizer, document_length, val_fraction, key="text", tr
 
     units = []
     for split, stream in splits.items():
-        cuts = [0]
-        while cuts[-1] < stream.total:
-            cuts.append(stream.align(stream.advance(cuts[-1], UNIT)))
-        for a, b in zip(cuts, cuts[1:]):
-            read = functools.partial(_rows, stream, a, b, tokenizer, length)
-            units.append(Unit(split, read, int((b - a) * rate * stream.kept / stream.total)))
+        begin = 0
+        while begin < stream.total:
+            end = stream.align(stream.advance(begin, UNIT))
+            units.append(Unit(split, functools.partial(_rows, stream, begin, end, tokenizer, length)))
+            begin = end
     return units, length, tokenizer
 
 
@@ -272,14 +229,15 @@ def tokens_per_byte(sources, tokenizer, key="text"):
         size = max(PIECE // 16, PIECE * stream.total // total)
         while (begin := stream.align(max(0, stream.total - size))) == stream.total:  # one long line
             size *= 2
-        tokens, count = tokens + len(stream.tokens(begin, stream.total, tokenizer)), count + stream.total - begin
+        tokens += len(stream.tokens(begin, stream.total, tokenizer))
+        count += stream.total - begin
     return max(1, tokens) / count
 
 
 def _sample(stream):
     """Yield the text of a stream, of a large one in evenly spaced parts that together have about SAMPLE bytes."""
     parts = [(0, stream.total)]
-    if stream.kept > SAMPLE:
+    if stream.size > SAMPLE:
         count = SAMPLE // PIECE
         begins = [stream.align(stream.total * i // count) for i in range(count)]
         parts = [(begin, stream.align(stream.advance(begin, PIECE))) for begin in begins]

@@ -4,24 +4,18 @@
     dataset.documents("train"), dataset.document_length         # the rows of a split and their length
     dataset.read("train", start=0, count=1000)                  # tokens, uint16 or uint32
 
-The tokens lie in shards (see shards.py) or in the chunks of a zarr array. A file that is removed, cut or overwritten
-while it is in use is refused by its name.
+The tokens lie in shards (see shards.py). A shard that is removed or cut while it is in use is refused by its name.
 """
 
-import functools
 import os
-import time
 
 import numpy as np
 
 from . import DataError
-from .files import sha256_of
-from .meta import SPLITS, read_meta, shard_is_whole
+from .meta import SPLITS, VersionError, read_meta, shard_is_whole, shards_of
 from .tokenizer import load_tokenizer
-from .zarr_rows import ChunkedRows
 
-CHECK_EVERY = 1.0  # seconds, after which the next read looks whether the shard was overwritten
-OPEN_SHARDS = 256  # each open file takes a file descriptor, and 1,024 is a usual limit
+READ_AT_ONCE = 1 << 28  # tokens that one call reads at most
 
 
 class Dataset:
@@ -33,69 +27,42 @@ class Dataset:
     """
 
     def __init__(self, name):
-        self.path, prepare = _find(name)
+        self.path, prepare = _find(os.fspath(name))
+        path = os.path.join(self.path, "meta.json")
         try:
-            self.meta = read_meta(self.path)
+            self.meta = read_meta(path)
         except FileNotFoundError:
-            path = os.path.join(self.path, "meta.json")
             raise DataError(f"{path} is missing, the dataset is not prepared: run {prepare}") from None
+        except VersionError:
+            raise
         except DataError as error:
             raise DataError(f"{error}: delete it and run {prepare}") from error
         self.name = self.meta["name"]
         self.vocab_size = self.meta["vocab_size"]
         self.eot = self.meta["eot"]
         self.document_length = self.meta["document_length"]
+        self.tokenizer = load_tokenizer(self.path)
+        if self.tokenizer.fingerprint() != self.meta["tokenizer"]:
+            raise DataError(f"{self.path}/tokenizer.json is of another dataset: run {self.meta['prepare']}")
         self._dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
         self._shards = {split: self.meta["splits"][split]["shards"] for split in SPLITS}
-        self.tokenizer = load_tokenizer(self.path)
-        if (self.tokenizer.vocab_size, self.tokenizer.eot) != (self.vocab_size, self.eot):
-            raise DataError(
-                f"{self.path}/tokenizer.json has {self.tokenizer.vocab_size} ids, of which {self.tokenizer.eot} is the "
-                f"end of text, meta.json {self.vocab_size} and {self.eot}: one is of another dataset, run "
-                f"{self.meta['prepare']}"
-            )
-        self._ends = {}  # split -> the row number at which each shard ends
-        self._direct = {}  # split -> ChunkedRows, if the dataset is read from zarr arrays
-        self._changed = {}  # file -> when it was last written, to notice one that is replaced before it is read
-        for split, shards in self._shards.items():
-            zarr = self.meta["splits"][split].get("zarr")
-            if zarr:
-                documents = self.meta["splits"][split]["documents"]
-                self._direct[split] = ChunkedRows(**zarr, documents=documents, length=self.document_length)
-                self._ends[split] = np.array([documents])
-            else:
-                self._check_sizes(shards)
-                self._ends[split] = np.cumsum([shard["documents"] for shard in shards])
-        self._check_unchanged()
-        self._shard = functools.lru_cache(OPEN_SHARDS)(self._open)
-
-    @property
-    def remedy(self):
-        """Return advice on what to do about a damaged file."""
-        if self._direct:  # the files are the user's source
-            return "damaged, get this chunk again"
-        return f"delete this file and run {self.meta['prepare']}"
+        self._ends = {split: np.cumsum([shard["documents"] for shard in self._shards[split]]) for split in SPLITS}
+        for shard in shards_of(self.meta).values():
+            if not shard_is_whole(self.path, shard, self._dtype.itemsize):
+                raise self._damaged(shard)
 
     def documents(self, split):
         """Return the number of rows of a split, each of document_length tokens."""
-        if split not in self._ends:
-            raise DataError(f"split must be one of {', '.join(self._ends)}, got {split!r}")
-        return int(self._ends[split][-1])
+        if split not in SPLITS:
+            raise DataError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+        return self.meta["splits"][split]["documents"]
 
     def tokens(self, split):
         """Return the number of tokens of a split."""
         return self.documents(split) * self.document_length
 
-    def verify(self):
-        """Compare every shard with its sha256, reading all data. Raises DataError that names the first that differs."""
-        for shards in self._shards.values():
-            for shard in shards:
-                path = os.path.join(self.path, shard["file"])
-                if sha256_of(path) != shard["sha256"]:
-                    raise DataError(f"{path} is not what was written (sha256 differs): {self.remedy}")
-
     def check_tokens(self, tokenizer, owner):
-        """Raise DataError if the ids of this dataset are not those of `owner` (a run's folder) with this tokenizer."""
+        """Raise DataError if this dataset has other tokens than `owner`, a run's folder with this tokenizer."""
         if not tokenizer.same_tokens(self.tokenizer):
             raise DataError(
                 f"the tokens of {owner} ({tokenizer.kind}, {tokenizer.vocab_size} ids) are not those of the dataset "
@@ -105,122 +72,52 @@ class Dataset:
     def read(self, split, start, count):
         """Return the tokens [start, start + count) of a split's rows, one after another: array [count], as stored.
 
-        Raises DataError that names the file if it cannot be read, or is no longer what it was when the dataset was
-        opened.
+        Raises DataError that names the shard if it cannot be read, was cut, or has a token beyond the vocabulary.
         """
-        if split in self._direct:
-            return self._direct[split].read(start, count)
         pieces = []
+        ends = self._ends[split]
         while count:
-            row = start // self.document_length
-            number = int(np.searchsorted(self._ends[split], row, side="right"))
-            first = int(self._ends[split][number - 1]) * self.document_length if number else 0
-            piece = self._shard(split, number).read(start - first, count)
-            pieces.append(piece)
-            start += len(piece)
-            count -= len(piece)
+            number = int(np.searchsorted(ends, start // self.document_length, side="right"))
+            first = int(ends[number - 1]) * self.document_length if number else 0
+            pieces.append(self._read_shard(self._shards[split][number], start - first, count))
+            start += len(pieces[-1])
+            count -= len(pieces[-1])
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def together(self, split):
-        """Return how many neighbouring documents are best read together: those in a row of chunks, or 1 in shards."""
-        return self.meta["splits"][split]["zarr"]["together"] if split in self._direct else 1
+    def _read_shard(self, shard, start, count):
+        """Return at most `count` tokens of a shard from `start` on, fewer at its end.
 
-    def expect(self, split, start, count):
-        """Announce that these tokens will be read soon, so that chunks of a zarr array are fetched ahead."""
-        if split in self._direct:
-            self._direct[split].expect(start, count)
-
-    def shard_path(self, split, position):
-        """Return the path of the file that holds the token at this position of the split."""
-        if split in self._direct:
-            return self._direct[split].file(position)
-        number = int(np.searchsorted(self._ends[split], position // self.document_length, side="right"))
-        return os.path.join(self.path, self._shards[split][number]["file"])
-
-    def _check_unchanged(self):
-        """Raise DataError if another dataset has taken this one's place while it was opened.
-
-        meta.json is removed before the first file is replaced, so files are of one dataset if it is still the same.
+        The file is not mapped into memory: a mapped file that is cut ends the process (SIGBUS).
         """
+        count, size = min(count, shard["tokens"] - start, READ_AT_ONCE), self._dtype.itemsize
         try:
-            same = read_meta(self.path) == self.meta
-        except (FileNotFoundError, DataError):
-            same = False
-        if not same:
-            raise DataError(f"{self.path} is being prepared: start again when that is done")
-
-    def _check_sizes(self, shards):
-        """Raise DataError for the first of these shards that is missing or has another size than it should have."""
-        for shard in shards:
-            path, expected = os.path.join(self.path, shard["file"]), shard["tokens"] * self._dtype.itemsize
-            if not shard_is_whole(self.path, shard, self._dtype.itemsize):
-                raise DataError(f"{path} {_what_is_wrong(path, expected)}: run {self.meta['prepare']}")
-            self._changed[shard["file"]] = os.stat(path).st_mtime_ns
-
-    def _open(self, split, number):
-        """Open a shard for reading."""
-        shard = self._shards[split][number]
-        return _Shard(os.path.join(self.path, shard["file"]), shard, self._dtype, self._changed[shard["file"]])
-
-
-class _Shard:
-    """An open shard. It is read and not mapped into memory: a mapped file that is cut ends the process (SIGBUS)."""
-
-    def __init__(self, path, shard, dtype, changed):
-        """shard: its entry in meta.json; changed: its modification time (ns) when the dataset was opened."""
-        self.path, self.shard, self.dtype, self.changed = path, shard, dtype, changed
-        self.size = shard["tokens"] * dtype.itemsize
-        self.file, self.next_check = None, 0.0
-        try:
-            self.file = os.open(path, os.O_RDONLY)
+            with open(os.path.join(self.path, shard["file"]), "rb") as f:
+                f.seek(start * size)
+                content = f.read(count * size)
         except OSError as error:
-            raise DataError(f"{path} {_what_is_wrong(path, self.size, error)}") from error
-
-    def __del__(self):
-        if self.file is not None:
-            os.close(self.file)
-
-    def read(self, start, count):
-        """Return at most `count` tokens from `start` on, fewer at the end of the shard.
-
-        Raises DataError if the file has been cut, overwritten (noticed within CHECK_EVERY) or cannot be read.
-        """
-        size = self.dtype.itemsize
-        count = min(count, self.shard["tokens"] - start, 1 << 28)  # one call reads at most 2 GB
-        try:
-            content = os.pread(self.file, count * size, start * size)
-            if len(content) != count * size or time.monotonic() > self.next_check:
-                self._check(os.fstat(self.file))
-            if len(content) != count * size:
-                raise DataError(f"{self.path} was cut while it was read, it should have {self.size} bytes")
-        except OSError as error:
-            raise DataError(f"{self.path} {_what_is_wrong(self.path, self.size, error)}") from error
-        return np.frombuffer(content, dtype=self.dtype)
-
-    def _check(self, status):
-        """Raise DataError if the file has another size than it should have, or has been written to and differs."""
-        if status.st_size != self.size:
+            raise self._damaged(shard, error) from error
+        if len(content) < count * size:
+            raise self._damaged(shard)
+        tokens = np.frombuffer(content, dtype=self._dtype)
+        if tokens.max() >= self.vocab_size:
             raise DataError(
-                f"{self.path} has {status.st_size} bytes instead of {self.size}: it was cut or overwritten after the "
-                "dataset was opened"
+                f"{os.path.join(self.path, shard['file'])}: token id {tokens.max()} is not in the vocabulary of "
+                f"{self.vocab_size}: delete this file and run {self.meta['prepare']}"
             )
-        if status.st_mtime_ns != self.changed and sha256_of(self.path) != self.shard["sha256"]:
-            raise DataError(f"{self.path} is not what was written (sha256 differs): it was overwritten while in use")
-        self.changed = status.st_mtime_ns
-        self.next_check = time.monotonic() + CHECK_EVERY
+        return tokens
 
-
-def _what_is_wrong(path, expected, error=None):
-    """Return what a message says of a shard that cannot be used: missing, of another size, or not readable."""
-    try:
-        size = os.stat(path).st_size
-    except FileNotFoundError:
-        return f"is missing, it should have {expected} bytes"
-    except OSError as failure:
-        error = failure
-    if error is not None:
-        return f"cannot be read ({error.strerror or error})"
-    return f"has {size} bytes instead of {expected}"
+    def _damaged(self, shard, error=None):
+        """Return the DataError for a shard that is missing, has another size than it should have, or cannot be read."""
+        path, size = os.path.join(self.path, shard["file"]), shard["tokens"] * self._dtype.itemsize
+        try:
+            problem = f"has {os.path.getsize(path)} bytes instead of {size}"
+        except FileNotFoundError:
+            return DataError(f"{path} is missing, it should have {size} bytes: run {self.meta['prepare']}")
+        except OSError as failure:
+            error = failure
+        if error is not None:
+            problem = f"cannot be read ({error.strerror or error})"
+        return DataError(f"{path} {problem}: run {self.meta['prepare']}")
 
 
 def _find(name):

@@ -14,15 +14,16 @@ from .files import read_json
 
 # How an end of text is called where no tokenizer_config.json beside tokenizer.json says so; the first that is there.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-
-LARGEST = 1 << 24  # ids of a vocabulary
+LONG_WORD = re.compile(r"\w{1000}|\s{1000}|[^\w\s]{1000}")
+SAMPLE = "def f(x):\n    return 'caf\u00e9 \u4e16' + str(12345)  # it's 3.14 \t\r\n"  # every kind of word of GPT-2
 
 
 class HuggingFaceEncoding:
     """A tokenizers.Tokenizer with the methods of a tiktoken.Encoding that data.tokenizer uses.
 
-    Attributes: n_vocab (the highest id + 1), eot (id of the end of text, added if the tokenizer has none), json (the
-    contents of its tokenizer.json), cut_between_words (long texts may be encoded in pieces).
+    Attributes: n_vocab (the highest id + 1), eot_token (id of the end of text, added if the tokenizer has none),
+    end_name (its name), json (the contents of its tokenizer.json), cut_between_words (long texts may be encoded in
+    pieces).
     """
 
     def __init__(self, text, end_name=None):
@@ -36,14 +37,12 @@ class HuggingFaceEncoding:
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True  # their text in a document is ordinary text
         names = [end_name] if end_name else END_NAMES
-        self.end_name = next((n for n in names if self.tokenizer.token_to_id(n) is not None), END_NAMES[0])
+        self.end_name = next((name for name in names if self.tokenizer.token_to_id(name) is not None), END_NAMES[0])
         if self.tokenizer.token_to_id(self.end_name) is None:
             self.tokenizer.add_special_tokens([tokenizers.AddedToken(self.end_name, special=True, normalized=False)])
-        self.eot = self.tokenizer.token_to_id(self.end_name)
+        self.eot_token = self.tokenizer.token_to_id(self.end_name)
         ids = self.tokenizer.get_vocab(with_added_tokens=True).values()
         self.n_vocab = max(ids) + 1
-        if self.n_vocab > LARGEST:  # the package would write down every id that is left out
-            raise ValueError(f"its largest id is {self.n_vocab - 1}, which is above {LARGEST}")
         if len(set(ids)) < len(ids):  # the package may give the end of text an id that is taken, if some are left out
             raise ValueError("an id stands twice")
         self.json = self.tokenizer.to_str()
@@ -54,7 +53,7 @@ class HuggingFaceEncoding:
     def encode_ordinary_batch(self, texts, num_threads=None):
         """Return a list of ids for each text; the package itself chooses the number of threads (it uses all cores)."""
         with one_line("the text", "cannot be encoded by this tokenizer"):  # a WordLevel without [UNK], for example
-            return [found.ids for found in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+            return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids):
         """Return the text of ids, with the text of special tokens."""
@@ -64,9 +63,8 @@ class HuggingFaceEncoding:
 def read_huggingface(path):
     """Return the HuggingFaceEncoding of a tokenizer.json. Raises DataError if it cannot be read or used.
 
-    The end of text is what eos_token is in a tokenizer_config.json beside it, or else the first of END_NAMES.
+    The end of text is the eos_token of a tokenizer_config.json beside it, or else the first of END_NAMES.
     """
-    need("tokenizers")
     end_name = None
     config = os.path.join(os.path.dirname(path), "tokenizer_config.json")
     if os.path.exists(config):
@@ -77,15 +75,14 @@ def read_huggingface(path):
                 raise TypeError(f"eos_token is {str(end_name)[:40]}")
     with one_line(path):
         with open(path, encoding="utf-8") as f:
-            text = f.read()
-        return HuggingFaceEncoding(text, end_name)
+            return HuggingFaceEncoding(f.read(), end_name)
 
 
 @contextmanager
-def one_line(what, problem="is damaged or no tokenizer"):
-    """Turn whatever goes wrong with a tokenizer's file, or with a text, into a DataError of one line: what, problem.
+def one_line(name, problem="is damaged or no tokenizer"):
+    """Turn whatever goes wrong with a tokenizer's file, or with a text, into a DataError of one line: name, problem.
 
-    tiktoken and tokenizers are written in Rust, whose panics are no Exception and have a type that cannot be imported.
+    tiktoken and tokenizers are written in Rust. Its panics are no Exception and have a type that cannot be imported.
     """
     try:
         yield
@@ -95,7 +92,7 @@ def one_line(what, problem="is damaged or no tokenizer"):
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # an interrupt
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise DataError(f"{what} {problem} ({reason})") from error
+        raise DataError(f"{name} {problem} ({reason})") from error
 
 
 def train_byte_pairs(texts, size):
@@ -114,62 +111,60 @@ def train_byte_pairs(texts, size):
     )
     with one_line("the text for the tokenizer"):
         tokenizer.train_from_iterator((piece for text in texts for piece in _cut_long_words(text)), trainer)
-    of_character = _byte_of_character()
-    found = sorted((number, token) for token, number in tokenizer.get_vocab().items())
-    return {bytes(of_character[c] for c in token): number for number, token in found}
-
-
-_LONG_WORD = re.compile(r"\w{1000}|\s{1000}|[^\w\s]{1000}")
+    byte_of_character = {character: byte for byte, character in _characters_of_bytes().items()}
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return {bytes(byte_of_character[c] for c in token): number for token, number in vocabulary}
 
 
 def _cut_long_words(text):
     """Yield a text in pieces without a word above 1,000 characters, such as encoded data or many spaces: training takes
     the square of a word's length, half an hour for a million characters."""
     start = 0
-    for found in _LONG_WORD.finditer(text):
-        yield text[start : found.end()]
-        start = found.end()
+    for match in LONG_WORD.finditer(text):
+        yield text[start : match.end()]
+        start = match.end()
     yield text[start:]
 
 
-def _byte_of_character():
-    """Return {character: byte} of GPT-2's writing of bytes: printable ones as they are, others from U+0100 on."""
+def _characters_of_bytes():
+    """Return {byte: character} of GPT-2's writing of bytes: printable ones as they are, others from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    shifted = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(shifted)}
 
 
 def tokenizers_json(tokenizer):
     """Return (the contents of a tokenizer.json for the packages tokenizers and transformers, the name of the end of
     text there) of a data.tokenizer.Tokenizer.
 
-    Escaping, which those packages do not have, is left out. Raises DataError if what they encode would differ.
+    Escaping, which those packages do not have, is left out. Raises DataError if they would encode a text otherwise.
     """
     tokenizers = need("tokenizers")
     if tokenizer.kind == "huggingface":
         return tokenizer.encoding.json, tokenizer.encoding.end_name
-    characters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    of_byte = {byte: character for character, byte in _byte_of_character().items()}
-    assert {*of_byte.values()} == {*characters}
-    ranks = tokenizer.encoding._mergeable_ranks if tokenizer.encoding else {bytes([b]): b for b in range(256)}
-    text = lambda token: "".join(of_byte[b] for b in token)
-    merges = [tuple(map(text, _halves(token, rank, ranks))) for token, rank in ranks.items() if len(token) > 1]
-    words = tokenizer.kind == "bpe"  # GPT-2's; bytes stand alone
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({text(t): i for t, i in ranks.items()}, merges))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    end = next(iter(tokenizer.encoding._special_tokens)) if tokenizer.encoding else "<|endoftext|>"
-    made.add_special_tokens([tokenizers.AddedToken(end, special=True, normalized=False)])
-    sample = "def f(x):\n    return 'caf\u00e9 \u4e16' + str(12345)  # it's 3.14 \t\r\n"
-    encode = tokenizer.encoding.encode_ordinary if tokenizer.encoding else lambda t: [*t.encode()]
-    if made.token_to_id(end) != tokenizer.eot or made.encode(sample).ids != [*encode(sample)]:
+    characters = _characters_of_bytes()
+
+    def write(token):
+        return "".join(characters[byte] for byte in token)
+
+    in_words = tokenizer.kind == "bpe"  # GPT-2's; bytes stand alone
+    ranks = tokenizer.encoding._mergeable_ranks if in_words else {bytes([byte]): byte for byte in range(256)}
+    merges = [tuple(map(write, _halves(token, rank, ranks))) for token, rank in ranks.items() if len(token) > 1]
+    vocabulary = {write(token): rank for token, rank in ranks.items()}
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=in_words)
+    written = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    written.pre_tokenizer, written.decoder = level, tokenizers.decoders.ByteLevel()
+    end = next(iter(tokenizer.encoding._special_tokens)) if in_words else "<|endoftext|>"
+    written.add_special_tokens([tokenizers.AddedToken(end, special=True, normalized=False)])
+    ids = tokenizer.encoding.encode_ordinary(SAMPLE) if in_words else list(SAMPLE.encode())
+    if written.token_to_id(end) != tokenizer.eot or written.encode(SAMPLE).ids != ids:
         raise DataError("this tokenizer cannot be written for the package tokenizers: its words are not GPT-2's")
-    return made.to_str(), end
+    return written.to_str(), end
 
 
 def _halves(token, rank, ranks):
-    """Return the two tokens of which the merge of this rank makes `token`: what merges of lower ranks leave of it."""
-    parts = [bytes([b]) for b in token]
+    """Return the two tokens that the merge of this rank joins to `token`, as merges of lower ranks leave them."""
+    parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
         i = min(range(len(pairs)), key=pairs.__getitem__)

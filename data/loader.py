@@ -2,7 +2,7 @@
 would have to be saved, so a resumed run goes on exactly where it stopped.
 
     windows = Windows(Dataset("pystdlib"), "train", block_size=1024)
-    inputs, targets = train_batch(windows, seed=1, step=0, rank=0, world=1, micro=0, accumulation=1, batch_size=8)
+    inputs, targets = train_batch(windows, seed=1, step=0, part=0, parts=1, batch_size=8)
     for inputs, targets in eval_batches(val_windows, eval_tokens=1 << 20, batch_size=8, rank=0, world=1):
         ...
 
@@ -11,13 +11,14 @@ tokens shifted right by one: the first is x[i-1], or the end of text if i = 0. S
 to T = L tokens unaltered, and the model learns to start from the end of text.
 """
 
+import functools
+
 import numpy as np
 import torch
 
 from . import DataError
 
 RECT = 16  # how many documents go through their windows together
-AHEAD = 4  # micro-batches: a chunk of a zarr array is requested this long before it is needed
 
 
 class Windows:
@@ -49,11 +50,6 @@ class Windows:
         # Training permutes rows of per_document windows each. With pack, every window counts as a row of its own.
         self.documents = dataset.tokens(split) // block_size if pack else dataset.documents(split)
         self.per_document = 1 if pack else length // block_size
-        # block: how many rows are ordered as one unit; rect: how many go through their windows together
-        together = dataset.together(split)
-        self.block = max(1, together * length // block_size) if pack and together > 1 else together
-        self.rect = self.block if self.block > 1 else RECT
-        self.orders = {}  # cache of _epoch_order
 
     def __len__(self):
         return self.documents * self.per_document
@@ -62,20 +58,16 @@ class Windows:
         """Return (inputs, targets), torch.int64 [B, T] each, of the windows with these numbers [B].
 
         spans [(start, end), ...]: read only these tokens of each window, and return them one span behind the other.
-        Raises IndexError for numbers beyond len(self), and DataError that names the shard if a token is not in the
-        vocabulary.
+        Raises IndexError for numbers beyond len(self), and DataError as Dataset.read does.
         """
         indices = np.asarray(indices, dtype=np.int64).reshape(-1)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"window numbers must be in [0, {len(self)}), got {indices.min()} to {indices.max()}")
-        starts = self._starts(indices)
+        documents, windows = np.divmod(indices, self.per_document)
+        length = self.block_size if self.pack else self.dataset.document_length
+        starts = documents * length + windows * self.block_size
         parts = [self._read(starts + start, end - start) for start, end in spans or [(0, self.block_size)]]
         return tuple(x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in zip(*parts))
-
-    def _starts(self, indices):
-        """Return where in the split the windows with these numbers begin."""
-        documents, windows = np.divmod(indices, self.per_document)
-        return documents * (self.block_size if self.pack else self.dataset.document_length) + windows * self.block_size
 
     def _read(self, starts, T):
         """Return (inputs, targets) [B, T] for the T tokens from each of `starts` [B] on."""
@@ -83,10 +75,8 @@ class Windows:
         tokens = np.empty((len(starts), T + 1), dtype=np.int64)  # the token before each window, and the window
         for row, start in zip(tokens, starts.tolist()):
             row[0] = self.dataset.eot  # the end of text remains if the window begins a document
-            before = int(start % L > 0)
-            row[1 - before :] = self.dataset.read(self.split, start - before, T + before)
-        if tokens.size and tokens.max() >= self.dataset.vocab_size:
-            self._refuse(tokens, starts)
+            first = int(start % L == 0)
+            row[first:] = self.dataset.read(self.split, start - 1 + first, T + 1 - first)
         inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
         for row, start in zip(inputs, starts.tolist()):
             row[-start % L :: L] = self.dataset.eot  # with pack: documents that start inside the window
@@ -99,32 +89,12 @@ class Windows:
         """
         return self.batch(train_indices(self, seed, start, count), spans)
 
-    def expect_rows(self, seed, start, count, spans=None):
-        """Announce that the windows at these places of the training order will be read soon."""
-        if self.block > 1:
-            self.expect(train_indices(self, seed, start, count), spans)
-
-    def expect(self, indices, spans=None):
-        """Announce that the windows with these numbers, or these spans of each, will be read soon."""
-        for first in self._starts(indices).tolist():
-            for start, end in spans or [(0, self.block_size)]:
-                self.dataset.expect(self.split, first + start, end - start)
-
-    def _refuse(self, tokens, starts):
-        """Raise DataError that names the file of the first token beyond the vocabulary."""
-        row, column = np.argwhere(tokens >= self.dataset.vocab_size)[0]
-        path = self.dataset.shard_path(self.split, int(starts[row] + column - 1))
-        raise DataError(
-            f"{path}: token id {tokens[row, column]} is not in the vocabulary of {self.dataset.vocab_size}: "
-            + self.dataset.remedy
-        )
-
 
 def train_indices(windows, seed, start, count):
     """Return the window numbers, np.int64 [count], at the positions start, start + 1, ... of the training order.
 
     The order is a pure function of seed. An epoch of len(windows) positions visits every window exactly once. Its
-    documents are permuted and cut into groups of windows.rect; in round r, group b takes window (offset_b + r) % W of
+    documents are permuted and cut into groups of RECT; in round r, group b takes window (offset_b + r) % W of
     its documents. So a batch is a rectangle, some documents by one window, and the windows seen at one time lie at
     different places of their documents, not all at the beginning.
     """
@@ -134,48 +104,33 @@ def train_indices(windows, seed, start, count):
     rounds, places = np.divmod(positions, D)
     indices = np.empty(count, dtype=np.int64)
     for epoch in np.unique(epochs).tolist():
-        order, offsets = _epoch_order(windows, seed, epoch)
+        order, offsets = _epoch_order(D, W, seed, epoch)
         in_epoch = epochs == epoch
-        window = (offsets[places[in_epoch] // windows.rect] + rounds[in_epoch]) % W
+        window = (offsets[places[in_epoch] // RECT] + rounds[in_epoch]) % W
         indices[in_epoch] = order[places[in_epoch]].astype(np.int64) * W + window
     return indices
 
 
-def _epoch_order(windows, seed, epoch):
-    """Return (the documents in the order of this epoch [D], the first window of each group [ceil(D / rect)])."""
-    if (seed, epoch) not in windows.orders:
-        while len(windows.orders) > 1:  # keep two: a batch may straddle two epochs
-            windows.orders.pop(next(iter(windows.orders)))
-        D, W = windows.documents, windows.per_document
-        # numpy promises that raw bits and a stable sort never change, but its shuffles may, and a run must resume with
-        # any version.
-        bits = np.random.PCG64(np.random.SeedSequence([abs(seed), int(seed < 0), epoch]))
-        keys = bits.random_raw(D)
-        if windows.block == 1:
-            order = np.argsort(keys, kind="stable")
-        else:
-            # Rows of chunks in a random order, but the last one, which may be short, at the end; then documents
-            # within each row of chunks.
-            blocks = np.argsort(np.argsort(bits.random_raw(D // windows.block), kind="stable"))
-            blocks = np.append(blocks, D)[np.minimum(np.arange(D) // windows.block, D // windows.block)]
-            order = np.lexsort((keys, blocks))
-        order = order.astype(np.int32 if D < 1 << 31 else np.int64)
-        offsets = (bits.random_raw(-(-D // windows.rect)) % W).astype(np.int64)
-        windows.orders[seed, epoch] = order, offsets
-    return windows.orders[seed, epoch]
+@functools.lru_cache(64)
+def _epoch_order(D, W, seed, epoch):
+    """Return (the D documents in the order of this epoch, the first of W windows of each group [ceil(D / RECT)])."""
+    # numpy promises that raw bits and a stable sort never change, but its shuffles may, and a run must resume with any
+    # version.
+    bits = np.random.PCG64(np.random.SeedSequence([abs(seed), int(seed < 0), epoch]))
+    order = np.argsort(bits.random_raw(D), kind="stable")
+    offsets = bits.random_raw(-(-D // RECT)) % W
+    return order.astype(np.int32 if D < 1 << 31 else np.int64), offsets.astype(np.int64)
 
 
-def train_batch(windows, seed, step, rank, world, micro, accumulation, batch_size, spans=None):
-    """Return (inputs, targets) [batch_size, T] of micro-batch `micro` of `rank` in a step; windows: Windows or
+def train_batch(windows, seed, step, part, parts, batch_size, spans=None):
+    """Return (inputs, targets) [batch_size, T] of part number `part` of a step; windows: Windows or
     data.mixture.MixedWindows.
 
-    A step takes world * accumulation * batch_size consecutive positions of the training order and deals them out
-    micro-batch by micro-batch and rank by rank, so that any number of ranks sees the same global batch. spans: as for
-    `Windows.batch`.
+    A step takes parts * batch_size consecutive positions of the training order. With `world` ranks and several
+    micro-batches a step, micro-batch m of rank r is part m * world + r, so that any number of ranks sees the same
+    global batch. spans: as for `Windows.batch`.
     """
-    start = ((step * accumulation + micro) * world + rank) * batch_size
-    windows.expect_rows(seed, start + AHEAD * world * batch_size, batch_size, spans)
-    return windows.train_rows(seed, start, batch_size, spans)
+    return windows.train_rows(seed, (step * parts + part) * batch_size, batch_size, spans)
 
 
 def eval_batches(windows, eval_tokens, batch_size, rank, world, spans=None):
@@ -186,7 +141,8 @@ def eval_batches(windows, eval_tokens, batch_size, rank, world, spans=None):
     ranks a whole batch may consist of such rows. spans: as for `Windows.batch`.
     """
     count = min(max(1, eval_tokens // windows.block_size), len(windows))
-    for start in range(rank * batch_size, -(-count // (world * batch_size)) * world * batch_size, world * batch_size):
+    rows = world * batch_size
+    for start in range(rank * batch_size, -(-count // rows) * rows, rows):
         indices = np.arange(start, start + batch_size)
         inputs, targets = windows.batch(np.minimum(indices, count - 1), spans)
         targets[torch.from_numpy(indices >= count)] = -1

@@ -6,9 +6,9 @@ A shingle is five lines behind one another, without their white space and withou
 hash of 64 bits. All is done on whole arrays, some 4 MB of text at a time, so one core reads tens of megabytes a second.
 """
 
-import itertools
-
 import numpy as np
+
+from . import batches
 
 LINES = 5  # in a shingle
 SHORTEST = 4  # letters of a line that counts: a line of "}" or "else" is in every file
@@ -22,15 +22,12 @@ def repeated_shares(texts):
 
     A text without a line that counts has 0. Takes about 20 bytes of memory for a line of text.
     """
-    hashes, owners, count = [], [], 0
-    for batch in _batches(texts):
-        found, owner = shingles(batch)
-        hashes.append(found)
-        owners.append((owner + count).astype(np.int32))
+    parts, count = [(np.zeros(0, np.uint64), np.zeros(0, np.int32))], 0
+    for batch in batches(texts, BATCH):
+        hashes, owners = shingles(batch)
+        parts.append((hashes, (owners + count).astype(np.int32)))
         count += len(batch)
-    if not count:
-        return np.zeros(0)
-    hashes, owners = np.concatenate(hashes), np.concatenate(owners)
+    hashes, owners = map(np.concatenate, zip(*parts))
     order = np.argsort(hashes)
     begins = np.flatnonzero(np.diff(hashes[order], prepend=~hashes[order[:1]]))
     first = np.minimum.reduceat(owners[order], begins) if len(begins) else owners  # the first text that has the hash
@@ -41,50 +38,31 @@ def repeated_shares(texts):
 
 def shingles(texts):
     """Return (hashes uint64 [m], the number of the text of each [m]) of the shingles of a list of bytes."""
-    raw = np.frombuffer(b"".join(text + END for text in texts), dtype=np.uint8)
-    text_ends = np.cumsum([len(text) + len(END) for text in texts])
+    raw = np.frombuffer(b"".join(part + END for part in texts), dtype=np.uint8)
+    text_ends = np.cumsum([len(part) + len(END) for part in texts])
     letters = raw > 32
     ends = np.flatnonzero(raw == 10)  # of lines
     stops = np.cumsum(letters, dtype=np.int64)[ends]  # how many letters there are up to the end of each line
     starts = np.concatenate(([0], stops[:-1]))
-    kept = raw[letters]
+    text = raw[letters]
     # The hash of a line is the sum of its letters times powers of MIXER, modulo 2^64: a difference of running sums.
-    powers = _powers(MIXER, len(kept) + 1)
-    sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum((kept.astype(np.uint64) + 1) * powers[:-1])))
-    lines = (sums[stops] - sums[starts]) * _powers(pow(MIXER, -1, 1 << 64), len(kept) + 1)[starts]
+    powers = _powers(MIXER, len(text) + 1)
+    sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum((text.astype(np.uint64) + 1) * powers[:-1])))
+    lines = (sums[stops] - sums[starts]) * _powers(pow(MIXER, -1, 1 << 64), len(text) + 1)[starts]
     counts = stops - starts >= SHORTEST
     lines, owner = lines[counts], np.searchsorted(text_ends, ends[counts], side="right")
     lines ^= lines >> np.uint64(29)
     n = max(0, len(lines) - LINES + 1)
-    found = np.zeros(n, np.uint64)
+    hashes = np.zeros(n, np.uint64)
     for i in range(LINES):
-        found = (found ^ lines[i : i + n]) * np.uint64(MIXER)
-        found ^= found >> np.uint64(32)
+        hashes = (hashes ^ lines[i : i + n]) * np.uint64(MIXER)
+        hashes ^= hashes >> np.uint64(32)
     inside = owner[:n] == owner[LINES - 1 : LINES - 1 + n]
-    return found[inside], owner[:n][inside]
-
-
-_known = {}  # base -> its powers, as many as were asked for so far
+    return hashes[inside], owner[:n][inside]
 
 
 def _powers(base, count):
     """Return base^0, ..., base^(count - 1) modulo 2^64 as uint64."""
-    if len(_known.get(base, ())) < count:
-        powers = np.ones(1 << max(0, count - 1).bit_length(), np.uint64)
-        done = 1
-        while done < len(powers):
-            powers[done : 2 * done] = powers[:done] * np.uint64(pow(base, done, 1 << 64))
-            done *= 2
-        _known[base] = powers
-    return _known[base][:count]
-
-
-def _batches(texts):
-    """Yield lists of texts of about BATCH bytes together."""
-    texts = iter(texts)
-    while first := list(itertools.islice(texts, 1)):
-        batch, size = first, len(first[0])
-        while size < BATCH and (more := list(itertools.islice(texts, 1))):
-            batch += more
-            size += len(more[0])
-        yield batch
+    factors = np.full(count, base, np.uint64)
+    factors[0] = 1
+    return np.cumprod(factors)

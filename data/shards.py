@@ -5,289 +5,253 @@
     folder/train_00000.bin   tokens, little-endian uint16 or uint32, row-major [documents, document_length], no header
     folder/val_00000.bin
 
-A dataset is made of units, each of which gives one shard:
+A dataset is made of units, and each gives one shard:
 
-    write_dataset(folder, [Unit("train", read_rows, 1 << 20), ...], tokenizer, document_length, arguments, ...)
+    write_dataset(folder, [Unit("train", read_rows), ...], tokenizer, document_length, arguments, ...)
 
-All is written into folder/unfinished/ (see staging.py) and takes the place of what was in the folder when it is whole,
-so a failure or a kill leaves an earlier dataset as it was. A shard is a pure function of its unit and gets its name
-only when it is whole: a killed run goes on when it is run again, and a dataset that grows keeps the shards whose units
-stay the same.
+New shards are written into folder/unfinished/ and move into the folder when all are there. So a failure or a kill
+leaves an earlier dataset as it was. A shard is a pure function of its unit and gets its name only when it is whole. A
+killed run goes on when it is run again, and a dataset that grows keeps the shards that its units still give.
 """
 
+import fcntl
 import hashlib
 import itertools
-import json
 import os
+import shutil
 import time
+from contextlib import contextmanager, suppress
 from typing import Callable, NamedTuple
 
 import numpy as np
 
 from . import DataError
-from .files import sha256_of, write_atomically
-from .meta import SHARD, SPLITS, own_meta, shard_is_whole, shards_of
-from .progress import Progress
-from .staging import Staging, finish_interrupted, open_staging
-from .tokenizer import FILES, VOCABULARY_FILES, load_tokenizer
-from .zarr_rows import missing_chunks
+from .dataset import Dataset
+from .files import flush_to_disk, remove, sha256_of, write_atomically
+from .meta import SHARD, SPLITS, VERSION, find_meta, hash_json, shard_is_whole, shards_of, write_meta
+from .progress import bar
+from .tokenizer import FILES
 
-FORMAT = 1
+UNFINISHED = "unfinished"  # the folder in a dataset's folder in which it is prepared
+LOCK = ".lock"  # the file in there that a prepare script locks
+OURS = (*FILES, "meta.json", "prepare.py", "__pycache__", UNFINISHED, "progress.json", "journal.jsonl", LOCK)
 
 
 class Unit(NamedTuple):
     split: str  # "train" or "val"
-    read: Callable[[], np.ndarray | None]  # returns integer tokens [documents, document_length], or None
-    tokens: int  # roughly how many, for the progress bar only
+    read: Callable[[], np.ndarray]  # returns integer tokens [documents, document_length], perhaps no row
     key: object = None  # for JSON: all that the unit's tokens depend on; None: all arguments, and its number
 
 
 def is_complete(folder, arguments, verify=False):
     """Return True, and print so, if the folder already holds the whole dataset that these arguments would make.
 
-    All its shards must be there with their sizes; for a zarr array that is read in place, all its chunks. With verify,
-    shards whose sha256 differs are named and deleted first, so that they are made again. Raises DataError if the folder
-    is not one that a dataset may be written to.
+    All its shards must be there with their sizes. With verify, shards that differ from their sha256 are named and
+    deleted first, so that they are made again. Raises DataError if a dataset may not be written to the folder.
     """
-    meta = own_meta(folder)
-    if os.path.isdir(folder):
-        finish_interrupted(folder)
-        meta = own_meta(folder)
-        if meta is None and os.path.exists(os.path.join(folder, "meta.json")):
-            print(f"{folder}/meta.json is damaged: the dataset is made again")
-        if verify:
-            _remove_damaged(folder, meta)
-    if meta is None or meta["arguments"] != _normal(arguments):
-        return False
-    size = np.dtype(meta["dtype"]).itemsize
-    splits = meta["splits"].values()
-    if not all(shard_is_whole(folder, shard, size) for split in splits for shard in split["shards"]):
-        return False
-    if any(split.get("zarr") and missing_chunks(split["zarr"], meta["document_length"]) for split in splits):
-        return False
+    _check_folder(folder)
+    if os.path.exists(os.path.join(folder, UNFINISHED, "meta.json")):
+        with _unfinished(folder):
+            _finish(folder)
+    if verify:
+        _remove_damaged(folder)
     try:
-        tokenizer = load_tokenizer(folder)
+        meta = Dataset(os.path.abspath(folder)).meta
     except DataError as error:
-        print(f"{error}: it is made again")
+        if os.path.exists(os.path.join(folder, "meta.json")):
+            print(f"{folder} is not complete: {error}")
         return False
-    if (tokenizer.vocab_size, tokenizer.eot) != (meta["vocab_size"], meta["eot"]):
-        print(f"{folder}/tokenizer.json and meta.json are of two datasets: they are made again")
+    if meta["arguments"] != arguments:
+        print(f"{folder} was made by {meta['prepare']}: its shards are replaced, but for equal ones")
         return False
     print(f"{folder} is complete already: {_summary(meta)}")
-    if os.path.isdir(unfinished := Staging(folder).path):
-        print(f"{unfinished} holds an interrupted preparation with other options: go on with it, or delete it")
     return True
 
 
-def earlier_arguments(folder):
-    """Return [(folder, arguments)] of what was begun, and what is finished, in this folder."""
-    meta, staging = own_meta(folder), Staging(folder)
-    found = [(staging.path, staging.arguments), (folder, meta["arguments"] if meta else {})]
-    return [(path, arguments) for path, arguments in found if arguments]
+def begun_arguments(folder):
+    """Return the arguments of the unfinished dataset in a folder, and of the finished one, as far as they are there."""
+    return [meta["arguments"] for _, meta in _stored(folder)]
 
 
-def earlier_tokenizer(folder, arguments):
-    """Return the Tokenizer with which the same arguments have begun, or finished, a dataset here, or None."""
-    for path, saved in earlier_arguments(folder):
-        if saved == _normal(arguments):
-            try:
-                return load_tokenizer(path)
-            except DataError:
-                pass
-    return None
-
-
-def write_dataset(
-    folder, units, tokenizer, document_length, arguments, source, command, open_ended=False, facts=None
-):  # fmt: skip
+def write_dataset(folder, units, tokenizer, document_length, arguments, source, command, facts=None):
     """Write the shards that are not there yet, tokenizer.json and meta.json, then replace what was in the folder;
     return meta as a dict.
 
-    units: a list of Unit; arguments: a dict for JSON; source: a line that says where the tokens come from; command: the
-    command that does this again; facts: more entries of meta.json; open_ended: there are more units than the source has
-    text for, so that their number says nothing of the progress. A unit of which `read` returns None ends its split.
-    Raises DataError if a unit gives rows of another length or ids beyond the vocabulary, or if a split has no row.
+    units: an iterable of Unit; arguments: a dict for JSON; source: a line that says where the tokens come from;
+    command: prepares the dataset again; facts: more entries of meta.json. Raises DataError if a unit gives rows of
+    another length or ids beyond the vocabulary, or if a split has no row.
     """
     started = time.monotonic()
-    arguments = _normal(arguments)
+    _check_folder(folder)
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    old = own_meta(folder)
-    numbers = {split: itertools.count() for split in SPLITS}
-    units = {f"{unit.split}_{next(numbers[unit.split]):05d}.bin": unit for unit in units}
-    ids = _unit_ids(units, tokenizer, document_length, arguments)
-    with open_staging(folder) as staging:
-        done = _take_over(staging, old, ids, arguments, dtype)
-        tokenizer.save(staging.path)
-        there, tokens = len(done), {file: unit.tokens for file, unit in units.items()}
-        total = None if open_ended else sum(tokens.values())
-        progress, ended = Progress(folder, total, sum(tokens[file] for file in done)), set()
-        try:
-            for file, unit in units.items():
-                if file in done or unit.split in ended:
-                    continue
-                if (rows := unit.read()) is None:
-                    ended.add(unit.split)
-                    continue
-                done[file] = _write_shard(staging.file(file), rows, tokenizer.vocab_size, document_length, dtype)
-                staging.save(arguments, done, {file: ids[file] for file in done})
-                progress.update(unit.tokens)
-        finally:
-            progress.close()
-        units = {file: unit for file, unit in units.items() if file in done}
-        ids = {file: ids[file] for file in units}
-        splits = _splits(units, done)
-        for split, rows in splits.items():
-            if not rows["tokens"]:
-                staging.clear()
-                staging.shards = {}
-                raise DataError(
-                    f"{folder}: the {split} split has no whole row of {document_length} tokens; "
-                    "give more text, a smaller --document_length or a larger --val_fraction"
-                )
-        meta = _meta(folder, tokenizer, dtype, document_length, splits, source, command, arguments)
-        _finish(staging, old, meta | {"units": ids} | (facts or {}), tokenizer)
-    reused = f", {there} of {len(units)} shards were there" if there else ""
-    print(f"{folder} is complete: {_summary(meta)} ({time.monotonic() - started:.1f} s{reused})")
-    return meta
-
-
-def write_direct(folder, arrays, tokenizer, document_length, arguments, source, command):
-    """Write tokenizer.json and meta.json of a dataset whose tokens stay in their zarr arrays; return meta as a dict.
-
-    arrays: {split: {"url", "together": documents in a row of chunks, "rows": [(row of chunks, how many documents)]}}
-    """
-    splits = {}
-    for split, array in arrays.items():
-        documents = sum(count for _, count in array["rows"])
-        zarr = array | {"rows": [row for row, _ in array["rows"]]}
-        splits[split] = {"documents": documents, "tokens": documents * document_length, "shards": [], "zarr": zarr}
-    arguments, old = _normal(arguments), own_meta(folder)
-    meta = _meta(folder, tokenizer, np.dtype("<u2"), document_length, splits, source, command, arguments)
-    with open_staging(folder) as staging:
-        staging.take_over({}, arguments, {}, {})
-        tokenizer.save(staging.path)
-        _finish(staging, old, meta, tokenizer)
-    print(f"{folder} is complete: {_summary(meta)}, read where they are")
-    return meta
-
-
-def _unit_ids(units, tokenizer, document_length, arguments):
-    """Return {file: hash of all that the tokens of its unit depend on}: units with one id give the same shard."""
-    files = {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files().items()}
-    ids = {}
-    for file, unit in units.items():
-        key = [arguments, file] if unit.key is None else [unit.split, unit.key]
-        ids[file] = hashlib.sha256(json.dumps([FORMAT, document_length, files, key]).encode()).hexdigest()[:24]
-    return ids
-
-
-def _take_over(staging, old, ids, arguments, dtype):
-    """Put the finished shards of the old dataset and of an interrupted run that are wanted into the unfinished dataset;
-    return them as {file: shard}."""
-    found = {}  # id of a unit -> (path of its shard, shard)
-    before = [(staging.path, staging.arguments, staging.shards, staging.units)]
-    if old is not None:
-        before.append((staging.folder, old["arguments"], shards_of(old), old.get("units", {})))
-    for path, saved, shards, units in before:
-        if not units and saved == arguments:  # written by an earlier version
-            units = ids
-        for file, shard in shards.items():
-            if file in units and (not shard["tokens"] or shard_is_whole(path, shard, dtype.itemsize)):
-                found.setdefault(units[file], (os.path.join(path, file), shard))
-    kept = {file: found[unit] for file, unit in ids.items() if unit in found}
-    shards = {file: {**shard, "file": file} for file, (_, shard) in kept.items()}
-    saved = staging.arguments or (old and old["arguments"])
-    if saved and saved != arguments:
-        what = f"{len(kept)} of {len(ids)} shards are kept" if kept else "starting over"
-        print(f"{staging.folder}: {_difference(saved, arguments)}; {what}")
-    elif kept:
-        print(f"{staging.folder}: going on, writing the shards that are missing or cut off")
-    sources = {file: path for file, (path, shard) in kept.items() if shard["tokens"]}
-    staging.take_over(sources, arguments, shards, {file: ids[file] for file in shards})
-    return shards
-
-
-def _finish(staging, old, meta, tokenizer):
-    """Write meta.json, which makes the unfinished dataset whole, and let it take the place of the old one."""
-    new = {*shards_of(meta), *tokenizer.files()}
-    if old is None:
-        owned = [*FILES, *(name for name in os.listdir(staging.folder) if SHARD.fullmatch(name))]
-    else:
-        owned = [*shards_of(old), VOCABULARY_FILES.get(old["tokenizer"], "tokenizer.json")]
-    stale = {*owned, "progress.json"} - new
-    staging.save(staging.arguments, staging.shards, staging.units, sorted(stale))
-    write_atomically(staging.file("meta.json"), json.dumps(meta, indent=1).encode())
-    staging.finish()
-
-
-def _splits(units, done):
-    """Return {split: {documents, tokens, shards}} of the finished shards. Shards without a row are left out."""
-    splits = {}
-    for split in SPLITS:
-        rows = [done[file] for file, unit in units.items() if unit.split == split and done[file]["tokens"]]
-        splits[split] = {key: sum(shard[key] for shard in rows) for key in ("documents", "tokens")} | {"shards": rows}
-    return splits
-
-
-def _meta(folder, tokenizer, dtype, document_length, splits, source, command, arguments):
-    return {
+    meta = {
         "name": os.path.basename(os.path.abspath(folder)),
-        "tokenizer": tokenizer.kind,
-        "json_escaped": tokenizer.json_escaped,
+        "tokenizer": tokenizer.fingerprint(),
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
         "dtype": dtype.name,
         "document_length": document_length,
-        "splits": splits,
+        "splits": {split: {"documents": 0, "tokens": 0, "shards": []} for split in SPLITS},
         "source": source,
         "prepare": command,
         "arguments": arguments,
+        "units": {},
+        **(facts or {}),
     }
+    with _unfinished(folder) as unfinished:
+        tokenizer.save(unfinished)
+        reused = _write_shards(folder, units, meta, dtype)
+        for split, entry in meta["splits"].items():
+            if not entry["tokens"]:
+                for file in meta["units"]:
+                    remove(os.path.join(unfinished, file))
+                raise DataError(
+                    f"{folder}: the {split} split has no whole row of {document_length} tokens; "
+                    "give more text, a smaller --document_length or a larger --val_fraction"
+                )
+        write_meta(os.path.join(unfinished, "meta.json"), meta)
+        _finish(folder)
+    note = f", {reused} of {len(meta['units'])} shards were there" if reused else ""
+    print(f"{folder} is complete: {_summary(meta)} ({time.monotonic() - started:.1f} s{note})")
+    return meta
 
 
-def _write_shard(path, rows, vocab_size, document_length, dtype):
+def _write_shards(folder, units, meta, dtype):
+    """Write the shards of the units that are not there yet, and add all shards to meta. Returns how many were there."""
+    unfinished = os.path.join(folder, UNFINISHED)
+    stored = {
+        (file, record["units"][file]): (path, shard)
+        for path, record in reversed(_stored(folder))
+        for file, shard in shards_of(record).items()
+        if shard_is_whole(path, shard, dtype.itemsize)
+    }
+    numbers, reused = {split: itertools.count() for split in SPLITS}, 0
+    for unit in bar(units, line_every=60, unit="shard", desc=meta["name"]):
+        file = f"{unit.split}_{next(numbers[unit.split]):05d}.bin"
+        key = [meta["arguments"], file] if unit.key is None else [unit.split, unit.key]
+        unit_id = hash_json([VERSION, meta["document_length"], meta["tokenizer"], key])
+        path, shard = stored.get((file, unit_id), (None, None))
+        if path == folder:
+            remove(os.path.join(unfinished, file))  # of another unit
+        if shard is None:
+            rows = unit.read()
+            if not len(rows):
+                continue
+            shard = _write_shard(os.path.join(unfinished, file), rows, meta, dtype)
+        reused += path is not None
+        meta["units"][file] = unit_id
+        split = meta["splits"][unit.split]
+        split["shards"].append(shard)
+        split["documents"] += shard["documents"]
+        split["tokens"] += shard["tokens"]
+        if path is None:
+            write_meta(os.path.join(unfinished, "progress.json"), meta)
+    return reused
+
+
+def _check_folder(folder):
+    """Raise DataError if the folder has files of others and is neither a dataset nor has a prepare.py."""
+    if not os.path.lexists(folder):
+        return
+    unfinished = os.path.join(folder, UNFINISHED)
+    if os.path.isdir(unfinished) and (strangers := _strangers(unfinished)):
+        raise DataError(f"{unfinished} is not of a dataset of ours ({strangers}): move it away, or give another --out")
+    if find_meta(os.path.join(folder, "meta.json")) or os.path.exists(os.path.join(folder, "prepare.py")):
+        return
+    if strangers := _strangers(folder):
+        raise DataError(f"{folder} is not empty and holds no dataset of ours ({strangers}): give another --out")
+
+
+def _strangers(folder):
+    """Return names in a folder that no prepare script writes, as a text; an empty one if there are none."""
+    names = (name for name in os.listdir(folder) if name not in OURS and not SHARD.fullmatch(name))
+    return ", ".join(sorted(name for name in names if not name.startswith("."))[:3])
+
+
+@contextmanager
+def _unfinished(folder):
+    """Make and lock folder/unfinished; yield its path. Refuse it while another process prepares a dataset there.
+
+    After an error it is removed again if no shard is in it.
+    """
+    path = os.path.join(folder, UNFINISHED)
+    os.makedirs(path, exist_ok=True)
+    # NFS locks only what is open for writing: a file, which the folder itself cannot be.
+    with open(os.path.join(path, LOCK), "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"another process is preparing {folder}: wait for it, or give another --out") from None
+        except OSError:  # a file system without locks
+            pass
+        try:
+            yield path
+        except BaseException:
+            if not any(SHARD.fullmatch(name) or name == "meta.json" for name in os.listdir(path)):
+                shutil.rmtree(path)
+                with suppress(OSError):  # something else is in it
+                    os.rmdir(folder)
+            raise
+
+
+def _stored(folder):
+    """Return [(folder, its meta)] of the unfinished dataset in a folder, and of the finished one, if they are there."""
+    unfinished = os.path.join(folder, UNFINISHED)
+    metas = [
+        (unfinished, find_meta(os.path.join(unfinished, "progress.json"))),
+        (folder, find_meta(os.path.join(folder, "meta.json"))),
+    ]
+    return [(path, meta) for path, meta in metas if meta]
+
+
+def _finish(folder):
+    """Let the dataset in folder/unfinished, which has a meta.json, take the place of the one in the folder.
+
+    Between the first and the last step the folder has no meta.json, so that nothing reads a mixture.
+    """
+    unfinished = os.path.join(folder, UNFINISHED)
+    meta = find_meta(os.path.join(unfinished, "meta.json"))
+    if meta is None:  # damaged
+        remove(os.path.join(unfinished, "meta.json"))
+        return
+    shards = shards_of(meta)
+    remove(os.path.join(folder, "meta.json"))
+    for name in os.listdir(folder):
+        if SHARD.fullmatch(name) and name not in shards:
+            remove(os.path.join(folder, name))
+    for name in os.listdir(unfinished):
+        if name in shards or name in FILES:
+            os.replace(os.path.join(unfinished, name), os.path.join(folder, name))
+    flush_to_disk(folder)
+    os.replace(os.path.join(unfinished, "meta.json"), os.path.join(folder, "meta.json"))
+    flush_to_disk(folder)
+    shutil.rmtree(unfinished)
+
+
+def _write_shard(path, rows, meta, dtype):
     """Write rows [n, document_length] as the shard at path; return {file, documents, tokens, sha256}."""
-    rows, file = np.asarray(rows), os.path.basename(path)
+    file, document_length, vocab_size = os.path.basename(path), meta["document_length"], meta["vocab_size"]
     if rows.ndim != 2 or rows.shape[1] != document_length or rows.dtype.kind not in "iu":
         raise DataError(f"{file}: rows must be integers [n, {document_length}], got {rows.dtype} {list(rows.shape)}")
-    if rows.size == 0:  # less than one row of tokens: recorded as done, without a file
-        return {"file": file, "documents": 0, "tokens": 0, "sha256": None}
     if rows.min() < 0 or rows.max() >= vocab_size:
         raise DataError(f"{file}: token id {rows.max()} is not in the vocabulary of {vocab_size}")
     rows = np.ascontiguousarray(rows, dtype=dtype)
     write_atomically(path, rows.data)
-    return {
-        "file": file,
-        "documents": rows.shape[0],
-        "tokens": rows.size,
-        "sha256": hashlib.sha256(rows.data).hexdigest(),
-    }
+    digest = hashlib.sha256(rows.data).hexdigest()
+    return {"file": file, "documents": rows.shape[0], "tokens": rows.size, "sha256": digest}
 
 
-def _remove_damaged(folder, meta):
-    """Delete the shards, of the dataset and of an interrupted run, whose sha256 is not what was written; name them."""
-    staging = Staging(folder)
-    shards = {os.path.join(folder, file): shard for file, shard in (shards_of(meta) if meta else {}).items()}
-    shards |= {staging.file(file): shard for file, shard in staging.shards.items()}
-    print(f"{folder}: reading {len(shards)} shards")
-    for path, shard in shards.items():
-        if os.path.exists(path) and sha256_of(path) != shard["sha256"]:
-            print(f"{path} is not what was written (sha256 differs): it is made again")
-            os.remove(path)
-
-
-def _difference(old, new):
-    """Return a text that names the arguments that differ, with their old and new values."""
-    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    changes = (f"{key}={str(old.get(key))[:40]}, now {str(new.get(key))[:40]}" for key in keys)
-    return "prepared with " + ", ".join(changes)
+def _remove_damaged(folder):
+    """Delete the shards, finished and unfinished, that differ from their sha256; name them."""
+    for path, meta in _stored(folder):
+        print(f"{path}: reading {len(meta['units'])} shards")
+        for file, shard in shards_of(meta).items():
+            file = os.path.join(path, file)
+            if os.path.exists(file) and sha256_of(file) != shard["sha256"]:
+                print(f"{file} is not what was written (sha256 differs): it is made again")
+                os.remove(file)
 
 
 def _summary(meta):
     parts = [f"{split} {s['tokens']:,} tokens in {s['documents']:,} rows" for split, s in meta["splits"].items()]
     return ", ".join(parts) + f" of {meta['document_length']:,}"
-
-
-def _normal(arguments):
-    """Return the arguments as JSON gives them back (tuples become lists), to compare them with what was saved."""
-    return json.loads(json.dumps({"format": FORMAT, **arguments}))

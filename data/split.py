@@ -28,8 +28,8 @@ class Span(NamedTuple):
     file: object  # a corpus.File
     begin: int
     end: int
-    lines: range | None = None  # of .jsonl: the buckets whose documents are taken
-    share: float = 1.0  # about which part of the bytes that is
+    lines: range | None = None  # of .jsonl: the buckets that are taken
+    share: float = 1.0  # of .jsonl: the part of the bytes that these buckets hold
     by_place: bool = False  # of .jsonl: equal lines have different buckets
 
 
@@ -44,31 +44,32 @@ def whole_stream(files, in_bytes, key):
 
 
 def split_sources(sources, size, in_bytes, key):
-    """Return {"train": list of Span, "val": list of Span}, of which val has about `size` bytes.
+    """Return {"train": list of Span, "val": list of Span}; val has about `size` bytes.
 
     A source that cannot be divided, such as a .jsonl file of one line, is left to training.
     """
     total = sum(file.size for files in sources for file in files)
     spans = {"train": [], "val": []}
     for files in sources:
-        own = sum(file.size for file in files)
-        target = -(-size * own // total)
+        source_size = sum(file.size for file in files)
+        target = -(-size * source_size // total)
         if is_jsonl(files[0]):
             first, share, by_place = _first_bucket(files, target)
-            for split, lines, part in (("train", range(first), 1 - share), ("val", range(first, BUCKETS), share)):
-                spans[split] += [Span(file, 0, file.size, lines, part, by_place) for file in files if lines]
+            spans["train"] += [Span(file, 0, file.size, range(first), 1 - share, by_place) for file in files]
+            if share:
+                spans["val"] += [Span(file, 0, file.size, range(first, BUCKETS), share, by_place) for file in files]
             continue
         stream = whole_stream(files, in_bytes, key)
-        cut = stream.align(max(0, own - target))
-        if cut == own:  # the last line is that long
-            cut = stream.align(max(0, own - target), at_line=False)
+        cut = stream.align(max(0, source_size - target))
+        if cut == source_size:  # the last line is that long
+            cut = stream.align(max(0, source_size - target), at_line=False)
         for file in files:
-            here = min(max(0, cut), file.size)
+            border = min(max(0, cut), file.size)
             cut -= file.size
-            if here:
-                spans["train"].append(Span(file, 0, here))
-            if here < file.size:
-                spans["val"].append(Span(file, here, file.size))
+            if border:
+                spans["train"].append(Span(file, 0, border))
+            if border < file.size:
+                spans["val"].append(Span(file, border, file.size))
     return spans
 
 
@@ -96,7 +97,7 @@ def _bucket(file, offset, line, by_place):
     return int.from_bytes(hashlib.blake2b(place + line.strip(), digest_size=2).digest(), "big")
 
 
-def _open(file):
+def open_file(file):
     """Open a File. Raises DataError if it is not the one that was found any more."""
     opened = open(file.path, "rb")
     status = os.fstat(opened.fileno())
@@ -107,8 +108,8 @@ def _open(file):
 
 
 def _lines(file, begin, end):
-    """Yield (offset, line) of the lines from begin to end, two places between lines; not of the empty lines."""
-    with _open(file) as f:
+    """Yield (offset, line) of the lines that are not empty from begin to end, two places between lines."""
+    with open_file(file) as f:
         f.seek(begin)
         while begin < end and (line := f.readline()):
             if line.strip():
@@ -127,58 +128,62 @@ def _print_not_utf8(path, byte):
 class Stream:
     """The text of spans, one after another. Any part [begin, end) between two aligned positions can be read alone.
 
-    Attributes: spans, total (bytes of the files), kept (about how many of them belong to the split).
+    Attributes: spans, total (bytes of the files), size (about how many of them belong to the split).
     """
 
     def __init__(self, spans, in_bytes, key):
-        """in_bytes: plain files are kept as bytes and may be cut anywhere; key: that of the text in .jsonl."""
+        """in_bytes: plain files stay bytes and may be cut anywhere; key: that under which .jsonl has the text."""
         self.spans, self.in_bytes, self.key = spans, in_bytes, key
         self.starts = [0]  # where each span begins in the stream; the last entry is the total
         for span in spans:
             self.starts.append(self.starts[-1] + span.end - span.begin)
         self.total = self.starts[-1]
-        self.kept = int(sum((span.end - span.begin) * span.share for span in spans))
+        self.size = int(sum((span.end - span.begin) * span.share for span in spans))
+
+    def _number(self, position):
+        """Return the number of the span at a position."""
+        return bisect.bisect_right(self.starts, position) - 1
 
     def advance(self, position, size):
         """Return the position from which on `size` more bytes of this split, or all that are left, lie before it."""
-        for number in range(bisect.bisect_right(self.starts, position) - 1, len(self.spans)):
-            share, left = self.spans[number].share, self.starts[number + 1] - position
-            if left * share >= size:
+        for number in range(self._number(position), len(self.spans)):
+            share, remaining = self.spans[number].share, self.starts[number + 1] - position
+            if remaining * share >= size:
                 return position + int(size / share)
-            size -= left * share
+            size -= remaining * share
             position = self.starts[number + 1]
         return self.total
 
     def align(self, position, at_line=True):
         """Return the first position from here on where the stream may be cut.
 
-        That is the start of a line in .jsonl, whose records are never cut, about the start of a line in text for a BPE
-        (without at_line, of a character), and anywhere in text as bytes.
+        That is the start of a line in .jsonl, about the start of a line in text for a BPE (without at_line, the start
+        of a character), and anywhere in text as bytes.
         """
-        number = bisect.bisect_right(self.starts, position) - 1
+        number = self._number(position)
         if number == len(self.spans) or position == self.starts[number]:
             return position
         span = self.spans[number]
         if span.lines is None and self.in_bytes:
             return position
         offset = span.begin + position - self.starts[number]
-        with _open(span.file) as f:
+        with open_file(span.file) as f:
             if span.lines is not None:
                 f.seek(offset - 1)
                 f.readline()
                 offset = f.tell()
             else:
                 f.seek(offset)
-                ahead = f.read(1 << 16)
-                newline = ahead.find(b"\n") if at_line else -1
-                # A line longer than what was read ahead is cut between two characters.
-                inside = next((i for i, byte in enumerate(ahead[:4]) if byte & 0xC0 != 0x80), 0)
-                offset += newline + 1 if newline >= 0 else inside
+                text = f.read(1 << 16)
+                newline = text.find(b"\n") if at_line else -1
+                # A longer line is cut between two characters.
+                character = next((i for i, byte in enumerate(text[:4]) if byte & 0xC0 != 0x80), 0)
+                offset += newline + 1 if newline >= 0 else character
         return self.starts[number] + min(offset, span.end) - span.begin
 
     def documents(self, begin, end):
         """Yield (text, True if a document ends there) of the bytes [begin, end); plain files as bytes if in_bytes."""
-        for number in range(bisect.bisect_right(self.starts, begin) - 1, len(self.spans)):
+        for number in range(self._number(begin), len(self.spans)):
             first, last = max(begin, self.starts[number]), min(end, self.starts[number + 1])
             if first >= last:
                 break
@@ -189,11 +194,9 @@ class Stream:
                     if _bucket(span.file, place, line, span.by_place) in span.lines:
                         yield self._text(span.file, line), True
                 continue
-            with _open(span.file) as f:
+            with open_file(span.file) as f:
                 f.seek(first + offset)
                 data = f.read(last - first)
-            if len(data) != last - first:
-                raise DataError(f"{span.file.path} changed while it was read: run the command again")
             if not self.in_bytes:
                 try:
                     data = data.decode()
@@ -204,11 +207,13 @@ class Stream:
 
     def tokens(self, begin, end, tokenizer):
         """Return the token ids [n] of the bytes [begin, end), with an end of text after each document that ends."""
-        found = list(self.documents(begin, end))
-        texts, ended = [text for text, _ in found], [end for _, end in found]
+        texts, ended = [], []
+        for text, is_end in self.documents(begin, end):
+            texts.append(text)
+            ended.append(is_end)
         if self.in_bytes:  # plain files are still bytes here and stay exactly as they are
             raw = tokenizer.encode_bytes
-            ids = [raw(t) if isinstance(t, bytes) else tokenizer.encode_batch([t])[0] for t in texts]
+            ids = [raw(text) if isinstance(text, bytes) else tokenizer.encode_batch([text])[0] for text in texts]
         else:
             ids = tokenizer.encode_batch(texts)
         return join_documents(ids, ended, tokenizer)
@@ -226,12 +231,10 @@ class Stream:
 
 
 def join_documents(ids, ended, tokenizer):
-    """Concatenate arrays of ids, with the end of text after each array whose flag in `ended` is true."""
+    """Concatenate arrays of ids, with the end of text after those that `ended` marks."""
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    stop = np.array([tokenizer.eot], dtype=dtype)
+    stop = np.array([tokenizer.eot], dtype)
     pieces = [np.zeros(0, dtype)]
-    for array, end in zip(ids, ended):
-        pieces.append(array.astype(dtype))
-        if end:
-            pieces.append(stop)
+    for array, is_end in zip(ids, ended):
+        pieces += [array.astype(dtype), stop[: int(is_end)]]
     return np.concatenate(pieces)

@@ -24,7 +24,7 @@ import re
 
 import numpy as np
 
-from . import DataError, need
+from . import DataError, batches, need
 from .files import read_json, write_atomically
 from .huggingface import HuggingFaceEncoding, one_line, read_huggingface, train_byte_pairs
 
@@ -53,11 +53,7 @@ class Tokenizer:
         self.json_escaped = json_escaped
         self.encoding = encoding
         self.vocab_size = encoding.n_vocab if encoding else 257
-        self.eot = {
-            "bytes": lambda: 256,
-            "bpe": lambda: encoding._special_tokens[END_OF_TEXT],
-            "huggingface": lambda: encoding.eot,
-        }[kind]()
+        self.eot = encoding.eot_token if encoding else 256
 
     def encode(self, text):
         """Return the list of ids of a str. No special token is added; the text of a special token is ordinary text."""
@@ -71,24 +67,20 @@ class Tokenizer:
             return [self.encode_bytes(_utf8(text)) for text in texts]
         if self.kind == "huggingface":  # tiktoken replaces lone surrogates itself, tokenizers refuses them
             texts = [_utf8(text).decode() for text in texts]
-        whole = self.kind == "huggingface" and not self.encoding.cut_between_words
-        ids, todo, size = [[np.zeros(0, np.int32)] for _ in texts], [], 0
-
-        def encode():
-            pieces = self.encoding.encode_ordinary_batch([piece for _, piece in todo], num_threads=os.cpu_count() or 1)
-            for (number, _), piece in zip(todo, pieces):
-                ids[number].append(np.array(piece, dtype=np.int32))
-            todo.clear()
-
-        for number, text in enumerate(texts):
-            for piece in [text] if whole else split_long_text(text):
-                todo.append((number, piece))
-                size += len(piece)
-                if size >= AT_ONCE:
-                    encode()
-                    size = 0
-        encode()
+        ids = [[np.zeros(0, np.int32)] for _ in texts]
+        pieces = ((number, piece) for number, text in enumerate(texts) for piece in self._cut(text))
+        for batch in batches(pieces, AT_ONCE, lambda piece: len(piece[1])):
+            numbers, parts = zip(*batch)
+            encoded = self.encoding.encode_ordinary_batch(list(parts), num_threads=os.cpu_count() or 1)
+            for number, part in zip(numbers, encoded):
+                ids[number].append(np.array(part, dtype=np.int32))
         return [np.concatenate(parts) for parts in ids]
+
+    def _cut(self, text):
+        """Yield a text in pieces that together have the ids of the text."""
+        if self.kind == "huggingface" and not self.encoding.cut_between_words:
+            return [text]
+        return split_long_text(text)
 
     def encode_bytes(self, raw):
         """Return the int32 ids of any bytes, so that a file that is not UTF-8 stays as it is. Kind "bytes" only."""
@@ -117,32 +109,37 @@ class Tokenizer:
         """Return a Decoder, which turns ids into text one by one."""
         return Decoder(self)
 
-    def files(self):
-        """Return {name: bytes} of what save writes. Equal tokenizers have equal files."""
-        description, files = {"kind": self.kind, "json_escaped": self.json_escaped}, {}
-        if self.kind == "bpe":
-            ranks = self.encoding._mergeable_ranks.items()
-            vocabulary = b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks)
-            description["name"] = self.encoding.name
-            description["pat_str"] = self.encoding._pat_str
-            description["special_tokens"] = self.encoding._special_tokens
+    def _describe(self):
+        """Return (what tokenizer.json says of the tokens, the vocabulary as bytes)."""
+        if self.kind == "bytes":
+            return {"kind": self.kind}, b""
         if self.kind == "huggingface":
-            vocabulary = self.encoding.json.encode()
-            description["end_of_text"] = self.encoding.end_name
-        if self.encoding:
-            description["vocabulary"] = VOCABULARY_FILES[self.kind]
-            description["sha256"] = _checksum(description, vocabulary)
-            files[description["vocabulary"]] = vocabulary
+            return {"kind": self.kind, "end_of_text": self.encoding.end_name}, self.encoding.json.encode()
+        ranks = self.encoding._mergeable_ranks.items()
+        description = {
+            "kind": self.kind,
+            "name": self.encoding.name,
+            "pat_str": self.encoding._pat_str,
+            "special_tokens": self.encoding._special_tokens,
+        }
+        return description, b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks)
+
+    def files(self):
+        """Return {name: bytes} of the files that save writes. Equal tokenizers have equal files."""
+        description, vocabulary = self._describe()
+        description["json_escaped"] = self.json_escaped
+        description["sha256"] = _checksum(description, vocabulary)
+        files = {VOCABULARY_FILES[self.kind]: vocabulary} if vocabulary else {}
         return files | {"tokenizer.json": json.dumps(description, indent=2).encode()}
 
-    def same_tokens(self, other):
+    def fingerprint(self):
+        """Return a short hash of the files that save writes."""
+        return hashlib.sha256(b"".join(self.files().values())).hexdigest()[:16]
+
+    def same_tokens(self, tokenizer):
         """Return True if every token id means the same to both. (LongCrawl64's texts are escaped; their tokens are
         GPT-2's all the same.)"""
-        saved = []
-        for files in (self.files(), other.files()):
-            description = json.loads(files.pop("tokenizer.json"))
-            saved.append((files, description | {"json_escaped": None, "sha256": None}))
-        return saved[0] == saved[1]
+        return self._describe() == tokenizer._describe()
 
     def save(self, folder):
         """Write folder/tokenizer.json (and the vocabulary), from which load_tokenizer makes an equal tokenizer."""
@@ -152,32 +149,30 @@ class Tokenizer:
 
 
 def load_tokenizer(folder):
-    """Return the Tokenizer saved in a dataset's or a run's folder. Raises DataError if it is missing or unreadable."""
+    """Return the Tokenizer saved in a dataset's or a run's folder. Raises DataError if it is missing or damaged."""
     path = os.path.join(folder, "tokenizer.json")
     try:
-        saved = read_json(path)
+        saved, vocabulary = read_json(path), b""
         with one_line(path):
-            kind, escaped = saved["kind"], saved["json_escaped"]
-            if not isinstance(escaped, bool):
-                raise TypeError(f"json_escaped is {str(escaped)[:40]!r}")
-            if kind == "bytes":
-                return Tokenizer("bytes", json_escaped=escaped)
-            if saved["vocabulary"] != VOCABULARY_FILES[kind]:  # never a path to somewhere else
-                got = repr(saved["vocabulary"])[:80]
-                raise DataError(f"{path}: the vocabulary must be {VOCABULARY_FILES[kind]}, got {got}")
-        path = os.path.join(folder, VOCABULARY_FILES[kind])
-        with one_line(path):
-            with open(path, "rb") as f:
-                vocabulary = f.read()
-            # A vocabulary that an earlier version has saved comes without its sha256.
-            if saved.get("sha256", checksum := _checksum(saved, vocabulary)) != checksum:
-                raise DataError(f"{path} or tokenizer.json beside it is damaged (sha256 differs)")
+            kind = saved["kind"]
+            if kind != "bytes":
+                with open(os.path.join(folder, VOCABULARY_FILES[kind]), "rb") as f:
+                    vocabulary = f.read()
+            if saved.pop("sha256") != _checksum(saved, vocabulary):
+                raise DataError(f"{path}, or the vocabulary beside it, is damaged (sha256 differs)")
+            encoding = None
             if kind == "huggingface":
                 encoding = HuggingFaceEncoding(vocabulary.decode(), saved["end_of_text"])
-            else:
-                encoding = _tiktoken_encoding(saved, vocabulary)
-            return Tokenizer(kind, encoding, escaped)
-    except FileNotFoundError:
+            elif kind == "bpe":
+                encoding = need("tiktoken").Encoding(
+                    saved["name"],
+                    pat_str=saved["pat_str"],
+                    mergeable_ranks={base64.b64decode(k): int(v) for k, v in map(bytes.split, vocabulary.splitlines())},
+                    special_tokens=saved["special_tokens"],
+                )
+            return Tokenizer(kind, encoding, saved["json_escaped"])
+    except FileNotFoundError as error:
+        path = error.filename
         raise DataError(f"{path} is missing: prepare the dataset again, or copy its tokenizer files here") from None
     except DataError as error:
         remedy = ": prepare the dataset again, or copy the files from it" if " is damaged" in str(error) else ""
@@ -185,26 +180,8 @@ def load_tokenizer(folder):
 
 
 def _checksum(description, vocabulary):
-    """Return the sha256 of a vocabulary and of the values in its tokenizer.json, but for the sha256 there."""
-    values = {name: value for name, value in description.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode() + vocabulary).hexdigest()
-
-
-def _tiktoken_encoding(saved, vocabulary):
-    """Return the tiktoken.Encoding of a parsed tokenizer.json and the contents of its vocabulary.
-
-    Raises ValueError for what would make tiktoken panic, now or in the middle of a text.
-    """
-    pairs = [line.split() for line in vocabulary.splitlines() if line.strip()]
-    ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
-    numbers = [*ranks.values(), *saved["special_tokens"].values()]
-    if sorted(numbers) != list(range(len(numbers))) or len(pairs) != len(ranks):
-        raise ValueError("an id stands twice, or is left out")
-    if not all(bytes([byte]) in ranks for byte in range(256)) or END_OF_TEXT not in saved["special_tokens"]:
-        raise ValueError("a byte or the end of text has no id")
-    return need("tiktoken").Encoding(
-        saved["name"], pat_str=saved["pat_str"], mergeable_ranks=ranks, special_tokens=saved["special_tokens"]
-    )
+    """Return the sha256 of a vocabulary and of the values in its tokenizer.json."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode() + vocabulary).hexdigest()
 
 
 def gpt2_tokenizer(json_escaped=False):
@@ -221,7 +198,7 @@ def gpt2_tokenizer(json_escaped=False):
 
 
 def train_tokenizer(texts, vocab_size):
-    """Return a Tokenizer of kind "bpe" with at most vocab_size ids, the last of which is the end of text.
+    """Return a Tokenizer of kind "bpe" with at most vocab_size ids. The last one is the end of text.
 
     texts: an iterable of str. Any text is encoded without loss, because all 256 bytes are in the vocabulary. Text with
     few different words gives fewer ids.
@@ -233,46 +210,27 @@ def train_tokenizer(texts, vocab_size):
     return Tokenizer("bpe", tiktoken.Encoding(name, pat_str=WORDS, mergeable_ranks=ranks, special_tokens=special))
 
 
-def check_name(name):
-    """Raise DataError if there is no tokenizer of this name for --tokenizer, without loading it."""
-    if name.startswith("bpe:"):
-        trained_size(name)
-        need("tokenizers")
-    elif name not in ("bytes", "gpt2", "gpt2-escaped"):
-        if not name.endswith(".json") and not os.path.isdir(name):
-            raise DataError(f"--tokenizer must be bytes, gpt2, bpe:SIZE or the path of a tokenizer.json, got {name!r}")
-        if not os.path.exists(_json_of(name)):
-            raise DataError(f"--tokenizer={_json_of(name)} does not exist")
-        need("tokenizers")
-
-
 def named_tokenizer(name):
     """Return the Tokenizer that --tokenizer=name asks for: bytes, gpt2, gpt2-escaped, or the path of a tokenizer.json
     or of the folder that it is in, which may be a dataset or a run.
 
     Returns None for bpe:SIZE, which is trained on the text. Raises DataError for other names.
     """
-    check_name(name)
     if name == "bytes":
         return Tokenizer("bytes")
     if name in ("gpt2", "gpt2-escaped"):
         return gpt2_tokenizer(json_escaped=name == "gpt2-escaped")
     if name.startswith("bpe:"):
+        trained_size(name)
         return None
-    path = _json_of(name)
-    return load_tokenizer(os.path.dirname(path)) if _is_ours(path) else Tokenizer("huggingface", read_huggingface(path))
-
-
-def _json_of(path):
-    return os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
-
-
-def _is_ours(path):
-    """Return True if a tokenizer.json is one that Tokenizer.save has written, and not Hugging Face's."""
-    try:
-        return {"kind", "json_escaped"} <= set(read_json(path))
-    except (DataError, OSError, ValueError, TypeError):
-        return False
+    path = os.path.join(name, "tokenizer.json") if os.path.isdir(name) else name
+    if not path.endswith(".json"):
+        raise DataError(f"--tokenizer must be bytes, gpt2, bpe:SIZE or the path of a tokenizer.json, got {name!r}")
+    if not os.path.exists(path):
+        raise DataError(f"--tokenizer={path} does not exist")
+    if {"kind", "json_escaped"} <= read_json(path).keys():  # ours, and not Hugging Face's
+        return load_tokenizer(os.path.dirname(path))
+    return Tokenizer("huggingface", read_huggingface(path))
 
 
 def trained_size(name):
@@ -295,7 +253,7 @@ class Decoder:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.held = ""  # the beginning of an escape
+        self.rest = ""  # the beginning of an escape
         self.ids, self.shown = [], 0  # of kind "huggingface": the last ids, and how many of them have been shown
 
     def feed(self, token):
@@ -313,9 +271,9 @@ class Decoder:
 
     def flush(self):
         """Return the rest: U+FFFD for an unfinished character, an unfinished escape as it is."""
-        text = self._unescape(self._new_text() + self.utf8.decode(b"", True)) + self.held
+        text = self._unescape(self._new_text() + self.utf8.decode(b"", True)) + self.rest
         self.utf8.reset()
-        self.held, self.ids, self.shown = "", [], 0
+        self.rest, self.ids, self.shown = "", [], 0
         return text
 
     def _new_text(self):
@@ -331,7 +289,7 @@ class Decoder:
     def _unescape(self, text):
         if not self.tokenizer.json_escaped:
             return text
-        text, self.held = _unescape(self.held + text)
+        text, self.rest = _unescape(self.rest + text)
         return text
 
 

@@ -1,20 +1,13 @@
-"""Read rows of tokens straight from a zarr array, for datasets that are too large to be written a second time.
+"""Read rows of tokens from a zarr array, strictly.
 
-    array = Zarr(url, length=65536)    # opened strictly: a missing, damaged or constant chunk raises DataError
+    array = Zarr(url, length=65536)    # a missing, damaged or constant chunk raises DataError
     tokens = array.read(row, count)    # the first documents of a row of chunks, uint16 [count, length]
 
-    rows = ChunkedRows(url, rows=[0, 1, 5], together=2048, documents=6000, length=65536)
-    rows.expect(start, count)          # announce what will be read: threads fetch and decode it beside the training
-    tokens = rows.read(start, count)   # tokens of the documents of these rows of chunks, uint16 [count]
-
-A chunk of LongCrawl64 holds 2,048 tokens of 2,048 documents. The order of training takes the documents of one row of
-chunks together, so that each chunk is decoded once for all the windows that lie in it.
+A chunk of LongCrawl64 holds 2,048 tokens of 2,048 documents.
 """
 
 import sys
-import threading
 import time
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -24,11 +17,7 @@ from . import DataError, need
 
 METADATA = (".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json")
 CHUNKS_AT_ONCE = 8  # chunks of 8 MB that Zarr.read fetches at the same time: enough to keep a network busy
-THREADS = 4  # that fetch and decode chunks for ChunkedRows
-BYTES = 2**30  # of decoded chunks in the cache of ChunkedRows
-
-
-# ---- a zarr array, read strictly
+NETWORK_ERRORS = "ConnectionError TimeoutError Timeout TransportError ClientConnectionError ClientPayloadError".split()
 
 
 class Zarr:
@@ -60,37 +49,29 @@ class Zarr:
         return [self.array.metadata.encode_chunk_key((row, column)) for column in columns]
 
     def missing(self, rows):
-        """Return the missing files of these rows of chunks, or None if the store cannot list its files."""
+        """Return the missing files of these rows of chunks; none if the store cannot list its files."""
         fs, root = need("fsspec").core.url_to_fs(self.url)
         root = root.rstrip("/")
         try:
-            found = {path.removeprefix(root + "/") for path in retrying(partial(fs.find, root))}
+            files = {path.removeprefix(root + "/") for path in retrying(partial(fs.find, root))}
         except NotImplementedError:
-            return None
-        if not found.intersection(METADATA):
-            return None
-        return [key for row in rows for key in self.keys(row) if key not in found]
+            return []
+        if files.isdisjoint(METADATA):
+            return []
+        return [key for row in rows for key in self.keys(row) if key not in files]
 
     def read(self, row, count):
         """Return the first `count` documents of a row of chunks, uint16 [count, length]. Each chunk is read once."""
-        out = np.empty((count, self.array.shape[1]), dtype=np.uint16)
-
-        def fetch(column):
-            columns = slice(column * self.chunk_columns, (column + 1) * self.chunk_columns)
-            out[:, columns] = self.chunk(row, column)[:count]
-
         with ThreadPoolExecutor(CHUNKS_AT_ONCE) as pool:
-            list(pool.map(fetch, range(len(self.keys(row)))))
-        return out
+            chunks = pool.map(partial(self.chunk, row), range(len(self.keys(row))))
+            return np.concatenate([chunk[:count] for chunk in chunks], axis=1)
 
     def chunk(self, row, column):
         """Return a chunk, uint16 [documents, tokens]. Raises DataError that names it if it is missing, damaged or
         constant."""
-        first, columns = row * self.chunk_rows, slice(column * self.chunk_columns, (column + 1) * self.chunk_columns)
-        last = min(first + self.chunk_rows, self.documents)
         name = f"{self.url}/{self.keys(row)[column]}"
         try:
-            block = retrying(lambda: self.array[first:last, columns])
+            block = retrying(lambda: self.array.get_block_selection((row, column)))
         except DataError:
             raise
         except Exception as error:  # from a codec, the network or the disk
@@ -104,7 +85,7 @@ class Zarr:
 
 
 def _open_strictly(url):
-    """Open a zarr array whose missing chunks raise DataError. (zarr itself returns the fill value for them.)"""
+    """Open a zarr array that raises DataError for a missing chunk. (zarr itself returns the fill value.)"""
     zarr, storage = need("zarr"), need("zarr.storage")
 
     class Strict(storage.WrapperStore):
@@ -120,16 +101,8 @@ def _open_strictly(url):
 
 def missing_message(url, keys):
     """Return the line that refuses an array without these chunk files."""
-    some = ", ".join(keys[:5]) + (", ..." if len(keys) > 5 else "")
-    return f"{url}: {len(keys)} chunk files are missing ({some}): complete the copy, or use --skip_missing"
-
-
-def missing_chunks(zarr, length):
-    """Return the missing chunk files of those that a split needs; zarr: its entry {url, rows, ...} in meta.json."""
-    return Zarr(zarr["url"], length).missing(zarr["rows"]) or []
-
-
-# ---- networks that fail now and then
+    shown = ", ".join(keys[:5]) + (", ..." if len(keys) > 5 else "")
+    return f"{url}: {len(keys)} chunk files are missing ({shown}): complete the copy, or use --skip_missing"
 
 
 def retrying(call, attempts=10, sleep=time.sleep):
@@ -140,9 +113,9 @@ def retrying(call, attempts=10, sleep=time.sleep):
         except Exception as error:
             if attempt == attempts - 1 or not _is_temporary(error):
                 raise
-            wait = min(60, 2**attempt)
-            print(f"{type(error).__name__}, trying again in {wait} s: {error}", file=sys.stderr)
-            sleep(wait)
+            seconds = min(60, 2**attempt)
+            print(f"{type(error).__name__}, trying again in {seconds} s: {error}", file=sys.stderr)
+            sleep(seconds)
 
 
 def _is_temporary(error):
@@ -153,80 +126,10 @@ def _is_temporary(error):
     status = _http_status(error)
     if isinstance(status, int):
         return status == 429 or status >= 500
-    names = {kind.__name__ for kind in type(error).__mro__}
-    network = "ConnectionError TimeoutError Timeout TransportError ClientConnectionError ClientPayloadError"
-    return bool(names.intersection(network.split()))
+    return any(kind.__name__ in NETWORK_ERRORS for kind in type(error).__mro__)
 
 
 def _http_status(error):
     """Return the status code in the error of an HTTP client, or None for other errors."""
     response = getattr(error, "response", None)
     return getattr(error, "status", None) or getattr(response, "status_code", None)
-
-
-# ---- a cache of decoded chunks
-
-
-class ChunkedRows:
-    """The documents of some rows of chunks as one stream of tokens, with a cache of decoded chunks.
-
-    Documents 0, 1, ... are those of the rows of chunks in `rows`, in this order, `together` in each; of the last row
-    some may be left out. Raises DataError at the first use if the array is not of that shape (any more).
-    """
-
-    def __init__(self, url, rows, together, documents, length):
-        self.url, self.chunk_rows, self.documents, self.length = url, rows, documents, length
-        self.together = together
-        self.array, self.chunks, self.lock = None, OrderedDict(), threading.Lock()
-
-    def read(self, start, count):
-        """Return the tokens [start, start + count) of the documents, one after another: uint16 [count]."""
-        out, done = np.empty(count, dtype=np.uint16), 0
-        for row, column, document, first, size in self._pieces(start, count):
-            out[done : done + size] = self._chunk(row, column).result()[document, first : first + size]
-            done += size
-        return out
-
-    def expect(self, start, count):
-        """Start to fetch and decode the chunks that hold these tokens."""
-        for row, column, *_ in self._pieces(start, count):
-            self._chunk(row, column)
-
-    def file(self, position):
-        """Return the name of the chunk that holds the token at this position."""
-        ((row, column, *_),) = self._pieces(position, 1)
-        return f"{self.url}/{self.array.keys(row)[column]}"
-
-    def _open(self):
-        """Open the array at the first use, because it must be opened in the process that reads."""
-        if self.array is None:
-            array = Zarr(self.url, self.length)
-            if array.chunk_rows != self.together or max(self.chunk_rows) not in array.chunks:
-                raise DataError(
-                    f"{self.url} has {len(array.chunks)} rows of chunks of {array.chunk_rows} documents, the dataset "
-                    f"was made of rows of {self.together} up to number {max(self.chunk_rows)}: prepare it again"
-                )
-            self.array = array
-            self.pool = ThreadPoolExecutor(THREADS)
-            self.most = max(2, BYTES // (2 * self.array.chunk_rows * self.array.chunk_columns))  # chunks in the cache
-        return self.array
-
-    def _pieces(self, start, count):
-        """Yield (row and column of a chunk, document in it, first token in it, number of tokens) from start on."""
-        array = self._open()
-        while count:
-            document, token = divmod(start, self.length)
-            place, document = divmod(document, array.chunk_rows)
-            column, first = divmod(token, array.chunk_columns)
-            size = min(count, array.chunk_columns - first, self.length - token)
-            yield self.chunk_rows[place], column, document, first, size
-            start, count = start + size, count - size
-
-    def _chunk(self, row, column):
-        """Return a future of a chunk, uint16 [documents, tokens], from the cache or else from a thread."""
-        with self.lock:
-            found = self.chunks.pop((row, column), None) or self.pool.submit(self.array.chunk, row, column)
-            self.chunks[row, column] = found
-            while len(self.chunks) > self.most:
-                self.chunks.popitem(last=False)
-        return found

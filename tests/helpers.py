@@ -119,7 +119,7 @@ write = shards.write_atomically
 
 def killed(path, data):
     if path.endswith("train_00001.bin"):
-        with open(f"{{path}}.{{os.getpid()}}.tmp", "wb") as f:
+        with open(path.replace("train_00001.bin", ".cut.tmp"), "wb") as f:
             f.write(bytes(data)[:100])
             f.flush()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -136,8 +136,18 @@ def kill_in_second_shard(out, setup, *options):
     env = {"TESTS": os.path.dirname(__file__)}
     done = run("-c", KILLED.format(setup=setup), f"--out={out}", *options, env=env, check=False)
     assert done.returncode == -signal.SIGKILL, done
-    assert sorted(p.suffix for p in unfinished.iterdir() if "train" in p.name) == [".bin", ".tmp"]
+    files = sorted(path.name for path in unfinished.iterdir() if path.suffix in (".bin", ".tmp"))
+    assert files == [".cut.tmp", "train_00000.bin"]
     return os.stat(unfinished / "train_00000.bin")
+
+
+def verify(dataset):
+    """Assert that the shards of a Dataset are what was written."""
+    from sympow.data.files import sha256_of
+    from sympow.data.meta import shards_of
+
+    for file, shard in shards_of(dataset.meta).items():
+        assert sha256_of(os.path.join(dataset.path, file)) == shard["sha256"], file
 
 
 def metrics(folder, key="train_loss"):
@@ -170,7 +180,7 @@ def assert_same_batch_for_any_ranks(windows, seed, step, expected):
 
     for world, batch_size, accumulation in ((1, 16, 1), (1, 2, 8), (2, 4, 2), (4, 4, 1), (4, 1, 4), (1, 1, 16)):
         parts = [
-            train_batch(windows, seed, step, rank, world, micro, accumulation, batch_size)
+            train_batch(windows, seed, step, micro * world + rank, accumulation * world, batch_size)
             for micro in range(accumulation)
             for rank in range(world)
         ]

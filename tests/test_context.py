@@ -130,8 +130,8 @@ def test_slices_of_all_ranks_are_the_sequence_and_are_read_alone(dataset, balanc
         assert torch.equal(torch.cat(pieces, dim=1), x)
     spans = Slices(1, 2, balanced).of(64)
     cut = lambda x: torch.cat([x[:, a:b] for a, b in spans], dim=1)
-    one = [train_batch(windows, 1, 0, 0, 1, 0, 1, 4), *eval_batches(windows, 512, 4, 0, 1)]
-    two = [train_batch(windows, 1, 0, 0, 1, 0, 1, 4, spans), *eval_batches(windows, 512, 4, 0, 1, spans)]
+    one = [train_batch(windows, 1, 0, 0, 1, 4), *eval_batches(windows, 512, 4, 0, 1)]
+    two = [train_batch(windows, 1, 0, 0, 1, 4, spans), *eval_batches(windows, 512, 4, 0, 1, spans)]
     for x, y in zip(one, two, strict=True):
         assert torch.equal(cut(x[0]), y[0]) and torch.equal(cut(x[1]), y[1])
 

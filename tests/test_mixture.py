@@ -29,8 +29,8 @@ def write_set(folder, name, length, rows, val, tokenizer):
     """Write a dataset of random bytes with these numbers of rows; return its path."""
     tokens = np.random.default_rng(len(name) + ord(name[0])).integers(0, 256, (rows + val, length)).astype(np.uint16)
     halves = {"train": tokens[:rows], "val": tokens[rows:]}
-    units = [Unit(split, lambda part=part: part, part.size) for split, part in halves.items()]
-    write_dataset(str(folder / name), units, tokenizer, length, {"name": name}, "a test", "python prepare.py")
+    units = [Unit(split, lambda part=part: part) for split, part in halves.items()]
+    write_dataset(folder / name, units, tokenizer, length, {"name": name}, "a test", "python prepare.py")
     return str(folder / name)
 
 
@@ -223,7 +223,8 @@ def test_other_weights_are_refused_on_resume_and_other_names_are_not(go, sets, w
     shutil.copytree(sets / "b", tmp_path / "moved" / "b")
     assert go("--out_dir=out", f"--dataset={where(sets, 'a:2,b:1')}") == 2
     refusal = capsys.readouterr().err
-    assert refusal.count("\n") == 1 and "dataset=a:3,b:1" in refusal and "now dataset=a:2,b:1" in refusal
+    assert refusal.count("\n") == 1 and f"dataset={where(sets, 'a:3,b:1')}" in refusal
+    assert f"now dataset={where(sets, 'a:2,b:1')}" in refusal
     assert go("--out_dir=out", f"--dataset={sets / 'a'}") == 2
     moved = f"--dataset={sets / 'a'}:0.75,{tmp_path / 'moved' / 'b'}:0.25"
     assert go("--out_dir=out", moved, "--val_datasets=", "--max_iters=9") == 0

@@ -13,12 +13,14 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import ROOT, byte_encoding
+from helpers import ROOT, byte_encoding, verify
 from test_data import all_tokens, prepare_text, write
 
 from sympow.data import DataError, command
 from sympow.data.dataset import Dataset
-from sympow.data.shards import is_complete
+from sympow.data.files import write_atomically
+from sympow.data.meta import read_meta, write_meta
+from sympow.data.shards import Unit, is_complete, write_dataset
 from sympow.data.text import prepare as text
 from sympow.data.tokenizer import Tokenizer
 
@@ -31,41 +33,38 @@ def contents(folder):
 # the dataset that was there
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, DataError("damaged source"), OSError(errno.ENOSPC, "full")])
-@pytest.mark.parametrize("where", ["first shard", "last shard", "meta.json"])
-def test_a_prepare_that_fails_leaves_the_old_dataset_as_it_was(tmp_path, monkeypatch, error, where):
-    write(tmp_path / "a" / "set")
-    before = contents(tmp_path / "a" / "set")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.ENOSPC, "full")])
+@pytest.mark.parametrize(
+    "file, calls",
+    [("train_00000.bin", [0, 1, 2]), ("val_00000.bin", [2]), ("meta.json", []), ("tokenizer.json", [0, 1, 2])],
+)
+def test_a_prepare_that_fails_leaves_the_old_dataset_as_it_was(tmp_path, monkeypatch, error, file, calls):
+    write(tmp_path / "set")
+    old = contents(tmp_path / "set")
 
     def failing(path, data):
-        if path.endswith({"first shard": "train_00000.bin", "last shard": "val_00000.bin"}.get(where, where)):
+        if path.endswith(file):
             raise error
-        atomically(path, data)
+        write_atomically(path, data)
 
-    from sympow.data.files import write_atomically as atomically
-
-    for module in ("shards", "staging", "tokenizer"):
-        monkeypatch.setattr(f"data.{module}.write_atomically", failing)
-    kind = error if isinstance(error, type) else type(error)
-    for folder in (tmp_path / "a" / "set", tmp_path / "b" / "new"):
-        with pytest.raises(kind):
-            write(folder, train=(7, 2), length=8)
-    after = contents(tmp_path / "a" / "set")
-    assert {name: after[name] for name in before} == before
-    assert all(name.startswith("unfinished/") for name in set(after) - set(before))
-    assert (tmp_path / "b").exists() == (where != "first shard")  # no folder that holds nothing
-    assert after.keys() == before.keys() or where != "first shard"
+    for module in ("shards", "files", "tokenizer"):
+        monkeypatch.setattr(f"sympow.data.{module}.write_atomically", failing)
+    for name in ("set", "new"):
+        with pytest.raises(error if isinstance(error, type) else type(error)):
+            write(tmp_path / name, train=(7, 2), length=8)
     monkeypatch.undo()
-    calls = []
-    train, _ = write(tmp_path / "a" / "set", train=(7, 2), length=8, calls=calls)
-    assert calls == {"first shard": [0, 1, 2], "last shard": [2], "meta.json": []}[where]
-    assert np.array_equal(Dataset(str(tmp_path / "a" / "set")).read("train", 0, 72), train.ravel())
-    assert set(contents(tmp_path / "a" / "set")) == {
-        "meta.json", "tokenizer.json", "train_00000.bin", "train_00001.bin", "val_00000.bin",
-    }  # fmt: skip
+    after = contents(tmp_path / "set")
+    assert {name: after[name] for name in old} == old
+    assert all(name.startswith("unfinished/") for name in set(after) - set(old))
+    assert (tmp_path / "new").exists() == (tmp_path / "set" / "unfinished").exists() == (len(calls) < 3)
+    train, _ = write(tmp_path / "set", train=(7, 2), length=8, calls=(done := []))
+    assert done == calls
+    assert np.array_equal(Dataset(tmp_path / "set").read("train", 0, 72), train.ravel())
+    names = {"meta.json", "tokenizer.json", "train_00000.bin", "train_00001.bin", "val_00000.bin"}
+    assert set(contents(tmp_path / "set")) == names
 
 
-CALLS = ("replace", "remove", "link", "rmdir", "mkdir")
+CALLS = ("replace", "remove", "unlink", "rmdir", "mkdir")
 
 
 def write_until(folder, number):
@@ -98,54 +97,50 @@ def write_until(folder, number):
     return os.waitpid(child, 0)[1] != 0
 
 
-def test_a_kill_at_any_moment_leaves_the_old_or_the_new_dataset_or_one_that_is_gone_on_with(tmp_path, monkeypatch):
+@pytest.mark.parametrize("first", [False, True])
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_dataset_or_one_that_is_gone_on_with(
+    tmp_path, monkeypatch, first
+):
+    """With `first` there is no old dataset."""
     monkeypatch.setattr(os, "fsync", lambda file: None)  # slow, and of no use where only the process is killed
-    write(tmp_path / "old" / "set"), write(tmp_path / "new" / "set", train=(5, 4, 2), val=2)
-    (old, new), states = (contents(tmp_path / name / "set") for name in ("old", "new")), []
-    for number in range(200):
-        folder = tmp_path / str(number) / "set"
-        write(folder)
+    write(tmp_path / "old")
+    write(tmp_path / "new", train=(5, 4, 2), val=2)
+    old, new = contents(tmp_path / "old"), contents(tmp_path / "new")
+    arguments, states, killed = {"train": [5, 4, 2], "val": 2, "length": 12}, [], True
+    for number in itertools.count():
+        folder = tmp_path / str(number)
+        if not first:
+            write(folder)
         killed = write_until(folder, number)
         try:
-            Dataset(str(folder)).verify()
-            found = {name: data for name, data in contents(folder).items() if not name.startswith("unfinished")}
-            assert found in (old, new)
-            states.append("old" if found == old else "new")
+            verify(Dataset(folder))
+            states.append("old" if finished(folder, old) == finished(tmp_path / "old", old) else "new")
         except DataError as error:
             states.append("neither")
-            assert "meta.json is missing" in str(error)
+            assert first or "meta.json is missing" in str(error)
         calls = []
-        if states[-1] == "neither":  # all is there and has only to be moved
-            assert is_complete(str(folder), {"train": [5, 4, 2], "val": 2, "length": 12})
-        else:
+        if not is_complete(folder, arguments):
+            assert first or states[-1] == "old"  # else all is there and has only to be moved
             write(folder, train=(5, 4, 2), val=2, calls=calls)
-        assert contents(folder) == new and not (folder / "unfinished").exists()
+        assert finished(folder, new) == new
         if not killed:
             break
-    assert states == sorted(states, key=["old", "neither", "new"].index) and len(set(states)) == 3
-    assert number > 15
+    assert states == sorted(states, key=["old", "neither", "new"].index) and len(set(states)) == 3 - first
+    assert number > 15 and not (folder / "unfinished").exists()
 
 
-def test_a_kill_while_a_first_dataset_takes_its_place_is_gone_on_with(tmp_path, monkeypatch):
-    """The folder then has a part of the files, and no meta.json."""
-    monkeypatch.setattr(os, "fsync", lambda file: None)
-    write(tmp_path / "new/set", train=(5, 4, 2), val=2)
-    new, moved = contents(tmp_path / "new/set"), set()
-    for number in itertools.count():
-        folder = tmp_path / str(number) / "set"
-        if not write_until(folder, number):
-            break
-        if there := [name for name in contents(folder) if "/" not in name]:
-            moved.add(len(there))
-            assert is_complete(str(folder), {"train": [5, 4, 2], "val": 2, "length": 12})
-            assert contents(folder) == new
-    assert moved == {*range(1, len(new) + 1)}
+def finished(folder, dataset):
+    """Return the files of a finished dataset; the name in meta.json is that of `dataset`."""
+    files = {name: data for name, data in contents(folder).items() if not name.startswith("unfinished")}
+    meta = folder.with_suffix(".json")
+    write_meta(meta, read_meta(folder / "meta.json") | {"name": json.loads(dataset["meta.json"])["name"]})
+    return files | {"meta.json": meta.read_bytes()}
 
 
 def test_a_folder_in_which_another_process_prepares_is_refused(tmp_path):
     write(tmp_path)
     (tmp_path / "unfinished").mkdir()
-    with open(tmp_path / "unfinished" / ".lock", "a") as lock:  # open for writing, as NFS wants it
+    with open(tmp_path / "unfinished" / ".lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         before = contents(tmp_path)
         with pytest.raises(DataError, match="another process is preparing"):
@@ -155,39 +150,33 @@ def test_a_folder_in_which_another_process_prepares_is_refused(tmp_path):
     assert not (tmp_path / "unfinished").exists()
 
 
-def test_an_interrupted_preparation_with_other_options_is_named(tmp_path, capsys):
+def test_an_interrupted_preparation_with_other_options_leaves_a_complete_dataset(tmp_path):
     write(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, train=(7,), fail_at=1)
-    assert is_complete(str(tmp_path), {"train": [5, 4], "val": 3, "length": 12})
-    assert f"{tmp_path}/unfinished holds an interrupted preparation" in capsys.readouterr().out
-    Dataset(str(tmp_path)).verify()
+    assert is_complete(tmp_path, {"train": [5, 4], "val": 3, "length": 12})
+    verify(Dataset(tmp_path))
 
 
-def test_an_interrupted_preparation_of_an_earlier_version_is_gone_on_with(tmp_path):
+def test_shards_of_an_interrupted_preparation_do_not_replace_finished_ones(tmp_path):
+    """The first shard of all has the same name and size."""
+
+    def prepare(value, train):
+        units = [Unit("train", lambda: np.full((2, 4), value), value), Unit("train", train), Unit("val", lambda: VAL)]
+        write_dataset(tmp_path, units, Tokenizer("bytes"), 4, {"train": repr(train)}, "", "")
+
+    def failing():
+        raise KeyboardInterrupt
+
+    prepare(1, lambda: VAL)
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path, fail_at=2)
-    for path in (tmp_path / "unfinished").iterdir():  # it wrote into the folder itself
-        path.rename(tmp_path / path.name)
-    progress = json.loads((tmp_path / "progress.json").read_text())
-    (tmp_path / "progress.json").write_text(json.dumps({key: progress[key] for key in ("arguments", "shards")}))
-    (tmp_path / "unfinished").rmdir()
-    calls = []
-    write(tmp_path, calls=calls)
-    assert calls == [2] and "progress.json" not in contents(tmp_path)
-    Dataset(str(tmp_path)).verify()
+        prepare(2, failing)
+    prepare(1, lambda: np.full((3, 4), 9))
+    assert Dataset(tmp_path).read("train", 0, 8).tolist() == 8 * [1]
+    verify(Dataset(tmp_path))
 
 
-def test_a_dataset_of_an_earlier_version_is_complete_and_mended(tmp_path):
-    write(tmp_path)
-    meta = json.loads((tmp_path / "meta.json").read_text())
-    del meta["units"]
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    assert is_complete(str(tmp_path), {key: v for key, v in meta["arguments"].items() if key != "format"})
-    (tmp_path / "train_00001.bin").unlink()
-    calls = []
-    write(tmp_path, calls=calls)
-    assert calls == [1]
+VAL = np.full((1, 4), 9)
 
 
 # files of others
@@ -196,15 +185,11 @@ def test_a_dataset_of_an_earlier_version_is_complete_and_mended(tmp_path):
 @pytest.mark.parametrize(
     "files, refused",
     [
-        ({"train_00000.bin": b"nanoGPT's"}, True),
-        ({"tokenizer.json": b'{"model": {}}'}, True),
-        ({"meta.json": b'{"dtype": "float32"}', "train_00000.bin": b"x"}, True),
+        ({"meta.json": b'{"dtype": "float32"}', "model.bin": b"x"}, True),
         ({"meta.json": b"[1, 2]", "notes.txt": b"x"}, True),
         ({"notes.txt": b"mine"}, True),
         ({"unfinished/essay.txt": b"mine"}, True),
-        ({"unfinished": b"mine"}, True),
         ({"prepare.py": b"", "train.bin": b"nanoGPT's", "input.txt": b"x"}, False),
-        ({"prepare.py": b"", "train_00000.bin": b"x"}, True),
         ({"prepare.py": b"", ".gitignore": b"x", "__pycache__/prepare.pyc": b"x"}, False),
         ({".DS_Store": b"x"}, False),
         ({}, False),
@@ -216,10 +201,10 @@ def test_folders_of_others_are_refused_and_stay_as_they_are(tmp_path, files, ref
         (tmp_path / name).write_bytes(content)
     if refused:
         for verify in (False, True):
-            with pytest.raises(DataError, match="give another --out") as error:
-                is_complete(str(tmp_path), {}, verify)
+            with pytest.raises(DataError, match="give another --out|in a new folder") as error:
+                is_complete(tmp_path, {}, verify)
         assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
-        with pytest.raises(DataError, match="give another --out"):
+        with pytest.raises(DataError, match="give another --out|in a new folder"):
             write(tmp_path)
         assert contents(tmp_path) == files
     else:
@@ -231,7 +216,7 @@ def test_folders_of_others_are_refused_and_stay_as_they_are(tmp_path, files, ref
 
 def test_files_of_others_in_a_dataset_of_ours_stay(tmp_path):
     write(tmp_path)
-    mine = [tmp_path / name for name in ("notes.txt", "train_00099.bin", "vocab.json")]
+    mine = [tmp_path / name for name in ("notes.txt", "train.bin", "folder.json")]
     for path in mine:
         path.write_text("mine")
     write(tmp_path, train=(3,))
@@ -239,66 +224,37 @@ def test_files_of_others_in_a_dataset_of_ours_stay(tmp_path):
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "essay.txt").write_text("mine")
     before = contents(tmp_path)
-    for act in (lambda: write(tmp_path), lambda: is_complete(str(tmp_path), {})):
-        with pytest.raises(DataError, match="unfinished is not of a dataset of ours: move it away"):
+    for act in (lambda: write(tmp_path), lambda: is_complete(tmp_path, {})):
+        with pytest.raises(DataError, match="unfinished is not of a dataset of ours .essay.txt.: move it away"):
             act()
     assert contents(tmp_path) == before
 
 
-def test_a_damaged_meta_json_is_made_again_without_touching_what_it_names(tmp_path, capsys):
-    folder, other = tmp_path / "set", tmp_path / "x.bin"
-    write(folder)
-    other.write_text("mine")
-    whole = contents(folder)
-    meta = json.loads(whole["meta.json"])
-    meta["splits"]["train"]["shards"][0]["file"] = "../x.bin"
-    for damaged in (json.dumps(meta), "{", "[" * 100_000):
-        (folder / "meta.json").write_text(damaged)
-        assert not is_complete(str(folder), meta["arguments"], verify=True)
-        assert "meta.json is damaged: the dataset is made again" in capsys.readouterr().out
-        write(folder)
-        assert contents(folder) == whole and other.read_text() == "mine"
-
-
-def test_a_damaged_meta_json_in_unfinished_is_no_dataset(tmp_path):
+def test_a_damaged_meta_json_is_made_again(tmp_path, capsys):
     write(tmp_path)
     whole = contents(tmp_path)
-    (tmp_path / "unfinished").mkdir()
-    (tmp_path / "unfinished" / "meta.json").write_text("{")
-    assert is_complete(str(tmp_path), {"train": [5, 4], "val": 3, "length": 12})
-    assert contents(tmp_path) == whole
+    for damaged in ("{", "[" * 100_000):
+        (tmp_path / "meta.json").write_text(damaged)
+        assert not is_complete(tmp_path, json.loads(whole["meta.json"])["arguments"], verify=True)
+        assert "is not complete" in capsys.readouterr().out
+        write(tmp_path)
+        assert contents(tmp_path) == whole
 
 
-def test_names_in_progress_json_do_not_leave_the_folder(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "set", fail_at=2)
-    (tmp_path / "x.bin").write_text("mine")
-    path = tmp_path / "set" / "unfinished" / "progress.json"
-    progress = json.loads(path.read_text())
-    progress["shards"]["../../x.bin"] = progress["shards"]["train_00000.bin"]
-    progress["stale"] = ["../x.bin"]
-    path.write_text(json.dumps(progress))
-    is_complete(str(tmp_path / "set"), {}, verify=True)
-    write(tmp_path / "set")
-    assert (tmp_path / "x.bin").read_text() == "mine"
-    Dataset(str(tmp_path / "set")).verify()
-
-
-@pytest.mark.parametrize("units", [5, [], {"train_00000.bin": []}, {"train_00000.bin": None}])
-def test_damaged_progress_json_starts_over(tmp_path, units):
+@pytest.mark.parametrize("name", ["meta.json", "progress.json"])
+def test_damaged_files_of_an_unfinished_dataset_start_over(tmp_path, name):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, fail_at=2)
-    path = tmp_path / "unfinished" / "progress.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"units": units}))
+    (tmp_path / "unfinished" / name).write_text("{")
+    assert not is_complete(tmp_path, {})
     write(tmp_path)
-    Dataset(str(tmp_path)).verify()
+    verify(Dataset(tmp_path))
 
 
 def test_half_a_surrogate_pair_in_a_message_is_printed(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "stdout", open(1, "w", encoding="utf-8", closefd=False))
-    with pytest.raises(SystemExit) as exit:
-        command.run(lambda argv: print("\ud800"))
-    assert exit.value.code in (0, None) and capfd.readouterr().out == "?\n"
+    command.run(lambda argv: print("\ud800"))
+    assert capfd.readouterr().out == "?\n"
 
 
 def test_a_dataset_behind_a_link_is_read_and_written(tmp_path):
@@ -307,12 +263,12 @@ def test_a_dataset_behind_a_link_is_read_and_written(tmp_path):
     write(tmp_path / "set")
     os.rename(tmp_path / "disk" / "train_00000.bin", tmp_path / "moved.bin")
     (tmp_path / "disk" / "train_00000.bin").symlink_to("../moved.bin")
-    Dataset(str(tmp_path / "set")).verify()
+    verify(Dataset(tmp_path / "set"))
     kept = (tmp_path / "moved.bin").read_bytes()
     zeroed = tmp_path / "disk" / "train_00001.bin"
     zeroed.unlink()
     train, _ = write(tmp_path / "set")
-    assert np.array_equal(Dataset(str(tmp_path / "set")).read("train", 0, 108), train.ravel())
+    assert np.array_equal(Dataset(tmp_path / "set").read("train", 0, 108), train.ravel())
     assert (tmp_path / "moved.bin").read_bytes() == kept
 
 
@@ -342,12 +298,10 @@ def test_what_is_not_taken_is_said(tmp_path, three_sources, capsys):
     os.mkfifo(notes / "pipe.txt")
     prepare_text(tmp_path, *three_sources, notes / "00.txt")
     out = capsys.readouterr().out
-    assert f"{code}: nothing is taken from it: it has 26 .py, and --suffix=.txt,.md,.rst,.jsonl" in out
+    assert f"{code}: nothing is taken from it: it has no .txt,.md,.rst,.jsonl" in out
     counts = next(line for line in out.splitlines() if "left out: " in line)
     assert "28 files" in counts and ": 27 .txt, 1 .jsonl;" in counts  # LOUD.TXT is text, too
-    for count in ("26 .py", "2 .jpg", "1 .pdf"):
-        assert count in counts
-    assert int(re.search(r"(\d+) others", counts)[1]) == 7 - 3  # the most frequent six kinds are named
+    assert "left out: 36 (26 .py, 2 " in counts and "2 .jpg" in counts
 
 
 def test_validation_comes_from_all_sources_in_whole_documents_whatever_their_order(tmp_path, three_sources):
@@ -490,21 +444,6 @@ def test_progress_is_a_bar_on_a_terminal_even_of_no_width_and_lines_elsewhere(tm
         pass
     assert done.returncode == 0 and b"100%" in printed and b"Traceback" not in printed
     os.close(terminal)
-
-
-def test_lines_of_progress_come_now_and_then(monkeypatch, capsys):
-    from sympow.data import progress
-
-    clock = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    shown = progress.Progress("data/x", 1000, 100)
-    for _ in range(9):
-        clock[0] += 25
-        shown.update(100)
-    shown.close()
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "data/x: 10% of about 1,000 tokens"
-    assert lines[1] == "data/x: 40% of about 1,000 tokens, 4 tokens/s, 2 minutes left" and len(lines) == 4
 
 
 @pytest.mark.parametrize(

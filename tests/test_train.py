@@ -93,9 +93,9 @@ def test_a_run_goes_on_only_with_its_own_settings(go, capsys):
     assert go("--attention=sympow", "--out_dir=out/a", "--max_iters=7", "--eval_interval=2", "--batch_size=2") == 0
     assert max(metrics("out/a")) == 7
     assert go("--attention=sympow", "--out_dir=out/a", "--decay_lr=True", "--max_iters=8") == 2
-    cosine = ["--out_dir=out/c", "--decay_lr=True", "--lr_decay_iters=20"]
-    assert go(*cosine, "--max_iters=2") == 0 and go(*cosine, "--max_iters=4") == 0 and max(metrics("out/c")) == 4
-    assert go(*cosine[:2], "--max_iters=5") == 2  # the cosine would end elsewhere
+    cosine = ["--out_dir=out/c", "--decay_lr=True"]
+    assert go(*cosine, "--max_iters=2") == 0 and go(*cosine, "--max_iters=4") == 2  # it would end elsewhere
+    assert "was trained with max_iters=2, now max_iters=4" in capsys.readouterr().err
 
 
 def test_nothing_is_overwritten_unless_asked_and_then_renamed(go, capsys):
@@ -123,7 +123,7 @@ def test_weights_of_another_run_can_be_taken(go, capsys):
     assert "the weights in out/a/ckpt/step_00000012 do not fit this model" in error and error.count("\n") == 1
     assert go("--out_dir=out/d", "--init_from=out/nothing") == 2
     error = capsys.readouterr().err
-    assert "init_from must be auto (" in error and "scratch or a folder with a checkpoint, got 'out/nothing'" in error
+    assert "init_from: there is no whole checkpoint in out/nothing; give auto (nanoGPT's resume), scratch, " in error
     assert error.count("\n") == 1
 
 
@@ -162,7 +162,7 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):  # noqa: F811
         (["--n_head=0"], "n_head must be positive, got 0"),
         (["--beta1=1"], "beta1 must be in [0, 1), got 1.0"),
         (["--device=tpu"], "device must be auto, cpu, cuda, cuda:N or mps, got 'tpu'"),
-        (["--compile", "--seed=1"], "--compile needs a value, as in --compile=auto"),
+        (["--compile", "--seed=1"], "argument --compile: expected one argument"),
         (["--lerning_rate=1"], "did you mean learning_rate?"),
     ],
 )  # fmt: skip
@@ -267,14 +267,11 @@ def test_ranks_take_the_time_from_rank_0(dataset, tmp_path):  # noqa: F811
     assert f"stopped after {len(rates[0])} steps: max_seconds=1.5 is reached" in (tmp_path / "rank_0").read_text()
 
 
-def test_a_schedule_that_would_end_above_its_rate_is_refused(go, tmp_path, capsys):
+def test_a_schedule_that_would_end_above_its_rate_is_refused(go, capsys):
     args = ["--out_dir=out/a", "--learning_rate=1e-5", "--schedule=cosine", "--max_iters=1", "--eval_interval=1"]
     assert go(*args) == 2
     assert "min_lr must be at most learning_rate=1e-05" in capsys.readouterr().err and not os.path.exists("out")
     assert go(*args, "--min_lr=1e-6") == 0
-    path = tmp_path / "out/a/config.json"  # a run of an earlier version, which took it, goes on
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"min_lr": 6e-5}))
-    assert go(*args, "--min_lr=6e-5") == 0
 
 
 def test_nccl_without_gpus_is_refused_in_one_line(monkeypatch, capsys):
@@ -516,24 +513,6 @@ def test_a_damaged_token_is_refused_by_its_shard(go, tmp_path, capsys):
         assert go(f"--dataset={path}", f"--out_dir=out/{split}") == 2
         error = capsys.readouterr().err
         assert f"{split}_00000.bin: token id 999 is not in the vocabulary of 257" in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "env,message",
-    [
-        ({"RANK": "x"}, "RANK='x' in the environment must be a whole number"),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 and WORLD_SIZE=0 in the environment do not fit"),
-        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 and WORLD_SIZE=2 in the environment do not fit"),
-        ({"WORLD_SIZE": "2"}, "RANK= and WORLD_SIZE=2 in the environment do not fit"),
-        ({"SLURM_RESTART_COUNT": "1.5"}, "SLURM_RESTART_COUNT='1.5' in the environment must be a whole number"),
-    ],
-)
-def test_an_environment_that_is_no_launchers_is_refused(go, monkeypatch, capsys, env, message):
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert go("--out_dir=out/a") == 2 and not os.path.exists("out")
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
 
 
 def train_without_streams():

@@ -28,9 +28,10 @@ def micro_batches(trainer):
         trainer.next_stage = stage_of(trainer, step)
         stage = trainer.stages[trainer.next_stage]
         for micro in range(stage.accumulation):
-            sizes = *place(trainer), micro, stage.accumulation, stage.batch_size
+            rank, world = place(trainer)
+            part, parts = micro * world + rank, stage.accumulation * world
             spans = trainer.slices.of(stage.block_size)
-            batch = train_batch(stage.windows, trainer.cfg.seed, step, *sizes, spans)
+            batch = train_batch(stage.windows, trainer.cfg.seed, step, part, parts, stage.batch_size, spans)
             trainer.ranks.beat()
             on_gpu = trainer.device.type == "cuda"
             if on_gpu:  # from pinned memory the copy runs beside the computation

@@ -2,8 +2,6 @@
 
     python data/longcrawl64/prepare.py --documents=2048               # 134 M tokens of the Hugging Face mirror
     python data/longcrawl64/prepare.py --source=/data/longcrawl64     # a local copy: train.zarr and heldout.zarr
-    python data/longcrawl64/prepare.py --source=/data/longcrawl64 --direct     # training then reads the arrays
-    python data/longcrawl64/prepare.py --source=/data/longcrawl64 --check      # count its chunk files and stop
     python data/longcrawl64/prepare.py --source=books.jsonl           # other long text, packed into the same layout
 
 The source is two zarr arrays (v2 or v3; local or any fsspec URL), train [6609334, 65536] and heldout [52131, 65536] of
@@ -25,7 +23,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from sympow.data import DataError
 from sympow.data.command import Parser, run
 from sympow.data.corpus import find_files, prepare_files
-from sympow.data.shards import Unit, is_complete, write_dataset, write_direct
+from sympow.data.shards import Unit, is_complete, write_dataset
 from sympow.data.tokenizer import gpt2_tokenizer
 from sympow.data.zarr_rows import Zarr, missing_message
 
@@ -43,75 +41,48 @@ def plan(array, documents, skip_missing):
     if not skip_missing and documents is not None:
         rows = rows[: -(-documents // array.chunk_rows)]
     print(f"{array.url}: looking for the chunk files of {array.documents:,} documents")
-    missing = array.missing(rows) or []
+    missing = set(array.missing(rows))
     if missing and not skip_missing:
-        raise DataError(missing_message(array.url, missing))
-    absent = set(missing)
-    rows = [row for row in rows if not absent.intersection(array.keys(row))]
-    found, left = [], array.documents if documents is None else documents
+        raise DataError(missing_message(array.url, sorted(missing)))
+    parts, remaining = [], array.documents if documents is None else documents
     for row in rows:
-        count = min(left, array.chunk_rows, array.documents - row * array.chunk_rows)
-        if count:
-            found.append((row, count))
-        left -= count
-    if not found or (left and documents is not None):
-        had = sum(count for _, count in found)
-        raise DataError(f"{array.url}: {documents or 'all'} documents asked for, {had} can be had")
-    return found
-
-
-def check(arrays):
-    """Count the chunk files and print the missing ones. Returns the exit status: 0 if none is missing, otherwise 2."""
-    complete = True
-    for array in arrays:
-        missing = array.missing(array.chunks)
-        if missing is None:
-            raise DataError(f"{array.url}: the files of this store cannot be listed")
-        total = sum(len(array.keys(row)) for row in array.chunks)
-        print(f"{array.url}: {total - len(missing):,} of {total:,} chunk files")
-        for key in missing:
-            print(f"  missing {key}")
-        complete = complete and not missing
-    return 0 if complete else 2
+        count = min(remaining, array.chunk_rows, array.documents - row * array.chunk_rows)
+        if count and missing.isdisjoint(array.keys(row)):
+            parts.append((row, count))
+            remaining -= count
+    if not parts or (remaining and documents is not None):
+        total = sum(count for _, count in parts)
+        raise DataError(f"{array.url}: {documents or 'all'} documents asked for, {total} can be had")
+    return parts
 
 
 def prepare_zarr(args, source):
-    """Write the dataset from zarr arrays, or with --check count their chunk files. Returns the exit status."""
+    """Write the dataset from zarr arrays."""
     arguments = {
         "zarr": source if "://" in source else os.path.abspath(source),
         "documents": args.documents,
         "val_documents": args.val_documents,
         "skip_missing": args.skip_missing,
         "document_length": args.document_length,
-        **({"direct": True} if args.direct else {}),
     }
-    if not args.check and not args.skip_missing and is_complete(args.out, arguments, args.verify):
-        return 0
+    if not args.skip_missing and is_complete(args.out, arguments, args.verify):
+        return
     arrays = {split: Zarr(f"{source}/{name}", args.document_length) for split, name in ARRAYS.items()}
-    if args.check:
-        return check(arrays.values())
     documents = {"train": args.documents, "val": args.val_documents}
     if args.documents and not args.val_documents:  # a small training set does not need all 52,131 heldout documents
         documents["val"] = min(2048, arrays["val"].documents)
-    tokenizer = gpt2_tokenizer(json_escaped=True)
     plans = {split: plan(arrays[split], documents[split], args.skip_missing) for split in arrays}
-    if args.skip_missing:  # a copy that has grown has other complete rows: do not mix them with those already written
-        arguments["rows"] = {split: [row for row, _ in rows] for split, rows in plans.items()}
+    if args.skip_missing:  # a copy that has grown has other complete rows
+        arguments["rows"] = {split: [row for row, _ in parts] for split, parts in plans.items()}
         if is_complete(args.out, arguments, args.verify):
-            return 0
+            return
     length = args.document_length
-    if args.direct:
-        url = arguments["zarr"]  # absolute: training may start in another folder
-        rows = {s: {"url": f"{url}/{ARRAYS[s]}", "together": arrays[s].chunk_rows, "rows": plans[s]} for s in arrays}
-        write_direct(args.out, rows, tokenizer, length, arguments, source, args.command)
-        return 0
     units = [
-        Unit(split, partial(arrays[split].read, row, count), count * length, [arguments["zarr"], row, count])
+        Unit(split, partial(arrays[split].read, row, count), [arguments["zarr"], row, count])
         for split in arrays
         for row, count in plans[split]
     ]
-    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command)
-    return 0
+    write_dataset(args.out, units, gpt2_tokenizer(json_escaped=True), length, arguments, source, args.command)
 
 
 def main(argv):
@@ -120,8 +91,6 @@ def main(argv):
     parser.add_argument("--documents", type=int, help="train documents to take (unset: all)")
     parser.add_argument("--val_documents", type=int, help="heldout documents (unset: all, or 2048 with --documents)")
     parser.add_argument("--skip_missing", action="store_true", help="leave out chunk rows that are not complete")
-    parser.add_argument("--direct", action="store_true", help="write no tokens: training reads the arrays themselves")
-    parser.add_argument("--check", action="store_true", help="only count the chunk files and list those missing")
     parser.add_argument("--key", default="text", help="for text: where it is in a line of .jsonl")
     args = parser.parse_args(argv)
     source = args.source.rstrip("/")
@@ -129,12 +98,12 @@ def main(argv):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise DataError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if "://" in source or any(os.path.exists(os.path.join(source, name)) for name in ARRAYS.values()):
-        return prepare_zarr(args, source)
-    if args.documents or args.val_documents or args.check or args.skip_missing:
+        prepare_zarr(args, source)
+        return
+    if args.documents or args.val_documents or args.skip_missing:
         names = " and ".join(ARRAYS.values())
-        raise DataError(f"{source} has no {names}; --documents, --check and --skip_missing are for zarr sources")
+        raise DataError(f"{source} has no {names}; --documents and --skip_missing are for zarr sources")
     prepare_files(find_files([source], (".txt", ".md", ".jsonl")), "gpt2-escaped", args, source, args.key)
-    return 0
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
 
 tasks.py describes the two tasks. Training has documents of --context bytes, so that every answer lies in the window of
 a model that is trained at this context. A row has --times of them, behind one another. The validation split begins with
---short such rows, for the loss; its other rows are one document each, --times the context long, on which the accuracy
-is measured against the distance of the answer. All are bytes and a function of the options; the haystack of needles is
-a prepared dataset of bytes, split by split.
+--short such rows, for the loss. Its other rows are one document each, --times the context long: they measure accuracy
+against the distance of the answer. All are bytes and a function of the options; the haystack of needles is a prepared
+dataset of bytes, split by split.
 """
 
 import functools
@@ -39,43 +39,44 @@ def main(argv):
     parser.add_argument("--long", type=int, default=64, help="rows of validation with one document each")
     parser.add_argument("--haystack", default="pystdlib", help="prepared dataset of bytes that needles lie in")
     args = parser.parse_args(argv)
-    for name, least in (("context", 256), ("times", 1), ("train_tokens", args.context), ("short", 1), ("long", 1)):
-        if getattr(args, name) < least:
-            raise DataError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    smallest = {"context": 256, "times": 1, "train_tokens": args.context, "short": 1, "long": 1}
+    for name, limit in smallest.items():
+        if getattr(args, name) < limit:
+            raise DataError(f"--{name} must be at least {limit}, got {getattr(args, name)}")
     length = args.context * args.times
-    names = ("task", "context", "times", "train_tokens", "short", "long")
-    arguments, haystack = {name: getattr(args, name) for name in names}, None
+    arguments, haystack = {name: getattr(args, name) for name in ("task", *smallest)}, None
     if args.task == "needle":
         haystack = Dataset(args.haystack)
         if haystack.tokenizer.kind != "bytes":
             raise DataError(
                 f"--haystack={args.haystack} must be a dataset of bytes, it is of {haystack.tokenizer.kind}"
             )
-        arguments["haystack"] = [shard["sha256"] for s in haystack.meta["splits"].values() for shard in s["shards"]]
+        arguments["haystack"] = haystack.meta["splits"]
     if is_complete(args.out, arguments, args.verify):
         return
-    rows, most = -(-args.train_tokens // length), max(1, SHARD // length)
-    sizes = [("train", min(most, rows - at), args.times) for at in range(0, rows, most)]
+    rows, shard_rows = -(-args.train_tokens // length), max(1, SHARD // length)
+    parts = [("train", min(shard_rows, rows - first), args.times) for first in range(0, rows, shard_rows)]
+    parts += [("val", args.short, args.times), ("val", args.long, 1)]
     units = [
-        Unit(split, functools.partial(_rows, haystack, split, i, count, length, pieces, args.task), count * length)
-        for i, (split, count, pieces) in enumerate([*sizes, ("val", args.short, args.times), ("val", args.long, 1)])
+        Unit(split, functools.partial(_rows, haystack, split, number, (count, length), pieces))
+        for number, (split, count, pieces) in enumerate(parts)
     ]
     source = f"{args.task}" + (f" in {haystack.name}" if haystack else "")
-    write_dataset(args.out, units, Tokenizer("bytes"), length, arguments, source, args.command, facts=arguments)
+    write_dataset(args.out, units, Tokenizer("bytes"), length, arguments, source, args.command, arguments)
 
 
-def _rows(haystack, split, number, count, length, pieces, task):
-    """Return `count` rows [count, length] of `pieces` documents each; number: that of the shard, its seed."""
+def _rows(haystack, split, number, shape, pieces):
+    """Return rows of this shape, of `pieces` documents each, of needles if there is a haystack, otherwise of pairs.
+
+    number: the number of the shard, its seed.
+    """
     rng = np.random.Generator(np.random.PCG64(zlib.crc32(f"{split} {number}".encode())))
-    documents, size = count * pieces, length // pieces
-    try:
-        if task == "pairs":
-            text = make_pairs(rng, documents, size)
-        else:
-            text = make_needles(rng, _hay(haystack, split, rng, documents, size), size)
-    except ValueError as error:
-        raise DataError(error) from None
-    return text.astype(np.uint16).reshape(count, length)
+    documents, size = shape[0] * pieces, shape[1] // pieces
+    if haystack:
+        text = make_needles(rng, _hay(haystack, split, rng, documents, size))
+    else:
+        text = make_pairs(rng, documents, size)
+    return text.astype(np.uint16).reshape(shape)
 
 
 def _hay(haystack, split, rng, documents, size):
@@ -83,8 +84,9 @@ def _hay(haystack, split, rng, documents, size):
     total = haystack.tokens(split)
     if total < size:
         raise DataError(f"the haystack {haystack.name} has {total} tokens of {split}, a document needs {size}")
-    found = np.stack([haystack.read(split, int(at), size) for at in rng.integers(0, total - size + 1, documents)])
-    return np.where(found > 255, 10, found).astype(np.uint8)
+    starts = rng.integers(0, total - size + 1, documents).tolist()
+    tokens = np.stack([haystack.read(split, start, size) for start in starts])
+    return np.where(tokens > 255, ord("\n"), tokens).astype(np.uint8)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prepare source code, or documentation, by project: what is held out is whole projects, and what repeats is left out.
+"""Prepare source code, or documentation, by project: whole projects are held out, and repeated files are left out.
 
     python data/source/prepare.py --root=/usr/lib/python3/site-packages                  # -> data/source, as bytes
     python data/source/prepare.py --root ~/src /usr/include --suffix=.c,.h,.py --out=data/code
@@ -11,8 +11,8 @@ stands between projects. Files above 65,536 bytes, which are tables and amalgama
 those alone.
 
 Projects are ordered by a hash of their names, with the large ones in front. A file is dropped if more than half of its
-shingles (five lines) stand in an earlier file: so copies within training, and vendored copies and other versions of
-what training has within validation, are gone. The last projects, as many as give --val_fraction of the text and at
+shingles (five lines) stand in an earlier file. So there are no copies within training, and validation has no vendored
+copies and no other versions of a file of training. The last projects, as many as give --val_fraction of the text and at
 least 2 M tokens where the corpus has them, are the validation split, the small ones first. A row of it is one
 project's; in training, rows are cut from the whole text. meta.json counts files, projects and what was dropped, and
 names what is held out.
@@ -24,7 +24,6 @@ import hashlib
 import os
 import re
 import sys
-import time
 import warnings
 from collections import Counter
 
@@ -32,11 +31,12 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from sympow.data import DataError
+from sympow.data import DataError, batches
 from sympow.data.command import Parser, run
 from sympow.data.corpus import UNIT, cut_rows, find_files, fingerprint, parse_suffixes, row_length
 from sympow.data.near_duplicates import repeated_shares
 from sympow.data.shards import Unit, is_complete, write_dataset
+from sympow.data.split import open_file
 from sympow.data.tokenizer import Tokenizer
 
 LARGE = 65536  # bytes of a file that is a table or an amalgamation
@@ -57,41 +57,44 @@ def main(argv):
             raise DataError(f"--root={root} is not a folder")
     suffixes = (".py",) if args.text == "docstrings" else parse_suffixes(args.suffix)
     sources = find_files(args.root, suffixes)
-    arguments = dict(
-        document_length=args.document_length, val_fraction=args.val_fraction, take=args.files, text=args.text,
-        files=fingerprint(sources), split="by project",
-    )  # fmt: skip
+    arguments = {name: getattr(args, name) for name in ("document_length", "val_fraction", "files", "text")}
+    arguments["fingerprint"] = fingerprint(sources)
     if is_complete(args.out, arguments, args.verify):
         return
     projects, dropped = group_files(sources, args.files)
     read = read_docstrings if args.text == "docstrings" else read_whole
-    kept, copies = drop_repeated(order_projects(projects, args.val_fraction), read)
-    tokens = sum(size for files in kept.values() for _, size in files)
-    length = row_length(tokens, args.document_length)
-    train, val = split_projects(kept, tokens, args.val_fraction, length)
-    facts = dict(
-        files=sum(len(kept[name]) for name in (*train, *val)), projects=len(train) + len(val),
-        dropped=dict(dropped | copies),
-        held_out={name: sum(size for _, size in kept[name]) // length for name in val},
-    )  # fmt: skip
-    print(
-        f"{facts['files']:,} files of {len(kept):,} projects, {len(val)} of them held out; dropped: {facts['dropped']}"
-    )
+    projects, copies = drop_repeated(order_projects(projects, args.val_fraction), read)
+    sizes = {name: sum(size for _, size in files) for name, files in projects.items()}
+    length = row_length(sum(sizes.values()), args.document_length)
+    train, val = split_projects(sizes, args.val_fraction, length)
+    facts = {
+        "files": sum(len(projects[name]) for name in (*train, *val)),
+        "projects": len(train) + len(val),
+        "dropped": dict(dropped | copies),
+        "held_out": {name: sizes[name] // length for name in val},
+    }
+    print(f"{facts['files']:,} files of {len(sizes):,} projects, {len(val)} held out; dropped: {facts['dropped']}")
     if length < args.document_length:
-        print(f"rows of {length} tokens instead of {args.document_length}: the source has {tokens:,} tokens")
-    units = [*train_units(train, kept, read, length), *val_units(val, kept, read, length)]
+        print(f"rows of {length} tokens instead of {args.document_length}: there are {sum(sizes.values()):,} tokens")
+    units = train_units([projects[name] for name in train], read, length)
+    for name in val:
+        parts = [(file, False) for file, _ in projects[name]]
+        units.append(Unit("val", functools.partial(_rows, parts, read, length)))
     source = f"{args.text} of {args.suffix} in {', '.join(args.root)}, by project"
-    write_dataset(args.out, units, Tokenizer("bytes"), length, arguments, source, args.command, facts=facts)
+    write_dataset(args.out, units, Tokenizer("bytes"), length, arguments, source, args.command, facts)
 
 
-def group_files(sources, take):
-    """Return ({project: its Files in the order of their paths}, Counter of the files that are left out)."""
+def group_files(sources, kind):
+    """Return ({project: its Files in the order of their paths}, Counter of the files that are left out).
+
+    kind: "small" takes files of up to LARGE bytes, "large" takes the others.
+    """
     projects, dropped = {}, Counter()
     for file in sorted(file for files in sources for file in files):
         top = file.name.partition("/")[0]
         if top.endswith(NO_PROJECTS):
             dropped["of no project"] += 1
-        elif (file.size > LARGE) != (take == "large"):
+        elif (file.size > LARGE) != (kind == "large"):
             dropped["above 65,536 bytes" if file.size > LARGE else "up to 65,536 bytes"] += 1
         else:
             projects.setdefault(project_name(top, "/" not in file.name), []).append(file)
@@ -104,19 +107,26 @@ def project_name(top, is_file):
     return re.sub(r"[-_]v?\d[\w.+-]*$", "", name).lower() or name
 
 
+def enough(total, val_fraction):
+    """Return how many of `total` bytes the validation split needs."""
+    return max(val_fraction * total, min(ENOUGH, total / 10))
+
+
 def order_projects(projects, val_fraction):
     """Return the projects in the order in which they are read: the large ones, then by a hash of their names."""
-    total = sum(file.size for files in projects.values() for file in files)
-    most = max(val_fraction * total, min(ENOUGH, total / 10))
-    small = lambda name: sum(file.size for file in projects[name]) <= most
-    names = sorted(projects, key=lambda name: (small(name), hashlib.sha256(name.encode("utf-8", "replace")).digest()))
-    return {name: projects[name] for name in names}
+    sizes = {name: sum(file.size for file in files) for name, files in projects.items()}
+    limit = enough(sum(sizes.values()), val_fraction)
+
+    def place(name):
+        return sizes[name] <= limit, hashlib.sha256(name.encode("utf-8", "replace")).digest()
+
+    return {name: projects[name] for name in sorted(projects, key=place)}
 
 
 def drop_repeated(projects, read):
-    """Return ({project: [(File, its bytes)]} of the files that stay, Counter of those that are dropped)."""
-    files = [(name, file) for name, of in projects.items() for file in of]
-    sizes, started = [], time.monotonic()
+    """Return ({project: [(File, its bytes)]} of the files that stay, Counter of the files that are dropped)."""
+    files = [(name, file) for name, members in projects.items() for file in members]
+    sizes = []
 
     def texts():
         for _, file in files:
@@ -124,81 +134,54 @@ def drop_repeated(projects, read):
             sizes.append(len(text))
             yield text
 
-    shares, kept, dropped = repeated_shares(texts()), {}, Counter()
-    seconds = time.monotonic() - started
-    print(f"compared {sum(sizes):,} bytes in {seconds:.0f} s ({sum(sizes) / 1e6 / max(seconds, 1e-3):.0f} MB/s)")
+    shares, remaining, dropped = repeated_shares(texts()), {}, Counter()
     for (name, file), size, share in zip(files, sizes, shares):
         if share > REPEATED:
             dropped["mostly repeated"] += 1
         elif not size:
             dropped["without text"] += 1
         else:
-            kept.setdefault(name, []).append((file, size))
-    return kept, dropped
+            remaining.setdefault(name, []).append((file, size))
+    return remaining, dropped
 
 
-def split_projects(kept, tokens, val_fraction, length):
+def split_projects(sizes, val_fraction, length):
     """Return the names of (training, validation): the last projects that have enough whole rows are held out.
 
     The small ones come first, so that an evaluation, which reads the beginning of the split, reads many of them.
+    sizes: {project: its tokens}.
     """
-    names, wanted, val = list(kept), max(val_fraction * tokens, min(ENOUGH, tokens / 10)), []
-    while len(names) > 1 and wanted > 0:
-        rows = sum(size for _, size in kept[names[-1]]) // length
-        wanted -= rows * length
-        name = names.pop()
+    train, val, missing = list(sizes), [], enough(sum(sizes.values()), val_fraction)
+    while len(train) > 1 and missing > 0:
+        name = train.pop()
+        rows = sizes[name] // length
+        missing -= rows * length
         val += [name] if rows else []  # a project that fills no row is on neither side
     if not val:
-        raise DataError(f"{len(kept)} projects cannot be split: give more folders, or a smaller --document_length")
-    return names, sorted(val, key=lambda name: sum(size for _, size in kept[name]))
+        raise DataError(f"{len(sizes)} projects cannot be split: give more folders, or a smaller --document_length")
+    return train, sorted(val, key=sizes.get)
 
 
-def train_units(names, kept, read, length):
+def train_units(projects, read, length):
     """Return the Units of training: the files of all projects behind one another, in parts of about UNIT bytes."""
-    parts, part, size = [], [], 0
-    for name in names:
-        for i, (file, more) in enumerate(kept[name]):
-            part.append((file, i == len(kept[name]) - 1))
-            size += more
-            if size >= UNIT:
-                parts.append((part, size))
-                part, size = [], 0
-    parts += [(part, size)] if part else []
-    return [Unit("train", functools.partial(_train_rows, part, read, length), size) for part, size in parts]
+    files = [(file, size, (file, size) == files[-1]) for files in projects for file, size in files]
+    parts = batches(files, UNIT, lambda entry: entry[1])
+    parts = [[(file, is_last) for file, _, is_last in part] for part in parts]
+    return [Unit("train", functools.partial(_rows, part, read, length)) for part in parts]
 
 
-def val_units(names, kept, read, length):
-    """Return a Unit of validation for each project."""
-    sizes = {name: sum(size for _, size in kept[name]) for name in names}
-    return [
-        Unit("val", functools.partial(_project_rows, [file for file, _ in kept[name]], read, length), sizes[name])
-        for name in names
-    ]
-
-
-def _train_rows(part, read, length):
-    """Return rows [n, length] of the files of a part [(File, True if it is the last of its project)]."""
-    eot = np.array([Tokenizer("bytes").eot], np.uint16)
-    tokens = [x for file, last in part for x in (_tokens(read(file)), eot[: int(last)])]
+def _rows(parts, read, length):
+    """Return rows [n, length] of the files [(File, True if an end of text follows)]."""
+    eot, tokens = np.array([Tokenizer("bytes").eot], np.uint16), []
+    for file, is_last in parts:
+        tokens += [np.frombuffer(read(file), np.uint8).astype(np.uint16), eot[: int(is_last)]]
     return cut_rows(np.concatenate(tokens), length)
-
-
-def _project_rows(files, read, length):
-    """Return rows [n, length] of one project."""
-    return cut_rows(np.concatenate([_tokens(read(file)) for file in files]), length)
-
-
-def _tokens(text):
-    return np.frombuffer(text, np.uint8).astype(np.uint16)
 
 
 def read_whole(file):
     """Return the bytes of a File. Raises DataError if it is not the one that was found any more."""
-    with open(file.path, "rb") as f:
-        text = f.read()
-    if len(text) != file.size:
-        raise DataError(f"{file.path} changed while it was read: run the command again")
-    return text
+    with open_file(file) as f:
+        return f.read()
 
 
 def read_docstrings(file):
@@ -211,8 +194,8 @@ def read_docstrings(file):
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
     nodes.sort(key=lambda node: getattr(node, "lineno", 0))
-    found = [text for node in nodes if (text := ast.get_docstring(node))]
-    return "".join(f"{text}\n\n" for text in found).encode("utf-8", "replace")
+    docstrings = [text for node in nodes if (text := ast.get_docstring(node))]
+    return "".join(f"{text}\n\n" for text in docstrings).encode("utf-8", "replace")
 
 
 if __name__ == "__main__":

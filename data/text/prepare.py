@@ -8,7 +8,7 @@
 Documents are joined, with the end of text after each, and cut into rows of --document_length tokens (fewer if the
 source is small). Every path gives --val_fraction of its text to the validation split: of a folder the files with the
 highest hashes of their names, of .jsonl the lines with the highest hashes of their contents, of a single file its end.
-What a folder has that is not taken is counted in a line. A killed run is resumed by running the same command again.
+Files that are left out are counted in a line. A killed run is resumed by running the same command again.
 
 Tokenizers: bytes; gpt2 (downloaded once); bpe:SIZE, a byte-level BPE of SIZE ids that is trained on the training split;
 or the tokenizer.json of a model, as Hugging Face's tokenizers writes it. The last two need `pip install tokenizers`.
@@ -21,7 +21,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from sympow.data.command import Parser, run
 from sympow.data.corpus import find_files, parse_suffixes, prepare_files
-from sympow.data.tokenizer import check_name
 
 
 def main(argv):
@@ -31,7 +30,6 @@ def main(argv):
     parser.add_argument("--suffix", default=".txt,.md,.rst,.jsonl", help="which files of folders are taken")
     parser.add_argument("--key", default="text", help="where the text is in a line of .jsonl")
     args = parser.parse_args(argv)
-    check_name(args.tokenizer)
     sources = find_files(args.paths, parse_suffixes(args.suffix))
     prepare_files(sources, args.tokenizer, args, ", ".join(args.paths), args.key)
 
