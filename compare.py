@@ -4,8 +4,8 @@
     python compare.py out/softmax out/sympow_p4 --metric=val_loss/code           # on one of several datasets
     python compare.py out/* --names softmax,p=4,"p=4 gated" --png docs/loss.png --markdown
 
-Reads metrics.jsonl in each run's folder, also while the run is still writing it. Losses are compared with those of the
-first run.
+Reads metrics.jsonl in each run's folder, also while the run is still writing it. Losses are compared with the first
+run's.
 """
 
 import math

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from helpers import SMALL, call, dataset, make_dataset  # noqa: F401 (dataset is a fixture)
-from test_sample import tiny
+from test_sample import small
 
 from sympow import evaluate
 from sympow import train
@@ -16,7 +16,7 @@ from sympow.runs.plots import means_by_position
 @pytest.mark.parametrize("attention", ["softmax", "sympow_gating", "conformal_sympow"])
 def test_pieces_give_the_parallel_forwards_losses(attention, monkeypatch):
     monkeypatch.setattr(scores, "LOGITS_AT_ONCE", 257 * 100)
-    model, ids = tiny(attention), torch.randint(257, (2, 301))
+    model, ids = small(attention), torch.randint(257, (2, 301))
     with torch.no_grad():
         logits = model(ids[:, :-1])[0]
         losses = scores.losses_by_position(model, ids[:, :-1], ids[:, 1:], piece=64)
