@@ -335,12 +335,10 @@ def _make_figure(plt, panels, handles, height):
 
 def _set_linear_ticks(axis, key, end):
     """Set ticks at 1, 2 or 5 times a power of ten on both axes; the horizontal one has the unit of `key`, to `end`."""
-    from matplotlib.ticker import MaxNLocator
-
     end = end or 1
     axis.set_xlim(-0.015 * end, 1.03 * end)  # room for circles at both ends
-    axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=key == "step"))
-    axis.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
+    axis.locator_params("x", nbins=6, steps=[1, 2, 5, 10], integer=key == "step")
+    axis.locator_params("y", nbins=7, steps=[1, 2, 5, 10])
     if key != "seconds":
         axis.xaxis.set_major_formatter(lambda x, _: short_count(x) if key == "tokens" else f"{x:,.0f}")
 

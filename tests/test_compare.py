@@ -73,53 +73,44 @@ def test_a_run_that_went_on_since_its_evaluation_is_compared_by_training_loss(tm
     assert rows[1]["train vs first"] == "0.900x"
 
 
-def test_torn_last_line_is_left_out(tmp_path, capsys, table_only):
-    a = write_run(tmp_path / "a", [4.0, 3.0], tail='{"step": 30, "train_lo')
-    assert cells(capsys, a, *table_only)[0]["steps"] == "20"
-
-
-def test_lines_that_hold_no_number_are_left_out(tmp_path, capsys, table_only):
-    a = write_run(tmp_path / "a", [4.0], tail='7\n[]\n\n{"step": 20}\n\x00\x00\n')
-    compare.read_losses(a)
-    assert "metrics.jsonl: 4 damaged lines are left out" in capsys.readouterr().err
-    assert cells(capsys, a, *table_only)[0]["steps"] == "10"
-
-
-def test_after_a_resume_the_later_line_wins(tmp_path, capsys, table_only):
-    a = write_run(tmp_path / "a", [4.0, 3.0], tail='{"step": 20, "train_loss": 2.5, "tokens": 2000}\n')
-    assert cells(capsys, a, *table_only)[0]["train loss"] == "2.5000"
+@pytest.mark.parametrize(
+    "tail,expected",
+    [
+        ('{"step": 30, "train_lo', {"steps": "20", "train loss": "3.0000"}),  # torn
+        ('7\n[]\n\n{"step": 30}\n\x00\x00\n', {"steps": "20", "train loss": "3.0000"}),
+        ('{"step": 20, "train_loss": 2.5, "tokens": 9}\n', {"steps": "20", "train loss": "2.5000"}),  # a resumed run
+    ],
+)
+def test_the_last_whole_line_of_a_step_counts(tail, expected, tmp_path, capsys, table_only):
+    (row,) = cells(capsys, write_run(tmp_path / "a", [4.0, 3.0], tail=tail), *table_only)
+    assert expected.items() <= row.items()
 
 
 def test_throughput_falls_back_on_tokens_over_seconds(tmp_path, capsys, table_only):
-    a = tmp_path / "a"
-    a.mkdir()
-    (a / "metrics.jsonl").write_text('{"step": 1, "train_loss": 2.0, "tokens": 6000, "seconds": 3.0}\n')
-    assert cells(capsys, str(a), *table_only)[0]["tokens/s"] == "2,000"
+    line = '{"step": 1, "train_loss": 2.0, "tokens": 6000, "seconds": 3.0}\n'
+    assert cells(capsys, write_run(tmp_path / "a", tail=line), *table_only)[0]["tokens/s"] == "2,000"
 
 
-def test_diverged_run_still_gets_its_row_and_picture(tmp_path, capsys, options):
-    a = write_run(tmp_path / "a", [4.0, float("nan"), float("inf")], [float("nan")])
-    assert cells(capsys, a, *options)[0]["val loss"] == "nan"
+def test_a_diverged_run_and_one_of_evaluations_alone_get_their_rows_and_picture(tmp_path, capsys, options):
+    diverged = write_run(tmp_path / "a", [4.0, float("nan"), float("inf")], [float("nan")])
+    rows = cells(capsys, diverged, write_run(tmp_path / "b", val=[3.0]), *options)
+    assert rows[0]["val loss"] == "nan" and rows[1]["train loss"] == "-"
 
 
-def test_skipped_step_leaves_no_hole(tmp_path, capsys, options):
+def test_skipped_step_leaves_no_hole(tmp_path, capsys, table_only):
     losses = [4.0] * 95 + [3.0, float("nan"), 3.0, float("inf"), 2.0]
     a = write_run(tmp_path / "a", losses)
-    assert cells(capsys, a, *options)[0]["train loss"] == f"{fmean([4.0] * 5 + [3.0, 3.0, 2.0]):.4f}"
+    assert cells(capsys, a, *table_only)[0]["train loss"] == f"{fmean([4.0] * 5 + [3.0, 3.0, 2.0]):.4f}"
     train, _ = compare.read_losses(a)
     x, y = plots.loss_curve(train, "step", "train_loss")
     assert 970 not in x and len(x) == len(y) == 98 and plots.smooth(y)[-1] == 2.5
     b = write_run(tmp_path / "b", [4.0, float("nan")])  # diverged
-    assert cells(capsys, b, *options)[0]["train loss"] == "nan"
+    assert cells(capsys, b, *table_only)[0]["train loss"] == "nan"
 
 
-def test_run_of_evaluations_alone(tmp_path, capsys, options):
-    assert cells(capsys, write_run(tmp_path / "a", val=[3.0]), *options)[0]["train loss"] == "-"
-
-
-def test_names_replace_the_folders(tmp_path, capsys, options):
+def test_names_replace_the_folders(tmp_path, capsys, table_only):
     a, b = write_run(tmp_path / "a", [4.0]), write_run(tmp_path / "b", [3.0])
-    assert [row["run"] for row in cells(capsys, a, b, "--names", "x,$p=4", *options)] == ["x", "$p=4"]
+    assert [row["run"] for row in cells(capsys, a, b, "--names", "x,$p=4", *table_only)] == ["x", "$p=4"]
 
 
 def test_plain_table_is_aligned_and_explains_itself(tmp_path, capsys):
