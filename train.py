@@ -22,7 +22,7 @@ import torch
 from sympow.data import DataError
 from sympow.data.mixture import open_dataset
 from sympow.model import GPT, GPTConfig
-from sympow.runs import checkpoint, folder, machine, trace
+from sympow.runs import checkpoint, display, folder, machine, trace
 from sympow.training.batches import epochs, format_losses, mean_losses, micro_batches, sample_text
 from sympow.training.context import check_context, split_context, whole_sequences
 from sympow.training.distill import Teacher
@@ -308,6 +308,7 @@ class Trainer:
             step, train_loss=loss, tokens=step * cfg.tokens_per_step, seconds=self.clock.seconds(),
             grad_norm=grad_norm.item(), **shown, skipped=self.skipped.total or None,
             checkpoint_seconds=self.checkpoint_seconds or None, context=self.stage.block_size,
+            memory=display.peak_memory(self.device) / 1e9,
         )  # fmt: skip
         self.checkpoint_seconds = 0.0
         self.display.log(step, self.clock.seconds(), pace, loss, stage=self.stage.name, **shown)

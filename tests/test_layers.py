@@ -15,7 +15,7 @@ from sympow.attention.state import LayerState, State
 from sympow.generation.generate import generate, read_prompt
 from sympow.model import GPT, GPTConfig
 from sympow.generation import state_file
-from sympow.runs.wandb_run import wandb_row
+from sympow.runs.metrics import wandb_row
 
 SHAPE = dict(vocab_size=97, n_head=4, n_kv_head=2, n_embd=32, head_dim=8, rope_base=99.0, gate_bias=2.0)
 
