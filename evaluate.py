@@ -62,7 +62,7 @@ class EvaluateConfig:
     batch_size: int = 8  # texts that are read at a time
     max_length: int = 0  # tokens of a text that are read; 0: with softmax layers the training context, else all
     # both
-    device: str = "auto"  # auto: cuda or cpu; cuda:1, ...; mps (Apple's GPUs: untested)
+    device: str = "auto"  # auto: cuda or cpu; cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
     json: bool = False  # end with one JSON line: each run's mean losses between powers of two, or its metrics by task
 

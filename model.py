@@ -208,7 +208,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(self.hidden(ids)[0]), None
         x, weight = norm_weight(self.transformer.ln_f, self.transformer.wte.weight, self._blocks(ids)[0])
-        return None, head_loss(x, weight, targets, self.config.vocab_size, teacher)
+        return None, self.loss(x, targets, weight, teacher)
 
     def step(self, ids, state):
         """Read one token per sequence, ids [B]; return (logits [B, vocab_size] of the next, the state after it)."""
@@ -261,9 +261,13 @@ class GPT(nn.Module):
         """Return [..., vocab_size] for x [..., n_embd]; the vocabulary's padding, which has no text, is cut off."""
         return F.linear(x, self.transformer.wte.weight)[..., : self.config.vocab_size]
 
-    def loss(self, x, targets):
-        """Return the mean loss in nats for the output of `hidden`, x [B, T, n_embd], and targets [B, T]."""
-        return head_loss(x.flatten(0, 1), self.transformer.wte.weight, targets, self.config.vocab_size)
+    def loss(self, x, targets, weight=None, teacher=None):
+        """Return the mean loss in nats for the output of `hidden`, x [B, T, n_embd], and targets [B, T].
+
+        x and weight may be what `norm_weight` returns. training/parallel.py compiles this by itself.
+        """
+        weight = self.transformer.wte.weight if weight is None else weight
+        return head_loss(x.flatten(0, -2), weight, targets, self.config.vocab_size, teacher)
 
     @torch.no_grad()
     def statistics(self, ids):

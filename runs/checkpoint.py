@@ -58,7 +58,6 @@ class Progress:
     skipped: tuple = (0, 0)  # steps skipped because their gradient was not finite: in all, and in a row up to this step
     evaluated: bool = True  # False if metrics.jsonl has no validation loss of this step, which may be due
     model: dict | None = None  # settings of the model, to notice damage of config.json
-    scaler: tuple = ()  # dtype=float16: the loss scale, and the steps since it changed
     stages: list | tuple = ()  # [context, steps before it] of each stage after the first that has begun
     context: int = 0  # of the validation losses, 0: block_size
 

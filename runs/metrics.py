@@ -129,24 +129,22 @@ class Clock:
 class SkippedSteps:
     """Counts the steps that were skipped because their gradient was not finite.
 
-    Attributes: total, in_a_row (up to the last step that was counted, without those of a search for the loss scale).
+    Attributes: total, in_a_row (up to the last step that was counted).
     """
 
     def __init__(self, total=0, in_a_row=0):
         self.total, self.in_a_row, self.pending = total, in_a_row, None
 
-    def count(self, grad_norm, wait, searching=None):
+    def count(self, grad_norm, wait):
         """Count a step by the norm of its gradient, a scalar tensor, or None if no step was taken.
 
-        searching: LossScaler's, a bool scalar, True if the step was skipped and a smaller loss scale may do, or None.
-        Both are read one step later, when the GPU has long computed them, or with `wait` at once.
+        It is read one step later, when the GPU has long computed it, or with `wait` at once.
         """
-        step = None if grad_norm is None else (grad_norm, searching)
-        for norm, searched in filter(None, (self.pending, step if wait else None)):
-            skipped = not math.isfinite(norm.item())
-            unexplained = skipped and not (searched is not None and searched.item())
-            self.total, self.in_a_row = self.total + skipped, (self.in_a_row + 1) * unexplained
-        self.pending = None if wait else step
+        for norm in (self.pending, grad_norm if wait else None):
+            if norm is not None:
+                skipped = not math.isfinite(norm.item())
+                self.total, self.in_a_row = self.total + skipped, (self.in_a_row + 1) * skipped
+        self.pending = None if wait else grad_norm
 
 
 def baseline_losses(run, context):

@@ -289,7 +289,10 @@ def exit_statuses(ranks):
     except OSError as error:
         leave_at_once(f"cannot read or write: {error}")
     except (torch.OutOfMemoryError, MemoryError) as error:
-        leave_at_once(f"out of memory: {str(error)[:300]}")
+        leave_at_once(
+            f"out of memory: {str(error).partition(chr(10))[0][:300]}; a smaller --batch_size (tokens_per_step stays), "
+            "--activation_checkpointing=True and, on several GPUs, --shard=True need less"
+        )
     except RuntimeError as error:  # raised by a collective when another rank is gone
         if not ranks.watch or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise

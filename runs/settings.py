@@ -143,11 +143,11 @@ TRAIN_RANGES = [  # of train.py's settings, for check_ranges
         "finite and 0 or more",
         lambda x: 0 <= x < math.inf,
     ),
+    # torch.compile works in the first step of a start from nothing, and may in the second
+    ("profile", "0 (none) or a step from 3 on", lambda x: x == 0 or x >= 3),
     ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
     ("decay_share", "above 0 and at most 1", lambda x: 0 < x <= 1),
-    ("optimizer", ["adamw", "muon"]),
-    ("schedule", ["constant", "cosine", "wsd"]),
-    ("dtype", ["auto", "float32", "bfloat16", "float16"]),
+    ("dtype", ["auto", "float32", "bfloat16"]),
     ("compile", ["auto", "True", "False"]),
     ("wandb", ["auto", "online", "offline", "disabled"]),
     ("backend", ["auto", "nccl", "gloo"]),
@@ -158,7 +158,7 @@ def check_ranges(cfg, ranges):
     """Raise ValueError for the first setting that is out of its range.
 
     ranges: rows (names with blanks between, range in words, function of a value that is True in the range); or
-    (names, list of the values that are allowed).
+    (names, the values that are allowed).
     """
     for names, allowed, *test in ranges:
         for name in names.split():
@@ -172,18 +172,14 @@ def check_ranges(cfg, ranges):
 def choose_device(device, dtype, local=0):
     """Return the torch.device and the torch.dtype of matrix products for two settings.
 
-    device: auto, cpu, cuda, cuda:N or mps; "cuda" is GPU number `local`, and auto never chooses mps, which is untested.
-    dtype: float32, bfloat16, float16, or auto: bfloat16 on GPUs that have it.
+    device: auto, cpu, cuda or cuda:N; "cuda" is GPU number `local`.
+    dtype: float32, bfloat16, or auto: bfloat16 on GPUs that have it.
     """
     import torch
 
     name = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|mps|cuda(:\d{1,3})?", name):
-        refuse(f"device must be auto, cpu, cuda, cuda:N or mps, got {device!r}")
-    if name == "mps" and not torch.backends.mps.is_available():
-        refuse("device mps is not there: torch sees no GPU of Apple's on this machine", True)
-    if name == "mps" and os.environ.get("RANK"):
-        refuse("device mps is used by one process, without torchrun: gloo and nccl do not exchange its tensors", True)
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        refuse(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
     chosen = torch.device(f"cuda:{local}" if name == "cuda" else name)
     if chosen.type == "cuda" and chosen.index >= torch.cuda.device_count():
         refuse(f"device {chosen} is not there, torch sees {torch.cuda.device_count()} GPUs: see `make doctor`", True)

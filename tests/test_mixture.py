@@ -237,7 +237,7 @@ def test_stages_and_packing_take_a_mixture(go, capsys):
     epochs = metrics("out", "epochs/a")  # 16 rows of 32 for 3 steps, 8 of 64 for 2, 2 of 256 for one
     assert epochs[6] == pytest.approx(36 / 80 + 12 / 40 + 1 / 10) and metrics("out", "context")[6] == 256
     assert go("--then=128@3", "--out_dir=b") == 2
-    assert "longer than the documents of a,b (64 tokens)" in capsys.readouterr().err
+    assert "then 128 is longer than the documents of a (64 tokens)" in capsys.readouterr().err
 
 
 def test_a_bad_mixture_is_one_line_and_leaves_no_folder(go, sets, capsys):

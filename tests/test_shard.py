@@ -17,11 +17,10 @@ from safetensors import safe_open
 from sympow import train
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint, parts
-from sympow.runs.machine import memory_advice
-from sympow.training.optimizer import clip_gradients, make_optimizer
+from sympow.training import optimizer as optimizers
+from sympow.training.optimizer import make_optimizer
 from sympow.training.parallel import Layout
-from sympow.runs.processes import Failed, Ranks, exit_statuses
-from sympow.training.stages import Stage
+from sympow.runs.processes import Ranks, exit_statuses
 
 OPTIONS = [*SMALL, "--attention=sympow_gating", "--warmup_iters=2"]
 
@@ -140,20 +139,6 @@ def test_what_a_sharded_model_does_not_take_is_refused(capsys):
         assert refused.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_too_little_memory_on_several_ranks_is_answered_with_shard(monkeypatch):
-    def advice(cfg, **model):
-        stage = Stage(cfg.block_size, cfg.batch_size, 1, 0, None, "")
-        with pytest.raises(Failed) as failed, memory_advice(cfg, GPTConfig(**model), stage, goes_on=True):
-            raise torch.OutOfMemoryError
-        return str(failed.value)
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert advice(train.TrainConfig()).endswith(" or --shard=True")
-    assert "shard" not in advice(train.TrainConfig(), dropout=0.1) + advice(train.TrainConfig(shard=True))
-    monkeypatch.delenv("WORLD_SIZE")
-    assert "shard" not in advice(train.TrainConfig())
-
-
 # what several ranks do, each in a process
 
 
@@ -207,11 +192,7 @@ def take_step(layout, network, model, optimizer, rank, step):
         ids = torch.randint(200, (2, 25), generator=generator)
         _, loss = network(ids[:, :-1], ids[:, 1:])
         (loss * (math.nan if step == 1 and rank == 1 else 0.5)).backward()
-    norm = clip_gradients(model.parameters(), 0.5)
-    optimizer.found_inf = (~norm.isfinite()).float()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
+    return optimizers.take_step(model, optimizer, 0.5)
 
 
 def check_checkpoints(ranks, config, cfg, model, optimizer, layout, weights):

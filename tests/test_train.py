@@ -19,6 +19,7 @@ from wandb_server import no_key, wandb_server  # noqa: F401 (fixtures)
 from sympow import train
 from sympow.attention import ATTENTIONS, check, dispatch
 from sympow.training import batches
+from sympow.training.parallel import Layout
 from sympow.runs import checkpoint, display, machine, settings
 from sympow.runs.processes import Ranks
 
@@ -157,11 +158,10 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):  # noqa: F811
         (["--gradient_accumulation_steps=3"], "= 384, but tokens_per_step is 256: give one of them"),
         (["--dataset=nowhere"], "no dataset 'nowhere'"),
         (["--batch_size=0"], "batch_size must be at least 1, got 0"),
-        (["--dtype=float8"], "dtype must be one of auto, float32, bfloat16, float16, got 'float8'"),
         (["--device=cuda:77"], "device cuda:77 is not there"),
         (["--n_head=0"], "n_head must be positive, got 0"),
         (["--beta1=1"], "beta1 must be in [0, 1), got 1.0"),
-        (["--device=tpu"], "device must be auto, cpu, cuda, cuda:N or mps, got 'tpu'"),
+        (["--device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--compile", "--seed=1"], "argument --compile: expected one argument"),
         (["--lerning_rate=1"], "did you mean learning_rate?"),
     ],
@@ -188,27 +188,6 @@ def test_validation_reads_the_same_tokens_whatever_the_batch(go, capsys):
         assert go("--out_dir=out/a", "--eval_only=True", f"--batch_size={batch}") == 0
         assert f"val loss {expected:.4f}" in capsys.readouterr().out
     assert max(metrics("out/a")) == 6
-
-
-def test_learning_rate_schedules():
-    cfg = train.TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=4, max_iters=14)
-    assert [train.learning_rate(s, cfg) for s in (0, 3, 4, 1000)] == pytest.approx([0.2, 0.8, 1.0, 1.0])
-    cfg.schedule = "cosine"
-    assert [train.learning_rate(s, cfg) for s in (4, 9, 14, 99)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
-
-
-def test_the_cosine_ends_with_the_steps_or_with_the_time_whichever_is_first():
-    cosine = dict(schedule="cosine", min_lr=0.1, warmup_iters=4, max_iters=14, max_seconds=10)
-    cfg = train.TrainConfig(learning_rate=1.0, **cosine)
-    assert [train.learning_rate(9, cfg, t) for t in (0, 5, 7.5, 10, 11)] == pytest.approx(
-        [0.55, 0.55, 0.2318, 0.1, 0.1], abs=1e-4
-    )
-    assert [train.learning_rate(s, cfg, 5) for s in (4, 9, 14)] == pytest.approx([0.55, 0.55, 0.1])
-    assert [train.learning_rate(s, cfg, 10) for s in (0, 2)] == pytest.approx([0.1, 0.1])  # no time for the warm-up
-    assert [train.learning_rate(s, cfg, 1) for s in (0, 3)] == pytest.approx([0.2, 0.8])
-    for changed in ({"max_seconds": 0}, {"schedule": "constant"}):
-        free = train.TrainConfig(**{**vars(cfg), **changed})
-        assert [train.learning_rate(s, free, 9) for s in range(20)] == [train.learning_rate(s, free) for s in range(20)]
 
 
 class Ticks:
@@ -306,7 +285,7 @@ def test_a_signal_ends_training_with_a_checkpoint(go, dataset, tmp_path):  # noq
     assert go("--out_dir=out/a", f"--max_iters={last + 2}") == 0 and max(metrics("out/a")) == last + 2
 
 
-def test_out_of_memory_in_the_first_step_names_what_keeps_tokens_per_step(go, monkeypatch, capsys):
+def test_too_little_memory_is_one_line_that_says_what_needs_less(go, monkeypatch, capsys):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -314,28 +293,8 @@ def test_out_of_memory_in_the_first_step_names_what_keeps_tokens_per_step(go, mo
     monkeypatch.setattr(os, "_exit", sys.exit)
     assert go("--out_dir=out/a") == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert (
-        "--batch_size=2 (accumulation becomes 4, tokens_per_step stays 256) or --activation_checkpointing=True" in error
-    )
-    options = ["--gradient_accumulation_steps=2", "--activation_checkpointing=True"]
-    assert go("--out_dir=out/a", *options) == 1
-    again = "try --batch_size=2 --gradient_accumulation_steps=4 (accumulation becomes 4, tokens_per_step stays 256)\n"
-    assert capsys.readouterr().err.endswith(again)
-
-
-def test_advice_for_too_little_memory_is_not_refused_afterwards(go, monkeypatch, capsys):
-    def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    dropout = ["--out_dir=out/a", "--dropout=0.1"]
-    assert go(*dropout, "--max_iters=3") == 0
-    monkeypatch.setattr(train.GPT, "forward", full)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    capsys.readouterr()
-    assert go(*dropout) == 1
-    error = capsys.readouterr().err
-    assert error == "train.py: out of GPU memory in the first step: try --activation_checkpointing=True\n"
+    assert error.startswith("train.py: out of memory: CUDA out of memory; a smaller --batch_size")
+    assert "--activation_checkpointing=True" in error and "--shard=True" in error and error.count("\n") == 1
 
 
 def test_a_missing_toolchain_is_one_line_unless_compilation_was_demanded(go, monkeypatch, capsys):
@@ -346,7 +305,7 @@ def test_a_missing_toolchain_is_one_line_unless_compilation_was_demanded(go, mon
     monkeypatch.setattr(os, "_exit", sys.exit)
     lines = []
     assert machine.can_compile("auto", torch.device("cuda"), lines.append) is False
-    assert not go("--out_dir=out/c", "--compile=false")
+    assert not go("--out_dir=out/c", "--compile=False")
     assert lines == ["training without torch.compile: no C compiler found (see `make doctor`)"]
     assert go("--out_dir=out/a", "--compile=True") == 1
     assert "compile=True, but torch.compile does not work here: no C compiler found" in capsys.readouterr().err
@@ -425,14 +384,14 @@ def test_seconds_count_evaluations_samples_and_checkpoints_with_and_without_a_li
 
 
 def test_samples_and_statistics_are_not_compiled_where_blocks_are(go, monkeypatch):
-    compiled, real, wrap = [], torch.compile, train.Layout.wrap
+    compiled, real, wrap = [], torch.compile, Layout.wrap
 
     def backend(graph, inputs):
         compiled.append(tuple(x.shape for x in inputs if torch.is_tensor(x)))
         return graph
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=backend, **options))
-    monkeypatch.setattr(train.Layout, "wrap", lambda self, model, compiled, _: wrap(self, model, compiled, True))
+    monkeypatch.setattr(Layout, "wrap", lambda self, model, compiled, _: wrap(self, model, compiled, True))
     torch.compiler.reset()
     assert go("--compile=True", "--sample_tokens=0", "--out_dir=out/a") == 0
     without = len(compiled)
@@ -463,7 +422,8 @@ def test_the_bar_moves_at_every_step_and_shows_what_was_logged_last(monkeypatch)
     shown = display.Display(cfg, 10, torch.device("cpu"), shown=True)
     shown.bar.mininterval = 0
     shown.step()
-    shown.log(11, 30.0, 2.0, loss=2.5, tok_per_sec=1000.0, lr=1e-3)
+    numbers = dict(train_loss=2.5, tok_per_sec=1000.0, lr=1e-3, seconds=30.0, mfu=None)
+    shown.log(11, numbers, steps_per_second=2.0, context=32)
     shown.step()
     shown.close()
     frames = terminal.getvalue().split("\r")
