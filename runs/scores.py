@@ -18,7 +18,7 @@ def losses_by_position(model, inputs, targets, piece=None):
 
 
 def score_pieces(model, inputs, targets, piece=None):
-    """Yield the losses in nats, float32 [B, n], of one piece of n tokens after the other, for inputs and targets [B, T].
+    """Yield the losses in nats, float32 [B, n], of each piece of n tokens, for inputs and targets [B, T].
 
     The loss of a target of -1 is 0. piece: tokens of each sequence that are read at a time; by default 65,536 of all
     sequences on a GPU, else 1,024.

@@ -45,7 +45,9 @@ def write_run(name, **settings):
     model.transformer.ln_wte.weight.data.neg_()  # else the head, which is the embedding, repeats the last token
     with checkpoint.Writer(name) as writer:
         writer.save(model, torch.optim.AdamW(model.parameters()), checkpoint.Progress(7, model=vars(config)))
-    run = dict(model=vars(config), dataset="pystdlib", data="12", init_from="auto", block_size=16, then=f"{CONTEXT}@0.5")
+    run = dict(
+        model=vars(config), dataset="pystdlib", data="12", init_from="auto", block_size=16, then=f"{CONTEXT}@0.5"
+    )
     with open(f"{name}/config.json", "w") as f:
         json.dump({"version": checkpoint.VERSION, **run}, f)
     TOKENIZER.save(name)
