@@ -24,7 +24,7 @@ import torch
 from sympow.data import DataError
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint, folder, machine
-from sympow.runs.display import Display
+from sympow.runs.display import Display, peak_memory
 from sympow.runs.metrics import Clock, SkippedSteps, Tracker, relative_loss
 from sympow.runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from sympow.runs.program import refuse
@@ -289,7 +289,7 @@ def log_step(run, display, loss, grad_norm):
     numbers = dict(train_loss=loss, tokens=step * cfg.tokens_per_step, seconds=run.clock.seconds())
     numbers |= dict(grad_norm=grad_norm.item(), lr=run.optimizer.param_groups[0]["lr"], tok_per_sec=speed, mfu=mfu)
     numbers |= dict(skipped=run.skipped.total or None, checkpoint_seconds=run.checkpoint_seconds or None)
-    run.tracker.log(step, **numbers, context=context)
+    run.tracker.log(step, **numbers, context=context, memory=peak_memory(run.plan.device) / 1e9)
     run.checkpoint_seconds = 0.0
     display.log(step, numbers, steps_per_second, context)
 

@@ -138,12 +138,11 @@ class Writer:
             else:
                 self._write_checkpoint(files, progress)
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, by three libraries
-            reason = str(error).strip().splitlines()[0]
             with suppress(RuntimeError):  # rank 0, which has the store, is gone
-                self._tell({"error": reason})
+                self._tell({"error": str(error)})
             older = newest(self.out_dir)
             remedy = f"{older} is whole: the same command goes on from there" if older else "there is no older one"
-            message = f"the checkpoint of step {progress.step} could not be written ({reason}); {remedy}"
+            message = f"the checkpoint of step {progress.step} could not be written ({error}); {remedy}"
             raise NotWritten(message) from error
 
     def _write_checkpoint(self, files, progress):

@@ -83,10 +83,9 @@ def _saved_settings(cfg):
     names = os.listdir(cfg.out_dir) if os.path.isdir(cfg.out_dir) else []
     if "config.json" in names or checkpoint.exists(cfg.out_dir):
         return checkpoint.settings(cfg.out_dir)
-    foreign = sorted(name for name in names if name != ".lock" and not name.endswith((".tmp", *LOGS)))
+    foreign = [name for name in names if name != ".lock" and not name.endswith((".tmp", *LOGS))]
     if foreign and not cfg.eval_only:
-        inside = ", ".join(foreign[:3])
-        refuse(f"{cfg.out_dir} is not a run's folder, it has no config.json but {inside}: choose another out_dir")
+        refuse(f"{cfg.out_dir} is not a run's folder, it has {min(foreign)} but no config.json: choose another out_dir")
     return None
 
 

@@ -11,7 +11,7 @@ import torch
 
 from sympow.data import DataError
 from sympow.data.files import read_json
-from sympow.data.tokenizer import load_tokenizer, named_tokenizer
+from sympow.data.tokenizer import load_tokenizer
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint
 from sympow.runs.processes import warn
@@ -51,21 +51,6 @@ def choose_precision(cfg):
 def is_exported(path):
     """Return True for a folder that export.py has written."""
     return os.path.isfile(os.path.join(path, "modeling_sympow.py"))
-
-
-def load_exported(path, cfg):
-    """Return the same as load_run for a folder that export.py has written, with the model's code that is in it.
-
-    Refuses a folder that transformers cannot load.
-    """
-    device, autocast = choose_precision(cfg)
-    from transformers import AutoModelForCausalLM  # takes seconds
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).gpt
-        return path, model.to(device).eval(), named_tokenizer(path), device, autocast
-    except (DataError, OSError, ValueError, RuntimeError) as error:
-        refuse(f"{path} cannot be loaded: {error}")
 
 
 def longest_text(path):

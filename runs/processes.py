@@ -78,7 +78,7 @@ class Ranks:
         try:
             self.store = store_of_this_start(self.rank, self.world, missing)
         except (ValueError, RuntimeError) as error:  # MASTER_ADDR or MASTER_PORT is missing or wrong, or nobody answers
-            raise Failed(f"the ranks cannot find each other: {str(error).splitlines()[0][:300]}") from error
+            raise Failed(f"the ranks cannot find each other: {str(error)[:300]}") from error
         dist.init_process_group(
             ("nccl" if on_gpu else "gloo") if backend == "auto" else backend,
             store=self.store,
@@ -296,7 +296,7 @@ def exit_statuses(ranks):
     except RuntimeError as error:  # raised by a collective when another rank is gone
         if not ranks.watch or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
-        leave_at_once(f"a rank could not be reached: {ranks.watch.blame()} ({str(error).splitlines()[0][:200]})")
+        leave_at_once(f"a rank could not be reached: {ranks.watch.blame()} ({str(error)[:200]})")
 
 
 def leave_at_once(message, status=1):

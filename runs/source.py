@@ -66,7 +66,7 @@ class Source:
             with Tensors(folder, "model") as saved:
                 shapes = saved.shapes
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"the weights in {path} cannot be read: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"the weights in {path} cannot be read: {error}") from None
         for stored_name, shape in shapes.items():
             name = stored_name.removeprefix("gpt.")
             if gpt2 and not name.startswith(("transformer.", "lm_head.")):

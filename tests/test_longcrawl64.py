@@ -222,17 +222,6 @@ def test_kill_9_within_a_shard_loses_that_shard_alone(tmp_path, capfd):
     verify(dataset)
 
 
-def test_the_real_arrays_have_the_published_number_of_chunk_files():
-    for documents, files in ((6_609_334, 103_296), (52_131, 832)):
-        array = longcrawl64.Zarr.__new__(longcrawl64.Zarr)
-        array.array = zarr.create_array(
-            {}, shape=(documents, 65536), chunks=(2048, 2048), dtype="uint16", zarr_format=2
-        )
-        array.chunk_columns = 2048
-        assert sum(len(array.keys(row)) for row in range(-(-documents // 2048))) == files
-        assert array.keys(1)[3] == "1.3"
-
-
 @pytest.mark.parametrize("name", ["b.txt", "b.jsonl", ""])
 def test_other_long_text_is_packed_into_the_same_layout(tmp_path, name):
     text = 'Eine "lange" Geschichte\n' * 40

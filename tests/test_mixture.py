@@ -22,7 +22,7 @@ from sympow.data.shards import Unit, write_dataset
 from sympow.data.tokenizer import Tokenizer
 from sympow.training.batches import format_losses
 from sympow.runs.folder import fingerprint
-from sympow.runs.wandb_run import wandb_row
+from sympow.runs.metrics import wandb_row
 
 
 def write_set(folder, name, length, rows, val, tokenizer):

@@ -3,7 +3,6 @@
 import json
 import os
 
-import numpy as np
 import pytest
 import tiktoken
 from helpers import byte_encoding, kill_in_second_shard, verify
@@ -37,20 +36,6 @@ def prepare(source, *argv, out="out"):
     folder = source.parent / out
     openwebtext.main([f"--source={source}", f"--out={folder}", *OPTIONS, *argv])
     return Dataset(folder)
-
-
-def test_documents_are_kept_in_order_and_one_in_n_is_validation(source):
-    dataset = prepare(source, "--shard_documents=30")
-    tok = dataset.tokenizer
-    val = "".join(text + "<|endoftext|>" for text in TEXTS[::10])
-    shown = tok.decode(dataset.read("val", 0, dataset.tokens("val")))
-    assert val.startswith(shown) and len(tok.encode(val)) - dataset.tokens("val") < 16 + 12 * 10
-    shards = dataset.meta["splits"]["train"]["shards"]
-    assert len(shards) == 3
-    first = tok.decode(dataset.read("train", 0, shards[0]["tokens"])).split("<|endoftext|>")
-    train = [text for i, text in enumerate(TEXTS) if i % 10]
-    assert first[:-1] == train[: len(first) - 1] and len(first) >= 29
-    assert np.array_equal(dataset.read("train", shards[0]["tokens"], 5), tok.encode(train[30])[:5])
 
 
 def test_complete_dataset_is_not_loaded_again(source, monkeypatch, capsys):
@@ -94,16 +79,6 @@ def test_a_dataset_that_grows_tokenizes_what_is_new(source, monkeypatch, capsys)
     for count, message in (("101", "part.jsonl has 100"), ("1", "at least 2"), ("0", "at least 2")):
         with pytest.raises(DataError, match=message):
             prepare(source, f"--documents={count}")
-
-
-@pytest.mark.parametrize("values", [[*TEXTS[:1], None, *TEXTS], [5] * 100, [["x"]] * 100])
-def test_a_document_without_text_is_one_line_and_leaves_what_was_there(source, values):
-    meta = prepare(source).meta
-    bad = source.parent / "bad.jsonl"
-    bad.write_text("".join(json.dumps({"text": text}) + "\n" for text in values))
-    with pytest.raises(DataError, match=r"document \d+ of the source has .* in the place of text"):
-        prepare(bad)
-    assert Dataset(source.parent / "out").meta == meta and not (source.parent / "out" / "unfinished").exists()
 
 
 def test_another_file_under_the_same_name_is_another_source(source, capsys):

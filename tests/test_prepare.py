@@ -14,13 +14,15 @@ import sys
 import numpy as np
 import pytest
 from helpers import ROOT, byte_encoding, verify
-from test_data import all_tokens, prepare_text, write
+from test_data import all_tokens, prepare_content, prepare_text, shown, write
 
 from sympow.data import DataError, command
+from sympow.data.corpus import find_files, plan_units
 from sympow.data.dataset import Dataset
 from sympow.data.files import write_atomically
 from sympow.data.meta import read_meta, write_meta
 from sympow.data.shards import Unit, is_complete, write_dataset
+from sympow.data.split import whole_stream
 from sympow.data.text import prepare as text
 from sympow.data.tokenizer import Tokenizer
 
@@ -201,10 +203,10 @@ def test_folders_of_others_are_refused_and_stay_as_they_are(tmp_path, files, ref
         (tmp_path / name).write_bytes(content)
     if refused:
         for verify in (False, True):
-            with pytest.raises(DataError, match="give another --out|in a new folder") as error:
+            with pytest.raises(DataError, match="give another --out|name another folder") as error:
                 is_complete(tmp_path, {}, verify)
         assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
-        with pytest.raises(DataError, match="give another --out|in a new folder"):
+        with pytest.raises(DataError, match="give another --out|name another folder"):
             write(tmp_path)
         assert contents(tmp_path) == files
     else:
@@ -307,8 +309,7 @@ def test_what_is_not_taken_is_said(tmp_path, three_sources, capsys):
 def test_validation_comes_from_all_sources_in_whole_documents_whatever_their_order(tmp_path, three_sources):
     options = ["--suffix=.txt,.py", "--val_fraction=0.2", "--document_length=64"]
     dataset = prepare_text(tmp_path, *three_sources, *options)
-    val = dataset.tokenizer.decode(dataset.read("val", 0, dataset.tokens("val")))
-    train = dataset.tokenizer.decode(dataset.read("train", 0, dataset.tokens("train")))
+    train, val = shown(dataset, "train"), shown(dataset, "val")
     parts = [re.findall(kind, val) for kind in ("[a-m]{9}", "[A-M]{9}", "[0-9]{9}")]
     assert min(map(len, parts)) > 50 and 0.15 < dataset.tokens("val") / (len(train) + len(val)) < 0.25
     documents = [{d for d in split.split("<|endoftext|>")[1:-1] if len(d) == 120} for split in (train, val)]
@@ -321,14 +322,9 @@ def test_validation_comes_from_all_sources_in_whole_documents_whatever_their_ord
 
 def test_equal_documents_are_in_one_split(tmp_path):
     lines = [json.dumps({"text": f"{i % 50:03d}" * 40}) + "\n" for i in range(200)]
-    (tmp_path / "a.jsonl").write_text("".join(lines))
-    dataset = prepare_text(tmp_path, tmp_path / "a.jsonl", "--val_fraction=0.2", "--document_length=16")
+    dataset = prepare_content(tmp_path, "".join(lines), "--val_fraction=0.2", "--document_length=16", name="a.jsonl")
     train, val = (set(re.findall(r"(?<!\d)(\d{3})", shown(dataset, split))) for split in ("train", "val"))
     assert train and val and not train & val
-
-
-def shown(dataset, split):
-    return dataset.tokenizer.decode(dataset.read(split, 0, dataset.tokens(split)))
 
 
 @pytest.mark.parametrize("count", [3, 30])
@@ -343,12 +339,11 @@ def test_files_that_are_named_one_by_one(tmp_path, count):
 
 
 def test_one_document_alone_cannot_be_split_and_says_so(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "long " * 1000}) + "\n\n")
+    line = json.dumps({"text": "long " * 1000}) + "\n\n"
     with pytest.raises(DataError, match="a.jsonl: cannot cut off a validation split.*give more or shorter documents"):
-        prepare_text(tmp_path, tmp_path / "a.jsonl")
+        prepare_content(tmp_path, line, name="a.jsonl")
     assert not (tmp_path / "out").exists()
-    (tmp_path / "b.jsonl").write_text((tmp_path / "a.jsonl").read_text() * 2)  # the same document twice
-    prepare_text(tmp_path, tmp_path / "b.jsonl")
+    prepare_content(tmp_path, 2 * line, name="a.jsonl")  # the same document twice
 
 
 @pytest.mark.parametrize(
@@ -356,9 +351,8 @@ def test_one_document_alone_cannot_be_split_and_says_so(tmp_path):
 )
 def test_a_line_of_jsonl_without_text_is_one_line_and_leaves_no_folder(tmp_path, line):
     whole = json.dumps({"text": "word " * 90}).encode() + b"\n"
-    (tmp_path / "a.jsonl").write_bytes(whole * 5 + line + b"\n" + b'{"text": "other"}\n' * 5)
     with pytest.raises(DataError, match='a.jsonl: a line is not JSON with text under "text"') as error:
-        prepare_text(tmp_path, tmp_path / "a.jsonl")
+        prepare_content(tmp_path, whole * 5 + line + b"\n" + b'{"text": "other"}\n' * 5, name="a.jsonl")
     assert len(str(error.value)) < 300 and not (tmp_path / "out").exists()
 
 
@@ -390,16 +384,13 @@ def test_odd_arguments_are_one_line_and_leave_no_folder(tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize("content", [b"\r\nline\r\n" * 500, bytes(range(256)) * 20, b"x" * 5000 + b"\n", b"\n" * 4000])
 def test_odd_text_is_kept_to_the_byte(tmp_path, content):
-    (tmp_path / "a.txt").write_bytes(content)
-    dataset = prepare_text(tmp_path, tmp_path / "a.txt", "--document_length=16")
+    dataset = prepare_content(tmp_path, content, "--document_length=16")
     stored = all_tokens(dataset)
     train = dataset.tokens("train")
     assert content.startswith(stored[:train]) and stored[train:] in content and len(stored) > len(content) - 64
 
 
 def test_text_that_is_not_utf8_is_said_where_it_loses_bytes(tmp_path, capsys):
-    from sympow.data.corpus import find_files, plan_units
-
     (tmp_path / "a.txt").write_bytes("naïve café\n".encode("latin-1") * 500)
     sources = find_files([tmp_path / "a.txt"], (".txt",))
     units, _, tok = plan_units(sources, Tokenizer("bpe", byte_encoding()), 64, 0.1)
@@ -408,9 +399,6 @@ def test_text_that_is_not_utf8_is_said_where_it_loses_bytes(tmp_path, capsys):
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
-    from sympow.data.corpus import find_files
-    from sympow.data.split import whole_stream
-
     (tmp_path / "a.txt").write_text("some text\n" * 1000)
     (files,) = find_files([tmp_path / "a.txt"], (".txt",))
     (tmp_path / "a.txt").write_text("other text" * 1000)

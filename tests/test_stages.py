@@ -20,8 +20,9 @@ from sympow import evaluate
 from sympow import train
 from sympow.data.dataset import Dataset
 from sympow.training import batches, stages
+from sympow.runs import checkpoint
 from sympow.runs import metrics as run_metrics
-from sympow.runs.wandb_run import wandb_row
+from sympow.runs.metrics import wandb_row
 
 THEN = "--then=64@0.5,256@5"  # after 3 and after 5 of 6 steps
 GATED = ["--attention=sympow_gating", "--dropout=0.1", "--sample_tokens=0"]
@@ -385,9 +386,7 @@ def test_evaluate_takes_the_final_context_for_the_training_context(whole):
     cfg = evaluate.EvaluateConfig(documents=1, device="cpu")
     windows = evaluate.open_documents(str(whole), cfg)
     assert windows.block_size == 512  # 4 times 256 is more than a document has; 4 times 32 is not
-    cfg.length = 64
-    *_, context, _ = evaluate.evaluate_run(str(whole), cfg, evaluate.open_documents(str(whole), cfg))
-    assert context == 256
+    assert stages.final_context(checkpoint.settings(str(whole))) == 256
 
 
 def test_a_damaged_then_is_one_line(whole, tmp_path, capsys):

@@ -13,13 +13,14 @@ import types
 
 import pytest
 import torch
-from helpers import ROOT, SMALL, FakeWandb, call, dataset, join, make_dataset, metrics, start, start_ranks  # noqa: F401
+from helpers import ROOT, SMALL, call, dataset, join, make_dataset, metrics, start, start_ranks  # noqa: F401
+from wandb_server import no_key, wandb_server  # noqa: F401 (fixtures)
 
 from sympow import train
 from sympow.attention import ATTENTIONS, check, dispatch
 from sympow.training import batches
 from sympow.training.parallel import Layout
-from sympow.runs import checkpoint, display, machine, settings, wandb_upload
+from sympow.runs import checkpoint, display, machine, settings
 from sympow.runs.processes import Ranks
 
 
@@ -311,39 +312,28 @@ def test_a_missing_toolchain_is_one_line_unless_compilation_was_demanded(go, mon
     assert go("--out_dir=out/b", "--compile=auto") == 0  # a CPU does not try
 
 
-def test_wandb_has_nanogpts_names_and_our_own_step(go, monkeypatch):
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED"):
-        monkeypatch.delenv(name, raising=False)
+def test_wandb_has_nanogpts_names_and_our_own_step(go, wandb_server):  # noqa: F811
+    """The real package with a server on this machine."""
     assert go("--out_dir=out/a", "--wandb=auto", "--max_iters=3", "--wandb_group=g", "--wandb_tags=t, u,") == 0
-    start, again = fake.inits
-    assert (start["mode"], again["mode"]) == ("teardown", "offline")  # no key
-    assert (again["name"], again["group"], again["tags"]) == ("a", "g", ["t", "u"])
-    assert again["config"]["parameters"] > 30000 and again["config"]["seed"] == 1337
-    assert again["config"]["commit"] == json.load(open("out/a/environment.json"))[-1]["commit"]
-    assert (("*",), {"step_metric": "iter"}) in fake.metrics
-    assert fake.rows[0].keys() == {"iter", "train/loss", "lr", "train/tok_per_sec", "train/grad_norm", "train/context"}
-    assert fake.rows[3].keys() == {"iter", "val/iter", "val/loss", "val/context"}
-    assert fake.rows[4].keys() == {"iter", "samples"} and [row[0] for row in fake.rows[4]["samples"]] == [3]
-    monkeypatch.setenv("WANDB_API_KEY", "key")
-    fake.network = False
     assert go("--out_dir=out/a", "--wandb=auto", "--max_iters=4") == 0
-    modes = ["teardown", "offline", "online", "teardown", "offline"]  # it does not answer: offline
-    assert [i["mode"] for i in fake.inits] == modes
-    assert len({i["id"] for i in fake.inits if "id" in i}) == 1  # the same run goes on
-    assert go("--out_dir=out/b", "--wandb=auto", "--wandb_log=False") == 0 and len(fake.inits) == 5
+    assert go("--out_dir=out/b", "--wandb=auto", "--wandb_log=False", "--max_iters=1") == 0
+    (run,) = wandb_server.runs.values()  # the same run went on
+    assert (run["displayName"], run["groupName"], run["tags"]) == ("a", "g", ["t", "u"])
+    assert run["config"]["parameters"]["value"] > 30000 and run["config"]["seed"]["value"] == 1337
+    rows = [{name for name in row if not name.startswith("_")} for row in run["rows"]]
+    assert [row["iter"] for row in run["rows"]] == [1, 2, 3, 3, 3, 4, 4, 4]
+    both = {"iter", "tokens", "seconds"}
+    assert 0.01 < run["rows"][0]["memory"] < 1000  # gigabytes
+    assert rows[0] >= both | {"train/loss", "lr", "train/tok_per_sec", "train/grad_norm", "train/context"}
+    assert rows[3] == both | {"val/loss", "val/context"} and rows[4] == {"iter", "sample"}
 
 
-def test_an_offline_run_asks_nothing_and_its_upload_has_its_name(dataset, tmp_path):  # noqa: F811
+def test_an_offline_run_asks_nothing(dataset, tmp_path):  # noqa: F811
     env = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": None}
     argv = [a for a in SMALL if not a.startswith("--wandb")]
     assert join(start(train.main, *argv, f"--dataset={dataset}", "--max_iters=2", cwd=tmp_path, env=env)) == [0]
     assert set(metrics(tmp_path / "out/train")) == {1, 2}
-    offline = lambda: [f for f in os.listdir(tmp_path / "out/train/wandb") if f.startswith("offline-run")]
-    assert len(offline()) == 1
-    assert join(start(wandb_upload.main, "out/train", "--mode=offline", cwd=tmp_path, env=env)) == [0]
-    assert len(offline()) == 2 and len({name.rpartition("-")[2] for name in offline()}) == 1
+    assert len([*(tmp_path / "out/train/wandb").glob("offline-run-*")]) == 1
 
 
 def test_config_files_are_complete(dataset, tmp_path, monkeypatch):  # noqa: F811
@@ -560,33 +550,3 @@ def test_gates_rotations_and_a_baseline_are_logged(go):
         assert line["relative_loss"] == pytest.approx(line["val_loss"] / base[line["step"]] - 1)
     assert not os.path.getsize("out/a/samples.jsonl")
     assert go("--out_dir=out/b", "--baseline=out/none") == 2
-
-
-def test_a_run_is_uploaded_from_its_folder_as_one(go, monkeypatch, capsys):
-    assert go("--attention=sympow_gating", "--out_dir=out/a", "--max_iters=3", "--lr_decay_iters=6") == 0
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setenv("WANDB_API_KEY", "key")
-    wandb_upload.main(["out/a"])
-    assert [row["iter"] for row in fake.rows] == [1, 2, 3, 3, 3]
-    assert {"train/loss", "val/loss", "gate/layer_01", "samples"} <= {key for row in fake.rows[2:] for key in row}
-    assert fake.inits[0]["config"]["parameters"] > 30000
-    assert go("--attention=sympow_gating", "--out_dir=out/a", "--lr_decay_iters=6") == 0
-    wandb_upload.main(["out/a"])
-    assert [row["iter"] for row in fake.rows] == [1, 2, 3, 3, 3, 4, 5, 6, 6, 6]
-    assert len({i["id"] for i in fake.inits}) == 1 and capsys.readouterr().out.count("out/a: 3 steps\n") == 2
-
-
-def test_a_run_that_was_live_is_uploaded_to_the_same_run(go, monkeypatch):
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setenv("WANDB_API_KEY", "key")
-    assert go("--out_dir=out/a", "--wandb=online", "--max_iters=3") == 0
-    wandb_upload.main(["out/a"])
-    assert len(fake.inits) == 2 and len({(i["id"], i["project"], i["name"]) for i in fake.inits}) == 1
-    assert [row["iter"] for row in fake.rows] == [1, 2, 3, 3, 3]  # all of it was there
-    assert go("--out_dir=out/b") == 0  # disabled, but wandb was there
-    for name in ("run-20260102_000000-second22", "offline-run-20260101_000000-first111", "latest-run"):
-        os.makedirs(f"out/b/wandb/{name}")
-    wandb_upload.main(["out/b"])
-    assert fake.inits[-1]["id"] == "second22"
