@@ -317,7 +317,7 @@ def evaluate(run):
 def evaluate_and_save(run):
     """Evaluate this step, unless that is done or a signal ends the run, and save what no checkpoint has yet.
 
-    No step is saved without a finite gradient and loss, nor, if the settings say so, one that is not the best.
+    A step is saved with a finite gradient and loss only, and with always_save_checkpoint=False only if it is the best.
     """
     progress, val_loss = run.progress, None
     if not (run.signal or progress.evaluated):

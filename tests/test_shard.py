@@ -17,7 +17,7 @@ from safetensors import safe_open
 from sympow import train
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint, parts
-from sympow.training import optimizer as optimizers
+from sympow.training import optimizer as training_optimizer
 from sympow.training.optimizer import make_optimizer
 from sympow.training.parallel import Layout
 from sympow.runs.processes import Ranks, exit_statuses
@@ -50,21 +50,21 @@ def tensors(folder):
     return {**model.state_dict(), **state}
 
 
-def assert_close(found, wanted, bound):
-    assert found.keys() == wanted.keys()
-    for name, x in wanted.items():
-        assert (found[name] - x).norm() <= bound * x.norm(), name
+def assert_close(tensors, expected, bound):
+    assert tensors.keys() == expected.keys()
+    for name, x in expected.items():
+        assert (tensors[name] - x).norm() <= bound * x.norm(), name
 
 
-def assert_equal(found, wanted):
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], x) for name, x in wanted.items())
+def assert_equal(tensors, expected):
+    assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], x) for name, x in expected.items())
 
 
 def test_a_sharded_run_has_the_losses_of_one_rank_and_samples_and_statistics_too(runs):
     for key in ("train_loss", "val_loss", "grad_norm"):
-        found, wanted = metrics(runs / "sharded", key), metrics(runs / "one", key)
-        assert list(found) == list(wanted) and len(wanted) >= 2
-        assert all(math.isclose(found[step], x, rel_tol=1e-6) for step, x in wanted.items()), key
+        losses, expected = metrics(runs / "sharded", key), metrics(runs / "one", key)
+        assert list(losses) == list(expected) and len(expected) >= 2
+        assert all(math.isclose(losses[step], x, rel_tol=1e-6) for step, x in expected.items()), key
     for step, gates in metrics(runs / "one", "gate").items():
         assert metrics(runs / "sharded", "gate")[step] == pytest.approx(gates, rel=1e-6)
     assert open(runs / "sharded/samples.jsonl").read() == open(runs / "one/samples.jsonl").read()
@@ -152,7 +152,7 @@ def compare_with_ddp():
             n_layer=2, n_head=3, n_embd=48, vocab_size=200, attention="conformal_sympow,sympow_gating", bias=True,
             activation_checkpointing=True,
         )  # fmt: skip
-        layouts, models, optimizers, networks, before = [], [], [], [], None
+        layouts, models, optimizers, networks, previous_weights = [], [], [], [], None
         for shard in (False, True):
             layouts.append(layout := Layout(ranks, shard=shard))
             layout.connect(device)
@@ -164,19 +164,19 @@ def compare_with_ddp():
         fresh = {name: x.full_tensor() for name, x in models[1].state_dict().items()}
         assert_equal(fresh, models[0].state_dict())  # the same first weights to the last bit
         for step in range(3):
-            norms = [take_step(*of, ranks.rank, step) for of in zip(layouts, networks, models, optimizers)]
+            norms = [take_step(*trained, ranks.rank, step) for trained in zip(layouts, networks, models, optimizers)]
             assert step == 1 or torch.allclose(*norms, rtol=1e-9), (step, norms)
-            found = {name: x.full_tensor() for name, x in models[1].state_dict().items()}
-            assert_close(found, models[0].state_dict(), 1e-9)
+            weights = {name: x.full_tensor() for name, x in models[1].state_dict().items()}
+            assert_close(weights, models[0].state_dict(), 1e-9)
             if step == 1:  # its gradient was not finite
                 assert not norms[1].isfinite()
-                assert_equal(found, before)
-            before = {name: x.clone() for name, x in found.items()}
+                assert_equal(weights, previous_weights)
+            previous_weights = {name: x.clone() for name, x in weights.items()}
         plain = layouts[1].gather(models[1])
         assert (plain is not None) == ranks.master
         if ranks.master:
-            assert_equal(plain.state_dict(), found)
-        check_checkpoints(ranks, config, cfg, models[1], optimizers[1], layouts[1], found)
+            assert_equal(plain.state_dict(), weights)
+        check_checkpoints(ranks, config, cfg, models[1], optimizers[1], layouts[1], weights)
         ranks.leave()
 
 
@@ -192,7 +192,7 @@ def take_step(layout, network, model, optimizer, rank, step):
         ids = torch.randint(200, (2, 25), generator=generator)
         _, loss = network(ids[:, :-1], ids[:, 1:])
         (loss * (math.nan if step == 1 and rank == 1 else 0.5)).backward()
-    return optimizers.take_step(model, optimizer, 0.5)
+    return training_optimizer.take_step(model, optimizer, 0.5)
 
 
 def check_checkpoints(ranks, config, cfg, model, optimizer, layout, weights):
@@ -214,9 +214,9 @@ def check_checkpoints(ranks, config, cfg, model, optimizer, layout, weights):
         its = make_optimizer(other, cfg)
         assert checkpoint.load(checkpoint.newest(path), other, its).step == 1
         assert_equal(*({name: x.to_local() for name, x in of.state_dict().items()} for of in (other, model)))
-        for of, wanted in zip(its.state_dict()["state"].values(), optimizer.state_dict()["state"].values()):
-            assert of.keys() == wanted.keys()
-            assert all(torch.equal(parts.own_rows(of[k])[0], parts.own_rows(x)[0]) for k, x in wanted.items())
+        for of, expected in zip(its.state_dict()["state"].values(), optimizer.state_dict()["state"].values()):
+            assert of.keys() == expected.keys()
+            assert all(torch.equal(parts.own_rows(of[k])[0], parts.own_rows(x)[0]) for k, x in expected.items())
 
 
 def test_two_ranks_with_a_sharded_model_take_the_steps_of_two_with_copies(tmp_path):
@@ -286,9 +286,9 @@ def test_a_run_goes_on_with_any_number_of_ranks_sharded_or_not(runs, dataset):  
         assert join(*start_ranks(ranks, train.main, *argv, cwd=runs)) == ranks * [0]
     options[-2] = f"--out_dir={runs}/one"
     assert call(train.main, *options, "--max_iters=9") == 0
-    found, wanted = metrics(runs / "many"), metrics(runs / "one")
-    assert list(found) == list(wanted) == list(range(1, 10))
-    assert all(math.isclose(found[i], loss, rel_tol=1e-6) for i, loss in wanted.items())
+    losses, expected = metrics(runs / "many"), metrics(runs / "one")
+    assert list(losses) == list(expected) == list(range(1, 10))
+    assert all(math.isclose(losses[i], loss, rel_tol=1e-6) for i, loss in expected.items())
 
 
 def train_compiled():
@@ -305,6 +305,6 @@ def test_compiled_blocks_in_bfloat16_have_the_losses_of_one_rank(dataset, tmp_pa
     assert join(*start_ranks(2, train_compiled, *sharded), timeout=300) == [0, 0]
     assert call(train.main, *argv, "--out_dir=one") == 0
     for key in ("train_loss", "val_loss"):
-        found, wanted = metrics("sharded", key), metrics("one", key)
-        assert list(found) == list(wanted)
-        assert all(math.isclose(found[i], x, rel_tol=1e-3) for i, x in wanted.items()), (found, wanted)
+        losses, expected = metrics("sharded", key), metrics("one", key)
+        assert list(losses) == list(expected)
+        assert all(math.isclose(losses[i], x, rel_tol=1e-3) for i, x in expected.items()), (losses, expected)

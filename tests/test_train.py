@@ -80,7 +80,7 @@ def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(go, capsys):
 
 def test_a_run_goes_on_only_with_its_own_settings(go, capsys):
     assert go("--attention=sympow", "--out_dir=out/a") == 0
-    before = open("out/a/metrics.jsonl").read()
+    lines = open("out/a/metrics.jsonl").read()
     for change, message in (
         ("--p=4", "was trained with p=2, now p=4"),
         ("--learning_rate=1", "was trained with learning_rate=0.01, now learning_rate=1.0"),
@@ -90,7 +90,7 @@ def test_a_run_goes_on_only_with_its_own_settings(go, capsys):
         assert go("--attention=sympow", "--out_dir=out/a", change) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
-    assert open("out/a/metrics.jsonl").read() == before
+    assert open("out/a/metrics.jsonl").read() == lines
     assert go("--attention=sympow", "--out_dir=out/a", "--max_iters=7", "--eval_interval=2", "--batch_size=2") == 0
     assert max(metrics("out/a")) == 7
     assert go("--attention=sympow", "--out_dir=out/a", "--decay_lr=True", "--max_iters=8") == 2

@@ -7,7 +7,7 @@
 
 A new optimizer is an entry of OPTIMIZERS, a new schedule one of SCHEDULES.
 
-A step whose gradient is not finite changes neither weights nor moments, and the CPU does not wait for the GPU to know.
+A step without a finite gradient changes neither weights nor moments, and the CPU does not wait for the GPU to know.
 For this every optimizer has the attribute `found_inf`, as torch's fused AdamW does: a float32 scalar on the model's
 device, which is set before each step. Where it is not 0, the step changes nothing.
 """
@@ -34,14 +34,12 @@ def make_optimizer(model, cfg):
     return OPTIMIZERS[cfg.optimizer](model, cfg)
 
 
-def make_adamw(model, cfg):
-    """Return a fused AdamW for all weights of a model."""
-    return _adamw(model.parameters(), cfg)
+def make_adamw(model, cfg, excluded=()):
+    """Return a fused AdamW for the weights of a model, but for those that are excluded.
 
-
-def _adamw(parameters, cfg):
-    """Return a fused AdamW. Weight decay is for matrices and embeddings, not for biases and norms."""
-    parameters = list(parameters)
+    Weight decay is for matrices and embeddings, not for biases and norms.
+    """
+    parameters = [p for p in model.parameters() if p not in excluded]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -61,7 +59,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def __init__(self, model, cfg):
         self.matrix_rows = muon_weights(model)
-        self.adamw = _adamw([p for p in model.parameters() if p not in self.matrix_rows], cfg)
+        self.adamw = make_adamw(model, cfg, self.matrix_rows)
         group = {"params": [*self.matrix_rows], "lr": cfg.learning_rate, "weight_decay": cfg.weight_decay}
         super().__init__([*self.adamw.param_groups, group], {})
         for weight in self.matrix_rows:  # there before the first step, which may be one that changes nothing
