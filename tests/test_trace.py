@@ -58,14 +58,6 @@ def test_a_full_disk_leaves_no_trace_and_does_not_end_training(go, tmp_path, mon
     assert len(metrics("out/a")) == 4 and not list((tmp_path / "out/a").glob("trace*"))
 
 
-@pytest.mark.parametrize("step", ["2", "-1"])
-def test_a_step_that_cannot_stand_for_others_is_refused(go, tmp_path, capsys, step):
-    assert go("--out_dir=out/a", f"--profile={step}") == 2
-    error = capsys.readouterr().err
-    assert f"profile must be 0 (none) or a step from 3 on, got {step}" in error and error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.slow
 def test_with_a_sharded_model_on_two_ranks_one_trace_is_written(dataset, tmp_path):  # noqa: F811
     for name, step in (("without", 0), ("with", 3)):

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import math
 import os
 import re
 import signal
@@ -53,9 +52,7 @@ def test_a_run_folder_has_all_that_is_needed_to_read_it(go):
     assert lines[0]["tokens"] == 256 and "mfu" not in lines[0]  # no peak is known for a CPU
     assert lines[3].keys() - {"gate", "beta"} == {"step", "val_loss", "tokens", "seconds", "context"}
     (start,) = json.load(open("out/a/environment.json"))
-    assert (
-        start["versions"]["torch"] == torch.__version__.split("+")[0] or start["versions"]["torch"] == torch.__version__
-    )
+    assert torch.__version__.startswith(start["versions"]["torch"])
     assert len(start["commit"]) == 40 and start["command"][1:3] == SMALL[:2] and start["world"] == 1
     samples = [json.loads(line) for line in open("out/a/samples.jsonl")]
     assert [s["step"] for s in samples] == [3, 6] and all(s["text"] for s in samples)
@@ -164,6 +161,11 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):  # noqa: F811
         (["--device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--compile", "--seed=1"], "argument --compile: expected one argument"),
         (["--lerning_rate=1"], "did you mean learning_rate?"),
+        (["--optimizer=sgd"], "optimizer must be one of adamw, muon, got 'sgd'"),
+        (["--dtype=float16"], "dtype must be one of auto, float32, bfloat16, got 'float16'"),
+        (["--schedule=linear"], "schedule must be one of constant, cosine, wsd, got 'linear'"),
+        (["--decay_share=0"], "decay_share must be above 0 and at most 1, got 0.0"),
+        (["--profile=2"], "profile must be 0 (none) or a step from 3 on, got 2"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_is_refused_before_anything_is_made(go, capsys, argv, message):
@@ -358,7 +360,6 @@ def test_config_files_are_complete(dataset, tmp_path, monkeypatch):  # noqa: F81
             assert (cfg.block_size, cfg.tokens_per_step) == (4096, 524288)
             for world in (1, 2, 4, 8):
                 assert settings.accumulation_steps(cfg, given, world) * world * cfg.batch_size * 4096 == 524288
-    assert math.isclose(GPTConfig().n_embd / GPTConfig().n_head, 64)
 
 
 def test_seconds_count_evaluations_samples_and_checkpoints_with_and_without_a_limit(go, monkeypatch):
@@ -417,7 +418,6 @@ class Terminal(io.StringIO):
 def test_the_bar_moves_at_every_step_and_shows_what_was_logged_last(monkeypatch):
     cfg = train.TrainConfig(max_iters=100, max_seconds=50)
     terminal = Terminal()
-    assert os.get_terminal_size(terminal.fileno()).columns == 0
     monkeypatch.setattr(sys, "stderr", terminal)
     shown = display.Display(cfg, 10, torch.device("cpu"), shown=True)
     shown.bar.mininterval = 0
