@@ -175,8 +175,7 @@ def set_up(argv, ranks, stack):
     tracker = Tracker(cfg, plan.settings, progress, model) if records else None
     ranks.log(describe_run(plan, model))
     clock, skipped = Clock(progress.seconds, progress.step), SkippedSteps(*progress.skipped)
-    recorders = writer, tracker, clock, skipped, StopSignals()
-    return Run(plan, model, network, eval_network, optimizer, progress, *recorders)
+    return Run(plan, model, network, eval_network, optimizer, progress, writer, tracker, clock, skipped, StopSignals())
 
 
 def train(run):
