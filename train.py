@@ -314,7 +314,7 @@ def evaluate(run):
 
 
 def evaluate_and_save(run):
-    """Evaluate this step, unless that is done or a signal ends the run, and save what no checkpoint has yet.
+    """Evaluate this step, unless that is done or a signal ends the run, and save it if no checkpoint has it.
 
     A step is saved with a finite gradient and loss only, and with always_save_checkpoint=False only if it is the best.
     """

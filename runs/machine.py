@@ -59,7 +59,7 @@ def check_kernels(model, contexts, dtype, ranks, context_parallel=1):
 
 
 def choose_numerics(cfg, device, dtype):
-    """Set what torch does with products in float32 and, for cfg.deterministic, make every run give the same bits."""
+    """Set the precision of products in float32 and, for cfg.deterministic, make every run give the same bits."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dtype != torch.float32:  # power attention multiplies in float32; tf32 is exact for bf16 factors

@@ -1,4 +1,4 @@
-"""The teacher of --distill_from: a model whose next-token distribution the trained one learns to have.
+"""The teacher of --distill_from: the trained model learns its next-token distribution.
 
     teacher = Teacher(cfg, dataset, contexts)          # refuses what does not fit; no teacher without cfg.distill_from
     teacher.load(device, dtype, ranks, compiled)       # reads its weights

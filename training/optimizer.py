@@ -52,7 +52,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     Muon replaces the momentum of a matrix by the nearest orthogonal one (Jordan et al., 2024). Updates are scaled to
     the size of AdamW's (Liu et al., 2025, "Muon is Scalable for LLM Training"), so that AdamW's learning rate and
-    weight decay serve for both. The steps are those of torch.optim.Muon with adjust_lr_fn="match_rms_adamw", which
+    weight decay serve for both. The steps are torch.optim.Muon's with adjust_lr_fn="match_rms_adamw", which
     launches some 28 operators for each matrix: a GPU with a small model waits for the host. Here matrices of one shape
     are worked on together, a hundred launches a step.
     """

@@ -1,4 +1,4 @@
-"""Decide what a run is made of, and refuse what does not fit, before anything is allocated or written.
+"""Settle data, model and ranks of a run, and refuse mistakes, before anything is allocated or written.
 
 plan = make_plan(cfg, values, ranks)     # data, stages, model and teacher of these settings, and who computes them
 """
@@ -24,7 +24,7 @@ from sympow.training.stages import Stage, describe_stages, make_stages
 
 @dataclass
 class Plan:
-    """What a run is made of. Nothing of it changes while the run trains."""
+    """The data, model, teacher and ranks of a run. None of it changes while the run trains."""
 
     cfg: object  # the settings, a TrainConfig of train.py
     ranks: Ranks
