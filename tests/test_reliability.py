@@ -659,10 +659,10 @@ def train_on_what_goes():
     """Train as train.py; rank 1 finds that a shard has gone."""
     batch = batches.train_batch
 
-    def gone(windows, seed, step, rank, *args):
-        if (step, rank) == (3, 1):
+    def gone(windows, seed, step, part, *args):
+        if (step, part) == (3, 1):  # of rank 1
             raise DataError("train_00000.bin is missing")
-        return batch(windows, seed, step, rank, *args)
+        return batch(windows, seed, step, part, *args)
 
     batches.train_batch = gone
     train.main()
