@@ -1,4 +1,4 @@
-"""Datasets on disk and the loader: what was prepared is read back, completely and in the same order everywhere."""
+"""Datasets on disk and the loader: prepared tokens are read back, completely and in the same order everywhere."""
 
 import errno
 import importlib
@@ -337,14 +337,14 @@ def test_every_window_is_visited_once_an_epoch(shape):
 
 def test_order_is_a_pure_function_of_seed_and_position():
     windows = Shape(40, 5)
-    whole = train_indices(windows, 7, 0, 700)
+    order = train_indices(windows, 7, 0, 700)
     for start, count in ((0, 1), (199, 2), (390, 250), (699, 1)):
-        assert np.array_equal(train_indices(Shape(40, 5), 7, start, count), whole[start : start + count])
-    assert not np.array_equal(whole[:200], whole[200:400])  # another epoch
-    assert not np.array_equal(whole, train_indices(Shape(40, 5), 8, 0, 700))  # another seed
+        assert np.array_equal(train_indices(Shape(40, 5), 7, start, count), order[start : start + count])
+    assert not np.array_equal(order[:200], order[200:400])  # another epoch
+    assert not np.array_equal(order, train_indices(Shape(40, 5), 8, 0, 700))  # another seed
     assert train_indices(windows, -1, 0, 3).shape == (3,)
     # Written down: a run that is resumed on another machine, or with another numpy, must see the same order.
-    assert whole[:5].tolist() == [185, 30, 160, 120, 115]
+    assert order[:5].tolist() == [185, 30, 160, 120, 115]
 
 
 def test_a_batch_is_documents_by_one_window():
@@ -542,11 +542,11 @@ def test_scripts_run_from_the_repository_root(tmp_path):
 @pytest.mark.parametrize("name", ["pystdlib", "text", "longcrawl64", "openwebtext", "hf"])
 def test_wrong_arguments_and_failures_are_one_line_with_status_2(tmp_path, name, monkeypatch, capsys):
     paths = ["x.txt"] if name in ("text", "hf") else []
-    wrong = [["--bogus=1"], ["--document_length=x"], ["--val_fraction=0", *paths], ["--document_length", "0", *paths]]
+    refused = [["--bogus=1"], ["--document_length=x"], ["--val_fraction=0", *paths], ["--document_length", "0", *paths]]
     source = {"pystdlib": "--root=", "longcrawl64": "--source=", "openwebtext": "--source="}.get(name, "")
-    wrong.append([f"{source}{tmp_path / 'nosuch.txt'}"])
+    refused.append([f"{source}{tmp_path / 'nosuch.txt'}"])
     script = importlib.import_module(f"sympow.data.{name}.prepare")
-    for argv in wrong:
+    for argv in refused:
         monkeypatch.setattr(sys, "argv", ["prepare.py", *argv])
         with pytest.raises(SystemExit) as stop:
             command.run(script.main)

@@ -32,7 +32,7 @@ def parts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(parts, tmp_path_factory):
+def undisturbed(parts, tmp_path_factory):
     """Return the dataset of the folder, prepared without a break."""
     return prepare(tmp_path_factory.mktemp("whole") / "out", parts)
 
@@ -50,20 +50,22 @@ def texts(dataset, split):
     return dataset.tokenizer.decode(dataset.read(split, 0, dataset.tokens(split))).split("<|endoftext|>")
 
 
-def test_a_folder_and_files_of_each_kind_give_the_same_documents(whole, parts, tmp_path):
-    assert [len(hashes) for hashes in splits(whole).values()] == [5, 1]
-    assert texts(whole, "train")[:18] == [text for i, text in enumerate(TEXTS) if i % 10][:18]
-    assert texts(whole, "val")[:5] == TEXTS[:50:10]
+def test_a_folder_and_files_of_each_kind_give_the_same_documents(undisturbed, parts, tmp_path):
+    assert [len(hashes) for hashes in splits(undisturbed).values()] == [5, 1]
+    assert texts(undisturbed, "train")[:18] == [text for i, text in enumerate(TEXTS) if i % 10][:18]
+    assert texts(undisturbed, "val")[:5] == TEXTS[:50:10]
     (tmp_path / "all.jsonl").write_text("".join(json.dumps({"body": text, "n": 1}) + "\n" for text in TEXTS))
     with open(tmp_path / "all.csv", "w", newline="") as f:
         csv.writer(f).writerows([["body"], *([text] for text in TEXTS)])
     files = [parts / f"train-{i}.parquet" for i in range(3)]
     for argv in ([tmp_path / "all.jsonl", "--column=body"], [tmp_path / "all.csv", "--column=body"], files):
-        assert splits(prepare(tmp_path / "out", *argv)) == splits(whole), argv
+        assert splits(prepare(tmp_path / "out", *argv)) == splits(undisturbed), argv
 
 
 @pytest.mark.parametrize("stop", ["train_00001", "train_00004", "val_00000", "meta.json"])
-def test_a_run_that_was_cut_reads_on_where_it_was_and_gives_the_same_bytes(whole, parts, tmp_path, monkeypatch, stop):
+def test_a_run_that_was_cut_reads_on_where_it_was_and_gives_the_same_bytes(
+    undisturbed, parts, tmp_path, monkeypatch, stop
+):
     write = shards.write_atomically
 
     def cut(path, data):
@@ -80,7 +82,7 @@ def test_a_run_that_was_cut_reads_on_where_it_was_and_gives_the_same_bytes(whole
         f.write('{"number": 3, "te')  # a line that a power cut tore
     read = count_documents(monkeypatch)
     dataset = prepare(tmp_path / "out", parts)
-    assert splits(dataset) == splits(whole) and dataset.meta["units"] == whole.meta["units"]
+    assert splits(dataset) == splits(undisturbed) and dataset.meta["units"] == undisturbed.meta["units"]
     # those from the first missing shard on; the first shard ends with document 22, the fourth with 88
     assert read == [*range({"train_00001": 23, "train_00004": 89}.get(stop, 100), 100)]
     assert not (tmp_path / "out" / "unfinished").exists()
@@ -100,20 +102,20 @@ def count_documents(monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["train_00001.bin", "val_00000.bin"])
-def test_a_damaged_shard_is_made_again(whole, parts, tmp_path, damage):
-    shutil.copytree(whole.path, tmp_path / "out")
+def test_a_damaged_shard_is_made_again(undisturbed, parts, tmp_path, damage):
+    shutil.copytree(undisturbed.path, tmp_path / "out")
     with open(tmp_path / "out" / damage, "r+b") as f:
         f.write(b"xx")
-    assert splits(prepare(tmp_path / "out", parts, "--verify")) == splits(whole)
+    assert splits(prepare(tmp_path / "out", parts, "--verify")) == splits(undisturbed)
     verify(Dataset(tmp_path / "out"))
 
 
-def test_a_dataset_grows_to_any_number_of_documents_and_to_all(whole, parts, tmp_path, capsys):
+def test_a_dataset_grows_to_any_number_of_documents_and_to_all(undisturbed, parts, tmp_path, capsys):
     for count in (30, 75):
         dataset = prepare(tmp_path / "out", parts, f"--documents={count}")
         assert splits(dataset) == splits(prepare(tmp_path / str(count), parts, f"--documents={count}"))
     assert "1 of 5 shards were there" in capsys.readouterr().out
-    assert splits(prepare(tmp_path / "out", parts)) == splits(whole)
+    assert splits(prepare(tmp_path / "out", parts)) == splits(undisturbed)
     with pytest.raises(DataError, match="--documents=101: .* has 100"):
         prepare(tmp_path / "out", parts, "--documents=101")
 

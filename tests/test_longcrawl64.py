@@ -1,4 +1,4 @@
-"""LongCrawl64: every document arrives whole and in order, and what a copy lacks is refused by name."""
+"""LongCrawl64: every document arrives whole and in order, and missing parts of a copy are refused by name."""
 
 import json
 import os
@@ -322,9 +322,9 @@ def test_chunk_that_cannot_be_fetched_is_not_called_damaged(tmp_path, monkeypatc
             raise error
 
         monkeypatch.setattr(zarr_rows, "retrying", failing)
-        with pytest.raises(DataError, match=r"train.zarr/1.2: chunk cannot be read \(\w+") as found:
+        with pytest.raises(DataError, match=r"train.zarr/1.2: chunk cannot be read \(\w+") as refused:
             array.chunk(1, 2)
-        assert "damaged" not in str(found.value)
+        assert "damaged" not in str(refused.value)
 
 
 def test_damaged_shard_without_its_source_is_named(tmp_path, capsys):

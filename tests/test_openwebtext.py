@@ -92,11 +92,11 @@ def test_another_file_under_the_same_name_is_another_source(source, capsys):
 def test_the_default_source_is_a_parquet_repository(monkeypatch, tmp_path):
     monkeypatch.setattr(documents, "_revision", lambda source, *_: f"newest of {source.name}")
     monkeypatch.setattr(datasets, "load_dataset", lambda **options: pytest.fail(f"asked for {options}"))
-    with pytest.raises(pytest.fail.Exception) as asked:
+    with pytest.raises(pytest.fail.Exception) as refused:
         openwebtext.main([f"--out={tmp_path / 'out'}"])
     revision = "newest of Skylion007/openwebtext"
     options = {"path": openwebtext.REPOSITORY, "name": None, "split": "train", "revision": revision, "streaming": True}
-    assert str(asked.value) == f"asked for {options}"
+    assert str(refused.value) == f"asked for {options}"
 
 
 def test_shards_are_the_bytes_that_were_always_written(source):

@@ -106,10 +106,10 @@ class Ended(Exception):
 def test_a_run_that_ends_before_in_or_after_the_step_of_a_switch_goes_on_with_the_same_bits(go, whole, monkeypatch):
     read, left = batches.train_batch, [*MOMENTS]
 
-    def ending(windows, seed, step, micro, *sizes):
-        if (step, micro) in left[:1]:
+    def ending(windows, seed, step, part, *sizes):
+        if (step, part) in left[:1]:
             raise Ended(left.pop(0))
-        return read(windows, seed, step, micro, *sizes)
+        return read(windows, seed, step, part, *sizes)
 
     monkeypatch.setattr(batches, "train_batch", ending)
     options = [*GATED, THEN, "--eval_interval=1", "--out_dir=out/a"]
@@ -124,10 +124,10 @@ def train_until_read():
     """Train as train.py; die by SIGKILL when the batch of (step, micro-step) DIE is read."""
     read, at = batches.train_batch, os.environ["DIE"]
 
-    def dying(windows, seed, step, micro, *sizes):
-        if at == f"{step} {micro}":
+    def dying(windows, seed, step, part, *sizes):
+        if at == f"{step} {part}":
             os.kill(os.getpid(), signal.SIGKILL)
-        return read(windows, seed, step, micro, *sizes)
+        return read(windows, seed, step, part, *sizes)
 
     batches.train_batch = dying
     train.main()

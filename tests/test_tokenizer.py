@@ -1,6 +1,7 @@
 """Tokenizers lose nothing of a text, are the same when loaded again, and stream the text that they decode."""
 
 import json
+import os
 import random
 import sys
 import time
@@ -8,6 +9,7 @@ import tracemalloc
 
 import pytest
 from helpers import flip_bits, verify
+from test_data import prepare_content, prepare_text, shown
 import tiktoken
 import tokenizers
 
@@ -17,7 +19,6 @@ from sympow.data.dataset import Dataset
 from sympow.data.huggingface import HuggingFaceEncoding
 from sympow.data.mixture import open_dataset
 from sympow.data.split import whole_stream
-from sympow.data.text import prepare
 from sympow.data.tokenizer import (
     Tokenizer, gpt2_tokenizer, load_tokenizer, named_tokenizer, split_long_text, train_tokenizer,
 )  # fmt: skip
@@ -77,8 +78,8 @@ def test_long_texts_in_pieces_give_the_same_tokens(escaped, monkeypatch):
     monkeypatch.setattr("sympow.data.tokenizer.PIECE", 7)
     monkeypatch.setattr("sympow.data.tokenizer.AT_ONCE", 100)
     assert len(list(split_long_text(texts[-1]))) > 300
-    for text, found in zip(texts, Tokenizer("bpe", encoding, escaped).encode_batch(texts), strict=True):
-        assert found.tolist() == encoding.encode_ordinary(json.dumps(text)[1:-1] if escaped else text)
+    for text, ids in zip(texts, Tokenizer("bpe", encoding, escaped).encode_batch(texts), strict=True):
+        assert ids.tolist() == encoding.encode_ordinary(json.dumps(text)[1:-1] if escaped else text)
 
 
 def test_memory_of_long_texts_is_little_more_than_their_tokens(monkeypatch):
@@ -119,17 +120,17 @@ def test_lone_surrogates_do_not_stop_encoding():
     assert tok.decode(tok.encode("a\ud83db")) == "a\ufffdb"
 
 
-@pytest.mark.parametrize("which", range(4))
-def test_saved_tokenizer_is_the_same_tokenizer(tmp_path, which, monkeypatch):
+@pytest.mark.parametrize("number", range(4))
+def test_saved_tokenizer_is_the_same_tokenizer(tmp_path, number, monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", None)  # a saved tokenizer never asks for a download
-    tok = every_tokenizer()[which]
+    tok = every_tokenizer()[number]
     tok.save(tmp_path / "a")
     load_tokenizer(tmp_path / "a").save(tmp_path / "b")  # as a run folder copies it
-    again = load_tokenizer(tmp_path / "b")
+    loaded = load_tokenizer(tmp_path / "b")
     for name in ("kind", "vocab_size", "eot", "json_escaped"):
-        assert getattr(again, name) == getattr(tok, name)
+        assert getattr(loaded, name) == getattr(tok, name)
     for text in TEXTS:
-        assert again.encode(text) == tok.encode(text)
+        assert loaded.encode(text) == tok.encode(text)
 
 
 def test_a_missing_tokenizer_is_one_line(tmp_path):
@@ -221,11 +222,11 @@ def test_a_tokenizer_json_of_hugging_face_is_used_saved_and_streamed(tmp_path, m
     assert tok.vocab_size > tok.eot and tok.decode([tok.eot]) == end
     tok.save(tmp_path / "a")
     load_tokenizer(tmp_path / "a").save(tmp_path / "b")
-    again = load_tokenizer(tmp_path / "b")
-    assert again.files() == tok.files() and (again.vocab_size, again.eot) == (tok.vocab_size, tok.eot)
+    loaded = load_tokenizer(tmp_path / "b")
+    assert loaded.files() == tok.files() and (loaded.vocab_size, loaded.eot) == (tok.vocab_size, tok.eot)
     for text in [*TEXTS, "x </s> y<|endoftext|>", *ENGLISH]:
-        ids = again.encode(text)
-        decoder = again.stream()
+        ids = loaded.encode(text)
+        decoder = loaded.stream()
         pieces = [decoder.feed(i) for i in ids]
         assert "\ufffd" not in "".join(pieces) and "".join(pieces) + decoder.flush() == text == tok.decode(ids)
         assert tok.eot not in ids or end in text
@@ -351,34 +352,31 @@ def test_training_on_words_without_end_takes_no_longer_than_on_others():
     assert time.process_time() - began < 20
 
 
-def test_text_is_prepared_with_a_tokenizer_trained_on_its_training_split(tmp_path, monkeypatch, capsys):
-    lines = [f"the {i}th theme of them\n" for i in range(900)]
-    (tmp_path / "a.txt").write_text("".join(lines) + "zqzqzqzq " * 400)  # the end is the validation split
-    argv = [str(tmp_path / "a.txt"), f"--out={tmp_path / 'out'}", "--document_length=64"]
-    prepare.main([*argv, "--tokenizer=bpe:300"])
-    dataset = Dataset(tmp_path / "out")
+def test_text_is_prepared_with_a_tokenizer_trained_on_its_training_split(tmp_path, capsys):
+    content = "".join(f"the {i}th theme of them\n" for i in range(900)) + "zqzqzqzq " * 400
+    options = ["--document_length=64", "--tokenizer=bpe:300"]
+    dataset = prepare_content(tmp_path, content, *options)
     tok = dataset.tokenizer
     assert dataset.vocab_size == 300 and tok.decode(dataset.read("train", 0, 8)).startswith("the 0th theme")
     assert len(tok.encode(" them")) == 1 and dataset.meta["arguments"]["tokenizer"] == "bpe:300"
-    assert "zqzqzqzq" in tok.decode(dataset.read("val", 0, dataset.tokens("val")))
-    prepare.main([*argv, "--tokenizer=bpe:300"])
+    assert "zqzqzqzq" in shown(dataset, "val")  # the end
+    prepare_text(tmp_path, tmp_path / "a.txt", *options)
     assert "complete already" in capsys.readouterr().out
     for damaged in ("train_00000.bin", "val_00000.bin"):
         (tmp_path / "out" / damaged).unlink()
-        prepare.main([*argv, "--tokenizer=bpe:300"])
+        prepare_text(tmp_path, tmp_path / "a.txt", *options)
         verify(dataset)  # the split is the same
 
 
 def test_a_trained_tokenizer_serves_another_dataset_and_both_may_be_mixed(tmp_path):
-    (tmp_path / "a.txt").write_text("the theme of them\n" * 900)
-    (tmp_path / "b.txt").write_text("other themes\n" * 900)
-    argv = lambda name: [str(tmp_path / f"{name}.txt"), f"--out={tmp_path / name}", "--document_length=64"]
-    prepare.main([*argv("a"), "--tokenizer=bpe:300"])
-    for source in (tmp_path / "a", tmp_path / "a" / "tokenizer.json"):
-        prepare.main([*argv("b"), f"--tokenizer={source}"])
-    mixed = open_dataset(f"{tmp_path / 'a'}:1,{tmp_path / 'b'}:1")
-    assert mixed.vocab_size > 257
-    assert {one.tokenizer.encode("the themes")[0] for one in mixed.sets.values()} == {mixed.tokenizer.encode("the")[0]}
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    trained = prepare_content(tmp_path / "a", "the theme of them\n" * 900, "--tokenizer=bpe:300").path
+    for source in (trained, os.path.join(trained, "tokenizer.json")):
+        second = prepare_content(tmp_path / "b", "other themes\n" * 900, f"--tokenizer={source}")
+    assert second.tokenizer.files() == Dataset(trained).tokenizer.files()
+    os.rename(second.path, tmp_path / "second")
+    assert open_dataset(f"{trained}:1,{tmp_path / 'second'}:1").vocab_size > 257
 
 
 def test_only_the_training_split_trains_a_tokenizer(tmp_path):
@@ -435,10 +433,10 @@ def test_cut_off_escape_at_the_end_is_tolerated(cut):
     assert tok.decode(list((r"a\n" + cut).encode())) == "a\n" + cut
 
 
-@pytest.mark.parametrize("wrong", ["\\x41", "\\u12g4", "\\ud83d and \\ude00", "\\ud83d\\u0041"])
-def test_invalid_escapes_are_left_as_they_are(wrong):
+@pytest.mark.parametrize("escape", ["\\x41", "\\u12g4", "\\ud83d and \\ude00", "\\ud83d\\u0041"])
+def test_invalid_escapes_are_left_as_they_are(escape):
     tok = Tokenizer("bytes", json_escaped=True)
-    assert tok.decode(list(wrong.encode())) == wrong.replace("\\u0041", "A")
+    assert tok.decode(list(escape.encode())) == escape.replace("\\u0041", "A")
 
 
 def test_escaped_prompt_is_what_json_makes_of_it():
