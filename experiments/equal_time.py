@@ -7,49 +7,47 @@ as if these learned from as many tokens as the small one, which they would not; 
 """
 
 import os
-from itertools import pairwise
+from functools import partial
 
 import numpy as np
 
 from sympow.compare import format_count
 from sympow.data.files import read_json
+from sympow.experiments.costs import ATTENTIONS
 from sympow.experiments.report import (
     Panel,
     difference_cell,
     position_curve,
-    span_cell,
-    step_times,
+    span_columns,
+    timed,
     table,
     texts_cell,
     tokens_cell,
 )
-from sympow.experiments.runs import main
+from sympow.experiments.runs import main, variant
 
 SHORT, LONG, SHARE = 4096, 65536, 0.7  # the long stage begins after this share of the time
 BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged
-HYBRID = "sympow_gating,sympow_gating,sympow_gating,softmax"
 VARIANTS = {
-    "softmax": dict(attention="softmax"),
-    "softmax in stages": dict(attention="softmax"),
-    "sympow_gating in stages": dict(attention="sympow_gating", p=2),
-    "conformal_sympow in stages": dict(attention="conformal_sympow", p=2),
-    "hybrid 3:1 in stages": dict(attention=HYBRID, p=2),
-    "gated_deltanet in stages": dict(attention="gated_deltanet"),
+    "softmax": variant("softmax"),
+    "softmax in stages": variant("softmax"),
+    "sympow_gating in stages": variant("sympow_gating p=2"),
+    "conformal_sympow in stages": variant("conformal_sympow p=2"),
+    "hybrid 3:1 in stages": ATTENTIONS["hybrid"],
+    "gated_deltanet in stages": variant("gated_deltanet"),
 }
 
 
 def plan(size):
     """Return the runs. Their depth is a multiple of the hybrid's pattern of four layers."""
     shape = dict(n_layer=8, n_head=5, n_embd=320, eval_tokens=1 << 20) if size.shrink == 1 else {}
-    texts = dict(length=size.length(LONG), documents=size.documents, bounds=[size.length(n) for n in BOUNDS])
+    positions = dict(length=size.length(LONG), documents=size.documents, bounds=[size.length(n) for n in BOUNDS])
+    windows = positions | dict(window=size.length(SHORT))
     runs = []
     for name, settings in VARIANTS.items():
-        if name == "softmax":
-            measure = texts | {"window": size.length(SHORT)}
-        else:
-            measure, settings = texts, settings | {"then": f"{size.length(LONG)}@{SHARE}"}
-        run = size.run(name, SHORT, seconds=size.seconds, **settings, **shape)
-        runs.append(run.measure(positions=measure))
+        then = {} if name == "softmax" else {"then": f"{size.length(LONG)}@{SHARE}"}
+        measures = {"positions": positions if then else windows}
+        runs.append(size.run(name, SHORT, measures=measures, **settings, **shape, **then))
     return runs
 
 
@@ -59,14 +57,6 @@ def plan(size):
 def time_curve(record):
     """Return (seconds of training, validation losses) of a record."""
     return tuple(zip(*((seconds, loss) for tokens, loss, seconds in record["val"] if tokens)))
-
-
-def retimed(record, speeds):
-    """Return the record with the speeds {context: tokens a second} of another model."""
-    points = [(tokens, loss) for tokens, loss, _ in record["val"]]
-    seconds = step_times(record["stages"], speeds, [tokens for tokens, _ in points])
-    val = [(tokens, loss, time) for (tokens, loss), time in zip(points, seconds)]
-    return record | dict(val=val, tokens_per_second=speeds)
 
 
 def long_start(record):
@@ -98,70 +88,63 @@ def loss_after(record, seconds):
 
 def long_tokens_cell(entry):
     """Return the tokens of the last stage, or None without stages."""
-    record = entry.records[0]
+    record = entry.record
     return format_count(record["tokens"] - record["stages"][-1][1]) if len(record["stages"]) > 1 else None
 
 
-def leads_cell(curves):
-    """Return the function of a column: when the entry's loss is below softmax's, for {name: time_curve}."""
-
-    def cell(entry):
-        if not {entry.name, "softmax"} <= curves.keys():
-            return None
-        (x, y), (base_x, base_y) = curves[entry.name], curves["softmax"]
-        start, end = max(x[0], base_x[0]), min(x[-1], base_x[-1])
-        if end <= start:
-            return "no times in common"
-        times = np.linspace(start, end, 500)
-        ahead = np.interp(times, x, y) < np.interp(times, base_x, base_y)
-        turns = np.flatnonzero(np.diff(ahead, prepend=False, append=False))  # every second one is a first time behind
-        spans = [f"{times[i]:.0f} to {times[j - 1]:.0f}" for i, j in turns.reshape(-1, 2)]
-        return f"ahead from {', '.join(spans)} of {end:.0f} s" if spans else f"behind until {end:.0f} s"
-
-    return cell
+def leads_cell(entry, curves):
+    """Return when the entry's loss is below softmax's, for {name: time_curve}."""
+    if not {entry.name, "softmax"} <= curves.keys():
+        return None
+    (x, y), (base_x, base_y) = curves[entry.name], curves["softmax"]
+    start, end = max(x[0], base_x[0]), min(x[-1], base_x[-1])
+    if end <= start:
+        return "no times in common"
+    times = np.linspace(start, end, 500)
+    ahead = np.interp(times, x, y) < np.interp(times, base_x, base_y)
+    turns = np.flatnonzero(np.diff(ahead, prepend=False, append=False))  # every second one is a first time behind
+    spans = [f"{times[i]:.0f} to {times[j - 1]:.0f}" for i, j in turns.reshape(-1, 2)]
+    return f"ahead from {', '.join(spans)} of {end:.0f} s" if spans else f"behind until {end:.0f} s"
 
 
 def report(entries, size):
     """Return the tables at equal time, and the losses over seconds and by position; those also at other speeds."""
-    short, long = size.length(SHORT), size.length(LONG)
-    records = {name: entry.records[0] for name, entry in entries.items()}
+    records = {name: entry.record for name, entry in entries.items()}
     common = min(record["seconds"] for record in records.values())
     columns = [
         ("tokens", tokens_cell),
-        (f"of them at {long:,}", long_tokens_cell),
-        ("seconds of training", lambda entry: entry.records[0]["seconds"]),
-        (f"val loss at {common:.0f} s", lambda entry: loss_after(entry.records[0], common)),
-        ("loss of the texts", texts_cell("positions")),
-        ("to softmax's", difference_cell("positions", entries.get("softmax"))),
+        ("of them in the long stage", long_tokens_cell),
+        ("seconds of training", lambda entry: f"{entry.record['seconds']:.1f}"),
+        (f"val loss at {common:.0f} s", lambda entry: loss_after(entry.record, common)),
+        ("loss of the texts", partial(texts_cell, measure="positions")),
+        ("to softmax's", partial(difference_cell, base=entries.get("softmax"), measure="positions")),
+        *span_columns("positions", [size.length(n) for n in BOUNDS]),
     ]
-    for first, last in pairwise(size.length(n) for n in BOUNDS):
-        columns.append((f"{first:,} to {last:,}", span_cell("positions", first)))
     groups = {"this model": records}
     for shape, speeds in other_speeds(size.folder).items():
-        timed = {name: record for name, record in records.items() if record["settings"]["attention"] in speeds}
-        groups[shape] = {
-            name: retimed(record, speeds[record["settings"]["attention"]]) for name, record in timed.items()
-        }
+        groups[shape] = {}
+        for name, record in records.items():
+            if record["settings"]["attention"] in speeds:
+                groups[shape][name] = timed(record, speeds[record["settings"]["attention"]])
     panels, leads = [], []
     for shape, group in groups.items():
         curves = {name: time_curve(record) for name, record in group.items()}
         starts = {name: long_start(record) for name, record in group.items()}
-        title = f"at the speed of {shape}; from a diamond on trained at {long:,}"
+        title = f"at the speed of {shape}; the long stage begins at a diamond"
         panels.append(Panel("seconds of training", "validation loss, nats", curves, title, diamonds=starts, cut=True))
-        leads.append((f"costs of {shape}", leads_cell(curves)))
+        leads.append((f"costs of {shape}", partial(leads_cell, curves=curves)))
     positions = {name: position_curve(entry, first=64) for name, entry in entries.items()}
-    title = f"dashed: the context {short:,}"
-    panels.insert(1, Panel("position", "loss, nats", positions, title, log_x=True, context=short, cut=True))
-    title = f"Equal time; loss by position ± standard error, {size.documents} texts of {long:,}"
+    title, context = "dashed: the short context", size.length(SHORT)
+    panels.insert(1, Panel("position", "loss, nats", positions, title, log_x=True, context=context, cut=True))
     note = (
-        f"The validation loss, and so the curves, are those of texts of {long:,} in stages, before the long stage too, "
-        f"and of windows of {short:,} from their beginnings for softmax at {short:,}. The loss of the texts is that of "
-        "all their targets after the whole run, and its difference to softmax's is taken text by text."
+        "The validation loss, and so the curves, are of long texts in stages, before the long stage too, and of short "
+        "windows for softmax. The loss of the texts is the mean over all their targets after the whole run. Its "
+        "difference to softmax's is taken text by text."
     )
     others = [entry for entry in entries.values() if entry.name != "softmax"]
     comparison = table("Against softmax at the short context, at equal time", leads, others)
-    return [table(title, columns, entries.values()), note, comparison], panels
+    return [table("Equal time; loss by position ± standard error", columns, entries.values()), note, comparison], panels
 
 
 if __name__ == "__main__":
-    raise SystemExit(main("equal_time", plan, report))
+    main("equal_time", plan, report)

@@ -1,25 +1,19 @@
 """Three learning rates for each variant, so that rate and variant are not confused."""
 
-from sympow.experiments.report import Panel, loss_cell, table, tokens_cell, val_loss
-from sympow.experiments.runs import main
+from sympow.experiments.report import LOSS_COLUMNS, Panel, table, val_loss
+from sympow.experiments.runs import main, variant
 
 RATES = (3e-4, 6e-4, 1.2e-3)
-VARIANTS = {
-    "softmax": dict(attention="softmax"),
-    "sympow_gating p=2": dict(attention="sympow_gating", p=2),
-    "conformal_sympow p=2": dict(attention="conformal_sympow", p=2),
-    "sympow p=2": dict(attention="sympow", p=2),
-    "even_power p=4": dict(attention="even_power", p=4),
-}
+VARIANTS = ("softmax", "sympow_gating p=2", "conformal_sympow p=2", "sympow p=2", "even_power p=4")
 
 
 def plan(size):
     """Return the runs at the context of most other experiments, so that equal ones are trained once."""
-    return [
-        size.run(f"{name}, lr {rate:g}", 4096, steps=1000, learning_rate=rate, **settings)
-        for name, settings in VARIANTS.items()
-        for rate in RATES
-    ]
+    runs = []
+    for name in VARIANTS:
+        for rate in RATES:
+            runs.append(size.run(f"{name}, lr {rate:g}", 4096, steps=1000, learning_rate=rate, **variant(name)))
+    return runs
 
 
 def report(entries, size):
@@ -32,14 +26,15 @@ def report(entries, size):
         if len(losses) == len(RATES):
             best.append(f"{name}: {min(losses, key=losses.get):g}")
     columns = [
-        ("learning rate", lambda entry: f"{entry.settings['learning_rate']:g}"),
-        ("tokens", tokens_cell),
-        ("val loss", loss_cell()),
+        ("learning rate", lambda entry: f"{entry.record['settings']['learning_rate']:g}"),
+        *LOSS_COLUMNS,
     ]
-    title = f"Constant learning rates, context {size.length(4096):,}"
-    blocks = [table(title, columns, entries.values()), "Best of these rates: " + (", ".join(best) or "not known yet")]
+    blocks = [
+        table("Constant learning rates", columns, entries.values()),
+        "Best of these rates: " + (", ".join(best) or "not known yet"),
+    ]
     return blocks, [Panel("learning rate", "validation loss, nats", lines)]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main("learning_rates", plan, report))
+    main("learning_rates", plan, report)

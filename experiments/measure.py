@@ -5,7 +5,6 @@ python -m experiments.measure RUN out/experiments/softmax-0123456789.recall.json
 
 import json
 import sys
-import time
 from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
@@ -13,9 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from sympow.bench.train import take_steps
 from sympow.data.dataset import Dataset
 from sympow.data.files import write_json
-from sympow.data.loader import Windows
 from sympow.data.recall.tasks import questions
 from sympow.experiments import gated_deltanet
 from sympow.experiments.runs import Run
@@ -24,6 +23,7 @@ from sympow.runs.load import load_run
 from sympow.runs.plots import mean_and_standard_error, means_by_position
 from sympow.runs.program import run_program
 from sympow.runs.scores import losses_by_position
+from sympow.runs.settings import refuse
 from sympow.train import TrainConfig
 from sympow.training.optimizer import make_optimizer
 
@@ -67,7 +67,6 @@ def positions(model, dataset, length, documents, window=0, start=0, bounds=()):
     return dict(
         documents=len(texts),
         length=length,
-        joined=any(dataset.eot in inputs[0, 1:] for inputs, _ in texts),
         loss=np.mean(means),
         texts=means,
         positions=curves[0][0],
@@ -80,35 +79,36 @@ def positions(model, dataset, length, documents, window=0, start=0, bounds=()):
 def held_out(dataset, length, documents):
     """Return [(inputs, targets)] [1, length] of at most so many texts, spread over the held-out split.
 
-    A text longer than a row is of one project, if data/source has prepared the dataset and a project is long enough.
-    Otherwise it is made of successive rows, with ends of text between them.
+    Each is of one project, if data/source has prepared the dataset. Otherwise a text longer than a row is made of
+    successive rows. Refuses a length that no project has.
     """
-    rows = -(-length // dataset.document_length)
-    projects = list(dataset.meta.get("held_out", {}).values())  # rows of each
-    joined = max(projects, default=0) < rows
-    starts, row = [], 0
-    for count in [dataset.documents("val")] if joined else projects:
+    starts, row, rows = [], 0, -(-length // dataset.document_length)
+    for count in dataset.meta.get("held_out", {"all": dataset.documents("val")}).values():
         starts += range(row, row + count - rows + 1, rows)
         row += count
-    texts, count = [], min(documents, len(starts))
-    for i in range(count):
-        start = starts[i * len(starts) // count] * dataset.document_length
-        targets = torch.from_numpy(dataset.read("val", start, length).astype(np.int64))[None]
-        inputs = targets.roll(1)
-        inputs[:, :: dataset.document_length if joined else length] = dataset.eot
-        texts.append((inputs, targets))
-    return texts
+    if not starts:
+        refuse(f"{dataset.name} has no held-out text of {length:,} tokens")
+    count = min(documents, len(starts))
+    rows = [starts[i * len(starts) // count] for i in range(count)]
+    return [read_tokens(dataset, row * dataset.document_length, length) for row in rows]
+
+
+def read_tokens(dataset, start, length):
+    """Return (inputs, targets) [1, length] of the held-out tokens from `start` on, after an end of text."""
+    targets = torch.from_numpy(dataset.read("val", start, length).astype(np.int64))[None]
+    inputs = targets.roll(1)
+    inputs[0, 0] = dataset.eot
+    return inputs, targets
 
 
 @AUTOCAST
 @torch.inference_mode()
 def read_text(model, inputs, targets, window):
     """Return the losses [length] float64 of the targets of one text; window: as for `positions`."""
-    if not window or window >= inputs.shape[1]:
-        return losses_by_position(model, inputs.to(DEVICE), targets.to(DEVICE))[0].double().cpu().numpy()
+    window = min(window or inputs.shape[1], inputs.shape[1])
     half, batch = window // 2, max(1, BATCH // window)
-    windows = zip(*(ids[0].unfold(0, window, half).split(batch) for ids in (inputs.to(DEVICE), targets.to(DEVICE))))
-    losses = torch.cat([losses_by_position(model, *pair, window) for pair in windows]).double().cpu().numpy()
+    windows = zip(*(ids[0].to(DEVICE).unfold(0, window, half).split(batch) for ids in (inputs, targets)))
+    losses = torch.cat([losses_by_position(model, *pair) for pair in windows]).double().cpu().numpy()
     return np.concatenate([losses[0, :half], losses[:, half:].reshape(-1)])
 
 
@@ -116,18 +116,18 @@ def read_text(model, inputs, targets, window):
 @torch.inference_mode()
 def recall(model, dataset, documents):
     """Return the share of questions answered, by distance, over the long documents of a dataset of data/recall."""
-    windows, short = Windows(dataset, "val", dataset.document_length), dataset.meta["short"]
+    length, short = dataset.document_length, dataset.meta["short"]
     texts, answers = [], []
-    for i in range(short, min(windows.documents, short + documents)):
-        inputs, targets = windows.batch([i])
+    for row in range(short, min(dataset.documents("val"), short + documents)):
+        inputs, targets = read_tokens(dataset, row * length, length)
         logits, _ = model(inputs.to(DEVICE))
         answers.append(logits[0].argmax(-1).cpu().numpy())
-        texts.append(targets[0].numpy().astype(np.uint8).tobytes())
-    return score(texts, answers, dataset.meta["task"], dataset.document_length) | dict(documents=len(texts))
+        texts.append(bytes(targets[0].tolist()))
+    return score(texts, answers, dataset.meta["task"])
 
 
-def score(texts, answers, task, length):
-    """Return {distance: [...], accuracy: [...], questions: [...]} over distances between powers of two up to `length`.
+def score(texts, answers, task):
+    """Return {distance: [...], accuracy: [...], questions: [...]} over distances between powers of two.
 
     texts: bytes. answers: an array of the expected ids for each text. A value is right if all its letters are. A
     distance is the geometric middle of its interval; intervals without questions are left out.
@@ -137,56 +137,45 @@ def score(texts, answers, task, length):
         for distance, begin, end in questions(text, task):
             right = answer[begin:end].tolist() == list(text[begin:end])
             results.setdefault(distance.bit_length(), []).append(right)
-    intervals = [(2 ** (i - 0.5), results[i]) for i in sorted(results) if 2 ** (i - 1) <= length]
+    digits = sorted(results)
     return dict(
-        distance=[round(middle) for middle, _ in intervals],
-        accuracy=[np.mean(answers) for _, answers in intervals],
-        questions=[len(answers) for _, answers in intervals],
+        distance=[round(2 ** (n - 0.5)) for n in digits],
+        accuracy=[np.mean(results[n]) for n in digits],
+        questions=[len(results[n]) for n in digits],
     )
 
 
-def speed(model, dataset, contexts, tokens, layers=()):
+def speed(model, dataset, contexts, tokens, depths):
     """Return {context: tokens a second in training}, for random tokens.
 
-    layers: measure models of these two depths, and compute the whole model's step from the line through both.
+    depths: how many layers the measured models have. The step of the whole model is on the line through two depths.
     """
-    speeds, depths = {}, layers or [model.config.n_layer]
+    speeds = {}
     for context in contexts:
-        step_tokens = max(tokens, context)
-        seconds = [step_seconds(replace(model.config, n_layer=n), context, step_tokens) for n in depths]
+        seconds = [step_seconds(replace(model.config, n_layer=n), context, tokens) for n in depths]
         line = np.polyfit(depths, seconds, len(depths) - 1)
-        speeds[context] = step_tokens / np.polyval(line, model.config.n_layer)
+        speeds[context] = tokens / np.polyval(line, model.config.n_layer)
     return speeds
 
 
 def step_seconds(config, context, tokens):
-    """Return the median time of a training step of so many tokens, compiled on a GPU as in training."""
+    """Return the median time of a training step of so many tokens, compiled on a GPU."""
+    torch.set_float32_matmul_precision("high")  # as train.py
+    torch.compiler.reset()
     model = GPT(config).to(DEVICE)
     optimizer = make_optimizer(model, TrainConfig())
-    torch.set_float32_matmul_precision("high")
-    torch.compiler.reset()
     network = torch.compile(model, dynamic=False, disable=DEVICE == "cpu")
     ids = torch.randint(config.vocab_size, (tokens // context, context), device=DEVICE)
-    times = []
-    for _ in range(8 if DEVICE == "cuda" else 3):
-        start = time.perf_counter()
-        with AUTOCAST:
-            _, loss = network(ids, ids)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()  # waits for the GPU
-        times.append(time.perf_counter() - start)
-    return median(times[len(times) // 3 + 1 :])
+    warm_up, steps = (3, 5) if DEVICE == "cuda" else (1, 2)
+    take_steps(network, model, optimizer, ids, ids, warm_up)
+    return median(take_steps(network, model, optimizer, ids, ids, 1) for _ in range(steps))
 
 
 def state_bytes(model, dataset, tokens):
-    """Return {cache, state, parameters}: bytes that generation keeps after so many tokens, in bfloat16, and a count."""
+    """Return {state, parameters}: the bytes of one text's states in bfloat16, and how many parameters the model has."""
     layers = zip(model.transformer.h, model.empty_state(1).layers)
     sizes = [block.attn.mix.generation_bytes(state, tokens, 2, torch.bfloat16, "always") for block, state in layers]
-    cache, state = map(sum, zip(*sizes))
-    return dict(cache=cache, state=state, parameters=model.parameter_count())
+    return dict(state=sum(state for _, state in sizes), parameters=model.parameter_count())
 
 
 MEASURES = {

@@ -4,12 +4,13 @@ data/recall/tasks.py has the two tasks. Their data are prepared when they are mi
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 from sympow.data.recall import prepare
 from sympow.data.recall.tasks import CHANCE
 from sympow.experiments.evaluation_length import variants
-from sympow.experiments.report import Panel, loss_cell, table, tokens_cell
+from sympow.experiments.report import LOSS_COLUMNS, Panel, table
 from sympow.experiments.runs import main
 
 CONTEXT, TIMES, SHORT, LONG = 1024, 16, 16, 128
@@ -44,25 +45,21 @@ def plan(size):
     """Return the runs of both tasks; a variant's settings are those of evaluation_length.py."""
     runs = []
     for task in CHANCE:
-        documents = min(LONG, 8 * size.documents) if task == "needle" else size.documents
+        documents = 8 * size.documents if task == "needle" else size.documents
         for name, settings in variants(size).items():
-            run = resized(size, task).run(f"{name}, {task}", CONTEXT, steps=STEPS, **settings)
-            runs.append(run.measure(recall=dict(documents=documents)))
+            measures = {"recall": dict(documents=documents)}
+            runs.append(resized(size, task).run(f"{name}, {task}", CONTEXT, STEPS, measures, **settings))
     return runs
 
 
-def accuracy_cell(first, last):
-    """Return the function of a column: the share of questions answered at distances above `first`, up to `last`."""
-
-    def cell(entry):
-        measured, right, count = entry.records[0]["measures"]["recall"], 0, 0
-        for distance, accuracy, questions in zip(*(measured[key] for key in ("distance", "accuracy", "questions"))):
-            if first < distance <= last:
-                right += accuracy * questions
-                count += questions
-        return f"{right / count:.1%} of {count:,}" if count else None
-
-    return cell
+def accuracy_cell(entry, first, last):
+    """Return the share of questions answered at distances above `first`, up to `last`."""
+    measured, right, count = entry.record["measures"]["recall"], 0, 0
+    for distance, accuracy, questions in zip(measured["distance"], measured["accuracy"], measured["questions"]):
+        if first < distance <= last:
+            right += accuracy * questions
+            count += questions
+    return f"{right / count:.1%} of {count:,}" if count else None
 
 
 def report(entries, size):
@@ -70,14 +67,14 @@ def report(entries, size):
     blocks, panels = [], []
     for task, chance in CHANCE.items():
         context = resized(size, task).length(CONTEXT)
-        columns = [("tokens", tokens_cell), ("val loss", loss_cell())]
+        columns = [*LOSS_COLUMNS]
         for first, last in pairwise((0, context // 8, context, 4 * context, 16 * context)):
-            columns.append((f"{first:,} to {last:,}", accuracy_cell(first, last)))
+            columns.append((f"{first:,} to {last:,}", partial(accuracy_cell, first=first, last=last)))
         rows = [entry for entry in entries.values() if entry.name.endswith(f", {task}")]
         blocks.append(table(f"{task}: accuracy by distance in bytes; a guess has {chance:.2%}", columns, rows))
         lines = {}
         for entry in rows:
-            measured = entry.records[0]["measures"]["recall"]
+            measured = entry.record["measures"]["recall"]
             lines[entry.name.removesuffix(f", {task}")] = measured["distance"], measured["accuracy"]
         title = f"{task}; dashed: the training context; grey: a guess"
         panel = Panel("distance, bytes", "accuracy", lines, title, log_x=True, context=context, level=chance)
@@ -86,4 +83,4 @@ def report(entries, size):
 
 
 if __name__ == "__main__":
-    raise SystemExit(main("recall", plan, report, prepare=prepare_tasks))
+    main("recall", plan, report, prepare=prepare_tasks)

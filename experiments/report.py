@@ -1,12 +1,13 @@
 """Tables in Markdown and a figure, both from the records of an experiment.
 
-Entry("softmax", settings, records)                       # a row: one record for each seed
-table("Loss", [("val loss", loss_cell())], entries)       # Markdown
+Entry("softmax", records)                       # a row: one record for each seed
+table("Loss", [("val loss", loss_cell)], entries)       # Markdown
 plot([Panel("million tokens", "loss", {"softmax": (x, y)})], "loss.png")
 """
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from statistics import fmean, median, stdev
 
@@ -20,11 +21,15 @@ from sympow.runs.plots import COLOURS, STYLE, mean_and_standard_error, smooth
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of a table: its name, the settings of train.py, and a record for each seed that is finished."""
+    """A row of a table: its name, and a record for each seed that is finished."""
 
     name: str
-    settings: dict
     records: list
+
+    @property
+    def record(self):
+        """Return the record of the first seed."""
+        return self.records[0]
 
     def mean(self, measure):
         """Return the mean of measure(record) over the seeds."""
@@ -55,7 +60,7 @@ class Panel:
     cut: bool = False
 
 
-# ---- tables: a column is (header, function of an Entry that returns a text, a number or None)
+# ---- tables: a column is (header, function of an Entry that returns a text, a whole number or None)
 
 
 def val_loss(record):
@@ -63,99 +68,84 @@ def val_loss(record):
     return record["val"][-1][1]
 
 
-def loss_cell(measure=val_loss):
-    """Return the function of a column: the mean over seeds, with the standard deviation if there are several."""
-
-    def cell(entry):
-        deviation = entry.deviation(measure)
-        seeds = "" if deviation is None else f" ± {deviation:.4f} ({len(entry.records)} seeds)"
-        return f"{entry.mean(measure):.4f}{seeds}"
-
-    return cell
+def loss_cell(entry, measure=val_loss):
+    """Return the mean of measure(record) over seeds, with the standard deviation if there are several."""
+    deviation = entry.deviation(measure)
+    seeds = "" if deviation is None else f" ± {deviation:.4f} ({len(entry.records)} seeds)"
+    return f"{entry.mean(measure):.4f}{seeds}"
 
 
-def ratio_cell(base, measure=val_loss):
-    """Return the function of a column: the loss divided by the loss of the Entry base.
+def ratio_cell(entry, base, measure=val_loss):
+    """Return the loss divided by the loss of the Entry base, or None without a base.
 
     The text is "none" if they differ by less than two standard deviations, pooled over the entries that have seeds.
     """
-
-    def cell(entry):
-        if base is None:
-            return None
-        loss, base_loss = entry.mean(measure), base.mean(measure)
-        deviations = [x for x in (entry.deviation(measure), base.deviation(measure)) if x is not None]
-        noise = 2 * math.sqrt(fmean(x * x for x in deviations)) if deviations else 0
-        return "none" if 0 < abs(loss - base_loss) < noise else f"{loss / base_loss:.4f}"
-
-    return cell
+    if base is None:
+        return None
+    loss, base_loss = entry.mean(measure), base.mean(measure)
+    deviations = [x for x in (entry.deviation(measure), base.deviation(measure)) if x is not None]
+    noise = 2 * math.sqrt(fmean(x * x for x in deviations)) if deviations else 0
+    return "none" if 0 < abs(loss - base_loss) < noise else f"{loss / base_loss:.4f}"
 
 
-def texts_cell(measure):
-    """Return the function of a column: the mean loss over texts ± its standard error, of the first seed."""
-    return lambda entry: mean_of_texts(entry.records[0]["measures"][measure]["texts"], "")
+def texts_cell(entry, measure):
+    """Return the mean loss over texts ± its standard error, of the first seed."""
+    return mean_cell(np.array(entry.record["measures"][measure]["texts"]))
 
 
-def difference_cell(measure, base):
-    """Return the function of a column: texts_cell of the difference to the Entry base, taken text by text."""
-
-    def cell(entry):
-        if base in (None, entry):
-            return None
-        losses, base_losses = (np.array(e.records[0]["measures"][measure]["texts"]) for e in (entry, base))
-        return mean_of_texts(losses - base_losses, "+")
-
-    return cell
+def difference_cell(entry, base, measure):
+    """Return texts_cell of the difference to the Entry base, taken text by text; None without another base."""
+    if base in (None, entry):
+        return None
+    losses, base_losses = (np.array(e.record["measures"][measure]["texts"]) for e in (entry, base))
+    return mean_cell(losses - base_losses, sign="+")
 
 
-def mean_of_texts(losses, sign):
-    """Return the text of a cell: the mean of losses ± its standard error; sign: "+" for a sign before the mean."""
-    mean, error = mean_and_standard_error(np.reshape(losses, (-1, 1)))
-    return f"{mean.item():{sign}.4f} ± {error.item():.4f}"
+def mean_cell(values, sign=""):
+    """Return the mean of values ± its standard error; sign "+" shows the sign of a positive mean."""
+    mean, error = mean_and_standard_error(values[:, None])
+    return f"{mean[0]:{sign}.4f} ± {error[0]:.4f}"
 
 
-def span_cell(measure, first):
-    """Return the function of a column: the mean loss of the positions from `first` to the next bound of the measure,
-    with its standard error over texts."""
+def span_cell(entry, measure, index):
+    """Return the mean loss of a span of positions ± its standard error over texts; None if it was not measured."""
+    if measure not in entry.record["measures"]:
+        return None
+    spans = entry.record["measures"][measure]["spans"]
+    return f"{spans['mean'][index]:.4f} ± {spans['errors'][index]:.4f}"
 
-    def cell(entry):
-        if measure not in entry.records[0]["measures"]:
-            return None
-        spans = entry.records[0]["measures"][measure]["spans"]
-        i = spans["bounds"].index(first)
-        return f"{spans['mean'][i]:.4f} ± {spans['errors'][i]:.4f}"
 
-    return cell
+def span_columns(measure, bounds):
+    """Return the columns of span_cell for a measure that has these bounds."""
+    names = [f"{first:,} to {last:,}" for first, last in pairwise(bounds)]
+    return [(name, partial(span_cell, measure=measure, index=i)) for i, name in enumerate(names)]
 
 
 def tokens_cell(entry):
     """Return the tokens of training, with the number of epochs if they are more than one."""
-    record = entry.records[0]
+    record = entry.record
     epochs = record["tokens"] / record["corpus"]["tokens"]["train"]
     return format_count(record["tokens"]) + (f" ({epochs:.1f} epochs)" if epochs > 1.05 else "")
 
 
-def table(title, columns, entries):
-    """Return a table in Markdown, with the corpus and its number of files in every row.
+LOSS_COLUMNS = [("tokens", tokens_cell), ("val loss", loss_cell)]
 
-    Raises ValueError if the records are on different corpora, because their losses cannot be compared.
+
+def table(title, columns, entries):
+    """Return a table in Markdown under a title that names the corpus.
+
+    columns: [(header, function of an Entry)]. Raises ValueError if the records are on different corpora, because their
+    losses cannot be compared.
     """
-    corpora = {record["corpus"]["sha256"] for entry in entries for record in entry.records}
-    if len(corpora) > 1:
-        raise ValueError(f"runs on different corpora are not put into one table: {', '.join(sorted(corpora))}")
+    corpora = [record["corpus"] for entry in entries for record in entry.records]
+    names = sorted({f"{corpus['name']} {corpus['sha256']}" for corpus in corpora})
+    if len(names) > 1:
+        raise ValueError(f"runs on different corpora are not put into one table: {', '.join(names)}")
     rows = []
     for entry in entries:
-        corpus = entry.records[0]["corpus"]
-        values = [*(cell(entry) for _, cell in columns), f"{corpus['name']} {corpus['sha256']}", corpus["files"]]
-        rows.append([entry.name, *map(show, values)])
-    return f"**{title}**\n\n" + markdown(["run", *(header for header, _ in columns), "corpus (sha256)", "files"], rows)
-
-
-def show(value):
-    """Return the text of a cell."""
-    if isinstance(value, str):
-        return value
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+        values = [cell(entry) for _, cell in columns]
+        rows.append([entry.name, *(f"{x:,}" if isinstance(x, int) else str(x or "-") for x in values)])
+    return f"**{title}** ({', '.join(names)})\n\n" + markdown(["run", *(header for header, _ in columns)], rows)
 
 
 # ---- curves: lines of a Panel
@@ -176,28 +166,31 @@ def val_curve(entry):
 def ratio_curve(entry, base):
     """Return (million tokens, training loss divided by that of the Entry base), of means over the seeds, smoothed."""
     (x, losses), (base_x, base_losses) = (over_seeds([record["train"] for record in e.records]) for e in (entry, base))
-    inside = (x <= base_x[-1]) & (x > 0.02 * base_x[-1])
+    later = x > 0.02 * x[-1]
     ratios = losses.mean(0) / np.interp(x, base_x, base_losses.mean(0))
-    return x[inside] / 1e6, smooth(list(ratios[inside]))
+    return x[later] / 1e6, smooth(list(ratios[later]))
 
 
 def position_curve(entry, measure="positions", first=0):
     """Return (positions, mean losses, standard errors) of the first seed, from the position `first` on."""
-    curve = entry.records[0]["measures"][measure]
+    curve = entry.record["measures"][measure]
     start = np.searchsorted(curve["positions"], first)
     return tuple(np.array(curve[name][start:]) for name in ("positions", "mean", "errors"))
 
 
-def step_times(stages, speeds, counts):
-    """Return the seconds in which so many tokens are trained on, for each of `counts`.
+def timed(record, speeds):
+    """Return the record with the seconds of training at its validation losses, at other speeds.
 
-    stages: [[context, tokens at its beginning]]; speeds: {context as a text: tokens a second}.
+    speeds: {context as a text: tokens a second}.
     """
+    counts = [tokens for tokens, *_ in record["val"]]
     tokens, seconds = [0], [0.0]
-    for (context, _), (_, end) in pairwise([*stages, (None, counts[-1])]):
+    for (context, _), (_, end) in pairwise([*record["stages"], (None, counts[-1])]):
         seconds.append(seconds[-1] + (end - tokens[-1]) / speeds[str(context)])
         tokens.append(end)
-    return np.interp(counts, tokens, seconds).tolist()
+    times = np.interp(counts, tokens, seconds).tolist()
+    val = [[*point[:2], time] for point, time in zip(record["val"], times)]
+    return record | dict(val=val, seconds=times[-1], tokens_per_second=speeds)
 
 
 # ---- the figure
@@ -212,8 +205,8 @@ def plot(panels, png):
         figure = Figure((6.5 * columns, 4 * rows + 0.12 * len(names)), layout="constrained")
         for axis, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, panels):
             draw_panel(axis, panel, colours)
-            lines, labels = axis.get_legend_handles_labels()
-            handles = dict(zip(labels, lines)) | handles
+            for line, label in zip(*axis.get_legend_handles_labels()):
+                handles.setdefault(label, line)
         figure.legend(handles=handles.values(), loc="outside lower center", ncols=2 * columns)
         figure.savefig(png, dpi=130)
 
@@ -237,6 +230,5 @@ def draw_panel(axis, panel, colours):
         axis.xaxis.set_major_formatter("{x:,.7g}")
     if panel.cut:
         ends = [y[-1] for _, y, *_ in panel.lines.values()]
-        low = min(min(y) for _, y, *_ in panel.lines.values())
-        high = min(max(2 * median(ends), *ends), axis.get_ylim()[1])
-        axis.set_ylim(low - 0.05 * (high - low), high)
+        axis.margins(y=0.01)
+        axis.set_ylim(top=min(max(2 * median(ends), *ends), axis.get_ylim()[1]))

@@ -14,17 +14,15 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, replace
-from queue import SimpleQueue
+import time
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 import torch
 
 from sympow.data.dataset import Dataset
 from sympow.data.files import read_json, write_atomically
-from sympow.experiments.report import Entry, plot, step_times
+from sympow.experiments.report import Entry, plot, timed
 from sympow.runs.folder import environment, fingerprint
 from sympow.runs.program import Parser
 
@@ -36,11 +34,7 @@ class Run:
     name: str
     dataset: str
     settings: dict  # of train.py
-    measures: dict = field(default_factory=dict)  # {function of measure.py: its arguments}
-
-    def measure(self, **measures):
-        """Return the Run with these measures, which are taken after training."""
-        return replace(self, measures=measures)
+    measures: dict  # {function of measure.py: its arguments}
 
     @property
     def folder(self):
@@ -48,9 +42,20 @@ class Run:
         digest = hashlib.sha256(json.dumps([self.dataset, self.settings], sort_keys=True).encode()).hexdigest()
         return f"out/experiments/{self.settings['attention'].replace(',', '-')}-{digest[:10]}"
 
+    def commands(self):
+        """Return the programs that train and measure it, each with its arguments."""
+        settings = self.settings | {"dataset": self.dataset, "out_dir": self.folder, "wandb": "disabled"}
+        commands = []
+        if "max_iters" in settings:
+            program = "experiments.gated_deltanet" if settings["attention"] == "gated_deltanet" else "train"
+            commands.append([program, *(f"--{key}={value}" for key, value in settings.items())])
+        if self.measures:
+            commands.append(["experiments.measure", json.dumps(asdict(self))])
+        return commands
+
     def find(self, records):
         """Return the record with these settings on this dataset, or None."""
-        for record in records:
+        for record in records.values():
             if record["settings"] == self.settings and record["corpus"]["name"] == os.path.basename(self.dataset):
                 return record
 
@@ -74,12 +79,12 @@ class Size:
         """Return a context, or another length, at this size."""
         return tokens // self.shrink
 
-    def model_run(self, name, **settings):
+    def new_model(self, name, measures, **settings):
         """Return the Run of a new model that is only measured."""
-        return Run(name, self.dataset, self.model | settings)
+        return Run(name, self.dataset, self.model | settings, measures)
 
-    def run(self, name, context, steps=0, seconds=0.0, **settings):
-        """Return the Run at this context for so many steps (of size small), or for so many seconds."""
+    def run(self, name, context, steps=0, measures={}, **settings):
+        """Return the Run at this context for so many steps (of size small), or without steps for `seconds`."""
         block_size, steps = self.length(context), steps // self.fewer
         interval = -(-steps // 12) or 128 // self.fewer
         defaults = dict(
@@ -87,14 +92,20 @@ class Size:
             batch_size=self.tokens_per_step // block_size,
             tokens_per_step=self.tokens_per_step,
             max_iters=steps or 10**6,
-            max_seconds=seconds,
+            max_seconds=0.0 if steps else self.seconds,
             eval_interval=interval,
             eval_tokens=self.eval_tokens,
             log_interval=max(1, interval // 5),
             learning_rate=self.learning_rate,
             sample_tokens=0,
         )
-        return self.model_run(name, **defaults | settings)
+        return self.new_model(name, measures, **defaults | settings)
+
+
+def variant(name):
+    """Return the settings that a name such as "softmax" or "sympow p=2" stands for."""
+    attention, _, p = name.partition(" p=")
+    return {"attention": attention, "p": int(p)} if p else {"attention": attention}
 
 
 SIZES = {
@@ -126,7 +137,7 @@ SIZES = {
 
 
 def main(name, plan, report, seeds=(1337,), prepare=None):
-    """Run the experiment of this name with the options of the command line; return 3 if runs are missing at its end.
+    """Run the experiment of this name with the options of the command line; exit with 3 if runs are missing.
 
     seeds: the default of --seeds. prepare: a function of the Size that prepares data before anything is trained.
     """
@@ -142,98 +153,81 @@ def main(name, plan, report, seeds=(1337,), prepare=None):
     runs = [replace(run, settings=run.settings | {"seed": seed}) for run in plan(size) for seed in args.seeds]
     path = os.path.join(size.folder, name)
     records = read_json(f"{path}.json")["runs"] if os.path.exists(f"{path}.json") else {}
-    missing = [run for run in runs if not run.find(records.values())]
+    missing = [run for run in runs if not run.find(records)]
     if missing and args.minutes:
         if prepare:
             prepare(size)
-        for run in train(missing, args.minutes):
-            records[os.path.basename(run.folder)] = make_record(run)
-            lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(record)}" for key, record in records.items())
-            write_atomically(f"{path}.json", f'{{"runs": {{\n{lines}\n}}}}\n'.encode())
-    entries, absent = {}, []
+        try:
+            train(missing, records, args.minutes)
+        finally:
+            write_atomically(f"{path}.json", json.dumps({"runs": records}).encode())
+    entries, missing = {}, []
     for run in runs:
-        if record := run.find(records.values()):
-            entries.setdefault(run.name, Entry(run.name, run.settings, [])).records.append(record)
+        if record := run.find(records):
+            entries.setdefault(run.name, Entry(run.name, [])).records.append(record)
         else:
-            absent.append(f"{run.name}, seed {run.settings['seed']}")
-    if absent:
-        print(f"{len(absent)} runs are missing: the same command goes on")
+            missing.append(f"{run.name}, seed {run.settings['seed']}")
     if entries:
-        title = f"# {name}\n\n    python -m experiments.{name} --size={args.size}"
-        write_report(path, title, entries, *report(entries, size), absent)
-    return 3 if absent else 0
+        blocks, panels = report(entries, size)
+        devices = {record["machine"]["device"] for entry in entries.values() for record in entry.records}
+        title = f"# {name}\n\n    python -m experiments.{name} --size={args.size}\n\n{'; '.join(sorted(devices))}"
+        write_report(path, [title, *blocks], panels, missing)
+    if missing:
+        sys.exit(3)
 
 
-def write_report(path, title, entries, blocks, panels, absent):
-    """Write the title, the machines and the blocks to PATH.md, and the panels to PATH.png.
-
-    absent: the names of runs that have no record.
-    """
-    records = [record for entry in entries.values() for record in entry.records]
-    machines = {", ".join(f"{key} {value}" for key, value in record["machine"].items()) for record in records}
-    blocks = [title, "; ".join(sorted(machines)), *blocks]
-    if absent:
-        blocks.append("Not run: " + "; ".join(absent))
-    if panels := [panel for panel in panels if panel.lines]:
+def write_report(path, blocks, panels, missing):
+    """Write blocks of Markdown and the names of missing runs to PATH.md, and panels to PATH.png."""
+    if missing:
+        blocks.append("Not run: " + "; ".join(missing))
+    panels = [panel for panel in panels if panel.lines]
+    if panels:
         plot(panels, f"{path}.png")
         name = os.path.basename(path)
         blocks.append(f"![{name}]({name}.png)")
     write_atomically(f"{path}.md", ("\n\n".join(blocks) + "\n").encode())
-    print(f"wrote {path}.md")
+    print(f"wrote {path}.md; {len(missing)} runs are missing")
 
 
-def train(runs, minutes):
-    """Train and measure runs, one on each GPU at a time, and yield those that are finished.
+def train(runs, records, minutes):
+    """Train and measure runs, one on each GPU at a time, and add their records.
 
-    After so many minutes the others save their checkpoints and stop.
+    After so many minutes, or a signal, the others save their checkpoints and stop.
     """
-    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    stop, gpus = threading.Event(), SimpleQueue()
-    for name in names.split(","):  # "" without GPUs
-        gpus.put(name)
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    deadline, pending = time.monotonic() + 60 * minutes, iter(runs)
+    workers = [train_on(gpu, pending, records) for gpu in gpus.split(",")]  # without GPUs there is one, ""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with ThreadPoolExecutor(gpus.qsize()) as pool:
-        futures = {pool.submit(train_run, run, gpus, stop): run for run in runs}
-        try:
-            for future in as_completed(futures, timeout=60 * minutes):
-                if future.result():
-                    yield futures[future]
-        except TimeoutError:
-            print(f"{minutes:g} minutes are over", flush=True)
-        finally:  # after SIGTERM and Ctrl-C, too
-            stop.set()
+    try:
+        while workers and time.monotonic() < deadline:
+            workers = [worker for worker in workers if next(worker, "ended") != "ended"]
+            time.sleep(0.1)
+    finally:
+        for worker in workers:
+            worker.close()
 
 
-def train_run(run, gpus, stop):
-    """Train and measure a run on a free GPU; return True if both succeed before the Event `stop` is set."""
-    settings = run.settings | {"dataset": run.dataset, "out_dir": run.folder, "wandb": "disabled"}
-    program = "experiments.gated_deltanet" if settings["attention"] == "gated_deltanet" else "train"
-    commands, gpu, status = [], gpus.get(), 0
-    if "max_iters" in settings:
-        commands.append([program, *(f"--{key}={value}" for key, value in settings.items())])
-    if run.measures:
-        commands.append(["experiments.measure", json.dumps(asdict(run))])
-    for command in commands:
-        if not (status or stop.is_set()):
-            print(f"{run.name}: {command[0]} in {run.folder}", flush=True)
-            status = execute(command, gpu, f"{run.folder}.log", stop)
-            if status:
-                print(f"{run.name} ended with status {status}: see {run.folder}.log", flush=True)
-    gpus.put(gpu)
-    return not (status or stop.is_set())
-
-
-def execute(command, gpu, log, stop):
-    """Run `python -m COMMAND` on a GPU, terminate it when the Event `stop` is set, and return its status."""
-    os.makedirs(os.path.dirname(log), exist_ok=True)
-    with open(log, "a") as file:
-        variables = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
-        process = subprocess.Popen([sys.executable, "-m", *command], env=variables, stdout=file, stderr=file)
-    while process.poll() is None:
-        if stop.wait(0.1):
-            process.terminate()
-            process.wait()
-    return process.returncode
+def train_on(gpu, runs, records):
+    """Train and measure runs one after another on a GPU, and add their records; yield while a program runs."""
+    variables = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+    for run in runs:
+        os.makedirs(os.path.dirname(run.folder), exist_ok=True)
+        for program, *arguments in run.commands():
+            print(f"{run.name}: {program} in {run.folder}", flush=True)
+            with open(f"{run.folder}.log", "a") as log:
+                command = [sys.executable, "-m", program, *arguments]
+                process = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
+            try:
+                while process.poll() is None:
+                    yield
+            finally:  # close() comes while it runs
+                process.terminate()
+                process.wait()
+            if process.returncode:
+                print(f"{run.name}: status {process.returncode}, see {run.folder}.log", flush=True)
+                break
+        else:
+            records[os.path.basename(run.folder)] = make_record(run)
 
 
 def make_record(run):
@@ -241,8 +235,7 @@ def make_record(run):
     dataset, machine = Dataset(run.dataset), environment()
     tokens = {"train": dataset.tokens("train")}
     corpus = dict(name=dataset.name, sha256=fingerprint(dataset), files=dataset.meta.get("files"), tokens=tokens)
-    versions = {name: machine["versions"][name] for name in ("torch", "triton")}
-    machine = dict(device=(*machine["gpus"], "CPU")[0], commit=machine["commit"][:10], **versions)
+    machine = dict(device=(*machine["gpus"], "CPU")[0], commit=machine["commit"][:10], **machine["versions"])
     record = dict(name=run.name, settings=run.settings, corpus=corpus, machine=machine)
     if "max_iters" in run.settings:
         record |= losses(run.folder)
@@ -266,14 +259,10 @@ def losses(folder):
         stages.setdefault(line["context"], line["tokens"])
         speeds.setdefault(str(line["context"]), []).append(line["tok_per_sec"])
     speeds = {context: median(values[1:] or values) for context, values in speeds.items()}  # the first line compiles
-    stages = list(stages.items())
-    seconds = step_times(stages, speeds, [line["tokens"] for line in val])
-    return dict(
+    record = dict(
         train=[[line["tokens"], line["train_loss"]] for line in train],
-        val=[[line["tokens"], line["val_loss"], time] for line, time in zip(val, seconds)],
+        val=[[line["tokens"], line["val_loss"]] for line in val],
         tokens=train[-1]["tokens"],
-        seconds=seconds[-1],
-        tokens_per_second=speeds,
-        stages=stages,
-        **{name: val[-1][name] for name in ("gate", "beta") if name in val[-1]},
+        stages=list(stages.items()),
     )
+    return timed(record, speeds) | {name: val[-1][name] for name in ("gate", "beta") if name in val[-1]}

@@ -1,13 +1,15 @@
 """How much is noise: gating and conformal with three seeds each. A difference below two standard deviations is none."""
 
-from sympow.experiments.report import Panel, loss_cell, ratio_cell, ratio_curve, table, tokens_cell, val_curve
-from sympow.experiments.runs import main
+from functools import partial
+
+from sympow.experiments.report import LOSS_COLUMNS, Panel, ratio_cell, ratio_curve, table, val_curve
+from sympow.experiments.runs import main, variant
 
 
 def plan(size):
     """Return gating and conformal, p = 2 and 4, at context 4,096."""
-    names = [(attention, p) for p in (2, 4) for attention in ("sympow_gating", "conformal_sympow")]
-    return [size.run(f"{name} p={p}", 4096, steps=1000, attention=name, p=p) for name, p in names]
+    names = [f"{attention} p={p}" for p in (2, 4) for attention in ("sympow_gating", "conformal_sympow")]
+    return [size.run(name, 4096, steps=1000, **variant(name)) for name in names]
 
 
 def report(entries, size):
@@ -15,9 +17,9 @@ def report(entries, size):
     blocks, ratios = [], {}
     for p in (2, 4):
         gating, conformal = entries.get(f"sympow_gating p={p}"), entries.get(f"conformal_sympow p={p}")
-        columns = [("tokens", tokens_cell), ("val loss", loss_cell()), ("to gating", ratio_cell(gating))]
+        columns = [*LOSS_COLUMNS, ("to gating", partial(ratio_cell, base=gating))]
         rows = [entry for entry in (gating, conformal) if entry]
-        blocks.append(table(f"p = {p}, context {size.length(4096):,}", columns, rows))
+        blocks.append(table(f"p = {p}", columns, rows))
         if gating and conformal:
             ratios[conformal.name] = ratio_curve(conformal, gating)
     blocks.append(
@@ -32,4 +34,4 @@ def report(entries, size):
 
 
 if __name__ == "__main__":
-    raise SystemExit(main("seeds", plan, report, seeds=(1337, 1338, 1339)))
+    main("seeds", plan, report, seeds=(1337, 1338, 1339))

@@ -4,25 +4,18 @@ Every model is read on the same held-out targets, each with between half of its 
 before it; and by position, from the beginning of a text on, also beyond its training context.
 """
 
-from sympow.experiments.report import (
-    Panel,
-    difference_cell,
-    loss_cell,
-    position_curve,
-    ratio_cell,
-    table,
-    tokens_cell,
-)
-from sympow.experiments.runs import main
+from functools import partial
+
+from sympow.experiments.report import Panel, difference_cell, loss_cell, position_curve, ratio_cell, table, tokens_cell
+from sympow.experiments.runs import main, variant
 
 CONTEXTS = {2: (256, 8192, 2048, 512, 1024, 4096), 4: (1024, 8192, 4096, 2048)}  # {p: contexts in order of worth}
 LONGEST = 8192
 
 
 def variants(p):
-    """Return {name: settings} of softmax and the attentions of power p."""
-    powers = {f"{name} p={p}": dict(attention=name, p=p) for name in ("sympow", "sympow_gating", "conformal_sympow")}
-    return {"softmax": dict(attention="softmax")} | powers
+    """Return softmax and the attentions of power p."""
+    return ["softmax", *(f"{attention} p={p}" for attention in ("sympow", "sympow_gating", "conformal_sympow"))]
 
 
 def plan(size):
@@ -31,10 +24,13 @@ def plan(size):
     for p, contexts in CONTEXTS.items():
         for context in contexts:
             window = size.length(context)
-            targets = dict(length=2 * longest, documents=4 * size.documents, start=longest, window=window)
-            for variant, settings in variants(p).items():
-                run = size.run(f"{variant}, {window:,}", context, steps=1000, **settings)
-                runs[run.name] = run.measure(targets=targets, positions=dict(length=longest, documents=size.documents))
+            measures = {
+                "targets": dict(length=2 * longest, documents=4 * size.documents, start=longest, window=window),
+                "positions": dict(length=longest, documents=size.documents),
+            }
+            for attention in variants(p):
+                name = f"{attention}, {window:,}"
+                runs[name] = size.run(name, context, steps=1000, measures=measures, **variant(attention))
     return list(runs.values())
 
 
@@ -43,32 +39,37 @@ def target_loss(record):
     return record["measures"]["targets"]["loss"]
 
 
+def context_cell(entry):
+    """Return the training context."""
+    return entry.record["settings"]["block_size"]
+
+
 def report(entries, size):
     """Return a table and two panels for each power."""
     blocks = ["On the same targets, each with between half of the training context and the whole of it before it."]
     panels, longest = [], size.length(LONGEST)
 
     def softmax(entry):
-        return entries.get(f"softmax, {entry.settings['block_size']:,}")
+        return entries.get(f"softmax, {context_cell(entry):,}")
 
     columns = [
-        ("context", lambda entry: entry.settings["block_size"]),
+        ("context", context_cell),
         ("tokens", tokens_cell),
-        ("loss", loss_cell(target_loss)),
-        ("to softmax", lambda entry: ratio_cell(softmax(entry), target_loss)(entry)),
-        ("difference on the same texts", lambda entry: difference_cell("targets", softmax(entry))(entry)),
+        ("loss", partial(loss_cell, measure=target_loss)),
+        ("to softmax", lambda entry: ratio_cell(entry, softmax(entry), target_loss)),
+        ("difference on the same texts", lambda entry: difference_cell(entry, softmax(entry), "targets")),
     ]
     for p, contexts in CONTEXTS.items():
         rows, lines, curves = [], {}, {}
         for length in sorted(map(size.length, contexts)):
-            for variant in variants(p):
-                if entry := entries.get(f"{variant}, {length:,}"):
+            for attention in variants(p):
+                if entry := entries.get(f"{attention}, {length:,}"):
                     rows.append(entry)
-                    x, y = lines.setdefault(variant, ([], []))
+                    x, y = lines.setdefault(attention, ([], []))
                     x.append(length)
                     y.append(entry.mean(target_loss))
                     if length == longest:
-                        curves[variant] = position_curve(entry)
+                        curves[attention] = position_curve(entry)
         blocks.append(table(f"p = {p}", columns, rows))
         panels.append(Panel("training context", "loss on the same targets, nats", lines, f"p = {p}", log_x=True))
         title = f"p = {p}, trained at {longest:,}"
@@ -77,4 +78,4 @@ def report(entries, size):
 
 
 if __name__ == "__main__":
-    raise SystemExit(main("training_context", plan, report))
+    main("training_context", plan, report)
