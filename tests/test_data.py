@@ -209,7 +209,7 @@ def test_a_shard_that_cannot_be_read_is_refused_by_name(tmp_path, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr("builtins.open", failing)
+        patch.setattr(os, "pread", failing)
         with pytest.raises(DataError, match=rf"train_00000.bin cannot be read \({os.strerror(errno.EIO)}\)"):
             windows.batch([0])
     windows.batch([0])  # a disk that comes back
