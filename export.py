@@ -9,7 +9,6 @@ modeling_sympow.py and README.md, a model card. Loading it takes transformers (t
 not grow for the sympow attentions.
 """
 
-import json
 import os
 import secrets
 import shutil
@@ -25,7 +24,7 @@ from sympow.runs import checkpoint
 from sympow.runs.load import load_run, longest_text
 from sympow.runs.program import Parser, run_program
 from sympow.runs.settings import refuse
-from sympow.runs.metrics import whole_lines
+from sympow.runs.metrics import read_lines
 
 MODELING = Path(__file__).resolve().parent / "sympow" / "modeling.py"
 SHARD = "5GB"  # the largest file of weights
@@ -106,41 +105,43 @@ def write_texts(target, run, folder, config, tokenizer):
 
 
 def model_card(run, folder, settings, tokenizer):
-    """Return README.md: what the model is, on what data and how it was trained, and its losses."""
-    model, lines = settings["model"], map(json.loads, whole_lines(os.path.join(run, "metrics.jsonl")))
+    """Return the text of README.md: the model, its data, its training and its losses."""
+    model, lines = settings["model"], read_lines(os.path.join(run, "metrics.jsonl"))
     losses = [*{line["step"]: line for line in lines if "val_loss" in line}.values()]
     shown = sorted({*range(0, len(losses), max(1, len(losses) // 10)), *range(len(losses))[-1:]})
     rows = [f"| {x['step']:,} | {x.get('tokens', 0):,} | {x['val_loss']:.4f} |" for x in (losses[i] for i in shown)]
     training = ", ".join(f"{name}={settings[name]}" for name in TRAINING if settings.get(name, "") != "")
-    escaped = "\nIts training text was escaped with `json.dumps(text)[1:-1]`: escape prompts, unescape outputs.\n"
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [power-attention, {model["attention"].split(",")[0]}]
----
-# {Path(run).resolve().name}
-
-A GPT-2-like language model with attention {model["attention"]}, p={model["p"]}: {model["n_layer"]} layers of
-{model["n_head"]} heads, width {model["n_embd"]}, vocabulary {model["vocab_size"]:,} ({tokenizer.kind}).
-
-It needs the package sympow {__version__}: `pip install .` in a clone of its repository.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(PATH, trust_remote_code=True)
-ids = tokenizer("def ", return_tensors="pt")
-print(tokenizer.decode(model.generate(**ids, max_new_tokens=100)[0]))
-```
-{escaped if tokenizer.json_escaped else ""}
-## Training
-
-Data: {settings["dataset"]} (fingerprint {settings.get("data", "unknown")}), {Path(folder).name}. {training}.
-
-| step | tokens | validation loss, nats a token |
-| ---: | ---: | ---: |
-{chr(10).join(rows)}
-"""
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        f"tags: [power-attention, {model['attention'].split(',')[0]}]",
+        "---",
+        f"# {Path(run).resolve().name}",
+        "",
+        f"A GPT-2-like language model with attention {model['attention']}, p={model['p']}: {model['n_layer']} layers",
+        f"of {model['n_head']} heads, width {model['n_embd']}, vocabulary {model['vocab_size']:,} ({tokenizer.kind}).",
+        f"It needs the package sympow {__version__}: `pip install .` in a clone of its repository.",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "model = AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)",
+        "tokenizer = AutoTokenizer.from_pretrained(PATH, trust_remote_code=True)",
+        'ids = tokenizer("def ", return_tensors="pt")',
+        "print(tokenizer.decode(model.generate(**ids, max_new_tokens=100)[0]))",
+        "```",
+        "",
+        "## Training",
+        "",
+        f"Data: {settings['dataset']} (fingerprint {settings['data']}), {Path(folder).name}. {training}.",
+        "",
+        "| step | tokens | validation loss, nats a token |",
+        "| ---: | ---: | ---: |",
+        *rows,
+    ]
+    if tokenizer.json_escaped:
+        lines += ["", "The training text was escaped with `json.dumps(text)[1:-1]`: escape prompts, unescape outputs."]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

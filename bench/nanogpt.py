@@ -12,6 +12,7 @@ median of its TURNS turns. Since the models take turns, a clock that falls as th
 
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -19,16 +20,26 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from sympow.bench.timing import finish, make_parser, print_row, print_titles  # noqa: E402
 from sympow.bench.train import VARIANTS, WARM_UP, take_steps  # noqa: E402
-from sympow.data.files import write_json  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
 from sympow.training.optimizer import make_optimizer  # noqa: E402
-from sympow.runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
+from sympow.runs.program import at_least_1, run_program  # noqa: E402
 from sympow.runs.settings import refuse  # noqa: E402
 from sympow.train import TrainConfig  # noqa: E402
 
 TURNS, STEPS = 7, 5
 PADDED = 50304  # nanoGPT's vocabulary
+COLUMNS = {  # key of a row -> (title, place, format)
+    "context": ("context", ">8", "d"),
+    "model": ("model", "<22", "s"),
+    "tokens_per_second": ("tokens/s", ">10", ",.0f"),
+    "step_ms": ("ms a step", ">10", ".2f"),
+    "ratio": ("/ nanoGPT", ">9", ".4f"),
+    "fastest_ms": ("fastest", ">10", ".2f"),
+    "slowest_ms": ("slowest", ">10", ".2f"),
+    "gigabytes": ("GB", ">6", ".1f"),
+}
 
 
 def load_nanogpt(folder):
@@ -68,35 +79,33 @@ def compare(nanogpt, T, args):
     steps, gigabytes = {}, {}
     for name, (model, optimizer) in models.items():
         network = compiled(model) if device == "cuda" else model
-        steps[name] = lambda n, network=network, model=model, o=optimizer: take_steps(network, model, o, x, y, n)
-        before = reset_peak(device)
+        steps[name] = partial(take_steps, network, model, optimizer, x, y)
+        allocated = reset_peak(device)
         steps[name](WARM_UP)  # which compiles
-        gigabytes[name] = (torch.cuda.max_memory_allocated() - before) / 1e9 if device == "cuda" else 0.0
-    times = {name: [] for name in models}
+        gigabytes[name] = (torch.cuda.max_memory_allocated() - allocated) / 1e9 if device == "cuda" else 0.0
+    seconds = {name: [] for name in models}
     for _ in range(args.turns):
         for name, take in steps.items():
             take(1)
-            times[name].append(take(args.steps))
-    rows, theirs = [], median(times["nanoGPT"])
-    for name, of in times.items():
-        row = dict(context=T, model=name, tokens_per_second=tokens / median(of), ratio=theirs / median(of))
-        row |= dict(step_ms=1000 * median(of), fastest_ms=1000 * min(of), slowest_ms=1000 * max(of))
+            seconds[name].append(take(args.steps))
+    rows, theirs = [], median(seconds["nanoGPT"])
+    for name in models:
+        step = median(seconds[name])
+        row = dict(context=T, model=name, tokens_per_second=tokens / step, ratio=theirs / step, step_ms=1000 * step)
+        row |= dict(fastest_ms=1000 * min(seconds[name]), slowest_ms=1000 * max(seconds[name]))
         rows.append(row | dict(gigabytes=gigabytes[name]))
-        print(
-            f"{T:>8} {name:<22} {row['tokens_per_second']:>10,.0f} {row['step_ms']:>10.2f} {row['ratio']:>9.4f}"
-            f" {row['fastest_ms']:>10.2f} {row['slowest_ms']:>10.2f} {gigabytes[name]:>6.1f}", flush=True,
-        )  # fmt: skip
+        print_row(COLUMNS, rows[-1])
     return rows
 
 
 def compiled(model):
-    """Return the model compiled; all of ours have one forward, of which torch.compile keeps few versions by itself."""
+    """Return the model compiled. All of ours share one forward, and torch.compile would keep few versions of it."""
     torch._dynamo.config.recompile_limit = 8 * len(VARIANTS)
     return torch.compile(model)
 
 
 def reset_peak(device):
-    """Return the bytes that are allocated on the GPU, from which its peak is counted from now on."""
+    """Count the GPU's peak of allocated bytes from now on; return the bytes that are allocated now."""
     if device != "cuda":
         return 0
     torch.cuda.empty_cache()
@@ -105,7 +114,7 @@ def reset_peak(device):
 
 
 def main():
-    parser = Parser(prog="bench/nanogpt.py", description=__doc__.splitlines()[0])
+    parser = make_parser("nanogpt.py", __doc__)
     parser.add_argument("folder", help="a clone of https://github.com/karpathy/nanoGPT")
     parser.add_argument("--context", type=at_least_1, nargs="+", default=[1024, 4096], help="context lengths")
     names = ["softmax", "sympow_gating"]
@@ -115,17 +124,13 @@ def main():
     parser.add_argument("--turns", type=at_least_1, default=TURNS)
     for name, default in (("n_layer", 12), ("n_head", 12), ("n_embd", 768)):
         parser.add_argument(f"--{name}", type=at_least_1, default=default)
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows there too")
     args = parser.parse_args()
     nanogpt = load_nanogpt(args.folder)
     torch.set_float32_matmul_precision("high")  # as both train.py
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, not compiled"
-    print(f"{gpu}, torch {torch.__version__}, {args.tokens} tokens a step; GB: a model's peak beyond all weights")
-    columns = ("tokens/s", 10), ("ms a step", 10), ("/ nanoGPT", 9), ("fastest", 10), ("slowest", 10), ("GB", 6)
-    print(f"{'context':>8} {'model':<22} " + " ".join(f"{name:>{width}}" for name, width in columns), flush=True)
+    print(f"{args.tokens} tokens a step, compiled on a GPU; GB: a model's peak beyond all weights")
+    print_titles(COLUMNS)
     rows = [row for T in args.context for row in compare(nanogpt, T, args)]
-    if args.json:
-        write_json(args.json, rows)
+    finish(args, rows)
 
 
 if __name__ == "__main__":

@@ -5,33 +5,55 @@
 
 Weights are random and in bfloat16, states in float32 or --state_dtype; tokens are sampled with sample.py's defaults. A
 line has the tokens a second of all samples together, the median and the 99th percentile of the milliseconds from one
-token to the next, the share of the GPU's bandwidth that one read of the weights and the state a token takes, and what
-is allocated.
+token to the next, the share of the GPU's bandwidth that one read of the weights and the state a token takes, and the
+allocated memory.
 """
 
 import gc
 import sys
 import time
+from functools import partial
+from itertools import product
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from sympow.bench.timing import error_line, finish, make_parser, milliseconds, print_row, print_titles  # noqa: E402
 from sympow.bench.train import VARIANTS  # noqa: E402
-from sympow.data.files import write_json  # noqa: E402
 from sympow.generation.decoder import Decoder  # noqa: E402
 from sympow.generation.generate import PIECE, Sampler  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
-from sympow.runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
+from sympow.runs.program import at_least_1, run_program  # noqa: E402
 
 SWITCH_OVER = 512  # tokens, fewer than any context that is measured, so that each has a state
 WARM_UP = 200
 BANDWIDTH = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.0e12}  # bytes per second of a plain copy
-PREFILL = 65536
+PREFILL, LONG_PREFILL = 65536, 2**20  # tokens
+NAMES = ["transformers_dynamic", "transformers_static", *VARIANTS]
+COLUMNS = {  # key of a row -> (title, place, format)
+    "name": ("name", "<22", "s"),
+    "batch": ("batch", ">5", "d"),
+    "context": ("context", ">9", ",d"),
+    "tokens_per_second": ("tokens/s", ">9", ",.0f"),
+    "p50": ("p50 ms", ">8", ".3f"),
+    "p99": ("p99 ms", ">8", ".3f"),
+    "share": ("share", ">6", ".0%"),
+    "allocated_mb": ("MB", ">8", ",.0f"),
+}
+PREFILL_COLUMNS = {
+    "name": ("name", "<22", "s"),
+    "prefill_tokens_per_second": ("prompt tokens/s", ">15", ",.0f"),
+    "forward_tokens_per_second": ("forward pass tokens/s", ">21", ",.0f"),
+    "prefill_gb": ("GB", ">6", ".2f"),
+    "long_prefill_gb": ("longer, GB", ">10", ".2f"),
+}
 
 
-def ours(settings, batch, context, tokens, state_dtype):
+def measure_ours(settings, batch, context, tokens, state_dtype):
     """Return the figures of one line of the table for our model."""
     model = GPT(GPTConfig(**settings)).cuda().eval()
     ids = torch.randint(model.config.vocab_size, (1, context), device="cuda")
@@ -47,128 +69,109 @@ def ours(settings, batch, context, tokens, state_dtype):
         times = [time.perf_counter()]
         for _ in decoder.tokens(tokens):
             times.append(time.perf_counter())
-    weights = 2 * sum(p.numel() for p in model.parameters())
-    return row(times, batch) | dict(bytes=weights + decoder.bytes(), allocated=torch.cuda.memory_allocated())
+    row = summarize(times, batch) | dict(allocated_mb=torch.cuda.memory_allocated() / 1e6)
+    if bandwidth := BANDWIDTH.get(torch.cuda.get_device_name()):
+        weights = 2 * sum(p.numel() for p in model.parameters())
+        row["share"] = (weights + decoder.bytes()) / bandwidth * row["tokens_per_second"] / batch
+    return row
 
 
-class TokenTimes:
-    """A streamer for transformers that records the time of each token."""
-
-    def __init__(self):
-        self.times = []
-
-    def put(self, ids):
-        self.times.append(time.perf_counter())
-
-    def end(self):
-        pass
-
-
-def transformers(cache, batch, context, tokens):
-    """Return the same for transformers' GPT-2; it runs once before it is timed, to compile for its static cache."""
+def measure_transformers(cache, batch, context, tokens):
+    """Return the figures for transformers' GPT-2; it runs once before it is timed, to compile for its static cache."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_positions=4096)).cuda().bfloat16().eval()
     ids = torch.randint(50257, (batch, context), device="cuda")
     options = dict(do_sample=True, top_k=200, temperature=0.8, pad_token_id=0, eos_token_id=None)
+    options |= dict(attention_mask=torch.ones_like(ids), max_new_tokens=tokens)
     options |= dict(cache_implementation="static") if cache == "static" else {}
     with torch.inference_mode():
         for _ in range(2):
-            streamer = TokenTimes()
-            model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, streamer=streamer, **options
-            )
-    return row(streamer.times[2:], batch) | dict(allocated=torch.cuda.max_memory_allocated())
+            times = []
+            streamer = SimpleNamespace(put=lambda ids: times.append(time.perf_counter()), end=lambda: None)
+            model.generate(ids, streamer=streamer, **options)
+    return summarize(times[2:], batch) | dict(allocated_mb=torch.cuda.max_memory_allocated() / 1e6)
 
 
-def row(times, batch):
+def summarize(times, batch):
+    """Return tokens a second, and percentiles of the milliseconds between tokens, given the times of all tokens."""
     steps = sorted(1000 * (b - a) for a, b in zip(times, times[1:]))
-    at = lambda share: steps[int(share * (len(steps) - 1))]
     mean = 1000 * (times[-1] - times[0]) / len(steps)
-    return dict(tokens_per_second=1000 * batch / mean, p50=at(0.5), p99=at(0.99))
+    last = len(steps) - 1
+    return dict(tokens_per_second=1000 * batch / mean, p50=steps[int(0.5 * last)], p99=steps[int(0.99 * last)])
 
 
-def prefill(settings):
-    """Return (speeds, peaks) of reading prompts.
+def measure_prefill(settings):
+    """Return tokens a second of reading a prompt of PREFILL tokens, and of a forward pass on it, and peaks of memory.
 
-    speeds: tokens per second of reading a prompt of PREFILL tokens, and of the model's forward pass on it; peaks: the
-    most bytes allocated while that prompt is read, and while one of 2^20 tokens is read.
+    The peaks are the allocated GB while this prompt is read, and while one of LONG_PREFILL tokens is read.
     """
     model = GPT(GPTConfig(**settings)).cuda().eval()
-    ids = torch.randint(model.config.vocab_size, (1, 2**20), device="cuda")
-    read = lambda n: model.read(ids[:, :n], model.empty_state(1), PIECE["cuda"])
-    forward = lambda n: model.logits(model.hidden(ids[:, :n])[0][:, -1])
+    ids = torch.randint(model.config.vocab_size, (1, LONG_PREFILL), device="cuda")
+
+    def read(n):
+        model.read(ids[:, :n], model.empty_state(1), PIECE["cuda"])
+
+    def forward(n):
+        model.logits(model.hidden(ids[:, :n])[0][:, -1])
+
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
-        speeds = []
-        for run in (read, forward):
-            seconds = []
-            for _ in range(6):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                run(PREFILL)
-                torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - start)
-            speeds.append(PREFILL / sorted(seconds[2:])[1])
+        speeds = [1000 * PREFILL / prefill_milliseconds(run) for run in (read, forward)]
         peaks = []
-        for n in (PREFILL, 2**20):
+        for n in (PREFILL, LONG_PREFILL):
             torch.cuda.reset_peak_memory_stats()
             read(n)
-            peaks.append(torch.cuda.max_memory_allocated())
-    return speeds, peaks
+            peaks.append(torch.cuda.max_memory_allocated() / 1e9)
+    row = dict(prefill_tokens_per_second=speeds[0], forward_tokens_per_second=speeds[1])
+    return row | dict(prefill_gb=peaks[0], long_prefill_gb=peaks[1])
+
+
+def prefill_milliseconds(run):
+    """Return the median milliseconds of run(PREFILL), after two calls that do not count."""
+    call = partial(run, PREFILL)
+    return median([milliseconds(call) for _ in range(6)][2:])
+
+
+def measure(name, batch, context, args):
+    """Return a row of the table: the figures, or why they could not be measured."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    row = dict(name=name, batch=batch, context=context)
+    try:
+        if name in VARIANTS:
+            state_dtype = getattr(torch, args.state_dtype)
+            return row | measure_ours(VARIANTS[name], batch, context, args.tokens, state_dtype)
+        return row | measure_transformers(name.split("_")[1], batch, context, args.tokens)
+    except Exception as error:  # no transformers, out of memory: the others go on
+        return row | dict(failed=error_line(error))
 
 
 def main():
-    names = ("transformers_dynamic", "transformers_static", *VARIANTS)
-    parser = Parser(prog="bench/sample.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"these: {' '.join(names)}")
+    parser = make_parser("sample.py", __doc__)
+    names = [*NAMES[:2], "sympow_gating"]
+    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", default=names, help=" ".join(NAMES))
     parser.add_argument("--batch", type=at_least_1, nargs="+", default=[1, 64])
-    parser.add_argument("--context", type=at_least_1, nargs="+", default=[1000, 1_000_000], help="tokens read before")
+    parser.add_argument("--context", type=at_least_1, nargs="+", default=[1000, 1_000_000], help="tokens of the prompt")
     parser.add_argument("--tokens", type=at_least_1, default=1000, help="that are timed")
     parser.add_argument("--state_dtype", default="float32", choices=("float32", "bfloat16"), help="of our states")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows there too")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA GPU here to measure on")
-    bandwidth, rows = BANDWIDTH.get(torch.cuda.get_device_name()), []
-    header = f"{'':<22} {'batch':>5} {'context':>9} {'tokens/s':>9} {'p50 ms':>8} {'p99 ms':>8}"
-    print(f"{header} {'share':>6} {'allocated':>10}", flush=True)
-    for name in args.only or names[:2] + ("sympow_gating",):
-        for batch in args.batch:
-            for context in args.context:
-                if name not in VARIANTS and context > 3000:
-                    continue
-                gc.collect()
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-                line = dict(name=name, batch=batch, context=context)
-                try:
-                    if name in VARIANTS:
-                        line |= ours(VARIANTS[name], batch, context, args.tokens, getattr(torch, args.state_dtype))
-                    else:
-                        line |= transformers(name.split("_")[1], batch, context, args.tokens)
-                except Exception as error:  # no transformers, out of memory: the others go on
-                    line["failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-                    print(f"{name:<22} {batch:>5} {context:>9,} {line['failed']}", flush=True)
-                else:
-                    seconds = batch / line["tokens_per_second"]
-                    share = f"{line['bytes'] / bandwidth / seconds:.0%}" if bandwidth and "bytes" in line else "-"
-                    print(
-                        f"{name:<22} {batch:>5} {context:>9,} {line['tokens_per_second']:>9,.0f} {line['p50']:>8.3f} "
-                        f"{line['p99']:>8.3f} {share:>6} {line['allocated'] / 1e6:>7,.0f} MB", flush=True,
-                    )  # fmt: skip
-                rows.append(line)
-    for name in args.only or ("sympow_gating",):
+    rows = []
+    print_titles(COLUMNS)
+    for name, batch, context in product(args.only, args.batch, args.context):
+        if name in VARIANTS or context <= 3000:  # GPT-2 has 4,096 positions
+            rows.append(measure(name, batch, context, args))
+            print_row(COLUMNS, rows[-1])
+    print(f"\nreading {PREFILL:,} tokens; `longer` is the peak of memory with {LONG_PREFILL:,}\n")
+    print_titles(PREFILL_COLUMNS)
+    for name in args.only:
         if name in VARIANTS:
-            (read, forward), (peak, peak_long) = prefill(VARIANTS[name])
-            share = read / forward
-            print(f"{name}: a prompt of {PREFILL:,} tokens at {read:,.0f} tokens/s, {share:.2f} of the forward pass;")
-            print(f"at most {peak / 1e9:.2f} GB are allocated, for one of {2**20:,} tokens {peak_long / 1e9:.2f}")
-            line = dict(name=name, prefill_tokens_per_second=read, forward_tokens_per_second=forward)
-            rows.append(line | dict(prefill_allocated=peak, prefill_allocated_long=peak_long))
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    if args.json:
-        write_json(args.json, rows)
-    return any("failed" in line for line in rows)
+            rows.append(dict(name=name) | measure_prefill(VARIANTS[name]))
+            print_row(PREFILL_COLUMNS, rows[-1])
+    finish(args, rows)
+    return any("failed" in row for row in rows)
 
 
 if __name__ == "__main__":

@@ -35,28 +35,27 @@ def linear_state_size(n_layer, n_head, head_dim):
     return n_layer * n_head * head_dim * head_dim
 
 
-def tensor_power_state_bytes(n_layer, n_head, head_dim, p, bytes_per_number=2):
-    """Return the bytes of the state with the tensor power embedding, normaliser included. n_head: key/value heads."""
-    return n_layer * n_head * head_dim**p * (head_dim + 1) * bytes_per_number
+def power_state_size(n_layer, n_head, head_dim, features):
+    """Return how many numbers the state has with `features` products of a key, normaliser included.
 
-
-def symmetric_power_state_bytes(n_layer, n_head, head_dim, p, bytes_per_number=2):
-    """Return the bytes of the state with the symmetric power embedding, like those of tensor_power_state_bytes."""
-    return n_layer * n_head * symmetric_power_dim(head_dim, p) * (head_dim + 1) * bytes_per_number
+    n_head counts key/value heads. features is head_dim^p for the tensor power, symmetric_power_dim(head_dim, p) for the
+    symmetric power.
+    """
+    return n_layer * n_head * features * (head_dim + 1)
 
 
 def format_bytes(n):
     """Format n bytes as 77 MB or 1.3 PB: in decimal units, with one decimal below ten and none above."""
-    value, thousands = _rounded(n)
-    return f"{value:.{1 if value < 10 and thousands else 0}f} {UNITS[thousands]}"
+    value, unit = _scale(n)
+    return f"{value:.{1 if value < 10 and unit else 0}f} {UNITS[unit]}"
 
 
-def _rounded(n):
-    """Return (value, k) with n about value * 1000^k, the value as format_bytes prints it."""
-    k = 0
-    while n >= 999.5 and k < len(UNITS) - 1:
-        n, k = n / 1000, k + 1
-    return round(n, 1 if n < 9.95 else None), k
+def _scale(n):
+    """Return (value, unit) with n bytes about value * 1000^unit, the value as format_bytes prints it."""
+    unit = 0
+    while n >= 999.5 and unit < len(UNITS) - 1:
+        n, unit = n / 1000, unit + 1
+    return round(n, 1 if n < 9.95 else None), unit
 
 
 def _format_saving(tensor, symmetric):
@@ -65,19 +64,18 @@ def _format_saving(tensor, symmetric):
     As in the article, the sizes are compared as they are printed: for p = 4 and heads of 64 this makes 96%, where the
     exact sizes give 95.4%.
     """
-    tensor, symmetric = (value * 1000.0**k for value, k in (_rounded(tensor), _rounded(symmetric)))
-    left = 100 * symmetric / tensor
-    return f"{100 - left:.{max(0, -math.floor(math.log10(left)))}f}%"
+    (tensor, tensor_unit), (symmetric, symmetric_unit) = _scale(tensor), _scale(symmetric)
+    percent = 100 * symmetric / tensor * 1000.0 ** (symmetric_unit - tensor_unit)
+    return f"{100 - percent:.{max(0, -math.floor(math.log10(percent)))}f}%"
 
 
 def _format_count(n):
-    """Return (text, value) of a count that is truncated to 589K or 1.5M, as the article does for its ratios."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if n >= size:
-            step = size / 10 if n < 10 * size else size
-            value = n // step * step
-            return (f"{value / size:.1f}{unit}" if n < 10 * size else f"{value / size:.0f}{unit}"), value
-    return str(n), n
+    """Return (text, value) of a count of at least 1,000, truncated to 589K or 1.5M, as in the article's ratios."""
+    size, unit = next((size, unit) for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if n >= size)
+    decimals = 1 if n < 10 * size else 0
+    step = size / 10**decimals
+    value = n // step * step
+    return f"{value / size:.{decimals}f}{unit}", value
 
 
 def print_linear_table():
@@ -97,8 +95,8 @@ def print_power_table(n_layer, n_head, head_dim, powers, size):
     print("state = n_layer * n_head * Dphi * (head_dim + 1) * bytes\n")
     print(f"{'p':>3}{'tensor power':>15}{'symmetric power':>18}  {'savings':>8}{'fits 80 GB':>13}")
     for p in powers:
-        tensor = tensor_power_state_bytes(n_layer, n_head, head_dim, p, size)
-        symmetric = symmetric_power_state_bytes(n_layer, n_head, head_dim, p, size)
+        tensor = size * power_state_size(n_layer, n_head, head_dim, head_dim**p)
+        symmetric = size * power_state_size(n_layer, n_head, head_dim, symmetric_power_dim(head_dim, p))
         fits = "both" if tensor <= GPU_MEMORY else "symmetric" if symmetric <= GPU_MEMORY else "neither"
         saving = _format_saving(tensor, symmetric)
         print(f"{p:>3}{format_bytes(tensor):>15}{format_bytes(symmetric):>18}  {saving:>8}{fits:>13}")
@@ -119,12 +117,12 @@ def main(argv=None):
     if args.n_head % heads:
         parser.error(f"n_head={args.n_head} must be a multiple of n_kv_head={heads}")
     powers = args.p.split(",")
-    if not all(p.strip().isdecimal() and int(p) > 0 and int(p) % 2 == 0 for p in powers):
+    if not all(p.strip().isdecimal() and int(p) and int(p) % 2 == 0 for p in powers):
         parser.error(f"p must be positive even integers such as 2,4, got {args.p}")
     print_linear_table()
     print()
     try:
-        print_power_table(args.n_layer, heads, args.head_dim, [int(p) for p in powers], args.bytes)
+        print_power_table(args.n_layer, heads, args.head_dim, map(int, powers), args.bytes)
     except OverflowError:
         parser.error("the state has more than 10^308 bytes: give a smaller shape or p")
 

@@ -6,15 +6,14 @@
 
 A step is forward, backward, clipping and AdamW on --tokens random tokens, compiled, in bfloat16 autocast, as in
 train.py without accumulation; short contexts are batched to reach --tokens. softmax is scaled_dot_product_attention on
-the backend that torch chooses (on an H200 cuDNN's), in the same GPT-2. The figure is the median of ROUNDS after WARM_UP
-steps; in a round the host waits for the GPU after --steps steps alone, as train.py does where it logs. The last column
-is the share of the GPU's peak that 6 FLOPs a weight and token take (attention is not counted, so that variants can be
-compared).
+the backend that torch chooses (cuDNN's on an H200), in the same GPT-2. The figure is the median of ROUNDS after WARM_UP
+steps; in a round the host waits for the GPU after --steps steps alone, as train.py does where it logs.
 """
 
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -22,11 +21,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sympow.data.files import write_json  # noqa: E402
+from sympow.bench.timing import error_line, finish, make_parser, print_row, print_titles  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
-from sympow.runs.machine import peak_flops  # noqa: E402
 from sympow.training.optimizer import make_optimizer  # noqa: E402
-from sympow.runs.program import Parser, at_least_1, output_file, run_program  # noqa: E402
+from sympow.runs.program import at_least_1, run_program  # noqa: E402
 from sympow.train import TrainConfig  # noqa: E402
 
 WARM_UP, ROUNDS, STEPS = 4, 5, 4
@@ -42,7 +40,15 @@ VARIANTS = {
     "adaptive_mixture_d32": dict(attention="adaptive_power", adaptive="mixture", n_head=24, head_dim=32),
     "hybrid": dict(attention="sympow_gating,sympow_gating,softmax", p=2),
 }
-DEFAULT = ("softmax", "sympow_gating")
+COLUMNS = {  # key of a row -> (title, place, format)
+    "context": ("context", ">8", "d"),
+    "attention": ("attention", "<22", "s"),
+    "tokens_per_second": ("tokens/s", ">10", ",.0f"),
+    "step_ms": ("ms a step", ">10", ".1f"),
+    "speed_to_softmax": ("/ softmax", ">9", ".2f"),
+    "gigabytes": ("GB", ">6", ".1f"),
+    "first_step_s": ("1st step s", ">10", ".0f"),
+}
 
 
 def take_steps(network, model, optimizer, x, y, steps):
@@ -65,78 +71,63 @@ def take_steps(network, model, optimizer, x, y, steps):
 
 
 def measure(settings, T, tokens, args):
-    """Train one model at context T; return tokens_per_second, step_ms, first_step_s, gigabytes and share of peak."""
+    """Train one model at context T; return tokens_per_second, step_ms, first_step_s and gigabytes."""
     torch.manual_seed(0)
     torch.compiler.reset()
     torch.cuda.reset_peak_memory_stats()
-    config = GPTConfig(**settings, activation_checkpointing=args.activation_checkpointing, reset_token=args.reset_token)
+    config = GPTConfig(**settings, activation_checkpointing=args.activation_checkpointing)
     model = GPT(config).cuda()
     optimizer = make_optimizer(model, TrainConfig())
     network = model if args.no_compile else torch.compile(model)
     ids = torch.randint(config.vocab_size, (tokens // T, T + 1), device="cuda")
-    seconds = lambda steps: take_steps(network, model, optimizer, ids[:, :-1], ids[:, 1:], steps)
-    first = seconds(1)
+    seconds = partial(take_steps, network, model, optimizer, ids[:, :-1], ids[:, 1:])
+    first_step = seconds(1)
     seconds(WARM_UP)
     step = median(seconds(args.steps) for _ in range(ROUNDS))
-    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)
-    peak = peak_flops(torch.device("cuda"))
-    return dict(
-        tokens_per_second=tokens / step, step_ms=1000 * step, first_step_s=first,
-        gigabytes=torch.cuda.max_memory_allocated() / 1e9, share=peak and 6 * weights * tokens / step / peak,
-    )  # fmt: skip
+    gigabytes = torch.cuda.max_memory_allocated() / 1e9
+    return dict(tokens_per_second=tokens / step, step_ms=1000 * step, first_step_s=first_step, gigabytes=gigabytes)
 
 
 def bench(args):
-    """Measure every context with every attention and print a row for each; return True if one failed."""
-    header = f"{'context':>8} {'attention':<22} {'tokens/s':>10} {'ms a step':>10} {'/ softmax':>9} {'/ own first':>11}"
-    print(f"{header} {'GB':>6} {'share':>6}", flush=True)
-    rows, first = [], {}
+    """Measure every context with every attention and print a row for each; return the rows."""
+    print(f"{args.tokens} tokens a step, or one context if that is longer\n")
+    print_titles(COLUMNS)
+    rows = []
     for T in args.context:
-        tokens, softmax = max(args.tokens, T), None
+        softmax = None
         for name in args.only:
-            row = dict(context=T, attention=name, tokens=tokens)
+            row = dict(context=T, attention=name, tokens=max(args.tokens, T))
             try:
-                row |= measure(VARIANTS[name], T, tokens, args)
+                row |= measure(VARIANTS[name], T, row["tokens"], args)
             except Exception as error:  # out of memory, a compiler's error: the others go on
-                row["failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-                print(f"{T:>8} {name:<22} {row['failed']}", flush=True)
+                row["failed"] = error_line(error)
             else:
                 speed = row["tokens_per_second"]
                 softmax = speed if name == "softmax" else softmax
-                ratio = f"{speed / softmax:.2f}" if softmax else "-"
-                own = speed / first.setdefault(name, speed)
-                share = f"{row['share']:.0%}" if row["share"] else "-"
-                print(
-                    f"{T:>8} {name:<22} {speed:>10,.0f} {row['step_ms']:>10.1f} {ratio:>9} {own:>11.2f} "
-                    f"{row['gigabytes']:>6.1f} {share:>6}   first step {row['first_step_s']:.0f} s", flush=True,
-                )  # fmt: skip
+                row["speed_to_softmax"] = speed / softmax if softmax else None
             rows.append(row)
+            print_row(COLUMNS, row)
             torch.cuda.empty_cache()
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.tokens} tokens a step or one context")
-    if args.json:
-        write_json(args.json, rows)
-    return any("failed" in row for row in rows)
+    return rows
 
 
 def main():
-    parser = Parser(prog="bench/train.py", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--context", type=at_least_1, nargs="+", default=[1024, 4096, 16384, 65536], help="context lengths"
-    )
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", default=DEFAULT, help=" ".join(VARIANTS))
-    parser.add_argument(
-        "--tokens", type=at_least_1, default=65536, help="tokens of a step, or one context if that is longer"
-    )
+    parser = make_parser("train.py", __doc__)
+    lengths = [1024, 4096, 16384, 65536]
+    parser.add_argument("--context", type=at_least_1, nargs="+", default=lengths, help="context lengths")
+    names = ["softmax", "sympow_gating"]
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", default=names, help=" ".join(VARIANTS))
+    parser.add_argument("--tokens", type=at_least_1, default=65536, help="of a step, or one context if that is longer")
     parser.add_argument("--steps", type=at_least_1, default=STEPS, help="steps of a round")
     parser.add_argument("--activation_checkpointing", action="store_true")
-    parser.add_argument("--reset_token", type=int, default=-1, help="a token id that resets the state")
     parser.add_argument("--no_compile", action="store_true")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows there too")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA GPU here, and there is nothing else to measure")
     torch.set_float32_matmul_precision("high")  # as train.py
-    sys.exit(bench(args))
+    rows = bench(args)
+    finish(args, rows)
+    return any("failed" in row for row in rows)
 
 
 if __name__ == "__main__":

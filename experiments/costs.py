@@ -1,11 +1,11 @@
-"""Tokens a second in training, by context, of models of two sizes: what equal_time.py computes crossings with.
+"""Tokens a second in training, by context, of models of two sizes: equal_time.py computes crossings with them.
 
-Two shallow models are measured of each, of one and two times the pattern's layers (at least 2 and 4), and the whole
-one's step is on the line through both: all layers cost the same, and more of them need not fit.
+Two shallow models are measured for each. Their depths are one and two times the pattern of layers, at least 2 and 4.
+The step of the whole model is on the line through both: all layers cost the same, and more of them need not fit.
 """
 
-from sympow.experiments.report import Table
-from sympow.experiments.runs import Run, main
+from sympow.experiments.report import table
+from sympow.experiments.runs import main
 
 ATTENTIONS = {
     "softmax": dict(attention="softmax"),
@@ -22,31 +22,29 @@ CONTEXTS = (4096, 65536)
 
 
 def plan(size):
-    """Return what is measured: nothing is trained."""
-    runs = []
+    """Return the models that are measured; nothing is trained. Small sizes have the depths of the shapes alone."""
+    runs, contexts = [], [size.length(n) for n in CONTEXTS]
     for shape, model in SHAPES.items():
         if size.shrink > 1:
-            model = model | dict(n_head=2, n_embd=32 if shape == "124M" else 64, vocab_size=257)
+            model = {"n_layer": model["n_layer"]}
         for name, attention in ATTENTIONS.items():
             depth = 4 if name == "hybrid" else 2
-            needs = "fla" if name == "gated_deltanet" else ""
-            contexts, tokens = [size.length(n) for n in CONTEXTS], size.length(65536)
-            run = Run(f"{shape} {name}", model | attention, needs=needs)
-            runs.append(run.measure(speed=dict(contexts=contexts, tokens=tokens, layers=[depth, 2 * depth])))
+            run = size.model_run(f"{shape} {name}", **model, **attention)
+            runs.append(run.measure(speed=dict(contexts=contexts, tokens=contexts[-1], layers=[depth, 2 * depth])))
     return runs
 
 
-def speeds(record):
-    """Return {context: tokens a second} of a record."""
-    return {int(context): speed for context, speed in record["measures"]["speed"].items()}
+def speed_cell(context):
+    """Return the function of a column: tokens a second at a context."""
+    return lambda entry: round(entry.records[0]["measures"]["speed"][str(context)])
 
 
 def report(entries, size):
     """Return the table."""
-    speed = lambda n: lambda e: round(speeds(e.records[0])[size.length(n)])
-    columns = [(f"tokens/s at {size.length(n):,}", speed(n)) for n in CONTEXTS]
-    title = f"Training, {size.length(65536):,} tokens a step; the whole model's step is computed from two depths"
-    return [Table(title, columns, entries)]
+    contexts = [size.length(n) for n in CONTEXTS]
+    columns = [(f"tokens/s at {context:,}", speed_cell(context)) for context in contexts]
+    title = f"Training, {contexts[-1]:,} tokens a step; the whole model's step is computed from two depths"
+    return [table(title, columns, entries.values())], []
 
 
 if __name__ == "__main__":

@@ -2,164 +2,165 @@
 
 Every run has the same seconds; the axis is the time of training steps alone, without compilation and evaluation. The
 model that is trained at 4,096 only is read in windows of 4,096, each half of the one before. Attention weighs most in a
-small model, which flatters what is linear, so the curves are drawn again with the speeds of larger models (costs.py):
+small model, which flatters linear attention, so the curves are drawn again with the speeds of larger models (costs.py):
 as if these learned from as many tokens as the small one, which they would not; the point is where the order turns.
 """
 
 import os
-from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
 from sympow.compare import format_count
 from sympow.data.files import read_json
-from sympow.experiments.costs import speeds
-from sympow.experiments.evaluation_length import mean_between
-from sympow.experiments.report import Panel, Table, position_line, texts_cell, time_curve, tokens_cell
+from sympow.experiments.report import (
+    Panel,
+    difference_cell,
+    position_curve,
+    span_cell,
+    step_times,
+    table,
+    texts_cell,
+    tokens_cell,
+)
 from sympow.experiments.runs import main
 
 SHORT, LONG, SHARE = 4096, 65536, 0.7  # the long stage begins after this share of the time
 BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged
 HYBRID = "sympow_gating,sympow_gating,sympow_gating,softmax"
 VARIANTS = {
-    "softmax": (dict(attention="softmax"), False),
-    "softmax in stages": (dict(attention="softmax"), True),
-    "sympow_gating in stages": (dict(attention="sympow_gating", p=2), True),
-    "conformal_sympow in stages": (dict(attention="conformal_sympow", p=2), True),
-    "hybrid 3:1 in stages": (dict(attention=HYBRID, p=2), True),
-    "gated_deltanet in stages": (dict(attention="gated_deltanet"), True),
+    "softmax": dict(attention="softmax"),
+    "softmax in stages": dict(attention="softmax"),
+    "sympow_gating in stages": dict(attention="sympow_gating", p=2),
+    "conformal_sympow in stages": dict(attention="conformal_sympow", p=2),
+    "hybrid 3:1 in stages": dict(attention=HYBRID, p=2),
+    "gated_deltanet in stages": dict(attention="gated_deltanet"),
 }
 
 
 def plan(size):
     """Return the runs. Their depth is a multiple of the hybrid's pattern of four layers."""
     shape = dict(n_layer=8, n_head=5, n_embd=320, eval_tokens=1 << 20) if size.shrink == 1 else {}
+    texts = dict(length=size.length(LONG), documents=size.documents, bounds=[size.length(n) for n in BOUNDS])
     runs = []
-    for name, (settings, staged) in VARIANTS.items():
-        then = {"then": f"{size.length(LONG)}@{SHARE}"} if staged else {}
-        run = size.run(name, SHORT, seconds=size.seconds, **settings, **shape, **then)
-        window, bounds = 0 if staged else size.length(SHORT), [size.length(n) for n in BOUNDS]
-        texts = dict(length=size.length(LONG), documents=size.documents, window=window, bounds=bounds)
-        runs.append(run.measure(positions=texts))
-    needs = {"gated_deltanet in stages": "fla"}
-    return [replace(run, needs=needs.get(run.name, "")) for run in runs]
+    for name, settings in VARIANTS.items():
+        if name == "softmax":
+            measure = texts | {"window": size.length(SHORT)}
+        else:
+            measure, settings = texts, settings | {"then": f"{size.length(LONG)}@{SHARE}"}
+        run = size.run(name, SHORT, seconds=size.seconds, **settings, **shape)
+        runs.append(run.measure(positions=measure))
+    return runs
 
 
-def retimed(entry, costs):
-    """Return (seconds, losses) of an entry if its tokens took what they take another model, {context: tokens/s}."""
-    record, seconds, found = entry.records[0], 0.0, []
-    stages = [(context, begin) for context, begin in record["stages"]] + [(None, float("inf"))]
-    for tokens, loss, _ in record["val"]:
-        seconds = 0.0
-        for i, (context, begin) in enumerate(stages[:-1]):
-            first = begin if i else 0
-            seconds += max(0, min(tokens, stages[i + 1][1]) - first) / costs[context]
-        found.append((seconds, loss))
-    return [list(x) for x in zip(*(point for point in found if point[0]))]
+# ---- losses over seconds
 
 
-def long_begins(entries, speed):
-    """Return {name: seconds} at which the second stage begins, of the entries that have one.
-
-    speed: returns {context: tokens a second} of an entry.
-    """
-    stages = [(entry, entry.records[0]["stages"]) for entry in entries]
-    return {entry.name: of[1][1] / speed(entry)[of[0][0]] for entry, of in stages if len(of) > 1}
+def time_curve(record):
+    """Return (seconds of training, validation losses) of a record."""
+    return tuple(zip(*((seconds, loss) for tokens, loss, seconds in record["val"] if tokens)))
 
 
-def leads(curve, base):
-    """Return (the times between which a curve's loss is below the base's at equal time, [(from, to), ...], and the last
-    time that both reach); None if they have no times in common."""
-    (x, y), (at, of) = curve, base
-    if not x or not at or min(x[-1], at[-1]) <= max(x[0], at[0]):
+def retimed(record, speeds):
+    """Return the record with the speeds {context: tokens a second} of another model."""
+    points = [(tokens, loss) for tokens, loss, _ in record["val"]]
+    seconds = step_times(record["stages"], speeds, [tokens for tokens, _ in points])
+    val = [(tokens, loss, time) for (tokens, loss), time in zip(points, seconds)]
+    return record | dict(val=val, tokens_per_second=speeds)
+
+
+def long_start(record):
+    """Return the seconds at which the second stage begins, or None."""
+    (context, _), *later = record["stages"]
+    return later[0][1] / record["tokens_per_second"][str(context)] if later else None
+
+
+def other_speeds(folder):
+    """Return {shape: {attention: {context: tokens a second}}} from costs.json, {} if it is missing."""
+    path, shapes = os.path.join(folder, "costs.json"), {}
+    for record in read_json(path)["runs"].values() if os.path.exists(path) else ():
+        shape = record["name"].partition(" ")[0]
+        shapes.setdefault(shape, {})[record["settings"]["attention"]] = record["measures"]["speed"]
+    return shapes
+
+
+def loss_after(record, seconds):
+    """Return the validation loss after so many seconds of training as a text, or None between two stages."""
+    last = max((tokens for tokens, _, time in record["val"] if time <= seconds), default=0)
+    following = min((tokens for tokens, _, time in record["val"] if time >= seconds), default=last)
+    if any(last <= start < following for _, start in record["stages"][1:]):
         return None
-    grid = np.linspace(max(x[0], at[0]), min(x[-1], at[-1]), 500)
-    below = np.interp(grid, x, y) < np.interp(grid, at, of)
-    turns = np.flatnonzero(np.diff(below, prepend=False, append=False))  # from each second one on it is behind again
-    return [(float(grid[i]), float(grid[j - 1])) for i, j in turns.reshape(-1, 2)], float(grid[-1])
+    return f"{np.interp(seconds, *time_curve(record)):.4f}"
 
 
-def describe_leads(curve, base):
-    """Return the cell for a curve and softmax's."""
-    if (found := leads(curve, base)) is None:
-        return "no times in common"
-    times, end = found
-    if not times:
-        return f"behind until {end:.0f} s"
-    ahead = ", ".join(f"{begin:.0f} to {until:.0f}" for begin, until in times)
-    return f"ahead from {ahead} of {end:.0f} s"
+# ---- the report
 
 
-def loss_at(entry, seconds):
-    """Return the cell of the validation loss after so many seconds of training, None between two stages."""
-    record = entry.records[0]
-    before = max((tokens for tokens, _, at in record["val"] if at <= seconds), default=0)
-    after = min((tokens for tokens, _, at in record["val"] if at >= seconds), default=before)
-    if any(before <= begin < after for _, begin in record["stages"][1:]):
-        return None
-    loss = np.interp(seconds, *time_curve(entry))
-    return f"{loss:.4f}"
-
-
-def long_tokens(entry):
-    """Return the tokens of an entry's last stage, None without stages."""
+def long_tokens_cell(entry):
+    """Return the tokens of the last stage, or None without stages."""
     record = entry.records[0]
     return format_count(record["tokens"] - record["stages"][-1][1]) if len(record["stages"]) > 1 else None
 
 
+def leads_cell(curves):
+    """Return the function of a column: when the entry's loss is below softmax's, for {name: time_curve}."""
+
+    def cell(entry):
+        if not {entry.name, "softmax"} <= curves.keys():
+            return None
+        (x, y), (base_x, base_y) = curves[entry.name], curves["softmax"]
+        start, end = max(x[0], base_x[0]), min(x[-1], base_x[-1])
+        if end <= start:
+            return "no times in common"
+        times = np.linspace(start, end, 500)
+        ahead = np.interp(times, x, y) < np.interp(times, base_x, base_y)
+        turns = np.flatnonzero(np.diff(ahead, prepend=False, append=False))  # every second one is a first time behind
+        spans = [f"{times[i]:.0f} to {times[j - 1]:.0f}" for i, j in turns.reshape(-1, 2)]
+        return f"ahead from {', '.join(spans)} of {end:.0f} s" if spans else f"behind until {end:.0f} s"
+
+    return cell
+
+
 def report(entries, size):
-    """Return the tables at equal time, the figure with seconds, the loss by position, and both at other costs."""
-    done = [entry for entry in entries if entry.records]
-    common = min((entry.records[0]["seconds"] for entry in done), default=0.0)
-    bounds = [size.length(n) for n in BOUNDS]
+    """Return the tables at equal time, and the losses over seconds and by position; those also at other speeds."""
+    short, long = size.length(SHORT), size.length(LONG)
+    records = {name: entry.records[0] for name, entry in entries.items()}
+    common = min(record["seconds"] for record in records.values())
     columns = [
-        ("tokens", tokens_cell), (f"of them at {size.length(LONG):,}", long_tokens),
-        ("seconds of training", lambda e: e.records[0]["seconds"]),
-        (f"val loss at {common:.0f} s", lambda e: loss_at(e, common)),
-        ("loss of the texts", texts_cell("positions")), ("to softmax's", texts_cell("positions", entries[0])),
-        *((f"{a:,} to {b:,}", mean_between("positions", a, b)) for a, b in zip(bounds, bounds[1:])),
-    ]  # fmt: skip
-    curves = {entry.name: time_curve(entry) for entry in done}
-    title = f"Equal time; loss by position ± standard error, {size.documents} texts of {size.length(LONG):,}"
+        ("tokens", tokens_cell),
+        (f"of them at {long:,}", long_tokens_cell),
+        ("seconds of training", lambda entry: entry.records[0]["seconds"]),
+        (f"val loss at {common:.0f} s", lambda entry: loss_after(entry.records[0], common)),
+        ("loss of the texts", texts_cell("positions")),
+        ("to softmax's", difference_cell("positions", entries.get("softmax"))),
+    ]
+    for first, last in pairwise(size.length(n) for n in BOUNDS):
+        columns.append((f"{first:,} to {last:,}", span_cell("positions", first)))
+    groups = {"this model": records}
+    for shape, speeds in other_speeds(size.folder).items():
+        timed = {name: record for name, record in records.items() if record["settings"]["attention"] in speeds}
+        groups[shape] = {
+            name: retimed(record, speeds[record["settings"]["attention"]]) for name, record in timed.items()
+        }
+    panels, leads = [], []
+    for shape, group in groups.items():
+        curves = {name: time_curve(record) for name, record in group.items()}
+        starts = {name: long_start(record) for name, record in group.items()}
+        title = f"at the speed of {shape}; from a diamond on trained at {long:,}"
+        panels.append(Panel("seconds of training", "validation loss, nats", curves, title, diamonds=starts, cut=True))
+        leads.append((f"costs of {shape}", leads_cell(curves)))
+    positions = {name: position_curve(entry, first=64) for name, entry in entries.items()}
+    title = f"dashed: the context {short:,}"
+    panels.insert(1, Panel("position", "loss, nats", positions, title, log_x=True, context=short, cut=True))
+    title = f"Equal time; loss by position ± standard error, {size.documents} texts of {long:,}"
     note = (
-        f"The validation loss, and so the curves, are those of texts of {size.length(LONG):,} in stages, before the "
-        f"long stage too, and of windows of {size.length(SHORT):,} from their beginnings for softmax at "
-        f"{size.length(SHORT):,}. The loss of the texts is that of all their targets after the whole run, and "
-        "its difference to softmax's is taken text by text."
+        f"The validation loss, and so the curves, are those of texts of {long:,} in stages, before the long stage too, "
+        f"and of windows of {short:,} from their beginnings for softmax at {short:,}. The loss of the texts is that of "
+        "all their targets after the whole run, and its difference to softmax's is taken text by text."
     )
-    parts = [Table(title, columns, entries), note]
-    own = lambda entry: {int(n): speed for n, speed in entry.records[0]["tokens_per_second"].items()}
-    here = f"these models; from a diamond on trained at {size.length(LONG):,}"
-    panels = [
-        Panel("seconds of training", "validation loss, nats", curves, here, begins=long_begins(done, own)),
-        Panel("position", "loss, nats", {e.name: position_line(e, first=64) for e in done}, log_x=True,
-              marks={f"first stage {size.length(SHORT):,}": size.length(SHORT)}),
-    ]  # fmt: skip
-    against = [("this model", curves)]
-    for shape, costs in other_costs(size).items():
-        known = [entry for entry in done if entry.settings["attention"] in costs]
-        curves = {entry.name: retimed(entry, costs[entry.settings["attention"]]) for entry in known}
-        against.append((f"{shape}", curves))
-        timed = f"the same losses, at the speed of {shape}"
-        begins = long_begins(known, lambda entry, costs=costs: costs[entry.settings["attention"]])
-        panels.append(Panel("seconds of training", "validation loss, nats", curves, timed, begins=begins))
-    columns = [
-        (f"costs of {shape}", lambda e, c=c: describe_leads(c[e.name], c["softmax"]) if e.name in c else None)
-        for shape, c in against if "softmax" in c
-    ]  # fmt: skip
-    others = [entry for entry in entries if entry.name != "softmax"]
-    if columns:
-        parts.append(Table("Against softmax at the short context, at equal time", columns, others))
-    return [*parts, *panels]
-
-
-def other_costs(size):
-    """Return {shape: {attention: {context: tokens/s}}} of costs.json, {} if it is not there."""
-    path, found = os.path.join(size.folder, "costs.json"), {}
-    for record in read_json(path)["runs"].values() if os.path.exists(path) else ():
-        shape = record["name"].partition(" ")[0]
-        found.setdefault(shape, {})[record["settings"]["attention"]] = speeds(record)
-    return found
+    others = [entry for entry in entries.values() if entry.name != "softmax"]
+    comparison = table("Against softmax at the short context, at equal time", leads, others)
+    return [table(title, columns, entries.values()), note, comparison], panels
 
 
 if __name__ == "__main__":

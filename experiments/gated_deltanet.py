@@ -1,7 +1,7 @@
 """Gated DeltaNet (Yang, Kautz, Hatamizadeh, 2024) out of flash-linear-attention, as a peer of the attentions here.
 
     pip install flash-linear-attention      # and tilelang, on Hopper GPUs with Triton 3.4 to 3.7.0
-    python -m experiments.gated_deltanet --dataset=pystdlib --n_layer=6 ...     # train.py with this attention
+    python -m experiments.gated_deltanet --attention=gated_deltanet --n_layer=6 ...     # train.py with this attention
 
 It has the projections of every attention here, and of its own what fla.layers.GatedDeltaNet has: short convolutions of
 q, k and v, decay and step size by token, and a normalised, gated output; that is n_embd^2 weights a layer more. The
@@ -9,7 +9,6 @@ state is a D x D matrix a head. Without a GPU fla's recurrence in plain PyTorch 
 """
 
 import math
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,8 @@ from torch.nn import functional as F
 
 from sympow.attention import ATTENTIONS, Variant
 from sympow.attention.state import State
+from sympow.runs.program import run_program
+from sympow.runs.settings import refuse
 
 WIDTH = 4  # tokens of a short convolution
 
@@ -55,18 +56,23 @@ class GatedDeltaNet(Variant):
         return DeltaState(torch.zeros(batch, H, D, D, device=device), recent)
 
     def forward(self, x, qkv, resets=None, state=None):
-        before = self.empty_state(len(x), x.device) if state is None else state
-        seen = torch.cat((before.recent.to(qkv.dtype), qkv.flatten(2)), 1)  # [B, T + 3, 3 H D]
-        mixed = sum(seen[:, i : i + qkv.shape[1]] * self.conv[:, i].to(qkv.dtype) for i in range(WIDTH))
+        previous = self.empty_state(len(x), x.device) if state is None else state
+        inputs = torch.cat((previous.recent.to(qkv.dtype), qkv.flatten(2)), 1)  # [B, T + 3, 3 H D]
+        mixed = sum(inputs[:, i : i + qkv.shape[1]] * self.conv[:, i].to(qkv.dtype) for i in range(WIDTH))
         q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)) for t in F.silu(mixed).chunk(3, -1))
         q, k = (F.normalize(t.float(), dim=-1, eps=1e-6).to(v.dtype) for t in (q, k))
         g = -self.log_rate.float().exp() * F.softplus(self.W_decay(x).float() + self.step_bias.float())
         y, S = operator(q.device)(
-            q=q, k=k, v=v, g=g, beta=torch.sigmoid(self.W_beta(x).float()).to(v.dtype),
-            initial_state=None if state is None else before.S, output_final_state=state is not None,
-        )  # fmt: skip
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            beta=torch.sigmoid(self.W_beta(x).float()).to(v.dtype),
+            initial_state=None if state is None else previous.S,
+            output_final_state=state is not None,
+        )
         y = F.rms_norm(y.float(), y.shape[-1:], eps=1e-5) * self.norm * F.silu(self.W_out(x).float()).view(y.shape)
-        return y.to(x.dtype), state and DeltaState(S, seen[:, 1 - WIDTH :].float())
+        return y.to(x.dtype), state and DeltaState(S, inputs[:, 1 - WIDTH :].float())
 
 
 def operator(device):
@@ -78,21 +84,16 @@ def operator(device):
 
 
 def register():
-    """Add gated_deltanet to ATTENTIONS; return "", or in one line why it cannot be used here."""
+    """Add gated_deltanet to ATTENTIONS; refuse in one line where fla is missing or does not know this machine."""
     try:
         operator(torch.device("cpu"))
-    except Exception as error:  # an ImportError, or whatever fla raises on a machine that it does not know
-        return f"gated_deltanet needs flash-linear-attention (pip install flash-linear-attention): {error}"
+    except Exception as error:  # an ImportError, or whatever fla raises
+        refuse(f"gated_deltanet needs flash-linear-attention (pip install flash-linear-attention): {error}")
     ATTENTIONS["gated_deltanet"] = GatedDeltaNet
-    return ""
 
 
 if __name__ == "__main__":
-    from sympow.runs.program import run_program
-    from sympow.runs.settings import refuse
     from sympow.train import main
 
-    if reason := register():
-        refuse(reason)
-    sys.argv[1:] = ["--attention=gated_deltanet", *sys.argv[1:]]
+    register()
     run_program(main)

@@ -1,8 +1,9 @@
 """Three learning rates for each variant, so that rate and variant are not confused."""
 
-from sympow.experiments.report import Panel, Table, find_all, loss_cell, tokens_cell, val_loss
+from sympow.experiments.report import Panel, loss_cell, table, tokens_cell, val_loss
 from sympow.experiments.runs import main
 
+RATES = (3e-4, 6e-4, 1.2e-3)
 VARIANTS = {
     "softmax": dict(attention="softmax"),
     "sympow_gating p=2": dict(attention="sympow_gating", p=2),
@@ -14,28 +15,31 @@ VARIANTS = {
 
 def plan(size):
     """Return the runs at the context of most other experiments, so that equal ones are trained once."""
-    return [size.run(name, 4096, 131_072_000, **settings) for name, settings in VARIANTS.items()]
-
-
-def report(entries, size):
-    """Return the losses of all rates, and which is best for each variant that has had them all."""
-    lines, best = {}, []
-    for name in VARIANTS:
-        planned = sorted(find_all(entries, name), key=lambda entry: entry.settings["learning_rate"])
-        of = [entry for entry in planned if entry.records]
-        lines[name] = [e.settings["learning_rate"] for e in of], [e.mean(val_loss) for e in of]
-        if of and of == planned:
-            best.append(f"{name}: {min(of, key=lambda e: e.mean(val_loss)).settings['learning_rate']:g}")
-    columns = [
-        ("learning rate", lambda entry: f"{entry.settings['learning_rate']:g}"), ("tokens", tokens_cell),
-        ("val loss", loss_cell()),
-    ]  # fmt: skip
     return [
-        Table(f"Constant learning rates, context {size.length(4096):,}", columns, entries),
-        "Best of these rates: " + ", ".join(best) if best else "",
-        Panel("learning rate", "validation loss, nats", lines, log_x=True),
+        size.run(f"{name}, lr {rate:g}", 4096, steps=1000, learning_rate=rate, **settings)
+        for name, settings in VARIANTS.items()
+        for rate in RATES
     ]
 
 
+def report(entries, size):
+    """Return the losses at all rates, and the best rate of each variant that has had them all."""
+    lines, best = {}, []
+    for name in VARIANTS:
+        losses = {rate: entries[key].mean(val_loss) for rate in RATES if (key := f"{name}, lr {rate:g}") in entries}
+        if losses:
+            lines[name] = list(losses), list(losses.values())
+        if len(losses) == len(RATES):
+            best.append(f"{name}: {min(losses, key=losses.get):g}")
+    columns = [
+        ("learning rate", lambda entry: f"{entry.settings['learning_rate']:g}"),
+        ("tokens", tokens_cell),
+        ("val loss", loss_cell()),
+    ]
+    title = f"Constant learning rates, context {size.length(4096):,}"
+    blocks = [table(title, columns, entries.values()), "Best of these rates: " + (", ".join(best) or "not known yet")]
+    return blocks, [Panel("learning rate", "validation loss, nats", lines)]
+
+
 if __name__ == "__main__":
-    raise SystemExit(main("learning_rates", plan, report, learning_rates="3e-4,6e-4,1.2e-3"))
+    raise SystemExit(main("learning_rates", plan, report))

@@ -1,70 +1,89 @@
 """Does it use the state? Associative recall, and a needle in a haystack, up to 16 times the training context.
 
-data/recall/tasks.py has the two tasks. Their data are prepared when they are missing, the haystack out of --dataset.
+data/recall/tasks.py has the two tasks. Their data are prepared when they are missing, the haystack from --dataset.
 """
 
-import os
 from dataclasses import replace
+from itertools import pairwise
 
 from sympow.data.recall import prepare
 from sympow.data.recall.tasks import CHANCE
 from sympow.experiments.evaluation_length import variants
-from sympow.experiments.report import Panel, Table, loss_cell, tokens_cell
+from sympow.experiments.report import Panel, loss_cell, table, tokens_cell
 from sympow.experiments.runs import main
 
 CONTEXT, TIMES, SHORT, LONG = 1024, 16, 16, 128
-TOKENS = 65_536_000
-SMALLER = 8  # times, a step than those of other experiments: more of them are worth more here
+STEPS = 4000  # of an eighth of the other experiments' tokens, because more steps are worth more here
+
+
+def resized(size, task):
+    """Return the Size of the runs of a task, with contexts of at least 256 and smaller steps."""
+    context = max(256, size.length(CONTEXT))
+    tokens_per_step = max(context, size.tokens_per_step // 8)
+    tokens = STEPS // size.fewer * tokens_per_step
+    return replace(
+        size,
+        dataset=f"out/experiments/data/{task}_{context}_{tokens}",
+        shrink=CONTEXT // context,
+        tokens_per_step=tokens_per_step,
+        eval_tokens=min(size.eval_tokens, SHORT * TIMES * context),
+    )
+
+
+def prepare_tasks(size):
+    """Prepare the datasets of both tasks."""
+    for task in CHANCE:
+        task_size = resized(size, task)
+        tokens = STEPS // size.fewer * task_size.tokens_per_step
+        options = dict(task=task, context=task_size.length(CONTEXT), times=TIMES, train_tokens=tokens)
+        options |= dict(short=SHORT, long=LONG, haystack=size.dataset, out=task_size.dataset)
+        prepare.main([f"--{key}={value}" for key, value in options.items()])
 
 
 def plan(size):
     """Return the runs of both tasks; a variant's settings are those of evaluation_length.py."""
-    runs, context = [], max(256, size.length(CONTEXT))
-    step = max(context, size.tokens_per_step // SMALLER)
-    size = replace(size, tokens_per_step=step, micro_tokens=step)
-    block, tokens = context * size.shrink, size.tokens or TOKENS // size.fewer
+    runs = []
     for task in CHANCE:
-        out = os.path.join("out", "experiments", "data", f"{task}_{context}_{tokens}")
-        options = dict(task=task, context=context, times=TIMES, train_tokens=tokens, short=SHORT, long=LONG, out=out)
-        if size.trains:
-            prepare.main([f"--{key}={value}" for key, value in (options | dict(haystack=size.dataset)).items()])
+        documents = min(LONG, 8 * size.documents) if task == "needle" else size.documents
         for name, settings in variants(size).items():
-            settings = settings | dict(eval_tokens=min(size.eval_tokens, SHORT * TIMES * context))
-            run = size.run(f"{name}, {task}", block, TOKENS, **settings)
-            documents = min(LONG, 8 * size.documents) if task == "needle" else size.documents
-            run = run.measure(recall=dict(documents=documents))
-            runs.append(replace(run, dataset=out))
+            run = resized(size, task).run(f"{name}, {task}", CONTEXT, steps=STEPS, **settings)
+            runs.append(run.measure(recall=dict(documents=documents)))
     return runs
 
 
-def accuracy(first, last):
-    """Return a column's function: the share of questions answered whose distance is above `first`, up to `last`."""
+def accuracy_cell(first, last):
+    """Return the function of a column: the share of questions answered at distances above `first`, up to `last`."""
 
     def cell(entry):
-        found = entry.records[0]["measures"]["recall"]
-        at = [i for i, x in enumerate(found["distance"]) if first < x <= last]
-        asked = sum(found["questions"][i] for i in at)
-        right = sum(found["accuracy"][i] * found["questions"][i] for i in at)
-        return f"{right / asked:.1%} of {asked:,}" if asked else None
+        measured, right, count = entry.records[0]["measures"]["recall"], 0, 0
+        for distance, accuracy, questions in zip(*(measured[key] for key in ("distance", "accuracy", "questions"))):
+            if first < distance <= last:
+                right += accuracy * questions
+                count += questions
+        return f"{right / count:.1%} of {count:,}" if count else None
 
     return cell
 
 
 def report(entries, size):
     """Return a table and a panel for each task."""
-    parts, context = [], max(256, size.length(CONTEXT))
-    bounds = [0, context // 8, context, 4 * context, 16 * context]
+    blocks, panels = [], []
     for task, chance in CHANCE.items():
-        of = [entry for entry in entries if entry.name.endswith(f", {task}")]
+        context = resized(size, task).length(CONTEXT)
         columns = [("tokens", tokens_cell), ("val loss", loss_cell())]
-        columns += [(f"{a:,} to {b:,}", accuracy(a, b)) for a, b in zip(bounds, bounds[1:])]
-        parts.append(Table(f"{task}: accuracy by distance in bytes; a guess has {chance:.2%}", columns, of))
-        found = {e.name.partition(",")[0]: e.records[0]["measures"]["recall"] for e in of if e.records}
-        lines = {name: (recall["distance"], recall["accuracy"]) for name, recall in found.items()}
-        marks = {f"trained at {context:,}": context}
-        parts.append(Panel("distance, bytes", "accuracy", lines, task, True, chance, marks, share=True))
-    return parts
+        for first, last in pairwise((0, context // 8, context, 4 * context, 16 * context)):
+            columns.append((f"{first:,} to {last:,}", accuracy_cell(first, last)))
+        rows = [entry for entry in entries.values() if entry.name.endswith(f", {task}")]
+        blocks.append(table(f"{task}: accuracy by distance in bytes; a guess has {chance:.2%}", columns, rows))
+        lines = {}
+        for entry in rows:
+            measured = entry.records[0]["measures"]["recall"]
+            lines[entry.name.removesuffix(f", {task}")] = measured["distance"], measured["accuracy"]
+        title = f"{task}; dashed: the training context; grey: a guess"
+        panel = Panel("distance, bytes", "accuracy", lines, title, log_x=True, context=context, level=chance)
+        panels.append(panel)
+    return blocks, panels
 
 
 if __name__ == "__main__":
-    raise SystemExit(main("recall", plan, report))
+    raise SystemExit(main("recall", plan, report, prepare=prepare_tasks))

@@ -4,31 +4,38 @@ Every model is read on the same held-out targets, each with between half of its 
 before it; and by position, from the beginning of a text on, also beyond its training context.
 """
 
-from sympow.experiments.report import Panel, Table, loss_cell, position_line, ratio_cell, texts_cell, tokens_cell
+from sympow.experiments.report import (
+    Panel,
+    difference_cell,
+    loss_cell,
+    position_curve,
+    ratio_cell,
+    table,
+    tokens_cell,
+)
 from sympow.experiments.runs import main
 
-CONTEXTS = {2: (256, 8192, 2048, 512, 1024, 4096), 4: (1024, 8192, 4096, 2048)}  # p: in order of worth
-VARIANTS = ("softmax", "sympow", "sympow_gating", "conformal_sympow")
+CONTEXTS = {2: (256, 8192, 2048, 512, 1024, 4096), 4: (1024, 8192, 4096, 2048)}  # {p: contexts in order of worth}
 LONGEST = 8192
 
 
+def variants(p):
+    """Return {name: settings} of softmax and the attentions of power p."""
+    powers = {f"{name} p={p}": dict(attention=name, p=p) for name in ("sympow", "sympow_gating", "conformal_sympow")}
+    return {"softmax": dict(attention="softmax")} | powers
+
+
 def plan(size):
-    """Return the runs of p = 2, then those of p = 4; softmax's are the same for both."""
-    runs = []
+    """Return the runs of p = 2, then those of p = 4; both are compared with the same runs of softmax."""
+    runs, longest = {}, size.length(LONGEST)
     for p, contexts in CONTEXTS.items():
         for context in contexts:
-            for variant in VARIANTS:
-                if variant == "softmax" and any(run.name == f"softmax, {size.length(context):,}" for run in runs):
-                    continue
-                name = variant if variant == "softmax" else f"{variant} p={p}"
-                power = {} if variant == "softmax" else {"p": p}
-                run = size.run(f"{name}, {size.length(context):,}", context, 131_072_000, attention=variant, **power)
-                targets = dict(
-                    length=2 * size.length(LONGEST), documents=4 * size.documents, start=size.length(LONGEST)
-                )
-                by_position = dict(length=size.length(LONGEST), documents=size.documents)
-                runs.append(run.measure(targets=targets | dict(window=size.length(context)), positions=by_position))
-    return runs
+            window = size.length(context)
+            targets = dict(length=2 * longest, documents=4 * size.documents, start=longest, window=window)
+            for variant, settings in variants(p).items():
+                run = size.run(f"{variant}, {window:,}", context, steps=1000, **settings)
+                runs[run.name] = run.measure(targets=targets, positions=dict(length=longest, documents=size.documents))
+    return list(runs.values())
 
 
 def target_loss(record):
@@ -38,32 +45,35 @@ def target_loss(record):
 
 def report(entries, size):
     """Return a table and two panels for each power."""
-    parts = ["On the same targets, each with between half of the training context and the whole of it before it."]
+    blocks = ["On the same targets, each with between half of the training context and the whole of it before it."]
+    panels, longest = [], size.length(LONGEST)
+
+    def softmax(entry):
+        return entries.get(f"softmax, {entry.settings['block_size']:,}")
+
+    columns = [
+        ("context", lambda entry: entry.settings["block_size"]),
+        ("tokens", tokens_cell),
+        ("loss", loss_cell(target_loss)),
+        ("to softmax", lambda entry: ratio_cell(softmax(entry), target_loss)(entry)),
+        ("difference on the same texts", lambda entry: difference_cell("targets", softmax(entry))(entry)),
+    ]
     for p, contexts in CONTEXTS.items():
-        lengths = [size.length(context) for context in contexts]
-        of = [entry for entry in entries if entry.settings["block_size"] in lengths]
-        of = [entry for entry in of if entry.settings.get("p", p) == p]
-        softmax = {e.settings["block_size"]: e for e in of if e.settings["attention"] == "softmax"}
-        base = lambda entry, softmax=softmax: softmax.get(entry.settings["block_size"])
-        columns = [
-            ("context", lambda entry: entry.settings["block_size"]), ("tokens", tokens_cell),
-            ("loss", loss_cell(target_loss)),
-            ("to softmax", lambda entry, base=base: ratio_cell(base(entry), target_loss)(entry)),
-            ("difference on the same texts", lambda entry, base=base: texts_cell("targets", base(entry))(entry)),
-        ]  # fmt: skip
-        order = sorted(of, key=lambda e: (e.settings["block_size"], VARIANTS.index(e.settings["attention"])))
-        parts.append(Table(f"p = {p}", columns, order))
-        lines = {}
-        for entry in order:
-            x, y = lines.setdefault(entry.name.partition(",")[0], ([], []))
-            if entry.mean(target_loss) is not None:
-                x.append(entry.settings["block_size"]), y.append(entry.mean(target_loss))
-        parts.append(Panel("training context", "loss on the same targets, nats", lines, f"p = {p}", log_x=True))
-        longest = [entry for entry in of if entry.settings["block_size"] == size.length(LONGEST)]
-        by_position = {entry.name.partition(",")[0]: position_line(entry) for entry in longest}
-        title = f"p = {p}, trained at {size.length(LONGEST):,}"
-        parts.append(Panel("position", "loss, nats", by_position, title, log_x=True))
-    return parts
+        rows, lines, curves = [], {}, {}
+        for length in sorted(map(size.length, contexts)):
+            for variant in variants(p):
+                if entry := entries.get(f"{variant}, {length:,}"):
+                    rows.append(entry)
+                    x, y = lines.setdefault(variant, ([], []))
+                    x.append(length)
+                    y.append(entry.mean(target_loss))
+                    if length == longest:
+                        curves[variant] = position_curve(entry)
+        blocks.append(table(f"p = {p}", columns, rows))
+        panels.append(Panel("training context", "loss on the same targets, nats", lines, f"p = {p}", log_x=True))
+        title = f"p = {p}, trained at {longest:,}"
+        panels.append(Panel("position", "loss, nats", curves, title, log_x=True, cut=True))
+    return blocks, panels
 
 
 if __name__ == "__main__":

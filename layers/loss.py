@@ -9,14 +9,14 @@ from sympow.attention.backend import fused
 from sympow.attention.dispatch import uses_fused
 
 LOSS_TOKENS = 16384  # logits of at most this many tokens exist at any time: 3.3 GB of float32 for GPT-2
-DISTILL_TOKENS = 4096  # with a teacher, whose logits exist beside them
+DISTILL_TOKENS = 4096  # with a teacher, because its logits exist too
 
 
 def compute_losses(logits, targets, vocab_size, differentiate):
-    """Return (losses [N], d [N, V], scales [N]) of logits [N, V]: the gradient is d scales[:, None], or d if scales is
-    None. Without `differentiate` d and scales are None.
+    """Return (losses [N], d [N, V], scales [N]) of logits [N, V].
 
-    Targets [N] of -1 have zeros. d has the logits' dtype; they may be overwritten.
+    The gradient is d scales[:, None], or d if scales is None. Without `differentiate` both are None. Targets [N] of -1
+    have zeros. d has the logits' dtype; the logits may be overwritten.
     """
     if logits.dtype != torch.float16 and uses_fused("cross_entropy", logits):
         losses, scales = fused().cross_entropy_(logits, targets, vocab_size, differentiate)
@@ -55,27 +55,26 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, x, weight, targets, vocab_size, differentiate, teacher_x=None, teacher_weight=None, distill_weight=0.0
-    ):  # fmt: skip
+    def forward(ctx, x, weight, targets, vocab_size, teacher_x=None, teacher_weight=None, distill_weight=0.0):
         """Return the mean loss of x [N, C] and targets [N], -1 left out, for the first vocab_size rows of weight.
 
-        teacher_x [N, C'] and teacher_weight [V, C']: the same of another model, which gets no gradient. distill_weight
-        times the KL divergence of its distribution from this model's is then part of the loss.
+        teacher_x [N, C'] and teacher_weight [V, C'] are another model's, which gets no gradient. distill_weight times
+        the KL divergence of its distribution from this model's is then part of the loss.
         """
+        differentiate = any(ctx.needs_input_grad[:2])
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
         w, total, dxs, factors, dw = weight.to(dtype), 0, [], [], torch.zeros_like(weight)
         size, teacher_rows, teacher_w = LOSS_TOKENS, repeat(None), None
         if teacher_x is not None:
             size, teacher_rows, teacher_w = DISTILL_TOKENS, teacher_x.split(DISTILL_TOKENS), teacher_weight.to(dtype)
-        for rows, target, of_teacher in zip(x.split(size), targets.split(size), teacher_rows):
+        for rows, target, teacher_part in zip(x.split(size), targets.split(size), teacher_rows):
             rows = rows.to(dtype)
             logits = F.linear(rows, w)
-            if of_teacher is None:
+            if teacher_part is None:
                 losses, d, scales = compute_losses(logits, target, vocab_size, differentiate)
             else:
-                teacher = F.linear(of_teacher.to(dtype), teacher_w)
+                teacher = F.linear(teacher_part.to(dtype), teacher_w)
                 losses, d, scales = compute_distilled_losses(logits, teacher, target, vocab_size, distill_weight)
             total = total + losses.sum()
             if differentiate:
@@ -95,16 +94,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         dx, factors, dw, count = ctx.saved_tensors
         grad = grad / count
         dx = dx.to(grad.dtype) * (grad if factors is None else (factors * grad).unsqueeze(1))
-        return dx.to(ctx.dtype), dw * grad, *6 * [None]
+        return dx.to(ctx.dtype), dw * grad, *5 * [None]
 
 
 def head_loss(x, weight, targets, vocab_size, teacher=None):
     """Return the mean cross entropy of rows x [N, C] times the head's weight [V, C] and targets [B, T], -1 left out.
 
-    teacher: (`hidden` [B, T, C'] and wte.weight of another model with this vocabulary, w), which adds w times the mean
-    KL divergence of its next-token distribution from this model's.
+    teacher: (hidden, weight, w), the output of `hidden` [B, T, C'] and the wte.weight of another model with this
+    vocabulary. It adds w times the mean KL divergence of its next-token distribution from this model's.
     """
     teacher = (teacher[0].flatten(0, 1), *teacher[1:]) if teacher else ()
-    # checked here, because inside gradients are always off and needs_input_grad is true in evaluation too
-    differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return LinearCrossEntropy.apply(x, weight, targets.flatten(), vocab_size, differentiate, *teacher)
+    if not torch.is_grad_enabled():  # otherwise the weight would still need a gradient inside
+        x, weight = x.detach(), weight.detach()
+    return LinearCrossEntropy.apply(x, weight, targets.flatten(), vocab_size, *teacher)

@@ -1,9 +1,9 @@
-"""LayerNorm and the products behind it, for torch.compile on a GPU with fewer bytes than they take apart.
+"""Fold LayerNorm's gain into the next linear's weight, so that torch.compile on a GPU writes one tensor less.
 
 norm(x) W^T is x' (W diag(w))^T, where x' is x normalised without the gain w. So x' is all that must be written, in the
-dtype of the product, and the backward pass reads it too instead of a float32 copy; w is multiplied where W is cast, and
-its gradient follows from that of W diag(w), without another sum over tokens. W is that of the next linear layer, of
-gates, or of the head.
+dtype of the product, and the backward pass reads it too instead of a float32 copy. w is multiplied where W is cast, and
+its gradient follows from the gradient of W diag(w), without another sum over tokens. W belongs to the next linear
+layer, to gates, or to the head.
 """
 
 import torch
@@ -12,12 +12,11 @@ from torch.nn import functional as F
 
 from sympow.attention.gates import linear_fp32
 
-
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"  # of an nn.Module
 
 
 class Normalize(torch.autograd.Function):
-    """Compute (x - mean) / sqrt(variance + eps) over the last dimension, rounded to `dtype`, which alone is saved."""
+    """Compute (x - mean) / sqrt(variance + eps) over the last dimension, rounded to `dtype`; save only that."""
 
     @staticmethod
     def forward(ctx, x, eps, dtype):
@@ -38,7 +37,7 @@ class Normalize(torch.autograd.Function):
 
 
 class Stored(torch.autograd.Function):
-    """Return x, as a view that torch.compile makes of a tensor in memory alone."""
+    """Return a view of x that torch.compile makes only of a tensor in memory."""
 
     @staticmethod
     def forward(ctx, x):
@@ -52,16 +51,18 @@ class Stored(torch.autograd.Function):
 def stored(x):
     """Return x, the residual stream between two parts of a layer, which torch.compile on a GPU then writes.
 
-    By itself it writes every fourth sum of the stream and computes those between again from up to four tensors:
-    LayerNorms then move 24 bytes an entry and layer, where 22 do if every second sum is written. (In a layer of one
-    part every sum is, which costs what every fourth does.)
+    By itself it writes every fourth sum of the stream, and computes the sums between them again from up to four
+    tensors: LayerNorms then move 24 bytes an entry and layer, and 22 if every second sum is written. (In a layer of one
+    part every sum is written, which costs as much as every fourth.)
     """
     return Stored.apply(x) if torch.compiler.is_compiling() and x.is_cuda else x
 
 
 def norm_linear(norm, linear, x, weight=None):
-    """Return (norm(x), linear(norm(x))) of an nn.LayerNorm, an nn.Linear and x [..., C]; the first is
-    linear_fp32(norm(x), weight) [..., n] if there is a weight [n, C]."""
+    """Return (norm(x), linear(norm(x))) of an nn.LayerNorm, an nn.Linear and x [..., C].
+
+    With a weight [n, C], linear_fp32(norm(x), weight) [..., n] comes in the place of norm(x).
+    """
     if folds(x, norm, linear):
         return folded(norm, linear, x, weight, torch.get_autocast_dtype(x.device.type))
     x = norm(x)
@@ -69,23 +70,23 @@ def norm_linear(norm, linear, x, weight=None):
 
 
 def norm_weight(norm, weight, x):
-    """Return (rows, W) whose product is that of norm(x) [..., C] and weight [V, C]."""
+    """Return (rows, W) with the same product as norm(x) [..., C] and weight [V, C]."""
     if folds(x, norm) and weight.dtype == torch.float32:
         return Normalize.apply(x, norm.eps, torch.get_autocast_dtype(x.device.type)), weight * norm.weight
     return norm(x), weight
 
 
 def folds(x, norm, *linear):
-    """Return whether the gain becomes a part of the weights: compiled, on a GPU, under autocast.
+    """Return True if the gain becomes a part of the weights: compiled, on a GPU, under autocast.
 
     Uncompiled, each step of the form above would be a pass over memory, and on a CPU autocast gains nothing. Other
-    layers that somebody has put in the place of these (LoRA, quantised weights) compute what they do.
+    layers that somebody has put in the place of these (LoRA, quantised weights) are left as they are.
     """
     return torch.compiler.is_compiling() and x.is_cuda and torch.is_autocast_enabled("cuda") and plain(norm, *linear)
 
 
 def plain(norm, *linear):
-    """Return whether they compute what their weights say, a gain without a bias in float32, and nobody listens."""
+    """Return True if these are plain layers without hooks, in float32, and the norm has no bias."""
     layers = norm, *linear
     if type(norm) is not nn.LayerNorm or any(type(layer) is not nn.Linear for layer in linear):
         return False

@@ -71,7 +71,7 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module):
-        # GPT initialises itself. A module that was made on the meta device lacks what no checkpoint has.
+        # GPT initialises itself. On the meta device, a fixed gate, which is in no checkpoint, was not computed.
         if type(module).__name__ == "FixedGate":
             module.reset_parameters()
 
@@ -88,18 +88,26 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
         if past_key_values is not None:
             input_ids = input_ids[:, past_key_values.get_seq_length() :]
-        kept = {name: kwargs[name] for name in ("use_cache", "logits_to_keep") if name in kwargs}
-        return {"input_ids": input_ids, "past_key_values": past_key_values, "attention_mask": attention_mask, **kept}
+        inputs = {"input_ids": input_ids, "past_key_values": past_key_values, "attention_mask": attention_mask}
+        return inputs | {name: kwargs[name] for name in ("use_cache", "logits_to_keep") if name in kwargs}
 
     def forward(
-        self, input_ids, attention_mask=None, past_key_values=None, labels=None, use_cache=None, logits_to_keep=0,
-        num_items_in_batch=None, return_dict=True, **kwargs,
-    ):  # fmt: skip
+        self,
+        input_ids,
+        attention_mask=None,
+        past_key_values=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        return_dict=True,
+        **kwargs,
+    ):
         """Return logits [B, T, vocab_size], or with labels [B, T] the loss of each next token, -100 left out.
 
         attention_mask [B, T of all tokens up to now]: zeros may stand before a text (left padding) and behind it.
         past_key_values: the SympowCache of the tokens before. In training the loss comes without logits, which would
-        not fit into memory for long contexts.
+        not fit into memory for long contexts. transformers' Trainer gives num_items_in_batch where it accumulates
+        gradients: the loss is then the sum over the tokens divided by it.
         """
         cache, loss = past_key_values, None
         starts = self._starts(attention_mask, input_ids, cache)
@@ -110,15 +118,15 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         else:
             x, state = [], cache.state
             for i in range(0, input_ids.shape[1], PIECE):
-                at = slice(i, i + PIECE)
-                y, state = self.gpt.hidden(input_ids[:, at], state, None if starts is None else starts[:, at])
+                piece = slice(i, i + PIECE)
+                y, state = self.gpt.hidden(input_ids[:, piece], state, None if starts is None else starts[:, piece])
                 x = [*x, y] if not logits_to_keep else [torch.cat((*x, y), 1)[:, -logits_to_keep:]]
             x, cache = torch.cat(x, dim=1), SympowCache(state, cache.padded)
         if labels is not None:
             targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
             loss = self.gpt.loss(x, targets.where(targets != -100, -1))
-            if num_items_in_batch is not None:  # gradient accumulation of transformers' Trainer
-                loss = loss * (targets != -100).sum() / num_items_in_batch
+            if (tokens := kwargs.get("num_items_in_batch")) is not None:
+                loss = loss * (targets != -100).sum() / tokens
         logits = None if labels is not None and self.training else self.gpt.logits(x[:, -logits_to_keep:])
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
         return output if return_dict else output.to_tuple()
@@ -134,8 +142,8 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         if mask is None:
             return None
         if mask.ndim != 2 or mask.shape[1] != past + ids.shape[1]:
-            wanted = [len(ids), past + ids.shape[1]]
-            raise ValueError(f"attention_mask must be of shape {wanted}, got {[*mask.shape]}")
+            shape = [len(ids), past + ids.shape[1]]
+            raise ValueError(f"attention_mask must be of shape {shape}, got {[*mask.shape]}")
         mask = mask.bool()
         first = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
         if (first.sum(1) > 1).any():

@@ -11,7 +11,7 @@ from .attention.variant import check_layer
 
 @dataclass
 class LayerConfig:
-    """What a Variant reads of its layer's settings. Names, meanings and defaults are those of the model's GPTConfig."""
+    """Holds the settings of a layer that a Variant reads, with the names and defaults of the model's GPTConfig."""
 
     n_embd: int
     n_head: int

@@ -26,11 +26,17 @@ from .attention.gates import alibi_slopes, reset_gates
 from .attention.power import power_attention
 from .attention.state import LayerState, attend_and_append
 
-# Arguments that models give to an attention, and the values of them that ask for nothing.
-NOT_HERE = dict(
-    dropout=0.0, is_causal=True, sliding_window=None, softcap=None, s_aux=None, position_bias=None, cache=None,
-    output_attentions=False,
-)  # fmt: skip
+# Arguments of attentions that power attention does not have, and the values that ask for nothing.
+UNSUPPORTED = {
+    "dropout": 0.0,
+    "is_causal": True,
+    "sliding_window": None,
+    "softcap": None,
+    "s_aux": None,
+    "position_bias": None,
+    "cache": None,
+    "output_attentions": False,
+}
 
 
 def register(name="sympow", p=2, gate="none"):
@@ -84,8 +90,10 @@ class PowerLayer(CacheLayerMixin):
         self.state, self.tokens, self.padded, self.waiting = None, 0, False, False
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Return the new keys and values [B, Hkv, n, D] for `attend`. Raises ValueError if it was not what got those of
-        the last call."""
+        """Return the new keys and values [B, Hkv, n, D] for `attend`.
+
+        Raises ValueError if another attention got the keys of the last call.
+        """
         if self.waiting:
             raise ValueError(
                 "a PowerCache needs a registered attn_implementation that gets its keys as they are (see "
@@ -97,7 +105,7 @@ class PowerLayer(CacheLayerMixin):
         return keys, value_states
 
     def attend(self, q, k, v, log_g, mask, p):
-        """Return y [B, n, H, E] of n new tokens, of which this layer has the state afterwards.
+        """Return y [B, n, H, E] of n new tokens, and take them into the state.
 
         mask [B, tokens before and new] bool or None: False for tokens that nobody sees.
         """
@@ -105,10 +113,9 @@ class PowerLayer(CacheLayerMixin):
         if self.state is None:
             self.state = LayerState.empty(B, q.device, self.switch_over)
         state, self.padded = self.state, self.padded or mask is not None
-        zeros = lambda k: torch.zeros(k.shape[:3], dtype=accumulation_dtype(k), device=k.device)
         if state.k is not None and (state.log_g is None) != (log_g is None):  # only now there are resets, or none now
-            log_g = zeros(k) if log_g is None else log_g
-            state.log_g = zeros(state.k) if state.log_g is None else state.log_g
+            log_g = gates_of_one(k) if log_g is None else log_g
+            state.log_g = gates_of_one(state.k) if state.log_g is None else state.log_g
         steps = torch.ones_like(q[..., 0, 0]) if mask is None else mask[:, -n:]
         seen = state.position.unsqueeze(1) + steps.to(state.position).cumsum(1)  # tokens that are not masked
         y, self.state = attend_and_append(q, k, v, log_g, seen, state, p=p)
@@ -164,22 +171,21 @@ class PowerLayer(CacheLayerMixin):
 
 
 def padding_mask(
-    *, kv_length, attention_mask=None, mask_function=causal_mask_function, batch_size=1, use_vmap=False,
-    local_size=None, **others,
-):  # fmt: skip
-    """Return what `attend` gets as its attention_mask; see AttentionMaskInterface.
+    *, kv_length, attention_mask=None, mask_function=causal_mask_function, batch_size=1, device=None, **options
+):
+    """Return the attention_mask [B, kv_length] for `attend`; see AttentionMaskInterface.
 
-    That is [B, kv_length]: bool, False for a token that nobody sees, or None if there is none; for packed documents
-    int64, 0 for such a token, 2 for the first of a document, else 1. mask_function says which tokens see which, by
-    their numbers. Raises ValueError unless each sees those before it, or those of its document.
+    It is bool, False for a token that nobody sees, or None if there is no such token. For packed documents it is int64:
+    0 for a token that nobody sees, 2 for the first token of a document, else 1. mask_function says by the tokens'
+    numbers which see which. Raises ValueError unless each token sees all earlier ones of its text or its document.
     """
-    if use_vmap or local_size is not None:
+    if options.get("use_vmap") or options.get("local_size") is not None:
         raise ValueError("power attention has no windows, no chunks and no mask functions")
     mask = None if attention_mask is None else attention_mask.bool()
     if mask is not None and may_look(mask) and mask.all():
         mask = None
     if mask_function is not causal_mask_function:
-        token = torch.arange(kv_length - 1, device=others.get("device"))
+        token = torch.arange(kv_length - 1, device=device)
         batch = torch.arange(batch_size, device=token.device).unsqueeze(1)
         if not torch.compiler.is_compiling() and torch.as_tensor(mask_function(batch, 0, token, token + 1)).any():
             raise ValueError("power attention is causal: no token sees a later one")
@@ -189,21 +195,17 @@ def padding_mask(
     return mask
 
 
-def attend(
-    module, query, key, value, attention_mask, scaling=None, position_ids=None, cu_seq_lens_q=None, *, p, gate, **others
-):
-    """Compute what AttentionInterface asks for, (y [B, n, H, E], None), by power attention.
+def attend(module, query, key, value, attention_mask, *, p, gate, **options):
+    """Return (y [B, n, H, E], None) by power attention, as AttentionInterface asks for.
 
-    query [B, H, n, D]; key and value [B, Hkv, m, D], of the n new tokens if a PowerCache holds those before, else of m
-    tokens, the last n of which have queries. attention_mask: from `padding_mask`. position_ids [B, n] or [1, n], or
-    None. cu_seq_lens_q [N + 1] or None: packed sequences, as flash attention gets them. scaling cancels in y. Raises
-    ValueError for what power attention does not have.
+    query [B, H, n, D]; key and value [B, Hkv, m, D]. With a PowerCache the keys are of the n new tokens; without one,
+    the last n of the m tokens have queries. attention_mask: from `padding_mask`.
+
+    Options: position_ids [B, n] or [1, n]; cu_seq_lens_q [N + 1] for packed sequences, as flash attention gets them;
+    scaling, which cancels in y. Raises ValueError for an option that power attention does not have.
     """
-    others["is_causal"] = getattr(module, "is_causal", True) if others.get("is_causal") is None else others["is_causal"]
-    for name, nothing in NOT_HERE.items():
-        if (asked := others.get(name)) is not None and (isinstance(asked, torch.Tensor) or asked != nothing):
-            got = "a tensor" if isinstance(asked, torch.Tensor) else asked
-            raise ValueError(f"{name} must be {nothing} for power attention, got {got}")
+    check_options(options, getattr(module, "is_causal", True))
+    position_ids, cu_seq_lens_q = options.get("position_ids"), options.get("cu_seq_lens_q")
     layer = getattr(key, "power_layer", None)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the model rotates q and k in float32
@@ -234,6 +236,18 @@ def attend(
     return power_attention(q, k, v, log_g, p=p), None
 
 
+def check_options(options, is_causal):
+    """Raise ValueError for an option of an attention that power attention does not have."""
+    if options.get("is_causal") is None:
+        options = {**options, "is_causal": is_causal}
+    for name, neutral in UNSUPPORTED.items():
+        value = options.get(name)
+        if isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} must be {neutral} for power attention, got a tensor")
+        if value is not None and value != neutral:
+            raise ValueError(f"{name} must be {neutral} for power attention, got {value}")
+
+
 def check_mask(mask, tokens):
     """Return mask, None or of [B, tokens]; raise ValueError for others, as a model's own mask of four dimensions."""
     if mask is not None and (mask.ndim != 2 or mask.shape[1] != tokens):
@@ -241,14 +255,14 @@ def check_mask(mask, tokens):
     return mask
 
 
-def check_positions(position_ids, seen, before):
-    """Raise ValueError unless the first new token comes after all of the `before` tokens that another cache holds.
+def check_positions(position_ids, seen, n_cached):
+    """Raise ValueError unless the first new token comes after all n_cached tokens of another library's cache.
 
     Such a cache has keys alone. It does not know where documents begin, and a StaticCache has keys of no token.
     """
     if not may_look(position_ids):
         return
-    if (position_ids[:, 0] != (before if seen is None else seen[:, :before].sum(1))).any():
+    if (position_ids[:, 0] != (n_cached if seen is None else seen[:, :n_cached].sum(1))).any():
         raise ValueError("position_ids must go on from the cached keys (packed or static ones): use a PowerCache")
 
 
@@ -270,6 +284,11 @@ def document_starts(position_ids, seen):
     if known is None or known[0] != version:
         known = position_ids.begins_documents = version, bool(starts.any())
     return starts if known[1] else None
+
+
+def gates_of_one(k):
+    """Return log_g [B, n, Hkv] of zeros for keys k [B, n, Hkv, D]."""
+    return torch.zeros(k.shape[:3], dtype=accumulation_dtype(k), device=k.device)
 
 
 def may_look(x):

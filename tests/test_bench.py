@@ -1,56 +1,51 @@
-"""What bench/ and kernels/tune.py do that needs no GPU: refuse without one, count FLOPs, write the table."""
+"""What bench/ and kernels/tune.py do that needs no GPU: refuse without one, take turns, write the table."""
 
 import json
 import os
-import subprocess
-import sys
+import runpy
 
 import pytest
 import torch
+from helpers import ROOT, call
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from sympow.bench import nanogpt  # noqa: E402
+from sympow.bench import heinsen, nanogpt  # noqa: E402
 from sympow.kernels import CHUNKED_SIZES, HEAD_DIMS, cost, tune  # noqa: E402
 from sympow.kernels.configs import Config, key  # noqa: E402
+from sympow.runs.program import run_program  # noqa: E402
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-# What Python does with each command, in a fork of one process that has imported torch already (which takes seconds).
-COMMANDS = """
-import json, os, runpy, sys, tempfile
-import torch
-
-for command in json.loads(sys.argv[1]):
-    errors = tempfile.TemporaryFile()
-    if child := os.fork():
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        errors.seek(0)
-        print(json.dumps([status, errors.read().decode()]), flush=True)
-        continue
-    os.dup2(errors.fileno(), 2)
-    module = command[0] == "-m"
-    sys.argv = command[module:]
-    sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(command[0]))
-    (runpy.run_module if module else runpy.run_path)(sys.argv[0], run_name="__main__")
-    sys.exit()
-"""
+REFUSALS = {
+    "bench/attention.py": "GPU",
+    "bench/attention.py --cold_start --only flex_p4 p4": "times our kernels, not flex_p4",
+    "bench/train.py": "GPU",
+    "bench/sample.py": "GPU",
+    "bench/scale.py": "GPU",
+    "bench/heinsen.py --T=0": "at least 1",
+    "doctor.py --fix": "unrecognized arguments",
+}
 
 
-def test_without_a_gpu_or_a_dataset_and_with_wrong_arguments_they_say_so():
-    reasons = {f"bench/{name}.py": "GPU" for name in ("attention", "train", "sample", "drift")}
-    reasons |= {"-m sympow.kernels.tune": "GPU", "-m sympow.kernels.cost": "GPU"}
-    reasons |= {"-m sympow.kernels.cost 64": "it takes no arguments"}
-    reasons |= {"bench/data.py --dataset=nowhere": "no dataset 'nowhere'", "doctor.py --fix": "unrecognized arguments"}
-    commands = [command.split() for command in reasons]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    argv = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for (command, reason), line in zip(reasons.items(), done.stdout.splitlines(), strict=True):
-        status, errors = json.loads(line)
-        assert status == 2 and errors.count("\n") == 1 and reason in errors, (command, errors)
+def check_refusal(capsys, main, arguments, reason):
+    def program():
+        run_program(main)
+
+    assert call(program, *arguments) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and reason in errors
+
+
+@pytest.mark.parametrize("command", REFUSALS)
+def test_without_a_gpu_or_with_wrong_arguments_programs_say_so_in_one_line(command, capsys):
+    program, *arguments = command.split()
+    main = runpy.run_path(os.path.join(ROOT, program))["main"]
+    check_refusal(capsys, main, arguments, REFUSALS[command])
+
+
+def test_without_a_gpu_kernels_are_neither_tuned_nor_measured(capsys):
+    check_refusal(capsys, tune.main, [], "GPU")
+    check_refusal(capsys, cost.main, [], "GPU")
+    check_refusal(capsys, cost.main, ["64"], "it takes no arguments")
 
 
 NANOGPT = """
@@ -86,19 +81,22 @@ class GPT(torch.nn.Module):
 def test_nanogpt_and_our_models_take_turns(tmp_path, monkeypatch, capsys):
     (tmp_path / "model.py").write_text(NANOGPT)
     sizes = "--context=32 --tokens=64 --n_layer=1 --n_head=2 --n_embd=16 --turns=2 --steps=1".split()
-    taken, take_steps = [], nanogpt.take_steps
-    seen = lambda network, model, *rest: taken.append(type(model).__module__) or take_steps(network, model, *rest)
-    monkeypatch.setattr(nanogpt, "take_steps", seen)
-    monkeypatch.setattr(sys, "argv", ["nanogpt.py", str(tmp_path), *sizes, f"--json={tmp_path / 'rows.json'}"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    turns, take_steps = [], nanogpt.take_steps
+
+    def record_turn(network, model, *arguments):
+        turns.append(type(model).__module__)
+        return take_steps(network, model, *arguments)
+
+    monkeypatch.setattr(nanogpt, "take_steps", record_turn)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
-    nanogpt.main()
+    assert call(nanogpt.main, tmp_path, *sizes, f"--json={tmp_path / 'rows.json'}") == 0
     theirs, *ours = rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["model"] for row in rows] == ["nanoGPT", "softmax", "sympow_gating"] and theirs["ratio"] == 1
     assert all(row["ratio"] == pytest.approx(theirs["step_ms"] / row["step_ms"]) for row in ours)
     assert all(row["fastest_ms"] <= row["step_ms"] <= row["slowest_ms"] for row in rows)
-    assert taken[3:] == 2 * [x for name in ("nanogpt_model", "sympow.model", "sympow.model") for x in (name, name)]
-    assert capsys.readouterr().out.count("\n") == 2 + len(rows)
+    one_turn = [name for name in ("nanogpt_model", "sympow.model", "sympow.model") for _ in range(2)]
+    assert turns[3:] == one_turn + one_turn
+    assert capsys.readouterr().out.count("\n") == 4 + len(rows)
 
 
 @pytest.mark.parametrize("text,reason", [(None, "is missing: clone"), ("x = 1", "is not nanoGPT's model.py")])
@@ -125,7 +123,10 @@ def test_the_table_keeps_what_was_not_measured(tmp_path):
 
 def test_tuning_measures_or_fills_in_every_entry_of_the_table():
     cases = tune.cases_of(tune.SIZES, HEAD_DIMS, tune.TAKES_OVER, (False, True))
-    powers = lambda case: (case.p,) if case.chunked or case.kernel not in tune.KERNELS else tune.TAKES_OVER[case.p]
+
+    def powers(case):
+        return (case.p,) if case.chunked or case.kernel not in tune.KERNELS else tune.TAKES_OVER[case.p]
+
     filled = {key(*case._replace(p=p)) for case in cases for p in powers(case)}
     assert {"forward bfloat16 D=64 p=0 gated", "dkdv float32 D=16 p=2"} <= filled
     for device, entries in json.loads(tune.OWN_TABLE.read_text()).items():
@@ -136,9 +137,9 @@ def test_a_power_for_each_row_is_timed_with_any_tile_sizes(monkeypatch):
     """On the CPU, in the interpreter, with resets for gates."""
     monkeypatch.setattr(tune, "DEVICE", "cpu")
     monkeypatch.setattr(tune, "WIDTH", 16)
-    for kernel, other in (("forward", Config(64, 32, 4, 1)), ("dkdv", Config(32, 64, 4, 1))):
+    for kernel, candidate in (("forward", Config(64, 32, 4, 1)), ("dkdv", Config(32, 64, 4, 1))):
         run = tune.launcher(tune.Case(kernel, torch.float32, 16, 0, True), 1, 40)
-        results = [run(Config(32, 32, 4, 1)), run(other)]
+        results = [run(Config(32, 32, 4, 1)), run(candidate)]
         assert len(results[0]) == (2 if kernel == "forward" else 4) and tune.difference(*results) < 1e-5
 
 
@@ -154,35 +155,11 @@ def test_wrong_or_missing_results_never_win():
     assert tune.difference([good[0] * 2, good[1]], good) == pytest.approx(1)
 
 
-@pytest.mark.slow
-def test_the_loader_is_timed(tmp_path):
-    from helpers import make_dataset
-
-    dataset = make_dataset(tmp_path / "data")
-    options = ["--block_size=64", "--batch_size=4", "--ranks", "1", "2", "--seconds=0.3"]
-    argv = [sys.executable, "bench/data.py", f"--dataset={dataset}", *options]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[-2:] for line in done.stdout.splitlines()] == [["1", "ranks"], ["2", "ranks"]]
-
-
-def test_checkpoints_are_timed(tmp_path):
-    small = ["--n_layer=1", "--n_head=1", "--n_embd=32", "--times=2", f"--folder={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, "bench/checkpoint.py", *small], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[::2] for line in done.stdout.splitlines()[1:]] == [["held", "written", "pause"]] * 2
-    assert not list(tmp_path.iterdir())
+SMALL = ("--heads=1", "--head_dim=4")
 
 
 def test_log_attention_is_timed_beside_the_route_of_its_paper(tmp_path, capsys):
-    from helpers import call
-
-    from sympow.bench import heinsen
-
-    options = ["--T", "16", "40", "--heads=1", "--head_dim=4", "--batch=2", f"--json={tmp_path / 'rows.json'}"]
-    assert call(heinsen.main, *options) == 0
+    assert call(heinsen.main, *SMALL, "--T", "16", "40", "--batch=2", f"--json={tmp_path / 'rows.json'}") == 0
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [(row["T"], row["contender"]) for row in rows] == [
         (T, name) for T in (16, 40) for name in heinsen.CONTENDERS
@@ -191,19 +168,15 @@ def test_log_attention_is_timed_beside_the_route_of_its_paper(tmp_path, capsys):
     assert all(row["faster"] > 0 for row in rows if row["contender"] != "logcumsumexp")
     out = capsys.readouterr().out
     assert out.count("logcumsumexp") == 2 and "ours without kernels: the tensors are on cpu" in out
-    assert call(heinsen.main, "--T=0") == 2
 
 
 def test_a_contender_that_does_not_fit_is_named_and_the_others_go_on(monkeypatch, capsys):
-    from helpers import call
-
-    from sympow.bench import heinsen
-
     def fails(q, k, v):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12.00 GiB.\nSee")
 
     monkeypatch.setitem(heinsen.CONTENDERS, "logcumsumexp", fails)
-    assert call(heinsen.main, "--T=16", "--heads=1", "--head_dim=4") == 0
-    out = capsys.readouterr().out
-    assert "T=16 logcumsumexp: OutOfMemoryError: CUDA out of memory. Tried to allocate 12.00 GiB.\n" in out
-    assert "signed" in out
+    assert call(heinsen.main, *SMALL, "--T=16") == 0
+    rows = [line.split(maxsplit=7) for line in capsys.readouterr().out.splitlines()]
+    reason = "OutOfMemoryError: CUDA out of memory. Tried to allocate 12.00 GiB."
+    assert ["16", "logcumsumexp", *5 * "-", reason] in rows
+    assert any(row[:2] == ["16", "signed"] for row in rows)

@@ -211,7 +211,7 @@ def test_the_decoder_is_compared_with_the_model(monkeypatch, attention, module, 
     config = GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention=attention)
     if breaks:
         monkeypatch.setattr(module, breaks, lambda *args, **options: None)
-    wrong = decoder._failure(config, ATTENTIONS[attention], torch.float32, torch.float32, DEVICE)
+    wrong = decoder.find_failure(config, ATTENTIONS[attention], torch.float32, torch.float32, DEVICE)
     assert bool(wrong) == bool(breaks), wrong
 
 

@@ -330,44 +330,6 @@ def test_the_slurm_script_asks_for_a_signal_and_for_the_queue_and_is_valid_bash(
     assert {"--requeue", "--open-mode=append", "--signal=B:TERM@300", "--ntasks-per-node=1"} <= set(options)
 
 
-PAPER = scale.Cluster(nodes=2, gpus=2, links=1, gigabits=8, nvlink=4e9, peak=2e12, share=0.5)  # 1 GB/s, 1e12 FLOP/s
-MODEL = scale.Model("", weights=4e9, embedding=1e9, layers=10, state=1e8, flops=lambda context: 6e9 + context)
-
-
-def test_on_paper_bytes_seconds_and_what_is_hidden_follow_from_the_formulas():
-    # 1,000 tokens are 6 s of computation; a ring all-reduce over 4 GPUs sends 2 x 3/4 of 4 GB through a link of 1 GB/s
-    assert scale.ddp_on_paper(MODEL, PAPER, 1000, 0) == pytest.approx((6, 6e9, 6, 6))
-    assert scale.ddp_on_paper(MODEL, PAPER, 1000, 0, hidden=4) == pytest.approx((6, 6e9, 6, 6 - 4))
-    assert scale.ddp_on_paper(MODEL, PAPER, 1000, 0, hidden=9) == pytest.approx((6, 6e9, 6, 1.5))  # the embedding's
-    # 3/4 of: blocks 3 GB twice, embedding 1 GB, gradients 4 GB; 1.5 s of it at both ends
-    sent = 0.75 * (2 * 3 + 1 + 4)
-    assert scale.fsdp_on_paper(MODEL, PAPER, 1000, 0, 1000) == pytest.approx((6, sent * 1e9, sent, sent - 6))
-    twice = scale.fsdp_on_paper(MODEL, PAPER, 1000, 0, 500)
-    assert twice == pytest.approx((6, 2 * sent * 1e9, 2 * sent, 2 * (sent - 1.5 - 3) + 3))
-
-
-def test_on_paper_states_stay_in_a_node_or_share_its_links():
-    # a scan forward and one backward, each two all-to-alls of a state of 0.1 GB in 10 layers, of which half goes away
-    plain = scale.ddp_on_paper(MODEL, PAPER, 1000, 2000)
-    inside = scale.context_on_paper(MODEL, PAPER, 1000, 2)
-    assert inside[1] - plain[1] == pytest.approx(2e9) and inside[3] - plain[3] == pytest.approx(2 / 4)
-    # of four GPUs a third of the bytes stays in the node, and the two of a node share its link
-    seconds = PAPER.all_to_all_seconds(3e9, 4)
-    assert seconds == pytest.approx(2 / 3 * 3 * 2 / 1)
-
-
-def test_on_paper_models_have_gpt2s_bytes_and_every_share_is_one(capsys):
-    model = scale.model_of("124M", dict(attention="sympow_gating", p=2))
-    assert model.embedding == 4 * 50304 * 768 and 490e6 < model.weights < 502e6  # of the padded vocabulary
-    assert model.state == 4 * 12 * 2080 * 65
-    assert scale.model_of("softmax", {}).state == 0
-    assert call(scale.main, "--paper", "--links=1", "--n_layer=3", "--attention=sympow", "--p=2") == 0
-    printed = capsys.readouterr().out
-    assert "8 nodes of 8 GPUs, 1 links of 400 Gb/s" in printed
-    rows = [line.split() for line in printed.splitlines() if line.startswith("given")]
-    assert len(rows) == 6 and all(0 < float(row[-1]) < 1 for row in rows)
-
-
 def test_settings_of_a_row_keep_the_tokens_of_each_gpu():
     args = types.SimpleNamespace(block_size=1024, micro_tokens=65536)
     assert scale.settings_of("ddp", 4, 131072, args)[1:] == ["--batch_size=64", f"--tokens_per_step={4 * 131072}"]

@@ -46,9 +46,9 @@ def start(model, B, max_new_tokens, switch_over=None, n=4):
     prompt = torch.randint(4, 40, (B, n), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     prompt[0, 2] = 3
     logits, state = model.read(prompt, model.empty_state(B, switch_over))
-    found = Decoder(model, state, Sampler(torch.device(DEVICE), B, temperature=0), max_new_tokens)
-    found.ids.copy_(logits.argmax(-1))
-    return state, found
+    decoder = Decoder(model, state, Sampler(torch.device(DEVICE), B, temperature=0), max_new_tokens)
+    decoder.ids.copy_(logits.argmax(-1))
+    return state, decoder
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -62,21 +62,16 @@ def test_a_token_is_the_models(variant, B, switch_over, monkeypatch):
     monkeypatch.setattr(state_of, "FLUSH_EVERY", 2)
     several = config["p"] == 2 and (GPU or switch_over is None)  # where every token is flushed, three will do
     model, steps = tiny(**config), 6 if several else 3
-    state, found = start(model, B, steps, switch_over or (6 if config["p"] == 2 else None))
+    state, decoder = start(model, B, steps, switch_over or (6 if config["p"] == 2 else None))
     for i in range(steps):
         if i == 1:
-            found.ids[0] = 3  # forgets everything, where that is set
-        logits, state = model.step(found.ids.clone(), state)
-        found.step()
-        assert (found.logits - logits).norm() < 1e-5 * logits.norm(), i
-        assert torch.equal(found.ids, logits.argmax(-1))
-    assert (found.layers[0].power is not None) == (config["p"] == 2)
-    ours = found.state()
-    assert ours.n_tokens == state.n_tokens == 4 + steps
-    assert torch.allclose(ours.layers[1].position, state.layers[1].position, atol=1e-5)
-    logits, _ = model.step(found.ids, state)
-    again, _ = model.step(found.ids, ours)  # the state is one that the model goes on from
-    assert (again - logits).norm() < 1e-5 * logits.norm()
+            decoder.ids[0] = 3  # forgets everything, where that is set
+        logits, state = model.step(decoder.ids.clone(), state)
+        decoder.step()
+        assert (decoder.logits - logits).norm() < 1e-5 * logits.norm(), i
+        assert torch.equal(decoder.ids, logits.argmax(-1))
+    assert (decoder.layers[0].power is not None) == (config["p"] == 2)
+    assert torch.allclose(decoder.layers[1].position, state.layers[1].position, atol=1e-5)
 
 
 # attention of each layer, other settings, switch_over of each layer
@@ -95,7 +90,7 @@ MIXES = {
 @pytest.mark.parametrize("name", MIXES)
 @torch.inference_mode()
 def test_layers_of_any_attentions_stand_side_by_side(name, monkeypatch):
-    """Tokens and the state after them are the model's; it is repeated for two samples of each sequence."""
+    """Tokens are the model's, for two samples of each sequence, and the state that was given does not change."""
     monkeypatch.setattr(state_of, "FLUSH_EVERY", 3)
     pattern, settings, limits = MIXES[name]
     B = 2 if pattern == "softmax" or GPU else 1
@@ -105,34 +100,19 @@ def test_layers_of_any_attentions_stand_side_by_side(name, monkeypatch):
         if isinstance(layer, LayerState):
             layer.switch_over = limit
     logits, state = model.read(torch.tensor([[5, 6, 3, 7], [8, 9, 10, 11]][:B], device=DEVICE), state)
-    before = {part: {name: x.clone() for name, x in of.tensors().items()} for part, of in state.parts().items()}
-    found = Decoder(model, state, Sampler(torch.device(DEVICE), 2 * B, temperature=0), 5, num_samples=2)
-    for part, of in state.parts().items():
-        assert all(torch.equal(x, before[part][name]) for name, x in of.tensors().items()), part
+    saved = state.map(torch.clone)
+    decoder = Decoder(model, state, Sampler(torch.device(DEVICE), 2 * B, temperature=0), 5, num_samples=2)
+    for part, copy in zip(state.parts().values(), saved.parts().values()):
+        assert all(torch.equal(x, copy.tensors()[name]) for name, x in part.tensors().items())
     state, logits = state.repeat(2), logits.repeat_interleave(2, 0)
-    found.ids.copy_(logits.argmax(-1))
-    for i in range(4):
-        found.ids[0], found.ids[1] = 20, 3 if i == 1 else 21  # the samples of one prompt go apart
-        logits, state = model.step(found.ids.clone(), state)
-        found.step()
-        assert (found.logits - logits).norm() < 1e-5 * logits.norm(), i
-        assert torch.equal(found.ids, logits.argmax(-1))
-    ours, parts = found.state(), state.parts()
-    assert ours.n_tokens == state.n_tokens == 8 and ours.parts().keys() == parts.keys()
-    for part, of in ours.parts().items():
-        assert type(of) is type(parts[part]) and of.settings() == parts[part].settings()
-        expected = parts[part].tensors()
-        assert of.tensors().keys() == expected.keys(), part
-        for name, x in of.tensors().items():
-            finite = expected[name].isfinite()
-            assert x.dtype == expected[name].dtype and torch.equal(x.isfinite(), finite)
-            error = (x - expected[name])[finite].double().norm()
-            assert error <= 1e-5 * expected[name][finite].double().norm(), (part, name)
-    assert found.bytes() > 0 and ours.repeat(2).bytes() == 2 * ours.bytes()
-    (logits, _), ids = model.step(found.ids, state), found.ids.clone()
-    found.step()  # which does not change the state that was returned
-    again, _ = model.step(ids, ours)
-    assert (again - logits).norm() < 1e-5 * logits.norm()
+    decoder.ids.copy_(logits.argmax(-1))
+    for i in range(5):
+        decoder.ids[0], decoder.ids[1] = 20, 3 if i == 1 else 21  # the samples of one prompt go apart
+        logits, state = model.step(decoder.ids.clone(), state)
+        decoder.step()
+        assert (decoder.logits - logits).norm() < 1e-5 * logits.norm(), i
+        assert torch.equal(decoder.ids, logits.argmax(-1))
+    assert decoder.bytes() > 0
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -142,13 +122,13 @@ def test_softmax_in_parts_and_tiles_is_neutral_to_the_size_of_scores(parts, monk
     monkeypatch.setattr(decode, "parts_of_cache", lambda heads, C: parts)
     model = tiny(attention="softmax", n_layer=1, n_embd=16, head_dim=16, n_kv_head=1)
     model.transformer.h[0].attn.c_attn.weight.mul_(12)
-    state, found = start(model, 3, 3, n=150)  # in some of these the largest score comes after others of its row
+    state, decoder = start(model, 3, 3, n=150)  # in some of these the largest score comes after others of its row
     scores = state.layers[0].k[0, :, 0] @ state.layers[0].k[0, :, 0].t() / 4
     assert scores.max() > 200
     for _ in range(2):
-        logits, state = model.step(found.ids.clone(), state)
-        found.step()
-        assert (found.logits - logits).norm() < 1e-4 * logits.norm()
+        logits, state = model.step(decoder.ids.clone(), state)
+        decoder.step()
+        assert (decoder.logits - logits).norm() < 1e-4 * logits.norm()
 
 
 @pytest.mark.parametrize("values", ["signed", "log"])
@@ -156,58 +136,60 @@ def test_softmax_in_parts_and_tiles_is_neutral_to_the_size_of_scores(parts, monk
 def test_heinsens_state_is_neutral_to_the_size_of_keys(values):
     """Keys of up to 80 grow from token to token and shrink again."""
     model = tiny(attention="heinsen", n_layer=1, values=values)
-    state, found = start(model, 2, 5)
+    state, decoder = start(model, 2, 5)
     attn, size = model.transformer.h[0].attn, torch.tensor([1.0, 80.0, 8.0, 40.0])
     weight = attn.c_attn.weight.clone()
     for i in range(4):
-        found.weights[0]["qkv"][0][32:64] = attn.c_attn.weight[32:64] = weight[32:64] * size[i]
-        logits, state = model.step(found.ids.clone(), state)
-        found.step()
-        assert (found.logits - logits).norm() < 1e-4 * logits.norm(), i
+        decoder.weights[0]["qkv"][0][32:64] = attn.c_attn.weight[32:64] = weight[32:64] * size[i]
+        logits, state = model.step(decoder.ids.clone(), state)
+        decoder.step()
+        assert (decoder.logits - logits).norm() < 1e-4 * logits.norm(), i
     assert state.layers[0].m.max() > 40
     if values == "log":
-        found.weights[0]["qkv"][0][64:].mul_(1000)
-        found.step()
-        assert found.logits.isnan().all()  # beyond the bound of log values
+        decoder.weights[0]["qkv"][0][64:].mul_(1000)
+        decoder.step()
+        assert decoder.logits.isnan().all()  # beyond the bound of log values
 
 
 @torch.inference_mode()
 def test_layers_of_two_powers_are_flushed_each_into_its_own_state():
     model = tiny(attention="sympow", n_layer=2, head_dim=8 if not GPU else 16)
     model.transformer.h[1].attn.mix = ATTENTIONS["sympow"](replace(model.config, p=4))
-    state, found = start(model, 1, 3, 6)
+    state, decoder = start(model, 1, 3, 6)
     for _ in range(3):
-        logits, state = model.step(found.ids.clone(), state)
-        found.step()
-        assert (found.logits - logits).norm() < 1e-4 * logits.norm()
-    assert [layer.power[1].shape for layer in found.layers] == [layer.z.shape for layer in state.layers]
+        logits, state = model.step(decoder.ids.clone(), state)
+        decoder.step()
+        assert (decoder.logits - logits).norm() < 1e-4 * logits.norm()
+    assert [layer.power[1].shape for layer in decoder.layers] == [layer.z.shape for layer in state.layers]
     assert state.layers[1].z.shape[2] > state.layers[0].z.shape[2]
 
 
-@pytest.mark.parametrize("attention,of", [("sympow", "keys"), ("sympow", "S"), ("softmax", "keys"), ("heinsen", "S")])
+@pytest.mark.parametrize(
+    "attention,place", [("sympow", "keys"), ("sympow", "S"), ("softmax", "keys"), ("heinsen", "S")]
+)
 @torch.inference_mode()
-def test_nan_in_a_sequences_state_comes_out_as_nan_and_stays_there(attention, of):
+def test_nan_in_a_sequences_state_comes_out_as_nan_and_stays_there(attention, place):
     logits = []
     for value in (0.5, float("nan")):
-        _, found = start(tiny(attention=attention), 2, 2, "always" if of == "S" else None)
-        layer = found.layers[0]
-        S = layer.state.S if attention == "heinsen" else layer.power and layer.power[0]
-        (S if of == "S" else layer.cache[0])[0, 1, :, 0] = value
-        found.step()
-        logits.append(found.logits.clone())
-    clean, wrong = logits
-    assert wrong[0].isnan().all() and torch.equal(wrong[1], clean[1])
+        _, decoder = start(tiny(attention=attention), 2, 2, "always" if place == "S" else None)
+        layer = decoder.layers[0]
+        S = layer.state[1] if attention == "heinsen" else layer.power and layer.power[0]
+        (S if place == "S" else layer.cache[0])[0, 1, :, 0] = value
+        decoder.step()
+        logits.append(decoder.logits.clone())
+    clean, damaged = logits
+    assert damaged[0].isnan().all() and torch.equal(damaged[1], clean[1])
 
 
 @torch.inference_mode()
 def test_features_of_more_than_four_indices_are_told_apart():
     model = tiny(attention="sympow", p=6, n_layer=1, n_head=1, n_embd=16, head_dim=16 if GPU else 8)
-    state, found = start(model, 1, 3, 5)
+    state, decoder = start(model, 1, 3, 5)
     for _ in range(3):  # the first flushes
-        logits, state = model.step(found.ids.clone(), state)
-        found.step()
-        assert (found.logits - logits).norm() < 1e-3 * logits.norm()
-    assert found.layers[0].power
+        logits, state = model.step(decoder.ids.clone(), state)
+        decoder.step()
+        assert (decoder.logits - logits).norm() < 1e-3 * logits.norm()
+    assert decoder.layers[0].power
 
 
 @pytest.mark.parametrize("D,p", [(16, 2), (32, 2), (64, 2), (16, 4), (32, 4), (4, 6), (3, 8)])
@@ -224,15 +206,15 @@ def test_coefficients_are_the_embeddings_to_the_bit(D, p):
 @torch.inference_mode()
 def test_tokens_come_in_order_and_the_state_is_counted():
     model = tiny(**VARIANTS["gated"])
-    state, found = start(model, 2, 5)
-    expected, ids = [], found.ids.clone()
+    state, decoder = start(model, 2, 5)
+    expected, ids = [], decoder.ids.clone()
     for _ in range(5):
         expected.append(ids.tolist())
         logits, state = model.step(ids, state)
         ids = logits.argmax(-1)
-    assert [x.tolist() for x in found.tokens(5)] == expected
+    assert [x.tolist() for x in decoder.tokens(5)] == expected
     # two layers; for two sequences and heads, 9 tokens of 16: keys, values and the gates' sums; counters
-    assert found.bytes() == 2 * (2 * 2 * 9 * (2 * 16 * 4 + 12) + 2 * 8)
+    assert decoder.bytes() == 2 * (2 * 2 * 9 * (2 * 16 * 4 + 12) + 2 * 8)
 
 
 @torch.inference_mode()
@@ -240,15 +222,15 @@ def test_states_in_bfloat16_are_rounded_when_flushed():
     model = tiny(**VARIANTS["gated"])
     state, exact = start(model, 2, 3, 5)
     sampler = Sampler(torch.device(DEVICE), 2, temperature=0)
-    found = Decoder(model, state, sampler, 3, state_dtype=torch.bfloat16)
-    found.ids.copy_(exact.ids)
+    decoder = Decoder(model, state, sampler, 3, state_dtype=torch.bfloat16)
+    decoder.ids.copy_(exact.ids)
     for _ in range(2):
         exact.step()
-        found.step()
-    S, z = (found.layers[1].power[i].float() - exact.layers[1].power[i] for i in range(2))
-    assert found.layers[1].power[0].dtype == torch.bfloat16 and found.bytes() < exact.bytes()
+        decoder.step()
+    S, z = (decoder.layers[1].power[i].float() - exact.layers[1].power[i] for i in range(2))
+    assert decoder.layers[1].power[0].dtype == torch.bfloat16 and decoder.bytes() < exact.bytes()
     assert 0 < S.norm() < 2**-8 * exact.layers[1].power[0].norm() and z.norm() == 0
-    assert 0 < (found.logits - exact.logits).norm() < 2e-2 * exact.logits.norm()
+    assert 0 < (decoder.logits - exact.logits).norm() < 2e-2 * exact.logits.norm()
 
 
 @pytest.mark.gpu
@@ -261,11 +243,11 @@ def test_in_bfloat16_logits_are_the_parallel_forwards():
     with torch.autocast("cuda", torch.bfloat16):
         expected = model(ids)[0][0].float()
         logits, state = model.read(ids[:, :4000], model.empty_state(1))
-    found = Decoder(model, state, Sampler(torch.device(DEVICE), temperature=0), 1000, torch.bfloat16)
+    decoder = Decoder(model, state, Sampler(torch.device(DEVICE), temperature=0), 1000, torch.bfloat16)
     for i in range(4000, 4999):
-        found.ids[0] = ids[0, i]
-        found.step()
-        assert (found.logits[0] - expected[i]).norm() < 2e-2 * expected[i].norm(), i
+        decoder.ids[0] = ids[0, i]
+        decoder.step()
+        assert (decoder.logits[0] - expected[i]).norm() < 2e-2 * expected[i].norm(), i
 
 
 @torch.inference_mode()
@@ -323,7 +305,7 @@ SETTINGS = [(1.0, 0, 1.0), (0.8, 5, 1.0), (1.5, 0, 0.7), (0.5, 30, 0.95), (1.0, 
     + [(9000, *s) for s in (SETTINGS if GPU else SETTINGS[2:4])],  # slow in the interpreter
 )
 def test_the_kernel_draws_what_draw_does(V, temperature, top_k, top_p):
-    how = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
     make = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(6, V, generator=make)).to(DEVICE)
     logits[1] = logits[1].round()  # ties
@@ -332,8 +314,8 @@ def test_the_kernel_draws_what_draw_does(V, temperature, top_k, top_p):
     n = 20 if GPU else 10 if V == 40 else 6  # the larger takes long in the interpreter
     numbers = torch.rand(6, n, generator=make, dtype=torch.float64).to(DEVICE)
     numbers[:, 3], numbers[:, 4] = 0.0, 1 - 2.0**-53
-    at, ids = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.empty(6, dtype=torch.int64, device=DEVICE)
+    index, ids = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.empty(6, dtype=torch.int64, device=DEVICE)
     for i in range(n):
-        sampling.sample_next_token(logits, ids, numbers, at, **how)
-        assert torch.equal(ids, sample_next_token(logits, numbers[:, i : i + 1], **how)), i
-        at += 1
+        sampling.sample_next_token(logits, ids, numbers, index, **options)
+        assert torch.equal(ids, sample_next_token(logits, numbers[:, i : i + 1], **options)), i
+        index += 1

@@ -4,32 +4,30 @@ import glob
 import json
 import os
 import random
+import re
+import runpy
 import shutil
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 
 import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import make_dataset
+from matplotlib.figure import Figure
 
 from sympow.data.dataset import Dataset
+from sympow.data.files import write_json
 from sympow.data.near_duplicates import repeated_shares
 from sympow.data.recall import prepare as prepare_recall
 from sympow.data.recall.tasks import CHANCE, make_needles, make_pairs, questions
 from sympow.data.source import prepare as prepare_source
-from sympow.experiments import learning_rates, runs
-from sympow.experiments.equal_time import describe_leads, leads, long_begins, loss_at, retimed
-from sympow.experiments.report import (
-    Entry, Panel, Table, draw_panel, find, is_noise, loss_cell, markdown_table, ratio_cell, ratio_curve, texts_cell,
-    tokens_cell, val_curve, write_report,
-)  # fmt: skip
-from sympow.experiments.worker import losses, positions, score, windowed
+from sympow.experiments import equal_time, evaluation_length, learning_rates, measure, report, runs
+from sympow.experiments.measure import positions, read_text, score
+from sympow.experiments.report import Entry, Panel, draw_panel, loss_cell, ratio_cell, table
 from sympow.runs.plots import smooth
 
-
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 dataset = helpers.dataset
 
 
@@ -169,332 +167,256 @@ def test_documents_of_training_are_whole_in_their_windows(tmp_path):
     assert np.array_equal(dataset.read("val", 0, 5120), Dataset(str(tmp_path / "b")).read("val", 0, 5120))
 
 
-# ---- tables
+# ---- tables and curves
 
 
-def record(loss=1.0, corpus="abc", seed=1, **more):
-    machine = dict(device="CPU", torch="2", triton=None, commit="")
-    corpus = dict(name="here", sha256=corpus, files=1234)
-    return dict(
-        name="a", settings={"seed": seed}, corpus=corpus, machine=machine, tokens=1000, val=[[1000, loss, 1]], **more
-    )
+def entry(name, *losses, corpus="abc", settings=None, **more):
+    """Return the Entry of a run with a record for each loss."""
+    corpus = dict(name="here", sha256=corpus, files=1234, tokens=dict(train=400))
+    records = [dict(corpus=corpus, tokens=1000, val=[[1000, loss, 1]]) | more for loss in losses]
+    return Entry(name, settings or {}, records)
 
 
-def entry(name, *records):
-    return Entry(name, {}, [str(i) for i in range(len(records))], {str(i): r for i, r in enumerate(records)})
-
-
-def test_a_table_names_the_corpus_and_says_what_was_not_run(tmp_path):
-    entries = [entry("one", record(0.5)), Entry("two", {}, ["x"], {})]
-    table = Table("T", [("val loss", loss_cell()), ("ratio", ratio_cell(entries[0]))], entries)
-    lines = markdown_table(table).splitlines()
-    assert lines[4] == "| one | 0.5000 | 1.0000 | here abc | 1,234 |" and lines[5].startswith("| two | not run | - |")
-    write_report("x", str(tmp_path), entries, [table, "A note.", Panel("x", "y", {"one": ([], [])})], "python -m x")
-    text = (tmp_path / "x.md").read_text()
-    assert "    python -m x\n\nCPU, torch 2" in text and "A note." in text and "png" not in text
-
-
-def test_points_that_are_results_of_runs_are_all_seen_and_beginnings_of_curves_are_not():
-    figures = pytest.importorskip("matplotlib.figure")
-    few = {"a": ([1, 2, 4], [1.0, 1.1, 1.2]), "b": ([1, 2, 4], [1.0, 2.0, 9.0]), "c": ([1, 2, 4], [1.0, 1.0, 1.0])}
-    many = {"a": (range(1, 41), [9.0] + 39 * [1.0])}
-    for lines, seen in ((few, True), (many, False)):
-        axis = figures.Figure().subplots()
-        draw_panel(axis, Panel("context", "loss", lines, log_x=True), {name: {"color": "black"} for name in lines})
-        assert (axis.get_ylim()[1] > 9) == seen
-
-
-def test_a_diamond_stands_on_its_line_where_the_long_stage_begins():
-    figures = pytest.importorskip("matplotlib.figure")
-    record = dict(stages=[[256, 1000], [4096, 6000]])
-    staged, whole = Entry("staged", {}, ["a"], {"a": record}), Entry("whole", {}, ["b"], {"b": dict(stages=[[256, 9]])})
-    begins = long_begins([staged, whole], lambda entry: {256: 2000.0, 4096: 1.0})
-    assert begins == {"staged": 3.0}
-    axis = figures.Figure().subplots()
-    panel = Panel("seconds", "loss", {"staged": ([2.0, 4.0], [1.0, 0.5]), "whole": ([1.0], [2.0])}, begins=begins)
-    draw_panel(axis, panel, {name: dict(color="black") for name in panel.lines})
-    [diamond] = [line for line in axis.lines if line.get_marker() == "D"]
-    assert diamond.get_xydata().tolist() == [[3.0, 0.75]]
-
-
-def test_runs_on_different_corpora_are_not_put_into_one_table():
-    entries = [entry("one", record()), entry("two", record(corpus="other"))]
+def test_a_table_names_the_corpus_and_mixes_no_two():
+    entries = [entry("one", 0.5), entry("two", 1.0)]
+    columns = [("val loss", loss_cell()), ("ratio", ratio_cell(entries[0])), ("tokens", report.tokens_cell)]
+    lines = table("T", columns, entries).splitlines()
+    assert lines[0] == "**T**" and lines[5] == "| two | 1.0000 | 2.0000 | 1,000 (2.5 epochs) | here abc | 1,234 |"
     with pytest.raises(ValueError, match="different corpora are not put into one table: abc, other"):
-        markdown_table(Table("", [("val loss", loss_cell())], entries))
+        table("T", columns, [*entries, entry("three", 1.0, corpus="other")])
 
 
 def test_a_difference_below_two_standard_deviations_is_none():
-    base = entry("a", record(1.00), record(1.02), record(0.98))
-    near, far = (
-        entry("b", record(1.01), record(1.03), record(0.99)),
-        entry("c", record(1.10), record(1.12), record(1.08)),
-    )
-    assert is_noise(near, base) and not is_noise(far, base)
+    base, near, far = entry("a", 1.00, 1.02, 0.98), entry("b", 1.01, 1.03, 0.99), entry("c", 1.10, 1.12, 1.08)
     assert [ratio_cell(base)(x) for x in (base, near, far)] == ["1.0000", "none", "1.1000"]
     assert loss_cell()(far) == "1.1000 ± 0.0200 (3 seeds)"
-    assert ratio_cell(entry("one", record(1.0)))(entry("two", record(1.001))) == "1.0010"  # nothing is known of noise
-    assert find([near, entry("sympow p=2, lr 0.1")], "sympow p=2").name == "sympow p=2, lr 0.1"
-
-
-def test_curves_are_means_over_seeds_with_their_deviation():
-    record = lambda *losses: dict(
-        val=[[0, 9.0, 0.0], *([10 * (i + 1), x, 1.0] for i, x in enumerate(losses))],
-        train=[[10 * (i + 1), x] for i, x in enumerate(losses)],
-    )
-    known = {"a": record(3.0, 2.0), "b": record(5.0, 1.0), "c": record(2.0, 1.0)}
-    two, one = Entry("two", {}, ["a", "b"], known), Entry("one", {}, ["c"], known)
-    tokens, losses, deviations = val_curve(two)
-    assert list(tokens) == [10, 20] and list(losses) == [4.0, 1.5]  # without the loss of the fresh model
-    assert np.allclose(deviations, [2**0.5, 0.5**0.5])
-    assert val_curve(one)[2] is None and val_curve(Entry("none", {}, ["d"], known)) == ([], [], None)
-    at, ratios = ratio_curve(two, one)
-    assert list(at) == [10, 20] and np.allclose(ratios, smooth([2.0, 1.5]))
+    assert ratio_cell(entry("one", 1.0))(entry("two", 1.001)) == "1.0010"  # nothing is known of noise
 
 
 def test_differences_are_taken_text_by_text():
-    of = lambda *texts: entry("a", record(measures=dict(read=dict(texts=texts))))
-    base, other = of(1.0, 2.0, 3.0), of(1.1, 2.1, 3.4)
-    assert texts_cell("read")(base) == "2.0000 ± 0.5774" and texts_cell("read")(of(1.0)) == "1.0000"
-    assert texts_cell("read", base)(other) == "+0.2000 ± 0.1000" and texts_cell("read", base)(base) is None
-    assert texts_cell("read", entry("none"))(other) is None
+    base, other = (entry("a", 1.0, measures=dict(read=dict(texts=x))) for x in ([1.0, 2.0, 3.0], [1.1, 2.1, 3.4]))
+    assert report.texts_cell("read")(base) == "2.0000 ± 0.5774"
+    assert report.difference_cell("read", base)(other) == "+0.2000 ± 0.1000"
+    assert report.difference_cell("read", base)(base) is report.difference_cell("read", None)(base) is None
+
+
+def test_curves_are_means_over_seeds_with_their_deviation():
+    def curves(*seeds):
+        rows = [[[10, first], [20, second]] for first, second in seeds]
+        return Entry("name", {}, [dict(train=row, val=[[0, 9.0, 0], *([*x, 1] for x in row)]) for row in rows])
+
+    two, one = curves((3.0, 2.0), (5.0, 1.0)), curves((2.0, 1.0))
+    tokens, losses, deviations = report.val_curve(two)
+    assert np.allclose(tokens, [1e-5, 2e-5]) and list(losses) == [4.0, 1.5]  # without the loss of the fresh model
+    assert np.allclose(deviations, [2**0.5, 0.5**0.5]) and list(report.val_curve(one)[2]) == [0, 0]
+    assert np.allclose(report.ratio_curve(two, one)[1], smooth([2.0, 1.5]))
 
 
 def test_a_best_learning_rate_is_named_where_all_were_run():
-    def at(name, rate, *records):
-        return replace(entry(f"{name}, lr {rate:g}", *records), settings={"learning_rate": rate})
-
-    entries = [at("softmax", 2e-3, record(0.9)), at("softmax", 1e-3, record(1.1)), at("softmax", 4e-3, record(1.0))]
-    entries += [at("sympow p=2", 1e-3, record(1.0)), at("sympow p=2", 2e-3)]
-    _, best, panel = learning_rates.report(entries, runs.SIZES["tiny"])
-    assert best == "Best of these rates: softmax: 0.002"
-    assert panel.lines["softmax"] == ([1e-3, 2e-3, 4e-3], [1.1, 0.9, 1.0])
-    assert panel.lines["sympow p=2"] == ([1e-3], [1.0])
-
-
-def test_more_than_one_epoch_is_named():
-    run = record()
-    run["corpus"]["tokens"] = dict(train=400)
-    assert tokens_cell(entry("a", run)) == "1,000 (2.5 epochs)"
-    run["corpus"]["tokens"]["train"] = 1000
-    assert tokens_cell(entry("a", run)) == "1,000"
+    points = {"softmax": ([3e-4, 6e-4, 1.2e-3], [1.1, 0.9, 1.0]), "sympow p=2": ([3e-4], [1.0])}
+    entries = {}
+    for name, (rates, losses) in points.items():
+        for rate, loss in zip(rates, losses):
+            key = f"{name}, lr {rate:g}"
+            entries[key] = entry(key, loss, settings={"learning_rate": rate})
+    (_, best), [panel] = learning_rates.report(entries, runs.SIZES["tiny"])
+    assert best == "Best of these rates: softmax: 0.0006" and panel.lines == points
 
 
-def test_a_curve_leads_where_it_is_below():
-    x = [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert leads((x, [5, 4, 3, 1, 0.5]), (x, [3, 3, 3, 3, 3])) == ([(pytest.approx(3, abs=0.02), 5)], 5)
-    times = [(pytest.approx(begin, abs=0.02), pytest.approx(begin + 1, abs=0.02)) for begin in (1.5, 3.5)]
-    assert leads((x, [5, 1, 5, 1, 5]), (x, [3] * 5)) == (times, 5)
-    assert leads((x, [4] * 5), (x, [3] * 5)) == ([], 5)
-    assert describe_leads((x, [4] * 5), (x, [3] * 5)) == "behind until 5 s"
-    assert describe_leads((x, [1, 1, 1, 5, 5]), (x, [3] * 5)) == "ahead from 1 to 3 of 5 s"
-    assert leads(([7.0, 8.0], [1, 1]), (x, [3] * 5)) is leads(([], []), (x, [3] * 5)) is None
-    assert leads((x, [1] * 5), (x, [3] * 5)) == ([(1, 5)], 5)
-    staged = entry("s", record() | dict(val=[[100, 2.0, 1], [300, 1.0, 2]], stages=[[8, 10], [64, 200]]))
-    assert retimed(staged, {8: 10.0, 64: 5.0}) == [[10.0, 40.0], [2.0, 1.0]]
-    assert loss_at(staged, 1.5) is None and loss_at(staged, 2) == "1.0000"
-    whole = entry("w", record() | dict(val=[[100, 2.0, 1], [300, 1.0, 2]], stages=[[8, 10]]))
-    assert loss_at(whole, 1.5) == "1.5000"
+def test_points_that_are_results_of_runs_are_all_seen_and_beginnings_of_curves_are_not():
+    results = {"a": ([1, 2, 4], [1.0, 1.1, 1.2]), "b": ([1, 2, 4], [1.0, 2.0, 9.0])}
+    curve = {"a": (range(1, 41), [9.0] + 39 * [1.0])}
+    for lines, cut in ((results, False), (curve, True)):
+        axis = Figure().subplots()
+        draw_panel(axis, Panel("context", "loss", lines, log_x=True, cut=cut), dict.fromkeys(lines, "black"))
+        assert (axis.get_ylim()[1] > 9) == (not cut)
+
+
+def test_a_diamond_stands_on_its_line_where_the_long_stage_begins():
+    speeds, axis = {"256": 2000.0, "4096": 1.0}, Figure().subplots()
+    stages = {"staged": [[256, 9], [4096, 6000]], "whole": [[256, 9]]}
+    starts = {n: equal_time.long_start(dict(stages=x, tokens_per_second=speeds)) for n, x in stages.items()}
+    lines = {"staged": ([2.0, 4.0], [1.0, 0.5]), "whole": ([1.0], [2.0])}
+    draw_panel(axis, Panel("seconds", "loss", lines, diamonds=starts), dict.fromkeys(lines, "black"))
+    [diamond] = [line for line in axis.lines if line.get_marker() == "D"]
+    assert starts == {"staged": 3.0, "whole": None} and diamond.get_xydata().tolist() == [[3.0, 0.75]]
+
+
+@pytest.mark.parametrize(
+    "times, losses, text",
+    [
+        ([10, 20, 30, 40, 50], [5, 4, 3, 1, 0.5], "ahead from 30 to 50 of 50 s"),
+        ([10, 20, 30, 40, 50], [5, 1, 5, 1, 5], "ahead from 15 to 25, 35 to 45 of 50 s"),
+        ([10, 20, 30], [4, 4, 4], "behind until 30 s"),
+        ([20, 60], [1, 1], "ahead from 20 to 50 of 50 s"),
+        ([70, 80], [1, 1], "no times in common"),
+    ],
+)
+def test_a_curve_leads_where_it_is_below(times, losses, text):
+    curves = {"softmax": ([10, 50], [3, 3]), "a": (times, losses)}
+    assert equal_time.leads_cell(curves)(entry("a")) == text
+
+
+def test_losses_at_other_speeds_and_between_stages():
+    staged = dict(val=[[100, 2.0, 1], [300, 1.0, 2]], stages=[[8, 10], [64, 200]])
+    retimed = equal_time.retimed(staged, {"8": 10.0, "64": 5.0})
+    assert equal_time.time_curve(retimed) == ((10.0, 40.0), (2.0, 1.0))
+    assert equal_time.loss_after(staged, 1.5) is None and equal_time.loss_after(staged, 2) == "1.0000"
+    assert equal_time.loss_after(staged | dict(stages=[[8, 10]]), 1.5) == "1.5000"
+
+
+# ---- measurements
+
+
+def test_windows_score_each_target_once_with_half_a_window_before_it(monkeypatch):
+    shapes = []
+
+    def position_in_window(model, inputs, targets, piece=None):
+        shapes.append(inputs.shape)
+        return targets - inputs + torch.arange(inputs.shape[1]) * 100
+
+    monkeypatch.setattr(measure, "losses_by_position", position_in_window)
+    ids = torch.arange(33)[None]
+    losses = read_text(None, ids[:, :-1], ids[:, 1:], 8)
+    assert len(losses) == 32 and list(losses[:8]) == [1 + 100 * i for i in range(8)]
+    assert list(losses[8:12]) == [401, 501, 601, 701] and losses[8:].min() == 401 and shapes == [(7, 8)]
+
+
+def test_long_texts_are_of_one_project_and_spans_are_means_of_positions(source, monkeypatch):
+    out, projects = source
+    texts = []
+
+    def read(model, inputs, targets, window):
+        texts.append((inputs, targets))
+        return np.arange(1024.0) + 100 * len(texts)
+
+    monkeypatch.setattr(measure, "read_text", read)
+    measured = positions(None, Dataset(out), 1024, 3, start=512, bounds=[0, 2, 1024])
+    contents = [b"".join(text for _, text in sorted(files.items())) for files in projects.values()]
+    for inputs, targets in texts:
+        text = bytes(targets[0].tolist())
+        assert any(text[:40] in content and text[-40:] in content for content in contents)
+        assert torch.equal(inputs[0, 1:], targets[0, :-1])
+    assert len(texts) == measured["documents"] == len(measured["texts"]) > 1 and not measured["joined"]
+    offsets = [100 * (i + 1) for i in range(len(texts))]
+    assert measured["loss"] == pytest.approx(np.mean(offsets) + 767.5)
+    assert measured["spans"]["mean"] == [np.mean(offsets) + 0.5, np.mean(offsets) + 512.5]
+    assert measured["spans"]["errors"] == pytest.approx([np.std(offsets, ddof=1) / len(texts) ** 0.5] * 2)
 
 
 # ---- runs
 
 
-def test_seconds_are_those_of_steps_alone(tmp_path):
+def write_metrics(folder):
+    """Write the metrics.jsonl of a run in two stages whose first steps compile."""
     lines = [
-        dict(step=1, train_loss=5.0, tokens=10, seconds=30, tok_per_sec=0.3, context=8),
-        dict(step=10, train_loss=4.0, tokens=100, seconds=39, tok_per_sec=10, context=8),
-        dict(step=10, val_loss=4.5, tokens=100, seconds=60, context=16),
-        dict(step=11, train_loss=4.0, tokens=110, seconds=99, tok_per_sec=0.1, context=16),
-        dict(step=20, train_loss=3.0, tokens=200, seconds=99, tok_per_sec=5, context=16),
-        dict(step=20, val_loss=3.5, tokens=200, seconds=99, context=16),
+        dict(step=1, train_loss=5.0, tokens=10, tok_per_sec=0.3, context=8),
+        dict(step=10, train_loss=4.0, tokens=100, tok_per_sec=10, context=8),
+        dict(step=10, val_loss=4.5, tokens=100, context=16),
+        dict(step=11, train_loss=4.0, tokens=110, tok_per_sec=0.1, context=16),
+        dict(step=20, train_loss=3.0, tokens=200, tok_per_sec=5, context=16),
+        dict(step=20, val_loss=1.0, tokens=200, context=16, gate=[0.9], beta=[0.1]),
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = losses(str(tmp_path))
-    assert found["val"] == [[100, 4.5, 10.0], [200, 3.5, 30.0]] and found["seconds"] == 30
-    assert found["stages"] == [(8, 10), (16, 110)] and found["tokens"] == 200 and len(found["train"]) == 4
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "metrics.jsonl"), "w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def test_windows_score_each_target_once_with_half_a_window_before_it(monkeypatch):
-    seen = []
-
-    def stub(model, inputs, targets, piece=None):
-        seen.append(inputs.shape)
-        return targets - inputs + torch.arange(inputs.shape[1]) * 100  # says where in its window a target stood
-
-    monkeypatch.setattr("sympow.experiments.worker.losses_by_position", stub)
-    x = torch.arange(33)[None]
-    found = windowed((0, None, 0, torch.device("cpu"), nullcontext()), x[:, :-1], x[:, 1:], 8)
-    assert len(found) == 32 and list(found[:8]) == [1 + 100 * i for i in range(8)]
-    assert list(found[8:12]) == [401, 501, 601, 701] and found[8:].min() == 401 and seen == [(7, 8)]
-
-
-class Finished:
-    """Stands for the process of a worker that has written its record when it began."""
-
-    def __init__(self, returncode=0):
-        self.returncode = returncode
-
-    def poll(self):
-        return self.returncode
-
-    def terminate(self):
-        pass
-
-    def wait(self, seconds):
-        return self.returncode
+def test_seconds_are_those_of_steps_alone(tmp_path):
+    write_metrics(tmp_path)
+    record = runs.losses(tmp_path)
+    assert record["val"] == [[100, 4.5, 10.0], [200, 1.0, 29.0]] and record["seconds"] == 29
+    assert record["stages"] == [(8, 10), (16, 110)] and record["tokens"] == 200 and len(record["train"]) == 4
+    assert record["gate"] == [0.9] and record["beta"] == [0.1]
 
 
 def plan(size):
-    return [size.run(name, 4096, 2**25, attention=name) for name in ("softmax", "sympow")]
+    trained = [size.run(name, 4096, steps=256, attention=name) for name in ("softmax", "sympow")]
+    return [*trained, size.model_run("speed", attention="softmax").measure(speed={"contexts": [64]})]
 
 
-def report(entries, size):
-    return [Table("T", [("val loss", loss_cell())], entries)]
+def table_of_names(entries, size):
+    return [table("T", [("tokens", lambda entry: entry.records[0].get("tokens"))], entries.values())], []
 
 
 @pytest.fixture
 def experiment(dataset, tmp_path, monkeypatch):
-    """Return a function that runs a small experiment in tmp_path, and the names of the runs that it has started."""
+    """Return a function that runs a small experiment in tmp_path, the programs that it has started, and a dict
+    {attention: status} of those that are to fail."""
     monkeypatch.chdir(tmp_path)
-    started, fails = [], {}  # {name: status}
+    started, failing = [], {}
 
-    def start(job, device):
-        started.append((job["name"], device))
-        main.beside.append(job["beside"])
-        os.makedirs(job["folder"], exist_ok=True)
-        if job["name"] in fails:
-            with open(os.path.join(job["folder"], "log"), "w") as f:
-                f.write("step 1\nworker.py: out of memory | all; more\n\n")
-            return Finished(fails[job["name"]])
-        done = record(len(started)) | dict(corpus=job["corpus"], settings=job["settings"])
-        with open(os.path.join(job["folder"], job["id"] + ".json"), "w") as f:
-            json.dump(done, f)
-        return Finished()
+    def execute(command, gpu, log, stop):
+        program, *arguments = command
+        if program == "experiments.measure":
+            started.append("measure")
+            write_json(runs.Run(**json.loads(arguments[0])).folder + ".json", {"speed": {"64": 1.0}})
+            return 0
+        options = dict(argument[2:].split("=") for argument in arguments)
+        started.append(options["attention"])
+        write_metrics(options["out_dir"])
+        return failing.get(options["attention"], 0)
 
-    def main(*argv, name="x", plan=None):
-        monkeypatch.setattr(sys, "argv", [name, "--size=test", "--to=here", *argv])
-        return runs.main(name, plan or globals()["plan"], report)
+    def main(*argv, name="x"):
+        monkeypatch.setattr(sys, "argv", [name, "--size=tiny", "--to=here", f"--dataset={dataset}", *argv])
+        return runs.main(name, plan, table_of_names)
 
-    main.beside = []  # how many runs shared the device of each that was started
-    monkeypatch.setattr(runs, "start", start)
-    return main, started, fails
+    monkeypatch.setattr(runs, "execute", execute)
+    return main, started, failing
 
 
-def test_what_is_there_is_not_trained_again_and_what_failed_is_a_row(experiment, dataset, capsys):
-    main, started, fails = experiment
-    fails["sympow"] = 3
-    assert main(f"--dataset={dataset}") == 3 and [name for name, _ in started] == ["softmax", "sympow"]
-    table = open("here/x.md").read()
-    assert "| softmax | 1.0000 | text" in table and "| sympow | not run |" in table
-    fails.clear()
-    assert main(f"--dataset={dataset}", "--gpus=cpu,cpu") == 0 and [name for name, _ in started[2:]] == ["sympow"]
-    assert main.beside == [1, 1, 2]
-    assert main(f"--dataset={dataset}") == 0 and len(started) == 3
-    assert main(f"--dataset={dataset}", "--seeds=1337,1") == 0 and len(started) == 5  # the second seed of both
-    assert main(f"--dataset={dataset}", "--learning_rates=1e-3", "--minutes=0") == 3 and len(started) == 5
-    assert main(f"--dataset={dataset}", "--learning_rates=1e-3,2e-3", "--only=soft") == 3 and len(started) == 7
-    assert "| sympow, lr 0.002 | not run |" in open("here/x.md").read()
+def test_records_are_kept_and_a_run_that_failed_is_named(experiment, capsys):
+    main, started, failing = experiment
+    failing["sympow"] = 1
+    assert main() == 3 and sorted(started) == ["measure", "softmax", "sympow"]
+    assert re.search(r"sympow ended with status 1: see out/experiments/sympow-\w+.log", capsys.readouterr().out)
+    with open("here/x.md") as file:
+        text = file.read()
+    assert "| softmax | 200 | text " in text and "\nNot run: sympow, seed 1337\n" in text and ".png" not in text
+    failing.clear()
+    assert main() == 0 and started[3:] == ["sympow"]
+    assert main() == 0 and main("--minutes=0", "--seeds", "1337") == 0 and len(started) == 4
+    assert main("--seeds", "1337", "1") == 0 and len(started) == 7  # the second seed of all three
+    assert main("--minutes=0", name="y") == 3 and not os.path.exists("here/y.md")
 
 
-def test_what_is_timed_runs_first_and_alone_on_its_device(experiment, dataset):
-    main, started, _ = experiment
-    timed = lambda size: [
-        *plan(size), size.run("seconds", 4096, seconds=9.0, attention="softmax"),
-        runs.Run("speed", {"attention": "softmax"}).measure(speed=dict(contexts=[64], tokens=64)),
-    ]  # fmt: skip
-    assert main(f"--dataset={dataset}", "--gpus=cpu,cpu", plan=timed) == 0
-    assert [name for name, _ in started] == ["seconds", "speed", "softmax", "sympow"]
-    assert main.beside == [1, 1, 2, 2]
-
-
-def test_a_run_that_failed_has_its_reason_in_one_line_and_the_others_go_on(experiment, dataset, capsys):
-    main, started, fails = experiment
-    fails |= {"softmax": 1}
-    assert main(f"--dataset={dataset}") == 3 and len(started) == 2
-    assert "softmax failed, status 1: out of memory | all; more (see" in capsys.readouterr().out
-    row = "| softmax | failed: out of memory / all | - | - |"
-    assert row in open("here/x.md").read()
-    assert main(f"--dataset={dataset}", "--minutes=0") == 3 and row in open("here/x.md").read()
-
-
-def test_experiments_share_a_run_whatever_they_call_it_and_none_is_started_twice(experiment, dataset, monkeypatch):
-    main, started, _ = experiment
-    named = lambda *names: lambda size: [size.run(name, 4096, 2**25, attention="softmax") for name in names]
-    monkeypatch.setattr(sys.modules[__name__], "plan", named("one"))
-    assert main(f"--dataset={dataset}") == 0
-    monkeypatch.setattr(sys.modules[__name__], "plan", named("two", "three"))
-    assert main(f"--dataset={dataset}", "--to=there") == 0 and [name for name, _ in started] == ["one", "three"]
-    assert len(glob.glob("out/experiments/softmax-*")) == 1
-
-
-def test_losses_that_another_experiment_has_are_taken_and_a_run_that_is_measured_is_trained(
-    experiment, dataset, monkeypatch
-):
-    main, started, _ = experiment
-    assert main(f"--dataset={dataset}") == 0 and len(started) == 2
-    shutil.rmtree("out")  # what is kept is enough
-    assert main(f"--dataset={dataset}", "--gpus=cpu", name="y") == 0 and len(started) == 2
-    assert "| softmax | 1.0000 | text" in open("here/y.md").read()
-    assert len(json.load(open("here/y.json"))["runs"]) == 2
-    assert main(f"--dataset={dataset}", "--seeds=1", name="z") == 0 and len(started) == 4
-    measured = lambda size: [run.measure(state=dict(tokens=64)) for run in plan(size)]
-    assert main(f"--dataset={dataset}", name="w", plan=measured) == 0 and len(started) == 6
-
-
-def test_another_corpus_is_refused(experiment, dataset, tmp_path, capsys):
-    main, started, _ = experiment
-    assert main(f"--dataset={dataset}") == 0
-    other = make_dataset(tmp_path / "other", "".join(f"another text {i}\n" for i in range(900)))
-    with pytest.raises(SystemExit) as refused:
-        main(f"--dataset={other}")
-    assert refused.value.code == 2 and len(started) == 2
-    assert "runs on different corpora are not put into one table; give another --to" in capsys.readouterr().err
-
-
-def test_long_texts_are_of_one_project_and_spans_are_means_of_positions(source, monkeypatch):
-    out, projects = source
-    seen = []
-    stub = lambda loaded, inputs, targets, window: seen.append((inputs, targets)) or np.arange(1024.0) + 100 * len(seen)
-    monkeypatch.setattr("sympow.experiments.worker.windowed", stub)
-    found = positions(dict(dataset=out), None, 1024, 3, start=512, bounds=[0, 2, 1024])
-    whole = [b"".join(text for _, text in sorted(files.items())) for files in projects.values()]
-    for inputs, targets in seen:
-        text = bytes(targets[0].tolist())
-        assert any(text[:40] in of and text[-40:] in of for of in whole) and torch.equal(inputs[0, 1:], targets[0, :-1])
-    assert len(seen) == found["documents"] == len(found["texts"]) > 1 and not found["joined"]
-    mean = np.mean([100 * (i + 1) for i in range(len(seen))])
-    error = np.std([100 * (i + 1) for i in range(len(seen))], ddof=1) / len(seen) ** 0.5
-    assert found["loss"] == pytest.approx(mean + 767.5) and found["error"] == pytest.approx(error)
-    assert found["spans"]["mean"] == [mean + 0.5, mean + 512.5]
-    assert found["spans"]["errors"] == pytest.approx([error] * 2, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    "option", ["--gpus=9", "--gpus=x", "--seeds=a", "--learning_rates=b", "--size=huge", "--seconds=0", "--only=zzz"]
-)
-def test_mistakes_are_one_line(experiment, dataset, option, capsys):
+@pytest.mark.parametrize("options", [["--seeds=a"], ["--size=huge"], ["--minutes=x"], ["--gpus=1"]])
+def test_mistakes_are_one_line(experiment, options, capsys):
     main, started, _ = experiment
     with pytest.raises(SystemExit) as refused:
-        main(f"--dataset={dataset}", option)
+        main(*options)
     assert refused.value.code == 2 and not started and len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("path", sorted(glob.glob(os.path.join(ROOT, "docs", "data", "*.json"))))
+def test_tables_in_docs_are_those_of_their_records(path, tmp_path, monkeypatch):
+    name, _ = os.path.splitext(os.path.basename(path))
+    figures = []
+    for source in {path, os.path.join(ROOT, "docs", "data", "costs.json")}:
+        shutil.copy(source, tmp_path)
+    monkeypatch.setattr(runs, "plot", lambda panels, png: figures.append(png))
+    monkeypatch.setattr(sys, "argv", [name, "--minutes=0", f"--to={tmp_path}"])
+    with pytest.raises(SystemExit):
+        runpy.run_module(f"sympow.experiments.{name}", run_name="__main__")
+    with open(os.path.join(ROOT, "docs", "data", f"{name}.md")) as file:
+        assert (tmp_path / f"{name}.md").read_text() == file.read()
+    assert len(figures) == (name != "costs")
 
 
 @pytest.mark.slow
 def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch):
-    from sympow.experiments import evaluation_length
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    monkeypatch.setenv("PYTHONPATH", ROOT)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    argv = ["x", "--size=test", f"--dataset={dataset}", "--only=gating", "--to=here", "--gpus=cpu,cpu"]
-    monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(evaluation_length, "LONGEST", 1 << 16)
-    assert runs.main("evaluation_length", evaluation_length.plan, evaluation_length.report) == 3
-    with open("here/evaluation_length.json") as f:
-        (found,) = json.load(f)["runs"].values()
-    far = found["measures"]["far"]
+    model = dict(n_layer=2, n_head=1, n_embd=16)
+    size = replace(runs.SIZES["tiny"], model=model, shrink=1024, tokens_per_step=64, eval_tokens=512, documents=2)
+    monkeypatch.setitem(runs.SIZES, "tiny", size)
+    monkeypatch.setattr(sys, "argv", ["x", "--size=tiny", f"--dataset={dataset}", "--to=here"])
+    assert runs.main("x", lambda size: evaluation_length.plan(size)[:1], evaluation_length.report) == 0
+    with open("here/x.json") as file:
+        (record,) = json.load(file)["runs"].values()
+    far = record["measures"]["far"]
     assert far["length"] == 1024 and far["joined"] and len(far["mean"]) == len(far["errors"]) > 20
-    assert found["machine"]["device"].endswith("cores, shared by 2 runs")
-    assert found["corpus"]["tokens"]["val"] > 0 and found["val"][-1][1] < 6 and found["parameters"] > 1000
-    assert os.path.getsize("here/evaluation_length.png") > 1000
-    assert "| softmax | not run |" in open("here/evaluation_length.md").read()
+    assert record["machine"]["device"] == "CPU" and len(record["gate"]) == 2
+    assert record["corpus"]["tokens"]["train"] > 0 and record["val"][-1][1] < 6
+    assert os.path.getsize("here/x.png") > 1000

@@ -22,7 +22,7 @@ from sympow.data.shards import Unit, write_dataset
 from sympow.data.tokenizer import Tokenizer
 from sympow.training.batches import format_losses
 from sympow.runs.folder import fingerprint
-from sympow.runs.wandb_run import wandb_row
+from sympow.runs.metrics import wandb_row
 
 
 def write_set(folder, name, length, rows, val, tokenizer):
@@ -225,7 +225,8 @@ def test_other_weights_are_refused_on_resume_and_other_names_are_not(go, sets, u
     shutil.copytree(sets / "b", tmp_path / "moved" / "b")
     assert go(f"--dataset={where(sets, 'a:2,b:1')}") == 2
     refusal = capsys.readouterr().err
-    assert refusal.count("\n") == 1 and "dataset=a:3,b:1" in refusal and "now dataset=a:2,b:1" in refusal
+    assert refusal.count("\n") == 1 and f"dataset={where(sets, 'a:3,b:1')}" in refusal
+    assert f"now dataset={where(sets, 'a:2,b:1')}" in refusal
     assert go(f"--dataset={sets / 'a'}") == 2
     moved = f"--dataset={sets / 'a'}:0.75,{tmp_path / 'moved' / 'b'}:0.25"
     assert go(moved, "--val_datasets=", "--max_iters=9") == 0
@@ -238,7 +239,7 @@ def test_stages_and_packing_take_a_mixture(go, capsys):
     epochs = metrics("out", "epochs/a")  # 16 rows of 32 for 3 steps, 8 of 64 for 2, 2 of 256 for one
     assert epochs[6] == pytest.approx(36 / 80 + 12 / 40 + 1 / 10) and metrics("out", "context")[6] == 256
     assert go("--then=128@3", "--out_dir=b") == 2
-    assert "longer than the documents of a,b (64 tokens)" in capsys.readouterr().err
+    assert "then 128 is longer than the documents of a (64 tokens)" in capsys.readouterr().err
 
 
 def test_a_bad_mixture_is_one_line_and_leaves_no_folder(go, sets, capsys):

@@ -1,14 +1,11 @@
-"""The size tables are those of the article, to the last printed digit."""
+"""bench/state_size.py prints the size tables of the article, to the last digit."""
 
 import pytest
+import torch
 
-from sympow.bench.state_size import (
-    format_bytes,
-    linear_state_size,
-    main,
-    symmetric_power_state_bytes,
-    tensor_power_state_bytes,
-)
+from sympow.attention.embedding import symmetric_power_dim
+from sympow.attention.power import power_attention
+from sympow.bench.state_size import format_bytes, main, power_state_size
 
 
 def printed_rows(capsys, *argv):
@@ -34,29 +31,18 @@ def test_prints_the_row_of_the_article(capsys, row):
 
 
 def test_smaller_heads_give_the_smaller_states_of_the_design():
-    assert format_bytes(symmetric_power_state_bytes(12, 24, 32, p=4)) == "995 MB"
-    assert format_bytes(symmetric_power_state_bytes(12, 48, 16, p=4)) == "76 MB"
-
-
-def test_state_counts_the_normaliser_and_scales_with_the_bytes():
-    assert linear_state_size(12, 12, 64) == 589_824
-    assert tensor_power_state_bytes(1, 1, 8, p=2, bytes_per_number=1) == 64 * 9
-    assert symmetric_power_state_bytes(1, 1, 8, p=2, bytes_per_number=1) == 36 * 9
-    assert symmetric_power_state_bytes(2, 3, 8, p=2, bytes_per_number=4) == 36 * 9 * 2 * 3 * 4
+    assert format_bytes(2 * power_state_size(12, 24, 32, symmetric_power_dim(32, 4))) == "995 MB"
+    assert format_bytes(2 * power_state_size(12, 48, 16, symmetric_power_dim(16, 4))) == "76 MB"
 
 
 def test_state_size_is_that_of_the_state_attention_returns():
-    import torch
-
-    from sympow.attention.power import power_attention
-
     q = torch.randn(1, 3, 1, 8)
     _, state = power_attention(q, q, q, p=4, return_state=True)
-    size = sum(x.numel() * x.element_size() for x in (state.S, state.z))
-    assert size == symmetric_power_state_bytes(1, 1, 8, p=4, bytes_per_number=4)
+    assert state.S.numel() + state.z.numel() == power_state_size(1, 1, 8, symmetric_power_dim(8, 4))
 
 
-def test_fewer_key_value_heads_shrink_the_state(capsys):
+def test_fewer_key_value_heads_shrink_the_state_and_more_bytes_grow_it(capsys):
+    assert ["2", "153", "MB", "78", "MB", "49%", "both"] in printed_rows(capsys, "--bytes=4", "--p=2")
     assert ["2", "26", "MB", "13", "MB", "50%", "both"] in printed_rows(capsys, "--n_kv_head=4", "--p=2")
 
 

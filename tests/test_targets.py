@@ -182,7 +182,7 @@ def test_the_decoder_works_on_its_models_gpu(monkeypatch):
 
     monkeypatch.setattr(decoding, "device_guard", guard)
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=40, attention="sympow", p=2))
-    found = decoding.Decoder(model, model.empty_state(1, 2), decoding._Likeliest("cpu"), 6)
+    found = decoding.Decoder(model, model.empty_state(1, 2), decoding.Greedy("cpu"), 6)
     launched = []
     for name in ("_token", "_flush"):
         monkeypatch.setattr(found, name, lambda *x, name=name: launched.append((name, *inside)))

@@ -1,0 +1,94 @@
+"""Time calls on a GPU or a CPU and print a table of the results: what the programs of bench/ share."""
+
+import gc
+import time
+
+import torch
+
+from sympow.data.files import write_json
+from sympow.runs.program import Parser, output_file
+
+AHEAD = 40_000_000  # cycles that the GPU waits before timed calls, 20 ms: as long as a slow host takes to launch them
+
+
+def milliseconds(call, device="cuda", calls=1):
+    """Return the milliseconds of one call, the mean of `calls` calls in a row, on a device of type cuda or cpu.
+
+    A GPU first waits, without working, so that launching the calls is hidden, as it is in a model.
+    """
+    if device == "cpu":
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return 1000 * (time.perf_counter() - start) / calls
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(AHEAD)
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def forward_backward(function, inputs, dy):
+    """Return y = function(*inputs), and the gradients of all inputs given the gradient dy of y."""
+    y = function(*inputs)
+    return y, torch.autograd.grad(y, inputs, dy)
+
+
+def extra_bytes(function, inputs, dy):
+    """Return the peak bytes of one forward and backward on a GPU, without inputs, dy, output and gradients."""
+    gc.collect()
+    torch.cuda.synchronize()
+    start = torch.cuda.memory_stats()["requested_bytes.all.current"]  # not yet rounded up by the allocator
+    torch.cuda.reset_peak_memory_stats()
+    y, gradients = forward_backward(function, inputs, dy)
+    torch.cuda.synchronize()
+    storages = [x.untyped_storage() for x in (y, *gradients)]
+    results = {storage.data_ptr(): storage.nbytes() for storage in storages}  # counts a storage once
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - start - sum(results.values())
+
+
+def error_line(error):
+    """Return an exception's type and the first line of its message, at most 200 characters, as one line."""
+    text = str(error).strip() or "no message"
+    return f"{type(error).__name__}: {text.splitlines()[0][:200]}"
+
+
+def machine():
+    """Return the name of the GPU, or CPU, and versions, as one line."""
+    if not torch.cuda.is_available():
+        return f"CPU, torch {torch.__version__}"
+    import triton
+
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, cuDNN {torch.backends.cudnn.version()}"
+    return f"{torch.cuda.get_device_name()}, {versions}"
+
+
+def make_parser(name, description):
+    """Return a Parser for the program bench/NAME, with the option --json; description: its docstring."""
+    parser = Parser(prog=f"bench/{name}", description=description.splitlines()[0])
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows there too")
+    return parser
+
+
+def print_titles(columns):
+    """Print the head of a table; columns: {key of a row: (title, place, format)}, both as format() takes them."""
+    print(*(format(title, place) for title, place, _ in columns.values()), flush=True)
+
+
+def print_row(columns, row):
+    """Print a row, a dict, under `print_titles`: "-" where it lacks a value, and at the end why it failed, if so."""
+    cells = []
+    for key, (_, place, value_format) in columns.items():
+        value = row.get(key)
+        cells.append(format("-" if value is None else format(value, value_format), place))
+    print(" ".join([*cells, row.get("failed", "")]).rstrip(), flush=True)
+
+
+def finish(args, results):
+    """Print the machine under a table, and write results to the file of --json if there is one."""
+    print(f"\n{machine()}")
+    if args.json:
+        write_json(args.json, results)
