@@ -28,7 +28,7 @@ from sympow.data.tokenizer import Tokenizer
 EOT = 256
 
 
-def write(folder, train=(5, 4), val=3, length=12, calls=None, fail_at=None, arguments=None):
+def write(folder, train=(5, 4), val=3, length=12, calls=None, fail_at=None):
     """Write a dataset of different tokens: train shards with these numbers of rows, one val shard. Returns the rows."""
     offsets = np.cumsum([0, *train, val]) * length
     stream = (np.arange(offsets[-1]) * 7 % 251).astype(np.uint16)
@@ -45,7 +45,7 @@ def write(folder, train=(5, 4), val=3, length=12, calls=None, fail_at=None, argu
         return Unit("val" if number == len(train) else "train", read)
 
     units = [unit(number) for number in range(len(counts))]
-    arguments = arguments or {"train": list(train), "val": val, "length": length}
+    arguments = {"train": list(train), "val": val, "length": length}
     write_dataset(folder, units, Tokenizer("bytes"), length, arguments, "a test", "python data/x/prepare.py")
     return stream[: offsets[len(train)]].reshape(-1, length), stream[offsets[len(train)] :].reshape(-1, length)
 
