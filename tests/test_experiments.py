@@ -35,7 +35,7 @@ dataset = helpers.dataset
 
 
 def code(seed, lines=60):
-    """Return the source of a file that has nothing in common with that of another seed."""
+    """Return the source of a file that shares no line with files of another seed."""
     draw = random.Random(f"{os.environ.get('TEST_SEED', 0)} {seed}")
     return "".join(f"{draw.randrange(10**9)} = compute({draw.randrange(10**9)})\n" for _ in range(lines)).encode()
 
@@ -55,9 +55,9 @@ def test_repeated_texts_are_found_whatever_their_white_space():
 
 def test_batches_do_not_change_what_is_found(monkeypatch):
     texts = [code(i % 7, 5 + i) for i in range(20)]
-    whole = repeated_shares(texts)
+    shares = repeated_shares(texts)
     monkeypatch.setattr("sympow.data.near_duplicates.BATCH", 1)
-    assert np.array_equal(whole, repeated_shares(texts)) and whole.max() > 0.5
+    assert np.array_equal(shares, repeated_shares(texts)) and shares.max() > 0.5
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def test_long_texts_are_of_one_project_and_spans_are_means_of_positions(source, 
     contents = [b"".join(text for _, text in sorted(files.items())) for files in projects.values()]
     for text in texts:
         assert any(text[:40] in content and text[-40:] in content for content in contents)
-    assert measured["documents"] == 2 and measured["texts"] == [767.5, 867.5] and measured["loss"] == 817.5
+    assert measured["documents"] == 2 and measured["texts"] == [767.5, 867.5]
     assert measured["spans"]["mean"] == [50.5, 562.5] and measured["spans"]["errors"] == pytest.approx([50, 50])
 
 
@@ -267,7 +267,7 @@ def test_long_texts_are_of_one_project_and_spans_are_means_of_positions(source, 
 
 
 def write_metrics(folder):
-    """Write the metrics.jsonl of a run in two stages whose first steps compile."""
+    """Write the metrics.jsonl of a run in two stages. The first step of each compiles."""
     lines = [
         dict(train_loss=5.0, tokens=10, tok_per_sec=0.3, context=8),
         dict(train_loss=4.0, tokens=100, tok_per_sec=10, context=8),
@@ -315,7 +315,7 @@ def experiment(dataset, tmp_path, monkeypatch):
         return SimpleNamespace(poll=lambda: status, returncode=status, terminate=list, wait=list)
 
     def main(*argv, name="x"):
-        monkeypatch.setattr(sys, "argv", [name, "--size=tiny", "--to=here", f"--dataset={dataset}", *argv])
+        monkeypatch.setattr(sys, "argv", [name, "--size=tiny", f"--dataset={dataset}", *argv])
         try:
             runs.main(name, plan, report_tokens)
         except SystemExit as stop:
@@ -330,14 +330,14 @@ def test_records_are_kept_and_a_run_that_failed_is_named(experiment, capsys):
     failing.add("sympow")
     assert main() == 3 and started == ["softmax", "sympow", "experiments.measure"]
     assert re.search(r"sympow: status 1, see out/experiments/sympow-\w+.log", capsys.readouterr().out)
-    with open("here/x.md") as file:
+    with open("out/experiments/tiny/x.md") as file:
         text = file.read()
     assert "| softmax | 200 |" in text and "\nNot run: sympow, seed 1337\n" in text and ".png" not in text
     failing.clear()
     assert main() is None and started[3:] == ["sympow"]
     assert main() is None and main("--minutes=0", "--seeds", "1337") is None and len(started) == 4
     assert main("--seeds", "1337", "1") is None and len(started) == 7  # the second seed of all three
-    assert main("--minutes=0", name="y") == 3 and not os.path.exists("here/y.md")
+    assert main("--minutes=0", name="y") == 3 and not os.path.exists("out/experiments/tiny/y.md")
 
 
 def test_after_the_minutes_a_run_is_told_to_stop_and_no_other_begins(experiment, monkeypatch):
@@ -366,7 +366,8 @@ def test_tables_in_docs_are_those_of_their_records(path, tmp_path, monkeypatch):
     for source in {path, os.path.join(ROOT, "docs", "data", "costs.json")}:
         shutil.copy(source, tmp_path)
     monkeypatch.setattr(runs, "plot", lambda panels, png: figures.append(png))
-    monkeypatch.setattr(sys, "argv", [name, "--minutes=0", f"--to={tmp_path}"])
+    monkeypatch.setitem(runs.SIZES, "small", replace(runs.SIZES["small"], folder=str(tmp_path)))
+    monkeypatch.setattr(sys, "argv", [name, "--minutes=0"])
     with suppress(SystemExit):  # seeds.json lacks some
         runpy.run_path(os.path.join(ROOT, "experiments", f"{name}.py"), run_name="__main__")
     with open(os.path.join(ROOT, "docs", "data", f"{name}.md")) as file:
@@ -382,10 +383,10 @@ def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch)
     model = dict(n_layer=2, n_head=1, n_embd=16)
     size = replace(runs.SIZES["tiny"], model=model, shrink=1024, tokens_per_step=64, eval_tokens=512, documents=2)
     monkeypatch.setitem(runs.SIZES, "tiny", size)
-    monkeypatch.setattr(sys, "argv", ["x", "--size=tiny", f"--dataset={dataset}", "--to=here"])
+    monkeypatch.setattr(sys, "argv", ["x", "--size=tiny", f"--dataset={dataset}"])
     runs.main("x", lambda size: evaluation_length.plan(size)[:1], evaluation_length.report)
-    [record] = read_json("here/x.json")["runs"].values()
+    [record] = read_json("out/experiments/tiny/x.json")["runs"].values()
     far = record["measures"]["far"]
     assert far["length"] == 1024 and len(far["mean"]) == len(far["errors"]) > 20 and len(record["gate"]) == 2
     assert record["corpus"]["tokens"]["train"] > 0 and record["val"][-1][1] < 6
-    assert os.path.getsize("here/x.png") > 1000
+    assert os.path.getsize("out/experiments/tiny/x.png") > 1000
