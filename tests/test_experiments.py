@@ -185,34 +185,35 @@ def test_a_table_names_the_corpus_and_mixes_no_two():
 
 
 def test_curves_are_means_over_seeds_with_their_deviation():
-    def curves(*seeds):
-        rows = [[[10, first], [20, second]] for first, second in seeds]
-        return Entry("name", [dict(train=row, val=[[0, 9.0, 0], *([*x, 1] for x in row)]) for row in rows])
-
-    two, one = curves((3.0, 2.0), (5.0, 1.0)), curves((2.0, 1.0))
+    curves = [[[10, 3.0], [20, 2.0]], [[10, 5.0], [20, 1.0]], [[10, 2.0], [20, 1.0]]]
+    records = [dict(train=curve, val=[[0, 9.0, 0], *([*point, 1] for point in curve)]) for curve in curves]
+    two, one = Entry("two", records[:2]), Entry("one", records[2:])
     tokens, losses, deviations = report.val_curve(two)
     assert np.allclose(tokens, [1e-5, 2e-5]) and list(losses) == [4.0, 1.5]  # without the loss of the fresh model
-    assert np.allclose(deviations, [2**0.5, 0.5**0.5]) and list(report.val_curve(one)[2]) == [0, 0]
+    assert np.allclose(deviations, [2**0.5, 0.5**0.5]) and not report.val_curve(one)[2].any()
     assert np.allclose(report.ratio_curve(two, one)[1], smooth([2.0, 1.5]))
+
+
+def draw(lines, **options):
+    """Return the axis on which a Panel with these lines is drawn."""
+    axis = Figure().subplots()
+    draw_panel(axis, Panel("x", "loss", lines, **options), dict.fromkeys(lines, "black"))
+    return axis
 
 
 def test_points_that_are_results_of_runs_are_all_seen_and_beginnings_of_curves_are_not():
     results = {"a": ([1, 2, 4], [1.0, 1.1, 1.2]), "b": ([1, 2, 4], [1.0, 2.0, 9.0])}
-    curve = {"a": (range(1, 41), [9.0] + 39 * [1.0])}
-    for lines, cut in ((results, False), (curve, True)):
-        axis = Figure().subplots()
-        draw_panel(axis, Panel("context", "loss", lines, log_x=True, cut=cut), dict.fromkeys(lines, "black"))
-        assert (axis.get_ylim()[1] > 9) == (not cut)
+    assert draw(results, log_x=True).get_ylim()[1] > 9
+    assert draw({"a": (range(1, 41), [9.0] + 39 * [1.0])}, log_x=True, cut=True).get_ylim()[1] == 2
 
 
 def test_a_diamond_stands_on_its_line_where_the_long_stage_begins():
-    speeds, axis = {"256": 2000.0, "4096": 1.0}, Figure().subplots()
-    stages = {"staged": [[256, 9], [4096, 6000]], "whole": [[256, 9]]}
-    starts = {n: equal_time.long_start(dict(stages=x, tokens_per_second=speeds)) for n, x in stages.items()}
+    staged = dict(stages=[[256, 9], [4096, 6000]], tokens_per_second={"256": 2000.0, "4096": 1.0})
+    starts = [equal_time.long_start(staged), equal_time.long_start(staged | dict(stages=[[256, 9]]))]
+    assert starts == [3.0, None]
     lines = {"staged": ([2.0, 4.0], [1.0, 0.5]), "whole": ([1.0], [2.0])}
-    draw_panel(axis, Panel("seconds", "loss", lines, diamonds=starts), dict.fromkeys(lines, "black"))
-    [diamond] = [line for line in axis.lines if line.get_marker() == "D"]
-    assert starts == {"staged": 3.0, "whole": None} and diamond.get_xydata().tolist() == [[3.0, 0.75]]
+    axis = draw(lines, diamonds=dict(zip(lines, starts)))
+    assert [line.get_xydata().tolist() for line in axis.lines if line.get_marker() == "D"] == [[[3.0, 0.75]]]
 
 
 @pytest.mark.parametrize(
@@ -234,15 +235,14 @@ def test_a_curve_leads_where_it_is_below(losses, text):
 def test_windows_score_each_target_once_with_half_a_window_before_it(monkeypatch):
     shapes = []
 
-    def position_in_window(model, inputs, targets, piece=None):
+    def place_in_window(model, inputs, targets):
         shapes.append(inputs.shape)
         return targets - inputs + torch.arange(inputs.shape[1]) * 100
 
-    monkeypatch.setattr(measure, "losses_by_position", position_in_window)
+    monkeypatch.setattr(measure, "losses_by_position", place_in_window)
     ids = torch.arange(33)[None]
     losses = read_text(None, ids[:, :-1], ids[:, 1:], 8)
-    assert len(losses) == 32 and list(losses[:8]) == [1 + 100 * i for i in range(8)]
-    assert list(losses[8:12]) == [401, 501, 601, 701] and losses[8:].min() == 401 and shapes == [(7, 8)]
+    assert list(losses) == [1 + 100 * i for i in range(8)] + 6 * [401, 501, 601, 701] and shapes == [(7, 8)]
 
 
 def test_long_texts_are_of_one_project_and_spans_are_means_of_positions(source, monkeypatch):
