@@ -4,11 +4,10 @@
     python compare.py out/softmax out/sympow_p4 --metric=val_loss/code           # on one of several datasets
     python compare.py out/* --names softmax,p=4,"p=4 gated" --png docs/loss.png --markdown
 
-Reads metrics.jsonl in each run's folder, also while the run is still writing it. Losses are compared with those of the
-first run.
+Reads metrics.jsonl in each run's folder, also while the run is still writing it. Losses are compared with the first
+run's.
 """
 
-import json
 import math
 import os
 import sys
@@ -20,70 +19,59 @@ from sympow.data.files import read_json
 from sympow.runs.plots import choose_picture, plot_loss_curves
 from sympow.runs.program import Parser, run_program
 from sympow.runs.settings import refuse
-from sympow.runs.metrics import whole_lines
+from sympow.runs.metrics import read_lines
 
 WARMUP_LINES = 3  # left out of a run's throughput, because of compilation and cold caches
-KEYS = ("step", "train_loss", "val_loss", "tokens", "seconds", "tok_per_sec", "context")
 LEGEND = "train loss: mean over the last 10% of the logged steps; val loss: the last evaluation; tokens/s: median"
 
 
 def read_losses(folder, metric="val_loss"):
     """Return (train, val): the lines of a run's metrics.jsonl with a training or validation loss, ordered by step.
 
-    metric: the validation loss that is wanted, val_loss or val_loss/NAME of one of several datasets; the lines of val
-    have it as val_loss.
+    metric: the validation loss, val_loss or val_loss/NAME of one of several datasets. The lines of val have it as
+    val_loss. If a step has several lines, the last one counts: a resumed run repeats the steps since its checkpoint.
     """
     path = os.path.join(folder, "metrics.jsonl")
     if not os.path.isfile(path):
         refuse(f"{folder}: " + ("no metrics.jsonl in it" if os.path.isdir(folder) else "no such run folder"))
-    train, val, known = {}, {}, {}
-    try:
-        lines = whole_lines(path)
-    except OSError as error:
-        refuse(f"{folder}: {error}")
-    for line in map(json.loads, lines):
-        known |= {key: None for key in line if key.partition("/")[0] == "val_loss"}
-        line = numbers({**line, "val_loss": line.get(metric)})
-        # A resumed run repeats the steps since its checkpoint; the later line of a step is the valid one.
-        for key, of_steps in (("train_loss", train), ("val_loss", val)):
-            if key in line and "step" in line:
-                of_steps[line["step"]] = line
+    train, val, metrics = {}, {}, set()
+    for line in read_lines(path):
+        metrics |= {key for key in line if key.partition("/")[0] == "val_loss"}
+        if "train_loss" in line:
+            train[line["step"]] = line
+        if metric in line:
+            val[line["step"]] = line | {"val_loss": line[metric]}
     if not train and not val:
         refuse(f"{folder}: its metrics.jsonl holds no losses yet")
     if metric != "val_loss" and not val:
-        refuse(f"{folder}: its metrics.jsonl holds no {metric}" + (f", but {', '.join(known)}" if known else ""))
+        refuse(f"{folder}: its metrics.jsonl holds no {metric}, but {', '.join(sorted(metrics)) or 'no val_loss'}")
     return [train[step] for step in sorted(train)], [val[step] for step in sorted(val)]
-
-
-def numbers(line):
-    """Return the numbers that are used here of a line of metrics.jsonl. Only losses may be huge, inf or NaN."""
-    found = {key: x for key in KEYS if isinstance(x := line.get(key), (int, float)) and not isinstance(x, bool)}
-    return {key: x for key, x in found.items() if abs(x) < 1e18 or (key.endswith("loss") and isinstance(x, float))}
 
 
 def summarise(name, train, val):
     """Return a run's row of the table as a dict, with None for what the run did not log."""
-
-    def last(key):
-        return max((line[key] for line in train + val if key in line), default=None)
-
-    steps, tokens, seconds = last("step"), last("tokens"), last("seconds")
-    rates, first = {}, next((line["context"] for line in train if "context" in line), None)
-    for line in train:  # a speed for each context of a run in stages
+    ends = {}
+    for key in ("step", "tokens", "seconds"):
+        ends[key] = max((line[key] for line in train + val if key in line), default=None)
+    speeds = {}  # of each context of a run in stages
+    for line in train:
         if line.get("tok_per_sec"):
-            rates.setdefault(line.get("context", first), []).append(line["tok_per_sec"])
-    medians = [median(of[WARMUP_LINES:] or of) for of in rates.values()]
+            speeds.setdefault(line.get("context"), []).append(line["tok_per_sec"])
+    medians = [median(values[WARMUP_LINES:] or values) for values in speeds.values()]
+    if not medians and ends["tokens"] and ends["seconds"]:
+        medians = [ends["tokens"] / ends["seconds"]]
     tail = [line["train_loss"] for line in train[-max(1, len(train) // 10) :]]
     tail = [loss for loss in tail if math.isfinite(loss)] or tail  # the loss of a skipped step may be NaN
+    last_val = val[-1] if val else {}
     return {
         "run": name,
-        "steps": steps,
-        "tokens": tokens,
+        "steps": ends["step"],
+        "tokens": ends["tokens"],
         "train": fmean(tail) if tail else None,
-        "val": val[-1]["val_loss"] if val else None,
-        "val_step": val[-1]["step"] if val else None,
-        "val_context": val[-1].get("context") if val else None,
-        "rates": medians or ([tokens / seconds] if tokens and seconds else []),
+        "val": last_val.get("val_loss"),
+        "val_step": last_val.get("step"),
+        "val_context": last_val.get("context"),
+        "speeds": medians,
     }
 
 
@@ -92,58 +80,40 @@ def table(rows, metric="val_loss"):
     # Compare training losses if a run was not evaluated at its last step, because it is going on or was killed.
     kind = "val" if all(row["val"] is not None and row["val_step"] == row["steps"] for row in rows) else "train"
     base = rows[0][kind]
-    header = [
-        "run",
-        "steps",
-        "tokens",
-        "train loss",
-        metric.replace("val_loss", "val loss"),
-        f"{kind} vs first",
-        "tokens/s",
-    ]
-    cells = [
-        [
-            row["run"],
-            f"{row['steps']:,}",
-            format_count(row["tokens"]),
-            format_loss(row["train"]),
-            format_evaluation(row),
-            f"{row[kind] / base:.3f}x" if base and row[kind] is not None else "-",
-            " then ".join(f"{rate:,.0f}" for rate in row["rates"]) or "-",
-        ]
-        for row in rows
-    ]
+    header = ["run", "steps", "tokens", "train loss", metric.replace("_", " ", 1), f"{kind} vs first", "tokens/s"]
+    cells = []
+    for row in rows:
+        ratio = f"{row[kind] / base:.3f}x" if base and row[kind] is not None else "-"
+        val = format_loss(row["val"])
+        if row["val"] is not None and row["val_step"] < row["steps"]:  # training went on
+            val += f" at {row['val_step']:,}"
+        speeds = " then ".join(f"{speed:,.0f}" for speed in row["speeds"]) or "-"
+        counts = f"{row['steps']:,}", format_count(row["tokens"])
+        cells.append([row["run"], *counts, format_loss(row["train"]), val, ratio, speeds])
     return header, cells
 
 
 def other_contexts(rows):
-    """Return a line that names the contexts of the validation losses if they are not all the same, or else ""."""
-    known = {row["run"]: row["val_context"] for row in rows if row["val_context"]}
-    if len({*known.values()}) < 2:
+    """Return a line that names the contexts of the validation losses if they differ, else ""."""
+    contexts = {row["run"]: row["val_context"] for row in rows if row["val_context"]}
+    if len(set(contexts.values())) < 2:
         return ""
-    return "\nval losses at different contexts: " + ", ".join(f"{name} {n:,}" for name, n in known.items())
+    return "\nval losses at different contexts: " + ", ".join(f"{name} {n:,}" for name, n in contexts.items())
 
 
 def other_data(folders):
-    """Return a line that names the data of runs, {name: folder}, if they were trained on different sets, or else ""."""
-    known = {}
+    """Return a line that names the data of runs, {name: folder}, if they were trained on different sets, else ""."""
+    fingerprints, names = set(), []
     for name, folder in folders.items():
         with suppress(FileNotFoundError, DataError, KeyError):  # a copy of a run may have its metrics alone
             settings = read_json(os.path.join(folder, "config.json"))
-            known[name] = settings["data"], settings["dataset"]
-    if len({data for data, _ in known.values()}) < 2:
-        return ""
-    return "\nlosses on different data: " + ", ".join(f"{name} {dataset}" for name, (_, dataset) in known.items())
+            fingerprints.add(settings["data"])
+            names.append(f"{name} {settings['dataset']}")
+    return "\nlosses on different data: " + ", ".join(names) if len(fingerprints) > 1 else ""
 
 
 def format_loss(value):
     return "-" if value is None else f"{value:.4f}"
-
-
-def format_evaluation(row):
-    """Format the last validation loss, with its step if training went on after it."""
-    late = row["val"] is not None and row["val_step"] < row["steps"]
-    return format_loss(row["val"]) + (f" at {row['val_step']:,}" if late else "")
 
 
 def format_count(n):
@@ -206,10 +176,7 @@ def main(argv=None):
     print(f"\n{LEGEND}{other_contexts(rows)}{data}", flush=True)
     if missing:
         sys.exit(f"compare.py: {missing}")
-    try:
-        plot_loss_curves(runs, picture)
-    except OSError as error:
-        sys.exit(f"compare.py: cannot write {picture}: {error}")
+    plot_loss_curves(runs, picture)
     print(f"wrote {picture}")
 
 

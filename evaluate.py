@@ -16,6 +16,7 @@ run's folder.
 import json
 import os
 import sys
+import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -23,23 +24,23 @@ import torch
 
 from sympow.attention.check import first_line
 from sympow.attention.learned_position import TooLong, check_length, most_tokens
+from sympow.compare import plain
 from sympow.data import DataError
 from sympow.data.dataset import Dataset
 from sympow.data.files import read_json, write_json
 from sympow.data.loader import Windows
 from sympow.data.progress import bar
 from sympow.data.tokenizer import load_tokenizer
+from sympow.export import export
 from sympow.model import GPTConfig
 from sympow.runs import checkpoint
 from sympow.runs.folder import fingerprint
-from sympow.runs.load import is_exported, load_exported, load_run, longest_text, newest_run, no_checkpoint
+from sympow.runs.load import load_run, newest_run, no_checkpoint
 from sympow.runs.plots import choose_picture, means_by_position, plot_loss_by_position, shorten
 from sympow.runs.program import run_program
 from sympow.runs.scores import score_pieces
 from sympow.runs.settings import check_ranges, choose_device, read_settings, refuse
 from sympow.training.stages import final_context
-
-TASKS_FILE = "tasks.json"  # in a run's folder
 
 
 @dataclass
@@ -61,13 +62,13 @@ class EvaluateConfig:
     batch_size: int = 8  # texts that are read at a time
     max_length: int = 0  # tokens of a text that are read; 0: with softmax layers the training context, else all
     # both
-    device: str = "auto"  # auto: cuda or cpu; cuda:1, ...; mps (Apple's GPUs: untested)
+    device: str = "auto"  # auto: cuda or cpu; cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
     json: bool = False  # end with one JSON line: each run's mean losses between powers of two, or its metrics by task
 
 
-OF_POSITIONS = "dataset length documents pack piece png".split()
-OF_TASKS = "include_path num_fewshot limit batch_size max_length".split()
+POSITION_SETTINGS = ("dataset", "length", "documents", "pack", "piece", "png")
+TASK_SETTINGS = ("include_path", "num_fewshot", "limit", "batch_size", "max_length")
 RANGES = (
     ("length piece max_length", "at least 0", lambda x: x >= 0),
     ("documents batch_size", "at least 1", lambda x: x >= 1),
@@ -77,149 +78,168 @@ RANGES = (
 
 
 def main():
-    given, _ = read_settings((EvaluateConfig,), sys.argv[1:], usage=__doc__)
-    cfg = EvaluateConfig(**given)
+    settings, _ = read_settings((EvaluateConfig,), sys.argv[1:], usage=__doc__)
+    cfg = EvaluateConfig(**settings)
+    for name in POSITION_SETTINGS if cfg.tasks else TASK_SETTINGS:
+        if name in settings:
+            refuse(f"--{name} " + ("belongs to the loss by position, not to --tasks" if cfg.tasks else "needs --tasks"))
     try:
         check_ranges(cfg, RANGES)
     except ValueError as error:
         refuse(error)
-    if wrong := [name for name in (OF_POSITIONS if cfg.tasks else OF_TASKS) if name in given]:
-        refuse(f"--{wrong[0]} " + ("belongs to the loss by position, not to --tasks" if cfg.tasks else "needs --tasks"))
-    one = cfg.out_dir and checkpoint.newest(cfg.out_dir)  # a name may have a comma
-    listed = [cfg.out_dir] if one else cfg.out_dir.split(",")
-    runs = list(dict.fromkeys(os.path.normpath(run) for run in listed if run)) or [newest_run()]
-    for run in runs:
-        if not (checkpoint.newest(run) or (cfg.tasks and is_exported(run))):
-            refuse(no_checkpoint(run))
-    names = cfg.names.split(",") if cfg.names else runs
-    if len(names) != len(runs) or len(set(names)) < len(names):
-        refuse(f"--names must be {len(runs)} different names, got {cfg.names or ','.join(names)}")
-    (compare_tasks if cfg.tasks else compare_positions)(dict(zip(names, runs)), cfg)
+    try:
+        compare = compare_tasks if cfg.tasks else compare_positions
+        compare(choose_runs(cfg), cfg)
+    except (DataError, TooLong) as error:
+        refuse(error)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        sys.exit(f"evaluate.py: {first_line(error)}")
+
+
+def choose_runs(cfg):
+    """Return {name: folder} of the runs to evaluate; refuse folders without weights and names that do not fit."""
+    is_one = cfg.out_dir and checkpoint.newest(cfg.out_dir)  # the name of a folder may have a comma
+    folders = [cfg.out_dir] if is_one else cfg.out_dir.split(",")
+    folders = list(dict.fromkeys(os.path.normpath(folder) for folder in folders if folder)) or [newest_run()]
+    for folder in folders:
+        if not (checkpoint.newest(folder) or (cfg.tasks and is_transformers(folder))):
+            refuse(no_checkpoint(folder))
+    names = cfg.names.split(",") if cfg.names else folders
+    if len(names) != len(folders) or len(set(names)) < len(names):
+        refuse(f"--names must be {len(folders)} different names, got {','.join(names)}")
+    return dict(zip(names, folders))
+
+
+# ---- loss by position
 
 
 def compare_positions(runs, cfg):
     """Print and plot the losses by position of these runs, {name: folder}."""
     picture, missing = choose_picture(cfg.png)
-    windows = {name: open_documents(run, cfg) for name, run in runs.items()}  # refused before anything is evaluated
-    curves, report, joined = {}, {}, False
-    for name, run in runs.items():
-        losses, *curves[name], rows = evaluate_run(run, cfg, windows[name])
-        report[name], joined = between_powers(losses), joined or rows
+    windows = {name: open_documents(folder, cfg) for name, folder in runs.items()}  # refused before any work
+    curves, report = {}, {}
+    for name, folder in runs.items():
+        losses = evaluate_run(folder, cfg, windows[name])
+        report[name] = between_powers(losses.mean(0))
+        means = [means_by_position(document) for document in losses]
+        context = final_context(checkpoint.settings(checkpoint.run_of(folder)))
+        curves[name] = means[0][0], [document_means for _, document_means in means], context
     print(table(report, "position"))
     counts = {f"{len(curves[name][1]):,} documents of {windows[name].block_size:,} tokens" for name in runs}
     print(f"mean loss in nats a token over {' or '.join(sorted(counts))}", flush=True)
-    data = {name: window.dataset for name, window in windows.items()}
-    if len({fingerprint(dataset) for dataset in data.values()}) > 1:
-        names = ", ".join(f"{name} {dataset.name} ({dataset.tokenizer.kind})" for name, dataset in data.items())
+    datasets = {name: window.dataset for name, window in windows.items()}
+    if len({fingerprint(dataset) for dataset in datasets.values()}) > 1:
+        names = ", ".join(f"{name} {dataset.name} ({dataset.tokenizer.kind})" for name, dataset in datasets.items())
         print(f"losses on different data, which cannot be compared: {names}", flush=True)
     if picture:
-        try:
-            plot_loss_by_position(curves, picture, joined)
-            print(f"wrote {picture}")
-        except OSError as error:
-            missing = f"cannot write {picture}: {error}"
+        plot_loss_by_position(curves, picture)
+        print(f"wrote {picture}")
     if cfg.json:
         print(json.dumps(report))
     if missing:
         sys.exit(f"evaluate.py: {missing}")
 
 
-def open_documents(run, cfg):
-    """Return the Windows of the documents that the run is to read; refuse what does not fit."""
+def open_documents(folder, cfg):
+    """Return the Windows of the documents that a run is to read; refuse what does not fit."""
+    run = checkpoint.run_of(folder)
     try:
-        settings = checkpoint.settings(checkpoint.run_of(run))
+        settings = checkpoint.settings(run)
         dataset = Dataset(cfg.dataset or settings["dataset"])
-        dataset.check_tokens(load_tokenizer(checkpoint.run_of(run)), run)
-        config, most = GPTConfig(**settings["model"]), dataset.tokens("val") if cfg.pack else dataset.document_length
-        most = min(most, most_tokens(config))
+        dataset.check_tokens(load_tokenizer(run), folder)
+        config = GPTConfig(**settings["model"])
         check_length(config, cfg.length, "--length")
-        return Windows(dataset, "val", cfg.length or min(4 * final_context(settings), most), cfg.pack, name="length")
-    except (DataError, ValueError) as error:
+        longest = dataset.tokens("val") if cfg.pack else dataset.document_length
+        length = cfg.length or min(4 * final_context(settings), longest, most_tokens(config))
+        return Windows(dataset, "val", length, cfg.pack, name="length")
+    except ValueError as error:
         refuse(error)
 
 
-def evaluate_run(run, cfg, windows):
-    """Return the run's mean loss at each position [length] float64, then what a picture needs of it: the positions and
-    losses [documents, n] of `means_by_position`, the final training context, and True if they are of joined texts."""
-    folder, model, _, device, autocast = load_run(run, cfg)
+def evaluate_run(folder, cfg, windows):
+    """Return the losses of a run in nats, float64 [documents, length]."""
+    _, model, _, device, autocast = load_run(folder, cfg)
     count = min(cfg.documents, windows.documents)
-    step = windows.documents // count * windows.per_document  # spread the documents over the split, each from its start
-    total, curves, joined = torch.zeros(windows.block_size, dtype=torch.float64), [], False
-    try:
-        look = dict(desc=shorten(run, 30), unit="token", unit_scale=True, leave=False)
-        with torch.inference_mode(), autocast, bar(total=count * len(total), **look) as shown:
-            for i in range(count):
-                inputs, targets = windows.batch([i * step])
-                joined = joined or windows.dataset.eot in inputs[0, 1:]
-                pieces = []
-                for losses, _ in score_pieces(model, inputs.to(device), targets.to(device), cfg.piece or None):
-                    pieces.append(losses[0].cpu())
-                    shown.update(len(pieces[-1]))
-                losses = torch.cat(pieces)
-                total += losses
-                curves.append(means_by_position(losses))
-    except (DataError, MemoryError, torch.OutOfMemoryError) as error:
-        sys.exit(f"evaluate.py: {first_line(error)}")
-    return total / count, curves[0][0], [y for _, y in curves], final_context(checkpoint.settings(folder)), joined
+    stride = windows.documents // count * windows.per_document  # over the whole split, each document from its start
+    total, losses = count * windows.block_size, []
+    progress = bar(total=total, desc=shorten(folder, 30), unit="token", unit_scale=True, leave=False)
+    with torch.inference_mode(), autocast, progress:
+        for i in range(count):
+            inputs, targets = windows.batch([i * stride])
+            pieces = []
+            for piece_losses in score_pieces(model, inputs.to(device), targets.to(device), cfg.piece):
+                pieces.append(piece_losses.double().cpu())
+                progress.update(piece_losses.numel())
+            losses.append(torch.cat(pieces, 1))
+    return torch.cat(losses)
 
 
 def between_powers(losses):
     """Return {"a-b": mean loss of positions a to b}, counted from 1, b a power of two: 1-1, 2-2, 3-4, 5-8, ..."""
-    found, before = {}, 0
-    while before < len(losses):
-        last = min(max(1, 2 * before), len(losses))
-        found[f"{before + 1}-{last}"] = losses[before:last].mean().item()
-        before = last
-    return found
+    means, start = {}, 0
+    while start < len(losses):
+        end = min(max(1, 2 * start), len(losses))
+        means[f"{start + 1}-{end}"] = losses[start:end].mean().item()
+        start = end
+    return means
+
+
+# ---- tasks of lm_eval
 
 
 def compare_tasks(runs, cfg):
     """Print the metrics of these runs, {name: folder}, on tasks of lm_eval, and write them to tasks.json in each."""
     try:
-        from sympow.runs.tasks import HarnessModel, load_tasks, run_tasks  # takes seconds, and is optional
+        from sympow.runs.tasks import UNLIMITED, load_model, load_tasks, run_tasks  # takes seconds, and is optional
     except ModuleNotFoundError as error:
-        refuse(f"--tasks needs lm-evaluation-harness ({error}): pip install lm_eval")
+        refuse(f'--tasks needs lm-evaluation-harness ({error}): pip install "lm_eval[hf]"')
     report = {}
-    try:
-        tasks = load_tasks([name for name in cfg.tasks.split(",") if name], cfg.include_path, cfg.num_fewshot)
-        for name, run in runs.items():
-            folder, model, tokenizer, _, autocast = (load_exported if is_exported(run) else load_run)(run, cfg)
-            most = cfg.max_length or longest_text(run)
-            if getattr(model.config, "positions", "") == "learned":  # the code of an older export lacks it
-                check_length(model.config, most, "--max_length")
-            with torch.inference_mode(), autocast:
-                report[name] = run_tasks(tasks, HarnessModel(model, tokenizer, cfg.batch_size, most), cfg.limit)
-            path = os.path.join(folder, TASKS_FILE)
-            dtype = str(choose_device(cfg.device, cfg.dtype)[1]).removeprefix("torch.")
-            weights = checkpoint.newest(run, True, files=checkpoint.WEIGHTS) or run
-            of = {"checkpoint": os.path.basename(weights), "dtype": dtype, "limit": cfg.limit, "max_length": most}
-            of["lm_eval"] = version("lm_eval")
-            written = read_json(path) if os.path.exists(path) else {}
-            write_json(path, written | {task: {**metrics, **of} for task, metrics in report[name].items()})
-    except (DataError, TooLong) as error:
-        refuse(error)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        sys.exit(f"evaluate.py: {first_line(error)}")
-    numbers = lambda metrics: {m: value for m, value in metrics.items() if isinstance(value, float)}
-    rows = lambda found: {f"{task} {m}": x for task, metrics in found.items() for m, x in numbers(metrics).items()}
-    print(table({name: rows(found) for name, found in report.items()}, "task"), flush=True)
+    tasks = load_tasks([name for name in cfg.tasks.split(",") if name], cfg.include_path, cfg.num_fewshot)
+    for name, folder in runs.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            exported = folder
+            if not is_transformers(folder):
+                exported = os.path.join(temporary, "model")
+                export(folder, exported)
+            model = load_model(exported, cfg)
+            report[name] = run_tasks(tasks, model, cfg.limit)
+        write_metrics(folder, cfg, report[name], None if model.max_length == UNLIMITED else model.max_length)
+    rows = {name: {} for name in report}
+    for name, tasks in report.items():
+        for task, metrics in tasks.items():
+            rows[name] |= {f"{task} {metric}": x for metric, x in metrics.items() if isinstance(x, float)}
+    print(table(rows, "task"), flush=True)
     if cfg.json:
         print(json.dumps(report))
 
 
+def is_transformers(folder):
+    """Return True for a folder of transformers, such as one that export.py wrote."""
+    path = os.path.join(folder, "config.json")
+    return os.path.isfile(path) and "model_type" in read_json(path)
+
+
+def write_metrics(run, cfg, report, max_length):
+    """Add {task: metrics} of a run to tasks.json in its folder, with the checkpoint and the settings behind them."""
+    path = os.path.join(run if is_transformers(run) else checkpoint.run_of(run), "tasks.json")
+    weights = checkpoint.newest(run, True, files=checkpoint.WEIGHTS) or run
+    settings = {
+        "checkpoint": os.path.basename(weights),
+        "dtype": str(choose_device(cfg.device, cfg.dtype)[1]).removeprefix("torch."),
+        "limit": cfg.limit,
+        "max_length": max_length,
+        "lm_eval": version("lm_eval"),
+    }
+    known = read_json(path) if os.path.exists(path) else {}
+    write_json(path, known | {task: metrics | settings for task, metrics in report.items()})
+
+
 def table(report, head):
-    """Format {run: {row: number}} as a table with a column for each run; head stands above the rows' names."""
-    names = list(report)
-    rows = list(dict.fromkeys(row for name in names for row in report[name]))
-    width = max(len(head), *map(len, rows))
-    columns = [max(len(name), 8) for name in names]
-    lines = ["  ".join([f"{head:>{width}}", *(f"{n:>{c}}" for n, c in zip(names, columns))])]
-    for row in rows:
-        numbers = [report[name].get(row) for name in names]
-        shown = ["" if x is None else f"{x:.4f}" if abs(x) < 1e6 else f"{x:.3e}" for x in numbers]
-        cells = [f"{text:>{c}}" for text, c in zip(shown, columns)]
-        lines.append("  ".join([f"{row:>{width}}", *cells]))
-    return "\n".join(lines)
+    """Format {run: {row: number}} as a table with a column for each run. head: the title of the rows' names."""
+    cells = []
+    for name in dict.fromkeys(name for numbers in report.values() for name in numbers):
+        cells.append([name, *(f"{numbers[name]:.4f}" if name in numbers else "" for numbers in report.values())])
+    return plain([head, *report], cells)
 
 
 if __name__ == "__main__":

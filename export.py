@@ -9,7 +9,6 @@ modeling_sympow.py and README.md, a model card. Loading it takes transformers (t
 not grow for the sympow attentions.
 """
 
-import json
 import os
 import secrets
 import shutil
@@ -25,7 +24,7 @@ from sympow.runs import checkpoint
 from sympow.runs.load import load_run, longest_text
 from sympow.runs.program import Parser, run_program
 from sympow.runs.settings import refuse
-from sympow.runs.metrics import whole_lines
+from sympow.runs.metrics import read_lines
 
 MODELING = Path(__file__).resolve().parent / "sympow" / "modeling.py"
 SHARD = "5GB"  # the largest file of weights
@@ -107,7 +106,7 @@ def write_texts(target, run, folder, config, tokenizer):
 
 def model_card(run, folder, settings, tokenizer):
     """Return the text of README.md: the model, its data, its training and its losses."""
-    model, lines = settings["model"], map(json.loads, whole_lines(os.path.join(run, "metrics.jsonl")))
+    model, lines = settings["model"], read_lines(os.path.join(run, "metrics.jsonl"))
     losses = [*{line["step"]: line for line in lines if "val_loss" in line}.values()]
     shown = sorted({*range(0, len(losses), max(1, len(losses) // 10)), *range(len(losses))[-1:]})
     rows = [f"| {x['step']:,} | {x.get('tokens', 0):,} | {x['val_loss']:.4f} |" for x in (losses[i] for i in shown)]

@@ -19,11 +19,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from sympow.layers.activation import gelu
 from sympow.attention import ATTENTIONS
 from sympow.attention.learned_position import check_length
 from sympow.attention.state import ModelState
 from sympow.attention.variant import check_layer
+from sympow.layers.activation import gelu
 from sympow.layers.loss import head_loss
 from sympow.layers.norm import norm_linear, norm_weight, stored
 
@@ -61,9 +61,10 @@ class GPTConfig:
         for name in ("n_layer", "vocab_size", "n_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name, allowed in (("positions", ("rotary", "learned")), ("activation", ("gelu", "gelu_tanh"))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be {' or '.join(allowed)}, got {getattr(self, name)!r}")
+        if self.positions not in ("rotary", "learned"):
+            raise ValueError(f"positions must be rotary or learned, got {self.positions!r}")
+        if self.activation not in ("gelu", "gelu_tanh"):
+            raise ValueError(f"activation must be gelu or gelu_tanh, got {self.activation!r}")
         check_layer(self)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
@@ -72,34 +73,34 @@ class GPTConfig:
     def _check_attention(self):
         """Raise ValueError unless `attention` names attentions, as a pattern that divides n_layer, that take `gate`."""
         names = [name.strip() for name in self.attention.split(",")]
-        if unknown := [name for name in names if name not in ATTENTIONS]:
-            raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {unknown[0]!r}")
+        for name in names:
+            if name not in ATTENTIONS:
+                raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {name!r}")
         if self.n_layer % len(names):
-            near = max(1, round(self.n_layer / len(names))) * len(names)
+            nearest = max(1, round(self.n_layer / len(names))) * len(names)
             raise ValueError(
                 f"attention has a pattern of {len(names)} layers, which does not divide n_layer={self.n_layer}: "
-                f"n_layer={near} would do"
+                f"n_layer={nearest} would do"
             )
         self.attention = ",".join(names)
         variant = ATTENTIONS[names[0]]
         if len(names) > 1:
-            layers = [self.layer(i) for i in range(len(names))]  # which checks each of them
-            if self.gate not in ("auto", *(layer.gate for layer in layers)):
+            gates = {self.layer(i).gate for i in range(len(names))}  # which checks each layer
+            if self.gate not in {"auto", *gates}:
                 raise ValueError(f"no layer of attention={self.attention} takes gate={self.gate}: use gate=auto")
             return
         if self.gate == "auto":
             self.gate = variant.gates[0]
         variant.check(self)
         if self.gate not in variant.gates:
-            others = " or ".join(name for name, v in ATTENTIONS.items() if self.gate in v.gates)
             takes = "has no gates" if variant.gates == ("none",) else f"takes gate={' or '.join(variant.gates)}"
-            raise ValueError(f"attention={self.attention} {takes}, got gate={self.gate}: use {others}")
+            raise ValueError(f"attention={self.attention} {takes}, got gate={self.gate}")
 
     def layer(self, i):
         """Return the GPTConfig of layer i, which has one attention and, if that has gates, this config's `gate`."""
-        names = self.attention.split(",")
-        if len(names) == 1:
+        if "," not in self.attention:
             return self
+        names = self.attention.split(",")
         name = names[i % len(names)]
         return replace(self, attention=name, gate="auto" if ATTENTIONS[name].gates == ("none",) else self.gate)
 
@@ -107,10 +108,6 @@ class GPTConfig:
     def gated(self):
         """Return True if attention gets log_g, from gates or from resets between packed documents."""
         return self.gate != "none" or self.reset_token >= 0
-
-    @property
-    def padded_vocab_size(self):
-        return math.ceil(self.vocab_size / 64) * 64
 
 
 class Attention(nn.Module):
@@ -128,7 +125,7 @@ class Attention(nn.Module):
         self.dropout = config.dropout
 
     def project(self, x, norm, shape):
-        """Return what `mix` reads of norm(x), [B, T, ..], and its heads [B, T, H + 2 Hkv, D], of rows x [B T, C]."""
+        """Return the inputs of `mix` for rows x [B T, C]: norm(x) or its products [B, T, ..], and q, k, v together."""
         x, qkv = norm_linear(norm, self.c_attn, x, self.mix.input_weight())
         return x.unflatten(0, shape), qkv.unflatten(0, shape).unflatten(-1, (-1, self.head_dim))
 
@@ -173,15 +170,15 @@ class GPT(nn.Module):
         layers = [config.layer(i) for i in range(config.n_layer)]
         self.transformer = nn.ModuleDict(
             dict(
-                wte=nn.Embedding(config.padded_vocab_size, config.n_embd),  # counts as the head too
+                wte=nn.Embedding(math.ceil(config.vocab_size / 64) * 64, config.n_embd),  # counts as the head too
                 ln_wte=nn.LayerNorm(config.n_embd, bias=config.bias) if config.embedding_norm else nn.Identity(),
                 h=nn.ModuleList(map(Block, layers)),
                 ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
             )
         )
-        embeddings = (ATTENTIONS[layer.attention].position_embedding(layer) for layer in layers)
-        if embedding := next((x for x in embeddings if x is not None), None):
-            self.transformer["wpe"] = embedding  # one for all layers
+        for layer in layers:
+            if "wpe" not in self.transformer and (embedding := ATTENTIONS[layer.attention].position_embedding(layer)):
+                self.transformer["wpe"] = embedding  # one for all layers
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
@@ -203,21 +200,15 @@ class GPT(nn.Module):
         layers = [block.attn.mix.empty_state(batch, device, switch_over) for block in t.h]
         return ModelState(layers, embedding=t.wpe.empty_state(batch, device) if "wpe" in t else None)
 
-    def forward(self, ids, targets=None, state=None, return_state=False, teacher=None):
+    def forward(self, ids, targets=None, teacher=None):
         """Run the model on ids [B, T] int64; targets [B, T] of -1 are left out of the loss. teacher: see `head_loss`.
 
-        Returns (logits [B, T, vocab_size], None), or with targets (None, mean loss in nats); with state (a ModelState
-        of the tokens before) or return_state, the ModelState after these tokens comes third.
+        Returns (logits [B, T, vocab_size], None), or with targets (None, mean loss in nats).
         """
-        state = self.empty_state(len(ids)) if state is None and return_state else state
         if targets is None:
-            x, state = self.hidden(ids, state)
-            output = self.logits(x), None
-        else:
-            x, state = self._blocks(ids, state)
-            x, weight = norm_weight(self.transformer.ln_f, self.transformer.wte.weight, x)
-            output = None, self.loss(x, targets, teacher, weight)
-        return output if state is None else (*output, state)
+            return self.logits(self.hidden(ids)[0]), None
+        x, weight = norm_weight(self.transformer.ln_f, self.transformer.wte.weight, self._blocks(ids)[0])
+        return None, self.loss(x, targets, weight, teacher)
 
     def step(self, ids, state):
         """Read one token per sequence, ids [B]; return (logits [B, vocab_size] of the next, the state after it)."""
@@ -227,11 +218,12 @@ class GPT(nn.Module):
         """Read ids [B, T], `piece` at a time; return (logits [B, vocab_size] of the next token, the state after)."""
         for part in ids.split(piece, dim=1):
             x, state = self.hidden(part, state)
-            last, x = x[:, -1].clone(), None  # free it before the next piece needs the memory
+            last = x[:, -1].clone()
+            del x  # free it before the next piece needs the memory
         return self.logits(last), state
 
     def hidden(self, ids, state=None, starts=None):
-        """Return the head's input [B, T, n_embd] and the state after the tokens ids [B, T] (None without one).
+        """Return the head's input [B, T, n_embd] and the state after the tokens ids [B, T] (None if `state` is None).
 
         starts [B, T] bool: tokens before which everything is forgotten, besides the reset tokens.
         """
@@ -251,13 +243,15 @@ class GPT(nn.Module):
         return x, state and ModelState(layers, state.n_tokens + ids.shape[1], embedding)
 
     def _embed(self, ids, state=None, resets=None):
-        """Return the first layer's input, rows [B T, n_embd], where everything is forgotten [B, T] (at `resets` and at
-        reset tokens, or None), and the state of the position embedding after the ids (None without one)."""
+        """Return the first layer's input, the resets, and the state of the position embedding after the ids.
+
+        The input has rows [B T, n_embd]. The resets [B, T] bool are `resets` and the reset tokens, or None.
+        """
         t = self.transformer
         check_length(self.config, ids.shape[1] + (state.n_tokens if state else 0))
         if self.config.reset_token >= 0:
-            at_token = ids == self.config.reset_token
-            resets = at_token if resets is None else resets | at_token
+            tokens = ids == self.config.reset_token
+            resets = tokens if resets is None else resets | tokens
         x, embedding = t.ln_wte(t.wte(ids)), None
         if "wpe" in t:
             x, embedding = t.wpe(x, resets, state and state.embedding)
@@ -267,34 +261,39 @@ class GPT(nn.Module):
         """Return [..., vocab_size] for x [..., n_embd]; the vocabulary's padding, which has no text, is cut off."""
         return F.linear(x, self.transformer.wte.weight)[..., : self.config.vocab_size]
 
-    def loss(self, x, targets, teacher=None, weight=None):
-        """Return `head_loss` of `hidden` x [.., n_embd] and targets [B, T], or of x and weight by `norm_weight`."""
+    def loss(self, x, targets, weight=None, teacher=None):
+        """Return the mean loss in nats for the output of `hidden`, x [B, T, n_embd], and targets [B, T].
+
+        x and weight may be what `norm_weight` returns. training/parallel.py compiles this by itself.
+        """
         weight = self.transformer.wte.weight if weight is None else weight
         return head_loss(x.flatten(0, -2), weight, targets, self.config.vocab_size, teacher)
 
     @torch.no_grad()
     def statistics(self, ids):
-        """Return {name: [the number of each layer, None where it reports none]} for the ids [B, T], without dropout.
+        """Return {name: [a number for each layer, or None]} for the ids [B, T], without dropout.
 
         Names are "gate" (mean of gamma), "beta" (mean speed of rotation) and others that an attention reports.
         """
-        found, training = {}, self.training
+        statistics, training = {}, self.training
         self.eval()
         x, resets, _ = self._embed(ids)
         for i, block in enumerate(self.transformer.h):
             (normed, qkv), mix = block.attn.project(x, block.ln_1, ids.shape), block.attn.mix
             for name, value in mix.statistics(normed, mix.split(qkv)[0]).items():
-                found.setdefault(name, [None] * self.config.n_layer)[i] = value
+                statistics.setdefault(name, [None] * self.config.n_layer)[i] = value
             x, _ = block(x, ids.shape, resets)
         self.train(training)
-        return found
+        return statistics
 
     def parameter_count(self):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, block_size, dtype=torch.bfloat16):
-        """Return the FLOPs of one training token, forward and backward: 6 for each weight that is multiplied, and the
-        attention's own products, over causal pairs, in the form that is used."""
+        """Return the FLOPs of one training token, forward and backward.
+
+        They are 6 for each weight that is multiplied, and attention's own products over causal pairs in its form.
+        """
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and n != "transformer.wpe.weight")
         device = self.transformer.wte.weight.device.type
         return 6 * weights + sum(b.attn.mix.attention_flops(block_size, dtype, device) for b in self.transformer.h)

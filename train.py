@@ -14,28 +14,25 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Callable
 
 import torch
 
 from sympow.data import DataError
-from sympow.data.mixture import open_dataset
 from sympow.model import GPT, GPTConfig
-from sympow.runs import checkpoint, folder, machine, trace
-from sympow.training.batches import epochs, format_losses, mean_losses, micro_batches, sample_text
-from sympow.training.context import check_context, split_context, whole_sequences
-from sympow.training.distill import Teacher
-from sympow.runs.display import Display, describe_attention
-from sympow.training.optimizer import LossScaler, learning_rate, make_optimizer, take_step
-from sympow.training.parallel import Layout
+from sympow.runs import checkpoint, folder, machine
+from sympow.runs.display import Display, peak_memory
+from sympow.runs.metrics import Clock, SkippedSteps, Tracker, relative_loss
 from sympow.runs.processes import Failed, Ranks, StopSignals, exit_statuses
-from sympow.runs.settings import BOOLS, TRAIN_RANGES, check_ranges, choose_device, fields_of, read_settings, refuse
-from sympow.runs.source import choose_model
-from sympow.training.stages import (
-    describe_stages, enter_stage, make_stages, refuse_moved_stages, rehearse_final_stage, resume_stage,
-)  # fmt: skip
-from sympow.runs.metrics import Clock, SkippedSteps, Tracker, baseline_losses, relative_loss
+from sympow.runs.program import refuse
+from sympow.runs.settings import TRAIN_RANGES, check_ranges, fields_of, read_settings
+from sympow.training.batches import count_epochs, examine, format_losses, mean_losses, micro_batches
+from sympow.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizer, take_step
+from sympow.training.plan import Plan, describe_run, make_networks, make_plan
+from sympow.training.stages import enter_stage, reached_limit, refuse_moved_stages, rehearse
 
 
 @dataclass
@@ -88,8 +85,8 @@ class TrainConfig:
     wandb_group: str = ""  # group of runs in wandb
     wandb_tags: str = ""  # in wandb, with commas between
     # machine
-    device: str = "auto"  # auto: cuda or cpu; cuda:1, ...; mps (Apple's GPUs: untested, in plain PyTorch)
-    dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32; float16: with a loss scale
+    device: str = "auto"  # auto: cuda or cpu; cuda:1, ...
+    dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
     compile: str = "auto"  # auto: use torch.compile on a GPU if its toolchain works; True, False
     backend: str = "auto"  # of torch.distributed: nccl on GPUs, gloo on CPUs
     shard: bool = False  # cut weights, gradients and moments over the ranks (FSDP2) instead of a copy on each
@@ -97,276 +94,245 @@ class TrainConfig:
     deterministic: bool = False  # make two runs give the same bits on a GPU too
 
     def __post_init__(self):
-        self.compile = str(BOOLS.get(self.compile.lower(), self.compile))
-        check_ranges(self, TRAIN_RANGES)
+        check_ranges(self, (*TRAIN_RANGES, ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)))
+
+
+@dataclass
+class Run:
+    """A run while it trains. Only this file changes it."""
+
+    plan: Plan
+    model: GPT
+    network: Callable  # the model, compiled, and averaging its gradients over the ranks
+    eval_network: Callable  # the model, compiled
+    optimizer: torch.optim.Optimizer
+    progress: checkpoint.Progress  # its seconds are rank 0's as of the last micro-step, the same on all ranks
+    writer: checkpoint.Writer
+    tracker: Tracker | None  # on rank 0 alone
+    clock: Clock
+    skipped: SkippedSteps
+    stop_signals: StopSignals
+    signal: int = 0  # the number of a signal that any rank received
+    unsaved: bool = False  # True if no checkpoint has this step, or not its evaluation
+    checkpoint_seconds: float = 0.0  # that training waited for checkpoints since the last logged step
 
 
 def main():
     """Train with the settings of the command line."""
     ranks = Ranks()
-    with exit_statuses(ranks):
-        trainer = Trainer(sys.argv[1:], ranks)
-        with trainer.start(), checkpoint.Writer(trainer.cfg.out_dir, ranks) as writer:
-            trainer.build(writer)
-            trainer.evaluate_only() if trainer.cfg.eval_only else trainer.train()
-            writer.wait()
-            ranks.leave()
-            if trainer.tracker:
-                trainer.tracker.finish()
+    with exit_statuses(ranks), ExitStack() as stack:
+        run = set_up(sys.argv[1:], ranks, stack)
+        if not run.plan.cfg.eval_only:
+            train(run)
+        elif evaluate(run) is None:
+            raise Failed(f"the evaluation is not finished: {reason_to_stop(run)}")
+        run.writer.wait()
+        ranks.leave()
+        if run.tracker:
+            run.tracker.finish()
 
 
-class Trainer:
-    """One run: settings and data, then model and optimizer, then the loop that trains."""
+def set_up(argv, ranks, stack):
+    """Return the Run: refuse mistakes before anything is allocated or written, join the other ranks, make the model.
 
-    def __init__(self, argv, ranks):
-        """Read the settings and open the data; refuse mistakes before anything is allocated or written."""
-        from_data = ("vocab_size", "reset_token")  # model settings that are not given
-        given, names = read_settings((TrainConfig, GPTConfig), argv, from_data, usage=__doc__)
-        self.ranks = ranks
-        try:
-            self.cfg = cfg = TrainConfig(**fields_of(TrainConfig, given))
-            cfg.out_dir = os.path.normpath(cfg.out_dir or os.path.join("out", "-".join(names) or "train"))
-            trace.check(cfg)
-            self.dataset = dataset = open_dataset(cfg.dataset)
-            self.layout = Layout(ranks, cfg.context_parallel, cfg.shard)
-            self.stages, self.held_out = make_stages(cfg, given, dataset, self.layout)
-            self.resume, self.saved_settings = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
-            self.source, self.model_cfg = choose_model(cfg, given, dataset, self.saved_settings)
-            contexts = [stage.block_size for stage in self.stages]
-            check_context(cfg, self.model_cfg, contexts)
-            self.teacher = Teacher(cfg, dataset, contexts)
-        except (DataError, ValueError) as error:
-            refuse(error)
-        self.baseline = baseline_losses(cfg.baseline, self.held_out.block_size)
-        self.device, self.dtype = choose_device(cfg.device, cfg.dtype, ranks.local)
-        self.layout.check(cfg, self.device)
-        cfg.dtype = str(self.dtype).removeprefix("torch.")
-        self.settings = {**asdict(cfg), "model": asdict(self.model_cfg), "data": folder.fingerprint(dataset)}
-        self.settings["teacher"] = self.teacher.fingerprint
-        self.settings |= {"ranks": ranks.world, "device_type": self.device.type}
+    The lock on out_dir and the Writer are entered into the ExitStack.
+    """
+    from_data = ("vocab_size", "reset_token")  # settings of the model that cannot be given
+    values, names = read_settings((TrainConfig, GPTConfig), argv, from_data, usage=__doc__)
+    try:
+        cfg = TrainConfig(**fields_of(TrainConfig, values))
+        cfg.out_dir = os.path.normpath(cfg.out_dir or os.path.join("out", "-".join(names) or "train"))
+        plan = make_plan(cfg, values, ranks)
+    except (DataError, ValueError) as error:
+        refuse(error)
+    ranks.join(plan.device, cfg.backend, cfg.timeout)
+    plan.layout.connect(plan.device)
+    resume = ranks.agree_on_checkpoint(plan.resume)
+    if resume:  # now, since rank 0 alone knows which checkpoints are whole
+        folder.refuse_other_settings(cfg.out_dir, plan.saved_settings, plan.settings)
+        refuse_moved_stages(cfg, checkpoint.read_progress(resume))
+    records = ranks.master and not cfg.eval_only
+    if records:
+        stack.enter_context(folder.start_folder(cfg, plan.settings, plan.dataset))
+    writer = stack.enter_context(checkpoint.Writer(cfg.out_dir, ranks))
 
-    def start(self):
-        """Connect with the other ranks and, on rank 0, open out_dir; return the lock on it, a context manager."""
-        cfg, ranks = self.cfg, self.ranks
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        ranks.join(self.device, cfg.backend, cfg.timeout)
-        self.layout.connect(self.device)
-        self.resume = ranks.agree_on_checkpoint(self.resume)
-        if self.resume:  # now, since rank 0 alone knows which checkpoints are whole
-            folder.refuse_other_settings(cfg.out_dir, self.saved_settings, self.settings, self.resume)
-            refuse_moved_stages(cfg, self.saved_settings, checkpoint.read_progress(self.resume))
-        self.records = ranks.master and not cfg.eval_only
-        return folder.start_folder(cfg, self.settings, self.dataset) if self.records else nullcontext()
+    machine.choose_numerics(cfg, plan.device, plan.dtype)
+    torch.manual_seed(cfg.seed)
+    model = plan.layout.make_model(GPT, plan.model_cfg, plan.device)
+    optimizer, progress = make_optimizer(model, cfg), checkpoint.Progress()
+    if resume:
+        progress = checkpoint.load(resume, model, optimizer)
+        ranks.log(f"going on from {resume}, step {progress.step}")
+    elif plan.source:
+        plan.source.fill(model)
+        ranks.log(plan.source.describe(plan.model_cfg))
+    progress.model, context = asdict(plan.model_cfg), plan.held_out.block_size
+    if progress.context != context:  # losses so far were at another one
+        progress.context, progress.best = context, math.inf
+    network, eval_network = make_networks(plan, model)
+    if records:
+        checkpoint.remove_leftovers(cfg.out_dir, resume, progress.best_step)
+    tracker = Tracker(cfg, plan.settings, progress, model) if records else None
+    ranks.log(describe_run(plan, model))
+    clock, skipped = Clock(progress.seconds, progress.step), SkippedSteps(*progress.skipped)
+    return Run(plan, model, network, eval_network, optimizer, progress, writer, tracker, clock, skipped, StopSignals())
 
-    def build(self, writer):
-        """Make model and optimizer, new or from a checkpoint, and the other objects that training needs."""
-        cfg, ranks, device, self.writer = self.cfg, self.ranks, self.device, writer
-        torch.manual_seed(cfg.seed)
-        if cfg.deterministic:
-            machine.make_deterministic(ranks.log)
-        if self.dtype != torch.float32:  # power attention multiplies in float32; tf32 is exact for bf16 factors
-            torch.set_float32_matmul_precision("high")
-        self.autocast = torch.autocast(device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
-        self.model = self.layout.make_model(GPT, self.model_cfg, device)
-        self.optimizer = make_optimizer(self.model, cfg)
-        self.progress = p = checkpoint.Progress()
-        if self.resume:
-            self.progress = p = checkpoint.load(self.resume, self.model, self.optimizer, device)
-            ranks.log(f"going on from {self.resume}, step {p.step}")
-        elif self.source:
-            self.source.fill(self.model)
-            ranks.log(self.source.describe(self.model_cfg))
-        p.model = asdict(self.model_cfg)
-        resume_stage(self)
-        self.skipped, self.scaler = SkippedSteps(*p.skipped), LossScaler(self.dtype, device, *p.scaler)
-        contexts = [stage.block_size for stage in self.stages]
-        machine.check_kernels(self.model, contexts, self.dtype, ranks, cfg.context_parallel)
-        compiled = machine.can_compile(cfg.compile, device, ranks.log)
-        self.slices = split_context(self.model, self.layout, self.stages[-1].block_size, self.dtype, compiled)
-        # a whole model's graph breaks where keys circulate between ranks, and then has no blocks to compute again
-        by_block = self.slices.balanced and self.model_cfg.activation_checkpointing
-        self.network, self.eval_network = self.layout.wrap(self.model, compiled, by_block)
-        self.teacher.load(self, compiled)
-        if self.records:
-            checkpoint.remove_leftovers(cfg.out_dir, self.resume, p.best_step)
-        self.tracker = Tracker(cfg, self.settings, p, self.model) if self.records else None
-        ranks.log(
-            f"{self.model.parameter_count() / 1e6:.1f}M parameters, {describe_attention(self.model_cfg)}, "
-            f"{device.type} {cfg.dtype}; tokens a step: {describe_stages(self.stages, cfg, self.layout)}"
-        )
-        self.clock, self.seconds, self.checkpoint_seconds = Clock(p.seconds, p.step), p.seconds, 0.0
-        self.stop_signals, self.signal = StopSignals(), 0
-        # of the newest checkpoint; True if the loss of this step's evaluation was not finite
-        self.saved, self.diverged = (p.step, p.evaluated), False
 
-    def train(self):
-        """Take steps, and evaluate and save every eval_interval of them, until a limit or a signal ends the run."""
-        cfg, ranks, progress = self.cfg, self.ranks, self.progress
-        if not (end := self.reason_to_stop()):
-            rehearse_final_stage(self)
-        if not progress.evaluated and (end or progress.step % cfg.eval_interval == 0):  # a signal prevented it
-            self.evaluate_and_save()
-            end = self.reason_to_stop()
-        if end and not self.signal:
-            ranks.log(f"{cfg.out_dir} is trained: {progress.step} steps in {progress.seconds:.0f} s, {end}")
-            return
-        self.batches = micro_batches(self)
-        self.batch = next(self.batches)
-        self.display, first = Display(cfg, progress.step, self.device, shown=ranks.master), True
-        self.network.train()
-        self.clock.start_lap(progress.step)
-        while not end:
-            first = enter_stage(self) or first
-            with machine.memory_advice(cfg, self.model_cfg, self.stage, progress.step > 0) if first else nullcontext():
-                with trace.profile_step(self):
-                    loss, grad_norm = self.train_step()
-            self.writer.check()
-            end = self.reason_to_stop()
-            due = bool(end) or progress.step % cfg.eval_interval == 0
-            self.count_skipped(grad_norm, wait=due)
-            if loss is not None and (first or end or progress.step % cfg.log_interval == 0):
-                self.log_step(loss, grad_norm)
-            if due:
-                self.evaluate_and_save()
-                end = self.reason_to_stop()  # a signal may have cut the evaluation short
-                self.clock.start_lap(progress.step)
-            first = False
-        self.display.close()
-        ranks.log(f"stopped after {progress.step} steps: {end}")
+def train(run):
+    """Take steps, and evaluate and save every eval_interval of them, until a limit or a signal ends the run."""
+    plan, progress, cfg, ranks = run.plan, run.progress, run.plan.cfg, run.plan.ranks
+    end = reason_to_stop(run)
+    if not progress.evaluated and (end or progress.step % cfg.eval_interval == 0):  # a signal prevented it
+        evaluate_and_save(run)
+        end = reason_to_stop(run)
+    if end and not run.signal:
+        ranks.log(f"{cfg.out_dir} is trained: {progress.step} steps in {progress.seconds:.0f} s, {end}")
+        return
+    run.network.train()
+    if len(progress.stages) + 1 < len(plan.stages):
+        rehearse(plan, run.model, run.eval_network)
+    batches = micro_batches(plan, progress)
+    batch = next(batches)
+    display, first = Display(cfg, progress.step, plan.device, shown=ranks.master), True
+    run.clock.start_lap(progress.step)
+    while not end:
+        number, *_ = batch
+        if number > len(progress.stages):  # a new stage: its speed is measured anew
+            progress.stages, first = enter_stage(plan.stages, number, progress), True
+            run.clock.start_lap(progress.step)
+            ranks.log(f"after step {progress.step}: context {plan.stages[number].block_size:,}")
+        with machine.profile_step(cfg, progress.step + 1, plan.device, ranks):
+            loss, grad_norm, batch = train_step(run, batch, batches)
+        run.writer.check()
+        end = reason_to_stop(run)
+        due = bool(end) or progress.step % cfg.eval_interval == 0
+        count_skipped(run, grad_norm, wait=due)
+        if loss is not None:
+            display.step()
+            if first or end or progress.step % cfg.log_interval == 0:
+                log_step(run, display, loss, grad_norm)
+        if due:
+            evaluate_and_save(run)
+            end = reason_to_stop(run)  # a signal may have cut the evaluation short
+            run.clock.start_lap(progress.step)
+        first = False
+    display.close()
+    ranks.log(f"stopped after {progress.step} steps: {end}")
 
-    def train_step(self):
-        """Take one optimizer step; return the sum of its micro-steps' losses and the norm of the gradient, two scalars.
 
-        Returns (None, None) if a signal came within the step, which is then left out.
-        """
-        cfg, ranks, step = self.cfg, self.ranks, self.progress.step
-        rate = learning_rate(step, cfg, self.seconds)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        torch.manual_seed(hash((cfg.seed, step, ranks.rank)) % 2**63)  # dropout is a function of (seed, step, rank)
-        loss_sum = torch.zeros((), device=self.device)
-        for micro in range(self.stage.accumulation):
-            ranks.beat()
-            self.layout.average_next(self.network, last=micro == self.stage.accumulation - 1)
-            with self.autocast:
-                _, loss = self.network(*self.batch, **self.teacher(self.batch[0]))
-            ranks.beat()
-            self.scaler.scale_up(loss / self.stage.accumulation).backward()
-            loss_sum += loss.detach()
-            self.batch = next(self.batches)  # read while the GPU computes
-            self.share()
-            if self.signal and micro + 1 < self.stage.accumulation:
-                return None, None
-        norm = take_step(self.model, self.optimizer, self.scaler, cfg.grad_clip)
-        self.progress.step += 1
-        self.progress.evaluated, self.diverged = False, False
-        self.display.step()
-        return loss_sum, norm
+def train_step(run, batch, batches):
+    """Take one optimizer step; return the mean of its micro-steps' losses, the norm of the gradient and the next batch.
 
-    def share(self):
-        """Take the signal that any rank received, and the time of rank 0: all ranks decide by the same."""
-        self.signal, self.seconds = self.ranks.share(self.stop_signals.number, self.clock.seconds())
+    Returns three times None if a signal came within the step, which is then left out.
+    """
+    cfg, ranks, progress = run.plan.cfg, run.plan.ranks, run.progress
+    accumulation = run.plan.stages[len(progress.stages)].accumulation
+    rate = learning_rate(progress.step, cfg, progress.seconds)
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate
+    torch.manual_seed(hash((cfg.seed, progress.step, ranks.rank)) % 2**63)  # of dropout
+    loss_sum = torch.zeros((), device=run.plan.device)
+    for micro in range(accumulation):
+        ranks.beat()
+        run.plan.layout.average_next(run.network, last=micro == accumulation - 1)
+        _, inputs, targets = batch
+        with run.plan.autocast:
+            _, loss = run.network(inputs, targets, **run.plan.teacher(inputs))
+        ranks.beat()
+        (loss / accumulation).backward()
+        loss_sum += loss.detach()
+        batch = next(batches)  # read while the GPU computes
+        share(run)
+        if run.signal and micro + 1 < accumulation:
+            return None, None, None
+    norm = take_step(run.model, run.optimizer, cfg.grad_clip)
+    progress.step += 1
+    progress.evaluated, run.unsaved = False, True
+    return loss_sum / accumulation, norm, batch
 
-    def reason_to_stop(self):
-        """Return a text that names the limit reached or the signal received; "" if training goes on."""
-        cfg = self.cfg
-        if self.signal:
-            return f"{signal.Signals(self.signal).name} was received"
-        if self.progress.step >= cfg.max_iters:
-            return f"max_iters={cfg.max_iters} is reached"
-        if 0 < cfg.max_seconds <= self.seconds:
-            return f"max_seconds={cfg.max_seconds:g} is reached"
-        return ""
 
-    def count_skipped(self, grad_norm, wait):
-        """Count the step if it was skipped; raise Failed after max_skipped such steps in a row."""
-        self.skipped.count(grad_norm, wait, self.scaler.searching)
-        if self.skipped.in_a_row < self.cfg.max_skipped:
-            return
-        self.writer.wait()
-        self.ranks.barrier()  # from here on every rank sees the checkpoint that rank 0 wrote last
-        good = checkpoint.newest(self.cfg.out_dir)
-        good = f"the last good checkpoint is {good}" if good else "there is no checkpoint"
-        raise Failed(
-            f"{self.skipped.in_a_row} steps in a row had no finite gradient, the last one step {self.progress.step}; "
-            f"{good}: a smaller learning_rate or grad_clip may help"
-        )
+def share(run):
+    """Take the signal that any rank received and the time of rank 0: all ranks decide alike. Return the signal."""
+    run.signal, run.progress.seconds = run.plan.ranks.share(run.stop_signals.number, run.clock.seconds())
+    return run.signal
 
-    def log_step(self, loss_sum, grad_norm):
-        """Record the loss, averaged over the ranks, and the speed since the last line."""
-        cfg, ranks, step = self.cfg, self.ranks, self.progress.step
-        loss = ranks.sum(loss_sum / self.stage.accumulation / ranks.world).item()
-        pace, mfu = self.clock.steps_per_second(step), None  # steps a second
-        speed = cfg.tokens_per_step * pace
-        if peak := machine.peak_flops(self.device):
-            mfu = speed * self.model.flops_per_token(self.stage.block_size, self.dtype) / (peak * ranks.world)
-        if not ranks.master:
-            return
-        shown = dict(lr=self.optimizer.param_groups[0]["lr"], tok_per_sec=speed, mfu=mfu)
-        self.tracker.log(
-            step, train_loss=loss, tokens=step * cfg.tokens_per_step, seconds=self.clock.seconds(),
-            grad_norm=grad_norm.item(), **shown, skipped=self.skipped.total or None,
-            checkpoint_seconds=self.checkpoint_seconds or None, context=self.stage.block_size,
-        )  # fmt: skip
-        self.checkpoint_seconds = 0.0
-        self.display.log(step, self.clock.seconds(), pace, loss, stage=self.stage.name, **shown)
 
-    def evaluate_only(self):
-        """Print the validation losses; raise Failed if a signal came before they were known."""
-        if (losses := mean_losses(self)) is None:
-            raise Failed(f"the evaluation is not finished: {self.reason_to_stop()}")
-        self.ranks.log(f"{format_losses(losses)} at context {self.held_out.block_size:,}")
+def reason_to_stop(run):
+    """Return a text that names the signal received or the limit reached; "" if training goes on."""
+    if run.signal:
+        return f"{signal.Signals(run.signal).name} was received"
+    return reached_limit(run.plan.cfg, run.progress)
 
-    def evaluate_and_log(self):
-        """Evaluate and log the result, or leave that to the next start if a signal comes."""
-        cfg, progress, step = self.cfg, self.progress, self.progress.step
-        if (losses := mean_losses(self)) is None:
-            return
-        val_loss = losses["val_loss"]
-        model = self.layout.gather(self.model)
-        if self.ranks.master:
-            with torch.compiler.set_stance("force_eager"):  # blocks may be compiled, and would be for every length
-                with self.autocast, whole_sequences(model):
-                    ids = self.held_out.parts[0].windows.batch([0])[0][:, :4096].to(self.device)
-                    statistics = model.statistics(ids)
-                tokens = step * cfg.tokens_per_step
-                self.tracker.log(
-                    step, **losses, tokens=tokens, seconds=self.clock.seconds(), **epochs(self), **statistics,
-                    relative_loss=relative_loss(val_loss, tokens, self.baseline), context=self.held_out.block_size,
-                )  # fmt: skip
-                self.ranks.log(f"step {step}: {format_losses(losses)}")
-                if cfg.sample_tokens:
-                    self.tracker.sample(step, sample_text(self, model))
-        progress.evaluated, self.diverged = True, not math.isfinite(val_loss)
-        if val_loss < progress.best:
-            progress.best, progress.best_step = val_loss, step
 
-    def evaluate_and_save(self):
-        """Evaluate this step, unless that is done or a signal ends the run, and save what no checkpoint has yet.
+def count_skipped(run, grad_norm, wait):
+    """Count the step if it was skipped; raise Failed after max_skipped such steps in a row."""
+    run.skipped.count(grad_norm, wait)
+    if run.skipped.in_a_row < run.plan.cfg.max_skipped:
+        return
+    run.writer.wait()
+    run.plan.ranks.barrier()  # from here on every rank sees the checkpoint that rank 0 wrote last
+    newest = checkpoint.newest(run.plan.cfg.out_dir)
+    good = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint"
+    raise Failed(f"{run.skipped.in_a_row} steps in a row had no finite gradient; {good}: try a smaller learning_rate")
 
-        No step is saved without a finite gradient and loss, nor, if the settings say so, one that is not the best.
-        """
-        cfg, progress = self.cfg, self.progress
-        if not (self.signal or progress.evaluated):
-            self.writer.wait()  # a kill finds at most one evaluation without a checkpoint
-            self.evaluate_and_log()
-            self.share()
-        wanted = self.signal or progress.best_step == progress.step or cfg.always_save_checkpoint
-        healthy = not (self.diverged or self.skipped.in_a_row)
-        if wanted and healthy and (progress.step, progress.evaluated) != self.saved:
-            self.save()
 
-    def save(self):
-        """Write a checkpoint of this step: on rank 0, or on every rank what it holds of a sharded model."""
-        progress, begin = self.progress, time.perf_counter()
-        self.saved = progress.step, progress.evaluated
-        if self.ranks.master:
-            progress.seconds, progress.wandb_id = self.clock.seconds(), self.tracker.run_id
-            progress.skipped, progress.scaler = (self.skipped.total, self.skipped.in_a_row), self.scaler.state()
-            self.tracker.flush_to_disk()
-        self.writer.save(self.model, self.optimizer, progress)
-        self.checkpoint_seconds += time.perf_counter() - begin
+def log_step(run, display, loss, grad_norm):
+    """Record the loss, averaged over the ranks, and the speed since the last line."""
+    cfg, world, step = run.plan.cfg, run.plan.ranks.world, run.progress.step
+    loss = run.plan.ranks.sum(loss / world).item()
+    steps_per_second = run.clock.steps_per_second(step)
+    if not run.tracker:
+        return
+    speed, context = cfg.tokens_per_step * steps_per_second, run.plan.stages[len(run.progress.stages)].block_size
+    mfu = machine.flops_utilization(run.model, speed / world, context, run.plan.dtype)
+    numbers = dict(train_loss=loss, tokens=step * cfg.tokens_per_step, seconds=run.clock.seconds())
+    numbers |= dict(grad_norm=grad_norm.item(), lr=run.optimizer.param_groups[0]["lr"], tok_per_sec=speed, mfu=mfu)
+    numbers |= dict(skipped=run.skipped.total or None, checkpoint_seconds=run.checkpoint_seconds or None)
+    run.tracker.log(step, **numbers, context=context, memory=peak_memory(run.plan.device) / 1e9)
+    run.checkpoint_seconds = 0.0
+    display.log(step, numbers, steps_per_second, context)
+
+
+def evaluate(run):
+    """Evaluate and log the result; return the validation loss, or None if a signal came meanwhile."""
+    plan, progress, step, context = run.plan, run.progress, run.progress.step, run.plan.held_out.block_size
+    if (losses := mean_losses(plan, run.eval_network, partial(share, run))) is None:
+        return None
+    plan.ranks.log(f"step {step}: {format_losses(losses)} at context {context:,}")
+    model, val_loss, tokens = plan.layout.gather(run.model), losses["val_loss"], step * plan.cfg.tokens_per_step
+    if run.tracker:
+        numbers = losses | dict(tokens=tokens, seconds=run.clock.seconds()) | count_epochs(plan, progress)
+        statistics, text = examine(plan, model)
+        relative = relative_loss(val_loss, tokens, plan.baseline)
+        run.tracker.log(step, **numbers, **statistics, relative_loss=relative, context=context)
+        if plan.cfg.sample_tokens:
+            run.tracker.sample(step, text)
+    progress.evaluated, run.unsaved = True, True
+    if val_loss < progress.best:
+        progress.best, progress.best_step = val_loss, step
+    return val_loss
+
+
+def evaluate_and_save(run):
+    """Evaluate this step, unless that is done or a signal ends the run, and save it if no checkpoint has it.
+
+    A step is saved with a finite gradient and loss only, and with always_save_checkpoint=False only if it is the best.
+    """
+    progress, val_loss = run.progress, None
+    if not (run.signal or progress.evaluated):
+        run.writer.wait()  # a kill finds at most one evaluation without a checkpoint
+        val_loss = evaluate(run)
+        share(run)
+    chosen = run.signal or progress.best_step == progress.step or run.plan.cfg.always_save_checkpoint
+    healthy = not run.skipped.in_a_row and (val_loss is None or math.isfinite(val_loss))
+    if chosen and healthy and run.unsaved:
+        begin = time.perf_counter()
+        progress.skipped, run.unsaved = (run.skipped.total, run.skipped.in_a_row), False
+        if run.tracker:
+            progress.wandb_id = run.tracker.run_id
+            run.tracker.flush_to_disk()
+        run.writer.save(run.model, run.optimizer, progress)  # rank 0, or every rank what it holds of a sharded model
+        run.checkpoint_seconds += time.perf_counter() - begin
 
 
 if __name__ == "__main__":

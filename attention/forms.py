@@ -26,7 +26,6 @@ from typing import NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .double import differences, double
 from .embedding import symmetric_power_dim, symmetric_power_embedding
 from .memory import check_state_fits
 
@@ -349,8 +348,8 @@ class GateSums(NamedTuple):
 
     Entry j of each tensor [B, Hkv, n+1] is the sum before token j.
 
-    total is the sum of the finite log_g in float64, see double.py, of which only differences become float32 (a float32
-    sum is off by 6e-4 after 64k tokens); resets counts the log_g = -inf. Entry 0 is the sum before the first token.
+    total is the sum of the finite log_g in float64; only differences become float32 (a float32 sum is off by 6e-4 after
+    64k tokens); resets counts the log_g = -inf. Entry 0 is the sum before the first token.
     """
 
     total: torch.Tensor
@@ -365,7 +364,7 @@ def _sum_gates(log_g):
     """Return the GateSums [B, Hkv, T+1] of log_g [B, T, Hkv]."""
     log_g = torch.nn.functional.pad(log_g.transpose(1, 2), (1, 0))
     reset = log_g == float("-inf")
-    return GateSums(double(log_g.masked_fill(reset, 0)).cumsum(-1), reset.cumsum(-1))
+    return GateSums(log_g.masked_fill(reset, 0).double().cumsum(-1), reset.cumsum(-1))
 
 
 def _across_reset(to, since):
@@ -376,7 +375,7 @@ def _across_reset(to, since):
 def _decay(to, since, dtype, hidden=None):
     """Return exp of the sum of log_g in between, [B, Hkv, n, m] for n entries `to` and m `since`; 0 where `hidden`, by
     default across a reset."""
-    between = differences(to.total, since.total, to.resets.device, dtype)
+    between = (to.total.unsqueeze(-1) - since.total.unsqueeze(-2)).to(dtype)
     return between.masked_fill_(_across_reset(to, since) if hidden is None else hidden, float("-inf")).exp()
 
 
@@ -427,16 +426,16 @@ def _scale_of_rows(k, gates, unit, p):
     key of all to LARGEST_HIDDEN, because zero times infinity is NaN.
     """
     exponents = exponent(k.abs().amax(-1))
-    document = 0 if gates is None else double(4096.0 * gates.resets[..., 1:])  # further apart than any two exponents
+    document = 0 if gates is None else (4096.0 * gates.resets[..., 1:]).double()  # further apart than any two exponents
     if unit is not None:
         exponents = torch.cat((-unit.squeeze(-1).log2(), exponents), dim=-1)
-        document = 0 if gates is None else double(4096.0 * gates.resets)
-    largest = (double(exponents) + document).cummax(-1).values - document
+        document = 0 if gates is None else (4096.0 * gates.resets).double()
+    largest = (exponents.double() + document).cummax(-1).values - document
     scale = torch.exp2(-largest[..., -k.shape[2] :])
     if gates is not None and p == 2:
-        limit = LARGEST_HIDDEN * torch.exp2(-exponent(double(k.nan_to_num(0, 0, 0).abs().amax((-2, -1)))))
+        limit = LARGEST_HIDDEN * torch.exp2(-exponent(k.nan_to_num(0, 0, 0).abs().amax((-2, -1)).double()))
         scale = torch.minimum(scale, limit.unsqueeze(-1))
-    return scale.to(k.dtype).to(k.device)
+    return scale.to(k.dtype)
 
 
 @torch.no_grad()

@@ -24,7 +24,6 @@ from torch.nn import functional as F
 from . import backend, heinsen_forms
 from .arguments import as_state, cast_to_autocast_dtype, check_form, check_state, check_tensors
 from .dispatch import Plan, heinsen_kernel_reason
-from .double import device_of_doubles
 from .forms import accumulation_dtype
 from .heinsen_forms import CHUNK_SIZE, LogState, empty_log_state
 from .log_position import LogPosition
@@ -186,7 +185,7 @@ class Heinsen(Variant):
 
     def empty_state(self, batch, device, switch_over=None):
         c = self.config
-        position = torch.zeros(batch, dtype=torch.float64, device=device_of_doubles(device))
+        position = torch.zeros(batch, dtype=torch.float64, device=device)
         return HeinsenState(position, *empty_log_state(batch, c.n_kv_head, c.head_dim, c.head_dim, device=device))
 
     def forward(self, x, qkv, resets=None, state=None):

@@ -114,7 +114,7 @@ def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False
     (B, n), T, has_state = q.shape[:2], k.shape[1], initial_state is not None
     if not chosen.on_kernels or B == 0:  # a kernel cannot be launched on nothing
         dtype, states = q.dtype, has_state or return_state
-        if p > LARGEST_IN_FLOAT32 and not states and q.device.type != "mps":
+        if p > LARGEST_IN_FLOAT32 and not states:
             q, k, v, log_g = (None if x is None else x.double() for x in (q, k, v, log_g))
         y, state = forms.attend(
             q, k, v, log_g, p=p, form=chosen.form, chunk_size=chosen.chunk_size, initial_state=initial_state,

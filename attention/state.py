@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from .double import device_of_doubles, double
 from .forms import PowerState, flush, read_cache
 from .memory import switch_over_tokens
 from .power import power_attention
@@ -79,7 +78,7 @@ class LayerState(State):
     @staticmethod
     def empty(batch, device, switch_over="auto"):
         """Return the state before any token."""
-        position = torch.zeros(batch, dtype=torch.float64, device=device_of_doubles(device))
+        position = torch.zeros(batch, dtype=torch.float64, device=device)
         return LayerState(position, switch_over=switch_over)
 
     @property
@@ -168,12 +167,12 @@ def attend_to_state(q, k, v, log_g, before, state, power, must_flush, *, p):
 
 
 def count_positions(x, state, speed=None):
-    """Return the positions of the tokens of x [B, T, C], float64 (on the CPU for mps), counted on from the state's.
+    """Return the positions of the tokens of x [B, T, C], float64, counted on from the state's.
 
     They are 1, 2, 3, ... [T], or with a speed [B, T] its running sums [B, T].
     """
     if speed is None:
-        steps = torch.arange(1, x.shape[1] + 1, dtype=torch.float64, device=device_of_doubles(x.device))  # [T]
+        steps = torch.arange(1, x.shape[1] + 1, dtype=torch.float64, device=x.device)  # [T]
     else:
-        steps = double(speed).cumsum(dim=1)  # [B, T]
+        steps = speed.double().cumsum(dim=1)  # [B, T]
     return steps if state is None else state.position.unsqueeze(1) + steps

@@ -1,7 +1,6 @@
 """Time each fused operator of a training step beside PyTorch without it: which to name in dispatch.FUSED.
 
     python bench/fused.py                                 # a minute on a GPU
-    python bench/fused.py --only cross_entropy --tokens 16384
 
 A row is a part of a 124M model's training step, forward and backward, on 65,536 tokens under autocast to bfloat16:
 
@@ -25,9 +24,10 @@ from sympow.attention import dispatch  # noqa: E402
 from sympow.attention.rotary import rotate_heads  # noqa: E402
 from sympow.bench.timing import finish, make_parser, milliseconds, print_row, print_titles  # noqa: E402
 from sympow.layers.loss import LinearCrossEntropy  # noqa: E402
-from sympow.runs.program import at_least_1, run_program  # noqa: E402
+from sympow.runs.program import run_program  # noqa: E402
 
 WARM_UP, ROUNDS = 3, 15
+TOKENS = 65536
 WIDTH, HEAD_DIM = 768, 64  # of the residual stream and of a head
 VOCABULARY, UNUSED = 50304, 47  # rows of the head, the last of them without a token
 CONTENDERS = ("pytorch", "compiled", "fused")
@@ -35,24 +35,24 @@ COLUMNS = {"operator": ("operator", "<14", "s")}  # key of a row -> (title, plac
 COLUMNS |= {contender: (contender, ">10", ".3f") for contender in CONTENDERS}
 
 
-def rotary(T, device):
+def rotary(device):
     """Return the function, its inputs and the gradients of its outputs."""
     heads = WIDTH // HEAD_DIM
-    qkv = torch.randn(1, T, 3 * WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
-    positions = torch.arange(1, T + 1, dtype=torch.float64, device=device).expand(1, T)
+    qkv = torch.randn(1, TOKENS, 3 * WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
+    positions = torch.arange(1, TOKENS + 1, dtype=torch.float64, device=device).expand(1, TOKENS)
 
     def rotate(qkv):
         return rotate_heads(qkv.unflatten(-1, (-1, HEAD_DIM)), heads, heads, positions, 65536.0)
 
-    gradients = [torch.randn(1, T, heads, HEAD_DIM, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    gradients = [torch.randn(1, TOKENS, heads, HEAD_DIM, device=device, dtype=torch.bfloat16) for _ in range(3)]
     return rotate, [qkv], gradients
 
 
-def cross_entropy(T, device):
+def cross_entropy(device):
     """Return the function, its inputs and the gradients of its outputs."""
-    x = torch.randn(T, WIDTH, device=device, requires_grad=True)
+    x = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
     weight = torch.nn.Parameter(0.02 * torch.randn(VOCABULARY, WIDTH, device=device))
-    targets = torch.randint(VOCABULARY - UNUSED, (T,), device=device)
+    targets = torch.randint(VOCABULARY - UNUSED, (TOKENS,), device=device)
 
     def loss(x, weight):
         return (LinearCrossEntropy.apply(x, weight, targets, VOCABULARY - UNUSED),)
@@ -71,9 +71,9 @@ def forward_backward(function, inputs, gradients, fused):
     torch.autograd.grad(outputs, inputs, gradients)
 
 
-def compare(name, T, device):
-    """Return {contender: milliseconds} of one operator on T tokens."""
-    function, inputs, gradients = OPERATORS[name](T, device)
+def compare(name, device):
+    """Return {contender: milliseconds} of one operator."""
+    function, inputs, gradients = OPERATORS[name](device)
     torch.compiler.reset()
     calls = {}
     for contender in CONTENDERS:
@@ -87,14 +87,11 @@ def compare(name, T, device):
 
 
 def main():
-    parser = make_parser("fused.py", __doc__)
-    parser.add_argument("--only", nargs="+", choices=OPERATORS, metavar="NAME", default=list(OPERATORS))
-    parser.add_argument("--tokens", type=at_least_1, default=65536)
-    args = parser.parse_args()
+    args = make_parser("fused.py", __doc__).parse_args()
     device, rows = "cuda" if torch.cuda.is_available() else "cpu", []
     print_titles(COLUMNS)
-    for name in args.only:
-        rows.append(dict(operator=name) | compare(name, args.tokens, device))
+    for name in OPERATORS:
+        rows.append(dict(operator=name) | compare(name, device))
         print_row(COLUMNS, rows[-1])
         if reason := dispatch.fused_kernel_reason(name, torch.device(device), torch.bfloat16):
             print(f"{name}: the column `fused` is PyTorch, because {reason}")

@@ -29,7 +29,7 @@ from sympow.bench.train import take_steps  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
 from sympow.training.optimizer import make_optimizer  # noqa: E402
 from sympow.runs.program import at_least_1, run_program  # noqa: E402
-from sympow.runs.trace import profiler  # noqa: E402
+from sympow.runs.machine import profiler  # noqa: E402
 from sympow.train import TrainConfig  # noqa: E402
 
 STEPS = 5

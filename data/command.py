@@ -1,4 +1,4 @@
-"""The command line that the prepare scripts share: common options, errors of one line, exit status 2.
+"""Parse the command line of a prepare script: common options, errors of one line, exit status 2.
 
 def main(argv):
     args = Parser(__doc__, __file__).parse_args(argv)       # args.out, args.document_length, args.val_fraction, ...
@@ -20,11 +20,10 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser without abbreviations and without a usage dump; `--val-fraction` and `--val_fraction` are the
-    same option."""
+    """An ArgumentParser with the options of all prepare scripts, without abbreviations and without a usage dump."""
 
     def __init__(self, description, script, val_fraction=0.05):
-        """Add the common options. script: the path of the prepare script, whose folder is the default of --out."""
+        """Add the common options. script: the path of the prepare script; its folder is the default of --out."""
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
         self.folder = os.path.dirname(os.path.abspath(script))
         self.add_argument("--out", default=self.folder, help="folder to write; data/NAME makes it --dataset=NAME")
@@ -38,21 +37,15 @@ class Parser(argparse.ArgumentParser):
         The result also has args.command, the command that prepares this dataset again, for meta.json and error
         messages.
         """
-        words = []
-        for word in argv:
-            key, equals, value = word.partition("=")
-            if key.startswith("--"):
-                key = "--" + key[2:].replace("-", "_")
-            words.append(key + equals + value)
-        args = super().parse_args(words)
+        args = super().parse_args(argv)
         if args.document_length < 1:
             self.error(f"--document_length must be at least 1, got {args.document_length}")
         if not args.out:
             self.error("--out must be a folder, got an empty name")
         if not 0 < args.val_fraction <= 0.5:
             self.error(f"--val_fraction must be above 0 and at most 0.5, got {args.val_fraction}")
-        again = [word for word in argv if word != "--verify"]
-        args.command = shlex.join(["python", f"data/{os.path.basename(self.folder)}/prepare.py", *again])
+        options = [word for word in argv if word != "--verify"]
+        args.command = shlex.join(["python", f"data/{os.path.basename(self.folder)}/prepare.py", *options])
         return args
 
     def error(self, message):
@@ -61,13 +54,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(main):
-    """Call main(argv), then exit with status 0 if it is done, 2 after one line on stderr if it was refused or failed,
-    130 if it was interrupted."""
+    """Call main(argv). Exit with status 2 after one line on stderr if it was refused or failed, with 130 if it was
+    interrupted."""
     open_streams()
     try:
-        status = main(sys.argv[1:])
+        main(sys.argv[1:])
         sys.stdout.flush()  # a full disk is noticed here and not when Python ends
-        sys.exit(status)
     except KeyboardInterrupt:
         _end("interrupted; the same command goes on with the unfinished shards", 130)
     except (DataError, OSError, MemoryError, RecursionError) as error:
@@ -75,7 +67,7 @@ def run(main):
 
 
 def _end(line, status):
-    """Print a line on stderr and exit. What stdout still holds is dropped if it cannot be written (`| head`)."""
+    """Print a line on stderr and exit. The rest of stdout is dropped if it cannot be written (`| head`)."""
     print(line, file=sys.stderr)
     try:
         sys.stdout.flush()
@@ -93,5 +85,5 @@ def open_streams():
 
 
 def drop_output():
-    """Send what is still to be written to stdout nowhere, so that Python's own flush at the end cannot fail."""
+    """Send the rest of stdout nowhere, so that Python's own flush at the end cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -28,7 +28,6 @@ PIECE = 1 << 20
 COUNTED = 8 << 20  # bytes: a split below this is tokenized to see that it fills a row
 MANY = 20  # files that are named one by one (notes/*.txt) are one source, as in a folder, if there are so many
 NOT_TEXT = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".parquet", ".pdf", ".bin", ".zarr")
-COUNTS_SHOWN = 6  # kinds of files
 
 
 class File(NamedTuple):
@@ -71,7 +70,7 @@ def find_files(paths, suffixes, skip_folders=("__pycache__",)):
     sources = [sorted(source, key=_hash_of_name) for source in sources if source]
     files = [file for source in sources for file in source]
     total = sum(file.size for file in files)
-    note = f"; left out: {_counts(skipped)}" if skipped else ""
+    note = f"; left out: {skipped.total():,} ({_counts(skipped)})" if skipped else ""
     if total < SMALLEST:
         kinds = ",".join(suffixes)
         raise DataError(
@@ -132,11 +131,8 @@ def _suffix(name):
 
 
 def _counts(counter):
-    """Return a text like "12 .py, 3 .pdf, 40 others" with the most frequent first."""
-    kinds = sorted(counter.items(), key=lambda item: (-item[1], item[0]))
-    others = sum(count for _, count in kinds[COUNTS_SHOWN:])
-    kinds = kinds[:COUNTS_SHOWN] + ([("others", others)] if others else [])
-    return ", ".join(f"{count:,} {kind}" for kind, count in kinds)
+    """Return a text like "12 .py, 3 .pdf" of the most frequent kinds."""
+    return ", ".join(f"{count:,} {kind}" for kind, count in counter.most_common(6))
 
 
 def fingerprint(sources):

@@ -135,7 +135,7 @@ def open_stream(source, split, config, revision):
     datasets, hub = need("datasets"), need("huggingface_hub")
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    for logger in (datasets.utils.logging, hub.utils.logging):  # what they would print is in the errors they raise
+    for logger in (datasets.utils.logging, hub.utils.logging):  # their errors say as much
         logger.set_verbosity(logging.CRITICAL)
     try:
         return datasets.load_dataset(**source.options, name=config, split=split, revision=revision, streaming=True)
@@ -170,7 +170,7 @@ class Documents:
         self.opened, self.lines = False, []  # of the journal: the lines that are still to be written
 
     def _check_first(self, split):
-        """Raise DataError, which says what there is, if the column is missing or its first value is no text."""
+        """Raise DataError that names the columns if args.column is missing or its first value is no text."""
         rows = iter(self.stream)
         first = self._next(rows)
         rows.close()
@@ -257,16 +257,16 @@ class Documents:
             return
         self.opened = True
         head = json.dumps([self.key, need("datasets").__version__]).encode() + b"\n"
-        whole, content = head, b""
+        complete, content = head, b""
         if os.path.exists(self.journal):
             with open(self.journal, "rb") as f:
                 content = f.read()
         if content.startswith(head):
             for line in content[len(head) :].splitlines(keepends=True):
                 if line.endswith(b"\n"):
-                    self._note(json.loads(line), len(whole))
-                    whole += line
-        write_atomically(self.journal, whole)
+                    self._note(json.loads(line), len(complete))
+                    complete += line
+        write_atomically(self.journal, complete)
 
     def _note(self, line, offset):
         """Remember a line that stands at this offset of the journal."""

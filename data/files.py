@@ -23,7 +23,7 @@ def whole_file(path):
     """
     target = os.path.realpath(path)  # a link stays a link
     folder = os.path.dirname(target)
-    # Short, so that any name fits that the disk takes, and random, since processes in containers have equal numbers.
+    # Short, so that it fits wherever the name does; random, since processes in containers have equal numbers.
     temporary = os.path.join(folder, f".{secrets.token_hex(6)}.tmp")
     made = []
     while not os.path.isdir(folder):
@@ -80,16 +80,16 @@ def read_json(path):
     """
     try:
         with open(path, encoding="utf-8") as f:
-            found = json.load(f)
+            value = json.load(f)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({type(error).__name__}: {str(error)[:100]})") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise DataError(f"{path} is damaged (it holds no JSON object)")
-    return found
+    return value
 
 
 def sha256_of(path):

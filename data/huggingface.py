@@ -129,8 +129,8 @@ def _cut_long_words(text):
 def _characters_of_bytes():
     """Return {byte: character} of GPT-2's writing of bytes: printable ones as they are, others from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    shifted = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(shifted)}
 
 
 def tokenizers_json(tokenizer):

@@ -1,7 +1,7 @@
 """Read and write meta.json, which describes a dataset, and progress.json, which describes one that is unfinished.
 
-    write_meta("data/mine/meta.json", meta)       # adds the version and a sha256 of the other entries
-    meta = read_meta("data/mine/meta.json")       # refuses another version, and what is damaged
+write_meta("data/mine/meta.json", meta)       # adds the version and a sha256 of the other entries
+meta = read_meta("data/mine/meta.json")       # refuses another version, and what is damaged
 """
 
 import hashlib
@@ -35,7 +35,10 @@ def read_meta(path):
     meta = read_json(path)
     if meta.get("version") != VERSION:
         version = str(meta.get("version"))[:40]
-        raise VersionError(f"{path} is of version {version}, not {VERSION}: prepare the dataset again in a new folder")
+        raise VersionError(
+            f"{path} is of version {version}, not {VERSION}: delete it and prepare the dataset again, or name another "
+            "folder"
+        )
     if meta.pop("sha256", None) != hash_json(meta):
         raise DataError(f"{path} is damaged (sha256 differs)")
     for file in shards_of(meta):

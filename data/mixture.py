@@ -28,7 +28,7 @@ class Mixture:
     """Several datasets of one tokenizer, with a weight each. It serves in the place of a Dataset for training.
 
     Attributes: sets ({name: Dataset}), weights (Fractions that add up to 1), name, document_length (the shortest), and
-    vocab_size, eot and tokenizer, which are those of the first.
+    vocab_size, eot and tokenizer of the first dataset.
     """
 
     def __init__(self, parts):
@@ -46,7 +46,7 @@ class Mixture:
         self.vocab_size, self.eot, self.tokenizer = first.vocab_size, first.eot, first.tokenizer
 
     def check_tokens(self, tokenizer, owner):
-        """Raise DataError if the ids of the datasets are not those of `owner`, as Dataset.check_tokens does."""
+        """Raise DataError if the datasets and `owner` have different tokens, as Dataset.check_tokens does."""
         next(iter(self.sets.values())).check_tokens(tokenizer, owner)
 
     def counts(self, position):
@@ -138,12 +138,12 @@ class Part(NamedTuple):
 class HeldOut:
     """The held-out windows that an evaluation reads, all of one block_size. Attributes: parts ([Part]), block_size.
 
-    A Dataset alone has one part, "val_loss". Those of a Mixture are "val_loss/NAME", with the weights of the Mixture.
-    Those of `others`, names or paths with commas between, are "val_loss/NAME" with a weight of 0.
+    A Dataset alone has one part, "val_loss". A Mixture has a part "val_loss/NAME" for each of its datasets, with its
+    weight. val_datasets, names or paths with commas between, add parts "val_loss/NAME" with a weight of 0.
     """
 
-    def __init__(self, dataset, others, block_size, pack=False, name="block_size"):
-        """Raise DataError if one of `others` cannot be opened, has other tokens, or the name of another dataset."""
+    def __init__(self, dataset, val_datasets, block_size, pack=False, name="block_size"):
+        """Raise DataError if one of val_datasets cannot be opened, has other tokens, or the name of another dataset."""
         sets, mixed = sets_of(dataset), isinstance(dataset, Mixture)
         weights = dataset.weights if mixed else [1]
         keys = [f"val_loss/{key}" if mixed else "val_loss" for key in sets]
@@ -151,9 +151,9 @@ class HeldOut:
             Part(key, float(weight), Windows(part, "val", block_size, pack, name))
             for key, weight, part in zip(keys, weights, sets.values())
         ]
-        names = [word.strip() for word in others.split(",")] if others else []
+        names = [word.strip() for word in val_datasets.split(",")] if val_datasets else []
         if not all(names):
-            raise DataError(f"val_datasets must be names or paths with commas between, got {others!r}")
+            raise DataError(f"val_datasets must be names or paths with commas between, got {val_datasets!r}")
         for key, part in open_sets(names).items():
             if key in sets:
                 raise DataError(

@@ -5,7 +5,7 @@
     folder/train_00000.bin   tokens, little-endian uint16 or uint32, row-major [documents, document_length], no header
     folder/val_00000.bin
 
-A dataset is made of units, each of which gives one shard:
+A dataset is made of units, and each gives one shard:
 
     write_dataset(folder, [Unit("train", read_rows), ...], tokenizer, document_length, arguments, ...)
 
@@ -17,7 +17,6 @@ killed run goes on when it is run again, and a dataset that grows keeps the shar
 import fcntl
 import hashlib
 import itertools
-import json
 import os
 import shutil
 import time
@@ -47,8 +46,8 @@ class Unit(NamedTuple):
 def is_complete(folder, arguments, verify=False):
     """Return True, and print so, if the folder already holds the whole dataset that these arguments would make.
 
-    All its shards must be there with their sizes. With verify, shards whose sha256 differs are named and deleted first,
-    so that they are made again. Raises DataError if a dataset may not be written to the folder.
+    All its shards must be there with their sizes. With verify, shards that differ from their sha256 are named and
+    deleted first, so that they are made again. Raises DataError if a dataset may not be written to the folder.
     """
     _check_folder(folder)
     if os.path.exists(os.path.join(folder, UNFINISHED, "meta.json")):
@@ -62,7 +61,7 @@ def is_complete(folder, arguments, verify=False):
         if os.path.exists(os.path.join(folder, "meta.json")):
             print(f"{folder} is not complete: {error}")
         return False
-    if meta["arguments"] != _as_json(arguments):
+    if meta["arguments"] != arguments:
         print(f"{folder} was made by {meta['prepare']}: its shards are replaced, but for equal ones")
         return False
     print(f"{folder} is complete already: {_summary(meta)}")
@@ -95,7 +94,7 @@ def write_dataset(folder, units, tokenizer, document_length, arguments, source, 
         "splits": {split: {"documents": 0, "tokens": 0, "shards": []} for split in SPLITS},
         "source": source,
         "prepare": command,
-        "arguments": _as_json(arguments),
+        "arguments": arguments,
         "units": {},
         **(facts or {}),
     }
@@ -154,8 +153,6 @@ def _check_folder(folder):
     """Raise DataError if the folder has files of others and is neither a dataset nor has a prepare.py."""
     if not os.path.lexists(folder):
         return
-    if not os.path.isdir(folder):
-        raise DataError(f"--out={folder} is not a folder")
     unfinished = os.path.join(folder, UNFINISHED)
     if os.path.isdir(unfinished) and (strangers := _strangers(unfinished)):
         raise DataError(f"{unfinished} is not of a dataset of ours ({strangers}): move it away, or give another --out")
@@ -245,7 +242,7 @@ def _write_shard(path, rows, meta, dtype):
 
 
 def _remove_damaged(folder):
-    """Delete the shards, finished and unfinished, whose sha256 is not what was written; name them."""
+    """Delete the shards, finished and unfinished, that differ from their sha256; name them."""
     for path, meta in _stored(folder):
         print(f"{path}: reading {len(meta['units'])} shards")
         for file, shard in shards_of(meta).items():
@@ -258,8 +255,3 @@ def _remove_damaged(folder):
 def _summary(meta):
     parts = [f"{split} {s['tokens']:,} tokens in {s['documents']:,} rows" for split, s in meta["splits"].items()]
     return ", ".join(parts) + f" of {meta['document_length']:,}"
-
-
-def _as_json(arguments):
-    """Return the arguments as JSON gives them back (tuples become lists), to compare them with what was saved."""
-    return json.loads(json.dumps(arguments))

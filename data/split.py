@@ -157,8 +157,8 @@ class Stream:
     def align(self, position, at_line=True):
         """Return the first position from here on where the stream may be cut.
 
-        That is the start of a line in .jsonl, whose records are never cut, about the start of a line in text for a BPE
-        (without at_line, of a character), and anywhere in text as bytes.
+        That is the start of a line in .jsonl, about the start of a line in text for a BPE (without at_line, the start
+        of a character), and anywhere in text as bytes.
         """
         number = self._number(position)
         if number == len(self.spans) or position == self.starts[number]:
@@ -176,7 +176,7 @@ class Stream:
                 f.seek(offset)
                 text = f.read(1 << 16)
                 newline = text.find(b"\n") if at_line else -1
-                # A line longer than what was read is cut between two characters.
+                # A longer line is cut between two characters.
                 character = next((i for i, byte in enumerate(text[:4]) if byte & 0xC0 != 0x80), 0)
                 offset += newline + 1 if newline >= 0 else character
         return self.starts[number] + min(offset, span.end) - span.begin
@@ -231,7 +231,7 @@ class Stream:
 
 
 def join_documents(ids, ended, tokenizer):
-    """Concatenate arrays of ids, with the end of text after each array whose flag in `ended` is true."""
+    """Concatenate arrays of ids, with the end of text after those that `ended` marks."""
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     stop = np.array([tokenizer.eot], dtype)
     pieces = [np.zeros(0, dtype)]

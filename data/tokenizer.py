@@ -77,7 +77,7 @@ class Tokenizer:
         return [np.concatenate(parts) for parts in ids]
 
     def _cut(self, text):
-        """Yield a text in pieces whose ids together are those of the whole."""
+        """Yield a text in pieces that together have the ids of the text."""
         if self.kind == "huggingface" and not self.encoding.cut_between_words:
             return [text]
         return split_long_text(text)
@@ -136,10 +136,10 @@ class Tokenizer:
         """Return a short hash of the files that save writes."""
         return hashlib.sha256(b"".join(self.files().values())).hexdigest()[:16]
 
-    def same_tokens(self, other):
+    def same_tokens(self, tokenizer):
         """Return True if every token id means the same to both. (LongCrawl64's texts are escaped; their tokens are
         GPT-2's all the same.)"""
-        return self._describe() == other._describe()
+        return self._describe() == tokenizer._describe()
 
     def save(self, folder):
         """Write folder/tokenizer.json (and the vocabulary), from which load_tokenizer makes an equal tokenizer."""
@@ -198,7 +198,7 @@ def gpt2_tokenizer(json_escaped=False):
 
 
 def train_tokenizer(texts, vocab_size):
-    """Return a Tokenizer of kind "bpe" with at most vocab_size ids, the last of which is the end of text.
+    """Return a Tokenizer of kind "bpe" with at most vocab_size ids. The last one is the end of text.
 
     texts: an iterable of str. Any text is encoded without loss, because all 256 bytes are in the vocabulary. Text with
     few different words gives fewer ids.

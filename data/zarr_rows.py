@@ -17,9 +17,7 @@ from . import DataError, need
 
 METADATA = (".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json")
 CHUNKS_AT_ONCE = 8  # chunks of 8 MB that Zarr.read fetches at the same time: enough to keep a network busy
-NETWORK_ERRORS = {
-    "ConnectionError", "TimeoutError", "Timeout", "TransportError", "ClientConnectionError", "ClientPayloadError",
-}  # fmt: skip
+NETWORK_ERRORS = "ConnectionError TimeoutError Timeout TransportError ClientConnectionError ClientPayloadError".split()
 
 
 class Zarr:
@@ -87,7 +85,7 @@ class Zarr:
 
 
 def _open_strictly(url):
-    """Open a zarr array whose missing chunks raise DataError. (zarr itself returns the fill value for them.)"""
+    """Open a zarr array that raises DataError for a missing chunk. (zarr itself returns the fill value.)"""
     zarr, storage = need("zarr"), need("zarr.storage")
 
     class Strict(storage.WrapperStore):

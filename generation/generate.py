@@ -227,19 +227,22 @@ class Timings:
     """Records the seconds that the prompt and each token took, until the device has finished them."""
 
     def __init__(self, device):
-        self.device, self.prefill, self.steps, self.state_bytes = device, 0.0, [], 0
+        self.device, self.steps = device, []
 
     def start(self):
+        """Begin to time the next step."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.last = time.perf_counter()
 
     def set_prefill(self, state_bytes):
+        """Record that the prompt has been read since `start`."""
         started = self.last
         self.start()
         self.prefill, self.state_bytes = self.last - started, state_bytes
 
     def add_step(self, state_bytes):
+        """Record that a token was generated since the last one, or since `start`."""
         now = time.perf_counter()  # the ids have been read, so the device has finished
         self.steps.append(now - self.last)
         self.last, self.state_bytes = now, state_bytes
@@ -249,7 +252,7 @@ class Timings:
         seconds = torch.tensor(self.steps or [0.0])
         p50, p99 = (1000 * seconds.quantile(torch.tensor([0.5, 0.99]))).tolist()
         return {
-            "prefill_tokens_per_second": prompt_tokens / self.prefill if self.prefill else 0.0,
+            "prefill_tokens_per_second": prompt_tokens / self.prefill,
             "decode_tokens_per_second": num_samples * len(self.steps) / sum(self.steps) if self.steps else 0.0,
             "decode_ms_per_token_p50": p50,
             "decode_ms_per_token_p99": p99,

@@ -2,7 +2,7 @@
 
     display = Display(cfg, step, device, shown=ranks.master)
     display.step()                                          # after every optimizer step
-    display.log(step, seconds, steps_per_second, loss=2.5, lr=6e-4, tok_per_sec=1e6)
+    display.log(step, numbers, steps_per_second, context)   # numbers: a line of metrics.jsonl
     display.close()
 
 Between two logged steps the bar moves and shows the numbers of the last one, so that training never waits for the GPU
@@ -15,15 +15,8 @@ import sys
 import torch
 from tqdm import tqdm
 
-from sympow.attention import position_schemes
 from sympow.data.progress import bar
 from sympow.runs.processes import print_to_terminal
-
-
-def describe_attention(config):
-    """Return the attention of a model.GPTConfig, and where its layers' positions come from if that differs."""
-    schemes = position_schemes(config.attention.split(","))
-    return config.attention + (f" ({schemes})" if schemes else "")
 
 
 class Display:
@@ -38,18 +31,23 @@ class Display:
         """Move the bar by a step."""
         self.bar.update()
 
-    def log(self, step, seconds, steps_per_second, loss, tok_per_sec, lr, mfu=None, stage=""):
+    def log(self, step, numbers, steps_per_second, context):
         """Show the numbers of a step, on the bar or as a line, with the time that is left at this speed.
 
-        seconds: of training so far. stage: the name of the stage, if the run has several.
+        numbers: train_loss, tok_per_sec, lr, seconds (of training so far) and mfu, a number or None.
         """
-        speed = f"{tok_per_sec:,.0f} tok/s" + (f", mfu {mfu:.1%}" if mfu else "")
-        left = f"{tqdm.format_interval(self.seconds_left(step, seconds, steps_per_second))} left"
-        stage = f", {stage}" if stage else ""
-        self.bar.set_postfix_str(f"loss {loss:.4f}, {speed}, {left}{stage}")
-        if self.shown and self.bar.disable:
+        if not self.shown:
+            return
+        speed = f"{numbers['tok_per_sec']:,.0f} tok/s"
+        if numbers["mfu"]:
+            speed += f", mfu {numbers['mfu']:.1%}"
+        seconds = self.seconds_left(step, numbers["seconds"], steps_per_second)
+        left = f"{tqdm.format_interval(seconds)} left"
+        loss = f"loss {numbers['train_loss']:.4f}" + (f" at context {context:,}" if self.cfg.then else "")
+        self.bar.set_postfix_str(f"{loss}, {speed}, {left}")
+        if self.bar.disable:
             memory = f"{peak_memory(self.device) / 1e9:.1f} GB"
-            print_to_terminal(f"step {step}{stage}: loss {loss:.4f}, {speed}, lr {lr:.2e}, {memory}, {left}")
+            print_to_terminal(f"step {step}: {loss}, {speed}, lr {numbers['lr']:.2e}, {memory}, {left}")
 
     def seconds_left(self, step, seconds, steps_per_second):
         """Return the seconds until the first limit at this speed, without evaluations to come."""

@@ -11,7 +11,7 @@ import torch
 
 from sympow.data import DataError
 from sympow.data.files import read_json
-from sympow.data.tokenizer import load_tokenizer, named_tokenizer
+from sympow.data.tokenizer import load_tokenizer
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint
 from sympow.runs.processes import warn
@@ -26,23 +26,18 @@ def load_run(path, cfg):
     are compared: a damaged checkpoint is named on stderr and left out for the one before it. Refuse a run without a
     checkpoint, or with a config.json or tokenizer that cannot be read or does not fit.
     """
-    if is_exported(path) or not (folder := checkpoint.newest(path, True, warn, checkpoint.WEIGHTS)):
+    folder = None if is_exported(path) else checkpoint.newest(path, True, warn, checkpoint.WEIGHTS)
+    if not folder:
         refuse(no_checkpoint(path))
     run = checkpoint.run_of(path)
     try:
-        saved = checkpoint.settings(run, folder)["model"]
-    except ValueError as error:
-        refuse(error)
-    device, autocast = choose_precision(cfg)
-    try:
-        model = GPT(GPTConfig(**saved))
-        checkpoint.load(folder, model)
-    except (TypeError, ValueError, RuntimeError) as error:  # settings of no model, or of one with other weights
-        refuse(f"{folder} does not fit the settings in {run}/config.json: {error}")
-    try:
-        return run, model.to(device).eval(), load_tokenizer(run), device, autocast
+        settings, tokenizer = checkpoint.settings(run, folder), load_tokenizer(run)
     except DataError as error:
         refuse(error)
+    device, autocast = choose_precision(cfg)
+    model = GPT(GPTConfig(**settings["model"]))
+    checkpoint.load(folder, model)
+    return run, model.to(device).eval(), tokenizer, device, autocast
 
 
 def choose_precision(cfg):
@@ -56,21 +51,6 @@ def choose_precision(cfg):
 def is_exported(path):
     """Return True for a folder that export.py has written."""
     return os.path.isfile(os.path.join(path, "modeling_sympow.py"))
-
-
-def load_exported(path, cfg):
-    """Return the same as load_run for a folder that export.py has written, with the model's code that is in it.
-
-    Refuses a folder that transformers cannot load.
-    """
-    device, autocast = choose_precision(cfg)
-    from transformers import AutoModelForCausalLM  # takes seconds
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).gpt
-        return path, model.to(device).eval(), named_tokenizer(path), device, autocast
-    except (DataError, OSError, ValueError, RuntimeError) as error:
-        refuse(f"{path} cannot be loaded: {error}")
 
 
 def longest_text(path):
@@ -103,10 +83,9 @@ def no_checkpoint(run):
         return f"{run} is an exported model: name its run here (evaluate.py --tasks and train.py --init_from take it)"
     if checkpoint.exists(run):
         return f"every checkpoint in {run} is damaged"
-    runs = trained_runs()
-    newest = ", ".join(runs[:5]) + (", ..." if runs[5:] else "")
-    other = f"there is one in {newest}" if runs else "train one with `python train.py config/demo.py`"
-    return f"no checkpoint in {run}: {other}"
+    runs = ", ".join(trained_runs()[:5])
+    remedy = f"there is one in {runs}" if runs else "train one with `python train.py config/demo.py`"
+    return f"no checkpoint in {run}: {remedy}"
 
 
 def trained_runs():

@@ -1,27 +1,44 @@
-"""Prepare the machine for training: check the kernels and the compiler, make it deterministic, know its peak speed."""
+"""Prepare the machine for training: check the kernels and the compiler, make it deterministic, know its peak speed, and
+profile a step.
+
+    with profile_step(cfg, step, device, ranks):      # with --profile=STEP: a trace for https://ui.perfetto.dev
+        train_step(...)
+"""
 
 import os
 from contextlib import contextmanager
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from sympow.attention.check import first_line, kernel_failure
 from sympow.attention.dispatch import disable_kernels
-from sympow.training.parallel import not_sharded_reason
 from sympow.runs.processes import Failed
-from sympow.runs.settings import divide_sequences, from_launcher
 
 # dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name that occurs in the device's name counts
 PEAK_FLOPS = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12,
-    "RTX 4090": 165e12, "RTX 3090": 71e12, "A6000": 155e12,
-}  # fmt: skip
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "A6000": 155e12,
+}
 
 
 def peak_flops(device):
     """Return the peak dense bf16 FLOP/s of a device, or None if it is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
+
+
+def flops_utilization(model, tokens_per_second, block_size, dtype):
+    """Return the share of its device's peak that training a model takes at this speed, or None if that is not known."""
+    peak = peak_flops(model.transformer.wte.weight.device)
+    return peak and tokens_per_second * model.flops_per_token(block_size, dtype) / peak
 
 
 def check_kernels(model, contexts, dtype, ranks, context_parallel=1):
@@ -35,19 +52,26 @@ def check_kernels(model, contexts, dtype, ranks, context_parallel=1):
     failure = ranks.first(failure)
     disable_kernels(failure)  # if there is one
     if failure:
-        ranks.log(f"!!! the Triton kernels of power attention fail on this machine: {failure}")
-        ranks.log("!!! training goes on in plain PyTorch, several times slower and with more memory: see `make doctor`")
+        ranks.log(
+            f"!!! the Triton kernels of power attention fail on this machine: {failure}\n"
+            "!!! training goes on in plain PyTorch, several times slower and with more memory: see `make doctor`"
+        )
 
 
-def make_deterministic(log):
-    """Make torch choose algorithms that give the same bits in every run."""
+def choose_numerics(cfg, device, dtype):
+    """Set the precision of products in float32 and, for cfg.deterministic, make every run give the same bits."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dtype != torch.float32:  # power attention multiplies in float32; tf32 is exact for bf16 factors
+        torch.set_float32_matmul_precision("high")
+    if not cfg.deterministic:
+        return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_cudnn_sdp(False)  # flash instead: the backward pass of cuDNN adds in any order
     import torch._inductor.config as inductor
 
     inductor.deterministic = True
-    log("deterministic: torch's deterministic algorithms, flash attention instead of cuDNN; some operations are slower")
 
 
 def can_compile(setting, device, log):
@@ -73,39 +97,32 @@ def can_compile(setting, device, log):
 
 
 @contextmanager
-def memory_advice(cfg, model_cfg, stage, goes_on):
-    """Turn an out-of-memory error into Failed with advice how to need less memory at the same tokens_per_step.
+def profile_step(cfg, step, device, ranks):
+    """Write a trace of the step that is taken within, and log the operators that cost most, if it is cfg.profile.
 
-    stage: the one whose first step this is. goes_on: True for a run with a checkpoint, whose batch_size may not change
-    if it has dropout.
+    Rank 0 does it. A file that cannot be written is a line in the log: a full disk is no reason to end training.
     """
-    try:
+    if step != cfg.profile or not ranks.master:
         yield
-    except torch.OutOfMemoryError:
-        pass
-    else:
         return
-    ways = []
-    sequences = stage.batch_size * stage.accumulation
-    sizes = {
-        d: divide_sequences(sequences, d * cfg.block_size // stage.block_size)
-        for d in range(1, cfg.batch_size)
-        if cfg.batch_size % d == 0
-    }
-    fewer = [d for d, (batch_size, _) in sizes.items() if batch_size < stage.batch_size]
-    if fewer and not (goes_on and model_cfg.dropout):
-        smaller = fewer[-1]
-        again = sizes[smaller][1]
-        steps = cfg.gradient_accumulation_steps * cfg.batch_size // smaller
-        also = f" --gradient_accumulation_steps={steps}" if steps else ""
-        ways.append(
-            f"--batch_size={smaller}{also} (accumulation becomes {again}, tokens_per_step stays {cfg.tokens_per_step})"
-        )
-    if not model_cfg.activation_checkpointing:
-        ways.append("--activation_checkpointing=True")
-    shardable = not cfg.shard and not not_sharded_reason(cfg, on_gpu=True)
-    if shardable and from_launcher("WORLD_SIZE", 1) > 1 and not (goes_on and model_cfg.dropout):
-        ways.append("--shard=True")
-    ways = " or ".join(ways or ["a smaller context or model"])
-    where = "the first step" + (f" of {stage.name}" if stage.name else "")
-    raise Failed(f"out of GPU memory in {where}: try {ways}")
+    with profiler(device) as trace:
+        yield
+    path = os.path.join(cfg.out_dir, f"trace_step_{step}.json.gz")
+    costliest = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    try:
+        trace.export_chrome_trace(path)
+        ranks.log(f"wrote {path}\n{trace.key_averages().table(costliest, row_limit=10)}")
+    except OSError as error:
+        ranks.log(f"cannot write {path}: {error}")
+
+
+@contextmanager
+def profiler(device):
+    """Record what is run within, on the CPU and on the device, as a torch.profiler.profile."""
+    gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as trace:
+        if gpu:
+            torch.cuda.synchronize(device)  # leave out what was launched earlier
+        yield trace
+        if gpu:
+            torch.cuda.synchronize(device)

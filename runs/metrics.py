@@ -1,74 +1,111 @@
-"""Record a run's numbers, always in metrics.jsonl and on request in wandb, and read them again.
+"""Record a run's numbers in metrics.jsonl, send them to wandb, and read them again.
 
-metrics.jsonl is the authority: one JSON object a line.
+    tracker = Tracker(cfg, settings, progress, model)
+    tracker.log(12, train_loss=3.2, tokens=98304, seconds=4.5, lr=6e-4)      # a line of metrics.jsonl, a row in wandb
+    tracker.sample(12, "def f(x):")                                          # a line of samples.jsonl
+    tracker.finish()
+
+metrics.jsonl is the authority: one JSON object a line, and each step once. wandb may have steps twice that were taken
+again after a resume.
 """
 
+import html
 import json
 import math
 import os
 import secrets
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
-from sympow.data.files import write_atomically
-from sympow.runs.processes import warn
+from sympow.data import files
+from sympow.runs.processes import print_to_terminal, warn
 from sympow.runs.settings import refuse
-from sympow.runs.wandb_run import WandbRun, past_rows, run_options, saved_id, wandb_row
+
+START_SECONDS = 30  # that the start of training waits for wandb's server
+FINISH_SECONDS = 60  # that the end of training waits for wandb's last uploads
+NO_KEY = "no API key: `wandb login`, or set WANDB_API_KEY"
+NANOGPT_NAMES = {
+    "step": "iter",
+    "train_loss": "train/loss",
+    "val_loss": "val/loss",
+    "tok_per_sec": "train/tok_per_sec",
+    "grad_norm": "train/grad_norm",
+    "skipped": "train/skipped",
+    "relative_loss": "val/relative_loss",
+}
 
 
 class Tracker:
-    """Writes metrics.jsonl and samples.jsonl of a run, and the same to wandb.
+    """Writes metrics.jsonl and samples.jsonl of a run, and sends their lines to wandb.
 
-    Lines of steps after progress.step, at which the run goes on, are removed, because those steps are taken again, and
-    so are the validation loss and the sample of that step itself if it is not `evaluated`: a kill came before the
-    checkpoint with it. settings: the contents of config.json. Attribute: run_id, under which wandb knows the run, from
-    the checkpoint if it has one; None if wandb is turned off.
+    Training goes on from progress.step, so lines of later steps are removed: these steps are taken again. If
+    progress.evaluated is False, that step is evaluated again too, and the lines of its evaluation are removed.
+    settings: the contents of config.json. Attribute: run_id, the run's id in wandb, or None if wandb is turned off.
     """
 
     def __init__(self, cfg, settings, progress, model):
-        path, self.sample_path = (os.path.join(cfg.out_dir, name) for name in ("metrics.jsonl", "samples.jsonl"))
-        lines, samples = (keep_lines(name, progress.step, progress.evaluated) for name in (path, self.sample_path))
-        self.samples = [[line["step"], line["text"]] for line in samples if isinstance(line.get("text"), str)]
-        self.file = open(path, "a")
-        self.run_id, self.wandb = progress.wandb_id, None
+        self.path = os.path.join(cfg.out_dir, "metrics.jsonl")
+        self.sample_path = os.path.join(cfg.out_dir, "samples.jsonl")
+        for path in (self.path, self.sample_path):
+            remove_repeated_lines(path, progress)
+        self.file = open(self.path, "a")
+        self.run_id = self.wandb = None
         if cfg.wandb_log and cfg.wandb != "disabled":
-            self.run_id = choose_id(cfg.out_dir, progress.wandb_id)
-            options = run_options(cfg.out_dir, settings, self.run_id, model.parameter_count())
-            self.wandb = WandbRun(cfg.wandb, cfg.out_dir, options, past_rows(lines, self.samples))
+            self.run_id = choose_id(cfg.out_dir)
+            with self.wandb_errors():
+                self.wandb = start_wandb(cfg, settings, self.run_id, model.parameter_count())
 
     def log(self, step, **values):
-        """Write one line of numbers, such as train_loss, tokens, seconds and lr; those that are None are left out."""
-        line = {"step": step, **{k: v for k, v in values.items() if v is not None}}
+        """Write one line of numbers, such as train_loss, tokens, seconds and lr. Values of None are left out."""
+        line = {"step": step} | {name: value for name, value in values.items() if value is not None}
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
         if self.wandb:
-            self.wandb.log(wandb_row(line))
+            with self.wandb_errors():
+                self.wandb.log(wandb_row(line))
 
     def sample(self, step, text):
-        """Write a text that the model generated to samples.jsonl, and all of them to wandb as a table."""
-        with open(self.sample_path, "a") as f:
-            f.write(json.dumps({"step": step, "text": text}) + "\n")
-        self.samples.append([step, text])
+        """Write a text that the model generated to samples.jsonl, and send it to wandb."""
+        with open(self.sample_path, "a") as file:
+            file.write(json.dumps({"step": step, "text": text}) + "\n")
         if self.wandb:
-            self.wandb.log({"iter": step, "samples": [*self.samples]})
+            with self.wandb_errors():
+                import wandb
+
+                # not a wandb.Table, which waits for the server
+                self.wandb.log({"iter": step, "sample": wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)})
 
     def flush_to_disk(self):
         """Block until all lines are on disk. Call it before a checkpoint, so that a power cut loses no earlier step."""
-        for name in (self.file.name, self.sample_path):
-            with open(name, "ab") as f:  # log() and sample() leave nothing in Python's buffers
-                os.fsync(f.fileno())
+        for path in (self.path, self.sample_path):
+            files.flush_to_disk(path)  # log() and sample() leave nothing in Python's buffers
 
     def finish(self):
-        """Close the file and end the wandb run."""
+        """Close metrics.jsonl and end the wandb run, for which it waits at most about FINISH_SECONDS."""
         self.file.close()
         if self.wandb:
-            self.wandb.finish()
+            with self.wandb_errors():
+                self.wandb.finish()
+
+    @contextmanager
+    def wandb_errors(self):
+        """Print an error of wandb in one line, and log no more to wandb. Training goes on."""
+        try:
+            yield
+        except Exception as error:
+            self.wandb = None
+            print_to_terminal(f"wandb stopped ({describe(error)}): metrics.jsonl has all numbers")
+            with suppress(Exception, SystemExit):  # otherwise wandb prints a traceback when the process ends
+                import wandb
+
+                wandb.teardown()
 
 
 class Clock:
-    """Counts the seconds of training, from those of earlier starts on, and measures the speed of its steps."""
+    """Counts the seconds of training, including earlier starts, and measures the speed of its steps."""
 
     def __init__(self, seconds, step):
         self.began = time.perf_counter() - seconds
@@ -79,123 +116,200 @@ class Clock:
         return time.perf_counter() - self.began
 
     def start_lap(self, step):
-        """Measure the speed from this step on; called after an evaluation, which is no step."""
+        """Measure the speed from this step on. Call it after an evaluation, which is no step."""
         self.lap = time.perf_counter(), step
 
     def steps_per_second(self, step):
         """Return the speed since the last call or `start_lap`."""
-        (then, first), now = self.lap, time.perf_counter()
+        (lap_start, first_step), now = self.lap, time.perf_counter()
         self.start_lap(step)
-        return (step - first) / (now - then)
+        return (step - first_step) / (now - lap_start)
 
 
 class SkippedSteps:
     """Counts the steps that were skipped because their gradient was not finite.
 
-    Attributes: total, in_a_row (up to the last step that was counted, without those of a search for the loss scale).
+    Attributes: total, in_a_row (up to the last step that was counted).
     """
 
     def __init__(self, total=0, in_a_row=0):
         self.total, self.in_a_row, self.pending = total, in_a_row, None
 
-    def count(self, grad_norm, wait, searching=None):
+    def count(self, grad_norm, wait):
         """Count a step by the norm of its gradient, a scalar tensor, or None if no step was taken.
 
-        searching: LossScaler's, a bool scalar, True if the step was skipped and a smaller loss scale may do, or None.
-        Both are read one step later, when the GPU has long computed them, or with `wait` at once.
+        It is read one step later, when the GPU has long computed it, or with `wait` at once.
         """
-        step = None if grad_norm is None else (grad_norm, searching)
-        for norm, searched in filter(None, (self.pending, step if wait else None)):
-            skipped = not math.isfinite(norm.item())
-            unexplained = skipped and not (searched is not None and searched.item())
-            self.total, self.in_a_row = self.total + skipped, (self.in_a_row + 1) * unexplained
-        self.pending = None if wait else step
+        for norm in (self.pending, grad_norm if wait else None):
+            if norm is not None:
+                skipped = not math.isfinite(norm.item())
+                self.total, self.in_a_row = self.total + skipped, (self.in_a_row + 1) * skipped
+        self.pending = None if wait else grad_norm
 
 
 def baseline_losses(run, context):
     """Return [(tokens, validation loss)] of the run in this folder, for relative_loss; [] if run is "".
 
-    Losses at another context than this one are taken, with a warning, only if there are no others. Refuses a folder
-    without losses. Those that are not finite are left out.
+    Losses at another context are returned, with a warning, only if there are none at this one. Losses that are not
+    finite are left out. Refuses a folder without losses.
     """
     if not run:
         return []
-    path = os.path.join(run, "metrics.jsonl")
-    if not os.path.isfile(path):
-        refuse(f"baseline must be a run's folder, got {run}: there is no {path}")
-    try:
-        lines = [line for line in map(json.loads, whole_lines(path)) if "val_loss" in line]
-    except OSError as error:
-        refuse(f"baseline {run} cannot be read: {error}")
-    like = [line for line in lines if line.get("context", context) == context]  # earlier versions did not name it
-    if lines and not like:
+    lines = [line for line in read_lines(os.path.join(run, "metrics.jsonl")) if "val_loss" in line]
+    comparable = [line for line in lines if line.get("context", context) == context]
+    if lines and not comparable:
         warn(f"baseline {run} was not evaluated at context {context}: relative_loss compares losses of two contexts")
-    pairs = [(line.get("tokens"), line["val_loss"]) for line in like or lines]
-    if found := sorted(pair for pair in pairs if all(map(_is_positive, pair))):
-        return found
-    refuse(f"baseline must be a run that was evaluated, got {run}: {path} has no line with val_loss and tokens")
+    pairs = [(line.get("tokens"), line["val_loss"]) for line in comparable or lines]
+    losses = sorted(pair for pair in pairs if all(map(is_positive, pair)))
+    if not losses:
+        refuse(f"baseline must be a run's folder with metrics.jsonl, in it lines with val_loss and tokens, got {run}")
+    return losses
+
+
+def is_positive(value):
+    """Return True for a number above 0 that is finite."""
+    return isinstance(value, (int, float)) and 0 < value < 1e300
 
 
 def relative_loss(loss, tokens, baseline):
-    """Return by what share a validation loss is above the baseline's after the same number of tokens.
+    """Return loss / (the baseline's validation loss after this number of tokens) - 1.
 
-    Between two evaluations of the baseline its loss is interpolated; outside of them the result is None.
+    The baseline's loss is interpolated between its evaluations. Returns None before the first and after the last one.
     """
     if not baseline or not baseline[0][0] <= tokens <= baseline[-1][0]:
         return None
     return loss / float(np.interp(tokens, *zip(*baseline))) - 1
 
 
-def choose_id(folder, of_checkpoint):
-    """Return the id for wandb: the checkpoint's, else that of an earlier start of this run, else a new one.
+# ---- files of JSON lines
 
-    It is saved in the file wandb_id at once, because the first checkpoint may be much later.
+
+def remove_repeated_lines(path, progress):
+    """Remove damaged lines, and lines that training will write again, from a file of JSON lines.
+
+    Lines after progress.step come again. Lines of that step without a training loss belong to its evaluation, and come
+    again unless progress.evaluated is True.
     """
-    known = saved_id(folder)
-    chosen = of_checkpoint or known or secrets.token_hex(4)
-    if chosen != known:
-        write_atomically(os.path.join(folder, "wandb_id"), f"{chosen}\n".encode())
-    return chosen
+    lines = []
+    for line in read_lines(path):
+        last_step = progress.step if progress.evaluated or "train_loss" in line else progress.step - 1
+        if line["step"] <= last_step:
+            lines.append(line)
+    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    if not os.path.exists(path) or Path(path).read_bytes() != text:  # a full disk does not matter if nothing changes
+        files.write_atomically(path, text)
 
 
-def keep_lines(path, step, evaluated):
-    """Remove damaged lines and those that come again from a file of JSON lines; return the objects that stay.
+def read_lines(path):
+    """Return the objects with a step in a file of JSON lines; [] if there is no such file.
 
-    Lines of later steps come again, and, unless the step is evaluated, those of its evaluation.
-    """
-    again = lambda line: line["step"] > step - (not evaluated and "train_loss" not in line)
-    kept = [line for line in whole_lines(path) if not again(json.loads(line))]
-    text = "".join(kept).encode()
-    if text != (Path(path).read_bytes() if os.path.exists(path) else None):  # needs no space if nothing changes
-        write_atomically(path, text)
-    return [json.loads(line) for line in kept]
-
-
-def whole_lines(path):
-    """Return the lines of a file of JSON lines that hold an object with a step; none if there is no such file.
-
-    A last line that a crash tore is left out, and so, with a warning, is what a power cut leaves: NULs or garbage.
+    Leaves out, with a warning, a last line that a crash tore and lines that a power cut damaged: NULs or garbage.
     """
     if not os.path.exists(path):
         return []
-    if not os.path.isfile(path):  # reading a device such as /dev/full would never end
-        refuse(f"{path} must be a file, not a folder or a device: remove it")
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as f:
-        lines = f.readlines()
-    if lines and not lines[-1].endswith("\n"):  # torn, unless only the end of the line is missing
-        lines[-1:] = [lines[-1] + "\n"] if _has_step(lines[-1]) else []
-    whole = [line for line in lines if _has_step(line)]
-    if len(whole) < len(lines):
-        warn(f"{path}: {len(lines) - len(whole)} damaged lines are left out")
-    return whole
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        lines = [parse_line(text) for text in file]
+    undamaged = [line for line in lines if line is not None]
+    if len(undamaged) < len(lines):
+        warn(f"{path}: {len(lines) - len(undamaged)} damaged lines are left out")
+    return undamaged
 
 
-def _has_step(line):
+def parse_line(text):
+    """Return the object of a JSON line, or None if it is damaged or has no step."""
     try:
-        return type(json.loads(line)["step"]) is int
+        line = json.loads(text)
+        return line if type(line["step"]) is int else None
     except (ValueError, LookupError, TypeError, RecursionError):
-        return False
+        return None
 
 
-def _is_positive(x):
-    return isinstance(x, (int, float)) and 0 < x < 1e300
+# ---- wandb
+
+
+def choose_id(folder):
+    """Return the run's id in wandb: the one in the file wandb_id, or a new one, which is written there."""
+    path = Path(folder, "wandb_id")
+    run_id = path.read_text(errors="replace").strip() if path.exists() else ""
+    if not run_id.isalnum():  # the file is missing or damaged
+        run_id = secrets.token_hex(4)
+        files.write_atomically(path, f"{run_id}\n".encode())
+    return run_id
+
+
+def start_wandb(cfg, settings, run_id, parameters):
+    """Return a run of wandb: online if wandb finds an API key and its server answers, otherwise offline.
+
+    Nothing asks for a login. Prints one line. Returns None if WANDB_MODE turns wandb off.
+    settings: the contents of config.json. parameters: their number in the model.
+    """
+    import wandb
+
+    quiet = wandb.Settings(
+        silent=True,
+        console="off",
+        init_timeout=START_SECONDS,
+        finish_timeout=FINISH_SECONDS,
+        finish_timeout_raises=True,
+    )
+    if cfg.wandb != "auto":
+        quiet.mode = cfg.wandb
+    mode, reason = wandb.setup(quiet).settings.mode, "as asked"
+    if mode == "disabled":
+        return None
+    options = {
+        "id": run_id,
+        "project": cfg.wandb_project,
+        "name": cfg.wandb_run_name or os.path.basename(os.path.abspath(cfg.out_dir)),
+        "group": cfg.wandb_group or None,
+        "tags": [tag.strip() for tag in cfg.wandb_tags.split(",") if tag.strip()],
+        "dir": cfg.out_dir,
+        "config": settings | {"parameters": parameters},
+    }
+    if mode == "online" and not wandb.login(prompt=False, verify=False):
+        mode, reason = "offline", NO_KEY
+    if mode == "online":
+        try:
+            run = init_wandb(wandb, quiet, options)
+            print_to_terminal(f"wandb: {run.url}")
+            return run
+        except Exception as error:
+            reason = describe(error)
+            wandb.teardown()  # otherwise wandb takes the offline run for a second run with the same id
+    quiet.mode = "offline"
+    run = init_wandb(wandb, quiet, options)
+    print_to_terminal(f"wandb is offline ({reason}): `wandb sync {cfg.out_dir}/wandb/offline-run-*` uploads it later")
+    return run
+
+
+def init_wandb(wandb, quiet, options):
+    """Start a run of wandb with the settings `quiet` and the arguments `options` of wandb.init."""
+    wandb.setup(quiet)
+    run = wandb.init(resume="allow", **options)
+    run.define_metric("iter")
+    run.define_metric("*", step_metric="iter")  # wandb's own step counts rows, and a step may have several
+    return run
+
+
+def wandb_row(line):
+    """Return a line of metrics.jsonl as a row for wandb. It has nanoGPT's names where nanoGPT has the value.
+
+    A list has one value for each layer, or None for a layer without it: "gate" becomes gate/layer_00, gate/layer_01.
+    """
+    split = "val" if "val_loss" in line else "train"
+    row = {}
+    for name, value in line.items():
+        if isinstance(value, list):
+            row |= {f"{name}/layer_{i:02d}": mean for i, mean in enumerate(value) if mean is not None}
+        elif name == "mfu":
+            row[name] = 100 * value  # percent, as in nanoGPT
+        elif name == "context":
+            row[f"{split}/context"] = value
+        else:
+            row[NANOGPT_NAMES.get(name, name.replace("val_loss/", "val/loss/"))] = value
+    return row
+
+
+def describe(error):
+    """Return an exception's type and message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

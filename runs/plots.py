@@ -56,56 +56,50 @@ def plot_loss_curves(runs, png):
     axis on which the curves look as on another one has no panel of its own. png: a file from `choose_picture`.
     """
     plt = _pyplot()
-    axes_shown, shifts, looks = loss_axes(runs), relative_losses(runs), _looks(runs)
-    smoothed = [(x, smooth(y)) for x, y in (loss_curve(train, "step", "train_loss") for train, _ in runs.values())]
-    limits = loss_limits(smoothed + [loss_curve(val, "step", "val_loss") for _, val in runs.values()])
-    places = PANELS[len(axes_shown) + bool(shifts)]
-    finite = {name: not train or loss_curve(train, "step", "train_loss")[0] for name, (train, _) in runs.items()}
-    handles = _run_handles(finite, looks)
-    if any(val for _, val in runs.values()):
+    axes_shown, relative, looks = loss_axes(runs), relative_losses(runs), _looks(runs)
+    train_curves = [loss_curve(train, "step", "train_loss") for train, _ in runs.values()]
+    val_curves = [loss_curve(val, "step", "val_loss") for _, val in runs.values()]
+    limits = loss_limits([(steps, smooth(losses)) for steps, losses in train_curves] + val_curves)
+    handles = _run_handles(looks)
+    if any(losses for _, losses in val_curves):
         colour = COLOURS[0] if len(runs) == 1 else "#777777"
         handles.append(plt.Line2D([], [], linestyle="none", color=colour, label="validation", **CIRCLES))
+    panels = PANELS[len(axes_shown) + bool(relative)]
     with plt.style.context(["default", STYLE]):
-        width = 11 if len(places[0]) > 1 else 7.5
-        columns, rows = _legend_shape(handles, width)
-        size = (width, 4 * len(places) + 0.24 * rows)
-        figure, axes = plt.subplot_mosaic(places, figsize=size, layout="constrained")
-        for i, (key, label, scale) in enumerate(axes_shown):
-            _plot_losses(axes[i], runs, looks, key, scale)
+        figure, axes = _make_figure(plt, panels, handles, height=4 * len(panels))
+        for i, (key, label, unit) in enumerate(axes_shown):
+            _plot_losses(axes[i], runs, looks, key, unit)
             axes[i].set(xlabel=label, ylabel="loss, nats per token", ylim=limits)
-            _set_linear_ticks(axes[i], key, longest(runs, key) / scale)
-        if shifts:
+            _set_linear_ticks(axes[i], key, longest(runs, key) / unit)
+        if relative:
             axis = axes[len(axes_shown)]
-            _plot_relative_losses(axis, shifts, looks)
+            _plot_relative_losses(axis, relative, looks)
             axis.set(xlabel="tokens", ylabel=f"loss relative to {shorten(next(iter(runs)), 24)}, %")
-            _set_linear_ticks(axis, "tokens", max(x for curves in shifts.values() for xs, _ in curves for x in xs))
-        figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+            _set_linear_ticks(axis, "tokens", longest(runs, "tokens"))
         save_figure(figure, png)
 
 
 def loss_axes(runs):
-    """Return [(key, label, scale)] of the horizontal axes: step, tokens and seconds, as far as the lines have them.
+    """Return [(key, label, unit)] of the horizontal axes: step, tokens and seconds, as far as the lines have them.
 
-    An axis that is another one in other units, the same for all runs to 2% of its length, is named in the label of
-    that one: "step (65,536 tokens each)".
+    An axis that is proportional to an earlier one, with one factor for all runs to 2% of its length, is left out.
     """
     lines = [line for train, val in runs.values() for line in train + val]
     ends = {key: longest(runs, key) for key in ("step", "tokens", "seconds")}
-    unit, scale = next((unit, n) for unit, n in TIME_UNITS if n == 1 or ends["seconds"] > 2 * n)
-    found = {"step": []}  # key -> what one unit of it is in the axes that it stands for
-    for key in ("tokens", "seconds"):
-        for other in found:
-            ratio = ends[key] / max(ends[other], 1)
-            pairs = [(line.get(other, math.inf), line[key]) for line in lines if key in line]
-            if all(abs(y - ratio * x) <= 0.02 * ends[key] for x, y in pairs):
-                if ratio:
-                    found[other].append(f"{ratio:,.0f} tokens" if key == "tokens" else f"{ratio:.2g} s")
-                break
-        else:
-            found[key] = []
-    labels = {"step": "step", "tokens": "tokens", "seconds": f"training time, {unit}"}
-    labels = {key: labels[key] + (f" ({' and '.join(each)} each)" if each else "") for key, each in found.items()}
-    return [(key, label, scale if key == "seconds" else 1) for key, label in labels.items()]
+    unit, seconds = next((unit, n) for unit, n in TIME_UNITS if n == 1 or ends["seconds"] > 2 * n)
+    axes = [("step", "step", 1)]
+    for axis in (("tokens", "tokens", 1), ("seconds", f"training time, {unit}", seconds)):
+        key = axis[0]
+        if not any(_is_proportional(lines, key, shown, ends[key] / max(ends[shown], 1)) for shown, _, _ in axes):
+            axes.append(axis)
+    return axes
+
+
+def _is_proportional(lines, key, shown, ratio):
+    """Return True if line[key] is ratio * line[shown] in all lines with this key, to 2% of the largest value."""
+    pairs = [(line.get(shown, math.inf), line[key]) for line in lines if key in line]
+    largest = max((value for _, value in pairs), default=0)
+    return all(abs(value - ratio * shown_value) <= 0.02 * largest for shown_value, value in pairs)
 
 
 def longest(runs, key):
@@ -113,39 +107,44 @@ def longest(runs, key):
     return max((line[key] for train, val in runs.values() for line in train + val if key in line), default=0)
 
 
-def _plot_losses(axis, runs, looks, key, scale):
+def _plot_losses(axis, runs, looks, key, unit):
     """Plot the training losses of each run, smoothed over a pale copy, and its validation losses as circles."""
     for name, (train, val) in runs.items():
-        x, y = loss_curve(train, key, "train_loss", scale)
-        axis.plot(x, y, color=looks[name]["color"], alpha=0.22, linewidth=0.8)
-        axis.plot(x, smooth(y), **looks[name], marker="o" if len(x) == 1 else None, markersize=4.5)
-        x, y = loss_curve(val, key, "val_loss", scale)
-        _plot_circles(axis, x, y, looks[name], alone=not train)
+        x, losses = loss_curve(train, key, "train_loss", unit)
+        axis.plot(x, losses, color=looks[name]["color"], alpha=0.22, linewidth=0.8)
+        _plot_curve(axis, x, smooth(losses), looks[name])
+        _plot_circles(axis, *loss_curve(val, key, "val_loss", unit), looks[name], alone=not train)
 
 
-def _plot_circles(axis, x, y, look, alone=False):
+def _plot_curve(axis, x, y, look):
+    """Plot a line, or a dot if there is a single point."""
+    axis.plot(x, y, **look, marker="o" if len(x) == 1 else None, markersize=4.5)
+
+
+def _plot_circles(axis, x, y, look, alone):
     """Plot validation losses as circles. Beside a training curve they need no line, which would cut corners."""
-    look = look if alone else look | {"linestyle": "none"}
-    axis.plot(x, y, **look | CIRCLES, markevery=max(1, len(x) // 25))
+    line = look if alone else look | {"linestyle": "none"}
+    axis.plot(x, y, **line | CIRCLES, markevery=max(1, len(x) // 25))
 
 
-def _plot_relative_losses(axis, shifts, looks):
+def _plot_relative_losses(axis, relative, looks):
     """Plot the result of relative_losses, the training losses as lines and the validation losses as circles."""
-    for name, (train, val) in shifts.items():
-        axis.plot(*train, **looks[name], marker="o" if len(train[0]) == 1 else None, markersize=4.5)
+    late = []
+    for name, (train, val) in relative.items():
+        _plot_curve(axis, *train, looks[name])
         _plot_circles(axis, *val, looks[name], alone=not train[0])
-    # Those of a run's first steps, and of a run that has diverged, would squash all others.
-    points = [(x > 0.05 * xs[-1], y) for curves in shifts.values() for xs, ys in curves for x, y in zip(xs, ys)]
-    shown = [y for late, y in points if late and y < 100]
-    if shown:
-        margin = 0.05 * (max(shown) - min(shown)) or 1
-        axis.set_ylim(min(shown) - margin, max(shown) + margin)
+        for tokens, percents in (train, val):
+            # The first steps, and a run that has diverged, would squash all other curves.
+            late += [y for x, y in zip(tokens, percents) if x > 0.05 * tokens[-1] and y < 100]
+    if late:
+        margin = 0.05 * (max(late) - min(late)) or 1
+        axis.set_ylim(min(late) - margin, max(late) + margin)
 
 
-def loss_curve(lines, key, loss, scale=1):
-    """Return (x, y), the finite losses against steps, tokens or seconds, of the lines that have this key."""
+def loss_curve(lines, key, loss, unit=1):
+    """Return (x, losses), the finite losses against steps, tokens or seconds, of the lines that have this key."""
     lines = [line for line in lines if key in line and abs(line[loss]) < 1e30]  # matplotlib fails far above that
-    return [line[key] / scale for line in lines], [line[loss] for line in lines]
+    return [line[key] / unit for line in lines], [line[loss] for line in lines]
 
 
 def smooth(values):
@@ -161,37 +160,43 @@ def smooth(values):
 
 
 def relative_losses(runs):
-    """Return {name: ((tokens, percent) in training, the same in validation)}: how far each run's loss is above the
-    first run's after as many tokens. {} if there is nothing to compare."""
-    found = {}
-    for which, loss in enumerate(("train_loss", "val_loss")):
-        curves = {name: loss_curve(lines[which], "tokens", loss) for name, lines in runs.items()}
-        base_x, base_y = next(iter(curves.values()))
-        for name, (x, y) in curves.items():
-            base = np.interp(x, base_x, base_y, left=0, right=0) if base_x else [0] * len(x)
-            pairs = [(at, 100 * (loss / b - 1)) for at, loss, b in zip(x, y, base) if b > 0]
-            percent = [y for _, y in pairs]
-            # smoothed last, so that the noise of batches that both runs have seen cancels
-            found.setdefault(name, []).append(([at for at, _ in pairs], percent if which else smooth(percent)))
-    found = {name: curves for name, curves in found.items() if any(x for x, _ in curves)}
-    return found if len(found) > 1 else {}
+    """Return {name: [(tokens, percents) of the training losses, (tokens, percents) of the validation losses]}.
+
+    The percents say how far a run's loss is above the first run's after as many tokens. Returns {} if there is nothing
+    to compare.
+    """
+    relative = {name: [] for name in runs}
+    for i, loss in enumerate(("train_loss", "val_loss")):
+        curves = {name: loss_curve(lines[i], "tokens", loss) for name, lines in runs.items()}
+        base_tokens, base_losses = next(iter(curves.values()))
+        for name, curve in curves.items():
+            tokens, losses = map(np.array, curve)
+            base = np.interp(tokens, base_tokens, base_losses, left=0, right=0) if base_tokens else 0 * tokens
+            tokens, losses, base = (values[base > 0] for values in (tokens, losses, base))
+            percents = (100 * (losses / base - 1)).tolist()
+            if loss == "train_loss":  # smoothed last, so that the noise of batches that both runs have seen cancels
+                percents = smooth(percents)
+            relative[name].append((tokens.tolist(), percents))
+    relative = {name: curves for name, curves in relative.items() if any(tokens for tokens, _ in curves)}
+    return relative if len(relative) > 1 else {}
 
 
 def loss_limits(curves):
     """Return (low, high) of the loss axis for [(steps, losses)].
 
-    The losses of the first steps would squash all that follow, so those of the first 5% of the longest run may lie
-    above the axis, and so may losses above every run's first, of a run that has diverged. Every run's lowest loss is
-    within it.
+    Losses of the first 5% of the longest run, which would squash all others, may lie above the axis. So may losses
+    above every run's first, of a run that has diverged. Every run's lowest loss is within it.
     """
-    curves = [[(s, y) for s, y in zip(*curve) if math.isfinite(y)] for curve in curves]
-    curves = [points for points in curves if points]
+    curves = [np.array(curve, dtype=float) for curve in curves]
+    curves = [curve[:, np.isfinite(curve[1])] for curve in curves]
+    curves = [curve for curve in curves if curve.size]
     if not curves:
         return 0.0, 1.0
-    start = 0.05 * max(s for points in curves for s, _ in points)
-    lowest = [min(y for _, y in points) for points in curves]
-    later = [y for points in curves for s, y in points if s > start]
-    high = max([*lowest, min(max(later, default=-math.inf), max(points[0][1] for points in curves))])
+    start = 0.05 * max(steps.max() for steps, _ in curves)
+    lowest = [losses.min() for _, losses in curves]
+    latest = np.concatenate([losses[steps > start] for steps, losses in curves])
+    highest_first = max(losses[0] for _, losses in curves)
+    high = max([*lowest, min(latest.max(initial=-math.inf), highest_first)])
     margin = 0.05 * (high - min(lowest)) or 0.1
     return min(lowest) - margin, high + margin
 
@@ -199,30 +204,37 @@ def loss_limits(curves):
 # ---- loss by position
 
 
-def plot_loss_by_position(curves, png, joined=False):
+def plot_loss_by_position(curves, png):
     """Plot the mean loss at each position of a document with its standard error, and mark the training contexts.
 
     curves: {name: (positions [n], losses [documents, n], training context in tokens)}, as `means_by_position` makes
-    them for each document. joined: True if the documents are rows of several texts. png: a file from `choose_picture`.
+    them for each document. png: a file from `choose_picture`.
     """
     plt = _pyplot()
     looks = _looks(curves)
+    end = max(positions[-1] for positions, _, _ in curves.values())
     with plt.style.context(["default", STYLE]):
-        finite = {name: np.isfinite(np.mean(losses, axis=0)).any() for name, (_, losses, _) in curves.items()}
-        handles = _run_handles(finite, looks)
-        columns, rows = _legend_shape(handles, 7.5)
-        figure, axis = plt.subplots(figsize=(7.5, 4.2 + 0.24 * rows), layout="constrained")
+        figure, axes = _make_figure(plt, [[0]], _run_handles(looks), height=4.2)
+        axis, late = axes[0], []
         for name, (positions, losses, _) in curves.items():
             mean, error = mean_and_standard_error(losses)
             axis.fill_between(positions, mean - error, mean + error, color=looks[name]["color"], alpha=0.2, linewidth=0)
-            axis.plot(positions, mean, **looks[name], marker="o" if len(positions) == 1 else None)
-        where = "row of joined texts" if joined else "document"
-        title = _count_documents(curves, "row" if joined else "document")
-        axis.set(xlabel=f"position in the {where}, tokens", ylabel="loss, nats per token", title=title)
-        axis.set_ylim(_position_limits(curves))
-        _set_log_ticks(axis, max(positions[-1] for positions, _, _ in curves.values()))
-        _mark_contexts(axis, curves, looks)
-        figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+            _plot_curve(axis, positions, mean, looks[name])
+            # The first quarter of the logarithmic axis has losses several times higher, and may lie above the picture.
+            is_late = np.asarray(positions) >= positions[-1] ** 0.25
+            late += [*(mean - error)[is_late], *(mean + error)[is_late], mean.min()]
+        late = [loss for loss in late if math.isfinite(loss)]
+        if late:
+            margin = 0.05 * (max(late) - min(late)) or 0.1
+            axis.set_ylim(min(late) - margin, max(late) + margin)
+        counts = " or ".join(f"{n:,}" for n in sorted({len(losses) for _, losses, _ in curves.values()}))
+        title = f"mean of {counts} documents; band: standard error"
+        axis.set(xlabel="position in the document, tokens", ylabel="loss, nats per token", title=title)
+        _set_log_ticks(axis, end)
+        for context in sorted({context for _, _, context in curves.values() if context <= 1.05 * end}):
+            axis.axvline(context, color="#777777", linestyle=(0, (4, 3)), linewidth=1)
+            top = axis.get_ylim()[1]
+            axis.text(context, top, f"trained at {context:,}", rotation=90, va="top", ha="right", fontsize=9)
         save_figure(figure, png)
 
 
@@ -245,42 +257,6 @@ def mean_and_standard_error(losses):
     return losses.mean(axis=0), error
 
 
-def _count_documents(curves, noun):
-    """Return the title: over how many documents, or rows, the means are."""
-    counts = sorted({len(losses) for _, losses, _ in curves.values()})
-    if counts[-1] == 1:
-        return f"1 {noun}"
-    return f"mean of {' to '.join(f'{n:,}' for n in counts[:: max(1, len(counts) - 1)])} {noun}s; band: standard error"
-
-
-def _position_limits(curves):
-    """Return the limits of the loss axis, in which the losses of the first quarter of the logarithmic axis, which are
-    several times higher, need not lie; None for no limits."""
-    shown = []
-    for positions, losses, _ in curves.values():
-        mean, error = mean_and_standard_error(losses)
-        late = np.asarray(positions) >= positions[-1] ** 0.25
-        shown += [x for x in [*(mean - error)[late], *(mean + error)[late], mean.min()] if math.isfinite(x)]
-    margin = 0.05 * (max(shown) - min(shown)) or 0.1 if shown else 0
-    return (min(shown) - margin, max(shown) + margin) if shown else None
-
-
-def _mark_contexts(axis, curves, looks):
-    """Draw a line at each training context within the axis, in a run's colour if other runs have other ones."""
-    end = max(positions[-1] for positions, _, _ in curves.values())
-    contexts = sorted({context for _, _, context in curves.values()})
-    for i, context in enumerate(c for c in contexts if c <= 1.05 * end):
-        of = [name for name in curves if curves[name][2] == context]
-        colour = looks[of[0]]["color"] if len(of) == 1 and len(contexts) > 1 else "#777777"
-        side, shift = ("right", -4) if context > end**0.8 else ("left", 4)
-        axis.axvline(context, color=colour, linestyle=(0, (4, 3)), linewidth=1)
-        axis.annotate(
-            f"trained at {context:,}", (context, 1), xycoords=("data", "axes fraction"), color="#333333", fontsize=9,
-            bbox=dict(facecolor="white", edgecolor="none", pad=1),
-            xytext=(shift, -4 - 13 * i), textcoords="offset points", va="top", ha=side,
-        )  # fmt: skip
-
-
 # ---- what both pictures share
 
 
@@ -294,21 +270,22 @@ def choose_picture(png):
         plt = _pyplot()
     except ImportError as error:
         return None, f"no picture, matplotlib is missing ({error}): pip install matplotlib"
-    except ValueError as error:  # such as an unknown backend in MPLBACKEND
-        refuse(f"matplotlib does not start: {error}")
-    if not os.path.basename(png).strip("."):
-        refuse(f"png must be a file, got {png!r}")
-    path, suffix = os.path.splitext(png)
+    root, suffix = os.path.splitext(png)
     if suffix in ("", "."):
-        png, suffix = f"{path}.png", ".png"
-    known = sorted(plt.FigureCanvasBase.get_supported_filetypes().keys() - {"pgf"})  # which needs LaTeX
-    if suffix[1:].lower() not in known:
-        refuse(f"png={png} must end in {', '.join(known)}, or in nothing for png")
+        png = f"{root}.png"
+    formats = sorted(plt.FigureCanvasBase.get_supported_filetypes().keys() - {"pgf"})  # pgf needs LaTeX
+    if picture_format(png) not in formats:
+        refuse(f"png={png} must end in {', '.join(formats)}, or in nothing for png")
     try:
         check_output(png)
     except OSError as error:
         refuse(f"png={png} cannot be written: {error}")
     return png, ""
+
+
+def picture_format(png):
+    """Return the format that the suffix of a file names, such as png or pdf."""
+    return os.path.splitext(png)[1][1:].lower()
 
 
 def shorten(name, length=NAME_LENGTH):
@@ -334,55 +311,47 @@ def _looks(names):
     }
 
 
-def _run_handles(finite, looks):
-    """Return a line for each run in the legend, with its name, shortened; equal short names get a number.
-
-    finite: {name: False if the run has no finite loss}, which is then said after the name.
-    """
+def _run_handles(looks):
+    """Return a line for each run in the legend, with its name, shortened. Equal short names get a number."""
     from matplotlib.lines import Line2D
 
-    short = [shorten(name) + ("" if finite[name] else ", not finite") for name in finite]
+    short = [shorten(name) for name in looks]
     labels = [f"{name} ({i})" if short.count(name) > 1 else name for i, name in enumerate(short, 1)]
     # matplotlib leaves out labels that begin with an underscore; a space of no width before it prevents that
     labels = [f"\u200b{label}" if label.startswith("_") else label for label in labels]
-    return [Line2D([], [], label=label, **looks[name]) for label, name in zip(labels, finite)]
+    return [Line2D([], [], label=label, **look) for label, look in zip(labels, looks.values())]
 
 
-def _legend_shape(handles, width):
-    """Return (columns, rows) of a legend below a figure of this width in inches."""
-    widest = 0.7 + 0.083 * max(len(handle.get_label()) for handle in handles)
-    columns = max(1, min(len(handles), int(width / widest)))
-    rows = -(-len(handles) // columns)
-    return -(-len(handles) // rows), rows
+def _make_figure(plt, panels, handles, height):
+    """Return a figure with the panels of subplot_mosaic, this many inches high, and a legend below; and its axes."""
+    width = 11 if len(panels[0]) > 1 else 7.5
+    column_width = 0.7 + 0.083 * max(len(handle.get_label()) for handle in handles)
+    columns = min(len(handles), max(1, int(width / column_width)))
+    rows = math.ceil(len(handles) / columns)
+    figure, axes = plt.subplot_mosaic(panels, figsize=(width, height + 0.24 * rows), layout="constrained")
+    figure.legend(handles=handles, loc="outside lower center", ncols=math.ceil(len(handles) / rows))
+    return figure, axes
 
 
 def _set_linear_ticks(axis, key, end):
     """Set ticks at 1, 2 or 5 times a power of ten on both axes; the horizontal one has the unit of `key`, to `end`."""
-    from matplotlib.ticker import MaxNLocator
-
     end = end or 1
     axis.set_xlim(-0.015 * end, 1.03 * end)  # room for circles at both ends
-    axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=key == "step"))
-    axis.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
+    axis.locator_params("x", nbins=6, steps=[1, 2, 5, 10], integer=key == "step")
+    axis.locator_params("y", nbins=7, steps=[1, 2, 5, 10])
     if key != "seconds":
         axis.xaxis.set_major_formatter(lambda x, _: short_count(x) if key == "tokens" else f"{x:,.0f}")
 
 
 def _set_log_ticks(axis, end):
-    """Make the horizontal axis logarithmic from 1 to `end`, with labels at 1, 2, 5, 10, 20, ..., or on a long axis at
-    1, 10, 100, ... alone."""
-    from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter
-
-    decades = math.log10(max(end, 1.1))
-    numbers = [digit * 10**n for n in range(int(decades) + 1) for digit in (1, 2, 5)]
-    labelled = numbers if decades < 4.2 else numbers[::3]
+    """Make the horizontal axis logarithmic from 1 to `end`, with ticks at 1, 2, 5, 10, ...; a long one at 1, 10, ..."""
+    digits = (1, 2, 5) if end < 16_000 else (1,)
+    ticks = [digit * 10**n for n in range(1 + int(math.log10(max(end, 1)))) for digit in digits]
     axis.set_xscale("log")
     axis.set_xlim(0.95, 1.05 * end)
-    axis.xaxis.set_major_locator(FixedLocator([n for n in labelled if n <= 1.05 * end]))
-    axis.xaxis.set_minor_locator(FixedLocator([n for n in numbers if n <= 1.05 * end]))
-    axis.xaxis.set_major_formatter(lambda x, _: short_count(round(x)))
-    axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
+    ticks = [tick for tick in ticks if tick <= 1.05 * end]
+    axis.set_xticks(ticks, [short_count(tick) for tick in ticks])
+    axis.set_xticks([], minor=True)
 
 
 def _pyplot():
@@ -399,7 +368,7 @@ def _pyplot():
 
 
 def save_figure(figure, png, dpi=150):
-    """Write a figure to a file, whole or not at all, whose folder is made if need be, and free its memory."""
+    """Write a figure to a file, whole or not at all, and free its memory. Makes the file's folder if need be."""
     with whole_file(png) as temporary, warnings.catch_warnings(action="ignore"):  # of letters that the font has not
-        figure.savefig(temporary, dpi=dpi, format=os.path.splitext(png)[1][1:].lower())
+        figure.savefig(temporary, dpi=dpi, format=picture_format(png))
     _pyplot().close(figure)

@@ -1,20 +1,28 @@
-"""Run training in several processes: ranks, signals, and errors that end all of them.
+"""Run training in several processes: ranks, signals, errors that end all of them, and the rank that holds them up.
 
 ranks = Ranks()                                   # from torchrun's environment; one rank without it
 with exit_statuses(ranks):
     ranks.join(device, "auto", timeout=600)
     ...
+    ranks.beat()                                  # several times in a micro-step, and before it waits for other ranks
     ranks.leave()
+
+Every rank tells the others how far it is, through torch.distributed's store. A rank that makes no progress for
+`timeout` seconds prints which ranks are to blame and ends with status 1, whatever collective it waits in. (torchrun
+notices workers that died; it does not notice those that hang.) The first rank that notices finds out for all, since
+those that end because of it would soon be silent too.
 """
 
-import errno
+import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import uuid
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,13 +31,8 @@ from tqdm import tqdm
 from sympow.data import DataError
 from sympow.data.command import open_streams
 from sympow.runs.checkpoint import NotWritten
-from sympow.runs.settings import from_launcher, process_name, refuse
-from sympow.runs.watch import Watch
-
-FILE_ERRORS = (
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE,
-    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
-)  # fmt: skip
+from sympow.runs.program import process_name, refuse
+from sympow.runs.settings import from_launcher
 
 
 class Failed(Exception):
@@ -45,14 +48,10 @@ class Ranks:
     """
 
     def __init__(self):
-        self.rank, self.world, self.local = map(from_launcher, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
-        self.master, self.distributed = self.rank == 0, bool(os.environ.get("RANK"))
-        if self.rank >= self.world or (self.world > 1 and not self.distributed):
-            refuse(
-                f"RANK={os.environ.get('RANK', '')} and WORLD_SIZE={self.world} in the environment do not fit: start "
-                "several processes with torchrun, or unset both",
-                True,
-            )
+        self.distributed = bool(os.environ.get("RANK"))
+        self.world = from_launcher("WORLD_SIZE", 1) if self.distributed else 1
+        self.rank, self.local = from_launcher("RANK"), from_launcher("LOCAL_RANK")
+        self.master = self.rank == 0
         self.device = self.watch = self.store = self.cpu_group = None
 
     def join(self, device, backend, timeout):
@@ -64,27 +63,30 @@ class Ranks:
         self.device = device
         if not self.distributed:
             return
-        if backend == "nccl" and device.type != "cuda":
+        on_gpu = device.type == "cuda"
+        if backend == "nccl" and not on_gpu:
             refuse(f"backend=nccl needs a GPU for each rank, got device={device.type}: leave backend out, or give gloo")
         missing = set()  # the ranks that rank 0 waits for; other ranks do not know
 
         def end():
-            who = ", ".join(f"rank {r}" for r in sorted(missing)) or "the other ranks"
-            leave_at_once(f"{who} {'has' if len(missing) == 1 else 'have'} not come within {timeout:g} s")
+            names = ", ".join(f"rank {rank}" for rank in sorted(missing)) or "all others"
+            leave_at_once(f"ranks that have not come within {timeout:g} s: {names}")
 
         limit = threading.Timer(timeout, end)
         limit.daemon = True
         limit.start()
-        on_gpu = device.type == "cuda"
         try:
             self.store = store_of_this_start(self.rank, self.world, missing)
         except (ValueError, RuntimeError) as error:  # MASTER_ADDR or MASTER_PORT is missing or wrong, or nobody answers
-            raise Failed(f"the ranks cannot find each other: {str(error).splitlines()[0][:300]}") from error
+            raise Failed(f"the ranks cannot find each other: {str(error)[:300]}") from error
         dist.init_process_group(
-            backend if backend != "auto" else "nccl" if on_gpu else "gloo", store=self.store,
-            rank=self.rank, world_size=self.world, device_id=device if on_gpu else None,
-        )  # fmt: skip
-        self.watch = Watch(timeout)
+            ("nccl" if on_gpu else "gloo") if backend == "auto" else backend,
+            store=self.store,
+            rank=self.rank,
+            world_size=self.world,
+            device_id=device if on_gpu else None,
+        )
+        self.watch = Watch(self.store, self.rank, self.world, timeout)
         if self.world > 1:
             self.cpu_group = dist.new_group(backend="gloo")  # exchanges values without waiting for the GPU
         limit.cancel()
@@ -92,7 +94,7 @@ class Ranks:
     def leave(self):
         """Wait, however long it takes, for the other ranks and disconnect."""
         if self.distributed:
-            self.watch.rest()
+            self.watch.timeout = float("inf")
             dist.barrier()  # if a rank disconnects while another still works, it may abort at exit
             dist.destroy_process_group()
 
@@ -115,7 +117,7 @@ class Ranks:
 
     @contextmanager
     def local_rank_0_first(self):
-        """Let local rank 0 of every node run a block first, so that the others find in the caches what it compiled."""
+        """Let local rank 0 of every node run a block first, so that the others find its compiled code in the caches."""
         if self.local:
             self.barrier()
         yield
@@ -149,14 +151,14 @@ class Ranks:
         """Return the checkpoint (a path or None) that rank 0 chose; raise Failed if this rank cannot read it."""
         if not self.distributed:
             return own
-        shared = [own]
-        dist.broadcast_object_list(shared, device=self.device)
-        (chosen,) = shared
-        if (own is None) != (chosen is None) or (chosen and not os.path.isdir(chosen)):
+        chosen = [own]
+        dist.broadcast_object_list(chosen, device=self.device)
+        (path,) = chosen
+        if bool(own) != bool(path) or (path and not os.path.isdir(path)):
             raise Failed(
-                f"rank {self.rank} would go on from {own}, rank 0 from {chosen}: out_dir must be shared by all nodes"
+                f"rank {self.rank} would go on from {own}, rank 0 from {path}: out_dir must be shared by all nodes"
             )
-        return chosen
+        return path
 
 
 def store_of_this_start(rank, world, missing):
@@ -175,19 +177,85 @@ def store_of_this_start(rank, world, missing):
         store.set(f"{prefix}/came/{rank}", "")
         return dist.PrefixStore(prefix, store)
     missing |= set(range(1, world))
-    while missing:  # what a rank of the start before drew is answered too, until this start's rank has come
-        for other in [r for r in missing if store.check([f"drawn_by/{r}"])]:
-            store.set(f"prefix_for/{store.get(f'drawn_by/{other}').decode()}", own)
+    while missing:  # a rank of the start before is answered too, until the rank of this start has come
+        for peer in [r for r in missing if store.check([f"drawn_by/{r}"])]:
+            store.set(f"prefix_for/{store.get(f'drawn_by/{peer}').decode()}", own)
         time.sleep(0.02)
         missing -= {r for r in missing if store.check([f"{own}/came/{r}"])}
     return dist.PrefixStore(own, store)
+
+
+class Watch:
+    """Watches the progress of all ranks in a thread, as the top of this file describes.
+
+    Attribute: timeout, seconds that this rank may spend without progress.
+    """
+
+    def __init__(self, store, rank, world, timeout):
+        self.timeout, self.rank, self.world = timeout, rank, world
+        self.store = dist.PrefixStore("watch", store)
+        self.store.set_timeout(timedelta(seconds=10))
+        self.beats, self.last_beat, self.reports = 0, time.monotonic(), 0
+        self.interval = max(0.2, min(10.0, timeout / 10))  # seconds between reports
+        self._report()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def beat(self):
+        """Note that this rank has made progress."""
+        self.beats, self.last_beat = self.beats + 1, time.monotonic()
+
+    def blame(self):
+        """Return a text that names the ranks that hold the others up, on every rank the same. Takes some intervals."""
+        try:
+            if self.store.add("blaming", 1) > 1:
+                limit = time.monotonic() + 4 * self.interval  # the rank that was first may end before it knows
+                while time.monotonic() < limit:
+                    if self.store.check(["blame"]):
+                        return self.store.get("blame").decode()
+                    self._report()  # or it would take this rank for silent
+                    time.sleep(self.interval / 4)
+            text = self._find_slow_ranks()
+            self.store.set("blame", text)
+            return text
+        except Exception:  # the store lives on rank 0's host
+            return f"rank 0 on {os.environ.get('MASTER_ADDR', 'its host')} is gone"
+
+    def _find_slow_ranks(self):
+        old = self._read_reports()
+        time.sleep(2.5 * self.interval)
+        new = self._read_reports()
+        silent = [r for r in new if r != self.rank and new[r]["reports"] == old[r]["reports"]]
+        if silent:
+            return ", ".join(f"rank {r} on {new[r]['host']}" for r in silent) + " no longer answers"
+        least = min(report["beats"] for report in new.values())
+        slow = [r for r in new if new[r]["beats"] == least]
+        if len(slow) == self.world:
+            return "every rank answers, and all have come equally far"
+        return ", ".join(f"rank {r} on {new[r]['host']}" for r in slow) + " is behind the others"
+
+    def _watch(self):
+        while True:
+            time.sleep(self.interval)
+            with suppress(Exception):  # rank 0 is gone, or the run is over
+                self._report()
+            late = time.monotonic() - self.last_beat
+            if late > self.timeout:
+                leave_at_once(f"nothing has happened for {late:.0f} s: {self.blame()}")
+
+    def _report(self):
+        self.reports += 1
+        report = {"host": socket.gethostname(), "beats": self.beats, "reports": self.reports}
+        self.store.set(str(self.rank), json.dumps(report))
+
+    def _read_reports(self):
+        return {rank: json.loads(self.store.get(str(rank))) for rank in range(self.world)}
 
 
 class StopSignals:
     """Records SIGINT, SIGTERM and SIGUSR1, so that training can end with a checkpoint after the micro-step.
 
     A second SIGINT ends the process at once. A second SIGTERM or SIGUSR1 changes nothing, because a scheduler and
-    torchrun may both send one. Attribute: number, that of the last signal received, or 0.
+    torchrun may both send one. Attribute: number (the last signal received, or 0).
     """
 
     def __init__(self):
@@ -219,15 +287,16 @@ def exit_statuses(ranks):
     except (Failed, NotWritten) as error:
         leave_at_once(error)
     except OSError as error:
-        if error.errno not in FILE_ERRORS:
-            raise
         leave_at_once(f"cannot read or write: {error}")
     except (torch.OutOfMemoryError, MemoryError) as error:
-        leave_at_once(f"out of memory: {(str(error).splitlines() or [''])[0][:300]}")
+        leave_at_once(
+            f"out of memory: {str(error).partition(chr(10))[0][:300]}; a smaller --batch_size (tokens_per_step stays), "
+            "--activation_checkpointing=True and, on several GPUs, --shard=True need less"
+        )
     except RuntimeError as error:  # raised by a collective when another rank is gone
         if not ranks.watch or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
-        leave_at_once(f"a rank could not be reached: {ranks.watch.blame()} ({str(error).splitlines()[0][:200]})")
+        leave_at_once(f"a rank could not be reached: {ranks.watch.blame()} ({str(error)[:200]})")
 
 
 def leave_at_once(message, status=1):

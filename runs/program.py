@@ -8,13 +8,30 @@ if __name__ == "__main__":
 """
 
 import argparse
-import errno
 import math
 import os
+import socket
 import sys
 from contextlib import suppress
 
 from sympow.data.command import drop_output, open_streams
+
+
+def refuse(message, every_rank=False):
+    """Print one line to stderr and exit with status 2.
+
+    Among several ranks only the first of each node prints it, or with every_rank each rank that refuses.
+    """
+    if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{process_name()}: {' '.join(str(message).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def process_name():
+    """Return the name of the program, and among several ranks also the rank and its host: "train.py (rank 3 on n7)"."""
+    name, rank = os.path.basename(sys.argv[0]), os.environ.get("RANK")
+    several = rank and os.environ.get("WORLD_SIZE", "1") != "1"
+    return f"{name} (rank {rank} on {socket.gethostname()})" if several else name
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,8 +41,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message):
-        print(f"{self.prog}: {' '.join(message.split())}", file=sys.stderr)
-        sys.exit(2)
+        refuse(message)
 
 
 def at_least_1(text):
@@ -50,17 +66,15 @@ def check_output(path):
     """
     if not path:
         raise OSError("its name is empty")
-    with suppress(FileNotFoundError):  # any other error, such as ENAMETOOLONG, means that it cannot be written either
+    with suppress(FileNotFoundError):  # other errors, such as a name that is too long, are raised
         os.stat(path)
-        if not os.path.isfile(path):  # a device would be replaced by a file of its name
-            raise OSError(f"it is a {'folder' if os.path.isdir(path) else 'device or a pipe'}")
+        if not os.path.isfile(path):
+            raise OSError("it is no file")
     folder = os.path.dirname(os.path.abspath(path))
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
-    if not os.path.isdir(folder):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError(f"{folder} is no folder that can be written")
 
 
 def output_file(text):

@@ -4,11 +4,11 @@
     config = GPTConfig(**source.model)           # of the model that has these weights, or of one with other settings
     source.check(config)                         # raises ValueError if such a model cannot take the weights
     source.fill(model)
-    source.describe(config)                      # a line that says what of such a model is new, and what is dropped
+    source.describe(config)                      # a line that names the new weights of such a model and the dropped
 
 A model with another attention takes all weights that it has by the same name: embeddings, q, k, v, output, MLP and
-norms. What an attention has of its own (gates, the speed of a rotation, the network of adaptive powers) stays as the
-new model made it, and GPT-2's table of positions is left out where the model rotates.
+norms. An attention's own weights (gates, the speed of a rotation, the network of adaptive powers) stay as the new model
+made them, and GPT-2's table of positions is left out where the model rotates.
 """
 
 import hashlib
@@ -27,21 +27,25 @@ from sympow.data.huggingface import one_line, tokenizers_json
 from sympow.data.tokenizer import load_tokenizer
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint
-from sympow.runs.parts import Tensors, own_rows, unlike
+from sympow.runs.parts import Tensors, compare_shapes, own_rows
 from sympow.runs.processes import warn
 from sympow.runs.settings import fields_of, from_launcher
 
 HUB = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
-GPT2 = dict(attention="softmax", bias=True, positions="learned", embedding_norm=False, activation="gelu_tanh")
+GPT2 = dict(attention="softmax", bias=True, positions="learned", embedding_norm=False)
+SIZES = {"vocab_size": 50257, "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}  # transformers' names
-# what transformers' GPT2Config may say of a model that is GPT-2, and what it means if it says nothing
+# the values in transformers' GPT2Config, all of them its defaults, that a model must have to be GPT-2
 FIXED = {
-    "layer_norm_epsilon": (1e-5, 1e-5), "scale_attn_weights": (True, True), "add_cross_attention": (False, False),
-    "scale_attn_by_inverse_layer_idx": (False, False), "tie_word_embeddings": (True, True),
-}  # fmt: skip
-NOT_WEIGHTS = re.compile(r"(h\.\d+\.attn\.(masked_)?bias|lm_head\.weight)")  # masks, and the embedding once more
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "add_cross_attention": False,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+}
+NOT_WEIGHTS = re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias|lm_head\.weight")  # masks, and the embedding again
 TRANSPOSED = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.weight")  # transformers' Conv1D
-OF_AN_ATTENTION = re.compile(r"transformer\.(h\.\d+\.attn\.mix|wpe)\..+")  # all other weights must be there
+OPTIONAL = re.compile(r"transformer\.(h\.\d+\.attn\.mix|wpe)\..+")  # weights of one attention; all others must be there
 
 
 class Source:
@@ -50,88 +54,90 @@ class Source:
     Attributes: path (as it was given, or of the checkpoint), model (its settings, a dict of fields of GPTConfig).
     """
 
-    def __init__(self, path, model, folder, gpt2=False, prefix=""):
-        """folder: where the files are. gpt2: they have transformers' GPT-2; prefix: of the names there. Raises
-        ValueError if a file cannot be read."""
-        self.path, self.model, self.folder = path, model, folder
-        self.names, self.shapes, self.transposed = {}, {}, set()  # by our names: the names and shapes in the files
-        with self._open() as saved:
-            for there, shape in saved.shapes.items():
-                name = there.removeprefix(prefix)
-                if gpt2:
-                    name = "transformer." + name.removeprefix("transformer.")
-                if gpt2 and NOT_WEIGHTS.fullmatch(name.removeprefix("transformer.")):
-                    continue
-                if gpt2 and TRANSPOSED.fullmatch(name):
-                    self.transposed.add(name)
-                    shape = shape[::-1]
-                if name == "transformer.wte.weight":
-                    shape = [-(-shape[0] // 64) * 64, *shape[1:]]  # our embedding is padded, theirs need not be
-                self.names[name], self.shapes[name] = there, shape
+    def __init__(self, path, model, folder, gpt2=False):
+        """Read the names and shapes in the folder's files.
 
-    def _open(self):
-        """Return the Tensors of the folder. Raises ValueError if a file cannot be read."""
+        gpt2: they have transformers' GPT-2; else they have our names, perhaps after "gpt.". Raises ValueError if a file
+        cannot be read.
+        """
+        self.path, self.model, self.folder = path, model, folder
+        self.stored_names, self.shapes, self.transposed = {}, {}, set()  # by our names
         try:
-            return Tensors(self.folder, "model")
+            with Tensors(folder, "model") as saved:
+                shapes = saved.shapes
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"the weights in {self.path} cannot be read: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"the weights in {path} cannot be read: {error}") from None
+        for stored_name, shape in shapes.items():
+            name = stored_name.removeprefix("gpt.")
+            if gpt2 and not name.startswith(("transformer.", "lm_head.")):
+                name = f"transformer.{name}"
+            if gpt2 and NOT_WEIGHTS.fullmatch(name):
+                continue
+            if gpt2 and TRANSPOSED.fullmatch(name):
+                self.transposed.add(name)
+                shape = shape[::-1]
+            if name == "transformer.wte.weight":
+                shape = [-(-shape[0] // 64) * 64, *shape[1:]]  # our embedding is padded, theirs need not be
+            self.stored_names[name], self.shapes[name] = stored_name, shape
 
     def check(self, config):
         """Raise ValueError if a model of this GPTConfig cannot take these weights."""
         own = GPTConfig(**self.model)
         for i in range(min(own.n_layer, config.n_layer)):
-            names = own.layer(i).attention, config.layer(i).attention
-            if len({ATTENTIONS[name].rotates for name in names}) > 1:
-                other = next(name for name in names if not ATTENTIONS[name].rotates)
+            old, new = own.layer(i).attention, config.layer(i).attention
+            if ATTENTIONS[old].rotates != ATTENTIONS[new].rotates:
                 raise ValueError(
-                    f"the weights in {self.path}, of attention={names[0]}, cannot become those of "
-                    f"attention={names[1]}: queries and keys mean something else in {other}"
+                    f"the weights in {self.path}, of attention={old}, cannot become those of attention={new}: queries "
+                    f"and keys mean something else in {new if ATTENTIONS[old].rotates else old}"
                 )
-        if config.positions == "learned" != own.positions:
+        if config.positions == "learned" and own.positions != "learned":
             raise ValueError(f"{self.path} has no table of positions: use positions={own.positions}")
-        both = self.shapes, shapes_of(config)
-        fixed = [{n: shape for n, shape in of.items() if not OF_AN_ATTENTION.fullmatch(n)} for of in both]
-        shared = [{n: shape for n, shape in of.items() if n in both[0] and n in both[1]} for of in both]
-        if wrong := unlike(*fixed) or unlike(*shared):
-            raise ValueError(f"the weights in {self.path} do not fit this model: {wrong}")
+        shapes, expected = dict(self.shapes), shapes_of(config)
+        for name in filter(OPTIONAL.fullmatch, shapes.keys() ^ expected.keys()):
+            shapes.pop(name, None)
+            expected.pop(name, None)
+        if difference := compare_shapes(shapes, expected):
+            raise ValueError(f"the weights in {self.path} do not fit this model: {difference}")
 
     def describe(self, config):
-        """Return a line that says where the weights are from, what a model of this GPTConfig has beyond them, and what
-        of them it has no use for."""
-        wanted = shapes_of(config)
-        new, dropped = [n for n in wanted if n not in self.names], [n for n in self.names if n not in wanted]
-        texts = [f"{what}: {shorten(names)}" for what, names in (("new", new), ("dropped", dropped)) if names]
-        own = self.model
-        if own.get("positions", "rotary") != config.positions:
-            texts.insert(0, f"positions={own.get('positions', 'rotary')} becomes {config.positions}")
-        if own["attention"] != config.attention:
-            texts.insert(0, f"attention={own['attention']} becomes {config.attention}")
-        return f"weights from {self.path}" + (": " if texts else "") + "; ".join(texts)
+        """Return a line that says which weights are new in a model of this GPTConfig, and which are dropped."""
+        changes, own = [], GPTConfig(**self.model)
+        for name in ("attention", "positions"):
+            if getattr(own, name) != getattr(config, name):
+                changes.append(f"{name}={getattr(own, name)} becomes {getattr(config, name)}")
+        shapes = shapes_of(config)
+        if new := shorten(name for name in shapes if name not in self.shapes):
+            changes.append(f"new: {new}")
+        if dropped := shorten(name for name in self.shapes if name not in shapes):
+            changes.append(f"dropped: {dropped}")
+        return f"weights from {self.path}" + (": " if changes else "") + "; ".join(changes)
 
     def fill(self, model):
-        """Copy the weights into a GPT, sharded or not, whose GPTConfig `check` has seen; what is new in it stays."""
-        with self._open() as saved, torch.no_grad():
+        """Copy the weights into a GPT, sharded or not, that fits them; weights that are new in it stay."""
+        with Tensors(self.folder, "model") as saved, torch.no_grad():
             for name, x in model.state_dict().items():
-                if name not in self.names:
+                if name not in self.stored_names:
                     continue
-                there = self.names[name]
-                if [*x.shape] == saved.shapes[there] and name not in self.transposed:
-                    saved.fill(there, x)
+                stored_name = self.stored_names[name]
+                if [*x.shape] == saved.shapes[stored_name] and name not in self.transposed:
+                    saved.fill(stored_name, x)
                     continue
-                whole = saved.read(there)
-                whole = whole.t() if name in self.transposed else whole
+                tensor = saved.read(stored_name)
+                tensor = tensor.t() if name in self.transposed else tensor
                 rows, first = own_rows(x)
-                rows.copy_(F.pad(whole, (0, 0, 0, len(x) - len(whole)))[first : first + len(rows)])
+                rows.copy_(F.pad(tensor, (0, 0, 0, len(x) - len(tensor)))[first : first + len(rows)])
 
     def fingerprint(self):
-        """Return a hash of the settings and of all vectors among the weights (norms and biases), which no two trainings
-        share and which are read in no time."""
+        """Return a hash of the settings and of all vectors among the weights, the norms and biases.
+
+        No two trainings share them, and they are read in no time.
+        """
         digest = hashlib.sha256(json.dumps(self.model, sort_keys=True).encode())
-        with self._open() as saved:
-            for name, there in sorted(self.names.items()):
+        with Tensors(self.folder, "model") as saved:
+            for name, stored_name in sorted(self.stored_names.items()):
                 digest.update(f"{name} {self.shapes[name]}".encode())
                 if len(self.shapes[name]) == 1:
-                    digest.update(saved.read(there).float().numpy().data)
+                    digest.update(saved.read(stored_name).float().numpy().data)
         return digest.hexdigest()[:16]
 
 
@@ -143,27 +149,22 @@ def shapes_of(config):
 
 def shorten(names):
     """Return the names of weights in a text, once for all layers: "h.*.attn.mix.gate.b"."""
-    return ", ".join(dict.fromkeys(re.sub(r"^transformer\.(h\.)?(\d+\.)?", _of_all, name) for name in names))
+    return ", ".join(dict.fromkeys(re.sub(r"\bh\.\d+", "h.*", name.removeprefix("transformer.")) for name in names))
 
 
-def _of_all(match):
-    return "h.*." if match[1] else ""
-
-
-def choose_model(cfg, given, dataset, saved):
+def choose_model(cfg, arguments, dataset, saved):
     """Return (the Source that cfg.init_from names or None, the GPTConfig of the run's model).
 
-    Settings of the model are those that were given, or else those of the source. given: the settings that were given by
-    name. saved: the settings with which the run began, if it goes on; it needs its source no more. Raises ValueError
-    for settings or weights that do not fit.
+    arguments: the settings that were given by name, which replace the source's. saved: the settings with which the run
+    began, if it goes on; it needs its source no more. Raises ValueError for settings or weights that do not fit.
     """
     source, settings = None, {}
     if cfg.init_from not in ("auto", "scratch"):
         source = None if saved else open_source(cfg.init_from, dataset)
         settings = dict(saved["model"] if saved else source.model)
-    if "attention" in given:  # the gate of another attention does not apply to this one
+    if "attention" in arguments:  # the gate of another attention does not apply to this one
         settings.pop("gate", None)
-    chosen = {"rope_base": float(max(2, dataset.document_length)), **settings, **fields_of(GPTConfig, given)}
+    chosen = {"rope_base": float(max(2, dataset.document_length)), **settings, **fields_of(GPTConfig, arguments)}
     chosen |= {"vocab_size": dataset.vocab_size, "reset_token": dataset.eot if cfg.pack else -1}
     config = GPTConfig(**chosen)
     if source:
@@ -179,15 +180,15 @@ def open_source(path, dataset, setting="init_from"):
     the setting that gives the path, for messages.
     """
     folder = download(path) if path in HUB and not os.path.isdir(path) else path
-    config = transformers_config(folder)
-    if config is None:
+    config_file = os.path.join(folder, "config.json")
+    config = read_json(config_file) if os.path.isfile(config_file) else {}
+    if "model_type" not in config:
         return open_run(path, dataset, setting)
-    if config["model_type"] == "gpt2":
-        source = Source(path, gpt2_settings(config, path), folder, gpt2=True)
-    elif config["model_type"] == "sympow":
-        source = Source(path, exported_settings(config, path), folder, prefix="gpt.")
-    else:
-        raise ValueError(f"{setting}: {path} has a model of type {config['model_type']!r}, neither sympow nor gpt2")
+    kind = config["model_type"]
+    if kind not in ("gpt2", "sympow"):
+        raise ValueError(f"{setting}: {path} has a model of type {kind!r}, neither sympow nor gpt2")
+    settings = gpt2_settings(config, path) if kind == "gpt2" else exported_settings(config, path)
+    source = Source(path, settings, folder, gpt2=kind == "gpt2")
     check_tokens(folder, config, dataset, path)
     return source
 
@@ -195,80 +196,75 @@ def open_source(path, dataset, setting="init_from"):
 def open_run(path, dataset, setting):
     """Return the Source at `path`, a run's folder or a checkpoint; see `open_source`."""
     folder, run = checkpoint.newest(path, True, warn, checkpoint.WEIGHTS), checkpoint.run_of(path)
-    if not folder and (checkpoint.exists(path) or run != path):
-        raise ValueError(f"{setting}: there is no whole checkpoint in {path}")
     if not folder:
-        resume = "auto (nanoGPT's resume: goes on where out_dir left off), scratch or " * (setting == "init_from")
+        resume = "auto (nanoGPT's resume), scratch, " if setting == "init_from" else ""
         raise ValueError(
-            f"{setting} must be {resume}a folder with a checkpoint, got {path!r}; a folder that export.py wrote, one "
-            f"with a GPT-2 that transformers wrote, and {', '.join(HUB)} will do too"
+            f"{setting}: there is no whole checkpoint in {path}; give {resume}a run's folder, one that export.py "
+            f"wrote, one with a GPT-2 that transformers wrote, or one of {', '.join(HUB)}"
         )
     dataset.check_tokens(load_tokenizer(run), path)
     return Source(folder, checkpoint.settings(run, folder)["model"], folder)
 
 
-def transformers_config(folder):
-    """Return the config.json of a folder that transformers can load, or None if it is another folder or is damaged."""
-    try:
-        config = read_json(os.path.join(folder, "config.json"))
-        return config if "model_type" in config else None
-    except (OSError, *checkpoint.NOT_JSON):
-        return None
-
-
 def exported_settings(config, path):
-    """Return the model's settings in the config.json of a folder that export.py wrote. Raises ValueError if this
-    version does not know them."""
+    """Return the model's settings in the config.json of a folder that export.py wrote.
+
+    Raises ValueError if this version does not know them.
+    """
     try:
-        checkpoint.check_model_settings(config["model"])
+        GPTConfig(**config["model"])
         return config["model"]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"config.json in {path} is not of a model of this version: {error}") from None
 
 
 def gpt2_settings(config, path):
-    """Return the settings of the model that is the GPT-2 of transformers' config.json. Raises ValueError for one that
-    differs from OpenAI's in more than its sizes."""
-    sizes = {"vocab_size": 50257, "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
-    sizes = {name: config.get(name, size) for name, size in sizes.items()}
-    for name, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise ValueError(f"config.json in {path} has {name}={size!r}, which is no size")
-    wrong = {name: config[name] for name, (value, unsaid) in FIXED.items() if config.get(name, unsaid) != value}
+    """Return the settings with which this repository's model is the GPT-2 of transformers' config.json.
+
+    Raises ValueError for a GPT-2 that differs from OpenAI's in more than its sizes.
+    """
+    sizes = {name: config.get(name, size) for name, size in SIZES.items()}
+    differences = {name: config[name] for name, value in FIXED.items() if config.get(name, value) != value}
     if config.get("n_inner") not in (None, 4 * sizes["n_embd"]):
-        wrong["n_inner"] = config["n_inner"]
-    if (activation := config.get("activation_function", "gelu_new")) not in ACTIVATIONS:
-        wrong["activation_function"] = activation
-    if wrong:
-        found = ", ".join(f"{name}={value}" for name, value in wrong.items())
-        raise ValueError(f"{path} is not GPT-2 as this model can be it: its config.json has {found}")
+        differences["n_inner"] = config["n_inner"]
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in ACTIVATIONS:
+        differences["activation_function"] = activation
+    if differences:
+        names = ", ".join(f"{name}={value}" for name, value in differences.items())
+        raise ValueError(f"{path} is not GPT-2 as this model can be it: its config.json has {names}")
     return {**sizes, **GPT2, "activation": ACTIVATIONS[activation]}
 
 
 def check_tokens(folder, config, dataset, path):
-    """Raise ValueError if the ids of a dataset are not those of the model in transformers' folder, by its
-    tokenizer.json or, without one, by their number and the end of text."""
+    """Raise ValueError if a dataset has other tokens than the model in transformers' folder.
+
+    They are compared by its tokenizer.json or, without one, by their number and the end of text.
+    """
     size, end = config.get("vocab_size", 50257), config.get("eos_token_id", 50256)
-    same = size == dataset.vocab_size and end in (None, dataset.eot)
+    equal = size == dataset.vocab_size and end in (None, dataset.eot)
     tokenizer = os.path.join(folder, "tokenizer.json")
-    if same and os.path.isfile(tokenizer):
-        load = need("tokenizers").Tokenizer
-        ours = load.from_str(tokenizers_json(dataset.tokenizer)[0])
+    if equal and os.path.isfile(tokenizer):
+        Tokenizer = need("tokenizers").Tokenizer
         with one_line(tokenizer):
-            same = load.from_file(tokenizer).get_vocab(with_added_tokens=True) == ours.get_vocab(with_added_tokens=True)
-    if not same:
+            vocabulary = Tokenizer.from_file(tokenizer).get_vocab(with_added_tokens=True)
+        text, _ = tokenizers_json(dataset.tokenizer)
+        equal = vocabulary == Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
+    if not equal:
+        remedy = "prepare it with the same tokenizer"
+        if config["model_type"] == "gpt2":
+            remedy += ", --tokenizer=gpt2"
         raise ValueError(
             f"the tokens of {path} ({size:,} ids, end of text {end}) are not those of the dataset {dataset.name} "
-            f"({dataset.tokenizer.kind}, {dataset.vocab_size:,} ids, end of text {dataset.eot}): prepare it with the "
-            "same tokenizer" + ", --tokenizer=gpt2" * (config["model_type"] == "gpt2")
+            f"({dataset.tokenizer.kind}, {dataset.vocab_size:,} ids, end of text {dataset.eot}): {remedy}"
         )
 
 
 def download(name):
     """Return the folder of huggingface_hub's cache with config.json and the weights of GPT-2.
 
-    Every rank calls it before the ranks know each other. Of those that share a cache, one downloads: a file lock of
-    huggingface_hub lets the others wait, who then find the file. Raises ValueError if that is not possible.
+    Every rank calls it before the ranks know each other. If ranks share a cache, one of them downloads: a file lock of
+    huggingface_hub lets the others wait, and then they find the file. Raises ValueError if the download fails.
     """
     hub, utils = need("huggingface_hub"), need("huggingface_hub.utils")  # which the first alone does not import
     utils.logging.set_verbosity_error()  # a refusal is one line
@@ -279,8 +275,8 @@ def download(name):
         hub.hf_hub_download(HUB[name], "model.safetensors", revision=os.path.basename(folder))  # of the same commit
         return folder
     except Exception as error:  # whatever the network layer raises
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
         raise ValueError(
-            f"{name} cannot be downloaded from {HUB[name]} ({why}): go online once, which fills the cache "
-            f"(HF_HOME), or copy config.json and model.safetensors from there into a folder and give its path"
+            f"{name} cannot be downloaded from {HUB[name]} ({type(error).__name__}: {str(error)[:150]}): go online "
+            "once, which fills the cache (HF_HOME), or copy config.json and model.safetensors into a folder and give "
+            "its path"
         ) from error

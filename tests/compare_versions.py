@@ -1,6 +1,6 @@
 """Compare two versions of this repository, which must compute the same bits.
 
-    python tests/compare_versions.py OLD_TREE NEW_TREE                  # every case: about four minutes on two idle cores
+    python tests/compare_versions.py OLD_TREE NEW_TREE                  # every case: four minutes on two idle cores
     python tests/compare_versions.py OLD_TREE NEW_TREE --only softmax   # one case; --only may be repeated
     python tests/compare_versions.py OLD_TREE NEW_TREE --keep FOLDER    # keep datasets and runs in a new folder
 

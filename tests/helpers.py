@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import types
 
 import pytest
 
@@ -142,6 +141,24 @@ def kill_in_second_shard(out, setup, *options):
     return os.stat(unfinished / "train_00000.bin")
 
 
+def flip_bits(path):
+    """Yield after each of about 50 single flipped bits in a file of text, but for flips that change spaces alone."""
+    content = path.read_bytes()
+    for position in range(0, len(content), max(1, len(content) // 50)):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+        if path.read_bytes().split() != content.split():
+            yield position
+
+
+def verify(dataset):
+    """Assert that the shards of a Dataset are what was written."""
+    from sympow.data.files import sha256_of
+    from sympow.data.meta import shards_of
+
+    for file, shard in shards_of(dataset.meta).items():
+        assert sha256_of(os.path.join(dataset.path, file)) == shard["sha256"], file
+
+
 def metrics(folder, key="train_loss"):
     """Return {step: value} of the lines of metrics.jsonl that have this key."""
     with open(os.path.join(folder, "metrics.jsonl")) as f:
@@ -162,51 +179,6 @@ def make_dataset(folder, text=None):
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("data"))
-
-
-class FakeWandb(types.ModuleType):
-    """Stands for the package wandb and records its runs and rows.
-
-    Attributes: network (False: an online run fails), dead (True: as if its service was killed), summary (what the
-    server has of the run). The key is WANDB_API_KEY.
-    """
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.inits, self.rows, self.metrics, self.summary = [], [], [], {}
-        self.network, self.dead = True, False
-
-    Settings = dict
-
-    def setup(self, settings):
-        mode = settings.get("mode") or os.environ.get("WANDB_MODE", "online")
-        return types.SimpleNamespace(settings=types.SimpleNamespace(mode=mode))
-
-    def login(self, prompt, verify):
-        return bool(os.environ.get("WANDB_API_KEY"))
-
-    def teardown(self):
-        self.inits.append({"mode": "teardown"})
-
-    def Table(self, columns, data):
-        return data
-
-    def init(self, **kwargs):
-        self.inits.append(kwargs)
-        if kwargs["mode"] == "online" and not self.network:
-            raise RuntimeError("no\nnetwork")
-        return types.SimpleNamespace(
-            define_metric=lambda *a, **k: self.metrics.append((a, k)), log=self.log, finish=self.log,
-            offline=kwargs["mode"] == "offline", url="URL", dir=f"{kwargs['dir']}/wandb/run/files",
-            summary=dict(self.summary),
-        )  # fmt: skip
-
-    def log(self, row=None):
-        if self.dead:
-            raise ConnectionResetError("Connection lost")
-        if row:
-            self.rows.append(row)
-            self.summary |= row
 
 
 def assert_same_batch_for_any_ranks(windows, seed, step, expected):

@@ -123,7 +123,10 @@ def test_the_table_keeps_what_was_not_measured(tmp_path):
 
 def test_tuning_measures_or_fills_in_every_entry_of_the_table():
     cases = tune.cases_of(tune.SIZES, HEAD_DIMS, tune.TAKES_OVER, (False, True))
-    powers = lambda case: (case.p,) if case.chunked or case.kernel not in tune.KERNELS else tune.TAKES_OVER[case.p]
+
+    def powers(case):
+        return (case.p,) if case.chunked or case.kernel not in tune.KERNELS else tune.TAKES_OVER[case.p]
+
     filled = {key(*case._replace(p=p)) for case in cases for p in powers(case)}
     assert {"forward bfloat16 D=64 p=0 gated", "dkdv float32 D=16 p=2"} <= filled
     for device, entries in json.loads(tune.OWN_TABLE.read_text()).items():
@@ -134,9 +137,9 @@ def test_a_power_for_each_row_is_timed_with_any_tile_sizes(monkeypatch):
     """On the CPU, in the interpreter, with resets for gates."""
     monkeypatch.setattr(tune, "DEVICE", "cpu")
     monkeypatch.setattr(tune, "WIDTH", 16)
-    for kernel, other in (("forward", Config(64, 32, 4, 1)), ("dkdv", Config(32, 64, 4, 1))):
+    for kernel, candidate in (("forward", Config(64, 32, 4, 1)), ("dkdv", Config(32, 64, 4, 1))):
         run = tune.launcher(tune.Case(kernel, torch.float32, 16, 0, True), 1, 40)
-        results = [run(Config(32, 32, 4, 1)), run(other)]
+        results = [run(Config(32, 32, 4, 1)), run(candidate)]
         assert len(results[0]) == (2 if kernel == "forward" else 4) and tune.difference(*results) < 1e-5
 
 

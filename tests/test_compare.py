@@ -73,53 +73,44 @@ def test_a_run_that_went_on_since_its_evaluation_is_compared_by_training_loss(tm
     assert rows[1]["train vs first"] == "0.900x"
 
 
-def test_torn_last_line_is_left_out(tmp_path, capsys, table_only):
-    a = write_run(tmp_path / "a", [4.0, 3.0], tail='{"step": 30, "train_lo')
-    assert cells(capsys, a, *table_only)[0]["steps"] == "20"
-
-
-def test_lines_that_hold_no_number_are_left_out(tmp_path, capsys, table_only):
-    a = write_run(tmp_path / "a", [4.0], tail='7\n[]\n\n{"step": 20}\n{"step": 30, "train_loss": null}\n\x00\x00\n')
-    compare.read_losses(a)
-    assert "metrics.jsonl: 4 damaged lines are left out" in capsys.readouterr().err
-    assert cells(capsys, a, *table_only)[0]["steps"] == "10"
-
-
-def test_after_a_resume_the_later_line_wins(tmp_path, capsys, table_only):
-    a = write_run(tmp_path / "a", [4.0, 3.0], tail='{"step": 20, "train_loss": 2.5, "tokens": 2000}\n')
-    assert cells(capsys, a, *table_only)[0]["train loss"] == "2.5000"
+@pytest.mark.parametrize(
+    "tail,expected",
+    [
+        ('{"step": 30, "train_lo', {"steps": "20", "train loss": "3.0000"}),  # torn
+        ('7\n[]\n\n{"step": 30}\n\x00\x00\n', {"steps": "20", "train loss": "3.0000"}),
+        ('{"step": 20, "train_loss": 2.5, "tokens": 9}\n', {"steps": "20", "train loss": "2.5000"}),  # a resumed run
+    ],
+)
+def test_the_last_whole_line_of_a_step_counts(tail, expected, tmp_path, capsys, table_only):
+    (row,) = cells(capsys, write_run(tmp_path / "a", [4.0, 3.0], tail=tail), *table_only)
+    assert expected.items() <= row.items()
 
 
 def test_throughput_falls_back_on_tokens_over_seconds(tmp_path, capsys, table_only):
-    a = tmp_path / "a"
-    a.mkdir()
-    (a / "metrics.jsonl").write_text('{"step": 1, "train_loss": 2.0, "tokens": 6000, "seconds": 3.0}\n')
-    assert cells(capsys, str(a), *table_only)[0]["tokens/s"] == "2,000"
+    line = '{"step": 1, "train_loss": 2.0, "tokens": 6000, "seconds": 3.0}\n'
+    assert cells(capsys, write_run(tmp_path / "a", tail=line), *table_only)[0]["tokens/s"] == "2,000"
 
 
-def test_diverged_run_still_gets_its_row_and_picture(tmp_path, capsys, options):
-    a = write_run(tmp_path / "a", [4.0, float("nan"), float("inf")], [float("nan")])
-    assert cells(capsys, a, *options)[0]["val loss"] == "nan"
+def test_a_diverged_run_and_one_of_evaluations_alone_get_their_rows_and_picture(tmp_path, capsys, options):
+    diverged = write_run(tmp_path / "a", [4.0, float("nan"), float("inf")], [float("nan")])
+    rows = cells(capsys, diverged, write_run(tmp_path / "b", val=[3.0]), *options)
+    assert rows[0]["val loss"] == "nan" and rows[1]["train loss"] == "-"
 
 
-def test_skipped_step_leaves_no_hole(tmp_path, capsys, options):
+def test_skipped_step_leaves_no_hole(tmp_path, capsys, table_only):
     losses = [4.0] * 95 + [3.0, float("nan"), 3.0, float("inf"), 2.0]
     a = write_run(tmp_path / "a", losses)
-    assert cells(capsys, a, *options)[0]["train loss"] == f"{fmean([4.0] * 5 + [3.0, 3.0, 2.0]):.4f}"
+    assert cells(capsys, a, *table_only)[0]["train loss"] == f"{fmean([4.0] * 5 + [3.0, 3.0, 2.0]):.4f}"
     train, _ = compare.read_losses(a)
     x, y = plots.loss_curve(train, "step", "train_loss")
     assert 970 not in x and len(x) == len(y) == 98 and plots.smooth(y)[-1] == 2.5
     b = write_run(tmp_path / "b", [4.0, float("nan")])  # diverged
-    assert cells(capsys, b, *options)[0]["train loss"] == "nan"
+    assert cells(capsys, b, *table_only)[0]["train loss"] == "nan"
 
 
-def test_run_of_evaluations_alone(tmp_path, capsys, options):
-    assert cells(capsys, write_run(tmp_path / "a", val=[3.0]), *options)[0]["train loss"] == "-"
-
-
-def test_names_replace_the_folders(tmp_path, capsys, options):
+def test_names_replace_the_folders(tmp_path, capsys, table_only):
     a, b = write_run(tmp_path / "a", [4.0]), write_run(tmp_path / "b", [3.0])
-    assert [row["run"] for row in cells(capsys, a, b, "--names", "x,$p=4", *options)] == ["x", "$p=4"]
+    assert [row["run"] for row in cells(capsys, a, b, "--names", "x,$p=4", *table_only)] == ["x", "$p=4"]
 
 
 def test_plain_table_is_aligned_and_explains_itself(tmp_path, capsys):
@@ -140,13 +131,13 @@ def figures(monkeypatch):
 
 def test_axes_on_which_the_curves_look_alike_share_a_panel(tmp_path):
     runs = {name: compare.read_losses(write_run(tmp_path / name, [4.0, 3.0], [3.5])) for name in ("a", "b")}
-    assert plots.loss_axes(runs) == [("step", "step (100 tokens and 0.05 s each)", 1)]
+    assert plots.loss_axes(runs) == [("step", "step", 1)]
     for line in runs["b"][0] + runs["b"][1]:
         line["seconds"] *= 2
     assert plots.loss_axes(runs)[1:] == [("seconds", "training time, seconds", 1)]
     for line in runs["b"][0] + runs["b"][1]:
         line["tokens"] *= 2
-    assert [label for _, label, _ in plots.loss_axes(runs)] == ["step", "tokens (0.0005 s each)"]
+    assert [label for _, label, _ in plots.loss_axes(runs)] == ["step", "tokens"]
     for line in runs["b"][0]:
         del line["tokens"]
     assert [key for key, _, _ in plots.loss_axes(runs)] == ["step", "tokens", "seconds"]
@@ -176,10 +167,10 @@ def test_nine_runs_with_long_names_cover_nothing(figures, tmp_path):
 
 
 def test_equal_short_names_and_names_with_an_underscore_are_told_apart():
-    finite = {f"{'a' * 30}{i}{'b' * 30}": True for i in range(2)} | {"_c": True, "日\n本\udcff": False}
-    handles = plots._run_handles(finite, plots._looks(finite))
+    names = [f"{'a' * 30}{i}{'b' * 30}" for i in range(2)] + ["_c", "日\n本\udcff"]
+    handles = plots._run_handles(plots._looks(names))
     first, second, third, fourth = (handle.get_label() for handle in handles)
-    assert first != second and not third.startswith("_") and fourth == "日 本?, not finite"
+    assert first != second and not third.startswith("_") and fourth == "日 本?"
 
 
 def test_noise_that_two_runs_share_cancels_in_their_relative_loss():
@@ -218,35 +209,9 @@ def test_a_picture_that_could_not_be_written_leaves_nothing(tmp_path, monkeypatc
         raise OSError(27, "File too large")
 
     monkeypatch.setattr(Figure, "savefig", write_half)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(OSError, match="File too large"):  # run_program prints it in one line
         compare.main([write_run(tmp_path / "a", [4.0]), f"--png={tmp_path}/new/x.png"])
-    assert stop.value.code == f"compare.py: cannot write {tmp_path}/new/x.png: [Errno 27] File too large"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"step": 20, "train_loss": 3.0, "deep": ' + "[" * 100_000 + "]" * 100_000 + "}",
-        '{"step": 20, "train_loss": true}',
-        '{"step": true, "train_loss": 3.0}',
-        '{"step": 20, "train_loss": 1' + "0" * 400 + "}",
-        '{"step": 1' + "0" * 400 + ', "train_loss": 3.0}',
-        '{"step": 20, "train_loss": "3.0"}',
-    ],
-)
-def test_lines_without_a_usable_loss_are_left_out(line, tmp_path, capsys, table_only):
-    (row,) = cells(capsys, write_run(tmp_path / "a", [4.0], tail=line + "\n"), *table_only)
-    assert row["steps"] == "10" and row["train loss"] == "4.0000"
-
-
-def test_values_that_are_no_numbers_are_left_out(tmp_path, capsys, options):
-    a = write_run(
-        tmp_path / "a", [4.0], tail='{"step": 20, "train_loss": 3, "tokens": "x", "seconds": null, "tok_per_sec": []}\n'
-    )
-    b = write_run(tmp_path / "b", tail='{"step": 0, "val_loss": 1e308, "tokens": 0, "seconds": NaN}\n')
-    rows = cells(capsys, a, b, *options)
-    assert rows[0]["tokens"] == "1,000" and rows[0]["steps"] == "20"
 
 
 def test_first_steps_do_not_squash_the_picture():

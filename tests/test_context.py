@@ -19,8 +19,7 @@ from sympow.attention.context import pieces_of
 from sympow.data.dataset import Dataset
 from sympow.data.loader import Windows, eval_batches, train_batch
 from sympow.model import GPT, GPTConfig
-from sympow.training.context import Slices, split_context, whole_sequences
-from sympow.training.parallel import Layout
+from sympow.training.parallel import Layout, split_context, whole_sequences
 
 T, RESET = 32, 7
 CASES = {  # name: the model's settings
@@ -77,9 +76,10 @@ def group_member():
 
 def errors_of_case(size, group, model):
     """Return the relative errors of the loss and each gradient; None on other ranks than the group's first."""
-    layout = SimpleNamespace(context_size=size, context_group=group)
-    slices = split_context(model, layout, T, torch.float64, compiled=False)
-    ids, targets = (torch.cat([x[:, a:b] for a, b in slices.of(T)], dim=1) for x in make_batch())
+    layout = Layout(SimpleNamespace(rank=dist.get_rank(group), world=size), size)
+    layout.mesh = SimpleNamespace(get_group=lambda dimension: group)
+    layout.balanced = split_context(model, layout, T, torch.float64, compiled=False)
+    ids, targets = (torch.cat([x[:, a:b] for a, b in layout.spans(T)], dim=1) for x in make_batch())
     _, loss = model(ids, targets)
     count = (targets != -1).sum()
     total = count.clone()
@@ -116,19 +116,26 @@ def test_ranks_that_share_sequences_have_the_loss_and_every_gradient_of_one_rank
     assert max(errors[f"{name}, {size} ranks"]) < 1e-10
 
 
+def spans_of(rank, size, balanced, block_size):
+    """Return the spans of tokens of a sequence that a rank of one group has."""
+    layout = Layout(SimpleNamespace(rank=rank, world=size), size)
+    layout.balanced = balanced
+    return layout.spans(block_size)
+
+
 @pytest.mark.parametrize("balanced", [False, True])
 def test_slices_of_all_ranks_are_the_sequence_and_are_read_alone(dataset, balanced):  # noqa: F811
     windows = Windows(Dataset(dataset), "train", 64, pack=True)
     whole, parts = windows.batch([3, 5, 7]), {}
     for rank in range(4):
-        spans = Slices(rank, 4, balanced).of(64)
+        spans = spans_of(rank, 4, balanced, 64)
         assert [start * (8 if balanced else 4) // 64 for start, _ in spans] == list(pieces_of(rank, 4, balanced))
         mine = windows.batch([3, 5, 7], spans)
         for i, (start, end) in enumerate(spans):
             parts[start] = [x.split(end - start, dim=1)[i] for x in mine]
     for x, *pieces in zip(whole, *(parts[start] for start in sorted(parts))):
         assert torch.equal(torch.cat(pieces, dim=1), x)
-    spans = Slices(1, 2, balanced).of(64)
+    spans = spans_of(1, 2, balanced, 64)
     cut = lambda x: torch.cat([x[:, a:b] for a, b in spans], dim=1)
     one = [train_batch(windows, 1, 0, 0, 1, 4), *eval_batches(windows, 512, 4, 0, 1)]
     two = [train_batch(windows, 1, 0, 0, 1, 4, spans), *eval_batches(windows, 512, 4, 0, 1, spans)]
@@ -178,7 +185,7 @@ def test_two_ranks_that_share_sequences_train_as_one_and_go_on_as_one(dataset, t
     assert call(train.main, *argv, "--out_dir=one") == 0
     (tmp_path / "two").mkdir()
     train_in(tmp_path / "two", dataset, 2, *HYBRID, "--max_iters=3")
-    assert "1 group of 2 ranks x 4 sequences x 32 context x 2 acc" in (tmp_path / "two" / "rank_0").read_text()
+    assert "2 x 1 ranks x 4 sequences x 32 context x 2 acc" in (tmp_path / "two" / "rank_0").read_text()
     assert call(train.main, *argv, "--out_dir=two/out") == 0  # from its checkpoint, alone
     for key in ("train_loss", "val_loss"):
         expected, found = metrics("one", key), metrics("two/out", key)

@@ -53,6 +53,7 @@ def run_folder(tmp_path):
         settings = dict(
             model=vars(config), dataset="pystdlib", data="0123", init_from="auto", block_size=16, learning_rate=6e-4
         )
+        settings["version"] = checkpoint.VERSION
         (run / "config.json").write_text(json.dumps(settings))
         lines = [{"step": step, "val_loss": 6.0 - step, "tokens": 100 * step} for step in (0, 1, 1, 2)]
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers import SMALL, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
+from test_model import tiny
 
 from sympow import evaluate
 from sympow import sample
@@ -14,81 +15,79 @@ from sympow.attention.state import LayerState, State
 from sympow.generation.generate import generate, read_prompt
 from sympow.model import GPT, GPTConfig
 from sympow.generation import state_file
-from sympow.runs.wandb_run import wandb_row
+from sympow.runs.metrics import wandb_row
 
 SHAPE = dict(vocab_size=97, n_head=4, n_kv_head=2, n_embd=32, head_dim=8, rope_base=99.0, gate_bias=2.0)
 
 
-def hybrid(attention="sympow_gating,sympow_gating,softmax", n_layer=3, **kwargs):
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(attention=attention, n_layer=n_layer, **{**SHAPE, **kwargs})).eval()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    return model
+PATTERN = "sympow_gating,sympow_gating,softmax"
 
 
-def test_the_pattern_is_repeated_and_each_layer_has_its_own_gate():
-    config = GPTConfig(attention="sympow_gating, sympow,softmax", n_layer=6, **SHAPE)
-    assert config.attention == "sympow_gating,sympow,softmax"
-    kinds = [type(block.attn.mix) for block in GPT(config).transformer.h]
-    assert kinds == [SympowGating, Sympow, Softmax] * 2
-    assert [config.layer(i).gate for i in range(6)] == ["learned", "none", "none"] * 2
-    fixed = GPTConfig(attention="sympow_gating,sympow", n_layer=2, gate="fixed", **SHAPE)
-    assert [fixed.layer(i).gate for i in range(2)] == ["fixed", "none"]
+def generate_greedily(model, file, switch_over=None, prompt=(5, 10, 7, 20, 30)):
+    """Check generation against the parallel forward pass, and after its state was saved; return that state."""
+    options = dict(max_new_tokens=12, temperature=0.0)
+    (ids,) = zip(*generate(model, [*prompt], switch_over=switch_over, **options))
+    logits, _ = model(torch.tensor([[*prompt, *ids]]))
+    assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == list(ids)
+    state_file.save_state(file, model, *read_prompt(model, [*prompt], switch_over=switch_over))
+    logits, state = state_file.load_state(file, model)
+    assert list(zip(*generate(model, prefix=(logits, state), **options))) == [ids]
+    return state
 
 
 @pytest.mark.parametrize(
-    "settings,message",
+    "attention,gate,n_layer,gates",
     [
-        (
-            dict(attention="sympow,softmax,softmax", n_layer=4),
-            "3 layers, which does not divide n_layer=4: n_layer=3 wo",
-        ),
-        (dict(attention="sympow,softmax,softmax", n_layer=5), "n_layer=6 would do"),
-        (dict(attention="sympow,softmax", n_layer=1), "n_layer=2 would do"),
-        (dict(attention="sympow,", n_layer=2), "got ''"),
-        (dict(attention="sympow,soft", n_layer=2), "got 'soft'"),
-        (
-            dict(attention="sympow,softmax", n_layer=2, gate="learned"),
-            "no layer of attention=sympow,softmax takes gate=l",
-        ),
-        (dict(attention="sympow_gating,softmax", n_layer=2, gate="none"), "is attention=sympow"),
+        ("sympow_gating, sympow,softmax", "auto", 6, ["learned", "none", "none"] * 2),
+        ("sympow_gating,sympow", "fixed", 2, ["fixed", "none"]),
     ],
 )
-def test_a_wrong_pattern_is_refused(settings, message):
+def test_the_pattern_is_repeated_and_each_layer_has_its_own_gate(attention, gate, n_layer, gates):
+    config = GPTConfig(attention=attention, gate=gate, n_layer=n_layer, **SHAPE)
+    assert config.attention == attention.replace(" ", "")
+    kinds = [type(block.attn.mix) for block in GPT(config).transformer.h]
+    assert kinds == ([SympowGating, Sympow, Softmax] * 2)[:n_layer]
+    assert [config.layer(i).gate for i in range(n_layer)] == gates
+
+
+@pytest.mark.parametrize(
+    "attention,n_layer,gate,message",
+    [
+        ("sympow,softmax,softmax", 4, "auto", "3 layers, which does not divide n_layer=4: n_layer=3 would do"),
+        ("sympow,softmax,softmax", 5, "auto", "n_layer=6 would do"),
+        ("sympow,softmax", 1, "auto", "n_layer=2 would do"),
+        ("sympow,", 2, "auto", "got ''"),
+        ("sympow,soft", 2, "auto", "got 'soft'"),
+        ("sympow,softmax", 2, "learned", "no layer of attention=sympow,softmax takes gate=learned"),
+        ("sympow_gating,softmax", 2, "none", "is attention=sympow"),
+    ],
+)
+def test_a_wrong_pattern_is_refused(attention, n_layer, gate, message):
     with pytest.raises(ValueError, match=message):
-        GPTConfig(**SHAPE, **settings)
+        GPTConfig(attention=attention, n_layer=n_layer, gate=gate, **SHAPE)
 
 
 @pytest.mark.parametrize("switch_over", [None, 3])
 @torch.inference_mode()
 def test_generation_and_saved_states_follow_each_layer(switch_over, tmp_path):
-    model, prompt, file = hybrid(reset_token=7), [5, 10, 7, 20, 30], str(tmp_path / "a.state")
-    options = dict(max_new_tokens=12, temperature=0.0, switch_over=switch_over)
-    found = list(zip(*generate(model, prompt, **options)))[0]
-    logits, _ = model(torch.tensor([[*prompt, *found]]))
-    assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == list(found)
-    logits, state = read_prompt(model, prompt, switch_over=switch_over)
+    file = str(tmp_path / "a.state")
+    state = generate_greedily(tiny(PATTERN, n_layer=3, reset_token=7), file, switch_over)
     assert [layer.power is not None for layer in state.layers] == [switch_over == 3] * 2 + [False]
-    state_file.save_state(file, model, logits, state)
-    again = list(
-        zip(*generate(model, [], prefix=state_file.load_state(file, model), max_new_tokens=12, temperature=0.0))
-    )
-    assert again[0] == found
     with pytest.raises(ValueError, match="another model: attention='sympow_gating,sympow_gating,softmax' there"):
-        state_file.load_state(file, hybrid("sympow_gating", reset_token=7))
+        state_file.load_state(file, tiny("sympow_gating", n_layer=3, reset_token=7))
 
 
 def test_statistics_name_the_layers_that_report_them():
     ids = torch.randint(0, 97, (1, 9))
-    found = hybrid("softmax,sympow_gating,conformal_sympow").statistics(ids)
-    assert [x is None for x in found["gate"]] == [True, False, False]
-    assert [x is None for x in found["beta"]] == [True, True, False]
-    assert wandb_row({"step": 1, **found}).keys() == {"iter", "gate/layer_01", "gate/layer_02", "beta/layer_02"}
+    statistics = tiny("softmax,sympow_gating,conformal_sympow", n_layer=3).statistics(ids)
+    assert [x is None for x in statistics["gate"]] == [True, False, False]
+    assert [x is None for x in statistics["beta"]] == [True, True, False]
+    row = wandb_row({"step": 1, **statistics})
+    assert row.keys() == {"iter", "gate/layer_01", "gate/layer_02", "beta/layer_02"}
 
 
 def test_flops_are_those_of_each_layer():
-    flops = {a: hybrid(a, n_layer=2, p=4).flops_per_token(64) for a in ("softmax", "sympow", "softmax,sympow")}
+    flops = {a: tiny(a, p=4).flops_per_token(64) for a in ("softmax", "sympow", "softmax,sympow")}
     assert 2 * flops["softmax,sympow"] == flops["softmax"] + flops["sympow"]
 
 
@@ -120,9 +119,9 @@ class Count(torch.nn.Module):
         return CountState(torch.zeros(batch, device=device))
 
     def forward(self, x, resets=None, state=None):
-        before = x.new_zeros(len(x), 1) if state is None else state.tokens[:, None]
-        at = torch.arange(x.shape[1]) + before
-        return x + 1 / (1 + at[..., None]), state and CountState(at[:, -1] + 1)
+        start = x.new_zeros(len(x), 1) if state is None else state.tokens[:, None]
+        positions = torch.arange(x.shape[1]) + start
+        return x + 1 / (1 + positions[..., None]), state and CountState(positions[:, -1] + 1)
 
 
 class Unrotated(Softmax):
@@ -149,22 +148,13 @@ def unrotated(monkeypatch):
 
 @torch.inference_mode()
 def test_an_attention_may_bring_its_position_embedding_and_output_layer(unrotated, tmp_path):
-    model, prompt, file = hybrid("unrotated,sympow", n_layer=2), [5, 10, 7, 20, 30], str(tmp_path / "a.state")
+    model = tiny("unrotated,sympow")
     first, second = model.transformer.h
     assert not hasattr(first, "mlp") and not hasattr(first, "ln_2") and hasattr(second, "mlp")
     assert GPT(model.config).transformer.h[0].attn.c_proj.c_proj.weight.std() < 0.015  # 0.02 / sqrt(2 n_layer)
-    found = list(zip(*generate(model, prompt, max_new_tokens=12, temperature=0.0)))[0]
-    logits, _ = model(torch.tensor([[*prompt, *found]]))
-    assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == list(found)
-    logits, state = read_prompt(model, prompt)
-    assert (
-        state.embedding.tokens == 5
-        and type(state.layers[0]) is LayerState
-        and state.repeat(2).embedding.tokens.shape == (2,)
-    )
-    state_file.save_state(file, model, logits, state)
-    _, loaded = state_file.load_state(file, model)
-    assert loaded.embedding.tokens == 5 and loaded.bytes() == state.bytes()
+    state = generate_greedily(model, str(tmp_path / "a.state"))
+    assert state.embedding.tokens == 5 and type(state.layers[0]) is LayerState
+    assert state.repeat(2).embedding.tokens.shape == (2,)
 
 
 def test_where_positions_come_from_is_printed_if_the_layers_differ(unrotated, dataset, tmp_path, monkeypatch, capsys):  # noqa: F811

@@ -1,4 +1,4 @@
-"""LongCrawl64: every document arrives whole and in order, and what a copy lacks is refused by name."""
+"""LongCrawl64: every document arrives whole and in order, and missing parts of a copy are refused by name."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiktoken
 import zarr
-from helpers import byte_encoding, kill_in_second_shard
+from helpers import byte_encoding, kill_in_second_shard, verify
 
 from sympow.data import DataError, zarr_rows
 from sympow.data.dataset import Dataset
@@ -49,7 +49,7 @@ def make_source(folder, layout="v2 dots", train=None):
 def prepare(tmp_path, *argv, source=None):
     out = tmp_path / "out"
     longcrawl64.main([f"--source={source or tmp_path}", f"--out={out}", f"--document_length={LENGTH}", *argv])
-    return Dataset(str(out))
+    return Dataset(out)
 
 
 def rows(dataset, split):
@@ -65,7 +65,7 @@ def test_every_document_arrives_whole_and_in_order(tmp_path, layout, prefix):
     assert np.array_equal(rows(dataset, "val"), arrays["heldout"])
     assert len(dataset.meta["splits"]["train"]["shards"]) == 3  # one a chunk row
     assert dataset.tokenizer.json_escaped and dataset.vocab_size == 257
-    dataset.verify()
+    verify(dataset)
 
 
 def test_documents_limits_what_is_taken_and_fetched(tmp_path):
@@ -81,23 +81,17 @@ def test_documents_limits_what_is_taken_and_fetched(tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_missing_chunk_is_refused_by_name(tmp_path, layout):
+@pytest.mark.parametrize("listed", [True, False])
+def test_missing_chunk_is_refused_by_name(tmp_path, layout, listed, monkeypatch):
+    """A store that cannot list its files is refused in reading."""
     make_source(tmp_path, layout)
+    if not listed:
+        monkeypatch.setattr(longcrawl64.Zarr, "missing", lambda self, rows: [])
     key = CHUNK[layout].format(1, 3)
     os.remove(tmp_path / "train.zarr" / key)
     with pytest.raises(DataError, match=rf"train.zarr: 1 chunk files are missing \({key}\).*--skip_missing"):
         prepare(tmp_path)
     assert not (tmp_path / "out" / "meta.json").exists()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_missing_chunk_is_refused_at_reading_where_files_cannot_be_listed(tmp_path, layout, monkeypatch):
-    make_source(tmp_path, layout)
-    monkeypatch.setattr(longcrawl64.Zarr, "missing", lambda self, rows: [])
-    key = CHUNK[layout].format(2, 0)
-    os.remove(tmp_path / "train.zarr" / key)
-    with pytest.raises(DataError, match=rf"train.zarr: 1 chunk files are missing \({key}\)"):
-        prepare(tmp_path)
 
 
 def test_skip_missing_takes_the_complete_chunk_rows(tmp_path):
@@ -111,106 +105,80 @@ def test_skip_missing_takes_the_complete_chunk_rows(tmp_path):
         prepare(tmp_path, "--skip_missing", "--documents=7")
 
 
-def test_a_copy_that_has_grown_is_not_mixed_with_what_was_taken(tmp_path, monkeypatch, capsys):
+def test_a_copy_that_has_grown_is_not_mixed_with_what_was_taken(tmp_path, capsys):
     arrays = make_source(tmp_path)
     os.rename(tmp_path / "train.zarr" / "0.2", tmp_path / "0.2")
-    read, seen = longcrawl64.Zarr.read, []
-
-    def killed(self, row, count):
-        seen.append((os.path.basename(self.url), row))
-        if seen[-1] == ("train.zarr", 2) and seen.count(seen[-1]) == 1:
-            raise KeyboardInterrupt
-        return read(self, row, count)
-
-    monkeypatch.setattr(longcrawl64.Zarr, "read", killed)
-    with pytest.raises(KeyboardInterrupt):  # cut after the first shard, row 1
-        prepare(tmp_path, "--skip_missing")
-    os.rename(tmp_path / "0.2", tmp_path / "train.zarr" / "0.2")
-    assert np.array_equal(rows(prepare(tmp_path, "--skip_missing"), "train"), arrays["train"])
-    assert "complete: train 640 tokens" in capsys.readouterr().out
     prepare(tmp_path, "--skip_missing")
+    os.rename(tmp_path / "0.2", tmp_path / "train.zarr" / "0.2")
+    for _ in range(2):
+        assert np.array_equal(rows(prepare(tmp_path, "--skip_missing"), "train"), arrays["train"])
     assert "complete already" in capsys.readouterr().out
+
+
+def random_train():
+    """Return the documents of a train array, uint16 [TRAIN, LENGTH]."""
+    return np.random.default_rng(1).integers(1, 256, (TRAIN, LENGTH), dtype=np.uint16)
 
 
 @pytest.mark.parametrize("value", [0, 33])
 def test_constant_chunk_is_refused_by_name(tmp_path, value):
-    train = np.random.default_rng(1).integers(1, 256, (TRAIN, LENGTH), dtype=np.uint16)
+    train = random_train()
     train[4:8, 32:48] = value
     make_source(tmp_path, train=train)
     with pytest.raises(DataError, match=f"train.zarr/1.2: chunk holds nothing but {value}"):
         prepare(tmp_path)
 
 
-def test_other_arrays_are_refused(tmp_path):
-    for name, train, shown in (
-        ("shape", np.ones((5, 32), np.uint16), r"uint16 \[5, 32\]"),
-        ("dtype", np.ones((5, LENGTH), np.int32), r"int32 \[5, 64\]"),
-        ("flat", None, "cannot open .*flat/train.zarr as a zarr array"),
-    ):
-        (tmp_path / name).mkdir()
-        if name == "flat":
-            make_source(tmp_path / name)
-            os.remove(tmp_path / name / "train.zarr" / ".zarray")
-        else:
-            array = zarr.create_array(
-                str(tmp_path / name / "train.zarr"), shape=train.shape, chunks=(2, 16), dtype=train.dtype, zarr_format=2
-            )
-            array[:] = train
-        with pytest.raises(DataError, match=shown):
-            prepare(tmp_path, source=tmp_path / name)
+@pytest.mark.parametrize(
+    "train, reason",
+    [
+        (np.ones((5, 32), np.uint16), r"uint16 \[5, 32\]"),
+        (np.ones((5, LENGTH), np.int32), r"int32 \[5, 64\]"),
+        (None, "cannot open .*train.zarr as a zarr array"),
+    ],
+)
+def test_other_arrays_are_refused(tmp_path, train, reason):
+    make_source(tmp_path, train=train)
+    if train is None:
+        os.remove(tmp_path / "train.zarr" / ".zarray")
+    with pytest.raises(DataError, match=reason):
+        prepare(tmp_path)
     with pytest.raises(DataError, match="cannot open|no-such-protocol|Protocol not known"):
         prepare(tmp_path, source="no-such-protocol://x")
 
 
 def test_token_beyond_the_vocabulary_is_refused(tmp_path):
-    train = np.random.default_rng(1).integers(1, 256, (TRAIN, LENGTH), dtype=np.uint16)
+    train = random_train()
     train[9, 63] = 257
     make_source(tmp_path, train=train)
     with pytest.raises(DataError, match="train_00002.bin: token id 257"):
         prepare(tmp_path)
 
 
-def test_killed_run_is_resumed_without_reading_again(tmp_path, monkeypatch):
-    arrays = make_source(tmp_path)
-    read, seen = longcrawl64.Zarr.read, []
-
-    def killed(self, row, count):
-        seen.append((os.path.basename(self.url), row))
-        if seen.count(("train.zarr", 1)) == 1 and row == 1:
-            raise KeyboardInterrupt
-        return read(self, row, count)
-
-    monkeypatch.setattr(longcrawl64.Zarr, "read", killed)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(tmp_path)
-    assert np.array_equal(rows(prepare(tmp_path), "train"), arrays["train"])
-    assert seen.count(("train.zarr", 0)) == 1
-    os.rename(tmp_path / "train.zarr", tmp_path / "elsewhere")  # complete: the source is not even opened
-    prepare(tmp_path)
-
-
 def test_a_dataset_that_grows_fetches_what_is_new(tmp_path, monkeypatch, capsys):
     arrays = make_source(tmp_path)
-    read, seen = longcrawl64.Zarr.read, []
-    monkeypatch.setattr(
-        longcrawl64.Zarr, "read", lambda self, row, count: seen.append((self.url[-10:], row)) or read(self, row, count)
-    )
-    prepare(tmp_path, "--documents=4", "--val_documents=7")
-    first, seen[:] = list(seen), []
-    dataset = prepare(tmp_path, "--documents=9", "--val_documents=7")
-    assert first == [("train.zarr", 0), ("eldout.zarr"[-10:], 0), ("eldout.zarr"[-10:], 1)]
-    assert seen == [("train.zarr", 1), ("train.zarr", 2)]
+    read, reads = longcrawl64.Zarr.read, []
+
+    def noted(self, row, count):
+        reads.append((os.path.basename(self.url), row))
+        return read(self, row, count)
+
+    monkeypatch.setattr(longcrawl64.Zarr, "read", noted)
+    expected = {
+        4: [("train.zarr", 0), ("heldout.zarr", 0), ("heldout.zarr", 1)],
+        9: [("train.zarr", 1), ("train.zarr", 2)],
+        10: [("train.zarr", 2)],  # there was one document of it
+        8: [],
+    }
+    for documents, new in expected.items():
+        dataset = prepare(tmp_path, f"--documents={documents}", "--val_documents=7")
+        assert reads == new and np.array_equal(rows(dataset, "train"), arrays["train"][:documents])
+        reads.clear()
     assert "3 of 5 shards were there" in capsys.readouterr().out
-    assert np.array_equal(rows(dataset, "train"), arrays["train"][:9])
-    seen.clear()
-    dataset = prepare(tmp_path, "--documents=10", "--val_documents=7")
-    assert seen == [("train.zarr", 2)]  # of which there was one document
-    assert np.array_equal(rows(dataset, "train"), arrays["train"])
-    seen.clear()
-    dataset = prepare(tmp_path, "--documents=8", "--val_documents=7")
-    assert seen == [] and np.array_equal(rows(dataset, "train"), arrays["train"][:8])
     assert not (tmp_path / "out" / "train_00002.bin").exists()
-    dataset.verify()
+    verify(dataset)
+    os.rename(tmp_path / "train.zarr", tmp_path / "elsewhere")  # complete: the source is not even opened
+    prepare(tmp_path, "--documents=8", "--val_documents=7")
 
 
 def test_an_array_that_fails_while_a_dataset_grows_leaves_it_as_it_was(tmp_path):
@@ -219,8 +187,8 @@ def test_an_array_that_fails_while_a_dataset_grows_leaves_it_as_it_was(tmp_path)
     (tmp_path / "train.zarr" / "2.1").write_bytes(b"damaged")
     with pytest.raises(DataError, match="train.zarr/2.1: chunk cannot be decoded"):
         prepare(tmp_path, "--documents=10", "--val_documents=7")
-    dataset = Dataset(str(tmp_path / "out"))
-    dataset.verify()
+    dataset = Dataset(tmp_path / "out")
+    verify(dataset)
     assert np.array_equal(rows(dataset, "train"), arrays["train"][:4])
 
 
@@ -238,7 +206,7 @@ def test_memory_is_that_of_a_row_of_chunks_however_many_documents(tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert len(Dataset(str(tmp_path / "out")).meta["splits"]["train"]["shards"]) == many
+    assert len(Dataset(tmp_path / "out").meta["splits"]["train"]["shards"]) == many
     assert peak < 8 * 2 * rows * length
 
 
@@ -250,37 +218,24 @@ def test_kill_9_within_a_shard_loses_that_shard_alone(tmp_path, capfd):
     dataset = prepare(tmp_path)
     assert np.array_equal(rows(dataset, "train"), arrays["train"]) and not list(out.glob("*.tmp"))
     assert (out / "train_00000.bin").stat().st_mtime_ns == first.st_mtime_ns
-    printed = capfd.readouterr()
-    assert "1 of 5 shards were there" in printed.out
-    dataset.verify()
+    assert "1 of 5 shards were there" in capfd.readouterr().out
+    verify(dataset)
 
 
-def test_the_real_arrays_have_the_published_number_of_chunk_files():
-    for documents, files in ((6_609_334, 103_296), (52_131, 832)):
-        array = longcrawl64.Zarr.__new__(longcrawl64.Zarr)
-        array.array = zarr.create_array(
-            {}, shape=(documents, 65536), chunks=(2048, 2048), dtype="uint16", zarr_format=2
-        )
-        array.chunk_columns = 2048
-        assert sum(len(array.keys(row)) for row in range(-(-documents // 2048))) == files
-        assert array.keys(1)[3] == "1.3"
-
-
-@pytest.mark.parametrize("form", ["txt", "jsonl", "folder"])
-def test_other_long_text_is_packed_into_the_same_layout(tmp_path, form):
+@pytest.mark.parametrize("name", ["b.txt", "b.jsonl", ""])
+def test_other_long_text_is_packed_into_the_same_layout(tmp_path, name):
     text = 'Eine "lange" Geschichte\n' * 40
+    content = 9 * (json.dumps({"text": text}) + "\n") if name == "b.jsonl" else text * 9
+    source = tmp_path / "books" / name
     (tmp_path / "books").mkdir()
-    name = "books/b.jsonl" if form == "jsonl" else "books/b.txt"
-    (tmp_path / name).write_text(
-        "".join(json.dumps({"text": text}) + "\n" for _ in range(9)) if form == "jsonl" else text * 9
-    )
-    dataset = prepare(tmp_path, source=tmp_path / ("books" if form == "folder" else name))
+    (tmp_path / "books" / (name or "b.txt")).write_text(content)
+    dataset = prepare(tmp_path, source=source)
     assert dataset.tokenizer.json_escaped and dataset.document_length == LENGTH
-    stored = bytes(dataset.read("train", 0, 64).tolist())
-    assert stored == json.dumps(text)[1:-1].encode()[:64]
-    assert dataset.tokenizer.decode(dataset.read("train", 0, 64)) == text[:57]  # 7 of these 64 bytes are backslashes
+    tokens = dataset.read("train", 0, 64).tolist()
+    assert bytes(tokens) == json.dumps(text)[1:-1].encode()[:64]
+    assert dataset.tokenizer.decode(tokens) == text[:57]  # 7 of these 64 bytes are backslashes
     with pytest.raises(DataError, match="--documents.*zarr"):
-        prepare(tmp_path, "--documents=5", source=tmp_path / name)
+        prepare(tmp_path, "--documents=5", source=source)
 
 
 class Failure(Exception):
@@ -297,51 +252,36 @@ class TransportError(Exception):
     pass
 
 
-def test_passing_errors_are_tried_again_with_back_off():
-    errors = [
-        Failure(429),
-        Failure(503),
-        ClientError(502),
-        ConnectionResetError(),
-        TimeoutError(),
-        TransportError(),
-        None,
-    ]
-    slept = []
+def fail(errors):
+    """Return a function that raises each of these errors once and then returns "done"."""
+    errors = iter(errors)
 
     def call():
-        error = errors.pop(0)
-        if error:
+        for error in errors:
             raise error
         return "done"
 
-    assert zarr_rows.retrying(call, sleep=slept.append) == "done"
-    assert slept == [1, 2, 4, 8, 16, 32]
+    return call
+
+
+def test_passing_errors_are_tried_again_with_back_off():
+    errors = [Failure(429), Failure(503), ClientError(502), ConnectionResetError(), TimeoutError(), TransportError()]
+    assert zarr_rows.retrying(fail(errors), sleep=(seconds := []).append) == "done"
+    assert seconds == [1, 2, 4, 8, 16, 32]
 
 
 @pytest.mark.parametrize(
     "error", [Failure(404), ClientError(403), ValueError("x"), DataError("x"), FileNotFoundError()]
 )
 def test_lasting_errors_are_not_tried_again(error):
-    calls = []
-
-    def call():
-        calls.append(1)
-        raise error
-
     with pytest.raises(type(error)):
-        zarr_rows.retrying(call, sleep=None)
-    assert len(calls) == 1
+        zarr_rows.retrying(fail([error]), sleep=None)
 
 
 def test_trying_again_ends():
-    def call():
-        raise Failure(500)
-
-    slept = []
     with pytest.raises(Failure):
-        zarr_rows.retrying(call, attempts=9, sleep=slept.append)
-    assert len(slept) == 8 and max(slept) == 60
+        zarr_rows.retrying(fail(9 * [Failure(500)]), attempts=9, sleep=(seconds := []).append)
+    assert len(seconds) == 8 and max(seconds) == 60
 
 
 def test_chunk_reads_go_through_the_retry(tmp_path, monkeypatch):
@@ -382,9 +322,9 @@ def test_chunk_that_cannot_be_fetched_is_not_called_damaged(tmp_path, monkeypatc
             raise error
 
         monkeypatch.setattr(zarr_rows, "retrying", failing)
-        with pytest.raises(DataError, match=r"train.zarr/1.2: chunk cannot be read \(\w+") as found:
+        with pytest.raises(DataError, match=r"train.zarr/1.2: chunk cannot be read \(\w+") as refused:
             array.chunk(1, 2)
-        assert "damaged" not in str(found.value)
+        assert "damaged" not in str(refused.value)
 
 
 def test_damaged_shard_without_its_source_is_named(tmp_path, capsys):
@@ -399,4 +339,4 @@ def test_damaged_shard_without_its_source_is_named(tmp_path, capsys):
     with pytest.raises(DataError, match="train_00001.bin is missing"):  # not trained on
         Dataset(dataset.path)
     os.rename(tmp_path / "elsewhere", tmp_path / "train.zarr")
-    prepare(tmp_path).verify()
+    verify(prepare(tmp_path))

@@ -22,7 +22,7 @@ from sympow.data.shards import Unit, write_dataset
 from sympow.data.tokenizer import Tokenizer
 from sympow.training.batches import format_losses
 from sympow.runs.folder import fingerprint
-from sympow.runs.wandb_run import wandb_row
+from sympow.runs.metrics import wandb_row
 
 
 def write_set(folder, name, length, rows, val, tokenizer):
@@ -30,7 +30,7 @@ def write_set(folder, name, length, rows, val, tokenizer):
     tokens = np.random.default_rng(len(name) + ord(name[0])).integers(0, 256, (rows + val, length)).astype(np.uint16)
     halves = {"train": tokens[:rows], "val": tokens[rows:]}
     units = [Unit(split, lambda part=part: part) for split, part in halves.items()]
-    write_dataset(str(folder / name), units, tokenizer, length, {"name": name}, "a test", "python prepare.py")
+    write_dataset(folder / name, units, tokenizer, length, {"name": name}, "a test", "python prepare.py")
     return str(folder / name)
 
 
@@ -45,7 +45,7 @@ def sets(tmp_path_factory):
 
 
 def mix(sets, text):
-    """Return the dataset of a text such as "a:1,b:2", whose names are folders in `sets`."""
+    """Return the dataset of a text such as "a:1,b:2"; the names are folders in `sets`."""
     return open_dataset(where(sets, text))
 
 
@@ -126,50 +126,54 @@ def test_the_shortest_rows_bound_the_context(sets):
 
 def test_names_of_losses_are_unambiguous(sets, tmp_path):
     shutil.copytree(sets / "a", tmp_path / "a")
-    one = open_dataset(str(sets / "a"))
-    for others, reason in (
+    dataset = open_dataset(str(sets / "a"))
+    for val_datasets, reason in (
         (str(sets / "a"), "a name of the training data already"),
         (str(tmp_path / "a"), "a name of the training data already"),
         (f"{sets / 'b'},{sets / 'b'}", "have the same name"),
         (f"{sets / 'other'}", "are not those of the dataset other"),
     ):
         with pytest.raises(DataError, match=reason):
-            HeldOut(one, others, 32)
-    found = HeldOut(mix(sets, "a:1,b:3"), f"{sets / 'c'}, {sets / 'd'}", 32)
-    assert [(part.key, part.weight) for part in found.parts] == [
-        ("val_loss/a", 0.25), ("val_loss/b", 0.75), ("val_loss/c", 0.0), ("val_loss/d", 0.0),
-    ]  # fmt: skip
-    losses = found.losses([1.0, 2.0, float("nan"), 4.0])
+            HeldOut(dataset, val_datasets, 32)
+    held_out = HeldOut(mix(sets, "a:1,b:3"), f"{sets / 'c'}, {sets / 'd'}", 32)
+    weights = {"val_loss/a": 0.25, "val_loss/b": 0.75, "val_loss/c": 0.0, "val_loss/d": 0.0}
+    assert {part.key: part.weight for part in held_out.parts} == weights
+    losses = held_out.losses([1.0, 2.0, float("nan"), 4.0])
     assert losses["val_loss"] == 1.75 and losses["val_loss/d"] == 4.0
     assert format_losses(losses) == "val loss 1.7500 (a 1.0000, b 2.0000, c nan, d 4.0000)"
-    assert [part.key for part in HeldOut(one, "", 32).parts] == ["val_loss"]
+    assert [part.key for part in HeldOut(dataset, "", 32).parts] == ["val_loss"]
 
 
 def test_the_fingerprint_is_of_the_shares_and_the_contents_wherever_they_lie(sets, tmp_path):
     shutil.copytree(sets / "b", tmp_path / "b")
-    found = fingerprint(mix(sets, "a:0.7,b:0.3"))
-    assert fingerprint(mix(sets, "a:7,b:3")) == found
-    assert fingerprint(open_dataset(f"{sets / 'a'}:0.7,{tmp_path / 'b'}:0.3")) == found
-    assert len({found, *(fingerprint(mix(sets, text)) for text in ("a:0.6,b:0.4", "a:0.7,d:0.3", "b:0.3,a:0.7"))}) == 4
+    first, *hashes = (
+        fingerprint(mix(sets, text)) for text in ("a:0.7,b:0.3", "a:0.6,b:0.4", "a:0.7,d:0.3", "b:0.3,a:0.7")
+    )
+    assert len({first, *hashes}) == 4 and fingerprint(mix(sets, "a:7,b:3")) == first
+    assert fingerprint(open_dataset(f"{sets / 'a'}:0.7,{tmp_path / 'b'}:0.3")) == first
 
 
 # training
 
 
+@pytest.fixture(scope="module")
+def options(sets):
+    """Return the options of a run on three parts of a and one of b."""
+    return [*SMALL, f"--dataset={where(sets, 'a:3,b:1')}", f"--val_datasets={sets / 'c'}", "--out_dir=out"]
+
+
 @pytest.fixture
-def go(sets, tmp_path, monkeypatch):
-    """Return a function that trains in this process, in tmp_path, on three parts of a and one of b."""
+def go(options, tmp_path, monkeypatch):
+    """Return a function that trains in this process, in tmp_path/out."""
     monkeypatch.chdir(tmp_path)
-    options = [*SMALL, f"--dataset={where(sets, 'a:3,b:1')}", f"--val_datasets={sets / 'c'}"]
     return lambda *argv: call(train.main, *options, *argv)
 
 
 @pytest.fixture(scope="module")
-def whole(sets, tmp_path_factory):
+def unbroken(options, tmp_path_factory):
     """Return the folder of a run of 6 steps on a mixture without a break."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    options = [f"--dataset={where(sets, 'a:3,b:1')}", f"--val_datasets={sets / 'c'}", f"--out_dir={out}"]
-    assert call(train.main, *SMALL, *options) == 0
+    assert call(train.main, *options, f"--out_dir={out}") == 0
     return out
 
 
@@ -180,80 +184,79 @@ def numbers(folder):
     return {key: metrics(folder, key) for key in KEYS}
 
 
-def test_each_loss_is_logged_and_the_whole_is_their_weighted_mean(go, whole, sets, capsys):
-    found = numbers(whole)
-    assert all([*found[key]] == [3, 6] for key in KEYS[2:])
+def test_each_loss_is_logged_and_the_whole_is_their_weighted_mean(go, unbroken, sets, capsys):
+    logged = numbers(unbroken)
+    assert all([*logged[key]] == [3, 6] for key in KEYS[2:])
     for step in (3, 6):
-        assert found["val_loss"][step] == 0.75 * found["val_loss/a"][step] + 0.25 * found["val_loss/b"][step]
-    assert [*found["epochs/a"].values()] == [18 / 80, 36 / 80] and found["epochs/b"][6] == 12 / 36
+        assert logged["val_loss"][step] == 0.75 * logged["val_loss/a"][step] + 0.25 * logged["val_loss/b"][step]
+    assert [*logged["epochs/a"].values()] == [18 / 80, 36 / 80] and logged["epochs/b"][6] == 12 / 36
     for name in ("b", "c"):  # the loss of a dataset is what a run on it alone reports of the same weights
-        argv = [f"--init_from={whole}", "--eval_only=True", f"--dataset={sets / name}", "--val_datasets="]
+        argv = [f"--init_from={unbroken}", "--eval_only=True", f"--dataset={sets / name}", "--val_datasets="]
         assert go(*argv, f"--out_dir={name}") == 0
-        assert f"val loss {found[f'val_loss/{name}'][6]:.4f} at context 32" in capsys.readouterr().out
-    with open(whole / "metrics.jsonl") as f:
+        assert f"val loss {logged[f'val_loss/{name}'][6]:.4f} at context 32" in capsys.readouterr().out
+    with open(unbroken / "metrics.jsonl") as f:
         row = wandb_row(next(line for line in map(json.loads, f) if "val_loss" in line))
-    assert row["val/loss/c"] == found["val_loss/c"][3] and row["epochs/a"] == 18 / 80
+    assert row["val/loss/c"] == logged["val_loss/c"][3] and row["epochs/a"] == 18 / 80
 
 
-def test_a_run_on_a_mixture_that_is_cut_goes_on_with_the_same_bits(go, whole):
-    assert go("--max_iters=4", "--out_dir=out") == 0 and go("--out_dir=out") == 0
-    assert [numbers("out")[key] | numbers(whole)[key] for key in KEYS] == [numbers("out")[key] for key in KEYS]
+def test_a_run_on_a_mixture_that_is_cut_goes_on_with_the_same_bits(go, unbroken):
+    assert go("--max_iters=4") == 0 and go() == 0
+    assert [numbers("out")[key] | numbers(unbroken)[key] for key in KEYS] == [numbers("out")[key] for key in KEYS]
 
 
 @pytest.mark.slow  # three more processes
-def test_a_kill_changes_no_bit_of_a_run_on_a_mixture(sets, whole, tmp_path):
-    options = [*SMALL, f"--dataset={where(sets, 'a:3,b:1')}", f"--val_datasets={sets / 'c'}", "--out_dir=out"]
+def test_a_kill_changes_no_bit_of_a_run_on_a_mixture(options, unbroken, tmp_path):
     process = start(train_until_read, *options, env={"DIE": "5 1"}, cwd=tmp_path)
     assert join(process) == [-signal.SIGKILL], (tmp_path / "log").read_text()
     assert max(metrics(tmp_path / "out")) < 6
     assert join(start(train.main, *options, cwd=tmp_path)) == [0], (tmp_path / "log").read_text()
-    assert numbers(tmp_path / "out") == numbers(whole)
+    assert numbers(tmp_path / "out") == numbers(unbroken)
 
 
 @pytest.mark.slow  # two processes
-def test_two_ranks_see_the_batches_that_one_sees(sets, whole, tmp_path):
-    options = [*SMALL, f"--dataset={where(sets, 'a:3,b:1')}", f"--val_datasets={sets / 'c'}", "--out_dir=out"]
+def test_two_ranks_see_the_batches_that_one_sees(options, unbroken, tmp_path):
     assert join(*start_ranks(2, train.main, *options, "--batch_size=2", cwd=tmp_path)) == [0, 0]
-    for key, of_steps in numbers(whole).items():
+    for key, of_steps in numbers(unbroken).items():
         assert metrics(tmp_path / "out", key) == pytest.approx(of_steps, rel=1e-4), key
 
 
-def test_other_weights_are_refused_on_resume_and_other_names_are_not(go, sets, whole, tmp_path, capsys):
-    shutil.copytree(whole, tmp_path / "out")
+def test_other_weights_are_refused_on_resume_and_other_names_are_not(go, sets, unbroken, tmp_path, capsys):
+    shutil.copytree(unbroken, tmp_path / "out")
     shutil.copytree(sets / "b", tmp_path / "moved" / "b")
-    assert go("--out_dir=out", f"--dataset={where(sets, 'a:2,b:1')}") == 2
+    assert go(f"--dataset={where(sets, 'a:2,b:1')}") == 2
     refusal = capsys.readouterr().err
-    assert refusal.count("\n") == 1 and "dataset=a:3,b:1" in refusal and "now dataset=a:2,b:1" in refusal
-    assert go("--out_dir=out", f"--dataset={sets / 'a'}") == 2
+    assert refusal.count("\n") == 1 and f"dataset={where(sets, 'a:3,b:1')}" in refusal
+    assert f"now dataset={where(sets, 'a:2,b:1')}" in refusal
+    assert go(f"--dataset={sets / 'a'}") == 2
     moved = f"--dataset={sets / 'a'}:0.75,{tmp_path / 'moved' / 'b'}:0.25"
-    assert go("--out_dir=out", moved, "--val_datasets=", "--max_iters=9") == 0
+    assert go(moved, "--val_datasets=", "--max_iters=9") == 0
     assert [*metrics("out", "val_loss")] == [3, 6, 9] and 9 not in metrics("out", "val_loss/c")
 
 
 def test_stages_and_packing_take_a_mixture(go, capsys):
-    argv = ["--pack=1", "--then=64@3,256@5", "--attention=sympow_gating", "--tokens_per_step=512", "--out_dir=out"]
+    argv = ["--pack=1", "--then=64@3,256@5", "--attention=sympow_gating", "--tokens_per_step=512"]
     assert go(*argv) == 0
     epochs = metrics("out", "epochs/a")  # 16 rows of 32 for 3 steps, 8 of 64 for 2, 2 of 256 for one
     assert epochs[6] == pytest.approx(36 / 80 + 12 / 40 + 1 / 10) and metrics("out", "context")[6] == 256
     assert go("--then=128@3", "--out_dir=b") == 2
-    assert "longer than the documents of a,b (64 tokens)" in capsys.readouterr().err
+    assert "then 128 is longer than the documents of a (64 tokens)" in capsys.readouterr().err
 
 
 def test_a_bad_mixture_is_one_line_and_leaves_no_folder(go, sets, capsys):
-    for wrong in (f"--dataset={where(sets, 'a:1,b:x')}", f"--val_datasets={sets / 'a'}", "--val_datasets=nosuch"):
-        assert go(wrong, "--out_dir=out") == 2
+    for argument in (f"--dataset={where(sets, 'a:1,b:x')}", f"--val_datasets={sets / 'a'}", "--val_datasets=nosuch"):
+        assert go(argument) == 2
         assert capsys.readouterr().err.count("\n") == 1 and not os.path.exists("out")
-    assert go(f"--val_datasets={sets / 'c'},", "--out_dir=out") == 2
+    assert go(f"--val_datasets={sets / 'c'},") == 2
     assert "val_datasets must be names or paths with commas between" in capsys.readouterr().err
 
 
-def test_compare_takes_the_loss_of_one_dataset(whole, tmp_path, capsys, monkeypatch):
+def test_compare_takes_the_loss_of_one_dataset(unbroken, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compare, "plot_loss_curves", lambda runs, png: None)
     monkeypatch.setattr(compare, "choose_picture", lambda png: (png, ""))
-    compare.main([str(whole), "--metric=val_loss/c", f"--png={tmp_path}/x.png"])
+    compare.main([str(unbroken), "--metric=val_loss/c", f"--png={tmp_path}/x.png"])
     out = capsys.readouterr().out
-    assert "val loss/c" in out and f"{numbers(whole)['val_loss/c'][6]:.4f}" in out
-    of = "val_loss, val_loss/a, val_loss/b, val_loss/c"
-    for metric, reason in (("val_loss/x", f"holds no val_loss/x, but {of}"), ("tokens", "must be val_loss")):
-        assert call(compare.main, str(whole), f"--metric={metric}") == 2
+    assert "val loss/c" in out and f"{numbers(unbroken)['val_loss/c'][6]:.4f}" in out
+    known = "val_loss, val_loss/a, val_loss/b, val_loss/c"
+    for metric, reason in (("val_loss/x", f"holds no val_loss/x, but {known}"), ("tokens", "must be val_loss")):
+        assert call(compare.main, str(unbroken), f"--metric={metric}") == 2
         assert reason in capsys.readouterr().err

@@ -13,14 +13,16 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import ROOT, byte_encoding
-from test_data import all_tokens, prepare_text, write
+from helpers import ROOT, byte_encoding, verify
+from test_data import all_tokens, prepare_content, prepare_text, shown, write
 
 from sympow.data import DataError, command
+from sympow.data.corpus import find_files, plan_units
 from sympow.data.dataset import Dataset
 from sympow.data.files import write_atomically
 from sympow.data.meta import read_meta, write_meta
 from sympow.data.shards import Unit, is_complete, write_dataset
+from sympow.data.split import whole_stream
 from sympow.data.text import prepare as text
 from sympow.data.tokenizer import Tokenizer
 
@@ -59,7 +61,7 @@ def test_a_prepare_that_fails_leaves_the_old_dataset_as_it_was(tmp_path, monkeyp
     assert (tmp_path / "new").exists() == (tmp_path / "set" / "unfinished").exists() == (len(calls) < 3)
     train, _ = write(tmp_path / "set", train=(7, 2), length=8, calls=(done := []))
     assert done == calls
-    assert np.array_equal(Dataset(str(tmp_path / "set")).read("train", 0, 72), train.ravel())
+    assert np.array_equal(Dataset(tmp_path / "set").read("train", 0, 72), train.ravel())
     names = {"meta.json", "tokenizer.json", "train_00000.bin", "train_00001.bin", "val_00000.bin"}
     assert set(contents(tmp_path / "set")) == names
 
@@ -113,13 +115,13 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_dataset_or_one_that_is_g
             write(folder)
         killed = write_until(folder, number)
         try:
-            Dataset(str(folder)).verify()
+            verify(Dataset(folder))
             states.append("old" if finished(folder, old) == finished(tmp_path / "old", old) else "new")
         except DataError as error:
             states.append("neither")
             assert first or "meta.json is missing" in str(error)
         calls = []
-        if not is_complete(str(folder), arguments):
+        if not is_complete(folder, arguments):
             assert first or states[-1] == "old"  # else all is there and has only to be moved
             write(folder, train=(5, 4, 2), val=2, calls=calls)
         assert finished(folder, new) == new
@@ -130,12 +132,11 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_dataset_or_one_that_is_g
 
 
 def finished(folder, dataset):
-    """Return the files of a finished dataset; the names in meta.json are those of `dataset`."""
+    """Return the files of a finished dataset; meta.json has the name of `dataset`."""
     files = {name: data for name, data in contents(folder).items() if not name.startswith("unfinished")}
-    name = json.loads(dataset["meta.json"])["name"]
-    write_meta(str(folder) + ".json", read_meta(str(folder / "meta.json")) | {"name": name})
-    with open(str(folder) + ".json", "rb") as f:
-        return files | {"meta.json": f.read()}
+    meta = folder.with_suffix(".json")
+    write_meta(meta, read_meta(folder / "meta.json") | {"name": json.loads(dataset["meta.json"])["name"]})
+    return files | {"meta.json": meta.read_bytes()}
 
 
 def test_a_folder_in_which_another_process_prepares_is_refused(tmp_path):
@@ -143,10 +144,10 @@ def test_a_folder_in_which_another_process_prepares_is_refused(tmp_path):
     (tmp_path / "unfinished").mkdir()
     with open(tmp_path / "unfinished" / ".lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        before = contents(tmp_path)
+        files_before = contents(tmp_path)
         with pytest.raises(DataError, match="another process is preparing"):
             write(tmp_path, train=(1,))
-        assert contents(tmp_path) == before
+        assert contents(tmp_path) == files_before
     write(tmp_path, train=(1,))
     assert not (tmp_path / "unfinished").exists()
 
@@ -155,42 +156,29 @@ def test_an_interrupted_preparation_with_other_options_leaves_a_complete_dataset
     write(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, train=(7,), fail_at=1)
-    assert is_complete(str(tmp_path), {"train": [5, 4], "val": 3, "length": 12})
-    Dataset(str(tmp_path)).verify()
+    assert is_complete(tmp_path, {"train": [5, 4], "val": 3, "length": 12})
+    verify(Dataset(tmp_path))
 
 
-def test_shards_of_an_interrupted_preparation_do_not_replace_those_of_another(tmp_path):
-    """Both have a shard of the same name and size, and the second keeps the finished one."""
-    folder = str(tmp_path)
+def test_shards_of_an_interrupted_preparation_do_not_replace_finished_ones(tmp_path):
+    """The first shard of all has the same name and size."""
 
     def prepare(value, train):
-        units = [
-            Unit("train", lambda: np.full((2, 4), value), value),
-            Unit("train", train, "b"),
-            Unit("val", rows, "c"),
-        ]
-        write_dataset(folder, units, Tokenizer("bytes"), 4, {"value": value}, "", "")
-
-    def rows():
-        return np.full((1, 4), 9)
+        units = [Unit("train", lambda: np.full((2, 4), value), value), Unit("train", train), Unit("val", lambda: VAL)]
+        write_dataset(tmp_path, units, Tokenizer("bytes"), 4, {"train": repr(train)}, "", "")
 
     def failing():
         raise KeyboardInterrupt
 
-    prepare(1, rows)
+    prepare(1, lambda: VAL)
     with pytest.raises(KeyboardInterrupt):
-        write_dataset(
-            folder,
-            [Unit("train", lambda: np.full((2, 4), 2), 2), Unit("train", failing)],
-            Tokenizer("bytes"),
-            4,
-            {},
-            "",
-            "",
-        )
+        prepare(2, failing)
     prepare(1, lambda: np.full((3, 4), 9))
-    assert Dataset(folder).read("train", 0, 8).tolist() == 8 * [1]
-    Dataset(folder).verify()
+    assert Dataset(tmp_path).read("train", 0, 8).tolist() == 8 * [1]
+    verify(Dataset(tmp_path))
+
+
+VAL = np.full((1, 4), 9)
 
 
 # files of others
@@ -215,10 +203,10 @@ def test_folders_of_others_are_refused_and_stay_as_they_are(tmp_path, files, ref
         (tmp_path / name).write_bytes(content)
     if refused:
         for verify in (False, True):
-            with pytest.raises(DataError, match="give another --out|in a new folder") as error:
-                is_complete(str(tmp_path), {}, verify)
+            with pytest.raises(DataError, match="give another --out|name another folder") as error:
+                is_complete(tmp_path, {}, verify)
         assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
-        with pytest.raises(DataError, match="give another --out|in a new folder"):
+        with pytest.raises(DataError, match="give another --out|name another folder"):
             write(tmp_path)
         assert contents(tmp_path) == files
     else:
@@ -237,22 +225,22 @@ def test_files_of_others_in_a_dataset_of_ours_stay(tmp_path):
     assert all(path.exists() for path in mine) and not (tmp_path / "train_00001.bin").exists()
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "essay.txt").write_text("mine")
-    before = contents(tmp_path)
-    for act in (lambda: write(tmp_path), lambda: is_complete(str(tmp_path), {})):
+    files_before = contents(tmp_path)
+    for act in (lambda: write(tmp_path), lambda: is_complete(tmp_path, {})):
         with pytest.raises(DataError, match="unfinished is not of a dataset of ours .essay.txt.: move it away"):
             act()
-    assert contents(tmp_path) == before
+    assert contents(tmp_path) == files_before
 
 
 def test_a_damaged_meta_json_is_made_again(tmp_path, capsys):
     write(tmp_path)
-    whole = contents(tmp_path)
+    files_before = contents(tmp_path)
     for damaged in ("{", "[" * 100_000):
         (tmp_path / "meta.json").write_text(damaged)
-        assert not is_complete(str(tmp_path), json.loads(whole["meta.json"])["arguments"], verify=True)
+        assert not is_complete(tmp_path, json.loads(files_before["meta.json"])["arguments"], verify=True)
         assert "is not complete" in capsys.readouterr().out
         write(tmp_path)
-        assert contents(tmp_path) == whole
+        assert contents(tmp_path) == files_before
 
 
 @pytest.mark.parametrize("name", ["meta.json", "progress.json"])
@@ -260,31 +248,25 @@ def test_damaged_files_of_an_unfinished_dataset_start_over(tmp_path, name):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, fail_at=2)
     (tmp_path / "unfinished" / name).write_text("{")
-    assert not is_complete(str(tmp_path), {})
+    assert not is_complete(tmp_path, {})
     write(tmp_path)
-    Dataset(str(tmp_path)).verify()
+    verify(Dataset(tmp_path))
 
 
 def test_half_a_surrogate_pair_in_a_message_is_printed(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "stdout", open(1, "w", encoding="utf-8", closefd=False))
-    with pytest.raises(SystemExit) as exit:
-        command.run(lambda argv: print("\ud800"))
-    assert exit.value.code in (0, None) and capfd.readouterr().out == "?\n"
+    command.run(lambda argv: print("\ud800"))
+    assert capfd.readouterr().out == "?\n"
 
 
 def test_a_dataset_behind_a_link_is_read_and_written(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "set").symlink_to(tmp_path / "disk")
-    write(tmp_path / "set")
-    os.rename(tmp_path / "disk" / "train_00000.bin", tmp_path / "moved.bin")
-    (tmp_path / "disk" / "train_00000.bin").symlink_to("../moved.bin")
-    Dataset(str(tmp_path / "set")).verify()
-    kept = (tmp_path / "moved.bin").read_bytes()
-    zeroed = tmp_path / "disk" / "train_00001.bin"
-    zeroed.unlink()
-    train, _ = write(tmp_path / "set")
-    assert np.array_equal(Dataset(str(tmp_path / "set")).read("train", 0, 108), train.ravel())
-    assert (tmp_path / "moved.bin").read_bytes() == kept
+    for counts in ((5, 4), (3,)):
+        train, _ = write(tmp_path / "set", train=counts)
+        dataset = Dataset(tmp_path / "set")
+        assert np.array_equal(dataset.read("train", 0, train.size), train.ravel())
+    assert (tmp_path / "set").is_symlink() and (tmp_path / "disk" / "meta.json").exists()
 
 
 # what is given
@@ -316,36 +298,28 @@ def test_what_is_not_taken_is_said(tmp_path, three_sources, capsys):
     assert f"{code}: nothing is taken from it: it has no .txt,.md,.rst,.jsonl" in out
     counts = next(line for line in out.splitlines() if "left out: " in line)
     assert "28 files" in counts and ": 27 .txt, 1 .jsonl;" in counts  # LOUD.TXT is text, too
-    for count in ("26 .py", "2 .jpg", "1 .pdf"):
-        assert count in counts
-    assert int(re.search(r"(\d+) others", counts)[1]) > 0  # the most frequent six kinds are named
+    assert "left out: 36 (26 .py, 2 " in counts and "2 .jpg" in counts
 
 
 def test_validation_comes_from_all_sources_in_whole_documents_whatever_their_order(tmp_path, three_sources):
     options = ["--suffix=.txt,.py", "--val_fraction=0.2", "--document_length=64"]
     dataset = prepare_text(tmp_path, *three_sources, *options)
-    val = dataset.tokenizer.decode(dataset.read("val", 0, dataset.tokens("val")))
-    train = dataset.tokenizer.decode(dataset.read("train", 0, dataset.tokens("train")))
+    train, val = shown(dataset, "train"), shown(dataset, "val")
     parts = [re.findall(kind, val) for kind in ("[a-m]{9}", "[A-M]{9}", "[0-9]{9}")]
     assert min(map(len, parts)) > 50 and 0.15 < dataset.tokens("val") / (len(train) + len(val)) < 0.25
     documents = [{d for d in split.split("<|endoftext|>")[1:-1] if len(d) == 120} for split in (train, val)]
     assert not documents[0] & documents[1] and len(documents[0] | documents[1]) > 96
-    again = prepare_text(
+    reordered = prepare_text(
         tmp_path / "2", *reversed(three_sources[1:]), f"{three_sources[0]}/", three_sources[0] / "03.txt", *options
     )
-    assert again.meta["splits"] == dataset.meta["splits"]
+    assert reordered.meta["splits"] == dataset.meta["splits"]
 
 
 def test_equal_documents_are_in_one_split(tmp_path):
     lines = [json.dumps({"text": f"{i % 50:03d}" * 40}) + "\n" for i in range(200)]
-    (tmp_path / "a.jsonl").write_text("".join(lines))
-    dataset = prepare_text(tmp_path, tmp_path / "a.jsonl", "--val_fraction=0.2", "--document_length=16")
+    dataset = prepare_content(tmp_path, "".join(lines), "--val_fraction=0.2", "--document_length=16", name="a.jsonl")
     train, val = (set(re.findall(r"(?<!\d)(\d{3})", shown(dataset, split))) for split in ("train", "val"))
     assert train and val and not train & val
-
-
-def shown(dataset, split):
-    return dataset.tokenizer.decode(dataset.read(split, 0, dataset.tokens(split)))
 
 
 @pytest.mark.parametrize("count", [3, 30])
@@ -360,22 +334,20 @@ def test_files_that_are_named_one_by_one(tmp_path, count):
 
 
 def test_one_document_alone_cannot_be_split_and_says_so(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "long " * 1000}) + "\n\n")
+    line = json.dumps({"text": "long " * 1000}) + "\n\n"
     with pytest.raises(DataError, match="a.jsonl: cannot cut off a validation split.*give more or shorter documents"):
-        prepare_text(tmp_path, tmp_path / "a.jsonl")
+        prepare_content(tmp_path, line, name="a.jsonl")
     assert not (tmp_path / "out").exists()
-    (tmp_path / "b.jsonl").write_text((tmp_path / "a.jsonl").read_text() * 2)  # the same document twice
-    prepare_text(tmp_path, tmp_path / "b.jsonl")
+    prepare_content(tmp_path, 2 * line, name="a.jsonl")  # the same document twice
 
 
 @pytest.mark.parametrize(
     "line", [b'{"text": null}', b'{"text": 5}', b"[" * 100_000, b'{"text": "\xff"', b"5", b'{"body": "x"}', b"\x00"]
 )
 def test_a_line_of_jsonl_without_text_is_one_line_and_leaves_no_folder(tmp_path, line):
-    whole = json.dumps({"text": "word " * 90}).encode() + b"\n"
-    (tmp_path / "a.jsonl").write_bytes(whole * 5 + line + b"\n" + b'{"text": "other"}\n' * 5)
+    good = json.dumps({"text": "word " * 90}).encode() + b"\n"
     with pytest.raises(DataError, match='a.jsonl: a line is not JSON with text under "text"') as error:
-        prepare_text(tmp_path, tmp_path / "a.jsonl")
+        prepare_content(tmp_path, good * 5 + line + b"\n" + b'{"text": "other"}\n' * 5, name="a.jsonl")
     assert len(str(error.value)) < 300 and not (tmp_path / "out").exists()
 
 
@@ -407,16 +379,13 @@ def test_odd_arguments_are_one_line_and_leave_no_folder(tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize("content", [b"\r\nline\r\n" * 500, bytes(range(256)) * 20, b"x" * 5000 + b"\n", b"\n" * 4000])
 def test_odd_text_is_kept_to_the_byte(tmp_path, content):
-    (tmp_path / "a.txt").write_bytes(content)
-    dataset = prepare_text(tmp_path, tmp_path / "a.txt", "--document_length=16")
+    dataset = prepare_content(tmp_path, content, "--document_length=16")
     stored = all_tokens(dataset)
     train = dataset.tokens("train")
     assert content.startswith(stored[:train]) and stored[train:] in content and len(stored) > len(content) - 64
 
 
 def test_text_that_is_not_utf8_is_said_where_it_loses_bytes(tmp_path, capsys):
-    from sympow.data.corpus import find_files, plan_units
-
     (tmp_path / "a.txt").write_bytes("naïve café\n".encode("latin-1") * 500)
     sources = find_files([tmp_path / "a.txt"], (".txt",))
     units, _, tok = plan_units(sources, Tokenizer("bpe", byte_encoding()), 64, 0.1)
@@ -425,9 +394,6 @@ def test_text_that_is_not_utf8_is_said_where_it_loses_bytes(tmp_path, capsys):
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
-    from sympow.data.corpus import find_files
-    from sympow.data.split import whole_stream
-
     (tmp_path / "a.txt").write_text("some text\n" * 1000)
     (files,) = find_files([tmp_path / "a.txt"], (".txt",))
     (tmp_path / "a.txt").write_text("other text" * 1000)

@@ -72,9 +72,9 @@ def test_fused_operators_are_timed_beside_pytorch(tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "fused_kernel_reason", lambda name, *_: checked.append((name, dispatch.FUSED)))
     monkeypatch.setattr(dispatch, "FUSED", ())
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-    for name, value in dict(ROUNDS=1, WARM_UP=1, WIDTH=64, VOCABULARY=128).items():
+    for name, value in dict(ROUNDS=1, WARM_UP=1, TOKENS=6, WIDTH=64, VOCABULARY=128).items():
         monkeypatch.setattr(fused, name, value)
-    assert call(fused.main, "--tokens=6", f"--json={tmp_path / 'a.json'}") == 0
+    assert call(fused.main, f"--json={tmp_path / 'a.json'}") == 0
     assert {(name, (name,)) for name in fused.OPERATORS} == set(checked)
     rows = json.loads((tmp_path / "a.json").read_text())
     assert [row["operator"] for row in rows] == ["rotary", "cross_entropy"]

@@ -9,13 +9,15 @@ import weakref
 import pytest
 import tiktoken
 import torch
-from helpers import SMALL, call, dataset, make_dataset, metrics  # noqa: F401 (dataset is a fixture)
+from helpers import SMALL, byte_encoding, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from test_model import tiny
 
 from sympow.generation import generate as generate_module
 from sympow import sample
 from sympow import train
+from sympow.data.text import prepare
 from sympow.data.tokenizer import Tokenizer
 from sympow.generation.generate import Timings, generate, read_prompt, sample_next_token
 from sympow.model import GPT, GPTConfig
@@ -25,13 +27,8 @@ from sympow.generation import state_file
 ATTENTIONS = ["softmax", "even_power", "sympow", "sympow_gating", "conformal_sympow"]
 
 
-def tiny(attention, **kwargs):
-    torch.manual_seed(0)
-    shape = dict(vocab_size=257, n_layer=2, n_head=2, n_embd=32, head_dim=8, gate_bias=2.0, rope_base=100.0)
-    model = GPT(GPTConfig(attention=attention, **{**shape, **kwargs})).eval()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.4)
-    return model
+def small(attention, **settings):
+    return tiny(attention, vocab_size=257, **settings)
 
 
 def sampled(model, prompt, switch_over=None, **kwargs):
@@ -42,13 +39,10 @@ def sampled(model, prompt, switch_over=None, **kwargs):
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("switch_over", [None, "always"])
 def test_tokens_are_drawn_from_the_parallel_forwards_logits(attention, switch_over, monkeypatch):
-    model = tiny(attention)
+    model = small(attention)
     seen = []
-    monkeypatch.setattr(
-        generate_module,
-        "sample_next_token",
-        lambda x, *u, **how: seen.append(x.clone()) or sample_next_token(x, *u, **how),
-    )
+    record = lambda x, *u, **options: seen.append(x.clone()) or sample_next_token(x, *u, **options)
+    monkeypatch.setattr(generate_module, "sample_next_token", record)
     prompt = [256, 10, 20, 30]
     samples = sampled(model, prompt, switch_over, num_samples=2, max_new_tokens=120)
     for i, ids in enumerate(samples):
@@ -59,34 +53,37 @@ def test_tokens_are_drawn_from_the_parallel_forwards_logits(attention, switch_ov
 
 
 def test_each_sample_draws_its_own_first_token_whatever_the_batch():
-    model = tiny("sympow")
+    model = small("sympow")
     four = sampled(model, [256], num_samples=4, max_new_tokens=20, temperature=2.0)
     assert len({ids[0] for ids in four}) > 1
     for i in range(4):
         assert sampled(model, [256], num_samples=1, max_new_tokens=20, temperature=2.0, seed=1337 + i)[0] == four[i]
 
 
-def test_temperature_top_k_and_top_p():
-    logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]]).log_softmax(-1)
-    p = logits.exp()[0]
-
-    def frequencies(**kwargs):
-        options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **kwargs}
-        u = torch.rand(4000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        return torch.bincount(sample_next_token(logits.expand(4000, -1), u, **options), minlength=4) / 4000
-
-    assert (frequencies() - p).abs().max() < 0.03
-    assert frequencies(temperature=0.0).tolist() == [0, 1, 0, 0]
-    assert (frequencies(temperature=2.0) - (logits / 2).softmax(-1)[0]).abs().max() < 0.03
-    assert (frequencies(top_k=2) - torch.tensor([0, p[1], p[2], 0]) / (p[1] + p[2])).abs().max() < 0.03
-    assert frequencies(top_k=1).tolist() == [0, 1, 0, 0]
-    assert (frequencies(top_p=0.8) - torch.tensor([0, p[1], p[2], 0]) / (p[1] + p[2])).abs().max() < 0.03
-    assert frequencies(top_p=0.01).tolist() == [0, 1, 0, 0]
-    assert (frequencies(top_k=200) - p).abs().max() < 0.03
+@pytest.mark.parametrize(
+    "options,within",
+    [
+        ({}, [1, 1, 1, 1]),
+        (dict(temperature=0.0), [0, 1, 0, 0]),
+        (dict(temperature=2.0), [1, 1, 1, 1]),
+        (dict(top_k=2), [0, 1, 1, 0]),
+        (dict(top_k=1), [0, 1, 0, 0]),
+        (dict(top_k=200), [1, 1, 1, 1]),
+        (dict(top_p=0.8), [0, 1, 1, 0]),
+        (dict(top_p=0.01), [0, 1, 0, 0]),
+    ],
+)
+def test_temperature_top_k_and_top_p(options, within):
+    logits, within = torch.tensor([1.0, 3.0, 2.0, -1.0]), torch.tensor(within)
+    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **options}
+    expected = (logits / (options["temperature"] or 1)).softmax(-1) * within
+    u = torch.rand(4000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    counts = torch.bincount(sample_next_token(logits.expand(4000, -1), u, **options), minlength=4)
+    assert (counts / 4000 - expected / expected.sum()).abs().max() < 0.03 and not counts[within == 0].any()
 
 
 def test_p4_at_head_dimension_64_reads_keys_and_values_and_makes_no_state():
-    model = tiny("sympow", p=4, head_dim=64)
+    model = small("sympow", p=4, head_dim=64)
     timings = Timings(torch.device("cpu"))
     sampled(model, [256], timings=timings, max_new_tokens=30)
     assert timings.state_bytes < 30 * 2 * 2 * 2 * 64 * 4 + 100  # a state would take 800 MB
@@ -94,13 +91,11 @@ def test_p4_at_head_dimension_64_reads_keys_and_values_and_makes_no_state():
 
 @pytest.mark.parametrize("attention", ["sympow_gating", "conformal_sympow"])
 def test_a_thousand_tokens_of_an_untrained_model_decode(attention):
-    model, tokenizer = (
-        GPT(GPTConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=32, attention=attention)),
-        Tokenizer("bytes"),
-    )
-    (ids,) = sampled(model.eval(), [256], max_new_tokens=1000, temperature=1.0, top_k=0)
-    stream = tokenizer.stream()
-    assert "".join(map(stream.feed, ids)) + stream.flush() == tokenizer.decode(ids)
+    model = GPT(GPTConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=32, attention=attention)).eval()
+    tokenizer = Tokenizer("bytes")
+    for ids in sampled(model, [256], max_new_tokens=50, num_samples=20, temperature=1.0, top_k=0):
+        stream = tokenizer.stream()
+        assert "".join(map(stream.feed, ids)) + stream.flush() == tokenizer.decode(ids)
 
 
 # ---- the program
@@ -110,13 +105,12 @@ def test_a_thousand_tokens_of_an_untrained_model_decode(attention):
 def runs(dataset, tmp_path_factory):  # noqa: F811
     """Return a folder with out/a (conformal_sympow) and then out/b (softmax)."""
     folder = tmp_path_factory.mktemp("runs")
-    before = os.getcwd()
-    os.chdir(folder)
-    for name, attention in (("a", "conformal_sympow"), ("b", "softmax")):
-        args = [*SMALL, f"--dataset={dataset}", f"--attention={attention}", f"--out_dir=out/{name}"]
-        assert call(train.main, *args, "--max_iters=30", "--eval_interval=30") == 0
-    os.utime(checkpoint.newest("out/a"), (1, 1))
-    os.chdir(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, attention in (("a", "conformal_sympow"), ("b", "softmax")):
+            args = [*SMALL, f"--dataset={dataset}", f"--attention={attention}", f"--out_dir=out/{name}"]
+            assert call(train.main, *args, "--max_iters=30", "--eval_interval=30") == 0
+        os.utime(checkpoint.newest("out/a"), (1, 1))
     return folder
 
 
@@ -133,16 +127,18 @@ def test_only_what_is_read_is_hashed(go, monkeypatch, capsys):
     assert sorted(hashed) == ["model.safetensors", "progress.json"]  # not Adam's state, which is twice as large
 
 
-def test_without_arguments_it_takes_the_newest_run_and_one_sample(go, capsys):
-    assert go("--max_new_tokens=20") == 0
+@pytest.mark.parametrize(
+    "argv,run",
+    [
+        ([], "out/b, softmax: prompt"),  # the newest run
+        (["--out_dir=out/a/ckpt/step_00000030"], "out/a, conformal_sympow: prompt"),
+    ],
+)
+def test_a_run_or_a_checkpoint_gives_one_sample(go, capsys, argv, run):
+    assert go("--max_new_tokens=20", *argv) == 0
     out, err = capsys.readouterr()
-    assert "[out/b, softmax: prompt" in err and "tokens/s" in err
+    assert run in err and "tokens/s" in err
     assert 1 < len(out) <= 21
-
-
-def test_a_checkpoint_may_be_named_instead_of_its_run(go, capsys):
-    assert go("--out_dir=out/a/ckpt/step_00000030", "--max_new_tokens=5") == 0
-    assert "conformal_sympow" in capsys.readouterr().err
 
 
 def test_the_prompt_comes_first_from_text_or_file(go, capsys, tmp_path):
@@ -156,14 +152,17 @@ def test_the_prompt_comes_first_from_text_or_file(go, capsys, tmp_path):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_recurrent_form_gives_the_same_text(go, capsys):
+def test_any_length_at_which_a_state_is_made_gives_the_same_text(go, capsys):
     outs = []
-    for form in ("auto", "recurrent"):
-        assert go("--out_dir=out/a", "--prompt=line 3", "--max_new_tokens=60", f"--form={form}", "--temperature=0") == 0
-        outs.append(capsys.readouterr().out)
-    assert outs[0] == outs[1]
+    for setting in ("--switch_over=0", "--switch_over=10", "--form=recurrent"):
+        assert go("--out_dir=out/a", "--prompt=line 3", "--max_new_tokens=60", setting, "--temperature=0") == 0
+        outs.append(capsys.readouterr())
+    assert outs[0].out == outs[1].out == outs[2].out
+    assert "of fixed size from 10 tokens on" in outs[1].err and "of fixed size from 1 tokens on" in outs[2].err
     assert go("--out_dir=out/b", "--form=recurrent") == 2
-    assert "attention=softmax takes no form=recurrent: it has no KV cache that becomes a state" in capsys.readouterr().err
+    assert (
+        "attention=softmax takes no form=recurrent: it has no KV cache that becomes a state" in capsys.readouterr().err
+    )
 
 
 def test_several_samples_are_separated_and_json_comes_last(go, capsys):
@@ -180,10 +179,11 @@ def test_several_samples_are_separated_and_json_comes_last(go, capsys):
     "argv,message",
     [
         (["--num_samples=0"], "num_samples must be at least 1 and below 2^31, got 0"),
+        (["--switch_over=-1"], "switch_over must be positive, or 0, got -1"),
         (["--temperature=-1"], "temperature must be 0 (greedy) or at least 1e-6, got -1.0"),
         (["--temperature=inf"], "temperature must be a finite number, got 'inf'"),
         (["--prompt=\udcff"], "the prompt is not UTF-8"),
-        (["--save_state=/dev/null"], "save_state=/dev/null cannot be written: it is a device or a pipe"),
+        (["--save_state=/dev/null"], "save_state=/dev/null cannot be written: it is no file"),
         ([f"--save_state={'a' * 300}"], "cannot be written: [Errno 36] File name too long"),
         ([f"--prompt=FILE:{'a' * 300}"], "File name too long"),
         ([f"--out_dir={'a' * 300}"], "no checkpoint in aaa"),
@@ -204,23 +204,14 @@ def test_mistakes_are_refused_in_one_line(go, capsys, argv, message):
 
 def test_training_and_sampling_need_no_network_and_no_dataset_afterwards(tmp_path, monkeypatch, capsys):
     """Sockets are disabled, the BPE tokenizer lies beside the data, and sampling starts after the data are gone."""
-
-    def no_socket(*args, **kwargs):
-        raise AssertionError("something opened a socket")
-
-    ranks = {bytes([i]): i for i in range(256)} | {b"li": 256, b"ne": 257, b"line": 258}
-    encoding = tiktoken.Encoding(
-        "tiny", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 259}
-    )
+    encoding = byte_encoding()
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
     monkeypatch.chdir(tmp_path)
-    from sympow.data.text import prepare
-
     (tmp_path / "book.txt").write_text("".join(f"line {i} of the book\n" for i in range(500)))
     prepare.main(["book.txt", "--out=bpe", "--tokenizer=gpt2", "--document_length=256"])
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: pytest.fail("the tokenizer was downloaded again"))
-    monkeypatch.setattr(socket, "socket", no_socket)
-    monkeypatch.setattr(socket, "create_connection", no_socket)
+    for name in ("socket", "create_connection"):
+        monkeypatch.setattr(socket, name, lambda *args, **kwargs: pytest.fail("something opened a socket"))
     assert call(train.main, *SMALL, "--dataset=./bpe", "--attention=sympow", "--out_dir=out/x") == 0
     assert len(metrics("out/x")) == 6
     shutil.rmtree("bpe")
@@ -241,27 +232,12 @@ def save(model, prompt, file, switch_over=None):
     "attention,switch_over", [("conformal_sympow", "always"), ("sympow_gating", None), ("softmax", None)]
 )
 def test_a_saved_state_goes_on_where_it_was(attention, switch_over, tmp_path):
-    model, file = tiny(attention), str(tmp_path / "read.state")
-    whole = sampled(model, [256, 10, 20, 30], switch_over, max_new_tokens=40)
-    save(model, [256, 10], file, switch_over)
-    for _ in range(2):  # many times
-        with torch.inference_mode():
-            prefix = state_file.load_state(file, model)
-            assert list(zip(*generate(model, [20, 30], max_new_tokens=40, prefix=prefix))) == whole
-    save(model, [256, 10, 20, 30], file, switch_over)
-    with torch.inference_mode():  # without a prompt it goes on with the logits it has
-        prefix = state_file.load_state(file, model)
-        assert list(zip(*generate(model, [], max_new_tokens=40, prefix=prefix))) == whole
-
-
-def test_a_text_that_is_read_for_its_state_is_not_printed(go, tmp_path, capsys):
-    options = ["--prompt=line 1\nline 2", f"--save_state={tmp_path / 'a.state'}", "--out_dir=out/a", "--json"]
-    capsys.readouterr()
-    assert go(*options, "--max_new_tokens=0") == 0
-    out = capsys.readouterr().out
-    assert "line 1" not in out and json.loads(out.splitlines()[-1])["state_bytes"] > 0
-    assert go(*options, "--max_new_tokens=1") == 0
-    assert capsys.readouterr().out.startswith("line 1\nline 2")
+    model, file = small(attention), str(tmp_path / "read.state")
+    samples = sampled(model, [256, 10, 20, 30], switch_over, max_new_tokens=40)
+    for saved, prompt in (([256, 10], [20, 30]), ([256, 10, 20, 30], [])):  # without a prompt, from the saved logits
+        save(model, saved, file, switch_over)
+        for _ in range(2):  # many times
+            assert sampled(model, prompt, max_new_tokens=40, prefix=state_file.load_state(file, model)) == samples
 
 
 def test_a_loaded_state_is_freed_before_tokens_are_generated(go, monkeypatch, tmp_path):
@@ -270,39 +246,37 @@ def test_a_loaded_state_is_freed_before_tokens_are_generated(go, monkeypatch, tm
     assert go("--prompt=line 1", f"--save_state={file}", "--max_new_tokens=0", "--out_dir=out/a") == 0
 
     def load(*args):
-        logits, state = state_file.load_state(*args)
-        loaded.append(weakref.ref(state))
-        return logits, state
+        prefix = state_file.load_state(*args)
+        loaded.append(weakref.ref(prefix[1]))
+        return prefix
 
-    def generate_after_reading(*args, **kwargs):
-        for ids in generate(*args, **kwargs):
-            alive.append(loaded[0]() is not None)
-            yield ids
+    def record(*args, **options):
+        alive.append(loaded[0]() is not None)
+        return sample_next_token(*args, **options)
 
     monkeypatch.setattr(sample, "load_state", load)
-    monkeypatch.setattr(sample, "generate", generate_after_reading)
+    monkeypatch.setattr(generate_module, "sample_next_token", record)
     assert go(f"--load_state={file}", "--prompt= and", "--max_new_tokens=3", "--out_dir=out/a") == 0
     assert alive == [False] * 3
 
 
 def test_another_models_state_is_refused_with_the_reason(tmp_path):
-    model, file = tiny("sympow"), str(tmp_path / "read.state")
+    model, changed, file = small("sympow"), small("sympow"), tmp_path / "read.state"
     save(model, [256, 10], file)
-    with pytest.raises(ValueError, match="attention='sympow' there, 'sympow_gating' here"):
-        state_file.load_state(file, tiny("sympow_gating"))
-    other = tiny("sympow")
     with torch.no_grad():
-        other.transformer.wte.weight[0, 0] += 1
-    with pytest.raises(ValueError, match="other weights"):
-        state_file.load_state(file, other)
-    with open(file, "r+b") as f:
-        f.truncate(1000)
+        changed.transformer.wte.weight[0, 0] += 1
+    for reader, message in (
+        (small("sympow_gating"), "attention='sympow' there, 'sympow_gating' here"), (changed, "other weights")
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            state_file.load_state(file, reader)
+    os.truncate(file, 1000)
     with pytest.raises(ValueError, match="not a whole state file"):
         state_file.load_state(file, model)
 
 
 def test_a_flipped_bit_anywhere_in_a_state_is_refused(tmp_path):
-    model, file = tiny("sympow_gating", n_layer=1), tmp_path / "read.state"
+    model, file = small("sympow_gating", n_layer=1), tmp_path / "read.state"
     save(model, [256, 10], str(file))
     raw = file.read_bytes()
     for i in [*range(0, len(raw), 7), len(raw) - 1]:
@@ -323,7 +297,7 @@ def test_a_flipped_bit_anywhere_in_a_state_is_refused(tmp_path):
     ],
 )
 def test_settings_of_a_state_that_cannot_be_read_are_refused(description, message, tmp_path):
-    model, file = tiny("sympow_gating"), str(tmp_path / "read.state")
+    model, file = small("sympow_gating"), str(tmp_path / "read.state")
     tensors = {"logits": torch.zeros(1, 257)}
     checksum = state_file.hash_tensors(tensors, description)
     save_file(tensors, file, metadata={"version": "1", "description": description, "sha256": checksum})
@@ -333,21 +307,25 @@ def test_settings_of_a_state_that_cannot_be_read_are_refused(description, messag
 
 @pytest.mark.parametrize("version", [None, "0", "2"])
 def test_a_state_of_another_version_is_refused_by_its_name(version, tmp_path):
-    model, file = tiny("sympow_gating"), str(tmp_path / "read.state")
+    model, file = small("sympow_gating"), str(tmp_path / "read.state")
     save_file({"logits": torch.zeros(1, 257)}, file, metadata={"version": version} if version else {})
     with pytest.raises(ValueError, match=f"version {version}: sample.py --save_state writes version 1"):
         state_file.load_state(file, model)
 
 
 def test_a_document_is_read_once_and_asked_twice(go, capsys, tmp_path):
-    file, rest = str(tmp_path / "a.state"), ["--max_new_tokens=30", "--temperature=0", "--out_dir=out/a"]
-    assert go("--prompt=line 1\nline 2", f"--save_state={file}", "--max_new_tokens=0", "--out_dir=out/a") == 0
-    capsys.readouterr()
-    assert go("--prompt=line 1\nline 2\nli", *rest) == 0
-    whole = capsys.readouterr().out
+    book, file = "line 1\nline 2", str(tmp_path / "a.state")
+
+    def output(*argv):
+        assert go("--temperature=0", "--out_dir=out/a", *argv) == 0
+        return capsys.readouterr().out
+
+    assert output(f"--prompt={book}", f"--save_state={file}", "--max_new_tokens=1").startswith(book)
+    out = output(f"--prompt={book}", f"--save_state={file}", "--max_new_tokens=0", "--json")
+    assert book not in out and json.loads(out)["state_bytes"] > 0  # a text that is read for its state is not printed
+    text = output(f"--prompt={book}\nli", "--max_new_tokens=30")
     for _ in range(2):
-        assert go(f"--load_state={file}", "--prompt=\nli", *rest) == 0
-        assert "line 1\nline 2" + capsys.readouterr().out == whole
+        assert book + output(f"--load_state={file}", "--prompt=\nli", "--max_new_tokens=30") == text
     assert go(f"--load_state={file}", "--out_dir=out/b") == 2
     assert "it belongs to another model: attention='conformal_sympow' there" in capsys.readouterr().err
     assert go(f"--load_state={tmp_path}/none", "--out_dir=out/a") == 2
@@ -380,22 +358,3 @@ def test_a_run_with_a_damaged_file_is_refused_by_its_name(go, capsys, tmp_path, 
     assert go(f"--out_dir={tmp_path}/damaged") == 2
     error = capsys.readouterr().err
     assert f"damaged/{file}" in error and error.count("\n") == 1
-
-
-def test_the_length_at_which_a_state_is_made_can_be_set_and_is_printed(go, capsys):
-    outs = []
-    for switch_over in (0, 10):
-        assert (
-            go(
-                "--out_dir=out/a",
-                "--prompt=line 3",
-                "--max_new_tokens=60",
-                f"--switch_over={switch_over}",
-                "--temperature=0",
-            )
-            == 0
-        )
-        outs.append(capsys.readouterr())
-    assert outs[0].out == outs[1].out
-    assert "of fixed size from 10 tokens on" in outs[1].err
-    assert go("--out_dir=out/a", "--switch_over=-1") == 2

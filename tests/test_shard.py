@@ -17,11 +17,10 @@ from safetensors import safe_open
 from sympow import train
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint, parts
-from sympow.runs.machine import memory_advice
-from sympow.training.optimizer import clip_gradients, make_optimizer
+from sympow.training import optimizer as training_optimizer
+from sympow.training.optimizer import make_optimizer
 from sympow.training.parallel import Layout
-from sympow.runs.processes import Failed, Ranks, exit_statuses
-from sympow.training.stages import Stage
+from sympow.runs.processes import Ranks, exit_statuses
 
 OPTIONS = [*SMALL, "--attention=sympow_gating", "--warmup_iters=2"]
 
@@ -51,21 +50,21 @@ def tensors(folder):
     return {**model.state_dict(), **state}
 
 
-def assert_close(found, wanted, bound):
-    assert found.keys() == wanted.keys()
-    for name, x in wanted.items():
-        assert (found[name] - x).norm() <= bound * x.norm(), name
+def assert_close(tensors, expected, bound):
+    assert tensors.keys() == expected.keys()
+    for name, x in expected.items():
+        assert (tensors[name] - x).norm() <= bound * x.norm(), name
 
 
-def assert_equal(found, wanted):
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], x) for name, x in wanted.items())
+def assert_equal(tensors, expected):
+    assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], x) for name, x in expected.items())
 
 
 def test_a_sharded_run_has_the_losses_of_one_rank_and_samples_and_statistics_too(runs):
     for key in ("train_loss", "val_loss", "grad_norm"):
-        found, wanted = metrics(runs / "sharded", key), metrics(runs / "one", key)
-        assert list(found) == list(wanted) and len(wanted) >= 2
-        assert all(math.isclose(found[step], x, rel_tol=1e-6) for step, x in wanted.items()), key
+        losses, expected = metrics(runs / "sharded", key), metrics(runs / "one", key)
+        assert list(losses) == list(expected) and len(expected) >= 2
+        assert all(math.isclose(losses[step], x, rel_tol=1e-6) for step, x in expected.items()), key
     for step, gates in metrics(runs / "one", "gate").items():
         assert metrics(runs / "sharded", "gate")[step] == pytest.approx(gates, rel=1e-6)
     assert open(runs / "sharded/samples.jsonl").read() == open(runs / "one/samples.jsonl").read()
@@ -76,8 +75,10 @@ def test_a_sharded_run_has_the_losses_of_one_rank_and_samples_and_statistics_too
 def test_each_rank_writes_what_it_holds(runs):
     folder = runs / "sharded/ckpt/step_00000006"
     names = [f"{kind}.{i}-of-2.safetensors" for kind in ("model", "optimizer") for i in (1, 2)]
-    assert sorted(os.listdir(folder)) == sorted([*names, "checksums.json", "optimizer.pt", "progress.json"])
-    whole = sum(os.path.getsize(runs / f"one/ckpt/step_00000006/{name}") for name in checkpoint.FILES)
+    assert sorted(os.listdir(folder)) == sorted([*names, "checksums.json", "progress.json"])
+    whole = sum(
+        os.path.getsize(runs / f"one/ckpt/step_00000006/{name}") for name in os.listdir(runs / "one/ckpt/step_00000006")
+    )
     assert max(os.path.getsize(folder / name) for name in names) < 0.4 * whole
     with safe_open(folder / "model.2-of-2.safetensors", "pt") as f:
         assert f.get_slice("transformer.wte.weight").get_shape() == [160, 32]  # of 320
@@ -96,15 +97,11 @@ def test_one_rank_goes_on_from_a_sharded_checkpoint_and_a_damaged_part_is_named(
     for step, loss in metrics(runs / "damaged").items():
         assert math.isclose(loss, metrics(runs / "one")[step], rel_tol=1e-6)
     folder = runs / "damaged/ckpt/step_00000003"
-    for name, wrong in (("optimizer.1-of-2.safetensors", "is missing"), ("optimizer.pt", "is missing")):
+    for name, wrong in (("optimizer.1-of-2.safetensors", "is missing"), ("optimizer.2-of-2.safetensors", "is missing")):
         os.rename(folder / name, runs / "aside")
         assert checkpoint.damage(folder) == f"{name} {wrong}"
         assert not checkpoint.damage(folder, files=checkpoint.WEIGHTS)
         os.rename(runs / "aside", folder / name)
-    sums = json.loads((folder / "checksums.json").read_text())
-    del sums["model.2-of-2.safetensors"]
-    (folder / "checksums.json").write_text(json.dumps(sums))
-    assert checkpoint.damage(folder) == "checksums.json is not what was written"
 
 
 def test_weights_are_taken_from_a_sharded_checkpoint(runs, dataset, capsys):  # noqa: F811
@@ -129,9 +126,6 @@ def test_rows_are_read_from_the_parts_that_have_them(tmp_path):
         assert_equal({name: saved.read(name) for name in whole}, whole)
         for first, count in ((0, 1), (2, 5), (9, 1), (3, 3), (4, 0), (10, 0)):
             assert torch.equal(saved.read("w", first, count), whole["w"][first : first + count])
-    os.remove(tmp_path / "model.2-of-4.safetensors")
-    with pytest.raises(ValueError, match="rows 3 to 6 of w are missing"):
-        parts.Tensors(tmp_path, "model")
 
 
 def test_what_a_sharded_model_does_not_take_is_refused(capsys):
@@ -143,20 +137,6 @@ def test_what_a_sharded_model_does_not_take_is_refused(capsys):
         with pytest.raises(SystemExit) as refused:
             layout.check(types.SimpleNamespace(**settings), torch.device(device))
         assert refused.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_too_little_memory_on_several_ranks_is_answered_with_shard(monkeypatch):
-    def advice(cfg, **model):
-        stage = Stage(cfg.block_size, cfg.batch_size, 1, 0, None, "")
-        with pytest.raises(Failed) as failed, memory_advice(cfg, GPTConfig(**model), stage, goes_on=True):
-            raise torch.OutOfMemoryError
-        return str(failed.value)
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert advice(train.TrainConfig()).endswith(" or --shard=True")
-    assert "shard" not in advice(train.TrainConfig(), dropout=0.1) + advice(train.TrainConfig(shard=True))
-    monkeypatch.delenv("WORLD_SIZE")
-    assert "shard" not in advice(train.TrainConfig())
 
 
 # what several ranks do, each in a process
@@ -172,7 +152,7 @@ def compare_with_ddp():
             n_layer=2, n_head=3, n_embd=48, vocab_size=200, attention="conformal_sympow,sympow_gating", bias=True,
             activation_checkpointing=True,
         )  # fmt: skip
-        layouts, models, optimizers, networks, before = [], [], [], [], None
+        layouts, models, optimizers, networks, previous_weights = [], [], [], [], None
         for shard in (False, True):
             layouts.append(layout := Layout(ranks, shard=shard))
             layout.connect(device)
@@ -184,19 +164,19 @@ def compare_with_ddp():
         fresh = {name: x.full_tensor() for name, x in models[1].state_dict().items()}
         assert_equal(fresh, models[0].state_dict())  # the same first weights to the last bit
         for step in range(3):
-            norms = [take_step(*of, ranks.rank, step) for of in zip(layouts, networks, models, optimizers)]
+            norms = [take_step(*trained, ranks.rank, step) for trained in zip(layouts, networks, models, optimizers)]
             assert step == 1 or torch.allclose(*norms, rtol=1e-9), (step, norms)
-            found = {name: x.full_tensor() for name, x in models[1].state_dict().items()}
-            assert_close(found, models[0].state_dict(), 1e-9)
+            weights = {name: x.full_tensor() for name, x in models[1].state_dict().items()}
+            assert_close(weights, models[0].state_dict(), 1e-9)
             if step == 1:  # its gradient was not finite
                 assert not norms[1].isfinite()
-                assert_equal(found, before)
-            before = {name: x.clone() for name, x in found.items()}
+                assert_equal(weights, previous_weights)
+            previous_weights = {name: x.clone() for name, x in weights.items()}
         plain = layouts[1].gather(models[1])
         assert (plain is not None) == ranks.master
         if ranks.master:
-            assert_equal(plain.state_dict(), found)
-        check_checkpoints(ranks, config, cfg, models[1], optimizers[1], layouts[1], found)
+            assert_equal(plain.state_dict(), weights)
+        check_checkpoints(ranks, config, cfg, models[1], optimizers[1], layouts[1], weights)
         ranks.leave()
 
 
@@ -212,11 +192,7 @@ def take_step(layout, network, model, optimizer, rank, step):
         ids = torch.randint(200, (2, 25), generator=generator)
         _, loss = network(ids[:, :-1], ids[:, 1:])
         (loss * (math.nan if step == 1 and rank == 1 else 0.5)).backward()
-    norm = clip_gradients(model.parameters(), 0.5)
-    optimizer.found_inf = (~norm.isfinite()).float()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
+    return training_optimizer.take_step(model, optimizer, 0.5)
 
 
 def check_checkpoints(ranks, config, cfg, model, optimizer, layout, weights):
@@ -238,9 +214,9 @@ def check_checkpoints(ranks, config, cfg, model, optimizer, layout, weights):
         its = make_optimizer(other, cfg)
         assert checkpoint.load(checkpoint.newest(path), other, its).step == 1
         assert_equal(*({name: x.to_local() for name, x in of.state_dict().items()} for of in (other, model)))
-        for of, wanted in zip(its.state_dict()["state"].values(), optimizer.state_dict()["state"].values()):
-            assert of.keys() == wanted.keys()
-            assert all(torch.equal(parts.own_rows(of[k])[0], parts.own_rows(x)[0]) for k, x in wanted.items())
+        for of, expected in zip(its.state_dict()["state"].values(), optimizer.state_dict()["state"].values()):
+            assert of.keys() == expected.keys()
+            assert all(torch.equal(parts.own_rows(of[k])[0], parts.own_rows(x)[0]) for k, x in expected.items())
 
 
 def test_two_ranks_with_a_sharded_model_take_the_steps_of_two_with_copies(tmp_path):
@@ -266,7 +242,7 @@ def test_a_part_that_could_not_be_written_ends_all_ranks_and_leaves_the_checkpoi
     argv = [*OPTIONS, f"--dataset={dataset}", "--out_dir=out", "--shard=True", "--max_iters=5000", "--timeout=30"]
     assert join(*start_ranks(2, train_with_a_full_disk_on_rank_1, *argv, cwd=tmp_path)) == [1, 1]
     said = [(tmp_path / f"rank_{i}").read_text() for i in (0, 1)]
-    assert "the checkpoint of step 6 could not be written ([Errno 28] No space left on device; " in said[1]
+    assert "the checkpoint of step 6 could not be written ([Errno 28] No space left on device); " in said[1]
     assert "out/ckpt/step_00000003 is whole: the same command goes on from there" in said[1]
     # whatever rank 0 notices first
     assert "of step 6 could not be written (rank 1: [Errno 28]" in said[0] or "reached: rank 1 on" in said[0]
@@ -310,9 +286,9 @@ def test_a_run_goes_on_with_any_number_of_ranks_sharded_or_not(runs, dataset):  
         assert join(*start_ranks(ranks, train.main, *argv, cwd=runs)) == ranks * [0]
     options[-2] = f"--out_dir={runs}/one"
     assert call(train.main, *options, "--max_iters=9") == 0
-    found, wanted = metrics(runs / "many"), metrics(runs / "one")
-    assert list(found) == list(wanted) == list(range(1, 10))
-    assert all(math.isclose(found[i], loss, rel_tol=1e-6) for i, loss in wanted.items())
+    losses, expected = metrics(runs / "many"), metrics(runs / "one")
+    assert list(losses) == list(expected) == list(range(1, 10))
+    assert all(math.isclose(losses[i], loss, rel_tol=1e-6) for i, loss in expected.items())
 
 
 def train_compiled():
@@ -329,6 +305,6 @@ def test_compiled_blocks_in_bfloat16_have_the_losses_of_one_rank(dataset, tmp_pa
     assert join(*start_ranks(2, train_compiled, *sharded), timeout=300) == [0, 0]
     assert call(train.main, *argv, "--out_dir=one") == 0
     for key in ("train_loss", "val_loss"):
-        found, wanted = metrics("sharded", key), metrics("one", key)
-        assert list(found) == list(wanted)
-        assert all(math.isclose(found[i], x, rel_tol=1e-3) for i, x in wanted.items()), (found, wanted)
+        losses, expected = metrics("sharded", key), metrics("one", key)
+        assert list(losses) == list(expected)
+        assert all(math.isclose(losses[i], x, rel_tol=1e-3) for i, x in expected.items()), (losses, expected)

@@ -45,9 +45,11 @@ def write_run(name, **settings):
     model.transformer.ln_wte.weight.data.neg_()  # else the head, which is the embedding, repeats the last token
     with checkpoint.Writer(name) as writer:
         writer.save(model, torch.optim.AdamW(model.parameters()), checkpoint.Progress(7, model=vars(config)))
-    run = dict(model=vars(config), dataset="pystdlib", init_from="auto", block_size=16, then=f"{CONTEXT}@0.5")
+    run = dict(
+        model=vars(config), dataset="pystdlib", data="12", init_from="auto", block_size=16, then=f"{CONTEXT}@0.5"
+    )
     with open(f"{name}/config.json", "w") as f:
-        json.dump(run, f)
+        json.dump({"version": checkpoint.VERSION, **run}, f)
     TOKENIZER.save(name)
     return model
 
@@ -179,12 +181,11 @@ def test_mistakes_are_refused(monkeypatch, capsys):
         (["--tasks=next.yaml", "--limit=1.5"], "limit must be 0, a share below 1 or a whole number, got 1.5"),
         (["--tasks=next.yaml", "--num_fewshot=-2"], "num_fewshot must be at least 0, or -1, got -2"),
         (["--tasks=next.yaml", "--batch_size=0"], "batch_size must be at least 1, got 0"),
-        (["--tasks=no.yaml"], "there is no no.yaml"),
+        (["--tasks=no.yaml"], "the tasks cannot be loaded (KeyError: \"Spec 'no.yaml' is not"),
         (["--tasks=,"], "--tasks names no task"),
-        (["--tasks=next.yaml", "--include_path=nowhere"], "there is no nowhere"),
-        ([f"--tasks={missing}"], "the task missing.yaml cannot be loaded (FileNotFoundError"),
-        ([f"--tasks={next_}", "--max_length=9"], "more than max_length 9: a larger --max_length would do"),
-        ([f"--tasks={answer}"], "answers of 24 tokens, but max_length is 24: a larger --max_length would do"),
+        ([f"--tasks={missing}"], "the tasks cannot be loaded (FileNotFoundError"),
+        ([f"--tasks={next_}", "--max_length=9"], "a text or an answer of a task does not fit into max_length=9"),
+        ([f"--tasks={answer}"], "a text or an answer of a task does not fit into max_length=24"),
         (["--tasks=next.yaml", "--out_dir=out/none"], "no checkpoint in out/none"),
     ):
         assert call(evaluate.main, "--out_dir=out/a", *options) == 2
@@ -195,11 +196,34 @@ def test_mistakes_are_refused(monkeypatch, capsys):
     assert call(evaluate.main, "--out_dir=hf") == 2 and "hf is an exported model" in capsys.readouterr().err
     assert not os.path.exists("out/a/tasks.json")
     monkeypatch.delitem(sys.modules, "sympow.runs.tasks")
-    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
     assert call(evaluate.main, "--out_dir=out/a", "--tasks=next.yaml") == 2
-    assert (
-        "--tasks needs lm-evaluation-harness" in (error := capsys.readouterr().err) and "pip install lm_eval" in error
+    error = capsys.readouterr().err
+    assert "--tasks needs lm-evaluation-harness" in error and 'pip install "lm_eval[hf]"' in error
+
+
+def test_a_folder_of_transformers_is_scored_as_it_is(capsys):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    write_run("out/a")
+    export.export("out/a", "gpt2")  # for its tokenizer
+    os.remove("gpt2/modeling_sympow.py")
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=257, n_positions=32)).eval()
+    model.save_pretrained("gpt2")
+    task = write_task(
+        "texts",
+        [dict(text="x = 1")],
+        "loglikelihood_rolling",
+        ["bits_per_byte"],
+        doc_to_text="",
+        doc_to_target="{{text}}",
     )
+    (metrics,) = results(capsys, "--out_dir=gpt2", f"--tasks={task}").values()
+    ids = torch.tensor([[TOKENIZER.eot, *b"x = 1"]])
+    loss = model(ids, labels=ids).loss.item()
+    assert metrics["texts"]["bits_per_byte"] == pytest.approx(loss / math.log(2), rel=1e-4)
+    with open("gpt2/tasks.json") as f:
+        assert json.load(f)["texts"]["max_length"] == 32
 
 
 def install_other_kernels(folder, version):

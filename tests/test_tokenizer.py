@@ -1,18 +1,26 @@
 """Tokenizers lose nothing of a text, are the same when loaded again, and stream the text that they decode."""
 
 import json
+import os
 import random
 import sys
 import time
 import tracemalloc
 
 import pytest
+from helpers import flip_bits, verify
+from test_data import prepare_content, prepare_text, shown
 import tiktoken
+import tokenizers
 
-from sympow.data import DataError
+from sympow.data import DataError, corpus
+from sympow.data.corpus import find_files, plan_units
+from sympow.data.dataset import Dataset
 from sympow.data.huggingface import HuggingFaceEncoding
+from sympow.data.mixture import open_dataset
+from sympow.data.split import whole_stream
 from sympow.data.tokenizer import (
-    Decoder, Tokenizer, gpt2_tokenizer, load_tokenizer, named_tokenizer, split_long_text, train_tokenizer,
+    Tokenizer, gpt2_tokenizer, load_tokenizer, named_tokenizer, split_long_text, train_tokenizer,
 )  # fmt: skip
 
 
@@ -70,8 +78,8 @@ def test_long_texts_in_pieces_give_the_same_tokens(escaped, monkeypatch):
     monkeypatch.setattr("sympow.data.tokenizer.PIECE", 7)
     monkeypatch.setattr("sympow.data.tokenizer.AT_ONCE", 100)
     assert len(list(split_long_text(texts[-1]))) > 300
-    for text, found in zip(texts, Tokenizer("bpe", encoding, escaped).encode_batch(texts), strict=True):
-        assert found.tolist() == encoding.encode_ordinary(json.dumps(text)[1:-1] if escaped else text)
+    for text, ids in zip(texts, Tokenizer("bpe", encoding, escaped).encode_batch(texts), strict=True):
+        assert ids.tolist() == encoding.encode_ordinary(json.dumps(text)[1:-1] if escaped else text)
 
 
 def test_memory_of_long_texts_is_little_more_than_their_tokens(monkeypatch):
@@ -112,25 +120,21 @@ def test_lone_surrogates_do_not_stop_encoding():
     assert tok.decode(tok.encode("a\ud83db")) == "a\ufffdb"
 
 
-@pytest.mark.parametrize("which", range(4))
-def test_saved_tokenizer_is_the_same_tokenizer(tmp_path, which, monkeypatch):
+@pytest.mark.parametrize("number", range(4))
+def test_saved_tokenizer_is_the_same_tokenizer(tmp_path, number, monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", None)  # a saved tokenizer never asks for a download
-    tok = every_tokenizer()[which]
+    tok = every_tokenizer()[number]
     tok.save(tmp_path / "a")
     load_tokenizer(tmp_path / "a").save(tmp_path / "b")  # as a run folder copies it
-    again = load_tokenizer(tmp_path / "b")
+    loaded = load_tokenizer(tmp_path / "b")
     for name in ("kind", "vocab_size", "eot", "json_escaped"):
-        assert getattr(again, name) == getattr(tok, name)
+        assert getattr(loaded, name) == getattr(tok, name)
     for text in TEXTS:
-        assert again.encode(text) == tok.encode(text)
+        assert loaded.encode(text) == tok.encode(text)
 
 
-def test_missing_or_damaged_tokenizer_is_one_line(tmp_path):
-    with pytest.raises(DataError, match="tokenizer.json is missing"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text('{"kind": "bpe"}')
-    with pytest.raises(DataError, match="damaged"):
-        load_tokenizer(tmp_path)
+def test_a_missing_tokenizer_is_one_line(tmp_path):
+    refused(tmp_path, "tokenizer.json is missing")
 
 
 @pytest.mark.parametrize(
@@ -153,11 +157,8 @@ def test_a_damaged_tokenizer_json_is_one_line(tmp_path, content, reason):
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.tiktoken"])
 def test_a_flipped_bit_in_a_tokenizer_is_one_line_and_no_panic(tmp_path, name, capfd):
     Tokenizer("bpe", tiny_encoding()).save(tmp_path)
-    content = (tmp_path / name).read_bytes()
-    for position in range(0, len(content), len(content) // 50):
-        (tmp_path / name).write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
-        if (tmp_path / name).read_text().split() != content.decode().split():
-            refused(tmp_path, "damaged")
+    for _ in flip_bits(tmp_path / name):
+        refused(tmp_path, "damaged")
     assert capfd.readouterr().err == ""  # where Rust would print its panic
 
 
@@ -184,12 +185,7 @@ def test_a_panic_in_rust_is_one_line(tmp_path, monkeypatch):
 # one's own tokenizer
 
 
-@pytest.fixture(scope="module")
-def tokenizers():
-    return pytest.importorskip("tokenizers")
-
-
-def byte_level(tokenizers, texts, size=400):
+def byte_level(texts, size=400):
     """Return a tokenizer as GPT-2's family has it: byte-level BPE."""
     level = tokenizers.pre_tokenizers.ByteLevel
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -199,7 +195,7 @@ def byte_level(tokenizers, texts, size=400):
     return made
 
 
-def sentence_piece(tokenizers, texts):
+def sentence_piece(texts):
     """Return a tokenizer as Llama 2 has it: spaces are marks, and other bytes have ids of their own."""
     parts = tokenizers.normalizers, tokenizers.decoders
     made = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
@@ -217,8 +213,8 @@ ENGLISH = ["the theme then is a theory of the thing, they thought. " * 20]
 
 
 @pytest.mark.parametrize("make, end", [(byte_level, "<|endoftext|>"), (sentence_piece, "</s>")])
-def test_a_tokenizer_json_of_hugging_face_is_used_saved_and_streamed(tmp_path, tokenizers, make, end):
-    made = make(tokenizers, ENGLISH)
+def test_a_tokenizer_json_of_hugging_face_is_used_saved_and_streamed(tmp_path, make, end):
+    made = make(ENGLISH)
     made.enable_truncation(3)
     made.enable_padding(length=99)
     made.save(str(tmp_path / "tokenizer.json"))
@@ -226,11 +222,11 @@ def test_a_tokenizer_json_of_hugging_face_is_used_saved_and_streamed(tmp_path, t
     assert tok.vocab_size > tok.eot and tok.decode([tok.eot]) == end
     tok.save(tmp_path / "a")
     load_tokenizer(tmp_path / "a").save(tmp_path / "b")
-    again = load_tokenizer(tmp_path / "b")
-    assert again.files() == tok.files() and (again.vocab_size, again.eot) == (tok.vocab_size, tok.eot)
+    loaded = load_tokenizer(tmp_path / "b")
+    assert loaded.files() == tok.files() and (loaded.vocab_size, loaded.eot) == (tok.vocab_size, tok.eot)
     for text in [*TEXTS, "x </s> y<|endoftext|>", *ENGLISH]:
-        ids = again.encode(text)
-        decoder = again.stream()
+        ids = loaded.encode(text)
+        decoder = loaded.stream()
         pieces = [decoder.feed(i) for i in ids]
         assert "\ufffd" not in "".join(pieces) and "".join(pieces) + decoder.flush() == text == tok.decode(ids)
         assert tok.eot not in ids or end in text
@@ -245,16 +241,16 @@ def test_a_tokenizer_json_of_hugging_face_is_used_saved_and_streamed(tmp_path, t
         tok.decode([tok.vocab_size])
 
 
-def test_long_texts_give_the_same_tokens_in_pieces_or_are_not_cut(tokenizers, monkeypatch):
+def test_long_texts_give_the_same_tokens_in_pieces_or_are_not_cut(monkeypatch):
     monkeypatch.setattr("sympow.data.tokenizer.PIECE", 50)
     for make in (byte_level, sentence_piece):
-        made = make(tokenizers, ENGLISH)
+        made = make(ENGLISH)
         tok = Tokenizer("huggingface", HuggingFaceEncoding(made.to_str()))
         assert tok.encode(ENGLISH[0]) == made.encode(ENGLISH[0]).ids
 
 
-def test_the_end_of_text_is_what_the_model_says(tmp_path, tokenizers):
-    made = byte_level(tokenizers, ENGLISH)
+def test_the_end_of_text_is_what_the_model_says(tmp_path):
+    made = byte_level(ENGLISH)
     made.add_special_tokens(["<|endoftext|>", "<|stop|>"])
     made.save(str(tmp_path / "tokenizer.json"))
     for said in ("<|stop|>", {"content": "<|stop|>"}):
@@ -266,8 +262,8 @@ def test_the_end_of_text_is_what_the_model_says(tmp_path, tokenizers):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"eos_token": 5}', '{"eos_token": {}}', "[" * 100_000])
-def test_a_damaged_tokenizer_config_is_named(tmp_path, tokenizers, content):
-    byte_level(tokenizers, ENGLISH).save(str(tmp_path / "tokenizer.json"))
+def test_a_damaged_tokenizer_config_is_named(tmp_path, content):
+    byte_level(ENGLISH).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(DataError, match="/tokenizer_config.json is damaged") as error:
         named_tokenizer(str(tmp_path / "tokenizer.json"))
@@ -281,7 +277,7 @@ def test_a_damaged_tokenizer_config_is_named(tmp_path, tokenizers, content):
         ({"a": 0, "b": 2}, "an id stands twice"),  # the end of text becomes number 2
     ],
 )
-def test_a_vocabulary_that_is_none_is_refused(tmp_path, tokenizers, vocabulary, reason):
+def test_a_vocabulary_that_is_none_is_refused(tmp_path, vocabulary, reason):
     words = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).to_str())
     words["model"]["vocab"] = vocabulary
     (tmp_path / "tokenizer.json").write_text(json.dumps(words))
@@ -289,20 +285,20 @@ def test_a_vocabulary_that_is_none_is_refused(tmp_path, tokenizers, vocabulary, 
         named_tokenizer(str(tmp_path))
 
 
-def test_a_text_that_a_tokenizer_has_no_ids_for_is_one_line(tokenizers):
+def test_a_text_that_a_tokenizer_has_no_ids_for_is_one_line():
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="[UNK]"))
     with pytest.raises(DataError, match="the text cannot be encoded by this tokenizer .*UNK"):
         Tokenizer("huggingface", HuggingFaceEncoding(words.to_str())).encode("b")
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", '{"model": 5}', "[" * 100_000, b"\xff", '{"kind": "bytes"}'])
-def test_a_file_that_is_no_tokenizer_is_one_line(tmp_path, tokenizers, content, capfd):
+def test_a_file_that_is_no_tokenizer_is_one_line(tmp_path, content, capfd):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match="tokenizer.json.* is damaged") as error:
         named_tokenizer(str(path))
     assert "\n" not in str(error.value) and capfd.readouterr().err == ""
-    byte_level(tokenizers, ENGLISH).save(str(path))
+    byte_level(ENGLISH).save(str(path))
     Tokenizer("huggingface", HuggingFaceEncoding(path.read_text())).save(tmp_path)
     (tmp_path / "vocab.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(tmp_path, "tokenizer.json, or the vocabulary beside it, is damaged")
@@ -334,7 +330,7 @@ def test_without_the_package_one_line_names_it(tmp_path, monkeypatch):
             act()
 
 
-def test_a_trained_tokenizer_loses_nothing_and_is_the_same_each_time(tmp_path, tokenizers):
+def test_a_trained_tokenizer_loses_nothing_and_is_the_same_each_time(tmp_path):
     tok = train_tokenizer(ENGLISH, 280)
     assert (tok.kind, tok.vocab_size, tok.eot) == ("bpe", 280, 279)
     assert tok.files() == train_tokenizer(ENGLISH, 280).files()
@@ -356,45 +352,34 @@ def test_training_on_words_without_end_takes_no_longer_than_on_others():
     assert time.process_time() - began < 20
 
 
-def test_text_is_prepared_with_a_tokenizer_trained_on_its_training_split(tmp_path, tokenizers, monkeypatch, capsys):
-    from sympow.data.dataset import Dataset
-    from sympow.data.text import prepare
-
-    lines = [f"the {i}th theme of them\n" for i in range(900)]
-    (tmp_path / "a.txt").write_text("".join(lines) + "zqzqzqzq " * 400)  # the end is the validation split
-    argv = [str(tmp_path / "a.txt"), f"--out={tmp_path / 'out'}", "--document_length=64"]
-    prepare.main([*argv, "--tokenizer=bpe:300"])
-    dataset = Dataset(str(tmp_path / "out"))
+def test_text_is_prepared_with_a_tokenizer_trained_on_its_training_split(tmp_path, capsys):
+    content = "".join(f"the {i}th theme of them\n" for i in range(900)) + "zqzqzqzq " * 400
+    options = ["--document_length=64", "--tokenizer=bpe:300"]
+    dataset = prepare_content(tmp_path, content, *options)
     tok = dataset.tokenizer
     assert dataset.vocab_size == 300 and tok.decode(dataset.read("train", 0, 8)).startswith("the 0th theme")
     assert len(tok.encode(" them")) == 1 and dataset.meta["arguments"]["tokenizer"] == "bpe:300"
-    assert "zqzqzqzq" in tok.decode(dataset.read("val", 0, dataset.tokens("val")))
-    prepare.main([*argv, "--tokenizer=bpe:300"])
+    assert "zqzqzqzq" in shown(dataset, "val")  # the end
+    prepare_text(tmp_path, tmp_path / "a.txt", *options)
     assert "complete already" in capsys.readouterr().out
     for damaged in ("train_00000.bin", "val_00000.bin"):
         (tmp_path / "out" / damaged).unlink()
-        prepare.main([*argv, "--tokenizer=bpe:300"])
-        dataset.verify()  # the split is the same
+        prepare_text(tmp_path, tmp_path / "a.txt", *options)
+        verify(dataset)  # the split is the same
 
 
-def test_a_trained_tokenizer_serves_another_dataset_and_both_may_be_mixed(tmp_path, tokenizers):
-    from sympow.data.mixture import open_dataset
-    from sympow.data.text import prepare
-
-    (tmp_path / "a.txt").write_text("the theme of them\n" * 900)
-    (tmp_path / "b.txt").write_text("other themes\n" * 900)
-    argv = lambda name: [str(tmp_path / f"{name}.txt"), f"--out={tmp_path / name}", "--document_length=64"]
-    prepare.main([*argv("a"), "--tokenizer=bpe:300"])
-    for source in (tmp_path / "a", tmp_path / "a" / "tokenizer.json"):
-        prepare.main([*argv("b"), f"--tokenizer={source}"])
-    mixed = open_dataset(f"{tmp_path / 'a'}:1,{tmp_path / 'b'}:1")
-    assert mixed.vocab_size > 257
-    assert {one.tokenizer.encode("the themes")[0] for one in mixed.sets.values()} == {mixed.tokenizer.encode("the")[0]}
+def test_a_trained_tokenizer_serves_another_dataset_and_both_may_be_mixed(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    trained = prepare_content(tmp_path / "a", "the theme of them\n" * 900, "--tokenizer=bpe:300").path
+    for source in (trained, os.path.join(trained, "tokenizer.json")):
+        second = prepare_content(tmp_path / "b", "other themes\n" * 900, f"--tokenizer={source}")
+    assert second.tokenizer.files() == Dataset(trained).tokenizer.files()
+    os.rename(second.path, tmp_path / "second")
+    assert open_dataset(f"{trained}:1,{tmp_path / 'second'}:1").vocab_size > 257
 
 
-def test_only_the_training_split_trains_a_tokenizer(tmp_path, tokenizers):
-    from sympow.data.corpus import find_files, plan_units
-
+def test_only_the_training_split_trains_a_tokenizer(tmp_path):
     (tmp_path / "a.txt").write_text("abcd efgh " * 4000 + "zq" * 1500)
     sources = find_files([tmp_path / "a.txt"], (".txt",))
     units, length, tok = plan_units(sources, None, 64, 0.2, trained=300)
@@ -403,9 +388,6 @@ def test_only_the_training_split_trains_a_tokenizer(tmp_path, tokenizers):
 
 
 def test_a_sample_of_a_large_text_is_evenly_spaced_and_bounded(tmp_path, monkeypatch):
-    from sympow.data import corpus
-    from sympow.data.split import whole_stream
-
     monkeypatch.setattr(corpus, "SAMPLE", 10_000)
     monkeypatch.setattr(corpus, "PIECE", 1000)
     (tmp_path / "a.txt").write_text("".join(f"line {i:05d}\n" for i in range(10_000)))
@@ -451,10 +433,10 @@ def test_cut_off_escape_at_the_end_is_tolerated(cut):
     assert tok.decode(list((r"a\n" + cut).encode())) == "a\n" + cut
 
 
-@pytest.mark.parametrize("wrong", ["\\x41", "\\u12g4", "\\ud83d and \\ude00", "\\ud83d\\u0041"])
-def test_invalid_escapes_are_left_as_they_are(wrong):
+@pytest.mark.parametrize("escape", ["\\x41", "\\u12g4", "\\ud83d and \\ude00", "\\ud83d\\u0041"])
+def test_invalid_escapes_are_left_as_they_are(escape):
     tok = Tokenizer("bytes", json_escaped=True)
-    assert tok.decode(list(wrong.encode())) == wrong.replace("\\u0041", "A")
+    assert tok.decode(list(escape.encode())) == escape.replace("\\u0041", "A")
 
 
 def test_escaped_prompt_is_what_json_makes_of_it():
@@ -478,7 +460,3 @@ def test_gpt2_comes_from_tiktoken_and_names_its_download(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(DataError, match="openaipublic.blob.core.windows.net.*TIKTOKEN_CACHE_DIR"):
         gpt2_tokenizer()
-
-
-def test_decoder_is_a_tokenizers_stream():
-    assert isinstance(Tokenizer("bytes").stream(), Decoder)

@@ -2,9 +2,39 @@
 
 import gzip
 import json
+import os
 import re
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+
+@pytest.fixture
+def no_key(monkeypatch, tmp_path):
+    """Hide the keys and settings of whoever runs the tests; afterwards stop wandb's service."""
+    import wandb
+
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name, folder in {"HOME": "", "WANDB_CONFIG_DIR": "config", "WANDB_CACHE_DIR": "cache"}.items():
+        monkeypatch.setenv(name, str(tmp_path / "home" / folder))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    yield
+    with suppress(ConnectionError):  # a test has killed it
+        wandb.teardown()
+    os.environ.pop("WANDB_SERVICE", None)
+
+
+@pytest.fixture
+def wandb_server(no_key, monkeypatch):
+    """Start a stand-in for wandb's server, for which the real package has a key."""
+    server = WandbServer()
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    yield server
+    server.close()
 
 
 class WandbServer(ThreadingHTTPServer):
@@ -54,10 +84,8 @@ class Handler(BaseHTTPRequestHandler):
     def graphql(self, request):
         """Answer what a run needs to start, to go on and to end."""
         operation = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
-        variables, project = (
-            request.get("variables") or {},
-            {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}},
-        )
+        variables = request.get("variables") or {}
+        project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
         run = self.server.runs.get(variables.get("name"))
         match operation and operation[1]:
             case "RunResumeStatus":

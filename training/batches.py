@@ -1,73 +1,66 @@
-"""What a Trainer does with batches of data: reads those of each micro-step, and computes the loss of held-out ones.
+"""Read the batches of a run's micro-steps, and evaluate its model on held-out ones.
 
-    batches = micro_batches(trainer)           # on the device, from the step on at which the run is
-    losses = mean_losses(trainer)              # of the held-out splits, over all ranks
-    text = sample_text(trainer, model)         # what the model writes
-
-Each takes the Trainer of train.py, whose attributes are the run's settings, data, model, ranks and layout.
+for number, inputs, targets in micro_batches(cfg, stages, progress, layout):      # from progress.step on
+losses = mean_losses(network, held_out, stages[-1], cfg, layout, autocast, interrupt)
+statistics, text = examine(model, held_out, dataset, cfg, layout, autocast)
 """
 
 from itertools import count
 
 import torch
 
-from sympow.attention.double import device_of_doubles, double
 from sympow.attention.learned_position import most_tokens
 from sympow.data.loader import eval_batches, train_batch
 from sympow.data.mixture import Mixture
 from sympow.generation.generate import generate
+from sympow.training.parallel import whole_sequences
 from sympow.training.stages import stage_of
 
 
-def micro_batches(trainer):
-    """Yield (inputs, targets) [batch_size, block_size] on the device for this and every later micro-step.
+def micro_batches(plan, progress):
+    """Yield (number of the stage, inputs, targets) of this and every later micro-step of a run.
 
-    Notes the index of the stage that a step belongs to as trainer.next_stage before it reads the step's first batch.
+    Inputs and targets are int64 [batch_size, block_size] on the device; with context parallel, this rank's tokens of
+    them. The stage of a step is chosen, by what progress says then, when its first batch is read.
     """
-    for step in count(trainer.progress.step):
-        trainer.next_stage = stage_of(trainer, step)
-        stage = trainer.stages[trainer.next_stage]
+    layout, on_gpu = plan.layout, plan.device.type == "cuda"
+    for step in count(progress.step):
+        number = stage_of(plan.stages, plan.cfg, step, progress)
+        stage = plan.stages[number]
         for micro in range(stage.accumulation):
-            rank, world = place(trainer)
-            part, parts = micro * world + rank, stage.accumulation * world
-            spans = trainer.slices.of(stage.block_size)
-            batch = train_batch(stage.windows, trainer.cfg.seed, step, part, parts, stage.batch_size, spans)
-            trainer.ranks.beat()
-            on_gpu = trainer.device.type == "cuda"
+            part, parts = micro * layout.data_world + layout.data_rank, stage.accumulation * layout.data_world
+            spans = layout.spans(stage.block_size)
+            batch = train_batch(stage.windows, plan.cfg.seed, step, part, parts, stage.batch_size, spans)
+            plan.ranks.beat()
             if on_gpu:  # from pinned memory the copy runs beside the computation
                 batch = [x.pin_memory() for x in batch]
-            yield [x.to(trainer.device, non_blocking=on_gpu) for x in batch]
-
-
-def place(trainer):
-    """Return (rank, world): which of how many parts of every batch this process reads."""
-    return trainer.layout.data_rank, trainer.layout.data_world
+            inputs, targets = (x.to(plan.device, non_blocking=on_gpu) for x in batch)
+            yield number, inputs, targets
 
 
 @torch.no_grad()
-def mean_losses(trainer):
-    """Return {"val_loss": ..., "val_loss/NAME": ...}, mean losses a token over eval_tokens of each held-out split, or
-    None if a signal came meanwhile."""
-    cfg, ranks, device, held_out = trainer.cfg, trainer.ranks, trainer.device, trainer.held_out
-    trainer.network.eval()
-    sums = torch.zeros(len(held_out.parts), 2, dtype=torch.float64, device=device_of_doubles(device))
-    final = trainer.stages[-1]
-    share = *place(trainer), trainer.slices.of(final.block_size)
-    for part, added in zip(held_out.parts, sums):
-        for x, y in eval_batches(part.windows, cfg.eval_tokens, final.batch_size, *share):
-            ranks.beat()
-            x, y = x.to(device), y.to(device)
-            tokens = (y != -1).sum()
-            with trainer.autocast:
-                _, loss = trainer.eval_network(x, y)
-            added += torch.stack((double(loss) * double(tokens), double(tokens)))
-            trainer.share()
-            if trainer.signal:
-                break
-    trainer.network.train()
-    if trainer.signal:
-        return None
-    return held_out.losses([loss / tokens for loss, tokens in ranks.sum(sums).tolist()])
+def mean_losses(plan, network, interrupt):
+    """Return {"val_loss": ..., "val_loss/NAME": ...}, mean losses a token over eval_tokens of each held-out split.
+
+    They are at the final context. interrupt: called after each batch; returns the number of a signal that came, or 0.
+    The result is then None.
+    """
+    layout, stage = plan.layout, plan.stages[-1]
+    place = layout.data_rank, layout.data_world, layout.spans(stage.block_size)
+    sums = torch.zeros(len(plan.held_out.parts), 2, dtype=torch.float64, device=plan.device)
+    network.eval()
+    for part, sum_of_part in zip(plan.held_out.parts, sums):
+        for inputs, targets in eval_batches(part.windows, plan.cfg.eval_tokens, stage.batch_size, *place):
+            plan.ranks.beat()
+            inputs, targets = inputs.to(plan.device), targets.to(plan.device)
+            with plan.autocast:
+                _, loss = network(inputs, targets)
+            tokens = (targets != -1).sum().double()
+            sum_of_part += torch.stack((loss.double() * tokens, tokens))
+            if interrupt():
+                return None
+    network.train()
+    return plan.held_out.losses([loss / tokens for loss, tokens in plan.ranks.sum(sums).tolist()])
 
 
 def format_losses(losses):
@@ -76,35 +69,40 @@ def format_losses(losses):
     return f"val loss {losses['val_loss']:.4f}" + (f" ({named})" if named else "")
 
 
-def epochs(trainer):
+def count_epochs(plan, progress):
     """Return {"epochs/NAME": how often the run has gone through each dataset of its mixture}; {} without one.
 
-    Stages of other contexts have orders of their own; what they have read of a dataset is added up.
+    Every stage has its own order of a dataset: the shares that the stages have read are added up.
     """
-    dataset, stages = trainer.dataset, trainer.stages
-    if not isinstance(dataset, Mixture):
+    if not isinstance(plan.dataset, Mixture):
         return {}
-    borders = [0, *(begun for _, begun in trainer.progress.stages), trainer.progress.step]
-    found = dict.fromkeys(dataset.sets, 0.0)
-    for stage, first, last in zip(stages, borders, borders[1:]):
-        rows = trainer.cfg.tokens_per_step // stage.block_size
-        before, after = (dataset.counts(step * rows) for step in (first, last))
-        for name, windows, a, b in zip(found, stage.windows.parts, before, after):
-            found[name] += (b - a) / len(windows)
-    return {f"epochs/{name}": times for name, times in found.items()}
+    borders = [0, *(step for _, step in progress.stages), progress.step]
+    epochs = dict.fromkeys(plan.dataset.sets, 0.0)
+    for stage, first, last in zip(plan.stages, borders, borders[1:]):
+        rows = plan.cfg.tokens_per_step // stage.block_size
+        counts = plan.dataset.counts(first * rows), plan.dataset.counts(last * rows)
+        for name, windows, begin, end in zip(epochs, stage.windows.parts, *counts):
+            epochs[name] += (end - begin) / len(windows)
+    return {f"epochs/{name}": times for name, times in epochs.items()}
 
 
-def sample_text(trainer, model):
-    """Generate sample_tokens tokens after an end of text; every evaluation uses the same random numbers."""
-    cfg, dataset = trainer.cfg, trainer.dataset
+def examine(plan, model):
+    """Return (statistics of the model on the first held-out window, a text that it writes), on this rank alone."""
+    ids = plan.held_out.parts[0].windows.batch([0])[0][:, :4096].to(plan.device)
+    # blocks may be compiled, and would be for every length
+    with torch.compiler.set_stance("force_eager"), plan.autocast, whole_sequences(model):
+        return model.statistics(ids), sample_text(model, plan.dataset, plan.cfg)
+
+
+def sample_text(model, dataset, cfg):
+    """Generate sample_tokens tokens after an end of text, by the same random numbers at every evaluation."""
     model.eval()
     try:
-        with torch.inference_mode(), trainer.autocast:
-            most = min(cfg.sample_tokens, most_tokens(model.config))
-            options = dict(max_new_tokens=most, seed=cfg.seed, cuda_graph=False)
-            ids = [i for (i,) in generate(model, [dataset.eot], **options)]
+        with torch.inference_mode():
+            length = min(cfg.sample_tokens, most_tokens(model.config))
+            tokens = generate(model, [dataset.eot], max_new_tokens=length, seed=cfg.seed, cuda_graph=False)
+            return dataset.tokenizer.decode([token for (token,) in tokens])
     except (MemoryError, torch.OutOfMemoryError) as error:  # training itself may go on
         return f"(no sample: {error})"
     finally:
         model.train()
-    return dataset.tokenizer.decode(ids)

@@ -1,11 +1,11 @@
-"""The teacher of --distill_from: a model whose next-token distribution the trained one learns to have.
+"""The teacher of --distill_from: the trained model learns its next-token distribution.
 
     teacher = Teacher(cfg, dataset, contexts)          # refuses what does not fit; no teacher without cfg.distill_from
-    teacher.load(trainer, compiled)                    # reads its weights
+    teacher.load(device, dtype, ranks, compiled)       # reads its weights
     _, loss = network(ids, targets, **teacher(ids))    # cross entropy + distill_weight KL(teacher || network)
 
 The loss is computed piece by piece, so that the logits of either model never exist for all tokens. Validation losses
-are those without a teacher.
+have no teacher.
 """
 
 import torch
@@ -31,23 +31,23 @@ class Teacher:
         if cfg.context_parallel > 1:
             raise ValueError("distill_from does not take context_parallel: a teacher reads whole sequences")
         self.source = open_source(cfg.distill_from, dataset, "distill_from")
-        known = {"vocab_size": dataset.vocab_size, "reset_token": dataset.eot if cfg.pack else -1, "dropout": 0.0}
-        self.config = GPTConfig(**{**self.source.model, **known})
+        reset_token = dataset.eot if cfg.pack else -1
+        settings = {"vocab_size": dataset.vocab_size, "reset_token": reset_token, "dropout": 0.0}
+        self.config = GPTConfig(**{**self.source.model, **settings})
         self.source.check(self.config)
         check_length(self.config, max(contexts), "a context of this run")
         self.fingerprint = self.source.fingerprint()
 
-    def load(self, trainer, compiled):
-        """Make the model on the trainer's device. Called on every rank; no random number is used up."""
+    def load(self, device, dtype, ranks, compiled):
+        """Make the model on the device. Called on every rank."""
         if not self.fingerprint:
             return
-        with torch.random.fork_rng([]):
-            self.model = GPT(self.config).requires_grad_(False).eval()
+        self.model = GPT(self.config).requires_grad_(False).eval()
         self.source.fill(self.model)
-        self.model.to(trainer.device)
-        check_kernels(self.model, self.contexts, trainer.dtype, trainer.ranks)
+        self.model.to(device)
+        check_kernels(self.model, self.contexts, dtype, ranks)
         self.hidden = torch.compile(self.model.hidden, dynamic=False) if compiled else self.model.hidden
-        trainer.ranks.log(f"teacher: {self.source.path}, attention={self.config.attention}")
+        ranks.log(f"teacher: {self.source.path}, attention={self.config.attention}")
 
     @torch.no_grad()
     def __call__(self, ids):

@@ -1,38 +1,45 @@
 """Make the optimizer, take its steps, and choose the learning rate of each.
 
-    optimizer, scaler = make_optimizer(model, cfg), LossScaler(dtype, device)
-    scaler.scale_up(loss).backward()
-    norm = take_step(model, optimizer, scaler, cfg.grad_clip)
+    optimizer = make_optimizer(model, cfg)
     rate = learning_rate(step, cfg, seconds)
+    loss.backward()
+    norm = take_step(model, optimizer, cfg.grad_clip)
 
-A step whose gradient is not finite changes neither weights nor moments, and the CPU does not wait for the GPU to know.
+A new optimizer is an entry of OPTIMIZERS, a new schedule one of SCHEDULES.
+
+A step without a finite gradient changes neither weights nor moments, and the CPU does not wait for the GPU to know.
+For this every optimizer has the attribute `found_inf`, as torch's fused AdamW does: a float32 scalar on the model's
+device, which is set before each step. Where it is not 0, the step changes nothing.
 """
 
 import math
+from collections import defaultdict
 
 import torch
 from torch import nn
 
-from sympow.training.muon import BatchedMuon
 from sympow.runs.parts import is_sharded
 
-SCALE, GROWTH_INTERVAL = 65536.0, 2000  # torch.amp.GradScaler's defaults
+# torch.optim.Muon's defaults
+MOMENTUM = 0.95
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.775, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
+SMALLEST_NORM = 1e-7
+
+MUON_BATCH = 2**26  # entries of the matrices that Muon works on together: 18 bytes for each while a step is taken
 
 
 def make_optimizer(model, cfg):
-    """Return the optimizer that cfg.optimizer names, adamw or muon, for a GPT.
+    """Return the optimizer that cfg.optimizer names, for a GPT."""
+    return OPTIMIZERS[cfg.optimizer](model, cfg)
 
-    Weight decay is for matrices and embeddings, not for biases and norms. The caller sets `found_inf`, a float32 scalar
-    on the model's device, before each step: where it is not 0, the step changes nothing.
+
+def make_adamw(model, cfg, excluded=()):
+    """Return a fused AdamW for the weights of a model, but for those that are excluded.
+
+    Weight decay is for matrices and embeddings, not for biases and norms.
     """
-    if cfg.optimizer == "muon":
-        return MuonAndAdamW(model, cfg)
-    return _make_adamw(model.parameters(), cfg)
-
-
-def _make_adamw(parameters, cfg):
-    """Return a fused AdamW, which takes found_inf itself."""
-    parameters = list(parameters)
+    parameters = [p for p in model.parameters() if p not in excluded]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -40,159 +47,142 @@ def _make_adamw(parameters, cfg):
     return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
 
 
-def clip_gradients(parameters, max_norm):
-    """Scale gradients, sharded or not, down to a norm of max_norm; return the norm that they had, a scalar."""
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm.full_tensor() if is_sharded(norm) else norm
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Takes steps with Muon for the linear weights of attention and MLP, and with AdamW for all others.
 
-
-class MuonAndAdamW:
-    """Takes steps with Muon (muon.py) for the linear weights of attention and MLP, and with AdamW for all others.
-
-    Others are the embedding, which is the head too, norms, biases, and what an attention variant has of its own, such
-    as W_gamma and W_beta. Muon replaces the momentum of a matrix by the nearest orthogonal one (Jordan et al., 2024).
-    The weight of c_attn is three matrices below each other, so Muon is given views of its rows for q, k and v. Updates
-    are scaled to the size of AdamW's (adjust_lr_fn="match_rms_adamw": Liu et al., 2025, "Muon is Scalable for LLM
-    Training"), so that AdamW's learning rate and weight decay serve for both.
-
-    It has the attributes and methods of a torch optimizer that training and checkpoints use. In state_dict Muon's
-    matrices are numbered on from AdamW's parameters.
+    Muon replaces the momentum of a matrix by the nearest orthogonal one (Jordan et al., 2024). Updates are scaled to
+    the size of AdamW's (Liu et al., 2025, "Muon is Scalable for LLM Training"), so that AdamW's learning rate and
+    weight decay serve for both. The steps are torch.optim.Muon's with adjust_lr_fn="match_rms_adamw", which
+    launches some 28 operators for each matrix: a GPU with a small model waits for the host. Here matrices of one shape
+    are worked on together, a hundred launches a step.
     """
 
     def __init__(self, model, cfg):
-        self.split = [(weight, rows, weight.detach().split(rows)) for weight, rows in muon_weights(model)]
-        self.matrices = [matrix for _, _, matrices in self.split for matrix in matrices]
-        of_muon = {id(weight) for weight, _, _ in self.split}
-        self.others = [p for p in model.parameters() if id(p) not in of_muon]
-        self.adamw = _make_adamw(self.others, cfg)
-        self.muon = BatchedMuon(
-            self.matrices, lr=cfg.learning_rate, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"
-        )
-        for matrix in self.matrices:  # there before the first step, which may be one that changes nothing
-            self.muon.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+        self.matrix_rows = muon_weights(model)
+        self.adamw = make_adamw(model, cfg, self.matrix_rows)
+        group = {"params": [*self.matrix_rows], "lr": cfg.learning_rate, "weight_decay": cfg.weight_decay}
+        super().__init__([*self.adamw.param_groups, group], {})
+        for weight in self.matrix_rows:  # there before the first step, which may be one that changes nothing
+            self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         self.found_inf = None
-
-    @property
-    def param_groups(self):
-        return self.adamw.param_groups + self.muon.param_groups
 
     @torch.no_grad()
     def step(self):
         """Take a step of both, or of none if found_inf is not 0."""
-        for weight, rows, matrices in self.split:
-            for matrix, grad in zip(matrices, weight.grad.split(rows)):
-                matrix.grad = grad
-        self.adamw.found_inf = self.muon.found_inf = self.found_inf
+        self.adamw.param_groups, self.adamw.state = self.param_groups[:-1], self.state
+        self.adamw.found_inf = self.found_inf
         self.adamw.step()
-        self.muon.step()
+        matrices = defaultdict(list)  # by shape: (matrix, gradient, momentum), views of a weight's rows
+        for weight, rows in self.matrix_rows.items():
+            tensors = weight.detach(), weight.grad, self.state[weight]["momentum_buffer"]
+            for views in zip(*(x.split(rows) for x in tensors)):
+                matrices[views[0].shape].append(views)
+        for shape, views in matrices.items():
+            count = max(1, MUON_BATCH // shape.numel())
+            for i in range(0, len(views), count):
+                self._step_together(*zip(*views[i : i + count]))
 
-    def zero_grad(self, set_to_none=True):
-        """Drop all gradients, Muon's views of them too."""
-        self.adamw.zero_grad()
-        for weight, _, matrices in self.split:
-            for x in (weight, *matrices):
-                x.grad = None
-
-    def state_dict(self):
-        adamw, muon = self.adamw.state_dict(), self.muon.state_dict()
-        momenta = {len(self.others) + i: state for i, state in muon["state"].items()}
-        return {"state": adamw["state"] | momenta, "param_groups": adamw["param_groups"] + muon["param_groups"]}
-
-    def load_state_dict(self, saved):
-        n, groups = len(self.others), len(self.adamw.param_groups)
-        adamw = {i: state for i, state in saved["state"].items() if i < n}
-        muon = {i - n: state for i, state in saved["state"].items() if i >= n}
-        self.adamw.load_state_dict({"state": adamw, "param_groups": saved["param_groups"][:groups]})
-        self.muon.load_state_dict({"state": muon, "param_groups": saved["param_groups"][groups:]})
+    def _step_together(self, matrices, gradients, momenta):
+        """Take a step of Muon for matrices of one shape."""
+        group, skip = self.param_groups[-1], self.found_inf != 0
+        momentum = torch.stack(momenta)
+        gradient = torch.where(skip, momentum, torch.stack(gradients))  # which leaves the momentum as it is
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        update = orthogonalize(gradient.lerp_(momentum, MOMENTUM)).to(momentum.dtype)  # Nesterov's momentum
+        rate = group["lr"] * 0.2 * max(matrices[0].shape) ** 0.5
+        torch._foreach_copy_(momenta, momentum.unbind())
+        torch._foreach_mul_(matrices, torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"]))
+        torch._foreach_add_(matrices, torch.where(skip, 0.0, update).unbind(), alpha=-rate)
 
 
 def muon_weights(model):
-    """Return [(weight [rows, columns], the rows of each matrix in it), ...]: the linear weights of attention and MLP.
+    """Return {weight [rows, columns]: the rows of each matrix in it}, the linear weights of attention and MLP.
 
-    c_attn has one matrix each for q, k and v, every other layer one.
+    The weight of c_attn is three matrices below each other, for q, k and v; every other weight is one. What an
+    attention has of its own, such as W_gamma and W_beta, is not among them.
     """
-    found = []
+    rows = {}
     for block in model.transformer.h:
         attn = block.attn
-        found.append((attn.c_attn.weight, [heads * attn.head_dim for heads in attn.heads]))
-        others = set(block.modules()) - {attn.c_attn, *attn.mix.modules()}
-        layers = [layer for layer in block.modules() if layer in others and isinstance(layer, nn.Linear)]
-        found += [(layer.weight, [layer.out_features]) for layer in layers]
-    return found
+        rows[attn.c_attn.weight] = [heads * attn.head_dim for heads in attn.heads]
+        own_modules = {attn.c_attn, *attn.mix.modules()}
+        for layer in block.modules():
+            if isinstance(layer, nn.Linear) and layer not in own_modules:
+                rows[layer.weight] = [layer.out_features]
+    return rows
 
 
-class LossScaler:
-    """Multiplies losses by a scale, so that gradients in float16 do not become zero, as torch.amp.GradScaler does.
+def orthogonalize(x):
+    """Return for each matrix of x [n, rows, columns] one near the nearest orthogonal one, in bfloat16.
 
-    The scale begins at 65,536, halves after a step without a finite gradient, which is skipped, and doubles after 2,000
-    other steps in a row. For other dtypes there is no scale. Unlike GradScaler, it never waits for the GPU.
-
-    Attribute: searching, a bool scalar on the device, True if the last step was skipped at a scale above 1, which may
-    have been too large for it; None without a scale.
+    This is the Newton-Schulz iteration of Jordan et al. (2024).
     """
-
-    def __init__(self, dtype, device, scale=SCALE, good_steps=0):
-        self.enabled, self.searching = dtype == torch.float16, None
-        self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
-        self.good_steps = torch.tensor(good_steps, device=device)  # since the scale changed
-
-    def state(self):
-        """Return (scale, good_steps) for a checkpoint, from which a LossScaler goes on; () without a scale."""
-        return (self.scale.item(), self.good_steps.item()) if self.enabled else ()
-
-    def scale_up(self, loss):
-        """Return the loss times the scale."""
-        return loss * self.scale if self.enabled else loss
-
-    def scale_down(self, parameters):
-        """Divide the gradients of the parameters by the scale, in place."""
-        if self.enabled:
-            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1 / self.scale)
-
-    def update(self, skipped):
-        """Choose the scale of the next step; skipped: a bool scalar, True if this one had no finite gradient."""
-        if self.enabled:
-            self.searching, good = skipped & (self.scale > 1), self.good_steps + 1
-            grow = ~skipped & (good >= GROWTH_INTERVAL)
-            self.scale = self.scale * (1 - 0.5 * skipped + 1.0 * grow)
-            self.good_steps = good.masked_fill(skipped | grow, 0)
+    if x.shape[1] > x.shape[2]:
+        return orthogonalize(x.mT).mT
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    x = x.to(torch.bfloat16)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
+    return x
 
 
-def take_step(model, optimizer, scaler, grad_clip):
+OPTIMIZERS = {"adamw": make_adamw, "muon": MuonAndAdamW}
+
+
+def take_step(model, optimizer, grad_clip):
     """Take an optimizer step, unless the gradient is not finite, and drop the gradients; return their norm, a scalar.
 
-    They are divided by the scale first, and if the norm is above grad_clip (0: no limit) scaled down to it.
+    A gradient with a norm above grad_clip (0: no limit) is scaled down to it. Gradients may be sharded.
     """
-    scaler.scale_down(model.parameters())
-    norm = clip_gradients(model.parameters(), grad_clip or math.inf)
-    skipped = ~norm.isfinite()  # on all ranks alike
-    optimizer.found_inf = skipped.float()
-    if norm.device.type != "mps" or not skipped:  # fused AdamW on mps ignores found_inf up to torch 2.12
-        optimizer.step()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    norm = norm.full_tensor() if is_sharded(norm) else norm
+    optimizer.found_inf = (~norm.isfinite()).float()  # the same on all ranks
+    optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    scaler.update(skipped)
     return norm
+
+
+def constant(step, cfg, seconds):
+    """Return the highest learning rate."""
+    return cfg.learning_rate
+
+
+def cosine(step, cfg, seconds):
+    """Return a rate that goes down to min_lr from the warm-up on."""
+    done = _share_done(step, cfg, seconds, cfg.warmup_iters)
+    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (cfg.learning_rate - cfg.min_lr)
+
+
+def wsd(step, cfg, seconds):
+    """Return a rate that stays, and goes down to min_lr on a line over the last decay_share of the run."""
+    done = _share_done(step, cfg, seconds)
+    if done <= 1 - cfg.decay_share:
+        return cfg.learning_rate
+    return cfg.min_lr + (1 - done) / cfg.decay_share * (cfg.learning_rate - cfg.min_lr)
+
+
+def _share_done(step, cfg, seconds, begin=0):
+    """Return the share of the schedule that is over, from the step `begin` on: of its steps or of max_seconds,
+    whichever is larger."""
+    done = (step - begin) / max(1, (cfg.lr_decay_iters or cfg.max_iters) - begin)
+    if cfg.max_seconds > 0:
+        done = max(done, seconds / cfg.max_seconds)
+    return min(1.0, max(0.0, done))
+
+
+SCHEDULES = {"constant": constant, "cosine": cosine, "wsd": wsd}
 
 
 def learning_rate(step, cfg, seconds=0.0):
     """Return the learning rate of step 0, 1, 2, ...: linear warm-up, then cfg.schedule.
 
-    constant stays; cosine goes down to min_lr from the warm-up on; wsd (warm-up, stable, decay) stays, and goes down to
-    min_lr on a line over the last decay_share of the run. Both end after lr_decay_iters steps (0: max_iters) or, if
-    that is earlier, when max_seconds are over; a run that has max_seconds is therefore no pure function of its
-    settings. seconds: of training so far, the same on all ranks.
+    A schedule ends after lr_decay_iters steps (0: max_iters) or, if that is earlier, when max_seconds are over. So with
+    max_seconds the rates depend on the speed of the machine. seconds: of training so far, the same on all ranks.
     """
-    rate = cfg.learning_rate
-    if cfg.schedule != "constant":
-        begin = cfg.warmup_iters if cfg.schedule == "cosine" else 0
-        done = (step - begin) / max(1, (cfg.lr_decay_iters or cfg.max_iters) - begin)
-        if cfg.max_seconds > 0:
-            done = max(done, seconds / cfg.max_seconds)
-        done = min(1.0, max(0.0, done))
-        if cfg.schedule == "cosine":
-            rate = cfg.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (rate - cfg.min_lr)
-        elif done > 1 - cfg.decay_share:
-            rate = cfg.min_lr + (1 - done) / cfg.decay_share * (rate - cfg.min_lr)
+    rate = SCHEDULES[cfg.schedule](step, cfg, seconds)
     if step < cfg.warmup_iters:
         rate = min(rate, cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1))
     return rate

@@ -21,6 +21,8 @@ for the order of sums, and gates and norms never see a rounded weight. Gradients
 no rank ever holds whole ones.
 """
 
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 
 import torch
@@ -28,15 +30,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from sympow.attention import ATTENTIONS
+from sympow.attention.context import Context, pieces_of
+from sympow.attention.learned_position import check_length
+from sympow.attention.variant import splits_context
 from sympow.runs.parts import own_rows
-from sympow.runs.settings import refuse
+from sympow.runs.program import refuse
+from sympow.runs.settings import nearest_multiples
 
 
 class Layout:
     """The place of this rank among the others.
 
     Attributes: data_rank and data_world (the ranks that read different rows, and this one's number among them),
-    context_rank and context_size (the ranks that hold slices of the same rows), sharded (True if the model is), mesh (a
+    context_rank and context_size (the ranks that hold slices of the same rows), balanced (True if their slices are an
+    early and a late piece each, as split_context says), sharded (True if the model is), mesh (a
     DeviceMesh with the dimensions "data" and "context", None unless both are used).
     """
 
@@ -47,15 +55,13 @@ class Layout:
         number.
         """
         if ranks.world % context_size:
-            near = max(1, round(ranks.world / context_size)) * context_size
             raise ValueError(
-                f"the number of ranks must be a multiple of context_parallel={context_size}, got {ranks.world}: "
-                f"torchrun --nproc_per_node={near} would do"
+                f"the number of ranks must be a multiple of context_parallel={context_size}, got {ranks.world}"
             )
         self.ranks, self.context_size, self.sharded = ranks, context_size, shard and ranks.world > 1
         self.data_world, self.context_rank = ranks.world // context_size, ranks.rank % context_size
         self.data_rank = ranks.rank // context_size
-        self.mesh = self.device = None
+        self.balanced, self.mesh, self.device = False, None, None
 
     def connect(self, device):
         """Make the process groups of both dimensions; a collective, called after the ranks have joined."""
@@ -64,21 +70,20 @@ class Layout:
             sizes = self.data_world, self.context_size
             self.mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "context"))
 
-    @property
-    def readers(self):
-        """What reads different rows, in words: "8 ranks", or "2 groups of 4 ranks"."""
-        groups = f"{self.data_world} group{'s' * (self.data_world > 1)} of {self.context_size} ranks"
-        return f"{self.data_world} ranks" if self.context_size == 1 else groups
-
-    @property
-    def context_group(self):
-        """The process group of the ranks that hold slices of the same rows; None if context_size is 1."""
-        return self.mesh and self.mesh.get_group("context")
+    def spans(self, block_size):
+        """Return [(start, end), ...], the tokens of a sequence that this rank holds; None if it holds all of them."""
+        if self.context_size == 1:
+            return None
+        n = block_size // (self.context_size * (1 + self.balanced))
+        pieces = pieces_of(self.context_rank, self.context_size, self.balanced)
+        return [(piece * n, (piece + 1) * n) for piece in pieces]
 
     def check(self, cfg, device):
         """Refuse settings that a sharded model does not take."""
-        if self.sharded and (reason := not_sharded_reason(cfg, device.type == "cuda")):
-            refuse(reason)
+        if self.sharded and cfg.optimizer == "muon":
+            refuse("shard=True takes optimizer=adamw, got muon, which needs whole matrices: give one of the two up")
+        if self.sharded and cfg.backend == "gloo" and device.type == "cuda":
+            refuse("shard=True needs backend=nccl on GPUs, got backend=gloo")
 
     def make_model(self, kind, config, device):
         """Return kind(config), a GPT with fresh weights, the same on every rank, on the device.
@@ -89,28 +94,29 @@ class Layout:
             return kind(config).to(device)
         from torch.distributed.fsdp import fully_shard  # takes a second to import
 
-        whole = kind(config) if self.ranks.master else None
+        weights = dict(_tensors_of(kind(config))) if self.ranks.master else {}
         with torch.device("meta"):
             model = kind(config)
         mesh = init_device_mesh(device.type, (self.ranks.world,))  # all ranks, in one dimension
         for module in (*model.transformer.h, model):  # the head needs wte of the whole model after the last block
             fully_shard(module, mesh=mesh, reshard_after_forward=module is not model)
         model.to_empty(device=device)
-        source = dict(_tensors_of(whole)) if whole else {}
         with torch.no_grad():
             for name, x in _tensors_of(model):
-                full = source[name].to(device) if whole else torch.empty(x.shape, dtype=x.dtype, device=device)
-                dist.broadcast(full, 0)
+                tensor = torch.empty(x.shape, dtype=x.dtype, device=device)
+                if weights:
+                    tensor.copy_(weights[name])
+                dist.broadcast(tensor, 0)
                 rows, first = own_rows(x)
-                rows.copy_(full[first : first + len(rows)])
-        self.make_plain = lambda: kind(config)
+                rows.copy_(tensor[first : first + len(rows)])
+        self.make_plain = partial(kind, config)
         return model
 
     def wrap(self, model, compiled, by_block=False):
         """Return (the network to train, which averages gradients, and the network to evaluate).
 
-        With `by_block`, and of a sharded model, whose weights come and go around its blocks, each block is compiled for
-        itself; blocks of the same kind share the code.
+        With `by_block`, and for a sharded model, since weights come and go around its blocks, each block is compiled
+        for itself; blocks of the same kind share the code.
         """
         network = model
         if compiled and (by_block or self.sharded):
@@ -138,28 +144,88 @@ class Layout:
         """
         if not self.sharded:
             return model if self.ranks.master else None
-        plain = None
+        plain, weights = None, {}
         if self.ranks.master:
             with torch.device(self.device):
                 plain = self.make_plain().train(model.training)
+            weights = plain.state_dict()
         with torch.no_grad():
-            into = plain.state_dict() if plain else {}
-            for name, x in model.state_dict().items():  # which frees what a forward pass has gathered
-                whole = x.full_tensor()
-                if plain:
-                    into[name].copy_(whole)
+            for name, x in model.state_dict().items():  # frees the weights that a forward pass has gathered
+                tensor = x.full_tensor()
+                if weights:
+                    weights[name].copy_(tensor)
         return plain
-
-
-def not_sharded_reason(cfg, on_gpu):
-    """Return why a model with these settings of train.py cannot be sharded, or "" if it can."""
-    if cfg.optimizer == "muon":
-        return "shard=True takes optimizer=adamw, got muon, which needs whole matrices: give one of the two up"
-    if cfg.backend == "gloo" and on_gpu:
-        return "shard=True needs backend=nccl on GPUs, got backend=gloo"
-    return ""
 
 
 def _tensors_of(model):
     """Yield (name, tensor) of the parameters and buffers of a model."""
     return chain(model.named_parameters(), model.named_buffers())
+
+
+# ---- context parallel: the mathematics is in attention/context.py
+
+
+def check_context(cfg, model_cfg, contexts):
+    """Raise ValueError if the model cannot read sequences of these lengths, or not on cfg.context_parallel ranks.
+
+    The number of ranks must be a multiple of it, which training.parallel.Layout checks.
+    """
+    size = cfg.context_parallel
+    check_length(model_cfg, max(contexts), "a context of this run")
+    if size == 1:
+        return
+    if model_cfg.positions == "learned":
+        raise ValueError(f"positions=learned cannot be spread over context_parallel={size} ranks")
+    if model_cfg.form == "recurrent":
+        raise ValueError("form=recurrent cannot be spread over ranks: use form=auto, chunked or quadratic")
+    for layer in map(model_cfg.layer, range(model_cfg.n_layer)):
+        variant = ATTENTIONS[layer.attention]
+        try:
+            if not splits_context(variant):
+                raise ValueError("its class does not set splits_context (attention/variant.py)")
+            for context in contexts:
+                variant.context_layout(layer, context, torch.float32, torch.device("cpu"))
+        except ValueError as error:
+            where = f"attention={layer.attention} cannot be spread over context_parallel={size} ranks"
+            raise ValueError(f"{where}: {error}") from error
+    for context in contexts:
+        if context % (2 * size):
+            raise ValueError(
+                f"a context must be a multiple of 2 x context_parallel = {2 * size} tokens, so that each rank can hold "
+                f"an early and a late piece, got {context}: {nearest_multiples(context, 2 * size)} would do"
+            )
+
+
+def split_context(model, layout, block_size, dtype, compiled):
+    """Make the layers of the model compute with this rank's tokens of each sequence.
+
+    layout: the connected Layout; each of its context groups shares sequences. compiled: True if torch.compile will
+    compile the model; the exchange between ranks then stays outside of its graphs.
+
+    All layers have one layout of tokens. Returns True if it is "balanced", as it is if any layer with block_size tokens
+    computes pairs: see attention/context.py.
+    """
+    if layout.context_size == 1:
+        return False
+    mixes, device = [block.attn.mix for block in model.transformer.h], model.transformer.wte.weight.device
+    balanced = "balanced" in [mix.context_layout(mix.config, block_size, dtype, device) for mix in mixes]
+    outside = torch.compiler.disable(lambda function, *args, **kwargs: function(*args, **kwargs))
+    context = Context(layout.mesh.get_group("context"), balanced, outside if compiled else None)
+    for mix in mixes:
+        mix.context = context
+    return balanced
+
+
+@contextmanager
+def whole_sequences(model):
+    """Let the model compute whole sequences, on this rank alone."""
+    # a layer without a context stays as it is: an attribute that is set makes torch.compile compile anew
+    mixes = [block.attn.mix for block in model.transformer.h if block.attn.mix.context is not None]
+    context = mixes[0].context if mixes else None  # one for all layers
+    try:
+        for mix in mixes:
+            mix.context = None
+        yield
+    finally:
+        for mix in mixes:
+            mix.context = context

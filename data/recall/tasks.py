@@ -23,12 +23,12 @@ RECORD = {
 }
 CHANCE = {"pairs": 1 / 16, "needle": 1e-4}  # of a guess among all values
 KEYS = 64 * 64  # of pairs: two letters of 64
-SLOT = 16  # bytes, of which a needle takes 13
+SLOT = 16  # bytes; a needle takes 13 of them
 NEEDLES = 8  # in a document
 
 
 def questions(text, task):
-    """Return [(distance, begin, end)] of the records in text (bytes) whose keys stood in it before.
+    """Return [(distance, begin, end)] of the records in text (bytes) that repeat a key.
 
     distance: bytes from the newest record with this key; text[begin:end] is the value, which must be the same again.
     """

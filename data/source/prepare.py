@@ -1,4 +1,4 @@
-"""Prepare source code, or documentation, by project: what is held out is whole projects, and what repeats is left out.
+"""Prepare source code, or documentation, by project: whole projects are held out, and repeated files are left out.
 
     python data/source/prepare.py --root=/usr/lib/python3/site-packages                  # -> data/source, as bytes
     python data/source/prepare.py --root ~/src /usr/include --suffix=.c,.h,.py --out=data/code
@@ -11,8 +11,8 @@ stands between projects. Files above 65,536 bytes, which are tables and amalgama
 those alone.
 
 Projects are ordered by a hash of their names, with the large ones in front. A file is dropped if more than half of its
-shingles (five lines) stand in an earlier file: so copies within training, and vendored copies and other versions of
-what training has within validation, are gone. The last projects, as many as give --val_fraction of the text and at
+shingles (five lines) stand in an earlier file. So there are no copies within training, and validation has no vendored
+copies and no other versions of a file of training. The last projects, as many as give --val_fraction of the text and at
 least 2 M tokens where the corpus has them, are the validation split, the small ones first. A row of it is one
 project's; in training, rows are cut from the whole text. meta.json counts files, projects and what was dropped, and
 names what is held out.

@@ -8,7 +8,7 @@
 Documents are joined, with the end of text after each, and cut into rows of --document_length tokens (fewer if the
 source is small). Every path gives --val_fraction of its text to the validation split: of a folder the files with the
 highest hashes of their names, of .jsonl the lines with the highest hashes of their contents, of a single file its end.
-What a folder has that is not taken is counted in a line. A killed run is resumed by running the same command again.
+Files that are left out are counted in a line. A killed run is resumed by running the same command again.
 
 Tokenizers: bytes; gpt2 (downloaded once); bpe:SIZE, a byte-level BPE of SIZE ids that is trained on the training split;
 or the tokenizer.json of a model, as Hugging Face's tokenizers writes it. The last two need `pip install tokenizers`.

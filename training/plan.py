@@ -1,0 +1,111 @@
+"""Settle data, model and ranks of a run, and refuse mistakes, before anything is allocated or written.
+
+plan = make_plan(cfg, values, ranks)     # data, stages, model and teacher of these settings, and who computes them
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from sympow.attention import position_schemes
+from sympow.data.dataset import Dataset
+from sympow.data.mixture import HeldOut, Mixture, open_dataset
+from sympow.model import GPTConfig
+from sympow.runs import folder
+from sympow.runs.machine import can_compile, check_kernels
+from sympow.runs.metrics import baseline_losses
+from sympow.runs.processes import Ranks
+from sympow.runs.settings import choose_device
+from sympow.runs.source import Source, choose_model
+from sympow.training.distill import Teacher
+from sympow.training.parallel import Layout, check_context, split_context
+from sympow.training.stages import Stage, describe_stages, make_stages
+
+
+@dataclass
+class Plan:
+    """The data, model, teacher and ranks of a run. None of it changes while the run trains."""
+
+    cfg: object  # the settings, a TrainConfig of train.py
+    ranks: Ranks
+    layout: Layout  # of the ranks
+    dataset: Dataset | Mixture
+    stages: list[Stage]
+    held_out: HeldOut
+    baseline: list  # [(tokens, validation loss)] of another run
+    model_cfg: GPTConfig
+    source: Source | None  # of the first weights
+    teacher: Teacher
+    device: torch.device
+    dtype: torch.dtype  # of matrix products
+    resume: str | None  # the checkpoint from which the run goes on, as this rank sees it
+    saved_settings: dict | None  # with which it was trained
+    settings: dict  # the contents of config.json
+
+    @property
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+
+def make_plan(cfg, values, ranks):
+    """Return the Plan of a TrainConfig. values: the settings that were given by name.
+
+    Sets cfg.dtype, and cfg.tokens_per_step, to what they come to. Raises ValueError or DataError for settings, data and
+    weights that do not fit; exits with status 2 for a folder that cannot be used.
+    """
+    dataset = open_dataset(cfg.dataset)
+    layout = Layout(ranks, cfg.context_parallel, cfg.shard)
+    stages, held_out = make_stages(cfg, values, dataset, layout)
+    contexts = [stage.block_size for stage in stages]
+    resume, saved_settings = folder.choose_checkpoint(cfg, thorough=ranks.master)
+    source, model_cfg = choose_model(cfg, values, dataset, saved_settings)
+    check_context(cfg, model_cfg, contexts)
+    teacher = Teacher(cfg, dataset, contexts)
+    baseline = baseline_losses(cfg.baseline, held_out.block_size)
+    device, dtype = choose_device(cfg.device, cfg.dtype, ranks.local)
+    layout.check(cfg, device)
+    cfg.dtype = str(dtype).removeprefix("torch.")
+    settings = {**asdict(cfg), "model": asdict(model_cfg), "data": folder.fingerprint(dataset)}
+    settings |= {"teacher": teacher.fingerprint, "ranks": ranks.world, "device_type": device.type}
+    return Plan(
+        cfg=cfg,
+        ranks=ranks,
+        layout=layout,
+        dataset=dataset,
+        stages=stages,
+        held_out=held_out,
+        baseline=baseline,
+        model_cfg=model_cfg,
+        source=source,
+        teacher=teacher,
+        device=device,
+        dtype=dtype,
+        resume=resume,
+        saved_settings=saved_settings,
+        settings=settings,
+    )
+
+
+def make_networks(plan, model):
+    """Return (the network to train, which averages gradients, and the network to evaluate) of a model on its ranks.
+
+    Checks the kernels, spreads sequences over ranks and compiles, as the settings say.
+    """
+    cfg, layout, contexts = plan.cfg, plan.layout, [stage.block_size for stage in plan.stages]
+    check_kernels(model, contexts, plan.dtype, plan.ranks, cfg.context_parallel)
+    compiled = can_compile(cfg.compile, plan.device, plan.ranks.log)
+    layout.balanced = split_context(model, layout, contexts[-1], plan.dtype, compiled)
+    plan.teacher.load(plan.device, plan.dtype, plan.ranks, compiled)
+    # a whole model's graph breaks where keys circulate between ranks, and then has no blocks to compute again
+    by_block = layout.balanced and plan.model_cfg.activation_checkpointing
+    return layout.wrap(model, compiled, by_block)
+
+
+def describe_run(plan, model):
+    """Return a line with the model's size and attention, where its positions come from, and the sizes of a step."""
+    attention = plan.model_cfg.attention
+    if schemes := position_schemes(attention.split(",")):
+        attention += f" ({schemes})"
+    size = f"{model.parameter_count() / 1e6:.1f}M parameters"
+    sizes = describe_stages(plan.stages, plan.cfg, plan.layout)
+    return f"{size}, {attention}, {plan.device.type} {plan.cfg.dtype}; tokens a step: {sizes}"
