@@ -362,6 +362,7 @@ def test_the_same_command_goes_on_before_there_is_a_checkpoint_and_after_torchru
     command = *TINY, "--init_from=out/a", "--out_dir=out/b"
     assert go(*command) == 0
     shutil.rmtree("out/b/ckpt")  # killed before the first
+    os.remove("out/b/metrics.jsonl")
     assert go(*command) == 0
     anew = *TINY, "--init_from=scratch", "--overwrite=True", "--out_dir=out/b"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -753,3 +754,51 @@ def test_a_checkpoint_is_there_at_every_moment_while_its_own_step_is_saved_again
 
 if __name__ == "__main__":  # as a worker of torchrun
     train_and_die()
+
+
+def test_the_numbers_of_a_run_whose_checkpoints_are_gone_stay(go, capsys):
+    assert go(*TINY, "--out_dir=out/a") == 0
+    numbers = open("out/a/metrics.jsonl").read()
+    shutil.rmtree("out/a/ckpt")
+    assert go(*TINY, "--out_dir=out/a") == 2
+    assert "out/a has evaluations but no checkpoint" in capsys.readouterr().err
+    assert open("out/a/metrics.jsonl").read() == numbers
+
+
+def test_a_run_is_not_renamed_with_what_the_new_one_needs(go, dataset, capsys):  # noqa: F811
+    assert go(*TINY, "--out_dir=a") == 0
+    shutil.copytree(dataset, "a/data")
+    anew = [*TINY, "--init_from=scratch", "--overwrite=True", "--out_dir=a"]
+    assert go(*anew, f"--dataset={os.getcwd()}/a/data") == 2
+    assert "a/data is in out_dir a, which would be renamed" in capsys.readouterr().err
+
+
+def test_half_written_checkpoints_are_removed_also_where_there_is_no_whole_one(go):
+    assert go(*TINY, "--out_dir=out/a") == 0
+    shutil.rmtree("out/a/ckpt")
+    os.remove("out/a/metrics.jsonl")
+    os.makedirs("out/a/ckpt/.writing-0")
+    assert go(*TINY, "--out_dir=out/a") == 0
+    assert ".writing-0" not in os.listdir("out/a/ckpt")
+
+
+@pytest.mark.parametrize("key", ["init_from", "then", "model"])
+def test_a_flipped_key_in_config_json_is_one_line(go, capsys, key):
+    assert go(*TINY, "--out_dir=out/a") == 0
+    with open("out/a/config.json") as f:
+        settings = json.load(f)
+    settings[key[:-1] + "_"] = settings.pop(key)
+    with open("out/a/config.json", "w") as f:
+        json.dump(settings, f)
+    assert go(*TINY, "--out_dir=out/a") == 2
+    assert f"config.json is damaged: it has no {key}\n" in capsys.readouterr().err
+
+
+def test_a_flipped_bit_in_the_progress_is_noticed_by_every_rank(go):
+    assert go(*TINY, "--out_dir=out/a") == 0
+    path = "out/a/ckpt/step_00000002/progress.json"
+    with open(path) as f:
+        text = f.read()
+    with open(path, "w") as f:
+        f.write(text.replace("best_step", "cest_step"))
+    assert checkpoint.newest("out/a", thorough=False) == "out/a/ckpt/step_00000001"

@@ -327,6 +327,29 @@ def test_the_rehearsal_at_the_final_context_changes_no_bit_and_tells_too_little_
     assert not metrics("out/b")
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_rehearsal_of_a_resumed_run_needs_no_second_moments(go, monkeypatch, optimizer):
+    options = [
+        "--then=256@5",
+        "--eval_interval=100",
+        "--sample_tokens=0",
+        f"--optimizer={optimizer}",
+        "--out_dir=out/a",
+    ]
+    assert go(*options, "--max_iters=2") == 0
+    monkeypatch.setattr(stages, "REHEARSED", ("cpu",))
+    stand_ins, rehearse = [], train.rehearse
+
+    def noted(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty_like", lambda x: stand_ins.append(x) or torch.zeros_like(x))
+            rehearse(*args)
+
+    monkeypatch.setattr(train, "rehearse", noted)
+    assert go(*options, "--max_iters=3") == 0
+    assert not stand_ins
+
+
 def test_the_network_is_compiled_once_for_each_context_and_mode(go, monkeypatch):
     graphs = []
 
