@@ -34,7 +34,8 @@ from sympow.runs.processes import Ranks
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_every_attention_learns(go, attention):
-    assert go(f"--attention={attention}", "--out_dir=out/a", "--max_iters=25", "--eval_interval=25") == 0
+    sizes = ["--tokens_per_step=128", "--max_iters=25", "--eval_interval=25"]
+    assert go(f"--attention={attention}", "--out_dir=out/a", *sizes) == 0
     losses = metrics("out/a")
     assert list(losses) == list(range(1, 26))
     assert losses[25] < 0.75 * losses[1]
@@ -238,11 +239,11 @@ def test_nccl_without_gpus_is_refused_in_one_line(monkeypatch, capsys):
 
 
 def test_training_stops_after_max_seconds(go, capsys):
-    assert go("--out_dir=out/a", "--max_iters=100000", "--max_seconds=1.5", "--eval_interval=100000") == 0
+    assert go("--out_dir=out/a", "--max_iters=100000", "--max_seconds=0.7", "--eval_interval=100000") == 0
     last = max(metrics("out/a"))
-    assert f"stopped after {last} steps: max_seconds=1.5 is reached\n" in capsys.readouterr().out
+    assert f"stopped after {last} steps: max_seconds=0.7 is reached\n" in capsys.readouterr().out
     assert 1 < max(metrics("out/a")) < 100000 and max(metrics("out/a", "val_loss")) == max(metrics("out/a"))
-    assert go("--out_dir=out/a", "--max_iters=100000", "--max_seconds=1.5", "--eval_interval=100000") == 0
+    assert go("--out_dir=out/a", "--max_iters=100000", "--max_seconds=0.7", "--eval_interval=100000") == 0
     assert "out/a is trained" in capsys.readouterr().out
 
 
