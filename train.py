@@ -145,6 +145,7 @@ def set_up(argv, ranks, stack):
         plan = make_plan(cfg, values, ranks)
     except (DataError, ValueError) as error:
         refuse(error)
+    machine.choose_numerics(cfg, plan.device, plan.dtype)
     ranks.join(plan.device, cfg.backend, cfg.timeout)
     plan.layout.connect(plan.device)
     resume = ranks.agree_on_checkpoint(plan.resume)
@@ -156,7 +157,6 @@ def set_up(argv, ranks, stack):
         stack.enter_context(folder.start_folder(cfg, plan.settings, plan.dataset))
     writer = stack.enter_context(checkpoint.Writer(cfg.out_dir, ranks))
 
-    machine.choose_numerics(cfg, plan.device, plan.dtype)
     torch.manual_seed(cfg.seed)
     model = plan.layout.make_model(GPT, plan.model_cfg, plan.device)
     optimizer, progress = make_optimizer(model, cfg), checkpoint.Progress()

@@ -91,9 +91,11 @@ class Dataset:
         """
         count, size = min(count, shard["tokens"] - start, READ_AT_ONCE), self._dtype.itemsize
         try:
-            with open(os.path.join(self.path, shard["file"]), "rb") as f:
-                f.seek(start * size)
-                content = f.read(count * size)
+            file = os.open(os.path.join(self.path, shard["file"]), os.O_RDONLY)
+            try:
+                content = os.pread(file, count * size, start * size)
+            finally:
+                os.close(file)
         except OSError as error:
             raise self._damaged(shard, error) from error
         if len(content) < count * size:

@@ -141,8 +141,8 @@ def report(entries, size):
         "windows for softmax. The loss of the texts is the mean over all their targets after the whole run. Its "
         "difference to softmax's is taken text by text."
     )
-    others = [entry for entry in entries.values() if entry.name != "softmax"]
-    comparison = table("Against softmax at the short context, at equal time", leads, others)
+    staged = [entry for entry in entries.values() if entry.name != "softmax"]
+    comparison = table("Against softmax at the short context, at equal time", leads, staged)
     return [table("Equal time; loss by position ± standard error", columns, entries.values()), note, comparison], panels
 
 

@@ -54,8 +54,8 @@ def positions(model, dataset, length, documents, window=0, start=0, bounds=()):
     """Return the losses by position over held-out texts of `length` tokens, from their beginnings.
 
     window: read in windows of so many tokens, each half of the one before, so that a token sees between half a window
-    and a whole one; 0: read on with the state. `loss`, and the loss of each text, is over the positions from `start`
-    on. `spans` has the mean losses between two neighbours of `bounds`. Errors are standard errors over the texts.
+    and a whole one; 0: read on with the state. The loss of each text is over the positions from `start` on. `spans` has
+    the mean losses between two neighbours of `bounds`. Errors are standard errors over the texts.
     """
     texts = held_out(dataset, length, documents)
     losses = [read_text(model, *text, window) for text in texts]
@@ -67,7 +67,6 @@ def positions(model, dataset, length, documents, window=0, start=0, bounds=()):
     return dict(
         documents=len(texts),
         length=length,
-        loss=np.mean(means),
         texts=means,
         positions=curves[0][0],
         mean=mean.tolist(),

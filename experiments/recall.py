@@ -42,7 +42,7 @@ def prepare_tasks(size):
 
 
 def plan(size):
-    """Return the runs of both tasks; a variant's settings are those of evaluation_length.py."""
+    """Return the runs of both tasks, with the variants of evaluation_length.py."""
     runs = []
     for task in CHANCE:
         documents = 8 * size.documents if task == "needle" else size.documents

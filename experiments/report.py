@@ -164,7 +164,7 @@ def val_curve(entry):
 
 
 def ratio_curve(entry, base):
-    """Return (million tokens, training loss divided by that of the Entry base), of means over the seeds, smoothed."""
+    """Return (million tokens, smoothed ratios of the training loss to the Entry base's), for means over the seeds."""
     (x, losses), (base_x, base_losses) = (over_seeds([record["train"] for record in e.records]) for e in (entry, base))
     later = x > 0.02 * x[-1]
     ratios = losses.mean(0) / np.interp(x, base_x, base_losses.mean(0))

@@ -20,11 +20,13 @@ from statistics import median
 
 import torch
 
+from sympow.data import DataError
 from sympow.data.dataset import Dataset
 from sympow.data.files import read_json, write_atomically
 from sympow.experiments.report import Entry, plot, timed
 from sympow.runs.folder import environment, fingerprint
 from sympow.runs.program import Parser
+from sympow.runs.settings import refuse
 
 
 @dataclass(frozen=True)
@@ -146,19 +148,19 @@ def main(name, plan, report, seeds=(1337,), prepare=None):
     parser.add_argument("--dataset", help="a prepared dataset (default: source; of size tiny pystdlib)")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop training after them; 0: draw what is there")
     parser.add_argument("--seeds", type=int, nargs="+", default=seeds, help="train each run with each of these seeds")
-    parser.add_argument("--to", help="folder of NAME.json, .md, .png (default: docs/data; out/experiments/tiny)")
     args = parser.parse_args()
-    size = SIZES[args.size]
-    size = replace(size, dataset=args.dataset or size.dataset, folder=args.to or size.folder)
+    size = replace(SIZES[args.size], dataset=args.dataset or SIZES[args.size].dataset)
     runs = [replace(run, settings=run.settings | {"seed": seed}) for run in plan(size) for seed in args.seeds]
     path = os.path.join(size.folder, name)
     records = read_json(f"{path}.json")["runs"] if os.path.exists(f"{path}.json") else {}
     missing = [run for run in runs if not run.find(records)]
     if missing and args.minutes:
-        if prepare:
-            prepare(size)
         try:
+            if prepare:
+                prepare(size)
             train(missing, records, args.minutes)
+        except DataError as error:
+            refuse(error)
         finally:
             write_atomically(f"{path}.json", json.dumps({"runs": records}).encode())
     entries, missing = {}, []

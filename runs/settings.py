@@ -195,8 +195,8 @@ def from_launcher(name, default=0):
 def accumulation_steps(cfg, settings, world):
     """Return the micro-steps on each of `world` ranks that make a step of tokens_per_step tokens.
 
-    If gradient_accumulation_steps is set, cfg.tokens_per_step is set to match it. settings: those that
-    were given by name. Raises ValueError for settings that do not fit each other.
+    If gradient_accumulation_steps is set, cfg.tokens_per_step is set to match it. settings: those that were given by
+    name. Raises ValueError for settings that do not fit each other.
     """
     micro_step = cfg.batch_size * cfg.block_size  # tokens on one rank
     if cfg.gradient_accumulation_steps:
@@ -218,10 +218,10 @@ def accumulation_steps(cfg, settings, world):
     return cfg.tokens_per_step // (world * micro_step)
 
 
-def nearest_multiples(n, unit, divisor=1):
-    """Return the multiples of `unit` beside n, divided by `divisor`, as words for a refusal: "96 or 128"; none is 0."""
+def nearest_multiples(n, unit):
+    """Return the multiples of `unit` beside n, as words for a refusal: "96 or 128"; none is 0."""
     below = n // unit * unit
-    return " or ".join(str(x // divisor) for x in (below, below + unit) if x)
+    return " or ".join(str(x) for x in (below, below + unit) if x)
 
 
 def divide_sequences(sequences, limit):

@@ -28,7 +28,7 @@ from sympow.data.tokenizer import Tokenizer
 EOT = 256
 
 
-def write(folder, train=(5, 4), val=3, length=12, calls=None, fail_at=None, arguments=None):
+def write(folder, train=(5, 4), val=3, length=12, calls=None, fail_at=None):
     """Write a dataset of different tokens: train shards with these numbers of rows, one val shard. Returns the rows."""
     offsets = np.cumsum([0, *train, val]) * length
     stream = (np.arange(offsets[-1]) * 7 % 251).astype(np.uint16)
@@ -45,7 +45,7 @@ def write(folder, train=(5, 4), val=3, length=12, calls=None, fail_at=None, argu
         return Unit("val" if number == len(train) else "train", read)
 
     units = [unit(number) for number in range(len(counts))]
-    arguments = arguments or {"train": list(train), "val": val, "length": length}
+    arguments = {"train": list(train), "val": val, "length": length}
     write_dataset(folder, units, Tokenizer("bytes"), length, arguments, "a test", "python data/x/prepare.py")
     return stream[: offsets[len(train)]].reshape(-1, length), stream[offsets[len(train)] :].reshape(-1, length)
 
@@ -209,7 +209,7 @@ def test_a_shard_that_cannot_be_read_is_refused_by_name(tmp_path, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr("builtins.open", failing)
+        patch.setattr(os, "pread", failing)
         with pytest.raises(DataError, match=rf"train_00000.bin cannot be read \({os.strerror(errno.EIO)}\)"):
             windows.batch([0])
     windows.batch([0])  # a disk that comes back

@@ -8,7 +8,7 @@ from helpers import run
 
 ROOT = Path(__file__).resolve().parent.parent
 # the most lines that these files may have
-SHORT = {"model.py": 300, "train.py": 400, "sample.py": 250, "README.md": 130, "docs/kernels.md": 150}
+SHORT = {"model.py": 300, "train.py": 340, "sample.py": 250, "README.md": 130, "docs/kernels.md": 150}
 PROGRAMS = {"train", "sample", "evaluate", "compare", "doctor", "export"}
 MODEL = {"model", "layers", "attention", "kernels"}
 # the rooms that a room (or top-level file) may import; data/*/prepare.py are programs of data/
@@ -23,7 +23,7 @@ ALLOWED = {
     "runs": {*MODEL, "data", "training", "generation"},
     "config": set(),
     "sympow": MODEL,
-    **dict.fromkeys(PROGRAMS, {*MODEL, "generation", "runs", "training", "data"}),
+    **dict.fromkeys(PROGRAMS, {*MODEL, "generation", "runs", "training", "data", "compare", "export"}),
 }
 
 
@@ -142,7 +142,8 @@ def test_attention_reaches_the_kernels_by_one_door_and_both_are_relative_inside(
 def test_no_library_imports_a_script():
     scripts = {name for name in FILES if room_of(name) == "data" and name.endswith(".prepare")}
     scripts |= {f"sympow.{name}" for name in (*PROGRAMS, "kernels.tune")}
-    wrong = [f"{name} imports {target}" for name in FILES for target, *_ in targets(name) if target in scripts]
+    libraries = [name for name in FILES if name not in scripts]
+    wrong = [f"{name} imports {target}" for name in libraries for target, *_ in targets(name) if target in scripts]
     assert len(scripts) == 14 and not wrong
 
 

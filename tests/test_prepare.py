@@ -152,14 +152,6 @@ def test_a_folder_in_which_another_process_prepares_is_refused(tmp_path):
     assert not (tmp_path / "unfinished").exists()
 
 
-def test_an_interrupted_preparation_with_other_options_leaves_a_complete_dataset(tmp_path):
-    write(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        write(tmp_path, train=(7,), fail_at=1)
-    assert is_complete(tmp_path, {"train": [5, 4], "val": 3, "length": 12})
-    verify(Dataset(tmp_path))
-
-
 def test_shards_of_an_interrupted_preparation_do_not_replace_finished_ones(tmp_path):
     """The first shard of all has the same name and size."""
 
@@ -173,6 +165,7 @@ def test_shards_of_an_interrupted_preparation_do_not_replace_finished_ones(tmp_p
     prepare(1, lambda: VAL)
     with pytest.raises(KeyboardInterrupt):
         prepare(2, failing)
+    verify(Dataset(tmp_path))
     prepare(1, lambda: np.full((3, 4), 9))
     assert Dataset(tmp_path).read("train", 0, 8).tolist() == 8 * [1]
     verify(Dataset(tmp_path))

@@ -20,8 +20,13 @@ from sympow.data.huggingface import HuggingFaceEncoding
 from sympow.data.mixture import open_dataset
 from sympow.data.split import whole_stream
 from sympow.data.tokenizer import (
-    Tokenizer, gpt2_tokenizer, load_tokenizer, named_tokenizer, split_long_text, train_tokenizer,
-)  # fmt: skip
+    Tokenizer,
+    gpt2_tokenizer,
+    load_tokenizer,
+    named_tokenizer,
+    split_long_text,
+    train_tokenizer,
+)
 
 
 TEXTS = [
