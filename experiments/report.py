@@ -6,7 +6,7 @@ plot([Panel("million tokens", "loss", {"softmax": (x, y)})], "loss.png")
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import fmean, median, stdev
@@ -45,8 +45,7 @@ class Panel:
     """One panel of a figure.
 
     lines: {name: (x, y)} or {name: (x, y, standard errors)}. context: x of a dashed line, the training context. level:
-    y of a horizontal line. diamonds: {name: x or None} of a mark on a line. cut: leave out losses above twice the
-    median of the lines' ends, such as the first ones.
+    y of a horizontal line. cut: leave out losses above twice the median of the lines' ends, such as the first ones.
     """
 
     xlabel: str
@@ -56,7 +55,6 @@ class Panel:
     log_x: bool = False
     context: int | None = None
     level: float | None = None
-    diamonds: dict = field(default_factory=dict)
     cut: bool = False
 
 
@@ -171,11 +169,10 @@ def ratio_curve(entry, base):
     return x[later] / 1e6, smooth(list(ratios[later]))
 
 
-def position_curve(entry, measure="positions", first=0):
-    """Return (positions, mean losses, standard errors) of the first seed, from the position `first` on."""
+def position_curve(entry, measure="positions"):
+    """Return (positions, mean losses, standard errors) of the first seed."""
     curve = entry.record["measures"][measure]
-    start = np.searchsorted(curve["positions"], first)
-    return tuple(np.array(curve[name][start:]) for name in ("positions", "mean", "errors"))
+    return tuple(np.array(curve[name]) for name in ("positions", "mean", "errors"))
 
 
 def timed(record, speeds):
@@ -217,9 +214,6 @@ def draw_panel(axis, panel, colours):
         axis.plot(x, y, color=colours[name], label=name, marker="o" if len(x) <= 25 else None, markersize=4)
         if errors:
             axis.fill_between(x, y - errors[0], y + errors[0], color=colours[name], alpha=0.15, linewidth=0)
-        if diamond := panel.diamonds.get(name):
-            look = dict(marker="D", markersize=7, markeredgecolor="white", zorder=3)
-            axis.plot(diamond, np.interp(diamond, x, y), color=colours[name], **look)
     if panel.level is not None:
         axis.axhline(panel.level, color="#777777", linewidth=1)
     if panel.context:

@@ -207,15 +207,6 @@ def test_points_that_are_results_of_runs_are_all_seen_and_beginnings_of_curves_a
     assert draw({"a": (range(1, 41), [9.0] + 39 * [1.0])}, log_x=True, cut=True).get_ylim()[1] == 2
 
 
-def test_a_diamond_stands_on_its_line_where_the_long_stage_begins():
-    staged = dict(stages=[[256, 9], [4096, 6000]], tokens_per_second={"256": 2000.0, "4096": 1.0})
-    starts = [equal_time.long_start(staged), equal_time.long_start(staged | dict(stages=[[256, 9]]))]
-    assert starts == [3.0, None]
-    lines = {"staged": ([2.0, 4.0], [1.0, 0.5]), "whole": ([1.0], [2.0])}
-    axis = draw(lines, diamonds=dict(zip(lines, starts)))
-    assert [line.get_xydata().tolist() for line in axis.lines if line.get_marker() == "D"] == [[[3.0, 0.75]]]
-
-
 @pytest.mark.parametrize(
     "losses, text",
     [
