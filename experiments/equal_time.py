@@ -123,7 +123,11 @@ def report(entries, size):
     ]
     staged = [entry for entry in entries.values() if entry.name != "softmax"]
     comparison = table("Against softmax at the short context, at equal time", leads, staged)
-    return [table("Equal time; loss by position ± standard error", columns, entries.values()), *notes, comparison], panels
+    return [
+        table("Equal time; loss by position ± standard error", columns, entries.values()),
+        *notes,
+        comparison,
+    ], panels
 
 
 if __name__ == "__main__":

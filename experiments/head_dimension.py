@@ -1,4 +1,4 @@
-"""Head dimension against power at equal parameters: which is the best use of a megabyte of state?"""
+"""Head dimension against power at equal width and depth: which is the best use of a megabyte of state?"""
 
 from functools import partial
 
@@ -37,10 +37,8 @@ def report(entries, size):
         """Return the function of a column: the cell of the entry's new model."""
         return lambda entry: cell(entries[name]) if (name := entry.name + MEASURED) in entries else None
 
-    parameters = of_model(lambda entry: entry.record["measures"]["state"].get("parameters"))
     state = of_model(lambda entry: entry.record["measures"]["state"]["state"])
     columns = [
-        ("parameters", lambda entry: entry.record.get("parameters") or parameters(entry)),
         *LOSS_COLUMNS,
         ("to the first row", partial(ratio_cell, base=trained[0] if trained else None)),
         ("state, bytes", state),
