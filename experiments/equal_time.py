@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 
 from sympow.compare import format_count
-from sympow.data.files import read_json
 from sympow.experiments.costs import ATTENTIONS
 from sympow.experiments.report import (
     Panel,
@@ -24,7 +23,7 @@ from sympow.experiments.report import (
     texts_cell,
     tokens_cell,
 )
-from sympow.experiments.runs import main, variant
+from sympow.experiments.runs import main, read_records, variant
 
 SHORT, LONG, SHARE = 4096, 65536, 0.7  # the long stage begins after this share of the time
 BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged
@@ -61,8 +60,8 @@ def time_curve(record):
 
 def other_speeds(folder):
     """Return {shape: {attention: {context: tokens a second}}} from costs.json, {} if it is missing."""
-    path, shapes = os.path.join(folder, "costs.json"), {}
-    for record in read_json(path)["runs"].values() if os.path.exists(path) else ():
+    shapes = {}
+    for record in read_records(os.path.join(folder, "costs.json")).values():
         shape = record["name"].partition(" ")[0]
         shapes.setdefault(shape, {})[record["settings"]["attention"]] = record["measures"]["speed"]
     return shapes
@@ -97,7 +96,7 @@ def report(entries, size):
         ("tokens", tokens_cell),
         ("of them in the long stage", long_tokens_cell),
         ("seconds of training", lambda entry: f"{entry.record['seconds']:.1f}"),
-        ("loss of the texts", partial(texts_cell, measure="positions")),
+        ("loss of the texts", texts_cell),
         ("to softmax's", partial(difference_cell, base=entries.get("softmax"), measure="positions")),
         *span_columns("positions", [size.length(n) for n in BOUNDS]),
     ]

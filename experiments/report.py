@@ -7,7 +7,7 @@ plot([Panel("million tokens", "loss", {"softmax": (x, y)})], "loss.png")
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from statistics import fmean, median, stdev
 
 import matplotlib
@@ -74,13 +74,13 @@ def ratio_cell(entry, base, measure=val_loss):
     return f"{entry.mean(measure) / base.mean(measure):.4f}" if base else None
 
 
-def texts_cell(entry, measure):
+def texts_cell(entry):
     """Return the mean loss over texts ± its standard error, of the first seed."""
-    return mean_cell(np.array(entry.record["measures"][measure]["texts"]))
+    return mean_cell(np.array(entry.record["measures"]["positions"]["texts"]))
 
 
 def difference_cell(entry, base, measure):
-    """Return texts_cell of the difference to the Entry base, taken text by text; None without another base."""
+    """Return the mean difference to the Entry base, taken text by text, ± its standard error; None without a base."""
     if base in (None, entry):
         return None
     losses, base_losses = (np.array(e.record["measures"][measure]["texts"]) for e in (entry, base))
@@ -188,7 +188,7 @@ def timed(record, speeds):
 def plot(panels, png):
     """Draw panels in rows of two with one legend; a name has the same colour in all of them."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    colours = dict(zip(names, cycle(COLOURS)))
     columns, rows = min(2, len(panels)), -(-len(panels) // 2)
     handles = {}
     with matplotlib.rc_context(STYLE):
@@ -206,7 +206,7 @@ def draw_panel(axis, panel, colours):
         axis.plot(x, y, color=colours[name], label=name, marker="o" if len(x) <= 25 else None, markersize=4)
         if errors:
             axis.fill_between(x, y - errors[0], y + errors[0], color=colours[name], alpha=0.15, linewidth=0)
-    if panel.level is not None:
+    if panel.level:
         axis.axhline(panel.level, color="#777777", linewidth=1)
     if panel.context:
         axis.axvline(panel.context, color="#777777", linestyle="--", linewidth=1)

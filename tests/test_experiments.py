@@ -260,12 +260,12 @@ def test_long_texts_are_of_one_project_and_spans_are_means_of_positions(source, 
 def write_metrics(folder):
     """Write the metrics.jsonl of a run in two stages. The first step of each compiles."""
     lines = [
-        dict(train_loss=5.0, tokens=10, tok_per_sec=0.3, context=8),
-        dict(train_loss=4.0, tokens=100, tok_per_sec=10, context=8),
-        dict(val_loss=4.5, tokens=100),
-        dict(train_loss=4.0, tokens=110, tok_per_sec=0.1, context=16),
-        dict(train_loss=3.0, tokens=200, tok_per_sec=5, context=16),
-        dict(val_loss=1.0, tokens=200, gate=[0.9]),
+        dict(step=1, train_loss=5.0, tokens=10, tok_per_sec=0.3, context=8),
+        dict(step=2, train_loss=4.0, tokens=100, tok_per_sec=10, context=8),
+        dict(step=2, val_loss=4.5, tokens=100),
+        dict(step=3, train_loss=4.0, tokens=110, tok_per_sec=0.1, context=16),
+        dict(step=4, train_loss=3.0, tokens=200, tok_per_sec=5, context=16),
+        dict(step=4, val_loss=1.0, tokens=200, gate=[0.9]),
     ]
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "metrics.jsonl"), "w") as file:
