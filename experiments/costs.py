@@ -41,12 +41,16 @@ def speed_cell(entry, context):
     return round(entry.record["measures"]["speed"][str(context)])
 
 
+def speed_columns(size):
+    """Return the columns of speed_cell for both contexts."""
+    contexts = [size.length(n) for n in CONTEXTS]
+    return [(f"tokens/s at {context:,}", partial(speed_cell, context=context)) for context in contexts]
+
+
 def report(entries, size):
     """Return the table."""
-    contexts = [size.length(n) for n in CONTEXTS]
-    columns = [(f"tokens/s at {context:,}", partial(speed_cell, context=context)) for context in contexts]
     title = "Training; the step of the whole model is computed from two depths"
-    return [table(title, columns, entries.values())], []
+    return [table(title, speed_columns(size), entries.values())], []
 
 
 if __name__ == "__main__":

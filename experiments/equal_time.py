@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 
 from sympow.compare import format_count
-from sympow.data.files import read_json
 from sympow.experiments.costs import ATTENTIONS
 from sympow.experiments.report import (
     Panel,
@@ -24,7 +23,7 @@ from sympow.experiments.report import (
     texts_cell,
     tokens_cell,
 )
-from sympow.experiments.runs import main, variant
+from sympow.experiments.runs import main, read_records, variant
 
 SHORT, LONG, SHARE = 4096, 65536, 0.7  # the long stage begins after this share of the time
 BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged
@@ -59,28 +58,13 @@ def time_curve(record):
     return tuple(zip(*((seconds, loss) for tokens, loss, seconds in record["val"] if tokens)))
 
 
-def long_start(record):
-    """Return the seconds at which the second stage begins, or None."""
-    (context, _), *later = record["stages"]
-    return later[0][1] / record["tokens_per_second"][str(context)] if later else None
-
-
 def other_speeds(folder):
     """Return {shape: {attention: {context: tokens a second}}} from costs.json, {} if it is missing."""
-    path, shapes = os.path.join(folder, "costs.json"), {}
-    for record in read_json(path)["runs"].values() if os.path.exists(path) else ():
+    shapes = {}
+    for record in read_records(os.path.join(folder, "costs.json")).values():
         shape = record["name"].partition(" ")[0]
         shapes.setdefault(shape, {})[record["settings"]["attention"]] = record["measures"]["speed"]
     return shapes
-
-
-def loss_after(record, seconds):
-    """Return the validation loss after so many seconds of training as a text, or None between two stages."""
-    last = max((tokens for tokens, _, time in record["val"] if time <= seconds), default=0)
-    following = min((tokens for tokens, _, time in record["val"] if time >= seconds), default=last)
-    if any(last <= start < following for _, start in record["stages"][1:]):
-        return None
-    return f"{np.interp(seconds, *time_curve(record)):.4f}"
 
 
 # ---- the report
@@ -97,10 +81,8 @@ def leads_cell(entry, curves):
     if not {entry.name, "softmax"} <= curves.keys():
         return None
     (x, y), (base_x, base_y) = curves[entry.name], curves["softmax"]
-    start, end = max(x[0], base_x[0]), min(x[-1], base_x[-1])
-    if end <= start:
-        return "no times in common"
-    times = np.linspace(start, end, 500)
+    end = min(x[-1], base_x[-1])
+    times = np.linspace(max(x[0], base_x[0]), end, 500)
     ahead = np.interp(times, x, y) < np.interp(times, base_x, base_y)
     turns = np.flatnonzero(np.diff(ahead, prepend=False, append=False))  # every second one is a first time behind
     spans = [f"{times[i]:.0f} to {times[j - 1]:.0f}" for i, j in turns.reshape(-1, 2)]
@@ -110,40 +92,41 @@ def leads_cell(entry, curves):
 def report(entries, size):
     """Return the tables at equal time, and the losses over seconds and by position; those also at other speeds."""
     records = {name: entry.record for name, entry in entries.items()}
-    common = min(record["seconds"] for record in records.values())
     columns = [
         ("tokens", tokens_cell),
         ("of them in the long stage", long_tokens_cell),
         ("seconds of training", lambda entry: f"{entry.record['seconds']:.1f}"),
-        (f"val loss at {common:.0f} s", lambda entry: loss_after(entry.record, common)),
-        ("loss of the texts", partial(texts_cell, measure="positions")),
+        ("loss of the texts", texts_cell),
         ("to softmax's", partial(difference_cell, base=entries.get("softmax"), measure="positions")),
         *span_columns("positions", [size.length(n) for n in BOUNDS]),
     ]
     groups = {"this model": records}
     for shape, speeds in other_speeds(size.folder).items():
-        groups[shape] = {}
-        for name, record in records.items():
-            if record["settings"]["attention"] in speeds:
-                groups[shape][name] = timed(record, speeds[record["settings"]["attention"]])
+        groups[shape] = {
+            name: timed(record, speeds[attention])
+            for name, record in records.items()
+            if (attention := record["settings"]["attention"]) in speeds
+        }
     panels, leads = [], []
     for shape, group in groups.items():
         curves = {name: time_curve(record) for name, record in group.items()}
-        starts = {name: long_start(record) for name, record in group.items()}
-        title = f"at the speed of {shape}; the long stage begins at a diamond"
-        panels.append(Panel("seconds of training", "validation loss, nats", curves, title, diamonds=starts, cut=True))
+        title = f"at the speed of {shape}"
+        panels.append(Panel("seconds of training", "validation loss, nats", curves, title, cut=True))
         leads.append((f"costs of {shape}", partial(leads_cell, curves=curves)))
-    positions = {name: position_curve(entry, first=64) for name, entry in entries.items()}
+    positions = {name: position_curve(entry) for name, entry in entries.items()}
     title, context = "dashed: the short context", size.length(SHORT)
     panels.insert(1, Panel("position", "loss, nats", positions, title, log_x=True, context=context, cut=True))
-    note = (
-        "The validation loss, and so the curves, are of long texts in stages, before the long stage too, and of short "
-        "windows for softmax. The loss of the texts is the mean over all their targets after the whole run. Its "
-        "difference to softmax's is taken text by text."
-    )
+    notes = [
+        "The curves are of long texts for runs in stages, and of short windows for softmax.",
+        "The texts are read after the whole run. The difference to softmax's loss is taken text by text.",
+    ]
     staged = [entry for entry in entries.values() if entry.name != "softmax"]
     comparison = table("Against softmax at the short context, at equal time", leads, staged)
-    return [table("Equal time; loss by position ± standard error", columns, entries.values()), note, comparison], panels
+    return [
+        table("Equal time; loss by position ± standard error", columns, entries.values()),
+        *notes,
+        comparison,
+    ], panels
 
 
 if __name__ == "__main__":

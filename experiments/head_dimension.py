@@ -1,8 +1,6 @@
-"""Head dimension against power at equal parameters: which is the best use of a megabyte of state?"""
+"""Head dimension against power at equal width and depth: which is the best use of a megabyte of state?"""
 
-from functools import partial
-
-from sympow.experiments.costs import CONTEXTS, speed_cell
+from sympow.experiments.costs import CONTEXTS, speed_columns
 from sympow.experiments.report import LOSS_COLUMNS, Panel, ratio_cell, table, val_loss
 from sympow.experiments.runs import main
 
@@ -29,25 +27,24 @@ def plan(size):
     return runs
 
 
+def state_cell(entry):
+    """Return the bytes of a text's state."""
+    return entry.record["measures"]["state"]["state"]
+
+
 def report(entries, size):
-    """Return the table, and the loss against the megabytes of state."""
-    trained = [entry for entry in entries.values() if not entry.name.endswith(MEASURED)]
-
-    def of_model(cell):
-        """Return the function of a column: the cell of the entry's new model."""
-        return lambda entry: cell(entries[name]) if (name := entry.name + MEASURED) in entries else None
-
-    parameters = of_model(lambda entry: entry.record["measures"]["state"].get("parameters"))
-    state = of_model(lambda entry: entry.record["measures"]["state"]["state"])
-    columns = [
-        ("parameters", lambda entry: entry.record.get("parameters") or parameters(entry)),
-        *LOSS_COLUMNS,
-        ("to the first row", partial(ratio_cell, base=trained[0] if trained else None)),
-        ("state, bytes", state),
-        *((f"tokens/s at {size.length(n):,}", of_model(partial(speed_cell, context=size.length(n)))) for n in CONTEXTS),
+    """Return a table of the losses and one of the new models, and the loss against the megabytes of state."""
+    models = {name: entry for name, entry in entries.items() if name.endswith(MEASURED)}
+    trained = [entry for entry in entries.values() if entry.name not in models]
+    points = {}
+    for entry in trained:
+        if model := models.get(entry.name + MEASURED):
+            points[entry.name] = [state_cell(model) / 1e6], [entry.mean(val_loss)]
+    loss_columns = [*LOSS_COLUMNS, ("to the first row", lambda entry: ratio_cell(entry, trained[0]))]
+    blocks = [
+        table("sympow_gating, equal width and depth", loss_columns, trained),
+        table("States in bfloat16", [("state, bytes", state_cell), *speed_columns(size)], models.values()),
     ]
-    points = {e.name: ([state(e) / 1e6], [e.mean(val_loss)]) for e in trained if state(e)}
-    blocks = [table("sympow_gating, equal width and depth; states in bfloat16", columns, trained)]
     return blocks, [Panel("state, MB", "validation loss, nats", points, log_x=True)]
 
 

@@ -17,22 +17,17 @@ def plan(size):
 
 
 def report(entries, size):
-    """Return the losses at all rates, and the best rate of each variant that has had them all."""
-    lines, best = {}, []
+    """Return the table of all rates, and the loss over the rate."""
+    lines = {}
     for name in VARIANTS:
         losses = {rate: entries[key].mean(val_loss) for rate in RATES if (key := f"{name}, lr {rate:g}") in entries}
         if losses:
             lines[name] = list(losses), list(losses.values())
-        if len(losses) == len(RATES):
-            best.append(f"{name}: {min(losses, key=losses.get):g}")
     columns = [
         ("learning rate", lambda entry: f"{entry.record['settings']['learning_rate']:g}"),
         *LOSS_COLUMNS,
     ]
-    blocks = [
-        table("Constant learning rates", columns, entries.values()),
-        "Best of these rates: " + (", ".join(best) or "not known yet"),
-    ]
+    blocks = [table("Constant learning rates", columns, entries.values())]
     return blocks, [Panel("learning rate", "validation loss, nats", lines)]
 
 

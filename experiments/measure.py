@@ -1,6 +1,6 @@
-"""Write the record of one run: its losses, measurements of its model, and the machine. runs.py calls this program.
+"""Measure the model of one run, and write the measurements to FOLDER.json. runs.py starts this program.
 
-python -m experiments.measure RUN out/experiments/softmax-0123456789.recall.json        # RUN: a Run as JSON
+python -m experiments.measure RUN        # RUN: a Run as JSON
 """
 
 import json
@@ -32,7 +32,7 @@ AUTOCAST = torch.autocast("cuda", torch.bfloat16, enabled=DEVICE == "cuda")
 
 
 def main(run):
-    """Measure a run and write what was measured to FOLDER.json."""
+    """Measure a run and write the measurements to FOLDER.json."""
     if run.settings["attention"] == "gated_deltanet":
         gated_deltanet.register()
     if "max_iters" in run.settings:
@@ -65,12 +65,11 @@ def positions(model, dataset, length, documents, window=0, start=0, bounds=()):
     means = [row[start:].mean() for row in losses]
     return dict(
         documents=len(texts),
-        length=length,
         texts=means,
         positions=curves[0][0],
         mean=mean.tolist(),
         errors=errors.tolist(),
-        spans=dict(bounds=bounds, mean=span_means.tolist(), errors=span_errors.tolist()),
+        spans=dict(mean=span_means.tolist(), errors=span_errors.tolist()),
     )
 
 
@@ -170,10 +169,10 @@ def step_seconds(config, context, tokens):
 
 
 def state_bytes(model, dataset, tokens):
-    """Return {state, parameters}: the bytes of one text's states in bfloat16, and how many parameters the model has."""
+    """Return {state: the bytes of one text's states in bfloat16}."""
     layers = zip(model.transformer.h, model.empty_state(1).layers)
     sizes = [block.attn.mix.generation_bytes(state, tokens, 2, torch.bfloat16, "always") for block, state in layers]
-    return dict(state=sum(state for _, state in sizes), parameters=model.parameter_count())
+    return dict(state=sum(state for _, state in sizes))
 
 
 MEASURES = {

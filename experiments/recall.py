@@ -35,9 +35,16 @@ def prepare_tasks(size):
     """Prepare the datasets of both tasks."""
     for task in CHANCE:
         task_size = resized(size, task)
-        tokens = STEPS // size.fewer * task_size.tokens_per_step
-        options = dict(task=task, context=task_size.length(CONTEXT), times=TIMES, train_tokens=tokens)
-        options |= dict(short=SHORT, long=LONG, haystack=size.dataset, out=task_size.dataset)
+        options = dict(
+            task=task,
+            context=task_size.length(CONTEXT),
+            times=TIMES,
+            train_tokens=STEPS // size.fewer * task_size.tokens_per_step,
+            short=SHORT,
+            long=LONG,
+            haystack=size.dataset,
+            out=task_size.dataset,
+        )
         prepare.main([f"--{key}={value}" for key, value in options.items()])
 
 
@@ -52,10 +59,16 @@ def plan(size):
     return runs
 
 
+def recall_results(entry):
+    """Return the lists of distances, accuracies and numbers of questions."""
+    results = entry.record["measures"]["recall"]
+    return results["distance"], results["accuracy"], results["questions"]
+
+
 def accuracy_cell(entry, first, last):
     """Return the share of questions answered at distances above `first`, up to `last`."""
-    measured, right, count = entry.record["measures"]["recall"], 0, 0
-    for distance, accuracy, questions in zip(measured["distance"], measured["accuracy"], measured["questions"]):
+    right, count = 0, 0
+    for distance, accuracy, questions in zip(*recall_results(entry)):
         if first < distance <= last:
             right += accuracy * questions
             count += questions
@@ -72,10 +85,7 @@ def report(entries, size):
             columns.append((f"{first:,} to {last:,}", partial(accuracy_cell, first=first, last=last)))
         rows = [entry for entry in entries.values() if entry.name.endswith(f", {task}")]
         blocks.append(table(f"{task}: accuracy by distance in bytes; a guess has {chance:.2%}", columns, rows))
-        lines = {}
-        for entry in rows:
-            measured = entry.record["measures"]["recall"]
-            lines[entry.name.removesuffix(f", {task}")] = measured["distance"], measured["accuracy"]
+        lines = {entry.name.removesuffix(f", {task}"): recall_results(entry)[:2] for entry in rows}
         title = f"{task}; dashed: the training context; grey: a guess"
         panel = Panel("distance, bytes", "accuracy", lines, title, log_x=True, context=context, level=chance)
         panels.append(panel)

@@ -5,10 +5,9 @@ table("Loss", [("val loss", loss_cell)], entries)       # Markdown
 plot([Panel("million tokens", "loss", {"softmax": (x, y)})], "loss.png")
 """
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from statistics import fmean, median, stdev
 
 import matplotlib
@@ -35,18 +34,13 @@ class Entry:
         """Return the mean of measure(record) over the seeds."""
         return fmean(map(measure, self.records))
 
-    def deviation(self, measure):
-        """Return the standard deviation of measure(record) over the seeds, or None with one seed."""
-        return stdev(map(measure, self.records)) if len(self.records) > 1 else None
-
 
 @dataclass
 class Panel:
     """One panel of a figure.
 
     lines: {name: (x, y)} or {name: (x, y, standard errors)}. context: x of a dashed line, the training context. level:
-    y of a horizontal line. diamonds: {name: x or None} of a mark on a line. cut: leave out losses above twice the
-    median of the lines' ends, such as the first ones.
+    y of a horizontal line. cut: leave out losses above twice the median of the lines' ends, such as the first ones.
     """
 
     xlabel: str
@@ -56,7 +50,6 @@ class Panel:
     log_x: bool = False
     context: int | None = None
     level: float | None = None
-    diamonds: dict = field(default_factory=dict)
     cut: bool = False
 
 
@@ -69,32 +62,25 @@ def val_loss(record):
 
 
 def loss_cell(entry, measure=val_loss):
-    """Return the mean of measure(record) over seeds, with the standard deviation if there are several."""
-    deviation = entry.deviation(measure)
-    seeds = "" if deviation is None else f" ± {deviation:.4f} ({len(entry.records)} seeds)"
-    return f"{entry.mean(measure):.4f}{seeds}"
+    """Return the mean of measure(record) over the seeds, with its standard deviation if there are several."""
+    mean = f"{entry.mean(measure):.4f}"
+    if len(entry.records) == 1:
+        return mean
+    return f"{mean} ± {stdev(map(measure, entry.records)):.4f} ({len(entry.records)} seeds)"
 
 
 def ratio_cell(entry, base, measure=val_loss):
-    """Return the loss divided by the loss of the Entry base, or None without a base.
-
-    The text is "none" if they differ by less than two standard deviations, pooled over the entries that have seeds.
-    """
-    if base is None:
-        return None
-    loss, base_loss = entry.mean(measure), base.mean(measure)
-    deviations = [x for x in (entry.deviation(measure), base.deviation(measure)) if x is not None]
-    noise = 2 * math.sqrt(fmean(x * x for x in deviations)) if deviations else 0
-    return "none" if 0 < abs(loss - base_loss) < noise else f"{loss / base_loss:.4f}"
+    """Return the loss divided by the loss of the Entry base, or None without a base."""
+    return f"{entry.mean(measure) / base.mean(measure):.4f}" if base else None
 
 
-def texts_cell(entry, measure):
+def texts_cell(entry):
     """Return the mean loss over texts ± its standard error, of the first seed."""
-    return mean_cell(np.array(entry.record["measures"][measure]["texts"]))
+    return mean_cell(np.array(entry.record["measures"]["positions"]["texts"]))
 
 
 def difference_cell(entry, base, measure):
-    """Return texts_cell of the difference to the Entry base, taken text by text; None without another base."""
+    """Return the mean difference to the Entry base, taken text by text, ± its standard error; None without a base."""
     if base in (None, entry):
         return None
     losses, base_losses = (np.array(e.record["measures"][measure]["texts"]) for e in (entry, base))
@@ -151,31 +137,34 @@ def table(title, columns, entries):
 # ---- curves: lines of a Panel
 
 
-def over_seeds(curves):
-    """Return (tokens [N] of the first curve, losses [curves, N] there) for curves [[tokens, loss], ...], one a seed."""
-    curves = [np.array(curve).T for curve in curves]
-    return curves[0][0], np.array([np.interp(curves[0][0], *curve) for curve in curves])
+def seed_losses(entry, split):
+    """Return (million tokens [N], losses [seeds, N]) of "train" or "val", without the loss of the fresh model.
+
+    The seeds of an experiment are logged at the same steps.
+    """
+    curves = np.array([[point[:2] for point in record[split] if point[0]] for record in entry.records])
+    return curves[0, :, 0] / 1e6, curves[:, :, 1]
 
 
 def val_curve(entry):
     """Return (million tokens, validation losses, standard deviations over the seeds: 0 with one seed)."""
-    x, losses = over_seeds([[point[:2] for point in record["val"] if point[0]] for record in entry.records])
-    return x / 1e6, losses.mean(0), losses.std(0, ddof=len(losses) > 1)
+    tokens, losses = seed_losses(entry, "val")
+    return tokens, losses.mean(0), losses.std(0, ddof=len(losses) > 1)
 
 
 def ratio_curve(entry, base):
     """Return (million tokens, smoothed ratios of the training loss to the Entry base's), for means over the seeds."""
-    (x, losses), (base_x, base_losses) = (over_seeds([record["train"] for record in e.records]) for e in (entry, base))
-    later = x > 0.02 * x[-1]
-    ratios = losses.mean(0) / np.interp(x, base_x, base_losses.mean(0))
-    return x[later] / 1e6, smooth(list(ratios[later]))
+    tokens, losses = seed_losses(entry, "train")
+    _, base_losses = seed_losses(base, "train")
+    later = tokens > 0.02 * tokens[-1]
+    ratios = losses.mean(0) / base_losses.mean(0)
+    return tokens[later], smooth(ratios[later])
 
 
-def position_curve(entry, measure="positions", first=0):
-    """Return (positions, mean losses, standard errors) of the first seed, from the position `first` on."""
+def position_curve(entry, measure="positions"):
+    """Return (positions, mean losses, standard errors) of the first seed."""
     curve = entry.record["measures"][measure]
-    start = np.searchsorted(curve["positions"], first)
-    return tuple(np.array(curve[name][start:]) for name in ("positions", "mean", "errors"))
+    return tuple(np.array(curve[name]) for name in ("positions", "mean", "errors"))
 
 
 def timed(record, speeds):
@@ -199,14 +188,14 @@ def timed(record, speeds):
 def plot(panels, png):
     """Draw panels in rows of two with one legend; a name has the same colour in all of them."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-    columns, rows, handles = min(2, len(panels)), -(-len(panels) // 2), {}
+    colours = dict(zip(names, cycle(COLOURS)))
+    columns, rows = min(2, len(panels)), -(-len(panels) // 2)
+    handles = {}
     with matplotlib.rc_context(STYLE):
         figure = Figure((6.5 * columns, 4 * rows + 0.12 * len(names)), layout="constrained")
         for axis, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, panels):
             draw_panel(axis, panel, colours)
-            for line, label in zip(*axis.get_legend_handles_labels()):
-                handles.setdefault(label, line)
+            handles |= dict(zip(panel.lines, axis.lines))
         figure.legend(handles=handles.values(), loc="outside lower center", ncols=2 * columns)
         figure.savefig(png, dpi=130)
 
@@ -217,10 +206,7 @@ def draw_panel(axis, panel, colours):
         axis.plot(x, y, color=colours[name], label=name, marker="o" if len(x) <= 25 else None, markersize=4)
         if errors:
             axis.fill_between(x, y - errors[0], y + errors[0], color=colours[name], alpha=0.15, linewidth=0)
-        if diamond := panel.diamonds.get(name):
-            look = dict(marker="D", markersize=7, markeredgecolor="white", zorder=3)
-            axis.plot(diamond, np.interp(diamond, x, y), color=colours[name], **look)
-    if panel.level is not None:
+    if panel.level:
         axis.axhline(panel.level, color="#777777", linewidth=1)
     if panel.context:
         axis.axvline(panel.context, color="#777777", linestyle="--", linewidth=1)

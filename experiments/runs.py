@@ -20,6 +20,7 @@ from statistics import median
 
 import torch
 
+from sympow.compare import read_losses
 from sympow.data import DataError
 from sympow.data.dataset import Dataset
 from sympow.data.files import read_json, write_atomically
@@ -151,7 +152,7 @@ def main(name, plan, report, seeds=(1337,), prepare=None):
     size = replace(SIZES[args.size], dataset=args.dataset or SIZES[args.size].dataset)
     runs = [replace(run, settings=run.settings | {"seed": seed}) for run in plan(size) for seed in args.seeds]
     path = os.path.join(size.folder, name)
-    records = read_json(f"{path}.json")["runs"] if os.path.exists(f"{path}.json") else {}
+    records = read_records(f"{path}.json")
     missing = [run for run in runs if not run.find(records)]
     if missing and args.minutes:
         try:
@@ -175,6 +176,11 @@ def main(name, plan, report, seeds=(1337,), prepare=None):
         write_report(path, [title, *blocks], panels, missing)
     if missing:
         sys.exit(3)
+
+
+def read_records(path):
+    """Return the records {key: record} of a NAME.json, {} if it is missing."""
+    return read_json(path)["runs"] if os.path.exists(path) else {}
 
 
 def write_report(path, blocks, panels, missing):
@@ -235,7 +241,7 @@ def make_record(run):
     """Return the record of a run: its settings, corpus and machine, its losses and measurements."""
     dataset, machine = Dataset(run.dataset), environment()
     tokens = {"train": dataset.tokens("train")}
-    corpus = dict(name=dataset.name, sha256=fingerprint(dataset), files=dataset.meta.get("files"), tokens=tokens)
+    corpus = dict(name=dataset.name, sha256=fingerprint(dataset), tokens=tokens)
     machine = dict(device=(*machine["gpus"], "CPU")[0], commit=machine["commit"][:10], **machine["versions"])
     record = dict(name=run.name, settings=run.settings, corpus=corpus, machine=machine)
     if "max_iters" in run.settings:
@@ -252,9 +258,7 @@ def losses(folder):
     compilation, evaluations and checkpoints: tokens divided by the median speed at their context. gate and beta are the
     values of the layers at the end.
     """
-    with open(os.path.join(folder, "metrics.jsonl")) as file:
-        lines = [json.loads(line) for line in file]
-    train, val = ([line for line in lines if name in line] for name in ("train_loss", "val_loss"))
+    train, val = read_losses(folder)
     stages, speeds = {}, {}
     for line in train:
         stages.setdefault(line["context"], line["tokens"])

@@ -1,6 +1,4 @@
-"""How much is noise: gating and conformal with three seeds each. A difference below two standard deviations is none."""
-
-from functools import partial
+"""How much is noise: gating and conformal with three seeds each."""
 
 from sympow.experiments.report import LOSS_COLUMNS, Panel, ratio_cell, ratio_curve, table, val_curve
 from sympow.experiments.runs import main, variant
@@ -13,19 +11,18 @@ def plan(size):
 
 
 def report(entries, size):
-    """Return the table for each power, and conformal's loss relative to gating's over tokens."""
-    blocks, ratios = [], {}
-    for p in (2, 4):
-        gating, conformal = entries.get(f"sympow_gating p={p}"), entries.get(f"conformal_sympow p={p}")
-        columns = [*LOSS_COLUMNS, ("to gating", partial(ratio_cell, base=gating))]
-        rows = [entry for entry in (gating, conformal) if entry]
-        blocks.append(table(f"p = {p}", columns, rows))
-        if gating and conformal:
-            ratios[conformal.name] = ratio_curve(conformal, gating)
-    blocks.append(
-        "In the figure lines are means over the seeds, and bands their standard deviations; one seed has no band."
-    )
+    """Return the table, and conformal's loss relative to gating's over tokens."""
+
+    def gating(entry):
+        return entries.get(entry.name.replace("conformal_sympow", "sympow_gating"))
+
+    columns = [*LOSS_COLUMNS, ("to gating", lambda entry: ratio_cell(entry, gating(entry)))]
+    blocks = [
+        table("Gating and conformal", columns, entries.values()),
+        "In the figure lines are means over the seeds, and bands their standard deviations; one seed has no band.",
+    ]
     losses = {name: val_curve(entry) for name, entry in entries.items()}
+    ratios = {e.name: ratio_curve(e, gating(e)) for e in entries.values() if gating(e) not in (None, e)}
     panels = [
         Panel("million tokens", "validation loss, nats", losses, cut=True),
         Panel("million tokens", "conformal's training loss to gating's", ratios, level=1.0),

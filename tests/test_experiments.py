@@ -207,15 +207,6 @@ def test_points_that_are_results_of_runs_are_all_seen_and_beginnings_of_curves_a
     assert draw({"a": (range(1, 41), [9.0] + 39 * [1.0])}, log_x=True, cut=True).get_ylim()[1] == 2
 
 
-def test_a_diamond_stands_on_its_line_where_the_long_stage_begins():
-    staged = dict(stages=[[256, 9], [4096, 6000]], tokens_per_second={"256": 2000.0, "4096": 1.0})
-    starts = [equal_time.long_start(staged), equal_time.long_start(staged | dict(stages=[[256, 9]]))]
-    assert starts == [3.0, None]
-    lines = {"staged": ([2.0, 4.0], [1.0, 0.5]), "whole": ([1.0], [2.0])}
-    axis = draw(lines, diamonds=dict(zip(lines, starts)))
-    assert [line.get_xydata().tolist() for line in axis.lines if line.get_marker() == "D"] == [[[3.0, 0.75]]]
-
-
 @pytest.mark.parametrize(
     "losses, text",
     [
@@ -269,12 +260,12 @@ def test_long_texts_are_of_one_project_and_spans_are_means_of_positions(source, 
 def write_metrics(folder):
     """Write the metrics.jsonl of a run in two stages. The first step of each compiles."""
     lines = [
-        dict(train_loss=5.0, tokens=10, tok_per_sec=0.3, context=8),
-        dict(train_loss=4.0, tokens=100, tok_per_sec=10, context=8),
-        dict(val_loss=4.5, tokens=100),
-        dict(train_loss=4.0, tokens=110, tok_per_sec=0.1, context=16),
-        dict(train_loss=3.0, tokens=200, tok_per_sec=5, context=16),
-        dict(val_loss=1.0, tokens=200, gate=[0.9]),
+        dict(step=1, train_loss=5.0, tokens=10, tok_per_sec=0.3, context=8),
+        dict(step=2, train_loss=4.0, tokens=100, tok_per_sec=10, context=8),
+        dict(step=2, val_loss=4.5, tokens=100),
+        dict(step=3, train_loss=4.0, tokens=110, tok_per_sec=0.1, context=16),
+        dict(step=4, train_loss=3.0, tokens=200, tok_per_sec=5, context=16),
+        dict(step=4, val_loss=1.0, tokens=200, gate=[0.9]),
     ]
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "metrics.jsonl"), "w") as file:
