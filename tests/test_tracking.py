@@ -99,7 +99,7 @@ def test_a_server_that_falls_silent_does_not_keep_training_from_ending(tmp_path,
 
 
 def test_training_goes_on_when_wandbs_service_is_killed(tmp_path, wandb_server, monkeypatch, capfd):  # noqa: F811
-    hooks = set()  # of wandb, for the end of the process, where it would print a traceback
+    hooks = set()  # for the end of the process, where wandb would print a traceback
     monkeypatch.setattr(atexit, "register", hooks.add)
     monkeypatch.setattr(atexit, "unregister", hooks.discard)
     tracker = start(tmp_path / "a", wandb="online")
@@ -115,7 +115,8 @@ def test_training_goes_on_when_wandbs_service_is_killed(tmp_path, wandb_server, 
     output = capfd.readouterr()
     lines = (output.out + output.err).splitlines()
     assert len(lines) == 2 and lines[1].startswith("wandb stopped (ConnectionResetError")
-    assert lines[1].endswith("metrics.jsonl has all numbers") and not hooks
+    assert lines[1].endswith("metrics.jsonl has all numbers")
+    assert not [hook for hook in hooks if hook.__module__.startswith("wandb.")]
     assert logged_steps(tmp_path / "a") == [1, 2]
     assert (tmp_path / "a/samples.jsonl").read_text() == '{"step": 1, "text": "text"}\n'
 
