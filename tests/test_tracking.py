@@ -52,9 +52,8 @@ def test_offline_parts_of_a_run_become_one_run_by_wandb_sync(tmp_path, wandb_ser
     online = f"wandb: {wandb_server.url}/e/p/runs/{tracker.run_id}"
     assert capsys.readouterr().out.splitlines() == [offline, online, offline]
     assert logged_steps(tmp_path / "a") == [1, 2, 3, 4]
-    parts = (tmp_path / "a/wandb").glob("offline-run-*")
-    wandb_program = os.path.join(os.path.dirname(sys.executable), "wandb")
-    subprocess.run([wandb_program, "sync", *parts], check=True, capture_output=True, stdin=subprocess.DEVNULL)
+    program = [Path(sys.executable).with_name("wandb"), "sync", *(tmp_path / "a/wandb").glob("offline-run-*")]
+    subprocess.run(program, check=True, capture_output=True, stdin=subprocess.DEVNULL)
     ((run_id, run),) = wandb_server.runs.items()
     assert run_id == tracker.run_id and run["config"]["parameters"]["value"] == 1234
     rows = {row["iter"]: row for row in run["rows"] if "train/loss" in row}
@@ -194,16 +193,15 @@ def test_flush_brings_both_files_to_the_disk(tmp_path, monkeypatch):
 # ---- the baseline
 
 
-@pytest.mark.parametrize("text", ["", '{"step": 1, "val_loss": 2.0}\n', "\0\0"])
-def test_a_baseline_without_losses_is_refused(tmp_path, capsys, text):
-    (tmp_path / "metrics.jsonl").write_text(text)
+def test_a_baseline_without_losses_is_refused(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val_loss": 2.0}\n')
     with pytest.raises(SystemExit, match="2"):
         baseline_losses(str(tmp_path), 32)
     assert "baseline must be a run's folder" in capsys.readouterr().err
 
 
-def test_losses_of_a_baseline_that_are_no_numbers_are_left_out(tmp_path):
-    lines = [f'{{"step": {i}, "tokens": {i}, "val_loss": {loss}}}\n' for i, loss in enumerate(("NaN", "0.0", "2.0"))]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+def test_losses_are_compared_with_those_of_a_baseline(tmp_path):
+    text = '{"step": 1, "tokens": 1, "val_loss": NaN}\n{"step": 2, "tokens": 2, "val_loss": 2.0}\n'
+    (tmp_path / "metrics.jsonl").write_text(text)
     assert baseline_losses(str(tmp_path), 32) == [(2, 2.0)]
     assert relative_loss(3.0, 2, [(2, 2.0)]) == 0.5 and relative_loss(3.0, 6, [(2, 2.0)]) is None

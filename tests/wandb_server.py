@@ -24,6 +24,7 @@ def no_key(monkeypatch, tmp_path):
     yield
     with suppress(ConnectionError):  # a test has killed it
         wandb.teardown()
+    wandb.run = None  # one that did not finish would keep the next from logging in
     os.environ.pop("WANDB_SERVICE", None)
 
 
@@ -38,7 +39,7 @@ def wandb_server(no_key, monkeypatch):
 
 
 class WandbServer(ThreadingHTTPServer):
-    """Keeps runs: {id: {"rows": [...], "summary": {...}}}. While `status` is not 200 it answers that, 0: nothing."""
+    """Keeps runs: {id: {"rows": [...], "config": {...}}}. While `status` is not 200 it answers that, 0: nothing."""
 
     daemon_threads = True
 
@@ -67,12 +68,13 @@ class Handler(BaseHTTPRequestHandler):
             body = gzip.decompress(body)
         if not self.server.status:
             self.server.closed.wait(60)
-        stream = re.fullmatch(r"/files/[^/]+/[^/]+/([^/]+)/file_stream", self.path)
         value = {}
         if self.server.status == 200 and self.path == "/graphql":
             value = {"data": self.graphql(json.loads(body))}
-        elif self.server.status == 200 and stream:
-            self.stream(self.server.runs[stream[1]], json.loads(body).get("files") or {})
+        elif self.server.status == 200 and self.path.endswith("/file_stream"):
+            run = self.server.runs[self.path.split("/")[-2]]
+            if rows := (json.loads(body).get("files") or {}).get("wandb-history.jsonl"):
+                run["rows"][rows["offset"] :] = map(json.loads, rows["content"])
         out = json.dumps(value).encode()
         self.send_response(self.server.status)
         self.send_header("content-length", str(len(out)))
@@ -82,40 +84,32 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST
 
     def graphql(self, request):
-        """Answer what a run needs to start, to go on and to end."""
-        operation = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
+        """Answer what a run needs to start and to go on."""
+        operation = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])[1]
         variables = request.get("variables") or {}
-        project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
-        run = self.server.runs.get(variables.get("name"))
-        match operation and operation[1]:
-            case "RunResumeStatus":
-                return {"model": {**project, "bucket": run and self.bucket(variables["name"], run, project)}}
-            case "UpsertBucket":
-                run = self.server.runs.setdefault(variables["name"], {"rows": [], "summary": {}})
-                run |= {k: variables[k] for k in ("groupName", "displayName", "tags") if variables.get(k)}
-                run["config"] = {**run.get("config", {}), **json.loads(variables.get("config") or "{}")}
-                bucket = self.bucket(variables["name"], run, project)
-                return {"upsertBucket": {"bucket": {**bucket, "sweepName": None}, "inserted": not run["rows"]}}
-            case "CreateRunFiles":
-                files = [{"name": name, "uploadUrl": f"{self.server.url}/up/{name}"} for name in variables["files"]]
-                return {"createRunFiles": {"runID": "i", "uploadHeaders": [], "files": files}}
-            case "ServerFeaturesQuery":
-                return {"serverInfo": {"features": []}}
+        runs, name = self.server.runs, variables.get("name")
+        if operation == "RunResumeStatus":
+            bucket = describe_run(name, runs[name]) if name in runs else None
+            return {"model": PROJECT | {"bucket": bucket}}
+        if operation == "UpsertBucket":
+            run = runs.setdefault(name, {"rows": [], "config": {}})
+            run |= {key: variables[key] for key in ("groupName", "displayName", "tags") if variables.get(key)}
+            run["config"] |= json.loads(variables.get("config") or "{}")
+            return {"upsertBucket": {"bucket": describe_run(name, run), "inserted": not run["rows"]}}
+        if operation == "CreateRunFiles":
+            files = [{"name": name, "uploadUrl": f"{self.server.url}/up/{name}"} for name in variables["files"]]
+            return {"createRunFiles": {"runID": "i", "uploadHeaders": [], "files": files}}
         return {}
-
-    def bucket(self, name, run, project):
-        tail = json.dumps([json.dumps(row) for row in run["rows"][-1:]])
-        return dict(
-            id="i", name=name, displayName="d", description="", config="{}", eventsTail="[]", tags=[], project=project,
-            historyLineCount=len(run["rows"]), eventsLineCount=0, logLineCount=0, historyTail=tail,
-            summaryMetrics=json.dumps(run["summary"]), wandbConfig='{"t": 1}',
-        )  # fmt: skip
-
-    def stream(self, run, files):
-        if rows := files.get("wandb-history.jsonl"):
-            run["rows"][rows["offset"] :] = map(json.loads, rows["content"])
-        if summary := files.get("wandb-summary.json"):
-            run["summary"] = json.loads(summary["content"][0])
 
     def log_message(self, *args):
         """Print nothing."""
+
+
+PROJECT = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
+
+
+def describe_run(name, run):
+    """Return a run as wandb asks for it."""
+    texts = dict.fromkeys(("config", "summaryMetrics"), "{}") | dict.fromkeys(("eventsTail", "historyTail"), "[]")
+    texts |= {"id": "i", "name": name, "displayName": "d", "wandbConfig": '{"t": 1}'}
+    return texts | {"project": PROJECT, "historyLineCount": len(run["rows"]), "eventsLineCount": 0, "logLineCount": 0}
