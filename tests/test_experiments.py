@@ -284,7 +284,7 @@ def test_records_are_kept_and_a_run_that_failed_is_named(experiment, capsys):
     assert "| softmax | 200 |" in text and "\nNot run: sympow, seed 1337\n" in text and ".png" not in text
     failing.clear()
     assert main() == 0 and started[3:] == ["sympow"]
-    assert main() == 0 and main("--minutes=0", "--seeds", "1337") == 0 and len(started) == 4
+    assert main() == 0 and main("--minutes=0") == 0 and len(started) == 4
     assert main("--seeds", "1337", "1") == 0 and len(started) == 7  # the second seed of all three
     assert main("--minutes=0", name="y") == 3 and not os.path.exists("out/experiments/tiny/y.md")
 
@@ -301,7 +301,7 @@ def test_after_the_minutes_a_run_is_told_to_stop_and_no_other_begins(experiment,
     assert main("--minutes=0.02") == 3 and [process.returncode for process in processes] == [-signal.SIGTERM]
 
 
-@pytest.mark.parametrize("options", [["--size=huge"], ["--minutes=x"], ["--gpus=1"]])
+@pytest.mark.parametrize("options", [["--size=huge"], ["--gpus=1"]])
 def test_mistakes_are_one_line(experiment, options, capsys):
     main, started, _ = experiment
     assert main(*options) == 2 and not started and len(capsys.readouterr().err.splitlines()) == 1
