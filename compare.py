@@ -17,8 +17,7 @@ from statistics import fmean, median
 from sympow.data import DataError
 from sympow.data.files import read_json
 from sympow.runs.plots import choose_picture, plot_loss_curves
-from sympow.runs.program import Parser, run_program
-from sympow.runs.settings import refuse
+from sympow.runs.program import Parser, run_program, refuse
 from sympow.runs.metrics import read_lines
 
 WARMUP_LINES = 3  # left out of a run's throughput, because of compilation and cold caches

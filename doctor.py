@@ -221,7 +221,7 @@ def explain_unseen_gpu(machine):
     """Return the line about a GPU that nvidia-smi sees and torch does not."""
     driver = release(machine.driver)
     index = "cu130" if driver >= (OLDEST_DRIVER[13],) else "cu126"
-    fix = f'run {PIP} --force-reinstall "{TORCH}" --index-url https://download.pytorch.org/whl/{index}'
+    fix = f'run {PIP} --force-reinstall "{TORCH}" --index-url {WHEELS}/{index}'
     if machine.cuda_build is None:
         return f"nvidia-smi sees a GPU but this torch is a CPU build: {fix}"
     oldest = OLDEST_DRIVER.get(release(machine.cuda_build)[0], 0)

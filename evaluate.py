@@ -37,9 +37,9 @@ from sympow.runs import checkpoint
 from sympow.runs.folder import fingerprint
 from sympow.runs.load import load_run, newest_run, no_checkpoint
 from sympow.runs.plots import choose_picture, means_by_position, plot_loss_by_position, shorten
-from sympow.runs.program import run_program
+from sympow.runs.program import run_program, refuse
 from sympow.runs.scores import score_pieces
-from sympow.runs.settings import check_ranges, choose_device, read_settings, refuse
+from sympow.runs.settings import check_ranges, choose_device, read_settings
 from sympow.training.stages import final_context
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 
 from sympow import __version__
 from sympow.data.files import write_json
 from sympow.data.huggingface import tokenizers_json
 from sympow.runs import checkpoint
 from sympow.runs.load import load_run, longest_text
-from sympow.runs.program import Parser, run_program
-from sympow.runs.settings import refuse
+from sympow.runs.program import Parser, run_program, refuse
 from sympow.runs.metrics import read_lines
 
 MODELING = Path(__file__).resolve().parent / "sympow" / "modeling.py"
@@ -66,6 +66,8 @@ def export(run, target):
         if target.exists():
             shutil.rmtree(target)
         os.rename(temporary, target)
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(f"{target} cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

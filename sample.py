@@ -22,8 +22,8 @@ from sympow.data import DataError
 from sympow.generation import state_file
 from sympow.generation.generate import Timings, cache_dtype, generate, read_prompt
 from sympow.runs.load import load_run, newest_run
-from sympow.runs.program import check_output, run_program
-from sympow.runs.settings import check_ranges, read_settings, refuse
+from sympow.runs.program import check_output, run_program, refuse
+from sympow.runs.settings import check_ranges, read_settings
 
 
 @dataclass

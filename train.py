@@ -28,7 +28,7 @@ from sympow.runs.display import Display, peak_memory
 from sympow.runs.metrics import Clock, SkippedSteps, Tracker, relative_loss
 from sympow.runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from sympow.runs.program import refuse
-from sympow.runs.settings import TRAIN_RANGES, check_ranges, fields_of, read_settings
+from sympow.runs.settings import BOOLS, TRAIN_RANGES, check_ranges, fields_of, read_settings
 from sympow.training.batches import count_epochs, examine, format_losses, mean_losses, micro_batches
 from sympow.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizer, take_step
 from sympow.training.plan import Plan, describe_run, make_networks, make_plan
@@ -94,6 +94,7 @@ class TrainConfig:
     deterministic: bool = False  # make two runs give the same bits on a GPU too
 
     def __post_init__(self):
+        self.compile = str(BOOLS.get(self.compile.lower(), self.compile))
         check_ranges(self, (*TRAIN_RANGES, ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)))
 
 
@@ -114,7 +115,7 @@ class Run:
     stop_signals: StopSignals
     signal: int = 0  # the number of a signal that any rank received
     unsaved: bool = False  # True if no checkpoint has this step, or not its evaluation
-    checkpoint_seconds: float = 0.0  # that training waited for checkpoints since the last logged step
+    checkpoint_seconds: float = 0.0  # spent on waiting for checkpoints since the last logged step
 
 
 def main():
@@ -145,6 +146,7 @@ def set_up(argv, ranks, stack):
         plan = make_plan(cfg, values, ranks)
     except (DataError, ValueError) as error:
         refuse(error)
+    machine.choose_numerics(cfg, plan.device, plan.dtype)
     ranks.join(plan.device, cfg.backend, cfg.timeout)
     plan.layout.connect(plan.device)
     resume = ranks.agree_on_checkpoint(plan.resume)
@@ -156,7 +158,6 @@ def set_up(argv, ranks, stack):
         stack.enter_context(folder.start_folder(cfg, plan.settings, plan.dataset))
     writer = stack.enter_context(checkpoint.Writer(cfg.out_dir, ranks))
 
-    machine.choose_numerics(cfg, plan.device, plan.dtype)
     torch.manual_seed(cfg.seed)
     model = plan.layout.make_model(GPT, plan.model_cfg, plan.device)
     optimizer, progress = make_optimizer(model, cfg), checkpoint.Progress()
@@ -190,7 +191,7 @@ def train(run):
         return
     run.network.train()
     if len(progress.stages) + 1 < len(plan.stages):
-        rehearse(plan, run.model, run.eval_network)
+        rehearse(plan, run.model, run.optimizer, run.eval_network)
     batches = micro_batches(plan, progress)
     batch = next(batches)
     display, first = Display(cfg, progress.step, plan.device, shown=ranks.master), True
@@ -299,7 +300,8 @@ def evaluate(run):
     if (losses := mean_losses(plan, run.eval_network, partial(share, run))) is None:
         return None
     plan.ranks.log(f"step {step}: {format_losses(losses)} at context {context:,}")
-    model, val_loss, tokens = plan.layout.gather(run.model), losses["val_loss"], step * plan.cfg.tokens_per_step
+    model = None if plan.cfg.eval_only else plan.layout.gather(run.model)
+    val_loss, tokens = losses["val_loss"], step * plan.cfg.tokens_per_step
     if run.tracker:
         numbers = losses | dict(tokens=tokens, seconds=run.clock.seconds()) | count_epochs(plan, progress)
         statistics, text = examine(plan, model)
@@ -329,7 +331,6 @@ def evaluate_and_save(run):
         begin = time.perf_counter()
         progress.skipped, run.unsaved = (run.skipped.total, run.skipped.in_a_row), False
         if run.tracker:
-            progress.wandb_id = run.tracker.run_id
             run.tracker.flush_to_disk()
         run.writer.save(run.model, run.optimizer, progress)  # rank 0, or every rank what it holds of a sharded model
         run.checkpoint_seconds += time.perf_counter() - begin

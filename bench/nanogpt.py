@@ -24,8 +24,7 @@ from sympow.bench.timing import finish, make_parser, print_row, print_titles  # 
 from sympow.bench.train import VARIANTS, WARM_UP, take_steps  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
 from sympow.training.optimizer import make_optimizer  # noqa: E402
-from sympow.runs.program import at_least_1, run_program  # noqa: E402
-from sympow.runs.settings import refuse  # noqa: E402
+from sympow.runs.program import at_least_1, run_program, refuse  # noqa: E402
 from sympow.train import TrainConfig  # noqa: E402
 
 TURNS, STEPS = 7, 5

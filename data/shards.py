@@ -125,6 +125,8 @@ def _write_shards(folder, units, meta, dtype):
         for file, shard in shards_of(record).items()
         if shard_is_whole(path, shard, dtype.itemsize)
     }
+    progress = os.path.join(unfinished, "progress.json")
+    listed = (find_meta(progress) or {"units": {}})["units"]
     numbers, reused = {split: itertools.count() for split in SPLITS}, 0
     for unit in bar(units, line_every=60, unit="shard", desc=meta["name"]):
         file = f"{unit.split}_{next(numbers[unit.split]):05d}.bin"
@@ -137,6 +139,9 @@ def _write_shards(folder, units, meta, dtype):
             rows = unit.read()
             if not len(rows):
                 continue
+            if listed.get(file, unit_id) != unit_id:  # after a crash its shard must not be taken for the new one
+                write_meta(progress, meta)
+                listed = {}
             shard = _write_shard(os.path.join(unfinished, file), rows, meta, dtype)
         reused += path is not None
         meta["units"][file] = unit_id
@@ -145,7 +150,7 @@ def _write_shards(folder, units, meta, dtype):
         split["documents"] += shard["documents"]
         split["tokens"] += shard["tokens"]
         if path is None:
-            write_meta(os.path.join(unfinished, "progress.json"), meta)
+            write_meta(progress, meta)
     return reused
 
 

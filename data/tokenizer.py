@@ -293,14 +293,14 @@ class Decoder:
         return text
 
 
-_ESCAPE = re.compile(
-    r"""\\(?: (?P<one> ["\\/bfnrt] )
-          |   u (?P<high> [dD][89abAB][0-9a-fA-F]{2} ) \\u (?P<low> [dD][c-fC-F][0-9a-fA-F]{2} )
-          |   (?P<cut> (?: u[dD][89abAB][0-9a-fA-F]{2} (?: \\ (?: u (?: [dD] (?: [c-fC-F][0-9a-fA-F]? )? )? )? )?
-                         | u[0-9a-fA-F]{0,3} )?  \Z )
-          |   u (?P<four> [0-9a-fA-F]{4} ) )""",
-    re.VERBOSE,
-)
+_ESCAPES = [
+    r'(?P<one>["\\/bfnrt])',
+    r"u(?P<high>[dD][89abAB][0-9a-fA-F]{2})\\u(?P<low>[dD][c-fC-F][0-9a-fA-F]{2})",
+    # an escape that the end of the text cuts
+    r"(?P<cut>(?:u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?|u[0-9a-fA-F]{0,3})?\Z)",
+    r"u(?P<four>[0-9a-fA-F]{4})",
+]
+_ESCAPE = re.compile(rf"\\(?:{'|'.join(_ESCAPES)})")
 _ONE = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 

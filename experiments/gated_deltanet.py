@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from sympow.attention import ATTENTIONS, Variant
 from sympow.attention.state import State
-from sympow.runs.program import run_program
-from sympow.runs.settings import refuse
+from sympow.runs.program import run_program, refuse
 
 WIDTH = 4  # tokens of a short convolution
 

@@ -21,9 +21,8 @@ from sympow.experiments.runs import Run
 from sympow.model import GPT, GPTConfig
 from sympow.runs.load import load_run
 from sympow.runs.plots import mean_and_standard_error, means_by_position
-from sympow.runs.program import run_program
+from sympow.runs.program import run_program, refuse
 from sympow.runs.scores import losses_by_position
-from sympow.runs.settings import refuse
 from sympow.train import TrainConfig
 from sympow.training.optimizer import make_optimizer
 

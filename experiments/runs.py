@@ -26,8 +26,7 @@ from sympow.data.dataset import Dataset
 from sympow.data.files import read_json, write_atomically
 from sympow.experiments.report import Entry, plot, timed
 from sympow.runs.folder import environment, fingerprint
-from sympow.runs.program import Parser
-from sympow.runs.settings import refuse
+from sympow.runs.program import Parser, refuse
 
 
 @dataclass(frozen=True)

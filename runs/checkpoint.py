@@ -13,6 +13,7 @@ Each rank writes its rows of a sharded model: rank 0 of 4 writes model.1-of-4.sa
 optimizer.1-of-4.safetensors (see parts.py). Any number of ranks, sharded or not, reads either form.
 """
 
+import glob
 import json
 import math
 import os
@@ -39,6 +40,7 @@ OLD = ".old"  # the name of a checkpoint ends with this while its step is being 
 STEP = re.compile(r"step_\d{8,}(\.old)?")
 KEEP = 2  # the newest checkpoints that are not removed; the best one is not removed either
 WEIGHTS = ("model", "progress")  # the beginnings of the names of the files that `load` reads without an optimizer
+SETTINGS = ("model", "data", "dataset", "init_from", "block_size", "then")  # that every config.json has
 CHANGEABLE = {"activation_checkpointing": None, "dropout": None}  # the weights mean the same with other values
 
 
@@ -54,12 +56,11 @@ class Progress:
     seconds: float = 0.0  # spent in training: steps, evaluations, samples and checkpoints of all starts together
     best: float = math.inf  # lowest validation loss so far
     best_step: int = 0  # the step of the lowest loss
-    wandb_id: str | None = None  # under which wandb knows the run
     skipped: tuple = (0, 0)  # steps skipped because their gradient was not finite: in all, and in a row up to this step
     evaluated: bool = True  # False if metrics.jsonl has no validation loss of this step, which may be due
     model: dict | None = None  # settings of the model, to notice damage of config.json
     stages: list | tuple = ()  # [context, steps before it] of each stage after the first that has begun
-    context: int = 0  # of the validation losses, 0: block_size
+    context: int = 0  # of the validation losses
 
 
 class Writer:
@@ -202,10 +203,12 @@ def _write_files(folder, files):
 
 
 def remove_leftovers(out_dir, current, best_step):
-    """Remove what a kill left in ckpt/, unless there are damaged checkpoints beside it.
+    """Remove from ckpt/ what a kill left: half-written checkpoints and, beside the newest one, superfluous ones.
 
-    current: the checkpoint from which the run goes on, or None.
+    current: the checkpoint from which the run goes on, or None. Where a newer one is damaged, all others stay.
     """
+    for path in glob.glob(os.path.join(glob.escape(out_dir), "ckpt", f"{WRITING}*")):
+        shutil.rmtree(path, ignore_errors=True)
     if current in _all(out_dir)[-1:]:
         _clean(out_dir, current, best_step)
 
@@ -241,7 +244,7 @@ def newest(path, thorough=False, log=lambda line: None, files=None):
 def damage(folder, thorough=True, files=None):
     """Return a text that says why a checkpoint, or these files in it, are not what was written; "" if they are.
 
-    thorough: compare checksums, not only sizes. files: as `newest` takes them.
+    thorough: compare all checksums, not only sizes and the checksum of progress.json. files: as `newest` takes them.
     """
     try:
         for name, file in read_json(os.path.join(folder, "checksums.json")).items():
@@ -250,7 +253,7 @@ def damage(folder, thorough=True, files=None):
             path = os.path.join(folder, name)
             if (size := os.path.getsize(path)) != file["bytes"]:
                 return f"{name} has {size:,} bytes instead of {file['bytes']}"
-            if thorough and sha256_of(path) != file["sha256"]:
+            if (thorough or name == "progress.json") and sha256_of(path) != file["sha256"]:
                 return f"{name} is not what was written (sha256 differs)"
     except FileNotFoundError as error:
         return f"{os.path.basename(error.filename)} is missing"
@@ -279,6 +282,8 @@ def settings(run, folder=None):
     """
     path = os.path.join(run, "config.json")
     contents = _read_versioned(path)
+    if missing := [key for key in SETTINGS if key not in contents]:
+        raise DataError(f"{path} is damaged: it has no {missing[0]}")
     model = read_progress(folder).model if folder else None
     if model and {**model, **CHANGEABLE} != {**contents["model"], **CHANGEABLE}:
         raise DataError(f"{path} is damaged: the model in it is not that of {folder}")

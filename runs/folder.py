@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import shutil
 import socket
@@ -22,10 +23,12 @@ import time
 import torch
 
 from sympow.data.files import write_json
-from sympow.data.mixture import Mixture
+from sympow.data.mixture import Mixture, sets_of
 from sympow.runs import checkpoint
+from sympow.runs.metrics import read_lines
 from sympow.runs.processes import warn
-from sympow.runs.settings import from_launcher, refuse
+from sympow.runs.program import refuse
+from sympow.runs.settings import from_launcher
 
 # Settings that may change when a run goes on, because they do not change its steps. max_seconds may change although it
 # ends the schedule: a run that is given more time should use it. training/stages.py refuses a `then` that would change
@@ -44,7 +47,7 @@ OF_TRAINING = {"distill_from", "distill_weight", "teacher"}
 LOGS = (".log", ".out", ".err")  # files with these endings, which a shell or a scheduler opens, may lie in a new folder
 
 
-def choose_checkpoint(cfg, thorough):
+def choose_checkpoint(cfg, dataset, thorough):
     """Return (the checkpoint of cfg.out_dir to go on from, the settings it was trained with), or (None, None).
 
     (None, None) starts anew. Refuses to mix or lose runs.
@@ -67,15 +70,33 @@ def choose_checkpoint(cfg, thorough):
     if not (cfg.init_from == "auto" or same_command or (restarted and saved)):
         if _has_steps(out_dir) and not (cfg.overwrite or cfg.eval_only):  # evaluating does not write to out_dir
             refuse(f"{out_dir} is not empty: --overwrite=True renames it and starts anew, or choose another out_dir")
-        if cfg.overwrite and f"{os.path.realpath(cfg.init_from)}/".startswith(f"{os.path.realpath(out_dir)}/"):
-            refuse(f"init_from {cfg.init_from} is in out_dir {out_dir}, which would be renamed: choose another out_dir")
+        if cfg.overwrite and _has_steps(out_dir):
+            _refuse_to_rename_with(out_dir, [cfg.init_from, ".", *(one.path for one in sets_of(dataset).values())])
         return None, None
     latest = checkpoint.newest(out_dir, thorough, warn)
     if not latest and checkpoint.exists(out_dir):
         refuse(f"every checkpoint in {out_dir} is damaged: --init_from=scratch --overwrite=True starts anew")
     if cfg.eval_only and not latest:
         refuse(f"no checkpoint in {out_dir} to evaluate (--init_from=scratch evaluates new weights)")
+    if not latest and not restarted and _count_evaluations(out_dir) > 1:  # a kill may come before the first checkpoint
+        refuse(
+            f"{out_dir} has evaluations but no checkpoint, so its steps would be taken again and their lines replaced: "
+            "put ckpt/ back, or --init_from=scratch --overwrite=True renames it and starts anew"
+        )
     return latest, checkpoint.settings(out_dir, latest) if latest else None
+
+
+def _refuse_to_rename_with(out_dir, paths):
+    """Refuse to rename out_dir if one of these paths, which the new run needs, is in it."""
+    for path in paths:
+        if f"{os.path.realpath(path)}/".startswith(f"{os.path.realpath(out_dir)}/"):
+            refuse(f"{path} is in out_dir {out_dir}, which would be renamed: choose another out_dir")
+
+
+def _count_evaluations(out_dir):
+    """Return the number of evaluations with a finite loss in metrics.jsonl; 0 if there is no such file."""
+    lines = read_lines(os.path.join(out_dir, "metrics.jsonl"))
+    return sum(math.isfinite(line.get("val_loss", math.nan)) for line in lines)
 
 
 def _saved_settings(cfg):

@@ -15,7 +15,8 @@ from sympow.data.tokenizer import load_tokenizer
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint
 from sympow.runs.processes import warn
-from sympow.runs.settings import choose_device, refuse
+from sympow.runs.program import refuse
+from sympow.runs.settings import choose_device
 from sympow.training.stages import final_context
 
 

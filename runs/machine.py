@@ -59,7 +59,7 @@ def check_kernels(model, contexts, dtype, ranks, context_parallel=1):
 
 
 def choose_numerics(cfg, device, dtype):
-    """Set the precision of products in float32 and, for cfg.deterministic, make every run give the same bits."""
+    """Make the device the current one, set the precision of float32 products, and make runs repeatable if cfg asks."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dtype != torch.float32:  # power attention multiplies in float32; tf32 is exact for bf16 factors

@@ -22,7 +22,7 @@ import numpy as np
 
 from sympow.data import files
 from sympow.runs.processes import print_to_terminal, warn
-from sympow.runs.settings import refuse
+from sympow.runs.program import refuse
 
 START_SECONDS = 30  # that the start of training waits for wandb's server
 FINISH_SECONDS = 60  # that the end of training waits for wandb's last uploads

@@ -14,8 +14,7 @@ import warnings
 import numpy as np
 
 from sympow.data.files import whole_file
-from sympow.runs.program import check_output
-from sympow.runs.settings import refuse
+from sympow.runs.program import check_output, refuse
 
 STYLE = {  # settings of matplotlib
     "font.size": 10,

@@ -55,15 +55,19 @@ def read_settings(classes, argv, hidden=(), usage=""):
             const="True",
             help=argparse.SUPPRESS,
         )
-    settings, unknown = parser.parse_known_args(_expand_files(argv))
+    arguments, names = _expand_files(argv, {name: field.type for name, field in known.items()} | {"decay_lr": bool})
+    settings, unknown = parser.parse_known_args(arguments)
     if unknown and not unknown[0].startswith("--"):
         refuse(f"cannot read {unknown[0]!r}: settings are config/NAME.py or --key=value")
     if unknown:
-        key = unknown[0][2:].partition("=")[0]
-        matches = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {matches[0]}?" if matches else "see --help for the keys"
-        refuse(f"unknown key {unknown[0]}: {hint}")
-    return vars(settings), [os.path.basename(name)[: -len(".py")] for name in argv if _is_file(name)]
+        _refuse_key(unknown[0][2:].partition("=")[0], known, unknown[0])
+    return vars(settings), names
+
+
+def _refuse_key(key, known, source):
+    """Refuse a key that is no setting; source: the key as it stands on the command line, or in a file."""
+    matches = difflib.get_close_matches(key, known, n=1)
+    refuse(f"unknown key {source}: " + (f"did you mean {matches[0]}?" if matches else "see --help for the keys"))
 
 
 def _add_setting(group, field, comment):
@@ -93,26 +97,36 @@ def convert(name, kind, text):
         refuse(f"{name} must be {KINDS[kind]}, got {text!r}")
 
 
-def _is_file(argument):
-    return argument.endswith(".py") and not argument.startswith("--")
+def _expand_files(argv, types):
+    """Return argv with config files replaced by their settings and dashes in keys by underscores, and the files' names.
 
-
-def _expand_files(argv):
-    """Return argv with each config file replaced by its settings, and dashes in keys by underscores."""
-    arguments = []
+    types: {key: type of the setting}. A word behind `--key` is its value, not a file, unless the setting is a bool.
+    Refuses a key in a file that is no setting.
+    """
+    arguments, names, needs_value = [], [], False
     for argument in argv:
-        if _is_file(argument):
-            arguments += [f"--{key}={value}" for key, value in _read_file(argument).items()]
-        elif argument.startswith("--"):
+        if argument.startswith("--"):
             key, equals, value = argument[2:].partition("=")
-            arguments.append("--" + key.replace("-", "_") + equals + value)
+            key = key.replace("-", "_")
+            arguments.append("--" + key + equals + value)
+            needs_value = not equals and types.get(key) is not bool
+            continue
+        if argument.endswith(".py") and not needs_value:
+            for key, value in _read_file(argument).items():
+                if key not in types:
+                    _refuse_key(key, types, f"{key} in {argument}")
+                arguments.append(f"--{key}={value}")
+            names.append(os.path.basename(argument)[: -len(".py")])
         else:
             arguments.append(argument)
-    return arguments
+        needs_value = False
+    return arguments, names
 
 
 def _read_file(path):
     """Return the values of all names that a config file assigns, unless they begin with an underscore."""
+    if not os.path.isfile(path):
+        refuse(f"no config file {path}")
     try:
         values = runpy.run_path(path)
         with open(path) as f:
@@ -195,8 +209,8 @@ def from_launcher(name, default=0):
 def accumulation_steps(cfg, settings, world):
     """Return the micro-steps on each of `world` ranks that make a step of tokens_per_step tokens.
 
-    If gradient_accumulation_steps is set, cfg.tokens_per_step is set to match it. settings: those that
-    were given by name. Raises ValueError for settings that do not fit each other.
+    If gradient_accumulation_steps is set, cfg.tokens_per_step is set to match it. settings: those that were given by
+    name. Raises ValueError for settings that do not fit each other.
     """
     micro_step = cfg.batch_size * cfg.block_size  # tokens on one rank
     if cfg.gradient_accumulation_steps:
@@ -218,10 +232,10 @@ def accumulation_steps(cfg, settings, world):
     return cfg.tokens_per_step // (world * micro_step)
 
 
-def nearest_multiples(n, unit, divisor=1):
-    """Return the multiples of `unit` beside n, divided by `divisor`, as words for a refusal: "96 or 128"; none is 0."""
+def nearest_multiples(n, unit):
+    """Return the multiples of `unit` beside n, as words for a refusal: "96 or 128"; none is 0."""
     below = n // unit * unit
-    return " or ".join(str(x // divisor) for x in (below, below + unit) if x)
+    return " or ".join(str(x) for x in (below, below + unit) if x)
 
 
 def divide_sequences(sequences, limit):

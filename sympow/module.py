@@ -32,9 +32,10 @@ class LayerConfig:
 
     def __post_init__(self):
         variants = {name: v for name, v in ATTENTIONS.items() if name != "heinsen"}
+        if self.attention == "heinsen":
+            raise ValueError("attention=heinsen needs a model with a position embedding: use heinsen_attention")
         if self.attention not in variants:
-            why = ": use heinsen_attention, whose model needs a position embedding" * (self.attention == "heinsen")
-            raise ValueError(f"attention must be one of {', '.join(variants)}, got {self.attention!r}{why}")
+            raise ValueError(f"attention must be one of {', '.join(variants)}, got {self.attention!r}")
         check_layer(self)
         variant = variants[self.attention]
         if self.gate == "auto":

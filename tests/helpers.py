@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -161,8 +162,36 @@ def verify(dataset):
 
 def metrics(folder, key="train_loss"):
     """Return {step: value} of the lines of metrics.jsonl that have this key."""
+    return {line["step"]: line[key] for line in lines(folder) if key in line}
+
+
+def lines(folder):
+    """Return the lines of a run's metrics.jsonl as dicts."""
     with open(os.path.join(folder, "metrics.jsonl")) as f:
-        return {line["step"]: line[key] for line in map(json.loads, f) if key in line}
+        return [json.loads(line) for line in f]
+
+
+def weights(folder):
+    """Return {(file, name): numbers} of the tensors in a run's last checkpoint: the model and the optimizer."""
+    from safetensors.torch import load_file
+
+    *_, last = sorted(pathlib.Path(folder, "ckpt").iterdir())
+    return {(path.name, name): x.tolist() for path in last.glob("*.safetensors") for name, x in load_file(path).items()}
+
+
+def assert_same_run(folder, expected):
+    """Assert that both runs have every step once, with the same numbers to the last bit, and the same last weights."""
+    for key in ("train_loss", "val_loss", "grad_norm", "context"):
+        assert metrics(folder, key) == metrics(expected, key), key
+    assert [line["step"] for line in lines(folder)] == [line["step"] for line in lines(expected)]
+    assert weights(folder) == weights(expected)
+
+
+def refusal(capsys):
+    """Return the line on stderr, after asserting that it is one line."""
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    return error
 
 
 def make_dataset(folder, text=None):
@@ -179,6 +208,15 @@ def make_dataset(folder, text=None):
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def go(dataset, tmp_path, monkeypatch):
+    """Return a function that trains in tmp_path with SMALL's settings and others, and returns the exit status."""
+    from sympow import train
+
+    monkeypatch.chdir(tmp_path)
+    return lambda *argv: call(train.main, *SMALL, f"--dataset={dataset}", *argv)
 
 
 def assert_same_batch_for_any_ranks(windows, seed, step, expected):

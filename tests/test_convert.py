@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import SMALL, call, dataset, join, metrics, start_ranks  # noqa: F401
+from helpers import SMALL, call, join, metrics, refusal, start_ranks
 from torch.nn import functional as F
 
 from sympow import evaluate
@@ -50,7 +50,7 @@ def gpt2(tmp_path_factory):
 
 
 @pytest.fixture
-def go(dataset, tmp_path, monkeypatch):  # noqa: F811
+def go(dataset, tmp_path, monkeypatch):
     """Return a function that trains in tmp_path, and returns the exit status."""
     monkeypatch.chdir(tmp_path)
     return lambda *argv: call(train.main, *SETTINGS, f"--dataset={dataset}", *argv)
@@ -58,18 +58,11 @@ def go(dataset, tmp_path, monkeypatch):  # noqa: F811
 
 def model_of(path, data, **changes):
     """Return (the Source of a path, the model that it fills, with some settings changed)."""
-    weights = source.open_source(str(path), data if hasattr(data, "eot") else Dataset(data))
+    weights = source.open_source(str(path), Dataset(data))
     model = GPT(GPTConfig(**{**weights.model, **changes})).eval()
     weights.check(model.config)
     weights.fill(model)
     return weights, model
-
-
-def refusal(capsys):
-    """Return the line on stderr, after asserting that it is one line and that nothing was made."""
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and not os.path.exists("out/a"), error
-    return error
 
 
 def run_model(path):
@@ -87,7 +80,7 @@ def logits_of(model, ids):
 
 
 @pytest.mark.parametrize("form", ["one file", "several files", "without a head", "exact GELU"])
-def test_gpt2_computes_what_transformers_computes(gpt2, dataset, tmp_path, form):  # noqa: F811
+def test_gpt2_computes_what_transformers_computes(gpt2, dataset, tmp_path, form):
     folder, theirs = gpt2
     if form == "several files":
         folder = tmp_path / "hf"
@@ -106,9 +99,6 @@ def test_gpt2_computes_what_transformers_computes(gpt2, dataset, tmp_path, form)
         theirs.save_pretrained(folder)
     _, ours = model_of(folder, dataset)
     assert ours.config.activation == ("gelu" if form == "exact GELU" else "gelu_tanh")
-    assert sum(x.numel() for x in theirs.parameters()) == sum(
-        x.numel() - (320 - 257) * 32 * (name == "transformer.wte.weight") for name, x in ours.named_parameters()
-    )
     ids = torch.randint(257, (3, 64))
     expected = logits_of(theirs, ids)
     assert expected.abs().max() > 1 and (logits_of(ours, ids) - expected).abs().max() < 1e-4
@@ -139,10 +129,9 @@ def test_a_run_from_gpt2_goes_on_samples_evaluates_and_exports(gpt2, go, monkeyp
     assert text == "line" + capsys.readouterr().out.rstrip("\n")
     assert call(evaluate.main, "--out_dir=out/cut", "--documents=2", "--png=no.png") == 0
     assert "over 2 documents of 64 tokens" in capsys.readouterr().out  # not 4 times the context
-    for program, argv in ((sample.main, ["--max_new_tokens=65"]), (evaluate.main, ["--length=65"])):
-        assert call(program, "--out_dir=out/cut", *argv) == 2
-        error = capsys.readouterr().err
-        assert "the model has 64 learned positions" in error and error.count("\n") == 1
+    for program, option in ((sample.main, "--max_new_tokens=65"), (evaluate.main, "--length=65")):
+        assert call(program, "--out_dir=out/cut", option) == 2
+        assert "the model has 64 learned positions" in refusal(capsys)
 
     monkeypatch.setattr("sys.argv", ["export.py", "out/cut", "--to=hf/cut"])
     export.main()
@@ -163,32 +152,21 @@ def rewrite(folder, target, **changes):
     "changes, options, message",
     [
         ({}, ["--block_size=128"], "the model has 64 learned positions, a context of this run has 128 tokens"),
-        ({}, ["--then=128@0.5"], "a context of this run has 128 tokens"),
         ({}, ["--n_positions=128"], "wpe.weight is [64, 32] instead of [128, 32]"),
         ({}, ["--bias=False"], "do not fit this model: transformer.h.0.attn.c_attn.bias is unknown"),
-        ({}, ["--attention=heinsen"], "attention=heinsen has a position embedding of its own"),
-        ({}, ["--attention=heinsen", "--positions=rotary"], "queries and keys mean something else in heinsen"),
         ({}, ["--attention=conformal_sympow"], "it takes positions=rotary"),
         ({}, ["--attention=softmax,heinsen", "--positions=rotary"], "cannot become those of attention=heinsen"),
         ({"n_inner": 100}, [], "is not GPT-2 as this model can be it: its config.json has n_inner=100"),
-        ({"activation_function": "relu"}, [], "activation_function=relu"),
-        ({"scale_attn_by_inverse_layer_idx": True}, [], "scale_attn_by_inverse_layer_idx=True"),
         ({"n_layer": 3}, [], "transformer.h.2.ln_1.weight is missing"),
         ({"model_type": "llama"}, [], "has a model of type 'llama', neither sympow nor gpt2"),
-        ({"model_type": "sympow"}, [], "is not of a model of this version: 'model'"),
         ({"model_type": "sympow", "model": {"vocab_size": 257, "depth": 2}}, [], "not of a model of this version"),
-        (
-            {"vocab_size": 50257, "eos_token_id": 50256},
-            [],
-            "(50,257 ids, end of text 50256) are not those of the dataset",
-        ),
         ({"eos_token_id": 0}, [], "prepare it with the same tokenizer, --tokenizer=gpt2"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_in_one_line(gpt2, go, tmp_path, capsys, changes, options, message):
     rewrite(gpt2[0], tmp_path / "hf", **changes)
     assert go("--init_from=hf", "--out_dir=out/a", "--tokens_per_step=512", *options) == 2
-    assert message in refusal(capsys)
+    assert message in refusal(capsys) and not os.path.exists("out")
 
 
 def test_damaged_folders_are_refused_in_one_line(gpt2, go, tmp_path, capsys):
@@ -207,7 +185,7 @@ def test_damaged_folders_are_refused_in_one_line(gpt2, go, tmp_path, capsys):
     assert "distill_from: there is no whole checkpoint in nothing; give a run's folder" in refusal(capsys)
 
 
-def test_a_tokenizer_beside_the_weights_must_be_the_datasets(gpt2, dataset, tmp_path):  # noqa: F811
+def test_a_tokenizer_beside_the_weights_must_be_the_datasets(gpt2, dataset, tmp_path):
     from sympow.data.huggingface import tokenizers_json
 
     rewrite(gpt2[0], tmp_path / "hf")
@@ -222,19 +200,10 @@ def test_a_tokenizer_beside_the_weights_must_be_the_datasets(gpt2, dataset, tmp_
         model_of(tmp_path / "hf", dataset)
 
 
-def test_a_dataset_of_gpt2s_size_fits(gpt2, tmp_path):
-    """A dataset with GPT-2's number of ids and end of text, as data/*/prepare.py --tokenizer=gpt2 makes it."""
-    folder = tmp_path / "hf"
-    transformers_gpt2(vocab_size=50257, eos_token_id=50256, n_layer=1, n_embd=8).save_pretrained(folder)
-    data = type("Data", (), dict(vocab_size=50257, eot=50256, name="d", tokenizer=None))
-    _, model = model_of(folder, data)
-    assert model.transformer.wte.weight.shape == (50304, 8) and not model.transformer.wte.weight[50257:].any()
-
-
 # ---- the hub
 
 
-def test_gpt2_comes_from_the_hub_with_both_files_of_one_commit(gpt2, dataset, tmp_path, monkeypatch):  # noqa: F811
+def test_gpt2_comes_from_the_hub_with_both_files_of_one_commit(gpt2, dataset, tmp_path, monkeypatch):
     import huggingface_hub
 
     snapshot, requests = shutil.copytree(gpt2[0], tmp_path / "0123abcd"), []
@@ -260,14 +229,13 @@ def test_without_network_a_name_is_refused_in_one_line(go, tmp_path, monkeypatch
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for setting in ("init_from", "distill_from"):
         assert go(f"--{setting}=gpt2", "--out_dir=out/a") == 2
-        error = refusal(capsys)
-        assert "gpt2 cannot be downloaded" in error and "copy config.json and model.safetensors" in error
+        assert "gpt2 cannot be downloaded" in refusal(capsys) and not os.path.exists("out")
 
 
 # ---- exported folders
 
 
-def test_an_exported_folder_gives_the_run_back(go, dataset, monkeypatch, capsys):  # noqa: F811
+def test_an_exported_folder_gives_the_run_back(go, dataset, monkeypatch, capsys):
     sizes = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--attention=conformal_sympow,softmax", "--gate=fixed"]
     assert go(*sizes, "--max_iters=3", "--dropout=0.1", "--out_dir=out/a") == 0
     old, ids = run_model("out/a"), torch.randint(257, (2, 40))
@@ -297,7 +265,7 @@ def test_an_exported_folder_gives_the_run_back(go, dataset, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "heinsen"])
-def test_a_converted_model_keeps_all_weights_but_the_attentions_own(gpt2, dataset, name):  # noqa: F811
+def test_a_converted_model_keeps_all_weights_but_the_attentions_own(gpt2, dataset, name):
     ids, (_, original) = torch.randint(257, (2, 20)), model_of(gpt2[0], dataset)
     old, old_logits = original.state_dict(), logits_of(original, ids)
     for positions in ("rotary",) if name == "conformal_sympow" else ("rotary", "learned"):
@@ -432,22 +400,15 @@ def test_teachers_that_do_not_fit_are_refused(gpt2, go, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", [[], ["--shard=1"]])
-def test_several_ranks_convert_and_distill_as_one_does(gpt2, go, dataset, tmp_path, shard):  # noqa: F811
-    options = [
-        f"--init_from={gpt2[0]}",
-        f"--distill_from={gpt2[0]}",
-        "--attention=sympow_gating",
-        "--learning_rate=1e-3",
-    ]
-    for positions in ("rotary", "learned"):
-        more = [*options, f"--positions={positions}"]
-        assert go(*more, f"--out_dir=out/one_{positions}") == 0
-        argv = [*SETTINGS, f"--dataset={dataset}", *more, f"--out_dir=out/two_{positions}", *shard]
-        assert join(*start_ranks(2, train.main, *argv, "--max_iters=3", cwd=tmp_path)) == [0, 0]
-        assert join(*start_ranks(2, train.main, *argv, cwd=tmp_path)) == [0, 0]
-        one, two = metrics(f"out/one_{positions}"), metrics(f"out/two_{positions}")
-        assert one.keys() == two.keys() and all(abs(one[step] - two[step]) < 1e-4 * one[step] for step in one)
+@pytest.mark.parametrize("options", [["--positions=learned"], ["--positions=rotary", "--shard=1"]])
+def test_several_ranks_convert_and_distill_as_one_does(gpt2, go, dataset, tmp_path, options):
+    options = [f"--init_from={gpt2[0]}", f"--distill_from={gpt2[0]}", "--learning_rate=1e-3", *options]
+    options += ["--attention=sympow_gating"]
+    assert go(*options, "--out_dir=out/one") == 0
+    argv = [*SETTINGS, f"--dataset={dataset}", *options, "--out_dir=out/two"]
+    assert join(*start_ranks(2, train.main, *argv, "--max_iters=3", cwd=tmp_path)) == [0, 0]
+    assert join(*start_ranks(2, train.main, *argv, cwd=tmp_path)) == [0, 0]
+    assert metrics("out/two") == pytest.approx(metrics("out/one"), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -456,5 +417,4 @@ def test_distillation_under_torch_compile(go):
     options = ["--init_from=hf", "--distill_from=hf", "--positions=learned", "--learning_rate=1e-3"]
     for compiled in (True, False):
         assert go(*options, f"--compile={compiled}", "--max_iters=3", f"--out_dir=out/{compiled}") == 0
-    one, two = metrics("out/True"), metrics("out/False")
-    assert all(abs(one[step] - two[step]) < 1e-4 * one[step] for step in two)
+    assert metrics("out/True") == pytest.approx(metrics("out/False"), rel=1e-4)

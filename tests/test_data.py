@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import ROOT, assert_same_batch_for_any_ranks, byte_encoding, flip_bits, run, verify
 
-from sympow.data import DataError, command
+from sympow.data import DataError, command, shards
 from sympow.data.corpus import find_files, plan_units
 from sympow.data.dataset import Dataset
 from sympow.data.loader import Windows, eval_batches, train_indices
@@ -94,6 +94,23 @@ def test_other_arguments_make_another_dataset_and_say_so(tmp_path, capsys):
     assert "was made by python data/x/prepare.py: its shards are replaced" in capsys.readouterr().out
     write(tmp_path, train=(3,))
     assert Dataset(tmp_path).documents("train") == 3
+
+
+def test_a_crash_between_a_shard_and_its_record_mixes_no_datasets(tmp_path, monkeypatch):
+    train, _ = write(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "set", fail_at=1)
+    with monkeypatch.context() as patch, pytest.raises(OSError):  # another dataset, with a shard of the same size
+        calls, real = [], shards.write_meta
+        patch.setattr(shards, "write_meta", lambda *args: calls.append(1) or (real(*args) if calls == [1] else full()))
+        write(tmp_path / "set", train=(5, 1), calls=[])
+    write(tmp_path / "set")
+    assert np.array_equal(Dataset(tmp_path / "set").read("train", 0, 108), train.ravel())
+    verify(Dataset(tmp_path / "set"))
+
+
+def full():
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_prepare_mends_a_complete_dataset_that_lost_a_shard(tmp_path):

@@ -51,7 +51,13 @@ def run_folder(tmp_path):
             progress = checkpoint.Progress(7, model=vars(config))
             writer.save(model, torch.optim.AdamW(model.parameters()), progress)
         settings = dict(
-            model=vars(config), dataset="pystdlib", data="0123", init_from="auto", block_size=16, learning_rate=6e-4
+            model=vars(config),
+            dataset="pystdlib",
+            data="0123",
+            init_from="auto",
+            block_size=16,
+            then="",
+            learning_rate=6e-4,
         )
         settings["version"] = checkpoint.VERSION
         (run / "config.json").write_text(json.dumps(settings))

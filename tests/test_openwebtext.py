@@ -81,6 +81,15 @@ def test_a_dataset_that_grows_tokenizes_what_is_new(source, monkeypatch, capsys)
             prepare(source, f"--documents={count}")
 
 
+@pytest.mark.parametrize("texts", [[*TEXTS[:1], None, *TEXTS], [5] * 100])
+def test_a_document_without_text_is_one_line_and_leaves_the_dataset(source, texts):
+    meta = prepare(source).meta
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    with pytest.raises(DataError, match=r"document \d+ of the source has .* in the place of text"):
+        prepare(source)
+    assert Dataset(source.parent / "out").meta == meta
+
+
 def test_another_file_under_the_same_name_is_another_source(source, capsys):
     prepare(source)
     source.write_text(source.read_text().replace("document", "dokument"))

@@ -1,8 +1,8 @@
-"""Read the batches of a run's micro-steps, and evaluate its model on held-out ones.
+"""Read the batches of a run's micro-steps, and evaluate its model on held-out batches.
 
-for number, inputs, targets in micro_batches(cfg, stages, progress, layout):      # from progress.step on
-losses = mean_losses(network, held_out, stages[-1], cfg, layout, autocast, interrupt)
-statistics, text = examine(model, held_out, dataset, cfg, layout, autocast)
+for number, inputs, targets in micro_batches(plan, progress):      # from progress.step on
+losses = mean_losses(plan, network, interrupt)
+statistics, text = examine(plan, model)
 """
 
 from itertools import count

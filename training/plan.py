@@ -57,7 +57,7 @@ def make_plan(cfg, values, ranks):
     layout = Layout(ranks, cfg.context_parallel, cfg.shard)
     stages, held_out = make_stages(cfg, values, dataset, layout)
     contexts = [stage.block_size for stage in stages]
-    resume, saved_settings = folder.choose_checkpoint(cfg, thorough=ranks.master)
+    resume, saved_settings = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
     source, model_cfg = choose_model(cfg, values, dataset, saved_settings)
     check_context(cfg, model_cfg, contexts)
     teacher = Teacher(cfg, dataset, contexts)

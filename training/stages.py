@@ -164,17 +164,18 @@ def refuse_moved_stages(cfg, progress):
         )
 
 
-def rehearse(plan, model, network):
+def rehearse(plan, model, optimizer, network):
     """Take a forward and a backward pass at the final context and drop them, to report too little memory at the start.
 
-    AdamW's moments, which are made in the first step, are stood in for by memory of their size. Raises
+    Where the first step will make AdamW's moments, memory of their size stands in for them. Raises
     torch.OutOfMemoryError.
     """
     stage = plan.stages[-1]
     if plan.device.type not in REHEARSED:
         return
     try:
-        moments = [torch.empty_like(x) for x in model.parameters() for _ in range(2)]
+        parameters = [x for x in model.parameters() if x not in optimizer.state]
+        moments = [torch.empty_like(x) for x in parameters for _ in range(2)]
         tokens = stage.block_size // plan.layout.context_size
         ids = torch.zeros(stage.batch_size, tokens, dtype=torch.int64, device=plan.device)
         with plan.autocast:  # if inputs and targets were one tensor, the network would be compiled anew
