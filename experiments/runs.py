@@ -17,6 +17,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from statistics import median
+from types import SimpleNamespace
 
 import torch
 
@@ -25,8 +26,10 @@ from sympow.data import DataError
 from sympow.data.dataset import Dataset
 from sympow.data.files import read_json, write_atomically
 from sympow.experiments.report import Entry, plot, timed
+from sympow.runs import checkpoint
 from sympow.runs.folder import environment, fingerprint
 from sympow.runs.program import Parser, refuse
+from sympow.training.stages import reached_limit
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,16 @@ def train_on(gpu, runs, records):
                 print(f"{run.name}: status {process.returncode}, see {run.folder}.log", flush=True)
                 break
         else:
-            records[os.path.basename(run.folder)] = make_record(run)
+            if is_complete(run):
+                records[os.path.basename(run.folder)] = make_record(run)
+
+
+def is_complete(run):
+    """Return True if the training reached its limit of steps or seconds: after a signal, too, train.py's status is 0."""
+    if "max_iters" not in run.settings:
+        return True
+    limits = SimpleNamespace(max_iters=run.settings["max_iters"], max_seconds=run.settings.get("max_seconds", 0.0))
+    return bool(reached_limit(limits, checkpoint.read_progress(checkpoint.newest(run.folder))))
 
 
 def make_record(run):

@@ -266,8 +266,17 @@ def experiment(dataset, tmp_path, monkeypatch):
         )
 
     monkeypatch.setattr(runs.Run, "commands", commands)
+    monkeypatch.setattr(runs, "is_complete", lambda run: True)
     monkeypatch.setattr(runs, "read_losses", read_losses)
     return main, started, failing
+
+
+@pytest.mark.parametrize("step,complete", [(255, False), (256, True)])
+def test_a_training_that_a_signal_stopped_is_not_complete(monkeypatch, step, complete):
+    run = runs.SIZES["tiny"].run("softmax", 4096, steps=256, attention="softmax")
+    monkeypatch.setattr(runs.checkpoint, "newest", lambda folder: folder)
+    monkeypatch.setattr(runs.checkpoint, "read_progress", lambda folder: runs.checkpoint.Progress(step))
+    assert runs.is_complete(replace(run, settings=run.settings | {"max_iters": 256})) == complete
 
 
 def test_a_run_is_trained_and_measured_unless_its_model_is_new():
