@@ -20,7 +20,7 @@ demo: env  ## prepare data, train two small models, plot their losses, sample fr
 	$(PY) evaluate.py --out_dir=out/demo_softmax,out/demo --names=$(DEMO_NAMES) --length=2048 --documents=24 --png=out/demo/loss_by_position.png
 	$(PY) sample.py --out_dir=out/demo --prompt="def " --max_new_tokens=600
 	@echo
-	@echo "out/demo/loss.png shows how both models learn, by steps, tokens and time."
+	@echo "out/demo/loss.png shows how both models learn, by steps and time."
 	@echo "out/demo/loss_by_position.png shows both reading 8 times their training context: right of the dashed line, look"
 	@echo "which loss rises (softmax meets distances that it has never seen) and which goes on as before."
 

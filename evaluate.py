@@ -68,6 +68,7 @@ class EvaluateConfig:
 
 
 POSITION_SETTINGS = ("dataset", "length", "documents", "pack", "piece", "png")
+DETAILS = ("samples", "num_fewshot", "version")  # of a task, which are no metrics
 TASK_SETTINGS = ("include_path", "num_fewshot", "limit", "batch_size", "max_length")
 RANGES = (
     ("length piece max_length", "at least 0", lambda x: x >= 0),
@@ -207,7 +208,7 @@ def compare_tasks(runs, cfg):
     rows = {name: {} for name in report}
     for name, tasks in report.items():
         for task, metrics in tasks.items():
-            rows[name] |= {f"{task} {metric}": x for metric, x in metrics.items() if isinstance(x, float)}
+            rows[name] |= {f"{task} {metric}": x for metric, x in metrics.items() if metric not in DETAILS}
     print(table(rows, "task"), flush=True)
     if cfg.json:
         print(json.dumps(report))

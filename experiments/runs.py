@@ -242,7 +242,7 @@ def train_on(gpu, runs, records):
 
 
 def is_complete(run):
-    """Return True if the training reached its limit of steps or seconds: after a signal, too, train.py's status is 0."""
+    """Return True if the training reached its limit of steps or seconds: train.py's status is 0 after a signal too."""
     if "max_iters" not in run.settings:
         return True
     limits = SimpleNamespace(max_iters=run.settings["max_iters"], max_seconds=run.settings.get("max_seconds", 0.0))
