@@ -3,15 +3,15 @@
 export.py copies this file into the folder as modeling_sympow.py. It needs the package sympow (`pip install .`).
 """
 
-import torch
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
-
 try:
     from sympow.model import GPT, GPTConfig
 except ImportError as error:
     message = "this model needs the package sympow 0.1.0: run `pip install .` in a clone of its repository"
     raise ImportError(f"{message} ({error})") from None
+
+import torch
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 PIECE = 8192  # tokens of a prompt that are read into a state in one piece
 
