@@ -25,7 +25,8 @@ CONTEXTS = (4096, 65536)
 
 def plan(size):
     """Return the models that are measured; nothing is trained. Small sizes have the depths of the shapes alone."""
-    runs, contexts = [], [size.length(n) for n in CONTEXTS]
+    runs = []
+    contexts = [n // size.shrink for n in CONTEXTS]
     for shape, model in SHAPES.items():
         if size.shrink > 1:
             model = {"n_layer": model["n_layer"]}
@@ -43,7 +44,7 @@ def speed_cell(entry, context):
 
 def speed_columns(size):
     """Return the columns of speed_cell for both contexts."""
-    contexts = [size.length(n) for n in CONTEXTS]
+    contexts = [n // size.shrink for n in CONTEXTS]
     return [(f"tokens/s at {context:,}", partial(speed_cell, context=context)) for context in contexts]
 
 

@@ -40,11 +40,11 @@ VARIANTS = {
 def plan(size):
     """Return the runs. Their depth is a multiple of the hybrid's pattern of four layers."""
     shape = dict(n_layer=8, n_head=5, n_embd=320, eval_tokens=1 << 20) if size.shrink == 1 else {}
-    positions = dict(length=size.length(LONG), documents=size.documents, bounds=[size.length(n) for n in BOUNDS])
-    windows = positions | dict(window=size.length(SHORT))
+    positions = dict(length=LONG // size.shrink, documents=size.documents, bounds=[n // size.shrink for n in BOUNDS])
+    windows = positions | dict(window=SHORT // size.shrink)
     runs = []
     for name, settings in VARIANTS.items():
-        then = {} if name == "softmax" else {"then": f"{size.length(LONG)}@{SHARE}"}
+        then = {} if name == "softmax" else {"then": f"{LONG // size.shrink}@{SHARE}"}
         measures = {"positions": positions if then else windows}
         runs.append(size.run(name, SHORT, measures=measures, **settings, **shape, **then))
     return runs
@@ -98,7 +98,7 @@ def report(entries, size):
         ("seconds of training", lambda entry: f"{entry.record['seconds']:.1f}"),
         ("loss of the texts", texts_cell),
         ("to softmax's", partial(difference_cell, base=entries.get("softmax"), measure="positions")),
-        *span_columns("positions", [size.length(n) for n in BOUNDS]),
+        *span_columns("positions", [n // size.shrink for n in BOUNDS]),
     ]
     groups = {"this model": records}
     for shape, speeds in other_speeds(size.folder).items():
@@ -114,7 +114,7 @@ def report(entries, size):
         panels.append(Panel("seconds of training", "validation loss, nats", curves, title, cut=True))
         leads.append((f"costs of {shape}", partial(leads_cell, curves=curves)))
     positions = {name: position_curve(entry) for name, entry in entries.items()}
-    title, context = "dashed: the short context", size.length(SHORT)
+    title, context = "dashed: the short context", SHORT // size.shrink
     panels.insert(1, Panel("position", "loss, nats", positions, title, log_x=True, context=context, cut=True))
     notes = [
         "The curves are of long texts for runs in stages, and of short windows for softmax.",

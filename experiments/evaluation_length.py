@@ -20,7 +20,7 @@ def variants(size):
 
 def plan(size):
     """Return the runs at context 4,096, read to 65,536, gating and conformal to 1,048,576."""
-    runs, bounds = [], [size.length(n) for n in BOUNDS]
+    runs, bounds = [], [n // size.shrink for n in BOUNDS]
     for name, settings in variants(size).items():
         measures = {"positions": dict(documents=size.documents, length=bounds[3], bounds=bounds[:4])}
         if settings["attention"] in ("sympow_gating", "conformal_sympow"):
@@ -36,9 +36,9 @@ def documents_cell(entry, measure):
 
 def report(entries, size):
     """Return the table by position, and a panel for each length."""
-    bounds = [size.length(n) for n in BOUNDS]
+    bounds = [n // size.shrink for n in BOUNDS]
     columns = [*LOSS_COLUMNS, *span_columns("positions", bounds[:4]), *span_columns("far", bounds[3:])]
-    panels, context = [], size.length(CONTEXT)
+    panels, context = [], CONTEXT // size.shrink
     for measure, length in (("positions", bounds[3]), ("far", bounds[5])):
         columns.append((f"texts of {length:,}", partial(documents_cell, measure=measure)))
         readers = [entry for entry in entries.values() if measure in entry.record["measures"]]

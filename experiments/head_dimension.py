@@ -14,9 +14,9 @@ def plan(size):
     A smaller width has smaller heads.
     """
     runs, width = [], size.model["n_embd"]
-    speed = dict(contexts=[size.length(n) for n in CONTEXTS], tokens=size.tokens_per_step)
+    speed = dict(contexts=[n // size.shrink for n in CONTEXTS], tokens=size.tokens_per_step)
     speed["depths"] = [size.model["n_layer"]]
-    measures = {"state": dict(tokens=size.length(1 << 20)), "speed": speed}
+    measures = {"state": dict(tokens=(1 << 20) // size.shrink), "speed": speed}
     for p, head_dim in SHAPES:
         head_dim = head_dim * width // 384 // 2 * 2
         name, settings = f"p={p}, D={head_dim}", dict(attention="sympow_gating", p=p)

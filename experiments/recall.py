@@ -19,7 +19,7 @@ STEPS = 4000  # of an eighth of the other experiments' tokens, because more step
 
 def resized(size, task):
     """Return the Size of the runs of a task, with contexts of at least 256 and smaller steps."""
-    context = max(256, size.length(CONTEXT))
+    context = max(256, CONTEXT // size.shrink)
     tokens_per_step = max(context, size.tokens_per_step // 8)
     tokens = STEPS // size.fewer * tokens_per_step
     return replace(
@@ -37,7 +37,7 @@ def prepare_tasks(size):
         task_size = resized(size, task)
         options = dict(
             task=task,
-            context=task_size.length(CONTEXT),
+            context=CONTEXT // task_size.shrink,
             times=TIMES,
             train_tokens=STEPS // size.fewer * task_size.tokens_per_step,
             short=SHORT,
@@ -79,7 +79,7 @@ def report(entries, size):
     """Return a table and a panel for each task."""
     blocks, panels = [], []
     for task, chance in CHANCE.items():
-        context = resized(size, task).length(CONTEXT)
+        context = CONTEXT // resized(size, task).shrink
         columns = [*LOSS_COLUMNS]
         for first, last in pairwise((0, context // 8, context, 4 * context, 16 * context)):
             columns.append((f"{first:,} to {last:,}", partial(accuracy_cell, first=first, last=last)))

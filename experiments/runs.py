@@ -80,17 +80,14 @@ class Size:
     learning_rate: float
     folder: str  # of NAME.json
 
-    def length(self, tokens):
-        """Return a context, or another length, at this size."""
-        return tokens // self.shrink
-
     def new_model(self, name, measures, **settings):
         """Return the Run of a new model that is only measured."""
         return Run(name, self.dataset, self.model | settings, measures)
 
     def run(self, name, context, steps=0, measures={}, **settings):
         """Return the Run at this context for so many steps (of size small), or without steps for `seconds`."""
-        block_size, steps = self.length(context), steps // self.fewer
+        block_size = context // self.shrink
+        steps = steps // self.fewer
         interval = -(-steps // 12) or 128 // self.fewer
         defaults = dict(
             block_size=block_size,
@@ -146,7 +143,8 @@ def main(name, plan, report, seeds=(1337,), prepare=None):
 
     seeds: the default of --seeds. prepare: a function of the Size that prepares data before anything is trained.
     """
-    parser = Parser(prog=f"python -m experiments.{name}", description=sys.modules["__main__"].__doc__)
+    command = f"python -m experiments.{name}"
+    parser = Parser(prog=command, description=sys.modules["__main__"].__doc__)
     parser.add_argument("--size", choices=SIZES, default="small", help="small: H200s; tiny: minutes on two CPU cores")
     parser.add_argument("--dataset", help="a prepared dataset (default: source; of size tiny pystdlib)")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop training after them; 0: draw what is there")
@@ -166,7 +164,8 @@ def main(name, plan, report, seeds=(1337,), prepare=None):
             refuse(error)
         finally:
             write_atomically(f"{path}.json", json.dumps({"runs": records}).encode())
-    entries, missing = {}, []
+    entries = {}
+    missing = []
     for run in runs:
         if record := run.find(records):
             entries.setdefault(run.name, Entry(run.name, [])).records.append(record)
@@ -175,8 +174,8 @@ def main(name, plan, report, seeds=(1337,), prepare=None):
     if entries:
         blocks, panels = report(entries, size)
         devices = {record["machine"]["device"] for entry in entries.values() for record in entry.records}
-        title = f"# {name}\n\n    python -m experiments.{name} --size={args.size}\n\n{'; '.join(sorted(devices))}"
-        write_report(path, [title, *blocks], panels, missing)
+        title = f"# {name}\n\n    {command} --size={args.size}\n\n{'; '.join(sorted(devices))}"
+        write_report(path, name, [title, *blocks], panels, missing)
     if missing:
         sys.exit(3)
 
@@ -186,17 +185,19 @@ def read_records(path):
     return read_json(path)["runs"] if os.path.exists(path) else {}
 
 
-def write_report(path, blocks, panels, missing):
-    """Write blocks of Markdown and the names of missing runs to PATH.md, and panels to PATH.png."""
+def write_report(path, name, blocks, panels, missing):
+    """Write blocks of Markdown and the names of missing runs to PATH.md, and panels to PATH.png.
+
+    name: the last part of the path.
+    """
     if missing:
         blocks.append("Not run: " + "; ".join(missing))
     panels = [panel for panel in panels if panel.lines]
     if panels:
         plot(panels, f"{path}.png")
-        name = os.path.basename(path)
         blocks.append(f"![{name}]({name}.png)")
     write_atomically(f"{path}.md", ("\n\n".join(blocks) + "\n").encode())
-    print(f"wrote {path}.md; {len(missing)} runs are missing")
+    print(f"wrote {path}.md")
 
 
 def train(runs, records, minutes):
@@ -205,7 +206,8 @@ def train(runs, records, minutes):
     After so many minutes, or a signal, the others save their checkpoints and stop.
     """
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    deadline, pending = time.monotonic() + 60 * minutes, iter(runs)
+    deadline = time.monotonic() + 60 * minutes
+    pending = iter(runs)
     workers = [train_on(gpu, pending, records) for gpu in gpus.split(",")]  # without GPUs there is one, ""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -245,15 +247,14 @@ def is_complete(run):
     """Return True if the training reached its limit of steps or seconds: train.py's status is 0 after a signal too."""
     if "max_iters" not in run.settings:
         return True
-    limits = SimpleNamespace(max_iters=run.settings["max_iters"], max_seconds=run.settings.get("max_seconds", 0.0))
-    return bool(reached_limit(limits, checkpoint.read_progress(checkpoint.newest(run.folder))))
+    progress = checkpoint.read_progress(checkpoint.newest(run.folder))
+    return bool(reached_limit(SimpleNamespace(**run.settings), progress))
 
 
 def make_record(run):
     """Return the record of a run: its settings, corpus and machine, its losses and measurements."""
     dataset, machine = Dataset(run.dataset), environment()
-    tokens = {"train": dataset.tokens("train")}
-    corpus = dict(name=dataset.name, sha256=fingerprint(dataset), tokens=tokens)
+    corpus = dict(name=dataset.name, sha256=fingerprint(dataset), tokens={"train": dataset.tokens("train")})
     machine = dict(device=(*machine["gpus"], "CPU")[0], commit=machine["commit"][:10], **machine["versions"])
     record = dict(name=run.name, settings=run.settings, corpus=corpus, machine=machine)
     if "max_iters" in run.settings:
@@ -271,7 +272,8 @@ def losses(folder):
     values of the layers at the end.
     """
     train, val = read_losses(folder)
-    stages, speeds = {}, {}
+    stages = {}
+    speeds = {}
     for line in train:
         stages.setdefault(line["context"], line["tokens"])
         speeds.setdefault(str(line["context"]), []).append(line["tok_per_sec"])

@@ -21,10 +21,11 @@ def variants(p):
 
 def plan(size):
     """Return the runs of p = 2 first, then of p = 4. Both are compared with the same runs of softmax."""
-    runs, longest = {}, size.length(LONGEST)
+    runs = {}
+    longest = LONGEST // size.shrink
     for p, contexts in CONTEXTS.items():
         for context in contexts:
-            window = size.length(context)
+            window = context // size.shrink
             measures = {
                 "targets": dict(length=2 * longest, documents=4 * size.documents, start=longest, window=window),
                 "positions": dict(length=longest, documents=size.documents),
@@ -48,7 +49,7 @@ def context_cell(entry):
 def report(entries, size):
     """Return a table and two panels for each power."""
     blocks = ["On the same targets, each with between half of the training context and the whole of it before it."]
-    panels, longest = [], size.length(LONGEST)
+    panels, longest = [], LONGEST // size.shrink
 
     def softmax(entry):
         return entries.get(f"softmax, {context_cell(entry):,}")
@@ -62,7 +63,7 @@ def report(entries, size):
     ]
     for p, contexts in CONTEXTS.items():
         rows, lines, curves = [], {}, {}
-        for length in sorted(map(size.length, contexts)):
+        for length in sorted(context // size.shrink for context in contexts):
             for attention in variants(p):
                 if entry := entries.get(f"{attention}, {length:,}"):
                     rows.append(entry)
