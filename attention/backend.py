@@ -3,10 +3,7 @@
 Nothing here imports Triton before a kernel is wanted, so that attention/ works on machines without it.
 """
 
-from pathlib import Path
-
-from .. import kernels
-from ..kernels import cost, heinsen_unsupported_reason, unsupported_reason, unusable_machine, width
+from ..kernels import cost, heinsen_unsupported_reason, source_hash, unsupported_reason, unusable_machine, width
 from ..kernels.configs import cache_folder
 from ..kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 from ..kernels.registry import register, registered
@@ -14,10 +11,9 @@ from ..kernels.transforms import transforms_active
 
 __all__ = [
     "cache_folder", "cost", "heinsen_unsupported_reason", "make_sqrt_multiplicity", "register", "registered",
-    "symmetric_power_dim", "tails_of", "transforms_active", "unsupported_reason", "unusable_machine", "width",
+    "source_hash", "symmetric_power_dim", "tails_of", "transforms_active",
+    "unsupported_reason", "unusable_machine", "width",
 ]  # fmt: skip
-
-SOURCES = Path(kernels.__file__).parent  # the folder of the kernels
 
 
 # Functions, because these modules import Triton. torch.compile follows import statements, but not importlib.

@@ -4,7 +4,6 @@ for line, ok in check(SIZES): ...                              # doctor.py, 3 to
 wrong = failure("quadratic", torch.bfloat16, 64, 4, True)      # before the first use, once for a GPU, torch and Triton
 """
 
-import hashlib
 import json
 import math
 import os
@@ -355,9 +354,8 @@ def _find(device, name, find):
     try:
         import triton
 
-        files = sorted(f for f in backend.SOURCES.glob("*") if f.suffix in (".py", ".json"))
-        sources = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12]
-        key = ", ".join([torch.cuda.get_device_name(device), torch.__version__, triton.__version__, sources, name])
+        versions = torch.cuda.get_device_name(device), torch.__version__, triton.__version__
+        key = ", ".join([*versions, backend.source_hash(), name])
         memory = backend.cache_folder() / "checked.json"
         known = _known(memory)
         if key in known:

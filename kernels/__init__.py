@@ -28,7 +28,9 @@ Importing this package, `layout`, `registry`, `cost` or `configs` does not impor
 attention/ or the model: attention/ calls `unsupported_reason`, and imports the kernels only to use them.
 """
 
+import hashlib
 import importlib.util
+from pathlib import Path
 
 import torch
 
@@ -38,6 +40,18 @@ if __name__ != "sympow.kernels":
 HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32, torch.float16)
 CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))  # (width, p) of the chunked form
 QUADRATIC_WIDTHS = (*HEAD_DIMS, 256)
+SOURCES = Path(__file__).parent
+
+
+def source_files(suffixes=(".py",)):
+    """Return the paths of all files of the kernels, in every room, whose suffix is one of these."""
+    return sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes)
+
+
+def source_hash():
+    """Return a hash of everything that decides what the kernels compile to: code and tables, in every room."""
+    files = source_files((".py", ".json"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def widest(form, dtype):

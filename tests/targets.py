@@ -253,8 +253,9 @@ def stop_early():
 
 def _memory():
     """Return the file that remembers what these sources compile to, for this version of Triton."""
-    files = [*sorted((ROOT / "kernels").glob("*.*")), Path(__file__)]
-    digest = hashlib.sha256(b"".join(x.read_bytes() for x in files if x.is_file())).hexdigest()[:16]
+    from sympow import kernels
+
+    digest = hashlib.sha256(kernels.source_hash().encode() + Path(__file__).read_bytes()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return cache / "sympow" / "targets" / f"{digest}-{importlib.metadata.version('triton')}.json"
 
@@ -281,6 +282,7 @@ def measure(targets, kernels=(), once=False, large=False):
     kernels: beginnings of names, by default all; once: one launch of each kernel, each for one of the targets in turn;
     large: head dimension 128, which no shipped config has, and only its shared memory.
     """
+    sys.path.insert(0, str(ROOT))
     memory = _memory()
     known = json.loads(memory.read_text()) if memory.exists() else {}
     asked = json.dumps([sorted(targets), sorted(kernels), once, large])
@@ -295,7 +297,6 @@ def measure(targets, kernels=(), once=False, large=False):
 
 
 def _measure(targets, kernels, once, large):
-    sys.path.insert(0, str(ROOT))
     for target in targets:
         LAUNCHES[target] = launches(target, large)
     jobs = [(target, number) for target in targets for number in range(len(LAUNCHES[target]))]

@@ -6,10 +6,16 @@ kernel may be None, also in a tuple.
 """
 
 import ast
+import shutil
 from pathlib import Path
 
 import pytest
+import targets
+import torch
 from helpers import ROOT
+
+from sympow import kernels
+from sympow.attention import check
 
 
 def uses_of_none(source):
@@ -42,7 +48,7 @@ def uses_of_none(source):
     return found
 
 
-@pytest.mark.parametrize("path", sorted(Path(ROOT, "kernels").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", kernels.source_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_triton_compiles_what_the_kernels_do_with_none(path):
     assert uses_of_none(path.read_text()) == []
 
@@ -67,11 +73,38 @@ def test_a_none_that_some_triton_refuses_is_found(body, found):
     assert len(uses_of_none(source)) == found
 
 
+def test_an_edit_in_any_room_is_compiled_and_compared_again(tmp_path, monkeypatch):
+    """What passed, and what was compiled, is remembered under a hash of all files of the kernels."""
+    folder = shutil.copytree(kernels.SOURCES, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(kernels, "SOURCES", folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    compared = []
+
+    def compare():
+        compared.append(None)
+        return ""
+
+    rooms = [folder, *(path for path in folder.iterdir() if path.is_dir())]
+    remembered = {targets._memory()}
+    for number, room in enumerate(rooms):
+        check._find(0, "a size", compare)
+        check._find(0, "a size", compare)  # remembered
+        assert len(compared) == number + 1
+        path = min(room.glob("*.py"))
+        path.write_text(path.read_text() + "# edited")
+        remembered.add(targets._memory())
+    table = folder / "table.json"
+    table.write_text(table.read_text() + " ")
+    assert len(remembered | {targets._memory()}) == len(rooms) + 2
+
+
 def test_saved_tensors_are_read_once():
     """Activation checkpointing computes them again when they are read, and refuses a second time."""
     read = lambda node: isinstance(node, ast.Attribute) and node.attr == "saved_tensors"
     root, counts = Path(ROOT), {}
-    for path in [*root.glob("*.py"), *(root / "attention").glob("*.py"), *(root / "kernels").glob("*.py")]:
+    for path in [*root.glob("*.py"), *(root / "attention").rglob("*.py"), *kernels.source_files()]:
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, (ast.FunctionDef, ast.Lambda)):
                 counts[path.name, function.lineno] = sum(map(read, ast.walk(function)))
