@@ -127,7 +127,7 @@ def try_kernels():
     try:
         import torch
 
-        from sympow.attention.check import check_all
+        from sympow.attention.operator.check import check_all
         from sympow.kernels import unsupported_reason
 
         if reason := unsupported_reason("quadratic", torch.bfloat16, 64, 64, 2):

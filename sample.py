@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from sympow.attention.learned_position import TooLong
-from sympow.attention.memory import switch_over_tokens
+from sympow.attention.operator.memory import switch_over_tokens
 from sympow.data import DataError
 from sympow.generation import state_file
 from sympow.generation.generate import Timings, cache_dtype, generate, read_prompt

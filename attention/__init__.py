@@ -2,12 +2,10 @@
 
 The variants are chapters with the same headings: softmax, even_power, sympow, sympow_gating, conformal_sympow,
 adaptive_power, heinsen; variant is what the model asks of each of them. embedding, rotary and gates hold the
-mathematics that they share; naive is the specification, power the operator, forms its fast PyTorch (adaptive_forms:
-with a power for each query), dispatch the choice between the forms, backend the door to the GPU kernels; state and
-memory hold the state of generation. heinsen_naive and heinsen_forms are the same for heinsen, log_position is its
-position embedding, learned_position GPT-2's. sequences has what packed sequences of any lengths need, packed is softmax
-within documents, arguments has the operators' refusals; check compares the kernels with the specifications. compat/ has
-the interfaces of two libraries.
+mathematics that they share; naive is the specification, power the operator, state the state of generation.
+heinsen_naive is heinsen's specification, log_position its position embedding, learned_position GPT-2's. operator/ has
+the choice between forms and kernels, the forms in fast PyTorch, and the check of the kernels; parallel/ has sequences
+that are spread over ranks; compat/ has the interfaces of two libraries.
 """
 
 if __name__ != "sympow.attention":
@@ -16,8 +14,8 @@ if __name__ != "sympow.attention":
 from .adaptive_power import AdaptivePower
 from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower
-from .forms import PowerState
 from .heinsen import Heinsen, LogState, heinsen_attention
+from .operator.forms import PowerState
 from .power import power_attention, power_attention_sums
 from .softmax import Softmax
 from .sympow import Sympow

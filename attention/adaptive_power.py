@@ -30,15 +30,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import backend
-from .adaptive_forms import adaptive_attend
-from .arguments import cast_to_autocast_dtype, check_gates, check_tensors
-from .context import plan_pieces, power_attention_in_context
-from .dispatch import plan_adaptive
 from .embedding import symmetric_power_dim
 from .even_power import power_flops
-from .forms import PowerState, accumulation_dtype
 from .gates import linear_fp32, reset_gates
+from .operator import backend
+from .operator.adaptive_forms import adaptive_attend
+from .operator.arguments import cast_to_autocast_dtype, check_gates, check_tensors
+from .operator.dispatch import plan_adaptive
+from .operator.forms import PowerState, accumulation_dtype
+from .parallel.context import plan_pieces, power_attention_in_context
 from .power import power_attention
 from .state import attend_to_state
 from .variant import KVCacheVariant

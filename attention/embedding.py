@@ -10,7 +10,7 @@ From "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), sections 3 a
 
 import torch
 
-from .backend import make_sqrt_multiplicity, symmetric_power_dim, tails_of
+from .operator.backend import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 
 
 def tensor_power_embedding(x, p):

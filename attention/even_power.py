@@ -6,10 +6,10 @@ The quadratic form    the one used here, as in section 2 of "Symmetric Power Tra
 The state             every key and value, like softmax; sympow computes the same function with a state
 """
 
-from .context import plan_pieces, power_attention_in_context
-from .dispatch import may_rotate_within
 from .embedding import symmetric_power_dim
 from .gates import reset_gates
+from .operator.dispatch import may_rotate_within
+from .parallel.context import plan_pieces, power_attention_in_context
 from .power import power_attention, rotated_power_attention
 from .state import attend_and_append
 from .variant import KVCacheVariant, decoding_kernels

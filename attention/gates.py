@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .backend import transforms_active
+from .operator.backend import transforms_active
 
 
 class LearnedGate(nn.Module):

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import backend, heinsen_forms
-from .arguments import as_state, cast_to_autocast_dtype, check_form, check_state, check_tensors
-from .dispatch import Plan, heinsen_kernel_reason
-from .forms import accumulation_dtype
-from .heinsen_forms import CHUNK_SIZE, LogState, empty_log_state
 from .log_position import LogPosition
+from .operator import backend, heinsen_forms
+from .operator.arguments import as_state, cast_to_autocast_dtype, check_form, check_state, check_tensors
+from .operator.dispatch import Plan, heinsen_kernel_reason
+from .operator.forms import accumulation_dtype
+from .operator.heinsen_forms import CHUNK_SIZE, LogState, empty_log_state
 from .state import State
 from .variant import Variant
 

@@ -11,7 +11,7 @@ references inside the sums and no blocks, so call them with float64. "Softmax At
 
 import torch
 
-from .heinsen_forms import EMPTY
+from .operator.heinsen_forms import EMPTY
 
 
 def quadratic(q, k, v, *, values="signed", causal=True, resets=None, initial_state=None):

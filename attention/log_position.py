@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .forms import without_autocast
+from .operator.forms import without_autocast
 from .state import State
 
 BLOCK = 16  # tokens that are combined one after the other

@@ -23,8 +23,9 @@ from operator import index
 
 import torch
 
-from . import backend, forms
-from .arguments import (
+from .embedding import symmetric_power_dim
+from .operator import backend, forms
+from .operator.arguments import (
     as_state,
     cast_to_autocast_dtype,
     check_cu_seqlens,
@@ -33,13 +34,12 @@ from .arguments import (
     check_state,
     check_tensors,
 )
-from .backend import transforms_active
-from .dispatch import kernel_chunk_size, may_rotate_within, plan
-from .embedding import symmetric_power_dim
-from .forms import PowerState, accumulation_dtype
-from .memory import check_chunks_fit, check_state_fits
+from .operator.backend import transforms_active
+from .operator.dispatch import kernel_chunk_size, may_rotate_within, plan
+from .operator.forms import PowerState, accumulation_dtype
+from .operator.memory import check_chunks_fit, check_state_fits
+from .operator.sequences import make_slots, read_lengths, reset_gates, sequence_lengths, typical_length
 from .rotary import rotation_table
-from .sequences import make_slots, read_lengths, reset_gates, sequence_lengths, typical_length
 
 LARGEST_IN_FLOAT32 = 8  # above this power, scores of 1/1000 of the largest are below float32's range
 

@@ -12,8 +12,8 @@ import math
 
 import torch
 
-from .backend import fused, transforms_active
-from .dispatch import uses_fused
+from .operator.backend import fused, transforms_active
+from .operator.dispatch import uses_fused
 
 
 def rotation_rates(d, base, device=None):

@@ -8,9 +8,9 @@ The state             every key and value (KV cache): memory and time per token 
 import torch
 from torch.nn import functional as F
 
-from .circulate import SoftmaxPairs, circulate
 from .gates import reset_gates
-from .packed import attend_within, find_documents
+from .operator.packed import attend_within, find_documents
+from .parallel.circulate import SoftmaxPairs, circulate
 from .variant import KVCacheVariant
 
 

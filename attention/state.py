@@ -16,8 +16,8 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from .forms import PowerState, flush, read_cache
-from .memory import switch_over_tokens
+from .operator.forms import PowerState, flush, read_cache
+from .operator.memory import switch_over_tokens
 from .power import power_attention
 
 FLUSH_EVERY = 64

@@ -8,8 +8,8 @@ The state             S_i = S_{i-1} + phi(k'_i) v_i^T   and   z_i = z_{i-1} + ph
 "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), section 4; rotation: proposition 1 of Kumar et al., 2025.
 """
 
-from .dispatch import plan
 from .even_power import EvenPower
+from .operator.dispatch import plan
 from .power import power_attention
 
 

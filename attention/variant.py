@@ -20,9 +20,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from .dispatch import FORMS
 from .learned_position import LearnedPosition
-from .memory import cached_bytes
+from .operator.dispatch import FORMS
+from .operator.memory import cached_bytes
 from .rotary import rotate_heads
 from .state import LayerState, count_positions
 
@@ -82,7 +82,7 @@ class Variant(nn.Module):
     switch_over = None
     rotates = True  # False if its `forward` does not rotate q and k by their positions
     # True if its `forward` computes its part of a sequence whose tokens are spread over ranks when `context` is set
-    # (attention/context.py). Only the class itself is asked: a subclass that computes something else must say so too.
+    # (parallel/context.py). Only the class itself is asked: a subclass that computes something else must say so too.
     splits_context = False
     context = None  # a context.Context, or None where each rank has whole sequences; set from outside
 
@@ -176,7 +176,7 @@ class Variant(nn.Module):
 
     @classmethod
     def context_layout(cls, config, block_size, dtype, device):
-        """Return how ranks should share sequences of block_size tokens, see attention/context.py: "contiguous" if a
+        """Return how ranks should share sequences of block_size tokens, see parallel/context.py: "contiguous" if a
         token costs the same wherever it is, "balanced" if it costs more the later it comes. Asked only if
         `splits_context`. Raises ValueError for settings that do not allow it."""
         return "balanced"

@@ -40,7 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sympow.attention.power import power_attention  # noqa: E402
-from sympow.bench.timing import (  # noqa: E402
+from sympow.bench.timing import (
     error_line,
     extra_bytes,
     finish,

@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sympow.attention import dispatch  # noqa: E402
+from sympow.attention.operator import dispatch  # noqa: E402
 from sympow.attention.rotary import rotate_heads  # noqa: E402
 from sympow.bench.timing import finish, make_parser, milliseconds, print_row, print_titles  # noqa: E402
 from sympow.layers.loss import LinearCrossEntropy  # noqa: E402

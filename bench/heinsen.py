@@ -26,8 +26,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sympow.attention import heinsen_attention  # noqa: E402
-from sympow.attention.dispatch import heinsen_kernel_reason  # noqa: E402
-from sympow.bench.timing import (  # noqa: E402
+from sympow.attention.operator.dispatch import heinsen_kernel_reason  # noqa: E402
+from sympow.bench.timing import (
     error_line,
     extra_bytes,
     finish,

@@ -1,4 +1,4 @@
-"""Generate token after token on a GPU: the buffers of kernels/decode.py, and the CUDA graph of a token.
+"""Generate token after token on a GPU: the buffers of kernels/decode/power.py, and the CUDA graph of a token.
 
     decoder = Decoder(model, state, sampler, max_new_tokens=500)     # state: a ModelState, from reading the prompt
     for ids in decoder.tokens(500): ...                              # [B] int64 on the CPU
@@ -19,16 +19,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-
-from sympow.attention.check import remember
 from sympow.attention.embedding import symmetric_power_dim
 from sympow.attention.heinsen import LOG_VALUE_BOUND
-from sympow.attention.memory import check_generation_fits
+from sympow.attention.operator.check import remember
+from sympow.attention.operator.memory import check_generation_fits
 from sympow.attention.rotary import rotation_rates
 from sympow.attention.state import LayerState
 from sympow.attention.variant import decoding_kernels
-from sympow.kernels import decode, decode_heinsen, decode_softmax, sampling
 from sympow.kernels.common import device_guard
+from sympow.kernels.decode import heinsen as decode_heinsen
+from sympow.kernels.decode import power as decode
+from sympow.kernels.decode import sampling
+from sympow.kernels.decode import softmax as decode_softmax
 from sympow.model import GPT
 
 # of logits in `failure`, by the dtype of weights and of states; measured are 7e-3, 6e-6 and (p = 6) 3e-2
@@ -385,7 +387,7 @@ def _when_copied(ids, event):
 def failure(model, dtype, state_dtype):
     """Compare a Decoder of weights of `dtype` with GPT.step in float64 on the model's GPU.
 
-    Each kind of layer that the model has is compared, which takes seconds, once (attention/check.py). Returns "" if
+    Each kind of layer that the model has is compared, which takes seconds, once (operator/check.py). Returns "" if
     they agree, else one line that says what is wrong.
     """
     if not torch.cuda.is_available():

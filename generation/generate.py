@@ -12,9 +12,9 @@ import time
 
 import torch
 
-from sympow.attention.dispatch import kernel_reason, warn_once
+from sympow.attention.operator.dispatch import kernel_reason, warn_once
 from sympow.attention.learned_position import check_length
-from sympow.attention.memory import check_generation_fits
+from sympow.attention.operator.memory import check_generation_fits
 from sympow.attention.variant import decoding_kernels
 from sympow.data.progress import bar
 
@@ -178,7 +178,7 @@ class Sampler:
         self.options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
         self.kernel, self.used = None, 0
         if on_kernel:
-            from sympow.kernels import sampling  # Triton is not everywhere
+            from sympow.kernels.decode import sampling  # Triton is not everywhere
 
             self.kernel = sampling.sample_next_token
         self.generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]

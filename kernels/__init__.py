@@ -1,22 +1,19 @@
 """Attention on a GPU: Triton kernels, and the operators through which torch calls them.
 
-operators      the door: both whole forms as torch operators, and from steps.py the chunked form's steps
+operators      the door: power attention's quadratic and chunked form as torch operators
+adaptive       the quadratic form with a power for each row as a torch operator
 arguments      what the public functions ask of their arguments; rows of any width for kernels of a few
 transforms     autograd, torch.func and torch.compile of the operators
-adaptive       the quadratic form with a power for each row as a torch operator
-quadratic      the kernels of the quadratic form, and the functions that launch them
-chunked        the chunked form forward and backward, made of the kernels in
-                   gates, prepare, update_state, discumsum, query_state, query_gradient
-hopper         update_state and query_gradient on Hopper for p = 2: whether, and in Gluon, hopper_kernels
-heinsen        Heinsen's log attention, and heinsen_operator: its torch operator
-common         what these kernels share: units, exact products, program maps
-decode         one token of generation: q, k, v, power attention, and flushing the KV cache into the state
-decode_softmax, decode_heinsen
-               one token of generation: the other attentions
+quadratic/     passes, the launchers of the quadratic form, and its kernels: forward_kernel, backward_kernels, tiles
+chunked/       passes, the chunked form forward and backward, and its kernels: prepare, update_state, discumsum,
+               query_state, query_gradient; on Hopper for p = 2 in Gluon: hopper, hopper_kernels
+gates          what gates need in both forms
+heinsen/       passes, Heinsen's log attention, and operator, its torch operator
+decode/        one token of generation: power, softmax, heinsen, linear, sampling
+common         what the kernels share: units, exact products, program maps
 fused          training: steps of the model outside of attention, each in one pass over memory:
-                   rotary, cross_entropy, and rotated: rotations and the quadratic form as one operator
-linear         one token of generation: LayerNorm and linear layers
-sampling       one token of generation: the next token from its logits
+               rotary, cross_entropy, and rotated: rotations and the quadratic form as one operator
+steps          the chunked form's steps as torch operators
 layout         which features a state has, and in what order the kernels store them
 precompile     compiles kernels in several processes before they are used
 registry       objects that operators know by a number: the ranks that share a sequence

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import quadratic
 from .arguments import check, check_device, check_qkv, to_width
 from .operators import pad_queries
+from .quadratic import passes as quadratic
 from .steps import asked, empty_like, keep
 from .transforms import transformable, transformable_once
 

@@ -20,7 +20,6 @@ import math
 import torch
 from torch import Tensor
 
-from . import chunked, quadratic
 from .arguments import (
     check,
     check_chunks,
@@ -33,7 +32,9 @@ from .arguments import (
     to_width,
     widen_state,
 )
+from .chunked import passes as chunked
 from .layout import symmetric_power_dim
+from .quadratic import passes as quadratic
 from .registry import registered
 from .steps import asked, create_inputs, discumsum, empty_like, keep, query_state, update_state
 from .transforms import refuse_second_derivative, transformable, transformable_once

@@ -9,7 +9,7 @@ of q, k and v in bfloat16 where this one writes 2, and rounds once. It can be di
 import torch
 from torch import Tensor
 
-from . import quadratic
+from .quadratic import passes as quadratic
 from .rotary import rotate
 from .steps import empty_like
 from .transforms import refuse_second_derivative

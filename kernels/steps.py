@@ -26,16 +26,16 @@ from .arguments import (
     to_width,
     widen_state,
 )
-from .chunked import Sizes, from_canonical, to_canonical
+from .chunked.discumsum import discumsum as carry_states
+from .chunked.passes import Sizes, from_canonical, to_canonical
+from .chunked.prepare import prepare
+from .chunked.query_gradient import query_gradient
+from .chunked.query_state import query_state as read_states
+from .chunked.update_state import update_state as sum_chunks
 from .common import SQUARE_TOP, SUM_TOP, TOP, device_guard
-from .discumsum import discumsum as carry_states
 from .gates import chunk_gates
 from .layout import TILE, symmetric_power_dim
-from .prepare import prepare
-from .query_gradient import query_gradient
-from .query_state import query_state as read_states
 from .transforms import transformable, transformable_once
-from .update_state import update_state as sum_chunks
 
 # ---- shared with operators.py
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from sympow.attention.check import first_line, kernel_failure
-from sympow.attention.dispatch import disable_kernels
+from sympow.attention.operator.check import first_line, kernel_failure
+from sympow.attention.operator.dispatch import disable_kernels
 from sympow.runs.processes import Failed
 
 # dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name that occurs in the device's name counts

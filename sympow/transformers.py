@@ -20,8 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function
 
-from .attention import sequences
-from .attention.forms import accumulation_dtype
+from .attention.operator import sequences
+from .attention.operator.forms import accumulation_dtype
 from .attention.gates import alibi_slopes, reset_gates
 from .attention.power import power_attention
 from .attention.state import LayerState, attend_and_append

@@ -101,7 +101,9 @@ def compiled_for_hopper(shapes, folder, kernels=()):
     from triton.runtime.jit import JITFunction
 
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from sympow.kernels import chunked, configs, hopper, quadratic
+    from sympow.kernels.chunked import passes as chunked, hopper
+    from sympow.kernels import configs
+    from sympow.kernels.quadratic import passes as quadratic
     from sympow.kernels.precompile import pretend_gpu
 
     pretend_gpu(90)
@@ -112,7 +114,7 @@ def compiled_for_hopper(shapes, folder, kernels=()):
     def only_compile(self, *args, grid, warmup, **kwargs):
         of_pairs = ("forward", "dq", "dkdv") * (p == 0 or (p, D, dtype) == shapes[0])
         wanted = self.__name__.startswith(("update", "query", *of_pairs))
-        name = "hopper." * (self.fn.__module__ == "sympow.kernels.hopper_kernels") + self.__name__
+        name = "hopper." * (self.fn.__module__ == "sympow.kernels.chunked.hopper_kernels") + self.__name__
         if wanted and (not kernels or name.removesuffix("_kernel") in kernels):
             cubin = run(self, *args, grid=(1,), warmup=True, **kwargs).asm["cubin"]
             if cubin not in codes:

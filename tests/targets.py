@@ -51,7 +51,8 @@ def training(large=False, heads=2, T=512):
     """
     import torch
 
-    from sympow.kernels import DTYPES, adaptive, heinsen_operator, operators
+    from sympow.kernels import DTYPES, adaptive, operators
+    from sympow.kernels.heinsen import operator as heinsen_operator
     from sympow.kernels.cross_entropy import cross_entropy_
     from sympow.kernels.rotary import RotateHeads
     from sympow.kernels.rotated import rotated_attention

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sympow.attention import adaptive_forms, backend, dispatch, memory, naive
+from sympow.attention.operator import adaptive_forms, backend, dispatch, memory
+from sympow.attention import naive
 from sympow.attention.adaptive_power import PowerNetwork, adaptive_power_attention, mixture_attention, mixture_weights
 from sympow.attention.power import power_attention
 from sympow.attention.state import LayerState

@@ -20,10 +20,12 @@ from test_kernels import DEVICE, DTYPES, GPU, inputs  # noqa: E402
 
 from sympow.generation import decoder  # noqa: E402
 from sympow.generation import generate  # noqa: E402
-from sympow.attention import ATTENTIONS, check, dispatch, naive  # noqa: E402
-from sympow.attention.dispatch import plan  # noqa: E402
+from sympow.attention import ATTENTIONS, naive  # noqa: E402
+from sympow.attention.operator import check, dispatch  # noqa: E402
+from sympow.attention.operator.dispatch import plan  # noqa: E402
 from sympow.attention.power import power_attention  # noqa: E402
-from sympow.kernels import decode, decode_heinsen, decode_softmax, operators  # noqa: E402
+from sympow.kernels.decode import power as decode, heinsen as decode_heinsen, softmax as decode_softmax  # noqa: E402
+from sympow.kernels import operators  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
 
 
@@ -147,7 +149,7 @@ def test_kernels_of_chunks_are_compiled_in_several_processes_before_they_are_che
 PRECOMPILE = """
 import os, sys, torch
 from pathlib import Path
-from sympow.attention import check
+from sympow.attention.operator import check
 from sympow.kernels import configs, precompile
 
 size, device = check.Size("chunked", torch.bfloat16, 16, 2, False), torch.device("cuda", 0)
@@ -156,7 +158,7 @@ configs.gpu, torch.cuda.get_device_capability = lambda _: gpu, lambda _: (9, 0)
 count = lambda: len([*Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")])
 os.sched_getaffinity = lambda _: range(4)
 print(precompile.precompile(check.launch, (size,), device), count())
-precompile.compile_part("sympow.attention.check", "launch", (size,), 90, tuple(gpu), 0, 1)
+precompile.compile_part("sympow.attention.operator.check", "launch", (size,), 90, tuple(gpu), 0, 1)
 print(count())
 os.sched_getaffinity = lambda _: range(3)
 print(precompile.precompile(check.launch, (size,), device))

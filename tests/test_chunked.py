@@ -13,10 +13,11 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import DEVICE, DTYPES, GPU, gradients, inputs  # noqa: E402
 
-from sympow.attention import dispatch, forms, memory  # noqa: E402
+from sympow.attention.operator import dispatch, forms, memory  # noqa: E402
 from sympow.attention.embedding import symmetric_power_dim, symmetric_power_embedding  # noqa: E402
 from sympow.attention.power import PowerState, power_attention  # noqa: E402
-from sympow.kernels import chunked, cost, operators, query_gradient  # noqa: E402
+from sympow.kernels.chunked import passes as chunked, query_gradient  # noqa: E402
+from sympow.kernels import cost, operators  # noqa: E402
 from sympow.kernels.layout import SPREAD_ROWS, columns, entries, features, layout  # noqa: E402
 
 LONG = GPU and 3000 or 300  # tokens, in chunks of 128, with a ragged last one

@@ -7,7 +7,8 @@ import torch
 from numerics import relative_error
 from torch.nn.functional import logsigmoid
 
-from sympow.attention import dispatch, naive
+from sympow.attention.operator import dispatch
+from sympow.attention import naive
 from sympow.attention.compat import power_attention as library
 from sympow.attention.compat import retention, steps
 from sympow.attention.embedding import symmetric_power_dim, symmetric_power_embedding

@@ -15,7 +15,7 @@ from helpers import ROOT, SMALL, call, dataset, join, metrics, start_ranks  # no
 
 from sympow import train
 from sympow.attention import ATTENTIONS, Sympow
-from sympow.attention.context import pieces_of
+from sympow.attention.parallel.context import pieces_of
 from sympow.data.dataset import Dataset
 from sympow.data.loader import Windows, eval_batches, train_batch
 from sympow.model import GPT, GPTConfig
@@ -247,7 +247,8 @@ def test_two_groups_of_a_sharded_model_train_as_one_rank(dataset, tmp_path, monk
 def test_pieces_on_the_kernels_are_the_whole_sequence_and_no_sum_is_computed_twice(monkeypatch):
     """In the interpreter, and one process: piece by piece forward, and from the last one backward."""
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
-    from sympow.kernels import chunked, operators, registry
+    from sympow.kernels.chunked import passes as chunked
+    from sympow.kernels import operators, registry
 
     torch.manual_seed(0)
     n, pieces, D = 256, 2, 16

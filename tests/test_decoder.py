@@ -9,16 +9,14 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import DEVICE, GPU  # noqa: E402
 
-from sympow.attention import ATTENTIONS, memory  # noqa: E402
+from sympow.attention import ATTENTIONS  # noqa: E402
+from sympow.attention.operator import memory  # noqa: E402
 from sympow.attention import state as state_of
 from sympow.attention.embedding import symmetric_power_embedding  # noqa: E402
 from sympow.attention.state import LayerState  # noqa: E402
 from sympow.generation.decoder import Decoder  # noqa: E402
 from sympow.generation.generate import Sampler, sample_next_token  # noqa: E402
-from sympow.kernels import (
-    decode,  # noqa: E402
-    sampling,  # noqa: E402
-)
+from sympow.kernels.decode import power as decode, sampling
 from sympow.model import GPT, GPTConfig  # noqa: E402
 
 GPT2 = dict(p=2, bias=True, embedding_norm=False, activation="gelu_tanh")

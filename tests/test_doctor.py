@@ -79,7 +79,7 @@ def test_a_kernel_that_fails_is_named(monkeypatch):
         yield "float32 D=64 p=2: y 3.0e-07", True
         raise RuntimeError("first\n\nno ptxas")
 
-    monkeypatch.setattr("sympow.attention.check.check_all", check_all)
+    monkeypatch.setattr("sympow.attention.operator.check.check_all", check_all)
     monkeypatch.setattr("sympow.kernels.unsupported_reason", lambda *size: "")
     assert doctor.try_kernels() == {"float32 D=64 p=2: y 3.0e-07": "", "kernels": "RuntimeError: no ptxas"}
 

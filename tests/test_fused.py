@@ -10,7 +10,8 @@ from torch.nn import functional as F
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from sympow.layers import loss  # noqa: E402
-from sympow.attention import ATTENTIONS, check, dispatch, even_power  # noqa: E402
+from sympow.attention import ATTENTIONS, even_power  # noqa: E402
+from sympow.attention.operator import check, dispatch  # noqa: E402
 from sympow.attention.rotary import rotary, rotate_heads  # noqa: E402
 from sympow.kernels import fused, operators, rotated  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402

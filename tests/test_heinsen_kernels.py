@@ -12,8 +12,9 @@ from numerics import relative_error
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from sympow.kernels import heinsen, heinsen_unsupported_reason  # noqa: E402
-from sympow.kernels.heinsen_operator import heinsen_attention  # noqa: E402
+from sympow.kernels.heinsen import passes as heinsen  # noqa: E402
+from sympow.kernels import heinsen_unsupported_reason  # noqa: E402
+from sympow.kernels.heinsen.operator import heinsen_attention  # noqa: E402
 
 GPU = bool(os.environ.get("TEST_GPU"))
 DEVICE = "cuda" if GPU else "cpu"

@@ -134,7 +134,7 @@ def test_attention_reaches_the_kernels_by_one_door_and_both_are_relative_inside(
     for name in FILES:
         for target, level, line in targets(name):
             if room_of(name) == "attention" and room_of(target) == "kernels":
-                assert name == "sympow.attention.backend", f"{name}:{line} imports {target}"
+                assert name == "sympow.attention.operator.backend", f"{name}:{line} imports {target}"
             if room_of(name) in ("attention", "kernels") and room_of(target) == room_of(name):
                 assert level, f"{name}:{line} imports {target} by its full name"
 

@@ -15,7 +15,7 @@ import torch
 from helpers import ROOT
 
 from sympow import kernels
-from sympow.attention import check
+from sympow.attention.operator import check
 
 
 def uses_of_none(source):

@@ -15,13 +15,14 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 import test_heinsen_kernels  # noqa: E402
 from test_kernels import DEVICE, DTYPES, GPU  # noqa: E402
 
-from sympow.attention import check, forms, gates  # noqa: E402
-from sympow.attention.check import Size  # noqa: E402
+from sympow.attention.operator import check, forms  # noqa: E402
+from sympow.attention import gates  # noqa: E402
+from sympow.attention.operator.check import Size  # noqa: E402
 from sympow.attention.power import PowerState  # noqa: E402
 from sympow.kernels import HEAD_DIMS, operators, unsupported_reason, width  # noqa: E402
 from sympow.kernels.adaptive import adaptive_attention  # noqa: E402
 from sympow.kernels.arguments import narrow_state, to_width, widen_state  # noqa: E402
-from sympow.kernels.heinsen_operator import heinsen_attention  # noqa: E402
+from sympow.kernels.heinsen.operator import heinsen_attention  # noqa: E402
 from sympow.kernels.layout import positions_of_narrower  # noqa: E402
 
 CHUNK, T = 128, 300  # a ragged last chunk

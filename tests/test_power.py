@@ -6,10 +6,11 @@ import pytest
 import torch
 from numerics import GATES, relative_error
 
-from sympow.attention import check, dispatch, forms, naive, power
-from sympow.attention.dispatch import FORMS
+from sympow.attention.operator import check, dispatch, forms
+from sympow.attention import naive, power
+from sympow.attention.operator.dispatch import FORMS
 from sympow.attention.embedding import symmetric_power_dim
-from sympow.attention.forms import PowerState, integer_power, read_cache
+from sympow.attention.operator.forms import PowerState, integer_power, read_cache
 from sympow.attention.power import power_attention, power_attention_sums
 
 HALVES = torch.bfloat16, torch.float16

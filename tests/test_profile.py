@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import call
 
-from sympow.attention import dispatch
+from sympow.attention.operator import dispatch
 from sympow.bench import fused, profile_step
 from sympow.model import GPTConfig
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from numerics import GATES, relative_error
 
-from sympow.attention import dispatch, naive, sequences
-from sympow.attention.forms import PowerState
+from sympow.attention.operator import dispatch, sequences
+from sympow.attention import naive
+from sympow.attention.operator.forms import PowerState
 from sympow.attention.power import power_attention
 from sympow.kernels import cost
 

@@ -6,7 +6,7 @@ from helpers import SMALL, call, dataset, metrics  # noqa: F401 (dataset is a fi
 from numerics import Largest
 
 from sympow import train
-from sympow.attention import packed
+from sympow.attention.operator import packed
 from sympow.attention.softmax import packed_softmax_attention
 from sympow.model import GPT, GPTConfig
 

@@ -17,13 +17,15 @@ from test_kernels import GPU, gradients, inputs  # noqa: E402
 
 from sympow.generation import decoder as decoding  # noqa: E402
 from sympow.attention import naive  # noqa: E402
-from sympow.kernels import chunked, configs, prepare, quadratic, unsupported_reason, update_state  # noqa: E402
+from sympow.kernels.chunked import passes as chunked, prepare, update_state  # noqa: E402
+from sympow.kernels import configs, unsupported_reason  # noqa: E402
+from sympow.kernels.quadratic import passes as quadratic  # noqa: E402
 from sympow.kernels.configs import Config, choose, describe_gpu, early_launch, safe  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
 
 SPILLS = 256  # bytes a thread that may spill
 MORE_SPILLS = {  # (kernel, target) -> why up to 512 bytes
-    ("update_state.update_state", "sm_90"): "in float32, whose products do without the matrix unit",
+    ("chunked.update_state.update_state", "sm_90"): "in float32, whose products do without the matrix unit",
 }
 
 
@@ -46,7 +48,7 @@ def test_kernels_compile_fit_and_do_not_spill(of):
         assert target == "gfx942" or row["spills"] <= (512 if (kernel, target) in MORE_SPILLS else SPILLS), row
     kernels = {row["kernel"] for row in rows}
     assert len(kernels) > 30 and {row["target"] for row in rows} == ({*TARGETS} if of == "once" else {of})
-    assert of not in ("once", "sm_90") or {"hopper_kernels.update_state", "hopper_kernels.query_gradient"} < kernels
+    assert of not in ("once", "sm_90") or {"chunked.hopper_kernels.update_state", "chunked.hopper_kernels.query_gradient"} < kernels
 
 
 @pytest.mark.slow

@@ -26,7 +26,8 @@ from helpers import (
 from wandb_server import no_key, wandb_server  # noqa: F401 (fixtures)
 
 from sympow import train
-from sympow.attention import ATTENTIONS, check, dispatch
+from sympow.attention import ATTENTIONS
+from sympow.attention.operator import check, dispatch
 from sympow.training import batches
 from sympow.runs import checkpoint, display, machine, settings
 from sympow.runs.processes import Ranks

@@ -9,9 +9,10 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import DEVICE  # noqa: E402
 
-from sympow.kernels import arguments, operators, quadratic  # noqa: E402
+from sympow.kernels import arguments, operators  # noqa: E402
+from sympow.kernels.quadratic import passes as quadratic  # noqa: E402
 from sympow.kernels.adaptive import adaptive_attention  # noqa: E402
-from sympow.kernels.heinsen_operator import heinsen_attention  # noqa: E402
+from sympow.kernels.heinsen.operator import heinsen_attention  # noqa: E402
 from sympow.kernels.layout import symmetric_power_dim  # noqa: E402
 
 SIZES = dict(p=2, chunk=128)

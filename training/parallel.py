@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from sympow.attention import ATTENTIONS
-from sympow.attention.context import Context, pieces_of
+from sympow.attention.parallel.context import Context, pieces_of
 from sympow.attention.learned_position import check_length
 from sympow.attention.variant import splits_context
 from sympow.runs.parts import own_rows
@@ -162,7 +162,7 @@ def _tensors_of(model):
     return chain(model.named_parameters(), model.named_buffers())
 
 
-# ---- context parallel: the mathematics is in attention/context.py
+# ---- context parallel: the mathematics is in attention/parallel/context.py
 
 
 def check_context(cfg, model_cfg, contexts):
@@ -203,7 +203,7 @@ def split_context(model, layout, block_size, dtype, compiled):
     compile the model; the exchange between ranks then stays outside of its graphs.
 
     All layers have one layout of tokens. Returns True if it is "balanced", as it is if any layer with block_size tokens
-    computes pairs: see attention/context.py.
+    computes pairs: see attention/parallel/context.py.
     """
     if layout.context_size == 1:
         return False

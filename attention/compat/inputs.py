@@ -5,7 +5,7 @@ import inspect
 import torch
 from torch.nn.functional import logsigmoid
 
-from .. import forms
+from ..operator import forms
 
 
 def random_inputs(b, tq, tk, h, d, qhead_ratio, dtype, device, seed, requires_grad, gate_mean, deg, with_state):

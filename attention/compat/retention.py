@@ -11,7 +11,7 @@ docs/compat.md says what differs. Its steps (attention, update_state, query_stat
 
 import torch
 
-from .. import forms
+from ..operator import forms
 from ..power import power_attention
 from .inputs import properties, random_inputs
 from .steps import attention, discumsum, paired_state, query_state, update_state

@@ -15,11 +15,11 @@ import math
 
 import torch
 
-from .. import backend, forms
-from ..arguments import check_tensors
-from ..dispatch import failed_check, kernel_reason
 from ..embedding import symmetric_power_dim
-from ..forms import PowerState, ScaledState, accumulation_dtype, without_autocast
+from ..operator import backend, forms
+from ..operator.arguments import check_tensors
+from ..operator.dispatch import failed_check, kernel_reason
+from ..operator.forms import PowerState, ScaledState, accumulation_dtype, without_autocast
 from ..power import power_attention, power_attention_sums
 
 PAIRS_AT_ONCE = 2**26  # scores that exist at any time, where they are computed here

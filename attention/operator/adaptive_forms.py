@@ -1,0 +1,72 @@
+"""Attention with a power for each query, in plain PyTorch: in blocks, stable in float32, on any device.
+
+    y = adaptive_attend(q, k, v, powers, log_g)
+
+    w_ij = |q_i . k_j|^p_i,     y_i = sum_j w_ij v_j / sum_j w_ij
+
+attention/naive.py (`adaptive`) computes the same without the care that is taken here. A power that is not an integer
+needs a logarithm, so a row is a softmax of p_i log2 |q_i . k_j|, whose largest entry is subtracted first: no power is
+too large. Each row of q and each key is scaled by the power of two that brings its largest entry into [1, 2). That of q
+cancels in y; that of a key, as an integer, is added to the logarithm, relative to the largest that the row sees. So y
+does not change when a row of q or all of k is scaled by a power of two, and no row depends on later ones.
+
+Where the scores that one product would hold are too many, blocks of rows compute theirs again in the backward pass.
+"""
+
+from functools import partial
+
+import torch
+
+from .forms import (
+    SCORES_AT_ONCE,
+    accumulation_dtype,
+    blocks_of_rows,
+    exponent,
+    finite_keys_and_values,
+    normalize,
+    to_unit_range,
+    without_autocast,
+)  # fmt: skip
+
+COPIES = 4  # of the scores that the backward pass of one block keeps: power attention keeps one
+
+
+def adaptive_attend(q, k, v, powers, log_g=None):
+    """Return y [B, n, H, E] in q's dtype, computed in float32 or, for float64 q, in float64.
+
+    The arguments are those of `adaptive_power_attention`, checked.
+    """
+    (B, n, H, _), (m, Hkv), dtype = q.shape, k.shape[1:3], accumulation_dtype(q)
+    with without_autocast(q.device):
+        queries = to_unit_range(q.transpose(1, 2).to(dtype).unflatten(1, (Hkv, -1)))  # [B, Hkv, G, n, D]
+        keys, values, bad = finite_keys_and_values(*(x.transpose(1, 2).to(dtype) for x in (k, v)))
+        sizes = exponent(keys.detach().abs().amax(-1))  # [B, Hkv, m], the least there is for a key of zeros
+        keys, powers = to_unit_range(keys), powers.to(dtype)[:, None, None, :, None]
+        documents = None if log_g is None else (log_g == float("-inf")).cumsum(1).transpose(1, 2)  # [B, Hkv, m]
+        ranges, run = blocks_of_rows(B * H, n, m, SCORES_AT_ONCE.get(q.device.type, 2**27) // COPIES)
+        parts = []
+        for start, end in ranges:
+            seen = m - n + end
+            args = queries[..., start:end, :], keys[:, :, :seen], values[:, :, :seen], sizes[..., :seen]
+            args += bad[..., :seen], None if documents is None else documents[..., :seen], powers[..., start:end, :]
+            parts.append(run(partial(_block_of_rows, first=m - n + start), *args))
+        y = torch.cat(parts, dim=3)
+    return y.flatten(1, 2).transpose(1, 2).to(q.dtype)
+
+
+def _block_of_rows(q, k, v, sizes, bad, documents, powers, first):
+    """Return y of queries first, first+1, ... over the keys up to each; k and q are scaled, k by 2^-sizes."""
+    n, m = q.shape[3], k.shape[2]
+    at = torch.arange(first, first + n, device=q.device)
+    hidden = at.unsqueeze(-1) < torch.arange(m, device=q.device)  # [n, m]
+    if documents is not None:
+        hidden = hidden | (documents[..., first : first + n, None] != documents.unsqueeze(-2))  # [B, Hkv, n, m]
+    relative = sizes.unsqueeze(-2).masked_fill(hidden, float("-inf"))
+    relative = sizes.unsqueeze(-2) - relative.amax(-1, keepdim=True)  # [B, Hkv, n, m], at most 0 where it is seen
+    s = (q @ k.transpose(-1, -2).unsqueeze(2)).abs()  # [B, Hkv, G, n, m]
+    no_weight = (s < torch.finfo(s.dtype).tiny) | (hidden if documents is None else hidden.unsqueeze(2))
+    x = powers * (s.masked_fill(no_weight, 1).log2() + relative.unsqueeze(2))
+    x = x.masked_fill(no_weight, float("-inf"))
+    largest = x.detach().amax(-1, keepdim=True)
+    w = torch.exp2(x - largest.masked_fill(largest == float("-inf"), 0))
+    return normalize(w @ v.unsqueeze(2), w.sum(-1) + bad[:, :, first : first + n].unsqueeze(2))

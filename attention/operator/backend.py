@@ -1,0 +1,54 @@
+"""The door to the GPU kernels: the one file of attention/ that knows where they are.
+
+Nothing here imports Triton before a kernel is wanted, so that attention/ works on machines without it.
+"""
+
+from ...kernels import cost, heinsen_unsupported_reason, source_hash, unsupported_reason, unusable_machine, width
+from ...kernels.configs import cache_folder
+from ...kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
+from ...kernels.registry import register, registered
+from ...kernels.transforms import transforms_active
+
+__all__ = [
+    "cache_folder", "cost", "heinsen_unsupported_reason", "make_sqrt_multiplicity", "register", "registered",
+    "source_hash", "symmetric_power_dim", "tails_of", "transforms_active",
+    "unsupported_reason", "unusable_machine", "width",
+]  # fmt: skip
+
+
+# Functions, because these modules import Triton. torch.compile follows import statements, but not importlib.
+
+
+def operators():
+    """Return the module kernels.operators: power attention in its quadratic and its chunked form."""
+    from ...kernels import operators
+
+    return operators
+
+
+def adaptive():
+    """Return the module kernels.adaptive: the quadratic form with a power for each row."""
+    from ...kernels import adaptive
+
+    return adaptive
+
+
+def heinsen_operator():
+    """Return the module kernels.heinsen_operator: Heinsen's log attention."""
+    from ...kernels.heinsen import operator as heinsen_operator
+
+    return heinsen_operator
+
+
+def fused():
+    """Return the module kernels.fused: rotations and cross entropy."""
+    from ...kernels import fused
+
+    return fused
+
+
+def precompile(function, arguments, device):
+    """See kernels/precompile.py."""
+    from ...kernels import precompile
+
+    precompile.precompile(function, arguments, device)

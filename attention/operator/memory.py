@@ -1,0 +1,114 @@
+"""Count the bytes of states and caches, and refuse, with that number, what would not fit into the device's memory."""
+
+import math
+import os
+
+import torch
+
+from ..embedding import symmetric_power_dim
+from . import backend
+
+SURELY_FREE = 2**30  # bytes: up to here a GPU is not asked how much is free, which takes longer than a launch
+
+
+def features(D, p):
+    """Return Dphi = C(D+p-1, p), the features of a PowerState; those of all powers together if p is a tuple."""
+    return sum(symmetric_power_dim(D, m) for m in p) if isinstance(p, tuple) else symmetric_power_dim(D, p)
+
+
+def state_bytes(rows, D, E, p, dtype=torch.float32):
+    """Return the bytes of a PowerState, or of those of a tuple of powers, for `rows` = B * Hkv sequences and heads."""
+    return rows * features(D, p) * (E + 1) * dtype.itemsize
+
+
+def switch_over_tokens(p, D, E, itemsize, dtype=torch.float32):
+    """Return how many tokens' keys and values take as much memory as a PowerState of `dtype`.
+
+    itemsize is the number of bytes of an entry of a key or value.
+    """
+    return math.ceil(state_bytes(1, D, E, p, dtype) / ((D + E) * itemsize))
+
+
+def check_state_fits(rows, D, E, p, dtype, device):
+    """Raise MemoryError, naming the bytes, if a PowerState would not fit into the device's memory."""
+    if torch.compiler.is_compiling() or device.type == "meta":
+        return
+    need, have = state_bytes(rows, D, E, p, dtype), free_memory(device)
+    if need > have:
+        raise MemoryError(
+            f"the state of power p={p} at head dimension {D} takes {need:,} bytes ({rows} heads and sequences of "
+            f"{features(D, p):,} x {E + 1}), the device has {have:,}: use a smaller head dimension or p, "
+            f"or form='quadratic' without a state"
+        )
+
+
+def check_chunks_fit(q, k, v, p, chunk):
+    """Raise MemoryError if what the chunked kernels allocate would not fit into the device's memory."""
+    if torch.compiler.is_compiling():
+        return
+    need = backend.operators().chunked.bytes_needed(q, k, v, p, chunk, backward=torch.is_grad_enabled())
+    if need < SURELY_FREE:
+        return
+    if need > (have := free_memory(q.device)):
+        T, D = q.shape[1], q.shape[3]
+        raise MemoryError(
+            f"the chunked form of p={p} at head dimension {D} takes {need:,} bytes for {q.shape[0]} x {T:,} tokens and "
+            f"{k.shape[2]} key/value heads in chunks of {chunk:,}, the device has {have:,}: use longer chunks "
+            "(chunk_size), a smaller head dimension or p, fewer sequences at once, or form='quadratic'"
+        )
+
+
+def cached_bytes(config, p, layer, max_new_tokens, itemsize, state_dtype):
+    """Return the bytes of one sequence's (KV cache, PowerState) once a LayerState is `max_new_tokens` longer.
+
+    config is the layer's GPTConfig, p the power of its state or a tuple of powers, itemsize the bytes of a number in
+    the KV cache, state_dtype that of S.
+    """
+    D, cached, tokens = config.head_dim, layer.cached_tokens, layer.cached_tokens + max_new_tokens
+    limit = layer.switch_over_limit(p, D, D, itemsize)
+    cache = config.n_kv_head * (2 * D * itemsize + 12) * int(max(cached, min(limit, tokens)))
+    if limit > tokens and not layer.power:
+        return cache, 0
+    return cache, config.n_kv_head * features(D, p) * (D * state_dtype.itemsize + 4)
+
+
+def check_generation_fits(mixes, state, max_new_tokens, num_samples, itemsize, state_dtype, device):
+    """Raise MemoryError if the states of `num_samples` sequences would not fit once they are `max_new_tokens` longer.
+
+    mixes are the Variants of the model's layers, state is its ModelState, itemsize the bytes of a number in a KV cache,
+    state_dtype that of S. The message names settings that would fit.
+    """
+
+    def bytes_of_one(state_dtype=state_dtype, switch_over=None):
+        sizes = max_new_tokens, itemsize, state_dtype, switch_over
+        layers = [mix.generation_bytes(layer, *sizes) for mix, layer in zip(mixes, state.layers)]
+        return [sum(x) for x in zip(*layers)]
+
+    (cache, states), have = bytes_of_one(), free_memory(device)
+    need = num_samples * (cache + states)
+    if need <= have:
+        return
+    fits = have // (cache + states)
+    ways = [f"num_samples={fits}"] * (fits > 0)
+    if device.type == "cuda" and states and num_samples * sum(bytes_of_one(state_dtype=torch.bfloat16)) <= have:
+        ways.append("state_dtype=bfloat16")
+    longest = state.n_tokens + max_new_tokens + 1
+    if num_samples * sum(bytes_of_one(switch_over=longest)) <= have:
+        ways.append(f"switch_over={longest}")
+    if not ways:
+        ways.append("a model of a smaller head dimension or p" if states >= cache else "fewer tokens")
+    of = f"states of {states:,} bytes" if states >= cache else f"keys and values of {cache:,} bytes"
+    c, powers = mixes[0].config, " and ".join(dict.fromkeys(str(mix.p) for mix in mixes))
+    raise MemoryError(
+        f"{num_samples} samples need {need:,} bytes, mostly {of} each (p={powers}, head dimension {c.head_dim}, "
+        f"{len(mixes)} layers of {c.n_kv_head} heads), the device has {have:,} free: {' or '.join(ways)} would fit"
+    )
+
+
+def free_memory(device):
+    """Return the bytes that could still be allocated: a GPU's free memory and torch's unused cache, or all RAM."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats_as_nested_dict(device)  # memory_reserved() takes 0.2 ms to flatten it
+        now = lambda name: stats[name]["all"]["current"] if stats else 0  # empty before any tensor
+        return torch.cuda.mem_get_info(device)[0] + now("reserved_bytes") - now("allocated_bytes")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

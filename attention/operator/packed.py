@@ -1,0 +1,244 @@
+"""Softmax attention within the documents of packed sequences, without a mask of T x T.
+
+    documents = find_documents(resets)                  # once for each batch: resets [B, T] is true where one begins
+    y = attend_within(documents, q, k, v, scale)        # in each layer
+
+On a GPU in bfloat16 and float16 all documents go to torch's flash attention in one call, which reads where each begins
+from a tensor; or to cuDNN's, which is faster, where all are equally long, as they are if each fills its window.
+Elsewhere each document is a call of scaled_dot_product_attention. All cost the pairs within documents.
+The host must know how many documents there are and how long the longest is, so it waits for the GPU once a batch.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+FLASH_WIDTH = 256  # the largest head dimension of torch's flash attention
+ROWS = 256  # queries whose weights exist at a time where a document is differentiated by hand
+
+
+class Documents(NamedTuple):
+    """Where the documents are among B * T tokens, sequence behind sequence; each sequence begins with one."""
+
+    ends: Tensor  # [B * T + 1] int32: 0, the end of each document, and B * T again and again
+    sizes: Tensor  # [2] int64 on the CPU: the number of documents, and of the longest one's tokens
+
+
+def find_documents(resets):
+    """Return the Documents of resets [B, T] bool, for the same tensor only once.
+
+    torch.compile removes repeated calls from the graph of a training step itself; in evaluation it makes one a layer.
+    """
+    if torch.compiler.is_compiling():
+        return Documents(*_find_operator(resets))
+    version = None if resets.is_inference() else resets._version
+    known, documents = _found.get(resets, (None, None))
+    if documents is None or version is None or known != version:
+        documents = Documents(*_find(resets))
+        _found[resets] = version, documents
+    return documents
+
+
+_found = WeakTensorKeyDictionary()  # resets: (its version, the Documents)
+
+
+def _find(resets):
+    starts = resets.clone()
+    starts[:, 0] = True
+    starts = starts.flatten().nonzero().flatten()
+    ends = torch.full((resets.numel() + 1,), resets.numel(), dtype=torch.int32, device=resets.device)
+    ends[: len(starts)] = starts
+    return ends, torch.tensor([len(starts), int(ends.diff().max())])
+
+
+@torch.library.custom_op("sympow::find_documents", mutates_args=())
+def _find_operator(resets: Tensor) -> tuple[Tensor, Tensor]:
+    return _find(resets)
+
+
+@_find_operator.register_fake
+def _(resets):
+    ends = resets.new_empty(resets.numel() + 1, dtype=torch.int32)
+    return ends, torch.empty(2, dtype=torch.int64, device="cpu")
+
+
+def attend_within(documents, q, k, v, scale=None):
+    """Return y [B, T, H, E] in q's dtype: causal softmax attention of each document alone.
+
+    q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E], any strides; query head h reads key/value head h // (H / Hkv).
+    scale: by default 1 / sqrt(D).
+    """
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    inputs = [x.flatten(0, 1) for x in (q, k, v)]
+    if takes_flash(q, k, v):
+        D = q.shape[3]
+        inputs = [F.pad(x, (0, -D % 8)) if D % 8 or x.stride(-1) != 1 else x for x in inputs]
+        y = _flash(*inputs, *documents, scale)[0][..., :D]
+    elif torch.compiler.is_compiling():  # how many documents there are must not be part of the graph
+        y = _one_by_one_operator(*inputs, *documents, scale)
+    else:
+        y = _one_by_one(*inputs, *documents, scale)
+    return y.unflatten(0, q.shape[:2])
+
+
+def takes_flash(q, k, v):
+    """Return True if torch's flash attention takes these tensors, packed."""
+    return (
+        q.is_cuda
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[3] == v.shape[3] <= FLASH_WIDTH
+        and _has_flash(q.device)
+    )
+
+
+def _has_flash(device):
+    if torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+_has_flash._dynamo_marked_constant = True  # see the end of dispatch.py
+
+
+# ---- one call for all documents
+
+
+def takes_cudnn(n, longest, q, k):
+    """Return True if cuDNN computes n documents of at most `longest` tokens, q [N, H, D] and k [N, Hkv, D].
+
+    It does on the GPUs on which torch prefers it. This asks no setting that a program might change between the passes.
+    """
+    if n * longest != len(q) or longest < 128 or q.shape[1] != k.shape[1] or q.shape[2] not in (64, 128):
+        return False
+    if torch.version.hip or torch.are_deterministic_algorithms_enabled():
+        return False
+    return torch.cuda.get_device_capability(q.device) in ((9, 0), (10, 0), (10, 3))
+
+
+def _by_document(n, *tensors):
+    """Return views [n, H, tokens, D] of tensors [N, H, D] whose n documents are equally long."""
+    return [x.unflatten(0, (n, -1)).transpose(1, 2) for x in tensors]
+
+
+@torch.library.custom_op("sympow::packed_flash", mutates_args=())
+def _flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return y [N, H, D] and as many log-sum-exps, [H, N] float32, of q [N, H, D], k and v [N, Hkv, D]."""
+    n, longest = sizes.tolist()
+    if takes_cudnn(n, longest, q, k):
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        y, lse, *_ = cudnn(*_by_document(n, q, k, v), None, True, 0.0, True, False, scale=scale)
+        return y.transpose(1, 2).flatten(0, 1).contiguous(), lse.reshape(q.shape[1], -1)  # [n, H, tokens] in memory
+    ends = ends[: n + 1]
+    flash = torch.ops.aten._flash_attention_forward
+    y, lse, *_ = flash(q, k, v, ends, ends, longest, longest, 0.0, True, False, scale=scale)
+    return y, lse
+
+
+@_flash.register_fake
+def _(q, k, v, ends, sizes, scale):
+    y = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return y, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("sympow::packed_flash_backward", mutates_args=())
+def _flash_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, y: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, longest = sizes.tolist()
+    if takes_cudnn(n, longest, q, k):
+        dy, q, k, v, y = _by_document(n, dy.contiguous(), q, k, v, y)
+        lse, seed = lse.view(n, -1, longest, 1), torch.zeros((), dtype=torch.int64, device=q.device)
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+        grads = cudnn(dy, q, k, v, y, lse, seed, seed, None, None, None, longest, longest, 0.0, True, scale=scale)
+        return tuple(x.transpose(1, 2).flatten(0, 1).contiguous() for x in grads)
+    ends = ends[: n + 1]
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    backward = torch.ops.aten._flash_attention_backward
+    args = dy.contiguous(), q, k, v, y, lse, ends, ends, longest, longest, 0.0, True, *no_dropout
+    return tuple(x.contiguous() for x in backward(*args, scale=scale))
+
+
+@_flash_backward.register_fake
+def _(dy, q, k, v, ends, sizes, y, lse, scale):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _save_flash(ctx, inputs, output):
+    *tensors, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, *output)
+
+
+_flash.register_autograd(
+    lambda ctx, dy, _: (*_flash_backward(dy, *ctx.saved_tensors, ctx.scale), None, None, None),
+    setup_context=_save_flash,
+)
+
+
+# ---- a call for each document
+
+
+def _one_by_one(q, k, v, ends, sizes, scale):
+    """Return y [N, H, E] of q [N, H, D], k [N, Hkv, D] and v [N, Hkv, E], whose documents these are."""
+    lengths = ends[: int(sizes[0]) + 1].diff().tolist()
+    options = dict(is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    documents = zip(*(x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2) for x in (q, k, v)))  # [1, H, tokens, D]
+    y = [F.scaled_dot_product_attention(*qkv, **options) for qkv in documents]
+    return torch.cat(y, dim=2).squeeze(0).transpose(0, 1)
+
+
+@torch.library.custom_op("sympow::packed_one_by_one", mutates_args=())
+def _one_by_one_operator(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, scale: float) -> Tensor:
+    return _one_by_one(q, k, v, ends, sizes, scale).contiguous()
+
+
+@_one_by_one_operator.register_fake
+def _(q, k, v, ends, sizes, scale):
+    return q.new_empty(*q.shape[:2], v.shape[2])
+
+
+@torch.library.custom_op("sympow::packed_one_by_one_backward", mutates_args=())
+def _one_by_one_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute each document's weights again, ROWS queries at a time: autograd does not work inside an operator."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq, (dk, dv), group = (
+        torch.empty_like(q),
+        (torch.zeros_like(x, dtype=wide) for x in (k, v)),
+        q.shape[1] // k.shape[1],
+    )
+    starts = ends[: int(sizes[0]) + 1].tolist()
+    for start, end in zip(starts, starts[1:]):
+        for row in range(start, end, ROWS):
+            rows, keys = slice(row, min(row + ROWS, end)), slice(start, min(row + ROWS, end))
+            q_, dy_ = (x[rows].to(wide).unflatten(1, (-1, group)) for x in (q, dy))  # [rows, Hkv, group, D]
+            k_, v_ = k[keys].to(wide), v[keys].to(wide)
+            scores = torch.einsum("ihgd,jhd->hgij", q_, k_) * scale
+            future = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1 + row - start)
+            weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+            dscores = torch.einsum("ihge,jhe->hgij", dy_, v_)
+            dscores = weights * (dscores - (dscores * weights).sum(-1, keepdim=True)) * scale
+            dq[rows] = torch.einsum("hgij,jhd->ihgd", dscores, k_).flatten(1, 2).to(q.dtype)
+            dk[keys] += torch.einsum("hgij,ihgd->jhd", dscores, q_)
+            dv[keys] += torch.einsum("hgij,ihge->jhe", weights, dy_)
+    return dq.contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+
+
+@_one_by_one_backward.register_fake
+def _(dy, q, k, v, ends, sizes, scale):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+_one_by_one_operator.register_autograd(
+    lambda ctx, dy: (*_one_by_one_backward(dy, *ctx.saved_tensors, ctx.scale), None, None, None), setup_context=_save
+)

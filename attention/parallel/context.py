@@ -1,0 +1,260 @@
+"""Context parallel: the tokens of a sequence are spread over several ranks, each of which holds its slice alone.
+
+    context = Context(group, balanced=False)                # a process group of N ranks
+    for block in model.transformer.h:
+        block.attn.mix.context = context                    # from then on `forward` gets this rank's tokens
+    y = power_attention_in_context(q, k, v, log_g, context, p=2)
+
+A sequence is cut into pieces of n tokens. Where the cost of a token does not depend on its place there are N, and rank
+r holds piece r. Where some layer computes pairs of tokens, there are 2N: rank r holds pieces r and 2N-1-r, so that all
+ranks have the same number of pairs. Tensors [B, T / N, ...] hold a rank's pieces one behind the other.
+
+With u_g the state that the tokens of piece g alone give (S and z side by side, canonical) and G_g the product of its
+gates, exactly 0 if there is a reset in it, the state before piece g is
+
+    s_0 = 0,   s_{g+1} = G_g s_g + u_g          and its gradient   d_g = G_g d_{g+1} + (what piece g reads from s_g)
+
+Every rank scans 1/N of the features of all pieces: an all-to-all brings them there, another one brings the states back,
+so that each rank sends less than two states, however many ranks there are. G_g comes from a sum of log-gates in
+float64, resets are counted beside it. Keys are scaled inside each piece's own computation; states travel unscaled.
+
+For forms without such a state, keys and values travel instead: circulate.py.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..operator import backend
+from ..operator.arguments import cast_to_autocast_dtype
+from ..operator.dispatch import plan
+from ..operator.forms import PowerState, accumulation_dtype, flush
+from ..operator.memory import check_chunks_fit
+from ..power import power_attention
+from .circulate import PowerPairs, circulate
+
+
+def pieces_of(rank, size, balanced):
+    """Return the numbers of the pieces that a rank of `size` holds, out of size or, if `balanced`, 2 * size of them."""
+    return (rank, 2 * size - 1 - rank) if balanced else (rank,)
+
+
+class Context:
+    """The ranks that share the tokens of a sequence, and which tokens each of them holds.
+
+    Attributes: group (torch.distributed's ProcessGroup), rank and size (of and in it), pieces (how many each rank
+    holds), mine (the numbers of this rank's, in the order of the sequence), number (by which operators know it).
+    """
+
+    def __init__(self, group, balanced, run=None):
+        """run: calls a function with arguments, outside of the graphs of torch.compile; by default it is just called.
+
+        What circulates, and PyTorch's chunked form, breaks torch.compile's graphs (blocks that activation checkpointing
+        computes again are then left uncompiled, unless each is compiled for itself):
+        `run = torch.compiler.disable(lambda f, *args, **kwargs: f(*args, **kwargs))`. All else is operators.
+        """
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.balanced, self.mine = balanced, pieces_of(self.rank, self.size, balanced)
+        self.pieces, self.number = len(self.mine), backend.register(self)
+        self.run = run or (lambda function, *args, **kwargs: function(*args, **kwargs))
+
+    def pieces_of(self, rank):
+        """Return the numbers of the pieces that a rank of the group holds."""
+        return pieces_of(rank, self.size, self.balanced)
+
+    def split(self, x):
+        """Return x [B, T / N, ...] with its pieces as sequences of their own, [B * pieces, n, ...]; None stays None."""
+        return x if x is None or self.pieces == 1 else x.unflatten(1, (self.pieces, -1)).flatten(0, 1)
+
+    def join(self, x):
+        """Return x [B * pieces, n, ...] as [B, T / N, ...], the inverse of `split`."""
+        return x if self.pieces == 1 else x.unflatten(0, (-1, self.pieces)).flatten(1, 2)
+
+    def positions(self, x, speed=None):
+        """Return the positions of the tokens of x [B, T / N, C], float64, as `state.count_positions` does for a whole
+        sequence: [T / N], or [B, T / N] with a speed [B, T / N]. Differentiable in speed."""
+        if speed is None:
+            n = x.shape[1] // self.pieces
+            # no sum with the first token, which is 0 on one rank: the compiler would leave it out there, and the ranks'
+            # graphs, by which the order of their exchanges goes, must be the same
+            spans = [(piece * n + 1, (piece + 1) * n + 1) for piece in self.mine]
+            return torch.cat([torch.arange(*span, dtype=torch.float64, device=x.device) for span in spans])
+        sums = self.split(speed.double()).cumsum(1)  # [B * pieces, n]
+        before = self.sum_before(sums[:, -1].unflatten(0, (-1, self.pieces)))
+        return self.join(sums + before.flatten().unsqueeze(1))
+
+    def sum_before(self, x):
+        """Return the sum of x [B, pieces] over all earlier pieces, like x."""
+        totals = self.gather(x.transpose(0, 1))  # [all pieces, B]
+        return (totals.cumsum(0) - totals)[list(self.mine)].transpose(0, 1)
+
+    def gather(self, x):
+        """Return x [pieces, ...] of all ranks, in the order of the sequence: [N * pieces, ...]. Differentiable."""
+        return self._in_order(_gather(x, self.number))
+
+    def _in_order(self, x):
+        """Return x [N, pieces, ...] in the order of the sequence, [N * pieces, ...]."""
+        return x.flatten(0, 1) if self.pieces == 1 else torch.cat((x[:, 0], x[:, 1].flip(0)))
+
+    def _by_rank(self, x):
+        """Return x [N * pieces, ...] as [N, pieces, ...], the inverse of `_in_order`."""
+        return x.unsqueeze(1) if self.pieces == 1 else torch.stack((x[: self.size], x[self.size :].flip(0)), dim=1)
+
+    def states_before(self, u, decay=None):
+        """Return the state before each of this rank's pieces, the exclusive scan s_{g+1} = decay_g s_g + u_g.
+
+        u [B * pieces, Hkv, ...]: what the tokens of each piece give; decay [B * pieces, Hkv]: the product of each
+        piece's gates, or None for ones. Differentiable in both.
+        """
+        return self.begin_scan(u, decay)()
+
+    def begin_scan(self, u, decay=None, reverse=False):
+        """Begin `states_before`, or with `reverse` the scan from the last piece on, and return a function that returns
+        its result. Until that is called, a GPU computes what else it is given while states travel."""
+        x, shape = u.flatten(2), u.shape
+        x = torch.nn.functional.pad(x, (0, -x.shape[2] % self.size)).unflatten(0, (-1, self.pieces))
+        x = x.unflatten(3, (self.size, -1)).permute(3, 1, 0, 2, 4).contiguous()  # [N, pieces, B, Hkv, F / N]
+        arrive, decays = self._exchange(x), None
+        if decay is not None:
+            decays = self.gather(decay.unflatten(0, (-1, self.pieces)).transpose(0, 1)).unsqueeze(-1)
+
+        def finish():
+            x = self._in_order(arrive())  # 1/N of the features of all pieces, [N * pieces, B, Hkv, F / N]
+            found, state = [None] * len(x), torch.zeros_like(x[0])
+            for i in reversed(range(len(x))) if reverse else range(len(x)):
+                found[i] = state
+                state = (state if decays is None else decays[i] * state) + x[i]
+            x = self._exchange(self._by_rank(torch.stack(found)).contiguous())()
+            x = x.permute(2, 1, 3, 0, 4).flatten(0, 1).flatten(2)
+            return x[..., : shape[2:].numel()].reshape(shape)
+
+        return finish
+
+    def scan_states(self, S, z, decay, reverse):
+        """Do what `begin_scan` does for states S [B * pieces, Hkv, Dphi, E] and z [B * pieces, Hkv, Dphi]."""
+        finish = self.begin_scan(_join(S, z), decay, reverse)
+        return lambda: _split(finish())
+
+    def _exchange(self, x):
+        """Begin an all-to-all, entry i of x [N, ...] to rank i, and return a function that returns what has come."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            x = _exchange(x, self.number)
+            return lambda: x
+        out = torch.empty_like(x)
+        work = dist.all_to_all_single(out, x, group=self.group, async_op=True)
+
+        def arrive(sent=x):  # which must live until then
+            work.wait()
+            return out
+
+        return arrive
+
+
+@torch.library.custom_op("sympow::exchange", mutates_args=())
+def _exchange(x: Tensor, context: int) -> Tensor:
+    """All-to-all: entry i of x [N, ...] goes to rank i. The gradient goes back the same way."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=backend.registered(context).group)
+    return out
+
+
+@_exchange.register_fake
+def _(x, context):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("sympow::gather", mutates_args=())
+def _gather(x: Tensor, context: int) -> Tensor:
+    """Gather x of all ranks, [N, ...]. The gradients of all ranks are added in the order of the ranks."""
+    ranks = backend.registered(context)
+    out = x.new_empty(ranks.size, *x.shape)
+    dist.all_gather([*out], x.contiguous(), group=ranks.group)
+    return out
+
+
+@_gather.register_fake
+def _(x, context):
+    return x.new_empty(backend.registered(context).size, *x.shape)
+
+
+def _keep_context(ctx, inputs, output):
+    ctx.context = inputs[1]
+
+
+_exchange.register_autograd(lambda ctx, d: (_exchange(d, ctx.context), None), setup_context=_keep_context)
+_gather.register_autograd(lambda ctx, d: (_exchange(d, ctx.context).sum(0), None), setup_context=_keep_context)
+
+
+# ---- power attention
+
+
+def power_attention_in_context(q, k, v, log_g, context, *, p, form="auto", chunk_size=None):
+    """Compute what `power_attention` does for a sequence whose tokens are spread over the ranks of `context`.
+
+    q [B, T / N, H, D], k [B, T / N, Hkv, D], v [B, T / N, Hkv, E], log_g [B, T / N, Hkv] or None: those of this rank's
+    tokens; the rest is as for `power_attention`, and form="auto" is chosen for T tokens. All ranks must call it, and
+    also the backward pass. Returns y [B, T / N, H, E]. Differentiable in every tensor, once.
+    """
+    q, k, v = cast_to_autocast_dtype(q, k, v)
+    chosen = plan_pieces(
+        context.size * q.shape[1], context.size * context.pieces, q.shape[3], v.shape[3], p, dtype=q.dtype,
+        device=q.device, gated=log_g is not None, form=form, chunk_size=chunk_size,
+    )  # fmt: skip
+    if chosen.form == "quadratic":
+        return context.run(circulate, PowerPairs(p), context, q, k, v, log_g)
+    q, k, v, log_g = map(context.split, (q, k, v, log_g))
+    attend = _attend_on_kernels if chosen.on_kernels else partial(context.run, _attend)
+    return context.join(attend(q, k, v, log_g, context, p=p, chunk=chosen.chunk_size))
+
+
+def plan_pieces(T, pieces, *sizes, form="auto", **how):
+    """Return the Plan of power attention for a sequence of T tokens, or that of each of its pieces if it is computed in
+    several with states between them. The other arguments are those of `dispatch.plan`."""
+    chosen = plan(T, *sizes, form=form, **how)
+    if pieces == 1 or chosen.form == "quadratic":
+        return chosen
+    return plan(T // pieces, *sizes, form="chunked", initial_state=True, **how)
+
+
+def _attend(q, k, v, log_g, context, *, p, chunk):
+    """Return y [B * pieces, n, H, E] in PyTorch: the state of each piece, their scan, then attention from the state."""
+    decay, state, step = None, None, partial(flush, p=p)
+    if log_g is not None:
+        total, reset = _piece_gates(log_g)
+        decay = total.exp().masked_fill(reset, 0).to(accumulation_dtype(q))
+    if torch.is_grad_enabled():  # only the states between chunks are saved, not the features
+        step = partial(checkpoint, step, use_reentrant=False)
+    for start in range(0, k.shape[1], chunk):
+        part = (None if x is None else x[:, start : start + chunk] for x in (k, v, log_g))
+        state = step(*part, state)
+    before = _split(context.states_before(_join(*state), decay))
+    return power_attention(q, k, v, log_g, p=p, form="chunked", chunk_size=chunk, initial_state=before)
+
+
+def _attend_on_kernels(q, k, v, log_g, context, *, p, chunk):
+    """Return y [B * pieces, n, H, E] on the kernels, which compute a piece's state once and go on from it."""
+    decay = None
+    if log_g is not None:
+        total, reset = _piece_gates(log_g.detach())
+        decay, log_g = total.exp().masked_fill(reset, 0).float(), log_g.float()
+    check_chunks_fit(q, k, v, p, chunk)
+    return backend.operators().chunked_attention_of_piece(q, k, v, log_g, decay, context.number, p=p, chunk=chunk)
+
+
+def _piece_gates(log_g):
+    """Return the natural logarithm of the product of the gates of each sequence, its resets left out, [B, Hkv] float64,
+    and whether there is a reset, [B, Hkv] bool, for log_g [B, n, Hkv]. Differentiable."""
+    reset = log_g == float("-inf")
+    return log_g.masked_fill(reset, 0).double().sum(1), reset.any(1)
+
+
+def _join(S, z):
+    return torch.cat((S, z.unsqueeze(-1)), dim=-1)
+
+
+def _split(Sz):
+    return PowerState(Sz[..., :-1], Sz[..., -1])

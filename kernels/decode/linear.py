@@ -1,0 +1,206 @@
+"""Linear layers for the newest token of a few sequences, with LayerNorm before and GELU or a sum after, in one kernel.
+
+    out = f(W layer_norm(x) + b),   out += f(..),   for W [N, K], and layer_norm(wte[id])
+
+One sequence: a program has BN columns of W (rows of the array [N, K]) and all of x, on vector units. More sequences: a
+program has BM sequences and BN columns, on the matrix unit. The LayerNorm is computed again by every program, which
+costs less than a kernel of its own.
+
+Cost: N K weights are read once, however many sequences (up to 64) there are. With one sequence the limit is latency,
+with many the bandwidth. Sums are float32; x is rounded to the dtype of W before the product, as autocast does.
+
+From Hopper on a kernel is launched while the one before it still runs (programmatic dependent launch, `PDL`): it loads
+its weights, which no kernel changes, and then waits for the other.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..configs import early_launch
+
+MIN_ROWS = 16  # smallest number of rows of the matrix unit; 2 or more sequences are padded to it
+
+
+# ---- launching a kernel while the one before runs
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Let the next kernel start. Until it calls `wait_for_previous` it must not depend on this kernel."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait until the kernel before this one, and all before that, have ended."""
+    if PDL:
+        gdc_wait()
+
+
+# ---- LayerNorm, embedding
+
+
+@triton.jit
+def load_norm(LN_W, LN_B, k, K):
+    """Load a LayerNorm's weight and bias (zeros if LN_B is None) at columns k, zeros beyond K."""
+    weight = tl.load(LN_W + k, mask=k < K, other=0.0)
+    return weight, tl.load(LN_B + k, mask=k < K, other=0.0) if LN_B is not None else tl.zeros_like(weight)
+
+
+@triton.jit
+def normalize(x, weight, bias, k, K):
+    """Return layer_norm of one row x, zeros beyond K; k are all its columns."""
+    x = tl.where(k < K, x - tl.sum(x, 0) / K, 0.0)
+    return x / tl.sqrt(tl.sum(x * x, 0) / K + 1e-5) * weight + bias
+
+
+@triton.jit
+def _mean_and_scale(X, row, K, B, BM: tl.constexpr, BK: tl.constexpr):
+    """Return the mean and 1 / standard deviation of each row, [BM], as torch.nn.LayerNorm computes them."""
+    total = tl.zeros([BM, BK], tl.float32)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        total += tl.load(X + row[:, None] * K + k[None, :], mask=(row[:, None] < B) & (k[None, :] < K), other=0.0)
+    mean = tl.sum(total, 1) / K
+    total = tl.zeros([BM, BK], tl.float32)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        mask = (row[:, None] < B) & (k[None, :] < K)
+        x = tl.load(X + row[:, None] * K + k[None, :], mask=mask, other=0.0) - mean[:, None]
+        total += tl.where(mask, x * x, 0.0)
+    return mean, 1 / tl.sqrt(tl.sum(total, 1) / K + 1e-5)
+
+
+@triton.jit
+def embed_kernel(IDS, WTE, LN_W, LN_B, OUT, K, BK: tl.constexpr, PDL: tl.constexpr = False):
+    """Write layer_norm(wte[id]) of one sequence, in float32."""
+    let_next_start(PDL)
+    b, k = tl.program_id(0), tl.arange(0, BK)
+    weight, bias = load_norm(LN_W, LN_B, k, K)
+    wait_for_previous(PDL)
+    x = tl.load(WTE + tl.load(IDS + b) * K + k, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(OUT + b * K + k, normalize(x, weight, bias, k, K), k < K)
+
+
+def embed(ids, wte, norm, out):
+    """Write layer_norm(wte[ids]) to out [B, n_embd] float32; ids [B] int64, norm: (weight, bias or None) float32."""
+    K = wte.shape[1]
+    embed_kernel[(len(ids),)](ids, wte, *norm, out, K, BK=triton.next_power_of_2(K), **early_launch(out))
+
+
+# ---- linear layers
+
+
+@triton.jit
+def _gelu(x, KIND: tl.constexpr):
+    """Return GELU, or with KIND 2 GPT-2's approximation: x (1 + tanh z) / 2 = x sigmoid(2 z)."""
+    if KIND == 2:
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        return x * 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _linear_of_one(
+    X, LN_W, LN_B, W, BIAS, OUT, N, K, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GELU: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute `linear_kernel` for one sequence: BN columns of W, all of x at once, without the matrix unit."""
+    n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    inside = k < K
+    w = tl.load(W + tl.cast(n, tl.int64)[:, None] * K + k[None, :], mask=(n < N)[:, None] & inside[None, :], other=0.0)
+    more = tl.load(BIAS + n, mask=n < N, other=0.0) if BIAS is not None else tl.zeros([BN], tl.float32)
+    if NORM:
+        weight, bias = load_norm(LN_W, LN_B, k, K)
+    wait_for_previous(PDL)
+    x = tl.load(X + k, mask=inside, other=0.0)
+    old = tl.load(OUT + n, mask=n < N, other=0.0) if ADD else tl.zeros([BN], tl.float32)
+    if NORM:
+        x = normalize(x, weight, bias, k, K)
+    y = tl.sum(w.to(tl.float32) * x.to(w.dtype).to(tl.float32)[None, :], 1) + more
+    tl.store(OUT + n, old + (_gelu(y, GELU) if GELU else y), n < N)
+
+
+@triton.jit
+def _linear_of_many(
+    X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    NORM: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute `linear_kernel` for BM sequences and BN columns of W, on the matrix unit."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.program_id(1) * BM + tl.arange(0, BM)
+    wait_for_previous(PDL)
+    if NORM:
+        mean, scale = _mean_and_scale(X, row, K, B, BM, BK)
+    acc = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        w = tl.load(
+            W + tl.cast(n, tl.int64)[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0
+        )
+        mask = (row[:, None] < B) & (k[None, :] < K)
+        x = tl.load(X + row[:, None] * K + k[None, :], mask=mask, other=0.0)
+        if NORM:
+            weight, bias = load_norm(LN_W, LN_B, k, K)
+            x = (x - mean[:, None]) * scale[:, None] * weight[None, :] + bias[None, :]
+        acc = tl.dot(x.to(w.dtype), tl.trans(w), acc, input_precision="ieee")
+    to, mask = OUT + row[:, None] * stride + n[None, :], (row[:, None] < B) & (n[None, :] < N)
+    if BIAS is not None:
+        acc += tl.load(BIAS + n, mask=n < N, other=0.0)[None, :]
+    if GELU:
+        acc = _gelu(acc, GELU)
+    if ADD:
+        acc += tl.load(to, mask=mask, other=0.0)
+    tl.store(to, acc, mask)
+
+
+@triton.jit
+def linear_tile(
+    X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    NORM: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if BM == 1:
+        _linear_of_one(X, LN_W, LN_B, W, BIAS, OUT, N, K, BN, BK, NORM, GELU, ADD, PDL)
+    else:
+        _linear_of_many(X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM, BN, BK, NORM, GELU, ADD, PDL)
+
+
+@triton.jit
+def linear_kernel(
+    X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    NORM: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
+    """Write f(x) W^T + bias to BM rows and BN columns of OUT [B, N] float32, whose rows are `stride` apart.
+
+    x [B, K] float32 is normalised first with NORM, and rounded to the dtype of W [N, K]. f is GELU, of the kind 1 or 2
+    that `_gelu` has, or nothing (0); with ADD the result is added to OUT. Biases and the LayerNorm's weights are
+    float32.
+    """
+    let_next_start(PDL)
+    linear_tile(X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM, BN, BK, NORM, GELU, ADD, PDL)
+
+
+def tile_sizes(B, N, K):
+    """Return (programs over columns, programs over sequences) of a linear layer, and its tile sizes."""
+    if B == 1:
+        BK = triton.next_power_of_2(K)
+        BM, BN = 1, max(1, 4096 // BK)
+    else:
+        BM, BN, BK = min(64, max(MIN_ROWS, triton.next_power_of_2(B))), 32, 64
+    return (triton.cdiv(N, BN), triton.cdiv(B, BM)), dict(BM=BM, BN=BN, BK=BK, num_stages=4)
+
+
+def linear(w, out, x, *, norm=None, bias=None, gelu=0, add=False):
+    """Write a linear layer's result to out [B, N] float32, or with `add` add it to out.
+
+    w [N, K], x [B, K] float32, bias [N] float32; norm: (weight, bias or None) float32 of the LayerNorm before it. gelu:
+    1 for GELU after it, 2 for its approximation by tanh.
+    """
+    (N, K), B = w.shape, len(out)
+    grid, tiles = tile_sizes(B, N, K)
+    linear_kernel[grid](
+        x, *(norm or (None, None)), w, bias, out, B, N, K, out.stride(0), **tiles, NORM=norm is not None, GELU=gelu,
+        ADD=add, **early_launch(x),
+    )  # fmt: skip

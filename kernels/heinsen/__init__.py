@@ -1,0 +1,1 @@
+"""Heinsen's log attention: its kernels, and its torch operator."""

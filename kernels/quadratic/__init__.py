@@ -1,0 +1,1 @@
+"""The quadratic form of power attention: every pair of tokens."""

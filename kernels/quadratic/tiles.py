@@ -1,0 +1,257 @@
+"""Pieces of the quadratic form's kernels: where tiles lie, how rows are scaled, and decays between tiles.
+
+Names and shapes of arrays are those of quadratic.py; gates are those of gates.py.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.target_info import is_cuda
+
+from ..common import (
+    INTERPRETED,
+    LEAST_WEIGHT,
+    ROW_EXPONENT,
+    at_head,
+    block_and_head,
+    int_power,
+    multiple_of,
+    unit_scale,
+)
+
+# A tile on the diagonal through which less than exp(-WEAK) is forgotten has decays that are products of two factors
+WEAK = tl.constexpr(10.0)
+STRONG = tl.constexpr(2.0)  # if a tile forgets more than exp(-STRONG) a token, one token dominates most of its rows
+STATE_GONE = tl.constexpr(16.0)  # a state that has decayed by exp(-STATE_GONE) counts for nothing
+
+
+@triton.jit
+def count_queries(T, OFFSET):
+    """Return how many rows of queries there are: those of the tokens from OFFSET on."""
+    return T if OFFSET is None else T - OFFSET
+
+
+@triton.jit
+def token_of(row, OFFSET):
+    """Return the token of row `row` of the queries. OFFSET is a multiple of 128, so that tiles stay aligned."""
+    return row if OFFSET is None else row + multiple_of(OFFSET, 128)
+
+
+@triton.jit
+def row_of(token, OFFSET):
+    """Return the row of the queries that belongs to a token."""
+    return token if OFFSET is None else token - multiple_of(OFFSET, 128)
+
+
+@triton.jit
+def queries_of_program(n, H, HKV, BH, HEADS, BM: tl.constexpr):
+    """Return (sequence and head, sequence, head, head of keys, first row) of this program's BM of n queries.
+
+    The queries with the most keys before them come first.
+    """
+    blocks = tl.cdiv(n, BM)
+    block, bh = block_and_head(blocks, BH, HEADS)
+    lo = (blocks - 1 - block) * BM
+    b, h = bh // H, bh % H
+    return bh, b, h, h // (H // HKV), lo
+
+
+@triton.jit
+def load_tile(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr):
+    """Load [N, D]: rows start, start+1, ... of head h of sequence b, with MASK zeros from row T on.
+
+    X is a pointer, or if strides is None a tensor descriptor, whose tiles the copy engine fetches.
+    """
+    if strides is None:
+        return X.load([b, start, h, 0]).reshape([N, D])
+    else:
+        rows = tl.arange(0, N)
+        base = X + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[2]
+        tile = base + tl.cast(start, tl.int64) * strides[1] + rows[:, None] * strides[1]
+        tile += tl.arange(0, D)[None, :] * strides[3]
+        return tl.load(tile, mask=(start + rows)[:, None] < T, other=0.0) if MASK else tl.load(tile)
+
+
+@triton.jit
+def row_offsets(b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
+    """Return the offsets [N, D] of rows start, start+1, ... of head h of sequence b in any array [B, T, H, D]."""
+    first = ((tl.cast(b, tl.int64) * T + start) * H + h) * D
+    return first + tl.arange(0, N)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def load_vector(base, start, N: tl.constexpr):
+    """Load [N]: entries start, start+1, ... of an array padded to a multiple of 128; start is a multiple of N."""
+    return tl.load(base + multiple_of(start, N) + tl.arange(0, N))
+
+
+@triton.jit
+def load_key_decay(KEY_DECAY, start, N: tl.constexpr):
+    """Load [N] of KEY_DECAY at a head of keys: N (R in gates.py) tokens from `start` on, a multiple of N."""
+    x = tl.reshape(load_vector(KEY_DECAY, start, N), [4, N // 8, 2])
+    return tl.reshape(tl.permute(x, [1, 0, 2]), [N])
+
+
+@triton.jit
+def first_key_of(NEAR, lo, bh, T, CHUNK):
+    """Return the first key that the rows of a tile from `lo` on attend to: their chunk's, or NEAR tokens before it."""
+    begin = lo // CHUNK * CHUNK
+    if NEAR is not None:
+        near = tl.load(NEAR + bh * tl.cdiv(T, CHUNK) + lo // CHUNK)
+        begin -= tl.where(lo - begin < 128, near, 0)
+    return begin
+
+
+@triton.jit
+def last_query(NEAR, lo, bh, T, CHUNK):
+    """Return where the queries end that attend to the keys of a tile from `lo` on: with their chunk, or NEAR later."""
+    end = lo // CHUNK * CHUNK + CHUNK
+    if NEAR is not None:
+        near = tl.load(NEAR + bh * tl.cdiv(T, CHUNK) + end // CHUNK, mask=end < T, other=0)
+        end += tl.where(end - lo <= 128, near, 0)
+    return tl.minimum(end, T)
+
+
+@triton.jit
+def times_power(x, s, P: tl.constexpr):
+    """Return x s^(P/2 - 1)."""
+    if P == 2:
+        return x
+    else:
+        return x * int_power(s, P // 2 - 1)
+
+
+@triton.jit
+def row_scale(q, KEY_SCALE, T, bh, lo):
+    """Return [N], the scale of the rows q [N, D] float32 from token `lo` on, for the keys of sequence and head `bh`."""
+    scale = unit_scale(tl.max(tl.abs(q), 1), ROW_EXPONENT)
+    return scale if KEY_SCALE is None else scale * load_vector(at_head(KEY_SCALE, T, bh), lo, q.shape[0])
+
+
+@triton.jit
+def log2(x):
+    """Return log2 |x|, -inf for 0."""
+    if INTERPRETED or not is_cuda():
+        return tl.log2(tl.abs(x))
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [tl.abs(x)], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def exp2(x):
+    """Return 2^x, 0 for -inf."""
+    if INTERPRETED or not is_cuda():
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def with_sign(x, s):
+    """Return x >= 0 with the sign of s."""
+    return (x.to(tl.int32, bitcast=True) | (s.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def row_power(POWERS, q, KEY_SCALE, T, n, b, bh, lo, first):
+    """Return (p, p - 1, p log2 of the row's scale), [N] each, for the rows q [N, D] float32 from `first` on, which is
+    token `lo`, and the keys of sequence and head `bh`."""
+    scale = row_scale(q, KEY_SCALE, T, bh, lo)
+    exponent = ((scale.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32) + scale * 0.0  # NaN stays NaN
+    at = first + tl.arange(0, q.shape[0])[:, None]
+    p, less = tl.split(tl.load(at_head(POWERS, n, 2 * b) + at * 2 + tl.arange(0, 2)[None, :]))
+    return p, less, p * exponent
+
+
+@triton.jit
+def normalized_row_power(POWERS, q, KEY_SCALE, l, T, n, b, bh, lo, first):
+    """Return (p, p - 1, c, x) of "A power for each row" in quadratic.py; the arguments are those of `row_power`."""
+    p, less, offset = row_power(POWERS, q, KEY_SCALE, T, n, b, bh, lo, first)
+    empty = l <= LEAST_WEIGHT
+    c = tl.where(empty, float("-inf"), offset - tl.log2(l))
+    # the mean of |s|^p; that of x with weights |s|^p is 0.5 to 0.6 above its logarithm for normal s and p from 2 to 8
+    mean = -(c + tl.log2((lo + 1 + tl.arange(0, q.shape[0])).to(tl.float32))) / p
+    return p, less, c, tl.where(empty, 0.0, mean + 0.57)
+
+
+@triton.jit
+def decay_of(c_row, c_column, seen, POWER: tl.constexpr):
+    """Return exp(POWER (c_row - c_column)) for each pair, zero where the row does not see the column."""
+    return tl.exp2(tl.where(seen, (c_row - c_column) * (POWER * 1.4426950408889634), float("-inf")))  # log2(e)
+
+
+@triton.jit
+def column_decay(c_from, c_to, POWER: tl.constexpr):
+    """Return exp(POWER (c_from - c_to))."""
+    return tl.exp2((c_from - c_to).to(tl.float32) * (POWER * 1.4426950408889634))  # log2(e)
+
+
+@triton.jit
+def forgets_little(C, FIRST, last, key):
+    """Return True if the 128 tokens around `last` have forgotten less than WEAK at it, and if its document begins
+    before `key`, the first key of the tiles on the diagonal, or at 0. NaN counts as little, so that rows
+    before it keep their bits where gates are weak."""
+    first, c = last // 128 * 128 + tl.load(FIRST + last).to(tl.int32), tl.load(C + last)
+    return ((c > -WEAK) | (c != c)) & (first < tl.maximum(key, 1))
+
+
+@triton.jit
+def delta_may_be_inexact(gates, T, bh, lo, BM: tl.constexpr, BEFORE: tl.constexpr):
+    """Return True if one token may dominate some of the BM rows from lo on.
+
+    Then dP_ij - delta_i is as small as the rounding of y in delta_i. These are the first rows of all or of a document,
+    and those with strong gates.
+    """
+    if gates is None:
+        return (lo == 0) & (not BEFORE)
+    else:
+        C, FIRST, last = at_head(gates[0], T, bh), at_head(gates[1], T, bh), lo + BM - 1
+        opens = lo // 128 * 128 + tl.load(FIRST + last).to(tl.int32) >= lo
+        return opens | (tl.load(C + lo) - tl.load(C + last) > STRONG * BM)
+
+
+@triton.jit
+def may_read_state(gates, T, bh, lo, begin, BM: tl.constexpr, BEFORE: tl.constexpr):
+    """Return [BM]: whether a state from before `begin`, their first key, counts in the rows from lo on."""
+    C, FIRST, C_START = at_head(gates[0], T, bh), at_head(gates[1], T, bh), at_head(gates[3], T, bh, 32)
+    forgotten = (tl.load(C_START + begin // 32) - tl.load(C_START + lo // 32)).to(tl.float32)
+    forgotten += tl.load(C + lo) - load_vector(C, lo, BM)
+    opens = lo // 128 * 128 + load_vector(FIRST, lo, BM).to(tl.int32) >= lo
+    return (forgotten < STATE_GONE) & (opens == 0) & ((begin > 0) | BEFORE)
+
+
+@triton.jit
+def sum_before(C_END, token):
+    """Return the gate sum of the token before `token`, a multiple of 32."""
+    return tl.load(C_END - 1 + (token >> 5))
+
+
+@triton.jit
+def ahead(C_END, c_lo, begin, end, BN: tl.constexpr, POWER: tl.constexpr):
+    """Return (decay^POWER from the last key of the first tile to the rows, gate sum at the last key of the second).
+
+    The sum of the next tile is loaded while this tile is computed, and becomes a factor one tile before its use.
+    """
+    x = column_decay(c_lo, sum_before(C_END, begin + BN), POWER)
+    return x, sum_before(C_END, tl.minimum(begin + BN, end) + BN)
+
+
+@triton.jit
+def before_rows(gates, lo, begin, end, BN: tl.constexpr):
+    """Return (gate sum up to row lo, float64; where the keys that rows from lo on see begin, between begin and end)."""
+    _, FIRST, _, C_START, _, OPENED = gates
+    first = tl.load(FIRST + lo).to(tl.int32)  # of its document; below 0 that is the previous token's
+    opened = tl.where(first < 0, tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)), lo // 128 * 128 + first) // BN * BN
+    return tl.load(C_START + lo // 32), tl.minimum(tl.maximum(begin, opened), end)
+
+
+@triton.jit
+def gates_of_rows(gates, lo, end, BM: tl.constexpr):
+    """Return (gate sum of each row since the first of its 128, that of the first row, the first row of each row's
+    document, `forgets_little`) for BM rows from lo on, whose tiles on the diagonal begin at `end`."""
+    C, FIRST, _, _, _, _ = gates
+    c_row, first_row = load_vector(C, lo, BM), lo // 128 * 128 + load_vector(FIRST, lo, BM).to(tl.int32)
+    return c_row, tl.load(C + lo), first_row, forgets_little(C, FIRST, lo + BM - 1, end)
