@@ -528,7 +528,7 @@ def kernels(monkeypatch):
         dispatch, "heinsen_unsupported_reason", lambda dtype, D, E, device: "" if D == E == 8 else f"D={D}"
     )
     run = lambda *args, **kwargs: calls.append(args[0].shape[1]) or stand_in(*args, **kwargs)
-    monkeypatch.setattr("sympow.kernels.heinsen.passes.operator.heinsen_attention", run)
+    monkeypatch.setattr("sympow.kernels.heinsen.operator.heinsen_attention", run)
     monkeypatch.setattr(dispatch, "_warned", set())
     return calls
 
@@ -562,7 +562,7 @@ def test_kernels_are_compared_with_float64_before_their_first_use(monkeypatch, w
         y, *state = stand_in(q, k, v, *args, **kwargs)
         return y * (1.1 if wrong == "y" else 1), *state
 
-    monkeypatch.setattr("sympow.kernels.heinsen.passes.operator.heinsen_attention", attention)
+    monkeypatch.setattr("sympow.kernels.heinsen.operator.heinsen_attention", attention)
     monkeypatch.setattr(check, "heinsen_errors", lambda *size, of=check.heinsen_errors: of(*size, T=100, device="cpu"))
     monkeypatch.setattr(check, "remember", lambda name, find, device: find())
     for name, value in dict(is_available=True, is_current_stream_capturing=False, device_count=2).items():

@@ -59,7 +59,7 @@ expected_of_both_passes = functools.cache(both_passes)
 def test_without_gluon_the_process_warns_once_and_uses_tritons_kernels(monkeypatch, cause):
     expected = expected_of_both_passes()
     fake = None if cause == "missing" else types.SimpleNamespace(update_state_kernel=Fails())
-    monkeypatch.setitem(sys.modules, "sympow.kernels.chunked.passes.hopper_kernels", fake)
+    monkeypatch.setitem(sys.modules, "sympow.kernels.chunked.hopper_kernels", fake)
     if fake is not None:
         monkeypatch.setattr(sys.modules["sympow.kernels"], "hopper_kernels", fake, raising=False)
     else:
