@@ -33,7 +33,7 @@ import torch
 if __name__ != "sympow.kernels":
     raise ImportError("kernels/ is imported as sympow.kernels")
 
-HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32, torch.float16)
+HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32)
 CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))  # (width, p) of the chunked form
 QUADRATIC_WIDTHS = (*HEAD_DIMS, 256)
 SOURCES = Path(__file__).parent
