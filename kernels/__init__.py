@@ -13,7 +13,6 @@ decode/        one token of generation: power, softmax, heinsen, linear, samplin
 common         what the kernels share: units, exact products, program maps
 fused          training: steps of the model outside of attention, each in one pass over memory:
                rotary, cross_entropy, and rotated: rotations and the quadratic form as one operator
-steps          the chunked form's steps as torch operators
 layout         which features a state has, and in what order the kernels store them
 precompile     compiles kernels in several processes before they are used
 registry       objects that operators know by a number: the ranks that share a sequence
