@@ -6,7 +6,7 @@ arguments      what the public functions ask of their arguments; rows of any wid
 transforms     autograd, torch.func and torch.compile of the operators
 quadratic/     passes, the launchers of the quadratic form, and its kernels: forward_kernel, backward_kernels, tiles
 chunked/       passes, the chunked form forward and backward, and its kernels: prepare, update_state, discumsum,
-               query_state, query_gradient; on Hopper for p = 2 in Gluon: hopper, hopper_kernels
+               query_state, query_gradient
 gates          what gates need in both forms
 heinsen/       passes, Heinsen's log attention, and operator, its torch operator
 decode/        one token of generation: power, softmax, heinsen, linear, sampling

@@ -94,8 +94,8 @@ def test_the_layout_holds_every_feature(D, p):
     if p == 2:
         close(state[x.where.long()], square)
     else:
-        weights = x.weights * vector(q)
-        assert abs(weights @ square @ weights - score) < 1e-6 * size
+        weights = x.orders[64 * x.tiles :].view(x.M, x.M)
+        assert abs(vector(q) @ (weights * square) @ vector(q) - score) < 1e-6 * size
 
 
 @pytest.mark.parametrize("D", [16, 32, 64, 128])

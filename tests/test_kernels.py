@@ -19,8 +19,8 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from sympow.attention.operator import dispatch  # noqa: E402
 from sympow.attention.power import power_attention  # noqa: E402
-from sympow.kernels import configs, gates, operators  # noqa: E402
-from sympow.kernels.quadratic import passes as quadratic  # noqa: E402
+from sympow.kernels import configs, operators  # noqa: E402
+from sympow.kernels.quadratic import gates, passes as quadratic  # noqa: E402
 from sympow.kernels.configs import Config  # noqa: E402
 
 GPU = bool(os.environ.get("TEST_GPU"))

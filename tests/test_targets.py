@@ -48,7 +48,6 @@ def test_kernels_compile_fit_and_do_not_spill(of):
         assert row["spills"] <= (512 if (kernel, target) in MORE_SPILLS else SPILLS), row
     kernels = {row["kernel"] for row in rows}
     assert len(kernels) > 30 and {row["target"] for row in rows} == ({*TARGETS} if of == "once" else {of})
-    assert of not in ("once", "sm_90") or {"chunked.hopper_kernels.update_state", "chunked.hopper_kernels.query_gradient"} < kernels
 
 
 @pytest.mark.slow

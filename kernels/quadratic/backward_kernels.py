@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..common import PRECISION, at_head, block_and_head, int_power, inverse, multiple_of
-from ..gates import gates_of_head
+from .gates import gates_of_head
 from ..rotary import turned_back
 from .tiles import (
     ahead,

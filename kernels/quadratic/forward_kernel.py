@@ -6,8 +6,8 @@ What is computed, and the names and shapes of arrays: quadratic.py.
 import triton
 import triton.language as tl
 
-from ..common import PRECISION, ROW_EXPONENT, add, at_head, int_power, inverse, load_rows, maximum
-from ..gates import gates_of_head, log_gates
+from ..common import PRECISION, ROW_EXPONENT, add, at_head, int_power, inverse, load_rows, log_gates, maximum
+from .gates import gates_of_head
 from .tiles import (
     ahead,
     before_rows,

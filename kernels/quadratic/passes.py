@@ -74,7 +74,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common import device_guard, empty, padded
 from ..configs import choose, reads_by_descriptor
-from ..gates import dlog_g, tile_gates
+from .gates import dlog_g, tile_gates
 from ..rotary import table_stride
 from .backward_kernels import dkdv_kernel, dq_kernel
 from .forward_kernel import forward_kernel, key_scale_kernel
@@ -92,7 +92,7 @@ def forward(
     q [B, n, H, D], k, v [B, T, Hkv, D], bfloat16, float16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D
     and p: those of `kernels.HEAD_DIMS` and `kernels.POWERS`, or p = 0 with powers [B, n] float32 and a log_g of 0 and
     -inf. The queries belong to the last n tokens; T - n is a multiple of 128. chunk: tokens see nothing before their
-    chunk, a multiple of 128, but for what `near` says (NEAR in gates.py). num [B, n, H, D], den [B, H, n padded],
+    chunk, a multiple of 128, but for what `near` says (`chunk_gates`). num [B, n, H, D], den [B, H, n padded],
     float32: added to the sums before dividing. `scale` cancels.
 
     With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
@@ -123,8 +123,8 @@ def backward(
     gradient [B, n] float32 in place of dlog_g.
 
     With normalize, y and l are those of forward and dl is not read; else y and l are not read, and dl has l's shape.
-    With `chunk`, row of the table above is returned in place of dlog_g, for `gates.chunk_dlog_g`. before: True if there
-    is a state before the first token. turn: (cos, sin) of `rotary.rotate`, by which q and k were rotated; there are as
+    With `chunk`, row of the table above is returned in place of dlog_g, for `chunk_dlog_g`. before: True if there is a
+    state before the first token. turn: (cos, sin) of `rotary.rotate`, by which q and k were rotated; there are as
     many queries as keys then, and dqkv [B, T, H + 2 Hkv, D], turned back, is returned in place of all three. needs:
     whether dq, either of dk and dv, and the last are wanted; the others are None. Raises ValueError for configurations
     that do not fit each other.
