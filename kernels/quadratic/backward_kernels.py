@@ -8,7 +8,6 @@ import triton.language as tl
 
 from ..common import PRECISION, at_head, block_and_head, int_power, inverse, multiple_of
 from .gates import gates_of_head
-from ..rotary import turned_back
 from .tiles import (
     ahead,
     before_rows,
@@ -180,12 +179,11 @@ def _dq_diagonal(
 
 
 @triton.jit
-def _store_gradient(OUT, x, b, start, h, n, heads, TURN=None):
-    """Write x [N, D] float32, turned back if TURN says so, as rows start, start + 1, ... of head h of sequence b in OUT
-    [B, n, heads, D]."""
+def _store_gradient(OUT, x, b, start, h, n, heads):
+    """Write x [N, D] float32 as rows start, start + 1, ... of head h of sequence b in OUT [B, n, heads, D]."""
     out = row_offsets(b, start, h, n, heads, x.shape[0], x.shape[1])
     row = start + tl.arange(0, x.shape[0])
-    tl.store(OUT + out, turned_back(x, TURN, b, start, n).to(OUT.dtype.element_ty), row[:, None] < n)
+    tl.store(OUT + out, x.to(OUT.dtype.element_ty), row[:, None] < n)
 
 
 @triton.jit
@@ -195,7 +193,7 @@ def _dq_rows(
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Compute `dq_kernel` for the rows from `first` on of a sequence and head."""
-    Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW, ERROR, TURN = arrays
+    Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW, ERROR = arrays
     q_strides, k_strides, v_strides, k2_strides, dy_strides = strides
     GATED: tl.constexpr = gates is not None
     n, lo = count_queries(T, OFFSET), token_of(first, OFFSET)
@@ -259,7 +257,7 @@ def _dq_rows(
         over_l = tl.where(row > first_row, over_l, 0.0)
     acc *= ((1 if P == 0 else P) * factor * over_l)[:, None]
     if DQ is not None:
-        _store_gradient(DQ, acc, b, first, h, n, H if TURN is None else H + 2 * HKV, TURN)
+        _store_gradient(DQ, acc, b, first, h, n, H)
     if ROWS:
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
     elif P == 0 and ROW is not None:
@@ -276,7 +274,6 @@ def dq_kernel(
     Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
     KEY_SCALE, POWERS, gates, NEAR,  # see the table above and gates.py, or None
     DQ, PAIR, G, ROW, ERROR,  # what is written, or None; G with gates only
-    TURN,  # as for `turned_back`; then DQ has the heads of q, k and v
     q_strides, k_strides, v_strides, k2_strides, dy_strides,  # None: a tensor descriptor
     scale, rest,
     T, OFFSET, CHUNK, H, HKV, BH, HEADS,
@@ -290,7 +287,7 @@ def dq_kernel(
     With AGAIN, a program looks at TILES times BM rows, and computes those again whose delta may have been inexact, less
     its ERROR.
     """
-    arrays = (Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW, ERROR, TURN)
+    arrays = (Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW, ERROR)
     strides = (q_strides, k_strides, v_strides, k2_strides, dy_strides)
     n = count_queries(T, OFFSET)
     if not AGAIN:
@@ -507,7 +504,6 @@ def dkdv_kernel(
     POWERS, gates, NEAR,  # or None
     PAIR, G, ROW,  # written by `dq_kernel`
     DK, DV,  # what is written
-    TURN,  # as for `dq_kernel`
     q_strides, k_strides, v_strides, dy_strides, q2_strides,  # None: a tensor descriptor
     T, OFFSET, CHUNK, H, HKV, BHKV, HEADS,  # BHKV: B * HKV
     P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr,
@@ -556,9 +552,8 @@ def dkdv_kernel(
 
     if P > 0:
         dk *= P
-    heads = HKV if TURN is None else H + 2 * HKV
-    _store_gradient(DK, dk, b, lo, hkv, T, heads, TURN)
-    _store_gradient(DV, dv, b, lo, hkv, T, heads)
+    _store_gradient(DK, dk, b, lo, hkv, T, HKV)
+    _store_gradient(DV, dv, b, lo, hkv, T, HKV)
     if ROWS:
         row = tl.zeros([BN], tl.float32) - col
         for i in range(group):

@@ -75,7 +75,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..common import device_guard, empty, padded
 from ..configs import choose, reads_by_descriptor
 from .gates import dlog_g, tile_gates
-from ..rotary import table_stride
 from .backward_kernels import dkdv_kernel, dq_kernel
 from .forward_kernel import forward_kernel, key_scale_kernel
 
@@ -117,17 +116,15 @@ def forward(
 
 def backward(
     dy, dl, q, k, v, log_g, y, l, *, p, powers=None, scale=1.0, normalize=True, chunk=None, near=None, before=False,
-    turn=None, needs=(True, True, True), configs=(None, None),
+    needs=(True, True, True), configs=(None, None),
 ):  # fmt: skip
     """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates; with powers their
     gradient [B, n] float32 in place of dlog_g.
 
     With normalize, y and l are those of forward and dl is not read; else y and l are not read, and dl has l's shape.
     With `chunk`, row of the table above is returned in place of dlog_g, for `chunk_dlog_g`. before: True if there is a
-    state before the first token. turn: (cos, sin) of `rotary.rotate`, by which q and k were rotated; there are as
-    many queries as keys then, and dqkv [B, T, H + 2 Hkv, D], turned back, is returned in place of all three. needs:
-    whether dq, either of dk and dv, and the last are wanted; the others are None. Raises ValueError for configurations
-    that do not fit each other.
+    state before the first token. needs: whether dq, either of dk and dv, and the last are wanted; the others are None.
+    Raises ValueError for configurations that do not fit each other.
     """
     (B, n, H, _), (T, HKV) = q.shape, k.shape[1:3]
     needs_q, needs_kv, needs_last = needs
@@ -135,12 +132,7 @@ def backward(
     again = normalize and powers is None and (log_g is not None or n == T)
     needs_kv = needs_kv or rows  # dkdv_kernel ends dlog_g
     like = lambda x, wanted: torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted else None
-    if turn is None:
-        dq, dk, dv = like(q, needs_q), like(k, needs_kv), like(v, needs_kv)
-    else:
-        cos, sin = turn
-        dqkv, turn = q.new_empty(B, T, H + 2 * HKV, q.shape[3]), (cos, sin, table_stride(cos))
-        dq, dk, dv = dqkv.split((H, HKV, HKV), dim=2)
+    dq, dk, dv = like(q, needs_q), like(k, needs_kv), like(v, needs_kv)
     pair, g, row = empty(q, B, H, padded(n), 2), None, None
     error = empty(q, B, H, 128 if log_g is None else padded(T)) if again else None
     if log_g is not None:
@@ -167,7 +159,7 @@ def backward(
             passes.append((B * H if log_g is None else triton.cdiv(tiles, looks_at), True))
         for programs, second in passes:
             dq_kernel[(programs,)](
-                q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row, error, turn,
+                q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row, error,
                 q.stride(), *kv_strides, dy.stride(), scale, rest,
                 T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
                 R=c_dkdv.BM, ROWS=rows, BEFORE=before, AGAIN=second, TILES=looks_at,
@@ -176,17 +168,16 @@ def backward(
         if needs_kv:
             (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))
             dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-                q, k, v, dy, q2, powers, gates, near, pair, g, row, dk, dv, turn,
+                q, k, v, dy, q2, powers, gates, near, pair, g, row, dk, dv,
                 q_strides, k.stride(), v.stride(), *dy_strides,
                 T, _offset(n, T), chunk or T, H, HKV, B * HKV, _heads_together(chunk or T, B * HKV),
                 ROWS=rows, BEFORE=before, **_options(c_dkdv, k, p, normalize),
             )  # fmt: skip
-        grads = (dq, dk, dv) if turn is None else (dqkv,)
         if not needs_last or (log_g is None and powers is None):
-            return *grads, None
+            return dq, dk, dv, None
         if powers is not None:
-            return *grads, row[..., :n].sum(1)
-        return *grads, row if chunk else dlog_g(row, log_g, H)
+            return dq, dk, dv, row[..., :n].sum(1)
+        return dq, dk, dv, row if chunk else dlog_g(row, log_g, H)
 
 
 def _row_powers(powers):
