@@ -27,6 +27,7 @@ from .embedding import symmetric_power_dim
 from .operator import backend, forms
 from .operator.arguments import (
     as_state,
+    cast_from_float16,
     cast_to_autocast_dtype,
     check_cu_seqlens,
     check_form,
@@ -61,7 +62,7 @@ def power_attention(
     NaN or infinity in an input gives NaN in the rows of y that see it and changes no bit of those before (on the
     kernels, one in v reaches the rows of its tile, up to 127 before it). Finite inputs may be of any size in PyTorch,
     as far as states hold the p-th powers of keys; on the kernels q may be, while k and q . k are from 1e-8 to 1e8.
-    float16 inputs may be any: weights are not float16. y and gradients are, and beyond 65,504 they are infinite.
+    float16 tensors are computed as float32; y and gradients come back as float16 (heads above 128 then in PyTorch).
     Above p = 8 and without states the sums are float64, where the device has that: float32 has no room for such powers.
 
     cu_seqlens [N + 1], int32 or int64, on q's device: B is 1, and the tokens are those of N sequences, as for
@@ -76,6 +77,12 @@ def power_attention(
     q, k, v = cast_to_autocast_dtype(q, k, v)
     initial_state = as_state(initial_state, PowerState)
     _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state, cu_seqlens)
+    if q.dtype == torch.float16:
+        result = power_attention(
+            *cast_from_float16(q, k, v), log_g, p=p, form=form, chunk_size=chunk_size, initial_state=initial_state,
+            return_state=return_state, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        return (result[0].to(q.dtype), result[1]) if return_state else result.to(q.dtype)
     asked = dict(p=p, form=form, chunk_size=chunk_size, initial_state=initial_state, return_state=return_state)
     if cu_seqlens is not None:
         return _attend_to_sequences(q, k, v, log_g, cu_seqlens, **asked)
@@ -205,6 +212,7 @@ def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
     _check(q, k, v, log_g, p, scale, "quadratic")
+    q, k, v = cast_from_float16(q, k, v)
     (*_, D), T, E = q.shape, k.shape[1], v.shape[3]
     scale = D**-0.5 if scale is None else scale
     chosen = plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=log_g is not None, form="quadratic", sums=True)

@@ -21,12 +21,11 @@ from .backend import (
     width,
 )  # fmt: skip
 from .check import failure, fused_failure, heinsen_failure
-from .forms import dtype_after_state
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
 # In PyTorch both forms cost the same at T = 1.5 Dphi. If only the quadratic form has kernels, they cost the same at
 # this many times that length (measured on an H200, p=2, D=64).
-KERNEL_GAIN = {torch.bfloat16: 400, torch.float16: 400, torch.float32: 5}
+KERNEL_GAIN = {torch.bfloat16: 400, torch.float32: 5}
 
 
 class Plan(NamedTuple):
@@ -49,19 +48,18 @@ def plan(
     rotated: True if the quadratic form may be `backend.rotated_attention`.
     """
     D, E = index(D), index(E)  # symbols under torch.compile(dynamic=True), which kernel_reason cannot take
-    of_pairs = dtype_after_state(dtype) if initial_state else dtype
-    not_quadratic = kernel_reason("quadratic", device, of_pairs, D, E, p)
+    not_quadratic = kernel_reason("quadratic", device, dtype, D, E, p)
     not_chunked = not_quadratic or kernel_reason("chunked", device, dtype, D, E, p)
     if queries is not None:  # as many tokens as have these pairs for each key
         T = 2 * queries - queries * queries // T
-    sizes = T, D, E, p, of_pairs, gated, form, chunk_size, initial_state or return_state
+    sizes = T, D, E, p, dtype, gated, form, chunk_size, initial_state or return_state
     chosen = _choose(*sizes, not_quadratic, not_chunked)
     # what is compared with float64; fewer queries than tokens are those after the state of the others
     quadratic = "sums" if sums or initial_state else "quadratic"
     chunked = "states" if initial_state or return_state or queries is not None else "chunked"
     while chosen.on_kernels:
-        what, of = (chunked, dtype) if chosen.form == "chunked" else (quadratic, of_pairs)
-        size = of, width(chosen.form, of, D, E), p, gated, device
+        what = chunked if chosen.form == "chunked" else quadratic
+        size = dtype, width(chosen.form, dtype, D, E), p, gated, device
         if rotated and what == "quadratic" and not failed_check("rotated", *size):
             return chosen._replace(rotated=True)
         wrong = failed_check(what, *size)
@@ -132,7 +130,8 @@ def _reason_of_tensors(device, dtype):
     """Return why no kernel takes tensors of this device and dtype, or ""."""
     if device.type != "cuda":
         return f"the tensors are on {device.type}"
-    return "float64 is computed in PyTorch" if dtype == torch.float64 else ""
+    name = {torch.float64: "float64", torch.float16: "float16"}.get(dtype)
+    return f"{name} is computed in PyTorch" if name else ""
 
 
 def failed_check(form, dtype, W, p, gated, device="cuda"):
