@@ -35,12 +35,10 @@ from .operator.arguments import (
     check_state,
     check_tensors,
 )
-from .operator.backend import transforms_active
-from .operator.dispatch import kernel_chunk_size, may_rotate_within, plan
+from .operator.dispatch import kernel_chunk_size, plan
 from .operator.forms import PowerState, accumulation_dtype
 from .operator.memory import check_chunks_fit, check_state_fits
 from .operator.sequences import make_slots, read_lengths, reset_gates, sequence_lengths, typical_length
-from .rotary import rotation_table
 
 LARGEST_IN_FLOAT32 = 8  # above this power, scores of 1/1000 of the largest are below float32's range
 
@@ -95,25 +93,6 @@ def power_attention(
     if has_state or return_state or (chosen.form != "quadratic" and not chosen.on_kernels):
         check_state_fits(B * Hkv, D, E, p, accumulation_dtype(q), q.device)
     return _attend(q, k, v, log_g, chosen, p=p, initial_state=initial_state, return_state=return_state)
-
-
-def rotated_power_attention(qkv, H, positions, base, log_g=None, *, p, form="auto", chunk_size=None):
-    """Return `power_attention` of what `rotary.rotate_heads` returns, where both are one operator, else None: in the
-    quadratic form on the kernels, for positions that are not learned.
-
-    qkv [B, T, H + 2 Hkv, D]: the heads of q, k and v; positions [T] or [B, T] float64; base: N of the rotation.
-    """
-    (B, T), D, dtype, device = qkv.shape[:2], index(qkv.shape[3]), qkv.dtype, qkv.device
-    if transforms_active() or positions.requires_grad or not B * T or not may_rotate_within(dtype, device, D):
-        return None
-    if cast_to_autocast_dtype(qkv)[0].dtype != dtype:
-        return None
-    sizes = dict(dtype=dtype, device=device, gated=log_g is not None, form=form, chunk_size=chunk_size)
-    chosen = plan(T, D, D, p, **sizes, rotated=True)
-    if not chosen.rotated:
-        return None
-    table = rotation_table(positions, D, base)
-    return backend.fused().rotated_attention(qkv, *table, None if log_g is None else log_g.float(), H=H, p=p)
 
 
 def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False):

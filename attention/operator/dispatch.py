@@ -33,19 +33,17 @@ class Plan(NamedTuple):
     chunk_size: int | None  # tokens a chunk; 1 in the recurrent form, None in the quadratic one
     on_kernels: bool  # on the Triton kernels, else in PyTorch
     reason: str  # why it is not on the kernels; "" if it is
-    rotated: bool = False  # by `backend.rotated_attention`
 
 
 def plan(
     T, D, E, p, *, dtype, device, gated, form="auto", chunk_size=None, initial_state=False, return_state=False,
-    queries=None, sums=False, rotated=False,
+    queries=None, sums=False,
 ):  # fmt: skip
     """Return the Plan for T tokens, head dimension D, values of width E and power p.
 
     dtype and device are those of q, k and v ("cuda" is the current GPU); gated is True if there is a log_g; form and
     chunk_size are what the caller asks for ("auto" and None: the cheapest); initial_state and return_state are True if
-    a state is given and asked for; queries: how many there are, by default T; sums: True for `power_attention_sums`;
-    rotated: True if the quadratic form may be `backend.rotated_attention`.
+    a state is given and asked for; queries: how many there are, by default T; sums: True for `power_attention_sums`.
     """
     D, E = index(D), index(E)  # symbols under torch.compile(dynamic=True), which kernel_reason cannot take
     not_quadratic = kernel_reason("quadratic", device, dtype, D, E, p)
@@ -59,10 +57,7 @@ def plan(
     chunked = "states" if initial_state or return_state or queries is not None else "chunked"
     while chosen.on_kernels:
         what = chunked if chosen.form == "chunked" else quadratic
-        size = dtype, width(chosen.form, dtype, D, E), p, gated, device
-        if rotated and what == "quadratic" and not failed_check("rotated", *size):
-            return chosen._replace(rotated=True)
-        wrong = failed_check(what, *size)
+        wrong = failed_check(what, dtype, width(chosen.form, dtype, D, E), p, gated, device)
         if not wrong:
             break
         not_quadratic, not_chunked = wrong if chosen.form == "quadratic" else not_quadratic, wrong
@@ -168,11 +163,6 @@ FUSED = ("rotary", "cross_entropy")
 def uses_fused(name, x):
     """Return True if the fused kernel `name` computes the tensor x."""
     return name in FUSED and not fused_kernel_reason(name, x.device, x.dtype)
-
-
-def may_rotate_within(dtype, device, D):
-    """Return True if `backend.rotated_attention` may be used for head dimension D, its check aside."""
-    return "rotary" in FUSED and width("quadratic", dtype, D) == D and not fused_kernel_reason("rotary", device, dtype)
 
 
 def fused_kernel_reason(name, device, dtype):
