@@ -132,7 +132,6 @@ def _reason_of_tensors(device, dtype):
 def failed_check(form, dtype, W, p, gated, device="cuda"):
     """Return what is wrong with the kernels of this width on this GPU, or "". Warn of it once. form: see
     `check.Size`."""
-    warn_if_untested()
     wrong = failure(form, dtype, W, p, gated, device)
     if wrong:
         warn_once(f"power attention runs without its {form} kernels, which fail on this machine: {wrong}")
@@ -147,9 +146,7 @@ def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
         return reason
     D, E = index(D), index(E)
     reason = _disabled or heinsen_unsupported_reason(dtype, D, E, device)
-    if not reason:
-        warn_if_untested()
-        reason = heinsen_failure(dtype, v_dtype, width("heinsen", dtype, D, E), device)
+    reason = reason or heinsen_failure(dtype, v_dtype, width("heinsen", dtype, D, E), device)
     if reason:
         warn_once(f"heinsen attention runs in plain PyTorch, not on its Triton kernels: {reason}")
     return reason
@@ -172,9 +169,7 @@ def fused_kernel_reason(name, device, dtype):
     if reason := _reason_of_tensors(device, dtype):
         return reason
     reason = _disabled or unusable_machine(device)
-    if not reason:
-        warn_if_untested()
-        reason = fused_failure(name, dtype, device)
+    reason = reason or fused_failure(name, dtype, device)
     if reason:
         warn_once(f"{name} runs in plain PyTorch, not on its Triton kernel: {reason}")
     return reason
@@ -184,12 +179,6 @@ def fused_kernel_reason(name, device, dtype):
 # imports torch._dynamo, which takes 2 s that a program without torch.compile need not wait.
 for asked in (kernel_reason, failed_check, heinsen_kernel_reason, fused_kernel_reason):
     asked._dynamo_marked_constant = True
-
-
-def warn_if_untested():
-    """Warn once that nobody has run the kernels on this kind of GPU, before they are compared with float64 on it."""
-    if torch.version.hip:
-        warn_once("the Triton kernels are untested on ROCm: each is compared with float64 before its first use")
 
 
 def disable_kernels(reason):
