@@ -12,7 +12,7 @@ heinsen/       passes, Heinsen's log attention, and operator, its torch operator
 decode/        one token of generation: power, softmax, heinsen, linear, sampling
 common         what the kernels share: units, exact products, program maps
 fused          training: steps of the model outside of attention, each in one pass over memory:
-               rotary, cross_entropy, and rotated: rotations and the quadratic form as one operator
+               rotary, cross_entropy
 steps          the chunked form's steps as torch operators
 layout         which features a state has, and in what order the kernels store them
 precompile     compiles kernels in several processes before they are used

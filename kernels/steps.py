@@ -33,7 +33,7 @@ from .chunked.query_gradient import query_gradient
 from .chunked.query_state import query_state as read_states
 from .chunked.update_state import update_state as sum_chunks
 from .common import SQUARE_TOP, SUM_TOP, TOP, device_guard
-from .gates import chunk_gates
+from .chunked.gates import chunk_gates
 from .layout import TILE, symmetric_power_dim
 from .transforms import transformable, transformable_once
 
