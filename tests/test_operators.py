@@ -207,7 +207,7 @@ def test_rows_of_any_width_equal_float64(size, T):
 @pytest.mark.parametrize("E", [12, pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.slow)])
 def test_log_attention_takes_rows_of_any_width(E):
     """Features behind a row have no weight: their exponents are far below any other."""
-    (q, k, v, documents, m, S, z), grads = test_heinsen_kernels.inputs(20, DTYPES[0], D=12, state=True)
+    (q, k, v, documents, m, S, z), grads = test_heinsen_kernels.inputs(20, test_heinsen_kernels.DTYPES[0], D=12, state=True)
     to = lambda x: torch.nn.functional.pad(x, (0, E - 12))  # cuts if that is below zero
     tensors = [q, k, to(v), documents, m, to(S), z]
     test_heinsen_kernels.assert_right(tensors, [to(grads[0]), to(grads[1]), grads[2]])

@@ -159,7 +159,6 @@ def _in_two_calls(q, k, v, log_g=None, *, p):
 # dtype, dtype of the values (float32 if they were logarithms), head dimension
 HEINSEN_SIZES = [
     (torch.bfloat16, torch.bfloat16, 64), (torch.bfloat16, torch.float32, 64), (torch.float32, torch.float32, 32),
-    (torch.float16, torch.float16, 128),
 ]  # fmt: skip
 
 
