@@ -29,6 +29,7 @@ from .operator.arguments import (
     as_state,
     cast_from_float16,
     cast_to_autocast_dtype,
+    check_power,
     check_cu_seqlens,
     check_form,
     check_gates,
@@ -40,7 +41,6 @@ from .operator.forms import PowerState, accumulation_dtype
 from .operator.memory import check_chunks_fit, check_state_fits
 from .operator.sequences import make_slots, read_lengths, reset_gates, sequence_lengths, typical_length
 
-LARGEST_IN_FLOAT32 = 8  # above this power, scores of 1/1000 of the largest are below float32's range
 
 
 def power_attention(
@@ -52,7 +52,7 @@ def power_attention(
     q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides, on one
     device, which need not be the current GPU; n is T, or less if only the last n tokens have queries; query head h
     reads key/value head h // (H / Hkv). log_g [B, T, Hkv]: natural log of the gate in front of each token, <= 0,
-    -inf forgets all before it; float32 (float64 when q is). p: positive even integer. scale: default 1/sqrt(D), not
+    -inf forgets all before it; float32 (float64 when q is). p: 2, 4, 6 or 8. scale: default 1/sqrt(D), not
     zero; it cancels in y and is no part of the state, so the forms leave it out. form: "quadratic", "chunked",
     "recurrent" or "auto", the cheapest for the shape. chunk_size: tokens a chunk, for the chunked form. initial_state:
     PowerState of the tokens before. Under autocast q, k and v are first cast to its dtype, as for SDPA.
@@ -61,7 +61,6 @@ def power_attention(
     kernels, one in v reaches the rows of its tile, up to 127 before it). Finite inputs may be of any size in PyTorch,
     as far as states hold the p-th powers of keys; on the kernels q may be, while k and q . k are from 1e-8 to 1e8.
     float16 tensors are computed as float32; y and gradients come back as float16 (heads above 128 then in PyTorch).
-    Above p = 8 and without states the sums are float64, where the device has that: float32 has no room for such powers.
 
     cu_seqlens [N + 1], int32 or int64, on q's device: B is 1, and the tokens are those of N sequences, as for
     FlashAttention; sequence i has the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, perhaps none, and sees no other.
@@ -99,14 +98,11 @@ def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False
     """Return what `power_attention` does, computed as the Plan `chosen` says."""
     (B, n), T, has_state = q.shape[:2], k.shape[1], initial_state is not None
     if not chosen.on_kernels or B == 0:  # a kernel cannot be launched on nothing
-        dtype, states = q.dtype, has_state or return_state
-        if p > LARGEST_IN_FLOAT32 and not states:
-            q, k, v, log_g = (None if x is None else x.double() for x in (q, k, v, log_g))
         y, state = forms.attend(
             q, k, v, log_g, p=p, form=chosen.form, chunk_size=chosen.chunk_size, initial_state=initial_state,
             return_state=return_state,
         )  # fmt: skip
-        return (y, state) if return_state else y.to(dtype)
+        return (y, state) if return_state else y
     kernel_gates = None if log_g is None else log_g.float()
     if chosen.form == "chunked":
         check_chunks_fit(q if n == T else k, k, v, p, chosen.chunk_size)
@@ -203,8 +199,7 @@ def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
 
 def _check(q, k, v, log_g, p, scale, form, chunk_size=None, initial_state=None, cu_seqlens=None):
     """Raise ValueError, with the value and what would be right, for arguments that do not fit each other."""
-    if not isinstance(p, int) or p < 2 or p % 2:
-        raise ValueError(f"p must be a positive even integer, got {p!r}")
+    check_power(p)
     if scale is not None and not (isinstance(scale, (int, float)) and 0 < abs(scale) < math.inf):
         raise ValueError(f"scale must be finite and not zero, got {scale!r}")
     check_form(form, chunk_size)

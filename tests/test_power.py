@@ -151,13 +151,7 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(form, p, smallest, size)
     assert relative_error(y, ref, 1e-3) < 1e-4
 
 
-@pytest.mark.parametrize("gates", ["none", "learned"])
-def test_powers_beyond_float32s_range_are_right(gates):
-    tensors = inputs(97, 40, gates, D=16, dtype=torch.float32)
-    assert_equal_to_oracle(tensors, p=40, form="quadratic", tolerance=1e-5, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("p", [2, 8, 10, 12, 40])
+@pytest.mark.parametrize("p", [2, 8])
 def test_a_lone_key_that_the_query_is_nearly_orthogonal_to_returns_its_value(p):
     q, k, v = torch.tensor([1.0, 0.0]), torch.tensor([1e-4, 1.0]), torch.tensor([-1.73, 0.5])
     y = power_attention(*(x.view(1, 1, 1, 2) for x in (q, k, v)), p=p)
@@ -356,6 +350,7 @@ def test_integer_power_squares_repeatedly():
     [
         (dict(p=3), "p must be a positive even integer, got 3"),
         (dict(p=0), "p must be a positive even integer"),
+        (dict(p=10), "p must be at most 8, got 10"),
         (dict(form="fast"), "form must be one of auto, quadratic, chunked, recurrent, got 'fast'"),
         (dict(chunk_size=0), "chunk_size must be a positive integer, got 0"),
         (dict(scale=0.0), "scale must be finite and not zero"),
