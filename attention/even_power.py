@@ -8,7 +8,8 @@ The state             every key and value, like softmax; sympow computes the sam
 
 from .embedding import symmetric_power_dim
 from .gates import reset_gates
-from .parallel.context import plan_pieces, power_attention_in_context
+from .operator.dispatch import Problem, plan
+from .parallel.context import power_attention_in_context
 from .power import power_attention
 from .state import attend_and_append
 from .variant import KVCacheVariant
@@ -45,11 +46,9 @@ class EvenPower(KVCacheVariant):
         return even_power_attention(q, k, v, p=self.p, log_g=log_g)
 
     def training_plan(self, block_size, dtype, device, ranks=1):
-        D, p = self.config.head_dim, self.p
-        return plan_pieces(
-            block_size, ranks, D, D, p, dtype=dtype, device=device, gated=self.config.gated, form=self.form,
-            chunk_size=self.chunk_size,
-        )  # fmt: skip
+        D = self.config.head_dim
+        problem = Problem(block_size, D, D, self.p, dtype, device, self.config.gated)
+        return plan(problem, self.form, self.chunk_size, pieces=ranks)
 
     def attention_flops(self, block_size, dtype, device):
         return power_flops(self.config, self.p, block_size, self.training_plan(block_size, dtype, device))

@@ -8,7 +8,7 @@ from numerics import GATES, relative_error
 
 from sympow.attention.operator import check, dispatch, forms
 from sympow.attention import naive, power
-from sympow.attention.operator.dispatch import FORMS
+from sympow.attention.operator.dispatch import FORMS, Problem
 from sympow.attention.embedding import symmetric_power_dim
 from sympow.attention.operator.forms import PowerState, integer_power, read_cache
 from sympow.attention.power import power_attention, power_attention_sums
@@ -480,7 +480,7 @@ def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_pa
     monkeypatch.setattr(check, "_found", {})
     monkeypatch.setattr(check, "errors", lambda *size: {"y": 0.0})
     monkeypatch.setattr(dispatch, "_warned", set())
-    chosen = lambda device: dispatch.plan(64, 64, 64, 4, dtype=torch.bfloat16, device=device, gated=False)
+    chosen = lambda device: dispatch.plan(Problem(64, 64, 64, 4, torch.bfloat16, device, gated=False))
     second = torch.device("cuda", 1)
     assert chosen(second).on_kernels
     assert {("capability", second), ("set", 1), ("name", 1)} <= {*asked}
@@ -489,9 +489,8 @@ def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_pa
     assert ("set", 0) not in asked
 
     q, k, v, _ = inputs(5, 2, "none")
-    monkeypatch.setattr(
-        power, "plan", lambda *a, device, **k: asked.append(device) or dispatch.plan(*a, device=device, **k)
-    )
+    ask = lambda problem, *x, **options: asked.append(problem.device) or dispatch.plan(problem, *x, **options)
+    monkeypatch.setattr(power, "plan", ask)
     power_attention(q, k, v), power_attention_sums(q, k, v)
     assert asked[-2:] == [q.device, q.device]
 
