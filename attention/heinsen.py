@@ -70,14 +70,12 @@ def heinsen_attention(
     if values == "log":
         v = _exp_of_log_values(v, accumulation_dtype(q), refuse)
     if not causal:
-        y, state = heinsen_forms.attend_to_all(q, k, v, initial_state=initial_state, return_state=return_state)
+        y, state = heinsen_forms.attend_to_all(q, k, v, initial_state=initial_state)
     elif _on_kernels(form, q, v):
         y, state = _attend_on_kernels(q, k, v, resets, initial_state, return_state)
     else:
-        size = 1 if form == "recurrent" else chunk_size or CHUNK_SIZE
-        y, state = heinsen_forms.attend(
-            q, k, v, form=form, chunk_size=size, resets=resets, initial_state=initial_state, return_state=return_state
-        )
+        size = {"quadratic": k.shape[1], "recurrent": 1}.get(form, chunk_size or CHUNK_SIZE)
+        y, state = heinsen_forms.attend(q, k, v, chunk_size=size, resets=resets, initial_state=initial_state)
     if values == "log":
         y = y.masked_fill(y == 0, 1).log()
     y = y.to(dtype)

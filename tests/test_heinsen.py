@@ -124,13 +124,6 @@ def test_without_an_order_the_state_is_seen_too():
     assert_equal_to_specification(inputs(20, 30, state=True), causal=False, tolerance=1e-9)
 
 
-def test_chunks_that_are_computed_again_in_the_backward_pass_give_the_same_gradients(monkeypatch):
-    monkeypatch.setattr(heinsen_forms, "SAVED_AT_ONCE", 0)
-    for form in FORMS[:2]:
-        made = inputs(37, resets=True, state=True)
-        assert_equal_to_specification(made, form=form, chunk_size=CHUNK, tolerance=1e-9)
-
-
 def test_gradients_through_a_chain_of_states_are_those_of_the_whole():
     (q, k, v), *_ = inputs(37, change=lambda k: k + torch.linspace(0, 20, 37)[:, None, None])
     dy = torch.randn(2, 37, 4, 6, dtype=torch.float64)
@@ -513,7 +506,7 @@ def stand_in(q, k, v, documents, m, S, z, *, final):
         assert documents.dtype == torch.int32
         resets = torch.diff(documents, dim=1, prepend=torch.zeros_like(documents[:, :1])) > 0
     state = None if m is None else LogState(m, S, z)
-    y, state = heinsen_forms.attend(q, k, v, form="chunked", resets=resets, initial_state=state, return_state=True)
+    y, state = heinsen_forms.attend(q, k, v, resets=resets, initial_state=state)
     return y.to(v.dtype), *(state if final else (None, None, None))
 
 
