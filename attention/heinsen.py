@@ -7,7 +7,7 @@ The state             m, the largest k_jd so far, S and z with exp(m_d) S_d = su
                       sum_j exp(k_jd), D (E+2) numbers a head:  y_i = exp(q_i + m) S / exp(q_i + m) z
 
 Values are signed numbers, or logarithms of positive ones, and then y is a logarithm too (values = "log", the interface
-of the paper's code). Positions come from log_position.py, once before the layers: a rotation of exponential features is
+of the paper's code). Positions come from LogPosition, once before the layers: a rotation of exponential features is
 not relative. residual = "glu" has the residual layer of the paper's code: a gated linear unit in place of projection
 and MLP.
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .log_position import LogPosition
+from .positions import LogPosition
 from .operator import backend, heinsen_forms
 from .operator.arguments import as_state, cast_to_autocast_dtype, check_form, check_state, check_tensors
 from .operator.dispatch import Plan, heinsen_kernel_reason
@@ -44,8 +44,9 @@ def heinsen_attention(
     """Compute Heinsen's log attention: y_i = sum_j w_ij v_j / sum_j w_ij, w_ij = sum_d exp(q_id + k_jd).
 
     q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides; query head h
-    reads key/value head h // (H / Hkv). float16 is computed in float32 and comes back as float16. causal: the queries are those of the last n <= T tokens, and each sees the
-    tokens up to its own; otherwise there are any number of them and each sees all T. values: "signed", or "log": v
+    reads key/value head h // (H / Hkv). float16 is computed in float32 and comes back as float16. causal: the queries
+    are those of the last n <= T tokens, and each sees the tokens up to its own; otherwise there are any number of them
+    and each sees all T. values: "signed", or "log": v
     holds logarithms and y = log(sum_j w_ij exp(v_j) / sum_j w_ij). form: "quadratic", "chunked", "recurrent" or "auto"
     (chunked); without a causal order there is one form. chunk_size: tokens a chunk in the chunked form. resets [B, T]
     bool: a token where it is true sees nothing before it. initial_state: LogState of the tokens before. Under autocast

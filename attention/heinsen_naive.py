@@ -4,7 +4,7 @@
     y, (m, S, z) = recurrent(q, k, v)                                   # token by token, through the state
     log_x = positions(log_coefficients, logits)                         # the position embedding, token by token
 
-They compute what attention/heinsen.py and attention/log_position.py describe and take their arguments. There are no
+They compute what attention/heinsen.py and attention/positions.py describe and take their arguments. There are no
 references inside the sums and no blocks, so call them with float64. "Softmax Attention with Constant Cost per Token"
 (Heinsen, 2024).
 """

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from .learned_position import LearnedPosition
+from .positions import LearnedPosition
 from .operator.dispatch import FORMS
 from .operator.memory import cached_bytes
 from .rotary import rotate_heads
