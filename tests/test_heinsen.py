@@ -333,7 +333,7 @@ def tiny(**shapes):
         ),
         (
             tiny(),
-            dict(initial_state=naive.empty_state(1, 2, 5, 6)),
+            dict(initial_state=heinsen_forms.empty_log_state(1, 2, 5, 6, torch.float64)),
             "initial_state must be torch.float32 for q of torch.float32, got .*float64",
         ),
     ],
