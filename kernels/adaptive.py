@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from .arguments import check, check_device, check_qkv, to_width
 from .operators import pad_queries
 from .quadratic import passes as quadratic
-from .steps import asked, empty_like, keep
-from .transforms import transformable, transformable_once
+from .transforms import asked, empty_like, keep, transformable, transformable_once
 
 
 def adaptive_attention(q, k, v, powers, log_g=None):

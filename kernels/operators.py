@@ -36,8 +36,8 @@ from .chunked import passes as chunked
 from .layout import symmetric_power_dim
 from .quadratic import passes as quadratic
 from .registry import registered
-from .steps import asked, create_inputs, discumsum, empty_like, keep, query_state, update_state
-from .transforms import refuse_second_derivative, transformable, transformable_once
+from .steps import create_inputs, discumsum, query_state, update_state
+from .transforms import asked, empty_like, keep, refuse_second_derivative, transformable, transformable_once
 
 __all__ = [
     "quadratic_attention", "quadratic_sums", "chunked_attention", "chunked_attention_of_piece", "chunked_state",

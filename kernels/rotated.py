@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .quadratic import passes as quadratic
 from .rotary import rotate
-from .steps import empty_like
+from .transforms import empty_like
 from .transforms import refuse_second_derivative
 
 

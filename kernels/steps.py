@@ -35,27 +35,7 @@ from .chunked.update_state import update_state as sum_chunks
 from .common import SQUARE_TOP, SUM_TOP, TOP, device_guard
 from .gates import chunk_gates
 from .layout import TILE, symmetric_power_dim
-from .transforms import transformable, transformable_once
-
-# ---- shared with operators.py
-
-
-def asked(grads, needs):
-    """Return the gradients with an empty tensor for each that is not needed or None: operators must return tensors."""
-    like = next(x for x in grads if x is not None)
-    none = lambda: like.new_empty(0, dtype=torch.float32)  # results of an operator may not share memory
-    return tuple(x if need and x is not None else none() for x, need in zip(grads, needs, strict=True))
-
-
-def keep(grads, needs):
-    """Return the gradients with None for those that are not needed."""
-    return tuple(x if need else None for x, need in zip(grads, needs, strict=True))
-
-
-def empty_like(x, dtype=None):
-    """Return an uninitialised contiguous tensor like x, in x's dtype or another."""
-    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-
+from .transforms import asked, empty_like, keep, transformable, transformable_once
 
 # ---- update state
 

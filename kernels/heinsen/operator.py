@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..arguments import check, check_device, check_qkv, described, to_width
-from ..steps import asked, empty_like, keep
-from ..transforms import transformable, transformable_once
+from ..transforms import asked, empty_like, keep, transformable, transformable_once
 from . import passes as heinsen
 
 NO_FEATURE = -1e30  # an entry of q and k whose weight is zero beside any other
