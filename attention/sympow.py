@@ -9,7 +9,7 @@ The state             S_i = S_{i-1} + phi(k'_i) v_i^T   and   z_i = z_{i-1} + ph
 """
 
 from .even_power import EvenPower
-from .operator.dispatch import plan
+from .operator.dispatch import Problem, plan
 from .power import power_attention
 
 
@@ -29,9 +29,9 @@ class Sympow(EvenPower):
 
     @classmethod
     def context_layout(cls, config, block_size, dtype, device):
-        D, form = config.head_dim, dict(form=config.form, chunk_size=config.chunk_size or None)
-        sizes = dict(dtype=dtype, device=device, gated=config.gated, **form)
-        return "balanced" if plan(block_size, D, D, config.p, **sizes).form == "quadratic" else "contiguous"
+        problem = Problem(block_size, config.head_dim, config.head_dim, config.p, dtype, device, config.gated)
+        form = plan(problem, config.form, config.chunk_size or None).form
+        return "balanced" if form == "quadratic" else "contiguous"
 
     def attend(self, q, k, v, log_g):
         return sympow_attention(q, k, v, p=self.p, log_g=log_g, form=self.form, chunk_size=self.chunk_size)

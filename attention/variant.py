@@ -20,9 +20,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from .positions import LearnedPosition
+from .operator.arguments import check_power
 from .operator.dispatch import FORMS
 from .operator.memory import cached_bytes
+from .positions import LearnedPosition
 from .rotary import rotate_heads
 from .state import LayerState, count_positions
 
@@ -57,8 +58,7 @@ def check_layer(config):
         raise ValueError(f"head_dim must be even (rotary positions turn pairs), got {config.head_dim}")
     if config.n_head % config.n_kv_head:
         raise ValueError(f"n_head must be a multiple of n_kv_head, got {config.n_head} and {config.n_kv_head}")
-    if config.p < 2 or config.p % 2:
-        raise ValueError(f"p must be a positive even integer, got {config.p}: odd powers give negative weights")
+    check_power(config.p)
     if config.form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(FORMS)}, got {config.form!r}")
     if config.chunk_size < 0:
