@@ -11,12 +11,16 @@ from test_kernels import DEVICE, GPU  # noqa: E402
 
 from sympow.attention import ATTENTIONS  # noqa: E402
 from sympow.attention.operator import memory  # noqa: E402
-from sympow.attention import state as state_of
+from sympow.attention import state as state_of  # noqa: E402
 from sympow.attention.embedding import symmetric_power_embedding  # noqa: E402
 from sympow.attention.state import LayerState  # noqa: E402
 from sympow.generation.decoder import Decoder  # noqa: E402
 from sympow.generation.generate import Sampler, sample_next_token  # noqa: E402
-from sympow.kernels.decode import power as decode, sampling
+from sympow.kernels.decode import cache as decode_cache  # noqa: E402
+from sympow.kernels.decode import power as decode  # noqa: E402
+from sympow.kernels.decode import qkv as decode_qkv  # noqa: E402
+from sympow.kernels.decode import sampling  # noqa: E402
+from sympow.kernels.decode.linear import Linear, Norm  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
 
 GPT2 = dict(p=2, bias=True, embedding_norm=False, activation="gelu_tanh")
@@ -49,6 +53,16 @@ def start(model, B, max_new_tokens, switch_over=None, n=4):
     return state, decoder
 
 
+def step_both(model, state, decoder, steps=1, tolerance=1e-5):
+    """Read tokens in the model and in the decoder, whose logits must agree; return the model's state."""
+    for i in range(steps):
+        logits, state = model.step(decoder.ids.clone(), state)
+        decoder.step()
+        assert (decoder.logits - logits).norm() < tolerance * logits.norm(), i
+        assert torch.equal(decoder.ids, logits.argmax(-1))
+    return state
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("B,switch_over", [(1, None), (3, "always")])
 @torch.inference_mode()
@@ -64,12 +78,9 @@ def test_a_token_is_the_models(variant, B, switch_over, monkeypatch):
     for i in range(steps):
         if i == 1:
             decoder.ids[0] = 3  # forgets everything, where that is set
-        logits, state = model.step(decoder.ids.clone(), state)
-        decoder.step()
-        assert (decoder.logits - logits).norm() < 1e-5 * logits.norm(), i
-        assert torch.equal(decoder.ids, logits.argmax(-1))
+        state = step_both(model, state, decoder)
     assert (decoder.layers[0].power is not None) == (config["p"] == 2)
-    assert torch.allclose(decoder.layers[1].position, state.layers[1].position, atol=1e-5)
+    assert torch.allclose(decoder.layers[1].place.position, state.layers[1].position, atol=1e-5)
 
 
 # attention of each layer, other settings, switch_over of each layer
@@ -106,10 +117,7 @@ def test_layers_of_any_attentions_stand_side_by_side(name, monkeypatch):
     decoder.ids.copy_(logits.argmax(-1))
     for i in range(5):
         decoder.ids[0], decoder.ids[1] = 20, 3 if i == 1 else 21  # the samples of one prompt go apart
-        logits, state = model.step(decoder.ids.clone(), state)
-        decoder.step()
-        assert (decoder.logits - logits).norm() < 1e-5 * logits.norm(), i
-        assert torch.equal(decoder.ids, logits.argmax(-1))
+        state = step_both(model, state, decoder)
     assert decoder.bytes() > 0
 
 
@@ -117,16 +125,13 @@ def test_layers_of_any_attentions_stand_side_by_side(name, monkeypatch):
 @torch.inference_mode()
 def test_softmax_in_parts_and_tiles_is_neutral_to_the_size_of_scores(parts, monkeypatch):
     """Scores differ by hundreds, and the largest are in one of three tiles of 64 tokens, each of them a part or not."""
-    monkeypatch.setattr(decode, "parts_of_cache", lambda heads, C: parts)
+    monkeypatch.setattr(decode_cache, "parts_of_cache", lambda heads, C: parts)
     model = tiny(attention="softmax", n_layer=1, n_embd=16, head_dim=16, n_kv_head=1)
     model.transformer.h[0].attn.c_attn.weight.mul_(12)
     state, decoder = start(model, 3, 3, n=150)  # in some of these the largest score comes after others of its row
     scores = state.layers[0].k[0, :, 0] @ state.layers[0].k[0, :, 0].t() / 4
     assert scores.max() > 200
-    for _ in range(2):
-        logits, state = model.step(decoder.ids.clone(), state)
-        decoder.step()
-        assert (decoder.logits - logits).norm() < 1e-4 * logits.norm()
+    step_both(model, state, decoder, 2, 1e-4)
 
 
 @pytest.mark.parametrize("values", ["signed", "log"])
@@ -138,13 +143,11 @@ def test_heinsens_state_is_neutral_to_the_size_of_keys(values):
     attn, size = model.transformer.h[0].attn, torch.tensor([1.0, 80.0, 8.0, 40.0])
     weight = attn.c_attn.weight.clone()
     for i in range(4):
-        decoder.weights[0]["qkv"][0][32:64] = attn.c_attn.weight[32:64] = weight[32:64] * size[i]
-        logits, state = model.step(decoder.ids.clone(), state)
-        decoder.step()
-        assert (decoder.logits - logits).norm() < 1e-4 * logits.norm(), i
+        decoder.weights[0].qkv.weight[32:64] = attn.c_attn.weight[32:64] = weight[32:64] * size[i]
+        state = step_both(model, state, decoder, 1, 1e-4)
     assert state.layers[0].m.max() > 40
     if values == "log":
-        decoder.weights[0]["qkv"][0][64:].mul_(1000)
+        decoder.weights[0].qkv.weight[64:].mul_(1000)
         decoder.step()
         assert decoder.logits.isnan().all()  # beyond the bound of log values
 
@@ -154,10 +157,7 @@ def test_layers_of_two_powers_are_flushed_each_into_its_own_state():
     model = tiny(attention="sympow", n_layer=2, head_dim=8 if not GPU else 16)
     model.transformer.h[1].attn.mix = ATTENTIONS["sympow"](replace(model.config, p=4))
     state, decoder = start(model, 1, 3, 6)
-    for _ in range(3):
-        logits, state = model.step(decoder.ids.clone(), state)
-        decoder.step()
-        assert (decoder.logits - logits).norm() < 1e-4 * logits.norm()
+    state = step_both(model, state, decoder, 3, 1e-4)
     assert [layer.power[1].shape for layer in decoder.layers] == [layer.z.shape for layer in state.layers]
     assert state.layers[1].z.shape[2] > state.layers[0].z.shape[2]
 
@@ -183,10 +183,7 @@ def test_nan_in_a_sequences_state_comes_out_as_nan_and_stays_there(attention, pl
 def test_features_of_more_than_four_indices_are_told_apart():
     model = tiny(attention="sympow", p=6, n_layer=1, n_head=1, n_embd=16, head_dim=16 if GPU else 8)
     state, decoder = start(model, 1, 3, 5)
-    for _ in range(3):  # the first flushes
-        logits, state = model.step(decoder.ids.clone(), state)
-        decoder.step()
-        assert (decoder.logits - logits).norm() < 1e-3 * logits.norm()
+    step_both(model, state, decoder, 3, 1e-3)  # the first flushes
     assert decoder.layers[0].power
 
 
@@ -275,21 +272,19 @@ def test_the_memory_of_layers_that_differ_is_added_up(monkeypatch):
 
 
 def test_gates_next_to_one_keep_their_digits():
-    x, norm = torch.randn(2, 32, device=DEVICE), (torch.ones(32, device=DEVICE), None)
-    w, out = torch.randn(48, 32, device=DEVICE), torch.empty(2, 48, device=DEVICE)
-    turn = torch.empty(2, 2, 2, device=DEVICE)
-    weight, bias = torch.randn(3, 32, device=DEVICE), torch.tensor([-3.0, 9.0, 16.0], device=DEVICE)
-    new = lambda dtype: torch.zeros(2, 1, 3, dtype=dtype, device=DEVICE)
-    cache = new(torch.float32)[..., None], None, new(torch.float64), new(torch.int32)
-    ids, u = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.zeros(2, dtype=torch.float64, device=DEVICE)
-    count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    decode.qkv(
-        w, out, x, norm=norm, bias=None, ids=ids, gate=(weight, bias), beta=None, slopes=None, position=u, rates=u,
-        rotation=turn, cache=cache, count=count, reset_token=-1, rounding=torch.float32,
-    )  # fmt: skip
+    x, w, out = (torch.randn(n, m, device=DEVICE) for n, m in ((2, 32), (48, 32), (2, 48)))
+    gates = decode_qkv.Gates(torch.randn(3, 32, device=DEVICE), torch.tensor([-3.0, 9.0, 16.0], device=DEVICE))
+    zeros = lambda *shape, dtype: torch.zeros(shape, dtype=dtype, device=DEVICE)
+    sums, resets = zeros(2, 1, 3, dtype=torch.float64), zeros(2, 1, 3, dtype=torch.int32)
+    cache = decode_cache.Cache(out, out, sums, resets, zeros(1, dtype=torch.int32))
+    u, rates = zeros(2, dtype=torch.float64), zeros(2, dtype=torch.float64)
+    place = decode_qkv.Position(u, rates, torch.empty(2, 2, 2, device=DEVICE))
+    layer, ids = Linear(w, None, Norm(torch.ones(32, device=DEVICE))), zeros(2, dtype=torch.int64)
+    options = dict(reset_token=-1, rounding=torch.float32)
+    decode_qkv.qkv(layer, out, x, ids=ids, gates=gates, position=place, cache=cache, **options)
     rows = torch.nn.functional.layer_norm(x, (32,)).double()
-    expected = torch.nn.functional.logsigmoid(rows @ weight.double().t() + bias.double())
-    assert torch.allclose(cache[2][:, 0], expected, rtol=2e-5, atol=0)
+    expected = torch.nn.functional.logsigmoid(rows @ gates.weight.double().t() + gates.bias.double())
+    assert torch.allclose(sums[:, 0], expected, rtol=2e-5, atol=0)
     assert u.tolist() == [1, 1]
     assert torch.allclose(out.double(), rows @ w.double().t(), rtol=1e-4, atol=1e-4)
 
