@@ -1,6 +1,8 @@
 """The decoder against `GPT.step`: on the CPU in Triton's interpreter, in float32; with TEST_GPU=1 on the GPU."""
 
+import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +16,11 @@ from sympow.attention.operator import memory  # noqa: E402
 from sympow.attention import state as state_of  # noqa: E402
 from sympow.attention.embedding import symmetric_power_embedding  # noqa: E402
 from sympow.attention.state import LayerState  # noqa: E402
+from sympow import model as model_module  # noqa: E402
+from sympow.generation import decoder as decoder_module  # noqa: E402
+from sympow.generation import generate as generate_module  # noqa: E402
 from sympow.generation.decoder import Decoder  # noqa: E402
-from sympow.generation.generate import Sampler, sample_next_token  # noqa: E402
+from sympow.generation.generate import Sampler, generate, read_prompt, sample_next_token  # noqa: E402
 from sympow.kernels.decode import cache as decode_cache  # noqa: E402
 from sympow.kernels.decode import power as decode  # noqa: E402
 from sympow.kernels.decode import qkv as decode_qkv  # noqa: E402
@@ -287,6 +292,129 @@ def test_gates_next_to_one_keep_their_digits():
     assert torch.allclose(sums[:, 0], expected, rtol=2e-5, atol=0)
     assert u.tolist() == [1, 1]
     assert torch.allclose(out.double(), rows @ w.double().t(), rtol=1e-4, atol=1e-4)
+
+
+# ---- a model that is not model.py's
+
+
+def normalize_queries_and_keys(model, monkeypatch):
+    norm = lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:])
+    for mix in (block.attn.mix for block in model.transformer.h):
+        rotate = mix.rotate
+        turn = lambda *x, rotate=rotate: [part if i == 2 else norm(part) for i, part in enumerate(rotate(*x))]
+        monkeypatch.setattr(mix, "rotate", turn)
+
+
+def scale_layers(model, monkeypatch):
+    for block in model.transformer.h:
+        block.mlp.register_forward_hook(lambda module, inputs, y: 0.5 * y)
+
+
+def change_activation(model, monkeypatch):
+    monkeypatch.setattr(model_module, "gelu", lambda x, approximate: x.relu())
+
+
+def widen_mlp(model, monkeypatch):
+    mlp = model.transformer.h[1].mlp
+    mlp.c_fc, mlp.c_proj = torch.nn.Linear(32, 256, device=DEVICE), torch.nn.Linear(256, 32, device=DEVICE)
+
+
+def replace_norm(model, monkeypatch):
+    model.transformer.h[0].ln_2 = torch.nn.RMSNorm(32, device=DEVICE)
+
+
+@pytest.fixture
+def on_decoder(monkeypatch):
+    """Let `generate` choose the decoder, in the interpreter too; return the list of those that it makes."""
+    made, load = [], Decoder.load
+    monkeypatch.setattr(generate_module, "decodes_on_kernels", lambda *args: True)
+    if not GPU:
+        monkeypatch.setattr(Decoder, "capture", lambda self: None)
+    monkeypatch.setattr(Decoder, "load", lambda self, *args: made.append(self) or load(self, *args))
+    return made
+
+
+def read_and_generate(model, prompt, switch_over=None, num_samples=1, **options):
+    """Return the tokens of each sample; the state after the prompt must be what it was."""
+    options |= dict(max_new_tokens=4, num_samples=num_samples)
+    logits, state = read_prompt(model, prompt, switch_over=switch_over, max_new_tokens=4)
+    saved = state.map(torch.clone)
+    samples = list(generate(model, prefix=(logits, state), **options))
+    for part, copy in zip(state.parts().values(), saved.parts().values()):
+        assert all(torch.equal(x, copy.tensors()[name]) for name, x in part.tensors().items())
+    return samples
+
+
+@pytest.mark.parametrize(
+    "change,attention,reason",
+    [
+        (normalize_queries_and_keys, "sympow_gating", "logits differ by"),
+        (normalize_queries_and_keys, "softmax", "logits differ by"),
+        (scale_layers, "sympow", "logits differ by"),
+        (change_activation, "heinsen", "logits differ by"),
+        (widen_mlp, "softmax", r"a linear layer has the shape \[256, 32\], not \[128, 32\]"),
+        (replace_norm, "softmax", "'RMSNorm' object has no attribute 'bias'"),
+    ],
+)
+@torch.inference_mode()
+def test_a_changed_model_generates_with_its_own_step(change, attention, reason, monkeypatch, on_decoder):
+    """A model that is changed, as one would try an idea, is told from model.py's, in one line, once."""
+    model = tiny(attention=attention)
+    change(model, monkeypatch)
+    message = f"^the decoder does not compute this model: generating with GPT.step .{reason}[^\n]*$"
+    with pytest.warns(UserWarning, match=message) as caught:
+        samples = read_and_generate(model, [5, 6, 7, 8], temperature=1.0)
+    assert len(caught) == 1
+    with warnings.catch_warnings(action="error"):
+        assert read_and_generate(model, [5, 6, 7, 8], temperature=1.0) == samples
+    assert samples == read_and_generate(model, [5, 6, 7, 8], temperature=1.0, cuda_graph=False)
+
+
+@pytest.mark.parametrize(
+    "settings,switch_over",
+    [
+        (dict(attention="conformal_sympow,sympow_gating", reset_token=3), 6),
+        (dict(attention="sympow", n_kv_head=1), "always"),
+        (dict(attention="softmax", positions="learned", n_positions=8, **GPT2), None),
+        (dict(attention="heinsen", values="log"), None),
+    ],
+)
+@torch.inference_mode()
+def test_the_models_tokens_are_read_by_the_decoder(settings, switch_over, on_decoder):
+    model = tiny(**settings)
+    run = partial(read_and_generate, model, [5, 6, 7, 8], switch_over, 2, temperature=1.0)
+    with warnings.catch_warnings(action="error"):
+        samples = run()
+    assert len(on_decoder) == 2 and len(on_decoder[0].ids) == 2  # the second is for the short text
+    assert samples == run(cuda_graph=False)
+
+
+def test_weights_that_are_vectors_count_in_the_comparison(monkeypatch):
+    """A LayerNorm's weights and biases, and gates' biases, are neither ones nor zeros."""
+    config = GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention="sympow_gating", bias=True)
+    compare = partial(
+        decoder_module.find_failure, config, ATTENTIONS["sympow_gating"], torch.float32, torch.float32, DEVICE
+    )
+    assert compare() == ""
+    norm = lambda layer: Norm(torch.ones_like(layer.weight), None)
+    gates = lambda weight, bias, slopes: decode_qkv.Gates(weight, torch.full_like(bias, 6.9), slopes)
+    for name, changed in (("_norm", norm), ("Gates", gates)):
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder_module, name, changed)
+            assert "wrong results" in compare(), name
+
+
+@pytest.mark.parametrize("path", ["model.py", "layers/norm.py", "attention/operator/forms.py", "generation/layers.py"])
+def test_an_edit_of_the_model_is_compared_again(path, tmp_path, monkeypatch):
+    """A comparison is remembered under a hash of the sources on which it depends."""
+    monkeypatch.setattr(model_module, "__file__", str(tmp_path / "model.py"))
+    (tmp_path / "model.py").touch()
+    file, hashes = tmp_path / path, set()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for text in ("x = 1", "x = 2"):
+        file.write_text(text)
+        hashes.add(decoder_module.model_hash.__wrapped__())
+    assert len(hashes) == 2
 
 
 SETTINGS = [(1.0, 0, 1.0), (0.8, 5, 1.0), (1.5, 0, 0.7), (0.5, 30, 0.95), (1.0, 1, 1.0), (1e-8, 5, 1.0)]
