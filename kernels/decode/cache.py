@@ -11,8 +11,8 @@ bandwidth. Buffers, for B sequences and at most C cached tokens:
     name              shape                          dtype     contents
     ------------------------------------------------------------------------------------------------------------------
     rotation          [B, 2, D]                      float32   factors that rotate q and k: cos cos.. and -sin sin..
-    cache: keys       [B, C, Hkv, D]                 weights'  rotated
-           values     [B, C, Hkv, D]                 weights'
+    cache: k          [B, C, Hkv, D]                 weights'  rotated
+           v          [B, C, Hkv, D]                 weights'
            gate_sums  [B, C, Hkv]                    float64   sum of log_g since the last flush, without -inf
            resets     [B, C, Hkv]                    int32     how many log_g were -inf
            count      [1]                            int32     cached tokens, the newest not among them
@@ -35,8 +35,8 @@ MAX_PROGRAMS = 1056  # of a kernel: eight for each processor of an H200, which r
 class Cache(NamedTuple):
     """The buffers of a KV cache: tensors, or pointers in a kernel; shapes are in this file's table."""
 
-    keys: Any
-    values: Any
+    k: Any
+    v: Any  # not "values": a tuple in a kernel has an attribute of this name
     gate_sums: Any
     resets: Any  # None if no token resets
     count: Any
@@ -73,8 +73,8 @@ def load_tokens(cache, first, start, end, HKV, D: tl.constexpr, BT: tl.constexpr
     t, d = start + tl.arange(0, BT), tl.arange(0, D)
     index, inside = first + t * HKV, t < end
     entries = index[:, None] * D + d[None, :]
-    k = tl.load(cache.keys + entries, mask=inside[:, None], other=0.0)
-    v = tl.load(cache.values + entries, mask=inside[:, None], other=0.0)
+    k = tl.load(cache.k + entries, mask=inside[:, None], other=0.0)
+    v = tl.load(cache.v + entries, mask=inside[:, None], other=0.0)
     return k, v, index, inside
 
 
@@ -82,11 +82,11 @@ def load_tokens(cache, first, start, end, HKV, D: tl.constexpr, BT: tl.constexpr
 def append_token(cache, K, V, ROTATION, index, stores, D: tl.constexpr):
     """Return the newest token's key and value [D], rounded as the cache rounds them; `stores` says to write them."""
     d = tl.arange(0, D)
-    k = load_rotated(K, ROTATION, D).to(cache.keys.dtype.element_ty)
-    v = tl.load(V + d).to(cache.values.dtype.element_ty)
+    k = load_rotated(K, ROTATION, D).to(cache.k.dtype.element_ty)
+    v = tl.load(V + d).to(cache.v.dtype.element_ty)
     if stores:
-        tl.store(cache.keys + index * D + d, k)
-        tl.store(cache.values + index * D + d, v)
+        tl.store(cache.k + index * D + d, k)
+        tl.store(cache.v + index * D + d, v)
     return k.to(tl.float32), v.to(tl.float32)
 
 

@@ -226,11 +226,11 @@ def attend(qkv, rotation, cache, state, sums, out, p):
 
     cache: a Cache; state: a State or None; sums: Sums with `parts_of_state` (with a state) plus `parts_of_cache` parts. Shapes are in the table of cache.py.
     """
-    (B, C, HKV, D), (parts, _, H), F, state_parts = cache.keys.shape, sums.den.shape, 0, 0
+    (B, C, HKV, D), (parts, _, H), F, state_parts = cache.k.shape, sums.den.shape, 0, 0
     if state:
         F = state.z.shape[2]
         state_parts = parts_of_state(B * H, F, D)
-    order = features(D, p, cache.keys.device) if state else Features()
+    order = features(D, p, cache.k.device) if state else Features()
     attend_kernel[(B * H, parts)](
         qkv, rotation, cache, state or State(), order, sums, out, B, C, H, HKV, F, parts, state_parts, P=p, D=D, BT=64,
         BF=4096 // D, PARTS=triton.next_power_of_2(parts), **early_launch(qkv),
@@ -287,7 +287,7 @@ def flush_kernel(
 
 def flush(cache, n, state, p):
     """Add the first n tokens of a Cache to a State, in place."""
-    (B, C, HKV, D), F, BF = cache.keys.shape, state.z.shape[2], 64
-    order = features(D, p, cache.keys.device)
+    (B, C, HKV, D), F, BF = cache.k.shape, state.z.shape[2], 64
+    order = features(D, p, cache.k.device)
     grid = (B * HKV * triton.cdiv(F, BF),)
     flush_kernel[grid](cache, state, order, n, C, HKV, F, P=p, D=D, BT=16, BF=BF)

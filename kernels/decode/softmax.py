@@ -89,7 +89,7 @@ def attend_softmax(qkv, rotation, cache, sums, out):
 
     cache: a Cache; sums: Sums with maxima and `parts_of_cache` parts.
     """
-    (B, C, HKV, D), (parts, _, H) = cache.keys.shape, sums.den.shape
+    (B, C, HKV, D), (parts, _, H) = cache.k.shape, sums.den.shape
     softmax_kernel[(B * H, parts)](
         qkv, rotation, cache, sums, out, B, C, H, HKV, parts, math.log2(math.e) / math.sqrt(D), D=D,
         BT=min(64, 4096 // D), PARTS=triton.next_power_of_2(parts), **early_launch(qkv),
