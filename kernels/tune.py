@@ -110,7 +110,7 @@ def trial(case, config, device="cuda"):
 
 def make_passes(case, B, T, device="cuda"):
     """Return a function that computes the form of a case, forward and backward, and returns y and the gradients."""
-    from .adaptive import adaptive_attention
+    from .adaptive.operator import adaptive_attention
     from .operators import chunked_attention, quadratic_attention
 
     H, p, gated = HEADS // case.D, case.p, case.gated
