@@ -30,9 +30,9 @@ def cache_folder():
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sympow"
 
 
-# Where `tune` writes. The installed package has its own table in the user's cache folder, whose entries come first.
+# Where `tune` writes. The installed package has its own table in the user's cache folder. Its entries come first.
 OWN_TABLE = TABLE if (TABLE.parents[1] / "sympow").is_dir() else cache_folder() / "table.json"
-MEASURED = "NVIDIA H200"  # the GPU whose entries of the table all of Hopper uses, if it has as much shared memory
+MEASURED = "NVIDIA H200"  # all of Hopper uses the entries of this GPU, if it has as much shared memory
 MEASURED_SHARED = 227 * 1024  # bytes
 
 
@@ -141,7 +141,7 @@ def choose(kernel, q, p, gated=False, chunked=False):
 
 
 def find(kernel, dtype, D, p, gated, chunked, device):
-    """Return the Config for `choose`'s sizes on a Gpu: its entry in the table, or that of all of Hopper, or SAFE's."""
+    """Return the Config for `choose`'s sizes on a Gpu: its entry in the table, or the H200's on Hopper, or SAFE's."""
     table, name = _table(), device.name
     if name not in table and device.rows == "wgmma" and device.shared >= MEASURED_SHARED:
         name = MEASURED

@@ -95,11 +95,11 @@ def all_cases():
 def candidates(case, device="cuda"):
     """Return the safe Config of a case and then the others."""
     text = next(text for D, text in CANDIDATES[case.kernel].items() if case.D <= D)
-    others = [Config(*map(int, sizes.split(","))) for sizes in text.split()]
+    sizes = [Config(*map(int, numbers.split(","))) for numbers in text.split()]
     if case.kernel == "query_gradient" and case.p == 2:
-        others = [config for config in others if config.BN == 64]  # it is not used
+        sizes = [config for config in sizes if config.BN == 64]  # it is not used
     first = configs.safe(case.kernel, case.dtype, case.D, configs.gpu(torch.device(device)))
-    return list(dict.fromkeys([first, *others]))
+    return list(dict.fromkeys([first, *sizes]))
 
 
 def trial(case, config, device="cuda"):
@@ -168,12 +168,12 @@ def first_line(error):
 
 def measure(case):
     """Return {config: milliseconds} of the candidates of a case that are right, and {config: reason} of the others."""
-    first, *others = candidates(case)
+    first, *rest = candidates(case)
     short, long = make_passes(case, *SHORT), make_passes(case, *LONG)
     with trial(case, first):
         expected = short(), long()
     times, failed = {first: []}, {}
-    for config in others:
+    for config in rest:
         try:
             with trial(case, config):
                 reason = fault(short, expected[0]) or fault(long, expected[1])
