@@ -15,7 +15,6 @@ from .tiles import (
     count_queries,
     decay_of,
     delta_may_be_inexact,
-    exp2,
     first_key_of,
     forgets_little,
     gates_of_rows,
@@ -23,9 +22,7 @@ from .tiles import (
     load_key_decay,
     load_tile,
     load_vector,
-    log2,
     may_read_state,
-    normalized_row_power,
     queries_of_program,
     row_of,
     row_offsets,
@@ -33,12 +30,11 @@ from .tiles import (
     sum_before,
     times_power,
     token_of,
-    with_sign,
 )
 
 
 @triton.jit
-def _dq_tiles_of_one_power(
+def _dq_tiles_(
     acc, r, q, dy, delta,
     keys, rows, gates,  # as in `_forward_tiles`
     begin, end, T,
@@ -47,7 +43,7 @@ def _dq_tiles_of_one_power(
 ):  # fmt: skip
     """Return (acc, r), the sums for dq and row, with the keys from begin to end added, BN at a time.
 
-    Decays are those of `_forward_tiles_of_one_power`.
+    Decays are those of `_forward_tiles`.
     """
     GATED: tl.constexpr = gates is not None
     K, k_strides, V, v_strides, b, hkv = keys
@@ -86,36 +82,6 @@ def _dq_tiles_of_one_power(
 
 
 @triton.jit
-def _dq_tiles_of_powers(
-    acc, r, q, dy, delta,
-    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, first_row, p - 1, c, x) or None
-    begin, end, T,
-    D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
-):  # fmt: skip
-    """Return (acc, r), the sums for dq and dp, as `_dq_tiles_of_one_power` does, with a power for each row."""
-    K, k_strides, V, v_strides, b, hkv = keys
-    row, first_row, less, c, middle = rows
-    for start in range(begin, end, BN):
-        k = load_tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
-        v = load_tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
-        x = tl.maximum(log2(s), -1e30)  # finite, because it is multiplied by a weight that may be zero
-        ds = with_sign(exp2(less[:, None] * x + c[:, None]), s) * (dp - delta[:, None])
-        if DIAGONAL:
-            at = start + tl.arange(0, BN)
-            seen = row[:, None] >= at[None, :]
-            if gates is not None:
-                seen = seen & (at[None, :] >= first_row[:, None])
-            ds = tl.where(seen, ds, 0.0)
-        elif gates is not None:
-            ds *= load_key_decay(gates[2], start, BN)[None, :]
-        r += tl.sum(ds * s * (x - middle[:, None]), 1)
-        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
-    return acc, r
-
-
-@triton.jit
 def _dq_tiles(
     acc, r, q, dy, delta, keys, rows, gates, begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, SUMS: tl.constexpr,
@@ -124,27 +90,23 @@ def _dq_tiles(
     """Return (acc, r) as the functions above do; SUMS: 0 as they are, 1 acc, 2 both with the keys added."""
     if SUMS == 0:
         return acc, r
-    elif P == 0:
-        return _dq_tiles_of_powers(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, D, BN, DIAGONAL)
     else:
-        return _dq_tiles_of_one_power(
+        return _dq_tiles_(
             acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL, FACTORS, SUMS > 1, SUMS < 3
         )
 
 
 @triton.jit
-def _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, delta, P: tl.constexpr, R: tl.constexpr):
-    """Write PAIR, and with gates G, of the table above; P = 0: g is c_i, delta is p_i delta_i."""
+def _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, delta, R: tl.constexpr):
+    """Write PAIR, and with gates G, of the table above."""
     pair = at_head(PAIR, n, 2 * bh) + (first + tl.arange(0, row.shape[0]))[:, None] * 2 + tl.arange(0, 2)[None, :]
     if gates is None:
-        tl.store(pair, tl.join(g, delta if P == 0 else g * delta))
+        tl.store(pair, tl.join(g, g * delta))
     else:
         start = row // R * R
-        if P > 0:
-            f = tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(gates[0] + start))), 0.0)
+        f = tl.where(first_row < start, tl.exp(0.5 * (c_row - tl.load(gates[0] + start))), 0.0)
         tl.store(at_head(G, n, bh) + (first + tl.arange(0, row.shape[0])), g)
-        before = tl.where(first_row < start, g, float("-inf")) if P == 0 else g * f
-        tl.store(pair, tl.join(before, delta))
+        tl.store(pair, tl.join(g * f, delta))
 
 
 @triton.jit
@@ -155,10 +117,6 @@ def _dq_diagonal(
     """Return (acc, r) with the keys from begin on added for the rows from lo on, as `_forward_diagonal` does."""
     end = tl.minimum(lo + q.shape[0], T)
     if gates is None:
-        return _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True, SUMS)
-    elif P == 0:
-        seen = rows[1] < lo
-        acc, r = tl.where(seen[:, None], acc, 0.0), tl.where(seen, r, 0.0)
         return _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True, SUMS)
     else:
         _, _, c_row, c_first, first_row = rows
@@ -185,7 +143,7 @@ def _store_gradient(OUT, x, b, start, h, n, heads):
 def dq_kernel(
     Q, K, V, DY,
     Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
-    KEY_SCALE, POWERS, gates, NEAR,  # see the table above and gates.py, or None
+    KEY_SCALE, gates, NEAR,  # see the table above and gates.py, or None
     DQ, PAIR, G, ROW,  # what is written, or None; G with gates only
     q_strides, k_strides, v_strides, dy_strides,  # None: a tensor descriptor
     scale, rest,
@@ -215,31 +173,26 @@ def dq_kernel(
         delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
         l = load_vector(at_head(L, n, bh), first, BM)
         over_l = inverse(l)
-        if P > 0:
-            factor = row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)
+        factor = row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)
     else:
         delta = -load_vector(at_head(DL, n, bh), first, BM)
         over_l = tl.zeros([BM], tl.float32) + rest
         factor = tl.zeros([BM], tl.float32) + scale
-    if P == 0:
-        p, less, g, x = normalized_row_power(POWERS, q32, KEY_SCALE, l, T, n, b, b * HKV + hkv, lo, first)
-        factor, over_l = p, 1.0
-    else:
-        g = int_power(factor, P // 2) * tl.sqrt(over_l)
+    g = int_power(factor, P // 2) * tl.sqrt(over_l)
     if P > 4:
         q = (q32 * factor[:, None]).to(q.dtype)
-    elif P > 0:  # s^3 stays in range without it, and the product is faster if q does not pass through registers
+    else:  # s^3 stays in range without it, and the product is faster if q does not pass through registers
         over_l, factor = g * g, 1.0
     first_key = begin
     if GATED:
         c_lo, begin = before_rows(gates, lo, begin, end, BN)
         c_row, c_first, first_row, factors = gates_of_rows(gates, lo, end, BM)
     keys = (K, k_strides, V, v_strides, b, hkv)
-    rows = (row, first_row, less, g, x) if P == 0 else (row, c_lo, c_row, c_first, first_row)
+    rows = (row, c_lo, c_row, c_first, first_row)
     SUMS: tl.constexpr = 2 if ROWS else 0 if DQ is None and ROW is None and not NORMALIZE else 1
     acc = tl.zeros([BM, D], tl.float32)
     r = tl.zeros([BM], tl.float32)
-    if NORMALIZE and P > 0:
+    if NORMALIZE:
         if delta_may_be_inexact(gates, lo, BM, BEFORE):  # the sum of w_ij (dP_ij - delta_i) / l_i over j would be zero
             e = tl.zeros([BM], tl.float32)
             if GATED:
@@ -249,29 +202,28 @@ def dq_kernel(
             if GATED:
                 e = tl.where(may_read_state(gates, lo, first_key, BM, BEFORE), 0.0, e)
             delta += tl.where(row > first_row, e, 0.0)
-    _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, p * delta if P == 0 else delta, P, R)
+    _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, delta, R)
     acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False, SUMS)
     acc, r = _dq_diagonal(acc, r, q, dy, delta, keys, rows, gates, end, lo, factors, T, P, D, BN, SUMS)
 
     if NORMALIZE:  # in a row that sees itself alone, y_i is v_i for any q_i
         over_l = tl.where(row > first_row, over_l, 0.0)
-    acc *= ((1 if P == 0 else P) * factor * over_l)[:, None]
+    acc *= (P * factor * over_l)[:, None]
     if DQ is not None:
         _store_gradient(DQ, acc, b, first, h, n, H)
     if ROWS:
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
-    elif P == 0 and ROW is not None:
-        tl.store(at_head(ROW, n, bh) + (first + tl.arange(0, BM)), r * over_l * 0.6931471805599453)  # ln 2
 
 
 @triton.jit
-def _dkdv_tiles_of_one_power(
+def _dkdv_tiles(
     dk, dv, col, k, v,
     queries, b, h, H,  # (Q, strides, DY, strides, PAIR, G)
     columns, gates,  # (column, c_hi, c_col, c_last, first_row), (C, FIRST, C_START) at this head of keys or None
     begin, end, T, OFFSET,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr,
+    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, DIAGONAL: tl.constexpr,
+    FACTORS: tl.constexpr = False,
 ):  # fmt: skip
     """Return (dk, dv, col) with the queries from begin to end of one head added, BM at a time."""
     GATED: tl.constexpr = gates is not None
@@ -329,66 +281,8 @@ def _dkdv_tiles_of_one_power(
 
 
 @triton.jit
-def _dkdv_tiles_of_powers(
-    dk, dv, k, v,
-    queries, POWERS, b, h, H,  # (Q, strides, DY, strides, PAIR, G)
-    columns, gates,  # (column, ...), (C, FIRST, C_START) at this head of keys or None
-    begin, end, T, OFFSET,
-    D: tl.constexpr, BM: tl.constexpr, DIAGONAL: tl.constexpr,
-):  # fmt: skip
-    """Return (dk, dv) as `_dkdv_tiles_of_one_power` does, with a power for each query."""
-    Q, q_strides, DY, dy_strides, PAIR, G = queries
-    n, column = count_queries(T, OFFSET), columns[0]
-    PAIR, POWERS = at_head(PAIR, n, 2 * (b * H + h)), at_head(POWERS, n, 2 * b)
-    for start in range(begin, end, BM):
-        row = row_of(start, OFFSET)
-        q = load_tile(Q, q_strides, b, row, h, n, BM, D, True)
-        dy = load_tile(DY, dy_strides, b, row, h, n, BM, D, True).to(v.dtype)
-        pair = tl.multiple_of(row, BM) * 2 + tl.arange(0, BM)[:, None] * 2 + tl.arange(0, 2)[None, :]
-        c, pdelta = tl.split(tl.load(PAIR + pair))
-        p, less = tl.split(tl.load(POWERS + pair))
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
-        dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
-        if DIAGONAL and gates is not None:
-            c = load_vector(at_head(G, n, b * H + h), row, BM)
-        t = with_sign(exp2(less[None, :] * log2(s) + c[None, :]), s)
-        if DIAGONAL:
-            at = start + tl.arange(0, BM)
-            seen, first = at[None, :] >= column[:, None], 0
-            if gates is not None:
-                first = start // 128 * 128 + load_vector(gates[1], start, BM).to(tl.int32)
-                seen = seen & (column[:, None] >= first[None, :])
-            t = tl.where(seen, t, 0.0)
-        dv = tl.dot((t * s).to(dy.dtype), dy, dv, input_precision=PRECISION)
-        ds = t * (dp * p[None, :] - pdelta[None, :])
-        if DIAGONAL:  # in a row that sees itself alone, y_i is v_i for any q_i
-            ds = tl.where((at > first)[None, :], ds, 0.0)
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv
-
-
-@triton.jit
-def _dkdv_tiles(
-    dk, dv, col, k, v, queries, POWERS, b, h, H, columns, gates, begin, end, T, OFFSET,
-    P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-    NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, DIAGONAL: tl.constexpr,
-    FACTORS: tl.constexpr = False,
-):  # fmt: skip
-    if P == 0:
-        dk, dv = _dkdv_tiles_of_powers(
-            dk, dv, k, v, queries, POWERS, b, h, H, columns, gates, begin, end, T, OFFSET, D, BM, DIAGONAL
-        )
-        return dk, dv, col
-    else:
-        return _dkdv_tiles_of_one_power(
-            dk, dv, col, k, v, queries, b, h, H, columns, gates, begin, end, T, OFFSET,
-            P, D, BM, NORMALIZE, BEFORE, ROWS, DIAGONAL, FACTORS,
-        )  # fmt: skip
-
-
-@triton.jit
 def _dkdv_diagonal(
-    dk, dv, col, k, v, queries, POWERS, b, hkv, group, H, columns, gates, begin, end, T, OFFSET, factors,
+    dk, dv, col, k, v, queries, b, hkv, group, H, columns, gates, begin, end, T, OFFSET, factors,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
     NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -399,26 +293,26 @@ def _dkdv_diagonal(
     column, _, c_col, c_last, first_row = columns
     if gates is not None:
         decay = tl.exp(c_last - c_col)
-        if P == 0 or not factors:
+        if not factors:
             decay = tl.where(column >= first_row, decay, 0.0)
             dk, dv, col = dk * decay[:, None], dv * decay[:, None], col * decay
-    if gates is None or P == 0:
+    if gates is None:
         for i in range(group):
             dk, dv, col = _dkdv_tiles(
-                dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
+                dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
                 P, D, BM, NORMALIZE, BEFORE, ROWS, True,
             )  # fmt: skip
     elif factors:
         for i in range(group):
             dk, dv, col = _dkdv_tiles(
-                dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
+                dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
                 P, D, BM, NORMALIZE, BEFORE, ROWS, True, True,
             )  # fmt: skip
         dk, dv, col = dk * decay[:, None], dv * decay[:, None], col * decay
     else:
         for i in range(group):
             dk, dv, col = _dkdv_tiles(
-                dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
+                dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
                 P, D, BM, NORMALIZE, BEFORE, ROWS, True,
             )  # fmt: skip
     return dk, dv, col
@@ -449,7 +343,7 @@ def _last_reader(OPENED, FIRST, hi, end, T):
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BHKV", "HEADS"])
 def dkdv_kernel(
     Q, K, V, DY,
-    POWERS, gates, NEAR,  # or None
+    gates, NEAR,  # or None
     PAIR, G, ROW,  # written by `dq_kernel`
     DK, DV,  # what is written
     q_strides, k_strides, v_strides, dy_strides,  # None: a tensor descriptor
@@ -490,16 +384,15 @@ def dkdv_kernel(
         begin, lo_row = tl.maximum(begin, multiple_of(OFFSET, 128)), tl.maximum(lo, multiple_of(OFFSET, 128))
     for i in range(group):
         dk, dv, col = _dkdv_tiles(
-            dk, dv, col, k, v, queries, POWERS, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
+            dk, dv, col, k, v, queries, b, hkv * group + i, H, columns, gates, begin, end, T, OFFSET,
             P, D, BM, NORMALIZE, BEFORE, ROWS, False,
         )  # fmt: skip
     dk, dv, col = _dkdv_diagonal(
-        dk, dv, col, k, v, queries, POWERS, b, hkv, group, H, columns, gates, lo_row, tl.minimum(lo + BN, T), T, OFFSET,
+        dk, dv, col, k, v, queries, b, hkv, group, H, columns, gates, lo_row, tl.minimum(lo + BN, T), T, OFFSET,
         factors, P, D, BM, NORMALIZE, BEFORE, ROWS,
     )  # fmt: skip
 
-    if P > 0:
-        dk *= P
+    dk *= P
     _store_gradient(DK, dk, b, lo, hkv, T, HKV)
     _store_gradient(DV, dv, b, lo, hkv, T, HKV)
     if ROWS:

@@ -14,15 +14,12 @@ from .tiles import (
     column_decay,
     count_queries,
     decay_of,
-    exp2,
     first_key_of,
     gates_of_rows,
     load_key_decay,
     load_tile,
     load_vector,
-    log2,
     queries_of_program,
-    row_power,
     row_scale,
     sum_before,
     token_of,
@@ -51,11 +48,11 @@ def key_scale_kernel(K, LOG_G, KEY_SCALE, k_strides, g_strides, T, HKV, D: tl.co
 
 
 @triton.jit
-def _forward_tiles_of_one_power(
+def _forward_tiles(
     acc, l, q,
     keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, c_lo, c_row, c_first, first_row), at this
     begin, end, T,  # head or None
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr = False,
 ):  # fmt: skip
     """Return (acc, l) with the keys from begin to end added, BN at a time; DIAGONAL: some keys come after some rows.
 
@@ -98,57 +95,12 @@ def _forward_tiles_of_one_power(
 
 
 @triton.jit
-def _forward_tiles_of_powers(
-    acc, l, q,
-    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, first_row, p, p log2 of the scale), or None
-    begin, end, T,
-    D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
-):  # fmt: skip
-    """Do the same as `_forward_tiles_of_one_power` with a power for each row."""
-    K, k_strides, V, v_strides, b, hkv = keys
-    row, first_row, p, offset = rows
-    ones = tl.full([BN, 8], 1.0, q.dtype)
-    for start in range(begin, end, BN):
-        k = load_tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
-        x = log2(tl.dot(q, tl.trans(k), input_precision=PRECISION))
-        w = exp2(p[:, None] * x + offset[:, None])
-        if DIAGONAL:
-            at = start + tl.arange(0, BN)
-            seen = row[:, None] >= at[None, :]
-            if gates is not None:
-                seen = seen & (at[None, :] >= first_row[:, None])
-            w = tl.where(seen, w, 0.0)
-        elif gates is not None:
-            w *= load_key_decay(gates[2], start, BN)[None, :]
-        v = load_tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
-        w = w.to(v.dtype)
-        l = tl.dot(w, ones, l, input_precision=PRECISION)
-        acc = tl.dot(w, v, acc, input_precision=PRECISION)
-    return acc, l
-
-
-@triton.jit
-def _forward_tiles(
-    acc, l, q, keys, rows, gates, begin, end, T,
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr = False,
-):  # fmt: skip
-    if P == 0:
-        return _forward_tiles_of_powers(acc, l, q, keys, rows, gates, begin, end, T, D, BN, DIAGONAL)
-    else:
-        return _forward_tiles_of_one_power(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL, FACTORS)
-
-
-@triton.jit
 def _forward_diagonal(
     acc, l, q, keys, rows, gates, begin, lo, factors, T, P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr
 ):
     """Return (acc, l) with the keys from begin on added for the rows from lo on; `factors` is of `gates_of_rows`."""
     end = tl.minimum(lo + q.shape[0], T)
     if gates is None:
-        return _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True)
-    elif P == 0:  # whose gates are resets
-        seen = rows[1][:, None] < lo
-        acc, l = tl.where(seen, acc, 0.0), tl.where(seen, l, 0.0)
         return _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True)
     else:
         _, _, c_row, c_first, first_row = rows
@@ -168,7 +120,7 @@ def forward_kernel(
     Q, K, V,
     Y, L,  # what is written
     NUM, DEN,  # what is added to the sums before dividing, or None
-    KEY_SCALE, POWERS, gates, NEAR,  # see the table above and gates.py, or None
+    KEY_SCALE, gates, NEAR,  # see the table above and gates.py, or None
     q_strides, k_strides, v_strides,  # None: a tensor descriptor
     scale, rest,  # without NORMALIZE: the power of two that q is multiplied by, and the remaining factor of the sums
     T, OFFSET,  # tokens; those before the first query, a multiple of 128, or None
@@ -185,9 +137,7 @@ def forward_kernel(
 
     q = load_tile(Q, q_strides, b, first, h, n, BM, D, True)
     q32 = q.to(tl.float32)
-    if P == 0:
-        p, _, offset = row_power(POWERS, q32, KEY_SCALE, T, n, b, b * HKV + hkv, lo, first)
-    elif NORMALIZE:
+    if NORMALIZE:
         scale = row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)
         q = (q32 * scale[:, None]).to(q.dtype)
     else:
@@ -202,7 +152,7 @@ def forward_kernel(
         c_lo, begin = before_rows(gates, lo, begin, end, BN)
         c_row, c_first, first_row, factors = gates_of_rows(gates, lo, end, BM)
     keys = (K, k_strides, V, v_strides, b, hkv)
-    rows = (row, first_row, p, offset) if P == 0 else (row, c_lo, c_row, c_first, first_row)
+    rows = (row, c_lo, c_row, c_first, first_row)
     acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, False)
     acc, l = _forward_diagonal(acc, l, q, keys, rows, gates, end, lo, factors, T, P, D, BN)
 

@@ -5,11 +5,8 @@ Names and shapes of arrays are those of quadratic.py; gates are those of gates.p
 
 import triton
 import triton.language as tl
-from triton.language.target_info import is_cuda
 
 from ..common import (
-    INTERPRETED,
-    LEAST_WEIGHT,
     ROW_EXPONENT,
     at_head,
     block_and_head,
@@ -125,56 +122,6 @@ def row_scale(q, KEY_SCALE, T, bh, lo):
     """Return [N], the scale of the rows q [N, D] float32 from token `lo` on, for the keys of sequence and head `bh`."""
     scale = unit_scale(tl.max(tl.abs(q), 1), ROW_EXPONENT)
     return scale if KEY_SCALE is None else scale * load_vector(at_head(KEY_SCALE, T, bh), lo, q.shape[0])
-
-
-@triton.jit
-def log2(x):
-    """Return log2 |x|, -inf for 0."""
-    if INTERPRETED or not is_cuda():
-        return tl.log2(tl.abs(x))
-    else:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [tl.abs(x)], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def exp2(x):
-    """Return 2^x, 0 for -inf."""
-    if INTERPRETED or not is_cuda():
-        return tl.exp2(x)
-    else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def with_sign(x, s):
-    """Return x >= 0 with the sign of s."""
-    return (x.to(tl.int32, bitcast=True) | (s.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def row_power(POWERS, q, KEY_SCALE, T, n, b, bh, lo, first):
-    """Return (p, p - 1, p log2 of the row's scale), [N] each, for the rows q [N, D] float32 from `first` on, which is
-    token `lo`, and the keys of sequence and head `bh`."""
-    scale = row_scale(q, KEY_SCALE, T, bh, lo)
-    exponent = ((scale.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32) + scale * 0.0  # NaN stays NaN
-    at = first + tl.arange(0, q.shape[0])[:, None]
-    p, less = tl.split(tl.load(at_head(POWERS, n, 2 * b) + at * 2 + tl.arange(0, 2)[None, :]))
-    return p, less, p * exponent
-
-
-@triton.jit
-def normalized_row_power(POWERS, q, KEY_SCALE, l, T, n, b, bh, lo, first):
-    """Return (p, p - 1, c, x) of "A power for each row" in quadratic.py; the arguments are those of `row_power`."""
-    p, less, offset = row_power(POWERS, q, KEY_SCALE, T, n, b, bh, lo, first)
-    empty = l <= LEAST_WEIGHT
-    c = tl.where(empty, float("-inf"), offset - tl.log2(l))
-    # the mean of |s|^p; that of x with weights |s|^p is 0.5 to 0.6 above its logarithm for normal s and p from 2 to 8
-    mean = -(c + tl.log2((lo + 1 + tl.arange(0, q.shape[0])).to(tl.float32))) / p
-    return p, less, c, tl.where(empty, 0.0, mean + 0.57)
 
 
 @triton.jit
