@@ -70,7 +70,7 @@ def forward(q, k, v, powers, log_g=None, config=None):
         tiles, strides = _tiles((q, config.BM), (k, config.BN), (v, config.BN))
         forward_kernel[(triton.cdiv(n, config.BM) * B * H,)](
             *tiles, y, c, _key_scales(k, log_g), _pad(powers), first, tuple(strides),
-            T, _offset(n, T), H, HKV, _heads_together(T, B * H), D=D, BM=config.BM, BN=config.BN, **config.launch(),
+            T, _offset(n, T), H, HKV, B * H, _heads_together(T, B * H), D=D, BM=config.BM, BN=config.BN, **config.launch(),
         )  # fmt: skip
     return y, c
 
@@ -90,15 +90,16 @@ def backward(dy, q, k, v, powers, log_g, y, c, configs=(None, None)):
         powers, (first, end) = _pad(powers), _documents(log_g)
         (k_tiles, v_tiles), (k_strides, v_strides) = _tiles((k, c_dq.BN), (v, c_dq.BN))
         dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
-            q, k_tiles, v_tiles, dy, y, c, powers, first, dq, delta, dp,
+            q, k_tiles, v_tiles, dy, (y, c), powers, first, dq, delta, dp,
             (q.stride(), k_strides, v_strides, dy.stride()),
-            T, _offset(n, T), H, HKV, _heads_together(T, B * H), D=D, BM=c_dq.BM, BN=c_dq.BN, **c_dq.launch(),
+            T, _offset(n, T), H, HKV, B * H, _heads_together(T, B * H), D=D, BM=c_dq.BM, BN=c_dq.BN, **c_dq.launch(),
         )  # fmt: skip
         (q_tiles, dy_tiles), (q_strides, dy_strides) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
         dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
             q_tiles, k, v, dy_tiles, c, delta, powers, first, end, dk, dv,
             (q_strides, k.stride(), v.stride(), dy_strides),
-            T, _offset(n, T), H, HKV, _heads_together(T, B * HKV), D=D, BM=c_dkdv.BM, BN=c_dkdv.BN, **c_dkdv.launch(),
+            T, _offset(n, T), H, HKV, B * HKV, _heads_together(T, B * HKV),
+            D=D, BM=c_dkdv.BM, BN=c_dkdv.BN, **c_dkdv.launch(),
         )  # fmt: skip
     return dq, dk, dv, dp[..., :n].sum(1)
 
