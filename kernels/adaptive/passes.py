@@ -48,7 +48,7 @@ import triton
 
 from ..common import device_guard, empty, padded
 from ..configs import choose
-from ..quadratic.forward_kernel import key_scale_kernel
+from ..quadratic.key_scale_kernel import key_scale_kernel
 from ..quadratic.passes import _heads_together, _offset, _tiles
 from .backward_kernels import dkdv_kernel, dq_kernel
 from .forward_kernel import forward_kernel

@@ -54,9 +54,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common import device_guard, empty, padded
 from ..configs import choose, reads_by_descriptor
+from .dkdv_kernel import dkdv_kernel
+from .dq_kernel import dq_kernel
+from .forward_kernel import forward_kernel
 from .gates import dlog_g, tile_gates
-from .backward_kernels import dkdv_kernel, dq_kernel
-from .forward_kernel import forward_kernel, key_scale_kernel
+from .key_scale_kernel import key_scale_kernel
 
 L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while programs work on several heads
 
@@ -69,24 +71,24 @@ def forward(
 
     q [B, n, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D and p:
     those of `kernels.HEAD_DIMS` and `kernels.POWERS`. The queries belong to the last n tokens; T - n is a multiple of
-    128. chunk: tokens see nothing before their chunk, a multiple of 128, but for what `near` says (`chunk_gates`). num [B, n, H, D], den [B, H, n padded],
-    float32: added to the sums before dividing. `scale` cancels.
+    128. chunk: tokens see nothing before their chunk, a multiple of 128, but for what `near` says (`chunk_gates`). num
+    [B, n, H, D], den [B, H, n padded], float32: added to the sums before dividing. `scale` cancels.
 
     With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
     w_ij = decay_ij (scale q_i . k_j)^p, to which other parts of the sums may be added.
     """
-    (B, n, H, _), (T, HKV) = q.shape, k.shape[1:3]
+    (B, n, H, D), (T, HKV) = q.shape, k.shape[1:3]
     y = torch.empty(q.shape, dtype=q.dtype if normalize else torch.float32, device=q.device)
     l = torch.zeros(B, H, padded(n), dtype=torch.float32, device=q.device)
-    scale, rest = _powers_of_two(scale, p)
     c = config or choose("forward", q, p, log_g is not None, chunk is not None)
     with device_guard(q.device):
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c.BN, 0.5)
         tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
         forward_kernel[(triton.cdiv(n, c.BM) * B * H,)](
-            *tiles, y, l, num, den, key_scale, gates, near, *strides, scale, rest,
-            T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
-            **_options(c, q, p, normalize),
+            *tiles, strides, y, l, None if num is None else (num, den),
+            None if normalize else _powers_of_two(scale, p), key_scale, gates, near,
+            T, _offset(n, T), chunk or T, H, HKV, _heads_together(chunk or T, B * H),
+            P=p, TILE=(c.BM, c.BN, D), **c.launch(),
         )  # fmt: skip
     return y, l
 
@@ -102,7 +104,7 @@ def backward(
     state before the first token. needs: whether dq, either of dk and dv, and the last are wanted; the others are None.
     Raises ValueError for configurations that do not fit each other.
     """
-    (B, n, H, _), (T, HKV) = q.shape, k.shape[1:3]
+    (B, n, H, D), (T, HKV) = q.shape, k.shape[1:3]
     needs_q, needs_kv, needs_last = needs
     rows = needs_last and log_g is not None
     needs_kv = needs_kv or rows  # dkdv_kernel ends dlog_g
@@ -113,27 +115,26 @@ def backward(
         g = empty(q, B, H, padded(n))
         if rows:  # there are no queries of the tokens before
             row = (empty if n == T else _zeros)(q, B, H, padded(T))
-    scale, rest = _powers_of_two(scale, p)
     c_dq = configs[0] or choose("dq", q, p, log_g is not None, chunk is not None)
     c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None, chunk is not None)
     if c_dq.BM < c_dkdv.BM or c_dkdv.BN % c_dkdv.BM:
         raise ValueError(f"dkdv's BM must divide its BN and be at most dq's BM, got {c_dq} for dq, {c_dkdv} for dkdv")
     with device_guard(q.device):
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
-        (k_tiles, v_tiles), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN))
+        (k_tiles, v_tiles), (k_strides, v_strides) = _tiles((k, c_dq.BN), (v, c_dq.BN))
         dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
-            q, k_tiles, v_tiles, dy, y, l, dl, key_scale, gates, near, dq, pair, g, row,
-            q.stride(), *kv_strides, dy.stride(), scale, rest,
-            T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
-            R=c_dkdv.BM, ROWS=rows, BEFORE=before, **_options(c_dq, q, p, normalize),
+            q, k_tiles, v_tiles, dy, (q.stride(), k_strides, v_strides, dy.stride()), (y, l) if normalize else None,
+            None if normalize else (*_powers_of_two(scale, p), dl), key_scale, gates, near, (dq, pair, g, row),
+            T, _offset(n, T), chunk or T, H, HKV, _heads_together(chunk or T, B * H),
+            P=p, BEFORE=before, TILE=(c_dq.BM, c_dq.BN, D, c_dkdv.BM), **c_dq.launch(),
         )  # fmt: skip
         if needs_kv:
             (q, dy), (q_strides, dy_strides) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
+            alone = normalize and not (before and log_g is None)  # FIRST says it where there are gates
             dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-                q, k, v, dy, gates, near, pair, g, row, dk, dv,
-                q_strides, k.stride(), v.stride(), dy_strides,
-                T, _offset(n, T), chunk or T, H, HKV, B * HKV, _heads_together(chunk or T, B * HKV),
-                ROWS=rows, BEFORE=before, **_options(c_dkdv, k, p, normalize),
+                q, k, v, dy, (q_strides, k.stride(), v.stride(), dy_strides), gates, near, (pair, g, row), dk, dv,
+                T, _offset(n, T), chunk or T, H, HKV, _heads_together(chunk or T, B * HKV),
+                P=p, ALONE=alone, TILE=(c_dkdv.BM, c_dkdv.BN, D), **c_dkdv.launch(),
             )  # fmt: skip
         if not rows:
             return dq, dk, dv, None
@@ -156,7 +157,7 @@ def _key_scales(k, log_g, p, normalize):
     B, T, HKV, D = k.shape
     scales = empty(k, B * HKV, padded(T))
     strides = (0, 0, 0) if log_g is None else log_g.stride()
-    key_scale_kernel[(B * HKV,)](k, log_g, scales, k.stride(), strides, T, HKV, D=D, N=128)
+    key_scale_kernel[(B * HKV,)](k, log_g, scales, k.stride(), *strides, T, HKV, D=D, N=128)
     return scales
 
 
@@ -168,9 +169,9 @@ def _tiles(*tensors_and_rows):
     """
     tensors = [x for x, _ in tensors_and_rows]
     if not all(reads_by_descriptor(x) and aligned(x) for x in tensors):
-        return tensors, [x.stride() for x in tensors]
+        return tensors, tuple(x.stride() for x in tensors)
     tiles = [TensorDescriptor(x, x.shape, x.stride(), [1, n, 1, x.shape[3]]) for x, n in tensors_and_rows]
-    return tiles, [None] * len(tensors)
+    return tiles, (None,) * len(tensors)
 
 
 def aligned(x):
@@ -192,8 +193,3 @@ def _heads_together(T, heads):
     programs to run are short.
     """
     return max(1, min(heads, L2_TOKENS // T))
-
-
-def _options(c, q, p, normalize):
-    """Return the constants and options of a launch with Config c."""
-    return dict(P=p, D=q.shape[-1], NORMALIZE=normalize, BM=c.BM, BN=c.BN, **c.launch())

@@ -19,6 +19,11 @@ from ..common import (
 WEAK = tl.constexpr(10.0)
 STRONG = tl.constexpr(2.0)  # if a tile forgets more than exp(-STRONG) a token, one token dominates most of its rows
 STATE_GONE = tl.constexpr(16.0)  # a state that has decayed by exp(-STATE_GONE) counts for nothing
+# the tiles that a loop goes through: those without a mask, and those on the diagonal, on which decays are products of a
+# factor of the row and one of the key, or are computed for each pair
+OFF_DIAGONAL = tl.constexpr(0)
+DIAGONAL_BY_FACTORS = tl.constexpr(1)
+DIAGONAL_BY_PAIRS = tl.constexpr(2)
 
 
 @triton.jit
@@ -66,13 +71,6 @@ def load_tile(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr, MASK
         tile = base + tl.cast(start, tl.int64) * strides[1] + rows[:, None] * strides[1]
         tile += tl.arange(0, D)[None, :] * strides[3]
         return tl.load(tile, mask=(start + rows)[:, None] < T, other=0.0) if MASK else tl.load(tile)
-
-
-@triton.jit
-def row_offsets(b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
-    """Return the offsets [N, D] of rows start, start+1, ... of head h of sequence b in any array [B, T, H, D]."""
-    first = ((tl.cast(b, tl.int64) * T + start) * H + h) * D
-    return first + tl.arange(0, N)[:, None] * (H * D) + tl.arange(0, D)[None, :]
 
 
 @triton.jit
@@ -155,19 +153,17 @@ def delta_may_be_inexact(gates, lo, BM: tl.constexpr, BEFORE: tl.constexpr):
     if gates is None:
         return (lo == 0) & (not BEFORE)
     else:
-        C, FIRST, _, _, _, _ = gates
-        last = lo + BM - 1
-        opens = lo // 128 * 128 + tl.load(FIRST + last).to(tl.int32) >= lo
+        C, last = gates.C, lo + BM - 1
+        opens = lo // 128 * 128 + tl.load(gates.FIRST + last).to(tl.int32) >= lo
         return opens | (tl.load(C + lo) - tl.load(C + last) > STRONG * BM)
 
 
 @triton.jit
 def may_read_state(gates, lo, begin, BM: tl.constexpr, BEFORE: tl.constexpr):
     """Return [BM]: whether a state from before `begin`, their first key, counts in the rows from lo on."""
-    C, FIRST, _, C_START, _, _ = gates
-    forgotten = (tl.load(C_START + begin // 32) - tl.load(C_START + lo // 32)).to(tl.float32)
-    forgotten += tl.load(C + lo) - load_vector(C, lo, BM)
-    opens = lo // 128 * 128 + load_vector(FIRST, lo, BM).to(tl.int32) >= lo
+    forgotten = (tl.load(gates.C_START + begin // 32) - tl.load(gates.C_START + lo // 32)).to(tl.float32)
+    forgotten += tl.load(gates.C + lo) - load_vector(gates.C, lo, BM)
+    opens = lo // 128 * 128 + load_vector(gates.FIRST, lo, BM).to(tl.int32) >= lo
     return (forgotten < STATE_GONE) & (opens == 0) & ((begin > 0) | BEFORE)
 
 
@@ -190,16 +186,16 @@ def ahead(C_END, c_lo, begin, end, BN: tl.constexpr, POWER: tl.constexpr):
 @triton.jit
 def before_rows(gates, lo, begin, end, BN: tl.constexpr):
     """Return (gate sum up to row lo, float64; where the keys that rows from lo on see begin, between begin and end)."""
-    _, FIRST, _, C_START, _, OPENED = gates
-    first = tl.load(FIRST + lo).to(tl.int32)  # of its document; below 0 that is the previous token's
-    opened = tl.where(first < 0, tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)), lo // 128 * 128 + first) // BN * BN
-    return tl.load(C_START + lo // 32), tl.minimum(tl.maximum(begin, opened), end)
+    first = tl.load(gates.FIRST + lo).to(tl.int32)  # of its document; below 0 that is the previous token's
+    opened = (
+        tl.where(first < 0, tl.load(gates.OPENED + tl.maximum(lo // 32 - 1, 0)), lo // 128 * 128 + first) // BN * BN
+    )
+    return tl.load(gates.C_START + lo // 32), tl.minimum(tl.maximum(begin, opened), end)
 
 
 @triton.jit
 def gates_of_rows(gates, lo, end, BM: tl.constexpr):
     """Return (gate sum of each row since the first of its 128, that of the first row, the first row of each row's
     document, `forgets_little`) for BM rows from lo on, whose tiles on the diagonal begin at `end`."""
-    C, FIRST, _, _, _, _ = gates
-    c_row, first_row = load_vector(C, lo, BM), lo // 128 * 128 + load_vector(FIRST, lo, BM).to(tl.int32)
-    return c_row, tl.load(C + lo), first_row, forgets_little(C, FIRST, lo + BM - 1, end)
+    c_row, first_row = load_vector(gates.C, lo, BM), lo // 128 * 128 + load_vector(gates.FIRST, lo, BM).to(tl.int32)
+    return c_row, tl.load(gates.C + lo), first_row, forgets_little(gates.C, gates.FIRST, lo + BM - 1, end)
