@@ -1,7 +1,7 @@
 """Compile the kernels for GPUs that need not be there, and say what each takes: registers, spills, shared memory.
 
     python tests/targets.py                            # every launch of the shipped configs, for every target
-    python tests/targets.py --target sm_80 gfx942      # for these targets
+    python tests/targets.py --target sm_80 sm_90       # for these targets
     python tests/targets.py --kernel quadratic_b       # kernels whose name begins with this
     python tests/targets.py --once                     # one launch of each kernel, each for one target
     python tests/targets.py --large --target sm_86     # head dimension 128, its shared memory alone
@@ -29,15 +29,13 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 KB = 1024
-# target -> what compilers call it, its compute capability (None: AMD), bytes of shared memory that a program may have
-TARGETS = {
-    "sm_80": (80, (8, 0), 163 * KB),  # A100
-    "sm_86": (86, (8, 6), 99 * KB),  # RTX 3090, A6000
-    "sm_89": (89, (8, 9), 99 * KB),  # RTX 4090, L40S
-    "sm_90": (90, (9, 0), 227 * KB),  # H100, H200
-    "sm_100": (100, (10, 0), 227 * KB),  # B200
-    "sm_120": (120, (12, 0), 99 * KB),  # RTX 5090
-    "gfx942": ("gfx942", None, 64 * KB),  # MI300X
+TARGETS = {  # the compute capability, and bytes of shared memory that a program may have
+    "sm_80": ((8, 0), 163 * KB),  # A100
+    "sm_86": ((8, 6), 99 * KB),  # RTX 3090, A6000
+    "sm_89": ((8, 9), 99 * KB),  # RTX 4090, L40S
+    "sm_90": ((9, 0), 227 * KB),  # H100, H200
+    "sm_100": ((10, 0), 227 * KB),  # B200
+    "sm_120": ((12, 0), 99 * KB),  # RTX 5090
 }
 
 
@@ -165,11 +163,11 @@ def pretended(target):
     from sympow.kernels import configs
     from sympow.kernels.precompile import pretend_gpu
 
-    arch, capability, shared = TARGETS[target]
+    (major, minor), shared = TARGETS[target]
     name = "NVIDIA H200" if target == "sm_90" else target
-    saved, device = configs.gpu, configs.describe_gpu(name, capability, shared)
+    saved, device = configs.gpu, configs.describe_gpu(name, (major, minor), shared)
     configs.gpu = lambda _: device
-    pretend_gpu(arch, device=list(TARGETS).index(target))
+    pretend_gpu(10 * major + minor, device=list(TARGETS).index(target))
     try:
         yield
     finally:
@@ -221,9 +219,6 @@ def resources(compiled, folder):
     shared = compiled.metadata.shared
     if not compiled.asm.get("cubin", True):  # see `stop_early`
         return dict(shared=shared)
-    if "amdgcn" in compiled.asm:
-        number = lambda name: int(re.search(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[1])
-        return dict(registers=number("vgpr_count"), spills=4 * number("vgpr_spill_count"), shared=shared)
     import triton
 
     path = Path(folder) / f"{os.getpid()}.cubin"
@@ -235,7 +230,7 @@ def resources(compiled, folder):
 
 
 def stop_early():
-    """Let Triton stop when shared memory is known, before the stages that take longest; for NVIDIA's targets."""
+    """Let Triton stop when shared memory is known, before the stages that take longest."""
     from triton._C.libtriton import llvm
     from triton.backends.nvidia.compiler import CUDABackend
 
