@@ -49,7 +49,8 @@ def training(large=False, heads=2, T=512):
     """
     import torch
 
-    from sympow.kernels import DTYPES, adaptive, operators
+    from sympow.kernels import DTYPES, operators
+    from sympow.kernels.adaptive.operator import adaptive_attention
     from sympow.kernels.heinsen import operator as heinsen_operator
     from sympow.kernels.cross_entropy import cross_entropy_
     from sympow.kernels.rotary import RotateHeads
@@ -74,7 +75,7 @@ def training(large=False, heads=2, T=512):
         both_passes(operators.chunked_attention, leaves(dtype, D, gated), p=p, chunk=256)
 
     def powers(dtype, D):
-        both_passes(adaptive.adaptive_attention, [*leaves(dtype, D), torch.zeros(1, T).requires_grad_()])
+        both_passes(adaptive_attention, [*leaves(dtype, D), torch.zeros(1, T).requires_grad_()])
 
     def sums(dtype, D, p):
         both_passes(operators.quadratic_sums, leaves(dtype, D), p=p, scale=0.1)

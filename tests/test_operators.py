@@ -15,7 +15,7 @@ from sympow.attention.operator import check, forms  # noqa: E402
 from sympow.attention import gates  # noqa: E402
 from sympow.attention.operator.check import Size  # noqa: E402
 from sympow.kernels import HEAD_DIMS, operators, unsupported_reason, width  # noqa: E402
-from sympow.kernels.adaptive import adaptive_attention  # noqa: E402
+from sympow.kernels.adaptive.operator import adaptive_attention  # noqa: E402
 from sympow.kernels.arguments import narrow_state, to_width, widen_state  # noqa: E402
 from sympow.kernels.heinsen.operator import heinsen_attention  # noqa: E402
 from sympow.kernels.layout import positions_of_narrower  # noqa: E402
