@@ -43,7 +43,7 @@ def _dq_tiles_of_one_power(
     keys, rows, gates,  # as in `_forward_tiles`
     begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Return (acc, r), the sums for dq and row, with the keys from begin to end added, BN at a time.
 
@@ -57,7 +57,7 @@ def _dq_tiles_of_one_power(
     if GATED and not DIAGONAL:
         x, c_next = ahead(C_END, c_lo, begin, end, BN, 1.0)
         key_decay = load_key_decay(KEY_DECAY, begin, BN)
-    for start in tl.range(begin, end, BN, num_stages=1 if DIAGONAL and GATED else None):
+    for start in tl.range(begin, end, BN, num_stages=1 if DIAGONAL and GATED or not COLS else None):
         k = load_tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
         v = load_tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -80,7 +80,8 @@ def _dq_tiles_of_one_power(
             c_next = sum_before(C_END, tl.minimum(start + 3 * BN, end))
         if ROWS:
             r += tl.sum(ds * s, 1)
-        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+        if COLS:
+            acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
     return acc, r
 
 
@@ -127,7 +128,7 @@ def _dq_tiles(
         return _dq_tiles_of_powers(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, D, BN, DIAGONAL)
     else:
         return _dq_tiles_of_one_power(
-            acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL, FACTORS, SUMS == 2
+            acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL, FACTORS, SUMS > 1, SUMS < 3
         )
 
 
@@ -180,17 +181,24 @@ def _store_gradient(OUT, x, b, start, h, n, heads):
     tl.store(OUT + out, x.to(OUT.dtype.element_ty), row[:, None] < n)
 
 
-@triton.jit
-def _dq_rows(
-    arrays, strides, scale, rest, T, OFFSET, CHUNK, H, HKV, bh, b, h, hkv, first,
-    P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, AGAIN: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
+def dq_kernel(
+    Q, K, V, DY,
+    Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
+    KEY_SCALE, POWERS, gates, NEAR,  # see the table above and gates.py, or None
+    DQ, PAIR, G, ROW,  # what is written, or None; G with gates only
+    q_strides, k_strides, v_strides, dy_strides,  # None: a tensor descriptor
+    scale, rest,
+    T, OFFSET, CHUNK, H, HKV, BH, HEADS,
+    P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
+    BEFORE: tl.constexpr,  # there is a state before the first token, so no row sees itself alone
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute `dq_kernel` for the rows from `first` on of a sequence and head."""
-    Q, K, V, DY, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW, ERROR = arrays
-    q_strides, k_strides, v_strides, dy_strides = strides
+    """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs."""
     GATED: tl.constexpr = gates is not None
-    n, lo = count_queries(T, OFFSET), token_of(first, OFFSET)
+    n = count_queries(T, OFFSET)
+    bh, b, h, hkv, first = queries_of_program(n, H, HKV, BH, HEADS, BM)
+    lo = token_of(first, OFFSET)
     row = lo + tl.arange(0, BM)
     out = row_offsets(b, first, h, n, H, BM, D)
 
@@ -198,16 +206,13 @@ def _dq_rows(
     dy = load_tile(DY, dy_strides, b, first, h, n, BM, D, True)
     dy = dy.to(q.dtype) if dy.dtype == tl.float32 else dy
     q32 = q.to(tl.float32)
+    begin, end = first_key_of(NEAR, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
+    c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, -1 if BEFORE else 0, False
+    if GATED:
+        gates = gates_of_head(gates, T, b * HKV + hkv)
     if NORMALIZE:
         y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
         delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
-        if AGAIN:  # the sum of w_ij (dP_ij - delta_i) / l_i over j would be zero
-            error = load_vector(at_head(ERROR, T if GATED else 128, bh), lo, BM)
-            if GATED:
-                first_key = first_key_of(NEAR, lo, b * HKV + hkv, T, CHUNK)
-                reads = may_read_state(gates, T, b * HKV + hkv, lo, first_key, BM, BEFORE)
-                error = tl.where(reads, 0.0, error)
-            delta += error
         l = load_vector(at_head(L, n, bh), first, BM)
         over_l = inverse(l)
         if P > 0:
@@ -225,18 +230,26 @@ def _dq_rows(
         q = (q32 * factor[:, None]).to(q.dtype)
     elif P > 0:  # s^3 stays in range without it, and the product is faster if q does not pass through registers
         over_l, factor = g * g, 1.0
-    acc = tl.zeros([BM, D], tl.float32)
-    r = tl.zeros([BM], tl.float32)
-    begin, end = first_key_of(NEAR, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
-    c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, -1 if BEFORE else 0, False
+    first_key = begin
     if GATED:
-        gates = gates_of_head(gates, T, b * HKV + hkv)
         c_lo, begin = before_rows(gates, lo, begin, end, BN)
         c_row, c_first, first_row, factors = gates_of_rows(gates, lo, end, BM)
-    _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, p * delta if P == 0 else delta, P, R)
     keys = (K, k_strides, V, v_strides, b, hkv)
     rows = (row, first_row, less, g, x) if P == 0 else (row, c_lo, c_row, c_first, first_row)
-    SUMS: tl.constexpr = 2 if ROWS else 0 if DQ is None and ROW is None and ERROR is None else 1
+    SUMS: tl.constexpr = 2 if ROWS else 0 if DQ is None and ROW is None and not NORMALIZE else 1
+    acc = tl.zeros([BM, D], tl.float32)
+    r = tl.zeros([BM], tl.float32)
+    if NORMALIZE and P > 0:
+        if delta_may_be_inexact(gates, lo, BM, BEFORE):  # the sum of w_ij (dP_ij - delta_i) / l_i over j would be zero
+            e = tl.zeros([BM], tl.float32)
+            if GATED:
+                _, e = _dq_tiles(acc, e, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False, 3)
+            _, e = _dq_diagonal(acc, e, q, dy, delta, keys, rows, gates, end, lo, False, T, P, D, BN, 3)
+            e *= over_l
+            if GATED:
+                e = tl.where(may_read_state(gates, lo, first_key, BM, BEFORE), 0.0, e)
+            delta += tl.where(row > first_row, e, 0.0)
+    _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, p * delta if P == 0 else delta, P, R)
     acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False, SUMS)
     acc, r = _dq_diagonal(acc, r, q, dy, delta, keys, rows, gates, end, lo, factors, T, P, D, BN, SUMS)
 
@@ -249,54 +262,6 @@ def _dq_rows(
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
     elif P == 0 and ROW is not None:
         tl.store(at_head(ROW, n, bh) + (first + tl.arange(0, BM)), r * over_l * 0.6931471805599453)  # ln 2
-    if ERROR is not None and not AGAIN:
-        if delta_may_be_inexact(gates, T, 0, lo, BM, BEFORE):  # gates are at this head
-            q32 = load_tile(Q, q_strides, b, first, h, n, BM, D, True).to(tl.float32)
-            tl.store(at_head(ERROR, T if GATED else 128, bh) + row, tl.sum(acc * q32, 1) / P)
-
-
-@triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
-def dq_kernel(
-    Q, K, V, DY,
-    Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
-    KEY_SCALE, POWERS, gates, NEAR,  # see the table above and gates.py, or None
-    DQ, PAIR, G, ROW, ERROR,  # what is written, or None; G with gates only
-    q_strides, k_strides, v_strides, dy_strides,  # None: a tensor descriptor
-    scale, rest,
-    T, OFFSET, CHUNK, H, HKV, BH, HEADS,
-    P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
-    BEFORE: tl.constexpr,  # there is a state before the first token, so no row sees itself alone
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, AGAIN: tl.constexpr,
-    TILES: tl.constexpr,
-):  # fmt: skip
-    """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs.
-
-    With AGAIN, a program looks at TILES times BM rows, and computes those again whose delta may have been inexact, less
-    its ERROR.
-    """
-    arrays = (Q, K, V, DY, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW, ERROR)
-    strides = (q_strides, k_strides, v_strides, dy_strides)
-    n = count_queries(T, OFFSET)
-    if not AGAIN:
-        bh, b, h, hkv, first = queries_of_program(n, H, HKV, BH, HEADS, BM)
-        _dq_rows(
-            arrays, strides, scale, rest, T, OFFSET, CHUNK, H, HKV, bh, b, h, hkv, first,
-            P, D, NORMALIZE, BEFORE, BM, BN, R, ROWS, False,
-        )  # fmt: skip
-    else:
-        tiles = 1 if gates is None else tl.cdiv(n, BM)
-        these = tl.minimum(tl.program_id(0) * TILES + tl.arange(0, TILES), BH * tiles - 1)
-        of_keys = these // tiles // H * HKV + these // tiles % H // (H // HKV)
-        inexact = delta_may_be_inexact(gates, T, of_keys, token_of(these % tiles * BM, OFFSET), BM, BEFORE)
-        for i in range(tl.program_id(0) * TILES, tl.minimum(tl.program_id(0) * TILES + TILES, BH * tiles)):
-            bh, first = i // tiles, i % tiles * BM
-            b, h = bh // H, bh % H
-            hkv = h // (H // HKV)
-            if tl.sum(tl.where(these == i, inexact.to(tl.int32), 0), 0) > 0:
-                _dq_rows(
-                    arrays, strides, scale, rest, T, OFFSET, CHUNK, H, HKV, bh, b, h, hkv, first,
-                    P, D, NORMALIZE, BEFORE, BM, BN, R, ROWS, True,
-                )  # fmt: skip
 
 
 @triton.jit

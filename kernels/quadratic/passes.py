@@ -24,9 +24,6 @@ costs nothing there. Tiles on the diagonal have a mask and an exp for each eleme
     g           [B, H, n padded to 128]        float32    dq to dkdv, with gates; g = (scale of q and k)^(p/2) / sqrt(l)
     row         [B, H, T padded to 128]        float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i;
                                                           P = 0: [B, H, n padded to 128], each head's gradient to p_i
-    error       [B, H, T padded to 128]        float32    the sum of w_ij (dP_ij - delta_i) / l_i over j, which is
-                                                          q_i . dq_i / p and would be zero, where delta may be inexact;
-                                                          without gates [B, H, 128]
     powers      [B, n padded to 128, 2]        float32    P = 0: p_i, and p_i - 1
     gates       six arrays                                see gates.py
 
@@ -76,7 +73,6 @@ from .backward_kernels import dkdv_kernel, dq_kernel
 from .forward_kernel import forward_kernel, key_scale_kernel
 
 L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while programs work on several heads
-TILES = 8  # of a program of the second pass over dq
 
 
 def forward(
@@ -125,12 +121,10 @@ def backward(
     (B, n, H, _), (T, HKV) = q.shape, k.shape[1:3]
     needs_q, needs_kv, needs_last = needs
     rows = needs_last and log_g is not None and powers is None
-    again = normalize and powers is None and (log_g is not None or n == T)
     needs_kv = needs_kv or rows  # dkdv_kernel ends dlog_g
     like = lambda x, wanted: torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted else None
     dq, dk, dv = like(q, needs_q), like(k, needs_kv), like(v, needs_kv)
     pair, g, row = empty(q, B, H, padded(n), 2), None, None
-    error = empty(q, B, H, 128 if log_g is None else padded(T)) if again else None
     if log_g is not None:
         g = empty(q, B, H, padded(n))
         if rows:  # there are no queries of the tokens before
@@ -145,19 +139,12 @@ def backward(
     with device_guard(q.device):
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
         (k_tiles, v_tiles), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN))
-        tiles = triton.cdiv(n, c_dq.BM) * B * H
-        looks_at = 1 if log_g is None else TILES  # without gates the first rows of all
-        passes = [(tiles, False)]  # programs, AGAIN
-        if again:
-            passes.append((B * H if log_g is None else triton.cdiv(tiles, looks_at), True))
-        for programs, second in passes:
-            dq_kernel[(programs,)](
-                q, k_tiles, v_tiles, dy, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row, error,
-                q.stride(), *kv_strides, dy.stride(), scale, rest,
-                T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
-                R=c_dkdv.BM, ROWS=rows, BEFORE=before, AGAIN=second, TILES=looks_at,
-                **_options(c_dq._replace(maxnreg=0) if second else c_dq, q, p, normalize),
-            )  # fmt: skip
+        dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
+            q, k_tiles, v_tiles, dy, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row,
+            q.stride(), *kv_strides, dy.stride(), scale, rest,
+            T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
+            R=c_dkdv.BM, ROWS=rows, BEFORE=before, **_options(c_dq, q, p, normalize),
+        )  # fmt: skip
         if needs_kv:
             (q, dy), (q_strides, dy_strides) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
             dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
