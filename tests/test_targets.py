@@ -178,13 +178,13 @@ def test_the_decoder_works_on_its_models_gpu(monkeypatch):
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=40, attention="sympow", p=2))
     found = decoding.Decoder(model, model.empty_state(1, 2), decoding.Greedy("cpu"), 6)
     launched = []
-    for name in ("_token", "_flush"):
-        monkeypatch.setattr(found, name, lambda *x, name=name: launched.append((name, *inside)))
-    found.groups[0].limit = 2
+    for part, name in ((found, "_token"), (found.layers[0], "flush")):
+        monkeypatch.setattr(part, name, lambda *x, name=name: launched.append((name, *inside)))
+    found.layers[0].limit = 2
     for _ in found.tokens(4):
         assert not inside
     device = torch.device("cpu")
-    assert launched[:3] == [("_token", device), ("_token", device), ("_flush", device)]
+    assert launched[:3] == [("_token", device), ("_token", device), ("flush", device)]
 
 
 def test_early_launch_asks_the_tensors_gpu(monkeypatch):
