@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sympow.attention import ATTENTIONS
-from sympow.attention.learned_position import check_length
+from sympow.attention.positions import check_length
 from sympow.attention.state import ModelState
 from sympow.attention.variant import check_layer
 from sympow.layers.activation import gelu
