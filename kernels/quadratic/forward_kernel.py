@@ -29,8 +29,8 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "HKV"])
-def key_scale_kernel(K, LOG_G, KEY_SCALE, k_strides, g_strides, T, HKV, D: tl.constexpr, N: tl.constexpr):
+@triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "HKV"])  # in a tuple they would be specialized
+def key_scale_kernel(K, LOG_G, KEY_SCALE, k_strides, g_b, g_t, g_h, T, HKV, D: tl.constexpr, N: tl.constexpr):
     """Write for each row of a sequence and head of keys the power of two that brings the largest key up to it in its
     document into [1, 2); it is between 2^-ROW_EXPONENT and 2^ROW_EXPONENT."""
     b, h = tl.program_id(0) // HKV, tl.program_id(0) % HKV
@@ -40,8 +40,8 @@ def key_scale_kernel(K, LOG_G, KEY_SCALE, k_strides, g_strides, T, HKV, D: tl.co
         k = load_rows(K, k_strides, b, start, h, T, N, D).to(tl.float32).to(tl.int32, bitcast=True)
         exponent = tl.max((k >> 23) & 255, 1)
         if LOG_G is not None:  # a document's exponents are above all those of the documents before
-            log_g = LOG_G + tl.cast(b, tl.int64) * g_strides[0] + tl.cast(h, tl.int64) * g_strides[2]
-            reset = log_gates(log_g, g_strides[1], at, T)[1].to(tl.int32)
+            log_g = LOG_G + tl.cast(b, tl.int64) * g_b + tl.cast(h, tl.int64) * g_h
+            reset = log_gates(log_g, g_t, at, T)[1].to(tl.int32)
             exponent += (documents + tl.associative_scan(reset, 0, add)) * 256
             documents += tl.sum(reset, 0)
         exponent = tl.maximum(tl.associative_scan(exponent, 0, maximum), most)
