@@ -24,7 +24,8 @@ from torch.nn import functional as F
 from .. import heinsen_naive, naive
 from . import backend
 
-TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # of y, of gradients
+BF16, FP32 = torch.bfloat16, torch.float32
+TOLERANCE = {BF16: (4e-3, 8e-3), FP32: (1e-5, 1e-4)}  # of y, of gradients
 CHUNK = 256  # tokens
 SHORT = 2048  # tokens of the longest call that is compared before the first use
 PACKAGED = Path(__file__).with_name("checked.json")
@@ -84,19 +85,24 @@ def chunked(q, k, v, log_g=None, *, p):
     return backend.operators().chunked_attention(q, k, v, log_g, None, None, p=p, chunk=CHUNK, final=False)[0]
 
 
-def split_rows(T):
-    """Return the rows of the two calls between which a state is passed on."""
-    return slice(0, T * 3 // 4), slice(T * 3 // 4, None)
+def in_two_calls(attend, *tensors):
+    """Compute with a state between two calls, like a prompt in pieces, or ranks that share a sequence.
 
-
-def in_two_calls(q, k, v, log_g=None, *, p):
-    """Compute with a state between two calls, like a prompt in pieces, or ranks that share a sequence."""
-    outputs, state = [], (None, None)
-    for rows in split_rows(q.shape[1]):
-        pieces = [None if x is None else x[:, rows] for x in (q, k, v, log_g)]
-        y, *state = backend.operators().chunked_attention(*pieces, *state, p=p, chunk=CHUNK, final=rows.start == 0)
+    attend(*tensors, state, final) -> (y, *state).
+    """
+    outputs, state, border = [], (), tensors[0].shape[1] * 3 // 4
+    for rows in (slice(0, border), slice(border, None)):
+        pieces = [x if x is None else x[:, rows] for x in tensors]
+        y, *state = attend(*pieces, state, final=rows.start == 0)
         outputs.append(y)
     return torch.cat(outputs, 1)
+
+
+def chunked_in_two_calls(q, k, v, log_g=None, *, p):
+    def attend(q, k, v, log_g, state, final):
+        return backend.operators().chunked_attention(q, k, v, log_g, *state, p=p, chunk=CHUNK, final=final)
+
+    return in_two_calls(attend, q, k, v, log_g)
 
 
 def power_specification(q, k, v, log_g=None, *, p):
@@ -133,14 +139,12 @@ def create_heinsen_inputs(size, T, randn):
     return dict(q=q, k=k, v=v), dict(resets=resets), randn(1, T, 2, D).to(v_dtype)
 
 
-def heinsen(q, k, v, resets):
-    """Compute in two calls with a state between them."""
-    outputs, state = [], (None, None, None)
-    for rows in split_rows(q.shape[1]):
-        pieces = *(x[:, rows] for x in (q, k, v)), resets[:, rows].cumsum(1, dtype=torch.int32)
-        y, *state = backend.heinsen_operator().heinsen_attention(*pieces, *state, final=rows.start == 0)
-        outputs.append(y)
-    return torch.cat(outputs, 1)
+def heinsen_in_two_calls(q, k, v, resets):
+    def attend(q, k, v, resets, state, final):
+        documents = resets.cumsum(1, dtype=torch.int32)
+        return backend.heinsen_operator().heinsen_attention(q, k, v, documents, *state, final=final)
+
+    return in_two_calls(attend, q, k, v, resets)
 
 
 def heinsen_specification(q, k, v, resets):
@@ -199,9 +203,9 @@ OPERATORS = {
     "quadratic": Operator(create_power_inputs, quadratic, power_specification, (496, 1168)),
     "sums": Operator(create_power_inputs, divided_sums, power_specification, (496, 1168)),
     "chunked": Operator(create_power_inputs, chunked, power_specification, (1200, 6000)),
-    "states": Operator(create_power_inputs, in_two_calls, power_specification, (1408, 6000)),
+    "states": Operator(create_power_inputs, chunked_in_two_calls, power_specification, (1408, 6000)),
     "adaptive": Operator(create_adaptive_inputs, adaptive, adaptive_specification, (1168,)),
-    "heinsen": Operator(create_heinsen_inputs, heinsen, heinsen_specification, (1216,)),
+    "heinsen": Operator(create_heinsen_inputs, heinsen_in_two_calls, heinsen_specification, (1216,)),
     "rotary": Operator(create_rotary_inputs, rotary, rotary_specification, (400,)),
     "cross_entropy": Operator(create_cross_entropy_inputs, cross_entropy, cross_entropy_specification, (400,)),
 }
@@ -209,43 +213,43 @@ OPERATORS = {
 # Each kernel, each branch of the power and each width (head dimensions between them and other widths of values are
 # padded), and what undivided sums and fewer queries than tokens change, at least once.
 SIZES = [
-    Size("quadratic", torch.bfloat16, 64, 4),
-    Size("quadratic", torch.bfloat16, 64, 4, gated=True),
-    Size("quadratic", torch.bfloat16, 64, 2, gated=True, n=300),
-    Size("quadratic", torch.bfloat16, 64, 6),
-    Size("quadratic", torch.bfloat16, 64, 8, gated=True, n=333),
-    Size("quadratic", torch.bfloat16, 96, 4, gated=True, E=80),
-    Size("quadratic", torch.bfloat16, 32, 4, gated=True),
-    Size("quadratic", torch.bfloat16, 16, 2),
-    Size("quadratic", torch.bfloat16, 256, 2),
-    Size("quadratic", torch.bfloat16, 256, 4, gated=True),
-    Size("quadratic", torch.float32, 64, 4, gated=True),
-    Size("quadratic", torch.float32, 32, 2),
-    Size("sums", torch.bfloat16, 64, 4, gated=True),
-    Size("sums", torch.bfloat16, 48, 2, E=64, n=450),
-    Size("sums", torch.float32, 64, 6, gated=True),
-    Size("chunked", torch.bfloat16, 64, 2, gated=True),
-    Size("chunked", torch.bfloat16, 128, 2, gated=True),
-    Size("chunked", torch.bfloat16, 16, 2, gated=True),
-    Size("chunked", torch.bfloat16, 16, 4),
-    Size("chunked", torch.float32, 32, 2, gated=True),
-    Size("states", torch.bfloat16, 48, 2, gated=True, E=64),
-    Size("states", torch.bfloat16, 32, 2),
-    Size("states", torch.bfloat16, 24, 4, gated=True, E=20),
-    Size("states", torch.float32, 16, 4, gated=True),
-    Size("adaptive", torch.bfloat16, 64, gated=True),
-    Size("adaptive", torch.bfloat16, 128),
-    Size("adaptive", torch.float32, 32, gated=True, n=300),
-    Size("heinsen", torch.bfloat16, 64),
-    Size("heinsen", torch.bfloat16, 64, v_dtype=torch.float32),
-    Size("heinsen", torch.bfloat16, 128),
-    Size("heinsen", torch.float32, 32),
-    *(Size(name, dtype) for name in ("rotary", "cross_entropy") for dtype in (torch.bfloat16, torch.float32)),
+    Size("quadratic", BF16, 64, 4),
+    Size("quadratic", BF16, 64, 4, gated=True),
+    Size("quadratic", BF16, 64, 2, gated=True, n=300),
+    Size("quadratic", BF16, 64, 6),
+    Size("quadratic", BF16, 64, 8, gated=True, n=333),
+    Size("quadratic", BF16, 96, 4, gated=True, E=80),
+    Size("quadratic", BF16, 32, 4, gated=True),
+    Size("quadratic", BF16, 16, 2),
+    Size("quadratic", BF16, 256, 2),
+    Size("quadratic", BF16, 256, 4, gated=True),
+    Size("quadratic", FP32, 64, 4, gated=True),
+    Size("quadratic", FP32, 32, 2),
+    Size("sums", BF16, 64, 4, gated=True),
+    Size("sums", BF16, 48, 2, E=64, n=450),
+    Size("sums", FP32, 64, 6, gated=True),
+    Size("chunked", BF16, 64, 2, gated=True),
+    Size("chunked", BF16, 128, 2, gated=True),
+    Size("chunked", BF16, 16, 2, gated=True),
+    Size("chunked", BF16, 16, 4),
+    Size("chunked", FP32, 32, 2, gated=True),
+    Size("states", BF16, 48, 2, gated=True, E=64),
+    Size("states", BF16, 32, 2),
+    Size("states", BF16, 24, 4, gated=True, E=20),
+    Size("states", FP32, 16, 4, gated=True),
+    Size("adaptive", BF16, 64, gated=True),
+    Size("adaptive", BF16, 128),
+    Size("adaptive", FP32, 32, gated=True, n=300),
+    Size("heinsen", BF16, 64),
+    Size("heinsen", BF16, 64, v_dtype=FP32),
+    Size("heinsen", BF16, 128),
+    Size("heinsen", FP32, 32),
+    *(Size(name, dtype) for name in ("rotary", "cross_entropy") for dtype in (BF16, FP32)),
 ]
 # What models use most: they stand in the package's checked.json for the GPUs on which it was written.
 COMMON_SIZES = [
     *(
-        Size(form, torch.bfloat16, D, p, gated)
+        Size(form, BF16, D, p, gated)
         for form, D, p, gated in product(("quadratic", "sums", "chunked", "states"), (64, 128), (2, 4), (False, True))
     ),
     *(size for size in SIZES if size.p is None and size.n is None),
@@ -303,14 +307,11 @@ def errors(size, T, device="cuda"):
     torch.full((2**24,), float("nan"), device=device)  # a kernel that reuses this memory must write all of it
     first, second = (differentiate(operator.kernels, inputs, arguments, dy) for _ in range(2))
     doubles = {name: x.double() for name, x in inputs.items()}
-    exact = differentiate(operator.specification, doubles, arguments, dy)
-    floor = 1e-3 * dy.double().norm()
-    return {
-        name: ((first[name].double() - x).norm() / x.norm().maximum(floor)).item()
-        if first[name].equal(second[name])
-        else math.inf
-        for name, x in exact.items()
-    }
+    measured, floor = differentiate(operator.specification, doubles, arguments, dy), 1e-3 * dy.double().norm()
+    for name, exact in measured.items():
+        error = (first[name].double() - exact).norm() / exact.norm().maximum(floor)
+        measured[name] = error.item() if first[name].equal(second[name]) else math.inf
+    return measured
 
 
 def create_inputs(size, T, device):
