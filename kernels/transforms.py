@@ -7,6 +7,8 @@ goes to the operator, or where torch.func or forward mode is at work to a Functi
 differentiated once, and have no forward mode.
 """
 
+import sys
+
 import torch
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
@@ -33,6 +35,7 @@ def transformable(operator, save, differentiate):
     torch.library.register_autograd. Every tensor among its arguments and results has the batch, alone or times heads,
     as its first dimension, which vmap makes longer.
     """
+    defer_dynamo(operator)
     operator.register_autograd(differentiate, setup_context=save)
 
     class Transformed(torch.autograd.Function):
@@ -70,6 +73,21 @@ def transformable(operator, save, differentiate):
 
     call_transformed._torchdynamo_disable = True  # torch.compile cannot look inside, and leaves the transform to eager
     return call
+
+
+def defer_dynamo(operator):
+    """Let a torch.library.custom_op run without the import of torch._dynamo, which takes seconds.
+
+    torch runs the operator's function within torch._dynamo.disable. As long as nothing has imported torch._dynamo,
+    there is nothing to disable, and the function is called as it is.
+    """
+    disabled = operator._backend_fns[None]
+
+    def run(*args, **kwargs):
+        function = disabled if "torch._dynamo" in sys.modules else operator._init_fn
+        return function(*args, **kwargs)
+
+    operator._backend_fns[None] = run
 
 
 def transformable_once(operator):

@@ -128,5 +128,5 @@ def _key_scales(k, log_g):
     B, T, HKV, D = k.shape
     scales = empty(k, B * HKV, padded(T))
     strides = (0, 0, 0) if log_g is None else log_g.stride()
-    key_scale_kernel[(B * HKV,)](k, log_g, scales, k.stride(), strides, T, HKV, D=D, N=128)
+    key_scale_kernel[(B * HKV,)](k, log_g, scales, k.stride(), *strides, T, HKV, D=D, N=128)
     return scales
