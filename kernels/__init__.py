@@ -15,7 +15,7 @@ common         what the kernels share: units, exact products, program maps
 fused          training: steps of the model outside of attention, each in one pass over memory:
                rotary, cross_entropy
 layout         which features a state has, and in what order the kernels store them
-precompile     compiles kernels in several processes before they are used
+precompile     compiles many kernels at once, in threads, before they are used
 registry       objects that operators know by a number: the ranks that share a sequence
 cost           which form is cheaper, and how long a chunk should be
 configs        tile sizes, read from table.json

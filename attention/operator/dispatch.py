@@ -20,7 +20,7 @@ from .backend import (
     unusable_machine,
     width,
 )  # fmt: skip
-from .check import failure, fused_failure, heinsen_failure
+from .check import Size, failure
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
 # In PyTorch both forms cost the same at T = 1.5 Dphi. If only the quadratic form has kernels, they cost the same at
@@ -164,7 +164,7 @@ def _reason_of_tensors(device, dtype):
 def failed_check(form, dtype, W, p, gated, device="cuda"):
     """Return what is wrong with the kernels of this width on this GPU, or "". Warn of it once. form: see
     `check.Size`."""
-    wrong = failure(form, dtype, W, p, gated, device)
+    wrong = failure(Size(form, dtype, W, p, gated), device)
     if wrong:
         warn_once(f"power attention runs without its {form} kernels, which fail on this machine: {wrong}")
     return wrong
@@ -178,7 +178,7 @@ def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
         return reason
     D, E = index(D), index(E)
     reason = _disabled or heinsen_unsupported_reason(dtype, D, E, device)
-    reason = reason or heinsen_failure(dtype, v_dtype, width("heinsen", dtype, D, E), device)
+    reason = reason or failure(Size("heinsen", dtype, width("heinsen", dtype, D, E), v_dtype=v_dtype), device)
     if reason:
         warn_once(f"heinsen attention runs in plain PyTorch, not on its Triton kernels: {reason}")
     return reason
@@ -201,7 +201,7 @@ def fused_kernel_reason(name, device, dtype):
     if reason := _reason_of_tensors(device, dtype):
         return reason
     reason = _disabled or unusable_machine(device)
-    reason = reason or fused_failure(name, dtype, device)
+    reason = reason or failure(Size(name, dtype), device)
     if reason:
         warn_once(f"{name} runs in plain PyTorch, not on its Triton kernel: {reason}")
     return reason
