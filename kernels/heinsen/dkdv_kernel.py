@@ -7,7 +7,7 @@ With e_id = q_id - L_i and the state N, dS, dz of later queries (states.py):
 
     chunk      .. | 16 | 16 | 16 |  blocks of SUB tokens, from the last to the first; one program a chunk and KV head
     block      read the state of the queries after it: two matrix products
-               for each query head of the group: add the block's own pairs, query by query, then its queries to the state
+               for each query head of the group: add its pairs in the block, query by query; add its queries to the state
 
 Cost of a token and query head: 16 D exp inside blocks and 2 D for states, 6 D^2 FLOP in products. The limit is exp, and
 registers: dk, dv and the state.
@@ -34,7 +34,7 @@ from .tokens import (
 @triton.jit(do_not_specialize=["T", "H", "HKV", "CHUNK"])
 def dkdv_kernel(
     Q, K, V, DY, L, DELTA, DOCUMENTS, STATES, DK, DV, T, H, HKV, CHUNK, D: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+):
     """Write DK, DV [B, T, Hkv, D] of one chunk of one head of keys, from STATES of queries after each chunk."""
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     b, hkv, group = bh // HKV, bh % HKV, H // HKV

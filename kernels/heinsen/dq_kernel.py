@@ -32,16 +32,14 @@ from .tokens import (
 
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "CHUNK"])
-def dq_kernel(
-    Q, K, V, DY, L, DOCUMENTS, STATES, DQ, DELTA, T, H, HKV, CHUNK, D: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+def dq_kernel(Q, K, V, DY, L, DOCUMENTS, STATES, DQ, DELTA, T, H, HKV, CHUNK, D: tl.constexpr, PRECISION: tl.constexpr):
     """Write DQ [B, T, H, D] and DELTA [B, H, T] of one chunk of one head, from STATES before each chunk."""
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     b, h = bh // H, bh % H
     hkv = h // (H // HKV)
     row = tl.arange(0, SUB)
-    at = state_at(STATES, (b * HKV + hkv) * tl.cdiv(T, CHUNK) + chunk, tl.arange(0, D), D)
-    m, s, z = load_state(State(at.m, tl.trans(at.S), at.z))
+    pointers = state_at(STATES, (b * HKV + hkv) * tl.cdiv(T, CHUNK) + chunk, tl.arange(0, D), D)
+    m, s, z = load_state(State(pointers.m, tl.trans(pointers.S), pointers.z))
     for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, T), SUB):
         e = load_exponents(Q, L, b, h, start, T, H, SUB, D)
         dy = load_block(DY, b, start, h, T, D)

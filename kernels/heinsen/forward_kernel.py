@@ -44,9 +44,7 @@ def row_reference(q, k, m, documents, reads, SEVERAL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "CHUNK"])
-def forward_kernel(
-    Q, K, V, DOCUMENTS, STATES, Y, L, T, H, HKV, CHUNK, D: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+def forward_kernel(Q, K, V, DOCUMENTS, STATES, Y, L, T, H, HKV, CHUNK, D: tl.constexpr, PRECISION: tl.constexpr):
     """Write Y [B, T, H, D] and L [B, H, T] of one chunk of one head, from STATES before each chunk."""
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     b, h = bh // H, bh % H

@@ -14,7 +14,7 @@ from ..common import empty
 from ..transforms import empty_like, transformable, transformable_once
 from . import passes
 
-NO_FEATURE = -1e30  # an entry of q and k whose weight is zero beside any other
+NO_FEATURE = -1e30  # an entry of q and k that has no weight beside any other
 
 
 def heinsen_attention(q, k, v, documents=None, m=None, S=None, z=None, *, final=False):
@@ -27,8 +27,8 @@ def heinsen_attention(q, k, v, documents=None, m=None, S=None, z=None, *, final=
     dtype. documents [B, T] int32, non-decreasing, or None: tokens see earlier ones with the same number.
     m [B, Hkv, D], S [B, Hkv, D, E], z [B, Hkv, D] float32: the state before the first token, which tokens with the
     number 0 see, or None. Its sums are exp(m_d) S_d and exp(m_d) z_d; an empty state has m = -1e30. The m, S and z
-    returned are the state after the last token, of that token's document, without sequences unless `final`. m is a constant
-    to autograd: the gradients to and from S and z are taken at fixed m, which cancels when a state is read.
+    returned are the state after the last token, of that token's document, without sequences unless `final`. m is a
+    constant to autograd: the gradients to and from S and z are taken at fixed m, which cancels when a state is read.
     Raises ValueError for arguments that do not fit.
     """
     _check(q, k, v, documents, m, S, z)

@@ -18,7 +18,7 @@ the first state of the queries, with N = -m.
     delta           the same                     float32    dq_kernel to dkdv_kernel
     documents       [B, T]                       int32      read; non-decreasing
 
-Only L is saved: the backward pass makes the states again, so that a model does not hold those of all its layers.
+Only L is saved: the backward pass makes the states again, so that a model holds the states of one layer at a time.
 
 Cost, a token and head. Forward: 16 D exp inside blocks and 3 D for states; 6 D^2 FLOP in products. Backward: 32 D exp
 inside blocks and 6 D for states, 14 D^2 FLOP. Bytes: q, k, v and y, keys and values a second time, and 16 D^2 / CHUNK
@@ -135,7 +135,7 @@ def new_state(x, *shape):
 def _options(x):
     """Return the sizes and options of a launch of any kernel but carry_states_kernel, for rows like x.
 
-    Without the matrix unit, whose operands take fewer registers, there are twice as many warps.
+    There are twice as many warps without the matrix unit, since its operands take fewer registers.
     """
     D, precision = x.shape[3], PRECISION[x.dtype]
     warps = D // 8 if precision == "ieee" else D // 16

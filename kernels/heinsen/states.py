@@ -10,10 +10,10 @@ Backward, the same kernels make the states of queries after each chunk, from the
 
     N_d = max_i e_id,   dS_d = sum_i exp(e_id - N_d) dy_i,   dz_d = - sum_i exp(e_id - N_d) delta_i
 
-Two states are added relative to the larger reference: with m' = max(m, m_2) the sum is exp(m - m') S + exp(m_2 - m') S_2.
+Two states are added relative to the larger reference m' = max(m, m_2): exp(m - m') S + exp(m_2 - m') S_2.
 
-Cost of a token and head: 1 exp a feature, 2 D^2 FLOP in a product, and 12 D^2 / CHUNK bytes of states, which are written,
-read and written again. chunk_sums_kernel is limited by memory. carry_states_kernel walks from chunk to chunk and is
+Cost of a token and head: 1 exp a feature, 2 D^2 FLOP in a product, and 12 D^2 / CHUNK bytes of states, which are
+written, read and written again. chunk_sums_kernel is limited by memory. carry_states_kernel walks from chunk to chunk and is
 limited by latency, for which 8 chunks are loaded ahead.
 """
 
@@ -46,17 +46,17 @@ def state_at(STATES, index, d, D: tl.constexpr):
 
 
 @triton.jit
-def load_state(at):
+def load_state(pointers):
     """Load the state (m, S, z) from pointers."""
-    return tl.load(at.m), tl.load(at.S), tl.load(at.z)
+    return tl.load(pointers.m), tl.load(pointers.S), tl.load(pointers.z)
 
 
 @triton.jit
-def store_state(at, m, S, z):
+def store_state(pointers, m, S, z):
     """Store the state (m, S, z)."""
-    tl.store(at.m, m)
-    tl.store(at.S, S)
-    tl.store(at.z, z)
+    tl.store(pointers.m, m)
+    tl.store(pointers.S, S)
+    tl.store(pointers.z, z)
 
 
 @triton.jit
@@ -85,13 +85,11 @@ def add_rows(m, S, z, x, y, delta, inside, PRECISION: tl.constexpr, TRANSPOSED: 
 
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "CHUNK"])
-def chunk_sums_kernel(
-    X, Y, L, DELTA, DOCUMENTS, STATES, T, H, HKV, CHUNK, D: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+def chunk_sums_kernel(X, Y, L, DELTA, DOCUMENTS, STATES, T, H, HKV, CHUNK, D: tl.constexpr, PRECISION: tl.constexpr):
     """Write the sums of one chunk to STATES: over its keys, or over the queries of all heads of a group.
 
-    X and Y are Rows of keys and values, L and DELTA None; or they are those of queries and dy, with L and DELTA. H is
-    the number of heads of X. The sums are of the document of the chunk's last token; queries': of its first.
+    X and Y are Rows of keys and values, L and DELTA None; or of queries and dy, with L and DELTA. H is the
+    number of heads of X. The sums are of the document of the chunk's last token; queries': of its first.
     """
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     b, hkv, group = bh // HKV, bh % HKV, H // HKV
