@@ -158,18 +158,11 @@ class Variant(nn.Module):
         variants without that choice ignore it."""
         raise NotImplementedError
 
-    def log_gates(self, x):
-        """Return log_g [B, T, Hkv] <= 0, the natural log of the gates of the tokens x, as `forward` gets it, or None if
-        nothing is forgotten. Asked by the `forward` of the power variants alone."""
-        return None
+    def positions(self, x, state, speed=None):
+        """Return the positions of the tokens of x [B, T, ...] that follow `state`, [T] or [B, T] float64.
 
-    def positions(self, x, state):
-        """Return the positions of the tokens of x, as `forward` gets it, that follow `state`, [T] or [B, T] float64.
-        Asked by the `forward` of the variants here; the default counts on from state.position."""
-        return self.count_positions(x, state)
-
-    def count_positions(self, x, state, speed=None):
-        """Return the positions of these tokens as `state.count_positions` does, or by `context` if it is set."""
+        They are counted on from state.position, or with `speed` [B, T] summed; `context` knows those of other ranks.
+        """
         if self.context is None or state is not None:
             return count_positions(x, state, speed)
         return self.context.positions(x, speed)
