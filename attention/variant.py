@@ -20,10 +20,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from .learned_position import LearnedPosition
 from .operator.arguments import check_power
 from .operator.dispatch import FORMS
 from .operator.memory import cached_bytes
+from .positions import LearnedPosition
 from .rotary import rotate_heads
 from .state import LayerState, count_positions
 
