@@ -165,7 +165,8 @@ class AdaptivePower(KVCacheVariant):
                 raise ValueError(f"S of powers {self.p} has {sum(sizes)} features, got {before.S.shape[2]}")
             states = map(PowerState, before.S.split(sizes, dim=2), before.z.split(sizes, dim=2))
         found = [
-            attend_to_state(q, k, v, log_g, before, state, power, must_flush, p=m) for m, power in zip(self.p, states)
+            attend_to_state(q, (k, v, log_g), (before, state), power, must_flush, p=m)
+            for m, power in zip(self.p, states)
         ]
         if must_flush:
             S, z = (torch.cat(x, dim=2) for x in zip(*(power for _, power in found)))
