@@ -79,15 +79,18 @@ def load_tokens(cache, first, start, end, HKV, D: tl.constexpr, BT: tl.constexpr
 
 
 @triton.jit
-def append_token(cache, K, V, ROTATION, index, stores, D: tl.constexpr):
-    """Return the newest token's key and value [D], rounded as the cache rounds them; `stores` says to write them."""
-    d = tl.arange(0, D)
+def load_newest(cache, K, V, ROTATION, D: tl.constexpr):
+    """Load the newest token's key, from K on and rotated, and its value, from the pointers V [D], as the cache rounds."""
     k = load_rotated(K, ROTATION, D).to(cache.k.dtype.element_ty)
-    v = tl.load(V + d).to(cache.v.dtype.element_ty)
-    if stores:
-        tl.store(cache.k + index * D + d, k)
-        tl.store(cache.v + index * D + d, v)
-    return k.to(tl.float32), v.to(tl.float32)
+    return k, tl.load(V).to(cache.v.dtype.element_ty)
+
+
+@triton.jit
+def append_token(cache, index, k, v, D: tl.constexpr):
+    """Write a key and a value [D] to an entry of the cache."""
+    entry = index * D + tl.arange(0, D)
+    tl.store(cache.k + entry, k)
+    tl.store(cache.v + entry, v)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..common import EMPTY
 from ..configs import early_launch
-from .cache import add_part, append_token, load_rotated, load_tokens
+from .cache import add_part, append_token, load_newest, load_rotated, load_tokens
 from .linear import let_next_start, wait_for_previous
 
 
@@ -46,7 +46,7 @@ def softmax_kernel(
     b, h = bh // H, bh % H
     group = H // HKV
     hkv = h // group
-    t = tl.arange(0, BT)
+    t, d = tl.arange(0, BT), tl.arange(0, D)
     row, rotation = QKV + b * ((H + 2 * HKV) * D), ROTATION + 2 * b * D
     count = tl.load(cache.count)
     first = (tl.cast(b, tl.int64) * C) * HKV + hkv  # of token 0 in the cache
@@ -74,13 +74,15 @@ def softmax_kernel(
     w = tl.exp2(tops - top)
     num, den = tl.sum(nums * w[:, None], 0), tl.sum(dens * w, 0)
     if (begin <= count) & (count < begin + size):
-        key, value = row + (H + hkv) * D, row + (H + HKV + hkv) * D
-        new_k, new_v = append_token(cache, key, value, rotation, newest, h % group == 0, D)
-        s = tl.sum(new_k * q, 0)
+        key, value = row + (H + hkv) * D, row + (H + HKV + hkv) * D + d
+        new_k, new_v = load_newest(cache, key, value, rotation, D)
+        s = tl.sum(new_k.to(tl.float32) * q, 0)
         new_top = tl.maximum(top, s)
         decay, new_w = tl.exp2(top - new_top), tl.exp2(s - new_top)
-        num, den = num * decay + new_w * new_v, den * decay + new_w
+        num, den = num * decay + new_w * new_v.to(tl.float32), den * decay + new_w
         top = new_top
+        if h % group == 0:
+            append_token(cache, newest, new_k, new_v, D)
     add_part(num, den, top, sums, OUT, B * H, parts, D, PARTS)
 
 
