@@ -36,9 +36,9 @@ from .gates import linear_fp32, reset_gates
 from .operator import backend
 from .operator.adaptive_forms import adaptive_attend
 from .operator.arguments import cast_to_autocast_dtype, check_gates, check_tensors
-from .operator.dispatch import plan_adaptive
+from .operator.dispatch import Problem, plan, plan_adaptive
 from .operator.forms import PowerState, accumulation_dtype
-from .parallel.context import plan_pieces, power_attention_in_context
+from .parallel.context import power_attention_in_context
 from .power import power_attention
 from .state import attend_to_state
 from .variant import KVCacheVariant
@@ -191,8 +191,8 @@ class AdaptivePower(KVCacheVariant):
         D, where = self.config.head_dim, dict(dtype=dtype, device=device, gated=self.config.gated)
         if not self.mixes:
             return [plan_adaptive(D, D, **where)]
-        where |= dict(form=self.form, chunk_size=self.chunk_size)
-        return [plan_pieces(block_size, ranks, D, D, m, **where) for m in self.p]
+        problems = [Problem(block_size, D, D, m, **where) for m in self.p]
+        return [plan(problem, self.form, self.chunk_size, pieces=ranks) for problem in problems]
 
     def attention_flops(self, block_size, dtype, device):
         if not self.mixes:

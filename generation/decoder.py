@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import sympow.model
-from sympow.attention.learned_position import most_tokens
+from sympow.attention.positions import most_tokens
 from sympow.attention.operator.check import remember
 from sympow.attention.operator.memory import check_generation_fits
 from sympow.attention.variant import decoding_kernels

@@ -16,7 +16,7 @@ import torch
 
 from sympow.attention.operator.check import first_line
 from sympow.attention.operator.dispatch import kernel_reason, warn_once
-from sympow.attention.learned_position import check_length
+from sympow.attention.positions import check_length
 from sympow.attention.operator.memory import check_generation_fits
 from sympow.attention.variant import decoding_kernels
 from sympow.data.progress import bar
