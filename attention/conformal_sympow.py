@@ -43,7 +43,6 @@ class ConformalSympow(Sympow):
     def __init__(self, config):
         super().__init__(config)
         self.gate = None if config.gate == "none" else make_gate(config)
-        self.rotates_within = False  # the angles get a gradient
         # beta starts at 1: a fresh model turns as sympow does
         self.W_beta = nn.Parameter(torch.zeros(1, config.n_embd))
 

@@ -44,7 +44,7 @@ def heinsen_attention(
     """Compute Heinsen's log attention: y_i = sum_j w_ij v_j / sum_j w_ij, w_ij = sum_d exp(q_id + k_jd).
 
     q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides; query head h
-    reads key/value head h // (H / Hkv). causal: the queries are those of the last n <= T tokens, and each sees the
+    reads key/value head h // (H / Hkv). float16 is computed in float32 and comes back as float16. causal: the queries are those of the last n <= T tokens, and each sees the
     tokens up to its own; otherwise there are any number of them and each sees all T. values: "signed", or "log": v
     holds logarithms and y = log(sum_j w_ij exp(v_j) / sum_j w_ij). form: "quadratic", "chunked", "recurrent" or "auto"
     (chunked); without a causal order there is one form. chunk_size: tokens a chunk in the chunked form. resets [B, T]
@@ -65,6 +65,8 @@ def heinsen_attention(
     initial_state = as_state(initial_state, LogState)
     _check(q, k, v, values, causal, form, chunk_size, resets, initial_state)
     dtype, form = q.dtype, "chunked" if form == "auto" else form
+    if dtype == torch.float16:  # no kernel takes it
+        q, k, v = q.float(), k.float(), v.float()
     if values == "log":
         v = _exp_of_log_values(v, accumulation_dtype(q), refuse)
     if not causal:
@@ -204,6 +206,7 @@ class Heinsen(Variant):
         form, D = self.config.form, self.config.head_dim
         if form in ("quadratic", "recurrent"):
             return Plan(form, 1 if form == "recurrent" else None, False, f"the {form} form is PyTorch's")
+        dtype = torch.float32 if dtype == torch.float16 else dtype
         v_dtype = torch.float32 if self.config.values == "log" and dtype != torch.float64 else dtype
         reason = heinsen_kernel_reason(device, dtype, v_dtype, D, D)
         size = self.settings["chunk_size"] or CHUNK_SIZE

@@ -27,6 +27,7 @@ from .embedding import symmetric_power_dim
 from .operator import backend, forms
 from .operator.arguments import (
     as_state,
+    cast_from_float16,
     cast_to_autocast_dtype,
     check_cu_seqlens,
     check_form,
@@ -34,12 +35,10 @@ from .operator.arguments import (
     check_state,
     check_tensors,
 )
-from .operator.backend import transforms_active
-from .operator.dispatch import kernel_chunk_size, may_rotate_within, plan
+from .operator.dispatch import kernel_chunk_size, plan
 from .operator.forms import PowerState, accumulation_dtype
 from .operator.memory import check_chunks_fit, check_state_fits
 from .operator.sequences import make_slots, read_lengths, reset_gates, sequence_lengths, typical_length
-from .rotary import rotation_table
 
 LARGEST_IN_FLOAT32 = 8  # above this power, scores of 1/1000 of the largest are below float32's range
 
@@ -61,7 +60,7 @@ def power_attention(
     NaN or infinity in an input gives NaN in the rows of y that see it and changes no bit of those before (on the
     kernels, one in v reaches the rows of its tile, up to 127 before it). Finite inputs may be of any size in PyTorch,
     as far as states hold the p-th powers of keys; on the kernels q may be, while k and q . k are from 1e-8 to 1e8.
-    float16 inputs may be any: weights are not float16. y and gradients are, and beyond 65,504 they are infinite.
+    float16 tensors are computed as float32; y and gradients come back as float16 (heads above 128 then in PyTorch).
     Above p = 8 and without states the sums are float64, where the device has that: float32 has no room for such powers.
 
     cu_seqlens [N + 1], int32 or int64, on q's device: B is 1, and the tokens are those of N sequences, as for
@@ -76,6 +75,12 @@ def power_attention(
     q, k, v = cast_to_autocast_dtype(q, k, v)
     initial_state = as_state(initial_state, PowerState)
     _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state, cu_seqlens)
+    if q.dtype == torch.float16:
+        result = power_attention(
+            *cast_from_float16(q, k, v), log_g, p=p, form=form, chunk_size=chunk_size, initial_state=initial_state,
+            return_state=return_state, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        return (result[0].to(q.dtype), result[1]) if return_state else result.to(q.dtype)
     asked = dict(p=p, form=form, chunk_size=chunk_size, initial_state=initial_state, return_state=return_state)
     if cu_seqlens is not None:
         return _attend_to_sequences(q, k, v, log_g, cu_seqlens, **asked)
@@ -88,25 +93,6 @@ def power_attention(
     if has_state or return_state or (chosen.form != "quadratic" and not chosen.on_kernels):
         check_state_fits(B * Hkv, D, E, p, accumulation_dtype(q), q.device)
     return _attend(q, k, v, log_g, chosen, p=p, initial_state=initial_state, return_state=return_state)
-
-
-def rotated_power_attention(qkv, H, positions, base, log_g=None, *, p, form="auto", chunk_size=None):
-    """Return `power_attention` of what `rotary.rotate_heads` returns, where both are one operator, else None: in the
-    quadratic form on the kernels, for positions that are not learned.
-
-    qkv [B, T, H + 2 Hkv, D]: the heads of q, k and v; positions [T] or [B, T] float64; base: N of the rotation.
-    """
-    (B, T), D, dtype, device = qkv.shape[:2], index(qkv.shape[3]), qkv.dtype, qkv.device
-    if transforms_active() or positions.requires_grad or not B * T or not may_rotate_within(dtype, device, D):
-        return None
-    if cast_to_autocast_dtype(qkv)[0].dtype != dtype:
-        return None
-    sizes = dict(dtype=dtype, device=device, gated=log_g is not None, form=form, chunk_size=chunk_size)
-    chosen = plan(T, D, D, p, **sizes, rotated=True)
-    if not chosen.rotated:
-        return None
-    table = rotation_table(positions, D, base)
-    return backend.fused().rotated_attention(qkv, *table, None if log_g is None else log_g.float(), H=H, p=p)
 
 
 def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False):
@@ -205,6 +191,7 @@ def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
     _check(q, k, v, log_g, p, scale, "quadratic")
+    q, k, v = cast_from_float16(q, k, v)
     (*_, D), T, E = q.shape, k.shape[1], v.shape[3]
     scale = D**-0.5 if scale is None else scale
     chosen = plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=log_g is not None, form="quadratic", sums=True)

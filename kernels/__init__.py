@@ -1,18 +1,18 @@
 """Attention on a GPU: Triton kernels, and the operators through which torch calls them.
 
 operators      the door: power attention's quadratic and chunked form as torch operators
-adaptive       the quadratic form with a power for each row as a torch operator
 arguments      what the public functions ask of their arguments; rows of any width for kernels of a few
 transforms     autograd, torch.func and torch.compile of the operators
 quadratic/     passes, the launchers of the quadratic form, and its kernels: forward_kernel, backward_kernels, tiles
-chunked/       passes, the chunked form forward and backward, and its kernels: prepare, update_state, discumsum,
-               query_state, query_gradient
-gates          what gates need in both forms
+chunked/       passes, the chunked form forward and backward, and its kernels: prepare, products, mirror, gates,
+               update_state, discumsum, query_state, query_gradient_p2, query_gradient_p4
+adaptive/      passes, the launchers of the quadratic form with a power for each row, its kernels: forward_kernel,
+               backward_kernels, and operator, its torch operator
 heinsen/       passes, Heinsen's log attention, and operator, its torch operator
 decode/        one token of generation: power, softmax, heinsen, linear, sampling
 common         what the kernels share: units, exact products, program maps
 fused          training: steps of the model outside of attention, each in one pass over memory:
-               rotary, cross_entropy, and rotated: rotations and the quadratic form as one operator
+               rotary, cross_entropy
 layout         which features a state has, and in what order the kernels store them
 precompile     compiles kernels in several processes before they are used
 registry       objects that operators know by a number: the ranks that share a sequence

@@ -143,7 +143,9 @@ def launcher(case, B, T):
     if p == 0:  # whose gates are resets
         powers = 2 + 2 * torch.rand(B, T, device=DEVICE)
         log_g = torch.where(log_g < log_g.quantile(4 / T), -torch.inf, 0.0) if gated else None
-    options = dict(p=p, powers=powers, chunk=best_size(D, p, gated) if chunked else None)
+    if p == 0:
+        return adaptive_launcher(case, q, k, v, dy, powers, log_g)
+    options = dict(p=p, chunk=best_size(D, p, gated) if chunked else None)
 
     def forward(config):
         y, l = quadratic.forward(q, k, v, log_g, **options, config=config)
@@ -160,6 +162,18 @@ def launcher(case, B, T):
         return [x for x in grads if x is not None]
 
     return backward
+
+
+def adaptive_launcher(case, q, k, v, dy, powers, log_g):
+    """Return the same as `launcher`, for a kernel of adaptive power attention."""
+    from .adaptive import passes as adaptive
+
+    if case.kernel == "forward":
+        return lambda config: [adaptive.forward(q, k, v, powers, log_g, config)[0]]
+    saved = adaptive.forward(q, k, v, powers, log_g, safe_config(case._replace(kernel="forward")))
+    other = safe_config(case._replace(kernel="dkdv" if case.kernel == "dq" else "dq"))
+    pair = (lambda config: (config, other)) if case.kernel == "dq" else (lambda config: (other, config))
+    return lambda config: adaptive.backward(dy, q, k, v, powers, log_g, *saved, configs=pair(config))
 
 
 def state_launcher(case, B, T):

@@ -51,11 +51,11 @@ def training(large=False, heads=2, T=512):
     """
     import torch
 
-    from sympow.kernels import DTYPES, adaptive, operators
+    from sympow.kernels import DTYPES, operators
+    from sympow.kernels.adaptive.operator import adaptive_attention
     from sympow.kernels.heinsen import operator as heinsen_operator
     from sympow.kernels.cross_entropy import cross_entropy_
     from sympow.kernels.rotary import RotateHeads
-    from sympow.kernels.rotated import rotated_attention
 
     bf16, f32 = torch.bfloat16, torch.float32
 
@@ -77,7 +77,7 @@ def training(large=False, heads=2, T=512):
         both_passes(operators.chunked_attention, leaves(dtype, D, gated), p=p, chunk=256)
 
     def powers(dtype, D):
-        both_passes(adaptive.adaptive_attention, [*leaves(dtype, D), torch.zeros(1, T).requires_grad_()])
+        both_passes(adaptive_attention, [*leaves(dtype, D), torch.zeros(1, T).requires_grad_()])
 
     def sums(dtype, D, p):
         both_passes(operators.quadratic_sums, leaves(dtype, D), p=p, scale=0.1)
@@ -90,11 +90,6 @@ def training(large=False, heads=2, T=512):
         qkv, angle = torch.zeros(1, T, 3 * heads, D, dtype=dtype), torch.zeros(1, T, D // 2)
         leaves = [x.detach().requires_grad_() for x in (qkv, *([angle] if learned else []))]
         both_passes(lambda qkv, turn=None: RotateHeads.apply(qkv, heads, heads, angle, angle, turn), leaves)
-
-    def rotated(dtype, D, p, gated):
-        qkv, angle = torch.zeros(1, T, 3 * heads, D, dtype=dtype).requires_grad_(), torch.zeros(T, D // 2)
-        gates = [torch.zeros(1, T, heads).requires_grad_()] * gated
-        both_passes(lambda qkv, *gates: rotated_attention(qkv, angle, angle, *gates, H=heads, p=p), [qkv, *gates])
 
     def cross_entropy(dtype, V):
         cross_entropy_(torch.zeros(T, V, dtype=dtype), torch.zeros(T, dtype=torch.int64), V - 5, True)
@@ -115,8 +110,6 @@ def training(large=False, heads=2, T=512):
         yield case(chunked, bf16, D, p, gated)
     for D, p, gated in ((64, 4, True), (64, 4, False), (64, 6, False), (64, 8, True), (32, 2, True)):
         yield case(quadratic, bf16, D, p, gated)
-    for p in (2, 4):
-        yield case(rotated, bf16, 64, p, True)
     yield case(powers, bf16, 64)
     for p in (2, 4):
         yield case(sums, bf16, 32, p)

@@ -128,13 +128,13 @@ def test_arguments_that_do_not_fit_are_refused_in_one_line():
     "T,H,Hkv,D,documents", [(1, 1, 1, 16, False), (130, 2, 1, 16, False), (70, 4, 2, 32, True), (200, 2, 1, 16, True)]
 )
 def test_kernels_equal_the_specification(T, H, Hkv, D, documents):
-    adaptive = pytest.importorskip("sympow.kernels.adaptive", exc_type=ImportError)
+    adaptive = pytest.importorskip("sympow.kernels.adaptive.operator", exc_type=ImportError)
     tensors, log_g, dy = inputs(T, torch.float32, B=2, H=H, Hkv=Hkv, D=D, E=D, documents=documents)
     assert_right(lambda *x: adaptive.adaptive_attention(*x, log_g), tensors, log_g, dy, 3e-6)
 
 
 def test_kernels_take_the_last_queries_alone_and_give_shapes_without_data():
-    adaptive = pytest.importorskip("sympow.kernels.adaptive", exc_type=ImportError)
+    adaptive = pytest.importorskip("sympow.kernels.adaptive.operator", exc_type=ImportError)
     (q, k, v, powers), log_g, dy = inputs(150, torch.float32, B=1, H=2, Hkv=1, documents=True)
     n = 17
     last = [q[:, -n:], k, v, powers[:, -n:]]

@@ -527,7 +527,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(
         dispatch, "heinsen_unsupported_reason", lambda dtype, D, E, device: "" if D == E == 8 else f"D={D}"
     )
-    run = lambda *args, **kwargs: calls.append(args[0].shape[1]) or stand_in(*args, **kwargs)
+    run = lambda *args, **kwargs: calls.append((args[0].shape[1], args[0].dtype)) or stand_in(*args, **kwargs)
     monkeypatch.setattr("sympow.kernels.heinsen.operator.heinsen_attention", run)
     monkeypatch.setattr(dispatch, "_warned", set())
     return calls
@@ -540,7 +540,13 @@ def test_kernels_are_asked_for_the_last_queries_with_the_state_of_the_tokens_bef
     leaves[3:] = [x.detach().abs().requires_grad_() for x in leaves[3:]]
     made = leaves, resets, m
     assert_equal_to_specification(made, dtype=torch.float32, values=values, tolerance=1e-5)
-    assert kernels == [n]
+    assert kernels == [(n, torch.float32)]
+
+
+def test_float16_is_computed_by_the_float32_kernels_and_comes_back_as_float16(kernels):
+    made = inputs(40, D=8, E=8, dtype=torch.float16)
+    assert_equal_to_specification(made, dtype=torch.float16, tolerance=1e-3)
+    assert kernels == [(40, torch.float32)]
 
 
 def test_sizes_that_the_kernels_do_not_take_run_in_pytorch_with_one_line(kernels):

@@ -322,22 +322,6 @@ class OnGpu(torch.Tensor):
     is_cuda = True
 
 
-def test_a_stored_sum_is_the_sum():
-    x = torch.randn(5, 8, requires_grad=True)
-    doubled = 2 * x
-    y = norm_module.Stored.apply(doubled)
-    assert y.data_ptr() == doubled.data_ptr() and torch.equal(y, doubled) and y.stride() == (8, 1)
-    assert torch.equal(torch.autograd.grad(y, x, x)[0], 2 * x)
-
-
-@pytest.mark.parametrize("compiling,on_gpu", [(False, False), (False, True), (True, False), (True, True)])
-def test_sums_are_stored_by_a_compiled_model_on_a_gpu_alone(compiling, on_gpu, monkeypatch):
-    x = torch.ones(2, 8).as_subclass(OnGpu if on_gpu else torch.Tensor)
-    monkeypatch.setattr(norm_module.Stored, "apply", lambda x: None)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    assert norm_module.stored(x) is (None if compiling and on_gpu else x)
-
-
 def test_only_plain_layers_compiled_on_a_gpu_have_the_gain_in_the_linear_layer(monkeypatch):
     class Other(nn.Linear):  # LoRA, quantised weights
         pass
@@ -368,7 +352,6 @@ def test_all_layers_of_a_model_are_compiled_with_the_gain_in_the_linear_layer(mo
         return True
 
     monkeypatch.setattr("sympow.layers.norm.folds", folds)
-    monkeypatch.setattr("sympow.model.stored", norm_module.Stored.apply)
     torch.compiler.reset()
     ids = torch.randint(97, (2, 17))
     with torch.autocast("cpu", torch.bfloat16):

@@ -15,7 +15,7 @@ from sympow.attention.operator import check, forms  # noqa: E402
 from sympow.attention import gates  # noqa: E402
 from sympow.attention.operator.check import Size  # noqa: E402
 from sympow.kernels import HEAD_DIMS, operators, unsupported_reason, width  # noqa: E402
-from sympow.kernels.adaptive import adaptive_attention  # noqa: E402
+from sympow.kernels.adaptive.operator import adaptive_attention  # noqa: E402
 from sympow.kernels.arguments import narrow_state, to_width, widen_state  # noqa: E402
 from sympow.kernels.heinsen.operator import heinsen_attention  # noqa: E402
 from sympow.kernels.layout import positions_of_narrower  # noqa: E402
@@ -46,7 +46,7 @@ def test_rows_of_any_width_equal_float64(size, T):
 @pytest.mark.parametrize("E", [12, pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.slow)])
 def test_log_attention_takes_rows_of_any_width(E):
     """Features behind a row have no weight: their exponents are far below any other."""
-    (q, k, v, documents, m, S, z), grads = test_heinsen_kernels.inputs(20, DTYPES[0], D=12, state=True)
+    (q, k, v, documents, m, S, z), grads = test_heinsen_kernels.inputs(20, test_heinsen_kernels.DTYPES[0], D=12, state=True)
     to = lambda x: torch.nn.functional.pad(x, (0, E - 12))  # cuts if that is below zero
     tensors = [q, k, to(v), documents, m, to(S), z]
     test_heinsen_kernels.assert_right(tensors, [to(grads[0]), to(grads[1]), grads[2]])

@@ -315,12 +315,22 @@ def test_scale_cancels_and_auto_is_one_of_the_forms():
     assert torch.allclose(power_attention(q, k, v, form="quadratic"), y, rtol=1e-10)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_inputs_are_computed_in_float32(dtype):
-    q, k, v, *_ = inputs(50, 4, "none", dtype=dtype)
-    y = power_attention(q.to(dtype), k.to(dtype), v.to(dtype), p=4)
-    assert y.dtype == dtype
-    assert relative_error(y, naive.quadratic(q, k, v, p=4), 1e-3) < (4e-3 if dtype == torch.bfloat16 else 5e-4)
+def test_bfloat16_inputs_are_computed_in_float32():
+    q, k, v, *_ = inputs(50, 4, "none", dtype=torch.bfloat16)
+    y = power_attention(*(x.bfloat16() for x in (q, k, v)), p=4)
+    assert y.dtype == torch.bfloat16 and relative_error(y, naive.quadratic(q, k, v, p=4), 1e-3) < 4e-3
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 9, 20])])
+def test_float16_inputs_give_what_float32_does_rounded(cu_seqlens):
+    tensors = [x.detach().half().requires_grad_() for x in inputs(20, 2, "none", B=1)[:3]]
+    dy, results = torch.randn(1, 20, 4, 6).half(), []
+    for convert in (lambda x: x, torch.Tensor.float):
+        y, state = power_attention(*map(convert, tensors), return_state=True, cu_seqlens=cu_seqlens)
+        results.append([y.half(), *state, *torch.autograd.grad((y * dy).sum(), tensors)])
+    assert y.dtype == torch.float32 and all(map(torch.equal, *results))
+    num, den = power_attention_sums(*tensors)
+    assert num.dtype == den.dtype == torch.float32
 
 
 def test_gradients_flow_through_strided_and_expanded_tensors():
@@ -475,7 +485,7 @@ def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_pa
     monkeypatch.setattr(check, "_found", {})
     monkeypatch.setattr(check, "errors", lambda *size: {"y": 0.0})
     monkeypatch.setattr(dispatch, "_warned", set())
-    chosen = lambda device: dispatch.plan(64, 64, 64, 4, dtype=torch.float16, device=device, gated=False)
+    chosen = lambda device: dispatch.plan(64, 64, 64, 4, dtype=torch.bfloat16, device=device, gated=False)
     second = torch.device("cuda", 1)
     assert chosen(second).on_kernels
     assert {("capability", second), ("set", 1), ("name", 1)} <= {*asked}

@@ -11,7 +11,7 @@ from test_kernels import DEVICE  # noqa: E402
 
 from sympow.kernels import arguments, operators  # noqa: E402
 from sympow.kernels.quadratic import passes as quadratic  # noqa: E402
-from sympow.kernels.adaptive import adaptive_attention  # noqa: E402
+from sympow.kernels.adaptive.operator import adaptive_attention  # noqa: E402
 from sympow.kernels.heinsen.operator import heinsen_attention  # noqa: E402
 from sympow.kernels.layout import symmetric_power_dim  # noqa: E402
 

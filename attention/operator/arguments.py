@@ -15,6 +15,11 @@ def cast_to_autocast_dtype(*tensors):
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
+def cast_from_float16(*tensors):
+    """Return float16 tensors as float32, and others as they are: no kernel takes float16."""
+    return tuple(x.float() if x.dtype == torch.float16 else x for x in tensors)
+
+
 def check_tensors(q, k, v, *, causal=True, **others):
     """Raise ValueError unless q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E] fit each other.
 

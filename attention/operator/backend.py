@@ -27,10 +27,10 @@ def operators():
 
 
 def adaptive():
-    """Return the module kernels.adaptive: the quadratic form with a power for each row."""
-    from ...kernels import adaptive
+    """Return the module kernels.adaptive.operator: attention with a power for each token."""
+    from ...kernels.adaptive import operator
 
-    return adaptive
+    return operator
 
 
 def heinsen_operator():

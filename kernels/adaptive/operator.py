@@ -1,27 +1,28 @@
-"""The quadratic form with a power for each row as a torch operator.
+"""Adaptive power attention as a torch operator: a power for each token in the quadratic form.
 
     y = adaptive_attention(q, k, v, powers, log_g)          # differentiable in q, k, v and powers
 
-The kernels are those of quadratic.py with P = 0. As in operators.py there is one operator forward and one backward,
-opaque to torch.compile; they can be differentiated once.
+As in operators.py there is one operator forward and one backward, opaque to torch.compile; they can be differentiated
+once.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .arguments import check, check_device, check_qkv, to_width
-from .operators import pad_queries
-from .quadratic import passes as quadratic
-from .transforms import asked, empty_like, keep, transformable, transformable_once
+from ..arguments import check, check_device, check_qkv, to_width
+from ..common import padded
+from ..operators import pad_queries
+from ..transforms import asked, empty_like, keep, transformable, transformable_once
+from . import passes
 
 
 def adaptive_attention(q, k, v, powers, log_g=None):
     """Return y [B, n, H, E] in q's dtype: y_i = sum_j w_ij v_j / sum_j w_ij, w_ij = |q_i . k_j|^p_i, j <= i.
 
-    q [B, n, H, D], of the last n of T tokens, k [B, T, Hkv, D], v [B, T, Hkv, E] bfloat16, float16 or float32, any
-    strides, D and E at most 256 (in float32 128); powers [B, n] float32, at least 1; log_g [B, T, Hkv] float32 of 0 and
-    -inf (which begins a document) or None, all on one GPU. Raises ValueError for arguments that do not fit.
+    q [B, n, H, D], of the last n of T tokens, k [B, T, Hkv, D], v [B, T, Hkv, E] bfloat16 or float32, any strides, D
+    and E at most 256 (in float32 128); powers [B, n] float32, at least 1; log_g [B, T, Hkv] float32 of 0 and -inf
+    (which begins a document) or None, all on one GPU. Raises ValueError for arguments that do not fit.
     """
     check_qkv("adaptive", q, k, v)
     check("powers", powers, q.shape[:2])
@@ -34,28 +35,26 @@ def adaptive_attention(q, k, v, powers, log_g=None):
 
 @torch.library.custom_op("sympow::adaptive", mutates_args=())
 def _adaptive_operator(q: Tensor, k: Tensor, v: Tensor, powers: Tensor, log_g: Tensor | None) -> tuple[Tensor, Tensor]:
-    return quadratic.forward(q, k, v, log_g, p=0, powers=powers)
+    return passes.forward(q, k, v, powers, log_g)
 
 
 @_adaptive_operator.register_fake
 def _(q, k, v, powers, log_g):
     B, n, H, _ = q.shape
-    return empty_like(q), q.new_empty(B, H, quadratic.padded(n), dtype=torch.float32)
+    return empty_like(q), q.new_empty(B, H, padded(n), dtype=torch.float32)
 
 
 @torch.library.custom_op("sympow::adaptive_backward", mutates_args=())
 def _adaptive_backward_operator(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, powers: Tensor, log_g: Tensor | None, y: Tensor, l: Tensor,
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, powers: Tensor, log_g: Tensor | None, y: Tensor, c: Tensor,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    needs_q, needs_k, needs_v, needs_p = needs
-    wanted = needs_q, needs_k or needs_v, needs_p
-    return asked(quadratic.backward(dy, None, q, k, v, log_g, y, l, p=0, powers=powers, needs=wanted), needs)
+    return asked(passes.backward(dy, q, k, v, powers, log_g, y, c), needs)
 
 
 @_adaptive_backward_operator.register_fake
-def _(dy, q, k, v, powers, log_g, y, l, needs):
-    return asked((*map(empty_like, (q, k, v)), empty_like(powers)), needs)
+def _(dy, q, k, v, powers, log_g, y, c, needs):
+    return asked([*map(empty_like, (q, k, v, powers))], needs)
 
 
 def _save(ctx, inputs, output):

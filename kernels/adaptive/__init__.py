@@ -1,0 +1,1 @@
+"""Adaptive power attention: its kernels and their launchers (`passes`), and its torch operator."""
