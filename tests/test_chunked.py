@@ -469,6 +469,8 @@ def test_what_is_allocated_is_what_was_computed_beforehand():
         x = layout(D, p, torch.device("cpu"))
         assert p == 2 or len(x.where) == SPREAD_ROWS[D]
         assert chunked.state_size(D, p) == 64 * x.tiles * D + (x.M**2 if p == 4 else 0)
+        shape = torch.empty(1, 4096, 4, D, dtype=torch.bfloat16, device="meta")
+        assert chunked.bytes_needed(*[shape] * 3, p, 1024) > 4 * 4 * 2 * chunked.state_size(D, p)
     if not GPU:
         return
     for D, p, T in ((64, 2, 16384), (32, 4, 16384)):

@@ -30,12 +30,12 @@ memory's bandwidth, of which 94% is reached.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..common import ORDERS, STATE_EXPONENT, SUM_TOP, TO_TOP, empty, multiple_of, unit_scale
-from .sizes import States
+from .sizes import States, at_index
 
 # entries per program, warps, chunks in flight: for Z, and for S; the same for every GPU, so not in configs.py's table
 DISCUMSUM = ((128, 1, 8), (1024, 2, 3))
@@ -44,10 +44,10 @@ DISCUMSUM = ((128, 1, 8), (1024, 2, 3))
 class Scale(NamedTuple):
     """The units of S; all None for Z, which is float32 in units of one."""
 
-    unit_x: torch.Tensor | None = None  # [B * Hkv, chunks]: of the sums that are read
-    unit: torch.Tensor | None = None  # [B * Hkv, chunks]: of the states that are written, itself written
-    bound: torch.Tensor | None = None  # [B * Hkv]: the largest entry of each initial state
-    orders: torch.Tensor | None = None  # the number of orders of the product of each row of S, then of each entry of Z
+    unit_x: Tensor = None  # [B * Hkv, chunks]: of the sums that are read
+    unit: Tensor = None  # [B * Hkv, chunks]: of the states that are written, itself written
+    bound: Tensor = None  # [B * Hkv]: the largest entry of each initial state
+    orders: Tensor = None  # the number of orders of the product of each row of S, then of each entry of Z
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def discumsum_kernel(
     state = tl.zeros([N], tl.float32)
     bound = 0.0
     if INITIAL is not None:
-        state = tl.load(INITIAL + tl.cast(bh, tl.int64) * F + entry, mask=inside, other=0.0)
+        state = tl.load(at_index(INITIAL, bh, F) + entry, mask=inside, other=0.0)
         if SCALED:
             bound = tl.load(scale.bound + bh)
     if SCALED:
@@ -126,7 +126,7 @@ def discumsum_kernel(
         unit_next = tl.load(scale.unit_x + i_next)
     for step in tl.range(n, num_stages=STAGES):
         i = begin + (n - 1 - step if REVERSE else step)
-        to = X + tl.cast(i, tl.int64) * F + entry
+        to = at_index(X, i, F) + entry
         x = tl.load(to, mask=inside, other=0.0).to(tl.float32)
         i_next = tl.maximum(i - 1, begin) if REVERSE else tl.minimum(i + 1, begin + n - 1)
         whole, unit_x = whole_next, unit_next  # loaded for the next chunk
@@ -140,16 +140,16 @@ def discumsum_kernel(
         else:
             tl.store(to, state, inside)
         if OTHER is not None:
-            product = state * tl.load(OTHER + tl.cast(i, tl.int64) * F + entry, mask=inside, other=0.0).to(tl.float32)
+            product = state * tl.load(at_index(OTHER, i, F) + entry, mask=inside, other=0.0).to(tl.float32)
             if SCALED and P == 2:
                 product *= orders
             product = tl.sum(product, 0) * whole
             if SCALED:
                 product /= tl.load(UNIT_OTHER + i)
-            tl.store(CARRIED + tl.cast(i, tl.int64) * blocks + block, product)
+            tl.store(at_index(CARRIED, i, blocks) + block, product)
         state = whole * state + x
     if FINAL is not None:
-        tl.store(FINAL + tl.cast(bh, tl.int64) * F + entry, state, inside)
+        tl.store(at_index(FINAL, bh, F) + entry, state, inside)
 
 
 # ---- launchers

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from ..common import add, at_head, chunk_of, empty, log_gates, sum_between
-from .sizes import padded_tokens
+from .sizes import at_index, padded_tokens
 
 NEAR_TOKENS = tl.constexpr(128)
 # natural logarithm of 2^-20, the decay through NEAR_TOKENS below which rows see no token before these
@@ -82,8 +82,7 @@ def chunk_gates_kernel(
     TP = padded_tokens(T)
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + tl.cast(bh % HKV, tl.int64) * g_h
-    INTO += tl.cast(bh, tl.int64) * TP
-    OUT += tl.cast(bh, tl.int64) * TP
+    INTO, OUT = at_index(INTO, bh, TP), at_index(OUT, bh, TP)
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP)
     near = _tokens_near(LOG_G, g_t, STARTS, begin, chunk, T)
     tl.store(NEAR + tl.program_id(0), near)
@@ -139,7 +138,7 @@ def _sum_of_blocks(CARRIED, blocks, N: tl.constexpr):
     if CARRIED is None:
         return tl.zeros([], tl.float64)
     else:
-        return sum_between(CARRIED + tl.cast(tl.program_id(0), tl.int64) * blocks, 0, blocks, N)
+        return sum_between(at_index(CARRIED, tl.program_id(0), blocks), 0, blocks, N)
 
 
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "CHUNK", "H", "HKV", "blocks", "blocks_z"])
@@ -171,7 +170,7 @@ def chunk_dlog_g_kernel(
     group = H // HKV
     head = b * H + hkv * group  # the first of the group
     INSIDE = at_head(INSIDE, T, head)
-    GIVEN += tl.cast(bh, tl.int64) * TP
+    GIVEN = at_index(GIVEN, bh, TP)
     LOG_G += b * g_b + tl.cast(hkv, tl.int64) * g_h
     DLOG_G += b * T * HKV + hkv
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, T)

@@ -60,8 +60,8 @@ def bytes_needed(q, k, v, p, chunk, backward=True):
     row, products = 2 * D * size + 8, 2 * entries(D, p) * size if p == 4 else 0
     rows = B * T * (HKV * row + H * (row + products))
     if p == 4 and backward:
-        each = spread_bytes(D, -(-T // chunk), H // HKV * T, size)
-        rows += each * max(1, min(B * HKV, SPREAD // each))
+        spread = query_gradient_p4.spread_bytes(D, -(-T // chunk), H // HKV * T, size)
+        rows += spread * max(1, min(B * HKV, query_gradient_p4.SPREAD // spread))
     return states * (2 if backward else 1) + rows + 4 * B * H * T * D * (not backward)
 
 

@@ -44,6 +44,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..common import (
     LIFT,
@@ -64,7 +65,7 @@ from ..common import (
 )
 from .mirror import load_mirror, reflected
 from .products import products
-from .sizes import padded_tokens
+from .sizes import at_index, padded_tokens, square_of, tile_of
 
 # the same for every GPU, so not in the table of configs.py; up to D = 64, beyond, and in float32
 SUMS = ((64, 4, 3), (32, 8, 2), (32, 8, 2))  # rows at a time, warps, stages
@@ -75,16 +76,16 @@ PREPARE_Z = ((128, 8), (64, 8), (32, 8))  # the same with denominators
 class Prepared(NamedTuple):
     """The arrays of the table above for rows of queries or of keys, and the mirror of the rows; None if not made."""
 
-    scaled: torch.Tensor
-    xt: torch.Tensor | None = None
-    scaled_v: torch.Tensor | None = None
-    unit_x: torch.Tensor | None = None
-    factor: torch.Tensor | None = None
-    unit_v: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-    z: torch.Tensor | None = None
-    den: torch.Tensor | None = None
-    mirror: torch.Tensor | None = None
+    scaled: Tensor
+    xt: Tensor = None
+    scaled_v: Tensor = None
+    unit_x: Tensor = None
+    factor: Tensor = None
+    unit_v: Tensor = None
+    weight: Tensor = None
+    z: Tensor = None
+    den: Tensor = None
+    mirror: Tensor = None
 
 
 @triton.jit
@@ -114,7 +115,7 @@ def _load_decay(DECAY, key_head, token, T):
     if DECAY is None:
         return tl.full(token.shape, 1.0, tl.float32)
     else:
-        return tl.load(DECAY + tl.cast(key_head, tl.int64) * padded_tokens(T) + token)
+        return tl.load(at_index(DECAY, key_head, padded_tokens(T)) + token)
 
 
 @triton.jit
@@ -185,8 +186,7 @@ def sums_kernel(
             largest = tl.maximum(largest, largest_of_row * factor)
     tl.store(prepared.unit_v + tl.program_id(0), unit_scale(tl.max(largest, 0), STATE_EXPONENT) * TO_TOP)
     if P == 2:
-        d = tl.arange(0, D)
-        tl.store(prepared.z + tl.cast(tl.program_id(0), tl.int64) * (D * D) + d[:, None] * D + d[None, :], z)
+        tl.store(square_of(prepared.z, tl.program_id(0), D), z)
 
 
 @triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV"])
@@ -227,15 +227,14 @@ def prepare_kernel(
     chunks = tl.cdiv(T, CHUNK)
     state = key_head * chunks + tl.minimum(start // CHUNK, chunks - 1)  # rows are padded beyond the last chunk
     if Z is not None:
-        z = tl.load(Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
-        zx = exact_product(rows, z, tl.zeros([N, D], tl.float32))
+        zx = exact_product(rows, tl.load(square_of(Z, state, D)), tl.zeros([N, D], tl.float32))
         den = tl.sum(zx * x, 1) * int_power(unit, P) * factor
         tl.store(at_head(prepared.den, T, bh) + token, den, token < tl.cdiv(T, 128) * 128)
     if V is not None:
         tl.store(prepared.unit_x + first + token, unit)
         v = load_rows(V, v_strides, b, start, h, T, N, D).to(tl.float32)
         v *= (factor * tl.load(prepared.unit_v + state))[:, None]
-        tl.store(prepared.scaled_v + (first + token)[:, None] * D + d[None, :], v.to(prepared.scaled_v.dtype.element_ty))
+        tl.store(tile_of(prepared.scaled_v, first + token, D, d), v.to(prepared.scaled_v.dtype.element_ty))
 
 
 @triton.jit

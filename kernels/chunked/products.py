@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from ..common import PRECISION, SQUARE_DOWN, SUM_TOP, chunk_of
-from .sizes import entries_of_state, padded_tokens
+from .sizes import at_index, entries_of_state, padded_tokens, tile_of
 
 PRODUCTS = 16  # products at a time; the same for every GPU, so not in the table of configs.py
 
@@ -34,14 +34,13 @@ def products_kernel(SCALED, XT, FACTORS, T, D: tl.constexpr, M: tl.constexpr, N:
     """Write M products of two entries of 256 rows of one sequence and head, N at a time."""
     TP = padded_tokens(T)
     bh, block = tl.program_id(0) // (TP // 256), tl.program_id(0) % (TP // 256)
-    t = block * 256 + tl.arange(0, 256)[None, :]
-    SCALED += tl.cast(bh, tl.int64) * D * TP
-    XT += tl.cast(bh, tl.int64) * M * TP
+    t = block * 256 + tl.arange(0, 256)
+    SCALED, XT = at_index(SCALED, bh, D * TP), at_index(XT, bh, M * TP)
     for m in range(0, M, N):
         entry = m + tl.arange(0, N)
         first, second = tl.load(FACTORS + entry), tl.load(FACTORS + M + entry)
-        x = tl.load(SCALED + first[:, None] * TP + t) * tl.load(SCALED + second[:, None] * TP + t)
-        tl.store(XT + entry[:, None].to(tl.int64) * TP + t, x)
+        x = tl.load(tile_of(SCALED, first, TP, t)) * tl.load(tile_of(SCALED, second, TP, t))
+        tl.store(tile_of(XT, entry.to(tl.int64), TP, t), x)
 
 
 @triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "tiles"])
@@ -72,18 +71,18 @@ def update_square_kernel(
         acc = tl.zeros([64, 64], tl.float32)
         for head in range(heads):
             row = bh // HKV * H + bh % HKV * heads + head
-            x_of_head = XT + tl.cast(row, tl.int64) * (2 * M) * TP
+            x_of_head, weights = at_index(XT, row, 2 * M * TP), at_index(WEIGHT, row, TP)
             for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP), K):
-                t = (start // K * K + tl.arange(0, K))[None, :]
-                w = tl.load(WEIGHT + tl.cast(row, tl.int64) * TP + t) * unit
-                x = tl.load(x_of_head + m[:, None] * TP + t, mask=m[:, None] < M, other=0.0)
-                y = tl.load(x_of_head + n[:, None] * TP + t, mask=n[:, None] < M, other=0.0)
+                t = start // K * K + tl.arange(0, K)
+                w = tl.load(weights + t)[None, :] * unit
+                x = tl.load(tile_of(x_of_head, m, TP, t), mask=m[:, None] < M, other=0.0)
+                y = tl.load(tile_of(x_of_head, n, TP, t), mask=n[:, None] < M, other=0.0)
                 x = (x * w.to(x.dtype)).to(x.dtype)  # below 2^15
                 acc = tl.dot(x, tl.trans(y), acc, input_precision=PRECISION)
-        U += tl.cast(state, tl.int64) * entries_of_state(tiles, 4, M, D) + tiles * (64 * D)
+        U = at_index(U, state, entries_of_state(tiles, 4, M, D)) + tiles * (64 * D)
         out = (acc * down * SQUARE_DOWN).to(U.dtype.element_ty)
         inside = (m[:, None] < M) & (n[None, :] < M)
-        tl.store(U + m[:, None] * M + n[None, :], out, inside)
+        tl.store(tile_of(U, m, M, n), out, inside)
         tl.store(U + n[None, :] * M + m[:, None], out, inside)
 
 

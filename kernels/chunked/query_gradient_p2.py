@@ -53,21 +53,21 @@ from ..common import (
 )
 from ..configs import choose
 from .prepare import as_it_came
-from .sizes import padded_tokens
+from .sizes import at_index, padded_tokens, square_of, tile_of
 
 
 @triton.jit
-def _load_values(prepared, bh, row, T, D: tl.constexpr):
-    """Return the values [BM, D] of rows of a head."""
-    row += tl.cast(bh, tl.int64) * padded_tokens(T)
-    return tl.load(prepared.scaled_v + row[:, None] * D + tl.arange(0, D)[None, :])
+def _arrays_of_rows(prepared, states, bh, state, row, TP, tiles, D: tl.constexpr):
+    """Return, for rows of a head, XT and S where theirs begin, and v [BM, D]."""
+    v = tl.load(tile_of(prepared.scaled_v, tl.cast(bh, tl.int64) * TP + row, D, tl.arange(0, D)))
+    return at_index(prepared.xt, bh, D * TP), at_index(states.S, state, tiles * (64 * D)), v
 
 
 @triton.jit
 def _one_entry(v, x, S, WHERE, acc, D: tl.constexpr):
     """Return acc + (v x) S_i^T, for the rows S_i of the state that hold the products of one entry, x, with others."""
     where = tl.load(WHERE)
-    s = tl.load(S + where[:, None] * D + tl.arange(0, D)[None, :])
+    s = tl.load(tile_of(S, where, D, tl.arange(0, D)))
     return tl.dot(v * x[:, None], tl.trans(s), acc, input_precision=PRECISION)
 
 
@@ -81,11 +81,10 @@ def _add_gradient(acc, prepared, states, X, x_strides, OUT, READ, sizes, SCALE: 
     BM: tl.constexpr = acc.shape[0]
     D: tl.constexpr = acc.shape[1]
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM)
-    row, d = tl.cast(bh, tl.int64) * padded_tokens(T) + lo + tl.arange(0, BM), tl.arange(0, D)
+    row = tl.cast(bh, tl.int64) * padded_tokens(T) + lo + tl.arange(0, BM)
     acc = as_it_came(acc, prepared, states, row, state, b * HKV + h // (H // HKV), SCALE)
     x = load_rows(X, x_strides, b, lo, h, T, BM, D)
-    z = tl.load(states.Z + tl.cast(state, tl.int64) * (D * D) + d[:, None] * D + d[None, :])
-    zx = exact_product(x, z, tl.zeros([BM, D], tl.float32))
+    zx = exact_product(x, tl.load(square_of(states.Z, state, D)), tl.zeros([BM, D], tl.float32))
     if prepared.weight is not None:
         zx *= tl.load(prepared.weight + row)[:, None]
     acc += 2 * zx
@@ -116,15 +115,13 @@ def query_gradient_kernel(
     TP = padded_tokens(T)
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM)
     row = lo + tl.arange(0, BM)
-    XT = prepared.xt + tl.cast(bh, tl.int64) * D * TP
-    S = states.S + tl.cast(state, tl.int64) * tiles * (64 * D)
-    v = _load_values(prepared, bh, row, T, D)
+    XT, S, v = _arrays_of_rows(prepared, states, bh, state, row, TP, tiles, D)
     down = diagonal(tl.full([D], 1 / VALUES_DOWN_2, tl.float32), D)
     v = tl.dot(v, down.to(v.dtype), input_precision=PRECISION).to(v.dtype)
     acc = tl.zeros([BM, D], tl.float32)
     where = WHERE + tl.arange(0, D)
     for i in range(0, D if chunk != skip else 0, 4):
-        x = tl.trans(tl.load(XT + (i + tl.arange(0, 4))[:, None] * TP + row[None, :])).reshape([BM, 2, 2])
+        x = tl.trans(tl.load(tile_of(XT, i + tl.arange(0, 4), TP, row))).reshape([BM, 2, 2])
         even, odd = tl.split(x)
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
@@ -201,20 +198,18 @@ def query_gradient_of_pairs_kernel(
     TP = padded_tokens(T)
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM)
     row, d = lo + tl.arange(0, BM), tl.arange(0, D)
-    XT = prepared.xt + tl.cast(bh, tl.int64) * D * TP
-    S = states.S + tl.cast(state, tl.int64) * tiles * (64 * D)
-    v = _load_values(prepared, bh, row, T, D)
+    XT, S, v = _arrays_of_rows(prepared, states, bh, state, row, TP, tiles, D)
     acc = tl.zeros([BM, D], tl.float32)
     column = tl.arange(0, 64)
     slot, entry = column // 2 % 4, column // 8 * 2 + column % 2  # as in `layout.columns`
-    tile, quarter = S + (slot * 16 + entry)[:, None] * D + d[None, :], tl.arange(0, 16)
+    tile, quarter = tile_of(S, slot * 16 + entry, D, d), tl.arange(0, 16)
     for number in range(parts if chunk != skip else 0):
         part = PARTS + number * 16
         slices, count = tl.load(part + slot) + entry, tl.load(part + 12)
-        x = _entries(tl.trans(tl.load(XT + slices[:, None] * TP + row[None, :])).to(tl.float32), BM)
+        x = _entries(tl.trans(tl.load(tile_of(XT, slices, TP, row))).to(tl.float32), BM)
         scalars = tl.load(part + 4 + quarter // 4) + quarter % 4  # of four tiles
         to_slices, to_scalars = tl.zeros([BM, 8, 4, 2], tl.float32), tl.zeros([BM, 8, 4, 2], tl.float32)
-        scalars = XT + scalars[:, None] * TP + row[None, :]
+        scalars = tile_of(XT, scalars, TP, row)
         following = tl.load(scalars)
         for i in range(0, count, 4):
             by = tl.trans(following).to(tl.float32)
@@ -231,7 +226,7 @@ def query_gradient_of_pairs_kernel(
             four = tl.join(tl.join(four, four), tl.join(four, four)).permute([0, 4, 5, 2, 1, 3]).reshape([BM, 8, 4, 2])
             to_scalars = tl.where((tl.arange(0, 8) // 2 == i // 4)[None, :, None, None], four, to_scalars)
         tile += count * (64 * D)
-        to_x = TO_X + number * (2 * 64 * D) + column[:, None] * D + d[None, :]
+        to_x = tile_of(TO_X + number * (2 * 64 * D), column, D, d)
         acc = _add_to_columns(acc, to_slices.reshape([BM, 64]), tl.load(to_x))
         acc = _add_to_columns(acc, to_scalars.reshape([BM, 64]), tl.load(to_x + 64 * D))
     # twice, since an entry is on both sides of a product

@@ -40,7 +40,7 @@ from ..common import (
     wait_for_products,
 )
 from ..configs import choose
-from .sizes import entries_of_state, padded_tokens
+from .sizes import at_index, entries_of_state, padded_tokens, tile_of
 
 
 @triton.jit
@@ -55,9 +55,10 @@ def _row_features(x, s, N: tl.constexpr, TILES: tl.constexpr):
 @triton.jit
 def _square_block(zx, XT, Z, m, n, row, TP, M: tl.constexpr):
     """Return zx plus what entries n to n + 63 of each row's x contribute to entries m to m + 63 of Z x."""
-    entry, other = m + tl.arange(0, 64)[None, :], n + tl.arange(0, 64)[:, None]
-    z = tl.load(Z + other * M + entry, mask=(other < M) & (entry < M), other=0.0)
-    x = tl.load(XT + other * TP + row[None, :], mask=other < M, other=0.0)
+    entry, second = m + tl.arange(0, 64), n + tl.arange(0, 64)
+    inside = second[:, None] < M
+    z = tl.load(tile_of(Z, second, M, entry), mask=inside & (entry[None, :] < M), other=0.0)
+    x = tl.load(tile_of(XT, second, TP, row), mask=inside, other=0.0)
     return tl.dot(tl.trans(x), z, zx, input_precision=PRECISION)
 
 
@@ -70,8 +71,8 @@ def _denominators(XT, Z, row, end, TP, BM: tl.constexpr, M: tl.constexpr):
         for n in tl.range(m + 64, M, 64, num_stages=2):  # Z is symmetric
             zx = _square_block(zx, XT, Z, m, n, row, TP, M)
         zx = _square_block(2 * zx, XT, Z, m, m, row, TP, M)
-        entry = m + tl.arange(0, 64)[:, None]
-        x = tl.load(XT + entry * TP + row[None, :], mask=entry < M, other=0.0)
+        entry = m + tl.arange(0, 64)
+        x = tl.load(tile_of(XT, entry, TP, row), mask=entry[:, None] < M, other=0.0)
         den += tl.sum(zx * tl.trans(x), 1)
     return den
 
@@ -104,23 +105,23 @@ def query_state_kernel(
     TP = padded_tokens(T)
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM)
     row = lo + tl.arange(0, BM)
-    XT = prepared.xt + tl.cast(bh, tl.int64) * (P // 2 * M) * TP
+    XT = at_index(prepared.xt, bh, P // 2 * M * TP)
     entry = tl.arange(0, 64)
     acc = tl.zeros([BM, D], tl.float32)
-    factor = tl.load(prepared.factor + tl.cast(bh, tl.int64) * TP + row) / tl.load(states.unit + state)
-    S = states.S + tl.cast(state, tl.int64) * entries_of_state(tiles, P, M, D)
-    inside, done = tl.arange(0, 64 * TILES)[:, None] * D + tl.arange(0, D)[None, :], 0
+    factor = tl.load(at_index(prepared.factor, bh, TP) + row) / tl.load(states.unit + state)
+    S = at_index(states.S, state, entries_of_state(tiles, P, M, D))
+    inside, done = tile_of(0, tl.arange(0, 64 * TILES), D, tl.arange(0, D)), 0
     for number in range(parts if chunk != skip else 0):
         part = PARTS + number * 16
         slices = tl.load(part + entry // 16) + entry % 16
         scalars = tl.load(part + 4 + tl.arange(0, 4 * TILES) % 4) + tl.arange(0, 4 * TILES) // 4
         orders = tl.load(part + 8 + entry // 16)
         count = tl.load(part + 12)
-        x = tl.trans(tl.load(XT + slices[:, None] * TP + row[None, :]))
+        x = tl.trans(tl.load(tile_of(XT, slices, TP, row)))
         x = tl.dot(x, diagonal(orders, 64).to(x.dtype), input_precision=PRECISION).to(x.dtype)
         for i in range(0, count, TILES):
             s = tl.load(S + (done + i) * (64 * D) + inside)
-            by = tl.load(XT + (scalars + i)[:, None] * TP + row[None, :])
+            by = tl.load(tile_of(XT, scalars + i, TP, row))
             acc = tl.dot(_row_features(x, by, BM, TILES), s, acc, input_precision=PRECISION)
             wait_for_products(i)
         done += count

@@ -1,11 +1,11 @@
-"""The sizes that the launchers of one chunked call share, and the states that its kernels hand to each other."""
+"""The sizes that the launchers of one chunked call share, the states between its kernels, and pointers into arrays."""
 
 import math
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..common import HALF, LIFT, TOP, padded
 from ..layout import TILE, entries, features, layout
@@ -31,8 +31,8 @@ class Sizes:
         if row * self.TP >= 2**31:  # offsets into XT have 32 bits
             tokens = (2**31 - 1) // row // 256 * 256
             raise ValueError(
-                f"a sequence of p={p} and head dimension {D} may have at most {tokens:,} tokens at once, got {T:,}: cut "
-                "it into pieces, each with the state of those before"
+                f"a sequence of p={p} and head dimension {D} may have at most {tokens:,} tokens at once, got {T:,}: "
+                "cut it into pieces, each with the state of those before"
             )
         self.layout = layout(D, p, q.device)
         self.FS, self.F = self.layout.tiles * TILE * D, state_size(D, p)
@@ -43,9 +43,9 @@ class Sizes:
 class States(NamedTuple):
     """The states before each chunk; for gradients, the gradients to the states after each chunk."""
 
-    S: torch.Tensor  # [B * Hkv, chunks, F], for p = 4 with Z behind S
-    unit: torch.Tensor  # [B * Hkv, chunks] float32: S is in units of it
-    Z: torch.Tensor | None  # p = 2: [B * Hkv, chunks, D * D] float32, in units of one
+    S: Tensor  # [B * Hkv, chunks, F], for p = 4 with Z behind S
+    unit: Tensor  # [B * Hkv, chunks] float32: S is in units of it
+    Z: Tensor  # p = 2, else None: [B * Hkv, chunks, D * D] float32, in units of one
 
 
 def state_size(D, p):
@@ -54,6 +54,24 @@ def state_size(D, p):
 
 
 # ---- in kernels
+
+
+@triton.jit
+def at_index(X, i, size):
+    """Return pointer X advanced to item i of an array whose items have `size` entries each, in 64 bits."""
+    return X + tl.cast(i, tl.int64) * size
+
+
+@triton.jit
+def tile_of(X, rows, stride, columns):
+    """Return pointers [N, M] to some rows [N] and columns [M] of a matrix X whose rows are `stride` entries apart."""
+    return X + rows[:, None] * stride + columns[None, :]
+
+
+@triton.jit
+def square_of(X, i, D: tl.constexpr):
+    """Return pointers [D, D] to matrix i of an array of D x D matrices."""
+    return tile_of(at_index(X, i, D * D), tl.arange(0, D), D, tl.arange(0, D))
 
 
 @triton.jit

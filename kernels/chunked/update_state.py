@@ -32,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..common import PRECISION, SUM_TOP, chunk_of, wait_for_products
 from ..configs import choose, reads_by_descriptor
 from .products import update_square
-from .sizes import entries_of_state, padded_tokens
+from .sizes import at_index, entries_of_state, padded_tokens, tile_of
 
 
 @triton.jit
@@ -79,29 +79,29 @@ def update_state_kernel(
     acc2 = tl.zeros([64, D], tl.float32)
     acc3 = tl.zeros([64, D], tl.float32)
     if not DESCRIPTOR:
-        values_of_head = VALUES + tl.arange(0, K)[:, None] * D + tl.arange(0, D)[None, :]
+        values_of_head = tile_of(VALUES, tl.arange(0, K), D, tl.arange(0, D))
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP)
     for head in range(heads):
         row = bh // HKV * H + bh % HKV * heads + head
-        x_of_head = XT + tl.cast(row, tl.int64) * (P // 2 * M) * TP
+        x_of_head = at_index(XT, row, P // 2 * M * TP)
         for start in range(begin, end, K):
-            t = (start // K * K + tl.arange(0, K))[None, :]
+            t = start // K * K + tl.arange(0, K)
             if DESCRIPTOR:
                 v = VALUES.load([row * TP + start, 0])
             else:
                 v = tl.load(values_of_head + (tl.cast(row, tl.int64) * TP + start) * D)
-            x = tl.load(x_of_head + slices[:, None] * TP + t)
-            s0 = tl.load(x_of_head + scalars[:, None] * TP + t)
+            x = tl.load(tile_of(x_of_head, slices, TP, t))
+            s0 = tl.load(tile_of(x_of_head, scalars, TP, t))
             acc0 = tl.dot(_column_features(x, s0, K), v, acc0, input_precision=PRECISION)
-            s1 = tl.load(x_of_head + scalars1[:, None] * TP + t)
+            s1 = tl.load(tile_of(x_of_head, scalars1, TP, t))
             acc1 = tl.dot(_column_features(x, s1, K), v, acc1, input_precision=PRECISION)
-            s2 = tl.load(x_of_head + scalars2[:, None] * TP + t)
+            s2 = tl.load(tile_of(x_of_head, scalars2, TP, t))
             acc2 = tl.dot(_column_features(x, s2, K), v, acc2, input_precision=PRECISION)
-            s3 = tl.load(x_of_head + scalars3[:, None] * TP + t)
+            s3 = tl.load(tile_of(x_of_head, scalars3, TP, t))
             acc3 = tl.dot(_column_features(x, s3, K), v, acc3, input_precision=PRECISION)
             wait_for_products(start)
-    U += tl.cast(state, tl.int64) * entries_of_state(tiles, P, M, D) + number * (256 * D)
-    to = U + tl.arange(0, 64)[:, None] * D + tl.arange(0, D)[None, :]
+    U = at_index(U, state, entries_of_state(tiles, P, M, D)) + number * (256 * D)
+    to = tile_of(U, tl.arange(0, 64), D, tl.arange(0, D))
     tl.store(to, (acc0 * down).to(U.dtype.element_ty))
     tl.store(to + 64 * D, (acc1 * down).to(U.dtype.element_ty))
     tl.store(to + 128 * D, (acc2 * down).to(U.dtype.element_ty))
