@@ -188,15 +188,14 @@ def state_launcher(case, B, T):
     if kernel == "update_state":
         return lambda config: [chunked.update_state(s, s.HKV, keys, config=config)]
     S = chunked.update_state(s, s.HKV, keys)
-    unit, *_ = chunked.discumsum(s, S, keys["unit_v"], None)
-    Z = keys["z"]
+    states, *_ = chunked.carry_states(s, (S, keys.z), keys.unit_v, None)
     if kernel == "query_state":
         queries = chunked.prepare(s, q)
-        return lambda config: [chunked.query_state(s, queries, S, unit, 0, config=config)[0]]
+        return lambda config: [chunked.query_state(s, queries, states, 0, config=config)[0]]
 
     def gradient(config):
         out = torch.zeros(k.shape, dtype=dtype, device=DEVICE)
-        chunked.query_gradient(s, keys, S, unit, 0, out, k, Z, None, False, config=config)
+        chunked.query_gradient(s, keys, states, 0, out, k, False, config=config)
         return [out]
 
     return gradient
