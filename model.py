@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sympow.attention import ATTENTIONS
-from sympow.attention.learned_position import check_length
+from sympow.attention.positions import check_length
 from sympow.attention.state import ModelState
 from sympow.attention.variant import check_layer
 from sympow.layers.activation import gelu
 from sympow.layers.loss import head_loss
-from sympow.layers.norm import norm_linear, norm_weight, stored
+from sympow.layers.norm import norm_linear, norm_weight
 
 
 @dataclass
@@ -159,7 +159,7 @@ class Block(nn.Module):
     def forward(self, x, shape, resets=None, state=None):
         """Run on rows x [B T, C], as products have them (torch.compile then fuses more); shape: (B, T)."""
         y, state = self.attn(x, self.ln_1, shape, resets, state)
-        x = stored(x + y)
+        x = x + y
         return x if self.attn.replaces_mlp else x + self.mlp(x, self.ln_2), state
 
 

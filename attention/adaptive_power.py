@@ -37,9 +37,9 @@ from .gates import linear_fp32, reset_gates
 from .operator import backend
 from .operator.adaptive_forms import adaptive_attend
 from .operator.arguments import cast_to_autocast_dtype, check_gates, check_tensors
-from .operator.dispatch import plan_adaptive
+from .operator.dispatch import Problem, plan, plan_adaptive
 from .operator.forms import PowerState, accumulation_dtype
-from .parallel.context import plan_pieces, power_attention_in_context
+from .parallel.context import power_attention_in_context
 from .power import power_attention
 from .state import attend_to_state
 from .variant import KVCacheVariant
@@ -69,8 +69,8 @@ def adaptive_power_attention(q, k, v, powers, *, log_g=None):
     dtype = q.dtype
     if dtype == torch.float16:
         q, k, v = q.float(), k.float(), v.float()
-    plan = plan_adaptive(q.shape[3], v.shape[3], dtype=q.dtype, device=q.device, gated=log_g is not None)
-    if not plan.on_kernels or not len(q):  # a kernel cannot be launched on nothing
+    chosen = plan_adaptive(q.shape[3], v.shape[3], dtype=q.dtype, device=q.device, gated=log_g is not None)
+    if not chosen.on_kernels or not len(q):  # a kernel cannot be launched on nothing
         return adaptive_attend(q, k, v, powers, log_g).to(dtype)
     log_g = None if log_g is None else log_g.float()
     return backend.adaptive().adaptive_attention(q, k, v, powers.float(), log_g).to(dtype)
@@ -196,14 +196,14 @@ class AdaptivePower(KVCacheVariant):
         D, options = self.config.head_dim, dict(dtype=dtype, device=device, gated=self.config.gated)
         if not self.mixes:
             return [plan_adaptive(D, D, **options)]
-        options |= dict(form=self.form, chunk_size=self.chunk_size)
-        return [plan_pieces(block_size, ranks, D, D, m, **options) for m in self.p]
+        problems = [Problem(block_size, D, D, m, **options) for m in self.p]
+        return [plan(problem, self.form, self.chunk_size, pieces=ranks) for problem in problems]
 
     def attention_flops(self, block_size, dtype, device):
         if not self.mixes:
             return super().attention_flops(block_size, dtype, device)
         plans = self.plans(block_size, dtype, device)
-        return sum(power_flops(self.config, m, block_size, plan) for m, plan in zip(self.p, plans))
+        return sum(power_flops(self.config, m, block_size, chosen) for m, chosen in zip(self.p, plans))
 
 
 def _mix(ys, powers, p):

@@ -73,7 +73,7 @@ def rotate_heads(qkv, H, Hkv, u, base):
         angle = angles(u, D, float(base), torch.float32)
         table = angle.detach().cos(), angle.detach().sin()
     else:
-        angle, table = None, rotation_table(u, D, base)
+        angle, table = None, (_table if torch.compiler.is_compiling() else make_table)(u, D, float(base))
     return fused().RotateHeads.apply(qkv, H, Hkv, *table, angle)
 
 
@@ -81,11 +81,6 @@ def make_table(u, d, base):
     """Return cos and sin of the angle of each pair, both [..., T, d / 2] float32, for u [..., T] float64."""
     angle = angles(u, d, base, torch.float32)
     return angle.cos(), angle.sin()
-
-
-def rotation_table(u, d, base):
-    """Return what `make_table` does, under torch.compile as an operator."""
-    return (_table if torch.compiler.is_compiling() else make_table)(u, d, float(base))
 
 
 @torch.library.custom_op("sympow::rotation_table", mutates_args=())  # for the same reason as _rotation

@@ -20,9 +20,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from .learned_position import LearnedPosition
+from .operator.arguments import check_power
 from .operator.dispatch import FORMS
 from .operator.memory import cached_bytes
+from .positions import LearnedPosition
 from .rotary import rotate_heads
 from .state import LayerState, count_positions
 
@@ -57,8 +58,7 @@ def check_layer(config):
         raise ValueError(f"head_dim must be even (rotary positions turn pairs), got {config.head_dim}")
     if config.n_head % config.n_kv_head:
         raise ValueError(f"n_head must be a multiple of n_kv_head, got {config.n_head} and {config.n_kv_head}")
-    if config.p < 2 or config.p % 2:
-        raise ValueError(f"p must be a positive even integer, got {config.p}: odd powers give negative weights")
+    check_power(config.p)
     if config.form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(FORMS)}, got {config.form!r}")
     if config.chunk_size < 0:
@@ -158,18 +158,11 @@ class Variant(nn.Module):
         variants without that choice ignore it."""
         raise NotImplementedError
 
-    def log_gates(self, x):
-        """Return log_g [B, T, Hkv] <= 0, the natural log of the gates of the tokens x, as `forward` gets it, or None if
-        nothing is forgotten. Asked by the `forward` of the power variants alone."""
-        return None
+    def positions(self, x, state, speed=None):
+        """Return the positions of the tokens of x [B, T, ...] that follow `state`, [T] or [B, T] float64.
 
-    def positions(self, x, state):
-        """Return the positions of the tokens of x, as `forward` gets it, that follow `state`, [T] or [B, T] float64.
-        Asked by the `forward` of the variants here; the default counts on from state.position."""
-        return self.count_positions(x, state)
-
-    def count_positions(self, x, state, speed=None):
-        """Return the positions of these tokens as `state.count_positions` does, or by `context` if it is set."""
+        They are counted on from state.position, or with `speed` [B, T] summed; `context` knows those of other ranks.
+        """
         if self.context is None or state is not None:
             return count_positions(x, state, speed)
         return self.context.positions(x, speed)

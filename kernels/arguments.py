@@ -37,7 +37,7 @@ def check_rows(may_be_empty=False, **rows):
     for name, x in rows.items():
         fits = isinstance(x, Tensor) and x.ndim == 4 and x.dtype in DTYPES
         if not fits or min(x.shape[2 * may_be_empty :]) < 1:
-            dtypes = " or ".join(", ".join(map(_name, DTYPES)).rsplit(", ", 1))
+            dtypes = " or ".join(map(_name, DTYPES))
             raise ValueError(f"{name} must be [B, T, heads, D] with no size 0, in {dtypes}, got {described(x)}")
 
 

@@ -142,6 +142,27 @@ def reflected(x, u):
     return x - 2 * tl.sum(x * u[None, :], 1)[:, None] * u[None, :]
 
 
+# ---- gates
+
+
+@triton.jit
+def log_gates(LOG_G, g_t, at, T):
+    """Return (log_g of the tokens `at` in float64, 0 for -inf and from T on; True where it is -inf)."""
+    log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0).to(tl.float64)
+    reset = log_g == float("-inf")
+    return tl.where(reset, 0.0, log_g), reset
+
+
+@triton.jit
+def sum_between(X, begin, end, N: tl.constexpr):
+    """Return the sum of X[begin:end] in float64."""
+    total = tl.zeros([], tl.float64)
+    for start in range(begin, end, N):
+        at = start + tl.arange(0, N)
+        total += tl.sum(tl.load(X + at, mask=at < end, other=0.0).to(tl.float64), 0)
+    return total
+
+
 # ---- numbers
 
 

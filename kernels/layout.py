@@ -49,10 +49,8 @@ SPREAD_ROWS = {16: 448, 32: 3968, 64: 50448}  # len(Layout.where) for each D, p 
 
 
 class Layout(NamedTuple):
-    """The tables that the kernels read; all are tensors on the GPU except the four numbers."""
+    """The tables that the kernels read; all are tensors on the GPU except the two numbers."""
 
-    D: int  # head dimension
-    p: int  # power
     M: int  # number of entries of x
     tiles: int  # number of tiles: a state has 64 times as many rows
     # [parts, 16] int32, for each part: the first entry of each slot's slice, each slot's first scalar, each slot's
@@ -66,15 +64,14 @@ class Layout(NamedTuple):
     # p = 2: [M, M] int32, the state's row that holds the product of two entries of x. p = 4: [n, 32] int32, the lists
     # of the gradient one behind another: the state's rows for a scalar and 32 entries, or for an entry and 32 scalars
     where: torch.Tensor
-    # p = 4: [2 * ceil(M / 32), 4] int32, for every 32 entries the first of them (below 0: there is none), the range of
-    # scalars that they need, and where in `where` their list begins; then the same for every 32 scalars and entries
-    lists: torch.Tensor
     # p = 2, read at D = 128: [parts, 2, 64, M] bfloat16, 1 where a column of `columns`, an entry of a part's
     # slices, goes to an entry of x, and the same for a part's scalars; of a slice times itself these go nowhere
-    to_x: torch.Tensor
+    to_x: torch.Tensor | None
+    # p = 4: [2 * ceil(M / 32), 4] int32, for every 32 entries the first of them (below 0: there is none), the range of
+    # scalars that they need, and where in `where` their list begins; then the same for every 32 scalars and entries
+    lists: torch.Tensor | None
     # p = 4: [2, 2 M] int32: each entry of x, then each scalar, is the product of these two entries of the row
-    factors: torch.Tensor
-    weights: torch.Tensor  # [M] float32: the number of orders of each entry of x, 0 for an empty one
+    factors: torch.Tensor | None
     rows: torch.Tensor  # [Dphi] int64: a row of the state for each canonical feature
     canonical: torch.Tensor  # [tiles * 64] int64: the canonical feature of each row of the state
     square: torch.Tensor  # [M * M] int64: the canonical feature of the product of any two entries of x
@@ -101,11 +98,11 @@ def positions_of_narrower(d, D, p):
     Both are in lexicographic order. It is built degree by degree like the features: behind a first index i come the
     multi-indices of a degree less from i on.
     """
-    at = np.arange(d)
+    positions = np.arange(d)
     for r in range(1, p):
-        own, others, starts = tails_of(d, r), tails_of(D, r), tails_of(D, r + 1)
-        at = np.concatenate([starts[i] + at[own[i] :] - others[i] for i in range(d)])
-    return at
+        narrow, wide, starts = tails_of(d, r), tails_of(D, r), tails_of(D, r + 1)
+        positions = np.concatenate([starts[i] + positions[narrow[i] :] - wide[i] for i in range(d)])
+    return positions
 
 
 def make_sqrt_multiplicity(d, p):
@@ -117,12 +114,11 @@ def make_sqrt_multiplicity(d, p):
         tails = tails_of(d, r) + [len(count)]
         counts, runs = [], []
         for i in range(d):
-            # of the tail that i is put in front of, the first part starts with i itself and makes its run longer
-            longer = torch.zeros(len(count) - tails[i], dtype=torch.float64)
-            same = tails[i + 1] - tails[i]
-            longer[:same] = run[tails[i] : tails[i + 1]]
-            runs.append(longer + 1)
-            counts.append(count[tails[i] :] * (r + 1) / (longer + 1))
+            # i is put in front of a tail; where the tail starts with i itself, its run gets longer
+            longer = torch.ones(len(count) - tails[i], dtype=torch.float64)
+            longer[: tails[i + 1] - tails[i]] += run[tails[i] : tails[i + 1]]
+            runs.append(longer)
+            counts.append(count[tails[i] :] * (r + 1) / longer)
         count, run = torch.cat(counts), torch.cat(runs)
     return count.sqrt()
 
@@ -141,11 +137,14 @@ def features(D, p):
 def layout(D, p, device):
     """Return the Layout for head dimension D, a multiple of 16, and p = 2 or 4, with its tensors on `device`."""
     tables = layout_p2(D) if p == 2 else layout_p4(D)
-    return Layout(D, p, *(x.to(device) if isinstance(x, torch.Tensor) else x for x in tables))
+    return Layout(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in tables))
+
+
+# ---- p = 2
 
 
 def layout_p2(D):
-    """Return Layout's fields from M on for p = 2: every unordered pair of slices, up to 4 of them in a part."""
+    """Return the Layout for p = 2, on the CPU: every unordered pair of slices, up to 4 of them in a part."""
     pairs = sorted(combinations_with_replacement(range(D // SLICE), 2), key=lambda pair: pair[0] == pair[1])
     parts = []  # (slice, first scalar, orders) of each slot, and the number of tiles
     while pairs:
@@ -158,9 +157,16 @@ def layout_p2(D):
     where = np.zeros((D, D), dtype=np.int64)
     where[index[:, 1], index[:, 0]] = where[index[:, 0], index[:, 1]] = np.arange(len(index))
     orders = np.repeat(np.repeat(parts[:, 8:12], parts[:, 12], axis=0).flatten(), SLICE)
-    entry = np.arange(D)[:, None]
-    to_x, lists = _to_x(parts, D), np.zeros((0, 4))
-    return _make_tables(D, 2, D, parts, orders, where, lists, to_x, entry, entry, np.ones(D), index)
+    return Layout(
+        M=D,
+        **_tables_of_tiles(parts),
+        orders=_tensor(orders, torch.float32),
+        where=_tensor(where),
+        to_x=_tensor(_to_x(parts, D), torch.bfloat16),
+        lists=None,
+        factors=None,
+        **_canonical_tables(D, index, orders, np.arange(D)[:, None]),
+    )
 
 
 def columns():
@@ -173,11 +179,14 @@ def columns():
 def _to_x(parts, D):
     """Return Layout.to_x from Layout.parts."""
     (slot, entry), column, to_x = columns(), np.arange(TILE), np.zeros((len(parts), 2, TILE, D))
-    for part, (of_slices, of_scalars) in zip(parts, to_x, strict=True):
-        of_slices[column, part[slot] + entry] = 1
-        wanted = (part[8 + slot] > 1) & (entry < part[12])
-        of_scalars[column[wanted], (part[4 + slot] + entry)[wanted]] = 1
+    for part, (from_slices, from_scalars) in zip(parts, to_x, strict=True):
+        from_slices[column, part[slot] + entry] = 1
+        counts = (part[8 + slot] > 1) & (entry < part[12])
+        from_scalars[column[counts], (part[4 + slot] + entry)[counts]] = 1
     return to_x
+
+
+# ---- p = 4
 
 
 @functools.cache
@@ -188,22 +197,14 @@ def _fours_of_scalars(D):
 
 
 def layout_p4(D):
-    """Return Layout's fields from M on for p = 4: each slice with the scalars that it needs."""
+    """Return the Layout for p = 4, on the CPU: each slice with the scalars that it needs."""
     M = entries(D, 4)
     x = [(c, d) for c in range(D) for d in range(c, D)]
     empty = M - len(x)
     x = np.array([(0, 0)] * empty + x)
     real = np.arange(M) >= empty
     scalars = np.lexsort((x[:, 0], x[:, 1], ~real))  # in order of b; the empty ones last
-    parts, left = [], []
-    for s, fours in enumerate(_fours_of_scalars(D)):
-        whole = fours // SLOTS * SLOTS  # tiles of a part that has this slice only
-        if whole:
-            parts.append(([(s, slot * whole, 1) for slot in range(SLOTS)], whole))
-        left += [(s, 4 * n, 1) for n in range(whole, fours)]
-    left += [left[-1]] * (-len(left) % SLOTS)  # repeated with weight 0
-    parts += [(left[i : i + SLOTS], 4) for i in range(0, len(left), SLOTS)]
-    parts, index = _table_of_parts(parts)
+    parts, index = _table_of_parts(_parts_of_slices(D))
     first, second = scalars[index[:, 1]], index[:, 0]
     needed = real[first] & real[second] & (x[first, 1] <= x[second, 0])
     unused = np.flatnonzero(~needed)[0]
@@ -215,7 +216,28 @@ def layout_p4(D):
     where, lists = _gradient_lists(row, unused)
     weights = np.where(real, 1 + (x[:, 0] != x[:, 1]), 0)
     parts[:, 4:8] += M  # the kernels read scalars behind the entries
-    return _make_tables(D, 4, M, parts, orders, where, lists, np.zeros(0), x, x[scalars], weights, index)
+    return Layout(
+        M=M,
+        **_tables_of_tiles(parts),
+        orders=_tensor(np.concatenate((orders, np.outer(weights, weights).flatten())), torch.float32),
+        where=_tensor(where),
+        to_x=None,
+        lists=_tensor(lists),
+        factors=_tensor(np.concatenate((x, x[scalars])).T),
+        **_canonical_tables(D, index, orders, x),
+    )
+
+
+def _parts_of_slices(D):
+    """Return the parts of p = 4: tiles that have one slice only, then tiles of what is left of the slices."""
+    parts, left = [], []
+    for s, fours in enumerate(_fours_of_scalars(D)):
+        full = fours // SLOTS * SLOTS
+        if full:
+            parts.append(([(s, slot * full, 1) for slot in range(SLOTS)], full))
+        left += [(s, 4 * n, 1) for n in range(full, fours)]
+    left += [left[-1]] * (-len(left) % SLOTS)  # repeated with weight 0
+    return parts + [(left[i : i + SLOTS], 4) for i in range(0, len(left), SLOTS)]
 
 
 def _gradient_lists(row, unused):
@@ -226,16 +248,26 @@ def _gradient_lists(row, unused):
     M = len(row)
     blocks = -(-M // BLOCK)
     lists, where = [], []
-    of_entries = [(M + i * BLOCK, row) for i in range(-blocks, 0)]  # the last block is whole
-    of_scalars = [(i * BLOCK, row.T) for i in range(blocks)]  # the first block is whole
-    for at, others in of_entries + of_scalars:
-        block = np.arange(at, at + BLOCK)
-        rows = np.where((block >= 0) & (block < M), others[:, block.clip(0, M - 1)], unused)
+    entry_blocks = [(M + i * BLOCK, row) for i in range(-blocks, 0)]  # the last block is full
+    scalar_blocks = [(i * BLOCK, row.T) for i in range(blocks)]  # the first block is full
+    for start, table in entry_blocks + scalar_blocks:
+        block = np.arange(start, start + BLOCK)
+        rows = np.where((block >= 0) & (block < M), table[:, block.clip(0, M - 1)], unused)
         used = np.flatnonzero((rows != unused).any(1))
         begin, end = used[0] // STEP * STEP, -(-(used[-1] + 1) // STEP) * STEP
-        lists.append((at, begin, end, sum(map(len, where))))
+        lists.append((start, begin, end, sum(map(len, where))))
         where.append(rows[begin:end])
     return np.concatenate(where), lists
+
+
+def _orders_of_four(indices):
+    """Return the number of orders of each of [rows, 4] indices."""
+    indices = np.sort(indices, axis=1)
+    a, b, c = (indices[:, i] == indices[:, i + 1] for i in range(3))
+    return np.select([a & b & c, (a & b) | (b & c), a & c, a | b | c], [1, 4, 6, 12], default=24)
+
+
+# ---- both powers
 
 
 def _table_of_parts(parts):
@@ -251,40 +283,37 @@ def _table_of_parts(parts):
     return np.array(table), np.concatenate(index)
 
 
-def _orders_of_four(indices):
-    """Return the number of orders of each of [rows, 4] indices."""
-    same = np.sort(indices, axis=1)
-    a, b, c = (same[:, i] == same[:, i + 1] for i in range(3))
-    return np.select(
-        [a & b & c, (a & b) | (b & c), a & c, a | b | c], [1, 4, 6, 12], default=24
-    )  # fmt: skip
+def _tables_of_tiles(parts):
+    """Return the fields of a Layout that follow from its table of parts."""
+    groups = [(n, i) for n, part in enumerate(parts) for i in range(0, part[12], 4)]
+    return dict(tiles=int(parts[:, 12].sum()), parts=_tensor(parts), groups=_tensor(groups))
 
 
-def _make_tables(D, p, M, parts, orders, where, lists, to_x, entries, scalars, weights, index):
-    """Return Layout's fields from M on as tensors.
+def _canonical_tables(D, index, orders, x):
+    """Return the fields of a Layout that have the canonical order.
 
-    entries, scalars [M, p / 2] and index [rows, p]: the entries of a row of q or k whose product is each entry of x,
-    each scalar, and each row of the state.
+    index [rows, p], x [M, p / 2]: the entries of a row of q or k whose product each row of the state, and each entry of
+    x, is. orders [rows]: the number of orders of each row of the state.
     """
+    p = index.shape[1]
     multi_indices = np.array(list(combinations_with_replacement(range(D), p)))
-    key = lambda indices: np.ravel_multi_index(tuple(np.sort(indices, axis=-1).T), (D,) * p)
-    find = lambda indices: np.searchsorted(key(multi_indices), key(indices))
+
+    def rank(indices):
+        return np.ravel_multi_index(tuple(np.sort(indices, axis=-1).T), (D,) * p)
+
+    def find(indices):
+        return np.searchsorted(rank(multi_indices), rank(indices))
+
     canonical = find(index)
     multiplicity = np.bincount(canonical, weights=orders)  # summed over all rows of a feature
     rows, places = np.zeros((2, len(multi_indices)), dtype=np.int64)
     rows[canonical[orders > 0]] = np.flatnonzero(orders > 0)
-    factors = np.concatenate((entries, scalars)).T
-    pair = np.broadcast_arrays(entries[:, None], entries[None, :])
-    square = find(np.concatenate(pair, axis=-1).reshape(M * M, p))
-    places[square] = np.arange(M * M)
-    orders = orders if p == 2 else np.concatenate((orders, np.outer(weights, weights).flatten()))
-    tensor = lambda x, dtype: torch.as_tensor(np.ascontiguousarray(x), dtype=dtype)
-    groups = [(n, i) for n, part in enumerate(parts) for i in range(0, part[12], 4)]
-    return (
-        M, int(parts[:, 12].sum()), tensor(parts, torch.int32), tensor(groups, torch.int32),
-        tensor(orders, torch.float32), tensor(where, torch.int32), tensor(lists, torch.int32),
-        tensor(to_x, torch.bfloat16),
-        tensor(factors, torch.int32), tensor(weights, torch.float32), tensor(rows, torch.int64),
-        tensor(canonical, torch.int64), tensor(square, torch.int64), tensor(places, torch.int64),
-        tensor(np.sqrt(multiplicity), torch.float32),
-    )  # fmt: skip
+    square = find(np.concatenate(np.broadcast_arrays(x[:, None], x[None, :]), axis=-1).reshape(-1, p))
+    places[square] = np.arange(len(square))
+    tables = dict(rows=rows, canonical=canonical, square=square, places=places)
+    tables = {name: _tensor(table, torch.int64) for name, table in tables.items()}
+    return dict(root=_tensor(np.sqrt(multiplicity), torch.float32), **tables)
+
+
+def _tensor(table, dtype=torch.int32):
+    return torch.as_tensor(np.ascontiguousarray(table), dtype=dtype)

@@ -6,13 +6,11 @@
     S, z = chunked_state(k, v, log_g, S0, z0, p=2, chunk=1024)                             # the same state alone
     y = chunked_attention_of_piece(q, k, v, log_g, decay, ranks, p=2, chunk=1024)          # of a sequence over ranks
 
-and, from steps.py, the chunked form's steps one by one: update_state, discumsum, query_state, create_inputs.
-
-Each is one operator forward and one backward, opaque to torch.compile: there is no graph break, and meta tensors give
-the shapes. They can be differentiated once, also by torch.func, and take only the gradients that are asked for. The
-public functions check their arguments (arguments.py) and take rows of any width up to the kernels' largest. Here and in
-steps.py every operator is written in the same order: the public function, the operator and its fake, the backward
-operator and its fake, what is saved, how the gradient is computed.
+The quadratic and the chunked form are one operator forward and one backward each, opaque to torch.compile: there is no
+graph break, and meta tensors give the shapes. They can be differentiated once, also by torch.func, and compute only the
+gradients that are needed. The public functions check their arguments (arguments.py) and take rows of any width up to
+the kernels' largest. Every operator is written in the same order: the public functions, the operator and its fake, the
+backward operator and its fake, what is saved, how the gradient is computed.
 """
 
 import math
@@ -27,6 +25,7 @@ from .arguments import (
     check_first_chunks,
     check_power,
     check_qkv,
+    check_rows,
     check_state,
     narrow_state,
     to_width,
@@ -36,14 +35,7 @@ from .chunked import passes as chunked
 from .layout import symmetric_power_dim
 from .quadratic import passes as quadratic
 from .registry import registered
-from .steps import asked, create_inputs, discumsum, empty_like, keep, query_state, update_state
-from .transforms import refuse_second_derivative, transformable, transformable_once
-
-__all__ = [
-    "quadratic_attention", "quadratic_sums", "chunked_attention", "chunked_attention_of_piece", "chunked_state",
-    "update_state", "discumsum", "query_state", "create_inputs",
-]  # fmt: skip
-
+from .transforms import asked, empty_like, keep, transformable, transformable_once
 
 # ---- quadratic form
 
@@ -51,7 +43,7 @@ __all__ = [
 def quadratic_attention(q, k, v, log_g=None, *, p):
     """Return power attention y [B, n, H, E] in q's dtype, computed in the quadratic form.
 
-    q [B, n, H, D], of the last n of T tokens, k [B, T, Hkv, D], v [B, T, Hkv, E], bfloat16, float16 or float32, log_g
+    q [B, n, H, D], of the last n of T tokens, k [B, T, Hkv, D], v [B, T, Hkv, E], bfloat16 or float32, log_g
     [B, T, Hkv] float32 or None, any strides, on one GPU; D and E are at most 256 (in float32 128), p is one of
     kernels.POWERS. See `attention.power.power_attention` for their meaning. Raises ValueError for arguments that do not
     fit.
@@ -118,8 +110,7 @@ def _quadratic_backward_operator(
 
 @_quadratic_backward_operator.register_fake
 def _(dy, dl, q, k, v, log_g, y, l, p, scale, normalize, needs):
-    grads = *map(empty_like, (q, k, v)), log_g if log_g is None else empty_like(log_g, torch.float32)
-    return asked(grads, needs)
+    return asked(_empty_grads(q, k, v, log_g), needs)
 
 
 def _save_quadratic(ctx, inputs, output):
@@ -152,25 +143,19 @@ _quadratic = transformable(_quadratic_operator, _save_quadratic, _differentiate_
 
 
 def chunked_state(k, v, log_g=None, S=None, z=None, *, p, chunk):
-    """Return (S [B, Hkv, Dphi, E], z [B, Hkv, Dphi]) float32, the state after the last token, without any query.
+    """Return (S [B, Hkv, Dphi, E], z [B, Hkv, Dphi]) float32, the state after the last token.
 
     The arguments are those of `chunked_attention`. Differentiable in every tensor.
     """
-    if k.ndim == v.ndim == 4:  # `update_state` refuses others
-        check_state(S, z, k.shape[0], k.shape[2], k.shape[3], v.shape[3], p)
-    sums, chunks = update_state(k, v, log_g, p=p, chunk=chunk), None
-    if log_g is not None:
-        n = log_g.shape[1]
-        chunks = torch.nn.functional.pad(log_g, (0, 0, 0, -n % chunk)).unflatten(1, (-1, chunk))
-        chunks = chunks.sum(2, dtype=torch.float64).float()
-    return discumsum(*sums, chunks, S, z)[2:]
+    check_rows(k=k, v=v)
+    return chunked_attention(k.detach(), k, v, log_g, S, z, p=p, chunk=chunk, final=True)[1:]
 
 
 def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=False, first_chunks=None):
     """Return power attention in the chunked form, (y, S, z), differentiable in every tensor.
 
-    q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E] bfloat16, float16 or float32, log_g [B, T, Hkv] float32 or None,
-    any strides, on one GPU. D and E are at most 128 (p = 2) or 64 (p = 4): the kernels' width, the smallest that holds
+    q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E] bfloat16 or float32, log_g [B, T, Hkv] float32 or None, any
+    strides, on one GPU. D and E are at most 128 (p = 2) or 64 (p = 4): the kernels' width, the smallest that holds
     both, and p are one of kernels.CHUNKED_SIZES. S [B, Hkv, Dphi, E] and z [B, Hkv, Dphi] float32: the state before the
     first token, or None. chunk: tokens, a multiple of 128. The S and z returned are the state after the last token,
     empty unless `final`. Raises ValueError for arguments that do not fit.
@@ -179,198 +164,163 @@ def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=Fa
     the chunks first_chunks[i] up to first_chunks[i + 1], at least one; what pads its last chunk is zero in q, k, v and
     log_g. States are those of N sequences. Without S and z, the log_g of each sequence's first token should be -inf.
     """
-    check_qkv("chunked", q, k, v, n_is_T=True)
+    _check_chunked(q, k, v, log_g, p, chunk)
     D, E = q.shape[3], v.shape[3]
-    check_chunks(q.dtype, D, E, p, chunk)
-    check("log_g", log_g, k.shape[:3])
     check_first_chunks(first_chunks, q.shape[0])
-    check_state(S, z, _states(q, first_chunks), k.shape[2], D, E, p)
-    check_device(q, k=k, v=v, log_g=log_g, S=S, z=z, first_chunks=first_chunks)
+    check_state(S, z, _sequences(q, first_chunks), k.shape[2], D, E, p)
+    check_device(q, S=S, z=z, first_chunks=first_chunks)
     q, k, v = to_width("chunked", q, k, v)
     if S is not None:
         S, z = widen_state(S, z, D, q.shape[3], p)
-    y, S, z, *_ = _chunked(q, k, v, log_g, S, z, first_chunks, p, chunk, final)
+    y, S, z, _ = _chunked(q, k, v, log_g, S, z, first_chunks, None, p, chunk, final, None)
     return y[..., :E], *(narrow_state(S, z, D, E, p) if final else (S, z))
-
-
-@torch.library.custom_op(
-    "sympow::chunked",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? log_g, Tensor? S0, Tensor? z0, Tensor? first_chunks, int p, "
-    "int chunk, bool final) -> (" + ", ".join(["Tensor"] * 13) + ")",
-)  # fmt: skip
-def _chunked_operator(q, k, v, log_g, S0, z0, first_chunks, p, chunk, final):
-    """Return y, S, z, and ten tensors that `chunked.backward` needs."""
-    initial = None if S0 is None else chunked.from_canonical(S0, z0, p)
-    y, saved, last = chunked.forward(q, k, v, log_g, initial, p=p, chunk=chunk, final=final, first_chunks=first_chunks)
-    B, D = _states(q, first_chunks), q.shape[3]
-    S, z = chunked.to_canonical(*last, B, D, p) if final else (_empty(q, 0), _empty(q, 0))
-    return y, S, z, *(_empty(q, 0) if x is None else x for x in saved)
-
-
-@_chunked_operator.register_fake
-def _(q, k, v, log_g, S0, z0, first_chunks, p, chunk, final):
-    saved = _like_saved(q, k, p, chunk, S0 is not None or final, first_chunks is not None)
-    return empty_like(q), *_empty_state(q, k.shape[2], p, first_chunks, final), *saved
-
-
-def _like_saved(q, k, p, chunk, states, packed):
-    """Return empty tensors like the ten that `chunked.forward` saves; states: it has one before it or gives one."""
-    (B, T, H, D), heads = q.shape, k.shape[0] * k.shape[2]
-    n, half, rows = -(-T // chunk), chunked.HALF[q.dtype], quadratic.padded(T, 256)
-    mirrored = chunked.reflects(q.dtype, states, packed)
-    return [  # l, S, its units, Z, mirror, and of keys and values: rows, values, unit_x, factor, unit_v
-        _empty(q, B, H, quadratic.padded(T)), _empty(q, heads, n, chunked.state_size(D, p), dtype=half),
-        _empty(q, heads, n), _empty(q, heads, n, D * D) if p == 2 else _empty(q, 0),
-        _empty(q, heads, D) if mirrored else _empty(q, 0),
-        _empty(q, heads, D, rows, dtype=half), _empty(q, heads * rows, D, dtype=half), _empty(q, heads, rows),
-        _empty(q, heads, rows), _empty(q, heads, n),
-    ]  # fmt: skip
-
-
-@torch.library.custom_op("sympow::chunked_backward", mutates_args=())
-def _chunked_backward_operator(
-    dy: Tensor, dS: Tensor | None, dz: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, y: Tensor,
-    saved: list[Tensor], first_chunks: Tensor | None, p: int, chunk: int, initial: bool, needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    final = None if dS is None else chunked.from_canonical(dS, dz, p)
-    of_state = needs[4] or needs[5]
-    *grads, first = chunked.backward(
-        dy, q, k, v, log_g, y, saved, final, initial, p=p, chunk=chunk, first_chunks=first_chunks,
-        needs=(*needs[:4], of_state),
-    )  # fmt: skip
-    B, D = _states(q, first_chunks), q.shape[3]
-    grads += chunked.to_canonical(*first, B, D, p) if of_state else (None, None)
-    return asked(grads, needs)
-
-
-@_chunked_backward_operator.register_fake
-def _(dy, dS, dz, q, k, v, log_g, y, saved, first_chunks, p, chunk, initial, needs):
-    grads = *map(empty_like, (q, k, v)), log_g if log_g is None else empty_like(log_g, torch.float32)
-    grads += _empty_state(q, k.shape[2], p, first_chunks, initial)
-    return asked(grads, needs)
-
-
-def _save_chunked(ctx, inputs, output):
-    q, k, v, log_g, S0, _, first_chunks, ctx.p, ctx.chunk, ctx.final = inputs
-    y, _, _, *saved = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*saved)
-    ctx.initial = S0 is not None
-    ctx.save_for_backward(q, k, v, log_g, y, first_chunks, *saved)
-
-
-def _differentiate_chunked(ctx, dy, dS, dz, *_):
-    q, k, v, log_g, y, first_chunks, *saved = ctx.saved_tensors
-    dy = q.new_zeros(()).expand(q.shape) if dy is None else dy
-    if not ctx.final:
-        dS = dz = None
-    elif dS is not None or dz is not None:
-        like_S, like_z = _empty_state(q, k.shape[2], ctx.p, first_chunks)
-        dS, dz = like_S.zero_() if dS is None else dS, like_z.zero_() if dz is None else dz
-    needs, sizes = [*ctx.needs_input_grad[:6]], (first_chunks, ctx.p, ctx.chunk, ctx.initial)
-    grads = _chunked_backward(dy, dS, dz, q, k, v, log_g, y, saved, *sizes, needs)
-    return *keep(grads, needs), None, None, None, None
-
-
-_chunked_backward = transformable_once(_chunked_backward_operator)
-_chunked = transformable(_chunked_operator, _save_chunked, _differentiate_chunked)
 
 
 def chunked_attention_of_piece(q, k, v, log_g, decay, ranks, *, p, chunk):
     """Return y of `chunked_attention` for a piece of each sequence, other pieces of which are on other ranks.
 
     decay [B, Hkv] float32 or None: the product of the piece's gates. ranks: the number that `registry.register` gave
-    an object with a method scan_states(S, z, decay, reverse): given the state that these tokens give from zero, S
-    [B, Hkv, Dphi, E] and z [B, Hkv, Dphi], it begins to find the state before them, and returns a function that returns
-    it; with `reverse`, given the gradient that these tokens give to the state before them, the gradient to the state
-    after them. It is called once in each pass. The other arguments are those of `chunked_attention`. Differentiable
-    once in q, k, v and log_g, whose gradients are those of the whole sequence: nothing else is computed twice.
+    an object with a method scan_states(S, z, decay, reverse). Its arguments are the state that these tokens give from
+    zero, S [B, Hkv, Dphi, W] and z [B, Hkv, Dphi], for rows of the kernels' width W. It begins to compute the state
+    before these tokens, and returns a function that returns it. With `reverse` its arguments are the gradient that
+    these tokens give to the state before them, and it computes the gradient to the state after them. It is called once
+    in each pass. The other arguments are those of `chunked_attention`. Differentiable once in q, k, v and log_g; the
+    gradients are those of the whole sequence.
     """
+    _check_chunked(q, k, v, log_g, p, chunk)
+    check_device(q, decay=decay)
+    E = v.shape[3]
+    return _chunked(*to_width("chunked", q, k, v), log_g, None, None, None, decay, p, chunk, False, ranks)[0][..., :E]
+
+
+def _check_chunked(q, k, v, log_g, p, chunk):
     check_qkv("chunked", q, k, v, n_is_T=True)
     check_chunks(q.dtype, q.shape[3], v.shape[3], p, chunk)
     check("log_g", log_g, k.shape[:3])
-    check_device(q, k=k, v=v, log_g=log_g, decay=decay)
-    (D, E), of = (q.shape[3], v.shape[3]), to_width("chunked", q, k, v)
-    return _piece(*of, log_g, decay, ranks, p, chunk, D, E)[0][..., :E]
+    check_device(q, k=k, v=v, log_g=log_g)
 
 
-@torch.library.custom_op("sympow::chunked_piece", mutates_args=())
-def _piece(
-    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, decay: Tensor | None, ranks: int, p: int, chunk: int, D: int,
-    E: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return y and ten tensors that `chunked.backward` needs."""
-    before = _exchange_canonical(ranks, decay, False, q, D, E, p)
-    y, saved, _ = chunked.forward(q, k, v, log_g, p=p, chunk=chunk, exchange=before)
-    return y, *(_empty(q, 0) if x is None else x for x in saved)
+@torch.library.custom_op("sympow::chunked", mutates_args=())
+def _chunked_operator(
+    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, S0: Tensor | None, z0: Tensor | None,
+    first_chunks: Tensor | None, decay: Tensor | None, p: int, chunk: int, final: bool, ranks: int | None,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """Return y, S, z, and the tensors that `chunked.backward` needs."""
+    y, saved, last = chunked.forward(
+        q, k, v, log_g, None if S0 is None else chunked.from_canonical(S0, z0, p), p=p, chunk=chunk, final=final,
+        first_chunks=first_chunks, exchange=_exchange(ranks, decay, False, q, p),
+    )  # fmt: skip
+    sequences, D = _sequences(q, first_chunks), q.shape[3]
+    S, z = chunked.to_canonical(*last, sequences, D, p) if final else (_empty(q, 0), _empty(q, 0))
+    return y, S, z, [_empty(q, 0) if x is None else x for x in saved]
 
 
-@_piece.register_fake
-def _(q, k, v, log_g, decay, ranks, p, chunk, D, E):
-    return empty_like(q), *_like_saved(q, k, p, chunk, True, False)
+@_chunked_operator.register_fake
+def _(q, k, v, log_g, S0, z0, first_chunks, decay, p, chunk, final, ranks):
+    has_state, packed = S0 is not None or final or ranks is not None, first_chunks is not None
+    saved = _empty_saved(q, k, p, chunk, chunked.reflects(q.dtype, has_state, packed))
+    return empty_like(q), *_empty_state(q, k.shape[2], p, first_chunks, final), saved
 
 
-@torch.library.custom_op("sympow::chunked_piece_backward", mutates_args=())
-def _piece_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, y: Tensor, saved: list[Tensor],
-    decay: Tensor | None, ranks: int, p: int, chunk: int, D: int, E: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    needs, after = (True, True, True, log_g is not None), _exchange_canonical(ranks, decay, True, q, D, E, p)
-    *grads, _ = chunked.backward(
-        dy, q, k, v, log_g, y, saved, initial=True, p=p, chunk=chunk, needs=(*needs, False), exchange=after
-    )
+def _empty_saved(q, k, p, chunk, mirrored):
+    """Return empty tensors like those that `chunked.forward` saves."""
+    (B, T, H, D), heads = q.shape, k.shape[0] * k.shape[2]
+    n, half, rows = -(-T // chunk), chunked.HALF[q.dtype], quadratic.padded(T, 256)
+    return [
+        _empty(q, B, H, quadratic.padded(T)),  # l
+        _empty(q, heads, n, chunked.state_size(D, p), dtype=half),  # S
+        _empty(q, heads, n),  # unit_s
+        _empty(q, heads, n, D * D) if p == 2 else _empty(q, 0),  # Z
+        _empty(q, heads, D) if mirrored else _empty(q, 0),  # mirror
+        _empty(q, heads, D, rows, dtype=half),  # rows
+        _empty(q, heads * rows, D, dtype=half),  # values
+        _empty(q, heads, rows),  # unit_x
+        _empty(q, heads, rows),  # factor
+        _empty(q, heads, n),  # unit_v
+    ]
+
+
+@torch.library.custom_op("sympow::chunked_backward", mutates_args=())
+def _chunked_backward_operator(
+    dy: Tensor, dS: Tensor | None, dz: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, y: Tensor,
+    first_chunks: Tensor | None, decay: Tensor | None, saved: list[Tensor], p: int, chunk: int, ranks: int | None,
+    initial: bool, needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    final = None if dS is None else chunked.from_canonical(dS, dz, p)
+    needs_state = needs[4] or needs[5]
+    *grads, first = chunked.backward(
+        dy, q, k, v, log_g, y, saved, final, initial or ranks is not None, p=p, chunk=chunk, first_chunks=first_chunks,
+        needs=(*needs[:4], needs_state), exchange=_exchange(ranks, decay, True, q, p),
+    )  # fmt: skip
+    sequences, D = _sequences(q, first_chunks), q.shape[3]
+    grads += chunked.to_canonical(*first, sequences, D, p) if needs_state else (None, None)
     return asked(grads, needs)
 
 
-@_piece_backward.register_fake
-def _(dy, q, k, v, log_g, y, saved, decay, ranks, p, chunk, D, E):
-    grads = *map(empty_like, (q, k, v)), log_g if log_g is None else empty_like(log_g, torch.float32)
-    return asked(grads, [x is not None for x in grads])
+@_chunked_backward_operator.register_fake
+def _(dy, dS, dz, q, k, v, log_g, y, first_chunks, decay, saved, p, chunk, ranks, initial, needs):
+    return asked((*_empty_grads(q, k, v, log_g), *_empty_state(q, k.shape[2], p, first_chunks, initial)), needs)
 
 
-def _save_piece(ctx, inputs, output):
-    q, k, v, log_g, decay, *ctx.sizes = inputs
-    y, *saved = output
+def _save_chunked(ctx, inputs, output):
+    q, k, v, log_g, S0, _, first_chunks, decay = inputs[:8]
+    ctx.p, ctx.chunk, ctx.final, ctx.ranks = inputs[8:]
+    y, _, _, saved = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*saved)
-    ctx.save_for_backward(decay, q, k, v, log_g, y, *saved)
+    ctx.initial = S0 is not None
+    ctx.save_for_backward(q, k, v, log_g, y, first_chunks, decay, *saved)
 
 
-def _differentiate_piece(ctx, dy, *_):
-    decay, q, k, v, log_g, y, *saved = ctx.saved_tensors  # once: activation checkpointing refuses a second read
+def _differentiate_chunked(ctx, dy, dS, dz, _):
+    q, k, v, log_g, y, first_chunks, decay, *saved = ctx.saved_tensors  # once: checkpointing refuses a second read
     dy = q.new_zeros(()).expand(q.shape) if dy is None else dy
-    grads = _piece_backward(dy, q, k, v, log_g, y, saved, decay, *ctx.sizes)
-    return *keep(grads, ctx.needs_input_grad[:4]), *[None] * 6
+    if not ctx.final:
+        dS = dz = None
+    elif dS is not None or dz is not None:
+        zero_S, zero_z = _empty_state(q, k.shape[2], ctx.p, first_chunks)
+        dS, dz = zero_S.zero_() if dS is None else dS, zero_z.zero_() if dz is None else dz
+    needs, sizes = [*ctx.needs_input_grad[:6]], (ctx.p, ctx.chunk, ctx.ranks, ctx.initial)
+    grads = _chunked_backward(dy, dS, dz, q, k, v, log_g, y, first_chunks, decay, saved, *sizes, needs)
+    return *keep(grads, needs), *[None] * 6
 
 
-_piece_backward.register_autograd(refuse_second_derivative)
-_piece.register_autograd(_differentiate_piece, setup_context=_save_piece)
+_chunked_backward = transformable_once(_chunked_backward_operator)
+_chunked = transformable(_chunked_operator, _save_chunked, _differentiate_chunked)
 
 
-def _exchange_canonical(ranks, decay, reverse, q, D, E, p):
-    """Return the scan of `ranks` as a function of states in the kernels' layout and q's width."""
-    B, W = q.shape[0], q.shape[3]
+def _exchange(ranks, decay, reverse, q, p):
+    """Return the scan of `ranks` as a function of states in the kernels' layout, or None for None."""
+    if ranks is None:
+        return None
+    B, D = q.shape[0], q.shape[3]
 
     def begin(S, Z):
-        canonical = narrow_state(*chunked.to_canonical(S, Z, B, W, p), D, E, p)
-        finish = registered(ranks).scan_states(*canonical, decay, reverse)
-        return lambda: chunked.from_canonical(*widen_state(*finish(), D, W, p), p)
+        finish = registered(ranks).scan_states(*chunked.to_canonical(S, Z, B, D, p), decay, reverse)
+        return lambda: chunked.from_canonical(*finish(), p)
 
     return begin
+
+
+# ---- empty tensors: operators must return tensors, and meta tensors give their shapes
 
 
 def _empty(like, *shape, dtype=torch.float32):
     return like.new_empty(shape, dtype=dtype)
 
 
-def _states(q, first_chunks):
-    """Return how many sequences have a state: those of the batch, or those that are packed into it."""
+def _empty_grads(q, k, v, log_g):
+    return *map(empty_like, (q, k, v)), None if log_g is None else empty_like(log_g, torch.float32)
+
+
+def _sequences(q, first_chunks):
+    """Return the number of sequences: the batch size, or the number of packed sequences."""
     return q.shape[0] if first_chunks is None else first_chunks.shape[0] - 1
 
 
-def _empty_state(q, HKV, p, first_chunks, wanted=True):
-    """Return empty S [B, Hkv, Dphi, D] and z, or two tensors without entries: operators must return tensors."""
-    B, D = _states(q, first_chunks), q.shape[3]
-    Dphi = symmetric_power_dim(D, p)
-    return (_empty(q, B, HKV, Dphi, D), _empty(q, B, HKV, Dphi)) if wanted else (_empty(q, 0), _empty(q, 0))
+def _empty_state(q, HKV, p, first_chunks, exists=True):
+    """Return empty S [B, Hkv, Dphi, D] and z, or two tensors without entries."""
+    if not exists:
+        return _empty(q, 0), _empty(q, 0)
+    shape = _sequences(q, first_chunks), HKV, symmetric_power_dim(q.shape[3], p)
+    return _empty(q, *shape, q.shape[3]), _empty(q, *shape)

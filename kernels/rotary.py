@@ -33,21 +33,6 @@ def _load_factors(COS, SIN, table_stride, b, token, T, D: tl.constexpr, W: tl.co
 
 
 @triton.jit
-def turned_back(x, TURN, b, start, T):
-    """Return x [N, D] float32, gradients to rotated rows start, start + 1, ... of sequence b, as gradients to what was
-    rotated. TURN: (COS, SIN, table_stride) as `rotate_kernel` has them, or None if nothing was."""
-    if TURN is None:
-        return x
-    else:
-        N: tl.constexpr = x.shape[0]
-        D: tl.constexpr = x.shape[1]
-        COS, SIN, table_stride = TURN
-        cos, sin = _load_factors(COS, SIN, table_stride, b, start + tl.arange(0, N), T, D, D)
-        first, second = tl.split(tl.reshape(x, (N, D // 2, 2)))
-        return tl.reshape(tl.join(cos * first + sin * second, cos * second - sin * first), (N, D))
-
-
-@triton.jit
 def _turn_heads(
     IN, OUT, X, cos, sin, dangle, in_strides, x_strides, row, b, token, T, H, D: tl.constexpr, W: tl.constexpr,
     ANGLES: tl.constexpr,

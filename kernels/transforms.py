@@ -86,3 +86,23 @@ def _fold(x, dim, n):
     """Return x, mapped along `dim` or (None) the same for all n, with the mapped dimension in front of the first."""
     x = x.unsqueeze(0).expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.flatten(0, 1)
+
+
+# ---- gradients that are not needed
+
+
+def asked(grads, needs):
+    """Return the gradients with an empty tensor for each that is not needed or None: operators must return tensors."""
+    like = next(x for x in grads if x is not None)
+    none = lambda: like.new_empty(0, dtype=torch.float32)  # results of an operator may not share memory
+    return tuple(x if need and x is not None else none() for x, need in zip(grads, needs, strict=True))
+
+
+def keep(grads, needs):
+    """Return the gradients with None for those that are not needed."""
+    return tuple(x if need else None for x, need in zip(grads, needs, strict=True))
+
+
+def empty_like(x, dtype=None):
+    """Return an uninitialised contiguous tensor like x, in x's dtype or another."""
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)

@@ -36,28 +36,6 @@ class Normalize(torch.autograd.Function):
         return dx.to(ctx.dtype), None, None
 
 
-class Stored(torch.autograd.Function):
-    """Return a view of x that torch.compile makes only of a tensor in memory."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.as_strided(x.shape, x.stride())
-
-    @staticmethod
-    def backward(ctx, dx):
-        return dx
-
-
-def stored(x):
-    """Return x, the residual stream between two parts of a layer, which torch.compile on a GPU then writes.
-
-    By itself it writes every fourth sum of the stream, and computes the sums between them again from up to four
-    tensors: LayerNorms then move 24 bytes an entry and layer, and 22 if every second sum is written. (In a layer of one
-    part every sum is written, which costs as much as every fourth.)
-    """
-    return Stored.apply(x) if torch.compiler.is_compiling() and x.is_cuda else x
-
-
 def norm_linear(norm, linear, x, weight=None):
     """Return (norm(x), linear(norm(x))) of an nn.LayerNorm, an nn.Linear and x [..., C].
 

@@ -96,12 +96,12 @@ def _meaning(text):
 def compiled_for_hopper(shapes, folder, kernels=()):
     """Return (name, SASS) of each kernel that reads or writes states, for each (p, head dimension, dtype) in `shapes`,
     gated, and of the quadratic form's kernels for the first shape and for p = 0, all with the tile sizes that the table
-    has for an H200. If `kernels` has names, the other kernels are left out. Names of Gluon's begin with "hopper."."""
+    has for an H200. If `kernels` has names, the other kernels are left out."""
     import torch
     from triton.runtime.jit import JITFunction
 
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from sympow.kernels.chunked import passes as chunked, hopper
+    from sympow.kernels.chunked import passes as chunked
     from sympow.kernels import configs
     from sympow.kernels.quadratic import passes as quadratic
     from sympow.kernels.precompile import pretend_gpu
@@ -114,11 +114,10 @@ def compiled_for_hopper(shapes, folder, kernels=()):
     def only_compile(self, *args, grid, warmup, **kwargs):
         of_pairs = ("forward", "dq", "dkdv") * (p == 0 or (p, D, dtype) == shapes[0])
         wanted = self.__name__.startswith(("update", "query", *of_pairs))
-        name = "hopper." * (self.fn.__module__ == "sympow.kernels.chunked.hopper_kernels") + self.__name__
-        if wanted and (not kernels or name.removesuffix("_kernel") in kernels):
+        if wanted and (not kernels or self.__name__.removesuffix("_kernel") in kernels):
             cubin = run(self, *args, grid=(1,), warmup=True, **kwargs).asm["cubin"]
             if cubin not in codes:
-                codes[cubin] = name, disassemble(cubin, folder / "kernel.cubin")
+                codes[cubin] = self.__name__, disassemble(cubin, folder / "kernel.cubin")
 
     JITFunction.run = only_compile
     for p, D, dtype in shapes:
@@ -129,9 +128,8 @@ def compiled_for_hopper(shapes, folder, kernels=()):
             y, l = quadratic.forward(q, k, v, log_g, p=0, powers=powers)
             quadratic.backward(y, None, q, k, v, log_g, y, l, p=0, powers=powers)
         else:
-            for hopper.enabled in (True, False):
-                y, saved, _ = chunked.forward(q, k, v, log_g, p=p, chunk=256)
-                chunked.backward(y, q, k, v, log_g, y, saved, p=p, chunk=256)
+            y, saved, _ = chunked.forward(q, k, v, log_g, p=p, chunk=256)
+            chunked.backward(y, q, k, v, log_g, y, saved, p=p, chunk=256)
     return codes.values()
 
 

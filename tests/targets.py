@@ -1,7 +1,7 @@
 """Compile the kernels for GPUs that need not be there, and say what each takes: registers, spills, shared memory.
 
     python tests/targets.py                            # every launch of the shipped configs, for every target
-    python tests/targets.py --target sm_80 gfx942      # for these targets
+    python tests/targets.py --target sm_80 sm_90       # for these targets
     python tests/targets.py --kernel quadratic_b       # kernels whose name begins with this
     python tests/targets.py --once                     # one launch of each kernel, each for one target
     python tests/targets.py --large --target sm_86     # head dimension 128, its shared memory alone
@@ -29,15 +29,13 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 KB = 1024
-# target -> what compilers call it, its compute capability (None: AMD), bytes of shared memory that a program may have
-TARGETS = {
-    "sm_80": (80, (8, 0), 163 * KB),  # A100
-    "sm_86": (86, (8, 6), 99 * KB),  # RTX 3090, A6000
-    "sm_89": (89, (8, 9), 99 * KB),  # RTX 4090, L40S
-    "sm_90": (90, (9, 0), 227 * KB),  # H100, H200
-    "sm_100": (100, (10, 0), 227 * KB),  # B200
-    "sm_120": (120, (12, 0), 99 * KB),  # RTX 5090
-    "gfx942": ("gfx942", None, 64 * KB),  # MI300X
+TARGETS = {  # the compute capability, and bytes of shared memory that a program may have
+    "sm_80": ((8, 0), 163 * KB),  # A100
+    "sm_86": ((8, 6), 99 * KB),  # RTX 3090, A6000
+    "sm_89": ((8, 9), 99 * KB),  # RTX 4090, L40S
+    "sm_90": ((9, 0), 227 * KB),  # H100, H200
+    "sm_100": ((10, 0), 227 * KB),  # B200
+    "sm_120": ((12, 0), 99 * KB),  # RTX 5090
 }
 
 
@@ -56,7 +54,6 @@ def training(large=False, heads=2, T=512):
     from sympow.kernels.heinsen import operator as heinsen_operator
     from sympow.kernels.cross_entropy import cross_entropy_
     from sympow.kernels.rotary import RotateHeads
-    from sympow.kernels.rotated import rotated_attention
 
     bf16, f32 = torch.bfloat16, torch.float32
 
@@ -92,11 +89,6 @@ def training(large=False, heads=2, T=512):
         leaves = [x.detach().requires_grad_() for x in (qkv, *([angle] if learned else []))]
         both_passes(lambda qkv, turn=None: RotateHeads.apply(qkv, heads, heads, angle, angle, turn), leaves)
 
-    def rotated(dtype, D, p, gated):
-        qkv, angle = torch.zeros(1, T, 3 * heads, D, dtype=dtype).requires_grad_(), torch.zeros(T, D // 2)
-        gates = [torch.zeros(1, T, heads).requires_grad_()] * gated
-        both_passes(lambda qkv, *gates: rotated_attention(qkv, angle, angle, *gates, H=heads, p=p), [qkv, *gates])
-
     def cross_entropy(dtype, V):
         cross_entropy_(torch.zeros(T, V, dtype=dtype), torch.zeros(T, dtype=torch.int64), V - 5, True)
 
@@ -116,8 +108,6 @@ def training(large=False, heads=2, T=512):
         yield case(chunked, bf16, D, p, gated)
     for D, p, gated in ((64, 4, True), (64, 4, False), (64, 6, False), (64, 8, True), (32, 2, True)):
         yield case(quadratic, bf16, D, p, gated)
-    for p in (2, 4):
-        yield case(rotated, bf16, 64, p, True)
     yield case(powers, bf16, 64)
     for p in (2, 4):
         yield case(sums, bf16, 32, p)
@@ -174,11 +164,11 @@ def pretended(target):
     from sympow.kernels import configs
     from sympow.kernels.precompile import pretend_gpu
 
-    arch, capability, shared = TARGETS[target]
+    (major, minor), shared = TARGETS[target]
     name = "NVIDIA H200" if target == "sm_90" else target
-    saved, device = configs.gpu, configs.describe_gpu(name, capability, shared)
+    saved, device = configs.gpu, configs.describe_gpu(name, (major, minor), shared)
     configs.gpu = lambda _: device
-    pretend_gpu(arch, device=list(TARGETS).index(target))
+    pretend_gpu(10 * major + minor, device=list(TARGETS).index(target))
     try:
         yield
     finally:
@@ -230,9 +220,6 @@ def resources(compiled, folder):
     shared = compiled.metadata.shared
     if not compiled.asm.get("cubin", True):  # see `stop_early`
         return dict(shared=shared)
-    if "amdgcn" in compiled.asm:
-        number = lambda name: int(re.search(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[1])
-        return dict(registers=number("vgpr_count"), spills=4 * number("vgpr_spill_count"), shared=shared)
     import triton
 
     path = Path(folder) / f"{os.getpid()}.cubin"
@@ -244,7 +231,7 @@ def resources(compiled, folder):
 
 
 def stop_early():
-    """Let Triton stop when shared memory is known, before the stages that take longest; for NVIDIA's targets."""
+    """Let Triton stop when shared memory is known, before the stages that take longest."""
     from triton._C.libtriton import llvm
     from triton.backends.nvidia.compiler import CUDABackend
 

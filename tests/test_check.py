@@ -22,7 +22,7 @@ from sympow.generation import decoder  # noqa: E402
 from sympow.generation import generate  # noqa: E402
 from sympow.attention import ATTENTIONS, naive  # noqa: E402
 from sympow.attention.operator import check, dispatch  # noqa: E402
-from sympow.attention.operator.dispatch import plan  # noqa: E402
+from sympow.attention.operator.dispatch import Problem, plan  # noqa: E402
 from sympow.attention.power import power_attention  # noqa: E402
 from sympow.kernels.decode import power as decode, heinsen as decode_heinsen, softmax as decode_softmax  # noqa: E402
 from sympow.kernels import operators  # noqa: E402
@@ -74,7 +74,7 @@ def test_a_kernel_that_fails_gives_way_to_pytorch_with_one_line(on_gpu, monkeypa
 def test_if_one_form_fails_the_other_is_used(on_gpu, monkeypatch):
     def form(T, *fails):
         monkeypatch.setattr(dispatch, "failure", lambda form, *size: "wrong" * (form in fails))
-        chosen = plan(T, 64, 64, 2, dtype=torch.bfloat16, device="cuda", gated=True)
+        chosen = plan(Problem(T, 64, 64, 2, torch.bfloat16, "cuda", gated=True))
         return chosen.form, chosen.on_kernels
 
     with warnings.catch_warnings(action="ignore"):
@@ -89,7 +89,7 @@ def test_what_is_checked_is_what_will_be_run(on_gpu, monkeypatch):
     monkeypatch.setattr(dispatch, "failure", lambda form, *size: asked.append(form) or "")
     for T in (1024, 65536):
         for more in ({}, dict(initial_state=True), dict(return_state=True), dict(queries=T - 1)):
-            plan(T, 64, 64, 2, dtype=torch.bfloat16, device="cuda", gated=True, **more)
+            plan(Problem(T, 64, 64, 2, torch.bfloat16, "cuda", gated=True), **more)
     assert asked == ["quadratic", "states", "states", "quadratic", "chunked", "states", "states", "states"]
 
 
@@ -184,7 +184,7 @@ def test_torch_compile_asks_for_the_check_and_does_not_look_inside(on_gpu, monke
         return f"{form} is wrong" * int(torch.autograd.grad(x.sum(), x)[0].sum() == 2)
 
     monkeypatch.setattr(dispatch, "failure", measures)
-    chosen = lambda x: x + plan(64, 16, 16, 2, dtype=torch.float32, device="cuda", gated=False).on_kernels
+    chosen = lambda x: x + plan(Problem(64, 16, 16, 2, torch.float32, "cuda", gated=False)).on_kernels
     compiled = torch.compile(chosen, fullgraph=True, backend="eager")
     with warnings.catch_warnings(action="ignore"), torch.no_grad():
         assert compiled(torch.ones(1)) == 1 and dispatch._warned
@@ -222,7 +222,7 @@ def test_generation_steps_through_the_model_if_the_decoder_fails(on_gpu, monkeyp
     asked = []
     monkeypatch.setattr(decoder, "failure", lambda *args: asked.append(args) or "wrong results")
     monkeypatch.setattr(generate, "kernel_reason", lambda *args: "")
-    with pytest.warns(UserWarning, match="generation steps through the model, not on its kernels.*wrong results"):
+    with pytest.warns(UserWarning, match="does not compute this model: generating with GPT.step .wrong results"):
         assert not generate.decodes_on_kernels(seen_on_gpu(model), torch.bfloat16)
     assert [args[1:] for args in asked] == [(torch.float32, torch.bfloat16)]
 

@@ -7,7 +7,6 @@ import torch
 from numerics import relative_error
 from torch.nn.functional import logsigmoid
 
-from sympow.attention.operator import dispatch
 from sympow.attention import naive
 from sympow.attention.compat import power_attention as library
 from sympow.attention.compat import retention, steps
@@ -305,29 +304,6 @@ def test_arguments_that_do_not_fit_are_refused(call, words):
     with pytest.raises(ValueError, match=words) as refusal:
         call(torch.zeros(1, 4, 2, 4))
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_steps_on_the_kernels(dtype, monkeypatch):
-    """On a GPU as it is; on the CPU the kernels in Triton's interpreter."""
-    operators = pytest.importorskip("sympow.kernels.operators", reason="Triton has no wheel for this system")
-    make = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
-    Q, K, V = make(1, 2, 128, 2, 16).to(dtype), make(1, 2, 128, 1, 16).to(dtype), make(1, 2, 128, 1, 16).to(dtype)
-    compute = lambda Q, K, V: (
-        *(state := steps.update_state(K, V, 2)),
-        steps.query_state(Q, *state, None, None, None, 2, 1.0),
-    )
-    expected, used = compute(Q.double(), K.double(), V.double()), []
-    if not GPU:
-        monkeypatch.setattr(dispatch, "failure", lambda *size: "")
-        reason = lambda form, device, dtype, *sizes: "no" * (dtype == torch.float64)
-        monkeypatch.setattr(steps, "kernel_reason", reason)
-    for name in ("update_state", "query_state"):
-        real = getattr(operators, name)
-        monkeypatch.setattr(operators, name, lambda *a, real=real, **k: used.append(1) or real(*a, **k))
-    found = compute(Q, K, V)
-    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
-    assert len(used) == 2 and all(relative_error(a, b, 1e-9) < tolerance for a, b in zip(found, expected))
 
 
 def test_a_state_of_heads_of_128():

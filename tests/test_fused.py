@@ -1,6 +1,5 @@
 """The fused kernels in the interpreter: against float64, and a model with all of them against one without."""
 
-import types
 import warnings
 
 import pytest
@@ -10,7 +9,6 @@ from torch.nn import functional as F
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from sympow.layers import loss  # noqa: E402
-from sympow.attention import ATTENTIONS, even_power  # noqa: E402
 from sympow.attention.operator import check, dispatch  # noqa: E402
 from sympow.attention.rotary import rotary, rotate_heads  # noqa: E402
 from sympow.kernels import fused, operators, rotated  # noqa: E402
@@ -212,118 +210,6 @@ def test_a_model_learns_the_same_with_all_of_them(autocast, on):
         assert used == {name}
 
 
-@pytest.fixture
-def kernels(on, monkeypatch):
-    """Switch attention's kernels and rotary on, for tensors on the CPU too; return the shapes of qkv that the one
-    operator was called with."""
-    reason, rotate, calls = dispatch.kernel_reason, rotated.rotate, []
-    asked = lambda form, device, *sizes: reason(form, "cuda", *sizes)
-    asked._dynamo_marked_constant = True
-    monkeypatch.setattr(dispatch, "kernel_reason", asked)
-    monkeypatch.setattr(dispatch, "failure", lambda *size: "")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
-    monkeypatch.setattr(rotated, "rotate", lambda qkv, *sizes: calls.append(qkv.shape) or rotate(qkv, *sizes))
-    on("rotary")
-    return calls
-
-
-def power_model(attention, **settings):
-    return GPT(GPTConfig(**SHAPE | dict(n_layer=1, head_dim=16, attention=attention) | settings))
-
-
-@pytest.mark.parametrize("attention,p", [("even_power", 4), ("sympow", 2), ("sympow_gating", 2)])
-def test_rotations_and_the_quadratic_form_are_one_operator(attention, p, kernels, on):
-    model = power_model(attention, p=p, reset_token=7)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.1)
-    ids = torch.randint(0, 75, (2, 140))
-    found = gradients(model, model, ids, False)
-    assert kernels == [(2, 140, 8, 16)]
-    with torch.no_grad():
-        assert torch.allclose(model(ids, ids.roll(-1, 1))[1], found[0], rtol=1e-5)
-    assert len(kernels) == 2
-    on()  # no rotations, and so two operators
-    assert_close(found, gradients(model, model, ids, False), 1e-4)
-    assert len(kernels) == 2
-
-
-@pytest.mark.parametrize(
-    "attention,settings",
-    [("sympow_gating", dict(positions="learned", n_positions=9)), ("sympow_gating", dict(head_dim=12)),
-     ("sympow_gating", dict(form="chunked", chunk_size=128)), ("conformal_sympow", {}), ("softmax", {})],
-)  # fmt: skip
-def test_what_it_does_not_take_are_two(attention, settings, kernels):
-    model, ids = power_model(attention, **settings), torch.randint(0, 75, (1, 9))
-    gradients(model, model, ids, False)
-    with torch.no_grad():
-        model(ids)
-    assert not kernels
-
-
-def test_an_attention_of_ones_own_is_not_passed_by(kernels, monkeypatch):
-    class Halved(ATTENTIONS["sympow"]):
-        def attend(self, q, k, v, log_g):
-            return super().attend(q, k, v, log_g) / 2
-
-    monkeypatch.setitem(ATTENTIONS, "halved", Halved)
-    model, ids = power_model("halved", p=2), torch.randint(0, 75, (1, 9))
-    model(ids)
-    assert not kernels
-
-
-def test_where_it_is_wrong_there_are_two_operators(kernels, monkeypatch):
-    asked, model, ids = [], power_model("sympow_gating"), torch.randint(0, 75, (1, 9))
-    wrong = lambda form, *size: asked.append((form, *size[:4])) or "wrong" * (form == "rotated")
-    monkeypatch.setattr(dispatch, "failure", wrong)
-    monkeypatch.setattr(dispatch, "_warned", set())
-    plan = model.transformer.h[0].attn.mix.training_plan
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        gradients(model, model, ids, False)
-        assert plan(9, torch.float32, "cpu").on_kernels
-    assert not kernels and {form for form, *_ in asked} == {"rotated", "quadratic"}
-    assert [str(w.message) for w in told if "kernels" in str(w.message)] == [
-        "power attention runs without its rotated kernels, which fail on this machine: wrong"
-    ]
-    monkeypatch.setattr(check, "_found", {(0, "rotated, a size"): "wrong"})
-    monkeypatch.setattr(dispatch, "failure", lambda *size: "")
-    assert check.kernel_failure(model, 9, torch.float32) == ""
-
-
-@pytest.mark.parametrize("settings", [dict(head_dim=12), dict(p=10), {}])
-def test_what_is_compared_is_what_will_run(settings, kernels, on, monkeypatch):
-    asked, ids = [], torch.randint(0, 75, (1, 9))
-    monkeypatch.setattr(dispatch, "failure", lambda form, *size: asked.append((form, *size)) or "")
-    model, found = power_model("sympow", **settings), []
-    for names in (("rotary",), ()):
-        on(*names)
-        for run in (lambda: model.transformer.h[0].attn.mix.training_plan(9, torch.float32, "cpu"), lambda: model(ids)):
-            asked.clear()
-            run()
-            found.append({form for form, *_ in asked})
-    one = {"rotated"} if not settings else {"quadratic"} if "head_dim" in settings else set()
-    assert found == [one, one, *[one and {"quadratic"}] * 2] and bool(kernels) == (not settings)
-
-
-def test_generation_contexts_and_transforms_have_their_own_ways(kernels, monkeypatch):
-    mix, x, qkv = power_model("sympow_gating").transformer.h[0].attn.mix, torch.randn(1, 9, 2), torch.randn(1, 9, 8, 16)
-    with torch.no_grad():
-        whole, _ = mix(x, qkv)
-        assert len(kernels) == 1
-        stepped, state = mix(x, qkv, state=mix.empty_state(1, "cpu"))
-        assert state is not None and torch.allclose(stepped, whole, atol=1e-5)
-        mapped = torch.func.vmap(lambda qkv: mix(x, qkv)[0])(qkv.expand(2, 1, 9, 8, 16))
-        assert torch.allclose(mapped, whole.expand(2, 1, 9, 4, 16), atol=1e-5)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert mix(x, qkv)[0].dtype == torch.bfloat16
-        with pytest.raises(ValueError, match="must be positive"):
-            mix(x[:, :0], qkv[:, :0])
-        monkeypatch.setattr(even_power, "power_attention_in_context", lambda *x, **how: "of a context")
-        mix.context = types.SimpleNamespace(positions=lambda x, speed: torch.arange(9.0).double())
-        assert mix(x, qkv)[0] == "of a context"
-    assert len(kernels) == 1
-
-
 class Unused(torch.autograd.Function):
     """Gives what it takes no gradient."""
 
@@ -367,17 +253,6 @@ def test_it_is_an_operator_as_torch_wants_them():
     angle = torch.randn(130, 8)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(rotated._rotated, (qkv, angle.cos(), angle.sin(), log_g, 4, 2), test_utils=tests)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_compiled_model_has_it_in_one_graph(checkpointing, kernels):
-    torch._dynamo.reset()
-    model = power_model("sympow_gating", p=2, activation_checkpointing=checkpointing)
-    ids = torch.randint(0, 75, (2, 33))
-    compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
-    assert_close(gradients(compiled, model, ids, False), gradients(model, model, ids, False), 1e-3)
-    assert len(kernels) >= 2
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from sympow.attention import ATTENTIONS, LogState, PowerState, heinsen
 from sympow.attention.operator import check, dispatch, heinsen_forms
 from sympow.attention import heinsen_attention
 from sympow.attention import heinsen_naive as naive
-from sympow.attention.log_position import LogPosition, log_recurrence
+from sympow.attention.positions import LogPosition, log_recurrence
 from sympow.attention.state import LayerState
 from sympow.model import GPT, GPTConfig
 
@@ -122,13 +122,6 @@ def test_without_an_order_every_query_sees_every_key(T, n, values):
 
 def test_without_an_order_the_state_is_seen_too():
     assert_equal_to_specification(inputs(20, 30, state=True), causal=False, tolerance=1e-9)
-
-
-def test_chunks_that_are_computed_again_in_the_backward_pass_give_the_same_gradients(monkeypatch):
-    monkeypatch.setattr(heinsen_forms, "SAVED_AT_ONCE", 0)
-    for form in FORMS[:2]:
-        made = inputs(37, resets=True, state=True)
-        assert_equal_to_specification(made, form=form, chunk_size=CHUNK, tolerance=1e-9)
 
 
 def test_gradients_through_a_chain_of_states_are_those_of_the_whole():
@@ -340,7 +333,7 @@ def tiny(**shapes):
         ),
         (
             tiny(),
-            dict(initial_state=naive.empty_state(1, 2, 5, 6)),
+            dict(initial_state=heinsen_forms.empty_log_state(1, 2, 5, 6, torch.float64)),
             "initial_state must be torch.float32 for q of torch.float32, got .*float64",
         ),
     ],
@@ -396,7 +389,7 @@ def test_log_x_is_exact_after_65536_tokens():
     assert (source[0] - ref).abs().max() > 1e-3
 
 
-def test_pieces_of_a_text_have_the_positions_of_the_whole(monkeypatch):
+def test_pieces_of_a_text_have_the_positions_of_the_whole():
     torch.manual_seed(0)
     layer, x, resets = LogPosition(8), torch.randn(2, 40, 8), torch.rand(2, 40) < 0.1
     whole, none = layer(x, resets)
@@ -408,8 +401,6 @@ def test_pieces_of_a_text_have_the_positions_of_the_whole(monkeypatch):
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-6)
     start = resets[0].nonzero()[-1].item()  # a text begins anew
     assert torch.allclose(layer(x[:1, start:])[0], whole[:1, start:], atol=1e-6)
-    monkeypatch.setattr("sympow.attention.log_position.ENTRIES_AT_ONCE", 1)  # one sequence at a time
-    assert layer(x, resets)[0].equal(whole)
 
 
 def test_positions_are_computed_in_float32_under_autocast_and_without_a_graph_break():
@@ -513,7 +504,7 @@ def stand_in(q, k, v, documents, m, S, z, *, final):
         assert documents.dtype == torch.int32
         resets = torch.diff(documents, dim=1, prepend=torch.zeros_like(documents[:, :1])) > 0
     state = None if m is None else LogState(m, S, z)
-    y, state = heinsen_forms.attend(q, k, v, form="chunked", resets=resets, initial_state=state, return_state=True)
+    y, state = heinsen_forms.attend(q, k, v, resets=resets, initial_state=state)
     return y.to(v.dtype), *(state if final else (None, None, None))
 
 
@@ -527,7 +518,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(
         dispatch, "heinsen_unsupported_reason", lambda dtype, D, E, device: "" if D == E == 8 else f"D={D}"
     )
-    run = lambda *args, **kwargs: calls.append(args[0].shape[1]) or stand_in(*args, **kwargs)
+    run = lambda *args, **kwargs: calls.append((args[0].shape[1], args[0].dtype)) or stand_in(*args, **kwargs)
     monkeypatch.setattr("sympow.kernels.heinsen.operator.heinsen_attention", run)
     monkeypatch.setattr(dispatch, "_warned", set())
     return calls
@@ -540,7 +531,13 @@ def test_kernels_are_asked_for_the_last_queries_with_the_state_of_the_tokens_bef
     leaves[3:] = [x.detach().abs().requires_grad_() for x in leaves[3:]]
     made = leaves, resets, m
     assert_equal_to_specification(made, dtype=torch.float32, values=values, tolerance=1e-5)
-    assert kernels == [n]
+    assert kernels == [(n, torch.float32)]
+
+
+def test_float16_is_computed_by_the_float32_kernels_and_comes_back_as_float16(kernels):
+    made = inputs(40, D=8, E=8, dtype=torch.float16)
+    assert_equal_to_specification(made, dtype=torch.float16, tolerance=1e-3)
+    assert kernels == [(40, torch.float32)]
 
 
 def test_sizes_that_the_kernels_do_not_take_run_in_pytorch_with_one_line(kernels):

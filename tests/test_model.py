@@ -189,7 +189,7 @@ def test_the_loss_is_the_mean_over_targets_and_never_holds_all_logits(monkeypatc
 def test_a_fresh_models_mean_gate_is_sigmoid_of_gate_bias(attention, bias):
     model = GPT(GPTConfig(vocab_size=97, n_layer=1, n_head=4, n_embd=32, attention=attention, gate_bias=bias))
     mix = model.transformer.h[0].attn.mix
-    gates = mix.log_gates(linear_fp32(torch.randn(2, 50, 32), mix.input_weight())).exp()
+    gates = mix.gate(linear_fp32(torch.randn(2, 50, 32), mix.gate.input_weight())).exp()
     assert gates.shape == (2, 50, 4)
     assert gates.mean().item() == pytest.approx(1 / (1 + math.exp(-bias)), rel=1e-5)
 
@@ -322,22 +322,6 @@ class OnGpu(torch.Tensor):
     is_cuda = True
 
 
-def test_a_stored_sum_is_the_sum():
-    x = torch.randn(5, 8, requires_grad=True)
-    doubled = 2 * x
-    y = norm_module.Stored.apply(doubled)
-    assert y.data_ptr() == doubled.data_ptr() and torch.equal(y, doubled) and y.stride() == (8, 1)
-    assert torch.equal(torch.autograd.grad(y, x, x)[0], 2 * x)
-
-
-@pytest.mark.parametrize("compiling,on_gpu", [(False, False), (False, True), (True, False), (True, True)])
-def test_sums_are_stored_by_a_compiled_model_on_a_gpu_alone(compiling, on_gpu, monkeypatch):
-    x = torch.ones(2, 8).as_subclass(OnGpu if on_gpu else torch.Tensor)
-    monkeypatch.setattr(norm_module.Stored, "apply", lambda x: None)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    assert norm_module.stored(x) is (None if compiling and on_gpu else x)
-
-
 def test_only_plain_layers_compiled_on_a_gpu_have_the_gain_in_the_linear_layer(monkeypatch):
     class Other(nn.Linear):  # LoRA, quantised weights
         pass
@@ -368,7 +352,6 @@ def test_all_layers_of_a_model_are_compiled_with_the_gain_in_the_linear_layer(mo
         return True
 
     monkeypatch.setattr("sympow.layers.norm.folds", folds)
-    monkeypatch.setattr("sympow.model.stored", norm_module.Stored.apply)
     torch.compiler.reset()
     ids = torch.randint(97, (2, 17))
     with torch.autocast("cpu", torch.bfloat16):

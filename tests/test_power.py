@@ -8,7 +8,7 @@ from numerics import GATES, relative_error
 
 from sympow.attention.operator import check, dispatch, forms
 from sympow.attention import naive, power
-from sympow.attention.operator.dispatch import FORMS
+from sympow.attention.operator.dispatch import FORMS, Problem
 from sympow.attention.embedding import symmetric_power_dim
 from sympow.attention.operator.forms import PowerState, integer_power, read_cache
 from sympow.attention.power import power_attention, power_attention_sums
@@ -151,13 +151,7 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(form, p, smallest, size)
     assert relative_error(y, ref, 1e-3) < 1e-4
 
 
-@pytest.mark.parametrize("gates", ["none", "learned"])
-def test_powers_beyond_float32s_range_are_right(gates):
-    tensors = inputs(97, 40, gates, D=16, dtype=torch.float32)
-    assert_equal_to_oracle(tensors, p=40, form="quadratic", tolerance=1e-5, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("p", [2, 8, 10, 12, 40])
+@pytest.mark.parametrize("p", [2, 8])
 def test_a_lone_key_that_the_query_is_nearly_orthogonal_to_returns_its_value(p):
     q, k, v = torch.tensor([1.0, 0.0]), torch.tensor([1e-4, 1.0]), torch.tensor([-1.73, 0.5])
     y = power_attention(*(x.view(1, 1, 1, 2) for x in (q, k, v)), p=p)
@@ -315,12 +309,22 @@ def test_scale_cancels_and_auto_is_one_of_the_forms():
     assert torch.allclose(power_attention(q, k, v, form="quadratic"), y, rtol=1e-10)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_inputs_are_computed_in_float32(dtype):
-    q, k, v, *_ = inputs(50, 4, "none", dtype=dtype)
-    y = power_attention(q.to(dtype), k.to(dtype), v.to(dtype), p=4)
-    assert y.dtype == dtype
-    assert relative_error(y, naive.quadratic(q, k, v, p=4), 1e-3) < (4e-3 if dtype == torch.bfloat16 else 5e-4)
+def test_bfloat16_inputs_are_computed_in_float32():
+    q, k, v, *_ = inputs(50, 4, "none", dtype=torch.bfloat16)
+    y = power_attention(*(x.bfloat16() for x in (q, k, v)), p=4)
+    assert y.dtype == torch.bfloat16 and relative_error(y, naive.quadratic(q, k, v, p=4), 1e-3) < 4e-3
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 9, 20])])
+def test_float16_inputs_give_what_float32_does_rounded(cu_seqlens):
+    tensors = [x.detach().half().requires_grad_() for x in inputs(20, 2, "none", B=1)[:3]]
+    dy, results = torch.randn(1, 20, 4, 6).half(), []
+    for convert in (lambda x: x, torch.Tensor.float):
+        y, state = power_attention(*map(convert, tensors), return_state=True, cu_seqlens=cu_seqlens)
+        results.append([y.half(), *state, *torch.autograd.grad((y * dy).sum(), tensors)])
+    assert y.dtype == torch.float32 and all(map(torch.equal, *results))
+    num, den = power_attention_sums(*tensors)
+    assert num.dtype == den.dtype == torch.float32
 
 
 def test_gradients_flow_through_strided_and_expanded_tensors():
@@ -346,6 +350,7 @@ def test_integer_power_squares_repeatedly():
     [
         (dict(p=3), "p must be a positive even integer, got 3"),
         (dict(p=0), "p must be a positive even integer"),
+        (dict(p=10), "p must be at most 8, got 10"),
         (dict(form="fast"), "form must be one of auto, quadratic, chunked, recurrent, got 'fast'"),
         (dict(chunk_size=0), "chunk_size must be a positive integer, got 0"),
         (dict(scale=0.0), "scale must be finite and not zero"),
@@ -475,7 +480,7 @@ def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_pa
     monkeypatch.setattr(check, "_found", {})
     monkeypatch.setattr(check, "errors", lambda *size: {"y": 0.0})
     monkeypatch.setattr(dispatch, "_warned", set())
-    chosen = lambda device: dispatch.plan(64, 64, 64, 4, dtype=torch.float16, device=device, gated=False)
+    chosen = lambda device: dispatch.plan(Problem(64, 64, 64, 4, torch.bfloat16, device, gated=False))
     second = torch.device("cuda", 1)
     assert chosen(second).on_kernels
     assert {("capability", second), ("set", 1), ("name", 1)} <= {*asked}
@@ -484,9 +489,8 @@ def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_pa
     assert ("set", 0) not in asked
 
     q, k, v, _ = inputs(5, 2, "none")
-    monkeypatch.setattr(
-        power, "plan", lambda *a, device, **k: asked.append(device) or dispatch.plan(*a, device=device, **k)
-    )
+    ask = lambda problem, *x, **options: asked.append(problem.device) or dispatch.plan(problem, *x, **options)
+    monkeypatch.setattr(power, "plan", ask)
     power_attention(q, k, v), power_attention_sums(q, k, v)
     assert asked[-2:] == [q.device, q.device]
 

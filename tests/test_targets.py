@@ -18,7 +18,7 @@ from test_kernels import GPU, gradients, inputs  # noqa: E402
 from sympow.generation import decoder as decoding  # noqa: E402
 from sympow.attention import naive  # noqa: E402
 from sympow.kernels.chunked import passes as chunked, prepare, update_state  # noqa: E402
-from sympow.kernels import configs, unsupported_reason  # noqa: E402
+from sympow.kernels import configs  # noqa: E402
 from sympow.kernels.quadratic import passes as quadratic  # noqa: E402
 from sympow.kernels.configs import Config, choose, describe_gpu, early_launch, safe  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
@@ -44,11 +44,10 @@ def test_kernels_compile_fit_and_do_not_spill(of):
     for row in rows:
         kernel, target = row["kernel"], row["target"]
         assert "error" not in row, row
-        assert row["shared"] <= TARGETS[target][2], row
-        assert target == "gfx942" or row["spills"] <= (512 if (kernel, target) in MORE_SPILLS else SPILLS), row
+        assert row["shared"] <= TARGETS[target][1], row
+        assert row["spills"] <= (512 if (kernel, target) in MORE_SPILLS else SPILLS), row
     kernels = {row["kernel"] for row in rows}
     assert len(kernels) > 30 and {row["target"] for row in rows} == ({*TARGETS} if of == "once" else {of})
-    assert of not in ("once", "sm_90") or {"chunked.hopper_kernels.update_state", "chunked.hopper_kernels.query_gradient"} < kernels
 
 
 @pytest.mark.slow
@@ -56,7 +55,7 @@ def test_the_largest_head_dimension_fits_99_KB_of_shared_memory():
     pytest.importorskip("triton.backends.nvidia")
     done = run(f"{ROOT}/tests/targets.py", "--json", "--large", "--target", "sm_86", env={"TRITON_INTERPRET": None})
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) > 25 and all(row.get("shared", 2**20) <= TARGETS["sm_86"][2] for row in rows), rows
+    assert len(rows) > 25 and all(row.get("shared", 2**20) <= TARGETS["sm_86"][1] for row in rows), rows
 
 
 def test_the_matrix_has_every_shipped_config():
@@ -110,15 +109,8 @@ def test_gpus_fall_into_classes():
     assert facts((9, 0)) == ("wgmma", True, True)
     assert facts((10, 0)) == facts((10, 3)) == ("tcgen05", True, True)
     assert facts((12, 0)) == ("mma", False, True)
-    assert facts(None) == ("amd", False, False)  # whose capability (9, 4) is no Hopper's
-    for rows in ("mma", "wgmma", "tcgen05", "amd", "float32"):
+    for rows in ("mma", "wgmma", "tcgen05", "float32"):
         assert {*configs.SAFE[rows]} == {*configs.SAFE["wgmma"]}, rows
-
-
-def test_rocm_is_not_refused_and_its_capability_is_not_read(monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (0, 0))
-    assert unsupported_reason("quadratic", torch.bfloat16, 64, 64, 4) == ""
 
 
 @pytest.mark.skipif(GPU, reason="pretends another GPU")
@@ -186,13 +178,13 @@ def test_the_decoder_works_on_its_models_gpu(monkeypatch):
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=40, attention="sympow", p=2))
     found = decoding.Decoder(model, model.empty_state(1, 2), decoding.Greedy("cpu"), 6)
     launched = []
-    for name in ("_token", "_flush"):
-        monkeypatch.setattr(found, name, lambda *x, name=name: launched.append((name, *inside)))
-    found.groups[0].limit = 2
+    for part, name in ((found, "_token"), (found.layers[0], "flush")):
+        monkeypatch.setattr(part, name, lambda *x, name=name: launched.append((name, *inside)))
+    found.layers[0].limit = 2
     for _ in found.tokens(4):
         assert not inside
     device = torch.device("cpu")
-    assert launched[:3] == [("_token", device), ("_token", device), ("_flush", device)]
+    assert launched[:3] == [("_token", device), ("_token", device), ("flush", device)]
 
 
 def test_early_launch_asks_the_tensors_gpu(monkeypatch):

@@ -462,8 +462,7 @@ def test_the_kernels_that_are_checked_are_those_of_the_form_that_will_run(monkey
         assert check.kernel_failure(model, block_size, torch.bfloat16, ranks) == ""
         return checked[-1] if checked else None
 
-    assert form(1024, attention="sympow_gating") == "rotated"
-    assert form(1024, attention="conformal_sympow") == form(1024, 2, attention="sympow_gating") == "quadratic"
+    assert form(1024, attention="sympow_gating") == form(1024, 2, attention="conformal_sympow") == "quadratic"
     assert form(65536, attention="sympow_gating") == "chunked"
     assert form(65536, 2, attention="sympow_gating") == "states"
     assert form(65536, attention="sympow", p=6, form="chunked") is None  # in PyTorch

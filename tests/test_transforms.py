@@ -33,7 +33,6 @@ def cases():
         "sums": (lambda *x: operators.quadratic_sums(*x, p=2, scale=0.3), (q, k, v, log_g)),
         "chunked": (lambda *x: operators.chunked_attention(*x, **SIZES, final=True), (q, k, v, log_g, S, z)),
         "chunked_state": (lambda *x: operators.chunked_state(*x, **SIZES), (k, v, log_g, S, z)),
-        "query_state": (lambda q, S, *x: operators.query_state(q, S, *x, **SIZES), (q, S[:, None], z[:, None], log_g)),
         "adaptive": (one(adaptive_attention), (q, k, v, powers)),
         "heinsen": (
             lambda q, k, v, S, z: (heinsen_attention(q, k, v, None, m.to(q), S, z, final=True)[i] for i in (0, 2, 3)),
@@ -104,7 +103,7 @@ def test_forward_mode_and_second_derivatives_are_refused_in_one_line(name):
 @pytest.mark.parametrize("transform", [grad, vmap])
 def test_a_first_call_within_a_transform_leaves_nothing_of_it_behind(transform, monkeypatch):
     monkeypatch.setattr(arguments, "_positions", {})
-    loss, _, (first, *rest) = of("query_state", "meta")
+    loss, _, (first, *rest) = of("chunked", "meta")
     of_first = lambda x: loss(x, *rest)
     transform(of_first)(first if transform is grad else torch.stack([first] * 2))
     with pytest.raises(NotImplementedError, match="no forward mode"):

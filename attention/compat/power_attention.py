@@ -12,7 +12,7 @@ docs/compat.md says what differs. Its steps (attention, update_state, query_stat
 import torch
 
 from ..power import power_attention
-from .inputs import properties, random_inputs
+from .inputs import RandomInputs, as_leaves, properties
 from .steps import attention, discumsum, paired_state, query_state, update_state
 
 __all__ = [
@@ -46,13 +46,16 @@ def create_inputs(
     requires_grad=False, seed=42, scale=1.0,
 ):  # fmt: skip
     """Return random arguments for `power_full`, a dictionary; device "cuda" is the CPU without a GPU."""
-    Q, K, V, log_G, *_ = random_inputs(
-        b, t, t, h, d, qhead_ratio, dtype, device, seed, requires_grad, 0.0 if gating else None, deg, False
+    random = RandomInputs(b, h, d, dtype, device, seed)
+    inputs = as_leaves(
+        requires_grad,
+        Q=random.rows(t, qhead_ratio),
+        K=random.rows(t),
+        V=random.rows(t),
+        log_G=random.gates(t, 0.0) if gating else None,
     )
-    return dict(
-        Q=Q, K=K, V=V, log_G=log_G, initial_state=None, return_final_state=False, deg=deg, scale=scale,
-        chunk_size=chunk_size,
-    )  # fmt: skip
+    options = dict(initial_state=None, return_final_state=False, deg=deg, scale=scale, chunk_size=chunk_size)
+    return inputs | options
 
 
 input_properties = properties(create_inputs)

@@ -13,7 +13,7 @@ import torch
 
 from ..operator import forms
 from ..power import power_attention
-from .inputs import properties, random_inputs
+from .inputs import RandomInputs, as_leaves, properties
 from .steps import attention, discumsum, paired_state, query_state, update_state
 
 __all__ = [
@@ -38,14 +38,14 @@ def power_retention(
     `attention.power_attention` does.
     """
     state = paired_state(initial_state, sum_of_keys, Q, deg)
-    wanted = return_final_state and not (state is None and switch_over_seq_len and Q.shape[1] < switch_over_seq_len)
+    has_state = return_final_state and not (state is None and switch_over_seq_len and Q.shape[1] < switch_over_seq_len)
     out = power_attention(
         Q, K, V, log_G, p=deg, scale=scale or None, chunk_size=chunk_size, initial_state=state,
-        return_state=wanted,
+        return_state=has_state,
     )  # fmt: skip
     if not return_final_state:
         return out
-    return (out[0], *out[1]) if wanted else (out, None, None)
+    return (out[0], *out[1]) if has_state else (out, None, None)
 
 
 def power_retention_inference(
@@ -83,13 +83,11 @@ def create_inputs(
 
     fused_normalizer, which chooses one of the library's layouts of states, has no effect: here there is one.
     """
-    Q, K, V, log_G, S, s = random_inputs(
-        b, t, t, h, d, qhead_ratio, dtype, device, seed, requires_grad, 0.0 if gating else None, deg, initial_state
-    )
-    return dict(
-        Q=Q, K=K, V=V, log_G=log_G, initial_state=S, sum_of_keys=s, return_final_state=return_final_state, deg=deg,
-        scale=scale, chunk_size=chunk_size, switch_over_seq_len=switch_over_seq_len,
-    )  # fmt: skip
+    random = RandomInputs(b, h, d, dtype, device, seed)
+    inputs = _random_tensors(random, t, t, qhead_ratio, 0.0 if gating else None, deg, initial_state)
+    options = dict(return_final_state=return_final_state, deg=deg, scale=scale)
+    options |= dict(chunk_size=chunk_size, switch_over_seq_len=switch_over_seq_len)
+    return as_leaves(requires_grad, **inputs) | options
 
 
 def create_inference_inputs(
@@ -103,14 +101,17 @@ def create_inference_inputs(
     """
     if not tk and not initial_state:
         raise ValueError("tk must be positive, or initial_state True")
-    Q, K, V, log_G, S, s = random_inputs(
-        b, tq, tk, h, d, qhead_ratio, dtype, device, seed, requires_grad, 6.906768 if gating else None, deg,
-        initial_state,
-    )  # fmt: skip
-    return dict(
-        Q=Q, K=K, V=V, log_G=log_G, initial_state=S, sum_of_keys=s, deg=deg, scale=scale,
-        switch_over_seq_len=switch_over_seq_len,
-    )  # fmt: skip
+    random = RandomInputs(b, h, d, dtype, device, seed)
+    inputs = _random_tensors(random, tq, tk, qhead_ratio, 6.906768 if gating else None, deg, initial_state)
+    return as_leaves(requires_grad, **inputs) | dict(deg=deg, scale=scale, switch_over_seq_len=switch_over_seq_len)
+
+
+def _random_tensors(random, tq, tk, qhead_ratio, gate_mean, deg, with_state):
+    """Return the tensors of an entry point by name, without keys if tk is 0, without gates if gate_mean is None."""
+    Q, K, V = random.rows(tq, qhead_ratio), *(random.rows(tk) if tk else None for _ in range(2))
+    log_G = None if gate_mean is None or not tk else random.gates(tk, gate_mean)
+    S, s = random.state(deg) if with_state else (None, None)
+    return dict(Q=Q, K=K, V=V, log_G=log_G, initial_state=S, sum_of_keys=s)
 
 
 input_properties = properties(create_inputs)

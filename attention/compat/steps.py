@@ -1,14 +1,15 @@
-"""What both libraries have: attention, update_state, query_state, discumsum, and states as pairs.
+"""The steps that both libraries have, in plain PyTorch, and states as pairs.
 
-    o, l, rowmax = attention(Q, K, V, log_G, deg, norm=False)   exp(rowmax_i) o_i = sum_j w_ij V_j, and of l sum_j w_ij
+    o, l, rowmax = attention(Q, K, V, log_G, deg)               e^rowmax_i o_i = sum_j w_ij V_j, e^rowmax_i l_i = sum_j w_ij
     S, s = update_state(K, V, deg)                              S = sum phi(K_j) V_j^T and s = sum phi(K_j) of a chunk
     S, s = discumsum(S, log_G), discumsum(s, log_G)             Y_t = X_t + exp(log_G_t) Y_{t-1}, a step of zeros first
     O = query_state(Q, S, s, o, l, rowmax, deg, scale)          (scale^deg phi(Q) S + e^rowmax o) / (the same of s, l)
 
 w_ij = exp(log_G_i - log_G_j) (scale Q_i . K_j)^deg, where attention's log_G is cumulated: the sum of all gates so far.
 
-phi is `attention.embedding.symmetric_power_embedding`, whose C(d + deg - 1, deg) features are D here. Sums and states
-are float32 (float64 of float64), whatever the inputs are. Everything is differentiable.
+phi is `attention.embedding.symmetric_power_embedding`, and D = C(d + deg - 1, deg) is the number of its features. Sums
+and states are float32 (float64 of float64), whatever the inputs are. Everything is differentiable. Scores and features
+exist for a few rows or one chunk at a time, and are computed again in the backward pass.
 """
 
 import math
@@ -16,13 +17,12 @@ import math
 import torch
 
 from ..embedding import symmetric_power_dim
-from ..operator import backend, forms
+from ..operator import forms
 from ..operator.arguments import check_tensors
-from ..operator.dispatch import failed_check, kernel_reason
-from ..operator.forms import PowerState, ScaledState, accumulation_dtype, without_autocast
-from ..power import power_attention, power_attention_sums
+from ..operator.forms import PowerState, accumulation_dtype, compute_again, without_autocast
+from ..power import power_attention
 
-PAIRS_AT_ONCE = 2**26  # scores that exist at any time, where they are computed here
+PAIRS_AT_ONCE = 2**26  # scores that exist at any time
 LEAST = 1e-7  # the library's: smaller scores count as this much in rowmax
 
 
@@ -36,76 +36,44 @@ def attention(Q, K, V, log_G, deg, causal=True, head_first=False, scale=1.0, nor
     """
     if head_first:
         tensors = (x if x is None else x.transpose(1, 2) for x in (Q, K, V, log_G))
-        out = attention(*tensors, deg, causal, False, scale, norm, use_log2)
-        return out.transpose(1, 2) if norm else tuple(x.transpose(1, 2) for x in out)
+        results = attention(*tensors, deg, causal, False, scale, norm, use_log2)
+        return results.transpose(1, 2) if norm else tuple(x.transpose(1, 2) for x in results)
     _check_degree(deg)
     check_tensors(Q, K, V, causal=causal or log_G is not None, log_G=log_G)
     if log_G is not None and log_G.shape != K.shape[:3]:
         raise ValueError(f"log_G must be [b, t, h] = {[*K.shape[:3]]}, got {[*log_G.shape]}")
-    if not causal:
-        at_once = max(1, PAIRS_AT_ONCE // max(1, Q[:, 0, :, 0].numel() * K.shape[1]))
-        last = log_G if log_G is None else log_G[:, -Q.shape[1] :].split(at_once, 1)
-        parts = [
-            _all_keys(q, K, V, log_G, last and last[i], deg, scale, norm) for i, q in enumerate(Q.split(at_once, 1))
-        ]
-        out = tuple(torch.cat(x, 1) for x in zip(*parts))
-    else:
-        out = _causal(Q, K, V, log_G, deg, scale, norm)
+    if norm and causal:
+        log_g = None if log_G is None else log_G.diff(dim=1, prepend=log_G[:, :1])
+        return power_attention(Q, K, V, log_g, p=deg, form="quadratic")
+    size = max(1, PAIRS_AT_ONCE // max(1, Q[:, 0, :, 0].numel() * K.shape[1]))
+    blocks, token = [], K.shape[1] - Q.shape[1]
+    with without_autocast(Q.device):
+        for q in Q.split(size, dim=1):
+            blocks.append(compute_again(_attend, q, K, V, log_G, token, deg, causal, scale))
+            token += size
+    o, l, rowmax = (torch.cat(x, dim=2).transpose(1, 2) for x in zip(*blocks))
     if norm:
-        return out[0]
-    o, l, rowmax = out
+        return forms.normalize(o, l).to(V.dtype)
     return o.to(V.dtype), l, rowmax / math.log(2) if use_log2 else rowmax
 
 
-def _causal(Q, K, V, log_G, deg, scale, norm, kernels=True):
-    """Return (Y,) or (o, l, rowmax) of the queries of the last tokens, on the kernels where they take the sizes."""
-    log_g = log_G if log_G is None else log_G.diff(dim=1, prepend=log_G[:, :1])
-    if norm:
-        options = dict(p=deg, form="quadratic")
-        return (power_attention(Q, K, V, log_g, **options),) if kernels else forms.attend(Q, K, V, log_g, **options)[:1]
-    rowmax, q = _row_maximum(Q, K, log_G, deg, scale), Q.detach().abs().amax(-1)
-    # w exp(-rowmax) is at most 1. A power of two near its root goes into Q, as far as float16 holds that.
-    top = q.to(rowmax.dtype).clamp_min(1e-30).log2().ceil()
-    n = (rowmax / (deg * math.log(2))).round().clamp(top - 14, top + 8)
-    Q = (Q.to(n.dtype) * torch.exp2(-n).unsqueeze(-1)).to(Q.dtype)
-    num, den = (power_attention_sums if kernels else forms.sums)(Q, K, V, log_g, p=deg, scale=scale)
-    rest = torch.exp(n * (deg * math.log(2)) - rowmax)
-    return num * rest.unsqueeze(-1), den * rest, rowmax
-
-
-def _all_keys(Q, K, V, log_G, log_G_of_q, deg, scale, norm):
-    """Return what `_causal` does for queries that see all keys: as if they were heads of the last token.
-
-    The kernels work on several rows of a head at a time, so this is in PyTorch.
-    """
-    (b, n, hq, _), h = Q.shape, K.shape[2]
-    heads = Q.unflatten(2, (h, -1)).permute(0, 2, 3, 1, 4).reshape(b, 1, hq * n, -1)
-    found = _causal(heads, K, V, log_G, deg, scale, norm, kernels=False)
-    found = [x[:, 0].unflatten(1, (hq, n)).transpose(1, 2) for x in found]
-    if norm or log_G is None:
-        return found
-    o, l, rowmax = found  # decays to the last token become decays to the query: of o and l only their gradient changes
-    change = (log_G_of_q - log_G[:, -1:]).repeat_interleave(hq // h, 2)
-    one = (change - change.detach()).exp()
-    return o * one.unsqueeze(-1), l * one, rowmax + change.detach()
-
-
-@torch.no_grad()
-def _row_maximum(Q, K, log_G, deg, scale):
-    """Return [b, n, hq], the largest log w_ij of each row."""
+def _attend(Q, K, V, log_G, token, deg, causal, scale):
+    """Return o [b, hq, n, e], l and rowmax [b, hq, n] for the queries of n tokens, the first of which is `token`."""
     (n, T, h), dtype = (Q.shape[1], *K.shape[1:3]), accumulation_dtype(Q)
-    q, k = Q.to(dtype).transpose(1, 2).unflatten(1, (h, -1)), K.to(dtype).permute(0, 2, 3, 1).unsqueeze(2)
-    G = None if log_G is None else log_G.to(dtype).transpose(1, 2).unsqueeze(2)  # [b, h, 1, t]
-    at, parts = torch.arange(T, device=K.device), []
-    rows = max(1, PAIRS_AT_ONCE // max(1, q[..., 0, 0].numel() * T))
-    with without_autocast(Q.device):
-        for start in range(0, n, rows):
-            token = at[T - n + start :][:rows, None]
-            x = deg * (q[..., start : start + rows, :] @ k * scale).abs().clamp_min(LEAST).log()
-            if G is not None:
-                x += G[..., token[:, 0]].unsqueeze(-1) - G.unsqueeze(-2)
-            parts.append(x.masked_fill_(at > token, -math.inf).amax(-1))
-    return torch.cat(parts, -1).flatten(1, 2).transpose(1, 2)
+    q = Q.to(dtype).transpose(1, 2).unflatten(1, (h, -1))  # [b, h, hq / h, n, d]
+    k, v = (x.to(dtype).transpose(1, 2).unsqueeze(2) for x in (K, V))
+    scores, decay = q @ k.transpose(-1, -2) * scale, q.new_zeros(n, T)
+    if log_G is not None:
+        G = log_G.to(dtype).transpose(1, 2).unsqueeze(2)  # [b, h, 1, t]
+        decay = G[..., token : token + n].unsqueeze(-1) - G.unsqueeze(-2)
+    if causal:
+        keys = torch.arange(T, device=q.device)
+        hidden = keys > keys[token : token + n].unsqueeze(-1)
+        scores, decay = scores.masked_fill(hidden, 0), decay.masked_fill(hidden, -math.inf)
+    logs = deg * scores.detach().abs().clamp_min(LEAST).log() + decay.detach()
+    rowmax = logs.amax(-1, keepdim=True)
+    w = forms.integer_power(scores * ((decay - rowmax) / deg).exp(), deg)  # at most 1, and so is each factor of it
+    return tuple(x.flatten(1, 2) for x in (w @ v, w.sum(-1), rowmax.squeeze(-1)))
 
 
 def update_state(K, V, deg):
@@ -118,12 +86,12 @@ def update_state(K, V, deg):
     _check_degree(deg)
     if K.ndim != 5 or V.shape[:4] != K.shape[:4]:
         raise ValueError(f"K, V must be [b, n, c, h, d], got {[*K.shape]}, {[*V.shape]}")
-    if _on_kernels(K, deg, V.shape[4]):
-        return backend.operators().update_state(K.flatten(1, 2), V.flatten(1, 2), p=deg, chunk=K.shape[2])
     with without_autocast(K.device):
-        k, v = (x.transpose(2, 3).flatten(0, 1).to(accumulation_dtype(K)) for x in (K, V))
-        Sz = forms.update_state(k, torch.cat((v, torch.ones_like(v[..., :1])), -1), deg).unflatten(0, K.shape[:2])
-    return Sz[..., :-1], Sz[..., -1]
+        k, v = (x.transpose(2, 3).to(accumulation_dtype(K)) for x in (K, V))  # [b, n, h, c, ...]
+        v = torch.cat((v, torch.ones_like(v[..., :1])), -1)
+        chunks = [compute_again(forms.update_state, *chunk, deg) for chunk in zip(k.unbind(1), v.unbind(1))]
+    Ss = torch.stack(chunks, 1)
+    return Ss[..., :-1], Ss[..., -1]
 
 
 def query_state(Q, S, s, Y_attn, l_attn, rowmax, deg, scale, zero_initial_state=True):
@@ -138,18 +106,12 @@ def query_state(Q, S, s, Y_attn, l_attn, rowmax, deg, scale, zero_initial_state=
         tensors = (x if x is None else x.unsqueeze(1) for x in (Q, S, s, Y_attn, l_attn, rowmax))
         return query_state(*tensors, deg, scale).squeeze(1)
     _check_query(Q, S, s, Y_attn, l_attn, rowmax, deg)
-    (b, n, c), h, dtype = Q.shape[:3], S.shape[2], accumulation_dtype(Q)
-    state = paired_state(S.flatten(0, 1), s.flatten(0, 1), Q, deg)
-    if _on_kernels(Q, deg, S.shape[4]):
-        S, s = (x.unflatten(0, (b, n)) for x in state)
-        sums = backend.operators().query_state(Q.flatten(1, 2), S, s, p=deg, chunk=c)
-        num, den = (x.unflatten(1, (n, c)) for x in sums)
-    else:
-        with without_autocast(Q.device):
-            q = Q.flatten(0, 1).transpose(1, 2).unflatten(1, (h, -1)).to(dtype)
-            read = forms.query_state(q, ScaledState(*state, None), deg)
-            num, den = (x.flatten(1, 2).transpose(1, 2).unflatten(0, (b, n)) for x in read)
-    num, den = num * scale**deg, den * scale**deg
+    state = paired_state(S, s, Q, deg)
+    with without_autocast(Q.device):
+        q = Q.to(accumulation_dtype(Q)).transpose(2, 3).unflatten(2, (S.shape[2], -1))  # [b, n, h, hq / h, c, d]
+        chunks = zip(q.unbind(1), state.S.unbind(1), state.z.unbind(1))
+        parts = [compute_again(forms.query_state, x, PowerState(S, z), deg) for x, S, z in chunks]
+        num, den = (torch.stack(x, 1).flatten(2, 3).transpose(2, 3) * scale**deg for x in zip(*parts))
     if Y_attn is not None:
         m = rowmax.clamp_min(0)  # neither of the two factors is above 1
         num = num * (-m).exp().unsqueeze(-1) + Y_attn * (rowmax - m).exp().unsqueeze(-1)
@@ -164,13 +126,15 @@ def discumsum(X, log_G):
     ValueError for arguments that do not fit.
     """
     if X.ndim < 3 or X.shape[1] < 1 or (log_G is not None and log_G.shape != X.shape[:3]):
-        of = None if log_G is None else [*log_G.shape]
-        raise ValueError(f"X must be [b, n, h, ...] with n at least 1 and log_G [b, n, h], got {[*X.shape]}, {of}")
-    x = X.reshape(*X.shape[:3], -1).transpose(1, 2).to(accumulation_dtype(X))
-    g = torch.ones_like(x[..., 0]) if log_G is None else log_G.transpose(1, 2).to(x.dtype).exp()
-    states, last = forms.discumsum(x, g)
-    Y = torch.cat((states, last.unsqueeze(2)), 2).transpose(1, 2)
-    return Y.reshape(*Y.shape[:3], *X.shape[3:]).to(X.dtype)
+        shape = None if log_G is None else [*log_G.shape]
+        raise ValueError(f"X must be [b, n, h, ...] with n at least 1 and log_G [b, n, h], got {[*X.shape]}, {shape}")
+    Y = [torch.zeros_like(X[:, 0], dtype=accumulation_dtype(X))]
+    for t, x in enumerate(X.unbind(1)):
+        previous = Y[-1]
+        if log_G is not None:
+            previous = previous * log_G[:, t].exp()[(..., *[None] * (X.ndim - 3))]
+        Y.append(x + previous)
+    return torch.stack(Y, 1).to(X.dtype)
 
 
 def paired_state(initial_state, sum_of_keys, Q, deg):
@@ -189,20 +153,12 @@ def paired_state(initial_state, sum_of_keys, Q, deg):
     _check_degree(deg)
     D = symmetric_power_dim(Q.shape[-1], deg)
     if initial_state.ndim < 2 or initial_state.shape[-2] != D:
-        found = initial_state.shape[-2] if initial_state.ndim > 1 else 0
+        features = initial_state.shape[-2] if initial_state.ndim > 1 else 0
         raise ValueError(
-            f"initial_state must have {D} features for head dimension {Q.shape[-1]} and deg={deg}, got {found}: the "
+            f"initial_state must have {D} features for head dimension {Q.shape[-1]} and deg={deg}, got {features}: the "
             "library's states, which are padded, cannot be read"
         )
     return PowerState(*(x.to(accumulation_dtype(Q)) for x in (initial_state, sum_of_keys)))
-
-
-def _on_kernels(x, deg, e):
-    """Return True if the kernels of the chunked form take rows x [b, n, c, heads, d] with values of width e."""
-    c, d = x.shape[2], x.shape[4]
-    if c % 128 or not c or kernel_reason("chunked", x.device, x.dtype, d, e, deg):
-        return False
-    return not failed_check("chunked", x.dtype, d, deg, False, x.device)
 
 
 def _check_degree(deg):

@@ -5,6 +5,8 @@ import torch
 from .dispatch import FORMS
 from .forms import accumulation_dtype
 
+LARGEST_POWER = 8
+
 
 def cast_to_autocast_dtype(*tensors):
     """Return the tensors in autocast's dtype if it is on, but float64 as it is."""
@@ -13,6 +15,19 @@ def cast_to_autocast_dtype(*tensors):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def cast_from_float16(*tensors):
+    """Return float16 tensors as float32, and others as they are: no kernel takes float16."""
+    return tuple(x.float() if x.dtype == torch.float16 else x for x in tensors)
+
+
+def check_power(p):
+    """Raise ValueError unless p is 2, 4, 6 or 8: above, scores of 1/1000 of the largest are below float32's range."""
+    if not isinstance(p, int) or p < 2 or p % 2:
+        raise ValueError(f"p must be a positive even integer, got {p!r}")
+    if p > LARGEST_POWER:
+        raise ValueError(f"p must be at most {LARGEST_POWER}, got {p}: float32 does not hold larger powers")
 
 
 def check_tensors(q, k, v, *, causal=True, **others):

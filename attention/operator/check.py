@@ -21,7 +21,7 @@ from . import backend
 class Size(NamedTuple):
     """What is compared: a form of the kernels, and the sizes of its inputs."""
 
-    # "quadratic", "rotated" (that, of heads that it rotates), "sums" (of it, not divided), "adaptive", "chunked" or
+    # "quadratic", "sums" (of it, not divided), "adaptive", "chunked" or
     # "states" (that, in two calls)
     form: str
     dtype: torch.dtype
@@ -44,8 +44,6 @@ SIZES = [
     Size("quadratic", torch.float32, 64, 4, True), Size("quadratic", torch.float32, 32, 2, False),
     Size("sums", torch.bfloat16, 64, 4, True), Size("sums", torch.float16, 48, 2, False, E=64, n=450),
     Size("sums", torch.float32, 64, 6, True),
-    Size("rotated", torch.bfloat16, 64, 2, True), Size("rotated", torch.bfloat16, 64, 4, False),
-    Size("rotated", torch.bfloat16, 64, 8, False), Size("rotated", torch.float16, 32, 4, True),
     Size("chunked", torch.bfloat16, 64, 2, True), Size("states", torch.bfloat16, 48, 2, True, E=64),
     Size("chunked", torch.bfloat16, 128, 2, True), Size("states", torch.bfloat16, 32, 2, False),
     Size("chunked", torch.bfloat16, 16, 2, True), Size("states", torch.bfloat16, 24, 4, True, E=20),
@@ -55,7 +53,7 @@ SIZES = [
     Size("adaptive", torch.float32, 32, 0, True, n=300),
 ]  # fmt: skip
 # of each form; a miscompiled loop over a state may go wrong only in long calls
-LENGTH = {"quadratic": 1000, "rotated": 1000, "sums": 1000, "adaptive": 1000, "chunked": 6000, "states": 6000}
+LENGTH = {"quadratic": 1000, "sums": 1000, "adaptive": 1000, "chunked": 6000, "states": 6000}
 TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # y, gradients
 
 
@@ -98,18 +96,6 @@ def errors(size, T=None, device="cuda"):
         strong = form not in ("chunked", "states") or p != 4  # bfloat16 is less exact there: docs/kernels.md
         log_g = torch.nn.functional.logsigmoid((3 if strong else 1) * make(1, T, 1) + 4)
         inputs.append(log_g)
-    if form == "rotated":
-        angle = make(T, D // 2)
-        inputs, names = [qkv, *inputs[3:]], ["y", "dqkv", "dlog_g"]
-        kernels = lambda qkv, log_g=None, *, p: backend.fused().rotated_attention(
-            qkv, angle.cos(), angle.sin(), log_g, H=2, p=p
-        )
-
-        def oracle(qkv, *x, p):
-            rounded = lambda x: x + (x.to(dtype).double() - x).detach()  # as what is rotated is kept
-            q, k, v = _rotate_exactly(qkv, angle.double(), 2, 1)
-            return naive.quadratic(rounded(q), rounded(k), v, *x, p=p)
-
     if n < T and form != "adaptive":  # the specification wants a query for every token
         oracle = lambda q, *x, p: naive.quadratic(torch.nn.functional.pad(q, (0, 0, 0, 0, T - n, 0)), *x, p=p)[:, -n:]
     dy = make(1, n, 2, E).to(dtype)
@@ -173,7 +159,6 @@ def _in_two_calls(q, k, v, log_g=None, *, p):
 # dtype, dtype of the values (float32 if they were logarithms), head dimension
 HEINSEN_SIZES = [
     (torch.bfloat16, torch.bfloat16, 64), (torch.bfloat16, torch.float32, 64), (torch.float32, torch.float32, 32),
-    (torch.float16, torch.float16, 128),
 ]  # fmt: skip
 
 
@@ -223,7 +208,7 @@ def check_fused(sizes=FUSED_SIZES):
 
 def check_all():
     """Yield what `check` does for every kernel and size that this machine's GPU supports."""
-    form = lambda size: {"states": "chunked", "rotated": "quadratic"}.get(size.form, size.form)
+    form = lambda size: {"states": "chunked"}.get(size.form, size.form)
     reason = lambda size: backend.unsupported_reason(form(size), size.dtype, size.D, size.E or size.D, size.p)
     yield from check([size for size in SIZES if not reason(size)])
     log = backend.heinsen_unsupported_reason

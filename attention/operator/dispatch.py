@@ -1,6 +1,6 @@
 """Decide how power attention is computed: in which form, in chunks of how many tokens, and on the kernels or not.
 
-    plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=True)        # Plan(form, chunk_size, on_kernels, reason)
+    plan(Problem(T, D, E, p, q.dtype, q.device, gated=True))        # Plan(form, chunk_size, on_kernels, reason)
 
 The answer is a function of sizes, dtype and device alone, so that every rank and every run decides the same, unless the
 kernels turn out to be wrong on this machine: before a size's first use they are compared with float64 (check.py).
@@ -21,12 +21,23 @@ from .backend import (
     width,
 )  # fmt: skip
 from .check import failure, fused_failure, heinsen_failure
-from .forms import dtype_after_state
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
 # In PyTorch both forms cost the same at T = 1.5 Dphi. If only the quadratic form has kernels, they cost the same at
 # this many times that length (measured on an H200, p=2, D=64).
-KERNEL_GAIN = {torch.bfloat16: 400, torch.float16: 400, torch.float32: 5}
+KERNEL_GAIN = {torch.bfloat16: 400, torch.float32: 5}
+
+
+class Problem(NamedTuple):
+    """What a form depends on besides the values of tensors."""
+
+    T: int  # tokens
+    D: int  # width of queries and keys
+    E: int  # width of values
+    p: int
+    dtype: torch.dtype  # of q, k and v
+    device: torch.device | str  # "cuda" is the current GPU
+    gated: bool  # True if there is a log_g
 
 
 class Plan(NamedTuple):
@@ -34,42 +45,41 @@ class Plan(NamedTuple):
     chunk_size: int | None  # tokens a chunk; 1 in the recurrent form, None in the quadratic one
     on_kernels: bool  # on the Triton kernels, else in PyTorch
     reason: str  # why it is not on the kernels; "" if it is
-    rotated: bool = False  # by `backend.rotated_attention`
 
 
-def plan(
-    T, D, E, p, *, dtype, device, gated, form="auto", chunk_size=None, initial_state=False, return_state=False,
-    queries=None, sums=False, rotated=False,
-):  # fmt: skip
-    """Return the Plan for T tokens, head dimension D, values of width E and power p.
+def plan(problem, form="auto", chunk_size=None, *, initial_state=False, return_state=False, queries=None, sums=False,
+         pieces=1):  # fmt: skip
+    """Return the Plan of power attention for a Problem.
 
-    dtype and device are those of q, k and v ("cuda" is the current GPU); gated is True if there is a log_g; form and
-    chunk_size are what the caller asks for ("auto" and None: the cheapest); initial_state and return_state are True if
-    a state is given and asked for; queries: how many there are, by default T; sums: True for `power_attention_sums`;
-    rotated: True if the quadratic form may be `backend.rotated_attention`.
+    form and chunk_size are the caller's requests ("auto" and None: the cheapest). initial_state and return_state are
+    True if a state is given and if one is returned. queries: how many there are, by default T. sums: True for
+    `power_attention_sums`. pieces: how many pieces a sequence has that are computed by themselves in the chunked form,
+    with states between them; the Plan is then for each of them.
     """
-    D, E = index(D), index(E)  # symbols under torch.compile(dynamic=True), which kernel_reason cannot take
-    of_pairs = dtype_after_state(dtype) if initial_state else dtype
-    not_quadratic = kernel_reason("quadratic", device, of_pairs, D, E, p)
-    not_chunked = not_quadratic or kernel_reason("chunked", device, dtype, D, E, p)
+    D, E = index(problem.D), index(problem.E)  # symbols under torch.compile(dynamic=True), which kernel_reason refuses
+    dtype, device, p = problem.dtype, problem.device, problem.p
+    problem = problem._replace(D=D, E=E)
     if queries is not None:  # as many tokens as have these pairs for each key
-        T = 2 * queries - queries * queries // T
-    sizes = T, D, E, p, of_pairs, gated, form, chunk_size, initial_state or return_state
-    chosen = _choose(*sizes, not_quadratic, not_chunked)
-    # what is compared with float64; fewer queries than tokens are those after the state of the others
-    quadratic = "sums" if sums or initial_state else "quadratic"
-    chunked = "states" if initial_state or return_state or queries is not None else "chunked"
-    while chosen.on_kernels:
-        what, of = (chunked, dtype) if chosen.form == "chunked" else (quadratic, of_pairs)
-        size = of, width(chosen.form, of, D, E), p, gated, device
-        if rotated and what == "quadratic" and not failed_check("rotated", *size):
-            return chosen._replace(rotated=True)
-        wrong = failed_check(what, *size)
-        if not wrong:
-            break
-        not_quadratic, not_chunked = wrong if chosen.form == "quadratic" else not_quadratic, wrong
-        chosen = _choose(*sizes, not_quadratic, not_chunked)
-    return chosen
+        problem = problem._replace(T=2 * queries - queries * queries // problem.T)
+    reasons = {"quadratic": kernel_reason("quadratic", device, dtype, D, E, p)}
+    reasons["chunked"] = reasons["quadratic"] or kernel_reason("chunked", device, dtype, D, E, p)
+    states = initial_state or return_state
+    # fewer queries than tokens are those after the state of the others
+    checks = {
+        "quadratic": "sums" if sums or initial_state else "quadratic",
+        "chunked": "states" if states or pieces > 1 or queries is not None else "chunked",
+    }
+    while True:
+        chosen = _choose(problem, form, chunk_size, states, reasons)
+        if pieces > 1 and chosen.form != "quadratic":
+            piece = problem._replace(T=problem.T // pieces)
+            chosen = _choose(piece, "chunked", chunk_size, True, reasons)
+        if not chosen.on_kernels:
+            return chosen
+        fault = failed_check(checks[chosen.form], dtype, width(chosen.form, dtype, D, E), p, problem.gated, device)
+        if not fault:
+            return chosen
+        reasons |= {"quadratic": fault, "chunked": fault} if chosen.form == "quadratic" else {"chunked": fault}
 
 
 def plan_adaptive(D, E, *, dtype, device, gated):
@@ -80,21 +90,22 @@ def plan_adaptive(D, E, *, dtype, device, gated):
     return Plan("quadratic", None, not reason, reason)
 
 
-def _choose(T, D, E, p, dtype, gated, form, chunk_size, states, not_quadratic, not_chunked):
-    """Return the Plan; not_quadratic, not_chunked: why the kernels of these forms cannot be used, or ""."""
+def _choose(problem, form, chunk_size, states, reasons):
+    """Return the Plan; reasons: for each form why its kernels cannot be used, or ""."""
+    T, D, E, p, dtype, _, gated = problem
     W = width("chunked", dtype, D, E)
     if form == "auto":
-        if not not_chunked:  # both forms are on the kernels
+        if not reasons["chunked"]:  # both forms are on the kernels
             form = "chunked" if states else cost.best_form(T, W, p, gated)
         else:
-            gain = 1 if not_quadratic else KERNEL_GAIN.get(dtype, 1)
+            gain = 1 if reasons["quadratic"] else KERNEL_GAIN.get(dtype, 1)
             form = "quadratic" if T <= gain * 1.5 * symmetric_power_dim(D, p) else "chunked"
     if form == "quadratic":
-        return Plan(form, None, not not_quadratic, not_quadratic)
+        return Plan(form, None, not reasons[form], reasons[form])
     if form == "recurrent":
         return Plan(form, 1, False, "the recurrent form is PyTorch's")
-    if not_chunked:
-        return Plan(form, chunk_size or default_chunk_size(D, p), False, not_chunked)
+    if reasons[form]:
+        return Plan(form, chunk_size or default_chunk_size(D, p), False, reasons[form])
     return Plan(form, kernel_chunk_size(T, W, p, chunk_size, gated), True, "")
 
 
@@ -112,6 +123,20 @@ def kernel_chunk_size(T, W, p, chunk_size=None, gated=True):
     if chunk_size is None:
         return cost.chunk_size(T, W, p, gated)
     return min(-(-chunk_size // 128), -(-T // 128)) * 128
+
+
+def packed_chunk_size(problem, T, chunk_size, lengths, slots):
+    """Return the chunk size of the kernels for packed sequences of T tokens in all.
+
+    problem.T: their typical length; chunk_size: the caller's request; lengths: of the sequences, or None; slots: True
+    if each sequence begins with a chunk, as in sequences.py.
+    """
+    W = width("chunked", problem.dtype, index(problem.D), index(problem.E))
+    if chunk_size is not None or not slots:
+        return kernel_chunk_size(T, W, problem.p, chunk_size, problem.gated)
+    if lengths:
+        return cost.packed_chunk_size(lengths, W, problem.p, problem.gated)
+    return cost.chunk_size(problem.T, W, problem.p, problem.gated)
 
 
 def kernel_reason(form, device, dtype, D, E, p):
@@ -132,13 +157,13 @@ def _reason_of_tensors(device, dtype):
     """Return why no kernel takes tensors of this device and dtype, or ""."""
     if device.type != "cuda":
         return f"the tensors are on {device.type}"
-    return "float64 is computed in PyTorch" if dtype == torch.float64 else ""
+    name = {torch.float64: "float64", torch.float16: "float16"}.get(dtype)
+    return f"{name} is computed in PyTorch" if name else ""
 
 
 def failed_check(form, dtype, W, p, gated, device="cuda"):
     """Return what is wrong with the kernels of this width on this GPU, or "". Warn of it once. form: see
     `check.Size`."""
-    warn_if_untested()
     wrong = failure(form, dtype, W, p, gated, device)
     if wrong:
         warn_once(f"power attention runs without its {form} kernels, which fail on this machine: {wrong}")
@@ -153,27 +178,20 @@ def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
         return reason
     D, E = index(D), index(E)
     reason = _disabled or heinsen_unsupported_reason(dtype, D, E, device)
-    if not reason:
-        warn_if_untested()
-        reason = heinsen_failure(dtype, v_dtype, width("heinsen", dtype, D, E), device)
+    reason = reason or heinsen_failure(dtype, v_dtype, width("heinsen", dtype, D, E), device)
     if reason:
         warn_once(f"heinsen attention runs in plain PyTorch, not on its Triton kernels: {reason}")
     return reason
 
 
-# The kernels for steps of training outside of attention, of which `python bench/fused.py` has shown on a GPU that they
-# are faster than what torch.compile makes of PyTorch.
+# The kernels for steps of training outside of attention. On a GPU they were measured to be faster than what
+# torch.compile makes of PyTorch: docs/training-speed.md.
 FUSED = ("rotary", "cross_entropy")
 
 
 def uses_fused(name, x):
     """Return True if the fused kernel `name` computes the tensor x."""
     return name in FUSED and not fused_kernel_reason(name, x.device, x.dtype)
-
-
-def may_rotate_within(dtype, device, D):
-    """Return True if `backend.rotated_attention` may be used for head dimension D, its check aside."""
-    return "rotary" in FUSED and width("quadratic", dtype, D) == D and not fused_kernel_reason("rotary", device, dtype)
 
 
 def fused_kernel_reason(name, device, dtype):
@@ -183,9 +201,7 @@ def fused_kernel_reason(name, device, dtype):
     if reason := _reason_of_tensors(device, dtype):
         return reason
     reason = _disabled or unusable_machine(device)
-    if not reason:
-        warn_if_untested()
-        reason = fused_failure(name, dtype, device)
+    reason = reason or fused_failure(name, dtype, device)
     if reason:
         warn_once(f"{name} runs in plain PyTorch, not on its Triton kernel: {reason}")
     return reason
@@ -195,12 +211,6 @@ def fused_kernel_reason(name, device, dtype):
 # imports torch._dynamo, which takes 2 s that a program without torch.compile need not wait.
 for asked in (kernel_reason, failed_check, heinsen_kernel_reason, fused_kernel_reason):
     asked._dynamo_marked_constant = True
-
-
-def warn_if_untested():
-    """Warn once that nobody has run the kernels on this kind of GPU, before they are compared with float64 on it."""
-    if torch.version.hip:
-        warn_once("the Triton kernels are untested on ROCm: each is compared with float64 before its first use")
 
 
 def disable_kernels(reason):

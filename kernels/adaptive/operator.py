@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from ..arguments import check, check_device, check_qkv, to_width
 from ..common import padded
 from ..operators import pad_queries
-from ..steps import asked, empty_like, keep
-from ..transforms import transformable, transformable_once
+from ..transforms import asked, empty_like, keep, transformable, transformable_once
 from . import passes
 
 

@@ -34,7 +34,7 @@ import triton
 
 from .. import width
 from ..common import HALF, LIFT, TOP, device_guard, padded
-from ..gates import chunk_dlog_g, chunk_gates
+from .gates import chunk_dlog_g, chunk_gates
 from ..layout import TILE, entries, features, layout
 from ..quadratic import passes as quadratic
 from .discumsum import discumsum

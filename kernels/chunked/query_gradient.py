@@ -70,7 +70,6 @@ from ..common import (
 )
 from ..configs import choose
 from ..layout import BLOCK, SPREAD_ROWS, STEP, entries
-from . import hopper
 
 SPREAD = 2**30  # p = 4: the most bytes of states and zx at a time, unless one head needs more
 
@@ -388,14 +387,10 @@ def query_gradient(s, prepared, S, unit_s, skip, out, x, Z, weight, gated, mirro
 
     x, out [B, T, H, D]; prepared: the result of `prepare` for x, with values; skip: the number of a chunk whose state
     is zero, or -1; weight [B * H, TP] or None for 1, p = 2 (p = 4: that of `prepared`); mirror: as `prepare` had
-    it. Takes what `chunked.Sizes` takes. On Hopper a kernel of hopper_kernels.py may take the place of this file's,
-    unless there is a `config`.
+    it. Takes what `chunked.Sizes` takes.
     """
     rows = x.shape[2]
     read = empty(S, s.B * rows, s.TP) if gated else None
-    arguments = s, prepared, S, unit_s, skip, out, x, Z, weight, mirror, read
-    if config is None and hopper.available(s.q, s.p) and hopper.query_gradient(*arguments):
-        return read
     c = config or choose("query_gradient", s.q, s.p)
     if s.p == 4:
         _query_gradient_of_products(s, prepared, S, unit_s, skip, out, x, read, mirror, c)

@@ -34,7 +34,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common import PRECISION, SQUARE_DOWN, SUM_TOP, chunk_of, multiple_of, wait_for_products
 from ..configs import choose, reads_by_descriptor
-from . import hopper
 
 
 @triton.jit
@@ -143,13 +142,10 @@ def update_square_kernel(
 def update_state(s, rows, prepared, config=None):
     """Return U [B * Hkv, chunks, F], from which `discumsum` makes states; rows: the heads in `prepared`.
 
-    Takes what `chunked.Sizes` takes: D = 16 to 128 for p = 2, to 64 for p = 4. On Hopper a kernel of hopper_kernels.py
-    may take the place of this file's, unless there is a `config`.
+    Takes what `chunked.Sizes` takes: D = 16 to 128 for p = 2, to 64 for p = 4.
     """
     U = torch.empty(s.B * s.HKV, s.chunks, s.F, dtype=s.half, device=prepared["xt"].device)
     tiles, M, down = s.layout.tiles, s.layout.M, SUM_TOP / s.most
-    if config is None and hopper.available(s.q, s.p) and hopper.update_state(s, rows, prepared, U, down):
-        return U
     c = config or choose("update_state", s.q, s.p)
     shared = s.T, s.TP, s.chunk, rows, s.HKV
     values, descriptor = prepared["values"], reads_by_descriptor(s.q)

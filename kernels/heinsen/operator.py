@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..arguments import check, check_device, check_qkv, described, to_width
-from ..steps import asked, empty_like, keep
-from ..transforms import transformable, transformable_once
+from ..transforms import asked, empty_like, keep, transformable, transformable_once
 from . import passes as heinsen
 
-NO_FEATURE = {torch.float16: -65504.0}  # an entry of q and k whose weight is zero beside any other; -1e30 if it fits
+NO_FEATURE = -1e30  # an entry of q and k whose weight is zero beside any other
 
 
 def heinsen_attention(q, k, v, documents=None, m=None, S=None, z=None, *, final=False):
@@ -22,7 +21,7 @@ def heinsen_attention(q, k, v, documents=None, m=None, S=None, z=None, *, final=
 
         w_ij = sum_d exp(q_id + k_jd),   y_i = sum_j w_ij v_j / sum_j w_ij          over j <= i of the same document
 
-    q [B, T, H, D], k [B, T, Hkv, D] bfloat16, float16 or float32, v [B, T, Hkv, E] in q's dtype or float32, any
+    q [B, T, H, D], k [B, T, Hkv, D] bfloat16 or float32, v [B, T, Hkv, E] in q's dtype or float32, any
     strides, on one GPU; query head h reads head h // (H / Hkv) of keys. D and E are at most 128. y [B, T, H, E] has v's
     dtype. documents [B, T] int32, non-decreasing, or None: tokens see earlier ones with the same number.
     m [B, Hkv, D], S [B, Hkv, D, E], z [B, Hkv, D] float32: the state before the first token, which tokens with the
@@ -34,10 +33,10 @@ def heinsen_attention(q, k, v, documents=None, m=None, S=None, z=None, *, final=
     _check(q, k, v, documents, m, S, z)
     D, E = q.shape[3], v.shape[3]
     (v,) = to_width("heinsen", v, k)[:1]
-    q, k = to_width("heinsen", q, k, v, fill=NO_FEATURE.get(q.dtype, -1e30))[:2]
+    q, k = to_width("heinsen", q, k, v, fill=NO_FEATURE)[:2]
     W = q.shape[3]
     if m is not None and (D, E) != (W, W):  # features that no query reads
-        m, z, S = F.pad(m, (0, W - D), value=-1e30), F.pad(z, (0, W - D)), F.pad(S, (0, W - E, 0, W - D))
+        m, z, S = F.pad(m, (0, W - D), value=NO_FEATURE), F.pad(z, (0, W - D)), F.pad(S, (0, W - E, 0, W - D))
     y, m, S, z, _ = _heinsen(q, k, v, documents, m, S, z, final)
     return y[..., :E], *((m[..., :D], S[..., :D, :E], z[..., :D]) if final else (m, S, z))
 

@@ -80,7 +80,7 @@ WARPS = {
 CARRY = (1, 1, 8)  # carry_states_kernel: features of a program (ROWS), warps, chunks in flight
 # dtype of q and k -> how products of float32 are computed. tf32 has too few bits for values that share a large mean: dq
 # then is a small difference of large sums (with a mean of ten standard deviations tf32 was 2.5e-2 off).
-PRECISION = {torch.bfloat16: "bf16x3", torch.float16: "bf16x3", torch.float32: "ieee"}
+PRECISION = {torch.bfloat16: "bf16x3", torch.float32: "ieee"}
 
 
 # ---- documents
@@ -464,7 +464,7 @@ def chunk_states(x, y, documents, first=None, L=None, delta=None, HKV=None, last
 def forward(q, k, v, documents=None, initial=None, *, final=False):
     """Return y [B, T, H, D], L [B, H, T] float32 and the state (m, S, z) after the last token, None unless `final`.
 
-    q [B, T, H, D], k [B, T, Hkv, D] bfloat16, float16 or float32, v [B, T, Hkv, D] in the same dtype or float32, which
+    q [B, T, H, D], k [B, T, Hkv, D] bfloat16 or float32, v [B, T, Hkv, D] in the same dtype or float32, which
     is that of y; any strides. documents [B, T] int32 or None; initial: (m [B, Hkv, D], S [B, Hkv, D, D], z [B, Hkv, D])
     float32 or None.
     """

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 
 from ..common import PRECISION, at_head, block_and_head, int_power, inverse, multiple_of
-from ..gates import gates_of_head
-from ..rotary import turned_back
+from .gates import gates_of_head
 from .tiles import (
     ahead,
     before_rows,
@@ -41,29 +40,27 @@ from .tiles import (
 @triton.jit
 def _dq_tiles_of_one_power(
     acc, r, q, dy, delta,
-    keys, rows, gates,  # as in `_forward_tiles`, with (K2, strides) behind the keys
+    keys, rows, gates,  # as in `_forward_tiles`
     begin, end, T,
     P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Return (acc, r), the sums for dq and row, with the keys from begin to end added, BN at a time.
 
     Decays are those of `_forward_tiles_of_one_power`.
     """
     GATED: tl.constexpr = gates is not None
-    K, k_strides, V, v_strides, b, hkv, K2, k2_strides = keys
-    row, c_lo, c_row, c_first, first_row, key_scale = rows
+    K, k_strides, V, v_strides, b, hkv = keys
+    row, c_lo, c_row, c_first, first_row = rows
     if GATED:
         C, _, KEY_DECAY, _, C_END, _ = gates
     if GATED and not DIAGONAL:
         x, c_next = ahead(C_END, c_lo, begin, end, BN, 1.0)
         key_decay = load_key_decay(KEY_DECAY, begin, BN)
-    for start in tl.range(begin, end, BN, num_stages=1 if DIAGONAL and GATED else None):
+    for start in tl.range(begin, end, BN, num_stages=1 if DIAGONAL and GATED or not COLS else None):
         k = load_tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
         v = load_tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if P > 4 and q.dtype == tl.float16:
-            s *= key_scale[:, None]
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         a = times_power(int_power(s, P // 2), s, P)
         ds = a * (dp * x - (delta * x)[:, None] if GATED and not DIAGONAL else dp - delta[:, None])
@@ -83,21 +80,20 @@ def _dq_tiles_of_one_power(
             c_next = sum_before(C_END, tl.minimum(start + 3 * BN, end))
         if ROWS:
             r += tl.sum(ds * s, 1)
-        if K2 is not None:
-            k = load_tile(K2, k2_strides, b, start, hkv, T, BN, D, DIAGONAL)
-        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+        if COLS:
+            acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
     return acc, r
 
 
 @triton.jit
 def _dq_tiles_of_powers(
     acc, r, q, dy, delta,
-    keys, rows, gates,  # (K, strides, V, strides, b, hkv, K2, strides), (row, first_row, p - 1, c, x) or None
+    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, first_row, p - 1, c, x) or None
     begin, end, T,
     D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Return (acc, r), the sums for dq and dp, as `_dq_tiles_of_one_power` does, with a power for each row."""
-    K, k_strides, V, v_strides, b, hkv, K2, k2_strides = keys
+    K, k_strides, V, v_strides, b, hkv = keys
     row, first_row, less, c, middle = rows
     for start in range(begin, end, BN):
         k = load_tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
@@ -115,8 +111,6 @@ def _dq_tiles_of_powers(
         elif gates is not None:
             ds *= load_key_decay(gates[2], start, BN)[None, :]
         r += tl.sum(ds * s * (x - middle[:, None]), 1)
-        if K2 is not None:
-            k = load_tile(K2, k2_strides, b, start, hkv, T, BN, D, DIAGONAL)
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
     return acc, r
 
@@ -134,7 +128,7 @@ def _dq_tiles(
         return _dq_tiles_of_powers(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, D, BN, DIAGONAL)
     else:
         return _dq_tiles_of_one_power(
-            acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL, FACTORS, SUMS == 2
+            acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL, FACTORS, SUMS > 1, SUMS < 3
         )
 
 
@@ -167,7 +161,7 @@ def _dq_diagonal(
         acc, r = tl.where(seen[:, None], acc, 0.0), tl.where(seen, r, 0.0)
         return _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True, SUMS)
     else:
-        _, _, c_row, c_first, first_row, _ = rows
+        _, _, c_row, c_first, first_row = rows
         decay = tl.exp(c_row - c_first)  # since the first row
         if factors:
             acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, True, SUMS, True)
@@ -180,25 +174,31 @@ def _dq_diagonal(
 
 
 @triton.jit
-def _store_gradient(OUT, x, b, start, h, n, heads, TURN=None):
-    """Write x [N, D] float32, turned back if TURN says so, as rows start, start + 1, ... of head h of sequence b in OUT
-    [B, n, heads, D]."""
+def _store_gradient(OUT, x, b, start, h, n, heads):
+    """Write x [N, D] float32 as rows start, start + 1, ... of head h of sequence b in OUT [B, n, heads, D]."""
     out = row_offsets(b, start, h, n, heads, x.shape[0], x.shape[1])
     row = start + tl.arange(0, x.shape[0])
-    tl.store(OUT + out, turned_back(x, TURN, b, start, n).to(OUT.dtype.element_ty), row[:, None] < n)
+    tl.store(OUT + out, x.to(OUT.dtype.element_ty), row[:, None] < n)
 
 
-@triton.jit
-def _dq_rows(
-    arrays, strides, scale, rest, T, OFFSET, CHUNK, H, HKV, bh, b, h, hkv, first,
-    P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, AGAIN: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
+def dq_kernel(
+    Q, K, V, DY,
+    Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
+    KEY_SCALE, POWERS, gates, NEAR,  # see the table above and gates.py, or None
+    DQ, PAIR, G, ROW,  # what is written, or None; G with gates only
+    q_strides, k_strides, v_strides, dy_strides,  # None: a tensor descriptor
+    scale, rest,
+    T, OFFSET, CHUNK, H, HKV, BH, HEADS,
+    P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
+    BEFORE: tl.constexpr,  # there is a state before the first token, so no row sees itself alone
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute `dq_kernel` for the rows from `first` on of a sequence and head."""
-    Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW, ERROR, TURN = arrays
-    q_strides, k_strides, v_strides, k2_strides, dy_strides = strides
+    """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs."""
     GATED: tl.constexpr = gates is not None
-    n, lo = count_queries(T, OFFSET), token_of(first, OFFSET)
+    n = count_queries(T, OFFSET)
+    bh, b, h, hkv, first = queries_of_program(n, H, HKV, BH, HEADS, BM)
+    lo = token_of(first, OFFSET)
     row = lo + tl.arange(0, BM)
     out = row_offsets(b, first, h, n, H, BM, D)
 
@@ -206,21 +206,13 @@ def _dq_rows(
     dy = load_tile(DY, dy_strides, b, first, h, n, BM, D, True)
     dy = dy.to(q.dtype) if dy.dtype == tl.float32 else dy
     q32 = q.to(tl.float32)
-    key_scale = 0.0
-    if P > 4 and q.dtype == tl.float16:  # which would not hold a row that is scaled for the keys too: the scores are
-        key_scale = (
-            load_vector(at_head(KEY_SCALE, T, b * HKV + hkv), lo, BM) if NORMALIZE else tl.full([BM], 1, tl.float32)
-        )
+    begin, end = first_key_of(NEAR, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
+    c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, -1 if BEFORE else 0, False
+    if GATED:
+        gates = gates_of_head(gates, T, b * HKV + hkv)
     if NORMALIZE:
         y = tl.load(Y + out, mask=row[:, None] < T, other=0.0)
         delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
-        if AGAIN:  # the sum of w_ij (dP_ij - delta_i) / l_i over j would be zero
-            error = load_vector(at_head(ERROR, T if GATED else 128, bh), lo, BM)
-            if GATED:
-                first_key = first_key_of(NEAR, lo, b * HKV + hkv, T, CHUNK)
-                reads = may_read_state(gates, T, b * HKV + hkv, lo, first_key, BM, BEFORE)
-                error = tl.where(reads, 0.0, error)
-            delta += error
         l = load_vector(at_head(L, n, bh), first, BM)
         over_l = inverse(l)
         if P > 0:
@@ -234,24 +226,30 @@ def _dq_rows(
         factor, over_l = p, 1.0
     else:
         g = int_power(factor, P // 2) * tl.sqrt(over_l)
-    if P > 4 and q.dtype == tl.float16:
-        q = (q32 * (factor / key_scale)[:, None]).to(q.dtype)
-    elif P > 4:
+    if P > 4:
         q = (q32 * factor[:, None]).to(q.dtype)
     elif P > 0:  # s^3 stays in range without it, and the product is faster if q does not pass through registers
         over_l, factor = g * g, 1.0
-    acc = tl.zeros([BM, D], tl.float32)
-    r = tl.zeros([BM], tl.float32)
-    begin, end = first_key_of(NEAR, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
-    c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, -1 if BEFORE else 0, False
+    first_key = begin
     if GATED:
-        gates = gates_of_head(gates, T, b * HKV + hkv)
         c_lo, begin = before_rows(gates, lo, begin, end, BN)
         c_row, c_first, first_row, factors = gates_of_rows(gates, lo, end, BM)
+    keys = (K, k_strides, V, v_strides, b, hkv)
+    rows = (row, first_row, less, g, x) if P == 0 else (row, c_lo, c_row, c_first, first_row)
+    SUMS: tl.constexpr = 2 if ROWS else 0 if DQ is None and ROW is None and not NORMALIZE else 1
+    acc = tl.zeros([BM, D], tl.float32)
+    r = tl.zeros([BM], tl.float32)
+    if NORMALIZE and P > 0:
+        if delta_may_be_inexact(gates, lo, BM, BEFORE):  # the sum of w_ij (dP_ij - delta_i) / l_i over j would be zero
+            e = tl.zeros([BM], tl.float32)
+            if GATED:
+                _, e = _dq_tiles(acc, e, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False, 3)
+            _, e = _dq_diagonal(acc, e, q, dy, delta, keys, rows, gates, end, lo, False, T, P, D, BN, 3)
+            e *= over_l
+            if GATED:
+                e = tl.where(may_read_state(gates, lo, first_key, BM, BEFORE), 0.0, e)
+            delta += tl.where(row > first_row, e, 0.0)
     _store_pair(PAIR, G, gates, n, bh, first, row, first_row, c_row, g, p * delta if P == 0 else delta, P, R)
-    keys = (K, k_strides, V, v_strides, b, hkv, K2, k2_strides)
-    rows = (row, first_row, less, g, x) if P == 0 else (row, c_lo, c_row, c_first, first_row, key_scale)
-    SUMS: tl.constexpr = 2 if ROWS else 0 if DQ is None and ROW is None and ERROR is None else 1
     acc, r = _dq_tiles(acc, r, q, dy, delta, keys, rows, gates, begin, end, T, P, D, BN, False, SUMS)
     acc, r = _dq_diagonal(acc, r, q, dy, delta, keys, rows, gates, end, lo, factors, T, P, D, BN, SUMS)
 
@@ -259,66 +257,17 @@ def _dq_rows(
         over_l = tl.where(row > first_row, over_l, 0.0)
     acc *= ((1 if P == 0 else P) * factor * over_l)[:, None]
     if DQ is not None:
-        _store_gradient(DQ, acc, b, first, h, n, H if TURN is None else H + 2 * HKV, TURN)
+        _store_gradient(DQ, acc, b, first, h, n, H)
     if ROWS:
         tl.store(at_head(ROW, T, bh) + row, r * over_l)
     elif P == 0 and ROW is not None:
         tl.store(at_head(ROW, n, bh) + (first + tl.arange(0, BM)), r * over_l * 0.6931471805599453)  # ln 2
-    if ERROR is not None and not AGAIN:
-        if delta_may_be_inexact(gates, T, 0, lo, BM, BEFORE):  # gates are at this head
-            q32 = load_tile(Q, q_strides, b, first, h, n, BM, D, True).to(tl.float32)
-            tl.store(at_head(ERROR, T if GATED else 128, bh) + row, tl.sum(acc * q32, 1) / P)
-
-
-@triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
-def dq_kernel(
-    Q, K, V, DY, K2,  # if Q and K are float16, V and DY are bfloat16 and K2 is K in bfloat16; else it is None
-    Y, L, DL,  # written by the forward pass, or without NORMALIZE the gradient to its L
-    KEY_SCALE, POWERS, gates, NEAR,  # see the table above and gates.py, or None
-    DQ, PAIR, G, ROW, ERROR,  # what is written, or None; G with gates only
-    TURN,  # as for `turned_back`; then DQ has the heads of q, k and v
-    q_strides, k_strides, v_strides, k2_strides, dy_strides,  # None: a tensor descriptor
-    scale, rest,
-    T, OFFSET, CHUNK, H, HKV, BH, HEADS,
-    P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
-    BEFORE: tl.constexpr,  # there is a state before the first token, so no row sees itself alone
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, AGAIN: tl.constexpr,
-    TILES: tl.constexpr,
-):  # fmt: skip
-    """Write BM rows of dq, and PAIR, G and ROW of the table above, which the other pass needs.
-
-    With AGAIN, a program looks at TILES times BM rows, and computes those again whose delta may have been inexact, less
-    its ERROR.
-    """
-    arrays = (Q, K, V, DY, K2, Y, L, DL, KEY_SCALE, POWERS, gates, NEAR, DQ, PAIR, G, ROW, ERROR, TURN)
-    strides = (q_strides, k_strides, v_strides, k2_strides, dy_strides)
-    n = count_queries(T, OFFSET)
-    if not AGAIN:
-        bh, b, h, hkv, first = queries_of_program(n, H, HKV, BH, HEADS, BM)
-        _dq_rows(
-            arrays, strides, scale, rest, T, OFFSET, CHUNK, H, HKV, bh, b, h, hkv, first,
-            P, D, NORMALIZE, BEFORE, BM, BN, R, ROWS, False,
-        )  # fmt: skip
-    else:
-        tiles = 1 if gates is None else tl.cdiv(n, BM)
-        these = tl.minimum(tl.program_id(0) * TILES + tl.arange(0, TILES), BH * tiles - 1)
-        of_keys = these // tiles // H * HKV + these // tiles % H // (H // HKV)
-        inexact = delta_may_be_inexact(gates, T, of_keys, token_of(these % tiles * BM, OFFSET), BM, BEFORE)
-        for i in range(tl.program_id(0) * TILES, tl.minimum(tl.program_id(0) * TILES + TILES, BH * tiles)):
-            bh, first = i // tiles, i % tiles * BM
-            b, h = bh // H, bh % H
-            hkv = h // (H // HKV)
-            if tl.sum(tl.where(these == i, inexact.to(tl.int32), 0), 0) > 0:
-                _dq_rows(
-                    arrays, strides, scale, rest, T, OFFSET, CHUNK, H, HKV, bh, b, h, hkv, first,
-                    P, D, NORMALIZE, BEFORE, BM, BN, R, ROWS, True,
-                )  # fmt: skip
 
 
 @triton.jit
 def _dkdv_tiles_of_one_power(
     dk, dv, col, k, v,
-    queries, b, h, H,  # (Q, strides, DY, strides, Q2, strides, PAIR, G)
+    queries, b, h, H,  # (Q, strides, DY, strides, PAIR, G)
     columns, gates,  # (column, c_hi, c_col, c_last, first_row), (C, FIRST, C_START) at this head of keys or None
     begin, end, T, OFFSET,
     P: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
@@ -326,7 +275,7 @@ def _dkdv_tiles_of_one_power(
 ):  # fmt: skip
     """Return (dk, dv, col) with the queries from begin to end of one head added, BM at a time."""
     GATED: tl.constexpr = gates is not None
-    Q, q_strides, DY, dy_strides, Q2, q2_strides, PAIR, G = queries
+    Q, q_strides, DY, dy_strides, PAIR, G = queries
     column, c_hi, c_col, c_last, first_row = columns
     n = count_queries(T, OFFSET)
     PAIR = at_head(PAIR, n, 2 * (b * H + h))
@@ -375,8 +324,6 @@ def _dkdv_tiles_of_one_power(
             ds = tl.where((at > first)[None, :], ds, 0.0)
         if ROWS:
             col += tl.sum(ds * s, 1)
-        if Q2 is not None:
-            q = load_tile(Q2, q2_strides, b, row, h, n, BM, D, True)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv, col
 
@@ -384,13 +331,13 @@ def _dkdv_tiles_of_one_power(
 @triton.jit
 def _dkdv_tiles_of_powers(
     dk, dv, k, v,
-    queries, POWERS, b, h, H,  # (Q, strides, DY, strides, Q2, strides, PAIR, G)
+    queries, POWERS, b, h, H,  # (Q, strides, DY, strides, PAIR, G)
     columns, gates,  # (column, ...), (C, FIRST, C_START) at this head of keys or None
     begin, end, T, OFFSET,
     D: tl.constexpr, BM: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Return (dk, dv) as `_dkdv_tiles_of_one_power` does, with a power for each query."""
-    Q, q_strides, DY, dy_strides, Q2, q2_strides, PAIR, G = queries
+    Q, q_strides, DY, dy_strides, PAIR, G = queries
     n, column = count_queries(T, OFFSET), columns[0]
     PAIR, POWERS = at_head(PAIR, n, 2 * (b * H + h)), at_head(POWERS, n, 2 * b)
     for start in range(begin, end, BM):
@@ -416,8 +363,6 @@ def _dkdv_tiles_of_powers(
         ds = t * (dp * p[None, :] - pdelta[None, :])
         if DIAGONAL:  # in a row that sees itself alone, y_i is v_i for any q_i
             ds = tl.where((at > first)[None, :], ds, 0.0)
-        if Q2 is not None:
-            q = load_tile(Q2, q2_strides, b, row, h, n, BM, D, True)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -503,12 +448,11 @@ def _last_reader(OPENED, FIRST, hi, end, T):
 
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BHKV", "HEADS"])
 def dkdv_kernel(
-    Q, K, V, DY, Q2,  # if Q and K are float16, V and DY are bfloat16 and Q2 is Q in bfloat16; else it is None
+    Q, K, V, DY,
     POWERS, gates, NEAR,  # or None
     PAIR, G, ROW,  # written by `dq_kernel`
     DK, DV,  # what is written
-    TURN,  # as for `dq_kernel`
-    q_strides, k_strides, v_strides, dy_strides, q2_strides,  # None: a tensor descriptor
+    q_strides, k_strides, v_strides, dy_strides,  # None: a tensor descriptor
     T, OFFSET, CHUNK, H, HKV, BHKV, HEADS,  # BHKV: B * HKV
     P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
@@ -540,7 +484,7 @@ def dkdv_kernel(
         end = _last_reader(at_head(OPENED, T, bh, 32), FIRST, hi, end, T)
         c_col, c_last, factors = load_vector(C, lo, BN), tl.load(C + hi), forgets_little(C, FIRST, hi, lo)
         first_row = lo // 128 * 128 + tl.load(FIRST + hi).to(tl.int32)
-    queries = (Q, q_strides, DY, dy_strides, Q2, q2_strides, PAIR, G)
+    queries = (Q, q_strides, DY, dy_strides, PAIR, G)
     columns, lo_row = (column, c_hi, c_col, c_last, first_row), lo
     if OFFSET is not None:  # keys before it are read by the queries alone
         begin, lo_row = tl.maximum(begin, multiple_of(OFFSET, 128)), tl.maximum(lo, multiple_of(OFFSET, 128))
@@ -556,9 +500,8 @@ def dkdv_kernel(
 
     if P > 0:
         dk *= P
-    heads = HKV if TURN is None else H + 2 * HKV
-    _store_gradient(DK, dk, b, lo, hkv, T, heads, TURN)
-    _store_gradient(DV, dv, b, lo, hkv, T, heads)
+    _store_gradient(DK, dk, b, lo, hkv, T, HKV)
+    _store_gradient(DV, dv, b, lo, hkv, T, HKV)
     if ROWS:
         row = tl.zeros([BN], tl.float32) - col
         for i in range(group):

@@ -6,8 +6,8 @@ What is computed, and the names and shapes of arrays: quadratic.py.
 import triton
 import triton.language as tl
 
-from ..common import PRECISION, ROW_EXPONENT, add, at_head, int_power, inverse, load_rows, maximum
-from ..gates import gates_of_head, log_gates
+from ..common import PRECISION, ROW_EXPONENT, add, at_head, int_power, inverse, load_rows, log_gates, maximum
+from .gates import gates_of_head
 from .tiles import (
     ahead,
     before_rows,
@@ -53,7 +53,7 @@ def key_scale_kernel(K, LOG_G, KEY_SCALE, k_strides, g_strides, T, HKV, D: tl.co
 @triton.jit
 def _forward_tiles_of_one_power(
     acc, l, q,
-    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, c_lo, c_row, c_first, first_row, key_scale), at this
+    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, c_lo, c_row, c_first, first_row), at this
     begin, end, T,  # head or None
     P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
@@ -63,18 +63,16 @@ def _forward_tiles_of_one_power(
     """
     GATED: tl.constexpr = gates is not None
     K, k_strides, V, v_strides, b, hkv = keys
-    row, c_lo, c_row, c_first, first_row, key_scale = rows
+    row, c_lo, c_row, c_first, first_row = rows
     if GATED:
         C, _, KEY_DECAY, _, C_END, _ = gates
-    ones = tl.full([BN, 8], 1.0, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
+    ones = tl.full([BN, 8], 1.0, q.dtype)
     if GATED and not DIAGONAL:
         x, c_next = ahead(C_END, c_lo, begin, end, BN, 0.5)
         decay = load_key_decay(KEY_DECAY, begin, BN) * x
     for start in tl.range(begin, end, BN, num_stages=1 if DIAGONAL and GATED else None):
         k = load_tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if P > 4 and q.dtype == tl.float16:
-            s *= key_scale[:, None]
         a = int_power(s, P // 2)
         if DIAGONAL:
             at = start + tl.arange(0, BN)
@@ -109,7 +107,7 @@ def _forward_tiles_of_powers(
     """Do the same as `_forward_tiles_of_one_power` with a power for each row."""
     K, k_strides, V, v_strides, b, hkv = keys
     row, first_row, p, offset = rows
-    ones = tl.full([BN, 8], 1.0, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
+    ones = tl.full([BN, 8], 1.0, q.dtype)
     for start in range(begin, end, BN):
         k = load_tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
         x = log2(tl.dot(q, tl.trans(k), input_precision=PRECISION))
@@ -153,7 +151,7 @@ def _forward_diagonal(
         acc, l = tl.where(seen, acc, 0.0), tl.where(seen, l, 0.0)
         return _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True)
     else:
-        _, _, c_row, c_first, first_row, _ = rows
+        _, _, c_row, c_first, first_row = rows
         decay = tl.exp(c_row - c_first)[:, None]  # since the first row
         if factors:
             acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True, True)
@@ -167,7 +165,7 @@ def _forward_diagonal(
 
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
 def forward_kernel(
-    Q, K, V,  # V: bfloat16 if Q and K are float16
+    Q, K, V,
     Y, L,  # what is written
     NUM, DEN,  # what is added to the sums before dividing, or None
     KEY_SCALE, POWERS, gates, NEAR,  # see the table above and gates.py, or None
@@ -187,19 +185,11 @@ def forward_kernel(
 
     q = load_tile(Q, q_strides, b, first, h, n, BM, D, True)
     q32 = q.to(tl.float32)
-    key_scale = 0.0
-    if P > 4 and q.dtype == tl.float16:  # which would not hold a row that is scaled for the keys too: the scores are
-        key_scale = (
-            load_vector(at_head(KEY_SCALE, T, b * HKV + hkv), lo, BM) if NORMALIZE else tl.full([BM], 1, tl.float32)
-        )
     if P == 0:
         p, _, offset = row_power(POWERS, q32, KEY_SCALE, T, n, b, b * HKV + hkv, lo, first)
     elif NORMALIZE:
         scale = row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)
-        if P > 4 and q.dtype == tl.float16:
-            q = (q32 * (scale / key_scale)[:, None]).to(q.dtype)
-        else:
-            q = (q32 * scale[:, None]).to(q.dtype)
+        q = (q32 * scale[:, None]).to(q.dtype)
     else:
         q = (q32 * scale).to(q.dtype)
 
@@ -212,7 +202,7 @@ def forward_kernel(
         c_lo, begin = before_rows(gates, lo, begin, end, BN)
         c_row, c_first, first_row, factors = gates_of_rows(gates, lo, end, BM)
     keys = (K, k_strides, V, v_strides, b, hkv)
-    rows = (row, first_row, p, offset) if P == 0 else (row, c_lo, c_row, c_first, first_row, key_scale)
+    rows = (row, first_row, p, offset) if P == 0 else (row, c_lo, c_row, c_first, first_row)
     acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, False)
     acc, l = _forward_diagonal(acc, l, q, keys, rows, gates, end, lo, factors, T, P, D, BN)
 

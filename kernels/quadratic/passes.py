@@ -24,9 +24,6 @@ costs nothing there. Tiles on the diagonal have a mask and an exp for each eleme
     g           [B, H, n padded to 128]        float32    dq to dkdv, with gates; g = (scale of q and k)^(p/2) / sqrt(l)
     row         [B, H, T padded to 128]        float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i;
                                                           P = 0: [B, H, n padded to 128], each head's gradient to p_i
-    error       [B, H, T padded to 128]        float32    the sum of w_ij (dP_ij - delta_i) / l_i over j, which is
-                                                          q_i . dq_i / p and would be zero, where delta may be inexact;
-                                                          without gates [B, H, 128]
     powers      [B, n padded to 128, 2]        float32    P = 0: p_i, and p_i - 1
     gates       six arrays                                see gates.py
 
@@ -61,9 +58,6 @@ where any x gives the same dp_i but for rounding, and one near the row's mean of
 is -inf, and the weight and its derivatives are 0. log_g may hold 0 and -inf alone, so that decays are 0 or 1; pair
 holds c_i (with gates -inf in rows that see nothing before the R rows around them) and p_i delta_i, g holds c_i. Keys
 are scaled as for p = 6 and 8.
-
-float16. s is a product of float16, but s^p is beyond it: w and ds are bfloat16, and so are their other operands (v, dy,
-and q and k a second time), which the launchers convert. dP is of the same v and dy, so that it cancels against delta.
 """
 
 import math
@@ -74,13 +68,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common import device_guard, empty, padded
 from ..configs import choose, reads_by_descriptor
-from ..gates import dlog_g, tile_gates
-from ..rotary import table_stride
+from .gates import dlog_g, tile_gates
 from .backward_kernels import dkdv_kernel, dq_kernel
 from .forward_kernel import forward_kernel, key_scale_kernel
 
 L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while programs work on several heads
-TILES = 8  # of a program of the second pass over dq
 
 
 def forward(
@@ -89,10 +81,10 @@ def forward(
 ):  # fmt: skip
     """Return y [B, n, H, D] in q's dtype and l [B, H, n padded to a multiple of 128], float32, for `backward`.
 
-    q [B, n, H, D], k, v [B, T, Hkv, D], bfloat16, float16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D
+    q [B, n, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D
     and p: those of `kernels.HEAD_DIMS` and `kernels.POWERS`, or p = 0 with powers [B, n] float32 and a log_g of 0 and
     -inf. The queries belong to the last n tokens; T - n is a multiple of 128. chunk: tokens see nothing before their
-    chunk, a multiple of 128, but for what `near` says (NEAR in gates.py). num [B, n, H, D], den [B, H, n padded],
+    chunk, a multiple of 128, but for what `near` says (`chunk_gates`). num [B, n, H, D], den [B, H, n padded],
     float32: added to the sums before dividing. `scale` cancels.
 
     With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
@@ -101,10 +93,9 @@ def forward(
     (B, n, H, _), (T, HKV) = q.shape, k.shape[1:3]
     y = torch.empty(q.shape, dtype=q.dtype if normalize else torch.float32, device=q.device)
     l = torch.zeros(B, H, padded(n), dtype=torch.float32, device=q.device)
-    scale, rest = _powers_of_two(scale, p, q.dtype)
+    scale, rest = _powers_of_two(scale, p)
     c = config or choose("forward", q, p, log_g is not None, chunk is not None)
     with device_guard(q.device):
-        v = v if (wide := _wide(v)) is None else wide
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c.BN, 0.5)
         tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
         forward_kernel[(triton.cdiv(n, c.BM) * B * H,)](
@@ -117,76 +108,56 @@ def forward(
 
 def backward(
     dy, dl, q, k, v, log_g, y, l, *, p, powers=None, scale=1.0, normalize=True, chunk=None, near=None, before=False,
-    turn=None, needs=(True, True, True), configs=(None, None),
+    needs=(True, True, True), configs=(None, None),
 ):  # fmt: skip
     """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates; with powers their
     gradient [B, n] float32 in place of dlog_g.
 
     With normalize, y and l are those of forward and dl is not read; else y and l are not read, and dl has l's shape.
-    With `chunk`, row of the table above is returned in place of dlog_g, for `gates.chunk_dlog_g`. before: True if there
-    is a state before the first token. turn: (cos, sin) of `rotary.rotate`, by which q and k were rotated; there are as
-    many queries as keys then, and dqkv [B, T, H + 2 Hkv, D], turned back, is returned in place of all three. needs:
-    whether dq, either of dk and dv, and the last are wanted; the others are None. Raises ValueError for configurations
-    that do not fit each other.
+    With `chunk`, row of the table above is returned in place of dlog_g, for `chunk_dlog_g`. before: True if there is a
+    state before the first token. needs: whether dq, either of dk and dv, and the last are wanted; the others are None.
+    Raises ValueError for configurations that do not fit each other.
     """
     (B, n, H, _), (T, HKV) = q.shape, k.shape[1:3]
     needs_q, needs_kv, needs_last = needs
     rows = needs_last and log_g is not None and powers is None
-    again = normalize and powers is None and (log_g is not None or n == T)
     needs_kv = needs_kv or rows  # dkdv_kernel ends dlog_g
     like = lambda x, wanted: torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted else None
-    if turn is None:
-        dq, dk, dv = like(q, needs_q), like(k, needs_kv), like(v, needs_kv)
-    else:
-        cos, sin = turn
-        dqkv, turn = q.new_empty(B, T, H + 2 * HKV, q.shape[3]), (cos, sin, table_stride(cos))
-        dq, dk, dv = dqkv.split((H, HKV, HKV), dim=2)
+    dq, dk, dv = like(q, needs_q), like(k, needs_kv), like(v, needs_kv)
     pair, g, row = empty(q, B, H, padded(n), 2), None, None
-    error = empty(q, B, H, 128 if log_g is None else padded(T)) if again else None
     if log_g is not None:
         g = empty(q, B, H, padded(n))
         if rows:  # there are no queries of the tokens before
             row = (empty if n == T else _zeros)(q, B, H, padded(T))
     if powers is not None:
         row, powers = empty(q, B, H, padded(n)) if needs_last else None, _row_powers(powers)
-    scale, rest = _powers_of_two(scale, p, q.dtype)
+    scale, rest = _powers_of_two(scale, p)
     c_dq = configs[0] or choose("dq", q, p, log_g is not None, chunk is not None)
     c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None, chunk is not None)
     if c_dq.BM < c_dkdv.BM or c_dkdv.BN % c_dkdv.BM:
         raise ValueError(f"dkdv's BM must divide its BN and be at most dq's BM, got {c_dq} for dq, {c_dkdv} for dkdv")
     with device_guard(q.device):
-        q2, k2 = _wide(q), _wide(k)
-        if k2 is not None:  # v as the forward pass had it: delta_i is a mean of dP_ij only of the same values
-            dy, v = dy.bfloat16(), v.bfloat16()
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
-        (k_tiles, v_tiles, k2), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN), (k2, c_dq.BN))
-        tiles = triton.cdiv(n, c_dq.BM) * B * H
-        looks_at = 1 if log_g is None else TILES  # without gates the first rows of all
-        passes = [(tiles, False)]  # programs, AGAIN
-        if again:
-            passes.append((B * H if log_g is None else triton.cdiv(tiles, looks_at), True))
-        for programs, second in passes:
-            dq_kernel[(programs,)](
-                q, k_tiles, v_tiles, dy, k2, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row, error, turn,
-                q.stride(), *kv_strides, dy.stride(), scale, rest,
-                T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
-                R=c_dkdv.BM, ROWS=rows, BEFORE=before, AGAIN=second, TILES=looks_at,
-                **_options(c_dq._replace(maxnreg=0) if second else c_dq, q, p, normalize),
-            )  # fmt: skip
+        (k_tiles, v_tiles), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN))
+        dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
+            q, k_tiles, v_tiles, dy, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row,
+            q.stride(), *kv_strides, dy.stride(), scale, rest,
+            T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
+            R=c_dkdv.BM, ROWS=rows, BEFORE=before, **_options(c_dq, q, p, normalize),
+        )  # fmt: skip
         if needs_kv:
-            (q, dy, q2), (q_strides, *dy_strides) = _tiles(*((x, c_dkdv.BM) for x in (q, dy, q2)))
+            (q, dy), (q_strides, dy_strides) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
             dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-                q, k, v, dy, q2, powers, gates, near, pair, g, row, dk, dv, turn,
-                q_strides, k.stride(), v.stride(), *dy_strides,
+                q, k, v, dy, powers, gates, near, pair, g, row, dk, dv,
+                q_strides, k.stride(), v.stride(), dy_strides,
                 T, _offset(n, T), chunk or T, H, HKV, B * HKV, _heads_together(chunk or T, B * HKV),
                 ROWS=rows, BEFORE=before, **_options(c_dkdv, k, p, normalize),
             )  # fmt: skip
-        grads = (dq, dk, dv) if turn is None else (dqkv,)
         if not needs_last or (log_g is None and powers is None):
-            return *grads, None
+            return dq, dk, dv, None
         if powers is not None:
-            return *grads, row[..., :n].sum(1)
-        return *grads, row if chunk else dlog_g(row, log_g, H)
+            return dq, dk, dv, row[..., :n].sum(1)
+        return dq, dk, dv, row if chunk else dlog_g(row, log_g, H)
 
 
 def _row_powers(powers):
@@ -209,14 +180,6 @@ def _offset(n, T):
     return None if n == T else T - n
 
 
-def _wide(x):
-    """Return x in bfloat16 if it is float16, else None.
-
-    s^p is beyond float16, so that weights are bfloat16, and a product has two operands of one type.
-    """
-    return x.bfloat16() if x.dtype == torch.float16 else None
-
-
 def _key_scales(k, log_g, p, normalize):
     """Return KEY_SCALE of the table above, or None if keys are taken as they are."""
     if 0 < p <= 4 or not normalize:
@@ -232,13 +195,13 @@ def _tiles(*tensors_and_rows):
     """Return (tensors, strides) for a kernel that fetches tiles of so many rows.
 
     The tensors are descriptors, and strides is None, if there is a copy engine that can fetch them: every row must
-    begin at a multiple of 16 bytes. A tensor may be None.
+    begin at a multiple of 16 bytes.
     """
     tensors = [x for x, _ in tensors_and_rows]
-    if not all(x is None or reads_by_descriptor(x) and aligned(x) for x in tensors):
-        return tensors, [None if x is None else x.stride() for x in tensors]
-    tile = lambda x, n: TensorDescriptor(x, x.shape, x.stride(), [1, n, 1, x.shape[3]])
-    return [None if x is None else tile(x, n) for x, n in tensors_and_rows], [None] * len(tensors)
+    if not all(reads_by_descriptor(x) and aligned(x) for x in tensors):
+        return tensors, [x.stride() for x in tensors]
+    tiles = [TensorDescriptor(x, x.shape, x.stride(), [1, n, 1, x.shape[3]]) for x, n in tensors_and_rows]
+    return tiles, [None] * len(tensors)
 
 
 def aligned(x):
@@ -247,12 +210,9 @@ def aligned(x):
     return x.stride(3) == 1 and strides and x.data_ptr() != 0 and x.data_ptr() % 16 == 0
 
 
-def _powers_of_two(scale, p, dtype):
-    """Return (a power of two near scale, by which bfloat16 is multiplied exactly; the rest of scale^p).
-
-    float16 is not multiplied: it has few exponents.
-    """
-    power = 1.0 if dtype == torch.float16 else 2.0 ** round(math.log2(abs(scale)))
+def _powers_of_two(scale, p):
+    """Return (a power of two near scale, by which bfloat16 is multiplied exactly; the rest of scale^p)."""
+    power = 2.0 ** round(math.log2(abs(scale)))
     return power, (scale / power) ** p
 
 

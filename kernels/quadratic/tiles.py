@@ -199,7 +199,7 @@ def forgets_little(C, FIRST, last, key):
 
 
 @triton.jit
-def delta_may_be_inexact(gates, T, bh, lo, BM: tl.constexpr, BEFORE: tl.constexpr):
+def delta_may_be_inexact(gates, lo, BM: tl.constexpr, BEFORE: tl.constexpr):
     """Return True if one token may dominate some of the BM rows from lo on.
 
     Then dP_ij - delta_i is as small as the rounding of y in delta_i. These are the first rows of all or of a document,
@@ -208,15 +208,16 @@ def delta_may_be_inexact(gates, T, bh, lo, BM: tl.constexpr, BEFORE: tl.constexp
     if gates is None:
         return (lo == 0) & (not BEFORE)
     else:
-        C, FIRST, last = at_head(gates[0], T, bh), at_head(gates[1], T, bh), lo + BM - 1
+        C, FIRST, _, _, _, _ = gates
+        last = lo + BM - 1
         opens = lo // 128 * 128 + tl.load(FIRST + last).to(tl.int32) >= lo
         return opens | (tl.load(C + lo) - tl.load(C + last) > STRONG * BM)
 
 
 @triton.jit
-def may_read_state(gates, T, bh, lo, begin, BM: tl.constexpr, BEFORE: tl.constexpr):
+def may_read_state(gates, lo, begin, BM: tl.constexpr, BEFORE: tl.constexpr):
     """Return [BM]: whether a state from before `begin`, their first key, counts in the rows from lo on."""
-    C, FIRST, C_START = at_head(gates[0], T, bh), at_head(gates[1], T, bh), at_head(gates[3], T, bh, 32)
+    C, FIRST, _, C_START, _, _ = gates
     forgotten = (tl.load(C_START + begin // 32) - tl.load(C_START + lo // 32)).to(tl.float32)
     forgotten += tl.load(C + lo) - load_vector(C, lo, BM)
     opens = lo // 128 * 128 + load_vector(FIRST, lo, BM).to(tl.int32) >= lo
