@@ -40,7 +40,7 @@ SOURCES = Path(__file__).parent
 
 
 def source_files(suffixes=(".py",)):
-    """Return the paths of all files of the kernels, in every room, whose suffix is one of these."""
+    """Return the paths of all files of the kernels, in every room, with one of these suffixes."""
     return sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes)
 
 
@@ -52,7 +52,9 @@ def source_hash():
 
 def widest(form, dtype):
     """Return the largest head dimension that the kernels of `form` take in a dtype; form: see `unsupported_reason`."""
-    if form in ("quadratic", "sums", "adaptive") and dtype != torch.float32:  # whose tiles would not fit shared memory
+    if (
+        form in ("quadratic", "sums", "adaptive") and dtype != torch.float32
+    ):  # tiles of float32 would not fit shared memory
         return QUADRATIC_WIDTHS[-1]
     return HEAD_DIMS[-1]
 

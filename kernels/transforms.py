@@ -83,7 +83,7 @@ def _is_plain(args):
 
 
 def transformable_once(operator):
-    """Return what `transformable` does for a backward pass, whose own derivative is refused."""
+    """Return what `transformable` does for a backward pass: its own derivative is refused."""
     return transformable(operator, lambda ctx, inputs, output: None, refuse_second_derivative)
 
 
