@@ -141,13 +141,21 @@ def choose(kernel, q, p, gated=False, chunked=False):
 
 
 def find(kernel, dtype, D, p, gated, chunked, device):
-    """Return the Config for `choose`'s sizes on a Gpu: its entry in the table, or the H200's on Hopper, or SAFE's."""
-    table, name = _table(), device.name
-    if name not in table and device.rows == "wgmma" and device.shared >= MEASURED_SHARED:
-        name = MEASURED
-    entries, sizes = table.get(name, {}), (kernel, dtype, D, p, gated)
+    """Return the Config for `choose`'s sizes on a Gpu: its entry in the table, or that of all of Hopper, or SAFE's."""
+    entries, sizes = _table().get(name_in_table(device), {}), (kernel, dtype, D, p, gated)
     entry = chunked and entries.get(key(*sizes, chunked)) or entries.get(key(*sizes))
     return Config(*entry) if entry else safe(kernel, dtype, D, device)
+
+
+def name_in_table(device):
+    """Return the name in the table of a Gpu: its own, or for all of Hopper without one MEASURED."""
+    hopper = device.rows == "wgmma" and device.shared >= MEASURED_SHARED
+    return MEASURED if hopper and device.name not in _table() else device.name
+
+
+def table_name(device):
+    """Return the name of the kind of GPU that a torch.device is: GPUs of one name run the same kernels."""
+    return name_in_table(gpu(device))
 
 
 def safe(kernel, dtype, D, device):
