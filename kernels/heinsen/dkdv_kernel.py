@@ -7,7 +7,7 @@ With e_id = q_id - L_i and the state N, dS, dz of later queries (states.py):
 
     chunk      .. | 16 | 16 | 16 |  blocks of SUB tokens, from the last to the first; one program a chunk and KV head
     block      read the state of the queries after it: two matrix products
-               for each query head of the group: add its pairs in the block, query by query; add its queries to the state
+               for each query head of the group: add pairs in the block, query by query; add queries to the state
 
 Cost of a token and query head: 16 D exp inside blocks and 2 D for states, 6 D^2 FLOP in products. The limit is exp, and
 registers: dk, dv and the state.
@@ -69,7 +69,7 @@ def dkdv_kernel(
             dy = load_block(DY, b, start, h, T, D)
             inside = documents == first
             delta = tl.load(entries_of_rows(DELTA, b * H + h, start, T, SUB), mask=inside, other=0.0)
-            m, s, z = add_rows(m, s, z, e, dy, delta, inside, PRECISION)
+            m, s, z = add_rows(m, s, z, e, dy, inside, PRECISION, delta=delta)
         inside = (start + row < T)[:, None]
         tl.store(row_pointers(DK, b, start, hkv, T, HKV, SUB, D), dk.to(DK.dtype.element_ty), inside)
         tl.store(row_pointers(DV, b, start, hkv, T, HKV, SUB, D), dv.to(DV.dtype.element_ty), inside)

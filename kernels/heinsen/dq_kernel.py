@@ -67,4 +67,4 @@ def dq_kernel(Q, K, V, DY, L, DOCUMENTS, STATES, DQ, DELTA, T, H, HKV, CHUNK, D:
         v = load_block(V, b, start, hkv, T, D)
         last = document_of(DOCUMENTS, b, tl.minimum(start + SUB, T) - 1, T)
         m, s, z = keep_state(m, s, z, previous == last)
-        m, s, z = add_rows(m, s, z, k, v, None, documents == last, PRECISION, True)
+        m, s, z = add_rows(m, s, z, k, v, documents == last, PRECISION, True)

@@ -78,4 +78,4 @@ def forward_kernel(Q, K, V, DOCUMENTS, STATES, Y, L, T, H, HKV, CHUNK, D: tl.con
         v = load_block(V, b, start, hkv, T, D)
         last = document_of(DOCUMENTS, b, tl.minimum(start + SUB, T) - 1, T)
         m, s, z = keep_state(m, s, z, previous == last)
-        m, s, z = add_rows(m, s, z, k, v, None, documents == last, PRECISION)
+        m, s, z = add_rows(m, s, z, k, v, documents == last, PRECISION)

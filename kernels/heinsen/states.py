@@ -13,8 +13,8 @@ Backward, the same kernels make the states of queries after each chunk, from the
 Two states are added relative to the larger reference m' = max(m, m_2): exp(m - m') S + exp(m_2 - m') S_2.
 
 Cost of a token and head: 1 exp a feature, 2 D^2 FLOP in a product, and 12 D^2 / CHUNK bytes of states, which are
-written, read and written again. chunk_sums_kernel is limited by memory. carry_states_kernel walks from chunk to chunk and is
-limited by latency, for which 8 chunks are loaded ahead.
+written, read and written again. chunk_sums_kernel is limited by memory. carry_states_kernel walks from chunk to chunk
+and is limited by latency, for which 8 chunks are loaded ahead.
 """
 
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ def keep_state(m, S, z, keep):
 
 
 @triton.jit
-def add_rows(m, S, z, x, y, delta, inside, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+def add_rows(m, S, z, x, y, inside, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False, delta=None):
     """Return the state (m, S, z) after the rows of x and y [N, D] that are `inside` [N].
 
     x are keys and y values, or x are exponents of queries and y is dy, with their delta [N], else None. TRANSPOSED: S
