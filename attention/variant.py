@@ -73,9 +73,9 @@ def check_layer(config):
 
 class Variant(nn.Module):
     gates = ("none",)  # the allowed settings of `gate`; gate=auto means the first
-    # The kernels on which decoder.py generates with it: "power", "softmax", "heinsen", or "" for none. Only the class
-    # itself is asked, not its base classes, because a subclass computes something else. If one layer of a model has
-    # none, generation steps through the `forward` of all.
+    # Its decode step: the name of a class in LAYERS of generation/layers.py ("power", "softmax", "heinsen"), or "" for
+    # none. Only the class itself is asked, not its base classes, because a subclass computes something else. If one
+    # layer of a model has none, generation steps through the `forward` of all.
     decodes_on_kernels = ""
     # The number of cached tokens at which a state replaces the KV cache, or "auto", "always" or "never"; None if there
     # is no KV cache, or no such choice.
