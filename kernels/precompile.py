@@ -4,7 +4,7 @@
 
 Triton compiles a kernel when it is first launched, one after another, a second or more each. Most of that time is spent
 in C++ and in ptxas, without Python's lock, so threads divide it. While `precompile` runs, launches of its own thread
-only compile, and Triton's AsyncCompileMode hands the work to a pool. Launches of other threads stay what they are.
+only compile, and Triton's AsyncCompileMode hands the work to a pool. Launches of other threads run as usual.
 """
 
 import os

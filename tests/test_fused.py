@@ -69,7 +69,7 @@ def turned(on, qkv, H, Hkv, u, dy, compiled=False):
 
     dy: the gradients of q, k and v, None where an output is not used.
     """
-    leaves, found = [qkv.requires_grad_(), u][: 1 + u.requires_grad], []
+    leaves, results = [qkv.requires_grad_(), u][: 1 + u.requires_grad], []
     for names in ((), ("rotary",)):
         used, f = on(*names), rotate_heads
         if compiled:
@@ -79,13 +79,13 @@ def turned(on, qkv, H, Hkv, u, dy, compiled=False):
         assert outputs[2].data_ptr() == qkv[:, :, H + Hkv :].data_ptr()  # v is not copied
         used_outputs, grads = zip(*((y, d) for y, d in zip(outputs, dy, strict=True) if d is not None))
         gradients = torch.autograd.grad(used_outputs, leaves, grads, allow_unused=True)
-        found.append([*outputs, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients))])
+        results.append([*outputs, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients))])
         assert used == {*names}
-    return found
+    return results
 
 
-def assert_same(found, wanted, bound=1e-5):
-    for a, b in zip(found, wanted, strict=True):
+def assert_same(results, expected, bound=1e-5):
+    for a, b in zip(results, expected, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=bound, atol=bound)
 
 
@@ -133,10 +133,10 @@ def test_the_gradient_of_a_compiled_rotation_is_that_of_the_kernel_alone(kind, o
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_rotates_too(mode, on):
     qkv, u = torch.randn(1, 3, 5, 6), torch.arange(3.0, dtype=torch.float64)
-    wanted = rotate_heads(qkv, 3, 1, u, 99.0)
+    expected = rotate_heads(qkv, 3, 1, u, 99.0)
     on("rotary")
     with mode():
-        assert_same(rotate_heads(qkv, 3, 1, u, 99.0), wanted)
+        assert_same(rotate_heads(qkv, 3, 1, u, 99.0), expected)
 
 
 def test_under_torchs_transforms_pytorch_rotates(on):
@@ -145,9 +145,9 @@ def test_under_torchs_transforms_pytorch_rotates(on):
     transformed = lambda: [
         torch.func.vmap(torch.func.grad(product))(qkv), *torch.func.jvp(product, (qkv[0],), (qkv[1],))
     ]  # fmt: skip
-    wanted = transformed()
+    expected = transformed()
     on("rotary")
-    assert_same(transformed(), wanted)
+    assert_same(transformed(), expected)
 
 
 def test_losses_leave_the_padding_and_masked_targets_out(on):
@@ -157,8 +157,8 @@ def test_losses_leave_the_padding_and_masked_targets_out(on):
     for names in ((), ("cross_entropy",)):
         on(*names)
         losses, *nothing = loss.compute_losses(logits.clone(), targets, 100, False)
-        again, d, scales = loss.compute_losses(logits.clone(), targets, 100, True)
-        assert nothing == [None, None] and torch.equal(losses, again)
+        repeated, d, scales = loss.compute_losses(logits.clone(), targets, 100, True)
+        assert nothing == [None, None] and torch.equal(losses, repeated)
         assert torch.allclose(losses.flatten(), expected, rtol=1e-5) and (scales is None) == (not names)
         d = d if scales is None else d * scales.unsqueeze(1)
         assert (d[:, 100:] == 0).all() and (d[3] == 0).all() and torch.allclose(d.sum(1), torch.zeros(9), atol=1e-5)
@@ -173,11 +173,11 @@ def test_an_entry_whose_exponential_would_overflow_comes_late(dtype, on):
     logits = logits.to(dtype)
     exact = logits.double().requires_grad_()
     expected = F.cross_entropy(exact, targets, reduction="none")
-    (wanted,) = torch.autograd.grad(expected.sum(), exact)
+    (exact_gradient,) = torch.autograd.grad(expected.sum(), exact)
     losses, d, scales = loss.compute_losses(logits.clone(), targets, 3100, True)
     assert torch.allclose(losses.double(), expected, rtol=1e-5, atol=1e-4)
     bound = 4e-3 if dtype == torch.bfloat16 else 1e-5
-    assert ((d.double() * scales.unsqueeze(1) - wanted).norm(dim=1) <= bound * wanted.norm(dim=1)).all()
+    assert ((d.double() * scales.unsqueeze(1) - exact_gradient).norm(dim=1) <= bound * exact_gradient.norm(dim=1)).all()
 
 
 def test_float16_cannot_hold_the_exponentials(on):
@@ -192,8 +192,8 @@ def gradients(network, model, ids, autocast):
     return [value, *torch.autograd.grad(value, list(model.parameters()))]
 
 
-def assert_close(found, wanted, bound):
-    for a, b in zip(found, wanted, strict=True):
+def assert_close(results, expected, bound):
+    for a, b in zip(results, expected, strict=True):
         assert (a - b).norm() <= bound * max(b.norm(), 1e-2)
 
 
@@ -203,10 +203,10 @@ def test_a_model_learns_the_same_with_all_of_them(autocast, on):
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)
     ids = torch.randint(0, 75, (2, 12))
-    wanted = gradients(model, model, ids, autocast)
+    expected = gradients(model, model, ids, autocast)
     for name in NAMES:
         used = on(name)
-        assert_close(gradients(model, model, ids, autocast), wanted, 0.05 if autocast else 1e-4)
+        assert_close(gradients(model, model, ids, autocast), expected, 0.05 if autocast else 1e-4)
         assert used == {name}
 
 
