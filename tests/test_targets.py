@@ -180,7 +180,7 @@ def test_the_decoder_works_on_its_models_gpu(monkeypatch):
     launched = []
     for part, name in ((found, "_token"), (found.layers[0], "flush")):
         monkeypatch.setattr(part, name, lambda *x, name=name: launched.append((name, *inside)))
-    found.layers[0].limit = 2
+    found.layers[0].limit, found.layers[0].power = 2, ()
     for _ in found.tokens(4):
         assert not inside
     device = torch.device("cpu")
