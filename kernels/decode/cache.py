@@ -81,8 +81,8 @@ def load_rotated(X, ROTATION, D: tl.constexpr):
 def load_tokens(cache, first, start, end, HKV, D: tl.constexpr, BT: tl.constexpr):
     """Load (keys, values [BT, D]) of the cached tokens from `start`, zeros from `end` on.
 
-    `first` is the index of token 0 in an array [B, C, Hkv]. Returns (keys, values, the tokens' indices there, which of
-    them are before `end`).
+    `first` is the index of token 0 in an array [B, C, Hkv]. Returns (keys, values, the tokens' indices there, a mask
+    of the tokens before `end`).
     """
     t, d = start + tl.arange(0, BT), tl.arange(0, D)
     index, inside = first + t * HKV, t < end
@@ -94,7 +94,7 @@ def load_tokens(cache, first, start, end, HKV, D: tl.constexpr, BT: tl.constexpr
 
 @triton.jit
 def find_token(QKV, ROTATION, cache, C, H, HKV, D: tl.constexpr):
-    """Return the Token of this program, whose first id counts the query heads of all sequences."""
+    """Return the Token of this program. Its first id counts the query heads of all sequences."""
     bh = tl.program_id(0)
     b, h = bh // H, bh % H
     group = H // HKV

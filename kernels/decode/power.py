@@ -29,7 +29,7 @@ part of that); with many it is the bandwidth, of the state more than of the weig
 
 Sums are float32 whatever the weights' dtype is; positions and the gates' sums are float64. q is divided by its largest
 entry and keys are taken as they are, so (q . k)^p and the state must be in float32's range: for p = 8 keys from 1e-4 to
-1e4, for p = 4 from 1e-8 to 1e8. Buffers, beside those of cache.py:
+1e4, for p = 4 from 1e-8 to 1e8. Buffers, beside the ones in cache.py:
 
     name              shape                          dtype     contents
     ------------------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def attend_kernel(
     """Compute one part of one query head's sums over state or cache; the last part to finish writes OUT [B, H, D].
 
     The first `state_parts` parts share the F features of the state equally, the others share the cached tokens and the
-    newest one, whose key and value one of them writes to entry `count` of the cache. PARTS is a power of two, at least
+    newest one. One of them writes its key and value to entry `count` of the cache. PARTS is a power of two, at least
     `parts`.
     """
     let_next_start(PDL)

@@ -9,7 +9,7 @@ Each part has its weights relative to a maximum of its own, which it writes besi
 the largest maximum when they are added. Inside a part each of the BT rows of a tile has its own running maximum, so
 that no tile waits for a reduction. With many cached tokens the limit is the bandwidth.
 
-Buffers are those of cache.py.
+cache.py has the buffers.
 """
 
 import math
@@ -37,7 +37,7 @@ def softmax_kernel(
 ):  # fmt: skip
     """Compute one part of one query head's sums over the cache; the last part to finish writes OUT [B, H, D].
 
-    The parts share the cached tokens and the newest one, whose key and value one of them writes to entry `count` of the
+    The parts share the cached tokens and the newest one. One of them writes its key and value to entry `count` of the
     cache. cache.resets is None if no token forgets what is before it; scale is log2(e) / sqrt(D). PARTS is a power of
     two, at least `parts`.
     """
