@@ -23,7 +23,7 @@ from importlib.metadata import version
 import torch
 
 from sympow.attention.operator.check import first_line
-from sympow.attention.learned_position import TooLong, check_length, most_tokens
+from sympow.attention.positions import TooLong, check_length, most_tokens
 from sympow.compare import plain
 from sympow.data import DataError
 from sympow.data.dataset import Dataset

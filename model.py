@@ -8,7 +8,8 @@
 
 Differences from GPT-2: rotary positions instead of learned ones, a LayerNorm after the token embedding, the exact GELU,
 no biases, and whatever `attention` says; each can be set to be GPT-2's. Parameter names are nanoGPT's where the module
-exists there.
+exists there. generation/decoder.py repeats this forward pass for one token on a GPU, and compares its logits with
+`GPT.step` before it generates.
 """
 
 import math
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sympow.attention import ATTENTIONS
-from sympow.attention.learned_position import check_length
+from sympow.attention.positions import check_length
 from sympow.attention.state import ModelState
 from sympow.attention.variant import check_layer
 from sympow.layers.activation import gelu

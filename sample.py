@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sympow.attention.learned_position import TooLong
+from sympow.attention.positions import TooLong
 from sympow.attention.operator.memory import switch_over_tokens
 from sympow.data import DataError
 from sympow.generation import state_file

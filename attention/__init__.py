@@ -3,7 +3,7 @@
 The variants are chapters with the same headings: softmax, even_power, sympow, sympow_gating, conformal_sympow,
 adaptive_power, heinsen; variant is what the model asks of each of them. embedding, rotary and gates hold the
 mathematics that they share; naive is the specification, power the operator, state the state of generation.
-heinsen_naive is heinsen's specification, log_position its position embedding, learned_position GPT-2's. operator/ has
+heinsen_naive is heinsen's specification, positions has the position embeddings before the first layer. operator/ has
 the choice between forms and kernels, the forms in fast PyTorch, and the check of the kernels; parallel/ has sequences
 that are spread over ranks; compat/ has the interfaces of two libraries.
 """
@@ -42,10 +42,10 @@ def position_schemes(names):
     """Return a line that says where the layers of these attentions (a list of names) get their positions from, or "" if
     all have the same source."""
     rotating = [name for name in dict.fromkeys(names) if ATTENTIONS[name].rotates]
-    others = [name for name in dict.fromkeys(names) if name not in rotating]
-    if not rotating or not others:
+    still = [name for name in dict.fromkeys(names) if name not in rotating]
+    if not rotating or not still:
         return ""
     return (
-        f"{', '.join(rotating)} layers rotate q and k; {', '.join(others)} layers do not, they have the position "
+        f"{', '.join(rotating)} layers rotate q and k; {', '.join(still)} layers do not, they have the position "
         "embedding before the first layer, which all layers see"
     )

@@ -14,19 +14,11 @@ leaves the learned rotation alone, "fixed" has one constant gate a head.
 import torch
 from torch import nn
 
-from .gates import make_gate
-from .rotary import rotary
-from .sympow import Sympow, sympow_attention
-
-
-def conformal_sympow_attention(q, k, v, log_g, positions, *, p, base, form="auto", chunk_size=None):
-    """Compute sympow_attention with q and k rotated by learned positions; both are given without a rotation.
-
-    positions [B, T] float64: the running sums of beta [B, T], the speed of rotation at each token; base is N.
-    log_g [B, T, Hkv] or None: natural log of the gates. See `power_attention`.
-    """
-    q, k = rotary(q, positions, base), rotary(k, positions, base)
-    return sympow_attention(q, k, v, p=p, log_g=log_g, form=form, chunk_size=chunk_size)
+from .gates import make_gate, reset_gates
+from .parallel.context import power_attention_in_context
+from .power import power_attention
+from .state import attend_and_append
+from .sympow import Sympow
 
 
 class ConformalSympow(Sympow):
@@ -55,10 +47,19 @@ class ConformalSympow(Sympow):
         return 1 + torch.tanh(x[..., 0])
 
     def log_gates(self, x):
+        """Return log gamma [B, T, Hkv] <= 0, or None without gates."""
         return self.gate and self.gate(x[..., 1:])
 
-    def positions(self, x, state):
-        return self.count_positions(x, state, self.beta(x))
+    def forward(self, x, qkv, resets=None, state=None):
+        positions = self.positions(x, state, self.beta(x))  # u_i = beta_1 + ... + beta_i
+        q, k, v = self.rotate(qkv, positions)  # R(u_i theta) q_i, R(u_j theta) k_j
+        log_g = reset_gates(resets, self.log_gates(x), k)
+        if state is not None:  # of the tokens before: u, a KV cache, then S and z
+            return attend_and_append(q, k, v, log_g, positions, state, p=self.p)
+        options = dict(p=self.p, form=self.form, chunk_size=self.chunk_size)
+        if self.context is not None:
+            return power_attention_in_context(q, k, v, log_g, self.context, **options), None
+        return power_attention(q, k, v, log_g, **options), None
 
     def statistics(self, x, q):
         gate = {} if self.gate is None else {"gate": self.log_gates(x).exp().mean().item()}

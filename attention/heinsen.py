@@ -1,4 +1,4 @@
-"""Heinsen's log attention: softmax attention whose scores are the logarithms of sums of exponentials.
+"""Heinsen's log attention: softmax attention with logarithms of sums of exponentials for scores.
 
 What it computes      y_i = sum_{j<=i} A_ij v_j,  A_i = softmax over j of log sum_d exp(q_id + k_jd), that is
                       A_ij proportional to exp(q_i) . exp(k_j): linear, with exp for a feature map
@@ -7,7 +7,7 @@ The state             m, the largest k_jd so far, S and z with exp(m_d) S_d = su
                       sum_j exp(k_jd), D (E+2) numbers a head:  y_i = exp(q_i + m) S / exp(q_i + m) z
 
 Values are signed numbers, or logarithms of positive ones, and then y is a logarithm too (values = "log", the interface
-of the paper's code). Positions come from log_position.py, once before the layers: a rotation of exponential features is
+of the paper's code). Positions come from LogPosition, once before the layers: a rotation of exponential features is
 not relative. residual = "glu" has the residual layer of the paper's code: a gated linear unit in place of projection
 and MLP.
 
@@ -21,12 +21,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .log_position import LogPosition
 from .operator import backend, heinsen_forms
-from .operator.arguments import as_state, cast_to_autocast_dtype, check_form, check_state, check_tensors
+from .operator.arguments import (
+    as_state,
+    cast_from_float16,
+    cast_to_autocast_dtype,
+    check_form,
+    check_state,
+    check_tensors,
+)
 from .operator.dispatch import Plan, heinsen_kernel_reason
 from .operator.forms import accumulation_dtype
 from .operator.heinsen_forms import CHUNK_SIZE, LogState, empty_log_state
+from .positions import LogPosition
 from .state import State
 from .variant import Variant
 
@@ -34,7 +41,7 @@ VALUES, RESIDUALS = ("signed", "log"), ("gpt2", "glu")
 # Weights below e^-87 of a row's largest are zero in float32. With log-values within 30 of zero they could change no
 # entry of y by more than e^(60-87) of itself.
 LOG_VALUE_BOUND = 30.0
-KERNEL_BLOCK = 16  # tokens whose pairs the kernels compute feature by feature
+KERNEL_BLOCK = 16  # tokens of a block, inside which the kernels compute pairs feature by feature
 
 
 def heinsen_attention(
@@ -44,12 +51,12 @@ def heinsen_attention(
     """Compute Heinsen's log attention: y_i = sum_j w_ij v_j / sum_j w_ij, w_ij = sum_d exp(q_id + k_jd).
 
     q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides; query head h
-    reads key/value head h // (H / Hkv). float16 is computed in float32 and comes back as float16. causal: the queries are those of the last n <= T tokens, and each sees the
-    tokens up to its own; otherwise there are any number of them and each sees all T. values: "signed", or "log": v
-    holds logarithms and y = log(sum_j w_ij exp(v_j) / sum_j w_ij). form: "quadratic", "chunked", "recurrent" or "auto"
-    (chunked); without a causal order there is one form. chunk_size: tokens a chunk in the chunked form. resets [B, T]
-    bool: a token where it is true sees nothing before it. initial_state: LogState of the tokens before. Under autocast
-    q, k and v are first cast to its dtype, as for SDPA.
+    reads key/value head h // (H / Hkv). float16 is computed in float32 and comes back as float16. causal: the queries
+    belong to the last n <= T tokens, and each sees the tokens up to its own; otherwise there are any number of them and
+    each sees all T. values: "signed", or "log": v holds logarithms and y = log(sum_j w_ij exp(v_j) / sum_j w_ij). form:
+    "quadratic", "chunked", "recurrent" or "auto" (chunked); without a causal order there is one form. chunk_size:
+    tokens a chunk in the chunked form. resets [B, T] bool: a token where it is true sees nothing before it.
+    initial_state: LogState of the tokens before. Under autocast q, k and v are first cast to its dtype, as for SDPA.
 
     Sums are in float32 (float64 for float64 q) and exponents relative to prefix maxima, so that q and k may be of any
     size; a row changes no bit with later tokens. NaN or infinity in an input gives NaN in the rows that see it. A row
@@ -63,25 +70,36 @@ def heinsen_attention(
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
     initial_state = as_state(initial_state, LogState)
-    _check(q, k, v, values, causal, form, chunk_size, resets, initial_state)
-    dtype, form = q.dtype, "chunked" if form == "auto" else form
-    if dtype == torch.float16:  # no kernel takes it
-        q, k, v = q.float(), k.float(), v.float()
+    check_form(form, chunk_size)
+    _check(q, k, v, values, causal, resets, initial_state)
+    dtype, (q, k, v) = q.dtype, cast_from_float16(q, k, v)
     if values == "log":
         v = _exp_of_log_values(v, accumulation_dtype(q), refuse)
     if not causal:
-        y, state = heinsen_forms.attend_to_all(q, k, v, initial_state=initial_state, return_state=return_state)
-    elif _on_kernels(form, q, v):
+        y, state = heinsen_forms.attend_to_all(q, k, v, initial_state=initial_state)
+    elif form in ("auto", "chunked") and _kernels_take(q, v):
         y, state = _attend_on_kernels(q, k, v, resets, initial_state, return_state)
     else:
-        size = 1 if form == "recurrent" else chunk_size or CHUNK_SIZE
-        y, state = heinsen_forms.attend(
-            q, k, v, form=form, chunk_size=size, resets=resets, initial_state=initial_state, return_state=return_state
-        )
+        size = {"quadratic": k.shape[1], "recurrent": 1}.get(form, chunk_size or CHUNK_SIZE)
+        y, state = heinsen_forms.attend(q, k, v, chunk_size=size, resets=resets, initial_state=initial_state)
     if values == "log":
         y = y.masked_fill(y == 0, 1).log()
     y = y.to(dtype)
     return (y, state) if return_state else y
+
+
+def _check(q, k, v, values, causal, resets, initial_state):
+    """Raise ValueError, with the value and what would be right, for arguments that do not fit each other."""
+    if values not in VALUES:
+        raise ValueError(f"values must be {' or '.join(VALUES)}, got {values!r}")
+    if not causal and resets is not None:
+        raise ValueError("resets are of causal attention: with causal=False there is no order, leave them out")
+    check_tensors(q, k, v, causal=causal, resets=resets, **(initial_state._asdict() if initial_state else {}))
+    if resets is not None and (resets.shape != k.shape[:2] or resets.dtype != torch.bool):
+        raise ValueError(f"resets must be bool [B, T] = {[*k.shape[:2]]}, got {resets.dtype} {[*resets.shape]}")
+    if initial_state is not None:
+        rows = k.shape[0], *k.shape[2:]
+        check_state(initial_state, q, (rows, (*rows, v.shape[3]), rows))
 
 
 def _exp_of_log_values(v, dtype, refuse):
@@ -101,37 +119,21 @@ def _exp_of_log_values(v, dtype, refuse):
 # ---- kernels
 
 
-def _on_kernels(form, q, v):
-    D, E = q.shape[-1], v.shape[-1]
-    return form == "chunked" and q.shape[0] > 0 and not heinsen_kernel_reason(q.device, q.dtype, v.dtype, D, E)
+def _kernels_take(q, v):
+    return q.shape[0] > 0 and not heinsen_kernel_reason(q.device, q.dtype, v.dtype, q.shape[-1], v.shape[-1])
 
 
 def _attend_on_kernels(q, k, v, resets, state, return_state):
-    """Return what `heinsen_forms.attend` does. Tokens without a query are first made part of the state in PyTorch."""
-    before = k.shape[1] - q.shape[1]
-    if before:
-        earlier = None if resets is None else resets[:, :before]
-        state = heinsen_forms.state_after(k[:, :before], v[:, :before], resets=earlier, initial_state=state)
-        k, v, resets = k[:, before:], v[:, before:], None if resets is None else resets[:, before:]
+    """Return (y, the LogState after all tokens or None). Tokens without a query become part of the state in PyTorch."""
+    first = k.shape[1] - q.shape[1]
+    if first:
+        earlier = None if resets is None else resets[:, :first]
+        state = heinsen_forms.state_after(k[:, :first], v[:, :first], resets=earlier, initial_state=state)
+        k, v, resets = (x if x is None else x[:, first:] for x in (k, v, resets))
     documents = None if resets is None else resets.cumsum(1, dtype=torch.int32)
     operator = backend.heinsen_operator()
     y, *after = operator.heinsen_attention(q, k, v, documents, *(state or (None, None, None)), final=return_state)
     return y, LogState(*after) if return_state else None
-
-
-def _check(q, k, v, values, causal, form, chunk_size, resets, initial_state):
-    """Raise ValueError, with the value and what would be right, for arguments that do not fit each other."""
-    if values not in VALUES:
-        raise ValueError(f"values must be {' or '.join(VALUES)}, got {values!r}")
-    check_form(form, chunk_size)
-    if not causal and resets is not None:
-        raise ValueError("resets are of causal attention: with causal=False there is no order, leave them out")
-    check_tensors(q, k, v, causal=causal, resets=resets, **(initial_state._asdict() if initial_state else {}))
-    if resets is not None and (resets.shape != k.shape[:2] or resets.dtype != torch.bool):
-        raise ValueError(f"resets must be bool [B, T] = {[*k.shape[:2]]}, got {resets.dtype} {[*resets.shape]}")
-    if initial_state is not None:
-        rows = k.shape[0], *k.shape[2:]
-        check_state(initial_state, q, (rows, (*rows, v.shape[3]), rows))
 
 
 # ---- the variant
@@ -181,7 +183,7 @@ class Heinsen(Variant):
 
     def __init__(self, config):
         super().__init__(config)
-        # A log-value beyond the bound makes the loss NaN, a step that training skips and counts.
+        # With refuse=False a log-value beyond the bound makes the loss NaN, a step that training skips and counts.
         chunk_size = config.chunk_size or None
         self.settings = dict(values=config.values, form=config.form, chunk_size=chunk_size, refuse=False)
 
@@ -191,16 +193,16 @@ class Heinsen(Variant):
         return HeinsenState(position, *empty_log_state(batch, c.n_kv_head, c.head_dim, c.head_dim, device=device))
 
     def forward(self, x, qkv, resets=None, state=None):
+        """Compute y_i = sum_j w_ij v_j / sum_j w_ij with w_ij = sum_d exp(q_id + k_jd), over j <= i."""
         q, k, v = self.split(qkv)
         if state is None:
             return heinsen_attention(q, k, v, resets=resets, **self.settings), None
         if not isinstance(state, HeinsenState):
             raise ValueError(f"the state of a heinsen layer must be a HeinsenState, got {type(state).__name__}")
-        before = LogState(state.m, state.S, state.z)
-        if q.dtype == torch.float64:  # a float64 model, whose first state is float32
-            before = LogState(*(x.double() for x in before))
-        y, after = heinsen_attention(q, k, v, resets=resets, initial_state=before, return_state=True, **self.settings)
-        return y, HeinsenState(state.position + q.shape[1], *after)
+        # The first state of a float64 model is float32.
+        sums = LogState(*(x.to(accumulation_dtype(q)) for x in (state.m, state.S, state.z)))
+        y, sums = heinsen_attention(q, k, v, resets=resets, initial_state=sums, return_state=True, **self.settings)
+        return y, HeinsenState(state.position + q.shape[1], *sums)
 
     def training_plan(self, block_size, dtype, device, ranks=1):
         form, D = self.config.form, self.config.head_dim
@@ -209,13 +211,13 @@ class Heinsen(Variant):
         dtype = torch.float32 if dtype == torch.float16 else dtype
         v_dtype = torch.float32 if self.config.values == "log" and dtype != torch.float64 else dtype
         reason = heinsen_kernel_reason(device, dtype, v_dtype, D, D)
-        size = self.settings["chunk_size"] or CHUNK_SIZE
+        size = self.config.chunk_size or CHUNK_SIZE
         return Plan("chunked", size if reason else KERNEL_BLOCK, not reason, reason)
 
     def attention_flops(self, block_size, dtype, device):
-        c, chosen = self.config, self.training_plan(block_size, dtype, device)
-        if chosen.form == "quadratic":
+        c, plan = self.config, self.training_plan(block_size, dtype, device)
+        if plan.form == "quadratic":
             return super().attention_flops(block_size, dtype, device)
-        inside = super().attention_flops(min(chosen.chunk_size, block_size), dtype, device)
+        inside = super().attention_flops(min(plan.chunk_size, block_size), dtype, device)
         # The state is read for each query head and written for each key/value head.
         return inside + 6 * (c.n_head + c.n_kv_head) * c.head_dim * (c.head_dim + 1)

@@ -4,14 +4,14 @@
     y, (m, S, z) = recurrent(q, k, v)                                   # token by token, through the state
     log_x = positions(log_coefficients, logits)                         # the position embedding, token by token
 
-They compute what attention/heinsen.py and attention/log_position.py describe and take their arguments. There are no
+They compute what attention/heinsen.py and attention/positions.py describe and take their arguments. There are no
 references inside the sums and no blocks, so call them with float64. "Softmax Attention with Constant Cost per Token"
 (Heinsen, 2024).
 """
 
 import torch
 
-from .operator.heinsen_forms import EMPTY
+from .operator.heinsen_forms import EMPTY, empty_log_state
 
 
 def quadratic(q, k, v, *, values="signed", causal=True, resets=None, initial_state=None):
@@ -51,22 +51,16 @@ def state_after(k, v, *, values="signed", resets=None, initial_state=None):
     """Return the state (m, S, z) after all tokens, by the recurrence. m is a constant to autograd."""
     (B, T, Hkv, D), E = k.shape, v.shape[3]
     v = v.exp() if values == "log" else v
-    m, S, z = initial_state or empty_state(B, Hkv, D, E, k.dtype, k.device)
+    m, S, z = initial_state or empty_log_state(B, Hkv, D, E, k.dtype, k.device)
     for t in range(T):
         if resets is not None:
             forget = resets[:, t, None, None]  # [B, 1, 1]
             m, z, S = m.masked_fill(forget, EMPTY), z.masked_fill(forget, 0), S.masked_fill(forget.unsqueeze(-1), 0)
-        before, m = m.detach(), torch.maximum(m, k[:, t]).detach()
-        old, new = (before - m).exp(), (k[:, t] - m).exp()
-        S = old.unsqueeze(-1) * S + new.unsqueeze(-1) * v[:, t].unsqueeze(-2)
-        z = old * z + new
+        previous, m = m.detach(), torch.maximum(m, k[:, t]).detach()
+        decay, added = (previous - m).exp(), (k[:, t] - m).exp()
+        S = decay.unsqueeze(-1) * S + added.unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        z = decay * z + added
     return m, S, z
-
-
-def empty_state(B, Hkv, D, E, dtype=torch.float64, device=None):
-    """Return the state (m, S, z) before any token."""
-    new = lambda *shape: torch.zeros(B, Hkv, *shape, dtype=dtype, device=device)
-    return new(D) + EMPTY, new(D, E), new(D)
 
 
 def visible(q, k, causal, resets):

@@ -19,7 +19,6 @@ of all of it.
 """
 
 import math
-from operator import index
 
 import torch
 
@@ -32,15 +31,14 @@ from .operator.arguments import (
     check_cu_seqlens,
     check_form,
     check_gates,
+    check_power,
     check_state,
     check_tensors,
 )
-from .operator.dispatch import kernel_chunk_size, plan
+from .operator.dispatch import Problem, packed_chunk_size, plan
 from .operator.forms import PowerState, accumulation_dtype
 from .operator.memory import check_chunks_fit, check_state_fits
 from .operator.sequences import make_slots, read_lengths, reset_gates, sequence_lengths, typical_length
-
-LARGEST_IN_FLOAT32 = 8  # above this power, scores of 1/1000 of the largest are below float32's range
 
 
 def power_attention(
@@ -52,21 +50,20 @@ def power_attention(
     q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides, on one
     device, which need not be the current GPU; n is T, or less if only the last n tokens have queries; query head h
     reads key/value head h // (H / Hkv). log_g [B, T, Hkv]: natural log of the gate in front of each token, <= 0,
-    -inf forgets all before it; float32 (float64 when q is). p: positive even integer. scale: default 1/sqrt(D), not
+    -inf forgets all before it; float32 (float64 when q is). p: 2, 4, 6 or 8. scale: default 1/sqrt(D), not
     zero; it cancels in y and is no part of the state, so the forms leave it out. form: "quadratic", "chunked",
     "recurrent" or "auto", the cheapest for the shape. chunk_size: tokens a chunk, for the chunked form. initial_state:
     PowerState of the tokens before. Under autocast q, k and v are first cast to its dtype, as for SDPA.
 
-    NaN or infinity in an input gives NaN in the rows of y that see it and changes no bit of those before (on the
+    NaN or infinity in an input gives NaN in the rows of y that see it and changes no bit of earlier rows (on the
     kernels, one in v reaches the rows of its tile, up to 127 before it). Finite inputs may be of any size in PyTorch,
     as far as states hold the p-th powers of keys; on the kernels q may be, while k and q . k are from 1e-8 to 1e8.
     float16 tensors are computed as float32; y and gradients come back as float16 (heads above 128 then in PyTorch).
-    Above p = 8 and without states the sums are float64, where the device has that: float32 has no room for such powers.
 
-    cu_seqlens [N + 1], int32 or int64, on q's device: B is 1, and the tokens are those of N sequences, as for
+    cu_seqlens [N + 1], int32 or int64, on q's device: B is 1, and the tokens belong to N packed sequences, as for
     FlashAttention; sequence i has the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, perhaps none, and sees no other.
-    A state, initial or returned, is then that of N sequences. The first call with a cu_seqlens waits for the GPU, to
-    read it; under torch.compile and in a CUDA graph its values are neither read nor checked.
+    A state, initial or returned, then has N sequences. The first call with a cu_seqlens waits for the GPU, to read it;
+    under torch.compile and in a CUDA graph its values are neither read nor checked.
 
     Returns y [B, n, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor, also by
     torch.func.grad and vmap (on the GPU kernels once; NotImplementedError for a second derivative and forward mode).
@@ -74,145 +71,137 @@ def power_attention(
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
     initial_state = as_state(initial_state, PowerState)
-    _check(q, k, v, log_g, p, scale, form, chunk_size, initial_state, cu_seqlens)
-    if q.dtype == torch.float16:
-        result = power_attention(
-            *cast_from_float16(q, k, v), log_g, p=p, form=form, chunk_size=chunk_size, initial_state=initial_state,
-            return_state=return_state, cu_seqlens=cu_seqlens,
-        )  # fmt: skip
-        return (result[0].to(q.dtype), result[1]) if return_state else result.to(q.dtype)
-    asked = dict(p=p, form=form, chunk_size=chunk_size, initial_state=initial_state, return_state=return_state)
+    _check(q, k, v, log_g, p, scale, initial_state)
+    check_form(form, chunk_size)
     if cu_seqlens is not None:
-        return _attend_to_sequences(q, k, v, log_g, cu_seqlens, **asked)
-    (B, n, _, D), (T, Hkv, E) = q.shape, v.shape[1:]
-    has_state = initial_state is not None
-    chosen = plan(
-        T, D, E, p, dtype=q.dtype, device=q.device, gated=log_g is not None, form=form, chunk_size=chunk_size,
-        initial_state=has_state, return_state=return_state, queries=None if n == T else n,
-    )  # fmt: skip
-    if has_state or return_state or (chosen.form != "quadratic" and not chosen.on_kernels):
-        check_state_fits(B * Hkv, D, E, p, accumulation_dtype(q), q.device)
-    return _attend(q, k, v, log_g, chosen, p=p, initial_state=initial_state, return_state=return_state)
-
-
-def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False):
-    """Return what `power_attention` does, computed as the Plan `chosen` says."""
-    (B, n), T, has_state = q.shape[:2], k.shape[1], initial_state is not None
-    if not chosen.on_kernels or B == 0:  # a kernel cannot be launched on nothing
-        dtype, states = q.dtype, has_state or return_state
-        if p > LARGEST_IN_FLOAT32 and not states:
-            q, k, v, log_g = (None if x is None else x.double() for x in (q, k, v, log_g))
-        y, state = forms.attend(
-            q, k, v, log_g, p=p, form=chosen.form, chunk_size=chosen.chunk_size, initial_state=initial_state,
-            return_state=return_state,
-        )  # fmt: skip
-        return (y, state) if return_state else y.to(dtype)
-    kernel_gates = None if log_g is None else log_g.float()
-    if chosen.form == "chunked":
-        check_chunks_fit(q if n == T else k, k, v, p, chosen.chunk_size)
-        sizes, state, last = dict(p=p, chunk=chosen.chunk_size), initial_state or (None, None), (k, v, kernel_gates)
-        if n < T:
-            before, last = zip(*((None, None) if x is None else x.split((T - n, n), dim=1) for x in last))
-            state = backend.operators().chunked_state(*before, *state, **sizes)
-        y, S, z = backend.operators().chunked_attention(q, *last, *state, **sizes, final=return_state)
-        return (y, PowerState(S, z)) if return_state else y
-    if has_state:
-        y = forms.attend_after_state(backend.operators().quadratic_sums, q, k, v, kernel_gates, initial_state, p=p)
+        check_cu_seqlens(cu_seqlens, q, k)
+    if initial_state is not None:
+        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        rows = N, k.shape[2], symmetric_power_dim(k.shape[3], p)
+        check_state(initial_state, q, ((*rows, v.shape[3]), rows))
+    dtype, tensors = q.dtype, (*cast_from_float16(q, k, v), log_g)
+    options = dict(p=p, form=form, chunk_size=chunk_size, initial_state=initial_state, return_state=return_state)
+    if cu_seqlens is None:
+        y, state = _attend_to_batch(tensors, **options)
     else:
-        y = backend.operators().quadratic_attention(q, k, v, kernel_gates, p=p)
-    return (y, forms.flush(k, v, log_g, initial_state, p=p)) if return_state else y
-
-
-# ---- packed sequences
-
-
-def _attend_to_sequences(q, k, v, log_g, cu_seqlens, *, p, form, chunk_size, initial_state, return_state):
-    """Return what `power_attention` does for packed sequences, in one of the ways of sequences.py."""
-    (_, T, _, D), (Hkv, E), N = q.shape, v.shape[2:], cu_seqlens.shape[0] - 1
-    lengths, has_state = sequence_lengths(cu_seqlens, T), initial_state is not None
-    typical, gated = typical_length(lengths, T, N), log_g is not None or not has_state  # resets are gates
-    chosen = plan(
-        typical, D, E, p, dtype=q.dtype, device=q.device, gated=gated, form=form, chunk_size=chunk_size,
-        initial_state=has_state, return_state=return_state,
-    )  # fmt: skip
-    states = has_state or return_state
-    if chosen.on_kernels and chosen.form == "chunked":  # chunks as for one sequence of T tokens
-        W = backend.width("chunked", q.dtype, index(D), index(E))  # see `plan`
-        chosen = chosen._replace(chunk_size=kernel_chunk_size(T, W, p, chunk_size, gated))
-    if not states and (chosen.on_kernels or lengths is None):
-        return _attend(q, k, v, reset_gates(log_g, cu_seqlens, k), chosen, p=p)
-    if states:
-        check_state_fits(N * Hkv, D, E, p, accumulation_dtype(q), q.device)
-    if not chosen.on_kernels or chosen.form == "quadratic":
-        return _attend_one_by_one(
-            q, k, v, log_g, lengths or read_lengths(cu_seqlens), p=p, form=form, chunk_size=chunk_size,
-            initial_state=initial_state, return_state=return_state,
-        )  # fmt: skip
-    chunk = chosen.chunk_size
-    if chunk_size is None:
-        cost, sizes = backend.cost, (W, p, gated)
-        chunk = cost.packed_chunk_size(lengths, *sizes) if lengths else cost.chunk_size(typical, *sizes)
-    gates = log_g if has_state else reset_gates(log_g, cu_seqlens, k)
-    slots = make_slots(cu_seqlens, lengths, T, chunk)
-    q, k, v, gates = (None if x is None else slots.fill(x) for x in (q, k, v, gates))
-    check_chunks_fit(q, k, v, p, chunk)
-    y, S, z = backend.operators().chunked_attention(
-        q, k, v, None if gates is None else gates.float(), *(initial_state or (None, None)), p=p, chunk=chunk,
-        final=return_state, first_chunks=slots.first_chunks,
-    )  # fmt: skip
-    y = slots.take(y)
-    return (y, PowerState(S, z)) if return_state else y
-
-
-def _attend_one_by_one(q, k, v, log_g, lengths, *, p, initial_state, return_state, **form):
-    """Return what `power_attention` does for packed sequences of these lengths, by a call for each of them."""
-    rows, states, start = [], [], 0
-    for i, length in enumerate(lengths):
-        state = None if initial_state is None else PowerState(*(x[i : i + 1] for x in initial_state))
-        if length:
-            one = [None if x is None else x[:, start : start + length] for x in (q, k, v, log_g)]
-            y = power_attention(*one, p=p, initial_state=state, return_state=return_state, **form)
-            y, state = y if return_state else (y, None)
-            rows.append(y)
-        elif return_state and state is None:
-            state = forms.empty_state(k, v, p)
-        states.append(state)
-        start += length
-    y = torch.cat(rows, dim=1)
-    return (y, PowerState(*map(torch.cat, zip(*states)))) if return_state else y
+        y, state = _attend_to_sequences(tensors, cu_seqlens, **options)
+    return (y.to(dtype), state) if return_state else y.to(dtype)
 
 
 def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
     """Compute the numerators and denominators of power attention without dividing, in the quadratic form.
 
     num_i = sum_j w_ij v_j [B, n, H, E] and den_i = sum_j w_ij [B, n, H], float32 (float64 for float64 q), so that
-    power_attention is num / den, and sums over other tokens can be added first. Here `scale` counts; it and the other
-    arguments are those of `power_attention`, and what is raised too. The sums must be inside the range of their dtype.
+    power_attention is num / den, and sums over other tokens can be added first. Here `scale` counts. The arguments
+    and errors are as for `power_attention`. The sums must be inside the range of their dtype.
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
-    _check(q, k, v, log_g, p, scale, "quadratic")
+    _check(q, k, v, log_g, p, scale)
     q, k, v = cast_from_float16(q, k, v)
     (*_, D), T, E = q.shape, k.shape[1], v.shape[3]
     scale = D**-0.5 if scale is None else scale
-    chosen = plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=log_g is not None, form="quadratic", sums=True)
+    chosen = plan(Problem(T, D, E, p, q.dtype, q.device, log_g is not None), "quadratic", sums=True)
     if not chosen.on_kernels or q.shape[0] == 0:
         return forms.sums(q, k, v, log_g, p=p, scale=scale)
-    num, den = backend.operators().quadratic_sums(q, k, v, None if log_g is None else log_g.float(), p=p, scale=scale)
+    num, den = backend.operators().quadratic_sums(q, k, v, _for_kernels(log_g), p=p, scale=scale)
     return num, den.transpose(1, 2)
 
 
-def _check(q, k, v, log_g, p, scale, form, chunk_size=None, initial_state=None, cu_seqlens=None):
+def _check(q, k, v, log_g, p, scale, initial_state=None):
     """Raise ValueError, with the value and what would be right, for arguments that do not fit each other."""
-    if not isinstance(p, int) or p < 2 or p % 2:
-        raise ValueError(f"p must be a positive even integer, got {p!r}")
+    check_power(p)
     if scale is not None and not (isinstance(scale, (int, float)) and 0 < abs(scale) < math.inf):
         raise ValueError(f"scale must be finite and not zero, got {scale!r}")
-    check_form(form, chunk_size)
     check_tensors(q, k, v, log_g=log_g, **(initial_state._asdict() if initial_state else {}))
     check_gates(log_g, k)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q, k)
-    if initial_state is not None:
-        sequences = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        rows = sequences, k.shape[2], symmetric_power_dim(k.shape[3], p)
-        check_state(initial_state, q, ((*rows, v.shape[3]), rows))
+
+
+def _for_kernels(log_g):
+    """Return log_g in the dtype that kernels take."""
+    return None if log_g is None else log_g.float()
+
+
+def _attend_to_batch(tensors, *, p, form, chunk_size, initial_state, return_state):
+    """Return y and the PowerState after all tokens, or None, for tensors q, k, v and log_g without cu_seqlens."""
+    q, k, v, log_g = tensors
+    (B, n, _, D), (T, Hkv, E), has_state = q.shape, v.shape[1:], initial_state is not None
+    problem, queries = Problem(T, D, E, p, q.dtype, q.device, log_g is not None), None if n == T else n
+    chosen = plan(problem, form, chunk_size, initial_state=has_state, return_state=return_state, queries=queries)
+    if has_state or return_state or (chosen.form != "quadratic" and not chosen.on_kernels):
+        check_state_fits(B * Hkv, D, E, p, accumulation_dtype(q), q.device)
+    return _attend(q, k, v, log_g, chosen, p=p, initial_state=initial_state, return_state=return_state)
+
+
+def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False):
+    """Return y and the PowerState after all tokens, or None, computed as the Plan `chosen` says."""
+    (B, n), T = q.shape[:2], k.shape[1]
+    if not chosen.on_kernels or B == 0:  # a kernel cannot be launched on nothing
+        sizes = dict(p=p, form=chosen.form, chunk_size=chosen.chunk_size)
+        return forms.attend(q, k, v, log_g, **sizes, initial_state=initial_state, return_state=return_state)
+    operators, gates = backend.operators(), _for_kernels(log_g)
+    if chosen.form == "chunked":
+        check_chunks_fit(q if n == T else k, k, v, p, chosen.chunk_size)
+        sizes, state, tokens = dict(p=p, chunk=chosen.chunk_size), initial_state or (None, None), (k, v, gates)
+        if n < T:  # the state of the tokens without a query comes first
+            earlier, tokens = zip(*((None, None) if x is None else x.split((T - n, n), dim=1) for x in tokens))
+            state = operators.chunked_state(*earlier, *state, **sizes)
+        y, S, z = operators.chunked_attention(q, *tokens, *state, **sizes, final=return_state)
+        return y, PowerState(S, z)
+    if initial_state is None:
+        y = operators.quadratic_attention(q, k, v, gates, p=p)
+    else:
+        y = forms.attend_after_state(operators.quadratic_sums, q, k, v, gates, initial_state, p=p)
+    return y, forms.flush(k, v, log_g, initial_state, p=p) if return_state else None
+
+
+# ---- packed sequences
+
+
+def _attend_to_sequences(tensors, cu_seqlens, *, p, form, chunk_size, initial_state, return_state):
+    """Return y and the PowerState of each sequence, or None, as `power_attention` does with cu_seqlens.
+
+    tensors are q, k, v and log_g. sequences.py describes the three ways.
+    """
+    q, k, v, log_g = tensors
+    (T, Hkv, E), D, N, has_state = v.shape[1:], q.shape[3], cu_seqlens.shape[0] - 1, initial_state is not None
+    lengths, states = sequence_lengths(cu_seqlens, T), has_state or return_state
+    gated = log_g is not None or not has_state  # resets are gates
+    problem = Problem(typical_length(lengths, T, N), D, E, p, q.dtype, q.device, gated)
+    chosen = plan(problem, form, chunk_size, initial_state=has_state, return_state=return_state)
+    on_chunks = chosen.on_kernels and chosen.form == "chunked"
+    if on_chunks:
+        chosen = chosen._replace(chunk_size=packed_chunk_size(problem, T, chunk_size, lengths, slots=states))
+    if not states and (chosen.on_kernels or lengths is None):
+        return _attend(q, k, v, reset_gates(log_g, cu_seqlens, k), chosen, p=p)
+    if states:
+        check_state_fits(N * Hkv, D, E, p, accumulation_dtype(q), q.device)
+    if not on_chunks:
+        sizes = dict(p=p, form=form, chunk_size=chunk_size, return_state=return_state)
+        return _attend_one_by_one(tensors, lengths or read_lengths(cu_seqlens), initial_state, **sizes)
+    slots = make_slots(cu_seqlens, lengths, T, chosen.chunk_size)
+    tensors = q, k, v, log_g if has_state else reset_gates(log_g, cu_seqlens, k)
+    q, k, v, gates = (None if x is None else slots.fill(x) for x in tensors)
+    check_chunks_fit(q, k, v, p, chosen.chunk_size)
+    y, S, z = backend.operators().chunked_attention(
+        q, k, v, _for_kernels(gates), *(initial_state or (None, None)), p=p, chunk=chosen.chunk_size,
+        final=return_state, first_chunks=slots.first_chunks,
+    )  # fmt: skip
+    return slots.take(y), PowerState(S, z)
+
+
+def _attend_one_by_one(tensors, lengths, initial_state, *, p, form, chunk_size, return_state):
+    """Return what `_attend_to_sequences` does for sequences of these lengths, by computing each of them alone."""
+    outputs, states, start = [], [], 0
+    for i, length in enumerate(lengths):
+        state = None if initial_state is None else PowerState(*(x[i : i + 1] for x in initial_state))
+        sequence = [None if x is None else x[:, start : start + length] for x in tensors]
+        if length:
+            options = dict(p=p, form=form, chunk_size=chunk_size, return_state=return_state)
+            y, state = _attend_to_batch(sequence, **options, initial_state=state)
+            outputs.append(y)
+        elif return_state and state is None:
+            state = forms.empty_state(*sequence[1:3], p)
+        states.append(state)
+        start += length
+    state = PowerState(*map(torch.cat, zip(*states))) if return_state else None
+    return torch.cat(outputs, dim=1), state

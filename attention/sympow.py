@@ -9,13 +9,11 @@ The state             S_i = S_{i-1} + phi(k'_i) v_i^T   and   z_i = z_{i-1} + ph
 """
 
 from .even_power import EvenPower
-from .operator.dispatch import plan
+from .gates import reset_gates
+from .operator.dispatch import Problem, plan
+from .parallel.context import power_attention_in_context
 from .power import power_attention
-
-
-def sympow_attention(q, k, v, *, p, log_g=None, form="auto", chunk_size=None):
-    """Return y [B, T, H, E] for q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]; see `power_attention`."""
-    return power_attention(q, k, v, log_g, p=p, form=form, chunk_size=chunk_size)
+from .state import attend_and_append
 
 
 class Sympow(EvenPower):
@@ -27,11 +25,18 @@ class Sympow(EvenPower):
         super().__init__(config)
         self.form, self.chunk_size = config.form, config.chunk_size or None
 
+    def forward(self, x, qkv, resets=None, state=None):
+        positions = self.positions(x, state)
+        q, k, v = self.rotate(qkv, positions)  # q'_i = R(i theta) q_i, k'_j = R(j theta) k_j
+        log_g, options = reset_gates(resets, None, k), dict(p=self.p, form=self.form, chunk_size=self.chunk_size)
+        if state is not None:  # of the tokens before: a KV cache, then S and z
+            return attend_and_append(q, k, v, log_g, positions, state, p=self.p)
+        if self.context is not None:
+            return power_attention_in_context(q, k, v, log_g, self.context, **options), None
+        return power_attention(q, k, v, log_g, **options), None
+
     @classmethod
     def context_layout(cls, config, block_size, dtype, device):
-        D, form = config.head_dim, dict(form=config.form, chunk_size=config.chunk_size or None)
-        sizes = dict(dtype=dtype, device=device, gated=config.gated, **form)
-        return "balanced" if plan(block_size, D, D, config.p, **sizes).form == "quadratic" else "contiguous"
-
-    def attend(self, q, k, v, log_g):
-        return sympow_attention(q, k, v, p=self.p, log_g=log_g, form=self.form, chunk_size=self.chunk_size)
+        problem = Problem(block_size, config.head_dim, config.head_dim, config.p, dtype, device, config.gated)
+        form = plan(problem, config.form, config.chunk_size or None).form
+        return "balanced" if form == "quadratic" else "contiguous"

@@ -7,13 +7,11 @@ The state             S_i = gamma_i S_{i-1} + phi(k'_i) v_i^T   and   z_i = gamm
 "Conformal Transformations for Symmetric Power Transformers" (Kumar et al., 2025), section 3.1 and proposition 2.
 """
 
-from .gates import make_gate
-from .sympow import Sympow, sympow_attention
-
-
-def sympow_gating_attention(q, k, v, log_g, *, p, form="auto", chunk_size=None):
-    """Compute sympow_attention with log_g [B, T, Hkv] <= 0, the natural log of the gates; see `power_attention`."""
-    return sympow_attention(q, k, v, p=p, log_g=log_g, form=form, chunk_size=chunk_size)
+from .gates import make_gate, reset_gates
+from .parallel.context import power_attention_in_context
+from .power import power_attention
+from .state import attend_and_append
+from .sympow import Sympow
 
 
 class SympowGating(Sympow):
@@ -33,14 +31,19 @@ class SympowGating(Sympow):
     def input_weight(self):
         return self.gate.input_weight()
 
-    def log_gates(self, x):
-        return self.gate(x)
-
-    def attend(self, q, k, v, log_g):
-        return sympow_gating_attention(q, k, v, log_g, p=self.p, form=self.form, chunk_size=self.chunk_size)
+    def forward(self, x, qkv, resets=None, state=None):
+        positions = self.positions(x, state)
+        q, k, v = self.rotate(qkv, positions)  # q'_i = R(i theta) q_i, k'_j = R(j theta) k_j
+        log_g = reset_gates(resets, self.gate(x), k)  # log gamma [B, T, Hkv], -inf where a document begins
+        if state is not None:  # of the tokens before: a KV cache, then S and z
+            return attend_and_append(q, k, v, log_g, positions, state, p=self.p)
+        options = dict(p=self.p, form=self.form, chunk_size=self.chunk_size)
+        if self.context is not None:  # ranks share the tokens of a sequence
+            return power_attention_in_context(q, k, v, log_g, self.context, **options), None
+        return power_attention(q, k, v, log_g, **options), None
 
     def statistics(self, x, q):
-        return {"gate": self.log_gates(x).exp().mean().item()}
+        return {"gate": self.gate(x).exp().mean().item()}
 
     def decoder_weights(self):
         return super().decoder_weights() | self.gate.decoder_weights()

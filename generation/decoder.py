@@ -1,4 +1,4 @@
-"""Generate token after token on a GPU: the buffers of kernels/decode/power.py, and the CUDA graph of a token.
+"""Generate token after token on a GPU: one token of the model on the kernels of kernels/decode, as one CUDA graph.
 
     decoder = Decoder(model, state, sampler, max_new_tokens=500)     # state: a ModelState, from reading the prompt
     for ids in decoder.tokens(500): ...                              # [B] int64 on the CPU
@@ -6,77 +6,38 @@
 The graph holds the whole token, from its row of the embedding to the next one's id. The host launches it and reads ids
 that are a token or two old, so that GPU and host do not wait for each other. A flush is launched between two tokens.
 
-Layers of different attentions stand side by side. A variant's `decodes_on_kernels` (attention/variant.py) decides how
-its layer is computed, and what its State becomes here, in buffers of a fixed size:
-
-    power      a KV cache until it takes as much memory as a state, then the state and a cache of FLUSH_EVERY tokens
-    softmax    a KV cache with room for all tokens
-    heinsen    the state
+This repeats the forward pass of model.py, and never runs it: `difference` compares the two on the model's own weights.
+Layers of different attentions stand side by side; layers.py has one class for each kind of them.
 """
 
 import copy
-from dataclasses import dataclass, field, replace
+import functools
+import hashlib
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
-from sympow.attention.embedding import symmetric_power_dim
-from sympow.attention.heinsen import LOG_VALUE_BOUND
+import sympow.model
+from sympow.attention.positions import most_tokens
 from sympow.attention.operator.check import remember
 from sympow.attention.operator.memory import check_generation_fits
-from sympow.attention.rotary import rotation_rates
-from sympow.attention.state import LayerState
 from sympow.attention.variant import decoding_kernels
 from sympow.kernels.common import device_guard
-from sympow.kernels.decode import heinsen as decode_heinsen
-from sympow.kernels.decode import power as decode
 from sympow.kernels.decode import sampling
-from sympow.kernels.decode import softmax as decode_softmax
+from sympow.kernels.decode.linear import Linear, Norm, embed, linear
+from sympow.kernels.decode.qkv import Gates
 from sympow.model import GPT
+
+from .layers import EMBEDDINGS, LAYERS, Buffers, Weights, float32
 
 # of logits in `failure`, by the dtype of weights and of states; measured are 7e-3, 6e-6 and (p = 6) 3e-2
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+# of logits in `check_difference`, where the model is as exact as the decoder: a changed model is off by 10% and more
+MODEL_TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 5e-3}  # with products in tf32
 STATE_TOLERANCE = {torch.bfloat16: 1e-1, torch.float32: 0.0}
 AHEAD = 2  # tokens that are launched before the first of them is read
-
-
-@dataclass
-class Group:
-    """Holds layers of one attention with the same number of cached tokens, so that all are flushed together."""
-
-    kind: str  # "power" or "softmax"
-    p: int
-    switch_over: str | int  # of their LayerStates
-    rates: torch.Tensor  # [D / 2] float64: turns per unit of position
-    count: torch.Tensor  # [1] int32: cached tokens
-    cached: int = 0  # `count` on the host
-    limit: float = 0  # cached tokens at which they are flushed
-    sums: tuple = ()  # of the parts of `attend`
-    layers: list = field(default_factory=list)  # their CacheBuffers
-
-
-@dataclass
-class CacheBuffers:
-    """Holds the state of one layer that has a KV cache, on the GPU."""
-
-    group: Group
-    position: torch.Tensor | None = None  # [B] float64
-    cache: tuple = ()  # keys, values [B, C, Hkv, D], sums of log_g [B, C, Hkv] float64, resets [B, C, Hkv] int32
-    power: tuple | None = None  # S [B, Hkv, Dphi, D] and z [B, Hkv, Dphi] float32, of the tokens before the cached ones
-
-    def tensors(self):
-        return self.position, *self.cache, *(self.power or ())
-
-
-@dataclass
-class HeinsenBuffers:
-    """Holds the state of a layer of Heinsen's attention on the GPU."""
-
-    state: tuple  # m, S and z of a HeinsenState, float32, changed in place
-    log_value_bound: float | None  # None for signed values
-    group = None
-
-    def tensors(self):
-        return self.state
 
 
 class Decoder:
@@ -90,213 +51,120 @@ class Decoder:
         `index` is a tensor that sampling changes.
         num_samples: how often each of the state's sequences is continued.
 
-        Raises MemoryError before it allocates if the buffers would not fit.
+        Raises MemoryError before it allocates if the buffers would not fit, and ValueError or AttributeError for a
+        model whose layers are not those of model.py.
         """
-        embeddings, c = model.transformer, model.config
-        wte, mixes = embeddings.wte.weight, [block.attn.mix for block in embeddings.h]
-        self.c, self.sampler, self.tokens_left, self.graph = c, sampler, max_new_tokens, None
-        self.device, self.dtype, self.state_dtype = wte.device, dtype or wte.dtype, state_dtype
-        self.B = len(state.layers[0].position) * num_samples
-        if not all(map(decoding_kernels, mixes)):
+        c, wte = model.config, model.transformer.wte.weight
+        self.config, self.sampler, self.num_samples, self.device = c, sampler, num_samples, wte.device
+        self.mixes = [block.attn.mix for block in model.transformer.h]
+        if not all(map(decoding_kernels, self.mixes)):
             raise ValueError(f"not all layers of attention={c.attention} have kernels to generate with")
-        check_generation_fits(mixes, state, max_new_tokens, self.B, self.dtype.itemsize, state_dtype, self.device)
-        self._copy_weights(embeddings)
-        self.x, self.h = self._zeros(self.B, c.n_embd), self._zeros(self.B, 4 * c.n_embd)
-        self.hidden = self.h.view(2, self.B, -1)[0]  # the position embedding is done before h is written
-        self.qkv = self._zeros(self.B, (c.n_head + 2 * c.n_kv_head) * c.head_dim)
-        self.y, self.rotation = self._zeros(self.B, c.n_head * c.head_dim), self._zeros(self.B, 2, c.head_dim)
-        self.padded = self._zeros(self.B, -(-c.vocab_size // sampling.SAMPLE_BLOCK) * sampling.SAMPLE_BLOCK)
-        self.padded.fill_(float("-inf"))
-        self.logits, self.ids = self.padded[:, : c.vocab_size], self._zeros(self.B, dtype=torch.int64)
-        self.embedding = None  # the one tensor of the position embedding's state
-        if state.embedding:
-            (tensor,) = state.embedding.repeat(num_samples).tensors().values()
-            self.embedding = _float32(tensor) if tensor.is_floating_point() else tensor
-        self._make_layers(mixes, state.layers, num_samples)
-        self._flush_full()
-
-    def _zeros(self, *shape, dtype=torch.float32):
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        dtype, B = dtype or wte.dtype, len(state.layers[0].position) * num_samples
+        check_generation_fits(self.mixes, state, max_new_tokens, B, dtype.itemsize, state_dtype, self.device)
+        self.buffers = Buffers(c, B, dtype, state_dtype, self.device)
+        self._copy_weights(model.transformer)
+        columns = -(-c.vocab_size // sampling.SAMPLE_BLOCK) * sampling.SAMPLE_BLOCK
+        self.padded = torch.full((B, columns), float("-inf"), device=self.device)
+        self.logits, self.ids = self.padded[:, : c.vocab_size], self.buffers.ids
+        self.load(state, max_new_tokens)
 
     # ---- weights: matrices in dtype, the rest in float32
 
-    def _copy_weights(self, embeddings):
-        c = self.c
-        self.wte, self.ln_f = embeddings.wte.weight.to(self.dtype), self._norm(embeddings.ln_f)
-        self.ln_wte = self._norm(embeddings.ln_wte) if c.embedding_norm else None
-        self.positions = self.wpe = None
-        if c.positions == "learned":
-            self.positions = embeddings.wpe.weight.float()
-        elif "wpe" in embeddings:
-            self.wpe = _float32(embeddings.wpe.dense.weight), _float32(embeddings.wpe.dense.bias)
+    def _copy_weights(self, transformer):
+        c = self.config
+        self.wte = transformer.wte.weight.to(self.buffers.dtype)
+        self.head = Linear(self.wte[: c.vocab_size], None, _norm(transformer.ln_f))
+        self.ln_wte = _norm(transformer.ln_wte) if c.embedding_norm else None
+        self.wpe = transformer["wpe"] if "wpe" in transformer else None
         self.gelu = 2 if c.activation == "gelu_tanh" else 1
-        self.weights = [self._block_weights(block) for block in embeddings.h]
-
-    def _norm(self, layer):
-        return _float32(layer.weight), _float32(layer.bias)
-
-    def _linear(self, layer):
-        return layer.weight.to(self.dtype), _float32(layer.bias)
+        self.weights = [self._block_weights(block) for block in transformer.h]
 
     def _block_weights(self, block):
-        weights = block.attn.mix.decoder_weights()
-        return dict(
-            norm_1=self._norm(block.ln_1),
-            qkv=self._linear(block.attn.c_attn),
-            proj=self._linear(block.attn.c_proj),
-            norm_2=self._norm(block.ln_2),
-            fc=self._linear(block.mlp.c_fc),
-            out=self._linear(block.mlp.c_proj),
-            gate=weights["gate"] and tuple(map(_float32, weights["gate"])),
-            beta=_float32(weights["beta"]),
-            slopes=_float32(weights["slopes"]),
+        c, attn, mlp = self.config, block.attn, block.mlp
+        gates, heads = attn.mix.decoder_weights(), c.n_head * c.head_dim
+        return Weights(
+            qkv=self._linear(attn.c_attn, heads + 2 * c.n_kv_head * c.head_dim, c.n_embd, _norm(block.ln_1)),
+            proj=self._linear(attn.c_proj, c.n_embd, heads),
+            fc=self._linear(mlp.c_fc, 4 * c.n_embd, c.n_embd, _norm(block.ln_2)),
+            out=self._linear(mlp.c_proj, c.n_embd, 4 * c.n_embd),
+            gates=Gates(*map(float32, gates["gate"] or (None, None)), float32(gates["slopes"])),
+            beta=float32(gates["beta"]),
         )
+
+    def _linear(self, layer, outputs, inputs, norm=Norm()):
+        """Return a Linear of an nn.Linear. Raises ValueError for another shape: the buffers have the sizes of config's."""
+        if layer.weight.shape != (outputs, inputs):
+            raise ValueError(f"a linear layer has the shape {list(layer.weight.shape)}, not {[outputs, inputs]}")
+        return Linear(layer.weight.to(self.buffers.dtype), float32(layer.bias), norm)
 
     # ---- the state in buffers
 
-    def _make_layers(self, mixes, states, num_samples):
-        """Make self.layers, the buffers of each layer, and self.groups, the layers that have KV caches."""
-        self.counts = self._zeros(len(mixes), 4, dtype=torch.int32)  # 16 bytes a row: kernels want aligned pointers
-        self.layers, groups, group_states = [], {}, {}
-        for mix, state in zip(mixes, states):
-            kind, state = decoding_kernels(mix), state.repeat(num_samples)  # a copy, which the decoder may change
-            if kind == "heinsen":
-                bound = LOG_VALUE_BOUND if mix.config.values == "log" else None
-                self.layers.append(HeinsenBuffers((*map(_float32, (state.m, state.S, state.z)),), bound))
-                continue
-            key = kind, mix.p, state.switch_over, mix.rope_base, state.cached_tokens, state.power is None
-            if key not in groups:
-                rates = rotation_rates(self.c.head_dim, mix.rope_base, self.device)
-                rates *= self.c.positions == "rotary"  # a rate of 0 leaves queries and keys as they are
-                groups[key] = Group(kind, mix.p, state.switch_over, rates, self.counts[len(groups), :1])
-                group_states[key] = []
-            self.layers.append(CacheBuffers(groups[key]))
-            groups[key].layers.append(self.layers[-1])
-            group_states[key].append(state)
-        self.groups = list(groups.values())
-        for key, group in groups.items():
-            self._allocate(group, group_states.pop(key))
+    def load(self, state, max_new_tokens):
+        """Go on from a ModelState, which is copied, for max_new_tokens tokens."""
+        buffers, self.tokens_left, self.graph = self.buffers, max_new_tokens, None
+        # a count of cached tokens for each layer, 16 bytes a row: kernels want aligned pointers
+        self.counts = buffers.zeros(len(self.mixes), 4, dtype=torch.int32)
+        self.layers, self.embedding = [], None
+        for i, (mix, weights, layer) in enumerate(zip(self.mixes, self.weights, state.layers)):
+            make = LAYERS[decoding_kernels(mix)]
+            layer = layer.repeat(self.num_samples)
+            self.layers.append(make(buffers, weights, mix, layer, self.counts[i, :1], max_new_tokens))
+        if state.embedding:
+            make = EMBEDDINGS[decoding_kernels(self.wpe)]
+            self.embedding = make(buffers, self.wpe, state.embedding.repeat(self.num_samples))
         self._count_bytes()
-
-    def _allocate(self, group, states):
-        """Allocate a group's buffers for its LayerStates and the tokens that will be cached."""
-        c, D, n, power = self.c, self.c.head_dim, states[0].cached_tokens, states[0].power
-        group.limit = states[0].switch_over_limit(group.p, D, D, self.dtype.itemsize)
-        C = int(max(n, min(group.limit, n + self.tokens_left)))
-        heads = self.B * c.n_head
-        parts = decode.parts_of_cache(heads, C)
-        if power is not None:
-            parts += decode.parts_of_state(heads, power.z.shape[2], D)
-        group.sums = self._zeros(parts, self.B, c.n_head, D), self._zeros(parts, self.B, c.n_head)
-        group.sums += (self._zeros(self.B, c.n_head, dtype=torch.int32),)
-        if group.kind == "softmax":
-            group.sums += (self._zeros(parts, self.B, c.n_head),)
-        for buffers, state in zip(group.layers, states):
-            self._copy_to_buffers(buffers, state, n, C)
-        group.cached = n
-        group.count.fill_(n)
-
-    def _copy_to_buffers(self, buffers, state, n, C):
-        """Copy a LayerState with n cached tokens to buffers for C tokens."""
-        shape = self.B, C, self.c.n_kv_head
-        k, v = (self._zeros(*shape, self.c.head_dim, dtype=self.dtype) for _ in range(2))
-        sums, resets = self._zeros(*shape, dtype=torch.float64), self._zeros(*shape, dtype=torch.int32)
-        if n:
-            k[:, :n], v[:, :n] = state.k, state.v
-        if n and state.log_g is not None:
-            reset = state.log_g == float("-inf")
-            sums[:, :n] = state.log_g.double().masked_fill(reset, 0).cumsum(1)
-            resets[:, :n] = reset.cumsum(1)
-        buffers.position, buffers.cache = state.position, (k, v, sums, resets)
-        if state.power:
-            buffers.power = state.S.to(self.state_dtype).contiguous(), _float32(state.z)
+        self._flush_full()
 
     def _count_bytes(self):
-        tensors = [x for layer in self.layers for x in layer.tensors()]
-        tensors += [] if self.embedding is None else [self.embedding]
-        self._bytes = sum(x.nbytes for x in tensors)
+        parts = self.layers + ([self.embedding] if self.embedding else [])
+        self._bytes = sum(x.nbytes for part in parts for x in part.tensors())
 
     def bytes(self):
         """Return the bytes of the state's buffers; called at every token, so it must be cheap."""
         return self._bytes
 
+    def _flush_full(self):
+        """Flush the caches that are full into the states."""
+        with device_guard(self.device):
+            replaced = [layer.flush_full(self.tokens_left) for layer in self.layers]
+        if any(replaced):
+            self.graph = None
+            self._count_bytes()
+
     # ---- a token
 
     def _token(self):
         """Launch one token: from ids to logits, and to the ids that the sampler writes."""
-        x, reset_token = self.x, self.c.reset_token
-        self._embed(x)
-        if self.wpe:
-            decode.linear(self.wpe[0], self.hidden, x, bias=self.wpe[1])
-            decode_heinsen.add_log_position(self.hidden, self.embedding, x, self.ids, reset_token=reset_token)
-        for w, layer in zip(self.weights, self.layers):
-            if layer.group:
-                self._attend_to_cache(w, layer, layer.group)
-            else:
-                self._attend_heinsen(w, layer)
-            decode.linear(w["proj"][0], x, self.y, bias=w["proj"][1], add=True)
-            decode.linear(w["fc"][0], self.h, x, norm=w["norm_2"], bias=w["fc"][1], gelu=self.gelu)
-            decode.linear(w["out"][0], x, self.h, bias=w["out"][1], add=True)
-        decode.linear(self.wte[: self.c.vocab_size], self.logits, x, norm=self.ln_f)
+        b = self.buffers
+        if self.ln_wte:
+            embed(b.ids, self.wte, self.ln_wte, b.x)
+        else:
+            b.x.copy_(self.wte.index_select(0, b.ids))
+        if self.embedding:
+            self.embedding.step()
+        for weights, layer in zip(self.weights, self.layers):
+            layer.step()
+            linear(weights.proj, b.x, b.y, add=True)
+            linear(weights.fc, b.h, b.x, gelu=self.gelu)
+            linear(weights.out, b.x, b.h, add=True)
+        linear(self.head, self.logits, b.x)
         self.counts += 1
         self.sampler(self.padded, self.ids)
 
-    def _embed(self, x):
-        """Write the tokens' embeddings to x, with the vectors of their positions if the model has those."""
-        if self.c.embedding_norm:
-            decode.embed(self.ids, self.wte, self.ln_wte, x)
-        else:
-            x.copy_(self.wte.index_select(0, self.ids))
-        if self.positions is not None:
-            if self.c.reset_token >= 0:
-                self.embedding.masked_fill_(self.ids == self.c.reset_token, 0)
-            x += self.positions.index_select(0, self.embedding)
-            self.embedding += 1
-
-    def _attend_to_cache(self, w, layer, group):
-        """Launch a layer's attention to its KV cache, and to its state if it has one: from x to y."""
-        decode.qkv(
-            w["qkv"][0],
-            self.qkv,
-            self.x,
-            norm=w["norm_1"],
-            bias=w["qkv"][1],
-            ids=self.ids,
-            gate=w["gate"],
-            beta=w["beta"],
-            slopes=w["slopes"],
-            position=layer.position,
-            rates=group.rates,
-            rotation=self.rotation,
-            cache=layer.cache,
-            count=group.count,
-            reset_token=self.c.reset_token,
-            rounding=self.dtype if self.device.type == "cuda" else torch.float32,
-        )
-        inputs = self.qkv, self.rotation, layer.cache, group.count
-        if group.kind == "softmax":
-            decode_softmax.attend_softmax(*inputs, group.sums, self.y, resets=self.c.reset_token >= 0)
-        else:
-            decode.attend(*inputs, layer.power, group.sums, self.y, group.p)
-
-    def _attend_heinsen(self, w, layer):
-        """Launch a layer of Heinsen's attention, from x to y."""
-        decode.linear(w["qkv"][0], self.qkv, self.x, norm=w["norm_1"], bias=w["qkv"][1])
-        options = dict(reset_token=self.c.reset_token, log_value_bound=layer.log_value_bound)
-        decode_heinsen.attend_heinsen(self.qkv, self.ids, layer.state, self.y, **options)
+    @contextmanager
+    def _restored(self):
+        """Restore the tensors that tokens in this context change, except entries of the caches beyond their ends."""
+        tensors = [self.ids, self.counts, self.sampler.index]
+        tensors += self.embedding.tensors() if self.embedding else []
+        tensors += [x for layer in self.layers for x in layer.changes()]
+        saved = [x.clone() for x in tensors]
+        yield
+        for x, saved_x in zip(tensors, saved):
+            x.copy_(saved_x)
 
     def capture(self):
-        """Capture the token as a CUDA graph.
-
-        It runs once before, to compile. The tensors that this run changes are restored, except entry n of the cache,
-        which the next token writes.
-        """
-        changed = [self.ids, self.counts, self.sampler.index]
-        changed += [] if self.embedding is None else [self.embedding]
-        for layer in self.layers:
-            changed += [layer.position] if layer.group else layer.state
-        with device_guard(self.device):
-            saved = [x.clone() for x in changed]
+        """Capture the token as a CUDA graph. It runs once before, to compile; the state stays as it was."""
+        with device_guard(self.device), self._restored():
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -305,8 +173,6 @@ class Decoder:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):  # torch's own stays on the first GPU that captures
                 self._token()
-            for x, saved_x in zip(changed, saved):
-                x.copy_(saved_x)
         self.graph = graph
 
     def step(self):
@@ -320,37 +186,9 @@ class Decoder:
                     self.capture()
                 self.graph.replay()
         self.tokens_left -= 1
-        for group in self.groups:
-            group.cached += 1
+        for layer in self.layers:
+            layer.count_token()
         self._flush_full()
-
-    def _flush_full(self):
-        """Flush the caches that are full into the states."""
-        with device_guard(self.device):
-            for group in self.groups:
-                if group.cached >= group.limit:
-                    self._flush(group)
-
-    def _flush(self, group):
-        """Flush a group's caches into the states. The first flush allocates the states and then smaller caches."""
-        first = group.layers[0].power is None
-        if first:
-            shape = self.B, self.c.n_kv_head, symmetric_power_dim(self.c.head_dim, group.p)
-            for layer in group.layers:
-                layer.power = self._zeros(*shape, self.c.head_dim, dtype=self.state_dtype), self._zeros(*shape)
-        for layer in group.layers:
-            decode.flush(layer.cache, group.cached, layer.power, group.p)
-        group.cached = 0
-        group.count.zero_()
-        if first:
-            states = []
-            for layer in group.layers:
-                S, z = layer.power
-                states.append(LayerState(layer.position, S=S, z=z, switch_over=group.switch_over))
-                layer.cache = ()  # frees the caches before the smaller ones are made
-            self._allocate(group, states)
-            self.graph = None
-            self._count_bytes()
 
     def tokens(self, n):
         """Yield the sampled ids [B], on the CPU, n times; the first are already in `ids`."""
@@ -358,7 +196,7 @@ class Decoder:
         for i in range(n):
             with device_guard(self.device):  # not around the yield: the caller's device is its own
                 if cuda:
-                    ids, event = torch.empty(self.B, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+                    ids, event = torch.empty_like(self.ids, device="cpu", pin_memory=True), torch.cuda.Event()
                     ids.copy_(self.ids, non_blocking=True)
                     event.record()
                 else:
@@ -371,10 +209,46 @@ class Decoder:
         for pair in waiting:
             yield _when_copied(*pair)
 
+    # ---- the comparison with the model
 
-def _float32(x):
-    """Return a tensor in float32 and contiguous; None stays None."""
-    return None if x is None else x.float().contiguous()
+    @torch.no_grad()
+    def difference(self, model, logits, state, tokens=3):
+        """Return the largest relative difference between this decoder's logits and those of model.step, for some tokens.
+
+        logits and state are the model's after the prompt; the decoder was made from this state, and goes on from it as
+        if nothing had happened. The tokens are the likeliest ones after the prompt, fewer if the decoder is made for
+        fewer or would flush a cache, and those after a short text, in which each token counts for more.
+        """
+        device, short = self.device, copy.copy(self)
+        room = min(layer.room() for layer in self.layers)
+        text = torch.randint(self.config.vocab_size, (len(logits), 4), generator=torch.Generator().manual_seed(0))
+        with self._restored():
+            try:
+                differences = self._compare(model, logits, state, min(tokens, self.tokens_left - 1, room))
+            except torch.OutOfMemoryError:  # model.step copies the KV cache
+                differences = []
+            if most_tokens(self.config) >= 4 + tokens:
+                logits, state = model.read(text.to(device), model.empty_state(len(logits), "never"))
+                short.load(state, tokens)
+                differences += short._compare(model, logits, state, tokens)
+        return torch.stack(differences).max().item()
+
+    def _compare(self, model, logits, state, tokens):
+        """Return the relative differences of the logits for the likeliest tokens after `state`, [1] each."""
+        differences = []
+        for _ in range(tokens):
+            ids = logits.argmax(-1)
+            logits, state = model.step(ids, state)
+            with device_guard(self.device):
+                self.ids.copy_(ids.repeat_interleave(self.num_samples))
+                self._token()
+            expected = logits.repeat_interleave(self.num_samples, 0).float()
+            differences.append((self.logits - expected).norm() / expected.norm())
+        return differences
+
+
+def _norm(layer):
+    return Norm(float32(layer.weight), float32(layer.bias))
 
 
 def _when_copied(ids, event):
@@ -382,6 +256,13 @@ def _when_copied(ids, event):
     if event:
         event.synchronize()
     return ids
+
+
+def check_difference(decoder, model, logits, state):
+    """Return "" if the decoder computes this model, else how much the logits differ; see `Decoder.difference`."""
+    buffers, difference = decoder.buffers, decoder.difference(model, logits, state)
+    tolerance = max(MODEL_TOLERANCE[buffers.dtype], STATE_TOLERANCE[buffers.state_dtype])
+    return "" if difference <= tolerance else f"logits differ by {difference:.1%}"  # NaN does
 
 
 def failure(model, dtype, state_dtype):
@@ -397,11 +278,19 @@ def failure(model, dtype, state_dtype):
     sizes["n_positions"] = max(config.n_positions, 64)  # more than are read
     for mix in (block.attn.mix for block in model.transformer.h):
         small = replace(mix.config, **sizes)
-        name = f"generation, {type(mix).__qualname__}, {dtype}, states in {state_dtype}, {small}"
+        name = f"generation, {type(mix).__qualname__}, {dtype}, states in {state_dtype}, {small}, {model_hash()}"
         compare = partial(find_failure, small, type(mix), dtype, state_dtype)
         if problem := remember(name, compare, device):
             return problem
     return ""
+
+
+@functools.cache
+def model_hash():
+    """Return a hash of the sources that a comparison of the decoder depends on, besides the kernels."""
+    root = Path(sympow.model.__file__).parent
+    files = [path for room in ("layers", "attention", "generation") for path in sorted((root / room).rglob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in [root / "model.py", *files])).hexdigest()[:16]
 
 
 def find_failure(config, variant, dtype, state_dtype, device="cuda"):
@@ -425,8 +314,7 @@ def measure_errors(config, variant, dtype, state_dtype, device="cuda"):
             block.attn.mix = variant(config)
         model = model.eval().to(device)
         for p in model.parameters():
-            if p.dim() > 1:  # weights with which each product counts
-                p.normal_(std=p.shape[-1] ** -0.5)
+            p.normal_(std=p.shape[-1] ** -0.5 if p.dim() > 1 else 1)  # so that each product and each vector counts
             p.copy_(p.to(dtype))
         ids = torch.randint(config.vocab_size, (2, 4), device=device)
     model, reference, errors = model.to(dtype), copy.deepcopy(model).double(), []

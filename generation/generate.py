@@ -5,19 +5,24 @@
     logits, state = read_prompt(model, prompt_ids, max_new_tokens=100)                 # the same in two steps,
     for ids in generate(model, prefix=(logits, state), max_new_tokens=100): ...        # with the state in between
 
-On a GPU, decoder.py generates if there are kernels for all layers of the model; otherwise its `step` does.
+On a GPU, decoder.py generates if there are kernels for all layers of the model, and if it computes this model: its
+logits are compared with those of `GPT.step` at the start. Otherwise `GPT.step` generates.
 """
 
 import time
+import weakref
 
 import torch
 
+from sympow.attention.operator.check import first_line
 from sympow.attention.operator.dispatch import kernel_reason, warn_once
-from sympow.attention.learned_position import check_length
+from sympow.attention.positions import check_length
 from sympow.attention.operator.memory import check_generation_fits
 from sympow.attention.variant import decoding_kernels
 from sympow.data.progress import bar
 
+NOT_THIS_MODEL = "the decoder does not compute this model: generating with GPT.step"
+_different = weakref.WeakSet()  # the models of which that was said
 PIECE = {"cuda": 32768, "cpu": 1024}  # tokens of a prompt that are read in one call
 
 
@@ -72,20 +77,38 @@ def generate(
 
 
 def _decode(model, logits, state, sampler, max_new_tokens, state_dtype, timings):
-    """Yield the tokens of `generate` from decoder.py."""
-    from .decoder import Decoder  # Triton is not everywhere
-
-    samples = len(sampler.generators)
-    decoder = Decoder(model, state, sampler, max_new_tokens, cache_dtype(model), samples, state_dtype)
+    """Yield the tokens of `generate` from decoder.py, or from `_step` if the decoder does not compute this model."""
+    decoder = _make_decoder(model, logits, state, sampler, max_new_tokens, state_dtype)
+    if decoder is None:
+        yield from _step(model, logits, state, sampler, max_new_tokens, timings)
+        return
     del state  # free it: the decoder has a copy of its own
     sampler.prepare()
-    sampler(logits.expand(samples, -1), decoder.ids)
+    sampler(logits.expand(len(decoder.ids), -1), decoder.ids)
     if max_new_tokens > 1:
         decoder.capture()
     timings.start()
     for tokens in decoder.tokens(max_new_tokens):
         yield tokens.tolist()
         timings.add_step(decoder.bytes())
+
+
+def _make_decoder(model, logits, state, sampler, max_new_tokens, state_dtype):
+    """Return a Decoder that goes on from `state`, or None, with a warning, if its logits are not those of GPT.step."""
+    from .decoder import Decoder, check_difference  # Triton is not everywhere
+
+    try:
+        samples = len(sampler.generators)
+        decoder = Decoder(model, state, sampler, max_new_tokens, cache_dtype(model), samples, state_dtype)
+        problem = check_difference(decoder, model, logits, state) if max_new_tokens > 1 else ""
+    except (AttributeError, ValueError) as error:  # its blocks are not those of model.py
+        problem = first_line(error)
+    if not problem:
+        return decoder
+    if model not in _different:
+        _different.add(model)
+        warn_once(f"{NOT_THIS_MODEL} ({problem})")
+    return None
 
 
 def _step(model, logits, state, sampler, max_new_tokens, timings):
@@ -153,7 +176,7 @@ def decodes_on_kernels(model, state_dtype=torch.float32):
 
     problem = failure(model, dtype, state_dtype)
     if problem:
-        warn_once(f"generation steps through the model, not on its kernels, which fail on this machine: {problem}")
+        warn_once(f"{NOT_THIS_MODEL} ({problem})")
     return not problem
 
 

@@ -14,7 +14,7 @@ common         what the kernels share: units, exact products, program maps
 fused          training: steps of the model outside of attention, each in one pass over memory:
                rotary, cross_entropy
 layout         which features a state has, and in what order the kernels store them
-precompile     compiles kernels in several processes before they are used
+precompile     compiles many kernels at once, in threads, before they are used
 registry       objects that operators know by a number: the ranks that share a sequence
 cost           which form is cheaper, and how long a chunk should be
 configs        tile sizes, read from table.json
@@ -33,14 +33,14 @@ import torch
 if __name__ != "sympow.kernels":
     raise ImportError("kernels/ is imported as sympow.kernels")
 
-HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32, torch.float16)
+HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32)
 CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))  # (width, p) of the chunked form
 QUADRATIC_WIDTHS = (*HEAD_DIMS, 256)
 SOURCES = Path(__file__).parent
 
 
 def source_files(suffixes=(".py",)):
-    """Return the paths of all files of the kernels, in every room, whose suffix is one of these."""
+    """Return the paths of all files of the kernels, in every room, with one of these suffixes."""
     return sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes)
 
 
@@ -52,7 +52,9 @@ def source_hash():
 
 def widest(form, dtype):
     """Return the largest head dimension that the kernels of `form` take in a dtype; form: see `unsupported_reason`."""
-    if form in ("quadratic", "sums", "adaptive") and dtype != torch.float32:  # whose tiles would not fit shared memory
+    if (
+        form in ("quadratic", "sums", "adaptive") and dtype != torch.float32
+    ):  # tiles of float32 would not fit shared memory
         return QUADRATIC_WIDTHS[-1]
     return HEAD_DIMS[-1]
 
@@ -66,25 +68,23 @@ def unsupported_reason(form, dtype, D, E, p, device=None):
     """Return why the kernels of `form` cannot run on a GPU, or "" if they can.
 
     form: "quadratic" ("sums" and "adaptive" take its sizes), "chunked", "heinsen" or "decode". The inputs are q, k
-    [..., D] and v [..., E] of `dtype`; p is the power ("adaptive", "heinsen": not read); device: the GPU, by default
-    the current one.
+    [..., D] and v [..., E] of `dtype`; p is the power, one of POWERS ("adaptive", "heinsen": not read); device: the
+    GPU, by default the current one.
     """
-    dtypes = DTYPES[:2] if form == "decode" else DTYPES
-    if dtype not in dtypes:
-        name, *taken = (str(x).removeprefix("torch.") for x in (dtype, *dtypes))
-        return f"{name} (they take {', '.join(taken)})"
+    if dtype not in DTYPES:
+        name, *names = (str(x).removeprefix("torch.") for x in (dtype, *DTYPES))
+        return f"{name} (they take {', '.join(names)})"
     if form == "decode":
         if D not in HEAD_DIMS:
             return f"head dimension {D} (in generation they take {', '.join(map(str, HEAD_DIMS))})"
         if E != D:
             return f"values {E} wide where keys are {D} (in generation they take equal widths)"
-    if not width(form, dtype, D, E):
-        what, most = f"head dimension {D}" if D >= E else f"values {E} wide", widest(form, dtype)
-        of = " in the chunked form" if form == "chunked" else " in float32" if dtype == torch.float32 else ""
-        return f"{what} (they take up to {most}{of})"
-    if p not in POWERS and form not in ("adaptive", "heinsen"):
-        return f"p={p} (they take {', '.join(map(str, POWERS))})"
-    if form == "chunked" and (width(form, dtype, D, E), p) not in CHUNKED_SIZES:
+    W = width(form, dtype, D, E)
+    if not W:
+        size = f"head dimension {D}" if D >= E else f"values {E} wide"
+        case = " in the chunked form" if form == "chunked" else " in float32" if dtype == torch.float32 else ""
+        return f"{size} (they take up to {widest(form, dtype)}{case})"
+    if form == "chunked" and (W, p) not in CHUNKED_SIZES:
         sizes = ", ".join(f"p={m} up to {max(W for W, power in CHUNKED_SIZES if power == m)}" for m in (2, 4))
         return f"head dimension {D} and values {E} wide with p={p} (in the chunked form they take {sizes})"
     return unusable_machine(device)
@@ -92,7 +92,7 @@ def unsupported_reason(form, dtype, D, E, p, device=None):
 
 def unusable_machine(device=None):
     """Return why no kernel runs on this GPU, by default the current one, or "" if they can."""
-    if not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} (they take compute capability 8.0 and later)"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"

@@ -116,6 +116,14 @@ def row_pointers(X, b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def store_rows(OUT, x, b, start, h, T, H):
+    """Write x [N, D] float32 as rows start, start+1, ... of head h of sequence b of OUT, contiguous [B, T, H, D]."""
+    N: tl.constexpr = x.shape[0]
+    mask = (start + tl.arange(0, N))[:, None] < T
+    tl.store(row_pointers(OUT, b, start, h, T, H, N, x.shape[1]), x.to(OUT.dtype.element_ty), mask)
+
+
+@triton.jit
 def add_to_rows(OUT, x, b, start, h, T, H):
     """Add x [N, D] float32 to rows start, start+1, ... of head h of sequence b of OUT, contiguous [B, T, H, D]."""
     N: tl.constexpr = x.shape[0]

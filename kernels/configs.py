@@ -1,10 +1,17 @@
 """Choose the tile sizes that a kernel runs with: from tables in the repository, never by timing at run time.
 
 Timing at the first call would make users wait, and would choose differently from run to run and from rank to rank. The
-choice depends on the kernel, dtype, head dimension, p, gates and GPU alone. table.json has what `make tune` measured,
-by the GPU's name. Other GPUs with Hopper's compute capability have the H200's entries; for all the rest SAFE has sizes
-for each class of GPUs, chosen by the registers, spills and shared memory of what the compiler makes of them
-(tests/targets.py prints these). No entry depends on T, so a new length compiles nothing.
+choice depends on the kernel, dtype, head dimension, p, gates and GPU alone. No entry depends on T, so a new length
+compiles nothing. There are two kinds of kernels:
+
+    forward, dq, dkdv (quadratic/; adaptive/   sizes depend on the GPU: table.json has what `make tune` measured, by the
+    as p=0), update_state, query_state,        GPU's name. Other GPUs with Hopper's compute capability have the H200's
+    query_gradient (chunked/)                  entries. For all others, and for float32, SAFE has sizes for each class
+                                               of GPUs, chosen by the registers, spills and shared memory of compiled
+                                               code (tests/targets.py prints these).
+    all others: heinsen/, decode/,             sizes are the same for every GPU: constants in the kernel's own file
+    cross_entropy, rotary, gates, and
+    prepare and discumsum (chunked/)
 """
 
 import functools
@@ -23,9 +30,9 @@ def cache_folder():
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sympow"
 
 
-# Where `tune` writes. The installed package has its own table in the user's cache folder, whose entries come first.
+# Where `tune` writes. The installed package has its own table in the user's cache folder. Its entries come first.
 OWN_TABLE = TABLE if (TABLE.parents[1] / "sympow").is_dir() else cache_folder() / "table.json"
-MEASURED = "NVIDIA H200"  # the GPU whose entries of the table all of Hopper uses, if it has as much shared memory
+MEASURED = "NVIDIA H200"  # all of Hopper uses the entries of this GPU, if it has as much shared memory
 MEASURED_SHARED = 227 * 1024  # bytes
 
 
@@ -46,19 +53,15 @@ def gpu(device):
         return Gpu("cpu", "wgmma", 99 * 1024, True, False)
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
-    capability = None if torch.version.hip else torch.cuda.get_device_capability(device)
-    return describe_gpu(torch.cuda.get_device_name(device), capability, shared)
+    return describe_gpu(properties.name, torch.cuda.get_device_capability(device), shared)
 
 
 def describe_gpu(name, capability, shared):
-    """Return the Gpu of this name, compute capability, None for AMD, and bytes of shared memory.
+    """Return the Gpu of this name, compute capability and bytes of shared memory.
 
-    ROCm's torch reports compute capabilities too, which mean something else: (9, 4) is gfx942. GPUs of 12.x have a copy
-    engine, but with pointers the compiler makes better code for them: dkdv at head dimension 64 takes 230 registers,
-    and 255 with 88 bytes of spills with descriptors.
+    GPUs of 12.x have a copy engine, but with pointers the compiler makes better code for them: dkdv at head dimension
+    64 takes 230 registers, and 255 with 88 bytes of spills with descriptors.
     """
-    if capability is None:
-        return Gpu(name, "amd", shared, False, False)
     rows = {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}.get(capability[0], "mma")
     return Gpu(name, rows, shared, rows != "mma", capability >= (9, 0))
 
@@ -89,31 +92,27 @@ class Config(NamedTuple):
         return dict(num_warps=self.warps, num_stages=self.stages, **({"maxnreg": self.maxnreg} if self.maxnreg else {}))
 
 
+STATES = {  # of bfloat16, for every class of GPUs
+    "update_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
+    "query_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
+    "query_gradient": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
+}
 # the class of a GPU, or float32 -> kernel -> [(largest head dimension, Config), ...]
 SAFE = {
     "wgmma": {  # Hopper
         "forward": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
         "dq": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
         "dkdv": [(64, Config(64, 64, 4, 2)), (128, Config(32, 64, 4, 2))],
-        "update_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
-        "query_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
-        "query_gradient": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
     },
     "mma": {  # Ampere, Ada and the smaller Blackwell
         "forward": [(128, Config(64, 32, 4, 3))],
         "dq": [(128, Config(64, 32, 4, 3))],
         "dkdv": [(64, Config(32, 64, 4, 2)), (128, Config(32, 32, 4, 2))],
-        "update_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
-        "query_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
-        "query_gradient": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
     },
     "tcgen05": {  # Blackwell of data centers
         "forward": [(64, Config(128, 64, 4, 2)), (128, Config(128, 64, 8, 2))],
         "dq": [(128, Config(64, 64, 4, 2))],
         "dkdv": [(128, Config(64, 64, 8, 2))],
-        "update_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
-        "query_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
-        "query_gradient": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
     },
     # products of float32 do without the matrix unit; registers are the limit
     "float32": {
@@ -125,40 +124,46 @@ SAFE = {
         "query_gradient": [(128, Config(64, 64, 16, 1))],
     },
 }
+WIDE = {"forward": Config(64, 32, 8, 2), "dq": Config(32, 32, 8, 2), "dkdv": Config(32, 32, 8, 2)}
+for name in ("mma", "wgmma", "tcgen05"):  # head dimension 256: the quadratic form alone, not in float32
+    SAFE[name] = {kernel: [*rows, (256, WIDE[kernel])] for kernel, rows in SAFE[name].items()} | STATES
 # with 32 tokens update_state spills 312 to 744 bytes a thread there, on Hopper 288
-SAFE["float32, not Hopper"] = {**SAFE["float32"], "update_state": [(128, Config(64, 16, 8, 1))]}
-SAFE["amd"] = {**SAFE["wgmma"], "dkdv": SAFE["mma"]["dkdv"]}
-for gpus in ("mma", "wgmma", "tcgen05", "amd"):  # head dimension 256: the quadratic form alone, not in float32
-    wide = dict(forward=Config(64, 32, 8, 2), dq=Config(32, 32, 8, 2), dkdv=Config(32, 32, 8, 2))
-    SAFE[gpus] |= {name: [*SAFE[gpus][name], (256, config)] for name, config in wide.items()}
+SAFE["float32, not Hopper"] = SAFE["float32"] | {"update_state": [(128, Config(64, 16, 8, 1))]}
 
 
 def choose(kernel, q, p, gated=False, chunked=False):
     """Return the Config for `kernel`, one of SAFE's names, for q [B, T, H, D] on its device.
 
     gated: True if there are gates; the chunked form's kernels have one Config for both. chunked: True if a kernel of
-    the quadratic form is limited to chunks, for which it may have an entry of its own. float16 has no entries: tiles
-    of it are those of bfloat16.
+    the quadratic form is limited to chunks, for which it may have an entry of its own.
     """
-    dtype = torch.bfloat16 if q.dtype == torch.float16 else q.dtype
-    return find(kernel, dtype, q.shape[-1], p, gated, chunked, gpu(q.device))
+    return find(kernel, q.dtype, q.shape[-1], p, gated, chunked, gpu(q.device))
 
 
 def find(kernel, dtype, D, p, gated, chunked, device):
     """Return the Config for `choose`'s sizes on a Gpu: its entry in the table, or that of all of Hopper, or SAFE's."""
-    table, name = _table(), device.name
-    if name not in table and device.rows == "wgmma" and device.shared >= MEASURED_SHARED:
-        name = MEASURED
-    entries, sizes = table.get(name, {}), (kernel, dtype, D, p, gated)
-    found = chunked and entries.get(key(*sizes, chunked)) or entries.get(key(*sizes))
-    return Config(*found) if found else safe(kernel, dtype, D, device)
+    entries, sizes = _table().get(name_in_table(device), {}), (kernel, dtype, D, p, gated)
+    entry = chunked and entries.get(key(*sizes, chunked)) or entries.get(key(*sizes))
+    return Config(*entry) if entry else safe(kernel, dtype, D, device)
+
+
+def name_in_table(device):
+    """Return the name in the table of a Gpu: its own, or for all of Hopper without one MEASURED."""
+    hopper = device.rows == "wgmma" and device.shared >= MEASURED_SHARED
+    return MEASURED if hopper and device.name not in _table() else device.name
+
+
+def table_name(device):
+    """Return the name of the kind of GPU that a torch.device is: GPUs of one name run the same kernels."""
+    return name_in_table(gpu(device))
 
 
 def safe(kernel, dtype, D, device):
     """Return the Config for sizes that are not in the table, on a Gpu."""
-    of_float32 = "float32" if device.rows == "wgmma" else "float32, not Hopper"
-    rows = SAFE[of_float32 if dtype == torch.float32 else device.rows][kernel]
-    return next(config for largest, config in rows if D <= largest)
+    name = device.rows
+    if dtype == torch.float32:
+        name = "float32" if device.rows == "wgmma" else "float32, not Hopper"
+    return next(config for largest, config in SAFE[name][kernel] if D <= largest)
 
 
 def key(kernel, dtype, D, p, gated=False, chunked=False):

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function
 
 from .attention.operator import sequences
+from .attention.operator.arguments import check_power
 from .attention.operator.forms import accumulation_dtype
 from .attention.gates import alibi_slopes, reset_gates
 from .attention.power import power_attention
@@ -45,8 +46,7 @@ def register(name="sympow", p=2, gate="none"):
     gate: "none", or "fixed" for the gates exp(-2^(-8 h / Hkv)) of key/value heads h = 1..Hkv at every token. For
     several powers in one process, register several names. Raises ValueError for another p or gate.
     """
-    if not isinstance(p, int) or p < 2 or p % 2:
-        raise ValueError(f"p must be a positive even integer, got {p!r}")
+    check_power(p)
     if gate not in ("none", "fixed"):
         raise ValueError(f"gate must be none or fixed, got {gate!r}")
     AttentionInterface.register(name, partial(attend, p=p, gate=gate))

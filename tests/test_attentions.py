@@ -7,15 +7,12 @@ import torch
 from test_rotary import matrix
 from torch.nn import functional as F
 
-from sympow.attention.conformal_sympow import ConformalSympow, conformal_sympow_attention
+from sympow.attention.conformal_sympow import ConformalSympow
 from sympow.attention.embedding import symmetric_power_embedding, tensor_power_embedding
-from sympow.attention.even_power import even_power_attention
 from sympow.attention.gates import FixedGate, LearnedGate, alibi_slopes, linear_fp32
 from sympow.attention.power import power_attention
 from sympow.attention.rotary import rotary, rotation_rates
 from sympow.attention.softmax import softmax_attention
-from sympow.attention.sympow import sympow_attention
-from sympow.attention.sympow_gating import sympow_gating_attention
 from sympow.model import GPTConfig
 
 B, T, H, D, E, N = 1, 12, 2, 4, 3, 50.0
@@ -59,21 +56,12 @@ def by_recurrence(q, k, v, gamma, beta, p, **kwargs):
     return torch.stack(heads, dim=1).unsqueeze(0)
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("p", [2, 4])
-def test_proposition_1_rotary_sympow_is_its_recurrence(qkv, p):
+def test_propositions_1_and_2_rotated_and_gated_sympow_is_its_recurrence(qkv, p, gated):
     q, k, v = qkv
-    u = torch.arange(1, T + 1, dtype=torch.float64)
-    y = sympow_attention(rotary(q, u, N), rotary(k, u, N), v, p=p)
-    expected = by_recurrence(q, k, v, torch.ones(T, H, dtype=torch.float64), torch.ones(T, dtype=torch.float64), p)
-    assert torch.allclose(y, expected, rtol=1e-8)
-
-
-@pytest.mark.parametrize("p", [2, 4])
-def test_proposition_2_gated_sympow_is_its_recurrence(qkv, p):
-    q, k, v = qkv
-    gamma = torch.rand(T, H, dtype=torch.float64)
-    u = torch.arange(1, T + 1, dtype=torch.float64)
-    y = sympow_gating_attention(rotary(q, u, N), rotary(k, u, N), v, gamma.log().unsqueeze(0), p=p)
+    gamma, u = torch.rand(T, H, dtype=torch.float64).clamp(min=0 if gated else 1), torch.arange(1.0, T + 1).double()
+    y = power_attention(rotary(q, u, N), rotary(k, u, N), v, gamma.log().unsqueeze(0) if gated else None, p=p)
     assert torch.allclose(y, by_recurrence(q, k, v, gamma, torch.ones(T, dtype=torch.float64), p), rtol=1e-8)
 
 
@@ -94,9 +82,8 @@ def test_proposition_3_a_rotation_of_vectors_is_a_rotation_of_features(p):
 def test_conformal_sympow_is_a_conformal_map_of_its_state(qkv, form, S_rotates):
     q, k, v = qkv
     gamma, beta = torch.rand(T, H, dtype=torch.float64), 2 * torch.rand(T, dtype=torch.float64)
-    y = conformal_sympow_attention(
-        q, k, v, gamma.log().unsqueeze(0), beta.cumsum(0).unsqueeze(0), p=2, base=N, form=form, chunk_size=5
-    )
+    u = beta.cumsum(0)
+    y = power_attention(rotary(q, u, N), rotary(k, u, N), v, gamma.log().unsqueeze(0), p=2, form=form, chunk_size=5)
     assert torch.allclose(y, by_recurrence(q, k, v, gamma, beta, 2, S_rotates=S_rotates), rtol=1e-7)
 
 
@@ -136,12 +123,12 @@ def test_softmax_is_softmax_with_grouped_heads_and_resets(qkv):
         assert torch.allclose(softmax_attention(q[:, 9:], k, v, gates), expected[:, 9:], rtol=1e-8)
 
 
-def test_even_power_is_the_seeds_quadratic_form(qkv):
+@pytest.mark.parametrize("p", [2, 4, 6])
+def test_even_power_is_the_seeds_quadratic_form(qkv, p):
     q, k, v = qkv
-    for p in (2, 4, 6):
-        w = torch.einsum("bihd,bjhd->bhij", q, k).pow(p).tril()
-        expected = torch.einsum("bhij,bjhe->bihe", w / w.sum(-1, keepdim=True), v)
-        assert torch.allclose(even_power_attention(q, k, v, p=p), expected, rtol=1e-9)
+    w = torch.einsum("bihd,bjhd->bhij", q, k).pow(p).tril()
+    expected = torch.einsum("bhij,bjhe->bihe", w / w.sum(-1, keepdim=True), v)
+    assert torch.allclose(power_attention(q, k, v, p=p, form="quadratic"), expected, rtol=1e-9)
 
 
 def test_gates_are_log_sigmoid_in_float32_under_autocast():
@@ -154,20 +141,26 @@ def test_gates_are_log_sigmoid_in_float32_under_autocast():
     assert torch.allclose(log_g, F.logsigmoid(x @ gate.W_gamma.T + 1.5), rtol=1e-6)
 
 
-def test_rotation_speed_is_in_float32_under_autocast_and_starts_at_one():
-    mix = ConformalSympow(GPTConfig(n_embd=8, n_head=2, attention="conformal_sympow"))
-    x = torch.randn(1, 64, 8)
-    assert (mix.beta(linear_fp32(x, mix.input_weight())) == 1).all()
+def conformal_layer():
+    mix = ConformalSympow(GPTConfig(n_embd=8, n_head=4, n_kv_head=2, head_dim=6, attention="conformal_sympow"))
     torch.nn.init.normal_(mix.W_beta)
+    return mix
+
+
+def test_rotation_speed_is_in_float32_under_autocast_and_starts_at_one():
+    mix, x = conformal_layer(), torch.randn(1, 64, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        u = mix.positions(linear_fp32(x, mix.input_weight()), None)
+        products = linear_fp32(x, mix.input_weight())
+        u = mix.positions(products, None, mix.beta(products))
     exact = (1 + torch.tanh(x.double() @ mix.W_beta.double().T)).squeeze(-1).cumsum(1)
     assert u.dtype == torch.float64 and (u - exact).abs().max() < 1e-5
+    fresh = ConformalSympow(mix.config)
+    assert (fresh.beta(linear_fp32(x, fresh.input_weight())) == 1).all()
 
 
 def test_a_conformal_layer_computes_conformal_attention():
-    mix = ConformalSympow(GPTConfig(n_embd=8, n_head=4, n_kv_head=2, head_dim=6, attention="conformal_sympow"))
-    torch.nn.init.normal_(mix.W_beta)
-    x, qkv = torch.randn(2, 9, 1 + 2), torch.randn(2, 9, 8, 6)
-    y = conformal_sympow_attention(*mix.split(qkv), mix.log_gates(x), mix.positions(x, None), p=2, base=mix.rope_base)
-    assert torch.equal(mix(x, qkv)[0], y)
+    mix, x, qkv = conformal_layer(), torch.randn(2, 9, 1 + 2), torch.randn(2, 9, 8, 6)
+    q, k, v = mix.split(qkv)
+    u = mix.beta(x).double().cumsum(1)
+    q, k = rotary(q, u, mix.rope_base), rotary(k, u, mix.rope_base)
+    assert torch.equal(mix(x, qkv)[0], power_attention(q, k, v, mix.gate(x[..., 1:]), p=2))

@@ -1,6 +1,8 @@
 """The decoder against `GPT.step`: on the CPU in Triton's interpreter, in float32; with TEST_GPU=1 on the GPU."""
 
+import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,12 +13,19 @@ from test_kernels import DEVICE, GPU  # noqa: E402
 
 from sympow.attention import ATTENTIONS  # noqa: E402
 from sympow.attention.operator import memory  # noqa: E402
-from sympow.attention import state as state_of
+from sympow.attention import state as state_of  # noqa: E402
 from sympow.attention.embedding import symmetric_power_embedding  # noqa: E402
 from sympow.attention.state import LayerState  # noqa: E402
+from sympow import model as model_module  # noqa: E402
+from sympow.generation import decoder as decoder_module  # noqa: E402
+from sympow.generation import generate as generate_module  # noqa: E402
 from sympow.generation.decoder import Decoder  # noqa: E402
-from sympow.generation.generate import Sampler, sample_next_token  # noqa: E402
-from sympow.kernels.decode import power as decode, sampling
+from sympow.generation.generate import Sampler, generate, read_prompt, sample_next_token  # noqa: E402
+from sympow.kernels.decode import cache as decode_cache  # noqa: E402
+from sympow.kernels.decode import power as decode  # noqa: E402
+from sympow.kernels.decode import qkv as decode_qkv  # noqa: E402
+from sympow.kernels.decode import sampling  # noqa: E402
+from sympow.kernels.decode.linear import Linear, Norm  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
 
 GPT2 = dict(p=2, bias=True, embedding_norm=False, activation="gelu_tanh")
@@ -49,6 +58,16 @@ def start(model, B, max_new_tokens, switch_over=None, n=4):
     return state, decoder
 
 
+def step_both(model, state, decoder, steps=1, tolerance=1e-5):
+    """Read tokens in the model and in the decoder, whose logits must agree; return the model's state."""
+    for i in range(steps):
+        logits, state = model.step(decoder.ids.clone(), state)
+        decoder.step()
+        assert (decoder.logits - logits).norm() < tolerance * logits.norm(), i
+        assert torch.equal(decoder.ids, logits.argmax(-1))
+    return state
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("B,switch_over", [(1, None), (3, "always")])
 @torch.inference_mode()
@@ -64,12 +83,9 @@ def test_a_token_is_the_models(variant, B, switch_over, monkeypatch):
     for i in range(steps):
         if i == 1:
             decoder.ids[0] = 3  # forgets everything, where that is set
-        logits, state = model.step(decoder.ids.clone(), state)
-        decoder.step()
-        assert (decoder.logits - logits).norm() < 1e-5 * logits.norm(), i
-        assert torch.equal(decoder.ids, logits.argmax(-1))
+        state = step_both(model, state, decoder)
     assert (decoder.layers[0].power is not None) == (config["p"] == 2)
-    assert torch.allclose(decoder.layers[1].position, state.layers[1].position, atol=1e-5)
+    assert torch.allclose(decoder.layers[1].place.position, state.layers[1].position, atol=1e-5)
 
 
 # attention of each layer, other settings, switch_over of each layer
@@ -106,10 +122,7 @@ def test_layers_of_any_attentions_stand_side_by_side(name, monkeypatch):
     decoder.ids.copy_(logits.argmax(-1))
     for i in range(5):
         decoder.ids[0], decoder.ids[1] = 20, 3 if i == 1 else 21  # the samples of one prompt go apart
-        logits, state = model.step(decoder.ids.clone(), state)
-        decoder.step()
-        assert (decoder.logits - logits).norm() < 1e-5 * logits.norm(), i
-        assert torch.equal(decoder.ids, logits.argmax(-1))
+        state = step_both(model, state, decoder)
     assert decoder.bytes() > 0
 
 
@@ -117,16 +130,13 @@ def test_layers_of_any_attentions_stand_side_by_side(name, monkeypatch):
 @torch.inference_mode()
 def test_softmax_in_parts_and_tiles_is_neutral_to_the_size_of_scores(parts, monkeypatch):
     """Scores differ by hundreds, and the largest are in one of three tiles of 64 tokens, each of them a part or not."""
-    monkeypatch.setattr(decode, "parts_of_cache", lambda heads, C: parts)
+    monkeypatch.setattr(decode_cache, "parts_of_cache", lambda heads, C: parts)
     model = tiny(attention="softmax", n_layer=1, n_embd=16, head_dim=16, n_kv_head=1)
     model.transformer.h[0].attn.c_attn.weight.mul_(12)
     state, decoder = start(model, 3, 3, n=150)  # in some of these the largest score comes after others of its row
     scores = state.layers[0].k[0, :, 0] @ state.layers[0].k[0, :, 0].t() / 4
     assert scores.max() > 200
-    for _ in range(2):
-        logits, state = model.step(decoder.ids.clone(), state)
-        decoder.step()
-        assert (decoder.logits - logits).norm() < 1e-4 * logits.norm()
+    step_both(model, state, decoder, 2, 1e-4)
 
 
 @pytest.mark.parametrize("values", ["signed", "log"])
@@ -138,13 +148,11 @@ def test_heinsens_state_is_neutral_to_the_size_of_keys(values):
     attn, size = model.transformer.h[0].attn, torch.tensor([1.0, 80.0, 8.0, 40.0])
     weight = attn.c_attn.weight.clone()
     for i in range(4):
-        decoder.weights[0]["qkv"][0][32:64] = attn.c_attn.weight[32:64] = weight[32:64] * size[i]
-        logits, state = model.step(decoder.ids.clone(), state)
-        decoder.step()
-        assert (decoder.logits - logits).norm() < 1e-4 * logits.norm(), i
+        decoder.weights[0].qkv.weight[32:64] = attn.c_attn.weight[32:64] = weight[32:64] * size[i]
+        state = step_both(model, state, decoder, 1, 1e-4)
     assert state.layers[0].m.max() > 40
     if values == "log":
-        decoder.weights[0]["qkv"][0][64:].mul_(1000)
+        decoder.weights[0].qkv.weight[64:].mul_(1000)
         decoder.step()
         assert decoder.logits.isnan().all()  # beyond the bound of log values
 
@@ -154,10 +162,7 @@ def test_layers_of_two_powers_are_flushed_each_into_its_own_state():
     model = tiny(attention="sympow", n_layer=2, head_dim=8 if not GPU else 16)
     model.transformer.h[1].attn.mix = ATTENTIONS["sympow"](replace(model.config, p=4))
     state, decoder = start(model, 1, 3, 6)
-    for _ in range(3):
-        logits, state = model.step(decoder.ids.clone(), state)
-        decoder.step()
-        assert (decoder.logits - logits).norm() < 1e-4 * logits.norm()
+    state = step_both(model, state, decoder, 3, 1e-4)
     assert [layer.power[1].shape for layer in decoder.layers] == [layer.z.shape for layer in state.layers]
     assert state.layers[1].z.shape[2] > state.layers[0].z.shape[2]
 
@@ -183,10 +188,7 @@ def test_nan_in_a_sequences_state_comes_out_as_nan_and_stays_there(attention, pl
 def test_features_of_more_than_four_indices_are_told_apart():
     model = tiny(attention="sympow", p=6, n_layer=1, n_head=1, n_embd=16, head_dim=16 if GPU else 8)
     state, decoder = start(model, 1, 3, 5)
-    for _ in range(3):  # the first flushes
-        logits, state = model.step(decoder.ids.clone(), state)
-        decoder.step()
-        assert (decoder.logits - logits).norm() < 1e-3 * logits.norm()
+    step_both(model, state, decoder, 3, 1e-3)  # the first flushes
     assert decoder.layers[0].power
 
 
@@ -275,23 +277,144 @@ def test_the_memory_of_layers_that_differ_is_added_up(monkeypatch):
 
 
 def test_gates_next_to_one_keep_their_digits():
-    x, norm = torch.randn(2, 32, device=DEVICE), (torch.ones(32, device=DEVICE), None)
-    w, out = torch.randn(48, 32, device=DEVICE), torch.empty(2, 48, device=DEVICE)
-    turn = torch.empty(2, 2, 2, device=DEVICE)
-    weight, bias = torch.randn(3, 32, device=DEVICE), torch.tensor([-3.0, 9.0, 16.0], device=DEVICE)
-    new = lambda dtype: torch.zeros(2, 1, 3, dtype=dtype, device=DEVICE)
-    cache = new(torch.float32)[..., None], None, new(torch.float64), new(torch.int32)
-    ids, u = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.zeros(2, dtype=torch.float64, device=DEVICE)
-    count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    decode.qkv(
-        w, out, x, norm=norm, bias=None, ids=ids, gate=(weight, bias), beta=None, slopes=None, position=u, rates=u,
-        rotation=turn, cache=cache, count=count, reset_token=-1, rounding=torch.float32,
-    )  # fmt: skip
+    x, w, out = (torch.randn(n, m, device=DEVICE) for n, m in ((2, 32), (48, 32), (2, 48)))
+    gates = decode_qkv.Gates(torch.randn(3, 32, device=DEVICE), torch.tensor([-3.0, 9.0, 16.0], device=DEVICE))
+    zeros = lambda *shape, dtype: torch.zeros(shape, dtype=dtype, device=DEVICE)
+    sums, resets = zeros(2, 1, 3, dtype=torch.float64), zeros(2, 1, 3, dtype=torch.int32)
+    cache = decode_cache.Cache(out, out, sums, resets, zeros(1, dtype=torch.int32))
+    u, rates = zeros(2, dtype=torch.float64), zeros(2, dtype=torch.float64)
+    place = decode_qkv.Position(u, rates, torch.empty(2, 2, 2, device=DEVICE))
+    layer, ids = Linear(w, None, Norm(torch.ones(32, device=DEVICE))), zeros(2, dtype=torch.int64)
+    options = dict(reset_token=-1, rounding=torch.float32)
+    decode_qkv.qkv(layer, out, x, ids=ids, gates=gates, position=place, cache=cache, **options)
     rows = torch.nn.functional.layer_norm(x, (32,)).double()
-    expected = torch.nn.functional.logsigmoid(rows @ weight.double().t() + bias.double())
-    assert torch.allclose(cache[2][:, 0], expected, rtol=2e-5, atol=0)
+    expected = torch.nn.functional.logsigmoid(rows @ gates.weight.double().t() + gates.bias.double())
+    assert torch.allclose(sums[:, 0], expected, rtol=2e-5, atol=0)
     assert u.tolist() == [1, 1]
     assert torch.allclose(out.double(), rows @ w.double().t(), rtol=1e-4, atol=1e-4)
+
+
+# ---- a model that is not model.py's
+
+
+def normalize_queries_and_keys(model, monkeypatch):
+    norm = lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:])
+    for mix in (block.attn.mix for block in model.transformer.h):
+        rotate = mix.rotate
+        turn = lambda *x, rotate=rotate: [part if i == 2 else norm(part) for i, part in enumerate(rotate(*x))]
+        monkeypatch.setattr(mix, "rotate", turn)
+
+
+def scale_layers(model, monkeypatch):
+    for block in model.transformer.h:
+        block.mlp.register_forward_hook(lambda module, inputs, y: 0.5 * y)
+
+
+def change_activation(model, monkeypatch):
+    monkeypatch.setattr(model_module, "gelu", lambda x, approximate: x.relu())
+
+
+def widen_mlp(model, monkeypatch):
+    mlp = model.transformer.h[1].mlp
+    mlp.c_fc, mlp.c_proj = torch.nn.Linear(32, 256, device=DEVICE), torch.nn.Linear(256, 32, device=DEVICE)
+
+
+def replace_norm(model, monkeypatch):
+    model.transformer.h[0].ln_2 = torch.nn.RMSNorm(32, device=DEVICE)
+
+
+@pytest.fixture
+def on_decoder(monkeypatch):
+    """Let `generate` choose the decoder, in the interpreter too; return the list of those that it makes."""
+    made, load = [], Decoder.load
+    monkeypatch.setattr(generate_module, "decodes_on_kernels", lambda *args: True)
+    if not GPU:
+        monkeypatch.setattr(Decoder, "capture", lambda self: None)
+    monkeypatch.setattr(Decoder, "load", lambda self, *args: made.append(self) or load(self, *args))
+    return made
+
+
+def read_and_generate(model, prompt, switch_over=None, num_samples=1, **options):
+    """Return the tokens of each sample; the state after the prompt must be what it was."""
+    options |= dict(max_new_tokens=4, num_samples=num_samples)
+    logits, state = read_prompt(model, prompt, switch_over=switch_over, max_new_tokens=4)
+    saved = state.map(torch.clone)
+    samples = list(generate(model, prefix=(logits, state), **options))
+    for part, copy in zip(state.parts().values(), saved.parts().values()):
+        assert all(torch.equal(x, copy.tensors()[name]) for name, x in part.tensors().items())
+    return samples
+
+
+@pytest.mark.parametrize(
+    "change,attention,reason",
+    [
+        (normalize_queries_and_keys, "sympow_gating", "logits differ by"),
+        (normalize_queries_and_keys, "softmax", "logits differ by"),
+        (scale_layers, "sympow", "logits differ by"),
+        (change_activation, "heinsen", "logits differ by"),
+        (widen_mlp, "softmax", r"a linear layer has the shape \[256, 32\], not \[128, 32\]"),
+        (replace_norm, "softmax", "'RMSNorm' object has no attribute 'bias'"),
+    ],
+)
+@torch.inference_mode()
+def test_a_changed_model_generates_with_its_own_step(change, attention, reason, monkeypatch, on_decoder):
+    """A model that is changed, as one would try an idea, is told from model.py's, in one line, once."""
+    model = tiny(attention=attention)
+    change(model, monkeypatch)
+    message = f"^the decoder does not compute this model: generating with GPT.step .{reason}[^\n]*$"
+    with pytest.warns(UserWarning, match=message) as caught:
+        samples = read_and_generate(model, [5, 6, 7, 8], temperature=1.0)
+    assert len(caught) == 1
+    with warnings.catch_warnings(action="error"):
+        assert read_and_generate(model, [5, 6, 7, 8], temperature=1.0) == samples
+    assert samples == read_and_generate(model, [5, 6, 7, 8], temperature=1.0, cuda_graph=False)
+
+
+@pytest.mark.parametrize(
+    "settings,switch_over",
+    [
+        (dict(attention="conformal_sympow,sympow_gating", reset_token=3), 6),
+        (dict(attention="sympow", n_kv_head=1), "always"),
+        (dict(attention="softmax", positions="learned", n_positions=8, **GPT2), None),
+        (dict(attention="heinsen", values="log"), None),
+    ],
+)
+@torch.inference_mode()
+def test_the_models_tokens_are_read_by_the_decoder(settings, switch_over, on_decoder):
+    model = tiny(**settings)
+    run = partial(read_and_generate, model, [5, 6, 7, 8], switch_over, 2, temperature=1.0)
+    with warnings.catch_warnings(action="error"):
+        samples = run()
+    assert len(on_decoder) == 2 and len(on_decoder[0].ids) == 2  # the second is for the short text
+    assert samples == run(cuda_graph=False)
+
+
+def test_weights_that_are_vectors_count_in_the_comparison(monkeypatch):
+    """A LayerNorm's weights and biases, and gates' biases, are neither ones nor zeros."""
+    config = GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention="sympow_gating", bias=True)
+    compare = partial(
+        decoder_module.find_failure, config, ATTENTIONS["sympow_gating"], torch.float32, torch.float32, DEVICE
+    )
+    assert compare() == ""
+    norm = lambda layer: Norm(torch.ones_like(layer.weight), None)
+    gates = lambda weight, bias, slopes: decode_qkv.Gates(weight, torch.full_like(bias, 6.9), slopes)
+    for name, changed in (("_norm", norm), ("Gates", gates)):
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder_module, name, changed)
+            assert "wrong results" in compare(), name
+
+
+@pytest.mark.parametrize("path", ["model.py", "layers/norm.py", "attention/operator/forms.py", "generation/layers.py"])
+def test_an_edit_of_the_model_is_compared_again(path, tmp_path, monkeypatch):
+    """A comparison is remembered under a hash of the sources on which it depends."""
+    monkeypatch.setattr(model_module, "__file__", str(tmp_path / "model.py"))
+    (tmp_path / "model.py").touch()
+    file, hashes = tmp_path / path, set()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for text in ("x = 1", "x = 2"):
+        file.write_text(text)
+        hashes.add(decoder_module.model_hash.__wrapped__())
+    assert len(hashes) == 2
 
 
 SETTINGS = [(1.0, 0, 1.0), (0.8, 5, 1.0), (1.5, 0, 0.7), (0.5, 30, 0.95), (1.0, 1, 1.0), (1e-8, 5, 1.0)]

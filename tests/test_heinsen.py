@@ -10,7 +10,7 @@ from sympow.attention import ATTENTIONS, LogState, PowerState, heinsen
 from sympow.attention.operator import check, dispatch, heinsen_forms
 from sympow.attention import heinsen_attention
 from sympow.attention import heinsen_naive as naive
-from sympow.attention.log_position import LogPosition, log_recurrence
+from sympow.attention.positions import LogPosition, log_recurrence
 from sympow.attention.state import LayerState
 from sympow.model import GPT, GPTConfig
 
@@ -122,13 +122,6 @@ def test_without_an_order_every_query_sees_every_key(T, n, values):
 
 def test_without_an_order_the_state_is_seen_too():
     assert_equal_to_specification(inputs(20, 30, state=True), causal=False, tolerance=1e-9)
-
-
-def test_chunks_that_are_computed_again_in_the_backward_pass_give_the_same_gradients(monkeypatch):
-    monkeypatch.setattr(heinsen_forms, "SAVED_AT_ONCE", 0)
-    for form in FORMS[:2]:
-        made = inputs(37, resets=True, state=True)
-        assert_equal_to_specification(made, form=form, chunk_size=CHUNK, tolerance=1e-9)
 
 
 def test_gradients_through_a_chain_of_states_are_those_of_the_whole():
@@ -340,7 +333,7 @@ def tiny(**shapes):
         ),
         (
             tiny(),
-            dict(initial_state=naive.empty_state(1, 2, 5, 6)),
+            dict(initial_state=heinsen_forms.empty_log_state(1, 2, 5, 6, torch.float64)),
             "initial_state must be torch.float32 for q of torch.float32, got .*float64",
         ),
     ],
@@ -396,7 +389,7 @@ def test_log_x_is_exact_after_65536_tokens():
     assert (source[0] - ref).abs().max() > 1e-3
 
 
-def test_pieces_of_a_text_have_the_positions_of_the_whole(monkeypatch):
+def test_pieces_of_a_text_have_the_positions_of_the_whole():
     torch.manual_seed(0)
     layer, x, resets = LogPosition(8), torch.randn(2, 40, 8), torch.rand(2, 40) < 0.1
     whole, none = layer(x, resets)
@@ -408,8 +401,6 @@ def test_pieces_of_a_text_have_the_positions_of_the_whole(monkeypatch):
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-6)
     start = resets[0].nonzero()[-1].item()  # a text begins anew
     assert torch.allclose(layer(x[:1, start:])[0], whole[:1, start:], atol=1e-6)
-    monkeypatch.setattr("sympow.attention.log_position.ENTRIES_AT_ONCE", 1)  # one sequence at a time
-    assert layer(x, resets)[0].equal(whole)
 
 
 def test_positions_are_computed_in_float32_under_autocast_and_without_a_graph_break():
@@ -513,7 +504,7 @@ def stand_in(q, k, v, documents, m, S, z, *, final):
         assert documents.dtype == torch.int32
         resets = torch.diff(documents, dim=1, prepend=torch.zeros_like(documents[:, :1])) > 0
     state = None if m is None else LogState(m, S, z)
-    y, state = heinsen_forms.attend(q, k, v, form="chunked", resets=resets, initial_state=state, return_state=True)
+    y, state = heinsen_forms.attend(q, k, v, resets=resets, initial_state=state)
     return y.to(v.dtype), *(state if final else (None, None, None))
 
 
@@ -569,17 +560,20 @@ def test_kernels_are_compared_with_float64_before_their_first_use(monkeypatch, w
         return y * (1.1 if wrong == "y" else 1), *state
 
     monkeypatch.setattr("sympow.kernels.heinsen.operator.heinsen_attention", attention)
-    monkeypatch.setattr(check, "heinsen_errors", lambda *size, of=check.heinsen_errors: of(*size, T=100, device="cpu"))
-    monkeypatch.setattr(check, "remember", lambda name, find, device: find())
+    errors = check.errors
+    monkeypatch.setattr(check, "errors", lambda size, T: errors(size, 100, "cpu"))
+    monkeypatch.setattr(check, "remember", lambda name, compare, *rest: compare())
     for name, value in dict(is_available=True, is_current_stream_capturing=False, device_count=2).items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    found = check.heinsen_failure(torch.float32, torch.float32, 16)
-    assert found.startswith("wrong results, heinsen float32, values float32 D=16: y ") if wrong else not found
+    problem = check.failure(check.Size("heinsen", torch.float32, 16))
+    assert problem.startswith("wrong results, heinsen float32 D=16 T=1216: y ") if wrong else not problem
 
 
 def test_training_checks_the_kernels_that_it_will_use(kernels, monkeypatch):
     asked = []
-    monkeypatch.setattr(dispatch, "heinsen_failure", lambda *size: asked.append(size) or "")
+    monkeypatch.setattr(
+        dispatch, "failure", lambda size, device: asked.append((size.dtype, size.v_dtype, size.D, device)) or ""
+    )
     for values, v_dtype in (("signed", torch.bfloat16), ("log", torch.float32)):
         mix = ATTENTIONS["heinsen"](heinsen_config(values=values))
         assert mix.training_plan(4096, torch.bfloat16, "cuda").on_kernels

@@ -189,7 +189,7 @@ def test_the_loss_is_the_mean_over_targets_and_never_holds_all_logits(monkeypatc
 def test_a_fresh_models_mean_gate_is_sigmoid_of_gate_bias(attention, bias):
     model = GPT(GPTConfig(vocab_size=97, n_layer=1, n_head=4, n_embd=32, attention=attention, gate_bias=bias))
     mix = model.transformer.h[0].attn.mix
-    gates = mix.log_gates(linear_fp32(torch.randn(2, 50, 32), mix.input_weight())).exp()
+    gates = mix.gate(linear_fp32(torch.randn(2, 50, 32), mix.gate.input_weight())).exp()
     assert gates.shape == (2, 50, 4)
     assert gates.mean().item() == pytest.approx(1 / (1 + math.exp(-bias)), rel=1e-5)
 

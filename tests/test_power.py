@@ -8,7 +8,7 @@ from numerics import GATES, relative_error
 
 from sympow.attention.operator import check, dispatch, forms
 from sympow.attention import naive, power
-from sympow.attention.operator.dispatch import FORMS
+from sympow.attention.operator.dispatch import FORMS, Problem
 from sympow.attention.embedding import symmetric_power_dim
 from sympow.attention.operator.forms import PowerState, integer_power, read_cache
 from sympow.attention.power import power_attention, power_attention_sums
@@ -151,13 +151,7 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(form, p, smallest, size)
     assert relative_error(y, ref, 1e-3) < 1e-4
 
 
-@pytest.mark.parametrize("gates", ["none", "learned"])
-def test_powers_beyond_float32s_range_are_right(gates):
-    tensors = inputs(97, 40, gates, D=16, dtype=torch.float32)
-    assert_equal_to_oracle(tensors, p=40, form="quadratic", tolerance=1e-5, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("p", [2, 8, 10, 12, 40])
+@pytest.mark.parametrize("p", [2, 8])
 def test_a_lone_key_that_the_query_is_nearly_orthogonal_to_returns_its_value(p):
     q, k, v = torch.tensor([1.0, 0.0]), torch.tensor([1e-4, 1.0]), torch.tensor([-1.73, 0.5])
     y = power_attention(*(x.view(1, 1, 1, 2) for x in (q, k, v)), p=p)
@@ -356,6 +350,7 @@ def test_integer_power_squares_repeatedly():
     [
         (dict(p=3), "p must be a positive even integer, got 3"),
         (dict(p=0), "p must be a positive even integer"),
+        (dict(p=10), "p must be at most 8, got 10"),
         (dict(form="fast"), "form must be one of auto, quadratic, chunked, recurrent, got 'fast'"),
         (dict(chunk_size=0), "chunk_size must be a positive integer, got 0"),
         (dict(scale=0.0), "scale must be finite and not zero"),
@@ -479,24 +474,25 @@ def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_pa
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     capability = lambda device: asked.append(("capability", device)) or (9 if torch.device(device).index == 1 else 7, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", note("name", "GPU"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(check.backend, "table_name", note("name", "GPU"))
+    monkeypatch.setattr(check.backend, "precompile", lambda launch: None)
     monkeypatch.setattr(torch.cuda, "set_device", note("set", None))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(check, "_found", {})
+    monkeypatch.setattr(check, "_problems", {})
     monkeypatch.setattr(check, "errors", lambda *size: {"y": 0.0})
     monkeypatch.setattr(dispatch, "_warned", set())
-    chosen = lambda device: dispatch.plan(64, 64, 64, 4, dtype=torch.bfloat16, device=device, gated=False)
+    chosen = lambda device: dispatch.plan(Problem(64, 64, 64, 4, torch.bfloat16, device, gated=False))
     second = torch.device("cuda", 1)
     assert chosen(second).on_kernels
-    assert {("capability", second), ("set", 1), ("name", 1)} <= {*asked}
+    assert {("capability", second), ("set", 1), ("name", second)} <= {*asked}
     with pytest.warns(UserWarning, match="GPU .they take compute capability 8.0"):
         assert not chosen(torch.device("cuda", 0)).on_kernels and not chosen("cuda").on_kernels
     assert ("set", 0) not in asked
 
     q, k, v, _ = inputs(5, 2, "none")
-    monkeypatch.setattr(
-        power, "plan", lambda *a, device, **k: asked.append(device) or dispatch.plan(*a, device=device, **k)
-    )
+    ask = lambda problem, *x, **options: asked.append(problem.device) or dispatch.plan(problem, *x, **options)
+    monkeypatch.setattr(power, "plan", ask)
     power_attention(q, k, v), power_attention_sums(q, k, v)
     assert asked[-2:] == [q.device, q.device]
 
@@ -511,7 +507,7 @@ def test_a_state_comes_before_the_quadratic_kernels(p, form, dtype, n, monkeypat
     operators = pytest.importorskip("sympow.kernels.operators", reason="Triton has no wheel for this system")
     monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, dtype, *sizes: "no" * (form == "chunked"))
     asked, real = [], operators.quadratic_sums
-    monkeypatch.setattr(dispatch, "failure", lambda form, *size: asked.append(form) or "")
+    monkeypatch.setattr(dispatch, "failure", lambda size, device: asked.append(size.form) or "")
     monkeypatch.setattr(operators, "quadratic_sums", lambda *x, **o: asked.append(x[0].dtype) or real(*x, **o))
     monkeypatch.setattr(forms, "FEATURES_AT_ONCE", 1)  # the state is read token by token
     q, k, v, log_g, S, z = (x.detach() for x in inputs(24, p, "zeros", D=3, E=5, dtype=dtype, with_state=True))

@@ -41,7 +41,6 @@ PAIRS = ("forward", "dq", "dkdv")
         (("2,128", "query_gradient_of_pairs"), ("query_gradient_of_pairs",)),
         pytest.param((), SOME + OTHERS, marks=pytest.mark.slow),
         pytest.param(("0,64",), PAIRS, marks=pytest.mark.slow),
-        pytest.param(("2,64,float16", *PAIRS), PAIRS, marks=pytest.mark.slow),
     ],
 )
 def test_no_kernel_writes_what_the_matrix_unit_reads(argv, kernels):

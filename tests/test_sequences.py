@@ -202,12 +202,13 @@ def test_without_states_packed_sequences_are_resets(form, gates, on_kernels):
 def test_short_sequences_take_the_quadratic_form_and_long_ones_chunks(monkeypatch):
     monkeypatch.setattr(dispatch, "kernel_reason", lambda *_: "")
     monkeypatch.setattr(dispatch, "failure", lambda *_: "")
-    plan = lambda *lengths: dispatch.plan(
-        sequences.typical_length(lengths, sum(lengths), len(lengths)), 64, 64, 2, dtype=torch.bfloat16, device="cpu",
-        gated=True,
-    )  # fmt: skip
-    assert plan(*64 * [1024]).form == "quadratic" and plan(*4 * [16384]).form == "chunked"
-    assert plan(32768, *32 * [1024]).form == "chunked"  # where half of the tokens are
+
+    def form(*lengths):
+        typical = sequences.typical_length(lengths, sum(lengths), len(lengths))
+        return dispatch.plan(dispatch.Problem(typical, 64, 64, 2, torch.bfloat16, "cpu", gated=True)).form
+
+    assert form(*64 * [1024]) == "quadratic" and form(*4 * [16384]) == "chunked"
+    assert form(32768, *32 * [1024]) == "chunked"  # where half of the tokens are
     assert sequences.typical_length((3, 1), 4, 2) == 2 and sequences.typical_length(None, 100, 4) == 25
     sizes = [cost.packed_chunk_size(lengths, 64, 2) for lengths in ((64,) * 9, (300,) * 9, (128, 8000), (65536, 1))]
     assert sizes == sorted(sizes) and sizes[0] == 128 and sizes[-1] == cost.best_size(64, 2)

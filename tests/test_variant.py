@@ -215,11 +215,10 @@ def mix_of(attention, **kwargs):
         ("even_power", {"p": 4}, True),
         ("softmax", {"rope_base": 9.0}, True),
         ("average", {}, False),
-        ("sympow", {"p": 10}, False),
     ],
 )
 def test_layers_of_two_attentions_decode_on_the_kernels_if_both_do(average, attention, kwargs, expected, monkeypatch):
-    monkeypatch.setattr(generate_module, "kernel_reason", lambda form, device, dtype, D, E, p: "no" * (p > 8))
+    monkeypatch.setattr(generate_module, "kernel_reason", lambda *sizes: "")
     first, second = mix_of("sympow"), mix_of(attention, **kwargs)
     assert decodes_on_kernels(on_gpu(first.config, first, second)) is expected
     assert decodes_on_kernels(on_gpu(first.config, second, first)) is expected

@@ -9,7 +9,7 @@ from itertools import count
 
 import torch
 
-from sympow.attention.learned_position import most_tokens
+from sympow.attention.positions import most_tokens
 from sympow.data.loader import eval_batches, train_batch
 from sympow.data.mixture import Mixture
 from sympow.generation.generate import generate

@@ -10,7 +10,7 @@ have no teacher.
 
 import torch
 
-from sympow.attention.learned_position import check_length
+from sympow.attention.positions import check_length
 from sympow.model import GPT, GPTConfig
 from sympow.runs.machine import check_kernels
 from sympow.runs.source import open_source

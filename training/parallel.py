@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sympow.attention import ATTENTIONS
 from sympow.attention.parallel.context import Context, pieces_of
-from sympow.attention.learned_position import check_length
+from sympow.attention.positions import check_length
 from sympow.attention.variant import splits_context
 from sympow.runs.parts import own_rows
 from sympow.runs.program import refuse

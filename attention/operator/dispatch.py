@@ -1,6 +1,6 @@
 """Decide how power attention is computed: in which form, in chunks of how many tokens, and on the kernels or not.
 
-    plan(T, D, E, p, dtype=q.dtype, device=q.device, gated=True)        # Plan(form, chunk_size, on_kernels, reason)
+    plan(Problem(T, D, E, p, q.dtype, q.device, gated=True))        # Plan(form, chunk_size, on_kernels, reason)
 
 The answer is a function of sizes, dtype and device alone, so that every rank and every run decides the same, unless the
 kernels turn out to be wrong on this machine: before a size's first use they are compared with float64 (check.py).
@@ -20,12 +20,24 @@ from .backend import (
     unusable_machine,
     width,
 )  # fmt: skip
-from .check import failure, fused_failure, heinsen_failure
+from .check import Size, failure
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
 # In PyTorch both forms cost the same at T = 1.5 Dphi. If only the quadratic form has kernels, they cost the same at
 # this many times that length (measured on an H200, p=2, D=64).
 KERNEL_GAIN = {torch.bfloat16: 400, torch.float32: 5}
+
+
+class Problem(NamedTuple):
+    """What a form depends on besides the values of tensors."""
+
+    T: int  # tokens
+    D: int  # width of queries and keys
+    E: int  # width of values
+    p: int
+    dtype: torch.dtype  # of q, k and v
+    device: torch.device | str  # "cuda" is the current GPU
+    gated: bool  # True if there is a log_g
 
 
 class Plan(NamedTuple):
@@ -35,34 +47,39 @@ class Plan(NamedTuple):
     reason: str  # why it is not on the kernels; "" if it is
 
 
-def plan(
-    T, D, E, p, *, dtype, device, gated, form="auto", chunk_size=None, initial_state=False, return_state=False,
-    queries=None, sums=False,
-):  # fmt: skip
-    """Return the Plan for T tokens, head dimension D, values of width E and power p.
+def plan(problem, form="auto", chunk_size=None, *, initial_state=False, return_state=False, queries=None, sums=False,
+         pieces=1):  # fmt: skip
+    """Return the Plan of power attention for a Problem.
 
-    dtype and device are those of q, k and v ("cuda" is the current GPU); gated is True if there is a log_g; form and
-    chunk_size are what the caller asks for ("auto" and None: the cheapest); initial_state and return_state are True if
-    a state is given and asked for; queries: how many there are, by default T; sums: True for `power_attention_sums`.
+    form and chunk_size are the caller's requests ("auto" and None: the cheapest). initial_state and return_state are
+    True if a state is given and if one is returned. queries: how many there are, by default T. sums: True for
+    `power_attention_sums`. pieces: how many pieces a sequence has that are computed by themselves in the chunked form,
+    with states between them; the Plan is then for each of them.
     """
-    D, E = index(D), index(E)  # symbols under torch.compile(dynamic=True), which kernel_reason cannot take
-    not_quadratic = kernel_reason("quadratic", device, dtype, D, E, p)
-    not_chunked = not_quadratic or kernel_reason("chunked", device, dtype, D, E, p)
+    D, E = index(problem.D), index(problem.E)  # symbols under torch.compile(dynamic=True), which kernel_reason refuses
+    dtype, device, p = problem.dtype, problem.device, problem.p
+    problem = problem._replace(D=D, E=E)
     if queries is not None:  # as many tokens as have these pairs for each key
-        T = 2 * queries - queries * queries // T
-    sizes = T, D, E, p, dtype, gated, form, chunk_size, initial_state or return_state
-    chosen = _choose(*sizes, not_quadratic, not_chunked)
-    # what is compared with float64; fewer queries than tokens are those after the state of the others
-    quadratic = "sums" if sums or initial_state else "quadratic"
-    chunked = "states" if initial_state or return_state or queries is not None else "chunked"
-    while chosen.on_kernels:
-        what = chunked if chosen.form == "chunked" else quadratic
-        wrong = failed_check(what, dtype, width(chosen.form, dtype, D, E), p, gated, device)
-        if not wrong:
-            break
-        not_quadratic, not_chunked = wrong if chosen.form == "quadratic" else not_quadratic, wrong
-        chosen = _choose(*sizes, not_quadratic, not_chunked)
-    return chosen
+        problem = problem._replace(T=2 * queries - queries * queries // problem.T)
+    reasons = {"quadratic": kernel_reason("quadratic", device, dtype, D, E, p)}
+    reasons["chunked"] = reasons["quadratic"] or kernel_reason("chunked", device, dtype, D, E, p)
+    states = initial_state or return_state
+    # fewer queries than tokens are those after the state of the others
+    checks = {
+        "quadratic": "sums" if sums or initial_state else "quadratic",
+        "chunked": "states" if states or pieces > 1 or queries is not None else "chunked",
+    }
+    while True:
+        chosen = _choose(problem, form, chunk_size, states, reasons)
+        if pieces > 1 and chosen.form != "quadratic":
+            piece = problem._replace(T=problem.T // pieces)
+            chosen = _choose(piece, "chunked", chunk_size, True, reasons)
+        if not chosen.on_kernels:
+            return chosen
+        fault = failed_check(checks[chosen.form], dtype, width(chosen.form, dtype, D, E), p, problem.gated, device)
+        if not fault:
+            return chosen
+        reasons |= {"quadratic": fault, "chunked": fault} if chosen.form == "quadratic" else {"chunked": fault}
 
 
 def plan_adaptive(D, E, *, dtype, device, gated):
@@ -73,21 +90,22 @@ def plan_adaptive(D, E, *, dtype, device, gated):
     return Plan("quadratic", None, not reason, reason)
 
 
-def _choose(T, D, E, p, dtype, gated, form, chunk_size, states, not_quadratic, not_chunked):
-    """Return the Plan; not_quadratic, not_chunked: why the kernels of these forms cannot be used, or ""."""
+def _choose(problem, form, chunk_size, states, reasons):
+    """Return the Plan; reasons: for each form why its kernels cannot be used, or ""."""
+    T, D, E, p, dtype, _, gated = problem
     W = width("chunked", dtype, D, E)
     if form == "auto":
-        if not not_chunked:  # both forms are on the kernels
+        if not reasons["chunked"]:  # both forms are on the kernels
             form = "chunked" if states else cost.best_form(T, W, p, gated)
         else:
-            gain = 1 if not_quadratic else KERNEL_GAIN.get(dtype, 1)
+            gain = 1 if reasons["quadratic"] else KERNEL_GAIN.get(dtype, 1)
             form = "quadratic" if T <= gain * 1.5 * symmetric_power_dim(D, p) else "chunked"
     if form == "quadratic":
-        return Plan(form, None, not not_quadratic, not_quadratic)
+        return Plan(form, None, not reasons[form], reasons[form])
     if form == "recurrent":
         return Plan(form, 1, False, "the recurrent form is PyTorch's")
-    if not_chunked:
-        return Plan(form, chunk_size or default_chunk_size(D, p), False, not_chunked)
+    if reasons[form]:
+        return Plan(form, chunk_size or default_chunk_size(D, p), False, reasons[form])
     return Plan(form, kernel_chunk_size(T, W, p, chunk_size, gated), True, "")
 
 
@@ -107,49 +125,49 @@ def kernel_chunk_size(T, W, p, chunk_size=None, gated=True):
     return min(-(-chunk_size // 128), -(-T // 128)) * 128
 
 
+def packed_chunk_size(problem, T, chunk_size, lengths, slots):
+    """Return the chunk size of the kernels for packed sequences of T tokens in all.
+
+    problem.T: their typical length; chunk_size: the caller's request; lengths: of the sequences, or None; slots: True
+    if each sequence begins with a chunk, as in sequences.py.
+    """
+    W = width("chunked", problem.dtype, index(problem.D), index(problem.E))
+    if chunk_size is not None or not slots:
+        return kernel_chunk_size(T, W, problem.p, chunk_size, problem.gated)
+    if lengths:
+        return cost.packed_chunk_size(lengths, W, problem.p, problem.gated)
+    return cost.chunk_size(problem.T, W, problem.p, problem.gated)
+
+
 def kernel_reason(form, device, dtype, D, E, p):
     """Return why the kernels of this form cannot be used on a device, or "". Warn once for each reason if it is a GPU.
 
     form: as for `kernels.unsupported_reason`; device: a torch.device or its name, "cuda" for the current GPU.
     """
-    device = torch.device(device)
-    if reason := _reason_of_tensors(device, dtype):
-        return reason
-    reason = _disabled or unsupported_reason(form, dtype, D, E, p, device)
-    if reason and form in ("quadratic", "adaptive"):
-        warn_once(f"power attention runs in plain PyTorch, not on its Triton kernels: {reason}")
-    return reason
-
-
-def _reason_of_tensors(device, dtype):
-    """Return why no kernel takes tensors of this device and dtype, or ""."""
-    if device.type != "cuda":
-        return f"the tensors are on {device.type}"
-    name = {torch.float64: "float64", torch.float16: "float16"}.get(dtype)
-    return f"{name} is computed in PyTorch" if name else ""
+    name = "power attention" if form in ("quadratic", "adaptive") else ""
+    return _reason(name, device, dtype, lambda device: unsupported_reason(form, dtype, D, E, p, device))
 
 
 def failed_check(form, dtype, W, p, gated, device="cuda"):
     """Return what is wrong with the kernels of this width on this GPU, or "". Warn of it once. form: see
     `check.Size`."""
-    wrong = failure(form, dtype, W, p, gated, device)
-    if wrong:
-        warn_once(f"power attention runs without its {form} kernels, which fail on this machine: {wrong}")
-    return wrong
+    fault = failure(Size(form, dtype, W, p, gated), device)
+    if fault:
+        warn_once(f"power attention runs without its {form} kernels, which fail on this machine: {fault}")
+    return fault
 
 
 def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
     """Return why the kernels of log attention cannot be used for q and k of `dtype` and values of v_dtype, or "". Warn
     once for each reason if the device, as for `kernel_reason`, is a GPU."""
-    device = torch.device(device)
-    if reason := _reason_of_tensors(device, dtype):
-        return reason
+
+    def test(device):
+        W = width("heinsen", dtype, D, E)
+        reason = heinsen_unsupported_reason(dtype, D, E, device)
+        return reason or failure(Size("heinsen", dtype, W, v_dtype=v_dtype), device)
+
     D, E = index(D), index(E)
-    reason = _disabled or heinsen_unsupported_reason(dtype, D, E, device)
-    reason = reason or heinsen_failure(dtype, v_dtype, width("heinsen", dtype, D, E), device)
-    if reason:
-        warn_once(f"heinsen attention runs in plain PyTorch, not on its Triton kernels: {reason}")
-    return reason
+    return _reason("heinsen attention", device, dtype, test)
 
 
 # The kernels for steps of training outside of attention. On a GPU they were measured to be faster than what
@@ -165,20 +183,26 @@ def uses_fused(name, x):
 def fused_kernel_reason(name, device, dtype):
     """Return why the fused kernel `name` cannot be used for tensors of this device and dtype, or "". Warn once for each
     reason if the device, as for `kernel_reason`, is a GPU."""
+    return _reason(name, device, dtype, lambda device: unusable_machine(device) or failure(Size(name, dtype), device))
+
+
+def _reason(name, device, dtype, test):
+    """Return why no kernel takes tensors of this device and dtype, or test(device), or "". Warn if `name` is given."""
     device = torch.device(device)
-    if reason := _reason_of_tensors(device, dtype):
-        return reason
-    reason = _disabled or unusable_machine(device)
-    reason = reason or fused_failure(name, dtype, device)
-    if reason:
-        warn_once(f"{name} runs in plain PyTorch, not on its Triton kernel: {reason}")
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
+    if dtype in (torch.float64, torch.float16):
+        return f"{str(dtype).removeprefix('torch.')} is computed in PyTorch"
+    reason = _disabled or test(device)
+    if reason and name:
+        warn_once(f"{name} runs in plain PyTorch, not on its Triton kernels: {reason}")
     return reason
 
 
 # torch.compile asks once and does not look inside. torch.compiler.assume_constant_result sets this mark too, but it
 # imports torch._dynamo, which takes 2 s that a program without torch.compile need not wait.
-for asked in (kernel_reason, failed_check, heinsen_kernel_reason, fused_kernel_reason):
-    asked._dynamo_marked_constant = True
+for function in (kernel_reason, failed_check, heinsen_kernel_reason, fused_kernel_reason):
+    function._dynamo_marked_constant = True
 
 
 def disable_kernels(reason):

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..operator import backend
 from ..operator.arguments import cast_to_autocast_dtype
-from ..operator.dispatch import plan
+from ..operator.dispatch import Problem, plan
 from ..operator.forms import PowerState, accumulation_dtype, flush
 from ..operator.memory import check_chunks_fit
 from ..power import power_attention
@@ -200,24 +200,14 @@ def power_attention_in_context(q, k, v, log_g, context, *, p, form="auto", chunk
     also the backward pass. Returns y [B, T / N, H, E]. Differentiable in every tensor, once.
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
-    chosen = plan_pieces(
-        context.size * q.shape[1], context.size * context.pieces, q.shape[3], v.shape[3], p, dtype=q.dtype,
-        device=q.device, gated=log_g is not None, form=form, chunk_size=chunk_size,
-    )  # fmt: skip
+    T = context.size * q.shape[1]
+    problem = Problem(T, q.shape[3], v.shape[3], p, q.dtype, q.device, log_g is not None)
+    chosen = plan(problem, form, chunk_size, pieces=context.size * context.pieces)
     if chosen.form == "quadratic":
         return context.run(circulate, PowerPairs(p), context, q, k, v, log_g)
     q, k, v, log_g = map(context.split, (q, k, v, log_g))
     attend = _attend_on_kernels if chosen.on_kernels else partial(context.run, _attend)
     return context.join(attend(q, k, v, log_g, context, p=p, chunk=chosen.chunk_size))
-
-
-def plan_pieces(T, pieces, *sizes, form="auto", **how):
-    """Return the Plan of power attention for a sequence of T tokens, or that of each of its pieces if it is computed in
-    several with states between them. The other arguments are those of `dispatch.plan`."""
-    chosen = plan(T, *sizes, form=form, **how)
-    if pieces == 1 or chosen.form == "quadratic":
-        return chosen
-    return plan(T // pieces, *sizes, form="chunked", initial_state=True, **how)
 
 
 def _attend(q, k, v, log_g, context, *, p, chunk):

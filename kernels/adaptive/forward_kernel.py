@@ -6,8 +6,8 @@
         BM | BN | BN | BN | diagonal
 
 Tiles have a mask only on the diagonal and where a document begins inside. A pair takes two products of D
-multiplications, a logarithm and an exponential, of which the last two are the limit. passes.py has the names and shapes
-of the arrays, and the launcher.
+multiplications, a logarithm and an exponential; the last two are the limit. passes.py has the names and shapes of the
+arrays, and the launcher.
 """
 
 import triton
@@ -61,7 +61,7 @@ def tiles_of_rows(FIRST, T, bh, lo, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _add_keys(acc, l, q, keys, rows, tiles, end, BN: tl.constexpr, MASKED: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Return (acc, l) with the keys of the tiles added that have a mask, up to token `end`, or of those that have none.
+    """Return (acc, l) with the keys of some tiles added: up to token `end`, those with or those without a mask.
 
     keys: (K, strides, V, strides, sequence, head, T); rows: (their tokens, p, p log2 f, the first tokens of their
     documents); tiles: of `tiles_of_rows`.
@@ -71,7 +71,7 @@ def _add_keys(acc, l, q, keys, rows, tiles, end, BN: tl.constexpr, MASKED: tl.co
     begin, diagonal, masked, opened = tiles
     D: tl.constexpr = q.shape[1]
     ones = tl.full([BN, 8], 1.0, q.dtype)
-    for start in tl.range(masked if MASKED else begin, end, BN, num_stages=1 if MASKED and DOCUMENTS else None):
+    for start in tl.range(masked if MASKED else begin, end, BN, num_stages=1 if MASKED else None):
         if MASKED and DOCUMENTS:
             start = tl.where(start < diagonal, opened, start)
         k = load_tile(K, k_strides, b, start, hkv, T, BN, D, MASKED)
@@ -90,21 +90,21 @@ def _add_keys(acc, l, q, keys, rows, tiles, end, BN: tl.constexpr, MASKED: tl.co
     return acc, l
 
 
-@triton.jit(do_not_specialize=["T", "OFFSET", "H", "HKV", "HEADS"])
+@triton.jit(do_not_specialize=["T", "OFFSET", "H", "HKV", "BH", "HEADS"])
 def forward_kernel(
     Q, K, V,  # pointers or tensor descriptors
     Y, C,  # what is written
     KEY_SCALE, POWERS, FIRST,  # FIRST: None without documents
     strides,  # of Q, K and V; None: a tensor descriptor
     T, OFFSET,  # tokens; those before the first query, a multiple of 128, or None
-    H, HKV, HEADS,  # HEADS: side by side
+    H, HKV, BH, HEADS,  # BH: B * H; HEADS: side by side
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Write BM rows of y and c."""
     DOCUMENTS: tl.constexpr = FIRST is not None
     q_strides, k_strides, v_strides = strides
     n = count_queries(T, OFFSET)
-    bh, b, h, hkv, start = queries_of_program(n, H, HKV, tl.num_programs(0) // tl.cdiv(n, BM), HEADS, BM)
+    bh, b, h, hkv, start = queries_of_program(n, H, HKV, BH, HEADS, BM)
     lo = token_of(start, OFFSET)
     row = lo + tl.arange(0, BM)
 

@@ -14,13 +14,15 @@ The state is loaded before the wait for the kernel before. It was written one to
 decoder launches an ordinary kernel (it counts tokens), which starts when all before it has ended. With one sequence the
 limit is latency.
 
-Buffers, beside decode.py's:
+Buffers, beside those of power.py:
 
     m, z                            [B, Hkv, D]         float32   see attention/heinsen.py
     S                               [B, Hkv, D, D]      float32
     log_x                           [B, n_embd]         float32   the position embedding's state
     hidden                          [B, 2 n_embd]       float32   the output of its linear layer
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -30,21 +32,29 @@ from ..configs import early_launch
 from .linear import let_next_start, wait_for_previous
 
 
+class State(NamedTuple):
+    """A layer's state: tensors, or pointers in a kernel; shapes are in this file's table."""
+
+    m: Any
+    S: Any
+    z: Any
+
+
 @triton.jit
 def heinsen_kernel(
-    QKV, IDS, M, S, Z, OUT, reset_token, log_value_bound, H, HKV, D: tl.constexpr, PDL: tl.constexpr = False
+    QKV, IDS, state, OUT, reset_token, log_value_bound, H, HKV, D: tl.constexpr, PDL: tl.constexpr = False
 ):
     """Add the newest token to the state of one sequence and KV head, and attend to it from the head's query heads."""
     let_next_start(PDL)
     program, d = tl.program_id(0), tl.arange(0, D)
     b, h = program // HKV, program % HKV
-    at = tl.cast(program, tl.int64) * D + d
-    m, z = tl.load(M + at), tl.load(Z + at)
-    s = tl.load(S + at[:, None] * D + d[None, :])
+    row = tl.cast(program, tl.int64) * D + d
+    S = state.S + row[:, None] * D + d[None, :]
+    m, z, s = tl.load(state.m + row), tl.load(state.z + row), tl.load(S)
     wait_for_previous(PDL)
     reset = tl.load(IDS + b) == reset_token
-    row, group = QKV + b * ((H + 2 * HKV) * D), H // HKV
-    k, v = tl.load(row + (H + h) * D + d), tl.load(row + (H + HKV + h) * D + d)
+    qkv, group = QKV + b * ((H + 2 * HKV) * D), H // HKV
+    k, v = tl.load(qkv + (H + h) * D + d), tl.load(qkv + (H + HKV + h) * D + d)
     if log_value_bound is not None:
         v = tl.where(tl.abs(v) <= log_value_bound, tl.exp(v), float("nan"))
     m, z, s = tl.where(reset, EMPTY, m), tl.where(reset, 0.0, z), tl.where(reset, 0.0, s)
@@ -53,11 +63,11 @@ def heinsen_kernel(
     s = s * decay[:, None] + new[:, None] * v[None, :]
     z = z * decay + new
     tl.debug_barrier()  # several threads have loaded the same entry of m and z
-    tl.store(M + at, new_m)
-    tl.store(Z + at, z)
-    tl.store(S + at[:, None] * D + d[None, :], s)
+    tl.store(state.m + row, new_m)
+    tl.store(state.z + row, z)
+    tl.store(S, s)
     for i in range(group):
-        q = tl.load(row + (h * group + i) * D + d) + new_m
+        q = tl.load(qkv + (h * group + i) * D + d) + new_m
         w = tl.exp(q - tl.max(q, 0))
         y = tl.sum(w[:, None] * s, 0) / tl.sum(w * z, 0)
         if log_value_bound is not None:
@@ -68,15 +78,14 @@ def heinsen_kernel(
 def attend_heinsen(qkv, ids, state, out, *, reset_token, log_value_bound=None):
     """Add the newest token to `state`, in place, and write its attention to out [B, H D].
 
-    qkv [B, (H + 2 Hkv) D] float32, not rotated; ids [B] int64: the tokens; state: (m, S, z) as in this file's table.
+    qkv [B, (H + 2 Hkv) D] float32, not rotated; ids [B] int64: the tokens; state: a State.
     reset_token forgets what is before it (-1: none). With a log_value_bound v and the output are logarithms, NaN if one
     in v is larger than that.
     """
-    (B, HKV, D), H = state[0].shape, qkv.shape[1] // state[0].shape[2] - 2 * state[0].shape[1]
-    heinsen_kernel[(B * HKV,)](
-        qkv, ids, *state, out, reset_token, log_value_bound, H, HKV, D=D, num_warps=8 if D >= 64 else 4,
-        **early_launch(qkv),
-    )  # fmt: skip
+    B, HKV, D = state.m.shape
+    H = qkv.shape[1] // D - 2 * HKV
+    options = dict(D=D, num_warps=8 if D >= 64 else 4) | early_launch(qkv)
+    heinsen_kernel[(B * HKV,)](qkv, ids, state, out, reset_token, log_value_bound, H, HKV, **options)
 
 
 @triton.jit
@@ -85,17 +94,17 @@ def log_position_kernel(HIDDEN, LOG_X, X, IDS, reset_token, K, BK: tl.constexpr,
     let_next_start(PDL)
     blocks = tl.cdiv(K, BK)
     b, k = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BK + tl.arange(0, BK)
-    inside, at = k < K, b * K + k
-    before = tl.load(LOG_X + at, mask=inside, other=0.0)
+    inside, entry = k < K, b * K + k
+    log_x = tl.load(LOG_X + entry, mask=inside, other=0.0)
     wait_for_previous(PDL)
-    before = tl.where(tl.load(IDS + b) == reset_token, 0.0, before)
+    log_x = tl.where(tl.load(IDS + b) == reset_token, 0.0, log_x)
     hidden = HIDDEN + 2 * b * K + k
     coefficient, logit = tl.load(hidden, mask=inside, other=0.0), tl.load(hidden + K, mask=inside, other=0.0)
-    x = tl.load(X + at, mask=inside, other=0.0)
-    before += tl.minimum(coefficient, 0.0) - log1p(tl.exp(-tl.abs(coefficient)))  # logsigmoid
-    log_x = tl.maximum(before, logit) + log1p(tl.exp(-tl.abs(before - logit)))
-    tl.store(LOG_X + at, log_x, inside)
-    tl.store(X + at, x + log_x, inside)
+    x = tl.load(X + entry, mask=inside, other=0.0)
+    log_x += tl.minimum(coefficient, 0.0) - log1p(tl.exp(-tl.abs(coefficient)))  # logsigmoid
+    log_x = tl.maximum(log_x, logit) + log1p(tl.exp(-tl.abs(log_x - logit)))
+    tl.store(LOG_X + entry, log_x, inside)
+    tl.store(X + entry, x + log_x, inside)
 
 
 def add_log_position(hidden, log_x, x, ids, *, reset_token):

@@ -13,6 +13,8 @@ From Hopper on a kernel is launched while the one before it still runs (programm
 its weights, which no kernel changes, and then waits for the other.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -20,6 +22,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..configs import early_launch
 
 MIN_ROWS = 16  # smallest number of rows of the matrix unit; 2 or more sequences are padded to it
+
+
+class Norm(NamedTuple):
+    """A LayerNorm before a linear layer: tensors, or pointers in a kernel."""
+
+    weight: Any = None  # [K] float32, None without a LayerNorm
+    bias: Any = None  # [K] float32 or None
+
+
+class Linear(NamedTuple):
+    """A linear layer, and the LayerNorm before it: tensors, or pointers in a kernel."""
+
+    weight: Any  # [N, K]
+    bias: Any = None  # [N] float32 or None
+    norm: Norm = Norm()
 
 
 # ---- launching a kernel while the one before runs
@@ -43,10 +60,10 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
-def load_norm(LN_W, LN_B, k, K):
-    """Load a LayerNorm's weight and bias (zeros if LN_B is None) at columns k, zeros beyond K."""
-    weight = tl.load(LN_W + k, mask=k < K, other=0.0)
-    return weight, tl.load(LN_B + k, mask=k < K, other=0.0) if LN_B is not None else tl.zeros_like(weight)
+def load_norm(norm, k, K):
+    """Load a LayerNorm's weight and bias (zeros without one) at columns k, zeros beyond K."""
+    weight = tl.load(norm.weight + k, mask=k < K, other=0.0)
+    return weight, tl.load(norm.bias + k, mask=k < K, other=0.0) if norm.bias is not None else tl.zeros_like(weight)
 
 
 @triton.jit
@@ -74,20 +91,20 @@ def _mean_and_scale(X, row, K, B, BM: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def embed_kernel(IDS, WTE, LN_W, LN_B, OUT, K, BK: tl.constexpr, PDL: tl.constexpr = False):
+def embed_kernel(IDS, WTE, norm, OUT, K, BK: tl.constexpr, PDL: tl.constexpr = False):
     """Write layer_norm(wte[id]) of one sequence, in float32."""
     let_next_start(PDL)
     b, k = tl.program_id(0), tl.arange(0, BK)
-    weight, bias = load_norm(LN_W, LN_B, k, K)
+    weight, bias = load_norm(norm, k, K)
     wait_for_previous(PDL)
     x = tl.load(WTE + tl.load(IDS + b) * K + k, mask=k < K, other=0.0).to(tl.float32)
     tl.store(OUT + b * K + k, normalize(x, weight, bias, k, K), k < K)
 
 
 def embed(ids, wte, norm, out):
-    """Write layer_norm(wte[ids]) to out [B, n_embd] float32; ids [B] int64, norm: (weight, bias or None) float32."""
+    """Write layer_norm(wte[ids]) to out [B, n_embd] float32; ids [B] int64, norm: a Norm."""
     K = wte.shape[1]
-    embed_kernel[(len(ids),)](ids, wte, *norm, out, K, BK=triton.next_power_of_2(K), **early_launch(out))
+    embed_kernel[(len(ids),)](ids, wte, norm, out, K, BK=triton.next_power_of_2(K), **early_launch(out))
 
 
 # ---- linear layers
@@ -104,82 +121,65 @@ def _gelu(x, KIND: tl.constexpr):
 
 @triton.jit
 def _linear_of_one(
-    X, LN_W, LN_B, W, BIAS, OUT, N, K, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GELU: tl.constexpr,
-    ADD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    X, layer, OUT, N, K, BN: tl.constexpr, BK: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
+):
     """Compute `linear_kernel` for one sequence: BN columns of W, all of x at once, without the matrix unit."""
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    inside = k < K
-    w = tl.load(W + tl.cast(n, tl.int64)[:, None] * K + k[None, :], mask=(n < N)[:, None] & inside[None, :], other=0.0)
-    more = tl.load(BIAS + n, mask=n < N, other=0.0) if BIAS is not None else tl.zeros([BN], tl.float32)
-    if NORM:
-        weight, bias = load_norm(LN_W, LN_B, k, K)
+    inside, columns = k < K, n < N
+    rows = layer.weight + tl.cast(n, tl.int64)[:, None] * K
+    w = tl.load(rows + k[None, :], mask=columns[:, None] & inside[None, :], other=0.0)
+    layer_bias = (
+        tl.load(layer.bias + n, mask=columns, other=0.0) if layer.bias is not None else tl.zeros([BN], tl.float32)
+    )
+    if layer.norm.weight is not None:
+        weight, bias = load_norm(layer.norm, k, K)
     wait_for_previous(PDL)
     x = tl.load(X + k, mask=inside, other=0.0)
-    old = tl.load(OUT + n, mask=n < N, other=0.0) if ADD else tl.zeros([BN], tl.float32)
-    if NORM:
+    old = tl.load(OUT + n, mask=columns, other=0.0) if ADD else tl.zeros([BN], tl.float32)
+    if layer.norm.weight is not None:
         x = normalize(x, weight, bias, k, K)
-    y = tl.sum(w.to(tl.float32) * x.to(w.dtype).to(tl.float32)[None, :], 1) + more
-    tl.store(OUT + n, old + (_gelu(y, GELU) if GELU else y), n < N)
-
-
-@triton.jit
-def _linear_of_many(
-    X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    NORM: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Compute `linear_kernel` for BM sequences and BN columns of W, on the matrix unit."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    row = tl.program_id(1) * BM + tl.arange(0, BM)
-    wait_for_previous(PDL)
-    if NORM:
-        mean, scale = _mean_and_scale(X, row, K, B, BM, BK)
-    acc = tl.zeros([BM, BN], tl.float32)
-    for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
-        w = tl.load(
-            W + tl.cast(n, tl.int64)[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0
-        )
-        mask = (row[:, None] < B) & (k[None, :] < K)
-        x = tl.load(X + row[:, None] * K + k[None, :], mask=mask, other=0.0)
-        if NORM:
-            weight, bias = load_norm(LN_W, LN_B, k, K)
-            x = (x - mean[:, None]) * scale[:, None] * weight[None, :] + bias[None, :]
-        acc = tl.dot(x.to(w.dtype), tl.trans(w), acc, input_precision="ieee")
-    to, mask = OUT + row[:, None] * stride + n[None, :], (row[:, None] < B) & (n[None, :] < N)
-    if BIAS is not None:
-        acc += tl.load(BIAS + n, mask=n < N, other=0.0)[None, :]
-    if GELU:
-        acc = _gelu(acc, GELU)
-    if ADD:
-        acc += tl.load(to, mask=mask, other=0.0)
-    tl.store(to, acc, mask)
-
-
-@triton.jit
-def linear_tile(
-    X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    NORM: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if BM == 1:
-        _linear_of_one(X, LN_W, LN_B, W, BIAS, OUT, N, K, BN, BK, NORM, GELU, ADD, PDL)
-    else:
-        _linear_of_many(X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM, BN, BK, NORM, GELU, ADD, PDL)
+    y = tl.sum(w.to(tl.float32) * x.to(w.dtype).to(tl.float32)[None, :], 1) + layer_bias
+    tl.store(OUT + n, old + (_gelu(y, GELU) if GELU else y), columns)
 
 
 @triton.jit
 def linear_kernel(
-    X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    NORM: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr = False,
+    X, layer, OUT, B, N, K, stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GELU: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Write f(x) W^T + bias to BM rows and BN columns of OUT [B, N] float32, whose rows are `stride` apart.
 
-    x [B, K] float32 is normalised first with NORM, and rounded to the dtype of W [N, K]. f is GELU, of the kind 1 or 2
-    that `_gelu` has, or nothing (0); with ADD the result is added to OUT. Biases and the LayerNorm's weights are
-    float32.
+    x [B, K] float32 is normalised first if the layer has a norm, and rounded to the dtype of W [N, K]. f is GELU, of
+    the kind 1 or 2 that `_gelu` has, or nothing (0). With ADD the result is added to OUT.
     """
     let_next_start(PDL)
-    linear_tile(X, LN_W, LN_B, W, BIAS, OUT, B, N, K, stride, BM, BN, BK, NORM, GELU, ADD, PDL)
+    if BM == 1:
+        _linear_of_one(X, layer, OUT, N, K, BN, BK, GELU, ADD, PDL)
+    else:
+        n = tl.program_id(0) * BN + tl.arange(0, BN)
+        row = tl.program_id(1) * BM + tl.arange(0, BM)
+        wait_for_previous(PDL)
+        if layer.norm.weight is not None:
+            mean, scale = _mean_and_scale(X, row, K, B, BM, BK)
+        acc = tl.zeros([BM, BN], tl.float32)
+        for start in range(0, K, BK):
+            k = start + tl.arange(0, BK)
+            columns = layer.weight + tl.cast(n, tl.int64)[:, None] * K + k[None, :]
+            w = tl.load(columns, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+            mask = (row[:, None] < B) & (k[None, :] < K)
+            x = tl.load(X + row[:, None] * K + k[None, :], mask=mask, other=0.0)
+            if layer.norm.weight is not None:
+                weight, bias = load_norm(layer.norm, k, K)
+                x = (x - mean[:, None]) * scale[:, None] * weight[None, :] + bias[None, :]
+            acc = tl.dot(x.to(w.dtype), tl.trans(w), acc, input_precision="ieee")
+        out, mask = OUT + row[:, None] * stride + n[None, :], (row[:, None] < B) & (n[None, :] < N)
+        if layer.bias is not None:
+            acc += tl.load(layer.bias + n, mask=n < N, other=0.0)[None, :]
+        if GELU:
+            acc = _gelu(acc, GELU)
+        if ADD:
+            acc += tl.load(out, mask=mask, other=0.0)
+        tl.store(out, acc, mask)
 
 
 def tile_sizes(B, N, K):
@@ -192,15 +192,11 @@ def tile_sizes(B, N, K):
     return (triton.cdiv(N, BN), triton.cdiv(B, BM)), dict(BM=BM, BN=BN, BK=BK, num_stages=4)
 
 
-def linear(w, out, x, *, norm=None, bias=None, gelu=0, add=False):
-    """Write a linear layer's result to out [B, N] float32, or with `add` add it to out.
+def linear(layer, out, x, *, gelu=0, add=False):
+    """Write the result of a Linear layer to out [B, N] float32, or with `add` add it to out.
 
-    w [N, K], x [B, K] float32, bias [N] float32; norm: (weight, bias or None) float32 of the LayerNorm before it. gelu:
-    1 for GELU after it, 2 for its approximation by tanh.
+    x [B, K] float32. gelu: 1 for GELU after the layer, 2 for its approximation by tanh.
     """
-    (N, K), B = w.shape, len(out)
+    (N, K), B = layer.weight.shape, len(out)
     grid, tiles = tile_sizes(B, N, K)
-    linear_kernel[grid](
-        x, *(norm or (None, None)), w, bias, out, B, N, K, out.stride(0), **tiles, NORM=norm is not None, GELU=gelu,
-        ADD=add, **early_launch(x),
-    )  # fmt: skip
+    linear_kernel[grid](x, layer, out, B, N, K, out.stride(0), **tiles, GELU=gelu, ADD=add, **early_launch(x))

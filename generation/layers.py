@@ -1,0 +1,249 @@
+"""How decoder.py computes one token of each kind of attention, and of each kind of position embedding.
+
+A variant's `decodes_on_kernels` (attention/variant.py) names a class of LAYERS, of a position embedding one of
+EMBEDDINGS. A layer is made from the State after the prompt, which it copies into buffers of a fixed size:
+
+    power      a KV cache until it takes as much memory as a state, then the state and a cache of FLUSH_EVERY tokens
+    softmax    a KV cache with room for all tokens
+    heinsen    the state
+
+and the decoder asks it, whatever it is, for
+
+    step()                     launch the attention of one token, from x to y
+    count_token()              note that a token was read
+    room()                     return how many tokens it can read before a flush
+    flush_full(tokens_left)    flush its cache if it is full; return True if it has other buffers now
+    tensors()                  the buffers of its state
+    changes()                  those of them that a step changes, except for the entry that it appends to a cache
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from sympow.attention.embedding import symmetric_power_dim
+from sympow.attention.heinsen import LOG_VALUE_BOUND
+from sympow.attention.rotary import rotation_rates
+from sympow.attention.state import LayerState
+from sympow.kernels.decode import cache as decode_cache
+from sympow.kernels.decode import heinsen as decode_heinsen
+from sympow.kernels.decode import power as decode_power
+from sympow.kernels.decode import qkv as decode_qkv
+from sympow.kernels.decode import softmax as decode_softmax
+from sympow.kernels.decode.linear import Linear, linear
+
+
+class Buffers:
+    """The buffers that all layers of a token share, for B sequences of a model with this GPTConfig."""
+
+    def __init__(self, config, B, dtype, state_dtype, device):
+        self.config, self.B, self.dtype, self.state_dtype, self.device = config, B, dtype, state_dtype, device
+        c = config
+        self.ids = self.zeros(B, dtype=torch.int64)
+        self.x, self.h = self.zeros(B, c.n_embd), self.zeros(B, 4 * c.n_embd)
+        self.qkv = self.zeros(B, (c.n_head + 2 * c.n_kv_head) * c.head_dim)
+        self.y, self.rotation = self.zeros(B, c.n_head * c.head_dim), self.zeros(B, 2, c.head_dim)
+        self._sums = {}
+
+    def zeros(self, *shape, dtype=torch.float32):
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def sums(self, parts, softmax):
+        """Return the Sums of so many parts, which all layers of this kind use in turn."""
+        if (parts, softmax) not in self._sums:
+            heads = self.B, self.config.n_head
+            num, den = self.zeros(parts, *heads, self.config.head_dim), self.zeros(parts, *heads)
+            arrived, maxima = self.zeros(*heads, dtype=torch.int32), torch.zeros_like(den) if softmax else None
+            self._sums[parts, softmax] = decode_cache.Sums(num, den, arrived, maxima)
+        return self._sums[parts, softmax]
+
+
+class Weights(NamedTuple):
+    """The weights of one block: matrices in the dtype of generation, the rest in float32."""
+
+    qkv: Linear
+    proj: Linear
+    fc: Linear
+    out: Linear
+    gates: decode_qkv.Gates
+    beta: torch.Tensor | None
+
+
+def float32(x):
+    """Return a tensor in float32 and contiguous; None stays None."""
+    return None if x is None else x.float().contiguous()
+
+
+class CachedLayer:
+    """A layer with a KV cache. `cached` is the number of cached tokens, which are flushed when they are `limit`."""
+
+    def __init__(self, buffers, weights, mix, state, count, tokens_left):
+        """Copy a LayerState. count: a row [1] int32 for the number of cached tokens, which the decoder counts up."""
+        c = buffers.config
+        self.buffers, self.weights, self.count = buffers, weights, count
+        self.p, self.switch_over, self.power = mix.p, state.switch_over, None
+        rates = rotation_rates(c.head_dim, mix.rope_base, buffers.device)
+        rates *= c.positions == "rotary"  # a rate of 0 leaves queries and keys as they are
+        self.place = decode_qkv.Position(state.position, rates, buffers.rotation, weights.beta)
+        self.allocate(state, tokens_left)
+
+    def allocate(self, state, tokens_left):
+        """Allocate the buffers for a LayerState and the tokens that will be cached, and copy it."""
+        b, c, n = self.buffers, self.buffers.config, state.cached_tokens
+        self.limit = state.switch_over_limit(self.p, c.head_dim, c.head_dim, b.dtype.itemsize)
+        C = int(max(n, min(self.limit, n + tokens_left)))
+        shape = b.B, C, c.n_kv_head
+        k, v = (b.zeros(*shape, c.head_dim, dtype=b.dtype) for _ in range(2))
+        sums, resets = b.zeros(*shape, dtype=torch.float64), b.zeros(*shape, dtype=torch.int32)
+        if n:
+            k[:, :n], v[:, :n] = state.k, state.v
+        if n and state.log_g is not None:
+            reset = state.log_g == float("-inf")
+            sums[:, :n] = state.log_g.double().masked_fill(reset, 0).cumsum(1)
+            resets[:, :n] = reset.cumsum(1)
+        self.cache = decode_cache.Cache(k, v, sums, resets, self.count)
+        self.cached = n
+        self.count.fill_(n)
+        self.parts = decode_cache.parts_of_cache(b.B * c.n_head, C)
+
+    def step(self):
+        b = self.buffers
+        decode_qkv.qkv(
+            self.weights.qkv,
+            b.qkv,
+            b.x,
+            ids=b.ids,
+            gates=self.weights.gates,
+            position=self.place,
+            cache=self.cache,
+            reset_token=b.config.reset_token,
+            rounding=b.dtype if b.device.type == "cuda" else torch.float32,
+        )
+        self.attend()
+
+    def count_token(self):
+        self.cached += 1
+
+    def room(self):
+        return self.limit - self.cached
+
+    def flush_full(self, tokens_left):
+        return False
+
+    def tensors(self):
+        return [self.place.position, *self.cache[:4]]
+
+    def changes(self):
+        return [self.place.position]
+
+
+class SoftmaxLayer(CachedLayer):
+    def attend(self):
+        b, cache = self.buffers, self.cache
+        if b.config.reset_token < 0:
+            cache = cache._replace(resets=None)
+        decode_softmax.attend_softmax(b.qkv, b.rotation, cache, b.sums(self.parts, softmax=True), b.y)
+
+
+class PowerLayer(CachedLayer):
+    def allocate(self, state, tokens_left):
+        super().allocate(state, tokens_left)
+        b = self.buffers
+        if state.power:
+            self.power = decode_power.State(state.S.to(b.state_dtype).contiguous(), float32(state.z))
+            heads, (F, D) = b.B * b.config.n_head, state.S.shape[2:]
+            self.parts += decode_power.parts_of_state(heads, F, D)
+
+    def attend(self):
+        b = self.buffers
+        sums = b.sums(self.parts, softmax=False)
+        decode_power.attend(b.qkv, b.rotation, self.cache, self.power, sums, b.y, self.p)
+
+    def flush_full(self, tokens_left):
+        """Flush the cache into the state if it is full. The first flush allocates the state and then a smaller cache."""
+        full, first = self.cached >= self.limit, self.power is None
+        if full:
+            self.flush()
+        if full and first:
+            self.cache = None  # free it before the smaller one is made
+            S, z = self.power
+            self.allocate(LayerState(self.place.position, S=S, z=z, switch_over=self.switch_over), tokens_left)
+        return full and first
+
+    def flush(self):
+        b, c = self.buffers, self.buffers.config
+        if self.power is None:
+            shape = b.B, c.n_kv_head, symmetric_power_dim(c.head_dim, self.p)
+            self.power = decode_power.State(b.zeros(*shape, c.head_dim, dtype=b.state_dtype), b.zeros(*shape))
+        decode_power.flush(self.cache, self.cached, self.power, self.p)
+        self.cached = 0
+        self.count.zero_()
+
+    def tensors(self):
+        return super().tensors() + list(self.power or ())
+
+
+class HeinsenLayer:
+    def __init__(self, buffers, weights, mix, state, count, tokens_left):
+        """Copy a HeinsenState."""
+        self.buffers, self.weights = buffers, weights
+        self.state = decode_heinsen.State(float32(state.m), float32(state.S), float32(state.z))
+        self.log_value_bound = LOG_VALUE_BOUND if mix.config.values == "log" else None  # None for signed values
+
+    def step(self):
+        b = self.buffers
+        options = dict(reset_token=b.config.reset_token, log_value_bound=self.log_value_bound)
+        linear(self.weights.qkv, b.qkv, b.x)
+        decode_heinsen.attend_heinsen(b.qkv, b.ids, self.state, b.y, **options)
+
+    def count_token(self):
+        pass
+
+    def room(self):
+        return math.inf
+
+    def flush_full(self, tokens_left):
+        return False
+
+    def tensors(self):
+        return list(self.state)
+
+    changes = tensors
+
+
+class PositionTable:
+    """GPT-2's position embedding."""
+
+    def __init__(self, buffers, embedding, state):
+        self.buffers, self.table, self.position = buffers, embedding.weight.float(), state.position
+
+    def step(self):
+        b = self.buffers
+        if b.config.reset_token >= 0:
+            self.position.masked_fill_(b.ids == b.config.reset_token, 0)
+        b.x += self.table.index_select(0, self.position)
+        self.position += 1
+
+    def tensors(self):
+        return [self.position]
+
+
+class LogPosition:
+    """The position embedding of Heinsen's models."""
+
+    def __init__(self, buffers, embedding, state):
+        self.buffers, self.log_x = buffers, float32(state.log_x)
+        self.dense = Linear(float32(embedding.dense.weight), float32(embedding.dense.bias))
+        self.hidden = buffers.h.view(2, buffers.B, -1)[0]  # it is read before h is written
+
+    def step(self):
+        b = self.buffers
+        linear(self.dense, self.hidden, b.x)
+        decode_heinsen.add_log_position(self.hidden, self.log_x, b.x, b.ids, reset_token=b.config.reset_token)
+
+    def tensors(self):
+        return [self.log_x]
+
+
+LAYERS = {"power": PowerLayer, "softmax": SoftmaxLayer, "heinsen": HeinsenLayer}
+EMBEDDINGS = {"learned": PositionTable, "heinsen": LogPosition}
