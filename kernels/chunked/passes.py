@@ -3,22 +3,22 @@
     y_t = (num_t + sum over the chunk of w_ts v_s) / (den_t + sum over the chunk of w_ts)
     num_t = decay phi(q_t) S,   den_t = decay phi(q_t) . z,   S = sum of decay phi(k_s) v_s^T over all earlier chunks
 
-    tokens     |   chunk 0   |   chunk 1   |   chunk 2   |    inside a chunk: quadratic.py
+    tokens     |   chunk 0   |   chunk 1   |   chunk 2   |    inside a chunk: quadratic/passes.py
     read       ^ S_0         ^ S_1         ^ S_2         |    by every query of the chunk: query_state.py
     carry      S_0 --------> S_1 --------> S_2 --------> S_3  from the initial to the final state: discumsum.py
     add               U_0 ---^      U_1 ---^      U_2 ---^    what a chunk's keys and values give: update_state.py
 
 z is not stored: den_t is xt_t^T Z xt_t, with Z = sum of decay k_s k_s^T (p = 4: of products of two entries). prepare.py
 brings rows to one magnitude first, gates.py makes the decays. The backward pass is the same steps: dS by `update_state`
-of q and dy and a `discumsum` from the end, dq and dk by query_gradient.py, dv by `query_state` of keys on dS.
+of q and dy and a `discumsum` from the end, dq and dk by `query_gradient`, dv by `query_state` of keys on dS.
 
     name          shape                   dtype      saved for the backward pass
     l             [B, H, T padded]        float32    yes
     S             [B * Hkv, chunks, F]    float16    yes, the states before each chunk, in units of unit_s (float32 *)
         unit_s        [B * Hkv, chunks]       float32    yes
     Z             [B * Hkv, chunks, D^2]  float32    yes, p = 2
-    mirror        [B * Hkv, D]            float32    yes, see prepare.py
-    OF_KEYS       see prepare.py                     yes, what was made of keys and values
+    mirror        [B * Hkv, D]            float32    yes, see mirror.py
+    KEYS          see prepare.py                     yes, what was made of keys and values
     num, den      see query_state.py                 no                              * where q, k and v are
 
 Cost in FLOP, a token and head, with C tokens a chunk and F entries of S: inside chunks 2 C D forward and 7 C D

@@ -32,9 +32,9 @@ bytes, or one head's if that is more, and works on some heads after the others.
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .. import layout
 from ..common import (
@@ -53,7 +53,7 @@ from ..common import (
 )
 from ..configs import choose
 from .prepare import as_it_came
-from .sizes import at_index, entries_of_state, padded_tokens, tile_of
+from .sizes import entries_of_state, padded_tokens
 
 SPREAD = 2**30  # the most bytes of a `Spread`, unless one head needs more
 BLOCK = tl.constexpr(layout.BLOCK)  # entries of a step
@@ -62,9 +62,9 @@ BLOCK = tl.constexpr(layout.BLOCK)  # entries of a step
 class Spread(NamedTuple):
     """What the kernels make of the states and the rows of some heads for each other, see the table above."""
 
-    S: Tensor
-    zx: Tensor
-    zx_unit: Tensor
+    S: torch.Tensor
+    zx: torch.Tensor
+    zx_unit: torch.Tensor
 
 
 @triton.jit(do_not_specialize=["tiles", "n"])
@@ -72,12 +72,12 @@ def spread_kernel(S, OUT, WHERE, tiles, n, M: tl.constexpr, D: tl.constexpr, N: 
     """Write a state's rows in the order in which the gradient to x reads them: N of the n D rows of BLOCK entries."""
     state, first = tl.program_id(0) // (n // N), tl.program_id(0) % (n // N) * N
     d, m = tl.arange(0, D), tl.arange(0, BLOCK)
-    S = at_index(S, state, entries_of_state(tiles, 4, M, D))
+    S += tl.cast(state, tl.int64) * entries_of_state(tiles, 4, M, D)
     OUT += (tl.cast(state, tl.int64) * n + first) * (D * BLOCK)
     for i in range(N):
         rows = tl.load(WHERE + (first + i) * BLOCK + m)
-        s = tl.load(tile_of(S, rows, D, d))
-        tl.store(tile_of(OUT, i * D + d, BLOCK, m), tl.trans(s))
+        s = tl.load(S + rows[:, None] * D + d[None, :])
+        tl.store(OUT + (i * D + d)[:, None] * BLOCK + m[None, :], tl.trans(s))
 
 
 @triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "tiles", "skip", "first"])
@@ -107,21 +107,22 @@ def square_times_kernel(
     blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0) // parts, T, CHUNK, H, HKV, BM, first)
     if chunk != skip:
-        part, row = tl.program_id(0) % parts, lo + tl.arange(0, BM)
+        part, row = tl.program_id(0) % parts, lo + tl.arange(0, BM)[None, :]
         m = part * N + tl.arange(0, N) - (blocks * BLOCK - M)
         inside = (m[:, None] >= 0) & (m[:, None] < M)
-        x_of_head = at_index(XT, bh, 2 * M * TP)
-        z_of_state = at_index(S, state, entries_of_state(tiles, 4, M, D)) + tiles * (64 * D)
+        x_of_head = XT + tl.cast(bh, tl.int64) * (2 * M) * TP
+        z_of_state = S + tl.cast(state, tl.int64) * entries_of_state(tiles, 4, M, D) + tiles * (64 * D)
         zx = tl.zeros([N, BM], tl.float32)
         for i in range(0, M, 64):
             n = i + tl.arange(0, 64)
-            z = tl.load(tile_of(z_of_state, m, M, n), mask=inside & (n[None, :] < M), other=0.0)
-            x = tl.load(tile_of(x_of_head, n, TP, row), mask=n[:, None] < M, other=0.0)
+            z = tl.load(z_of_state + m[:, None] * M + n[None, :], mask=inside & (n[None, :] < M), other=0.0)
+            x = tl.load(x_of_head + n[:, None] * TP + row, mask=n[:, None] < M, other=0.0)
             zx = tl.dot(z, x, zx, input_precision=PRECISION)
         unit = unit_scale(tl.max(tl.abs(zx), 0), STATE_EXPONENT) * TO_TOP
-        to = tile_of(spread.zx, tl.cast(bh - first, tl.int64) * M + m, TP, row)
+        to = spread.zx + (tl.cast(bh - first, tl.int64) * M + m[:, None]) * TP + row
         tl.store(to, (zx * unit[None, :]).to(spread.zx.dtype.element_ty), inside)
-        tl.store(at_index(spread.zx_unit, (bh - first) * parts + part, TP) + row, 1 / unit)
+        unit_of_part = spread.zx_unit + (tl.cast(bh - first, tl.int64) * parts + part) * TP
+        tl.store(unit_of_part + lo + tl.arange(0, BM), 1 / unit)
 
 
 @triton.jit
@@ -131,11 +132,11 @@ def _sum_over_list(v, XT, S, row, TP, begin, end, D: tl.constexpr, N: tl.constex
     S and XT point to S_0 and to x_0.
     """
     BM: tl.constexpr = v.shape[0]
-    in_step = tile_of(0, tl.arange(0, N * D), BLOCK, tl.arange(0, BLOCK))
+    in_step = tl.arange(0, N * D)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     dx = tl.zeros([BM, BLOCK], tl.float32)
     for i in range(begin, end, N):
-        s = tl.load(at_index(S, i, D * BLOCK) + in_step)
-        x = tl.load(tile_of(XT, i + tl.arange(0, N), TP, row))
+        s = tl.load(S + tl.cast(i, tl.int64) * (D * BLOCK) + in_step)
+        x = tl.load(XT + (i + tl.arange(0, N))[:, None] * TP + row[None, :])
         vx = (v.reshape([BM, 1, D]) * tl.trans(x).reshape([BM, N, 1])).reshape([BM, N * D])
         dx = tl.dot(vx, s, dx, input_precision=PRECISION)
         wait_for_products(i)
@@ -145,8 +146,9 @@ def _sum_over_list(v, XT, S, row, TP, begin, end, D: tl.constexpr, N: tl.constex
 @triton.jit
 def _load_square(spread, weight, head, m, inside, step, row, TP, M: tl.constexpr):
     """Return weight Z x [BM, BLOCK] of the entries m of rows, by `square_times_kernel`, zeros where not inside."""
-    zx = tl.load(tile_of(spread.zx, tl.cast(head, tl.int64) * M + m, TP, row))
-    unit = tl.load(at_index(spread.zx_unit, head * ((M + 63) // 64) + step * BLOCK // 64, TP) + row)
+    zx = tl.load(spread.zx + (tl.cast(head, tl.int64) * M + m[:, None]) * TP + row[None, :])
+    part = tl.cast(head, tl.int64) * ((M + 63) // 64) + step * BLOCK // 64
+    unit = tl.load(spread.zx_unit + part * TP + row)
     return tl.where(inside[None, :], tl.trans(zx).to(tl.float32) * (weight * unit)[:, None], 0.0)
 
 
@@ -165,9 +167,9 @@ def _to_rows(dx, scaled, row, TP, one, two, inside, D: tl.constexpr):
     """
     unit = unit_scale(tl.max(tl.abs(dx), 1), STATE_EXPONENT) * TO_GRADIENT_TOP
     dx = (dx * unit[:, None]).to(scaled.dtype.element_ty)
-    x = tl.trans(tl.load(tile_of(scaled, two, TP, row)))
+    x = tl.trans(tl.load(scaled + two[:, None] * TP + row[None, :]))
     to_rows = _add_columns(dx * x, tl.where(inside, one, D), D)
-    x = tl.trans(tl.load(tile_of(scaled, one, TP, row)))
+    x = tl.trans(tl.load(scaled + one[:, None] * TP + row[None, :]))
     return (to_rows + _add_columns(dx * x, tl.where(inside, two, D), D)) / unit[:, None]
 
 
@@ -193,8 +195,9 @@ def query_gradient_of_products_kernel(
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM, first)
     row = lo + tl.arange(0, BM)
     place = tl.cast(bh, tl.int64) * TP + row
-    XT, scaled = at_index(prepared.xt, bh, 2 * M * TP), at_index(prepared.scaled, bh, D * TP)
-    v = tl.load(tile_of(prepared.scaled_v, place, D, tl.arange(0, D)))
+    XT = prepared.xt + tl.cast(bh, tl.int64) * (2 * M) * TP
+    scaled = prepared.scaled + tl.cast(bh, tl.int64) * D * TP
+    v = tl.load(prepared.scaled_v + place[:, None] * D + tl.arange(0, D)[None, :])
     down = diagonal(tl.full([D], 1 / VALUES_DOWN_4, tl.float32), D)
     v = tl.dot(v, down.to(v.dtype), input_precision=PRECISION).to(v.dtype)
     # twice, since x is on both sides of Z; in the unit of v
@@ -206,7 +209,7 @@ def query_gradient_of_products_kernel(
         side = step // blocks * M  # the place of entries in x, then that of scalars
         m = tl.load(LISTS + 4 * step) + tl.arange(0, BLOCK)
         begin, end = tl.load(LISTS + 4 * step + 1), tl.load(LISTS + 4 * step + 2)
-        S = at_index(spread.S, first_list + tl.load(LISTS + 4 * step + 3) - begin, D * BLOCK)
+        S = spread.S + tl.cast(first_list + tl.load(LISTS + 4 * step + 3) - begin, tl.int64) * (D * BLOCK)
         dx = _sum_over_list(v, XT + (M - side) * TP, S, row, TP, begin, end, D, N)
         inside = (m >= 0) & (m < M)
         m = tl.where(inside, m, 0)
