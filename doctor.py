@@ -4,8 +4,8 @@
     python -m sympow.doctor       # where the package is installed
 
 Prints one line each for Python, torch, Triton, the GPUs, the C compiler and the packages, then a verdict. On a GPU,
-every kernel is compared with float64, output and gradients; that takes about four minutes, nearly all of them to
-compile. The exit status is 0 if all is well (a machine without a GPU is well), 1 if something is wrong.
+every kernel is compared with float64, output and gradients; that takes up to three minutes, most of them to compile.
+The exit status is 0 if all is well (a machine without a GPU is well), 1 if something is wrong.
 
 `examine` looks at the machine. `describe` and `judge` are pure functions of the Machine that it returns, so that tests
 can ask about machines on which they do not run.
@@ -65,7 +65,7 @@ def examine():
     examine_driver(machine)
     examine_torch(machine)
     if machine.torch_gpus and not find_problems(machine):
-        print("comparing the kernels with float64 (about four minutes, to compile them) ...", file=sys.stderr)
+        print("comparing the kernels with float64 (up to three minutes, to compile them) ...", file=sys.stderr)
         machine.trials = try_kernels()
     return machine
 
@@ -249,7 +249,8 @@ def judge(machine):
 
 def main():
     parser = argparse.ArgumentParser(prog="doctor.py", description=__doc__.splitlines()[0])
-    _, unknown = parser.parse_known_args()
+    parser.add_argument("--write_checked", action="store_true", help="note in the package what passes on this GPU")
+    args, unknown = parser.parse_known_args()
     if unknown:
         parser.exit(2, f"doctor.py: unrecognized arguments: {' '.join(unknown)}\n")
     machine = examine()
@@ -257,6 +258,10 @@ def main():
         print(f"{label:<18} {value}")
     lines, status = judge(machine)
     print("\nverdict", *lines, sep="\n  ")
+    if args.write_checked and status == 0:
+        from sympow.attention.operator.check import write_packaged
+
+        write_packaged()
     return status
 
 

@@ -170,7 +170,10 @@ class AdaptivePower(KVCacheVariant):
             if previous.S.shape[2] != sum(sizes):
                 raise ValueError(f"S of powers {self.p} has {sum(sizes)} features, got {previous.S.shape[2]}")
             states = map(PowerState, previous.S.split(sizes, dim=2), previous.z.split(sizes, dim=2))
-        results = [attend_to_state(q, k, v, log_g, previous, state, S, must_flush, p=m) for m, S in zip(self.p, states)]
+        results = [
+            attend_to_state(q, (k, v, log_g), (previous, state), power, must_flush, p=m)
+            for m, power in zip(self.p, states)
+        ]
         ys, states = zip(*results)
         if must_flush:
             S, z = (torch.cat(x, dim=2) for x in zip(*states))

@@ -4,7 +4,7 @@ Pair i = 1..d/2 of a query or key, the entries (2i-1, 2i), turns by u * theta_i 
 u counts tokens: u_t = t for the fixed rotation, u_t = sum of beta up to t for the learned one (conformal paper,
 Kumar et al. 2025, sections 2.2 and 3.2). N is `rope_base`, the longest document of the data set.
 
-Angles are formed as turns: u in float64, times N^(-2(i-1)/d), of which only the fractional part becomes float32.
+Angles are formed as turns: u in float64, times N^(-2(i-1)/d). Only the fractional part of a turn becomes float32.
 An angle accumulated in float32 is off by 2.8 rad after 64k tokens; this one is off by 4e-7.
 """
 
@@ -27,26 +27,27 @@ def angles(u, d, base, dtype):
     return (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
 
 
-def rotation(u, d, base, dtype):
-    """Return the factors of x and of each entry's partner in its pair, for u [..., T] float64.
+def rotation_table(u, d, base, dtype=torch.float32):
+    """Return cos and sin of the angle of each pair, both [..., T, d / 2] in dtype, for u [..., T] float64."""
+    compute = _rotation_table if torch.compiler.is_compiling() and not u.requires_grad else make_table
+    return compute(u, d, float(base), dtype)
 
-    Both are [..., T, d] in dtype: (cos, cos) and (-sin, sin) of each pair's angle.
-    """
+
+def make_table(u, d, base, dtype):
     angle = angles(u, d, base, dtype)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.stack((cos, cos), dim=-1).flatten(-2), torch.stack((-sin, sin), dim=-1).flatten(-2)
+    return angle.cos(), angle.sin()
 
 
-# For torch.compile, which would write these float64 powers into every kernel that turns a query or key: computed once
-# for all layers.
-@torch.library.custom_op("sympow::rotation", mutates_args=())
-def _rotation(u: torch.Tensor, d: int, base: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return rotation(u, d, base, dtype)
+# torch.compile would write these float64 powers into every kernel that turns a query or key. As an operator they are
+# computed once for all layers.
+@torch.library.custom_op("sympow::rotation_table", mutates_args=())
+def _rotation_table(u: torch.Tensor, d: int, base: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return make_table(u, d, base, dtype)
 
 
-@_rotation.register_fake
+@_rotation_table.register_fake
 def _(u, d, base, dtype):
-    return tuple(u.new_empty(*u.shape, d, dtype=dtype) for _ in range(2))
+    return tuple(u.new_empty(*u.shape, d // 2, dtype=dtype) for _ in range(2))
 
 
 def rotary(x, u, base):
@@ -56,10 +57,9 @@ def rotary(x, u, base):
     dtype (computed in float32, or in float64 when x is), differentiable in x and u.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    compute = _rotation if torch.compiler.is_compiling() and not u.requires_grad else rotation
-    cos, sin = (r.to(x.device).unsqueeze(-2) for r in compute(u, x.shape[-1], float(base), dtype))  # [B, T, 1, D]
-    y = x.to(dtype)
-    return (y * cos + y.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin).to(x.dtype)
+    cos, sin = (r.to(x.device).unsqueeze(-2) for r in rotation_table(u, x.shape[-1], base, dtype))  # [B, T, 1, D / 2]
+    a, b = x.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)  # the entries of each pair
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
 def rotate_heads(qkv, H, Hkv, u, base):
@@ -73,21 +73,5 @@ def rotate_heads(qkv, H, Hkv, u, base):
         angle = angles(u, D, float(base), torch.float32)
         table = angle.detach().cos(), angle.detach().sin()
     else:
-        angle, table = None, (_table if torch.compiler.is_compiling() else make_table)(u, D, float(base))
+        angle, table = None, rotation_table(u, D, base)
     return fused().RotateHeads.apply(qkv, H, Hkv, *table, angle)
-
-
-def make_table(u, d, base):
-    """Return cos and sin of the angle of each pair, both [..., T, d / 2] float32, for u [..., T] float64."""
-    angle = angles(u, d, base, torch.float32)
-    return angle.cos(), angle.sin()
-
-
-@torch.library.custom_op("sympow::rotation_table", mutates_args=())  # for the same reason as _rotation
-def _table(u: torch.Tensor, d: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return make_table(u, d, base)
-
-
-@_table.register_fake
-def _(u, d, base):
-    return tuple(u.new_empty(*u.shape, d // 2, dtype=torch.float32) for _ in range(2))

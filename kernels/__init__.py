@@ -4,9 +4,8 @@ operators      the door: power attention's quadratic and chunked form as torch o
 arguments      what the public functions ask of their arguments; rows of any width for kernels of a few
 transforms     autograd, torch.func and torch.compile of the operators
 quadratic/     passes, the launchers of the quadratic form, and its kernels: forward_kernel, backward_kernels, tiles
-chunked/       passes, the chunked form forward and backward, and its kernels: prepare, update_state, discumsum,
-               query_state, query_gradient
-gates          what gates need in both forms
+chunked/       passes, the chunked form forward and backward, and its kernels: prepare, products, mirror, gates,
+               update_state, discumsum, query_state, query_gradient_p2, query_gradient_p4
 adaptive/      passes, the launchers of the quadratic form with a power for each row, its kernels: forward_kernel,
                backward_kernels, and operator, its torch operator
 heinsen/       passes, Heinsen's log attention, and operator, its torch operator
@@ -15,7 +14,7 @@ common         what the kernels share: units, exact products, program maps
 fused          training: steps of the model outside of attention, each in one pass over memory:
                rotary, cross_entropy
 layout         which features a state has, and in what order the kernels store them
-precompile     compiles kernels in several processes before they are used
+precompile     compiles many kernels at once, in threads, before they are used
 registry       objects that operators know by a number: the ranks that share a sequence
 cost           which form is cheaper, and how long a chunk should be
 configs        tile sizes, read from table.json
@@ -41,7 +40,7 @@ SOURCES = Path(__file__).parent
 
 
 def source_files(suffixes=(".py",)):
-    """Return the paths of all files of the kernels, in every room, whose suffix is one of these."""
+    """Return the paths of all files of the kernels, in every room, with one of these suffixes."""
     return sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes)
 
 
@@ -53,7 +52,9 @@ def source_hash():
 
 def widest(form, dtype):
     """Return the largest head dimension that the kernels of `form` take in a dtype; form: see `unsupported_reason`."""
-    if form in ("quadratic", "sums", "adaptive") and dtype != torch.float32:  # whose tiles would not fit shared memory
+    if (
+        form in ("quadratic", "sums", "adaptive") and dtype != torch.float32
+    ):  # tiles of float32 would not fit shared memory
         return QUADRATIC_WIDTHS[-1]
     return HEAD_DIMS[-1]
 

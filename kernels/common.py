@@ -116,6 +116,14 @@ def row_pointers(X, b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def store_rows(OUT, x, b, start, h, T, H):
+    """Write x [N, D] float32 as rows start, start+1, ... of head h of sequence b of OUT, contiguous [B, T, H, D]."""
+    N: tl.constexpr = x.shape[0]
+    mask = (start + tl.arange(0, N))[:, None] < T
+    tl.store(row_pointers(OUT, b, start, h, T, H, N, x.shape[1]), x.to(OUT.dtype.element_ty), mask)
+
+
+@triton.jit
 def add_to_rows(OUT, x, b, start, h, T, H):
     """Add x [N, D] float32 to rows start, start+1, ... of head h of sequence b of OUT, contiguous [B, T, H, D]."""
     N: tl.constexpr = x.shape[0]
@@ -124,22 +132,6 @@ def add_to_rows(OUT, x, b, start, h, T, H):
     mask = (start + tl.arange(0, N))[:, None] < T
     x += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     tl.store(to, x.to(OUT.dtype.element_ty), mask)
-
-
-@triton.jit
-def load_mirror(MIRROR, head, D: tl.constexpr):
-    """Return (u [D], whether it is not zero) of a head of keys (prepare.py), or two zeros without MIRROR."""
-    if MIRROR is None:
-        return 0.0, False
-    else:
-        at = MIRROR + head * D
-        return tl.load(at + tl.arange(0, D)), tl.load(at) != 0  # u[0] is zero only if u is
-
-
-@triton.jit
-def reflected(x, u):
-    """Return x [N, D] float32 with each row reflected at the plane to which the unit vector u [D] is normal."""
-    return x - 2 * tl.sum(x * u[None, :], 1)[:, None] * u[None, :]
 
 
 # ---- gates

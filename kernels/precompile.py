@@ -1,62 +1,112 @@
-"""Compile kernels in several processes before they are used, which then finds them in Triton's cache.
+"""Compile many kernels at once, in threads of this process, before they are used.
 
-    precompile(function, arguments, device)     # in the process that will call function(*arguments) on this GPU
+    precompile(launch)      # launch() calls the launchers of the kernels; no kernel runs, all are compiled and loaded
 
-Triton compiles a kernel when it is first launched, one after the other, a second or more each: half a minute for one
-size of the chunked form. So a few processes are started, which take a CPU for this GPU, call the function without
-launching anything, and compile every n-th kernel that it would have launched. The rest is compiled later, as ever.
+Triton compiles a kernel when it is first launched, one after another, a second or more each. Most of that time is spent
+in C++ and in ptxas, without Python's lock, so threads divide it. While `precompile` runs, launches of its own thread
+only compile, and Triton's AsyncCompileMode hands the work to a pool. Launches of other threads run as usual.
 """
 
 import os
-import pickle
-import subprocess
-import sys
-import time
-from importlib import import_module
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Lock
 
 import torch
 
-from . import configs
+THREADS = 16  # at most: Python's part of a kernel takes 0.06 s, which threads do not divide, and all of it about 0.6 s
 
-CORES = 4  # with fewer, starting the processes takes as long as they save
-PROCESSES = 8  # at most
-LIMIT = 300.0  # seconds until they are ended
+_lock = Lock()
 
 
-def precompile(function, arguments, device):
-    """Compile the kernels that function(*arguments) launches on a GPU; return how many processes did.
+def precompile(launch):
+    """Compile and load the kernels that launch() launches on the current GPU, and return how many they are.
 
-    function: of a module that can be imported, it must make its tensors on a device "cpu" itself, and may compute
-    anything; device: a torch.device. Nothing is raised if it does not work.
+    launch may compute anything else, on results that no kernel has written. Raises what Triton raises if a kernel
+    cannot be compiled or loaded. 0 is returned where this Triton or this machine cannot compile in threads.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if torch.version.hip or cores < CORES:
+    if cores < 2:
         return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    what = function.__module__, function.__name__, arguments, 10 * major + minor, tuple(configs.gpu(device))
-    parts = min(PROCESSES, cores // 2)
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
-    # the parts see no GPU, and one thread each is enough for what they compute
-    env |= {"OMP_NUM_THREADS": "1"}
-    nowhere, processes, until = subprocess.DEVNULL, [], time.monotonic() + LIMIT
     try:
-        for part in range(parts):
-            command = [sys.executable, "-m", __name__, pickle.dumps((*what, part, parts)).hex()]
-            processes.append(subprocess.Popen(command, env=env, stdin=nowhere, stdout=nowhere, stderr=nowhere))
-        for process in processes:
-            process.wait(max(0.0, until - time.monotonic()))
-    except (OSError, subprocess.TimeoutExpired):
-        pass
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
+    except ImportError:
+        return 0
+    with (
+        _lock,
+        Loader(min(THREADS, cores), initializer=use_device, initargs=(current_device(),)) as loader,
+        only_compile(active_mode),
+        AsyncCompileMode(loader) as mode,
+        torch.autograd.set_multithreading_enabled(False),  # backward passes are launched from this thread too
+    ):
+        launch()
+        return len(mode.future_kernels)
+
+
+class Loader(ThreadPoolExecutor):
+    """Run Triton's compilations in threads, which also load the kernels onto the GPU."""
+
+    def submit(self, compile_kernel):
+        return super().submit(load, compile_kernel)
+
+
+def load(compile_kernel):
+    """Return the kernel that compile_kernel() returns, loaded, and with its launcher, which gcc compiles."""
+    kernel = compile_kernel()
+    if torch.cuda.is_available():
+        kernel.run  # noqa: B018
+    return kernel
+
+
+@contextmanager
+def only_compile(active_mode):
+    """Let launches compile and not run, in the thread where active_mode, a ContextVar, is set."""
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def compile_or_run(self, *args, warmup, **kwargs):
+        if active_mode.get() is None:
+            return run(self, *args, warmup=warmup, **kwargs)
+        request_keys(self)
+        return run(self, *args, warmup=True, **kwargs)
+
+    JITFunction.run = compile_or_run
+    try:
+        yield
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return len(processes)
+        JITFunction.run = run
+        active_mode.set(None)  # Triton 3.6 leaves it set where a kernel could not be compiled
+
+
+def request_keys(function):
+    """Ask for the key of a kernel in Triton's cache, and before it for the keys of the functions that it calls.
+
+    A key contains the constants of a called function only if that function's key was computed earlier. In this order
+    it always does, whatever was launched before, so that another process finds the kernel in the cache.
+    """
+    if function.hash is not None:
+        return
+    for name in function.fn.__code__.co_names:
+        callee = function.fn.__globals__.get(name)
+        if hasattr(callee, "cache_key"):
+            request_keys(callee)
+    function.cache_key  # noqa: B018
+
+
+def current_device():
+    """Return the number of the current GPU, or None if there is none."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def use_device(device):
+    """Make a GPU the current one of this thread."""
+    if device is not None:
+        torch.cuda.set_device(device)
 
 
 def pretend_gpu(arch, device=0):
-    """Make this process compile for a GPU of this compute capability (90) or AMD architecture ("gfx942"), which need
-    not be there.
+    """Make this process compile for a GPU of this compute capability (90), which need not be there.
 
     device: what Triton takes for the number of the GPU; it keeps what it compiled for one number apart from the others.
     Triton's interpreter must be off, and nothing may be launched.
@@ -64,36 +114,10 @@ def pretend_gpu(arch, device=0):
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
-    answers = {"get_current_target": target, "get_current_device": device}
+    answers = {"get_current_target": GPUTarget("cuda", arch, 32), "get_current_device": device}
 
     class Pretended:
         def __getattr__(self, name):
             return lambda *_: answers.get(name, 0)
 
     driver.set_active(Pretended())
-
-
-def compile_part(module, name, arguments, arch, gpu, part, parts):
-    """Call a function of a module, compile every parts-th launch from number `part` on, and launch nothing."""
-    from triton.runtime.jit import JITFunction
-
-    pretend_gpu(arch)
-    configs.gpu = lambda device: configs.Gpu(*gpu)
-    run, launches = JITFunction.run, 0
-
-    def only_compile(self, *args, grid, warmup, **kwargs):
-        nonlocal launches
-        launches += 1
-        # Triton's key of a kernel has the constants of a function it calls only if that one's key was asked for before,
-        # by a kernel that was launched earlier: so they are all asked for, in the order of the launches
-        self.cache_key  # noqa: B018
-        if launches % parts == part:
-            run(self, *args, grid=(1,), warmup=True, **kwargs)
-
-    JITFunction.run = only_compile
-    getattr(import_module(module), name)(*arguments)
-
-
-if __name__ == "__main__":
-    compile_part(*pickle.loads(bytes.fromhex(sys.argv[1])))

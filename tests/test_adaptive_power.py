@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from sympow.attention.operator import adaptive_forms, backend, dispatch, memory
+from sympow.attention.operator.check import Size
 from sympow.attention import naive
 from sympow.attention.adaptive_power import PowerNetwork, adaptive_power_attention, mixture_attention, mixture_weights
 from sympow.attention.power import power_attention
@@ -153,9 +154,8 @@ def test_kernels_are_used_on_a_gpu_and_pytorch_where_they_fail(monkeypatch):
     monkeypatch.setattr(backend, "adaptive", lambda: SimpleNamespace(adaptive_attention=attend))
     assert adaptive_power_attention(*tensors, log_g=log_g) is tensors[0]
     assert calls[0][0].dtype == torch.float32 and torch.equal(calls[0][1], log_g)
-    monkeypatch.setattr(
-        dispatch, "failure", lambda *size: "wrong results" * (size[:5] == ("adaptive", torch.float32, 16, 0, True))
-    )
+    size = Size("adaptive", torch.float32, 16, 0, gated=True)
+    monkeypatch.setattr(dispatch, "failure", lambda checked, device: "wrong results" * (checked == size))
     monkeypatch.setattr(dispatch, "_warned", set())
     with pytest.warns(UserWarning, match="without its adaptive kernels, which fail on this machine: wrong results"):
         assert torch.equal(adaptive_power_attention(*tensors, log_g=log_g), expected)

@@ -43,23 +43,24 @@ def on_gpu(monkeypatch):
 def machine(monkeypatch, tmp_path):
     """Stand for a GPU that remembers in tmp_path what passed; return the file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(check, "_found", {})
+    monkeypatch.setattr(check, "_problems", {})
     monkeypatch.setattr(check, "_passed", set())
-    monkeypatch.setattr(check.backend, "precompile", lambda *arguments: None)
+    monkeypatch.setattr(check, "PACKAGED", tmp_path / "packaged.json")
+    monkeypatch.setattr(check.backend, "precompile", lambda launch: None)
+    monkeypatch.setattr(check.backend, "table_name", lambda device: "GPU")
     for name, value in dict(
         is_available=True,
         device_count=1,
         is_current_stream_capturing=False,
         current_device=0,
         set_device=None,
-        get_device_name="GPU",
     ).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     return tmp_path / "sympow" / "checked.json"
 
 
 def test_a_kernel_that_fails_gives_way_to_pytorch_with_one_line(on_gpu, monkeypatch):
-    monkeypatch.setattr(dispatch, "failure", lambda *size: "OutOfResources: shared memory")
+    monkeypatch.setattr(dispatch, "failure", lambda size, device: "OutOfResources: shared memory")
     monkeypatch.setattr(operators, "quadratic_attention", None)  # not called
     tensors, _ = inputs(40, "learned", DTYPES[-1])
     with warnings.catch_warnings(record=True) as told:
@@ -73,7 +74,7 @@ def test_a_kernel_that_fails_gives_way_to_pytorch_with_one_line(on_gpu, monkeypa
 
 def test_if_one_form_fails_the_other_is_used(on_gpu, monkeypatch):
     def form(T, *fails):
-        monkeypatch.setattr(dispatch, "failure", lambda form, *size: "wrong" * (form in fails))
+        monkeypatch.setattr(dispatch, "failure", lambda size, device: "wrong" * (size.form in fails))
         chosen = plan(Problem(T, 64, 64, 2, torch.bfloat16, "cuda", gated=True))
         return chosen.form, chosen.on_kernels
 
@@ -85,12 +86,12 @@ def test_if_one_form_fails_the_other_is_used(on_gpu, monkeypatch):
 
 
 def test_what_is_checked_is_what_will_be_run(on_gpu, monkeypatch):
-    asked = []
-    monkeypatch.setattr(dispatch, "failure", lambda form, *size: asked.append(form) or "")
+    requests = []
+    monkeypatch.setattr(dispatch, "failure", lambda size, device: requests.append(size.form) or "")
     for T in (1024, 65536):
         for more in ({}, dict(initial_state=True), dict(return_state=True), dict(queries=T - 1)):
             plan(Problem(T, 64, 64, 2, torch.bfloat16, "cuda", gated=True), **more)
-    assert asked == ["quadratic", "states", "states", "quadratic", "chunked", "states", "states", "states"]
+    assert requests == ["quadratic", "states", "states", "quadratic", "chunked", "states", "states", "states"]
 
 
 def test_a_check_runs_once_for_a_machine_and_its_failures_again_in_the_next_process(machine, monkeypatch):
@@ -100,11 +101,11 @@ def test_a_check_runs_once_for_a_machine_and_its_failures_again_in_the_next_proc
         assert check.remember("a", find("")) == "" and check.remember("b", find("wrong")) == "wrong"
     assert len(calls) == 2 and threading.main_thread() not in calls  # the caller's modes do not count there
     assert ["a" in key.split(", ")[-1] for key in json.loads(machine.read_text())] == [True]
-    monkeypatch.setattr(check, "_found", {})  # the next process
+    monkeypatch.setattr(check, "_problems", {})  # the next process
     assert check.remember("a", find("")) == "" and check.remember("b", find("")) == ""
     assert len(calls) == 3 and len(json.loads(machine.read_text())) == 2
     machine.write_text("[" * 100_000)
-    monkeypatch.setattr(check, "_found", {})
+    monkeypatch.setattr(check, "_problems", {})
     assert check.remember("c", find("")) == "" and len(json.loads(machine.read_text())) == 1
 
 
@@ -113,71 +114,96 @@ def test_a_check_runs_once_for_a_machine_and_its_failures_again_in_the_next_proc
     [(RuntimeError("no compiler\nhere"), "no compiler"), (ValueError(), "ValueError"), (torch.OutOfMemoryError(), "")],
 )
 def test_an_exception_is_what_is_wrong_unless_there_is_no_memory_to_check(machine, monkeypatch, error, answer):
-    def fails(*size):
+    def fails(*arguments):
         raise error
 
     monkeypatch.setattr(check, "check", fails)
-    assert check.failure("quadratic", torch.bfloat16, 64, 4, False) == answer
+    assert check.failure(check.Size("quadratic", torch.bfloat16, 64, 4)) == answer
     assert not machine.exists()
 
 
 def test_wrong_results_are_what_is_wrong(machine, monkeypatch):
-    size = ("chunked", torch.float32, 16, 2, True)
+    size = check.Size("chunked", torch.float32, 16, 2, gated=True)
     monkeypatch.setattr(check, "errors", lambda *size: {"y": 1e-6, "dq": float("nan")})
-    assert check.failure(*size) == "wrong results, chunked float32 D=16 p=2 gated: y 1.0e-06, dq nan"
-    monkeypatch.setattr(check, "_found", {})
+    assert check.failure(size) == "wrong results, chunked float32 D=16 p=2 gated=True T=1200: y 1.0e-06, dq nan"
+    monkeypatch.setattr(check, "_problems", {})
     monkeypatch.setattr(check, "errors", lambda *size: {"y": 1e-6, "dq": 1e-5})
-    assert check.failure(*size) == "" and check._passed == {check.Size(*size)}
+    assert check.failure(size) == "" and check._passed == {size}
     monkeypatch.setattr(check, "remember", None)  # not asked again
-    assert check.failure(*size) == ""
+    assert check.failure(size) == ""
 
 
-def test_kernels_of_chunks_are_compiled_in_several_processes_before_they_are_checked(machine, monkeypatch):
-    done = []
-    monkeypatch.setattr(check.backend, "precompile", lambda function, arguments, device: done.append(arguments))
-    monkeypatch.setattr(check, "check", lambda sizes: done.append(sizes) or [("", True)])
-    for form in ("quadratic", "chunked", "states"):
-        assert check.failure(form, torch.bfloat16, 64, 2, True) == ""
-    pairs, chunks, states = (
-        check.Size(form, torch.bfloat16, 64, 2, True) for form in ("quadratic", "chunked", "states")
-    )
-    assert done == [[pairs], (chunks,), [chunks], (states,), [states]]
+def test_what_the_package_notes_is_compiled_and_not_compared(machine, monkeypatch):
+    sizes, done = [check.Size("rotary", torch.bfloat16), check.Size("quadratic", torch.bfloat16, 64, 2)], []
+    monkeypatch.setattr(check, "COMMON_SIZES", sizes)
+    monkeypatch.setattr(check, "supported", lambda size: True)
+    monkeypatch.setattr(check, "launch", done.append)
+    monkeypatch.setattr(check.backend, "precompile", lambda launch: launch())
+    monkeypatch.setattr(check, "check", lambda sizes, T: [("", done.append(sizes) or sizes[0].form == "rotary")])
+    check.write_packaged()
+    assert done == [sizes[:1], sizes[:1], sizes[1:], sizes[1:]]  # launched, compared
+    assert [key.split(", ")[-1] for key in json.loads(check.PACKAGED.read_text())] == ["rotary bfloat16"]
+    machine.unlink()
+    monkeypatch.setattr(check, "_problems", {})
+    monkeypatch.setattr(check, "_passed", set())
+    assert check.failure(sizes[0]) == "" and done[4:] == [sizes[:1]] and not machine.exists()
 
 
-# For a process of its own without the interpreter, and without a GPU. Prints how many processes compiled, how many
-# kernels there are then, and how many there are when the check has been launched here.
-PRECOMPILE = """
-import os, sys, torch
-from pathlib import Path
+# For a process of its own without the interpreter, and without a GPU. Prints how many kernels the first use of a size
+# compiles, in threads and then one after another, and how many calls of other sizes add to these.
+KERNELS = """
+import sys, torch
 from sympow.attention.operator import check
 from sympow.kernels import configs, precompile
+from triton.runtime.jit import JITFunction
 
-size, device = check.Size("chunked", torch.bfloat16, 16, 2, False), torch.device("cuda", 0)
 gpu = configs.describe_gpu("NVIDIA H200", (9, 0), 227 * 1024)
-configs.gpu, torch.cuda.get_device_capability = lambda _: gpu, lambda _: (9, 0)
-count = lambda: len([*Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")])
-os.sched_getaffinity = lambda _: range(4)
-print(precompile.precompile(check.launch, (size,), device), count())
-precompile.compile_part("sympow.attention.operator.check", "launch", (size,), 90, tuple(gpu), 0, 1)
-print(count())
-os.sched_getaffinity = lambda _: range(3)
-print(precompile.precompile(check.launch, (size,), device))
+configs.gpu = lambda device: gpu
+precompile.pretend_gpu(90)
+size = eval(sys.argv[1])
+operator = check.OPERATORS[size.form]
+
+def use():
+    for B, T, H, Hkv in (1, 64, 2, 1), (2, 1024, 12, 12), (3, 4112, 6, 2):
+        q, k, v = (torch.randn(B, T, heads, size.D, dtype=size.dtype) for heads in (H, Hkv, Hkv))
+        inputs, arguments = dict(q=q, k=k, v=v), dict(p=size.p)
+        if size.gated:
+            inputs["log_g"] = torch.randn(B, T, Hkv).sigmoid().log()
+        if size.form == "heinsen":
+            arguments = dict(resets=torch.zeros(B, T, dtype=torch.bool))
+        check.differentiate(operator.kernels, inputs, arguments, torch.ones_like(q))
+
+threads = precompile.precompile(lambda: check.launch([size], device="cpu"))
+added = precompile.precompile(use)
+compiled, run = [], JITFunction.run
+JITFunction.run = lambda self, *args, warmup, **options: compiled.append(run(self, *args, warmup=True, **options).hash)
+check.launch([size], device="cpu")
+print(threads, len({*compiled}), added)
 """
 
 
 @pytest.mark.slow
-def test_what_processes_compile_is_what_is_launched(tmp_path):
+@pytest.mark.parametrize(
+    "size",
+    [
+        'check.Size("quadratic", torch.bfloat16, 16, 4, gated=True)',
+        'check.Size("chunked", torch.bfloat16, 16, 2, gated=True)',
+        'check.Size("states", torch.bfloat16, 16, 2)',
+        'check.Size("heinsen", torch.bfloat16, 16)',
+    ],
+)
+def test_all_kernels_of_a_size_are_compiled_at_once_and_serve_every_length_batch_and_number_of_heads(size, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", PRECOMPILE], env=env, capture_output=True, text=True)
-    processes, precompiled, launched, few = map(int, done.stdout.split())
-    assert processes == 2 and precompiled == launched > 10 and few == 0, done.stderr
+    done = subprocess.run([sys.executable, "-c", KERNELS, size], env=env, capture_output=True, text=True)
+    threads, launched, added = map(int, done.stdout.split())
+    assert threads == launched > 5 and added == 0, done.stderr
 
 
 def test_torch_compile_asks_for_the_check_and_does_not_look_inside(on_gpu, monkeypatch):
-    def measures(form, *size):
+    def measures(size, device):
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(differentiate, form).result()
+            return thread.submit(differentiate, size.form).result()
 
     def differentiate(form):  # as `check.errors` does, in the caller's no_grad
         x = torch.ones(2, requires_grad=True)
@@ -213,25 +239,24 @@ def test_the_decoder_is_compared_with_the_model(monkeypatch, attention, module, 
     config = GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention=attention)
     if breaks:
         monkeypatch.setattr(module, breaks, lambda *args, **options: None)
-    wrong = decoder.find_failure(config, ATTENTIONS[attention], torch.float32, torch.float32, DEVICE)
-    assert bool(wrong) == bool(breaks), wrong
+    problem = decoder.find_failure(config, ATTENTIONS[attention], torch.float32, torch.float32, DEVICE)
+    assert bool(problem) == bool(breaks), problem
 
 
 def test_generation_steps_through_the_model_if_the_decoder_fails(on_gpu, monkeypatch):
     model = GPT(GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention="sympow")).to(DEVICE)
-    asked = []
-    monkeypatch.setattr(decoder, "failure", lambda *args: asked.append(args) or "wrong results")
+    requests = []
+    monkeypatch.setattr(decoder, "failure", lambda *args: requests.append(args) or "wrong results")
     monkeypatch.setattr(generate, "kernel_reason", lambda *args: "")
     with pytest.warns(UserWarning, match="does not compute this model: generating with GPT.step .wrong results"):
         assert not generate.decodes_on_kernels(seen_on_gpu(model), torch.bfloat16)
-    assert [args[1:] for args in asked] == [(torch.float32, torch.bfloat16)]
+    assert [args[1:] for args in requests] == [(torch.float32, torch.bfloat16)]
 
 
 def test_generation_with_float16_weights_stays_in_pytorch(on_gpu):
-    """decode.py takes no float16, though training's kernels do: that is one line of warning at most, and no check."""
+    """The kernels take no float16: that is one line of warning at most, and no check."""
     model = seen_on_gpu(GPT(GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention="sympow")))
     model.transformer.wte.weight.dtype = torch.float16
-    assert dispatch.unsupported_reason("quadratic", torch.float16, 16, 16, 2) == ""
     assert not generate.decodes_on_kernels(model)
 
 

@@ -560,17 +560,20 @@ def test_kernels_are_compared_with_float64_before_their_first_use(monkeypatch, w
         return y * (1.1 if wrong == "y" else 1), *state
 
     monkeypatch.setattr("sympow.kernels.heinsen.operator.heinsen_attention", attention)
-    monkeypatch.setattr(check, "heinsen_errors", lambda *size, of=check.heinsen_errors: of(*size, T=100, device="cpu"))
-    monkeypatch.setattr(check, "remember", lambda name, find, device: find())
+    errors = check.errors
+    monkeypatch.setattr(check, "errors", lambda size, T: errors(size, 100, "cpu"))
+    monkeypatch.setattr(check, "remember", lambda name, compare, *rest: compare())
     for name, value in dict(is_available=True, is_current_stream_capturing=False, device_count=2).items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    found = check.heinsen_failure(torch.float32, torch.float32, 16)
-    assert found.startswith("wrong results, heinsen float32, values float32 D=16: y ") if wrong else not found
+    problem = check.failure(check.Size("heinsen", torch.float32, 16))
+    assert problem.startswith("wrong results, heinsen float32 D=16 T=1216: y ") if wrong else not problem
 
 
 def test_training_checks_the_kernels_that_it_will_use(kernels, monkeypatch):
     asked = []
-    monkeypatch.setattr(dispatch, "heinsen_failure", lambda *size: asked.append(size) or "")
+    monkeypatch.setattr(
+        dispatch, "failure", lambda size, device: asked.append((size.dtype, size.v_dtype, size.D, device)) or ""
+    )
     for values, v_dtype in (("signed", torch.bfloat16), ("log", torch.float32)):
         mix = ATTENTIONS["heinsen"](heinsen_config(values=values))
         assert mix.training_plan(4096, torch.bfloat16, "cuda").on_kernels

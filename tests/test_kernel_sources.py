@@ -78,7 +78,7 @@ def test_an_edit_in_any_room_is_compiled_and_compared_again(tmp_path, monkeypatc
     folder = shutil.copytree(kernels.SOURCES, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(kernels, "SOURCES", folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(check.backend, "table_name", lambda device: "GPU")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     compared = []
 
@@ -89,8 +89,8 @@ def test_an_edit_in_any_room_is_compiled_and_compared_again(tmp_path, monkeypatc
     rooms = [folder, *(path for path in folder.iterdir() if path.is_dir())]
     remembered = {targets._memory()}
     for number, room in enumerate(rooms):
-        check._find(0, "a size", compare)
-        check._find(0, "a size", compare)  # remembered
+        check._find_problem(0, "a size", compare)
+        check._find_problem(0, "a size", compare)  # remembered
         assert len(compared) == number + 1
         path = min(room.glob("*.py"))
         path.write_text(path.read_text() + "# edited")

@@ -451,7 +451,7 @@ def test_ranks_that_do_not_share_out_dir_end_with_a_line(dataset, tmp_path):
 
 def test_the_kernels_that_are_checked_are_those_of_the_form_that_will_run(monkeypatch):
     checked = []
-    monkeypatch.setattr(dispatch, "failure", lambda form, *size: checked.append(form) or "")
+    monkeypatch.setattr(dispatch, "failure", lambda size, device: checked.append(size.form) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
     def form(block_size, ranks=1, **settings):

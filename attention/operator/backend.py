@@ -4,16 +4,27 @@ Nothing here imports Triton before a kernel is wanted, so that attention/ works 
 """
 
 from ...kernels import cost, heinsen_unsupported_reason, source_hash, unsupported_reason, unusable_machine, width
-from ...kernels.configs import cache_folder
+from ...kernels.configs import cache_folder, table_name
 from ...kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 from ...kernels.registry import register, registered
 from ...kernels.transforms import transforms_active
 
 __all__ = [
-    "cache_folder", "cost", "heinsen_unsupported_reason", "make_sqrt_multiplicity", "register", "registered",
-    "source_hash", "symmetric_power_dim", "tails_of", "transforms_active",
-    "unsupported_reason", "unusable_machine", "width",
-]  # fmt: skip
+    "cache_folder",
+    "cost",
+    "heinsen_unsupported_reason",
+    "make_sqrt_multiplicity",
+    "register",
+    "registered",
+    "source_hash",
+    "symmetric_power_dim",
+    "table_name",
+    "tails_of",
+    "transforms_active",
+    "unsupported_reason",
+    "unusable_machine",
+    "width",
+]
 
 
 # Functions, because these modules import Triton. torch.compile follows import statements, but not importlib.
@@ -47,8 +58,8 @@ def fused():
     return fused
 
 
-def precompile(function, arguments, device):
-    """See kernels/precompile.py."""
+def precompile(launch):
+    """Compile the kernels that launch() launches, in threads: see kernels/precompile.py."""
     from ...kernels import precompile
 
-    precompile.precompile(function, arguments, device)
+    precompile.precompile(launch)

@@ -1,308 +1,350 @@
 """Compare the kernels with the specification, in the output and every gradient, on this machine's GPU.
 
-for line, ok in check(SIZES): ...                              # doctor.py, 3 to 4 minutes, nearly all to compile
-wrong = failure("quadratic", torch.bfloat16, 64, 4, True)      # before the first use, once for a GPU, torch and Triton
+    for line, ok in check_all(): ...                                                # doctor.py, every size
+    problem = failure(Size("quadratic", torch.bfloat16, 64, 4, gated=True))         # before the first use of a size
+
+A size that passed is noted for this kind of GPU, torch, Triton and these kernels: in ~/.cache/sympow/checked.json, and
+in the package's checked.json, which `python doctor.py --write_checked` writes. A size that is noted is only compiled.
 """
 
 import json
 import math
 import os
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from .. import heinsen_naive, naive
 from . import backend
 
+BF16, FP32 = torch.bfloat16, torch.float32
+TOLERANCE = {BF16: (4e-3, 8e-3), FP32: (1e-5, 1e-4)}  # of y, of gradients
+CHUNK = 256  # tokens
+SHORT = 2048  # tokens of the longest call that is compared before the first use
+PACKAGED = Path(__file__).with_name("checked.json")
+
 
 class Size(NamedTuple):
-    """What is compared: a form of the kernels, and the sizes of its inputs."""
+    """The kernels of one operator, and the sizes of their inputs."""
 
-    # "quadratic", "sums" (of it, not divided), "adaptive", "chunked" or
-    # "states" (that, in two calls)
-    form: str
+    form: str  # a name in OPERATORS
     dtype: torch.dtype
-    D: int  # head dimension
-    p: int  # 0: adaptive
-    gated: bool
+    D: int | None = None  # head dimension
+    p: int | None = None
+    gated: bool = False
     E: int | None = None  # width of the values, by default D
-    n: int | None = None  # number of queries, those of the last tokens; by default there is one for every token
+    n: int | None = None  # number of queries, which belong to the last tokens; by default every token has one
+    v_dtype: torch.dtype | None = None  # "heinsen": dtype of the values, float32 if they were logarithms
 
 
-# each kernel, each branch of the power, each width (head dimensions between them and other widths of values are padded)
-# and what float16, undivided sums and fewer queries than tokens change at least once; a size takes some 6 s to compile
-SIZES = [
-    Size("quadratic", torch.bfloat16, 64, 4, False), Size("quadratic", torch.bfloat16, 64, 4, True),
-    Size("quadratic", torch.bfloat16, 64, 2, True, n=300), Size("quadratic", torch.bfloat16, 64, 6, False),
-    Size("quadratic", torch.bfloat16, 64, 8, True), Size("quadratic", torch.bfloat16, 96, 4, True, E=80),
-    Size("quadratic", torch.bfloat16, 32, 4, True), Size("quadratic", torch.bfloat16, 16, 2, False),
-    Size("quadratic", torch.bfloat16, 256, 4, True), Size("quadratic", torch.float16, 256, 2, False),
-    Size("quadratic", torch.float16, 64, 8, True, n=333), Size("quadratic", torch.float16, 64, 4, False),
-    Size("quadratic", torch.float32, 64, 4, True), Size("quadratic", torch.float32, 32, 2, False),
-    Size("sums", torch.bfloat16, 64, 4, True), Size("sums", torch.float16, 48, 2, False, E=64, n=450),
-    Size("sums", torch.float32, 64, 6, True),
-    Size("chunked", torch.bfloat16, 64, 2, True), Size("states", torch.bfloat16, 48, 2, True, E=64),
-    Size("chunked", torch.bfloat16, 128, 2, True), Size("states", torch.bfloat16, 32, 2, False),
-    Size("chunked", torch.bfloat16, 16, 2, True), Size("states", torch.bfloat16, 24, 4, True, E=20),
-    Size("chunked", torch.bfloat16, 16, 4, False), Size("states", torch.float16, 64, 2, True),
-    Size("chunked", torch.float32, 32, 2, True), Size("states", torch.float32, 16, 4, True),
-    Size("adaptive", torch.bfloat16, 64, 0, True), Size("adaptive", torch.float16, 128, 0, False),
-    Size("adaptive", torch.float32, 32, 0, True, n=300),
-]  # fmt: skip
-# of each form; a miscompiled loop over a state may go wrong only in long calls
-LENGTH = {"quadratic": 1000, "sums": 1000, "adaptive": 1000, "chunked": 6000, "states": 6000}
-TOLERANCE = {torch.bfloat16: (4e-3, 8e-3), torch.float16: (4e-3, 8e-3), torch.float32: (1e-5, 1e-4)}  # y, gradients
+class Operator(NamedTuple):
+    """An operator on the kernels, and its specification in float64."""
+
+    # (size, T, randn) -> ({name: tensor} of inputs with a gradient, the rest of the arguments, the gradient of y)
+    create_inputs: Callable
+    kernels: Callable  # (inputs and other arguments by name) -> y
+    specification: Callable  # the same
+    # Numbers of tokens that reach every branch: several tiles and chunks, the last of them partial. They are multiples
+    # of 16, for which Triton compiles kernels of their own, as lengths of training are. 6000 is for the doctor alone: a
+    # miscompiled loop over states may go wrong only in long calls.
+    lengths: tuple
 
 
-def check(sizes=SIZES):
-    """Yield (a line with the size and its errors, True if they are within tolerance) for each of the sizes."""
-    for size in map(Size._make, sizes):
-        name = f"{size.form} {str(size.dtype).removeprefix('torch.')} D={size.D}"
-        name += "".join(f" {part}={x}" for part, x in (("E", size.E), ("p", size.p), ("n", size.n)) if x is not None)
-        yield _line(name + " gated" * size.gated, errors(size), size.dtype)
+# ---- power attention
 
 
-def _line(name, found, dtype):
-    """Return (a line with the errors {name: error}, True if they are within tolerance)."""
-    ok = all(e <= TOLERANCE[dtype][n != "y"] for n, e in found.items())  # NaN is not
-    return f"{name}: " + ", ".join(f"{n} {e:.1e}" for n, e in found.items()), ok
+def create_power_inputs(size, T, randn):
+    """Create q, k, v, views of one tensor as a fused projection gives them, and log_g."""
+    D, E, n = size.D, size.E or size.D, size.n or T
+    q, k, v = randn(1, T, 4, max(D, E)).to(size.dtype).split((2, 1, 1), dim=2)
+    inputs = dict(q=q[:, T - n :, :, :D], k=k[..., :D], v=v[..., :E])
+    if size.gated:
+        strong = size.form not in ("chunked", "states") or size.p != 4  # bfloat16 is less exact there: docs/kernels.md
+        inputs["log_g"] = F.logsigmoid((3 if strong else 1) * randn(1, T, 1) + 4)
+    return inputs, dict(p=size.p), randn(1, n, 2, E).to(size.dtype)
 
 
-def errors(size, T=None, device="cuda"):
-    """Return {"y": error, "dq": ..., ...} of a Size: ||kernel - float64|| / max(||float64||, 1e-3 ||dy||) on random
-    inputs; infinite where two runs differ. T: tokens, by default LENGTH has them."""
-    form, dtype, D, p, gated, E, n = size
-    T, E = T or LENGTH[form], E or D
-    n = n or T
-    generator = torch.Generator(device).manual_seed(0)
-    make = lambda *shape: torch.randn(*shape, device=device, generator=generator)
-    qkv = make(1, T, 4, max(D, E)).to(dtype)
-    q, k, v = qkv.split((2, 1, 1), dim=2)
-    inputs = [q[:, T - n :, :, :D], k[..., :D], v[..., :E]]
-    names = ["y", "dq", "dk", "dv", "dlog_g"]
-    kernels = {"chunked": _chunked, "states": _in_two_calls, "sums": _divided_sums}.get(form, _quadratic)
-    oracle = naive.quadratic
-    if form == "adaptive":
-        inputs.append(3 + make(1, n).clamp(-2, 2))
-        names[4] = "dp"
-        document = torch.arange(T, device=device) % (T // 3 + 5) == 0
-        resets = torch.where(document, -math.inf, 0.0)[None, :, None] if gated else None  # they have no gradient
-        kernels = lambda *x, p: backend.adaptive().adaptive_attention(*x, resets)
-        oracle = lambda *x, p: naive.adaptive(*x, resets if resets is None else resets.double())
-    elif gated:
-        strong = form not in ("chunked", "states") or p != 4  # bfloat16 is less exact there: docs/kernels.md
-        log_g = torch.nn.functional.logsigmoid((3 if strong else 1) * make(1, T, 1) + 4)
-        inputs.append(log_g)
-    if n < T and form != "adaptive":  # the specification wants a query for every token
-        oracle = lambda q, *x, p: naive.quadratic(torch.nn.functional.pad(q, (0, 0, 0, 0, T - n, 0)), *x, p=p)[:, -n:]
-    dy = make(1, n, 2, E).to(dtype)
-    torch.full((2**24,), float("nan"), device=device)  # a kernel that reuses this memory must write all of it
-    return _compare(names, partial(kernels, p=p), partial(oracle, p=p), inputs, dy)
-
-
-def _compare(names, kernels, oracle, inputs, dy):
-    """Return {name: error} of y and the gradients to `inputs`; `errors` says which error. The kernels run twice."""
-    results = []
-    for attention, to in ((kernels, lambda x: x), (kernels, lambda x: x), (oracle, torch.Tensor.double)):
-        leaves = [to(x).detach().requires_grad_() for x in inputs]
-        y = attention(*leaves)
-        results.append([y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))])
-    floor = 1e-3 * dy.double().norm()
-    error = lambda a, again, b: (
-        ((a.double() - b).norm() / b.norm().maximum(floor)).item() if a.equal(again) else math.inf
-    )
-    return {n: error(*tensors) for n, *tensors in zip(names, *results)}
-
-
-def launch(size):
-    """Launch all kernels of `errors` on tensors of the CPU, and compute nothing else.
-
-    For a process of its own, in which launches only compile: see kernels/precompile.py.
-    """
-
-    def once(names, kernels, oracle, inputs, dy):
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        y = kernels(*leaves)
-        torch.autograd.grad(y, leaves, dy.to(y.dtype))
-
-    globals().update(_compare=once)
-    errors(size, device="cpu")
-
-
-def _quadratic(q, k, v, log_g=None, *, p):
-    return backend.operators().quadratic_attention(q, k, v, log_g, p=p)
-
-
-def _divided_sums(q, k, v, log_g=None, *, p):
+def divided_sums(q, k, v, log_g=None, *, p):
     num, den = backend.operators().quadratic_sums(q, k, v, log_g, p=p, scale=q.shape[3] ** -0.5)
     return num / den.transpose(1, 2).unsqueeze(3)
 
 
-def _chunked(q, k, v, log_g=None, *, p):
-    """Compute in one call without a state before or after it, as training does: its kernels are others."""
-    return backend.operators().chunked_attention(q, k, v, log_g, None, None, p=p, chunk=512, final=False)[0]
+def chunked(q, k, v, log_g=None, *, p):
+    """Compute in one call without states, as training does, which has kernels of its own."""
+    return backend.operators().chunked_attention(q, k, v, log_g, None, None, p=p, chunk=CHUNK, final=False)[0]
 
 
-def _in_two_calls(q, k, v, log_g=None, *, p):
-    """Compute with a state between two calls, as a prompt in pieces does and ranks that share a sequence do."""
-    y, S, z, at = [], None, None, q.shape[1] * 3 // 4
-    for rows in (slice(0, at), slice(at, None)):
-        cut = [None if x is None else x[:, rows] for x in (q, k, v, log_g)]
-        part, S, z = backend.operators().chunked_attention(*cut, S, z, p=p, chunk=512, final=rows.start == 0)
-        y.append(part)
-    return torch.cat(y, 1)
+def in_two_calls(attend, *tensors):
+    """Compute with a state between two calls, like a prompt in pieces, or ranks that share a sequence.
 
-
-# dtype, dtype of the values (float32 if they were logarithms), head dimension
-HEINSEN_SIZES = [
-    (torch.bfloat16, torch.bfloat16, 64), (torch.bfloat16, torch.float32, 64), (torch.float32, torch.float32, 32),
-]  # fmt: skip
-
-
-def check_heinsen(sizes=HEINSEN_SIZES):
-    """Yield what `check` does for the kernels of log attention."""
-    name = lambda dtype: str(dtype).removeprefix("torch.")
-    for dtype, v_dtype, D in sizes:
-        yield _line(f"heinsen {name(dtype)}, values {name(v_dtype)} D={D}", heinsen_errors(dtype, v_dtype, D), dtype)
-
-
-def heinsen_errors(dtype, v_dtype, D, T=1500, device="cuda"):
-    """Return what `errors` does for log attention, in two calls with a state between them, and resets.
-
-    Keys grow by 60 on the way, so that references change and weights underflow.
+    attend(*tensors, state, final) -> (y, *state).
     """
-    generator = torch.Generator(device).manual_seed(0)
-    make = lambda *shape: torch.randn(*shape, device=device, generator=generator)
-    q, k, v = make(1, T, 2, D).to(dtype), make(1, T, 1, D), make(1, T, 1, D).to(v_dtype)
-    k = (k + torch.linspace(0, 60, T, device=device)[:, None, None]).to(dtype)
-    resets = torch.rand(1, T, device=device, generator=generator) < 3 / T
-    dy = make(1, T, 2, D).to(v_dtype)
-    torch.full((2**24,), float("nan"), device=device)  # a kernel that reuses this memory must write all of it
-    kernels = partial(_heinsen, resets=resets)
-    oracle = lambda *x: heinsen_naive.recurrent(*x, resets=resets)[0]
-    return _compare(("y", "dq", "dk", "dv"), kernels, oracle, (q, k, v), dy)
+    outputs, state, border = [], (), tensors[0].shape[1] * 3 // 4
+    for rows in (slice(0, border), slice(border, None)):
+        pieces = [x if x is None else x[:, rows] for x in tensors]
+        y, *state = attend(*pieces, state, final=rows.start == 0)
+        outputs.append(y)
+    return torch.cat(outputs, 1)
 
 
-def _heinsen(q, k, v, resets):
-    y, state, at = [], (None, None, None), q.shape[1] * 3 // 4
-    for rows in (slice(0, at), slice(at, None)):
-        documents = resets[:, rows].cumsum(1, dtype=torch.int32)
-        cut = (x[:, rows] for x in (q, k, v))
-        part, *state = backend.heinsen_operator().heinsen_attention(*cut, documents, *state, final=rows.start == 0)
-        y.append(part)
-    return torch.cat(y, 1)
+def chunked_in_two_calls(q, k, v, log_g=None, *, p):
+    def attend(q, k, v, log_g, state, final):
+        return backend.operators().chunked_attention(q, k, v, log_g, *state, p=p, chunk=CHUNK, final=final)
+
+    return in_two_calls(attend, q, k, v, log_g)
 
 
-# the fused kernels of dispatch.FUSED, and the dtypes of their inputs
-FUSED_SIZES = [(name, dtype) for name in ("rotary", "cross_entropy") for dtype in (torch.bfloat16, torch.float32)]
+def power_specification(q, k, v, log_g=None, *, p):
+    earlier = k.shape[1] - q.shape[1]  # tokens without a query, which the specification lacks
+    return naive.quadratic(F.pad(q, (0, 0, 0, 0, earlier, 0)), k, v, log_g, p=p)[:, earlier:]
 
 
-def check_fused(sizes=FUSED_SIZES):
-    """Yield what `check` does for the fused kernels."""
-    for name, dtype in sizes:
-        yield _line(f"{name} {str(dtype).removeprefix('torch.')}", fused_errors(name, dtype), dtype)
+def create_adaptive_inputs(size, T, randn):
+    """Create q, k, v and the power of every query; gates only begin documents, and have no gradient."""
+    inputs, _, dy = create_power_inputs(size._replace(gated=False), T, randn)
+    inputs["powers"] = 3 + randn(*dy.shape[:2]).clamp(-2, 2)
+    starts = torch.arange(T, device=dy.device) % (T // 3 + 5) == 0
+    resets = torch.where(starts, -math.inf, 0.0)[None, :, None] if size.gated else None
+    return inputs, dict(log_g=resets), dy
 
 
-def check_all():
-    """Yield what `check` does for every kernel and size that this machine's GPU supports."""
-    form = lambda size: {"states": "chunked"}.get(size.form, size.form)
-    reason = lambda size: backend.unsupported_reason(form(size), size.dtype, size.D, size.E or size.D, size.p)
-    yield from check([size for size in SIZES if not reason(size)])
-    log = backend.heinsen_unsupported_reason
-    yield from check_heinsen([size for size in HEINSEN_SIZES if not log(size[0], size[2], size[2])])
-    yield from () if backend.unusable_machine() else check_fused()
+# ---- log attention
 
 
-def fused_errors(name, dtype, T=1500, device="cuda"):
-    """Return what `errors` does for a fused kernel and T tokens."""
-    generator = torch.Generator(device).manual_seed(0)
-    make = lambda *shape: torch.randn(*shape, device=device, generator=generator)
-    dy = make(2, T, 5, 64).to(dtype)
-    if name == "rotary":  # with angles of each sequence, as a learned speed makes them
-        names, fused = ("y", "dqkv", "dangle"), _rotate
-        exact = lambda qkv, angle: torch.cat(_rotate_exactly(qkv, angle, 3, 1), 2)
-        inputs = dy.roll(1, 1), make(2, T, 32)
-    else:
-        targets = torch.randint(2500, (T,), device=device, generator=generator)
-        targets[::7] = -1
-        names, fused, exact = ("y", "dlogits"), partial(_Losses.apply, targets), partial(_losses_exactly, targets)
-        inputs, dy = (3 * make(T, 2560).to(dtype),), torch.ones(T, device=device)
-        inputs[0][::5, 2000] = 90  # late and large
-    torch.full((2**24,), float("nan"), device=device)  # a kernel that reuses this memory must write all of it
-    return _compare(names, fused, exact, inputs, dy)
+def create_heinsen_inputs(size, T, randn):
+    """Create keys that grow by 60 on the way, so that references change and weights underflow, and documents."""
+    D, v_dtype = size.D, size.v_dtype or size.dtype
+    q, k, v = randn(1, T, 2, D).to(size.dtype), randn(1, T, 1, D), randn(1, T, 1, D).to(v_dtype)
+    k = (k + torch.linspace(0, 60, T, device=k.device)[:, None, None]).to(size.dtype)
+    resets = randn(1, T).argsort() < 3
+    return dict(q=q, k=k, v=v), dict(resets=resets), randn(1, T, 2, D).to(v_dtype)
 
 
-def _rotate(qkv, angle):
+def heinsen_in_two_calls(q, k, v, resets):
+    def attend(q, k, v, resets, state, final):
+        documents = resets.cumsum(1, dtype=torch.int32)
+        return backend.heinsen_operator().heinsen_attention(q, k, v, documents, *state, final=final)
+
+    return in_two_calls(attend, q, k, v, resets)
+
+
+# ---- the fused kernels of dispatch.FUSED
+
+
+def create_rotary_inputs(size, T, randn):
+    """Create heads, and angles of each sequence, as a learned speed makes them."""
+    dy = randn(2, T, 5, 64).to(size.dtype)
+    return dict(qkv=dy.roll(1, 1), angle=randn(2, T, 32)), {}, dy
+
+
+def rotary(qkv, angle):
     return torch.cat(backend.fused().RotateHeads.apply(qkv, 3, 1, angle.detach().cos(), angle.detach().sin(), angle), 2)
 
 
-def _rotate_exactly(qkv, angle, H, Hkv):
+def rotary_specification(qkv, angle):
     factors = torch.polar(torch.ones_like(angle), angle).unsqueeze(-2)
-    qk = torch.view_as_complex(qkv[:, :, : H + Hkv].unflatten(-1, (-1, 2)))
-    q, k = torch.view_as_real(qk * factors).flatten(-2).split((H, Hkv), dim=2)
-    return q, k, qkv[:, :, H + Hkv :]
+    pairs = torch.view_as_complex(qkv[:, :, :4].unflatten(-1, (-1, 2)))
+    return torch.cat((torch.view_as_real(pairs * factors).flatten(-2), qkv[:, :, 4:]), 2)
 
 
-class _Losses(torch.autograd.Function):
+def create_cross_entropy_inputs(size, T, randn):
+    """Create logits, some of them late in their row and large, and targets, some of them masked."""
+    logits = 3 * randn(T, 2560)
+    logits[::5, 2000] = 90
+    targets = randn(T, 2500).argmax(1)
+    targets[::7] = -1
+    return dict(logits=logits.to(size.dtype)), dict(targets=targets), torch.ones(T, device=logits.device)
+
+
+class Losses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, targets, logits):
+    def forward(ctx, logits, targets):
         ctx.gradient = logits.clone()
         losses, ctx.scales = backend.fused().cross_entropy_(ctx.gradient, targets, 2500, True)
         return losses
 
     @staticmethod
     def backward(ctx, grad):
-        return None, ctx.gradient * (ctx.scales * grad).unsqueeze(1)
+        return ctx.gradient * (ctx.scales * grad).unsqueeze(1), None
 
 
-def _losses_exactly(targets, logits):
-    return torch.nn.functional.cross_entropy(logits[:, :2500], targets, reduction="none", ignore_index=-1)
+def cross_entropy_specification(logits, targets):
+    return F.cross_entropy(logits[:, :2500], targets, reduction="none", ignore_index=-1)
 
 
-def failure(form, dtype, D, p, gated, device="cuda"):
-    """Return "" if the kernels of this size agree with float64 on a GPU, else one line that says why not.
+OPERATORS = {
+    "quadratic": Operator(
+        create_power_inputs, lambda **x: backend.operators().quadratic_attention(**x), power_specification, (496, 1168)
+    ),
+    "sums": Operator(create_power_inputs, divided_sums, power_specification, (496, 1168)),
+    "chunked": Operator(create_power_inputs, chunked, power_specification, (1200, 6000)),
+    "states": Operator(create_power_inputs, chunked_in_two_calls, power_specification, (1408, 6000)),
+    "adaptive": Operator(
+        create_adaptive_inputs, lambda **x: backend.adaptive().adaptive_attention(**x), naive.adaptive, (1168,)
+    ),
+    "heinsen": Operator(
+        create_heinsen_inputs, heinsen_in_two_calls, lambda **x: heinsen_naive.recurrent(**x)[0], (1216,)
+    ),
+    "rotary": Operator(create_rotary_inputs, rotary, rotary_specification, (400,)),
+    "cross_entropy": Operator(
+        create_cross_entropy_inputs, lambda **x: Losses.apply(*x.values()), cross_entropy_specification, (400,)
+    ),
+}
 
-    device: a torch.device or its name, "cuda" for the current GPU. Asked before kernels are used for the first time, it
-    takes seconds unless they passed before (see `remember`).
+# Each kernel, each branch of the power and each width (head dimensions between them and other widths of values are
+# padded), and what undivided sums and fewer queries than tokens change, at least once.
+SIZES = [
+    Size("quadratic", BF16, 64, 4),
+    Size("quadratic", BF16, 64, 4, gated=True),
+    Size("quadratic", BF16, 64, 2, gated=True, n=300),
+    Size("quadratic", BF16, 64, 6),
+    Size("quadratic", BF16, 64, 8, gated=True, n=333),
+    Size("quadratic", BF16, 96, 4, gated=True, E=80),
+    Size("quadratic", BF16, 32, 4, gated=True),
+    Size("quadratic", BF16, 16, 2),
+    Size("quadratic", BF16, 256, 2),
+    Size("quadratic", BF16, 256, 4, gated=True),
+    Size("quadratic", FP32, 64, 4, gated=True),
+    Size("quadratic", FP32, 32, 2),
+    Size("sums", BF16, 64, 4, gated=True),
+    Size("sums", BF16, 48, 2, E=64, n=450),
+    Size("sums", FP32, 64, 6, gated=True),
+    Size("chunked", BF16, 64, 2, gated=True),
+    Size("chunked", BF16, 128, 2, gated=True),
+    Size("chunked", BF16, 16, 2, gated=True),
+    Size("chunked", BF16, 16, 4),
+    Size("chunked", FP32, 32, 2, gated=True),
+    Size("states", BF16, 48, 2, gated=True, E=64),
+    Size("states", BF16, 32, 2),
+    Size("states", BF16, 24, 4, gated=True, E=20),
+    Size("states", FP32, 16, 4, gated=True),
+    Size("adaptive", BF16, 64, gated=True),
+    Size("adaptive", BF16, 128),
+    Size("adaptive", FP32, 32, gated=True, n=300),
+    Size("heinsen", BF16, 64),
+    Size("heinsen", BF16, 64, v_dtype=FP32),
+    Size("heinsen", BF16, 128),
+    Size("heinsen", FP32, 32),
+    *(Size(name, dtype) for name in ("rotary", "cross_entropy") for dtype in (BF16, FP32)),
+]
+# What models use most: they stand in the package's checked.json for the GPUs on which it was written.
+COMMON_SIZES = [
+    *(
+        Size(form, BF16, D, p, gated)
+        for form, D, p, gated in product(("quadratic", "sums", "chunked", "states"), (64, 128), (2, 4), (False, True))
+    ),
+    *(size for size in SIZES if size.p is None and size.n is None),
+]
+
+
+# ---- comparison
+
+
+def check_all():
+    """Yield what `check` does for every kernel and size that this machine's GPU supports, compiled at once before."""
+    sizes = [size for size in SIZES if supported(size)]
+    backend.precompile(partial(launch, sizes))
+    yield from check(sizes)
+
+
+def supported(size):
+    """Return True if the current GPU has kernels of this size."""
+    if size.D is None:
+        return not backend.unusable_machine()
+    form = "chunked" if size.form == "states" else size.form
+    return not backend.unsupported_reason(form, size.dtype, size.D, size.E or size.D, size.p)
+
+
+def check(sizes, longest=6000):
+    """Yield (a line with a size and its errors, True if they are within tolerance) for each size and length.
+
+    longest: leave longer calls out.
     """
-    size = Size(form, dtype, D, p, gated)
-
-    def compare():
-        if form in ("chunked", "states"):  # which have more kernels than the other forms
-            backend.precompile(launch, (size,), torch.device(device))
-        return check([size])
-
-    return _failure(size, f"{form}, {dtype}, D={D}, p={p}, gated={gated}", compare, device)
+    for size, T in list_calls(sizes, longest):
+        bound, gradient_bound = TOLERANCE[size.dtype]
+        measured = errors(size, T)
+        ok = all(error <= (bound if name == "y" else gradient_bound) for name, error in measured.items())  # NaN is not
+        yield f"{describe(size)} T={T}: " + ", ".join(f"{name} {error:.1e}" for name, error in measured.items()), ok
 
 
-def heinsen_failure(dtype, v_dtype, D, device="cuda"):
-    """Return what `failure` does for the kernels of log attention."""
-    size = dtype, v_dtype, D
-    return _failure(size, f"heinsen, {dtype}, values {v_dtype}, D={D}", lambda: check_heinsen([size]), device)
+def list_calls(sizes, longest=SHORT):
+    """Return the (size, number of tokens) of all calls that compare these sizes."""
+    return [(size, T) for size in sizes for T in OPERATORS[size.form].lengths if T <= longest]
 
 
-def fused_failure(name, dtype, device="cuda"):
-    """Return what `failure` does for the fused kernel `name`."""
-    size = name, dtype
-    return _failure(size, f"fused {name}, {dtype}", lambda: check_fused([size]), device)
+def describe(size):
+    """Return the words that stand for a Size in lines and in checked.json."""
+    settings = (f"{name}={value}" for name, value in zip(size._fields[2:], size[2:]) if value)
+    return " ".join((size.form, str(size.dtype), *settings)).replace("torch.", "")
 
 
-def _failure(size, name, compare, device):
-    """Return what `failure` does for a size that is remembered as `name`; compare() is `check` or alike of it alone."""
+def errors(size, T, device="cuda"):
+    """Return {"y": error, "dq": ..., ...} of a Size and T tokens: ||kernel - float64|| / max(||float64||, 1e-3 ||dy||).
+
+    Inputs are random. An error is infinite where two runs differ.
+    """
+    operator = OPERATORS[size.form]
+    inputs, arguments, dy = create_inputs(size, T, device)
+    torch.full((2**24,), float("nan"), device=device)  # a kernel that reuses this memory must write all of it
+    first, second = (differentiate(operator.kernels, inputs, arguments, dy) for _ in range(2))
+    doubles = {name: x.double() for name, x in inputs.items()}
+    measured, floor = differentiate(operator.specification, doubles, arguments, dy), 1e-3 * dy.double().norm()
+    for name, exact in measured.items():
+        error = (first[name].double() - exact).norm() / exact.norm().maximum(floor)
+        measured[name] = error.item() if first[name].equal(second[name]) else math.inf
+    return measured
+
+
+def create_inputs(size, T, device):
+    """Return what the operator's create_inputs does, with random numbers that are always the same."""
+    generator = torch.Generator(device).manual_seed(0)
+    return OPERATORS[size.form].create_inputs(
+        size, T, lambda *shape: torch.randn(*shape, device=device, generator=generator)
+    )
+
+
+def differentiate(function, inputs, arguments, dy):
+    """Return y = function(**inputs, **arguments) and its gradients, as {"y": ..., "d" + the name of an input: ...}."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    y = function(**leaves, **arguments)
+    product = (y * dy.to(y.dtype)).sum()  # torch.autograd.grad(y, ..., dy) would import sympy, which takes a second
+    gradients = torch.autograd.grad(product, [*leaves.values()])
+    return {"y": y, **{f"d{name}": gradient for name, gradient in zip(leaves, gradients)}}
+
+
+def launch(sizes, device="cuda"):
+    """Launch the kernels of these sizes, forward and backward, for kernels/precompile.py."""
+    for size, T in list_calls(sizes):
+        differentiate(OPERATORS[size.form].kernels, *create_inputs(size, T, device))
+
+
+# ---- what passed
+
+
+def failure(size, device="cuda"):
+    """Return "" if the kernels of this Size agree with float64 on a GPU, else one line that says why not.
+
+    device: a torch.device or its name, "cuda" for the current GPU. Asked before kernels are used for the first time.
+    Then they are compiled, all at once, which takes seconds, and compared unless they passed before (see `remember`).
+    """
     if size in _passed or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
         return ""
 
-    def find():
-        ((line, ok),) = compare()
-        return "" if ok else f"wrong results, {line}"
+    def compare():
+        problems = (f"wrong results, {line}" for line, ok in check([size], SHORT) if not ok)
+        return next(problems, "")
 
-    wrong = remember(name, find, device)
-    if not wrong and torch.cuda.device_count() == 1:  # otherwise the next call may be for another GPU
+    problem = remember(describe(size), compare, device, partial(launch, [size]))
+    if not problem and torch.cuda.device_count() == 1:  # otherwise the next call may be for another GPU
         _passed.add(size)
-    return wrong
+    return problem
 
 
 def kernel_failure(model, block_size, dtype, ranks=1):
@@ -311,62 +353,84 @@ def kernel_failure(model, block_size, dtype, ranks=1):
     with warnings.catch_warnings(action="ignore"):  # the caller tells
         for block in model.transformer.h:  # a plan with kernels has them checked
             block.attn.mix.training_plan(block_size, dtype, model.transformer.wte.weight.device, ranks)
-    others = ("generation", "rotated")  # without the second, there are two operators
-    return next((wrong for (_, name), wrong in _found.items() if wrong and not name.startswith(others)), "")
+    problems = (problem for (_, name), problem in _problems.items() if not name.startswith("generation"))
+    return next(filter(None, problems), "")
 
 
-def remember(name, find, device="cuda"):
-    """Return find(), "" if all is well or a line that says what is wrong, or "" if it was "" before.
+def remember(name, compare, device="cuda", launch=None):
+    """Return compare(), "" if all is well or a line that says what is wrong, or "" if it was "" before.
 
-    That is noted for this process, and in ~/.cache/sympow for this GPU, torch, Triton and these kernels. find is called
-    in a thread of its own, where `device` ("cuda": the caller's current one) is the current GPU, and where the caller's
-    autocast, gradient mode and transforms do not count; an exception in it, such as a missing compiler, is what is
-    wrong.
+    That is noted for this process, and in ~/.cache/sympow for this kind of GPU, torch, Triton and these kernels.
+    launch: called before, launches all kernels that are used, so that they are compiled at once; or None. Both are
+    called in a thread of its own, where `device` ("cuda": the caller's current one) is the current GPU, and where the
+    caller's autocast, gradient mode and transforms do not count; an exception in it, such as a missing compiler, is
+    what is wrong.
     """
     device = torch.device(device).index
     device = torch.cuda.current_device() if device is None else device
-    if (device, name) not in _found:
+    if (device, name) not in _problems:
         with ThreadPoolExecutor(1) as thread:
-            _found[device, name] = thread.submit(_find, device, name, find).result()
-    return _found[device, name]
+            _problems[device, name] = thread.submit(_find_problem, device, name, compare, launch).result()
+    return _problems[device, name]
 
 
-_found = {}  # (device, name): what `find` returned in this process
+_problems = {}  # (device, name): what `compare` returned in this process
 _passed = set()  # sizes that passed on the only GPU: `failure` is asked at every call
 
 
-def _find(device, name, find):
+def _find_problem(device, name, compare, launch=None):
     torch.cuda.set_device(device)
     try:
-        import triton
-
-        versions = torch.cuda.get_device_name(device), torch.__version__, triton.__version__
-        key = ", ".join([*versions, backend.source_hash(), name])
-        memory = backend.cache_folder() / "checked.json"
-        known = _known(memory)
-        if key in known:
+        key, memory = _key(device, name), backend.cache_folder() / "checked.json"
+        if launch:
+            backend.precompile(launch)
+        noted = _read(memory)
+        if key in noted or key in _read(PACKAGED):
             return ""
-        if wrong := find():
-            return wrong
+        if problem := compare():
+            return problem
     except torch.OutOfMemoryError:  # then nothing is known of the kernels
         return ""
     except Exception as error:  # such as a missing compiler or another Triton: PyTorch still works
         return first_line(error)
     try:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        written = memory.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps([*known, key], indent=1))
-        written.replace(memory)
+        _write(memory, [*noted, key])
     except OSError:
         pass  # it will be checked again
     return ""
 
 
-def _known(memory):
+def _key(device, name):
+    """Return the line under which it is noted that kernels passed: all on which their code depends."""
+    import triton
+
+    gpu = backend.table_name(torch.device("cuda", device))
+    return ", ".join((gpu, torch.__version__, triton.__version__, backend.source_hash(), name))
+
+
+def _read(path):
     try:
-        return list(json.loads(memory.read_text()))
+        return list(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, RecursionError):
         return []
+
+
+def _write(path, keys):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps(keys, indent=1) + "\n")
+    written.replace(path)
+
+
+def write_packaged():
+    """Compare COMMON_SIZES on the current GPU, and note those that pass in the package's checked.json.
+
+    Lines about other kernels than these are dropped.
+    """
+    device = torch.cuda.current_device()
+    keys = {key for key in _read(PACKAGED) if backend.source_hash() in key}
+    keys |= {_key(device, describe(size)) for size in COMMON_SIZES if supported(size) and not failure(size)}
+    _write(PACKAGED, sorted(keys))
 
 
 def first_line(error):

@@ -48,7 +48,7 @@ import triton
 
 from ..common import device_guard, empty, padded
 from ..configs import choose
-from ..quadratic.forward_kernel import key_scale_kernel
+from ..quadratic.key_scale_kernel import key_scale_kernel
 from ..quadratic.passes import _heads_together, _offset, _tiles
 from .backward_kernels import dkdv_kernel, dq_kernel
 from .forward_kernel import forward_kernel
@@ -128,5 +128,5 @@ def _key_scales(k, log_g):
     B, T, HKV, D = k.shape
     scales = empty(k, B * HKV, padded(T))
     strides = (0, 0, 0) if log_g is None else log_g.stride()
-    key_scale_kernel[(B * HKV,)](k, log_g, scales, k.stride(), strides, T, HKV, D=D, N=128)
+    key_scale_kernel[(B * HKV,)](k, log_g, scales, k.stride(), *strides, T, HKV, D=D, N=128)
     return scales

@@ -1,93 +1,78 @@
-"""The quadratic form's forward kernel, and the one that scales keys: a program computes y of BM queries.
+"""The quadratic form's forward kernel: a program computes y of BM queries.
 
-What is computed, and the names and shapes of arrays: quadratic.py.
+    y_i = sum_j w_ij v_j / l_i,   l_i = sum_j w_ij,   w_ij = decay_ij (q_i . k_j)^p,   j <= i
+
+      queries           keys ->
+        BM | BN | BN | BN | diagonal
+
+A tile off the diagonal needs no mask, and its decay is a factor of the row, one of the tile and one of the key, so that
+it takes no exp for each pair. Tiles on the diagonal have a mask, and an exp for each pair where gates forget much.
+Cost: two products of D multiplications for each pair. The limit is the matrix unit, then the multiplications between
+the products. passes.py has the names and shapes of arrays, and how rows are scaled; gates.py has those of the gates.
 """
 
 import triton
 import triton.language as tl
 
-from ..common import PRECISION, ROW_EXPONENT, add, at_head, int_power, inverse, load_rows, log_gates, maximum
+from ..common import PRECISION, at_head, int_power, inverse, row_pointers
 from .gates import gates_of_head
 from .tiles import (
+    DIAGONAL_BY_FACTORS,
+    DIAGONAL_BY_PAIRS,
+    OFF_DIAGONAL,
     ahead,
     before_rows,
     column_decay,
     count_queries,
     decay_of,
-    exp2,
     first_key_of,
     gates_of_rows,
     load_key_decay,
     load_tile,
     load_vector,
-    log2,
     queries_of_program,
-    row_power,
     row_scale,
     sum_before,
     token_of,
 )
 
 
-@triton.jit(do_not_specialize=["T", "HKV"])
-def key_scale_kernel(K, LOG_G, KEY_SCALE, k_strides, g_strides, T, HKV, D: tl.constexpr, N: tl.constexpr):
-    """Write for each row of a sequence and head of keys the power of two that brings the largest key up to it in its
-    document into [1, 2); it is between 2^-ROW_EXPONENT and 2^ROW_EXPONENT."""
-    b, h = tl.program_id(0) // HKV, tl.program_id(0) % HKV
-    documents, most = 0, 0
-    for start in range(0, T, N):
-        at = start + tl.arange(0, N)
-        k = load_rows(K, k_strides, b, start, h, T, N, D).to(tl.float32).to(tl.int32, bitcast=True)
-        exponent = tl.max((k >> 23) & 255, 1)
-        if LOG_G is not None:  # a document's exponents are above all those of the documents before
-            log_g = LOG_G + tl.cast(b, tl.int64) * g_strides[0] + tl.cast(h, tl.int64) * g_strides[2]
-            reset = log_gates(log_g, g_strides[1], at, T)[1].to(tl.int32)
-            exponent += (documents + tl.associative_scan(reset, 0, add)) * 256
-            documents += tl.sum(reset, 0)
-        exponent = tl.maximum(tl.associative_scan(exponent, 0, maximum), most)
-        most = tl.max(exponent, 0)
-        exponent = tl.minimum(tl.maximum(exponent % 256, 127 - ROW_EXPONENT), 127 + ROW_EXPONENT)
-        tl.store(at_head(KEY_SCALE, T, tl.program_id(0)) + at, ((254 - exponent) << 23).to(tl.float32, bitcast=True))
-
-
 @triton.jit
-def _forward_tiles_of_one_power(
-    acc, l, q,
-    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, c_lo, c_row, c_first, first_row), at this
-    begin, end, T,  # head or None
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr,
-):  # fmt: skip
-    """Return (acc, l) with the keys from begin to end added, BN at a time; DIAGONAL: some keys come after some rows.
+def _add_keys(acc, l, queries, keys, gates, begin, end, P: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr):
+    """Return (acc, l) with the keys from begin to end added, BN at a time.
 
-    Decays are those to the first row, to be multiplied by that from there to each row, but if DIAGONAL and not FACTORS.
+    queries: (q, row, c_lo, c_row, c_first, first_row); keys: (K, strides, V, strides, sequence, head, T). Decays are
+    those to the first row, to be multiplied by the decay from there to each row. If PART is DIAGONAL_BY_PAIRS, they are
+    those to each row.
     """
     GATED: tl.constexpr = gates is not None
-    K, k_strides, V, v_strides, b, hkv = keys
-    row, c_lo, c_row, c_first, first_row = rows
-    if GATED:
-        C, _, KEY_DECAY, _, C_END, _ = gates
+    DIAGONAL: tl.constexpr = PART != OFF_DIAGONAL
+    BN: tl.constexpr = TILE[1]
+    D: tl.constexpr = TILE[2]
+    q, row, c_lo, c_row, c_first, first_row = queries
+    K, k_strides, V, v_strides, b, hkv, T = keys
     ones = tl.full([BN, 8], 1.0, q.dtype)
     if GATED and not DIAGONAL:
-        x, c_next = ahead(C_END, c_lo, begin, end, BN, 0.5)
-        decay = load_key_decay(KEY_DECAY, begin, BN) * x
+        x, c_next = ahead(gates.C_END, c_lo, begin, end, BN, 0.5)
+        decay = load_key_decay(gates.KEY_DECAY, begin, BN) * x
     for start in tl.range(begin, end, BN, num_stages=1 if DIAGONAL and GATED else None):
         k = load_tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         a = int_power(s, P // 2)
         if DIAGONAL:
-            at = start + tl.arange(0, BN)
-            seen = row[:, None] >= at[None, :]
-            if GATED and FACTORS:
-                a *= column_decay(c_first, load_vector(C, start, BN), 0.5)[None, :]
+            key = start + tl.arange(0, BN)
+            seen = row[:, None] >= key[None, :]
+            if GATED and PART == DIAGONAL_BY_FACTORS:
+                a *= column_decay(c_first, load_vector(gates.C, start, BN), 0.5)[None, :]
             elif GATED:
-                seen = seen & (at[None, :] >= first_row[:, None])
-                a *= decay_of(c_row[:, None], load_vector(C, start, BN)[None, :], seen, 0.5)
+                seen = seen & (key[None, :] >= first_row[:, None])
+                a *= decay_of(c_row[:, None], load_vector(gates.C, start, BN)[None, :], seen, 0.5)
             a = tl.where(seen, a, 0.0)
         elif GATED:
             a *= decay[None, :]
-            decay = load_key_decay(KEY_DECAY, tl.minimum(start + BN, end), BN)
+            decay = load_key_decay(gates.KEY_DECAY, tl.minimum(start + BN, end), BN)
             x = column_decay(c_lo, c_next, 0.5)
-            c_next = sum_before(C_END, tl.minimum(start + 3 * BN, end))
+            c_next = sum_before(gates.C_END, tl.minimum(start + 3 * BN, end))
         v = load_tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
         w = (a * a).to(v.dtype)
         l = tl.dot(w, ones, l, input_precision=PRECISION)
@@ -98,124 +83,75 @@ def _forward_tiles_of_one_power(
 
 
 @triton.jit
-def _forward_tiles_of_powers(
-    acc, l, q,
-    keys, rows, gates,  # (K, strides, V, strides, b, hkv), (row, first_row, p, p log2 of the scale), or None
-    begin, end, T,
-    D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
-):  # fmt: skip
-    """Do the same as `_forward_tiles_of_one_power` with a power for each row."""
-    K, k_strides, V, v_strides, b, hkv = keys
-    row, first_row, p, offset = rows
-    ones = tl.full([BN, 8], 1.0, q.dtype)
-    for start in range(begin, end, BN):
-        k = load_tile(K, k_strides, b, start, hkv, T, BN, D, DIAGONAL)
-        x = log2(tl.dot(q, tl.trans(k), input_precision=PRECISION))
-        w = exp2(p[:, None] * x + offset[:, None])
-        if DIAGONAL:
-            at = start + tl.arange(0, BN)
-            seen = row[:, None] >= at[None, :]
-            if gates is not None:
-                seen = seen & (at[None, :] >= first_row[:, None])
-            w = tl.where(seen, w, 0.0)
-        elif gates is not None:
-            w *= load_key_decay(gates[2], start, BN)[None, :]
-        v = load_tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
-        w = w.to(v.dtype)
-        l = tl.dot(w, ones, l, input_precision=PRECISION)
-        acc = tl.dot(w, v, acc, input_precision=PRECISION)
-    return acc, l
-
-
-@triton.jit
-def _forward_tiles(
-    acc, l, q, keys, rows, gates, begin, end, T,
-    P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, FACTORS: tl.constexpr = False,
-):  # fmt: skip
-    if P == 0:
-        return _forward_tiles_of_powers(acc, l, q, keys, rows, gates, begin, end, T, D, BN, DIAGONAL)
-    else:
-        return _forward_tiles_of_one_power(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, DIAGONAL, FACTORS)
-
-
-@triton.jit
-def _forward_diagonal(
-    acc, l, q, keys, rows, gates, begin, lo, factors, T, P: tl.constexpr, D: tl.constexpr, BN: tl.constexpr
-):
+def _add_diagonal(acc, l, queries, keys, gates, begin, lo, factors, P: tl.constexpr, TILE: tl.constexpr):
     """Return (acc, l) with the keys from begin on added for the rows from lo on; `factors` is of `gates_of_rows`."""
-    end = tl.minimum(lo + q.shape[0], T)
+    end = tl.minimum(lo + TILE[0], keys[6])
     if gates is None:
-        return _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True)
-    elif P == 0:  # whose gates are resets
-        seen = rows[1][:, None] < lo
-        acc, l = tl.where(seen, acc, 0.0), tl.where(seen, l, 0.0)
-        return _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True)
+        return _add_keys(acc, l, queries, keys, gates, begin, end, P, TILE, DIAGONAL_BY_PAIRS)
     else:
-        _, _, c_row, c_first, first_row = rows
+        _, _, _, c_row, c_first, first_row = queries
         decay = tl.exp(c_row - c_first)[:, None]  # since the first row
         if factors:
-            acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True, True)
+            acc, l = _add_keys(acc, l, queries, keys, gates, begin, end, P, TILE, DIAGONAL_BY_FACTORS)
             acc, l = acc * decay, l * decay
         else:
             decay = tl.where(first_row[:, None] < lo, decay, 0.0)
             acc, l = acc * decay, l * decay
-            acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, True)
+            acc, l = _add_keys(acc, l, queries, keys, gates, begin, end, P, TILE, DIAGONAL_BY_PAIRS)
         return acc, l
 
 
-@triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "BH", "HEADS"])
+@triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "HEADS"])
 def forward_kernel(
-    Q, K, V,
+    Q, K, V, strides,  # strides: those of Q, K and V, each None for a tensor descriptor
     Y, L,  # what is written
-    NUM, DEN,  # what is added to the sums before dividing, or None
-    KEY_SCALE, POWERS, gates, NEAR,  # see the table above and gates.py, or None
-    q_strides, k_strides, v_strides,  # None: a tensor descriptor
-    scale, rest,  # without NORMALIZE: the power of two that q is multiplied by, and the remaining factor of the sums
+    sums,  # (num, den), added to the sums before dividing, or None
+    undivided,  # (a power of two to multiply q by, the remaining factor of the sums) if they are not divided, or None
+    KEY_SCALE, gates, NEAR,  # see passes.py, gates.py and chunked/gates.py, or None
     T, OFFSET,  # tokens; those before the first query, a multiple of 128, or None
-    CHUNK, H, HKV, BH, HEADS,  # CHUNK: tokens see nothing before their chunk; BH: B * H; HEADS: side by side
-    P: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    CHUNK, H, HKV, HEADS,  # CHUNK: tokens see nothing before their chunk; HEADS: of so many, programs run side by side
+    P: tl.constexpr, TILE: tl.constexpr,  # TILE: (BM, BN, head dimension)
 ):  # fmt: skip
-    """Write BM rows of y and l, or with NORMALIZE false of sum_j w_ij v_j and sum_j w_ij."""
-    GATED: tl.constexpr = gates is not None
+    """Write BM rows of y and l, or of sum_j w_ij v_j and sum_j w_ij if they are not divided."""
+    BM: tl.constexpr = TILE[0]
+    BN: tl.constexpr = TILE[1]
+    D: tl.constexpr = TILE[2]
+    q_strides, k_strides, v_strides = strides
     n = count_queries(T, OFFSET)
-    bh, b, h, hkv, first = queries_of_program(n, H, HKV, BH, HEADS, BM)
+    bh, b, h, hkv, first = queries_of_program(n, H, HKV, tl.num_programs(0) // tl.cdiv(n, BM), HEADS, BM)
     lo = token_of(first, OFFSET)
     row = lo + tl.arange(0, BM)
 
     q = load_tile(Q, q_strides, b, first, h, n, BM, D, True)
     q32 = q.to(tl.float32)
-    if P == 0:
-        p, _, offset = row_power(POWERS, q32, KEY_SCALE, T, n, b, b * HKV + hkv, lo, first)
-    elif NORMALIZE:
-        scale = row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)
-        q = (q32 * scale[:, None]).to(q.dtype)
+    if undivided is None:
+        q = (q32 * row_scale(q32, KEY_SCALE, T, b * HKV + hkv, lo)[:, None]).to(q.dtype)
     else:
-        q = (q32 * scale).to(q.dtype)
+        q = (q32 * undivided[0]).to(q.dtype)
 
     acc = tl.zeros([BM, D], tl.float32)
     l = tl.zeros([BM, 8], tl.float32)  # the same sum eight times, because no product is narrower
     begin, end = first_key_of(NEAR, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
     c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, 0, False
-    if GATED:
+    if gates is not None:
         gates = gates_of_head(gates, T, b * HKV + hkv)
         c_lo, begin = before_rows(gates, lo, begin, end, BN)
         c_row, c_first, first_row, factors = gates_of_rows(gates, lo, end, BM)
-    keys = (K, k_strides, V, v_strides, b, hkv)
-    rows = (row, first_row, p, offset) if P == 0 else (row, c_lo, c_row, c_first, first_row)
-    acc, l = _forward_tiles(acc, l, q, keys, rows, gates, begin, end, T, P, D, BN, False)
-    acc, l = _forward_diagonal(acc, l, q, keys, rows, gates, end, lo, factors, T, P, D, BN)
+    queries = (q, row, c_lo, c_row, c_first, first_row)
+    keys = (K, k_strides, V, v_strides, b, hkv, T)
+    acc, l = _add_keys(acc, l, queries, keys, gates, begin, end, P, TILE, OFF_DIAGONAL)
+    acc, l = _add_diagonal(acc, l, queries, keys, gates, end, lo, factors, P, TILE)
 
     l = tl.max(l, 1)
-    out = ((tl.cast(b, tl.int64) * n + first) * H + h) * D  # [B, n, H, D]
-    out += tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :]
-    if NUM is not None:
-        acc += tl.load(NUM + out, mask=row[:, None] < T, other=0.0)
-        l += load_vector(at_head(DEN, n, bh), first, BM)
-    if NORMALIZE:
+    mask = row[:, None] < T
+    if sums is not None:
+        num, den = sums
+        acc += tl.load(row_pointers(num, b, first, h, n, H, BM, D), mask=mask, other=0.0)
+        l += load_vector(at_head(den, n, bh), first, BM)
+    if undivided is None:
         acc *= inverse(l)[:, None]
     else:
-        acc *= rest
-        l *= rest
-    tl.store(Y + out, acc.to(Y.dtype.element_ty), row[:, None] < T)
+        acc *= undivided[1]
+        l *= undivided[1]
+    tl.store(row_pointers(Y, b, first, h, n, H, BM, D), acc.to(Y.dtype.element_ty), mask)
     tl.store(at_head(L, n, bh) + (first + tl.arange(0, BM)), l)

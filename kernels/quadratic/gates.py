@@ -27,6 +27,8 @@ between (C_START, C_END).
 Cost: 9.6 bytes a token and head of keys are written. Latency is the limit (0.013 ms for 65,536 tokens).
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -34,6 +36,17 @@ import triton.language as tl
 from ..common import add, at_head, empty, log_gates, maximum, padded, sum_between
 
 TOKENS = 1024  # of a program
+
+
+class Gates(NamedTuple):
+    """The arrays of the table above."""
+
+    C: torch.Tensor
+    FIRST: torch.Tensor
+    KEY_DECAY: torch.Tensor
+    C_START: torch.Tensor
+    C_END: torch.Tensor
+    OPENED: torch.Tensor
 
 
 @triton.jit
@@ -51,16 +64,20 @@ def _ends(x, R: tl.constexpr):
 @triton.jit
 def gates_of_head(gates, T, bh):
     """Return the six arrays that `tile_gates` made, at a sequence and head of keys."""
-    C, FIRST, KEY_DECAY, C_START, C_END, OPENED = gates
-    C, FIRST, KEY_DECAY = at_head(C, T, bh), at_head(FIRST, T, bh), at_head(KEY_DECAY, T, bh)
-    C_END, OPENED, C_START = at_head(C_END, T, bh, 32), at_head(OPENED, T, bh, 32), at_head(C_START, T, bh, 32)
-    return C, FIRST, KEY_DECAY, C_START, C_END, OPENED
+    return Gates(
+        at_head(gates.C, T, bh),
+        at_head(gates.FIRST, T, bh),
+        at_head(gates.KEY_DECAY, T, bh),
+        at_head(gates.C_START, T, bh, 32),
+        at_head(gates.C_END, T, bh, 32),
+        at_head(gates.OPENED, T, bh, 32),
+    )
 
 
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "HKV"])
 def gates_kernel(
     LOG_G,
-    C, FIRST, KEY_DECAY, C_START, C_END, OPENED,  # what is written
+    gates,  # what is written
     g_b, g_t, g_h,  # strides of LOG_G [B, T, Hkv]
     T, HKV,
     R: tl.constexpr, POWER: tl.constexpr, BEFORE: tl.constexpr,
@@ -74,21 +91,20 @@ def gates_kernel(
     bh = tl.program_id(0) // pieces
     at = tl.program_id(0) % pieces * N + tl.arange(0, N)
     LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + tl.cast(bh % HKV, tl.int64) * g_h
-    C, FIRST, KEY_DECAY = at_head(C, T, bh), at_head(FIRST, T, bh), at_head(KEY_DECAY, T, bh)
-    C_START, C_END, OPENED = at_head(C_START, T, bh, 32), at_head(C_END, T, bh, 32), at_head(OPENED, T, bh, 32)
+    gates = gates_of_head(gates, T, bh)
     written = at < tl.cdiv(T, 128) * 128
 
     log_g, reset = log_gates(LOG_G, g_t, at, T)
     c = tl.associative_scan(log_g, 0, add)
     first = tl.associative_scan(tl.where(reset if BEFORE else reset | (at == 0), at, -1), 0, maximum)
-    tl.store(C + at, (c - _ends(c, 128)[0]).to(tl.float32), written)
-    tl.store(FIRST + at, tl.maximum(first - at // 128 * 128, -1).to(tl.int8), written)
+    tl.store(gates.C + at, (c - _ends(c, 128)[0]).to(tl.float32), written)
+    tl.store(gates.FIRST + at, tl.maximum(first - at // 128 * 128, -1).to(tl.int8), written)
     to_end = tl.exp(POWER * (_ends(c, R)[1] - c).to(tl.float32))
     of_lanes = at // R * R + at % 8 // 2 * (R // 4) + at % R // 8 * 2 + at % 2
-    tl.store(KEY_DECAY + of_lanes, tl.where(_ends(first, R)[1] <= at, to_end, 0.0), written)
-    tl.store(C_START + at // 32, c, written & (at % 32 == 0))
-    tl.store(C_END + at // 32, c, written & (at % 32 == 31))
-    tl.store(OPENED + at // 32, tl.maximum(first, 0), written & (at % 32 == 31))
+    tl.store(gates.KEY_DECAY + of_lanes, tl.where(_ends(first, R)[1] <= at, to_end, 0.0), written)
+    tl.store(gates.C_START + at // 32, c, written & (at % 32 == 0))
+    tl.store(gates.C_END + at // 32, c, written & (at % 32 == 31))
+    tl.store(gates.OPENED + at // 32, tl.maximum(first, 0), written & (at % 32 == 31))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -148,7 +164,7 @@ def dlog_g_kernel(
 
 
 def tile_gates(log_g, R, power, before=False):
-    """Launch gates_kernel; return (C, FIRST, KEY_DECAY, C_START, C_END, OPENED), see the table above, or None.
+    """Launch gates_kernel; return the Gates of log_g, or None for None.
 
     log_g [B, T, Hkv] float32, any strides, or None; R: keys a tile; before: there is a state before the first token.
     Allocates 9.6 bytes per token and head of keys.
@@ -159,12 +175,13 @@ def tile_gates(log_g, R, power, before=False):
     tokens, blocks = (B * HKV, padded(T)), (B * HKV, padded(T) // 32)
     gates = [empty(log_g, *tokens), empty(log_g, *tokens, dtype=torch.int8), empty(log_g, *tokens)]
     gates += [empty(log_g, *blocks, dtype=dtype) for dtype in (torch.float64, torch.float64, torch.int32)]
+    gates = Gates(*gates)
     gates_kernel[(triton.cdiv(T, TOKENS) * B * HKV,)](
-        log_g, *gates, *log_g.stride(), T, HKV, R=R, POWER=power, BEFORE=before, N=TOKENS
+        log_g, gates, *log_g.stride(), T, HKV, R=R, POWER=power, BEFORE=before, N=TOKENS
     )
     if T > TOKENS:
         gates_before_kernel[(B * HKV,)](*gates[3:], T, N=TOKENS)
-    return tuple(gates)
+    return gates
 
 
 def dlog_g(row, log_g, H):

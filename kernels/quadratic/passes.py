@@ -22,9 +22,7 @@ costs nothing there. Tiles on the diagonal have a mask and an exp for each eleme
     pair        [B, H, n padded to 128, 2]     float32    dq to dkdv: g and g delta; with gates g times the root of the
                                                           decay from the first of the R rows around it, and delta
     g           [B, H, n padded to 128]        float32    dq to dkdv, with gates; g = (scale of q and k)^(p/2) / sqrt(l)
-    row         [B, H, T padded to 128]        float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i;
-                                                          P = 0: [B, H, n padded to 128], each head's gradient to p_i
-    powers      [B, n padded to 128, 2]        float32    P = 0: p_i, and p_i - 1
+    row         [B, H, T padded to 128]        float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i
     gates       six arrays                                see gates.py
 
 The n queries are those of the last n of T tokens; T - n is a multiple of 128, so that tiles of queries begin where
@@ -46,18 +44,6 @@ Gates. log_g is summed in float64 and only differences become float32. log_g = -
 nothing before. The gradient is dlog_g_m = sum over i >= m of (row_i - col_i), where row and col are the sums of
 ds_ij s_ij / p over j and over i. Both are sums of the same float32 numbers, so that what does not straddle m cancels
 to float32's rounding.
-
-A power for each row. With P = 0, w_ij = |s_ij|^p_i, p_i >= 1 any float, of which a token's heads share one. That takes
-one logarithm and one exponential for each pair and pass, both of base 2, of which a multiprocessor does 16 a cycle:
-
-    forward    w_ij = exp2(p_i x_ij + p_i log2 f_i)          x_ij = log2 |s_ij|, f_i: the row's power of two (see Range)
-    backward   t_ij = exp2((p_i - 1) x_ij + c_i) sign s_ij   c_i = p_i log2 f_i - log2 l_i: t_ij s_ij = w_ij / l_i
-               ds_ij = p_i t_ij (dP_ij - delta_i),           dp_i = sum_j t_ij s_ij (dP_ij - delta_i) (x_ij - x) ln 2
-
-where any x gives the same dp_i but for rounding, and one near the row's mean of x_ij, the least. At s = 0 the exponent
-is -inf, and the weight and its derivatives are 0. log_g may hold 0 and -inf alone, so that decays are 0 or 1; pair
-holds c_i (with gates -inf in rows that see nothing before the R rows around them) and p_i delta_i, g holds c_i. Keys
-are scaled as for p = 6 and 8.
 """
 
 import math
@@ -68,59 +54,59 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common import device_guard, empty, padded
 from ..configs import choose, reads_by_descriptor
+from .dkdv_kernel import dkdv_kernel
+from .dq_kernel import dq_kernel
+from .forward_kernel import forward_kernel
 from .gates import dlog_g, tile_gates
-from .backward_kernels import dkdv_kernel, dq_kernel
-from .forward_kernel import forward_kernel, key_scale_kernel
+from .key_scale_kernel import key_scale_kernel
 
 L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while programs work on several heads
 
 
 def forward(
-    q, k, v, log_g=None, *, p, powers=None, scale=1.0, normalize=True, chunk=None, near=None, num=None, den=None,
+    q, k, v, log_g=None, *, p, scale=1.0, normalize=True, chunk=None, near=None, num=None, den=None,
     config=None,
 ):  # fmt: skip
     """Return y [B, n, H, D] in q's dtype and l [B, H, n padded to a multiple of 128], float32, for `backward`.
 
-    q [B, n, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D
-    and p: those of `kernels.HEAD_DIMS` and `kernels.POWERS`, or p = 0 with powers [B, n] float32 and a log_g of 0 and
-    -inf. The queries belong to the last n tokens; T - n is a multiple of 128. chunk: tokens see nothing before their
-    chunk, a multiple of 128, but for what `near` says (`chunk_gates`). num [B, n, H, D], den [B, H, n padded],
-    float32: added to the sums before dividing. `scale` cancels.
+    q [B, n, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D and p:
+    those of `kernels.HEAD_DIMS` and `kernels.POWERS`. The queries belong to the last n tokens; T - n is a multiple of
+    128. chunk: tokens see nothing before their chunk, a multiple of 128, but for what `near` says (`chunk_gates`). num
+    [B, n, H, D], den [B, H, n padded], float32: added to the sums before dividing. `scale` cancels.
 
     With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
     w_ij = decay_ij (scale q_i . k_j)^p, to which other parts of the sums may be added.
     """
-    (B, n, H, _), (T, HKV) = q.shape, k.shape[1:3]
+    (B, n, H, D), (T, HKV) = q.shape, k.shape[1:3]
     y = torch.empty(q.shape, dtype=q.dtype if normalize else torch.float32, device=q.device)
     l = torch.zeros(B, H, padded(n), dtype=torch.float32, device=q.device)
-    scale, rest = _powers_of_two(scale, p)
     c = config or choose("forward", q, p, log_g is not None, chunk is not None)
     with device_guard(q.device):
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c.BN, 0.5)
         tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
         forward_kernel[(triton.cdiv(n, c.BM) * B * H,)](
-            *tiles, y, l, num, den, key_scale, _row_powers(powers), gates, near, *strides, scale, rest,
-            T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
-            **_options(c, q, p, normalize),
+            *tiles, strides, y, l, None if num is None else (num, den),
+            None if normalize else _powers_of_two(scale, p), key_scale, gates, near,
+            T, _offset(n, T), chunk or T, H, HKV, _heads_together(chunk or T, B * H),
+            P=p, TILE=(c.BM, c.BN, D), **c.launch(),
         )  # fmt: skip
     return y, l
 
 
 def backward(
-    dy, dl, q, k, v, log_g, y, l, *, p, powers=None, scale=1.0, normalize=True, chunk=None, near=None, before=False,
+    dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, chunk=None, near=None, before=False,
     needs=(True, True, True), configs=(None, None),
 ):  # fmt: skip
-    """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates; with powers their
-    gradient [B, n] float32 in place of dlog_g.
+    """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates.
 
     With normalize, y and l are those of forward and dl is not read; else y and l are not read, and dl has l's shape.
     With `chunk`, row of the table above is returned in place of dlog_g, for `chunk_dlog_g`. before: True if there is a
     state before the first token. needs: whether dq, either of dk and dv, and the last are wanted; the others are None.
     Raises ValueError for configurations that do not fit each other.
     """
-    (B, n, H, _), (T, HKV) = q.shape, k.shape[1:3]
+    (B, n, H, D), (T, HKV) = q.shape, k.shape[1:3]
     needs_q, needs_kv, needs_last = needs
-    rows = needs_last and log_g is not None and powers is None
+    rows = needs_last and log_g is not None
     needs_kv = needs_kv or rows  # dkdv_kernel ends dlog_g
     like = lambda x, wanted: torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted else None
     dq, dk, dv = like(q, needs_q), like(k, needs_kv), like(v, needs_kv)
@@ -129,46 +115,30 @@ def backward(
         g = empty(q, B, H, padded(n))
         if rows:  # there are no queries of the tokens before
             row = (empty if n == T else _zeros)(q, B, H, padded(T))
-    if powers is not None:
-        row, powers = empty(q, B, H, padded(n)) if needs_last else None, _row_powers(powers)
-    scale, rest = _powers_of_two(scale, p)
     c_dq = configs[0] or choose("dq", q, p, log_g is not None, chunk is not None)
     c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None, chunk is not None)
     if c_dq.BM < c_dkdv.BM or c_dkdv.BN % c_dkdv.BM:
         raise ValueError(f"dkdv's BM must divide its BN and be at most dq's BM, got {c_dq} for dq, {c_dkdv} for dkdv")
     with device_guard(q.device):
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
-        (k_tiles, v_tiles), kv_strides = _tiles((k, c_dq.BN), (v, c_dq.BN))
+        (k_tiles, v_tiles), (k_strides, v_strides) = _tiles((k, c_dq.BN), (v, c_dq.BN))
         dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
-            q, k_tiles, v_tiles, dy, y, l, dl, key_scale, powers, gates, near, dq, pair, g, row,
-            q.stride(), *kv_strides, dy.stride(), scale, rest,
-            T, _offset(n, T), chunk or T, H, HKV, B * H, _heads_together(chunk or T, B * H),
-            R=c_dkdv.BM, ROWS=rows, BEFORE=before, **_options(c_dq, q, p, normalize),
+            q, k_tiles, v_tiles, dy, (q.stride(), k_strides, v_strides, dy.stride()), (y, l) if normalize else None,
+            None if normalize else (*_powers_of_two(scale, p), dl), key_scale, gates, near, (dq, pair, g, row),
+            T, _offset(n, T), chunk or T, H, HKV, _heads_together(chunk or T, B * H),
+            P=p, BEFORE=before, TILE=(c_dq.BM, c_dq.BN, D, c_dkdv.BM), **c_dq.launch(),
         )  # fmt: skip
         if needs_kv:
             (q, dy), (q_strides, dy_strides) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
+            alone = normalize and not (before and log_g is None)  # FIRST says it where there are gates
             dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-                q, k, v, dy, powers, gates, near, pair, g, row, dk, dv,
-                q_strides, k.stride(), v.stride(), dy_strides,
-                T, _offset(n, T), chunk or T, H, HKV, B * HKV, _heads_together(chunk or T, B * HKV),
-                ROWS=rows, BEFORE=before, **_options(c_dkdv, k, p, normalize),
+                q, k, v, dy, (q_strides, k.stride(), v.stride(), dy_strides), gates, near, (pair, g, row), dk, dv,
+                T, _offset(n, T), chunk or T, H, HKV, _heads_together(chunk or T, B * HKV),
+                P=p, ALONE=alone, TILE=(c_dkdv.BM, c_dkdv.BN, D), **c_dkdv.launch(),
             )  # fmt: skip
-        if not needs_last or (log_g is None and powers is None):
+        if not rows:
             return dq, dk, dv, None
-        if powers is not None:
-            return dq, dk, dv, row[..., :n].sum(1)
         return dq, dk, dv, row if chunk else dlog_g(row, log_g, H)
-
-
-def _row_powers(powers):
-    """Return POWERS of the table above for powers [B, n], or None for None.
-
-    p - 1 is at least 1e-20, so that times log2 0 it is -inf for p = 1 too.
-    """
-    if powers is None:
-        return None
-    p = torch.nn.functional.pad(powers, (0, padded(powers.shape[1]) - powers.shape[1]), value=2.0)
-    return torch.stack((p, (p - 1).clamp(min=1e-20)), dim=-1)
 
 
 def _zeros(like, *shape):
@@ -182,12 +152,12 @@ def _offset(n, T):
 
 def _key_scales(k, log_g, p, normalize):
     """Return KEY_SCALE of the table above, or None if keys are taken as they are."""
-    if 0 < p <= 4 or not normalize:
+    if p <= 4 or not normalize:
         return None
     B, T, HKV, D = k.shape
     scales = empty(k, B * HKV, padded(T))
     strides = (0, 0, 0) if log_g is None else log_g.stride()
-    key_scale_kernel[(B * HKV,)](k, log_g, scales, k.stride(), strides, T, HKV, D=D, N=128)
+    key_scale_kernel[(B * HKV,)](k, log_g, scales, k.stride(), *strides, T, HKV, D=D, N=128)
     return scales
 
 
@@ -199,9 +169,9 @@ def _tiles(*tensors_and_rows):
     """
     tensors = [x for x, _ in tensors_and_rows]
     if not all(reads_by_descriptor(x) and aligned(x) for x in tensors):
-        return tensors, [x.stride() for x in tensors]
+        return tensors, tuple(x.stride() for x in tensors)
     tiles = [TensorDescriptor(x, x.shape, x.stride(), [1, n, 1, x.shape[3]]) for x, n in tensors_and_rows]
-    return tiles, [None] * len(tensors)
+    return tiles, (None,) * len(tensors)
 
 
 def aligned(x):
@@ -223,8 +193,3 @@ def _heads_together(T, heads):
     programs to run are short.
     """
     return max(1, min(heads, L2_TOKENS // T))
-
-
-def _options(c, q, p, normalize):
-    """Return the constants and options of a launch with Config c."""
-    return dict(P=p, D=q.shape[-1], NORMALIZE=normalize, BM=c.BM, BN=c.BN, **c.launch())

@@ -5,11 +5,8 @@ Names and shapes of arrays are those of quadratic.py; gates are those of gates.p
 
 import triton
 import triton.language as tl
-from triton.language.target_info import is_cuda
 
 from ..common import (
-    INTERPRETED,
-    LEAST_WEIGHT,
     ROW_EXPONENT,
     at_head,
     block_and_head,
@@ -22,6 +19,11 @@ from ..common import (
 WEAK = tl.constexpr(10.0)
 STRONG = tl.constexpr(2.0)  # if a tile forgets more than exp(-STRONG) a token, one token dominates most of its rows
 STATE_GONE = tl.constexpr(16.0)  # a state that has decayed by exp(-STATE_GONE) counts for nothing
+# the tiles that a loop goes through: those without a mask, and those on the diagonal, on which decays are products of a
+# factor of the row and one of the key, or are computed for each pair
+OFF_DIAGONAL = tl.constexpr(0)
+DIAGONAL_BY_FACTORS = tl.constexpr(1)
+DIAGONAL_BY_PAIRS = tl.constexpr(2)
 
 
 @triton.jit
@@ -69,13 +71,6 @@ def load_tile(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr, MASK
         tile = base + tl.cast(start, tl.int64) * strides[1] + rows[:, None] * strides[1]
         tile += tl.arange(0, D)[None, :] * strides[3]
         return tl.load(tile, mask=(start + rows)[:, None] < T, other=0.0) if MASK else tl.load(tile)
-
-
-@triton.jit
-def row_offsets(b, start, h, T, H, N: tl.constexpr, D: tl.constexpr):
-    """Return the offsets [N, D] of rows start, start+1, ... of head h of sequence b in any array [B, T, H, D]."""
-    first = ((tl.cast(b, tl.int64) * T + start) * H + h) * D
-    return first + tl.arange(0, N)[:, None] * (H * D) + tl.arange(0, D)[None, :]
 
 
 @triton.jit
@@ -128,56 +123,6 @@ def row_scale(q, KEY_SCALE, T, bh, lo):
 
 
 @triton.jit
-def log2(x):
-    """Return log2 |x|, -inf for 0."""
-    if INTERPRETED or not is_cuda():
-        return tl.log2(tl.abs(x))
-    else:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [tl.abs(x)], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def exp2(x):
-    """Return 2^x, 0 for -inf."""
-    if INTERPRETED or not is_cuda():
-        return tl.exp2(x)
-    else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def with_sign(x, s):
-    """Return x >= 0 with the sign of s."""
-    return (x.to(tl.int32, bitcast=True) | (s.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def row_power(POWERS, q, KEY_SCALE, T, n, b, bh, lo, first):
-    """Return (p, p - 1, p log2 of the row's scale), [N] each, for the rows q [N, D] float32 from `first` on, which is
-    token `lo`, and the keys of sequence and head `bh`."""
-    scale = row_scale(q, KEY_SCALE, T, bh, lo)
-    exponent = ((scale.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32) + scale * 0.0  # NaN stays NaN
-    at = first + tl.arange(0, q.shape[0])[:, None]
-    p, less = tl.split(tl.load(at_head(POWERS, n, 2 * b) + at * 2 + tl.arange(0, 2)[None, :]))
-    return p, less, p * exponent
-
-
-@triton.jit
-def normalized_row_power(POWERS, q, KEY_SCALE, l, T, n, b, bh, lo, first):
-    """Return (p, p - 1, c, x) of "A power for each row" in quadratic.py; the arguments are those of `row_power`."""
-    p, less, offset = row_power(POWERS, q, KEY_SCALE, T, n, b, bh, lo, first)
-    empty = l <= LEAST_WEIGHT
-    c = tl.where(empty, float("-inf"), offset - tl.log2(l))
-    # the mean of |s|^p; that of x with weights |s|^p is 0.5 to 0.6 above its logarithm for normal s and p from 2 to 8
-    mean = -(c + tl.log2((lo + 1 + tl.arange(0, q.shape[0])).to(tl.float32))) / p
-    return p, less, c, tl.where(empty, 0.0, mean + 0.57)
-
-
-@triton.jit
 def decay_of(c_row, c_column, seen, POWER: tl.constexpr):
     """Return exp(POWER (c_row - c_column)) for each pair, zero where the row does not see the column."""
     return tl.exp2(tl.where(seen, (c_row - c_column) * (POWER * 1.4426950408889634), float("-inf")))  # log2(e)
@@ -208,19 +153,17 @@ def delta_may_be_inexact(gates, lo, BM: tl.constexpr, BEFORE: tl.constexpr):
     if gates is None:
         return (lo == 0) & (not BEFORE)
     else:
-        C, FIRST, _, _, _, _ = gates
-        last = lo + BM - 1
-        opens = lo // 128 * 128 + tl.load(FIRST + last).to(tl.int32) >= lo
+        C, last = gates.C, lo + BM - 1
+        opens = lo // 128 * 128 + tl.load(gates.FIRST + last).to(tl.int32) >= lo
         return opens | (tl.load(C + lo) - tl.load(C + last) > STRONG * BM)
 
 
 @triton.jit
 def may_read_state(gates, lo, begin, BM: tl.constexpr, BEFORE: tl.constexpr):
     """Return [BM]: whether a state from before `begin`, their first key, counts in the rows from lo on."""
-    C, FIRST, _, C_START, _, _ = gates
-    forgotten = (tl.load(C_START + begin // 32) - tl.load(C_START + lo // 32)).to(tl.float32)
-    forgotten += tl.load(C + lo) - load_vector(C, lo, BM)
-    opens = lo // 128 * 128 + load_vector(FIRST, lo, BM).to(tl.int32) >= lo
+    forgotten = (tl.load(gates.C_START + begin // 32) - tl.load(gates.C_START + lo // 32)).to(tl.float32)
+    forgotten += tl.load(gates.C + lo) - load_vector(gates.C, lo, BM)
+    opens = lo // 128 * 128 + load_vector(gates.FIRST, lo, BM).to(tl.int32) >= lo
     return (forgotten < STATE_GONE) & (opens == 0) & ((begin > 0) | BEFORE)
 
 
@@ -243,16 +186,16 @@ def ahead(C_END, c_lo, begin, end, BN: tl.constexpr, POWER: tl.constexpr):
 @triton.jit
 def before_rows(gates, lo, begin, end, BN: tl.constexpr):
     """Return (gate sum up to row lo, float64; where the keys that rows from lo on see begin, between begin and end)."""
-    _, FIRST, _, C_START, _, OPENED = gates
-    first = tl.load(FIRST + lo).to(tl.int32)  # of its document; below 0 that is the previous token's
-    opened = tl.where(first < 0, tl.load(OPENED + tl.maximum(lo // 32 - 1, 0)), lo // 128 * 128 + first) // BN * BN
-    return tl.load(C_START + lo // 32), tl.minimum(tl.maximum(begin, opened), end)
+    first = tl.load(gates.FIRST + lo).to(tl.int32)  # of its document; below 0 that is the previous token's
+    opened = (
+        tl.where(first < 0, tl.load(gates.OPENED + tl.maximum(lo // 32 - 1, 0)), lo // 128 * 128 + first) // BN * BN
+    )
+    return tl.load(gates.C_START + lo // 32), tl.minimum(tl.maximum(begin, opened), end)
 
 
 @triton.jit
 def gates_of_rows(gates, lo, end, BM: tl.constexpr):
     """Return (gate sum of each row since the first of its 128, that of the first row, the first row of each row's
     document, `forgets_little`) for BM rows from lo on, whose tiles on the diagonal begin at `end`."""
-    C, FIRST, _, _, _, _ = gates
-    c_row, first_row = load_vector(C, lo, BM), lo // 128 * 128 + load_vector(FIRST, lo, BM).to(tl.int32)
-    return c_row, tl.load(C + lo), first_row, forgets_little(C, FIRST, lo + BM - 1, end)
+    c_row, first_row = load_vector(gates.C, lo, BM), lo // 128 * 128 + load_vector(gates.FIRST, lo, BM).to(tl.int32)
+    return c_row, tl.load(gates.C + lo), first_row, forgets_little(gates.C, gates.FIRST, lo + BM - 1, end)
