@@ -136,7 +136,7 @@ def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False
     """Return y and the PowerState after all tokens, or None, computed as the Plan `chosen` says."""
     (B, n), T = q.shape[:2], k.shape[1]
     if not chosen.on_kernels or B == 0:  # a kernel cannot be launched on nothing
-        sizes = dict(p=p, form=chosen.form, chunk_size=chosen.chunk_size)
+        sizes = dict(p=p, chunk_size=chosen.chunk_size)
         return forms.attend(q, k, v, log_g, **sizes, initial_state=initial_state, return_state=return_state)
     operators, gates = backend.operators(), _for_kernels(log_g)
     if chosen.form == "chunked":

@@ -52,6 +52,7 @@ class Softmax(KVCacheVariant):
     splits_context = True
 
     def forward(self, x, qkv, resets=None, state=None):
+        """Return (y [B, n, H, E], the state after the n tokens, or None without a state)."""
         positions = self.positions(x, state)
         q, k, v = self.rotate(qkv, positions)
         if state is None and self.context is not None:
