@@ -12,9 +12,6 @@ import math
 
 import torch
 
-from .operator.backend import fused, transforms_active
-from .operator.dispatch import uses_fused
-
 
 def rotation_rates(d, base, device=None):
     """Return the turns per unit of u for each pair, [d/2] float64: theta_i / (2 pi) = base^(-2(i-1)/d)."""
@@ -27,27 +24,26 @@ def angles(u, d, base, dtype):
     return (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
 
 
-def rotation_table(u, d, base, dtype=torch.float32):
-    """Return cos and sin of the angle of each pair, both [..., T, d / 2] in dtype, for u [..., T] float64."""
-    compute = _rotation_table if torch.compiler.is_compiling() and not u.requires_grad else make_table
-    return compute(u, d, float(base), dtype)
+def rotation(u, d, base, dtype):
+    """Return the factors of x and of each entry's partner in its pair, for u [..., T] float64.
 
-
-def make_table(u, d, base, dtype):
+    Both are [..., T, d] in dtype: (cos, cos) and (-sin, sin) of each pair's angle.
+    """
     angle = angles(u, d, base, dtype)
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack((cos, cos), dim=-1).flatten(-2), torch.stack((-sin, sin), dim=-1).flatten(-2)
 
 
 # torch.compile would write these float64 powers into every kernel that turns a query or key. As an operator they are
 # computed once for all layers.
-@torch.library.custom_op("sympow::rotation_table", mutates_args=())
-def _rotation_table(u: torch.Tensor, d: int, base: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return make_table(u, d, base, dtype)
+@torch.library.custom_op("sympow::rotation", mutates_args=())
+def _rotation(u: torch.Tensor, d: int, base: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return rotation(u, d, base, dtype)
 
 
-@_rotation_table.register_fake
+@_rotation.register_fake
 def _(u, d, base, dtype):
-    return tuple(u.new_empty(*u.shape, d // 2, dtype=dtype) for _ in range(2))
+    return tuple(u.new_empty(*u.shape, d, dtype=dtype) for _ in range(2))
 
 
 def rotary(x, u, base):
@@ -57,21 +53,7 @@ def rotary(x, u, base):
     dtype (computed in float32, or in float64 when x is), differentiable in x and u.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    cos, sin = (r.to(x.device).unsqueeze(-2) for r in rotation_table(u, x.shape[-1], base, dtype))  # [B, T, 1, D / 2]
-    a, b = x.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)  # the entries of each pair
-    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
-
-
-def rotate_heads(qkv, H, Hkv, u, base):
-    """Return q [B, T, H, D] and k, v [B, T, Hkv, D] of qkv [B, T, H + 2 Hkv, D], which has their heads in this order: q
-    and k rotated as `rotary` does, v a view."""
-    if transforms_active() or not uses_fused("rotary", qkv):
-        q, k, v = qkv.split((H, Hkv, Hkv), dim=2)
-        return rotary(q, u, base), rotary(k, u, base), v
-    D = qkv.shape[-1]
-    if u.requires_grad:
-        angle = angles(u, D, float(base), torch.float32)
-        table = angle.detach().cos(), angle.detach().sin()
-    else:
-        angle, table = None, rotation_table(u, D, base)
-    return fused().RotateHeads.apply(qkv, H, Hkv, *table, angle)
+    compute = _rotation if torch.compiler.is_compiling() and not u.requires_grad else rotation
+    cos, sin = (r.to(x.device).unsqueeze(-2) for r in compute(u, x.shape[-1], float(base), dtype))  # [B, T, 1, D]
+    y = x.to(dtype)
+    return (y * cos + y.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin).to(x.dtype)

@@ -24,7 +24,7 @@ from .operator.arguments import check_power
 from .operator.dispatch import FORMS
 from .operator.memory import cached_bytes
 from .positions import LearnedPosition
-from .rotary import rotate_heads
+from .rotary import rotary
 from .state import LayerState, count_positions
 
 
@@ -149,9 +149,10 @@ class Variant(nn.Module):
     def rotate(self, qkv, positions):
         """Return what `split` does, but q and k rotated by the positions [T] or [B, T] float64 of their tokens. In a
         model with positions=learned they are as they are."""
+        q, k, v = self.split(qkv)
         if self.config.positions != "rotary":
-            return self.split(qkv)
-        return rotate_heads(qkv, self.config.n_head, self.config.n_kv_head, positions, self.rope_base)
+            return q, k, v
+        return rotary(q, positions, self.rope_base), rotary(k, positions, self.rope_base), v
 
     def empty_state(self, batch, device, switch_over=None):
         """Return the State before any token of `batch` sequences. switch_over replaces the variant's own, if given;

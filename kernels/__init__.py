@@ -11,8 +11,7 @@ adaptive/      passes, the launchers of the quadratic form with a power for each
 heinsen/       passes, Heinsen's log attention, and operator, its torch operator
 decode/        one token of generation: power, softmax, heinsen, linear, sampling
 common         what the kernels share: units, exact products, program maps
-fused          training: steps of the model outside of attention, each in one pass over memory:
-               rotary, cross_entropy
+cross_entropy  losses and their gradients in one pass over the logits
 layout         which features a state has, and in what order the kernels store them
 precompile     compiles many kernels at once, in threads, before they are used
 registry       objects that operators know by a number: the ranks that share a sequence

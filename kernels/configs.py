@@ -10,7 +10,7 @@ compiles nothing. There are two kinds of kernels:
                                                of GPUs, chosen by the registers, spills and shared memory of compiled
                                                code (tests/targets.py prints these).
     all others: heinsen/, decode/,             sizes are the same for every GPU: constants in the kernel's own file
-    cross_entropy, rotary, gates, and
+    cross_entropy, gates, and
     prepare and discumsum (chunked/)
 """
 

@@ -54,7 +54,6 @@ def training(large=False, heads=2, T=512):
     from sympow.kernels.adaptive.operator import adaptive_attention
     from sympow.kernels.heinsen.operator import heinsen_attention
     from sympow.kernels.cross_entropy import cross_entropy_
-    from sympow.kernels.rotary import RotateHeads
 
     bf16, f32 = torch.bfloat16, torch.float32
 
@@ -83,11 +82,6 @@ def training(large=False, heads=2, T=512):
     def heinsen(dtype, v_dtype, D):
         q, k, v = leaves(dtype, D)
         both_passes(heinsen_attention, [q, k, v.detach().to(v_dtype).requires_grad_()])
-
-    def rotary(dtype, D, learned):
-        qkv, angle = torch.zeros(1, T, 3 * heads, D, dtype=dtype), torch.zeros(1, T, D // 2)
-        leaves = [x.detach().requires_grad_() for x in (qkv, *([angle] if learned else []))]
-        both_passes(lambda qkv, turn=None: RotateHeads.apply(qkv, heads, heads, angle, angle, turn), leaves)
 
     def cross_entropy(dtype, V):
         cross_entropy_(torch.zeros(T, V, dtype=dtype), torch.zeros(T, dtype=torch.int64), V - 5, True)
@@ -118,8 +112,6 @@ def training(large=False, heads=2, T=512):
     yield case(chunked, f32, 64, 2, True)
     yield case(heinsen, f32, f32, 64)
     for dtype in (bf16, f32):
-        yield case(rotary, dtype, 64, False)
-        yield case(rotary, dtype, 64, True)
         yield case(cross_entropy, dtype, 50304)
 
 

@@ -134,15 +134,15 @@ def test_wrong_results_are_what_is_wrong(machine, monkeypatch):
 
 
 def test_what_the_package_notes_is_compiled_and_not_compared(machine, monkeypatch):
-    sizes, done = [check.Size("rotary", torch.bfloat16), check.Size("quadratic", torch.bfloat16, 64, 2)], []
+    sizes, done = [check.Size("cross_entropy", torch.bfloat16), check.Size("quadratic", torch.bfloat16, 64, 2)], []
     monkeypatch.setattr(check, "COMMON_SIZES", sizes)
     monkeypatch.setattr(check, "supported", lambda size: True)
     monkeypatch.setattr(check, "launch", done.append)
     monkeypatch.setattr(check.backend, "precompile", lambda launch: launch())
-    monkeypatch.setattr(check, "check", lambda sizes, T: [("", done.append(sizes) or sizes[0].form == "rotary")])
+    monkeypatch.setattr(check, "check", lambda sizes, T: [("", done.append(sizes) or sizes[0].form == "cross_entropy")])
     check.write_packaged()
     assert done == [sizes[:1], sizes[:1], sizes[1:], sizes[1:]]  # launched, compared
-    assert [key.split(", ")[-1] for key in json.loads(check.PACKAGED.read_text())] == ["rotary bfloat16"]
+    assert [key.split(", ")[-1] for key in json.loads(check.PACKAGED.read_text())] == ["cross_entropy bfloat16"]
     machine.unlink()
     monkeypatch.setattr(check, "_problems", {})
     monkeypatch.setattr(check, "_passed", set())

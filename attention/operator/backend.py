@@ -51,11 +51,11 @@ def heinsen_operator():
     return heinsen_operator
 
 
-def fused():
-    """Return the module kernels.fused: rotations and cross entropy."""
-    from ...kernels import fused
+def cross_entropy():
+    """Return the module kernels.cross_entropy: losses and their gradients in one pass over the logits."""
+    from ...kernels import cross_entropy
 
-    return fused
+    return cross_entropy
 
 
 def precompile(launch):

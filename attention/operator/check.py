@@ -135,23 +135,7 @@ def heinsen_in_two_calls(q, k, v, resets):
     return in_two_calls(attend, q, k, v, resets)
 
 
-# ---- the fused kernels of dispatch.FUSED
-
-
-def create_rotary_inputs(size, T, randn):
-    """Create heads, and angles of each sequence, as a learned speed makes them."""
-    dy = randn(2, T, 5, 64).to(size.dtype)
-    return dict(qkv=dy.roll(1, 1), angle=randn(2, T, 32)), {}, dy
-
-
-def rotary(qkv, angle):
-    return torch.cat(backend.fused().RotateHeads.apply(qkv, 3, 1, angle.detach().cos(), angle.detach().sin(), angle), 2)
-
-
-def rotary_specification(qkv, angle):
-    factors = torch.polar(torch.ones_like(angle), angle).unsqueeze(-2)
-    pairs = torch.view_as_complex(qkv[:, :, :4].unflatten(-1, (-1, 2)))
-    return torch.cat((torch.view_as_real(pairs * factors).flatten(-2), qkv[:, :, 4:]), 2)
+# ---- cross entropy
 
 
 def create_cross_entropy_inputs(size, T, randn):
@@ -167,7 +151,7 @@ class Losses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets):
         ctx.gradient = logits.clone()
-        losses, ctx.scales = backend.fused().cross_entropy_(ctx.gradient, targets, 2500, True)
+        losses, ctx.scales = backend.cross_entropy().cross_entropy_(ctx.gradient, targets, 2500, True)
         return losses
 
     @staticmethod
@@ -192,7 +176,6 @@ OPERATORS = {
     "heinsen": Operator(
         create_heinsen_inputs, heinsen_in_two_calls, lambda **x: heinsen_naive.recurrent(**x)[0], (1216,)
     ),
-    "rotary": Operator(create_rotary_inputs, rotary, rotary_specification, (400,)),
     "cross_entropy": Operator(
         create_cross_entropy_inputs, lambda **x: Losses.apply(*x.values()), cross_entropy_specification, (400,)
     ),
@@ -232,7 +215,7 @@ SIZES = [
     Size("heinsen", BF16, 64, v_dtype=FP32),
     Size("heinsen", BF16, 128),
     Size("heinsen", FP32, 32),
-    *(Size(name, dtype) for name in ("rotary", "cross_entropy") for dtype in (BF16, FP32)),
+    *(Size("cross_entropy", dtype) for dtype in (BF16, FP32)),
 ]
 # What models use most: they stand in the package's checked.json for the GPUs on which it was written.
 COMMON_SIZES = [

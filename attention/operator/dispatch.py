@@ -170,20 +170,16 @@ def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
     return _reason("heinsen attention", device, dtype, test)
 
 
-# The kernels for steps of training outside of attention. On a GPU they were measured to be faster than what
-# torch.compile makes of PyTorch: docs/training-speed.md.
-FUSED = ("rotary", "cross_entropy")
+def cross_entropy_reason(device, dtype):
+    """Return why the kernel of cross entropy cannot be used for logits of this device and dtype, or "".
 
+    Warn once for each reason if the device, as for `kernel_reason`, is a GPU.
+    """
 
-def uses_fused(name, x):
-    """Return True if the fused kernel `name` computes the tensor x."""
-    return name in FUSED and not fused_kernel_reason(name, x.device, x.dtype)
+    def test(device):
+        return unusable_machine(device) or failure(Size("cross_entropy", dtype), device)
 
-
-def fused_kernel_reason(name, device, dtype):
-    """Return why the fused kernel `name` cannot be used for tensors of this device and dtype, or "". Warn once for each
-    reason if the device, as for `kernel_reason`, is a GPU."""
-    return _reason(name, device, dtype, lambda device: unusable_machine(device) or failure(Size(name, dtype), device))
+    return _reason("cross entropy", device, dtype, test)
 
 
 def _reason(name, device, dtype, test):
@@ -201,7 +197,7 @@ def _reason(name, device, dtype, test):
 
 # torch.compile asks once and does not look inside. torch.compiler.assume_constant_result sets this mark too, but it
 # imports torch._dynamo, which takes 2 s that a program without torch.compile need not wait.
-for function in (kernel_reason, failed_check, heinsen_kernel_reason, fused_kernel_reason):
+for function in (kernel_reason, failed_check, heinsen_kernel_reason, cross_entropy_reason):
     function._dynamo_marked_constant = True
 
 
