@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from .operator.backend import fused, transforms_active
+from .operator import backend
 from .operator.dispatch import uses_fused
 
 
@@ -65,7 +65,7 @@ def rotary(x, u, base):
 def rotate_heads(qkv, H, Hkv, u, base):
     """Return q [B, T, H, D] and k, v [B, T, Hkv, D] of qkv [B, T, H + 2 Hkv, D], which has their heads in this order: q
     and k rotated as `rotary` does, v a view."""
-    if transforms_active() or not uses_fused("rotary", qkv):
+    if backend.transforms_active() or not uses_fused("rotary", qkv):
         q, k, v = qkv.split((H, Hkv, Hkv), dim=2)
         return rotary(q, u, base), rotary(k, u, base), v
     D = qkv.shape[-1]
@@ -74,7 +74,7 @@ def rotate_heads(qkv, H, Hkv, u, base):
         table = angle.detach().cos(), angle.detach().sin()
     else:
         angle, table = None, (_table if torch.compiler.is_compiling() else make_table)(u, D, float(base))
-    return fused().RotateHeads.apply(qkv, H, Hkv, *table, angle)
+    return backend.rotary().RotateHeads.apply(qkv, H, Hkv, *table, angle)
 
 
 def make_table(u, d, base):

@@ -3,17 +3,17 @@
 operators      the door: power attention's quadratic and chunked form as torch operators
 arguments      what the public functions ask of their arguments; rows of any width for kernels of a few
 transforms     autograd, torch.func and torch.compile of the operators
-quadratic/     passes, the launchers of the quadratic form, and its kernels: forward_kernel, backward_kernels, tiles
+quadratic/     passes, the launchers of the quadratic form, and its kernels: forward_kernel, dq_kernel, dkdv_kernel,
+               key_scale_kernel, gates, tiles
 chunked/       passes, the chunked form forward and backward, and its kernels: prepare, update_state, discumsum,
-               query_state, query_gradient
-gates          what gates need in both forms
+               query_state, query_gradient, gates
 adaptive/      passes, the launchers of the quadratic form with a power for each row, its kernels: forward_kernel,
                backward_kernels, and operator, its torch operator
 heinsen/       passes, Heinsen's log attention, and operator, its torch operator
 decode/        one token of generation: power, softmax, heinsen, linear, sampling
 common         what the kernels share: units, exact products, program maps
-fused          training: steps of the model outside of attention, each in one pass over memory:
-               rotary, cross_entropy
+rotary         training: q and k rotated in one pass over memory
+cross_entropy  training: the losses and their gradient in one pass over the logits
 layout         which features a state has, and in what order the kernels store them
 precompile     compiles many kernels at once, in threads, before they are used
 registry       objects that operators know by a number: the ranks that share a sequence

@@ -5,7 +5,7 @@ from itertools import repeat
 import torch
 from torch.nn import functional as F
 
-from sympow.attention.operator.backend import fused
+from sympow.attention.operator.backend import cross_entropy
 from sympow.attention.operator.dispatch import uses_fused
 
 LOSS_TOKENS = 16384  # logits of at most this many tokens exist at any time: 3.3 GB of float32 for GPT-2
@@ -19,7 +19,7 @@ def compute_losses(logits, targets, vocab_size, differentiate):
     have zeros. d has the logits' dtype; the logits may be overwritten.
     """
     if logits.dtype != torch.float16 and uses_fused("cross_entropy", logits):
-        losses, scales = fused().cross_entropy_(logits, targets, vocab_size, differentiate)
+        losses, scales = cross_entropy().cross_entropy_(logits, targets, vocab_size, differentiate)
         return (losses, logits, scales) if differentiate else (losses, None, None)
     column, dtype = torch.arange(logits.shape[1], device=logits.device), logits.dtype
     counts, target = (targets != -1).unsqueeze(1), targets.clamp(min=0).unsqueeze(1)

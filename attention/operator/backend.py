@@ -51,11 +51,18 @@ def heinsen_operator():
     return heinsen_operator
 
 
-def fused():
-    """Return the module kernels.fused: rotations and cross entropy."""
-    from ...kernels import fused
+def rotary():
+    """Return the module kernels.rotary: q and k rotated in one pass."""
+    from ...kernels import rotary
 
-    return fused
+    return rotary
+
+
+def cross_entropy():
+    """Return the module kernels.cross_entropy: losses and their gradient in one pass."""
+    from ...kernels import cross_entropy
+
+    return cross_entropy
 
 
 def precompile(launch):

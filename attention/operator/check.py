@@ -161,7 +161,8 @@ def create_rotary_inputs(size, T, randn):
 
 
 def rotary(qkv, angle):
-    return torch.cat(backend.fused().RotateHeads.apply(qkv, 3, 1, angle.detach().cos(), angle.detach().sin(), angle), 2)
+    table = angle.detach().cos(), angle.detach().sin()
+    return torch.cat(backend.rotary().RotateHeads.apply(qkv, 3, 1, *table, angle), 2)
 
 
 def rotary_specification(qkv, angle):
@@ -183,7 +184,7 @@ class Losses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets):
         ctx.gradient = logits.clone()
-        losses, ctx.scales = backend.fused().cross_entropy_(ctx.gradient, targets, 2500, True)
+        losses, ctx.scales = backend.cross_entropy().cross_entropy_(ctx.gradient, targets, 2500, True)
         return losses
 
     @staticmethod
