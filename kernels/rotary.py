@@ -20,7 +20,7 @@ from torch import Tensor
 from .common import device_guard
 
 TOKENS, WARPS = 4, 1  # of a program: 8 entries a thread at head dimension 64
-STAGES = tl.constexpr(3)  # heads of which one is turned while the next two are on their way
+STAGES = tl.constexpr(3)  # heads on their way: one is turned while the next two are loaded
 
 
 @triton.jit
@@ -28,8 +28,8 @@ def _load_factors(COS, SIN, table_stride, b, token, T, D: tl.constexpr, W: tl.co
     """Return cos and sin, [BT, W / 2] each, of tokens [BT] of sequence b; zeros beyond T tokens and D / 2 pairs."""
     pair = tl.arange(0, W // 2)
     mask = (token < T)[:, None] & (pair < D // 2)[None, :]
-    at = (tl.cast(b, tl.int64) * table_stride + tl.cast(token, tl.int64) * (D // 2))[:, None] + pair[None, :]
-    return tl.load(COS + at, mask, 0.0), tl.load(SIN + at, mask, 0.0)
+    offset = (tl.cast(b, tl.int64) * table_stride + tl.cast(token, tl.int64) * (D // 2))[:, None] + pair[None, :]
+    return tl.load(COS + offset, mask, 0.0), tl.load(SIN + offset, mask, 0.0)
 
 
 @triton.jit
@@ -44,12 +44,12 @@ def _turn_heads(
     """
     d = tl.arange(0, W)
     mask = (token < T)[:, None] & (d < D)[None, :]
-    at = tl.cast(b, tl.int64) * in_strides[0] + tl.cast(token, tl.int64) * in_strides[1]
+    offset = tl.cast(b, tl.int64) * in_strides[0] + tl.cast(token, tl.int64) * in_strides[1]
     x_at = tl.cast(b, tl.int64) * x_strides[0] + tl.cast(token, tl.int64) * x_strides[1]
     to = (tl.cast(b, tl.int64) * T + token) * row
     for h in tl.range(0, H, num_stages=STAGES):
         # strides of features are 1
-        x = tl.load(IN + (at + h * in_strides[2])[:, None] + d[None, :], mask, 0.0).to(tl.float32)
+        x = tl.load(IN + (offset + h * in_strides[2])[:, None] + d[None, :], mask, 0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(x, (x.shape[0], W // 2, 2)))
         y_1, y_2 = cos * first - sin * second, sin * first + cos * second
         if ANGLES:
@@ -66,10 +66,10 @@ def _copy_heads(IN, OUT, strides, row, b, token, T, H, D: tl.constexpr, W: tl.co
     """Copy all H heads of tokens [BT] of IN [B, T, H, D] into OUT, where a token has `row` entries."""
     d = tl.arange(0, W)
     mask = (token < T)[:, None] & (d < D)[None, :]
-    at = tl.cast(b, tl.int64) * strides[0] + tl.cast(token, tl.int64) * strides[1]
+    offset = tl.cast(b, tl.int64) * strides[0] + tl.cast(token, tl.int64) * strides[1]
     to = (tl.cast(b, tl.int64) * T + token) * row
     for h in tl.range(0, H, num_stages=STAGES):
-        x = tl.load(IN + (at + h * strides[2])[:, None] + d[None, :], mask, 0.0)
+        x = tl.load(IN + (offset + h * strides[2])[:, None] + d[None, :], mask, 0.0)
         tl.store(OUT + (to + h * D)[:, None] + d[None, :], x.to(OUT.dtype.element_ty), mask)
 
 
@@ -77,9 +77,10 @@ def _copy_heads(IN, OUT, strides, row, b, token, T, H, D: tl.constexpr, W: tl.co
 def rotate_kernel(
     QKV, COS, SIN, Q, K, strides, table_stride, T, H, HKV, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr
 ):
-    """Write BT tokens of Q [B, T, H, D] and K [B, T, HKV, D], contiguous: those of QKV [B, T, H + 2 HKV, D], rotated.
+    """Write BT tokens of Q [B, T, H, D] and K [B, T, HKV, D], contiguous.
 
-    COS and SIN are [T, D / 2] float32, of each sequence `table_stride` further.
+    They are the first heads of QKV [B, T, H + 2 HKV, D], rotated. COS and SIN are [T, D / 2] float32, of each sequence
+    `table_stride` further.
     """
     blocks = tl.cdiv(T, BT)
     b, token = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BT + tl.arange(0, BT)
@@ -97,7 +98,7 @@ def rotate_backward_kernel(
     """Write BT tokens of DQKV [B, T, H + 2 HKV, D], contiguous: DQ and DK rotated back, and DV as it is. With ANGLES,
     for which alone QKV is read, write the gradient to each angle too, [B * T, D / 2] float32.
 
-    COS and SIN are those of `rotate_kernel`.
+    COS and SIN are as in `rotate_kernel`.
     """
     blocks = tl.cdiv(T, BT)
     b, token = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BT + tl.arange(0, BT)
@@ -109,8 +110,8 @@ def rotate_backward_kernel(
     _copy_heads(DV, DKV + HKV * D, dv_strides, row, b, token, T, HKV, D, W)
     if ANGLES:
         pair = tl.arange(0, W // 2)
-        at = (tl.cast(b, tl.int64) * T + token) * (D // 2)
-        tl.store(DANGLE + at[:, None] + pair[None, :], dangle, (token < T)[:, None] & (pair < D // 2)[None, :])
+        offset = (tl.cast(b, tl.int64) * T + token) * (D // 2)
+        tl.store(DANGLE + offset[:, None] + pair[None, :], dangle, (token < T)[:, None] & (pair < D // 2)[None, :])
 
 
 @torch.library.custom_op("sympow::rotate", mutates_args=())
@@ -144,7 +145,7 @@ def rotate_backward(
     dq, dk, dv = map(_with_unit_stride, (dq, dk, dv))
     (B, T, H, D), Hkv, angles = dq.shape, dk.shape[2], qkv is not None
     dqkv, dangle = dq.new_empty(B, T, H + 2 * Hkv, D), cos.new_empty((B, T, D // 2) if angles else 0)
-    x = _with_unit_stride(qkv) if angles else dqkv  # of which nothing is read
+    x = _with_unit_stride(qkv) if angles else dqkv  # not read
     with device_guard(dq.device):
         rotate_backward_kernel[(B * triton.cdiv(T, TOKENS),)](
             dq, dk, dv, x, cos, sin, dqkv, dangle, *(t.stride()[:3] for t in (dq, dk, dv, x)), table_stride(cos), T, H,
