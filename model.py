@@ -8,7 +8,8 @@
 
 Differences from GPT-2: rotary positions instead of learned ones, a LayerNorm after the token embedding, the exact GELU,
 no biases, and whatever `attention` says; each can be set to be GPT-2's. Parameter names are nanoGPT's where the module
-exists there.
+exists there. generation/decoder.py repeats this forward pass for one token on a GPU, and compares its logits with
+`GPT.step` before it generates.
 """
 
 import math

@@ -42,10 +42,10 @@ def position_schemes(names):
     """Return a line that says where the layers of these attentions (a list of names) get their positions from, or "" if
     all have the same source."""
     rotating = [name for name in dict.fromkeys(names) if ATTENTIONS[name].rotates]
-    others = [name for name in dict.fromkeys(names) if name not in rotating]
-    if not rotating or not others:
+    still = [name for name in dict.fromkeys(names) if name not in rotating]
+    if not rotating or not still:
         return ""
     return (
-        f"{', '.join(rotating)} layers rotate q and k; {', '.join(others)} layers do not, they have the position "
+        f"{', '.join(rotating)} layers rotate q and k; {', '.join(still)} layers do not, they have the position "
         "embedding before the first layer, which all layers see"
     )

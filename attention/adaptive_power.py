@@ -11,14 +11,15 @@ The state             continuous: every key and value, like even_power
                       mixture: S and z of all its powers, side by side along their features
 
 From the notebook "Adaptive Symmetric Power Transformers", section 1 and equation 7 of section 3. The network adds
-(d + 1)^2 parameters a layer to those of other attentions: 591,361 at d = 768, 7.1 M in 12 layers.
+(d + 1)^2 parameters a layer: 591,361 at d = 768, 7.1 M in 12 layers.
 
-p_min and p_max are 2 and 4 here, 2 and 8 in the notebook: the state of p = 8 does not exist at a usable size (199 TB at
-head dimension 64, 12 layers and heads), and (q . k)^8 is nearly one-hot in a fresh model, which hardly learns from it.
+The defaults of p_min and p_max are 2 and 4, the notebook's are 2 and 8: the state of p = 8 does not exist at a usable
+size (199 TB at head dimension 64, 12 layers and heads), and (q . k)^8 is nearly one-hot in a fresh model, which hardly
+learns from it.
 
 Left out on purpose: an embedding of floor(p) features, because floor has no gradient, and because the embeddings of a
-query and a key with two powers differ in size and have no product; and (ReLU(s) + epsilon)^p, because it is not even,
-so that p = 2 would not be power attention, and has no features whose sums are a state. The notebook's code also
+query and a key with two powers differ in size and have no product; and (ReLU(s) + epsilon)^p, because it is not even:
+p = 2 would not be power attention, and there would be no features to sum into a state. The notebook's code also
 broadcasts p over keys by mistake, where its equation has a power for each query, and its attention never finishes its
 first batch, as it loops in Python over the multi-indices of an embedding of all d_model entries.
 """
@@ -48,14 +49,14 @@ def adaptive_power_attention(q, k, v, powers, *, log_g=None):
     """Compute causal attention with weights |q_i . k_j|^p_i.
 
     q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides; query head h
-    reads key/value head h // (H / Hkv), and the queries belong to the last n of the T tokens. powers [B, n]: the power
-    of each query's token, floating point, at least 1 (not read here, for that would wait for the GPU; NaN gives NaN in
-    its row). log_g [B, T, Hkv] holds only 0 and -inf, which forgets all before its token, or is None. Under autocast q,
-    k and v are first cast to its dtype, as for SDPA.
+    reads key/value head h // (H / Hkv), and the queries belong to the last n of the T tokens. float16 is computed as
+    float32. powers [B, n]: the power of each query's token, floating point, at least 1 (not read here, for that would
+    wait for the GPU; NaN gives NaN in its row). log_g [B, T, Hkv] holds only 0 and -inf, which forgets all before its
+    token, or is None. Under autocast q, k and v are first cast to its dtype, as for SDPA.
 
     Returns y [B, n, H, E] in q's dtype, zeros in rows without any weight. Differentiable in q, k, v and powers (on the
     GPU kernels once); |s|^p ln |s| and its derivatives are zero at s = 0. NaN in an input gives NaN in the rows of y
-    that see it and changes no bit of those before, with the exception that `power_attention` names.
+    that see it and changes no bit of earlier rows, with the exception that `power_attention` names.
     Raises ValueError for arguments that do not fit.
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
@@ -65,10 +66,14 @@ def adaptive_power_attention(q, k, v, powers, *, log_g=None):
         raise ValueError(
             f"powers must be floating point [B, n] = {[*q.shape[:2]]}, got {powers.dtype} {[*powers.shape]}"
         )
+    dtype = q.dtype
+    if dtype == torch.float16:
+        q, k, v = q.float(), k.float(), v.float()
     chosen = plan_adaptive(q.shape[3], v.shape[3], dtype=q.dtype, device=q.device, gated=log_g is not None)
     if not chosen.on_kernels or not len(q):  # a kernel cannot be launched on nothing
-        return adaptive_attend(q, k, v, powers, log_g)
-    return backend.adaptive().adaptive_attention(q, k, v, powers.float(), None if log_g is None else log_g.float())
+        return adaptive_attend(q, k, v, powers, log_g).to(dtype)
+    log_g = None if log_g is None else log_g.float()
+    return backend.adaptive().adaptive_attention(q, k, v, powers.float(), log_g).to(dtype)
 
 
 def mixture_weights(powers, p):
@@ -115,9 +120,9 @@ class AdaptivePower(KVCacheVariant):
             raise ValueError(
                 f"p_min must be at least 1, got {c.p_min}: below, |q.k|^p has no derivative where q.k is 0"
             )
-        most = 8 if c.adaptive == "mixture" else 1000
-        if c.p_max > most:
-            raise ValueError(f"p_max must be at most {most} for adaptive={c.adaptive}, got {c.p_max}")
+        limit = 8 if c.adaptive == "mixture" else 1000
+        if c.p_max > limit:
+            raise ValueError(f"p_max must be at most {limit} for adaptive={c.adaptive}, got {c.p_max}")
         if c.adaptive == "mixture" and (c.p_min % 2 or c.p_max % 2):
             raise ValueError(
                 "p_min and p_max of adaptive=mixture, which mixes even powers, must be even integers, got "
@@ -134,17 +139,18 @@ class AdaptivePower(KVCacheVariant):
         self.power = PowerNetwork(c.n_head * c.head_dim, c.p_min, c.p_max)
 
     def forward(self, x, qkv, resets=None, state=None):
+        """Return (y [B, n, H, D], the state after the n tokens, or None without a state)."""
         powers, positions = self.power(self.split(qkv)[0]), self.positions(x, state)
         q, k, v = self.rotate(qkv, positions)
         log_g = reset_gates(resets, None, k)
-        if self.mixes and state is None:
-            how = dict(form=self.form, chunk_size=self.chunk_size)
-            if self.context is not None:
-                parts = [power_attention_in_context(q, k, v, log_g, self.context, p=m, **how) for m in self.p]
-                return _mix(parts, powers, self.p), None
-            return mixture_attention(q, k, v, powers, p=self.p, log_g=log_g, **how), None
-        if self.mixes:
+        if self.mixes and state is not None:
             return self.mix_and_append(q, k, v, powers, log_g, positions, state)
+        if self.mixes:
+            options = dict(form=self.form, chunk_size=self.chunk_size)
+            if self.context is None:
+                return mixture_attention(q, k, v, powers, p=self.p, log_g=log_g, **options), None
+            ys = [power_attention_in_context(q, k, v, log_g, self.context, p=m, **options) for m in self.p]
+            return _mix(ys, powers, self.p), None
         if state is not None:
             if state.power:
                 raise ValueError(f"the state of adaptive=continuous has no S and z, got S {[*state.S.shape]}")
@@ -155,22 +161,24 @@ class AdaptivePower(KVCacheVariant):
     def mix_and_append(self, q, k, v, powers, log_g, positions, state):
         """Return (y [B, n, H, D], the state after the n new tokens): `attend_and_append` of each power, mixed.
 
-        S and z of the state are those of all powers, concatenated along Dphi; the KV cache serves them all.
+        The state's S and z hold all powers, concatenated along Dphi; the KV cache serves them all.
         """
-        before, state = state, state.append(k, v, log_g, positions)
+        previous, state = state, state.append(k, v, log_g, positions)
         must_flush, states = state.must_flush(self.p), [None] * len(self.p)
-        if before.power:
+        if previous.power:
             sizes = [symmetric_power_dim(k.shape[-1], m) for m in self.p]
-            if before.S.shape[2] != sum(sizes):
-                raise ValueError(f"S of powers {self.p} has {sum(sizes)} features, got {before.S.shape[2]}")
-            states = map(PowerState, before.S.split(sizes, dim=2), before.z.split(sizes, dim=2))
-        found = [
-            attend_to_state(q, k, v, log_g, before, state, power, must_flush, p=m) for m, power in zip(self.p, states)
+            if previous.S.shape[2] != sum(sizes):
+                raise ValueError(f"S of powers {self.p} has {sum(sizes)} features, got {previous.S.shape[2]}")
+            states = map(PowerState, previous.S.split(sizes, dim=2), previous.z.split(sizes, dim=2))
+        results = [
+            attend_to_state(q, (k, v, log_g), (previous, state), power, must_flush, p=m)
+            for m, power in zip(self.p, states)
         ]
+        ys, states = zip(*results)
         if must_flush:
-            S, z = (torch.cat(x, dim=2) for x in zip(*(power for _, power in found)))
+            S, z = (torch.cat(x, dim=2) for x in zip(*states))
             state = replace(state, k=None, v=None, log_g=None, S=S, z=z)
-        return _mix([y for y, _ in found], powers, self.p), state
+        return _mix(ys, powers, self.p), state
 
     @classmethod
     def context_layout(cls, config, block_size, dtype, device):
@@ -183,15 +191,15 @@ class AdaptivePower(KVCacheVariant):
         return {"power": powers.mean().item(), "power_std": powers.std(correction=0).item()}
 
     def training_plan(self, block_size, dtype, device, ranks=1):
-        """Return the plan of `continuous`, or that of the mixture's largest power."""
+        """Return the Plan of `continuous`, or for a mixture the Plan of its largest power."""
         return self.plans(block_size, dtype, device, ranks)[-1]
 
     def plans(self, block_size, dtype, device, ranks=1):
-        """Return the Plan of each power of a mixture, or that of `continuous` alone."""
-        D, where = self.config.head_dim, dict(dtype=dtype, device=device, gated=self.config.gated)
+        """Return the Plan of each power of a mixture, or the one Plan of `continuous`."""
+        D, options = self.config.head_dim, dict(dtype=dtype, device=device, gated=self.config.gated)
         if not self.mixes:
-            return [plan_adaptive(D, D, **where)]
-        problems = [Problem(block_size, D, D, m, **where) for m in self.p]
+            return [plan_adaptive(D, D, **options)]
+        problems = [Problem(block_size, D, D, m, **options) for m in self.p]
         return [plan(problem, self.form, self.chunk_size, pieces=ranks) for problem in problems]
 
     def attention_flops(self, block_size, dtype, device):

@@ -1,4 +1,4 @@
-"""Feature maps whose inner product is a power: phi(q) . phi(k) = (q . k)^p.
+"""Feature maps with a power as their inner product: phi(q) . phi(k) = (q . k)^p.
 
     tensor_power_embedding(x, p)      all d^p products x_a1 x_a2 ... x_ap
     symmetric_power_embedding(x, p)   each distinct product once, C(d+p-1, p) of them
@@ -26,8 +26,8 @@ def symmetric_power_embedding(x, p):
 
     They are in lexicographic order of the non-decreasing multi-indices.
 
-    Products of degree r+1 that start with x_i are x_i times the products of degree r whose first index is at least
-    i, and in lexicographic order those are a tail of the list: no gather, hence no scattered sum in the gradient.
+    Products of degree r+1 that start with x_i are x_i times the products of degree r with a first index of at least i.
+    In lexicographic order these are a tail of the list, so there is no gather and no scattered sum in the gradient.
     """
     d = x.shape[-1]
     phi = x

@@ -93,8 +93,8 @@ def runs_on_matrix_unit(x, weight):
 class Product(torch.autograd.Function):
     """Multiply x [N, C] bfloat16 by weight [n, C] float32 as exactly as in float32, in products of bfloat16 numbers.
 
-    So is the gradient to weight. What it sums, a gate's or a position's gradient, is itself a sum over all later
-    tokens, much of which cancels.
+    So is the gradient to weight. It sums the gradients of gates or positions, each a sum over all later tokens that
+    largely cancels.
     """
 
     @staticmethod
@@ -110,15 +110,15 @@ class Product(torch.autograd.Function):
 
 
 def pieces(x):
-    """Return three bfloat16 tensors whose sum is x, float32: each has 8 of its 24 bits.
+    """Return three bfloat16 tensors that add up to x, float32: each has 8 of its 24 bits.
 
     They are cut off as bits, because torch.compile leaves out casts to bfloat16 and back where it fuses them.
     """
-    found = []
+    parts = []
     for _ in range(2):
-        found.append((x.view(torch.int32) & -65536).view(torch.float32))
-        x = x - found[-1]
-    return [piece.to(torch.bfloat16) for piece in (*found, x)]
+        parts.append((x.view(torch.int32) & -65536).view(torch.float32))
+        x = x - parts[-1]
+    return [part.to(torch.bfloat16) for part in (*parts, x)]
 
 
 @torch.library.custom_op("sympow::mm_fp32", mutates_args=())

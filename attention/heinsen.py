@@ -1,4 +1,4 @@
-"""Heinsen's log attention: softmax attention whose scores are the logarithms of sums of exponentials.
+"""Heinsen's log attention: softmax attention with logarithms of sums of exponentials for scores.
 
 What it computes      y_i = sum_{j<=i} A_ij v_j,  A_i = softmax over j of log sum_d exp(q_id + k_jd), that is
                       A_ij proportional to exp(q_i) . exp(k_j): linear, with exp for a feature map
@@ -41,7 +41,7 @@ VALUES, RESIDUALS = ("signed", "log"), ("gpt2", "glu")
 # Weights below e^-87 of a row's largest are zero in float32. With log-values within 30 of zero they could change no
 # entry of y by more than e^(60-87) of itself.
 LOG_VALUE_BOUND = 30.0
-KERNEL_BLOCK = 16  # tokens whose pairs the kernels compute feature by feature
+KERNEL_BLOCK = 16  # tokens of a block, inside which the kernels compute pairs feature by feature
 
 
 def heinsen_attention(
@@ -52,12 +52,11 @@ def heinsen_attention(
 
     q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides; query head h
     reads key/value head h // (H / Hkv). float16 is computed in float32 and comes back as float16. causal: the queries
-    are those of the last n <= T tokens, and each sees the tokens up to its own; otherwise there are any number of them
-    and each sees all T. values: "signed", or "log": v
-    holds logarithms and y = log(sum_j w_ij exp(v_j) / sum_j w_ij). form: "quadratic", "chunked", "recurrent" or "auto"
-    (chunked); without a causal order there is one form. chunk_size: tokens a chunk in the chunked form. resets [B, T]
-    bool: a token where it is true sees nothing before it. initial_state: LogState of the tokens before. Under autocast
-    q, k and v are first cast to its dtype, as for SDPA.
+    belong to the last n <= T tokens, and each sees the tokens up to its own; otherwise there are any number of them and
+    each sees all T. values: "signed", or "log": v holds logarithms and y = log(sum_j w_ij exp(v_j) / sum_j w_ij). form:
+    "quadratic", "chunked", "recurrent" or "auto" (chunked); without a causal order there is one form. chunk_size:
+    tokens a chunk in the chunked form. resets [B, T] bool: a token where it is true sees nothing before it.
+    initial_state: LogState of the tokens before. Under autocast q, k and v are first cast to its dtype, as for SDPA.
 
     Sums are in float32 (float64 for float64 q) and exponents relative to prefix maxima, so that q and k may be of any
     size; a row changes no bit with later tokens. NaN or infinity in an input gives NaN in the rows that see it. A row

@@ -156,10 +156,10 @@ def _log_recurrence_backward(
     g_t = d_t + kept_{t+1} g_{t+1} is the gradient to log x_t through all later ones, where kept_t = exp(log x_{t-1} +
     a_t - log x_t). Then da_t = kept_t g_t, db_t = exp(b_t - log x_t) g_t and dfirst = da_1.
     """
-    kept = torch.cat((first.unsqueeze(1), log_x[:, :-1]), dim=1).add_(a).sub_(log_x).exp_()
-    later = F.pad(kept[:, 1:], (0, 0, 0, 1)).flip(1)  # from the last token to the first
+    decay = torch.cat((first.unsqueeze(1), log_x[:, :-1]), dim=1).add_(a).sub_(log_x).exp_()
+    later = F.pad(decay[:, 1:], (0, 0, 0, 1)).flip(1)  # from the last token to the first
     g = _scan(later, d.flip(1), torch.zeros_like(first), torch.mul, lambda a, x, b: torch.addcmul(b, a, x)).flip(1)
-    da, db = kept.mul_(g), (b - log_x).exp_().mul_(g)
+    da, db = decay.mul_(g), (b - log_x).exp_().mul_(g)
     return da, db.contiguous(), da[:, 0].clone()
 
 

@@ -55,15 +55,15 @@ def power_attention(
     "recurrent" or "auto", the cheapest for the shape. chunk_size: tokens a chunk, for the chunked form. initial_state:
     PowerState of the tokens before. Under autocast q, k and v are first cast to its dtype, as for SDPA.
 
-    NaN or infinity in an input gives NaN in the rows of y that see it and changes no bit of those before (on the
+    NaN or infinity in an input gives NaN in the rows of y that see it and changes no bit of earlier rows (on the
     kernels, one in v reaches the rows of its tile, up to 127 before it). Finite inputs may be of any size in PyTorch,
     as far as states hold the p-th powers of keys; on the kernels q may be, while k and q . k are from 1e-8 to 1e8.
     float16 tensors are computed as float32; y and gradients come back as float16 (heads above 128 then in PyTorch).
 
-    cu_seqlens [N + 1], int32 or int64, on q's device: B is 1, and the tokens are those of N sequences, as for
+    cu_seqlens [N + 1], int32 or int64, on q's device: B is 1, and the tokens belong to N packed sequences, as for
     FlashAttention; sequence i has the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, perhaps none, and sees no other.
-    A state, initial or returned, is then that of N sequences. The first call with a cu_seqlens waits for the GPU, to
-    read it; under torch.compile and in a CUDA graph its values are neither read nor checked.
+    A state, initial or returned, then has N sequences. The first call with a cu_seqlens waits for the GPU, to read it;
+    under torch.compile and in a CUDA graph its values are neither read nor checked.
 
     Returns y [B, n, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor, also by
     torch.func.grad and vmap (on the GPU kernels once; NotImplementedError for a second derivative and forward mode).
@@ -82,7 +82,7 @@ def power_attention(
     dtype, tensors = q.dtype, (*cast_from_float16(q, k, v), log_g)
     options = dict(p=p, form=form, chunk_size=chunk_size, initial_state=initial_state, return_state=return_state)
     if cu_seqlens is None:
-        y, state = _attend_to_batch(*tensors, **options)
+        y, state = _attend_to_batch(tensors, **options)
     else:
         y, state = _attend_to_sequences(tensors, cu_seqlens, **options)
     return (y.to(dtype), state) if return_state else y.to(dtype)
@@ -92,8 +92,8 @@ def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):
     """Compute the numerators and denominators of power attention without dividing, in the quadratic form.
 
     num_i = sum_j w_ij v_j [B, n, H, E] and den_i = sum_j w_ij [B, n, H], float32 (float64 for float64 q), so that
-    power_attention is num / den, and sums over other tokens can be added first. Here `scale` counts; it and the other
-    arguments are those of `power_attention`, and what is raised too. The sums must be inside the range of their dtype.
+    power_attention is num / den, and sums over other tokens can be added first. Here `scale` counts. The arguments
+    and errors are as for `power_attention`. The sums must be inside the range of their dtype.
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
     _check(q, k, v, log_g, p, scale)
@@ -121,8 +121,9 @@ def _for_kernels(log_g):
     return None if log_g is None else log_g.float()
 
 
-def _attend_to_batch(q, k, v, log_g, *, p, form, chunk_size, initial_state, return_state):
-    """Return y and the PowerState after all tokens, or None, as `power_attention` does without cu_seqlens."""
+def _attend_to_batch(tensors, *, p, form, chunk_size, initial_state, return_state):
+    """Return y and the PowerState after all tokens, or None, for tensors q, k, v and log_g without cu_seqlens."""
+    q, k, v, log_g = tensors
     (B, n, _, D), (T, Hkv, E), has_state = q.shape, v.shape[1:], initial_state is not None
     problem, queries = Problem(T, D, E, p, q.dtype, q.device, log_g is not None), None if n == T else n
     chosen = plan(problem, form, chunk_size, initial_state=has_state, return_state=return_state, queries=queries)
@@ -135,7 +136,7 @@ def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False
     """Return y and the PowerState after all tokens, or None, computed as the Plan `chosen` says."""
     (B, n), T = q.shape[:2], k.shape[1]
     if not chosen.on_kernels or B == 0:  # a kernel cannot be launched on nothing
-        sizes = dict(p=p, form=chosen.form, chunk_size=chosen.chunk_size)
+        sizes = dict(p=p, chunk_size=chosen.chunk_size)
         return forms.attend(q, k, v, log_g, **sizes, initial_state=initial_state, return_state=return_state)
     operators, gates = backend.operators(), _for_kernels(log_g)
     if chosen.form == "chunked":
@@ -196,7 +197,7 @@ def _attend_one_by_one(tensors, lengths, initial_state, *, p, form, chunk_size, 
         sequence = [None if x is None else x[:, start : start + length] for x in tensors]
         if length:
             options = dict(p=p, form=form, chunk_size=chunk_size, return_state=return_state)
-            y, state = _attend_to_batch(*sequence, **options, initial_state=state)
+            y, state = _attend_to_batch(sequence, **options, initial_state=state)
             outputs.append(y)
         elif return_state and state is None:
             state = forms.empty_state(*sequence[1:3], p)

@@ -4,16 +4,13 @@ Pair i = 1..d/2 of a query or key, the entries (2i-1, 2i), turns by u * theta_i 
 u counts tokens: u_t = t for the fixed rotation, u_t = sum of beta up to t for the learned one (conformal paper,
 Kumar et al. 2025, sections 2.2 and 3.2). N is `rope_base`, the longest document of the data set.
 
-Angles are formed as turns: u in float64, times N^(-2(i-1)/d), of which only the fractional part becomes float32.
+Angles are formed as turns: u in float64, times N^(-2(i-1)/d). Only the fractional part of a turn becomes float32.
 An angle accumulated in float32 is off by 2.8 rad after 64k tokens; this one is off by 4e-7.
 """
 
 import math
 
 import torch
-
-from .operator import backend
-from .operator.dispatch import uses_fused
 
 
 def rotation_rates(d, base, device=None):
@@ -37,8 +34,8 @@ def rotation(u, d, base, dtype):
     return torch.stack((cos, cos), dim=-1).flatten(-2), torch.stack((-sin, sin), dim=-1).flatten(-2)
 
 
-# For torch.compile, which would write these float64 powers into every kernel that turns a query or key: computed once
-# for all layers.
+# torch.compile would write these float64 powers into every kernel that turns a query or key. As an operator they are
+# computed once for all layers.
 @torch.library.custom_op("sympow::rotation", mutates_args=())
 def _rotation(u: torch.Tensor, d: int, base: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return rotation(u, d, base, dtype)
@@ -60,34 +57,3 @@ def rotary(x, u, base):
     cos, sin = (r.to(x.device).unsqueeze(-2) for r in compute(u, x.shape[-1], float(base), dtype))  # [B, T, 1, D]
     y = x.to(dtype)
     return (y * cos + y.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin).to(x.dtype)
-
-
-def rotate_heads(qkv, H, Hkv, u, base):
-    """Return q [B, T, H, D] and k, v [B, T, Hkv, D] of qkv [B, T, H + 2 Hkv, D], which has their heads in this order: q
-    and k rotated as `rotary` does, v a view."""
-    if backend.transforms_active() or not uses_fused("rotary", qkv):
-        q, k, v = qkv.split((H, Hkv, Hkv), dim=2)
-        return rotary(q, u, base), rotary(k, u, base), v
-    D = qkv.shape[-1]
-    if u.requires_grad:
-        angle = angles(u, D, float(base), torch.float32)
-        table = angle.detach().cos(), angle.detach().sin()
-    else:
-        angle, table = None, (_table if torch.compiler.is_compiling() else make_table)(u, D, float(base))
-    return backend.rotary().RotateHeads.apply(qkv, H, Hkv, *table, angle)
-
-
-def make_table(u, d, base):
-    """Return cos and sin of the angle of each pair, both [..., T, d / 2] float32, for u [..., T] float64."""
-    angle = angles(u, d, base, torch.float32)
-    return angle.cos(), angle.sin()
-
-
-@torch.library.custom_op("sympow::rotation_table", mutates_args=())  # for the same reason as _rotation
-def _table(u: torch.Tensor, d: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return make_table(u, d, base)
-
-
-@_table.register_fake
-def _(u, d, base):
-    return tuple(u.new_empty(*u.shape, d // 2, dtype=torch.float32) for _ in range(2))

@@ -24,8 +24,8 @@ def softmax_attention(q, k, v, log_g=None, *, scale=None):
     (n, H), (T, Hkv) = q.shape[1:3], k.shape[1:3]
     mask = None
     if log_g is not None or n < T:
-        at = torch.arange(T, device=q.device)
-        mask = at[-n:, None] >= at  # [n, T]
+        tokens = torch.arange(T, device=q.device)
+        mask = tokens[-n:, None] >= tokens  # [n, T]
     if log_g is not None:
         document = (log_g == float("-inf")).cumsum(1).transpose(1, 2)  # [B, Hkv or 1, T]
         if document.shape[1] > 1:
@@ -52,6 +52,7 @@ class Softmax(KVCacheVariant):
     splits_context = True
 
     def forward(self, x, qkv, resets=None, state=None):
+        """Return (y [B, n, H, E], the state after the n tokens, or None without a state)."""
         positions = self.positions(x, state)
         q, k, v = self.rotate(qkv, positions)
         if state is None and self.context is not None:

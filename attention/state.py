@@ -1,7 +1,7 @@
 """The state of generation, from which a layer goes on without reading the earlier tokens again.
 
-State is what GPT asks of any layer's state, and ModelState has those of all layers. LayerState is that of softmax and
-the power variants: a KV cache, and, for the variants with a recurrent form, a PowerState of the tokens before it.
+State is the contract between GPT and a layer's state; a ModelState holds the states of all layers. Softmax and the power
+variants have a LayerState: a KV cache and, in variants with a recurrent form, a PowerState of the tokens before it.
 
     state = LayerState.empty(batch, device)
     y, state = attend_and_append(q, k, v, log_g, positions, state, p=2)      # again and again, any number of tokens
@@ -47,18 +47,18 @@ class State:
         return sum(x.numel() * x.element_size() for x in self.tensors().values())
 
     def map(self, function):
-        """Return the state whose tensors are function(tensor), for a function that acts on their batch."""
+        """Apply a function that acts on the batch to every tensor; return the new state."""
         return replace(self, **{name: function(x) for name, x in self.tensors().items()})
 
     def repeat(self, n):
         """Return the state of each sequence n times over, for several continuations of one prompt."""
         return self.map(lambda x: x.repeat_interleave(n, dim=0))
 
-    def concatenate(self, *others):
-        """Return the states of several batches as that of one. Raises ValueError if they hold different tensors."""
-        states = self, *others
+    def concatenate(self, *more):
+        """Join the states of several batches into one. Raises ValueError if they hold different tensors."""
+        states = self, *more
         shapes = [{name: (x.shape[1:], x.dtype) for name, x in s.tensors().items()} for s in states]
-        if any(s != shapes[0] for s in shapes) or any(s.settings() != self.settings() for s in others):
+        if any(s != shapes[0] for s in shapes) or any(s.settings() != self.settings() for s in more):
             raise ValueError(
                 "states of one batch must hold tensors of the same shapes: the same number of cached tokens"
             )
@@ -126,7 +126,7 @@ class ModelState:
         return parts if self.embedding is None else parts | {"embedding": self.embedding}
 
     def map(self, function):
-        """Return the state whose parts' tensors are function(tensor), for a function that acts on their batch."""
+        """Apply a function that acts on the batch to every tensor of every part; return the new state."""
         embedding = self.embedding and self.embedding.map(function)
         return ModelState([layer.map(function) for layer in self.layers], self.n_tokens, embedding)
 
@@ -141,29 +141,28 @@ class ModelState:
 
 def attend_and_append(q, k, v, log_g, positions, state, *, p):
     """Attend from n new tokens to themselves and `state`; return y [B, n, H, E] and the state after them."""
-    before, state = state, state.append(k, v, log_g, positions)
-    must_flush = state.must_flush(p)
-    y, power = attend_to_state(q, k, v, log_g, before, state, before.power, must_flush, p=p)
+    appended = state.append(k, v, log_g, positions)
+    must_flush = appended.must_flush(p)
+    y, power = attend_to_state(q, (k, v, log_g), (state, appended), state.power, must_flush, p=p)
     if must_flush:
-        state = replace(state, k=None, v=None, log_g=None, S=power.S, z=power.z)
-    return y, state
+        appended = replace(appended, k=None, v=None, log_g=None, S=power.S, z=power.z)
+    return y, appended
 
 
-def attend_to_state(q, k, v, log_g, before, state, power, must_flush, *, p):
+def attend_to_state(q, tokens, states, power, must_flush, *, p):
     """Attend from n new tokens to themselves, the KV cache and `power`; return (y [B, n, H, E], a PowerState or None).
 
-    before and state are the LayerStates without and with the new tokens' keys and values; power, a PowerState or None,
-    holds the tokens before the cache, and is returned with all cached tokens flushed into it if must_flush.
+    tokens: k, v and log_g of the new tokens; states: the LayerStates without and with them. power, a PowerState or
+    None, holds the tokens before the cache, and is returned with all cached tokens flushed into it if must_flush.
     """
+    state, appended = states
     if must_flush and q.shape[1] > 1:  # a piece of a prompt: flush the cache, then go on in chunks
-        if before.k is not None:
-            power = flush(before.k, before.v, before.log_g, power, p=p)
-        y, power = power_attention(q, k, v, log_g, p=p, form="chunked", initial_state=power, return_state=True)
-    elif before.k is None and power is None and not must_flush:  # the first piece
-        y = power_attention(q, k, v, log_g, p=p, form="quadratic")
-    else:
-        y, power = read_cache(q, state.k, state.v, state.log_g, power, p=p, flush_cache=must_flush)
-    return y, power
+        if state.k is not None:
+            power = flush(state.k, state.v, state.log_g, power, p=p)
+        return power_attention(q, *tokens, p=p, form="chunked", initial_state=power, return_state=True)
+    if state.k is None and power is None and not must_flush:  # the first piece
+        return power_attention(q, *tokens, p=p, form="quadratic"), None
+    return read_cache(q, appended.k, appended.v, appended.log_g, power, p=p, flush_cache=must_flush)
 
 
 def count_positions(x, state, speed=None):

@@ -1,16 +1,16 @@
 """The contract between the model and an attention: everything that GPT, training and generation ask of one.
 
 To add an attention: subclass Variant in a file of its own, name it in ATTENTIONS (attention/__init__.py), and write a
-config/NAME.py. Only `forward` and `empty_state` must be written; what else is here has a default. Nothing outside
+config/NAME.py. Only `forward` and `empty_state` must be written; all else here has a default. Nothing outside
 attention/ asks which variant it has. README, "Add your own attention", has a whole one in 25 lines, and
 tests/test_variant.py takes every variant through training, saving and generation.
 
 What generation keeps of a layer's tokens is a subclass of State (attention/state.py), a dataclass, which is
     made      by empty_state, and by forward from the one before, which stays as it is
-    reset     by forward, at a token whose `resets` is true: from there on it is the state of that token and later ones
+    reset     by forward, at a token where `resets` is true: it is then the state of this token and later ones
     repeated  state.repeat(n), for several samples of one prompt
     sized     state.bytes()
-    saved     state.tensors() and state.settings(), of which type(state)(**tensors, **settings) makes it again
+    saved     state.tensors() and state.settings(); type(state)(**tensors, **settings) makes it again
     combined  state.concatenate(*others), into the state of a larger batch
 State itself has the last four.
 """
@@ -24,7 +24,7 @@ from .operator.arguments import check_power
 from .operator.dispatch import FORMS
 from .operator.memory import cached_bytes
 from .positions import LearnedPosition
-from .rotary import rotate_heads
+from .rotary import rotary
 from .state import LayerState, count_positions
 
 
@@ -41,16 +41,16 @@ def decoding_kernels(part):
 def check_layer(config):
     """Choose head_dim and n_kv_head where they are 0, and raise ValueError for settings that no attention takes.
 
-    config: a GPTConfig, or what else a Variant is made with. Which settings one attention takes: `Variant.check`.
+    config: a GPTConfig or a LayerConfig. `Variant.check` knows the settings that one attention takes.
     """
-    for name in ("n_head", "n_embd", "n_kv_head", "head_dim"):
-        if getattr(config, name) < (name not in ("n_kv_head", "head_dim")):  # where 0 means: choose it
+    for name, least in dict(n_head=1, n_embd=1, n_kv_head=0, head_dim=0).items():
+        if getattr(config, name) < least:
             raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
     if not config.head_dim and config.n_embd % config.n_head:
-        near = [h for h in range(1, config.n_embd + 1) if config.n_embd % h == 0]
+        divisors = [h for h in range(1, config.n_embd + 1) if config.n_embd % h == 0]
         raise ValueError(
             f"n_embd must be a multiple of n_head, got {config.n_embd} and {config.n_head}: n_head="
-            f"{min(near, key=lambda h: abs(h - config.n_head))} would do, or set head_dim"
+            f"{min(divisors, key=lambda h: abs(h - config.n_head))} would do, or set head_dim"
         )
     config.head_dim = config.head_dim or config.n_embd // config.n_head
     config.n_kv_head = config.n_kv_head or config.n_head
@@ -73,16 +73,16 @@ def check_layer(config):
 
 class Variant(nn.Module):
     gates = ("none",)  # the allowed settings of `gate`; gate=auto means the first
-    # The kernels on which decoder.py generates with it: "power", "softmax", "heinsen", or "" for none. Only the class
-    # itself is asked, not its base classes, because a subclass computes something else. If one layer of a model has
-    # none, generation steps through the `forward` of all.
+    # Its decode step: the name of a class in LAYERS of generation/layers.py ("power", "softmax", "heinsen"), or "" for
+    # none. Only the class itself is asked, not its base classes, because a subclass computes something else. If one
+    # layer of a model has none, generation steps through the `forward` of all.
     decodes_on_kernels = ""
     # The number of cached tokens at which a state replaces the KV cache, or "auto", "always" or "never"; None if there
     # is no KV cache, or no such choice.
     switch_over = None
     rotates = True  # False if its `forward` does not rotate q and k by their positions
-    # True if its `forward` computes its part of a sequence whose tokens are spread over ranks when `context` is set
-    # (parallel/context.py). Only the class itself is asked: a subclass that computes something else must say so too.
+    # True if its `forward` computes one rank's part of a sequence when `context` is set (parallel/context.py). Only the
+    # class itself is asked: a subclass that computes something else must say so too.
     splits_context = False
     context = None  # a context.Context, or None where each rank has whole sequences; set from outside
 
@@ -133,7 +133,7 @@ class Variant(nn.Module):
 
         x [B, T, n_embd] is the layer's normalised input, or its products (see `input_weight`), and qkv
         [B, T, H + 2 Hkv, D] its projections, under autocast in its dtype: the heads of q, then of k, then of v, not
-        rotated, of which `split` or `rotate` makes three tensors. Query head h belongs to key/value head
+        rotated; `split` or `rotate` makes three tensors of it. Query head h belongs to key/value head
         h // (H / Hkv). resets [B, T] bool or None: a token where it is true sees nothing before it. state: the State of
         the tokens before, or None in training. With a state T is 1 or the length of a piece of a text, and calls with
         pieces give what one call with all tokens would.
@@ -149,9 +149,10 @@ class Variant(nn.Module):
     def rotate(self, qkv, positions):
         """Return what `split` does, but q and k rotated by the positions [T] or [B, T] float64 of their tokens. In a
         model with positions=learned they are as they are."""
+        q, k, v = self.split(qkv)
         if self.config.positions != "rotary":
-            return self.split(qkv)
-        return rotate_heads(qkv, self.config.n_head, self.config.n_kv_head, positions, self.rope_base)
+            return q, k, v
+        return rotary(q, positions, self.rope_base), rotary(k, positions, self.rope_base), v
 
     def empty_state(self, batch, device, switch_over=None):
         """Return the State before any token of `batch` sequences. switch_over replaces the variant's own, if given;
@@ -161,7 +162,7 @@ class Variant(nn.Module):
     def positions(self, x, state, speed=None):
         """Return the positions of the tokens of x [B, T, ...] that follow `state`, [T] or [B, T] float64.
 
-        They are counted on from state.position, or with `speed` [B, T] summed; `context` knows those of other ranks.
+        They count on from state.position, or with `speed` [B, T] add it up. `context` counts the tokens of other ranks.
         """
         if self.context is None or state is not None:
             return count_positions(x, state, speed)
@@ -201,15 +202,15 @@ class Variant(nn.Module):
     def generation_bytes(self, state, max_new_tokens, itemsize, state_dtype, switch_over=None):
         """Return the bytes of one sequence's (KV cache, state) once `state`, a State, is `max_new_tokens` longer.
 
-        itemsize: bytes of a number in a KV cache; state_dtype: of states between flushes; switch_over: replaces that of
-        `state`, if given. The default is for a state that does not grow.
+        itemsize: bytes of a number in a KV cache; state_dtype: of states between flushes; switch_over: replaces the
+        state's own, if given. The default is for a state that does not grow.
         """
         tensors = list(state.tensors().values())
         return 0, state.bytes() // len(tensors[0]) if tensors else 0
 
 
 class KVCacheVariant(Variant):
-    """A Variant whose state is a LayerState: a KV cache and, unless switch_over is "never", a PowerState before it."""
+    """A Variant with a LayerState: a KV cache and, unless switch_over is "never", a PowerState before it."""
 
     switch_over = "never"
 

@@ -52,7 +52,7 @@ class Decoder:
         num_samples: how often each of the state's sequences is continued.
 
         Raises MemoryError before it allocates if the buffers would not fit, and ValueError or AttributeError for a
-        model whose layers are not those of model.py.
+        model with other layers than model.py has.
         """
         c, wte = model.config, model.transformer.wte.weight
         self.config, self.sampler, self.num_samples, self.device = c, sampler, num_samples, wte.device
@@ -92,7 +92,7 @@ class Decoder:
         )
 
     def _linear(self, layer, outputs, inputs, norm=Norm()):
-        """Return a Linear of an nn.Linear. Raises ValueError for another shape: the buffers have the sizes of config's."""
+        """Return a Linear of an nn.Linear. Raises ValueError for a shape that config has not."""
         if layer.weight.shape != (outputs, inputs):
             raise ValueError(f"a linear layer has the shape {list(layer.weight.shape)}, not {[outputs, inputs]}")
         return Linear(layer.weight.to(self.buffers.dtype), float32(layer.bias), norm)
@@ -213,7 +213,7 @@ class Decoder:
 
     @torch.no_grad()
     def difference(self, model, logits, state, tokens=3):
-        """Return the largest relative difference between this decoder's logits and those of model.step, for some tokens.
+        """Return the largest relative difference of the logits from those that model.step computes, for some tokens.
 
         logits and state are the model's after the prompt; the decoder was made from this state, and goes on from it as
         if nothing had happened. The tokens are the likeliest ones after the prompt, fewer if the decoder is made for

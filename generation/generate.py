@@ -6,7 +6,7 @@
     for ids in generate(model, prefix=(logits, state), max_new_tokens=100): ...        # with the state in between
 
 On a GPU, decoder.py generates if there are kernels for all layers of the model, and if it computes this model: its
-logits are compared with those of `GPT.step` at the start. Otherwise `GPT.step` generates.
+logits are compared with what `GPT.step` computes at the start. Otherwise `GPT.step` generates.
 """
 
 import time
@@ -22,7 +22,7 @@ from sympow.attention.variant import decoding_kernels
 from sympow.data.progress import bar
 
 NOT_THIS_MODEL = "the decoder does not compute this model: generating with GPT.step"
-_different = weakref.WeakSet()  # the models of which that was said
+_different = weakref.WeakSet()  # the models that were named so already
 PIECE = {"cuda": 32768, "cpu": 1024}  # tokens of a prompt that are read in one call
 
 
@@ -94,14 +94,14 @@ def _decode(model, logits, state, sampler, max_new_tokens, state_dtype, timings)
 
 
 def _make_decoder(model, logits, state, sampler, max_new_tokens, state_dtype):
-    """Return a Decoder that goes on from `state`, or None, with a warning, if its logits are not those of GPT.step."""
+    """Return a Decoder that goes on from `state`, or None, with a warning, if its logits differ from GPT.step's."""
     from .decoder import Decoder, check_difference  # Triton is not everywhere
 
     try:
         samples = len(sampler.generators)
         decoder = Decoder(model, state, sampler, max_new_tokens, cache_dtype(model), samples, state_dtype)
         problem = check_difference(decoder, model, logits, state) if max_new_tokens > 1 else ""
-    except (AttributeError, ValueError) as error:  # its blocks are not those of model.py
+    except (AttributeError, ValueError) as error:  # it has other blocks than model.py
         problem = first_line(error)
     if not problem:
         return decoder

@@ -14,7 +14,7 @@ and the decoder asks it, whatever it is, for
     room()                     return how many tokens it can read before a flush
     flush_full(tokens_left)    flush its cache if it is full; return True if it has other buffers now
     tensors()                  the buffers of its state
-    changes()                  those of them that a step changes, except for the entry that it appends to a cache
+    changes()                  the buffers that a step changes, except for the entry that it appends to a cache
 """
 
 import math
@@ -160,7 +160,7 @@ class PowerLayer(CachedLayer):
         decode_power.attend(b.qkv, b.rotation, self.cache, self.power, sums, b.y, self.p)
 
     def flush_full(self, tokens_left):
-        """Flush the cache into the state if it is full. The first flush allocates the state and then a smaller cache."""
+        """Flush the cache into the state if it is full. The first allocates the state and a smaller cache."""
         full, first = self.cached >= self.limit, self.power is None
         if full:
             self.flush()

@@ -5,15 +5,14 @@ arguments      what the public functions ask of their arguments; rows of any wid
 transforms     autograd, torch.func and torch.compile of the operators
 quadratic/     passes, the launchers of the quadratic form, and its kernels: forward_kernel, dq_kernel, dkdv_kernel,
                key_scale_kernel, gates, tiles
-chunked/       passes, the chunked form forward and backward, and its kernels: prepare, update_state, discumsum,
-               query_state, query_gradient, gates
+chunked/       passes, the chunked form forward and backward, and its kernels: prepare, products, mirror, gates,
+               update_state, discumsum, query_state, query_gradient_p2, query_gradient_p4
 adaptive/      passes, the launchers of the quadratic form with a power for each row, its kernels: forward_kernel,
                backward_kernels, and operator, its torch operator
 heinsen/       passes, Heinsen's log attention, and operator, its torch operator
 decode/        one token of generation: power, softmax, heinsen, linear, sampling
 common         what the kernels share: units, exact products, program maps
-rotary         training: q and k rotated in one pass over memory
-cross_entropy  training: the losses and their gradient in one pass over the logits
+cross_entropy  losses and their gradients in one pass over the logits
 layout         which features a state has, and in what order the kernels store them
 precompile     compiles many kernels at once, in threads, before they are used
 registry       objects that operators know by a number: the ranks that share a sequence
@@ -41,7 +40,7 @@ SOURCES = Path(__file__).parent
 
 
 def source_files(suffixes=(".py",)):
-    """Return the paths of all files of the kernels, in every room, whose suffix is one of these."""
+    """Return the paths of all files of the kernels, in every room, with one of these suffixes."""
     return sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes)
 
 
@@ -53,7 +52,9 @@ def source_hash():
 
 def widest(form, dtype):
     """Return the largest head dimension that the kernels of `form` take in a dtype; form: see `unsupported_reason`."""
-    if form in ("quadratic", "sums", "adaptive") and dtype != torch.float32:  # whose tiles would not fit shared memory
+    if (
+        form in ("quadratic", "sums", "adaptive") and dtype != torch.float32
+    ):  # tiles of float32 would not fit shared memory
         return QUADRATIC_WIDTHS[-1]
     return HEAD_DIMS[-1]
 

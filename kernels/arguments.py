@@ -41,16 +41,16 @@ def check_rows(may_be_empty=False, **rows):
             raise ValueError(f"{name} must be [B, T, heads, D] with no size 0, in {dtypes}, got {described(x)}")
 
 
-def check_device(q, **others):
+def check_device(q, **tensors):
     """Raise ValueError unless all tensors (or None) are on q's device."""
-    if away := [f"{name} on {x.device}" for name, x in others.items() if x is not None and x.device != q.device]:
-        raise ValueError(f"all tensors must be on one device, got the first on {q.device}, {', '.join(away)}")
+    if devices := [f"{name} on {x.device}" for name, x in tensors.items() if x is not None and x.device != q.device]:
+        raise ValueError(f"all tensors must be on one device, got the first on {q.device}, {', '.join(devices)}")
 
 
 def check_qkv(form, q, k, v, *, n_is_T=False, v_dtypes=(), may_be_empty=False):
     """Raise ValueError unless the kernels of `form` take q [B, n, H, D], k [B, T, Hkv, D] and v [B, T, Hkv, E].
 
-    With n_is_T every token must have a query; v_dtypes: what v's dtype may be beside that of q and k; may_be_empty: as
+    With n_is_T every token must have a query; v_dtypes: the dtypes that v may have beside q's; may_be_empty: as
     for `check_rows`.
     """
     check_rows(may_be_empty, q=q, k=k, v=v)
@@ -136,9 +136,9 @@ def widen_state(S, z, D, W, p):
     if D == W:
         return S, z
     D, W = index(D), index(W)
-    at, Dphi = positions_on_device(D, W, p, S.device), symmetric_power_dim(W, p)
-    S = S.new_zeros(*S.shape[:-2], Dphi, W).index_copy(S.ndim - 2, at, S)
-    return S, z.new_zeros(*z.shape[:-1], Dphi).index_copy(z.ndim - 1, at, z)
+    places, Dphi = positions_on_device(D, W, p, S.device), symmetric_power_dim(W, p)
+    S = S.new_zeros(*S.shape[:-2], Dphi, W).index_copy(S.ndim - 2, places, S)
+    return S, z.new_zeros(*z.shape[:-1], Dphi).index_copy(z.ndim - 1, places, z)
 
 
 def narrow_state(S, z, D, E, p):
@@ -147,8 +147,8 @@ def narrow_state(S, z, D, E, p):
     if D == W:
         return S, z
     D, W = index(D), index(W)
-    at = positions_on_device(D, W, p, S.device)
-    return S.index_select(S.ndim - 2, at), z.index_select(z.ndim - 1, at)
+    places = positions_on_device(D, W, p, S.device)
+    return S.index_select(S.ndim - 2, places), z.index_select(z.ndim - 1, places)
 
 
 def positions_on_device(D, W, p, device):

@@ -134,22 +134,6 @@ def add_to_rows(OUT, x, b, start, h, T, H):
     tl.store(to, x.to(OUT.dtype.element_ty), mask)
 
 
-@triton.jit
-def load_mirror(MIRROR, head, D: tl.constexpr):
-    """Return (u [D], whether it is not zero) of a head of keys (prepare.py), or two zeros without MIRROR."""
-    if MIRROR is None:
-        return 0.0, False
-    else:
-        index = MIRROR + head * D
-        return tl.load(index + tl.arange(0, D)), tl.load(index) != 0  # u[0] is zero only if u is
-
-
-@triton.jit
-def reflected(x, u):
-    """Return x [N, D] float32 with each row reflected at the plane to which the unit vector u [D] is normal."""
-    return x - 2 * tl.sum(x * u[None, :], 1)[:, None] * u[None, :]
-
-
 # ---- gates
 
 

@@ -4,13 +4,13 @@ Timing at the first call would make users wait, and would choose differently fro
 choice depends on the kernel, dtype, head dimension, p, gates and GPU alone. No entry depends on T, so a new length
 compiles nothing. There are two kinds of kernels:
 
-    forward, dq, dkdv (quadratic/),            sizes depend on the GPU: table.json has what `make tune` measured, by the
-    update_state, query_state,                 GPU's name. Other GPUs with Hopper's compute capability have the H200's
+    forward, dq, dkdv (quadratic/; adaptive/   sizes depend on the GPU: table.json has what `make tune` measured, by the
+    as p=0), update_state, query_state,        GPU's name. Other GPUs with Hopper's compute capability have the H200's
     query_gradient (chunked/)                  entries. For all others, and for float32, SAFE has sizes for each class
                                                of GPUs, chosen by the registers, spills and shared memory of compiled
                                                code (tests/targets.py prints these).
-    all others: adaptive/, heinsen/, decode/,  sizes are the same for every GPU: constants in the kernel's own file
-    cross_entropy, rotary, gates, and
+    all others: heinsen/, decode/,             sizes are the same for every GPU: constants in the kernel's own file
+    cross_entropy, gates, and
     prepare and discumsum (chunked/)
 """
 
@@ -30,9 +30,9 @@ def cache_folder():
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sympow"
 
 
-# Where `tune` writes. The installed package has its own table in the user's cache folder, whose entries come first.
+# Where `tune` writes. The installed package has its own table in the user's cache folder. Its entries come first.
 OWN_TABLE = TABLE if (TABLE.parents[1] / "sympow").is_dir() else cache_folder() / "table.json"
-MEASURED = "NVIDIA H200"  # the GPU whose entries of the table all of Hopper uses, if it has as much shared memory
+MEASURED = "NVIDIA H200"  # all of Hopper uses the entries of this GPU, if it has as much shared memory
 MEASURED_SHARED = 227 * 1024  # bytes
 
 

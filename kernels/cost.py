@@ -13,7 +13,6 @@ on an H200 in bfloat16; other GPUs differ more in speed than in these ratios. Tr
 
 import argparse
 import importlib.util
-import math
 import sys
 from functools import lru_cache
 
@@ -53,9 +52,10 @@ def chunk_size(T, D, p, gated=True):
 
 @lru_cache(maxsize=64)
 def packed_chunk_size(lengths, D, p, gated=True):
-    """Return the tokens of a chunk for packed sequences of these lengths, a tuple, each of which begins with a chunk.
+    """Return the tokens of a chunk for packed sequences of these lengths, a tuple.
 
-    It is the longest that costs at most 3% more than the cheapest, padding counted, and at most `best_size`.
+    Each sequence begins with a chunk. The result is the longest that costs at most 3% more than the cheapest, padding
+    counted, and at most `best_size`.
     """
     sizes = [C for C in SIZES if C <= best_size(D, p, gated)]
     costs = [sum(max(1, -(-n // C)) for n in lengths) * C * chunked_ns(C, C, D, p, gated) for C in sizes]
@@ -79,40 +79,32 @@ def best_form(T, D, p, gated=True):
 def measure(D, p, gated, lengths, sizes, tokens=65536):
     """Return ({T: ns} of the quadratic kernels, {(T, C): ns} of the chunked ones) for a token and head.
 
-    lengths: the T, sizes: the pairs (T, C) to measure; tokens: how many a call has, in as many sequences as that takes.
+    lengths: the T, sizes: the pairs (T, C) to measure; tokens: the number of a call's tokens, in sequences of T.
     """
     import torch
     from triton.testing import do_bench
 
-    from .chunked import passes as chunked
-    from .quadratic import passes as quadratic
+    from .operators import chunked_attention, quadratic_attention
 
-    def setup(T):
+    def ns(T, attention, **options):
         torch.manual_seed(0)
         B, H = max(1, tokens // T), 768 // D
         q, k, v = torch.randn(B, T, 3 * H, D, device="cuda", dtype=torch.bfloat16).split(H, dim=2)
-        log_g = torch.nn.functional.logsigmoid(6.9 + torch.randn(B, T, H, device="cuda")) if gated else None
-        return (q, k, v, log_g), torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16)
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        if gated:
+            log_g = torch.nn.functional.logsigmoid(6.9 + torch.randn(B, T, H, device="cuda"))
+            inputs.append(log_g.requires_grad_())
 
-    def quadratic_form(x, dy):
-        y, l = quadratic.forward(*x, p=p)
-        quadratic.backward(dy, None, *x, y, l, p=p)
+        def passes():
+            return torch.autograd.grad(attention(*inputs, p=p, **options), inputs, torch.ones_like(q))
 
-    def chunked_form(x, dy, C):
-        y, saved, _ = chunked.forward(*x, p=p, chunk=C)
-        chunked.backward(dy, *x, y, saved, p=p, chunk=C)
+        return do_bench(passes, warmup=5, rep=25, return_mode="median") * 1e6 / (B * T * H)
 
-    def ns(call, x):
-        return do_bench(call, warmup=5, rep=25, return_mode="median") * 1e6 / math.prod(x[0].shape[:3])
+    def chunked(*inputs, **options):
+        return chunked_attention(*inputs, **options)[0]
 
-    found = {}, {}
-    for T in lengths:
-        x, dy = setup(T)
-        found[0][T] = ns(lambda: quadratic_form(x, dy), x)
-    for T, C in sizes:
-        x, dy = setup(T)
-        found[1][T, C] = ns(lambda: chunked_form(x, dy, C), x)
-    return found
+    quadratic = {T: ns(T, quadratic_attention) for T in lengths}
+    return quadratic, {(T, C): ns(T, chunked, chunk=C) for T, C in sizes}
 
 
 def fit(columns, y):
@@ -124,7 +116,7 @@ def fit(columns, y):
 
 
 def main():
-    """Measure, fit and print the numbers of each size, and how good the resulting choices are."""
+    """Measure, fit and print the numbers of each size with gates, and how good the resulting choices are."""
     parser = argparse.ArgumentParser(prog="python -m sympow.kernels.cost", description=__doc__.splitlines()[0])
     parser.error = lambda message: refuse(f"it takes no arguments ({message})")
     parser.parse_args()
@@ -134,33 +126,33 @@ def main():
         refuse("no CUDA GPU here to measure on")
     if importlib.util.find_spec("triton") is None:
         refuse("Triton is not installed: see `make doctor`")
-    lengths = (512, 1024, 2048, 4096, 8192, 16384)
     for D, p in CHUNKED:
-        if (D, p) == (64, 4):  # the chunked form is nowhere cheaper
-            continue
-        around = [C for C in (best_size(D, p) * f // 4 for f in (1, 2, 4, 8, 16)) if C in SIZES]
-        T = 32768 if p == 2 else 65536
-        for gated in (True, False) if (D, p) == (64, 2) else (True,):
-            of_T, of_C = measure(D, p, gated, lengths if p == 2 else (), [(T, C) for C in around])
-            if p == 2 and gated:
-                QUADRATIC[D] = tuple(fit([[1] * len(of_T), list(of_T)], list(of_T.values())))
-                print(f"QUADRATIC {D}: ({QUADRATIC[D][0]:.2f}, {QUADRATIC[D][1]:.5f})", flush=True)
-            if gated:
-                rest = [max(0.05, t - quadratic_ns(C, D)) for (_, C), t in of_C.items()]
-                CHUNKED[D, p] = tuple(fit([[1] * len(rest), [1 / C for _, C in of_C]], rest))
-                print(f"CHUNKED {D}, {p}: ({CHUNKED[D, p][0]:.2f}, {CHUNKED[D, p][1]:.0f})", flush=True)
-            print(f"D={D} p={p} gated={gated}: ns a token and head, measured / by the model", flush=True)
-            print("  quadratic", *(f"  {T}: {t:.2f} / {quadratic_ns(T, D, gated):.2f}" for T, t in of_T.items()))
-            of_sizes = (f"  {C}: {t:.2f} / {chunked_ns(T, C, D, p, gated):.2f}" for (T, C), t in of_C.items())
-            print(f"  chunked at {T}", *of_sizes, f"  chosen: {chunk_size(T, D, p, gated)}", flush=True)
-            # how good the choice is near the length at which it changes
-            near = [T for T in (2**n for n in range(9, 19)) if 1 / 4 <= T / crossing(D, p, gated) <= 4]
-            of_T, of_C = measure(D, p, gated, near, [(T, chunk_size(T, D, p, gated)) for T in near])
-            for T, C in of_C:
-                both = {"quadratic": of_T[T], "chunked": of_C[T, C]}
-                form = best_form(T, D, p, gated)
-                print(f"  T={T}: quadratic {both['quadratic']:.2f}, chunks of {C} {both['chunked']:.2f}:", end=" ")
-                print(f"chosen / best {both[form] / min(both.values()):.2f}", flush=True)
+        if (D, p) != (64, 4):  # there the chunked form is nowhere cheaper
+            fit_size(D, p)
+
+
+def fit_size(D, p):
+    """Measure and fit the numbers of one size, and print them beside the measurements."""
+    T, lengths = (32768, (512, 1024, 2048, 4096, 8192, 16384)) if p == 2 else (65536, ())
+    chunks = [C for C in (best_size(D, p) * f // 4 for f in (1, 2, 4, 8, 16)) if C in SIZES]
+    quadratic, chunked = measure(D, p, True, lengths, [(T, C) for C in chunks])
+    if quadratic:
+        QUADRATIC[D] = tuple(fit([[1] * len(quadratic), list(quadratic)], list(quadratic.values())))
+        print(f"QUADRATIC {D}: ({QUADRATIC[D][0]:.2f}, {QUADRATIC[D][1]:.5f})", flush=True)
+    states = [max(0.05, t - quadratic_ns(C, D)) for (_, C), t in chunked.items()]
+    CHUNKED[D, p] = tuple(fit([[1] * len(states), [1 / C for C in chunks]], states))
+    print(f"CHUNKED {D}, {p}: ({CHUNKED[D, p][0]:.2f}, {CHUNKED[D, p][1]:.0f})", flush=True)
+    print("ns a token and head, measured / by the model", flush=True)
+    print("  quadratic", *(f"  {T}: {t:.2f} / {quadratic_ns(T, D):.2f}" for T, t in quadratic.items()))
+    sizes = (f"  {C}: {t:.2f} / {chunked_ns(T, C, D, p):.2f}" for (T, C), t in chunked.items())
+    print(f"  chunked at {T}", *sizes, f"  chosen: {chunk_size(T, D, p)}", flush=True)
+    # how good the choice is near the length at which it changes
+    lengths = [T for T in (2**n for n in range(9, 19)) if 1 / 4 <= T / crossing(D, p) <= 4]
+    quadratic, chunked = measure(D, p, True, lengths, [(T, chunk_size(T, D, p)) for T in lengths])
+    for (T, C), t in chunked.items():
+        times = {"quadratic": quadratic[T], "chunked": t}
+        ratio = times[best_form(T, D, p)] / min(times.values())
+        print(f"  T={T}: quadratic {quadratic[T]:.2f}, chunks of {C} {t:.2f}: chosen / best {ratio:.2f}", flush=True)
 
 
 def refuse(message):

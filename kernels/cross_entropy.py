@@ -3,9 +3,10 @@
     loss_n = log sum_v exp(x_nv) - x_n,target        x_nv <- exp(x_nv - c_n) - (v = target) sum_n,  rounded once
     sum_n = sum_v exp(x_nv - c_n)                    scale_n = 1 / sum_n:  scale_n x_nv is the gradient
 
-c_n is the largest of the first entries of row n. Leaving the division to the caller, who can do it with the rows of a
-matrix product, is what lets one pass do: the sum is known only at its end. A later entry that is so much larger than
-c_n that exponentials could overflow becomes the new c_n, and what has been written is brought to it; that is rare.
+c_n is the largest of the first entries of row n. The sum is known only at the end of the row. One pass suffices because
+the caller divides by it, together with the rows of a matrix product. A later entry may be so much larger than c_n that
+exponentials could overflow. It becomes the new c_n, and the entries written so far are multiplied to match. That is
+rare.
 
 A warp has a row. Cost: 2 bytes an entry read and 2 written in bfloat16, one exponential. The limit is bandwidth.
 """
@@ -23,8 +24,11 @@ HEADROOM = tl.constexpr(60.0)  # exp(60) times a vocabulary is far from float32'
 
 @triton.jit
 def cross_entropy_kernel(X, TARGETS, LOSSES, SCALES, V, padded, stride, BV: tl.constexpr, GRADIENT: tl.constexpr):
-    """Write the loss of one row of X, of which V entries count, and with GRADIENT its scale and, over the row, the
-    gradient without it: zeros for the entries from V up to `padded`. A target of -1 gives a loss and a scale of 0."""
+    """Write the loss of one row of X, and with GRADIENT its scale and, over the row, the gradient without the scale.
+
+    V entries count. The gradient is zero for the entries from V up to `padded`. A target of -1 gives a loss and a scale
+    of 0.
+    """
     row, first = tl.program_id(0), tl.arange(0, BV)
     X += tl.cast(row, tl.int64) * stride
     target = tl.load(TARGETS + row)
@@ -68,10 +72,19 @@ def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: b
     losses = torch.empty(N, dtype=torch.float32, device=logits.device)
     scales = losses.new_empty(N if gradient else 0)
     with device_guard(logits.device):
+        block = min(BLOCK, triton.next_power_of_2(V))
         cross_entropy_kernel[(N,)](
-            logits, targets, losses, scales, vocab_size, V, logits.stride(0), BV=min(BLOCK, triton.next_power_of_2(V)),
-            GRADIENT=gradient, num_warps=1,
-        )  # fmt: skip
+            logits,
+            targets,
+            losses,
+            scales,
+            vocab_size,
+            V,
+            logits.stride(0),
+            BV=block,
+            GRADIENT=gradient,
+            num_warps=1,
+        )
     return losses, scales
 
 

@@ -157,6 +157,7 @@ def layout_p2(D):
     where = np.zeros((D, D), dtype=np.int64)
     where[index[:, 1], index[:, 0]] = where[index[:, 0], index[:, 1]] = np.arange(len(index))
     orders = np.repeat(np.repeat(parts[:, 8:12], parts[:, 12], axis=0).flatten(), SLICE)
+    tables, _ = _canonical_tables(D, index, np.arange(D)[:, None], np.arange(len(index)))
     return Layout(
         M=D,
         **_tables_of_tiles(parts),
@@ -165,7 +166,7 @@ def layout_p2(D):
         to_x=_tensor(_to_x(parts, D), torch.bfloat16),
         lists=None,
         factors=None,
-        **_canonical_tables(D, index, orders, np.arange(D)[:, None]),
+        **tables,
     )
 
 
@@ -212,7 +213,8 @@ def layout_p4(D):
     row[index[needed, 1], second[needed]] = np.flatnonzero(needed)
     needed &= np.isin(np.arange(len(index)), row)  # one of two equal rows
     index = np.concatenate((x[first], x[second]), axis=1)
-    orders = np.where(needed, _orders_of_four(index), 0)
+    tables, multiplicity = _canonical_tables(D, index, x, np.flatnonzero(needed))
+    orders = np.where(needed, multiplicity, 0)
     where, lists = _gradient_lists(row, unused)
     weights = np.where(real, 1 + (x[:, 0] != x[:, 1]), 0)
     parts[:, 4:8] += M  # the kernels read scalars behind the entries
@@ -224,7 +226,7 @@ def layout_p4(D):
         to_x=None,
         lists=_tensor(lists),
         factors=_tensor(np.concatenate((x, x[scalars])).T),
-        **_canonical_tables(D, index, orders, x),
+        **tables,
     )
 
 
@@ -260,13 +262,6 @@ def _gradient_lists(row, unused):
     return np.concatenate(where), lists
 
 
-def _orders_of_four(indices):
-    """Return the number of orders of each of [rows, 4] indices."""
-    indices = np.sort(indices, axis=1)
-    a, b, c = (indices[:, i] == indices[:, i + 1] for i in range(3))
-    return np.select([a & b & c, (a & b) | (b & c), a & c, a | b | c], [1, 4, 6, 12], default=24)
-
-
 # ---- both powers
 
 
@@ -289,11 +284,11 @@ def _tables_of_tiles(parts):
     return dict(tiles=int(parts[:, 12].sum()), parts=_tensor(parts), groups=_tensor(groups))
 
 
-def _canonical_tables(D, index, orders, x):
-    """Return the fields of a Layout that have the canonical order.
+def _canonical_tables(D, index, x, needed):
+    """Return (the fields of a Layout that have the canonical order, each row's number of orders [rows]).
 
-    index [rows, p], x [M, p / 2]: the entries of a row of q or k whose product each row of the state, and each entry of
-    x, is. orders [rows]: the number of orders of each row of the state.
+    index [rows, p], x [M, p / 2]: each row of the state, and each entry of x, is the product of these entries of a row
+    of q or k. needed: the numbers of the rows that are not empty.
     """
     p = index.shape[1]
     multi_indices = np.array(list(combinations_with_replacement(range(D), p)))
@@ -305,14 +300,14 @@ def _canonical_tables(D, index, orders, x):
         return np.searchsorted(rank(multi_indices), rank(indices))
 
     canonical = find(index)
-    multiplicity = np.bincount(canonical, weights=orders)  # summed over all rows of a feature
+    root = make_sqrt_multiplicity(D, p)
     rows, places = np.zeros((2, len(multi_indices)), dtype=np.int64)
-    rows[canonical[orders > 0]] = np.flatnonzero(orders > 0)
+    rows[canonical[needed]] = needed
     square = find(np.concatenate(np.broadcast_arrays(x[:, None], x[None, :]), axis=-1).reshape(-1, p))
     places[square] = np.arange(len(square))
     tables = dict(rows=rows, canonical=canonical, square=square, places=places)
     tables = {name: _tensor(table, torch.int64) for name, table in tables.items()}
-    return dict(root=_tensor(np.sqrt(multiplicity), torch.float32), **tables)
+    return dict(root=root.float(), **tables), root.square().round().numpy()[canonical]
 
 
 def _tensor(table, dtype=torch.int32):

@@ -56,7 +56,7 @@ def quadratic_attention(q, k, v, log_g=None, *, p):
 def quadratic_sums(q, k, v, log_g=None, *, p, scale):
     """Return the numerators sum_j w_ij v_j [B, n, H, E] and the denominators sum_j w_ij [B, H, n], both float32.
 
-    w_ij = decay_ij (scale q_i . k_j)^p; the arguments are those of `quadratic_attention`, and scale, a number.
+    w_ij = decay_ij (scale q_i . k_j)^p; the arguments are as for `quadratic_attention`; scale is a number.
     """
     _check_quadratic(q, k, v, log_g, p)
     if not 0 < abs(scale) < math.inf:
@@ -145,7 +145,7 @@ _quadratic = transformable(_quadratic_operator, _save_quadratic, _differentiate_
 def chunked_state(k, v, log_g=None, S=None, z=None, *, p, chunk):
     """Return (S [B, Hkv, Dphi, E], z [B, Hkv, Dphi]) float32, the state after the last token.
 
-    The arguments are those of `chunked_attention`. Differentiable in every tensor.
+    The arguments are as for `chunked_attention`. Differentiable in every tensor.
     """
     check_rows(k=k, v=v)
     return chunked_attention(k.detach(), k, v, log_g, S, z, p=p, chunk=chunk, final=True)[1:]
@@ -160,9 +160,9 @@ def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=Fa
     first token, or None. chunk: tokens, a multiple of 128. The S and z returned are the state after the last token,
     empty unless `final`. Raises ValueError for arguments that do not fit.
 
-    first_chunks [N + 1] int32, on the same GPU: B is 1, and the tokens are those of N packed sequences. Sequence i has
-    the chunks first_chunks[i] up to first_chunks[i + 1], at least one; what pads its last chunk is zero in q, k, v and
-    log_g. States are those of N sequences. Without S and z, the log_g of each sequence's first token should be -inf.
+    first_chunks [N + 1] int32, on the same GPU: B is 1, and the tokens belong to N packed sequences. Sequence i has
+    the chunks first_chunks[i] up to first_chunks[i + 1], at least one; q, k, v and log_g are zero in the padding of its
+    last chunk. S and z have N sequences. Without S and z, the log_g of each sequence's first token should be -inf.
     """
     _check_chunked(q, k, v, log_g, p, chunk)
     D, E = q.shape[3], v.shape[3]
@@ -177,15 +177,15 @@ def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=Fa
 
 
 def chunked_attention_of_piece(q, k, v, log_g, decay, ranks, *, p, chunk):
-    """Return y of `chunked_attention` for a piece of each sequence, other pieces of which are on other ranks.
+    """Return y of `chunked_attention` for a piece of each sequence; other ranks hold the other pieces.
 
     decay [B, Hkv] float32 or None: the product of the piece's gates. ranks: the number that `registry.register` gave
     an object with a method scan_states(S, z, decay, reverse). Its arguments are the state that these tokens give from
     zero, S [B, Hkv, Dphi, W] and z [B, Hkv, Dphi], for rows of the kernels' width W. It begins to compute the state
     before these tokens, and returns a function that returns it. With `reverse` its arguments are the gradient that
     these tokens give to the state before them, and it computes the gradient to the state after them. It is called once
-    in each pass. The other arguments are those of `chunked_attention`. Differentiable once in q, k, v and log_g; the
-    gradients are those of the whole sequence.
+    in each pass. The other arguments are as for `chunked_attention`. Differentiable once in q, k, v and log_g;
+    gradients are exact for the whole sequence.
     """
     _check_chunked(q, k, v, log_g, p, chunk)
     check_device(q, decay=decay)

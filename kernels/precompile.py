@@ -4,7 +4,7 @@
 
 Triton compiles a kernel when it is first launched, one after another, a second or more each. Most of that time is spent
 in C++ and in ptxas, without Python's lock, so threads divide it. While `precompile` runs, launches of its own thread
-only compile, and Triton's AsyncCompileMode hands the work to a pool. Launches of other threads stay what they are.
+only compile, and Triton's AsyncCompileMode hands the work to a pool. Launches of other threads run as usual.
 """
 
 import os
@@ -106,7 +106,7 @@ def use_device(device):
 
 
 def pretend_gpu(arch, device=0):
-    """Make this process compile for a GPU of this compute capability (90) or AMD architecture, which need not be there.
+    """Make this process compile for a GPU of this compute capability (90), which need not be there.
 
     device: what Triton takes for the number of the GPU; it keeps what it compiled for one number apart from the others.
     Triton's interpreter must be off, and nothing may be launched.
@@ -114,8 +114,7 @@ def pretend_gpu(arch, device=0):
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
-    answers = {"get_current_target": target, "get_current_device": device}
+    answers = {"get_current_target": GPUTarget("cuda", arch, 32), "get_current_device": device}
 
     class Pretended:
         def __getattr__(self, name):

@@ -2,12 +2,11 @@
 
     _quadratic = transformable(_quadratic_operator, save, differentiate)    # call this in place of the operator
 
-torch.library's operators take part in autograd and torch.compile; torch.func wants a torch.autograd.Function. So a call
-goes to the operator, or where torch.func or forward mode is at work to a Function made of the same pieces. Both can be
-differentiated once, and have no forward mode.
+torch.library's operators take part in torch.compile and in modes that look at every operator; torch.func wants a
+torch.autograd.Function. So a call goes to the operator where torch.compile or such a mode is at work, and else to a
+Function made of the same pieces: the first call of an operator imports torch._dynamo, which takes 4 s that a program
+without torch.compile need not wait. Both can be differentiated once, and have no forward mode.
 """
-
-import sys
 
 import torch
 from torch.autograd import forward_ad
@@ -35,13 +34,12 @@ def transformable(operator, save, differentiate):
     torch.library.register_autograd. Every tensor among its arguments and results has the batch, alone or times heads,
     as its first dimension, which vmap makes longer.
     """
-    defer_dynamo(operator)
     operator.register_autograd(differentiate, setup_context=save)
 
     class Transformed(torch.autograd.Function):
         @staticmethod
         def forward(*args):
-            return operator(*args)
+            return operator._init_fn(*args) if _is_plain(args) else operator(*args)
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -66,7 +64,9 @@ def transformable(operator, save, differentiate):
     def call(*args):
         if transforms_active():
             return call_transformed(*args)
-        return operator(*args)
+        if torch.compiler.is_compiling() or not _is_plain(args):
+            return operator(*args)
+        return Transformed.apply(*args)
 
     def call_transformed(*args):
         return Transformed.apply(*args)
@@ -75,23 +75,15 @@ def transformable(operator, save, differentiate):
     return call
 
 
-def defer_dynamo(operator):
-    """Let a torch.library.custom_op run without the import of torch._dynamo, which takes seconds.
-
-    torch runs the operator's function within torch._dynamo.disable. As long as nothing has imported torch._dynamo,
-    there is nothing to disable, and the function is called as it is.
-    """
-    disabled = operator._backend_fns[None]
-
-    def run(*args, **kwargs):
-        function = disabled if "torch._dynamo" in sys.modules else operator._init_fn
-        return function(*args, **kwargs)
-
-    operator._backend_fns[None] = run
+def _is_plain(args):
+    """Return True if the tensors among args have memory, and no mode (as of torch's FLOP counter) sees operators."""
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type != "meta" for x in tensors)
+    return plain and torch._C._len_torch_dispatch_stack() == 0
 
 
 def transformable_once(operator):
-    """Return what `transformable` does for a backward pass, whose own derivative is refused."""
+    """Return what `transformable` does for a backward pass: its own derivative is refused."""
     return transformable(operator, lambda ctx, inputs, output: None, refuse_second_derivative)
 
 

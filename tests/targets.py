@@ -2,14 +2,14 @@
 
     python tests/targets.py                            # every launch of the shipped configs, for every target
     python tests/targets.py --target sm_80 sm_90       # for these targets
-    python tests/targets.py --kernel quadratic_b       # kernels whose name begins with this
+    python tests/targets.py --kernel quadratic.b       # kernels with names that begin so
     python tests/targets.py --once                     # one launch of each kernel, each for one target
     python tests/targets.py --large --target sm_86     # head dimension 128, its shared memory alone
     python tests/targets.py --markdown                 # the table of docs/targets.md
 
 A line is a kernel, the largest case, its target, registers a thread, bytes a thread that spill into memory, and bytes
-of shared memory. The launches are those of training and generation with the models of config/, caught as the launchers
-make them for small tensors on the CPU. What was found is remembered in ~/.cache/sympow/targets, by the kernels' source,
+of shared memory. The launches of training and generation with the models of config/ are caught as the launchers
+make them for small tensors on the CPU. Results are remembered in ~/.cache/sympow/targets, by the kernels' source,
 Triton's version and the launch; Triton remembers machine code in its own cache.
 """
 
@@ -24,6 +24,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -51,9 +52,8 @@ def training(large=False, heads=2, T=512):
 
     from sympow.kernels import DTYPES, operators
     from sympow.kernels.adaptive.operator import adaptive_attention
-    from sympow.kernels.heinsen import operator as heinsen_operator
+    from sympow.kernels.heinsen.operator import heinsen_attention
     from sympow.kernels.cross_entropy import cross_entropy_
-    from sympow.kernels.rotary import RotateHeads
 
     bf16, f32 = torch.bfloat16, torch.float32
 
@@ -64,8 +64,7 @@ def training(large=False, heads=2, T=512):
 
     def both_passes(attention, inputs, **options):
         outputs = attention(*inputs, **options)
-        outputs = [x for x in (outputs if isinstance(outputs, tuple) else (outputs,)) if x is not None]
-        outputs = [x for x in outputs if x.requires_grad]
+        outputs = [x for x in (outputs if isinstance(outputs, tuple) else (outputs,)) if x.requires_grad]
         torch.autograd.grad(outputs, inputs, [torch.zeros_like(x) for x in outputs], allow_unused=True)
 
     def quadratic(dtype, D, p, gated, n=T):
@@ -82,12 +81,7 @@ def training(large=False, heads=2, T=512):
 
     def heinsen(dtype, v_dtype, D):
         q, k, v = leaves(dtype, D)
-        both_passes(heinsen_operator.heinsen_attention, [q, k, v.detach().to(v_dtype).requires_grad_()])
-
-    def rotary(dtype, D, learned):
-        qkv, angle = torch.zeros(1, T, 3 * heads, D, dtype=dtype), torch.zeros(1, T, D // 2)
-        leaves = [x.detach().requires_grad_() for x in (qkv, *([angle] if learned else []))]
-        both_passes(lambda qkv, turn=None: RotateHeads.apply(qkv, heads, heads, angle, angle, turn), leaves)
+        both_passes(heinsen_attention, [q, k, v.detach().to(v_dtype).requires_grad_()])
 
     def cross_entropy(dtype, V):
         cross_entropy_(torch.zeros(T, V, dtype=dtype), torch.zeros(T, dtype=torch.int64), V - 5, True)
@@ -118,8 +112,6 @@ def training(large=False, heads=2, T=512):
     yield case(chunked, f32, 64, 2, True)
     yield case(heinsen, f32, f32, 64)
     for dtype in (bf16, f32):
-        yield case(rotary, dtype, 64, False)
-        yield case(rotary, dtype, 64, True)
         yield case(cross_entropy, dtype, 50304)
 
 
@@ -144,18 +136,18 @@ def generation():
         sizes = dict(vocab_size=99, n_layer=attention.count(",") + 1, n_head=12, n_embd=768, bias=False) | shape
         model = GPT(GPTConfig(**sizes, attention=attention, p=p))
         sampler = Sampler(torch.device("cpu"), B, True, top_k=5, top_p=0.9)
-        found = Decoder(model, model.empty_state(B, switch_over), sampler, 4, torch.bfloat16)
+        decoder = Decoder(model, model.empty_state(B, switch_over), sampler, 4, torch.bfloat16)
         for _ in range(4):  # cached, flushed, and with a state
-            found.step()
+            decoder.step()
 
     for D, p, gated in ((64, 2, True), (64, 2, False), (32, 4, False)):
-        yield f"prompt bfloat16 {D} {p}{' gated' * gated}", lambda D=D, p=p, gated=gated: prompt(D, p, gated)
+        yield f"prompt bfloat16 {D} {p}{' gated' * gated}", partial(prompt, D, p, gated)
     for B in (1, 8):
         models = [("conformal_sympow,sympow_gating,softmax,heinsen", 2, 3, {}), ("sympow", 4, "never", {})]
         models += [("even_power", 6, "never", {}), ("sympow", 4, 3, dict(head_dim=16, n_head=48))]
         for attention, p, switch_over, shape in models:
-            how = attention, p, B, switch_over
-            yield " ".join(map(str, ("tokens", *how[:3]))), lambda how=how, shape=shape: tokens(*how, **shape)
+            sizes = attention, p, B, switch_over
+            yield f"tokens {attention} {p} {B}", partial(tokens, *sizes, **shape)
 
 
 @contextlib.contextmanager
@@ -181,12 +173,12 @@ def launches(target, large=False):
     import torch
     from triton.runtime.jit import JITFunction
 
-    found, run, case = {}, JITFunction.run, None
+    caught, run, case = {}, JITFunction.run, None
 
     def catch(self, *args, grid, warmup, **options):
         kernel = f"{self.fn.__module__.removeprefix('sympow.kernels.')}.{self.__name__.removesuffix('_kernel')}"
         key = repr((kernel, [_signature(x) for x in args], sorted(options.items())))
-        found.setdefault(key, (kernel, case, lambda: run(self, *args, grid=(1,), warmup=True, **options)))
+        caught.setdefault(key, (kernel, case, lambda: run(self, *args, grid=(1,), warmup=True, **options)))
 
     JITFunction.run = catch
     try:
@@ -198,7 +190,7 @@ def launches(target, large=False):
                     launch()
     finally:
         JITFunction.run = run
-    return list(found.values())
+    return list(caught.values())
 
 
 def _signature(x):
@@ -274,15 +266,15 @@ def measure(targets, kernels=(), once=False, large=False):
     sys.path.insert(0, str(ROOT))
     memory = _memory()
     known = json.loads(memory.read_text()) if memory.exists() else {}
-    asked = json.dumps([sorted(targets), sorted(kernels), once, large])
-    if asked not in known:
-        known[asked] = _measure(targets, kernels, once, large)
+    request = json.dumps([sorted(targets), sorted(kernels), once, large])
+    if request not in known:
+        known[request] = _measure(targets, kernels, once, large)
         memory.parent.mkdir(parents=True, exist_ok=True)
         for old in memory.parent.glob("*.json"):
             if old != memory:
                 old.unlink(missing_ok=True)
         memory.write_text(json.dumps(known))
-    return known[asked]
+    return known[request]
 
 
 def _measure(targets, kernels, once, large):
@@ -302,9 +294,9 @@ def _measure(targets, kernels, once, large):
             stop_early()
             os.environ["TRITON_CACHE_DIR"] = folder  # what it makes must not be found by others
         with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-            found = pool.map(_compile, jobs, chunksize=1)
+            results = pool.map(_compile, jobs, chunksize=1)
     rows = []
-    for (target, number), result in zip(jobs, found):
+    for (target, number), result in zip(jobs, results):
         kernel, case, _ = LAUNCHES[target][number]
         rows.append(dict(target=target, kernel=kernel, case=case, **result))
     return rows

@@ -11,7 +11,7 @@ from helpers import ROOT, call
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from sympow.bench import heinsen, nanogpt  # noqa: E402
-from sympow.kernels import CHUNKED_SIZES, HEAD_DIMS, cost, tune  # noqa: E402
+from sympow.kernels import CHUNKED_SIZES, configs, cost, tune  # noqa: E402
 from sympow.kernels.configs import Config, key  # noqa: E402
 from sympow.runs.program import run_program  # noqa: E402
 
@@ -121,26 +121,24 @@ def test_the_table_keeps_what_was_not_measured(tmp_path):
     assert os.listdir(tmp_path) == ["table.json"]
 
 
-def test_tuning_measures_or_fills_in_every_entry_of_the_table():
-    cases = tune.cases_of(tune.SIZES, HEAD_DIMS, tune.TAKES_OVER, (False, True))
-
-    def powers(case):
-        return (case.p,) if case.chunked or case.kernel not in tune.KERNELS else tune.TAKES_OVER[case.p]
-
-    filled = {key(*case._replace(p=p)) for case in cases for p in powers(case)}
-    assert {"forward bfloat16 D=64 p=0 gated", "dkdv float32 D=16 p=2"} <= filled
-    for device, entries in json.loads(tune.OWN_TABLE.read_text()).items():
-        assert set(entries) <= filled, device
+def test_tuning_measures_every_entry_of_the_table():
+    names = {key(*case) for case in tune.all_cases()}
+    assert {"forward bfloat16 D=64 p=0 gated", "dkdv bfloat16 D=16 p=2"} <= names
+    for device, entries in json.loads(tune.configs.OWN_TABLE.read_text()).items():
+        assert set(entries) <= names, device
 
 
-def test_a_power_for_each_row_is_timed_with_any_tile_sizes(monkeypatch):
-    """On the CPU, in the interpreter, with resets for gates."""
-    monkeypatch.setattr(tune, "DEVICE", "cpu")
-    monkeypatch.setattr(tune, "WIDTH", 16)
-    for kernel, candidate in (("forward", Config(64, 32, 4, 1)), ("dkdv", Config(32, 64, 4, 1))):
-        run = tune.launcher(tune.Case(kernel, torch.float32, 16, 0, True), 1, 40)
-        results = [run(Config(32, 32, 4, 1)), run(candidate)]
-        assert len(results[0]) == (2 if kernel == "forward" else 4) and tune.difference(*results) < 1e-5
+@pytest.mark.parametrize("kernel,p,chunked", [("forward", 0, False), ("dkdv", 2, False), ("query_state", 2, True)])
+def test_both_passes_are_run_with_the_sizes_on_trial(kernel, p, chunked, monkeypatch):
+    """On the CPU, in the interpreter."""
+    monkeypatch.setattr(tune, "HEADS", 16)
+    case = tune.Case(kernel, torch.float32, 16, p, not chunked)
+    passes = tune.make_passes(case, 1, 40, "cpu")
+    first, candidate = passes(), Config(32, 64, 4, 1)
+    with tune.trial(case, candidate, "cpu"):
+        assert configs.find(*case, configs.gpu(torch.device("cpu"))) == candidate
+        assert tune.difference(passes(), first) < 1e-5
+    assert len(first) == (4 if chunked else 5)
 
 
 def test_the_cost_model_has_numbers_for_every_size_the_chunked_kernels_take():

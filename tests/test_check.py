@@ -86,12 +86,12 @@ def test_if_one_form_fails_the_other_is_used(on_gpu, monkeypatch):
 
 
 def test_what_is_checked_is_what_will_be_run(on_gpu, monkeypatch):
-    asked = []
-    monkeypatch.setattr(dispatch, "failure", lambda size, device: asked.append(size.form) or "")
+    requests = []
+    monkeypatch.setattr(dispatch, "failure", lambda size, device: requests.append(size.form) or "")
     for T in (1024, 65536):
         for more in ({}, dict(initial_state=True), dict(return_state=True), dict(queries=T - 1)):
             plan(Problem(T, 64, 64, 2, torch.bfloat16, "cuda", gated=True), **more)
-    assert asked == ["quadratic", "states", "states", "quadratic", "chunked", "states", "states", "states"]
+    assert requests == ["quadratic", "states", "states", "quadratic", "chunked", "states", "states", "states"]
 
 
 def test_a_check_runs_once_for_a_machine_and_its_failures_again_in_the_next_process(machine, monkeypatch):
@@ -134,15 +134,15 @@ def test_wrong_results_are_what_is_wrong(machine, monkeypatch):
 
 
 def test_what_the_package_notes_is_compiled_and_not_compared(machine, monkeypatch):
-    sizes, done = [check.Size("rotary", torch.bfloat16), check.Size("quadratic", torch.bfloat16, 64, 2)], []
+    sizes, done = [check.Size("cross_entropy", torch.bfloat16), check.Size("quadratic", torch.bfloat16, 64, 2)], []
     monkeypatch.setattr(check, "COMMON_SIZES", sizes)
     monkeypatch.setattr(check, "supported", lambda size: True)
     monkeypatch.setattr(check, "launch", done.append)
     monkeypatch.setattr(check.backend, "precompile", lambda launch: launch())
-    monkeypatch.setattr(check, "check", lambda sizes, T: [("", done.append(sizes) or sizes[0].form == "rotary")])
+    monkeypatch.setattr(check, "check", lambda sizes, T: [("", done.append(sizes) or sizes[0].form == "cross_entropy")])
     check.write_packaged()
     assert done == [sizes[:1], sizes[:1], sizes[1:], sizes[1:]]  # launched, compared
-    assert [key.split(", ")[-1] for key in json.loads(check.PACKAGED.read_text())] == ["rotary bfloat16"]
+    assert [key.split(", ")[-1] for key in json.loads(check.PACKAGED.read_text())] == ["cross_entropy bfloat16"]
     machine.unlink()
     monkeypatch.setattr(check, "_problems", {})
     monkeypatch.setattr(check, "_passed", set())
@@ -239,18 +239,18 @@ def test_the_decoder_is_compared_with_the_model(monkeypatch, attention, module, 
     config = GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention=attention)
     if breaks:
         monkeypatch.setattr(module, breaks, lambda *args, **options: None)
-    wrong = decoder.find_failure(config, ATTENTIONS[attention], torch.float32, torch.float32, DEVICE)
-    assert bool(wrong) == bool(breaks), wrong
+    problem = decoder.find_failure(config, ATTENTIONS[attention], torch.float32, torch.float32, DEVICE)
+    assert bool(problem) == bool(breaks), problem
 
 
 def test_generation_steps_through_the_model_if_the_decoder_fails(on_gpu, monkeypatch):
     model = GPT(GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention="sympow")).to(DEVICE)
-    asked = []
-    monkeypatch.setattr(decoder, "failure", lambda *args: asked.append(args) or "wrong results")
+    requests = []
+    monkeypatch.setattr(decoder, "failure", lambda *args: requests.append(args) or "wrong results")
     monkeypatch.setattr(generate, "kernel_reason", lambda *args: "")
     with pytest.warns(UserWarning, match="does not compute this model: generating with GPT.step .wrong results"):
         assert not generate.decodes_on_kernels(seen_on_gpu(model), torch.bfloat16)
-    assert [args[1:] for args in asked] == [(torch.float32, torch.bfloat16)]
+    assert [args[1:] for args in requests] == [(torch.float32, torch.bfloat16)]
 
 
 def test_generation_with_float16_weights_stays_in_pytorch(on_gpu):

@@ -115,13 +115,11 @@ def test_query_heads_share_key_value_heads(form, heads):
 
 
 @pytest.mark.parametrize("values", ["signed", "log"])
-@pytest.mark.parametrize("T,n", [(40, 7), (3, 11)])
-def test_without_an_order_every_query_sees_every_key(T, n, values):
-    assert_equal_to_specification(inputs(T, n), causal=False, values=values, tolerance=1e-9)
-
-
-def test_without_an_order_the_state_is_seen_too():
-    assert_equal_to_specification(inputs(20, 30, state=True), causal=False, tolerance=1e-9)
+@pytest.mark.parametrize("T,n,state", [(40, 7, False), (3, 11, False), (20, 30, True)])
+def test_without_an_order_every_query_sees_every_key_and_the_state(T, n, state, values):
+    leaves, *rest = inputs(T, n, state=state)
+    leaves[3:] = [x.detach().abs().requires_grad_() for x in leaves[3:]]  # of positive values
+    assert_equal_to_specification((leaves, *rest), causal=False, values=values, tolerance=1e-9)
 
 
 def test_gradients_through_a_chain_of_states_are_those_of_the_whole():
@@ -145,6 +143,13 @@ def test_what_a_state_means_does_not_depend_on_its_reference():
     shift = torch.randn_like(m)
     moved = LogState(m + shift, S * (-shift).exp().unsqueeze(-1), z * (-shift).exp())
     assert torch.allclose(heinsen_attention(q, k, v, initial_state=moved), y)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_after_a_reset_have_gradients_however_large_the_keys_before(form):
+    (q, k, v), *_ = inputs(40, dtype=torch.float32, change=lambda k: k + 200 * (torch.arange(40) < 20)[:, None, None])
+    resets = (torch.arange(40) == 20).expand(2, 40)
+    assert_equal_to_specification(([q, k, v], resets, None), form=form, dtype=torch.float32, tolerance=1e-5)
 
 
 def test_it_can_be_differentiated_twice():
@@ -285,12 +290,6 @@ def test_rows_that_see_a_log_value_beyond_the_bound_are_nan_where_it_cannot_be_l
     v[:, 11, :, 0] = 31
     wrong = heinsen_attention(q, k, v, values="log", chunk_size=8)
     assert wrong[:, :11].equal(y[:, :11]) and wrong[:, 11:].isnan().all()
-
-
-def test_log_values_are_logarithms_of_signed_ones():
-    (q, k, v), *_ = inputs(30)
-    signed, log = heinsen_attention(q, k, v.exp()), heinsen_attention(q, k, v, values="log")
-    assert torch.allclose(signed.log(), log)
 
 
 # ---- arguments
@@ -574,10 +573,11 @@ def test_training_checks_the_kernels_that_it_will_use(kernels, monkeypatch):
     monkeypatch.setattr(
         dispatch, "failure", lambda size, device: asked.append((size.dtype, size.v_dtype, size.D, device)) or ""
     )
-    for values, v_dtype in (("signed", torch.bfloat16), ("log", torch.float32)):
+    f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    for values, *dtypes in (("signed", bf16, bf16, bf16), ("log", bf16, bf16, f32), ("signed", f16, f32, f32)):
         mix = ATTENTIONS["heinsen"](heinsen_config(values=values))
-        assert mix.training_plan(4096, torch.bfloat16, "cuda").on_kernels
-        assert asked.pop() == (torch.bfloat16, v_dtype, 16, torch.device("cuda"))  # rows of 8 are padded
+        assert mix.training_plan(4096, dtypes[0], "cuda").on_kernels
+        assert asked.pop() == (*dtypes[1:], 16, torch.device("cuda"))  # rows of 8 are padded
 
 
 @pytest.mark.parametrize("values", ["signed", "log"])

@@ -46,7 +46,8 @@ def test_rows_of_any_width_equal_float64(size, T):
 @pytest.mark.parametrize("E", [12, pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.slow)])
 def test_log_attention_takes_rows_of_any_width(E):
     """Features behind a row have no weight: their exponents are far below any other."""
-    (q, k, v, documents, m, S, z), grads = test_heinsen_kernels.inputs(20, test_heinsen_kernels.DTYPES[0], D=12, state=True)
+    dtype = test_heinsen_kernels.DTYPES[0]
+    (q, k, v, documents, m, S, z), grads = test_heinsen_kernels.inputs(20, dtype, D=12, state=True)
     to = lambda x: torch.nn.functional.pad(x, (0, E - 12))  # cuts if that is below zero
     tensors = [q, k, to(v), documents, m, to(S), z]
     test_heinsen_kernels.assert_right(tensors, [to(grads[0]), to(grads[1]), grads[2]])
@@ -70,7 +71,8 @@ def test_states_of_narrower_rows_are_part_of_wider_ones(D, W, p):
 def test_rows_of_a_width_that_the_kernels_have_are_not_copied():
     q, v = torch.zeros(1, 3, 2, 32), torch.zeros(1, 3, 2, 20)
     assert to_width("quadratic", q, q, q)[1] is q and to_width("quadratic", q, v)[0] is q
-    assert all(width(form, torch.bfloat16, D, D) == D for form in ("quadratic", "chunked", "heinsen") for D in HEAD_DIMS)
+    forms = "quadratic", "chunked", "heinsen"
+    assert all(width(form, torch.bfloat16, D, D) == D for form in forms for D in HEAD_DIMS)
     assert [width("quadratic", torch.bfloat16, 48, E) for E in (3, 64, 65, 200, 257)] == [64, 64, 128, 256, 0]
     assert width("quadratic", torch.float32, 129, 3) == width("chunked", torch.bfloat16, 129, 3) == 0
 

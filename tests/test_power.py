@@ -30,36 +30,37 @@ def inputs(T, p, gates, B=2, H=4, Hkv=2, D=4, E=6, dtype=torch.float64, seed=0, 
     return [x if x is None else x.to(dtype).double().requires_grad_() for x in tensors]
 
 
+def floats(T, p, gates="none", **sizes):
+    """Return q, k, v, log_g (or None) of `inputs` in float32, without gradients."""
+    return [x if x is None else x.detach().float() for x in inputs(T, p, gates, **sizes)[:4]]
+
+
+def cut(tensors, start, end=None):
+    """Return the tokens from start to end of each tensor."""
+    return [x if x is None else x[:, start:end] for x in tensors]
+
+
 def assert_equal_to_oracle(tensors, *, p, form, tolerance, dtype=torch.float64, with_state=False, chunk_size=CHUNK):
-    q, k, v, log_g, *state = tensors
-    leaves = [x for x in tensors if x is not None]
-    generator = torch.Generator().manual_seed(1)
-    dys = None
+    def oracle(q, k, v, log_g, *state):
+        options = dict(p=p, initial_state=state or None)
+        states = naive.state_after(k, v, log_g, **options) if with_state else ()
+        return [naive.quadratic(q, k, v, log_g, **options), *states]
+
+    def attention(q, k, v, log_g, *state):
+        options = dict(form=form, chunk_size=chunk_size, initial_state=state or None, return_state=with_state)
+        y = power_attention(q, k, v, log_g, p=p, **options)
+        return [y[0], *y[1]] if with_state else [y]
+
     results = []
-    for oracle in (True, False):
-        if oracle:
-            state0 = state or None
-            outs = [naive.quadratic(q, k, v, log_g, p=p, initial_state=state0)]
-            outs += naive.state_after(k, v, log_g, p=p, initial_state=state0) if with_state else []
-            dys = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outs]
-        else:
-            cast = [x if x is None else x.detach().to(dtype).requires_grad_() for x in tensors]
-            leaves = [x for x in cast if x is not None]
-            state0 = PowerState(*cast[4:]) if state else None
-            result = power_attention(
-                *cast[:4], p=p, form=form, chunk_size=chunk_size, initial_state=state0, return_state=with_state
-            )
-            outs = [result[0], *result[1]] if with_state else [result]
-            dys = [dy.to(dtype) for dy in dys]
-        grads = torch.autograd.grad(sum((x * dy).sum() for x, dy in zip(outs, dys)), leaves, materialize_grads=True)
-        results.append([*outs, *grads])
-    names = ["y", *(("S", "z") if with_state else ()), "dq", "dk", "dv"]
-    names += ["dlog_g"] if log_g is not None else []
-    names += ["dS0", "dz0"] if state else []
+    for function, to in ((oracle, torch.float64), (attention, dtype)):
+        leaves = [x if x is None else x.detach().to(to).requires_grad_() for x in tensors]
+        outs, generator = function(*leaves), torch.Generator().manual_seed(1)
+        dys = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(to) for x in outs]
+        leaves = [x for x in leaves if x is not None]
+        results.append([*outs, *torch.autograd.grad(outs, leaves, dys, materialize_grads=True)])
     floor = 1e-3 * dys[0].norm().item()
-    for name, ref, out in zip(names, *results):
-        error = relative_error(out, ref, floor)
-        assert error <= tolerance, f"{name}: error {error:.1e}"
+    errors = [relative_error(out, ref, floor) for ref, out in zip(*results, strict=True)]
+    assert max(errors) <= tolerance, errors  # of y and perhaps S, z, then of the gradients
 
 
 @pytest.mark.parametrize("gates", GATES)
@@ -70,8 +71,8 @@ def test_the_specification_is_one_function_in_three_forms(p, gates):
     forms = [naive.recurrent(q, k, v, log_g, p=p, initial_state=state)]
     forms += [naive.chunked(q, k, v, log_g, p=p, chunk_size=size, initial_state=state) for size in (1, 5, 64)]
     last = naive.state_after(k, v, log_g, p=p, initial_state=state)
-    for found, ended in forms:
-        assert torch.allclose(found, y, rtol=1e-9) and all(map(torch.allclose, ended, last))
+    for form, ended in forms:
+        assert torch.allclose(form, y, rtol=1e-9) and all(map(torch.allclose, ended, last))
 
 
 # The recurrent form knows no chunks: 17 tokens are as good as 53, which take it long.
@@ -161,7 +162,7 @@ def test_a_lone_key_that_the_query_is_nearly_orthogonal_to_returns_its_value(p):
 @pytest.mark.parametrize("form", ["quadratic", "chunked"])
 @pytest.mark.parametrize("size", [1e-6, 1e4])
 def test_asking_for_the_state_does_not_change_the_outputs(form, size):
-    q, k, v, *_ = (x.detach().float() for x in inputs(40, 8, "none", H=2, Hkv=2, D=4, E=4)[:3])
+    q, k, v, _ = floats(40, 8, H=2, Hkv=2, E=4)
     y, state = power_attention(q, size * k, v, p=8, form=form, chunk_size=CHUNK, return_state=True)
     assert torch.equal(y, power_attention(q, size * k, v, p=8, form=form, chunk_size=CHUNK))
     again = power_attention(q, size * k, v, p=8, form=form, chunk_size=CHUNK, initial_state=state)
@@ -172,7 +173,7 @@ def attend_in_pieces(q, k, v, log_g, p):
     """Compute y as generation does: two pieces of a prompt, then token by token, with the cache flushed once."""
     outputs, state, begin, flushed = [], None, 0, 0
     for end in (16, 24, *range(25, q.shape[1] + 1)):
-        cached = [None if x is None else x[:, flushed:end] for x in (k, v, log_g)]
+        cached = cut((k, v, log_g), flushed, end)
         y, state = read_cache(q[:, begin:end], *cached, state, p=p, flush_cache=end == 24)
         flushed, begin = 24 if end >= 24 else 0, end
         outputs.append(y)
@@ -190,7 +191,7 @@ def each_form(q, k, v, log_g=None, p=2):
 @pytest.mark.parametrize("where", ["q", "k", "v", "log_g"])
 def test_nan_comes_out_as_nan_and_changes_no_row_before_it(where, value):
     names, at = ("q", "k", "v", "log_g"), 21
-    clean = [x.detach().float() for x in inputs(40, 2, "near one")[:4]]
+    clean = floats(40, 2, "near one")
     dirty = [x.clone() for x in clean]
     dirty[names.index(where)][1, at, 0, ...] = value  # of the second sequence, the first head
     results = zip(each_form(*clean), each_form(*dirty))
@@ -205,7 +206,7 @@ def test_nan_comes_out_as_nan_and_changes_no_row_before_it(where, value):
 @pytest.mark.parametrize("gates", ["none", "zeros"])
 @pytest.mark.parametrize("p", [2, 4, 6, 8])
 def test_rows_before_a_larger_key_do_not_depend_on_it(p, gates):
-    q, k, v, log_g = (x if x is None else x.detach().float() for x in inputs(40, p, gates)[:4])
+    q, k, v, log_g = floats(40, p, gates)
     larger = torch.cat((k[:, :26], 2.0**27 * k[:, 26:]), 1)
     ref = naive.quadratic(q.double(), larger.double(), v.double(), None if log_g is None else log_g.double(), p=p)
     for (form, y), (_, found) in zip(each_form(q, k, v, log_g, p), each_form(q, larger, v, log_g, p)):
@@ -217,7 +218,7 @@ def test_rows_before_a_larger_key_do_not_depend_on_it(p, gates):
 @pytest.mark.parametrize("small", [0.0, 2.0**-90])
 @pytest.mark.parametrize("p", [2, 4])
 def test_rows_that_see_only_zero_or_tiny_keys_are_finite_beside_gates(p, small):
-    q, k, v, log_g = (x.detach().float() for x in inputs(40, p, "half")[:4])
+    q, k, v, log_g = floats(40, p, "half")
     k[:, :3] *= small
     leaves = [x.requires_grad_() for x in (q, k, v, log_g)]
     ref = naive.quadratic(*(x.detach().double() for x in leaves), p=p).nan_to_num(0)  # 0 / 0 where keys are zero
@@ -232,7 +233,7 @@ def test_rows_that_see_only_zero_or_tiny_keys_are_finite_beside_gates(p, small):
 @pytest.mark.parametrize("form", COMPUTED)
 @pytest.mark.parametrize("p", [2, 8])
 def test_a_document_of_small_keys_follows_one_of_large_keys(form, p):
-    q, k, v, *_ = (x.detach().float() for x in inputs(40, p, "none")[:3])
+    q, k, v, _ = floats(40, p)
     log_g = torch.zeros(2, 40, 2)
     log_g[:, 21] = float("-inf")
     scaled = torch.cat((2.0**40 * k[:, :21], k[:, 21:]), 1)
@@ -241,7 +242,7 @@ def test_a_document_of_small_keys_follows_one_of_large_keys(form, p):
 
 
 def test_a_state_out_of_range_gives_nan_not_zeros():
-    q, k, v, *_ = (x.detach().float() for x in inputs(40, 8, "none", H=2, Hkv=2, D=4, E=4)[:3])
+    q, k, v, _ = floats(40, 8, H=2, Hkv=2, E=4)
     _, state = power_attention(q, 1e5 * k, v, p=8, return_state=True)  # 1e40
     assert power_attention(q, k, v, p=8, initial_state=state).isnan().any()
 
@@ -275,31 +276,31 @@ def test_a_zero_gate_separates_documents():
     log_g[:, 11] = float("-inf")
     for form in COMPUTED:
         y = power_attention(q, k, v, log_g, p=2, form=form, chunk_size=CHUNK)
-        alone = power_attention(q[:, 11:], k[:, 11:], v[:, 11:], p=2, form=form, chunk_size=CHUNK)
+        alone = power_attention(*cut((q, k, v), 11), p=2, form=form, chunk_size=CHUNK)
         assert torch.allclose(y[:, 11:], alone, rtol=1e-10)
 
 
-def test_a_sequence_may_be_cut_anywhere():
-    q, k, v, log_g, *_ = inputs(41, 4, "zeros")
-    whole, final = power_attention(q, k, v, log_g, p=4, form="quadratic", return_state=True)
-    for cut in (1, 16, 23, 40):
-        a, b = slice(None, cut), slice(cut, None)
-        first, state = power_attention(q[:, a], k[:, a], v[:, a], log_g[:, a], p=4, form="chunked", return_state=True)
-        second, end = power_attention(
-            q[:, b], k[:, b], v[:, b], log_g[:, b], p=4, form="chunked", initial_state=state, return_state=True
-        )
-        assert torch.allclose(torch.cat((first, second), 1), whole, rtol=1e-9, atol=1e-12)
-        assert all(torch.allclose(x, y, rtol=1e-9, atol=1e-12) for x, y in zip(end, final))
+def assert_same(outs, expected):
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(outs, expected, strict=True))
+
+
+@pytest.mark.parametrize("end", [1, 16, 23, 40])
+def test_a_sequence_may_be_cut_anywhere(end):
+    tensors, options = inputs(41, 4, "zeros"), dict(p=4, return_state=True)
+    whole, final = power_attention(*tensors, form="quadratic", **options)
+    first, state = power_attention(*cut(tensors, 0, end), form="chunked", **options)
+    second, state = power_attention(*cut(tensors, end), form="chunked", initial_state=state, **options)
+    assert_same([torch.cat((first, second), 1), *state], [whole, *final])
 
 
 def test_queries_of_the_newest_tokens_read_cache_and_state():
-    q, k, v, log_g, *_ = inputs(40, 2, "zeros")
-    whole, final = power_attention(q, k, v, log_g, p=2, form="quadratic", return_state=True)
-    _, state = power_attention(q[:, :9], k[:, :9], v[:, :9], log_g[:, :9], p=2, form="quadratic", return_state=True)
-    y, end = read_cache(q[:, 33:], k[:, 9:], v[:, 9:], log_g[:, 9:], state, p=2, flush_cache=True)
-    assert torch.allclose(y, whole[:, 33:], rtol=1e-9, atol=1e-12)
-    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(end, final))
-    assert read_cache(q[:, 33:], k[:, 9:], v[:, 9:], log_g[:, 9:], state, p=2, flush_cache=False)[1] is state
+    q, *cached = tensors = inputs(40, 2, "zeros")
+    whole, final = power_attention(*tensors, form="quadratic", return_state=True)
+    _, state = power_attention(*cut(tensors, 0, 9), form="quadratic", return_state=True)
+    read = lambda flush_cache: read_cache(q[:, 33:], *cut(cached, 9), state, p=2, flush_cache=flush_cache)
+    y, end = read(True)
+    assert_same([y, *end], [whole[:, 33:], *final])
+    assert read(False)[1] is state
 
 
 def test_scale_cancels_and_auto_is_one_of_the_forms():
@@ -378,13 +379,13 @@ def test_a_state_that_does_not_fit_is_refused_with_its_bytes():
 
 @pytest.mark.parametrize("form", COMPUTED)
 def test_a_batch_of_nothing_gives_nothing(form):
-    q, k, v, log_g, *_ = (x.detach().requires_grad_() for x in inputs(20, 2, "learned", B=1)[:4])
-    none = [x[:0] for x in (q, k, v, log_g)]
+    tensors = inputs(20, 2, "learned", B=1)
+    none = [x[:0] for x in tensors]
     y, state = power_attention(*none, form=form, chunk_size=CHUNK, return_state=True)
     assert y.shape == (0, 20, 4, 6) and state.S.shape == (0, 2, 10, 6)
     assert power_attention(*none, form=form, initial_state=state).shape == (0, 20, 4, 6)
     y.sum().backward()
-    assert q.grad.shape == q.shape and not q.grad.any()
+    assert not tensors[0].grad.any()
 
 
 @pytest.mark.parametrize("missing", ["T", "H", "Hkv", "D", "E"])
@@ -448,14 +449,10 @@ def test_sums_before_the_division(p, n):
     leaves, results = [q, k, v, log_g], []
 
     def naive_sums(q, k, v, log_g, *, p, scale):
-        num, den, g = [], [], log_g.exp()
-        for i in range(12 - n, 12):
-            for h in range(4):
-                w = [g[:, j + 1 : i + 1, h // 2].prod(1) for j in range(i + 1)]
-                w = [w[j] * (scale * (q[:, i - 12 + n, h] * k[:, j, h // 2]).sum(-1)) ** p for j in range(i + 1)]
-                num.append(sum(w[j].unsqueeze(-1) * v[:, j, h // 2] for j in range(i + 1)))
-                den.append(sum(w))
-        return torch.stack(num, 1).view(2, n, 4, 6), torch.stack(den, 1).view(2, n, 4)
+        decay = naive.gate_products(log_g.exp())[0][:, :, -n:].repeat_interleave(2, dim=1)
+        k, v = (x.repeat_interleave(2, dim=2) for x in (k, v))
+        w = decay * (scale * torch.einsum("bihd,bjhd->bhij", q, k)) ** p
+        return torch.einsum("bhij,bjhe->bihe", w, v), w.sum(-1).transpose(1, 2)
 
     for f in (power_attention_sums, naive_sums):
         num, den = f(*leaves, p=p, scale=0.3)
@@ -514,19 +511,17 @@ def test_a_state_comes_before_the_quadratic_kernels(p, form, dtype, n, monkeypat
     with torch.no_grad():  # rows and states of any size
         q[:, ::3] *= 2.0**10
         S, z = S * 2.0 ** (-4 * p), z * 2.0 ** (-4 * p)
-    (dy, results) = (torch.randn(2, n, 4, 5, dtype=torch.float64).to(dtype).double(), [])
-    for oracle in (True, False):
-        of_tokens = torch.float64 if oracle else dtype
-        leaves = [x.to(of_tokens) for x in (q[:, -n:], k, v)]
-        leaves += [x.to(torch.float64 if oracle else torch.float32) for x in (log_g, S, z)]
-        leaves = [x.requires_grad_() for x in leaves]
-        q_, k_, v_, *rest, S_, z_ = leaves
-        if oracle:
-            padded = torch.nn.functional.pad(q_, (0, 0, 0, 0, 24 - n, 0))
-            y = naive.quadratic(padded, k_, v_, *rest, p=p, initial_state=(S_, z_))[:, -n:]
-            after = naive.state_after(k_, v_, *rest, p=p, initial_state=(S_, z_))
-        else:
-            y, after = power_attention(q_, k_, v_, *rest, p=p, form=form, initial_state=(S_, z_), return_state=True)
+    dy, results = torch.randn(2, n, 4, 5, dtype=torch.float64).to(dtype).double(), []
+
+    def oracle(q, k, v, log_g, *state):
+        padded = torch.nn.functional.pad(q, (0, 0, 0, 0, 24 - n, 0))
+        y = naive.quadratic(padded, k, v, log_g, p=p, initial_state=state)[:, -n:]
+        return y, naive.state_after(k, v, log_g, p=p, initial_state=state)
+
+    attention = lambda *x: power_attention(*x[:4], p=p, form=form, initial_state=x[4:], return_state=True)
+    for function, tokens, sums in ((oracle, torch.float64, torch.float64), (attention, dtype, torch.float32)):
+        leaves = [x.to(tokens) for x in (q[:, -n:], k, v)] + [x.to(sums) for x in (log_g, S, z)]
+        y, after = function(*[x.requires_grad_() for x in leaves])
         results.append([y, *after, *torch.autograd.grad((y * dy.to(y)).sum() + after[1].sum(), leaves)])
     exact = 1e-5 if dtype == torch.float32 else 4e-2  # of ten seeds dq is worst: 1.2e-2, once 2.1e-2 (bfloat16, p=8)
     for x, r in zip(results[1], results[0], strict=True):
@@ -536,9 +531,9 @@ def test_a_state_comes_before_the_quadratic_kernels(p, form, dtype, n, monkeypat
 
 def test_a_document_of_small_keys_follows_a_state_of_large_ones(monkeypatch):
     operators = pytest.importorskip("sympow.kernels.operators", reason="Triton has no wheel for this system")
-    q, k, v, log_g, S, z = (x.detach().float() for x in inputs(24, 8, "none", D=3, E=5, with_state=True)[:3] + [
-        torch.zeros(2, 24, 2), *inputs(24, 8, "none", D=3, E=5, with_state=True)[4:]
-    ])  # fmt: skip
+    tensors = inputs(24, 8, "half", D=3, E=5, with_state=True)
+    q, k, v, _, S, z = (x.detach().float() for x in tensors)
+    log_g = torch.zeros(2, 24, 2)
     log_g[:, 11] = float("-inf")
     attend = lambda k, scale: forms.attend_after_state(
         operators.quadratic_sums, q, k, v, log_g, PowerState(S * scale**8, z * scale**8), p=8

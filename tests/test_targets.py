@@ -32,41 +32,44 @@ MORE_SPILLS = {  # (kernel, target) -> why up to 512 bytes
 # ---- machine code
 
 
-@pytest.mark.parametrize("of", ["once", *(pytest.param(target, marks=pytest.mark.slow) for target in TARGETS)])
-def test_kernels_compile_fit_and_do_not_spill(of):
+def compile_kernels(*options):
+    """Return the rows that tests/targets.py prints."""
+    pytest.importorskip("triton.backends.nvidia")
+    done = run(f"{ROOT}/tests/targets.py", "--json", *options, env={"TRITON_INTERPRET": None})
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("targets", ["once", *(pytest.param(target, marks=pytest.mark.slow) for target in TARGETS)])
+def test_kernels_compile_fit_and_do_not_spill(targets):
     """Each kernel for one target; where slow tests run, for every target, and every launch of the shipped configs for
     sm_90 (ALL_TARGETS=1: for every target, a quarter of an hour on two cores; docs/targets.md has the result)."""
-    pytest.importorskip("triton.backends.nvidia")
-    every_launch = of == "sm_90" or os.environ.get("ALL_TARGETS")
-    which = ("--once",) if of == "once" else ("--all" if every_launch else "--once", "--target", of)
-    done = run(f"{ROOT}/tests/targets.py", "--json", *which, env={"TRITON_INTERPRET": None})
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    every_launch = targets == "sm_90" or os.environ.get("ALL_TARGETS")
+    options = ("--all" if every_launch else "--once", "--target", targets)
+    rows = compile_kernels(*("--once",) if targets == "once" else options)
     for row in rows:
         kernel, target = row["kernel"], row["target"]
         assert "error" not in row, row
         assert row["shared"] <= TARGETS[target][1], row
         assert row["spills"] <= (512 if (kernel, target) in MORE_SPILLS else SPILLS), row
-    kernels = {row["kernel"] for row in rows}
-    assert len(kernels) > 30 and {row["target"] for row in rows} == ({*TARGETS} if of == "once" else {of})
+    assert len({row["kernel"] for row in rows}) > 30
+    assert {row["target"] for row in rows} == ({*TARGETS} if targets == "once" else {targets})
 
 
 @pytest.mark.slow
 def test_the_largest_head_dimension_fits_99_KB_of_shared_memory():
-    pytest.importorskip("triton.backends.nvidia")
-    done = run(f"{ROOT}/tests/targets.py", "--json", "--large", "--target", "sm_86", env={"TRITON_INTERPRET": None})
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows = compile_kernels("--large", "--target", "sm_86")
     assert len(rows) > 25 and all(row.get("shared", 2**20) <= TARGETS["sm_86"][1] for row in rows), rows
 
 
 def test_the_matrix_has_every_shipped_config():
-    """What tests/targets.py launches is listed there by hand: a config with another attention has to be added."""
-    found = set()
+    """The launches of tests/targets.py are listed there by hand: a config with another attention has to be added."""
+    results = set()
     for path in Path(ROOT, "config").glob("*.py"):
         config = runpy.run_path(str(path))
         if "attention" in config:
             p, D = config.get("p", 2), config.get("head_dim") or config.get("n_embd", 768) // config.get("n_head", 12)
-            found.add((config["attention"], p, D))
-    assert found == {
+            results.add((config["attention"], p, D))
+    assert results == {
         ("softmax", 2, 64), ("heinsen", 2, 64), ("heinsen", 2, 32), ("adaptive_power", 2, 64),
         ("adaptive_power", 2, 32),
         *(("even_power", p, 64) for p in (2, 4, 6)), *(("sympow", p, 64) for p in (2, 4)),
@@ -142,21 +145,21 @@ def test_the_quadratic_tiles_of_each_class_are_right(rows, D):
     forward, *backward = (safe(name, torch.bfloat16, D, device) for name in ("forward", "dq", "dkdv"))
     (q, k, v, log_g), dy = inputs(140, "rare zeros", torch.float32, H=1)
     y, l = quadratic.forward(q, k, v, log_g, p=2, config=forward)
-    found = [y, *quadratic.backward(dy, None, q, k, v, log_g, y, l, p=2, configs=backward)]
+    results = [y, *quadratic.backward(dy, None, q, k, v, log_g, y, l, p=2, configs=backward)]
     expected = gradients(lambda *x: naive.quadratic(*x, p=2), [x.double() for x in (q, k, v, log_g)], dy.double())
-    assert all(relative_error(a, b, 1e-6) < 1e-5 for a, b in zip(found, expected, strict=True))
+    assert all(relative_error(a, b, 1e-6) < 1e-5 for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.skipif(GPU, reason="pretends another GPU")
 def test_update_state_is_the_same_with_the_float32_tiles_of_other_gpus(monkeypatch):
     (_, k, v, _), _ = inputs(300, "none", torch.float32, H=1, Hkv=1)
     sizes = chunked.Sizes(k, k, 2, 256)
-    found, cpu = [], configs.gpu(torch.device("cpu"))
+    results, cpu = [], configs.gpu(torch.device("cpu"))
     for rows in ("wgmma", "mma"):
         monkeypatch.setattr(configs, "gpu", lambda _: cpu._replace(rows=rows))
         assert choose("update_state", k, 2).BN == (32 if rows == "wgmma" else 16)
-        found.append(update_state.update_state(sizes, 1, prepare.prepare(sizes, k, v)))
-    assert relative_error(found[1], found[0], 1e-6) < 1e-6
+        results.append(update_state.update_state(sizes, 1, prepare.prepare(sizes, k, v)))
+    assert relative_error(results[1], results[0], 1e-6) < 1e-6
 
 
 # ---- the tensors' GPU, not the current one
@@ -176,21 +179,22 @@ def test_the_decoder_works_on_its_models_gpu(monkeypatch):
 
     monkeypatch.setattr(decoding, "device_guard", guard)
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=40, attention="sympow", p=2))
-    found = decoding.Decoder(model, model.empty_state(1, 2), decoding.Greedy("cpu"), 6)
+    decoder = decoding.Decoder(model, model.empty_state(1, 2), decoding.Greedy("cpu"), 6)
     launched = []
-    for part, name in ((found, "_token"), (found.layers[0], "flush")):
-        monkeypatch.setattr(part, name, lambda *x, name=name: launched.append((name, *inside)))
-    found.layers[0].limit = 2
-    for _ in found.tokens(4):
+    flush = decoder.layers[0].flush
+    monkeypatch.setattr(decoder, "_token", lambda *_: launched.append(("_token", *inside)))
+    monkeypatch.setattr(decoder.layers[0], "flush", lambda: launched.append(("flush", *inside)) or flush())
+    decoder.layers[0].limit = 2
+    for _ in decoder.tokens(4):
         assert not inside
     device = torch.device("cpu")
     assert launched[:3] == [("_token", device), ("_token", device), ("flush", device)]
 
 
 def test_early_launch_asks_the_tensors_gpu(monkeypatch):
-    asked = []
+    devices_asked = []
     devices = {"cuda:1": describe_gpu("", (9, 0), 0), "cuda:0": describe_gpu("", (8, 0), 0)}
-    monkeypatch.setattr(configs, "gpu", lambda device: asked.append(device) or devices[device])
+    monkeypatch.setattr(configs, "gpu", lambda device: devices_asked.append(device) or devices[device])
     on = lambda device: type("Tensor", (), {"device": device})
     assert early_launch(on("cuda:1")) == dict(PDL=True, launch_pdl=True) and not early_launch(on("cuda:0"))
-    assert asked == ["cuda:1", "cuda:0"]
+    assert devices_asked == ["cuda:1", "cuda:0"]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import run
 from torch.func import grad, jvp, vmap
 from torch.nn.functional import logsigmoid
 
@@ -130,13 +131,32 @@ def test_what_nobody_asks_for_is_not_computed(monkeypatch):
 
         class Counted:
             def __getitem__(self, grid, name=name, kernel=kernel):
-                return lambda *x, **o: launched.append((name, x, o)) or kernel[grid](*x, **o)
+                def launch(*arguments, **options):
+                    launched.append((name, dict(zip(kernel.arg_names, arguments)) | options))
+                    kernel[grid](*arguments, **options)
+
+                return launch
 
         monkeypatch.setattr(quadratic, name, Counted())
     gradients(loss, (q, k, v, log_g), (True, False, False, False))
-    assert {name for name, *_ in launched} == {"dq_kernel"}
+    assert {name for name, _ in launched} == {"dq_kernel"}
     launched.clear()
     gradients(loss, (q, k, v, log_g), (False, False, True, False))
-    *all_dq, (name, _, dkdv) = launched
+    *all_dq, (name, dkdv) = launched
     assert name == "dkdv_kernel" and not dkdv["ROWS"]  # nor the sums for dlog_g
-    assert all(x[12] is None and not options["ROWS"] for _, x, options in all_dq)  # x[12]: dq
+    assert all(dq["DQ"] is None and not dq["ROWS"] for _, dq in all_dq)
+
+
+def test_a_call_without_torch_compile_does_not_import_its_compiler():
+    code = """
+import sys, torch
+from sympow.kernels import operators
+q, k, v = (torch.randn(1, 130, 2, 16).requires_grad_() for _ in range(3))
+y = operators.quadratic_attention(q, k, v, p=2)
+y = y + operators.chunked_attention(q, k, v, None, None, None, p=2, chunk=128, final=False)[0]
+y.sum().backward()
+assert q.grad.any()
+print("torch._dynamo" in sys.modules)
+"""
+    done = run("-c", code, env={"TRITON_INTERPRET": "1"})
+    assert done.stdout.strip() == "False"

@@ -1,9 +1,9 @@
 """The steps that both libraries have, in plain PyTorch, and states as pairs.
 
-    o, l, rowmax = attention(Q, K, V, log_G, deg)               e^rowmax_i o_i = sum_j w_ij V_j, e^rowmax_i l_i = sum_j w_ij
-    S, s = update_state(K, V, deg)                              S = sum phi(K_j) V_j^T and s = sum phi(K_j) of a chunk
-    S, s = discumsum(S, log_G), discumsum(s, log_G)             Y_t = X_t + exp(log_G_t) Y_{t-1}, a step of zeros first
-    O = query_state(Q, S, s, o, l, rowmax, deg, scale)          (scale^deg phi(Q) S + e^rowmax o) / (the same of s, l)
+    o, l, rowmax = attention(Q, K, V, log_G, deg)      e^rowmax_i o_i = sum_j w_ij V_j, e^rowmax_i l_i = sum_j w_ij
+    S, s = update_state(K, V, deg)                     S = sum phi(K_j) V_j^T and s = sum phi(K_j) of a chunk
+    S, s = discumsum(S, log_G), discumsum(s, log_G)    Y_t = X_t + exp(log_G_t) Y_{t-1}, a step of zeros first
+    O = query_state(Q, S, s, o, l, rowmax, deg, scale) (scale^deg phi(Q) S + e^rowmax o) / (the same of s, l)
 
 w_ij = exp(log_G_i - log_G_j) (scale Q_i . K_j)^deg, where attention's log_G is cumulated: the sum of all gates so far.
 
@@ -30,7 +30,7 @@ def attention(Q, K, V, log_G, deg, causal=True, head_first=False, scale=1.0, nor
     """Compute power attention from cumulated gates; return Y in V's dtype with `norm`, else (o, l, rowmax).
 
     Q [b, n, hq, d], K [b, t, h, d], V [b, t, h, e], log_G [b, t, h] or None; with head_first the second and the third
-    dimension are exchanged, in the results too. The queries are those of the last n tokens; without `causal` each sees
+    dimension are exchanged, in the results too. The queries belong to the last n tokens; without `causal` each sees
     all keys. rowmax [b, n, hq] is the largest log w_ij of a row (the logarithm of base 2 with use_log2), a constant to
     autograd; o is in V's dtype, l float32. Raises ValueError for arguments that do not fit.
     """
@@ -58,7 +58,7 @@ def attention(Q, K, V, log_G, deg, causal=True, head_first=False, scale=1.0, nor
 
 
 def _attend(Q, K, V, log_G, token, deg, causal, scale):
-    """Return o [b, hq, n, e], l and rowmax [b, hq, n] for the queries of n tokens, the first of which is `token`."""
+    """Return o [b, hq, n, e], l and rowmax [b, hq, n] for the queries of n tokens from `token` on."""
     (n, T, h), dtype = (Q.shape[1], *K.shape[1:3]), accumulation_dtype(Q)
     q = Q.to(dtype).transpose(1, 2).unflatten(1, (h, -1))  # [b, h, hq / h, n, d]
     k, v = (x.to(dtype).transpose(1, 2).unsqueeze(2) for x in (K, V))

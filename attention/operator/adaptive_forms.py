@@ -5,10 +5,10 @@
     w_ij = |q_i . k_j|^p_i,     y_i = sum_j w_ij v_j / sum_j w_ij
 
 attention/naive.py (`adaptive`) computes the same without the care that is taken here. A power that is not an integer
-needs a logarithm, so a row is a softmax of p_i log2 |q_i . k_j|, whose largest entry is subtracted first: no power is
-too large. Each row of q and each key is scaled by the power of two that brings its largest entry into [1, 2). That of q
-cancels in y; that of a key, as an integer, is added to the logarithm, relative to the largest that the row sees. So y
-does not change when a row of q or all of k is scaled by a power of two, and no row depends on later ones.
+needs a logarithm, so a row is a softmax of p_i log2 |q_i . k_j|, and its largest entry is subtracted first: no power is
+too large. Each row of q and each key is scaled by the power of two that brings its largest entry into [1, 2). The scale
+of q cancels in y. The exponent of a key's scale is added to the logarithm, relative to the largest that the row sees.
+So y does not change when a row of q or all of k is scaled by a power of two, and no row depends on later ones.
 
 Where the scores that one product would hold are too many, blocks of rows compute theirs again in the backward pass.
 """
@@ -26,7 +26,7 @@ from .forms import (
     normalize,
     to_unit_range,
     without_autocast,
-)  # fmt: skip
+)
 
 COPIES = 4  # of the scores that the backward pass of one block keeps: power attention keeps one
 
@@ -34,7 +34,7 @@ COPIES = 4  # of the scores that the backward pass of one block keeps: power att
 def adaptive_attend(q, k, v, powers, log_g=None):
     """Return y [B, n, H, E] in q's dtype, computed in float32 or, for float64 q, in float64.
 
-    The arguments are those of `adaptive_power_attention`, checked.
+    The arguments are as in `adaptive_power_attention`, checked.
     """
     (B, n, H, _), (m, Hkv), dtype = q.shape, k.shape[1:3], accumulation_dtype(q)
     with without_autocast(q.device):
@@ -57,8 +57,8 @@ def adaptive_attend(q, k, v, powers, log_g=None):
 def _block_of_rows(q, k, v, sizes, bad, documents, powers, first):
     """Return y of queries first, first+1, ... over the keys up to each; k and q are scaled, k by 2^-sizes."""
     n, m = q.shape[3], k.shape[2]
-    at = torch.arange(first, first + n, device=q.device)
-    hidden = at.unsqueeze(-1) < torch.arange(m, device=q.device)  # [n, m]
+    tokens = torch.arange(first, first + n, device=q.device)
+    hidden = tokens.unsqueeze(-1) < torch.arange(m, device=q.device)  # [n, m]
     if documents is not None:
         hidden = hidden | (documents[..., first : first + n, None] != documents.unsqueeze(-2))  # [B, Hkv, n, m]
     relative = sizes.unsqueeze(-2).masked_fill(hidden, float("-inf"))

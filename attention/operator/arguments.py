@@ -30,10 +30,10 @@ def check_power(p):
         raise ValueError(f"p must be at most {LARGEST_POWER}, got {p}: float32 does not hold larger powers")
 
 
-def check_tensors(q, k, v, *, causal=True, **others):
+def check_tensors(q, k, v, *, causal=True, **more):
     """Raise ValueError unless q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E] fit each other.
 
-    They must share one floating dtype and one device, on which `others`, tensors or None by name, are too. With
+    They must share one floating dtype and one device, and `more`, tensors or None by name, must be there too. With
     `causal` n may not be above T.
     """
     shapes = f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
@@ -50,9 +50,9 @@ def check_tensors(q, k, v, *, causal=True, **others):
         raise ValueError(f"the query heads must be a multiple of the key/value heads, got {H} and {Hkv}")
     if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
         raise ValueError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    others = {"k": k, "v": v, **others}
-    if away := [f"{name} on {x.device}" for name, x in others.items() if x is not None and x.device != q.device]:
-        raise ValueError(f"all tensors must be on one device, got q on {q.device}, {', '.join(away)}")
+    more = {"k": k, "v": v, **more}
+    if strangers := [f"{name} on {x.device}" for name, x in more.items() if x is not None and x.device != q.device]:
+        raise ValueError(f"all tensors must be on one device, got q on {q.device}, {', '.join(strangers)}")
 
 
 def check_gates(log_g, k):
@@ -62,7 +62,7 @@ def check_gates(log_g, k):
 
 
 def check_cu_seqlens(cu_seqlens, q, k):
-    """Raise ValueError unless cu_seqlens may be that of N packed sequences q, k [1, T, H, D]: [N + 1], integers.
+    """Raise ValueError unless cu_seqlens [N + 1], integers, fits N packed sequences q, k [1, T, H, D].
 
     `sequences.sequence_lengths` looks at its values.
     """
@@ -104,8 +104,11 @@ def as_state(state, kind):
 def check_state(state, q, shapes):
     """Raise ValueError unless the NamedTuple `state` has these shapes and the dtype of sums for inputs like q."""
     if any(x.shape != shape for x, shape in zip(state, shapes)):
-        describe = lambda shapes: ", ".join(f"{name} {[*shape]}" for name, shape in zip(state._fields, shapes))
-        raise ValueError(f"initial_state must be {describe(shapes)}, got {describe(x.shape for x in state)}")
+        expected, actual = (
+            ", ".join(f"{name} {[*shape]}" for name, shape in zip(state._fields, shapes))
+            for shapes in (shapes, [x.shape for x in state])
+        )
+        raise ValueError(f"initial_state must be {expected}, got {actual}")
     dtype = accumulation_dtype(q)
     if any(x.dtype != dtype for x in state):
         raise ValueError(f"initial_state must be {dtype} for q of {q.dtype}, got {[x.dtype for x in state]}")

@@ -51,15 +51,8 @@ def heinsen_operator():
     return heinsen_operator
 
 
-def rotary():
-    """Return the module kernels.rotary: q and k rotated in one pass."""
-    from ...kernels import rotary
-
-    return rotary
-
-
 def cross_entropy():
-    """Return the module kernels.cross_entropy: losses and their gradient in one pass."""
+    """Return the module kernels.cross_entropy: losses and their gradients in one pass over the logits."""
     from ...kernels import cross_entropy
 
     return cross_entropy

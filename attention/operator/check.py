@@ -47,7 +47,7 @@ class Size(NamedTuple):
 class Operator(NamedTuple):
     """An operator on the kernels, and its specification in float64."""
 
-    # (size, T, randn) -> ({name: tensor} of inputs with a gradient, the other arguments, the gradient of y)
+    # (size, T, randn) -> ({name: tensor} of inputs with a gradient, the rest of the arguments, the gradient of y)
     create_inputs: Callable
     kernels: Callable  # (inputs and other arguments by name) -> y
     specification: Callable  # the same
@@ -69,10 +69,6 @@ def create_power_inputs(size, T, randn):
         strong = size.form not in ("chunked", "states") or size.p != 4  # bfloat16 is less exact there: docs/kernels.md
         inputs["log_g"] = F.logsigmoid((3 if strong else 1) * randn(1, T, 1) + 4)
     return inputs, dict(p=size.p), randn(1, n, 2, E).to(size.dtype)
-
-
-def quadratic(q, k, v, log_g=None, *, p):
-    return backend.operators().quadratic_attention(q, k, v, log_g, p=p)
 
 
 def divided_sums(q, k, v, log_g=None, *, p):
@@ -113,18 +109,10 @@ def power_specification(q, k, v, log_g=None, *, p):
 def create_adaptive_inputs(size, T, randn):
     """Create q, k, v and the power of every query; gates only begin documents, and have no gradient."""
     inputs, _, dy = create_power_inputs(size._replace(gated=False), T, randn)
-    inputs["p"] = 3 + randn(*dy.shape[:2]).clamp(-2, 2)
+    inputs["powers"] = 3 + randn(*dy.shape[:2]).clamp(-2, 2)
     starts = torch.arange(T, device=dy.device) % (T // 3 + 5) == 0
     resets = torch.where(starts, -math.inf, 0.0)[None, :, None] if size.gated else None
-    return inputs, dict(resets=resets), dy
-
-
-def adaptive(q, k, v, p, resets):
-    return backend.adaptive().adaptive_attention(q, k, v, p, resets)
-
-
-def adaptive_specification(q, k, v, p, resets):
-    return naive.adaptive(q, k, v, p, resets if resets is None else resets.double())
+    return inputs, dict(log_g=resets), dy
 
 
 # ---- log attention
@@ -147,28 +135,7 @@ def heinsen_in_two_calls(q, k, v, resets):
     return in_two_calls(attend, q, k, v, resets)
 
 
-def heinsen_specification(q, k, v, resets):
-    return heinsen_naive.recurrent(q, k, v, resets=resets)[0]
-
-
-# ---- the fused kernels of dispatch.FUSED
-
-
-def create_rotary_inputs(size, T, randn):
-    """Create heads, and angles of each sequence, as a learned speed makes them."""
-    dy = randn(2, T, 5, 64).to(size.dtype)
-    return dict(qkv=dy.roll(1, 1), angle=randn(2, T, 32)), {}, dy
-
-
-def rotary(qkv, angle):
-    table = angle.detach().cos(), angle.detach().sin()
-    return torch.cat(backend.rotary().RotateHeads.apply(qkv, 3, 1, *table, angle), 2)
-
-
-def rotary_specification(qkv, angle):
-    factors = torch.polar(torch.ones_like(angle), angle).unsqueeze(-2)
-    pairs = torch.view_as_complex(qkv[:, :, :4].unflatten(-1, (-1, 2)))
-    return torch.cat((torch.view_as_real(pairs * factors).flatten(-2), qkv[:, :, 4:]), 2)
+# ---- cross entropy
 
 
 def create_cross_entropy_inputs(size, T, randn):
@@ -192,23 +159,26 @@ class Losses(torch.autograd.Function):
         return ctx.gradient * (ctx.scales * grad).unsqueeze(1), None
 
 
-def cross_entropy(logits, targets):
-    return Losses.apply(logits, targets)
-
-
 def cross_entropy_specification(logits, targets):
     return F.cross_entropy(logits[:, :2500], targets, reduction="none", ignore_index=-1)
 
 
 OPERATORS = {
-    "quadratic": Operator(create_power_inputs, quadratic, power_specification, (496, 1168)),
+    "quadratic": Operator(
+        create_power_inputs, lambda **x: backend.operators().quadratic_attention(**x), power_specification, (496, 1168)
+    ),
     "sums": Operator(create_power_inputs, divided_sums, power_specification, (496, 1168)),
     "chunked": Operator(create_power_inputs, chunked, power_specification, (1200, 6000)),
     "states": Operator(create_power_inputs, chunked_in_two_calls, power_specification, (1408, 6000)),
-    "adaptive": Operator(create_adaptive_inputs, adaptive, adaptive_specification, (1168,)),
-    "heinsen": Operator(create_heinsen_inputs, heinsen_in_two_calls, heinsen_specification, (1216,)),
-    "rotary": Operator(create_rotary_inputs, rotary, rotary_specification, (400,)),
-    "cross_entropy": Operator(create_cross_entropy_inputs, cross_entropy, cross_entropy_specification, (400,)),
+    "adaptive": Operator(
+        create_adaptive_inputs, lambda **x: backend.adaptive().adaptive_attention(**x), naive.adaptive, (1168,)
+    ),
+    "heinsen": Operator(
+        create_heinsen_inputs, heinsen_in_two_calls, lambda **x: heinsen_naive.recurrent(**x)[0], (1216,)
+    ),
+    "cross_entropy": Operator(
+        create_cross_entropy_inputs, lambda **x: Losses.apply(*x.values()), cross_entropy_specification, (400,)
+    ),
 }
 
 # Each kernel, each branch of the power and each width (head dimensions between them and other widths of values are
@@ -245,7 +215,7 @@ SIZES = [
     Size("heinsen", BF16, 64, v_dtype=FP32),
     Size("heinsen", BF16, 128),
     Size("heinsen", FP32, 32),
-    *(Size(name, dtype) for name in ("rotary", "cross_entropy") for dtype in (BF16, FP32)),
+    *(Size("cross_entropy", dtype) for dtype in (BF16, FP32)),
 ]
 # What models use most: they stand in the package's checked.json for the GPUs on which it was written.
 COMMON_SIZES = [

@@ -144,73 +144,61 @@ def kernel_reason(form, device, dtype, D, E, p):
 
     form: as for `kernels.unsupported_reason`; device: a torch.device or its name, "cuda" for the current GPU.
     """
-    device = torch.device(device)
-    if reason := _reason_of_tensors(device, dtype):
-        return reason
-    reason = _disabled or unsupported_reason(form, dtype, D, E, p, device)
-    if reason and form in ("quadratic", "adaptive"):
-        warn_once(f"power attention runs in plain PyTorch, not on its Triton kernels: {reason}")
-    return reason
-
-
-def _reason_of_tensors(device, dtype):
-    """Return why no kernel takes tensors of this device and dtype, or ""."""
-    if device.type != "cuda":
-        return f"the tensors are on {device.type}"
-    name = {torch.float64: "float64", torch.float16: "float16"}.get(dtype)
-    return f"{name} is computed in PyTorch" if name else ""
+    name = "power attention" if form in ("quadratic", "adaptive") else ""
+    return _reason(name, device, dtype, lambda device: unsupported_reason(form, dtype, D, E, p, device))
 
 
 def failed_check(form, dtype, W, p, gated, device="cuda"):
     """Return what is wrong with the kernels of this width on this GPU, or "". Warn of it once. form: see
     `check.Size`."""
-    wrong = failure(Size(form, dtype, W, p, gated), device)
-    if wrong:
-        warn_once(f"power attention runs without its {form} kernels, which fail on this machine: {wrong}")
-    return wrong
+    fault = failure(Size(form, dtype, W, p, gated), device)
+    if fault:
+        warn_once(f"power attention runs without its {form} kernels, which fail on this machine: {fault}")
+    return fault
 
 
 def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
     """Return why the kernels of log attention cannot be used for q and k of `dtype` and values of v_dtype, or "". Warn
     once for each reason if the device, as for `kernel_reason`, is a GPU."""
-    device = torch.device(device)
-    if reason := _reason_of_tensors(device, dtype):
-        return reason
+
+    def test(device):
+        W = width("heinsen", dtype, D, E)
+        reason = heinsen_unsupported_reason(dtype, D, E, device)
+        return reason or failure(Size("heinsen", dtype, W, v_dtype=v_dtype), device)
+
     D, E = index(D), index(E)
-    reason = _disabled or heinsen_unsupported_reason(dtype, D, E, device)
-    reason = reason or failure(Size("heinsen", dtype, width("heinsen", dtype, D, E), v_dtype=v_dtype), device)
-    if reason:
-        warn_once(f"heinsen attention runs in plain PyTorch, not on its Triton kernels: {reason}")
-    return reason
+    return _reason("heinsen attention", device, dtype, test)
 
 
-# The kernels for steps of training outside of attention. On a GPU they were measured to be faster than what
-# torch.compile makes of PyTorch: docs/training-speed.md.
-FUSED = ("rotary", "cross_entropy")
+def cross_entropy_reason(device, dtype):
+    """Return why the kernel of cross entropy cannot be used for logits of this device and dtype, or "".
+
+    Warn once for each reason if the device, as for `kernel_reason`, is a GPU.
+    """
+
+    def test(device):
+        return unusable_machine(device) or failure(Size("cross_entropy", dtype), device)
+
+    return _reason("cross entropy", device, dtype, test)
 
 
-def uses_fused(name, x):
-    """Return True if the fused kernel `name` computes the tensor x."""
-    return name in FUSED and not fused_kernel_reason(name, x.device, x.dtype)
-
-
-def fused_kernel_reason(name, device, dtype):
-    """Return why the fused kernel `name` cannot be used for tensors of this device and dtype, or "". Warn once for each
-    reason if the device, as for `kernel_reason`, is a GPU."""
+def _reason(name, device, dtype, test):
+    """Return why no kernel takes tensors of this device and dtype, or test(device), or "". Warn if `name` is given."""
     device = torch.device(device)
-    if reason := _reason_of_tensors(device, dtype):
-        return reason
-    reason = _disabled or unusable_machine(device)
-    reason = reason or failure(Size(name, dtype), device)
-    if reason:
-        warn_once(f"{name} runs in plain PyTorch, not on its Triton kernel: {reason}")
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
+    if dtype in (torch.float64, torch.float16):
+        return f"{str(dtype).removeprefix('torch.')} is computed in PyTorch"
+    reason = _disabled or test(device)
+    if reason and name:
+        warn_once(f"{name} runs in plain PyTorch, not on its Triton kernels: {reason}")
     return reason
 
 
 # torch.compile asks once and does not look inside. torch.compiler.assume_constant_result sets this mark too, but it
 # imports torch._dynamo, which takes 2 s that a program without torch.compile need not wait.
-for asked in (kernel_reason, failed_check, heinsen_kernel_reason, fused_kernel_reason):
-    asked._dynamo_marked_constant = True
+for function in (kernel_reason, failed_check, heinsen_kernel_reason, cross_entropy_reason):
+    function._dynamo_marked_constant = True
 
 
 def disable_kernels(reason):

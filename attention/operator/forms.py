@@ -1,6 +1,6 @@
 """The three forms of power attention in plain PyTorch: in blocks, stable in float32, on any device.
 
-    y, state = attend(q, k, v, log_g, p=2, form="chunked", chunk_size=128, return_state=True)
+    y, state = attend(q, k, v, log_g, p=2, chunk_size=128, return_state=True)
     y, state = read_cache(q, k, v, log_g, state, p=2, flush_cache=False)        # generation
     state = flush(k, v, log_g, state, p=2)                                      # tokens into a PowerState
 
@@ -9,10 +9,10 @@ float32. There are no logarithms. log_g = -inf forgets everything before the tok
 -inf in it is NaN, but is counted beside it.
 
 Powers of two, which cancel in y, keep (q . k)^p inside float32's range: each row of q is scaled by its own largest
-entry and by that of the keys up to it in its document. So y does not change when a row of q or all of k is scaled by a
-power of two, and no row depends on later ones: a larger key (p = 2 with gates: up to 1e27 times; above, the weights of
-earlier rows go to zero), a NaN or an infinity changes the rows from its own on, and the bits of those before stay what
-they are. NaN in gives NaN out. (A PowerState, which holds p-th powers of keys as they are, is inside float32's range
+entry and by the largest entry of the keys up to it in its document. So y does not change when a row of q or all of k is
+scaled by a power of two, and no row depends on later ones: a larger key (p = 2 with gates: up to 1e27 times; above, the
+weights of earlier rows go to zero), a NaN or an infinity changes the rows from its own on, and no bit of earlier rows.
+NaN in gives NaN out. (A PowerState, which holds p-th powers of keys as they are, is inside float32's range
 for keys from 1e-4 to 1e4 with p = 8, from 1e-9 to 1e9 with p = 4.)
 
 Inside, tensors are laid out by heads: q [B, Hkv, G, T, D] with the G = H/Hkv query heads of a group side by side,
@@ -35,7 +35,7 @@ LARGEST_HIDDEN = 2.0**50  # a scaled key that a row does not see: squares of pro
 
 
 class ScaledState(NamedTuple):
-    """A state in a range that suits float32: S and z are those of keys multiplied by `unit` [B, Hkv, 1, 1]."""
+    """A state in a range that suits float32: S and z of keys that are multiplied by `unit` [B, Hkv, 1, 1]."""
 
     S: torch.Tensor
     z: torch.Tensor
@@ -52,11 +52,11 @@ class PowerState(NamedTuple):
     z: torch.Tensor
 
 
-def attend(q, k, v, log_g, *, p, form, chunk_size=None, initial_state=None, return_state=False):
+def attend(q, k, v, log_g, *, p, chunk_size=None, initial_state=None, return_state=False):
     """Return (y [B, n, H, E] in q's dtype, the PowerState after all tokens or None); see `power_attention`.
 
-    q [B, n, H, D] belong to the last n tokens. form: "quadratic", or "chunked" with chunk_size tokens a chunk (the
-    recurrent form is a chunk of one token).
+    q [B, n, H, D] belong to the last n tokens. chunk_size: tokens of a chunk (1 in the recurrent form), or None for the
+    quadratic form.
     """
     Hkv, dtype = k.shape[2], accumulation_dtype(q)
     with without_autocast(q.device):
@@ -65,7 +65,7 @@ def attend(q, k, v, log_g, *, p, form, chunk_size=None, initial_state=None, retu
         gates = None if log_g is None else _sum_gates(log_g)
         state = None if initial_state is None else _scale_state(initial_state, _unit_of_state(initial_state, p), p)
         scale = _scale_of_rows(keys, gates, state and state.unit, p)
-        if form == "quadratic":
+        if chunk_size is None:
             num, den = _quadratic(queries, keys, values, gates, scale[..., -q.shape[1] :], state, p)
             final = flush(k, v, log_g, initial_state, p=p) if return_state else None
         else:
@@ -84,8 +84,8 @@ def sums(q, k, v, log_g, *, p, scale):
         in_range, gates = to_unit_range(queries), None if log_g is None else _sum_gates(log_g)
         rows = _scale_of_rows(keys, gates, None, p)[..., -q.shape[1] :]
         num, den = _quadratic(in_range, keys, _by_head(v, dtype), gates, rows, None, p)
-        by = (scale / (_unit_of_rows(queries).squeeze(-1) * rows.unsqueeze(2))) ** (p // 2)  # twice: it may be large
-        num, den = num * by.unsqueeze(-1) * by.unsqueeze(-1), den * by * by
+        root = (scale / (_unit_of_rows(queries).squeeze(-1) * rows.unsqueeze(2))) ** (p // 2)  # the square may overflow
+        num, den = num * root.unsqueeze(-1) * root.unsqueeze(-1), den * root * root
         return tuple(x.flatten(1, 2).transpose(1, 2) for x in (num, den))
 
 
@@ -93,8 +93,8 @@ def attend_after_state(sums, q, k, v, log_g, state, *, p):
     """Return y [B, n, H, E] in q's dtype, with the PowerState `state` before the first token; see `power_attention`.
 
     sums(q, k, v, log_g, p=p, scale=1.0) returns the sums over pairs of tokens, num [B, n, H, E] and den [B, H, n], as
-    `kernels.operators.quadratic_sums` does. What the queries read from the state is computed here, in as many pieces as
-    memory asks for.
+    `kernels.operators.quadratic_sums` does. This function reads the state for the queries, in as many pieces as memory
+    asks for.
     """
     Hkv, n, m, dtype = k.shape[2], q.shape[1], k.shape[1], accumulation_dtype(q)
     with without_autocast(q.device):
@@ -103,8 +103,7 @@ def attend_after_state(sums, q, k, v, log_g, state, *, p):
         scale = _scale_of_rows(_by_head(k, dtype), gates, state.unit, p)[..., -n:, None]  # [B, Hkv, n, 1]
         queries = to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1))) * scale.unsqueeze(2)
         rows = queries.flatten(1, 2).transpose(1, 2)
-        rows, k, v = (x.to(dtype_after_state(q.dtype)) for x in (rows, k, v))
-        num, den = sums(rows, k, v, log_g, p=p, scale=1.0)
+        num, den = sums(rows.to(q.dtype), k, v, log_g, p=p, scale=1.0)
         num, den = num.transpose(1, 2).unflatten(1, (Hkv, -1)), den.unflatten(1, (Hkv, -1))
         queries = queries / state.unit.unsqueeze(2)
         if gates is not None:
@@ -115,14 +114,6 @@ def attend_after_state(sums, q, k, v, log_g, state, *, p):
             num_before, den_before = num_before * left, den_before * left.squeeze(-1)
         y = normalize(num + num_before, den + den_before)
         return y.flatten(1, 2).transpose(1, 2).to(q.dtype)
-
-
-def dtype_after_state(dtype):
-    """Return the dtype in which `attend_after_state` computes pairs of tokens of `dtype`.
-
-    That is float32 for float16, whose exponents do not hold rows that are scaled for the state.
-    """
-    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def read_cache(q, k, v, log_g, state, *, p, flush_cache):
@@ -137,9 +128,9 @@ def read_cache(q, k, v, log_g, state, *, p, flush_cache):
         queries = to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)))
         keys, values = _by_head(k, dtype), _by_head(v, dtype)
         gates = None if log_g is None else _sum_gates(log_g)
-        before = None if state is None else ScaledState(*state, torch.ones_like(state.z[..., :1, None]))
+        unscaled = None if state is None else ScaledState(*state, torch.ones_like(state.z[..., :1, None]))
         scale = _scale_of_rows(keys, gates, None if state is None else _unit_of_state(state, p), p)
-        y = normalize(*_quadratic(queries, keys, values, gates, scale[..., -q.shape[1] :], before, p))
+        y = normalize(*_quadratic(queries, keys, values, gates, scale[..., -q.shape[1] :], unscaled, p))
         if flush_cache:
             state = flush(k, v, log_g, state, p=p)
         return y.flatten(1, 2).transpose(1, 2).to(q.dtype), state
@@ -181,12 +172,12 @@ def _quadratic(q, k, v, gates, scale, state, p):
     """Sum over all causal pairs, in blocks of rows. q and scale may hold only the last of the tokens in k."""
     B, Hkv, G, n, _ = q.shape
     m = k.shape[2]
-    parts, (k, v, bad) = [], finite_keys_and_values(k, v)
+    parts, keys = [], finite_keys_and_values(k, v)
     ranges, run = blocks_of_rows(B * Hkv * G, n, m, SCORES_AT_ONCE.get(q.device.type, 2**27))
     for start, end in ranges:
         seen = m - n + end
         block = partial(_block_of_rows, p=p, first=m - n + start)
-        args = q[..., start:end, :], k[:, :, :seen], v[:, :, :seen], bad[..., :seen], gates and gates.span(0, seen)
+        args = q[..., start:end, :], tuple(x[:, :, :seen] for x in keys), gates and gates.span(0, seen)
         args += scale[..., start:end], state
         parts.append(run(block, *args))
     return _concatenate_rows(parts)
@@ -208,7 +199,7 @@ def blocks_of_rows(heads, n, m, at_once):
 
 
 def compute_again(function, *args):
-    """Return function(*args), of which only args are saved: the backward pass computes it again.
+    """Return function(*args) and save only args: the backward pass computes it again.
 
     Under torch.func's transforms, which do not allow that, all is saved.
     """
@@ -226,12 +217,13 @@ def finite_keys_and_values(k, v):
     return k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0), bad
 
 
-def _block_of_rows(q, k, v, bad, gates, scale, state, p, first):
+def _block_of_rows(q, keys, gates, scale, state, p, first):
     """Return numerators and denominators of queries first, first+1, ... over the keys up to each and the state
-    before. k, v, bad are from `finite_keys_and_values`."""
+    before. keys: (k, v, bad) of `finite_keys_and_values`."""
+    k, v, bad = keys
     n, m = q.shape[3], k.shape[2]
-    at = torch.arange(first, first + n, device=q.device)
-    hidden, left = at.unsqueeze(-1) < torch.arange(m, device=q.device), None
+    tokens = torch.arange(first, first + n, device=q.device)
+    hidden, left = tokens.unsqueeze(-1) < torch.arange(m, device=q.device), None
     if gates is not None:
         to = gates.span(first + 1, first + n)
         hidden = hidden | _across_reset(to, gates.span(1, m))  # [B, Hkv, n, m]
@@ -256,13 +248,13 @@ def _block_of_rows(q, k, v, bad, gates, scale, state, p, first):
 def _chunked(q, k, v, gates, scale, state, p, chunk_size):
     """Compute chunk by chunk: each chunk reads itself and the state before it, then becomes part of the state.
 
-    q may hold only the last of the tokens in k: the chunks of those before are not read.
+    q may hold only the last of the tokens in k: the chunks of earlier tokens are not read.
     """
     parts = []
 
     def chunk(q, k, v, gates, scale, state):
         unit = scale[:, :, -1:, None]
-        rows = () if q is None else _block_of_rows(q, *finite_keys_and_values(k, v), gates, scale, state, p, 0)
+        rows = () if q is None else _block_of_rows(q, finite_keys_and_values(k, v), gates, scale, state, p, 0)
         return *rows, _state_after(state, k, v, gates, unit, p)
 
     T, first = k.shape[2], k.shape[2] - q.shape[3]  # tokens, the first with a query
@@ -305,25 +297,10 @@ def update_state(k, v, p):
     return S
 
 
-def discumsum(u, g, first=None, *, reverse=False):
-    """Return the discounted cumulative sum over chunks: the state before each chunk, and the last one.
-
-    u [.., n, F] is what each chunk adds, g [.., n] the product of each chunk's gates, first [.., F] or None the state
-    before all: s_0 = first, s_{i+1} = g_i s_i + u_i. Returns s_0 .. s_{n-1} [.., n, F] and s_n; with `reverse` it runs
-    from the end and returns the state after each chunk.
-    """
-    state, states = torch.zeros_like(u[..., 0, :]) if first is None else first, []
-    n = u.shape[-2]
-    for i in reversed(range(n)) if reverse else range(n):
-        states.append(state)
-        state = g[..., i, None] * state + u[..., i, :]
-    return torch.stack(states[::-1] if reverse else states, dim=-2), state
-
-
 def _state_after(state, k, v, gates, unit, p):
     """Return `state`, decayed by all gates of these tokens, plus each token, decayed by the gates after it.
 
-    state and the result are ScaledStates or None; unit is that of the result.
+    state is a ScaledState or None; the result is a ScaledState of this unit.
     """
     v = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)  # z is S with a one for a value
     k, n, left = k * unit, k.shape[2], None
@@ -344,7 +321,7 @@ def _state_after(state, k, v, gates, unit, p):
 
 
 class GateSums(NamedTuple):
-    """Cumulative sums of log_g, whose differences are the logarithms of decays.
+    """Cumulative sums of log_g; their differences are the logarithms of decays.
 
     Entry j of each tensor [B, Hkv, n+1] is the sum before token j.
 
@@ -421,9 +398,9 @@ def exponent(x):
 def _scale_of_rows(k, gates, unit, p):
     """Return [B, Hkv, T], for each row the power of two that brings the largest key up to it into [1, 2).
 
-    k [B, Hkv, T, D]. Keys before the row's document do not count. unit [B, Hkv, 1, 1] or None: that of the state before
-    the first token. For p = 2 with gates, which multiply hidden scores by zero, it is at most what brings the largest
-    key of all to LARGEST_HIDDEN, because zero times infinity is NaN.
+    k [B, Hkv, T, D]. Keys before the row's document do not count. unit [B, Hkv, 1, 1] or None: the unit of the state
+    before the first token. For p = 2 with gates, which multiply hidden scores by zero, the scale brings the largest key
+    of all to at most LARGEST_HIDDEN, because zero times infinity is NaN.
     """
     exponents = exponent(k.abs().amax(-1))
     document = 0 if gates is None else (4096.0 * gates.resets[..., 1:]).double()  # further apart than any two exponents
@@ -440,7 +417,7 @@ def _scale_of_rows(k, gates, unit, p):
 
 @torch.no_grad()
 def _unit_of_state(state, p):
-    """Return [B, Hkv, 1, 1], the power of two that brings keys into [1, 2) whose state may be this one."""
+    """Return [B, Hkv, 1, 1], the power of two that brings the keys of a state into [1, 2), as far as z tells."""
     largest = state.z.abs().amax(-1)[..., None, None]
     return torch.exp2(-(exponent(largest) / p).floor())
 
@@ -450,8 +427,8 @@ def _scale_state(state, factor, p):
 
     S and z are multiplied by factor^(p/2) twice, since factor^p may be out of float32's range.
     """
-    by = factor ** (p // 2)
-    return ScaledState(state[0] * by * by, state[1] * by.squeeze(-1) * by.squeeze(-1), factor)
+    root = factor ** (p // 2)
+    return ScaledState(state[0] * root * root, state[1] * root.squeeze(-1) * root.squeeze(-1), factor)
 
 
 def _concatenate_rows(parts):

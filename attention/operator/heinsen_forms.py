@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from .forms import accumulation_dtype, compute_again, normalize, without_autocast
 
 EMPTY = -1e30  # the reference of a state before any token: finite, because inf - inf is NaN
-LEAF = 8  # tokens whose pairs are computed feature by feature
+LEAF = 8  # tokens of a leaf, inside which pairs are computed feature by feature
 CHUNK_SIZE = 256
 
 

@@ -12,12 +12,12 @@ SURELY_FREE = 2**30  # bytes: up to here a GPU is not asked how much is free, wh
 
 
 def features(D, p):
-    """Return Dphi = C(D+p-1, p), the features of a PowerState; those of all powers together if p is a tuple."""
+    """Return Dphi = C(D+p-1, p), the features of a PowerState, or their sum for a tuple of powers."""
     return sum(symmetric_power_dim(D, m) for m in p) if isinstance(p, tuple) else symmetric_power_dim(D, p)
 
 
 def state_bytes(rows, D, E, p, dtype=torch.float32):
-    """Return the bytes of a PowerState, or of those of a tuple of powers, for `rows` = B * Hkv sequences and heads."""
+    """Return the bytes of the PowerState of p, or of a tuple of powers, for `rows` = B * Hkv sequences and heads."""
     return rows * features(D, p) * (E + 1) * dtype.itemsize
 
 
@@ -62,7 +62,7 @@ def cached_bytes(config, p, layer, max_new_tokens, itemsize, state_dtype):
     """Return the bytes of one sequence's (KV cache, PowerState) once a LayerState is `max_new_tokens` longer.
 
     config is the layer's GPTConfig, p the power of its state or a tuple of powers, itemsize the bytes of a number in
-    the KV cache, state_dtype that of S.
+    the KV cache, state_dtype the dtype of S.
     """
     D, cached, tokens = config.head_dim, layer.cached_tokens, layer.cached_tokens + max_new_tokens
     limit = layer.switch_over_limit(p, D, D, itemsize)
@@ -76,7 +76,7 @@ def check_generation_fits(mixes, state, max_new_tokens, num_samples, itemsize, s
     """Raise MemoryError if the states of `num_samples` sequences would not fit once they are `max_new_tokens` longer.
 
     mixes are the Variants of the model's layers, state is its ModelState, itemsize the bytes of a number in a KV cache,
-    state_dtype that of S. The message names settings that would fit.
+    state_dtype the dtype of S. The message names settings that would fit.
     """
 
     def bytes_of_one(state_dtype=state_dtype, switch_over=None):
@@ -97,10 +97,10 @@ def check_generation_fits(mixes, state, max_new_tokens, num_samples, itemsize, s
         ways.append(f"switch_over={longest}")
     if not ways:
         ways.append("a model of a smaller head dimension or p" if states >= cache else "fewer tokens")
-    of = f"states of {states:,} bytes" if states >= cache else f"keys and values of {cache:,} bytes"
+    largest = f"states of {states:,} bytes" if states >= cache else f"keys and values of {cache:,} bytes"
     c, powers = mixes[0].config, " and ".join(dict.fromkeys(str(mix.p) for mix in mixes))
     raise MemoryError(
-        f"{num_samples} samples need {need:,} bytes, mostly {of} each (p={powers}, head dimension {c.head_dim}, "
+        f"{num_samples} samples need {need:,} bytes, mostly {largest} each (p={powers}, head dimension {c.head_dim}, "
         f"{len(mixes)} layers of {c.n_kv_head} heads), the device has {have:,} free: {' or '.join(ways)} would fit"
     )
 
@@ -109,6 +109,9 @@ def free_memory(device):
     """Return the bytes that could still be allocated: a GPU's free memory and torch's unused cache, or all RAM."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats_as_nested_dict(device)  # memory_reserved() takes 0.2 ms to flatten it
-        now = lambda name: stats[name]["all"]["current"] if stats else 0  # empty before any tensor
-        return torch.cuda.mem_get_info(device)[0] + now("reserved_bytes") - now("allocated_bytes")
+        reserved, allocated = (
+            stats[name]["all"]["current"] if stats else 0  # empty before any tensor
+            for name in ("reserved_bytes", "allocated_bytes")
+        )
+        return torch.cuda.mem_get_info(device)[0] + reserved - allocated
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 FLASH_WIDTH = 256  # the largest head dimension of torch's flash attention
-ROWS = 256  # queries whose weights exist at a time where a document is differentiated by hand
+ROWS = 256  # queries that are differentiated at a time where a document is differentiated by hand
 
 
 class Documents(NamedTuple):
@@ -35,14 +35,14 @@ def find_documents(resets):
     if torch.compiler.is_compiling():
         return Documents(*_find_operator(resets))
     version = None if resets.is_inference() else resets._version
-    known, documents = _found.get(resets, (None, None))
+    known, documents = _known_documents.get(resets, (None, None))
     if documents is None or version is None or known != version:
         documents = Documents(*_find(resets))
-        _found[resets] = version, documents
+        _known_documents[resets] = version, documents
     return documents
 
 
-_found = WeakTensorKeyDictionary()  # resets: (its version, the Documents)
+_known_documents = WeakTensorKeyDictionary()  # resets: (its version, the Documents)
 
 
 def _find(resets):
@@ -96,9 +96,8 @@ def takes_flash(q, k, v):
 
 
 def _has_flash(device):
-    if torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    available = torch.backends.cuda.is_flash_attention_available()
+    return available and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 _has_flash._dynamo_marked_constant = True  # see the end of dispatch.py
@@ -114,13 +113,13 @@ def takes_cudnn(n, longest, q, k):
     """
     if n * longest != len(q) or longest < 128 or q.shape[1] != k.shape[1] or q.shape[2] not in (64, 128):
         return False
-    if torch.version.hip or torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled():
         return False
     return torch.cuda.get_device_capability(q.device) in ((9, 0), (10, 0), (10, 3))
 
 
 def _by_document(n, *tensors):
-    """Return views [n, H, tokens, D] of tensors [N, H, D] whose n documents are equally long."""
+    """Return views [n, H, tokens, D] of tensors [N, H, D] that hold n equally long documents."""
     return [x.unflatten(0, (n, -1)).transpose(1, 2) for x in tensors]
 
 
@@ -146,8 +145,9 @@ def _(q, k, v, ends, sizes, scale):
 
 @torch.library.custom_op("sympow::packed_flash_backward", mutates_args=())
 def _flash_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, y: Tensor, lse: Tensor, scale: float
+    dy: Tensor, qkv: list[Tensor], documents: list[Tensor], y: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    (q, k, v), (ends, sizes) = qkv, documents
     n, longest = sizes.tolist()
     if takes_cudnn(n, longest, q, k):
         dy, q, k, v, y = _by_document(n, dy.contiguous(), q, k, v, y)
@@ -158,13 +158,14 @@ def _flash_backward(
     ends = ends[: n + 1]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     backward = torch.ops.aten._flash_attention_backward
-    args = dy.contiguous(), q, k, v, y, lse, ends, ends, longest, longest, 0.0, True, *no_dropout
-    return tuple(x.contiguous() for x in backward(*args, scale=scale))
+    dy, lengths = dy.contiguous(), (longest, longest)
+    grads = backward(dy, q, k, v, y, lse, ends, ends, *lengths, 0.0, True, *no_dropout, scale=scale)
+    return tuple(x.contiguous() for x in grads)
 
 
 @_flash_backward.register_fake
-def _(dy, q, k, v, ends, sizes, y, lse, scale):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+def _(dy, qkv, documents, y, lse, scale):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in qkv)
 
 
 def _save_flash(ctx, inputs, output):
@@ -173,17 +174,19 @@ def _save_flash(ctx, inputs, output):
     ctx.save_for_backward(*tensors, *output)
 
 
-_flash.register_autograd(
-    lambda ctx, dy, _: (*_flash_backward(dy, *ctx.saved_tensors, ctx.scale), None, None, None),
-    setup_context=_save_flash,
-)
+def _differentiate_flash(ctx, dy, _):
+    q, k, v, ends, sizes, y, lse = ctx.saved_tensors
+    return *_flash_backward(dy, [q, k, v], [ends, sizes], y, lse, ctx.scale), None, None, None
+
+
+_flash.register_autograd(_differentiate_flash, setup_context=_save_flash)
 
 
 # ---- a call for each document
 
 
 def _one_by_one(q, k, v, ends, sizes, scale):
-    """Return y [N, H, E] of q [N, H, D], k [N, Hkv, D] and v [N, Hkv, E], whose documents these are."""
+    """Return y [N, H, E] of q [N, H, D], k [N, Hkv, D] and v [N, Hkv, E] that hold these documents."""
     lengths = ends[: int(sizes[0]) + 1].diff().tolist()
     options = dict(is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     documents = zip(*(x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2) for x in (q, k, v)))  # [1, H, tokens, D]
@@ -207,11 +210,8 @@ def _one_by_one_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute each document's weights again, ROWS queries at a time: autograd does not work inside an operator."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq, (dk, dv), group = (
-        torch.empty_like(q),
-        (torch.zeros_like(x, dtype=wide) for x in (k, v)),
-        q.shape[1] // k.shape[1],
-    )
+    dq, group = torch.empty_like(q), q.shape[1] // k.shape[1]
+    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
     starts = ends[: int(sizes[0]) + 1].tolist()
     for start, end in zip(starts, starts[1:]):
         for row in range(start, end, ROWS):

@@ -4,7 +4,7 @@
 
 There are three ways to compute them, and power.py chooses:
 
-    resets       one sequence whose gates are zero (log_g = -inf) at each first token: no state is read or returned
+    resets       one sequence with zero gates (log_g = -inf) at each first token: no state is read or returned
     slots        each sequence in a slot of whole chunks, with zeros behind it: states in and out, on the kernels
 
       tokens     | 0 0 0 0 0 | 2 2 2 2 2 2 2 |
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .forms import accumulation_dtype
+from .. import gates
 
 known_lengths = WeakTensorKeyDictionary()  # cu_seqlens: (its version, the lengths)
 
@@ -64,46 +64,39 @@ def read_lengths(cu_seqlens):
         raise ValueError(f"cu_seqlens must begin with 0, got {ends[0]}")
     lengths = tuple(end - start for start, end in zip(ends, ends[1:]))
     if min(lengths) < 0:
-        at = next(i for i, length in enumerate(lengths) if length < 0)
-        raise ValueError(f"cu_seqlens must not decrease, got {ends[at]} and then {ends[at + 1]}")
+        start, end = next((start, end) for start, end in zip(ends, ends[1:]) if end < start)
+        raise ValueError(f"cu_seqlens must not decrease, got {start} and then {end}")
     return lengths
 
 
 def typical_length(lengths, T, N):
-    """Return the length of one sequence whose tokens see as many others as the T tokens of these N do on average.
-
-    Where the lengths are None, all are taken to be equal.
-    """
+    """Return the mean length of N packed sequences, each token counted once. Unknown lengths (None) count as equal."""
     return max(1, T // N if lengths is None else round(sum(n * n for n in lengths) / T))
 
 
 def reset_gates(log_g, cu_seqlens, k):
     """Return log_g [1, T, Hkv] with -inf at the first token of each sequence, and zeros elsewhere if it is None."""
-    T, Hkv = k.shape[1:3]
+    T = k.shape[1]
     starts = torch.zeros(T + 1, dtype=torch.bool, device=k.device).index_fill(0, cu_seqlens.long(), True)
-    starts = starts[:T, None]  # an empty sequence at the end would begin at T
-    if log_g is None:
-        zeros = torch.zeros(T, 1, dtype=accumulation_dtype(k), device=k.device)
-        return zeros.masked_fill(starts, float("-inf")).expand(1, T, Hkv)
-    return log_g.masked_fill(starts, float("-inf"))
+    return gates.reset_gates(starts[None, :T], log_g, k)  # an empty sequence at the end would begin at T
 
 
 class Slots(NamedTuple):
     """Where the tokens of packed sequences are if every sequence begins with a chunk."""
 
     first_chunks: torch.Tensor  # [N + 1] int32, the first chunk of each sequence, and the end of the last
-    at: torch.Tensor | None  # [T] int64, the place of each token; None: where it is
-    tokens: int  # places in all, a multiple of the chunk
+    places: torch.Tensor | None  # [T] int64, the place of each token; None if tokens stay where they are
+    count: int  # of places, a multiple of the chunk
 
     def fill(self, x):
-        """Return x [1, T, ..] in slots, [1, tokens, ..], with zeros between."""
-        if self.at is None:
+        """Return x [1, T, ..] in slots, [1, count, ..], with zeros between."""
+        if self.places is None:
             return x
-        return x.new_zeros(1, self.tokens, *x.shape[2:]).index_copy(1, self.at, x)
+        return x.new_zeros(1, self.count, *x.shape[2:]).index_copy(1, self.places, x)
 
     def take(self, x):
-        """Return the T tokens of x [1, tokens, ..]; the inverse of `fill`."""
-        return x if self.at is None else x.index_select(1, self.at)
+        """Return the T tokens of x [1, count, ..]; the inverse of `fill`."""
+        return x if self.places is None else x.index_select(1, self.places)
 
 
 def make_slots(cu_seqlens, lengths, T, chunk):

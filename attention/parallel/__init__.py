@@ -1,1 +1,1 @@
-"""Attention over a sequence whose tokens are spread over ranks."""
+"""Attention over a sequence that is spread over ranks."""

@@ -1,15 +1,14 @@
-"""Attention over pairs of tokens whose keys and values are spread over several ranks: they circulate in a ring.
+"""Attention over pairs of tokens that are spread over several ranks: keys and values circulate in a ring.
 
     y = circulate(PowerPairs(p), context, q, k, v, log_g)       # log_g: the gates, -inf at a reset
     y = circulate(SoftmaxPairs(), context, q, k, v, log_g)      # log_g of 0 and -inf, or None
 
-In step t = 0 .. N-1 rank r has the keys and values of rank r - t, while those of rank r - t - 1 are on their way to it.
+In step t = 0 .. N-1 rank r has the keys and values of rank r - t, and rank r - t - 1 sends its own to rank r.
 Power attention adds numerators and denominators, and needs no maximum; softmax merges exactly, by the maximum and the
-sum of the exponentials of each row. The gates between a key of piece J and a query of a later piece I are those of J
-after the key, those of the pieces in between, whose sums all ranks know, and those of I up to the query: differences of
-the cumulated log-gate, float64 between pieces. Resets are counted beside it. In the backward pass the keys and values
-circulate again, with the gradient to them that has gathered so far one step behind, so that a rank holds the slices of
-two ranks at any time, and never all.
+sum of the exponentials of each row. A key of piece J reaches a query of a later piece I through the gates of J after
+the key, all gates of the pieces in between, and the gates of I up to the query. All ranks know the sum of each piece's
+log-gates, in float64; resets are counted beside it. In the backward pass the keys and values circulate again, and the
+gradient to them follows one step behind, so that a rank holds the slices of two ranks at any time, and never all.
 
 With two pieces a rank (see context.py) each rank has the same number of pairs of tokens in every step.
 """
@@ -36,20 +35,23 @@ def circulate(pairs, context, q, k, v, log_g=None):
         reset = by_piece == float("-inf")
         sums = context.gather(by_piece.masked_fill(reset, 0).double().sum(2).transpose(0, 1))  # [all pieces, B, Hkv]
         resets = context.gather(reset.any(2).transpose(0, 1).to(torch.int32))
-    return _Circulate.apply(pairs, context, q, k, v, log_g, sums, resets)
+    return _Circulate.apply((pairs, context, resets), q, k, v, log_g, sums)
 
 
 class _Circulate(torch.autograd.Function):
+    """The attention `ring` = (pairs, context, resets) of all ranks' tokens; sums, resets: of each piece's gates."""
+
     @staticmethod
-    def forward(ctx, pairs, context, q, k, v, log_g, sums, resets):
-        held, total = [k, v, log_g], None
+    def forward(ctx, ring, q, k, v, log_g, sums):
+        pairs, context, resets = ring
+        keys, total = [k, v, log_g], None
         for step in range(context.size):
-            coming, works = _shift(context, held) if step + 1 < context.size else (None, [])
+            coming, works = _shift(context, keys) if step + 1 < context.size else (None, [])
             for block in _blocks(context, step, q.shape[1]):
-                part = pairs.sums(*_inputs(block, block.of(q, *held, log_g), sums, resets), own=step == 0)
+                part = pairs.sums(*_inputs(block, block.take(q, *keys, log_g), sums, resets), own=step == 0)
                 total = part if total is None else pairs.add(total, part, block.rows)  # the first has all rows
             _wait(works)
-            held = coming
+            keys = coming
         y, row = pairs.finish(*total)
         ctx.pairs, ctx.context = pairs, context
         ctx.save_for_backward(q, k, v, log_g, sums, resets, y, row)
@@ -62,28 +64,28 @@ class _Circulate(torch.autograd.Function):
         q, k, v, log_g, sums, resets, y, row = ctx.saved_tensors
         upstream = pairs.upstream(dy.to(y.dtype), y, row)
         dq, dg, dsums = map(_zeros, (q, log_g, sums))
-        held, d_before, works_back = [k, v, log_g], [None] * 3, []
+        keys, arriving, works_back = [k, v, log_g], [None] * 3, []
         for step in range(context.size):
-            coming, works = _shift(context, held) if step + 1 < context.size else (None, [])
-            d_held = [*map(_zeros, held)]
+            coming, works = _shift(context, keys) if step + 1 < context.size else (None, [])
+            dkeys = [*map(_zeros, keys)]
             for block in _blocks(context, step, q.shape[1]):
-                leaves = [_leaf(x) for x in (*block.of(q, *held, log_g), sums)]
+                leaves = [_leaf(x) for x in (*block.take(q, *keys, log_g), sums)]
                 with torch.enable_grad():
-                    *given, y_, row_ = (x[:, block.rows] for x in (*upstream, y, row))
+                    dnum, dden, *results = (x[:, block.rows] for x in (*upstream, y, row))
                     inputs = _inputs(block, leaves[:-1], leaves[-1], resets)
-                    parts = pairs.sums(*inputs, own=step == 0, again=(y_, row_))
-                _add_gradients(parts[:2], given, leaves, (*block.of(dq, *d_held, dg), dsums))
+                    num, den, *_ = pairs.sums(*inputs, own=step == 0, results=results)
+                _add_gradients((num, den), (dnum, dden), leaves, (*block.take(dq, *dkeys, dg), dsums))
             _wait(works_back)
-            for d, before in zip(d_held, d_before):
-                if before is not None:
-                    d += before
-            d_before, works_back = _shift(context, d_held)
+            for d, earlier in zip(dkeys, arriving):
+                if earlier is not None:
+                    d += earlier
+            arriving, works_back = _shift(context, dkeys)
             _wait(works)
-            held = coming
+            keys = coming
         _wait(works_back)
-        dk, dv, dg_keys = d_before
+        dk, dv, dg_keys = arriving
         dg = None if dg is None else (dg + dg_keys).to(log_g.dtype)
-        return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg, dsums, None
+        return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg, dsums
 
 
 def _zeros(x):
@@ -95,11 +97,10 @@ def _leaf(x):
     return None if x is None else x.detach().requires_grad_()
 
 
-def _add_gradients(outputs, given, leaves, totals):
-    """Add the gradients of `outputs`, of which `given` are those of the loss, to the `totals` of the leaves."""
-    wanted = [(leaf, total) for leaf, total in zip(leaves, totals) if leaf is not None]
-    grads = torch.autograd.grad(outputs, [leaf for leaf, _ in wanted], given, allow_unused=True)
-    for d, (_, total) in zip(grads, wanted):
+def _add_gradients(outputs, upstream, leaves, totals):
+    """Add the gradients to the leaves to their `totals`; `upstream` are the gradients of the loss to `outputs`."""
+    leaves, totals = zip(*(pair for pair in zip(leaves, totals) if pair[0] is not None))
+    for d, total in zip(torch.autograd.grad(outputs, leaves, upstream, allow_unused=True), totals):
         if d is not None:
             total += d
 
@@ -118,8 +119,8 @@ class _Block(NamedTuple):
     first: int
     last: int
 
-    def of(self, q, k, v, g_keys, g_rows):
-        """Return the parts of these tensors that the block is about; gates may be None."""
+    def take(self, q, k, v, g_keys, g_rows):
+        """Return the block's parts of these tensors; gates may be None."""
         if g_rows is not None:
             g_keys, g_rows = g_keys[:, self.gate_keys], g_rows[:, self.gate_rows]
         return q[:, self.rows], k[:, self.keys], v[:, self.keys], g_keys, g_rows
@@ -147,7 +148,7 @@ def _blocks(context, step, tokens):
 def _inputs(block, tensors, sums, resets):
     """Return (q, k, v, the gates of the keys and then of the queries or None) of a block, differentiably.
 
-    The gate of the first query is that of all tokens between the last key and itself, and its own.
+    The gate of the first query is the product of its own and of all gates between the last key and itself.
     """
     q, k, v, g_keys, g_rows = tensors
     if g_keys is None or not g_rows.shape[1]:
@@ -160,16 +161,16 @@ def _inputs(block, tensors, sums, resets):
 
 
 def _shift(context, tensors):
-    """Begin to send tensors (None stays None) to the next rank; return those that come from the one before, and what
-    has to be waited for."""
-    to, since = (context.rank + 1) % context.size, (context.rank - 1) % context.size
+    """Begin to send tensors (None stays None) to the next rank; return the tensors of the previous rank, and works to
+    wait for."""
+    to, source = (context.rank + 1) % context.size, (context.rank - 1) % context.size
     sent = [x if x is None else x.contiguous() for x in tensors]
     coming = [x if x is None else torch.empty_like(x) for x in sent]
     ops = []
     for x, y in zip(sent, coming):
         if x is not None:
             ops.append(dist.P2POp(dist.isend, x, group=context.group, group_peer=to))
-            ops.append(dist.P2POp(dist.irecv, y, group=context.group, group_peer=since))
+            ops.append(dist.P2POp(dist.irecv, y, group=context.group, group_peer=source))
     return coming, [*dist.batch_isend_irecv(ops), sent]  # which must live until then
 
 
@@ -188,12 +189,12 @@ class PowerPairs:
     def __init__(self, p):
         self.p = p
 
-    def sums(self, q, k, v, log_g, *, own, again=None):
+    def sums(self, q, k, v, log_g, *, own, results=None):
         """Return the numerators [B, m, H, E] and denominators [B, m, H] of the queries q [B, m, H, D] over the keys.
 
-        own: the queries are those of the keys' tokens, and the sums are causal. Otherwise they come after all keys: as
-        many tokens without weight are put behind these, whose tiles are computed too, which is why the queries come in
-        PARTS parts.
+        own: queries and keys belong to the same tokens, and the sums are causal. Otherwise the queries come after all
+        keys, and as many tokens without weight are put behind the keys. Their tiles are computed too, which is why the
+        queries come in PARTS parts. results is not read.
         """
         if not own:
             k, v = (torch.cat((x, x.new_zeros(x.shape[0], q.shape[1], *x.shape[2:])), dim=1) for x in (k, v))
@@ -217,22 +218,22 @@ class PowerPairs:
 class SoftmaxPairs:
     """Softmax attention, as sums of exponentials relative to a number for each row."""
 
-    def sums(self, q, k, v, log_g, *, own, again=None):
+    def sums(self, q, k, v, log_g, *, own, results=None):
         """Return the numerators [B, m, H, E], denominators [B, m, H] and references [B, m, H] of each row.
 
-        log_g holds 0 and -inf, for the keys and then, unless they are `own`, for the queries. again: (y, reference), to
-        compute the first two once more relative to that reference and differentiate them. Without log_g they come from
-        torch's flash attention, which takes no mask.
+        log_g holds 0 and -inf, for the keys and then, unless they are `own`, for the queries. results: (y, reference)
+        of the forward pass, to compute the first two relative to that reference and differentiate them. Without log_g
+        they come from torch's flash attention, which takes no mask.
         """
         if log_g is None and _takes_flash(q, k, v):
             group = q.shape[2] // k.shape[2]
             q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
-            if again is not None:
-                return _FlashAgain.apply(q, k, v, *again, own)
+            if results is not None:
+                return _FlashGradients.apply(q, k, v, *results, own)
             y, reference = (x.transpose(1, 2) for x in _flash(q, k, v, own)[:2])
             return y.to(reference.dtype), torch.ones_like(reference), reference.clone()
         with without_autocast(q.device):
-            return self._sums(q, k, v, log_g, own, None if again is None else again[1])
+            return self._sums(q, k, v, log_g, own, None if results is None else results[1])
 
     def _sums(self, q, k, v, log_g, own, reference):
         B, m, H, D = q.shape
@@ -248,25 +249,24 @@ class SoftmaxPairs:
         for start, end in ranges:
             hidden = torch.zeros((), dtype=torch.bool, device=q.device)
             if own:
-                at = torch.arange(n, device=q.device)
-                hidden = at[start:end, None] < at
+                tokens = torch.arange(n, device=q.device)
+                hidden = tokens[start:end, None] < tokens
             if documents is not None:
                 rows = documents[..., -m:][..., start:end]
                 hidden = hidden | (rows.unsqueeze(-1) != documents[..., None, :n]).unsqueeze(2)
-            of_rows = None if reference is None else reference[..., start:end, :]
-            parts.append(run(_softmax_rows, queries[..., start:end, :], keys, values, hidden, of_rows))
+            references = None if reference is None else reference[..., start:end, :]
+            parts.append(run(_softmax_rows, queries[..., start:end, :], keys, values, hidden, references))
         num, den, largest = (torch.cat(x, dim=3) for x in zip(*parts))
         return tuple(x.flatten(1, 2).transpose(1, 2) for x in (num, den, largest))
 
     def add(self, total, part, rows):
-        """Merge the sums of more keys into those of some rows."""
-        before = [x[:, rows] for x in total]
-        largest = torch.maximum(before[2], part[2])
-        scales = (before[2] - largest).exp(), (part[2] - largest).exp()
-        for i in (0, 1):
-            a, b = (x.unsqueeze(-1) if i == 0 else x for x in scales)
-            before[i].copy_(a * before[i] + b * part[i])
-        before[2].copy_(largest)
+        """Merge the sums of more keys into the total of some rows."""
+        num, den, reference = (x[:, rows] for x in total)
+        largest = torch.maximum(reference, part[2])
+        a, b = (reference - largest).exp(), (part[2] - largest).exp()
+        num.copy_(a.unsqueeze(-1) * num + b.unsqueeze(-1) * part[0])
+        den.copy_(a * den + b * part[1])
+        reference.copy_(largest)
         return total
 
     def finish(self, num, den, largest):
@@ -288,7 +288,7 @@ def _softmax_rows(q, k, v, hidden, reference):
     return w @ v, w.sum(-1), reference.squeeze(-1)
 
 
-# ---- torch's flash attention, whose tensors are [B, H, m, D]
+# ---- torch's flash attention, for tensors [B, H, m, D]
 
 
 def _takes_flash(q, k, v):
@@ -307,9 +307,12 @@ def _flash(q, k, v, causal):
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
 
-class _FlashAgain(torch.autograd.Function):
-    """Stand for numerators and denominators of flash attention relative to a reference, of which only the gradients are
-    computed: those to q, k and v [B, H, m, D] that these keys have in attention to all keys, y [B, m, H, D]."""
+class _FlashGradients(torch.autograd.Function):
+    """Stand for numerators and denominators of flash attention relative to a reference, and compute only gradients.
+
+    The gradients to q, k and v [B, H, m, D] are what these keys add to the gradients of attention to all keys,
+    y [B, m, H, D].
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, y, reference, causal):

@@ -1,4 +1,4 @@
-"""Context parallel: the tokens of a sequence are spread over several ranks, each of which holds its slice alone.
+"""Context parallel: the tokens of a sequence are spread over several ranks, and each holds its slice alone.
 
     context = Context(group, balanced=False)                # a process group of N ranks
     for block in model.transformer.h:
@@ -83,8 +83,8 @@ class Context:
             spans = [(piece * n + 1, (piece + 1) * n + 1) for piece in self.mine]
             return torch.cat([torch.arange(*span, dtype=torch.float64, device=x.device) for span in spans])
         sums = self.split(speed.double()).cumsum(1)  # [B * pieces, n]
-        before = self.sum_before(sums[:, -1].unflatten(0, (-1, self.pieces)))
-        return self.join(sums + before.flatten().unsqueeze(1))
+        offsets = self.sum_before(sums[:, -1].unflatten(0, (-1, self.pieces)))
+        return self.join(sums + offsets.flatten().unsqueeze(1))
 
     def sum_before(self, x):
         """Return the sum of x [B, pieces] over all earlier pieces, like x."""
@@ -113,7 +113,7 @@ class Context:
 
     def begin_scan(self, u, decay=None, reverse=False):
         """Begin `states_before`, or with `reverse` the scan from the last piece on, and return a function that returns
-        its result. Until that is called, a GPU computes what else it is given while states travel."""
+        its result. Until it is called, a GPU goes on with other work while states travel."""
         x, shape = u.flatten(2), u.shape
         x = torch.nn.functional.pad(x, (0, -x.shape[2] % self.size)).unflatten(0, (-1, self.pieces))
         x = x.unflatten(3, (self.size, -1)).permute(3, 1, 0, 2, 4).contiguous()  # [N, pieces, B, Hkv, F / N]
@@ -123,11 +123,11 @@ class Context:
 
         def finish():
             x = self._in_order(arrive())  # 1/N of the features of all pieces, [N * pieces, B, Hkv, F / N]
-            found, state = [None] * len(x), torch.zeros_like(x[0])
+            states, state = [None] * len(x), torch.zeros_like(x[0])
             for i in reversed(range(len(x))) if reverse else range(len(x)):
-                found[i] = state
+                states[i] = state
                 state = (state if decays is None else decays[i] * state) + x[i]
-            x = self._exchange(self._by_rank(torch.stack(found)).contiguous())()
+            x = self._exchange(self._by_rank(torch.stack(states)).contiguous())()
             x = x.permute(2, 1, 3, 0, 4).flatten(0, 1).flatten(2)
             return x[..., : shape[2:].numel()].reshape(shape)
 
@@ -193,9 +193,9 @@ _gather.register_autograd(lambda ctx, d: (_exchange(d, ctx.context).sum(0), None
 
 
 def power_attention_in_context(q, k, v, log_g, context, *, p, form="auto", chunk_size=None):
-    """Compute what `power_attention` does for a sequence whose tokens are spread over the ranks of `context`.
+    """Compute what `power_attention` does for a sequence that is spread over the ranks of `context`.
 
-    q [B, T / N, H, D], k [B, T / N, Hkv, D], v [B, T / N, Hkv, E], log_g [B, T / N, Hkv] or None: those of this rank's
+    q [B, T / N, H, D], k [B, T / N, Hkv, D], v [B, T / N, Hkv, E], log_g [B, T / N, Hkv] or None belong to this rank's
     tokens; the rest is as for `power_attention`, and form="auto" is chosen for T tokens. All ranks must call it, and
     also the backward pass. Returns y [B, T / N, H, E]. Differentiable in every tensor, once.
     """
@@ -221,8 +221,8 @@ def _attend(q, k, v, log_g, context, *, p, chunk):
     for start in range(0, k.shape[1], chunk):
         part = (None if x is None else x[:, start : start + chunk] for x in (k, v, log_g))
         state = step(*part, state)
-    before = _split(context.states_before(_join(*state), decay))
-    return power_attention(q, k, v, log_g, p=p, form="chunked", chunk_size=chunk, initial_state=before)
+    previous = _split(context.states_before(_join(*state), decay))
+    return power_attention(q, k, v, log_g, p=p, form="chunked", chunk_size=chunk, initial_state=previous)
 
 
 def _attend_on_kernels(q, k, v, log_g, context, *, p, chunk):

@@ -98,7 +98,7 @@ def dq_kernel(
     p = load_vector(at_head(POWERS, n, b), start, BM)
     c = load_vector(at_head(C, n, bh), start, BM)
     tl.store(at_head(DELTA, n, bh) + (start + tl.arange(0, BM)), p * delta)
-    # the mean of |s|^p; that of x with weights |s|^p is 0.5 to 0.6 above its logarithm for normal s and p from 2 to 8
+    # the mean of |s|^p; x weighted by |s|^p has a mean 0.5 to 0.6 above its logarithm for normal s and p from 2 to 8
     mean = -(c + tl.log2((lo + 1 + tl.arange(0, BM)).to(tl.float32))) / p
     middle = tl.where(c == float("-inf"), 0.0, mean + 0.57)
     first, tiles = tiles_of_rows(FIRST, T, b * HKV + hkv, lo, BM, BN)
@@ -123,8 +123,8 @@ def _add_queries(dk, dv, keys, queries, head, column, begin, end, BM: tl.constex
     """Return (dk, dv) with the queries of one head from token begin to token end added, BM at a time.
 
     keys: (k, v); queries: (Q, strides, DY, strides, C, DELTA, POWERS, FIRST); head: (sequence, head, sequence and head,
-    sequence and head of keys, T, OFFSET); column: tokens of the keys; last: if the tiles need a mask, the tile that
-    takes the place of those after the keys.
+    sequence and head of keys, T, OFFSET); column: tokens of the keys; last: None, or for tiles with a mask the tile
+    that takes the place of a tile after the keys.
     """
     k, v = keys
     Q, q_strides, DY, dy_strides, C, DELTA, POWERS, FIRST = queries
@@ -161,13 +161,14 @@ def _add_queries(dk, dv, keys, queries, head, column, begin, end, BM: tl.constex
 def dkdv_kernel(
     Q, K, V, DY,  # pointers or tensor descriptors
     C, DELTA,  # written by the forward pass and by `dq_kernel`
-    POWERS, FIRST, END,  # FIRST and END: None without documents
+    POWERS, documents,  # (FIRST, END), None each without documents
     DK, DV,  # what is written
     strides,  # of Q, K, V and DY; None: a tensor descriptor
     T, OFFSET, H, HKV, BHKV, HEADS,  # BHKV: B * HKV; the others as in the forward kernel
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Write BN rows of dk and dv, summed over the query heads of the group."""
+    FIRST, END = documents
     q_strides, k_strides, v_strides, dy_strides = strides
     block, bh = block_and_head(tl.cdiv(T, BN), BHKV, HEADS)
     lo = block * BN  # the programs with the most work first

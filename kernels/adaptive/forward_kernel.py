@@ -6,8 +6,8 @@
         BM | BN | BN | BN | diagonal
 
 Tiles have a mask only on the diagonal and where a document begins inside. A pair takes two products of D
-multiplications, a logarithm and an exponential, of which the last two are the limit. passes.py has the names and shapes
-of the arrays, and the launcher.
+multiplications, a logarithm and an exponential; the last two are the limit. passes.py has the names and shapes of the
+arrays, and the launcher.
 """
 
 import triton
@@ -61,7 +61,7 @@ def tiles_of_rows(FIRST, T, bh, lo, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _add_keys(acc, l, q, keys, rows, tiles, end, BN: tl.constexpr, MASKED: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Return (acc, l) with the keys of the tiles added that have a mask, up to token `end`, or of those that have none.
+    """Return (acc, l) with the keys of some tiles added: up to token `end`, those with or those without a mask.
 
     keys: (K, strides, V, strides, sequence, head, T); rows: (their tokens, p, p log2 f, the first tokens of their
     documents); tiles: of `tiles_of_rows`.

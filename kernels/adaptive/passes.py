@@ -28,16 +28,16 @@ exponent is -inf, and the weight and its derivatives are 0.
     first       [B, Hkv, T padded to 128]      int32      the first token of each token's document
     end         [B, Hkv, T padded to 128]      int32      the token after the last of each token's document
 
-The n queries are those of the last n of T tokens; T - n is a multiple of 128, so that tiles of queries begin where
+The n queries belong to the last n of T tokens; T - n is a multiple of 128, so that tiles of queries begin where
 tiles of keys do.
 
 Cost. With N = T^2 D / 2 multiplications a head and product: forward 2 N, dq 3 N, dk and dv 4 N. Every sum has one
 owner, so that two runs give the same bits. Each pair takes one logarithm and one exponential in each of the three
 kernels, both of base 2. A multiprocessor does 16 of these a cycle, and they are the limit.
 
-Range. No running maximum is needed. f_i brings the largest entry of the row of q to 1 to 2, and that of the keys up to
-the row in its document. f_i cancels in y, and no row depends on later keys. The sum of a row is that of its weights as
-they are rounded for the second product.
+Range. No running maximum is needed. f_i brings the largest entry of the row of q to 1 to 2, and likewise the largest of
+the keys up to the row in its document. f_i cancels in y, and no row depends on later keys. Weights are summed as they
+are rounded for the second product.
 
 Documents. log_g may hold 0 and -inf alone, and -inf begins a document. Tiles of keys before a row's document, and tiles
 of queries after a key's document, are skipped.
@@ -66,17 +66,17 @@ def forward(q, k, v, powers, log_g=None, config=None):
     c = empty(q, B, H, padded(n)).fill_(-torch.inf)
     config = config or choose("forward", q, 0, log_g is not None)
     with device_guard(q.device):
-        first, _ = _documents(log_g)
         tiles, strides = _tiles((q, config.BM), (k, config.BN), (v, config.BN))
         forward_kernel[(triton.cdiv(n, config.BM) * B * H,)](
-            *tiles, y, c, _key_scales(k, log_g), _pad(powers), first, tuple(strides),
-            T, _offset(n, T), H, HKV, B * H, _heads_together(T, B * H), D=D, BM=config.BM, BN=config.BN, **config.launch(),
+            *tiles, y, c, _key_scales(k, log_g), _pad(powers), _documents(log_g)[0], tuple(strides),
+            T, _offset(n, T), H, HKV, B * H, _heads_together(T, B * H),
+            D=D, BM=config.BM, BN=config.BN, **config.launch(),
         )  # fmt: skip
     return y, c
 
 
 def backward(dy, q, k, v, powers, log_g, y, c, configs=(None, None)):
-    """Return dq, dk and dv in the inputs' dtypes and dp [B, n] float32; y and c are those of `forward`.
+    """Return dq, dk and dv in the inputs' dtypes and dp [B, n] float32; y and c are what `forward` returned.
 
     Raises ValueError for configurations of dq and dkdv that do not fit each other.
     """
@@ -87,16 +87,16 @@ def backward(dy, q, k, v, powers, log_g, y, c, configs=(None, None)):
     if c_dq.BM < c_dkdv.BM or c_dkdv.BN % c_dkdv.BM:
         raise ValueError(f"dkdv's BM must divide its BN and be at most dq's BM, got {c_dq} for dq, {c_dkdv} for dkdv")
     with device_guard(q.device):
-        powers, (first, end) = _pad(powers), _documents(log_g)
+        powers, documents = _pad(powers), _documents(log_g)
         (k_tiles, v_tiles), (k_strides, v_strides) = _tiles((k, c_dq.BN), (v, c_dq.BN))
         dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
-            q, k_tiles, v_tiles, dy, (y, c), powers, first, dq, delta, dp,
+            q, k_tiles, v_tiles, dy, (y, c), powers, documents[0], dq, delta, dp,
             (q.stride(), k_strides, v_strides, dy.stride()),
             T, _offset(n, T), H, HKV, B * H, _heads_together(T, B * H), D=D, BM=c_dq.BM, BN=c_dq.BN, **c_dq.launch(),
         )  # fmt: skip
         (q_tiles, dy_tiles), (q_strides, dy_strides) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
         dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-            q_tiles, k, v, dy_tiles, c, delta, powers, first, end, dk, dv,
+            q_tiles, k, v, dy_tiles, c, delta, powers, documents, dk, dv,
             (q_strides, k.stride(), v.stride(), dy_strides),
             T, _offset(n, T), H, HKV, B * HKV, _heads_together(T, B * HKV),
             D=D, BM=c_dkdv.BM, BN=c_dkdv.BN, **c_dkdv.launch(),

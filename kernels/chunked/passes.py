@@ -3,22 +3,22 @@
     y_t = (num_t + sum over the chunk of w_ts v_s) / (den_t + sum over the chunk of w_ts)
     num_t = decay phi(q_t) S,   den_t = decay phi(q_t) . z,   S = sum of decay phi(k_s) v_s^T over all earlier chunks
 
-    tokens     |   chunk 0   |   chunk 1   |   chunk 2   |    inside a chunk: quadratic.py
+    tokens     |   chunk 0   |   chunk 1   |   chunk 2   |    inside a chunk: quadratic/passes.py
     read       ^ S_0         ^ S_1         ^ S_2         |    by every query of the chunk: query_state.py
     carry      S_0 --------> S_1 --------> S_2 --------> S_3  from the initial to the final state: discumsum.py
     add               U_0 ---^      U_1 ---^      U_2 ---^    what a chunk's keys and values give: update_state.py
 
 z is not stored: den_t is xt_t^T Z xt_t, with Z = sum of decay k_s k_s^T (p = 4: of products of two entries). prepare.py
 brings rows to one magnitude first, gates.py makes the decays. The backward pass is the same steps: dS by `update_state`
-of q and dy and a `discumsum` from the end, dq and dk by query_gradient.py, dv by `query_state` of keys on dS.
+of q and dy and a `discumsum` from the end, dq and dk by `query_gradient`, dv by `query_state` of keys on dS.
 
     name          shape                   dtype      saved for the backward pass
     l             [B, H, T padded]        float32    yes
     S             [B * Hkv, chunks, F]    float16    yes, the states before each chunk, in units of unit_s (float32 *)
         unit_s        [B * Hkv, chunks]       float32    yes
     Z             [B * Hkv, chunks, D^2]  float32    yes, p = 2
-    mirror        [B * Hkv, D]            float32    yes, see prepare.py
-    OF_KEYS       see prepare.py                     yes, what was made of keys and values
+    mirror        [B * Hkv, D]            float32    yes, see mirror.py
+    KEYS          see prepare.py                     yes, what was made of keys and values
     num, den      see query_state.py                 no                              * where q, k and v are
 
 Cost in FLOP, a token and head, with C tokens a chunk and F entries of S: inside chunks 2 C D forward and 7 C D
@@ -27,29 +27,24 @@ to 3.7 times 2 F) for each of the two gradients. The matrix unit is the limit of
 Which form, and how long a chunk: kernels/cost.py.
 """
 
-import math
-
 import torch
-import triton
 
 from .. import width
-from ..common import HALF, LIFT, TOP, device_guard, padded
-from .gates import chunk_dlog_g, chunk_gates
-from ..layout import TILE, entries, features, layout
+from ..common import HALF, device_guard
+from ..layout import TILE, entries, layout
 from ..quadratic import passes as quadratic
-from .discumsum import discumsum
-from .prepare import key_mirror, prepare, products
-from .query_gradient import SPREAD, query_gradient, spread_bytes
+from . import query_gradient_p2, query_gradient_p4
+from .discumsum import carry_states
+from .gates import chunk_dlog_g, chunk_gates
+from .mirror import key_mirror, reflects
+from .prepare import Prepared, prepare
+from .products import products
 from .query_state import query_state
+from .sizes import Sizes, States, state_size
 from .update_state import update_state
 
 # the results of `prepare` for keys and values that the backward pass needs
-OF_KEYS = ("rows", "values", "unit_x", "factor", "unit_v")
-
-
-def state_size(D, p):
-    """Return F, the entries of a state: those of S, and for p = 4 of Z = sum x x^T behind it."""
-    return features(D, p) * D + (0 if p == 2 else entries(D, p) ** 2)
+KEYS = ("scaled", "scaled_v", "unit_x", "factor", "unit_v")
 
 
 def bytes_needed(q, k, v, p, chunk, backward=True):
@@ -65,90 +60,48 @@ def bytes_needed(q, k, v, p, chunk, backward=True):
     row, products = 2 * D * size + 8, 2 * entries(D, p) * size if p == 4 else 0
     rows = B * T * (HKV * row + H * (row + products))
     if p == 4 and backward:
-        each = spread_bytes(D, -(-T // chunk), H // HKV * T, size)
-        rows += each * max(1, min(B * HKV, SPREAD // each))
+        spread = query_gradient_p4.spread_bytes(D, -(-T // chunk), H // HKV * T, size)
+        rows += spread * max(1, min(B * HKV, query_gradient_p4.SPREAD // spread))
     return states * (2 if backward else 1) + rows + 4 * B * H * T * D * (not backward)
-
-
-class Sizes:
-    """The sizes and constants that the launchers of one call share.
-
-    B, T, H, HKV, D, p, chunk are those of the call; chunks: the number of chunks; TP: T padded to 256, as `prepare`
-    writes rows; layout: the Layout for (D, p); FS, F: entries of S and of the whole state; half: the dtype between
-    kernels; most: a bound of an entry of a chunk's sum, in units of values; q: gives `choose` the dtype and the device.
-
-    q [B, T, H, D], k [B, T, Hkv, D]; p = 2: D = 16, 32, 64, 128, p = 4: D = 16, 32, 64; chunk: tokens, a multiple of
-    128. Raises ValueError for a sequence with too many tokens.
-    """
-
-    def __init__(self, q, k, p, chunk):
-        (B, T, H, D), HKV = q.shape, k.shape[2]
-        self.B, self.T, self.H, self.HKV, self.D, self.p, self.q = B, T, H, HKV, D, p, q
-        self.chunk, self.chunks = chunk, triton.cdiv(T, chunk)
-        self.TP = padded(T, 256)
-        of_row = entries(D, p) * p // 2
-        if of_row * self.TP >= 2**31:  # offsets into XT have 32 bits
-            most = (2**31 - 1) // of_row // 256 * 256  # tokens
-            raise ValueError(
-                f"a sequence of p={p} and head dimension {D} may have at most {most:,} tokens at once, got {T:,}: cut "
-                "it into pieces, each with the state of those before"
-            )
-        self.layout = layout(D, p, q.device)
-        self.FS, self.F = self.layout.tiles * TILE * D, state_size(D, p)
-        self.half = HALF[q.dtype]
-        most = chunk * H // HKV * 2 ** (TOP + 1 + p * (LIFT[p] + 1))
-        self.most = 2.0 ** math.ceil(math.log2(most))
-
-
-def reflects(dtype, states, packed):
-    """Return True if `forward` reflects rows (see prepare.py).
-
-    states: True if a state goes into or out of the call; packed: True for packed sequences, whose keys may have means
-    of their own.
-    """
-    return HALF[dtype] == torch.float16 and not states and not packed
 
 
 def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_chunks=None, exchange=None):
     """Return y [B, T, H, D], what `backward` needs, and the last state (S, Z) if `final`.
 
-    The second is the tuple (l, S, unit_s, Z, mirror, *OF_KEYS); mirror is None unless `reflects`.
+    The second is the tuple (l, S, unit_s, Z, mirror, *KEYS); mirror is None unless `reflects`.
 
-    q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16, float16 or float32, any strides; log_g [B, T, Hkv] float32 or None;
-    initial: (S, Z) float32 [B * Hkv, F] and [B * Hkv, D * D] in the kernels' layout (see `from_canonical`), or None;
-    chunk: tokens, a multiple of 128; D and p as in `Sizes`, which raises ValueError for too many tokens. first_chunks:
-    of packed sequences, see `discumsum`; then B is 1, and a state has as many rows as there are sequences. exchange, in
+    q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; initial:
+    (S, Z) float32 [B * Hkv, F] and [B * Hkv, D * D] in the kernels' layout (see `from_canonical`), or None; chunk:
+    tokens, a multiple of 128; D and p as in `Sizes`, which raises ValueError for too many tokens. first_chunks: of
+    packed sequences, see `carry_states`; then B is 1, and a state has as many rows as there are sequences. exchange, in
     place of `initial`: a function that begins to find the initial state from the state that these tokens give from
     zero, (S, Z) as above, and returns a function that returns it. No other part of the work is done twice.
     """
     s = Sizes(q, k, p, chunk)
     with device_guard(q.device):
-        into, out, whole, near = chunk_gates(log_g, s, near=True, first_chunks=first_chunks)
-        states, packed = bool(initial or exchange) or final, first_chunks is not None
-        mirror = key_mirror(s, k) if reflects(q.dtype, states, packed) else None
+        into, out, whole_gate, near = chunk_gates(log_g, s, first_chunks)
+        has_state, packed = bool(initial or exchange) or final, first_chunks is not None
+        mirror = key_mirror(s, k) if reflects(q.dtype, has_state, packed) else None
         keys = prepare(s, k, v, decay=out, mirror=mirror)
-        S = update_state(s, s.HKV, keys)
+        sums = update_state(s, s.HKV, keys), keys.z
         if exchange:
-            initial = exchange(*_last_state(s, S, keys["z"], keys["unit_v"], whole))()
-        S0, Z0 = initial or (None, None)
-        unit_s, S_last, _ = discumsum(s, S, keys["unit_v"], whole, S0, final=final, first_chunks=first_chunks)
-        Z, Z_last = keys["z"], None
-        if p == 2:
-            _, Z_last, _ = discumsum(None, Z, None, whole, Z0, final=final, first_chunks=first_chunks)
-        of_keys = [keys[name] for name in OF_KEYS]
+            initial = exchange(*_last_state(s, sums, keys.unit_v, whole_gate))()
+        states, last, _ = carry_states(
+            s, sums, keys.unit_v, whole_gate, initial, final=final, first_chunks=first_chunks
+        )
+        saved_keys = [getattr(keys, name) for name in KEYS]
         del keys
-        queries = prepare(s, q, decay=into, Z=Z, mirror=mirror)
-        skip = 0 if initial is None else -1
-        num, den = query_state(s, queries, S, unit_s, skip)
+        queries = prepare(s, q, decay=into, Z=states.Z, mirror=mirror)
+        num, den = query_state(s, queries, states, skip=0 if initial is None else -1)
         del queries
         y, l = quadratic.forward(q, k, v, log_g, p=p, chunk=chunk, near=near, num=num, den=den)
-    return y, (l, S, unit_s, Z, mirror, *of_keys), (S_last, Z_last)
+    return y, (l, *states, mirror, *saved_keys), last
 
 
-def _last_state(s, S, Z, unit, whole, reverse=False):
+def _last_state(s, sums, unit, whole_gate, reverse=False):
     """Return (S, Z) that these sums over chunks give from a state of zeros; the sums stay as they are."""
-    last = discumsum(s, S.clone(), unit, whole, reverse=reverse, final=True)[1]
-    return last, discumsum(None, Z.clone(), None, whole, reverse=reverse, final=True)[1] if s.p == 2 else None
+    copies = [x if x is None else x.clone() for x in sums]
+    return carry_states(s, copies, unit, whole_gate, reverse=reverse, final=True)[1]
 
 
 def backward(
@@ -162,46 +115,55 @@ def backward(
     or not complete. exchange, in place of `final`: a function that begins to find the gradient to the last state from
     the gradient to the initial one that these tokens give without it, and returns a function that returns it.
     """
-    l, S, unit_s, Z, mirror, *of_keys = saved
-    mirror = None if mirror is None or not mirror.numel() else mirror  # operators save a tensor without entries
+    # operators save a tensor without entries in place of None
+    l, S, unit_s, Z, mirror = (None if x is None or not x.numel() else x for x in saved[:5])
+    states = States(S, unit_s, Z)
     s = Sizes(q, k, p, chunk)
     needs_q, needs_k, needs_v, needs_g, needs_state = needs
     gated, needs_state = log_g is not None and needs_g, needs_state and initial
-    carries = needs_k or needs_v or gated or needs_state  # a gradient to the states before each chunk is needed
-    dlog_g = None
+    needs_keys = needs_k or needs_v or gated
+    dlog_g, dstate = None, (None, None)
     with device_guard(q.device):
-        into, out, whole, near = chunk_gates(log_g, s, near=True, first_chunks=first_chunks)
-        inside_needs = (needs_q or gated, needs_k or needs_v or gated, gated)
+        into, out, whole_gate, near = chunk_gates(log_g, s, first_chunks)
+        inside_needs = (needs_q or gated, needs_keys, gated)
         dq, dk, dv, inside = quadratic.backward(
             dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, near=near, before=initial, needs=inside_needs
         )
-        queries, (dS0, dZ0) = prepare(s, q, dy, y, l, decay=into, mirror=mirror), (None, None)
-        unit_v = queries["unit_v"]
-        if carries:
-            dS, dZ, carried_z = update_state(s, s.H, queries), queries["z"], None
-            finish = exchange(*_last_state(s, dS, dZ, unit_v, whole, reverse=True)) if exchange else lambda: final
+        queries = prepare(s, q, dy, y, l, decay=into, mirror=mirror)
+        unit_v = queries.unit_v
+        if needs_keys or needs_state:  # a gradient to the states before each chunk
+            sums = update_state(s, s.H, queries), queries.z
+            finish = exchange(*_last_state(s, sums, unit_v, whole_gate, reverse=True)) if exchange else lambda: final
         if needs_q or gated:
-            skip = -1 if initial else 0
-            read = query_gradient(s, queries, S, unit_s, skip, dq, q, Z, queries["weight"], gated, mirror)
+            read = query_gradient(s, queries, states, -1 if initial else 0, dq, q, gated)
         del queries
-        if carries:
-            dS_last, dZ_last = finish() or (None, None)
-            others = (S, unit_s) if gated else (None, None)
-            how = dict(reverse=True, final=needs_state, first_chunks=first_chunks)
-            unit_d, dS0, carried = discumsum(s, dS, unit_v, whole, dS_last, *others, **how)
-            if p == 2:
-                _, dZ0, carried_z = discumsum(None, dZ, None, whole, dZ_last, Z if gated else None, **how)
-        if needs_k or needs_v or gated:
-            keys = dict(zip(OF_KEYS, of_keys, strict=True))
-            keys |= {"xt": products(s, keys["rows"]), "weight": keys["factor"]}
-            skip = s.chunks - 1 if dS_last is None else -1
+        if needs_keys or needs_state:
+            dlast = finish()
+            dstates, dstate, carried = carry_states(
+                s, sums, unit_v, whole_gate, dlast, states if gated else None, True, needs_state, first_chunks
+            )
+        if needs_keys:
+            keys, skip = _prepared_keys(s, saved, mirror, out), s.chunks - 1 if dlast is None else -1
             if needs_k or gated:
-                given = query_gradient(s, keys, dS, unit_d, skip, dk, k, dZ, out, gated, mirror)
+                given = query_gradient(s, keys, dstates, skip, dk, k, gated)
             if needs_v:
-                query_state(s, keys, dS, unit_d, skip, out=dv)
+                query_state(s, keys, dstates, skip, out=dv)
         if gated:
-            dlog_g = chunk_dlog_g(log_g, s, inside, near, read, given, carried, carried_z)
-    return dq, dk, dv, dlog_g, (dS0, dZ0)
+            dlog_g = chunk_dlog_g(log_g, s, inside, near, read, given, *carried)
+    return dq, dk, dv, dlog_g, dstate
+
+
+def _prepared_keys(s, saved, mirror, decay):
+    """Return `Prepared` of keys from what `forward` saved."""
+    keys = Prepared(**dict(zip(KEYS, saved[5:], strict=True)), mirror=mirror)
+    if s.p == 2:
+        return keys._replace(xt=keys.scaled, weight=decay)
+    return keys._replace(xt=products(s, keys.scaled), weight=keys.factor)
+
+
+def query_gradient(s, *arguments, **options):
+    """Call `query_gradient` of the file for this power."""
+    return (query_gradient_p2 if s.p == 2 else query_gradient_p4).query_gradient(s, *arguments, **options)
 
 
 def from_canonical(S, z, p):

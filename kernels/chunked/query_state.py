@@ -25,7 +25,6 @@ unit takes its first operand from registers, where it was multiplied: it and the
 rate for p = 2). For p = 4, D = 32, denominators take 23% of the time.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -35,13 +34,13 @@ from ..common import (
     at_head,
     diagonal,
     empty,
-    multiple_of,
     padded,
     row_pointers,
     rows_of,
     wait_for_products,
 )
 from ..configs import choose
+from .sizes import at_index, entries_of_state, padded_tokens, tile_of
 
 
 @triton.jit
@@ -56,9 +55,10 @@ def _row_features(x, s, N: tl.constexpr, TILES: tl.constexpr):
 @triton.jit
 def _square_block(zx, XT, Z, m, n, row, TP, M: tl.constexpr):
     """Return zx plus what entries n to n + 63 of each row's x contribute to entries m to m + 63 of Z x."""
-    entry, other = m + tl.arange(0, 64)[None, :], n + tl.arange(0, 64)[:, None]
-    z = tl.load(Z + other * M + entry, mask=(other < M) & (entry < M), other=0.0)
-    x = tl.load(XT + other * TP + row[None, :], mask=other < M, other=0.0)
+    entry, second = m + tl.arange(0, 64), n + tl.arange(0, 64)
+    inside = second[:, None] < M
+    z = tl.load(tile_of(Z, second, M, entry), mask=inside & (entry[None, :] < M), other=0.0)
+    x = tl.load(tile_of(XT, second, TP, row), mask=inside, other=0.0)
     return tl.dot(tl.trans(x), z, zx, input_precision=PRECISION)
 
 
@@ -71,78 +71,89 @@ def _denominators(XT, Z, row, end, TP, BM: tl.constexpr, M: tl.constexpr):
         for n in tl.range(m + 64, M, 64, num_stages=2):  # Z is symmetric
             zx = _square_block(zx, XT, Z, m, n, row, TP, M)
         zx = _square_block(2 * zx, XT, Z, m, m, row, TP, M)
-        at_m = m + tl.arange(0, 64)[:, None]
-        x = tl.load(XT + at_m * TP + row[None, :], mask=at_m < M, other=0.0)
+        entry = m + tl.arange(0, 64)
+        x = tl.load(tile_of(XT, entry, TP, row), mask=entry[:, None] < M, other=0.0)
         den += tl.sum(zx * tl.trans(x), 1)
     return den
 
 
-@triton.jit(do_not_specialize=["T", "TP", "CHUNK", "H", "HKV", "tiles", "parts", "skip", "F"])
+@triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "tiles", "parts", "skip"])
 def query_state_kernel(
-    XT, S, UNIT_S, FACTOR,
+    prepared,
+    states,
     PARTS,  # the layout's table of each part's slices, first scalars, orders and number of tiles
-    OUT, DEN,  # what is written
-    T, TP, CHUNK, H, HKV, tiles, parts, skip, F,  # skip: a chunk whose state is zero and is not read, or -1
-    P: tl.constexpr, M: tl.constexpr, D: tl.constexpr, SUMS: tl.constexpr,
-    BM: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Write BM rows of num to OUT, and for p = 4 of den to DEN; without SUMS add BM rows of num to OUT.
+    OUT,  # what is written, or with ADD what num is added to
+    DEN,  # what is written for p = 4
+    T,
+    CHUNK,
+    H,
+    HKV,
+    tiles,
+    parts,
+    skip,  # a chunk whose state is zero and is not read, or -1
+    P: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    ADD: tl.constexpr,
+    BM: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Write BM rows of num to OUT, and for p = 4 of den to DEN; with ADD add BM rows of num to OUT.
 
     TILES tiles of the state are read at a time.
     """
-    TP, F = multiple_of(TP, 256), multiple_of(F, 64)
+    TP = padded_tokens(T)
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM)
     row = lo + tl.arange(0, BM)
-    XT += tl.cast(bh, tl.int64) * (P // 2 * M) * TP
+    XT = at_index(prepared.xt, bh, P // 2 * M * TP)
     entry = tl.arange(0, 64)
     acc = tl.zeros([BM, D], tl.float32)
-    factor = tl.load(FACTOR + tl.cast(bh, tl.int64) * TP + row) / tl.load(UNIT_S + state)
-    S += tl.cast(state, tl.int64) * F
-    inside, done = tl.arange(0, 64 * TILES)[:, None] * D + tl.arange(0, D)[None, :], 0
+    factor = tl.load(at_index(prepared.factor, bh, TP) + row) / tl.load(states.unit + state)
+    S = at_index(states.S, state, entries_of_state(tiles, P, M, D))
+    inside, done = tile_of(0, tl.arange(0, 64 * TILES), D, tl.arange(0, D)), 0
     for number in range(parts if chunk != skip else 0):
         part = PARTS + number * 16
         slices = tl.load(part + entry // 16) + entry % 16
         scalars = tl.load(part + 4 + tl.arange(0, 4 * TILES) % 4) + tl.arange(0, 4 * TILES) // 4
         orders = tl.load(part + 8 + entry // 16)
         count = tl.load(part + 12)
-        x = tl.trans(tl.load(XT + slices[:, None] * TP + row[None, :]))
+        x = tl.trans(tl.load(tile_of(XT, slices, TP, row)))
         x = tl.dot(x, diagonal(orders, 64).to(x.dtype), input_precision=PRECISION).to(x.dtype)
         for i in range(0, count, TILES):
             s = tl.load(S + (done + i) * (64 * D) + inside)
-            by = tl.load(XT + (scalars + i)[:, None] * TP + row[None, :])
+            by = tl.load(tile_of(XT, scalars + i, TP, row))
             acc = tl.dot(_row_features(x, by, BM, TILES), s, acc, input_precision=PRECISION)
             wait_for_products(i)
         done += count
     acc *= factor[:, None]
-    if SUMS:
+    if ADD:
+        add_to_rows(OUT, acc, b, lo, h, T, H)
+    else:
         tl.store(row_pointers(OUT, b, lo, h, T, H, BM, D), acc, row[:, None] < T)
         if P > 2:
             den = _denominators(XT, S + tiles * (64 * D), row, M if chunk != skip else 0, TP, BM, M) * factor
             tl.store(at_head(DEN, T, bh) + row, den, row < T)
-    else:
-        add_to_rows(OUT, acc, b, lo, h, T, H)
 
 
 # ---- launcher
 
 
-def query_state(s, prepared, S, unit_s, skip, out=None, config=None):
+def query_state(s, prepared, states, skip, out=None, config=None):
     """Return (num, den) of the table above for every row of `prepared`; for p = 2 den is that of `prepare`.
 
-    With `out` [B, T, H, D] given, num is added to it and den is not computed. skip: the number of a chunk whose state
-    is zero, or -1. Takes what `chunked.Sizes` takes.
+    With `out` [B, T, H, D] given, num is added to it and den is not computed. states: `States`; skip: the number of a
+    chunk whose state is zero, or -1. Takes what `Sizes` takes.
     """
-    sums = out is None
-    rows = prepared["xt"].shape[0] // s.B
-    den = prepared.get("den")
-    if sums:
-        out = empty(S, s.B, s.T, rows, s.D)
+    add = out is not None
+    heads, den = prepared.xt.shape[0] // s.B, prepared.den
+    if not add:
+        out = empty(states.S, s.B, s.T, heads, s.D)
         if s.p == 4:
-            den = torch.zeros(s.B, rows, padded(s.T), dtype=torch.float32, device=S.device)
-    c = config or choose("query_state", s.q, s.p)
-    query_state_kernel[(triton.cdiv(s.T, c.BM) * s.B * rows,)](
-        prepared["xt"], S, unit_s, prepared["factor"], s.layout.parts, out, den,
-        s.T, s.TP, s.chunk, rows, s.HKV, s.layout.tiles, len(s.layout.parts), skip, s.F,
-        P=s.p, M=s.layout.M, D=s.D, SUMS=sums, BM=c.BM, TILES=c.BN // 64, **c.launch(),
+            den = empty(states.S, s.B, heads, padded(s.T)).zero_()
+    config = config or choose("query_state", s.q, s.p)
+    query_state_kernel[(triton.cdiv(s.T, config.BM) * s.B * heads,)](
+        prepared, states, s.layout.parts, out, den,
+        s.T, s.chunk, heads, s.HKV, s.layout.tiles, len(s.layout.parts), skip,
+        P=s.p, M=s.layout.M, D=s.D, ADD=add, BM=config.BM, TILES=config.BN // 64, **config.launch(),
     )  # fmt: skip
     return out, den

@@ -51,6 +51,20 @@ class Sums(NamedTuple):
     maxima: Any = None
 
 
+class Token(NamedTuple):
+    """The newest token of one sequence, as one query head of a kernel reads it."""
+
+    q: Any  # pointer to the head's row, not rotated
+    k: Any  # pointer to the KV head's row, not rotated
+    v: Any  # pointers [D] to the KV head's row
+    rotation: Any  # pointer to its factors, [2, D]
+    kv_head: Any
+    is_first: Any  # of the query heads that share the KV head
+    first: Any  # index of the sequence's token 0 in an array [B, C, Hkv]
+    count: Any  # cached tokens
+    index: Any  # of this token in that array
+
+
 def parts_of_cache(heads, C):
     """Return how many programs read one head's cache of at most C tokens, for `heads` = B H query heads."""
     return max(1, min(-(-MAX_PROGRAMS // heads), -(-C // 64), 128))
@@ -67,8 +81,8 @@ def load_rotated(X, ROTATION, D: tl.constexpr):
 def load_tokens(cache, first, start, end, HKV, D: tl.constexpr, BT: tl.constexpr):
     """Load (keys, values [BT, D]) of the cached tokens from `start`, zeros from `end` on.
 
-    `first` is the index of token 0 in an array [B, C, Hkv]. Returns (keys, values, the tokens' indices there, which of
-    them are before `end`).
+    `first` is the index of token 0 in an array [B, C, Hkv]. Returns (keys, values, the tokens' indices there, a mask
+    of the tokens before `end`).
     """
     t, d = start + tl.arange(0, BT), tl.arange(0, D)
     index, inside = first + t * HKV, t < end
@@ -79,15 +93,33 @@ def load_tokens(cache, first, start, end, HKV, D: tl.constexpr, BT: tl.constexpr
 
 
 @triton.jit
-def append_token(cache, K, V, ROTATION, index, stores, D: tl.constexpr):
-    """Return the newest token's key and value [D], rounded as the cache rounds them; `stores` says to write them."""
-    d = tl.arange(0, D)
-    k = load_rotated(K, ROTATION, D).to(cache.k.dtype.element_ty)
-    v = tl.load(V + d).to(cache.v.dtype.element_ty)
-    if stores:
-        tl.store(cache.k + index * D + d, k)
-        tl.store(cache.v + index * D + d, v)
-    return k.to(tl.float32), v.to(tl.float32)
+def find_token(QKV, ROTATION, cache, C, H, HKV, D: tl.constexpr):
+    """Return the Token of this program. Its first id counts the query heads of all sequences."""
+    bh = tl.program_id(0)
+    b, h = bh // H, bh % H
+    group = H // HKV
+    hkv, d = h // group, tl.arange(0, D)
+    row, rotation = QKV + b * ((H + 2 * HKV) * D), ROTATION + 2 * b * D
+    first = (tl.cast(b, tl.int64) * C) * HKV + hkv
+    count = tl.load(cache.count)
+    k, v = row + (H + hkv) * D, row + (H + HKV + hkv) * D + d
+    return Token(row + h * D, k, v, rotation, hkv, h % group == 0, first, count, first + count * HKV)
+
+
+@triton.jit
+def load_newest(cache, token, D: tl.constexpr):
+    """Load the newest token's key, rotated, and its value [D], in the dtype of the cache."""
+    k = load_rotated(token.k, token.rotation, D).to(cache.k.dtype.element_ty)
+    return k, tl.load(token.v).to(cache.v.dtype.element_ty)
+
+
+@triton.jit
+def append_newest(cache, token, k, v, D: tl.constexpr):
+    """Write the newest token's key and value [D] to the cache, once for the heads that share them."""
+    if token.is_first:
+        entry = token.index * D + tl.arange(0, D)
+        tl.store(cache.k + entry, k)
+        tl.store(cache.v + entry, v)
 
 
 @triton.jit

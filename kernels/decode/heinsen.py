@@ -14,7 +14,7 @@ The state is loaded before the wait for the kernel before. It was written one to
 decoder launches an ordinary kernel (it counts tokens), which starts when all before it has ended. With one sequence the
 limit is latency.
 
-Buffers, beside those of power.py:
+Buffers, beside the ones in power.py:
 
     m, z                            [B, Hkv, D]         float32   see attention/heinsen.py
     S                               [B, Hkv, D, D]      float32

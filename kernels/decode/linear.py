@@ -147,7 +147,7 @@ def linear_kernel(
     X, layer, OUT, B, N, K, stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GELU: tl.constexpr,
     ADD: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Write f(x) W^T + bias to BM rows and BN columns of OUT [B, N] float32, whose rows are `stride` apart.
+    """Write f(x) W^T + bias to BM rows and BN columns of OUT [B, N] float32. Its rows are `stride` apart.
 
     x [B, K] float32 is normalised first if the layer has a norm, and rounded to the dtype of W [N, K]. f is GELU, of
     the kind 1 or 2 that `_gelu` has, or nothing (0). With ADD the result is added to OUT.

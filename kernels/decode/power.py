@@ -18,9 +18,9 @@
     reads       W, x               S, z; keys, values, gate_sums    W, what the kernel before wrote
                                    the last part to end adds all
 
-`flush` moves the cached tokens into the state when enough of them have gathered. Softmax layers have softmax.py in place of
-`attend`; Heinsen's have `linear` in place of `qkv`, and heinsen.py. generation/decoder.py has the buffers, and captures
-a token as a CUDA graph.
+`flush` moves the cached tokens into the state when enough of them have gathered. Softmax layers have softmax.py
+in place of `attend`; Heinsen's have `linear` in place of `qkv`, and heinsen.py. generation/layers.py has the buffers,
+and generation/decoder.py captures a token as a CUDA graph.
 
 Cost, in bytes read for a token and layer: 12 n_embd^2 weights, once for all sequences; for each sequence and KV head
 Dphi (4 + D sizeof(S)) of the state and 12 + 2 D sizeof(weight) for each cached token. A flush reads and writes the
@@ -29,7 +29,7 @@ part of that); with many it is the bandwidth, of the state more than of the weig
 
 Sums are float32 whatever the weights' dtype is; positions and the gates' sums are float64. q is divided by its largest
 entry and keys are taken as they are, so (q . k)^p and the state must be in float32's range: for p = 8 keys from 1e-4 to
-1e4, for p = 4 from 1e-8 to 1e8. Buffers, beside those of cache.py:
+1e4, for p = 4 from 1e-8 to 1e8. Buffers, beside the ones in cache.py:
 
     name              shape                          dtype     contents
     ------------------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ import triton.language as tl
 from ..common import exact_product
 from ..configs import early_launch
 from ..layout import make_sqrt_multiplicity
-from .cache import MAX_PROGRAMS, add_part, append_token, load_rotated, load_tokens, parts_of_cache
+from .cache import MAX_PROGRAMS, add_part, append_newest, find_token, load_newest, load_rotated, load_tokens
 from .linear import let_next_start, wait_for_previous
 
 RESIDENT_PROGRAMS = 396  # of `attend`, that run at once: three for each processor of an H200
@@ -70,15 +70,6 @@ class Features(NamedTuple):
     coefficients: Any = None  # [Dphi] float32
 
 
-class Query(NamedTuple):
-    """Pointers to the newest token's q of one head, to its rotation, gate sum and resets."""
-
-    q: Any
-    rotation: Any
-    gate_sum: Any
-    resets: Any
-
-
 @functools.cache
 def features(D, p, device):
     """Return the Features of phi, in lexicographic order of the non-decreasing multi-indices.
@@ -96,14 +87,15 @@ def features(D, p, device):
 
 
 @triton.jit
-def _load_query(query, D: tl.constexpr):
+def _load_query(token, cache, D: tl.constexpr):
     """Load (q [D], the gate sum, the resets) of the newest token.
 
     q is rotated and divided by its largest entry, which cancels in y and avoids overflow of the power.
     """
-    q = load_rotated(query.q, query.rotation, D)
+    q = load_rotated(token.q, token.rotation, D)
     largest = tl.max(tl.abs(q), 0)
-    return tl.where(largest == 0, 0.0, q / largest), tl.load(query.gate_sum), tl.load(query.resets)
+    q = tl.where(largest == 0, 0.0, q / largest)
+    return q, tl.load(cache.gate_sums + token.index), tl.load(cache.resets + token.index)
 
 
 @triton.jit
@@ -140,12 +132,12 @@ def _load_cache(cache, first, start, end, HKV, D: tl.constexpr, BT: tl.constexpr
 
 @triton.jit
 def _attend_to_state(
-    query, state, features, begin, end, P: tl.constexpr, D: tl.constexpr, BF: tl.constexpr, PDL: tl.constexpr
+    token, cache, state, features, begin, end, P: tl.constexpr, D: tl.constexpr, BF: tl.constexpr, PDL: tl.constexpr
 ):
-    """Return (num [D], den) of a query for the features [begin, end) of its head's state."""
+    """Return (num [D], den) of the newest token's query for the features [begin, end) of its head's state."""
     s, z, indices, phi = _load_state(state, features, begin, end, D, BF)
     wait_for_previous(PDL)
-    q, gate_sum, resets = _load_query(query, D)
+    q, gate_sum, resets = _load_query(token, cache, D)
     nums, dens = tl.zeros([BF, D], tl.float32), tl.zeros([BF], tl.float32)
     for start in range(begin, end, BF):
         for i in tl.static_range(P):
@@ -159,22 +151,19 @@ def _attend_to_state(
 
 @triton.jit
 def _attend_to_cache(
-    query, cache, first, begin, end, HKV, P: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr
+    token, cache, begin, end, HKV, P: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr
 ):
-    """Return (num [D], den) of a query for the cached tokens [begin, end), and the query as it was loaded.
-
-    `first` is the index of the head's token 0 in the cache.
-    """
-    k, v, gate_sums, reset = _load_cache(cache, first, begin, end, HKV, D, BT)
+    """Return (num [D], den) of the newest token's query for the cached tokens [begin, end), and the query as loaded."""
+    k, v, gate_sums, reset = _load_cache(cache, token.first, begin, end, HKV, D, BT)
     wait_for_previous(PDL)
-    q, gate_sum, resets = _load_query(query, D)
+    q, gate_sum, resets = _load_query(token, cache, D)
     nums, dens = tl.zeros([BT, D], tl.float32), tl.zeros([BT], tl.float32)
     for start in range(begin, end, BT):
         w = _even_power(tl.sum(k.to(tl.float32) * q[None, :], 1), P)
         w = tl.where(reset == resets, w * tl.exp((gate_sum - gate_sums).to(tl.float32)), 0.0)
         nums += w[:, None] * v.to(tl.float32)
         dens += w
-        k, v, gate_sums, reset = _load_cache(cache, first, start + BT, end, HKV, D, BT)
+        k, v, gate_sums, reset = _load_cache(cache, token.first, start + BT, end, HKV, D, BT)
     return tl.sum(nums, 0), tl.sum(dens, 0), q
 
 
@@ -186,45 +175,39 @@ def attend_kernel(
     """Compute one part of one query head's sums over state or cache; the last part to finish writes OUT [B, H, D].
 
     The first `state_parts` parts share the F features of the state equally, the others share the cached tokens and the
-    newest one, whose key and value one of them writes to entry `count` of the cache. PARTS is a power of two, at least
+    newest one. One of them writes its key and value to entry `count` of the cache. PARTS is a power of two, at least
     `parts`.
     """
     let_next_start(PDL)
-    bh, part = tl.program_id(0), tl.program_id(1)
-    b, h = bh // H, bh % H
-    group = H // HKV
-    hkv = h // group
-    row, rotation = QKV + b * ((H + 2 * HKV) * D), ROTATION + 2 * b * D
-    count = tl.load(cache.count)
-    first = (tl.cast(b, tl.int64) * C) * HKV + hkv  # of token 0 in the cache
-    newest = first + count * HKV
-    query = Query(row + h * D, rotation, cache.gate_sums + newest, cache.resets + newest)
+    part, token = tl.program_id(1), find_token(QKV, ROTATION, cache, C, H, HKV, D)
+    count = token.count
     num, den = tl.zeros([D], tl.float32), 0.0
     if part < state_parts:
         if state.S is not None:
             size = tl.cdiv(tl.cdiv(F, state_parts), BF) * BF
-            begin, offset = part * size, tl.cast(b * HKV + hkv, tl.int64) * F
+            begin = part * size
             end = tl.minimum(begin + size, F)
+            offset = tl.cast(tl.program_id(0) // H * HKV + token.kv_head, tl.int64) * F
             head_state = State(state.S + offset * D, state.z + offset)
-            num, den = _attend_to_state(query, head_state, features, begin, end, P, D, BF, PDL)
+            num, den = _attend_to_state(token, cache, head_state, features, begin, end, P, D, BF, PDL)
     else:
         size = tl.cdiv(tl.cdiv(count + 1, parts - state_parts), BT) * BT
         begin = (part - state_parts) * size
         end = tl.minimum(begin + size, count)
-        num, den, q = _attend_to_cache(query, cache, first, begin, end, HKV, P, D, BT, PDL)
+        num, den, q = _attend_to_cache(token, cache, begin, end, HKV, P, D, BT, PDL)
         if (begin <= count) & (count < begin + size):
-            key, value = row + (H + hkv) * D, row + (H + HKV + hkv) * D
-            k, v = append_token(cache, key, value, rotation, newest, h % group == 0, D)
-            w = _even_power(tl.sum(k * q, 0), P)
-            num += w * v
+            k, v = load_newest(cache, token, D)
+            w = _even_power(tl.sum(k.to(tl.float32) * q, 0), P)
+            num += w * v.to(tl.float32)
             den += w
+            append_newest(cache, token, k, v, D)
     add_part(num, den, 0.0, sums, OUT, B * H, parts, D, PARTS)
 
 
 def attend(qkv, rotation, cache, state, sums, out, p):
     """Write the attention of the newest token to out [B, H D], and its key and value to entry `count` of the cache.
 
-    cache: a Cache; state: a State or None; sums: Sums with `parts_of_state` (with a state) plus `parts_of_cache` parts. Shapes are in the table of cache.py.
+    cache: a Cache; state: a State or None; sums: Sums with `parts_of_state` (with a state) plus `parts_of_cache` parts.
     """
     (B, C, HKV, D), (parts, _, H), F, state_parts = cache.k.shape, sums.den.shape, 0, 0
     if state:

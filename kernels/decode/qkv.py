@@ -9,8 +9,8 @@
               moves the position on.
     reads     W [(H + 2 Hkv) D, n_embd], and n_embd numbers for each gate
 
-The limit is latency: what no kernel changes is loaded before the wait for the kernel before. Positions and the gates'
-sums are float64; cos and sin are those of the fraction of a turn, in float32.
+The limit is latency: weights are loaded before the wait for the kernel before. Positions and the gates'
+sums are float64; cos and sin are computed from the fraction of a turn, in float32.
 """
 
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ def qkv_kernel(
 ):  # fmt: skip
     """Compute the linear layer in the first programs, and position and gates in B Hkv more.
 
-    Each of those writes the gate sum and the resets of one KV head of one sequence to entry `count` of the cache.
+    Each of these writes the gate sum and the resets of one KV head of one sequence to entry `count` of the cache.
     WHOLE_ROW is a power of two, at least K. ROUND is the dtype to which a linear layer's input is rounded.
     """
     program = tl.program_id(0) - tl.cdiv(N, BN)
@@ -104,7 +104,7 @@ def qkv(layer, out, x, *, ids, gates, position, cache, reset_token, rounding):
     """Write q, k, v of the newest token to out [B, (H + 2 Hkv) D], and its position, rotation, gate sum and resets.
 
     layer: a Linear with a norm; x [B, n_embd] float32; ids [B] int64: the tokens; gates: Gates; position: a Position;
-    cache: a Cache, whose entry `count` of gate_sums and resets is written. reset_token forgets what is before it (-1:
+    cache: a Cache; entry `count` of its gate_sums and resets is written. reset_token forgets what is before it (-1:
     none). rounding: the dtype of linear layers' inputs.
     """
     (N, K), B, (C, HKV) = layer.weight.shape, len(out), cache.gate_sums.shape[1:]

@@ -107,9 +107,9 @@ def sample_next_token_kernel(
 def sample_next_token(logits, ids, numbers, index, *, temperature, top_k, top_p):
     """Write to ids [B] int64 one token for each row of logits [B, V] float32.
 
-    numbers [B, n] float64 in [0, 1), index [1] int64: row b is sampled by numbers[b, index]. Probabilities are proportional
-    to exp(logits / temperature), temperature > 0, of the top_k largest logits (0: all), and of the fewest of these that
-    have top_p of their sum. Tokens as likely as the last one taken are taken too.
+    numbers [B, n] float64 in [0, 1), index [1] int64: row b is sampled by numbers[b, index]. Probabilities are
+    proportional to exp(logits / temperature), temperature > 0, of the top_k largest logits (0: all), and of the fewest
+    of these that have top_p of their sum. Tokens as likely as the last one taken are taken too.
     """
     (B, V), BV = logits.shape, SAMPLE_BLOCK
     if V % BV:
@@ -117,6 +117,6 @@ def sample_next_token(logits, ids, numbers, index, *, temperature, top_k, top_p)
         logits = pad(logits, (0, -V % BV), value=float("-inf"))
     with device_guard(logits.device):
         sample_next_token_kernel[(B,)](
-            logits.contiguous(), numbers, index, ids, logits.shape[1], numbers.shape[1], temperature, float(top_k), top_p,
-            BV=BV, num_warps=max(1, BV // 256), **early_launch(logits),
+            logits.contiguous(), numbers, index, ids, logits.shape[1], numbers.shape[1], temperature, float(top_k),
+            top_p, BV=BV, num_warps=max(1, BV // 256), **early_launch(logits),
         )  # fmt: skip

@@ -9,7 +9,7 @@ Each part has its weights relative to a maximum of its own, which it writes besi
 the largest maximum when they are added. Inside a part each of the BT rows of a tile has its own running maximum, so
 that no tile waits for a reduction. With many cached tokens the limit is the bandwidth.
 
-Buffers are those of cache.py.
+cache.py has the buffers.
 """
 
 import math
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..common import EMPTY
 from ..configs import early_launch
-from .cache import add_part, append_token, load_rotated, load_tokens
+from .cache import add_part, append_newest, find_token, load_newest, load_rotated, load_tokens
 from .linear import let_next_start, wait_for_previous
 
 
@@ -37,27 +37,21 @@ def softmax_kernel(
 ):  # fmt: skip
     """Compute one part of one query head's sums over the cache; the last part to finish writes OUT [B, H, D].
 
-    The parts share the cached tokens and the newest one, whose key and value one of them writes to entry `count` of the
+    The parts share the cached tokens and the newest one. One of them writes its key and value to entry `count` of the
     cache. cache.resets is None if no token forgets what is before it; scale is log2(e) / sqrt(D). PARTS is a power of
     two, at least `parts`.
     """
     let_next_start(PDL)
-    bh, part = tl.program_id(0), tl.program_id(1)
-    b, h = bh // H, bh % H
-    group = H // HKV
-    hkv = h // group
-    t = tl.arange(0, BT)
-    row, rotation = QKV + b * ((H + 2 * HKV) * D), ROTATION + 2 * b * D
-    count = tl.load(cache.count)
-    first = (tl.cast(b, tl.int64) * C) * HKV + hkv  # of token 0 in the cache
-    newest = first + count * HKV
+    part, t = tl.program_id(1), tl.arange(0, BT)
+    token = find_token(QKV, ROTATION, cache, C, H, HKV, D)
+    count = token.count
     size = tl.cdiv(tl.cdiv(count + 1, parts), BT) * BT
     begin = part * size
     end = tl.minimum(begin + size, count)
-    k, v, reset = _load_cache(cache, first, begin, end, HKV, D, BT)
+    k, v, reset = _load_cache(cache, token.first, begin, end, HKV, D, BT)
     wait_for_previous(PDL)
-    q = load_rotated(row + h * D, rotation, D) * scale
-    resets = tl.load(cache.resets + newest) if cache.resets is not None else 0
+    q = load_rotated(token.q, token.rotation, D) * scale
+    resets = tl.load(cache.resets + token.index) if cache.resets is not None else 0
     nums, dens, tops = tl.zeros([BT, D], tl.float32), tl.zeros([BT], tl.float32), tl.full([BT], EMPTY, tl.float32)
     for start in range(begin, end, BT):
         seen = start + t < end
@@ -69,18 +63,18 @@ def softmax_kernel(
         nums = nums * decay[:, None] + w[:, None] * v.to(tl.float32)
         dens = dens * decay + w
         tops = top
-        k, v, reset = _load_cache(cache, first, start + BT, end, HKV, D, BT)
+        k, v, reset = _load_cache(cache, token.first, start + BT, end, HKV, D, BT)
     top = tl.max(tops, 0)
     w = tl.exp2(tops - top)
     num, den = tl.sum(nums * w[:, None], 0), tl.sum(dens * w, 0)
     if (begin <= count) & (count < begin + size):
-        key, value = row + (H + hkv) * D, row + (H + HKV + hkv) * D
-        new_k, new_v = append_token(cache, key, value, rotation, newest, h % group == 0, D)
-        s = tl.sum(new_k * q, 0)
+        new_k, new_v = load_newest(cache, token, D)
+        s = tl.sum(new_k.to(tl.float32) * q, 0)
         new_top = tl.maximum(top, s)
         decay, new_w = tl.exp2(top - new_top), tl.exp2(s - new_top)
-        num, den = num * decay + new_w * new_v, den * decay + new_w
+        num, den = num * decay + new_w * new_v.to(tl.float32), den * decay + new_w
         top = new_top
+        append_newest(cache, token, new_k, new_v, D)
     add_part(num, den, top, sums, OUT, B * H, parts, D, PARTS)
 
 

@@ -16,32 +16,39 @@ registers: A and P have D entries a row.
 import triton
 import triton.language as tl
 
-from ..common import chunk_of, load_rows, row_pointers
-from .states import add_rows, keep_state, load_state
-from .tokens import SUB, UNROLL, document_of, documents_of_rows, entries_of_rows, load_exponents, product, row_of
+from ..common import chunk_of, row_pointers
+from .states import State, add_rows, keep_state, load_state, state_at
+from .tokens import (
+    SUB,
+    UNROLL,
+    document_of,
+    documents_of_rows,
+    entries_of_rows,
+    load_block,
+    load_exponents,
+    product,
+    row_of,
+)
 
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "CHUNK"])
-def dq_kernel(
-    Q, K, V, DY, L, DOCUMENTS, STATES, DQ, DELTA, T, H, HKV, CHUNK, D: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+def dq_kernel(Q, K, V, DY, L, DOCUMENTS, STATES, DQ, DELTA, T, H, HKV, CHUNK, D: tl.constexpr, PRECISION: tl.constexpr):
     """Write DQ [B, T, H, D] and DELTA [B, H, T] of one chunk of one head, from STATES before each chunk."""
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     b, h = bh // H, bh % H
     hkv = h // (H // HKV)
     row = tl.arange(0, SUB)
-    m, s, z = load_state(STATES, (b * HKV + hkv) * tl.cdiv(T, CHUNK) + chunk, D, True)
+    pointers = state_at(STATES, (b * HKV + hkv) * tl.cdiv(T, CHUNK) + chunk, tl.arange(0, D), D)
+    m, s, z = load_state(State(pointers.m, tl.trans(pointers.S), pointers.z))
     for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, T), SUB):
         e = load_exponents(Q, L, b, h, start, T, H, SUB, D)
-        dy = load_rows(DY.data, DY.strides, b, start, h, T, SUB, D).to(tl.float32)
+        dy = load_block(DY, b, start, h, T, D)
         documents = documents_of_rows(DOCUMENTS, b, start, T, SUB)
         previous = document_of(DOCUMENTS, b, start - 1, T)
         reads = documents == previous
-        share = tl.where(reads[:, None], tl.exp(e + m[None, :]), 0.0)
-        weighted = share * product(dy, s, PRECISION)
-        share *= z[None, :]
-        if DOCUMENTS is not None:
-            weighted, share = tl.where(reads[:, None], weighted, 0.0), tl.where(reads[:, None], share, 0.0)
+        a = tl.exp(e + m[None, :])
+        weighted = tl.where(reads[:, None], a * product(dy, s, PRECISION), 0.0)
+        share = tl.where(reads[:, None], a * z[None, :], 0.0)
         k_row, v_row = row_of(K, b, start, hkv, D), row_of(V, b, start, hkv, D)
         for j in tl.range(0, tl.minimum(SUB, T - start), loop_unroll_factor=UNROLL):
             p = tl.exp(e + tl.load(k_row + j * K.strides[1]).to(tl.float32))
@@ -56,11 +63,8 @@ def dq_kernel(
         dq = weighted - delta[:, None] * share
         tl.store(row_pointers(DQ, b, start, h, T, H, SUB, D), dq.to(DQ.dtype.element_ty), inside[:, None])
         tl.store(entries_of_rows(DELTA, bh, start, T, SUB), delta, inside)
-        k = load_rows(K.data, K.strides, b, start, hkv, T, SUB, D).to(tl.float32)
-        v = load_rows(V.data, V.strides, b, start, hkv, T, SUB, D)
-        if DOCUMENTS is not None:
-            last = document_of(DOCUMENTS, b, tl.minimum(start + SUB, T) - 1, T)
-            m, s, z = keep_state(m, s, z, previous == last)
-            inside = documents == last
-            v = tl.where(inside[:, None], v, 0.0)
-        m, s, z = add_rows(m, s, z, k, v, None, inside, PRECISION, True)
+        k = load_block(K, b, start, hkv, T, D)
+        v = load_block(V, b, start, hkv, T, D)
+        last = document_of(DOCUMENTS, b, tl.minimum(start + SUB, T) - 1, T)
+        m, s, z = keep_state(m, s, z, previous == last)
+        m, s, z = add_rows(m, s, z, k, v, documents == last, PRECISION, True)

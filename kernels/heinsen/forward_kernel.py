@@ -16,9 +16,9 @@ latency of the walk from block to block.
 import triton
 import triton.language as tl
 
-from ..common import EMPTY, chunk_of, load_rows, maximum, row_pointers
-from .states import add_rows, keep_state, load_state
-from .tokens import SUB, UNROLL, document_of, documents_of_rows, entries_of_rows, product, row_of
+from ..common import EMPTY, chunk_of, maximum, row_pointers
+from .states import add_rows, keep_state, load_state, state_at
+from .tokens import SUB, UNROLL, document_of, documents_of_rows, entries_of_rows, load_block, product, row_of
 
 
 @triton.jit
@@ -44,28 +44,24 @@ def row_reference(q, k, m, documents, reads, SEVERAL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "CHUNK"])
-def forward_kernel(
-    Q, K, V, DOCUMENTS, STATES, Y, L, T, H, HKV, CHUNK, D: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+def forward_kernel(Q, K, V, DOCUMENTS, STATES, Y, L, T, H, HKV, CHUNK, D: tl.constexpr, PRECISION: tl.constexpr):
     """Write Y [B, T, H, D] and L [B, H, T] of one chunk of one head, from STATES before each chunk."""
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     b, h = bh // H, bh % H
     hkv = h // (H // HKV)
     row = tl.arange(0, SUB)
-    m, s, z = load_state(STATES, (b * HKV + hkv) * tl.cdiv(T, CHUNK) + chunk, D)
+    m, s, z = load_state(state_at(STATES, (b * HKV + hkv) * tl.cdiv(T, CHUNK) + chunk, tl.arange(0, D), D))
     for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, T), SUB):
-        q = load_rows(Q.data, Q.strides, b, start, h, T, SUB, D).to(tl.float32)
-        k = load_rows(K.data, K.strides, b, start, hkv, T, SUB, D).to(tl.float32)
+        q = load_block(Q, b, start, h, T, D)
+        k = load_block(K, b, start, hkv, T, D)
         documents = documents_of_rows(DOCUMENTS, b, start, T, SUB)
         previous = document_of(DOCUMENTS, b, start - 1, T)
         reads = documents == previous
         c = row_reference(q, k, m, documents, reads, DOCUMENTS is not None)
         e = q - c[:, None]
-        a = tl.where(reads[:, None], tl.exp(e + m[None, :]), 0.0)
-        num = product(a, s, PRECISION)
-        den = tl.sum(a * z[None, :], 1)
-        if DOCUMENTS is not None:
-            num, den = tl.where(reads[:, None], num, 0.0), tl.where(reads, den, 0.0)  # the state may be NaN
+        a = tl.exp(e + m[None, :])
+        num = tl.where(reads[:, None], product(a, s, PRECISION), 0.0)
+        den = tl.where(reads, tl.sum(a * z[None, :], 1), 0.0)
         k_row, v_row = row_of(K, b, start, hkv, D), row_of(V, b, start, hkv, D)
         for j in tl.range(0, tl.minimum(SUB, T - start), loop_unroll_factor=UNROLL):
             w = tl.sum(tl.exp(e + tl.load(k_row + j * K.strides[1]).to(tl.float32)), 1)
@@ -79,10 +75,7 @@ def forward_kernel(
         y = num / den[:, None]
         tl.store(row_pointers(Y, b, start, h, T, H, SUB, D), y.to(Y.dtype.element_ty), inside[:, None])
         tl.store(entries_of_rows(L, bh, start, T, SUB), c + tl.log(den), inside)
-        v = load_rows(V.data, V.strides, b, start, hkv, T, SUB, D)
-        if DOCUMENTS is not None:
-            last = document_of(DOCUMENTS, b, tl.minimum(start + SUB, T) - 1, T)
-            m, s, z = keep_state(m, s, z, previous == last)
-            inside = documents == last
-            v = tl.where(inside[:, None], v, 0.0)
-        m, s, z = add_rows(m, s, z, k, v, None, inside, PRECISION)
+        v = load_block(V, b, start, hkv, T, D)
+        last = document_of(DOCUMENTS, b, tl.minimum(start + SUB, T) - 1, T)
+        m, s, z = keep_state(m, s, z, previous == last)
+        m, s, z = add_rows(m, s, z, k, v, documents == last, PRECISION)

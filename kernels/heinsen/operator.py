@@ -1,4 +1,4 @@
-"""Heinsen's log attention as a torch operator: the kernels of heinsen.py, one operator forward and one backward.
+"""Heinsen's log attention as a torch operator: the kernels of passes.py, one operator forward and one backward.
 
     y, m, S, z = heinsen_attention(q, k, v, documents, m, S, z, final=True)      # states in and out
 
@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..arguments import check, check_device, check_qkv, described, to_width
-from ..transforms import asked, empty_like, keep, transformable, transformable_once
-from . import passes as heinsen
+from ..common import empty
+from ..transforms import empty_like, transformable, transformable_once
+from . import passes
 
-NO_FEATURE = -1e30  # an entry of q and k whose weight is zero beside any other
+NO_FEATURE = -1e30  # an entry of q and k that has no weight beside any other
 
 
 def heinsen_attention(q, k, v, documents=None, m=None, S=None, z=None, *, final=False):
@@ -26,19 +27,19 @@ def heinsen_attention(q, k, v, documents=None, m=None, S=None, z=None, *, final=
     dtype. documents [B, T] int32, non-decreasing, or None: tokens see earlier ones with the same number.
     m [B, Hkv, D], S [B, Hkv, D, E], z [B, Hkv, D] float32: the state before the first token, which tokens with the
     number 0 see, or None. Its sums are exp(m_d) S_d and exp(m_d) z_d; an empty state has m = -1e30. The m, S and z
-    returned are the state after the last token, of that token's document, empty tensors unless `final`. m is a constant
-    to autograd: the gradients to and from S and z are taken at fixed m, which cancels in whatever a state is read for.
+    returned are the state after the last token, of that token's document, without sequences unless `final`. m is a
+    constant to autograd: the gradients to and from S and z are taken at fixed m, which cancels when a state is read.
     Raises ValueError for arguments that do not fit.
     """
     _check(q, k, v, documents, m, S, z)
     D, E = q.shape[3], v.shape[3]
-    (v,) = to_width("heinsen", v, k)[:1]
-    q, k = to_width("heinsen", q, k, v, fill=NO_FEATURE)[:2]
+    v, _ = to_width("heinsen", v, k)
+    q, k, _ = to_width("heinsen", q, k, v, fill=NO_FEATURE)
     W = q.shape[3]
-    if m is not None and (D, E) != (W, W):  # features that no query reads
+    if m is not None:  # features that no query reads
         m, z, S = F.pad(m, (0, W - D), value=NO_FEATURE), F.pad(z, (0, W - D)), F.pad(S, (0, W - E, 0, W - D))
     y, m, S, z, _ = _heinsen(q, k, v, documents, m, S, z, final)
-    return y[..., :E], *((m[..., :D], S[..., :D, :E], z[..., :D]) if final else (m, S, z))
+    return y[..., :E], m[..., :D], S[..., :D, :E], z[..., :D]
 
 
 def _check(q, k, v, documents, m, S, z):
@@ -47,7 +48,7 @@ def _check(q, k, v, documents, m, S, z):
     (B, T, HKV, D), E = k.shape, v.shape[3]
     check("documents", documents, (B, T), torch.int32)
     if len({x is None for x in (m, S, z)}) > 1:
-        got = ", ".join(f"{name} {'None' if x is None else described(x)}" for name, x in zip("mSz", (m, S, z)))
+        got = ", ".join(f"{name} {described(x)}" for name, x in zip("mSz", (m, S, z)))
         raise ValueError(f"m, S and z must all be given or all be None, got {got}")
     check("m", m, (B, HKV, D))
     check("S", S, (B, HKV, D, E))
@@ -61,63 +62,51 @@ def _heinsen_operator(
     final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     initial = None if m0 is None else (m0, S0, z0)
-    y, L, last = heinsen.forward(q, k, v, documents, initial, final=final)
-    return y, *(last or _empty_state(k, False)), L
+    y, L, last = passes.forward(q, k, v, documents, initial, final=final)
+    return y, *(last or _new_states(k, False)), L
 
 
 @_heinsen_operator.register_fake
 def _(q, k, v, documents, m0, S0, z0, final):
     B, T, H, _ = q.shape
-    return empty_like(q, v.dtype), *_empty_state(k, final), _empty(q, B, H, T)
+    return empty_like(q, v.dtype), *_new_states(k, final), empty(q, B, H, T)
 
 
 @torch.library.custom_op("sympow::heinsen_backward", mutates_args=())
 def _heinsen_backward_operator(
     dy: Tensor, dS: Tensor | None, dz: Tensor | None, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
-    m0: Tensor | None, S0: Tensor | None, z0: Tensor | None, m: Tensor, L: Tensor, needs: list[bool],
+    m0: Tensor | None, S0: Tensor | None, z0: Tensor | None, m: Tensor, L: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     initial = None if m0 is None else (m0, S0, z0)
     final = None if dS is None else (m, dS, dz)
-    *grads, state = heinsen.backward(dy, q, k, v, documents, L, initial, final, only_q=not any(needs[1:]))
-    return asked((*grads, *(state or (None, None))), needs)
+    *grads, state = passes.backward(dy, q, k, v, documents, L, initial, final)
+    return *grads, *(state or _new_states(k, False)[1:])
 
 
 @_heinsen_backward_operator.register_fake
-def _(dy, dS, dz, q, k, v, documents, m0, S0, z0, m, L, needs):
-    return asked((*map(empty_like, (q, k, v)), *_empty_state(k, m0 is not None)[1:]), needs)
+def _(dy, dS, dz, q, k, v, documents, m0, S0, z0, m, L):
+    return *map(empty_like, (q, k, v)), *_new_states(k, m0 is not None)[1:]
 
 
 def _save(ctx, inputs, output):
-    q, k, v, documents, m0, S0, z0, ctx.final = inputs
+    *tensors, ctx.final = inputs
     _, m, _, _, L = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(m, L)
-    ctx.save_for_backward(q, k, v, documents, m0, S0, z0, m, L)
+    ctx.save_for_backward(*tensors, m, L)
 
 
 def _differentiate(ctx, dy, dm, dS, dz, dL):
-    q, k, v, documents, m0, S0, z0, m, L = ctx.saved_tensors
-    dy = v.new_zeros(()).expand(q.shape) if dy is None else dy
-    if not ctx.final:
-        dS = dz = None
-    elif dS is not None or dz is not None:
-        _, like_S, like_z = _empty_state(k, True)
-        dS, dz = like_S.zero_() if dS is None else dS, like_z.zero_() if dz is None else dz
-    needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:7]]
-    grads = keep(_heinsen_backward(dy, dS, dz, q, k, v, documents, m0, S0, z0, m, L, needs), needs)
-    return *grads[:3], None, None, *grads[3:], None
+    tensors = ctx.saved_tensors
+    final = (dS, dz) if ctx.final else (None, None)
+    *grads, dS0, dz0 = _heinsen_backward(dy, *final, *tensors)
+    state = (None, None) if tensors[4] is None else (dS0, dz0)
+    return *grads, None, None, *state, None
 
 
 _heinsen_backward = transformable_once(_heinsen_backward_operator)
 _heinsen = transformable(_heinsen_operator, _save, _differentiate)
 
 
-def _empty(like, *shape):
-    return like.new_empty(shape, dtype=torch.float32)
-
-
-def _empty_state(k, wanted):
-    """Return empty m [B, Hkv, D], S [B, Hkv, D, D] and z, or three tensors without entries."""
-    B, _, HKV, D = k.shape
-    shapes = ((B, HKV, D), (B, HKV, D, D), (B, HKV, D)) if wanted else ((0,),) * 3
-    return tuple(_empty(k, *shape) for shape in shapes)
+def _new_states(k, one_each):
+    """Return uninitialised m [B, Hkv, D], S [B, Hkv, D, D] and z, one for each sequence, or of no sequence."""
+    return passes.new_state(k, k.shape[0] if one_each else 0, k.shape[2])

@@ -18,7 +18,7 @@ the first state of the queries, with N = -m.
     delta           the same                     float32    dq_kernel to dkdv_kernel
     documents       [B, T]                       int32      read; non-decreasing
 
-Only L is saved: the backward pass makes the states again, so that a model does not hold those of all its layers.
+Only L is saved: the backward pass makes the states again, so that a model holds the states of one layer at a time.
 
 Cost, a token and head. Forward: 16 D exp inside blocks and 3 D for states; 6 D^2 FLOP in products. Backward: 32 D exp
 inside blocks and 6 D for states, 14 D^2 FLOP. Bytes: q, k, v and y, keys and values a second time, and 16 D^2 / CHUNK
@@ -65,7 +65,7 @@ def chunk_states(x, y, documents, first=None, L=None, delta=None, HKV=None, last
     B, T, H, D = x.shape
     HKV = HKV or H
     chunks = triton.cdiv(T, CHUNK)
-    states, final = _new_state(x, B * HKV, chunks), _new_state(x, B, HKV) if last else None
+    states, final = new_state(x, B * HKV, chunks), new_state(x, B, HKV) if last else None
     chunk_sums_kernel[(B * HKV * chunks,)](
         rows(x), rows(y), L, delta, documents, states, T, H, HKV, CHUNK, **_options(x)
     )
@@ -93,8 +93,8 @@ def forward(q, k, v, documents=None, initial=None, *, final=False):
     return y, L, last
 
 
-def backward(dy, q, k, v, documents, L, initial=None, final=None, only_q=False):
-    """Return dq, dk, dv and the gradient (dS, dz) to the initial state, or None; with only_q dk and dv are None too.
+def backward(dy, q, k, v, documents, L, initial=None, final=None):
+    """Return dq, dk, dv and the gradient (dS, dz) to the initial state, or None.
 
     final: (m, dS, dz) of the last state: its reference and the gradient to it, or None. The others are as in `forward`.
     """
@@ -109,8 +109,6 @@ def backward(dy, q, k, v, documents, L, initial=None, final=None, only_q=False):
             *inputs, L, documents, states, dq, delta, T, H, HKV, CHUNK, **_options(q)
         )
         del states
-        if only_q:
-            return dq, None, None, None
         final = final and State(-final[0], final[1].contiguous(), final[2].contiguous())
         states, first = chunk_states(q, dy, documents, final, L, delta, HKV, last=initial is not None)
         dkdv_kernel[(B * HKV * triton.cdiv(T, CHUNK),)](
@@ -119,8 +117,6 @@ def backward(dy, q, k, v, documents, L, initial=None, final=None, only_q=False):
     if initial is None:
         return dq, dk, dv, None
     factor = torch.exp(initial.m + first.m)
-    if documents is not None:
-        factor = torch.where((documents[:, :1] == 0).all(1)[:, None, None], factor, 0.0)  # also without tokens
     return dq, dk, dv, (factor[..., None] * first.S, factor * first.z)
 
 
@@ -130,7 +126,7 @@ def _contiguous(documents, initial):
     return documents, initial and State(*(x.contiguous() for x in initial))
 
 
-def _new_state(x, *shape):
+def new_state(x, *shape):
     """Return uninitialised States, arrays of this shape."""
     D = x.shape[3]
     return State(empty(x, *shape, D), empty(x, *shape, D, D), empty(x, *shape, D))
@@ -139,7 +135,7 @@ def _new_state(x, *shape):
 def _options(x):
     """Return the sizes and options of a launch of any kernel but carry_states_kernel, for rows like x.
 
-    Without the matrix unit, whose operands take fewer registers, there are twice as many warps.
+    There are twice as many warps without the matrix unit, since its operands take fewer registers.
     """
     D, precision = x.shape[3], PRECISION[x.dtype]
     warps = D // 8 if precision == "ieee" else D // 16

@@ -10,11 +10,11 @@ Backward, the same kernels make the states of queries after each chunk, from the
 
     N_d = max_i e_id,   dS_d = sum_i exp(e_id - N_d) dy_i,   dz_d = - sum_i exp(e_id - N_d) delta_i
 
-Two states are added relative to the larger reference: with m' = max(m, m_2) the sum is exp(m - m') S + exp(m_2 - m') S_2.
+Two states are added relative to the larger reference m' = max(m, m_2): exp(m - m') S + exp(m_2 - m') S_2.
 
-Cost of a token and head: 1 exp a feature, 2 D^2 FLOP in a product, and 12 D^2 / CHUNK bytes of states, which are written,
-read and written again. chunk_sums_kernel is limited by memory. carry_states_kernel walks from chunk to chunk and is
-limited by latency, for which 8 chunks are loaded ahead.
+Cost of a token and head: 1 exp a feature, 2 D^2 FLOP in a product, and 12 D^2 / CHUNK bytes of states, which are
+written, read and written again. chunk_sums_kernel is limited by memory. carry_states_kernel walks from chunk to chunk
+and is limited by latency, for which 8 chunks are loaded ahead.
 """
 
 from typing import Any, NamedTuple
@@ -38,12 +38,25 @@ class State(NamedTuple):
 
 
 @triton.jit
-def load_state(STATES, index, D: tl.constexpr, TRANSPOSED: tl.constexpr = False):
-    """Load the state (m [D], S [D, D], z [D]), with TRANSPOSED S^T, of entry `index` of arrays of states."""
-    d = tl.arange(0, D)
-    index = tl.cast(index, tl.int64) * D
-    entry = d[None, :] * D + d[:, None] if TRANSPOSED else d[:, None] * D + d[None, :]
-    return tl.load(STATES.m + index + d), tl.load(STATES.S + index * D + entry), tl.load(STATES.z + index + d)
+def state_at(STATES, index, d, D: tl.constexpr):
+    """Return pointers to features d [N] of entry `index` of arrays of states: m [N], S [N, D] and z [N]."""
+    first = tl.cast(index, tl.int64) * D
+    entry = d[:, None] * D + tl.arange(0, D)[None, :]
+    return State(STATES.m + first + d, STATES.S + first * D + entry, STATES.z + first + d)
+
+
+@triton.jit
+def load_state(pointers):
+    """Load the state (m, S, z) from pointers."""
+    return tl.load(pointers.m), tl.load(pointers.S), tl.load(pointers.z)
+
+
+@triton.jit
+def store_state(pointers, m, S, z):
+    """Store the state (m, S, z)."""
+    tl.store(pointers.m, m)
+    tl.store(pointers.S, S)
+    tl.store(pointers.z, z)
 
 
 @triton.jit
@@ -53,14 +66,15 @@ def keep_state(m, S, z, keep):
 
 
 @triton.jit
-def add_rows(m, S, z, x, y, delta, inside, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+def add_rows(m, S, z, x, y, inside, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False, delta=None):
     """Return the state (m, S, z) after the rows of x and y [N, D] that are `inside` [N].
 
-    x are keys and y values, or x are exponents of queries and y is dy, with their delta [N], else None. y is finite in
-    rows that are not inside. TRANSPOSED: S is S^T.
+    x are keys and y values, or x are exponents of queries and y is dy, with their delta [N], else None. TRANSPOSED: S
+    is S^T.
     """
     new = tl.maximum(m, tl.max(tl.where(inside[:, None], x, EMPTY), 0))
     factor, w = tl.exp(m - new), tl.where(inside[:, None], tl.exp(x - new[None, :]), 0.0)
+    y = tl.where(inside[:, None], y, 0.0)  # it may be NaN
     if TRANSPOSED:
         S = product(tl.trans(y), w, PRECISION, S * factor[None, :])
     else:
@@ -71,13 +85,11 @@ def add_rows(m, S, z, x, y, delta, inside, PRECISION: tl.constexpr, TRANSPOSED: 
 
 
 @triton.jit(do_not_specialize=["T", "H", "HKV", "CHUNK"])
-def chunk_sums_kernel(
-    X, Y, L, DELTA, DOCUMENTS, STATES, T, H, HKV, CHUNK, D: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+def chunk_sums_kernel(X, Y, L, DELTA, DOCUMENTS, STATES, T, H, HKV, CHUNK, D: tl.constexpr, PRECISION: tl.constexpr):
     """Write the sums of one chunk to STATES: over its keys, or over the queries of all heads of a group.
 
-    X and Y are Rows of keys and values, L and DELTA None; or they are those of queries and dy, with L and DELTA. H is
-    the number of heads of X. The sums are of the document of the chunk's last token; queries': of its first.
+    X and Y are Rows of keys and values, L and DELTA None; or of queries and dy, with L and DELTA. H is the
+    number of heads of X. The sums are of the document of the chunk's last token; queries': of its first.
     """
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     b, hkv, group = bh // HKV, bh % HKV, H // HKV
@@ -100,17 +112,7 @@ def chunk_sums_kernel(
             if DELTA is not None:
                 w *= -tl.load(entries_of_rows(DELTA, b * H + h, start, T, BLOCK), mask=inside, other=0.0)[:, None]
             z += tl.sum(w, 0)
-    d = tl.arange(0, D)
-    index = tl.cast(tl.program_id(0), tl.int64) * D
-    tl.store(STATES.m + index + d, m)
-    tl.store(STATES.S + index * D + d[:, None] * D + d[None, :], sums)
-    tl.store(STATES.z + index + d, z)
-
-
-@triton.jit
-def feature_pointers(STATES, index, D: tl.constexpr):
-    """Return pointers to m [1], S [1, D] and z [1] of feature `index` [1], counted over arrays of states."""
-    return STATES.m + index, STATES.S + index[:, None] * D + tl.arange(0, D)[None, :], STATES.z + index
+    store_state(state_at(STATES, tl.program_id(0), tl.arange(0, D), D), m, sums, z)
 
 
 @triton.jit(do_not_specialize=["T", "HKV", "CHUNK"])
@@ -127,28 +129,22 @@ def carry_states_kernel(STATES, FIRST, LAST, DOCUMENTS, T, HKV, CHUNK, D: tl.con
     m, z = tl.full([1], EMPTY, tl.float32), tl.zeros([1], tl.float32)
     s = tl.zeros([1, D], tl.float32)
     if FIRST is not None:
-        M, S, Z = feature_pointers(FIRST, tl.cast(bh, tl.int64) * D + d, D)
-        m, z, s = tl.load(M), tl.load(Z), tl.load(S)
+        m, s, z = load_state(state_at(FIRST, bh, d, D))
     document = document_of(DOCUMENTS, b, T - 1 if REVERSE else -1, T)
     for step in tl.range(chunks, num_stages=STAGES):
         chunk = chunks - 1 - step if REVERSE else step
-        M, S, Z = feature_pointers(STATES, (tl.cast(bh, tl.int64) * chunks + chunk) * D + d, D)
-        m_chunk, z_chunk, s_chunk = tl.load(M), tl.load(Z), tl.load(S)
-        tl.store(M, m)
-        tl.store(Z, z)
-        tl.store(S, s)
-        if DOCUMENTS is not None:
-            previous = document
-            end = chunk * CHUNK if REVERSE else tl.minimum(chunk * CHUNK + CHUNK, T) - 1
-            document = document_of(DOCUMENTS, b, end, T)
-            m, s, z = keep_state(m, s, z, previous == document)
+        at_chunk = state_at(STATES, tl.cast(bh, tl.int64) * chunks + chunk, d, D)
+        m_chunk, s_chunk, z_chunk = load_state(at_chunk)
+        store_state(at_chunk, m, s, z)
+        previous = document
+        document = document_of(DOCUMENTS, b, chunk * CHUNK if REVERSE else tl.minimum(chunk * CHUNK + CHUNK, T) - 1, T)
+        m, s, z = keep_state(m, s, z, previous == document)
         new = tl.maximum(m, m_chunk)
         old, added = tl.exp(m - new), tl.exp(m_chunk - new)
         s = s * old[:, None] + s_chunk * added[:, None]
         z = z * old + z_chunk * added
         m = new
     if LAST is not None:
-        M, S, Z = feature_pointers(LAST, tl.cast(bh, tl.int64) * D + d, D)
-        tl.store(M, m)
-        tl.store(Z, z)
-        tl.store(S, s)
+        if REVERSE:  # tokens of document 0 alone see the state before all
+            m, s, z = keep_state(m, s, z, document == 0)
+        store_state(state_at(LAST, bh, d, D), m, s, z)

@@ -35,6 +35,12 @@ def entries_of_rows(X, bh, start, T, N: tl.constexpr):
 
 
 @triton.jit
+def load_block(X, b, start, h, T, D: tl.constexpr):
+    """Load SUB rows of X, Rows, as float32 [SUB, D], zeros from token T on."""
+    return load_rows(X.data, X.strides, b, start, h, T, SUB, D).to(tl.float32)
+
+
+@triton.jit
 def load_exponents(X, L, b, h, start, T, H, N: tl.constexpr, D: tl.constexpr):
     """Load rows of X, Rows, as float32 [N, D], k, or e = q - L if L is not None, EMPTY from token T on."""
     x = load_rows(X.data, X.strides, b, start, h, T, N, D).to(tl.float32)

@@ -1,0 +1,121 @@
+"""The kernel of cross entropy in the interpreter: against float64, and a model with it against one without."""
+
+import warnings
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("triton", reason="Triton has no wheel for this system")
+
+from sympow.attention.operator import check, dispatch  # noqa: E402
+from sympow.layers import loss  # noqa: E402
+from sympow.model import GPT, GPTConfig  # noqa: E402
+
+SHAPE = dict(vocab_size=75, n_head=4, n_kv_head=2, n_embd=24, head_dim=6, rope_base=99.0, gate_bias=2.0)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Return a function that switches the kernel on or off, for tensors on the CPU too, and counts its uses."""
+    uses = []
+
+    def switch(on):
+        reason = lambda device, dtype: uses.append(dtype) or "" if on else "off"
+        reason._dynamo_marked_constant = True  # as that of dispatch.py
+        monkeypatch.setattr(loss, "cross_entropy_reason", reason)
+        uses.clear()
+        return uses
+
+    return switch
+
+
+@pytest.mark.parametrize("size", [size for size in check.SIZES if size.form == "cross_entropy"])
+def test_the_kernel_and_its_gradients_equal_float64(size):
+    bound, gradient_bound = check.TOLERANCE[size.dtype]
+    for name, error in check.errors(size, 37, "cpu").items():
+        assert error <= (bound if name == "y" else gradient_bound), name
+
+
+def test_a_kernel_that_is_wrong_gives_way_to_pytorch(monkeypatch):
+    errors = {"y": 0.0, "dx": float("nan")}
+    monkeypatch.setattr(check, "errors", lambda size, T: errors)
+    monkeypatch.setattr(check, "remember", lambda name, compare, *rest: compare())
+    monkeypatch.setattr(dispatch, "unusable_machine", lambda device: "")
+    monkeypatch.setattr(dispatch, "_warned", set())
+    for name, value in dict(is_available=True, is_current_stream_capturing=False, device_count=2).items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    with warnings.catch_warnings(record=True) as told:
+        reason = dispatch.cross_entropy_reason("cuda", torch.bfloat16)
+        assert dispatch.cross_entropy_reason("cuda", torch.bfloat16) == reason
+    assert len(told) == 1 and "cross entropy runs in plain PyTorch" in str(told[0].message)
+    assert reason == "wrong results, cross_entropy bfloat16 T=400: y 0.0e+00, dx nan"
+    errors["dx"] = 1e-3
+    assert dispatch.cross_entropy_reason("cuda", torch.bfloat16) == ""
+    for dtype in (torch.float64, torch.float16):  # the second cannot hold the exponentials
+        assert "computed in PyTorch" in dispatch.cross_entropy_reason("cuda", dtype)
+
+
+def test_losses_leave_the_padding_and_masked_targets_out(kernel):
+    logits, targets = 5 * torch.randn(9, 128), torch.randint(100, (9,))
+    logits[:, 100:], targets[3] = 1e4, -1
+    expected = F.cross_entropy(logits[:, :100], targets, reduction="none", ignore_index=-1)
+    for on in (False, True):
+        kernel(on)
+        losses, *nothing = loss.compute_losses(logits.clone(), targets, 100, False)
+        repeated, d, scales = loss.compute_losses(logits.clone(), targets, 100, True)
+        assert nothing == [None, None] and torch.equal(losses, repeated)
+        assert torch.allclose(losses.flatten(), expected, rtol=1e-5) and (scales is None) == (not on)
+        d = d if scales is None else d * scales.unsqueeze(1)
+        assert (d[:, 100:] == 0).all() and (d[3] == 0).all() and torch.allclose(d.sum(1), torch.zeros(9), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_entry_whose_exponential_would_overflow_comes_late(dtype, kernel):
+    """Later blocks of a row may raise what exponents are relative to, twice; so may a first block of -inf."""
+    kernel(True)
+    logits, targets = 3 * torch.randn(5, 3100), torch.tensor([7, 1500, 2999, 3050, 2500])
+    logits[:2, 1500], logits[1:3, 2999], logits[3, :1024], logits[4, 2000:] = 1e3, 3e4, float("-inf"), 70.0
+    logits = logits.to(dtype)
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact, targets, reduction="none")
+    (exact_gradient,) = torch.autograd.grad(expected.sum(), exact)
+    losses, d, scales = loss.compute_losses(logits.clone(), targets, 3100, True)
+    assert torch.allclose(losses.double(), expected, rtol=1e-5, atol=1e-4)
+    bound = 4e-3 if dtype == torch.bfloat16 else 1e-5
+    assert ((d.double() * scales.unsqueeze(1) - exact_gradient).norm(dim=1) <= bound * exact_gradient.norm(dim=1)).all()
+
+
+def gradients(network, model, ids, autocast):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        _, value = network(ids, ids.roll(-1, 1))
+    return [value, *torch.autograd.grad(value, list(model.parameters()))]
+
+
+def assert_close(results, expected, bound):
+    for a, b in zip(results, expected, strict=True):
+        assert (a - b).norm() <= bound * max(b.norm(), 1e-2)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_model_learns_the_same_with_it(autocast, kernel):
+    model = GPT(GPTConfig(**SHAPE, n_layer=2, attention="softmax,conformal_sympow", reset_token=7, bias=True))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    ids = torch.randint(0, 75, (2, 12))
+    expected = gradients(model, model, ids, autocast)
+    uses = kernel(True)
+    assert_close(gradients(model, model, ids, autocast), expected, 0.05 if autocast else 1e-4)
+    assert uses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_it_is_part_of_a_compiled_graph(checkpointing, kernel):
+    kernel(True)
+    torch._dynamo.reset()
+    pattern = dict(attention="softmax,conformal_sympow", activation_checkpointing=checkpointing)
+    model = GPT(GPTConfig(**SHAPE, n_layer=2, **pattern))
+    ids = torch.randint(0, 75, (2, 33))
+    compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
+    assert_close(gradients(compiled, model, ids, True), gradients(model, model, ids, True), 0.05)
