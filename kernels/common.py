@@ -33,7 +33,7 @@ from triton.language.target_info import cuda_capability_geq
 # such choice.
 PRECISION = tl.constexpr("ieee")
 # of features, values and states between kernels
-HALF = {torch.bfloat16: torch.float16, torch.float16: torch.float16, torch.float32: torch.float32}
+HALF = {torch.bfloat16: torch.float16, torch.float32: torch.float32}
 
 ROW_EXPONENT = tl.constexpr(30)
 STATE_EXPONENT = tl.constexpr(100)
