@@ -7,7 +7,7 @@ needs is in this table, and the kernels use it by name:
     quantity                                           bound              constant
     ---------------------------------------------------------------------------------------------------------------
     the power of two of a row of q or k                2^-30 to 2^30      ROW_EXPONENT: its 4th power is finite
-    that of a chunk's values or of a state             2^-100 to 2^100    STATE_EXPONENT
+    the power of two of a chunk's values, of a state   2^-100 to 2^100    STATE_EXPONENT
     largest entry of a row of q or k, scaled           2^LIFT, twice it   LIFT[p]
     entries of x: p = 2 of a row, p = 4 products of 2  2^7, 2^4           2^(p / 2 (LIFT[p] + 1))
     largest of a chunk's VALUES, bound of a state      2^14 to 2^15       TO_TOP = 2^TOP
@@ -33,7 +33,7 @@ from triton.language.target_info import cuda_capability_geq
 # such choice.
 PRECISION = tl.constexpr("ieee")
 # of features, values and states between kernels
-HALF = {torch.bfloat16: torch.float16, torch.float16: torch.float16, torch.float32: torch.float32}
+HALF = {torch.bfloat16: torch.float16, torch.float32: torch.float32}
 
 ROW_EXPONENT = tl.constexpr(30)
 STATE_EXPONENT = tl.constexpr(100)
@@ -59,11 +59,11 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 @triton.jit
 def block_and_head(blocks, heads, HEADS):
     """Return (block, head) of this program. Programs work on HEADS heads at a time, block by block."""
-    at = tl.program_id(0)
-    first = at // (blocks * HEADS) * HEADS
+    index = tl.program_id(0)
+    first = index // (blocks * HEADS) * HEADS
     together = tl.minimum(heads - first, HEADS)
-    at = at % (blocks * HEADS)
-    return at // together, first + at % together
+    index = index % (blocks * HEADS)
+    return index // together, first + index % together
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def chunk_of(program, T, CHUNK):
 def rows_of(program, T, CHUNK, H, HKV, BM: tl.constexpr, first=0):
     """Return (sequence and head, sequence, head, first row, chunk, index of the chunk's state) of a program.
 
-    The program has BM rows. Heads of all sequences count from `first`; the index is that of the state of the head's
+    The program has BM rows. Heads of all sequences count from `first`; the index counts the states of the head's
     keys, in an array [B * Hkv, chunks].
     """
     blocks = tl.cdiv(T, BM)
@@ -104,8 +104,8 @@ def load_rows(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr):
     row, column = start + tl.arange(0, N), tl.arange(0, D)
     X += tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[2]
     X += tl.cast(start, tl.int64) * strides[1]
-    at = tl.arange(0, N)[:, None] * strides[1] + column[None, :] * strides[3]
-    return tl.load(X + at, mask=row[:, None] < T, other=0.0)
+    index = tl.arange(0, N)[:, None] * strides[1] + column[None, :] * strides[3]
+    return tl.load(X + index, mask=row[:, None] < T, other=0.0)
 
 
 @triton.jit
@@ -138,9 +138,9 @@ def add_to_rows(OUT, x, b, start, h, T, H):
 
 
 @triton.jit
-def log_gates(LOG_G, g_t, at, T):
+def log_gates(LOG_G, g_t, index, T):
     """Return (log_g of the tokens `at` in float64, 0 for -inf and from T on; True where it is -inf)."""
-    log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0).to(tl.float64)
+    log_g = tl.load(LOG_G + index.to(tl.int64) * g_t, mask=index < T, other=0.0).to(tl.float64)
     reset = log_g == float("-inf")
     return tl.where(reset, 0.0, log_g), reset
 
@@ -150,8 +150,8 @@ def sum_between(X, begin, end, N: tl.constexpr):
     """Return the sum of X[begin:end] in float64."""
     total = tl.zeros([], tl.float64)
     for start in range(begin, end, N):
-        at = start + tl.arange(0, N)
-        total += tl.sum(tl.load(X + at, mask=at < end, other=0.0).to(tl.float64), 0)
+        index = start + tl.arange(0, N)
+        total += tl.sum(tl.load(X + index, mask=index < end, other=0.0).to(tl.float64), 0)
     return total
 
 
@@ -197,7 +197,7 @@ def log1p(x):
 
 @triton.jit
 def inverse(l):
-    """Return 1 / l, or zero for a row whose weights are zero or so small that 1 / l would overflow; NaN for NaN."""
+    """Return 1 / l, or zero if l is zero or so small that 1 / l would overflow; NaN for NaN."""
     return tl.where(l <= LEAST_WEIGHT, 0.0, 1 / l)
 
 
@@ -275,8 +275,8 @@ def diagonal(d, N: tl.constexpr):
     Multiplying columns by d as a matrix product gives the result in the layout that the next product needs. Other
     multiplications would make Triton convert the layout through shared memory.
     """
-    at = tl.arange(0, N)
-    return tl.where(at[:, None] == at[None, :], d[None, :], 0.0)
+    index = tl.arange(0, N)
+    return tl.where(index[:, None] == index[None, :], d[None, :], 0.0)
 
 
 @triton.jit

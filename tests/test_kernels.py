@@ -45,7 +45,7 @@ def inputs(T, gates, dtype, B=1, H=2, Hkv=1, D=16, seed=0, mean=0.0):
 
 
 def queries_of_the_last(n, attention):
-    """Return `attention` of all queries for those of the last n tokens: it gets rows of zeros for the others."""
+    """Return `attention` of all queries for the last n tokens: it gets rows of zeros for the others."""
 
     def attend(q, k, *rest, **options):
         return attention(torch.nn.functional.pad(q, (0, 0, 0, 0, k.shape[1] - n, 0)), k, *rest, **options)[:, -n:]
@@ -143,12 +143,12 @@ def test_tiles_of_any_shape_give_the_same(config):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p,smallest", [(2, 1e-6), (4, 1e-6), (6, 1e-4), (8, 1e-4)])
 @pytest.mark.parametrize("size", ["smallest", 1e4])
-@pytest.mark.parametrize("of", ["q", "k", "both"])
-def test_scores_of_any_size_neither_overflow_nor_vanish(p, smallest, size, of, dtype):
+@pytest.mark.parametrize("tensor", ["q", "k", "both"])
+def test_scores_of_any_size_neither_overflow_nor_vanish(p, smallest, size, tensor, dtype):
     (q, k, v, _), dy = inputs(100, "none", torch.float32)
     size = smallest if size == "smallest" else size
     factor = size / (0.25 * (q * k).sum(-1)).abs().mean().item()
-    q, k = {"q": (q * factor, k), "k": (q, k * factor), "both": (q * factor**0.5, k * factor**0.5)}[of]
+    q, k = {"q": (q * factor, k), "k": (q, k * factor), "both": (q * factor**0.5, k * factor**0.5)}[tensor]
     tensors = [q.to(dtype), k.to(dtype), v.to(dtype), None]
     assert_right(tensors, dy.to(dtype), p)
 
@@ -159,12 +159,12 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(p, smallest, size, of, d
 def test_nan_comes_out_as_nan_and_changes_no_row_before_it(p, where, value):
     tensors, _ = inputs(SHORT, "near one", DTYPES[0], H=4, Hkv=2)
     y = operators.quadratic_attention(*tensors, p=p)
-    x, at = tensors[("q", "k", "v", "log_g").index(where)], SHORT - 15
-    x[:, at, 0, ...] = value
-    wrong = operators.quadratic_attention(*tensors, p=p)
-    heads, rows = (slice(0, 1), slice(at, at + 1)) if where == "q" else (slice(0, 2), slice(at, None))
-    assert torch.equal(wrong[:, :at], y[:, :at]) and torch.equal(wrong[:, :, 2:], y[:, :, 2:])
-    assert wrong[:, rows, heads].isnan().all()
+    x, token = tensors[("q", "k", "v", "log_g").index(where)], SHORT - 15
+    x[:, token, 0, ...] = value
+    with_nan = operators.quadratic_attention(*tensors, p=p)
+    heads, rows = (slice(0, 1), slice(token, token + 1)) if where == "q" else (slice(0, 2), slice(token, None))
+    assert torch.equal(with_nan[:, :token], y[:, :token]) and torch.equal(with_nan[:, :, 2:], y[:, :, 2:])
+    assert with_nan[:, rows, heads].isnan().all()
 
 
 @pytest.mark.parametrize("gates", ["none", "zeros"])
@@ -173,18 +173,18 @@ def test_rows_before_a_larger_key_do_not_depend_on_it(p, gates):
     tensors, dy = inputs(SHORT, gates, torch.float32)
     attention = lambda *x: operators.quadratic_attention(*x, p=p)
     y, dq, *_ = gradients(attention, tensors, dy)
-    at = SHORT - 15
-    tensors[1] = torch.cat((tensors[1][:, :at], 2.0 ** (14 if p == 4 else 20) * tensors[1][:, at:]), 1)
-    found, found_dq, *_ = gradients(attention, tensors, dy)
-    assert torch.equal(found[:, :at], y[:, :at]) and torch.equal(found_dq[:, :at], dq[:, :at])
+    token = SHORT - 15
+    tensors[1] = torch.cat((tensors[1][:, :token], 2.0 ** (14 if p == 4 else 20) * tensors[1][:, token:]), 1)
+    large_y, large_dq, *_ = gradients(attention, tensors, dy)
+    assert torch.equal(large_y[:, :token], y[:, :token]) and torch.equal(large_dq[:, :token], dq[:, :token])
     assert_right(tensors, dy, p)
 
 
-@pytest.mark.parametrize("p,most", [(2, 1e15), (4, 1e8), (6, 1e8), (8, 1e8)])
-def test_keys_of_the_documented_range(p, most):
+@pytest.mark.parametrize("p,largest", [(2, 1e15), (4, 1e8), (6, 1e8), (8, 1e8)])
+def test_keys_of_the_documented_range(p, largest):
     """The sizes that the quadratic form's "Range" promises, with a row of q of any size."""
     tensors, dy = inputs(SHORT, "none", torch.float32)
-    for size in (1 / most, most):
+    for size in (1 / largest, largest):
         assert_right([tensors[0], tensors[1] * size, *tensors[2:]], dy, p)
         assert_right([tensors[0] / size, tensors[1] * size, *tensors[2:]], dy, p)
 
@@ -375,11 +375,11 @@ def test_every_choice_of_tiles_is_one_the_kernels_take():
     choices = {(name, torch.bfloat16): [] for name in configs.SAFE["wgmma"]}
     choices |= {(name, torch.float32): [] for name in configs.SAFE["float32"]}
     for rows, kernels in configs.SAFE.items():
-        for name, found in kernels.items():
+        for name, choice in kernels.items():
             dtype = torch.float32 if rows.startswith("float32") else torch.bfloat16
-            choices[name, dtype] += [c for D, c in found if D < 256]
+            choices[name, dtype] += [c for D, c in choice if D < 256]
     for kernels in configs.SAFE.values():  # head dimension 256 has tiles of its own, beside no others
-        widest = {name: found[-1][1] for name, found in kernels.items() if found[-1][0] == 256}
+        widest = {name: choice[-1][1] for name, choice in kernels.items() if choice[-1][0] == 256}
         if widest:
             assert all({c.BM, c.BN} <= {32, 64, 128} for c in widest.values())
             assert widest["dkdv"].BN % widest["dkdv"].BM == 0 and widest["dq"].BM >= widest["dkdv"].BM
@@ -393,8 +393,8 @@ def test_every_choice_of_tiles_is_one_the_kernels_take():
         "query_state": (64, 128, 256),
         "query_gradient": (64, 128, 256),
     }
-    for (name, dtype), found in choices.items():
-        for c in found:
+    for (name, dtype), configurations in choices.items():
+        for c in configurations:
             if name in tokens_or_features:
                 assert c.BM in (32, 64, 128) and c.BN in tokens_or_features[name], c
                 assert name != "update_state" or c.BM == 64, c
@@ -447,8 +447,8 @@ def test_nothing_is_left_unwritten():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("gates,most", [("none", 16), ("learned", 34)])
-def test_extra_memory(gates, most):
+@pytest.mark.parametrize("gates,limit", [("none", 16), ("learned", 34)])
+def test_extra_memory(gates, limit):
     T, H, D = 16384, 12, 64
     tensors, dy = inputs(T, gates, torch.bfloat16, H=H, Hkv=H, D=D)
     leaves = [x.detach().requires_grad_() for x in tensors if x is not None]
@@ -456,11 +456,11 @@ def test_extra_memory(gates, most):
     run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]  # the allocator rounds up
+    allocated = torch.cuda.memory_stats()["requested_bytes.all.current"]  # the allocator rounds up
     grads = run()
     outputs = dy.nbytes + sum(x.nbytes for x in grads)
-    extra = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - outputs
-    assert extra / (T * H) <= most, f"{extra / (T * H):.1f} bytes a row and head"
+    extra = torch.cuda.memory_stats()["requested_bytes.all.peak"] - allocated - outputs
+    assert extra / (T * H) <= limit, f"{extra / (T * H):.1f} bytes a row and head"
 
 
 @pytest.mark.gpu

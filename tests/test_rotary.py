@@ -1,4 +1,4 @@
-"""Rotations: what they are, and how exact they stay far into a text."""
+"""Rotations: the paper's matrices, and their precision far into a text."""
 
 import math
 

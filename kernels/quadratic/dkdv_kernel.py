@@ -137,8 +137,8 @@ def _add_diagonal(
 def _last_reader(OPENED, FIRST, hi, end, T):
     """Return where the queries that may see key hi end, at most `end`.
 
-    That is after hi if a document begins there, or the end of the first 32 tokens one of which belongs to a document
-    after hi, found by steps that double, and then by bisection.
+    That is after hi if a document begins there, or the end of the first 32 tokens that reach into a later
+    document. Steps that double and then bisection find them.
     """
     below, above, last, step = hi // 32, hi // 32, tl.cdiv(T, 32) - 1, 1
     if tl.load(OPENED + last) > hi:
@@ -157,7 +157,7 @@ def _last_reader(OPENED, FIRST, hi, end, T):
 
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "HEADS"])
 def dkdv_kernel(
-    Q, K, V, DY, strides,  # strides: those of the four, each None for a tensor descriptor
+    Q, K, V, DY, strides,  # of the four, each None for a tensor descriptor
     gates, NEAR,  # see gates.py and chunked/gates.py, or None
     rows,  # (PAIR, G, ROW) of `dq_kernel`
     DK, DV,  # what is written

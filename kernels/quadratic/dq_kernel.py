@@ -6,7 +6,7 @@
       queries           keys ->
         BM | BN | BN | BN | diagonal
 
-Tiles and decays are those of forward_kernel.py. Where one token dominates a row, dP_ij - delta_i is as small as the
+Tiles and decays are as in forward_kernel.py. Where one token dominates a row, dP_ij - delta_i is as small as the
 rounding of y in delta_i: there, before its own sums, a program sums w_ij (dP_ij - delta_i) / l_i over the keys, which
 would be zero, and adds the sum to delta_i. Cost: three products of D multiplications for each pair, five in those
 tiles. The limit is the matrix unit. passes.py has the names and shapes of arrays.
@@ -54,7 +54,7 @@ def _add_keys(
     """Return (acc, r), the sums for dq and row, with the keys from begin to end added, BN at a time.
 
     queries: (q, dy, delta, row, c_lo, c_row, c_first, first_row); keys: (K, strides, V, strides, sequence, head, T).
-    Decays are those of the forward kernel.
+    Decays are as in the forward kernel.
     """
     GATED: tl.constexpr = gates is not None
     DIAGONAL: tl.constexpr = PART != OFF_DIAGONAL
@@ -138,7 +138,7 @@ def _store_pair(PAIR, G, gates, n, head, first, rows, factors, R: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "HEADS"])
 def dq_kernel(
-    Q, K, V, DY, strides,  # strides: those of the four, each None for a tensor descriptor
+    Q, K, V, DY, strides,  # of the four, each None for a tensor descriptor
     results,  # (y, l) of the forward kernel, or None if sums were not divided
     undivided,  # (scale, rest, the gradient to l) if they were not: see `forward_kernel`; or None
     KEY_SCALE, gates, NEAR,  # see passes.py, gates.py and chunked/gates.py, or None

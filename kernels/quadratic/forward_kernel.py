@@ -8,7 +8,7 @@
 A tile off the diagonal needs no mask, and its decay is a factor of the row, one of the tile and one of the key, so that
 it takes no exp for each pair. Tiles on the diagonal have a mask, and an exp for each pair where gates forget much.
 Cost: two products of D multiplications for each pair. The limit is the matrix unit, then the multiplications between
-the products. passes.py has the names and shapes of arrays, and how rows are scaled; gates.py has those of the gates.
+the products. passes.py has the names and shapes of arrays, and how rows are scaled; gates.py has the gates' arrays.
 """
 
 import triton
@@ -103,7 +103,7 @@ def _add_diagonal(acc, l, queries, keys, gates, begin, lo, factors, P: tl.conste
 
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "HEADS"])
 def forward_kernel(
-    Q, K, V, strides,  # strides: those of Q, K and V, each None for a tensor descriptor
+    Q, K, V, strides,  # of Q, K and V, each None for a tensor descriptor
     Y, L,  # what is written
     sums,  # (num, den), added to the sums before dividing, or None
     undivided,  # (a power of two to multiply q by, the remaining factor of the sums) if they are not divided, or None

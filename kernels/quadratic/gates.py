@@ -17,9 +17,9 @@ between (C_START, C_END).
     FIRST        the same                               int8       the document's first token, counted from there; -1:
                                                                    before (BEFORE: or there is a state before all)
     KEY_DECAY    the same                               float32    decay^POWER from the token to the last of the R
-                                                                   around it, 0 if that is another document's; first
-                                                                   those of the R's tokens 0, 1, 8, 9, 16, .., then 2,
-                                                                   3, 10, ..: what a thread needs, in wide loads
+                                                                   around it, 0 if that is another document's; in the
+                                                                   order 0, 1, 8, 9, 16, .. of the R, then 2, 3, 10,
+                                                                   ..: a thread loads what it needs at once
     C_START      [B * Hkv, T padded to 128 / 32]        float64    c of the first of 32 tokens
     C_END        the same                               float64    c of the last
     OPENED       the same                               int32      the first token of the last's document
@@ -54,9 +54,9 @@ def _ends(x, R: tl.constexpr):
     """Return, for each entry of x [N], which is monotonic, the first and the last of the R entries around it."""
     N: tl.constexpr = x.shape[0]
     x = tl.reshape(x, [N // R, R])
-    at = tl.arange(0, R)[None, :]
-    first = tl.sum(tl.where(at == 0, x, 0), 1)[:, None]
-    last = tl.sum(tl.where(at == R - 1, x, 0), 1)[:, None]
+    index = tl.arange(0, R)[None, :]
+    first = tl.sum(tl.where(index == 0, x, 0), 1)[:, None]
+    last = tl.sum(tl.where(index == R - 1, x, 0), 1)[:, None]
     first, last = tl.broadcast_to(first, [N // R, R]), tl.broadcast_to(last, [N // R, R])
     return tl.reshape(first, [N]).to(x.dtype), tl.reshape(last, [N]).to(x.dtype)
 
@@ -89,44 +89,44 @@ def gates_kernel(
     """
     pieces = tl.cdiv(T, N)
     bh = tl.program_id(0) // pieces
-    at = tl.program_id(0) % pieces * N + tl.arange(0, N)
+    token = tl.program_id(0) % pieces * N + tl.arange(0, N)
     LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + tl.cast(bh % HKV, tl.int64) * g_h
     gates = gates_of_head(gates, T, bh)
-    written = at < tl.cdiv(T, 128) * 128
+    written = token < tl.cdiv(T, 128) * 128
 
-    log_g, reset = log_gates(LOG_G, g_t, at, T)
+    log_g, reset = log_gates(LOG_G, g_t, token, T)
     c = tl.associative_scan(log_g, 0, add)
-    first = tl.associative_scan(tl.where(reset if BEFORE else reset | (at == 0), at, -1), 0, maximum)
-    tl.store(gates.C + at, (c - _ends(c, 128)[0]).to(tl.float32), written)
-    tl.store(gates.FIRST + at, tl.maximum(first - at // 128 * 128, -1).to(tl.int8), written)
+    first = tl.associative_scan(tl.where(reset if BEFORE else reset | (token == 0), token, -1), 0, maximum)
+    tl.store(gates.C + token, (c - _ends(c, 128)[0]).to(tl.float32), written)
+    tl.store(gates.FIRST + token, tl.maximum(first - token // 128 * 128, -1).to(tl.int8), written)
     to_end = tl.exp(POWER * (_ends(c, R)[1] - c).to(tl.float32))
-    of_lanes = at // R * R + at % 8 // 2 * (R // 4) + at % R // 8 * 2 + at % 2
-    tl.store(gates.KEY_DECAY + of_lanes, tl.where(_ends(first, R)[1] <= at, to_end, 0.0), written)
-    tl.store(gates.C_START + at // 32, c, written & (at % 32 == 0))
-    tl.store(gates.C_END + at // 32, c, written & (at % 32 == 31))
-    tl.store(gates.OPENED + at // 32, tl.maximum(first, 0), written & (at % 32 == 31))
+    of_lanes = token // R * R + token % 8 // 2 * (R // 4) + token % R // 8 * 2 + token % 2
+    tl.store(gates.KEY_DECAY + of_lanes, tl.where(_ends(first, R)[1] <= token, to_end, 0.0), written)
+    tl.store(gates.C_START + token // 32, c, written & (token % 32 == 0))
+    tl.store(gates.C_END + token // 32, c, written & (token % 32 == 31))
+    tl.store(gates.OPENED + token // 32, tl.maximum(first, 0), written & (token % 32 == 31))
 
 
 @triton.jit(do_not_specialize=["T"])
 def gates_before_kernel(C_START, C_END, OPENED, T, N: tl.constexpr):
-    """Add to C_START, C_END and OPENED of one sequence and head the sums over the tokens before each N tokens."""
+    """Add to C_START, C_END and OPENED of one sequence and head the sums over the tokens before each N blocks."""
     bh = tl.program_id(0)
     C_START, C_END, OPENED = at_head(C_START, T, bh, 32), at_head(C_END, T, bh, 32), at_head(OPENED, T, bh, 32)
     blocks = tl.cdiv(T, 128) * 4
-    before = tl.zeros([], tl.float64)
+    previous = tl.zeros([], tl.float64)
     opened = tl.zeros([], tl.int32)
     for start in range(0, blocks, 1024):
-        at = start + tl.arange(0, 1024)
-        c_start = tl.load(C_START + at, mask=at < blocks, other=0.0)
-        c_end = tl.load(C_END + at, mask=at < blocks, other=0.0)
-        total = tl.where(at % (N // 32) == N // 32 - 1, c_end, 0.0)
-        c = before + tl.associative_scan(total, 0, add) - total
-        tl.store(C_START + at, c + c_start, at < blocks)
-        tl.store(C_END + at, c + c_end, at < blocks)
-        first = tl.load(OPENED + at, mask=at < blocks, other=0)
+        block = start + tl.arange(0, 1024)
+        c_start = tl.load(C_START + block, mask=block < blocks, other=0.0)
+        c_end = tl.load(C_END + block, mask=block < blocks, other=0.0)
+        total = tl.where(block % (N // 32) == N // 32 - 1, c_end, 0.0)
+        c = previous + tl.associative_scan(total, 0, add) - total
+        tl.store(C_START + block, c + c_start, block < blocks)
+        tl.store(C_END + block, c + c_end, block < blocks)
+        first = tl.load(OPENED + block, mask=block < blocks, other=0)
         first = tl.maximum(tl.associative_scan(first, 0, maximum), opened)
-        tl.store(OPENED + at, first, at < blocks)
-        before += tl.sum(total, 0)
+        tl.store(OPENED + block, first, block < blocks)
+        previous += tl.sum(total, 0)
         opened = tl.max(first, 0)
 
 
@@ -155,12 +155,12 @@ def dlog_g_kernel(
     after = tl.zeros([], tl.float64)
     if TOTALS is not None:
         after = sum_between(TOTALS + tl.cast(bh, tl.int64) * pieces, piece + 1, pieces, 128)
-    at = piece * N + tl.arange(0, N)
-    x = tl.load(at_head(ROW, T, b * H + hkv * (H // HKV)) + at, mask=at < T, other=0.0).to(tl.float64)
+    token = piece * N + tl.arange(0, N)
+    x = tl.load(at_head(ROW, T, b * H + hkv * (H // HKV)) + token, mask=token < T, other=0.0).to(tl.float64)
     LOG_G += b * g_b + tl.cast(hkv, tl.int64) * g_h
-    log_g = tl.load(LOG_G + at.to(tl.int64) * g_t, mask=at < T, other=0.0)
+    log_g = tl.load(LOG_G + token.to(tl.int64) * g_t, mask=token < T, other=0.0)
     d = tl.where(log_g == float("-inf"), 0.0, after + tl.associative_scan(x, 0, add, reverse=True))
-    tl.store(DLOG_G + b * T * HKV + hkv + at.to(tl.int64) * HKV, d.to(tl.float32), at < T)
+    tl.store(DLOG_G + b * T * HKV + hkv + token.to(tl.int64) * HKV, d.to(tl.float32), token < T)
 
 
 def tile_gates(log_g, R, power, before=False):

@@ -22,7 +22,7 @@ def key_scale_kernel(K, LOG_G, KEY_SCALE, k_strides, g_b, g_t, g_h, T, HKV, D: t
         token = start + tl.arange(0, N)
         k = load_rows(K, k_strides, b, start, h, T, N, D).to(tl.float32).to(tl.int32, bitcast=True)
         exponent = tl.max((k >> 23) & 255, 1)
-        if LOG_G is not None:  # a document's exponents are above all those of the documents before
+        if LOG_G is not None:  # exponents of a document are above all of the documents before
             log_g = LOG_G + tl.cast(b, tl.int64) * g_b + tl.cast(h, tl.int64) * g_h
             reset = log_gates(log_g, g_t, token, T)[1].to(tl.int32)
             exponent += (documents + tl.associative_scan(reset, 0, add)) * 256

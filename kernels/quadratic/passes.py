@@ -25,20 +25,21 @@ costs nothing there. Tiles on the diagonal have a mask and an exp for each eleme
     row         [B, H, T padded to 128]        float32    sums of ds_ij s_ij / p over j; dkdv subtracts those over i
     gates       six arrays                                see gates.py
 
-The n queries are those of the last n of T tokens; T - n is a multiple of 128, so that tiles of queries begin where
+The n queries belong to the last n of T tokens; T - n is a multiple of 128, so that tiles of queries begin where
 tiles of keys do (`operators.quadratic_attention` pads q).
 
 Cost. With N = T^2 D / 2 multiplications a head and product: forward 2 N, dq 3 N, dk and dv 4 N (s and dP are computed
-twice, so that every sum has one owner and two runs give the same bits). Bytes are those of the tensors, a few percent
-of the time from T = 1024 on. The matrix unit is the limit, then the multiplications between products (docs/kernels.md).
+twice, so that every sum has one owner and two runs give the same bits). Each tensor is read or written once or twice, a
+few percent of the time from T = 1024 on. The matrix unit is the limit, then the multiplications between products
+(docs/kernels.md).
 
 Range. There is no logarithm and no running maximum. Powers of two, which cancel, bring the largest entry of each row of
-q to 1 to 2 and, for p = 6 and 8, that of the keys up to the row in its document. So no row depends on later keys. For
-p = 2 and 4 keys are taken as they are: float32 is wide enough for |q . k| from 1e-8 to 1e8 and entries of k from 1e-8
-to 1e8 (p = 2: 1e-15 to 1e15), and beyond there are zeros or NaN; the backward pass of p = 6 and 8 has the range of
-p = 4. l is the sum of the weights as they are rounded for the second product. The backward pass spreads 1 / l
-over two factors of its square root: w_ij / l_i = (s_ij^(p/2) g_i)^2. NaN and infinity in q, k or log_g give NaN in the
-rows that see them and leave the bits of earlier rows; in v they also reach the earlier rows of the same tile.
+q to 1 to 2 and, for p = 6 and 8, the largest entry of the keys up to the row in its document. So no row depends on
+later keys. For p = 2 and 4 keys are taken as they are: float32 is wide enough for |q . k| from 1e-8 to 1e8 and entries
+of k from 1e-8 to 1e8 (p = 2: 1e-15 to 1e15), and beyond there are zeros or NaN; the backward pass of p = 6 and 8 has
+the range of p = 4. l is the sum of the weights as they are rounded for the second product. The backward pass spreads 1
+/ l over two factors of its square root: w_ij / l_i = (s_ij^(p/2) g_i)^2. NaN and infinity in q, k or log_g give NaN in
+the rows that see them and leave the bits of earlier rows; in v they also reach the earlier rows of the same tile.
 
 Gates. log_g is summed in float64 and only differences become float32. log_g = -inf begins a document: its tokens see
 nothing before. The gradient is dlog_g_m = sum over i >= m of (row_i - col_i), where row and col are the sums of
@@ -60,7 +61,7 @@ from .forward_kernel import forward_kernel
 from .gates import dlog_g, tile_gates
 from .key_scale_kernel import key_scale_kernel
 
-L2_TOKENS = 65536  # tokens whose keys and values stay in the L2 cache while programs work on several heads
+L2_TOKENS = 65536  # so many tokens' keys and values stay in the L2 cache while programs work on several heads
 
 
 def forward(
@@ -70,9 +71,9 @@ def forward(
     """Return y [B, n, H, D] in q's dtype and l [B, H, n padded to a multiple of 128], float32, for `backward`.
 
     q [B, n, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D and p:
-    those of `kernels.HEAD_DIMS` and `kernels.POWERS`. The queries belong to the last n tokens; T - n is a multiple of
-    128. chunk: tokens see nothing before their chunk, a multiple of 128, but for what `near` says (`chunk_gates`). num
-    [B, n, H, D], den [B, H, n padded], float32: added to the sums before dividing. `scale` cancels.
+    one of `kernels.HEAD_DIMS` and one of `kernels.POWERS`. The queries belong to the last n tokens; T - n is a multiple
+    of 128. chunk: tokens see nothing before their chunk, a multiple of 128, but for what `near` says (`chunk_gates`).
+    num [B, n, H, D], den [B, H, n padded], float32: added to the sums before dividing. `scale` cancels.
 
     With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
     w_ij = decay_ij (scale q_i . k_j)^p, to which other parts of the sums may be added.
@@ -99,7 +100,7 @@ def backward(
 ):  # fmt: skip
     """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates.
 
-    With normalize, y and l are those of forward and dl is not read; else y and l are not read, and dl has l's shape.
+    With normalize, y and l are from `forward` and dl is not read; else y and l are not read, and dl has l's shape.
     With `chunk`, row of the table above is returned in place of dlog_g, for `chunk_dlog_g`. before: True if there is a
     state before the first token. needs: whether dq, either of dk and dv, and the last are wanted; the others are None.
     Raises ValueError for configurations that do not fit each other.
@@ -108,8 +109,10 @@ def backward(
     needs_q, needs_kv, needs_last = needs
     rows = needs_last and log_g is not None
     needs_kv = needs_kv or rows  # dkdv_kernel ends dlog_g
-    like = lambda x, wanted: torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted else None
-    dq, dk, dv = like(q, needs_q), like(k, needs_kv), like(v, needs_kv)
+    dq, dk, dv = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
+        for x, needed in ((q, needs_q), (k, needs_kv), (v, needs_kv))
+    )
     pair, g, row = empty(q, B, H, padded(n), 2), None, None
     if log_g is not None:
         g = empty(q, B, H, padded(n))

@@ -1,6 +1,6 @@
 """Pieces of the quadratic form's kernels: where tiles lie, how rows are scaled, and decays between tiles.
 
-Names and shapes of arrays are those of quadratic.py; gates are those of gates.py.
+passes.py has the names and shapes of arrays, gates.py those for gates.
 """
 
 import triton
@@ -28,7 +28,7 @@ DIAGONAL_BY_PAIRS = tl.constexpr(2)
 
 @triton.jit
 def count_queries(T, OFFSET):
-    """Return how many rows of queries there are: those of the tokens from OFFSET on."""
+    """Return how many queries there are: one for each token from OFFSET on."""
     return T if OFFSET is None else T - OFFSET
 
 
@@ -61,7 +61,7 @@ def queries_of_program(n, H, HKV, BH, HEADS, BM: tl.constexpr):
 def load_tile(X, strides, b, start, h, T, N: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr):
     """Load [N, D]: rows start, start+1, ... of head h of sequence b, with MASK zeros from row T on.
 
-    X is a pointer, or if strides is None a tensor descriptor, whose tiles the copy engine fetches.
+    X is a pointer, or if strides is None a tensor descriptor: the copy engine fetches its tiles.
     """
     if strides is None:
         return X.load([b, start, h, 0]).reshape([N, D])
@@ -91,8 +91,8 @@ def first_key_of(NEAR, lo, bh, T, CHUNK):
     """Return the first key that the rows of a tile from `lo` on attend to: their chunk's, or NEAR tokens before it."""
     begin = lo // CHUNK * CHUNK
     if NEAR is not None:
-        near = tl.load(NEAR + bh * tl.cdiv(T, CHUNK) + lo // CHUNK)
-        begin -= tl.where(lo - begin < 128, near, 0)
+        tokens = tl.load(NEAR + bh * tl.cdiv(T, CHUNK) + lo // CHUNK)
+        begin -= tl.where(lo - begin < 128, tokens, 0)
     return begin
 
 
@@ -101,8 +101,8 @@ def last_query(NEAR, lo, bh, T, CHUNK):
     """Return where the queries end that attend to the keys of a tile from `lo` on: with their chunk, or NEAR later."""
     end = lo // CHUNK * CHUNK + CHUNK
     if NEAR is not None:
-        near = tl.load(NEAR + bh * tl.cdiv(T, CHUNK) + end // CHUNK, mask=end < T, other=0)
-        end += tl.where(end - lo <= 128, near, 0)
+        tokens = tl.load(NEAR + bh * tl.cdiv(T, CHUNK) + end // CHUNK, mask=end < T, other=0)
+        end += tl.where(end - lo <= 128, tokens, 0)
     return tl.minimum(end, T)
 
 
@@ -195,7 +195,10 @@ def before_rows(gates, lo, begin, end, BN: tl.constexpr):
 
 @triton.jit
 def gates_of_rows(gates, lo, end, BM: tl.constexpr):
-    """Return (gate sum of each row since the first of its 128, that of the first row, the first row of each row's
-    document, `forgets_little`) for BM rows from lo on, whose tiles on the diagonal begin at `end`."""
+    """Return (c_row, c_first, first_row, `forgets_little`) for BM rows from lo on.
+
+    c_row is the gate sum of each row since the first of its 128, c_first the sum of the first row, first_row the first
+    row of each row's document. The tiles on the diagonal begin at `end`.
+    """
     c_row, first_row = load_vector(gates.C, lo, BM), lo // 128 * 128 + load_vector(gates.FIRST, lo, BM).to(tl.int32)
     return c_row, tl.load(gates.C + lo), first_row, forgets_little(gates.C, gates.FIRST, lo + BM - 1, end)
