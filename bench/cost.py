@@ -1,0 +1,91 @@
+"""Measure the two forms of power attention on one GPU, and fit the numbers of the cost model, kernels/cost.py.
+
+    python bench/cost.py            # two minutes; print the model's tables, and how good its choices are
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.functional import logsigmoid
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sympow.kernels import cost  # noqa: E402
+from sympow.runs.program import Parser, run_program  # noqa: E402
+
+
+def measure(D, p, gated, lengths, sizes, tokens=65536):
+    """Return ({T: ns} of the quadratic kernels, {(T, C): ns} of the chunked ones) for a token and head.
+
+    lengths: the T, sizes: the pairs (T, C) to measure; tokens: the number of a call's tokens, in sequences of T.
+    """
+    from triton.testing import do_bench
+
+    from sympow.kernels.operators import chunked_attention, quadratic_attention
+
+    def ns(T, attention, **options):
+        torch.manual_seed(0)
+        B, H = max(1, tokens // T), 768 // D
+        q, k, v = torch.randn(B, T, 3 * H, D, device="cuda", dtype=torch.bfloat16).split(H, dim=2)
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        if gated:
+            log_g = logsigmoid(6.9 + torch.randn(B, T, H, device="cuda"))
+            inputs.append(log_g.requires_grad_())
+
+        def passes():
+            return torch.autograd.grad(attention(*inputs, p=p, **options), inputs, torch.ones_like(q))
+
+        return do_bench(passes, warmup=5, rep=25, return_mode="median") * 1e6 / (B * T * H)
+
+    def chunked(*inputs, **options):
+        return chunked_attention(*inputs, **options)[0]
+
+    quadratic = {T: ns(T, quadratic_attention) for T in lengths}
+    return quadratic, {(T, C): ns(T, chunked, chunk=C) for T, C in sizes}
+
+
+def fit(columns, y):
+    """Return the coefficients, at least 0, of `columns` that fit y with the least squared relative error."""
+    y, A = np.array(y), np.array(columns).T
+    return [max(0.0, c) for c in np.linalg.lstsq(A / y[:, None], np.ones(len(y)), rcond=None)[0]]
+
+
+def fit_size(D, p):
+    """Measure and fit the numbers of one size, and print them beside the measurements."""
+    T, lengths = (32768, (512, 1024, 2048, 4096, 8192, 16384)) if p == 2 else (65536, ())
+    chunks = [C for C in (cost.best_size(D, p) * f // 4 for f in (1, 2, 4, 8, 16)) if C in cost.SIZES]
+    quadratic, chunked = measure(D, p, True, lengths, [(T, C) for C in chunks])
+    if quadratic:
+        cost.QUADRATIC[D] = tuple(fit([[1] * len(quadratic), list(quadratic)], list(quadratic.values())))
+        print(f"QUADRATIC {D}: ({cost.QUADRATIC[D][0]:.2f}, {cost.QUADRATIC[D][1]:.5f})", flush=True)
+    states = [max(0.05, t - cost.quadratic_ns(C, D)) for (_, C), t in chunked.items()]
+    cost.CHUNKED[D, p] = tuple(fit([[1] * len(states), [1 / C for C in chunks]], states))
+    print(f"CHUNKED {D}, {p}: ({cost.CHUNKED[D, p][0]:.2f}, {cost.CHUNKED[D, p][1]:.0f})", flush=True)
+    print("ns a token and head, measured / by the model", flush=True)
+    print("  quadratic", *(f"  {T}: {t:.2f} / {cost.quadratic_ns(T, D):.2f}" for T, t in quadratic.items()))
+    sizes = (f"  {C}: {t:.2f} / {cost.chunked_ns(T, C, D, p):.2f}" for (T, C), t in chunked.items())
+    print(f"  chunked at {T}", *sizes, f"  chosen: {cost.chunk_size(T, D, p)}", flush=True)
+    # how good the choice is near the length at which it changes
+    lengths = [T for T in (2**n for n in range(9, 19)) if 1 / 4 <= T / cost.crossing(D, p) <= 4]
+    quadratic, chunked = measure(D, p, True, lengths, [(T, cost.chunk_size(T, D, p)) for T in lengths])
+    for (T, C), t in chunked.items():
+        times = {"quadratic": quadratic[T], "chunked": t}
+        ratio = times[cost.best_form(T, D, p)] / min(times.values())
+        print(f"  T={T}: quadratic {quadratic[T]:.2f}, chunks of {C} {t:.2f}: chosen / best {ratio:.2f}", flush=True)
+
+
+def main():
+    """Measure, fit and print the numbers of each size with gates, and how good the resulting choices are."""
+    parser = Parser(prog="bench/cost.py", description=__doc__.splitlines()[0])
+    parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA GPU here, and there is nothing else to measure")
+    for D, p in cost.CHUNKED:
+        if (D, p) != (64, 4):  # there the chunked form is nowhere cheaper
+            fit_size(D, p)
+
+
+if __name__ == "__main__":
+    run_program(main)
