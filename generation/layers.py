@@ -141,7 +141,7 @@ class SoftmaxLayer(CachedLayer):
     def attend(self):
         b, cache = self.buffers, self.cache
         if b.config.reset_token < 0:
-            cache = cache._replace(resets=None)
+            cache = decode_cache.Cache(cache.k, cache.v, cache.gate_sums, None, cache.count)
         decode_softmax.attend_softmax(b.qkv, b.rotation, cache, b.sums(self.parts, softmax=True), b.y)
 
 

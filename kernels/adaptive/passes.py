@@ -49,7 +49,7 @@ import triton
 from ..common import device_guard, empty, padded
 from ..configs import choose
 from ..quadratic.key_scale_kernel import key_scale_kernel
-from ..quadratic.passes import _heads_together, _offset, _tiles
+from ..quadratic.passes import fetched_tiles, heads_together, query_offset
 from .backward_kernels import dkdv_kernel, dq_kernel
 from .forward_kernel import forward_kernel
 
@@ -66,10 +66,10 @@ def forward(q, k, v, powers, log_g=None, config=None):
     c = empty(q, B, H, padded(n)).fill_(-torch.inf)
     config = config or choose("forward", q, 0, log_g is not None)
     with device_guard(q.device):
-        tiles, strides = _tiles((q, config.BM), (k, config.BN), (v, config.BN))
+        tiles, strides = fetched_tiles((q, config.BM), (k, config.BN), (v, config.BN))
         forward_kernel[(triton.cdiv(n, config.BM) * B * H,)](
             *tiles, y, c, _key_scales(k, log_g), _pad(powers), _documents(log_g)[0], tuple(strides),
-            T, _offset(n, T), H, HKV, B * H, _heads_together(T, B * H),
+            T, query_offset(n, T), H, HKV, B * H, heads_together(T, B * H),
             D=D, BM=config.BM, BN=config.BN, **config.launch(),
         )  # fmt: skip
     return y, c
@@ -88,17 +88,17 @@ def backward(dy, q, k, v, powers, log_g, y, c, configs=(None, None)):
         raise ValueError(f"dkdv's BM must divide its BN and be at most dq's BM, got {c_dq} for dq, {c_dkdv} for dkdv")
     with device_guard(q.device):
         powers, documents = _pad(powers), _documents(log_g)
-        (k_tiles, v_tiles), (k_strides, v_strides) = _tiles((k, c_dq.BN), (v, c_dq.BN))
+        (k_tiles, v_tiles), (k_strides, v_strides) = fetched_tiles((k, c_dq.BN), (v, c_dq.BN))
         dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
             q, k_tiles, v_tiles, dy, (y, c), powers, documents[0], dq, delta, dp,
             (q.stride(), k_strides, v_strides, dy.stride()),
-            T, _offset(n, T), H, HKV, B * H, _heads_together(T, B * H), D=D, BM=c_dq.BM, BN=c_dq.BN, **c_dq.launch(),
+            T, query_offset(n, T), H, HKV, B * H, heads_together(T, B * H), D=D, BM=c_dq.BM, BN=c_dq.BN, **c_dq.launch(),
         )  # fmt: skip
-        (q_tiles, dy_tiles), (q_strides, dy_strides) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
+        (q_tiles, dy_tiles), (q_strides, dy_strides) = fetched_tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
         dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
             q_tiles, k, v, dy_tiles, c, delta, powers, documents, dk, dv,
             (q_strides, k.stride(), v.stride(), dy_strides),
-            T, _offset(n, T), H, HKV, B * HKV, _heads_together(T, B * HKV),
+            T, query_offset(n, T), H, HKV, B * HKV, heads_together(T, B * HKV),
             D=D, BM=c_dkdv.BM, BN=c_dkdv.BN, **c_dkdv.launch(),
         )  # fmt: skip
     return dq, dk, dv, dp[..., :n].sum(1)

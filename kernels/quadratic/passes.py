@@ -84,11 +84,11 @@ def forward(
     c = config or choose("forward", q, p, log_g is not None, chunk is not None)
     with device_guard(q.device):
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c.BN, 0.5)
-        tiles, strides = _tiles((q, c.BM), (k, c.BN), (v, c.BN))
+        tiles, strides = fetched_tiles((q, c.BM), (k, c.BN), (v, c.BN))
         forward_kernel[(triton.cdiv(n, c.BM) * B * H,)](
             *tiles, strides, y, l, None if num is None else (num, den),
             None if normalize else _powers_of_two(scale, p), key_scale, gates, near,
-            T, _offset(n, T), chunk or T, H, HKV, _heads_together(chunk or T, B * H),
+            T, query_offset(n, T), chunk or T, H, HKV, heads_together(chunk or T, B * H),
             P=p, TILE=(c.BM, c.BN, D), **c.launch(),
         )  # fmt: skip
     return y, l
@@ -124,19 +124,19 @@ def backward(
         raise ValueError(f"dkdv's BM must divide its BN and be at most dq's BM, got {c_dq} for dq, {c_dkdv} for dkdv")
     with device_guard(q.device):
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
-        (k_tiles, v_tiles), (k_strides, v_strides) = _tiles((k, c_dq.BN), (v, c_dq.BN))
+        (k_tiles, v_tiles), (k_strides, v_strides) = fetched_tiles((k, c_dq.BN), (v, c_dq.BN))
         dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
             q, k_tiles, v_tiles, dy, (q.stride(), k_strides, v_strides, dy.stride()), (y, l) if normalize else None,
             None if normalize else (*_powers_of_two(scale, p), dl), key_scale, gates, near, (dq, pair, g, row),
-            T, _offset(n, T), chunk or T, H, HKV, _heads_together(chunk or T, B * H),
+            T, query_offset(n, T), chunk or T, H, HKV, heads_together(chunk or T, B * H),
             P=p, BEFORE=before, TILE=(c_dq.BM, c_dq.BN, D, c_dkdv.BM), **c_dq.launch(),
         )  # fmt: skip
         if needs_kv:
-            (q, dy), (q_strides, dy_strides) = _tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
+            (q, dy), (q_strides, dy_strides) = fetched_tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
             alone = normalize and not (before and log_g is None)  # FIRST says it where there are gates
             dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
                 q, k, v, dy, (q_strides, k.stride(), v.stride(), dy_strides), gates, near, (pair, g, row), dk, dv,
-                T, _offset(n, T), chunk or T, H, HKV, _heads_together(chunk or T, B * HKV),
+                T, query_offset(n, T), chunk or T, H, HKV, heads_together(chunk or T, B * HKV),
                 P=p, ALONE=alone, TILE=(c_dkdv.BM, c_dkdv.BN, D), **c_dkdv.launch(),
             )  # fmt: skip
         if not rows:
@@ -148,7 +148,7 @@ def _zeros(like, *shape):
     return empty(like, *shape).zero_()
 
 
-def _offset(n, T):
+def query_offset(n, T):
     """Return OFFSET for n queries of T tokens; None, for as many as there are, is a constant to the compiler."""
     return None if n == T else T - n
 
@@ -164,7 +164,7 @@ def _key_scales(k, log_g, p, normalize):
     return scales
 
 
-def _tiles(*tensors_and_rows):
+def fetched_tiles(*tensors_and_rows):
     """Return (tensors, strides) for a kernel that fetches tiles of so many rows.
 
     The tensors are descriptors, and strides is None, if there is a copy engine that can fetch them: every row must
@@ -189,7 +189,7 @@ def _powers_of_two(scale, p):
     return power, (scale / power) ** p
 
 
-def _heads_together(T, heads):
+def heads_together(T, heads):
     """Return how many heads programs work on side by side.
 
     One head after the other, keys stay in the L2 cache; side by side, the longest blocks come first and the last
