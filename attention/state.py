@@ -1,6 +1,6 @@
 """The state of generation, from which a layer goes on without reading the earlier tokens again.
 
-State is the contract between GPT and a layer's state; a ModelState holds the states of all layers. Softmax and the power
+State is the contract between GPT and a layer's state; a ModelState holds those of all layers. Softmax and the power
 variants have a LayerState: a KV cache and, in variants with a recurrent form, a PowerState of the tokens before it.
 
     state = LayerState.empty(batch, device)

@@ -35,7 +35,7 @@ from .layers import EMBEDDINGS, LAYERS, Buffers, Weights, float32
 # of logits in `failure`, by the dtype of weights and of states; measured are 7e-3, 6e-6 and (p = 6) 3e-2
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 # of logits in `check_difference`, where the model is as exact as the decoder: a changed model is off by 10% and more.
-# Rounding to bfloat16 is 8e-3 to 1.4e-2 in 12 layers, and grows with the root of their number; float32 has tf32 products.
+# Rounding to bfloat16 is 8e-3 to 1.4e-2 in 12 layers, and grows with their number; float32 has products in tf32.
 MODEL_TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 5e-3}
 STATE_TOLERANCE = {torch.bfloat16: 1e-1, torch.float32: 0.0}
 AHEAD = 2  # tokens that are launched before the first of them is read
