@@ -274,10 +274,10 @@ def test_memory_that_would_not_suffice_is_named(monkeypatch):
 
 
 def test_flops_count_each_power_of_a_mixture():
-    mix = tiny(adaptive="continuous").transformer.h[0].attn.mix
-    assert mix.attention_flops(100, torch.float32, "cpu") == 6 * 100 * 4 * 8
-    mix = tiny(adaptive="mixture", form="quadratic").transformer.h[0].attn.mix
-    assert mix.attention_flops(100, torch.float32, "cpu") == 2 * 6 * 100 * 4 * 8
-    mix = tiny(adaptive="mixture", form="chunked", chunk_size=16).transformer.h[0].attn.mix
+    def flops(**settings):
+        return tiny(**settings).transformer.h[0].attn.mix.attention_flops(100, torch.float32, "cpu")
+
+    assert flops(adaptive="continuous") == 6 * 100 * 4 * 8
+    assert flops(adaptive="mixture", form="quadratic") == 2 * 6 * 100 * 4 * 8
     expected = 2 * 6 * 16 * 4 * 8 + 6 * (4 + 2) * (36 + 330) * 9
-    assert mix.attention_flops(100, torch.float32, "cpu") == expected
+    assert flops(adaptive="mixture", form="chunked", chunk_size=16) == expected

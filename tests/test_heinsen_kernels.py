@@ -197,27 +197,18 @@ def test_a_gradient_of_nan_reaches_no_later_key_and_no_other_query():
         assert torch.equal(found[name][:, 6:], expected[name][:, 6:]) and found[name][:, :6].isnan().all()
 
 
-def test_a_sequence_in_pieces_equals_the_whole():
-    tensors, _ = inputs(36, torch.float32, H=1)
-    whole = heinsen_attention(*tensors, final=True)
-    first = heinsen_attention(*(x[:, :19] for x in tensors[:3]), final=True)
-    second = heinsen_attention(*(x[:, 19:] for x in tensors[:3]), None, *first[1:], final=True)
-    for x, y in zip((torch.cat((first[0], second[0]), 1), *second[1:]), whole):
-        assert relative_error(x, y, 1e-6) < 1e-5
+def test_a_sequence_in_pieces_and_its_gradients_equal_the_whole():
+    tensors, grads = inputs(36, torch.float32, H=1)
 
+    def in_pieces(q, k, v, *nothing):
+        y, *state = heinsen_attention(q[:, :19], k[:, :19], v[:, :19], final=True)
+        rest, *state = heinsen_attention(q[:, 19:], k[:, 19:], v[:, 19:], None, *state, final=True)
+        return torch.cat((y, rest), 1), *state
 
-def test_gradients_through_the_state_of_pieces_equal_those_of_the_whole():
-    tensors, (dy, *_) = inputs(24, torch.float32, H=1)
-
-    def in_pieces(q, k, v):
-        first = heinsen_attention(q[:, :19], k[:, :19], v[:, :19], final=True)
-        return torch.cat((first[0], heinsen_attention(q[:, 19:], k[:, 19:], v[:, 19:], None, *first[1:])[0]), 1)
-
-    found = []
-    for attention in (in_pieces, lambda *x: heinsen_attention(*x)[0]):
-        leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-        found.append(torch.autograd.grad(attention(*leaves), leaves, dy))
-    assert all(relative_error(x, y, 1e-6) < 1e-5 for x, y in zip(*found))
+    found, m = results(in_pieces, tensors, grads)
+    whole, reference = results(lambda *x: heinsen_attention(*x, final=True), tensors, grads)
+    assert torch.equal(m, reference)
+    assert all(relative_error(found[name], whole[name], 1e-6) < 1e-5 for name in whole)
 
 
 def test_values_of_float32_beside_bfloat16():
