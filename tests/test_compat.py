@@ -195,14 +195,9 @@ def test_inference_reads_cache_and_state(gated):
     assert torch.allclose(y[:, 0], (num / den.unsqueeze(-1)).flatten(1, 2)) and same[0] is S and same[1] is s
 
 
-INFERENCE = (
-    retention.create_inference_inputs, retention.power_retention_inference, retention.inference_input_properties,
-    retention.inference_output_properties,
-)  # fmt: skip
-FULL = library.create_inputs, library.power_full, library.input_properties, library.output_properties
-RETENTION = (
-    retention.create_inputs, retention.power_retention, retention.input_properties, retention.output_properties,
-)  # fmt: skip
+INFERENCE = retention.create_inference_inputs, retention.power_retention_inference
+FULL = library.create_inputs, library.power_full
+RETENTION = retention.create_inputs, retention.power_retention
 
 
 @pytest.mark.parametrize(
@@ -219,17 +214,14 @@ RETENTION = (
     ],
 )
 def test_inputs_feed_their_own_entry_point(names, options):
-    create, entry, input_properties, output_properties = names
+    create, entry = names
     options = dict(b=1, h=2, d=16 if GPU else 8) | options
     made, again = create(**options), create(**options)
     tensors = {name: x for name, x in made.items() if isinstance(x, torch.Tensor)}
     assert all(torch.equal(x, again[name]) and x.device.type == DEVICE for name, x in tensors.items())
     assert made["Q"].dtype == (torch.float16 if create is library.create_inputs else torch.bfloat16)
-    describe = lambda x: None if x is None else (tuple(x.shape), x.dtype, "cuda" if GPU else "cpu")
-    assert input_properties(**options) == {name: describe(x) for name, x in tensors.items()}
     out = entry(**made)
     out = out if isinstance(out, tuple) else (out,)
-    assert list(output_properties(**options).values()) == [describe(x) for x in out]
     assert out[0].dtype == made["Q"].dtype and out[0].isfinite().all()
     if options.get("requires_grad"):
         loss = sum(x.float().sum() for x in out)

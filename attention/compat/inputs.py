@@ -1,4 +1,4 @@
-"""Random inputs of both libraries' entry points, and the shapes, dtypes and devices of inputs and outputs."""
+"""Random inputs of both libraries' entry points."""
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -43,23 +43,3 @@ def place(device):
 def as_leaves(requires_grad, **tensors):
     """Return the dictionary of tensors and None; with requires_grad the tensors require gradients."""
     return {name: x if x is None else x.detach().requires_grad_(requires_grad) for name, x in tensors.items()}
-
-
-def properties(create, function=None, names=()):
-    """Return a function with the arguments of `create` that returns {name: (shape, dtype, device)} of its tensors.
-
-    With `function` they are the properties of its results for these inputs, under `names`; None stays None. Nothing is
-    allocated or computed. The device is given by name.
-    """
-
-    def describe(*args, device="cuda", **kwargs):
-        tensors = create(*args, device="meta", **kwargs)
-        if function is None:
-            tensors = {name: x for name, x in tensors.items() if isinstance(x, torch.Tensor)}
-        else:
-            results = function(**tensors)
-            tensors = dict(zip(names, results if isinstance(results, tuple) else (results,)))
-        device = str(place(device))
-        return {name: None if x is None else (tuple(x.shape), x.dtype, device) for name, x in tensors.items()}
-
-    return describe

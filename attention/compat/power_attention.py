@@ -12,12 +12,11 @@ docs/compat.md says what differs. Its steps (attention, update_state, query_stat
 import torch
 
 from ..power import power_attention
-from .inputs import RandomInputs, as_leaves, properties
+from .inputs import RandomInputs, as_leaves
 from .steps import attention, discumsum, paired_state, query_state, update_state
 
 __all__ = [
-    "power_full", "attention", "update_state", "query_state", "discumsum", "create_inputs", "input_properties",
-    "output_properties",
+    "power_full", "attention", "update_state", "query_state", "discumsum", "create_inputs",
 ]  # fmt: skip
 
 
@@ -56,7 +55,3 @@ def create_inputs(
     )
     options = dict(initial_state=None, return_final_state=False, deg=deg, scale=scale, chunk_size=chunk_size)
     return inputs | options
-
-
-input_properties = properties(create_inputs)
-output_properties = properties(create_inputs, power_full, ("Y",))

@@ -13,13 +13,12 @@ import torch
 
 from ..operator import forms
 from ..power import power_attention
-from .inputs import RandomInputs, as_leaves, properties
+from .inputs import RandomInputs, as_leaves
 from .steps import attention, discumsum, paired_state, query_state, update_state
 
 __all__ = [
     "power_retention", "power_retention_inference", "attention", "update_state", "query_state", "discumsum",
-    "create_inputs", "input_properties", "output_properties", "create_inference_inputs", "inference_input_properties",
-    "inference_output_properties",
+    "create_inputs", "create_inference_inputs",
 ]  # fmt: skip
 
 
@@ -112,11 +111,3 @@ def _random_tensors(random, tq, tk, qhead_ratio, gate_mean, deg, with_state):
     log_G = None if gate_mean is None or not tk else random.gates(tk, gate_mean)
     S, s = random.state(deg) if with_state else (None, None)
     return dict(Q=Q, K=K, V=V, log_G=log_G, initial_state=S, sum_of_keys=s)
-
-
-input_properties = properties(create_inputs)
-output_properties = properties(create_inputs, power_retention, ("Y", "final_state", "final_sum_of_keys"))
-inference_input_properties = properties(create_inference_inputs)
-inference_output_properties = properties(
-    create_inference_inputs, power_retention_inference, ("Y", "state", "sum_of_keys")
-)
