@@ -13,12 +13,13 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import DEVICE, DTYPES, GPU, gradients, inputs  # noqa: E402
 
+from sympow.attention import naive  # noqa: E402
 from sympow.attention.operator import dispatch, forms, memory  # noqa: E402
-from sympow.attention.embedding import symmetric_power_dim, symmetric_power_embedding  # noqa: E402
+from sympow.attention.embedding import symmetric_power_embedding  # noqa: E402
 from sympow.attention.power import PowerState, power_attention  # noqa: E402
 from sympow.kernels.chunked import discumsum, passes as chunked, query_gradient_p4  # noqa: E402
 from sympow.kernels import cost, operators  # noqa: E402
-from sympow.kernels.layout import SPREAD_ROWS, columns, entries, features, layout  # noqa: E402
+from sympow.kernels.layout import SPREAD_ROWS, entries, features, layout  # noqa: E402
 
 LONG = GPU and 3000 or 300  # tokens, in chunks of 128, with a ragged last one
 HEADS = 2 if GPU else 1  # query heads that share a key head; in the interpreter only a few tests have such groups
@@ -107,21 +108,6 @@ def test_the_layout_holds_every_feature(D, p):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("D", [16, 32, 64, 128])
-def test_the_tiles_of_pairs_give_the_gradient(D):
-    """Check the sums of query_gradient of pairs: of each part's slices and scalars, in the order of columns."""
-    x, q, k, state = state_of_one_key(D, 2)
-    (slot, entry), dq = map(torch.from_numpy, columns()), torch.zeros_like(q)
-    for part, to_x in zip(x.parts, x.to_x.double(), strict=True):
-        to_slices, to_scalars = torch.zeros(2, 64, dtype=torch.float64)
-        for i in range(part[12]):
-            w = state[(64 * (part[13] + i) + 16 * slot + entry).long()]
-            to_slices += w * q[(part[4 + slot] + i).long()]
-            to_scalars.index_add_(0, 8 * (i // 2) + 2 * slot + i % 2, w * q[(part[slot] + entry).long()])
-        dq += to_slices @ to_x[0] + to_scalars @ to_x[1]
-    torch.testing.assert_close(2 * dq, 2 * (q @ k) * k, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("D", [16, 32])
 def test_the_products_lists_give_the_gradient(D):
     """Check the sums of query_gradient for p = 4: each entry's and each scalar's sum over its list."""
@@ -153,24 +139,30 @@ def features_in_float16(monkeypatch):
     monkeypatch.setitem(chunked.HALF, torch.float32, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gates,p", [*((g, 2) for g in GATES), *((g, 4) for g in GATES if GPU)])
-def test_every_gate(gates, p, dtype):
-    assert_right(*inputs(LONG, gates, dtype, H=HEADS, D=32 if GPU and p == 2 else 16), p)
+EVERY_GATE = [(LONG, g, p, dict(H=HEADS, D=32 if GPU and p == 2 else 16)) for g in GATES for p in POWERS]
+EVERY_LENGTH = [(T, "learned", 2, {}) for T in (1, 127, 128, 129)]
+EVERY_HEAD_DIMENSION = [  # and groups of heads
+    (GPU and 1500 or 140, "zeros" if (D, p) == (32, 2) else "none", p, dict(sizes, D=D))
+    for D, p, sizes in [
+        (16, 2, dict(B=2, H=4, Hkv=2)),
+        (32, 2, dict(B=2, H=4, Hkv=2) if GPU else dict(H=2, Hkv=2)),
+        (64, 2, dict(B=2, H=4, Hkv=2) if GPU else dict(H=1)),
+        *((D, 4, dict(B=2, H=4, Hkv=2)) for D in (16, 32) if GPU),
+    ]
+]
+P_4 = (140, "all zero" if GPU else "zeros", 4, dict(H=HEADS))
+# gates are summed up in pieces of 1,024 tokens: the number of resets before each has to carry over
+RESETS_IN_A_LATER_PIECE = (1100, "zeros", 2, dict(H=1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("T", [1, 127, 128, 129])
-def test_every_length(T, dtype):
-    short = 5e-2 if dtype == torch.bfloat16 else None
-    assert_right(*inputs(T, "learned", dtype), tolerance=short)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("T,gates", [(140, "all zero" if GPU else "zeros")])
-def test_p_4(T, gates, dtype):
-    short = 5e-2 if dtype == torch.bfloat16 else None
-    assert_right(*inputs(T, gates, dtype, H=HEADS, Hkv=1), 4, tolerance=short)
+@pytest.mark.parametrize(
+    "T,gates,p,sizes", [*EVERY_GATE, *EVERY_LENGTH, *EVERY_HEAD_DIMENSION, P_4, RESETS_IN_A_LATER_PIECE]
+)
+def test_outputs_and_gradients(T, gates, p, sizes, dtype):
+    limits = {1100: 8e-3} | dict.fromkeys((1, 127, 128, 129, 140), 5e-2)
+    tolerance = limits.get(T) if dtype == torch.bfloat16 else None
+    assert_right(*inputs(T, gates, dtype, **sizes), p, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("D,p", [(16, 2), (128, 2), pytest.param(16, 4, marks=pytest.mark.slow)])
@@ -181,11 +173,16 @@ def test_features_in_float16(D, p, features_in_float16):
     assert_right(tensors, dy, p, tolerance=5e-2 if p == 4 else (4e-3, 8e-3))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_state_without_queries_and_the_last_rows_after_it(dtype, monkeypatch):
-    """chunked_state alone, and power_attention of fewer queries than keys, which starts from it."""
+@pytest.fixture
+def on_kernels(monkeypatch):
+    """Let power_attention take the kernels for all but float64, without the check, which calls them too."""
     monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, dtype, *_: "no" * (dtype == torch.float64))
     monkeypatch.setattr(dispatch, "failure", lambda *size: "")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_state_without_queries_and_the_last_rows_after_it(dtype, on_kernels):
+    """chunked_state alone, and power_attention of fewer queries than keys, which starts from it."""
     (q, *rest), dy = inputs(290, "zeros", dtype, H=2)
     q, dy = q[:, -40:], dy[:, -40:]
     attend = lambda form: lambda *x: power_attention(*x, p=2, form=form, chunk_size=128)
@@ -194,12 +191,6 @@ def test_the_state_without_queries_and_the_last_rows_after_it(dtype, monkeypatch
     state = operators.chunked_state(*rest, p=2, chunk=128)
     for x, r in zip(state, forms.flush(*(x.double() for x in rest), None, p=2)):
         assert relative_error(x, r, 1e-9) < (1e-5 if dtype == torch.float32 else 4e-3)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_resets_in_a_later_piece(dtype):
-    """Gates are summed up in pieces of 1,024 tokens: the number of resets before each has to carry over."""
-    assert_right(*inputs(1100, "zeros", dtype, H=1), tolerance=8e-3 if dtype == torch.bfloat16 else None)
 
 
 @pytest.mark.gpu
@@ -231,14 +222,6 @@ def test_p_4_takes_some_heads_after_the_others(dtype, monkeypatch):
     monkeypatch.setattr(query_gradient_p4, "SPREAD", two_heads)  # two sequences, then one
     chunked.query_gradient(s, queries, states, 0, one_by_one, q, False)
     assert together[:, 128:].any(dim=3).all() and torch.equal(together, one_by_one)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D,p", [(16, 2), (32, 2), (64, 2)] + ([(16, 4), (32, 4)] if GPU else []))
-def test_every_head_dimension_and_groups_of_heads(D, p, dtype):
-    size = dict(B=2, H=4, Hkv=2) if GPU or D == 16 else dict(H=2, Hkv=2) if D < 64 else dict(H=1)
-    gates = "zeros" if (D, p) == (32, 2) else "none"
-    assert_right(*inputs(GPU and 1500 or 140, gates, dtype, **size, D=D), p)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -335,11 +318,9 @@ def test_pieces_with_states_equal_the_whole(gates, p, dtype):
     """y, the last state and all gradients, through the states between pieces, with a loss on the last state too."""
     T, D = 300 if GPU else 200 if p == 2 else 130, 16
     (q, k, v, log_g), dy = inputs(T, gates, dtype, H=2, Hkv=1, D=D)
-    Dphi = symmetric_power_dim(D, p)
-    k0, v0 = torch.randn(1, 1, 50, D, device=DEVICE), torch.randn(1, 1, 50, D, device=DEVICE)
-    phi = symmetric_power_embedding(k0, p)
-    S0, z0 = phi.transpose(2, 3) @ v0, phi.sum(2)
-    dS, dz = torch.randn(1, 1, Dphi, D, device=DEVICE), torch.randn(1, 1, Dphi, device=DEVICE)
+    k0, v0 = torch.randn(2, 1, 50, 1, D, device=DEVICE)
+    S0, z0 = naive.state_after(k0, v0, p=p)
+    dS, dz = torch.randn_like(S0), torch.randn_like(z0)
 
     def in_pieces(cuts):
         def attend(q, k, v, log_g, S, z):
@@ -398,10 +379,8 @@ def test_a_compiled_function_has_no_graph_break():
         assert torch.equal(x, r)
 
 
-def test_power_attention_runs_the_chunked_kernels(monkeypatch):
+def test_power_attention_runs_the_chunked_kernels(on_kernels, monkeypatch):
     called = []
-    monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, dtype, *_: "no" * (dtype == torch.float64))
-    monkeypatch.setattr(dispatch, "failure", lambda *size: "")  # it calls the kernels too
     real = operators.chunked_attention
     monkeypatch.setattr(operators, "chunked_attention", lambda *a, **o: called.append(o) or real(*a, **o))
     (q, k, v, log_g), _ = inputs(300, "learned", DTYPES[0])
@@ -414,11 +393,10 @@ def test_power_attention_runs_the_chunked_kernels(monkeypatch):
     with pytest.raises(MemoryError, match="p=2 at head dimension 16 takes [0-9,]+ bytes for 1 x 300 tokens"):
         power_attention(q, k, v, log_g, p=2, form="chunked")
     monkeypatch.undo()
-    expected, of = power_attention(
-        q.double(), k.double(), v.double(), log_g.double(), form="quadratic", return_state=True
-    )
+    doubles = [x.double() for x in (q, k, v, log_g)]
+    expected, last = power_attention(*doubles, form="quadratic", return_state=True)
     limit = 1e-5 if DTYPES[0] == torch.float32 else 4e-3
-    for x, r in ((y, expected), (state.S, of.S), (state.z, of.z)):
+    for x, r in zip((y, *state), (expected, *last)):
         assert relative_error(x, r, 1e-6) < limit
 
 
