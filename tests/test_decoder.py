@@ -58,6 +58,11 @@ def start(model, B, max_new_tokens, switch_over=None, n=4):
     return state, decoder
 
 
+def assert_unchanged(state, saved):
+    for part, copy in zip(state.parts().values(), saved.parts().values()):
+        assert all(torch.equal(x, copy.tensors()[name]) for name, x in part.tensors().items())
+
+
 def step_both(model, state, decoder, steps=1, tolerance=1e-5):
     """Read tokens in the model and in the decoder, whose logits must agree; return the model's state."""
     for i in range(steps):
@@ -116,8 +121,7 @@ def test_layers_of_any_attentions_stand_side_by_side(name, monkeypatch):
     logits, state = model.read(torch.tensor([[5, 6, 3, 7], [8, 9, 10, 11]][:B], device=DEVICE), state)
     saved = state.map(torch.clone)
     decoder = Decoder(model, state, Sampler(torch.device(DEVICE), 2 * B, temperature=0), 5, num_samples=2)
-    for part, copy in zip(state.parts().values(), saved.parts().values()):
-        assert all(torch.equal(x, copy.tensors()[name]) for name, x in part.tensors().items())
+    assert_unchanged(state, saved)
     state, logits = state.repeat(2), logits.repeat_interleave(2, 0)
     decoder.ids.copy_(logits.argmax(-1))
     for i in range(5):
@@ -204,16 +208,9 @@ def test_coefficients_are_the_embeddings_to_the_bit(D, p):
 
 
 @torch.inference_mode()
-def test_tokens_come_in_order_and_the_state_is_counted():
-    model = tiny(**VARIANTS["gated"])
-    state, decoder = start(model, 2, 5)
-    expected, ids = [], decoder.ids.clone()
-    for _ in range(5):
-        expected.append(ids.tolist())
-        logits, state = model.step(ids, state)
-        ids = logits.argmax(-1)
-    assert [x.tolist() for x in decoder.tokens(5)] == expected
-    # two layers; for two sequences and heads, 9 tokens of 16: keys, values and the gates' sums; counters
+def test_the_state_is_counted():
+    """Two layers; for two sequences and heads, 9 tokens of 16: keys, values and the gates' sums; counters."""
+    _, decoder = start(tiny(**VARIANTS["gated"]), 2, 5)
     assert decoder.bytes() == 2 * (2 * 2 * 9 * (2 * 16 * 4 + 12) + 2 * 8)
 
 
@@ -251,29 +248,18 @@ def test_in_bfloat16_logits_are_the_parallel_forwards():
 
 
 @torch.inference_mode()
-def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
-    model = tiny(**VARIANTS["gated"])
-    monkeypatch.setattr(memory, "free_memory", lambda device: 2 * 2 * 2 * (136 * 17 * 4 + 9 * (2 * 16 * 4 + 12)))
-    start(model, 2, 5, 9)  # layers, sequences, heads: a state of 136 features, and 9 cached tokens
-    with pytest.raises(
-        MemoryError,
-        match=r"3 samples need .* mostly states of 36,992 bytes .* num_samples=2 or .*switch_over=10 would fit",
-    ):
-        start(model, 3, 5, 9)
-
-
-@torch.inference_mode()
-def test_the_memory_of_layers_that_differ_is_added_up(monkeypatch):
+def test_what_does_not_fit_is_refused_with_the_memory_of_layers_that_differ(monkeypatch):
     model = tiny(attention="sympow,softmax")
     token, power = 2 * (2 * 16 * 4 + 12), 2 * 136 * 17 * 4
     monkeypatch.setattr(memory, "free_memory", lambda device: 2 * (power + 6 * token + 12 * token))
     start(model, 2, 8, 6)  # a state after 6 tokens in one layer, 12 tokens in the other
-    with pytest.raises(MemoryError, match=r"3 samples need .* num_samples=2 or .*switch_over=13 would fit"):
-        start(model, 3, 8, 6)
-    with pytest.raises(MemoryError, match=rf"9 samples need {9 * (power + 18 * token):,} bytes.* num_samples=2 would"):
-        start(model, 9, 8, 6)
-    with pytest.raises(MemoryError, match="mostly keys and values of"):
-        start(model, 2, 200, 6)
+    for B, tokens, words in (
+        (3, 8, rf"3 samples need .* mostly states of {power:,} bytes .* num_samples=2 or .*switch_over=13 would fit"),
+        (9, 8, rf"9 samples need {9 * (power + 18 * token):,} bytes.* num_samples=2 would"),
+        (2, 200, "mostly keys and values of"),
+    ):
+        with pytest.raises(MemoryError, match=words):
+            start(model, B, tokens, 6)
 
 
 def test_gates_next_to_one_keep_their_digits():
@@ -340,8 +326,7 @@ def read_and_generate(model, prompt, switch_over=None, num_samples=1, **options)
     logits, state = read_prompt(model, prompt, switch_over=switch_over, max_new_tokens=4)
     saved = state.map(torch.clone)
     samples = list(generate(model, prefix=(logits, state), **options))
-    for part, copy in zip(state.parts().values(), saved.parts().values()):
-        assert all(torch.equal(x, copy.tensors()[name]) for name, x in part.tensors().items())
+    assert_unchanged(state, saved)
     return samples
 
 
