@@ -39,22 +39,24 @@ def on_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
 
 
+def forget(monkeypatch):
+    """Let `check` know nothing but what is in its files, as the next process does."""
+    monkeypatch.setattr(check, "_problems", {})
+    monkeypatch.setattr(check, "_passed", set())
+
+
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """Stand for a GPU that remembers in tmp_path what passed; return the file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(check, "_problems", {})
-    monkeypatch.setattr(check, "_passed", set())
+    forget(monkeypatch)
     monkeypatch.setattr(check, "PACKAGED", tmp_path / "packaged.json")
     monkeypatch.setattr(check.backend, "precompile", lambda launch: None)
     monkeypatch.setattr(check.backend, "table_name", lambda device: "GPU")
-    for name, value in dict(
-        is_available=True,
-        device_count=1,
-        is_current_stream_capturing=False,
-        current_device=0,
-        set_device=None,
-    ).items():
+    answers = dict(
+        is_available=True, device_count=1, is_current_stream_capturing=False, current_device=0, set_device=None
+    )
+    for name, value in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     return tmp_path / "sympow" / "checked.json"
 
@@ -101,11 +103,11 @@ def test_a_check_runs_once_for_a_machine_and_its_failures_again_in_the_next_proc
         assert check.remember("a", find("")) == "" and check.remember("b", find("wrong")) == "wrong"
     assert len(calls) == 2 and threading.main_thread() not in calls  # the caller's modes do not count there
     assert ["a" in key.split(", ")[-1] for key in json.loads(machine.read_text())] == [True]
-    monkeypatch.setattr(check, "_problems", {})  # the next process
+    forget(monkeypatch)
     assert check.remember("a", find("")) == "" and check.remember("b", find("")) == ""
     assert len(calls) == 3 and len(json.loads(machine.read_text())) == 2
     machine.write_text("[" * 100_000)
-    monkeypatch.setattr(check, "_problems", {})
+    forget(monkeypatch)
     assert check.remember("c", find("")) == "" and len(json.loads(machine.read_text())) == 1
 
 
@@ -126,7 +128,7 @@ def test_wrong_results_are_what_is_wrong(machine, monkeypatch):
     size = check.Size("chunked", torch.float32, 16, 2, gated=True)
     monkeypatch.setattr(check, "errors", lambda *size: {"y": 1e-6, "dq": float("nan")})
     assert check.failure(size) == "wrong results, chunked float32 D=16 p=2 gated=True T=1200: y 1.0e-06, dq nan"
-    monkeypatch.setattr(check, "_problems", {})
+    forget(monkeypatch)
     monkeypatch.setattr(check, "errors", lambda *size: {"y": 1e-6, "dq": 1e-5})
     assert check.failure(size) == "" and check._passed == {size}
     monkeypatch.setattr(check, "remember", None)  # not asked again
@@ -144,8 +146,7 @@ def test_what_the_package_notes_is_compiled_and_not_compared(machine, monkeypatc
     assert done == [sizes[:1], sizes[:1], sizes[1:], sizes[1:]]  # launched, compared
     assert [key.split(", ")[-1] for key in json.loads(check.PACKAGED.read_text())] == ["cross_entropy bfloat16"]
     machine.unlink()
-    monkeypatch.setattr(check, "_problems", {})
-    monkeypatch.setattr(check, "_passed", set())
+    forget(monkeypatch)
     assert check.failure(sizes[0]) == "" and done[4:] == [sizes[:1]] and not machine.exists()
 
 
@@ -244,25 +245,24 @@ def test_the_decoder_is_compared_with_the_model(monkeypatch, attention, module, 
 
 
 def test_generation_steps_through_the_model_if_the_decoder_fails(on_gpu, monkeypatch):
-    model = GPT(GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention="sympow")).to(DEVICE)
     requests = []
     monkeypatch.setattr(decoder, "failure", lambda *args: requests.append(args) or "wrong results")
     monkeypatch.setattr(generate, "kernel_reason", lambda *args: "")
     with pytest.warns(UserWarning, match="does not compute this model: generating with GPT.step .wrong results"):
-        assert not generate.decodes_on_kernels(seen_on_gpu(model), torch.bfloat16)
+        assert not generate.decodes_on_kernels(seen_on_gpu(torch.float32), torch.bfloat16)
     assert [args[1:] for args in requests] == [(torch.float32, torch.bfloat16)]
 
 
-def test_generation_with_float16_weights_stays_in_pytorch(on_gpu):
+def test_generation_with_float16_weights_stays_in_pytorch(on_gpu, monkeypatch):
     """The kernels take no float16: that is one line of warning at most, and no check."""
-    model = seen_on_gpu(GPT(GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention="sympow")))
-    model.transformer.wte.weight.dtype = torch.float16
-    assert not generate.decodes_on_kernels(model)
+    monkeypatch.setattr(decoder, "failure", None)  # not called
+    assert not generate.decodes_on_kernels(seen_on_gpu(torch.float16))
 
 
-def seen_on_gpu(model):
-    """Return what `decodes_on_kernels` reads of a model, on a GPU."""
-    weight = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+def seen_on_gpu(dtype):
+    """Return what `decodes_on_kernels` reads of a small model with weights of this dtype, on a GPU."""
+    model = GPT(GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention="sympow"))
+    weight = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
     return SimpleNamespace(
         config=model.config,
         transformer=SimpleNamespace(wte=SimpleNamespace(weight=weight), h=model.transformer.h),
