@@ -100,12 +100,12 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
-        return mm_fp32(x, torch.cat(pieces(weight)).t()).unflatten(1, (3, -1)).sum(1)
+        return multiply(x, torch.cat(pieces(weight)).t()).unflatten(1, (3, -1)).sum(1)
 
     @staticmethod
     def backward(ctx, d):
         x, weight = ctx.saved_tensors
-        dw = mm_fp32(torch.cat(pieces(d), 1).t(), x).unflatten(0, (3, -1)).sum(0)
+        dw = multiply(torch.cat(pieces(d), 1).t(), x).unflatten(0, (3, -1)).sum(0)
         return d.to(torch.bfloat16) @ weight.to(torch.bfloat16), dw
 
 
@@ -121,10 +121,18 @@ def pieces(x):
     return [part.to(torch.bfloat16) for part in (*parts, x)]
 
 
+def multiply(a, b):
+    """Return the product of a [N, C] and b [C, M], bfloat16, in float32; see embedding.py about operators."""
+    return (mm_fp32 if torch.compiler.is_compiling() else _mm_fp32)(a, b)
+
+
+def _mm_fp32(a, b):
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
 @torch.library.custom_op("sympow::mm_fp32", mutates_args=())
 def mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the product of a [N, C] and b [C, M], bfloat16, in float32."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    return _mm_fp32(a, b)
 
 
 @mm_fp32.register_fake
