@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .operator.backend import transforms_active
+from .operator.forms import accumulation_dtype
 
 
 class LearnedGate(nn.Module):
@@ -148,6 +149,5 @@ def reset_gates(resets, log_g, k):
     if resets is None:
         return log_g
     if log_g is None:
-        dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
-        log_g = torch.zeros(k.shape[:3], dtype=dtype, device=k.device)
+        log_g = torch.zeros(k.shape[:3], dtype=accumulation_dtype(k), device=k.device)
     return log_g.masked_fill(resets.unsqueeze(-1), float("-inf"))
