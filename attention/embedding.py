@@ -10,7 +10,7 @@ From "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), sections 3 a
 
 import torch
 
-from .operator.backend import make_sqrt_multiplicity, symmetric_power_dim, tails_of
+from .operator.backend import make_sqrt_multiplicity, symmetric_power_dim, tails_of, transforms_active
 
 
 def tensor_power_embedding(x, p):
@@ -34,17 +34,23 @@ def symmetric_power_embedding(x, p):
     for r in range(1, p):
         tails = tails_of(d, r)
         phi = torch.cat([x[..., i : i + 1] * phi[..., tails[i] :] for i in range(d)], dim=-1)
-    return phi * _sqrt_multiplicity(x.detach(), d, p)
+    use_operator = torch.compiler.is_compiling() or transforms_active()  # see below
+    return phi * (_sqrt_multiplicity if use_operator else sqrt_multiplicity)(x.detach(), d, p)
 
 
-@torch.library.custom_op("sympow::sqrt_multiplicity", mutates_args=())
-def _sqrt_multiplicity(like: torch.Tensor, d: int, p: int) -> torch.Tensor:
-    """Return make_sqrt_multiplicity(d, p) in the dtype and on the device of `like`. It is an operator so that
-    torch.compile does not look inside."""
+def sqrt_multiplicity(like, d, p):
+    """Return make_sqrt_multiplicity(d, p) in the dtype and on the device of `like`."""
     key = d, p, like.dtype, like.device
     if key not in _made:
         _made[key] = make_sqrt_multiplicity(d, p).to(like)
     return _made[key].clone()
+
+
+# An operator, so that torch.compile and torch.func do not look inside. The first call of an operator imports
+# torch._dynamo, which takes seconds, so other calls do without it.
+@torch.library.custom_op("sympow::sqrt_multiplicity", mutates_args=())
+def _sqrt_multiplicity(like: torch.Tensor, d: int, p: int) -> torch.Tensor:
+    return sqrt_multiplicity(like, d, p)
 
 
 @_sqrt_multiplicity.register_fake

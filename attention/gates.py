@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .operator.backend import transforms_active
+from .operator.forms import accumulation_dtype
 
 
 class LearnedGate(nn.Module):
@@ -100,12 +101,12 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
-        return mm_fp32(x, torch.cat(pieces(weight)).t()).unflatten(1, (3, -1)).sum(1)
+        return multiply(x, torch.cat(pieces(weight)).t()).unflatten(1, (3, -1)).sum(1)
 
     @staticmethod
     def backward(ctx, d):
         x, weight = ctx.saved_tensors
-        dw = mm_fp32(torch.cat(pieces(d), 1).t(), x).unflatten(0, (3, -1)).sum(0)
+        dw = multiply(torch.cat(pieces(d), 1).t(), x).unflatten(0, (3, -1)).sum(0)
         return d.to(torch.bfloat16) @ weight.to(torch.bfloat16), dw
 
 
@@ -121,10 +122,18 @@ def pieces(x):
     return [part.to(torch.bfloat16) for part in (*parts, x)]
 
 
+def multiply(a, b):
+    """Return the product of a [N, C] and b [C, M], bfloat16, in float32; see embedding.py about operators."""
+    return (mm_fp32 if torch.compiler.is_compiling() else _mm_fp32)(a, b)
+
+
+def _mm_fp32(a, b):
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
 @torch.library.custom_op("sympow::mm_fp32", mutates_args=())
 def mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the product of a [N, C] and b [C, M], bfloat16, in float32."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    return _mm_fp32(a, b)
 
 
 @mm_fp32.register_fake
@@ -140,6 +149,5 @@ def reset_gates(resets, log_g, k):
     if resets is None:
         return log_g
     if log_g is None:
-        dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
-        log_g = torch.zeros(k.shape[:3], dtype=dtype, device=k.device)
+        log_g = torch.zeros(k.shape[:3], dtype=accumulation_dtype(k), device=k.device)
     return log_g.masked_fill(resets.unsqueeze(-1), float("-inf"))

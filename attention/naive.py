@@ -2,9 +2,8 @@
 
     y = quadratic(q, k, v, log_g, p=2)                                  # every pair of tokens
     y, (S, z) = recurrent(q, k, v, log_g, p=2)                          # token by token, through the state
-    y, (S, z) = chunked(q, k, v, log_g, p=2, chunk_size=16)             # pairs inside a chunk, a state between chunks
 
-All three compute the function that attention/power.py describes and take its arguments: q [B, T, H, D], k [B, T, Hkv,
+Both compute the function that attention/power.py describes and take its arguments: q [B, T, H, D], k [B, T, Hkv,
 D], v [B, T, Hkv, E], log_g [B, T, Hkv] or None, initial_state (S [B, Hkv, Dphi, E], z [B, Hkv, Dphi]) or None. There
 are no blocks, no logarithms and no scaling here, so call them with float64. A gate is exp(log_g), and log_g = -inf is
 simply a gate of zero. "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024); gates: Kumar et al., 2025.
@@ -55,17 +54,6 @@ def recurrent(q, k, v, log_g=None, *, p=2, initial_state=None):
         phi_q = phi(q[:, t], p).unsqueeze(2)  # [B, H, 1, Dphi]
         outputs.append(divide(phi_q @ S, phi_q @ z.unsqueeze(-1)).squeeze(2))
     return torch.stack(outputs, dim=1), state
-
-
-def chunked(q, k, v, log_g=None, *, p=2, chunk_size, initial_state=None):
-    """Return (y, (S, z)): the quadratic form inside each chunk, with the state of all chunks before as its initial
-    one."""
-    outputs, state = [], initial_state
-    for start in range(0, q.shape[1], chunk_size):
-        q_c, k_c, v_c, g_c = (None if x is None else x[:, start : start + chunk_size] for x in (q, k, v, log_g))
-        outputs.append(quadratic(q_c, k_c, v_c, g_c, p=p, initial_state=state))
-        state = state_after(k_c, v_c, g_c, p=p, initial_state=state)
-    return torch.cat(outputs, dim=1), state
 
 
 def state_after(k, v, log_g=None, *, p=2, initial_state=None):

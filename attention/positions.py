@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .operator.forms import without_autocast
+from .operator.forms import accumulation_dtype, without_autocast
 from .state import State
 
 # ---- a learned table
@@ -97,8 +97,7 @@ class LogPosition(nn.Module):
     def empty_state(self, batch, device):
         """Return the PositionState before any token: x_0 = 1."""
         weight = self.dense.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        return PositionState(torch.zeros(batch, weight.shape[1], dtype=dtype, device=device))
+        return PositionState(torch.zeros(batch, weight.shape[1], dtype=accumulation_dtype(weight), device=device))
 
     def forward(self, x, resets=None, state=None):
         """Return (x + log x_t [B, T, C] in x's dtype, the PositionState after these tokens, or None without `state`).
@@ -106,7 +105,7 @@ class LogPosition(nn.Module):
         x [B, T, C]; resets [B, T] bool or None: where it is true, x begins again at 1 before the token. log x is
         computed in float32 (float64 for float64 weights) whatever autocast says.
         """
-        dtype = torch.promote_types(self.dense.weight.dtype, torch.float32)
+        dtype = accumulation_dtype(self.dense.weight)
         with without_autocast(x.device):
             bias = self.dense.bias.to(dtype)
             log_coeff, logit = F.linear(x.to(dtype), self.dense.weight.to(dtype), bias).chunk(2, dim=-1)

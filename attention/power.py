@@ -129,11 +129,15 @@ def _attend_to_batch(tensors, *, p, form, chunk_size, initial_state, return_stat
     chosen = plan(problem, form, chunk_size, initial_state=has_state, return_state=return_state, queries=queries)
     if has_state or return_state or (chosen.form != "quadratic" and not chosen.on_kernels):
         check_state_fits(B * Hkv, D, E, p, accumulation_dtype(q), q.device)
-    return _attend(q, k, v, log_g, chosen, p=p, initial_state=initial_state, return_state=return_state)
+    return _attend(tensors, chosen, p=p, initial_state=initial_state, return_state=return_state)
 
 
-def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False):
-    """Return y and the PowerState after all tokens, or None, computed as the Plan `chosen` says."""
+def _attend(tensors, chosen, *, p, initial_state=None, return_state=False, first_chunks=None):
+    """Return y and the PowerState after all tokens, or None, computed as the Plan `chosen` says.
+
+    tensors are q, k, v and log_g; first_chunks are those of `Slots`, if they hold packed sequences.
+    """
+    q, k, v, log_g = tensors
     (B, n), T = q.shape[:2], k.shape[1]
     if not chosen.on_kernels or B == 0:  # a kernel cannot be launched on nothing
         sizes = dict(p=p, chunk_size=chosen.chunk_size)
@@ -145,7 +149,8 @@ def _attend(q, k, v, log_g, chosen, *, p, initial_state=None, return_state=False
         if n < T:  # the state of the tokens without a query comes first
             earlier, tokens = zip(*((None, None) if x is None else x.split((T - n, n), dim=1) for x in tokens))
             state = operators.chunked_state(*earlier, *state, **sizes)
-        y, S, z = operators.chunked_attention(q, *tokens, *state, **sizes, final=return_state)
+        sizes.update(final=return_state, first_chunks=first_chunks)
+        y, S, z = operators.chunked_attention(q, *tokens, *state, **sizes)
         return y, PowerState(S, z)
     if initial_state is None:
         y = operators.quadratic_attention(q, k, v, gates, p=p)
@@ -172,36 +177,31 @@ def _attend_to_sequences(tensors, cu_seqlens, *, p, form, chunk_size, initial_st
     if on_chunks:
         chosen = chosen._replace(chunk_size=packed_chunk_size(problem, T, chunk_size, lengths, slots=states))
     if not states and (chosen.on_kernels or lengths is None):
-        return _attend(q, k, v, reset_gates(log_g, cu_seqlens, k), chosen, p=p)
+        return _attend((q, k, v, reset_gates(log_g, cu_seqlens, k)), chosen, p=p)
     if states:
         check_state_fits(N * Hkv, D, E, p, accumulation_dtype(q), q.device)
+    options = dict(p=p, initial_state=initial_state, return_state=return_state)
     if not on_chunks:
-        sizes = dict(p=p, form=form, chunk_size=chunk_size, return_state=return_state)
-        return _attend_one_by_one(tensors, lengths or read_lengths(cu_seqlens), initial_state, **sizes)
+        lengths = lengths or read_lengths(cu_seqlens)
+        return _attend_one_by_one(tensors, lengths, form=form, chunk_size=chunk_size, **options)
     slots = make_slots(cu_seqlens, lengths, T, chosen.chunk_size)
     tensors = q, k, v, log_g if has_state else reset_gates(log_g, cu_seqlens, k)
-    q, k, v, gates = (None if x is None else slots.fill(x) for x in tensors)
-    check_chunks_fit(q, k, v, p, chosen.chunk_size)
-    y, S, z = backend.operators().chunked_attention(
-        q, k, v, _for_kernels(gates), *(initial_state or (None, None)), p=p, chunk=chosen.chunk_size,
-        final=return_state, first_chunks=slots.first_chunks,
-    )  # fmt: skip
-    return slots.take(y), PowerState(S, z)
+    tensors = [None if x is None else slots.fill(x) for x in tensors]
+    y, state = _attend(tensors, chosen, **options, first_chunks=slots.first_chunks)
+    return slots.take(y), state
 
 
-def _attend_one_by_one(tensors, lengths, initial_state, *, p, form, chunk_size, return_state):
+def _attend_one_by_one(tensors, lengths, *, p, initial_state, return_state, **options):
     """Return what `_attend_to_sequences` does for sequences of these lengths, by computing each of them alone."""
-    outputs, states, start = [], [], 0
-    for i, length in enumerate(lengths):
-        state = None if initial_state is None else PowerState(*(x[i : i + 1] for x in initial_state))
-        sequence = [None if x is None else x[:, start : start + length] for x in tensors]
-        if length:
-            options = dict(p=p, form=form, chunk_size=chunk_size, return_state=return_state)
-            y, state = _attend_to_batch(sequence, **options, initial_state=state)
+    outputs, final_states, nothing = [], [], [None] * len(lengths)
+    sequences = zip(*(nothing if x is None else x.split(lengths, dim=1) for x in tensors))
+    states = nothing if initial_state is None else map(PowerState, *(x.split(1) for x in initial_state))
+    for sequence, state in zip(sequences, states):
+        if sequence[0].shape[1]:
+            y, state = _attend_to_batch(sequence, p=p, initial_state=state, return_state=return_state, **options)
             outputs.append(y)
         elif return_state and state is None:
             state = forms.empty_state(*sequence[1:3], p)
-        states.append(state)
-        start += length
-    state = PowerState(*map(torch.cat, zip(*states))) if return_state else None
+        final_states.append(state)
+    state = PowerState(*map(torch.cat, zip(*final_states))) if return_state else None
     return torch.cat(outputs, dim=1), state

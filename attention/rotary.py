@@ -12,6 +12,8 @@ import math
 
 import torch
 
+from .operator.forms import accumulation_dtype
+
 
 def rotation_rates(d, base, device=None):
     """Return the turns per unit of u for each pair, [d/2] float64: theta_i / (2 pi) = base^(-2(i-1)/d)."""
@@ -52,7 +54,7 @@ def rotary(x, u, base):
     x [B, T, H, D], D even; u [B, T] or [T] float64, on the CPU where x's device has none. Returns [B, T, H, D] in x's
     dtype (computed in float32, or in float64 when x is), differentiable in x and u.
     """
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(x)
     compute = _rotation if torch.compiler.is_compiling() and not u.requires_grad else rotation
     cos, sin = (r.to(x.device).unsqueeze(-2) for r in compute(u, x.shape[-1], float(base), dtype))  # [B, T, 1, D]
     y = x.to(dtype)

@@ -20,8 +20,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from .operator.arguments import check_power
-from .operator.dispatch import FORMS
+from .operator.arguments import check_form, check_power
 from .operator.memory import cached_bytes
 from .positions import LearnedPosition
 from .rotary import rotary
@@ -59,8 +58,7 @@ def check_layer(config):
     if config.n_head % config.n_kv_head:
         raise ValueError(f"n_head must be a multiple of n_kv_head, got {config.n_head} and {config.n_kv_head}")
     check_power(config.p)
-    if config.form not in FORMS:
-        raise ValueError(f"form must be one of {', '.join(FORMS)}, got {config.form!r}")
+    check_form(config.form, None)
     if config.chunk_size < 0:
         raise ValueError(f"chunk_size must be positive, or 0 to choose it, got {config.chunk_size}")
     if not 1 < config.rope_base < math.inf:
@@ -150,9 +148,9 @@ class Variant(nn.Module):
         """Return what `split` does, but q and k rotated by the positions [T] or [B, T] float64 of their tokens. In a
         model with positions=learned they are as they are."""
         q, k, v = self.split(qkv)
-        if self.config.positions != "rotary":
-            return q, k, v
-        return rotary(q, positions, self.rope_base), rotary(k, positions, self.rope_base), v
+        if self.config.positions == "rotary":
+            q, k = (rotary(x, positions, self.rope_base) for x in (q, k))
+        return q, k, v
 
     def empty_state(self, batch, device, switch_over=None):
         """Return the State before any token of `batch` sequences. switch_over replaces the variant's own, if given;

@@ -468,9 +468,8 @@ def kernels(monkeypatch):
     reason = dispatch.heinsen_kernel_reason
     for module in (dispatch, heinsen):
         monkeypatch.setattr(module, "heinsen_kernel_reason", lambda device, *sizes: reason("cuda", *sizes))
-    monkeypatch.setattr(
-        dispatch, "heinsen_unsupported_reason", lambda dtype, D, E, device: "" if D == E == 8 else f"D={D}"
-    )
+    unsupported = lambda form, dtype, D, E, p, device: "" if D == E == 8 else f"D={D}"
+    monkeypatch.setattr(dispatch, "unsupported_reason", unsupported)
     run = lambda *args, **kwargs: calls.append((args[0].shape[1], args[0].dtype)) or stand_in(*args, **kwargs)
     monkeypatch.setattr("sympow.kernels.heinsen.operator.heinsen_attention", run)
     monkeypatch.setattr(dispatch, "_warned", set())

@@ -79,14 +79,12 @@ def assert_equal_to_oracle(tensors, *, p, form, tolerance, dtype=torch.float64, 
 
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("p", [2, 4])
-def test_the_specification_is_one_function_in_three_forms(p, gates):
+def test_the_specification_is_one_function_in_two_forms(p, gates):
     q, k, v, log_g, *state = inputs(23, p, gates, D=3, with_state=True)
     y = naive.quadratic(q, k, v, log_g, p=p, initial_state=state)
-    forms = [naive.recurrent(q, k, v, log_g, p=p, initial_state=state)]
-    forms += [naive.chunked(q, k, v, log_g, p=p, chunk_size=size, initial_state=state) for size in (1, 5, 64)]
+    recurrent, end = naive.recurrent(q, k, v, log_g, p=p, initial_state=state)
     last = naive.state_after(k, v, log_g, p=p, initial_state=state)
-    for form, ended in forms:
-        assert torch.allclose(form, y, rtol=1e-9) and all(map(torch.allclose, ended, last))
+    assert torch.allclose(recurrent, y, rtol=1e-9) and all(map(torch.allclose, end, last))
 
 
 # The recurrent form knows no chunks: 17 tokens are as good as 53, which take it long.

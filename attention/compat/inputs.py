@@ -13,33 +13,33 @@ class RandomInputs:
     """
 
     def __init__(self, b, h, d, dtype, device, seed):
-        self.sizes, self.dtype, self.device = (b, h, d), dtype, place(device)
-        self.generator = None if self.device.type == "meta" else torch.Generator(self.device).manual_seed(seed)
+        device = torch.device(device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            device = torch.device("cpu")
+        self.sizes, self.dtype, self.device = (b, h, d), dtype, device
+        self.generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+
+    def tensors(self, tq, tk, qhead_ratio, gate_mean, state_deg, requires_grad):
+        """Return the tensors of an entry point by name; with requires_grad they require gradients.
+
+        There are no keys if tk is 0. Gates are sigmoids of normal numbers with the mean gate_mean; without it there are
+        none. The state of power state_deg holds 8 random tokens; without a power there is none.
+        """
+        b, h, _ = self.sizes
+        Q, K, V, log_G, S, s = self.rows(tq, qhead_ratio), None, None, None, None, None
+        if tk:
+            K, V = self.rows(tk), self.rows(tk)
+        if tk and gate_mean is not None:
+            log_G = logsigmoid(gate_mean + self.normal(b, tk, h, dtype=torch.float32))
+        if state_deg:
+            S, s = forms.flush(self.rows(8), self.rows(8), None, None, p=state_deg)
+        tensors = dict(Q=Q, K=K, V=V, log_G=log_G, initial_state=S, sum_of_keys=s)
+        return {name: x if x is None else x.detach().requires_grad_(requires_grad) for name, x in tensors.items()}
 
     def rows(self, t, ratio=1):
         """Return [b, t, h * ratio, d], the queries, keys or values of t tokens."""
         b, h, d = self.sizes
-        return self._normal(b, t, h * ratio, d, dtype=self.dtype) / d**0.5
+        return self.normal(b, t, h * ratio, d, dtype=self.dtype) / d**0.5
 
-    def gates(self, t, mean):
-        """Return log_G [b, t, h] float32 of gates that are sigmoids of normal numbers with this mean."""
-        b, h, _ = self.sizes
-        return logsigmoid(mean + self._normal(b, t, h, dtype=torch.float32))
-
-    def state(self, deg):
-        """Return (S [b, h, D, d], s [b, h, D]), the state after 8 random tokens."""
-        return forms.flush(self.rows(8), self.rows(8), None, None, p=deg)
-
-    def _normal(self, *shape, dtype):
+    def normal(self, *shape, dtype):
         return torch.randn(shape, dtype=dtype, device=self.device, generator=self.generator)
-
-
-def place(device):
-    """Return a torch.device, the CPU in place of "cuda" on a machine without a GPU."""
-    device = torch.device(device)
-    return torch.device("cpu") if device.type == "cuda" and not torch.cuda.is_available() else device
-
-
-def as_leaves(requires_grad, **tensors):
-    """Return the dictionary of tensors and None; with requires_grad the tensors require gradients."""
-    return {name: x if x is None else x.detach().requires_grad_(requires_grad) for name, x in tensors.items()}

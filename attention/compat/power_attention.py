@@ -11,9 +11,8 @@ docs/compat.md says what differs. Its steps (attention, update_state, query_stat
 
 import torch
 
-from ..power import power_attention
-from .inputs import RandomInputs, as_leaves
-from .steps import attention, discumsum, paired_state, query_state, update_state
+from . import retention
+from .steps import attention, discumsum, query_state, update_state
 
 __all__ = [
     "power_full", "attention", "update_state", "query_state", "discumsum", "create_inputs",
@@ -32,12 +31,9 @@ def power_full(
     multiple. scale (default 1/sqrt(d)) and switch_over_seq_len, from which length on chunks are used, do not change Y.
     Raises ValueError and MemoryError as `attention.power_attention` does.
     """
-    state = paired_state(initial_state, None, Q, deg)
-    out = power_attention(
-        Q, K, V, log_G, p=deg, scale=scale or None, chunk_size=chunk_size, initial_state=state,
-        return_state=return_final_state,
-    )  # fmt: skip
-    return (out[0], tuple(out[1])) if return_final_state else out
+    options = dict(return_final_state=return_final_state, deg=deg, scale=scale, chunk_size=chunk_size)
+    out = retention.power_retention(Q, K, V, log_G, initial_state, **options)
+    return (out[0], out[1:]) if return_final_state else out
 
 
 def create_inputs(
@@ -45,13 +41,8 @@ def create_inputs(
     requires_grad=False, seed=42, scale=1.0,
 ):  # fmt: skip
     """Return random arguments for `power_full`, a dictionary; device "cuda" is the CPU without a GPU."""
-    random = RandomInputs(b, h, d, dtype, device, seed)
-    inputs = as_leaves(
-        requires_grad,
-        Q=random.rows(t, qhead_ratio),
-        K=random.rows(t),
-        V=random.rows(t),
-        log_G=random.gates(t, 0.0) if gating else None,
+    inputs = retention.create_inputs(
+        b, t, h, d, qhead_ratio, dtype, device, gating, chunk_size, deg, requires_grad, seed, scale
     )
-    options = dict(initial_state=None, return_final_state=False, deg=deg, scale=scale, chunk_size=chunk_size)
-    return inputs | options
+    del inputs["sum_of_keys"], inputs["switch_over_seq_len"]
+    return inputs

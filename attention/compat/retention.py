@@ -13,7 +13,7 @@ import torch
 
 from ..operator import forms
 from ..power import power_attention
-from .inputs import RandomInputs, as_leaves
+from .inputs import RandomInputs
 from .steps import attention, discumsum, paired_state, query_state, update_state
 
 __all__ = [
@@ -83,10 +83,11 @@ def create_inputs(
     fused_normalizer, which chooses one of the library's layouts of states, has no effect: here there is one.
     """
     random = RandomInputs(b, h, d, dtype, device, seed)
-    inputs = _random_tensors(random, t, t, qhead_ratio, 0.0 if gating else None, deg, initial_state)
-    options = dict(return_final_state=return_final_state, deg=deg, scale=scale)
-    options |= dict(chunk_size=chunk_size, switch_over_seq_len=switch_over_seq_len)
-    return as_leaves(requires_grad, **inputs) | options
+    gate_mean, state_deg = 0.0 if gating else None, deg if initial_state else None
+    inputs = random.tensors(t, t, qhead_ratio, gate_mean, state_deg, requires_grad)
+    inputs.update(return_final_state=return_final_state, deg=deg, scale=scale)
+    inputs.update(chunk_size=chunk_size, switch_over_seq_len=switch_over_seq_len)
+    return inputs
 
 
 def create_inference_inputs(
@@ -101,13 +102,6 @@ def create_inference_inputs(
     if not tk and not initial_state:
         raise ValueError("tk must be positive, or initial_state True")
     random = RandomInputs(b, h, d, dtype, device, seed)
-    inputs = _random_tensors(random, tq, tk, qhead_ratio, 6.906768 if gating else None, deg, initial_state)
-    return as_leaves(requires_grad, **inputs) | dict(deg=deg, scale=scale, switch_over_seq_len=switch_over_seq_len)
-
-
-def _random_tensors(random, tq, tk, qhead_ratio, gate_mean, deg, with_state):
-    """Return the tensors of an entry point by name, without keys if tk is 0, without gates if gate_mean is None."""
-    Q, K, V = random.rows(tq, qhead_ratio), *(random.rows(tk) if tk else None for _ in range(2))
-    log_G = None if gate_mean is None or not tk else random.gates(tk, gate_mean)
-    S, s = random.state(deg) if with_state else (None, None)
-    return dict(Q=Q, K=K, V=V, log_G=log_G, initial_state=S, sum_of_keys=s)
+    gate_mean, state_deg = 6.906768 if gating else None, deg if initial_state else None
+    inputs = random.tensors(tq, tk, qhead_ratio, gate_mean, state_deg, requires_grad)
+    return inputs | dict(deg=deg, scale=scale, switch_over_seq_len=switch_over_seq_len)

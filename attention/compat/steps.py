@@ -18,7 +18,7 @@ import torch
 
 from ..embedding import symmetric_power_dim
 from ..operator import forms
-from ..operator.arguments import check_tensors
+from ..operator.arguments import check_even, check_tensors
 from ..operator.forms import PowerState, accumulation_dtype, compute_again, without_autocast
 from ..power import power_attention
 
@@ -38,7 +38,7 @@ def attention(Q, K, V, log_G, deg, causal=True, head_first=False, scale=1.0, nor
         tensors = (x if x is None else x.transpose(1, 2) for x in (Q, K, V, log_G))
         results = attention(*tensors, deg, causal, False, scale, norm, use_log2)
         return results.transpose(1, 2) if norm else tuple(x.transpose(1, 2) for x in results)
-    _check_degree(deg)
+    check_even(deg, "deg")
     check_tensors(Q, K, V, causal=causal or log_G is not None, log_G=log_G)
     if log_G is not None and log_G.shape != K.shape[:3]:
         raise ValueError(f"log_G must be [b, t, h] = {[*K.shape[:3]]}, got {[*log_G.shape]}")
@@ -83,7 +83,7 @@ def update_state(K, V, deg):
     """
     if K.ndim == 4:
         return tuple(x.squeeze(1) for x in update_state(K.unsqueeze(1), V.unsqueeze(1), deg))
-    _check_degree(deg)
+    check_even(deg, "deg")
     if K.ndim != 5 or V.shape[:4] != K.shape[:4]:
         raise ValueError(f"K, V must be [b, n, c, h, d], got {[*K.shape]}, {[*V.shape]}")
     with without_autocast(K.device):
@@ -105,7 +105,7 @@ def query_state(Q, S, s, Y_attn, l_attn, rowmax, deg, scale, zero_initial_state=
     if Q.ndim == 4:
         tensors = (x if x is None else x.unsqueeze(1) for x in (Q, S, s, Y_attn, l_attn, rowmax))
         return query_state(*tensors, deg, scale).squeeze(1)
-    _check_query(Q, S, s, Y_attn, l_attn, rowmax, deg)
+    _check_query(Q, S, s, Y_attn, l_attn, rowmax)
     state = paired_state(S, s, Q, deg)
     with without_autocast(Q.device):
         q = Q.to(accumulation_dtype(Q)).transpose(2, 3).unflatten(2, (S.shape[2], -1))  # [b, n, h, hq / h, c, d]
@@ -150,7 +150,7 @@ def paired_state(initial_state, sum_of_keys, Q, deg):
         raise ValueError(
             "initial_state must be S and its sum_of_keys, as they are returned together: y's denominators are not in S"
         )
-    _check_degree(deg)
+    check_even(deg, "deg")
     D = symmetric_power_dim(Q.shape[-1], deg)
     if initial_state.ndim < 2 or initial_state.shape[-2] != D:
         features = initial_state.shape[-2] if initial_state.ndim > 1 else 0
@@ -161,18 +161,13 @@ def paired_state(initial_state, sum_of_keys, Q, deg):
     return PowerState(*(x.to(accumulation_dtype(Q)) for x in (initial_state, sum_of_keys)))
 
 
-def _check_degree(deg):
-    if not isinstance(deg, int) or deg < 2 or deg % 2:
-        raise ValueError(f"deg must be a positive even integer, got {deg!r}")
-
-
-def _check_query(Q, S, s, Y_attn, l_attn, rowmax, deg):
+def _check_query(Q, S, s, Y_attn, l_attn, rowmax):
     """Raise ValueError for arguments of `query_state` that do not fit, but for the number of features."""
-    _check_degree(deg)
     shapes = ", ".join(f"{[*x.shape]}" for x in (Q, S, s))
     if not (Q.ndim == S.ndim == 5 and S.shape[:4] == s.shape and S.shape[:2] == Q.shape[:2]) or Q.shape[3] % S.shape[2]:
         raise ValueError(f"Q [b,n,c,hq,d], S [b,n,h,D,e], s [b,n,h,D], hq a multiple of h, do not fit: {shapes}")
-    sums, rows = (Y_attn, l_attn, rowmax), (*Q.shape[:4],)
-    got = [None if x is None else [*x.shape] for x in sums]
-    if got not in ([None] * 3, [[*rows, S.shape[4]], [*rows], [*rows]]):
-        raise ValueError(f"Y_attn, l_attn, rowmax must be None or {[*rows, S.shape[4]]}, {[*rows]} twice, got {got}")
+    rows = [*Q.shape[:4]]
+    expected = [[*rows, S.shape[4]], rows, rows]
+    actual = [x if x is None else [*x.shape] for x in (Y_attn, l_attn, rowmax)]
+    if actual not in ([None] * 3, expected):
+        raise ValueError(f"Y_attn, l_attn, rowmax must be None or {expected[0]}, {rows} twice, got {actual}")

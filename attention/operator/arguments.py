@@ -24,10 +24,15 @@ def cast_from_float16(*tensors):
 
 def check_power(p):
     """Raise ValueError unless p is 2, 4, 6 or 8: above, scores of 1/1000 of the largest are below float32's range."""
-    if not isinstance(p, int) or p < 2 or p % 2:
-        raise ValueError(f"p must be a positive even integer, got {p!r}")
+    check_even(p, "p")
     if p > LARGEST_POWER:
         raise ValueError(f"p must be at most {LARGEST_POWER}, got {p}: float32 does not hold larger powers")
+
+
+def check_even(p, name):
+    """Raise ValueError unless p, which the caller calls `name`, is a positive even integer."""
+    if not isinstance(p, int) or p < 2 or p % 2:
+        raise ValueError(f"{name} must be a positive even integer, got {p!r}")
 
 
 def check_tensors(q, k, v, *, causal=True, **more):

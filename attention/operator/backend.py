@@ -3,7 +3,7 @@
 Nothing here imports Triton before a kernel is wanted, so that attention/ works on machines without it.
 """
 
-from ...kernels import cost, heinsen_unsupported_reason, source_hash, unsupported_reason, unusable_machine, width
+from ...kernels import cost, source_hash, unsupported_reason, unusable_machine, width
 from ...kernels.configs import cache_folder, table_name
 from ...kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 from ...kernels.registry import register, registered
@@ -12,7 +12,6 @@ from ...kernels.transforms import transforms_active
 __all__ = [
     "cache_folder",
     "cost",
-    "heinsen_unsupported_reason",
     "make_sqrt_multiplicity",
     "register",
     "registered",

@@ -76,29 +76,23 @@ def divided_sums(q, k, v, log_g=None, *, p):
     return num / den.transpose(1, 2).unsqueeze(3)
 
 
-def chunked(q, k, v, log_g=None, *, p):
-    """Compute in one call without states, as training does, which has kernels of its own."""
-    return backend.operators().chunked_attention(q, k, v, log_g, None, None, p=p, chunk=CHUNK, final=False)[0]
+def chunked(q, k, v, log_g=None, *, p, calls=1):
+    """Compute in one call without states, as training does, which has kernels of its own, or in two."""
+    return in_calls(calls, partial(backend.operators().chunked_attention, p=p, chunk=CHUNK), q, k, v, log_g)
 
 
-def in_two_calls(attend, *tensors):
-    """Compute with a state between two calls, like a prompt in pieces, or ranks that share a sequence.
+def in_calls(calls, attend, *tensors):
+    """Compute with a state between two calls, like a prompt in pieces, or ranks that share a sequence; or in one call.
 
-    attend(*tensors, state, final) -> (y, *state).
+    attend(*tensors, *state, final=True) -> (y, *state); there is no state in the first call.
     """
-    outputs, state, border = [], (), tensors[0].shape[1] * 3 // 4
-    for rows in (slice(0, border), slice(border, None)):
+    outputs, state, T = [], (), tensors[0].shape[1]
+    border = T * 3 // 4 if calls == 2 else T
+    for rows in (slice(0, border), slice(border, T))[:calls]:
         pieces = [x if x is None else x[:, rows] for x in tensors]
-        y, *state = attend(*pieces, state, final=rows.start == 0)
+        y, *state = attend(*pieces, *state, final=rows.stop < T)
         outputs.append(y)
     return torch.cat(outputs, 1)
-
-
-def chunked_in_two_calls(q, k, v, log_g=None, *, p):
-    def attend(q, k, v, log_g, state, final):
-        return backend.operators().chunked_attention(q, k, v, log_g, *state, p=p, chunk=CHUNK, final=final)
-
-    return in_two_calls(attend, q, k, v, log_g)
 
 
 def power_specification(q, k, v, log_g=None, *, p):
@@ -128,11 +122,11 @@ def create_heinsen_inputs(size, T, randn):
 
 
 def heinsen_in_two_calls(q, k, v, resets):
-    def attend(q, k, v, resets, state, final):
+    def attend(q, k, v, resets, *state, final):
         documents = resets.cumsum(1, dtype=torch.int32)
         return backend.heinsen_operator().heinsen_attention(q, k, v, documents, *state, final=final)
 
-    return in_two_calls(attend, q, k, v, resets)
+    return in_calls(2, attend, q, k, v, resets)
 
 
 # ---- cross entropy
@@ -147,16 +141,11 @@ def create_cross_entropy_inputs(size, T, randn):
     return dict(logits=logits.to(size.dtype)), dict(targets=targets), torch.ones(T, device=logits.device)
 
 
-class Losses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets):
-        ctx.gradient = logits.clone()
-        losses, ctx.scales = backend.cross_entropy().cross_entropy_(ctx.gradient, targets, 2500, True)
-        return losses
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.gradient * (ctx.scales * grad).unsqueeze(1), None
+def cross_entropy(logits, targets):
+    gradient = logits.detach().clone()
+    losses, scales = backend.cross_entropy().cross_entropy_(gradient, targets, 2500, True)
+    zero = logits - logits.detach()  # with this gradient
+    return losses + (zero * (gradient * scales.unsqueeze(1))).sum(1)
 
 
 def cross_entropy_specification(logits, targets):
@@ -169,16 +158,14 @@ OPERATORS = {
     ),
     "sums": Operator(create_power_inputs, divided_sums, power_specification, (496, 1168)),
     "chunked": Operator(create_power_inputs, chunked, power_specification, (1200, 6000)),
-    "states": Operator(create_power_inputs, chunked_in_two_calls, power_specification, (1408, 6000)),
+    "states": Operator(create_power_inputs, partial(chunked, calls=2), power_specification, (1408, 6000)),
     "adaptive": Operator(
         create_adaptive_inputs, lambda **x: backend.adaptive().adaptive_attention(**x), naive.adaptive, (1168,)
     ),
     "heinsen": Operator(
         create_heinsen_inputs, heinsen_in_two_calls, lambda **x: heinsen_naive.recurrent(**x)[0], (1216,)
     ),
-    "cross_entropy": Operator(
-        create_cross_entropy_inputs, lambda **x: Losses.apply(*x.values()), cross_entropy_specification, (400,)
-    ),
+    "cross_entropy": Operator(create_cross_entropy_inputs, cross_entropy, cross_entropy_specification, (400,)),
 }
 
 # Each kernel, each branch of the power and each width (head dimensions between them and other widths of values are

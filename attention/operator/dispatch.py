@@ -7,19 +7,13 @@ kernels turn out to be wrong on this machine: before a size's first use they are
 """
 
 import warnings
+from functools import partial
 from operator import index
 from typing import NamedTuple
 
 import torch
 
-from .backend import (
-    cost,
-    heinsen_unsupported_reason,
-    symmetric_power_dim,
-    unsupported_reason,
-    unusable_machine,
-    width,
-)  # fmt: skip
+from .backend import cost, symmetric_power_dim, unsupported_reason, unusable_machine, width
 from .check import Size, failure
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
@@ -98,7 +92,7 @@ def _choose(problem, form, chunk_size, states, reasons):
         if not reasons["chunked"]:  # both forms are on the kernels
             form = "chunked" if states else cost.best_form(T, W, p, gated)
         else:
-            gain = 1 if reasons["quadratic"] else KERNEL_GAIN.get(dtype, 1)
+            gain = 1 if reasons["quadratic"] else KERNEL_GAIN[dtype]
             form = "quadratic" if T <= gain * 1.5 * symmetric_power_dim(D, p) else "chunked"
     if form == "quadratic":
         return Plan(form, None, not reasons[form], reasons[form])
@@ -132,11 +126,11 @@ def packed_chunk_size(problem, T, chunk_size, lengths, slots):
     if each sequence begins with a chunk, as in sequences.py.
     """
     W = width("chunked", problem.dtype, index(problem.D), index(problem.E))
-    if chunk_size is not None or not slots:
-        return kernel_chunk_size(T, W, problem.p, chunk_size, problem.gated)
-    if lengths:
-        return cost.packed_chunk_size(lengths, W, problem.p, problem.gated)
-    return cost.chunk_size(problem.T, W, problem.p, problem.gated)
+    if slots and chunk_size is None:
+        if lengths:
+            return cost.packed_chunk_size(lengths, W, problem.p, problem.gated)
+        T = problem.T
+    return kernel_chunk_size(T, W, problem.p, chunk_size, problem.gated)
 
 
 def kernel_reason(form, device, dtype, D, E, p):
@@ -145,7 +139,7 @@ def kernel_reason(form, device, dtype, D, E, p):
     form: as for `kernels.unsupported_reason`; device: a torch.device or its name, "cuda" for the current GPU.
     """
     name = "power attention" if form in ("quadratic", "adaptive") else ""
-    return _reason(name, device, dtype, lambda device: unsupported_reason(form, dtype, D, E, p, device))
+    return _reason(name, device, dtype, partial(unsupported_reason, form, dtype, D, E, p))
 
 
 def failed_check(form, dtype, W, p, gated, device="cuda"):
@@ -160,14 +154,10 @@ def failed_check(form, dtype, W, p, gated, device="cuda"):
 def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
     """Return why the kernels of log attention cannot be used for q and k of `dtype` and values of v_dtype, or "". Warn
     once for each reason if the device, as for `kernel_reason`, is a GPU."""
-
-    def test(device):
-        W = width("heinsen", dtype, D, E)
-        reason = heinsen_unsupported_reason(dtype, D, E, device)
-        return reason or failure(Size("heinsen", dtype, W, v_dtype=v_dtype), device)
-
     D, E = index(D), index(E)
-    return _reason("heinsen attention", device, dtype, test)
+    unsupported = partial(unsupported_reason, "heinsen", dtype, D, E, 0)
+    size = Size("heinsen", dtype, width("heinsen", dtype, D, E), v_dtype=v_dtype)
+    return _reason("heinsen attention", device, dtype, unsupported, size)
 
 
 def cross_entropy_reason(device, dtype):
@@ -175,21 +165,20 @@ def cross_entropy_reason(device, dtype):
 
     Warn once for each reason if the device, as for `kernel_reason`, is a GPU.
     """
-
-    def test(device):
-        return unusable_machine(device) or failure(Size("cross_entropy", dtype), device)
-
-    return _reason("cross entropy", device, dtype, test)
+    return _reason("cross entropy", device, dtype, unusable_machine, Size("cross_entropy", dtype))
 
 
-def _reason(name, device, dtype, test):
-    """Return why no kernel takes tensors of this device and dtype, or test(device), or "". Warn if `name` is given."""
+def _reason(name, device, dtype, unsupported, size=None):
+    """Return why no kernel takes tensors of this device and dtype, or "". Warn if `name` is given.
+
+    That is unsupported(device), or with a Size what is wrong with its kernels.
+    """
     device = torch.device(device)
     if device.type != "cuda":
         return f"the tensors are on {device.type}"
     if dtype in (torch.float64, torch.float16):
         return f"{str(dtype).removeprefix('torch.')} is computed in PyTorch"
-    reason = _disabled or test(device)
+    reason = _disabled or unsupported(device) or (failure(size, device) if size else "")
     if reason and name:
         warn_once(f"{name} runs in plain PyTorch, not on its Triton kernels: {reason}")
     return reason

@@ -39,7 +39,7 @@ def sequence_lengths(cu_seqlens, T):
         return None
     version = None if cu_seqlens.is_inference() else cu_seqlens._version
     known, lengths = known_lengths.get(cu_seqlens, (None, None))
-    if lengths is None or version is None or known != version:
+    if version is None or known != version:
         lengths = read_lengths(cu_seqlens)
         known_lengths[cu_seqlens] = version, lengths
     if sum(lengths) != T:
@@ -62,11 +62,10 @@ def read_lengths(cu_seqlens):
     ends = cu_seqlens.tolist()
     if ends[0] != 0:
         raise ValueError(f"cu_seqlens must begin with 0, got {ends[0]}")
-    lengths = tuple(end - start for start, end in zip(ends, ends[1:]))
-    if min(lengths) < 0:
-        start, end = next((start, end) for start, end in zip(ends, ends[1:]) if end < start)
-        raise ValueError(f"cu_seqlens must not decrease, got {start} and then {end}")
-    return lengths
+    for start, end in zip(ends, ends[1:]):
+        if end < start:
+            raise ValueError(f"cu_seqlens must not decrease, got {start} and then {end}")
+    return tuple(end - start for start, end in zip(ends, ends[1:]))
 
 
 def typical_length(lengths, T, N):
