@@ -36,7 +36,7 @@ from .even_power import power_flops
 from .gates import linear_fp32, reset_gates
 from .operator import backend
 from .operator.adaptive_forms import adaptive_attend
-from .operator.arguments import cast_to_autocast_dtype, check_gates, check_tensors
+from .operator.arguments import cast_from_float16, cast_to_autocast_dtype, check_gates, check_tensors
 from .operator.dispatch import Problem, plan, plan_adaptive
 from .operator.forms import PowerState, accumulation_dtype
 from .parallel.context import power_attention_in_context
@@ -66,9 +66,7 @@ def adaptive_power_attention(q, k, v, powers, *, log_g=None):
         raise ValueError(
             f"powers must be floating point [B, n] = {[*q.shape[:2]]}, got {powers.dtype} {[*powers.shape]}"
         )
-    dtype = q.dtype
-    if dtype == torch.float16:
-        q, k, v = q.float(), k.float(), v.float()
+    dtype, (q, k, v) = q.dtype, cast_from_float16(q, k, v)
     chosen = plan_adaptive(q.shape[3], v.shape[3], dtype=q.dtype, device=q.device, gated=log_g is not None)
     if not chosen.on_kernels or not len(q):  # a kernel cannot be launched on nothing
         return adaptive_attend(q, k, v, powers, log_g).to(dtype)
@@ -85,10 +83,11 @@ def mixture_weights(powers, p):
     return (1 - (powers.unsqueeze(-1) - m).abs() / 2).clamp(min=0)
 
 
-def mixture_attention(q, k, v, powers, *, p, log_g=None, form="auto", chunk_size=None):
+def mixture_attention(q, k, v, powers, *, p, log_g=None, attend=power_attention, **options):
     """Return y [B, T, H, E], the mixture of power attention of the even powers p = (m, m + 2, ...), each normalised by
-    itself, for powers [B, T] from p[0] to p[-1]; see `power_attention`."""
-    return _mix([power_attention(q, k, v, log_g, p=m, form=form, chunk_size=chunk_size) for m in p], powers, p)
+    itself, for powers [B, T] from p[0] to p[-1]. attend(q, k, v, log_g, p=m, **options) is `power_attention`, or what
+    it does where ranks share a sequence."""
+    return _mix([attend(q, k, v, log_g, p=m, **options) for m in p], powers, p)
 
 
 class PowerNetwork(nn.Module):
@@ -146,11 +145,10 @@ class AdaptivePower(KVCacheVariant):
         if self.mixes and state is not None:
             return self.mix_and_append(q, k, v, powers, log_g, positions, state)
         if self.mixes:
-            options = dict(form=self.form, chunk_size=self.chunk_size)
-            if self.context is None:
-                return mixture_attention(q, k, v, powers, p=self.p, log_g=log_g, **options), None
-            ys = [power_attention_in_context(q, k, v, log_g, self.context, p=m, **options) for m in self.p]
-            return _mix(ys, powers, self.p), None
+            options = dict(p=self.p, log_g=log_g, form=self.form, chunk_size=self.chunk_size)
+            if self.context is not None:
+                options.update(attend=power_attention_in_context, context=self.context)
+            return mixture_attention(q, k, v, powers, **options), None
         if state is not None:
             if state.power:
                 raise ValueError(f"the state of adaptive=continuous has no S and z, got S {[*state.S.shape]}")
@@ -205,8 +203,9 @@ class AdaptivePower(KVCacheVariant):
     def attention_flops(self, block_size, dtype, device):
         if not self.mixes:
             return super().attention_flops(block_size, dtype, device)
-        plans = self.plans(block_size, dtype, device)
-        return sum(power_flops(self.config, m, block_size, chosen) for m, chosen in zip(self.p, plans))
+        c, plans = self.config, self.plans(block_size, dtype, device)
+        features = [symmetric_power_dim(c.head_dim, m) for m in self.p]
+        return sum(power_flops(c, size, block_size, chosen) for size, chosen in zip(features, plans))
 
 
 def _mix(ys, powers, p):

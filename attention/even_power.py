@@ -36,15 +36,18 @@ class EvenPower(KVCacheVariant):
         return plan(problem, self.form, self.chunk_size, pieces=ranks)
 
     def attention_flops(self, block_size, dtype, device):
-        return power_flops(self.config, self.p, block_size, self.training_plan(block_size, dtype, device))
+        features = symmetric_power_dim(self.config.head_dim, self.p)
+        return power_flops(self.config, features, block_size, self.training_plan(block_size, dtype, device))
 
 
-def power_flops(config, p, block_size, chosen):
-    """Return the FLOPs of power attention's own products for one training token, forward and backward, as planned."""
+def power_flops(config, features, block_size, chosen):
+    """Return the FLOPs of linear attention's own products for one training token, forward and backward, as planned.
+
+    features: of a query or key, rows of the state.
+    """
     tokens = block_size if chosen.form == "quadratic" else min(chosen.chunk_size, block_size)
     flops = 6 * tokens * config.n_head * config.head_dim  # all causal pairs
     if chosen.form == "quadratic":
         return flops
     # The state is read for each query head and written for each key/value head.
-    heads = config.n_head + config.n_kv_head
-    return flops + 6 * heads * symmetric_power_dim(config.head_dim, p) * (config.head_dim + 1)
+    return flops + 6 * (config.n_head + config.n_kv_head) * features * (config.head_dim + 1)

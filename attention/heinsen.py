@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .even_power import power_flops
 from .operator import backend, heinsen_forms
 from .operator.arguments import (
     as_state,
@@ -33,6 +34,7 @@ from .operator.arguments import (
 from .operator.dispatch import Plan, heinsen_kernel_reason
 from .operator.forms import accumulation_dtype
 from .operator.heinsen_forms import CHUNK_SIZE, LogState, empty_log_state
+from .operator.sequences import is_capturing
 from .positions import LogPosition
 from .state import State
 from .variant import Variant
@@ -78,7 +80,7 @@ def heinsen_attention(
     if not causal:
         y, state = heinsen_forms.attend_to_all(q, k, v, initial_state=initial_state)
     elif form in ("auto", "chunked") and _kernels_take(q, v):
-        y, state = _attend_on_kernels(q, k, v, resets, initial_state, return_state)
+        y, state = _attend_on_kernels(q, (k, v, resets), initial_state, return_state)
     else:
         size = {"quadratic": k.shape[1], "recurrent": 1}.get(form, chunk_size or CHUNK_SIZE)
         y, state = heinsen_forms.attend(q, k, v, chunk_size=size, resets=resets, initial_state=initial_state)
@@ -105,7 +107,7 @@ def _check(q, k, v, values, causal, resets, initial_state):
 def _exp_of_log_values(v, dtype, refuse):
     """Return exp(v) in `dtype`, NaN beyond the bound. Raises ValueError with `refuse`, where the values can be seen."""
     hidden = not refuse or torch.compiler.is_compiling() or v.device.type == "meta"
-    if not (hidden or (v.is_cuda and torch.cuda.is_current_stream_capturing())):
+    if not (hidden or is_capturing(v)):
         largest = v.detach().abs().nan_to_num(0, posinf=torch.inf).amax().item() if v.numel() else 0
         if LOG_VALUE_BOUND < largest:
             raise ValueError(
@@ -123,17 +125,17 @@ def _kernels_take(q, v):
     return q.shape[0] > 0 and not heinsen_kernel_reason(q.device, q.dtype, v.dtype, q.shape[-1], v.shape[-1])
 
 
-def _attend_on_kernels(q, k, v, resets, state, return_state):
-    """Return (y, the LogState after all tokens or None). Tokens without a query become part of the state in PyTorch."""
-    first = k.shape[1] - q.shape[1]
-    if first:
-        earlier = None if resets is None else resets[:, :first]
-        state = heinsen_forms.state_after(k[:, :first], v[:, :first], resets=earlier, initial_state=state)
-        k, v, resets = (x if x is None else x[:, first:] for x in (k, v, resets))
+def _attend_on_kernels(q, tokens, state, return_state):
+    """Return (y, the LogState after all tokens), for tokens k, v and resets."""
+    n, T = q.shape[1], tokens[0].shape[1]
+    if n < T:  # tokens without a query become part of the state in PyTorch
+        earlier, tokens = zip(*((None, None) if x is None else x.split((T - n, n), dim=1) for x in tokens))
+        state = heinsen_forms.state_after(*earlier, state)
+    k, v, resets = tokens
     documents = None if resets is None else resets.cumsum(1, dtype=torch.int32)
-    operator = backend.heinsen_operator()
-    y, *after = operator.heinsen_attention(q, k, v, documents, *(state or (None, None, None)), final=return_state)
-    return y, LogState(*after) if return_state else None
+    attend = backend.heinsen_operator().heinsen_attention
+    y, *state = attend(q, k, v, documents, *(state or (None, None, None)), final=return_state)
+    return y, LogState(*state)
 
 
 # ---- the variant
@@ -208,16 +210,10 @@ class Heinsen(Variant):
         form, D = self.config.form, self.config.head_dim
         if form in ("quadratic", "recurrent"):
             return Plan(form, 1 if form == "recurrent" else None, False, f"the {form} form is PyTorch's")
-        dtype = torch.float32 if dtype == torch.float16 else dtype
         v_dtype = torch.float32 if self.config.values == "log" and dtype != torch.float64 else dtype
         reason = heinsen_kernel_reason(device, dtype, v_dtype, D, D)
         size = self.config.chunk_size or CHUNK_SIZE
         return Plan("chunked", size if reason else KERNEL_BLOCK, not reason, reason)
 
     def attention_flops(self, block_size, dtype, device):
-        c, plan = self.config, self.training_plan(block_size, dtype, device)
-        if plan.form == "quadratic":
-            return super().attention_flops(block_size, dtype, device)
-        inside = super().attention_flops(min(plan.chunk_size, block_size), dtype, device)
-        # The state is read for each query head and written for each key/value head.
-        return inside + 6 * (c.n_head + c.n_kv_head) * c.head_dim * (c.head_dim + 1)
+        return power_flops(self.config, self.config.head_dim, block_size, self.training_plan(block_size, dtype, device))

@@ -135,7 +135,7 @@ def _attend_to_batch(tensors, *, p, form, chunk_size, initial_state, return_stat
 def _attend(tensors, chosen, *, p, initial_state=None, return_state=False, first_chunks=None):
     """Return y and the PowerState after all tokens, or None, computed as the Plan `chosen` says.
 
-    tensors are q, k, v and log_g; first_chunks are those of `Slots`, if they hold packed sequences.
+    tensors are q, k, v and log_g, in `Slots` with these first_chunks if they hold packed sequences.
     """
     q, k, v, log_g = tensors
     (B, n), T = q.shape[:2], k.shape[1]

@@ -90,7 +90,7 @@ def attend_to_all(q, k, v, *, initial_state=None):
         return _divide(num, poison[..., -1:]), _end(m, S, poison)
 
 
-def state_after(k, v, *, resets=None, initial_state=None):
+def state_after(k, v, resets, initial_state):
     """Return the LogState of `initial_state` and the tokens k [B, T, Hkv, D], v [B, T, Hkv, E] that follow it."""
     with without_autocast(k.device):
         k, v, documents, poison = _prepare_keys(k, v, resets)
