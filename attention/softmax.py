@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from .gates import reset_gates
-from .operator.packed import attend_within, find_documents
+from .operator.packed import attend_within, find_documents, takes_flash
 from .parallel.circulate import SoftmaxPairs, circulate
 from .variant import KVCacheVariant
 
@@ -42,8 +42,10 @@ def packed_softmax_attention(q, k, v, resets, *, scale=None):
     """Compute causal softmax attention within documents, without a mask, for T queries.
 
     q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]; resets [B, T] bool is true where a document begins. Returns
-    [B, T, H, E].
+    [B, T, H, E]. Under torch.compile a mask is made after all where torch's flash attention does not take the tensors.
     """
+    if torch.compiler.is_compiling() and not takes_flash(q, k, v):
+        return softmax_attention(q, k, v, reset_gates(resets, None, k[:, :, :1]), scale=scale)
     return attend_within(find_documents(resets), q, k, v, scale)
 
 

@@ -7,6 +7,9 @@ On a GPU in bfloat16 and float16 all documents go to torch's flash attention in 
 from a tensor; or to cuDNN's, which is faster, where all are equally long, as they are if each fills its window.
 Elsewhere each document is a call of scaled_dot_product_attention. All cost the pairs within documents.
 The host must know how many documents there are and how long the longest is, so it waits for the GPU once a batch.
+
+Under torch.compile the number of documents must not be part of the graph: there only flash attention does without a
+mask (softmax.py).
 """
 
 from typing import NamedTuple
@@ -17,7 +20,6 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 FLASH_WIDTH = 256  # the largest head dimension of torch's flash attention
-ROWS = 256  # queries that are differentiated at a time where a document is differentiated by hand
 
 
 class Documents(NamedTuple):
@@ -77,8 +79,6 @@ def attend_within(documents, q, k, v, scale=None):
         D = q.shape[3]
         inputs = [F.pad(x, (0, -D % 8)) if D % 8 or x.stride(-1) != 1 else x for x in inputs]
         y = _flash(*inputs, *documents, scale)[0][..., :D]
-    elif torch.compiler.is_compiling():  # how many documents there are must not be part of the graph
-        y = _one_by_one_operator(*inputs, *documents, scale)
     else:
         y = _one_by_one(*inputs, *documents, scale)
     return y.unflatten(0, q.shape[:2])
@@ -192,53 +192,3 @@ def _one_by_one(q, k, v, ends, sizes, scale):
     documents = zip(*(x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2) for x in (q, k, v)))  # [1, H, tokens, D]
     y = [F.scaled_dot_product_attention(*qkv, **options) for qkv in documents]
     return torch.cat(y, dim=2).squeeze(0).transpose(0, 1)
-
-
-@torch.library.custom_op("sympow::packed_one_by_one", mutates_args=())
-def _one_by_one_operator(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, scale: float) -> Tensor:
-    return _one_by_one(q, k, v, ends, sizes, scale).contiguous()
-
-
-@_one_by_one_operator.register_fake
-def _(q, k, v, ends, sizes, scale):
-    return q.new_empty(*q.shape[:2], v.shape[2])
-
-
-@torch.library.custom_op("sympow::packed_one_by_one_backward", mutates_args=())
-def _one_by_one_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute each document's weights again, ROWS queries at a time: autograd does not work inside an operator."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dq, group = torch.empty_like(q), q.shape[1] // k.shape[1]
-    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-    starts = ends[: int(sizes[0]) + 1].tolist()
-    for start, end in zip(starts, starts[1:]):
-        for row in range(start, end, ROWS):
-            rows, keys = slice(row, min(row + ROWS, end)), slice(start, min(row + ROWS, end))
-            q_, dy_ = (x[rows].to(wide).unflatten(1, (-1, group)) for x in (q, dy))  # [rows, Hkv, group, D]
-            k_, v_ = k[keys].to(wide), v[keys].to(wide)
-            scores = torch.einsum("ihgd,jhd->hgij", q_, k_) * scale
-            future = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1 + row - start)
-            weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-            dscores = torch.einsum("ihge,jhe->hgij", dy_, v_)
-            dscores = weights * (dscores - (dscores * weights).sum(-1, keepdim=True)) * scale
-            dq[rows] = torch.einsum("hgij,jhd->ihgd", dscores, k_).flatten(1, 2).to(q.dtype)
-            dk[keys] += torch.einsum("hgij,ihgd->jhd", dscores, q_)
-            dv[keys] += torch.einsum("hgij,ihge->jhe", weights, dy_)
-    return dq.contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
-
-
-@_one_by_one_backward.register_fake
-def _(dy, q, k, v, ends, sizes, scale):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-
-
-def _save(ctx, inputs, output):
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-
-
-_one_by_one_operator.register_autograd(
-    lambda ctx, dy: (*_one_by_one_backward(dy, *ctx.saved_tensors, ctx.scale), None, None, None), setup_context=_save
-)
