@@ -59,12 +59,11 @@ def attention(Q, K, V, log_G, deg, causal=True, head_first=False, scale=1.0, nor
 
 def _attend(Q, K, V, log_G, token, deg, causal, scale):
     """Return o [b, hq, n, e], l and rowmax [b, hq, n] for the queries of n tokens from `token` on."""
-    (n, T, h), dtype = (Q.shape[1], *K.shape[1:3]), accumulation_dtype(Q)
-    q = Q.to(dtype).transpose(1, 2).unflatten(1, (h, -1))  # [b, h, hq / h, n, d]
-    k, v = (x.to(dtype).transpose(1, 2).unsqueeze(2) for x in (K, V))
-    scores, decay = q @ k.transpose(-1, -2) * scale, q.new_zeros(n, T)
+    n, T = Q.shape[1], K.shape[1]
+    q, k, v, _ = forms.by_head(Q, K, V, None)
+    scores, decay = q @ k.transpose(-1, -2).unsqueeze(2) * scale, q.new_zeros(n, T)
     if log_G is not None:
-        G = log_G.to(dtype).transpose(1, 2).unsqueeze(2)  # [b, h, 1, t]
+        G = log_G.to(q.dtype).transpose(1, 2).unsqueeze(2)  # [b, h, 1, t]
         decay = G[..., token : token + n].unsqueeze(-1) - G.unsqueeze(-2)
     if causal:
         keys = torch.arange(T, device=q.device)
@@ -73,7 +72,7 @@ def _attend(Q, K, V, log_G, token, deg, causal, scale):
     logs = deg * scores.detach().abs().clamp_min(LEAST).log() + decay.detach()
     rowmax = logs.amax(-1, keepdim=True)
     w = forms.integer_power(scores * ((decay - rowmax) / deg).exp(), deg)  # at most 1, and so is each factor of it
-    return tuple(x.flatten(1, 2) for x in (w @ v, w.sum(-1), rowmax.squeeze(-1)))
+    return tuple(x.flatten(1, 2) for x in (w @ v.unsqueeze(2), w.sum(-1), rowmax.squeeze(-1)))
 
 
 def update_state(K, V, deg):

@@ -19,8 +19,9 @@ import torch
 
 from .forms import (
     SCORES_AT_ONCE,
-    accumulation_dtype,
     blocks_of_rows,
+    by_head,
+    by_token,
     exponent,
     finite_keys_and_values,
     normalize,
@@ -36,12 +37,12 @@ def adaptive_attend(q, k, v, powers, log_g=None):
 
     The arguments are as in `adaptive_power_attention`, checked.
     """
-    (B, n, H, _), (m, Hkv), dtype = q.shape, k.shape[1:3], accumulation_dtype(q)
+    (B, n, H, _), m = q.shape, k.shape[1]
     with without_autocast(q.device):
-        queries = to_unit_range(q.transpose(1, 2).to(dtype).unflatten(1, (Hkv, -1)))  # [B, Hkv, G, n, D]
-        keys, values, bad = finite_keys_and_values(*(x.transpose(1, 2).to(dtype) for x in (k, v)))
+        queries, keys, values, _ = by_head(q, k, v, None)
+        queries, (keys, values, bad) = to_unit_range(queries), finite_keys_and_values(keys, values)
         sizes = exponent(keys.detach().abs().amax(-1))  # [B, Hkv, m], the least there is for a key of zeros
-        keys, powers = to_unit_range(keys), powers.to(dtype)[:, None, None, :, None]
+        keys, powers = to_unit_range(keys), powers.to(keys.dtype)[:, None, None, :, None]
         documents = None if log_g is None else (log_g == float("-inf")).cumsum(1).transpose(1, 2)  # [B, Hkv, m]
         ranges, run = blocks_of_rows(B * H, n, m, SCORES_AT_ONCE.get(q.device.type, 2**27) // COPIES)
         parts = []
@@ -51,7 +52,7 @@ def adaptive_attend(q, k, v, powers, log_g=None):
             args += bad[..., :seen], None if documents is None else documents[..., :seen], powers[..., start:end, :]
             parts.append(run(partial(_block_of_rows, first=m - n + start), *args))
         y = torch.cat(parts, dim=3)
-    return y.flatten(1, 2).transpose(1, 2).to(q.dtype)
+    return by_token(y).to(q.dtype)
 
 
 def _block_of_rows(q, k, v, sizes, bad, documents, powers, first):

@@ -58,11 +58,9 @@ def attend(q, k, v, log_g, *, p, chunk_size=None, initial_state=None, return_sta
     q [B, n, H, D] belong to the last n tokens. chunk_size: tokens of a chunk (1 in the recurrent form), or None for the
     quadratic form.
     """
-    Hkv, dtype = k.shape[2], accumulation_dtype(q)
     with without_autocast(q.device):
-        queries = to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)))
-        keys, values = _by_head(k, dtype), _by_head(v, dtype)
-        gates = None if log_g is None else _sum_gates(log_g)
+        queries, keys, values, gates = by_head(q, k, v, log_g)
+        queries = to_unit_range(queries)
         state = None if initial_state is None else _scale_state(initial_state, _unit_of_state(initial_state, p), p)
         scale = _scale_of_rows(keys, gates, state and state.unit, p)
         if chunk_size is None:
@@ -71,22 +69,19 @@ def attend(q, k, v, log_g, *, p, chunk_size=None, initial_state=None, return_sta
         else:
             num, den, state = _chunked(queries, keys, values, gates, scale, state, p, chunk_size)
             final = PowerState(*_scale_state(state, 1 / state.unit, p)[:2]) if return_state else None
-        y = normalize(num, den).flatten(1, 2).transpose(1, 2).to(q.dtype)  # [B, n, H, E]
-    return y, final
+        return by_token(normalize(num, den)).to(q.dtype), final
 
 
 def sums(q, k, v, log_g, *, p, scale):
     """Return (sum_j w_ij v_j [B, n, H, E], sum_j w_ij [B, n, H]) in the accumulation dtype, in the quadratic form; see
     `power_attention_sums`."""
-    Hkv, dtype = k.shape[2], accumulation_dtype(q)
     with without_autocast(q.device):
-        queries, keys = _by_head(q, dtype).unflatten(1, (Hkv, -1)), _by_head(k, dtype)
-        in_range, gates = to_unit_range(queries), None if log_g is None else _sum_gates(log_g)
+        queries, keys, values, gates = by_head(q, k, v, log_g)
         rows = _scale_of_rows(keys, gates, None, p)[..., -q.shape[1] :]
-        num, den = _quadratic(in_range, keys, _by_head(v, dtype), gates, rows, None, p)
+        num, den = _quadratic(to_unit_range(queries), keys, values, gates, rows, None, p)
         root = (scale / (_unit_of_rows(queries).squeeze(-1) * rows.unsqueeze(2))) ** (p // 2)  # the square may overflow
         num, den = num * root.unsqueeze(-1) * root.unsqueeze(-1), den * root * root
-        return tuple(x.flatten(1, 2).transpose(1, 2) for x in (num, den))
+        return by_token(num), by_token(den)
 
 
 def attend_after_state(sums, q, k, v, log_g, state, *, p):
@@ -96,24 +91,20 @@ def attend_after_state(sums, q, k, v, log_g, state, *, p):
     `kernels.operators.quadratic_sums` does. This function reads the state for the queries, in as many pieces as memory
     asks for.
     """
-    Hkv, n, m, dtype = k.shape[2], q.shape[1], k.shape[1], accumulation_dtype(q)
+    n, m, left = q.shape[1], k.shape[1], None
     with without_autocast(q.device):
-        gates, left = None if log_g is None else _sum_gates(log_g), None
+        queries, keys, _, gates = by_head(q, k, v, log_g)
         state = _scale_state(state, _unit_of_state(state, p), p)
-        scale = _scale_of_rows(_by_head(k, dtype), gates, state.unit, p)[..., -n:, None]  # [B, Hkv, n, 1]
-        queries = to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1))) * scale.unsqueeze(2)
-        rows = queries.flatten(1, 2).transpose(1, 2)
-        num, den = sums(rows.to(q.dtype), k, v, log_g, p=p, scale=1.0)
-        num, den = num.transpose(1, 2).unflatten(1, (Hkv, -1)), den.unflatten(1, (Hkv, -1))
+        scale = _scale_of_rows(keys, gates, state.unit, p)[..., -n:, None]  # [B, Hkv, n, 1]
+        queries = to_unit_range(queries) * scale.unsqueeze(2)
+        num, den = sums(by_token(queries).to(q.dtype), k, v, log_g, p=p, scale=1.0)
+        num, den = (x.unflatten(1, queries.shape[1:3]) for x in (num.transpose(1, 2), den))
         queries = queries / state.unit.unsqueeze(2)
         if gates is not None:
-            left = _decay(gates.span(m - n + 1, m), gates.span(0, 0), dtype).unsqueeze(2)  # [B, Hkv, 1, n, 1]
+            left = _decay(gates.span(m - n + 1, m), gates.span(0, 0), queries.dtype).unsqueeze(2)  # [B, Hkv, 1, n, 1]
             queries = queries.where(left > 0, 0)
-        num_before, den_before = _query_state_in_pieces(queries, state, p)
-        if left is not None:
-            num_before, den_before = num_before * left, den_before * left.squeeze(-1)
-        y = normalize(num + num_before, den + den_before)
-        return y.flatten(1, 2).transpose(1, 2).to(q.dtype)
+        before = _query_state_in_pieces(queries, state, p)
+        return by_token(normalize(*_add_decayed((num, den), before, left))).to(q.dtype)
 
 
 def read_cache(q, k, v, log_g, state, *, p, flush_cache):
@@ -123,27 +114,23 @@ def read_cache(q, k, v, log_g, state, *, p, flush_cache):
     None; state, a PowerState or None, holds the tokens before those m. Returns (y [B, n, H, E], the PowerState of all
     tokens with `flush_cache`, else `state` as it was).
     """
-    Hkv, dtype = k.shape[2], accumulation_dtype(q)
     with without_autocast(q.device):
-        queries = to_unit_range(_by_head(q, dtype).unflatten(1, (Hkv, -1)))
-        keys, values = _by_head(k, dtype), _by_head(v, dtype)
-        gates = None if log_g is None else _sum_gates(log_g)
+        queries, keys, values, gates = by_head(q, k, v, log_g)
         unscaled = None if state is None else ScaledState(*state, torch.ones_like(state.z[..., :1, None]))
         scale = _scale_of_rows(keys, gates, None if state is None else _unit_of_state(state, p), p)
-        y = normalize(*_quadratic(queries, keys, values, gates, scale[..., -q.shape[1] :], unscaled, p))
+        scale = scale[..., -q.shape[1] :]
+        y = normalize(*_quadratic(to_unit_range(queries), keys, values, gates, scale, unscaled, p))
         if flush_cache:
             state = flush(k, v, log_g, state, p=p)
-        return y.flatten(1, 2).transpose(1, 2).to(q.dtype), state
+        return by_token(y).to(q.dtype), state
 
 
 def flush(k, v, log_g, state, *, p):
     """Return the PowerState of `state` (or None) and the tokens k [B, m, Hkv, D], v [B, m, Hkv, E], log_g [B, m, Hkv]
     or None that follow it."""
-    dtype = accumulation_dtype(k)
     with without_autocast(k.device):
-        check_state_fits(k.shape[0] * k.shape[2], k.shape[-1], v.shape[-1], p, dtype, k.device)
-        gates = None if log_g is None else _sum_gates(log_g)
-        keys, values = _by_head(k, dtype), _by_head(v, dtype)
+        check_state_fits(k.shape[0] * k.shape[2], k.shape[-1], v.shape[-1], p, accumulation_dtype(k), k.device)
+        _, keys, values, gates = by_head(k, k, v, log_g)
         unit = torch.ones_like(keys[..., :1, :1])
         return PowerState(*_state_after(state and ScaledState(*state, unit), keys, values, gates, unit, p)[:2])
 
@@ -163,6 +150,20 @@ def without_autocast(device):
 def accumulation_dtype(x):
     """Return the dtype of sums and states for inputs like x: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# ---- the layout by heads
+
+
+def by_head(q, k, v, log_g):
+    """Return q, k and v by heads, in the dtype of sums, and the GateSums of log_g or None."""
+    q, k, v = (x.transpose(1, 2).to(accumulation_dtype(q)) for x in (q, k, v))
+    return q.unflatten(1, (k.shape[1], -1)), k, v, None if log_g is None else _sum_gates(log_g)
+
+
+def by_token(x):
+    """Return x [B, Hkv, G, n, ...] as [B, n, H, ...]."""
+    return x.flatten(1, 2).transpose(1, 2)
 
 
 # ---- the forms
@@ -235,14 +236,20 @@ def _block_of_rows(q, keys, gates, scale, state, p, first):
     w = integer_power(w, p)
     if gates is not None:
         w = w * _decay(to, gates.span(1, m), q.dtype, hidden).unsqueeze(2)
-    num, den = w @ v.unsqueeze(2), w.sum(-1) + bad[:, :, -n:].unsqueeze(2)
-    if state is not None:
-        scale = scale / state.unit.unsqueeze(2)
-        num_before, den_before = query_state(q * (scale if left is None else scale.where(left > 0, 0)), state, p)
-        if left is not None:
-            num_before, den_before = num_before * left, den_before * left.squeeze(-1)
-        num, den = num + num_before, den + den_before
-    return num, den
+    sums = w @ v.unsqueeze(2), w.sum(-1) + bad[:, :, -n:].unsqueeze(2)
+    if state is None:
+        return sums
+    scale = scale / state.unit.unsqueeze(2)
+    before = query_state(q * (scale if left is None else scale.where(left > 0, 0)), state, p)
+    return _add_decayed(sums, before, left)
+
+
+def _add_decayed(sums, before, left):
+    """Return `sums`, numerators and denominators, plus `left` of those `before`; None leaves all."""
+    (num, den), (num_before, den_before) = sums, before
+    if left is not None:
+        num_before, den_before = num_before * left, den_before * left.squeeze(-1)
+    return num + num_before, den + den_before
 
 
 def _chunked(q, k, v, gates, scale, state, p, chunk_size):
@@ -374,10 +381,6 @@ def integer_power(x, p):
         p >>= 1
         x = x * x if p else x
     return result
-
-
-def _by_head(x, dtype):
-    return x.transpose(1, 2).to(dtype)  # [B, T, H, D] -> [B, H, T, D]
 
 
 def to_unit_range(x):

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .sequences import once
+
 FLASH_WIDTH = 256  # the largest head dimension of torch's flash attention
 
 
@@ -36,12 +38,7 @@ def find_documents(resets):
     """
     if torch.compiler.is_compiling():
         return Documents(*_find_operator(resets))
-    version = None if resets.is_inference() else resets._version
-    known, documents = _known_documents.get(resets, (None, None))
-    if documents is None or version is None or known != version:
-        documents = Documents(*_find(resets))
-        _known_documents[resets] = version, documents
-    return documents
+    return once(_known_documents, resets, lambda resets: Documents(*_find(resets)))
 
 
 _known_documents = WeakTensorKeyDictionary()  # resets: (its version, the Documents)

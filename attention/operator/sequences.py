@@ -37,14 +37,22 @@ def sequence_lengths(cu_seqlens, T):
         return T, *(len(cu_seqlens) - 2) * (0,)
     if is_capturing(cu_seqlens):
         return None
-    version = None if cu_seqlens.is_inference() else cu_seqlens._version
-    known, lengths = known_lengths.get(cu_seqlens, (None, None))
-    if version is None or known != version:
-        lengths = read_lengths(cu_seqlens)
-        known_lengths[cu_seqlens] = version, lengths
+    lengths = once(known_lengths, cu_seqlens, read_lengths)
     if sum(lengths) != T:
         raise ValueError(f"cu_seqlens must end with the number of tokens, {T}, got {sum(lengths)}")
     return lengths
+
+
+def once(known, x, function):
+    """Return function(x) for a tensor, called once for each version of it.
+
+    known: the results, a WeakTensorKeyDictionary of {x: (its version, function(x))}.
+    """
+    if x.is_inference():  # no versions
+        return function(x)
+    if x not in known or known[x][0] != x._version:
+        known[x] = x._version, function(x)
+    return known[x][1]
 
 
 def is_capturing(x):

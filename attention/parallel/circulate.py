@@ -19,7 +19,15 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ..operator.forms import SCORES_AT_ONCE, accumulation_dtype, blocks_of_rows, normalize, without_autocast
+from ..operator.forms import (
+    SCORES_AT_ONCE,
+    accumulation_dtype,
+    blocks_of_rows,
+    by_head,
+    by_token,
+    normalize,
+    without_autocast,
+)
 from ..operator.packed import takes_flash
 from ..power import power_attention_sums
 
@@ -236,13 +244,11 @@ class SoftmaxPairs:
             return self._sums(q, k, v, log_g, own, None if results is None else results[1])
 
     def _sums(self, q, k, v, log_g, own, reference):
-        B, m, H, D = q.shape
-        n, Hkv = k.shape[1:3]
-        dtype = accumulation_dtype(q)
-        queries = q.transpose(1, 2).to(dtype).unflatten(1, (Hkv, -1)) * D**-0.5  # [B, Hkv, G, m, D]
-        keys, values = (x.transpose(1, 2).to(dtype).unsqueeze(2) for x in (k, v))
+        (B, m, H, D), n = q.shape, k.shape[1]
+        queries, keys, values, _ = by_head(q, k, v, None)
+        queries = queries * D**-0.5
         if reference is not None:
-            reference = reference.transpose(1, 2).unflatten(1, (Hkv, -1)).unsqueeze(-1)
+            reference = reference.transpose(1, 2).unflatten(1, queries.shape[1:3]).unsqueeze(-1)
         documents = None if log_g is None else (log_g == float("-inf")).cumsum(1).transpose(1, 2)  # [B, Hkv, n (+ m)]
         ranges, run = blocks_of_rows(B * H, m, n, SCORES_AT_ONCE.get(q.device.type, 2**27))
         parts = []
@@ -256,8 +262,7 @@ class SoftmaxPairs:
                 hidden = hidden | (rows.unsqueeze(-1) != documents[..., None, :n]).unsqueeze(2)
             references = None if reference is None else reference[..., start:end, :]
             parts.append(run(_softmax_rows, queries[..., start:end, :], keys, values, hidden, references))
-        num, den, largest = (torch.cat(x, dim=3) for x in zip(*parts))
-        return tuple(x.flatten(1, 2).transpose(1, 2) for x in (num, den, largest))
+        return tuple(by_token(torch.cat(x, dim=3)) for x in zip(*parts))
 
     def add(self, total, part, rows):
         """Merge the sums of more keys into the total of some rows."""
@@ -280,12 +285,12 @@ class SoftmaxPairs:
 
 def _softmax_rows(q, k, v, hidden, reference):
     """Return numerators [B, Hkv, G, r, E], denominators and references [B, Hkv, G, r] of r scaled rows q."""
-    scores = (q @ k.transpose(-1, -2)).masked_fill(hidden, float("-inf"))
+    scores = (q @ k.transpose(-1, -2).unsqueeze(2)).masked_fill(hidden, float("-inf"))
     if reference is None:
         reference = scores.amax(-1, keepdim=True)
         reference = reference.masked_fill(reference == float("-inf"), torch.finfo(q.dtype).min)  # a row sees no key
     w = (scores - reference).exp()
-    return w @ v, w.sum(-1), reference.squeeze(-1)
+    return w @ v.unsqueeze(2), w.sum(-1), reference.squeeze(-1)
 
 
 # ---- torch's flash attention, for tensors [B, H, m, D]

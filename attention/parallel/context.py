@@ -212,10 +212,7 @@ def power_attention_in_context(q, k, v, log_g, context, *, p, form="auto", chunk
 
 def _attend(q, k, v, log_g, context, *, p, chunk):
     """Return y [B * pieces, n, H, E] in PyTorch: the state of each piece, their scan, then attention from the state."""
-    decay, state, step = None, None, partial(flush, p=p)
-    if log_g is not None:
-        total, reset = _piece_gates(log_g)
-        decay = total.exp().masked_fill(reset, 0).to(accumulation_dtype(q))
+    decay, state, step = _piece_decay(log_g, accumulation_dtype(q)), None, partial(flush, p=p)
     if torch.is_grad_enabled():  # only the states between chunks are saved, not the features
         step = partial(checkpoint, step, use_reentrant=False)
     for start in range(0, k.shape[1], chunk):
@@ -229,17 +226,18 @@ def _attend_on_kernels(q, k, v, log_g, context, *, p, chunk):
     """Return y [B * pieces, n, H, E] on the kernels, which compute a piece's state once and go on from it."""
     decay = None
     if log_g is not None:
-        total, reset = _piece_gates(log_g.detach())
-        decay, log_g = total.exp().masked_fill(reset, 0).float(), log_g.float()
+        decay, log_g = _piece_decay(log_g.detach(), torch.float32), log_g.float()
     check_chunks_fit(q, k, v, p, chunk)
     return backend.operators().chunked_attention_of_piece(q, k, v, log_g, decay, context.number, p=p, chunk=chunk)
 
 
-def _piece_gates(log_g):
-    """Return the natural logarithm of the product of the gates of each sequence, its resets left out, [B, Hkv] float64,
-    and whether there is a reset, [B, Hkv] bool, for log_g [B, n, Hkv]. Differentiable."""
+def _piece_decay(log_g, dtype):
+    """Return the product of the gates of each sequence, [B, Hkv] of `dtype`, for log_g [B, n, Hkv]; None for None."""
+    if log_g is None:
+        return None
     reset = log_g == float("-inf")
-    return log_g.masked_fill(reset, 0).double().sum(1), reset.any(1)
+    total = log_g.masked_fill(reset, 0).double().sum(1)
+    return total.exp().masked_fill(reset.any(1), 0).to(dtype)
 
 
 def _join(S, z):
