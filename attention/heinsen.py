@@ -34,7 +34,7 @@ from .operator.arguments import (
 from .operator.dispatch import Plan, heinsen_kernel_reason
 from .operator.forms import accumulation_dtype
 from .operator.heinsen_forms import CHUNK_SIZE, LogState, empty_log_state
-from .operator.sequences import is_capturing
+from .operator.sequences import is_capturing, split_tokens
 from .positions import LogPosition
 from .state import State
 from .variant import Variant
@@ -129,7 +129,7 @@ def _attend_on_kernels(q, tokens, state, return_state):
     """Return (y, the LogState after all tokens), for tokens k, v and resets."""
     n, T = q.shape[1], tokens[0].shape[1]
     if n < T:  # tokens without a query become part of the state in PyTorch
-        earlier, tokens = zip(*((None, None) if x is None else x.split((T - n, n), dim=1) for x in tokens))
+        earlier, tokens = split_tokens(tokens, (T - n, n))
         state = heinsen_forms.state_after(*earlier, state)
     k, v, resets = tokens
     documents = None if resets is None else resets.cumsum(1, dtype=torch.int32)

@@ -38,7 +38,14 @@ from .operator.arguments import (
 from .operator.dispatch import Problem, packed_chunk_size, plan
 from .operator.forms import PowerState, accumulation_dtype
 from .operator.memory import check_chunks_fit, check_state_fits
-from .operator.sequences import make_slots, read_lengths, reset_gates, sequence_lengths, typical_length
+from .operator.sequences import (
+    make_slots,
+    read_lengths,
+    reset_gates,
+    sequence_lengths,
+    split_tokens,
+    typical_length,
+)
 
 
 def power_attention(
@@ -147,7 +154,7 @@ def _attend(tensors, chosen, *, p, initial_state=None, return_state=False, first
         check_chunks_fit(q if n == T else k, k, v, p, chosen.chunk_size)
         sizes, state, tokens = dict(p=p, chunk=chosen.chunk_size), initial_state or (None, None), (k, v, gates)
         if n < T:  # the state of the tokens without a query comes first
-            earlier, tokens = zip(*((None, None) if x is None else x.split((T - n, n), dim=1) for x in tokens))
+            earlier, tokens = split_tokens(tokens, (T - n, n))
             state = operators.chunked_state(*earlier, *state, **sizes)
         sizes.update(final=return_state, first_chunks=first_chunks)
         y, S, z = operators.chunked_attention(q, *tokens, *state, **sizes)
@@ -193,10 +200,10 @@ def _attend_to_sequences(tensors, cu_seqlens, *, p, form, chunk_size, initial_st
 
 def _attend_one_by_one(tensors, lengths, *, p, initial_state, return_state, **options):
     """Return what `_attend_to_sequences` does for sequences of these lengths, by computing each of them alone."""
-    outputs, final_states, nothing = [], [], [None] * len(lengths)
-    sequences = zip(*(nothing if x is None else x.split(lengths, dim=1) for x in tensors))
-    states = nothing if initial_state is None else map(PowerState, *(x.split(1) for x in initial_state))
-    for sequence, state in zip(sequences, states):
+    outputs, final_states, states = [], [], [None] * len(lengths)
+    if initial_state is not None:
+        states = map(PowerState, *(x.split(1) for x in initial_state))
+    for sequence, state in zip(split_tokens(tensors, lengths), states):
         if sequence[0].shape[1]:
             y, state = _attend_to_batch(sequence, p=p, initial_state=state, return_state=return_state, **options)
             outputs.append(y)

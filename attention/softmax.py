@@ -17,9 +17,9 @@ from .variant import KVCacheVariant
 def softmax_attention(q, k, v, log_g=None, *, scale=None):
     """Compute causal softmax attention with torch's scaled_dot_product_attention.
 
-    q [B, n, H, D] belong to the last n of the T tokens of k [B, T, Hkv, D], v [B, T, Hkv, E]. log_g [B, T, Hkv], or
-    [B, T, 1] for all heads, holds only 0 and -inf; -inf hides all tokens before. It makes a mask of n T entries for
-    each sequence and head that log_g has: `packed_softmax_attention` does without. Returns [B, n, H, E].
+    q [B, n, H, D] belong to the last n of the T tokens of k [B, T, Hkv, D], v [B, T, Hkv, E]. log_g [B, T, any], the
+    same for all heads, holds only 0 and -inf; -inf hides all tokens before. It makes a mask of n T entries for each
+    sequence: `packed_softmax_attention` does without. Returns [B, n, H, E].
     """
     (n, H), (T, Hkv) = q.shape[1:3], k.shape[1:3]
     mask = None
@@ -27,9 +27,7 @@ def softmax_attention(q, k, v, log_g=None, *, scale=None):
         tokens = torch.arange(T, device=q.device)
         mask = tokens[-n:, None] >= tokens  # [n, T]
     if log_g is not None:
-        document = (log_g == float("-inf")).cumsum(1).transpose(1, 2)  # [B, Hkv or 1, T]
-        if document.shape[1] > 1:
-            document = document.repeat_interleave(H // Hkv, dim=1)
+        document = (log_g[..., 0] == float("-inf")).cumsum(1).unsqueeze(1)  # [B, 1, T]
         mask = mask & (document[..., -n:, None] == document[..., None, :])
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     y = F.scaled_dot_product_attention(
@@ -45,7 +43,7 @@ def packed_softmax_attention(q, k, v, resets, *, scale=None):
     [B, T, H, E]. Under torch.compile a mask is made after all where torch's flash attention does not take the tensors.
     """
     if torch.compiler.is_compiling() and not takes_flash(q, k, v):
-        return softmax_attention(q, k, v, reset_gates(resets, None, k[:, :, :1]), scale=scale)
+        return softmax_attention(q, k, v, reset_gates(resets, None, k), scale=scale)
     return attend_within(find_documents(resets), q, k, v, scale)
 
 
@@ -64,5 +62,4 @@ class Softmax(KVCacheVariant):
             y = softmax_attention(q, k, v) if resets is None else packed_softmax_attention(q, k, v, resets)
             return y, None
         state = state.append(k, v, reset_gates(resets, None, k), positions)
-        log_g = None if state.log_g is None else state.log_g[..., :1]  # the same for all heads
-        return softmax_attention(q, state.k, state.v, log_g), state
+        return softmax_attention(q, state.k, state.v, state.log_g), state

@@ -62,14 +62,12 @@ def power_retention_inference(
     state = paired_state(initial_state, sum_of_keys, Q, deg)
     if (K is None) != (V is None) or (K is None and state is None):
         raise ValueError("K and V must both be given, or both be None and initial_state be given")
-    if isinstance(initial_state, (tuple, list)):
-        initial_state, sum_of_keys = initial_state
     if K is None:
-        return query_state(Q, *state, None, None, None, deg, 1.0), initial_state, sum_of_keys
+        return query_state(Q, *state, None, None, None, deg, 1.0), *state
     form = "quadratic" if Q.shape[1] < K.shape[1] else "auto"
     Y = power_attention(Q, K, V, log_G, p=deg, scale=scale or None, form=form, initial_state=state)
     if switch_over_seq_len is None or K.shape[1] < switch_over_seq_len:
-        return Y, initial_state, sum_of_keys
+        return Y, *(state or (None, None))
     return Y, *forms.flush(K, V, log_G, state, p=deg)
 
 

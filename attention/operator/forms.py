@@ -61,7 +61,7 @@ def attend(q, k, v, log_g, *, p, chunk_size=None, initial_state=None, return_sta
     with without_autocast(q.device):
         queries, keys, values, gates = by_head(q, k, v, log_g)
         queries = to_unit_range(queries)
-        state = None if initial_state is None else _scale_state(initial_state, _unit_of_state(initial_state, p), p)
+        state = initial_state and _scale_state(initial_state, _unit_of_state(initial_state, p), p)
         scale = _scale_of_rows(keys, gates, state and state.unit, p)
         if chunk_size is None:
             num, den = _quadratic(queries, keys, values, gates, scale[..., -q.shape[1] :], state, p)
@@ -116,9 +116,8 @@ def read_cache(q, k, v, log_g, state, *, p, flush_cache):
     """
     with without_autocast(q.device):
         queries, keys, values, gates = by_head(q, k, v, log_g)
-        unscaled = None if state is None else ScaledState(*state, torch.ones_like(state.z[..., :1, None]))
-        scale = _scale_of_rows(keys, gates, None if state is None else _unit_of_state(state, p), p)
-        scale = scale[..., -q.shape[1] :]
+        unscaled = state and ScaledState(*state, torch.ones_like(state.z[..., :1, None]))
+        scale = _scale_of_rows(keys, gates, state and _unit_of_state(state, p), p)[..., -q.shape[1] :]
         y = normalize(*_quadratic(to_unit_range(queries), keys, values, gates, scale, unscaled, p))
         if flush_cache:
             state = flush(k, v, log_g, state, p=p)

@@ -76,6 +76,11 @@ def read_lengths(cu_seqlens):
     return tuple(end - start for start, end in zip(ends, ends[1:]))
 
 
+def split_tokens(tensors, lengths):
+    """Yield the tensors [B, T, ...] of the first lengths[0] tokens, of the next lengths[1], ...; None stays None."""
+    return zip(*([None] * len(lengths) if x is None else x.split(lengths, dim=1) for x in tensors))
+
+
 def typical_length(lengths, T, N):
     """Return the mean length of N packed sequences, each token counted once. Unknown lengths (None) count as equal."""
     return max(1, T // N if lengths is None else round(sum(n * n for n in lengths) / T))
