@@ -47,18 +47,17 @@ KERNEL_BLOCK = 16  # tokens of a block, inside which the kernels compute pairs f
 
 
 def heinsen_attention(
-    q, k, v, *, values="signed", causal=True, form="auto", chunk_size=None, resets=None, initial_state=None,
-    return_state=False, refuse=True,
+    q, k, v, *, values="signed", form="auto", chunk_size=None, resets=None, initial_state=None, return_state=False,
+    refuse=True,
 ):  # fmt: skip
-    """Compute Heinsen's log attention: y_i = sum_j w_ij v_j / sum_j w_ij, w_ij = sum_d exp(q_id + k_jd).
+    """Compute Heinsen's log attention, causally: y_i = sum_j w_ij v_j / sum_j w_ij, w_ij = sum_d exp(q_id + k_jd).
 
-    q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides; query head h
-    reads key/value head h // (H / Hkv). float16 is computed in float32 and comes back as float16. causal: the queries
-    belong to the last n <= T tokens, and each sees the tokens up to its own; otherwise there are any number of them and
-    each sees all T. values: "signed", or "log": v holds logarithms and y = log(sum_j w_ij exp(v_j) / sum_j w_ij). form:
-    "quadratic", "chunked", "recurrent" or "auto" (chunked); without a causal order there is one form. chunk_size:
-    tokens a chunk in the chunked form. resets [B, T] bool: a token where it is true sees nothing before it.
-    initial_state: LogState of the tokens before. Under autocast q, k and v are first cast to its dtype, as for SDPA.
+    q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]: float64, float32, float16 or bfloat16, any strides; the queries
+    belong to the last n of T tokens; query head h reads key/value head h // (H / Hkv). float16 is computed in float32
+    and comes back as float16. values: "signed", or "log": v holds logarithms and y = log(sum_j w_ij exp(v_j) / sum_j
+    w_ij). form: "quadratic", "chunked", "recurrent" or "auto" (chunked). chunk_size: tokens a chunk in the chunked
+    form. resets [B, T] bool: a token where it is true sees nothing before it. initial_state: LogState of the tokens
+    before. Under autocast q, k and v are first cast to its dtype, as for SDPA.
 
     Sums are in float32 (float64 for float64 q) and exponents relative to prefix maxima, so that q and k may be of any
     size; a row changes no bit with later tokens. NaN or infinity in an input gives NaN in the rows that see it. A row
@@ -73,13 +72,11 @@ def heinsen_attention(
     q, k, v = cast_to_autocast_dtype(q, k, v)
     initial_state = as_state(initial_state, LogState)
     check_form(form, chunk_size)
-    _check(q, k, v, values, causal, resets, initial_state)
+    _check(q, k, v, values, resets, initial_state)
     dtype, (q, k, v) = q.dtype, cast_from_float16(q, k, v)
     if values == "log":
         v = _exp_of_log_values(v, accumulation_dtype(q), refuse)
-    if not causal:
-        y, state = heinsen_forms.attend_to_all(q, k, v, initial_state=initial_state)
-    elif form in ("auto", "chunked") and _kernels_take(q, v):
+    if form in ("auto", "chunked") and _kernels_take(q, v):
         y, state = _attend_on_kernels(q, (k, v, resets), initial_state, return_state)
     else:
         size = {"quadratic": k.shape[1], "recurrent": 1}.get(form, chunk_size or CHUNK_SIZE)
@@ -90,13 +87,11 @@ def heinsen_attention(
     return (y, state) if return_state else y
 
 
-def _check(q, k, v, values, causal, resets, initial_state):
+def _check(q, k, v, values, resets, initial_state):
     """Raise ValueError, with the value and what would be right, for arguments that do not fit each other."""
     if values not in VALUES:
         raise ValueError(f"values must be {' or '.join(VALUES)}, got {values!r}")
-    if not causal and resets is not None:
-        raise ValueError("resets are of causal attention: with causal=False there is no order, leave them out")
-    check_tensors(q, k, v, causal=causal, resets=resets, **(initial_state._asdict() if initial_state else {}))
+    check_tensors(q, k, v, resets=resets, **(initial_state._asdict() if initial_state else {}))
     if resets is not None and (resets.shape != k.shape[:2] or resets.dtype != torch.bool):
         raise ValueError(f"resets must be bool [B, T] = {[*k.shape[:2]]}, got {resets.dtype} {[*resets.shape]}")
     if initial_state is not None:

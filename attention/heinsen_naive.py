@@ -14,13 +14,13 @@ import torch
 from .operator.heinsen_forms import EMPTY, empty_log_state
 
 
-def quadratic(q, k, v, *, values="signed", causal=True, resets=None, initial_state=None):
+def quadratic(q, k, v, *, values="signed", resets=None, initial_state=None):
     """Return y [B, n, H, E]: y_i = sum_j w_ij v_j / sum_j w_ij with w_ij = sum_d exp(q_id + k_jd), which takes a tensor
     [B, n, T, H, D]."""
     H, Hkv = q.shape[2], k.shape[2]
     k, v = (x.repeat_interleave(H // Hkv, dim=2) for x in (k, v))
     v = v.exp() if values == "log" else v
-    seen, state_seen = visible(q, k, causal, resets)
+    seen, state_seen = visible(q, k, resets)
     pairs = torch.where(seen[..., None, None], q[:, :, None] + k[:, None], -torch.inf)  # inf times 0 would be NaN
     w = pairs.exp().sum(-1)  # [B, n, T, H]
     num, den = torch.einsum("bijh,bjhe->bihe", w, v), w.sum(2).unsqueeze(-1)
@@ -63,15 +63,12 @@ def state_after(k, v, *, values="signed", resets=None, initial_state=None):
     return m, S, z
 
 
-def visible(q, k, causal, resets):
+def visible(q, k, resets):
     """Return whether query i, of the last n tokens, sees key j [B, n, T] and the state before all keys [B, n]."""
     (B, n), T = q.shape[:2], k.shape[1]
-    seen = torch.ones(B, n, T, dtype=torch.bool, device=q.device)
-    if not causal:
-        return seen, seen[..., 0]
+    seen = torch.ones(n, T, dtype=torch.bool, device=q.device).tril(T - n)
     document = torch.zeros(B, T, device=q.device) if resets is None else resets.cumsum(1)
-    seen = seen.tril(T - n) & (document[:, -n:, None] == document[:, None])
-    return seen, document[:, -n:] == 0
+    return seen & (document[:, -n:, None] == document[:, None]), document[:, -n:] == 0
 
 
 def positions(log_coefficients, logits, resets=None, log_x=None):

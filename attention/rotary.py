@@ -12,6 +12,9 @@ import math
 
 import torch
 
+from . import naive
+from .operator import backend
+from .operator.dispatch import pointwise_reason
 from .operator.forms import accumulation_dtype
 
 
@@ -20,18 +23,13 @@ def rotation_rates(d, base, device=None):
     return float(base) ** (-torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
 
 
-def angles(u, d, base, dtype):
-    """Return the angle of each pair, less whole turns, [..., T, d / 2] in dtype, for u [..., T] float64."""
-    turns = u.unsqueeze(-1) * rotation_rates(d, base, u.device)
-    return (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
-
-
 def rotation(u, d, base, dtype):
     """Return the factors of x and of each entry's partner in its pair, for u [..., T] float64.
 
     Both are [..., T, d] in dtype: (cos, cos) and (-sin, sin) of each pair's angle.
     """
-    angle = angles(u, d, base, dtype)
+    turns = u.unsqueeze(-1) * rotation_rates(d, base, u.device)  # [..., T, d / 2]
+    angle = (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
     cos, sin = angle.cos(), angle.sin()
     return torch.stack((cos, cos), dim=-1).flatten(-2), torch.stack((-sin, sin), dim=-1).flatten(-2)
 
@@ -54,8 +52,11 @@ def rotary(x, u, base):
     x [B, T, H, D], D even; u [B, T] or [T] float64, on the CPU where x's device has none. Returns [B, T, H, D] in x's
     dtype (computed in float32, or in float64 when x is), differentiable in x and u.
     """
-    dtype = accumulation_dtype(x)
-    compute = _rotation if torch.compiler.is_compiling() and not u.requires_grad else rotation
-    cos, sin = (r.to(x.device).unsqueeze(-2) for r in compute(u, x.shape[-1], float(base), dtype))  # [B, T, 1, D]
-    y = x.to(dtype)
-    return (y * cos + y.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin).to(x.dtype)
+    dtype, compiling = accumulation_dtype(x), torch.compiler.is_compiling()
+    compute = _rotation if compiling and not u.requires_grad else rotation
+    cos, sin = (r.to(x.device) for r in compute(u, x.shape[-1], float(base), dtype))
+    # torch.compile makes one pass of it
+    without_kernel = compiling or cos.requires_grad or backend.transforms_active()
+    if without_kernel or pointwise_reason("rotary", x.device, x.dtype, x.shape[-1]):
+        return naive.rotate(x.to(dtype), cos, sin).to(x.dtype)
+    return backend.rotary().Rotation.apply(x, cos, sin)

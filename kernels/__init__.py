@@ -10,7 +10,7 @@ chunked/       passes, the chunked form forward and backward, and its kernels: p
 adaptive/      passes, the launchers of the quadratic form with a power for each row, its kernels: forward_kernel,
                backward_kernels, and operator, its torch operator
 heinsen/       passes, Heinsen's log attention, and operator, its torch operator
-decode/        one token of generation: power, softmax, heinsen, linear, sampling
+decode/        one token of generation: power, softmax, heinsen, linear, sampling; and rotary, for prompts
 common         what the kernels share: units, exact products, program maps
 cross_entropy  losses and their gradients in one pass over the logits
 layout         which features a state has, and in what order the kernels store them

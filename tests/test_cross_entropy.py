@@ -21,9 +21,9 @@ def kernel(monkeypatch):
     uses = []
 
     def switch(on):
-        reason = lambda device, dtype: uses.append(dtype) or "" if on else "off"
+        reason = lambda form, device, dtype: uses.append(dtype) or "" if on else "off"
         reason._dynamo_marked_constant = True  # as that of dispatch.py
-        monkeypatch.setattr(loss, "cross_entropy_reason", reason)
+        monkeypatch.setattr(loss, "pointwise_reason", reason)
         uses.clear()
         return uses
 
@@ -46,14 +46,14 @@ def test_a_kernel_that_is_wrong_gives_way_to_pytorch(monkeypatch):
     for name, value in dict(is_available=True, is_current_stream_capturing=False, device_count=2).items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     with warnings.catch_warnings(record=True) as told:
-        reason = dispatch.cross_entropy_reason("cuda", torch.bfloat16)
-        assert dispatch.cross_entropy_reason("cuda", torch.bfloat16) == reason
+        reason = dispatch.pointwise_reason("cross_entropy", "cuda", torch.bfloat16)
+        assert dispatch.pointwise_reason("cross_entropy", "cuda", torch.bfloat16) == reason
     assert len(told) == 1 and "cross entropy runs in plain PyTorch" in str(told[0].message)
     assert reason == "wrong results, cross_entropy bfloat16 T=400: y 0.0e+00, dx nan"
     errors["dx"] = 1e-3
-    assert dispatch.cross_entropy_reason("cuda", torch.bfloat16) == ""
+    assert dispatch.pointwise_reason("cross_entropy", "cuda", torch.bfloat16) == ""
     for dtype in (torch.float64, torch.float16):  # the second cannot hold the exponentials
-        assert "computed in PyTorch" in dispatch.cross_entropy_reason("cuda", dtype)
+        assert "computed in PyTorch" in dispatch.pointwise_reason("cross_entropy", "cuda", dtype)
 
 
 def test_losses_leave_the_padding_and_masked_targets_out(kernel):

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from sympow.attention import rotary as rotary_module
+from sympow.attention.operator import check
 from sympow.attention.rotary import rotary, rotation_rates
 
 
@@ -61,3 +63,18 @@ def test_gradients_reach_x_and_u():
     x = torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
     u = torch.rand(1, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, u: rotary(x, u, 10.0), (x, u))
+
+
+@pytest.mark.parametrize("D", [6, 16])
+def test_the_kernel_computes_the_same_and_its_gradient(D, monkeypatch):
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    assert max(check.errors(check.Size("rotary", torch.float32, D), 37, "cpu").values()) < 1e-6
+    x, dy = torch.randn(2, 13, 5, D).transpose(1, 2).requires_grad_(), torch.randn(2, 5, 13, D)
+    for u in (torch.arange(5.0).double(), torch.rand(2, 5).double()):
+        results = []
+        for reason in ("off", ""):
+            monkeypatch.setattr(rotary_module, "pointwise_reason", lambda *_: reason)
+            y = rotary(x, u, 99.0)
+            results.append((y, *torch.autograd.grad(y, x, dy)))
+        for a, b in zip(*results):
+            assert torch.allclose(a, b, atol=1e-6)

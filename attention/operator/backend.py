@@ -57,6 +57,13 @@ def cross_entropy():
     return cross_entropy
 
 
+def rotary():
+    """Return the module kernels.decode.rotary: rotated queries and keys in one pass."""
+    from ...kernels.decode import rotary
+
+    return rotary
+
+
 def precompile(launch):
     """Compile the kernels that launch() launches, in threads: see kernels/precompile.py."""
     from ...kernels import precompile

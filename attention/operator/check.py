@@ -129,6 +129,16 @@ def heinsen_in_two_calls(q, k, v, resets):
     return in_calls(2, attend, q, k, v, resets)
 
 
+# ---- rotary positions
+
+
+def create_rotary_inputs(size, T, randn):
+    """Create heads, a view of a fused projection's, and the rotations of two sequences."""
+    x, angle = randn(2, T, 4, size.D).to(size.dtype)[:, :, :3], randn(2, T, size.D // 2)
+    cos, sin = angle.cos().repeat_interleave(2, -1), torch.stack((-angle.sin(), angle.sin()), -1).flatten(-2)
+    return dict(x=x), dict(cos=cos, sin=sin), randn(*x.shape).to(size.dtype)
+
+
 # ---- cross entropy
 
 
@@ -164,6 +174,9 @@ OPERATORS = {
     ),
     "heinsen": Operator(
         create_heinsen_inputs, heinsen_in_two_calls, lambda **x: heinsen_naive.recurrent(**x)[0], (1216,)
+    ),
+    "rotary": Operator(
+        create_rotary_inputs, lambda x, cos, sin: backend.rotary().Rotation.apply(x, cos, sin), naive.rotate, (400,)
     ),
     "cross_entropy": Operator(create_cross_entropy_inputs, cross_entropy, cross_entropy_specification, (400,)),
 }
@@ -202,6 +215,8 @@ SIZES = [
     Size("heinsen", BF16, 64, v_dtype=FP32),
     Size("heinsen", BF16, 128),
     Size("heinsen", FP32, 32),
+    Size("rotary", BF16, 64),
+    Size("rotary", FP32, 48),
     *(Size("cross_entropy", dtype) for dtype in (BF16, FP32)),
 ]
 # What models use most: they stand in the package's checked.json for the GPUs on which it was written.

@@ -160,12 +160,10 @@ def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
     return _reason("heinsen attention", device, dtype, unsupported, size)
 
 
-def cross_entropy_reason(device, dtype):
-    """Return why the kernel of cross entropy cannot be used for logits of this device and dtype, or "".
-
-    Warn once for each reason if the device, as for `kernel_reason`, is a GPU.
-    """
-    return _reason("cross entropy", device, dtype, unusable_machine, Size("cross_entropy", dtype))
+def pointwise_reason(form, device, dtype, D=None):
+    """Return why the kernel of `form`, "cross_entropy" or for heads of D entries "rotary", cannot be used for tensors
+    of this device and dtype, or "". Warn once for each reason if the device, as for `kernel_reason`, is a GPU."""
+    return _reason(form.replace("_", " "), device, dtype, unusable_machine, Size(form, dtype, D))
 
 
 def _reason(name, device, dtype, unsupported, size=None):
@@ -186,7 +184,7 @@ def _reason(name, device, dtype, unsupported, size=None):
 
 # torch.compile asks once and does not look inside. torch.compiler.assume_constant_result sets this mark too, but it
 # imports torch._dynamo, which takes 2 s that a program without torch.compile need not wait.
-for function in (kernel_reason, failed_check, heinsen_kernel_reason, cross_entropy_reason):
+for function in (kernel_reason, failed_check, heinsen_kernel_reason, pointwise_reason):
     function._dynamo_marked_constant = True
 
 

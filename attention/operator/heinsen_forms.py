@@ -1,8 +1,7 @@
 """Heinsen's log attention in plain PyTorch: in chunks, stable in float32, on any device.
 
-    y, state = attend(q, k, v, chunk_size=256)      # causal
-    y, state = attend_to_all(q, k, v)               # every query sees every key
-    state = state_after(k, v)                       # no queries
+    y, state = attend(q, k, v, chunk_size=256)
+    state = state_after(k, v, None, None)       # no queries
 
 The three forms differ in the tokens of a chunk: all of them (quadratic), chunk_size (chunked), or one (recurrent).
 
@@ -65,7 +64,7 @@ def attend(q, k, v, *, chunk_size=CHUNK_SIZE, resets=None, initial_state=None):
     with without_autocast(q.device):
         first = k.shape[1] - q.shape[1]
         k, v, documents, poison = _prepare_keys(k, v, resets)
-        q, state = _group_queries(q, k), _begin(initial_state, k, v)
+        q, state = q.to(k.dtype).unflatten(2, (k.shape[1], -1)).transpose(1, 2), _begin(initial_state, k, v)
         if first:  # tokens without a query are only part of the state
             state = _update(k[:, :, :first], v[:, :, :first], documents[:, :, : first + 1], *state)
         parts = []
@@ -79,17 +78,6 @@ def attend(q, k, v, *, chunk_size=CHUNK_SIZE, resets=None, initial_state=None):
         return y, _end(*state, poison)
 
 
-def attend_to_all(q, k, v, *, initial_state=None):
-    """Return what `attend` does for queries q [B, n, H, D], any number of them, that see every one of the T keys and
-    the state."""
-    with without_autocast(q.device):
-        k, v, documents, poison = _prepare_keys(k, v, None)
-        m, S = _update(k, v, documents, *_begin(initial_state, k, v))
-        q = _group_queries(q, k)
-        num = _read(q, _reference(q, m.unsqueeze(2)), documents[:, :, -1:] != 0, m, S)  # hidden from none
-        return _divide(num, poison[..., -1:]), _end(m, S, poison)
-
-
 def state_after(k, v, resets, initial_state):
     """Return the LogState of `initial_state` and the tokens k [B, T, Hkv, D], v [B, T, Hkv, E] that follow it."""
     with without_autocast(k.device):
@@ -98,11 +86,6 @@ def state_after(k, v, resets, initial_state):
 
 
 # ---- from the public layout, and back
-
-
-def _group_queries(q, k):
-    """Return q [B, n, H, D] as [B, Hkv, n, G, D], in the dtype of k [B, Hkv, T, D]."""
-    return q.to(k.dtype).unflatten(2, (k.shape[1], -1)).transpose(1, 2)
 
 
 def _prepare_keys(k, v, resets):
