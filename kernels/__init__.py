@@ -97,12 +97,3 @@ def unusable_machine(device=None):
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return ""
-
-
-def heinsen_unsupported_reason(dtype, D, E, device=None):
-    """Return why the kernels of Heinsen's log attention cannot run on a GPU, or "" if they can.
-
-    The inputs are q, k [..., D] of `dtype` and v [..., E] of `dtype` or float32; device: the GPU, by default the
-    current one.
-    """
-    return unsupported_reason("heinsen", dtype, D, E, 2, device)

@@ -1,6 +1,7 @@
 """Heinsen's log attention against float64: outputs, states and every gradient, at any size of queries and keys."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -31,9 +32,12 @@ def inputs(T, n=None, B=2, H=4, Hkv=2, D=5, E=6, dtype=torch.float64, resets=Fal
     return leaves, resets, m if m is None else m.float().double()
 
 
-def assert_equal_to_specification(
-    made, *, tolerance, gradients=None, dtype=torch.float64, values="signed", causal=True, **settings
-):
+def as_float32(tensors):
+    """Return the tensors as float32 leaves of a graph of their own."""
+    return [x.detach().float().requires_grad_() for x in tensors]
+
+
+def assert_equal_to_specification(made, *, tolerance, gradients=None, dtype=torch.float64, values="signed", **settings):
     """Compare y, S, z and every gradient, through y and the state after, with the specification of the same inputs.
 
     A state of log-values is one of positive sums: S0 is made positive.
@@ -43,14 +47,14 @@ def assert_equal_to_specification(
         leaves[3] = leaves[3].detach().abs().requires_grad_()
     sums = torch.promote_types(dtype, torch.float32)
     state = None if m is None else (m, *leaves[3:])
-    y = naive.quadratic(*leaves[:3], values=values, causal=causal, resets=resets, initial_state=state)
+    y = naive.quadratic(*leaves[:3], values=values, resets=resets, initial_state=state)
     reference, *after = naive.state_after(*leaves[1:3], values=values, resets=resets, initial_state=state)
     generator = torch.Generator().manual_seed(1)
     dys = [torch.randn(x.shape, generator=generator).to(dtype).double() for x in (y, *after)]
     expected = [y, *after, *torch.autograd.grad([y, *after], leaves, dys)]
 
     cast = [x.detach().to(t).requires_grad_() for x, t in zip(leaves, [dtype] * 3 + [sums] * 2)]
-    settings |= dict(values=values, causal=causal, resets=resets, return_state=True)
+    settings |= dict(values=values, resets=resets, return_state=True)
     state = None if m is None else LogState(m.to(sums), *cast[3:])
     y, (last, *after) = heinsen_attention(*cast[:3], initial_state=state, **settings)
     assert y.dtype == dtype and last.equal(reference.to(sums)) and {last.dtype, *(x.dtype for x in after)} == {sums}
@@ -75,14 +79,15 @@ def test_the_specification_is_one_function_in_two_forms():
 
 
 def test_the_specification_is_softmax_of_the_paper():
-    (q, k, v), *_ = inputs(9, H=1, Hkv=1)
-    scores = (q[:, :, 0].exp() @ k[:, :, 0].exp().transpose(1, 2)).log()  # log(exp(Q) exp(K)^T)
+    tensors, *_ = inputs(9, H=1, Hkv=1)
+    q, k, v = (x[:, :, 0] for x in tensors)
+    scores = (q.exp() @ k.exp().transpose(1, 2)).log()  # log(exp(Q) exp(K)^T)
     scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
-    assert torch.allclose(naive.quadratic(q, k, v)[:, :, 0], scores.softmax(-1) @ v[:, :, 0])
-    log_S = torch.logcumsumexp(k[:, :, 0, :, None] + v[:, :, 0, None], 1)  # [B, T, D, E]
-    log_Z = torch.logcumsumexp(k[:, :, 0, :, None], 1)
-    log_y = (q[:, :, 0, :, None] + log_S).logsumexp(2) - (q[:, :, 0, :, None] + log_Z).logsumexp(2)
-    assert torch.allclose(naive.quadratic(q, k, v, values="log")[:, :, 0], log_y)
+    assert torch.allclose(naive.quadratic(*tensors)[:, :, 0], scores.softmax(-1) @ v)
+    log_S = torch.logcumsumexp(k[..., None] + v[:, :, None], 1)  # [B, T, D, E]
+    log_Z = torch.logcumsumexp(k[..., None], 1)
+    log_y = (q[..., None] + log_S).logsumexp(2) - (q[..., None] + log_Z).logsumexp(2)
+    assert torch.allclose(naive.quadratic(*tensors, values="log")[:, :, 0], log_y)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -104,25 +109,18 @@ def test_every_form_takes_states_and_shared_heads(form, sizes, values):
     assert_equal_to_specification(inputs(37, **sizes), form=form, values=values, chunk_size=CHUNK, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("values", ["signed", "log"])
-@pytest.mark.parametrize("T,n,state", [(40, 7, False), (3, 11, False), (20, 30, True)])
-def test_without_an_order_every_query_sees_every_key_and_the_state(T, n, state, values):
-    assert_equal_to_specification(inputs(T, n, state=state), causal=False, values=values, tolerance=1e-9)
-
-
 def test_gradients_through_a_chain_of_states_are_those_of_the_whole():
-    (q, k, v), *_ = inputs(37, change=lambda k: k + torch.linspace(0, 20, 37)[:, None, None])
+    leaves, *_ = inputs(37, change=lambda k: k + torch.linspace(0, 20, 37)[:, None, None])
     dy = torch.randn(2, 37, 4, 6, dtype=torch.float64)
-    expected = torch.autograd.grad(naive.quadratic(q, k, v), (q, k, v), dy)
-    parts, state = [], None
-    for rows in (slice(0, 9), slice(9, 10), slice(10, 37)):
-        y, state = heinsen_attention(
-            q[:, rows], k[:, rows], v[:, rows], chunk_size=8, initial_state=state, return_state=True
-        )
+    outputs, state = [], None
+    for tokens in zip(*(x.split((9, 1, 27), 1) for x in leaves)):
+        y, state = heinsen_attention(*tokens, chunk_size=8, initial_state=state, return_state=True)
         assert not state.m.requires_grad  # a reference, which cancels
-        parts.append(y)
-    for found, ref in zip(torch.autograd.grad(torch.cat(parts, 1), (q, k, v), dy), expected):
-        assert torch.allclose(found, ref, rtol=1e-9)
+        outputs.append(y)
+    expected = torch.autograd.grad(naive.quadratic(*leaves), leaves, dy)
+    assert all(
+        map(partial(torch.allclose, rtol=1e-9), torch.autograd.grad(torch.cat(outputs, 1), leaves, dy), expected)
+    )
 
 
 def test_what_a_state_means_does_not_depend_on_its_reference():
@@ -135,15 +133,14 @@ def test_what_a_state_means_does_not_depend_on_its_reference():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_after_a_reset_have_gradients_however_large_the_keys_before(form):
-    (q, k, v), *_ = inputs(40, dtype=torch.float32, change=lambda k: k + 200 * (torch.arange(40) < 20)[:, None, None])
+    leaves, *_ = inputs(40, dtype=torch.float32, change=lambda k: k + 200 * (torch.arange(40) < 20)[:, None, None])
     resets = (torch.arange(40) == 20).expand(2, 40)
-    assert_equal_to_specification(([q, k, v], resets, None), form=form, dtype=torch.float32, tolerance=1e-5)
+    assert_equal_to_specification((leaves, resets, None), form=form, dtype=torch.float32, tolerance=1e-5)
 
 
 def test_it_can_be_differentiated_twice():
-    (q, k, v), *_ = inputs(9, B=1, H=1, Hkv=1, D=2, E=2)
-    f = lambda *x: heinsen_attention(*x, chunk_size=4)
-    assert torch.autograd.gradgradcheck(f, (q, k, v))
+    leaves, *_ = inputs(9, B=1, H=1, Hkv=1, D=2, E=2)
+    assert torch.autograd.gradgradcheck(partial(heinsen_attention, chunk_size=4), leaves)
 
 
 # ---- numbers of any size
@@ -180,29 +177,30 @@ def test_every_dtype_is_accurate_for_any_size_of_queries_and_keys(dtype, setting
 @pytest.mark.parametrize("token", [13, 16, 29])
 @pytest.mark.parametrize("name,value", [("k", 85.0), ("k", math.inf), ("v", math.nan), ("k", math.nan), ("v", 1e30)])
 def test_rows_before_a_large_or_broken_token_keep_their_bits(form, token, name, value):
-    tensors = [x.detach().float() for x in inputs(40)[0]]
+    leaves = as_float32(inputs(40)[0])
 
     def attend():
-        leaves = [x.clone().requires_grad_() for x in tensors]
         y = heinsen_attention(*leaves, form=form, chunk_size=CHUNK)
-        return y, torch.autograd.grad(y[:, :token].sum(), leaves)  # the later rows weigh nothing
+        return y, *torch.autograd.grad(y[:, :token].sum(), leaves)  # the later rows weigh nothing
 
-    y, grads = attend()
-    tensors["qkv".index(name)][:, token, :, 0] = value
-    changed, changed_grads = attend()
-    seen = changed[:, token:]
-    assert y[:, :token].equal(changed[:, :token]) and not y[:, token:].equal(seen)
-    assert seen.isfinite().all() == math.isfinite(value) and seen.isnan().any() == (not math.isfinite(value))
-    for a, b in zip(grads, changed_grads):
-        assert a[:, :token].equal(b[:, :token]) and b.isfinite().all()
+    expected = attend()
+    with torch.no_grad():
+        leaves["qkv".index(name)][:, token, :, 0] = value
+    y, *grads = attend()
+    for x, reference in zip((y, *grads), expected):
+        assert x[:, :token].equal(reference[:, :token])
+    assert all(x.isfinite().all() for x in grads)
+    later, finite = y[:, token:], math.isfinite(value)
+    assert not later.equal(expected[0][:, token:])
+    assert later.isfinite().all() == finite and later.isnan().any() != finite
 
 
 def test_nan_and_infinity_in_a_query_stay_in_its_row():
     (q, k, v), *_ = inputs(20, H=1, Hkv=1)
     with torch.no_grad():
         q[:, 4, :, 0], q[:, 9, :, 0] = math.nan, math.inf
-    wrong = heinsen_attention(q, k, v, chunk_size=8).isnan().all(-1)[..., 0]
-    assert wrong.nonzero()[:, 1].tolist() == [4, 9] * 2 and wrong.sum() == 4
+    is_nan = heinsen_attention(q, k, v, chunk_size=8).isnan()
+    assert is_nan[:, [4, 9]].all() and is_nan.sum() == 4 * 6  # of two sequences, with values of 6 entries
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -210,50 +208,55 @@ def test_a_reset_ends_what_a_broken_token_or_state_does(form):
     (q, k, v, S, z), _, m = inputs(40, state=True)
     resets = torch.zeros(2, 40, dtype=torch.bool)
     resets[:, [10, 30]] = True
-    settings = dict(form=form, chunk_size=CHUNK, resets=resets, return_state=True)
-    y, _ = heinsen_attention(q, k, v, **settings)
+    settings = dict(form=form, chunk_size=CHUNK, return_state=True)
+    y, _ = heinsen_attention(q, k, v, resets=resets, **settings)
     with torch.no_grad():
         v[:, 25] = math.nan
         S.fill_(math.nan)
-    broken, state = heinsen_attention(q, k, v, initial_state=LogState(m, S, z), **settings)
-    assert broken[:, :10].isnan().all() and broken[:, 25:30].isnan().all()
-    assert torch.allclose(broken[:, 10:25], y[:, 10:25]) and torch.allclose(broken[:, 30:], y[:, 30:])
+    broken, state = heinsen_attention(q, k, v, resets=resets, initial_state=LogState(m, S, z), **settings)
+    is_broken = torch.tensor([True] * 10 + [False] * 15 + [True] * 5 + [False] * 10)
+    assert broken[:, is_broken].isnan().all() and torch.allclose(broken[:, ~is_broken], y[:, ~is_broken])
     assert all(x.isfinite().all() for x in state)
-    _, state = heinsen_attention(q[:, :28], k[:, :28], v[:, :28], **settings | {"resets": resets[:, :28]})
+    _, state = heinsen_attention(*(x[:, :28] for x in (q, k, v)), resets=resets[:, :28], **settings)
     assert state.z.isnan().all()
 
 
 def test_a_row_without_any_weight_is_zero():
-    (q, k, v), *_ = inputs(3, dtype=torch.float32, change=lambda k: k - 200)
+    tensors, *_ = inputs(3, dtype=torch.float32, change=lambda k: k - 200)
     state = LogState(torch.zeros(2, 2, 5), torch.zeros(2, 2, 5, 6), torch.zeros(2, 2, 5))  # an m without a key
     for values in ("signed", "log"):
-        leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]
+        leaves = as_float32(tensors)
         y = heinsen_attention(*leaves, values=values, initial_state=state)
-        assert y.eq(0).all() and all(g.eq(0).all() for g in torch.autograd.grad(y.sum(), leaves))
+        assert not y.any() and not any(x.any() for x in torch.autograd.grad(y.sum(), leaves))
 
 
 # ---- log-values
 
 
-def test_log_values_are_accurate_up_to_their_bound_and_refused_beyond():
+@pytest.mark.parametrize("factor", [40, -40, 20, 320])
+def test_log_values_are_accurate_up_to_their_bound(factor):
     """The worst case: a row's largest weight belongs to the smallest value, and the largest value to small weights."""
-    B, T, D, bound = 1, 64, 4, heinsen.LOG_VALUE_BOUND
-    k = torch.linspace(-40, 40, T).reshape(1, T, 1, 1).expand(B, T, 1, D).contiguous()
-    v = torch.linspace(bound, -bound, T).reshape(1, T, 1, 1).expand(B, T, 1, 3).contiguous()
-    q = torch.randn(B, T, 1, D)
-    for later in (k, -k, k / 2, 8 * k):
-        leaves = [x.double().requires_grad_() for x in (q, later, v)]
-        ref = naive.quadratic(*leaves, values="log")
-        cast = [x.detach().float().requires_grad_() for x in leaves]
-        y = heinsen_attention(*cast, values="log")
-        assert (y - ref).abs().max() < 1e-4
-        for found, grad in zip(*(torch.autograd.grad(out.sum(), x) for out, x in ((y, cast), (ref, leaves)))):
-            assert (found - grad).norm() <= 1e-4 * grad.norm() + 1e-4
-    v[0, 5, 0, 1] = bound + 1
-    with pytest.raises(ValueError, match="values='log' takes log-values from -30 to 30, got one of size 31"):
-        heinsen_attention(q, k, v, values="log")
-    v[0, 5, 0, 1] = -math.inf
-    with pytest.raises(ValueError, match="got one of size inf"):
+    line = torch.linspace(-1, 1, 64).reshape(1, 64, 1, 1)
+    tensors = (
+        torch.randn(1, 64, 1, 4),
+        factor * line.expand(1, 64, 1, 4),
+        -heinsen.LOG_VALUE_BOUND * line.expand(1, 64, 1, 3),
+    )
+    leaves = as_float32(tensors)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    y, expected = heinsen_attention(*leaves, values="log"), naive.quadratic(*exact, values="log")
+    assert (y - expected).abs().max() < 1e-4
+    for x, reference in zip(torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(expected.sum(), exact)):
+        assert relative_error(x, reference, floor=1) <= 1e-4
+
+
+@pytest.mark.parametrize("value", [31.0, -math.inf])
+def test_log_values_beyond_their_bound_are_refused(value):
+    (q, k, v), *_ = inputs(9)
+    with torch.no_grad():
+        v[0, 5, 0, 1] = value
+    message = f"values='log' takes log-values from -30 to 30, got one of size {abs(value):g}"
+    with pytest.raises(ValueError, match=message):
         heinsen_attention(q, k, v, values="log")
 
 
@@ -267,28 +270,25 @@ def test_in_training_a_log_value_beyond_the_bound_makes_the_loss_nan_which_is_a_
 
 def test_rows_that_see_a_log_value_beyond_the_bound_are_nan_where_it_cannot_be_looked_at(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    (q, k, v), *_ = inputs(20, dtype=torch.float32)
-    q, k, v = (x.detach().float() for x in (q, k, v))
+    q, k, v = (x.detach().float() for x in inputs(20)[0])
     y = heinsen_attention(q, k, v, values="log", chunk_size=8)
     v[:, 11, :, 0] = 31
-    wrong = heinsen_attention(q, k, v, values="log", chunk_size=8)
-    assert wrong[:, :11].equal(y[:, :11]) and wrong[:, 11:].isnan().all()
+    broken = heinsen_attention(q, k, v, values="log", chunk_size=8)
+    assert broken[:, :11].equal(y[:, :11]) and broken[:, 11:].isnan().all()
 
 
 # ---- arguments
 
 
-def tiny(q=(1, 3, 4, 5), k=(1, 3, 2, 5), v=(1, 3, 2, 6)):
-    return [torch.randn(*size) for size in (q, k, v)]
+QKV = dict(q=torch.zeros(1, 3, 4, 5), k=torch.zeros(1, 3, 2, 5), v=torch.zeros(1, 3, 2, 6))
 
 
 @pytest.mark.parametrize(
-    "settings,message",
+    "arguments,message",
     [
         (dict(values="logs"), "values must be signed or log, got 'logs'"),
         (dict(form="parallel"), "form must be one of auto, quadratic, chunked, recurrent, got 'parallel'"),
         (dict(chunk_size=0), "chunk_size must be a positive integer, got 0"),
-        (dict(causal=False, resets=torch.zeros(1, 3, dtype=bool)), "resets are of causal attention"),
         (dict(resets=torch.zeros(1, 3)), r"resets must be bool \[B, T\] = \[1, 3\], got torch.float32 \[1, 3\]"),
         (dict(initial_state=PowerState(*torch.zeros(2, 1))), "must be a LogState or another .* got PowerState"),
         (dict(initial_state=LogState(*torch.zeros(3, 1, 2, 5))), r"m \[1, 2, 5\], S \[1, 2, 5, 6\], z .* got m"),
@@ -296,30 +296,19 @@ def tiny(q=(1, 3, 4, 5), k=(1, 3, 2, 5), v=(1, 3, 2, 6)):
             dict(initial_state=heinsen_forms.empty_log_state(1, 2, 5, 6, torch.float64)),
             "initial_state must be torch.float32 for q of torch.float32, got .*float64",
         ),
+        (dict(k=torch.zeros(1, 3, 2, 4)), r"do not fit: \[1, 3, 4, 5\], \[1, 3, 2, 4\], \[1, 3, 2, 6\]"),
+        (dict(v=torch.zeros(1, 2, 2, 6)), "do not fit"),
+        (dict(q=torch.zeros(1, 4, 4, 5)), "the last n of T tokens, got n=4 above T=3"),
+        (dict(q=torch.zeros(1, 3, 3, 5)), "a multiple of the key/value heads, got 3 and 2"),
+        (dict(q=torch.zeros(1, 0, 4, 5)), "must be positive"),
+        (dict(q=torch.zeros(1, 3, 5)), r"must be \[B, T, H, D\], got \[1, 3, 5\]"),
+        (dict(q=QKV["q"].half()), "share one floating dtype, got torch.float16, torch.float32"),
+        ({name: x.long() for name, x in QKV.items()}, "share one floating dtype"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_in_one_line(settings, message):
+def test_arguments_that_do_not_fit_are_refused_in_one_line(arguments, message):
     with pytest.raises(ValueError, match=message) as refused:
-        heinsen_attention(*tiny(), **settings)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "tensors,message",
-    [
-        (tiny(k=(1, 3, 2, 4)), r"do not fit: \[1, 3, 4, 5\], \[1, 3, 2, 4\], \[1, 3, 2, 6\]"),
-        (tiny(v=(1, 2, 2, 6)), "do not fit"),
-        (tiny(q=(1, 4, 4, 5)), "the last n of T tokens, got n=4 above T=3"),
-        (tiny(q=(1, 3, 3, 5)), "a multiple of the key/value heads, got 3 and 2"),
-        (tiny(q=(1, 0, 4, 5)), "must be positive"),
-        (tiny(q=(1, 3, 5)), r"must be \[B, T, H, D\], got \[1, 3, 5\]"),
-        ([tiny()[0], *(x.half() for x in tiny()[1:])], "share one floating dtype, got torch.float32, torch"),
-        ([x.long() for x in tiny()], "share one floating dtype"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused_in_one_line(tensors, message):
-    with pytest.raises(ValueError, match=message) as refused:
-        heinsen_attention(*tensors)
+        heinsen_attention(**(QKV | arguments))
     assert "\n" not in str(refused.value)
 
 
@@ -327,35 +316,31 @@ def test_tensors_that_do_not_fit_are_refused_in_one_line(tensors, message):
 
 
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 300])
-@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("has_resets", [False, True])
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_log_x_and_its_gradients_equal_the_recurrence(T, resets, dtype, tolerance):
-    generator = torch.Generator().manual_seed(T)
-    make = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
-    leaves = [torch.nn.functional.logsigmoid(3 * make(2, T, 3)), make(2, T, 3), make(2, 3)]
-    resets = torch.rand(2, T, generator=generator) < 0.1 if resets else None
-    dy = make(2, T, 3)
+def test_log_x_and_its_gradients_equal_the_recurrence(T, has_resets, dtype, tolerance):
+    make = lambda *shape: torch.randn(*shape).to(dtype)
+    tensors = [torch.nn.functional.logsigmoid(3 * make(2, T, 3)), make(2, T, 3), make(2, 3)]
+    resets, dy = torch.rand(2, T) < 0.1 if has_resets else None, make(2, T, 3)
 
     def results(recurrence, dtype):
-        a, b, first = [x.to(dtype).requires_grad_() for x in leaves]
-        y = recurrence(a, b, first)
-        return [y, *torch.autograd.grad(y, (a, b, first), dy.to(dtype))]
+        a, b, first = leaves = [x.to(dtype).requires_grad_() for x in tensors]
+        y = recurrence(a, b, resets=resets, log_x=first)
+        return [y, *torch.autograd.grad(y, leaves, dy.to(dtype))]
 
-    expected = results(lambda a, b, first: naive.positions(a, b, resets, first), torch.float64)
-    for x, ref in zip(results(lambda *x: log_recurrence(*x, resets), dtype), expected):
-        assert x.dtype == dtype and relative_error(x, ref, 0) <= tolerance
+    in_parallel = lambda a, b, resets, log_x: log_recurrence(a, b, log_x, resets)
+    for x, reference in zip(results(in_parallel, dtype), results(naive.positions, torch.float64)):
+        assert x.dtype == dtype and relative_error(x, reference, 0) <= tolerance
 
 
 def test_log_x_is_exact_after_65536_tokens():
     """x begins at one. Also where it forgets little, so that a float32 sum over the text would be off by 1e-3."""
     T, C = 65536, 3
-    generator = torch.Generator().manual_seed(0)
-    a = torch.nn.functional.logsigmoid(torch.randn(1, T, C, generator=generator) + torch.tensor([0.0, 3.0, 9.0]))
-    b = torch.randn(1, T, C, generator=generator)
-    x, kept, added = torch.ones(C, dtype=torch.float64), a[0].double().exp(), b[0].double().exp()
-    expected = []
-    for t in range(T):  # x itself is inside float64's range here
-        x = x * kept[t] + added[t]
+    a = torch.nn.functional.logsigmoid(torch.randn(1, T, C) + torch.tensor([0.0, 3.0, 9.0]))
+    b = torch.randn(1, T, C)
+    x, expected = torch.ones(C, dtype=torch.float64), []
+    for factor, added in zip(a[0].double().exp(), b[0].double().exp()):  # x itself is inside float64's range here
+        x = x * factor + added
         expected.append(x)
     assert (log_recurrence(a, b, torch.zeros(1, C))[0] - torch.stack(expected).log()).abs().max() < 1e-5
 
@@ -392,33 +377,27 @@ def test_reading_in_pieces_gives_what_one_pass_does(residual, values, dtype, tol
     model = model_of(residual=residual, values=values, reset_token=7).to(dtype)
     ids = torch.randint(0, 97, (2, 60))
     ids[0, 20] = 7
-    logits, _ = model(ids)
-    state, size = model.empty_state(2), None
-    for t, cut in ((0, 23), (23, 24), (24, 60)):
-        x, state = model.hidden(ids[:, t:cut], state)
-        assert torch.allclose(model.logits(x), logits[:, t:cut], atol=tolerance)
-        assert size in (None, state.bytes())
-        size = state.bytes()
-    assert size == 2 * (
-        2 * (8 + 2 * 8 * 10 * dtype.itemsize) + 32 * dtype.itemsize
-    )  # two layers of D (E + 2) numbers a head, and log x
+    logits, state = [], model.empty_state(2)
+    for tokens in ids.split((23, 1, 36), 1):
+        x, state = model.hidden(tokens, state)
+        logits.append(model.logits(x))
+        # two layers of D (E + 2) numbers a head, and log x
+        assert state.bytes() == 2 * (2 * (8 + 2 * 8 * 10 * dtype.itemsize) + 32 * dtype.itemsize)
+    assert torch.allclose(torch.cat(logits, 1), model(ids)[0], atol=tolerance)
     assert all(layer.S.dtype == dtype for layer in state.layers)
     assert [layer.position.tolist() for layer in state.layers] == [[60.0, 60.0]] * 2
 
 
 def test_the_gated_residual_layer_takes_the_place_of_the_mlp():
-    model = GPT(heinsen_config(residual="glu", n_layer=8))
-    names = {name for name, _ in model.transformer.h[0].named_parameters()}
-    assert names == {"ln_1.weight", "attn.c_attn.weight", *(f"attn.c_proj.{n}" for n in GLU)}
-    assert model.transformer.h[0].attn.c_proj.c_proj.weight.std() < 0.01  # 0.02 / 4
-    x = torch.randn(2, 32)
-    layer = model.transformer.h[0].attn.c_proj
+    block = GPT(heinsen_config(residual="glu", n_layer=8)).transformer.h[0]
+    layer, x = block.attn.c_proj, torch.randn(2, 32)
+    names = {name for name, _ in block.named_parameters()}
+    projections = {f"attn.c_proj.{name}" for name in ("c_fc.weight", "c_fc.bias", "c_proj.weight")}
+    assert names == {"ln_1.weight", "attn.c_attn.weight"} | projections
+    assert layer.c_proj.weight.std() < 0.01  # 0.02 / 4
     a, b = layer.c_fc(x).chunk(2, dim=-1)
     assert torch.allclose(layer(x), layer.c_proj(a * b.sigmoid()))
     assert not hasattr(model_of(residual="gpt2").transformer.h[0].attn.c_proj, "c_fc")
-
-
-GLU = ("c_fc.weight", "c_fc.bias", "c_proj.weight")
 
 
 @pytest.mark.parametrize(
@@ -496,13 +475,12 @@ def test_kernels_are_asked_for_the_last_queries_with_the_state_of_the_tokens_bef
 
 
 def test_sizes_that_the_kernels_do_not_take_run_in_pytorch_with_one_line(kernels):
-    with pytest.warns(
-        UserWarning, match="heinsen attention runs in plain PyTorch, not on its Triton kernels: D=5"
-    ) as told:
-        heinsen_attention(*tiny())
-        heinsen_attention(*tiny())
-    assert len(told) == 1 and not kernels
-    heinsen_attention(*(x.double() for x in tiny(q=(1, 3, 4, 8), k=(1, 3, 2, 8), v=(1, 3, 2, 8))))
+    message = "heinsen attention runs in plain PyTorch, not on its Triton kernels: D=5"
+    with pytest.warns(UserWarning, match=message) as warnings:
+        heinsen_attention(**QKV)
+        heinsen_attention(**QKV)
+    assert len(warnings) == 1
+    heinsen_attention(*inputs(3, D=8, E=8)[0])  # float64
     assert not kernels
 
 

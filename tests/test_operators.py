@@ -9,7 +9,7 @@ from numerics import relative_error
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 import test_heinsen_kernels  # noqa: E402
-from test_kernels import DEVICE, DTYPES, GPU  # noqa: E402
+from test_kernels import DEVICE, DTYPES, GPU, assert_close, gradients  # noqa: E402
 
 from sympow.attention.operator import check, forms  # noqa: E402
 from sympow.attention import gates  # noqa: E402
@@ -57,15 +57,15 @@ def test_log_attention_takes_rows_of_any_width(E):
 def test_states_of_narrower_rows_are_part_of_wider_ones(D, W, p):
     place = {index: i for i, index in enumerate(combinations_with_replacement(range(W), p))}
     assert [*positions_of_narrower(D, W, p)] == [place[i] for i in combinations_with_replacement(range(D), p)]
-    x, v = torch.randn(7, D), torch.randn(7, D)
-    wide, value = (torch.nn.functional.pad(y, (0, W - D)) for y in (x, v))
-    sums = lambda x, v: forms.update_state(x[None, None], v[None, None], p)
-    (S, z), (wide_S, wide_z) = ((sums(x, v), sums(x, torch.ones(7, 1))[..., 0]) for x, v in ((x, v), (wide, value)))
-    for found, expected in (
-        (widen_state(S, z, D, W, p), (wide_S, wide_z)),
-        (narrow_state(wide_S, wide_z, D, D, p), (S, z)),
-    ):
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected))
+    k, v = torch.randn(1, 1, 7, D), torch.randn(1, 1, 7, D)
+
+    def state(k, v):
+        S, z = forms.update_state(k, torch.cat((v, torch.ones(1, 1, 7, 1)), -1), p).split((v.shape[3], 1), -1)
+        return S, z[..., 0]
+
+    narrow, wide = state(k, v), state(*(torch.nn.functional.pad(x, (0, W - D)) for x in (k, v)))
+    assert_close(widen_state(*narrow, D, W, p), wide, 1e-6)
+    assert_close(narrow_state(*wide, D, D, p), narrow, 1e-6)
 
 
 def test_rows_of_a_width_that_the_kernels_have_are_not_copied():
@@ -129,46 +129,41 @@ LOG = [
     (dict(m=Z, S=S, z=Z), r"m must be float32 \[1, 2, 16\], got float32 \[1, 2, 136\]"),
 ]
 ADAPTIVE = [(dict(powers=G[..., 0].half()), r"powers must be float32 \[1, 9\], got float16 \[1, 9\]")]
+WITHOUT_QUERIES = [(dict(k=K[0]), "k must be"), (dict(v=K[:, 1:]), "v must")]
+QKV = dict(q=Q, k=K, v=K)
 TAKES = {
-    operators.quadratic_attention: (dict(p=2), WRONG + GATES + POWERS),
-    operators.quadratic_sums: (dict(p=2, scale=1.0), WRONG + GATES + POWERS + SCALE),
-    operators.chunked_attention: (dict(p=2, chunk=128), WRONG + GATES + CHUNKS),
-    adaptive_attention: (dict(powers=G[..., 0]), WRONG + GATES + ADAPTIVE),
-    heinsen_attention: (dict(), [x for x in WRONG if "size 0" not in x[1]] + LOG),
-}  # fmt: skip
+    operators.quadratic_attention: (QKV | dict(p=2), WRONG + GATES + POWERS),
+    operators.quadratic_sums: (QKV | dict(p=2, scale=1.0), WRONG + GATES + POWERS + SCALE),
+    operators.chunked_attention: (QKV | dict(p=2, chunk=128), WRONG + GATES + CHUNKS),
+    operators.chunked_state: (dict(k=K, v=K, p=2, chunk=128), CHUNKS + WITHOUT_QUERIES),
+    adaptive_attention: (QKV | dict(powers=G[..., 0]), WRONG + GATES + ADAPTIVE),
+    heinsen_attention: (QKV, [x for x in WRONG if "size 0" not in x[1]] + LOG),
+}
 
 
 @pytest.mark.parametrize("function", TAKES, ids=lambda f: f.__name__)
 def test_bad_input_is_refused_in_one_line_before_anything_is_launched(function):
-    options, wrong = TAKES[function]
-    for change, message in wrong:
+    arguments, refusals = TAKES[function]
+    for change, message in refusals:
         with pytest.raises(ValueError, match=message) as refusal:
-            function(**(dict(q=Q, k=K, v=K) | options | change))
+            function(**(arguments | change))
         assert "\n" not in str(refusal.value)
-
-
-def test_a_state_without_queries_refuses_what_does_not_fit():
-    for change, message in (CHUNKS[0], CHUNKS[3], CHUNKS[4], (dict(k=K[0]), "k must be"), (dict(v=K[:, 1:]), "v must")):
-        with pytest.raises(ValueError, match=message):
-            operators.chunked_state(**(dict(k=K, v=K, p=2, chunk=128) | change))
 
 
 @pytest.mark.parametrize("compiled", [False, *([True] if DEVICE == "cuda" else [])])
 @pytest.mark.parametrize("n", [1, 13, 16])
 def test_gates_product_is_as_exact_as_float32(n, compiled, monkeypatch):
     """x is bfloat16 already, and its gradient is rounded as autocast's is."""
-    torch.manual_seed(0)
-    x = torch.randn(3, 100, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    weight = (3 * torch.randn(n, 64, device=DEVICE)).requires_grad_()
-    d = torch.randn(3, 100, n, device=DEVICE)
+    x = torch.randn(3, 100, 64, device=DEVICE, dtype=torch.bfloat16)
+    weight = 3 * torch.randn(n, 64, device=DEVICE)
+    dy = torch.randn(3, 100, n, device=DEVICE)
     assert not gates.runs_on_matrix_unit(x, weight)  # without autocast
     monkeypatch.setattr(gates, "runs_on_matrix_unit", lambda x, weight: True)
-    y = (torch.compile(gates.linear_fp32) if compiled else gates.linear_fp32)(x, weight)
+    product = torch.compile(gates.linear_fp32) if compiled else gates.linear_fp32
+    y, dx, dweight = gradients(product, (x, weight), dy)
     assert y.dtype == torch.float32
-    leaves = [t.detach().double().requires_grad_() for t in (x, weight)]
-    expected = leaves[0] @ leaves[1].t()
+    expected, *references = gradients(torch.nn.functional.linear, (x, weight), dy, torch.Tensor.double)
     assert relative_error(y, expected, 0) < 1e-6
-    found, wanted = torch.autograd.grad(y, (x, weight), d), torch.autograd.grad(expected, leaves, d.double())
-    assert relative_error(found[0], wanted[0], 0) < 6e-3
-    assert relative_error(found[1], wanted[1], 0) < 2e-6
-    torch.library.opcheck(gates.mm_fp32, (x.detach()[0, :96], x.detach()[1, :96].t()))
+    assert relative_error(dx, references[0], 0) < 6e-3
+    assert relative_error(dweight, references[1], 0) < 2e-6
+    torch.library.opcheck(gates.mm_fp32, (x[0, :96], x[1, :96].t()))

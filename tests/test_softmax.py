@@ -1,11 +1,12 @@
 """Packed softmax: each document for itself, without a mask of T x T, in eager mode and under torch.compile."""
 
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import SMALL, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
-from numerics import Largest
+from helpers import SMALL, assert_same_run, call, dataset  # noqa: F401 (dataset is a fixture)
+from numerics import Largest, relative_error
 
 from sympow import train
 from sympow.attention.operator import packed
@@ -37,8 +38,8 @@ def inputs(dtype, tokens=T):
 
 def naive(q, k, v, resets, scale=D**-0.5):
     """Compute softmax with a mask of T x T, in float64."""
-    document, at = resets.cumsum(1), torch.arange(q.shape[1])
-    visible = (document[:, :, None] == document[:, None]) & (at[:, None] >= at)
+    document = resets.cumsum(1)
+    visible = (document[:, :, None] == document[:, None]).tril()
     k, v = (x.repeat_interleave(H // HKV, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
     return torch.einsum("bhij,bjhe->bihe", scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1), v)
@@ -48,11 +49,11 @@ def assert_naive(attention, qkv, resets, **options):
     y = attention(*qkv, resets, **options)
     exact = [x.detach().double().requires_grad_() for x in qkv]
     expected, dy = naive(*exact, resets, **options), torch.randn(y.shape, dtype=torch.float64)
-    found = [y, *torch.autograd.grad(y, qkv, dy.to(y.dtype))]
-    wanted = [expected, *torch.autograd.grad(expected, exact, dy)]
-    for name, a, b, like in zip(("y", "dq", "dk", "dv"), found, wanted, (qkv[0], *qkv), strict=True):
-        assert a.dtype == like.dtype and a.shape == like.shape
-        error = (a.double() - b).norm() / b.norm().clamp(min=0.1 * dy.norm())
+    results = y, *torch.autograd.grad(y, qkv, dy.to(y.dtype))
+    references = expected, *torch.autograd.grad(expected, exact, dy)
+    for name, x, reference, like in zip(("y", "dq", "dk", "dv"), results, references, (qkv[0], *qkv), strict=True):
+        assert x.dtype == like.dtype and x.shape == like.shape
+        error = relative_error(x, reference, floor=0.1 * dy.norm().item())
         assert error < TOLERANCE[y.dtype], (name, error)
 
 
@@ -99,12 +100,18 @@ def test_flash_attention_gets_the_documents_of_all_sequences_in_one_call(D, monk
     assert calls == [([0, 9, T, 2 * T], T)] * 2
 
 
-def test_documents_of_a_batch_are_looked_for_once(monkeypatch):
-    count, find = [], packed._find
-    monkeypatch.setattr(packed, "_find", lambda resets: count.append(1) or find(resets))
+@pytest.fixture
+def searches(monkeypatch):
+    """Return a Mock that counts how often the documents of a batch are looked for."""
+    mock = Mock(wraps=packed._find)
+    monkeypatch.setattr(packed, "_find", mock)
+    return mock
+
+
+def test_documents_of_a_batch_are_looked_for_once(searches):
     resets = resets_at(RESETS["at token 0"])
     first = packed.find_documents(resets)
-    assert packed.find_documents(resets) is first and len(count) == 1
+    assert packed.find_documents(resets) is first and searches.call_count == 1
     assert first.sizes.tolist() == [3, T] and first.ends[:5].tolist() == [0, 9, T, 2 * T, 2 * T]
     resets[1, 3] = True
     assert packed.find_documents(resets).sizes.tolist() == [4, T - 3]
@@ -114,10 +121,10 @@ def test_documents_of_a_batch_are_looked_for_once(monkeypatch):
             x = x * packed.find_documents(resets).ends[1]
         return x.sum()
 
-    count.clear()
+    searches.reset_mock()
     compiled = torch.compile(step, backend="aot_eager_decomp_partition", fullgraph=True)
     compiled(torch.ones(3, requires_grad=True), resets).backward()
-    assert len(count) == 1
+    assert searches.call_count == 1
 
 
 def test_nothing_is_of_size_T_x_T():
@@ -149,8 +156,8 @@ def test_a_compiled_model_learns_the_same(checkpointing):
         ids = torch.randint(0, 31, (B, T))
         ids[0, 5] = 7
         expected = gradients(net, net.parameters(), ids)
-        for a, b in zip(gradients(compiled, net.parameters(), ids), expected, strict=True):
-            assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+        for x, reference in zip(gradients(compiled, net.parameters(), ids), expected, strict=True):
+            assert torch.allclose(x, reference, rtol=1e-4, atol=1e-6)
 
 
 def test_documents_in_one_sequence_are_what_they_are_alone():
@@ -158,8 +165,8 @@ def test_documents_in_one_sequence_are_what_they_are_alone():
     ids = torch.randint(8, 31, (1, T))
     ids[0, 10] = 7
     logits, _ = net(ids)
-    assert torch.allclose(logits[:, 10:], net(ids[:, 10:])[0], rtol=1e-8)
-    assert torch.allclose(logits[:, :10], net(ids[:, :10])[0], rtol=1e-8)
+    alone = [net(document)[0] for document in ids.split((10, T - 10), dim=1)]
+    assert torch.allclose(logits, torch.cat(alone, dim=1), rtol=1e-8)
     net.eval()
     with torch.inference_mode():  # a prompt in pieces, with a state, whose mask is one for all heads
         last, _ = net.read(ids, net.empty_state(1), piece=7)
@@ -172,5 +179,4 @@ def test_a_packed_run_goes_on_with_the_same_bits(dataset, tmp_path, monkeypatch)
     assert call(train.main, *packed_run, "--out_dir=out/a") == 0
     assert call(train.main, *packed_run, "--out_dir=out/b", "--max_iters=3") == 0
     assert call(train.main, *packed_run, "--out_dir=out/b") == 0
-    assert metrics("out/a", "train_loss") == metrics("out/b", "train_loss")
-    assert metrics("out/a", "val_loss") == metrics("out/b", "val_loss")
+    assert_same_run("out/b", "out/a")

@@ -1,5 +1,8 @@
 """What torch asks of the operators beside their numbers: torch.func, forward mode, and only the gradients asked for."""
 
+from dataclasses import dataclass
+from functools import partial
+
 import pytest
 import torch
 from helpers import run
@@ -28,25 +31,26 @@ def cases():
     Dphi = symmetric_power_dim(D, 2)
     S, z, m, powers = make(B, HKV, Dphi, E), make(B, HKV, Dphi).abs() + 1, make(B, HKV, D), make(B, T).abs() + 1
     state = make(B, HKV, D, E).abs(), make(B, HKV, D).abs() + 1
-    one = lambda f: lambda *x: (f(*x),)
+
+    def heinsen(q, k, v, S, z):
+        y, _, S, z = heinsen_attention(q, k, v, None, m.to(q), S, z, final=True)
+        return y, S, z
+
     return {
-        "quadratic": (one(lambda *x: operators.quadratic_attention(*x, p=4)), (q, k, v, log_g)),
-        "sums": (lambda *x: operators.quadratic_sums(*x, p=2, scale=0.3), (q, k, v, log_g)),
-        "chunked": (lambda *x: operators.chunked_attention(*x, **SIZES, final=True), (q, k, v, log_g, S, z)),
-        "chunked_state": (lambda *x: operators.chunked_state(*x, **SIZES), (k, v, log_g, S, z)),
-        "adaptive": (one(adaptive_attention), (q, k, v, powers)),
-        "heinsen": (
-            lambda q, k, v, S, z: (heinsen_attention(q, k, v, None, m.to(q), S, z, final=True)[i] for i in (0, 2, 3)),
-            (*(x[:, :5] for x in (q, k, v)), *state),
-        ),
-    }  # fmt: skip
+        "quadratic": (lambda *x: (operators.quadratic_attention(*x, p=4),), (q, k, v, log_g)),
+        "sums": (partial(operators.quadratic_sums, p=2, scale=0.3), (q, k, v, log_g)),
+        "chunked": (partial(operators.chunked_attention, **SIZES, final=True), (q, k, v, log_g, S, z)),
+        "chunked_state": (partial(operators.chunked_state, **SIZES), (k, v, log_g, S, z)),
+        "adaptive": (lambda *x: (adaptive_attention(*x),), (q, k, v, powers)),
+        "heinsen": (heinsen, (*(x[:, :5] for x in (q, k, v)), *state)),
+    }
 
 
 CASES = cases()
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name != "quadratic")) for name in CASES]
 
 
-def of(name, device=None):
+def case(name, device=None):
     """Return (a loss of the case's tensors, the function, the tensors)."""
     function, tensors = CASES[name]
     loss = lambda *x: sum(y.sin().sum() for y in function(*x))
@@ -61,50 +65,49 @@ def gradients(loss, tensors, needs):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_func_gives_the_bits_of_autograd_and_of_samples_one_by_one(name):
-    loss, function, tensors = of(name)
-    all_of_them = tuple(range(len(tensors)))
-    samples = [tensors, [tensors[0].flip(1), *tensors[1:]]]
-    expected = [gradients(loss, x, [True] * len(x)) for x in samples]
-    dims = (1, *[None] * (len(tensors) - 1))
-    mapped = torch.stack([x[0] for x in samples], dim=1), *tensors[1:]
-    results = vmap(lambda *x: tuple(function(*x)), dims)(*mapped)
-    for i, x in enumerate(samples):
-        assert all(torch.equal(y[i], r) for y, r in zip(results, function(*x), strict=True))
-    per_sample = vmap(grad(loss, all_of_them), dims)(*mapped)
-    assert all(torch.equal(d[i], r) for i in (0, 1) for d, r in zip(per_sample, expected[i], strict=True))
-    of_sum = grad(lambda x: vmap(loss, dims)(x, *tensors[1:]).sum())(mapped[0])
-    assert all(torch.equal(of_sum.select(1, i), expected[i][0]) for i in (0, 1))
+    loss, function, (first, *rest) = case(name)
+    dims = 1, *[None] * len(rest)
+    mapped = torch.stack((first, first.flip(1)), dim=1)
+    results = vmap(lambda *x: tuple(function(*x)), dims)(mapped, *rest)
+    per_sample = vmap(grad(loss, tuple(range(1 + len(rest)))), dims)(mapped, *rest)
+    of_sum = grad(lambda x: vmap(loss, dims)(x, *rest).sum())(mapped)
+    for i, sample in enumerate(mapped.unbind(1)):
+        expected = gradients(loss, [sample, *rest], [True] * len(dims))
+        assert all(torch.equal(y[i], r) for y, r in zip(results, function(sample, *rest), strict=True))
+        assert all(torch.equal(d[i], r) for d, r in zip(per_sample, expected, strict=True))
+        assert torch.equal(of_sum.select(1, i), expected[0])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_forward_mode_and_second_derivatives_are_refused_in_one_line(name):
     """On the meta device: what is refused depends on no number."""
-    loss, function, tensors = of(name, "meta")
-    first, *rest = tensors
+    loss, _, (first, *rest) = case(name, "meta")
     of_first = lambda x: loss(x, *rest)
-    twice = (torch.stack([first] * 2),) * 2
+    leaf = first.clone().requires_grad_()
+    twice = torch.stack([first] * 2)
     refused = [
         lambda: jvp(of_first, (first,), (first,)),
         lambda: jvp(grad(of_first), (first,), (first,)),
-        lambda: vmap(lambda x: jvp(of_first, (x,), (x,)))(twice[0]),
-        lambda: jvp(vmap(of_first), twice[:1], twice[1:]),
+        lambda: vmap(lambda x: jvp(of_first, (x,), (x,)))(twice),
+        lambda: jvp(vmap(of_first), (twice,), (twice,)),
         lambda: grad(lambda x: grad(of_first)(x).sum())(first),
+        lambda: torch.autograd.grad(of_first(leaf), leaf, create_graph=True)[0].sum().backward(),
     ]
-    for leaf in (first, first.clone().requires_grad_()):
-        with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward mode"):
-            of_first(torch.autograd.forward_ad.make_dual(leaf, first))
+    with torch.autograd.forward_ad.dual_level():
+        for x in (first, leaf):
+            with pytest.raises(NotImplementedError, match="no forward mode"):
+                of_first(torch.autograd.forward_ad.make_dual(x, first))
+        of_first(first)  # without a tangent there is nothing to refuse
     for call in refused:
         with pytest.raises(NotImplementedError, match="no (forward mode|second derivative)") as refusal:
             call()
         assert "\n" not in str(refusal.value) and "disable_kernels" in str(refusal.value)
-    with torch.autograd.forward_ad.dual_level():  # without a tangent there is nothing to refuse
-        of_first(first)
 
 
 @pytest.mark.parametrize("transform", [grad, vmap])
 def test_a_first_call_within_a_transform_leaves_nothing_of_it_behind(transform, monkeypatch):
     monkeypatch.setattr(arguments, "_positions", {})
-    loss, _, (first, *rest) = of("chunked", "meta")
+    loss, _, (first, *rest) = case("chunked", "meta")
     of_first = lambda x: loss(x, *rest)
     transform(of_first)(first if transform is grad else torch.stack([first] * 2))
     with pytest.raises(NotImplementedError, match="no forward mode"):
@@ -115,35 +118,38 @@ def test_a_first_call_within_a_transform_leaves_nothing_of_it_behind(transform, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gradient_alone_has_the_bits_it_has_beside_the_others(name):
-    loss, _, tensors = of(name)
+    loss, _, tensors = case(name)
     expected = gradients(loss, tensors, [True] * len(tensors))
-    for asked in range(len(tensors)):
-        found = gradients(loss, tensors, [i == asked for i in range(len(tensors))])
-        assert torch.equal(found[asked], expected[asked]), asked
-        assert all(x is None for i, x in enumerate(found) if i != asked)
+    for index in range(len(tensors)):
+        results = gradients(loss, tensors, [i == index for i in range(len(tensors))])
+        assert torch.equal(results.pop(index), expected[index]), index
+        assert all(x is None for x in results)
 
 
 def test_what_nobody_asks_for_is_not_computed(monkeypatch):
-    loss, _, (q, k, v, log_g) = of("quadratic")
-    launched = []
-    for name in ("dq_kernel", "dkdv_kernel"):
-        kernel = getattr(quadratic, name)
+    loss, _, tensors = case("quadratic")
+    launches = []
 
-        class Counted:
-            def __getitem__(self, grid, name=name, kernel=kernel):
-                def launch(*arguments, **options):
-                    launched.append((name, dict(zip(kernel.arg_names, arguments)) | options))
-                    kernel[grid](*arguments, **options)
+    @dataclass
+    class Recorded:
+        kernel: object
 
-                return launch
+        def __getitem__(self, grid):
+            def launch(*arguments, **options):
+                launches.append((self.kernel, dict(zip(self.kernel.arg_names, arguments)) | options))
+                self.kernel[grid](*arguments, **options)
 
-        monkeypatch.setattr(quadratic, name, Counted())
-    gradients(loss, (q, k, v, log_g), (True, False, False, False))
-    assert {name for name, _ in launched} == {"dq_kernel"}
-    launched.clear()
-    gradients(loss, (q, k, v, log_g), (False, False, True, False))
-    *all_dq, (name, dkdv) = launched
-    assert name == "dkdv_kernel" and dkdv["rows"][2] is None  # nor the sums for dlog_g
+            return launch
+
+    dq_kernel, dkdv_kernel = quadratic.dq_kernel, quadratic.dkdv_kernel
+    monkeypatch.setattr(quadratic, "dq_kernel", Recorded(dq_kernel))
+    monkeypatch.setattr(quadratic, "dkdv_kernel", Recorded(dkdv_kernel))
+    gradients(loss, tensors, (True, False, False, False))
+    assert {kernel for kernel, _ in launches} == {dq_kernel}
+    launches.clear()
+    gradients(loss, tensors, (False, False, True, False))
+    *all_dq, (kernel, dkdv) = launches
+    assert kernel is dkdv_kernel and dkdv["rows"][2] is None  # nor the sums for dlog_g
     assert all(dq["outputs"][0] is None and dq["outputs"][3] is None for _, dq in all_dq)
 
 

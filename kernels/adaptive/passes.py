@@ -92,7 +92,8 @@ def backward(dy, q, k, v, powers, log_g, y, c, configs=(None, None)):
         dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
             q, k_tiles, v_tiles, dy, (y, c), powers, documents[0], dq, delta, dp,
             (q.stride(), k_strides, v_strides, dy.stride()),
-            T, query_offset(n, T), H, HKV, B * H, heads_together(T, B * H), D=D, BM=c_dq.BM, BN=c_dq.BN, **c_dq.launch(),
+            T, query_offset(n, T), H, HKV, B * H, heads_together(T, B * H), D=D, BM=c_dq.BM, BN=c_dq.BN,
+            **c_dq.launch(),
         )  # fmt: skip
         (q_tiles, dy_tiles), (q_strides, dy_strides) = fetched_tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
         dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
