@@ -103,21 +103,3 @@ def use_device(device):
     """Make a GPU the current one of this thread."""
     if device is not None:
         torch.cuda.set_device(device)
-
-
-def pretend_gpu(arch, device=0):
-    """Make this process compile for a GPU of this compute capability (90), which need not be there.
-
-    device: what Triton takes for the number of the GPU; it keeps what it compiled for one number apart from the others.
-    Triton's interpreter must be off, and nothing may be launched.
-    """
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    answers = {"get_current_target": GPUTarget("cuda", arch, 32), "get_current_device": device}
-
-    class Pretended:
-        def __getattr__(self, name):
-            return lambda *_: answers.get(name, 0)
-
-    driver.set_active(Pretended())

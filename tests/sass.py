@@ -105,7 +105,7 @@ def compiled_for_hopper(shapes, folder, kernels=()):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from sympow.kernels import configs, operators
     from sympow.kernels.adaptive.operator import adaptive_attention
-    from sympow.kernels.precompile import pretend_gpu
+    from targets import pretend_gpu
 
     pretend_gpu(90)
 

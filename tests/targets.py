@@ -150,11 +150,28 @@ def generation():
             yield f"tokens {attention} {p} {B}", partial(tokens, *sizes, **shape)
 
 
+def pretend_gpu(arch, device=0):
+    """Make this process compile for a GPU of this compute capability (90), which need not be there.
+
+    device: what Triton takes for the number of the GPU; it keeps what it compiled for one number apart from the others.
+    Triton's interpreter must be off, and nothing may be launched.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    answers = {"get_current_target": GPUTarget("cuda", arch, 32), "get_current_device": device}
+
+    class Pretended:
+        def __getattr__(self, name):
+            return lambda *_: answers.get(name, 0)
+
+    driver.set_active(Pretended())
+
+
 @contextlib.contextmanager
 def pretended(target):
     """Let the launchers choose as they do on this GPU, and Triton compile for it."""
     from sympow.kernels import configs
-    from sympow.kernels.precompile import pretend_gpu
 
     (major, minor), shared = TARGETS[target]
     name = "NVIDIA H200" if target == "sm_90" else target

@@ -153,14 +153,14 @@ def test_what_the_package_notes_is_compiled_and_not_compared(machine, monkeypatc
 # For a process of its own without the interpreter, and without a GPU. Prints how many kernels the first use of a size
 # compiles, in threads and then one after another, and how many calls of other sizes add to these.
 KERNELS = """
-import sys, torch
+import sys, targets, torch
 from sympow.attention.operator import check
 from sympow.kernels import configs, precompile
 from triton.runtime.jit import JITFunction
 
 gpu = configs.describe_gpu("NVIDIA H200", (9, 0), 227 * 1024)
 configs.gpu = lambda device: gpu
-precompile.pretend_gpu(90)
+targets.pretend_gpu(90)
 size = eval(sys.argv[1])
 operator = check.OPERATORS[size.form]
 
@@ -195,7 +195,7 @@ print(threads, len({*compiled}), added)
 )
 def test_all_kernels_of_a_size_are_compiled_at_once_and_serve_every_length_batch_and_number_of_heads(size, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join((ROOT, os.path.join(ROOT, "tests")))}
     done = subprocess.run([sys.executable, "-c", KERNELS, size], env=env, capture_output=True, text=True)
     threads, launched, added = map(int, done.stdout.split())
     assert threads == launched > 5 and added == 0, done.stderr

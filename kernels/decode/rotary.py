@@ -25,9 +25,8 @@ def rotary_kernel(
     strides: of a token and a head of X; batch_stride: of a sequence. COS and SIN are [T, D] float32, of each sequence
     table_stride further. W is D or the next power of two.
     """
-    blocks = tl.cdiv(T, BT)
-    b = tl.cast(tl.program_id(0) // blocks, tl.int64)
-    token = tl.cast(tl.program_id(0) % blocks * BT + tl.arange(0, BT), tl.int64)
+    b = tl.cast(tl.program_id(1), tl.int64)
+    token = tl.cast(tl.program_id(0) * BT + tl.arange(0, BT), tl.int64)
     d = tl.arange(0, W)
     mask = (token < T)[:, None] & (d < D)[None, :]
     factors = b * table_stride + (token * D)[:, None] + d[None, :]
@@ -37,8 +36,7 @@ def rotary_kernel(
     for h in range(H):
         x = tl.load(rows + h * strides[1] + d[None, :], mask, 0.0).to(tl.float32)
         partner = tl.load(rows + h * strides[1] + (d ^ 1)[None, :], mask, 0.0).to(tl.float32)
-        y = cos * x + sin * partner
-        tl.store(rotated_rows + h * D + d[None, :], y.to(Y.dtype.element_ty), mask)
+        tl.store(rotated_rows + h * D + d[None, :], (cos * x + sin * partner).to(Y.dtype.element_ty), mask)
 
 
 class Rotation(torch.autograd.Function):
@@ -62,7 +60,7 @@ def rotate(x, cos, sin):
     x = x if x.stride(3) == 1 else x.contiguous()
     y = x.new_empty(B, T, H, D)
     with device_guard(x.device):
-        rotary_kernel[(B * triton.cdiv(T, TOKENS),)](
+        rotary_kernel[(triton.cdiv(T, TOKENS), B)](
             x, y, cos, sin, x.stride(0), x.stride()[1:3], T * D if cos.ndim == 3 else 0, T, H,
             D=D, W=triton.next_power_of_2(D), BT=TOKENS, num_warps=WARPS,
         )  # fmt: skip
