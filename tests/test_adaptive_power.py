@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sympow.attention.operator import adaptive_forms, backend, dispatch, memory
+from sympow.attention.operator import backend, dispatch, forms, memory
 from sympow.attention.operator.check import Size
 from sympow.attention import naive
 from sympow.attention.adaptive_power import PowerNetwork, adaptive_power_attention, mixture_attention, mixture_weights
@@ -59,7 +59,7 @@ def test_pytorch_equals_the_specification(T, dtype, tolerance, documents, monkey
     tensors, log_g, dy = inputs(T, dtype, E=5, documents=documents)
     attention = lambda *x: adaptive_power_attention(*x, log_g=log_g)
     assert_right(attention, tensors, log_g, dy, tolerance)
-    monkeypatch.setitem(adaptive_forms.SCORES_AT_ONCE, "cpu", 2**10)  # blocks of 16 rows, computed twice
+    monkeypatch.setitem(forms.SCORES_AT_ONCE, "cpu", 2**10)  # blocks of 16 rows, computed twice
     assert_right(attention, tensors, log_g, dy, tolerance)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ CHUNK = 16
 
 
 def inputs(T, n=None, B=2, H=4, Hkv=2, D=5, E=6, dtype=torch.float64, resets=False, state=False, change=lambda k: k):
-    """Return q, k, v (and S0, z0) as float64 leaves whose values are exact in dtype, resets or None, m0 or None."""
+    """Return q, k, v (and S0, z0) as float64 leaves with values that are exact in dtype, resets or None, m0 or None."""
     generator = torch.Generator().manual_seed(T)
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)
     tensors = [make(B, n or T, H, D), change(make(B, T, Hkv, D)), make(B, T, Hkv, E)]
@@ -430,7 +431,7 @@ def test_its_products_are_counted_by_form():
 
 
 def stand_in(q, k, v, documents=None, m=None, S=None, z=None, *, final=False):
-    """Compute what the kernels do, in PyTorch."""
+    """Compute the kernels' results in PyTorch."""
     resets = None
     if documents is not None:
         assert documents.dtype == torch.int32
@@ -484,13 +485,13 @@ def test_sizes_that_the_kernels_do_not_take_run_in_pytorch_with_one_line(kernels
     assert not kernels
 
 
-@pytest.mark.parametrize("wrong", ["", "y", "dk"])
-def test_kernels_are_compared_with_float64_before_their_first_use(monkeypatch, wrong):
+@pytest.mark.parametrize("failing", ["", "y", "dk"])
+def test_kernels_are_compared_with_float64_before_their_first_use(monkeypatch, failing):
     def attention(q, k, v, *args, **kwargs):
-        if wrong == "dk":
+        if failing == "dk":
             k = k.detach() + (k - k.detach()) * 1.5
         y, *state = stand_in(q, k, v, *args, **kwargs)
-        return y * (1.1 if wrong == "y" else 1), *state
+        return y * (1.1 if failing == "y" else 1), *state
 
     monkeypatch.setattr("sympow.kernels.heinsen.operator.heinsen_attention", attention)
     errors = check.errors
@@ -499,19 +500,18 @@ def test_kernels_are_compared_with_float64_before_their_first_use(monkeypatch, w
     for name, value in dict(is_available=True, is_current_stream_capturing=False, device_count=2).items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     problem = check.failure(check.Size("heinsen", torch.float32, 16))
-    assert problem.startswith("wrong results, heinsen float32 D=16 T=1216: y ") if wrong else not problem
+    assert problem.startswith("wrong results, heinsen float32 D=16 T=1216: y ") if failing else not problem
 
 
 def test_training_checks_the_kernels_that_it_will_use(kernels, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        dispatch, "failure", lambda size, device: asked.append((size.dtype, size.v_dtype, size.D, device)) or ""
-    )
+    failure = Mock(return_value="")
+    monkeypatch.setattr(dispatch, "failure", failure)
     bf16 = torch.bfloat16
     for values, v_dtype in (("signed", bf16), ("log", torch.float32)):
         mix = ATTENTIONS["heinsen"](heinsen_config(values=values))
         assert mix.training_plan(4096, bf16, "cuda").on_kernels
-        assert asked.pop() == (bf16, v_dtype, 16, torch.device("cuda"))  # rows of 8 are padded
+        size, device = failure.call_args.args
+        assert (size.dtype, size.v_dtype, size.D, device) == (bf16, v_dtype, 16, torch.device("cuda"))  # padded from 8
 
 
 @pytest.mark.parametrize("values", ["signed", "log"])
@@ -529,4 +529,4 @@ def test_no_tensor_is_as_large_as_the_states_of_all_tokens(values):
     with Largest() as largest:
         y = heinsen_attention(q, k, v, values=values)
         torch.autograd.grad(y.sum(), (q, k, v))
-    assert T * D <= largest.entries <= 2 * T * D  # not T * D * D: those of the inputs, or of a chunk
+    assert T * D <= largest.entries <= 2 * T * D  # as large as the inputs or a chunk, not T * D * D

@@ -132,7 +132,7 @@ def test_documents_see_only_themselves(documents, state, dtype):
 @pytest.mark.parametrize("dtype", DTYPES if GPU else [torch.float32])
 @pytest.mark.parametrize("scale,grow", [(30.0, 0.0), (1.0, 80.0), (1.0, -80.0)])
 def test_large_inputs_and_keys_that_grow_in_a_chunk(scale, grow, dtype):
-    """q and k reach 80; keys grow by 80 in 32 tokens. float32 has 1e-5 left of a weight whose logarithm is 160."""
+    """q and k reach 80; keys grow by 80 in 32 tokens. At a logarithm of 160 a weight in float32 has 1e-5 left."""
     tensors, grads = inputs(32, dtype, H=1, scale=scale, grow=grow, state=True)
     tensors[:2] = [x.clamp(-80, 80) for x in tensors[:2]]
     assert_right(tensors, grads, exact=5e-5)

@@ -58,7 +58,7 @@ def queries_of_the_last(n, attention):
 
 
 def leaves_of(tensors, to=lambda x: x):
-    """Return the tensors as leaves of a graph of their own, after `to`; what is None or has integers stays."""
+    """Return the tensors as leaves of a graph of their own, after `to`. None and tensors of integers stay."""
     return [x if x is None or not x.is_floating_point() else to(x).detach().requires_grad_() for x in tensors]
 
 

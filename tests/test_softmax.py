@@ -168,7 +168,7 @@ def test_documents_in_one_sequence_are_what_they_are_alone():
     alone = [net(document)[0] for document in ids.split((10, T - 10), dim=1)]
     assert torch.allclose(logits, torch.cat(alone, dim=1), rtol=1e-8)
     net.eval()
-    with torch.inference_mode():  # a prompt in pieces, with a state, whose mask is one for all heads
+    with torch.inference_mode():  # a prompt in pieces with a state, which has one mask for all heads
         last, _ = net.read(ids, net.empty_state(1), piece=7)
     assert torch.allclose(last, logits[:, -1], rtol=1e-8)
 

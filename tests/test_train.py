@@ -454,16 +454,17 @@ def test_the_kernels_that_are_checked_are_those_of_the_form_that_will_run(monkey
     monkeypatch.setattr(dispatch, "failure", lambda size, device: checked.append(size.form) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
-    def form(block_size, ranks=1, **settings):
+    def form(block_size, ranks=1, dtype=torch.bfloat16, **settings):
         checked.clear()
         model = train.GPT(train.GPTConfig(n_layer=2, n_head=1, n_embd=64, vocab_size=64, **settings))
         on_gpu = types.SimpleNamespace(weight=types.SimpleNamespace(device=torch.device("cuda")))
         model = types.SimpleNamespace(transformer=types.SimpleNamespace(wte=on_gpu, h=model.transformer.h))
-        assert check.kernel_failure(model, block_size, torch.bfloat16, ranks) == ""
+        assert check.kernel_failure(model, block_size, dtype, ranks) == ""
         return checked[-1] if checked else None
 
     assert form(1024, attention="sympow_gating") == form(1024, 2, attention="conformal_sympow") == "quadratic"
     assert form(65536, attention="sympow_gating") == "chunked"
+    assert form(1024, dtype=torch.float16, attention="sympow_gating") == "quadratic"  # computed in float32
     assert form(65536, 2, attention="sympow_gating") == "states"
     assert form(65536, attention="sympow", p=6, form="chunked") is None  # in PyTorch
     assert form(1024, attention="softmax") is None

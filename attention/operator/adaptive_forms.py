@@ -18,7 +18,6 @@ from functools import partial
 import torch
 
 from .forms import (
-    SCORES_AT_ONCE,
     blocks_of_rows,
     by_head,
     by_token,
@@ -44,7 +43,7 @@ def adaptive_attend(q, k, v, powers, log_g=None):
         sizes = exponent(keys.detach().abs().amax(-1))  # [B, Hkv, m], the least there is for a key of zeros
         keys, powers = to_unit_range(keys), powers.to(keys.dtype)[:, None, None, :, None]
         documents = None if log_g is None else (log_g == float("-inf")).cumsum(1).transpose(1, 2)  # [B, Hkv, m]
-        ranges, run = blocks_of_rows(B * H, n, m, SCORES_AT_ONCE.get(q.device.type, 2**27) // COPIES)
+        ranges, run = blocks_of_rows(B * H, n, m, q.device, COPIES)
         parts = []
         for start, end in ranges:
             seen = m - n + end

@@ -173,7 +173,7 @@ def _quadratic(q, k, v, gates, scale, state, p):
     B, Hkv, G, n, _ = q.shape
     m = k.shape[2]
     parts, keys = [], finite_keys_and_values(k, v)
-    ranges, run = blocks_of_rows(B * Hkv * G, n, m, SCORES_AT_ONCE.get(q.device.type, 2**27))
+    ranges, run = blocks_of_rows(B * Hkv * G, n, m, q.device)
     for start, end in ranges:
         seen = m - n + end
         block = partial(_block_of_rows, p=p, first=m - n + start)
@@ -183,12 +183,14 @@ def _quadratic(q, k, v, gates, scale, state, p):
     return _concatenate_rows(parts)
 
 
-def blocks_of_rows(heads, n, m, at_once):
+def blocks_of_rows(heads, n, m, device, copies=1):
     """Return [(start, end), ...] of blocks of n rows with m scores each, and run(block, *args), which calls block.
 
-    If there are more than at_once scores in all heads and rows, there are too many to save: in the backward pass each
-    block computes its scores again, and a block is so short that a quarter of at_once is enough for it.
+    If all heads and rows have more than SCORES_AT_ONCE scores, there are too many to save: in the backward pass each
+    block computes its scores again, and a block is so short that a quarter of that number is enough for it. copies: of
+    the scores that the backward pass of one block keeps.
     """
+    at_once = SCORES_AT_ONCE.get(device.type, 2**27) // copies
     rows = max(64, n // 4)  # with four blocks, 3/8 of the pairs are never computed because they are not causal
     save_scores = heads * n * m <= at_once or not torch.is_grad_enabled()
     if heads * rows * m > at_once // 4:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ..operator.forms import (
-    SCORES_AT_ONCE,
     accumulation_dtype,
     blocks_of_rows,
     by_head,
@@ -250,7 +249,7 @@ class SoftmaxPairs:
         if reference is not None:
             reference = reference.transpose(1, 2).unflatten(1, queries.shape[1:3]).unsqueeze(-1)
         documents = None if log_g is None else (log_g == float("-inf")).cumsum(1).transpose(1, 2)  # [B, Hkv, n (+ m)]
-        ranges, run = blocks_of_rows(B * H, m, n, SCORES_AT_ONCE.get(q.device.type, 2**27))
+        ranges, run = blocks_of_rows(B * H, m, n, q.device)
         parts = []
         for start, end in ranges:
             hidden = torch.zeros((), dtype=torch.bool, device=q.device)
