@@ -123,10 +123,12 @@ def generation():
     from sympow.generation.decoder import Decoder
     from sympow.generation.generate import Sampler
     from sympow.kernels import operators
+    from sympow.kernels.decode.rotary import rotate
     from sympow.model import GPT, GPTConfig
 
     def prompt(D, p, gated):
         q, k, v = torch.zeros(1, 512, 6, D, dtype=torch.bfloat16).split(2, 2)
+        rotate(q, *torch.zeros(2, 512, D))
         state = [torch.zeros(1, 2, symmetric_power_dim(D, p), *more) for more in ((D,), ())]
         log_g = torch.zeros(1, 512, 2) if gated else None
         operators.chunked_attention(q, k, v, log_g, *state, p=p, chunk=256, final=True)
