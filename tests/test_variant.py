@@ -99,23 +99,24 @@ def of_readme(monkeypatch):
 PROMPT = [256, 10, 7, 20, 30]
 
 
-def greedy_tokens(model, continuation):
-    """Return the most likely token at each place of a continuation of PROMPT, from one parallel forward pass."""
-    logits, _ = model(torch.tensor([[*PROMPT, *continuation]], device=DEVICE))
-    return logits[0, len(PROMPT) - 1 : -1].argmax(-1).tolist()
+TWO = [f"sympow,{second}" for second in ("softmax", "even_power", "sympow_gating", "conformal_sympow")]
 
 
-@pytest.mark.parametrize("attention", REGISTERED)
+@pytest.mark.parametrize(
+    "attention,switch_over", [*((x, None) for x in REGISTERED + TWO), *((pattern, 3) for pattern in TWO)]
+)
 @torch.inference_mode()
-def test_generating_equals_stepping_through_the_model(average, attention):
+def test_generating_equals_stepping_through_the_model_and_its_forward_pass(average, attention, switch_over):
     model, whole = tiny(attention, reset_token=7), []
-    logits, state = model.read(torch.tensor([PROMPT], device=DEVICE), model.empty_state(1))
+    logits, state = model.read(torch.tensor([PROMPT], device=DEVICE), model.empty_state(1, switch_over))
     for _ in range(40):
         ids = logits.argmax(-1)
         whole.append(ids.item())
         logits, state = model.step(ids, state)
-    (found,) = zip(*generate(model, PROMPT, max_new_tokens=40, temperature=0.0))
-    assert list(found) == whole == greedy_tokens(model, whole)
+    (found,) = zip(*generate(model, PROMPT, max_new_tokens=40, temperature=0.0, switch_over=switch_over))
+    assert list(found) == whole
+    logits, _ = model(torch.tensor([PROMPT + whole], device=DEVICE))  # and the parallel forward pass
+    assert logits[0, len(PROMPT) - 1 : -1].argmax(-1).tolist() == whole
 
 
 @pytest.mark.parametrize("attention", REGISTERED)
@@ -218,13 +219,3 @@ def test_layers_decode_on_the_kernels_if_each_does_and_has_an_mlp(average, atten
         assert decodes_on_kernels(model) is expected
         model.transformer.h[-1].attn.replaces_mlp = True
         assert not decodes_on_kernels(model)
-
-
-@pytest.mark.parametrize("switch_over", [None, 3])
-@pytest.mark.parametrize("attention", ["softmax", "even_power", "sympow_gating", "conformal_sympow"])
-@torch.inference_mode()
-def test_layers_of_two_attentions_generate_as_the_forward_pass_says(attention, switch_over):
-    model = tiny("sympow", reset_token=7)
-    model.transformer.h[1].attn.mix = mix_of(attention, reset_token=7).to(DEVICE)
-    (found,) = zip(*generate(model, PROMPT, max_new_tokens=12, temperature=0.0, switch_over=switch_over))
-    assert greedy_tokens(model, found) == list(found)
