@@ -16,7 +16,7 @@ import os
 import re
 import runpy
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 
 from sympow.runs.program import Parser, refuse
 
@@ -24,6 +24,15 @@ BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 KINDS = {bool: "True or False", int: "a whole number below 2^63", float: "a finite number"}
 # a field of a dataclass with the comment behind it, or a comment that is the title of the fields below
 FIELD = re.compile(r"^    (?:(\w+): .*?(?:  # (.*))?|# (.*))$", re.MULTILINE)
+
+
+@cache
+def read_fields(cls):
+    """Return [(name, comment, title), ...] of the lines of a dataclass's source, titles alone with empty names.
+
+    It is read once: Python 3.11 cannot parse in two threads at once (python/cpython#106905), and runs have threads.
+    """
+    return FIELD.findall(inspect.getsource(cls))
 
 
 def read_settings(classes, argv, hidden=(), usage=""):
@@ -41,7 +50,7 @@ def read_settings(classes, argv, hidden=(), usage=""):
     known = {field.name: field for cls in classes for field in fields(cls) if field.name not in hidden}
     for cls in classes:
         group = parser.add_argument_group(cls.__name__)
-        for name, comment, title in FIELD.findall(inspect.getsource(cls)):
+        for name, comment, title in read_fields(cls):
             if title:
                 group = parser.add_argument_group(title)
             elif name in known:
