@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, SMALL, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
+from helpers import ROOT, SMALL, call, dataset, metrics, run  # noqa: F401 (dataset is a fixture)
 
 from sympow import compare
 from sympow import evaluate
@@ -86,14 +86,18 @@ def tiny(attention, **kwargs):
 REGISTERED = [*ATTENTIONS, "mixture", "average", "linear"]  # mixture: adaptive_power in its other form
 
 
-@pytest.fixture(autouse=True)
-def of_readme(monkeypatch):
-    """Register the example of README's "Add your own attention"."""
+def readme_attention():
+    """Return the example of README's "Add your own attention"."""
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
         (code,) = re.findall(r"```python\n(class .*?|@dataclass.*?)```", f.read(), flags=re.S)
     names = dict(dataclass=dataclass, torch=torch, F=torch.nn.functional, State=State, Variant=Variant)
     exec(code, names)
-    monkeypatch.setitem(ATTENTIONS, "linear", names["Linear"])
+    return names["Linear"]
+
+
+@pytest.fixture(autouse=True)
+def register_readme_attention(monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "linear", readme_attention())
 
 
 PROMPT = [256, 10, 7, 20, 30]
@@ -136,6 +140,19 @@ def test_a_state_is_repeated_sized_saved_and_combined(average, attention, tmp_pa
     ids = torch.tensor([40], device=DEVICE)
     one, both = model.step(ids, loaded)[0], model.step(ids.expand(2), twice)[0]
     assert torch.allclose(one, both[:1], atol=1e-4) and torch.allclose(one, both[1:], atol=1e-4)
+
+
+def test_every_test_takes_a_new_attention_by_its_name(tmp_path):
+    """README's way to test an attention of one's own: `pytest -k NAME`."""
+    (tmp_path / "plugin.py").write_text(
+        "def pytest_collection(session):\n    import test_variant\n\n"
+        "    test_variant.ATTENTIONS['brand_new'] = test_variant.readme_attention()\n"
+    )
+    files = [os.path.join(ROOT, "tests", f"test_{name}.py") for name in ("model", "convert", "optimizer", "train")]
+    path = os.pathsep.join((ROOT, os.path.join(ROOT, "tests"), str(tmp_path)))
+    options = ["-p", "plugin", "-p", "no:cacheprovider", "-k", "brand_new", "-m", "slow or not slow"]
+    done = run("-m", "pytest", *options, *files, env={"PYTHONPATH": path}, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
 
 
 def test_states_of_other_shapes_are_not_combined(average):
