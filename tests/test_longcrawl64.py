@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import tracemalloc
 
 import numpy as np
 import pytest
 import tiktoken
 import zarr
-from helpers import byte_encoding, kill_in_second_shard, verify
+from helpers import byte_encoding, kill_in_second_shard, run, verify
 
 from sympow.data import DataError, zarr_rows
 from sympow.data.dataset import Dataset
@@ -17,6 +18,11 @@ from sympow.data.longcrawl64 import prepare as longcrawl64
 LENGTH, ROWS, COLUMNS = 64, 4, 16  # as 65536, 2048, 2048
 TRAIN, HELDOUT = 10, 7  # the last chunk row is not full
 LAYOUTS = {"v2 dots": (2, "v2", "."), "v2 folders": (2, "v2", "/"), "v3": (3, "default", "/")}
+OFFLINE = {  # for subprocesses: no host answers, and no cache has GPT-2's vocabulary
+    "HTTPS_PROXY": "http://127.0.0.1:9",
+    "HF_ENDPOINT": "http://no-such-host.invalid",
+    "TIKTOKEN_CACHE_DIR": "/nonexistent",
+}
 CHUNK = {"v2 dots": "{}.{}", "v2 folders": "{}/{}", "v3": "c/{}/{}"}
 
 
@@ -72,12 +78,13 @@ def test_documents_limits_what_is_taken_and_fetched(tmp_path):
     arrays = make_source(tmp_path)
     os.remove(tmp_path / "train.zarr" / "2.0")  # beyond what is asked for
     os.remove(tmp_path / "heldout.zarr" / "1.0")
-    dataset = prepare(tmp_path, "--documents=6", "--val_documents=1")
+    dataset = prepare(tmp_path, "--documents=6", "--val_documents=1", "--strict")
     assert np.array_equal(rows(dataset, "train"), arrays["train"][:6])
     assert np.array_equal(rows(dataset, "val"), arrays["heldout"][:1])
-    with pytest.raises(DataError, match="11 documents asked for, 10 can be had"):
-        make_source(tmp_path / "again")
-        prepare(tmp_path, "--documents=11", source=tmp_path / "again")
+    make_source(tmp_path / "again")
+    assert prepare(tmp_path, "--documents=11", source=tmp_path / "again").documents("train") == 10
+    with pytest.raises(DataError, match="11 documents asked for, 10 can be had: leave out --strict"):
+        prepare(tmp_path, "--documents=11", "--strict", source=tmp_path / "again")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -85,34 +92,48 @@ def test_documents_limits_what_is_taken_and_fetched(tmp_path):
 def test_missing_chunk_is_refused_by_name(tmp_path, layout, listed, monkeypatch):
     """A store that cannot list its files is refused in reading."""
     make_source(tmp_path, layout)
+    strict = ["--strict"] if listed else []
     if not listed:
         monkeypatch.setattr(longcrawl64.Zarr, "missing", lambda self, rows: [])
     key = CHUNK[layout].format(1, 3)
     os.remove(tmp_path / "train.zarr" / key)
-    with pytest.raises(DataError, match=rf"train.zarr: 1 chunk files are missing \({key}\).*--skip_missing"):
-        prepare(tmp_path)
+    with pytest.raises(DataError, match=rf"train.zarr: 1 chunk files are missing \({key}\).*complete the copy"):
+        prepare(tmp_path, *strict)
     assert not (tmp_path / "out" / "meta.json").exists()
 
 
-def test_skip_missing_takes_the_complete_chunk_rows(tmp_path):
+def test_complete_chunk_rows_are_taken_and_counted(tmp_path, capsys):
     arrays = make_source(tmp_path)
     os.remove(tmp_path / "train.zarr" / "0.2")
-    dataset = prepare(tmp_path, "--skip_missing")
+    dataset = prepare(tmp_path)
     assert np.array_equal(rows(dataset, "train"), arrays["train"][4:])
-    dataset = prepare(tmp_path, "--skip_missing", "--documents=5", "--val_documents=7")
+    line = "6 of 10 documents are taken; 6 of 10 are there, in 2 complete rows of chunks of 3"
+    assert f"{tmp_path}/train.zarr: {line}" in capsys.readouterr().out
+    dataset = prepare(tmp_path, "--documents=5", "--val_documents=7")
     assert np.array_equal(rows(dataset, "train"), arrays["train"][4:9])
-    with pytest.raises(DataError, match="7 documents asked for, 6 can be had"):
-        prepare(tmp_path, "--skip_missing", "--documents=7")
+    assert prepare(tmp_path, "--documents=7").documents("train") == 6
+    os.remove(tmp_path / "train.zarr" / "1.2")
+    os.remove(tmp_path / "train.zarr" / "2.2")
+    with pytest.raises(DataError, match=r"3 chunk files are missing .*, no row of chunks is whole"):
+        prepare(tmp_path)
 
 
 def test_a_copy_that_has_grown_is_not_mixed_with_what_was_taken(tmp_path, capsys):
     arrays = make_source(tmp_path)
     os.rename(tmp_path / "train.zarr" / "0.2", tmp_path / "0.2")
-    prepare(tmp_path, "--skip_missing")
+    prepare(tmp_path)
     os.rename(tmp_path / "0.2", tmp_path / "train.zarr" / "0.2")
     for _ in range(2):
-        assert np.array_equal(rows(prepare(tmp_path, "--skip_missing"), "train"), arrays["train"])
+        assert np.array_equal(rows(prepare(tmp_path), "train"), arrays["train"])
     assert "complete already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("url", ["hf://datasets/nobody/nothing", "http://no-such-host.invalid/longcrawl64"])
+def test_without_a_network_one_line_names_source(tmp_path, url):
+    script = f"{os.path.dirname(longcrawl64.__file__)}/prepare.py"
+    process = run(script, f"--source={url}", f"--out={tmp_path}/out", check=False, env=OFFLINE)
+    assert process.returncode == 2 and not process.stdout
+    assert re.fullmatch(rf"error: cannot open {url}/train.zarr .*go online, or .*--source\n", process.stderr)
 
 
 def random_train():
@@ -288,13 +309,13 @@ def test_chunk_reads_go_through_the_retry(tmp_path, monkeypatch):
     arrays = make_source(tmp_path)
     failures = [ConnectionResetError() for _ in range(3)]
 
-    def flaky(call, attempts=10):
+    def flaky(call, **options):
         def once():
-            if failures:
+            if failures and not options:  # opening goes on only if a server is busy
                 raise failures.pop()
             return call()
 
-        return retry(once, attempts, sleep=lambda seconds: None)
+        return retry(once, sleep=lambda seconds: None, **options)
 
     retry = zarr_rows.retrying
     monkeypatch.setattr(zarr_rows, "retrying", flaky)

@@ -10,8 +10,9 @@ heldout becomes the validation split. A killed run is resumed by running the sam
 --documents the shards that are there stay (the last one is written again if it grows).
 
 zarr silently returns the fill value for a missing chunk, and there are copies of this dataset with missing or zeroed
-chunks. So the chunk files are counted first, and a missing chunk, or one that holds a single value, is refused by name.
-With --skip_missing only the rows of chunks that are complete are taken.
+chunks. So the chunk files are counted first, and only rows of chunks that are complete are taken, in their order, up to
+--documents. With --strict, a missing chunk among the first --documents is refused by name. A chunk that holds a single
+value is always refused.
 """
 
 import os
@@ -23,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from sympow.data import DataError
 from sympow.data.command import Parser, run
 from sympow.data.corpus import find_files, prepare_files
-from sympow.data.shards import Unit, is_complete, write_dataset
+from sympow.data.shards import Unit, begun_arguments, is_complete, write_dataset
 from sympow.data.tokenizer import gpt2_tokenizer
 from sympow.data.zarr_rows import Zarr, missing_message
 
@@ -31,28 +32,35 @@ MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb
 ARRAYS = {"train": "train.zarr", "val": "heldout.zarr"}
 
 
-def plan(array, documents, skip_missing):
-    """Return [(row of chunks, number of its documents to take)] for the first `documents` documents, or all if None.
+def plan(array, documents, strict):
+    """Return [(row of chunks, number of its documents to take)] for at most `documents` documents, or all if None.
 
-    Raises DataError if chunk files are missing (unless skip_missing, which leaves such rows out) or if the array has
-    fewer documents.
+    Only complete rows of chunks are taken, and a line says how many there are. Raises DataError if there is none. With
+    strict, the first rows must be complete and the array must have so many documents.
     """
-    rows = list(array.chunks)
-    if not skip_missing and documents is not None:
-        rows = rows[: -(-documents // array.chunk_rows)]
+    rows, limit = list(array.chunks), array.documents if documents is None else documents
+    if strict:
+        rows = rows[: -(-limit // array.chunk_rows)]
     print(f"{array.url}: looking for the chunk files of {array.documents:,} documents")
-    missing = set(array.missing(rows))
-    if missing and not skip_missing:
-        raise DataError(missing_message(array.url, sorted(missing)))
-    parts, remaining = [], array.documents if documents is None else documents
-    for row in rows:
-        count = min(remaining, array.chunk_rows, array.documents - row * array.chunk_rows)
-        if count and missing.isdisjoint(array.keys(row)):
-            parts.append((row, count))
-            remaining -= count
-    if not parts or (remaining and documents is not None):
-        total = sum(count for _, count in parts)
-        raise DataError(f"{array.url}: {documents or 'all'} documents asked for, {total} can be had")
+    missing = array.missing(rows)
+    if strict and missing:
+        raise DataError(f"{missing_message(array.url, missing)}, or leave out --strict")
+    if strict and limit > array.documents:
+        raise DataError(f"{array.url}: {limit} documents asked for, {array.documents} can be had: leave out --strict")
+    missing = set(missing)
+    complete = {row: array.count(row) for row in rows if missing.isdisjoint(array.keys(row))}
+    parts, remaining = [], limit
+    for row, count in complete.items():
+        if remaining:
+            parts.append((row, min(remaining, count)))
+            remaining -= parts[-1][1]
+    if not parts:
+        raise DataError(f"{missing_message(array.url, sorted(missing))}, no row of chunks is whole")
+    if not strict:
+        print(
+            f"{array.url}: {limit - remaining:,} of {limit:,} documents are taken; {sum(complete.values()):,} of "
+            f"{array.documents:,} are there, in {len(complete):,} complete rows of chunks of {len(rows):,}"
+        )
     return parts
 
 
@@ -62,20 +70,23 @@ def prepare_zarr(args, source):
         "zarr": source if "://" in source else os.path.abspath(source),
         "documents": args.documents,
         "val_documents": args.val_documents,
-        "skip_missing": args.skip_missing,
+        "strict": args.strict,
         "document_length": args.document_length,
     }
-    if not args.skip_missing and is_complete(args.out, arguments, args.verify):
+    known = arguments in begun_arguments(args.out)  # without "rows": everything that was requested was there
+    if known and is_complete(args.out, arguments, args.verify):
         return
     arrays = {split: Zarr(f"{source}/{name}", args.document_length) for split, name in ARRAYS.items()}
     documents = {"train": args.documents, "val": args.val_documents}
     if args.documents and not args.val_documents:  # a small training set does not need all 52,131 heldout documents
         documents["val"] = min(2048, arrays["val"].documents)
-    plans = {split: plan(arrays[split], documents[split], args.skip_missing) for split in arrays}
-    if args.skip_missing:  # a copy that has grown has other complete rows
+    plans = {split: plan(arrays[split], documents[split], args.strict) for split in arrays}
+    requested = sum(documents[split] or array.documents for split, array in arrays.items())
+    if sum(count for parts in plans.values() for _, count in parts) < requested:
         arguments["rows"] = {split: [row for row, _ in parts] for split, parts in plans.items()}
-        if is_complete(args.out, arguments, args.verify):
-            return
+        known = False
+    if not known and is_complete(args.out, arguments, args.verify):
+        return
     length = args.document_length
     units = [
         Unit(split, partial(arrays[split].read, row, count), [arguments["zarr"], row, count])
@@ -88,9 +99,9 @@ def prepare_zarr(args, source):
 def main(argv):
     parser = Parser(__doc__, __file__)
     parser.add_argument("--source", default=MIRROR, help="folder or URL of the zarr arrays, or text to pack instead")
-    parser.add_argument("--documents", type=int, help="train documents to take (unset: all)")
+    parser.add_argument("--documents", type=int, help="train documents to take at most (unset: all)")
     parser.add_argument("--val_documents", type=int, help="heldout documents (unset: all, or 2048 with --documents)")
-    parser.add_argument("--skip_missing", action="store_true", help="leave out chunk rows that are not complete")
+    parser.add_argument("--strict", action="store_true", help="refuse missing chunks and too few documents")
     parser.add_argument("--key", default="text", help="for text: where it is in a line of .jsonl")
     args = parser.parse_args(argv)
     source = args.source.rstrip("/")
@@ -100,9 +111,9 @@ def main(argv):
     if "://" in source or any(os.path.exists(os.path.join(source, name)) for name in ARRAYS.values()):
         prepare_zarr(args, source)
         return
-    if args.documents or args.val_documents or args.skip_missing:
+    if args.documents or args.val_documents or args.strict:
         names = " and ".join(ARRAYS.values())
-        raise DataError(f"{source} has no {names}; --documents and --skip_missing are for zarr sources")
+        raise DataError(f"{source} has no {names}; --documents and --strict are for zarr sources")
     prepare_files(find_files([source], (".txt", ".md", ".jsonl")), "gpt2-escaped", args, source, args.key)
 
 
