@@ -5,12 +5,14 @@ import os
 import re
 import tracemalloc
 
+import numcodecs
 import numpy as np
 import pytest
 import tiktoken
 import zarr
-from helpers import byte_encoding, kill_in_second_shard, run, verify
+from helpers import ROOT, byte_encoding, call, kill_in_second_shard, run, verify
 
+from sympow import sample, train
 from sympow.data import DataError, zarr_rows
 from sympow.data.dataset import Dataset
 from sympow.data.longcrawl64 import prepare as longcrawl64
@@ -134,6 +136,71 @@ def test_without_a_network_one_line_names_source(tmp_path, url):
     process = run(script, f"--source={url}", f"--out={tmp_path}/out", check=False, env=OFFLINE)
     assert process.returncode == 2 and not process.stdout
     assert re.fullmatch(rf"error: cannot open {url}/train.zarr .*go online, or .*--source\n", process.stderr)
+
+
+@pytest.fixture(scope="module")
+def scattered(tmp_path_factory):
+    """Return the folder of a partial copy in the published layout, with small chunks, and its arrays."""
+    folder, arrays, generator = tmp_path_factory.mktemp("scattered"), {}, np.random.default_rng(2)
+    for name, documents in (("train", 11), ("heldout", 3)):
+        arrays[name] = generator.integers(0, 50257, (documents, 65536), dtype=np.uint16)
+        array = zarr.create_array(
+            str(folder / f"{name}.zarr"),
+            shape=arrays[name].shape,
+            chunks=(2, 16384),
+            dtype=np.uint16,
+            zarr_format=2,
+            compressors=numcodecs.Blosc(cname="lz4"),
+        )
+        array[:] = arrays[name]
+    for chunk in ("0.1", "2.0", "2.1", "4.3"):
+        os.remove(folder / "train.zarr" / chunk)
+    return folder, arrays
+
+
+@pytest.fixture(scope="module")
+def from_readme(scattered, tmp_path_factory):
+    """Return what the command in README printed for that copy, without a network, and the folder of its dataset."""
+    with open(os.path.join(ROOT, "README.md")) as f:
+        (command,) = re.findall(r"`python (data/longcrawl64/prepare.py .*?)`", f.read())
+    out = tmp_path_factory.mktemp("readme") / "longcrawl64"
+    return run(*command.split(), f"--source={scattered[0]}", f"--out={out}", cwd=ROOT, env=OFFLINE), out
+
+
+def test_the_command_of_readme_takes_what_a_partial_copy_has(scattered, from_readme):
+    process, dataset = from_readme[0], Dataset(from_readme[1])
+    taken = [2, 3, 6, 7, 10]  # documents of rows of chunks 1, 3 and 5
+    assert np.array_equal(rows(dataset, "train"), scattered[1]["train"][taken])
+    assert np.array_equal(rows(dataset, "val"), scattered[1]["heldout"])
+    assert "5 of 100,000 documents are taken; 5 of 11 are there, in 3 complete rows of chunks of 6" in process.stdout
+    assert process.stderr.count("cannot download GPT-2's vocab.bpe") == 1
+    assert (dataset.vocab_size, dataset.eot) == (50257, 50256)
+
+
+def test_data_without_a_vocabulary_train_and_say_once_that_samples_are_ids(from_readme, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sizes = "n_layer=1 n_head=1 n_embd=32 block_size=64 batch_size=1 tokens_per_step=64 eval_tokens=64 max_iters=2"
+    options = [f"--{size}" for size in f"{sizes} eval_interval=1 sample_tokens=3 wandb=disabled".split()]
+    config = os.path.join(ROOT, "config/sympow_p4.py")
+    assert call(train.main, config, f"--dataset={from_readme[1]}", "--out_dir=run", *options) == 0
+    assert capsys.readouterr().err.count("text is shown as ids: the data came without GPT-2's vocabulary") == 1
+    with open("run/samples.jsonl") as f:
+        assert all(re.fullmatch(r"((<\d+>|<\|endoftext\|>){3})", json.loads(line)["text"]) for line in f)
+    assert call(sample.main, "--out_dir=run", "--prompt=Hello") == 2
+    assert "text cannot be encoded: the data came without GPT-2's vocabulary" in capsys.readouterr().err
+    assert call(sample.main, "--out_dir=run", "--prompt=", "--max_new_tokens=2") == 0
+
+
+def test_a_vocabulary_that_can_be_had_later_is_taken(tmp_path, monkeypatch):
+    def offline(name):
+        raise OSError("no route to host")
+
+    make_source(tmp_path)
+    online = tiktoken.get_encoding
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    without = prepare(tmp_path).tokenizer
+    monkeypatch.setattr(tiktoken, "get_encoding", online)
+    assert (without.kind, prepare(tmp_path).tokenizer.kind) == ("ids", "bpe")
 
 
 def random_train():

@@ -25,7 +25,7 @@ from sympow.data import DataError
 from sympow.data.command import Parser, run
 from sympow.data.corpus import find_files, prepare_files
 from sympow.data.shards import Unit, begun_arguments, is_complete, write_dataset
-from sympow.data.tokenizer import gpt2_tokenizer
+from sympow.data.tokenizer import IdsEncoding, Tokenizer, gpt2_tokenizer
 from sympow.data.zarr_rows import Zarr, missing_message
 
 MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb2a32"
@@ -73,7 +73,7 @@ def prepare_zarr(args, source):
         "strict": args.strict,
         "document_length": args.document_length,
     }
-    known = arguments in begun_arguments(args.out)  # without "rows": everything that was requested was there
+    known = arguments in begun_arguments(args.out)  # nothing was missing
     if known and is_complete(args.out, arguments, args.verify):
         return
     arrays = {split: Zarr(f"{source}/{name}", args.document_length) for split, name in ARRAYS.items()}
@@ -81,10 +81,13 @@ def prepare_zarr(args, source):
     if args.documents and not args.val_documents:  # a small training set does not need all 52,131 heldout documents
         documents["val"] = min(2048, arrays["val"].documents)
     plans = {split: plan(arrays[split], documents[split], args.strict) for split in arrays}
+    tokenizer = zarr_tokenizer()
     requested = sum(documents[split] or array.documents for split, array in arrays.items())
     if sum(count for parts in plans.values() for _, count in parts) < requested:
         arguments["rows"] = {split: [row for row, _ in parts] for split, parts in plans.items()}
-        known = False
+    if tokenizer.kind == "ids":
+        arguments["vocabulary"] = False
+    known = known and arguments.keys().isdisjoint(("rows", "vocabulary"))
     if not known and is_complete(args.out, arguments, args.verify):
         return
     length = args.document_length
@@ -93,7 +96,16 @@ def prepare_zarr(args, source):
         for split in arrays
         for row, count in plans[split]
     ]
-    write_dataset(args.out, units, gpt2_tokenizer(json_escaped=True), length, arguments, source, args.command)
+    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command)
+
+
+def zarr_tokenizer():
+    """Return GPT-2's tokenizer, or without its vocabulary, which the tokens do not need, one that knows ids alone."""
+    try:
+        return gpt2_tokenizer(json_escaped=True)
+    except DataError as error:
+        print(f"{error}. The tokens are prepared without it; samples will show ids", file=sys.stderr)
+        return Tokenizer("ids", IdsEncoding(), json_escaped=True)
 
 
 def main(argv):
