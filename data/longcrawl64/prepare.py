@@ -13,6 +13,13 @@ zarr silently returns the fill value for a missing chunk, and there are copies o
 chunks. So the chunk files are counted first, and only rows of chunks that are complete are taken, in their order, up to
 --documents. With --strict, a missing chunk among the first --documents is refused by name. A chunk that holds a single
 value is always refused.
+
+--protocol=fox lets losses stand beside the tables of the Forgetting Transformer (github.com/zhixuan-lin/
+forgetting-transformer): every window begins with an end of text, training goes through the first windows of all
+documents in their order, then through the second ones, and so on, and the first 2^31 heldout tokens are the validation
+split (train.py --eval_tokens=2147483648, or evaluate.py --length=65536 --documents=32768). Its models of 125M read
+windows of 16,384, 32 of them a step, of 163,840 documents in 5,120 steps. --documents must be a multiple of these 32 if
+training goes on to second windows.
 """
 
 import os
@@ -30,6 +37,7 @@ from sympow.data.zarr_rows import Zarr, missing_message
 
 MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb2a32"
 ARRAYS = {"train": "train.zarr", "val": "heldout.zarr"}
+FOX_HELD_OUT = (1 << 31) // 65536  # documents
 
 
 def plan(array, documents, strict):
@@ -73,13 +81,15 @@ def prepare_zarr(args, source):
         "strict": args.strict,
         "document_length": args.document_length,
     }
+    facts = {"protocol": args.protocol} if args.protocol else {}
+    arguments |= facts
     known = arguments in begun_arguments(args.out)  # nothing was missing
     if known and is_complete(args.out, arguments, args.verify):
         return
     arrays = {split: Zarr(f"{source}/{name}", args.document_length) for split, name in ARRAYS.items()}
     documents = {"train": args.documents, "val": args.val_documents}
-    if args.documents and not args.val_documents:  # a small training set does not need all 52,131 heldout documents
-        documents["val"] = min(2048, arrays["val"].documents)
+    if (args.documents or args.protocol) and not args.val_documents:  # a small training set does not need all 52,131
+        documents["val"] = min(FOX_HELD_OUT if args.protocol else 2048, arrays["val"].documents)
     plans = {split: plan(arrays[split], documents[split], args.strict) for split in arrays}
     tokenizer = zarr_tokenizer()
     requested = sum(documents[split] or array.documents for split, array in arrays.items())
@@ -96,7 +106,7 @@ def prepare_zarr(args, source):
         for split in arrays
         for row, count in plans[split]
     ]
-    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command)
+    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command, facts)
 
 
 def zarr_tokenizer():
@@ -112,8 +122,9 @@ def main(argv):
     parser = Parser(__doc__, __file__)
     parser.add_argument("--source", default=MIRROR, help="folder or URL of the zarr arrays, or text to pack instead")
     parser.add_argument("--documents", type=int, help="train documents to take at most (unset: all)")
-    parser.add_argument("--val_documents", type=int, help="heldout documents (unset: all, or 2048 with --documents)")
+    parser.add_argument("--val_documents", type=int, help="heldout documents (unset: all; 2048 with --documents)")
     parser.add_argument("--strict", action="store_true", help="refuse missing chunks and too few documents")
+    parser.add_argument("--protocol", choices=["fox"], help="fox: windows as the Forgetting Transformer reads them")
     parser.add_argument("--key", default="text", help="for text: where it is in a line of .jsonl")
     args = parser.parse_args(argv)
     source = args.source.rstrip("/")
@@ -123,9 +134,9 @@ def main(argv):
     if "://" in source or any(os.path.exists(os.path.join(source, name)) for name in ARRAYS.values()):
         prepare_zarr(args, source)
         return
-    if args.documents or args.val_documents or args.strict:
+    if args.documents or args.val_documents or args.strict or args.protocol:
         names = " and ".join(ARRAYS.values())
-        raise DataError(f"{source} has no {names}; --documents and --strict are for zarr sources")
+        raise DataError(f"{source} has no {names}; --documents, --strict and --protocol are for zarr sources")
     prepare_files(find_files([source], (".txt", ".md", ".jsonl")), "gpt2-escaped", args, source, args.key)
 
 
