@@ -100,17 +100,17 @@ def _open_strictly(url):
         async def get(self, key, prototype, byte_range=None):
             value = await self._store.get(key, prototype, byte_range)
             if value is None and key.rpartition("/")[2] not in METADATA:
-                raise DataError(missing_message(url, [key]))
+                raise DataError(f"{url}: {missing_message([key])}")
             return value
 
     open_store = storage.FsspecStore.from_url if "://" in url else storage.LocalStore
     return zarr.open_array(Strict(open_store(url, read_only=True)), mode="r")
 
 
-def missing_message(url, keys):
-    """Return the line that refuses an array without these chunk files."""
+def missing_message(keys):
+    """Return the text that refuses an array without these chunk files."""
     shown = ", ".join(keys[:5]) + (", ..." if len(keys) > 5 else "")
-    return f"{url}: {len(keys)} chunk files are missing ({shown}): complete the copy"
+    return f"{len(keys)} chunk files are missing ({shown}): complete the copy"
 
 
 def _is_busy(error):

@@ -46,29 +46,24 @@ def plan(array, documents, strict):
     Only complete rows of chunks are taken, and a line says how many there are. Raises DataError if there is none. With
     strict, the first rows must be complete and the array must have so many documents.
     """
-    rows, limit = list(array.chunks), array.documents if documents is None else documents
-    if strict:
-        rows = rows[: -(-limit // array.chunk_rows)]
+    limit = documents or array.documents
+    rows = array.chunks[: -(-limit // array.chunk_rows) if strict else None]
     print(f"{array.url}: looking for the chunk files of {array.documents:,} documents")
     missing = array.missing(rows)
-    if strict and missing:
-        raise DataError(f"{missing_message(array.url, missing)}, or leave out --strict")
-    if strict and limit > array.documents:
-        raise DataError(f"{array.url}: {limit} documents asked for, {array.documents} can be had: leave out --strict")
-    missing = set(missing)
-    complete = {row: array.count(row) for row in rows if missing.isdisjoint(array.keys(row))}
-    parts, remaining = [], limit
-    for row, count in complete.items():
-        if remaining:
-            parts.append((row, min(remaining, count)))
-            remaining -= parts[-1][1]
-    if not parts:
-        raise DataError(f"{missing_message(array.url, sorted(missing))}, no row of chunks is whole")
-    if not strict:
-        print(
-            f"{array.url}: {limit - remaining:,} of {limit:,} documents are taken; {sum(complete.values()):,} of "
-            f"{array.documents:,} are there, in {len(complete):,} complete rows of chunks of {len(rows):,}"
-        )
+    parts, taken, absent = [], 0, set(missing)
+    complete = [row for row in rows if absent.isdisjoint(array.keys(row))]
+    for row in complete:
+        if count := min(array.count(row), limit - taken):
+            parts.append((row, count))
+            taken += count
+    summary = (
+        f"{array.url}: {taken:,} of {limit:,} documents are taken; {sum(map(array.count, complete)):,} of "
+        f"{array.documents:,} are there, in {len(complete):,} complete rows of chunks of {len(rows):,}"
+    )
+    if not parts or (strict and taken < limit):
+        remedy = ", or leave out --strict" if strict else ""
+        raise DataError(f"{summary}; {missing_message(missing)}{remedy}")
+    print(summary)
     return parts
 
 
@@ -83,8 +78,7 @@ def prepare_zarr(args, source):
     }
     facts = {"protocol": args.protocol} if args.protocol else {}
     arguments |= facts
-    known = arguments in begun_arguments(args.out)  # nothing was missing
-    if known and is_complete(args.out, arguments, args.verify):
+    if arguments in begun_arguments(args.out) and is_complete(args.out, arguments, args.verify):
         return
     arrays = {split: Zarr(f"{source}/{name}", args.document_length) for split, name in ARRAYS.items()}
     documents = {"train": args.documents, "val": args.val_documents}
@@ -97,8 +91,7 @@ def prepare_zarr(args, source):
         arguments["rows"] = {split: [row for row, _ in parts] for split, parts in plans.items()}
     if tokenizer.kind == "ids":
         arguments["vocabulary"] = False
-    known = known and arguments.keys().isdisjoint(("rows", "vocabulary"))
-    if not known and is_complete(args.out, arguments, args.verify):
+    if is_complete(args.out, arguments, args.verify):
         return
     length = args.document_length
     units = [
