@@ -29,6 +29,7 @@ import numpy as np
 from . import DataError, batches, need
 from .files import read_json, write_atomically
 from .huggingface import HuggingFaceEncoding, one_line, read_huggingface, train_byte_pairs
+from .progress import ticking
 
 END_OF_TEXT = "<|endoftext|>"
 WITHOUT_VOCABULARY = ("bytes", "ids")
@@ -203,6 +204,7 @@ def gpt2_tokenizer(json_escaped=False):
     return Tokenizer("bpe", encoding, json_escaped)
 
 
+@ticking(bar_format="training the tokenizer: {elapsed}", delay=1, leave=False)
 def train_tokenizer(texts, vocab_size):
     """Return a Tokenizer of kind "bpe" with at most vocab_size ids. The last one is the end of text.
 
