@@ -29,7 +29,7 @@ from . import DataError
 from .dataset import Dataset
 from .files import flush_to_disk, remove, sha256_of, write_atomically
 from .meta import SHARD, SPLITS, VERSION, find_meta, hash_json, shard_is_whole, shards_of, write_meta
-from .progress import bar
+from .progress import ticking
 from .tokenizer import FILES
 
 UNFINISHED = "unfinished"  # the folder in a dataset's folder in which it is prepared
@@ -128,29 +128,30 @@ def _write_shards(folder, units, meta, dtype):
     progress = os.path.join(unfinished, "progress.json")
     listed = (find_meta(progress) or {"units": {}})["units"]
     numbers, reused = {split: itertools.count() for split in SPLITS}, 0
-    for unit in bar(units, line_every=60, unit="shard", desc=meta["name"]):
-        file = f"{unit.split}_{next(numbers[unit.split]):05d}.bin"
-        key = [meta["arguments"], file] if unit.key is None else [unit.split, unit.key]
-        unit_id = hash_json([VERSION, meta["document_length"], meta["tokenizer"], key])
-        path, shard = stored.get((file, unit_id), (None, None))
-        if path == folder:
-            remove(os.path.join(unfinished, file))  # of another unit
-        if shard is None:
-            rows = unit.read()
-            if not len(rows):
-                continue
-            if listed.get(file, unit_id) != unit_id:  # after a crash its shard must not be taken for the new one
+    with ticking(units, unit="shard", desc=meta["name"]) as shown:
+        for unit in shown:
+            file = f"{unit.split}_{next(numbers[unit.split]):05d}.bin"
+            key = [meta["arguments"], file] if unit.key is None else [unit.split, unit.key]
+            unit_id = hash_json([VERSION, meta["document_length"], meta["tokenizer"], key])
+            path, shard = stored.get((file, unit_id), (None, None))
+            if path == folder:
+                remove(os.path.join(unfinished, file))  # of another unit
+            if shard is None:
+                rows = unit.read()
+                if not len(rows):
+                    continue
+                if listed.get(file, unit_id) != unit_id:  # after a crash its shard must not be taken for the new one
+                    write_meta(progress, meta)
+                    listed = {}
+                shard = _write_shard(os.path.join(unfinished, file), rows, meta, dtype)
+            reused += path is not None
+            meta["units"][file] = unit_id
+            split = meta["splits"][unit.split]
+            split["shards"].append(shard)
+            split["documents"] += shard["documents"]
+            split["tokens"] += shard["tokens"]
+            if path is None:
                 write_meta(progress, meta)
-                listed = {}
-            shard = _write_shard(os.path.join(unfinished, file), rows, meta, dtype)
-        reused += path is not None
-        meta["units"][file] = unit_id
-        split = meta["splits"][unit.split]
-        split["shards"].append(shard)
-        split["documents"] += shard["documents"]
-        split["tokens"] += shard["tokens"]
-        if path is None:
-            write_meta(progress, meta)
     return reused
 
 

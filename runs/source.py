@@ -252,7 +252,7 @@ def check_tokens(folder, config, dataset, path):
     size, end = config.get("vocab_size", 50257), config.get("eos_token_id", 50256)
     equal = size == dataset.vocab_size and end in (None, dataset.eot)
     tokenizer = os.path.join(folder, "tokenizer.json")
-    if equal and os.path.isfile(tokenizer):
+    if equal and dataset.tokenizer.kind != "ids" and os.path.isfile(tokenizer):
         Tokenizer = need("tokenizers").Tokenizer
         with one_line(tokenizer):
             vocabulary = Tokenizer.from_file(tokenizer).get_vocab(with_added_tokens=True)
