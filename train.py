@@ -39,7 +39,7 @@ from sympow.training.stages import enter_stage, reached_limit, refuse_moved_stag
 class TrainConfig:
     # the run
     out_dir: str = ""  # the run's folder; default out/CONFIG_NAME
-    init_from: str = "auto"  # auto: go on where out_dir left off; scratch; or a folder, or gpt2, ...: use its weights
+    init_from: str = "auto"  # auto or resume: go on where out_dir left off; scratch; or a folder, gpt2, ...: its weights
     overwrite: bool = False  # unless init_from=auto: rename the run that is in out_dir, and start anew
     seed: int = 1337  # of the weights, the order of the data and dropout
     # data
@@ -94,6 +94,7 @@ class TrainConfig:
     deterministic: bool = False  # make two runs give the same bits on a GPU too
 
     def __post_init__(self):
+        self.init_from = "auto" if self.init_from == "resume" else self.init_from  # nanoGPT's name
         self.compile = str(BOOLS.get(self.compile.lower(), self.compile))
         check_ranges(self, (*TRAIN_RANGES, ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)))
 
@@ -119,7 +120,6 @@ class Run:
 
 
 def main():
-    """Train with the settings of the command line."""
     ranks = Ranks()
     with exit_statuses(ranks), ExitStack() as stack:
         run = set_up(sys.argv[1:], ranks, stack)

@@ -18,9 +18,11 @@ import runpy
 from dataclasses import fields
 from functools import partial
 
+from sympow import check_choice
 from sympow.runs.program import Parser, refuse
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+NANOGPT_KEYS = {"eval_iters": "eval_tokens", "lr": "learning_rate"}  # to which another key may be closer
 KINDS = {bool: "True or False", int: "a whole number below 2^63", float: "a finite number"}
 # a field of a dataclass with the comment behind it, or a comment that is the title of the fields below
 FIELD = re.compile(r"^    (?:(\w+): .*?(?:  # (.*))?|# (.*))$", re.MULTILINE)
@@ -66,7 +68,7 @@ def read_settings(classes, argv, hidden=(), usage=""):
 
 def _refuse_key(key, known, source):
     """Refuse a key that is no setting; source: the key as it stands on the command line, or in a file."""
-    matches = difflib.get_close_matches(key, known, n=1)
+    matches = difflib.get_close_matches(NANOGPT_KEYS.get(key, key), known, n=1)
     refuse(f"unknown key {source}: " + (f"did you mean {matches[0]}?" if matches else "see --help for the keys"))
 
 
@@ -179,8 +181,8 @@ def check_ranges(cfg, ranges):
             value = getattr(cfg, name)
             if test and not test[0](value):
                 raise ValueError(f"{name} must be {allowed}, got {value}")
-            if not test and value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+            if not test:
+                check_choice(name, value, allowed)
 
 
 def choose_device(device, dtype, local=0):
