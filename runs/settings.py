@@ -28,11 +28,12 @@ KINDS = {bool: "True or False", int: "a whole number below 2^63", float: "a fini
 FIELD = re.compile(r"^    (?:(\w+): .*?(?:  # (.*))?|# (.*))$", re.MULTILINE)
 
 
-def read_settings(classes, argv, hidden=(), usage=""):
+def read_settings(classes, argv, hidden=(), usage="", folders=False):
     """Return the settings that argv gives, {name: value}, and the names of the config files in it.
 
     classes: the dataclasses that have the settings as fields. hidden: names of fields that cannot be set. usage: the
-    text above the settings in --help. Exits with status 2 on a mistake.
+    text above the settings in --help. folders: words that are neither become out_dir, with commas between. Exits with
+    status 2 on a mistake.
     """
     parser = Parser(
         usage=argparse.SUPPRESS,
@@ -57,10 +58,13 @@ def read_settings(classes, argv, hidden=(), usage=""):
             const="True",
             help=argparse.SUPPRESS,
         )
-    arguments, names = _expand_files(argv, {name: field.type for name, field in known.items()} | {"decay_lr": bool})
+    types = {name: field.type for name, field in known.items()} | {"decay_lr": bool}
+    arguments, names, words = _expand_files(argv, types)
+    if folders and words:
+        arguments.append(f"--out_dir={','.join(words)}")
+    elif words:
+        refuse(f"cannot read {words[0]!r}: settings are config/NAME.py or --key=value")
     settings, unknown = parser.parse_known_args(arguments)
-    if unknown and not unknown[0].startswith("--"):
-        refuse(f"cannot read {unknown[0]!r}: settings are config/NAME.py or --key=value")
     if unknown:
         _refuse_key(unknown[0][2:].partition("=")[0], known, unknown[0])
     return vars(settings), names
@@ -100,29 +104,33 @@ def convert(name, kind, text):
 
 
 def _expand_files(argv, types):
-    """Return argv with config files replaced by their settings and dashes in keys by underscores, and the files' names.
+    """Return argv with config files replaced by their settings and dashes in keys by underscores, the files' names, and
+    the words that are neither, which are left out.
 
-    types: {key: type of the setting}. A word behind `--key` is its value, not a file, unless the setting is a bool.
-    Refuses a key in a file that is no setting.
+    types: {key: type of the setting}. A word behind `--key` is its value, not a file, unless the setting is a bool,
+    which takes a word of BOOLS alone. Refuses a key in a file that is no setting.
     """
-    arguments, names, needs_value = [], [], False
+    arguments, names, words, needs_value, is_bool = [], [], [], False, False
     for argument in argv:
         if argument.startswith("--"):
             key, equals, value = argument[2:].partition("=")
             key = key.replace("-", "_")
             arguments.append("--" + key + equals + value)
-            needs_value = not equals and types.get(key) is not bool
+            is_bool = not equals and types.get(key) is bool
+            needs_value = not equals and not is_bool
             continue
-        if argument.endswith(".py") and not needs_value:
+        if needs_value or (is_bool and argument.lower() in BOOLS):
+            arguments.append(argument)
+        elif argument.endswith(".py"):
             for key, value in _read_file(argument).items():
                 if key not in types:
                     _refuse_key(key, types, f"{key} in {argument}")
                 arguments.append(f"--{key}={value}")
             names.append(os.path.basename(argument)[: -len(".py")])
         else:
-            arguments.append(argument)
-        needs_value = False
-    return arguments, names
+            words.append(argument)
+        needs_value = is_bool = False
+    return arguments, names, words
 
 
 def _read_file(path):
