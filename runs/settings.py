@@ -234,10 +234,16 @@ def accumulation_steps(cfg, settings, world):
         cfg.tokens_per_step = tokens
     if cfg.tokens_per_step % (world * micro_step):
         shape = f"{world} ranks x batch_size {cfg.batch_size} x block_size {cfg.block_size}"
-        multiples = nearest_multiples(cfg.tokens_per_step, world * micro_step)
+        sequences, rest = divmod(cfg.tokens_per_step, world * cfg.block_size)
+        if cfg.gradient_accumulation_steps:  # which tokens_per_step follows from
+            advice = f"gradient_accumulation_steps={nearest_multiples(cfg.gradient_accumulation_steps, world)}"
+        elif rest:
+            advice = nearest_multiples(cfg.tokens_per_step, world * micro_step)
+        else:
+            advice = f"batch_size={divide_sequences(sequences, cfg.batch_size)[0]}"
         raise ValueError(
             f"tokens_per_step must be a multiple of {shape} = {world * micro_step}, got {cfg.tokens_per_step}: "
-            f"{multiples} would do"
+            f"{advice} would do"
         )
     return cfg.tokens_per_step // (world * micro_step)
 

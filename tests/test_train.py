@@ -146,6 +146,7 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):
         (["--attention=sympow", "--p=3"], "p must be a positive even integer, got 3"),
         (["--block_size=1024", "--tokens_per_step=4096"], "is longer than the documents"),
         (["--tokens_per_step=300"], "1 ranks x batch_size 4 x block_size 32 = 128, got 300: 256 or 384 would do"),
+        (["--tokens_per_step=320"], "1 ranks x batch_size 4 x block_size 32 = 128, got 320: batch_size=2 would do"),
         (["--gradient_accumulation_steps=3"], "= 384, but tokens_per_step is 256: give one of them"),
         (["--dataset=nowhere"], "no dataset 'nowhere'"),
         (["--batch_size=0"], "batch_size must be at least 1, got 0"),
@@ -327,6 +328,12 @@ def test_config_files_are_complete(dataset, tmp_path, monkeypatch):
             assert (cfg.block_size, cfg.tokens_per_step) == (4096, 524288)
             for world in (1, 2, 4, 8):
                 assert settings.accumulation_steps(cfg, values, world) * world * cfg.batch_size * 4096 == 524288
+
+
+def test_micro_steps_that_ranks_cannot_share_are_refused_with_numbers_that_they_can():
+    cfg = train.TrainConfig(gradient_accumulation_steps=3, batch_size=4, block_size=32)
+    with pytest.raises(ValueError, match="got 384: gradient_accumulation_steps=2 or 4 would do"):
+        settings.accumulation_steps(cfg, {}, 2)
 
 
 def test_seconds_count_evaluations_samples_and_checkpoints_with_and_without_a_limit(go, monkeypatch):
