@@ -205,7 +205,7 @@ def open_run(path, dataset, setting):
     """Return the Source at `path`, a run's folder or a checkpoint; see `open_source`."""
     folder, run = checkpoint.newest(path, True, warn, checkpoint.WEIGHTS), checkpoint.run_of(path)
     if not folder:
-        resume = "auto (nanoGPT's resume), scratch, " if setting == "init_from" else ""
+        resume = "auto, scratch, " if setting == "init_from" else ""
         raise ValueError(
             f"{setting}: there is no whole checkpoint in {path}; give {resume}a run's folder, one that export.py "
             f"wrote, one with a GPT-2 that transformers wrote, or one of {', '.join(HUB)}"

@@ -74,7 +74,7 @@ def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(go, capsys):
     for key in ("train_loss", "val_loss"):
         assert metrics("out/cut", key) == metrics("out/whole", key)  # to the last bit
     assert len(lines("out/cut")) == len(lines("out/whole"))
-    assert go(*extra, "--out_dir=out/cut") == 0
+    assert go(*extra, "--out_dir=out/cut", "--init_from=resume") == 0  # nanoGPT's name for auto
     assert "out/cut is trained: 6 steps" in capsys.readouterr().out
 
 
@@ -119,7 +119,7 @@ def test_weights_of_another_run_can_be_taken(go, capsys):
     assert go("--out_dir=out/c", "--n_embd=64", "--attention=sympow_gating", "--init_from=out/a") == 2
     assert "the weights in out/a/ckpt/step_00000012 do not fit this model" in refusal(capsys)
     assert go("--out_dir=out/d", "--init_from=out/nothing") == 2
-    assert "init_from: there is no whole checkpoint in out/nothing; give auto (nanoGPT's resume), " in refusal(capsys)
+    assert "init_from: there is no whole checkpoint in out/nothing; give auto, " in refusal(capsys)
 
 
 def test_accumulation_and_batch_size_do_not_change_the_step(go):
@@ -146,6 +146,7 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):
         (["--attention=sympow", "--p=3"], "p must be a positive even integer, got 3"),
         (["--block_size=1024", "--tokens_per_step=4096"], "is longer than the documents"),
         (["--tokens_per_step=300"], "1 ranks x batch_size 4 x block_size 32 = 128, got 300: 256 or 384 would do"),
+        (["--tokens_per_step=320"], "1 ranks x batch_size 4 x block_size 32 = 128, got 320: batch_size=2 would do"),
         (["--gradient_accumulation_steps=3"], "= 384, but tokens_per_step is 256: give one of them"),
         (["--dataset=nowhere"], "no dataset 'nowhere'"),
         (["--batch_size=0"], "batch_size must be at least 1, got 0"),
@@ -153,6 +154,11 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):
         (["--beta1=1"], "beta1 must be in [0, 1), got 1.0"),
         (["--device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--lerning_rate=1"], "did you mean learning_rate?"),
+        (["--lr=1"], "unknown key --lr=1: did you mean learning_rate?"),
+        (["--eval_iters=1"], "unknown key --eval_iters=1: did you mean eval_tokens?"),
+        (["--attention=sympow,sympow_gatng"], "got 'sympow_gatng': did you mean sympow_gating?"),
+        (["--attention=retention"], "heinsen, got 'retention'\n"),
+        (["--schedule=cosin"], "got 'cosin': did you mean cosine?"),
         (["--dtype=float16"], "dtype must be one of auto, float32, bfloat16, got 'float16'"),
         (["--learning_rate=1e-5", "--schedule=cosine"], "min_lr must be at most learning_rate=1e-05"),
         (["--decay_share=0"], "decay_share must be above 0 and at most 1, got 0.0"),
@@ -324,6 +330,12 @@ def test_config_files_are_complete(dataset, tmp_path, monkeypatch):
             assert (cfg.block_size, cfg.tokens_per_step) == (4096, 524288)
             for world in (1, 2, 4, 8):
                 assert settings.accumulation_steps(cfg, values, world) * world * cfg.batch_size * 4096 == 524288
+
+
+def test_micro_steps_that_ranks_cannot_share_are_refused_with_numbers_that_they_can():
+    cfg = train.TrainConfig(gradient_accumulation_steps=3, batch_size=4, block_size=32)
+    with pytest.raises(ValueError, match="got 384: gradient_accumulation_steps=2 or 4 would do"):
+        settings.accumulation_steps(cfg, {}, 2)
 
 
 def test_seconds_count_evaluations_samples_and_checkpoints_with_and_without_a_limit(go, monkeypatch):

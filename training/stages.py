@@ -13,6 +13,7 @@ read in that step. Validation is at the final context from the first evaluation 
 
 import math
 import re
+import signal
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -125,8 +126,10 @@ def enter_stage(stages, number, progress):
     return [*progress.stages, *([stage.block_size, progress.step] for stage in entered)]
 
 
-def reached_limit(cfg, progress):
-    """Return a text that names the limit that a run has reached, of its steps or its time; "" if there is none."""
+def reason_to_stop(cfg, progress, number=0):
+    """Return a text that names the signal received (number, or 0) or the limit reached; "" if training goes on."""
+    if number:
+        return f"{signal.Signals(number).name} was received"
     if progress.step >= cfg.max_iters:
         return f"max_iters={cfg.max_iters} is reached"
     if 0 < cfg.max_seconds <= progress.seconds:
