@@ -22,9 +22,9 @@ READ_AT_ONCE = 1 << 28  # tokens that one call reads at most
 class Dataset:
     """A prepared dataset, opened for reading. name is the path of its folder, or NAME for data/NAME beside this file.
 
-    Attributes: name, path, meta (dict of meta.json), vocab_size, eot, document_length, tokenizer.
-    Raises DataError if the folder, meta.json, the tokenizer or a shard is missing or damaged, as far as that can be
-    seen without reading the tokens: a shard must have exactly its size.
+    Attributes: name, path, meta (dict of meta.json), vocab_size, eot, document_length, tokenizer, protocol (None, or
+    "fox": see data/longcrawl64/prepare.py). Raises DataError if the folder, meta.json, the tokenizer or a shard is
+    missing or damaged, as far as that can be seen without reading the tokens: a shard must have exactly its size.
     """
 
     def __init__(self, name):
@@ -41,6 +41,7 @@ class Dataset:
         self.name = self.meta["name"]
         self.vocab_size = self.meta["vocab_size"]
         self.eot = self.meta["eot"]
+        self.protocol = self.meta["arguments"].get("protocol")
         self.document_length = self.meta["document_length"]
         self.tokenizer = load_tokenizer(self.path)
         if self.tokenizer.fingerprint() != self.meta["tokenizer"]:
