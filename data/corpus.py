@@ -222,7 +222,7 @@ def _power_of_two(number):
     return 1 << max(0, number.bit_length() - 1)
 
 
-@ticking(bar_format="measuring the tokens of the text: {elapsed}", delay=1, leave=False)
+@ticking(bar_format="measuring the tokens of the text: {elapsed}")
 def tokens_per_byte(sources, tokenizer, key="text"):
     """Return the number of tokens per byte, measured on about 1 MB at the ends of the sources."""
     total, tokens, count = sum(file.size for files in sources for file in files), 0, 0

@@ -204,7 +204,7 @@ def gpt2_tokenizer(json_escaped=False):
     return Tokenizer("bpe", encoding, json_escaped)
 
 
-@ticking(bar_format="training the tokenizer: {elapsed}", delay=1, leave=False)
+@ticking(bar_format="training the tokenizer: {elapsed}")
 def train_tokenizer(texts, vocab_size):
     """Return a Tokenizer of kind "bpe" with at most vocab_size ids. The last one is the end of text.
 
