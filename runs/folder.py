@@ -118,7 +118,7 @@ def refuse_other_settings(out_dir, saved, settings):
         free |= {"max_iters"}
     if old["data"] == new["data"]:  # the dataset may have been moved or renamed
         free |= {"dataset"}
-    if old["teacher"] == new["teacher"]:
+    if old.get("teacher") == new["teacher"]:
         free |= {"distill_from"}
     if new["eval_only"]:
         free |= OF_TRAINING
