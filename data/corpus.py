@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from . import DataError
 from .meta import hash_json
+from .progress import waiting
 from .shards import Unit, is_complete, write_dataset
 from .split import Stream, is_jsonl, split_sources, whole_stream
 from .tokenizer import named_tokenizer, split_long_text, train_tokenizer, trained_size
@@ -188,7 +189,8 @@ def plan_units(sources, tokenizer, document_length, val_fraction, key="text", tr
                 "split; give more or shorter documents"
             )
     if trained:
-        tokenizer = train_tokenizer(_sample(splits["train"]), trained)
+        with waiting("training a tokenizer"):
+            tokenizer = train_tokenizer(_sample(splits["train"]), trained)
         print(f"trained a tokenizer of {tokenizer.vocab_size:,} ids on the training split")
         rate = tokens_per_byte(sources, tokenizer, key)
 

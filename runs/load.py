@@ -11,6 +11,7 @@ import torch
 
 from sympow.data import DataError
 from sympow.data.files import read_json
+from sympow.data.progress import waiting
 from sympow.data.tokenizer import load_tokenizer
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint
@@ -36,8 +37,9 @@ def load_run(path, cfg):
     except DataError as error:
         refuse(error)
     device, autocast = choose_precision(cfg)
-    model = GPT(GPTConfig(**settings["model"]))
-    checkpoint.load(folder, model)
+    with waiting(f"reading {folder}"):
+        model = GPT(GPTConfig(**settings["model"]))
+        checkpoint.load(folder, model)
     return run, model.to(device).eval(), tokenizer, device, autocast
 
 
