@@ -16,7 +16,6 @@ run's folder.
 import json
 import os
 import sys
-import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -31,11 +30,10 @@ from sympow.data.files import read_json, write_json
 from sympow.data.loader import Windows
 from sympow.data.progress import bar
 from sympow.data.tokenizer import load_tokenizer
-from sympow.export import export
 from sympow.model import GPTConfig
 from sympow.runs import checkpoint
 from sympow.runs.folder import fingerprint
-from sympow.runs.load import load_run, newest_run, no_checkpoint
+from sympow.runs.load import load_run, newest_run, no_checkpoint, transformers_type
 from sympow.runs.plots import choose_picture, means_by_position, plot_loss_by_position, shorten
 from sympow.runs.program import run_program, refuse
 from sympow.runs.scores import score_pieces
@@ -103,7 +101,7 @@ def choose_runs(cfg):
     folders = [cfg.out_dir] if is_one else cfg.out_dir.split(",")
     folders = list(dict.fromkeys(os.path.normpath(folder) for folder in folders if folder)) or [newest_run()]
     for folder in folders:
-        if not (checkpoint.newest(folder) or (cfg.tasks and is_transformers(folder))):
+        if not (checkpoint.newest(folder) or (cfg.tasks and transformers_type(folder))):
             refuse(no_checkpoint(folder))
     names = cfg.names.split(",") if cfg.names else folders
     if len(names) != len(folders) or len(set(names)) < len(names):
@@ -197,13 +195,8 @@ def compare_tasks(runs, cfg):
     report = {}
     tasks = load_tasks([name for name in cfg.tasks.split(",") if name], cfg.include_path, cfg.num_fewshot)
     for name, folder in runs.items():
-        with tempfile.TemporaryDirectory() as temporary:
-            exported = folder
-            if not is_transformers(folder):
-                exported = os.path.join(temporary, "model")
-                export(folder, exported)
-            model = load_model(exported, cfg)
-            report[name] = run_tasks(tasks, model, cfg.limit)
+        model = load_model(folder, cfg)
+        report[name] = run_tasks(tasks, model, cfg.limit)
         write_metrics(folder, cfg, report[name], None if model.max_length == UNLIMITED else model.max_length)
     rows = {name: {} for name in report}
     for name, tasks in report.items():
@@ -214,15 +207,9 @@ def compare_tasks(runs, cfg):
         print(json.dumps(report))
 
 
-def is_transformers(folder):
-    """Return True for a folder of transformers, such as one that export.py wrote."""
-    path = os.path.join(folder, "config.json")
-    return os.path.isfile(path) and "model_type" in read_json(path)
-
-
 def write_metrics(run, cfg, report, max_length):
     """Add {task: metrics} of a run to tasks.json in its folder, with the checkpoint and the settings behind them."""
-    path = os.path.join(run if is_transformers(run) else checkpoint.run_of(run), "tasks.json")
+    path = os.path.join(run if transformers_type(run) else checkpoint.run_of(run), "tasks.json")
     weights = checkpoint.newest(run, True, files=checkpoint.WEIGHTS) or run
     settings = {
         "checkpoint": os.path.basename(weights),

@@ -301,10 +301,10 @@ def evaluate(run):
     model = None if plan.cfg.eval_only else plan.layout.gather(run.model)
     val_loss, tokens = losses["val_loss"], step * plan.cfg.tokens_per_step
     if run.tracker:
-        numbers = losses | dict(tokens=tokens, seconds=run.clock.seconds()) | count_epochs(plan, progress)
+        numbers = losses | dict(tokens=tokens, seconds=run.clock.seconds(), memory=peak_memory(plan.device) / 1e9)
+        numbers |= count_epochs(plan, progress) | dict(relative_loss=relative_loss(val_loss, tokens, plan.baseline))
         statistics, text = examine(plan, model)
-        relative = relative_loss(val_loss, tokens, plan.baseline)
-        run.tracker.log(step, **numbers, **statistics, relative_loss=relative, context=context)
+        run.tracker.log(step, **numbers, **statistics, context=context)
         if plan.cfg.sample_tokens:
             run.tracker.sample(step, text)
     progress.evaluated, run.unsaved = True, True

@@ -189,8 +189,7 @@ def plan_units(sources, tokenizer, document_length, val_fraction, key="text", tr
                 "split; give more or shorter documents"
             )
     if trained:
-        with waiting("training a tokenizer"):
-            tokenizer = train_tokenizer(_sample(splits["train"]), trained)
+        tokenizer = train_tokenizer(_sample(splits["train"]), trained)
         print(f"trained a tokenizer of {tokenizer.vocab_size:,} ids on the training split")
         rate = tokens_per_byte(sources, tokenizer, key)
 
@@ -223,6 +222,7 @@ def _power_of_two(number):
     return 1 << max(0, number.bit_length() - 1)
 
 
+@waiting("measuring the tokens of the text")
 def tokens_per_byte(sources, tokenizer, key="text"):
     """Return the number of tokens per byte, measured on about 1 MB at the ends of the sources."""
     total, tokens, count = sum(file.size for files in sources for file in files), 0, 0

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import contextmanager
 
 from . import need
 
@@ -18,14 +19,14 @@ STARTED = time.monotonic()  # when the program began, but for its first imports
 FIRST_LINE, NEXT_LINE = 2.0, 10.0  # seconds without a terminal, after the start and after the line before
 
 
-def bar(iterable=None, **options):
+def bar(iterable=None, lines=False, **options):
     """Return a tqdm bar on stderr with these options.
 
-    Elsewhere than on a terminal its state is printed as lines, also where it does not move. The next one is due at the
-    time bar.due.
+    Elsewhere than on a terminal, or with `lines`, its state is printed as lines, also where it does not move. The next
+    one is due at the time bar.due.
     """
     tqdm = need("tqdm").tqdm
-    if not sys.stderr.isatty():
+    if lines or not sys.stderr.isatty():
         progress = tqdm(iterable, file=open(os.devnull, "w"), ncols=0, **options)
         progress.due = time.monotonic() + FIRST_LINE
         threading.Thread(target=_print_lines, args=(weakref.ref(progress),), daemon=True).start()
@@ -35,9 +36,11 @@ def bar(iterable=None, **options):
     return tqdm(iterable, **known, **options)
 
 
+@contextmanager
 def waiting(text, shown=True):
-    """Return a bar that prints a text and the time so far, but nothing on a terminal."""
-    return bar(desc=text, bar_format="{desc}... [{elapsed}]", delay=1, leave=False, disable=not shown)
+    """Print a text and the time so far as lines, on a terminal too, while a block or a decorated function runs."""
+    with bar(lines=True, bar_format=f"{text}: {{elapsed}}", disable=not shown):
+        yield
 
 
 def _print_lines(reference):

@@ -1,26 +1,32 @@
 """The one way into a run for the programs that use its model: choose the run, and load its newest whole checkpoint.
 
-run, model, tokenizer, device, autocast = load_run(cfg.out_dir or newest_run(), cfg)
+    run, model, tokenizer, device, autocast = load_run(cfg.out_dir or newest_run(), cfg)
+
+A folder that export.py wrote has the model without the run: `load_exported`. No code in a folder is ever run.
 """
 
 import glob
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import torch
 
 from sympow.data import DataError
 from sympow.data.files import read_json
+from sympow.data.huggingface import read_huggingface
 from sympow.data.progress import waiting
-from sympow.data.tokenizer import load_tokenizer
+from sympow.data.tokenizer import Tokenizer, load_tokenizer
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint
+from sympow.runs.parts import compare_shapes
 from sympow.runs.processes import warn
 from sympow.runs.program import refuse
 from sympow.runs.settings import choose_device
+from sympow.runs.source import Source, exported_settings, shapes_of
 from sympow.training.stages import final_context
 
 
+@waiting("reading the weights")
 def load_run(path, cfg):
     """Return the run's folder, its model, its tokenizer, the device and the autocast context to use.
 
@@ -37,10 +43,26 @@ def load_run(path, cfg):
     except DataError as error:
         refuse(error)
     device, autocast = choose_precision(cfg)
-    with waiting(f"reading {folder}"):
-        model = GPT(GPTConfig(**settings["model"]))
-        checkpoint.load(folder, model)
+    model = GPT(GPTConfig(**settings["model"]))
+    checkpoint.load(folder, model)
     return run, model.to(device).eval(), tokenizer, device, autocast
+
+
+def load_exported(path, device):
+    """Return the model and the tokenizer in a folder that export.py wrote.
+
+    Raises ValueError of one line if the folder is damaged.
+    """
+    source = Source(path, exported_settings(read_json(os.path.join(path, "config.json")), path), path)
+    config = GPTConfig(**source.model)
+    if difference := compare_shapes(source.shapes, shapes_of(config)):
+        raise DataError(f"the weights in {path} are not those of its config.json: {difference}")
+    tokenizer = Tokenizer("huggingface", read_huggingface(os.path.join(path, "tokenizer.json")))
+    if tokenizer.vocab_size != config.vocab_size:
+        raise DataError(f"the tokenizer in {path} is not the model's, which has {config.vocab_size} tokens")
+    model = GPT(config)
+    source.fill(model)
+    return model.to(device).eval(), tokenizer
 
 
 def choose_precision(cfg):
@@ -51,9 +73,16 @@ def choose_precision(cfg):
     return device, torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
 
 
+def transformers_type(path):
+    """Return the model's type in a folder of transformers, "sympow" if export.py wrote it; "" for another folder."""
+    with suppress(DataError, FileNotFoundError):
+        return str(read_json(os.path.join(path, "config.json")).get("model_type", ""))
+    return ""
+
+
 def is_exported(path):
     """Return True for a folder that export.py has written."""
-    return os.path.isfile(os.path.join(path, "modeling_sympow.py"))
+    return transformers_type(path) == "sympow"
 
 
 def longest_text(path):
@@ -63,7 +92,10 @@ def longest_text(path):
     attention with rotary positions has no limit.
     """
     if is_exported(path):
-        return read_json(os.path.join(path, "config.json")).get("max_position_embeddings")
+        limit = read_json(os.path.join(path, "config.json")).get("max_position_embeddings")
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise DataError(f"max_position_embeddings in config.json must be a positive number, got {limit!r}")
+        return limit
     settings = checkpoint.settings(checkpoint.run_of(path))
     model, limits = settings["model"], []
     if "softmax" in model.get("attention", "softmax").split(","):

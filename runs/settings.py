@@ -16,7 +16,7 @@ import os
 import re
 import runpy
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 
 from sympow import check_choice
 from sympow.runs.program import Parser, refuse
@@ -26,6 +26,15 @@ NANOGPT_KEYS = {"eval_iters": "eval_tokens", "lr": "learning_rate"}  # to which 
 KINDS = {bool: "True or False", int: "a whole number below 2^63", float: "a finite number"}
 # a field of a dataclass with the comment behind it, or a comment that is the title of the fields below
 FIELD = re.compile(r"^    (?:(\w+): .*?(?:  # (.*))?|# (.*))$", re.MULTILINE)
+
+
+@cache
+def read_fields(cls):
+    """Return [(name, comment, title), ...] of the lines of a dataclass's source, titles alone with empty names.
+
+    It is read once: Python 3.11 cannot parse in two threads at once (python/cpython#106905), and runs have threads.
+    """
+    return FIELD.findall(inspect.getsource(cls))
 
 
 def read_settings(classes, argv, hidden=(), usage="", folders=False):
@@ -44,7 +53,7 @@ def read_settings(classes, argv, hidden=(), usage="", folders=False):
     known = {field.name: field for cls in classes for field in fields(cls) if field.name not in hidden}
     for cls in classes:
         group = parser.add_argument_group(cls.__name__)
-        for name, comment, title in FIELD.findall(inspect.getsource(cls)):
+        for name, comment, title in read_fields(cls):
             if title:
                 group = parser.add_argument_group(title)
             elif name in known:

@@ -1,7 +1,7 @@
 """Score a model on tasks of lm-evaluation-harness, with lm_eval's own class for models of transformers.
 
     tasks = load_tasks(["lambada_openai", "my_task.yaml"])
-    model = load_model("hf/NAME", cfg)
+    model = load_model("out/NAME", cfg)
     report = run_tasks(tasks, model)                                 # {"lambada_openai": {"acc": 0.31, ...}, ...}
 
 Importing this file imports lm_eval and what it needs for transformers: pip install "lm_eval[hf]".
@@ -14,14 +14,20 @@ import traceback
 from importlib.machinery import PathFinder
 from importlib.util import LazyLoader, module_from_spec
 
+import tokenizers
 import torch
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerFast
 
 from sympow.data import DataError
-from sympow.runs.load import is_exported, longest_text
+from sympow.data.huggingface import tokenizers_json
+from sympow.modeling import SympowConfig, SympowForCausalLM
+from sympow.runs.load import choose_precision, is_exported, load_exported, load_run
+from sympow.runs.load import longest_text, transformers_type
 from sympow.runs.settings import choose_device
 
 BOOTSTRAP_SAMPLES = 1000  # behind the standard error of a perplexity; lm_eval's own 100,000 take minutes
@@ -60,22 +66,51 @@ def load_tasks(names, include_path=None, num_fewshot=-1):
 
 
 def load_model(folder, cfg):
-    """Return lm_eval's model for a folder of transformers, such as an exported run.
+    """Return lm_eval's model for a run, an exported run, or a folder of transformers with a model that it knows.
 
-    cfg: the settings device, dtype, batch_size and max_length of evaluate.py. Without a max_length, an exported run
-    without softmax layers reads texts of any length.
+    cfg: the settings device, dtype, batch_size and max_length of evaluate.py. Without a max_length, a run without
+    softmax layers reads texts of any length. Raises DataError for a folder that cannot be loaded; code in it is not
+    run.
     """
     device, dtype = choose_device(cfg.device, cfg.dtype)
-    own_limit = (longest_text(folder) or UNLIMITED) if is_exported(folder) else None
-    return HFLM(
-        folder,
-        trust_remote_code=True,
-        device=str(device),
-        dtype="float32",
-        mixed_precision_dtype=None if dtype == torch.float32 else dtype,
-        softmax_dtype=torch.float32,
-        batch_size=cfg.batch_size,
-        max_length=cfg.max_length or own_limit,
+    model, tokenizer, limit = folder, None, None
+    try:
+        if transformers_type(folder) in ("", "sympow"):
+            model, tokenizer = load_own(folder, cfg)
+            limit = longest_text(folder) or UNLIMITED
+        return HFLM(
+            model,
+            tokenizer=tokenizer,
+            trust_remote_code=False,
+            device=str(device),
+            dtype="float32",
+            mixed_precision_dtype=None if dtype == torch.float32 else dtype,
+            softmax_dtype=torch.float32,
+            batch_size=cfg.batch_size,
+            max_length=cfg.max_length or limit,
+        )
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"{folder} cannot be loaded, and code in it is not run: {reason}") from error
+
+
+def load_own(folder, cfg):
+    """Return the model and the tokenizer of a run, or of an exported run, as transformers has them."""
+    if is_exported(folder):
+        model, tokenizer = load_exported(folder, choose_precision(cfg)[0])
+    else:
+        _, model, tokenizer, *_ = load_run(folder, cfg)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
+    with torch.device("meta"):
+        wrapper = SympowForCausalLM(SympowConfig(vars(model.config), **ids))
+    wrapper.gpt = model
+    text, end = tokenizers_json(tokenizer)
+    tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token"), end)
+    return wrapper, PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(text),
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+        **tokens,
     )
 
 

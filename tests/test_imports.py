@@ -20,7 +20,7 @@ ALLOWED = {
     "model": {"layers", "attention"},
     "generation": {*MODEL, "data", "runs"},
     "training": {*MODEL, "data", "runs", "generation"},
-    "runs": {*MODEL, "data", "training", "generation"},
+    "runs": {*MODEL, "data", "training", "generation", "sympow"},
     "config": set(),
     "sympow": MODEL,
     **dict.fromkeys(PROGRAMS, {*MODEL, "generation", "runs", "training", "data", "compare", "export"}),

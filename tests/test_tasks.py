@@ -167,8 +167,7 @@ def test_mistakes_are_refused(monkeypatch, capsys):
         assert call(evaluate.main, "--out_dir=out/a", *options) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("evaluate.py: ") and message in error, error
-    os.mkdir("hf")
-    Path("hf/modeling_sympow.py").touch()
+    write_json("hf/config.json", {"model_type": "sympow"})
     assert call(evaluate.main, "--out_dir=hf") == 2 and "hf is an exported model" in capsys.readouterr().err
     assert not os.path.exists("out/a/tasks.json")
     monkeypatch.delitem(sys.modules, "sympow.runs.tasks")
@@ -192,6 +191,47 @@ def test_a_folder_of_transformers_is_scored_as_it_is(capsys):
     loss = model(ids, labels=ids).loss.item()
     assert report["texts"]["bits_per_byte"] == pytest.approx(loss / math.log(2), rel=1e-4)
     assert read_json("gpt2/tasks.json")["texts"]["max_length"] == 32
+
+
+@pytest.mark.parametrize("kind", ["sympow", "mine"])
+def test_no_code_of_a_folder_is_run(kind, monkeypatch, capsys):
+    """The same folder gives the same metrics, or one line, whatever code it asks for."""
+    write_run("out/a", "sympow_gating,softmax")
+    export.export("out/a", "hf")
+    task = write_task("next", pair(TEXTS, 4 * [" yes"]), "loglikelihood", "perplexity")
+    (expected,) = evaluate_tasks(capsys, "--out_dir=out/a", f"--tasks={task}")
+    names = "Config", "Model", "ModelForCausalLM", "Tokenizer"
+    code = "".join(f"class {name}:\n    pass\n" for name in names)
+    Path("hf/modeling_sympow.py").write_text(f"open({str(Path('ran').absolute())!r}, 'w')\n{code}")
+    classes = {f"Auto{name}": f"modeling_sympow.{name}" for name in names}
+    classes["AutoTokenizer"] = ["modeling_sympow.Tokenizer", None]
+    for file, changes in (("config.json", {"model_type": kind}), ("tokenizer_config.json", {})):
+        write_json(f"hf/{file}", read_json(f"hf/{file}") | {"auto_map": classes} | changes)
+    options = "--out_dir=hf", f"--tasks={task}", "--json"
+    status, output = call(evaluate.main, *options), capsys.readouterr()
+    assert not os.path.exists("ran")
+    if kind == "sympow":
+        assert status == 0 and json.loads(output.out.splitlines()[-1])["hf"] == expected
+    else:
+        assert status == 2 and "evaluate.py: hf cannot be loaded, and code in it is not run: " in output.err
+
+
+@pytest.mark.parametrize(
+    "file,harm,message",
+    [
+        ("model.safetensors", lambda path: path.write_bytes(b""), "the weights in hf cannot be read: "),
+        ("config.json", lambda path: write_json(path, {"model_type": "sympow"}), "config.json in hf is not of a model"),
+        ("config.json", lambda path: write_json(path, read_json(path) | {"max_position_embeddings": "x"}), "got 'x'"),
+        ("tokenizer.json", os.remove, "No such file or directory: 'hf/tokenizer.json'"),
+    ],
+)
+def test_a_damaged_export_is_one_line(file, harm, message, capsys):
+    write_run("out/a")
+    export.export("out/a", "hf")
+    harm(Path("hf", file))
+    task = write_task("next", pair(TEXTS, 4 * [" yes"]), "loglikelihood", "perplexity")
+    assert call(evaluate.main, "--out_dir=hf", f"--tasks={task}") == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 # ---- beside Hugging Face's package `kernels`

@@ -54,7 +54,7 @@ def test_a_run_folder_has_all_that_is_needed_to_read_it(go):
     step, _, _, evaluation, *_ = lines("out/a")
     assert {"step", "train_loss", "tokens", "seconds", "lr", "grad_norm", "tok_per_sec"} <= step.keys()
     assert step["tokens"] == 256 and "mfu" not in step  # no peak is known for a CPU
-    assert evaluation.keys() - {"gate", "beta"} == {"step", "val_loss", "tokens", "seconds", "context"}
+    assert evaluation.keys() - {"gate", "beta"} == {"step", "val_loss", "tokens", "seconds", "memory", "context"}
     (start,) = json.load(open("out/a/environment.json"))
     assert torch.__version__.startswith(start["versions"]["torch"])
     assert len(start["commit"]) == 40 and start["command"][1:3] == SMALL[:2] and start["world"] == 1
@@ -305,8 +305,10 @@ def test_wandb_has_nanogpts_names_and_our_own_step(go, wandb_server):  # noqa: F
     assert run["config"]["parameters"]["value"] > 30000 and run["config"]["seed"]["value"] == 1337
     rows = [{name for name in row if not name.startswith("_")} for row in run["rows"]]
     assert [row["iter"] for row in run["rows"]] == [1, 2, 3, 3, 3, 4, 4, 4]
-    both = {"iter", "tokens", "seconds"}
+    both = {"iter", "tokens", "seconds", "memory"}
     assert 0.01 < run["rows"][0]["memory"] < 1000  # gigabytes
+    axes = [metric["1"] for metric in run["config"]["_wandb"]["value"]["m"] if "1" in metric]
+    assert axes == ["iter", "tokens", "seconds", "memory"]
     assert rows[0] >= both | {"train/loss", "lr", "train/tok_per_sec", "train/grad_norm", "train/context"}
     assert rows[3] == both | {"val/loss", "val/context"} and rows[4] == {"iter", "sample"}
 
@@ -409,7 +411,7 @@ def test_what_takes_long_says_so_without_a_terminal_and_the_time_left_counts_it(
     monkeypatch.setattr(batches, "eval_batches", slow)
     assert go("--out_dir=out/a", "--max_iters=8", "--eval_interval=4") == 0
     out, err = capsys.readouterr()
-    assert "setting up... [00:0" in err and "evaluation: 0batch [00:0" in err and "0/8 [00:00<?, ?step/s]" in err
+    assert "setting up: 00:0" in err and "evaluation: 0batch [00:0" in err and "0/8 [00:00<?, ?step/s]" in err
     assert re.search(r"step 4: .* 00:00 left\n(.*\n)*step 5: .* 01:15 left\n", out)  # 100 s in 4 steps
 
 
