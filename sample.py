@@ -19,6 +19,7 @@ import torch
 from sympow.attention.positions import TooLong
 from sympow.attention.operator.memory import switch_over_tokens
 from sympow.data import DataError
+from sympow.data.progress import bar
 from sympow.generation import state_file
 from sympow.generation.generate import Timings, cache_dtype, generate, read_prompt
 from sympow.runs.load import load_run, newest_run
@@ -96,7 +97,7 @@ def write_samples(model, tokenizer, cfg, text, prompt, timings):
     if alone:
         print(text, end="", flush=True)
     try:
-        for ids in tokens:
+        for ids in bar(tokens, total=cfg.max_new_tokens, unit="token", leave=False, disable=alone):
             pieces = [stream.feed(token) for stream, token in zip(streams, ids)]
             texts = [text + piece for text, piece in zip(texts, pieces)]
             if alone:

@@ -21,6 +21,7 @@ from typing import Callable
 import torch
 
 from sympow.data import DataError
+from sympow.data.progress import waiting
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint, folder, machine
 from sympow.runs.display import Display, peak_memory
@@ -121,11 +122,12 @@ class Run:
 def main():
     ranks = Ranks()
     with exit_statuses(ranks), ExitStack() as stack:
-        run = set_up(sys.argv[1:], ranks, stack)
+        with waiting("setting up", ranks.master):
+            run = set_up(sys.argv[1:], ranks, stack)
         if not run.plan.cfg.eval_only:
             train(run)
         elif evaluate(run) is None:
-            raise Failed(f"the evaluation is not finished: {reason_to_stop(run.plan.cfg, run.progress, run.signal)}")
+            raise Failed(f"the evaluation is not finished: {reason_to_stop(run)}")
         run.writer.wait()
         ranks.leave()
         if run.tracker:
@@ -181,10 +183,10 @@ def set_up(argv, ranks, stack):
 def train(run):
     """Take steps, and evaluate and save every eval_interval of them, until a limit or a signal ends the run."""
     plan, progress, cfg, ranks = run.plan, run.progress, run.plan.cfg, run.plan.ranks
-    end = reason_to_stop(cfg, progress, run.signal)
+    end = reason_to_stop(run)
     if not progress.evaluated and (end or progress.step % cfg.eval_interval == 0):  # a signal prevented it
         evaluate_and_save(run)
-        end = reason_to_stop(cfg, progress, run.signal)
+        end = reason_to_stop(run)
     if end and not run.signal:
         ranks.log(f"{cfg.out_dir} is trained: {progress.step} steps in {progress.seconds:.0f} s, {end}")
         return
@@ -204,7 +206,7 @@ def train(run):
         with machine.profile_step(cfg, progress.step + 1, plan.device, ranks):
             loss, grad_norm, batch = train_step(run, batch, batches)
         run.writer.check()
-        end = reason_to_stop(cfg, progress, run.signal)
+        end = reason_to_stop(run)
         due = bool(end) or progress.step % cfg.eval_interval == 0
         count_skipped(run, grad_norm, due, end)
         if loss is not None:
@@ -213,7 +215,7 @@ def train(run):
                 log_step(run, display, loss, grad_norm)
         if due:
             evaluate_and_save(run)
-            end = reason_to_stop(cfg, progress, run.signal)  # a signal may have cut the evaluation short
+            end = reason_to_stop(run)  # a signal may have cut the evaluation short
             run.clock.start_lap(progress.step)
         first = False
     display.close()
@@ -261,13 +263,10 @@ def share(run):
 
 
 def count_skipped(run, grad_norm, wait, end):
-    """Count the step if it was skipped; raise Failed after max_skipped such steps in a row, or if all were to the end.
-
-    wait: count it now, not after the next step. end: the reason to stop, or "".
-    """
+    """Count the step if it was skipped; raise Failed after max_skipped in a row, or at the end if all were."""
     run.skipped.count(grad_norm, wait)
-    steps, all_skipped = run.skipped.in_a_row, 0 < run.progress.step == run.skipped.in_a_row
-    if steps < run.plan.cfg.max_skipped and not (end and all_skipped):
+    steps = run.skipped.in_a_row
+    if steps < run.plan.cfg.max_skipped and not (end and 0 < steps == run.progress.step):
         return
     run.writer.wait()
     run.plan.ranks.barrier()  # from here on every rank sees the checkpoint that rank 0 wrote last

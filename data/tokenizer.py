@@ -29,7 +29,7 @@ import numpy as np
 from . import DataError, batches, need
 from .files import read_json, write_atomically
 from .huggingface import HuggingFaceEncoding, one_line, read_huggingface, train_byte_pairs
-from .progress import ticking
+from .progress import waiting
 
 END_OF_TEXT = "<|endoftext|>"
 WITHOUT_VOCABULARY = ("bytes", "ids")
@@ -204,7 +204,7 @@ def gpt2_tokenizer(json_escaped=False):
     return Tokenizer("bpe", encoding, json_escaped)
 
 
-@ticking(bar_format="training the tokenizer: {elapsed}")
+@waiting("training the tokenizer")
 def train_tokenizer(texts, vocab_size):
     """Return a Tokenizer of kind "bpe" with at most vocab_size ids. The last one is the end of text.
 

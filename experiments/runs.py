@@ -29,7 +29,7 @@ from sympow.experiments.report import Entry, plot, timed
 from sympow.runs import checkpoint
 from sympow.runs.folder import environment, fingerprint
 from sympow.runs.program import Parser, refuse
-from sympow.training.stages import reason_to_stop
+from sympow.training.stages import reached_limit
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def is_complete(run):
     if "max_iters" not in run.settings:
         return True
     progress = checkpoint.read_progress(checkpoint.newest(run.folder))
-    return bool(reason_to_stop(SimpleNamespace(**run.settings), progress))
+    return bool(reached_limit(SimpleNamespace(**run.settings), progress))
 
 
 def make_record(run):

@@ -245,9 +245,7 @@ def accumulation_steps(cfg, settings, world):
     if cfg.tokens_per_step % (world * micro_step):
         shape = f"{world} ranks x batch_size {cfg.batch_size} x block_size {cfg.block_size}"
         sequences, rest = divmod(cfg.tokens_per_step, world * cfg.block_size)
-        if cfg.gradient_accumulation_steps:  # which tokens_per_step follows from
-            advice = f"gradient_accumulation_steps={nearest_multiples(cfg.gradient_accumulation_steps, world)}"
-        elif rest:
+        if rest or cfg.gradient_accumulation_steps:  # with which tokens_per_step follows from batch_size
             advice = nearest_multiples(cfg.tokens_per_step, world * micro_step)
         else:
             advice = f"batch_size={divide_sequences(sequences, cfg.batch_size)[0]}"

@@ -19,7 +19,7 @@ import pytest
 from helpers import ROOT, byte_encoding, verify
 from test_data import all_tokens, prepare_content, prepare_text, shown, write
 
-from sympow.data import DataError, command
+from sympow.data import DataError, command, progress
 from sympow.data.corpus import find_files, plan_units
 from sympow.data.dataset import Dataset
 from sympow.data.files import write_atomically
@@ -430,6 +430,7 @@ def test_a_step_of_preparing_that_takes_long_shows_a_line(tmp_path, monkeypatch)
     source, errors = tmp_path / "a.txt", io.StringIO()
     source.write_text("one word after another " * 1000)
     monkeypatch.setattr(sys, "stderr", errors)
+    monkeypatch.setattr(progress, "FIRST_LINE", 0.1)
 
     def wait_in(function, line):
         module, _, name = function.rpartition(".")

@@ -29,6 +29,7 @@ from sympow import train
 from sympow.attention import ATTENTIONS
 from sympow.attention.operator import check, dispatch
 from sympow.training import batches
+from sympow.data import progress
 from sympow.runs import checkpoint, display, machine, settings
 from sympow.runs.processes import Ranks
 
@@ -332,12 +333,6 @@ def test_config_files_are_complete(dataset, tmp_path, monkeypatch):
                 assert settings.accumulation_steps(cfg, values, world) * world * cfg.batch_size * 4096 == 524288
 
 
-def test_micro_steps_that_ranks_cannot_share_are_refused_with_numbers_that_they_can():
-    cfg = train.TrainConfig(gradient_accumulation_steps=3, batch_size=4, block_size=32)
-    with pytest.raises(ValueError, match="got 384: gradient_accumulation_steps=2 or 4 would do"):
-        settings.accumulation_steps(cfg, {}, 2)
-
-
 def test_seconds_count_evaluations_samples_and_checkpoints_with_and_without_a_limit(go, monkeypatch):
     for name, limit in (("a", "0"), ("b", "1e6")):
         ticks = Ticks()
@@ -400,6 +395,24 @@ def test_without_a_terminal_a_line_has_loss_speed_rate_memory_and_the_time_left(
     steps = re.findall(form, capsys.readouterr().out)
     assert [step for step, _, _ in steps] == ["1", "2", "4", "6"]
     assert steps[0][1] == "5.00e-03" and steps[-1][1:] == ("1.00e-02", "00:00")
+
+
+def test_what_takes_long_says_so_without_a_terminal_and_the_time_left_counts_it(go, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "FIRST_LINE", 0.0)
+    ticks, real = Ticks(), batches.eval_batches
+    monkeypatch.setattr("sympow.runs.metrics.time", ticks)
+
+    def slow(*args):
+        for batch in real(*args):
+            ticks.now += 100 / 4
+            time.sleep(0.2)
+            yield batch
+
+    monkeypatch.setattr(batches, "eval_batches", slow)
+    assert go("--out_dir=out/a", "--max_iters=8", "--eval_interval=4") == 0
+    out, err = capsys.readouterr()
+    assert "setting up: 00:0" in err and "evaluation: 0batch [00:0" in err and "0/8 [00:00<?, ?step/s]" in err
+    assert re.search(r"step 4: .* 00:00 left\n(.*\n)*step 5: .* 01:15 left\n", out)  # 100 s in 4 steps
 
 
 def test_a_sample_that_does_not_fit_into_memory_does_not_end_training(go, monkeypatch):

@@ -126,10 +126,15 @@ def enter_stage(stages, number, progress):
     return [*progress.stages, *([stage.block_size, progress.step] for stage in entered)]
 
 
-def reason_to_stop(cfg, progress, number=0):
-    """Return a text that names the signal received (number, or 0) or the limit reached; "" if training goes on."""
-    if number:
-        return f"{signal.Signals(number).name} was received"
+def reason_to_stop(run):
+    """Return a text that names the signal or the limit that ends a Run of train.py; "" if training goes on."""
+    if run.signal:
+        return f"{signal.Signals(run.signal).name} was received"
+    return reached_limit(run.plan.cfg, run.progress)
+
+
+def reached_limit(cfg, progress):
+    """Return a text that names the limit that a run has reached, of its steps or its time; "" if there is none."""
     if progress.step >= cfg.max_iters:
         return f"max_iters={cfg.max_iters} is reached"
     if 0 < cfg.max_seconds <= progress.seconds:
