@@ -60,10 +60,12 @@ def heinsen_attention(
     before. Under autocast q, k and v are first cast to its dtype, as for SDPA.
 
     Sums are in float32 (float64 for float64 q) and exponents relative to prefix maxima, so that q and k may be of any
-    size; a row changes no bit with later tokens. NaN or infinity in an input gives NaN in the rows that see it. A row
-    without any weight, which only a state of zeros can give, is zero. Log-values must be within 30 of zero, else
-    float32 would lose small ones beside large ones: others are refused, for which a GPU is waited for. With
-    refuse=False, as in training, under torch.compile and in a CUDA graph the rows that see such a value are NaN.
+    size up to 1e30, as exactly as q + k is held; on the kernels a row whose largest exponent is above 2e8 in size may
+    be NaN. A row changes no bit with later tokens. NaN or infinity in an input gives NaN in the rows that see it (on
+    the kernels, infinity in v stays infinity). A row without any weight, which only a state of zeros can give, is zero.
+    Log-values must be within 30 of zero, else float32 would lose small ones beside large ones: others are refused, for
+    which a GPU is waited for. With refuse=False, as in training, under torch.compile and in a CUDA graph the rows that
+    see such a value are NaN.
 
     Returns y [B, n, H, E] in q's dtype, or (y, LogState after all tokens) with return_state. Differentiable in q, k, v
     and the state's S and z (m is a reference, which cancels). Raises ValueError for arguments that do not fit.

@@ -6,6 +6,7 @@ with waiting("reading out/demo"):
     ...
 """
 
+import io
 import os
 import sys
 import threading
@@ -27,7 +28,7 @@ def bar(iterable=None, lines=False, **options):
     """
     tqdm = need("tqdm").tqdm
     if lines or not sys.stderr.isatty():
-        progress = tqdm(iterable, file=open(os.devnull, "w"), ncols=0, **options)
+        progress = tqdm(iterable, file=_Nowhere(), ncols=0, **options)
         progress.due = time.monotonic() + FIRST_LINE
         threading.Thread(target=_print_lines, args=(weakref.ref(progress),), daemon=True).start()
         return progress
@@ -41,6 +42,11 @@ def waiting(text, shown=True):
     """Print a text and the time so far as lines, on a terminal too, while a block or a decorated function runs."""
     with bar(lines=True, bar_format=f"{text}: {{elapsed}}", disable=not shown):
         yield
+
+
+class _Nowhere(io.TextIOBase):
+    def write(self, text):
+        return len(text)
 
 
 def _print_lines(reference):

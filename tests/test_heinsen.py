@@ -175,6 +175,28 @@ def test_every_dtype_is_accurate_for_any_size_of_queries_and_keys(dtype, setting
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [1e9, 1e12, -1e12, 1e29])
+def test_exponents_far_beyond_those_of_float32_give_the_rows_of_float64(form, size):
+    """A negative size: no entry is positive."""
+    q, k, v = (torch.randn(2, 40, 2, 8) for _ in range(3))
+    q, k = (size * (x.abs() if size < 0 else x) for x in (q, k))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    y = heinsen_attention(*leaves, form=form, chunk_size=CHUNK)
+    q, k, v = (x.detach().double() for x in leaves)
+    largest = (q + k.cummax(1).values).amax(-1, keepdim=True)  # cancels
+    assert torch.allclose(y.double(), naive.quadratic(q - largest, k, v), atol=1e-5)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(y.sum(), leaves))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_key_below_the_least_reference_gives_nan(form):
+    q, k, v = (torch.randn(1, 20, 1, 4) for _ in range(3))
+    k[:, 9] = -2e30
+    is_nan = heinsen_attention(q, k, v, form=form, chunk_size=CHUNK).isnan()
+    assert is_nan[:, 9:].all() and not is_nan[:, :9].any()
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("token", [13, 16, 29])
 @pytest.mark.parametrize("name,value", [("k", 85.0), ("k", math.inf), ("v", math.nan), ("k", math.nan), ("v", 1e30)])
 def test_rows_before_a_large_or_broken_token_keep_their_bits(form, token, name, value):

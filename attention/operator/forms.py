@@ -310,7 +310,7 @@ def _state_after(state, k, v, gates, unit, p):
 
     state is a ScaledState or None; the result is a ScaledState of this unit.
     """
-    v = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)  # z is S with a one for a value
+    v = torch.cat((v, 1 + (v.detach() * 0).sum(-1, keepdim=True)), dim=-1)  # z is S with a one, or NaN, for a value
     k, n, left = k * unit, k.shape[2], None
     if gates is not None:
         decay = _decay(gates.span(n, n), gates.span(1, n), v.dtype).transpose(-1, -2)

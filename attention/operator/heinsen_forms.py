@@ -10,7 +10,8 @@ reference, which cancels in y. With M_id, the largest k_jd that row i has seen, 
 
     w_ij exp(-c_i) = sum_d exp(q_id + r_d - c_i) exp(k_jd - r_d)        for any r_d with  k_jd <= r_d <= M_id
 
-has no exponent above 0, and its sum over j is at least 1. The references r are prefix maxima:
+has no exponent above 0, and its sum over j is at least 1. c_i is taken from q_i once, and again, since the first may be
+off by more than float32's exponents (by 128 for a c_i of 2e9). The references r are prefix maxima:
 
     the state    r is the largest key before the chunk. One product reads it, S being relative to the same r.
     a chunk      is halved again and again. Queries in a second half read the keys of the first half in one product, r
@@ -91,13 +92,15 @@ def state_after(k, v, resets, initial_state):
 def _prepare_keys(k, v, resets):
     """Return k [B, Hkv, T, D] and v [B, Hkv, T, E+1] without NaN and infinity, documents [B, 1, T+1, 1], and poison.
 
-    poison [B, Hkv, T] is NaN from a token on that is not finite, up to the next reset, and zero elsewhere.
+    poison [B, Hkv, T] is NaN from a token on that is not finite, or has a key below EMPTY, up to the next reset, and
+    zero elsewhere.
     """
     dtype = accumulation_dtype(k)
     resets = k.new_zeros(k.shape[:2], dtype=torch.bool) if resets is None else resets
     k, v = (x.to(dtype).transpose(1, 2) for x in (k, v))
     # Zero times NaN is NaN: in a product it would reach rows that do not see it.
     broken = ((k.detach() * 0).sum(-1) + (v.detach() * 0).sum(-1)) != 0  # [B, Hkv, T]
+    broken |= k.detach().amin(-1) < EMPTY
     count = broken.cumsum(-1)
     forgotten = (count - broken.long()).masked_fill(~resets[:, None], 0).cummax(-1).values
     poison = torch.zeros_like(k[..., 0]).masked_fill(count > forgotten, torch.nan)
@@ -129,9 +132,10 @@ def _divide(num, poison):
 def _chunk(q, k, v, documents, m, S):
     """Return the sums [B, Hkv, n, G, E+1] of a chunk's rows over the chunk and the state before it, m and S after."""
     M = _prefix_maxima(k, documents, m)
-    c = _reference(q, M)
-    num = _read(q, c, documents[:, :, 1:] != documents[:, :, :1], m, S)
-    num = num + _inside(q, k, v, M, c, documents[:, :, 1:])
+    q = q - _reference(q, M)
+    q = q - _reference(q, M)  # what rounding left of the first
+    num = _read(q, documents[:, :, 1:] != documents[:, :, :1], m, S)
+    num = num + _inside(q, k, v, M, documents[:, :, 1:])
     return num, *_update(k, v, documents, m, S)
 
 
@@ -152,10 +156,10 @@ def _reference(q, M):
     return (q + M.unsqueeze(3)).amax(-1, keepdim=True)
 
 
-def _read(q, c, hidden, m, S):
+def _read(q, hidden, m, S):
     """Return the sums [B, Hkv, n, G, E+1] of queries over a state; hidden [B, 1, n, 1]: rows that do not see it."""
     hidden = hidden.unsqueeze(3)
-    w = _exp(q - c + m[:, :, None, None], hidden)
+    w = _exp(q + m[:, :, None, None], hidden)
     return (w.flatten(2, 3) @ S).unflatten(2, q.shape[2:4]).masked_fill(hidden, 0)  # S may be NaN
 
 
@@ -171,24 +175,23 @@ def _update(k, v, documents, m, S):
     return m_after.squeeze(2), S
 
 
-def _inside(q, k, v, M, c, document):
+def _inside(q, k, v, M, document):
     """Return the sums [B, Hkv, n, G, E+1] of n queries over the keys of the same n tokens, up to each."""
     n = q.shape[2]
     size = 1 << (n - 1).bit_length()
     if n < size:  # rows behind the others, which are left out at the end
         rows = torch.arange(size, device=q.device).clamp(max=n - 1)
-        q, k, M, c, document = (x.index_select(2, rows) for x in (q, k, M, c, document))
+        q, k, M, document = (x.index_select(2, rows) for x in (q, k, M, document))
     v = F.pad(v, (0, 0, 0, size - n))
     half = min(LEAF, size)
-    num = _leaf(*(x.unflatten(2, (-1, half)) for x in (q, k, v, c, document))).flatten(2, 3)
+    num = _leaf(*(x.unflatten(2, (-1, half)) for x in (q, k, v, document))).flatten(2, 3)
     while half < size:
         first_k, first_v, first_M = (_halves(x, half)[0] for x in (k, v, M))
-        second_q, second_c = (_halves(x, half)[1] for x in (q, c))
         first_document, second_document = _halves(document, half)
         r, middle = first_M[..., -1:, :], first_document[..., -1:, :]
         hidden = second_document != middle, first_document != middle
         first, second = _halves(num, half)
-        second = second + _pairs(second_q, first_k, first_v, r, second_c, *hidden)
+        second = second + _pairs(_halves(q, half)[1], first_k, first_v, r, *hidden)
         num = torch.stack((first, second), dim=3).flatten(2, 4)
         half *= 2
     return num[:, :, :n]
@@ -199,23 +202,23 @@ def _halves(x, half):
     return x.unflatten(2, (-1, 2, half)).unbind(3)
 
 
-def _pairs(q, k, v, r, c, q_hidden, k_hidden):
+def _pairs(q, k, v, r, q_hidden, k_hidden):
     """Return the sums [..., n, G, E+1] of queries [..., n, G, D] over keys [..., m, D] that are all before them.
 
     r [..., 1, D] is the reference between them. q_hidden [..., n, 1] and k_hidden [..., m, 1] are rows of another
     document.
     """
-    to = _exp(q - c + r.unsqueeze(-2), q_hidden.unsqueeze(-2))
+    to = _exp(q + r.unsqueeze(-2), q_hidden.unsqueeze(-2))
     since = _exp(k - r, k_hidden)
     w = to.flatten(-3, -2) @ since.transpose(-1, -2)  # [..., n * G, m]
     return (w @ v).unflatten(-2, q.shape[-3:-1])
 
 
-def _leaf(q, k, v, c, document):
+def _leaf(q, k, v, document):
     """Return the sums [B, Hkv, P, l, G, E+1] inside each of P leaves of l tokens, feature by feature."""
     position = torch.arange(q.shape[3], device=q.device)
     hidden = (position[:, None] < position) | (document != document.transpose(-1, -2))  # [B, 1, P, l, l]
-    pairs = (q - c).unsqueeze(-2) + k[:, :, :, None, None]  # [B, Hkv, P, l, G, l, D]
+    pairs = q.unsqueeze(-2) + k[:, :, :, None, None]  # [B, Hkv, P, l, G, l, D]
     w = _exp(pairs, hidden[..., :, None, :, None]).sum(-1)
     return (w.flatten(3, 4) @ v).unflatten(3, q.shape[3:5])
 
