@@ -77,7 +77,9 @@ class Progress:
 
 
 class Writer:
-    """Writes checkpoints while training goes on; training waits only while its state is copied into memory.
+    """Writes checkpoints into out_dir, a folder that is there, while training goes on.
+
+    Training waits only while its state is copied into memory.
 
     A thread writes one checkpoint at a time. If that fails, every later call raises NotWritten. Used as a context
     manager, a Writer waits at the end for the last write, and reports its failure unless another error is on its way.
@@ -166,7 +168,9 @@ class Writer:
         """
         path = _path(self.out_dir, progress.step)
         temporary = os.path.join(self.out_dir, "ckpt", WRITING + secrets.token_hex(4))
-        os.makedirs(temporary)
+        with suppress(FileExistsError):
+            os.mkdir(os.path.dirname(temporary))  # not out_dir: if that is gone, training ends
+        os.mkdir(temporary)
         try:
             self._tell({"folder": temporary})
             contents = {"version": VERSION, **asdict(progress)}
