@@ -429,7 +429,7 @@ def test_a_second_process_in_one_folder_is_refused(go, capsys):
         fcntl.flock(lock, fcntl.LOCK_EX)
         print("process 12 on there", file=lock, flush=True)
         assert go(*TINY, "--out_dir=out/a") == 2
-        assert "process 12 on there is training in out/a" in capsys.readouterr().err
+        assert f"process 12 on there is training in {os.getcwd()}/out/a: stop it" in capsys.readouterr().err
     assert go(*TINY, "--out_dir=out/a") == 0
 
 
@@ -822,7 +822,7 @@ def test_an_odd_value_in_config_json_is_one_line_of_every_program(go, capsys, ch
         capsys.readouterr()
         assert program() == 2
         line = refusal(capsys)
-        assert "out/a/config.json is damaged: " in line and message in line
+        assert "out/a/config.json is damaged" in line and message in line
 
 
 @pytest.mark.parametrize("moment", ["flush_to_disk", "sample"])
