@@ -24,7 +24,7 @@ demo: env  ## prepare data, train two small models, plot their losses, sample fr
 	@echo "out/demo/loss_by_position.png shows both reading 8 times their training context: right of the dashed line, look"
 	@echo "which loss rises (softmax meets distances that it has never seen) and which goes on as before."
 
-PYTEST = -m pytest -n auto --maxprocesses=8 tests
+PYTEST = -m pytest -rfE -n auto --maxprocesses=8 tests
 
 test: test-env  ## run the tests on the CPU, without those marked slow
 	$(PY) $(PYTEST) -m "not slow"

@@ -101,14 +101,18 @@ def other_contexts(rows):
 
 
 def other_data(folders):
-    """Return a line that names the data of runs, {name: folder}, if they were trained on different sets, else ""."""
-    fingerprints, names = set(), []
+    """Return the names of runs, {name: folder}, that were trained on other data than the first one, and a line that
+    names all runs' data if they differ, else ""."""
+    fingerprints, names = {}, []
     for name, folder in folders.items():
         with suppress(FileNotFoundError, DataError, KeyError):  # a copy of a run may have its metrics alone
             settings = read_json(os.path.join(folder, "config.json"))
-            fingerprints.add(settings["data"])
+            fingerprints[name] = settings["data"]
             names.append(f"{name} {settings['dataset']}")
-    return "\nlosses on different data: " + ", ".join(names) if len(fingerprints) > 1 else ""
+    base = fingerprints.get(next(iter(folders)))
+    foreign = {name for name, fingerprint in fingerprints.items() if base and fingerprint != base}
+    line = "\nlosses on different data: " + ", ".join(names)
+    return foreign, line if len(set(fingerprints.values())) > 1 else ""
 
 
 def format_loss(value):
@@ -171,11 +175,14 @@ def main(argv=None):
     runs = {name: read_losses(folder, args.metric) for name, folder in zip(names, args.runs)}
     rows = [summarise(name, train, val) for name, (train, val) in runs.items()]
     print((markdown if args.markdown else plain)(*table(rows, args.metric)))
-    data = other_data(dict(zip(names, args.runs))) if args.metric == "val_loss" else ""
+    foreign, data = other_data(dict(zip(names, args.runs)))
+    comparable = {name: run for name, run in runs.items() if name not in foreign}
+    if args.metric != "val_loss":  # on one dataset, whatever the training's
+        comparable, data = {name: ([] if name in foreign else train, val) for name, (train, val) in runs.items()}, ""
     print(f"\n{LEGEND}{other_contexts(rows)}{data}", flush=True)
     if missing:
         sys.exit(f"compare.py: {missing}")
-    plot_loss_curves(runs, picture)
+    plot_loss_curves(runs, picture, comparable)
     print(f"wrote {picture}")
 
 

@@ -2,9 +2,9 @@
 --tasks, score it on tasks of lm-evaluation-harness.
 
     python evaluate.py                                                     # the newest run, 4 times its context
-    python evaluate.py --out_dir=out/softmax,out/sympow_gating_p2 --length=65536 --documents=16
-    python evaluate.py --out_dir=out/demo --length=1000000 --pack=1 --png=loss_by_position.png
-    python evaluate.py --out_dir=out/softmax,hf/sympow_gating_p2 --tasks=lambada_openai,hellaswag
+    python evaluate.py out/softmax out/sympow_gating_p2 --length=65536 --documents=16
+    python evaluate.py out/demo --length=1000000 --pack=1 --png=loss_by_position.png
+    python evaluate.py out/softmax hf/sympow_gating_p2 --tasks=lambada_openai,hellaswag
 
 Held-out documents are read piece by piece, and the model's state is carried from one piece to the next, so that memory
 does not grow with the length (except for a KV cache). Prints the mean loss between powers of two and plots the loss
@@ -43,7 +43,7 @@ from sympow.training.stages import final_context
 
 @dataclass
 class EvaluateConfig:
-    out_dir: str = ""  # a run's folder, or several with commas; default: the newest in out/; for tasks also exports
+    out_dir: str = ""  # a run's folder, or several; default: the newest in out/; for tasks also exports
     names: str = ""  # names of the runs in the table and the picture, separated by commas; default: their folders
     # loss by position
     dataset: str = ""  # a folder in data/, or any path; default: the one the run was trained on
@@ -77,7 +77,7 @@ RANGES = (
 
 
 def main():
-    settings, _ = read_settings((EvaluateConfig,), sys.argv[1:], usage=__doc__)
+    settings, _ = read_settings((EvaluateConfig,), sys.argv[1:], usage=__doc__, folders=True)
     cfg = EvaluateConfig(**settings)
     for name in POSITION_SETTINGS if cfg.tasks else TASK_SETTINGS:
         if name in settings:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from sympow import check_choice
 from sympow.attention import ATTENTIONS
 from sympow.attention.positions import check_length
 from sympow.attention.state import ModelState
@@ -75,8 +76,7 @@ class GPTConfig:
         """Raise ValueError unless `attention` names attentions, as a pattern that divides n_layer, that take `gate`."""
         names = [name.strip() for name in self.attention.split(",")]
         for name in names:
-            if name not in ATTENTIONS:
-                raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {name!r}")
+            check_choice("attention", name, ATTENTIONS)
         if self.n_layer % len(names):
             nearest = max(1, round(self.n_layer / len(names))) * len(names)
             raise ValueError(

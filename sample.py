@@ -1,7 +1,7 @@
 """Generate text from a trained run, at a constant cost per token, whatever the context (for the sympow variants).
 
     python sample.py                                            # the newest run, one sample
-    python sample.py --out_dir=out/demo --prompt="def " --num_samples=3 --max_new_tokens=200
+    python sample.py out/demo --prompt="def " --num_samples=3 --max_new_tokens=200
     python sample.py --prompt=FILE:notes.txt --temperature=0 --json
     python sample.py --prompt=FILE:book.txt --save_state=book.state --max_new_tokens=0       # read once,
     python sample.py --load_state=book.state --prompt="Question: "                          # ask many times
@@ -19,6 +19,7 @@ import torch
 from sympow.attention.positions import TooLong
 from sympow.attention.operator.memory import switch_over_tokens
 from sympow.data import DataError
+from sympow.data.progress import bar
 from sympow.generation import state_file
 from sympow.generation.generate import Timings, cache_dtype, generate, read_prompt
 from sympow.runs.load import load_run, newest_run
@@ -28,7 +29,7 @@ from sympow.runs.settings import check_ranges, read_settings
 
 @dataclass
 class SampleConfig:
-    out_dir: str = ""  # a run's folder; default: the newest in out/
+    out_dir: str = ""  # a run's folder, also without --out_dir=; default: the run of load_state, or the newest in out/
     prompt: str = ""  # a text, or FILE:path
     num_samples: int = 1
     max_new_tokens: int = 500
@@ -47,11 +48,12 @@ class SampleConfig:
 
 
 def main():
-    settings, _ = read_settings((SampleConfig,), sys.argv[1:], usage=__doc__)
+    settings, _ = read_settings((SampleConfig,), sys.argv[1:], usage=__doc__, folders=True)
     cfg = SampleConfig(**settings)
     check(cfg)
     text = read_text(cfg.prompt)
-    run, model, tokenizer, device, autocast = load_run(cfg.out_dir or newest_run(), cfg)
+    cfg.out_dir = cfg.out_dir or state_file.find_run(cfg.load_state) or newest_run()
+    run, model, tokenizer, device, autocast = load_run(cfg.out_dir, cfg)
     if cfg.state_dtype != "float32" and device.type != "cuda":
         refuse(f"state_dtype={cfg.state_dtype} is for GPUs, here states are float32")
     timings = Timings(device)
@@ -84,7 +86,7 @@ def write_samples(model, tokenizer, cfg, text, prompt, timings):
     if not prefix[0].isfinite().all():
         sys.exit("sample.py: the model has no finite logits after the prompt: its weights, or the state, are not sound")
     if cfg.save_state:
-        state_file.save_state(cfg.save_state, model, *prefix)
+        state_file.save_state(cfg.save_state, model, *prefix, cfg.out_dir)
         if not cfg.max_new_tokens:
             return limit  # the text was read for its state, and may be a book
     options = {name: getattr(cfg, name) for name in ("temperature", "top_k", "top_p", "seed")}
@@ -95,7 +97,7 @@ def write_samples(model, tokenizer, cfg, text, prompt, timings):
     if alone:
         print(text, end="", flush=True)
     try:
-        for ids in tokens:
+        for ids in bar(tokens, total=cfg.max_new_tokens, unit="token", leave=False, disable=alone):
             pieces = [stream.feed(token) for stream, token in zip(streams, ids)]
             texts = [text + piece for text, piece in zip(texts, pieces)]
             if alone:

@@ -11,7 +11,6 @@ config.json, metrics.jsonl, the tokenizer and ckpt/. The same command again goes
 
 import math
 import os
-import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from typing import Callable
 import torch
 
 from sympow.data import DataError
+from sympow.data.progress import waiting
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint, folder, machine
 from sympow.runs.display import Display, peak_memory
@@ -31,15 +31,15 @@ from sympow.runs.program import refuse
 from sympow.runs.settings import BOOLS, TRAIN_RANGES, check_ranges, fields_of, read_settings
 from sympow.training.batches import count_epochs, examine, format_losses, mean_losses, micro_batches
 from sympow.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizer, take_step
-from sympow.training.plan import Plan, describe_run, make_networks, make_plan
-from sympow.training.stages import enter_stage, reached_limit, refuse_moved_stages, rehearse
+from sympow.training.plan import Plan, advise_to_go_on, describe_run, make_networks, make_plan
+from sympow.training.stages import enter_stage, reason_to_stop, refuse_moved_stages, rehearse
 
 
 @dataclass
 class TrainConfig:
     # the run
     out_dir: str = ""  # the run's folder; default out/CONFIG_NAME
-    init_from: str = "auto"  # auto: go on where out_dir left off; scratch; or a folder, or gpt2, ...: use its weights
+    init_from: str = "auto"  # auto or resume: go on where out_dir left off; scratch; or weights of a folder, gpt2, ...
     overwrite: bool = False  # unless init_from=auto: rename the run that is in out_dir, and start anew
     seed: int = 1337  # of the weights, the order of the data and dropout
     # data
@@ -94,6 +94,7 @@ class TrainConfig:
     deterministic: bool = False  # make two runs give the same bits on a GPU too
 
     def __post_init__(self):
+        self.init_from = "auto" if self.init_from == "resume" else self.init_from  # nanoGPT's name
         self.compile = str(BOOLS.get(self.compile.lower(), self.compile))
         check_ranges(self, (*TRAIN_RANGES, ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)))
 
@@ -119,10 +120,10 @@ class Run:
 
 
 def main():
-    """Train with the settings of the command line."""
     ranks = Ranks()
     with exit_statuses(ranks), ExitStack() as stack:
-        run = set_up(sys.argv[1:], ranks, stack)
+        with waiting("setting up", ranks.master):
+            run = set_up(sys.argv[1:], ranks, stack)
         if not run.plan.cfg.eval_only:
             train(run)
         elif evaluate(run) is None:
@@ -207,7 +208,7 @@ def train(run):
         run.writer.check()
         end = reason_to_stop(run)
         due = bool(end) or progress.step % cfg.eval_interval == 0
-        count_skipped(run, grad_norm, wait=due)
+        count_skipped(run, grad_norm, due, end)
         if loss is not None:
             display.step()
             if first or end or progress.step % cfg.log_interval == 0:
@@ -219,6 +220,9 @@ def train(run):
         first = False
     display.close()
     ranks.log(f"stopped after {progress.step} steps: {end}")
+    if run.signal and progress.step and not run.unsaved:
+        run.writer.wait()
+        ranks.log(f"saved step {progress.step}; {advise_to_go_on(cfg)}")
 
 
 def train_step(run, batch, batches):
@@ -258,23 +262,17 @@ def share(run):
     return run.signal
 
 
-def reason_to_stop(run):
-    """Return a text that names the signal received or the limit reached; "" if training goes on."""
-    if run.signal:
-        return f"{signal.Signals(run.signal).name} was received"
-    return reached_limit(run.plan.cfg, run.progress)
-
-
-def count_skipped(run, grad_norm, wait):
-    """Count the step if it was skipped; raise Failed after max_skipped such steps in a row."""
+def count_skipped(run, grad_norm, wait, end):
+    """Count the step if it was skipped; raise Failed after max_skipped in a row, or at the end if all were."""
     run.skipped.count(grad_norm, wait)
-    if run.skipped.in_a_row < run.plan.cfg.max_skipped:
+    steps = run.skipped.in_a_row
+    if steps < run.plan.cfg.max_skipped and not (end and 0 < steps == run.progress.step):
         return
     run.writer.wait()
     run.plan.ranks.barrier()  # from here on every rank sees the checkpoint that rank 0 wrote last
     newest = checkpoint.newest(run.plan.cfg.out_dir)
     good = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint"
-    raise Failed(f"{run.skipped.in_a_row} steps in a row had no finite gradient; {good}: try a smaller learning_rate")
+    raise Failed(f"{steps} steps in a row had no finite gradient; {good}: try a smaller learning_rate")
 
 
 def log_step(run, display, loss, grad_norm):
@@ -303,10 +301,10 @@ def evaluate(run):
     model = None if plan.cfg.eval_only else plan.layout.gather(run.model)
     val_loss, tokens = losses["val_loss"], step * plan.cfg.tokens_per_step
     if run.tracker:
-        numbers = losses | dict(tokens=tokens, seconds=run.clock.seconds()) | count_epochs(plan, progress)
+        numbers = losses | dict(tokens=tokens, seconds=run.clock.seconds(), memory=peak_memory(plan.device) / 1e9)
+        numbers |= count_epochs(plan, progress) | dict(relative_loss=relative_loss(val_loss, tokens, plan.baseline))
         statistics, text = examine(plan, model)
-        relative = relative_loss(val_loss, tokens, plan.baseline)
-        run.tracker.log(step, **numbers, **statistics, relative_loss=relative, context=context)
+        run.tracker.log(step, **numbers, **statistics, context=context)
         if plan.cfg.sample_tokens:
             run.tracker.sample(step, text)
     progress.evaluated, run.unsaved = True, True

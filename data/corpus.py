@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from . import DataError
 from .meta import hash_json
+from .progress import waiting
 from .shards import Unit, is_complete, write_dataset
 from .split import Stream, is_jsonl, split_sources, whole_stream
 from .tokenizer import named_tokenizer, split_long_text, train_tokenizer, trained_size
@@ -221,6 +222,7 @@ def _power_of_two(number):
     return 1 << max(0, number.bit_length() - 1)
 
 
+@waiting("measuring the tokens of the text")
 def tokens_per_byte(sources, tokenizer, key="text"):
     """Return the number of tokens per byte, measured on about 1 MB at the ends of the sources."""
     total, tokens, count = sum(file.size for files in sources for file in files), 0, 0

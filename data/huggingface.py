@@ -137,9 +137,12 @@ def tokenizers_json(tokenizer):
     """Return (the contents of a tokenizer.json for the packages tokenizers and transformers, the name of the end of
     text there) of a data.tokenizer.Tokenizer.
 
-    Escaping, which those packages do not have, is left out. Raises DataError if they would encode a text otherwise.
+    Escaping, which those packages do not have, is left out. Raises DataError if they would encode a text otherwise, or
+    if there is no vocabulary.
     """
     tokenizers = need("tokenizers")
+    if tokenizer.kind == "ids":
+        raise DataError("a tokenizer without a vocabulary cannot be written: prepare the data with GPT-2's vocabulary")
     if tokenizer.kind == "huggingface":
         return tokenizer.encoding.json, tokenizer.encoding.end_name
     characters = _characters_of_bytes()

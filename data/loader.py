@@ -29,6 +29,9 @@ class Windows:
     the input at the start of each row is the end of text, so a model that resets its state at that token keeps rows
     apart.
 
+    A dataset of the protocol "fox" (data/longcrawl64/prepare.py) begins every window with the end of text, and its
+    training order is window 0 of all documents, then window 1, and so on.
+
     Raises DataError if block_size, which the message calls `name`, is longer than a row, or with pack than the split.
     """
 
@@ -45,6 +48,12 @@ class Windows:
             raise DataError(
                 f"{name} {block_size} is longer than the {split} split of {dataset.name} "
                 f"({dataset.tokens(split)} tokens): give a smaller --{name} or more text"
+            )
+        self.fox = dataset.protocol == "fox"
+        if self.fox and (pack or length % block_size):
+            raise DataError(
+                f"{name} must divide the {length} tokens of a document of {dataset.name}, and pack be False, since it "
+                f"was prepared with --protocol=fox; got {block_size}"
             )
         self.dataset, self.split, self.block_size, self.pack = dataset, split, block_size, pack
         # Training permutes rows of per_document windows each. With pack, every window counts as a row of its own.
@@ -71,7 +80,7 @@ class Windows:
 
     def _read(self, starts, T):
         """Return (inputs, targets) [B, T] for the T tokens from each of `starts` [B] on."""
-        L = self.dataset.document_length
+        L = self.block_size if self.fox else self.dataset.document_length
         tokens = np.empty((len(starts), T + 1), dtype=np.int64)  # the token before each window, and the window
         for row, start in zip(tokens, starts.tolist()):
             row[0] = self.dataset.eot  # the end of text remains if the window begins a document
@@ -87,6 +96,9 @@ class Windows:
 
         spans: as for `batch`.
         """
+        if self.fox:
+            windows, documents = np.divmod(np.arange(start, start + count) % len(self), self.documents)
+            return self.batch(documents * self.per_document + windows, spans)
         return self.batch(train_indices(self, seed, start, count), spans)
 
 

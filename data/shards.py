@@ -29,7 +29,7 @@ from . import DataError
 from .dataset import Dataset
 from .files import flush_to_disk, remove, sha256_of, write_atomically
 from .meta import SHARD, SPLITS, VERSION, find_meta, hash_json, shard_is_whole, shards_of, write_meta
-from .progress import bar
+from .progress import STARTED, bar
 from .tokenizer import FILES
 
 UNFINISHED = "unfinished"  # the folder in a dataset's folder in which it is prepared
@@ -81,7 +81,6 @@ def write_dataset(folder, units, tokenizer, document_length, arguments, source, 
     command: prepares the dataset again; facts: more entries of meta.json. Raises DataError if a unit gives rows of
     another length or ids beyond the vocabulary, or if a split has no row.
     """
-    started = time.monotonic()
     _check_folder(folder)
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     meta = {
@@ -112,7 +111,7 @@ def write_dataset(folder, units, tokenizer, document_length, arguments, source, 
         write_meta(os.path.join(unfinished, "meta.json"), meta)
         _finish(folder)
     note = f", {reused} of {len(meta['units'])} shards were there" if reused else ""
-    print(f"{folder} is complete: {_summary(meta)} ({time.monotonic() - started:.1f} s{note})")
+    print(f"{folder} is complete: {_summary(meta)} ({time.monotonic() - STARTED:.1f} s{note})")
     return meta
 
 
@@ -128,7 +127,7 @@ def _write_shards(folder, units, meta, dtype):
     progress = os.path.join(unfinished, "progress.json")
     listed = (find_meta(progress) or {"units": {}})["units"]
     numbers, reused = {split: itertools.count() for split in SPLITS}, 0
-    for unit in bar(units, line_every=60, unit="shard", desc=meta["name"]):
+    for unit in bar(units, unit="shard", desc=meta["name"]):
         file = f"{unit.split}_{next(numbers[unit.split]):05d}.bin"
         key = [meta["arguments"], file] if unit.key is None else [unit.split, unit.key]
         unit_id = hash_json([VERSION, meta["document_length"], meta["tokenizer"], key])

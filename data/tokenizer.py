@@ -9,9 +9,10 @@
         print(decoder.feed(i), end="")
     print(decoder.flush())
 
-There are three kinds. "bytes" has 256 byte values and an end of text (vocab_size 257). "bpe" is a tiktoken encoding
+There are four kinds. "bytes" has 256 byte values and an end of text (vocab_size 257). "bpe" is a tiktoken encoding
 that is rebuilt from a saved vocabulary: GPT-2's, or one that was trained on the text itself (train_tokenizer).
-"huggingface" is a tokenizer.json of the package tokenizers. A tokenizer with json_escaped set belongs to text that was
+"huggingface" is a tokenizer.json of the package tokenizers. "ids", without a vocabulary, belongs to data that came as
+tokens: it writes ids in the place of text and encodes none. A tokenizer with json_escaped set belongs to text that was
 escaped with json.dumps(text)[1:-1] before it was tokenized (longcrawl64): encoding escapes and decoding unescapes.
 """
 
@@ -21,18 +22,22 @@ import hashlib
 import json
 import os
 import re
+import sys
 
 import numpy as np
 
 from . import DataError, batches, need
 from .files import read_json, write_atomically
 from .huggingface import HuggingFaceEncoding, one_line, read_huggingface, train_byte_pairs
+from .progress import waiting
 
 END_OF_TEXT = "<|endoftext|>"
+WITHOUT_VOCABULARY = ("bytes", "ids")
 VOCABULARY_FILES = {"bpe": "vocab.tiktoken", "huggingface": "vocab.json"}
 FILES = ("tokenizer.json", *VOCABULARY_FILES.values())  # all that a tokenizer may save
 # GPT-2's words, in the form in which tiktoken is fastest
 WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+NO_VOCABULARY = "the data came without GPT-2's vocabulary, so prepare them again where it can be downloaded"
 LARGEST = 1 << 20  # ids in a vocabulary that is trained
 PIECE = 1 << 16  # characters of a long text that are tokenized in one piece, on one core
 AT_ONCE = 1 << 22  # characters tokenized before their ids become arrays; as Python integers these take 40 bytes each
@@ -41,14 +46,14 @@ AT_ONCE = 1 << 22  # characters tokenized before their ids become arrays; as Pyt
 class Tokenizer:
     """Encodes text as ids and decodes ids.
 
-    Attributes: kind ("bytes", "bpe" or "huggingface"), vocab_size, eot (id of the end of text), json_escaped.
+    Attributes: kind ("bytes", "bpe", "huggingface" or "ids"), vocab_size, eot (id of the end of text), json_escaped.
     """
 
     def __init__(self, kind, encoding=None, json_escaped=False):
         """Take a tiktoken.Encoding with a special token <|endoftext|> for kind "bpe", a HuggingFaceEncoding for kind
-        "huggingface", None for "bytes"."""
-        if kind not in ("bytes", *VOCABULARY_FILES) or (encoding is None) != (kind == "bytes"):
-            raise DataError(f"tokenizer kind must be bytes, or bpe or huggingface with an encoding, got {kind!r}")
+        "huggingface", IdsEncoding() for "ids", None for "bytes"."""
+        if kind not in (*WITHOUT_VOCABULARY, *VOCABULARY_FILES) or (encoding is None) != (kind == "bytes"):
+            raise DataError(f"tokenizer kind must be bytes, or bpe, huggingface or ids with an encoding, got {kind!r}")
         self.kind = kind
         self.json_escaped = json_escaped
         self.encoding = encoding
@@ -94,7 +99,7 @@ class Tokenizer:
             raise DataError(f"token id {token} is not in the vocabulary of {self.vocab_size}")
 
     def token_bytes(self, token):
-        """Return the bytes that an id of kind "bytes" or "bpe" stands for. Raises DataError as check_id does."""
+        """Return the bytes that an id of kind "bytes", "bpe" or "ids" stands for. Raises DataError as check_id does."""
         self.check_id(token)
         if token == self.eot:
             return END_OF_TEXT.encode()
@@ -111,7 +116,7 @@ class Tokenizer:
 
     def _describe(self):
         """Return (what tokenizer.json says of the tokens, the vocabulary as bytes)."""
-        if self.kind == "bytes":
+        if self.kind in WITHOUT_VOCABULARY:
             return {"kind": self.kind}, b""
         if self.kind == "huggingface":
             return {"kind": self.kind, "end_of_text": self.encoding.end_name}, self.encoding.json.encode()
@@ -138,7 +143,9 @@ class Tokenizer:
 
     def same_tokens(self, tokenizer):
         """Return True if every token id means the same to both. (LongCrawl64's texts are escaped; their tokens are
-        GPT-2's all the same.)"""
+        GPT-2's all the same.) Without a vocabulary, their number and the end of text are compared."""
+        if "ids" in (self.kind, tokenizer.kind):
+            return (self.vocab_size, self.eot) == (tokenizer.vocab_size, tokenizer.eot)
         return self._describe() == tokenizer._describe()
 
     def save(self, folder):
@@ -155,12 +162,12 @@ def load_tokenizer(folder):
         saved, vocabulary = read_json(path), b""
         with one_line(path):
             kind = saved["kind"]
-            if kind != "bytes":
+            if kind not in WITHOUT_VOCABULARY:
                 with open(os.path.join(folder, VOCABULARY_FILES[kind]), "rb") as f:
                     vocabulary = f.read()
             if saved.pop("sha256") != _checksum(saved, vocabulary):
                 raise DataError(f"{path}, or the vocabulary beside it, is damaged (sha256 differs)")
-            encoding = None
+            encoding = IdsEncoding() if kind == "ids" else None
             if kind == "huggingface":
                 encoding = HuggingFaceEncoding(vocabulary.decode(), saved["end_of_text"])
             elif kind == "bpe":
@@ -197,6 +204,7 @@ def gpt2_tokenizer(json_escaped=False):
     return Tokenizer("bpe", encoding, json_escaped)
 
 
+@waiting("training the tokenizer")
 def train_tokenizer(texts, vocab_size):
     """Return a Tokenizer of kind "bpe" with at most vocab_size ids. The last one is the end of text.
 
@@ -241,6 +249,23 @@ def trained_size(name):
             f"--tokenizer=bpe:SIZE needs 257 (256 bytes and the end of text) to {LARGEST} ids, got {name!r}"
         )
     return int(size)
+
+
+class IdsEncoding:
+    """Stands for GPT-2's encoding where its vocabulary cannot be had: an id is written <id>, and no text is encoded."""
+
+    n_vocab, eot_token, warned = 50257, 50256, False
+
+    def encode_ordinary_batch(self, texts, num_threads):
+        if any(texts):
+            raise DataError(f"text cannot be encoded: {NO_VOCABULARY}")
+        return [[] for _ in texts]
+
+    def decode_single_token_bytes(self, token):
+        if not self.warned:
+            print(f"text is shown as ids: {NO_VOCABULARY}", file=sys.stderr)
+            self.warned = True
+        return b"<%d>" % token
 
 
 class Decoder:

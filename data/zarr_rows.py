@@ -30,9 +30,10 @@ class Zarr:
     def __init__(self, url, length):
         self.url = url
         try:
-            self.array = retrying(partial(_open_strictly, url), attempts=4)  # few, so that being offline shows soon
+            self.array = retrying(partial(_open_strictly, url), temporary=_is_busy)  # being offline shows at once
         except Exception as error:  # many kinds: not there, offline, no package for this kind of URL, ...
-            raise DataError(f"cannot open {url} as a zarr array: {type(error).__name__}: {error}") from error
+            reason = f"({type(error).__name__}: {error})"
+            raise DataError(f"cannot open {url} as a zarr array {reason}: give another copy as --source") from error
         shape, dtype = self.array.shape, self.array.dtype
         if len(shape) != 2 or shape[1] != length or dtype != np.uint16 or self.array.shards:
             kind = "sharded " if self.array.shards else ""
@@ -48,6 +49,10 @@ class Zarr:
         columns = range(-(-self.array.shape[1] // self.chunk_columns))
         return [self.array.metadata.encode_chunk_key((row, column)) for column in columns]
 
+    def count(self, row):
+        """Return the number of documents of a row of chunks; the last one may have fewer."""
+        return min(self.chunk_rows, self.documents - row * self.chunk_rows)
+
     def missing(self, rows):
         """Return the missing files of these rows of chunks; none if the store cannot list its files."""
         fs, root = need("fsspec").core.url_to_fs(self.url)
@@ -56,6 +61,8 @@ class Zarr:
             files = {path.removeprefix(root + "/") for path in retrying(partial(fs.find, root))}
         except NotImplementedError:
             return []
+        except Exception as error:  # of any store
+            raise DataError(f"cannot list the files of {self.url}: {type(error).__name__}: {error}") from error
         if files.isdisjoint(METADATA):
             return []
         return [key for row in rows for key in self.keys(row) if key not in files]
@@ -92,41 +99,46 @@ def _open_strictly(url):
         async def get(self, key, prototype, byte_range=None):
             value = await self._store.get(key, prototype, byte_range)
             if value is None and key.rpartition("/")[2] not in METADATA:
-                raise DataError(missing_message(url, [key]))
+                raise DataError(f"{url}: {missing_message([key])}")
             return value
 
     open_store = storage.FsspecStore.from_url if "://" in url else storage.LocalStore
     return zarr.open_array(Strict(open_store(url, read_only=True)), mode="r")
 
 
-def missing_message(url, keys):
-    """Return the line that refuses an array without these chunk files."""
+def missing_message(keys):
+    """Return the text that refuses an array without these chunk files."""
     shown = ", ".join(keys[:5]) + (", ..." if len(keys) > 5 else "")
-    return f"{url}: {len(keys)} chunk files are missing ({shown}): complete the copy, or use --skip_missing"
+    return f"{len(keys)} chunk files are missing ({shown}): complete the copy"
 
 
-def retrying(call, attempts=10, sleep=time.sleep):
-    """Return call(); try again after 1, 2, 4, ... 60 s if the network or the server (429, 5xx) has failed."""
+def _is_busy(error):
+    """Return True if a server has answered that it cannot serve the request now (429, 5xx)."""
+    status = _http_status(error)
+    return isinstance(status, int) and (status == 429 or status >= 500)
+
+
+def _is_temporary(error):
+    """Return True if the server is busy or the network has failed, so that a request is worth another try.
+
+    HTTP clients have exceptions of their own, which are recognised by status and name, without importing the clients.
+    """
+    if isinstance(_http_status(error), int):
+        return _is_busy(error)
+    return any(kind.__name__ in NETWORK_ERRORS for kind in type(error).__mro__)
+
+
+def retrying(call, attempts=10, sleep=time.sleep, temporary=_is_temporary):
+    """Return call(); try again after 1, 2, 4, ... 60 s while it fails with an error that is temporary."""
     for attempt in range(attempts):
         try:
             return call()
         except Exception as error:
-            if attempt == attempts - 1 or not _is_temporary(error):
+            if attempt == attempts - 1 or not temporary(error):
                 raise
             seconds = min(60, 2**attempt)
             print(f"{type(error).__name__}, trying again in {seconds} s: {error}", file=sys.stderr)
             sleep(seconds)
-
-
-def _is_temporary(error):
-    """Return True if a request that failed with this error is worth another try.
-
-    HTTP clients have exceptions of their own, which are recognised by status and name, without importing the clients.
-    """
-    status = _http_status(error)
-    if isinstance(status, int):
-        return status == 429 or status >= 500
-    return any(kind.__name__ in NETWORK_ERRORS for kind in type(error).__mro__)
 
 
 def _http_status(error):

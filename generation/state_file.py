@@ -5,8 +5,8 @@
 
 The file is safetensors. Its tensors are `logits` [B, vocab_size] of the next token, `layers.I.NAME` for each tensor of
 each layer's state, and `embedding.NAME` for each tensor of the position embedding's state. Its metadata has a version,
-a description (the settings of the model and the states, and a hash of the model's weights), and a sha256 of all that.
-The file is written whole or not at all.
+a description (the settings of the model and the states, a hash of the model's weights, and their run), and a sha256 of
+all that. The file is written whole or not at all.
 """
 
 import hashlib
@@ -24,19 +24,32 @@ VERSION = "1"
 IRRELEVANT = ("dropout", "form", "chunk_size", "activation_checkpointing")  # settings that states do not depend on
 
 
-def save_state(path, model, logits, state):
-    """Write a ModelState and the logits [B, vocab_size] of the next token. Raises OSError if they cannot be written."""
+def save_state(path, model, logits, state, run=""):
+    """Write a ModelState and the logits [B, vocab_size] of the next token. run: the model's folder, for `find_run`.
+
+    Raises OSError if they cannot be written.
+    """
     parts = state.parts()
     tensors = {f"{part}.{name}": x for part in parts for name, x in parts[part].tensors().items()}
     tensors = {name: x.cpu().contiguous() for name, x in (tensors | {"logits": logits}).items()}
     settings = {part: part_state.settings() for part, part_state in parts.items()}
-    description = json.dumps({"n_tokens": state.n_tokens, "settings": settings, **describe_model(model)})
+    description = {"n_tokens": state.n_tokens, "settings": settings, "run": run and os.path.abspath(run)}
+    description = json.dumps(description | describe_model(model))
     metadata = {"version": VERSION, "description": description, "sha256": hash_tensors(tensors, description)}
     try:
         with whole_file(path) as temporary:
             save_file(tensors, temporary, metadata=metadata)
     except SafetensorError as error:  # such as a full disk
         raise OSError(f"cannot write {path}: {error}") from error
+
+
+def find_run(path):
+    """Return the folder of the run whose model read the text of a state file; "" if the file does not say."""
+    try:
+        with safe_open(path, "pt") as file:
+            return json.loads(file.metadata()["description"])["run"]
+    except Exception:  # load_state says why the file cannot be read
+        return ""
 
 
 def load_state(path, model):

@@ -1,4 +1,4 @@
-"""Show how far training is: a bar on a terminal, otherwise a line for every logged step.
+"""Show how far training is: a bar on a terminal, otherwise a line for every logged step, and where none comes for 10 s.
 
     display = Display(cfg, step, device, shown=ranks.master)
     display.step()                                          # after every optimizer step
@@ -11,11 +11,12 @@ to show them.
 
 import resource
 import sys
+import time
 
 import torch
 from tqdm import tqdm
 
-from sympow.data.progress import bar
+from sympow.data.progress import NEXT_LINE, bar
 from sympow.runs.processes import print_to_terminal
 
 
@@ -23,9 +24,9 @@ class Display:
     """Shows the progress of a run with the limits cfg.max_iters and cfg.max_seconds, which is at this step."""
 
     def __init__(self, cfg, step, device, shown):
-        self.cfg, self.device, self.shown = cfg, device, shown
+        self.cfg, self.device, self.shown, self.first = cfg, device, shown, None
         form = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps [{elapsed}{postfix}]"
-        self.bar = bar(total=cfg.max_iters, initial=step, bar_format=form) if shown else tqdm(disable=True)
+        self.bar = bar(total=cfg.max_iters, initial=step, unit="step", bar_format=form) if shown else tqdm(disable=True)
 
     def step(self):
         """Move the bar by a step."""
@@ -45,12 +46,17 @@ class Display:
         left = f"{tqdm.format_interval(seconds)} left"
         loss = f"loss {numbers['train_loss']:.4f}" + (f" at context {context:,}" if self.cfg.then else "")
         self.bar.set_postfix_str(f"{loss}, {speed}, {left}")
-        if self.bar.disable:
+        if not sys.stderr.isatty():
+            self.bar.due = time.monotonic() + NEXT_LINE
             memory = f"{peak_memory(self.device) / 1e9:.1f} GB"
             print_to_terminal(f"step {step}: {loss}, {speed}, lr {numbers['lr']:.2e}, {memory}, {left}")
 
     def seconds_left(self, step, seconds, steps_per_second):
-        """Return the seconds until the first limit at this speed, without evaluations to come."""
+        """Return the seconds until the first limit, at the speed since the first logged step, which counts evaluations
+        and checkpoints; in that step, at this speed."""
+        self.first = first_step, first_seconds = self.first or (step, seconds)
+        if step > first_step:
+            steps_per_second = (step - first_step) / (seconds - first_seconds)
         left = (self.cfg.max_iters - step) / steps_per_second
         return max(0.0, min(left, self.cfg.max_seconds - seconds) if self.cfg.max_seconds else left)
 

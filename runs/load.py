@@ -14,6 +14,7 @@ import torch
 from sympow.data import DataError
 from sympow.data.files import read_json
 from sympow.data.huggingface import read_huggingface
+from sympow.data.progress import waiting
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint
@@ -25,6 +26,7 @@ from sympow.runs.source import exported_settings
 from sympow.training.stages import final_context
 
 
+@waiting("reading the weights")
 def load_run(path, cfg):
     """Return the run's folder, its model, its tokenizer, the device and the autocast context to use.
 

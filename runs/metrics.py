@@ -59,8 +59,15 @@ class Tracker:
                 self.wandb = start_wandb(cfg, settings, self.run_id, model.parameter_count())
 
     def log(self, step, **values):
-        """Write one line of numbers, such as train_loss, tokens, seconds and lr. Values of None are left out."""
-        line = {"step": step} | {name: value for name, value in values.items() if value is not None}
+        """Write one line of numbers, such as train_loss, tokens, seconds and lr, to metrics.jsonl and to wandb.
+
+        Names of one's own are taken too, and numbers of numpy and torch. A list or a vector has one value for each
+        layer. Values of None are left out.
+        """
+        line = {"step": step}
+        for name, value in values.items():
+            if value is not None:
+                line[name] = value.tolist() if hasattr(value, "tolist") else value
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
         if self.wandb:
@@ -286,7 +293,8 @@ def init_wandb(wandb, quiet, options):
     """Start a run of wandb with the settings `quiet` and the arguments `options` of wandb.init."""
     wandb.setup(quiet)
     run = wandb.init(resume="allow", **options)
-    run.define_metric("iter")
+    for axis in ("iter", "tokens", "seconds", "memory"):
+        run.define_metric(axis)
     run.define_metric("*", step_metric="iter")  # wandb's own step counts rows, and a step may have several
     return run
 

@@ -48,14 +48,14 @@ TIME_UNITS = [("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1)]
 # ---- loss curves
 
 
-def plot_loss_curves(runs, png):
-    """Plot the losses of runs against steps, tokens and training time, and relative to the first run.
+def plot_loss_curves(runs, png, comparable):
+    """Plot the losses of runs against steps, tokens and training time, and of comparable ones relative to the first.
 
-    runs: {name: (train, val)}, the lines of metrics.jsonl with a training or a validation loss, ordered by step. An
-    axis on which the curves look as on another one has no panel of its own. png: a file from `choose_picture`.
+    runs, comparable: {name: (train, val)}, the lines of metrics.jsonl with a training or a validation loss, ordered by
+    step. An axis on which the curves look as on another one has no panel of its own. png: a file from `choose_picture`.
     """
     plt = _pyplot()
-    axes_shown, relative, looks = loss_axes(runs), relative_losses(runs), _looks(runs)
+    axes_shown, relative, looks = loss_axes(runs), relative_losses(comparable), _looks(runs)
     train_curves = [loss_curve(train, "step", "train_loss") for train, _ in runs.values()]
     val_curves = [loss_curve(val, "step", "val_loss") for _, val in runs.values()]
     limits = loss_limits([(steps, smooth(losses)) for steps, losses in train_curves] + val_curves)
@@ -149,13 +149,15 @@ def loss_curve(lines, key, loss, unit=1):
 def smooth(values):
     """Return a running mean over 4% of the points around each, from 3 to 2,001, which removes batch noise.
 
-    Fewer than 10 values are returned as they are.
+    At the first points it is over as many points behind each as before it, so that it begins where the values do. Fewer
+    than 10 values are returned as they are.
     """
     half = min(max(len(values) // 50, len(values) >= 10), 1000)
     if not half:
         return list(values)
     window = np.ones(2 * half + 1)
-    return list(np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same"))
+    means = np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
+    return [*(np.mean(values[: 2 * i + 1]) for i in range(half)), *means[half:]]
 
 
 def relative_losses(runs):

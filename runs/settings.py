@@ -16,21 +16,33 @@ import os
 import re
 import runpy
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 
+from sympow import check_choice
 from sympow.runs.program import Parser, refuse
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+NANOGPT_KEYS = {"eval_iters": "eval_tokens", "lr": "learning_rate"}  # to which another key may be closer
 KINDS = {bool: "True or False", int: "a whole number below 2^63", float: "a finite number"}
 # a field of a dataclass with the comment behind it, or a comment that is the title of the fields below
 FIELD = re.compile(r"^    (?:(\w+): .*?(?:  # (.*))?|# (.*))$", re.MULTILINE)
 
 
-def read_settings(classes, argv, hidden=(), usage=""):
+@cache
+def read_fields(cls):
+    """Return [(name, comment, title), ...] of the lines of a dataclass's source, titles alone with empty names.
+
+    It is read once: Python 3.11 cannot parse in two threads at once (python/cpython#106905), and runs have threads.
+    """
+    return FIELD.findall(inspect.getsource(cls))
+
+
+def read_settings(classes, argv, hidden=(), usage="", folders=False):
     """Return the settings that argv gives, {name: value}, and the names of the config files in it.
 
     classes: the dataclasses that have the settings as fields. hidden: names of fields that cannot be set. usage: the
-    text above the settings in --help. Exits with status 2 on a mistake.
+    text above the settings in --help. folders: words that are neither become out_dir, with commas between. Exits with
+    status 2 on a mistake.
     """
     parser = Parser(
         usage,
@@ -42,7 +54,7 @@ def read_settings(classes, argv, hidden=(), usage=""):
     known = {field.name: field for cls in classes for field in fields(cls) if field.name not in hidden}
     for cls in classes:
         group = parser.add_argument_group(cls.__name__)
-        for name, comment, title in FIELD.findall(inspect.getsource(cls)):
+        for name, comment, title in read_fields(cls):
             if title:
                 group = parser.add_argument_group(title)
             elif name in known:
@@ -56,10 +68,13 @@ def read_settings(classes, argv, hidden=(), usage=""):
             const="True",
             help=argparse.SUPPRESS,
         )
-    arguments, names = _expand_files(argv, {name: field.type for name, field in known.items()} | {"decay_lr": bool})
+    types = {name: field.type for name, field in known.items()} | {"decay_lr": bool}
+    arguments, names, words = _expand_files(argv, types)
+    if folders and words:
+        arguments.append(f"--out_dir={','.join(words)}")
+    elif words:
+        refuse(f"cannot read {words[0]!r}: settings are config/NAME.py or --key=value")
     settings, unknown = parser.parse_known_args(arguments)
-    if unknown and not unknown[0].startswith("--"):
-        refuse(f"cannot read {unknown[0]!r}: settings are config/NAME.py or --key=value")
     if unknown:
         _refuse_key(unknown[0][2:].partition("=")[0], known, unknown[0])
     return vars(settings), names
@@ -67,7 +82,7 @@ def read_settings(classes, argv, hidden=(), usage=""):
 
 def _refuse_key(key, known, source):
     """Refuse a key that is no setting; source: the key as it stands on the command line, or in a file."""
-    matches = difflib.get_close_matches(key, known, n=1)
+    matches = difflib.get_close_matches(NANOGPT_KEYS.get(key, key), known, n=1)
     refuse(f"unknown key {source}: " + (f"did you mean {matches[0]}?" if matches else "see --help for the keys"))
 
 
@@ -99,29 +114,33 @@ def convert(name, kind, text):
 
 
 def _expand_files(argv, types):
-    """Return argv with config files replaced by their settings and dashes in keys by underscores, and the files' names.
+    """Return argv with config files replaced by their settings and dashes in keys by underscores, the files' names, and
+    the words that are neither, which are left out.
 
-    types: {key: type of the setting}. A word behind `--key` is its value, not a file, unless the setting is a bool.
-    Refuses a key in a file that is no setting.
+    types: {key: type of the setting}. A word behind `--key` is its value, not a file, unless the setting is a bool,
+    which takes a word of BOOLS alone. Refuses a key in a file that is no setting.
     """
-    arguments, names, needs_value = [], [], False
+    arguments, names, words, needs_value, is_bool = [], [], [], False, False
     for argument in argv:
         if argument.startswith("--"):
             key, equals, value = argument[2:].partition("=")
             key = key.replace("-", "_")
             arguments.append("--" + key + equals + value)
-            needs_value = not equals and types.get(key) is not bool
+            is_bool = not equals and types.get(key) is bool
+            needs_value = not equals and not is_bool
             continue
-        if argument.endswith(".py") and not needs_value:
+        if needs_value or (is_bool and argument.lower() in BOOLS):
+            arguments.append(argument)
+        elif argument.endswith(".py"):
             for key, value in _read_file(argument).items():
                 if key not in types:
                     _refuse_key(key, types, f"{key} in {argument}")
                 arguments.append(f"--{key}={value}")
             names.append(os.path.basename(argument)[: -len(".py")])
         else:
-            arguments.append(argument)
-        needs_value = False
-    return arguments, names
+            words.append(argument)
+        needs_value = is_bool = False
+    return arguments, names, words
 
 
 def _read_file(path):
@@ -180,8 +199,8 @@ def check_ranges(cfg, ranges):
             value = getattr(cfg, name)
             if test and not test[0](value):
                 raise ValueError(f"{name} must be {allowed}, got {value}")
-            if not test and value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+            if not test:
+                check_choice(name, value, allowed)
 
 
 def choose_device(device, dtype, local=0):
@@ -225,10 +244,14 @@ def accumulation_steps(cfg, settings, world):
         cfg.tokens_per_step = tokens
     if cfg.tokens_per_step % (world * micro_step):
         shape = f"{world} ranks x batch_size {cfg.batch_size} x block_size {cfg.block_size}"
-        multiples = nearest_multiples(cfg.tokens_per_step, world * micro_step)
+        sequences, rest = divmod(cfg.tokens_per_step, world * cfg.block_size)
+        if rest or cfg.gradient_accumulation_steps:  # with which tokens_per_step follows from batch_size
+            advice = nearest_multiples(cfg.tokens_per_step, world * micro_step)
+        else:
+            advice = f"batch_size={divide_sequences(sequences, cfg.batch_size)[0]}"
         raise ValueError(
             f"tokens_per_step must be a multiple of {shape} = {world * micro_step}, got {cfg.tokens_per_step}: "
-            f"{multiples} would do"
+            f"{advice} would do"
         )
     return cfg.tokens_per_step // (world * micro_step)
 

@@ -8,7 +8,8 @@
 
 A model with another attention takes all weights that it has by the same name: embeddings, q, k, v, output, MLP and
 norms. An attention's own weights (gates, the speed of a rotation, the network of adaptive powers) stay as the new model
-made them, and GPT-2's table of positions is left out where the model rotates.
+made them, and so do weights that no layer of the source has, such as those of a QK-norm that was added to model.py.
+GPT-2's table of positions is left out where the model rotates.
 """
 
 import hashlib
@@ -44,7 +45,10 @@ FIXED = {
 }
 NOT_WEIGHTS = re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias|lm_head\.weight")  # masks, and the embedding again
 TRANSPOSED = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.weight")  # transformers' Conv1D
-OPTIONAL = re.compile(r"transformer\.(h\.\d+\.attn\.mix|wpe)\..+")  # weights of one attention; all others must be there
+OPTIONAL = re.compile(r"transformer\.(h\.\d+\.attn\.mix|wpe)\..+")  # weights of one attention
+LAYER = re.compile(r"\bh\.\d+")
+# weights that every source has; others that no layer has are new
+REQUIRED = re.compile(r"transformer\.(wte|ln_f|h\.\*\.(ln_[12]|attn\.c_(attn|proj)|mlp\.c_(fc|proj)))\.weight")
 
 
 class Source:
@@ -74,8 +78,9 @@ class Source:
                 shape = [-(-shape[0] // 64) * 64, *shape[1:]]  # our embedding is padded, theirs need not be
             self.stored_names[name], self.shapes[name] = stored_name, shape
 
-    def check(self, config):
-        """Raise ValueError if a model of this GPTConfig cannot take these weights."""
+    def check(self, config, fresh=True):
+        """Raise ValueError if a model of this GPTConfig cannot take these weights. fresh: it may have weights that no
+        layer here has."""
         own = GPTConfig(**self.model)
         for i in range(min(own.n_layer, config.n_layer)):
             old, new = own.layer(i).attention, config.layer(i).attention
@@ -87,9 +92,12 @@ class Source:
         if config.positions == "learned" and own.positions != "learned":
             raise ValueError(f"{self.path} has no table of positions: use positions={own.positions}")
         shapes, expected = dict(self.shapes), shapes_of(config)
-        for name in filter(OPTIONAL.fullmatch, shapes.keys() ^ expected.keys()):
-            shapes.pop(name, None)
-            expected.pop(name, None)
+        stored = {LAYER.sub("h.*", name) for name in shapes}
+        for name in shapes.keys() ^ expected.keys():
+            general = LAYER.sub("h.*", name)
+            if OPTIONAL.fullmatch(name) or (fresh and general not in stored and not REQUIRED.fullmatch(general)):
+                shapes.pop(name, None)
+                expected.pop(name, None)
         if difference := compare_shapes(shapes, expected):
             raise ValueError(f"the weights in {self.path} do not fit this model: {difference}")
 
@@ -137,7 +145,7 @@ class Source:
 
 def shorten(names):
     """Return the names of weights in a text, once for all layers: "h.*.attn.mix.gate.b"."""
-    return ", ".join(dict.fromkeys(re.sub(r"\bh\.\d+", "h.*", name.removeprefix("transformer.")) for name in names))
+    return ", ".join(dict.fromkeys(LAYER.sub("h.*", name.removeprefix("transformer.")) for name in names))
 
 
 def choose_model(cfg, arguments, dataset, saved):
@@ -185,7 +193,7 @@ def open_run(path, dataset, setting):
     """Return the Source at `path`, a run's folder or a checkpoint; see `open_source`."""
     folder, run = checkpoint.newest(path, True, warn, ("model",)), checkpoint.run_of(path)
     if not folder:
-        resume = "auto (nanoGPT's resume), scratch, " if setting == "init_from" else ""
+        resume = "auto, scratch, " if setting == "init_from" else ""
         raise ValueError(
             f"{setting}: there is no whole checkpoint in {path}; give {resume}a run's folder, one that export.py "
             f"wrote, one with a GPT-2 that transformers wrote, or one of {', '.join(HUB)}"
@@ -232,7 +240,7 @@ def check_tokens(folder, config, dataset, path):
     size, end = config.get("vocab_size", 50257), config.get("eos_token_id", 50256)
     equal = size == dataset.vocab_size and end in (None, dataset.eot)
     tokenizer = os.path.join(folder, "tokenizer.json")
-    if equal and os.path.isfile(tokenizer):
+    if equal and dataset.tokenizer.kind != "ids" and os.path.isfile(tokenizer):
         Tokenizer = need("tokenizers").Tokenizer
         with one_line(tokenizer):
             vocabulary = Tokenizer.from_file(tokenizer).get_vocab(with_added_tokens=True)

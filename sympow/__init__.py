@@ -10,6 +10,7 @@ their cache. In a clone of the repository, sympow.attention is the folder attent
 `pip install .` installs these under the same names.
 """
 
+import difflib
 import importlib
 from pathlib import Path
 
@@ -32,6 +33,14 @@ _MODULES = {
     "symmetric_power_dim": ".attention.embedding",
 }
 __all__ = list(_MODULES)
+
+
+def check_choice(setting, value, choices):
+    """Raise ValueError unless the value of a setting is one of the choices; name the closest of them if one is."""
+    if value not in choices:
+        closest = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f": did you mean {closest[0]}?" if closest else ""
+        raise ValueError(f"{setting} must be one of {', '.join(choices)}, got {value!r}{hint}")
 
 
 def __getattr__(name):

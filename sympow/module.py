@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from . import check_choice
 from .attention import ATTENTIONS
 from .attention.gates import linear_fp32
 from .attention.variant import check_layer
@@ -34,15 +35,13 @@ class LayerConfig:
         variants = {name: v for name, v in ATTENTIONS.items() if name != "heinsen"}
         if self.attention == "heinsen":
             raise ValueError("attention=heinsen needs a model with a position embedding: use heinsen_attention")
-        if self.attention not in variants:
-            raise ValueError(f"attention must be one of {', '.join(variants)}, got {self.attention!r}")
+        check_choice("attention", self.attention, variants)
         check_layer(self)
         variant = variants[self.attention]
         if self.gate == "auto":
             self.gate = variant.gates[0]
         variant.check(self)
-        if self.gate not in variant.gates:
-            raise ValueError(f"gate of {self.attention} must be one of {', '.join(variant.gates)}, got {self.gate!r}")
+        check_choice(f"gate of {self.attention}", self.gate, variant.gates)
 
     @property
     def gated(self):

@@ -29,6 +29,10 @@ else:
 
     interpreter.speed_up()
 
+from sympow.data import progress  # noqa: E402 (behind the path)
+
+progress.FIRST_LINE = float("inf")  # or tests of what is on stderr would depend on the time that they take
+
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers_every_time():

@@ -12,7 +12,6 @@ from sympow.attention.embedding import symmetric_power_embedding, tensor_power_e
 from sympow.attention.gates import FixedGate, LearnedGate, alibi_slopes, linear_fp32
 from sympow.attention.power import power_attention
 from sympow.attention.rotary import rotary, rotation_rates
-from sympow.attention.softmax import softmax_attention
 from sympow.model import GPTConfig
 
 B, T, H, D, E, N = 1, 12, 2, 4, 3, 50.0
@@ -90,7 +89,7 @@ def test_conformal_sympow_is_a_conformal_map_of_its_state(qkv, form, S_rotates):
 def test_fixed_gates_are_alibi(qkv):
     """Appendix A.1: exp(q.k + m (j - i)) = gamma^(i-j) exp(q.k), with gamma = exp(-m). With exp for the power, the
     gates that power_attention multiplies weights by are exactly ALiBi's bias."""
-    q, k, v = qkv
+    q, k, _ = qkv
     m = alibi_slopes(H).double()
     distance = torch.arange(T)[:, None] - torch.arange(T)
     log_g = FixedGate(H).double()(torch.zeros(B, T, 1, dtype=torch.float64))
@@ -102,33 +101,6 @@ def test_fixed_gates_are_alibi(qkv):
     alibi = (scores - m[:, None, None] * distance).softmax(-1)
     gated = bias.exp() * scores.exp()
     assert torch.allclose(alibi, gated / gated.sum(-1, keepdim=True), rtol=1e-5)
-    # and the same gates in power attention: weights gamma^(i-j) (q.k)^p
-    w = ((scores.masked_fill(distance < 0, 0) ** 2) * (m.neg()[:, None, None] * distance).exp()).tril()
-    expected = torch.einsum("bhij,bjhe->bihe", w / w.sum(-1, keepdim=True), v)
-    assert torch.allclose(power_attention(q, k, v, log_g, p=2), expected, rtol=1e-5)
-
-
-def test_softmax_is_softmax_with_grouped_heads_and_resets(qkv):
-    q, k, v = qkv
-    k, v = k[:, :, :1], v[:, :, :1]
-    log_g = torch.zeros(B, T, 1)
-    log_g[:, 7] = float("-inf")
-    scores = torch.einsum("bihd,bjd->bhij", q, k[:, :, 0]) / D**0.5
-    visible = torch.ones(T, T).tril().bool()
-    for gates in (None, log_g):
-        if gates is not None:
-            visible[7:, :7] = False
-        expected = torch.einsum("bhij,bje->bihe", scores.masked_fill(~visible, float("-inf")).softmax(-1), v[:, :, 0])
-        assert torch.allclose(softmax_attention(q, k, v, gates), expected, rtol=1e-8)
-        assert torch.allclose(softmax_attention(q[:, 9:], k, v, gates), expected[:, 9:], rtol=1e-8)
-
-
-@pytest.mark.parametrize("p", [2, 4, 6])
-def test_even_power_is_the_seeds_quadratic_form(qkv, p):
-    q, k, v = qkv
-    w = torch.einsum("bihd,bjhd->bhij", q, k).pow(p).tril()
-    expected = torch.einsum("bhij,bjhe->bihe", w / w.sum(-1, keepdim=True), v)
-    assert torch.allclose(power_attention(q, k, v, p=p, form="quadratic"), expected, rtol=1e-9)
 
 
 def test_gates_are_log_sigmoid_in_float32_under_autocast():

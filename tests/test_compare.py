@@ -35,8 +35,10 @@ def read_table(capsys, *argv):
 @pytest.fixture
 def no_picture(monkeypatch, tmp_path):
     """Leave out the picture, which would take a second."""
-    monkeypatch.setattr(compare, "plot_loss_curves", lambda runs, png: None)
+    calls = []
+    monkeypatch.setattr(compare, "plot_loss_curves", lambda runs, png, comparable: calls.append(comparable))
     monkeypatch.chdir(tmp_path)
+    return calls
 
 
 def test_table_and_picture_of_three_runs(tmp_path, capsys):
@@ -108,7 +110,7 @@ def test_nine_runs_with_long_names_cover_nothing(monkeypatch):
         losses = [3 + i + 1 / step for step in range(1, 40)]
         curves = log_lines("train_loss", losses, seconds=i), log_lines("val_loss", losses[::9], seconds=i)
         runs[f"{'long_' * 20}{i}{'_name' * 20}"] = curves
-    plots.plot_loss_curves(runs, "x.png")
+    plots.plot_loss_curves(runs, "x.png", runs)
     (figure,) = figures
     figure.canvas.draw()
     (legend,) = figure.legends
@@ -118,6 +120,20 @@ def test_nine_runs_with_long_names_cover_nothing(monkeypatch):
     names = {text.get_text() for text in legend.get_texts()}
     assert len(names) == 10 and len(max(names, key=len)) <= plots.NAME_LENGTH + 4
     assert len({(line.get_color(), line.get_linestyle()) for line in legend.get_lines()[:9]}) == 9
+
+
+def test_a_smoothed_curve_begins_where_the_losses_do():
+    losses = [11 - 0.1 * i for i in range(100)]
+    assert plots.smooth(losses)[:3] == pytest.approx(losses[:3])
+
+
+def test_a_run_on_other_data_has_no_relative_curve(tmp_path, no_picture):
+    lines = [*log_lines("train_loss", [4.0]), *log_lines("val_loss", [3.0], **{"val_loss/code": 2.0})]
+    runs = [write_run(tmp_path / name, *lines, data=data, dataset=data) for name, data in zip("abc", "xyx")]
+    compare.main(runs)
+    compare.main([*runs, "--metric=val_loss/code"])
+    counts = [{name: (len(train), len(val)) for name, (train, val) in run.items()} for run in no_picture]
+    assert counts == [{"a": (1, 1), "c": (1, 1)}, {"a": (1, 1), "b": (0, 1), "c": (1, 1)}]
 
 
 def test_noise_that_two_runs_share_cancels_in_their_relative_loss():

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, SMALL, call, dataset, join, metrics, start_ranks  # noqa: F401 (dataset is a fixture)
+from helpers import SMALL, call, dataset, join, metrics, start_ranks  # noqa: F401 (dataset is a fixture)
+from numerics import relative_error
 
 from sympow import train
 from sympow.attention import ATTENTIONS, Sympow
@@ -84,10 +85,10 @@ def errors_of_case(size, group, model):
     count = (targets != -1).sum()
     total = count.clone()
     dist.all_reduce(total, group=group)
-    (loss * count / total).backward()  # the global mean, though ranks have different numbers of targets
-    grads = [p.grad for p in model.parameters()]
-    loss = loss.detach() * count / total
-    for x in (loss, *grads):
+    loss = loss * count / total  # a part of the global mean, though ranks have different numbers of targets
+    loss.backward()
+    sums = [loss.detach(), *(p.grad for p in model.parameters())]
+    for x in sums:
         dist.all_reduce(x, group=group)
     if dist.get_rank(group):
         return None
@@ -96,11 +97,9 @@ def errors_of_case(size, group, model):
         _, expected = model(*make_batch())
         expected.backward()  # which runs the blocks again with activation checkpointing
     assert all(block.attn.mix.context for block in model.transformer.h)
-    errors = [((loss - expected) / expected).abs().item()]
-    for (name, p), grad in zip(model.named_parameters(), grads):
-        assert p.grad.norm() > 1e-6, name
-        errors.append(((grad - p.grad).norm() / p.grad.norm()).item())
-    return errors
+    references = [expected.detach(), *(p.grad for p in model.parameters())]
+    assert all(x.norm() > 1e-6 for x in references)
+    return [relative_error(x, r, 0) for x, r in zip(sums, references)]
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +113,17 @@ def errors(tmp_path_factory):
 @pytest.mark.parametrize("name,size", [*((name, 2) for name in CASES), *((name, 4) for name in ON_FOUR)])
 def test_ranks_that_share_sequences_have_the_loss_and_every_gradient_of_one_rank(errors, name, size):
     assert max(errors[f"{name}, {size} ranks"]) < 1e-10
+
+
+def losses(folder):
+    """Return {step: loss} of training and of validation."""
+    return [metrics(folder, key) for key in ("train_loss", "val_loss")]
+
+
+def assert_near(found, expected):
+    """Assert that `losses` of two runs are of the same steps and equal but for rounding."""
+    for a, b in zip(found, expected, strict=True):
+        assert a == pytest.approx(b, abs=1e-5, rel=0)
 
 
 def spans_of(rank, size, balanced, block_size):
@@ -169,11 +179,12 @@ def test_what_cannot_be_spread_over_ranks_is_refused(dataset, tmp_path, monkeypa
 
 
 def train_in(folder, dataset, ranks, *settings, main=train.main):  # noqa: F811
+    folder.mkdir(exist_ok=True)
     argv = [*SMALL, f"--dataset={dataset}", "--out_dir=out", "--n_kv_head=1", f"--context_parallel={ranks}", *settings]
     ran = start_ranks(ranks, main, *argv, cwd=str(folder))
     codes = join(*ran, timeout=400)
     assert codes == [0] * ranks, "".join((folder / f"rank_{i}").read_text()[-2000:] for i in range(ranks))
-    return [metrics(folder / "out", key) for key in ("train_loss", "val_loss")]
+    return losses(folder / "out")
 
 
 HYBRID = "--attention=softmax,conformal_sympow", "--form=chunked", "--pack=1"
@@ -183,20 +194,16 @@ def test_two_ranks_that_share_sequences_train_as_one_and_go_on_as_one(dataset, t
     monkeypatch.chdir(tmp_path)
     argv = [*SMALL, *HYBRID, f"--dataset={dataset}", "--n_kv_head=1"]
     assert call(train.main, *argv, "--out_dir=one") == 0
-    (tmp_path / "two").mkdir()
     train_in(tmp_path / "two", dataset, 2, *HYBRID, "--max_iters=3")
     assert "2 x 1 ranks x 4 sequences x 32 context x 2 acc" in (tmp_path / "two" / "rank_0").read_text()
     assert call(train.main, *argv, "--out_dir=two/out") == 0  # from its checkpoint, alone
-    for key in ("train_loss", "val_loss"):
-        expected, found = metrics("one", key), metrics("two/out", key)
-        assert expected.keys() == found.keys() and len(found) > 1
-        assert max(abs(found[step] - expected[step]) for step in expected) < 1e-5
+    expected = losses("one")
+    assert_near(losses("two/out"), expected)
+    assert all(len(steps) > 1 for steps in expected)
 
 
 @pytest.mark.slow
 def test_ranks_that_share_sequences_go_on_with_the_same_bits(dataset, tmp_path):  # noqa: F811
-    for name in ("whole", "cut"):
-        (tmp_path / name).mkdir()
     expected = train_in(tmp_path / "whole", dataset, 2, *HYBRID)
     train_in(tmp_path / "cut", dataset, 2, *HYBRID, "--max_iters=3")
     assert train_in(tmp_path / "cut", dataset, 2, *HYBRID) == expected
@@ -210,13 +217,10 @@ def train_traced():
 
 @pytest.mark.slow
 def test_ranks_that_share_sequences_train_compiled(dataset, tmp_path):  # noqa: F811
-    for name in ("eager", "compiled"):
-        (tmp_path / name).mkdir()
     settings = *HYBRID, "--max_iters=3", "--activation_checkpointing=True"
     eager = train_in(tmp_path / "eager", dataset, 2, *settings)
     compiled = train_in(tmp_path / "compiled", dataset, 2, *settings, "--compile=True", main=train_traced)
-    for a, b in zip(eager, compiled):
-        assert a.keys() == b.keys() and max(abs(a[step] - b[step]) for step in a) < 1e-5
+    assert_near(compiled, eager)
 
 
 def test_what_is_compiled_is_the_model_or_each_block(monkeypatch):
@@ -225,23 +229,24 @@ def test_what_is_compiled_is_the_model_or_each_block(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(function) or function)
     layout = SimpleNamespace(sharded=False, ranks=SimpleNamespace(distributed=False))
     assert Layout.wrap(layout, model, True) == (model, model) and compiled == [model]
-    compiled.clear()
     blocks = [block.forward for block in model.transformer.h]
-    assert Layout.wrap(layout, model, True, by_block=True) == (model, model) and compiled == [*blocks, model.loss]
-    compiled.clear()
-    assert Layout.wrap(layout, model, False, by_block=True) == (model, model) and compiled == []
+    assert Layout.wrap(layout, model, False, by_block=True) == (model, model) and compiled == [model]
+    assert Layout.wrap(layout, model, True, by_block=True) == (model, model) and compiled[1:] == [*blocks, model.loss]
 
 
 @pytest.mark.slow
 def test_two_groups_of_a_sharded_model_train_as_one_rank(dataset, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     assert call(train.main, *SMALL, *HYBRID, f"--dataset={dataset}", "--n_kv_head=1", "--out_dir=one") == 0
-    expected = [metrics("one", key) for key in ("train_loss", "val_loss")]
     for shard in (False, True):
-        (folder := tmp_path / f"{shard}").mkdir()
-        found = train_in(folder, dataset, 4, *HYBRID, "--context_parallel=2", f"--shard={shard}")
-        for a, b in zip(expected, found):
-            assert a.keys() == b.keys() and max(abs(a[step] - b[step]) for step in a) < 1e-5, shard
+        found = train_in(tmp_path / f"{shard}", dataset, 4, *HYBRID, "--context_parallel=2", f"--shard={shard}")
+        assert_near(found, losses("one"))
+
+
+def gradients(attend, tensors, dy):
+    """Return y and the gradients to all tensors."""
+    y = attend(*tensors)
+    return [y, *torch.autograd.grad(y, tensors, dy)]
 
 
 def test_pieces_on_the_kernels_are_the_whole_sequence_and_no_sum_is_computed_twice(monkeypatch):
@@ -250,29 +255,25 @@ def test_pieces_on_the_kernels_are_the_whole_sequence_and_no_sum_is_computed_twi
     from sympow.kernels.chunked import passes as chunked
     from sympow.kernels import operators, registry
 
-    torch.manual_seed(0)
-    n, pieces, D = 256, 2, 16
-    q, k, v, dy = torch.randn(4, 1, n * pieces, 1, D)
-    log_g = torch.nn.functional.logsigmoid(torch.randn(1, n * pieces, 1) + 2)
+    n, options = 256, dict(p=2, chunk=128)
+    q, k, v, dy = torch.randn(4, 1, 2 * n, 1, 16)
+    log_g = torch.nn.functional.logsigmoid(torch.randn(1, 2 * n, 1) + 2)
     log_g[:, n + 50] = -torch.inf
     tensors = [x.clone().requires_grad_() for x in (q, k, v, log_g)]
-    y = operators.chunked_attention(*tensors, p=2, chunk=128)[0]
-    expected = [y, *torch.autograd.grad(y, tensors, dy)]
-    updates = []
-    update = chunked.update_state
+    expected = gradients(lambda *x: operators.chunked_attention(*x, **options)[0], tensors, dy)
+    updates, update = [], chunked.update_state
     monkeypatch.setattr(chunked, "update_state", lambda *args: updates.append(1) or update(*args))
-    scan, found, gate = Scan(), [], lambda g: g.masked_fill(g == -torch.inf, 0).sum(1).exp() * ~(g == -torch.inf).any(1)
+    scan, found = Scan(), []
     leaves = [[x.detach().clone().requires_grad_() for x in part] for part in zip(*(x.split(n, 1) for x in tensors))]
     for part in leaves:
-        of_piece = gate(part[3].detach()), registry.register(scan)
-        found.append(operators.chunked_attention_of_piece(*part, *of_piece, p=2, chunk=128))
+        gate = part[3].detach().sum(1).exp()
+        found.append(operators.chunked_attention_of_piece(*part, gate, registry.register(scan), **options))
     scan.state = None
     for part, y, d in reversed([*zip(leaves, found, dy.split(n, 1))]):
         y.backward(d)
-    assert len(updates) == 2 * pieces
-    for i, x in enumerate(expected):
-        mine = torch.cat(found if i == 0 else [part[i - 1].grad for part in leaves], dim=1)
-        assert (mine - x).norm() <= 1e-5 * x.norm(), i
+    assert len(updates) == 4
+    for x, *pieces in zip(expected, *([y, *(leaf.grad for leaf in part)] for y, part in zip(found, leaves))):
+        assert (torch.cat(pieces, dim=1) - x).norm() <= 1e-5 * x.norm()
 
 
 def test_a_piece_on_the_kernels_is_compiled_whole_and_computed_again():
@@ -280,22 +281,18 @@ def test_a_piece_on_the_kernels_is_compiled_whole_and_computed_again():
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
     from sympow.kernels import operators, registry
 
-    torch.manual_seed(0)
-    alone = Alone()
     tensors = [torch.randn(1, 256, 1, 16, requires_grad=True) for _ in range(3)]
-    log_g, dy = torch.full((1, 256, 1), -0.1, requires_grad=True), torch.randn(1, 256, 1, 16)
-    gate, number = log_g.detach().sum(1).exp(), registry.register(alone)
-    of_piece = lambda q, k, v, log_g: operators.chunked_attention_of_piece(
-        2 * q, k, v, log_g, gate, number, p=2, chunk=128
-    )
-    again = lambda *tensors: torch.utils.checkpoint.checkpoint(of_piece, *tensors, use_reentrant=False)
-    q, k, v = tensors
-    y = operators.chunked_attention(2 * q, k, v, log_g, p=2, chunk=128)[0]
-    expected = [y, *torch.autograd.grad(y, [*tensors, log_g], dy)]
+    tensors.append(torch.full((1, 256, 1), -0.1, requires_grad=True))
+    alone, gate, options = Alone(), tensors[3].detach().sum(1).exp(), dict(p=2, chunk=128)
+    state = gate, registry.register(alone)
+    of_piece = lambda q, *x: operators.chunked_attention_of_piece(2 * q, *x, *state, **options)
+    again = lambda *x: torch.utils.checkpoint.checkpoint(of_piece, *x, use_reentrant=False)
+    whole = lambda q, *x: operators.chunked_attention(2 * q, *x, **options)[0]
+    dy = torch.randn(1, 256, 1, 16)
+    expected = gradients(whole, tensors, dy)
     for function in (again, torch.compile(again, fullgraph=True, backend="aot_eager")):
         alone.calls = []
-        y = function(*tensors, log_g)
-        found = [y, *torch.autograd.grad(y, [*tensors, log_g], dy)]
+        found = gradients(function, tensors, dy)
         assert alone.calls == [False, False, True]
         assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(found, expected))
 

@@ -9,12 +9,14 @@ import shutil
 import pytest
 import torch
 from helpers import SMALL, call, join, metrics, refusal, start_ranks
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from sympow import evaluate
 from sympow import export
 from sympow.layers import loss
 from sympow import sample
+from sympow import model as model_module
 from sympow import train
 from sympow.attention import ATTENTIONS
 from sympow.data.dataset import Dataset
@@ -89,8 +91,6 @@ def test_gpt2_computes_what_transformers_computes(gpt2, dataset, tmp_path, form)
     if form == "without a head":  # as OpenAI's is on the hub: other names, and masks among the weights
         folder = tmp_path / "hf"
         theirs.transformer.save_pretrained(folder)
-        from safetensors.torch import load_file, save_file
-
         weights = load_file(folder / "model.safetensors")
         assert "wte.weight" in weights
         save_file(weights | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, folder / "model.safetensors")
@@ -268,11 +268,19 @@ def test_an_exported_folder_gives_the_run_back(go, dataset, monkeypatch, capsys)
 # ---- conversion
 
 
-@pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "heinsen"])
+def takes_learned_positions(name):
+    """Return True if a GPT-2 with this attention may have GPT-2's table of positions."""
+    try:
+        return bool(GPTConfig(**{**GPT2, "attention": name}))
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("name", [name for name, variant in ATTENTIONS.items() if variant.rotates])
 def test_a_converted_model_keeps_all_weights_but_the_attentions_own(gpt2, dataset, name):
     ids, (_, original) = torch.randint(257, (2, 20)), model_of(gpt2[0], dataset)
     old, old_logits = original.state_dict(), logits_of(original, ids)
-    for positions in ("rotary",) if name == "conformal_sympow" else ("rotary", "learned"):
+    for positions in ("rotary", "learned") if takes_learned_positions(name) else ("rotary",):
         torch.manual_seed(5)
         weights, model = model_of(gpt2[0], dataset, attention=name, positions=positions)
         torch.manual_seed(5)
@@ -303,7 +311,43 @@ def test_conversion_is_said_in_one_line_and_goes_on(gpt2, go, capsys):
     assert "has no table of positions: use positions=rotary" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [n for n in ATTENTIONS if n not in ("heinsen", "conformal_sympow")])
+class Normed(model_module.Attention):
+    """Attention with a QK-norm, as somebody adds it to model.py."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.qk_norm = torch.nn.RMSNorm(config.head_dim)
+
+    def project(self, x, norm, shape):
+        x, qkv = super().project(x, norm, shape)
+        q, k, v = qkv.split(self.heads, dim=2)
+        return x, torch.cat((self.qk_norm(q), self.qk_norm(k), v), dim=2)
+
+
+def test_weights_that_no_layer_of_the_source_has_start_fresh_and_are_named(gpt2, go, monkeypatch, capsys):
+    monkeypatch.setattr(model_module, "Attention", Normed)
+    start = [f"--init_from={gpt2[0]}", "--out_dir=out/a", "--max_iters=1"]
+    assert go(*start, "--learning_rate=1e-9") == 0
+    assert f"weights from {gpt2[0]}: new: h.*.attn.qk_norm.weight\n" in capsys.readouterr().out
+    weights = load_file("out/a/ckpt/step_00000001/model.safetensors")
+    for name, x in gpt2[1].state_dict().items():
+        if name.endswith("ln_1.weight"):
+            assert torch.allclose(weights[name], x, atol=1e-6), name
+    assert torch.allclose(weights["transformer.h.1.attn.qk_norm.weight"], torch.ones(16), atol=1e-6)
+    assert go(*start, f"--distill_from={gpt2[0]}", "--out_dir=out/b") == 2  # a teacher has no new weights
+    assert "transformer.h.0.attn.qk_norm.weight is missing" in refusal(capsys)
+
+
+def test_a_weight_that_some_layers_have_or_every_model_has_is_not_new(gpt2, go, tmp_path, capsys):
+    rewrite(gpt2[0], tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    for name in ("transformer.wte.weight", "transformer.h.1.ln_2.bias"):
+        save_file({key: x for key, x in weights.items() if key != name}, tmp_path / "hf" / "model.safetensors")
+        assert go("--init_from=hf", "--out_dir=out/a") == 2
+        assert f"do not fit this model: {name} is missing" in refusal(capsys)
+
+
+@pytest.mark.parametrize("name", [*filter(takes_learned_positions, ATTENTIONS)])
 @torch.no_grad()
 def test_learned_positions_count_from_each_reset_in_training_and_generation(name):
     sizes = dict(n_layer=1, n_head=2, n_embd=16, vocab_size=30, n_positions=20)

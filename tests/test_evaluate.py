@@ -68,8 +68,9 @@ def read_report(capsys, *argv):
     return json.loads(report), lines
 
 
-def test_the_program_prints_and_plots_two_runs(out, capsys):
-    report, lines = read_report(capsys, "--out_dir=out/a,out/b")
+@pytest.mark.parametrize("folders", [["--out_dir=out/a,out/b"], ["out/a", "out/b"]])
+def test_the_program_prints_and_plots_two_runs(folders, out, capsys):
+    report, lines = read_report(capsys, *folders)
     assert list(report) == ["out/a", "out/b"] and lines[0].split() == ["position", "out/a", "out/b"]
     assert lines[-2:] == [
         "mean loss in nats a token over 2 documents of 128 tokens",

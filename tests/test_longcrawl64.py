@@ -2,21 +2,32 @@
 
 import json
 import os
+import re
 import tracemalloc
 
+import numcodecs
 import numpy as np
 import pytest
 import tiktoken
+import torch
 import zarr
-from helpers import byte_encoding, kill_in_second_shard, verify
+from helpers import ROOT, byte_encoding, call, kill_in_second_shard, run, verify
 
+from sympow import sample, train
 from sympow.data import DataError, zarr_rows
 from sympow.data.dataset import Dataset
+from sympow.data.loader import Windows, eval_batches, train_batch
 from sympow.data.longcrawl64 import prepare as longcrawl64
+from sympow.runs.folder import fingerprint
 
 LENGTH, ROWS, COLUMNS = 64, 4, 16  # as 65536, 2048, 2048
 TRAIN, HELDOUT = 10, 7  # the last chunk row is not full
 LAYOUTS = {"v2 dots": (2, "v2", "."), "v2 folders": (2, "v2", "/"), "v3": (3, "default", "/")}
+OFFLINE = {  # for subprocesses: no host answers, and no cache has GPT-2's vocabulary
+    "HTTPS_PROXY": "http://127.0.0.1:9",
+    "HF_ENDPOINT": "http://no-such-host.invalid",
+    "TIKTOKEN_CACHE_DIR": "/nonexistent",
+}
 CHUNK = {"v2 dots": "{}.{}", "v2 folders": "{}/{}", "v3": "c/{}/{}"}
 
 
@@ -72,12 +83,13 @@ def test_documents_limits_what_is_taken_and_fetched(tmp_path):
     arrays = make_source(tmp_path)
     os.remove(tmp_path / "train.zarr" / "2.0")  # beyond what is asked for
     os.remove(tmp_path / "heldout.zarr" / "1.0")
-    dataset = prepare(tmp_path, "--documents=6", "--val_documents=1")
+    dataset = prepare(tmp_path, "--documents=6", "--val_documents=1", "--strict")
     assert np.array_equal(rows(dataset, "train"), arrays["train"][:6])
     assert np.array_equal(rows(dataset, "val"), arrays["heldout"][:1])
-    with pytest.raises(DataError, match="11 documents asked for, 10 can be had"):
-        make_source(tmp_path / "again")
-        prepare(tmp_path, "--documents=11", source=tmp_path / "again")
+    make_source(tmp_path / "again")
+    assert prepare(tmp_path, "--documents=11", source=tmp_path / "again").documents("train") == 10
+    with pytest.raises(DataError, match="train.zarr: 10 of 11 documents are taken"):
+        prepare(tmp_path, "--documents=11", "--strict", source=tmp_path / "again")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -85,34 +97,147 @@ def test_documents_limits_what_is_taken_and_fetched(tmp_path):
 def test_missing_chunk_is_refused_by_name(tmp_path, layout, listed, monkeypatch):
     """A store that cannot list its files is refused in reading."""
     make_source(tmp_path, layout)
+    strict = ["--strict"] if listed else []
     if not listed:
         monkeypatch.setattr(longcrawl64.Zarr, "missing", lambda self, rows: [])
     key = CHUNK[layout].format(1, 3)
     os.remove(tmp_path / "train.zarr" / key)
-    with pytest.raises(DataError, match=rf"train.zarr: 1 chunk files are missing \({key}\).*--skip_missing"):
-        prepare(tmp_path)
+    with pytest.raises(DataError, match=rf"train.zarr: .*1 chunk files are missing \({key}\): complete the copy"):
+        prepare(tmp_path, *strict)
     assert not (tmp_path / "out" / "meta.json").exists()
 
 
-def test_skip_missing_takes_the_complete_chunk_rows(tmp_path):
+def test_complete_chunk_rows_are_taken_and_counted(tmp_path, capsys):
     arrays = make_source(tmp_path)
     os.remove(tmp_path / "train.zarr" / "0.2")
-    dataset = prepare(tmp_path, "--skip_missing")
+    dataset = prepare(tmp_path)
     assert np.array_equal(rows(dataset, "train"), arrays["train"][4:])
-    dataset = prepare(tmp_path, "--skip_missing", "--documents=5", "--val_documents=7")
+    line = "6 of 10 documents are taken; 6 of 10 are there, in 2 complete rows of chunks of 3"
+    assert f"{tmp_path}/train.zarr: {line}" in capsys.readouterr().out
+    prepare(tmp_path)
+    assert "is complete already" in capsys.readouterr().out
+    dataset = prepare(tmp_path, "--documents=5", "--val_documents=7")
     assert np.array_equal(rows(dataset, "train"), arrays["train"][4:9])
-    with pytest.raises(DataError, match="7 documents asked for, 6 can be had"):
-        prepare(tmp_path, "--skip_missing", "--documents=7")
+    assert prepare(tmp_path, "--documents=7").documents("train") == 6
+    os.remove(tmp_path / "train.zarr" / "1.2")
+    os.remove(tmp_path / "train.zarr" / "2.2")
+    with pytest.raises(DataError, match=r"train.zarr: 0 of 10 documents are taken.*3 chunk files are missing"):
+        prepare(tmp_path)
 
 
 def test_a_copy_that_has_grown_is_not_mixed_with_what_was_taken(tmp_path, capsys):
     arrays = make_source(tmp_path)
     os.rename(tmp_path / "train.zarr" / "0.2", tmp_path / "0.2")
-    prepare(tmp_path, "--skip_missing")
+    prepare(tmp_path)
     os.rename(tmp_path / "0.2", tmp_path / "train.zarr" / "0.2")
     for _ in range(2):
-        assert np.array_equal(rows(prepare(tmp_path, "--skip_missing"), "train"), arrays["train"])
+        assert np.array_equal(rows(prepare(tmp_path), "train"), arrays["train"])
     assert "complete already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("url", ["hf://datasets/nobody/nothing", "http://no-such-host.invalid/longcrawl64"])
+def test_without_a_network_one_line_names_source(tmp_path, url):
+    script = f"{os.path.dirname(longcrawl64.__file__)}/prepare.py"
+    process = run(script, f"--source={url}", f"--out={tmp_path}/out", check=False, env=OFFLINE)
+    assert process.returncode == 2 and not process.stdout
+    assert re.fullmatch(rf"error: cannot open {url}/train.zarr .*: give another copy as --source\n", process.stderr)
+
+
+@pytest.fixture(scope="module")
+def scattered(tmp_path_factory):
+    """Return the folder of a partial copy in the published layout, with small chunks, and its arrays."""
+    folder, arrays, generator = tmp_path_factory.mktemp("scattered"), {}, np.random.default_rng(2)
+    for name, documents in (("train", 11), ("heldout", 3)):
+        arrays[name] = generator.integers(0, 50257, (documents, 65536), dtype=np.uint16)
+        array = zarr.create_array(
+            str(folder / f"{name}.zarr"),
+            shape=arrays[name].shape,
+            chunks=(2, 16384),
+            dtype=np.uint16,
+            zarr_format=2,
+            compressors=numcodecs.Blosc(cname="lz4"),
+        )
+        array[:] = arrays[name]
+    for chunk in ("0.1", "2.0", "2.1", "4.3"):
+        os.remove(folder / "train.zarr" / chunk)
+    return folder, arrays
+
+
+@pytest.fixture(scope="module")
+def from_readme(scattered, tmp_path_factory):
+    """Return what the command in README printed for that copy, without a network, and the folder of its dataset."""
+    with open(os.path.join(ROOT, "README.md")) as f:
+        (command,) = re.findall(r"`python (data/longcrawl64/prepare.py .*?)`", f.read())
+    out = tmp_path_factory.mktemp("readme") / "longcrawl64"
+    return run(*command.split(), f"--source={scattered[0]}", f"--out={out}", cwd=ROOT, env=OFFLINE), out
+
+
+def test_the_command_of_readme_takes_what_a_partial_copy_has(scattered, from_readme):
+    process, dataset = from_readme[0], Dataset(from_readme[1])
+    taken = [2, 3, 6, 7, 10]  # documents of rows of chunks 1, 3 and 5
+    assert np.array_equal(rows(dataset, "train"), scattered[1]["train"][taken])
+    assert np.array_equal(rows(dataset, "val"), scattered[1]["heldout"])
+    assert "5 of 100,000 documents are taken; 5 of 11 are there, in 3 complete rows of chunks of 6" in process.stdout
+    assert process.stderr.count("cannot download GPT-2's vocab.bpe") == 1
+    assert (dataset.vocab_size, dataset.eot) == (50257, 50256)
+
+
+def test_data_without_a_vocabulary_train_and_say_once_that_samples_are_ids(from_readme, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sizes = "n_layer=1 n_head=1 n_embd=32 block_size=64 batch_size=1 tokens_per_step=64 eval_tokens=64 max_iters=2"
+    options = [f"--{size}" for size in f"{sizes} eval_interval=1 sample_tokens=3 wandb=disabled".split()]
+    config = os.path.join(ROOT, "config/sympow_p4.py")
+    assert call(train.main, config, f"--dataset={from_readme[1]}", "--out_dir=run", *options) == 0
+    assert capsys.readouterr().err.count("text is shown as ids: the data came without GPT-2's vocabulary") == 1
+    with open("run/samples.jsonl") as f:
+        assert all(re.fullmatch(r"((<\d+>|<\|endoftext\|>){3})", json.loads(line)["text"]) for line in f)
+    assert call(sample.main, "--out_dir=run", "--prompt=Hello") == 2
+    assert "text cannot be encoded: the data came without GPT-2's vocabulary" in capsys.readouterr().err
+    assert call(sample.main, "--out_dir=run", "--prompt=", "--max_new_tokens=2") == 0
+
+
+def test_a_vocabulary_that_can_be_had_later_is_taken(tmp_path, monkeypatch):
+    def offline(name):
+        raise OSError("no route to host")
+
+    make_source(tmp_path)
+    online = tiktoken.get_encoding
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    without = prepare(tmp_path).tokenizer
+    monkeypatch.setattr(tiktoken, "get_encoding", online)
+    assert (without.kind, prepare(tmp_path).tokenizer.kind) == ("ids", "bpe")
+
+
+@pytest.mark.parametrize("T, size", [(64, 2), (16, 2), (16, 10)])
+def test_protocol_fox_gives_the_batches_of_the_forgetting_transformer(tmp_path, monkeypatch, T, size):
+    """They are compared with what LongCrawlDataset.__getitem__ there returns for batch 0, 1, ..., by its formulas."""
+    arrays = make_source(tmp_path)
+    monkeypatch.setattr(longcrawl64, "FOX_HELD_OUT", 5)
+    dataset = prepare(tmp_path, "--protocol=fox")
+    assert np.array_equal(rows(dataset, "val"), arrays["heldout"][:5])
+    windows = Windows(dataset, "train", T)
+    for number in range(len(windows) // size):
+        column, row = divmod(number, TRAIN // size)
+        data = arrays["train"][row * size : (row + 1) * size, column * T : (column + 1) * T].astype(np.int64)
+        inputs = np.roll(data, 1, axis=-1)
+        inputs[:, 0] = dataset.eot
+        batch = inputs, data = torch.from_numpy(inputs), torch.from_numpy(data)
+        assert all(map(torch.equal, train_batch(windows, 1, number, 0, 1, size), batch))
+        parts = [train_batch(windows, 1, number, part, 2, size // 2, [(0, 3), (8, T)]) for part in range(2)]
+        for whole, *halves in zip(batch, *parts):
+            assert torch.equal(torch.cat(halves), torch.cat([whole[:, :3], whole[:, 8:]], dim=1))
+    inputs, _ = next(eval_batches(Windows(dataset, "val", T), 5 * LENGTH, 5, 0, 1))
+    assert (inputs[:, 0] == dataset.eot).all()
+
+
+def test_protocol_fox_keeps_shards_but_counts_as_other_data(tmp_path, capsys):
+    make_source(tmp_path)
+    own, fox, again = (prepare(tmp_path, *options) for options in ([], ["--protocol=fox"], []))
+    assert fingerprint(own) == fingerprint(again) != fingerprint(fox)
+    assert capsys.readouterr().out.count("5 of 5 shards were there") == 2
+    for options in ({"block_size": 15}, {"block_size": 16, "pack": True}):
+        with pytest.raises(DataError, match="block_size must divide the 64 tokens .*--protocol=fox; got 1"):
+            Windows(fox, "train", **options)
 
 
 def random_train():
@@ -288,13 +413,13 @@ def test_chunk_reads_go_through_the_retry(tmp_path, monkeypatch):
     arrays = make_source(tmp_path)
     failures = [ConnectionResetError() for _ in range(3)]
 
-    def flaky(call, attempts=10):
+    def flaky(call, **options):
         def once():
-            if failures:
+            if failures and not options:  # opening goes on only if a server is busy
                 raise failures.pop()
             return call()
 
-        return retry(once, attempts, sleep=lambda seconds: None)
+        return retry(once, sleep=lambda seconds: None, **options)
 
     retry = zarr_rows.retrying
     monkeypatch.setattr(zarr_rows, "retrying", flaky)

@@ -42,7 +42,7 @@ def test_given_interpreter_is_used_and_no_environment_made():
     status, out, _ = make("-n", "demo", "PY=python3")
     assert status == 0 and ".venv" not in out
     assert [line for line in out.splitlines() if line.endswith(tuple(DEMO))] == [f"python3 {c}" for c in DEMO]
-    assert "python3 -m pytest -n auto" in make("-n", "test", "PY=python3")[1]
+    assert "python3 -m pytest -rfE -n auto" in make("-n", "test", "PY=python3")[1]
     assert "python3 doctor.py" in make("-n", "doctor", "PY=python3")[1]
 
 

@@ -77,8 +77,10 @@ def test_muon_takes_torchs_steps_with_q_k_and_v_each_by_itself(monkeypatch, batc
         assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", optimizer.OPTIMIZERS)
-def test_a_step_without_a_finite_gradient_changes_no_bit(name):
+@pytest.mark.parametrize("name", [*optimizer.OPTIMIZERS, "nadam"])
+def test_a_step_without_a_finite_gradient_changes_no_bit(name, monkeypatch):
+    """NAdam stands for an optimizer of one's own that knows nothing of found_inf."""
+    monkeypatch.setitem(optimizer.OPTIMIZERS, "nadam", lambda model, cfg: torch.optim.NAdam(model.parameters()))
     model, chosen = make(name, attention="conformal_sympow")
     weights = [p.detach().clone() for p in model.parameters()]
     for factor in (math.nan, math.inf):  # at first there are no moments

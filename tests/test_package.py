@@ -56,7 +56,8 @@ def test_a_layer_is_the_models(name):
 @pytest.mark.parametrize(
     "settings,message",
     [
-        (dict(attention="heinsen"), "use heinsen_attention"), (dict(attention="unknown"), "must be one of softmax"),
+        (dict(attention="heinsen"), "use heinsen_attention"), (dict(attention="sympower"), "must be one of softmax"),
+        (dict(attention="sympower"), "got 'sympower': did you mean sympow?"),
         (dict(n_head=5), "multiple of n_head, got 32 and 5"), (dict(p=3), "even integer, got 3"),
         (dict(n_kv_head=3), "multiple of n_kv_head, got 4 and 3"), (dict(gate="none"), "is attention=sympow"),
         (dict(attention="sympow", gate="fixed"), "must be one of none, got 'fixed'"), (dict(form="fast"), "got 'fast'"),

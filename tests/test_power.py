@@ -1,4 +1,3 @@
-
 """The forms of power attention against the float64 oracle: outputs, states and every gradient."""
 
 import math
@@ -32,9 +31,7 @@ def inputs(T, p, gates, B=2, H=4, Hkv=2, D=4, E=6, dtype=torch.float64, with_sta
     """Return q, k, v, log_g (or None), S0, z0 (or none) as float64 leaves whose values are exact in dtype."""
     generator = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)
-    tensors = [make(B, T, H, D), make(B, T, Hkv, D), make(B, T, Hkv, E)]
-    log_g = GATES[gates](make(B, T, Hkv))
-    tensors.append(log_g)
+    tensors = [make(B, T, H, D), make(B, T, Hkv, D), make(B, T, Hkv, E), GATES[gates](make(B, T, Hkv))]
     if with_state:
         tensors += naive.state_after(make(B, 5, Hkv, D), make(B, 5, Hkv, E), p=p)
     return [x if x is None else x.to(dtype).double().requires_grad_() for x in tensors]
@@ -50,7 +47,21 @@ def cut(tensors, start, end=None):
     return [x if x is None else x[:, start:end] for x in tensors]
 
 
-def assert_equal_to_oracle(tensors, *, p, form, tolerance, dtype=torch.float64, with_state=False, chunk_size=CHUNK, n=0):
+def oracle64(tensors, p):
+    """Return y of q, k, v and perhaps log_g (or None), computed from all pairs in float64."""
+    return naive.quadratic(*(x if x is None else x.detach().double() for x in tensors), p=p)
+
+
+def reset(T, t):
+    """Return log_g of zeros, two sequences and two heads, with a document that begins at token t."""
+    log_g = torch.zeros(2, T, 2)
+    log_g[:, t] = float("-inf")
+    return log_g
+
+
+def assert_equal_to_oracle(
+    tensors, *, p, form, tolerance, dtype=torch.float64, with_state=False, chunk_size=CHUNK, n=0
+):
     """Compare outputs, with_state the state too, and every gradient; n: only the last n tokens have queries."""
 
     def oracle(q, k, v, log_g, *state):
@@ -64,14 +75,14 @@ def assert_equal_to_oracle(tensors, *, p, form, tolerance, dtype=torch.float64, 
         y = power_attention(q, k, v, log_g, p=p, **options)
         return [y[0], *y[1]] if with_state else [y]
 
-    results, q = [], tensors[0][:, -n:]
+    results, inputs = [], (tensors[0][:, -n:], *tensors[1:])
     for function, to in ((oracle, torch.float64), (attention, dtype)):
-        sums = torch.promote_types(to, torch.float32)  # of gates and states
-        leaves = [x if x is None else x.detach().to(to if i < 3 else sums) for i, x in enumerate((q, *tensors[1:]))]
-        wanted = [x.requires_grad_() for x in leaves if x is not None]
+        dtypes = 3 * [to] + 3 * [torch.promote_types(to, torch.float32)]  # of q, k, v, then of gates and states
+        leaves = [x if x is None else x.detach().to(d).requires_grad_() for x, d in zip(inputs, dtypes)]
         outs, generator = function(*leaves), torch.Generator().manual_seed(1)
         dys = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(dtype).to(x.dtype) for x in outs]
-        results.append([*outs, *torch.autograd.grad(outs, wanted, dys, materialize_grads=True)])
+        leaves = [x for x in leaves if x is not None]
+        results.append([*outs, *torch.autograd.grad(outs, leaves, dys, materialize_grads=True)])
     floor = 1e-3 * dys[0].norm().item()
     errors = [relative_error(out, ref, floor) for ref, out in zip(*results, strict=True)]
     assert max(errors) <= tolerance, errors  # of y and perhaps S, z, then of the gradients
@@ -110,9 +121,6 @@ def test_every_form_carries_the_state_in_and_out(p, H, Hkv, form, gates):
     assert_equal_to_oracle(tensors, p=p, form=form, tolerance=1e-9, with_state=True)
 
 
-
-
-
 @pytest.mark.parametrize("gates", ["none", "near one", "half", "strong", "zeros"])
 @pytest.mark.parametrize("form", ["quadratic", "chunked"])
 def test_float32_is_accurate(form, gates):
@@ -127,18 +135,12 @@ def test_blocks_of_rows_equal_one_block(monkeypatch):
     assert_equal_to_oracle(tensors, p=4, form="quadratic", tolerance=1e-9, with_state=True)
 
 
-
-
-
-
-
-
 def error_after_rounding(q, k, v, dtype=torch.float32, **options):
     """Return the relative error of power_attention of tensors in dtype."""
     q, k, v = (x.detach().to(dtype) for x in (q, k, v))
     y = power_attention(q, k, v, **options)
     assert y.dtype == dtype
-    return relative_error(y, naive.quadratic(q.double(), k.double(), v.double(), p=options["p"]), 1e-3)
+    return relative_error(y, oracle64((q, k, v), options["p"]), 1e-3)
 
 
 @pytest.mark.parametrize("p,size", [(p, s) for p in (2, 4, 6, 8) for s in (1e-6 if p < 6 else 1e-4, 1, 1e4)])
@@ -187,17 +189,14 @@ def each_form(q, k, v, log_g=None, p=2):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["q", "k", "v", "log_g"])
 def test_nan_comes_out_as_nan_and_changes_no_row_before_it(where, value):
-    names, at = ("q", "k", "v", "log_g"), 21
     clean = floats(40, 2, "near one")
     dirty = [x.clone() for x in clean]
-    dirty[names.index(where)][1, at, 0, ...] = value  # of the second sequence, the first head
-    results = zip(each_form(*clean), each_form(*dirty))
-    for (form, y), (_, wrong) in results:
-        assert torch.equal(wrong[0], y[0]) and torch.equal(wrong[1, :at], y[1, :at]), form
-        heads = slice(0, 1) if where == "q" else slice(0, 2)  # the query heads that read the first head of keys
-        after = slice(at, at + 1) if where == "q" else slice(at, None)
-        assert not wrong[1, after, heads].isfinite().any(), form  # infinite where v is
-        assert wrong[1, :, 2:].isfinite().all(), form
+    dirty["q k v log_g".split().index(where)][1, 21, 0] = value  # of the second sequence, the first head
+    end, heads = (22, 1) if where == "q" else (40, 2)  # two query heads read the first head of keys
+    for (form, y), (_, changed) in zip(each_form(*clean), each_form(*dirty)):
+        assert torch.equal(changed[0], y[0]) and torch.equal(changed[1, :21], y[1, :21]), form
+        assert not changed[1, 21:end, :heads].isfinite().any(), form  # infinite where v is
+        assert changed[1, :, 2:].isfinite().all(), form
 
 
 @pytest.mark.parametrize("gates", ["none", "zeros"])
@@ -205,24 +204,22 @@ def test_nan_comes_out_as_nan_and_changes_no_row_before_it(where, value):
 def test_rows_before_a_larger_key_do_not_depend_on_it(p, gates):
     q, k, v, log_g = floats(40, p, gates)
     larger = torch.cat((k[:, :26], 2.0**27 * k[:, 26:]), 1)
-    ref = naive.quadratic(q.double(), larger.double(), v.double(), None if log_g is None else log_g.double(), p=p)
+    ref = oracle64((q, larger, v, log_g), p)
     for (form, y), (_, found) in zip(each_form(q, k, v, log_g, p), each_form(q, larger, v, log_g, p)):
         assert torch.equal(found[:, :26], y[:, :26]), form
         if form != "generation" or p < 6:  # whose state does not hold the eighth power
             assert relative_error(found[:, 26:], ref[:, 26:], 1e-3) < 1e-4, form
 
 
-
-
-
 @pytest.mark.parametrize("small", [0.0, 2.0**-90])
 @pytest.mark.parametrize("p", [2, 4])
 def test_rows_that_see_only_zero_or_tiny_keys_are_finite_and_without_weight_zero(p, small):
-    q, k, v, log_g = floats(40, p, "half")
+    leaves = q, k, v, log_g = floats(40, p, "half")
     k[:, :3] *= small
     q[:, 5] = 0  # no weight on any key
-    leaves = [x.requires_grad_() for x in (q, k, v, log_g)]
-    ref = naive.quadratic(*(x.detach().double() for x in leaves), p=p).nan_to_num(0)  # 0 / 0 without weight
+    for x in leaves:
+        x.requires_grad_()
+    ref = oracle64(leaves, p).nan_to_num(0)  # 0 / 0 without weight
     without = [5] if small else [0, 1, 2, 5]
     for form, y in each_form(q, k, v, log_g, p):
         assert (y[:, without] == 0).all(), form
@@ -238,12 +235,10 @@ def test_rows_that_see_only_zero_or_tiny_keys_are_finite_and_without_weight_zero
 @pytest.mark.parametrize("p", [2, 8])
 def test_a_document_of_small_keys_follows_one_of_large_keys(form, p):
     q, k, v, _ = floats(40, p)
-    log_g = torch.zeros(2, 40, 2)
-    log_g[:, 21] = float("-inf")
     scaled = torch.cat((2.0**40 * k[:, :21], k[:, 21:]), 1)
     attend = lambda *x: power_attention(*x, p=p, form=form, chunk_size=CHUNK)
-    y = attend(q, k, v, log_g)
-    assert torch.equal(attend(q, scaled, v, log_g), y)
+    y = attend(q, k, v, reset(40, 21))
+    assert torch.equal(attend(q, scaled, v, reset(40, 21)), y)
     assert torch.allclose(y[:, 21:], attend(*cut((q, k, v), 21)), rtol=1e-3, atol=1e-5)
 
 
@@ -273,10 +268,8 @@ def test_gates_lose_nothing_over_65536_tokens():
     assert y == pytest.approx(g ** (T - 1) / ((1 - g**T) / (1 - g)), rel=2e-4)
 
 
-
-
-
 def assert_same(outs, expected):
+    """Compare lists of float64 tensors."""
     assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(outs, expected, strict=True))
 
 
@@ -300,10 +293,9 @@ def test_queries_of_the_newest_tokens_read_cache_and_state():
 
 
 def test_scale_cancels_and_auto_is_one_of_the_forms():
-    q, k, v, *_ = inputs(33, 2, "none")
-    y = power_attention(q, k, v)
-    assert torch.allclose(power_attention(q, k, v, scale=7.0), y, rtol=1e-10)
-    assert torch.allclose(power_attention(q, k, v, form="quadratic"), y, rtol=1e-10)
+    tensors = inputs(33, 2, "none")[:3]
+    for options in (dict(scale=7.0), dict(form="quadratic")):
+        assert torch.allclose(power_attention(*tensors, **options), power_attention(*tensors), rtol=1e-10)
 
 
 def test_bfloat16_inputs_are_computed_in_float32():
@@ -319,8 +311,6 @@ def test_float16_inputs_give_what_float32_does_rounded(cu_seqlens):
         y, state = power_attention(*map(convert, tensors), return_state=True, cu_seqlens=cu_seqlens)
         results.append([y.half(), *state, *torch.autograd.grad((y * dy).sum(), tensors)])
     assert y.dtype == torch.float32 and all(map(torch.equal, *results))
-    num, den = power_attention_sums(*tensors)
-    assert num.dtype == den.dtype == torch.float32
 
 
 def test_gradients_flow_through_strided_and_expanded_tensors():
@@ -376,7 +366,7 @@ def test_a_batch_of_nothing_gives_nothing(form):
     none = [x[:0] for x in tensors]
     y, state = power_attention(*none, form=form, chunk_size=CHUNK, return_state=True)
     assert y.shape == (0, 20, 4, 6) and state.S.shape == (0, 2, 10, 6)
-    assert power_attention(*none, form=form, initial_state=state).shape == (0, 20, 4, 6)
+    assert power_attention(*none, form=form, initial_state=state).shape == y.shape
     y.sum().backward()
     assert not tensors[0].grad.any()
 
@@ -392,10 +382,11 @@ def test_a_plain_pair_is_a_state():
     q, k, v, *_ = inputs(9, 2, "none")
     attend = lambda state: power_attention(q, k, v, initial_state=state)
     _, state = power_attention(q, k, v, return_state=True)
-    assert torch.equal(attend(tuple(state)), attend(state)) and torch.equal(attend(list(state)), attend(state))
-    for wrong in (state.S, (state.S,), (*state, 1), (1, 2)):
+    for pair in (tuple, list):
+        assert torch.equal(attend(pair(state)), attend(state))
+    for value in (state.S, (state.S,), (*state, 1), (1, 2)):
         with pytest.raises(ValueError, match="PowerState or another tuple"):
-            attend(wrong)
+            attend(value)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -437,9 +428,9 @@ def test_sums_before_the_division(p, n):
         w = decay * (scale * torch.einsum("bihd,bjhd->bhij", q, k)) ** p
         return torch.einsum("bhij,bjhe->bihe", w, v), w.sum(-1).transpose(1, 2)
 
-    for f in (power_attention_sums, naive_sums):
-        num, den = f(*leaves, p=p, scale=0.3)
-        results.append([num, den, *torch.autograd.grad((num.tanh().sum() + den.tanh().sum()), leaves)])
+    for compute in (power_attention_sums, naive_sums):
+        num, den = compute(*leaves, p=p, scale=0.3)
+        results.append([num, den, *torch.autograd.grad(num.tanh().sum() + den.tanh().sum(), leaves)])
     assert all(relative_error(a, b, 1e-9) < 1e-10 for a, b in zip(*results))
     y = power_attention(q, k, v, log_g, p=p)
     num, den = power_attention_sums(*(x.half() for x in leaves[:3]), log_g.float(), p=p)
@@ -447,13 +438,12 @@ def test_sums_before_the_division(p, n):
 
 
 def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_path):
-    asked = []
+    asked, second = [], torch.device("cuda", 1)
     note = lambda name, answer: lambda *args: asked.append((name, *args)) or answer
     answers = dict(is_available=True, device_count=2, is_current_stream_capturing=False, current_device=0)
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
-    capability = lambda device: asked.append(("capability", device)) or (9 if torch.device(device).index == 1 else 7, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 if device == second else 7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(check.backend, "table_name", note("name", "GPU"))
     monkeypatch.setattr(check.backend, "precompile", lambda launch: None)
@@ -463,18 +453,17 @@ def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_pa
     monkeypatch.setattr(check, "errors", lambda *size: {"y": 0.0})
     monkeypatch.setattr(dispatch, "_warned", set())
     chosen = lambda device: dispatch.plan(Problem(64, 64, 64, 4, torch.bfloat16, device, gated=False))
-    second = torch.device("cuda", 1)
     assert chosen(second).on_kernels
-    assert {("capability", second), ("set", 1), ("name", second)} <= {*asked}
+    assert {("set", 1), ("name", second)} <= {*asked}
     with pytest.warns(UserWarning, match="GPU .they take compute capability 8.0"):
         assert not chosen(torch.device("cuda", 0)).on_kernels and not chosen("cuda").on_kernels
     assert ("set", 0) not in asked
 
-    q, k, v, _ = inputs(5, 2, "none")
     ask = lambda problem, *x, **options: asked.append(problem.device) or dispatch.plan(problem, *x, **options)
     monkeypatch.setattr(power, "plan", ask)
-    power_attention(q, k, v), power_attention_sums(q, k, v)
-    assert asked[-2:] == [q.device, q.device]
+    for function in (power_attention, power_attention_sums):
+        function(*inputs(5, 2, "none")[:3])
+        assert asked.pop() == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -504,10 +493,8 @@ def test_a_document_of_small_keys_follows_a_state_of_large_ones(monkeypatch):
     operators = pytest.importorskip("sympow.kernels.operators", reason="Triton has no wheel for this system")
     tensors = inputs(24, 8, "half", D=3, E=5, with_state=True)
     q, k, v, _, S, z = (x.detach().float() for x in tensors)
-    log_g = torch.zeros(2, 24, 2)
-    log_g[:, 11] = float("-inf")
     attend = lambda k, scale: forms.attend_after_state(
-        operators.quadratic_sums, q, k, v, log_g, PowerState(S * scale**8, z * scale**8), p=8
+        operators.quadratic_sums, q, k, v, reset(24, 11), PowerState(S * scale**8, z * scale**8), p=8
     )
     large = torch.cat((2.0**12 * k[:, :11], k[:, 11:]), 1)
     assert torch.equal(attend(large, 2.0**12), attend(k, 1.0))

@@ -2,6 +2,8 @@
 
 import errno
 import fcntl
+import importlib
+import io
 import itertools
 import json
 import os
@@ -10,13 +12,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 from helpers import ROOT, byte_encoding, verify
 from test_data import all_tokens, prepare_content, prepare_text, shown, write
 
-from sympow.data import DataError, command
+from sympow.data import DataError, command, progress
 from sympow.data.corpus import find_files, plan_units
 from sympow.data.dataset import Dataset
 from sympow.data.files import write_atomically
@@ -420,6 +423,31 @@ def test_progress_is_a_bar_on_a_terminal_even_of_no_width_and_lines_elsewhere(tm
         pass
     assert done.returncode == 0 and b"100%" in printed and b"Traceback" not in printed
     os.close(terminal)
+
+
+def test_a_step_of_preparing_that_takes_long_shows_a_line(tmp_path, monkeypatch):
+    """Each slow step goes on when its line is there."""
+    source, errors = tmp_path / "a.txt", io.StringIO()
+    source.write_text("one word after another " * 1000)
+    monkeypatch.setattr(sys, "stderr", errors)
+    monkeypatch.setattr(progress, "FIRST_LINE", 0.1)
+
+    def wait_in(function, line):
+        module, _, name = function.rpartition(".")
+        original = getattr(importlib.import_module(module), name)
+
+        def slow(*args):
+            deadline = time.monotonic() + 60
+            while not re.search(line, errors.getvalue()):
+                assert time.monotonic() < deadline, errors.getvalue()
+                time.sleep(0.01)
+            return original(*args)
+
+        monkeypatch.setattr(function, slow)
+
+    wait_in("sympow.data.tokenizer.train_byte_pairs", r"training the tokenizer: 00:0\d\n")
+    wait_in("sympow.data.corpus._rows", r"out:   0%.* 0/2 \[00:0\d<.*shard/s\]\n")
+    text.main([str(source), f"--out={tmp_path / 'out'}", "--tokenizer=bpe:300"])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 
 import pytest
 from helpers import ROOT, call, join, start
@@ -16,7 +17,7 @@ from helpers import ROOT, call, join, start
 from bench import cost, heinsen, state_size
 from sympow import compare, doctor, evaluate, export, sample, train
 from sympow.data.files import whole_file
-from sympow.data.progress import bar
+from sympow.data import progress
 from sympow.runs.program import check_output
 
 SAY = "from runs.program import run_program; run_program(lambda: print('gr\u00fc\u00dfe'))"
@@ -52,7 +53,7 @@ def bar_on_a_terminal_without_a_size():
     terminal, stderr = pty.openpty()
     fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
     os.dup2(stderr, 2)
-    with bar(total=10, desc="prompt") as shown:
+    with progress.bar(total=10, desc="prompt") as shown:
         shown.update(10)
     print(os.read(terminal, 1000).decode().strip().splitlines()[0][:15])
 
@@ -62,10 +63,19 @@ def test_a_terminal_without_a_size_shows_the_bar(tmp_path):
     assert (tmp_path / "log").read_text() == "prompt:   0%|  \n"
 
 
-def test_in_a_file_there_is_no_bar(capfd):
-    with bar(total=10, desc="prompt") as shown:
-        shown.update(10)
-    assert capfd.readouterr().err == ""
+def test_without_a_terminal_a_line_comes_soon_and_then_some_also_of_what_does_not_move(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "FIRST_LINE", 0.2)
+    monkeypatch.setattr(progress, "NEXT_LINE", 0.0)
+    with progress.bar(total=10, desc="prompt") as shown, progress.waiting("reading", shown=False):
+        shown.update(5)
+        assert capsys.readouterr().err == ""
+        lines, end = "", time.monotonic() + 60
+        while lines.count("\n") < 2 and time.monotonic() < end:
+            lines += capsys.readouterr().err
+            time.sleep(0.05)
+    assert lines.startswith("prompt:  50% 5/10 [00:0") and lines.count("prompt:  50%") == lines.count("\n") > 1
+    monkeypatch.setattr(progress, "FIRST_LINE", 60.0)
+    assert progress.bar(total=10).due > time.monotonic() + 50
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

@@ -416,10 +416,12 @@ def test_a_signal_within_a_step_saves_and_loses_nothing(go, finished, monkeypatc
         return real(*args)
 
     monkeypatch.setattr(batches, "train_batch", batch)
-    assert go("--out_dir=out/cut") == 0
-    assert f"stopped after 2 steps: {signal.Signals(number).name} was received\n" in capsys.readouterr().out
+    options = ["--init_from=scratch"] if number == signal.SIGUSR1 else []
+    assert go("--out_dir=out/cut", *options) == 0
+    stopped = f"stopped after 2 steps: {signal.Signals(number).name} was received\nsaved step 2; the same command"
+    assert f"{stopped}{' with --init_from=auto' * len(options)} goes on\n" in capsys.readouterr().out
     assert max(metrics("out/cut")) == 2 and os.listdir("out/cut/ckpt") == ["step_00000002"]
-    assert go("--out_dir=out/cut") == 0
+    assert go("--out_dir=out/cut", *options, "--init_from=auto") == 0
     assert metrics("out/cut") == metrics(finished / "whole")
 
 
@@ -531,6 +533,13 @@ def test_after_so_many_in_a_row_training_stops_and_names_the_last_good_checkpoin
     error, newest = capsys.readouterr().err, checkpoint.newest("out/a", thorough=True)
     assert "4 steps in a row had no finite gradient" in error and f"the last good checkpoint is {newest}" in error
     assert all(x.isfinite().all() for x in load_file(f"{newest}/model.safetensors").values())
+
+
+def test_a_run_without_a_finite_gradient_that_is_shorter_fails_too(go, monkeypatch, capsys):
+    not_finite(monkeypatch, set(range(1, 100)))
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    assert go("--out_dir=out/a", "--max_iters=3") == 1
+    assert "3 steps in a row had no finite gradient; there is no checkpoint" in capsys.readouterr().err
 
 
 @pytest.fixture

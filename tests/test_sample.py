@@ -131,6 +131,7 @@ def test_only_what_is_read_is_hashed(go, monkeypatch, capsys):
     "argv,run",
     [
         ([], "out/b, softmax: prompt"),  # the newest run
+        (["--json", "False", "out/a", "--temperature=0"], "out/a, conformal_sympow: prompt"),
         (["--out_dir=out/a/ckpt/step_00000030"], "out/a, conformal_sympow: prompt"),
     ],
 )
@@ -326,6 +327,8 @@ def test_a_document_is_read_once_and_asked_twice(go, capsys, tmp_path):
     text = output(f"--prompt={book}\nli", "--max_new_tokens=30")
     for _ in range(2):
         assert book + output(f"--load_state={file}", "--prompt=\nli", "--max_new_tokens=30") == text
+    assert go(f"--load_state={file}", "--max_new_tokens=1") == 0  # with the state's own run, not the newest
+    assert "[" + os.path.abspath("out/a") + ", conformal_sympow" in capsys.readouterr().err
     assert go(f"--load_state={file}", "--out_dir=out/b") == 2
     assert "it belongs to another model: attention='conformal_sympow' there" in capsys.readouterr().err
     assert go(f"--load_state={tmp_path}/none", "--out_dir=out/a") == 2

@@ -11,7 +11,9 @@ import time
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from wandb_server import no_key, wandb_server  # noqa: F401 (fixtures)
 
 from sympow.runs import metrics
@@ -59,6 +61,18 @@ def test_offline_parts_of_a_run_become_one_run_by_wandb_sync(tmp_path, wandb_ser
     rows = {row["iter"]: row for row in run["rows"] if "train/loss" in row}
     assert sorted(row["iter"] for row in run["rows"]) == [1, 2, 2, 2, 3, 3, 4, 4]  # a sample of each part
     assert rows[4].items() >= {"tokens": 40, "seconds": 0.5, "anything": 7}.items()
+
+
+@pytest.mark.parametrize("value", [7, 0.5, np.float32(0.5), np.int64(7), torch.tensor(0.5)])
+def test_a_number_of_ones_own_reaches_both_files(tmp_path, wandb_server, value):  # noqa: F811
+    tracker = start(tmp_path / "a", wandb="online")
+    tracker.log(1, anything=value)
+    tracker.log(2, **{"mine/x": value})
+    tracker.finish()
+    first, second = (json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines())
+    assert first["anything"] == second["mine/x"] == value
+    ((_, run),) = wandb_server.runs.items()
+    assert run["rows"][0]["anything"] == run["rows"][1]["mine/x"] == value
 
 
 @pytest.mark.parametrize("status", [None, 401, 0])

@@ -29,6 +29,7 @@ from sympow import train
 from sympow.attention import ATTENTIONS
 from sympow.attention.operator import check, dispatch
 from sympow.training import batches
+from sympow.data import progress
 from sympow.runs import checkpoint, display, machine, settings
 from sympow.runs.processes import Ranks
 
@@ -53,7 +54,7 @@ def test_a_run_folder_has_all_that_is_needed_to_read_it(go):
     step, _, _, evaluation, *_ = lines("out/a")
     assert {"step", "train_loss", "tokens", "seconds", "lr", "grad_norm", "tok_per_sec"} <= step.keys()
     assert step["tokens"] == 256 and "mfu" not in step  # no peak is known for a CPU
-    assert evaluation.keys() - {"gate", "beta"} == {"step", "val_loss", "tokens", "seconds", "context"}
+    assert evaluation.keys() - {"gate", "beta"} == {"step", "val_loss", "tokens", "seconds", "memory", "context"}
     (start,) = json.load(open("out/a/environment.json"))
     assert torch.__version__.startswith(start["versions"]["torch"])
     assert len(start["commit"]) == 40 and start["command"][1:3] == SMALL[:2] and start["world"] == 1
@@ -74,7 +75,7 @@ def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(go, capsys):
     for key in ("train_loss", "val_loss"):
         assert metrics("out/cut", key) == metrics("out/whole", key)  # to the last bit
     assert len(lines("out/cut")) == len(lines("out/whole"))
-    assert go(*extra, "--out_dir=out/cut") == 0
+    assert go(*extra, "--out_dir=out/cut", "--init_from=resume") == 0  # nanoGPT's name for auto
     assert "out/cut is trained: 6 steps" in capsys.readouterr().out
 
 
@@ -119,7 +120,7 @@ def test_weights_of_another_run_can_be_taken(go, capsys):
     assert go("--out_dir=out/c", "--n_embd=64", "--attention=sympow_gating", "--init_from=out/a") == 2
     assert "the weights in out/a/ckpt/step_00000012 do not fit this model" in refusal(capsys)
     assert go("--out_dir=out/d", "--init_from=out/nothing") == 2
-    assert "init_from: there is no whole checkpoint in out/nothing; give auto (nanoGPT's resume), " in refusal(capsys)
+    assert "init_from: there is no whole checkpoint in out/nothing; give auto, " in refusal(capsys)
 
 
 def test_accumulation_and_batch_size_do_not_change_the_step(go):
@@ -146,6 +147,7 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):
         (["--attention=sympow", "--p=3"], "p must be a positive even integer, got 3"),
         (["--block_size=1024", "--tokens_per_step=4096"], "is longer than the documents"),
         (["--tokens_per_step=300"], "1 ranks x batch_size 4 x block_size 32 = 128, got 300: 256 or 384 would do"),
+        (["--tokens_per_step=320"], "1 ranks x batch_size 4 x block_size 32 = 128, got 320: batch_size=2 would do"),
         (["--gradient_accumulation_steps=3"], "= 384, but tokens_per_step is 256: give one of them"),
         (["--dataset=nowhere"], "no dataset 'nowhere'"),
         (["--batch_size=0"], "batch_size must be at least 1, got 0"),
@@ -153,6 +155,11 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):
         (["--beta1=1"], "beta1 must be in [0, 1), got 1.0"),
         (["--device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--lerning_rate=1"], "did you mean learning_rate?"),
+        (["--lr=1"], "unknown key --lr=1: did you mean learning_rate?"),
+        (["--eval_iters=1"], "unknown key --eval_iters=1: did you mean eval_tokens?"),
+        (["--attention=sympow,sympow_gatng"], "got 'sympow_gatng': did you mean sympow_gating?"),
+        (["--attention=retention"], "heinsen, got 'retention'\n"),
+        (["--schedule=cosin"], "got 'cosin': did you mean cosine?"),
         (["--dtype=float16"], "dtype must be one of auto, float32, bfloat16, got 'float16'"),
         (["--learning_rate=1e-5", "--schedule=cosine"], "min_lr must be at most learning_rate=1e-05"),
         (["--decay_share=0"], "decay_share must be above 0 and at most 1, got 0.0"),
@@ -298,8 +305,10 @@ def test_wandb_has_nanogpts_names_and_our_own_step(go, wandb_server):  # noqa: F
     assert run["config"]["parameters"]["value"] > 30000 and run["config"]["seed"]["value"] == 1337
     rows = [{name for name in row if not name.startswith("_")} for row in run["rows"]]
     assert [row["iter"] for row in run["rows"]] == [1, 2, 3, 3, 3, 4, 4, 4]
-    both = {"iter", "tokens", "seconds"}
+    both = {"iter", "tokens", "seconds", "memory"}
     assert 0.01 < run["rows"][0]["memory"] < 1000  # gigabytes
+    axes = [metric["1"] for metric in run["config"]["_wandb"]["value"]["m"] if "1" in metric]
+    assert axes == ["iter", "tokens", "seconds", "memory"]
     assert rows[0] >= both | {"train/loss", "lr", "train/tok_per_sec", "train/grad_norm", "train/context"}
     assert rows[3] == both | {"val/loss", "val/context"} and rows[4] == {"iter", "sample"}
 
@@ -386,6 +395,24 @@ def test_without_a_terminal_a_line_has_loss_speed_rate_memory_and_the_time_left(
     steps = re.findall(form, capsys.readouterr().out)
     assert [step for step, _, _ in steps] == ["1", "2", "4", "6"]
     assert steps[0][1] == "5.00e-03" and steps[-1][1:] == ("1.00e-02", "00:00")
+
+
+def test_what_takes_long_says_so_without_a_terminal_and_the_time_left_counts_it(go, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "FIRST_LINE", 0.0)
+    ticks, real = Ticks(), batches.eval_batches
+    monkeypatch.setattr("sympow.runs.metrics.time", ticks)
+
+    def slow(*args):
+        for batch in real(*args):
+            ticks.now += 100 / 4
+            time.sleep(0.2)
+            yield batch
+
+    monkeypatch.setattr(batches, "eval_batches", slow)
+    assert go("--out_dir=out/a", "--max_iters=8", "--eval_interval=4") == 0
+    out, err = capsys.readouterr()
+    assert "setting up: 00:0" in err and "evaluation: 0batch [00:0" in err and "0/8 [00:00<?, ?step/s]" in err
+    assert re.search(r"step 4: .* 00:00 left\n(.*\n)*step 5: .* 01:15 left\n", out)  # 100 s in 4 steps
 
 
 def test_a_sample_that_does_not_fit_into_memory_does_not_end_training(go, monkeypatch):

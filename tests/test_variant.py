@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, SMALL, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
+from helpers import ROOT, SMALL, call, dataset, metrics, run  # noqa: F401 (dataset is a fixture)
 
 from sympow import compare
 from sympow import evaluate
@@ -69,14 +69,14 @@ def average(monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "average", Average)
 
 
+SHAPE = dict(vocab_size=257, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, head_dim=16, gate_bias=2.0, rope_base=99.0)
+
+
 def tiny(attention, **kwargs):
     torch.manual_seed(0)
-    shape = dict(
-        vocab_size=257, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, head_dim=16, gate_bias=2.0, rope_base=99.0
-    )
     if attention == "mixture":
         attention, kwargs = "adaptive_power", {"adaptive": "mixture", **kwargs}
-    model = GPT(GPTConfig(attention=attention, **{**shape, **kwargs})).eval().to(DEVICE)
+    model = GPT(GPTConfig(attention=attention, **SHAPE | kwargs)).eval().to(DEVICE)
     for name, p in model.named_parameters():
         if not name.endswith("rate"):
             torch.nn.init.normal_(p, std=0.3)
@@ -86,30 +86,41 @@ def tiny(attention, **kwargs):
 REGISTERED = [*ATTENTIONS, "mixture", "average", "linear"]  # mixture: adaptive_power in its other form
 
 
-@pytest.fixture(autouse=True)
-def of_readme(monkeypatch):
-    """Register the example of README's "Add your own attention"."""
+def readme_attention():
+    """Return the example of README's "Add your own attention"."""
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
         (code,) = re.findall(r"```python\n(class .*?|@dataclass.*?)```", f.read(), flags=re.S)
     names = dict(dataclass=dataclass, torch=torch, F=torch.nn.functional, State=State, Variant=Variant)
     exec(code, names)
-    monkeypatch.setitem(ATTENTIONS, "linear", names["Linear"])
+    return names["Linear"]
 
 
-@pytest.mark.parametrize("attention", REGISTERED)
+@pytest.fixture(autouse=True)
+def register_readme_attention(monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "linear", readme_attention())
+
+
+PROMPT = [256, 10, 7, 20, 30]
+
+
+TWO = [f"sympow,{second}" for second in ("softmax", "even_power", "sympow_gating", "conformal_sympow")]
+
+
+@pytest.mark.parametrize(
+    "attention,switch_over", [*((x, None) for x in REGISTERED + TWO), *((pattern, 3) for pattern in TWO)]
+)
 @torch.inference_mode()
-def test_generating_equals_stepping_through_the_model(average, attention):
-    model, prompt = tiny(attention, reset_token=7), [256, 10, 7, 20, 30]
-    whole, state, ids = [], model.empty_state(1), None
-    logits, state = model.read(torch.tensor([prompt], device=DEVICE), state)
+def test_generating_equals_stepping_through_the_model_and_its_forward_pass(average, attention, switch_over):
+    model, whole = tiny(attention, reset_token=7), []
+    logits, state = model.read(torch.tensor([PROMPT], device=DEVICE), model.empty_state(1, switch_over))
     for _ in range(40):
         ids = logits.argmax(-1)
         whole.append(ids.item())
         logits, state = model.step(ids, state)
-    (found,) = zip(*generate(model, prompt, max_new_tokens=40, temperature=0.0))
+    (found,) = zip(*generate(model, PROMPT, max_new_tokens=40, temperature=0.0, switch_over=switch_over))
     assert list(found) == whole
-    logits, _ = model(torch.tensor([prompt + whole], device=DEVICE))  # and the parallel forward pass
-    assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == whole
+    logits, _ = model(torch.tensor([PROMPT + whole], device=DEVICE))  # and the parallel forward pass
+    assert logits[0, len(PROMPT) - 1 : -1].argmax(-1).tolist() == whole
 
 
 @pytest.mark.parametrize("attention", REGISTERED)
@@ -117,11 +128,7 @@ def test_generating_equals_stepping_through_the_model(average, attention):
 def test_a_state_is_repeated_sized_saved_and_combined(average, attention, tmp_path):
     model, file = tiny(attention), str(tmp_path / "a.state")
     logits, state = read_prompt(model, [256, 10, 20, 30])
-    assert (
-        state.bytes()
-        == sum(x.numel() * x.element_size() for s in state.parts().values() for x in s.tensors().values())
-        > 0
-    )
+    assert state.bytes() == sum(x.nbytes for s in state.parts().values() for x in s.tensors().values()) > 0
     state_file.save_state(file, model, logits, state)
     _, loaded = state_file.load_state(file, model)
     twice = state.repeat(2)
@@ -133,6 +140,19 @@ def test_a_state_is_repeated_sized_saved_and_combined(average, attention, tmp_pa
     ids = torch.tensor([40], device=DEVICE)
     one, both = model.step(ids, loaded)[0], model.step(ids.expand(2), twice)[0]
     assert torch.allclose(one, both[:1], atol=1e-4) and torch.allclose(one, both[1:], atol=1e-4)
+
+
+def test_every_test_takes_a_new_attention_by_its_name(tmp_path):
+    """README's way to test an attention of one's own: `pytest -k NAME`."""
+    (tmp_path / "plugin.py").write_text(
+        "def pytest_collection(session):\n    import test_variant\n\n"
+        "    test_variant.ATTENTIONS['brand_new'] = test_variant.readme_attention()\n"
+    )
+    files = [os.path.join(ROOT, "tests", f"test_{name}.py") for name in ("model", "convert", "optimizer", "train")]
+    path = os.pathsep.join((ROOT, os.path.join(ROOT, "tests"), str(tmp_path)))
+    options = ["-p", "plugin", "-p", "no:cacheprovider", "-k", "brand_new", "-m", "slow or not slow"]
+    done = run("-m", "pytest", *options, *files, env={"PYTHONPATH": path}, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
 
 
 def test_states_of_other_shapes_are_not_combined(average):
@@ -161,15 +181,18 @@ def test_a_variant_of_ones_own_trains_evaluates_samples_and_compares(average, da
     assert "attention=average takes no switch_over: it has no KV cache that becomes a state" in capsys.readouterr().err
 
 
+def limit(model, **settings):
+    """Return the number of tokens from which on the state has a fixed size, with these settings of sample.py."""
+    switch_over = sample.choose_switch_over(model, sample.SampleConfig(**settings))
+    return sample.fixed_size_limit(model.empty_state(1, switch_over))
+
+
 @pytest.mark.parametrize("own", [3, "always", "auto"])
 def test_sampling_leaves_an_attention_the_number_of_cached_tokens_that_it_has_chosen(own, monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "early", type("Early", (Sympow,), {"switch_over": own}))
     model = tiny("early")
-    limit = lambda **given: sample.fixed_size_limit(
-        model.empty_state(1, sample.choose_switch_over(model, sample.SampleConfig(**given)))
-    )
-    assert limit() == {"always": 1, "auto": 73}.get(own, own)
-    assert limit(switch_over=7) == 7 and limit(form="recurrent") == 1
+    assert limit(model) == {"always": 1, "auto": 73}.get(own, own)
+    assert limit(model, switch_over=7) == 7 and limit(model, form="recurrent") == 1
 
 
 @pytest.mark.parametrize(
@@ -180,20 +203,7 @@ def test_a_state_has_a_fixed_size_only_if_that_of_every_layer_has(average, patte
     fixed = type("Fixed", (AverageState,), {"fixed_size": True})
     empty = lambda self, *args, **kwargs: fixed(**Average.empty_state(self, *args, **kwargs).tensors())
     monkeypatch.setitem(ATTENTIONS, "constant", type("Constant", (Average,), {"empty_state": empty}))
-    model = tiny(pattern)
-    state = model.empty_state(1, sample.choose_switch_over(model, sample.SampleConfig()))
-    assert sample.fixed_size_limit(state) == expected
-
-
-def test_decoding_on_the_kernels_is_not_inherited(monkeypatch):
-    class Changed(Sympow):
-        def log_gates(self, x):
-            return torch.full((*x.shape[:2], 2), -0.1)
-
-    monkeypatch.setattr(generate_module, "kernel_reason", lambda *sizes: "")
-    for variant, expected in ((Sympow, True), (Changed, False), (Average, False)):
-        config = GPTConfig(vocab_size=97, n_head=2, n_embd=32, n_layer=1)
-        assert decodes_on_kernels(on_gpu(config, variant(config))) is expected, variant
+    assert limit(tiny(pattern)) == expected
 
 
 def on_gpu(config, *mixes):
@@ -204,8 +214,7 @@ def on_gpu(config, *mixes):
 
 
 def mix_of(attention, **kwargs):
-    shape = dict(n_head=4, n_kv_head=2, n_embd=64, head_dim=16, n_layer=2, rope_base=99.0, gate_bias=2.0)
-    return ATTENTIONS[attention](GPTConfig(attention=attention, **{**shape, **kwargs}))
+    return ATTENTIONS[attention](GPTConfig(attention=attention, **SHAPE | kwargs))
 
 
 @pytest.mark.parametrize(
@@ -215,30 +224,15 @@ def mix_of(attention, **kwargs):
         ("even_power", {"p": 4}, True),
         ("softmax", {"rope_base": 9.0}, True),
         ("average", {}, False),
+        ("changed", {}, False),  # what the kernels do is not inherited
     ],
 )
-def test_layers_of_two_attentions_decode_on_the_kernels_if_both_do(average, attention, kwargs, expected, monkeypatch):
+def test_layers_decode_on_the_kernels_if_each_does_and_has_an_mlp(average, attention, kwargs, expected, monkeypatch):
     monkeypatch.setattr(generate_module, "kernel_reason", lambda *sizes: "")
+    monkeypatch.setitem(ATTENTIONS, "changed", type("Changed", (Sympow,), {"log_gates": lambda self, x: None}))
     first, second = mix_of("sympow"), mix_of(attention, **kwargs)
-    assert decodes_on_kernels(on_gpu(first.config, first, second)) is expected
-    assert decodes_on_kernels(on_gpu(first.config, second, first)) is expected
-    assert decodes_on_kernels(on_gpu(first.config, second, second)) is expected
-
-
-def test_a_layer_without_projection_and_mlp_is_not_decoded_on_the_kernels(monkeypatch):
-    monkeypatch.setattr(generate_module, "kernel_reason", lambda *sizes: "")
-    model = on_gpu(mix_of("sympow").config, mix_of("sympow"))
-    assert decodes_on_kernels(model)
-    model.transformer.h[0].attn.replaces_mlp = True
-    assert not decodes_on_kernels(model)
-
-
-@pytest.mark.parametrize("switch_over", [None, 3])
-@pytest.mark.parametrize("attention", ["softmax", "even_power", "sympow_gating", "conformal_sympow"])
-@torch.inference_mode()
-def test_layers_of_two_attentions_generate_as_the_forward_pass_says(attention, switch_over):
-    model, prompt = tiny("sympow", reset_token=7), [256, 10, 7, 20, 30]
-    model.transformer.h[1].attn.mix = mix_of(attention, reset_token=7).to(DEVICE)
-    found = list(zip(*generate(model, prompt, max_new_tokens=12, temperature=0.0, switch_over=switch_over)))[0]
-    logits, _ = model(torch.tensor([[*prompt, *found]], device=DEVICE))
-    assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == list(found)
+    for mixes in ([first, second], [second, first], [second, second], [second]):
+        model = on_gpu(first.config, *mixes)
+        assert decodes_on_kernels(model) is expected
+        model.transformer.h[-1].attn.replaces_mlp = True
+        assert not decodes_on_kernels(model)

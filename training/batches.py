@@ -12,6 +12,7 @@ import torch
 from sympow.attention.positions import most_tokens
 from sympow.data.loader import eval_batches, train_batch
 from sympow.data.mixture import Mixture
+from sympow.data.progress import bar
 from sympow.generation.generate import generate
 from sympow.training.parallel import whole_sequences
 from sympow.training.stages import stage_of
@@ -50,7 +51,8 @@ def mean_losses(plan, network, interrupt):
     sums = torch.zeros(len(plan.held_out.parts), 2, dtype=torch.float64, device=plan.device)
     network.eval()
     for part, sum_of_part in zip(plan.held_out.parts, sums):
-        for inputs, targets in eval_batches(part.windows, plan.cfg.eval_tokens, stage.batch_size, *place):
+        rows = eval_batches(part.windows, plan.cfg.eval_tokens, stage.batch_size, *place)
+        for inputs, targets in bar(rows, desc="evaluation", unit="batch", leave=False, disable=not plan.ranks.master):
             plan.ranks.beat()
             inputs, targets = inputs.to(plan.device), targets.to(plan.device)
             with plan.autocast:

@@ -34,7 +34,7 @@ class Teacher:
         reset_token = dataset.eot if cfg.pack else -1
         settings = {"vocab_size": dataset.vocab_size, "reset_token": reset_token, "dropout": 0.0}
         self.config = GPTConfig(**{**self.source.model, **settings})
-        self.source.check(self.config)
+        self.source.check(self.config, fresh=False)
         check_length(self.config, max(contexts), "a context of this run")
         self.fingerprint = self.source.fingerprint()
 

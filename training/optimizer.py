@@ -7,9 +7,10 @@
 
 A new optimizer is an entry of OPTIMIZERS, a new schedule one of SCHEDULES.
 
-A step without a finite gradient changes neither weights nor moments, and the CPU does not wait for the GPU to know.
-For this every optimizer has the attribute `found_inf`, as torch's fused AdamW does: a float32 scalar on the model's
-device, which is set before each step. Where it is not 0, the step changes nothing.
+A step without a finite gradient changes neither weights nor moments. With AdamW and Muon the CPU does not wait for the
+GPU to know: they have the attribute `found_inf`, as torch's fused optimizers do, a float32 scalar on the model's
+device, which is set before each step. Where it is not 0, the step changes nothing. An optimizer without torch's
+attribute `_step_supports_amp_scaling`, such as NAdam, ignores it. Its step is left out, for which the CPU waits.
 """
 
 import math
@@ -64,7 +65,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         super().__init__([*self.adamw.param_groups, group], {})
         for weight in self.matrix_rows:  # there before the first step, which may be one that changes nothing
             self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        self.found_inf = None
+        self.found_inf, self._step_supports_amp_scaling = None, True
 
     @torch.no_grad()
     def step(self):
@@ -140,7 +141,8 @@ def take_step(model, optimizer, grad_clip):
     norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     norm = norm.full_tensor() if is_sharded(norm) else norm
     optimizer.found_inf = (~norm.isfinite()).float()  # the same on all ranks
-    optimizer.step()
+    if getattr(optimizer, "_step_supports_amp_scaling", False) or not optimizer.found_inf:
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
 

@@ -101,6 +101,16 @@ def make_networks(plan, model):
     return layout.wrap(model, compiled, by_block)
 
 
+def advise_to_go_on(cfg):
+    """Return a text that says how a run goes on after a signal; see runs/folder.py's choose_checkpoint."""
+    change = ""
+    if cfg.init_from == "scratch":
+        change = " with --init_from=auto"
+    elif cfg.overwrite and cfg.init_from != "auto":
+        change = " without --overwrite"
+    return f"the same command{change} goes on"
+
+
 def describe_run(plan, model):
     """Return a line with the model's size and attention, where its positions come from, and the sizes of a step."""
     attention = plan.model_cfg.attention

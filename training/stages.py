@@ -13,6 +13,7 @@ read in that step. Validation is at the final context from the first evaluation 
 
 import math
 import re
+import signal
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -123,6 +124,13 @@ def enter_stage(stages, number, progress):
     """Return the new progress.stages of a run that takes its next step in the stage with this number."""
     entered = stages[len(progress.stages) + 1 : number + 1]
     return [*progress.stages, *([stage.block_size, progress.step] for stage in entered)]
+
+
+def reason_to_stop(run):
+    """Return a text that names the signal or the limit that ends a Run of train.py; "" if training goes on."""
+    if run.signal:
+        return f"{signal.Signals(run.signal).name} was received"
+    return reached_limit(run.plan.cfg, run.progress)
 
 
 def reached_limit(cfg, progress):

@@ -10,8 +10,16 @@ heldout becomes the validation split. A killed run is resumed by running the sam
 --documents the shards that are there stay (the last one is written again if it grows).
 
 zarr silently returns the fill value for a missing chunk, and there are copies of this dataset with missing or zeroed
-chunks. So the chunk files are counted first, and a missing chunk, or one that holds a single value, is refused by name.
-With --skip_missing only the rows of chunks that are complete are taken.
+chunks. So the chunk files are counted first, and only rows of chunks that are complete are taken, in their order, up to
+--documents. With --strict, a missing chunk among the first --documents is refused by name. A chunk that holds a single
+value is always refused.
+
+--protocol=fox lets losses stand beside the tables of the Forgetting Transformer (github.com/zhixuan-lin/
+forgetting-transformer): every window begins with an end of text, training goes through the first windows of all
+documents in their order, then through the second ones, and so on, and the first 2^31 heldout tokens are the validation
+split (train.py --eval_tokens=2147483648, or evaluate.py --length=65536 --documents=32768). Its models of 125M read
+windows of 16,384, 32 of them a step, of 163,840 documents in 5,120 steps. --documents must be a multiple of these 32 if
+training goes on to second windows.
 """
 
 import os
@@ -23,37 +31,39 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from sympow.data import DataError
 from sympow.data.command import Parser, run
 from sympow.data.corpus import find_files, prepare_files
-from sympow.data.shards import Unit, is_complete, write_dataset
-from sympow.data.tokenizer import gpt2_tokenizer
+from sympow.data.shards import Unit, begun_arguments, is_complete, write_dataset
+from sympow.data.tokenizer import IdsEncoding, Tokenizer, gpt2_tokenizer
 from sympow.data.zarr_rows import Zarr, missing_message
 
 MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb2a32"
 ARRAYS = {"train": "train.zarr", "val": "heldout.zarr"}
+FOX_HELD_OUT = (1 << 31) // 65536  # documents
 
 
-def plan(array, documents, skip_missing):
-    """Return [(row of chunks, number of its documents to take)] for the first `documents` documents, or all if None.
+def plan(array, documents, strict):
+    """Return ([[row of chunks, number of its documents to take]], True if they are fewer than `documents`); None: all.
 
-    Raises DataError if chunk files are missing (unless skip_missing, which leaves such rows out) or if the array has
-    fewer documents.
+    Only complete rows of chunks are taken, and a line says how many there are. Raises DataError if there is none. With
+    strict, the first rows must be complete and the array must have so many documents.
     """
-    rows = list(array.chunks)
-    if not skip_missing and documents is not None:
-        rows = rows[: -(-documents // array.chunk_rows)]
+    limit = documents or array.documents
+    rows = array.chunks[: -(-limit // array.chunk_rows) if strict else None]
     print(f"{array.url}: looking for the chunk files of {array.documents:,} documents")
-    missing = set(array.missing(rows))
-    if missing and not skip_missing:
-        raise DataError(missing_message(array.url, sorted(missing)))
-    parts, remaining = [], array.documents if documents is None else documents
-    for row in rows:
-        count = min(remaining, array.chunk_rows, array.documents - row * array.chunk_rows)
-        if count and missing.isdisjoint(array.keys(row)):
-            parts.append((row, count))
-            remaining -= count
-    if not parts or (remaining and documents is not None):
-        total = sum(count for _, count in parts)
-        raise DataError(f"{array.url}: {documents or 'all'} documents asked for, {total} can be had")
-    return parts
+    missing = array.missing(rows)
+    parts, taken, absent = [], 0, set(missing)
+    complete = [row for row in rows if absent.isdisjoint(array.keys(row))]
+    for row in complete:
+        if count := min(array.count(row), limit - taken):
+            parts.append([row, count])
+            taken += count
+    summary = (
+        f"{array.url}: {taken:,} of {limit:,} documents are taken; {sum(map(array.count, complete)):,} of "
+        f"{array.documents:,} are there, in {len(complete):,} complete rows of chunks of {len(rows):,}"
+    )
+    if not parts or (strict and taken < limit):
+        raise DataError(f"{summary}; {missing_message(missing)}")
+    print(summary)
+    return parts, taken < limit
 
 
 def prepare_zarr(args, source):
@@ -62,35 +72,51 @@ def prepare_zarr(args, source):
         "zarr": source if "://" in source else os.path.abspath(source),
         "documents": args.documents,
         "val_documents": args.val_documents,
-        "skip_missing": args.skip_missing,
+        "strict": args.strict,
         "document_length": args.document_length,
+        "protocol": args.protocol,
     }
-    if not args.skip_missing and is_complete(args.out, arguments, args.verify):
+    if arguments in begun_arguments(args.out) and is_complete(args.out, arguments, args.verify):
         return
     arrays = {split: Zarr(f"{source}/{name}", args.document_length) for split, name in ARRAYS.items()}
     documents = {"train": args.documents, "val": args.val_documents}
-    if args.documents and not args.val_documents:  # a small training set does not need all 52,131 heldout documents
-        documents["val"] = min(2048, arrays["val"].documents)
-    plans = {split: plan(arrays[split], documents[split], args.skip_missing) for split in arrays}
-    if args.skip_missing:  # a copy that has grown has other complete rows
-        arguments["rows"] = {split: [row for row, _ in parts] for split, parts in plans.items()}
-        if is_complete(args.out, arguments, args.verify):
-            return
+    if (args.documents or args.protocol) and not args.val_documents:  # a small training set does not need all 52,131
+        documents["val"] = min(FOX_HELD_OUT if args.protocol else 2048, arrays["val"].documents)
+    parts = {}
+    for split, array in arrays.items():
+        parts[split], incomplete = plan(array, documents[split], args.strict)
+        if incomplete:  # a copy that has grown has other rows
+            arguments[f"{split}_rows"] = parts[split]
+    tokenizer = zarr_tokenizer()
+    if tokenizer.kind == "ids":
+        arguments["vocabulary"] = False
+    if is_complete(args.out, arguments, args.verify):
+        return
     length = args.document_length
     units = [
         Unit(split, partial(arrays[split].read, row, count), [arguments["zarr"], row, count])
         for split in arrays
-        for row, count in plans[split]
+        for row, count in parts[split]
     ]
-    write_dataset(args.out, units, gpt2_tokenizer(json_escaped=True), length, arguments, source, args.command)
+    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command)
+
+
+def zarr_tokenizer():
+    """Return GPT-2's tokenizer, or without its vocabulary, which the tokens do not need, one that knows ids alone."""
+    try:
+        return gpt2_tokenizer(json_escaped=True)
+    except DataError as error:
+        print(f"{error}. The tokens are prepared without it; samples will show ids", file=sys.stderr)
+        return Tokenizer("ids", IdsEncoding(), json_escaped=True)
 
 
 def main(argv):
     parser = Parser(__doc__, __file__)
     parser.add_argument("--source", default=MIRROR, help="folder or URL of the zarr arrays, or text to pack instead")
-    parser.add_argument("--documents", type=int, help="train documents to take (unset: all)")
-    parser.add_argument("--val_documents", type=int, help="heldout documents (unset: all, or 2048 with --documents)")
-    parser.add_argument("--skip_missing", action="store_true", help="leave out chunk rows that are not complete")
+    parser.add_argument("--documents", type=int, help="train documents to take at most (unset: all)")
+    parser.add_argument("--val_documents", type=int, help="heldout documents (unset: all; 2048 with --documents)")
+    parser.add_argument("--strict", action="store_true", help="refuse missing chunks and too few documents")
+    parser.add_argument("--protocol", choices=["fox"], help="fox: windows as the Forgetting Transformer reads them")
     parser.add_argument("--key", default="text", help="for text: where it is in a line of .jsonl")
     args = parser.parse_args(argv)
     source = args.source.rstrip("/")
@@ -100,9 +126,9 @@ def main(argv):
     if "://" in source or any(os.path.exists(os.path.join(source, name)) for name in ARRAYS.values()):
         prepare_zarr(args, source)
         return
-    if args.documents or args.val_documents or args.skip_missing:
+    if args.documents or args.val_documents or args.strict or args.protocol:
         names = " and ".join(ARRAYS.values())
-        raise DataError(f"{source} has no {names}; --documents and --skip_missing are for zarr sources")
+        raise DataError(f"{source} has no {names}; --documents, --strict and --protocol are for zarr sources")
     prepare_files(find_files([source], (".txt", ".md", ".jsonl")), "gpt2-escaped", args, source, args.key)
 
 
