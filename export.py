@@ -62,7 +62,9 @@ def export(run, target):
         for path in temporary.iterdir():
             path.chmod(0o644)
         shutil.copy(MODELING, temporary / "modeling_sympow.py")
-        write_texts(temporary, run_folder, checkpoint.newest(run), model.config, tokenizer)
+        write_texts(
+            temporary, run_folder, checkpoint.newest(run, True, files=checkpoint.WEIGHTS), model.config, tokenizer
+        )
         if target.exists():
             shutil.rmtree(target)
         os.rename(temporary, target)

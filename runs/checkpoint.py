@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 
 from sympow.data import DataError
 from sympow.data.files import flush_to_disk, read_json, sha256_of, write_json
+from sympow.data.huggingface import one_line
 from sympow.model import GPTConfig
 from sympow.runs.parts import (
     Tensors,
@@ -77,7 +78,9 @@ class Progress:
 
 
 class Writer:
-    """Writes checkpoints while training goes on; training waits only while its state is copied into memory.
+    """Writes checkpoints into out_dir, a folder that is there, while training goes on.
+
+    Training waits only while its state is copied into memory.
 
     A thread writes one checkpoint at a time. If that fails, every later call raises NotWritten. Used as a context
     manager, a Writer waits at the end for the last write, and reports its failure unless another error is on its way.
@@ -166,6 +169,7 @@ class Writer:
         """
         path = _path(self.out_dir, progress.step)
         temporary = os.path.join(self.out_dir, "ckpt", WRITING + secrets.token_hex(4))
+        os.stat(self.out_dir)  # if it is gone, training ends
         os.makedirs(temporary)
         try:
             self._tell({"folder": temporary})
@@ -271,7 +275,7 @@ def damage(folder, thorough=True, files=FILES):
                 return f"{name} is not what was written (sha256 differs)"
         model = read_progress(folder).model
         shapes = {kind: read_shapes(folder, kind) for kind in files if thorough and kind != "progress"}
-        if thorough and model and "progress" in files:
+        if shapes and model and "progress" in files:
             if difference := compare_shapes(shapes["model"], shapes_of(GPTConfig(**model))):
                 return f"the weights do not fit the model in progress.json: {difference}"
     except FileNotFoundError as error:
@@ -304,10 +308,8 @@ def settings(run, folder=None):
     for key, kind in SETTINGS.items():
         if type(contents.get(key)) is not kind:
             raise DataError(f"{path} is damaged: it has no {key} of type {kind.__name__}")
-    try:
+    with one_line(path, "is damaged"):
         final_context(contents)
-    except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}") from None
     model = read_progress(folder).model if folder else None
     if model and {**model, **CHANGEABLE} != {**contents["model"], **CHANGEABLE}:
         raise DataError(f"{path} is damaged: the model in it is not that of {folder}")
@@ -320,11 +322,12 @@ def read_progress(folder):
     contents = _read_versioned(path)
     with suppress(TypeError, ValueError):
         progress = Progress(**contents)
-        (total, in_a_row), stages = progress.skipped, [(context, step) for context, step in progress.stages]
-        counts = [progress.step, progress.best_step, progress.context, total, in_a_row, *sum(stages, ())]
-        if {*map(type, counts)} == {int} and min(counts) >= 0 and max(total, progress.best_step) <= progress.step:
-            if 0 <= progress.seconds < math.inf and progress.best > -math.inf:
-                return progress
+        pairs = {*map(len, [progress.skipped, *progress.stages])} == {2}
+        counts = [progress.step, progress.best_step, progress.context, *progress.skipped, *sum(progress.stages, [])]
+        steps = min(counts) >= 0 and max(progress.best_step, *progress.skipped) <= progress.step
+        numbers = {*map(type, counts)} == {int} and 0 <= progress.seconds < math.inf and progress.best > -math.inf
+        if pairs and steps and numbers:
+            return progress
     raise DataError(f"{path} is damaged: no run comes to {contents}")
 
 
@@ -342,13 +345,11 @@ def _read_versioned(path):
 def load(folder, model, optimizer=None):
     """Fill model (and optimizer) from a checkpoint and return its Progress.
 
-    Either may be sharded, and so may the checkpoint. Raises RuntimeError if the weights do not fit the model.
+    Either may be sharded, and so may the checkpoint. The model is one with the settings in progress.json: `damage`
+    says whether the weights fit it.
     """
-    weights = model.state_dict()
     with Tensors(folder, "model") as saved, torch.no_grad():
-        if difference := compare_shapes(saved.shapes, {name: [*x.shape] for name, x in weights.items()}):
-            raise RuntimeError(difference)
-        for name, x in weights.items():
+        for name, x in model.state_dict().items():
             saved.fill(name, x)
     if optimizer is not None:
         _load_optimizer(folder, optimizer)

@@ -56,6 +56,8 @@ def choose_checkpoint(cfg, dataset, thorough):
     be read.
     """
     out_dir = cfg.out_dir
+    if out_dir.encode(errors="ignore").decode() != out_dir:  # no checkpoint in it could be read
+        refuse(f"out_dir must be UTF-8, got {os.fsencode(out_dir)}")
     if cfg.schedule != "constant" and cfg.min_lr > cfg.learning_rate:
         refuse(
             f"min_lr must be at most learning_rate={cfg.learning_rate:g}, since schedule={cfg.schedule} goes down to "
@@ -141,7 +143,7 @@ def start_folder(cfg, settings, dataset):
     is closed, so that it serves in a `with` statement. Refuses a folder in which another process trains or that cannot
     be written.
     """
-    out_dir = cfg.out_dir
+    out_dir = os.path.realpath(cfg.out_dir)  # a link stays a link
     try:
         lock = lock_out_dir(out_dir)
         if cfg.overwrite and cfg.init_from != "auto" and _has_steps(out_dir):
@@ -152,7 +154,7 @@ def start_folder(cfg, settings, dataset):
         dataset.tokenizer.save(out_dir)
         _record_environment(os.path.join(out_dir, "environment.json"))
     except OSError as error:
-        refuse(f"cannot write to out_dir {out_dir}: {error}")
+        refuse(f"cannot write to out_dir {cfg.out_dir}: {error}")
     return lock
 
 

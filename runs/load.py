@@ -34,7 +34,7 @@ def load_run(path, cfg):
     are compared: a damaged checkpoint is named on stderr and left out for the one before it. Refuse a run without a
     checkpoint, or with a config.json or tokenizer that cannot be read or does not fit.
     """
-    folder = None if is_exported(path) else checkpoint.newest(path, True, warn, checkpoint.WEIGHTS)
+    folder = checkpoint.newest(path, True, warn, checkpoint.WEIGHTS)
     if not folder:
         refuse(no_checkpoint(path))
     run = checkpoint.run_of(path)
@@ -58,7 +58,7 @@ def load_exported(path, device):
     with Tensors(path, "model") as saved:
         model.load_state_dict({name.removeprefix("gpt."): saved.read(name) for name in saved.shapes})
     if tokenizer.n_vocab != model.config.vocab_size:
-        raise DataError(f"its tokenizer has {tokenizer.n_vocab} tokens, its model {model.config.vocab_size}")
+        raise DataError("its tokenizer has another number of tokens than its model")
     return model.to(device).eval(), Tokenizer("huggingface", tokenizer)
 
 
@@ -73,7 +73,7 @@ def choose_precision(cfg):
 def transformers_type(path):
     """Return the model's type in a folder of transformers, "sympow" if export.py wrote it; "" for another folder."""
     with suppress(DataError, FileNotFoundError):
-        return str(read_json(os.path.join(path, "config.json")).get("model_type", ""))
+        return read_json(os.path.join(path, "config.json")).get("model_type", "")
     return ""
 
 

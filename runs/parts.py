@@ -88,16 +88,17 @@ class Tensors:
         pattern = re.compile(FILE.format(kind=kind))
         file_names = [*filter(pattern.fullmatch, os.listdir(folder))]
         if not file_names:
-            raise DataError(f"{kind}.safetensors is missing")
+            raise DataError(f"{os.path.join(folder, kind)}.safetensors is missing")
         for file_name in file_names:
+            path = os.path.join(folder, file_name)
             try:
-                file = self.files.enter_context(safe_open(os.path.join(folder, file_name), "pt"))
+                file = self.files.enter_context(safe_open(path, "pt"))
                 first_rows = json.loads((file.metadata() or {}).get("first_rows", "{}"))
                 for name in file.keys():
                     shape = file.get_slice(name).get_shape()
                     self.parts.setdefault(name, []).append((first_rows.get(name, 0), shape, file))
-            except (SafetensorError, ValueError, AttributeError) as error:
-                raise DataError(f"{file_name} is damaged: {error}") from None
+            except (SafetensorError, ValueError) as error:
+                raise DataError(f"{path} is damaged: {error}") from None
         for name, parts in self.parts.items():
             parts.sort(key=lambda part: part[0])
             _, shape, _ = parts[0]

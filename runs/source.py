@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from sympow.attention import ATTENTIONS
-from sympow.data import DataError, need
+from sympow.data import need
 from sympow.data.files import read_json
 from sympow.data.huggingface import one_line, tokenizers_json
 from sympow.data.tokenizer import load_tokenizer
@@ -65,11 +65,7 @@ class Source:
         """
         self.path, self.model, self.folder = path, model, folder
         self.stored_names, self.shapes, self.transposed = {}, {}, set()  # by our names
-        try:
-            shapes = read_shapes(folder, "model")
-        except (OSError, DataError) as error:
-            raise ValueError(f"the weights in {path} cannot be read: {error}") from None
-        for stored_name, shape in shapes.items():
+        for stored_name, shape in read_shapes(folder, "model").items():
             name = stored_name.removeprefix("gpt.")
             if gpt2 and not name.startswith(("transformer.", "lm_head.")):
                 name = f"transformer.{name}"

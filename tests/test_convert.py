@@ -177,7 +177,7 @@ def test_damaged_folders_are_refused_in_one_line(gpt2, go, tmp_path, capsys):
     tokenizer = "tokenizer.json is damaged or no tokenizer"
     for content, message in (
         (contents, tokenizer),
-        (contents[:-1], "cannot be read"),
+        (contents[:-1], "hf/model.safetensors is damaged"),
         (None, "model.safetensors is missing"),
     ):
         weights.unlink() if content is None else weights.write_bytes(content)

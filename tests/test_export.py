@@ -47,6 +47,7 @@ def run_folder(tmp_path):
             x.data.add_(torch.randn_like(x), alpha=0.15)
         norm = model.transformer.ln_wte if config.embedding_norm else model.transformer.ln_f
         norm.weight.data.neg_()  # else the head, which is the embedding, repeats the last token
+        os.makedirs(run)
         with checkpoint.Writer(str(run)) as writer:
             progress = checkpoint.Progress(7, model=vars(config))
             writer.save(model, torch.optim.AdamW(model.parameters()), progress)

@@ -332,7 +332,8 @@ def test_a_write_that_fails_ends_training_soon_and_every_call_says_so(go, tmp_pa
     assert "train.py: the checkpoint of step 3 could not be written ([Errno 28] No space left on device); " in error
     assert error.endswith("out/a/ckpt/step_00000002 is whole: the same command goes on from there")
     assert max(metrics("out/a")) < 1000 and os.listdir("out/a/ckpt") == ["step_00000002"]
-    model, writer = torch.nn.Linear(1, 1), checkpoint.Writer(tmp_path / "new")
+    os.mkdir("new")
+    model, writer = torch.nn.Linear(1, 1), checkpoint.Writer("new")
     optimizer = torch.optim.AdamW(model.parameters())
     writer.save(model, optimizer, checkpoint.Progress(3))
     for act in (writer.wait, writer.check, lambda: writer.save(model, optimizer, checkpoint.Progress(4))):
@@ -430,7 +431,7 @@ def test_a_second_process_in_one_folder_is_refused(go, capsys):
         fcntl.flock(lock, fcntl.LOCK_EX)
         print("process 12 on there", file=lock, flush=True)
         assert go(*TINY, "--out_dir=out/a") == 2
-        assert "process 12 on there is training in out/a" in capsys.readouterr().err
+        assert f"process 12 on there is training in {os.getcwd()}/out/a: stop it" in capsys.readouterr().err
     assert go(*TINY, "--out_dir=out/a") == 0
 
 
@@ -826,7 +827,34 @@ def test_an_odd_value_in_config_json_is_one_line_of_every_program(go, capsys, ch
         capsys.readouterr()
         assert program() == 2
         line = refusal(capsys)
-        assert "out/a/config.json is damaged: " in line and message in line
+        assert "out/a/config.json is damaged" in line and message in line
+
+
+@pytest.mark.parametrize("moment", ["flush_to_disk", "sample"])
+def test_a_run_without_its_folder_ends_in_one_line(go, monkeypatch, capsys, moment):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+
+    def remove(tracker, *args, real=getattr(train.Tracker, moment)):
+        real(tracker, *args)
+        shutil.rmtree("out/a")
+
+    monkeypatch.setattr(train.Tracker, moment, remove)
+    assert go(*TINY, "--out_dir=out/a", "--eval_interval=2") == 1
+    assert refusal(capsys).startswith("train.py: ") and os.listdir("out") == []
+
+
+def test_a_link_as_out_dir_stays_a_link(go):
+    os.symlink("elsewhere/a", "link")
+    anew = [*TINY, "--out_dir=link", "--init_from=scratch", "--overwrite=True"]
+    for target in ("a", "a.old-1", "a.old-2"):  # at first there is none
+        assert go(*anew) == 0 and os.readlink("link") == "elsewhere/a"
+        assert os.path.exists(f"elsewhere/{target}/ckpt/step_00000002")
+    assert sorted(os.listdir("elsewhere")) == ["a", "a.old-1", "a.old-2"]
+
+
+def test_an_out_dir_that_is_not_utf_8_is_refused(go, capsys):
+    assert go(*TINY, f"--out_dir={os.fsdecode(b'out/gr' + bytes([252]) + b'n')}") == 2
+    assert "out_dir must be UTF-8, got b'out/gr\\xfcn'" in refusal(capsys) and not os.path.exists("out")
 
 
 @pytest.mark.parametrize("key", ["init_from", "then", "model"])

@@ -194,6 +194,8 @@ def take_step(layout, network, model, optimizer, rank, step):
 
 def check_checkpoints(ranks, config, cfg, model, optimizer, layout, weights):
     """Write a sharded checkpoint and one of a whole model, and read both into a whole and a sharded model."""
+    os.makedirs("parts", exist_ok=True)
+    os.makedirs("plain", exist_ok=True)
     with checkpoint.Writer("parts", ranks) as writer:
         writer.save(model, optimizer, checkpoint.Progress(1))
     ranks.barrier()

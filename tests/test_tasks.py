@@ -44,6 +44,7 @@ def write_run(name, attention="softmax"):
     for x in model.parameters():  # large, so that texts differ by their log-likelihood
         x.data.add_(torch.randn_like(x), alpha=0.15)
     model.transformer.ln_wte.weight.data.neg_()  # else the head, which is the embedding, repeats the last token
+    os.makedirs(name)
     with checkpoint.Writer(name) as writer:
         writer.save(model, torch.optim.AdamW(model.parameters()), checkpoint.Progress(7, model=vars(config)))
     settings = {"model": vars(config), "dataset": "pystdlib", "data": "12", "init_from": "auto", "block_size": 16}

@@ -426,6 +426,7 @@ def test_a_sample_that_does_not_fit_into_memory_does_not_end_training(go, monkey
 
 def test_the_best_checkpoint_stays(go):
     model = torch.nn.Linear(1, 1)
+    os.makedirs("out/a")
     optimizer, writer = torch.optim.AdamW(model.parameters()), checkpoint.Writer("out/a")
     for step in range(1, 6):
         writer.save(model, optimizer, checkpoint.Progress(step, best_step=min(step, 2)))
