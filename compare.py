@@ -161,7 +161,7 @@ def choose_names(folders, names):
 
 
 def main(argv=None):
-    parser = Parser(prog="compare.py", description=__doc__.splitlines()[0])
+    parser = Parser(__doc__, prog="compare.py")
     parser.add_argument("runs", nargs="+", help="run folders, such as out/softmax")
     parser.add_argument("--png", default="compare.png", help="where the picture goes (default: compare.png)")
     parser.add_argument("--names", help="names of the runs, separated by commas (default: their folders')")

@@ -248,7 +248,7 @@ def judge(machine):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="doctor.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="doctor.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write_checked", action="store_true", help="note in the package what passes on this GPU")
     args, unknown = parser.parse_known_args()
     if unknown:

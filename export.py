@@ -35,7 +35,7 @@ TRAINING = (  # settings that the model card names
 
 
 def main():
-    parser = Parser(prog="export.py", description=__doc__.splitlines()[0])
+    parser = Parser(__doc__, prog="export.py")
     parser.add_argument("run", help="a run's folder, or one of its checkpoints")
     parser.add_argument("--to", required=True, help="the folder to write, new or of an earlier export")
     args = parser.parse_args()

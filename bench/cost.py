@@ -1,6 +1,6 @@
 """Measure the two forms of power attention on one GPU, and fit the numbers of the cost model, kernels/cost.py.
 
-    python bench/cost.py            # two minutes; print the model's tables, and how good its choices are
+python bench/cost.py            # two minutes; print the model's tables, and how good its choices are
 """
 
 import sys
@@ -78,7 +78,7 @@ def fit_size(D, p):
 
 def main():
     """Measure, fit and print the numbers of each size with gates, and how good the resulting choices are."""
-    parser = Parser(prog="bench/cost.py", description=__doc__.splitlines()[0])
+    parser = Parser(__doc__, prog="bench/cost.py")
     parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA GPU here, and there is nothing else to measure")

@@ -103,7 +103,7 @@ def print_power_table(n_layer, n_head, head_dim, powers, size):
 
 
 def main(argv=None):
-    parser = Parser(prog="python -m bench.state_size", description=__doc__.splitlines()[0])
+    parser = Parser(__doc__, prog="python -m bench.state_size")
     parser.add_argument("--n_layer", type=at_least_1, default=12)
     parser.add_argument("--n_head", type=at_least_1, default=12)
     parser.add_argument("--n_kv_head", type=at_least_1, help="key/value heads, where they are fewer (default: n_head)")

@@ -68,7 +68,7 @@ def machine():
 
 def make_parser(name, description):
     """Return a Parser for the program bench/NAME, with the option --json; description: its docstring."""
-    parser = Parser(prog=f"bench/{name}", description=description.splitlines()[0])
+    parser = Parser(description, prog=f"bench/{name}")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows there too")
     return parser
 

@@ -7,6 +7,7 @@
 The tokens lie in shards (see shards.py). A shard that is removed or cut while it is in use is refused by its name.
 """
 
+import difflib
 import os
 
 import numpy as np
@@ -21,9 +22,9 @@ READ_AT_ONCE = 1 << 28  # tokens that one call reads at most
 class Dataset:
     """A prepared dataset, opened for reading. name is the path of its folder, or NAME for data/NAME beside this file.
 
-    Attributes: name, path, meta (dict of meta.json), vocab_size, eot, document_length, tokenizer.
-    Raises DataError if the folder, meta.json, the tokenizer or a shard is missing or damaged, as far as that can be
-    seen without reading the tokens: a shard must have exactly its size.
+    Attributes: name, path, meta (dict of meta.json), vocab_size, eot, document_length, tokenizer, protocol (None, or
+    "fox": see data/longcrawl64/prepare.py). Raises DataError if the folder, meta.json, the tokenizer or a shard is
+    missing or damaged, as far as that can be seen without reading the tokens: a shard must have exactly its size.
     """
 
     def __init__(self, name):
@@ -40,6 +41,7 @@ class Dataset:
         self.name = self.meta["name"]
         self.vocab_size = self.meta["vocab_size"]
         self.eot = self.meta["eot"]
+        self.protocol = self.meta["arguments"].get("protocol")
         self.document_length = self.meta["document_length"]
         self.tokenizer = load_tokenizer(self.path)
         if self.tokenizer.fingerprint() != self.meta["tokenizer"]:
@@ -125,7 +127,7 @@ class Dataset:
 def _find(name):
     """Return (path of the dataset's folder, command that prepares it). Raises DataError if there is no such folder."""
     folder = os.path.dirname(os.path.abspath(__file__))
-    path = os.path.join(folder, name)
+    path = os.path.join(folder, name or "NAME")
     if os.sep in name or (os.path.isdir(name) and not os.path.isdir(path)):
         path = os.path.abspath(name)
     if os.path.exists(os.path.join(path, "prepare.py")):
@@ -135,6 +137,10 @@ def _find(name):
     if not os.path.isdir(path):
         if ":" in name and "," in name:
             raise DataError(f"{name} is a mixture of datasets, and one is needed here: give --dataset=NAME")
-        known = sorted(d for d in os.listdir(folder) if os.path.exists(os.path.join(folder, d, "prepare.py")))
-        raise DataError(f"no dataset {name!r} (datasets here: {', '.join(known)}; your own text: {prepare})")
+        folders = [d for d in sorted(os.listdir(folder)) if os.path.isdir(os.path.join(folder, d))]
+        prepared = [d for d in folders if os.path.exists(os.path.join(folder, d, "meta.json"))]
+        matches = difflib.get_close_matches(os.path.basename(path), folders, n=1)
+        guess = f"did you mean {matches[0]}? " if matches else ""
+        names = ", ".join(prepared) or "none"
+        raise DataError(f"no dataset {name!r}: {guess}prepared datasets: {names}; your own text: {prepare}")
     return path, prepare

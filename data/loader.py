@@ -49,7 +49,7 @@ class Windows:
                 f"{name} {block_size} is longer than the {split} split of {dataset.name} "
                 f"({dataset.tokens(split)} tokens): give a smaller --{name} or more text"
             )
-        self.fox = dataset.meta.get("protocol") == "fox"
+        self.fox = dataset.protocol == "fox"
         if self.fox and (pack or length % block_size):
             raise DataError(
                 f"{name} must divide the {length} tokens of a document of {dataset.name}, and pack be False, since it "

@@ -32,9 +32,8 @@ class Zarr:
         try:
             self.array = retrying(partial(_open_strictly, url), temporary=_is_busy)  # being offline shows at once
         except Exception as error:  # many kinds: not there, offline, no package for this kind of URL, ...
-            reason = f"cannot open {url} as a zarr array ({type(error).__name__}: {error})"
-            remedy = "go online, or " if "://" in url else ""
-            raise DataError(f"{reason}: {remedy}give the folder or URL of a copy as --source") from error
+            reason = f"({type(error).__name__}: {error})"
+            raise DataError(f"cannot open {url} as a zarr array {reason}: give another copy as --source") from error
         shape, dtype = self.array.shape, self.array.dtype
         if len(shape) != 2 or shape[1] != length or dtype != np.uint16 or self.array.shards:
             kind = "sharded " if self.array.shards else ""

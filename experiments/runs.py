@@ -144,7 +144,7 @@ def main(name, plan, report, seeds=(1337,), prepare=None):
     seeds: the default of --seeds. prepare: a function of the Size that prepares data before anything is trained.
     """
     command = f"python -m experiments.{name}"
-    parser = Parser(prog=command, description=sys.modules["__main__"].__doc__)
+    parser = Parser(sys.modules["__main__"].__doc__, prog=command)
     parser.add_argument("--size", choices=SIZES, default="small", help="small: H200s; tiny: minutes on two CPU cores")
     parser.add_argument("--dataset", help="a prepared dataset (default: source; of size tiny pystdlib)")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop training after them; 0: draw what is there")

@@ -32,15 +32,28 @@ from safetensors.torch import save_file
 
 from sympow.data import DataError
 from sympow.data.files import flush_to_disk, read_json, sha256_of, write_json
-from sympow.runs.parts import Tensors, compare_shapes, is_sharded, own_rows, part_name, save_part
+from sympow.model import GPTConfig
+from sympow.runs.parts import (
+    Tensors,
+    compare_shapes,
+    is_sharded,
+    own_rows,
+    part_name,
+    read_shapes,
+    save_part,
+    shapes_of,
+)
+from sympow.training.stages import final_context
 
 VERSION = 1  # of config.json and progress.json; files of another version are refused
 WRITING = ".writing-"  # the name of a checkpoint begins with this until it is whole
 OLD = ".old"  # the name of a checkpoint ends with this while its step is being saved again
 STEP = re.compile(r"step_\d{8,}(\.old)?")
 KEEP = 2  # the newest checkpoints that are not removed; the best one is not removed either
-WEIGHTS = ("model", "progress")  # the beginnings of the names of the files that `load` reads without an optimizer
-SETTINGS = ("model", "data", "dataset", "init_from", "block_size", "then")  # that every config.json has
+FILES = ("model", "optimizer", "progress")  # the beginnings of the names of a checkpoint's files
+WEIGHTS = ("model", "progress")  # those that `load` reads without an optimizer
+# that every config.json has, and their types
+SETTINGS = {"model": dict, "data": str, "dataset": str, "init_from": str, "block_size": int, "then": str}
 CHANGEABLE = {"activation_checkpointing": None, "dropout": None}  # the weights mean the same with other values
 
 
@@ -227,11 +240,11 @@ def _clean(out_dir, current, best_step):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def newest(path, thorough=False, log=lambda line: None, files=None):
+def newest(path, thorough=False, log=lambda line: None, files=FILES):
     """Return the folder of the newest checkpoint at `path` that is whole, or None.
 
-    path: a run's folder, or a checkpoint itself. thorough: compare checksums, not only sizes. log: called with a line
-    for each damaged checkpoint. files: the beginnings of the names of the files that will be read, if not all of them.
+    path: a run's folder, or a checkpoint itself. log: called with a line for each damaged checkpoint. thorough, files:
+    as `damage` takes them.
     """
     for folder in [path] if _is_checkpoint(path) else reversed(_all(path)):
         problem = damage(folder, thorough, files)
@@ -241,25 +254,31 @@ def newest(path, thorough=False, log=lambda line: None, files=None):
     return None
 
 
-def damage(folder, thorough=True, files=None):
-    """Return a text that says why a checkpoint, or these files in it, are not what was written; "" if they are.
+def damage(folder, thorough=True, files=FILES):
+    """Return a text that says why a checkpoint, or these files in it, cannot be used; "" if they can.
 
-    thorough: compare all checksums, not only sizes and the checksum of progress.json. files: as `newest` takes them.
+    thorough: compare all checksums and the names and shapes of all tensors, not only sizes and progress.json. files:
+    the beginnings of the names of the files that will be read; with "progress" the weights must be those of its model.
     """
     try:
         for name, file in read_json(os.path.join(folder, "checksums.json")).items():
-            if files and name.split(".")[0] not in files:
+            if name.split(".")[0] not in files:
                 continue
             path = os.path.join(folder, name)
             if (size := os.path.getsize(path)) != file["bytes"]:
                 return f"{name} has {size:,} bytes instead of {file['bytes']}"
             if (thorough or name == "progress.json") and sha256_of(path) != file["sha256"]:
                 return f"{name} is not what was written (sha256 differs)"
+        model = read_progress(folder).model
+        shapes = {kind: read_shapes(folder, kind) for kind in files if thorough and kind != "progress"}
+        if thorough and model and "progress" in files:
+            if difference := compare_shapes(shapes["model"], shapes_of(GPTConfig(**model))):
+                return f"the weights do not fit the model in progress.json: {difference}"
     except FileNotFoundError as error:
         return f"{os.path.basename(error.filename)} is missing"
-    except (KeyError, TypeError):
-        return "checksums.json is not what was written"
-    except (OSError, DataError) as error:
+    except (KeyError, TypeError, AttributeError):
+        return "checksums.json or progress.json is not what was written"
+    except (OSError, ValueError, RuntimeError) as error:
         return str(error)
     return ""
 
@@ -282,8 +301,13 @@ def settings(run, folder=None):
     """
     path = os.path.join(run, "config.json")
     contents = _read_versioned(path)
-    if missing := [key for key in SETTINGS if key not in contents]:
-        raise DataError(f"{path} is damaged: it has no {missing[0]}")
+    for key, kind in SETTINGS.items():
+        if type(contents.get(key)) is not kind:
+            raise DataError(f"{path} is damaged: it has no {key} of type {kind.__name__}")
+    try:
+        final_context(contents)
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}") from None
     model = read_progress(folder).model if folder else None
     if model and {**model, **CHANGEABLE} != {**contents["model"], **CHANGEABLE}:
         raise DataError(f"{path} is damaged: the model in it is not that of {folder}")
@@ -291,8 +315,17 @@ def settings(run, folder=None):
 
 
 def read_progress(folder):
-    """Return the Progress of a checkpoint. Raises DataError if it is of another version."""
-    return Progress(**_read_versioned(os.path.join(folder, "progress.json")))
+    """Return the Progress of a checkpoint. Raises DataError if it is of another version, or none that a run makes."""
+    path = os.path.join(folder, "progress.json")
+    contents = _read_versioned(path)
+    with suppress(TypeError, ValueError):
+        progress = Progress(**contents)
+        (total, in_a_row), stages = progress.skipped, [(context, step) for context, step in progress.stages]
+        counts = [progress.step, progress.best_step, progress.context, total, in_a_row, *sum(stages, ())]
+        if {*map(type, counts)} == {int} and min(counts) >= 0 and max(total, progress.best_step) <= progress.step:
+            if 0 <= progress.seconds < math.inf and progress.best > -math.inf:
+                return progress
+    raise DataError(f"{path} is damaged: no run comes to {contents}")
 
 
 def _read_versioned(path):

@@ -118,7 +118,7 @@ def refuse_other_settings(out_dir, saved, settings):
         free |= {"max_iters"}
     if old["data"] == new["data"]:  # the dataset may have been moved or renamed
         free |= {"dataset"}
-    if old["teacher"] == new["teacher"]:
+    if old.get("teacher") == new["teacher"]:
         free |= {"distill_from"}
     if new["eval_only"]:
         free |= OF_TRAINING
@@ -195,8 +195,8 @@ def fingerprint(dataset):
         parts = [[fingerprint(one), str(weight)] for one, weight in zip(dataset.sets.values(), dataset.weights)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     parts = [list(dataset.meta["splits"].values()), dataset.eot]
-    if "protocol" in dataset.meta:  # which gives other windows of the same shards
-        parts.append(dataset.meta["protocol"])
+    if dataset.protocol:  # which gives other windows of the same shards
+        parts.append(dataset.protocol)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

@@ -18,11 +18,11 @@ from sympow.data.progress import waiting
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint
-from sympow.runs.parts import compare_shapes
+from sympow.runs.parts import Tensors
 from sympow.runs.processes import warn
 from sympow.runs.program import refuse
 from sympow.runs.settings import choose_device
-from sympow.runs.source import Source, exported_settings, shapes_of
+from sympow.runs.source import exported_settings
 from sympow.training.stages import final_context
 
 
@@ -51,18 +51,15 @@ def load_run(path, cfg):
 def load_exported(path, device):
     """Return the model and the tokenizer in a folder that export.py wrote.
 
-    Raises ValueError of one line if the folder is damaged.
+    Raises ValueError or RuntimeError if the folder is damaged.
     """
-    source = Source(path, exported_settings(read_json(os.path.join(path, "config.json")), path), path)
-    config = GPTConfig(**source.model)
-    if difference := compare_shapes(source.shapes, shapes_of(config)):
-        raise DataError(f"the weights in {path} are not those of its config.json: {difference}")
-    tokenizer = Tokenizer("huggingface", read_huggingface(os.path.join(path, "tokenizer.json")))
-    if tokenizer.vocab_size != config.vocab_size:
-        raise DataError(f"the tokenizer in {path} is not the model's, which has {config.vocab_size} tokens")
-    model = GPT(config)
-    source.fill(model)
-    return model.to(device).eval(), tokenizer
+    settings = exported_settings(read_json(os.path.join(path, "config.json")), path)
+    model, tokenizer = GPT(GPTConfig(**settings)), read_huggingface(os.path.join(path, "tokenizer.json"))
+    with Tensors(path, "model") as saved:
+        model.load_state_dict({name.removeprefix("gpt."): saved.read(name) for name in saved.shapes})
+    if tokenizer.n_vocab != model.config.vocab_size:
+        raise DataError(f"its tokenizer has {tokenizer.n_vocab} tokens, its model {model.config.vocab_size}")
+    return model.to(device).eval(), Tokenizer("huggingface", tokenizer)
 
 
 def choose_precision(cfg):
@@ -93,9 +90,7 @@ def longest_text(path):
     """
     if is_exported(path):
         limit = read_json(os.path.join(path, "config.json")).get("max_position_embeddings")
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise DataError(f"max_position_embeddings in config.json must be a positive number, got {limit!r}")
-        return limit
+        return limit and int(limit)
     settings = checkpoint.settings(checkpoint.run_of(path))
     model, limits = settings["model"], []
     if "softmax" in model.get("attention", "softmax").split(","):

@@ -16,8 +16,11 @@ import re
 from contextlib import ExitStack
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from sympow.data import DataError
+from sympow.model import GPT
 
 # one file, a rank's part, or a file of transformers with some of the tensors, each of them whole
 FILE = r"{kind}([.-]\d+-of-\d+)?\.safetensors"
@@ -61,21 +64,40 @@ def compare_shapes(shapes, expected):
     return differences[0] + more if differences else ""
 
 
+def shapes_of(config):
+    """Return {name: shape} of the weights of a model of this GPTConfig."""
+    with torch.device("meta"):
+        return {name: [*x.shape] for name, x in GPT(config).state_dict().items()}
+
+
+def read_shapes(folder, kind):
+    """Return {name: shape} of the saved tensors of one kind, without reading them. Raises DataError as Tensors does."""
+    with Tensors(folder, kind) as saved:
+        return saved.shapes
+
+
 class Tensors:
     """Reads the saved tensors of one kind, "model" or "optimizer", whole or by rows; also from transformers' files.
 
-    Used as a context manager. Attributes: shapes ({name: shape of the whole tensor}).
+    Used as a context manager. Attributes: shapes ({name: shape of the whole tensor}). Raises DataError if there is
+    no file, or a damaged one.
     """
 
     def __init__(self, folder, kind):
         self.files, self.parts, self.shapes = ExitStack(), {}, {}
         pattern = re.compile(FILE.format(kind=kind))
-        for file_name in filter(pattern.fullmatch, os.listdir(folder)):
-            file = self.files.enter_context(safe_open(os.path.join(folder, file_name), "pt"))
-            first_rows = json.loads((file.metadata() or {}).get("first_rows", "{}"))
-            for name in file.keys():
-                shape = file.get_slice(name).get_shape()
-                self.parts.setdefault(name, []).append((first_rows.get(name, 0), shape, file))
+        file_names = [*filter(pattern.fullmatch, os.listdir(folder))]
+        if not file_names:
+            raise DataError(f"{kind}.safetensors is missing")
+        for file_name in file_names:
+            try:
+                file = self.files.enter_context(safe_open(os.path.join(folder, file_name), "pt"))
+                first_rows = json.loads((file.metadata() or {}).get("first_rows", "{}"))
+                for name in file.keys():
+                    shape = file.get_slice(name).get_shape()
+                    self.parts.setdefault(name, []).append((first_rows.get(name, 0), shape, file))
+            except (SafetensorError, ValueError, AttributeError) as error:
+                raise DataError(f"{file_name} is damaged: {error}") from None
         for name, parts in self.parts.items():
             parts.sort(key=lambda part: part[0])
             _, shape, _ = parts[0]

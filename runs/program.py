@@ -1,6 +1,6 @@
 """Begin and end a program: a command line that refuses mistakes in one line, and an output that may be gone.
 
-parser = Parser(prog="compare.py", description=...)
+parser = Parser(__doc__, prog="compare.py")
 parser.add_argument("--times", type=at_least_1)
 ...
 if __name__ == "__main__":
@@ -37,8 +37,9 @@ def process_name():
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that prints one line for a mistake, and takes no abbreviated options."""
 
-    def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, **kwargs)
+    def __init__(self, docstring, **kwargs):
+        """Show the first line of the program's docstring in --help; `python -OO` has None in its place."""
+        super().__init__(description=(docstring or "").partition("\n")[0], allow_abbrev=False, **kwargs)
 
     def error(self, message):
         refuse(message)

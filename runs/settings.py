@@ -45,11 +45,12 @@ def read_settings(classes, argv, hidden=(), usage="", folders=False):
     status 2 on a mistake.
     """
     parser = Parser(
+        usage,
         usage=argparse.SUPPRESS,
-        description=usage,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
+    parser.description = usage
     known = {field.name: field for cls in classes for field in fields(cls) if field.name not in hidden}
     for cls in classes:
         group = parser.add_argument_group(cls.__name__)

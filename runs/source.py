@@ -18,17 +18,16 @@ import os
 import re
 
 import torch
-from safetensors import SafetensorError
 from torch.nn import functional as F
 
 from sympow.attention import ATTENTIONS
-from sympow.data import need
+from sympow.data import DataError, need
 from sympow.data.files import read_json
 from sympow.data.huggingface import one_line, tokenizers_json
 from sympow.data.tokenizer import load_tokenizer
-from sympow.model import GPT, GPTConfig
+from sympow.model import GPTConfig
 from sympow.runs import checkpoint
-from sympow.runs.parts import Tensors, compare_shapes, own_rows
+from sympow.runs.parts import Tensors, compare_shapes, own_rows, read_shapes, shapes_of
 from sympow.runs.processes import warn
 from sympow.runs.settings import fields_of, from_launcher
 
@@ -67,9 +66,8 @@ class Source:
         self.path, self.model, self.folder = path, model, folder
         self.stored_names, self.shapes, self.transposed = {}, {}, set()  # by our names
         try:
-            with Tensors(folder, "model") as saved:
-                shapes = saved.shapes
-        except (OSError, SafetensorError) as error:
+            shapes = read_shapes(folder, "model")
+        except (OSError, DataError) as error:
             raise ValueError(f"the weights in {path} cannot be read: {error}") from None
         for stored_name, shape in shapes.items():
             name = stored_name.removeprefix("gpt.")
@@ -149,12 +147,6 @@ class Source:
         return digest.hexdigest()[:16]
 
 
-def shapes_of(config):
-    """Return {name: shape} of the weights of a model of this GPTConfig."""
-    with torch.device("meta"):
-        return {name: [*x.shape] for name, x in GPT(config).state_dict().items()}
-
-
 def shorten(names):
     """Return the names of weights in a text, once for all layers: "h.*.attn.mix.gate.b"."""
     return ", ".join(dict.fromkeys(LAYER.sub("h.*", name.removeprefix("transformer.")) for name in names))
@@ -203,7 +195,7 @@ def open_source(path, dataset, setting="init_from"):
 
 def open_run(path, dataset, setting):
     """Return the Source at `path`, a run's folder or a checkpoint; see `open_source`."""
-    folder, run = checkpoint.newest(path, True, warn, checkpoint.WEIGHTS), checkpoint.run_of(path)
+    folder, run = checkpoint.newest(path, True, warn, ("model",)), checkpoint.run_of(path)
     if not folder:
         resume = "auto, scratch, " if setting == "init_from" else ""
         raise ValueError(

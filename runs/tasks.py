@@ -20,11 +20,10 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 
 from sympow.data import DataError
-from sympow.data.huggingface import tokenizers_json
+from sympow.data.huggingface import one_line, tokenizers_json
 from sympow.modeling import SympowConfig, SympowForCausalLM
 from sympow.runs.load import choose_precision, is_exported, load_exported, load_run
 from sympow.runs.load import longest_text, transformers_type
@@ -74,7 +73,7 @@ def load_model(folder, cfg):
     """
     device, dtype = choose_device(cfg.device, cfg.dtype)
     model, tokenizer, limit = folder, None, None
-    try:
+    with one_line(folder, "cannot be loaded (no code in it is run)"):
         if transformers_type(folder) in ("", "sympow"):
             model, tokenizer = load_own(folder, cfg)
             limit = longest_text(folder) or UNLIMITED
@@ -89,9 +88,6 @@ def load_model(folder, cfg):
             batch_size=cfg.batch_size,
             max_length=cfg.max_length or limit,
         )
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise DataError(f"{folder} cannot be loaded, and code in it is not run: {reason}") from error
 
 
 def load_own(folder, cfg):
@@ -100,18 +96,11 @@ def load_own(folder, cfg):
         model, tokenizer = load_exported(folder, choose_precision(cfg)[0])
     else:
         _, model, tokenizer, *_ = load_run(folder, cfg)
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
     with torch.device("meta"):
-        wrapper = SympowForCausalLM(SympowConfig(vars(model.config), **ids))
+        wrapper = SympowForCausalLM(SympowConfig(vars(model.config), eos_token_id=tokenizer.eot))
     wrapper.gpt = model
     text, end = tokenizers_json(tokenizer)
-    tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token"), end)
-    return wrapper, PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer.from_str(text),
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-        **tokens,
-    )
+    return wrapper, PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(text), eos_token=end)
 
 
 def run_tasks(tasks, model, limit=0.0):

@@ -176,7 +176,11 @@ def test_damaged_folders_are_refused_in_one_line(gpt2, go, tmp_path, capsys):
     contents = weights.read_bytes()
     (tmp_path / "hf" / "tokenizer.json").write_text("{")
     tokenizer = "tokenizer.json is damaged or no tokenizer"
-    for content, message in ((contents, tokenizer), (contents[:-1], "cannot be read"), (None, "do not fit this model")):
+    for content, message in (
+        (contents, tokenizer),
+        (contents[:-1], "cannot be read"),
+        (None, "model.safetensors is missing"),
+    ):
         weights.unlink() if content is None else weights.write_bytes(content)
         for setting in ("init_from", "distill_from"):
             assert go(f"--{setting}=hf", "--out_dir=out/a") == 2

@@ -189,13 +189,25 @@ def test_damage_is_named_with_its_remedy(tmp_path, monkeypatch):
             shard.write_bytes(new)
         with pytest.raises(DataError, match=f"train_00001.bin {problem}: run python data/x/prepare.py"):
             Dataset(tmp_path / "set")
-    with pytest.raises(DataError, match="no dataset 'nosuch'.*pystdlib.*python data/text/prepare.py"):
-        Dataset("nosuch")
     (tmp_path / "pystdlib").mkdir()
     (tmp_path / "pystdlib" / "prepare.py").touch()
     monkeypatch.setattr("sympow.data.dataset.__file__", str(tmp_path / "dataset.py"))
     with pytest.raises(DataError, match="not prepared: run python data/pystdlib/prepare.py"):
         Dataset("pystdlib")
+
+
+@pytest.mark.parametrize(
+    "name, guess", [("", ""), ("prosa", "did you mean prose[?] "), ("data/prosa", "did you mean prose[?] ")]
+)
+def test_a_dataset_that_is_not_there_is_refused_with_those_that_are_prepared(tmp_path, monkeypatch, name, guess):
+    monkeypatch.setattr("sympow.data.dataset.__file__", str(tmp_path / "dataset.py"))
+    for folder, file in (("prose", "meta.json"), ("code", "meta.json"), ("hf", "prepare.py")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).touch()
+    with pytest.raises(
+        DataError, match=f"^no dataset '{name}': {guess}prepared datasets: code, prose; your own text: python"
+    ):
+        Dataset(name)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ import termios
 import time
 
 import pytest
-from helpers import ROOT, join, start
+from helpers import ROOT, call, join, start
 
+from bench import cost, heinsen, state_size
+from sympow import compare, doctor, evaluate, export, sample, train
 from sympow.data.files import whole_file
 from sympow.data import progress
 from sympow.runs.program import check_output
@@ -37,6 +39,13 @@ def test_a_program_ends_in_one_line(code, redirected, status, out, error):
     command = f"set -o pipefail; {shlex.quote(sys.executable)} -c {shlex.quote(code)} {redirected}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60)
     assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (status, out, error)
+
+
+@pytest.mark.parametrize("program", [train, sample, evaluate, compare, export, doctor, cost, state_size, heinsen])
+def test_help_is_shown_without_docstrings(program, monkeypatch, capsys):
+    """`python -OO`, or PYTHONOPTIMIZE=2, drops them."""
+    monkeypatch.setattr(program, "__doc__", None)
+    assert call(program.main, "--help") == 0 and "--help" in capsys.readouterr().out
 
 
 def bar_on_a_terminal_without_a_size():

@@ -30,11 +30,14 @@ from helpers import (
     start,
     start_ranks,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from sympow import evaluate
+from sympow import export
+from sympow import sample
 from sympow import train
 from sympow.data import DataError
+from sympow.data.files import sha256_of
 from sympow.training import batches
 from sympow.runs import checkpoint
 
@@ -74,6 +77,13 @@ def flip(path, position):
 def write(path, text):
     with open(path, "w") as f:
         f.write(text)
+
+
+def rename_in(path, name):
+    """Give the first file in a checksums.json another name."""
+    with open(path) as f:
+        (_, first), *others = json.load(f).items()
+    write(path, json.dumps({name: first, **dict(others)}))
 
 
 def change_json(path, **changes):
@@ -121,7 +131,12 @@ def test_twenty_kills_at_random_moments_change_nothing(dataset, tmp_path):
         ("model.safetensors", lambda path: flip(path, os.path.getsize(path) - 5), "is not what was written"),
         ("optimizer.safetensors", os.remove, "optimizer.safetensors is missing"),
         ("checksums.json", os.remove, "checksums.json is missing"),
-        ("checksums.json", lambda path: flip(path, 35), "checksums.json is not what was written"),
+        ("checksums.json", lambda path: flip(path, 35), "checksums.json or progress.json is not what"),
+        (
+            "checksums.json",
+            lambda path: rename_in(path, "model.1-of-99999999.safetensors"),
+            "99.safetensors is missing",
+        ),
         ("checksums.json", lambda path: write(path, 100_000 * "["), "checksums.json is damaged"),
     ],
 )
@@ -132,6 +147,78 @@ def test_a_damaged_checkpoint_is_left_out_and_the_one_before_it_taken(finished, 
     assert checkpoint.newest(tmp_path / "cut", True, warnings.append) == str(tmp_path / "cut/ckpt/step_00000004")
     (warning,) = warnings
     assert "step_00000005 is damaged and left out: " in warning and message in warning
+
+
+def change_progress(**changes):
+    """Return a function that changes values of a progress.json."""
+    return lambda path: change_json(path, **changes)
+
+
+def drop_tensor(path):
+    """Remove a tensor from a file of weights."""
+    save_file(dict(sorted(load_file(path).items())[1:]), path)
+
+
+def fit_checksums(folder):
+    """Write checksums.json anew, so that it fits the files of a checkpoint as they are."""
+    sums = {}
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        sums[name] = {"bytes": os.path.getsize(path), "sha256": sha256_of(path)}
+    sums.pop("checksums.json", None)
+    write(f"{folder}/checksums.json", json.dumps(sums))
+
+
+@pytest.mark.parametrize("model", [{"n_layer": "2"}, {"n_lazer": 2}, {"attention": "none"}])
+def test_a_model_that_there_is_not_is_damage(finished, tmp_path, model):
+    folder = shutil.copytree(finished / "cut/ckpt/step_00000005", tmp_path / "step_00000005")
+    change_json(folder / "progress.json", model=model)
+    fit_checksums(folder)
+    assert checkpoint.damage(folder)
+
+
+@pytest.mark.parametrize(
+    "file,harm,message",
+    [
+        ("progress.json", lambda path: write(path, "[1]"), "it holds no JSON object"),
+        ("progress.json", change_progress(step=-7), "no run comes to {'step': -7"),
+        ("progress.json", change_progress(step="5"), "no run comes to {'step': '5'"),
+        ("progress.json", change_progress(skipped=5), "'skipped': 5"),
+        ("progress.json", change_progress(skipped=[9, 0]), "'skipped': [9, 0]"),
+        ("progress.json", change_progress(stages=[[64]]), "'stages': [[64]]"),
+        ("progress.json", change_progress(best="low"), "'best': 'low'"),
+        ("progress.json", change_progress(seconds=-1.0), "'seconds': -1.0"),
+        ("model.safetensors", lambda path: write(path, ""), "model.safetensors is damaged: "),
+        ("model.safetensors", lambda path: write(path, 7 * "\0" + "\x7f{}"), "model.safetensors is damaged: "),
+        ("model.safetensors", lambda path: write(path, "\x02" + 7 * "\0" + "[]"), "model.safetensors is damaged: "),
+        ("model.safetensors", lambda path: flip(path, 70), "model.safetensors is damaged: "),
+        ("model.safetensors", drop_tensor, "transformer.h.0.attn.c_attn.weight is missing"),
+        ("optimizer.safetensors", lambda path: write(path, ""), "optimizer.safetensors is damaged: "),
+        ("optimizer.safetensors", lambda path: os.rename(path, path[:-11] + "pt"), "optimizer.safetensors is missing"),
+    ],
+)
+def test_what_fits_its_checksum_but_cannot_be_used_is_damage_for_every_program(
+    go, finished, monkeypatch, capsys, file, harm, message
+):
+    shutil.copytree(finished / "cut", "out/a")
+    folder = "out/a/ckpt/step_00000005"
+    harm(f"{folder}/{file}")
+    fit_checksums(folder)
+    programs = {
+        "sample": lambda: call(sample.main, "--out_dir=out/a", "--max_new_tokens=1"),
+        "evaluate": lambda: call(evaluate.main, "--out_dir=out/a", "--documents=1", "--length=32"),
+        "export": lambda: call(export.main, "out/a", "--to=hf"),
+        "init_from": lambda: go(*TINY[3:], "--out_dir=out/b", "--init_from=out/a", "--max_iters=1"),
+        "train": lambda: go("--out_dir=out/a"),
+    }
+    for name, program in programs.items():
+        capsys.readouterr()
+        status, error = program(), capsys.readouterr().err
+        if harm is drop_tensor and name == "init_from":  # a model may have weights that are new
+            assert status == 2 and message in error
+        elif name == "train" or not file.startswith("optimizer"):
+            assert status == 0 and "step_00000005 is damaged and left out: " in error and message in error, error
+    assert metrics("out/a") == metrics(finished / "whole")
 
 
 def test_training_goes_on_from_the_checkpoint_before_a_damaged_one(go, finished, capsys):
@@ -729,6 +816,23 @@ def test_half_written_checkpoints_are_removed_also_where_there_is_no_whole_one(g
     assert ".writing-0" not in os.listdir("out/a/ckpt")
 
 
+@pytest.mark.parametrize(
+    "changes,message", [({"then": "x@y"}, "then must be CONTEXT@START"), ({"model": [1]}, "model")]
+)
+def test_an_odd_value_in_config_json_is_one_line_of_every_program(go, capsys, changes, message):
+    assert go(*TINY, "--out_dir=out/a") == 0
+    change_json("out/a/config.json", **changes)
+    for program in (
+        lambda: go(*TINY, "--out_dir=out/a"),
+        lambda: call(evaluate.main, "--out_dir=out/a"),
+        lambda: call(sample.main, "--out_dir=out/a"),
+    ):
+        capsys.readouterr()
+        assert program() == 2
+        line = refusal(capsys)
+        assert "out/a/config.json is damaged: " in line and message in line
+
+
 @pytest.mark.parametrize("key", ["init_from", "then", "model"])
 def test_a_flipped_key_in_config_json_is_one_line(go, capsys, key):
     assert go(*TINY, "--out_dir=out/a") == 0
@@ -738,7 +842,7 @@ def test_a_flipped_key_in_config_json_is_one_line(go, capsys, key):
     with open("out/a/config.json", "w") as f:
         json.dump(settings, f)
     assert go(*TINY, "--out_dir=out/a") == 2
-    assert f"config.json is damaged: it has no {key}\n" in capsys.readouterr().err
+    assert f"config.json is damaged: it has no {key} of type" in capsys.readouterr().err
 
 
 def test_a_flipped_bit_in_the_progress_is_noticed_by_every_rank(go):

@@ -213,16 +213,16 @@ def test_no_code_of_a_folder_is_run(kind, monkeypatch, capsys):
     if kind == "sympow":
         assert status == 0 and json.loads(output.out.splitlines()[-1])["hf"] == expected
     else:
-        assert status == 2 and "evaluate.py: hf cannot be loaded, and code in it is not run: " in output.err
+        assert status == 2 and "evaluate.py: hf cannot be loaded (no code in it is run) (" in output.err
 
 
 @pytest.mark.parametrize(
     "file,harm,message",
     [
-        ("model.safetensors", lambda path: path.write_bytes(b""), "the weights in hf cannot be read: "),
+        ("model.safetensors", lambda path: path.write_bytes(b""), "model.safetensors is damaged"),
         ("config.json", lambda path: write_json(path, {"model_type": "sympow"}), "config.json in hf is not of a model"),
-        ("config.json", lambda path: write_json(path, read_json(path) | {"max_position_embeddings": "x"}), "got 'x'"),
-        ("tokenizer.json", os.remove, "No such file or directory: 'hf/tokenizer.json'"),
+        ("config.json", lambda path: write_json(path, read_json(path) | {"max_position_embeddings": "x"}), "'x'"),
+        ("tokenizer.json", lambda path: path.write_text("{}"), "hf/tokenizer.json is damaged or no tokenizer"),
     ],
 )
 def test_a_damaged_export_is_one_line(file, harm, message, capsys):

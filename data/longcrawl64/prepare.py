@@ -41,7 +41,7 @@ FOX_HELD_OUT = (1 << 31) // 65536  # documents
 
 
 def plan(array, documents, strict):
-    """Return [(row of chunks, number of its documents to take)] for at most `documents` documents, or all if None.
+    """Return ([[row of chunks, number of its documents to take]], True if they are fewer than `documents`); None: all.
 
     Only complete rows of chunks are taken, and a line says how many there are. Raises DataError if there is none. With
     strict, the first rows must be complete and the array must have so many documents.
@@ -54,17 +54,16 @@ def plan(array, documents, strict):
     complete = [row for row in rows if absent.isdisjoint(array.keys(row))]
     for row in complete:
         if count := min(array.count(row), limit - taken):
-            parts.append((row, count))
+            parts.append([row, count])
             taken += count
     summary = (
         f"{array.url}: {taken:,} of {limit:,} documents are taken; {sum(map(array.count, complete)):,} of "
         f"{array.documents:,} are there, in {len(complete):,} complete rows of chunks of {len(rows):,}"
     )
     if not parts or (strict and taken < limit):
-        remedy = ", or leave out --strict" if strict else ""
-        raise DataError(f"{summary}; {missing_message(missing)}{remedy}")
+        raise DataError(f"{summary}; {missing_message(missing)}")
     print(summary)
-    return parts
+    return parts, taken < limit
 
 
 def prepare_zarr(args, source):
@@ -75,20 +74,20 @@ def prepare_zarr(args, source):
         "val_documents": args.val_documents,
         "strict": args.strict,
         "document_length": args.document_length,
+        "protocol": args.protocol,
     }
-    facts = {"protocol": args.protocol} if args.protocol else {}
-    arguments |= facts
     if arguments in begun_arguments(args.out) and is_complete(args.out, arguments, args.verify):
         return
     arrays = {split: Zarr(f"{source}/{name}", args.document_length) for split, name in ARRAYS.items()}
     documents = {"train": args.documents, "val": args.val_documents}
     if (args.documents or args.protocol) and not args.val_documents:  # a small training set does not need all 52,131
         documents["val"] = min(FOX_HELD_OUT if args.protocol else 2048, arrays["val"].documents)
-    plans = {split: plan(arrays[split], documents[split], args.strict) for split in arrays}
+    parts = {}
+    for split, array in arrays.items():
+        parts[split], incomplete = plan(array, documents[split], args.strict)
+        if incomplete:  # a copy that has grown has other rows
+            arguments[f"{split}_rows"] = parts[split]
     tokenizer = zarr_tokenizer()
-    requested = sum(documents[split] or array.documents for split, array in arrays.items())
-    if sum(count for parts in plans.values() for _, count in parts) < requested:
-        arguments["rows"] = {split: [row for row, _ in parts] for split, parts in plans.items()}
     if tokenizer.kind == "ids":
         arguments["vocabulary"] = False
     if is_complete(args.out, arguments, args.verify):
@@ -97,9 +96,9 @@ def prepare_zarr(args, source):
     units = [
         Unit(split, partial(arrays[split].read, row, count), [arguments["zarr"], row, count])
         for split in arrays
-        for row, count in plans[split]
+        for row, count in parts[split]
     ]
-    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command, facts)
+    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command)
 
 
 def zarr_tokenizer():
