@@ -226,7 +226,7 @@ def refusals():
         ).past_key_values.crop(1),
         "switch_over must be auto, always, never": lambda m, power, x: power.PowerCache("sometimes"),
         "p must be a positive even integer, got 3": lambda m, power, x: power.register("odd", p=3),
-        "gate must be none or fixed, got 'learned'": lambda m, power, x: power.register("odd", gate="learned"),
+        "gate must be one of none, fixed, got 'learned'": lambda m, power, x: power.register("odd", gate="learned"),
     }
 
 
