@@ -176,10 +176,11 @@ def main(argv=None):
     rows = [summarise(name, train, val) for name, (train, val) in runs.items()]
     print((markdown if args.markdown else plain)(*table(rows, args.metric)))
     foreign, data = other_data(dict(zip(names, args.runs)))
-    comparable = {name: run for name, run in runs.items() if name not in foreign}
-    if args.metric != "val_loss":  # on one dataset, whatever the training's
-        comparable, data = {name: ([] if name in foreign else train, val) for name, (train, val) in runs.items()}, ""
-    print(f"\n{LEGEND}{other_contexts(rows)}{data}", flush=True)
+    one_dataset = args.metric != "val_loss"  # of validation, whatever a run was trained on
+    comparable = {
+        name: ([], val if one_dataset else []) if name in foreign else runs[name] for name, (_, val) in runs.items()
+    }
+    print(f"\n{LEGEND}{other_contexts(rows)}{'' if one_dataset else data}", flush=True)
     if missing:
         sys.exit(f"compare.py: {missing}")
     plot_loss_curves(runs, picture, comparable)

@@ -63,10 +63,8 @@ class GPTConfig:
         for name in ("n_layer", "vocab_size", "n_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.positions not in ("rotary", "learned"):
-            raise ValueError(f"positions must be rotary or learned, got {self.positions!r}")
-        if self.activation not in ("gelu", "gelu_tanh"):
-            raise ValueError(f"activation must be gelu or gelu_tanh, got {self.activation!r}")
+        check_choice("positions", self.positions, ("rotary", "learned"))
+        check_choice("activation", self.activation, ("gelu", "gelu_tanh"))
         check_layer(self)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .. import check_choice
 from .embedding import symmetric_power_dim
 from .even_power import power_flops
 from .gates import linear_fp32, reset_gates
@@ -111,8 +112,7 @@ class AdaptivePower(KVCacheVariant):
     @classmethod
     def check(cls, config):
         c = config
-        if c.adaptive not in ("continuous", "mixture"):
-            raise ValueError(f"adaptive must be continuous or mixture, got {c.adaptive!r}")
+        check_choice("adaptive", c.adaptive, ("continuous", "mixture"))
         if not (math.isfinite(c.p_min) and math.isfinite(c.p_max) and c.p_min < c.p_max):
             raise ValueError(f"p_min must be below p_max, both finite, got {c.p_min} and {c.p_max}")
         if c.p_min < 1:

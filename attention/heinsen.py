@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .. import check_choice
 from .even_power import power_flops
 from .operator import backend, heinsen_forms
 from .operator.arguments import (
@@ -91,8 +92,7 @@ def heinsen_attention(
 
 def _check(q, k, v, values, resets, initial_state):
     """Raise ValueError, with the value and what would be right, for arguments that do not fit each other."""
-    if values not in VALUES:
-        raise ValueError(f"values must be {' or '.join(VALUES)}, got {values!r}")
+    check_choice("values", values, VALUES)
     check_tensors(q, k, v, resets=resets, **(initial_state._asdict() if initial_state else {}))
     if resets is not None and (resets.shape != k.shape[:2] or resets.dtype != torch.bool):
         raise ValueError(f"resets must be bool [B, T] = {[*k.shape[:2]]}, got {resets.dtype} {[*resets.shape]}")
@@ -167,8 +167,7 @@ class Heinsen(Variant):
     @classmethod
     def check(cls, config):
         for name, allowed in (("values", VALUES), ("residual", RESIDUALS)):
-            if getattr(config, name) not in allowed:
-                raise ValueError(f"{name} must be {' or '.join(allowed)}, got {getattr(config, name)!r}")
+            check_choice(name, getattr(config, name), allowed)
         if config.positions != "rotary":  # the default, though it rotates nothing
             raise ValueError("attention=heinsen has a position embedding of its own: leave positions=rotary")
 

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from .. import check_choice
 from .operator.arguments import check_form, check_power
 from .operator.memory import cached_bytes
 from .positions import LearnedPosition
@@ -65,8 +66,7 @@ def check_layer(config):
         raise ValueError(f"rope_base must be above 1 and finite, got {config.rope_base}")
     if not math.isfinite(config.gate_bias):
         raise ValueError(f"gate_bias must be finite, got {config.gate_bias}")
-    if config.gate not in ("auto", "learned", "fixed", "none"):
-        raise ValueError(f"gate must be auto, learned, fixed or none, got {config.gate!r}")
+    check_choice("gate", config.gate, ("auto", "learned", "fixed", "none"))
 
 
 class Variant(nn.Module):

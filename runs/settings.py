@@ -120,16 +120,15 @@ def _expand_files(argv, types):
     types: {key: type of the setting}. A word behind `--key` is its value, not a file, unless the setting is a bool,
     which takes a word of BOOLS alone. Refuses a key in a file that is no setting.
     """
-    arguments, names, words, needs_value, is_bool = [], [], [], False, False
+    arguments, names, words, kind = [], [], [], None  # kind: the type of a setting that may take the next word
     for argument in argv:
         if argument.startswith("--"):
             key, equals, value = argument[2:].partition("=")
             key = key.replace("-", "_")
             arguments.append("--" + key + equals + value)
-            is_bool = not equals and types.get(key) is bool
-            needs_value = not equals and not is_bool
+            kind = None if equals else types.get(key, str)
             continue
-        if needs_value or (is_bool and argument.lower() in BOOLS):
+        if kind and (kind is not bool or argument.lower() in BOOLS):
             arguments.append(argument)
         elif argument.endswith(".py"):
             for key, value in _read_file(argument).items():
@@ -139,7 +138,7 @@ def _expand_files(argv, types):
             names.append(os.path.basename(argument)[: -len(".py")])
         else:
             words.append(argument)
-        needs_value = is_bool = False
+        kind = None
     return arguments, names, words
 
 

@@ -13,6 +13,8 @@ import torch
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+# the name of the argument and of the output in this version of transformers: cache from 5.24 on
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 PIECE = 8192  # tokens of a prompt that are read into a state in one piece
 
 
@@ -20,7 +22,7 @@ class SympowConfig(PretrainedConfig):
     """Holds `model`, the fields of GPTConfig of model.py, and what transformers asks of every model."""
 
     model_type = "sympow"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     def __init__(self, model=None, **kwargs):
         self.model = model or {}
@@ -85,10 +87,11 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls):
         return False
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
-        if past_key_values is not None:
-            input_ids = input_ids[:, past_key_values.get_seq_length() :]
-        inputs = {"input_ids": input_ids, "past_key_values": past_key_values, "attention_mask": attention_mask}
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
+        cache = kwargs.get(CACHE)
+        if cache is not None:
+            input_ids = input_ids[:, cache.get_seq_length() :]
+        inputs = {"input_ids": input_ids, CACHE: cache, "attention_mask": attention_mask}
         return inputs | {name: kwargs[name] for name in ("use_cache", "logits_to_keep") if name in kwargs}
 
     def forward(
@@ -100,16 +103,17 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache=None,
         logits_to_keep=0,
         return_dict=True,
+        cache=None,
         **kwargs,
     ):
         """Return logits [B, T, vocab_size], or with labels [B, T] the loss of each next token, -100 left out.
 
         attention_mask [B, T of all tokens up to now]: zeros may stand before a text (left padding) and behind it.
-        past_key_values: the SympowCache of the tokens before. In training the loss comes without logits, which would
-        not fit into memory for long contexts. transformers' Trainer gives num_items_in_batch where it accumulates
-        gradients: the loss is then the sum over the tokens divided by it.
+        cache, or past_key_values (its name before transformers 5.24): the SympowCache of the tokens before. In training
+        the loss comes without logits, which would not fit into memory for long contexts. transformers' Trainer gives
+        num_items_in_batch where it accumulates gradients: the loss is then the sum over the tokens divided by it.
         """
-        cache, loss = past_key_values, None
+        cache, loss = cache or past_key_values, None
         starts = self._starts(attention_mask, input_ids, cache)
         if cache is None and labels is None and (use_cache or (use_cache is None and not self.training)):
             cache = SympowCache(self.gpt.empty_state(len(input_ids)), starts is not None)
@@ -128,7 +132,7 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
             if (tokens := kwargs.get("num_items_in_batch")) is not None:
                 loss = loss * (targets != -100).sum() / tokens
         logits = None if labels is not None and self.training else self.gpt.logits(x[:, -logits_to_keep:])
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
         return output if return_dict else output.to_tuple()
 
     def _starts(self, mask, ids, cache):

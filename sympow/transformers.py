@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function
 
+from . import check_choice
 from .attention.operator import sequences
 from .attention.operator.arguments import check_power
 from .attention.operator.forms import accumulation_dtype
@@ -47,8 +48,7 @@ def register(name="sympow", p=2, gate="none"):
     several powers in one process, register several names. Raises ValueError for another p or gate.
     """
     check_power(p)
-    if gate not in ("none", "fixed"):
-        raise ValueError(f"gate must be none or fixed, got {gate!r}")
+    check_choice("gate", gate, ("none", "fixed"))
     AttentionInterface.register(name, partial(attend, p=p, gate=gate))
     AttentionMaskInterface.register(name, padding_mask)
 

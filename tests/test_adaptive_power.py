@@ -221,7 +221,7 @@ def test_mean_and_spread_of_p_are_reported_for_each_layer(adaptive):
         (dict(adaptive="mixture", p_min=1.0), "must be even integers, got 1.0 and 4.0"),
         (dict(adaptive="mixture", p_max=1e7), "p_max must be at most 8 for adaptive=mixture, got 10000000.0"),
         (dict(p_max=1e300), "p_max must be at most 1000 for adaptive=continuous"),
-        (dict(adaptive="floor"), "adaptive must be continuous or mixture, got 'floor'"),
+        (dict(adaptive="floor"), "adaptive must be one of continuous, mixture, got 'floor'"),
     ],
 )
 def test_wrong_powers_are_refused(settings, message):

@@ -133,7 +133,8 @@ def test_a_run_on_other_data_has_no_relative_curve(tmp_path, no_picture):
     compare.main(runs)
     compare.main([*runs, "--metric=val_loss/code"])
     counts = [{name: (len(train), len(val)) for name, (train, val) in run.items()} for run in no_picture]
-    assert counts == [{"a": (1, 1), "c": (1, 1)}, {"a": (1, 1), "b": (0, 1), "c": (1, 1)}]
+    assert counts == [{"a": (1, 1), "b": (0, 0), "c": (1, 1)}, {"a": (1, 1), "b": (0, 1), "c": (1, 1)}]
+    assert [{*plots.relative_losses(run)} for run in no_picture] == [{"a", "c"}, {"a", "b", "c"}]
 
 
 def test_noise_that_two_runs_share_cancels_in_their_relative_loss():

@@ -309,7 +309,7 @@ QKV = dict(q=torch.zeros(1, 3, 4, 5), k=torch.zeros(1, 3, 2, 5), v=torch.zeros(1
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        (dict(values="logs"), "values must be signed or log, got 'logs'"),
+        (dict(values="logs"), "values must be one of signed, log, got 'logs'"),
         (dict(form="parallel"), "form must be one of auto, quadratic, chunked, recurrent, got 'parallel'"),
         (dict(chunk_size=0), "chunk_size must be a positive integer, got 0"),
         (dict(resets=torch.zeros(1, 3)), r"resets must be bool \[B, T\] = \[1, 3\], got torch.float32 \[1, 3\]"),
@@ -426,8 +426,8 @@ def test_the_gated_residual_layer_takes_the_place_of_the_mlp():
 @pytest.mark.parametrize(
     "settings,message",
     [
-        (dict(values="sign"), "values must be signed or log, got 'sign'"),
-        (dict(residual="mlp"), "residual must be gpt2 or glu, got 'mlp'"),
+        (dict(values="sign"), "values must be one of signed, log, got 'sign'"),
+        (dict(residual="mlp"), "residual must be one of gpt2, glu, got 'mlp'"),
         (dict(gate="learned"), "attention=heinsen has no gates, got gate=learned"),
     ],
 )

@@ -13,6 +13,7 @@ from helpers import ROOT, join, start_ranks
 transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
+from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 
 import sympow.transformers  # noqa: E402
 
@@ -118,6 +119,16 @@ def test_packed_documents_stay_apart_where_an_attention_gets_no_position_ids(pow
         assert_close(y, wanted)
 
 
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+@pytest.mark.parametrize("argument", ["past_key_values", CACHE])
+def test_generate_takes_a_cache_by_both_names_of_its_argument(power, argument):
+    model, tokens, cache = llama("sympow"), ids(1, 9), power.PowerCache("always")
+    text = model.generate(tokens, **{argument: cache}, max_new_tokens=4, do_sample=False)
+    assert torch.equal(text[:, 9:], greedy(model, tokens, 4)) and cache.get_seq_length() == 12
+
+
 @pytest.mark.parametrize("switch_over", ["auto", "always", 5])
 @pytest.mark.parametrize("name", GATES)
 def test_greedy_text_is_that_of_full_computation_with_left_padding_too(power, name, switch_over):
@@ -215,7 +226,7 @@ def refusals():
         ).past_key_values.crop(1),
         "switch_over must be auto, always, never": lambda m, power, x: power.PowerCache("sometimes"),
         "p must be a positive even integer, got 3": lambda m, power, x: power.register("odd", p=3),
-        "gate must be none or fixed, got 'learned'": lambda m, power, x: power.register("odd", gate="learned"),
+        "gate must be one of none, fixed, got 'learned'": lambda m, power, x: power.register("odd", gate="learned"),
     }
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from ... import check_choice
 from .dispatch import FORMS
 from .forms import accumulation_dtype
 
@@ -86,8 +87,7 @@ def check_cu_seqlens(cu_seqlens, q, k):
 
 def check_form(form, chunk_size):
     """Raise ValueError unless form is one of dispatch.FORMS and chunk_size a positive integer or None."""
-    if form not in FORMS:
-        raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+    check_choice("form", form, FORMS)
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}")
 
