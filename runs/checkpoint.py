@@ -266,7 +266,7 @@ def damage(folder, thorough=True, files=FILES):
     """
     try:
         for name, file in read_json(os.path.join(folder, "checksums.json")).items():
-            if name.split(".")[0] not in files:
+            if name.split(".")[0] not in (*files, "progress"):
                 continue
             path = os.path.join(folder, name)
             if (size := os.path.getsize(path)) != file["bytes"]:

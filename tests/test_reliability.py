@@ -876,4 +876,5 @@ def test_a_flipped_bit_in_the_progress_is_noticed_by_every_rank(go):
         text = f.read()
     with open(path, "w") as f:
         f.write(text.replace("best_step", "cest_step"))
-    assert checkpoint.newest("out/a", thorough=False) == "out/a/ckpt/step_00000001"
+    for files in (checkpoint.FILES, ("model",)):
+        assert checkpoint.newest("out/a", thorough=False, files=files) == "out/a/ckpt/step_00000001"
