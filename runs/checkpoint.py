@@ -262,7 +262,7 @@ def damage(folder, thorough=True, files=FILES):
     """Return a text that says why a checkpoint, or these files in it, cannot be used; "" if they can.
 
     thorough: compare all checksums and the names and shapes of all tensors, not only sizes and progress.json. files:
-    the beginnings of the names of the files that will be read; with "progress" the weights must be those of its model.
+    the beginnings of the names of the files that will be read; with "progress" the weights must fit its model.
     """
     try:
         for name, file in read_json(os.path.join(folder, "checksums.json")).items():
