@@ -425,7 +425,7 @@ def test_progress_is_a_bar_on_a_terminal_even_of_no_width_and_lines_elsewhere(tm
     os.close(terminal)
 
 
-def test_a_step_of_preparing_that_takes_long_shows_a_line(tmp_path, monkeypatch):
+def test_a_step_of_preparing_that_takes_long_shows_a_line(tmp_path, monkeypatch, capsys):
     """Each slow step goes on when its line is there."""
     source, errors = tmp_path / "a.txt", io.StringIO()
     source.write_text("one word after another " * 1000)
@@ -447,7 +447,9 @@ def test_a_step_of_preparing_that_takes_long_shows_a_line(tmp_path, monkeypatch)
 
     wait_in("sympow.data.tokenizer.train_byte_pairs", r"training the tokenizer: 00:0\d\n")
     wait_in("sympow.data.corpus._rows", r"out:   0%.* 0/2 \[00:0\d<.*shard/s\]\n")
+    monkeypatch.setattr("sympow.data.shards.STARTED", time.monotonic() - 1000)
     text.main([str(source), f"--out={tmp_path / 'out'}", "--tokenizer=bpe:300"])
+    assert re.search(r"out is complete: .* \(10\d\d\.\d s\)\n", capsys.readouterr().out)  # since the program began
 
 
 @pytest.mark.parametrize(
