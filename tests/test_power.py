@@ -50,7 +50,9 @@ def cut(tensors, start, end=None):
     return [x if x is None else x[:, start:end] for x in tensors]
 
 
-def assert_equal_to_oracle(tensors, *, p, form, tolerance, dtype=torch.float64, with_state=False, chunk_size=CHUNK, n=0):
+def assert_equal_to_oracle(
+    tensors, *, p, form, tolerance, dtype=torch.float64, with_state=False, chunk_size=CHUNK, n=0
+):
     """Compare outputs, with_state the state too, and every gradient; n: only the last n tokens have queries."""
 
     def oracle(q, k, v, log_g, *state):
