@@ -1,4 +1,3 @@
-
 """The forms of power attention against the float64 oracle: outputs, states and every gradient."""
 
 import math
@@ -112,9 +111,6 @@ def test_every_form_carries_the_state_in_and_out(p, H, Hkv, form, gates):
     assert_equal_to_oracle(tensors, p=p, form=form, tolerance=1e-9, with_state=True)
 
 
-
-
-
 @pytest.mark.parametrize("gates", ["none", "near one", "half", "strong", "zeros"])
 @pytest.mark.parametrize("form", ["quadratic", "chunked"])
 def test_float32_is_accurate(form, gates):
@@ -127,12 +123,6 @@ def test_blocks_of_rows_equal_one_block(monkeypatch):
     monkeypatch.setattr(forms, "FEATURES_AT_ONCE", 1)  # features token by token
     tensors = inputs(53, 4, "zeros", with_state=True)
     assert_equal_to_oracle(tensors, p=4, form="quadratic", tolerance=1e-9, with_state=True)
-
-
-
-
-
-
 
 
 def error_after_rounding(q, k, v, dtype=torch.float32, **options):
@@ -215,9 +205,6 @@ def test_rows_before_a_larger_key_do_not_depend_on_it(p, gates):
             assert relative_error(found[:, 26:], ref[:, 26:], 1e-3) < 1e-4, form
 
 
-
-
-
 @pytest.mark.parametrize("small", [0.0, 2.0**-90])
 @pytest.mark.parametrize("p", [2, 4])
 def test_rows_that_see_only_zero_or_tiny_keys_are_finite_and_without_weight_zero(p, small):
@@ -274,9 +261,6 @@ def test_gates_lose_nothing_over_65536_tokens():
     y = power_attention(k, k, v, log_g, p=2, form="chunked", chunk_size=1024)[0, -1, 0, 0].item()
     g = math.exp(log_g[0, 0, 0].item())  # as float32 has it
     assert y == pytest.approx(g ** (T - 1) / ((1 - g**T) / (1 - g)), rel=2e-4)
-
-
-
 
 
 def assert_same(outs, expected):
@@ -514,3 +498,14 @@ def test_a_document_of_small_keys_follows_a_state_of_large_ones(monkeypatch):
     )
     large = torch.cat((2.0**12 * k[:, :11], k[:, 11:]), 1)
     assert torch.equal(attend(large, 2.0**12), attend(k, 1.0))
+
+
+@pytest.mark.parametrize("form", COMPUTED)
+def test_vmap_of_grad_gives_the_gradient_of_each_sample_without_a_warning(form, capfd, recwarn):
+    tensors = [torch.stack(pair) for pair in zip(floats(20, 4, "half"), floats(20, 4, "half"))]
+    tensors[0][1] *= 2
+    loss = lambda *x: power_attention(*x, p=4, form=form, chunk_size=8 if form == "chunked" else None).sin().sum()
+    of_each = torch.func.grad(loss, (0, 1, 2, 3))
+    for mapped, samples in zip(torch.func.vmap(of_each)(*tensors), zip(*map(of_each, *tensors)), strict=True):
+        assert torch.allclose(mapped, torch.stack(samples), rtol=1e-4, atol=1e-5)
+    assert "batching rule" not in capfd.readouterr().err + "".join(str(warning.message) for warning in recwarn)
