@@ -8,6 +8,8 @@ of how often the tensor holds it, p! / (c_1! ... c_d!) with c_i the number of ti
 From "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), sections 3 and 4.
 """
 
+from functools import cache
+
 import torch
 
 from .operator.backend import make_sqrt_multiplicity, symmetric_power_dim, tails_of, transforms_active
@@ -34,28 +36,24 @@ def symmetric_power_embedding(x, p):
     for r in range(1, p):
         tails = tails_of(d, r)
         phi = torch.cat([x[..., i : i + 1] * phi[..., tails[i] :] for i in range(d)], dim=-1)
-    use_operator = torch.compiler.is_compiling() or transforms_active()  # see below
-    return phi * (_sqrt_multiplicity if use_operator else sqrt_multiplicity)(x.detach(), d, p)
+    arguments = d, p, x.dtype, x.device
+    if torch.compiler.is_compiling() or transforms_active():  # see below
+        return phi * _sqrt_multiplicity(*arguments)
+    return phi * _made(*arguments).clone()  # a tensor made in inference mode could not be saved for a backward pass
 
 
-def sqrt_multiplicity(like, d, p):
-    """Return make_sqrt_multiplicity(d, p) in the dtype and on the device of `like`."""
-    key = d, p, like.dtype, like.device
-    if key not in _made:
-        _made[key] = make_sqrt_multiplicity(d, p).to(like)
-    return _made[key].clone()
+@cache
+def _made(d, p, dtype, device):
+    return make_sqrt_multiplicity(d, p).to(device, dtype)
 
 
-# An operator, so that torch.compile and torch.func do not look inside. The first call of an operator imports
-# torch._dynamo, which takes seconds, so other calls do without it.
+# An operator, so that torch.compile and torch.func do not look inside; without a tensor, so that vmap needs no rule for
+# it. The first call of an operator imports torch._dynamo, which takes seconds, so other calls do without it.
 @torch.library.custom_op("sympow::sqrt_multiplicity", mutates_args=())
-def _sqrt_multiplicity(like: torch.Tensor, d: int, p: int) -> torch.Tensor:
-    return sqrt_multiplicity(like, d, p)
+def _sqrt_multiplicity(d: int, p: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return _made(d, p, dtype, device).clone()
 
 
 @_sqrt_multiplicity.register_fake
-def _(like, d, p):
-    return like.new_empty(symmetric_power_dim(d, p))
-
-
-_made = {}
+def _(d, p, dtype, device):
+    return torch.empty(symmetric_power_dim(d, p), dtype=dtype, device=device)

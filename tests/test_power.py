@@ -500,3 +500,14 @@ def test_a_document_of_small_keys_follows_a_state_of_large_ones(monkeypatch):
     )
     large = torch.cat((2.0**12 * k[:, :11], k[:, 11:]), 1)
     assert torch.equal(attend(large, 2.0**12), attend(k, 1.0))
+
+
+@pytest.mark.parametrize("form", COMPUTED)
+def test_vmap_of_grad_gives_the_gradient_of_each_sample_without_a_warning(form, capfd, recwarn):
+    tensors = [torch.stack(pair) for pair in zip(floats(20, 4, "half"), floats(20, 4, "half"))]
+    tensors[0][1] *= 2
+    loss = lambda *x: power_attention(*x, p=4, form=form, chunk_size=8 if form == "chunked" else None).sin().sum()
+    of_each = torch.func.grad(loss, (0, 1, 2, 3))
+    for mapped, samples in zip(torch.func.vmap(of_each)(*tensors), zip(*map(of_each, *tensors)), strict=True):
+        assert torch.allclose(mapped, torch.stack(samples), rtol=1e-4, atol=1e-5)
+    assert "batching rule" not in capfd.readouterr().err + "".join(str(warning.message) for warning in recwarn)

@@ -269,16 +269,33 @@ def test_a_signal_ends_training_with_a_checkpoint(go, dataset, tmp_path):
     assert go("--out_dir=out/a", f"--max_iters={last + 2}") == 0 and max(metrics("out/a")) == last + 2
 
 
-def test_too_little_memory_is_one_line_that_says_what_needs_less(go, monkeypatch, capsys):
+def test_a_batch_that_no_cpu_can_hold_is_refused_with_one_that_fits(go, capsys):
+    batch = 10**9
+    assert go(f"--batch_size={batch}", f"--tokens_per_step={32 * batch}", "--out_dir=out/a") == 2
+    pattern = rf"batch_size={batch} at context 32 takes at least [\d,.]+ GB .* GB are free: batch_size=(\d+) should fit"
+    (smaller,) = re.findall(pattern, refusal(capsys))
+    assert batch % int(smaller) == 0 and 10**9 < int(smaller) * 32 * 2 * 32 * 48 * 4 < 10**13  # bytes
+    wide = ["--n_embd=1000000000", "--head_dim=16", "--out_dir=out/a"]
+    assert go(*wide) == 2
+    assert "GB are free: a smaller block_size or model should fit" in refusal(capsys) and not os.path.exists("out")
+
+
+CPU_FULL = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 by"
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("can't allocate memory"), RuntimeError(CPU_FULL)], ids=["GPU", "CPU"]
+)
+def test_too_little_memory_is_one_line_that_says_what_needs_less(go, monkeypatch, capsys, error):
     def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(train.GPT, "forward", full)
     monkeypatch.setattr(os, "_exit", sys.exit)
     assert go("--out_dir=out/a") == 1
-    error = refusal(capsys)
-    assert error.startswith("train.py: out of memory: CUDA out of memory; a smaller --batch_size")
-    assert "--activation_checkpointing=True" in error and "--shard=True" in error
+    line = refusal(capsys)
+    assert re.match(r"train.py: out of memory: can't allocate memory.*; a smaller --batch_size", line)
+    assert "--activation_checkpointing=True" in line and "--shard=True" in line
 
 
 def test_a_missing_toolchain_is_one_line_unless_compilation_was_demanded(go, monkeypatch, capsys):

@@ -19,7 +19,7 @@ from sympow.runs.settings import choose_device
 from sympow.runs.source import Source, choose_model
 from sympow.training.distill import Teacher
 from sympow.training.parallel import Layout, check_context, split_context
-from sympow.training.stages import Stage, describe_stages, make_stages
+from sympow.training.stages import Stage, check_memory, describe_stages, make_stages
 
 
 @dataclass
@@ -64,6 +64,7 @@ def make_plan(cfg, values, ranks):
     baseline = baseline_losses(cfg.baseline, held_out.block_size)
     device, dtype = choose_device(cfg.device, cfg.dtype, ranks.local)
     layout.check(cfg, device)
+    check_memory(cfg, model_cfg, stages, device, cfg.context_parallel)
     cfg.dtype = str(dtype).removeprefix("torch.")
     settings = {**asdict(cfg), "model": asdict(model_cfg), "data": folder.fingerprint(dataset)}
     settings |= {"teacher": teacher.fingerprint, "ranks": ranks.world, "device_type": device.type}

@@ -21,10 +21,13 @@ import torch
 
 from sympow.data.loader import Windows
 from sympow.data.mixture import HeldOut, MixedWindows, open_windows
+from sympow.runs.machine import free_memory
 from sympow.runs.program import refuse
 from sympow.runs.settings import accumulation_steps, divide_sequences
 
 REHEARSED = ("cuda",)  # kinds of devices on which too little memory is an error that can be caught
+# numbers of 4 bytes that the backward pass keeps for each token, layer and entry of n_embd: at least, usually at most
+KEPT = {False: (12, 48), True: (1, 4)}  # with activation_checkpointing or without
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,31 @@ def refuse_moved_stages(cfg, progress):
         refuse(
             f"{cfg.out_dir} cannot go on at step {progress.step} with then={cfg.then!r} and max_iters={cfg.max_iters}: "
             f"--then={then!r} is what it did, and later stages may follow with commas"
+        )
+
+
+def check_memory(cfg, config, stages, device, ranks):
+    """Raise ValueError if a CPU surely has too little memory for a micro-step, and name a batch_size that should fit.
+
+    config: the model's GPTConfig. ranks: how many share a sequence.
+    """
+    if device.type != "cpu" or cfg.eval_only:
+        return
+    least, usual = (4 * n * config.n_layer * config.n_embd / ranks for n in KEPT[config.activation_checkpointing])
+    free = free_memory()
+    for stage in stages:
+        tokens = stage.batch_size * stage.block_size
+        if tokens * least <= free:
+            continue
+        fits = int(free / usual)  # tokens
+        remedy = "a smaller block_size or model"
+        if fits >= stage.block_size:
+            sequences = stages[0].batch_size * stages[0].accumulation
+            batch_size, _ = divide_sequences(sequences, fits // cfg.block_size)
+            remedy = f"batch_size={batch_size}"
+        raise ValueError(
+            f"batch_size={cfg.batch_size} at context {stage.block_size:,} takes at least {tokens * least / 1e9:,.1f} "
+            f"GB of memory, {free / 1e9:,.1f} GB are free: {remedy} should fit"
         )
 
 
