@@ -328,6 +328,7 @@ def read_progress(folder):
         numbers = {*map(type, counts)} == {int} and 0 <= progress.seconds < math.inf and progress.best > -math.inf
         if pairs and steps and numbers:
             return progress
+    contents.pop("model", None)  # a long one
     raise DataError(f"{path} is damaged: no run comes to {contents}")
 
 
