@@ -618,7 +618,7 @@ def test_weights_that_can_not_be_taken_leave_no_folder(go, capsys):
     assert go(*TINY, "--out_dir=out/a") == 0
     for option, message in (
         ("--n_embd=32", "transformer.wte.weight is [320, 16] instead of [320, 32], and "),
-        ("--bias=True", "do not fit this model: transformer."),
+        ("--n_layer=2", "do not fit this model: transformer.h.1."),
     ):
         assert go(*TINY, option, "--out_dir=out/b", "--init_from=out/a") == 2
         assert message in refusal(capsys)
