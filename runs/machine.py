@@ -5,11 +5,8 @@ profile a step.
         train_step(...)
 """
 
-import math
 import os
-import re
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -42,17 +39,6 @@ def flops_utilization(model, tokens_per_second, block_size, dtype):
     """Return the share of its device's peak that training a model takes at this speed, or None if that is not known."""
     peak = peak_flops(model.transformer.wte.weight.device)
     return peak and tokens_per_second * model.flops_per_token(block_size, dtype) / peak
-
-
-def free_memory():
-    """Return the bytes of RAM that are free for this process on Linux, infinity on other systems."""
-    limits = [math.inf]
-    with suppress(OSError):
-        limits.append(1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1]))
-    with suppress(OSError, ValueError):  # a container's limit, or the word "max"
-        limit, used = (Path("/sys/fs/cgroup", f"memory.{name}").read_text() for name in ("max", "current"))
-        limits.append(int(limit) - int(used))
-    return min(limits)
 
 
 def check_kernels(model, contexts, dtype, ranks, context_parallel=1):

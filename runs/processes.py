@@ -288,23 +288,17 @@ def exit_statuses(ranks):
         leave_at_once(error)
     except OSError as error:
         leave_at_once(f"cannot read or write: {error}")
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        leave_at_once(out_of_memory(error))
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" in str(error):
-            leave_at_once(out_of_memory(str(error).partition("DefaultCPUAllocator: ")[2]))
+    except (MemoryError, RuntimeError) as error:
+        text = str(error).rpartition("DefaultCPUAllocator: ")[2]
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or text != str(error):
+            leave_at_once(
+                f"out of memory: {text.partition(chr(10))[0][:300]}; a smaller --batch_size (tokens_per_step stays), "
+                "--activation_checkpointing=True and, on several GPUs, --shard=True need less"
+            )
         # raised by a collective when another rank is gone
-        if not ranks.watch or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        if not ranks.watch or not (isinstance(error, dist.DistError) or "gloo" in text):
             raise
-        leave_at_once(f"a rank could not be reached: {ranks.watch.blame()} ({str(error)[:200]})")
-
-
-def out_of_memory(error):
-    """Return a line that says what needs less memory."""
-    return (
-        f"out of memory: {str(error).partition(chr(10))[0][:300]}; a smaller --batch_size (tokens_per_step stays), "
-        "--activation_checkpointing=True and, on several GPUs, --shard=True need less"
-    )
+        leave_at_once(f"a rank could not be reached: {ranks.watch.blame()} ({text[:200]})")
 
 
 def leave_at_once(message, status=1):

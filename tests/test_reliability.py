@@ -713,8 +713,12 @@ def test_a_run_goes_on_without_the_run_that_its_weights_came_from(go):
 
 def test_weights_that_can_not_be_taken_leave_no_folder(go, capsys):
     assert go(*TINY, "--out_dir=out/a") == 0
-    assert go(*TINY, "--n_embd=32", "--out_dir=out/b", "--init_from=out/a") == 2
-    assert "do not fit this model: transformer.wte.weight is [320, 16] instead of [320, 32], and " in refusal(capsys)
+    for option, message in (
+        ("--n_embd=32", "transformer.wte.weight is [320, 16] instead of [320, 32], and "),
+        ("--n_layer=2", "do not fit this model: transformer.h.1."),
+    ):
+        assert go(*TINY, option, "--out_dir=out/b", "--init_from=out/a") == 2
+        assert message in refusal(capsys)
     for step in (1, 2):
         flip(f"out/a/ckpt/step_0000000{step}/model.safetensors", 3000)
     for source in ("out/a", "out/a/ckpt/step_00000002"):

@@ -272,12 +272,12 @@ def test_a_signal_ends_training_with_a_checkpoint(go, dataset, tmp_path):
 def test_a_batch_that_no_cpu_can_hold_is_refused_with_one_that_fits(go, capsys):
     batch = 10**9
     assert go(f"--batch_size={batch}", f"--tokens_per_step={32 * batch}", "--out_dir=out/a") == 2
-    pattern = rf"batch_size={batch} at context 32 takes at least [\d,.]+ GB .* GB are free: batch_size=(\d+) should fit"
+    pattern = rf"batch_size={batch} takes at least [\d,.]+ GB of .* has [\d,.]+ GB: batch_size=(\d+) should fit"
     (smaller,) = re.findall(pattern, refusal(capsys))
     assert batch % int(smaller) == 0 and 10**9 < int(smaller) * 32 * 2 * 32 * 48 * 4 < 10**13  # bytes
     wide = ["--n_embd=1000000000", "--head_dim=16", "--out_dir=out/a"]
     assert go(*wide) == 2
-    assert "GB are free: a smaller block_size or model should fit" in refusal(capsys) and not os.path.exists("out")
+    assert "GB: a smaller block_size or model should fit" in refusal(capsys) and not os.path.exists("out")
 
 
 CPU_FULL = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 by"

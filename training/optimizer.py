@@ -141,7 +141,7 @@ def take_step(model, optimizer, grad_clip):
     norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     norm = norm.full_tensor() if is_sharded(norm) else norm
     optimizer.found_inf = (~norm.isfinite()).float()  # the same on all ranks
-    if getattr(optimizer, "_step_supports_amp_scaling", False) or not optimizer.found_inf:
+    if hasattr(optimizer, "_step_supports_amp_scaling") or not optimizer.found_inf:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm

@@ -64,7 +64,7 @@ def make_plan(cfg, values, ranks):
     baseline = baseline_losses(cfg.baseline, held_out.block_size)
     device, dtype = choose_device(cfg.device, cfg.dtype, ranks.local)
     layout.check(cfg, device)
-    check_memory(cfg, model_cfg, stages, device, cfg.context_parallel)
+    check_memory(cfg, model_cfg, stages, device)
     cfg.dtype = str(dtype).removeprefix("torch.")
     settings = {**asdict(cfg), "model": asdict(model_cfg), "data": folder.fingerprint(dataset)}
     settings |= {"teacher": teacher.fingerprint, "ranks": ranks.world, "device_type": device.type}

@@ -19,9 +19,9 @@ from fractions import Fraction
 
 import torch
 
+from sympow.attention.operator.memory import free_memory
 from sympow.data.loader import Windows
 from sympow.data.mixture import HeldOut, MixedWindows, open_windows
-from sympow.runs.machine import free_memory
 from sympow.runs.program import refuse
 from sympow.runs.settings import accumulation_steps, divide_sequences
 
@@ -175,29 +175,20 @@ def refuse_moved_stages(cfg, progress):
         )
 
 
-def check_memory(cfg, config, stages, device, ranks):
-    """Raise ValueError if a CPU surely has too little memory for a micro-step, and name a batch_size that should fit.
-
-    config: the model's GPTConfig. ranks: how many share a sequence.
-    """
-    if device.type != "cpu" or cfg.eval_only:
+def check_memory(cfg, config, stages, device):
+    """Raise ValueError if a CPU surely has too little memory for a micro-step of a model with this GPTConfig."""
+    tokens = max(stage.batch_size * stage.block_size for stage in stages) // cfg.context_parallel
+    least, usual = (4 * number * config.n_layer * config.n_embd for number in KEPT[config.activation_checkpointing])
+    if device.type != "cpu" or cfg.eval_only or tokens * least <= (have := free_memory(device)):
         return
-    least, usual = (4 * n * config.n_layer * config.n_embd / ranks for n in KEPT[config.activation_checkpointing])
-    free = free_memory()
-    for stage in stages:
-        tokens = stage.batch_size * stage.block_size
-        if tokens * least <= free:
-            continue
-        fits = int(free / usual)  # tokens
-        remedy = "a smaller block_size or model"
-        if fits >= stage.block_size:
-            sequences = stages[0].batch_size * stages[0].accumulation
-            batch_size, _ = divide_sequences(sequences, fits // cfg.block_size)
-            remedy = f"batch_size={batch_size}"
-        raise ValueError(
-            f"batch_size={cfg.batch_size} at context {stage.block_size:,} takes at least {tokens * least / 1e9:,.1f} "
-            f"GB of memory, {free / 1e9:,.1f} GB are free: {remedy} should fit"
-        )
+    remedy, sequences = "a smaller block_size or model", have // usual * cfg.context_parallel // stages[-1].block_size
+    if sequences:
+        batch_size, _ = divide_sequences(stages[0].batch_size * stages[0].accumulation, sequences)
+        remedy = f"batch_size={batch_size}"
+    raise ValueError(
+        f"batch_size={cfg.batch_size} takes at least {tokens * least / 1e9:,.1f} GB of memory, this machine has "
+        f"{have / 1e9:,.1f} GB: {remedy} should fit"
+    )
 
 
 def rehearse(plan, model, optimizer, network):
