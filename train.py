@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Callable
@@ -195,30 +195,30 @@ def train(run):
         rehearse(plan, run.model, run.optimizer, run.eval_network)
     batches = micro_batches(plan, progress)
     batch = next(batches)
-    display, first = Display(cfg, progress.step, plan.device, shown=ranks.master), True
+    first = True
     run.clock.start_lap(progress.step)
-    while not end:
-        number, *_ = batch
-        if number > len(progress.stages):  # a new stage: its speed is measured anew
-            progress.stages, first = enter_stage(plan.stages, number, progress), True
-            run.clock.start_lap(progress.step)
-            ranks.log(f"after step {progress.step}: context {plan.stages[number].block_size:,}")
-        with machine.profile_step(cfg, progress.step + 1, plan.device, ranks):
-            loss, grad_norm, batch = train_step(run, batch, batches)
-        run.writer.check()
-        end = reason_to_stop(run)
-        due = bool(end) or progress.step % cfg.eval_interval == 0
-        count_skipped(run, grad_norm, due, end)
-        if loss is not None:
-            display.step()
-            if first or end or progress.step % cfg.log_interval == 0:
-                log_step(run, display, loss, grad_norm)
-        if due:
-            evaluate_and_save(run)
-            end = reason_to_stop(run)  # a signal may have cut the evaluation short
-            run.clock.start_lap(progress.step)
-        first = False
-    display.close()
+    with closing(Display(cfg, progress.step, plan.device, shown=ranks.master)) as display:
+        while not end:
+            number, *_ = batch
+            if number > len(progress.stages):  # a new stage: its speed is measured anew
+                progress.stages, first = enter_stage(plan.stages, number, progress), True
+                run.clock.start_lap(progress.step)
+                ranks.log(f"after step {progress.step}: context {plan.stages[number].block_size:,}")
+            with machine.profile_step(cfg, progress.step + 1, plan.device, ranks):
+                loss, grad_norm, batch = train_step(run, batch, batches)
+            run.writer.check()
+            end = reason_to_stop(run)
+            due = bool(end) or progress.step % cfg.eval_interval == 0
+            count_skipped(run, grad_norm, due, end)
+            if loss is not None:
+                display.step()
+                if first or end or progress.step % cfg.log_interval == 0:
+                    log_step(run, display, loss, grad_norm)
+            if due:
+                evaluate_and_save(run)
+                end = reason_to_stop(run)  # a signal may have cut the evaluation short
+                run.clock.start_lap(progress.step)
+            first = False
     ranks.log(f"stopped after {progress.step} steps: {end}")
     if run.signal and progress.step and not run.unsaved:
         run.writer.wait()
