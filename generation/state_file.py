@@ -5,8 +5,8 @@
 
 The file is safetensors. Its tensors are `logits` [B, vocab_size] of the next token, `layers.I.NAME` for each tensor of
 each layer's state, and `embedding.NAME` for each tensor of the position embedding's state. Its metadata has a version,
-a description (the settings of the model and the states, and a hash of the model's weights), a sha256 of all that, and
-the run's folder. The file is written whole or not at all.
+a description (the settings of the model and the states, a hash of the model's weights, and the run's folder), and a
+sha256 of all that. The file is written whole or not at all.
 """
 
 import hashlib
@@ -33,9 +33,9 @@ def save_state(path, model, logits, state, run=""):
     tensors = {f"{part}.{name}": x for part in parts for name, x in parts[part].tensors().items()}
     tensors = {name: x.cpu().contiguous() for name, x in (tensors | {"logits": logits}).items()}
     settings = {part: part_state.settings() for part, part_state in parts.items()}
-    description = json.dumps({"n_tokens": state.n_tokens, "settings": settings, **describe_model(model)})
+    folder = run and os.path.abspath(run)
+    description = json.dumps({"run": folder, "n_tokens": state.n_tokens, "settings": settings, **describe_model(model)})
     metadata = {"version": VERSION, "description": description, "sha256": hash_tensors(tensors, description)}
-    metadata["run"] = run and os.path.abspath(run)
     try:
         with whole_file(path) as temporary:
             save_file(tensors, temporary, metadata=metadata)
@@ -47,7 +47,7 @@ def find_run(path):
     """Return the folder of the run whose model read the text of a state file; "" if the file does not say."""
     try:
         with safe_open(path, "pt") as file:
-            return file.metadata()["run"]
+            return json.loads(file.metadata()["description"])["run"]
     except Exception:  # load_state says why the file cannot be read
         return ""
 
