@@ -103,8 +103,8 @@ def attend_after_state(sums, q, k, v, log_g, state, *, p):
         if gates is not None:
             left = _decay(gates.span(m - n + 1, m), gates.span(0, 0), queries.dtype).unsqueeze(2)  # [B, Hkv, 1, n, 1]
             queries = queries.where(left > 0, 0)
-        before = _query_state_in_pieces(queries, state, p)
-        return by_token(normalize(*_add_decayed((num, den), before, left))).to(q.dtype)
+        earlier = _query_state_in_pieces(queries, state, p)
+        return by_token(normalize(*_add_decayed((num, den), earlier, left))).to(q.dtype)
 
 
 def read_cache(q, k, v, log_g, state, *, p, flush_cache):
@@ -241,16 +241,16 @@ def _block_of_rows(q, keys, gates, scale, state, p, first):
     if state is None:
         return sums
     scale = scale / state.unit.unsqueeze(2)
-    before = query_state(q * (scale if left is None else scale.where(left > 0, 0)), state, p)
-    return _add_decayed(sums, before, left)
+    earlier = query_state(q * (scale if left is None else scale.where(left > 0, 0)), state, p)
+    return _add_decayed(sums, earlier, left)
 
 
-def _add_decayed(sums, before, left):
-    """Return `sums`, numerators and denominators, plus `left` of those `before`; None leaves all."""
-    (num, den), (num_before, den_before) = sums, before
+def _add_decayed(sums, earlier, left):
+    """Return numerators and denominators: `sums` plus the earlier ones times `left`, or as they are for None."""
+    (num, den), (earlier_num, earlier_den) = sums, earlier
     if left is not None:
-        num_before, den_before = num_before * left, den_before * left.squeeze(-1)
-    return num + num_before, den + den_before
+        earlier_num, earlier_den = earlier_num * left, earlier_den * left.squeeze(-1)
+    return num + earlier_num, den + earlier_den
 
 
 def _chunked(q, k, v, gates, scale, state, p, chunk_size):
