@@ -29,7 +29,7 @@ def rotation(u, d, base, dtype):
     Both are [..., T, d] in dtype: (cos, cos) and (-sin, sin) of each pair's angle.
     """
     turns = u.unsqueeze(-1) * rotation_rates(d, base, u.device)  # [..., T, d / 2]
-    angle = (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
+    angle = (2 * math.pi) * turns.frac().to(dtype)
     cos, sin = angle.cos(), angle.sin()
     return torch.stack((cos, cos), dim=-1).flatten(-2), torch.stack((-sin, sin), dim=-1).flatten(-2)
 
@@ -52,11 +52,19 @@ def rotary(x, u, base):
     x [B, T, H, D], D even; u [B, T] or [T] float64, on the CPU where x's device has none. Returns [B, T, H, D] in x's
     dtype (computed in float32, or in float64 when x is), differentiable in x and u.
     """
-    dtype, compiling = accumulation_dtype(x), torch.compiler.is_compiling()
-    compute = _rotation if compiling and not u.requires_grad else rotation
-    cos, sin = (r.to(x.device) for r in compute(u, x.shape[-1], float(base), dtype))
+    return rotate(x, *rotation_of(x, u, base))
+
+
+def rotation_of(x, u, base):
+    """Return the factors (cos, sin) by which `rotate` turns x, and others of its D, dtype and device, by u."""
+    compute = _rotation if torch.compiler.is_compiling() and not u.requires_grad else rotation
+    return tuple(r.to(x.device) for r in compute(u, x.shape[-1], float(base), accumulation_dtype(x)))
+
+
+def rotate(x, cos, sin):
+    """Return x [B, T, H, D] turned by the factors that `rotation_of` computed, in x's dtype."""
     # torch.compile makes one pass of it
-    without_kernel = compiling or cos.requires_grad or backend.transforms_active()
+    without_kernel = torch.compiler.is_compiling() or cos.requires_grad or backend.transforms_active()
     if without_kernel or pointwise_reason("rotary", x.device, x.dtype, x.shape[-1]):
-        return naive.rotate(x.to(dtype), cos, sin).to(x.dtype)
+        return naive.rotate(x.to(accumulation_dtype(x)), cos, sin).to(x.dtype)
     return backend.rotary().Rotation.apply(x, cos, sin)

@@ -24,7 +24,7 @@ from .. import check_choice
 from .operator.arguments import check_form, check_power
 from .operator.memory import cached_bytes
 from .positions import LearnedPosition
-from .rotary import rotary
+from .rotary import rotate, rotation_of
 from .state import LayerState, count_positions
 
 
@@ -149,7 +149,8 @@ class Variant(nn.Module):
         model with positions=learned they are as they are."""
         q, k, v = self.split(qkv)
         if self.config.positions == "rotary":
-            q, k = (rotary(x, positions, self.rope_base) for x in (q, k))
+            factors = rotation_of(q, positions, self.rope_base)
+            q, k = (rotate(x, *factors) for x in (q, k))
         return q, k, v
 
     def empty_state(self, batch, device, switch_over=None):
