@@ -165,13 +165,8 @@ def build(name, qkv, log_g, dy):
         C = log_g.detach().cumsum(2) if gated else None
         return Contender(make_flex(p, C, dy.shape[2]), qkv, dy, 5)
 
-    from sympow.kernels import unsupported_reason
-    from sympow.kernels.operators import quadratic_attention
-
-    D = dy.shape[-1]
-    if reason := unsupported_reason("quadratic", dy.dtype, D, D, p):
-        raise ValueError(reason)
-    return Contender(partial(quadratic_attention, p=p), [*qkv, log_g] if gated else qkv, dy, 7)
+    function = partial(power_attention, p=p, form="quadratic")
+    return Contender(function, [*qkv, log_g] if gated else qkv, dy, 7)
 
 
 # ---- the table
