@@ -8,7 +8,6 @@ if __name__ == "__main__":
 """
 
 import argparse
-import math
 import os
 import socket
 import sys
@@ -50,14 +49,6 @@ def at_least_1(text):
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
-
-
-def positive(text):
-    """Return a text as a number above 0 and finite, for add_argument's `type`."""
-    with suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
 
 
 def check_output(path):
