@@ -54,16 +54,6 @@ class State:
         """Return the state of each sequence n times over, for several continuations of one prompt."""
         return self.map(lambda x: x.repeat_interleave(n, dim=0))
 
-    def concatenate(self, *more):
-        """Join the states of several batches into one. Raises ValueError if they hold different tensors."""
-        states = self, *more
-        shapes = [{name: (x.shape[1:], x.dtype) for name, x in s.tensors().items()} for s in states]
-        if any(s != shapes[0] for s in shapes) or any(s.settings() != self.settings() for s in more):
-            raise ValueError(
-                "states of one batch must hold tensors of the same shapes: the same number of cached tokens"
-            )
-        return replace(self, **{name: torch.cat([s.tensors()[name] for s in states]) for name in shapes[0]})
-
 
 @dataclass
 class LayerState(State):

@@ -11,8 +11,7 @@ What generation keeps of a layer's tokens is a subclass of State (attention/stat
     repeated  state.repeat(n), for several samples of one prompt
     sized     state.bytes()
     saved     state.tensors() and state.settings(); type(state)(**tensors, **settings) makes it again
-    combined  state.concatenate(*others), into the state of a larger batch
-State itself has the last four.
+State itself has the last three.
 """
 
 import math

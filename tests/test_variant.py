@@ -125,7 +125,7 @@ def test_generating_equals_stepping_through_the_model_and_its_forward_pass(avera
 
 @pytest.mark.parametrize("attention", REGISTERED)
 @torch.inference_mode()
-def test_a_state_is_repeated_sized_saved_and_combined(average, attention, tmp_path):
+def test_a_state_is_repeated_sized_and_saved(average, attention, tmp_path):
     model, file = tiny(attention), str(tmp_path / "a.state")
     logits, state = read_prompt(model, [256, 10, 20, 30])
     assert state.bytes() == sum(x.nbytes for s in state.parts().values() for x in s.tensors().values()) > 0
@@ -136,7 +136,6 @@ def test_a_state_is_repeated_sized_saved_and_combined(average, attention, tmp_pa
         assert again.settings() == layer.settings() and type(again) is type(layer)
         for name, x in layer.tensors().items():
             assert torch.equal(again.tensors()[name], x) and torch.equal(two.tensors()[name], torch.cat((x, x)))
-            assert torch.equal(layer.concatenate(again).tensors()[name], torch.cat((x, x)))
     ids = torch.tensor([40], device=DEVICE)
     one, both = model.step(ids, loaded)[0], model.step(ids.expand(2), twice)[0]
     assert torch.allclose(one, both[:1], atol=1e-4) and torch.allclose(one, both[1:], atol=1e-4)
@@ -153,12 +152,6 @@ def test_every_test_takes_a_new_attention_by_its_name(tmp_path):
     options = ["-p", "plugin", "-p", "no:cacheprovider", "-k", "brand_new", "-m", "slow or not slow"]
     done = run("-m", "pytest", *options, *files, env={"PYTHONPATH": path}, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout
-
-
-def test_states_of_other_shapes_are_not_combined(average):
-    first, second = (layer.empty_state(1, "cpu") for layer in (b.attn.mix for b in tiny("average").transformer.h))
-    with pytest.raises(ValueError, match="same shapes"):
-        first.concatenate(second)
 
 
 @pytest.mark.skipif(GPU, reason="programs that are run for their files, not for the device")
