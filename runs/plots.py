@@ -7,6 +7,7 @@ matplotlib is imported when a picture is plotted, so that programs run without i
 refuses a picture that cannot be written before any work is done.
 """
 
+import logging
 import math
 import os
 import warnings
@@ -54,7 +55,9 @@ def plot_loss_curves(runs, png, comparable):
     runs, comparable: {name: (train, val)}, the lines of metrics.jsonl with a training or a validation loss, ordered by
     step. An axis on which the curves look as on another one has no panel of its own. png: a file from `choose_picture`.
     """
-    plt = _pyplot()
+    from matplotlib import style
+    from matplotlib.lines import Line2D
+
     axes_shown, relative, looks = loss_axes(runs), relative_losses(comparable), _looks(runs)
     train_curves = [loss_curve(train, "step", "train_loss") for train, _ in runs.values()]
     val_curves = [loss_curve(val, "step", "val_loss") for _, val in runs.values()]
@@ -62,10 +65,10 @@ def plot_loss_curves(runs, png, comparable):
     handles = _run_handles(looks)
     if any(losses for _, losses in val_curves):
         colour = COLOURS[0] if len(runs) == 1 else "#777777"
-        handles.append(plt.Line2D([], [], linestyle="none", color=colour, label="validation", **CIRCLES))
+        handles.append(Line2D([], [], linestyle="none", color=colour, label="validation", **CIRCLES))
     panels = PANELS[len(axes_shown) + bool(relative)]
-    with plt.style.context(["default", STYLE]):
-        figure, axes = _make_figure(plt, panels, handles, height=4 * len(panels))
+    with style.context(["default", STYLE]):
+        figure, axes = _make_figure(panels, handles, height=4 * len(panels))
         for i, (key, label, unit) in enumerate(axes_shown):
             _plot_losses(axes[i], runs, looks, key, unit)
             axes[i].set(xlabel=label, ylabel="loss, nats per token", ylim=limits)
@@ -211,11 +214,12 @@ def plot_loss_by_position(curves, png):
     curves: {name: (positions [n], losses [documents, n], training context in tokens)}, as `means_by_position` makes
     them for each document. png: a file from `choose_picture`.
     """
-    plt = _pyplot()
+    from matplotlib import style
+
     looks = _looks(curves)
     end = max(positions[-1] for positions, _, _ in curves.values())
-    with plt.style.context(["default", STYLE]):
-        figure, axes = _make_figure(plt, [[0]], _run_handles(looks), height=4.2)
+    with style.context(["default", STYLE]):
+        figure, axes = _make_figure([[0]], _run_handles(looks), height=4.2)
         axis, late = axes[0], []
         for name, (positions, losses, _) in curves.items():
             mean, error = mean_and_standard_error(losses)
@@ -267,14 +271,15 @@ def choose_picture(png):
     The path is png, with .png at its end if it has no suffix. Refuses a suffix that matplotlib does not know and a file
     that cannot be written.
     """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no remarks about fonts and caches
     try:
-        plt = _pyplot()
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         return None, f"no picture, matplotlib is missing ({error}): pip install matplotlib"
     root, suffix = os.path.splitext(png)
     if suffix in ("", "."):
         png = f"{root}.png"
-    formats = sorted(plt.FigureCanvasBase.get_supported_filetypes().keys() - {"pgf"})  # pgf needs LaTeX
+    formats = sorted(FigureCanvasBase.get_supported_filetypes().keys() - {"pgf"})  # pgf needs LaTeX
     if picture_format(png) not in formats:
         refuse(f"png={png} must end in {', '.join(formats)}, or in nothing for png")
     try:
@@ -323,15 +328,17 @@ def _run_handles(looks):
     return [Line2D([], [], label=label, **look) for label, look in zip(labels, looks.values())]
 
 
-def _make_figure(plt, panels, handles, height):
+def _make_figure(panels, handles, height):
     """Return a figure with the panels of subplot_mosaic, this many inches high, and a legend below; and its axes."""
+    from matplotlib.figure import Figure
+
     width = 11 if len(panels[0]) > 1 else 7.5
     column_width = 0.7 + 0.083 * max(len(handle.get_label()) for handle in handles)
     columns = min(len(handles), max(1, int(width / column_width)))
     rows = math.ceil(len(handles) / columns)
-    figure, axes = plt.subplot_mosaic(panels, figsize=(width, height + 0.24 * rows), layout="constrained")
+    figure = Figure((width, height + 0.24 * rows), layout="constrained")
     figure.legend(handles=handles, loc="outside lower center", ncols=math.ceil(len(handles) / rows))
-    return figure, axes
+    return figure, figure.subplot_mosaic(panels)
 
 
 def _set_linear_ticks(axis, key, end):
@@ -355,21 +362,7 @@ def _set_log_ticks(axis, end):
     axis.set_xticks([], minor=True)
 
 
-def _pyplot():
-    """Import matplotlib with a backend that needs no screen, and without its remarks about fonts and caches."""
-    import logging
-
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def save_figure(figure, png, dpi=150):
-    """Write a figure to a file, whole or not at all, and free its memory. Makes the file's folder if need be."""
+def save_figure(figure, png):
+    """Write a figure to a file, whole or not at all. Makes the file's folder if need be."""
     with whole_file(png) as temporary, warnings.catch_warnings(action="ignore"):  # of letters that the font has not
-        figure.savefig(temporary, dpi=dpi, format=picture_format(png))
-    _pyplot().close(figure)
+        figure.savefig(temporary, dpi=150, format=picture_format(png))

@@ -112,7 +112,7 @@ def test_nine_runs_with_long_names_cover_nothing(monkeypatch):
         runs[f"{'long_' * 20}{i}{'_name' * 20}"] = curves
     plots.plot_loss_curves(runs, "x.png", runs)
     (figure,) = figures
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     (legend,) = figure.legends
     extent = legend.get_window_extent()
     assert extent.y0 >= 0 and len(figure.axes) == 3
