@@ -139,8 +139,7 @@ def _plot_relative_losses(axis, relative, looks):
             # The first steps, and a run that has diverged, would squash all other curves.
             late += [y for x, y in zip(tokens, percents) if x > 0.05 * tokens[-1] and y < 100]
     if late:
-        margin = 0.05 * (max(late) - min(late)) or 1
-        axis.set_ylim(min(late) - margin, max(late) + margin)
+        axis.set_ylim(add_margins(min(late), max(late), least=1))
 
 
 def loss_curve(lines, key, loss, unit=1):
@@ -200,9 +199,13 @@ def loss_limits(curves):
     lowest = [losses.min() for _, losses in curves]
     latest = np.concatenate([losses[steps > start] for steps, losses in curves])
     highest_first = max(losses[0] for _, losses in curves)
-    high = max([*lowest, min(latest.max(initial=-math.inf), highest_first)])
-    margin = 0.05 * (high - min(lowest)) or 0.1
-    return min(lowest) - margin, high + margin
+    return add_margins(min(lowest), max([*lowest, min(latest.max(initial=-math.inf), highest_first)]))
+
+
+def add_margins(low, high, least=0.1):
+    """Return (low, high) of an axis on which 5% are left free at both ends, or `least` if they are equal."""
+    margin = 0.05 * (high - low) or least
+    return low - margin, high + margin
 
 
 # ---- loss by position
@@ -230,8 +233,7 @@ def plot_loss_by_position(curves, png):
             late += [*(mean - error)[is_late], *(mean + error)[is_late], mean.min()]
         late = [loss for loss in late if math.isfinite(loss)]
         if late:
-            margin = 0.05 * (max(late) - min(late)) or 0.1
-            axis.set_ylim(min(late) - margin, max(late) + margin)
+            axis.set_ylim(add_margins(min(late), max(late)))
         counts = " or ".join(f"{n:,}" for n in sorted({len(losses) for _, losses, _ in curves.values()}))
         title = f"mean of {counts} documents; band: standard error"
         axis.set(xlabel="position in the document, tokens", ylabel="loss, nats per token", title=title)
@@ -353,13 +355,13 @@ def _set_linear_ticks(axis, key, end):
 
 def _set_log_ticks(axis, end):
     """Make the horizontal axis logarithmic from 1 to `end`, with ticks at 1, 2, 5, 10, ...; a long one at 1, 10, ..."""
-    digits = (1, 2, 5) if end < 16_000 else (1,)
-    ticks = [digit * 10**n for n in range(1 + int(math.log10(max(end, 1)))) for digit in digits]
+    from matplotlib.ticker import LogLocator, NullLocator
+
     axis.set_xscale("log")
     axis.set_xlim(0.95, 1.05 * end)
-    ticks = [tick for tick in ticks if tick <= 1.05 * end]
-    axis.set_xticks(ticks, [short_count(tick) for tick in ticks])
-    axis.set_xticks([], minor=True)
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if end < 16_000 else (1,)))
+    axis.xaxis.set_major_formatter(lambda x, _: short_count(x))
+    axis.xaxis.set_minor_locator(NullLocator())
 
 
 def save_figure(figure, png):
