@@ -51,7 +51,7 @@ from sympow.bench.timing import (
     print_row,
     print_titles,
 )
-from sympow.runs.program import at_least_1, run_program  # noqa: E402
+from sympow.runs.program import run_program  # noqa: E402
 
 ROUNDS, CALLS = 7, 10
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -282,10 +282,12 @@ def cold_start(name):
 
 def main():
     parser = make_parser("attention.py", __doc__)
-    parser.add_argument("--T", type=at_least_1, nargs="+", default=[1024, 4096, 16384, 65536], help="context lengths")
-    parser.add_argument("--heads", type=at_least_1, default=12)
-    parser.add_argument("--head_dim", type=at_least_1, default=64)
-    parser.add_argument("--tokens", type=at_least_1, default=65536, help="in a call: the batch is tokens / T")
+    parser.add_numbers(
+        T=([1024, 4096, 16384, 65536], "context lengths"),
+        heads=(12, "of queries, keys and values"),
+        head_dim=(64, "entries of a head"),
+        tokens=(65536, "in a call: the batch is tokens / T"),
+    )
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"these contenders: {' '.join(NAMES)}")
     parser.add_argument("--cold_start", action="store_true", help="time their first calls instead (p4_gated)")
     args = parser.parse_args()

@@ -38,7 +38,7 @@ from sympow.bench.timing import (
     print_row,
     print_titles,
 )
-from sympow.runs.program import at_least_1, run_program  # noqa: E402
+from sympow.runs.program import run_program  # noqa: E402
 
 ROUNDS = 5
 COLUMNS = {  # key of a row -> (title, place, format)
@@ -106,11 +106,12 @@ def compare(T, args, device, dtype):
 
 def main():
     parser = make_parser("heinsen.py", __doc__)
-    lengths = [1024, 4096, 16384, 32768, 65536]
-    parser.add_argument("--T", type=at_least_1, nargs="+", default=lengths, help="context lengths")
-    parser.add_argument("--batch", type=at_least_1, default=1)
-    parser.add_argument("--heads", type=at_least_1, default=12)
-    parser.add_argument("--head_dim", type=at_least_1, default=64)
+    parser.add_numbers(
+        T=([1024, 4096, 16384, 32768, 65536], "context lengths"),
+        batch=(1, "sequences of a call"),
+        heads=(12, "of queries, keys and values"),
+        head_dim=(64, "entries of a head"),
+    )
     dtypes = ["bfloat16", "float16", "float32"]
     parser.add_argument("--dtype", choices=dtypes, help="default: bfloat16, on a CPU float32")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, metavar="NAME", help=f"of {' '.join(CONTENDERS)}")

@@ -7,7 +7,7 @@
 nanoGPT's model.py is taken as it is, with the settings of its train.py: bfloat16 autocast, torch.compile, fused AdamW,
 no biases, a vocabulary padded to 50,304. Both take the same steps on the same --tokens random tokens: forward,
 backward, clipping and AdamW. Each turn is --steps steps after one that does not count, and the figure of a model is the
-median of its TURNS turns. Since the models take turns, a clock that falls as the GPU gets warm falls for all of them.
+median of its --turns turns. Since the models take turns, a clock that falls as the GPU gets warm falls for all of them.
 """
 
 import importlib.util
@@ -24,10 +24,9 @@ from sympow.bench.timing import finish, make_parser, print_row, print_titles  # 
 from sympow.bench.train import VARIANTS, WARM_UP, take_steps  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
 from sympow.training.optimizer import make_optimizer  # noqa: E402
-from sympow.runs.program import at_least_1, run_program, refuse  # noqa: E402
+from sympow.runs.program import refuse, run_program  # noqa: E402
 from sympow.train import TrainConfig  # noqa: E402
 
-TURNS, STEPS = 7, 5
 PADDED = 50304  # nanoGPT's vocabulary
 COLUMNS = {  # key of a row -> (title, place, format)
     "context": ("context", ">8", "d"),
@@ -115,14 +114,17 @@ def reset_peak(device):
 def main():
     parser = make_parser("nanogpt.py", __doc__)
     parser.add_argument("folder", help="a clone of https://github.com/karpathy/nanoGPT")
-    parser.add_argument("--context", type=at_least_1, nargs="+", default=[1024, 4096], help="context lengths")
     names = ["softmax", "sympow_gating"]
     parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", default=names, help=" ".join(VARIANTS))
-    parser.add_argument("--tokens", type=at_least_1, default=65536, help="of a step, or one context if that is longer")
-    parser.add_argument("--steps", type=at_least_1, default=STEPS, help="of a turn")
-    parser.add_argument("--turns", type=at_least_1, default=TURNS)
-    for name, default in (("n_layer", 12), ("n_head", 12), ("n_embd", 768)):
-        parser.add_argument(f"--{name}", type=at_least_1, default=default)
+    parser.add_numbers(
+        context=([1024, 4096], "context lengths"),
+        tokens=(65536, "of a step, or one context if that is longer"),
+        steps=(5, "of a turn"),
+        turns=(7, "of each model"),
+        n_layer=(12, "of all models"),
+        n_head=(12, "of all models"),
+        n_embd=(768, "of all models"),
+    )
     args = parser.parse_args()
     nanogpt = load_nanogpt(args.folder)
     torch.set_float32_matmul_precision("high")  # as both train.py

@@ -27,7 +27,7 @@ from sympow.bench.train import VARIANTS  # noqa: E402
 from sympow.generation.decoder import Decoder  # noqa: E402
 from sympow.generation.generate import PIECE, Sampler  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
-from sympow.runs.program import at_least_1, run_program  # noqa: E402
+from sympow.runs.program import run_program  # noqa: E402
 
 SWITCH_OVER = 512  # tokens, fewer than any context that is measured, so that each has a state
 WARM_UP = 200
@@ -151,9 +151,11 @@ def main():
     parser = make_parser("sample.py", __doc__)
     names = [*NAMES[:2], "sympow_gating"]
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", default=names, help=" ".join(NAMES))
-    parser.add_argument("--batch", type=at_least_1, nargs="+", default=[1, 64])
-    parser.add_argument("--context", type=at_least_1, nargs="+", default=[1000, 1_000_000], help="tokens of the prompt")
-    parser.add_argument("--tokens", type=at_least_1, default=1000, help="that are timed")
+    parser.add_numbers(
+        batch=([1, 64], "samples at once"),
+        context=([1000, 1_000_000], "tokens of the prompt"),
+        tokens=(1000, "that are timed"),
+    )
     parser.add_argument("--state_dtype", default="float32", choices=("float32", "bfloat16"), help="of our states")
     args = parser.parse_args()
     if not torch.cuda.is_available():

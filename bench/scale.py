@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from sympow.bench.timing import finish, make_parser, print_row, print_titles  # noqa: E402
 from sympow.data.shards import Unit, write_dataset  # noqa: E402
 from sympow.data.tokenizer import END_OF_TEXT, WORDS, Tokenizer  # noqa: E402
-from sympow.runs.program import at_least_1, run_program  # noqa: E402
+from sympow.runs.program import run_program  # noqa: E402
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 VOCABULARY = 50257  # GPT-2's: the embedding is the largest gradient
@@ -128,13 +128,15 @@ def bench(args, dataset):
 def main():
     parser = make_parser("scale.py", __doc__)
     parser.add_argument("--only", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--gpus", type=at_least_1, nargs="+", default=[2, 4, 8], help="numbers of GPUs, beside 1")
-    parser.add_argument("--tokens", type=at_least_1, nargs="+", default=[131072, 16384], help="of a GPU and step")
-    parser.add_argument("--context", type=at_least_1, nargs="+", default=[262144], help="tokens of a GPU, context mode")
-    parser.add_argument("--block_size", type=at_least_1, default=1024, help="the context in the other modes")
-    parser.add_argument("--micro_tokens", type=at_least_1, default=65536, help="of a GPU and micro-step, at most")
-    parser.add_argument("--warm_up", type=at_least_1, default=10, help="steps that do not count")
-    parser.add_argument("--steps", type=at_least_1, default=20, help="steps that do")
+    parser.add_numbers(
+        gpus=([2, 4, 8], "numbers of GPUs, beside 1"),
+        tokens=([131072, 16384], "of a GPU and step"),
+        context=([262144], "tokens of a GPU, context mode"),
+        block_size=(1024, "the context in the other modes"),
+        micro_tokens=(65536, "of a GPU and micro-step, at most"),
+        warm_up=(10, "steps that do not count"),
+        steps=(20, "steps that do"),
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args, args.settings = parser.parse_known_args()
     args.gpus = sorted({1, *args.gpus})  # linear is relative to the speed of one GPU

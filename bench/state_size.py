@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sympow.attention.embedding import symmetric_power_dim  # noqa: E402
-from sympow.runs.program import Parser, at_least_1, run_program  # noqa: E402
+from sympow.runs.program import Parser, run_program  # noqa: E402
 
 # name, n_layer, n_head, number of weights as the article quotes it; heads are 64 wide
 GPT2 = [
@@ -104,12 +104,12 @@ def print_power_table(n_layer, n_head, head_dim, powers, size):
 
 def main(argv=None):
     parser = Parser(__doc__, prog="python -m bench.state_size")
-    parser.add_argument("--n_layer", type=at_least_1, default=12)
-    parser.add_argument("--n_head", type=at_least_1, default=12)
-    parser.add_argument("--n_kv_head", type=at_least_1, help="key/value heads, where they are fewer (default: n_head)")
-    parser.add_argument("--head_dim", type=at_least_1, default=64)
-    parser.add_argument(
-        "--bytes", type=at_least_1, default=2, help="per number: 2 for bf16, 4 for fp32, which sample.py uses"
+    parser.add_numbers(
+        n_layer=(12, "layers"),
+        n_head=(12, "query heads"),
+        n_kv_head=(None, "key/value heads, where they are fewer (default: n_head)"),
+        head_dim=(64, "entries of a head"),
+        bytes=(2, "per number: 2 for bf16, 4 for fp32, which sample.py uses"),
     )
     parser.add_argument("--p", default="2,4,6,8", help="the powers, separated by commas")
     args = parser.parse_args(argv)

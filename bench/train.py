@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from sympow.bench.timing import error_line, finish, make_parser, print_row, print_titles  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
 from sympow.training.optimizer import make_optimizer  # noqa: E402
-from sympow.runs.program import at_least_1, run_program  # noqa: E402
+from sympow.runs.program import run_program  # noqa: E402
 from sympow.train import TrainConfig  # noqa: E402
 
-WARM_UP, ROUNDS, STEPS = 4, 5, 4
+WARM_UP, ROUNDS = 4, 5
 VARIANTS = {
     "softmax": dict(attention="softmax"),
     "sympow_p2": dict(attention="sympow", p=2),
@@ -113,12 +113,13 @@ def bench(args):
 
 def main():
     parser = make_parser("train.py", __doc__)
-    lengths = [1024, 4096, 16384, 65536]
-    parser.add_argument("--context", type=at_least_1, nargs="+", default=lengths, help="context lengths")
     names = ["softmax", "sympow_gating"]
     parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", default=names, help=" ".join(VARIANTS))
-    parser.add_argument("--tokens", type=at_least_1, default=65536, help="of a step, or one context if that is longer")
-    parser.add_argument("--steps", type=at_least_1, default=STEPS, help="steps of a round")
+    parser.add_numbers(
+        context=([1024, 4096, 16384, 65536], "context lengths"),
+        tokens=(65536, "of a step, or one context if that is longer"),
+        steps=(4, "of a round"),
+    )
     parser.add_argument("--activation_checkpointing", action="store_true")
     parser.add_argument("--no_compile", action="store_true")
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """Begin and end a program: a command line that refuses mistakes in one line, and an output that may be gone.
 
 parser = Parser(__doc__, prog="compare.py")
-parser.add_argument("--times", type=at_least_1)
+parser.add_numbers(times=(1, "how often"))
 ...
 if __name__ == "__main__":
     run_program(main)
@@ -39,6 +39,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, docstring, **kwargs):
         """Show the first line of the program's docstring in --help; `python -OO` has None in its place."""
         super().__init__(description=(docstring or "").partition("\n")[0], allow_abbrev=False, **kwargs)
+
+    def add_numbers(self, **options):
+        """Add options for whole numbers of at least 1: name=(default, help). A list as default takes several."""
+        for name, (default, text) in options.items():
+            several = "+" if isinstance(default, list) else None
+            self.add_argument(f"--{name}", type=at_least_1, nargs=several, default=default, help=text)
 
     def error(self, message):
         refuse(message)
