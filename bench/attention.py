@@ -50,6 +50,7 @@ from sympow.bench.timing import (
     milliseconds,
     print_row,
     print_titles,
+    require_gpu,
 )
 from sympow.runs.program import run_program  # noqa: E402
 
@@ -281,21 +282,19 @@ def cold_start(name):
 
 
 def main():
-    parser = make_parser("attention.py", __doc__)
+    parser = make_parser("attention.py", __doc__, NAMES)
     parser.add_numbers(
         T=([1024, 4096, 16384, 65536], "context lengths"),
         heads=(12, "of queries, keys and values"),
         head_dim=(64, "entries of a head"),
         tokens=(65536, "in a call: the batch is tokens / T"),
     )
-    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"these contenders: {' '.join(NAMES)}")
     parser.add_argument("--cold_start", action="store_true", help="time their first calls instead (p4_gated)")
     args = parser.parse_args()
     names = args.only or ["p4_gated"]
     if args.cold_start and (not_ours := [name for name in names if is_torch(name)]):
         parser.error(f"--cold_start times our kernels, not {' '.join(not_ours)}")
-    if not torch.cuda.is_available():
-        parser.error("no CUDA GPU here, and there is nothing else to measure")
+    require_gpu(parser)
     if args.cold_start:
         for name in names:
             cold_start(name)

@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from sympow.bench.timing import require_gpu  # noqa: E402
 from sympow.kernels import cost  # noqa: E402
 from sympow.runs.program import Parser, run_program  # noqa: E402
 
@@ -80,8 +81,7 @@ def main():
     """Measure, fit and print the numbers of each size with gates, and how good the resulting choices are."""
     parser = Parser(__doc__, prog="bench/cost.py")
     parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("no CUDA GPU here, and there is nothing else to measure")
+    require_gpu(parser)
     for D, p in cost.CHUNKED:
         if (D, p) != (64, 4):  # there the chunked form is nowhere cheaper
             fit_size(D, p)

@@ -105,7 +105,7 @@ def compare(T, args, device, dtype):
 
 
 def main():
-    parser = make_parser("heinsen.py", __doc__)
+    parser = make_parser("heinsen.py", __doc__, CONTENDERS)
     parser.add_numbers(
         T=([1024, 4096, 16384, 32768, 65536], "context lengths"),
         batch=(1, "sequences of a call"),
@@ -114,7 +114,6 @@ def main():
     )
     dtypes = ["bfloat16", "float16", "float32"]
     parser.add_argument("--dtype", choices=dtypes, help="default: bfloat16, on a CPU float32")
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, metavar="NAME", help=f"of {' '.join(CONTENDERS)}")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, args.dtype or ("bfloat16" if device == "cuda" else "float32"))

@@ -112,10 +112,8 @@ def reset_peak(device):
 
 
 def main():
-    parser = make_parser("nanogpt.py", __doc__)
+    parser = make_parser("nanogpt.py", __doc__, VARIANTS, ["softmax", "sympow_gating"])
     parser.add_argument("folder", help="a clone of https://github.com/karpathy/nanoGPT")
-    names = ["softmax", "sympow_gating"]
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", default=names, help=" ".join(VARIANTS))
     parser.add_numbers(
         context=([1024, 4096], "context lengths"),
         tokens=(65536, "of a step, or one context if that is longer"),

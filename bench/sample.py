@@ -22,7 +22,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sympow.bench.timing import error_line, finish, make_parser, milliseconds, print_row, print_titles  # noqa: E402
+from sympow.bench.timing import (
+    error_line,
+    finish,
+    make_parser,
+    milliseconds,
+    print_row,
+    print_titles,
+    require_gpu,
+)
 from sympow.bench.train import VARIANTS  # noqa: E402
 from sympow.generation.decoder import Decoder  # noqa: E402
 from sympow.generation.generate import PIECE, Sampler  # noqa: E402
@@ -148,9 +156,7 @@ def measure(name, batch, context, args):
 
 
 def main():
-    parser = make_parser("sample.py", __doc__)
-    names = [*NAMES[:2], "sympow_gating"]
-    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", default=names, help=" ".join(NAMES))
+    parser = make_parser("sample.py", __doc__, NAMES, [*NAMES[:2], "sympow_gating"])
     parser.add_numbers(
         batch=([1, 64], "samples at once"),
         context=([1000, 1_000_000], "tokens of the prompt"),
@@ -158,8 +164,7 @@ def main():
     )
     parser.add_argument("--state_dtype", default="float32", choices=("float32", "bfloat16"), help="of our states")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("no CUDA GPU here to measure on")
+    require_gpu(parser)
     rows = []
     print_titles(COLUMNS)
     for name, batch, context in product(args.only, args.batch, args.context):

@@ -126,8 +126,7 @@ def bench(args, dataset):
 
 
 def main():
-    parser = make_parser("scale.py", __doc__)
-    parser.add_argument("--only", nargs="+", choices=MODES, default=MODES)
+    parser = make_parser("scale.py", __doc__, MODES, MODES)
     parser.add_numbers(
         gpus=([2, 4, 8], "numbers of GPUs, beside 1"),
         tokens=([131072, 16384], "of a GPU and step"),

@@ -66,11 +66,22 @@ def machine():
     return f"{torch.cuda.get_device_name()}, {versions}"
 
 
-def make_parser(name, description):
-    """Return a Parser for the program bench/NAME, with the option --json; description: its docstring."""
+def make_parser(name, description, contenders, default=None):
+    """Return a Parser for the program bench/NAME, with the options --json and --only; description: its docstring.
+
+    contenders: the names that --only takes; default: those that are measured without it.
+    """
     parser = Parser(description, prog=f"bench/{name}")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows there too")
+    names = f"measure these: {' '.join(contenders)}"
+    parser.add_argument("--only", nargs="+", choices=contenders, metavar="NAME", default=default, help=names)
     return parser
+
+
+def require_gpu(parser):
+    """Refuse a machine without a GPU in one line."""
+    if not torch.cuda.is_available():
+        parser.error("no CUDA GPU here, and there is nothing else to measure")
 
 
 def print_titles(columns):

@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sympow.bench.timing import error_line, finish, make_parser, print_row, print_titles  # noqa: E402
+from sympow.bench.timing import error_line, finish, make_parser, print_row, print_titles, require_gpu  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
 from sympow.training.optimizer import make_optimizer  # noqa: E402
 from sympow.runs.program import run_program  # noqa: E402
@@ -112,9 +112,7 @@ def bench(args):
 
 
 def main():
-    parser = make_parser("train.py", __doc__)
-    names = ["softmax", "sympow_gating"]
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", default=names, help=" ".join(VARIANTS))
+    parser = make_parser("train.py", __doc__, VARIANTS, ["softmax", "sympow_gating"])
     parser.add_numbers(
         context=([1024, 4096, 16384, 65536], "context lengths"),
         tokens=(65536, "of a step, or one context if that is longer"),
@@ -123,8 +121,7 @@ def main():
     parser.add_argument("--activation_checkpointing", action="store_true")
     parser.add_argument("--no_compile", action="store_true")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("no CUDA GPU here, and there is nothing else to measure")
+    require_gpu(parser)
     torch.set_float32_matmul_precision("high")  # as train.py
     rows = bench(args)
     finish(args, rows)
