@@ -4,40 +4,34 @@ python bench/cost.py            # two minutes; print the model's tables, and how
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sympow.bench.timing import require_gpu  # noqa: E402
+from sympow.bench.attention import make_inputs  # noqa: E402
+from sympow.bench.timing import forward_backward, require_gpu  # noqa: E402
 from sympow.kernels import cost  # noqa: E402
 from sympow.runs.program import Parser, run_program  # noqa: E402
 
+TOKENS = 65536  # of a call, or one sequence that is longer
 
-def measure(D, p, gated, lengths, sizes, tokens=65536):
-    """Return ({T: ns} of the quadratic kernels, {(T, C): ns} of the chunked ones) for a token and head.
 
-    lengths: the T, sizes: the pairs (T, C) to measure; tokens: the number of a call's tokens, in sequences of T.
+def measure(D, p, lengths, sizes):
+    """Return ({T: ns} of the quadratic kernels, {(T, C): ns} of the chunked ones) for a token and head, with gates.
+
+    lengths: the T, sizes: the pairs (T, C) to measure. A call has TOKENS tokens, in sequences of T.
     """
     from triton.testing import do_bench
 
     from sympow.kernels.operators import chunked_attention, quadratic_attention
 
     def ns(T, attention, **options):
-        torch.manual_seed(0)
-        B, H = max(1, tokens // T), 768 // D
-        q, k, v = torch.randn(B, T, 3 * H, D, device="cuda", dtype=torch.bfloat16).split(H, dim=2)
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        if gated:
-            log_g = logsigmoid(6.9 + torch.randn(B, T, H, device="cuda"))
-            inputs.append(log_g.requires_grad_())
-
-        def passes():
-            return torch.autograd.grad(attention(*inputs, p=p, **options), inputs, torch.ones_like(q))
-
+        B, H = max(1, TOKENS // T), 768 // D
+        qkv, log_g, dy = make_inputs(B, T, H, D)
+        passes = partial(forward_backward, partial(attention, p=p, **options), [*qkv, log_g], dy)
         return do_bench(passes, warmup=5, rep=25, return_mode="median") * 1e6 / (B * T * H)
 
     def chunked(*inputs, **options):
@@ -57,7 +51,7 @@ def fit_size(D, p):
     """Measure and fit the numbers of one size, and print them beside the measurements."""
     T, lengths = (32768, (512, 1024, 2048, 4096, 8192, 16384)) if p == 2 else (65536, ())
     chunks = [C for C in (cost.best_size(D, p) * f // 4 for f in (1, 2, 4, 8, 16)) if C in cost.SIZES]
-    quadratic, chunked = measure(D, p, True, lengths, [(T, C) for C in chunks])
+    quadratic, chunked = measure(D, p, lengths, [(T, C) for C in chunks])
     if quadratic:
         cost.QUADRATIC[D] = tuple(fit([[1] * len(quadratic), list(quadratic)], list(quadratic.values())))
         print(f"QUADRATIC {D}: ({cost.QUADRATIC[D][0]:.2f}, {cost.QUADRATIC[D][1]:.5f})", flush=True)
@@ -70,7 +64,7 @@ def fit_size(D, p):
     print(f"  chunked at {T}", *sizes, f"  chosen: {cost.chunk_size(T, D, p)}", flush=True)
     # how good the choice is near the length at which it changes
     lengths = [T for T in (2**n for n in range(9, 19)) if 1 / 4 <= T / cost.crossing(D, p) <= 4]
-    quadratic, chunked = measure(D, p, True, lengths, [(T, cost.chunk_size(T, D, p)) for T in lengths])
+    quadratic, chunked = measure(D, p, lengths, [(T, cost.chunk_size(T, D, p)) for T in lengths])
     for (T, C), t in chunked.items():
         times = {"quadratic": quadratic[T], "chunked": t}
         ratio = times[cost.best_form(T, D, p)] / min(times.values())
