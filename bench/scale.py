@@ -19,7 +19,6 @@ import sys
 import tempfile
 from contextlib import redirect_stdout
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -30,11 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sympow.bench.timing import finish, make_parser, print_row, print_titles  # noqa: E402
 from sympow.data.shards import Unit, write_dataset  # noqa: E402
-from sympow.data.tokenizer import END_OF_TEXT, WORDS, Tokenizer  # noqa: E402
+from sympow.data.tokenizer import IdsEncoding, Tokenizer  # noqa: E402
 from sympow.runs.program import run_program  # noqa: E402
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
-VOCABULARY = 50257  # GPT-2's: the embedding is the largest gradient
 MODES = ["ddp", "fsdp", "context"]
 LIMIT = 600  # seconds for one row
 LOG_INTERVAL = 5  # steps over which train.py takes the mean speed
@@ -54,20 +52,15 @@ COLUMNS = {  # key of a row -> (title, place, format)
 
 def make_dataset(folder, document_length):
     """Write a dataset of random tokens, 4 training documents and 1 held out; return its path."""
-    import tiktoken
-
-    pieces = [bytes([i]) for i in range(256)] + [bytes(pair) for pair in product(range(256), repeat=2)]
-    ranks = {piece: i for i, piece in enumerate(pieces[: VOCABULARY - 1])}
-    end_of_text = {END_OF_TEXT: VOCABULARY - 1}
-    encoding = tiktoken.Encoding("random", pat_str=WORDS, mergeable_ranks=ranks, special_tokens=end_of_text)
-    random_ids = partial(np.random.default_rng(0).integers, 0, VOCABULARY - 1)
+    encoding = IdsEncoding()  # of GPT-2's size: the embedding is the largest gradient
+    random_ids = partial(np.random.default_rng(0).integers, 0, encoding.eot_token)
     units = [
         Unit("train", partial(random_ids, (4, document_length))),
         Unit("val", partial(random_ids, (1, document_length))),
     ]
     path = os.path.join(folder, "random")
     with redirect_stdout(io.StringIO()):
-        write_dataset(path, units, Tokenizer("bpe", encoding), document_length, {}, "random", "bench/scale.py")
+        write_dataset(path, units, Tokenizer("ids", encoding), document_length, {}, "random", "bench/scale.py")
     return path
 
 
