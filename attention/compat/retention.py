@@ -9,11 +9,13 @@
 docs/compat.md says what differs. Its steps (attention, update_state, query_state, discumsum) are here too.
 """
 
+from functools import partial
+
 import torch
+from torch.nn.functional import logsigmoid
 
 from ..operator import forms
 from ..power import power_attention
-from .inputs import RandomInputs
 from .steps import attention, discumsum, paired_state, query_state, update_state
 
 __all__ = [
@@ -80,9 +82,8 @@ def create_inputs(
 
     fused_normalizer, which chooses one of the library's layouts of states, has no effect: here there is one.
     """
-    random = RandomInputs(b, h, d, dtype, device, seed)
-    gate_mean, state_deg = 0.0 if gating else None, deg if initial_state else None
-    inputs = random.tensors(t, t, qhead_ratio, gate_mean, state_deg, requires_grad)
+    shape, gate_mean, state_deg = (b, t, t, h, d), 0.0 if gating else None, deg if initial_state else None
+    inputs = _random_tensors(shape, qhead_ratio, dtype, device, gate_mean, state_deg, requires_grad, seed)
     inputs.update(return_final_state=return_final_state, deg=deg, scale=scale)
     inputs.update(chunk_size=chunk_size, switch_over_seq_len=switch_over_seq_len)
     return inputs
@@ -99,7 +100,34 @@ def create_inference_inputs(
     """
     if not tk and not initial_state:
         raise ValueError("tk must be positive, or initial_state True")
-    random = RandomInputs(b, h, d, dtype, device, seed)
-    gate_mean, state_deg = 6.906768 if gating else None, deg if initial_state else None
-    inputs = random.tensors(tq, tk, qhead_ratio, gate_mean, state_deg, requires_grad)
+    shape, gate_mean, state_deg = (b, tq, tk, h, d), 6.906768 if gating else None, deg if initial_state else None
+    inputs = _random_tensors(shape, qhead_ratio, dtype, device, gate_mean, state_deg, requires_grad, seed)
     return inputs | dict(deg=deg, scale=scale, switch_over_seq_len=switch_over_seq_len)
+
+
+def _random_tensors(shape, qhead_ratio, dtype, device, gate_mean, state_deg, requires_grad, seed):
+    """Return the tensors of an entry point by name; torch's own generator is left as it is.
+
+    shape: (b, tq, tk, h, d). There are no keys if tk is 0. Gates are sigmoids of normal numbers with the mean
+    gate_mean; without it there are none. The state of power state_deg holds 8 random tokens; without a power there is
+    none. With requires_grad the tensors require gradients.
+    """
+    (b, tq, tk, h, d), device = shape, torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        device = torch.device("cpu")
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+    normal = partial(torch.randn, device=device, generator=generator)
+
+    def rows(t, heads):  # the queries, keys or values of t tokens
+        return normal(b, t, heads, d, dtype=dtype) / d**0.5
+
+    tensors = dict.fromkeys(("Q", "K", "V", "log_G", "initial_state", "sum_of_keys"))
+    tensors["Q"] = rows(tq, h * qhead_ratio)
+    if tk:
+        tensors.update(K=rows(tk, h), V=rows(tk, h))
+    if tk and gate_mean is not None:
+        tensors["log_G"] = logsigmoid(gate_mean + normal(b, tk, h, dtype=torch.float32))
+    if state_deg:
+        S, s = forms.flush(rows(8, h), rows(8, h), None, None, p=state_deg)
+        tensors.update(initial_state=S, sum_of_keys=s)
+    return {name: x if x is None else x.detach().requires_grad_(requires_grad) for name, x in tensors.items()}
