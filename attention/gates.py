@@ -148,6 +148,10 @@ def reset_gates(resets, log_g, k):
     """
     if resets is None:
         return log_g
-    if log_g is None:
-        log_g = torch.zeros(k.shape[:3], dtype=accumulation_dtype(k), device=k.device)
+    log_g = gates_of_one(k) if log_g is None else log_g
     return log_g.masked_fill(resets.unsqueeze(-1), float("-inf"))
+
+
+def gates_of_one(k):
+    """Return log_g [B, T, Hkv] of zeros for keys k [B, T, Hkv, D]."""
+    return torch.zeros(k.shape[:3], dtype=accumulation_dtype(k), device=k.device)

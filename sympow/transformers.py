@@ -23,8 +23,7 @@ from transformers.masking_utils import causal_mask_function
 from . import check_choice
 from .attention.operator import sequences
 from .attention.operator.arguments import check_power
-from .attention.operator.forms import accumulation_dtype
-from .attention.gates import alibi_slopes, reset_gates
+from .attention.gates import alibi_slopes, gates_of_one, reset_gates
 from .attention.power import power_attention
 from .attention.state import LayerState, attend_and_append
 
@@ -284,11 +283,6 @@ def document_starts(position_ids, seen):
     if known is None or known[0] != version:
         known = position_ids.begins_documents = version, bool(starts.any())
     return starts if known[1] else None
-
-
-def gates_of_one(k):
-    """Return log_g [B, n, Hkv] of zeros for keys k [B, n, Hkv, D]."""
-    return torch.zeros(k.shape[:3], dtype=accumulation_dtype(k), device=k.device)
 
 
 def may_look(x):
