@@ -188,13 +188,13 @@ def test_validation_reads_the_same_tokens_whatever_the_batch(go, capsys):
 
 
 class Ticks:
-    """Stand for the module time. Every call takes a hundredth of a second."""
+    """Stand for the module time. Every call takes `seconds`."""
 
-    def __init__(self):
-        self.now = 0.0
+    def __init__(self, seconds=0.01):
+        self.now, self.seconds = 0.0, seconds
 
     def perf_counter(self):
-        self.now += 0.01
+        self.now += self.seconds
         return self.now
 
 
