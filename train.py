@@ -177,7 +177,8 @@ def set_up(argv, ranks, stack):
     tracker = Tracker(cfg, plan.settings, progress, model) if records else None
     ranks.log(describe_run(plan, model))
     clock, skipped = Clock(progress.seconds, progress.step), SkippedSteps(*progress.skipped)
-    return Run(plan, model, network, eval_network, optimizer, progress, writer, tracker, clock, skipped, StopSignals())
+    signals = StopSignals(cfg.out_dir, advise_to_go_on(cfg))
+    return Run(plan, model, network, eval_network, optimizer, progress, writer, tracker, clock, skipped, signals)
 
 
 def train(run):

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from sympow.data import DataError
 from sympow.data.command import open_streams
-from sympow.runs.checkpoint import NotWritten
+from sympow.runs.checkpoint import NotWritten, newest
 from sympow.runs.program import process_name, refuse
 from sympow.runs.settings import from_launcher
 
@@ -254,19 +254,37 @@ class Watch:
 class StopSignals:
     """Records SIGINT, SIGTERM and SIGUSR1, so that training can end with a checkpoint after the micro-step.
 
-    A second SIGINT ends the process at once. A second SIGTERM or SIGUSR1 changes nothing, because a scheduler and
-    torchrun may both send one. Attribute: number (the last signal received, or 0).
+    A line answers the first signal at once, and a SIGINT after it ends the process at once, with status 130. A second
+    SIGTERM or SIGUSR1 changes nothing, because a scheduler and torchrun may both send one. Attribute: number (the last
+    signal received, or 0).
+
+    Python's handlers wait for the C++ that the main thread is in, such as a backward pass. So a thread answers, which
+    reads the numbers of signals from a pipe that Python writes at once.
     """
 
-    def __init__(self):
+    def __init__(self, out_dir, advice):
+        """Receive signals from now on. advice: how the run in out_dir goes on after its end."""
         self.number = 0
+        receiver, sender = os.pipe()
+        os.set_blocking(sender, False)
+        signal.set_wakeup_fd(sender)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._receive)
+        threading.Thread(target=_answer_signals, args=(receiver, out_dir, advice), daemon=True, name="signals").start()
 
     def _receive(self, number, frame):
         self.number = number
-        if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
+
+
+def _answer_signals(receiver, out_dir, advice):
+    """Print a line for the first signal number in the pipe `receiver`, and end the process at a later SIGINT."""
+    with open(receiver, "rb", buffering=0) as pipe:
+        if pipe.read(1):
+            warn("stopping after this micro-step and saving the steps taken; Ctrl-C now ends training at once")
+        while number := pipe.read(1):
+            if ord(number) == signal.SIGINT:
+                warn(f"ended at once; last checkpoint: {newest(out_dir) or 'none'}; {advice}")
+                os._exit(130)
 
 
 @contextmanager
@@ -274,7 +292,7 @@ def exit_statuses(ranks):
     """End the program with one line on stderr where an error has a known cause; other errors keep their traceback.
 
     Closed streams (`>&-`) do not stop it. The status is 2 for settings and data that cannot be used, 1 for what happens
-    later and 130 for Ctrl-C before training begins.
+    later and 130 for Ctrl-C before training begins, or a second one.
     """
     open_streams()
     try:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -31,6 +32,10 @@ def call(main, *argv):
         sys.argv = saved
         for s, handler in handlers.items():
             signal.signal(s, handler)
+        if (pipe := signal.set_wakeup_fd(-1)) >= 0:  # of StopSignals, whose thread ends where the pipe does
+            os.close(pipe)
+            for thread in [thread for thread in threading.enumerate() if thread.name == "signals"]:
+                thread.join()
 
 
 def run(*argv, check=True, **kwargs):

@@ -3,6 +3,7 @@
 import copy
 import fcntl
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -425,6 +426,54 @@ def test_a_signal_within_a_step_saves_and_loses_nothing(go, finished, monkeypatc
     assert metrics("out/cut") == metrics(finished / "whole")
 
 
+def train_with_a_long_backward_pass():
+    """Train as train.py; from the fifth micro-step on, the backward pass is C++ that no signal interrupts."""
+    real, calls = torch.Tensor.backward, []
+
+    def backward(loss):
+        calls.append(loss)
+        if len(calls) > 4:
+            open(f"begun_{os.environ.get('RANK', 0)}", "w").close()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes, without the interpreter's lock
+        real(loss)
+
+    torch.Tensor.backward = backward
+    train.main()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ctrl_c_within_a_long_step_is_answered_at_once_and_a_second_one_ends_it(dataset, tmp_path, count):
+    argv = [*SMALL, f"--dataset={dataset}", "--out_dir=out/a", "--eval_interval=1", f"--batch_size={4 // count}"]
+    ranks = start_ranks(count, train_with_a_long_backward_pass, *argv, cwd=tmp_path)
+    saved = "out/a/ckpt/step_00000002"
+    answers = (
+        ": stopping after this micro-step and saving the steps taken; Ctrl-C now ends training at once\n",
+        f": ended at once; last checkpoint: {saved}; the same command goes on\n",
+    )
+
+    def printed():
+        return "".join((tmp_path / f"rank_{rank}").read_text() for rank in range(count))
+
+    def wait_for(condition, seconds):
+        end = time.time() + seconds
+        while not condition():
+            assert time.time() < end, printed()
+            time.sleep(0.05)
+
+    try:
+        paths = [tmp_path / name for name in (saved, *(f"begun_{rank}" for rank in range(count)))]
+        wait_for(lambda: all(path.exists() for path in paths), 60)
+        for answer in answers:
+            for process in ranks:
+                os.kill(process.pid, signal.SIGINT)
+            wait_for(lambda: answer in printed(), 30)
+        assert join(*ranks) == count * [130]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [printed().count(answer) for answer in answers] == [1, 1]
+
+
 def test_a_second_process_in_one_folder_is_refused(go, capsys):
     os.makedirs("out/a")
     with open("out/a/.lock", "a+") as lock:
@@ -625,7 +674,9 @@ def test_an_evaluation_alone_answers_a_signal_and_every_start_ctrl_c(go, monkeyp
     with monkeypatch.context() as patch:
         at_moments(patch, lambda name, number: os.kill(os.getpid(), signal.SIGTERM) if number == 2 else None)
         assert go(*TINY, "--out_dir=out/a", "--eval_only=True", "--eval_tokens=512") == 1
-    assert capsys.readouterr().err == "train.py: the evaluation is not finished: SIGTERM was received\n"
+    answer, error = capsys.readouterr().err.splitlines()
+    assert answer.startswith("train.py: stopping after this micro-step and saving")
+    assert error == "train.py: the evaluation is not finished: SIGTERM was received"
 
     def ctrl_c(*args):
         raise KeyboardInterrupt
