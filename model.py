@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sympow import check_choice
-from sympow.attention import ATTENTIONS
+from sympow.attention import ATTENTIONS, attention_pattern
 from sympow.attention.positions import check_length
 from sympow.attention.state import ModelState
 from sympow.attention.variant import check_layer
@@ -72,28 +72,14 @@ class GPTConfig:
 
     def _check_attention(self):
         """Raise ValueError unless `attention` names attentions, as a pattern that divides n_layer, that take `gate`."""
-        names = [name.strip() for name in self.attention.split(",")]
-        for name in names:
-            check_choice("attention", name, ATTENTIONS)
-        if self.n_layer % len(names):
-            nearest = max(1, round(self.n_layer / len(names))) * len(names)
-            raise ValueError(
-                f"attention has a pattern of {len(names)} layers, which does not divide n_layer={self.n_layer}: "
-                f"n_layer={nearest} would do"
-            )
+        names = attention_pattern(self.attention, self.n_layer)
         self.attention = ",".join(names)
-        variant = ATTENTIONS[names[0]]
-        if len(names) > 1:
-            gates = {self.layer(i).gate for i in range(len(names))}  # which checks each layer
-            if self.gate not in {"auto", *gates}:
-                raise ValueError(f"no layer of attention={self.attention} takes gate={self.gate}: use gate=auto")
+        if len(names) == 1:
+            ATTENTIONS[self.attention].choose_gate(self)
             return
-        if self.gate == "auto":
-            self.gate = variant.gates[0]
-        variant.check(self)
-        if self.gate not in variant.gates:
-            takes = "has no gates" if variant.gates == ("none",) else f"takes gate={' or '.join(variant.gates)}"
-            raise ValueError(f"attention={self.attention} {takes}, got gate={self.gate}")
+        gates = {self.layer(i).gate for i in range(len(names))}  # which checks each layer
+        if self.gate not in {"auto", *gates}:
+            raise ValueError(f"no layer of attention={self.attention} takes gate={self.gate}: use gate=auto")
 
     def layer(self, i):
         """Return the GPTConfig of layer i, which has one attention and, if that has gates, this config's `gate`."""

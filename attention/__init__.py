@@ -11,6 +11,7 @@ that are spread over ranks; compat/ has the interfaces of two libraries.
 if __name__ != "sympow.attention":
     raise ImportError("attention/ is imported as sympow.attention")
 
+from .. import check_choice
 from .adaptive_power import AdaptivePower
 from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower
@@ -36,6 +37,23 @@ __all__ = [
     "ATTENTIONS", "LogState", "PowerState", "Variant", "heinsen_attention", "power_attention", "power_attention_sums",
     *(cls.__name__ for cls in ATTENTIONS.values()),
 ]  # fmt: skip
+
+
+def attention_pattern(attention, n_layer):
+    """Return the names in `attention`, with commas between, of the layers in turn.
+
+    Raises ValueError if one of them is no attention, or if their number does not divide n_layer.
+    """
+    names = [name.strip() for name in attention.split(",")]
+    for name in names:
+        check_choice("attention", name, ATTENTIONS)
+    if n_layer % len(names):
+        nearest = max(1, round(n_layer / len(names))) * len(names)
+        raise ValueError(
+            f"attention has a pattern of {len(names)} layers, which does not divide n_layer={n_layer}: "
+            f"n_layer={nearest} would do"
+        )
+    return names
 
 
 def position_schemes(names):

@@ -98,6 +98,16 @@ class Variant(nn.Module):
         """Raise ValueError for settings of the model that this attention does not take, before anything is built."""
 
     @classmethod
+    def choose_gate(cls, config):
+        """Set config.gate where it is "auto", and raise ValueError for settings that this attention does not take."""
+        if config.gate == "auto":
+            config.gate = cls.gates[0]
+        cls.check(config)
+        if config.gate not in cls.gates:
+            takes = "has no gates" if cls.gates == ("none",) else f"takes gate={' or '.join(cls.gates)}"
+            raise ValueError(f"attention={config.attention} {takes}, got gate={config.gate}")
+
+    @classmethod
     def position_embedding(cls, config):
         """Return the module that gives all layers their positions, or None if this attention needs none. The default is
         GPT-2's table for positions=learned.

@@ -32,16 +32,11 @@ class LayerConfig:
     positions = "rotary"  # no field: a layer has no table of positions
 
     def __post_init__(self):
-        variants = {name: v for name, v in ATTENTIONS.items() if name != "heinsen"}
         if self.attention == "heinsen":
             raise ValueError("attention=heinsen needs a model with a position embedding: use heinsen_attention")
-        check_choice("attention", self.attention, variants)
+        check_choice("attention", self.attention, ATTENTIONS)
         check_layer(self)
-        variant = variants[self.attention]
-        if self.gate == "auto":
-            self.gate = variant.gates[0]
-        variant.check(self)
-        check_choice(f"gate of {self.attention}", self.gate, variant.gates)
+        ATTENTIONS[self.attention].choose_gate(self)
 
     @property
     def gated(self):

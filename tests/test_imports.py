@@ -71,7 +71,11 @@ def room_of(name):
 
 def test_what_is_read_first_stays_short():
     lines = {path: len((ROOT / path).read_text().splitlines()) for path in SHORT}
-    assert not {path: n for path, n in lines.items() if n > SHORT[path]}
+    for path, count in lines.items():
+        limit = f"{path} has {count} lines, and this repository keeps it to {SHORT[path]}"
+        assert count <= SHORT[path], (
+            f"{limit}: move what stands alone elsewhere, or give your copy another number in SHORT"
+        )
     long = [
         f"{name}: {node.name}"
         for name, path in FILES.items()

@@ -60,8 +60,8 @@ def test_a_layer_is_the_models(name):
         (dict(attention="sympower"), "got 'sympower': did you mean sympow?"),
         (dict(n_head=5), "multiple of n_head, got 32 and 5"), (dict(p=3), "even integer, got 3"),
         (dict(n_kv_head=3), "multiple of n_kv_head, got 4 and 3"), (dict(gate="none"), "is attention=sympow"),
-        (dict(attention="sympow", gate="fixed"), "must be one of none, got 'fixed'"), (dict(form="fast"), "got 'fast'"),
-        (dict(head_dim=7), "even (rotary positions turn pairs), got 7"),
+        (dict(attention="sympow", gate="fixed"), "sympow has no gates, got gate=fixed"),
+        (dict(form="fast"), "got 'fast'"), (dict(head_dim=7), "even (rotary positions turn pairs), got 7"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(settings, message):
