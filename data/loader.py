@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from . import DataError
+from .progress import bar
 
 RECT = 16  # how many documents go through their windows together
 
@@ -145,16 +146,17 @@ def train_batch(windows, seed, step, part, parts, batch_size, spans=None):
     return windows.train_rows(seed, (step * parts + part) * batch_size, batch_size, spans)
 
 
-def eval_batches(windows, eval_tokens, batch_size, rank, world, spans=None):
+def eval_batches(windows, eval_tokens, batch_size, rank, world, spans=None, shown=False):
     """Yield (inputs, targets) [batch_size, T] over the first eval_tokens // T windows (at least one, at most all).
 
     For any batch size and number of ranks, the ranks together see each of these windows once. Every rank yields the
     same number of batches of one shape: rows beyond the end have targets of -1, which the loss ignores. For the last
-    ranks a whole batch may consist of such rows. spans: as for `Windows.batch`.
+    ranks a whole batch may consist of such rows. spans: as for `Windows.batch`. shown: show a progress bar.
     """
     count = min(max(1, eval_tokens // windows.block_size), len(windows))
     rows = world * batch_size
-    for start in range(rank * batch_size, -(-count // rows) * rows, rows):
+    starts = range(rank * batch_size, -(-count // rows) * rows, rows)
+    for start in bar(starts, desc="evaluation", unit="batch", leave=False, disable=not shown):
         indices = np.arange(start, start + batch_size)
         inputs, targets = windows.batch(np.minimum(indices, count - 1), spans)
         targets[torch.from_numpy(indices >= count)] = -1

@@ -428,7 +428,7 @@ def test_what_takes_long_says_so_without_a_terminal_and_the_time_left_counts_it(
     monkeypatch.setattr(batches, "eval_batches", slow)
     assert go("--out_dir=out/a", "--max_iters=8", "--eval_interval=4") == 0
     out, err = capsys.readouterr()
-    assert "setting up: 00:0" in err and "evaluation: 0batch [00:0" in err and "0/8 [00:00<?, ?step/s]" in err
+    assert "setting up: 00:0" in err and "evaluation:   0% 0/4 [00:0" in err and "0/8 [00:00<?, ?step/s]" in err
     assert re.search(r"step 4: .* 00:00 left\n(.*\n)*step 5: .* 01:15 left\n", out)  # 100 s in 4 steps
 
 

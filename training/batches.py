@@ -12,7 +12,6 @@ import torch
 from sympow.attention.positions import most_tokens
 from sympow.data.loader import eval_batches, train_batch
 from sympow.data.mixture import Mixture
-from sympow.data.progress import bar
 from sympow.generation.generate import generate
 from sympow.training.parallel import whole_sequences
 from sympow.training.stages import stage_of
@@ -47,12 +46,11 @@ def mean_losses(plan, network, interrupt):
     The result is then None.
     """
     layout, stage = plan.layout, plan.stages[-1]
-    place = layout.data_rank, layout.data_world, layout.spans(stage.block_size)
+    place = layout.data_rank, layout.data_world, layout.spans(stage.block_size), plan.ranks.master
     sums = torch.zeros(len(plan.held_out.parts), 2, dtype=torch.float64, device=plan.device)
     network.eval()
     for part, sum_of_part in zip(plan.held_out.parts, sums):
-        rows = eval_batches(part.windows, plan.cfg.eval_tokens, stage.batch_size, *place)
-        for inputs, targets in bar(rows, desc="evaluation", unit="batch", leave=False, disable=not plan.ranks.master):
+        for inputs, targets in eval_batches(part.windows, plan.cfg.eval_tokens, stage.batch_size, *place):
             plan.ranks.beat()
             inputs, targets = inputs.to(plan.device), targets.to(plan.device)
             with plan.autocast:
