@@ -23,6 +23,7 @@ from sympow.runs.program import Parser, refuse
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 NANOGPT_KEYS = {"eval_iters": "eval_tokens", "lr": "learning_rate"}  # to which another key may be closer
+UNITS = {"eval_iters": " (eval_iters x batch_size x block_size)"}  # what a key comes to in the unit of ours
 KINDS = {bool: "True or False", int: "a whole number below 2^63", float: "a finite number"}
 # a field of a dataclass with the comment behind it, or a comment that is the title of the fields below
 FIELD = re.compile(r"^    (?:(\w+): .*?(?:  # (.*))?|# (.*))$", re.MULTILINE)
@@ -83,7 +84,8 @@ def read_settings(classes, argv, hidden=(), usage="", folders=False):
 def _refuse_key(key, known, source):
     """Refuse a key that is no setting; source: the key as it stands on the command line, or in a file."""
     matches = difflib.get_close_matches(NANOGPT_KEYS.get(key, key), known, n=1)
-    refuse(f"unknown key {source}: " + (f"did you mean {matches[0]}?" if matches else "see --help for the keys"))
+    hint = f"did you mean {matches[0]}{UNITS.get(key, '')}?" if matches else "see --help for the keys"
+    refuse(f"unknown key {source}: {hint}")
 
 
 def _add_setting(group, field, comment):

@@ -156,7 +156,7 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):
         (["--device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--lerning_rate=1"], "did you mean learning_rate?"),
         (["--lr=1"], "unknown key --lr=1: did you mean learning_rate?"),
-        (["--eval_iters=1"], "unknown key --eval_iters=1: did you mean eval_tokens?"),
+        (["--eval_iters=1"], "--eval_iters=1: did you mean eval_tokens (eval_iters x batch_size x block_size)?"),
         (["--attention=sympow,sympow_gatng"], "got 'sympow_gatng': did you mean sympow_gating?"),
         (["--attention=retention"], "heinsen, got 'retention'\n"),
         (["--schedule=cosin"], "got 'cosin': did you mean cosine?"),
