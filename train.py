@@ -39,7 +39,7 @@ from sympow.training.stages import enter_stage, reason_to_stop, refuse_moved_sta
 class TrainConfig:
     # the run
     out_dir: str = ""  # the run's folder; default out/CONFIG_NAME
-    init_from: str = "auto"  # auto or resume: go on where out_dir left off; scratch; or weights of a folder, gpt2, ...
+    init_from: str = "auto"  # auto: go on in out_dir or begin; resume: go on; scratch; or a folder's weights, gpt2, ...
     overwrite: bool = False  # unless init_from=auto: rename the run that is in out_dir, and start anew
     seed: int = 1337  # of the weights, the order of the data and dropout
     # data

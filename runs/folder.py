@@ -153,6 +153,8 @@ def start_folder(cfg, settings, dataset):
         write_json(os.path.join(out_dir, "config.json"), {"version": checkpoint.VERSION, **settings})
         dataset.tokenizer.save(out_dir)
         _record_environment(os.path.join(out_dir, "environment.json"))
+    except FileExistsError:
+        refuse(f"out_dir {cfg.out_dir} is no folder, but a file: give the name of a folder, new or a run's")
     except OSError as error:
         refuse(f"cannot write to out_dir {cfg.out_dir}: {error}")
     return lock

@@ -735,7 +735,7 @@ def test_a_folder_that_is_no_run_is_neither_written_nor_renamed(go, dataset, cap
         ("foreign", "foreign is not a run's folder, it has in but no config.json: choose another out_dir"),
         (dataset, "is not a run's folder, it has meta.json but no config.json"),
         ("other", "other/config.json is of version None, and this program reads version 1"),
-        ("foreign/metrics.jsonl", "cannot write to out_dir foreign/metrics.jsonl: "),
+        ("foreign/metrics.jsonl", "out_dir foreign/metrics.jsonl is no folder, but a file: give the name of a folder"),
     ):
         for options in ((), ("--init_from=scratch", "--overwrite=True")):
             assert go(f"--out_dir={folder}", *options) == 2

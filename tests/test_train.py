@@ -97,6 +97,17 @@ def test_a_run_goes_on_only_with_its_own_settings(go, capsys):
     assert "was trained with max_iters=2, now max_iters=4" in capsys.readouterr().err
 
 
+def test_a_resume_that_is_asked_for_needs_a_checkpoint(go, capsys):
+    assert go("--out_dir=out/new", "--init_from=resume") == 2
+    message = "init_from=resume: there is no checkpoint in out_dir out/new; leave init_from out, or give scratch, "
+    assert message in refusal(capsys) and not os.path.exists("out")
+
+
+def test_a_start_says_which_folder_it_writes(go, capsys):
+    assert go("--max_iters=1") == 0
+    assert capsys.readouterr().out.startswith("out/train: 0.0M parameters, softmax, cpu float32; tokens a step: ")
+
+
 def test_nothing_is_overwritten_unless_asked_and_then_renamed(go, capsys):
     assert go("--out_dir=out/a") == 0
     assert go("--out_dir=out/a", "--init_from=scratch") == 2

@@ -58,6 +58,11 @@ def make_plan(cfg, values, ranks):
     stages, held_out = make_stages(cfg, values, dataset, layout)
     contexts = [stage.block_size for stage in stages]
     resume, saved_settings = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
+    if values.get("init_from") == "resume" and not resume:
+        raise ValueError(
+            f"init_from=resume: there is no checkpoint in out_dir {cfg.out_dir}; leave init_from out, or give scratch, "
+            "to start a run"
+        )
     source, model_cfg = choose_model(cfg, values, dataset, saved_settings)
     check_context(cfg, model_cfg, contexts)
     teacher = Teacher(cfg, dataset, contexts)
@@ -113,10 +118,10 @@ def advise_to_go_on(cfg):
 
 
 def describe_run(plan, model):
-    """Return a line with the model's size and attention, where its positions come from, and the sizes of a step."""
+    """Return a line with out_dir, the model's size and attention, the source of positions and the sizes of a step."""
     attention = plan.model_cfg.attention
     if schemes := position_schemes(attention.split(",")):
         attention += f" ({schemes})"
     size = f"{model.parameter_count() / 1e6:.1f}M parameters"
     sizes = describe_stages(plan.stages, plan.cfg, plan.layout)
-    return f"{size}, {attention}, {plan.device.type} {plan.cfg.dtype}; tokens a step: {sizes}"
+    return f"{plan.cfg.out_dir}: {size}, {attention}, {plan.device.type} {plan.cfg.dtype}; tokens a step: {sizes}"
