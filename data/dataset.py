@@ -7,11 +7,11 @@
 The tokens lie in shards (see shards.py). A shard that is removed or cut while it is in use is refused by its name.
 """
 
-import difflib
 import os
 
 import numpy as np
 
+from .. import did_you_mean
 from . import DataError
 from .meta import SPLITS, VersionError, read_meta, shard_is_whole, shards_of
 from .tokenizer import load_tokenizer
@@ -139,8 +139,6 @@ def _find(name):
             raise DataError(f"{name} is a mixture of datasets, and one is needed here: give --dataset=NAME")
         folders = [d for d in sorted(os.listdir(folder)) if os.path.isdir(os.path.join(folder, d))]
         prepared = [d for d in folders if os.path.exists(os.path.join(folder, d, "meta.json"))]
-        matches = difflib.get_close_matches(os.path.basename(path), folders, n=1)
-        guess = f"did you mean {matches[0]}? " if matches else ""
-        names = ", ".join(prepared) or "none"
-        raise DataError(f"no dataset {name!r}: {guess}prepared datasets: {names}; your own text: {prepare}")
+        hint, names = did_you_mean(os.path.basename(path), folders), ", ".join(prepared) or "none"
+        raise DataError(f"no dataset {name!r}{hint or ':'} prepared datasets: {names}; your own text: {prepare}")
     return path, prepare

@@ -9,7 +9,6 @@ float.
 
 import argparse
 import ast
-import difflib
 import inspect
 import math
 import os
@@ -18,7 +17,7 @@ import runpy
 from dataclasses import fields
 from functools import cache, partial
 
-from sympow import check_choice
+from sympow import check_choice, did_you_mean
 from sympow.runs.program import Parser, refuse
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -83,9 +82,8 @@ def read_settings(classes, argv, hidden=(), usage="", folders=False):
 
 def _refuse_key(key, known, source):
     """Refuse a key that is no setting; source: the key as it stands on the command line, or in a file."""
-    matches = difflib.get_close_matches(NANOGPT_KEYS.get(key, key), known, n=1)
-    hint = f"did you mean {matches[0]}{UNITS.get(key, '')}?" if matches else "see --help for the keys"
-    refuse(f"unknown key {source}: {hint}")
+    hint = did_you_mean(NANOGPT_KEYS.get(key, key), known, UNITS.get(key, ""))
+    refuse(f"unknown key {source}" + (hint or ": see --help for the keys"))
 
 
 def _add_setting(group, field, comment):

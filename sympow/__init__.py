@@ -35,11 +35,19 @@ _MODULES = {
 __all__ = list(_MODULES)
 
 
+def did_you_mean(name, names, note=""):
+    """Return the end of a message about a name that is not among `names`, or "" if none of them is close.
+
+    It is ": did you mean NAME?", with `note` behind the name.
+    """
+    closest = difflib.get_close_matches(name, names, n=1)
+    return f": did you mean {closest[0]}{note}?" if closest else ""
+
+
 def check_choice(setting, value, choices):
     """Raise ValueError unless the value of a setting is one of the choices; name the closest of them if one is."""
     if value not in choices:
-        closest = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f": did you mean {closest[0]}?" if closest else ""
+        hint = did_you_mean(str(value), choices)
         raise ValueError(f"{setting} must be one of {', '.join(choices)}, got {value!r}{hint}")
 
 

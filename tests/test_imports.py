@@ -156,6 +156,10 @@ def test_attention_and_the_model_can_be_imported_without_triton():
     run("-c", code, cwd=ROOT)
 
 
+def test_one_file_finds_the_closest_name():
+    assert [name for name in FILES if ("difflib", None) in {i[:2] for i in imports(name)}] == ["sympow"]
+
+
 EVERYTHING = """
 import collections, importlib, os, sys
 import sympow
