@@ -280,5 +280,5 @@ class GPT(nn.Module):
         They are 6 for each weight that is multiplied, and attention's own products over causal pairs in its form.
         """
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and n != "transformer.wpe.weight")
-        device, dtype = self.transformer.wte.weight.device.type, torch.float32 if dtype == torch.float16 else dtype
+        device = self.transformer.wte.weight.device.type
         return 6 * weights + sum(b.attn.mix.attention_flops(block_size, dtype, device) for b in self.transformer.h)

@@ -32,7 +32,7 @@ from .operator.arguments import (
     check_state,
     check_tensors,
 )
-from .operator.dispatch import Plan, heinsen_kernel_reason
+from .operator.dispatch import Plan, computed_dtype, heinsen_kernel_reason
 from .operator.forms import accumulation_dtype
 from .operator.heinsen_forms import CHUNK_SIZE, LogState, empty_log_state
 from .operator.sequences import is_capturing, split_tokens
@@ -203,7 +203,7 @@ class Heinsen(Variant):
         return y, HeinsenState(state.position + q.shape[1], *sums)
 
     def training_plan(self, block_size, dtype, device, ranks=1):
-        form, D = self.config.form, self.config.head_dim
+        form, D, dtype = self.config.form, self.config.head_dim, computed_dtype(dtype)
         if form in ("quadratic", "recurrent"):
             return Plan(form, 1 if form == "recurrent" else None, False, f"the {form} form is PyTorch's")
         v_dtype = torch.float32 if self.config.values == "log" and dtype != torch.float64 else dtype

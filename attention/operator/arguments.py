@@ -3,7 +3,7 @@
 import torch
 
 from ... import check_choice
-from .dispatch import FORMS
+from .dispatch import FORMS, computed_dtype
 from .forms import accumulation_dtype
 
 LARGEST_POWER = 8
@@ -19,8 +19,8 @@ def cast_to_autocast_dtype(*tensors):
 
 
 def cast_from_float16(*tensors):
-    """Return float16 tensors as float32, and others as they are: no kernel takes float16."""
-    return tuple(x.float() if x.dtype == torch.float16 else x for x in tensors)
+    """Return float16 tensors as float32, and others as they are; see `computed_dtype`."""
+    return tuple(x.to(computed_dtype(x.dtype)) for x in tensors)
 
 
 def check_power(p):

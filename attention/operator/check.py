@@ -335,7 +335,6 @@ def failure(size, device="cuda"):
 def kernel_failure(model, block_size, dtype, ranks=1):
     """Return "" if the kernels that this GPT would train on agree with float64 on the current GPU, or if it uses none;
     otherwise one line that says what is wrong. ranks: how many share a sequence."""
-    dtype = torch.float32 if dtype == torch.float16 else dtype  # as it is computed
     with warnings.catch_warnings(action="ignore"):  # the caller tells
         for block in model.transformer.h:  # a plan with kernels has them checked
             block.attn.mix.training_plan(block_size, dtype, model.transformer.wte.weight.device, ranks)

@@ -41,6 +41,11 @@ class Plan(NamedTuple):
     reason: str  # why it is not on the kernels; "" if it is
 
 
+def computed_dtype(dtype):
+    """Return the dtype in which tensors of this dtype are computed: float32 for float16, which no kernel takes."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 def plan(problem, form="auto", chunk_size=None, *, initial_state=False, return_state=False, queries=None, sums=False,
          pieces=1):  # fmt: skip
     """Return the Plan of power attention for a Problem.
@@ -51,8 +56,8 @@ def plan(problem, form="auto", chunk_size=None, *, initial_state=False, return_s
     with states between them; the Plan is then for each of them.
     """
     D, E = index(problem.D), index(problem.E)  # symbols under torch.compile(dynamic=True), which kernel_reason refuses
-    dtype, device, p = problem.dtype, problem.device, problem.p
-    problem = problem._replace(D=D, E=E)
+    dtype, device, p = computed_dtype(problem.dtype), problem.device, problem.p
+    problem = problem._replace(D=D, E=E, dtype=dtype)
     if queries is not None:  # as many tokens as have these pairs for each key
         problem = problem._replace(T=2 * queries - queries * queries // problem.T)
     reasons = {"quadratic": kernel_reason("quadratic", device, dtype, D, E, p)}
@@ -78,7 +83,7 @@ def plan(problem, form="auto", chunk_size=None, *, initial_state=False, return_s
 
 def plan_adaptive(D, E, *, dtype, device, gated):
     """Return the Plan of the quadratic form with a power for each row; see `plan`."""
-    D, E = index(D), index(E)  # as in `plan`
+    D, E, dtype = index(D), index(E), computed_dtype(dtype)  # as in `plan`
     reason = kernel_reason("adaptive", device, dtype, D, E, 0)
     reason = reason or failed_check("adaptive", dtype, width("adaptive", dtype, D, E), 0, gated, device)
     return Plan("quadratic", None, not reason, reason)
