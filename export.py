@@ -1,5 +1,6 @@
 """Export a trained model to a folder that transformers loads.
 
+    python export.py --to=hf/NAME                                                    # the newest run
     python export.py out/NAME --to=hf/NAME
     AutoModelForCausalLM.from_pretrained("hf/NAME", trust_remote_code=True)          # trains, evaluates and generates
 
@@ -12,6 +13,8 @@ not grow for the sympow attentions.
 import os
 import secrets
 import shutil
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,9 +25,10 @@ from sympow import __version__
 from sympow.data.files import write_json
 from sympow.data.huggingface import tokenizers_json
 from sympow.runs import checkpoint
-from sympow.runs.load import load_run, longest_text
-from sympow.runs.program import Parser, run_program, refuse
+from sympow.runs.load import load_run, longest_text, newest_run
+from sympow.runs.program import run_program, refuse
 from sympow.runs.metrics import read_lines
+from sympow.runs.settings import read_settings
 
 MODELING = Path(__file__).resolve().parent / "sympow" / "modeling.py"
 SHARD = "5GB"  # the largest file of weights
@@ -34,17 +38,21 @@ TRAINING = (  # settings that the model card names
 ).split()
 
 
+@dataclass
+class ExportConfig:
+    out_dir: str = ""  # a run's folder, or one of its checkpoints, also without --out_dir=; default: the newest in out/
+    to: str = ""  # the folder to write, new or of an earlier export
+
+
 def main():
-    parser = Parser(__doc__, prog="export.py")
-    parser.add_argument("run", help="a run's folder, or one of its checkpoints")
-    parser.add_argument("--to", required=True, help="the folder to write, new or of an earlier export")
-    args = parser.parse_args()
-    target = Path(args.to)
+    settings, _ = read_settings((ExportConfig,), sys.argv[1:], usage=__doc__, folders=True)
+    cfg = ExportConfig(**settings)
+    target, run = Path(cfg.to), cfg.out_dir or newest_run()
     is_ours = (target / "modeling_sympow.py").is_file()
-    if target.exists() and not is_ours and (target.is_file() or any(target.iterdir())):
-        refuse(f"--to must be a new folder, or one that export.py wrote, got {target}")
-    export(args.run, target)
-    print(f"wrote {target}: {sum(f.stat().st_size for f in target.iterdir()) / 1e6:.1f} MB")
+    if not cfg.to or (target.exists() and not is_ours and (target.is_file() or any(target.iterdir()))):
+        refuse(f"--to must be a new folder, or one that export.py wrote, got {cfg.to!r}")
+    export(run, target)
+    print(f"wrote {target} from {run}: {sum(f.stat().st_size for f in target.iterdir()) / 1e6:.1f} MB")
 
 
 def export(run, target):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run
+from helpers import call, run
 
 import sympow
 from sympow import export
@@ -107,6 +107,16 @@ def test_mistakes_are_refused(run_folder, tmp_path, monkeypatch, capsys):
             export_run(*argv, monkeypatch)
         assert stopped.value.code == 2 and message in capsys.readouterr().err
     assert (tmp_path / "mine" / "file").read_text() == "mine" and not (tmp_path / "new").exists()
+
+
+def test_the_run_is_named_as_for_the_other_programs_or_is_the_newest(run_folder, tmp_path, monkeypatch, capsys):
+    run_folder()
+    monkeypatch.chdir(tmp_path)
+    for i, argv in enumerate((["out/a"], ["--out_dir=out/a"], ["--out_dir", "out/a"], [])):
+        assert call(export.main, *argv, f"--to=hf{i}") == 0
+        assert "from out/a" in capsys.readouterr().out and "# a\n" in Path(f"hf{i}", "README.md").read_text()
+    assert call(export.main, "out/a") == 2
+    assert "--to must be a new folder" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_one_message(tmp_path):
