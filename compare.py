@@ -1,4 +1,4 @@
-"""Compare runs: print a table of their final losses and speeds, and plot their loss curves.
+"""Compare runs: print a table of their final losses and speeds, and with --png plot their loss curves.
 
     python compare.py out/softmax out/sympow_p4
     python compare.py out/softmax out/sympow_p4 --metric=val_loss/code           # on one of several datasets
@@ -8,12 +8,13 @@ Reads metrics.jsonl in each run's folder, also while the run is still writing it
 run's.
 """
 
+import glob
 import math
 import os
-import sys
 from contextlib import suppress
 from statistics import fmean, median
 
+from sympow import did_you_mean
 from sympow.data import DataError
 from sympow.data.files import read_json
 from sympow.runs.plots import choose_picture, plot_loss_curves
@@ -32,7 +33,10 @@ def read_losses(folder, metric="val_loss"):
     """
     path = os.path.join(folder, "metrics.jsonl")
     if not os.path.isfile(path):
-        refuse(f"{folder}: " + ("no metrics.jsonl in it" if os.path.isdir(folder) else "no such run folder"))
+        problem = "no metrics.jsonl in it" if os.path.isdir(folder) else "no such run folder"
+        runs = sorted(glob.glob("out/*"))
+        hint = did_you_mean(folder, runs) or f": the runs in out/ are {', '.join(runs) or 'none'}"
+        refuse(f"{folder}: {problem}{hint}")
     train, val, metrics = {}, {}, set()
     for line in read_lines(path):
         metrics |= {key for key in line if key.partition("/")[0] == "val_loss"}
@@ -92,12 +96,12 @@ def table(rows, metric="val_loss"):
     return header, cells
 
 
-def other_contexts(rows):
-    """Return a line that names the contexts of the validation losses if they differ, else ""."""
-    contexts = {row["run"]: row["val_context"] for row in rows if row["val_context"]}
-    if len(set(contexts.values())) < 2:
+def different_numbers(words, rows, key):
+    """Return a line of these words and each run's number under a key of its row, if the numbers differ, else ""."""
+    numbers = {row["run"]: row[key] for row in rows if row[key]}
+    if len(set(numbers.values())) < 2:
         return ""
-    return "\nval losses at different contexts: " + ", ".join(f"{name} {n:,}" for name, n in contexts.items())
+    return f"\n{words}: " + ", ".join(f"{name} {n:,}" for name, n in numbers.items())
 
 
 def other_data(folders):
@@ -163,7 +167,7 @@ def choose_names(folders, names):
 def main(argv=None):
     parser = Parser(__doc__, prog="compare.py")
     parser.add_argument("runs", nargs="+", help="run folders, such as out/softmax")
-    parser.add_argument("--png", default="compare.png", help="where the picture goes (default: compare.png)")
+    parser.add_argument("--png", default="", help="a file for a picture of the loss curves")
     parser.add_argument("--names", help="names of the runs, separated by commas (default: their folders')")
     parser.add_argument("--markdown", action="store_true", help="print the table in GitHub's markdown")
     parser.add_argument("--metric", default="val_loss", help="val_loss, or val_loss/NAME of one of several datasets")
@@ -171,7 +175,7 @@ def main(argv=None):
     if args.metric.partition("/")[0] != "val_loss":
         refuse(f"--metric must be val_loss or val_loss/NAME, got {args.metric!r}")
     names = choose_names(args.runs, args.names)
-    picture, missing = choose_picture(args.png)
+    picture = choose_picture(args.png)
     runs = {name: read_losses(folder, args.metric) for name, folder in zip(names, args.runs)}
     rows = [summarise(name, train, val) for name, (train, val) in runs.items()]
     print((markdown if args.markdown else plain)(*table(rows, args.metric)))
@@ -180,11 +184,12 @@ def main(argv=None):
     comparable = {
         name: ([], val if one_dataset else []) if name in foreign else runs[name] for name, (_, val) in runs.items()
     }
-    print(f"\n{LEGEND}{other_contexts(rows)}{'' if one_dataset else data}", flush=True)
-    if missing:
-        sys.exit(f"compare.py: {missing}")
-    plot_loss_curves(runs, picture, comparable)
-    print(f"wrote {picture}")
+    tokens = different_numbers("losses after different numbers of tokens", rows, "tokens")
+    contexts = different_numbers("val losses at different contexts", rows, "val_context")
+    print(f"\n{LEGEND}{tokens}{contexts}{'' if one_dataset else data}", flush=True)
+    if picture:
+        plot_loss_curves(runs, picture, comparable)
+        print(f"wrote {picture}")
 
 
 if __name__ == "__main__":

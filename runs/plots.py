@@ -268,16 +268,17 @@ def mean_and_standard_error(losses):
 
 
 def choose_picture(png):
-    """Return (path of the picture to be written, ""), or (None, reason) if matplotlib is missing.
+    """Return the path of the picture to be written: png, with .png at its end if it has no suffix; "" for "", none.
 
-    The path is png, with .png at its end if it has no suffix. Refuses a suffix that matplotlib does not know and a file
-    that cannot be written.
+    Refuses a suffix that matplotlib does not know, a file that cannot be written, and a picture without matplotlib.
     """
+    if not png:
+        return png
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no remarks about fonts and caches
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
-        return None, f"no picture, matplotlib is missing ({error}): pip install matplotlib"
+        refuse(f"png={png} needs matplotlib ({error}): pip install matplotlib")
     root, suffix = os.path.splitext(png)
     if suffix in ("", "."):
         png = f"{root}.png"
@@ -288,7 +289,7 @@ def choose_picture(png):
         check_output(png)
     except OSError as error:
         refuse(f"png={png} cannot be written: {error}")
-    return png, ""
+    return png
 
 
 def picture_format(png):

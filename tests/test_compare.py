@@ -1,6 +1,7 @@
 """compare.py tells where runs ended, whatever the state of their logs."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,8 +131,8 @@ def test_a_smoothed_curve_begins_where_the_losses_do():
 def test_a_run_on_other_data_has_no_relative_curve(tmp_path, no_picture):
     lines = [*log_lines("train_loss", [4.0]), *log_lines("val_loss", [3.0], **{"val_loss/code": 2.0})]
     runs = [write_run(tmp_path / name, *lines, data=data, dataset=data) for name, data in zip("abc", "xyx")]
-    compare.main(runs)
-    compare.main([*runs, "--metric=val_loss/code"])
+    compare.main([*runs, "--png=x.png"])
+    compare.main([*runs, "--png=x.png", "--metric=val_loss/code"])
     counts = [{name: (len(train), len(val)) for name, (train, val) in run.items()} for run in no_picture]
     assert counts == [{"a": (1, 1), "b": (0, 0), "c": (1, 1)}, {"a": (1, 1), "b": (0, 1), "c": (1, 1)}]
     assert [{*plots.relative_losses(run)} for run in no_picture] == [{"a", "c"}, {"a", "b", "c"}]
@@ -166,6 +167,14 @@ def test_a_picture_that_cannot_be_written_is_refused_before_work(png, capsys, mo
     assert error.count("\n") == 1 and "png" in error
 
 
+def test_a_picture_without_matplotlib_is_refused_and_the_table_needs_none(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    run = write_run(tmp_path / "a", *log_lines("train_loss", [4.0]))
+    assert call(compare.main, run, "--png=x.png") == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+    assert read_table(capsys, run)[0]["train loss"] == "4.0000"
+
+
 def test_a_picture_that_could_not_be_written_leaves_nothing(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
@@ -190,6 +199,23 @@ def test_a_folder_without_losses_is_refused_in_one_line(tmp_path, capsys, conten
     assert error.count("\n") == 1 and folder in error
 
 
+def test_a_wrong_folder_is_refused_with_the_runs_that_there_are(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("out").mkdir()
+    assert call(compare.main, "out/a") == 2
+    assert capsys.readouterr().err == "compare.py: out/a: no such run folder: the runs in out/ are none\n"
+    for name in ("sympow", "softmax"):
+        write_run(Path("out", name), *log_lines("train_loss", [4.0]))
+    for folder, problem in (
+        ("out/sofmax", "no such run folder: did you mean out/softmax?"),
+        ("sympow", "no such run folder: did you mean out/sympow?"),
+        ("x", "no such run folder: the runs in out/ are out/softmax, out/sympow"),
+        (".", "no metrics.jsonl in it: the runs in out/ are out/softmax, out/sympow"),
+    ):
+        assert call(compare.main, folder) == 2
+        assert capsys.readouterr().err == f"compare.py: {folder}: {problem}\n"
+
+
 @pytest.mark.parametrize("argv", [[], ["out/a", "--names=x,y"], ["out/a", "--nope"]])
 def test_a_wrong_command_line_is_refused_in_one_line(capsys, argv):
     assert call(compare.main, *argv) == 2
@@ -209,3 +235,17 @@ def test_each_context_has_its_speed_and_what_cannot_be_compared_is_named(tmp_pat
     assert "losses on different data: staged data/of_staged, plain data/of_plain\n" in out
     compare.main(runs[:1])
     assert "different" not in capsys.readouterr().out
+
+
+def test_runs_of_different_lengths_are_named_with_their_tokens_and_a_picture_is_asked_for(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    runs = [write_run(tmp_path / f"{n}", *log_lines("train_loss", [4.0] * n)) for n in (20, 5)]
+    same = write_run(tmp_path / "same", *log_lines("train_loss", [3.0] * 20))
+    compare.main([*runs, same])
+    assert "\nlosses after different numbers of tokens: 20 20,000, 5 5,000, same 20,000\n" in capsys.readouterr().out
+    compare.main([runs[0], same])
+    out = capsys.readouterr().out
+    assert "different" not in out and "wrote" not in out
+    assert {path.name for path in tmp_path.iterdir()} == {"20", "5", "same"}
