@@ -4,7 +4,7 @@
     sympow.transformers.register("sympow", p=2)
     model = LlamaForCausalLM(LlamaConfig(..., attn_implementation="sympow"))
     loss = model(ids, labels=ids).loss                                                    # training
-    text = model.generate(ids, past_key_values=sympow.transformers.PowerCache())          # memory that stops growing
+    text = model.generate(ids, cache=sympow.transformers.PowerCache())                    # memory that stops growing
 
 It needs transformers 5, which nothing else in this package imports. The model rotates queries and keys itself. An
 attention_mask [B, T] may have zeros anywhere: those tokens are seen by no other. Where position_ids do not go on by
@@ -53,11 +53,12 @@ def register(name="sympow", p=2, gate="none"):
 
 
 class PowerCache(Cache):
-    """The cache for generation with a registered attention: model.generate(ids, past_key_values=PowerCache()).
+    """The cache for generation with a registered attention: model.generate(ids, cache=PowerCache()).
 
-    switch_over says how many tokens' keys and values are kept before a state takes their place: "auto", as many as
-    take its memory; a number; "always", none; or "never", all of them, a cache that grows. Beam search, several
-    sequences for a prompt and left padding work; `crop`, which assisted generation asks for, is refused.
+    Before transformers 5.24 the argument is past_key_values. switch_over says how many tokens' keys and values are kept
+    before a state takes their place: "auto", as many as take its memory; a number; "always", none; or "never", all of
+    them, a cache that grows. Beam search, several sequences for a prompt and left padding work; `crop`, which assisted
+    generation asks for, is refused.
     """
 
     def __init__(self, switch_over="auto"):
