@@ -13,38 +13,47 @@ from .operator.packed import attend_within, find_documents, takes_flash
 from .parallel.circulate import SoftmaxPairs, circulate
 from .variant import KVCacheVariant
 
+MASK_ENTRIES = 2**28  # that exist at any time, for each sequence
 
-def softmax_attention(q, k, v, log_g=None, *, scale=None):
+
+def softmax_attention(q, k, v, log_g=None):
     """Compute causal softmax attention with torch's scaled_dot_product_attention.
 
-    q [B, n, H, D] belong to the last n of the T tokens of k [B, T, Hkv, D], v [B, T, Hkv, E]. log_g [B, T, any], the
-    same for all heads, holds only 0 and -inf; -inf hides all tokens before. It makes a mask of n T entries for each
-    sequence: `packed_softmax_attention` does without. Returns [B, n, H, E].
+    q [B, n, H, D] belong to the last n of the T tokens of k [B, T, Hkv, D], v [B, T, Hkv, E]. log_g [B, T, Hkv], the
+    same for all heads, holds only 0 and -inf; -inf hides all tokens before. Returns [B, n, H, E].
+
+    With log_g it makes a mask of n T entries for each sequence, which `packed_softmax_attention` does without; and for
+    n < T where torch's flash attention does not take the tensors. A mask of more than MASK_ENTRIES is made in parts.
     """
     (n, H), (T, Hkv) = q.shape[1:3], k.shape[1:3]
-    mask = None
+    heads, mask = [x.transpose(1, 2) for x in (q, k, v)], None
     if log_g is not None or n < T:
+        if log_g is None and q.shape[3] % 8 == 0 and takes_flash(q, k, v):
+            # with is_causal it counts queries from the last token, scaled_dot_product_attention from the first
+            return torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, True)[0].transpose(1, 2)
+        if n * T > MASK_ENTRIES:
+            half = n // 2
+            first = (x if x is None else x[:, : half - n] for x in (k, v, log_g))
+            parts = softmax_attention(q[:, :half], *first), softmax_attention(q[:, half:], k, v, log_g)
+            return torch.cat(parts, dim=1)
         tokens = torch.arange(T, device=q.device)
         mask = tokens[-n:, None] >= tokens  # [n, T]
     if log_g is not None:
         document = (log_g[..., 0] == float("-inf")).cumsum(1).unsqueeze(1)  # [B, 1, T]
         mask = mask & (document[..., -n:, None] == document[..., None, :])
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=H != Hkv
-    )
+    y = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=mask is None, enable_gqa=H != Hkv)
     return y.transpose(1, 2)
 
 
-def packed_softmax_attention(q, k, v, resets, *, scale=None):
+def packed_softmax_attention(q, k, v, resets):
     """Compute causal softmax attention within documents, without a mask, for T queries.
 
     q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E]; resets [B, T] bool is true where a document begins. Returns
     [B, T, H, E]. Under torch.compile a mask is made after all where torch's flash attention does not take the tensors.
     """
     if torch.compiler.is_compiling() and not takes_flash(q, k, v):
-        return softmax_attention(q, k, v, reset_gates(resets, None, k), scale=scale)
-    return attend_within(find_documents(resets), q, k, v, scale)
+        return softmax_attention(q, k, v, reset_gates(resets, None, k))
+    return attend_within(find_documents(resets), q, k, v)
 
 
 class Softmax(KVCacheVariant):

@@ -9,12 +9,14 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
+from numerics import Largest  # noqa: E402
 from test_kernels import DEVICE, GPU  # noqa: E402
 
 from sympow.attention import ATTENTIONS  # noqa: E402
 from sympow.attention.operator import memory  # noqa: E402
 from sympow.attention import state as state_of  # noqa: E402
 from sympow.attention.embedding import symmetric_power_embedding  # noqa: E402
+from sympow.attention.softmax import softmax_attention  # noqa: E402
 from sympow.attention.state import LayerState  # noqa: E402
 from sympow import model as model_module  # noqa: E402
 from sympow.generation import decoder as decoder_module  # noqa: E402
@@ -245,6 +247,18 @@ def test_in_bfloat16_logits_are_the_parallel_forwards():
         decoder.ids[0] = ids[0, i]
         decoder.step()
         assert (decoder.logits[0] - expected[i]).norm() < 2e-2 * expected[i].norm(), i
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@torch.inference_mode()
+def test_softmax_reads_a_piece_of_a_prompt_without_a_mask():
+    q, k, v = (torch.randn(1, n, H, 64, device=DEVICE).bfloat16() for n, H in ((300, 4), (9000, 2), (9000, 2)))
+    with Largest() as largest:
+        y = softmax_attention(q, k, v)
+    assert largest.entries <= k.numel()
+    expected = softmax_attention(q.double(), k.double(), v.double())  # with a mask
+    assert (y - expected).norm() < 1e-2 * expected.norm()
 
 
 @torch.inference_mode()

@@ -9,8 +9,10 @@ from helpers import SMALL, assert_same_run, call, dataset  # noqa: F401 (dataset
 from numerics import Largest, relative_error
 
 from sympow import train
+from sympow.attention import softmax
+from sympow.attention.gates import reset_gates
 from sympow.attention.operator import packed
-from sympow.attention.softmax import packed_softmax_attention
+from sympow.attention.softmax import packed_softmax_attention, softmax_attention
 from sympow.model import GPT, GPTConfig
 
 B, T, H, HKV, D = 2, 24, 4, 2, 8
@@ -36,19 +38,19 @@ def inputs(dtype, tokens=T):
     return [x.detach().requires_grad_() for x in (q, k, v)]
 
 
-def naive(q, k, v, resets, scale=D**-0.5):
+def naive(q, k, v, resets):
     """Compute softmax with a mask of T x T, in float64."""
     document = resets.cumsum(1)
     visible = (document[:, :, None] == document[:, None]).tril()
     k, v = (x.repeat_interleave(H // HKV, dim=2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[3] ** -0.5
     return torch.einsum("bhij,bjhe->bihe", scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1), v)
 
 
-def assert_naive(attention, qkv, resets, **options):
-    y = attention(*qkv, resets, **options)
+def assert_naive(attention, qkv, resets):
+    y = attention(*qkv, resets)
     exact = [x.detach().double().requires_grad_() for x in qkv]
-    expected, dy = naive(*exact, resets, **options), torch.randn(y.shape, dtype=torch.float64)
+    expected, dy = naive(*exact, resets), torch.randn(y.shape, dtype=torch.float64)
     results = y, *torch.autograd.grad(y, qkv, dy.to(y.dtype))
     references = expected, *torch.autograd.grad(expected, exact, dy)
     for name, x, reference, like in zip(("y", "dq", "dk", "dv"), results, references, (qkv[0], *qkv), strict=True):
@@ -65,7 +67,7 @@ def test_packed_softmax_and_its_gradients_are_those_with_a_mask(dtype, places):
 
 def test_a_compiled_function_computes_the_same_with_a_mask():
     compiled = torch.compile(packed_softmax_attention, backend="eager", fullgraph=True)
-    assert_naive(compiled, inputs(torch.float64), resets_at(RESETS["one token long"]), scale=0.3)
+    assert_naive(compiled, inputs(torch.float64), resets_at(RESETS["one token long"]))
 
 
 @pytest.mark.parametrize("D", [8, 6])
@@ -96,7 +98,7 @@ def test_flash_attention_gets_the_documents_of_all_sequences_in_one_call(D, monk
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward, raising=False)
     monkeypatch.setattr(packed, "takes_flash", lambda *_: True)
     qkv = [x.detach()[..., :D].requires_grad_() for x in inputs(torch.float64)]
-    assert_naive(packed_softmax_attention, qkv, resets_at(RESETS["at token 0"]), scale=0.3)
+    assert_naive(packed_softmax_attention, qkv, resets_at(RESETS["at token 0"]))
     assert calls == [([0, 9, T, 2 * T], T)] * 2
 
 
@@ -125,6 +127,43 @@ def test_documents_of_a_batch_are_looked_for_once(searches):
     compiled = torch.compile(step, backend="aot_eager_decomp_partition", fullgraph=True)
     compiled(torch.ones(3, requires_grad=True), resets).backward()
     assert searches.call_count == 1
+
+
+@pytest.mark.parametrize("entries", [2**28, 40])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("places", RESETS)
+def test_the_last_tokens_see_the_cache_as_with_one_mask(dtype, places, entries, monkeypatch):
+    monkeypatch.setattr(softmax, "MASK_ENTRIES", entries)
+    resets = resets_at(RESETS[places])
+    q, k, v = (x.detach() for x in inputs(dtype))
+    for log_g in (reset_gates(resets, None, k), None):
+        wanted = naive(*(x.double() for x in (q, k, v)), resets & (log_g is not None))
+        for n in (1, 7, T):
+            y = softmax_attention(q[:, -n:], k, v, log_g)
+            assert y.dtype == dtype and relative_error(y, wanted[:, -n:], floor=1e-3) < TOLERANCE[dtype]
+
+
+def test_gradients_flow_to_the_cache(monkeypatch):
+    monkeypatch.setattr(softmax, "MASK_ENTRIES", 40)
+    q, k, v = inputs(torch.float64)
+    dy = torch.randn(B, 7, H, D, dtype=torch.float64)
+    y, expected = softmax_attention(q[:, -7:], k, v), naive(q, k, v, resets_at([]))[:, -7:]
+    for x, reference in zip(torch.autograd.grad(y, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy)):
+        assert relative_error(x, reference, floor=1e-3) < 1e-12
+
+
+def test_64_queries_of_a_long_text_make_no_mask_for_all_of_them(monkeypatch):
+    monkeypatch.setattr(softmax, "MASK_ENTRIES", 2**17)
+    tokens = 16384
+    q, k, v = torch.randn(1, 64, 2, D), torch.randn(1, tokens, 1, D), torch.randn(1, tokens, 1, D)
+    with torch.inference_mode(), Largest() as largest:
+        y = softmax_attention(q, k, v)
+    assert largest.entries <= tokens * 2 * D < tokens * 64
+    mask = torch.ones(64, tokens, dtype=torch.bool).tril(tokens - 64)
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double().expand(-1, -1, 2, -1)) * D**-0.5
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    expected = torch.einsum("bhij,bjhe->bihe", weights, v.double().expand(-1, -1, 2, -1))
+    assert relative_error(y, expected, floor=1e-3) < 1e-5
 
 
 def test_nothing_is_of_size_T_x_T():

@@ -1,7 +1,7 @@
 """Softmax attention within the documents of packed sequences, without a mask of T x T.
 
     documents = find_documents(resets)                  # once for each batch: resets [B, T] is true where one begins
-    y = attend_within(documents, q, k, v, scale)        # in each layer
+    y = attend_within(documents, q, k, v)               # in each layer
 
 On a GPU in bfloat16 and float16 all documents go to torch's flash attention in one call, which reads where each begins
 from a tensor; or to cuDNN's, which is faster, where all are equally long, as they are if each fills its window.
@@ -64,20 +64,18 @@ def _(resets):
     return ends, torch.empty(2, dtype=torch.int64, device="cpu")
 
 
-def attend_within(documents, q, k, v, scale=None):
+def attend_within(documents, q, k, v):
     """Return y [B, T, H, E] in q's dtype: causal softmax attention of each document alone.
 
     q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E], any strides; query head h reads key/value head h // (H / Hkv).
-    scale: by default 1 / sqrt(D).
     """
-    scale = q.shape[3] ** -0.5 if scale is None else scale
     inputs = [x.flatten(0, 1) for x in (q, k, v)]
     if takes_flash(q, k, v):
         D = q.shape[3]
         inputs = [F.pad(x, (0, -D % 8)) if D % 8 or x.stride(-1) != 1 else x for x in inputs]
-        y = _flash(*inputs, *documents, scale)[0][..., :D]
+        y = _flash(*inputs, *documents, D**-0.5)[0][..., :D]  # of D before the padding
     else:
-        y = _one_by_one(*inputs, *documents, scale)
+        y = _one_by_one(*inputs, *documents)
     return y.unflatten(0, q.shape[:2])
 
 
@@ -182,7 +180,7 @@ _flash.register_autograd(_differentiate_flash, setup_context=_save_flash)
 # ---- a call for each document
 
 
-def _one_by_one(q, k, v, ends, sizes, scale):
+def _one_by_one(q, k, v, ends, sizes, scale=None):
     """Return y [N, H, E] of q [N, H, D], k [N, Hkv, D] and v [N, Hkv, E] that hold these documents."""
     lengths = ends[: int(sizes[0]) + 1].diff().tolist()
     options = dict(is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
