@@ -17,7 +17,7 @@ from statistics import fmean, median
 from sympow import did_you_mean
 from sympow.data import DataError
 from sympow.data.files import read_json
-from sympow.runs.plots import choose_picture, plot_loss_curves
+from sympow.runs.plots import choose_picture, plot_loss_curves, short_count
 from sympow.runs.program import Parser, run_program, refuse
 from sympow.runs.metrics import read_lines
 
@@ -54,15 +54,12 @@ def read_losses(folder, metric="val_loss"):
 def summarise(name, train, val):
     """Return a run's row of the table as a dict, with None for what the run did not log."""
     ends = {}
-    for key in ("step", "tokens", "seconds"):
+    for key in ("step", "tokens"):
         ends[key] = max((line[key] for line in train + val if key in line), default=None)
     speeds = {}  # of each context of a run in stages
     for line in train:
         if line.get("tok_per_sec"):
             speeds.setdefault(line.get("context"), []).append(line["tok_per_sec"])
-    medians = [median(values[WARMUP_LINES:] or values) for values in speeds.values()]
-    if not medians and ends["tokens"] and ends["seconds"]:
-        medians = [ends["tokens"] / ends["seconds"]]
     tail = [line["train_loss"] for line in train[-max(1, len(train) // 10) :]]
     tail = [loss for loss in tail if math.isfinite(loss)] or tail  # the loss of a skipped step may be NaN
     last_val = val[-1] if val else {}
@@ -74,7 +71,7 @@ def summarise(name, train, val):
         "val": last_val.get("val_loss"),
         "val_step": last_val.get("step"),
         "val_context": last_val.get("context"),
-        "speeds": medians,
+        "speeds": [median(values[WARMUP_LINES:] or values) for values in speeds.values()],
     }
 
 
@@ -127,10 +124,7 @@ def format_count(n):
     """Format a number of tokens: 6,144 or 1.31M or 2.6B."""
     if n is None:
         return "-"
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if n >= size:
-            return f"{n / size:.3g}{unit}"
-    return f"{n:,}"
+    return f"{n:,}" if n < 1e6 else short_count(float(f"{n:.3g}"))
 
 
 def plain(header, cells):
@@ -149,18 +143,11 @@ def markdown(header, cells):
     return "\n".join("| " + " | ".join(row) + " |" for row in [escaped[0], rule, *escaped[1:]])
 
 
-def choose_names(folders, names):
-    """Return a different name for each run: the given names, or the names of the folders, or else their whole paths."""
-    if names:
-        chosen = names.split(",")
-        if len(chosen) != len(folders):
-            refuse(f"--names has {len(chosen)} names for {len(folders)} runs")
-    else:
-        chosen = [os.path.basename(os.path.realpath(folder)) for folder in folders]
-        if len(set(chosen)) < len(chosen):
-            chosen = folders
-    if len(set(chosen)) < len(chosen):
-        refuse(f"two runs have the same name: {', '.join(chosen)}")
+def choose_names(names, default):
+    """Return a different name for each run: those in `names`, separated by commas, or the list `default`."""
+    chosen = names.split(",") if names else default
+    if len(chosen) != len(default) or len(set(chosen)) < len(chosen):
+        refuse(f"--names must be {len(default)} different names, got {','.join(chosen)}")
     return chosen
 
 
@@ -174,7 +161,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.metric.partition("/")[0] != "val_loss":
         refuse(f"--metric must be val_loss or val_loss/NAME, got {args.metric!r}")
-    names = choose_names(args.runs, args.names)
+    short = [os.path.basename(os.path.realpath(folder)) for folder in args.runs]
+    names = choose_names(args.names, short if len(set(short)) == len(short) else args.runs)
     picture = choose_picture(args.png)
     runs = {name: read_losses(folder, args.metric) for name, folder in zip(names, args.runs)}
     rows = [summarise(name, train, val) for name, (train, val) in runs.items()]

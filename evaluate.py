@@ -23,7 +23,7 @@ import torch
 
 from sympow.attention.operator.check import first_line
 from sympow.attention.positions import TooLong, check_length, most_tokens
-from sympow.compare import plain
+from sympow.compare import choose_names, plain
 from sympow.data import DataError
 from sympow.data.dataset import Dataset
 from sympow.data.files import read_json, write_json
@@ -103,10 +103,7 @@ def choose_runs(cfg):
     for folder in folders:
         if not (checkpoint.newest(folder) or (cfg.tasks and transformers_type(folder))):
             refuse(no_checkpoint(folder))
-    names = cfg.names.split(",") if cfg.names else folders
-    if len(names) != len(folders) or len(set(names)) < len(names):
-        refuse(f"--names must be {len(folders)} different names, got {','.join(names)}")
-    return dict(zip(names, folders))
+    return dict(zip(choose_names(cfg.names, folders), folders))
 
 
 # ---- loss by position
