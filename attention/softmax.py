@@ -29,7 +29,7 @@ def softmax_attention(q, k, v, log_g=None):
     heads, mask = [x.transpose(1, 2) for x in (q, k, v)], None
     if log_g is not None or n < T:
         if log_g is None and q.shape[3] % 8 == 0 and takes_flash(q, k, v):
-            # with is_causal it counts queries from the last token, scaled_dot_product_attention from the first
+            # it takes causal queries for the last tokens', scaled_dot_product_attention for the first tokens'
             return torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, True)[0].transpose(1, 2)
         if n * T > MASK_ENTRIES:
             half = n // 2
