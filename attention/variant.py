@@ -2,7 +2,7 @@
 
 To add an attention: subclass Variant in a file of its own, name it in ATTENTIONS (attention/__init__.py), and write a
 config/NAME.py. Only `forward` and `empty_state` must be written; all else here has a default. Nothing outside
-attention/ asks which variant it has. README, "Add your own attention", has a whole one in 25 lines, and
+attention/ asks which variant it has. README, "Add your own attention", has a whole one in 30 lines, and
 tests/test_variant.py takes every variant through training, saving and generation.
 
 What generation keeps of a layer's tokens is a subclass of State (attention/state.py), a dataclass, which is

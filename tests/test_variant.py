@@ -4,8 +4,12 @@ import itertools
 import json
 import os
 import re
+import shlex
+import shutil
+import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -83,21 +87,23 @@ def tiny(attention, **kwargs):
     return model
 
 
-REGISTERED = [*ATTENTIONS, "mixture", "average", "linear"]  # mixture: adaptive_power in its other form
+# mixture: adaptive_power in its other form; linear: README's, unless attention/ has one
+REGISTERED = [*dict.fromkeys([*ATTENTIONS, "mixture", "average", "linear"])]
 
 
 def readme_attention():
     """Return the example of README's "Add your own attention"."""
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
-        (code,) = re.findall(r"```python\n(class .*?|@dataclass.*?)```", f.read(), flags=re.S)
-    names = dict(dataclass=dataclass, torch=torch, F=torch.nn.functional, State=State, Variant=Variant)
-    exec(code, names)
-    return names["Linear"]
+        (code,) = re.findall(r"```python\n(from .*?)```", f.read(), flags=re.S)
+    module = ModuleType("sympow.attention.of_readme")
+    module.__package__, sys.modules[module.__name__] = "sympow.attention", module
+    exec(code, vars(module))
+    return module.Linear
 
 
 @pytest.fixture(autouse=True)
 def register_readme_attention(monkeypatch):
-    monkeypatch.setitem(ATTENTIONS, "linear", readme_attention())
+    monkeypatch.setitem(ATTENTIONS, "linear", ATTENTIONS.get("linear") or readme_attention())
 
 
 PROMPT = [256, 10, 7, 20, 30]
@@ -142,16 +148,47 @@ def test_a_state_is_repeated_sized_and_saved(average, attention, tmp_path):
 
 
 def test_every_test_takes_a_new_attention_by_its_name(tmp_path):
-    """README's way to test an attention of one's own: `pytest -k NAME`."""
+    """README's way to test an attention of one's own: `pytest -v -k NAME FILES`, which says what it selects."""
     (tmp_path / "plugin.py").write_text(
-        "def pytest_collection(session):\n    import test_variant\n\n"
+        "def pytest_collection(session):\n    import sys, test_variant\n\n"
         "    test_variant.ATTENTIONS['brand_new'] = test_variant.readme_attention()\n"
+        "    del sys.modules['test_variant']  # which has read the names\n"
     )
-    files = [os.path.join(ROOT, "tests", f"test_{name}.py") for name in ("model", "convert", "optimizer", "train")]
+    command = r"pytest (-v -k )linear tests/test_{(.*?)}\.py "
+    ((options, names),) = re.findall(command, Path(ROOT, "README.md").read_text())
+    files = [f"tests/test_{name}.py" for name in names.split(",")]
     path = os.pathsep.join((ROOT, os.path.join(ROOT, "tests"), str(tmp_path)))
-    options = ["-p", "plugin", "-p", "no:cacheprovider", "-k", "brand_new", "-m", "slow or not slow"]
+    options = ["-p", "plugin", "-p", "no:cacheprovider", *options.split(), "brand_new", "-m", "slow or not slow"]
     done = run("-m", "pytest", *options, *files, env={"PYTHONPATH": path}, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout
+    assert re.search(r"collected \d+ items / \d+ deselected / \d\d selected", done.stdout)
+    assert all(f"\n{file} ." in done.stdout for file in files)
+
+
+def add_line(path, start, line):
+    """Add a line to a file, before the first one that begins so."""
+    head, text = path.read_text().split(f"\n{start}", 1)
+    path.write_text(f"{head}\n{line}\n{start}{text}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GPU, reason="programs that are run for their files, not for the device")
+def test_readmes_recipe_trains_and_samples_in_a_copy(dataset, tmp_path):  # noqa: F811
+    copy, readme = tmp_path / "copy", Path(ROOT, "README.md").read_text()
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "out", "hf", "wandb", "tests", "docs", "*.bin"))
+    recipe = readme[readme.index("## Add your own attention") : readme.index("## Figures")]
+    (code,) = re.findall(r"```python\n(.*?)```", recipe, flags=re.S)
+    entry = re.search(r"`(\"linear\": \w+)`", recipe)[1]
+    (copy / "attention/linear.py").write_text(code)
+    add_line(copy / "attention/__init__.py", "from .operator", re.search(r"`(from .linear import \w+)`", recipe)[1])
+    add_line(copy / "attention/__init__.py", '    "heinsen": ', f"    {entry},")
+    (copy / "config/linear.py").write_text(re.search(r"`(attention = .*?)`", recipe)[1])
+    trains, samples = (
+        shlex.split(command) for command in re.findall(r"^    python (.*?)(?:  .*)?$", recipe, flags=re.M)
+    )
+    options = [f"--dataset={dataset}", "--max_iters=2", "--sample_tokens=0"]
+    assert "0.8M parameters, linear" in run(*trains, *options, cwd=copy, env={"PYTHONPATH": None}).stdout
+    assert ", linear: prompt " in run(*samples, cwd=copy, env={"PYTHONPATH": None}).stderr
 
 
 @pytest.mark.skipif(GPU, reason="programs that are run for their files, not for the device")
