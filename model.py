@@ -45,6 +45,7 @@ class GPTConfig:
     embedding_norm: bool = True  # a LayerNorm after the token embedding
     activation: str = "gelu"  # of the MLP; or gelu_tanh: GPT-2's approximation of it
     attention: str = "softmax"  # a name in ATTENTIONS, or several with commas: the layers in turn, again and again
+    window: int = 0  # of softmax layers: how many tokens each token sees, itself among them; 0: all before it
     p: int = 2  # the power, even
     gate: str = "auto"  # learned or fixed for sympow_gating; learned, fixed or none for conformal_sympow
     gate_bias: float = 6.9  # a fresh learned gate is sigmoid(gate_bias)
@@ -77,17 +78,20 @@ class GPTConfig:
         if len(names) == 1:
             ATTENTIONS[self.attention].choose_gate(self)
             return
-        gates = {self.layer(i).gate for i in range(len(names))}  # which checks each layer
-        if self.gate not in {"auto", *gates}:
+        layers = [self.layer(i) for i in range(len(names))]  # which checks each of them
+        if self.gate not in {"auto", *(layer.gate for layer in layers)}:
             raise ValueError(f"no layer of attention={self.attention} takes gate={self.gate}: use gate=auto")
+        if self.window and not any(layer.window for layer in layers):
+            raise ValueError(f"no layer of attention={self.attention} has a window, got window={self.window}")
 
     def layer(self, i):
-        """Return the GPTConfig of layer i, which has one attention and, if that has gates, this config's `gate`."""
+        """Return the GPTConfig of layer i: one attention and, if that has them, this config's `gate` and `window`."""
         if "," not in self.attention:
             return self
         names = self.attention.split(",")
         name = names[i % len(names)]
-        return replace(self, attention=name, gate="auto" if ATTENTIONS[name].gates == ("none",) else self.gate)
+        gate = "auto" if ATTENTIONS[name].gates == ("none",) else self.gate
+        return replace(self, attention=name, gate=gate, window=self.window if ATTENTIONS[name].windows else 0)
 
     @property
     def gated(self):

@@ -3,17 +3,22 @@
 What it computes      y_i = sum_{j<=i} A_ij v_j,  A_ij = exp(q_i . k_j / sqrt(D)) / sum_{l<=i} exp(q_i . k_l / sqrt(D))
 The quadratic form    the only one: exp has no finite feature map
 The state             every key and value (KV cache): memory and time per token grow with the text
+With a window W       j > i - W besides: the state has the last W keys and values, at a constant cost per token
 """
 
 import torch
 from torch.nn import functional as F
 
 from .gates import reset_gates
+from .operator.memory import cached_bytes
 from .operator.packed import attend_within, find_documents, takes_flash
+from .operator.window import attend_in_window
 from .parallel.circulate import SoftmaxPairs, circulate
+from .state import LayerState
 from .variant import KVCacheVariant
 
 MASK_ENTRIES = 2**28  # that exist at any time, for each sequence
+WINDOW_SPARE = 64  # tokens that the decoder's cache holds beyond a window, before it moves the window to its front
 
 
 def softmax_attention(q, k, v, log_g=None):
@@ -59,6 +64,11 @@ def packed_softmax_attention(q, k, v, resets):
 class Softmax(KVCacheVariant):
     decodes_on_kernels = "softmax"
     splits_context = True
+    windows = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.window = config.window  # tokens that a token sees, itself among them; 0: all before it
 
     def forward(self, x, qkv, resets=None, state=None):
         """Return (y [B, n, H, E], the state after the n tokens, or None without a state)."""
@@ -67,8 +77,32 @@ class Softmax(KVCacheVariant):
         if state is None and self.context is not None:
             log_g = reset_gates(resets, None, k)
             return self.context.run(circulate, SoftmaxPairs(), self.context, q, k, v, log_g), None
+        if state is None and self.window:
+            return attend_in_window(q, k, v, self.window, resets), None
         if state is None:
             y = softmax_attention(q, k, v) if resets is None else packed_softmax_attention(q, k, v, resets)
             return y, None
         state = state.append(k, v, reset_gates(resets, None, k), positions)
+        if self.window:
+            resets = None if state.log_g is None else state.log_g[..., 0] == float("-inf")
+            return attend_in_window(q, state.k, state.v, self.window, resets), state.last(self.window)
         return softmax_attention(q, state.k, state.v, state.log_g), state
+
+    def empty_state(self, batch, device, switch_over=None):
+        return LayerState.empty(batch, device, self.window or "never")
+
+    @classmethod
+    def context_layout(cls, config, block_size, dtype, device):
+        if config.window:
+            raise ValueError(f"ranks cannot share a sequence in a window, got window={config.window}: use window=0")
+        return super().context_layout(config, block_size, dtype, device)
+
+    def attention_flops(self, block_size, dtype, device):
+        T, W = block_size, min(self.window or block_size, block_size)
+        pairs = W - W * W / (2 * T)  # of a token, on average: half of T without a window
+        return 12 * pairs * self.config.n_head * self.config.head_dim
+
+    def generation_bytes(self, state, max_new_tokens, itemsize, state_dtype, switch_over=None):
+        if self.window:  # the decoder's cache has these from the beginning
+            state, max_new_tokens = LayerState.empty(1, "cpu", "never"), self.window + WINDOW_SPARE
+        return cached_bytes(self.config, self.p, state, max_new_tokens, itemsize, state_dtype)

@@ -21,6 +21,7 @@ from .operator.memory import switch_over_tokens
 from .power import power_attention
 
 FLUSH_EVERY = 64
+CACHED = "k", "v", "log_g"  # the tensors of a LayerState that have a row for each cached token
 
 
 @dataclass
@@ -63,7 +64,8 @@ class LayerState(State):
     log_g: torch.Tensor | None = None  # [B, n, Hkv] of the cached tokens, None without gates and resets
     S: torch.Tensor | None = None  # [B, Hkv, Dphi, E] of the tokens before those, None before the first flush
     z: torch.Tensor | None = None  # [B, Hkv, Dphi]
-    switch_over: str | int = "auto"  # cached tokens that become a state: "auto" as above, "always" (1), "never", or n
+    # cached tokens that become a state: "auto" as above, "always" (1), "never", or n; in a window, its tokens
+    switch_over: str | int = "auto"
 
     @staticmethod
     def empty(batch, device, switch_over="auto"):
@@ -87,6 +89,12 @@ class LayerState(State):
             k, v = torch.cat((self.k, k), dim=1), torch.cat((self.v, v), dim=1)
             log_g = None if log_g is None else torch.cat((self.log_g, log_g), dim=1)
         return replace(self, k=k, v=v, log_g=log_g, position=position)
+
+    def last(self, n):
+        """Return the state with the last n tokens of its cache alone."""
+        if self.cached_tokens <= n:
+            return self
+        return replace(self, **{name: x[:, -n:].clone() for name, x in self.tensors().items() if name in CACHED})
 
     def must_flush(self, p):
         """Return True if the cache holds as many tokens as it may, for a state of power p, or a tuple of powers."""

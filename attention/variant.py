@@ -57,6 +57,8 @@ def check_layer(config):
         raise ValueError(f"head_dim must be even (rotary positions turn pairs), got {config.head_dim}")
     if config.n_head % config.n_kv_head:
         raise ValueError(f"n_head must be a multiple of n_kv_head, got {config.n_head} and {config.n_kv_head}")
+    if config.window < 0 or config.window == 1:
+        raise ValueError(f"window must be at least 2 tokens, or 0 for all, got {config.window}")
     check_power(config.p)
     check_form(config.form, None)
     if config.chunk_size < 0:
@@ -77,6 +79,7 @@ class Variant(nn.Module):
     # The number of cached tokens at which a state replaces the KV cache, or "auto", "always" or "never"; None if there
     # is no KV cache, or no such choice.
     switch_over = None
+    windows = False  # True if it has a window where the setting `window` is not 0
     rotates = True  # False if its `forward` does not rotate q and k by their positions
     # True if its `forward` computes one rank's part of a sequence when `context` is set (parallel/context.py). Only the
     # class itself is asked: a subclass that computes something else must say so too.
@@ -106,6 +109,8 @@ class Variant(nn.Module):
         if config.gate not in cls.gates:
             takes = "has no gates" if cls.gates == ("none",) else f"takes gate={' or '.join(cls.gates)}"
             raise ValueError(f"attention={config.attention} {takes}, got gate={config.gate}")
+        if config.window and not cls.windows:
+            raise ValueError(f"attention={config.attention} has no window, got window={config.window}")
 
     @classmethod
     def position_embedding(cls, config):

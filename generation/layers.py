@@ -1,10 +1,10 @@
 """How decoder.py computes one token of each kind of attention, and of each kind of position embedding.
 
-A variant's `decodes_on_kernels` (attention/variant.py) names a class of LAYERS, of a position embedding one of
+A variant's `decodes_on_kernels` (attention/variant.py) names an entry of LAYERS, of a position embedding one of
 EMBEDDINGS. A layer is made from the State after the prompt, which it copies into buffers of a fixed size:
 
     power      a KV cache until it takes as much memory as a state, then the state and a cache of FLUSH_EVERY tokens
-    softmax    a KV cache with room for all tokens
+    softmax    a KV cache with room for all tokens, in a window for its own and WINDOW_SPARE more
     heinsen    the state
 
 and the decoder asks it, whatever it is, for
@@ -24,6 +24,7 @@ import torch
 from sympow.attention.embedding import symmetric_power_dim
 from sympow.attention.heinsen import LOG_VALUE_BOUND
 from sympow.attention.rotary import rotation_rates
+from sympow.attention.softmax import WINDOW_SPARE
 from sympow.attention.state import LayerState
 from sympow.kernels.decode import cache as decode_cache
 from sympow.kernels.decode import heinsen as decode_heinsen
@@ -31,6 +32,8 @@ from sympow.kernels.decode import power as decode_power
 from sympow.kernels.decode import qkv as decode_qkv
 from sympow.kernels.decode import softmax as decode_softmax
 from sympow.kernels.decode.linear import Linear, linear
+
+OUTSIDE = -1  # in a cache's resets: the number of no document
 
 
 class Buffers:
@@ -90,21 +93,27 @@ class CachedLayer:
     def allocate(self, state, tokens_left):
         """Allocate the buffers for a LayerState and the tokens that will be cached, and copy it."""
         b, c, n = self.buffers, self.buffers.config, state.cached_tokens
-        self.limit = state.switch_over_limit(self.p, c.head_dim, c.head_dim, b.dtype.itemsize)
-        C = int(max(n, min(self.limit, n + tokens_left)))
-        shape = b.B, C, c.n_kv_head
+        C, first = self.places(state, tokens_left)
+        shape, read = (b.B, C, c.n_kv_head), slice(first, first + n)
         k, v = (b.zeros(*shape, c.head_dim, dtype=b.dtype) for _ in range(2))
         sums, resets = b.zeros(*shape, dtype=torch.float64), b.zeros(*shape, dtype=torch.int32)
+        resets[:, :first] = OUTSIDE
         if n:
-            k[:, :n], v[:, :n] = state.k, state.v
+            k[:, read], v[:, read] = state.k, state.v
         if n and state.log_g is not None:
             reset = state.log_g == float("-inf")
-            sums[:, :n] = state.log_g.double().masked_fill(reset, 0).cumsum(1)
-            resets[:, :n] = reset.cumsum(1)
+            sums[:, read] = state.log_g.double().masked_fill(reset, 0).cumsum(1)
+            resets[:, read] = reset.cumsum(1)
         self.cache = decode_cache.Cache(k, v, sums, resets, self.count)
-        self.cached = n
-        self.count.fill_(n)
+        self.cached = first + n
+        self.count.fill_(self.cached)
         self.parts = decode_cache.parts_of_cache(b.B * c.n_head, C)
+
+    def places(self, state, tokens_left):
+        """Return how many tokens the cache has room for, and the place of the first of a LayerState's."""
+        b, D, n = self.buffers, self.buffers.config.head_dim, state.cached_tokens
+        self.limit = state.switch_over_limit(self.p, D, D, b.dtype.itemsize)
+        return int(max(n, min(self.limit, n + tokens_left))), 0
 
     def step(self):
         b = self.buffers
@@ -143,6 +152,38 @@ class SoftmaxLayer(CachedLayer):
         if b.config.reset_token < 0:
             cache = decode_cache.Cache(cache.k, cache.v, cache.gate_sums, None, cache.count)
         decode_softmax.attend_softmax(b.qkv, b.rotation, cache, b.sums(self.parts, softmax=True), b.y)
+
+
+class WindowLayer(CachedLayer):
+    """Softmax in a window of `window` tokens, with as many in the cache from the beginning.
+
+    A token that leaves the window is marked as one of another document, which no query sees. When the cache is full,
+    the window moves to its front.
+    """
+
+    def places(self, state, tokens_left):
+        if state.cached_tokens == 0:
+            raise ValueError("a layer with a window goes on from a token, and none was read")
+        self.window = state.switch_over
+        self.limit = self.window + WINDOW_SPARE
+        return self.limit, self.window - state.cached_tokens
+
+    def attend(self):
+        b, cache = self.buffers, self.cache
+        cache.resets.index_fill_(1, self.count.long() - self.window, OUTSIDE)
+        decode_softmax.attend_softmax(b.qkv, b.rotation, cache, b.sums(self.parts, softmax=True), b.y)
+
+    def flush_full(self, tokens_left):
+        """Move the window to the front of the cache if that is full; the buffers stay."""
+        if self.cached == self.limit:
+            for x in self.cache[:4]:
+                x[:, : self.window] = x[:, -self.window :].clone()
+            self.cached = self.window
+            self.count.fill_(self.cached)
+        return False
+
+    def changes(self):
+        return [self.place.position, self.cache.resets]
 
 
 class PowerLayer(CachedLayer):
@@ -245,5 +286,10 @@ class LogPosition:
         return [self.log_x]
 
 
-LAYERS = {"power": PowerLayer, "softmax": SoftmaxLayer, "heinsen": HeinsenLayer}
+def make_softmax_layer(buffers, weights, mix, *options):
+    """Return the layer for a Softmax with or without a window."""
+    return (WindowLayer if mix.window else SoftmaxLayer)(buffers, weights, mix, *options)
+
+
+LAYERS = {"power": PowerLayer, "softmax": make_softmax_layer, "heinsen": HeinsenLayer}
 EMBEDDINGS = {"learned": PositionTable, "heinsen": LogPosition}

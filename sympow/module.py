@@ -19,6 +19,7 @@ class LayerConfig:
     n_kv_head: int = 0
     head_dim: int = 0
     attention: str = "sympow_gating"
+    window: int = 0
     p: int = 2
     gate: str = "auto"
     gate_bias: float = 6.9

@@ -21,6 +21,7 @@ from sympow.attention.state import LayerState  # noqa: E402
 from sympow import model as model_module  # noqa: E402
 from sympow.generation import decoder as decoder_module  # noqa: E402
 from sympow.generation import generate as generate_module  # noqa: E402
+from sympow.generation import layers as layers_module  # noqa: E402
 from sympow.generation.decoder import Decoder  # noqa: E402
 from sympow.generation.generate import Sampler, generate, read_prompt, sample_next_token  # noqa: E402
 from sympow.kernels.decode import cache as decode_cache  # noqa: E402
@@ -98,6 +99,8 @@ def test_a_token_is_the_models(variant, B, switch_over, monkeypatch):
 # attention of each layer, other settings, switch_over of each layer
 MIXES = {
     "softmax": ("softmax", dict(n_kv_head=1, bias=True, reset_token=3), None),
+    "softmax in a window": ("softmax", dict(window=5, n_kv_head=1, reset_token=3), None),
+    "a hybrid in a window": ("sympow_gating,softmax", dict(window=2), [6, 2]),
     "GPT-2": ("softmax", dict(positions="learned", **GPT2), None),
     "GPT-2, converted": ("sympow_gating", dict(positions="learned", reset_token=3, **GPT2), [6]),
     "heinsen, signed values, resets": ("heinsen", dict(n_kv_head=1, bias=True, reset_token=3), None),
@@ -113,6 +116,7 @@ MIXES = {
 def test_layers_of_any_attentions_stand_side_by_side(name, monkeypatch):
     """Tokens are the model's, for two samples of each sequence, and the state that was given does not change."""
     monkeypatch.setattr(state_of, "FLUSH_EVERY", 3)
+    monkeypatch.setattr(layers_module, "WINDOW_SPARE", 2)
     pattern, settings, limits = MIXES[name]
     B = 2 if pattern == "softmax" or GPU else 1
     model = tiny(attention=pattern, n_layer=pattern.count(",") + 1, **settings)

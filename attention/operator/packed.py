@@ -64,16 +64,17 @@ def _(resets):
     return ends, torch.empty(2, dtype=torch.int64, device="cpu")
 
 
-def attend_within(documents, q, k, v):
+def attend_within(documents, q, k, v, window=0):
     """Return y [B, T, H, E] in q's dtype: causal softmax attention of each document alone.
 
     q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E], any strides; query head h reads key/value head h // (H / Hkv).
+    window: how many tokens each sees, itself among them; 0 for all. Only flash attention has it (see `takes_flash`).
     """
     inputs = [x.flatten(0, 1) for x in (q, k, v)]
     if takes_flash(q, k, v):
         D = q.shape[3]
         inputs = [F.pad(x, (0, -D % 8)) if D % 8 or x.stride(-1) != 1 else x for x in inputs]
-        y = _flash(*inputs, *documents, D**-0.5)[0][..., :D]  # of D before the padding
+        y = _flash(*inputs, *documents, D**-0.5, window)[0][..., :D]  # of D before the padding
     else:
         y = _one_by_one(*inputs, *documents)
     return y.unflatten(0, q.shape[:2])
@@ -101,16 +102,21 @@ _has_flash._dynamo_marked_constant = True  # see the end of dispatch.py
 # ---- one call for all documents
 
 
-def takes_cudnn(n, longest, q, k):
+def takes_cudnn(n, longest, q, k, window):
     """Return True if cuDNN computes n documents of at most `longest` tokens, q [N, H, D] and k [N, Hkv, D].
 
     It does on the GPUs on which torch prefers it. This asks no setting that a program might change between the passes.
     """
-    if n * longest != len(q) or longest < 128 or q.shape[1] != k.shape[1] or q.shape[2] not in (64, 128):
+    if window or n * longest != len(q) or longest < 128 or q.shape[1] != k.shape[1] or q.shape[2] not in (64, 128):
         return False
     if torch.are_deterministic_algorithms_enabled():
         return False
     return torch.cuda.get_device_capability(q.device) in ((9, 0), (10, 0), (10, 3))
+
+
+def _options(scale, window):
+    """Return the keywords of torch's flash attention for this scale and window; it counts the tokens before a token."""
+    return dict(scale=scale, window_size_left=window - 1, window_size_right=0) if window else dict(scale=scale)
 
 
 def _by_document(n, *tensors):
@@ -119,32 +125,34 @@ def _by_document(n, *tensors):
 
 
 @torch.library.custom_op("sympow::packed_flash", mutates_args=())
-def _flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
     """Return y [N, H, D] and as many log-sum-exps, [H, N] float32, of q [N, H, D], k and v [N, Hkv, D]."""
     n, longest = sizes.tolist()
-    if takes_cudnn(n, longest, q, k):
+    if takes_cudnn(n, longest, q, k, window):
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         y, lse, *_ = cudnn(*_by_document(n, q, k, v), None, True, 0.0, True, False, scale=scale)
         return y.transpose(1, 2).flatten(0, 1).contiguous(), lse.reshape(q.shape[1], -1)  # [n, H, tokens] in memory
     ends = ends[: n + 1]
     flash = torch.ops.aten._flash_attention_forward
-    y, lse, *_ = flash(q, k, v, ends, ends, longest, longest, 0.0, True, False, scale=scale)
+    y, lse, *_ = flash(q, k, v, ends, ends, longest, longest, 0.0, True, False, **_options(scale, window))
     return y, lse
 
 
 @_flash.register_fake
-def _(q, k, v, ends, sizes, scale):
+def _(q, k, v, ends, sizes, scale, window):
     y = torch.empty_like(q, memory_format=torch.contiguous_format)
     return y, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
 @torch.library.custom_op("sympow::packed_flash_backward", mutates_args=())
 def _flash_backward(
-    dy: Tensor, qkv: list[Tensor], documents: list[Tensor], y: Tensor, lse: Tensor, scale: float
+    dy: Tensor, qkv: list[Tensor], documents: list[Tensor], y: Tensor, lse: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     (q, k, v), (ends, sizes) = qkv, documents
     n, longest = sizes.tolist()
-    if takes_cudnn(n, longest, q, k):
+    if takes_cudnn(n, longest, q, k, window):
         dy, q, k, v, y = _by_document(n, dy.contiguous(), q, k, v, y)
         lse, seed = lse.view(n, -1, longest, 1), torch.zeros((), dtype=torch.int64, device=q.device)
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
@@ -154,24 +162,25 @@ def _flash_backward(
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     backward = torch.ops.aten._flash_attention_backward
     dy, lengths = dy.contiguous(), (longest, longest)
-    grads = backward(dy, q, k, v, y, lse, ends, ends, *lengths, 0.0, True, *no_dropout, scale=scale)
+    grads = backward(dy, q, k, v, y, lse, ends, ends, *lengths, 0.0, True, *no_dropout, **_options(scale, window))
     return tuple(x.contiguous() for x in grads)
 
 
 @_flash_backward.register_fake
-def _(dy, qkv, documents, y, lse, scale):
+def _(dy, qkv, documents, y, lse, scale, window):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in qkv)
 
 
 def _save_flash(ctx, inputs, output):
-    *tensors, ctx.scale = inputs
+    *tensors, ctx.scale, ctx.window = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate_flash(ctx, dy, _):
     q, k, v, ends, sizes, y, lse = ctx.saved_tensors
-    return *_flash_backward(dy, [q, k, v], [ends, sizes], y, lse, ctx.scale), None, None, None
+    options = ctx.scale, ctx.window
+    return *_flash_backward(dy, [q, k, v], [ends, sizes], y, lse, *options), None, None, None, None
 
 
 _flash.register_autograd(_differentiate_flash, setup_context=_save_flash)

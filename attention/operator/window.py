@@ -1,0 +1,66 @@
+"""Softmax attention in a sliding window: token i sees itself and the window - 1 tokens before it.
+
+    y = attend_in_window(q, k, v, 2048)             # the pairs cost T * window, and no mask of T x T is made
+
+On a GPU in bfloat16 and float16 torch's flash attention leaves out the tiles that lie outside of the window. Elsewhere
+queries are taken in blocks as long as the window; each sees a span of two such blocks, under one mask:
+
+    block of queries           q0 q1 q2 q3
+    span of keys    k0 k1 k2 k3 k4 k5 k6 k7         query r, with the key r + window, sees the keys r + 1 to r + window
+
+"Generating Long Sequences with Sparse Transformers" (Child et al., 2019); "Mistral 7B" (Jiang et al., 2023).
+"""
+
+import torch
+from torch.nn import functional as F
+
+from .packed import Documents, attend_within, find_documents, takes_flash
+
+
+def attend_in_window(q, k, v, window, resets=None):
+    """Return y [B, n, H, E] in q's dtype: causal softmax attention of each token to the last `window` tokens.
+
+    q [B, n, H, D] belong to the last n of the T tokens of k [B, T, Hkv, D], v [B, T, Hkv, E]; window is at least 1 and
+    counts the token itself; resets [B, T] bool, or None: a token where it is true sees nothing before it.
+    """
+    n, T = q.shape[1], k.shape[1]
+    seen = min(T, n + window - 1)  # what is further back, no query sees
+    k, v = k[:, T - seen :], v[:, T - seen :]
+    resets = None if resets is None else resets[:, T - seen :]
+    if n == 1 or not takes_flash(q, k, v):
+        return _in_blocks(q, k, v, min(window, seen), resets)
+    q = F.pad(q, (0, 0, 0, 0, seen - n, 0))  # a query for each key, as packed attention has them
+    documents = _whole_sequences(q) if resets is None else find_documents(resets)
+    return attend_within(documents, q, k, v, window)[:, seen - n :]
+
+
+def _whole_sequences(q):
+    """Return the Documents of q [B, T, H, D] if each sequence is one."""
+    B, T = q.shape[:2]
+    starts = torch.arange(B, dtype=torch.int32, device=q.device) * T
+    return Documents(F.pad(starts, (0, B * T + 1 - B), value=B * T), torch.tensor([B, T]))
+
+
+def _in_blocks(q, k, v, window, resets):
+    """Return what `attend_in_window` does, in torch's scaled_dot_product_attention."""
+    (B, n, H), (T, Hkv) = q.shape[:3], k.shape[1:3]
+    M = min(window, n)  # queries of a block
+    blocks = -(-n // M)
+    added = blocks * M - n  # rows behind the last token, which are cut off again
+    front = n + window - T  # rows in the place of keys that are missing before the first query
+    k, v = (_spans(F.pad(x, (0, 0, 0, 0, front, added)), window, M) for x in (k, v))
+    q = F.pad(q, (0, 0, 0, 0, 0, added)).unflatten(1, (blocks, M))
+    document = q.new_zeros(B, T, dtype=torch.int64) if resets is None else resets.cumsum(1)
+    document = _spans(F.pad(document, (front, added), value=-1), window, M)  # [B, blocks, window + M]
+    row, column = torch.arange(M, device=q.device)[:, None], torch.arange(window + M, device=q.device)
+    mask = (column > row) & (column <= row + window)
+    mask = mask & (document[:, :, window:, None] == document[:, :, None])  # [B, blocks, M, window + M]
+    q, k, v = (x.flatten(0, 1).transpose(1, 2) for x in (q, k, v))
+    mask = mask.flatten(0, 1).unsqueeze(1)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=H != Hkv)
+    return y.transpose(1, 2).unflatten(0, (B, blocks)).flatten(1, 2)[:, :n]
+
+
+def _spans(x, window, M):
+    """Return views [B, blocks, window + M, ...] of x [B, window + blocks * M, ...]: the tokens that each block sees."""
+    return x.unfold(1, window + M, M).movedim(-1, 2)
