@@ -49,14 +49,16 @@ def main(run):
 # ---- measurements: each takes the model, trained or on the meta device, the dataset and the arguments of the plan
 
 
-def positions(model, dataset, length, documents, window=0, start=0, bounds=()):
+def positions(model, dataset, length, documents, window=0, start=0, bounds=(), skip=0):
     """Return the losses by position over held-out texts of `length` tokens, from their beginnings.
+
+    skip: leave out the texts in the first tokens of the held-out split, as many as validation reads.
 
     window: read in windows of so many tokens, each half of the one before, so that a token sees between half a window
     and a whole one; 0: read on with the state. The loss of each text is over the positions from `start` on. `spans` has
     the mean losses between two neighbours of `bounds`. Errors are standard errors over the texts.
     """
-    texts = held_out(dataset, length, documents)
+    texts = held_out(dataset, length, documents, skip)
     losses = [read_text(model, *text, window) for text in texts]
     curves = [means_by_position(row) for row in losses]
     mean, errors = mean_and_standard_error([means for _, means in curves])
@@ -73,8 +75,9 @@ def positions(model, dataset, length, documents, window=0, start=0, bounds=()):
     )
 
 
-def held_out(dataset, length, documents):
-    """Return [(inputs, targets)] [1, length] of at most so many texts, spread over the held-out split.
+def held_out(dataset, length, documents, skip=0):
+    """Return [(inputs, targets)] [1, length] of at most so many texts, spread over the held-out split after `skip`
+    tokens.
 
     Each is of one project, if data/source has prepared the dataset. Otherwise a text longer than a row is made of
     successive rows. Refuses a length that no project has.
@@ -83,8 +86,9 @@ def held_out(dataset, length, documents):
     for count in dataset.meta.get("held_out", {"all": dataset.documents("val")}).values():
         starts += range(row, row + count - rows + 1, rows)
         row += count
+    starts = [start for start in starts if start * dataset.document_length >= skip]
     if not starts:
-        refuse(f"{dataset.name} has no held-out text of {length:,} tokens")
+        refuse(f"{dataset.name} has no held-out text of {length:,} tokens" + f" after the first {skip:,}" * bool(skip))
     count = min(documents, len(starts))
     rows = [starts[i * len(starts) // count] for i in range(count)]
     return [read_tokens(dataset, row * dataset.document_length, length) for row in rows]

@@ -141,20 +141,21 @@ SIZES = {
 def main(name, plan, report, seeds=(1337,), prepare=None):
     """Run the experiment of this name with the options of the command line; exit with 3 if runs are missing.
 
-    seeds: the default of --seeds. prepare: a function of the Size that prepares data before anything is trained.
+    plan(size) may ask for other runs once there are more records. seeds: the default of --seeds; None if plan chooses.
+    prepare: a function of the Size that prepares data before anything is trained.
     """
     command = f"python -m experiments.{name}"
     parser = Parser(sys.modules["__main__"].__doc__, prog=command)
     parser.add_argument("--size", choices=SIZES, default="small", help="small: H200s; tiny: minutes on two CPU cores")
     parser.add_argument("--dataset", help="a prepared dataset (default: source; of size tiny pystdlib)")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop training after them; 0: draw what is there")
-    parser.add_argument("--seeds", type=int, nargs="+", default=seeds, help="train each run with each of these seeds")
+    if seeds:
+        parser.add_argument("--seeds", type=int, nargs="+", default=seeds, help="train each run with each of these")
     args = parser.parse_args()
     size = replace(SIZES[args.size], dataset=args.dataset or SIZES[args.size].dataset)
-    runs = [replace(run, settings=run.settings | {"seed": seed}) for run in plan(size) for seed in args.seeds]
     path = os.path.join(size.folder, name)
     records = read_records(f"{path}.json")
-    missing = [run for run in runs if not run.find(records)]
+    missing = [run for run in plan_seeds(plan, size, args) if not run.find(records)]
     if missing and args.minutes:
         try:
             if prepare:
@@ -166,7 +167,7 @@ def main(name, plan, report, seeds=(1337,), prepare=None):
             write_atomically(f"{path}.json", json.dumps({"runs": records}).encode())
     entries = {}
     missing = []
-    for run in runs:
+    for run in plan_seeds(plan, size, args):
         if record := run.find(records):
             entries.setdefault(run.name, Entry(run.name, [])).records.append(record)
         else:
@@ -178,6 +179,12 @@ def main(name, plan, report, seeds=(1337,), prepare=None):
         write_report(path, name, [title, *blocks], panels, missing)
     if missing:
         sys.exit(3)
+
+
+def plan_seeds(plan, size, args):
+    """Return the runs of a plan, with each of the command line's seeds where it takes them."""
+    seeds = [{"seed": seed} for seed in getattr(args, "seeds", ())] or [{}]
+    return [replace(run, settings=run.settings | seed) for run in plan(size) for seed in seeds]
 
 
 def read_records(path):

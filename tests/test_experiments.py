@@ -1,5 +1,6 @@
 """Experiments: corpora by project, recall's data and accuracy, tables that mix nothing, and runs that are kept."""
 
+import math
 import os
 import pathlib
 import random
@@ -22,7 +23,7 @@ from sympow.data.files import read_json, write_json
 from sympow.data.recall import prepare as prepare_recall
 from sympow.data.recall.tasks import CHANCE, make_needles, make_pairs, questions
 from sympow.data.source import prepare as prepare_source
-from sympow.experiments import evaluation_length, measure, report, runs
+from sympow.experiments import evaluation_length, measure, report, runs, which_attention
 from sympow.experiments.measure import positions, read_text, score
 from sympow.experiments.report import Entry, Panel, draw_panel, ratio_cell, table
 
@@ -345,3 +346,23 @@ def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch)
     assert len(far["mean"]) == len(far["errors"]) > 20 and len(record["gate"]) == 2
     assert record["val"][-1][1] < 6
     assert os.path.getsize("out/experiments/tiny/x.png") > 1000
+
+
+def test_the_best_rate_of_each_attention_is_looked_for_until_it_lies_between_others(tmp_path):
+    """With records as they would be if the best rate of each were 1.2e-3 times its place in the list."""
+    size = replace(runs.SIZES["tiny"], folder=str(tmp_path))
+    names, records, stages = list(which_attention.VARIANTS), {}, []
+    while asked := [run for run in which_attention.plan(size) if not run.find(records)]:
+        stages.append([run.name for run in asked])
+        for run in asked:
+            place = 1 + names.index(re.split(", (?:lr|equal)", run.name)[0])
+            loss = place + abs(math.log(run.settings["learning_rate"] / (1.2e-3 * place)))
+            records[run.folder] = dict(
+                name=run.name, settings=run.settings, corpus={"name": "pystdlib"}, val=[[1, loss]]
+            )
+        write_json(str(tmp_path / "which_attention.json"), {"runs": records})
+    assert stages[0] == [f"{name}, lr {rate:g}" for name in names for rate in which_attention.RATES]
+    assert stages[1] == ["softmax, lr 0.0006", *(f"{name}, lr 0.0096" for name in names[2:])]
+    best = [f"{name}, lr {rate}" for name, rate in zip(names, (0.0012, 0.0024, 0.0048, 0.0048, 0.0048))]
+    assert stages[2] == [name for name in best for _ in range(2)] + [f"{name}, equal time" for name in names[:3]]
+    assert len(stages) == 3

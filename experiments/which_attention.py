@@ -1,0 +1,140 @@
+"""Which attention should I use? Each at its best learning rate with three seeds, then the best at equal time.
+
+Every variant is trained with each of RATES. Where the best is at an edge, the next rate comes too; then the best gets
+two more seeds. Rates are chosen by the validation loss, the tables read other texts. At last softmax and the two best
+others train for the same seconds. Each start of this command trains what the records of the last one ask for.
+"""
+
+import os
+from functools import partial
+from statistics import fmean
+
+from sympow.experiments.report import (
+    Panel,
+    difference_cell,
+    loss_cell,
+    position_curve,
+    span_columns,
+    table,
+    texts_cell,
+    tokens_cell,
+    val_loss,
+)
+from sympow.experiments.runs import main, read_records, variant
+
+NAME = "which_attention"
+CONTEXT, LONG = 4096, 65536
+RATES, EDGE = (1.2e-3, 2.4e-3, 4.8e-3), 2.0  # beyond an edge, the next rate is so many times as high or low
+SEEDS = (1337, 1338, 1339)
+BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged
+VARIANTS = {
+    "softmax": variant("softmax"),
+    "hybrid in a window": dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", p=2),
+    "gated p=4": variant("sympow_gating p=4"),
+    "gated p=2, wide heads": variant("sympow_gating p=2"),  # half as many, twice as wide
+    "conformal p=2": variant("conformal_sympow p=2"),
+}
+
+
+def plan(size):
+    """Return the runs that the records so far ask for, in the order in which they decide most."""
+    records = list(read_records(os.path.join(size.folder, f"{NAME}.json")).values())
+    runs, best = [], {}
+    for name in VARIANTS:
+        losses = rates_tried(records, name)
+        runs += [tuned(size, name, rate) for rate in {**dict.fromkeys(RATES), **losses}]
+        if losses.keys() >= {*RATES}:
+            best[name] = min(losses, key=losses.get)
+            runs += [tuned(size, name, rate) for rate in next_rates(losses, best[name])]
+    settled = len(best) == len(VARIANTS) and all(run.find(dict(enumerate(records))) for run in runs)
+    for name, rate in best.items() if settled else ():
+        runs += [tuned(size, name, rate, seed=seed) for seed in SEEDS[1:]]
+    if settled:
+        ranking = sorted(best.keys() - {"softmax"}, key=lambda name: min(rates_tried(records, name).values()))
+        runs += [at_equal_time(size, name, best[name]) for name in ("softmax", *ranking[:2])]
+    return runs
+
+
+def rates_tried(records, name):
+    """Return {rate: validation loss} of a variant's records with the first seed and a number of steps."""
+    tried = [record for record in records if record["name"].startswith(f"{name}, lr ")]
+    tried = [record for record in tried if record["settings"]["seed"] == SEEDS[0]]
+    return {record["settings"]["learning_rate"]: val_loss(record) for record in tried}
+
+
+def next_rates(losses, best):
+    """Return the rate beyond the edge on which the best one lies, or none."""
+    if best == max(losses):
+        return [best * EDGE]
+    return [best / EDGE] if best == min(losses) else []
+
+
+def tuned(size, name, rate, seed=SEEDS[0]):
+    """Return the Run of a variant at one rate for 131 M tokens."""
+    return make_run(size, name, f"{name}, lr {rate:g}", rate, seed=seed, steps=1000)
+
+
+def at_equal_time(size, name, rate):
+    """Return the Run of a variant for the seconds of this size."""
+    return make_run(size, name, f"{name}, equal time", rate, seed=SEEDS[0])
+
+
+def make_run(size, name, title, rate, **options):
+    """Return a Run that is read in windows of its context and, unless it is softmax, at once; not validation's texts.
+
+    Models of size small have 8 layers, twice the pattern of the hybrid.
+    """
+    settings = VARIANTS[name] | dict(schedule="wsd", warmup_iters=100 // size.fewer, min_lr=rate / 10)
+    settings |= dict(n_layer=8) if size.shrink == 1 else {}
+    if name == "hybrid in a window":
+        settings["window"] = CONTEXT // 2 // size.shrink
+    if name == "gated p=2, wide heads":
+        heads, width = size.model["n_head"], size.model["n_embd"]
+        settings |= dict(n_head=heads // 2, head_dim=2 * width // heads)
+    texts = dict(length=LONG // size.shrink, documents=size.documents, skip=size.eval_tokens)
+    texts["bounds"] = [n // size.shrink for n in BOUNDS]
+    measures = {"positions": texts | dict(window=CONTEXT // size.shrink)}
+    if name != "softmax":
+        measures["far"] = texts
+    return size.run(title, CONTEXT, measures=measures, learning_rate=rate, **settings, **options)
+
+
+# ---- the report
+
+
+def texts_loss(record):
+    """Return the mean loss of the texts that are read in windows."""
+    return fmean(record["measures"]["positions"]["texts"])
+
+
+def report(entries, size):
+    """Return the tables of all rates, of the best rates and of equal time, and the losses over rate and position."""
+    timed = [entry for entry in entries.values() if entry.name.endswith("equal time")]
+    tried = [entry for entry in entries.values() if entry not in timed]
+    seeds = [entry for entry in tried if len(entry.records) > 1]
+    columns = [("tokens", tokens_cell), ("validation loss", loss_cell)]
+    blocks = [table("All rates", columns, tried)] if tried else []
+    if seeds:
+        texts = ("other texts, in windows", partial(loss_cell, measure=texts_loss))
+        blocks.append(table("The best rates", [*columns, texts], seeds))
+        blocks.append("A difference of two means below two standard deviations is none.")
+    if timed:
+        difference = partial(difference_cell, base=entries.get("softmax, equal time"), measure="positions")
+        spans = span_columns("far", [n // size.shrink for n in BOUNDS])
+        columns += [("other texts, in windows", texts_cell), ("to softmax's", difference)]
+        columns += [(f"at once, {title}", cell) for title, cell in spans]
+        blocks.append(table("Equal time", columns, timed))
+    rates = {}
+    for entry in tried:
+        name, rate = entry.name.split(", lr ")
+        rates.setdefault(name, {})[float(rate)] = val_loss(entry.record)
+    lines = {name: tuple(zip(*sorted(losses.items()))) for name, losses in rates.items()}
+    curves = {entry.name: position_curve(entry) for entry in timed}
+    return blocks, [
+        Panel("learning rate", "validation loss, nats a token", lines),
+        Panel("position", "loss, nats a token", curves, "equal time", log_x=True, context=CONTEXT // size.shrink),
+    ]
+
+
+if __name__ == "__main__":
+    main(NAME, plan, report, seeds=None)
