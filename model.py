@@ -61,9 +61,9 @@ class GPTConfig:
     activation_checkpointing: bool = False  # save one activation per block, compute the rest again in the backward pass
 
     def __post_init__(self):
-        for name in ("n_layer", "vocab_size", "n_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name, limit in {"n_layer": 10**4, "vocab_size": 2**31, "n_positions": 2**31}.items():
+            if not 1 <= getattr(self, name) <= limit:
+                raise ValueError(f"{name} must be from 1 to {limit:,}, got {getattr(self, name)}")
         check_choice("positions", self.positions, ("rotary", "learned"))
         check_choice("activation", self.activation, ("gelu", "gelu_tanh"))
         check_layer(self)

@@ -33,6 +33,7 @@ from safetensors.torch import save_file
 from sympow.data import DataError
 from sympow.data.files import flush_to_disk, read_json, sha256_of, write_json
 from sympow.data.huggingface import one_line
+from sympow.data.meta import hash_json
 from sympow.model import GPTConfig
 from sympow.runs.parts import (
     Tensors,
@@ -73,6 +74,7 @@ class Progress:
     skipped: tuple = (0, 0)  # steps skipped because their gradient was not finite: in all, and in a row up to this step
     evaluated: bool = True  # False if metrics.jsonl has no validation loss of this step, which may be due
     model: dict | None = None  # settings of the model, to notice damage of config.json
+    moments: str = ""  # a hash of the names and shapes of the optimizer's tensors
     stages: list | tuple = ()  # [context, steps before it] of each stage after the first that has begun
     context: int = 0  # of the validation losses
 
@@ -117,8 +119,9 @@ class Writer:
         if self.rank and not self.sharded:
             return
         self.saves += 1
+        progress = replace(progress, moments=hash_json({name: [*x.shape] for name, x in moments.items()}))
         files = {**self._copy_tensors("model", weights), **self._copy_tensors("optimizer", moments)}
-        self.writing = self.thread.submit(self._write, files, replace(progress))
+        self.writing = self.thread.submit(self._write, files, progress)
 
     def wait(self):
         """Block until the background write has finished; raise NotWritten if it failed."""
@@ -273,11 +276,13 @@ def damage(folder, thorough=True, files=FILES):
                 return f"{name} has {size:,} bytes instead of {file['bytes']}"
             if (thorough or name == "progress.json") and sha256_of(path) != file["sha256"]:
                 return f"{name} is not what was written (sha256 differs)"
-        model = read_progress(folder).model
+        progress = read_progress(folder)
         shapes = {kind: read_shapes(folder, kind) for kind in files if thorough and kind != "progress"}
-        if shapes and model and "progress" in files:
-            if difference := compare_shapes(shapes["model"], shapes_of(GPTConfig(**model))):
+        if shapes and progress.model and "progress" in files:
+            if difference := compare_shapes(shapes["model"], shapes_of(GPTConfig(**progress.model))):
                 return f"the weights do not fit the model in progress.json: {difference}"
+        if "optimizer" in shapes and progress.moments not in ("", hash_json(shapes["optimizer"])):
+            return "the moments of the optimizer have other names or shapes than those that were written"
     except FileNotFoundError as error:
         return f"{os.path.basename(error.filename)} is missing"
     except (KeyError, TypeError, AttributeError):

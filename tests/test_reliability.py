@@ -160,6 +160,11 @@ def drop_tensor(path):
     save_file(dict(sorted(load_file(path).items())[1:]), path)
 
 
+def change_tensor(path, name, x):
+    """Put another tensor in the place of one in a file."""
+    save_file({**load_file(path), name: x}, path)
+
+
 def fit_checksums(folder):
     """Write checksums.json anew, so that it fits the files of a checkpoint as they are."""
     sums = {}
@@ -170,7 +175,7 @@ def fit_checksums(folder):
     write(f"{folder}/checksums.json", json.dumps(sums))
 
 
-@pytest.mark.parametrize("model", [{"n_layer": "2"}, {"n_lazer": 2}, {"attention": "none"}])
+@pytest.mark.parametrize("model", [{"n_layer": "2"}, {"n_lazer": 2}, {"attention": "none"}, {"n_layer": 10**9}])
 def test_a_model_that_there_is_not_is_damage(finished, tmp_path, model):
     folder = shutil.copytree(finished / "cut/ckpt/step_00000005", tmp_path / "step_00000005")
     change_json(folder / "progress.json", model=model)
@@ -196,6 +201,12 @@ def test_a_model_that_there_is_not_is_damage(finished, tmp_path, model):
         ("model.safetensors", drop_tensor, "transformer.h.0.attn.c_attn.weight is missing"),
         ("optimizer.safetensors", lambda path: write(path, ""), "optimizer.safetensors is damaged: "),
         ("optimizer.safetensors", lambda path: os.rename(path, path[:-11] + "pt"), "optimizer.safetensors is missing"),
+        ("optimizer.safetensors", lambda path: drop_tensor(path), "the moments of the optimizer have other names"),
+        (
+            "optimizer.safetensors",
+            lambda path: change_tensor(path, "0.exp_avg", torch.zeros(3, 3)),
+            "other names or shapes",
+        ),
     ],
 )
 def test_what_fits_its_checksum_but_cannot_be_used_is_damage_for_every_program(
@@ -220,6 +231,18 @@ def test_what_fits_its_checksum_but_cannot_be_used_is_damage_for_every_program(
         elif name == "train" or not file.startswith("optimizer"):
             assert status == 0 and "step_00000005 is damaged and left out: " in error and message in error, error
     assert metrics("out/a") == metrics(finished / "whole")
+
+
+def test_a_model_of_a_billion_layers_is_damage_before_it_is_made(go, finished, capsys):
+    shutil.copytree(finished, "out")
+    folder = "out/cut/ckpt/step_00000005"
+    model = checkpoint.read_progress(folder).model
+    change_json(f"{folder}/progress.json", model={**model, "n_layer": 10**9})
+    fit_checksums(folder)
+    capsys.readouterr()
+    assert go("--out_dir=out/cut") == 0
+    assert "n_layer must be from 1 to 10,000, got 1000000000" in refusal(capsys)
+    assert metrics("out/cut") == metrics("out/whole")
 
 
 def test_training_goes_on_from_the_checkpoint_before_a_damaged_one(go, finished, capsys):
