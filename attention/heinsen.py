@@ -16,6 +16,7 @@ heinsen_naive.py is the specification, heinsen_forms.py the plain PyTorch; a GPU
 """
 
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch import nn
@@ -119,7 +120,8 @@ def _exp_of_log_values(v, dtype, refuse):
 
 
 def _kernels_take(q, v):
-    return q.shape[0] > 0 and not heinsen_kernel_reason(q.device, q.dtype, v.dtype, q.shape[-1], v.shape[-1])
+    D, E = index(q.shape[-1]), index(v.shape[-1])  # symbols under torch.compile(dynamic=True), which asks once
+    return q.shape[0] > 0 and not heinsen_kernel_reason(q.device, q.dtype, v.dtype, D, E)
 
 
 def _attend_on_kernels(q, tokens, state, return_state):

@@ -244,6 +244,13 @@ def test_a_reset_ends_what_a_broken_token_or_state_does(form):
     assert state.z.isnan().all()
 
 
+def test_torch_compile_takes_it_whole_with_sizes_that_change():
+    compiled = torch.compile(heinsen_attention, dynamic=True, fullgraph=True, backend="eager")
+    for T in (9, 12):
+        q, k, v = (torch.randn(2, T, 2, 6) for _ in range(3))
+        assert torch.allclose(compiled(q, k, v), heinsen_attention(q, k, v), atol=1e-6)
+
+
 def test_a_row_without_any_weight_is_zero():
     tensors, *_ = inputs(3, dtype=torch.float32, change=lambda k: k - 200)
     state = LogState(torch.zeros(2, 2, 5), torch.zeros(2, 2, 5, 6), torch.zeros(2, 2, 5))  # an m without a key

@@ -1,6 +1,7 @@
 """The forms of power attention against the float64 oracle: outputs, states and every gradient."""
 
 import math
+from functools import partial
 
 import pytest
 
@@ -408,6 +409,13 @@ def test_torch_compile_takes_it_whole_with_sizes_that_change(form):
     for T in (33, 40):
         tensors = inputs(T, 2, "learned")[:4]
         assert torch.allclose(compiled(*tensors), attend(*tensors), rtol=1e-9)
+
+
+def test_torch_compile_takes_a_power_from_outside_of_the_function():
+    attend = partial(power_attention, p=4)  # a symbol under dynamic=True
+    compiled = torch.compile(attend, dynamic=True, fullgraph=True, backend="eager")
+    tensors = inputs(9, 2, "learned")[:4]
+    assert torch.allclose(compiled(*tensors), attend(*tensors), rtol=1e-9)
 
 
 @pytest.mark.parametrize("with_state", [False, True])

@@ -55,9 +55,10 @@ def plan(problem, form="auto", chunk_size=None, *, initial_state=False, return_s
     `power_attention_sums`. pieces: how many pieces a sequence has that are computed by themselves in the chunked form,
     with states between them; the Plan is then for each of them.
     """
-    D, E = index(problem.D), index(problem.E)  # symbols under torch.compile(dynamic=True), which kernel_reason refuses
-    dtype, device, p = computed_dtype(problem.dtype), problem.device, problem.p
-    problem = problem._replace(D=D, E=E, dtype=dtype)
+    # symbols under torch.compile(dynamic=True), which kernel_reason refuses
+    D, E, p = index(problem.D), index(problem.E), index(problem.p)
+    dtype, device = computed_dtype(problem.dtype), problem.device
+    problem = problem._replace(D=D, E=E, p=p, dtype=dtype)
     if queries is not None:  # as many tokens as have these pairs for each key
         problem = problem._replace(T=2 * queries - queries * queries // problem.T)
     reasons = {"quadratic": kernel_reason("quadratic", device, dtype, D, E, p)}
@@ -159,7 +160,6 @@ def failed_check(form, dtype, W, p, gated, device="cuda"):
 def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
     """Return why the kernels of log attention cannot be used for q and k of `dtype` and values of v_dtype, or "". Warn
     once for each reason if the device, as for `kernel_reason`, is a GPU."""
-    D, E = index(D), index(E)
     unsupported = partial(unsupported_reason, "heinsen", dtype, D, E, 0)
     size = Size("heinsen", dtype, width("heinsen", dtype, D, E), v_dtype=v_dtype)
     return _reason("heinsen attention", device, dtype, unsupported, size)
