@@ -26,6 +26,7 @@ from .tokenizer import named_tokenizer
 
 DOCUMENTS = 8192  # per shard: about 40 MB of text from the web
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}  # of `datasets`, by suffix
+ROWS = 1000  # of parquet in memory; `datasets` would take as many as the first group has, which may be none
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 OPTIONS = "document_length val_fraction documents split val_split config column shard_documents revision".split()
 
@@ -103,6 +104,8 @@ def find_source(paths):
     kinds = {BUILDERS.get(_suffix(file)) for file in files}
     if len(kinds) != 1 or None in kinds:
         raise DataError(f"{', '.join(paths)}: give files of one kind ({', '.join(BUILDERS)}), or one folder of them")
+    if kinds == {"parquet"}:
+        options["batch_size"] = ROWS
     identity = [[file, (status := os.stat(file)).st_size, status.st_mtime_ns] for file in files]
     return Source(", ".join(paths), options, hash_json(identity))
 

@@ -14,6 +14,7 @@ from sympow.data.dataset import Dataset
 from sympow.data.hf import prepare as hf
 
 datasets = pytest.importorskip("datasets")
+pq = pytest.importorskip("pyarrow.parquet")
 
 TEXTS = [f"document {i} " + "word " * (i % 7) for i in range(100)]
 OPTIONS = ["--document_length=16", "--val_fraction=0.1", "--tokenizer=bytes", "--shard_documents=20"]
@@ -60,6 +61,16 @@ def test_a_folder_and_files_of_each_kind_give_the_same_documents(undisturbed, pa
     files = [parts / f"train-{i}.parquet" for i in range(3)]
     for argv in ([tmp_path / "all.jsonl", "--column=body"], [tmp_path / "all.csv", "--column=body"], files):
         assert splits(prepare(tmp_path / "out", *argv)) == splits(undisturbed), argv
+
+
+def test_parts_and_groups_without_rows_are_left_out(undisturbed, parts, tmp_path):
+    tables = [pq.read_table(parts / f"train-{i}.parquet") for i in range(3)]
+    pq.write_table(tables[0][:0], tmp_path / "train-0.parquet")
+    with pq.ParquetWriter(tmp_path / "train-1.parquet", tables[0].schema) as file:
+        for table in (tables[0][:0], *tables):
+            file.write_table(table)
+    assert splits(prepare(tmp_path / "out", tmp_path)) == splits(undisturbed)
+    assert splits(prepare(tmp_path / "out", *sorted(tmp_path.glob("*.parquet")))) == splits(undisturbed)
 
 
 @pytest.mark.parametrize("stop", ["train_00001", "train_00004", "val_00000", "meta.json"])
