@@ -31,14 +31,16 @@ class Zarr:
         self.url = url
         try:
             self.array = retrying(partial(_open_strictly, url), temporary=_is_busy)  # being offline shows at once
+            count = self.array.nchunks  # 103,296 in LongCrawl64; the file of each is looked for
         except Exception as error:  # many kinds: not there, offline, no package for this kind of URL, ...
             reason = f"({type(error).__name__}: {error})"
             raise DataError(f"cannot open {url} as a zarr array {reason}: give another copy as --source") from error
         shape, dtype = self.array.shape, self.array.dtype
-        if len(shape) != 2 or shape[1] != length or dtype != np.uint16 or self.array.shards:
+        if len(shape) != 2 or shape[1] != length or dtype != np.uint16 or self.array.shards or count > 10**7:
             kind = "sharded " if self.array.shards else ""
             raise DataError(
-                f"{url} must be uint16 [documents, {length}] in plain chunks, got {kind}{dtype} {list(shape)}"
+                f"{url} must be uint16 [documents, {length}] in plain chunks, at most 10,000,000 of them, "
+                f"got {kind}{dtype} {list(shape)}"
             )
         self.documents = shape[0]
         self.chunk_rows, self.chunk_columns = self.array.chunks

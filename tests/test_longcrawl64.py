@@ -272,6 +272,21 @@ def test_other_arrays_are_refused(tmp_path, train, reason):
         prepare(tmp_path, source="no-such-protocol://x")
 
 
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"shape": [10**12, LENGTH]}, r"got uint16 \[1000000000000, 64\]"),
+        ({"chunks": [0, COLUMNS]}, "ZeroDivisionError"),
+    ],
+)
+def test_a_damaged_shape_is_refused_before_its_chunks_are_counted(tmp_path, changes, reason):
+    make_source(tmp_path)
+    path = tmp_path / "train.zarr" / ".zarray"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(DataError, match=reason):
+        prepare(tmp_path)
+
+
 def test_token_beyond_the_vocabulary_is_refused(tmp_path):
     train = random_train()
     train[9, 63] = 257
