@@ -93,10 +93,11 @@ def test_without_a_key_or_an_answer_the_run_is_offline(tmp_path, wandb_server, m
     assert output.out.startswith(f"wandb is offline ({reason}") and output.out.count("\n") == 1 and not output.err
 
 
-def test_the_environment_turns_wandb_off(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
+@pytest.mark.parametrize("name, value", [("WANDB_MODE", "disabled"), ("WANDB_DISABLED", "true")])
+def test_the_environment_turns_wandb_off(tmp_path, monkeypatch, capsys, name, value):
+    monkeypatch.setenv(name, value)
     start(tmp_path / "a", wandb="auto").finish()
-    assert not capsys.readouterr().out
+    assert not capsys.readouterr().out and not (tmp_path / "a/wandb").exists()
 
 
 def test_a_server_that_falls_silent_does_not_keep_training_from_ending(tmp_path, wandb_server, monkeypatch, capsys):  # noqa: F811
