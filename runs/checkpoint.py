@@ -250,14 +250,14 @@ def _clean(out_dir, current, best_step):
 def newest(path, thorough=False, log=lambda line: None, files=FILES):
     """Return the folder of the newest checkpoint at `path` that is whole, or None.
 
-    path: a run's folder, or a checkpoint itself. log: called with a line for each damaged checkpoint. thorough, files:
+    path: a run's folder, or a checkpoint itself. log: called with a line for each that is left out. thorough, files:
     as `damage` takes them.
     """
     for folder in [path] if _is_checkpoint(path) else reversed(_all(path)):
         problem = damage(folder, thorough, files)
         if not problem:
             return folder
-        log(f"{folder} is damaged and left out: {problem}")
+        log(f"{folder} is left out: {problem}")
     return None
 
 
@@ -280,7 +280,9 @@ def damage(folder, thorough=True, files=FILES):
         shapes = {kind: read_shapes(folder, kind) for kind in files if thorough and kind != "progress"}
         if shapes and progress.model and "progress" in files:
             if difference := compare_shapes(shapes["model"], shapes_of(GPTConfig(**progress.model))):
-                return f"the weights do not fit the model in progress.json: {difference}"
+                return (
+                    f"its weights are not those of this model.py ({difference}); --init_from={folder} takes what fits"
+                )
         if "optimizer" in shapes and progress.moments not in ("", hash_json(shapes["optimizer"])):
             return "the moments of the optimizer have other names or shapes than those that were written"
     except FileNotFoundError as error:

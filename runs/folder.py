@@ -77,7 +77,9 @@ def choose_checkpoint(cfg, dataset, thorough):
         return None, None
     latest = checkpoint.newest(out_dir, thorough, warn)
     if not latest and checkpoint.exists(out_dir):
-        refuse(f"every checkpoint in {out_dir} is damaged: --init_from=scratch --overwrite=True starts anew")
+        refuse(
+            f"no checkpoint in {out_dir} can be used: --init_from=scratch --overwrite=True renames it and starts anew"
+        )
     if cfg.eval_only and not latest:
         refuse(f"no checkpoint in {out_dir} to evaluate (--init_from=scratch evaluates new weights)")
     if not latest and not restarted and _count_evaluations(out_dir) > 1:  # a kill may come before the first checkpoint

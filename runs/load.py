@@ -112,7 +112,7 @@ def no_checkpoint(run):
     if is_exported(run):
         return f"{run} is an exported model: name its run here (evaluate.py --tasks and train.py --init_from take it)"
     if checkpoint.exists(run):
-        return f"every checkpoint in {run} is damaged"
+        return f"no checkpoint in {run} can be used"
     runs = ", ".join(trained_runs()[:5])
     remedy = f"there is one in {runs}" if runs else "train one with `python train.py config/demo.py`"
     return f"no checkpoint in {run}: {remedy}"

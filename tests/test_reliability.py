@@ -147,7 +147,7 @@ def test_a_damaged_checkpoint_is_left_out_and_the_one_before_it_taken(finished, 
     warnings = []
     assert checkpoint.newest(tmp_path / "cut", True, warnings.append) == str(tmp_path / "cut/ckpt/step_00000004")
     (warning,) = warnings
-    assert "step_00000005 is damaged and left out: " in warning and message in warning
+    assert "step_00000005 is left out: " in warning and message in warning
 
 
 def change_progress(**changes):
@@ -229,7 +229,7 @@ def test_what_fits_its_checksum_but_cannot_be_used_is_damage_for_every_program(
         if harm is drop_tensor and name == "init_from":  # a model may have weights that are new
             assert status == 2 and message in error
         elif name == "train" or not file.startswith("optimizer"):
-            assert status == 0 and "step_00000005 is damaged and left out: " in error and message in error, error
+            assert status == 0 and "step_00000005 is left out: " in error and message in error, error
     assert metrics("out/a") == metrics(finished / "whole")
 
 
@@ -245,6 +245,17 @@ def test_a_model_of_a_billion_layers_is_damage_before_it_is_made(go, finished, c
     assert metrics("out/cut") == metrics("out/whole")
 
 
+def test_checkpoints_of_another_model_py_are_not_called_damaged(go, finished, capsys, monkeypatch):
+    """As after a change of model.py, such as a norm of queries."""
+    shutil.copytree(finished / "whole", "out/a")
+    shapes = checkpoint.shapes_of
+    monkeypatch.setattr(checkpoint, "shapes_of", lambda config: {**shapes(config), "q_norm.weight": [16]})
+    assert go("--out_dir=out/a") == 2
+    printed = capsys.readouterr().err
+    assert "its weights are not those of this model.py (q_norm.weight is missing); --init_from=out/a/ckpt" in printed
+    assert "no checkpoint in out/a can be used" in printed and "damage" not in printed
+
+
 def test_training_goes_on_from_the_checkpoint_before_a_damaged_one(go, finished, capsys):
     shutil.copytree(finished, "out")
     flip("out/cut/ckpt/step_00000005/model.safetensors", 3000)
@@ -252,7 +263,7 @@ def test_training_goes_on_from_the_checkpoint_before_a_damaged_one(go, finished,
     capsys.readouterr()
     assert go("--out_dir=out/cut") == 0
     printed = capsys.readouterr()
-    assert "step_00000005 is damaged and left out: model.safetensors is not what was written" in printed.err
+    assert "step_00000005 is left out: model.safetensors is not what was written" in printed.err
     assert "going on from out/cut/ckpt/step_00000004, step 4" in printed.out
     assert metrics("out/cut") == metrics("out/whole")
     assert max(os.listdir("out/cut/ckpt")) == "step_00000006"  # later ones that are damaged have gone, and it stays
@@ -263,7 +274,7 @@ def test_if_every_checkpoint_is_damaged_nothing_starts_anew_unasked(go, finished
     for step in os.listdir("out/a/ckpt"):
         flip(f"out/a/ckpt/{step}/model.safetensors", 3000)
     assert go("--out_dir=out/a") == 2
-    assert "every checkpoint in out/a is damaged" in capsys.readouterr().err
+    assert "no checkpoint in out/a can be used" in capsys.readouterr().err
     assert go("--out_dir=out/a", "--init_from=scratch", "--overwrite=True") == 0
 
 
