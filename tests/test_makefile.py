@@ -22,11 +22,11 @@ needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 DEMO = [
     "data/pystdlib/prepare.py",
     "train.py config/demo.py --attention=softmax --out_dir=out/demo_softmax",
-    "train.py config/demo.py",
-    "compare.py out/demo_softmax out/demo --names=softmax,conformal_sympow --png=out/demo/loss.png",
-    "evaluate.py --out_dir=out/demo_softmax,out/demo --names=softmax,conformal_sympow --length=2048 --documents=24"
-    " --png=out/demo/loss_by_position.png",
-    'sample.py --out_dir=out/demo --prompt="def " --max_new_tokens=600',
+    "train.py config/demo.py --out_dir=out/demo_conformal",
+    "compare.py out/demo_softmax out/demo_conformal --names=softmax,conformal_sympow --png=out/demo_loss.png",
+    "evaluate.py --out_dir=out/demo_softmax,out/demo_conformal --names=softmax,conformal_sympow --length=2048"
+    " --documents=24 --png=out/demo_loss_by_position.png",
+    'sample.py --out_dir=out/demo_conformal --prompt="def " --max_new_tokens=600',
 ]
 
 
