@@ -87,6 +87,7 @@ def write_samples(model, tokenizer, cfg, text, prompt, timings):
         sys.exit("sample.py: the model has no finite logits after the prompt: its weights, or the state, are not sound")
     if cfg.save_state:
         state_file.save_state(cfg.save_state, model, *prefix, cfg.out_dir)
+        print(f"wrote {cfg.save_state}", file=sys.stderr)
         if not cfg.max_new_tokens:
             return limit  # the text was read for its state, and may be a book
     options = {name: getattr(cfg, name) for name in ("temperature", "top_k", "top_p", "seed")}

@@ -241,10 +241,11 @@ def test_a_saved_state_goes_on_where_it_was(attention, switch_over, tmp_path):
             assert sampled(model, prompt, max_new_tokens=40, prefix=state_file.load_state(file, model)) == samples
 
 
-def test_a_loaded_state_is_freed_before_tokens_are_generated(go, monkeypatch, tmp_path):
+def test_a_loaded_state_is_freed_before_tokens_are_generated(go, monkeypatch, tmp_path, capsys):
     """It may take a good part of a GPU's memory, and generation has a state of its own by then."""
     file, loaded, alive = str(tmp_path / "a.state"), [], []
     assert go("--prompt=line 1", f"--save_state={file}", "--max_new_tokens=0", "--out_dir=out/a") == 0
+    assert f"wrote {file}\n" in capsys.readouterr().err
 
     def load(*args):
         prefix = state_file.load_state(*args)
