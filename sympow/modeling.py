@@ -26,7 +26,10 @@ class SympowConfig(PretrainedConfig):
 
     def __init__(self, model=None, **kwargs):
         self.model = model or {}
-        gpt = GPTConfig(**self.model)
+        try:
+            gpt = GPTConfig(**self.model)
+        except TypeError as error:  # a setting that this package does not have
+            raise ImportError(f"this model needs another version of the package sympow: {error}") from None
         self.hidden_size, self.num_hidden_layers, self.num_attention_heads = gpt.n_embd, gpt.n_layer, gpt.n_head
         kwargs = {"vocab_size": gpt.vocab_size, **kwargs, "tie_word_embeddings": False}  # the head is no parameter
         self.vocab_size = kwargs.pop("vocab_size")

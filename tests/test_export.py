@@ -229,3 +229,5 @@ def test_masks_that_do_not_fit_are_refused(run_folder, tmp_path, monkeypatch):
         model(ids, attention_mask=torch.tensor([[0] * 8 + [1] * 4]), past_key_values=cache)
     with pytest.raises(ValueError, match="p must be"):
         SympowConfig(model=dict(vars(ours.config), p=3))
+    with pytest.raises(ImportError, match="another version of the package sympow: .*'phi_scale'"):
+        SympowConfig(model=dict(vars(ours.config), phi_scale=2.0))
