@@ -162,7 +162,7 @@ def test_every_test_takes_a_new_attention_by_its_name(tmp_path):
     done = run("-m", "pytest", *options, *files, env={"PYTHONPATH": path}, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout
     assert re.search(r"collected \d+ items / \d+ deselected / \d\d selected", done.stdout)
-    assert all(f"\n{file} ." in done.stdout for file in files)
+    assert all(re.search(rf"\n{file}::\w+\[.*brand_new.*\] PASSED", done.stdout) for file in files)
 
 
 def add_line(path, start, line):
