@@ -411,11 +411,15 @@ def test_torch_compile_takes_it_whole_with_sizes_that_change(form):
         assert torch.allclose(compiled(*tensors), attend(*tensors), rtol=1e-9)
 
 
-def test_torch_compile_takes_a_power_from_outside_of_the_function():
-    attend = partial(power_attention, p=4)  # a symbol under dynamic=True
+@pytest.mark.parametrize("options", [{"p": 4}, {"form": "chunked", "chunk_size": 4}])
+def test_torch_compile_takes_settings_from_outside_and_has_a_graph_for_a_number_of_chunks(options):
+    torch.compiler.reset()
+    attend = partial(power_attention, **options)  # whole numbers are symbols under dynamic=True
     compiled = torch.compile(attend, dynamic=True, fullgraph=True, backend="eager")
-    tensors = inputs(9, 2, "learned")[:4]
-    assert torch.allclose(compiled(*tensors), attend(*tensors), rtol=1e-9)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for T in (10, 11):
+            tensors = inputs(T, 2, "learned")[:4]
+            assert torch.allclose(compiled(*tensors), attend(*tensors), rtol=1e-9)
 
 
 @pytest.mark.parametrize("with_state", [False, True])

@@ -196,8 +196,16 @@ def blocks_of_rows(heads, n, m, device, copies=1):
     if heads * rows * m > at_once // 4:
         rows = max(16, at_once // 4 // (heads * m))
     run = (lambda block, *args: block(*args)) if save_scores else compute_again
-    blocks = range(-(-n // rows))  # of their number, not of n, torch.compile makes a constant
-    return [(i * rows, min((i + 1) * rows, n)) for i in blocks], run
+    return pieces(0, n, rows), run
+
+
+def pieces(first, last, size):
+    """Return [(start, end), ...] of the pieces of `size` tokens from token `first` to before token `last`.
+
+    Of their number, not of `first` and `last`, torch.compile makes a constant.
+    """
+    starts = [first + i * size for i in range(-(-(last - first) // size))]
+    return [(start, min(start + size, last)) for start in starts]
 
 
 def compute_again(function, *args):
@@ -266,8 +274,7 @@ def _chunked(q, k, v, gates, scale, state, p, chunk_size):
         return *rows, _state_after(state, k, v, gates, unit, p)
 
     T, first = k.shape[2], k.shape[2] - q.shape[3]  # tokens, the first with a query
-    for start in [*range(0, first, chunk_size), *range(first, T, chunk_size)]:
-        end = min(start + chunk_size, first if start < first else T)
+    for start, end in [*pieces(0, first, chunk_size), *pieces(first, T, chunk_size)]:
         queries = None if start < first else q[..., start - first : end - first, :]
         args = queries, k[:, :, start:end], v[:, :, start:end], gates and gates.span(start, end)
         args += scale[..., start:end], state

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .forms import accumulation_dtype, compute_again, normalize, without_autocast
+from .forms import accumulation_dtype, compute_again, normalize, pieces, without_autocast
 
 EMPTY = -1e30  # the reference of a state before any token: finite, because inf - inf is NaN
 LEAF = 8  # tokens of a leaf, inside which pairs are computed feature by feature
@@ -69,11 +69,10 @@ def attend(q, k, v, *, chunk_size=CHUNK_SIZE, resets=None, initial_state=None):
         if first:  # tokens without a query are only part of the state
             state = _update(k[:, :, :first], v[:, :, :first], documents[:, :, : first + 1], *state)
         parts = []
-        for start in range(first, k.shape[2], chunk_size):
-            rows = slice(start, start + chunk_size)
-            tokens = k[:, :, rows], v[:, :, rows], documents[:, :, start : start + chunk_size + 1]
+        for start, end in pieces(first, k.shape[2], chunk_size):
+            tokens = k[:, :, start:end], v[:, :, start:end], documents[:, :, start : end + 1]
             # Only the states between chunks are saved for the backward pass.
-            part, *state = compute_again(_chunk, q[:, :, start - first : start - first + chunk_size], *tokens, *state)
+            part, *state = compute_again(_chunk, q[:, :, start - first : end - first], *tokens, *state)
             parts.append(part)
         y = _divide(torch.cat(parts, dim=2), poison[..., first:])
         return y, _end(*state, poison)
@@ -177,8 +176,9 @@ def _update(k, v, documents, m, S):
 
 def _inside(q, k, v, M, document):
     """Return the sums [B, Hkv, n, G, E+1] of n queries over the keys of the same n tokens, up to each."""
-    n = q.shape[2]
-    size = 1 << (n - 1).bit_length()
+    n, size = q.shape[2], 1
+    while size < n:  # of the size, not of n, torch.compile makes a constant
+        size *= 2
     if n < size:  # rows behind the others, which are left out at the end
         rows = torch.arange(size, device=q.device).clamp(max=n - 1)
         q, k, M, document = (x.index_select(2, rows) for x in (q, k, M, document))
