@@ -96,6 +96,7 @@ class Ranks:
         if self.distributed:
             self.watch.timeout = float("inf")
             dist.barrier()  # if a rank disconnects while another still works, it may abort at exit
+            self.watch.close()
             dist.destroy_process_group()
 
     def log(self, line):
@@ -198,7 +199,14 @@ class Watch:
         self.beats, self.last_beat, self.reports = 0, time.monotonic(), 0
         self.interval = max(0.2, min(10.0, timeout / 10))  # seconds between reports
         self._report()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self.closed = threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+
+    def close(self):
+        """End the thread, because Python aborts if it exits while a thread is in the store's C++."""
+        self.closed.set()
+        self.thread.join()
 
     def beat(self):
         """Note that this rank has made progress."""
@@ -234,9 +242,8 @@ class Watch:
         return ", ".join(f"rank {r} on {new[r]['host']}" for r in slow) + " is behind the others"
 
     def _watch(self):
-        while True:
-            time.sleep(self.interval)
-            with suppress(Exception):  # rank 0 is gone, or the run is over
+        while not self.closed.wait(self.interval):
+            with suppress(Exception):  # rank 0 is gone
                 self._report()
             late = time.monotonic() - self.last_beat
             if late > self.timeout:

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 import time
 import types
@@ -247,6 +249,28 @@ def test_ranks_take_the_time_from_rank_0(dataset, tmp_path):
     assert rates[0] == rates[1] and len(rates[0]) == max(metrics(tmp_path / "out/train")) > 2
     assert float(rates[0][-1].split()[1]) < float(rates[0][1].split()[1])
     assert f"stopped after {len(rates[0])} steps: max_seconds=1.5 is reached" in (tmp_path / "rank_0").read_text()
+
+
+LEAVE = """
+import time
+import torch
+from sympow.runs.processes import Ranks
+
+ranks = Ranks()
+ranks.join(torch.device("cpu"), "gloo", timeout=1)
+ranks.watch.interval = 0  # it reports all the time, so that it is in the store's C++ when Python exits
+time.sleep(0.5)
+ranks.leave()
+"""
+
+
+def test_a_rank_that_leaves_no_longer_reports_when_python_exits():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    env = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    rank = subprocess.run([sys.executable, "-c", LEAVE], env={**os.environ, **env}, capture_output=True, text=True)
+    assert rank.returncode == 0, rank.stderr
 
 
 def test_nccl_without_gpus_is_refused_in_one_line(monkeypatch, capsys):
