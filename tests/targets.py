@@ -5,7 +5,7 @@
     python tests/targets.py --kernel quadratic.b       # kernels with names that begin so
     python tests/targets.py --once                     # one launch of each kernel, each for one target
     python tests/targets.py --large --target sm_86     # head dimension 128, its shared memory alone
-    python tests/targets.py --markdown                 # the table of docs/targets.md
+    python tests/targets.py --markdown                 # the table of docs/data/targets.md
 
 A line is a kernel, the largest case, its target, registers a thread, bytes a thread that spill into memory, and bytes
 of shared memory. The launches of training and generation with the models of config/ are caught as the launchers
@@ -356,7 +356,7 @@ def main():
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--all", action="store_true", help="print every launch, not the largest of each kernel")
-    parser.add_argument("--markdown", action="store_true", help="print the table of docs/targets.md")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/data/targets.md")
     parser.add_argument("--json", action="store_true", help="print each launch as JSON")
     args = parser.parse_args()
     rows = measure(args.target, args.kernel, args.once, args.large)

@@ -23,7 +23,7 @@ from sympow.data import DataError
 from sympow.training import batches
 from sympow.runs.processes import store_of_this_start
 
-TESTS, SCRIPT = os.path.dirname(__file__), os.path.join(ROOT, "docs", "train.sbatch")
+TESTS, SCRIPT = os.path.dirname(__file__), os.path.join(ROOT, "docs", "use", "train.sbatch")
 PAUSE = 0.05  # seconds that reading a batch takes, so that a run lasts long enough to be killed in it
 
 

@@ -1,4 +1,4 @@
-"""What docs/library.md shows, run as it stands there, and power attention inside transformers' Llama."""
+"""What docs/use/library.md shows, run as it stands there, and power attention inside transformers' Llama."""
 
 import os
 import re
@@ -246,12 +246,12 @@ def test_what_a_llama_with_power_attention_does_not_take_is_refused_in_one_line(
     assert "\n" not in str(refusal.value)
 
 
-# ---- the recipes of docs/library.md
+# ---- the recipes of docs/use/library.md
 
 
 def recipes():
     """Return {title: the Python code of the section}."""
-    sections = re.split(r"^## (.+)\n", Path(ROOT, "docs", "library.md").read_text(), flags=re.M)[1:]
+    sections = re.split(r"^## (.+)\n", Path(ROOT, "docs", "use", "library.md").read_text(), flags=re.M)[1:]
     code = {
         title: "".join(re.findall(r"```python\n(.*?)```", text, re.S)) for title, text in zip(*[iter(sections)] * 2)
     }
@@ -263,7 +263,7 @@ def run_recipe(title):
     names = {"__name__": "recipe"}
     torch.manual_seed(0)
     code = recipes()[title].replace("cache=cache", f"{CACHE}=cache")  # as the recipe says of older versions
-    exec(compile(code, f"docs/library.md, {title}", "exec"), names)
+    exec(compile(code, f"docs/use/library.md, {title}", "exec"), names)
     return names
 
 

@@ -66,7 +66,7 @@ def create_power_inputs(size, T, randn):
     q, k, v = randn(1, T, 4, max(D, E)).to(size.dtype).split((2, 1, 1), dim=2)
     inputs = dict(q=q[:, T - n :, :, :D], k=k[..., :D], v=v[..., :E])
     if size.gated:
-        strong = size.form not in ("chunked", "states") or size.p != 4  # bfloat16 is less exact there: docs/kernels.md
+        strong = size.form not in ("chunked", "states") or size.p != 4  # bfloat16 is less exact there
         inputs["log_g"] = F.logsigmoid((3 if strong else 1) * randn(1, T, 1) + 4)
     return inputs, dict(p=size.p), randn(1, n, 2, E).to(size.dtype)
 
