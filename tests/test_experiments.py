@@ -114,6 +114,21 @@ def test_docstrings_are_a_corpus_of_english(tmp_path):
     assert b"compute(" in text and b"secret" not in text and dataset.meta["dropped"] == {"without text": 1}
 
 
+def test_a_corpus_by_project_takes_a_tokenizer_that_is_trained_on_its_training_split(tmp_path):
+    projects = {f"p{i}": {f"{j}.py": code(f"{i} {j}", 200) for j in range(4)} for i in range(8)}
+    options = "--tokenizer=bpe:300", "--val_fraction=0.3", "--document_length=256"
+    dataset = prepare_projects(tmp_path, projects, *options)
+    held_out = dataset.meta["held_out"]
+    assert 257 < dataset.vocab_size <= 300 and sum(held_out.values()) == dataset.documents("val") and len(held_out) > 1
+    row = 0
+    for name, count in held_out.items():  # each row is one project's
+        text = dataset.tokenizer.decode(dataset.read("val", 256 * row, 256 * count).tolist())
+        assert len(text) > 1000 and b"".join(projects[name].values()).decode().startswith(text)
+        row += count
+    train = dataset.read("train", 0, dataset.tokens("train"))
+    assert 0 < (train == dataset.eot).sum() < len(projects)
+
+
 # ---- recall
 
 

@@ -4,6 +4,7 @@
     python data/source/prepare.py --root ~/src /usr/include --suffix=.c,.h,.py --out=data/code
     python data/source/prepare.py --root ~/src --suffix=.rst,.md,.txt --out=data/prose   # English
     python data/source/prepare.py --root ~/src --text=docstrings --out=data/docstrings   # English, out of .py files
+    python data/source/prepare.py --root ~/src --tokenizer=bpe:8192 --out=data/source_bpe
 
 Every folder in a root, and every file that lies in the root itself, is a project; versions of a project (zlib-1.2,
 zlib-1.3) are one. Its files follow each other in the order of their paths, without anything between; an end of text
@@ -16,6 +17,8 @@ copies and no other versions of a file of training. The last projects, as many a
 least 2 M tokens where the corpus has them, are the validation split, the small ones first. A row of it is one
 project's; in training, rows are cut from the whole text. meta.json counts files, projects and what was dropped, and
 names what is held out.
+
+--tokenizer=bpe:SIZE trains a tokenizer on the training split. Every file is encoded by itself.
 """
 
 import ast
@@ -27,19 +30,18 @@ import sys
 import warnings
 from collections import Counter
 
-import numpy as np
-
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from sympow.data import DataError, batches
 from sympow.data.command import Parser, run
-from sympow.data.corpus import UNIT, cut_rows, find_files, fingerprint, parse_suffixes, row_length
+from sympow.data.corpus import SAMPLE, UNIT, cut_rows, find_files, fingerprint, parse_suffixes, row_length
 from sympow.data.near_duplicates import repeated_shares
 from sympow.data.shards import Unit, is_complete, write_dataset
-from sympow.data.split import open_file
-from sympow.data.tokenizer import Tokenizer
+from sympow.data.split import join_documents, open_file
+from sympow.data.tokenizer import named_tokenizer, train_tokenizer, trained_size
 
 LARGE = 65536  # bytes of a file that is a table or an amalgamation
+BYTES_PER_TOKEN = 4  # assumed: the split must not depend on a tokenizer that is trained on one side of it
 ENOUGH = 2_000_000  # tokens of validation, where the corpus has ten times as many
 REPEATED = 0.5  # share of shingles that earlier files have, above which a file is dropped
 NO_PROJECTS = (".dist-info", ".egg-info", ".data", ".libs")  # what pip puts beside packages
@@ -51,7 +53,9 @@ def main(argv):
     parser.add_argument("--suffix", default=".py,.pyi,.c,.h,.cc,.cpp,.hpp,.cu,.cuh", help="which files are taken")
     parser.add_argument("--files", choices=["small", "large"], default="small", help="up to 65,536 bytes, or larger")
     parser.add_argument("--text", choices=["all", "docstrings"], default="all", help="all, or docstrings of .py files")
+    parser.add_argument("--tokenizer", default="bytes", help="bytes, gpt2, bpe:SIZE or PATH/tokenizer.json")
     args = parser.parse_args(argv)
+    tokenizer = named_tokenizer(args.tokenizer)
     for root in args.root:
         if not os.path.isdir(root):
             raise DataError(f"--root={root} is not a folder")
@@ -59,29 +63,39 @@ def main(argv):
     sources = find_files(args.root, suffixes)
     arguments = {name: getattr(args, name) for name in ("document_length", "val_fraction", "files", "text")}
     arguments["fingerprint"] = fingerprint(sources)
+    if args.tokenizer != "bytes":
+        arguments["tokenizer"] = tokenizer.fingerprint() if tokenizer else args.tokenizer
     if is_complete(args.out, arguments, args.verify):
         return
     projects, dropped = group_files(sources, args.files)
     read = read_docstrings if args.text == "docstrings" else read_whole
-    projects, copies = drop_repeated(order_projects(projects, args.val_fraction), read)
-    sizes = {name: sum(size for _, size in files) for name, files in projects.items()}
+    token_size = 1 if args.tokenizer == "bytes" else BYTES_PER_TOKEN
+    projects = order_projects(projects, args.val_fraction, token_size)
+    projects, copies = drop_repeated(projects, read)
+    sizes = {name: sum(size for _, size in files) // token_size for name, files in projects.items()}
     length = row_length(sum(sizes.values()), args.document_length)
     train, val = split_projects(sizes, args.val_fraction, length)
+    if tokenizer is None:
+        texts = sample_texts([file for name in train for file in projects[name]], read)
+        tokenizer = train_tokenizer(texts, trained_size(args.tokenizer))
+    units = train_units([projects[name] for name in train], read, tokenizer, length)
+    held_out = {}
+    for name in val:
+        parts = [(file, False) for file, _ in projects[name]]
+        rows = functools.partial(_rows, parts, read, tokenizer, length)
+        held_out[name] = len(rows()) if token_size > 1 else sizes[name] // length
+        units.append(Unit("val", rows))
     facts = {
         "files": sum(len(projects[name]) for name in (*train, *val)),
         "projects": len(train) + len(val),
         "dropped": dict(dropped | copies),
-        "held_out": {name: sizes[name] // length for name in val},
+        "held_out": held_out,
     }
     print(f"{facts['files']:,} files of {len(sizes):,} projects, {len(val)} held out; dropped: {facts['dropped']}")
     if length < args.document_length:
         print(f"rows of {length} tokens instead of {args.document_length}: there are {sum(sizes.values()):,} tokens")
-    units = train_units([projects[name] for name in train], read, length)
-    for name in val:
-        parts = [(file, False) for file, _ in projects[name]]
-        units.append(Unit("val", functools.partial(_rows, parts, read, length)))
     source = f"{args.text} of {args.suffix} in {', '.join(args.root)}, by project"
-    write_dataset(args.out, units, Tokenizer("bytes"), length, arguments, source, args.command, facts)
+    write_dataset(args.out, units, tokenizer, length, arguments, source, args.command, facts)
 
 
 def group_files(sources, kind):
@@ -108,13 +122,16 @@ def project_name(top, is_file):
 
 
 def enough(total, val_fraction):
-    """Return how many of `total` bytes the validation split needs."""
+    """Return how many of `total` tokens the validation split needs."""
     return max(val_fraction * total, min(ENOUGH, total / 10))
 
 
-def order_projects(projects, val_fraction):
-    """Return the projects in the order in which they are read: the large ones, then by a hash of their names."""
-    sizes = {name: sum(file.size for file in files) for name, files in projects.items()}
+def order_projects(projects, val_fraction, token_size):
+    """Return the projects in the order in which they are read: the large ones, then by a hash of their names.
+
+    token_size: bytes that are a token, about.
+    """
+    sizes = {name: sum(file.size for file in files) // token_size for name, files in projects.items()}
     limit = enough(sum(sizes.values()), val_fraction)
 
     def place(name):
@@ -162,20 +179,29 @@ def split_projects(sizes, val_fraction, length):
     return train, sorted(val, key=sizes.get)
 
 
-def train_units(projects, read, length):
+def sample_texts(files, read):
+    """Yield the texts of about SAMPLE bytes of files [(File, its bytes)], evenly spaced."""
+    step = -(-sum(size for _, size in files) // SAMPLE)
+    for file, _ in files[::step]:
+        yield read(file).decode("utf-8", "replace")
+
+
+def train_units(projects, read, tokenizer, length):
     """Return the Units of training: the files of all projects behind one another, in parts of about UNIT bytes."""
     files = [(file, size, (file, size) == files[-1]) for files in projects for file, size in files]
     parts = batches(files, UNIT, lambda entry: entry[1])
     parts = [[(file, is_last) for file, _, is_last in part] for part in parts]
-    return [Unit("train", functools.partial(_rows, part, read, length)) for part in parts]
+    return [Unit("train", functools.partial(_rows, part, read, tokenizer, length)) for part in parts]
 
 
-def _rows(parts, read, length):
+def _rows(parts, read, tokenizer, length):
     """Return rows [n, length] of the files [(File, True if an end of text follows)]."""
-    eot, tokens = np.array([Tokenizer("bytes").eot], np.uint16), []
-    for file, is_last in parts:
-        tokens += [np.frombuffer(read(file), np.uint8).astype(np.uint16), eot[: int(is_last)]]
-    return cut_rows(np.concatenate(tokens), length)
+    texts = [read(file) for file, _ in parts]
+    if tokenizer.kind == "bytes":
+        ids = map(tokenizer.encode_bytes, texts)
+    else:
+        ids = tokenizer.encode_batch([text.decode("utf-8", "replace") for text in texts])
+    return cut_rows(join_documents(ids, [is_last for _, is_last in parts], tokenizer), length)
 
 
 def read_whole(file):
