@@ -82,16 +82,40 @@ def held_out(dataset, length, documents, skip=0):
     Each is of one project, if data/source has prepared the dataset. Otherwise a text longer than a row is made of
     successive rows. Refuses a length that no project has.
     """
-    starts, row, rows = [], 0, -(-length // dataset.document_length)
-    for count in dataset.meta.get("held_out", {"all": dataset.documents("val")}).values():
-        starts += range(row, row + count - rows + 1, rows)
+    return [read_tokens(dataset, start, length) for _, start in find_texts(dataset, length, documents, skip)]
+
+
+def find_texts(dataset, length, documents, skip=0):
+    """Return [(project, first token)] of the texts of `held_out`. Without projects each text is taken for one."""
+    texts, row, rows = [], 0, -(-length // dataset.document_length)
+    for project, count in dataset.meta.get("held_out", {"": dataset.documents("val")}).items():
+        for first in range(row, row + count - rows + 1, rows):
+            texts.append((project or first, first * dataset.document_length))
         row += count
-    starts = [start for start in starts if start * dataset.document_length >= skip]
-    if not starts:
+    texts = [(project, start) for project, start in texts if start >= skip]
+    if not texts:
         refuse(f"{dataset.name} has no held-out text of {length:,} tokens" + f" after the first {skip:,}" * bool(skip))
-    count = min(documents, len(starts))
-    rows = [starts[i * len(starts) // count] for i in range(count)]
-    return [read_tokens(dataset, row * dataset.document_length, length) for row in rows]
+    count = min(documents, len(texts))
+    return [texts[i * len(texts) // count] for i in range(count)]
+
+
+def swapped_context(model, dataset, length, documents, last, kept=0, skip=0):
+    """Return the mean loss of the last tokens of each held-out text, behind its own beginning and another project's.
+
+    last: how many tokens are scored. kept: how many tokens before these stay, whatever the beginning is.
+    """
+    texts, losses = find_texts(dataset, length, documents, skip), {"own": [], "foreign": []}
+    for i, (project, start) in enumerate(texts):
+        others = [text for text in texts[i:] + texts[:i] if text[0] != project]
+        if not others:
+            refuse(f"{dataset.name} holds out one project, {project}: a beginning of another one is needed")
+        inputs, targets = read_tokens(dataset, start, length)
+        beginning = length - last - kept
+        foreign = inputs.clone()
+        foreign[:, :beginning] = read_tokens(dataset, others[0][1], length)[0][:, :beginning]
+        for name, ids in (("own", inputs), ("foreign", foreign)):
+            losses[name].append(read_text(model, ids, targets, 0)[-last:].mean())
+    return losses
 
 
 def read_tokens(dataset, start, length):
@@ -183,6 +207,8 @@ MEASURES = {
     "positions": positions,
     "targets": positions,
     "far": positions,
+    "swapped": swapped_context,
+    "swapped_far": swapped_context,
     "recall": recall,
     "speed": speed,
     "state": state_bytes,

@@ -24,7 +24,7 @@ from sympow.data.recall import prepare as prepare_recall
 from sympow.data.recall.tasks import CHANCE, make_needles, make_pairs, questions
 from sympow.data.source import prepare as prepare_source
 from sympow.experiments import evaluation_length, measure, report, runs, which_attention
-from sympow.experiments.measure import positions, read_text, score
+from sympow.experiments.measure import positions, read_text, read_tokens, score
 from sympow.experiments.report import Entry, Panel, draw_panel, ratio_cell, table
 
 SEED = int(os.environ.get("TEST_SEED", 0))
@@ -103,6 +103,22 @@ def test_the_files_of_a_project_follow_each_other_without_a_mark(source):
     val = text_of(dataset, "val")
     assert parts[1024 : len(parts) // 512 * 512 - 1024] in val and b"\0" not in val
     assert 0 < text_of(dataset, "train").count(b"\0") <= dataset.meta["projects"]
+
+
+def test_a_foreign_context_is_another_projects_and_the_scored_tokens_stay(source, monkeypatch):
+    dataset, _ = source
+    read = []
+    monkeypatch.setattr(
+        measure, "read_text", lambda model, inputs, targets, window: read.append((inputs, targets)) or inputs[0].numpy()
+    )
+    losses = measure.swapped_context(None, dataset, 512, documents=9, last=128, kept=64)
+    texts = measure.find_texts(dataset, 512, 9)
+    assert len(read) == 2 * len(texts) == 2 * len(losses["own"]) and losses["own"] == losses["foreign"]
+    own = [(project, read_tokens(dataset, start, 512)[0]) for project, start in texts]
+    for (project, _), (inputs, targets), (foreign, same) in zip(texts, read[::2], read[1::2]):
+        assert torch.equal(targets, same) and torch.equal(inputs[:, -192:], foreign[:, -192:])
+        beginnings = [name for name, ids in own if torch.equal(ids[:, :320], foreign[:, :320])]
+        assert beginnings and project not in beginnings
 
 
 def test_docstrings_are_a_corpus_of_english(tmp_path):

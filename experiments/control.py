@@ -1,0 +1,51 @@
+"""Does a corpus need long context? A positive control with softmax, which forgets nothing.
+
+Softmax is trained at 4,096 tokens and then at 65,536. It reads held-out texts of 65,536, and the last 4,096 tokens are
+scored, behind their own text and behind another project's. Where the loss hardly changes, no comparison on this corpus
+can show what a state is good for.
+"""
+
+from functools import partial
+
+from sympow.experiments.report import mean_cell, table, tokens_cell
+from sympow.experiments.runs import main, variant
+
+import numpy as np
+
+CONTEXT, LONG, SHARE = 4096, 65536, 0.6  # the long stage begins after this share of the time
+SECONDS = 2  # how many times as long as the runs at equal time
+NEEDED = 0.01  # nats a token by which a corpus of long context must differ
+MEASURES = {"swapped": "all but the scored tokens", "swapped_far": "all but twice as many"}
+
+
+def plan(size):
+    """Return the run."""
+    texts = dict(length=LONG // size.shrink, documents=4 * size.documents, last=CONTEXT // size.shrink)
+    texts["skip"] = size.eval_tokens
+    measures = {"swapped": texts, "swapped_far": texts | dict(kept=CONTEXT // size.shrink)}
+    settings = dict(then=f"{LONG // size.shrink}@{SHARE}", max_seconds=SECONDS * size.seconds, learning_rate=2.4e-3)
+    settings |= dict(schedule="wsd", warmup_iters=100 // size.fewer, min_lr=2.4e-4)
+    return [size.run("softmax in stages", CONTEXT, measures=measures, **variant("softmax"), **settings)]
+
+
+def swapped_cell(entry, measure):
+    """Return the mean difference between the losses behind foreign and own text ± its standard error."""
+    losses = entry.record["measures"][measure]
+    return mean_cell(np.array(losses["foreign"]) - np.array(losses["own"]), sign="+")
+
+
+def own_cell(entry):
+    """Return the mean loss behind the texts' own beginnings."""
+    return mean_cell(np.array(entry.record["measures"]["swapped"]["own"]))
+
+
+def report(entries, size):
+    """Return the table, and no figure."""
+    columns = [("tokens", tokens_cell), ("loss of the last tokens", own_cell)]
+    columns += [(f"foreign: {title}", partial(swapped_cell, measure=name)) for name, title in MEASURES.items()]
+    note = f"A corpus on which long context matters differs by at least {NEEDED} nats a token."
+    return [table("Another project's text in the place of the beginning", columns, entries.values()), note], []
+
+
+if __name__ == "__main__":
+    main("control", plan, report)
