@@ -8,7 +8,7 @@ import re
 import runpy
 import signal
 import subprocess
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import helpers
@@ -23,9 +23,10 @@ from sympow.data.files import read_json, write_json
 from sympow.data.recall import prepare as prepare_recall
 from sympow.data.recall.tasks import CHANCE, make_needles, make_pairs, questions
 from sympow.data.source import prepare as prepare_source
-from sympow.experiments import evaluation_length, measure, report, runs, which_attention
+from sympow.experiments import capacity, evaluation_length, measure, report, runs, which_attention
 from sympow.experiments.measure import positions, read_text, read_tokens, score
 from sympow.experiments.report import Entry, Panel, draw_panel, ratio_cell, table
+from sympow.model import GPT, GPTConfig
 
 SEED = int(os.environ.get("TEST_SEED", 0))
 dataset = helpers.dataset
@@ -397,3 +398,17 @@ def test_the_best_rate_of_each_attention_is_looked_for_until_it_lies_between_oth
     best = [f"{name}, lr {rate}" for name, rate in zip(names, (0.0012, 0.0024, 0.0048, 0.0048, 0.0048))]
     assert stages[2] == [name for name in best for _ in range(2)] + [f"{name}, equal time" for name in names[:3]]
     assert len(stages) == 3
+
+
+def test_power_attention_and_the_window_beside_it_keep_as_many_bytes():
+    kept, names = {}, {field.name for field in fields(GPTConfig)}
+    for run in capacity.plan(runs.SIZES["small"]):
+        with torch.device("meta"):
+            model = GPT(GPTConfig(vocab_size=257, **{k: v for k, v in run.settings.items() if k in names}))
+        kept[run.name] = measure.state_bytes(model, None, tokens=16384)["state"]
+    assert len(kept) == 9 and kept.pop("softmax") > 3 * max(kept.values())
+    for p, D in capacity.SHAPES:
+        window = kept[f"softmax, window {capacity.window_of(p, D):,}"]
+        assert kept[f"gated p={p}, D={D}"] <= window < 1.1 * kept[f"gated p={p}, D={D}"]
+        if p == 2:
+            assert kept[f"gated p=2, D={D}"] < kept[f"hybrid 1:1 of p=2, D={D} and its window"] < window

@@ -1,0 +1,76 @@
+"""How much does a state hold? Associative recall at 16,384 bytes, in training and in the test, at equal bytes of state.
+
+Every power attention stands beside softmax with a window whose keys and values take as many bytes as its states. Task
+and data are those of data/recall/tasks.py, `pairs`; the test has texts of training's length, so that nothing depends on
+whether a model extrapolates.
+"""
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from math import comb
+
+from sympow.data.recall import prepare
+from sympow.data.recall.tasks import CHANCE
+from sympow.experiments.head_dimension import state_cell
+from sympow.experiments.recall import accuracy_cell, recall_results
+from sympow.experiments.report import LOSS_COLUMNS, Panel, table
+from sympow.experiments.runs import main
+
+CONTEXT, STEPS = 16384, 4000
+SHAPES = ((2, 64), (2, 128), (4, 16))  # (p, head dimension) at a width of 384
+DISTANCES = (0, 1024, 2048, 4096, 8192, 16384)  # bytes, of the columns
+
+
+def resized(size):
+    """Return the Size of the runs: a step is one text, because more steps are worth more here."""
+    context = CONTEXT // size.shrink
+    dataset = f"out/experiments/data/capacity_{context}_{STEPS // size.fewer}"
+    return replace(size, dataset=dataset, tokens_per_step=context, eval_tokens=min(size.eval_tokens, 16 * context))
+
+
+def prepare_pairs(size):
+    """Prepare the texts of the Size that `resized` returns."""
+    new = resized(size)
+    context, steps = new.tokens_per_step, STEPS // size.fewer
+    options = dict(context=context, times=1, train_tokens=steps * context, short=16, long=64, out=new.dataset)
+    prepare.main([f"--{key}={value}" for key, value in options.items()])
+
+
+def window_of(p, D):
+    """Return how many tokens' keys and values are as many numbers as a head's state, C(D + p - 1, p) (D + 1)."""
+    return round(comb(D + p - 1, p) * (D + 1) / (2 * D))
+
+
+def plan(size):
+    """Return the runs: softmax, and for each shape gated power attention, softmax in a window, and a hybrid of both."""
+    new, width = resized(size), size.model["n_embd"]
+    variants = {"softmax": dict(attention="softmax")}
+    for p, head_dim in SHAPES:
+        D = max(4, head_dim * width // 384 // 2 * 2)
+        heads = dict(n_head=width // D, head_dim=D)
+        window = dict(window=window_of(p, D))
+        variants[f"gated p={p}, D={D}"] = dict(attention="sympow_gating", p=p, **heads)
+        variants[f"softmax, window {window['window']:,}"] = dict(attention="softmax", **window)
+        if p == 2:
+            name = "sympow_gating,softmax"
+            variants[f"hybrid 1:1 of p=2, D={D} and its window"] = dict(attention=name, p=p, **heads, **window)
+    measures = {"recall": dict(documents=64), "state": dict(tokens=new.tokens_per_step)}
+    return [new.run(name, CONTEXT, STEPS, measures, **settings) for name, settings in variants.items()]
+
+
+def report(entries, size):
+    """Return the table of accuracies by distance, and the curves."""
+    bounds = [n // size.shrink for n in DISTANCES]
+    columns = [*LOSS_COLUMNS, ("state, bytes", state_cell)]
+    for first, last in pairwise(bounds):
+        columns.append((f"{first:,} to {last:,}", partial(accuracy_cell, first=first, last=last)))
+    chance = CHANCE["pairs"]
+    title = f"Accuracy by distance in bytes; a guess has {chance:.2%}"
+    lines = {name: recall_results(entry)[:2] for name, entry in entries.items()}
+    panel = Panel("distance, bytes", "accuracy", lines, "grey: a guess", log_x=True, level=chance)
+    return [table(title, columns, entries.values())], [panel]
+
+
+if __name__ == "__main__":
+    main("capacity", plan, report, prepare=prepare_pairs)
