@@ -1,7 +1,7 @@
 """Gated DeltaNet (Yang, Kautz, Hatamizadeh, 2024) out of flash-linear-attention, as a peer of the attentions here.
 
     pip install flash-linear-attention      # and tilelang, on Hopper GPUs with Triton 3.4 to 3.7.0
-    python -m experiments.gated_deltanet --attention=gated_deltanet --n_layer=6 ...     # train.py with this attention
+    python -m experiments.train --attention=gated_deltanet --n_layer=6 ...
 
 It has the projections of every attention here, and of its own what fla.layers.GatedDeltaNet has: short convolutions of
 q, k and v, decay and step size by token, and a normalised, gated output; that is n_embd^2 weights a layer more. The
@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sympow.attention import ATTENTIONS, Variant
+from sympow.attention import Variant
 from sympow.attention.state import State
-from sympow.runs.program import run_program, refuse
 
 WIDTH = 4  # tokens of a short convolution
 
@@ -30,6 +29,7 @@ class DeltaState(State):
 
 class GatedDeltaNet(Variant):
     rotates = False
+    width = WIDTH
 
     @classmethod
     def check(cls, config):
@@ -41,7 +41,7 @@ class GatedDeltaNet(Variant):
     def __init__(self, config):
         super().__init__(config)
         H, width = config.n_head, config.n_head * config.head_dim
-        self.conv = nn.Parameter(torch.empty(3 * width, WIDTH).uniform_(-0.5, 0.5))  # as nn.Conv1d, 1 / sqrt(WIDTH)
+        self.conv = nn.Parameter(torch.empty(3 * width, self.width).uniform_(-0.5, 0.5))  # as nn.Conv1d
         self.W_decay, self.W_beta = (nn.Linear(config.n_embd, H, bias=False) for _ in range(2))
         self.W_out = nn.Linear(config.n_embd, width, bias=False)
         self.log_rate = nn.Parameter(torch.empty(H).uniform_(1e-3, 16).log())
@@ -51,13 +51,13 @@ class GatedDeltaNet(Variant):
 
     def empty_state(self, batch, device, switch_over=None):
         H, D = self.config.n_head, self.config.head_dim
-        recent = torch.zeros(batch, WIDTH - 1, 3 * H * D, device=device)
+        recent = torch.zeros(batch, self.width - 1, 3 * H * D, device=device)
         return DeltaState(torch.zeros(batch, H, D, D, device=device), recent)
 
     def forward(self, x, qkv, resets=None, state=None):
         previous = self.empty_state(len(x), x.device) if state is None else state
         inputs = torch.cat((previous.recent.to(qkv.dtype), qkv.flatten(2)), 1)  # [B, T + 3, 3 H D]
-        mixed = sum(inputs[:, i : i + qkv.shape[1]] * self.conv[:, i].to(qkv.dtype) for i in range(WIDTH))
+        mixed = sum(inputs[:, i : i + qkv.shape[1]] * self.conv[:, i].to(qkv.dtype) for i in range(self.width))
         q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)) for t in F.silu(mixed).chunk(3, -1))
         q, k = (F.normalize(t.float(), dim=-1, eps=1e-6).to(v.dtype) for t in (q, k))
         g = -self.log_rate.float().exp() * F.softplus(self.W_decay(x).float() + self.step_bias.float())
@@ -71,7 +71,7 @@ class GatedDeltaNet(Variant):
             output_final_state=state is not None,
         )
         y = F.rms_norm(y.float(), y.shape[-1:], eps=1e-5) * self.norm * F.silu(self.W_out(x).float()).view(y.shape)
-        return y.to(x.dtype), state and DeltaState(S, inputs[:, 1 - WIDTH :].float())
+        return y.to(x.dtype), state and DeltaState(S, inputs[:, qkv.shape[1] :].float())
 
 
 def operator(device):
@@ -82,17 +82,7 @@ def operator(device):
     return gated_delta_rule.chunk_gated_delta_rule if device.type == "cuda" else naive_recurrent_gated_delta_rule
 
 
-def register():
-    """Add gated_deltanet to ATTENTIONS; refuse in one line where fla is missing or does not know this machine."""
-    try:
-        operator(torch.device("cpu"))
-    except Exception as error:  # an ImportError, or whatever fla raises
-        refuse(f"gated_deltanet needs flash-linear-attention (pip install flash-linear-attention): {error}")
-    ATTENTIONS["gated_deltanet"] = GatedDeltaNet
+class PlainDeltaNet(GatedDeltaNet):
+    """Gated DeltaNet without its convolution: each channel has a factor in its place."""
 
-
-if __name__ == "__main__":
-    from sympow.train import main
-
-    register()
-    run_program(main)
+    width = 1

@@ -16,8 +16,8 @@ from sympow.bench.train import take_steps
 from sympow.data.dataset import Dataset
 from sympow.data.files import write_json
 from sympow.data.recall.tasks import questions
-from sympow.experiments import gated_deltanet
 from sympow.experiments.runs import Run
+from sympow.experiments.train import register
 from sympow.model import GPT, GPTConfig
 from sympow.runs.load import load_run
 from sympow.runs.plots import mean_and_standard_error, means_by_position
@@ -33,8 +33,7 @@ AUTOCAST = torch.autocast("cuda", torch.bfloat16, enabled=DEVICE == "cuda")
 
 def main(run):
     """Measure a run and write the measurements to FOLDER.json."""
-    if run.settings["attention"] == "gated_deltanet":
-        gated_deltanet.register()
+    register(run.settings["attention"])
     if "max_iters" in run.settings:
         _, model, *_ = load_run(run.folder, SimpleNamespace(device=DEVICE, dtype="auto"))
     else:

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import torch
 
+from sympow.attention import ATTENTIONS
 from sympow.compare import read_losses
 from sympow.data import DataError
 from sympow.data.dataset import Dataset
@@ -52,7 +53,8 @@ class Run:
         settings = self.settings | {"dataset": self.dataset, "out_dir": self.folder, "wandb": "disabled"}
         commands = []
         if "max_iters" in settings:
-            program = "experiments.gated_deltanet" if settings["attention"] == "gated_deltanet" else "train"
+            known = all(name in ATTENTIONS for name in settings["attention"].split(","))
+            program = "train" if known else "experiments.train"
             commands.append([program, *(f"--{key}={value}" for key, value in settings.items())])
         if self.measures:
             commands.append(["experiments.measure", json.dumps(asdict(self))])

@@ -80,23 +80,29 @@ def at_equal_time(size, name, rate):
 
 
 def make_run(size, name, title, rate, **options):
-    """Return a Run that is read in windows of its context and, unless it is softmax, at once; not validation's texts.
-
-    Models of size small have 8 layers, twice the pattern of the hybrid.
-    """
-    settings = VARIANTS[name] | dict(schedule="wsd", warmup_iters=100 // size.fewer, min_lr=rate / 10)
-    settings |= dict(n_layer=8) if size.shrink == 1 else {}
+    """Return a Run that is read in windows of its context and, unless it is softmax, at once."""
+    settings = VARIANTS[name] | schedule(size, rate)
     if name == "hybrid in a window":
         settings["window"] = CONTEXT // 2 // size.shrink
     if name == "gated p=2, wide heads":
         heads, width = size.model["n_head"], size.model["n_embd"]
         settings |= dict(n_head=heads // 2, head_dim=2 * width // heads)
-    texts = dict(length=LONG // size.shrink, documents=size.documents, skip=size.eval_tokens)
-    texts["bounds"] = [n // size.shrink for n in BOUNDS]
-    measures = {"positions": texts | dict(window=CONTEXT // size.shrink)}
+    measures = {"positions": texts_measure(size)}
     if name != "softmax":
-        measures["far"] = texts
-    return size.run(title, CONTEXT, measures=measures, learning_rate=rate, **settings, **options)
+        measures["far"] = measures["positions"] | dict(window=0)
+    return size.run(title, CONTEXT, measures=measures, **settings, **options)
+
+
+def schedule(size, rate):
+    """Return the settings of a rate with warm-up and decay, and of size small eight layers."""
+    settings = dict(learning_rate=rate, schedule="wsd", warmup_iters=100 // size.fewer, min_lr=rate / 10)
+    return settings | (dict(n_layer=8) if size.shrink == 1 else {})
+
+
+def texts_measure(size):
+    """Return the arguments of `positions` for texts that validation does not read, in windows."""
+    texts = dict(length=LONG // size.shrink, documents=size.documents, skip=size.eval_tokens)
+    return texts | dict(bounds=[n // size.shrink for n in BOUNDS], window=CONTEXT // size.shrink)
 
 
 # ---- the report

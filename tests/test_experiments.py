@@ -17,12 +17,14 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from sympow.attention import ATTENTIONS
 from sympow.data import near_duplicates
 from sympow.data.dataset import Dataset
 from sympow.data.files import read_json, write_json
 from sympow.data.recall import prepare as prepare_recall
 from sympow.data.recall.tasks import CHANCE, make_needles, make_pairs, questions
 from sympow.data.source import prepare as prepare_source
+from sympow.experiments import train as experiment_train
 from sympow.experiments import capacity, evaluation_length, measure, report, runs, which_attention
 from sympow.experiments.measure import positions, read_text, read_tokens, score
 from sympow.experiments.report import Entry, Panel, draw_panel, ratio_cell, table
@@ -412,3 +414,30 @@ def test_power_attention_and_the_window_beside_it_keep_as_many_bytes():
         assert kept[f"gated p={p}, D={D}"] <= window < 1.1 * kept[f"gated p={p}, D={D}"]
         if p == 2:
             assert kept[f"gated p=2, D={D}"] < kept[f"hybrid 1:1 of p=2, D={D} and its window"] < window
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sympow_gating+conv+out",
+        "sympow_gating+spread",
+        "softmax+conv+out",
+        "conformal_sympow+slow",
+        "conformal_sympow+heads",
+    ],
+)
+def test_an_attention_with_parts_is_causal_and_trains_all_of_them(name, monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, name, None)
+    experiment_train.register(name)
+    torch.manual_seed(SEED)
+    model = GPT(GPTConfig(attention=name, n_layer=2, n_head=3, n_embd=48, vocab_size=100)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    ids = torch.randint(100, (2, 40))
+    logits = model(ids)[0]
+    ids[:, 30] = (ids[:, 30] + 1) % 100
+    changed = (model(ids)[0] - logits).abs().amax((0, 2))
+    assert changed[:30].max() < 1e-9 and changed[30:].min() > 1e-6
+    model(ids[:, :-1], ids[:, 1:])[1].backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())

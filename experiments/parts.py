@@ -1,0 +1,129 @@
+"""What closes the gap at p = 2? Parts of other models, added to gated and conformal sympow and to softmax.
+
+A name such as sympow_gating+conv+out is an attention with parts: train.py takes it when experiments/train.py starts it.
+Such a model trains and reads texts whole, but it does not generate.
+
+    conv    q, k and v get a convolution of their last 4 tokens added (depthwise)
+    out     the output is normalised and gated: RMSNorm(y) silu(W x)
+    spread  biases of the gates from 2 to 11 over the heads: half-lives of 5 to 41,000 tokens, instead of 688 for all
+    slow    conformal: only the slower half of the pairs turns at the learned speed
+    heads   conformal: the learned speed has a bias for each head
+
+A conformal model whose speed stays 1 is sympow_gating.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sympow.attention import ATTENTIONS
+from sympow.attention.gates import linear_fp32
+from sympow.attention.rotary import rotate, rotation_of
+from sympow.experiments.report import LOSS_COLUMNS, loss_cell, table
+from sympow.experiments.runs import main
+from sympow.experiments.which_attention import CONTEXT, SEEDS, schedule, texts_loss, texts_measure
+
+WIDTH = 4  # tokens of a convolution
+RATE = 2.4e-3
+GATED = ("", "+conv", "+out", "+conv+out", "+spread")
+RUNS = {
+    **{f"sympow_gating{parts}": SEEDS[:2] for parts in GATED},
+    "sympow_gating, bias": SEEDS[:2],
+    "gated_deltanet": SEEDS[:2],
+    "gated_deltanet+plain": SEEDS[:2],
+    "softmax": SEEDS[:2],
+    "softmax+conv+out": SEEDS[:2],
+    **{f"conformal_sympow{parts}": SEEDS for parts in ("", "+slow", "+heads")},
+}
+
+
+class Parts:
+    """Stands before an attention's class and adds the parts that its name has."""
+
+    parts = ()
+
+    def __init__(self, config):
+        super().__init__(config)
+        H, Hkv, D = config.n_head, config.n_kv_head, config.head_dim
+        if "conv" in self.parts:
+            self.conv = nn.Parameter(torch.empty((H + 2 * Hkv) * D, WIDTH).uniform_(-0.5, 0.5))
+        if "out" in self.parts:
+            self.W_out, self.norm = nn.Linear(config.n_embd, H * D, bias=False), nn.Parameter(torch.ones(D))
+        if "spread" in self.parts:
+            self.gate.b.data = torch.linspace(2, 11, Hkv)
+        if "heads" in self.parts:
+            self.beta_bias = nn.Parameter(torch.zeros(H))
+
+    def input_weight(self):
+        return None  # forward needs x itself
+
+    def forward(self, x, qkv, resets=None, state=None):
+        if state is not None:
+            raise ValueError(f"attention={self.config.attention} does not generate: it trains and reads texts whole")
+        if "conv" in self.parts:
+            qkv = qkv + convolve(qkv.flatten(2), self.conv).view(qkv.shape)
+        weight = super().input_weight()
+        y, _ = super().forward(x if weight is None else linear_fp32(x, weight), qkv, resets)
+        if "out" in self.parts:
+            y = F.rms_norm(y.float(), y.shape[-1:], eps=1e-5) * self.norm * F.silu(self.W_out(x).float()).view(y.shape)
+        return y.to(qkv.dtype), None
+
+    def beta(self, x):
+        """Return the speed of rotation, [B, T] or, with heads, [B, T, H]."""
+        return 1 + torch.tanh(x[..., :1] + self.beta_bias) if "heads" in self.parts else super().beta(x)
+
+    def rotate(self, qkv, positions):
+        """Rotate by the positions [B, T], or with heads [B, T, H]."""
+        q, k, v = self.split(qkv)
+        if "heads" in self.parts:
+            factors = rotation_of(q, positions.transpose(1, 2), self.rope_base)  # [B, H, T, D]
+            factors = [[factor[:, h] for factor in factors] for h in range(q.shape[2])]
+            q, k = (torch.cat([rotate(x[:, :, h, None], *factors[h]) for h in range(x.shape[2])], 2) for x in (q, k))
+            return q, k, v
+        if "slow" not in self.parts:
+            return super().rotate(qkv, positions)
+        plain = torch.arange(1, q.shape[1] + 1, dtype=torch.float64, device=q.device).expand_as(positions)
+        half = q.shape[3] // 2  # the first pairs turn fastest
+        speeds = zip(*(rotation_of(q, u, self.rope_base) for u in (plain, positions)))
+        factors = [torch.cat((fast[..., :half], slow[..., half:]), -1) for fast, slow in speeds]
+        q, k = (rotate(x, *factors) for x in (q, k))
+        return q, k, v
+
+    def statistics(self, x, q):
+        return {}
+
+
+def convolve(x, weight):
+    """Return the sum over i of x_{t - WIDTH + 1 + i} weight[:, i] [B, T, C], for x [B, T, C] and weight [C, WIDTH]."""
+    T = x.shape[1]
+    x = F.pad(x, (0, 0, WIDTH - 1, 0))
+    return sum(x[:, i : i + T] * weight[:, i].to(x.dtype) for i in range(WIDTH))
+
+
+def attention_with_parts(name):
+    """Return the class of an attention with parts, such as sympow_gating+conv."""
+    base, *parts = name.split("+")
+    return type(name, (Parts, ATTENTIONS[base]), {"parts": tuple(parts)})
+
+
+def plan(size):
+    """Return the runs, each with its seeds."""
+    runs = []
+    for name, seeds in RUNS.items():
+        attention, _, bias = name.partition(", ")
+        settings = dict(attention=attention, p=2, bias=bool(bias)) | schedule(size, RATE)
+        measures = {"positions": texts_measure(size)}
+        runs += [size.run(name, CONTEXT, 1000, measures, **settings, seed=seed) for seed in seeds]
+    return runs
+
+
+def report(entries, size):
+    """Return the table."""
+    columns = [*LOSS_COLUMNS, ("other texts, in windows", partial(loss_cell, measure=texts_loss))]
+    return [table(f"Parts, at a rate of {RATE:g}", columns, entries.values())], []
+
+
+if __name__ == "__main__":
+    main("parts", plan, report, seeds=None)
