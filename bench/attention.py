@@ -45,7 +45,6 @@ from sympow.bench.timing import (
     extra_bytes,
     finish,
     forward_backward,
-    machine,
     make_parser,
     milliseconds,
     print_row,
@@ -246,7 +245,7 @@ def bench(args):
         torch.cuda.empty_cache()
     print(f"\nceiling: {ceiling:.0f} TFLOP/s, a bfloat16 matrix product of 8192 x 8192 x 8192")
     settings = dict(tokens=args.tokens, heads=args.heads, head_dim=args.head_dim)
-    finish(args, dict(machine=machine(), ceiling_tflops=ceiling, **settings, rows=rows))
+    finish(args, rows, ceiling_tflops=ceiling, **settings)
 
 
 # ---- the first call

@@ -32,7 +32,6 @@ from sympow.bench.timing import (
     extra_bytes,
     finish,
     forward_backward,
-    machine,
     make_parser,
     milliseconds,
     print_row,
@@ -128,7 +127,7 @@ def main():
     if reason:
         print(f"\nours without kernels: {reason}")
     shape = dict(batch=args.batch, heads=args.heads, head_dim=args.head_dim)
-    finish(args, dict(machine=machine(), dtype=str(dtype), **shape, kernels=not reason, rows=rows))
+    finish(args, rows, dtype=str(dtype), **shape, kernels=not reason)
 
 
 if __name__ == "__main__":

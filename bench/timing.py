@@ -98,8 +98,8 @@ def print_row(columns, row):
     print(" ".join([*cells, row.get("failed", "")]).rstrip(), flush=True)
 
 
-def finish(args, results):
-    """Print the machine under a table, and write results to the file of --json if there is one."""
+def finish(args, rows, **settings):
+    """Print the machine under a table, and write it with settings and rows to the file of --json, if given."""
     print(f"\n{machine()}")
     if args.json:
-        write_json(args.json, results)
+        write_json(args.json, dict(machine=machine(), **settings, rows=rows))

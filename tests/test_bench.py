@@ -10,7 +10,7 @@ from helpers import ROOT, call
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from sympow.bench import heinsen, nanogpt  # noqa: E402
+from sympow.bench import heinsen, nanogpt, plot  # noqa: E402
 from sympow.kernels import CHUNKED_SIZES, configs, cost, tune  # noqa: E402
 from sympow.kernels.configs import Config, key  # noqa: E402
 from sympow.runs.program import run_program  # noqa: E402
@@ -90,7 +90,7 @@ def test_nanogpt_and_our_models_take_turns(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(nanogpt, "take_steps", record_turn)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     assert call(nanogpt.main, tmp_path, *sizes, f"--json={tmp_path / 'rows.json'}") == 0
-    theirs, *ours = rows = json.loads((tmp_path / "rows.json").read_text())
+    theirs, *ours = rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["model"] for row in rows] == ["nanoGPT", "softmax", "sympow_gating"] and theirs["ratio"] == 1
     assert all(row["ratio"] == pytest.approx(theirs["step_ms"] / row["step_ms"]) for row in ours)
     assert all(row["fastest_ms"] <= row["step_ms"] <= row["slowest_ms"] for row in rows)
@@ -178,3 +178,21 @@ def test_a_contender_that_does_not_fit_is_named_and_the_others_go_on(monkeypatch
     reason = "OutOfMemoryError: CUDA out of memory. Tried to allocate 12.00 GiB."
     assert ["16", "logcumsumexp", *5 * "-", reason] in rows
     assert any(row[:2] == ["16", "signed"] for row in rows)
+
+
+def test_the_picture_of_costs_has_the_rows_of_both_programs(tmp_path, monkeypatch, capsys):
+    training = [dict(attention="softmax", context=n, tokens_per_second=1000 / n, step_ms=1.0) for n in (8, 4)]
+    training += [dict(attention="sympow_gating", context=4, tokens_per_second=500, step_ms=1.0)]
+    training += [dict(attention="softmax", context=16, failed="out of memory")]
+    generation = [dict(name="softmax", batch=b, context=n, p50=float(b * n)) for b in (1, 64) for n in (4, 8)]
+    for name, rows in dict(training=training, generation=generation).items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
+    panels, plot_figure = {}, plot.plot
+    monkeypatch.setattr(plot, "plot", lambda lines, png: (panels.update(lines), plot_figure(lines, png)))
+    png = tmp_path / "cost.png"
+    assert call(plot.main, tmp_path / "training.json", tmp_path / "generation.json", f"--png={png}") == 0
+    assert list(panels.values()) == [
+        {"softmax": ((4, 8), (4.0, 8.0)), "sympow_gating": ((4,), (2.0,))},
+        {"softmax": ((4, 8), (4.0, 8.0))},
+    ]
+    assert png.stat().st_size > 1000 and str(png) in capsys.readouterr().out

@@ -337,5 +337,5 @@ def test_the_table_has_speeds_and_shares(tmp_path, capsys):
     tiny = "--device=cpu --tokens=64 --block_size=32 --warm_up=5 --steps=5 --n_layer=1 --n_head=1 --n_embd=8".split()
     status = call(scale.main, *tiny, "--gpus", "2", "--only", "ddp", f"--json={tmp_path / 'rows.json'}")
     assert status == 0, capsys.readouterr().out
-    one, two = json.loads((tmp_path / "rows.json").read_text())
+    one, two = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert one["share"] == 1 and 0.1 < two["share"] < 10 and (one["gpus"], two["gpus"]) == (1, 2)
