@@ -64,6 +64,18 @@ def test_a_run_folder_has_all_that_is_needed_to_read_it(go):
     assert [s["step"] for s in samples] == [3, 6] and all(s["text"] for s in samples)
 
 
+def test_an_attention_that_does_not_generate_trains_without_samples(go, monkeypatch):
+    def without_state(mix, x, qkv, resets=None, state=None):
+        assert state is None, "it does not generate"
+        return forward(mix, x, qkv, resets)
+
+    forward = ATTENTIONS["sympow"].forward
+    monkeypatch.setattr(ATTENTIONS["sympow"], "forward", without_state)
+    assert go("--attention=sympow", "--out_dir=out/a", "--sample_tokens=0") == 0
+    with pytest.raises(AssertionError, match="it does not generate"):
+        go("--attention=sympow", "--out_dir=out/b", "--sample_tokens=10")
+
+
 def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(go, capsys):
     extra = ["--attention=sympow_gating", "--dropout=0.1", "--warmup_iters=2"]
     assert go(*extra, "--out_dir=out/whole") == 0

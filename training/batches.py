@@ -95,7 +95,12 @@ def examine(plan, model):
 
 
 def sample_text(model, dataset, cfg):
-    """Generate sample_tokens tokens after an end of text, by the same random numbers at every evaluation."""
+    """Generate sample_tokens tokens after an end of text, by the same random numbers at every evaluation.
+
+    With 0 nothing is generated, so that an attention that does not generate can be trained.
+    """
+    if not cfg.sample_tokens:
+        return ""
     model.eval()
     try:
         with torch.inference_mode():
