@@ -129,10 +129,10 @@ def read_tokens(dataset, start, length):
 @torch.inference_mode()
 def read_text(model, inputs, targets, window):
     """Return the losses [length] float64 of the targets of one text; window: as for `positions`."""
-    window = min(window or inputs.shape[1], inputs.shape[1])
+    piece, window = window or None, min(window or inputs.shape[1], inputs.shape[1])
     half, batch = window // 2, max(1, BATCH // window)
     windows = zip(*(ids[0].to(DEVICE).unfold(0, window, half).split(batch) for ids in (inputs, targets)))
-    losses = torch.cat([losses_by_position(model, *pair) for pair in windows]).double().cpu().numpy()
+    losses = torch.cat([losses_by_position(model, *pair, piece) for pair in windows]).double().cpu().numpy()
     return np.concatenate([losses[0, :half], losses[:, half:].reshape(-1)])
 
 

@@ -1,7 +1,7 @@
 """What closes the gap at p = 2? Parts of other models, added to gated and conformal sympow and to softmax.
 
 A name such as sympow_gating+conv+out is an attention with parts: train.py takes it when experiments/train.py starts it.
-Such a model trains and reads texts whole, but it does not generate.
+Such a model trains and reads a text at once, but it does not generate.
 
     conv    q, k and v get a convolution of their last 4 tokens added (depthwise)
     out     the output is normalised and gated: RMSNorm(y) silu(W x)
@@ -12,6 +12,7 @@ Such a model trains and reads texts whole, but it does not generate.
 A conformal model whose speed stays 1 is sympow_gating.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from sympow.attention import ATTENTIONS
 from sympow.attention.gates import linear_fp32
 from sympow.attention.rotary import rotate, rotation_of
+from sympow.attention.state import State
 from sympow.experiments.report import LOSS_COLUMNS, loss_cell, table
 from sympow.experiments.runs import main
 from sympow.experiments.which_attention import CONTEXT, SEEDS, schedule, texts_loss, texts_measure
@@ -37,6 +39,13 @@ RUNS = {
     "softmax+conv+out": SEEDS[:2],
     **{f"conformal_sympow{parts}": SEEDS for parts in ("", "+slow", "+heads")},
 }
+
+
+@dataclass
+class WholeText(State):
+    """Stands for a state that is not kept, so that a text must be read at once."""
+
+    read: bool = False  # True after a text
 
 
 class Parts:
@@ -60,15 +69,18 @@ class Parts:
         return None  # forward needs x itself
 
     def forward(self, x, qkv, resets=None, state=None):
-        if state is not None:
-            raise ValueError(f"attention={self.config.attention} does not generate: it trains and reads texts whole")
+        if state is not None and state.read:
+            raise ValueError(f"attention={self.config.attention} reads a text at once, and does not go on from a state")
         if "conv" in self.parts:
             qkv = qkv + convolve(qkv.flatten(2), self.conv).view(qkv.shape)
         weight = super().input_weight()
         y, _ = super().forward(x if weight is None else linear_fp32(x, weight), qkv, resets)
         if "out" in self.parts:
             y = F.rms_norm(y.float(), y.shape[-1:], eps=1e-5) * self.norm * F.silu(self.W_out(x).float()).view(y.shape)
-        return y.to(qkv.dtype), None
+        return y.to(qkv.dtype), state and WholeText(read=True)
+
+    def empty_state(self, batch, device, switch_over=None):
+        return WholeText()
 
     def beta(self, x):
         """Return the speed of rotation, [B, T] or, with heads, [B, T, H]."""

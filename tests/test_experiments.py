@@ -230,7 +230,7 @@ def test_a_panel_leaves_out_the_first_losses_of_curves_and_the_end_of_none():
 
 
 def test_windows_score_each_target_once_with_half_a_window_before_it(monkeypatch):
-    def place_in_window(model, inputs, targets):
+    def place_in_window(model, inputs, targets, piece):
         return targets - inputs + torch.arange(inputs.shape[1]) * 100
 
     monkeypatch.setattr(measure, "losses_by_position", place_in_window)
@@ -438,6 +438,11 @@ def test_an_attention_with_parts_is_causal_and_trains_all_of_them(name, monkeypa
     logits = model(ids)[0]
     ids[:, 30] = (ids[:, 30] + 1) % 100
     changed = (model(ids)[0] - logits).abs().amax((0, 2))
+    state = model.empty_state(2)
+    whole, state = model.hidden(ids, state)
+    assert (model.logits(whole) - model(ids)[0]).abs().max() < 1e-9
+    with pytest.raises(ValueError, match="reads a text at once"):
+        model.hidden(ids, state)
     assert changed[:30].max() < 1e-9 and changed[30:].min() > 1e-6
     model(ids[:, :-1], ids[:, 1:])[1].backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
