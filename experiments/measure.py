@@ -4,6 +4,7 @@ python -m experiments.measure RUN        # RUN: a Run as JSON
 """
 
 import json
+import math
 import sys
 from dataclasses import replace
 from statistics import median
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from sympow.attention.gates import LearnedGate
 from sympow.bench.train import take_steps
 from sympow.data.dataset import Dataset
 from sympow.data.files import write_json
@@ -28,6 +30,7 @@ from sympow.training.optimizer import make_optimizer
 
 BATCH = 1 << 16  # tokens of windows that are read together
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+QUANTILES, LONGEST = (0.05, 0.5, 0.95), 1e7  # of half-lives, and tokens
 AUTOCAST = torch.autocast("cuda", torch.bfloat16, enabled=DEVICE == "cuda")
 
 
@@ -195,6 +198,26 @@ def step_seconds(config, context, tokens):
     return median(take_steps(network, model, optimizer, ids, ids, 1) for _ in range(steps))
 
 
+@AUTOCAST
+@torch.inference_mode()
+def half_lives(model, dataset, length):
+    """Return {layer: a list for each head of half-lives in tokens}: their quantiles of QUANTILES over a held-out text.
+
+    A half-life is log 2 / -log gamma, at most LONGEST. Layers without learned gates are left out.
+    """
+    quantiles = {}
+    for layer, block in enumerate(model.transformer.h):
+        if isinstance(getattr(block.attn.mix, "gate", None), LearnedGate):
+
+            def keep(gate, inputs, log_g, layer=layer):
+                lives = math.log(2) / (-log_g[0].float()).clamp_min(math.log(2) / LONGEST)
+                quantiles[layer] = lives.quantile(lives.new_tensor(QUANTILES), dim=0).T.tolist()
+
+            block.attn.mix.gate.register_forward_hook(keep)
+    model(held_out(dataset, length, 1)[0][0].to(DEVICE))
+    return quantiles
+
+
 def state_bytes(model, dataset, tokens):
     """Return {state: the bytes that generation in bfloat16 keeps of one text, in states and windows}."""
     layers = zip(model.transformer.h, model.empty_state(1).layers)
@@ -211,6 +234,7 @@ MEASURES = {
     "recall": recall,
     "speed": speed,
     "state": state_bytes,
+    "half_lives": half_lives,
 }
 
 

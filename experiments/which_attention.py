@@ -90,6 +90,7 @@ def make_run(size, name, title, rate, **options):
     measures = {"positions": texts_measure(size)}
     if name != "softmax":
         measures["far"] = measures["positions"] | dict(window=0)
+        measures["half_lives"] = dict(length=CONTEXT // size.shrink)
     return size.run(title, CONTEXT, measures=measures, **settings, **options)
 
 
@@ -113,6 +114,13 @@ def texts_loss(record):
     return fmean(record["measures"]["positions"]["texts"])
 
 
+def half_lives_cell(entry):
+    """Return the range of the heads' median half-lives, in tokens; None without gates."""
+    layers = entry.record["measures"].get("half_lives", {}).values()
+    medians = [median for heads in layers for _, median, _ in heads]
+    return f"{min(medians):,.0f} to {max(medians):,.0f}" if medians else None
+
+
 def report(entries, size):
     """Return the tables of all rates, of the best rates and of equal time, and the losses over rate and position."""
     timed = [entry for entry in entries.values() if entry.name.endswith("equal time")]
@@ -122,7 +130,8 @@ def report(entries, size):
     blocks = [table("All rates", columns, tried)] if tried else []
     if seeds:
         texts = ("other texts, in windows", partial(loss_cell, measure=texts_loss))
-        blocks.append(table("The best rates", [*columns, texts], seeds))
+        lives = ("half-lives of heads, tokens", half_lives_cell)
+        blocks.append(table("The best rates", [*columns, texts, lives], seeds))
         blocks.append("A difference of two means below two standard deviations is none.")
     if timed:
         difference = partial(difference_cell, base=entries.get("softmax, equal time"), measure="positions")

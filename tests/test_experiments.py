@@ -402,6 +402,16 @@ def test_the_best_rate_of_each_attention_is_looked_for_until_it_lies_between_oth
     assert len(stages) == 3
 
 
+def test_half_lives_are_those_of_each_heads_gate(dataset):
+    config = GPTConfig(attention="sympow_gating,softmax", n_layer=2, n_head=3, n_embd=48, vocab_size=257)
+    model = GPT(config)
+    with torch.no_grad():
+        model.transformer.h[0].attn.mix.gate.b[:] = torch.tensor([-0.7, 6.9, 40.0])  # W_gamma of a fresh model is 0
+    lives = measure.half_lives(model, Dataset(dataset), 128)
+    assert list(lives) == [0] and [len(heads) for heads in lives[0]] == [3, 3, 3]
+    assert [median for _, median, _ in lives[0]] == pytest.approx([0.6286, 688.1, 1e7], rel=1e-3)
+
+
 def test_power_attention_and_the_window_beside_it_keep_as_many_bytes():
     kept, names = {}, {field.name for field in fields(GPTConfig)}
     for run in capacity.plan(runs.SIZES["small"]):
