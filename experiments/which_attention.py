@@ -20,11 +20,12 @@ from sympow.experiments.report import (
     tokens_cell,
     val_loss,
 )
-from sympow.experiments.runs import main, read_records, variant
+from sympow.experiments.runs import SIZES, main, read_records, variant
 
 NAME = "which_attention"
 CONTEXT, LONG = 4096, 65536
 RATES, EDGE = (1.2e-3, 2.4e-3, 4.8e-3), 2.0  # beyond an edge, the next rate is so many times as high or low
+SECONDS = 250.0  # of training steps at equal time, without compilation and evaluation
 SEEDS = (1337, 1338, 1339)
 BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged
 VARIANTS = {
@@ -51,7 +52,7 @@ def plan(size):
         runs += [tuned(size, name, rate, seed=seed) for seed in SEEDS[1:]]
     if settled:
         ranking = sorted(best.keys() - {"softmax"}, key=lambda name: min(rates_tried(records, name).values()))
-        runs += [at_equal_time(size, name, best[name]) for name in ("softmax", *ranking[:2])]
+        runs += [at_equal_time(size, name, best[name], records) for name in ("softmax", *ranking[:2])]
     return runs
 
 
@@ -74,9 +75,13 @@ def tuned(size, name, rate, seed=SEEDS[0]):
     return make_run(size, name, f"{name}, lr {rate:g}", rate, seed=seed, steps=1000)
 
 
-def at_equal_time(size, name, rate):
-    """Return the Run of a variant for the seconds of this size."""
-    return make_run(size, name, f"{name}, equal time", rate, seed=SEEDS[0])
+def at_equal_time(size, name, rate, records):
+    """Return the Run of a variant for as many steps as its run at this rate would take in SECONDS of training."""
+    first = tuned(size, name, rate).find(dict(enumerate(records)))
+    (speed,) = first["tokens_per_second"].values()
+    seconds = SECONDS * size.seconds / SIZES["small"].seconds
+    steps = max(12, round(seconds * speed / size.tokens_per_step))
+    return make_run(size, name, f"{name}, equal time", rate, seed=SEEDS[0], steps=steps * size.fewer)
 
 
 def make_run(size, name, title, rate, **options):
@@ -136,6 +141,7 @@ def report(entries, size):
     if timed:
         difference = partial(difference_cell, base=entries.get("softmax, equal time"), measure="positions")
         spans = span_columns("far", [n // size.shrink for n in BOUNDS])
+        columns += [("seconds of training", lambda entry: f"{entry.record['seconds']:.0f}")]
         columns += [("other texts, in windows", texts_cell), ("to softmax's", difference)]
         columns += [(f"at once, {title}", cell) for title, cell in spans]
         blocks.append(table("Equal time", columns, timed))

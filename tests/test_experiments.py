@@ -392,7 +392,11 @@ def test_the_best_rate_of_each_attention_is_looked_for_until_it_lies_between_oth
             place = 1 + names.index(re.split(", (?:lr|equal)", run.name)[0])
             loss = place + abs(math.log(run.settings["learning_rate"] / (1.2e-3 * place)))
             records[run.folder] = dict(
-                name=run.name, settings=run.settings, corpus={"name": "pystdlib"}, val=[[1, loss]]
+                name=run.name,
+                settings=run.settings,
+                corpus={"name": "pystdlib"},
+                val=[[1, loss]],
+                tokens_per_second={"256": 4096.0 * place},
             )
         write_json(str(tmp_path / "which_attention.json"), {"runs": records})
     assert stages[0] == [f"{name}, lr {rate:g}" for name in names for rate in which_attention.RATES]
@@ -400,6 +404,8 @@ def test_the_best_rate_of_each_attention_is_looked_for_until_it_lies_between_oth
     best = [f"{name}, lr {rate}" for name, rate in zip(names, (0.0012, 0.0024, 0.0048, 0.0048, 0.0048))]
     assert stages[2] == [name for name in best for _ in range(2)] + [f"{name}, equal time" for name in names[:3]]
     assert len(stages) == 3
+    timed = [run.settings["max_iters"] for run in which_attention.plan(size) if run.name.endswith("equal time")]
+    assert timed == [12, 25, 38]  # 12.5 s at 1, 2 and 3 steps a second
 
 
 def test_half_lives_are_those_of_each_heads_gate(dataset):
