@@ -19,11 +19,13 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import fields
 
 import torch
 
 from sympow.data.files import write_json
 from sympow.data.mixture import Mixture, sets_of
+from sympow.model import GPTConfig
 from sympow.runs import checkpoint
 from sympow.runs.metrics import read_lines
 from sympow.runs.processes import warn
@@ -115,8 +117,12 @@ def _saved_settings(cfg):
 
 
 def refuse_other_settings(out_dir, saved, settings):
-    """Refuse to go on with a run if a setting differs from the saved ones that would change its steps."""
+    """Refuse to go on with a run if a setting differs from the saved ones that would change its steps.
+
+    A run that began before GPTConfig had a field was trained with the field's default.
+    """
     old, new = ({**values, **values["model"], "model": None} for values in (saved, settings))
+    old = {field.name: field.default for field in fields(GPTConfig)} | old
     free = set(FREE)
     if new["schedule"] == "constant" or new["lr_decay_iters"]:  # then no rate depends on max_iters
         free |= {"max_iters"}
