@@ -4,5 +4,5 @@
     from sympow.attention.compat.retention import power_retention               # retention 1.0, which replaced it
 
 Code written for one of them runs with its import changed, on a CPU and on a GPU. steps has the functions that both
-share; docs/use/compat.md says name by name what is the same and what differs.
+share; docs/use/library.md says name by name what is the same and what differs.
 """

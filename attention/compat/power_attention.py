@@ -6,7 +6,7 @@
     Y, state = power_full(Q, K, V, log_G, deg=2, return_final_state=True)       # state: the pair (S, sum_of_keys)
     Y, state = power_full(Q, K, V, log_G, state, deg=2, return_final_state=True)
 
-docs/use/compat.md says what differs. Its steps (attention, update_state, query_state, discumsum) are here too.
+docs/use/library.md says what differs. Its steps (attention, update_state, query_state, discumsum) are here too.
 """
 
 import torch

@@ -6,7 +6,7 @@
     Y, S, sum_of_keys = power_retention(Q, K, V, log_G, deg=2, return_final_state=True)
     Y, S, sum_of_keys = power_retention_inference(q, K, V, log_G, S, sum_of_keys, deg=2)      # K, V: the cache, or None
 
-docs/use/compat.md says what differs. Its steps (attention, update_state, query_state, discumsum) are here too.
+docs/use/library.md says what differs. Its steps (attention, update_state, query_state, discumsum) are here too.
 """
 
 from functools import partial
