@@ -15,6 +15,10 @@ def headings(page):
     return [re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles]
 
 
+def test_readme_fits_a_narrow_window():
+    assert max(map(len, (ROOT / "README.md").read_text().splitlines())) <= 110
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):

@@ -167,7 +167,7 @@ def scattered(tmp_path_factory):
 def from_readme(scattered, tmp_path_factory):
     """Return what the command in README printed for that copy, without a network, and the folder of its dataset."""
     with open(os.path.join(ROOT, "README.md")) as f:
-        (command,) = re.findall(r"`python (data/longcrawl64/prepare.py .*?)`", f.read())
+        (command,) = re.findall(r"^    python (data/longcrawl64/prepare.py .*?)  +#", f.read(), flags=re.M)
     out = tmp_path_factory.mktemp("readme") / "longcrawl64"
     return run(*command.split(), f"--source={scattered[0]}", f"--out={out}", cwd=ROOT, env=OFFLINE), out
 
