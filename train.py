@@ -3,7 +3,7 @@
     python data/pystdlib/prepare.py                                    # once, no network needed
     python train.py config/demo.py                                     # one CPU or one GPU
     torchrun --nproc_per_node=8 train.py config/sympow_p4.py           # one node
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/sympow_p4.py
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/sympow_p4.py
 
 Any setting below, or of GPTConfig in model.py, can follow as --key=value; `--help` lists them. A run lives in out_dir:
 config.json, metrics.jsonl, the tokenizer and ckpt/. The same command again goes on from the last checkpoint.
