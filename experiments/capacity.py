@@ -1,8 +1,7 @@
 """How much does a state hold? Associative recall at 16,384 bytes, in training and in the test, at equal bytes of state.
 
-Every power attention stands beside softmax with a window whose keys and values take as many bytes as its states. Task
-and data are those of data/recall/tasks.py, `pairs`; the test has texts of training's length, so that nothing depends on
-whether a model extrapolates.
+Every power attention stands beside softmax in a window that takes as many bytes. The task is `pairs` of
+data/recall/tasks.py. The test has texts as long as in training, so that no model must extrapolate.
 """
 
 from dataclasses import replace

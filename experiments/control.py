@@ -1,8 +1,8 @@
 """Does a corpus need long context? A positive control with softmax, which forgets nothing.
 
 Softmax is trained at 4,096 tokens and then at 65,536. It reads held-out texts of 65,536, and the last 4,096 tokens are
-scored, behind their own text and behind another project's. Where the loss hardly changes, no comparison on this corpus
-can show what a state is good for.
+scored, behind their own text and behind another project's. If the loss hardly changes, this corpus cannot show what a
+state is good for.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ def plan(size):
     """Return the run."""
     texts = dict(length=LONG // size.shrink, documents=4 * size.documents, last=CONTEXT // size.shrink)
     texts["skip"] = size.eval_tokens
-    measures = {"swapped": texts, "swapped_far": texts | dict(kept=CONTEXT // size.shrink)}
+    measures = {"swapped": texts, "swapped_far": texts | dict(near=CONTEXT // size.shrink)}
     settings = dict(then=f"{LONG // size.shrink}@{SHARE}", max_seconds=SECONDS * size.seconds, learning_rate=2.4e-3)
     settings |= dict(schedule="wsd", warmup_iters=100 // size.fewer, min_lr=2.4e-4)
     return [size.run("softmax in stages", CONTEXT, measures=measures, **variant("softmax"), **settings)]

@@ -101,20 +101,20 @@ def find_texts(dataset, length, documents, skip=0):
     return [texts[i * len(texts) // count] for i in range(count)]
 
 
-def swapped_context(model, dataset, length, documents, last, kept=0, skip=0):
+def swapped_context(model, dataset, length, documents, last, near=0, skip=0):
     """Return the mean loss of the last tokens of each held-out text, behind its own beginning and another project's.
 
-    last: how many tokens are scored. kept: how many tokens before these stay, whatever the beginning is.
+    last: how many tokens are scored. near: how many tokens before them are the text's own in both cases.
     """
     texts, losses = find_texts(dataset, length, documents, skip), {"own": [], "foreign": []}
     for i, (project, start) in enumerate(texts):
-        others = [text for text in texts[i:] + texts[:i] if text[0] != project]
-        if not others:
+        foreign_texts = [text for text in texts[i:] + texts[:i] if text[0] != project]
+        if not foreign_texts:
             refuse(f"{dataset.name} holds out one project, {project}: a beginning of another one is needed")
         inputs, targets = read_tokens(dataset, start, length)
-        beginning = length - last - kept
+        beginning = length - last - near
         foreign = inputs.clone()
-        foreign[:, :beginning] = read_tokens(dataset, others[0][1], length)[0][:, :beginning]
+        foreign[:, :beginning] = read_tokens(dataset, foreign_texts[0][1], length)[0][:, :beginning]
         for name, ids in (("own", inputs), ("foreign", foreign)):
             losses[name].append(read_text(model, ids, targets, 0)[-last:].mean())
     return losses

@@ -9,7 +9,7 @@ Such a model trains and reads a text at once, but it does not generate.
     slow    conformal: only the slower half of the pairs turns at the learned speed
     heads   conformal: the learned speed has a bias for each head
 
-A conformal model whose speed stays 1 is sympow_gating.
+Conformal sympow at a constant speed of 1 is sympow_gating.
 """
 
 from dataclasses import dataclass
