@@ -22,7 +22,7 @@ def plan(size):
     """Return the run."""
     texts = dict(length=LONG // size.shrink, documents=4 * size.documents, last=CONTEXT // size.shrink)
     texts["skip"] = size.eval_tokens
-    measures = {"swapped": texts, "swapped_far": texts | dict(near=CONTEXT // size.shrink)}
+    measures = {"swapped": texts, "swapped_far": texts | dict(recent=CONTEXT // size.shrink)}
     settings = dict(then=f"{LONG // size.shrink}@{SHARE}", max_seconds=SECONDS * size.seconds, learning_rate=2.4e-3)
     settings |= dict(schedule="wsd", warmup_iters=100 // size.fewer, min_lr=2.4e-4)
     return [size.run("softmax in stages", CONTEXT, measures=measures, **variant("softmax"), **settings)]

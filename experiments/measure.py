@@ -101,10 +101,10 @@ def find_texts(dataset, length, documents, skip=0):
     return [texts[i * len(texts) // count] for i in range(count)]
 
 
-def swapped_context(model, dataset, length, documents, last, near=0, skip=0):
+def swapped_context(model, dataset, length, documents, last, recent=0, skip=0):
     """Return the mean loss of the last tokens of each held-out text, behind its own beginning and another project's.
 
-    last: how many tokens are scored. near: how many tokens before them are the text's own in both cases.
+    last: how many tokens are scored. recent: how many tokens before them are the text's own in both cases.
     """
     texts, losses = find_texts(dataset, length, documents, skip), {"own": [], "foreign": []}
     for i, (project, start) in enumerate(texts):
@@ -112,7 +112,7 @@ def swapped_context(model, dataset, length, documents, last, near=0, skip=0):
         if not foreign_texts:
             refuse(f"{dataset.name} holds out one project, {project}: a beginning of another one is needed")
         inputs, targets = read_tokens(dataset, start, length)
-        beginning = length - last - near
+        beginning = length - last - recent
         foreign = inputs.clone()
         foreign[:, :beginning] = read_tokens(dataset, foreign_texts[0][1], length)[0][:, :beginning]
         for name, ids in (("own", inputs), ("foreign", foreign)):

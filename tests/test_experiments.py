@@ -114,7 +114,7 @@ def test_a_foreign_context_is_another_projects_and_the_scored_tokens_stay(source
     monkeypatch.setattr(
         measure, "read_text", lambda model, inputs, targets, window: read.append((inputs, targets)) or inputs[0].numpy()
     )
-    losses = measure.swapped_context(None, dataset, 512, documents=9, last=128, near=64)
+    losses = measure.swapped_context(None, dataset, 512, documents=9, last=128, recent=64)
     texts = measure.find_texts(dataset, 512, 9)
     assert len(read) == 2 * len(texts) == 2 * len(losses["own"]) and losses["own"] == losses["foreign"]
     own = [(project, read_tokens(dataset, start, 512)[0]) for project, start in texts]
