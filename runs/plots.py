@@ -73,10 +73,13 @@ def plot_loss_curves(runs, png, comparable):
             _plot_losses(axes[i], runs, looks, key, unit)
             axes[i].set(xlabel=label, ylabel="loss, nats per token", ylim=limits)
             _set_linear_ticks(axes[i], key, longest(runs, key) / unit)
+        axes[0].set_title("Thick lines are training losses, smoothed. Circles are validation losses.")
         if relative:
             axis = axes[len(axes_shown)]
             _plot_relative_losses(axis, relative, looks)
-            axis.set(xlabel="tokens", ylabel=f"loss relative to {shorten(next(iter(runs)), 24)}, %")
+            first = shorten(next(iter(runs)), 24)
+            title = f"Below 0 the loss is lower than {first}'s after as many tokens."
+            axis.set(xlabel="tokens", ylabel=f"loss relative to {first}, %", title=title)
             _set_linear_ticks(axis, "tokens", longest(runs, "tokens"))
         save_figure(figure, png)
 
@@ -235,13 +238,14 @@ def plot_loss_by_position(curves, png):
         if late:
             axis.set_ylim(add_margins(min(late), max(late)))
         counts = " or ".join(f"{n:,}" for n in sorted({len(losses) for _, losses, _ in curves.values()}))
-        title = f"mean of {counts} documents; band: standard error"
+        contexts = sorted({context for _, _, context in curves.values() if context <= 1.05 * end})
+        title = f"Lines are means over {counts} documents, bands are standard errors."
+        if contexts:
+            title += f"\nThe dashed line is the training context, {' or '.join(f'{n:,}' for n in contexts)} tokens."
         axis.set(xlabel="position in the document, tokens", ylabel="loss, nats per token", title=title)
         _set_log_ticks(axis, end)
-        for context in sorted({context for _, _, context in curves.values() if context <= 1.05 * end}):
+        for context in contexts:
             axis.axvline(context, color="#777777", linestyle=(0, (4, 3)), linewidth=1)
-            top = axis.get_ylim()[1]
-            axis.text(context, top, f"trained at {context:,}", rotation=90, va="top", ha="right", fontsize=9)
         save_figure(figure, png)
 
 
