@@ -159,6 +159,7 @@ def main(argv=None):
     parser.add_argument("--markdown", action="store_true", help="print the table in GitHub's markdown")
     parser.add_argument("--metric", default="val_loss", help="val_loss, or val_loss/NAME of one of several datasets")
     args = parser.parse_args(argv)
+    args.runs = [folder for text in args.runs for folder in ([text] if os.path.exists(text) else text.split(","))]
     if args.metric.partition("/")[0] != "val_loss":
         refuse(f"--metric must be val_loss or val_loss/NAME, got {args.metric!r}")
     short = [os.path.basename(os.path.realpath(folder)) for folder in args.runs]

@@ -63,7 +63,6 @@ def position_schemes(names):
     still = [name for name in dict.fromkeys(names) if name not in rotating]
     if not rotating or not still:
         return ""
-    return (
-        f"{', '.join(rotating)} layers rotate q and k; {', '.join(still)} layers do not, they have the position "
-        "embedding before the first layer, which all layers see"
-    )
+    own = [name for name in still if "position_embedding" in vars(ATTENTIONS[name])]
+    embedding = f"; all layers see the position embedding of {own[0]} before the first layer" if own else ""
+    return f"{', '.join(rotating)} layers rotate q and k; {', '.join(still)} layers do not{embedding}"

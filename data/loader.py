@@ -41,9 +41,10 @@ class Windows:
         if block_size < 1:
             raise DataError(f"{name} must be at least 1, got {block_size}")
         if not pack and block_size > length:
+            fits_with_pack = block_size <= min(dataset.tokens("train"), dataset.tokens("val"))
             raise DataError(
                 f"{name} {block_size} is longer than the documents of {dataset.name} ({length} tokens): "
-                f"give --{name}={length} or less, or --pack=1 to run over document borders"
+                f"give --{name}={length} or less" + ", or --pack=1 to run over document borders" * fits_with_pack
             )
         if pack and block_size > dataset.tokens(split):
             raise DataError(

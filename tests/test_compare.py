@@ -47,7 +47,7 @@ def test_table_and_picture_of_three_runs(tmp_path, capsys):
     for name, steps, val_loss in (("a", 20, 3.0), ("b", 20, 2.7), ("c", 5, 4.1)):
         lines = log_lines("train_loss", losses[:steps], tok_per_sec=2000 + steps)
         runs.append(write_run(tmp_path / name, *lines, {"step": 10 * steps, "val_loss": val_loss}))
-    rows = read_table(capsys, *runs, "--names=a,$p=4,c", f"--png={tmp_path}/pictures/loss")
+    rows = read_table(capsys, ",".join(runs[:2]), runs[2], "--names=a,$p=4,c", f"--png={tmp_path}/pictures/loss")
     assert list(rows[0]) == ["run", "steps", "tokens", "train loss", "val loss", "val vs first", "tokens/s"]
     assert [list(row.values()) for row in rows] == [
         ["a", "200", "20,000", "3.1500", "3.0000", "1.000x", "2,020"],

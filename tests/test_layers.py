@@ -160,4 +160,5 @@ def test_an_attention_may_bring_its_position_embedding_and_output_layer(unrotate
 def test_where_positions_come_from_is_printed_if_the_layers_differ(unrotated, dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     assert call(train.main, f"--dataset={dataset}", *SMALL, "--attention=unrotated,sympow", "--max_iters=1") == 0
-    assert "sympow layers rotate q and k; unrotated layers do not, they have" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "sympow layers rotate q and k; unrotated layers do not; all layers see the position embedding of" in printed

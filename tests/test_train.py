@@ -186,7 +186,8 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):
     [
         (["--n_embd=33"], "n_embd must be a multiple of n_head, got 33 and 2: n_head="),
         (["--attention=sympow", "--p=3"], "p must be a positive even integer, got 3"),
-        (["--block_size=1024", "--tokens_per_step=4096"], "is longer than the documents"),
+        (["--block_size=1024", "--tokens_per_step=4096"], "give --block_size=512 or less, or --pack=1"),
+        (["--block_size=2048", "--tokens_per_step=8192"], "give --block_size=512 or less\n"),
         (["--tokens_per_step=300"], "1 ranks x batch_size 4 x block_size 32 = 128, got 300: 256 or 384 would do"),
         (["--tokens_per_step=320"], "1 ranks x batch_size 4 x block_size 32 = 128, got 320: batch_size=2 would do"),
         (["--gradient_accumulation_steps=3"], "= 384, but tokens_per_step is 256: give one of them"),
