@@ -462,3 +462,34 @@ def test_an_attention_with_parts_is_causal_and_trains_all_of_them(name, monkeypa
     assert changed[:30].max() < 1e-9 and changed[30:].min() > 1e-6
     model(ids[:, :-1], ids[:, 1:])[1].backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+def experiments_of(section):
+    """Return the experiments that a section of the results names by their commands."""
+    return re.findall(r"^    python -m experiments\.(\w+)", section, flags=re.M)
+
+
+RESULTS = pathlib.Path(helpers.ROOT, "docs/measured/results.md").read_text()
+SECTIONS = {section.partition("\n")[0]: section for section in RESULTS.split("\n## ")[1:]}
+OF_EXPERIMENTS = [title for title, section in SECTIONS.items() if experiments_of(section) and "repeat" not in title]
+
+
+@pytest.mark.parametrize("title", OF_EXPERIMENTS)
+def test_numbers_in_the_tables_of_the_results_are_those_of_the_records(title):
+    """Numbers of three digits or more, below the heads of the tables; speeds are rounded to thousands."""
+    recorded = []
+    for name in experiments_of(SECTIONS[title]):
+        path = pathlib.Path(helpers.ROOT, "docs/data", name)
+        recorded += re.findall(r"\d[\d,]*(?:\.\d+)?", path.with_suffix(".md").read_text())
+        for record in read_json(f"{path}.json")["runs"].values():
+            recorded += [str(speed) for speed in record.get("tokens_per_second", {}).values()]
+    recorded = [float(number.replace(",", "")) for number in recorded]
+    assert recorded
+    tables = re.findall(r"^\|[ :|-]+\|\n((?:\|.*\n?)+)", SECTIONS[title], flags=re.M)
+    numbers = [text.replace(",", "") for table in tables for text in re.findall(r"\d[\d,]*(?:\.\d+)?", table)]
+    numbers = [number for number in numbers if len(number.replace(".", "").lstrip("0")) >= 3]
+    assert len(numbers) > 5
+    for number in numbers:
+        error = 501 if number.endswith("000") else 0.5001 * 10.0 ** -len(number.partition(".")[2])
+        same = [x for x in recorded if min(abs(x - float(number)), abs(x / 1e6 - float(number))) <= error]
+        assert same, f"{number} is in no record of {title}"
