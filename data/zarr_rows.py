@@ -6,6 +6,7 @@
 A chunk of LongCrawl64 holds 2,048 tokens of 2,048 documents.
 """
 
+import logging
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ class Zarr:
 
     def __init__(self, url, length):
         self.url = url
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # zarr asks for several files; one error is enough
         try:
             self.array = retrying(partial(_open_strictly, url), temporary=_is_busy)  # being offline shows at once
             count = self.array.nchunks  # 103,296 in LongCrawl64; the file of each is looked for
