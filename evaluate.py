@@ -49,7 +49,7 @@ class EvaluateConfig:
     dataset: str = ""  # a folder in data/, or any path; default: the one the run was trained on
     length: int = 0  # tokens of each document; 0: 4 times the final training context, at most the whole document
     documents: int = 16  # number of documents
-    pack: bool = False  # concatenate documents, to read on where one ends
+    pack: bool = False  # join documents to longer texts; only a model trained with pack forgets where one begins
     piece: int = 0  # tokens to read at a time; 0: 65,536 on a GPU, else 1,024
     png: str = "loss_by_position.png"  # where the picture goes; nothing: no picture
     # tasks of lm-evaluation-harness
@@ -58,7 +58,7 @@ class EvaluateConfig:
     num_fewshot: int = -1  # examples before each question; -1: as many as the task is defined with
     limit: float = 0.0  # only so many documents of each task, or this share of them if it is below 1; 0: all
     batch_size: int = 8  # texts that are read at a time
-    max_length: int = 0  # tokens of a text that are read; 0: with softmax layers the training context, else all
+    max_length: int = 0  # tokens read of a text; 0: the training context with softmax layers, else all
     # both
     device: str = "auto"  # auto: cuda or cpu; cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32

@@ -40,8 +40,8 @@ class SampleConfig:
     save_state: str = ""  # a file for the state after the prompt
     load_state: str = ""  # such a file: the prompt goes on from there
     form: str = "auto"  # auto: a KV cache until a state is cheaper; recurrent: a state from the first token on
-    switch_over: int = 0  # cached tokens at which a state replaces the KV cache; 0: as many as take its memory
-    state_dtype: str = "float32"  # or bfloat16: on a GPU states take half the memory, and are rounded at every flush
+    switch_over: int = 0  # cached tokens at which a state replaces the KV cache; 0: when both are equally large
+    state_dtype: str = "float32"  # or bfloat16, on a GPU: half the memory, rounded whenever cached tokens move in
     device: str = "auto"  # auto: cuda or cpu; cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
     json: bool = False  # end with one JSON line of timings

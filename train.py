@@ -40,29 +40,29 @@ class TrainConfig:
     # the run
     out_dir: str = ""  # the run's folder; default out/CONFIG_NAME
     init_from: str = "auto"  # auto: go on in out_dir or begin; resume: go on; scratch; or a folder's weights, gpt2, ...
-    overwrite: bool = False  # unless init_from=auto: rename the run that is in out_dir, and start anew
+    overwrite: bool = False  # with init_from=scratch or weights: rename the run in out_dir, and start anew
     seed: int = 1337  # of the weights, the order of the data and dropout
     # data
     dataset: str = "pystdlib"  # a folder in data/, or any path; or several by weight: code:0.7,prose:0.3
     val_datasets: str = ""  # further datasets, with commas between, that are only evaluated: val_loss/NAME
     batch_size: int = 8  # sequences in a micro-step of each rank
     block_size: int = 1024  # context length: tokens in a sequence
-    then: str = ""  # later stages, CONTEXT@SHARE of the run (or @STEPS): 16384@0.5,65536@0.9; as many tokens a step
+    then: str = ""  # later stages, 16384@0.5,65536@0.9: CONTEXT@SHARE of the run, or @STEP; tokens_per_step stays
     tokens_per_step: int = 524288  # over all ranks and micro-steps; the number of micro-steps follows from it
     gradient_accumulation_steps: int = 0  # micro-steps over all ranks; 0: tokens_per_step decides
     pack: bool = False  # join documents, and reset the state where one starts
     context_parallel: int = 1  # ranks that share the tokens of each sequence
     distill_from: str = ""  # a folder of weights, or gpt2, ...: learn from that model's outputs too
-    distill_weight: float = 1.0  # of the KL divergence from its next-token distribution, added to the training loss
+    distill_weight: float = 1.0  # times the KL divergence from that model's predictions is added to the loss
     # optimizer
     optimizer: str = "adamw"  # or muon: Muon for the linear weights of attention and MLP, AdamW for all others
     max_iters: int = 100000  # optimizer steps
-    max_seconds: float = 0.0  # of training and evaluation, 0: no limit; the speed then decides when a schedule ends
+    max_seconds: float = 0.0  # of training and evaluation, 0: no limit; schedules end with it, at whatever step
     learning_rate: float = 6e-4  # the highest
     warmup_iters: int = 0  # steps of linear warm-up
     schedule: str = "constant"  # or cosine (nanoGPT's decay_lr=True); or wsd: constant, then down over decay_share
     decay_share: float = 0.2  # share of the run, at its end, in which wsd goes down
-    lr_decay_iters: int = 0  # steps after which cosine and wsd end, if max_seconds are not over before; 0: max_iters
+    lr_decay_iters: int = 0  # cosine and wsd end after so many steps, or earlier at max_seconds; 0: max_iters
     min_lr: float = 6e-5  # learning rate at which cosine and wsd end
     weight_decay: float = 0.0  # on matrices and embeddings
     beta1: float = 0.9  # of AdamW
@@ -71,7 +71,7 @@ class TrainConfig:
     max_skipped: int = 10  # stop after this many steps in a row without a finite gradient; such steps are skipped
     # evaluation, logging, checkpoints
     eval_interval: int = 1000  # steps between evaluations, each followed by a checkpoint
-    eval_tokens: int = 1048576  # tokens of an evaluation, always the first of the held-out split
+    eval_tokens: int = 1048576  # an evaluation reads the first so many tokens of the held-out split
     eval_only: bool = False  # evaluate and stop
     log_interval: int = 10  # steps between lines of metrics.jsonl
     profile: int = 0  # write a trace of this step for Perfetto into out_dir, and log what costs most; 0: none

@@ -1,8 +1,8 @@
 """Does a corpus need long context? A positive control with softmax, which forgets nothing.
 
-Softmax is trained at 4,096 tokens and then at 65,536. It reads held-out texts of 65,536, and the last 4,096 tokens are
-scored, behind their own text and behind another project's. If the loss hardly changes, this corpus cannot show what a
-state is good for.
+Softmax is trained at 4,096 tokens and then at 65,536. It reads held-out texts of 65,536. Their last 4,096 tokens are
+scored twice: after their own beginning, and after another project's. If the loss hardly changes, this corpus cannot
+show what a state is good for.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
 """When is it worth it? Equal GPU time on documents of 65,536 tokens: softmax and others, at 4,096 and in stages.
 
 Every run has the same seconds; the axis is the time of training steps alone, without compilation and evaluation. The
-model that is trained at 4,096 only is read in windows of 4,096, each half of the one before. Attention weighs most in a
+model that is trained at 4,096 only is read in windows of 4,096 that overlap by half. Attention weighs most in a
 small model, which flatters linear attention, so the curves are drawn again with the speeds of larger models (costs.py):
 as if these learned from as many tokens as the small one, which they would not; the point is where the order turns.
 """

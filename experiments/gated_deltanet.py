@@ -1,9 +1,9 @@
-"""Gated DeltaNet (Yang, Kautz, Hatamizadeh, 2024) out of flash-linear-attention, as a peer of the attentions here.
+"""Gated DeltaNet (Yang, Kautz, Hatamizadeh, 2024) from flash-linear-attention, to compare with the attentions here.
 
     pip install flash-linear-attention      # and tilelang, on Hopper GPUs with Triton 3.4 to 3.7.0
     python -m experiments.train --attention=gated_deltanet --n_layer=6 ...
 
-It has the projections of every attention here, and of its own what fla.layers.GatedDeltaNet has: short convolutions of
+Its projections are those of all attentions here. It adds what fla.layers.GatedDeltaNet has: short convolutions of
 q, k and v, decay and step size by token, and a normalised, gated output; that is n_embd^2 weights a layer more. The
 state is a D x D matrix a head. Without a GPU fla's recurrence in plain PyTorch takes the place of its kernels.
 """

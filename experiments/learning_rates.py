@@ -1,4 +1,4 @@
-"""Three learning rates for each variant, so that rate and variant are not confused."""
+"""Three learning rates for each variant, so that no variant is judged by one rate."""
 
 from sympow.experiments.report import LOSS_COLUMNS, Panel, table, val_loss
 from sympow.experiments.runs import main, variant

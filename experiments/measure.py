@@ -56,7 +56,7 @@ def positions(model, dataset, length, documents, window=0, start=0, bounds=(), s
 
     skip: leave out the texts in the first tokens of the held-out split, as many as validation reads.
 
-    window: read in windows of so many tokens, each half of the one before, so that a token sees between half a window
+    window: read in windows of so many tokens that overlap by half, so that a token sees between half a window
     and a whole one; 0: read on with the state. The loss of each text is over the positions from `start` on. `spans` has
     the mean losses between two neighbours of `bounds`. Errors are standard errors over the texts.
     """

@@ -1,7 +1,7 @@
-"""What closes the gap at p = 2? Parts of other models, added to gated and conformal sympow and to softmax.
+"""What closes the gap from p = 2 to softmax? Parts of other models, added to gated and conformal sympow and to softmax.
 
 A name such as sympow_gating+conv+out is an attention with parts: train.py takes it when experiments/train.py starts it.
-Such a model trains and reads a text at once, but it does not generate.
+Such a model trains and scores whole texts, but cannot generate.
 
     conv    q, k and v get a convolution of their last 4 tokens added (depthwise)
     out     the output is normalised and gated: RMSNorm(y) silu(W x)

@@ -3,7 +3,7 @@
     SIZES["small"].run("softmax", 4096, steps=1000, attention="softmax")       # a Run, for an experiment's plan
     main("loss_ratios", plan, report)       # plan(size) returns Runs, report(entries, size) returns tables and panels
 
-Every GPU trains one run at a time with train.py, then measure.py reads with its model; without a GPU the CPU does.
+Every GPU trains one run at a time with train.py, then measure.py measures its model; without a GPU the CPU does.
 Runs are kept in out/experiments/ATTENTION-HASH, with the hash of their settings: experiments share equal runs, and a
 run that was stopped goes on. NAME.json has the records of an experiment. A run that is in it is not trained again.
 """
@@ -148,9 +148,9 @@ def main(name, plan, report, seeds=(1337,), prepare=None):
     """
     command = f"python -m experiments.{name}"
     parser = Parser(sys.modules["__main__"].__doc__, prog=command)
-    parser.add_argument("--size", choices=SIZES, default="small", help="small: H200s; tiny: minutes on two CPU cores")
+    parser.add_argument("--size", choices=SIZES, default="small", help="small: for H100, H200; tiny: minutes on a CPU")
     parser.add_argument("--dataset", help="a prepared dataset (default: source; of size tiny pystdlib)")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop training after them; 0: draw what is there")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop training after so many; 0: only draw")
     if seeds:
         parser.add_argument("--seeds", type=int, nargs="+", default=seeds, help="train each run with each of these")
     args = parser.parse_args()

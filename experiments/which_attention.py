@@ -1,8 +1,9 @@
 """Which attention should I use? Each at its best learning rate with three seeds, then the best at equal time.
 
-Every variant is trained with each of RATES. Where the best is at an edge, the next rate comes too; then the best gets
-two more seeds. Rates are chosen by the validation loss, the tables read other texts. At last softmax and the two best
-others train for the same seconds. Each start of this command trains what the records of the last one ask for.
+Every variant is trained with each of RATES. If the best is the highest or lowest, the next rate is tried too; then the
+best gets two more seeds. Rates are chosen by the validation loss, the tables read other texts. At last softmax and the
+two best others train for the same seconds. The records decide what is trained next: repeat the command until its status
+is 0.
 """
 
 import os
