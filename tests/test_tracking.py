@@ -54,7 +54,7 @@ def test_offline_parts_of_a_run_become_one_run_by_wandb_sync(tmp_path, wandb_ser
     online = f"wandb: {wandb_server.url}/e/p/runs/{tracker.run_id}"
     assert capsys.readouterr().out.splitlines() == [offline, online, offline]
     assert logged_steps(tmp_path / "a") == [1, 2, 3, 4]
-    program = [Path(sys.executable).with_name("wandb"), "sync", *(tmp_path / "a/wandb").glob("offline-run-*")]
+    program = [sys.executable, "-m", "wandb", "sync", *(tmp_path / "a/wandb").glob("offline-run-*")]
     subprocess.run(program, check=True, capture_output=True, stdin=subprocess.DEVNULL)
     ((run_id, run),) = wandb_server.runs.items()
     assert run_id == tracker.run_id and run["config"]["parameters"]["value"] == 1234
