@@ -13,6 +13,7 @@ from statistics import fmean, median, stdev
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from sympow.compare import format_count, markdown
 from sympow.runs.plots import COLOURS, STYLE, mean_and_standard_error, smooth
@@ -48,6 +49,7 @@ class Panel:
     lines: dict
     title: str = ""
     log_x: bool = False
+    log_y: bool = False
     context: int | None = None
     level: float | None = None
     cut: bool = False
@@ -214,6 +216,11 @@ def draw_panel(axis, panel, colours):
     if panel.log_x:
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:,.7g}")
+    if panel.log_y:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(NullLocator())
     if panel.cut:
         ends = [y[-1] for _, y, *_ in panel.lines.values()]
         axis.margins(y=0.01)

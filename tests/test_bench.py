@@ -187,12 +187,12 @@ def test_the_picture_of_costs_has_the_rows_of_both_programs(tmp_path, monkeypatc
     generation = [dict(name="softmax", batch=b, context=n, p50=float(b * n)) for b in (1, 64) for n in (4, 8)]
     for name, rows in dict(training=training, generation=generation).items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
-    panels, plot_figure = {}, plot.plot
-    monkeypatch.setattr(plot, "plot", lambda lines, png: (panels.update(lines), plot_figure(lines, png)))
+    panels, plot_figure = [], plot.plot
+    monkeypatch.setattr(plot, "plot", lambda drawn, png: (panels.extend(drawn), plot_figure(drawn, png)))
     png = tmp_path / "cost.png"
     assert call(plot.main, tmp_path / "training.json", tmp_path / "generation.json", f"--png={png}") == 0
-    assert list(panels.values()) == [
-        {"softmax": ((4, 8), (4.0, 8.0)), "sympow_gating": ((4,), (2.0,))},
+    assert [panel.lines for panel in panels] == [
+        {"softmax": ((4, 8), (4.0, 8.0)), plot.LABELS["sympow_gating"]: ((4,), (2.0,))},
         {"softmax": ((4, 8), (4.0, 8.0))},
     ]
     assert png.stat().st_size > 1000 and str(png) in capsys.readouterr().out
