@@ -9,10 +9,11 @@ from functools import partial
 
 from sympow.experiments.report import mean_cell, table, tokens_cell
 from sympow.experiments.runs import main, variant
+from sympow.experiments.which_attention import CONTEXT, LONG, schedule
 
 import numpy as np
 
-CONTEXT, LONG, SHARE = 4096, 65536, 0.6  # the long stage begins after this share of the time
+RATE, SHARE = 2.4e-3, 0.6  # the long stage begins after this share of the time
 SECONDS = 2  # how many times as long as the runs at equal time
 NEEDED = 0.01  # nats a token by which a corpus of long context must differ
 MEASURES = {"swapped": "all but the scored tokens", "swapped_far": "all but twice as many"}
@@ -23,8 +24,7 @@ def plan(size):
     texts = dict(length=LONG // size.shrink, documents=4 * size.documents, last=CONTEXT // size.shrink)
     texts["skip"] = size.eval_tokens
     measures = {"swapped": texts, "swapped_far": texts | dict(recent=CONTEXT // size.shrink)}
-    settings = dict(then=f"{LONG // size.shrink}@{SHARE}", max_seconds=SECONDS * size.seconds, learning_rate=2.4e-3)
-    settings |= dict(schedule="wsd", warmup_iters=100 // size.fewer, min_lr=2.4e-4)
+    settings = dict(then=f"{LONG // size.shrink}@{SHARE}", max_seconds=SECONDS * size.seconds) | schedule(size, RATE)
     return [size.run("softmax in stages", CONTEXT, measures=measures, **variant("softmax"), **settings)]
 
 

@@ -57,8 +57,8 @@ class GatedDeltaNet(Variant):
     def forward(self, x, qkv, resets=None, state=None):
         previous = self.empty_state(len(x), x.device) if state is None else state
         inputs = torch.cat((previous.recent.to(qkv.dtype), qkv.flatten(2)), 1)  # [B, T + 3, 3 H D]
-        mixed = sum(inputs[:, i : i + qkv.shape[1]] * self.conv[:, i].to(qkv.dtype) for i in range(self.width))
-        q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)) for t in F.silu(mixed).chunk(3, -1))
+        mixed = F.silu(convolve(inputs, self.conv))
+        q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)) for t in mixed.chunk(3, -1))
         q, k = (F.normalize(t.float(), dim=-1, eps=1e-6).to(v.dtype) for t in (q, k))
         g = -self.log_rate.float().exp() * F.softplus(self.W_decay(x).float() + self.step_bias.float())
         y, S = operator(q.device)(
@@ -70,8 +70,20 @@ class GatedDeltaNet(Variant):
             initial_state=None if state is None else previous.S,
             output_final_state=state is not None,
         )
-        y = F.rms_norm(y.float(), y.shape[-1:], eps=1e-5) * self.norm * F.silu(self.W_out(x).float()).view(y.shape)
+        y = normalise_and_gate(y, self.norm, self.W_out(x))
         return y.to(x.dtype), state and DeltaState(S, inputs[:, qkv.shape[1] :].float())
+
+
+def convolve(x, weight):
+    """Return the sum over i of x_{t+i} weight[:, i], [B, T, C], for x [B, T + width - 1, C] and weight [C, width]."""
+    width = weight.shape[1]
+    T = x.shape[1] + 1 - width
+    return sum(x[:, i : i + T] * weight[:, i].to(x.dtype) for i in range(width))
+
+
+def normalise_and_gate(y, norm, gate):
+    """Return RMSNorm(y) norm silu(gate) in float32, for y [B, T, H, D], norm [D] and gate [B, T, H D]."""
+    return F.rms_norm(y.float(), y.shape[-1:], eps=1e-5) * norm * F.silu(gate.float()).view(y.shape)
 
 
 def operator(device):

@@ -23,11 +23,11 @@ from sympow.attention import ATTENTIONS
 from sympow.attention.gates import linear_fp32
 from sympow.attention.rotary import rotate, rotation_of
 from sympow.attention.state import State
+from sympow.experiments.gated_deltanet import WIDTH, convolve, normalise_and_gate
 from sympow.experiments.report import LOSS_COLUMNS, loss_cell, table
 from sympow.experiments.runs import main
 from sympow.experiments.which_attention import CONTEXT, SEEDS, schedule, texts_loss, texts_measure
 
-WIDTH = 4  # tokens of a convolution
 RATE = 2.4e-3
 GATED = ("", "+conv", "+out", "+conv+out", "+spread")
 RUNS = {
@@ -72,11 +72,12 @@ class Parts:
         if state is not None and state.read:
             raise ValueError(f"attention={self.config.attention} reads a text at once, and does not go on from a state")
         if "conv" in self.parts:
-            qkv = qkv + convolve(qkv.flatten(2), self.conv).view(qkv.shape)
+            inputs = F.pad(qkv.flatten(2), (0, 0, WIDTH - 1, 0))
+            qkv = qkv + convolve(inputs, self.conv).view(qkv.shape)
         weight = super().input_weight()
         y, _ = super().forward(x if weight is None else linear_fp32(x, weight), qkv, resets)
         if "out" in self.parts:
-            y = F.rms_norm(y.float(), y.shape[-1:], eps=1e-5) * self.norm * F.silu(self.W_out(x).float()).view(y.shape)
+            y = normalise_and_gate(y, self.norm, self.W_out(x))
         return y.to(qkv.dtype), state and WholeText(read=True)
 
     def empty_state(self, batch, device, switch_over=None):
@@ -105,13 +106,6 @@ class Parts:
 
     def statistics(self, x, q):
         return {}
-
-
-def convolve(x, weight):
-    """Return the sum over i of x_{t - WIDTH + 1 + i} weight[:, i] [B, T, C], for x [B, T, C] and weight [C, WIDTH]."""
-    T = x.shape[1]
-    x = F.pad(x, (0, 0, WIDTH - 1, 0))
-    return sum(x[:, i : i + T] * weight[:, i].to(x.dtype) for i in range(WIDTH))
 
 
 def attention_with_parts(name):
