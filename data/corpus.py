@@ -26,6 +26,8 @@ UNIT = 32 << 20  # bytes of source per shard: as much is held in memory, and as 
 SMALLEST = 2048  # bytes of text that a dataset needs at least
 SAMPLE = 64 << 20  # bytes of the training split that a tokenizer is trained on, in pieces of PIECE
 PIECE = 1 << 20
+# Assumed of a tokenizer that is trained on one of the splits, because it must not decide how they are cut.
+BYTES_PER_TOKEN = 4
 COUNTED = 8 << 20  # bytes: a split below this is tokenized to see that it fills a row
 MANY = 20  # files that are named one by one (notes/*.txt) are one source, as in a folder, if there are so many
 NOT_TEXT = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".parquet", ".pdf", ".bin", ".zarr")
@@ -175,8 +177,7 @@ def plan_units(sources, tokenizer, document_length, val_fraction, key="text", tr
     in_bytes = tokenizer is not None and tokenizer.kind == "bytes"
     raw = in_bytes and not any(is_jsonl(file) for files in sources for file in files)
     total = sum(file.size for files in sources for file in files)
-    # A tokenizer that is trained on one of the splits must not decide how they are cut: 4 bytes in a token are assumed.
-    rate = 1.0 if raw else 0.25 if trained else tokens_per_byte(sources, tokenizer, key)
+    rate = 1.0 if raw else 1 / BYTES_PER_TOKEN if trained else tokens_per_byte(sources, tokenizer, key)
 
     # The validation split is a whole number of rows, with 5% more bytes where tokens per byte are an estimate.
     rows = max(1, round(val_fraction * total * rate / row_length(total * rate, document_length)))

@@ -34,14 +34,22 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from sympow.data import DataError, batches
 from sympow.data.command import Parser, run
-from sympow.data.corpus import SAMPLE, UNIT, cut_rows, find_files, fingerprint, parse_suffixes, row_length
+from sympow.data.corpus import (
+    BYTES_PER_TOKEN,
+    SAMPLE,
+    UNIT,
+    cut_rows,
+    find_files,
+    fingerprint,
+    parse_suffixes,
+    row_length,
+)
 from sympow.data.near_duplicates import repeated_shares
 from sympow.data.shards import Unit, is_complete, write_dataset
 from sympow.data.split import join_documents, open_file
 from sympow.data.tokenizer import named_tokenizer, train_tokenizer, trained_size
 
 LARGE = 65536  # bytes of a file that is a table or an amalgamation
-BYTES_PER_TOKEN = 4  # assumed: the split must not depend on a tokenizer that is trained on one side of it
 ENOUGH = 2_000_000  # tokens of validation, where the corpus has ten times as many
 REPEATED = 0.5  # share of shingles that earlier files have, above which a file is dropped
 NO_PROJECTS = (".dist-info", ".egg-info", ".data", ".libs")  # what pip puts beside packages
@@ -82,9 +90,9 @@ def main(argv):
     held_out = {}
     for name in val:
         parts = [(file, False) for file, _ in projects[name]]
-        rows = functools.partial(_rows, parts, read, tokenizer, length)
-        held_out[name] = len(rows()) if token_size > 1 else sizes[name] // length
-        units.append(Unit("val", rows))
+        rows = _rows(parts, read, tokenizer, length)
+        held_out[name] = len(rows)
+        units.append(Unit("val", lambda rows=rows: rows))
     facts = {
         "files": sum(len(projects[name]) for name in (*train, *val)),
         "projects": len(train) + len(val),
