@@ -83,14 +83,19 @@ def _child(function, argv, env, cwd, log):
     function()
 
 
+def free_port():
+    """Return the number of a port that nobody uses."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
 def start_ranks(count, function, *argv, cwd=".", cwds=None):
     """Start function() in `count` processes that train together; return them. Rank i prints to the file rank_i in cwd.
 
     cwds: a folder for each rank, if they do not all run in cwd.
     """
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(s.getsockname()[1]), "WORLD_SIZE": str(count)}
+    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
     ranks = [{**env, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(count)]
     folders, logs = cwds or count * [cwd], [os.path.join(cwd, f"rank_{i}") for i in range(count)]
     return [start(function, *argv, env=env, cwd=folder, log=log) for env, folder, log in zip(ranks, folders, logs)]

@@ -15,7 +15,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from helpers import ROOT, SMALL, assert_same_run, call, join, metrics, start, start_ranks
+from helpers import ROOT, SMALL, assert_same_run, call, free_port, join, metrics, start, start_ranks
 
 from sympow import train
 from sympow.bench import scale
@@ -95,9 +95,7 @@ class Nodes:
 
     def __init__(self, folder, *options, **env):
         self.folder, self.options = folder, options
-        with socket.socket() as s:
-            s.bind(("localhost", 0))
-            self.env = {"NPROC": "1", "PORT": str(s.getsockname()[1]), **env}
+        self.env = {"NPROC": "1", "PORT": str(free_port()), **env}
         self.agents = [None, None]
 
     def start(self, node, *options):
@@ -276,9 +274,7 @@ def slurm(tmp_path):
     shutil.copy(SCRIPT, path)  # sbatch copies the script, too
     text = f"import sys\nsys.path[:0] = {[ROOT, TESTS]}\nimport test_cluster\ntest_cluster.misbehave()\n"
     (tmp_path / "train.py").write_text(text)
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     job = str(port - 20000) if 20000 <= port < 30000 else str(random.randrange(10000))
     folders = os.pathsep.join([str(bin), os.path.dirname(sys.executable), os.environ["PATH"]])
     env = {**os.environ, "PATH": folders, "SLURM_JOB_ID": job, "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import torch
 from helpers import (
     ROOT,
     SMALL,
+    free_port,
     join,
     lines,
     make_dataset,
@@ -186,8 +186,14 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):
     [
         (["--n_embd=33"], "n_embd must be a multiple of n_head, got 33 and 2: n_head="),
         (["--attention=sympow", "--p=3"], "p must be a positive even integer, got 3"),
-        (["--block_size=1024", "--tokens_per_step=4096"], "give --block_size=512 or less, or --pack=1"),
-        (["--block_size=2048", "--tokens_per_step=8192"], "give --block_size=512 or less\n"),
+        (
+            ["--block_size=1024", "--tokens_per_step=4096"],
+            "is longer than the documents of text (512 tokens): give --block_size=512 or less, or --pack=1",
+        ),
+        (
+            ["--block_size=2048", "--tokens_per_step=8192"],
+            "is longer than the documents of text (512 tokens): give --block_size=512 or less\n",
+        ),
         (["--tokens_per_step=300"], "1 ranks x batch_size 4 x block_size 32 = 128, got 300: 256 or 384 would do"),
         (["--tokens_per_step=320"], "1 ranks x batch_size 4 x block_size 32 = 128, got 320: batch_size=2 would do"),
         (["--gradient_accumulation_steps=3"], "= 384, but tokens_per_step is 256: give one of them"),
@@ -294,10 +300,7 @@ ranks.leave()
 
 
 def test_a_rank_that_leaves_no_longer_reports_when_python_exits():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    env = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    env = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
     rank = subprocess.run([sys.executable, "-c", LEAVE], env={**os.environ, **env}, capture_output=True, text=True)
     assert rank.returncode == 0, rank.stderr
 
