@@ -162,11 +162,9 @@ def main(name, plan, report, seeds=(1337,), prepare=None):
         try:
             if prepare:
                 prepare(size)
-            train(missing, records, args.minutes)
+            train(missing, records, f"{path}.json", args.minutes)
         except DataError as error:
             refuse(error)
-        finally:
-            write_atomically(f"{path}.json", json.dumps({"runs": records}).encode())
     entries = {}
     missing = []
     for run in plan_seeds(plan, size, args):
@@ -209,15 +207,15 @@ def write_report(path, name, blocks, panels, missing):
     print(f"wrote {path}.md")
 
 
-def train(runs, records, minutes):
-    """Train and measure runs, one on each GPU at a time, and add their records.
+def train(runs, records, path, minutes):
+    """Train and measure runs, one on each GPU at a time; add their records and write all records to `path`.
 
     After so many minutes, or a signal, the others save their checkpoints and stop.
     """
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     deadline = time.monotonic() + 60 * minutes
     pending = iter(runs)
-    workers = [train_on(gpu, pending, records) for gpu in gpus.split(",")]  # without GPUs there is one, ""
+    workers = [train_on(gpu, pending, records, path) for gpu in gpus.split(",")]  # without GPUs there is one, ""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         while workers and time.monotonic() < deadline:
@@ -228,8 +226,8 @@ def train(runs, records, minutes):
             worker.close()
 
 
-def train_on(gpu, runs, records):
-    """Train and measure runs one after another on a GPU, and add their records; yield while a program runs."""
+def train_on(gpu, runs, records, path):
+    """Train and measure runs one after another on a GPU, and add each record; yield while a program runs."""
     variables = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
     for run in runs:
         os.makedirs(os.path.dirname(run.folder), exist_ok=True)
@@ -250,6 +248,7 @@ def train_on(gpu, runs, records):
         else:
             if is_complete(run):
                 records[os.path.basename(run.folder)] = make_record(run)
+                write_atomically(path, json.dumps({"runs": records}).encode())
 
 
 def is_complete(run):
@@ -266,11 +265,10 @@ def make_record(run):
     corpus = dict(name=dataset.name, sha256=fingerprint(dataset), tokens={"train": dataset.tokens("train")})
     machine = dict(device=(*machine["gpus"], "CPU")[0], commit=machine["commit"][:10], **machine["versions"])
     record = dict(name=run.name, settings=run.settings, corpus=corpus, machine=machine)
-    if "max_iters" in run.settings:
-        record |= losses(run.folder)
+    measured = losses(run.folder) if "max_iters" in run.settings else {}
     if run.measures:
-        record["measures"] = read_json(f"{run.folder}.json")
-    return record
+        measured["measures"] = read_json(f"{run.folder}.json")
+    return record | json.loads(json.dumps(measured), parse_float=lambda digits: round(float(digits), 5))
 
 
 def losses(folder):
