@@ -4,6 +4,7 @@ python -m experiments.measure RUN        # RUN: a Run as JSON
 """
 
 import json
+import lzma
 import math
 import sys
 from dataclasses import replace
@@ -101,10 +102,11 @@ def find_texts(dataset, length, documents, skip=0):
     return [texts[i * len(texts) // count] for i in range(count)]
 
 
-def swapped_context(model, dataset, length, documents, last, recent=0, skip=0):
+def swapped_context(model, dataset, length, documents, last, recent=0, skip=0, xz=False):
     """Return the mean loss of the last tokens of each held-out text, behind its own beginning and another project's.
 
-    last: how many tokens are scored. recent: how many tokens before them are the text's own in both cases.
+    last: how many tokens are scored. recent: how many tokens before them are the text's own in both cases. xz: score
+    them by the bits that xz needs for them, without the model.
     """
     texts, losses = find_texts(dataset, length, documents, skip), {"own": [], "foreign": []}
     for i, (project, start) in enumerate(texts):
@@ -116,8 +118,18 @@ def swapped_context(model, dataset, length, documents, last, recent=0, skip=0):
         foreign = inputs.clone()
         foreign[:, :beginning] = read_tokens(dataset, foreign_texts[0][1], length)[0][:, :beginning]
         for name, ids in (("own", inputs), ("foreign", foreign)):
-            losses[name].append(read_text(model, ids, targets, 0)[-last:].mean())
+            if xz:
+                losses[name].append(xz_loss(dataset.tokenizer, ids[0].tolist(), last))
+            else:
+                losses[name].append(read_text(model, ids, targets, 0)[-last:].mean())
     return losses
+
+
+def xz_loss(tokenizer, ids, last):
+    """Return by how much the last tokens lengthen what xz makes of a text, in nats a token."""
+    pieces = [tokenizer.token_bytes(token) for token in ids]
+    whole, beginning = (len(lzma.compress(b"".join(part), preset=9)) for part in (pieces, pieces[:-last]))
+    return 8 * math.log(2) * (whole - beginning) / last
 
 
 def read_tokens(dataset, start, length):

@@ -11,6 +11,7 @@ from functools import partial
 from statistics import fmean
 
 from sympow.experiments.report import (
+    Entry,
     Panel,
     difference_cell,
     loss_cell,
@@ -44,7 +45,7 @@ def plan(size):
     runs, best = [], {}
     for name in VARIANTS:
         losses = rates_tried(records, name)
-        runs += [tuned(size, name, rate) for rate in {**dict.fromkeys(RATES), **losses}]
+        runs += [tuned(size, name, rate) for rate in sorted({*RATES, *losses})]
         if losses.keys() >= {*RATES}:
             best[name] = min(losses, key=losses.get)
             runs += [tuned(size, name, rate) for rate in next_rates(losses, best[name])]
@@ -115,9 +116,28 @@ def texts_measure(size):
 # ---- the report
 
 
-def texts_loss(record):
-    """Return the mean loss of the texts that are read in windows."""
-    return fmean(record["measures"]["positions"]["texts"])
+def losses_by_rate(entry):
+    """Return {rate: validation losses of the seeds} of the records of one variant, the lowest rate first."""
+    losses = {}
+    for record in entry.records:
+        losses.setdefault(record["settings"]["learning_rate"], []).append(val_loss(record))
+    return dict(sorted(losses.items()))
+
+
+def rate_cell(entry, rate):
+    """Return the mean validation loss of the seeds at one rate, or None without a run."""
+    losses = losses_by_rate(entry).get(rate)
+    return f"{fmean(losses):.4f}" if losses else None
+
+
+def texts_loss(record, measure="positions"):
+    """Return the mean loss of the texts that are read in windows ("positions") or at once ("far")."""
+    return fmean(record["measures"][measure]["texts"])
+
+
+def at_once_cell(entry):
+    """Return the loss of texts that are read at once, or None for softmax, which is not read so."""
+    return loss_cell(entry, partial(texts_loss, measure="far")) if "far" in entry.record["measures"] else None
 
 
 def half_lives_cell(entry):
@@ -131,13 +151,19 @@ def report(entries, size):
     """Return the tables of all rates, of the best rates and of equal time, and the losses over rate and position."""
     timed = [entry for entry in entries.values() if entry.name.endswith("equal time")]
     tried = [entry for entry in entries.values() if entry not in timed]
+    variants = {}
+    for entry in tried:
+        name, _ = entry.name.split(", lr ")
+        variants.setdefault(name, Entry(name, [])).records.extend(entry.records)
+    rates = sorted({rate for entry in variants.values() for rate in losses_by_rate(entry)})
+    columns = [(f"{rate:g}", partial(rate_cell, rate=rate)) for rate in rates]
+    blocks = [table("Validation loss by learning rate", columns, variants.values())] if tried else []
     seeds = [entry for entry in tried if len(entry.records) > 1]
     columns = [("tokens", tokens_cell), ("validation loss", loss_cell)]
-    blocks = [table("All rates", columns, tried)] if tried else []
     if seeds:
         texts = ("other texts, in windows", partial(loss_cell, measure=texts_loss))
         lives = ("half-lives of heads, tokens", half_lives_cell)
-        blocks.append(table("The best rates", [*columns, texts, lives], seeds))
+        blocks.append(table("The best rates", [*columns, texts, ("at once", at_once_cell), lives], seeds))
         blocks.append("A difference of two means below two standard deviations is none.")
     if timed:
         difference = partial(difference_cell, base=entries.get("softmax, equal time"), measure="positions")
@@ -146,11 +172,10 @@ def report(entries, size):
         columns += [("other texts, in windows", texts_cell), ("to softmax's", difference)]
         columns += [(f"at once, {title}", cell) for title, cell in spans]
         blocks.append(table("Equal time", columns, timed))
-    rates = {}
-    for entry in tried:
-        name, rate = entry.name.split(", lr ")
-        rates.setdefault(name, {})[float(rate)] = val_loss(entry.record)
-    lines = {name: tuple(zip(*sorted(losses.items()))) for name, losses in rates.items()}
+    lines = {}
+    for name, entry in variants.items():
+        losses = losses_by_rate(entry)
+        lines[name] = tuple(losses), tuple(map(fmean, losses.values()))
     curves = {entry.name: position_curve(entry) for entry in timed}
     return blocks, [
         Panel("learning rate", "validation loss, nats a token", lines),

@@ -24,6 +24,7 @@ from sympow.data.files import read_json, write_json
 from sympow.data.recall import prepare as prepare_recall
 from sympow.data.recall.tasks import CHANCE, make_needles, make_pairs, questions
 from sympow.data.source import prepare as prepare_source
+from sympow.data.tokenizer import Tokenizer
 from sympow.experiments import train as experiment_train
 from sympow.experiments import capacity, evaluation_length, measure, report, runs, which_attention
 from sympow.experiments.measure import positions, read_text, read_tokens, score
@@ -122,6 +123,13 @@ def test_a_foreign_context_is_another_projects_and_the_scored_tokens_stay(source
         assert torch.equal(targets, same) and torch.equal(inputs[:, -192:], foreign[:, -192:])
         beginnings = [name for name, ids in own if torch.equal(ids[:, :320], foreign[:, :320])]
         assert beginnings and project not in beginnings
+
+
+def test_xz_needs_fewer_bits_behind_a_text_that_has_them_already():
+    tokenizer = Tokenizer("bytes")
+    text = list(np.random.default_rng(0).integers(0, 256, 2000))
+    again, new = (measure.xz_loss(tokenizer, ids, 1000) for ids in (text[:1000] * 2, text))
+    assert again < 0.5 and abs(new - np.log(256)) < 0.5  # nats a byte
 
 
 def test_docstrings_are_a_corpus_of_english(tmp_path):
