@@ -57,4 +57,4 @@ def report(entries, size):
 
 
 if __name__ == "__main__":
-    main("control", plan, report)
+    main("control", plan, report, corpus="source_bpe")

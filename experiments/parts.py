@@ -133,4 +133,4 @@ def report(entries, size):
 
 
 if __name__ == "__main__":
-    main("parts", plan, report, seeds=None)
+    main("parts", plan, report, seeds=None, corpus="source_bpe")

@@ -140,21 +140,25 @@ SIZES = {
 }
 
 
-def main(name, plan, report, seeds=(1337,), prepare=None):
+def main(name, plan, report, seeds=(1337,), prepare=None, corpus=None):
     """Run the experiment of this name with the options of the command line; exit with 3 if runs are missing.
 
     plan(size) may ask for other runs once there are more records. seeds: the default of --seeds; None if plan chooses.
-    prepare: a function of the Size that prepares data before anything is trained.
+    prepare: a function of the Size that prepares data before anything is trained. corpus: the dataset of size small, if
+    it is not data/source.
     """
     command = f"python -m experiments.{name}"
     parser = Parser(sys.modules["__main__"].__doc__, prog=command)
     parser.add_argument("--size", choices=SIZES, default="small", help="small: for H100, H200; tiny: minutes on a CPU")
-    parser.add_argument("--dataset", help="a prepared dataset (default: source; of size tiny pystdlib)")
+    parser.add_argument(
+        "--dataset", help="a prepared dataset (default: %s; of size tiny pystdlib)" % (corpus or "source")
+    )
     parser.add_argument("--minutes", type=float, default=1e6, help="stop training after so many; 0: only draw")
     if seeds:
         parser.add_argument("--seeds", type=int, nargs="+", default=seeds, help="train each run with each of these")
     args = parser.parse_args()
-    size = replace(SIZES[args.size], dataset=args.dataset or SIZES[args.size].dataset)
+    size = SIZES[args.size]
+    size = replace(size, dataset=args.dataset or (corpus if args.size == "small" else None) or size.dataset)
     path = os.path.join(size.folder, name)
     records = read_records(f"{path}.json")
     missing = [run for run in plan_seeds(plan, size, args) if not run.find(records)]

@@ -184,4 +184,4 @@ def report(entries, size):
 
 
 if __name__ == "__main__":
-    main(NAME, plan, report, seeds=None)
+    main(NAME, plan, report, seeds=None, corpus="source_bpe")
