@@ -16,6 +16,7 @@ The contenders, in bfloat16, causal, from standard normal q, k and v:
                            power. C, the gates' cumulative sum, is an input without a gradient
     p4, p2_gated, ...      ours, from views of one fused projection [B, T, 3 H, D]; gradients to the gates too
     chunked_p2, ...        ours, gated, in the chunked form; _d16 and _d32 have more, smaller heads, as wide in total
+    window_2048            softmax in a window of 2,048 tokens, from the same views as ours, without FLOP/s
 
 FLOP/s count what each algorithm multiplies: T^2 D a head and product (causal: half of the square, two FLOPs each), 2
 products forward; 5 backward, 7 for ours, because its two passes compute s and dP twice. B/row is the peak memory of one
@@ -39,6 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from sympow.attention.operator.window import attend_in_window  # noqa: E402
 from sympow.attention.power import power_attention  # noqa: E402
 from sympow.bench.timing import (
     error_line,
@@ -66,7 +68,8 @@ POWERS = {  # name -> (p, gated)
     "p8": (8, False),
 }
 CHUNKED = {"chunked_p2": (2, 64), "chunked_p4_d16": (4, 16), "chunked_p4_d32": (4, 32)}  # name -> (p, head dimension)
-NAMES = [*BACKENDS, *POWERS, *CHUNKED]
+WINDOWS = {"window_2048": 2048}  # name -> tokens that a token sees
+NAMES = [*BACKENDS, *POWERS, *CHUNKED, *WINDOWS]
 DEFAULT = ("cudnn", "flash", "flex_p4", "flex_p4_gated", "p4", "p2_gated", "p4_gated", "chunked_p2")
 LONGEST_FLEX = 16384  # tokens, unless --only names FlexAttention, which compiles for long
 COLD_T, NEW_T = 4096, 1001  # an odd length, so that code specialised for the earlier lengths would be compiled again
@@ -91,7 +94,7 @@ COLUMNS = {  # key of a row -> (title, place, format)
 class Contender(NamedTuple):
     """A function to time, its inputs, the gradient of its output, and the number of products in its backward.
 
-    products is None for the chunked form, which does not compute all T^2 pairs.
+    products is None for the chunked form and a window, which do not compute all T^2 pairs.
     """
 
     function: Callable
@@ -157,6 +160,8 @@ def build(name, qkv, log_g, dy):
     """Return the Contender of this name; inputs have heads first for torch's own, and tokens first for ours."""
     if name in BACKENDS:
         return Contender(partial(softmax, backend=BACKENDS[name]), qkv, dy, 5)
+    if name in WINDOWS:
+        return Contender(partial(attend_in_window, window=WINDOWS[name]), qkv, dy, None)
     if name in CHUNKED:
         function = partial(power_attention, p=CHUNKED[name][0], form="chunked")
         return Contender(function, [*qkv, log_g], dy, None)

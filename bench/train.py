@@ -38,7 +38,7 @@ VARIANTS = {
     "heinsen": dict(attention="heinsen"),
     "adaptive_continuous": dict(attention="adaptive_power"),
     "adaptive_mixture_d32": dict(attention="adaptive_power", adaptive="mixture", n_head=24, head_dim=32),
-    "hybrid": dict(attention="sympow_gating,sympow_gating,softmax", p=2),
+    "hybrid": dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", p=2, window=2048),
 }
 COLUMNS = {  # key of a row -> (title, place, format)
     "context": ("context", ">8", "d"),
