@@ -1,4 +1,4 @@
-"""bench/state_size.py prints the size tables of the article, to the last digit."""
+"""bench/state_size.py prints the sizes of the article."""
 
 import pytest
 import torch
@@ -16,14 +16,10 @@ def printed_rows(capsys, *argv):
 @pytest.mark.parametrize(
     "row",
     [
-        "Small 124M 589K 0.0048 589,824",
-        "Medium 335M 1.5M 0.0045 1,572,864",
-        "Large 774M 2.9M 0.0037 2,949,120",
-        "XL 1.6B 4.9M 0.0031 4,915,200",
-        "2 77 MB 39 MB 49% both",
-        "4 314 GB 14 GB 96% symmetric",
-        "6 1.3 PB 2.2 TB 99.8% neither",
-        "8 5.3 EB 199 TB 99.996% neither",
+        "2 77 MB 39 MB",
+        "4 314 GB 14 GB",
+        "6 1.3 PB 2.2 TB",
+        "8 5.3 EB 199 TB",
     ],
 )
 def test_prints_the_row_of_the_article(capsys, row):
@@ -42,8 +38,8 @@ def test_state_size_is_that_of_the_state_attention_returns():
 
 
 def test_fewer_key_value_heads_shrink_the_state_and_more_bytes_grow_it(capsys):
-    assert ["2", "153", "MB", "78", "MB", "49%", "both"] in printed_rows(capsys, "--bytes=4", "--p=2")
-    assert ["2", "26", "MB", "13", "MB", "50%", "both"] in printed_rows(capsys, "--n_kv_head=4", "--p=2")
+    assert ["2", "153", "MB", "78", "MB"] in printed_rows(capsys, "--bytes=4", "--p=2")
+    assert ["2", "26", "MB", "13", "MB"] in printed_rows(capsys, "--n_kv_head=4", "--p=2")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +51,7 @@ def test_format_bytes_never_prints_a_thousand_of_a_unit_that_has_a_larger_one(si
 
 
 @pytest.mark.parametrize(
-    "flag", ["--p=3", "--p=4,x", "--p=", "--n_kv_head=5", "--head_dim=0", "--n_layer=many", "--size=1"]
+    "flag", ["--p=3", "--p=10", "--p=4,x", "--p=", "--n_kv_head=5", "--head_dim=0", "--n_layer=many", "--size=1"]
 )
 def test_refuses_impossible_shapes_in_one_line(capsys, flag):
     with pytest.raises(SystemExit) as stop:
