@@ -2,8 +2,8 @@
 
 Every variant is trained with each of RATES. If the best is the highest or lowest, the next rate is tried too; then the
 best gets two more seeds. Rates are chosen by the validation loss, the tables read other texts. At last softmax and the
-two best others train for the same seconds. The records decide what is trained next: repeat the command until its status
-is 0.
+two best with power attention train for the same seconds. The records decide what is trained next: repeat the command
+until its status is 0.
 """
 
 import os
@@ -32,11 +32,13 @@ SEEDS = (1337, 1338, 1339)
 BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged
 VARIANTS = {
     "softmax": variant("softmax"),
+    "softmax in a window": variant("softmax"),  # what the hybrid has beyond it comes from its states
     "hybrid in a window": dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", p=2),
     "gated p=4": variant("sympow_gating p=4"),
     "gated p=2, wide heads": variant("sympow_gating p=2"),  # half as many, twice as wide
     "conformal p=2": variant("conformal_sympow p=2"),
 }
+SOFTMAX = {"softmax", "softmax in a window"}
 
 
 def plan(size):
@@ -53,7 +55,7 @@ def plan(size):
     for name, rate in best.items() if settled else ():
         runs += [tuned(size, name, rate, seed=seed) for seed in SEEDS[1:]]
     if settled:
-        ranking = sorted(best.keys() - {"softmax"}, key=lambda name: min(rates_tried(records, name).values()))
+        ranking = sorted(best.keys() - SOFTMAX, key=lambda name: min(rates_tried(records, name).values()))
         runs += [at_equal_time(size, name, best[name], records) for name in ("softmax", *ranking[:2])]
     return runs
 
@@ -89,7 +91,7 @@ def at_equal_time(size, name, rate, records):
 def make_run(size, name, title, rate, **options):
     """Return a Run that is read in windows of its context and, unless it is softmax, at once."""
     settings = VARIANTS[name] | schedule(size, rate)
-    if name == "hybrid in a window":
+    if name.endswith("in a window"):
         settings["window"] = CONTEXT // 2 // size.shrink
     if name == "gated p=2, wide heads":
         heads, width = size.model["n_head"], size.model["n_embd"]
