@@ -42,19 +42,20 @@ SOFTMAX = {"softmax", "softmax in a window"}
 
 
 def plan(size):
-    """Return the runs that the records so far ask for, in the order in which they decide most."""
+    """Return the runs that the records so far ask for: all rates, then seeds of the best ones, then equal time."""
     records = list(read_records(os.path.join(size.folder, f"{NAME}.json")).values())
-    runs, best = [], {}
+    runs, best = [], {}  # {name: its best rate}, of variants that need no other rate
     for name in VARIANTS:
         losses = rates_tried(records, name)
-        runs += [tuned(size, name, rate) for rate in sorted({*RATES, *losses})]
-        if losses.keys() >= {*RATES}:
+        rates = {*RATES, *losses}
+        if losses.keys() >= rates:
+            rates |= {*next_rates(losses)}
+        runs += [tuned(size, name, rate) for rate in sorted(rates)]
+        if losses.keys() >= rates:
             best[name] = min(losses, key=losses.get)
-            runs += [tuned(size, name, rate) for rate in next_rates(losses, best[name])]
-    settled = len(best) == len(VARIANTS) and all(run.find(dict(enumerate(records))) for run in runs)
-    for name, rate in best.items() if settled else ():
+    for name, rate in best.items():
         runs += [tuned(size, name, rate, seed=seed) for seed in SEEDS[1:]]
-    if settled:
+    if len(best) == len(VARIANTS):
         ranking = sorted(best.keys() - SOFTMAX, key=lambda name: min(rates_tried(records, name).values()))
         runs += [at_equal_time(size, name, best[name], records) for name in ("softmax", *ranking[:2])]
     return runs
@@ -67,8 +68,9 @@ def rates_tried(records, name):
     return {record["settings"]["learning_rate"]: val_loss(record) for record in tried}
 
 
-def next_rates(losses, best):
+def next_rates(losses):
     """Return the rate beyond the edge on which the best one lies, or none."""
+    best = min(losses, key=losses.get)
     if best == max(losses):
         return [best * EDGE]
     return [best / EDGE] if best == min(losses) else []
