@@ -44,8 +44,10 @@ def main():
     parser.add_argument("--png", type=output_file, default="docs/data/cost.png")
     args = parser.parse_args()
     curves = {
-        "Training a model of 124M parameters": training_curves(read_json(args.training)["rows"]),
-        "Generating with it": generation_curves(read_json(args.generation)["rows"]),
+        "Training models of 124M parameters takes so long for each token.": training_curves(
+            read_json(args.training)["rows"]
+        ),
+        "Generating one token takes so long after each context.": generation_curves(read_json(args.generation)["rows"]),
     }
     axes = "context, tokens", "milliseconds a token"
     plot([Panel(*axes, lines, title, log_x=True, log_y=True) for title, lines in curves.items()], args.png)

@@ -72,7 +72,9 @@ def report(entries, size):
     chance = CHANCE["pairs"]
     title = f"Accuracy by distance in bytes; a guess has {chance:.2%}"
     lines = {name: recall_results(entry)[:2] for name, entry in entries.items()}
-    panel = Panel("distance, bytes", "accuracy", lines, "grey: a guess", log_x=True, level=chance)
+    panel = Panel(
+        "distance, bytes", "accuracy", lines, "The grey line is the accuracy of a guess.", log_x=True, level=chance
+    )
     return [table(title, columns, entries.values())], [panel]
 
 

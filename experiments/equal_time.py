@@ -110,12 +110,14 @@ def report(entries, size):
     panels, leads = [], []
     for shape, group in groups.items():
         curves = {name: time_curve(record) for name, record in group.items()}
-        title = f"at the speed of {shape}"
-        panels.append(Panel("seconds of training", "validation loss, nats", curves, title, cut=True))
+        title = f"Seconds are at the speed of {shape}."
+        panels.append(Panel("seconds of training", "validation loss, nats a token", curves, title, cut=True))
         leads.append((f"costs of {shape}", partial(leads_cell, curves=curves)))
     positions = {name: position_curve(entry) for name, entry in entries.items()}
-    title, context = "dashed: the short context", SHORT // size.shrink
-    panels.insert(1, Panel("position", "loss, nats", positions, title, log_x=True, context=context, cut=True))
+    title, context = "The dashed line is the short context.", SHORT // size.shrink
+    panels.insert(
+        1, Panel("position, tokens", "loss, nats a token", positions, title, log_x=True, context=context, cut=True)
+    )
     notes = [
         "The curves are of long texts for runs in stages, and of short windows for softmax.",
         "The texts are read after the whole run. The difference to softmax's loss is taken text by text.",

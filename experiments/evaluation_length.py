@@ -43,8 +43,10 @@ def report(entries, size):
         columns.append((f"texts of {length:,}", partial(documents_cell, measure=measure)))
         readers = [entry for entry in entries.values() if measure in entry.record["measures"]]
         curves = {entry.name: position_curve(entry, measure) for entry in readers}
-        title = f"to {length:,}; dashed: the training context"
-        panels.append(Panel("position", "loss, nats", curves, title, log_x=True, context=context, cut=True))
+        title = f"Bands are standard errors over texts of {length:,} tokens.\nThe dashed line is the training context."
+        panels.append(
+            Panel("position, tokens", "loss, nats a token", curves, title, log_x=True, context=context, cut=True)
+        )
     title = "Mean loss by position ± standard error over texts, which are the same for every run"
     return [table(title, columns, entries.values())], panels
 

@@ -6,6 +6,7 @@ from sympow.experiments.runs import main
 
 SHAPES = ((2, 64), (4, 16), (4, 32), (2, 128), (4, 64))  # (p, head dimension) at a width of 384
 MEASURED = ", measured"  # ends the name of a new model
+TITLE = "Each point is a gated model of the same width and depth."
 
 
 def plan(size):
@@ -45,7 +46,7 @@ def report(entries, size):
         table("sympow_gating, equal width and depth", loss_columns, trained),
         table("States in bfloat16", [("state, bytes", state_cell), *speed_columns(size)], models.values()),
     ]
-    return blocks, [Panel("state, MB", "validation loss, nats", points, log_x=True)]
+    return blocks, [Panel("state, MB", "validation loss, nats a token", points, TITLE, log_x=True)]
 
 
 if __name__ == "__main__":

@@ -26,8 +26,14 @@ def report(entries, size):
     losses = {name: val_curve(entry) for name, entry in entries.items()}
     ratios = {name: ratio_curve(entry, softmax) for name, entry in entries.items() if softmax}
     panels = [
-        Panel("million tokens", "validation loss, nats", losses, cut=True),
-        Panel("million tokens", "training loss to softmax's", ratios, level=1.0),
+        Panel("million tokens", "validation loss, nats a token", losses, "Points are validation losses.", cut=True),
+        Panel(
+            "million tokens",
+            "training loss over softmax's",
+            ratios,
+            "Below 1 a loss is lower than softmax's.",
+            level=1.0,
+        ),
     ]
     return [table("Constant learning rate", columns, entries.values())], panels
 

@@ -86,7 +86,7 @@ def report(entries, size):
         rows = [entry for entry in entries.values() if entry.name.endswith(f", {task}")]
         blocks.append(table(f"{task}: accuracy by distance in bytes; a guess has {chance:.2%}", columns, rows))
         lines = {entry.name.removesuffix(f", {task}"): recall_results(entry)[:2] for entry in rows}
-        title = f"{task}; dashed: the training context; grey: a guess"
+        title = f"The task is {task}. The dashed line is the training context, the grey line a guess."
         panel = Panel("distance, bytes", "accuracy", lines, title, log_x=True, context=context, level=chance)
         panels.append(panel)
     return blocks, panels

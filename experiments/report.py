@@ -2,7 +2,7 @@
 
 Entry("softmax", records)                       # a row: one record for each seed
 table("Loss", [("val loss", loss_cell)], entries)       # Markdown
-plot([Panel("million tokens", "loss", {"softmax": (x, y)})], "loss.png")
+plot([Panel("million tokens", "loss, nats", {"softmax": (x, y)}, "Points are validation losses.")], "loss.png")
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,9 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from sympow.compare import format_count, markdown
 from sympow.runs.plots import COLOURS, STYLE, mean_and_standard_error, smooth
+
+CURVE = ("positions", "mean", "errors")  # what a record has of the loss by position
+FIRST_POSITION = 64  # of a curve: before it a text's language is unknown, and losses differ several times more
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Entry:
 
 @dataclass
 class Panel:
-    """One panel of a figure.
+    """One panel of a figure. The title is a sentence that says what points, lines and bands are.
 
     lines: {name: (x, y)} or {name: (x, y, standard errors)}. context: x of a dashed line, the training context. level:
     y of a horizontal line. cut: leave out losses above twice the median of the lines' ends, such as the first ones.
@@ -164,9 +167,10 @@ def ratio_curve(entry, base):
 
 
 def position_curve(entry, measure="positions"):
-    """Return (positions, mean losses, standard errors) of the first seed."""
-    curve = entry.record["measures"][measure]
-    return tuple(np.array(curve[name]) for name in ("positions", "mean", "errors"))
+    """Return (positions, mean losses, standard errors) of the first seed, from FIRST_POSITION on."""
+    positions, means, errors = (np.array(entry.record["measures"][measure][name]) for name in CURVE)
+    shown = positions >= min(FIRST_POSITION, positions[-1] / 4)
+    return positions[shown], means[shown], errors[shown]
 
 
 def timed(record, speeds):

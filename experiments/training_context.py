@@ -73,9 +73,10 @@ def report(entries, size):
                     if length == longest:
                         curves[attention] = position_curve(entry)
         blocks.append(table(f"p = {p}", columns, rows))
-        panels.append(Panel("training context", "loss on the same targets, nats", lines, f"p = {p}", log_x=True))
-        title = f"p = {p}, trained at {longest:,}"
-        panels.append(Panel("position", "loss, nats", curves, title, log_x=True, cut=True))
+        title = f"Models of p = {p} are read on the same targets as softmax."
+        panels.append(Panel("training context, tokens", "loss, nats a token", lines, title, log_x=True))
+        title = f"The training context is {longest:,} tokens (p = {p}). Bands are standard errors."
+        panels.append(Panel("position, tokens", "loss, nats a token", curves, title, log_x=True))
     return blocks, panels
 
 

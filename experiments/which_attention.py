@@ -181,9 +181,10 @@ def report(entries, size):
         losses = losses_by_rate(entry)
         lines[name] = tuple(losses), tuple(map(fmean, losses.values()))
     curves = {entry.name: position_curve(entry) for entry in timed}
+    title = "All train for the same seconds. Bands are standard errors.\nThe dashed line is the training context."
     return blocks, [
-        Panel("learning rate", "validation loss, nats a token", lines),
-        Panel("position", "loss, nats a token", curves, "equal time", log_x=True, context=CONTEXT // size.shrink),
+        Panel("learning rate", "validation loss, nats a token", lines, "Points are means over the seeds at a rate."),
+        Panel("position, tokens", "loss, nats a token", curves, title, log_x=True, context=CONTEXT // size.shrink),
     ]
 
 
