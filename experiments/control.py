@@ -1,8 +1,8 @@
 """Does a corpus need long context? A positive control with softmax, which forgets nothing.
 
 Softmax is trained at 4,096 tokens and then at 65,536. It reads held-out texts of 65,536. Their last 4,096 tokens are
-scored twice: after their own beginning, and after another project's. If the loss hardly changes, this corpus cannot
-show what a state is good for. Before it xz is measured in the same way, which takes a minute and no training.
+scored twice: after their own beginning, and after another project's. If the loss hardly changes, this corpus is no
+test of long context. xz is measured first in the same way, which takes a minute and no training.
 """
 
 from functools import partial

@@ -128,8 +128,8 @@ def swapped_context(model, dataset, length, documents, last, recent=0, skip=0, x
 def xz_loss(tokenizer, ids, last):
     """Return by how much the last tokens lengthen what xz makes of a text, in nats a token."""
     pieces = [tokenizer.token_bytes(token) for token in ids]
-    whole, beginning = (len(lzma.compress(b"".join(part), preset=9)) for part in (pieces, pieces[:-last]))
-    return 8 * math.log(2) * (whole - beginning) / last
+    total, beginning = (len(lzma.compress(b"".join(part), preset=9)) for part in (pieces, pieces[:-last]))
+    return 8 * math.log(2) * (total - beginning) / last
 
 
 def read_tokens(dataset, start, length):
