@@ -1,7 +1,7 @@
 """How much does a state hold? Associative recall at 16,384 bytes, in training and in the test, at equal bytes of state.
 
-Each power attention is compared with softmax in a window. Its KV cache takes as many bytes as the state. The task is `pairs` of
-data/recall/tasks.py. The test has texts as long as in training, so that no model must extrapolate.
+Each power attention is compared with softmax in a window. Its KV cache takes as many bytes as the state. The task is
+`pairs` of data/recall/tasks.py. The test has texts as long as in training, so that no model must extrapolate.
 """
 
 from dataclasses import replace
