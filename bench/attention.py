@@ -16,11 +16,15 @@ The contenders, in bfloat16, causal, from standard normal q, k and v:
                            power. C, the gates' cumulative sum, is an input without a gradient
     p4, p2_gated, ...      ours, from views of one fused projection [B, T, 3 H, D]; gradients to the gates too
     chunked_p2, ...        ours, gated, in the chunked form; _d16 and _d32 have more, smaller heads, as wide in total
-    window_2048            softmax in a window of 2,048 tokens, from the same views as ours, without FLOP/s
+    window_2048            softmax in a window of 2,048 tokens, from the same views as ours
+    heinsen_log, _signed   log attention of logarithms and of signed values, from the same views
+    logcumsumexp           the first of them by equations 2 to 6 of "Softmax Attention with Constant Cost per Token"
+                           (Heinsen, 2024), in float32, which keep a state [D, E] of every token
 
 FLOP/s count what each algorithm multiplies: T^2 D a head and product (causal: half of the square, two FLOPs each), 2
 products forward; 5 backward, 7 for ours, because its two passes compute s and dP twice. B/row is the peak memory of one
-forward and backward, beyond inputs, output and gradients, in bytes per token and query head.
+forward and backward, beyond inputs, output and gradients, in bytes per token and query head. Contenders that do not
+compute all pairs have no FLOP/s.
 """
 
 import os
@@ -40,6 +44,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from sympow.attention import heinsen_attention  # noqa: E402
 from sympow.attention.operator.window import attend_in_window  # noqa: E402
 from sympow.attention.power import power_attention  # noqa: E402
 from sympow.bench.timing import (
@@ -69,7 +74,8 @@ POWERS = {  # name -> (p, gated)
 }
 CHUNKED = {"chunked_p2": (2, 64), "chunked_p4_d16": (4, 16), "chunked_p4_d32": (4, 32)}  # name -> (p, head dimension)
 WINDOWS = {"window_2048": 2048}  # name -> tokens that a token sees
-NAMES = [*BACKENDS, *POWERS, *CHUNKED, *WINDOWS]
+LOG = ("heinsen_log", "heinsen_signed", "logcumsumexp")
+NAMES = [*BACKENDS, *POWERS, *CHUNKED, *WINDOWS, *LOG]
 DEFAULT = ("cudnn", "flash", "flex_p4", "flex_p4_gated", "p4", "p2_gated", "p4_gated", "chunked_p2")
 LONGEST_FLEX = 16384  # tokens, unless --only names FlexAttention, which compiles for long
 COLD_T, NEW_T = 4096, 1001  # an odd length, so that code specialised for the earlier lengths would be compiled again
@@ -94,7 +100,7 @@ COLUMNS = {  # key of a row -> (title, place, format)
 class Contender(NamedTuple):
     """A function to time, its inputs, the gradient of its output, and the number of products in its backward.
 
-    products is None for the chunked form and a window, which do not compute all T^2 pairs.
+    products is None for contenders that do not compute all T^2 pairs.
     """
 
     function: Callable
@@ -133,6 +139,14 @@ def softmax(q, k, v, backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def logcumsumexp(q, k, log_v):
+    """Return log y [B, T, H, E] by the paper's equations: every state H_S [B, T, H, D, E] exists at once."""
+    q, k, log_v = (x.float() for x in (q, k, log_v))
+    q, k, log_v = q.unsqueeze(-1), k.unsqueeze(-1), log_v.unsqueeze(-2)
+    H_S, H_Z = torch.logcumsumexp(k + log_v, dim=1), torch.logcumsumexp(k, dim=1)  # equation 6
+    return torch.logsumexp(q + H_S, dim=-2) - torch.logsumexp(q + H_Z, dim=-2)  # equations 5 and 2
+
+
 def power_score(p, C=None):
     """Return the score_mod by which softmax(score) is decay s^p over its sum; C [B, H, T]: sums of log_g, or None."""
 
@@ -160,6 +174,10 @@ def build(name, qkv, log_g, dy):
     """Return the Contender of this name; inputs have heads first for torch's own, and tokens first for ours."""
     if name in BACKENDS:
         return Contender(partial(softmax, backend=BACKENDS[name]), qkv, dy, 5)
+    if name == "logcumsumexp":
+        return Contender(logcumsumexp, qkv, dy.float(), None)
+    if name in LOG:
+        return Contender(partial(heinsen_attention, values=name.removeprefix("heinsen_")), qkv, dy, None)
     if name in WINDOWS:
         return Contender(partial(attend_in_window, window=WINDOWS[name]), qkv, dy, None)
     if name in CHUNKED:

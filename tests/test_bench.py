@@ -10,7 +10,8 @@ from helpers import ROOT, call
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from sympow.bench import heinsen, nanogpt, plot  # noqa: E402
+from sympow.attention import heinsen_naive  # noqa: E402
+from sympow.bench import attention, nanogpt, plot  # noqa: E402
 from sympow.kernels import CHUNKED_SIZES, configs, cost, tune  # noqa: E402
 from sympow.kernels.configs import Config, key  # noqa: E402
 from sympow.runs.program import run_program  # noqa: E402
@@ -23,7 +24,7 @@ REFUSALS = {
     "bench/cost.py 64": "unrecognized arguments",
     "bench/sample.py": "GPU",
     "bench/scale.py": "GPU",
-    "bench/heinsen.py --T=0": "at least 1",
+    "bench/scale.py --tokens=0": "at least 1",
     "doctor.py --fix": "unrecognized arguments",
 }
 
@@ -153,31 +154,14 @@ def test_wrong_or_missing_results_never_win():
     assert tune.difference([good[0] * 2, good[1]], good) == pytest.approx(1)
 
 
-SMALL = ("--heads=1", "--head_dim=4")
-
-
-def test_log_attention_is_timed_beside_the_route_of_its_paper(tmp_path, capsys):
-    assert call(heinsen.main, *SMALL, "--T", "16", "40", "--batch=2", f"--json={tmp_path / 'rows.json'}") == 0
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [(row["T"], row["contender"]) for row in rows] == [
-        (T, name) for T in (16, 40) for name in heinsen.CONTENDERS
-    ]
-    assert all(row["differs"] < 1e-5 for row in rows if row["contender"] == "log")
-    assert all(row["faster"] > 0 for row in rows if row["contender"] != "logcumsumexp")
-    out = capsys.readouterr().out
-    assert out.count("logcumsumexp") == 2 and "ours without kernels: the tensors are on cpu" in out
-
-
-def test_a_contender_that_does_not_fit_is_named_and_the_others_go_on(monkeypatch, capsys):
-    def fails(q, k, v):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12.00 GiB.\nSee")
-
-    monkeypatch.setitem(heinsen.CONTENDERS, "logcumsumexp", fails)
-    assert call(heinsen.main, *SMALL, "--T=16") == 0
-    rows = [line.split(maxsplit=7) for line in capsys.readouterr().out.splitlines()]
-    reason = "OutOfMemoryError: CUDA out of memory. Tried to allocate 12.00 GiB."
-    assert ["16", "logcumsumexp", *5 * "-", reason] in rows
-    assert any(row[:2] == ["16", "signed"] for row in rows)
+def test_log_attention_is_timed_beside_the_equations_of_its_paper():
+    q, k, v = torch.randn(3, 2, 16, 1, 4).unbind()
+    for name in ("logcumsumexp", "heinsen_log"):
+        contender = attention.build(name, [q, k, v], None, torch.ones(2, 16, 1, 4))
+        y = contender.forward()
+        assert (
+            torch.allclose(y, heinsen_naive.quadratic(q, k, v, values="log"), atol=1e-5) and contender.products is None
+        )
 
 
 def test_the_picture_of_costs_has_the_rows_of_both_programs(tmp_path, monkeypatch, capsys):

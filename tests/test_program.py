@@ -14,7 +14,7 @@ import time
 import pytest
 from helpers import ROOT, call, join, start
 
-from bench import cost, heinsen, state_size
+from bench import cost, state_size
 from sympow import compare, doctor, evaluate, export, sample, train
 from sympow.data.files import whole_file
 from sympow.data import progress
@@ -41,7 +41,7 @@ def test_a_program_ends_in_one_line(code, redirected, status, out, error):
     assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (status, out, error)
 
 
-@pytest.mark.parametrize("program", [train, sample, evaluate, compare, export, doctor, cost, state_size, heinsen])
+@pytest.mark.parametrize("program", [train, sample, evaluate, compare, export, doctor, cost, state_size])
 def test_help_is_shown_without_docstrings(program, monkeypatch, capsys):
     """`python -OO`, or PYTHONOPTIMIZE=2, drops them."""
     monkeypatch.setattr(program, "__doc__", None)
