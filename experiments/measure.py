@@ -7,7 +7,6 @@ import json
 import lzma
 import math
 import sys
-from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
 
@@ -184,17 +183,9 @@ def score(texts, answers, task):
     )
 
 
-def speed(model, dataset, contexts, tokens, depths):
-    """Return {context: tokens a second in training}, for random tokens.
-
-    depths: how many layers the measured models have. The step of the whole model is on the line through two depths.
-    """
-    speeds = {}
-    for context in contexts:
-        seconds = [step_seconds(replace(model.config, n_layer=n), context, tokens) for n in depths]
-        line = np.polyfit(depths, seconds, len(depths) - 1)
-        speeds[context] = tokens / np.polyval(line, model.config.n_layer)
-    return speeds
+def speed(model, dataset, contexts, tokens):
+    """Return {context: tokens a second in training}, for random tokens."""
+    return {context: tokens / step_seconds(model.config, context, tokens) for context in contexts}
 
 
 def step_seconds(config, context, tokens):
