@@ -7,8 +7,11 @@ until its status is 0.
 """
 
 import os
+from dataclasses import fields
 from functools import partial
 from statistics import fmean
+
+import torch
 
 from sympow.experiments.report import (
     Entry,
@@ -23,6 +26,7 @@ from sympow.experiments.report import (
     val_loss,
 )
 from sympow.experiments.runs import SIZES, main, read_records, variant
+from sympow.model import GPT, GPTConfig
 
 NAME = "which_attention"
 CONTEXT, LONG = 4096, 65536
@@ -30,6 +34,7 @@ RATES, EDGE = (1.2e-3, 2.4e-3, 4.8e-3), 2.0  # beyond an edge, the next rate is 
 SECONDS = 250.0  # of training steps at equal time, without compilation and evaluation
 SEEDS = (1337, 1338, 1339)
 BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged
+MEMORY = (4096, 65536, 1 << 20)  # tokens after which the memory of generation is given
 VARIANTS = {
     "softmax": variant("softmax"),
     "softmax in a window": variant("softmax"),  # what the hybrid has beyond it comes from its states
@@ -144,6 +149,17 @@ def at_once_cell(entry):
     return loss_cell(entry, partial(texts_loss, measure="far")) if "far" in entry.record["measures"] else None
 
 
+def memory_cell(entry, tokens):
+    """Return the megabytes that generation in bfloat16, with states in float32, keeps of a text with so many tokens."""
+    names = {field.name for field in fields(GPTConfig)}
+    settings = {name: value for name, value in entry.record["settings"].items() if name in names}
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**settings))
+    layers = zip(model.transformer.h, model.empty_state(1).layers)
+    sizes = [block.attn.mix.generation_bytes(state, tokens, 2, torch.float32) for block, state in layers]
+    return f"{sum(map(sum, sizes)) / 1e6:,.1f}"
+
+
 def half_lives_cell(entry):
     """Return the range of the heads' median half-lives, in tokens; None without gates."""
     layers = entry.record["measures"].get("half_lives", {}).values()
@@ -166,8 +182,9 @@ def report(entries, size):
     columns = [("tokens", tokens_cell), ("validation loss", loss_cell)]
     if seeds:
         texts = ("other texts, in windows", partial(loss_cell, measure=texts_loss))
+        memory = [(f"MB after {n // size.shrink:,}", partial(memory_cell, tokens=n // size.shrink)) for n in MEMORY]
         lives = ("half-lives of heads, tokens", half_lives_cell)
-        blocks.append(table("The best rates", [*columns, texts, ("at once", at_once_cell), lives], seeds))
+        blocks.append(table("The best rates", [*columns, texts, ("at once", at_once_cell), *memory, lives], seeds))
         blocks.append("A difference of two means below two standard deviations is none.")
     if timed:
         difference = partial(difference_cell, base=entries.get("softmax, equal time"), measure="positions")
