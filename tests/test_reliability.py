@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import queue
 import random
 import resource
 import shutil
@@ -41,6 +42,7 @@ from sympow.data import DataError
 from sympow.data.files import sha256_of
 from sympow.training import batches
 from sympow.runs import checkpoint
+from sympow.runs import processes
 
 EXTRA = ["--attention=sympow_gating", "--dropout=0.1", "--warmup_iters=2"]
 TINY = (
@@ -705,12 +707,13 @@ def test_torchrun_starts_again_after_a_worker_was_killed(dataset, tmp_path):
 def test_an_evaluation_alone_answers_a_signal_and_every_start_ctrl_c(go, monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", sys.exit)
     assert go(*TINY, "--out_dir=out/a") == 0
+    answers = queue.Queue()  # of the thread that answers signals
     with monkeypatch.context() as patch:
+        patch.setattr(processes, "warn", answers.put)
         at_moments(patch, lambda name, number: os.kill(os.getpid(), signal.SIGTERM) if number == 2 else None)
         assert go(*TINY, "--out_dir=out/a", "--eval_only=True", "--eval_tokens=512") == 1
-    answer, error = capsys.readouterr().err.splitlines()
-    assert answer.startswith("train.py: stopping after this micro-step and saving")
-    assert error == "train.py: the evaluation is not finished: SIGTERM was received"
+        assert answers.get(timeout=60).startswith("stopping after this micro-step and saving")
+    assert capsys.readouterr().err == "train.py: the evaluation is not finished: SIGTERM was received\n"
 
     def ctrl_c(*args):
         raise KeyboardInterrupt
