@@ -7,11 +7,11 @@ test of long context. xz is measured first in the same way, which takes a minute
 
 from functools import partial
 
+import numpy as np
+
 from sympow.experiments.report import mean_cell, table, tokens_cell
 from sympow.experiments.runs import main, variant
 from sympow.experiments.which_attention import CONTEXT, LONG, schedule
-
-import numpy as np
 
 RATE, SHARE = 2.4e-3, 0.6  # the long stage begins after this share of the time
 SECONDS = 2  # how many times as long as the runs at equal time

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from sympow.attention.gates import LearnedGate
+from sympow.attention.operator.memory import generation_bytes
 from sympow.bench.train import take_steps
 from sympow.data.dataset import Dataset
 from sympow.data.files import write_json
@@ -223,9 +224,8 @@ def half_lives(model, dataset, length):
 
 def state_bytes(model, dataset, tokens):
     """Return {state: the bytes that generation in bfloat16 keeps of one text, in states and windows}."""
-    layers = zip(model.transformer.h, model.empty_state(1).layers)
-    sizes = [block.attn.mix.generation_bytes(state, tokens, 2, torch.bfloat16, "always") for block, state in layers]
-    return dict(state=sum(map(sum, sizes)))
+    mixes = [block.attn.mix for block in model.transformer.h]
+    return dict(state=sum(generation_bytes(mixes, model.empty_state(1), tokens, 2, torch.bfloat16, "always")))
 
 
 MEASURES = {

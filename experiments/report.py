@@ -173,21 +173,6 @@ def position_curve(entry, measure="positions"):
     return positions[shown], means[shown], errors[shown]
 
 
-def timed(record, speeds):
-    """Return the record with the seconds of training at its validation losses, at other speeds.
-
-    speeds: {context as a text: tokens a second}.
-    """
-    counts = [tokens for tokens, *_ in record["val"]]
-    tokens, seconds = [0], [0.0]
-    for (context, _), (_, end) in pairwise([*record["stages"], (None, counts[-1])]):
-        seconds.append(seconds[-1] + (end - tokens[-1]) / speeds[str(context)])
-        tokens.append(end)
-    times = np.interp(counts, tokens, seconds).tolist()
-    val = [[*point[:2], time] for point, time in zip(record["val"], times)]
-    return record | dict(val=val, seconds=times[-1], tokens_per_second=speeds)
-
-
 # ---- the figure
 
 

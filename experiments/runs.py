@@ -16,9 +16,11 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from statistics import median
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from sympow.attention import ATTENTIONS
@@ -26,7 +28,7 @@ from sympow.compare import read_losses
 from sympow.data import DataError
 from sympow.data.dataset import Dataset
 from sympow.data.files import read_json, write_atomically
-from sympow.experiments.report import Entry, plot, timed
+from sympow.experiments.report import Entry, plot
 from sympow.runs import checkpoint
 from sympow.runs.folder import environment, fingerprint
 from sympow.runs.program import Parser, refuse
@@ -150,15 +152,14 @@ def main(name, plan, report, seeds=(1337,), prepare=None, corpus=None):
     command = f"python -m experiments.{name}"
     parser = Parser(sys.modules["__main__"].__doc__, prog=command)
     parser.add_argument("--size", choices=SIZES, default="small", help="small: for H100, H200; tiny: minutes on a CPU")
-    parser.add_argument(
-        "--dataset", help="a prepared dataset (default: %s; of size tiny pystdlib)" % (corpus or "source")
-    )
+    default = {size: values.dataset for size, values in SIZES.items()} | ({"small": corpus} if corpus else {})
+    help_text = f"a prepared dataset (default: {default['small']}; of size tiny {default['tiny']})"
+    parser.add_argument("--dataset", help=help_text)
     parser.add_argument("--minutes", type=float, default=1e6, help="stop training after so many; 0: only draw")
     if seeds:
         parser.add_argument("--seeds", type=int, nargs="+", default=seeds, help="train each run with each of these")
     args = parser.parse_args()
-    size = SIZES[args.size]
-    size = replace(size, dataset=args.dataset or (corpus if args.size == "small" else None) or size.dataset)
+    size = replace(SIZES[args.size], dataset=args.dataset or default[args.size])
     path = os.path.join(size.folder, name)
     records = read_records(f"{path}.json")
     missing = [run for run in plan_seeds(plan, size, args) if not run.find(records)]
@@ -289,10 +290,25 @@ def losses(folder):
         stages.setdefault(line["context"], line["tokens"])
         speeds.setdefault(str(line["context"]), []).append(line["tok_per_sec"])
     speeds = {context: median(values[1:] or values) for context, values in speeds.items()}  # the first line compiles
+    times = seconds_after([line["tokens"] for line in val], stages, speeds)
     record = dict(
         train=[[line["tokens"], line["train_loss"]] for line in train],
-        val=[[line["tokens"], line["val_loss"]] for line in val],
+        val=[[line["tokens"], line["val_loss"], time] for line, time in zip(val, times)],
         tokens=train[-1]["tokens"],
         stages=list(stages.items()),
+        seconds=times[-1],
+        tokens_per_second=speeds,
     )
-    return timed(record, speeds) | {name: val[-1][name] for name in ("gate", "beta") if name in val[-1]}
+    return record | {name: val[-1][name] for name in ("gate", "beta") if name in val[-1]}
+
+
+def seconds_after(counts, stages, speeds):
+    """Return the seconds of training after each of these numbers of tokens.
+
+    stages: {context: tokens at which it begins}; speeds: {context as a text: tokens a second}.
+    """
+    tokens, seconds = [0], [0.0]
+    for (context, _), (_, end) in pairwise([*stages.items(), (None, counts[-1])]):
+        seconds.append(seconds[-1] + (end - tokens[-1]) / speeds[str(context)])
+        tokens.append(end)
+    return np.interp(counts, tokens, seconds).tolist()

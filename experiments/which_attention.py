@@ -7,12 +7,12 @@ until its status is 0.
 """
 
 import os
-from dataclasses import fields
 from functools import partial
 from statistics import fmean
 
 import torch
 
+from sympow.attention.operator.memory import generation_bytes
 from sympow.experiments.report import (
     Entry,
     Panel,
@@ -27,9 +27,10 @@ from sympow.experiments.report import (
 )
 from sympow.experiments.runs import SIZES, main, read_records, variant
 from sympow.model import GPT, GPTConfig
+from sympow.runs.settings import fields_of
 
 NAME = "which_attention"
-CONTEXT, LONG = 4096, 65536
+CONTEXT, WINDOW, LONG = 4096, 2048, 65536
 RATES, EDGE = (1.2e-3, 2.4e-3, 4.8e-3), 2.0  # beyond an edge, the next rate is so many times as high or low
 SECONDS = 250.0  # of training steps at equal time, without compilation and evaluation
 SEEDS = (1337, 1338, 1339)
@@ -37,8 +38,8 @@ BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged
 MEMORY = (4096, 65536, 1 << 20)  # tokens after which the memory of generation is given
 VARIANTS = {
     "softmax": variant("softmax"),
-    "softmax in a window": variant("softmax"),  # what the hybrid has beyond it comes from its states
-    "hybrid in a window": dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", p=2),
+    "softmax in a window": dict(attention="softmax", window=WINDOW),  # what the hybrid gains comes from its states
+    "hybrid in a window": dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", p=2, window=WINDOW),
     "gated p=4": variant("sympow_gating p=4"),
     "gated p=2, wide heads": variant("sympow_gating p=2"),  # half as many, twice as wide
     "conformal p=2": variant("conformal_sympow p=2"),
@@ -50,8 +51,8 @@ def plan(size):
     """Return the runs that the records so far ask for: all rates, then seeds of the best ones, then equal time."""
     records = list(read_records(os.path.join(size.folder, f"{NAME}.json")).values())
     runs, best = [], {}  # {name: its best rate}, of variants that need no other rate
-    for name in VARIANTS:
-        losses = rates_tried(records, name)
+    tried = {name: rates_tried(records, name) for name in VARIANTS}
+    for name, losses in tried.items():
         rates = {*RATES, *losses}
         if losses.keys() >= rates:
             rates |= {*next_rates(losses)}
@@ -61,7 +62,7 @@ def plan(size):
     for name, rate in best.items():
         runs += [tuned(size, name, rate, seed=seed) for seed in SEEDS[1:]]
     if len(best) == len(VARIANTS):
-        ranking = sorted(best.keys() - SOFTMAX, key=lambda name: min(rates_tried(records, name).values()))
+        ranking = sorted(best.keys() - SOFTMAX, key=lambda name: min(tried[name].values()))
         runs += [at_equal_time(size, name, best[name], records) for name in ("softmax", *ranking[:2])]
     return runs
 
@@ -98,8 +99,8 @@ def at_equal_time(size, name, rate, records):
 def make_run(size, name, title, rate, **options):
     """Return a Run that is read in windows of its context and, unless it is softmax, at once."""
     settings = VARIANTS[name] | schedule(size, rate)
-    if name.endswith("in a window"):
-        settings["window"] = CONTEXT // 2 // size.shrink
+    if "window" in settings:
+        settings["window"] //= size.shrink
     if name == "gated p=2, wide heads":
         heads, width = size.model["n_head"], size.model["n_embd"]
         settings |= dict(n_head=heads // 2, head_dim=2 * width // heads)
@@ -149,15 +150,13 @@ def at_once_cell(entry):
     return loss_cell(entry, partial(texts_loss, measure="far")) if "far" in entry.record["measures"] else None
 
 
-def memory_cell(entry, tokens):
-    """Return the megabytes that generation in bfloat16, with states in float32, keeps of a text with so many tokens."""
-    names = {field.name for field in fields(GPTConfig)}
-    settings = {name: value for name, value in entry.record["settings"].items() if name in names}
+def memory_cell(entry, lengths):
+    """Return the megabytes that generation in bfloat16, with states in float32, keeps of texts of these lengths."""
     with torch.device("meta"):
-        model = GPT(GPTConfig(**settings))
-    layers = zip(model.transformer.h, model.empty_state(1).layers)
-    sizes = [block.attn.mix.generation_bytes(state, tokens, 2, torch.float32) for block, state in layers]
-    return f"{sum(map(sum, sizes)) / 1e6:,.1f}"
+        model = GPT(GPTConfig(**fields_of(GPTConfig, entry.record["settings"])))
+    mixes, state = [block.attn.mix for block in model.transformer.h], model.empty_state(1)
+    sizes = [sum(generation_bytes(mixes, state, tokens, 2, torch.float32)) for tokens in lengths]
+    return " / ".join(f"{size / 1e6:,.1f}" for size in sizes)
 
 
 def half_lives_cell(entry):
@@ -182,9 +181,10 @@ def report(entries, size):
     columns = [("tokens", tokens_cell), ("validation loss", loss_cell)]
     if seeds:
         texts = ("other texts, in windows", partial(loss_cell, measure=texts_loss))
-        memory = [(f"MB after {n // size.shrink:,}", partial(memory_cell, tokens=n // size.shrink)) for n in MEMORY]
+        lengths = [n // size.shrink for n in MEMORY]
+        memory = ("MB after " + " / ".join(f"{n:,}" for n in lengths), partial(memory_cell, lengths=lengths))
         lives = ("half-lives of heads, tokens", half_lives_cell)
-        blocks.append(table("The best rates", [*columns, texts, ("at once", at_once_cell), *memory, lives], seeds))
+        blocks.append(table("The best rates", [*columns, texts, ("at once", at_once_cell), memory, lives], seeds))
         blocks.append("A difference of two means below two standard deviations is none.")
     if timed:
         difference = partial(difference_cell, base=entries.get("softmax, equal time"), measure="positions")

@@ -2,6 +2,7 @@
 
 import math
 import os
+from functools import partial
 
 import torch
 
@@ -72,28 +73,33 @@ def cached_bytes(config, p, layer, max_new_tokens, itemsize, state_dtype):
     return cache, config.n_kv_head * features(D, p) * (D * state_dtype.itemsize + 4)
 
 
+def generation_bytes(mixes, state, max_new_tokens, itemsize, state_dtype, switch_over=None):
+    """Return [bytes of the KV caches, bytes of the states] of one sequence in all layers, whose Variants are `mixes`.
+
+    state is the ModelState; the other arguments are those of Variant.generation_bytes.
+    """
+    sizes = max_new_tokens, itemsize, state_dtype, switch_over
+    layers = [mix.generation_bytes(layer, *sizes) for mix, layer in zip(mixes, state.layers)]
+    return [sum(x) for x in zip(*layers)]
+
+
 def check_generation_fits(mixes, state, max_new_tokens, num_samples, itemsize, state_dtype, device):
     """Raise MemoryError if the states of `num_samples` sequences would not fit once they are `max_new_tokens` longer.
 
     mixes are the Variants of the model's layers, state is its ModelState, itemsize the bytes of a number in a KV cache,
     state_dtype the dtype of S. The message names settings that would fit.
     """
-
-    def bytes_of_one(state_dtype=state_dtype, switch_over=None):
-        sizes = max_new_tokens, itemsize, state_dtype, switch_over
-        layers = [mix.generation_bytes(layer, *sizes) for mix, layer in zip(mixes, state.layers)]
-        return [sum(x) for x in zip(*layers)]
-
-    (cache, states), have = bytes_of_one(), free_memory(device)
+    bytes_of_one = partial(generation_bytes, mixes, state, max_new_tokens, itemsize)
+    (cache, states), have = bytes_of_one(state_dtype), free_memory(device)
     need = num_samples * (cache + states)
     if need <= have:
         return
     fits = have // (cache + states)
     ways = [f"num_samples={fits}"] * (fits > 0)
-    if device.type == "cuda" and states and num_samples * sum(bytes_of_one(state_dtype=torch.bfloat16)) <= have:
+    if device.type == "cuda" and states and num_samples * sum(bytes_of_one(torch.bfloat16)) <= have:
         ways.append("state_dtype=bfloat16")
     longest = state.n_tokens + max_new_tokens + 1
-    if num_samples * sum(bytes_of_one(switch_over=longest)) <= have:
+    if num_samples * sum(bytes_of_one(state_dtype, longest)) <= have:
         ways.append(f"switch_over={longest}")
     if not ways:
         ways.append("a model of a smaller head dimension or p" if states >= cache else "fewer tokens")
