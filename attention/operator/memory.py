@@ -74,9 +74,9 @@ def cached_bytes(config, p, layer, max_new_tokens, itemsize, state_dtype):
 
 
 def generation_bytes(mixes, state, max_new_tokens, itemsize, state_dtype, switch_over=None):
-    """Return [bytes of the KV caches, bytes of the states] of one sequence in all layers, whose Variants are `mixes`.
+    """Return [bytes of the KV caches, bytes of the states] of one sequence in all layers.
 
-    state is the ModelState; the other arguments are those of Variant.generation_bytes.
+    mixes are the Variants of the layers, state is the ModelState. Variant.generation_bytes has the other arguments.
     """
     sizes = max_new_tokens, itemsize, state_dtype, switch_over
     layers = [mix.generation_bytes(layer, *sizes) for mix, layer in zip(mixes, state.layers)]
