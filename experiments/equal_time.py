@@ -20,6 +20,7 @@ from sympow.experiments.runs import main, variant
 
 SHORT, LONG, SHARE = 4096, 65536, 0.7  # the long stage begins after this share of the time
 BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged
+TITLE = "Compilation and evaluation are not counted, so runs end at different times."
 VARIANTS = {
     "softmax": variant("softmax"),
     "softmax in stages": variant("softmax"),
@@ -74,7 +75,7 @@ def report(entries, size):
     positions = {name: position_curve(entry) for name, entry in entries.items()}
     title, context = "The dashed line is the short context.", SHORT // size.shrink
     panels = [
-        Panel("seconds of training", "validation loss, nats a token", curves, "Runs end at equal times.", cut=True),
+        Panel("seconds of training", "validation loss, nats a token", curves, TITLE, cut=True),
         Panel("position, tokens", "loss, nats a token", positions, title, log_x=True, context=context, cut=True),
     ]
     notes = [
