@@ -2,8 +2,8 @@
 
 Every variant is trained with each of RATES. If the best is the highest or lowest, the next rate is tried too; then the
 best gets two more seeds. Rates are chosen by the validation loss, the tables read other texts. At last softmax and the
-two best with power attention train for the same seconds. The records decide what is trained next: repeat the command
-until its status is 0.
+two best others train for the same seconds. The records decide what is trained next: repeat the command until its status
+is 0.
 """
 
 import os
@@ -33,6 +33,7 @@ NAME = "which_attention"
 CONTEXT, WINDOW, LONG = 4096, 2048, 65536
 RATES, EDGE = (1.2e-3, 2.4e-3, 4.8e-3), 2.0  # beyond an edge, the next rate is so many times as high or low
 SECONDS = 250.0  # of training steps at equal time, without compilation and evaluation
+SPEED_STEPS = 120  # of the runs that measure how many steps those are
 SEEDS = (1337, 1338, 1339)
 BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged
 MEMORY = (4096, 65536, 1 << 20)  # tokens after which the memory of generation is given
@@ -44,11 +45,10 @@ VARIANTS = {
     "gated p=2, wide heads": variant("sympow_gating p=2"),  # half as many, twice as wide
     "conformal p=2": variant("conformal_sympow p=2"),
 }
-SOFTMAX = {"softmax", "softmax in a window"}
 
 
 def plan(size):
-    """Return the runs that the records so far ask for: all rates, then seeds of the best ones, then equal time."""
+    """Return the runs that the records so far ask for: all rates, then equal time and seeds of the best ones."""
     records = list(read_records(os.path.join(size.folder, f"{NAME}.json")).values())
     runs, best = [], {}  # {name: its best rate}, of variants that need no other rate
     tried = {name: rates_tried(records, name) for name in VARIANTS}
@@ -59,11 +59,10 @@ def plan(size):
         runs += [tuned(size, name, rate) for rate in sorted(rates)]
         if losses.keys() >= rates:
             best[name] = min(losses, key=losses.get)
-    for name, rate in best.items():
-        runs += [tuned(size, name, rate, seed=seed) for seed in SEEDS[1:]]
     if len(best) == len(VARIANTS):
-        ranking = sorted(best.keys() - SOFTMAX, key=lambda name: min(tried[name].values()))
+        ranking = sorted(best.keys() - {"softmax"}, key=lambda name: min(tried[name].values()))
         runs += [at_equal_time(size, name, best[name], records) for name in ("softmax", *ranking[:2])]
+        runs += [tuned(size, name, rate, seed=seed) for name, rate in best.items() for seed in SEEDS[1:]]
     return runs
 
 
@@ -88,9 +87,12 @@ def tuned(size, name, rate, seed=SEEDS[0]):
 
 
 def at_equal_time(size, name, rate, records):
-    """Return the Run of a variant for as many steps as its run at this rate would take in SECONDS of training."""
-    first = tuned(size, name, rate).find(dict(enumerate(records)))
-    (speed,) = first["tokens_per_second"].values()
+    """Return the Run of a variant for as many steps as take SECONDS of training, or of a few steps for its speed."""
+    short = make_run(size, name, f"{name}, speed", rate, seed=SEEDS[0], steps=SPEED_STEPS * size.fewer)
+    record = short.find(dict(enumerate(records)))
+    if not record:
+        return short
+    (speed,) = record["tokens_per_second"].values()
     seconds = SECONDS * size.seconds / SIZES["small"].seconds
     steps = max(12, round(seconds * speed / size.tokens_per_step))
     return make_run(size, name, f"{name}, equal time", rate, seed=SEEDS[0], steps=steps * size.fewer)
