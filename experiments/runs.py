@@ -167,6 +167,8 @@ def main(name, plan, report, seeds=(1337,), prepare=None, corpus=None):
         try:
             if prepare:
                 prepare(size)
+            for dataset in {run.dataset for run in missing}:
+                Dataset(dataset)  # refuses one that is not prepared
             train(missing, records, f"{path}.json", args.minutes)
         except DataError as error:
             refuse(error)

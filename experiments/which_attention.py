@@ -199,12 +199,26 @@ def report(entries, size):
     for name, entry in variants.items():
         losses = losses_by_rate(entry)
         lines[name] = tuple(losses), tuple(map(fmean, losses.values()))
-    curves = {entry.name: position_curve(entry) for entry in timed}
-    title = "All train for the same seconds. Bands are standard errors.\nThe dashed line is the training context."
+    title = "All train for the same seconds. Softmax reads in windows, the others at once.\n"
+    title += "The dashed line is the training context."
+    curves, context = differences_by_position(timed, BOUNDS[0] // size.shrink), CONTEXT // size.shrink
     return blocks, [
         Panel("learning rate", "validation loss, nats a token", lines, "Points are means over the seeds at a rate."),
-        Panel("position, tokens", "loss, nats a token", curves, title, log_x=True, context=CONTEXT // size.shrink),
+        Panel("position, tokens", "loss minus softmax's, nats a token", curves, title, log_x=True, context=context),
     ]
+
+
+def differences_by_position(timed, start):
+    """Return {variant: (positions from `start` on, mean losses minus softmax's)} of the Entries of equal time."""
+    curves = {}
+    for entry in timed:
+        name = entry.name.removesuffix(", equal time")
+        positions, losses, _ = position_curve(entry, "positions" if name == "softmax" else "far")
+        curves[name] = positions[positions >= start], losses[positions >= start]
+    if "softmax" not in curves:
+        return {}
+    _, base = curves["softmax"]
+    return {name: (positions, losses - base) for name, (positions, losses) in curves.items()}
 
 
 if __name__ == "__main__":

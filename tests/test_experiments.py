@@ -353,7 +353,7 @@ def test_after_the_minutes_a_run_is_told_to_stop_and_no_other_begins(experiment,
     assert main("--minutes=0.02") == 3 and [process.returncode for process in processes] == [-signal.SIGTERM]
 
 
-@pytest.mark.parametrize("options", [["--size=huge"], ["--gpus=1"]])
+@pytest.mark.parametrize("options", [["--size=huge"], ["--gpus=1"], ["--dataset=missing"]])
 def test_mistakes_are_one_line(experiment, options, capsys):
     main, started, _ = experiment
     assert main(*options) == 2 and not started and len(capsys.readouterr().err.splitlines()) == 1
@@ -397,7 +397,7 @@ def test_the_best_rate_of_each_attention_is_looked_for_until_it_lies_between_oth
     while asked := [run for run in which_attention.plan(size) if not run.find(records)]:
         stages.append([run.name for run in asked])
         for run in asked:
-            place = min(5, 1 + names.index(re.split(", (?:lr|equal)", run.name)[0]))
+            place = min(5, 1 + names.index(re.split(", (?:lr|speed|equal)", run.name)[0]))
             loss = place + abs(math.log(run.settings["learning_rate"] / (1.2e-3 * place)))
             records[run.folder] = dict(
                 name=run.name,
@@ -408,12 +408,11 @@ def test_the_best_rate_of_each_attention_is_looked_for_until_it_lies_between_oth
             )
         write_json(str(tmp_path / "which_attention.json"), {"runs": records})
     assert stages[0] == [f"{name}, lr {rate:g}" for name in names for rate in which_attention.RATES]
-    seeds = [f"{names[1]}, lr 0.0024"] * 2  # the one with its best rate between others
-    assert stages[1] == ["softmax, lr 0.0006", *(f"{name}, lr 0.0096" for name in names[2:]), *seeds]
-    best = [f"{name}, lr {rate}" for name, rate in zip(names, (0.0012, 0.0024, *4 * [0.0048])) if name != names[1]]
-    timed = [f"{name}, equal time" for name in names[:3]]
-    assert stages[2] == [name for name in best for _ in range(2)] + timed
-    assert len(stages) == 3
+    assert stages[1] == ["softmax, lr 0.0006", *(f"{name}, lr 0.0096" for name in names[2:])]
+    best = [f"{name}, lr {rate}" for name, rate in zip(names, (0.0012, 0.0024, *4 * [0.0048]))]
+    assert stages[2] == [*(f"{name}, speed" for name in names[:3]), *(name for name in best for _ in range(2))]
+    assert stages[3] == [f"{name}, equal time" for name in names[:3]]
+    assert len(stages) == 4
     timed = [run.settings["max_iters"] for run in which_attention.plan(size) if run.name.endswith("equal time")]
     assert timed == [12, 25, 38]  # 12.5 s at 1, 2 and 3 steps a second
 
