@@ -1,8 +1,8 @@
 """Draw what a token costs over the context: training and generation, with softmax and with power attention.
 
-    python bench/train.py --context 1024 4096 16384 65536 --json docs/data/training_cost.json
-    python bench/sample.py --only softmax sympow_gating --batch 1 --context 1024 16384 131072 1048576 \\
-        --json docs/data/generation_cost.json
+    python bench/train.py --only softmax softmax_window sympow_gating --json docs/data/training_cost.json
+    python bench/sample.py --only softmax softmax_window sympow_gating --batch 1 \\
+        --context 1024 16384 131072 1048576 --json docs/data/generation_cost.json
     python bench/plot.py docs/data/training_cost.json docs/data/generation_cost.json --png docs/data/cost.png
 """
 
@@ -15,7 +15,11 @@ from sympow.data.files import read_json  # noqa: E402
 from sympow.experiments.report import Panel, plot  # noqa: E402
 from sympow.runs.program import Parser, output_file, run_program  # noqa: E402
 
-LABELS = {"softmax": "softmax", "sympow_gating": "power attention, p=2, gated"}
+LABELS = {
+    "softmax": "softmax",
+    "softmax_window": "softmax in a window of 2,048",
+    "sympow_gating": "power attention, p=2, gated",
+}
 
 
 def training_curves(rows):

@@ -30,6 +30,7 @@ from sympow.train import TrainConfig  # noqa: E402
 WARM_UP, ROUNDS = 4, 5
 VARIANTS = {
     "softmax": dict(attention="softmax"),
+    "softmax_window": dict(attention="softmax", window=2048),
     "sympow_p2": dict(attention="sympow", p=2),
     "sympow_gating": dict(attention="sympow_gating", p=2),
     "sympow_gating_p4": dict(attention="sympow_gating", p=4),

@@ -9,8 +9,8 @@ Such a model trains and scores whole texts, but cannot generate.
     slow    conformal: only the slower half of the pairs turns at the learned speed
     heads   conformal: the learned speed has a bias for each head
 
-Conformal sympow at a constant speed of 1 is sympow_gating. Softmax without parts is in which_attention's tables: the
-same model, corpus and tokens.
+Conformal sympow at a constant speed of 1 is sympow_gating. Softmax and conformal sympow without parts are in
+which_attention's tables: the same models, corpus and tokens.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ RUNS = {  # name -> number of seeds, the most important first
     "softmax+conv+out": 2,
     "gated_deltanet": 2,
     "gated_deltanet+plain": 2,
-    **{f"conformal_sympow{parts}": 3 for parts in ("", "+slow", "+heads")},
+    **{f"conformal_sympow{parts}": 3 for parts in ("+slow", "+heads")},
 }
 
 
