@@ -77,7 +77,7 @@ class Softmax(KVCacheVariant):
         if state is None and self.context is not None:
             log_g = reset_gates(resets, None, k)
             return self.context.run(circulate, SoftmaxPairs(), self.context, q, k, v, log_g), None
-        if state is None and self.window:
+        if state is None and 0 < self.window < q.shape[1]:
             return attend_in_window(q, k, v, self.window, resets), None
         if state is None:
             y = softmax_attention(q, k, v) if resets is None else packed_softmax_attention(q, k, v, resets)
