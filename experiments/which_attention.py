@@ -162,9 +162,9 @@ def memory_cell(entry, lengths):
 
 
 def half_lives_cell(entry):
-    """Return the range of the heads' median half-lives, in tokens; None without gates."""
-    layers = entry.record["measures"].get("half_lives", {}).values()
-    medians = [median for heads in layers for _, median, _ in heads]
+    """Return the range of the heads' median half-lives over all seeds, in tokens; None without gates."""
+    models = [record["measures"].get("half_lives", {}) for record in entry.records]
+    medians = [median for layers in models for heads in layers.values() for _, median, _ in heads]
     return f"{min(medians):,.0f} to {max(medians):,.0f}" if medians else None
 
 
