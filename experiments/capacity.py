@@ -43,19 +43,28 @@ def window_of(p, D):
     return round(comb(D + p - 1, p) * (D + 1) / (2 * D))
 
 
+def shapes(size):
+    """Return [(p, head dimension)] at the width of this Size."""
+    return [(p, max(4, D * size.model["n_embd"] // 384 // 2 * 2)) for p, D in SHAPES]
+
+
+def names_of(p, D):
+    """Return the names of gated power attention, softmax in a window of as many bytes, and the hybrid of both."""
+    return f"gated p={p}, D={D}", f"softmax, window {window_of(p, D):,}", f"hybrid 1:1, p={p}, D={D}"
+
+
 def plan(size):
-    """Return the runs: softmax, and for each shape gated power attention, softmax in a window, and a hybrid of both."""
-    new, width = resized(size), size.model["n_embd"]
+    """Return the runs: softmax, and for each shape the variants of `names_of`, with a hybrid of p = 2 alone."""
+    new = resized(size)
     variants = {"softmax": dict(attention="softmax")}
-    for p, head_dim in SHAPES:
-        D = max(4, head_dim * width // 384 // 2 * 2)
-        heads = dict(n_head=width // D, head_dim=D)
+    for p, D in shapes(size):
+        heads = dict(n_head=size.model["n_embd"] // D, head_dim=D)
         window = dict(window=window_of(p, D))
-        variants[f"gated p={p}, D={D}"] = dict(attention="sympow_gating", p=p, **heads)
-        variants[f"softmax, window {window['window']:,}"] = dict(attention="softmax", **window)
+        power_name, window_name, hybrid_name = names_of(p, D)
+        variants[power_name] = dict(attention="sympow_gating", p=p, **heads)
+        variants[window_name] = dict(attention="softmax", **window)
         if p == 2:
-            name = "sympow_gating,softmax"
-            variants[f"hybrid 1:1 of p=2, D={D} and its window"] = dict(attention=name, p=p, **heads, **window)
+            variants[hybrid_name] = dict(attention="sympow_gating,softmax", p=p, **heads, **window)
     measures = {"recall": dict(documents=64), "state": dict(tokens=new.tokens_per_step)}
     return [
         new.run(name, CONTEXT, STEPS, measures, **settings, **schedule(new, RATE))
@@ -64,18 +73,20 @@ def plan(size):
 
 
 def report(entries, size):
-    """Return the table of accuracies by distance, and the curves."""
+    """Return the table of accuracies by distance, and the curves of each shape."""
     bounds = [n // size.shrink for n in DISTANCES]
     columns = [*LOSS_COLUMNS, ("state, bytes", state_cell)]
     for first, last in pairwise(bounds):
         columns.append((f"{first:,} to {last:,}", partial(accuracy_cell, first=first, last=last)))
     chance = CHANCE["pairs"]
-    title = f"Accuracy by distance in bytes; a guess has {chance:.2%}"
-    lines = {name: recall_results(entry)[:2] for name, entry in entries.items()}
-    panel = Panel(
-        "distance, bytes", "accuracy", lines, "The grey line is the accuracy of a guess.", log_x=True, level=chance
-    )
-    return [table(title, columns, entries.values())], [panel]
+    panels = []
+    for p, D in shapes(size):
+        labels = dict(zip(names_of(p, D), ("gated power attention", "softmax in a window", "hybrid of both")))
+        labels["softmax"] = "softmax"
+        lines = {labels[name]: recall_results(entry)[:2] for name, entry in entries.items() if name in labels}
+        title = f"p={p} and heads of {D}, and a window of {window_of(p, D):,}. The grey line is a guess."
+        panels.append(Panel("distance, bytes", "accuracy", lines, title, log_x=True, level=chance))
+    return [table(f"Accuracy by distance in bytes; a guess has {chance:.2%}", columns, entries.values())], panels
 
 
 if __name__ == "__main__":

@@ -184,7 +184,10 @@ def plot(panels, png):
     handles = {}
     with matplotlib.rc_context(STYLE):
         figure = Figure((6.5 * columns, 4 * rows + 0.12 * len(names)), layout="constrained")
-        for axis, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, panels):
+        axes = figure.subplots(rows, columns, squeeze=False).flatten()
+        for axis in axes[len(panels) :]:
+            axis.remove()
+        for axis, panel in zip(axes, panels):
             draw_panel(axis, panel, colours)
             handles |= dict(zip(panel.lines, axis.lines))
         figure.legend(handles=handles.values(), loc="outside lower center", ncols=2 * columns)

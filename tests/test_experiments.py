@@ -438,7 +438,7 @@ def test_power_attention_and_the_window_beside_it_keep_as_many_bytes():
         window = kept[f"softmax, window {capacity.window_of(p, D):,}"]
         assert kept[f"gated p={p}, D={D}"] <= window < 1.1 * kept[f"gated p={p}, D={D}"]
         if p == 2:
-            assert kept[f"gated p=2, D={D}"] < kept[f"hybrid 1:1 of p=2, D={D} and its window"] < window
+            assert kept[f"gated p=2, D={D}"] < kept[f"hybrid 1:1, p=2, D={D}"] < window
 
 
 @pytest.mark.parametrize(
