@@ -104,5 +104,6 @@ class Softmax(KVCacheVariant):
 
     def generation_bytes(self, state, max_new_tokens, itemsize, state_dtype, switch_over=None):
         if self.window:  # the decoder's cache has these from the beginning
-            state, max_new_tokens = LayerState.empty(1, "cpu", "never"), self.window + WINDOW_SPARE
+            max_new_tokens = min(self.window, state.cached_tokens + max_new_tokens) + WINDOW_SPARE
+            state = LayerState.empty(1, "cpu", "never")
         return cached_bytes(self.config, self.p, state, max_new_tokens, itemsize, state_dtype)

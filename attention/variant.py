@@ -57,8 +57,8 @@ def check_layer(config):
         raise ValueError(f"head_dim must be even (rotary positions turn pairs), got {config.head_dim}")
     if config.n_head % config.n_kv_head:
         raise ValueError(f"n_head must be a multiple of n_kv_head, got {config.n_head} and {config.n_kv_head}")
-    if config.window < 0 or config.window == 1:
-        raise ValueError(f"window must be at least 2 tokens, or 0 for all, got {config.window}")
+    if type(config.window) is not int or config.window < 0 or config.window == 1:
+        raise ValueError(f"window must be a whole number of at least 2 tokens, or 0 for all, got {config.window!r}")
     check_power(config.p)
     check_form(config.form, None)
     if config.chunk_size < 0:
@@ -110,7 +110,7 @@ class Variant(nn.Module):
             takes = "has no gates" if cls.gates == ("none",) else f"takes gate={' or '.join(cls.gates)}"
             raise ValueError(f"attention={config.attention} {takes}, got gate={config.gate}")
         if config.window and not cls.windows:
-            raise ValueError(f"attention={config.attention} has no window, got window={config.window}")
+            raise ValueError(f"attention={config.attention} has no window, got window={config.window}: use window=0")
 
     @classmethod
     def position_embedding(cls, config):

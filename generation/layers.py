@@ -155,7 +155,7 @@ class SoftmaxLayer(CachedLayer):
 
 
 class WindowLayer(CachedLayer):
-    """Softmax in a window of `window` tokens, with as many in the cache from the beginning.
+    """Softmax in a window, or over all tokens if they are fewer, with as many in the cache from the beginning.
 
     A token that leaves the window is marked as one of another document, which no query sees. When the cache is full,
     the window moves to its front.
@@ -164,7 +164,7 @@ class WindowLayer(CachedLayer):
     def places(self, state, tokens_left):
         if state.cached_tokens == 0:
             raise ValueError("a layer with a window goes on from a token, and none was read")
-        self.window = state.switch_over
+        self.window = min(state.switch_over, state.cached_tokens + tokens_left)
         self.limit = self.window + WINDOW_SPARE
         return self.limit, self.window - state.cached_tokens
 

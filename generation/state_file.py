@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 
 from sympow.attention.state import ModelState
 from sympow.data.files import whole_file
+from sympow.model import GPTConfig
+from sympow.runs.settings import with_defaults
 
 VERSION = "1"
 IRRELEVANT = ("dropout", "form", "chunk_size", "activation_checkpointing")  # settings that states do not depend on
@@ -60,10 +62,8 @@ def load_state(path, model):
     tensors, saved = read_file(path)
     device, own, parts = model.transformer.wte.weight.device, describe_model(model), {}
     try:
-        config = saved["model"]
-        differences = [
-            f"{n}={config.get(n)!r} there, {x!r} here" for n, x in own["model"].items() if config.get(n) != x
-        ]
+        config = with_defaults(GPTConfig, saved["model"])
+        differences = [f"{n}={config[n]!r} there, {x!r} here" for n, x in own["model"].items() if config[n] != x]
         if differences:
             raise ValueError(f"it belongs to another model: {', '.join(differences)}")
         if saved["weights"] != own["weights"]:

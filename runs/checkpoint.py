@@ -45,6 +45,7 @@ from sympow.runs.parts import (
     save_part,
     shapes_of,
 )
+from sympow.runs.settings import with_defaults
 from sympow.training.stages import final_context
 
 VERSION = 1  # of config.json and progress.json; files of another version are refused
@@ -318,9 +319,14 @@ def settings(run, folder=None):
     with one_line(path, "is damaged"):
         final_context(contents)
     model = read_progress(folder).model if folder else None
-    if model and {**model, **CHANGEABLE} != {**contents["model"], **CHANGEABLE}:
+    if model and _comparable(model) != _comparable(contents["model"]):
         raise DataError(f"{path} is damaged: the model in it is not that of {folder}")
     return contents
+
+
+def _comparable(model):
+    """Return the saved settings of a model on which the meaning of its weights depends."""
+    return with_defaults(GPTConfig, model) | CHANGEABLE
 
 
 def read_progress(folder):

@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import fields
 
 import torch
 
@@ -30,7 +29,7 @@ from sympow.runs import checkpoint
 from sympow.runs.metrics import read_lines
 from sympow.runs.processes import warn
 from sympow.runs.program import refuse
-from sympow.runs.settings import from_launcher
+from sympow.runs.settings import from_launcher, with_defaults
 
 # Settings that may change when a run goes on, because they do not change its steps. max_seconds may change although it
 # ends the schedule: a run that is given more time should use it. training/stages.py refuses a `then` that would change
@@ -122,7 +121,7 @@ def refuse_other_settings(out_dir, saved, settings):
     A run that began before GPTConfig had a field was trained with the field's default.
     """
     old, new = ({**values, **values["model"], "model": None} for values in (saved, settings))
-    old = {field.name: field.default for field in fields(GPTConfig)} | old
+    old = with_defaults(GPTConfig, old)
     free = set(FREE)
     if new["schedule"] == "constant" or new["lr_decay_iters"]:  # then no rate depends on max_iters
         free |= {"max_iters"}

@@ -85,16 +85,17 @@ def is_exported(path):
 def longest_text(path):
     """Return how many tokens the model of a run, or of an exported folder, is to read at most; None for any number.
 
-    Softmax has not learned what lies beyond the training context, and learned positions end with their table. Power
-    attention with rotary positions has no limit.
+    Softmax has not learned distances beyond the training context, unless its window hides them, and learned positions
+    end with their table. Power attention with rotary positions has no limit.
     """
     if is_exported(path):
         limit = read_json(os.path.join(path, "config.json")).get("max_position_embeddings")
         return limit and int(limit)
     settings = checkpoint.settings(checkpoint.run_of(path))
     model, limits = settings["model"], []
-    if "softmax" in model.get("attention", "softmax").split(","):
-        limits.append(final_context(settings))
+    context = final_context(settings)
+    if "softmax" in model.get("attention", "softmax").split(",") and not 0 < model.get("window", 0) <= context:
+        limits.append(context)
     if model.get("positions") == "learned":
         limits.append(model["n_positions"])
     return min(limits, default=None)

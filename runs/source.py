@@ -104,7 +104,7 @@ class Source:
     def describe(self, config):
         """Return a line that says which weights are new in a model of this GPTConfig, and which are dropped."""
         changes, own = [], GPTConfig(**self.model)
-        for name in ("attention", "positions"):
+        for name in ("attention", "positions", "window"):
             if getattr(own, name) != getattr(config, name):
                 changes.append(f"{name}={getattr(own, name)} becomes {getattr(config, name)}")
         shapes = shapes_of(config)
@@ -158,8 +158,10 @@ def choose_model(cfg, arguments, dataset, saved):
     if cfg.init_from not in ("auto", "scratch"):
         source = None if saved else open_source(cfg.init_from, dataset)
         settings = dict(saved["model"] if saved else source.model)
-    if "attention" in arguments:  # the gate of another attention does not apply to this one
+    if "attention" in arguments:  # the gate of another attention does not apply to this one, nor perhaps its window
         settings.pop("gate", None)
+        if not any(name in ATTENTIONS and ATTENTIONS[name].windows for name in arguments["attention"].split(",")):
+            settings.pop("window", None)
     chosen = {"rope_base": float(max(2, dataset.document_length)), **settings, **fields_of(GPTConfig, arguments)}
     chosen |= {"vocab_size": dataset.vocab_size, "reset_token": dataset.eot if cfg.pack else -1}
     config = GPTConfig(**chosen)

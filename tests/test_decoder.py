@@ -136,6 +136,13 @@ def test_layers_of_any_attentions_stand_side_by_side(name, monkeypatch):
     assert decoder.bytes() > 0
 
 
+@torch.inference_mode()
+def test_a_window_longer_than_the_text_takes_no_more_room_than_the_text():
+    state, decoder = start(tiny(attention="softmax", window=10**6), 2, 30)
+    assert decoder.layers[0].cache.k.shape[1] == 4 + 30 + layers_module.WINDOW_SPARE
+    step_both(tiny(attention="softmax", window=10**6), state, decoder, 30)
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 @torch.inference_mode()
 def test_softmax_in_parts_and_tiles_is_neutral_to_the_size_of_scores(parts, monkeypatch):

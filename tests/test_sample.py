@@ -295,7 +295,7 @@ def test_a_flipped_bit_anywhere_in_a_state_is_refused(tmp_path):
         ("[" * 100_000 + "]" * 100_000, "its description is not what was written"),
         ("{", "its description is not what was written"),
         ("[]", "its states are not those of"),
-        ('{"model": {}}', "another model: vocab_size=None there"),
+        ('{"model": {}}', "another model: vocab_size=50257 there"),
     ],
 )
 def test_settings_of_a_state_that_cannot_be_read_are_refused(description, message, tmp_path):
@@ -305,6 +305,26 @@ def test_settings_of_a_state_that_cannot_be_read_are_refused(description, messag
     save_file(tensors, file, metadata={"version": "1", "description": description, "sha256": checksum})
     with pytest.raises(ValueError, match=message):
         state_file.load_state(file, model)
+
+
+def test_a_state_from_before_a_setting_of_the_model_has_its_default(tmp_path, monkeypatch):
+    file, describe_model = str(tmp_path / "read.state"), state_file.describe_model
+
+    def without_window(model):
+        description = describe_model(model)
+        del description["model"]["window"]
+        return description
+
+    for window in (0, 8):
+        model = small("softmax", window=window)
+        with monkeypatch.context() as patch:
+            patch.setattr(state_file, "describe_model", without_window)
+            save(model, [256, 10], file)
+        if window:
+            with pytest.raises(ValueError, match="another model: window=0 there, 8 here"):
+                state_file.load_state(file, model)
+        else:
+            state_file.load_state(file, model)
 
 
 @pytest.mark.parametrize("version", [None, "0", "2"])

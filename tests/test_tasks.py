@@ -36,10 +36,10 @@ def offline(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def write_run(name, attention="softmax"):
+def write_run(name, attention="softmax", window=0):
     """Write a run's folder with random weights; return the model."""
     torch.manual_seed(1)
-    config = GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=257, attention=attention)
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=257, attention=attention, window=window)
     model = GPT(config).eval()
     for x in model.parameters():  # large, so that texts differ by their log-likelihood
         x.data.add_(torch.randn_like(x), alpha=0.15)
@@ -90,6 +90,12 @@ def evaluate_tasks(capsys, *options):
     """Return what evaluate.py reports of each run: [{task: {metric: value}}]."""
     assert call(evaluate.main, *options, "--json") == 0
     return [*json.loads(capsys.readouterr().out.splitlines()[-1]).values()]
+
+
+@pytest.mark.parametrize("window,limit", [(8, None), (CONTEXT, None), (CONTEXT + 1, CONTEXT)])
+def test_softmax_reads_any_length_if_its_window_hides_what_it_has_not_learned(window, limit):
+    write_run("out/a", window=window)
+    assert longest_text("out/a") == limit
 
 
 @pytest.mark.parametrize("attention,limit", [("softmax", CONTEXT), ("sympow_gating", None)])

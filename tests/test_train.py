@@ -88,6 +88,8 @@ def test_a_run_from_before_a_field_of_the_model_goes_on_with_its_default(go, cap
     write_json(sums, read_json(sums) | {"progress.json": entry})
     assert go("--out_dir=out/a", "--window=8") == 2
     assert "was trained with window=0, now window=8" in capsys.readouterr().err
+    assert go("--out_dir=out/a", "--max_iters=3") == 0  # writes config.json with the field, and no checkpoint
+    assert go("--out_dir=out/b", "--init_from=out/a", "--max_iters=1") == 0
     assert go("--out_dir=out/a") == 0
     assert list(metrics("out/a")) == list(range(1, 7))
 

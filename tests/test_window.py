@@ -54,6 +54,11 @@ def test_outputs_and_gradients_are_those_with_a_mask(n, T, resets):
         assert_naive(*with_window(inputs(n, T, torch.float64, resets), window))
 
 
+@pytest.mark.parametrize("window", [255, 256, 257, 599])
+def test_windows_longer_than_a_block_of_queries(window):
+    assert_naive(*with_window(inputs(550, 600, torch.float64, True), window))
+
+
 def with_window(qkv_and_resets, window):
     qkv, resets = qkv_and_resets
     return qkv, window, resets
@@ -161,8 +166,10 @@ def test_a_window_as_long_as_the_text_is_no_window():
 
 def test_a_state_in_a_window_takes_the_same_bytes_however_long_the_text():
     mix = model(window=64).transformer.h[0].attn.mix
-    sizes = {mix.generation_bytes(mix.empty_state(1, "cpu"), n, 2, torch.float32) for n in (10, 4096, 1_000_000)}
-    assert len(sizes) == 1 and mix.empty_state(1, "cpu").switch_over == 64
+    few, *sizes = (
+        mix.generation_bytes(mix.empty_state(1, "cpu"), n, 2, torch.float32) for n in (10, 64, 4096, 1_000_000)
+    )
+    assert len({*sizes}) == 1 and few < sizes[0] and mix.empty_state(1, "cpu").switch_over == 64
 
 
 def test_flops_count_the_pairs_in_the_window():
@@ -177,10 +184,12 @@ def test_flops_count_the_pairs_in_the_window():
 @pytest.mark.parametrize(
     "settings,message",
     [
-        (dict(window=-1), "window must be at least 2 tokens, or 0 for all, got -1"),
-        (dict(window=1), "window must be at least 2 tokens"),
-        (dict(attention="sympow", window=8), "attention=sympow has no window, got window=8"),
-        (dict(attention="sympow,even_power", window=8), "no layer of attention=sympow,even_power has a window"),
+        (dict(window=-1), "window must be a whole number of at least 2 tokens, or 0 for all, got -1"),
+        (dict(window=1), "at least 2 tokens"),
+        (dict(window=2.5), "must be a whole number of at least 2 tokens, or 0 for all, got 2.5"),
+        (dict(window="64"), "or 0 for all, got '64'"),
+        (dict(attention="sympow", window=8), "attention=sympow has no window, got window=8: use window=0"),
+        (dict(attention="sympow,even_power", window=8), "no layer of .* has a window, got window=8: use window=0"),
     ],
 )
 def test_windows_that_do_not_fit_are_refused(settings, message):

@@ -3,7 +3,8 @@
     y = attend_in_window(q, k, v, 2048)             # the pairs cost T * window, and no mask of T x T is made
 
 On a GPU in bfloat16 and float16 torch's flash attention leaves out the tiles that lie outside of the window. Elsewhere
-queries are taken in blocks as long as the window; each sees a span of two such blocks, under one mask:
+queries are taken in blocks of at most BLOCK; each sees its own keys and a window before them, under one mask. A window
+of 4:
 
     block of queries           q0 q1 q2 q3
     span of keys    k0 k1 k2 k3 k4 k5 k6 k7         query r, with the key r + window, sees the keys r + 1 to r + window
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 
 from .packed import Documents, attend_within, find_documents, takes_flash
 
+BLOCK = 256  # queries; with more of them wide windows compute many pairs that no query sees
+
 
 def attend_in_window(q, k, v, window, resets=None):
     """Return y [B, n, H, E] in q's dtype: causal softmax attention of each token to the last `window` tokens.
@@ -26,9 +29,11 @@ def attend_in_window(q, k, v, window, resets=None):
     n, T = q.shape[1], k.shape[1]
     seen = min(T, n + window - 1)  # what is further back, no query sees
     k, v = k[:, T - seen :], v[:, T - seen :]
-    resets = None if resets is None else resets[:, T - seen :]
+    if resets is not None and seen < T:  # else all layers share one tensor, whose documents are found once
+        resets = resets[:, T - seen :]
     if n == 1 or not takes_flash(q, k, v):
         return _in_blocks(q, k, v, min(window, seen), resets)
+    window = min(window, seen)  # the kernel counts in 32 bits
     q = F.pad(q, (0, 0, 0, 0, seen - n, 0))  # a query for each key, as packed attention has them
     documents = _whole_sequences(q) if resets is None else find_documents(resets)
     return attend_within(documents, q, k, v, window)[:, seen - n :]
@@ -44,7 +49,7 @@ def _whole_sequences(q):
 def _in_blocks(q, k, v, window, resets):
     """Return what `attend_in_window` does, in torch's scaled_dot_product_attention."""
     (B, n, H), (T, Hkv) = q.shape[:3], k.shape[1:3]
-    M = min(window, n)  # queries of a block
+    M = min(window, n, BLOCK)  # queries of a block
     blocks = -(-n // M)
     added = blocks * M - n  # rows behind the last token, which are cut off again
     front = n + window - T  # rows in the place of keys that are missing before the first query
