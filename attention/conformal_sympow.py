@@ -15,9 +15,6 @@ import torch
 from torch import nn
 
 from .gates import make_gate, reset_gates
-from .parallel.context import power_attention_in_context
-from .power import power_attention
-from .state import attend_and_append
 from .sympow import Sympow
 
 
@@ -53,13 +50,7 @@ class ConformalSympow(Sympow):
     def forward(self, x, qkv, resets=None, state=None):
         positions = self.positions(x, state, self.beta(x))  # u_i = beta_1 + ... + beta_i
         q, k, v = self.rotate(qkv, positions)  # R(u_i theta) q_i, R(u_j theta) k_j
-        log_g = reset_gates(resets, self.log_gates(x), k)
-        if state is not None:  # of the tokens before: u, a KV cache, then S and z
-            return attend_and_append(q, k, v, log_g, positions, state, p=self.p)
-        options = dict(p=self.p, form=self.form, chunk_size=self.chunk_size)
-        if self.context is not None:
-            return power_attention_in_context(q, k, v, log_g, self.context, **options), None
-        return power_attention(q, k, v, log_g, **options), None
+        return self.attend(q, k, v, reset_gates(resets, self.log_gates(x), k), positions, state)
 
     def statistics(self, x, q):
         gate = {} if self.gate is None else {"gate": self.log_gates(x).exp().mean().item()}

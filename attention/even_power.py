@@ -23,12 +23,19 @@ class EvenPower(KVCacheVariant):
     def forward(self, x, qkv, resets=None, state=None):
         positions = self.positions(x, state)
         q, k, v = self.rotate(qkv, positions)
-        log_g = reset_gates(resets, None, k)
-        if state is not None:
+        return self.attend(q, k, v, reset_gates(resets, None, k), positions, state)
+
+    def attend(self, q, k, v, log_g, positions, state):
+        """Return (y [B, n, H, D], the state after the n tokens, or None without a state) of power attention.
+
+        q and k are rotated by the positions; log_g [B, n, Hkv] is -inf where a document begins, or None.
+        """
+        if state is not None:  # of the tokens before: a KV cache, and in variants with a recurrent form then S and z
             return attend_and_append(q, k, v, log_g, positions, state, p=self.p)
-        if self.context is not None:
-            return power_attention_in_context(q, k, v, log_g, self.context, p=self.p, form="quadratic"), None
-        return power_attention(q, k, v, log_g, p=self.p, form="quadratic"), None
+        options = dict(p=self.p, form=self.form, chunk_size=self.chunk_size)
+        if self.context is not None:  # ranks share the tokens of a sequence
+            return power_attention_in_context(q, k, v, log_g, self.context, **options), None
+        return power_attention(q, k, v, log_g, **options), None
 
     def training_plan(self, block_size, dtype, device, ranks=1):
         D = self.config.head_dim

@@ -9,11 +9,7 @@ The state             S_i = S_{i-1} + phi(k'_i) v_i^T   and   z_i = z_{i-1} + ph
 """
 
 from .even_power import EvenPower
-from .gates import reset_gates
 from .operator.dispatch import Problem, plan
-from .parallel.context import power_attention_in_context
-from .power import power_attention
-from .state import attend_and_append
 
 
 class Sympow(EvenPower):
@@ -24,16 +20,6 @@ class Sympow(EvenPower):
     def __init__(self, config):
         super().__init__(config)
         self.form, self.chunk_size = config.form, config.chunk_size or None
-
-    def forward(self, x, qkv, resets=None, state=None):
-        positions = self.positions(x, state)
-        q, k, v = self.rotate(qkv, positions)  # q'_i = R(i theta) q_i, k'_j = R(j theta) k_j
-        log_g, options = reset_gates(resets, None, k), dict(p=self.p, form=self.form, chunk_size=self.chunk_size)
-        if state is not None:  # of the tokens before: a KV cache, then S and z
-            return attend_and_append(q, k, v, log_g, positions, state, p=self.p)
-        if self.context is not None:
-            return power_attention_in_context(q, k, v, log_g, self.context, **options), None
-        return power_attention(q, k, v, log_g, **options), None
 
     @classmethod
     def context_layout(cls, config, block_size, dtype, device):

@@ -8,9 +8,6 @@ The state             S_i = gamma_i S_{i-1} + phi(k'_i) v_i^T   and   z_i = gamm
 """
 
 from .gates import make_gate, reset_gates
-from .parallel.context import power_attention_in_context
-from .power import power_attention
-from .state import attend_and_append
 from .sympow import Sympow
 
 
@@ -35,12 +32,7 @@ class SympowGating(Sympow):
         positions = self.positions(x, state)
         q, k, v = self.rotate(qkv, positions)  # q'_i = R(i theta) q_i, k'_j = R(j theta) k_j
         log_g = reset_gates(resets, self.gate(x), k)  # log gamma [B, T, Hkv], -inf where a document begins
-        if state is not None:  # of the tokens before: a KV cache, then S and z
-            return attend_and_append(q, k, v, log_g, positions, state, p=self.p)
-        options = dict(p=self.p, form=self.form, chunk_size=self.chunk_size)
-        if self.context is not None:  # ranks share the tokens of a sequence
-            return power_attention_in_context(q, k, v, log_g, self.context, **options), None
-        return power_attention(q, k, v, log_g, **options), None
+        return self.attend(q, k, v, log_g, positions, state)
 
     def statistics(self, x, q):
         return {"gate": self.gate(x).exp().mean().item()}
