@@ -1,7 +1,6 @@
-"""Time calls on a GPU or a CPU and print a table of the results: what the programs of bench/ share."""
+"""Time calls on a GPU and print a table of the results: what the programs of bench/ share."""
 
 import gc
-import time
 
 import torch
 
@@ -11,16 +10,11 @@ from sympow.runs.program import Parser, output_file
 AHEAD = 40_000_000  # cycles that the GPU waits before timed calls, 20 ms: as long as a slow host takes to launch them
 
 
-def milliseconds(call, device="cuda", calls=1):
-    """Return the milliseconds of one call, the mean of `calls` calls in a row, on a device of type cuda or cpu.
+def milliseconds(call, calls=1):
+    """Return the milliseconds of one call on a GPU, the mean of `calls` calls in a row.
 
-    A GPU first waits, without working, so that launching the calls is hidden, as it is in a model.
+    The GPU first waits, without working, so that launching the calls is hidden, as it is in a model.
     """
-    if device == "cpu":
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        return 1000 * (time.perf_counter() - start) / calls
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(AHEAD)
     start.record()
