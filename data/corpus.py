@@ -224,7 +224,7 @@ def _power_of_two(number):
 
 
 @waiting("measuring the tokens of the text")
-def tokens_per_byte(sources, tokenizer, key="text"):
+def tokens_per_byte(sources, tokenizer, key):
     """Return the number of tokens per byte, measured on about 1 MB at the ends of the sources."""
     total, tokens, count = sum(file.size for files in sources for file in files), 0, 0
     for files in sources:

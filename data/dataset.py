@@ -93,11 +93,8 @@ class Dataset:
         """
         count, size = min(count, shard["tokens"] - start, READ_AT_ONCE), self._dtype.itemsize
         try:
-            file = os.open(os.path.join(self.path, shard["file"]), os.O_RDONLY)
-            try:
-                content = os.pread(file, count * size, start * size)
-            finally:
-                os.close(file)
+            with open(os.path.join(self.path, shard["file"]), "rb") as file:
+                content = os.pread(file.fileno(), count * size, start * size)
         except OSError as error:
             raise self._damaged(shard, error) from error
         if len(content) < count * size:

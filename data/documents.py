@@ -297,23 +297,22 @@ def plan(train, val, key, tokenizer, args):
     for the units' keys.
     """
 
-    def units(split, documents, read, number, count):
+    def units(split, documents, read, number, count=sys.maxsize):
         size = args.shard_documents
-        for begin in range(0, sys.maxsize if count is None else count, size):
-            first, last = number(begin), number(min(begin + size, count or sys.maxsize) - 1)
+        for begin in range(0, count, size):
+            first, last = number(begin), number(min(begin + size, count) - 1)
             if documents.end is not None and first >= documents.end:
                 break
             rows = partial(_rows, partial(read, first, last), tokenizer, args.document_length)
             yield Unit(split, rows, [key, first, last])
 
-    every, total = train.every, args.documents
+    every, total = train.every, args.documents or sys.maxsize
     if every is None:
         yield from units("train", train, train.training, lambda i: i, total)
-        yield from units("val", val, val.training, lambda i: i, None)
+        yield from units("val", val, val.training, lambda i: i)
     else:
-        held_out = None if total is None else -(-total // every)
-        count = None if total is None else total - held_out
-        yield from units("train", train, train.training, lambda i: i + i // (every - 1) + 1, count)
+        held_out = -(-total // every)
+        yield from units("train", train, train.training, lambda i: i + i // (every - 1) + 1, total - held_out)
         yield from units("val", train, train.held_out, lambda i: i * every, held_out)
 
 

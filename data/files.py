@@ -94,8 +94,5 @@ def read_json(path):
 
 def sha256_of(path):
     """Return the sha256 of a file in hexadecimal. The file is read in pieces."""
-    digest = hashlib.sha256()
     with open(path, "rb") as f:
-        while piece := f.read(1 << 24):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -54,11 +54,9 @@ def find_meta(path):
     """
     try:
         return read_meta(path)
-    except FileNotFoundError:
-        return None
     except VersionError:
         raise
-    except DataError:
+    except (FileNotFoundError, DataError):
         return None
 
 

@@ -74,8 +74,7 @@ def begun_arguments(folder):
 
 
 def write_dataset(folder, units, tokenizer, document_length, arguments, source, command, facts=None):
-    """Write the shards that are not there yet, tokenizer.json and meta.json, then replace what was in the folder;
-    return meta as a dict.
+    """Write the shards that are not there yet, tokenizer.json and meta.json, then replace what was in the folder.
 
     units: an iterable of Unit; arguments: a dict for JSON; source: a line that says where the tokens come from;
     command: prepares the dataset again; facts: more entries of meta.json. Raises DataError if a unit gives rows of
@@ -112,7 +111,6 @@ def write_dataset(folder, units, tokenizer, document_length, arguments, source, 
         _finish(folder)
     note = f", {reused} of {len(meta['units'])} shards were there" if reused else ""
     print(f"{folder} is complete: {_summary(meta)} ({time.monotonic() - STARTED:.1f} s{note})")
-    return meta
 
 
 def _write_shards(folder, units, meta, dtype):

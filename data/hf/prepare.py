@@ -13,7 +13,7 @@ command again, and with a larger --documents the shards that are there stay.
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
 
 from sympow.data import DataError
 from sympow.data.command import Parser, run

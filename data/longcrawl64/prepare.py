@@ -26,7 +26,7 @@ import os
 import sys
 from functools import partial
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
 
 from sympow.data import DataError
 from sympow.data.command import Parser, run

@@ -10,7 +10,7 @@ This is data/hf/prepare.py with its own --out and --source, and says there how d
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
 
 from sympow.data.command import Parser, run
 from sympow.data.documents import add_options, prepare_documents

@@ -12,7 +12,7 @@ import platform
 import sys
 import sysconfig
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
 
 from sympow.data import DataError
 from sympow.data.command import Parser, run

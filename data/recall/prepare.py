@@ -17,7 +17,7 @@ import zlib
 
 import numpy as np
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
 
 from sympow.data import DataError
 from sympow.data.command import Parser, run
@@ -61,7 +61,7 @@ def main(argv):
         Unit(split, functools.partial(_rows, haystack, split, number, (count, length), pieces))
         for number, (split, count, pieces) in enumerate(parts)
     ]
-    source = f"{args.task}" + (f" in {haystack.name}" if haystack else "")
+    source = args.task + (f" in {haystack.name}" if haystack else "")
     write_dataset(args.out, units, Tokenizer("bytes"), length, arguments, source, args.command, arguments)
 
 

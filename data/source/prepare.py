@@ -30,7 +30,7 @@ import sys
 import warnings
 from collections import Counter
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
 
 from sympow.data import DataError, batches
 from sympow.data.command import Parser, run
