@@ -168,8 +168,8 @@ class Heinsen(Variant):
 
     @classmethod
     def check(cls, config):
-        for name, allowed in (("values", VALUES), ("residual", RESIDUALS)):
-            check_choice(name, getattr(config, name), allowed)
+        check_choice("values", config.values, VALUES)
+        check_choice("residual", config.residual, RESIDUALS)
         if config.positions != "rotary":  # the default, though it rotates nothing
             raise ValueError("attention=heinsen has a position embedding of its own: leave positions=rotary")
 

@@ -40,8 +40,7 @@ class State:
 
     def settings(self):
         """Return {name: value} of the fields that never hold a tensor, for a file beside the tensors."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: x for name, x in values.items() if x is not None and not isinstance(x, torch.Tensor)}
+        return {f.name: x for f in fields(self) if not isinstance(x := getattr(self, f.name), torch.Tensor | None)}
 
     def bytes(self):
         """Return the bytes that the tensors take."""
@@ -163,7 +162,7 @@ def attend_to_state(q, tokens, states, power, must_flush, *, p):
     return read_cache(q, appended.k, appended.v, appended.log_g, power, p=p, flush_cache=must_flush)
 
 
-def count_positions(x, state, speed=None):
+def count_positions(x, state, speed):
     """Return the positions of the tokens of x [B, T, C], float64, counted on from the state's.
 
     They are 1, 2, 3, ... [T], or with a speed [B, T] its running sums [B, T].

@@ -147,7 +147,7 @@ def logcumsumexp(q, k, log_v):
     return torch.logsumexp(q + H_S, dim=-2) - torch.logsumexp(q + H_Z, dim=-2)  # equations 5 and 2
 
 
-def power_score(p, C=None):
+def power_score(p, C):
     """Return the score_mod by which softmax(score) is decay s^p over its sum; C [B, H, T]: sums of log_g, or None."""
 
     def score_mod(s, b, h, i, j):

@@ -31,7 +31,7 @@ from .forms import (
 COPIES = 4  # of the scores that the backward pass of one block keeps: power attention keeps one
 
 
-def adaptive_attend(q, k, v, powers, log_g=None):
+def adaptive_attend(q, k, v, powers, log_g):
     """Return y [B, n, H, E] in q's dtype, computed in float32 or, for float64 q, in float64.
 
     The arguments are as in `adaptive_power_attention`, checked.

@@ -332,7 +332,7 @@ def failure(size, device="cuda"):
     return problem
 
 
-def kernel_failure(model, block_size, dtype, ranks=1):
+def kernel_failure(model, block_size, dtype, ranks):
     """Return "" if the kernels that this GPT would train on agree with float64 on the current GPU, or if it uses none;
     otherwise one line that says what is wrong. ranks: how many share a sequence."""
     with warnings.catch_warnings(action="ignore"):  # the caller tells
@@ -420,4 +420,4 @@ def write_packaged():
 
 def first_line(error):
     """Return the first line of an exception's message, or its type if it has none."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

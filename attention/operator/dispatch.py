@@ -117,8 +117,8 @@ def default_chunk_size(D, p):
     return min(1024, max(16, 2 ** (symmetric_power_dim(D, p) // 2).bit_length() // 2))
 
 
-def kernel_chunk_size(T, W, p, chunk_size=None, gated=True):
-    """Return the chunk size of kernels of width W, a multiple of 128: `chunk_size` rounded up, or by default the cost
+def kernel_chunk_size(T, W, p, chunk_size, gated):
+    """Return the chunk size of kernels of width W, a multiple of 128: `chunk_size` rounded up, or for None the cost
     model's."""
     if chunk_size is None:
         return cost.chunk_size(T, W, p, gated)
@@ -148,7 +148,7 @@ def kernel_reason(form, device, dtype, D, E, p):
     return _reason(name, device, dtype, partial(unsupported_reason, form, dtype, D, E, p))
 
 
-def failed_check(form, dtype, W, p, gated, device="cuda"):
+def failed_check(form, dtype, W, p, gated, device):
     """Return what is wrong with the kernels of this width on this GPU, or "". Warn of it once. form: see
     `check.Size`."""
     fault = failure(Size(form, dtype, W, p, gated), device)

@@ -14,6 +14,7 @@ There are three ways to compute them, and power.py chooses:
     one by one   a call for each sequence: states in and out, and everything else, in PyTorch
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -70,10 +71,10 @@ def read_lengths(cu_seqlens):
     ends = cu_seqlens.tolist()
     if ends[0] != 0:
         raise ValueError(f"cu_seqlens must begin with 0, got {ends[0]}")
-    for start, end in zip(ends, ends[1:]):
+    for start, end in pairwise(ends):
         if end < start:
             raise ValueError(f"cu_seqlens must not decrease, got {start} and then {end}")
-    return tuple(end - start for start, end in zip(ends, ends[1:]))
+    return tuple(end - start for start, end in pairwise(ends))
 
 
 def split_tokens(tensors, lengths):

@@ -73,9 +73,9 @@ class Context:
         """Return x [B * pieces, n, ...] as [B, T / N, ...], the inverse of `split`."""
         return x if self.pieces == 1 else x.unflatten(0, (-1, self.pieces)).flatten(1, 2)
 
-    def positions(self, x, speed=None):
+    def positions(self, x, speed):
         """Return the positions of the tokens of x [B, T / N, C], float64, as `state.count_positions` does for a whole
-        sequence: [T / N], or [B, T / N] with a speed [B, T / N]. Differentiable in speed."""
+        sequence: [T / N], or [B, T / N] with a speed [B, T / N], which may be None. Differentiable in speed."""
         if speed is None:
             n = x.shape[1] // self.pieces
             # no sum with the first token, which is 0 on one rank: the compiler would leave it out there, and the ranks'
@@ -103,7 +103,7 @@ class Context:
         """Return x [N * pieces, ...] as [N, pieces, ...], the inverse of `_in_order`."""
         return x.unsqueeze(1) if self.pieces == 1 else torch.stack((x[: self.size], x[self.size :].flip(0)), dim=1)
 
-    def states_before(self, u, decay=None):
+    def states_before(self, u, decay):
         """Return the state before each of this rank's pieces, the exclusive scan s_{g+1} = decay_g s_g + u_g.
 
         u [B * pieces, Hkv, ...]: what the tokens of each piece give; decay [B * pieces, Hkv]: the product of each
@@ -111,7 +111,7 @@ class Context:
         """
         return self.begin_scan(u, decay)()
 
-    def begin_scan(self, u, decay=None, reverse=False):
+    def begin_scan(self, u, decay, reverse=False):
         """Begin `states_before`, or with `reverse` the scan from the last piece on, and return a function that returns
         its result. Until it is called, a GPU goes on with other work while states travel."""
         x, shape = u.flatten(2), u.shape
