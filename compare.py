@@ -53,9 +53,9 @@ def read_losses(folder, metric="val_loss"):
 
 def summarise(name, train, val):
     """Return a run's row of the table as a dict, with None for what the run did not log."""
-    ends = {}
-    for key in ("step", "tokens"):
-        ends[key] = max((line[key] for line in train + val if key in line), default=None)
+    steps, tokens = (
+        max((line[key] for line in train + val if key in line), default=None) for key in ("step", "tokens")
+    )
     speeds = {}  # of each context of a run in stages
     for line in train:
         if line.get("tok_per_sec"):
@@ -65,8 +65,8 @@ def summarise(name, train, val):
     last_val = val[-1] if val else {}
     return {
         "run": name,
-        "steps": ends["step"],
-        "tokens": ends["tokens"],
+        "steps": steps,
+        "tokens": tokens,
         "train": fmean(tail) if tail else None,
         "val": last_val.get("val_loss"),
         "val_step": last_val.get("step"),

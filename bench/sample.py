@@ -13,7 +13,7 @@ import gc
 import sys
 import time
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -103,7 +103,7 @@ def measure_transformers(cache, batch, context, tokens):
 
 def summarize(times, batch):
     """Return tokens a second, and percentiles of the milliseconds between tokens, given the times of all tokens."""
-    steps = sorted(1000 * (b - a) for a, b in zip(times, times[1:]))
+    steps = sorted(1000 * (b - a) for a, b in pairwise(times))
     mean = 1000 * (times[-1] - times[0]) / len(steps)
     last = len(steps) - 1
     return dict(tokens_per_second=1000 * batch / mean, p50=steps[int(0.5 * last)], p99=steps[int(0.99 * last)])

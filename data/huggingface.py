@@ -8,6 +8,7 @@ import json
 import os
 import re
 from contextlib import contextmanager
+from itertools import pairwise
 
 from . import DataError, need
 from .files import read_json
@@ -169,7 +170,7 @@ def _halves(token, rank, ranks):
     """Return the two tokens that the merge of this rank joins to `token`, as merges of lower ranks leave them."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
-        pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
+        pairs = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
         i = min(range(len(pairs)), key=pairs.__getitem__)
         if pairs[i] >= rank:
             raise DataError(f"the vocabulary has no merges that lead to {token!r}")

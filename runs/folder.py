@@ -204,10 +204,10 @@ def fingerprint(dataset):
     """
     if isinstance(dataset, Mixture):
         parts = [[fingerprint(one), str(weight)] for one, weight in zip(dataset.sets.values(), dataset.weights)]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-    parts = [list(dataset.meta["splits"].values()), dataset.eot]
-    if dataset.protocol:  # which gives other windows of the same shards
-        parts.append(dataset.protocol)
+    else:
+        parts = [list(dataset.meta["splits"].values()), dataset.eot]
+        if dataset.protocol:  # which gives other windows of the same shards
+            parts.append(dataset.protocol)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import warnings
+from itertools import pairwise
 
 import numpy as np
 
@@ -256,7 +257,7 @@ def means_by_position(losses, points=80):
     """
     losses = np.asarray(losses)
     edges = np.unique(np.logspace(0, math.log10(len(losses) + 1), points + 1).round().astype(int))
-    stretches = list(zip(edges[:-1].tolist(), edges[1:].tolist()))
+    stretches = list(pairwise(edges.tolist()))
     return [(a * (b - 1)) ** 0.5 for a, b in stretches], [float(losses[a - 1 : b - 1].mean()) for a, b in stretches]
 
 

@@ -5,7 +5,7 @@ losses = mean_losses(plan, network, interrupt)
 statistics, text = examine(plan, model)
 """
 
-from itertools import count
+from itertools import count, pairwise
 
 import torch
 
@@ -78,7 +78,7 @@ def count_epochs(plan, progress):
         return {}
     borders = [0, *(step for _, step in progress.stages), progress.step]
     epochs = dict.fromkeys(plan.dataset.sets, 0.0)
-    for stage, first, last in zip(plan.stages, borders, borders[1:]):
+    for stage, (first, last) in zip(plan.stages, pairwise(borders)):
         rows = plan.cfg.tokens_per_step // stage.block_size
         counts = plan.dataset.counts(first * rows), plan.dataset.counts(last * rows)
         for name, windows, begin, end in zip(epochs, stage.windows.parts, *counts):
