@@ -41,10 +41,10 @@ def measure(D, p, lengths, sizes):
     return quadratic, {(T, C): ns(T, chunked, chunk=C) for T, C in sizes}
 
 
-def fit(columns, y):
-    """Return the coefficients, at least 0, of `columns` that fit y with the least squared relative error."""
-    y, A = np.array(y), np.array(columns).T
-    return [max(0.0, c) for c in np.linalg.lstsq(A / y[:, None], np.ones(len(y)), rcond=None)[0]]
+def fit(x, y):
+    """Return (a, b), at least 0, with which a + b x fits y with the least squared relative error."""
+    b, a = np.polyfit(x, y, deg=1, w=1 / np.array(y))
+    return max(0.0, a), max(0.0, b)
 
 
 def fit_size(D, p):
@@ -53,11 +53,11 @@ def fit_size(D, p):
     chunks = [C for C in (cost.best_size(D, p) * f // 4 for f in (1, 2, 4, 8, 16)) if C in cost.SIZES]
     quadratic, chunked = measure(D, p, lengths, [(T, C) for C in chunks])
     if quadratic:
-        cost.QUADRATIC[D] = tuple(fit([[1] * len(quadratic), list(quadratic)], list(quadratic.values())))
-        print(f"QUADRATIC {D}: ({cost.QUADRATIC[D][0]:.2f}, {cost.QUADRATIC[D][1]:.5f})", flush=True)
+        cost.QUADRATIC[D] = a, b = fit(list(quadratic), list(quadratic.values()))
+        print(f"QUADRATIC {D}: ({a:.2f}, {b:.5f})", flush=True)
     states = [max(0.05, t - cost.quadratic_ns(C, D)) for (_, C), t in chunked.items()]
-    cost.CHUNKED[D, p] = tuple(fit([[1] * len(states), [1 / C for C in chunks]], states))
-    print(f"CHUNKED {D}, {p}: ({cost.CHUNKED[D, p][0]:.2f}, {cost.CHUNKED[D, p][1]:.0f})", flush=True)
+    cost.CHUNKED[D, p] = a, b = fit([1 / C for C in chunks], states)
+    print(f"CHUNKED {D}, {p}: ({a:.2f}, {b:.0f})", flush=True)
     print("ns a token and head, measured / by the model", flush=True)
     print("  quadratic", *(f"  {T}: {t:.2f} / {cost.quadratic_ns(T, D):.2f}" for T, t in quadratic.items()))
     sizes = (f"  {C}: {t:.2f} / {cost.chunked_ns(T, C, D, p):.2f}" for (T, C), t in chunked.items())
