@@ -57,7 +57,7 @@ class Decoder:
         """
         c, wte = model.config, model.transformer.wte.weight
         self.config, self.sampler, self.num_samples, self.device = c, sampler, num_samples, wte.device
-        self.mixes = [block.attn.mix for block in model.transformer.h]
+        self.mixes = model.mixes
         if not all(map(decoding_kernels, self.mixes)):
             raise ValueError(f"not all layers of attention={c.attention} have kernels to generate with")
         dtype, B = dtype or wte.dtype, len(state.layers[0].position) * num_samples
