@@ -92,7 +92,7 @@ class LogPosition(nn.Module):
 
     def __init__(self, n_embd):
         super().__init__()
-        self.dense = nn.Linear(n_embd, 2 * n_embd, bias=True)
+        self.dense = nn.Linear(n_embd, 2 * n_embd)
 
     def empty_state(self, batch, device):
         """Return the PositionState before any token: x_0 = 1."""

@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional as F
 
 from .gates import reset_gates
-from .operator.memory import cached_bytes
 from .operator.packed import attend_within, find_documents, takes_flash
 from .operator.window import attend_in_window
 from .parallel.circulate import SoftmaxPairs, circulate
@@ -106,4 +105,4 @@ class Softmax(KVCacheVariant):
         if self.window:  # the decoder's cache has these from the beginning
             max_new_tokens = min(self.window, state.cached_tokens + max_new_tokens) + WINDOW_SPARE
             state = LayerState.empty(1, "cpu", "never")
-        return cached_bytes(self.config, self.p, state, max_new_tokens, itemsize, state_dtype)
+        return super().generation_bytes(state, max_new_tokens, itemsize, state_dtype)

@@ -414,10 +414,10 @@ def _scale_of_rows(k, gates, unit, p):
     of all to at most LARGEST_HIDDEN, because zero times infinity is NaN.
     """
     exponents = exponent(k.abs().amax(-1))
-    document = 0 if gates is None else (4096.0 * gates.resets[..., 1:]).double()  # further apart than any two exponents
     if unit is not None:
         exponents = torch.cat((-unit.squeeze(-1).log2(), exponents), dim=-1)
-        document = 0 if gates is None else (4096.0 * gates.resets).double()
+    resets = 0 if gates is None else gates.resets[..., -exponents.shape[-1] :]
+    document = 4096.0 * resets  # further apart than any two exponents
     largest = (exponents.double() + document).cummax(-1).values - document
     scale = torch.exp2(-largest[..., -k.shape[2] :])
     if gates is not None and p == 2:
