@@ -129,7 +129,7 @@ def format_count(n):
 
 def plain(header, cells):
     """Format the table in aligned columns."""
-    widths = [max(len(row[i]) for row in [header, *cells]) for i in range(len(header))]
+    widths = [max(map(len, column)) for column in zip(header, *cells)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])])
         for row in [header, *cells]

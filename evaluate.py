@@ -220,9 +220,10 @@ def write_metrics(run, cfg, report, max_length):
 
 def table(report, head):
     """Format {run: {row: number}} as a table with a column for each run. head: the title of the rows' names."""
-    cells = []
-    for name in dict.fromkeys(name for numbers in report.values() for name in numbers):
-        cells.append([name, *(f"{numbers[name]:.4f}" if name in numbers else "" for numbers in report.values())])
+    rows = dict.fromkeys(name for numbers in report.values() for name in numbers)
+    cells = [
+        [name, *(f"{numbers[name]:.4f}" if name in numbers else "" for numbers in report.values())] for name in rows
+    ]
     return plain([head, *report], cells)
 
 

@@ -80,7 +80,7 @@ def compare(nanogpt, T, args):
         steps[name] = partial(take_steps, network, model, optimizer, x, y)
         allocated = reset_peak(device)
         steps[name](WARM_UP)  # which compiles
-        gigabytes[name] = (torch.cuda.max_memory_allocated() - allocated) / 1e9 if device == "cuda" else 0.0
+        gigabytes[name] = (torch.cuda.max_memory_allocated() - allocated) / 1e9  # 0 without a GPU
     seconds = {name: [] for name in models}
     for _ in range(args.turns):
         for name, take in steps.items():

@@ -51,7 +51,7 @@ class HuggingFaceEncoding:
         parts = json.loads(self.json)
         self.cut_between_words = (parts.get("decoder") or {}).get("type") == "ByteLevel" and not parts.get("normalizer")
 
-    def encode_ordinary_batch(self, texts, num_threads=None):
+    def encode_ordinary_batch(self, texts, num_threads):
         """Return a list of ids for each text; the package itself chooses the number of threads (it uses all cores)."""
         with one_line("the text", "cannot be encoded by this tokenizer"):  # a WordLevel without [UNK], for example
             return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -74,9 +74,8 @@ def read_huggingface(path):
             end_name = end_name["content"] if isinstance(end_name, dict) else end_name
             if not isinstance(end_name, str | None):
                 raise TypeError(f"eos_token is {str(end_name)[:40]}")
-    with one_line(path):
-        with open(path, encoding="utf-8") as f:
-            return HuggingFaceEncoding(f.read(), end_name)
+    with one_line(path), open(path, encoding="utf-8") as f:
+        return HuggingFaceEncoding(f.read(), end_name)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import sys
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -134,9 +135,8 @@ class Stream:
     def __init__(self, spans, in_bytes, key):
         """in_bytes: plain files stay bytes and may be cut anywhere; key: that under which .jsonl has the text."""
         self.spans, self.in_bytes, self.key = spans, in_bytes, key
-        self.starts = [0]  # where each span begins in the stream; the last entry is the total
-        for span in spans:
-            self.starts.append(self.starts[-1] + span.end - span.begin)
+        # where each span begins in the stream; the last entry is the total
+        self.starts = [0, *accumulate(span.end - span.begin for span in spans)]
         self.total = self.starts[-1]
         self.size = int(sum((span.end - span.begin) * span.share for span in spans))
 

@@ -189,13 +189,12 @@ def relative_losses(runs):
 
 
 def loss_limits(curves):
-    """Return (low, high) of the loss axis for [(steps, losses)].
+    """Return (low, high) of the loss axis for [(steps, losses)], of finite losses.
 
     Losses of the first 5% of the longest run, which would squash all others, may lie above the axis. So may losses
     above every run's first, of a run that has diverged. Every run's lowest loss is within it.
     """
     curves = [np.array(curve, dtype=float) for curve in curves]
-    curves = [curve[:, np.isfinite(curve[1])] for curve in curves]
     curves = [curve for curve in curves if curve.size]
     if not curves:
         return 0.0, 1.0

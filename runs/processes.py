@@ -232,14 +232,18 @@ class Watch:
         old = self._read_reports()
         time.sleep(2.5 * self.interval)
         new = self._read_reports()
+
+        def names(ranks):
+            return ", ".join(f"rank {r} on {new[r]['host']}" for r in ranks)
+
         silent = [r for r in new if r != self.rank and new[r]["reports"] == old[r]["reports"]]
         if silent:
-            return ", ".join(f"rank {r} on {new[r]['host']}" for r in silent) + " no longer answers"
+            return f"{names(silent)} no longer answers"
         least = min(report["beats"] for report in new.values())
         slow = [r for r in new if new[r]["beats"] == least]
         if len(slow) == self.world:
             return "every rank answers, and all have come equally far"
-        return ", ".join(f"rank {r} on {new[r]['host']}" for r in slow) + " is behind the others"
+        return f"{names(slow)} is behind the others"
 
     def _watch(self):
         while not self.closed.wait(self.interval):

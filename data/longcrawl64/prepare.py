@@ -121,8 +121,9 @@ def main(argv):
     args = parser.parse_args(argv)
     source = args.source.rstrip("/")
     for name in ("documents", "val_documents"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise DataError(f"--{name} must be at least 1, got {getattr(args, name)}")
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise DataError(f"--{name} must be at least 1, got {value}")
     if "://" in source or any(os.path.exists(os.path.join(source, name)) for name in ARRAYS.values()):
         prepare_zarr(args, source)
         return
