@@ -135,12 +135,10 @@ class _Block(NamedTuple):
 
 def _blocks(context, step, tokens):
     """Return the _Blocks of this rank's `tokens` and the keys that it has in a step."""
-    n, all_, nothing = tokens // context.pieces, slice(0, tokens), slice(0, 0)
+    n = tokens // context.pieces
     if step == 0:  # its own keys: what its pieces see of themselves and of each other is causal attention
-        mine = context.mine[0], context.mine[-1]
-        if context.pieces == 1:
-            return [_Block(all_, all_, all_, nothing, 0, *mine)]
-        return [_Block(all_, all_, slice(0, n), slice(n, 2 * n), 0, *mine)]
+        every = slice(0, tokens)  # a rank of one piece has no gate_rows
+        return [_Block(every, every, slice(0, n), slice(n, 2 * n), 0, context.mine[0], context.mine[-1])]
     theirs, part = context.pieces_of((context.rank - step) % context.size), -(-n // PARTS)
     return [
         _Block(
