@@ -79,8 +79,12 @@ def write_samples(model, tokenizer, cfg, text, prompt, timings):
     switch_over = choose_switch_over(model, cfg)
     prefix = load_state(cfg.load_state, model) if cfg.load_state else (None, model.empty_state(1, switch_over))
     limit = fixed_size_limit(prefix[1])
-    sizes = dict(max_new_tokens=cfg.max_new_tokens, num_samples=cfg.num_samples)
-    sizes |= dict(state_dtype=getattr(torch, cfg.state_dtype), timings=timings)
+    sizes = dict(
+        max_new_tokens=cfg.max_new_tokens,
+        num_samples=cfg.num_samples,
+        state_dtype=getattr(torch, cfg.state_dtype),
+        timings=timings,
+    )
     # each state is held by one name alone, so that its memory is free when the next one needs it
     prefix = read_prompt(model, prompt, prefix, **sizes)
     if not prefix[0].isfinite().all():

@@ -89,10 +89,18 @@ def compare(nanogpt, T, args):
     rows, theirs = [], median(seconds["nanoGPT"])
     for name in models:
         step = median(seconds[name])
-        row = dict(context=T, model=name, tokens_per_second=tokens / step, ratio=theirs / step, step_ms=1000 * step)
-        row |= dict(fastest_ms=1000 * min(seconds[name]), slowest_ms=1000 * max(seconds[name]))
-        rows.append(row | dict(gigabytes=gigabytes[name]))
-        print_row(COLUMNS, rows[-1])
+        row = dict(
+            context=T,
+            model=name,
+            tokens_per_second=tokens / step,
+            ratio=theirs / step,
+            step_ms=1000 * step,
+            fastest_ms=1000 * min(seconds[name]),
+            slowest_ms=1000 * max(seconds[name]),
+            gigabytes=gigabytes[name],
+        )
+        rows.append(row)
+        print_row(COLUMNS, row)
     return rows
 
 

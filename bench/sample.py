@@ -90,8 +90,15 @@ def measure_transformers(cache, batch, context, tokens):
 
     model = GPT2LMHeadModel(GPT2Config(n_positions=4096)).cuda().bfloat16().eval()
     ids = torch.randint(50257, (batch, context), device="cuda")
-    options = dict(do_sample=True, top_k=200, temperature=0.8, pad_token_id=0, eos_token_id=None)
-    options |= dict(attention_mask=torch.ones_like(ids), max_new_tokens=tokens)
+    options = dict(
+        do_sample=True,
+        top_k=200,
+        temperature=0.8,
+        pad_token_id=0,
+        eos_token_id=None,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+    )
     options |= dict(cache_implementation="static") if cache == "static" else {}
     with torch.inference_mode():
         for _ in range(2):
@@ -130,8 +137,12 @@ def measure_prefill(settings):
             torch.cuda.reset_peak_memory_stats()
             read(n)
             peaks.append(torch.cuda.max_memory_allocated() / 1e9)
-    row = dict(prefill_tokens_per_second=speeds[0], forward_tokens_per_second=speeds[1])
-    return row | dict(prefill_gb=peaks[0], long_prefill_gb=peaks[1])
+    return dict(
+        prefill_tokens_per_second=speeds[0],
+        forward_tokens_per_second=speeds[1],
+        prefill_gb=peaks[0],
+        long_prefill_gb=peaks[1],
+    )
 
 
 def prefill_milliseconds(run):

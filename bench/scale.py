@@ -79,8 +79,15 @@ def measure(mode, gpus, tokens, dataset, args):
     """Train for some steps; return {"tokens_per_second": ...} or {"failed": reason}."""
     with tempfile.TemporaryDirectory() as folder:
         out_dir = os.path.join(folder, "out")
-        settings = [*SETTINGS, *settings_of(mode, gpus, tokens, args), f"--max_iters={args.warm_up + args.steps}"]
-        settings += [f"--eval_tokens={gpus}", f"--dataset={dataset}", f"--device={args.device}", *args.settings]
+        settings = [
+            *SETTINGS,
+            *settings_of(mode, gpus, tokens, args),
+            f"--max_iters={args.warm_up + args.steps}",
+            f"--eval_tokens={gpus}",
+            f"--dataset={dataset}",
+            f"--device={args.device}",
+            *args.settings,
+        ]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"] if gpus > 1 else []
         command = [sys.executable, *torchrun, str(TRAIN), *settings, f"--out_dir={out_dir}"]
         try:
@@ -104,8 +111,8 @@ def bench(args, dataset):
         for tokens in args.context if mode == "context" else args.tokens:
             one = None
             for gpus in args.gpus:
-                row = dict(mode=mode, tokens=tokens, gpus=gpus)
-                row["context"] = gpus * tokens if mode == "context" else args.block_size
+                context = gpus * tokens if mode == "context" else args.block_size
+                row = dict(mode=mode, tokens=tokens, gpus=gpus, context=context)
                 if gpus > available:
                     row["failed"] = f"only {available} GPUs are here"
                 else:

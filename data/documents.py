@@ -67,8 +67,12 @@ def prepare_documents(paths, args):
     source, tokenizer = find_source(paths), named_tokenizer(args.tokenizer)
     if source.files is None:
         args.revision = args.revision or _revision(source, args.out)
-    arguments = {"source": source.name, "files": source.files, "tokenizer": tokenizer.fingerprint()}
-    arguments |= {name: getattr(args, name) for name in OPTIONS}
+    arguments = {
+        "source": source.name,
+        "files": source.files,
+        "tokenizer": tokenizer.fingerprint(),
+        **{name: getattr(args, name) for name in OPTIONS},
+    }
     if is_complete(args.out, arguments, args.verify):
         return
     every = None if args.val_split else round(1 / args.val_fraction)

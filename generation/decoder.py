@@ -275,8 +275,12 @@ def failure(model, dtype, state_dtype):
     if not torch.cuda.is_available():
         return ""
     config, device = model.config, model.transformer.wte.weight.device
-    sizes = dict(n_layer=1, vocab_size=min(config.vocab_size, 1000), dropout=0.0)
-    sizes["n_positions"] = max(config.n_positions, 64)  # more than are read
+    sizes = dict(
+        n_layer=1,
+        vocab_size=min(config.vocab_size, 1000),
+        dropout=0.0,
+        n_positions=max(config.n_positions, 64),  # more than are read
+    )
     for mix in (block.attn.mix for block in model.transformer.h):
         small = replace(mix.config, **sizes)
         name = f"generation, {type(mix).__qualname__}, {dtype}, states in {state_dtype}, {small}, {model_hash()}"

@@ -162,8 +162,13 @@ def choose_model(cfg, arguments, dataset, saved):
         settings.pop("gate", None)
         if not any(name in ATTENTIONS and ATTENTIONS[name].windows for name in arguments["attention"].split(",")):
             settings.pop("window", None)
-    chosen = {"rope_base": float(max(2, dataset.document_length)), **settings, **fields_of(GPTConfig, arguments)}
-    chosen |= {"vocab_size": dataset.vocab_size, "reset_token": dataset.eot if cfg.pack else -1}
+    chosen = {
+        "rope_base": float(max(2, dataset.document_length)),
+        **settings,
+        **fields_of(GPTConfig, arguments),
+        "vocab_size": dataset.vocab_size,
+        "reset_token": dataset.eot if cfg.pack else -1,
+    }
     config = GPTConfig(**chosen)
     if source:
         source.check(config)

@@ -71,8 +71,14 @@ def make_plan(cfg, values, ranks):
     layout.check(cfg, device)
     check_memory(cfg, model_cfg, stages, device)
     cfg.dtype = str(dtype).removeprefix("torch.")
-    settings = {**asdict(cfg), "model": asdict(model_cfg), "data": folder.fingerprint(dataset)}
-    settings |= {"teacher": teacher.fingerprint, "ranks": ranks.world, "device_type": device.type}
+    settings = {
+        **asdict(cfg),
+        "model": asdict(model_cfg),
+        "data": folder.fingerprint(dataset),
+        "teacher": teacher.fingerprint,
+        "ranks": ranks.world,
+        "device_type": device.type,
+    }
     return Plan(
         cfg=cfg,
         ranks=ranks,

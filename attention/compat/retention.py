@@ -84,9 +84,13 @@ def create_inputs(
     """
     shape, gate_mean, state_deg = (b, t, t, h, d), 0.0 if gating else None, deg if initial_state else None
     inputs = _random_tensors(shape, qhead_ratio, dtype, device, gate_mean, state_deg, requires_grad, seed)
-    inputs.update(return_final_state=return_final_state, deg=deg, scale=scale)
-    inputs.update(chunk_size=chunk_size, switch_over_seq_len=switch_over_seq_len)
-    return inputs
+    return inputs | dict(
+        return_final_state=return_final_state,
+        deg=deg,
+        scale=scale,
+        chunk_size=chunk_size,
+        switch_over_seq_len=switch_over_seq_len,
+    )
 
 
 def create_inference_inputs(

@@ -61,8 +61,8 @@ def plan(problem, form="auto", chunk_size=None, *, initial_state=False, return_s
     problem = problem._replace(D=D, E=E, p=p, dtype=dtype)
     if queries is not None:  # as many tokens as have these pairs for each key
         problem = problem._replace(T=2 * queries - queries * queries // problem.T)
-    reasons = {"quadratic": kernel_reason("quadratic", device, dtype, D, E, p)}
-    reasons["chunked"] = reasons["quadratic"] or kernel_reason("chunked", device, dtype, D, E, p)
+    reason = kernel_reason("quadratic", device, dtype, D, E, p)
+    reasons = {"quadratic": reason, "chunked": reason or kernel_reason("chunked", device, dtype, D, E, p)}
     states = initial_state or return_state
     # fewer queries than tokens are those after the state of the others
     checks = {
