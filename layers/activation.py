@@ -47,7 +47,7 @@ def _tail(z):
     return p * t * density, density
 
 
-def gelu(x, approximate="none"):
+def gelu(x, approximate):
     """Return F.gelu(x); compiled for a GPU, the exact one of bfloat16 and float16 in a form that memory limits.
 
     Uncompiled, each step of that form would be a pass over memory.

@@ -21,8 +21,8 @@ def compute_losses(logits, targets, vocab_size, differentiate):
     if not pointwise_reason("cross_entropy", logits.device, logits.dtype):
         losses, scales = cross_entropy().cross_entropy_(logits, targets, vocab_size, differentiate)
         return (losses, logits, scales) if differentiate else (losses, None, None)
-    column, dtype = torch.arange(logits.shape[1], device=logits.device), logits.dtype
-    counts, target = (targets != -1).unsqueeze(1), targets.clamp(min=0).unsqueeze(1)
+    dtype = logits.dtype
+    column, counts, target = _columns_of_targets(logits, targets)
     logits = logits.to(torch.promote_types(dtype, torch.float32)).where(column < vocab_size, float("-inf"))
     log_sum = logits.logsumexp(1, keepdim=True)
     losses = (log_sum - logits.gather(1, target)) * counts
@@ -31,14 +31,20 @@ def compute_losses(logits, targets, vocab_size, differentiate):
     return losses, (((logits - log_sum).exp() - (column == target).to(logits.dtype)) * counts).to(dtype), None
 
 
+def _columns_of_targets(logits, targets):
+    """Return the numbers of the columns [V], whether each target counts [N, 1], and its column [N, 1], 0 for -1."""
+    column = torch.arange(logits.shape[1], device=logits.device)
+    return column, (targets != -1).unsqueeze(1), targets.clamp(min=0).unsqueeze(1)
+
+
 def compute_distilled_losses(logits, teacher, targets, vocab_size, distill_weight):
     """Return what `compute_losses` does if it differentiates, of the cross entropy + distill_weight KL(t || s).
 
     logits and teacher [N, V] give the distributions s and t over the first vocab_size columns. The gradient to the
     logits is s - onehot(target) + distill_weight (s - t).
     """
-    column, dtype = torch.arange(logits.shape[1], device=logits.device), logits.dtype
-    counts, target = (targets != -1).unsqueeze(1), targets.clamp(min=0).unsqueeze(1)
+    dtype = logits.dtype
+    column, counts, target = _columns_of_targets(logits, targets)
     wide, outside = torch.promote_types(dtype, torch.float32), column >= vocab_size
     log_s, log_t = (x.to(wide).masked_fill(outside, float("-inf")).log_softmax(1) for x in (logits, teacher))
     s, t = log_s.exp(), log_t.exp()
@@ -97,11 +103,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         return dx.to(ctx.dtype), dw * grad, *5 * [None]
 
 
-def head_loss(x, weight, targets, vocab_size, teacher=None):
+def head_loss(x, weight, targets, vocab_size, teacher):
     """Return the mean cross entropy of rows x [N, C] times the head's weight [V, C] and targets [B, T], -1 left out.
 
     teacher: (hidden, weight, w), the output of `hidden` [B, T, C'] and the wte.weight of another model with this
-    vocabulary. It adds w times the mean KL divergence of its next-token distribution from this model's.
+    vocabulary, or None. It adds w times the mean KL divergence of its next-token distribution from this model's.
     """
     teacher = (teacher[0].flatten(0, 1), *teacher[1:]) if teacher else ()
     if not torch.is_grad_enabled():  # otherwise the weight would still need a gradient inside

@@ -41,7 +41,7 @@ class SympowCache:
 
     is_compileable = is_sliding = False
 
-    def __init__(self, state, padded=False):
+    def __init__(self, state, padded):
         self.state, self.padded = state, padded  # padded: some texts of the batch begin behind padding
 
     def get_seq_length(self, layer_idx=0):
