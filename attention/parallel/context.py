@@ -67,11 +67,11 @@ class Context:
 
     def split(self, x):
         """Return x [B, T / N, ...] with its pieces as sequences of their own, [B * pieces, n, ...]; None stays None."""
-        return x if x is None or self.pieces == 1 else x.unflatten(1, (self.pieces, -1)).flatten(0, 1)
+        return x if x is None else x.unflatten(1, (self.pieces, -1)).flatten(0, 1)
 
     def join(self, x):
         """Return x [B * pieces, n, ...] as [B, T / N, ...], the inverse of `split`."""
-        return x if self.pieces == 1 else x.unflatten(0, (-1, self.pieces)).flatten(1, 2)
+        return x.unflatten(0, (-1, self.pieces)).flatten(1, 2)
 
     def positions(self, x, speed):
         """Return the positions of the tokens of x [B, T / N, C], float64, as `state.count_positions` does for a whole
