@@ -135,7 +135,7 @@ def try_kernels():
         for line, ok in check_all():
             trials[line] = "" if ok else "too far from float64"
         if importlib.util.find_spec("sympow.generation"):  # programs may not be installed
-            trials.update(try_generation())
+            trials |= try_generation()
     except Exception as error:
         trials["kernels"] = f"{type(error).__name__}: {last_line(error)}"
     return trials

@@ -88,11 +88,13 @@ def main():
         refuse(error)
     try:
         compare = compare_tasks if cfg.tasks else compare_positions
-        compare(choose_runs(cfg), cfg)
+        report = compare(choose_runs(cfg), cfg)
     except (DataError, TooLong) as error:
         refuse(error)
     except (MemoryError, torch.OutOfMemoryError) as error:
         sys.exit(f"evaluate.py: {first_line(error)}")
+    if cfg.json:
+        print(json.dumps(report))
 
 
 def choose_runs(cfg):
@@ -110,7 +112,7 @@ def choose_runs(cfg):
 
 
 def compare_positions(runs, cfg):
-    """Print and plot the losses by position of these runs, {name: folder}."""
+    """Print and plot the losses by position of these runs, {name: folder}; return {name: `between_powers`}."""
     picture = choose_picture(cfg.png)
     windows = {name: open_documents(folder, cfg) for name, folder in runs.items()}  # refused before any work
     curves, report = {}, {}
@@ -131,8 +133,7 @@ def compare_positions(runs, cfg):
     if picture:
         plot_loss_by_position(curves, picture)
         print(f"wrote {picture}")
-    if cfg.json:
-        print(json.dumps(report))
+    return report
 
 
 def open_documents(folder, cfg):
@@ -183,7 +184,10 @@ def between_powers(losses):
 
 
 def compare_tasks(runs, cfg):
-    """Print the metrics of these runs, {name: folder}, on tasks of lm_eval, and write them to tasks.json in each."""
+    """Print the metrics of these runs, {name: folder}, on tasks of lm_eval, and write them to tasks.json in each.
+
+    Returns {name: {task: metrics}}.
+    """
     try:
         from sympow.runs.tasks import UNLIMITED, load_model, load_tasks, run_tasks  # takes seconds, and is optional
     except ModuleNotFoundError as error:
@@ -199,8 +203,7 @@ def compare_tasks(runs, cfg):
         for task, metrics in tasks.items():
             rows[name] |= {f"{task} {metric}": x for metric, x in metrics.items() if metric not in DETAILS}
     print(table(rows, "task"), flush=True)
-    if cfg.json:
-        print(json.dumps(report))
+    return report
 
 
 def write_metrics(run, cfg, report, max_length):
