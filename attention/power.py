@@ -157,8 +157,9 @@ def _attend(tensors, chosen, *, p, initial_state=None, return_state=False, first
         if n < T:  # the state of the tokens without a query comes first
             earlier, tokens = split_tokens(tokens, (T - n, n))
             state = operators.chunked_state(*earlier, *state, **sizes)
-        sizes.update(final=return_state, first_chunks=first_chunks)
-        y, S, z = operators.chunked_attention(q, *tokens, *state, **sizes)
+        y, S, z = operators.chunked_attention(
+            q, *tokens, *state, **sizes, final=return_state, first_chunks=first_chunks
+        )
         return y, PowerState(S, z)
     if initial_state is None:
         y = operators.quadratic_attention(q, k, v, gates, p=p)

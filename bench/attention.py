@@ -267,8 +267,7 @@ def bench(args):
             print_row(COLUMNS, rows[-1])
         torch.cuda.empty_cache()
     print(f"\nceiling: {ceiling:.0f} TFLOP/s, a bfloat16 matrix product of 8192 x 8192 x 8192")
-    settings = dict(tokens=args.tokens, heads=args.heads, head_dim=args.head_dim)
-    finish(args, rows, ceiling_tflops=ceiling, **settings)
+    finish(args, rows, ceiling_tflops=ceiling, tokens=args.tokens, heads=args.heads, head_dim=args.head_dim)
 
 
 # ---- the first call

@@ -24,8 +24,9 @@ LABELS = {
 
 def training_curves(rows):
     """Return {label: (contexts, milliseconds a token)} of the rows of bench/train.py."""
-    points = [(row["attention"], row["context"], 1000 / row["tokens_per_second"]) for row in rows if "step_ms" in row]
-    return sorted_curves(points)
+    return sorted_curves(
+        [(row["attention"], row["context"], 1000 / row["tokens_per_second"]) for row in rows if "step_ms" in row]
+    )
 
 
 def generation_curves(rows):
@@ -53,8 +54,11 @@ def main():
         ),
         "Generating one token takes so long after each context.": generation_curves(read_json(args.generation)["rows"]),
     }
-    axes = "context, tokens", "milliseconds a token"
-    plot([Panel(*axes, lines, title, log_x=True, log_y=True) for title, lines in curves.items()], args.png)
+    panels = [
+        Panel("context, tokens", "milliseconds a token", lines, title, log_x=True, log_y=True)
+        for title, lines in curves.items()
+    ]
+    plot(panels, args.png)
     print(f"wrote {args.png}")
 
 

@@ -233,9 +233,15 @@ class HeinsenLayer:
 
     def step(self):
         b = self.buffers
-        options = dict(reset_token=b.config.reset_token, log_value_bound=self.log_value_bound)
         linear(self.weights.qkv, b.qkv, b.x)
-        decode_heinsen.attend_heinsen(b.qkv, b.ids, self.state, b.y, **options)
+        decode_heinsen.attend_heinsen(
+            b.qkv,
+            b.ids,
+            self.state,
+            b.y,
+            reset_token=b.config.reset_token,
+            log_value_bound=self.log_value_bound,
+        )
 
     def count_token(self):
         pass

@@ -46,11 +46,19 @@ def mean_losses(plan, network, interrupt):
     The result is then None.
     """
     layout, stage = plan.layout, plan.stages[-1]
-    place = layout.data_rank, layout.data_world, layout.spans(stage.block_size), plan.ranks.master
     sums = torch.zeros(len(plan.held_out.parts), 2, dtype=torch.float64, device=plan.device)
     network.eval()
     for part, sum_of_part in zip(plan.held_out.parts, sums):
-        for inputs, targets in eval_batches(part.windows, plan.cfg.eval_tokens, stage.batch_size, *place):
+        batches = eval_batches(
+            part.windows,
+            plan.cfg.eval_tokens,
+            stage.batch_size,
+            layout.data_rank,
+            layout.data_world,
+            layout.spans(stage.block_size),
+            plan.ranks.master,
+        )
+        for inputs, targets in batches:
             plan.ranks.beat()
             inputs, targets = inputs.to(plan.device), targets.to(plan.device)
             with plan.autocast:
@@ -80,8 +88,8 @@ def count_epochs(plan, progress):
     epochs = dict.fromkeys(plan.dataset.sets, 0.0)
     for stage, (first, last) in zip(plan.stages, pairwise(borders)):
         rows = plan.cfg.tokens_per_step // stage.block_size
-        counts = plan.dataset.counts(first * rows), plan.dataset.counts(last * rows)
-        for name, windows, begin, end in zip(epochs, stage.windows.parts, *counts):
+        begins, ends = plan.dataset.counts(first * rows), plan.dataset.counts(last * rows)
+        for name, windows, begin, end in zip(epochs, stage.windows.parts, begins, ends):
             epochs[name] += (end - begin) / len(windows)
     return {f"epochs/{name}": times for name, times in epochs.items()}
 

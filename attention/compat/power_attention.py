@@ -31,8 +31,17 @@ def power_full(
     multiple. scale (default 1/sqrt(d)) and switch_over_seq_len, from which length on chunks are used, do not change Y.
     Raises ValueError and MemoryError as `attention.power_attention` does.
     """
-    options = dict(return_final_state=return_final_state, deg=deg, scale=scale, chunk_size=chunk_size)
-    out = retention.power_retention(Q, K, V, log_G, initial_state, **options)
+    out = retention.power_retention(
+        Q,
+        K,
+        V,
+        log_G,
+        initial_state,
+        return_final_state=return_final_state,
+        deg=deg,
+        scale=scale,
+        chunk_size=chunk_size,
+    )
     return (out[0], out[1:]) if return_final_state else out
 
 

@@ -47,9 +47,17 @@ def adaptive_attend(q, k, v, powers, log_g):
         parts = []
         for start, end in ranges:
             seen = m - n + end
-            args = queries[..., start:end, :], keys[:, :, :seen], values[:, :, :seen], sizes[..., :seen]
-            args += bad[..., :seen], None if documents is None else documents[..., :seen], powers[..., start:end, :]
-            parts.append(run(partial(_block_of_rows, first=m - n + start), *args))
+            part = run(
+                partial(_block_of_rows, first=m - n + start),
+                queries[..., start:end, :],
+                keys[:, :, :seen],
+                values[:, :, :seen],
+                sizes[..., :seen],
+                bad[..., :seen],
+                None if documents is None else documents[..., :seen],
+                powers[..., start:end, :],
+            )
+            parts.append(part)
         y = torch.cat(parts, dim=3)
     return by_token(y).to(q.dtype)
 

@@ -323,8 +323,7 @@ def failure(size, device="cuda"):
         return ""
 
     def compare():
-        problems = (f"wrong results, {line}" for line, ok in check([size], SHORT) if not ok)
-        return next(problems, "")
+        return next((f"wrong results, {line}" for line, ok in check([size], SHORT) if not ok), "")
 
     problem = remember(describe(size), compare, device, partial(launch, [size]))
     if not problem and torch.cuda.device_count() == 1:  # otherwise the next call may be for another GPU

@@ -176,10 +176,15 @@ def _quadratic(q, k, v, gates, scale, state, p):
     ranges, run = blocks_of_rows(B * Hkv * G, n, m, q.device)
     for start, end in ranges:
         seen = m - n + end
-        block = partial(_block_of_rows, p=p, first=m - n + start)
-        args = q[..., start:end, :], tuple(x[:, :, :seen] for x in keys), gates and gates.span(0, seen)
-        args += scale[..., start:end], state
-        parts.append(run(block, *args))
+        part = run(
+            partial(_block_of_rows, p=p, first=m - n + start),
+            q[..., start:end, :],
+            tuple(x[:, :, :seen] for x in keys),
+            gates and gates.span(0, seen),
+            scale[..., start:end],
+            state,
+        )
+        parts.append(part)
     return _concatenate_rows(parts)
 
 
@@ -275,11 +280,16 @@ def _chunked(q, k, v, gates, scale, state, p, chunk_size):
 
     T, first = k.shape[2], k.shape[2] - q.shape[3]  # tokens, the first with a query
     for start, end in [*pieces(0, first, chunk_size), *pieces(first, T, chunk_size)]:
-        queries = None if start < first else q[..., start - first : end - first, :]
-        args = queries, k[:, :, start:end], v[:, :, start:end], gates and gates.span(start, end)
-        args += scale[..., start:end], state
         # Only the states between chunks are saved for the backward pass, not the features.
-        *part, state = compute_again(chunk, *args)
+        *part, state = compute_again(
+            chunk,
+            None if start < first else q[..., start - first : end - first, :],
+            k[:, :, start:end],
+            v[:, :, start:end],
+            gates and gates.span(start, end),
+            scale[..., start:end],
+            state,
+        )
         if part:
             parts.append(part)
     return *_concatenate_rows(parts), state

@@ -70,12 +70,17 @@ def attend(q, k, v, *, chunk_size=CHUNK_SIZE, resets=None, initial_state=None):
             state = _update(k[:, :, :first], v[:, :, :first], documents[:, :, : first + 1], *state)
         parts = []
         for start, end in pieces(first, k.shape[2], chunk_size):
-            tokens = k[:, :, start:end], v[:, :, start:end], documents[:, :, start : end + 1]
             # Only the states between chunks are saved for the backward pass.
-            part, *state = compute_again(_chunk, q[:, :, start - first : end - first], *tokens, *state)
+            part, *state = compute_again(
+                _chunk,
+                q[:, :, start - first : end - first],
+                k[:, :, start:end],
+                v[:, :, start:end],
+                documents[:, :, start : end + 1],
+                *state,
+            )
             parts.append(part)
-        y = _divide(torch.cat(parts, dim=2), poison[..., first:])
-        return y, _end(*state, poison)
+        return _divide(torch.cat(parts, dim=2), poison[..., first:]), _end(*state, poison)
 
 
 def state_after(k, v, resets, initial_state):
@@ -189,10 +194,9 @@ def _inside(q, k, v, M, document):
         first_k, first_v, first_M = (_halves(x, half)[0] for x in (k, v, M))
         first_document, second_document = _halves(document, half)
         r, middle = first_M[..., -1:, :], first_document[..., -1:, :]
-        hidden = second_document != middle, first_document != middle
         first, second = _halves(num, half)
-        second = second + _pairs(_halves(q, half)[1], first_k, first_v, r, *hidden)
-        num = torch.stack((first, second), dim=3).flatten(2, 4)
+        pairs = _pairs(_halves(q, half)[1], first_k, first_v, r, second_document != middle, first_document != middle)
+        num = torch.stack((first, second + pairs), dim=3).flatten(2, 4)
         half *= 2
     return num[:, :, :n]
 

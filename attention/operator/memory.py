@@ -78,8 +78,10 @@ def generation_bytes(mixes, state, max_new_tokens, itemsize, state_dtype, switch
 
     mixes are the Variants of the layers, state is the ModelState. Variant.generation_bytes has the other arguments.
     """
-    sizes = max_new_tokens, itemsize, state_dtype, switch_over
-    layers = [mix.generation_bytes(layer, *sizes) for mix, layer in zip(mixes, state.layers)]
+    layers = [
+        mix.generation_bytes(layer, max_new_tokens, itemsize, state_dtype, switch_over)
+        for mix, layer in zip(mixes, state.layers)
+    ]
     return [sum(x) for x in zip(*layers)]
 
 

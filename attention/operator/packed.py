@@ -161,8 +161,8 @@ def _flash_backward(
     ends = ends[: n + 1]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     backward = torch.ops.aten._flash_attention_backward
-    dy, lengths = dy.contiguous(), (longest, longest)
-    grads = backward(dy, q, k, v, y, lse, ends, ends, *lengths, 0.0, True, *no_dropout, **_options(scale, window))
+    options = _options(scale, window)
+    grads = backward(dy.contiguous(), q, k, v, y, lse, ends, ends, longest, longest, 0.0, True, *no_dropout, **options)
     return tuple(x.contiguous() for x in grads)
 
 
@@ -179,8 +179,8 @@ def _save_flash(ctx, inputs, output):
 
 def _differentiate_flash(ctx, dy, _):
     q, k, v, ends, sizes, y, lse = ctx.saved_tensors
-    options = ctx.scale, ctx.window
-    return *_flash_backward(dy, [q, k, v], [ends, sizes], y, lse, *options), None, None, None, None
+    grads = _flash_backward(dy, [q, k, v], [ends, sizes], y, lse, ctx.scale, ctx.window)
+    return *grads, None, None, None, None
 
 
 _flash.register_autograd(_differentiate_flash, setup_context=_save_flash)
@@ -192,7 +192,7 @@ _flash.register_autograd(_differentiate_flash, setup_context=_save_flash)
 def _one_by_one(q, k, v, ends, sizes, scale=None):
     """Return y [N, H, E] of q [N, H, D], k [N, Hkv, D] and v [N, Hkv, E] that hold these documents."""
     lengths = ends[: int(sizes[0]) + 1].diff().tolist()
-    options = dict(is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    enable_gqa = q.shape[1] != k.shape[1]
     documents = zip(*(x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2) for x in (q, k, v)))  # [1, H, tokens, D]
-    y = [F.scaled_dot_product_attention(*qkv, **options) for qkv in documents]
+    y = [F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale, enable_gqa=enable_gqa) for qkv in documents]
     return torch.cat(y, dim=2).squeeze(0).transpose(0, 1)
