@@ -152,6 +152,13 @@ def reset_gates(resets, log_g, k):
     return log_g.masked_fill(resets.unsqueeze(-1), float("-inf"))
 
 
+def join_gates(*pieces):
+    """Return log_g of pieces (k, log_g) that follow each other; None if all are None. One that is None is of zeros."""
+    if all(log_g is None for _, log_g in pieces):
+        return None
+    return torch.cat([gates_of_one(k) if log_g is None else log_g for k, log_g in pieces], dim=1)
+
+
 def gates_of_one(k):
     """Return log_g [B, T, Hkv] of zeros for keys k [B, T, Hkv, D]."""
     return torch.zeros(k.shape[:3], dtype=accumulation_dtype(k), device=k.device)

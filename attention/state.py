@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from .gates import join_gates
 from .operator.forms import PowerState, flush, read_cache
 from .operator.memory import switch_over_tokens
 from .power import power_attention
@@ -85,8 +86,8 @@ class LayerState(State):
         """Return the state with new tokens' keys, values and gates in its cache; positions [B, n] or [n] are theirs."""
         position = positions[..., -1].expand_as(self.position)
         if self.k is not None:
+            log_g = join_gates((self.k, self.log_g), (k, log_g))
             k, v = torch.cat((self.k, k), dim=1), torch.cat((self.v, v), dim=1)
-            log_g = None if log_g is None else torch.cat((self.log_g, log_g), dim=1)
         return replace(self, k=k, v=v, log_g=log_g, position=position)
 
     def last(self, n):

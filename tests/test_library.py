@@ -297,6 +297,25 @@ def test_the_recipe_of_a_layer():
     assert not torch.allclose(of["y"][:, 20:], whole[:, 20:]) and torch.allclose(of["y"][:, :20], whole[:, :20])
 
 
+LAYERS = ("softmax", "even_power", "sympow", "sympow_gating", "conformal_sympow", "adaptive_power")
+
+
+@pytest.mark.parametrize("switch_over", [None, "always", 6])
+@pytest.mark.parametrize("attention", LAYERS)
+def test_pieces_with_and_without_resets_follow_each_other(attention, switch_over):
+    layer = sympow.Attention(32, 4, attention=attention).double()
+    x, resets = torch.randn(2, 24, 32, dtype=torch.float64), torch.zeros(2, 24, dtype=torch.bool)
+    resets[0, 5] = resets[1, 9] = resets[0, 17] = True
+    with torch.no_grad():
+        expected = layer(x, resets)
+        state, ys = layer.mix.empty_state(2, x.device, switch_over), []
+        for start, end in ((0, 3), (3, 10), (10, 11), (11, 12), (12, 15), (15, 18), (18, 24)):
+            piece = resets[:, start:end]
+            y, state = layer(x[:, start:end], piece if piece.any() else None, state)
+            ys.append(y)
+    assert_close(torch.cat(ys, dim=1), expected, 1e-10)
+
+
 @pytest.mark.filterwarnings("error:.*is deprecated:FutureWarning")
 def test_the_recipe_of_a_model_of_transformers(capsys):
     of = run_recipe("In a model of transformers")
