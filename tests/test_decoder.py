@@ -414,6 +414,18 @@ def test_weights_that_are_vectors_count_in_the_comparison(monkeypatch):
             assert "wrong results" in compare(), name
 
 
+def test_tokens_leave_the_window_that_is_compared(monkeypatch):
+    compared, model = [], tiny(attention="softmax", window=100)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(decoder_module, "remember", lambda name, compare, device: compared.append(compare.args))
+        decoder_module.failure(model, torch.float32, torch.float32)
+    compare = partial(decoder_module.find_failure, *compared[0], DEVICE)
+    assert compare() == ""
+    monkeypatch.setattr(layers_module.WindowLayer, "attend", layers_module.SoftmaxLayer.attend)
+    assert "wrong results" in compare()
+
+
 @pytest.mark.parametrize("path", ["model.py", "layers/norm.py", "attention/operator/forms.py", "generation/layers.py"])
 def test_an_edit_of_the_model_is_compared_again(path, tmp_path, monkeypatch):
     """A comparison is remembered under a hash of the sources on which it depends."""
