@@ -180,7 +180,6 @@ class GPT(nn.Module):
         if isinstance(getattr(module, "c_proj", None), nn.Linear):
             nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
-    @property
     def mixes(self):
         """Return the attentions of all layers, each a Variant."""
         return [block.attn.mix for block in self.transformer.h]
@@ -192,7 +191,7 @@ class GPT(nn.Module):
         on); by default the attention's own.
         """
         t, device = self.transformer, self.transformer.wte.weight.device
-        layers = [mix.empty_state(batch, device, switch_over) for mix in self.mixes]
+        layers = [mix.empty_state(batch, device, switch_over) for mix in self.mixes()]
         return ModelState(layers, embedding=t.wpe.empty_state(batch, device) if "wpe" in t else None)
 
     def forward(self, ids, targets=None, teacher=None):
@@ -291,4 +290,4 @@ class GPT(nn.Module):
         """
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and n != "transformer.wpe.weight")
         device = self.transformer.wte.weight.device.type
-        return 6 * weights + sum(mix.attention_flops(block_size, dtype, device) for mix in self.mixes)
+        return 6 * weights + sum(mix.attention_flops(block_size, dtype, device) for mix in self.mixes())

@@ -159,7 +159,7 @@ def choose_switch_over(model, cfg):
 
     Refuses a setting that no attention of the model takes.
     """
-    own = {mix.switch_over for mix in model.mixes} - {"never", None}
+    own = {mix.switch_over for mix in model.mixes()} - {"never", None}
     if not own and (cfg.switch_over or cfg.form == "recurrent"):
         setting = "switch_over" if cfg.switch_over else "form=recurrent"
         refuse(f"attention={model.config.attention} takes no {setting}: it has no KV cache that becomes a state")
@@ -168,7 +168,7 @@ def choose_switch_over(model, cfg):
     if cfg.switch_over or own != {"auto"}:
         return cfg.switch_over or None
     sizes = model.config.head_dim, model.config.head_dim, cache_dtype(model).itemsize, getattr(torch, cfg.state_dtype)
-    return max(switch_over_tokens(mix.p, *sizes) for mix in model.mixes if mix.switch_over == "auto")
+    return max(switch_over_tokens(mix.p, *sizes) for mix in model.mixes() if mix.switch_over == "auto")
 
 
 def load_state(path, model):

@@ -224,8 +224,7 @@ def half_lives(model, dataset, length):
 
 def state_bytes(model, dataset, tokens):
     """Return {state: the bytes that generation in bfloat16 keeps of one text, in states and windows}."""
-    mixes = [block.attn.mix for block in model.transformer.h]
-    return dict(state=sum(generation_bytes(mixes, model.empty_state(1), tokens, 2, torch.bfloat16, "always")))
+    return dict(state=sum(generation_bytes(model.mixes(), model.empty_state(1), tokens, 2, torch.bfloat16, "always")))
 
 
 MEASURES = {

@@ -1,12 +1,13 @@
 """Which attention should I use? Each at its best learning rate with three seeds, then the best at equal time.
 
-Every variant is trained with each of RATES. If the best is the highest or lowest, the next rate is tried too; then the
-best gets two more seeds. Rates are chosen by the validation loss, the tables read other texts. At last softmax and the
-two best others train for the same seconds. The records decide what is trained next: repeat the command until its status
-is 0.
+Every variant is trained with each of RATES. If the best is the highest or lowest, the next rate is tried too. Then
+softmax and the two best others train for the same seconds, and the best rate of each gets two more seeds. Rates are
+chosen by the validation loss, the tables read other texts. The records decide what is trained next: repeat the command
+until its status is 0.
 """
 
 import os
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
@@ -87,8 +88,12 @@ def tuned(size, name, rate, seed=SEEDS[0]):
 
 
 def at_equal_time(size, name, rate, records):
-    """Return the Run of a variant for as many steps as take SECONDS of training, or of a few steps for its speed."""
+    """Return the Run of a variant for as many steps as take SECONDS of training, or of a few steps for its speed.
+
+    The speed counts for the GPU that measured it: let one kind of GPU train all runs of equal time.
+    """
     short = make_run(size, name, f"{name}, speed", rate, seed=SEEDS[0], steps=SPEED_STEPS * size.fewer)
+    short = replace(short, measures={})
     record = short.find(dict(enumerate(records)))
     if not record:
         return short
@@ -156,8 +161,8 @@ def memory_cell(entry, lengths):
     """Return the megabytes that generation in bfloat16, with states in float32, keeps of texts of these lengths."""
     with torch.device("meta"):
         model = GPT(GPTConfig(**fields_of(GPTConfig, entry.record["settings"])))
-    mixes, state = [block.attn.mix for block in model.transformer.h], model.empty_state(1)
-    sizes = [sum(generation_bytes(mixes, state, tokens, 2, torch.float32)) for tokens in lengths]
+    state = model.empty_state(1)
+    sizes = [sum(generation_bytes(model.mixes(), state, tokens, 2, torch.float32)) for tokens in lengths]
     return " / ".join(f"{size / 1e6:,.1f}" for size in sizes)
 
 

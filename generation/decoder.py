@@ -57,7 +57,7 @@ class Decoder:
         """
         c, wte = model.config, model.transformer.wte.weight
         self.config, self.sampler, self.num_samples, self.device = c, sampler, num_samples, wte.device
-        self.mixes = model.mixes
+        self.mixes = model.mixes()
         if not all(map(decoding_kernels, self.mixes)):
             raise ValueError(f"not all layers of attention={c.attention} have kernels to generate with")
         dtype, B = dtype or wte.dtype, len(state.layers[0].position) * num_samples
@@ -281,7 +281,7 @@ def failure(model, dtype, state_dtype):
         dropout=0.0,
         n_positions=max(config.n_positions, 64),  # more than are read
     )
-    for mix in (block.attn.mix for block in model.transformer.h):
+    for mix in model.mixes():
         small = replace(mix.config, **sizes, window=min(mix.config.window, 4))  # tokens leave it
         name = f"generation, {type(mix).__qualname__}, {dtype}, states in {state_dtype}, {small}, {model_hash()}"
         compare = partial(find_failure, small, type(mix), dtype, state_dtype)

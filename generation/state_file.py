@@ -63,7 +63,9 @@ def load_state(path, model):
     device, own, parts = model.transformer.wte.weight.device, describe_model(model), {}
     try:
         config = with_defaults(GPTConfig, saved["model"])
-        differences = [f"{n}={config[n]!r} there, {x!r} here" for n, x in own["model"].items() if config[n] != x]
+        differences = [
+            f"{n}={config.get(n)!r} there, {x!r} here" for n, x in own["model"].items() if config.get(n) != x
+        ]
         if differences:
             raise ValueError(f"it belongs to another model: {', '.join(differences)}")
         if saved["weights"] != own["weights"]:

@@ -160,7 +160,8 @@ def choose_model(cfg, arguments, dataset, saved):
         settings = dict(saved["model"] if saved else source.model)
     if "attention" in arguments:  # the gate of another attention does not apply to this one, nor perhaps its window
         settings.pop("gate", None)
-        if not any(name in ATTENTIONS and ATTENTIONS[name].windows for name in arguments["attention"].split(",")):
+        names = [name.strip() for name in arguments["attention"].split(",")]
+        if not any(name in ATTENTIONS and ATTENTIONS[name].windows for name in names):
             settings.pop("window", None)
     chosen = {
         "rope_base": float(max(2, dataset.document_length)),

@@ -207,7 +207,7 @@ def split_context(model, layout, block_size, dtype, compiled):
     """
     if layout.context_size == 1:
         return False
-    mixes, device = model.mixes, model.transformer.wte.weight.device
+    mixes, device = model.mixes(), model.transformer.wte.weight.device
     balanced = "balanced" in [mix.context_layout(mix.config, block_size, dtype, device) for mix in mixes]
     outside = torch.compiler.disable(lambda function, *args, **kwargs: function(*args, **kwargs))
     context = Context(layout.mesh.get_group("context"), balanced, outside if compiled else None)
@@ -220,7 +220,7 @@ def split_context(model, layout, block_size, dtype, compiled):
 def whole_sequences(model):
     """Let the model compute whole sequences, on this rank alone."""
     # a layer without a context stays as it is: an attribute that is set makes torch.compile compile anew
-    mixes = [mix for mix in model.mixes if mix.context is not None]
+    mixes = [mix for mix in model.mixes() if mix.context is not None]
     context = mixes[0].context if mixes else None  # one for all layers
     try:
         for mix in mixes:

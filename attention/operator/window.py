@@ -3,8 +3,8 @@
     y = attend_in_window(q, k, v, 2048)             # the pairs cost T * window, and no mask of T x T is made
 
 On a GPU in bfloat16 and float16 torch's flash attention leaves out the tiles that lie outside of the window. Elsewhere
-queries are taken in blocks of at most BLOCK; each sees its own keys and a window before them, under one mask. A window
-of 4:
+queries are taken in blocks, shorter than long windows; each sees its own keys and a window before them, under one mask.
+With a window of 4:
 
     block of queries           q0 q1 q2 q3
     span of keys    k0 k1 k2 k3 k4 k5 k6 k7         query r, with the key r + window, sees the keys r + 1 to r + window
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from .packed import Documents, attend_within, find_documents, takes_flash
 
-BLOCK = 256  # queries; with more of them wide windows compute many pairs that no query sees
+BLOCK = 256  # queries; more of them compute more pairs that no query sees, fewer of them copy keys more often
 
 
 def attend_in_window(q, k, v, window, resets=None):
@@ -49,7 +49,7 @@ def _whole_sequences(q):
 def _in_blocks(q, k, v, window, resets):
     """Return what `attend_in_window` does, in torch's scaled_dot_product_attention."""
     (B, n, H), (T, Hkv) = q.shape[:3], k.shape[1:3]
-    M = min(window, n, BLOCK)  # queries of a block
+    M = min(window, n, max(BLOCK, window // 4))  # queries of a block
     blocks = -(-n // M)
     added = blocks * M - n  # rows behind the last token, which are cut off again
     front = n + window - T  # rows in the place of keys that are missing before the first query
