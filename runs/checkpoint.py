@@ -306,7 +306,7 @@ def run_of(path):
 
 
 def settings(run, folder=None):
-    """Return the settings that a run was trained with, from its config.json.
+    """Return the settings that a run was trained with, from its config.json, those of the model with later defaults.
 
     folder: a checkpoint, which must name the same settings of the model. Raises DataError if config.json cannot be
     read, is of another version, or differs from the checkpoint.
@@ -318,23 +318,23 @@ def settings(run, folder=None):
             raise DataError(f"{path} is damaged: it has no {key} of type {kind.__name__}")
     with one_line(path, "is damaged"):
         final_context(contents)
+    contents["model"] = with_defaults(GPTConfig, contents["model"])
     model = read_progress(folder).model if folder else None
-    if model and _comparable(model) != _comparable(contents["model"]):
+    if model and {**model, **CHANGEABLE} != {**contents["model"], **CHANGEABLE}:
         raise DataError(f"{path} is damaged: the model in it is not that of {folder}")
     return contents
 
 
-def _comparable(model):
-    """Return the saved settings of a model on which the meaning of its weights depends."""
-    return with_defaults(GPTConfig, model) | CHANGEABLE
-
-
 def read_progress(folder):
-    """Return the Progress of a checkpoint. Raises DataError if it is of another version, or none that a run makes."""
+    """Return the Progress of a checkpoint, its model with later defaults.
+
+    Raises DataError if it is of another version, or none that a run makes.
+    """
     path = os.path.join(folder, "progress.json")
     contents = _read_versioned(path)
     with suppress(TypeError, ValueError):
         progress = Progress(**contents)
+        progress.model = progress.model and with_defaults(GPTConfig, progress.model)
         pairs = {*map(len, [progress.skipped, *progress.stages])} == {2}
         counts = [progress.step, progress.best_step, progress.context, *progress.skipped, *sum(progress.stages, [])]
         steps = min(counts) >= 0 and max(progress.best_step, *progress.skipped) <= progress.step

@@ -24,12 +24,11 @@ import torch
 
 from sympow.data.files import write_json
 from sympow.data.mixture import Mixture, sets_of
-from sympow.model import GPTConfig
 from sympow.runs import checkpoint
 from sympow.runs.metrics import read_lines
 from sympow.runs.processes import warn
 from sympow.runs.program import refuse
-from sympow.runs.settings import from_launcher, with_defaults
+from sympow.runs.settings import from_launcher
 
 # Settings that may change when a run goes on, because they do not change its steps. max_seconds may change although it
 # ends the schedule: a run that is given more time should use it. training/stages.py refuses a `then` that would change
@@ -118,10 +117,9 @@ def _saved_settings(cfg):
 def refuse_other_settings(out_dir, saved, settings):
     """Refuse to go on with a run if a setting differs from the saved ones that would change its steps.
 
-    A run that began before GPTConfig had a field was trained with the field's default.
+    A run that began before GPTConfig had a field was trained with the field's default, which `saved` has.
     """
     old, new = ({**values, **values["model"], "model": None} for values in (saved, settings))
-    old = with_defaults(GPTConfig, old)
     free = set(FREE)
     if new["schedule"] == "constant" or new["lr_decay_iters"]:  # then no rate depends on max_iters
         free |= {"max_iters"}

@@ -94,9 +94,9 @@ def longest_text(path):
     settings = checkpoint.settings(checkpoint.run_of(path))
     model, limits = settings["model"], []
     context = final_context(settings)
-    if "softmax" in model.get("attention", "softmax").split(",") and not 0 < model.get("window", 0) <= context:
+    if "softmax" in model["attention"].split(",") and not 0 < model["window"] <= context:
         limits.append(context)
-    if model.get("positions") == "learned":
+    if model["positions"] == "learned":
         limits.append(model["n_positions"])
     return min(limits, default=None)
 
