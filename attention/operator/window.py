@@ -28,12 +28,12 @@ def attend_in_window(q, k, v, window, resets=None):
     """
     n, T = q.shape[1], k.shape[1]
     seen = min(T, n + window - 1)  # what is further back, no query sees
+    window = min(window, seen)  # flash counts in 32 bits
     k, v = k[:, T - seen :], v[:, T - seen :]
     if resets is not None and seen < T:  # else all layers share one tensor, whose documents are found once
         resets = resets[:, T - seen :]
     if n == 1 or not takes_flash(q, k, v):
-        return _in_blocks(q, k, v, min(window, seen), resets)
-    window = min(window, seen)  # the kernel counts in 32 bits
+        return _in_blocks(q, k, v, window, resets)
     q = F.pad(q, (0, 0, 0, 0, seen - n, 0))  # a query for each key, as packed attention has them
     documents = _whole_sequences(q) if resets is None else find_documents(resets)
     return attend_within(documents, q, k, v, window)[:, seen - n :]
