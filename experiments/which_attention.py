@@ -40,7 +40,7 @@ BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged
 MEMORY = (4096, 65536, 1 << 20)  # tokens after which the memory of generation is given
 VARIANTS = {
     "softmax": variant("softmax"),
-    "softmax in a window": dict(attention="softmax", window=WINDOW),  # what the hybrid gains comes from its states
+    "softmax in a window": dict(attention="softmax", window=WINDOW),  # what the hybrid gains over it comes from states
     "hybrid in a window": dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", p=2, window=WINDOW),
     "gated p=4": variant("sympow_gating p=4"),
     "gated p=2, wide heads": variant("sympow_gating p=2"),  # half as many, twice as wide
@@ -50,7 +50,7 @@ VARIANTS = {
 
 def plan(size):
     """Return the runs that the records so far ask for: all rates, then equal time and seeds of the best ones."""
-    records = list(read_records(os.path.join(size.folder, f"{NAME}.json")).values())
+    records = read_records(os.path.join(size.folder, f"{NAME}.json"))
     runs, best = [], {}  # {name: its best rate}, of variants that need no other rate
     tried = {name: rates_tried(records, name) for name in VARIANTS}
     for name, losses in tried.items():
@@ -69,7 +69,7 @@ def plan(size):
 
 def rates_tried(records, name):
     """Return {rate: validation loss} of a variant's records with the first seed and a number of steps."""
-    tried = [record for record in records if record["name"].startswith(f"{name}, lr ")]
+    tried = [record for record in records.values() if record["name"].startswith(f"{name}, lr ")]
     tried = [record for record in tried if record["settings"]["seed"] == SEEDS[0]]
     return {record["settings"]["learning_rate"]: val_loss(record) for record in tried}
 
@@ -94,7 +94,7 @@ def at_equal_time(size, name, rate, records):
     """
     short = make_run(size, name, f"{name}, speed", rate, seed=SEEDS[0], steps=SPEED_STEPS * size.fewer)
     short = replace(short, measures={})
-    record = short.find(dict(enumerate(records)))
+    record = short.find(records)
     if not record:
         return short
     (speed,) = record["tokens_per_second"].values()
