@@ -49,10 +49,10 @@ def main():
     parser.add_argument("--png", type=output_file, default="docs/data/cost.png")
     args = parser.parse_args()
     curves = {
-        "Training models of 124M parameters takes so long for each token.": training_curves(
+        "Training takes this long for each token (124M parameters).": training_curves(
             read_json(args.training)["rows"]
         ),
-        "Generating one token takes so long after each context.": generation_curves(read_json(args.generation)["rows"]),
+        "Generation takes this long for each token (one text).": generation_curves(read_json(args.generation)["rows"]),
     }
     panels = [
         Panel("context, tokens", "milliseconds a token", lines, title, log_x=True, log_y=True)
