@@ -49,9 +49,7 @@ def main():
     parser.add_argument("--png", type=output_file, default="docs/data/cost.png")
     args = parser.parse_args()
     curves = {
-        "Training takes this long for each token (124M parameters).": training_curves(
-            read_json(args.training)["rows"]
-        ),
+        "Training takes this long for each token (124M parameters).": training_curves(read_json(args.training)["rows"]),
         "Generation takes this long for each token (one text).": generation_curves(read_json(args.generation)["rows"]),
     }
     panels = [

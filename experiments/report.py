@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from sympow.compare import format_count, markdown
-from sympow.runs.plots import COLOURS, STYLE, mean_and_standard_error, smooth
+from sympow.runs.plots import COLOURS, STYLE, mean_and_standard_error
 
 CURVE = ("positions", "mean", "errors")  # what a record has of the loss by position
 FIRST_POSITION = 64  # of a curve: before it a text's language is unknown, and losses differ several times more
@@ -140,30 +140,6 @@ def table(title, columns, entries):
 
 
 # ---- curves: lines of a Panel
-
-
-def seed_losses(entry, split):
-    """Return (million tokens [N], losses [seeds, N]) of "train" or "val", without the loss of the fresh model.
-
-    The seeds of an experiment are logged at the same steps.
-    """
-    curves = np.array([[point[:2] for point in record[split] if point[0]] for record in entry.records])
-    return curves[0, :, 0] / 1e6, curves[:, :, 1]
-
-
-def val_curve(entry):
-    """Return (million tokens, validation losses, standard deviations over the seeds: 0 with one seed)."""
-    tokens, losses = seed_losses(entry, "val")
-    return tokens, losses.mean(0), losses.std(0, ddof=len(losses) > 1)
-
-
-def ratio_curve(entry, base):
-    """Return (million tokens, smoothed ratios of the training loss to the Entry base's), for means over the seeds."""
-    tokens, losses = seed_losses(entry, "train")
-    _, base_losses = seed_losses(base, "train")
-    later = tokens > 0.02 * tokens[-1]
-    ratios = losses.mean(0) / base_losses.mean(0)
-    return tokens[later], smooth(ratios[later])
 
 
 def position_curve(entry, measure="positions"):

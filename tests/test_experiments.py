@@ -218,17 +218,6 @@ def test_a_table_names_the_corpus_and_mixes_no_two():
         table("T", columns, [*entries, entry("three", 1.0, corpus="other")])
 
 
-def test_curves_are_means_over_seeds_with_their_deviation():
-    two, one = Entry("two", []), Entry("one", [])
-    for seeds, losses in ((two, (3.0, 2.0)), (two, (5.0, 1.0)), (one, (2.0, 1.0))):
-        curve = [[0, 9.0], *zip((10, 20), losses)]  # the loss of the fresh model is left out
-        seeds.records.append(dict(train=curve, val=curve))
-    tokens, losses, deviations = report.val_curve(two)
-    assert np.allclose(tokens, [1e-5, 2e-5]) and list(losses) == [4.0, 1.5]
-    assert np.allclose(deviations, [2**0.5, 0.5**0.5]) and not report.val_curve(one)[2].any()
-    assert np.allclose(report.ratio_curve(two, one)[1], [2.0, 1.5])
-
-
 def test_a_panel_leaves_out_the_first_losses_of_curves_and_the_end_of_none():
     axis = Figure().subplots()
     lines = {"fast": (range(2), [9.0, 1.0]), "good": (range(2), [9.0, 1.0]), "slow": (range(2), [9.0, 5.0])}
