@@ -5,6 +5,7 @@ Such a model trains and scores whole texts, but cannot generate.
 
     conv    q, k and v get a convolution of their last 4 tokens added (depthwise)
     out     the output is normalised and gated: RMSNorm(y) silu(W x)
+    norm    q and k are normalised before the rotation, RMSNorm(q)
     spread  biases of the gates from 2 to 11 over the heads: half-lives of 5 to 41,000 tokens, instead of 688 for all
     slow    conformal: only the slower half of the pairs turns at the learned speed
     heads   conformal: the learned speed has a bias for each head
@@ -31,7 +32,7 @@ from sympow.experiments.which_attention import CONTEXT, SEEDS, schedule, texts_l
 
 RATE, CONFORMAL_RATE = 2.4e-3, 1.2e-3  # the best ones in which_attention's tables
 RUNS = {  # name -> number of seeds, the most important first
-    **{f"sympow_gating{parts}": 2 for parts in ("", "+conv+out", "+conv", "+out", ", bias", "+spread")},
+    **{f"sympow_gating{parts}": 2 for parts in ("", "+conv+out", "+conv", "+out", ", bias", "+spread", "+norm", "+conv+out+norm")},
     "softmax+conv+out": 2,
     "gated_deltanet": 2,
     "gated_deltanet+plain": 2,
@@ -72,6 +73,9 @@ class Parts:
         if "conv" in self.parts:
             inputs = F.pad(qkv.flatten(2), (0, 0, WIDTH - 1, 0))
             qkv = qkv + convolve(inputs, self.conv).view(qkv.shape)
+        if "norm" in self.parts:
+            qk, v = qkv.tensor_split((-self.config.n_kv_head,), dim=2)
+            qkv = torch.cat((F.rms_norm(qk, qk.shape[3:]), v), dim=2)
         weight = super().input_weight()
         y, _ = super().forward(x if weight is None else linear_fp32(x, weight), qkv, resets)
         if "out" in self.parts:

@@ -435,7 +435,7 @@ def test_power_attention_and_the_window_beside_it_keep_as_many_bytes():
 @pytest.mark.parametrize(
     "name",
     [
-        "sympow_gating+conv+out",
+        "sympow_gating+conv+out+norm",
         "sympow_gating+spread",
         "softmax+conv+out",
         "conformal_sympow+slow",
