@@ -31,8 +31,9 @@ from sympow.experiments.runs import main
 from sympow.experiments.which_attention import CONTEXT, SEEDS, schedule, texts_loss, texts_measure
 
 RATE, CONFORMAL_RATE = 2.4e-3, 1.2e-3  # the best ones in which_attention's tables
+GATED = ("", "+conv+out", "+conv", "+out", ", bias", "+spread", "+norm", "+conv+out+norm")  # parts of sympow_gating
 RUNS = {  # name -> number of seeds, the most important first
-    **{f"sympow_gating{parts}": 2 for parts in ("", "+conv+out", "+conv", "+out", ", bias", "+spread", "+norm", "+conv+out+norm")},
+    **{f"sympow_gating{parts}": 2 for parts in GATED},
     "softmax+conv+out": 2,
     "gated_deltanet": 2,
     "gated_deltanet+plain": 2,

@@ -4,7 +4,7 @@ A variant's `decodes_on_kernels` (attention/variant.py) names an entry of LAYERS
 EMBEDDINGS. A layer is made from the State after the prompt, which it copies into buffers of a fixed size:
 
     power      a KV cache until it takes as much memory as a state, then the state and a cache of FLUSH_EVERY tokens
-    softmax    a KV cache with room for all tokens, in a window for its own and WINDOW_SPARE more
+    softmax    a KV cache with room for all tokens; in a window for its own and WINDOW_SPARE more
     heinsen    the state
 
 and the decoder asks it, whatever it is, for
@@ -32,8 +32,6 @@ from sympow.kernels.decode import power as decode_power
 from sympow.kernels.decode import qkv as decode_qkv
 from sympow.kernels.decode import softmax as decode_softmax
 from sympow.kernels.decode.linear import Linear, linear
-
-OUTSIDE = -1  # in a cache's resets: the number of no document
 
 
 class Buffers:
@@ -93,27 +91,26 @@ class CachedLayer:
     def allocate(self, state, tokens_left):
         """Allocate the buffers for a LayerState and the tokens that will be cached, and copy it."""
         b, c, n = self.buffers, self.buffers.config, state.cached_tokens
-        C, first = self.places(state, tokens_left)
-        shape, read = (b.B, C, c.n_kv_head), slice(first, first + n)
+        C = self.capacity(state, tokens_left)
+        shape = b.B, C, c.n_kv_head
         k, v = (b.zeros(*shape, c.head_dim, dtype=b.dtype) for _ in range(2))
         sums, resets = b.zeros(*shape, dtype=torch.float64), b.zeros(*shape, dtype=torch.int32)
-        resets[:, :first] = OUTSIDE
         if n:
-            k[:, read], v[:, read] = state.k, state.v
+            k[:, :n], v[:, :n] = state.k, state.v
         if n and state.log_g is not None:
             reset = state.log_g == float("-inf")
-            sums[:, read] = state.log_g.double().masked_fill(reset, 0).cumsum(1)
-            resets[:, read] = reset.cumsum(1)
+            sums[:, :n] = state.log_g.double().masked_fill(reset, 0).cumsum(1)
+            resets[:, :n] = reset.cumsum(1)
         self.cache = decode_cache.Cache(k, v, sums, resets, self.count)
-        self.cached = first + n
+        self.cached = n
         self.count.fill_(self.cached)
         self.parts = decode_cache.parts_of_cache(b.B * c.n_head, C)
 
-    def places(self, state, tokens_left):
-        """Return how many tokens the cache has room for, and the place of the first of a LayerState's."""
+    def capacity(self, state, tokens_left):
+        """Return how many tokens the cache has room for, those of a LayerState among them."""
         b, D, n = self.buffers, self.buffers.config.head_dim, state.cached_tokens
         self.limit = state.switch_over_limit(self.p, D, D, b.dtype.itemsize)
-        return int(max(n, min(self.limit, n + tokens_left))), 0
+        return int(max(n, min(self.limit, n + tokens_left)))
 
     def step(self):
         b = self.buffers
@@ -147,31 +144,23 @@ class CachedLayer:
 
 
 class SoftmaxLayer(CachedLayer):
+    window = decode_softmax.NO_WINDOW
+
     def attend(self):
         b, cache = self.buffers, self.cache
         if b.config.reset_token < 0:
             cache = decode_cache.Cache(cache.k, cache.v, cache.gate_sums, None, cache.count)
-        decode_softmax.attend_softmax(b.qkv, b.rotation, cache, b.sums(self.parts, softmax=True), b.y)
+        sums = b.sums(self.parts, softmax=True)
+        decode_softmax.attend_softmax(b.qkv, b.rotation, cache, sums, b.y, self.window)
 
 
-class WindowLayer(CachedLayer):
-    """Softmax in a window, or over all tokens if they are fewer, with as many in the cache from the beginning.
+class WindowLayer(SoftmaxLayer):
+    """Softmax in a window, or over all tokens if they are fewer."""
 
-    A token that leaves the window is marked as one of another document, which no query sees. When the cache is full,
-    the window moves to its front.
-    """
-
-    def places(self, state, tokens_left):
-        if state.cached_tokens == 0:
-            raise ValueError("a layer with a window goes on from a token, and none was read")
+    def capacity(self, state, tokens_left):
         self.window = min(state.switch_over, state.cached_tokens + tokens_left)
         self.limit = self.window + WINDOW_SPARE
-        return self.limit, self.window - state.cached_tokens
-
-    def attend(self):
-        b, cache = self.buffers, self.cache
-        cache.resets.index_fill_(1, self.count.long() - self.window, OUTSIDE)
-        decode_softmax.attend_softmax(b.qkv, b.rotation, cache, b.sums(self.parts, softmax=True), b.y)
+        return self.limit
 
     def flush_full(self, tokens_left):
         """Move the window to the front of the cache if that is full; the buffers stay."""
@@ -181,9 +170,6 @@ class WindowLayer(CachedLayer):
             self.cached = self.window
             self.count.fill_(self.cached)
         return False
-
-    def changes(self):
-        return [self.place.position, self.cache.resets]
 
 
 class PowerLayer(CachedLayer):

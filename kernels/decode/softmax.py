@@ -1,9 +1,11 @@
 """Softmax attention of the newest token, from a KV cache: what power.attend is for the power variants.
 
-    y = sum over cached t of exp(q . k_t / sqrt(D)) v_t / sum of exp(q . k_t / sqrt(D)),  t since the last reset
+    y = sum over cached t of exp(q . k_t / sqrt(D)) v_t / sum of exp(q . k_t / sqrt(D))
 
-    programs  for each sequence and query head: parts of the cached tokens; the last part to end adds all
-    reads     keys and values, 2 D sizeof(weight) bytes for each cached token and KV head
+t goes over the tokens since the last reset, in a window over the last `window` of them, the newest among them.
+
+    programs  for each sequence and query head: parts of these tokens; the last part to end adds all
+    reads     keys and values, 2 D sizeof(weight) bytes for each of these tokens and KV head
 
 Each part has its weights relative to a maximum of its own, which it writes beside its sums: the parts are brought to
 the largest maximum when they are added. Inside a part each of the BT rows of a tile has its own running maximum, so
@@ -22,6 +24,8 @@ from ..configs import early_launch
 from .cache import add_part, append_newest, find_token, load_newest, load_rotated, load_tokens
 from .linear import let_next_start, wait_for_previous
 
+NO_WINDOW = 2**30  # tokens, more than any cache holds
+
 
 @triton.jit
 def _load_cache(cache, first, start, end, HKV, D: tl.constexpr, BT: tl.constexpr):
@@ -32,21 +36,22 @@ def _load_cache(cache, first, start, end, HKV, D: tl.constexpr, BT: tl.constexpr
 
 @triton.jit
 def softmax_kernel(
-    QKV, ROTATION, cache, sums, OUT, B, C, H, HKV, parts, scale, D: tl.constexpr, BT: tl.constexpr,
+    QKV, ROTATION, cache, sums, OUT, B, C, H, HKV, parts, window, scale, D: tl.constexpr, BT: tl.constexpr,
     PARTS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Compute one part of one query head's sums over the cache; the last part to finish writes OUT [B, H, D].
 
-    The parts share the cached tokens and the newest one. One of them writes its key and value to entry `count` of the
-    cache. cache.resets is None if no token forgets what is before it; scale is log2(e) / sqrt(D). PARTS is a power of
-    two, at least `parts`.
+    The parts share the `window` last tokens, of which one is the newest and the others are cached. One part writes its
+    key and value to entry `count` of the cache. cache.resets is None if no token forgets what is before it; scale is
+    log2(e) / sqrt(D). PARTS is a power of two, at least `parts`.
     """
     let_next_start(PDL)
     part, t = tl.program_id(1), tl.arange(0, BT)
     token = find_token(QKV, ROTATION, cache, C, H, HKV, D)
     count = token.count
-    size = tl.cdiv(tl.cdiv(count + 1, parts), BT) * BT
-    begin = part * size
+    oldest = tl.maximum(count + 1 - window, 0)
+    size = tl.cdiv(tl.cdiv(count + 1 - oldest, parts), BT) * BT
+    begin = oldest + part * size
     end = tl.minimum(begin + size, count)
     k, v, reset = _load_cache(cache, token.first, begin, end, HKV, D, BT)
     wait_for_previous(PDL)
@@ -78,13 +83,14 @@ def softmax_kernel(
     add_part(num, den, top, sums, OUT, B * H, parts, D, PARTS)
 
 
-def attend_softmax(qkv, rotation, cache, sums, out):
+def attend_softmax(qkv, rotation, cache, sums, out, window=NO_WINDOW):
     """Write the attention of the newest token to out [B, H D], and its key and value to entry `count` of the cache.
 
-    cache: a Cache; sums: Sums with maxima and `parts_of_cache` parts.
+    cache: a Cache; sums: Sums with maxima and `parts_of_cache` parts; window: how many tokens it sees, itself among
+    them.
     """
     (B, C, HKV, D), (parts, _, H) = cache.k.shape, sums.den.shape
     softmax_kernel[(B * H, parts)](
-        qkv, rotation, cache, sums, out, B, C, H, HKV, parts, math.log2(math.e) / math.sqrt(D), D=D,
+        qkv, rotation, cache, sums, out, B, C, H, HKV, parts, window, math.log2(math.e) / math.sqrt(D), D=D,
         BT=min(64, 4096 // D), PARTS=triton.next_power_of_2(parts), **early_launch(qkv),
     )  # fmt: skip
