@@ -1,4 +1,4 @@
-"""Draw what a token costs over the context: training and generation, with softmax and with power attention.
+"""Draw the time of a token over the context: training and generation, with softmax and with power attention.
 
     python bench/train.py --only softmax softmax_window sympow_gating --json docs/data/training_cost.json
     python bench/sample.py --only softmax softmax_window sympow_gating --batch 1 \\
@@ -7,6 +7,7 @@
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -23,9 +24,9 @@ LABELS = {
 
 
 def training_curves(rows):
-    """Return {label: (contexts, milliseconds a token)} of the rows of bench/train.py."""
+    """Return {label: (contexts, microseconds a token)} of the rows of bench/train.py."""
     return sorted_curves(
-        [(row["attention"], row["context"], 1000 / row["tokens_per_second"]) for row in rows if "step_ms" in row]
+        [(row["attention"], row["context"], 1e6 / row["tokens_per_second"]) for row in rows if "step_ms" in row]
     )
 
 
@@ -37,7 +38,7 @@ def generation_curves(rows):
 
 
 def sorted_curves(points):
-    """Return {label: (contexts, milliseconds)} of [(name, context, milliseconds)], in the order of the contexts."""
+    """Return {label: (contexts, times)} of [(name, context, time)], in the order of the contexts."""
     lines = {label: sorted(point[1:] for point in points if point[0] == name) for name, label in LABELS.items()}
     return {label: tuple(zip(*line)) for label, line in lines.items() if line}
 
@@ -48,13 +49,11 @@ def main():
     parser.add_argument("generation", help="what bench/sample.py --json wrote")
     parser.add_argument("--png", type=output_file, default="docs/data/cost.png")
     args = parser.parse_args()
-    curves = {
-        "Training takes this long for each token (124M parameters).": training_curves(read_json(args.training)["rows"]),
-        "Generation takes this long for each token (one text).": generation_curves(read_json(args.generation)["rows"]),
-    }
+    training, generation = (read_json(path)["rows"] for path in (args.training, args.generation))
+    panel = partial(Panel, "context, tokens", log_x=True, log_y=True)
     panels = [
-        Panel("context, tokens", "milliseconds a token", lines, title, log_x=True, log_y=True)
-        for title, lines in curves.items()
+        panel("microseconds a token", training_curves(training), "Training takes this long (124M parameters)."),
+        panel("milliseconds a token", generation_curves(generation), "Generation takes this long (one text)."),
     ]
     plot(panels, args.png)
     print(f"wrote {args.png}")

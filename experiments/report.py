@@ -165,7 +165,7 @@ def plot(panels, png):
             axis.remove()
         for axis, panel in zip(axes, panels):
             draw_panel(axis, panel, colours)
-            handles |= dict(zip(panel.lines, axis.lines))
+            handles = dict(zip(panel.lines, axis.lines)) | handles
         figure.legend(handles=handles.values(), loc="outside lower center", ncols=2 * columns)
         figure.savefig(png, dpi=130)
 

@@ -165,8 +165,8 @@ def test_log_attention_is_timed_beside_the_equations_of_its_paper():
 
 
 def test_the_picture_of_costs_has_the_rows_of_both_programs(tmp_path, monkeypatch, capsys):
-    training = [dict(attention="softmax", context=n, tokens_per_second=1000 / n, step_ms=1.0) for n in (8, 4)]
-    training += [dict(attention="sympow_gating", context=4, tokens_per_second=500, step_ms=1.0)]
+    training = [dict(attention="softmax", context=n, tokens_per_second=1e6 / n, step_ms=1.0) for n in (8, 4)]
+    training += [dict(attention="sympow_gating", context=4, tokens_per_second=500_000, step_ms=1.0)]
     training += [dict(attention="softmax", context=16, failed="out of memory")]
     generation = [dict(name="softmax", batch=b, context=n, p50=float(b * n)) for b in (1, 64) for n in (4, 8)]
     for name, rows in dict(training=training, generation=generation).items():
