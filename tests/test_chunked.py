@@ -292,9 +292,9 @@ def test_where_gates_forget_the_first_rows_of_a_chunk_are_exact(p, features_in_f
 
 def test_a_chunk_whose_gates_forget_reads_no_state_in_its_first_128_rows():
     k = torch.zeros(1, 600, 2, 16, device=DEVICE)
-    into, _, _, near = chunked.chunk_gates(gates_that_forget(600), chunked.Sizes(k, k, 2, 256))
-    assert near.tolist() == [[0, 128, 128], [0, 128, 0]]  # through 128 tokens 0.5^128; a reset; exp(-0.128)
-    assert not into[0, 256:384].any() and into[:, 384].all() and into[1, 512:].all()
+    decay_from_start, _, _, overlap = chunked.chunk_gates(gates_that_forget(600), chunked.Sizes(k, k, 2, 256))
+    assert overlap.tolist() == [[0, 128, 128], [0, 128, 0]]  # through 128 tokens 0.5^128; a reset; exp(-0.128)
+    assert not decay_from_start[0, 256:384].any() and decay_from_start[:, 384].all() and decay_from_start[1, 512:].all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -79,77 +79,79 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_c
     """
     s = Sizes(q, k, p, chunk)
     with device_guard(q.device):
-        into, out, whole_gate, near = chunk_gates(log_g, s, first_chunks)
+        decay_from_start, decay_to_end, chunk_decay, overlap = chunk_gates(log_g, s, first_chunks)
         has_state, packed = bool(initial or exchange) or final, first_chunks is not None
         mirror = key_mirror(s, k) if reflects(q.dtype, has_state, packed) else None
-        keys = prepare(s, k, v, decay=out, mirror=mirror)
+        keys = prepare(s, k, v, decay=decay_to_end, mirror=mirror)
         sums = update_state(s, s.HKV, keys), keys.z
         if exchange:
-            initial = exchange(*_last_state(s, sums, keys.unit_v, whole_gate))()
+            initial = exchange(*_last_state(s, sums, keys.unit_v, chunk_decay))()
         states, last, _ = carry_states(
-            s, sums, keys.unit_v, whole_gate, initial, final=final, first_chunks=first_chunks
+            s, sums, keys.unit_v, chunk_decay, initial, final=final, first_chunks=first_chunks
         )
         saved_keys = [getattr(keys, name) for name in KEYS]
         del keys
-        queries = prepare(s, q, decay=into, Z=states.Z, mirror=mirror)
+        queries = prepare(s, q, decay=decay_from_start, Z=states.Z, mirror=mirror)
         num, den = query_state(s, queries, states, skip=0 if initial is None else -1)
         del queries
-        y, l = quadratic.forward(q, k, v, log_g, p=p, chunk=chunk, near=near, num=num, den=den)
+        y, l = quadratic.forward(q, k, v, log_g, p=p, chunk=chunk, overlap=overlap, num=num, den=den)
     return y, (l, *states, mirror, *saved_keys), last
 
 
-def _last_state(s, sums, unit, whole_gate, reverse=False):
+def _last_state(s, sums, unit, chunk_decay, reverse=False):
     """Return (S, Z) that these sums over chunks give from a state of zeros; the sums stay as they are."""
     copies = [x if x is None else x.clone() for x in sums]
-    return carry_states(s, copies, unit, whole_gate, reverse=reverse, final=True)[1]
+    return carry_states(s, copies, unit, chunk_decay, reverse=reverse, final=True)[1]
 
 
 def backward(
-    dy, q, k, v, log_g, y, saved, final=None, initial=False, *, p, chunk, first_chunks=None, needs=(True,) * 5,
-    exchange=None,
+    dy, q, k, v, log_g, y, saved, final=None, has_initial_state=False, *, p, chunk, first_chunks=None,
+    needs=(True,) * 5, exchange=None,
 ):  # fmt: skip
     """Return dq, dk, dv, dlog_g (None without gates) and the gradient to the initial state (S, Z), or (None, None).
 
-    saved: what `forward` returned; final: the gradient (dS, dZ) to the last state, or None; initial: True if there was
-    an initial state; first_chunks: as for `forward`; needs: which of the five are wanted. What is not wanted is None,
-    or not complete. exchange, in place of `final`: a function that begins to find the gradient to the last state from
-    the gradient to the initial one that these tokens give without it, and returns a function that returns it.
+    saved: the tuple that `forward` returned; final: the gradient (dS, dZ) to the last state, or None; first_chunks: as
+    for `forward`; needs: True for each of the five gradients that is needed, the others are None or not complete.
+
+    exchange, in place of `final`: a function of the gradient that these tokens alone give to the initial state. It
+    begins to compute the gradient to the last state, and returns a function that returns it.
     """
     # operators save a tensor without entries in place of None
     l, S, unit_s, Z, mirror = (None if x is None or not x.numel() else x for x in saved[:5])
     states = States(S, unit_s, Z)
     s = Sizes(q, k, p, chunk)
     needs_q, needs_k, needs_v, needs_g, needs_state = needs
-    gated, needs_state = log_g is not None and needs_g, needs_state and initial
+    gated, needs_state = log_g is not None and needs_g, needs_state and has_initial_state
     needs_keys = needs_k or needs_v or gated
     dlog_g, dstate = None, (None, None)
     with device_guard(q.device):
-        into, out, whole_gate, near = chunk_gates(log_g, s, first_chunks)
-        inside_needs = (needs_q or gated, needs_keys, gated)
-        dq, dk, dv, inside = quadratic.backward(
-            dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, near=near, before=initial, needs=inside_needs
-        )
-        queries = prepare(s, q, dy, y, l, decay=into, mirror=mirror)
+        decay_from_start, decay_to_end, chunk_decay, overlap = chunk_gates(log_g, s, first_chunks)
+        quadratic_needs = (needs_q or gated, needs_keys, gated)
+        dq, dk, dv, row = quadratic.backward(
+            dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, overlap=overlap,
+            has_initial_state=has_initial_state, needs=quadratic_needs,
+        )  # fmt: skip
+        queries = prepare(s, q, dy, y, l, decay=decay_from_start, mirror=mirror)
         unit_v = queries.unit_v
         if needs_keys or needs_state:  # a gradient to the states before each chunk
             sums = update_state(s, s.H, queries), queries.z
-            finish = exchange(*_last_state(s, sums, unit_v, whole_gate, reverse=True)) if exchange else lambda: final
+            finish = exchange(*_last_state(s, sums, unit_v, chunk_decay, reverse=True)) if exchange else lambda: final
         if needs_q or gated:
-            read = query_gradient(s, queries, states, -1 if initial else 0, dq, q, gated)
+            query_terms = query_gradient(s, queries, states, -1 if has_initial_state else 0, dq, q, gated)
         del queries
         if needs_keys or needs_state:
             dlast = finish()
-            dstates, dstate, carried = carry_states(
-                s, sums, unit_v, whole_gate, dlast, states if gated else None, True, needs_state, first_chunks
+            dstates, dstate, dlog_decay = carry_states(
+                s, sums, unit_v, chunk_decay, dlast, states if gated else None, True, needs_state, first_chunks
             )
         if needs_keys:
-            keys, skip = _prepared_keys(s, saved, mirror, out), s.chunks - 1 if dlast is None else -1
+            keys, skip = _prepared_keys(s, saved, mirror, decay_to_end), s.chunks - 1 if dlast is None else -1
             if needs_k or gated:
-                given = query_gradient(s, keys, dstates, skip, dk, k, gated)
+                key_terms = query_gradient(s, keys, dstates, skip, dk, k, gated)
             if needs_v:
                 query_state(s, keys, dstates, skip, out=dv)
         if gated:
-            dlog_g = chunk_dlog_g(log_g, s, inside, near, read, given, *carried)
+            dlog_g = chunk_dlog_g(log_g, s, row, overlap, query_terms, key_terms, *dlog_decay)
     return dq, dk, dv, dlog_g, dstate
 
 

@@ -1,10 +1,10 @@
 """Query gradient, p = 2: the gradient to each query through the state that it reads, or to each key through the state.
 
-    dx_t = c_t  sum over i of  (xt_t[i] scaled_v_t) S_i^T  +  2 weight_t Z x_t,    read_t = x_t . dx_t / 2
+    dx_t = c_t  sum over i of  (xt_t[i] scaled_v_t) S_i^T  +  2 weight_t Z x_t,    gate_term_t = x_t . dx_t / 2
 
 where S_i, [D, D], holds the rows of the state for the products of entry i with all others, in a table (`where`), c_t
 brings the sum into units of one, and what comes through S is the gradient to reflected rows and is reflected back
-(mirror.py). read_t is what log_g's gradient needs.
+(mirror.py). log_g's gradient needs gate_term_t.
 
     query_gradient_kernel: BM rows
 
@@ -27,7 +27,7 @@ dx_t[b].
     states.S  [B * Hkv, chunks, F]                      float16    states.unit, see discumsum.py    read
     states.Z  [B * Hkv, chunks, D * D]                  float32    one
     out       [B, T, H, D]                              q's        one: dx is added to it
-    read      [B * H, TP]                               float32    one           (float16: float32 where q, k and v are)
+    gate_terms [B * H, TP]                              float32    one           (float16: float32 where q, k and v are)
 
 Cost: the full square, 2 D^3 FLOP a row, or as many as there are pairs, 0.56 of it (D = 128), and then 4 FLOP more for
 each feature. Operands are made in registers: the waits for products and the loads of scalars are the limit (79% of the
@@ -72,8 +72,8 @@ def _one_entry(v, x, S, WHERE, acc, D: tl.constexpr):
 
 
 @triton.jit
-def _add_gradient(acc, prepared, states, X, x_strides, OUT, READ, sizes, SCALE: tl.constexpr):
-    """Add the gradient to OUT and write READ, from its sums acc [BM, D] over pairs of entries.
+def _add_gradient(acc, prepared, states, X, x_strides, OUT, GATE_TERMS, sizes, SCALE: tl.constexpr):
+    """Add the gradient to OUT and write GATE_TERMS, from its sums acc [BM, D] over pairs of entries.
 
     sizes: (T, CHUNK, H, HKV); SCALE: what the sums are multiplied by, besides the units of values and states.
     """
@@ -88,8 +88,8 @@ def _add_gradient(acc, prepared, states, X, x_strides, OUT, READ, sizes, SCALE: 
     if prepared.weight is not None:
         zx *= tl.load(prepared.weight + row)[:, None]
     acc += 2 * zx
-    if READ is not None:
-        tl.store(READ + row, 0.5 * tl.sum(acc * x.to(tl.float32), 1))
+    if GATE_TERMS is not None:
+        tl.store(GATE_TERMS + row, 0.5 * tl.sum(acc * x.to(tl.float32), 1))
     add_to_rows(OUT, acc, b, lo, h, T, H)
 
 
@@ -100,7 +100,7 @@ def query_gradient_kernel(
     WHERE,  # the layout's table of the state's row for the product of two entries
     X,  # the rows
     OUT,  # the gradient is added to it
-    READ,  # what is written, with gates
+    GATE_TERMS,  # the result for log_g's gradient, or None
     x_strides,
     T,
     CHUNK,
@@ -111,7 +111,7 @@ def query_gradient_kernel(
     D: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Add BM rows of the gradient to OUT, and write READ."""
+    """Add BM rows of the gradient to OUT, and write GATE_TERMS."""
     TP = padded_tokens(T)
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM)
     row = lo + tl.arange(0, BM)
@@ -131,7 +131,7 @@ def query_gradient_kernel(
         acc = _one_entry(v, x3, S, where + i * D + 3 * D, acc, D)
         wait_for_products(i)
     # twice, since an entry is on both sides of a product
-    _add_gradient(acc, prepared, states, X, x_strides, OUT, READ, (T, CHUNK, H, HKV), 2 * VALUES_DOWN_2)
+    _add_gradient(acc, prepared, states, X, x_strides, OUT, GATE_TERMS, (T, CHUNK, H, HKV), 2 * VALUES_DOWN_2)
 
 
 # ---- D = 128
@@ -150,16 +150,16 @@ def _entries(x, BM: tl.constexpr):
 
 
 @triton.jit
-def _one_tile(to_slices, v, S, x, by, BM: tl.constexpr):
+def _one_tile(to_slices, v, S, x, x_scalars, BM: tl.constexpr):
     """Return (to_slices [BM, 8, 4, 2] with a tile added, the tile's gradient to its scalars [BM, 4]).
 
-    S: pointers [64, D] to the tile's rows; x: the slices as `_entries` returns them; by [BM, 4]: the scalars.
+    S: pointers [64, D] to the tile's rows; x: the slices as `_entries` returns them; x_scalars [BM, 4]: the scalars.
     """
     w = tl.dot(v, tl.trans(tl.load(S)), input_precision=PRECISION)
     entries, to_scalars = _entries(w, BM), tl.zeros([BM, 4], tl.float32)
     for i in tl.static_range(16):
         to_scalars = entries[i] * x[i] + to_scalars
-    return to_slices + w.reshape([BM, 8, 4, 2]) * by[:, None, :, None], to_scalars
+    return to_slices + w.reshape([BM, 8, 4, 2]) * x_scalars[:, None, :, None], to_scalars
 
 
 @triton.jit
@@ -182,7 +182,7 @@ def query_gradient_of_pairs_kernel(
     TO_X,  # the layout's table of where the columns of a part go
     X,  # the rows
     OUT,  # the gradient is added to it
-    READ,  # what is written, with gates
+    GATE_TERMS,  # the result for log_g's gradient, or None
     x_strides,
     T,
     CHUNK,
@@ -210,17 +210,17 @@ def query_gradient_of_pairs_kernel(
         scalars = tl.load(part + 4 + quarter // 4) + quarter % 4  # of four tiles
         to_slices, to_scalars = tl.zeros([BM, 8, 4, 2], tl.float32), tl.zeros([BM, 8, 4, 2], tl.float32)
         scalars = tile_of(XT, scalars, TP, row)
-        following = tl.load(scalars)
+        next_scalars = tl.load(scalars)
         for i in range(0, count, 4):
-            by = tl.trans(following).to(tl.float32)
-            following = tl.load(scalars + tl.minimum(i + 4, count - 4) * TP)
-            even, odd = tl.split(by.reshape([BM, 4, 2, 2]))
-            by0, by2 = tl.split(even)
-            by1, by3 = tl.split(odd)
-            to_slices, part0 = _one_tile(to_slices, v, tile + i * (64 * D), x, by0, BM)
-            to_slices, part1 = _one_tile(to_slices, v, tile + (i + 1) * (64 * D), x, by1, BM)
-            to_slices, part2 = _one_tile(to_slices, v, tile + (i + 2) * (64 * D), x, by2, BM)
-            to_slices, part3 = _one_tile(to_slices, v, tile + (i + 3) * (64 * D), x, by3, BM)
+            x_scalars = tl.trans(next_scalars).to(tl.float32)
+            next_scalars = tl.load(scalars + tl.minimum(i + 4, count - 4) * TP)
+            even, odd = tl.split(x_scalars.reshape([BM, 4, 2, 2]))
+            scalars0, scalars2 = tl.split(even)
+            scalars1, scalars3 = tl.split(odd)
+            to_slices, part0 = _one_tile(to_slices, v, tile + i * (64 * D), x, scalars0, BM)
+            to_slices, part1 = _one_tile(to_slices, v, tile + (i + 1) * (64 * D), x, scalars1, BM)
+            to_slices, part2 = _one_tile(to_slices, v, tile + (i + 2) * (64 * D), x, scalars2, BM)
+            to_slices, part3 = _one_tile(to_slices, v, tile + (i + 3) * (64 * D), x, scalars3, BM)
             four = tl.join(tl.join(part0, part2), tl.join(part1, part3))  # [BM, 4, 2, 2]
             # for each place of four tiles; broadcast it would need another layout
             four = tl.join(tl.join(four, four), tl.join(four, four)).permute([0, 4, 5, 2, 1, 3]).reshape([BM, 8, 4, 2])
@@ -230,21 +230,21 @@ def query_gradient_of_pairs_kernel(
         acc = _add_to_columns(acc, to_slices.reshape([BM, 64]), tl.load(to_x))
         acc = _add_to_columns(acc, to_scalars.reshape([BM, 64]), tl.load(to_x + 64 * D))
     # twice, since an entry is on both sides of a product
-    _add_gradient(acc, prepared, states, X, x_strides, OUT, READ, (T, CHUNK, H, HKV), 2)
+    _add_gradient(acc, prepared, states, X, x_strides, OUT, GATE_TERMS, (T, CHUNK, H, HKV), 2)
 
 
 # ---- launcher
 
 
 def query_gradient(s, prepared, states, skip, out, x, gated, config=None):
-    """Add to `out` the gradient to each row of x, and return read, or None without gates.
+    """Add to `out` the gradient to each row of x, and return gate_terms, or None without gates.
 
     x, out [B, T, H, D]; prepared: the result of `prepare` for x, with values, and with the weight None for 1; states:
     `States`; skip: the number of a chunk whose state is zero, or -1. Takes what `Sizes` takes.
     """
     heads, config = x.shape[2], config or choose("query_gradient", s.q, s.p)
-    read = empty(x, s.B * heads, s.TP) if gated else None
-    arrays, sizes = (x, out, read, x.stride()), (s.T, s.chunk, heads, s.HKV, s.layout.tiles)
+    gate_terms = empty(x, s.B * heads, s.TP) if gated else None
+    arrays, sizes = (x, out, gate_terms, x.stride()), (s.T, s.chunk, heads, s.HKV, s.layout.tiles)
     grid, options = (triton.cdiv(s.T, config.BM) * s.B * heads,), dict(D=s.D, BM=config.BM, **config.launch())
     if s.D == 128 and s.half == torch.float16:
         parts, to_x = s.layout.parts, s.layout.to_x
@@ -253,4 +253,4 @@ def query_gradient(s, prepared, states, skip, out, x, gated, config=None):
         )
     else:
         query_gradient_kernel[grid](prepared, states, s.layout.where, *arrays, *sizes, skip, **options)
-    return read
+    return gate_terms

@@ -3,10 +3,10 @@
 The gradient to xt (products of two entries, products.py) is made first, and goes from there to the row:
 
     dxt_t = c_t  sum over scalars i of (xt_t[i] scaled_v_t) S_i^T  +  2 weight_t Z xt_t
-    dx_t[a] = sum over b of dxt_t[ab] x_t[b],    read_t = x_t . dx_t / 4
+    dx_t[a] = sum over b of dxt_t[ab] x_t[b],    gate_term_t = x_t . dx_t / 4
 
 where S_i holds the rows of the state for the products of scalar i with entries, c_t brings sums into units of one, and
-dx_t, the gradient to reflected rows, is reflected back (mirror.py). read_t is what log_g's gradient needs.
+dx_t, the gradient to reflected rows, is reflected back (mirror.py). log_g's gradient needs gate_term_t.
 `spread_kernel` writes these rows of the state once more, one list behind another: 32 entries for each of their scalars,
 then 32 scalars for each of their entries (layout.py), and `square_times_kernel` makes Z xt.
 
@@ -23,7 +23,7 @@ then 32 scalars for each of their entries (layout.py), and `square_times_kernel`
     spread.zx [heads * rows, M, TP]                     float16    zx_unit: Z xt
     zx_unit   [heads * rows, ceil(M / 64), TP]          float32    the inverse of a power of two, for 64 entries of zx
     out       [B, T, H, D]                              q's        one: dx is added to it
-    read      [B * H, TP]                               float32    one           (float16: float32 where q, k and v are)
+    gate_terms [B * H, TP]                              float32    one           (float16: float32 where q, k and v are)
 
 Cost: as many rows are multiplied as the longest list in a block has, 2.4 (D = 32) to 3.7 (D = 16) times the number of
 features. Operands are made in registers: the waits for products and the loads of scalars are the limit. It takes SPREAD
@@ -179,14 +179,14 @@ def query_gradient_of_products_kernel(
     LISTS, FACTORS,  # tables of the layout: the steps; the entries of the row whose products x holds
     X,  # the rows
     OUT,  # the gradient is added to it
-    READ,  # what is written, with gates
+    GATE_TERMS,  # the result for log_g's gradient, or None
     x_strides,
     T, CHUNK, H, HKV,
     skip,  # a chunk whose state is zero and is not read, or -1
     n, first,
     D: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Add BM rows of the gradient to OUT, and write READ.
+    """Add BM rows of the gradient to OUT, and write GATE_TERMS.
 
     Each step computes the gradient to BLOCK entries of x, first as entries from their scalars, then as scalars from
     their entries, N of the latter at a time.
@@ -218,9 +218,9 @@ def query_gradient_of_products_kernel(
         one, two = tl.load(FACTORS + side + m), tl.load(FACTORS + 2 * M + side + m)
         acc += _to_rows(dx, scaled, row, TP, one, two, inside, D)
     acc = as_it_came(acc, prepared, states, place, state, b * HKV + h // (H // HKV), VALUES_DOWN_4)
-    if READ is not None:
+    if GATE_TERMS is not None:
         x = load_rows(X, x_strides, b, lo, h, T, BM, D)
-        tl.store(READ + place, 0.25 * tl.sum(acc * x.to(tl.float32), 1))
+        tl.store(GATE_TERMS + place, 0.25 * tl.sum(acc * x.to(tl.float32), 1))
     add_to_rows(OUT, acc, b, lo, h, T, H)
 
 
@@ -235,13 +235,13 @@ def spread_bytes(D, chunks, rows, size):
 
 
 def query_gradient(s, prepared, states, skip, out, x, gated, config=None):
-    """Add to `out` the gradient to each row of x, and return read, or None without gates.
+    """Add to `out` the gradient to each row of x, and return gate_terms, or None without gates.
 
     x, out [B, T, H, D]; prepared: the result of `prepare` for x, with values and weight; states: `States`; skip: the
     number of a chunk whose state is zero, or -1. Takes what `Sizes` takes.
     """
     heads, config = x.shape[2], config or choose("query_gradient", s.q, s.p)
-    read = empty(x, s.B * heads, s.TP) if gated else None
+    gate_terms = empty(x, s.B * heads, s.TP) if gated else None
     group, key_heads = heads // s.HKV, s.B * s.HKV
     size = spread_bytes(s.D, s.chunks, group * s.TP, states.S.element_size())
     at_once = max(1, min(key_heads, SPREAD // size))
@@ -255,11 +255,11 @@ def query_gradient(s, prepared, states, skip, out, x, gated, config=None):
             M=s.layout.M, D=s.D, N=64, BM=config.BM, num_warps=config.warps, num_stages=min(3, config.stages),
         )  # fmt: skip
         query_gradient_of_products_kernel[(rows,)](
-            prepared, states, spread, s.layout.lists, s.layout.factors, x, out, read, x.stride(),
+            prepared, states, spread, s.layout.lists, s.layout.factors, x, out, gate_terms, x.stride(),
             *shared, skip, len(s.layout.where), place,
             D=s.D, M=s.layout.M, BM=config.BM, N=min(config.BN // s.D, layout.STEP), **config.launch(),
         )  # fmt: skip
-    return read
+    return gate_terms
 
 
 def _empty_spread(s, like, key_heads, group):

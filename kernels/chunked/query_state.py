@@ -121,8 +121,8 @@ def query_state_kernel(
         x = tl.dot(x, diagonal(orders, 64).to(x.dtype), input_precision=PRECISION).to(x.dtype)
         for i in range(0, count, TILES):
             s = tl.load(S + (done + i) * (64 * D) + inside)
-            by = tl.load(tile_of(XT, scalars + i, TP, row))
-            acc = tl.dot(_row_features(x, by, BM, TILES), s, acc, input_precision=PRECISION)
+            x_scalars = tl.load(tile_of(XT, scalars + i, TP, row))
+            acc = tl.dot(_row_features(x, x_scalars, BM, TILES), s, acc, input_precision=PRECISION)
             wait_for_products(i)
         done += count
     acc *= factor[:, None]

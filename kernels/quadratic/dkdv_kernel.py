@@ -158,7 +158,7 @@ def _last_reader(OPENED, FIRST, hi, end, T):
 @triton.jit(do_not_specialize=["T", "OFFSET", "CHUNK", "H", "HKV", "HEADS"])
 def dkdv_kernel(
     Q, K, V, DY, strides,  # of the four, each None for a tensor descriptor
-    gates, NEAR,  # see gates.py and chunked/gates.py, or None
+    gates, OVERLAP,  # see gates.py and chunked/gates.py, or None
     rows,  # (PAIR, G, ROW) of `dq_kernel`
     DK, DV,  # what is written
     T, OFFSET, CHUNK, H, HKV, HEADS,  # as in `forward_kernel`
@@ -187,7 +187,7 @@ def dkdv_kernel(
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
     col = tl.zeros([BN], tl.float32)
-    begin, end = lo + BN, last_query(NEAR, lo, bh, T, CHUNK)  # the queries that see all of these keys
+    begin, end = lo + BN, last_query(OVERLAP, lo, bh, T, CHUNK)  # the queries that see all of these keys
     c_hi, c_col, c_last, first_row, factors = 0.0, 0.0, 0.0, 0, False
     if gates is not None:
         gates = gates_of_head(gates, T, bh)

@@ -141,11 +141,11 @@ def dq_kernel(
     Q, K, V, DY, strides,  # of the four, each None for a tensor descriptor
     results,  # (y, l) of the forward kernel, or None if sums were not divided
     undivided,  # (scale, rest, the gradient to l) if they were not: see `forward_kernel`; or None
-    KEY_SCALE, gates, NEAR,  # see passes.py, gates.py and chunked/gates.py, or None
+    KEY_SCALE, gates, OVERLAP,  # see passes.py, gates.py and chunked/gates.py, or None
     outputs,  # (DQ, PAIR, G, ROW): what is written; DQ and ROW may be None, G is without gates
     T, OFFSET, CHUNK, H, HKV, HEADS,  # as in `forward_kernel`
     P: tl.constexpr,
-    BEFORE: tl.constexpr,  # there is a state before the first token, so no row sees itself alone
+    HAS_INITIAL_STATE: tl.constexpr,  # there is a state before the first token, so no row sees itself alone
     TILE: tl.constexpr,  # (BM, BN, head dimension, R: rows of the other pass's tiles)
 ):  # fmt: skip
     """Write BM rows of dq, and PAIR, G and ROW, which the other pass needs."""
@@ -180,9 +180,9 @@ def dq_kernel(
         q = (q32 * factor[:, None]).to(q.dtype)
     else:  # s^3 stays in range without it, and the product is faster if q does not pass through registers
         over_l, factor = g * g, 1.0
-    first_key, end = first_key_of(NEAR, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
+    first_key, end = first_key_of(OVERLAP, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
     begin = first_key
-    c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, -1 if BEFORE else 0, False
+    c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, -1 if HAS_INITIAL_STATE else 0, False
     if GATED:
         gates = gates_of_head(gates, T, b * HKV + hkv)
         c_lo, begin = before_rows(gates, lo, begin, end, BN)
@@ -192,7 +192,7 @@ def dq_kernel(
     acc = tl.zeros([BM, D], tl.float32)
     r = tl.zeros([BM], tl.float32)
     if results is not None:
-        if delta_may_be_inexact(gates, lo, BM, BEFORE):
+        if delta_may_be_inexact(gates, lo, BM, HAS_INITIAL_STATE):
             queries = (q, dy, delta, row, c_lo, c_row, c_first, first_row)
             error = tl.zeros([BM], tl.float32)
             if GATED:  # without gates these are the first rows, which have no keys before them
@@ -200,7 +200,7 @@ def dq_kernel(
             _, error = _add_diagonal((acc, error), queries, keys, gates, end, lo, False, P, TILE, ROW_ALONE)
             error *= over_l
             if GATED:
-                error = tl.where(may_read_state(gates, lo, first_key, BM, BEFORE), 0.0, error)
+                error = tl.where(may_read_state(gates, lo, first_key, BM, HAS_INITIAL_STATE), 0.0, error)
             delta += tl.where(row > first_row, error, 0.0)
     _store_pair(PAIR, G, gates, n, bh, first, (row, first_row, c_row), (g, delta), TILE[3])
     if DQ is not None or ROW is not None:

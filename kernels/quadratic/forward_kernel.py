@@ -107,7 +107,7 @@ def forward_kernel(
     Y, L,  # what is written
     sums,  # (num, den), added to the sums before dividing, or None
     undivided,  # (a power of two to multiply q by, the remaining factor of the sums) if they are not divided, or None
-    KEY_SCALE, gates, NEAR,  # see passes.py, gates.py and chunked/gates.py, or None
+    KEY_SCALE, gates, OVERLAP,  # see passes.py, gates.py and chunked/gates.py, or None
     T, OFFSET,  # tokens; those before the first query, a multiple of 128, or None
     CHUNK, H, HKV, HEADS,  # CHUNK: tokens see nothing before their chunk; HEADS: of so many, programs run side by side
     P: tl.constexpr, TILE: tl.constexpr,  # TILE: (BM, BN, head dimension)
@@ -131,7 +131,7 @@ def forward_kernel(
 
     acc = tl.zeros([BM, D], tl.float32)
     l = tl.zeros([BM, 8], tl.float32)  # the same sum eight times, because no product is narrower
-    begin, end = first_key_of(NEAR, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
+    begin, end = first_key_of(OVERLAP, lo, b * HKV + hkv, T, CHUNK), lo // BN * BN
     c_lo, c_row, c_first, first_row, factors = 0.0, 0.0, 0.0, 0, False
     if gates is not None:
         gates = gates_of_head(gates, T, b * HKV + hkv)

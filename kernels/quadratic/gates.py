@@ -15,7 +15,7 @@ between (C_START, C_END).
     name         shape                                  dtype      what
     C            [B * Hkv, T padded to 128]             float32    the sum since the first token of the 128 around it
     FIRST        the same                               int8       the document's first token, counted from there; -1:
-                                                                   before (BEFORE: or there is a state before all)
+                                                                   before (or an initial state before all)
     KEY_DECAY    the same                               float32    decay^POWER from the token to the last of the R
                                                                    around it, 0 if that is another document's; in the
                                                                    order 0, 1, 8, 9, 16, .. of the R, then 2, 3, 10,
@@ -80,7 +80,7 @@ def gates_kernel(
     gates,  # what is written
     g_b, g_t, g_h,  # strides of LOG_G [B, T, Hkv]
     T, HKV,
-    R: tl.constexpr, POWER: tl.constexpr, BEFORE: tl.constexpr,
+    R: tl.constexpr, POWER: tl.constexpr, HAS_INITIAL_STATE: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
     """Write the six arrays for N tokens of one sequence and head.
@@ -96,7 +96,7 @@ def gates_kernel(
 
     log_g, reset = log_gates(LOG_G, g_t, token, T)
     c = tl.associative_scan(log_g, 0, add)
-    first = tl.associative_scan(tl.where(reset if BEFORE else reset | (token == 0), token, -1), 0, maximum)
+    first = tl.associative_scan(tl.where(reset if HAS_INITIAL_STATE else reset | (token == 0), token, -1), 0, maximum)
     tl.store(gates.C + token, (c - _ends(c, 128)[0]).to(tl.float32), written)
     tl.store(gates.FIRST + token, tl.maximum(first - token // 128 * 128, -1).to(tl.int8), written)
     to_end = tl.exp(POWER * (_ends(c, R)[1] - c).to(tl.float32))
@@ -163,10 +163,10 @@ def dlog_g_kernel(
     tl.store(DLOG_G + b * T * HKV + hkv + token.to(tl.int64) * HKV, d.to(tl.float32), token < T)
 
 
-def tile_gates(log_g, R, power, before=False):
+def tile_gates(log_g, R, power, has_initial_state=False):
     """Launch gates_kernel; return the Gates of log_g, or None for None.
 
-    log_g [B, T, Hkv] float32, any strides, or None; R: keys a tile; before: there is a state before the first token.
+    log_g [B, T, Hkv] float32, any strides, or None; R: keys a tile.
     Allocates 9.6 bytes per token and head of keys.
     """
     if log_g is None:
@@ -177,7 +177,7 @@ def tile_gates(log_g, R, power, before=False):
     gates += [empty(log_g, *blocks, dtype=dtype) for dtype in (torch.float64, torch.float64, torch.int32)]
     gates = Gates(*gates)
     gates_kernel[(triton.cdiv(T, TOKENS) * B * HKV,)](
-        log_g, gates, *log_g.stride(), T, HKV, R=R, POWER=power, BEFORE=before, N=TOKENS
+        log_g, gates, *log_g.stride(), T, HKV, R=R, POWER=power, HAS_INITIAL_STATE=has_initial_state, N=TOKENS
     )
     if T > TOKENS:
         gates_before_kernel[(B * HKV,)](*gates[3:], T, N=TOKENS)

@@ -65,14 +65,14 @@ L2_TOKENS = 65536  # so many tokens' keys and values stay in the L2 cache while 
 
 
 def forward(
-    q, k, v, log_g=None, *, p, scale=1.0, normalize=True, chunk=None, near=None, num=None, den=None,
+    q, k, v, log_g=None, *, p, scale=1.0, normalize=True, chunk=None, overlap=None, num=None, den=None,
     config=None,
 ):  # fmt: skip
     """Return y [B, n, H, D] in q's dtype and l [B, H, n padded to a multiple of 128], float32, for `backward`.
 
     q [B, n, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D and p:
     one of `kernels.HEAD_DIMS` and one of `kernels.POWERS`. The queries belong to the last n tokens; T - n is a multiple
-    of 128. chunk: tokens see nothing before their chunk, a multiple of 128, but for what `near` says (`chunk_gates`).
+    of 128. chunk: tokens see nothing before their chunk, a multiple of 128; overlap: exceptions, see `chunk_gates`.
     num [B, n, H, D], den [B, H, n padded], float32: added to the sums before dividing. `scale` cancels.
 
     With normalize False: num_i = sum_j w_ij v_j, float32, and l_i = sum_j w_ij, both with
@@ -87,7 +87,7 @@ def forward(
         tiles, strides = fetched_tiles((q, c.BM), (k, c.BN), (v, c.BN))
         forward_kernel[(triton.cdiv(n, c.BM) * B * H,)](
             *tiles, strides, y, l, None if num is None else (num, den),
-            None if normalize else _powers_of_two(scale, p), key_scale, gates, near,
+            None if normalize else _powers_of_two(scale, p), key_scale, gates, overlap,
             T, query_offset(n, T), chunk or T, H, HKV, heads_together(chunk or T, B * H),
             P=p, TILE=(c.BM, c.BN, D), **c.launch(),
         )  # fmt: skip
@@ -95,14 +95,14 @@ def forward(
 
 
 def backward(
-    dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, chunk=None, near=None, before=False,
+    dy, dl, q, k, v, log_g, y, l, *, p, scale=1.0, normalize=True, chunk=None, overlap=None, has_initial_state=False,
     needs=(True, True, True), configs=(None, None),
 ):  # fmt: skip
     """Return dq, dk, dv in the inputs' dtypes and dlog_g [B, T, Hkv] float32, or None without gates.
 
     With normalize, y and l are from `forward` and dl is not read; else y and l are not read, and dl has l's shape.
-    With `chunk`, row of the table above is returned in place of dlog_g, for `chunk_dlog_g`. before: True if there is a
-    state before the first token. needs: whether dq, either of dk and dv, and the last are wanted; the others are None.
+    With `chunk`, row of the table above is returned in place of dlog_g, for `chunk_dlog_g`. needs: (dq, dk and dv,
+    dlog_g), True for each that is needed; the others are None.
     Raises ValueError for configurations that do not fit each other.
     """
     (B, n, H, D), (T, HKV) = q.shape, k.shape[1:3]
@@ -123,19 +123,19 @@ def backward(
     if c_dq.BM < c_dkdv.BM or c_dkdv.BN % c_dkdv.BM:
         raise ValueError(f"dkdv's BM must divide its BN and be at most dq's BM, got {c_dq} for dq, {c_dkdv} for dkdv")
     with device_guard(q.device):
-        key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, before)
+        key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c_dq.BN, 1.0, has_initial_state)
         (k_tiles, v_tiles), (k_strides, v_strides) = fetched_tiles((k, c_dq.BN), (v, c_dq.BN))
         dq_kernel[(triton.cdiv(n, c_dq.BM) * B * H,)](
             q, k_tiles, v_tiles, dy, (q.stride(), k_strides, v_strides, dy.stride()), (y, l) if normalize else None,
-            None if normalize else (*_powers_of_two(scale, p), dl), key_scale, gates, near, (dq, pair, g, row),
+            None if normalize else (*_powers_of_two(scale, p), dl), key_scale, gates, overlap, (dq, pair, g, row),
             T, query_offset(n, T), chunk or T, H, HKV, heads_together(chunk or T, B * H),
-            P=p, BEFORE=before, TILE=(c_dq.BM, c_dq.BN, D, c_dkdv.BM), **c_dq.launch(),
+            P=p, HAS_INITIAL_STATE=has_initial_state, TILE=(c_dq.BM, c_dq.BN, D, c_dkdv.BM), **c_dq.launch(),
         )  # fmt: skip
         if needs_kv:
             (q, dy), (q_strides, dy_strides) = fetched_tiles((q, c_dkdv.BM), (dy, c_dkdv.BM))
-            alone = normalize and not (before and log_g is None)  # FIRST says it where there are gates
+            alone = normalize and not (has_initial_state and log_g is None)  # FIRST says it where there are gates
             dkdv_kernel[(triton.cdiv(T, c_dkdv.BN) * B * HKV,)](
-                q, k, v, dy, (q_strides, k.stride(), v.stride(), dy_strides), gates, near, (pair, g, row), dk, dv,
+                q, k, v, dy, (q_strides, k.stride(), v.stride(), dy_strides), gates, overlap, (pair, g, row), dk, dv,
                 T, query_offset(n, T), chunk or T, H, HKV, heads_together(chunk or T, B * HKV),
                 P=p, ALONE=alone, TILE=(c_dkdv.BM, c_dkdv.BN, D), **c_dkdv.launch(),
             )  # fmt: skip

@@ -87,21 +87,21 @@ def load_key_decay(KEY_DECAY, start, N: tl.constexpr):
 
 
 @triton.jit
-def first_key_of(NEAR, lo, bh, T, CHUNK):
-    """Return the first key that the rows of a tile from `lo` on attend to: their chunk's, or NEAR tokens before it."""
+def first_key_of(OVERLAP, lo, bh, T, CHUNK):
+    """Return the first key that the rows of a tile from `lo` on attend to: their chunk's, or OVERLAP before it."""
     begin = lo // CHUNK * CHUNK
-    if NEAR is not None:
-        tokens = tl.load(NEAR + bh * tl.cdiv(T, CHUNK) + lo // CHUNK)
+    if OVERLAP is not None:
+        tokens = tl.load(OVERLAP + bh * tl.cdiv(T, CHUNK) + lo // CHUNK)
         begin -= tl.where(lo - begin < 128, tokens, 0)
     return begin
 
 
 @triton.jit
-def last_query(NEAR, lo, bh, T, CHUNK):
-    """Return where the queries end that attend to the keys of a tile from `lo` on: with their chunk, or NEAR later."""
+def last_query(OVERLAP, lo, bh, T, CHUNK):
+    """Return the end of the queries that attend to the keys of a tile from `lo` on: their chunk's, or OVERLAP later."""
     end = lo // CHUNK * CHUNK + CHUNK
-    if NEAR is not None:
-        tokens = tl.load(NEAR + bh * tl.cdiv(T, CHUNK) + end // CHUNK, mask=end < T, other=0)
+    if OVERLAP is not None:
+        tokens = tl.load(OVERLAP + bh * tl.cdiv(T, CHUNK) + end // CHUNK, mask=end < T, other=0)
         end += tl.where(end - lo <= 128, tokens, 0)
     return tl.minimum(end, T)
 
@@ -144,14 +144,14 @@ def forgets_little(C, FIRST, last, key):
 
 
 @triton.jit
-def delta_may_be_inexact(gates, lo, BM: tl.constexpr, BEFORE: tl.constexpr):
+def delta_may_be_inexact(gates, lo, BM: tl.constexpr, HAS_INITIAL_STATE: tl.constexpr):
     """Return True if one token may dominate some of the BM rows from lo on.
 
     Then dP_ij - delta_i is as small as the rounding of y in delta_i. These are the first rows of all or of a document,
     and those with strong gates.
     """
     if gates is None:
-        return (lo == 0) & (not BEFORE)
+        return (lo == 0) & (not HAS_INITIAL_STATE)
     else:
         C, last = gates.C, lo + BM - 1
         opens = lo // 128 * 128 + tl.load(gates.FIRST + last).to(tl.int32) >= lo
@@ -159,12 +159,12 @@ def delta_may_be_inexact(gates, lo, BM: tl.constexpr, BEFORE: tl.constexpr):
 
 
 @triton.jit
-def may_read_state(gates, lo, begin, BM: tl.constexpr, BEFORE: tl.constexpr):
+def may_read_state(gates, lo, begin, BM: tl.constexpr, HAS_INITIAL_STATE: tl.constexpr):
     """Return [BM]: whether a state from before `begin`, their first key, counts in the rows from lo on."""
     forgotten = (tl.load(gates.C_START + begin // 32) - tl.load(gates.C_START + lo // 32)).to(tl.float32)
     forgotten += tl.load(gates.C + lo) - load_vector(gates.C, lo, BM)
     opens = lo // 128 * 128 + load_vector(gates.FIRST, lo, BM).to(tl.int32) >= lo
-    return (forgotten < STATE_GONE) & (opens == 0) & ((begin > 0) | BEFORE)
+    return (forgotten < STATE_GONE) & (opens == 0) & ((begin > 0) | HAS_INITIAL_STATE)
 
 
 @triton.jit
