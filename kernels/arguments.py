@@ -1,4 +1,4 @@
-"""What the public functions of this package ask of their arguments, and how rows get a width that the kernels have.
+"""Check the arguments of this package's public functions, and bring rows to a width that the kernels have.
 
 The kernels take rows of 16, 32, 64 or 128 entries, the quadratic form 256 too, but not in float32. Narrower rows of q,
 k and v get zeros behind them: q . k stays the same, and y is cut. Each error is one line with the value and what would

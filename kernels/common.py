@@ -11,7 +11,7 @@ needs is in this table, and the kernels use it by name:
     largest entry of a row of q or k, scaled           2^LIFT, twice it   LIFT[p]
     entries of x: p = 2 of a row, p = 4 products of 2  2^7, 2^4           2^(p / 2 (LIFT[p] + 1))
     largest of a chunk's VALUES, bound of a state      2^14 to 2^15       TO_TOP = 2^TOP
-    an entry of a chunk's sum, in units of VALUES      Sizes.most         SUM_TOP / Sizes.most: then at most 2^15
+    an entry of a chunk's sum, in units of VALUES      Sizes.bound        SUM_TOP / Sizes.bound: then at most 2^15
     p = 4: what a state holds times its orders         24                 ORDERS = 32 divides it
     p = 4: weight times entry of x, in sum w x x^T     2^15 2^4           SQUARE_DOWN = 16 divides w before
     p = 4: Z as it is read, with its orders (up to 4)  2^12               SQUARE_TOP, the largest entry's exponent
@@ -139,7 +139,7 @@ def add_to_rows(OUT, x, b, start, h, T, H):
 
 @triton.jit
 def log_gates(LOG_G, g_t, index, T):
-    """Return (log_g of the tokens `at` in float64, 0 for -inf and from T on; True where it is -inf)."""
+    """Return (log_g of the tokens `index` in float64, 0 for -inf and from T on; True where it is -inf)."""
     log_g = tl.load(LOG_G + index.to(tl.int64) * g_t, mask=index < T, other=0.0).to(tl.float64)
     reset = log_g == float("-inf")
     return tl.where(reset, 0.0, log_g), reset
@@ -232,7 +232,7 @@ def three_pieces(x):
 
 @triton.jit
 def _half_product(x, y, acc):
-    """Return acc + x @ y for one bfloat16 operand and one that is bfloat16, or float16: two bfloat16 pieces."""
+    """Return acc + x @ y for bfloat16 operands; one may be float16, and is split into two bfloat16 pieces."""
     if x.dtype == tl.float16:
         high = first_8_bits(x.to(tl.float32))
         acc = tl.dot((x.to(tl.float32) - high).to(tl.bfloat16), y, acc)
@@ -295,7 +295,7 @@ def wait_for_products(i):
 
 
 def padded(T, multiple=128):
-    """Return to how many tokens an array with one entry per token is padded, so that tiles need no mask to read it."""
+    """Return the padded length of an array with one entry per token, so that tiles need no mask to read it."""
     return -(-T // multiple) * multiple
 
 

@@ -26,7 +26,7 @@ TABLE = Path(__file__).with_name("table.json")
 
 
 def cache_folder():
-    """Return the folder for what is remembered of this machine, a Path in the user's cache."""
+    """Return the Path of the folder in the user's cache that keeps measurements of this machine."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sympow"
 
 
@@ -37,10 +37,10 @@ MEASURED_SHARED = 227 * 1024  # bytes
 
 
 class Gpu(NamedTuple):
-    """What the choice of kernels and of their tile sizes depends on."""
+    """The properties of a GPU that decide which kernels run and with which tile sizes."""
 
     name: str  # of the device, as the table has it
-    rows: str  # which rows of SAFE are for it
+    rows: str  # its class, a key of SAFE
     shared: int  # bytes of shared memory that a program may have
     descriptors: bool  # tiles are read through tensor descriptors, by a copy engine (TMA), else by pointers
     early_launch: bool  # a kernel may be launched while the one before it runs
@@ -141,14 +141,14 @@ def choose(kernel, q, p, gated=False, chunked=False):
 
 
 def find(kernel, dtype, D, p, gated, chunked, device):
-    """Return the Config for `choose`'s sizes on a Gpu: its entry in the table, or that of all of Hopper, or SAFE's."""
+    """Return the Config for `choose`'s sizes on a Gpu: from its entries in the table, from Hopper's, or from SAFE."""
     entries, sizes = _table().get(name_in_table(device), {}), (kernel, dtype, D, p, gated)
     entry = chunked and entries.get(key(*sizes, chunked)) or entries.get(key(*sizes))
     return Config(*entry) if entry else safe(kernel, dtype, D, device)
 
 
 def name_in_table(device):
-    """Return the name in the table of a Gpu: its own, or for all of Hopper without one MEASURED."""
+    """Return the name of a Gpu in the table: its own, or MEASURED for a Hopper GPU without entries."""
     hopper = device.rows == "wgmma" and device.shared >= MEASURED_SHARED
     return MEASURED if hopper and device.name not in _table() else device.name
 

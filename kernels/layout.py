@@ -59,13 +59,13 @@ class Layout(NamedTuple):
     # [tiles / 4, 2] int32, for every 4 tiles: their part, and the place of the first of them in the part
     groups: torch.Tensor
     # [tiles * 64] float32: the number of orders of each row of the state, 0 for a row that is not needed; for p = 4
-    # M * M more, those of the products of two entries of x, for Z
+    # then M * M for Z: the number of orders of the product of two entries of x
     orders: torch.Tensor
     # p = 2: [M, M] int32, the state's row that holds the product of two entries of x. p = 4: [n, 32] int32, the lists
     # of the gradient one behind another: the state's rows for a scalar and 32 entries, or for an entry and 32 scalars
     where: torch.Tensor
     # p = 2, read at D = 128: [parts, 2, 64, M] bfloat16, 1 where a column of `columns`, an entry of a part's
-    # slices, goes to an entry of x, and the same for a part's scalars; of a slice times itself these go nowhere
+    # slices, goes to an entry of x; then the same for a part's scalars, but not where a slice is times itself
     to_x: torch.Tensor | None
     # p = 4: [2 * ceil(M / 32), 4] int32, for every 32 entries the first of them (below 0: there is none), the range of
     # scalars that they need, and where in `where` their list begins; then the same for every 32 scalars and entries
@@ -88,15 +88,15 @@ def symmetric_power_dim(D, p):
 
 
 def tails_of(d, r):
-    """Return where, among the multi-indices of degree r, those with a first index of at least i begin, for each i."""
+    """Return, for each i, where the multi-indices of degree r with a first index of at least i begin."""
     return [symmetric_power_dim(d, r) - symmetric_power_dim(d - i, r) for i in range(d)]
 
 
 def positions_of_narrower(d, D, p):
-    """Return, for each multi-index of d entries, its place among those of D >= d entries, [C(d+p-1, p)] int64.
+    """Return the place of each multi-index of d entries among the multi-indices of D >= d entries.
 
-    Both are in lexicographic order. It is built degree by degree like the features: behind a first index i come the
-    multi-indices of a degree less from i on.
+    The result is [C(d+p-1, p)] int64. Both are in lexicographic order. It is built degree by degree like the features:
+    after a first index i come the multi-indices of one degree less that begin with at least i.
     """
     positions = np.arange(d)
     for r in range(1, p):
@@ -106,8 +106,10 @@ def positions_of_narrower(d, D, p):
 
 
 def make_sqrt_multiplicity(d, p):
-    """Return sqrt(p! / (c_1! ... c_d!)) for each multi-index, [C(d+p-1, p)], built degree by degree like the
-    features."""
+    """Return sqrt(p! / (c_1! ... c_d!)) for each multi-index, [C(d+p-1, p)].
+
+    It is built degree by degree like the features.
+    """
     count = torch.ones(d, dtype=torch.float64)  # permutations of each multi-index so far
     run = torch.ones(d, dtype=torch.float64)  # how often its first index is repeated at its start
     for r in range(1, p):
@@ -171,8 +173,10 @@ def layout_p2(D):
 
 
 def columns():
-    """Return (slot, entry) [64] of columns: in this order a thread has all 16 entries of a slot, in a row of the matrix
-    unit's sums."""
+    """Return (slot, entry) [64] of the columns of a tile.
+
+    In this order a thread has all 16 entries of a slot in a row of the matrix unit's sums.
+    """
     column = np.arange(TILE)
     return column // 2 % SLOTS, column // 8 * 2 + column % 2
 
@@ -192,7 +196,7 @@ def _to_x(parts, D):
 
 @functools.cache
 def _fours_of_scalars(D):
-    """Return, for p = 4, how many fours of scalars each slice needs: all (a, b) with b <= c, for its largest c."""
+    """Return how many fours of scalars each slice needs for p = 4: all (a, b) with b <= c, for its largest c."""
     largest = [c for c in range(D) for _ in range(c, D)][::-1][::SLICE][::-1]
     return [-(-(c + 1) * (c + 2) // 2 // 4) for c in largest]
 
@@ -231,7 +235,7 @@ def layout_p4(D):
 
 
 def _parts_of_slices(D):
-    """Return the parts of p = 4: tiles that have one slice only, then tiles of what is left of the slices."""
+    """Return the parts of p = 4: tiles with one slice each, then tiles for the rest of the slices."""
     parts, left = [], []
     for s, fours in enumerate(_fours_of_scalars(D)):
         full = fours // SLOTS * SLOTS

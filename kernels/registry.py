@@ -3,7 +3,7 @@
     number = register(ranks)                    # alive as long as somebody else holds the object
     registered(number).scan_states(...)
 
-An operator that lets ranks exchange states is called with the number of the object that knows these ranks.
+An operator in which ranks exchange states takes the number of the object that knows these ranks.
 """
 
 import itertools

@@ -1,11 +1,11 @@
-"""How torch's transforms see an operator: autograd, torch.compile, torch.func.grad and vmap, and forward mode.
+"""Make operators work with torch's transforms: autograd, torch.compile, torch.func.grad and vmap, and forward mode.
 
     _quadratic = transformable(_quadratic_operator, save, differentiate)    # call this in place of the operator
 
 torch.library's operators take part in torch.compile and in modes that look at every operator; torch.func wants a
-torch.autograd.Function. So a call goes to the operator where torch.compile or such a mode is at work, and else to a
-Function made of the same pieces: the first call of an operator imports torch._dynamo, which takes 4 s that a program
-without torch.compile need not wait. Both can be differentiated once, and have no forward mode.
+torch.autograd.Function. So a call goes to the operator under torch.compile or such a mode, and else to a
+Function made of the same pieces. The first call of an operator imports torch._dynamo, which takes 4 s, and a program
+without torch.compile need not wait for it. Both can be differentiated once, and have no forward mode.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Mirror: the reflection of queries and keys that keeps a common mean of the keys from spoiling features.
 
-If the keys of a head share a mean m that is large beside their deviations, a few of its entries' products make up most
-of every feature, and a score (q . k)^p of a query nearly orthogonal to m drowns in the features' rounding errors. So
-x_t is first reflected at the plane orthogonal to u, the same for queries and keys:
+The keys of a head may share a mean m that is large beside their deviations. Products of a few of its entries then make
+up most of every feature, and the score (q . k)^p of a query nearly orthogonal to m drowns in the rounding errors of the
+features. So every x_t, of queries and of keys, is first reflected at the plane orthogonal to u:
 
     x_t - 2 (u . x_t) u,   u ~ m / |m| + sign(m_0) e_0,   for which m becomes the first coordinate and q . k stays
 
@@ -10,10 +10,10 @@ x_t is first reflected at the plane orthogonal to u, the same for queries and ke
                   .               |  so that only one entry of a reflected key is large
                 .-------> e_0
 
-and rounding, relative to each feature, is then as fine as without a mean. u is made of the first chunk's keys, whose
-rows read no state, so that no row depends on later keys. It is 0 (x_t stays as it came) unless |m|^2 is above the sum
-of the variances. States in and out of a call are not reflected, so a call that has one does without a mirror, as do
-packed sequences, whose keys may have means of their own, and float32.
+Rounding, relative to each feature, is then as fine as without a mean. u is made of the first chunk's keys: the rows of
+that chunk read no state, so no row depends on later keys. u is 0, and x_t stays as it came, unless |m|^2 is above the
+sum of the variances. There is no mirror if a state goes into or out of a call (these are not reflected), for packed
+sequences (each may have its own mean) and in float32.
 
     name      shape            dtype
     mirror    [B * Hkv, D]     float32    u, a unit vector or 0
@@ -42,7 +42,7 @@ def mirror_kernel(K, MIRROR, k_strides, T, HKV, D: tl.constexpr, N: tl.constexpr
     m, d = total / T, tl.arange(0, D)
     size = tl.sum(m * m, 0)
     u = m / tl.sqrt(size)
-    u += tl.where(d == 0, tl.where(u < 0, -1.0, 1.0), 0.0)  # of m_0's sign, so that nothing cancels
+    u += tl.where(d == 0, tl.where(u < 0, -1.0, 1.0), 0.0)  # with m_0's sign, so that nothing cancels
     u /= tl.sqrt(tl.sum(u * u, 0))
     large = size > tl.sum(squares, 0) / T - size  # False if a key is not finite
     tl.store(MIRROR + bh * D + d, tl.where(large, u, 0.0))

@@ -24,7 +24,7 @@ of q and dy and a `discumsum` from the end, dq and dk by `query_gradient`, dv by
 Cost in FLOP, a token and head, with C tokens a chunk and F entries of S: inside chunks 2 C D forward and 7 C D
 backward; with states 2 F for each `update_state` and `query_state`, two forward and two backward, and 2 D^3 (p = 4: 2.4
 to 3.7 times 2 F) for each of the two gradients. The matrix unit is the limit of these, memory of the other kernels.
-Which form, and how long a chunk: kernels/cost.py.
+kernels/cost.py chooses the form and the length of a chunk.
 """
 
 import torch
@@ -73,9 +73,10 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_c
     q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; initial:
     (S, Z) float32 [B * Hkv, F] and [B * Hkv, D * D] in the kernels' layout (see `from_canonical`), or None; chunk:
     tokens, a multiple of 128; D and p as in `Sizes`, which raises ValueError for too many tokens. first_chunks: of
-    packed sequences, see `carry_states`; then B is 1, and a state has as many rows as there are sequences. exchange, in
-    place of `initial`: a function that begins to find the initial state from the state that these tokens give from
-    zero, (S, Z) as above, and returns a function that returns it. No other part of the work is done twice.
+    packed sequences, see `carry_states`; then B is 1, and a state has as many rows as there are sequences.
+
+    exchange, in place of `initial`: a function of the state (S, Z) that these tokens give from zero. It begins to
+    compute the initial state, and returns a function that returns it. Only the state is computed twice.
     """
     s = Sizes(q, k, p, chunk)
     with device_guard(q.device):
@@ -99,7 +100,7 @@ def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_c
 
 
 def _last_state(s, sums, unit, chunk_decay, reverse=False):
-    """Return (S, Z) that these sums over chunks give from a state of zeros; the sums stay as they are."""
+    """Return the state (S, Z) that sums over chunks give from zero; the sums stay as they are."""
     copies = [x if x is None else x.clone() for x in sums]
     return carry_states(s, copies, unit, chunk_decay, reverse=reverse, final=True)[1]
 

@@ -3,10 +3,10 @@
     x_t      = a row of q or k, reflected if the keys have a large common mean (mirror.py)
     scaled_t = 2^n x_t, with n such that 2^LIFT <= max |scaled_t| < 2^(LIFT+1)
     xt_t     = scaled_t; p = 4: the products of two of its entries (products.py)
-    factor_t = decay_t 2^(-n p) of keys, decay_t 2^((m - n - LIFT) p) / l_t of queries (1 / l_t for the backward pass
-               only), where 2^m is the 2^n of the row as it came, before it was reflected
+    factor_t = decay_t 2^(-n p) for keys, decay_t 2^((m - n - LIFT) p) / l_t for queries (1 / l_t in the backward pass
+               only), where 2^m is the 2^n of the row before it was reflected
     scaled_v_t = v_t factor_t unit_v,  unit_v of the chunk such that its largest value is in [2^14, 2^15)
-    weight_t = one_t factor_t (p = 2: times 2^(m p)),  where one_t is 1 of keys, -delta_t = -dy_t . y_t of queries
+    weight_t = one_t factor_t (p = 2: times 2^(m p)),  where one_t is 1 for keys, -delta_t = -dy_t . y_t for queries
     z        = sum over the chunk of weight_t x_t x_t^T, p = 2 (p = 4: `update_square_kernel`)
     den_t    = xt_t^T Z xt_t factor_t, p = 2, for queries and the Z of the state before their chunk
 
@@ -35,8 +35,8 @@ Made here, for B * H rows of heads (of k: Hkv), TP = T padded to 256:
                                                                  * float32 where q, k and v are
 
 Cost. `sums` and `prepare` read x and v (dy and y too) once each and write D (M) and D entries of 2 bytes a row. z and
-den are 3 products of bfloat16 in place of one of float32: 6 D^2 FLOP a row each. The limit is the memory's
-bandwidth (49 to 53% of it in `sums`, which takes 235 registers per thread), for den the splitting of Z in three.
+den take 3 products in bfloat16 each, in place of one in float32: 6 D^2 FLOP a row. The memory's bandwidth is the limit
+(`sums` reaches 49 to 53% of it with 235 registers a thread), for den the splitting of Z into three.
 """
 
 from typing import NamedTuple
@@ -67,7 +67,7 @@ from .mirror import load_mirror, reflected
 from .products import products
 from .sizes import at_index, padded_tokens, square_of, tile_of
 
-# the same for every GPU, so not in the table of configs.py; up to D = 64, beyond, and in float32
+# the same for every GPU, so not in the table of configs.py; for D up to 64, for larger D, and in float32
 SUMS = ((64, 4, 3), (32, 8, 2), (32, 8, 2))  # rows at a time, warps, stages
 PREPARE = (64, 4)  # rows at a time, warps
 PREPARE_Z = ((128, 8), (64, 8), (32, 8))  # the same with denominators
@@ -96,9 +96,9 @@ def _row_unit(x, LIFT: tl.constexpr):
 
 @triton.jit
 def _reflected_rows(x, MIRROR, u, mirrored, LIFT: tl.constexpr):
-    """Return (x [N, D] float32 reflected with u, or as it is unless `mirrored`; 2^n of these rows [N]; 2^m).
+    """Return (x [N, D] float32, reflected with u if `mirrored`; its 2^n [N]; its 2^m [N]).
 
-    u, mirrored: by `load_mirror`.
+    u and mirrored come from `load_mirror`.
     """
     raw_unit = _row_unit(x, LIFT)
     unit = raw_unit
@@ -239,10 +239,10 @@ def prepare_kernel(
 
 @triton.jit
 def as_it_came(dx, prepared, states, row, state, key_head, SCALE: tl.constexpr):
-    """Return the gradient [N, D] to rows of x as they came, in units of one, but for the part through p = 2's Z.
+    """Return the gradient [N, D] to rows of x as they came, in units of one, without the part through p = 2's Z.
 
-    dx [N, D] float32: the sums that make the gradient to scaled rows, over products of scaled_v and states; SCALE: what
-    they are multiplied by; row [N]: the places of rows in arrays [B * H, TP]; state: the place of their state.
+    dx [N, D] float32: the gradient to scaled rows as sums over products of scaled_v and states; SCALE: a factor of
+    these sums; row [N]: the index of each row in arrays [B * H, TP]; state: the index of their state.
     """
     unit = tl.load(states.unit + state) * tl.load(prepared.unit_v + state)
     dx *= (tl.load(prepared.unit_x + row) * SCALE / unit)[:, None]
@@ -260,7 +260,7 @@ def prepare(s, x, v=None, y=None, l=None, decay=None, Z=None, mirror=None):
     """Return `Prepared` of keys (x, v), or of queries (x; or x, dy, y, l); x [B, T, H, D], any strides.
 
     decay [B * Hkv, TP]: see `gates.chunk_gates`; Z [B * Hkv, chunks, D * D]: for den; mirror: by `key_mirror`, or None
-    for rows as they came. Takes what `Sizes` takes.
+    for rows as they came. D and p are as in `Sizes`.
     """
     heads, query = s.B * x.shape[2], v is None or y is not None
     size = 2 if x.dtype == torch.float32 else int(s.D > 64)

@@ -15,8 +15,8 @@
                                                                     same in the order of scalars (layout.py)
     U, behind its first FS       [B * Hkv, chunks, F]    float16 *  Z, M^2 entries   (* float32 where q, k and v are)
 
-Cost: products are written once and read twice, 4 M bytes a token; M^2 FLOP a token for Z. The memory's bandwidth is the
-limit of the first kernel, operands made in registers that of the second.
+Cost: products are written once and read twice, 4 M bytes a token; M^2 FLOP a token for Z. The memory's bandwidth
+limits the first kernel, operands that are made in registers limit the second.
 """
 
 import torch
@@ -48,7 +48,7 @@ def update_square_kernel(
     XT,
     WEIGHT,
     UNIT_V,
-    U,  # what is written, behind the tiles of each chunk
+    U,  # the result goes behind the tiles of each chunk
     down,  # 2^15 / bound
     T,
     CHUNK,

@@ -2,17 +2,17 @@
 
     dx_t = c_t  sum over i of  (xt_t[i] scaled_v_t) S_i^T  +  2 weight_t Z x_t,    gate_term_t = x_t . dx_t / 2
 
-where S_i, [D, D], holds the rows of the state for the products of entry i with all others, in a table (`where`), c_t
-brings the sum into units of one, and what comes through S is the gradient to reflected rows and is reflected back
-(mirror.py). log_g's gradient needs gate_term_t.
+S_i [D, D] holds the state's rows for the products of entry i with all entries; the table `where` finds them. c_t brings
+the sum into units of one. The part through S is the gradient to reflected rows, and is reflected back (mirror.py). The
+gradient to log_g needs gate_term_t.
 
     query_gradient_kernel: BM rows
 
              D                    D
       BM | v x_i    |  D | S_i^T |      v = scaled_v, summed over i, 4 at a time --> dx [BM, D]
 
-At D = 128 in half precision, where products cost more than what is done with them, half of them will do: the state has
-S_ab once for (a, b) and (b, a), and w_ab = S_ab . scaled_v_t is multiplied by x_t[b] for dx_t[a] and by x_t[a] for
+At D = 128 in half precision, products cost more than the work on their results, and half of them suffice. The state
+has S_ab once for (a, b) and (b, a), and w_ab = S_ab . scaled_v_t is multiplied by x_t[b] for dx_t[a] and by x_t[a] for
 dx_t[b].
 
     query_gradient_of_pairs_kernel: BM rows, for each tile of the state (layout.py)
@@ -22,15 +22,15 @@ dx_t[b].
                                    times slices, summed over the 16 of a slot, the sums of the tile's scalars [BM, 4]
       after each part both are added to dx [BM, D] by products with zeros and ones
 
-    name      shape                                     dtype      units
-    prepared  see prepare.py                                       read: xt, scaled_v, units, weight
-    states.S  [B * Hkv, chunks, F]                      float16    states.unit, see discumsum.py    read
-    states.Z  [B * Hkv, chunks, D * D]                  float32    one
-    out       [B, T, H, D]                              q's        one: dx is added to it
-    gate_terms [B * H, TP]                              float32    one           (float16: float32 where q, k and v are)
+    name        shape                                     dtype      units
+    prepared    see prepare.py                                       read: xt, scaled_v, units, weight
+    states.S    [B * Hkv, chunks, F]                      float16    states.unit, see discumsum.py    read
+    states.Z    [B * Hkv, chunks, D * D]                  float32    one
+    out         [B, T, H, D]                              q's        one: dx is added to it
+    gate_terms  [B * H, TP]                               float32    one        (float16: float32 where q, k and v are)
 
-Cost: the full square, 2 D^3 FLOP a row, or as many as there are pairs, 0.56 of it (D = 128), and then 4 FLOP more for
-each feature. Operands are made in registers: the waits for products and the loads of scalars are the limit (79% of the
+Cost: 2 D^3 FLOP a row for the full square. The pairs at D = 128 take 0.56 of that, and 4 FLOP more for each feature.
+Operands are made in registers: the waits for products and the loads of scalars are the limit (79% of the
 matrix unit's rate).
 """
 
@@ -58,14 +58,14 @@ from .sizes import at_index, padded_tokens, square_of, tile_of
 
 @triton.jit
 def _arrays_of_rows(prepared, states, bh, state, row, TP, tiles, D: tl.constexpr):
-    """Return, for rows of a head, XT and S where theirs begin, and v [BM, D]."""
+    """Return pointers to the xt of a head and the S of a state, and scaled_v [BM, D] of rows."""
     v = tl.load(tile_of(prepared.scaled_v, tl.cast(bh, tl.int64) * TP + row, D, tl.arange(0, D)))
     return at_index(prepared.xt, bh, D * TP), at_index(states.S, state, tiles * (64 * D)), v
 
 
 @triton.jit
 def _one_entry(v, x, S, WHERE, acc, D: tl.constexpr):
-    """Return acc + (v x) S_i^T, for the rows S_i of the state that hold the products of one entry, x, with others."""
+    """Return acc + (v x) S_i^T, for one entry x [BM] of each row and the state's rows S_i for its products."""
     where = tl.load(WHERE)
     s = tl.load(tile_of(S, where, D, tl.arange(0, D)))
     return tl.dot(v * x[:, None], tl.trans(s), acc, input_precision=PRECISION)
@@ -73,9 +73,9 @@ def _one_entry(v, x, S, WHERE, acc, D: tl.constexpr):
 
 @triton.jit
 def _add_gradient(acc, prepared, states, X, x_strides, OUT, GATE_TERMS, sizes, SCALE: tl.constexpr):
-    """Add the gradient to OUT and write GATE_TERMS, from its sums acc [BM, D] over pairs of entries.
+    """Add the gradient to OUT and write GATE_TERMS, from the sums acc [BM, D] over pairs of entries.
 
-    sizes: (T, CHUNK, H, HKV); SCALE: what the sums are multiplied by, besides the units of values and states.
+    sizes: (T, CHUNK, H, HKV); SCALE: a factor of the sums, besides the units of values and states.
     """
     T, CHUNK, H, HKV = sizes
     BM: tl.constexpr = acc.shape[0]
@@ -95,9 +95,9 @@ def _add_gradient(acc, prepared, states, X, x_strides, OUT, GATE_TERMS, sizes, S
 
 @triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "tiles", "skip"])
 def query_gradient_kernel(
-    prepared,  # its weight is None for 1
+    prepared,  # a weight of None stands for 1
     states,
-    WHERE,  # the layout's table of the state's row for the product of two entries
+    WHERE,  # the layout's table: the state's row for the product of two entries
     X,  # the rows
     OUT,  # the gradient is added to it
     GATE_TERMS,  # the result for log_g's gradient, or None
@@ -107,7 +107,7 @@ def query_gradient_kernel(
     H,
     HKV,
     tiles,
-    skip,  # a chunk whose state is zero and is not read, or -1
+    skip,  # the chunk with a zero state, which is not read, or -1
     D: tl.constexpr,
     BM: tl.constexpr,
 ):
@@ -139,7 +139,7 @@ def query_gradient_kernel(
 
 @triton.jit
 def _entries(x, BM: tl.constexpr):
-    """Return the 16 entries [BM, 4] of the slots of x [BM, 64], whose columns are in the order of `layout.columns`."""
+    """Return the 16 entries [BM, 4] of the slots of x [BM, 64], with columns in the order of `layout.columns`."""
     halves = (x.reshape([BM, 2, 2, 2, 4, 2]).permute([0, 4, 1, 2, 3, 5]),)
     for i in tl.static_range(4):
         parts = ()
@@ -164,8 +164,10 @@ def _one_tile(to_slices, v, S, x, x_scalars, BM: tl.constexpr):
 
 @triton.jit
 def _add_to_columns(acc, x, places):
-    """Return acc [BM, D] + x @ places, for float32 x [BM, 64] in two pieces, exact to 16 bits, and `places` [64, D] of
-    zeros and ones."""
+    """Return acc [BM, D] + x @ places, exact to 16 bits, for float32 x [BM, 64] and `places` [64, D] of zeros and ones.
+
+    x is split into two pieces.
+    """
     if INTERPRETED:
         return tl.dot(x, places.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -176,10 +178,10 @@ def _add_to_columns(acc, x, places):
 
 @triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "tiles", "parts", "skip"])
 def query_gradient_of_pairs_kernel(
-    prepared,  # its weight is None for 1
+    prepared,  # a weight of None stands for 1
     states,
-    PARTS,  # the layout's table of each part
-    TO_X,  # the layout's table of where the columns of a part go
+    PARTS,  # the layout's table of parts
+    TO_X,  # the layout's table: the entry of x for each column of a part
     X,  # the rows
     OUT,  # the gradient is added to it
     GATE_TERMS,  # the result for log_g's gradient, or None
@@ -190,11 +192,11 @@ def query_gradient_of_pairs_kernel(
     HKV,
     tiles,
     parts,
-    skip,  # a chunk whose state is zero and is not read, or -1
+    skip,  # the chunk with a zero state, which is not read, or -1
     D: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Do what `query_gradient_kernel` does, with a product for each pair of entries in place of two."""
+    """Do the work of `query_gradient_kernel` with one product for each pair of entries in place of two."""
     TP = padded_tokens(T)
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM)
     row, d = lo + tl.arange(0, BM), tl.arange(0, D)
@@ -222,7 +224,7 @@ def query_gradient_of_pairs_kernel(
             to_slices, part2 = _one_tile(to_slices, v, tile + (i + 2) * (64 * D), x, scalars2, BM)
             to_slices, part3 = _one_tile(to_slices, v, tile + (i + 3) * (64 * D), x, scalars3, BM)
             four = tl.join(tl.join(part0, part2), tl.join(part1, part3))  # [BM, 4, 2, 2]
-            # for each place of four tiles; broadcast it would need another layout
+            # one copy for each place of four tiles; a broadcast would need another layout
             four = tl.join(tl.join(four, four), tl.join(four, four)).permute([0, 4, 5, 2, 1, 3]).reshape([BM, 8, 4, 2])
             to_scalars = tl.where((tl.arange(0, 8) // 2 == i // 4)[None, :, None, None], four, to_scalars)
         tile += count * (64 * D)
@@ -239,8 +241,8 @@ def query_gradient_of_pairs_kernel(
 def query_gradient(s, prepared, states, skip, out, x, gated, config=None):
     """Add to `out` the gradient to each row of x, and return gate_terms, or None without gates.
 
-    x, out [B, T, H, D]; prepared: the result of `prepare` for x, with values, and with the weight None for 1; states:
-    `States`; skip: the number of a chunk whose state is zero, or -1. Takes what `Sizes` takes.
+    x, out [B, T, H, D]; prepared: the result of `prepare` for x, with values; a weight of None stands for 1; states:
+    `States`; skip: the number of the chunk with a zero state, or -1. D and p are as in `Sizes`.
     """
     heads, config = x.shape[2], config or choose("query_gradient", s.q, s.p)
     gate_terms = empty(x, s.B * heads, s.TP) if gated else None

@@ -1,14 +1,14 @@
 """Query gradient, p = 4: the gradient to each query through the state that it reads, or to each key through the state.
 
-The gradient to xt (products of two entries, products.py) is made first, and goes from there to the row:
+The gradient to xt (products of two entries, products.py) comes first, and the gradient to the row follows from it:
 
     dxt_t = c_t  sum over scalars i of (xt_t[i] scaled_v_t) S_i^T  +  2 weight_t Z xt_t
     dx_t[a] = sum over b of dxt_t[ab] x_t[b],    gate_term_t = x_t . dx_t / 4
 
-where S_i holds the rows of the state for the products of scalar i with entries, c_t brings sums into units of one, and
-dx_t, the gradient to reflected rows, is reflected back (mirror.py). log_g's gradient needs gate_term_t.
-`spread_kernel` writes these rows of the state once more, one list behind another: 32 entries for each of their scalars,
-then 32 scalars for each of their entries (layout.py), and `square_times_kernel` makes Z xt.
+S_i holds the state's rows for the products of scalar i with entries. c_t brings sums into units of one. dx_t is the
+gradient to reflected rows, and is reflected back (mirror.py). The gradient to log_g needs gate_term_t.
+`spread_kernel` copies these rows of the state into lists: 32 entries for each of their scalars, then 32 scalars for
+each of their entries (layout.py). `square_times_kernel` makes Z xt.
 
     query_gradient_of_products_kernel: BM rows, for each of 2 ceil(M / 32) steps
 
@@ -16,18 +16,18 @@ then 32 scalars for each of their entries (layout.py), and `square_times_kernel`
       BM | scaled_v x_i, x_i+1.. | N D | S_i^T, .. |  --> dxt [BM, 32]
       then two products with zeros and ones         --> dx [BM, D]
 
-    name      shape                                     dtype      units
-    prepared  see prepare.py                                       read: xt, scaled, scaled_v, units, weight
-    states.S  [B * Hkv, chunks, F]                      float16    states.unit, see discumsum.py    read
-    spread.S  [heads * chunks * n * D, 32]              float16    states.unit, n = len(layout.where)
-    spread.zx [heads * rows, M, TP]                     float16    zx_unit: Z xt
-    zx_unit   [heads * rows, ceil(M / 64), TP]          float32    the inverse of a power of two, for 64 entries of zx
-    out       [B, T, H, D]                              q's        one: dx is added to it
-    gate_terms [B * H, TP]                              float32    one           (float16: float32 where q, k and v are)
+    name        shape                                     dtype      units
+    prepared    see prepare.py                                       read: xt, scaled, scaled_v, units, weight
+    states.S    [B * Hkv, chunks, F]                      float16    states.unit, see discumsum.py    read
+    spread.S    [heads * chunks * n * D, 32]              float16    states.unit, n = len(layout.where)
+    spread.zx   [heads * rows, M, TP]                     float16    zx_unit: Z xt
+    zx_unit     [heads * rows, ceil(M / 64), TP]          float32    the inverse of a power of two, for 64 entries of zx
+    out         [B, T, H, D]                              q's        one: dx is added to it
+    gate_terms  [B * H, TP]                               float32    one        (float16: float32 where q, k and v are)
 
-Cost: as many rows are multiplied as the longest list in a block has, 2.4 (D = 32) to 3.7 (D = 16) times the number of
-features. Operands are made in registers: the waits for products and the loads of scalars are the limit. It takes SPREAD
-bytes, or one head's if that is more, and works on some heads after the others.
+Cost: each block multiplies as many rows as the longest list in it has, 2.4 (D = 32) to 3.7 (D = 16) times the number
+of features. Operands are made in registers: the waits for products and the loads of scalars are the limit. The buffers
+take at most SPREAD bytes, or as many as one head needs, so the heads are worked on in groups.
 """
 
 from typing import NamedTuple
@@ -60,7 +60,7 @@ BLOCK = tl.constexpr(layout.BLOCK)  # entries of a step
 
 
 class Spread(NamedTuple):
-    """What the kernels make of the states and the rows of some heads for each other, see the table above."""
+    """Buffers between the kernels, for the states and the rows of some heads; see the table above."""
 
     S: torch.Tensor
     zx: torch.Tensor
@@ -69,7 +69,7 @@ class Spread(NamedTuple):
 
 @triton.jit(do_not_specialize=["tiles", "n"])
 def spread_kernel(S, OUT, WHERE, tiles, n, M: tl.constexpr, D: tl.constexpr, N: tl.constexpr):
-    """Write a state's rows in the order in which the gradient to x reads them: N of the n D rows of BLOCK entries."""
+    """Write N of the n blocks [D, BLOCK] of a state's rows, in the order in which the gradient to x reads them."""
     state, first = tl.program_id(0) // (n // N), tl.program_id(0) % (n // N) * N
     d, m = tl.arange(0, D), tl.arange(0, BLOCK)
     S += tl.cast(state, tl.int64) * entries_of_state(tiles, 4, M, D)
@@ -91,7 +91,7 @@ def square_times_kernel(
     HKV,
     tiles,
     skip,
-    first,  # of the heads of rows in `spread`
+    first,  # the first head of rows in `spread`
     M: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
@@ -99,8 +99,8 @@ def square_times_kernel(
 ):
     """Write N of the M entries of Z x for BM rows, transposed as x is, and their unit for each row.
 
-    The largest of the N has the unit: where keys share a mean, entries of Z x differ by more than float16's range. The
-    last N of a row are complete, as are the BLOCK entries of a step of the next kernel.
+    The largest of the N decides their unit: where keys share a mean, entries of Z x differ by more than float16's
+    range. The N entries begin where a step of the next kernel begins; its first step may have fewer than BLOCK entries.
     """
     TP = padded_tokens(T)
     parts: tl.constexpr = (M + N - 1) // N
@@ -145,7 +145,7 @@ def _sum_over_list(v, XT, S, row, TP, begin, end, D: tl.constexpr, N: tl.constex
 
 @triton.jit
 def _load_square(spread, weight, head, m, inside, step, row, TP, M: tl.constexpr):
-    """Return weight Z x [BM, BLOCK] of the entries m of rows, by `square_times_kernel`, zeros where not inside."""
+    """Return weight Z x [BM, BLOCK] for the entries m, from `square_times_kernel`, zeros where not `inside`."""
     zx = tl.load(spread.zx + (tl.cast(head, tl.int64) * M + m[:, None]) * TP + row[None, :])
     part = tl.cast(head, tl.int64) * ((M + 63) // 64) + step * BLOCK // 64
     unit = tl.load(spread.zx_unit + part * TP + row)
@@ -154,7 +154,7 @@ def _load_square(spread, weight, head, m, inside, step, row, TP, M: tl.constexpr
 
 @triton.jit
 def _add_columns(x, column, D: tl.constexpr):
-    """Return [BM, D]: the sums of the columns of x [BM, N] with the same number in `column` [N], but for D."""
+    """Return [BM, D]: column n of x [BM, N] is added to column `column[n]`, or left out if that is D."""
     places = (column[:, None] == tl.arange(0, D)[None, :]).to(x.dtype)
     return tl.dot(x, places, input_precision=PRECISION)
 
@@ -176,20 +176,20 @@ def _to_rows(dx, scaled, row, TP, one, two, inside, D: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "skip", "n", "first"])
 def query_gradient_of_products_kernel(
     prepared, states, spread,  # spread: for heads from `first` on
-    LISTS, FACTORS,  # tables of the layout: the steps; the entries of the row whose products x holds
+    LISTS, FACTORS,  # tables of the layout: the steps; the two entries of the row in each product
     X,  # the rows
     OUT,  # the gradient is added to it
     GATE_TERMS,  # the result for log_g's gradient, or None
     x_strides,
     T, CHUNK, H, HKV,
-    skip,  # a chunk whose state is zero and is not read, or -1
+    skip,  # the chunk with a zero state, which is not read, or -1
     n, first,
     D: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Add BM rows of the gradient to OUT, and write GATE_TERMS.
 
-    Each step computes the gradient to BLOCK entries of x, first as entries from their scalars, then as scalars from
-    their entries, N of the latter at a time.
+    Each step computes the gradient to BLOCK numbers of x, N terms of their sums at a time. These numbers are entries
+    in the first half of the steps, with sums over their scalars, and scalars in the second, with sums over entries.
     """
     TP = padded_tokens(T)
     bh, b, h, lo, chunk, state = rows_of(tl.program_id(0), T, CHUNK, H, HKV, BM, first)
@@ -206,7 +206,7 @@ def query_gradient_of_products_kernel(
     acc = tl.zeros([BM, D], tl.float32)
     first_list = (state - first // (H // HKV) * tl.cdiv(T, CHUNK)) * n
     for step in range(2 * blocks if chunk != skip else 0):
-        side = step // blocks * M  # the place of entries in x, then that of scalars
+        side = step // blocks * M  # where entries begin in x, then where scalars begin
         m = tl.load(LISTS + 4 * step) + tl.arange(0, BLOCK)
         begin, end = tl.load(LISTS + 4 * step + 1), tl.load(LISTS + 4 * step + 2)
         S = spread.S + tl.cast(first_list + tl.load(LISTS + 4 * step + 3) - begin, tl.int64) * (D * BLOCK)
@@ -238,7 +238,7 @@ def query_gradient(s, prepared, states, skip, out, x, gated, config=None):
     """Add to `out` the gradient to each row of x, and return gate_terms, or None without gates.
 
     x, out [B, T, H, D]; prepared: the result of `prepare` for x, with values and weight; states: `States`; skip: the
-    number of a chunk whose state is zero, or -1. Takes what `Sizes` takes.
+    number of the chunk with a zero state, or -1. D and p are as in `Sizes`.
     """
     heads, config = x.shape[2], config or choose("query_gradient", s.q, s.p)
     gate_terms = empty(x, s.B * heads, s.TP) if gated else None

@@ -2,9 +2,9 @@
 
     num_t = factor_t / unit  phi(xt_t) S         den_t = factor_t / unit  xt_t^T Z xt_t   (p = 4; p = 2: prepare.py)
 
-A feature is an entry of a slice of xt times a scalar, an entry of xt (layout.py), times the number of orders that the
-product can be written in; for p = 4 the state has that number in it. The features of a part share their slices: these
-stay in registers, and only the scalars change from tile to tile.
+A feature is an entry of a slice of xt times a scalar, another entry of xt (layout.py), times the number of orders of
+their product. For p = 4 the state already has that number in it. The features of a part share their slices: these stay
+in registers, and only the scalars change from tile to tile.
 
     one program: BM rows of one head
 
@@ -21,8 +21,8 @@ stay in registers, and only the scalars change from tile to tile.
     or out           [B, T, H, D]              q's        one: num is added to it (dv)
 
 Cost: 2 * 64 tiles D FLOP a row and head; a state is read by each BM rows of its chunk, from the L2 cache. The matrix
-unit takes its first operand from registers, where it was multiplied: it and the waits for it are the limit (80% of its
-rate for p = 2). For p = 4, D = 32, denominators take 23% of the time.
+unit takes its first operand, a product, from registers. That and the waits for it are the limit (80% of the matrix
+unit's rate for p = 2). For p = 4, D = 32, denominators take 23% of the time.
 """
 
 import triton
@@ -45,7 +45,7 @@ from .sizes import at_index, entries_of_state, padded_tokens, tile_of
 
 @triton.jit
 def _row_features(x, s, N: tl.constexpr, TILES: tl.constexpr):
-    """Return [N, 64 TILES]: each 16 columns of x [N, 64], for each tile, times a scalar of the row, s [4 TILES, N]."""
+    """Return [N, 64 TILES]: for each tile, each 16 columns of x [N, 64] times a scalar of the row, s [4 TILES, N]."""
     if TILES == 1:
         return (x.reshape([N, 4, 16]) * tl.trans(s)[:, :, None]).reshape([N, 64])
     else:
@@ -64,7 +64,7 @@ def _square_block(zx, XT, Z, m, n, row, TP, M: tl.constexpr):
 
 @triton.jit
 def _denominators(XT, Z, row, end, TP, BM: tl.constexpr, M: tl.constexpr):
-    """Return x^T Z x [BM] of rows `row`, from the first `end` of the M entries of x: M or 0."""
+    """Return x^T Z x [BM] of rows `row`. end: M, or 0 if Z is zero and is not read."""
     den = tl.zeros([BM], tl.float32)
     for m in range(0, end, 64):
         zx = tl.zeros([BM, 64], tl.float32)
@@ -82,15 +82,15 @@ def query_state_kernel(
     prepared,
     states,
     PARTS,  # the layout's table of each part's slices, first scalars, orders and number of tiles
-    OUT,  # what is written, or with ADD what num is added to
-    DEN,  # what is written for p = 4
+    OUT,  # the result num; with ADD, num is added to it
+    DEN,  # the result den for p = 4
     T,
     CHUNK,
     H,
     HKV,
     tiles,
     parts,
-    skip,  # a chunk whose state is zero and is not read, or -1
+    skip,  # the chunk with a zero state, which is not read, or -1
     P: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
@@ -139,10 +139,10 @@ def query_state_kernel(
 
 
 def query_state(s, prepared, states, skip, out=None, config=None):
-    """Return (num, den) of the table above for every row of `prepared`; for p = 2 den is that of `prepare`.
+    """Return (num, den) of the table above for every row of `prepared`; for p = 2 `prepare` made den.
 
-    With `out` [B, T, H, D] given, num is added to it and den is not computed. states: `States`; skip: the number of a
-    chunk whose state is zero, or -1. Takes what `Sizes` takes.
+    With `out` [B, T, H, D], num is added to it and den is not computed. states: `States`; skip: the number of the chunk
+    with a zero state, or -1. D and p are as in `Sizes`.
     """
     add = out is not None
     heads, den = prepared.xt.shape[0] // s.B, prepared.den

@@ -14,9 +14,9 @@ from ..layout import TILE, entries, features, layout
 class Sizes:
     """The sizes and constants that the launchers of one call share.
 
-    B, T, H, HKV, D, p, chunk are those of the call; chunks: the number of chunks; TP: T padded to 256, as `prepare`
-    writes rows; layout: the Layout for (D, p); FS, F: entries of S and of a state; half: the dtype between kernels;
-    bound: a bound of an entry of a chunk's sum, in units of values; q: gives `choose` the dtype and the device.
+    B, T, H, HKV, D, p, chunk: as in the call; chunks: the number of chunks; TP: T padded to 256, as `prepare`
+    writes rows; layout: the Layout for (D, p); FS, F: the entries of S and of a state; half: the dtype between
+    kernels; bound: no entry of a chunk's sum is larger, in units of values; q: for `choose`, its dtype and device.
 
     q [B, T, H, D], k [B, T, Hkv, D]; p = 2: D = 16, 32, 64, 128, p = 4: D = 16, 32, 64; chunk: tokens, a multiple of
     128. Raises ValueError for a sequence with too many tokens.
@@ -49,7 +49,7 @@ class States(NamedTuple):
 
 
 def state_size(D, p):
-    """Return F, the entries of a state: those of S, and for p = 4 of Z = sum x x^T behind it."""
+    """Return F, the number of entries of a state: of S, and for p = 4 also of Z = sum x x^T behind it."""
     return features(D, p) * D + (0 if p == 2 else entries(D, p) ** 2)
 
 
@@ -58,13 +58,13 @@ def state_size(D, p):
 
 @triton.jit
 def at_index(X, i, size):
-    """Return pointer X advanced to item i of an array whose items have `size` entries each, in 64 bits."""
+    """Return pointer X advanced to item i of an array with `size` entries an item, in 64 bits."""
     return X + tl.cast(i, tl.int64) * size
 
 
 @triton.jit
 def tile_of(X, rows, stride, columns):
-    """Return pointers [N, M] to some rows [N] and columns [M] of a matrix X whose rows are `stride` entries apart."""
+    """Return pointers [N, M] to some rows [N] and columns [M] of a matrix X with rows `stride` entries apart."""
     return X + rows[:, None] * stride + columns[None, :]
 
 

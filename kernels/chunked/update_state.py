@@ -3,8 +3,8 @@
     U[f, e] = 2^15 / bound  sum over t of  x_t[slice(f)] x_t[scalar(f)] scaled_v_t[e]
     p = 4, behind it:  Z, the square of x (products.py)
 
-in units of unit_v. `bound` bounds an entry, so that all fit float16. x are rows for p = 2, products of two entries for
-p = 4: a tile has 64 features, 4 slots of a slice of 16 entries of x times one scalar each (layout.py).
+in units of unit_v. No entry is above `bound`, so that all fit float16. For p = 2 x is a row, for p = 4 the products of
+two entries. A tile has 64 features: 4 slots, each a slice of 16 entries of x times one scalar (layout.py).
 
     one program: 4 tiles of a chunk's state
 
@@ -45,9 +45,9 @@ def _column_features(x, s, K: tl.constexpr):
 def update_state_kernel(
     XT,
     VALUES,  # with DESCRIPTOR a tensor descriptor of tiles [K, D]
-    U,  # what is written
+    U,  # the result
     PARTS,  # the layout's table of each part's slices and first scalars
-    GROUPS,  # the layout's table of each four tiles' part and the first tile there
+    GROUPS,  # the layout's table: the part of every four tiles, and the first tile's place in it
     down,  # 2^15 / bound
     T,
     CHUNK,
@@ -112,9 +112,9 @@ def update_state_kernel(
 
 
 def update_state(s, heads, prepared, config=None):
-    """Return U [B * Hkv, chunks, F], from which `discumsum` makes states; heads: those in `prepared`, H or Hkv.
+    """Return U [B * Hkv, chunks, F], from which `discumsum` makes states.
 
-    Takes what `Sizes` takes: D = 16 to 128 for p = 2, to 64 for p = 4.
+    heads: the number of heads in `prepared`, H or Hkv. D is 16 to 128 for p = 2 and 16 to 64 for p = 4.
     """
     U = torch.empty(s.B * s.HKV, s.chunks, s.F, dtype=s.half, device=prepared.xt.device)
     config = config or choose("update_state", s.q, s.p)

@@ -1,8 +1,8 @@
-"""Softmax attention of the newest token, from a KV cache: what power.attend is for the power variants.
+"""Softmax attention of the newest token over a KV cache, as power.attend is for the power variants.
 
     y = sum over cached t of exp(q . k_t / sqrt(D)) v_t / sum of exp(q . k_t / sqrt(D))
 
-t goes over the tokens since the last reset, in a window over the last `window` of them, the newest among them.
+t goes over the tokens since the last reset, with a window over the last `window` of them, the newest included.
 
     programs  for each sequence and query head: parts of these tokens; the last part to end adds all
     reads     keys and values, 2 D sizeof(weight) bytes for each of these tokens and KV head
@@ -41,8 +41,8 @@ def softmax_kernel(
 ):  # fmt: skip
     """Compute one part of one query head's sums over the cache; the last part to finish writes OUT [B, H, D].
 
-    The parts share the `window` last tokens, of which one is the newest and the others are cached. One part writes its
-    key and value to entry `count` of the cache. cache.resets is None if no token forgets what is before it; scale is
+    The parts share the last `window` tokens, the newest and cached ones. One part writes the newest token's key and
+    value to entry `count` of the cache. cache.resets is None if no token forgets what is before it; scale is
     log2(e) / sqrt(D). PARTS is a power of two, at least `parts`.
     """
     let_next_start(PDL)
@@ -86,8 +86,8 @@ def softmax_kernel(
 def attend_softmax(qkv, rotation, cache, sums, out, window=NO_WINDOW):
     """Write the attention of the newest token to out [B, H D], and its key and value to entry `count` of the cache.
 
-    cache: a Cache; sums: Sums with maxima and `parts_of_cache` parts; window: how many tokens it sees, itself among
-    them.
+    cache: a Cache; sums: Sums with maxima and `parts_of_cache` parts; window: how many tokens it sees, itself
+    included.
     """
     (B, C, HKV, D), (parts, _, H) = cache.k.shape, sums.den.shape
     softmax_kernel[(B * H, parts)](

@@ -58,9 +58,9 @@ PRECISION = {torch.bfloat16: "bf16x3", torch.float32: "ieee"}
 def chunk_states(x, y, documents, first=None, L=None, delta=None, HKV=None, last=False):
     """Return the State before each chunk of keys x and values y, and the one after all of them or None.
 
-    With L and delta, x are queries and y is dy, [B, T, H, D], any strides: the states are those after each chunk, the
-    other is that before all, and heads are summed to HKV. first: the State, float32 and contiguous [B, Hkv, D],
-    [B, Hkv, D, D], [B, Hkv, D], that all begins with, or None; last: whether the other state is returned.
+    With L and delta, x are queries and y is dy, [B, T, H, D], any strides. Then there is a state after each chunk, the
+    other State is the one before all tokens, and heads are summed to HKV. first: the State to begin with, float32 and
+    contiguous [B, Hkv, D], [B, Hkv, D, D], [B, Hkv, D], or None; last: True to return the other State.
     """
     B, T, H, D = x.shape
     HKV = HKV or H
@@ -78,8 +78,8 @@ def chunk_states(x, y, documents, first=None, L=None, delta=None, HKV=None, last
 def forward(q, k, v, documents=None, initial=None, *, final=False):
     """Return y [B, T, H, D], L [B, H, T] float32 and the State after the last token, None unless `final`.
 
-    q [B, T, H, D], k [B, T, Hkv, D] bfloat16 or float32, v [B, T, Hkv, D] in the same dtype or float32, which is that
-    of y; any strides. documents [B, T] int32 or None; initial: (m [B, Hkv, D], S [B, Hkv, D, D], z [B, Hkv, D]) float32
+    q [B, T, H, D], k [B, T, Hkv, D] bfloat16 or float32, v [B, T, Hkv, D] in the same dtype or float32, any strides.
+    y has v's dtype. documents [B, T] int32 or None; initial: (m [B, Hkv, D], S [B, Hkv, D, D], z [B, Hkv, D]) float32
     or None.
     """
     (B, T, H, D), HKV = q.shape, k.shape[2]

@@ -89,7 +89,7 @@ def chunk_sums_kernel(X, Y, L, DELTA, DOCUMENTS, STATES, T, H, HKV, CHUNK, D: tl
     """Write the sums of one chunk to STATES: over its keys, or over the queries of all heads of a group.
 
     X and Y are Rows of keys and values, L and DELTA None; or of queries and dy, with L and DELTA. H is the
-    number of heads of X. The sums are of the document of the chunk's last token; queries': of its first.
+    number of heads of X. Only the document of the chunk's last token is summed (of queries: of its first token).
     """
     bh, chunk = chunk_of(tl.program_id(0), T, CHUNK)
     b, hkv, group = bh // HKV, bh % HKV, H // HKV

@@ -6,7 +6,7 @@
        keys              queries ->
         BN | diagonal | BM | BM | BM
 
-delta and g are those that dq_kernel.py wrote. Tiles off the diagonal need no mask and no exp, as in forward_kernel.py.
+dq_kernel.py wrote delta and g. Tiles off the diagonal need no mask and no exp, as in forward_kernel.py.
 Cost: four products of D multiplications for each pair, since s and dP are computed again, so that every sum has one
 owner. The limit is the matrix unit, then registers. passes.py has the names and shapes of arrays.
 """
@@ -109,9 +109,9 @@ def _add_diagonal(
     sums, columns, queries, heads, span, factors,
     P: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr, COL: tl.constexpr,
 ):  # fmt: skip
-    """Return (dk, dv, col) with the queries of a span added that stand among these keys.
+    """Return (dk, dv, col) with the queries of a span, on the diagonal, added.
 
-    Decays up to here are those to the last of these keys. If `factors`, so are those that are added.
+    The sums so far have decays from the last of these keys. If `factors`, so have the queries that are added.
     """
     if queries[5] is None:
         return _add_queries(sums, columns, queries, heads, span, P, TILE, DIAGONAL_BY_PAIRS, ALONE, COL)
@@ -135,10 +135,10 @@ def _add_diagonal(
 
 @triton.jit
 def _last_reader(OPENED, FIRST, hi, end, T):
-    """Return where the queries that may see key hi end, at most `end`.
+    """Return the end of the queries that may see key hi, at most `end`.
 
-    That is after hi if a document begins there, or the end of the first 32 tokens that reach into a later
-    document. Steps that double and then bisection find them.
+    It is hi + 1 if a document begins there, else the end of the first 32 tokens that reach into a later document.
+    Doubling steps and then bisection find these.
     """
     below, above, last, step = hi // 32, hi // 32, tl.cdiv(T, 32) - 1, 1
     if tl.load(OPENED + last) > hi:

@@ -7,8 +7,8 @@
         BM | BN | BN | BN | diagonal
 
 Tiles and decays are as in forward_kernel.py. Where one token dominates a row, dP_ij - delta_i is as small as the
-rounding of y in delta_i: there, before its own sums, a program sums w_ij (dP_ij - delta_i) / l_i over the keys, which
-would be zero, and adds the sum to delta_i. Cost: three products of D multiplications for each pair, five in those
+rounding of y in delta_i. There a program first sums w_ij (dP_ij - delta_i) / l_i over the keys, which should be zero,
+and adds the sum to delta_i. Cost: three products of D multiplications for each pair, five in those
 tiles. The limit is the matrix unit. passes.py has the names and shapes of arrays.
 """
 
@@ -99,7 +99,7 @@ def _add_keys(
 def _add_diagonal(
     sums, queries, keys, gates, begin, lo, factors, P: tl.constexpr, TILE: tl.constexpr, SUMS: tl.constexpr
 ):
-    """Return (acc, r) with the keys from begin on added for the rows from lo on; `factors` is of `gates_of_rows`."""
+    """Return (acc, r) with the keys from begin on added for the rows from lo on; `factors`: by `gates_of_rows`."""
     end = tl.minimum(lo + TILE[0], keys[6])
     if gates is None:
         return _add_keys(sums, queries, keys, gates, begin, end, P, TILE, DIAGONAL_BY_PAIRS, SUMS)
@@ -142,7 +142,7 @@ def dq_kernel(
     results,  # (y, l) of the forward kernel, or None if sums were not divided
     undivided,  # (scale, rest, the gradient to l) if they were not: see `forward_kernel`; or None
     KEY_SCALE, gates, OVERLAP,  # see passes.py, gates.py and chunked/gates.py, or None
-    outputs,  # (DQ, PAIR, G, ROW): what is written; DQ and ROW may be None, G is without gates
+    outputs,  # (DQ, PAIR, G, ROW), the results; DQ and ROW may be None, G is None without gates
     T, OFFSET, CHUNK, H, HKV, HEADS,  # as in `forward_kernel`
     P: tl.constexpr,
     HAS_INITIAL_STATE: tl.constexpr,  # there is a state before the first token, so no row sees itself alone

@@ -41,9 +41,9 @@ from .tiles import (
 def _add_keys(acc, l, queries, keys, gates, begin, end, P: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr):
     """Return (acc, l) with the keys from begin to end added, BN at a time.
 
-    queries: (q, row, c_lo, c_row, c_first, first_row); keys: (K, strides, V, strides, sequence, head, T). Decays are
-    those to the first row, to be multiplied by the decay from there to each row. If PART is DIAGONAL_BY_PAIRS, they are
-    those to each row.
+    queries: (q, row, c_lo, c_row, c_first, first_row); keys: (K, strides, V, strides, sequence, head, T). Decays
+    go from a key to the first row, and the caller multiplies by the decay from there to each row. If PART is
+    DIAGONAL_BY_PAIRS, they go to each row.
     """
     GATED: tl.constexpr = gates is not None
     DIAGONAL: tl.constexpr = PART != OFF_DIAGONAL
@@ -84,7 +84,7 @@ def _add_keys(acc, l, queries, keys, gates, begin, end, P: tl.constexpr, TILE: t
 
 @triton.jit
 def _add_diagonal(acc, l, queries, keys, gates, begin, lo, factors, P: tl.constexpr, TILE: tl.constexpr):
-    """Return (acc, l) with the keys from begin on added for the rows from lo on; `factors` is of `gates_of_rows`."""
+    """Return (acc, l) with the keys from begin on added for the rows from lo on; `factors`: by `gates_of_rows`."""
     end = tl.minimum(lo + TILE[0], keys[6])
     if gates is None:
         return _add_keys(acc, l, queries, keys, gates, begin, end, P, TILE, DIAGONAL_BY_PAIRS)

@@ -14,15 +14,15 @@ between (C_START, C_END).
 
     name         shape                                  dtype      what
     C            [B * Hkv, T padded to 128]             float32    the sum since the first token of the 128 around it
-    FIRST        the same                               int8       the document's first token, counted from there; -1:
-                                                                   before (or an initial state before all)
+    FIRST        the same                               int8       the document's first token, counted from the first
+                                                                   of the 128; -1: before it, or in an initial state
     KEY_DECAY    the same                               float32    decay^POWER from the token to the last of the R
                                                                    around it, 0 if that is another document's; in the
                                                                    order 0, 1, 8, 9, 16, .. of the R, then 2, 3, 10,
                                                                    ..: a thread loads what it needs at once
     C_START      [B * Hkv, T padded to 128 / 32]        float64    c of the first of 32 tokens
     C_END        the same                               float64    c of the last
-    OPENED       the same                               int32      the first token of the last's document
+    OPENED       the same                               int32      the first token of the document of the last
 
 Cost: 9.6 bytes a token and head of keys are written. Latency is the limit (0.013 ms for 65,536 tokens).
 """
@@ -109,7 +109,7 @@ def gates_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def gates_before_kernel(C_START, C_END, OPENED, T, N: tl.constexpr):
-    """Add to C_START, C_END and OPENED of one sequence and head the sums over the tokens before each N blocks."""
+    """Extend C_START, C_END and OPENED of one sequence and head, which count every N tokens anew, to all tokens."""
     bh = tl.program_id(0)
     C_START, C_END, OPENED = at_head(C_START, T, bh, 32), at_head(C_END, T, bh, 32), at_head(OPENED, T, bh, 32)
     blocks = tl.cdiv(T, 128) * 4

@@ -34,12 +34,13 @@ few percent of the time from T = 1024 on. The matrix unit is the limit, then the
 (docs/kernels.md).
 
 Range. There is no logarithm and no running maximum. Powers of two, which cancel, bring the largest entry of each row of
-q to 1 to 2 and, for p = 6 and 8, the largest entry of the keys up to the row in its document. So no row depends on
-later keys. For p = 2 and 4 keys are taken as they are: float32 is wide enough for |q . k| from 1e-8 to 1e8 and entries
-of k from 1e-8 to 1e8 (p = 2: 1e-15 to 1e15), and beyond there are zeros or NaN; the backward pass of p = 6 and 8 has
-the range of p = 4. l is the sum of the weights as they are rounded for the second product. The backward pass spreads 1
-/ l over two factors of its square root: w_ij / l_i = (s_ij^(p/2) g_i)^2. NaN and infinity in q, k or log_g give NaN in
-the rows that see them and leave the bits of earlier rows; in v they also reach the earlier rows of the same tile.
+q into [1, 2). For p = 6 and 8 they also do so for the largest entry of the keys up to the row in its document, so that
+no row depends on later keys. For p = 2 and 4 keys are taken as they are: float32 is wide enough for |q . k| from 1e-8
+to 1e8 and entries of k from 1e-8 to 1e8 (p = 2: 1e-15 to 1e15), and beyond there are zeros or NaN; the backward pass of
+p = 6 and 8 has the range of p = 4. l is the sum of the weights as they are rounded for the second product. The backward
+pass spreads 1 / l over two factors of its square root: w_ij / l_i = (s_ij^(p/2) g_i)^2. NaN and infinity in q, k or
+log_g give NaN in the rows that see them and leave the bits of earlier rows; in v they also reach the earlier rows of
+the same tile.
 
 Gates. log_g is summed in float64 and only differences become float32. log_g = -inf begins a document: its tokens see
 nothing before. The gradient is dlog_g_m = sum over i >= m of (row_i - col_i), where row and col are the sums of
@@ -108,7 +109,7 @@ def backward(
     (B, n, H, D), (T, HKV) = q.shape, k.shape[1:3]
     needs_q, needs_kv, needs_last = needs
     rows = needs_last and log_g is not None
-    needs_kv = needs_kv or rows  # dkdv_kernel ends dlog_g
+    needs_kv = needs_kv or rows  # dkdv_kernel completes row
     dq, dk, dv = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
         for x, needed in ((q, needs_q), (k, needs_kv), (v, needs_kv))
@@ -116,7 +117,7 @@ def backward(
     pair, g, row = empty(q, B, H, padded(n), 2), None, None
     if log_g is not None:
         g = empty(q, B, H, padded(n))
-        if rows:  # there are no queries of the tokens before
+        if rows:  # zeros if the first tokens have no queries
             row = (empty if n == T else _zeros)(q, B, H, padded(T))
     c_dq = configs[0] or choose("dq", q, p, log_g is not None, chunk is not None)
     c_dkdv = configs[1] or choose("dkdv", q, p, log_g is not None, chunk is not None)

@@ -15,12 +15,12 @@ from ..common import (
     unit_scale,
 )
 
-# A tile on the diagonal through which less than exp(-WEAK) is forgotten has decays that are products of two factors
+# if the decay through a tile on the diagonal is above exp(-WEAK), decays in it are products of two factors
 WEAK = tl.constexpr(10.0)
 STRONG = tl.constexpr(2.0)  # if a tile forgets more than exp(-STRONG) a token, one token dominates most of its rows
 STATE_GONE = tl.constexpr(16.0)  # a state that has decayed by exp(-STATE_GONE) counts for nothing
-# the tiles that a loop goes through: those without a mask, and those on the diagonal, on which decays are products of a
-# factor of the row and one of the key, or are computed for each pair
+# the tiles of a loop: off the diagonal, without a mask; or on the diagonal, where decays are a factor of the row times
+# one of the key, or are computed for each pair
 OFF_DIAGONAL = tl.constexpr(0)
 DIAGONAL_BY_FACTORS = tl.constexpr(1)
 DIAGONAL_BY_PAIRS = tl.constexpr(2)
@@ -136,9 +136,12 @@ def column_decay(c_from, c_to, POWER: tl.constexpr):
 
 @triton.jit
 def forgets_little(C, FIRST, last, key):
-    """Return True if the 128 tokens around `last` have forgotten less than WEAK at it, and if its document begins
-    before `key`, the first key of the tiles on the diagonal, or at 0. NaN counts as little, so that rows
-    before it keep their bits where gates are weak."""
+    """Return True if `last` sees the keys of the tiles on the diagonal with little decay.
+
+    The decay from the first of the 128 tokens around `last` must be above exp(-WEAK), and its document must begin
+    before `key`, the first key there, or at 0. NaN counts as little decay, so that rows before it keep their bits
+    where gates are weak.
+    """
     first, c = last // 128 * 128 + tl.load(FIRST + last).to(tl.int32), tl.load(C + last)
     return ((c > -WEAK) | (c != c)) & (first < tl.maximum(key, 1))
 
@@ -147,8 +150,8 @@ def forgets_little(C, FIRST, last, key):
 def delta_may_be_inexact(gates, lo, BM: tl.constexpr, HAS_INITIAL_STATE: tl.constexpr):
     """Return True if one token may dominate some of the BM rows from lo on.
 
-    Then dP_ij - delta_i is as small as the rounding of y in delta_i. These are the first rows of all or of a document,
-    and those with strong gates.
+    Then dP_ij - delta_i is as small as the rounding of y in delta_i. These are the first rows of a sequence or of a
+    document, and rows with strong gates.
     """
     if gates is None:
         return (lo == 0) & (not HAS_INITIAL_STATE)
@@ -160,7 +163,7 @@ def delta_may_be_inexact(gates, lo, BM: tl.constexpr, HAS_INITIAL_STATE: tl.cons
 
 @triton.jit
 def may_read_state(gates, lo, begin, BM: tl.constexpr, HAS_INITIAL_STATE: tl.constexpr):
-    """Return [BM]: whether a state from before `begin`, their first key, counts in the rows from lo on."""
+    """Return [BM]: True if a state before `begin`, the first key, counts in the rows from lo on."""
     forgotten = (tl.load(gates.C_START + begin // 32) - tl.load(gates.C_START + lo // 32)).to(tl.float32)
     forgotten += tl.load(gates.C + lo) - load_vector(gates.C, lo, BM)
     opens = lo // 128 * 128 + load_vector(gates.FIRST, lo, BM).to(tl.int32) >= lo
@@ -185,7 +188,7 @@ def ahead(C_END, c_lo, begin, end, BN: tl.constexpr, POWER: tl.constexpr):
 
 @triton.jit
 def before_rows(gates, lo, begin, end, BN: tl.constexpr):
-    """Return (gate sum up to row lo, float64; where the keys that rows from lo on see begin, between begin and end)."""
+    """Return (gate sum up to row lo, float64; start of the first tile that rows from lo on see, in [begin, end])."""
     first = tl.load(gates.FIRST + lo).to(tl.int32)  # of its document; below 0 that is the previous token's
     opened = (
         tl.where(first < 0, tl.load(gates.OPENED + tl.maximum(lo // 32 - 1, 0)), lo // 128 * 128 + first) // BN * BN
