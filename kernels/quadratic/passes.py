@@ -30,8 +30,8 @@ tiles of keys do (`operators.quadratic_attention` pads q).
 
 Cost. With N = T^2 D / 2 multiplications a head and product: forward 2 N, dq 3 N, dk and dv 4 N (s and dP are computed
 twice, so that every sum has one owner and two runs give the same bits). Each tensor is read or written once or twice, a
-few percent of the time from T = 1024 on. The matrix unit is the limit, then the multiplications between products
-(docs/kernels.md).
+few percent of the time from T = 1024 on. The matrix unit is the limit, then the multiplications between products.
+docs/understand/attention.md has times and floors, docs/measured/log.md lists what was tried.
 
 Range. There is no logarithm and no running maximum. Powers of two, which cancel, bring the largest entry of each row of
 q into [1, 2). For p = 6 and 8 they also do so for the largest entry of the keys up to the row in its document, so that
