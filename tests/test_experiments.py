@@ -134,15 +134,6 @@ def test_xz_needs_fewer_bits_behind_a_text_that_has_them_already():
     assert again < 0.5 and abs(new - np.log(256)) < 0.5  # nats a byte
 
 
-def test_docstrings_are_a_corpus_of_english(tmp_path):
-    projects = {f"p{i}": {"a.py": b'"""' + code(i) + b'"""\nsecret = 1\n'} for i in range(6)}
-    projects["p0"]["bad.py"] = b"def (\n" * 50
-    options = "--text=docstrings", "--val_fraction=0.4", "--document_length=256"
-    dataset = prepare_projects(tmp_path, projects, *options)
-    text = text_of(dataset, "train") + text_of(dataset, "val")
-    assert b"compute(" in text and b"secret" not in text and dataset.meta["dropped"] == {"without text": 1}
-
-
 def test_a_corpus_by_project_takes_a_tokenizer_that_is_trained_on_its_training_split(tmp_path):
     projects = {f"p{i}": {f"{j}.py": code(f"{i} {j}", 200) for j in range(4)} for i in range(8)}
     options = "--tokenizer=bpe:300", "--val_fraction=0.3", "--document_length=256"

@@ -3,13 +3,11 @@
     python data/source/prepare.py --root=/usr/lib/python3/site-packages                  # -> data/source, as bytes
     python data/source/prepare.py --root ~/src /usr/include --suffix=.c,.h,.py --out=data/code
     python data/source/prepare.py --root ~/src --suffix=.rst,.md,.txt --out=data/prose   # English
-    python data/source/prepare.py --root ~/src --text=docstrings --out=data/docstrings   # English, out of .py files
     python data/source/prepare.py --root ~/src --tokenizer=bpe:8192 --out=data/source_bpe
 
 Every folder in a root, and every file that lies in the root itself, is a project; versions of a project (zlib-1.2,
 zlib-1.3) are one. Its files follow each other in the order of their paths, without anything between; an end of text
-stands between projects. Files above 65,536 bytes, which are tables and amalgamations, are left out; --files=large takes
-those alone.
+stands between projects. Files above 65,536 bytes, which are tables and amalgamations, are left out.
 
 Projects are ordered by a hash of their names, with the large ones in front. A file is dropped if more than half of its
 shingles (five lines) stand in an earlier file. So there are no copies within training, and validation has no vendored
@@ -21,13 +19,11 @@ names what is held out.
 --tokenizer=bpe:SIZE trains a tokenizer on the training split. Every file is encoded by itself.
 """
 
-import ast
 import functools
 import hashlib
 import os
 import re
 import sys
-import warnings
 from collections import Counter
 
 sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
@@ -59,38 +55,37 @@ def main(argv):
     parser = Parser(__doc__, __file__, val_fraction=0.02)
     parser.add_argument("--root", nargs="+", required=True, metavar="DIR", help="folders of projects")
     parser.add_argument("--suffix", default=".py,.pyi,.c,.h,.cc,.cpp,.hpp,.cu,.cuh", help="which files are taken")
-    parser.add_argument("--files", choices=["small", "large"], default="small", help="up to 65,536 bytes, or larger")
-    parser.add_argument("--text", choices=["all", "docstrings"], default="all", help="all, or docstrings of .py files")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, gpt2, bpe:SIZE or PATH/tokenizer.json")
     args = parser.parse_args(argv)
     tokenizer = named_tokenizer(args.tokenizer)
     for root in args.root:
         if not os.path.isdir(root):
             raise DataError(f"--root={root} is not a folder")
-    suffixes = (".py",) if args.text == "docstrings" else parse_suffixes(args.suffix)
-    sources = find_files(args.root, suffixes)
-    arguments = {name: getattr(args, name) for name in ("document_length", "val_fraction", "files", "text")}
-    arguments["fingerprint"] = fingerprint(sources)
+    sources = find_files(args.root, parse_suffixes(args.suffix))
+    arguments = {
+        "document_length": args.document_length,
+        "val_fraction": args.val_fraction,
+        "fingerprint": fingerprint(sources),
+    }
     if args.tokenizer != "bytes":
         arguments["tokenizer"] = tokenizer.fingerprint() if tokenizer else args.tokenizer
     if is_complete(args.out, arguments, args.verify):
         return
-    projects, dropped = group_files(sources, args.files)
-    read = read_docstrings if args.text == "docstrings" else read_whole
+    projects, dropped = group_files(sources)
     token_size = 1 if args.tokenizer == "bytes" else BYTES_PER_TOKEN
     projects = order_projects(projects, args.val_fraction, token_size)
-    projects, copies = drop_repeated(projects, read)
-    sizes = {name: sum(size for _, size in files) // token_size for name, files in projects.items()}
+    projects, copies = drop_repeated(projects)
+    sizes = count_tokens(projects, token_size)
     length = row_length(sum(sizes.values()), args.document_length)
     train, val = split_projects(sizes, args.val_fraction, length)
     if tokenizer is None:
-        texts = sample_texts([file for name in train for file in projects[name]], read)
+        texts = sample_texts([file for name in train for file in projects[name]])
         tokenizer = train_tokenizer(texts, trained_size(args.tokenizer))
-    units = train_units([projects[name] for name in train], read, tokenizer, length)
+    units = train_units([projects[name] for name in train], tokenizer, length)
     held_out = {}
     for name in val:
-        parts = [(file, False) for file, _ in projects[name]]
-        rows = _rows(parts, read, tokenizer, length)
+        parts = [(file, False) for file in projects[name]]
+        rows = _rows(parts, tokenizer, length)
         held_out[name] = len(rows)
         units.append(Unit("val", lambda rows=rows: rows))
     facts = {
@@ -102,22 +97,19 @@ def main(argv):
     print(f"{facts['files']:,} files of {len(sizes):,} projects, {len(val)} held out; dropped: {facts['dropped']}")
     if length < args.document_length:
         print(f"rows of {length} tokens instead of {args.document_length}: there are {sum(sizes.values()):,} tokens")
-    source = f"{args.text} of {args.suffix} in {', '.join(args.root)}, by project"
+    source = f"{args.suffix} in {', '.join(args.root)}, by project"
     write_dataset(args.out, units, tokenizer, length, arguments, source, args.command, facts)
 
 
-def group_files(sources, kind):
-    """Return ({project: its Files in the order of their paths}, Counter of the files that are left out).
-
-    kind: "small" takes files of up to LARGE bytes, "large" takes the others.
-    """
+def group_files(sources):
+    """Return ({project: its Files in the order of their paths}, Counter of the files that are left out)."""
     projects, dropped = {}, Counter()
     for file in sorted(file for files in sources for file in files):
         top = file.name.partition("/")[0]
         if top.endswith(NO_PROJECTS):
             dropped["of no project"] += 1
-        elif (file.size > LARGE) != (kind == "large"):
-            dropped["above 65,536 bytes" if file.size > LARGE else "up to 65,536 bytes"] += 1
+        elif file.size > LARGE:
+            dropped["above 65,536 bytes"] += 1
         else:
             projects.setdefault(project_name(top, "/" not in file.name), []).append(file)
     return {name: sorted(files, key=lambda file: file.name) for name, files in projects.items()}, dropped
@@ -134,12 +126,14 @@ def enough(total, val_fraction):
     return max(val_fraction * total, min(ENOUGH, total / 10))
 
 
-def order_projects(projects, val_fraction, token_size):
-    """Return the projects in the order in which they are read: the large ones, then by a hash of their names.
+def count_tokens(projects, token_size):
+    """Return {project: its tokens}. token_size: bytes that are a token, about."""
+    return {name: sum(file.size for file in files) // token_size for name, files in projects.items()}
 
-    token_size: bytes that are a token, about.
-    """
-    sizes = {name: sum(file.size for file in files) // token_size for name, files in projects.items()}
+
+def order_projects(projects, val_fraction, token_size):
+    """Return the projects in the order in which they are read: the large ones, then by a hash of their names."""
+    sizes = count_tokens(projects, token_size)
     limit = enough(sum(sizes.values()), val_fraction)
 
     def place(name):
@@ -148,25 +142,15 @@ def order_projects(projects, val_fraction, token_size):
     return {name: projects[name] for name in sorted(projects, key=place)}
 
 
-def drop_repeated(projects, read):
-    """Return ({project: [(File, its bytes)]} of the files that stay, Counter of the files that are dropped)."""
+def drop_repeated(projects):
+    """Return ({project: Files} of the files that stay, Counter of the files that are dropped)."""
     files = [(name, file) for name, members in projects.items() for file in members]
-    sizes = []
-
-    def texts():
-        for _, file in files:
-            text = read(file)
-            sizes.append(len(text))
-            yield text
-
-    shares, remaining, dropped = repeated_shares(texts()), {}, Counter()
-    for (name, file), size, share in zip(files, sizes, shares):
+    shares, remaining, dropped = repeated_shares(read_file(file) for _, file in files), {}, Counter()
+    for (name, file), share in zip(files, shares):
         if share > REPEATED:
             dropped["mostly repeated"] += 1
-        elif not size:
-            dropped["without text"] += 1
         else:
-            remaining.setdefault(name, []).append((file, size))
+            remaining.setdefault(name, []).append(file)
     return remaining, dropped
 
 
@@ -187,24 +171,23 @@ def split_projects(sizes, val_fraction, length):
     return train, sorted(val, key=sizes.get)
 
 
-def sample_texts(files, read):
-    """Yield the texts of about SAMPLE bytes of files [(File, its bytes)], evenly spaced."""
-    step = -(-sum(size for _, size in files) // SAMPLE)
-    for file, _ in files[::step]:
-        yield read(file).decode("utf-8", "replace")
+def sample_texts(files):
+    """Yield the texts of about SAMPLE bytes of Files, evenly spaced."""
+    step = -(-sum(file.size for file in files) // SAMPLE)
+    for file in files[::step]:
+        yield read_file(file).decode("utf-8", "replace")
 
 
-def train_units(projects, read, tokenizer, length):
+def train_units(projects, tokenizer, length):
     """Return the Units of training: the files of all projects behind one another, in parts of about UNIT bytes."""
-    files = [(file, size, (file, size) == files[-1]) for files in projects for file, size in files]
-    parts = batches(files, UNIT, lambda entry: entry[1])
-    parts = [[(file, is_last) for file, _, is_last in part] for part in parts]
-    return [Unit("train", functools.partial(_rows, part, read, tokenizer, length)) for part in parts]
+    files = [(file, file == files[-1]) for files in projects for file in files]
+    parts = batches(files, UNIT, lambda entry: entry[0].size)
+    return [Unit("train", functools.partial(_rows, part, tokenizer, length)) for part in parts]
 
 
-def _rows(parts, read, tokenizer, length):
+def _rows(parts, tokenizer, length):
     """Return rows [n, length] of the files [(File, True if an end of text follows)]."""
-    texts = [read(file) for file, _ in parts]
+    texts = [read_file(file) for file, _ in parts]
     if tokenizer.kind == "bytes":
         ids = map(tokenizer.encode_bytes, texts)
     else:
@@ -212,24 +195,10 @@ def _rows(parts, read, tokenizer, length):
     return cut_rows(join_documents(ids, [is_last for _, is_last in parts], tokenizer), length)
 
 
-def read_whole(file):
+def read_file(file):
     """Return the bytes of a File. Raises DataError if it is not the one that was found any more."""
     with open_file(file) as f:
         return f.read()
-
-
-def read_docstrings(file):
-    """Return the docstrings of a Python file in their order, with an empty line between; b"" if it does not parse."""
-    with warnings.catch_warnings(action="ignore"):
-        try:
-            tree = ast.parse(read_whole(file))
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return b""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
-    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
-    docstrings = [text for node in nodes if (text := ast.get_docstring(node))]
-    return "".join(f"{text}\n\n" for text in docstrings).encode("utf-8", "replace")
 
 
 if __name__ == "__main__":
