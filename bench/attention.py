@@ -1,8 +1,8 @@
 """Measure attention on one GPU, in milliseconds, share of peak and bytes, beside softmax and FlexAttention.
 
-    python bench/attention.py                            # the table, at 65,536 tokens a call
-    python bench/attention.py --T 16384 --only cudnn p4_gated --json out/attention.json
-    python bench/attention.py --cold_start --only p4_gated chunked_p2    # a process's first call, and the next length
+    python -m bench.attention                            # the table, at 65,536 tokens a call
+    python -m bench.attention --T 16384 --only cudnn p4_gated --json out/attention.json
+    python -m bench.attention --cold_start --only p4_gated chunked_p2    # a process's first call, and the next length
 
 For each T all contenders are warmed up. They then take turns for ROUNDS rounds, so that a clock rate that drifts
 changes all of them alike. A turn is CALLS forward calls between two CUDA events, then as many of forward and backward
@@ -28,7 +28,6 @@ compute all pairs have no FLOP/s.
 """
 
 import os
-import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -42,11 +41,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from sympow.attention import heinsen_attention  # noqa: E402
-from sympow.attention.operator.window import attend_in_window  # noqa: E402
-from sympow.attention.power import power_attention  # noqa: E402
+from sympow.attention import heinsen_attention
+from sympow.attention.operator.window import attend_in_window
+from sympow.attention.power import power_attention
 from sympow.bench.timing import (
     error_line,
     extra_bytes,
@@ -58,7 +55,7 @@ from sympow.bench.timing import (
     print_titles,
     require_gpu,
 )
-from sympow.runs.program import run_program  # noqa: E402
+from sympow.runs.program import run_program
 
 ROUNDS, CALLS = 7, 10
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -303,7 +300,7 @@ def cold_start(name):
 
 
 def main():
-    parser = make_parser("attention.py", __doc__, NAMES)
+    parser = make_parser("attention", __doc__, NAMES)
     parser.add_numbers(
         T=([1024, 4096, 16384, 65536], "context lengths"),
         heads=(12, "of queries, keys and values"),

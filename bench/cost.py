@@ -1,20 +1,16 @@
 """Measure the two forms of power attention on one GPU, and fit the numbers of the cost model, kernels/cost.py.
 
-python bench/cost.py            # two minutes; print the model's tables, and how good its choices are
+python -m bench.cost            # two minutes; print the model's tables, and how good its choices are
 """
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from sympow.bench.attention import make_inputs  # noqa: E402
-from sympow.bench.timing import forward_backward, require_gpu  # noqa: E402
-from sympow.kernels import cost  # noqa: E402
-from sympow.runs.program import Parser, run_program  # noqa: E402
+from sympow.bench.attention import make_inputs
+from sympow.bench.timing import forward_backward, require_gpu
+from sympow.kernels import cost
+from sympow.runs.program import Parser, run_program
 
 TOKENS = 65536  # of a call, or one sequence that is longer
 
@@ -73,7 +69,7 @@ def fit_size(D, p):
 
 def main():
     """Measure, fit and print the numbers of each size with gates, and how good the resulting choices are."""
-    parser = Parser(__doc__, prog="bench/cost.py")
+    parser = Parser(__doc__, prog="python -m bench.cost")
     parser.parse_args()
     require_gpu(parser)
     for D, p in cost.CHUNKED:

@@ -1,8 +1,8 @@
 """Time training steps of nanoGPT's model and of ours in turns, in one process on one GPU.
 
     git clone https://github.com/karpathy/nanoGPT ../nanoGPT
-    python bench/nanogpt.py ../nanoGPT                            # 124M at 1,024 and 4,096 tokens
-    python bench/nanogpt.py ../nanoGPT --context 65536 --only sympow_gating --json out/nanogpt.json
+    python -m bench.nanogpt ../nanoGPT                            # 124M at 1,024 and 4,096 tokens
+    python -m bench.nanogpt ../nanoGPT --context 65536 --only sympow_gating --json out/nanogpt.json
 
 nanoGPT's model.py is taken as it is, with the settings of its train.py: bfloat16 autocast, torch.compile, fused AdamW,
 no biases, a vocabulary padded to 50,304. Both take the same steps on the same --tokens random tokens: forward,
@@ -18,14 +18,12 @@ from statistics import median
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from sympow.bench.timing import finish, make_parser, print_row, print_titles  # noqa: E402
-from sympow.bench.train import VARIANTS, WARM_UP, take_steps  # noqa: E402
-from sympow.model import GPT, GPTConfig  # noqa: E402
-from sympow.training.optimizer import make_optimizer  # noqa: E402
-from sympow.runs.program import refuse, run_program  # noqa: E402
-from sympow.train import TrainConfig  # noqa: E402
+from sympow.bench.timing import finish, make_parser, print_row, print_titles
+from sympow.bench.train import VARIANTS, WARM_UP, take_steps
+from sympow.model import GPT, GPTConfig
+from sympow.training.optimizer import make_optimizer
+from sympow.runs.program import refuse, run_program
+from sympow.train import TrainConfig
 
 PADDED = 50304  # nanoGPT's vocabulary
 COLUMNS = {  # key of a row -> (title, place, format)
@@ -120,7 +118,7 @@ def reset_peak(device):
 
 
 def main():
-    parser = make_parser("nanogpt.py", __doc__, VARIANTS, ["softmax", "sympow_gating"])
+    parser = make_parser("nanogpt", __doc__, VARIANTS, ["softmax", "sympow_gating"])
     parser.add_argument("folder", help="a clone of https://github.com/karpathy/nanoGPT")
     parser.add_numbers(
         context=([1024, 4096], "context lengths"),

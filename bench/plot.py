@@ -1,20 +1,16 @@
 """Draw the time of a token over the context: training and generation, with softmax and with power attention.
 
-    python bench/train.py --only softmax softmax_window sympow_gating --json docs/data/training_cost.json
-    python bench/sample.py --only softmax softmax_window sympow_gating --batch 1 \\
+    python -m bench.train --only softmax softmax_window sympow_gating --json docs/data/training_cost.json
+    python -m bench.sample --only softmax softmax_window sympow_gating --batch 1 \\
         --context 1024 16384 131072 1048576 --json docs/data/generation_cost.json
-    python bench/plot.py docs/data/training_cost.json docs/data/generation_cost.json --png docs/data/cost.png
+    python -m bench.plot docs/data/training_cost.json docs/data/generation_cost.json --png docs/data/cost.png
 """
 
-import sys
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from sympow.data.files import read_json  # noqa: E402
-from sympow.experiments.report import Panel, plot  # noqa: E402
-from sympow.runs.program import Parser, output_file, run_program  # noqa: E402
+from sympow.data.files import read_json
+from sympow.experiments.report import Panel, plot
+from sympow.runs.program import Parser, output_file, run_program
 
 LABELS = {
     "softmax": "softmax",
@@ -44,7 +40,7 @@ def sorted_curves(points):
 
 
 def main():
-    parser = Parser(__doc__, prog="plot.py")
+    parser = Parser(__doc__, prog="python -m bench.plot")
     parser.add_argument("training", help="what bench/train.py --json wrote")
     parser.add_argument("generation", help="what bench/sample.py --json wrote")
     parser.add_argument("--png", type=output_file, default="docs/data/cost.png")

@@ -1,7 +1,7 @@
 """Measure generation on one GPU: a 124M model with gated sympow beside transformers' GPT-2 of the same size.
 
-    python bench/sample.py                                      # batch 1 and 64, after 1,000 and 1,000,000 tokens
-    python bench/sample.py --only sympow_gating --batch 1 8 64 256 --context 1000 --json out/sample.json
+    python -m bench.sample                                      # batch 1 and 64, after 1,000 and 1,000,000 tokens
+    python -m bench.sample --only sympow_gating --batch 1 8 64 256 --context 1000 --json out/sample.json
 
 Weights are random and in bfloat16, states in float32 or --state_dtype; tokens are sampled with sample.py's defaults. A
 line has the tokens a second of all samples together, the median and the 99th percentile of the milliseconds from one
@@ -10,17 +10,13 @@ allocated memory.
 """
 
 import gc
-import sys
 import time
 from functools import partial
 from itertools import pairwise, product
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sympow.bench.timing import (
     error_line,
@@ -31,11 +27,11 @@ from sympow.bench.timing import (
     print_titles,
     require_gpu,
 )
-from sympow.bench.train import VARIANTS  # noqa: E402
-from sympow.generation.decoder import Decoder  # noqa: E402
-from sympow.generation.generate import PIECE, Sampler  # noqa: E402
-from sympow.model import GPT, GPTConfig  # noqa: E402
-from sympow.runs.program import run_program  # noqa: E402
+from sympow.bench.train import VARIANTS
+from sympow.generation.decoder import Decoder
+from sympow.generation.generate import PIECE, Sampler
+from sympow.model import GPT, GPTConfig
+from sympow.runs.program import run_program
 
 SWITCH_OVER = 512  # tokens, fewer than any context that is measured, so that each has a state
 WARM_UP = 200
@@ -167,7 +163,7 @@ def measure(name, batch, context, args):
 
 
 def main():
-    parser = make_parser("sample.py", __doc__, NAMES, [*NAMES[:2], "sympow_gating"])
+    parser = make_parser("sample", __doc__, NAMES, [*NAMES[:2], "sympow_gating"])
     parser.add_numbers(
         batch=([1, 64], "samples at once"),
         context=([1000, 1_000_000], "tokens of the prompt"),

@@ -1,7 +1,7 @@
 """Measure how training speed grows with the number of GPUs of one node.
 
-    python bench/scale.py                                       # DDP, FSDP and context parallel, 1 to 8 GPUs
-    python bench/scale.py config/gpt2_xl.py --batch_size=4 --only fsdp
+    python -m bench.scale                                       # DDP, FSDP and context parallel, 1 to 8 GPUs
+    python -m bench.scale config/gpt2_xl.py --batch_size=4 --only fsdp
 
 Arguments that are not this program's own are settings of train.py, which it starts by torchrun on random tokens.
 
@@ -25,12 +25,10 @@ from statistics import median
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from sympow.bench.timing import finish, make_parser, print_row, print_titles  # noqa: E402
-from sympow.data.shards import Unit, write_dataset  # noqa: E402
-from sympow.data.tokenizer import IdsEncoding, Tokenizer  # noqa: E402
-from sympow.runs.program import run_program  # noqa: E402
+from sympow.bench.timing import finish, make_parser, print_row, print_titles
+from sympow.data.shards import Unit, write_dataset
+from sympow.data.tokenizer import IdsEncoding, Tokenizer
+from sympow.runs.program import run_program
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 MODES = ["ddp", "fsdp", "context"]
@@ -60,7 +58,7 @@ def make_dataset(folder, document_length):
     ]
     path = os.path.join(folder, "random")
     with redirect_stdout(io.StringIO()):
-        write_dataset(path, units, Tokenizer("ids", encoding), document_length, {}, "random", "bench/scale.py")
+        write_dataset(path, units, Tokenizer("ids", encoding), document_length, {}, "random", "bench.scale")
     return path
 
 
@@ -126,7 +124,7 @@ def bench(args, dataset):
 
 
 def main():
-    parser = make_parser("scale.py", __doc__, MODES, MODES)
+    parser = make_parser("scale", __doc__, MODES, MODES)
     parser.add_numbers(
         gpus=([2, 4, 8], "numbers of GPUs, beside 1"),
         tokens=([131072, 16384], "of a GPU and step"),

@@ -10,13 +10,8 @@ z [Dphi], which are Dphi * (E + 1) numbers. E is the width of the values (here d
     Dphi = C(d + p - 1, p)   symmetric power  (every product once)
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from sympow.attention.embedding import symmetric_power_dim  # noqa: E402
-from sympow.runs.program import Parser, run_program  # noqa: E402
+from sympow.attention.embedding import symmetric_power_dim
+from sympow.runs.program import Parser, run_program
 
 UNITS = ["B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB"]
 

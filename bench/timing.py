@@ -61,11 +61,11 @@ def machine():
 
 
 def make_parser(name, description, contenders, default=None):
-    """Return a Parser for the program bench/NAME, with the options --json and --only; description: its docstring.
+    """Return a Parser for the program bench.NAME, with the options --json and --only; description: its docstring.
 
     contenders: the names that --only takes; default: those that are measured without it.
     """
-    parser = Parser(description, prog=f"bench/{name}")
+    parser = Parser(description, prog=f"python -m bench.{name}")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows there too")
     names = f"measure these: {' '.join(contenders)}"
     parser.add_argument("--only", nargs="+", choices=contenders, metavar="NAME", default=default, help=names)

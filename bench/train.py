@@ -1,8 +1,8 @@
 """Measure the training speed of whole models on one GPU, in tokens per second, for several contexts and attentions.
 
-    python bench/train.py                                # 124M: softmax and gated sympow at 1,024 to 65,536 tokens
-    python bench/train.py --context 1048576 --activation_checkpointing --only sympow_gating
-    python bench/train.py --only softmax sympow_gating_p4 --json out/train.json
+    python -m bench.train                                # 124M: softmax and gated sympow at 1,024 to 65,536 tokens
+    python -m bench.train --context 1048576 --activation_checkpointing --only sympow_gating
+    python -m bench.train --only softmax sympow_gating_p4 --json out/train.json
 
 A step is forward, backward, clipping and AdamW on --tokens random tokens, compiled, in bfloat16 autocast, as in
 train.py without accumulation; short contexts are batched to reach --tokens. softmax is scaled_dot_product_attention on
@@ -11,21 +11,17 @@ steps; in a round the host waits for the GPU after --steps steps alone, as train
 """
 
 import math
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from sympow.bench.timing import error_line, finish, make_parser, print_row, print_titles, require_gpu  # noqa: E402
-from sympow.model import GPT, GPTConfig  # noqa: E402
-from sympow.training.optimizer import make_optimizer  # noqa: E402
-from sympow.runs.program import run_program  # noqa: E402
-from sympow.train import TrainConfig  # noqa: E402
+from sympow.bench.timing import error_line, finish, make_parser, print_row, print_titles, require_gpu
+from sympow.model import GPT, GPTConfig
+from sympow.training.optimizer import make_optimizer
+from sympow.runs.program import run_program
+from sympow.train import TrainConfig
 
 WARM_UP, ROUNDS = 4, 5
 VARIANTS = {
@@ -113,7 +109,7 @@ def bench(args):
 
 
 def main():
-    parser = make_parser("train.py", __doc__, VARIANTS, ["softmax", "sympow_gating"])
+    parser = make_parser("train", __doc__, VARIANTS, ["softmax", "sympow_gating"])
     parser.add_numbers(
         context=([1024, 4096, 16384, 65536], "context lengths"),
         tokens=(65536, "of a step, or one context if that is longer"),

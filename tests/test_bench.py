@@ -1,12 +1,12 @@
 """What bench/ and kernels/tune.py do that needs no GPU: refuse without one, take turns, write the table."""
 
+import importlib
 import json
 import os
-import runpy
 
 import pytest
 import torch
-from helpers import ROOT, call
+from helpers import call
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
@@ -17,15 +17,15 @@ from sympow.kernels.configs import Config, key  # noqa: E402
 from sympow.runs.program import run_program  # noqa: E402
 
 REFUSALS = {
-    "bench/attention.py": "GPU",
-    "bench/attention.py --cold_start --only flex_p4 p4": "times our kernels, not flex_p4",
-    "bench/train.py": "GPU",
-    "bench/cost.py": "GPU",
-    "bench/cost.py 64": "unrecognized arguments",
-    "bench/sample.py": "GPU",
-    "bench/scale.py": "GPU",
-    "bench/scale.py --tokens=0": "at least 1",
-    "doctor.py --fix": "unrecognized arguments",
+    "bench.attention": "GPU",
+    "bench.attention --cold_start --only flex_p4 p4": "times our kernels, not flex_p4",
+    "bench.train": "GPU",
+    "bench.cost": "GPU",
+    "bench.cost 64": "unrecognized arguments",
+    "bench.sample": "GPU",
+    "bench.scale": "GPU",
+    "bench.scale --tokens=0": "at least 1",
+    "doctor --fix": "unrecognized arguments",
 }
 
 
@@ -41,7 +41,7 @@ def check_refusal(capsys, main, arguments, reason):
 @pytest.mark.parametrize("command", REFUSALS)
 def test_without_a_gpu_or_with_wrong_arguments_programs_say_so_in_one_line(command, capsys):
     program, *arguments = command.split()
-    main = runpy.run_path(os.path.join(ROOT, program))["main"]
+    main = importlib.import_module(f"sympow.{program}").main
     check_refusal(capsys, main, arguments, REFUSALS[command])
 
 
