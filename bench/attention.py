@@ -45,7 +45,6 @@ from sympow.attention import heinsen_attention
 from sympow.attention.operator.window import attend_in_window
 from sympow.attention.power import power_attention
 from sympow.bench.timing import (
-    error_line,
     extra_bytes,
     finish,
     forward_backward,
@@ -55,6 +54,7 @@ from sympow.bench.timing import (
     print_titles,
     require_gpu,
 )
+from sympow.data import describe_error
 from sympow.runs.program import run_program
 
 ROUNDS, CALLS = 7, 10
@@ -213,7 +213,7 @@ def measure(names, B, T, H, D):
             contenders[name], times[name] = (contender, calls), ([], [])
             results[name] = dict(bytes_per_row=extra / (B * T * H), products=contender.products)
         except Exception as error:  # out of memory, no such backend here, a compiler's error: the others go on
-            results[name] = dict(failed=error_line(error))
+            results[name] = dict(failed=describe_error(error))
         torch.cuda.empty_cache()
     for _ in range(ROUNDS):
         for name, (contender, calls) in contenders.items():

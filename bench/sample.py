@@ -19,7 +19,6 @@ from types import SimpleNamespace
 import torch
 
 from sympow.bench.timing import (
-    error_line,
     finish,
     make_parser,
     milliseconds,
@@ -28,6 +27,7 @@ from sympow.bench.timing import (
     require_gpu,
 )
 from sympow.bench.train import VARIANTS
+from sympow.data import describe_error
 from sympow.generation.decoder import Decoder
 from sympow.generation.generate import PIECE, Sampler
 from sympow.model import GPT, GPTConfig
@@ -159,7 +159,7 @@ def measure(name, batch, context, args):
             return row | measure_ours(VARIANTS[name], batch, context, args.tokens, state_dtype)
         return row | measure_transformers(name.split("_")[1], batch, context, args.tokens)
     except Exception as error:  # no transformers, out of memory: the others go on
-        return row | dict(failed=error_line(error))
+        return row | dict(failed=describe_error(error))
 
 
 def main():

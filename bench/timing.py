@@ -44,12 +44,6 @@ def extra_bytes(function, inputs, dy):
     return torch.cuda.memory_stats()["requested_bytes.all.peak"] - start - sum(results.values())
 
 
-def error_line(error):
-    """Return an exception's type and the first line of its message, at most 200 characters, as one line."""
-    text = str(error).strip() or "no message"
-    return f"{type(error).__name__}: {text.splitlines()[0][:200]}"
-
-
 def machine():
     """Return the name of the GPU, or CPU, and versions, as one line."""
     if not torch.cuda.is_available():

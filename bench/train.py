@@ -17,7 +17,8 @@ from statistics import median
 
 import torch
 
-from sympow.bench.timing import error_line, finish, make_parser, print_row, print_titles, require_gpu
+from sympow.bench.timing import finish, make_parser, print_row, print_titles, require_gpu
+from sympow.data import describe_error
 from sympow.model import GPT, GPTConfig
 from sympow.training.optimizer import make_optimizer
 from sympow.runs.program import run_program
@@ -97,7 +98,7 @@ def bench(args):
             try:
                 row |= measure(VARIANTS[name], T, row["tokens"], args)
             except Exception as error:  # out of memory, a compiler's error: the others go on
-                row["failed"] = error_line(error)
+                row["failed"] = describe_error(error)
             else:
                 speed = row["tokens_per_second"]
                 softmax = speed if name == "softmax" else softmax

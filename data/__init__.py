@@ -32,6 +32,11 @@ def need(module):
         ) from error
 
 
+def describe_error(error):
+    """Return the type and the message of an exception in one line of at most 300 letters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 def batches(items, limit, size=len):
     """Yield lists of items, each as soon as the sizes of its items add up to `limit`."""
     batch, total = [], 0

@@ -16,7 +16,7 @@ import sys
 from functools import partial
 from typing import NamedTuple
 
-from . import DataError, need
+from . import DataError, describe_error, need
 from .corpus import cut_rows
 from .files import write_atomically
 from .meta import hash_json
@@ -133,8 +133,7 @@ def _revision(source, folder):
 def _cannot_load(source, error):
     """Return the DataError for whatever `datasets` or the hub raised, which is of many kinds."""
     remedy = "give --split, --config, ... that it has" if source.files else "go online, or give local files"
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-    return DataError(f"cannot load {source.name} ({reason}): {remedy}")
+    return DataError(f"cannot load {source.name} ({describe_error(error)}): {remedy}")
 
 
 def open_stream(source, split, config, revision):

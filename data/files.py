@@ -10,7 +10,7 @@ import os
 import secrets
 from contextlib import contextmanager, suppress
 
-from . import DataError
+from . import DataError, describe_error
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def read_json(path):
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged ({type(error).__name__}: {str(error)[:100]})") from error
+        raise DataError(f"{path} is damaged ({describe_error(error)})") from error
     if not isinstance(value, dict):
         raise DataError(f"{path} is damaged (it holds no JSON object)")
     return value

@@ -10,7 +10,7 @@ import re
 from contextlib import contextmanager
 from itertools import pairwise
 
-from . import DataError, need
+from . import DataError, describe_error, need
 from .files import read_json
 
 # How an end of text is called where no tokenizer_config.json beside tokenizer.json says so; the first that is there.
@@ -91,8 +91,7 @@ def one_line(name, problem="is damaged or no tokenizer"):
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # an interrupt
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise DataError(f"{name} {problem} ({reason})") from error
+        raise DataError(f"{name} {problem} ({describe_error(error)})") from error
 
 
 def train_byte_pairs(texts, size):

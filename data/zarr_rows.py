@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from . import DataError, need
+from . import DataError, describe_error, need
 
 METADATA = (".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json")
 CHUNKS_AT_ONCE = 8  # chunks of 8 MB that Zarr.read fetches at the same time: enough to keep a network busy
@@ -35,7 +35,7 @@ class Zarr:
             self.array = retrying(partial(_open_strictly, url), temporary=_is_busy)  # being offline shows at once
             count = self.array.nchunks  # 103,296 in LongCrawl64; the file of each is looked for
         except Exception as error:  # many kinds: not there, offline, no package for this kind of URL, ...
-            reason = f"({type(error).__name__}: {error})"
+            reason = f"({describe_error(error)})"
             raise DataError(f"cannot open {url} as a zarr array {reason}: give another copy as --source") from error
         shape, dtype = self.array.shape, self.array.dtype
         if len(shape) != 2 or shape[1] != length or dtype != np.uint16 or self.array.shards or count > 10**7:
@@ -66,7 +66,7 @@ class Zarr:
         except NotImplementedError:
             return []
         except Exception as error:  # of any store
-            raise DataError(f"cannot list the files of {self.url}: {type(error).__name__}: {error}") from error
+            raise DataError(f"cannot list the files of {self.url}: {describe_error(error)}") from error
         if files.isdisjoint(METADATA):
             return []
         return [key for row in rows for key in self.keys(row) if key not in files]
@@ -86,7 +86,7 @@ class Zarr:
         except DataError:
             raise
         except Exception as error:  # from a codec, the network or the disk
-            reason = " ".join(f"({type(error).__name__}: {error})".split())
+            reason = f"({describe_error(error)})"
             if _is_temporary(error) or _http_status(error) or getattr(error, "errno", None):
                 raise DataError(f"{name}: chunk cannot be read {reason}") from error
             raise DataError(f"{name}: chunk cannot be decoded {reason}: damaged, get it again") from error

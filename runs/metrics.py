@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sympow.data import files
+from sympow.data import describe_error, files
 from sympow.runs.processes import print_to_terminal, warn
 from sympow.runs.program import refuse
 from sympow.runs.settings import BOOLS
@@ -105,7 +105,7 @@ class Tracker:
             yield
         except Exception as error:
             self.wandb = None
-            print_to_terminal(f"wandb stopped ({describe(error)}): metrics.jsonl has all numbers")
+            print_to_terminal(f"wandb stopped ({describe_error(error)}): metrics.jsonl has all numbers")
             with suppress(Exception, SystemExit):  # otherwise wandb prints a traceback when the process ends
                 import wandb
 
@@ -284,7 +284,7 @@ def start_wandb(cfg, settings, run_id, parameters):
             print_to_terminal(f"wandb: {run.url}")
             return run
         except Exception as error:
-            reason = describe(error)
+            reason = describe_error(error)
             wandb.teardown()  # otherwise wandb takes the offline run for a second run with the same id
     quiet.mode = "offline"
     run = init_wandb(wandb, quiet, options)
@@ -319,8 +319,3 @@ def wandb_row(line):
         else:
             row[NANOGPT_NAMES.get(name, name.replace("val_loss/", "val/loss/"))] = value
     return row
-
-
-def describe(error):
-    """Return an exception's type and message in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from sympow.attention import ATTENTIONS
-from sympow.data import need
+from sympow.data import describe_error, need
 from sympow.data.files import read_json
 from sympow.data.huggingface import one_line, tokenizers_json
 from sympow.data.tokenizer import load_tokenizer
@@ -283,7 +283,7 @@ def download(name):
         return folder
     except Exception as error:  # whatever the network layer raises
         raise ValueError(
-            f"{name} cannot be downloaded from {HUB[name]} ({type(error).__name__}: {str(error)[:150]}): go online "
+            f"{name} cannot be downloaded from {HUB[name]} ({describe_error(error)}): go online "
             "once, which fills the cache (HF_HOME), or copy config.json and model.safetensors into a folder and give "
             "its path"
         ) from error

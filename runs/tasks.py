@@ -22,7 +22,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerFast
 
-from sympow.data import DataError
+from sympow.data import DataError, describe_error
 from sympow.data.huggingface import one_line, tokenizers_json
 from sympow.modeling import SympowConfig, SympowForCausalLM
 from sympow.runs.load import choose_precision, is_exported, load_exported, load_run
@@ -54,8 +54,7 @@ def load_tasks(names, include_path=None, num_fewshot=-1):
     try:
         tasks = manager.load(names)
     except Exception as error:  # from the code of a task, `datasets` or the network
-        reason = " ".join(str(error).split())[:300]
-        raise DataError(f"the tasks cannot be loaded ({type(error).__name__}: {reason})") from error
+        raise DataError(f"the tasks cannot be loaded ({describe_error(error)})") from error
     for task in tasks["tasks"].values():
         default = task.get_config("num_fewshot")
         if default is None or (num_fewshot >= 0 and default > 0):
