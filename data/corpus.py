@@ -1,4 +1,4 @@
-"""Turn text files into a dataset: the part that the text, pystdlib and longcrawl64 scripts share.
+"""Turn text files into a dataset: the part that the text and pystdlib scripts share.
 
     sources = find_files(["notes", "papers.jsonl"], suffixes=(".txt", ".md"))
     prepare_files(sources, "bytes", args, source="my notes")      # args as data.command.Parser gives them
@@ -146,9 +146,8 @@ def fingerprint(sources):
 def prepare_files(sources, tokenizer_name, args, source, key="text"):
     """Write a dataset of the sources (lists of File) to args.out, unless it is complete there.
 
-    tokenizer_name: bytes, gpt2, gpt2-escaped as in longcrawl64, bpe:SIZE or the path of a tokenizer.json; args: the
-    options of data.command.Parser; source: a line that says where the text comes from; key: the name of the text in a
-    line of .jsonl.
+    tokenizer_name: bytes, gpt2, bpe:SIZE or the path of a tokenizer.json; args: the options of data.command.Parser;
+    source: a line that says where the text comes from; key: the name of the text in a line of .jsonl.
     """
     tokenizer = named_tokenizer(tokenizer_name)
     arguments = {

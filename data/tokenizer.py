@@ -219,15 +219,15 @@ def train_tokenizer(texts, vocab_size):
 
 
 def named_tokenizer(name):
-    """Return the Tokenizer that --tokenizer=name asks for: bytes, gpt2, gpt2-escaped, or the path of a tokenizer.json
-    or of the folder that it is in, which may be a dataset or a run.
+    """Return the Tokenizer that --tokenizer=name asks for: bytes, gpt2, or the path of a tokenizer.json or of the
+    folder that it is in, which may be a dataset or a run.
 
     Returns None for bpe:SIZE, which is trained on the text. Raises DataError for other names.
     """
     if name == "bytes":
         return Tokenizer("bytes")
-    if name in ("gpt2", "gpt2-escaped"):
-        return gpt2_tokenizer(json_escaped=name == "gpt2-escaped")
+    if name == "gpt2":
+        return gpt2_tokenizer()
     if name.startswith("bpe:"):
         trained_size(name)
         return None

@@ -362,20 +362,13 @@ def test_kill_9_within_a_shard_loses_that_shard_alone(tmp_path, capfd):
     verify(dataset)
 
 
-@pytest.mark.parametrize("name", ["b.txt", "b.jsonl", ""])
-def test_other_long_text_is_packed_into_the_same_layout(tmp_path, name):
-    text = 'Eine "lange" Geschichte\n' * 40
-    content = 9 * (json.dumps({"text": text}) + "\n") if name == "b.jsonl" else text * 9
-    source = tmp_path / "books" / name
+@pytest.mark.parametrize("name", ["book.txt", ""])
+def test_text_that_is_no_array_is_refused_by_name(tmp_path, name):
     (tmp_path / "books").mkdir()
-    (tmp_path / "books" / (name or "b.txt")).write_text(content)
-    dataset = prepare(tmp_path, source=source)
-    assert dataset.tokenizer.json_escaped and dataset.document_length == LENGTH
-    tokens = dataset.read("train", 0, 64).tolist()
-    assert bytes(tokens) == json.dumps(text)[1:-1].encode()[:64]
-    assert dataset.tokenizer.decode(tokens) == text[:57]  # 7 of these 64 bytes are backslashes
-    with pytest.raises(DataError, match="--documents.*zarr"):
-        prepare(tmp_path, "--documents=5", source=source)
+    (tmp_path / "books" / "book.txt").write_text("A long story.\n" * 400)
+    source = tmp_path / "books" / name
+    with pytest.raises(DataError, match=f"cannot open {source}/train.zarr as a zarr array .*: give another copy"):
+        prepare(tmp_path, source=source)
 
 
 class Failure(Exception):

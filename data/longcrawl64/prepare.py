@@ -2,7 +2,6 @@
 
     python data/longcrawl64/prepare.py --documents=2048               # 134 M tokens of the Hugging Face mirror
     python data/longcrawl64/prepare.py --source=/data/longcrawl64     # a local copy: train.zarr and heldout.zarr
-    python data/longcrawl64/prepare.py --source=books.jsonl           # other long text, packed into the same layout
 
 The source is two zarr arrays (v2 or v3; local or any fsspec URL), train [6609334, 65536] and heldout [52131, 65536] of
 uint16 in chunks of [2048, 2048], about 800 GB in all. Each row of chunks is written as one row-major shard (268 MB);
@@ -30,7 +29,6 @@ sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
 
 from sympow.data import DataError
 from sympow.data.command import Parser, run
-from sympow.data.corpus import find_files, prepare_files
 from sympow.data.shards import Unit, begun_arguments, is_complete, write_dataset
 from sympow.data.tokenizer import IdsEncoding, Tokenizer, gpt2_tokenizer
 from sympow.data.zarr_rows import Zarr, missing_message
@@ -66,8 +64,8 @@ def plan(array, documents, strict):
     return parts, taken < limit
 
 
-def prepare_zarr(args, source):
-    """Write the dataset from zarr arrays."""
+def prepare_arrays(args, source):
+    """Write the dataset of the two arrays in a folder, or at a URL."""
     arguments = {
         "zarr": source if "://" in source else os.path.abspath(source),
         "documents": args.documents,
@@ -112,25 +110,17 @@ def zarr_tokenizer():
 
 def main(argv):
     parser = Parser(__doc__, __file__)
-    parser.add_argument("--source", default=MIRROR, help="folder or URL of the zarr arrays, or text to pack instead")
+    parser.add_argument("--source", default=MIRROR, help="folder or URL of the zarr arrays")
     parser.add_argument("--documents", type=int, help="train documents to take at most (unset: all)")
     parser.add_argument("--val_documents", type=int, help="heldout documents (unset: all; 2048 with --documents)")
     parser.add_argument("--strict", action="store_true", help="refuse missing chunks and too few documents")
     parser.add_argument("--protocol", choices=["fox"], help="fox: windows as the Forgetting Transformer reads them")
-    parser.add_argument("--key", default="text", help="for text: where it is in a line of .jsonl")
     args = parser.parse_args(argv)
-    source = args.source.rstrip("/")
     for name in ("documents", "val_documents"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise DataError(f"--{name} must be at least 1, got {value}")
-    if "://" in source or any(os.path.exists(os.path.join(source, name)) for name in ARRAYS.values()):
-        prepare_zarr(args, source)
-        return
-    if args.documents or args.val_documents or args.strict or args.protocol:
-        names = " and ".join(ARRAYS.values())
-        raise DataError(f"{source} has no {names}; --documents, --strict and --protocol are for zarr sources")
-    prepare_files(find_files([source], (".txt", ".md", ".jsonl")), "gpt2-escaped", args, source, args.key)
+    prepare_arrays(args, args.source.rstrip("/"))
 
 
 if __name__ == "__main__":
