@@ -103,17 +103,15 @@ class Context:
         """Return x [N * pieces, ...] as [N, pieces, ...], the inverse of `_in_order`."""
         return x.unsqueeze(1) if self.pieces == 1 else torch.stack((x[: self.size], x[self.size :].flip(0)), dim=1)
 
-    def states_before(self, u, decay):
-        """Return the state before each of this rank's pieces, the exclusive scan s_{g+1} = decay_g s_g + u_g.
+    def scan_states(self, S, z, decay, reverse=False):
+        """Begin the exclusive scan s_{g+1} = decay_g s_g + u_g over all pieces, or with `reverse` from the last one on,
+        and return a function that returns the PowerState before each of this rank's pieces. Until it is called, a GPU
+        goes on with other work while states travel.
 
-        u [B * pieces, Hkv, ...]: what the tokens of each piece give; decay [B * pieces, Hkv]: the product of each
-        piece's gates, or None for ones. Differentiable in both.
+        S [B * pieces, Hkv, Dphi, E] and z [B * pieces, Hkv, Dphi]: what the tokens of each piece give; decay
+        [B * pieces, Hkv]: the product of each piece's gates, or None for ones. Differentiable in all of them.
         """
-        return self.begin_scan(u, decay)()
-
-    def begin_scan(self, u, decay, reverse=False):
-        """Begin `states_before`, or with `reverse` the scan from the last piece on, and return a function that returns
-        its result. Until it is called, a GPU goes on with other work while states travel."""
+        u = torch.cat((S, z.unsqueeze(-1)), dim=-1)
         x, shape = u.flatten(2), u.shape
         x = torch.nn.functional.pad(x, (0, -x.shape[2] % self.size)).unflatten(0, (-1, self.pieces))
         x = x.unflatten(3, (self.size, -1)).permute(3, 1, 0, 2, 4).contiguous()  # [N, pieces, B, Hkv, F / N]
@@ -129,14 +127,10 @@ class Context:
                 state = (state if decays is None else decays[i] * state) + x[i]
             x = self._exchange(self._by_rank(torch.stack(states)).contiguous())()
             x = x.permute(2, 1, 3, 0, 4).flatten(0, 1).flatten(2)
-            return x[..., : shape[2:].numel()].reshape(shape)
+            x = x[..., : shape[2:].numel()].reshape(shape)
+            return PowerState(x[..., :-1], x[..., -1])
 
         return finish
-
-    def scan_states(self, S, z, decay, reverse):
-        """Do what `begin_scan` does for states S [B * pieces, Hkv, Dphi, E] and z [B * pieces, Hkv, Dphi]."""
-        finish = self.begin_scan(_join(S, z), decay, reverse)
-        return lambda: _split(finish())
 
     def _exchange(self, x):
         """Begin an all-to-all, entry i of x [N, ...] to rank i, and return a function that returns what has come."""
@@ -218,7 +212,7 @@ def _attend(q, k, v, log_g, context, *, p, chunk):
     for start in range(0, k.shape[1], chunk):
         part = (None if x is None else x[:, start : start + chunk] for x in (k, v, log_g))
         state = step(*part, state)
-    previous = _split(context.states_before(_join(*state), decay))
+    previous = context.scan_states(*state, decay)()
     return power_attention(q, k, v, log_g, p=p, form="chunked", chunk_size=chunk, initial_state=previous)
 
 
@@ -238,11 +232,3 @@ def _piece_decay(log_g, dtype):
     reset = log_g == float("-inf")
     total = log_g.masked_fill(reset, 0).double().sum(1)
     return total.exp().masked_fill(reset.any(1), 0).to(dtype)
-
-
-def _join(S, z):
-    return torch.cat((S, z.unsqueeze(-1)), dim=-1)
-
-
-def _split(Sz):
-    return PowerState(Sz[..., :-1], Sz[..., -1])
