@@ -1,10 +1,8 @@
-"""Feature maps with a power as their inner product: phi(q) . phi(k) = (q . k)^p.
+"""The feature map with a power as its inner product: phi(q) . phi(k) = (q . k)^p.
 
-    tensor_power_embedding(x, p)      all d^p products x_a1 x_a2 ... x_ap
-    symmetric_power_embedding(x, p)   each distinct product once, C(d+p-1, p) of them
-
-The symmetric map keeps one entry for each non-decreasing multi-index a1 <= a2 <= ... <= ap, times the square root
-of how often the tensor holds it, p! / (c_1! ... c_d!) with c_i the number of times i occurs in the multi-index.
+The tensor x^p has all d^p products x_a1 x_a2 ... x_ap, each in every order. `symmetric_power_embedding` has each once:
+C(d+p-1, p) entries, one for each non-decreasing multi-index a1 <= a2 <= ... <= ap, times the square root of how often
+the tensor holds it, p! / (c_1! ... c_d!) with c_i the number of times i occurs in the multi-index.
 From "Symmetric Power Transformers" (Buckman, Gelada, Zhang, 2024), sections 3 and 4.
 """
 
@@ -13,14 +11,6 @@ from functools import cache
 import torch
 
 from .operator.backend import make_sqrt_multiplicity, symmetric_power_dim, tails_of, transforms_active
-
-
-def tensor_power_embedding(x, p):
-    """Return all products of p entries of x [..., d]: [..., d^p] in row-major multi-index order, in x's dtype."""
-    phi = x
-    for _ in range(p - 1):
-        phi = (phi.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
-    return phi
 
 
 def symmetric_power_embedding(x, p):

@@ -1,5 +1,6 @@
 """The five attentions: what the papers say of them."""
 
+import functools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from test_rotary import matrix
 from torch.nn import functional as F
 
 from sympow.attention.conformal_sympow import ConformalSympow
-from sympow.attention.embedding import symmetric_power_embedding, tensor_power_embedding
+from sympow.attention.embedding import symmetric_power_embedding
 from sympow.attention.gates import FixedGate, LearnedGate, alibi_slopes, linear_fp32
 from sympow.attention.power import power_attention
 from sympow.attention.rotary import rotary, rotation_rates
@@ -33,11 +34,8 @@ def recurrence(q, k, v, gamma, mu, p, S_rotates=False):
     for i in range(len(q)):
         if S_rotates:
             R = matrix((mu[i] - before).tolist())
-            R_bar = R
-            for _ in range(p - 1):
-                R_bar = torch.kron(R_bar, R)
             before = mu[i]
-            phi_q, phi_k = tensor_power_embedding(q[i], p), tensor_power_embedding(k[i], p)
+            R_bar, phi_q, phi_k = (functools.reduce(torch.kron, [x] * p) for x in (R, q[i], k[i]))
             S, Z = (gamma[i] * (R_bar.T @ x) if i else x for x in (S, Z))  # S is transposed here
         else:
             R = matrix(mu[i].tolist())
