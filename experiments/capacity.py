@@ -7,14 +7,12 @@ first half of the steps has windows of 1,024 bytes: at 16,384 from the first ste
 """
 
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
 from math import comb
 
 from sympow.data.recall import prepare
 from sympow.data.recall.tasks import CHANCE
 from sympow.experiments.head_dimension import state_cell
-from sympow.experiments.recall import accuracy_cell, recall_results
+from sympow.experiments.recall import accuracy_columns, recall_results
 from sympow.experiments.report import LOSS_COLUMNS, Panel, table
 from sympow.experiments.runs import main
 from sympow.experiments.which_attention import schedule
@@ -76,10 +74,8 @@ def plan(size):
 
 def report(entries, size):
     """Return the table of accuracies by distance, and the curves of each shape."""
-    bounds = [n // size.shrink for n in DISTANCES]
-    columns = [*LOSS_COLUMNS, ("state, bytes", state_cell)]
-    for first, last in pairwise(bounds):
-        columns.append((f"{first:,} to {last:,}", partial(accuracy_cell, first=first, last=last)))
+    distances = [n // size.shrink for n in DISTANCES]
+    columns = [*LOSS_COLUMNS, ("state, bytes", state_cell), *accuracy_columns(distances)]
     chance = CHANCE["pairs"]
     panels = []
     for p, D in shapes(size):

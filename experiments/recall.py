@@ -75,14 +75,19 @@ def accuracy_cell(entry, first, last):
     return f"{right / count:.1%} of {count:,}" if count else None
 
 
+def accuracy_columns(bounds):
+    """Return the columns of accuracy_cell between neighbours of these distances."""
+    return [
+        (f"{first:,} to {last:,}", partial(accuracy_cell, first=first, last=last)) for first, last in pairwise(bounds)
+    ]
+
+
 def report(entries, size):
     """Return a table and a panel for each task."""
     blocks, panels = [], []
     for task, chance in CHANCE.items():
         context = CONTEXT // resized(size, task).shrink
-        columns = [*LOSS_COLUMNS]
-        for first, last in pairwise((0, context // 8, context, 4 * context, 16 * context)):
-            columns.append((f"{first:,} to {last:,}", partial(accuracy_cell, first=first, last=last)))
+        columns = [*LOSS_COLUMNS, *accuracy_columns((0, context // 8, context, 4 * context, 16 * context))]
         rows = [entry for entry in entries.values() if entry.name.endswith(f", {task}")]
         blocks.append(table(f"{task}: accuracy by distance in bytes; a guess has {chance:.2%}", columns, rows))
         lines = {entry.name.removesuffix(f", {task}"): recall_results(entry)[:2] for entry in rows}
