@@ -20,7 +20,6 @@ from itertools import pairwise
 from statistics import median
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 
 from sympow.attention import ATTENTIONS
@@ -279,38 +278,24 @@ def make_record(run):
 
 
 def losses(folder):
-    """Return the curves of a run: train [[tokens, loss]] and val [[tokens, loss, seconds]].
+    """Return the curves of a run, train and val [[tokens, loss]], and how fast it was.
 
-    stages are [[context, tokens at its first logged step]]. Seconds are the time of training steps alone, without
-    compilation, evaluations and checkpoints: tokens divided by the median speed at their context. gate and beta are the
-    values of the layers at the end.
+    Seconds are the time of training steps alone, without compilation, evaluations and checkpoints: tokens divided by
+    the median speed at their context. gate and beta are the values of the layers at the end.
     """
     train, val = read_losses(folder)
-    stages = {}
+    begins = {}  # {context: tokens at its first logged step}
     speeds = {}
     for line in train:
-        stages.setdefault(line["context"], line["tokens"])
+        begins.setdefault(line["context"], line["tokens"])
         speeds.setdefault(str(line["context"]), []).append(line["tok_per_sec"])
     speeds = {context: median(values[1:] or values) for context, values in speeds.items()}  # the first line compiles
-    times = seconds_after([line["tokens"] for line in val], stages, speeds)
+    borders = [0, *list(begins.values())[1:], val[-1]["tokens"]]
     record = dict(
         train=[[line["tokens"], line["train_loss"]] for line in train],
-        val=[[line["tokens"], line["val_loss"], time] for line, time in zip(val, times)],
+        val=[[line["tokens"], line["val_loss"]] for line in val],
         tokens=train[-1]["tokens"],
-        stages=list(stages.items()),
-        seconds=times[-1],
+        seconds=sum((end - begin) / speed for (begin, end), speed in zip(pairwise(borders), speeds.values())),
         tokens_per_second=speeds,
     )
     return record | {name: val[-1][name] for name in ("gate", "beta") if name in val[-1]}
-
-
-def seconds_after(counts, stages, speeds):
-    """Return the seconds of training after each of these numbers of tokens.
-
-    stages: {context: tokens at which it begins}; speeds: {context as a text: tokens a second}.
-    """
-    tokens, seconds = [0], [0.0]
-    for (context, _), (_, end) in pairwise([*stages.items(), (None, counts[-1])]):
-        seconds.append(seconds[-1] + (end - tokens[-1]) / speeds[str(context)])
-        tokens.append(end)
-    return np.interp(counts, tokens, seconds).tolist()
