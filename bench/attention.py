@@ -9,7 +9,7 @@ changes all of them alike. A turn is CALLS forward calls between two CUDA events
 (or as few as take a second). The figure is the median over rounds. The forward is that in training: it saves what the
 backward needs.
 
-The contenders, in bfloat16, causal, from standard normal q, k and v:
+The contenders, in bfloat16, causal, 12 heads of 64, from standard normal q, k and v:
 
     cudnn, flash           softmax, torch's scaled_dot_product_attention, from contiguous [B, H, T, D]
     flex_p4 [_gated]       FlexAttention, compiled, from the same; its score p log|s| + C_i - C_j makes softmax the
@@ -58,6 +58,7 @@ from sympow.data import describe_error
 from sympow.runs.program import run_program
 
 ROUNDS, CALLS = 7, 10
+HEADS, HEAD_DIM = 12, 64
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 POWERS = {  # name -> (p, gated)
     "flex_p4": (4, False),
@@ -69,7 +70,8 @@ POWERS = {  # name -> (p, gated)
     "p6": (6, False),
     "p8": (8, False),
 }
-CHUNKED = {"chunked_p2": (2, 64), "chunked_p4_d16": (4, 16), "chunked_p4_d32": (4, 32)}  # name -> (p, head dimension)
+CHUNKED = {"chunked_p2": 2, "chunked_p4_d16": 4, "chunked_p4_d32": 4}  # name -> p
+HEAD_DIMS = {"chunked_p4_d16": 16, "chunked_p4_d32": 32}  # name -> head dimension, if it is another one
 WINDOWS = {"window_2048": 2048}  # name -> tokens that a token sees
 LOG = ("heinsen_log", "heinsen_signed", "logcumsumexp")
 NAMES = [*BACKENDS, *POWERS, *CHUNKED, *WINDOWS, *LOG]
@@ -117,8 +119,9 @@ def is_torch(name):
     return name in BACKENDS or name.startswith("flex")
 
 
-def make_inputs(B, T, H, D):
-    """Return [q, k, v], views of one projection, log_g [B, T, H] and dy [B, T, H, D], on the GPU."""
+def make_inputs(B, T, D=HEAD_DIM):
+    """Return [q, k, v], views of one projection, log_g [B, T, H] and dy [B, T, H, D], on the GPU; H D is the width."""
+    H = HEADS * HEAD_DIM // D
     torch.manual_seed(0)
     fused = torch.randn(B, T, 3 * H, D, device="cuda", dtype=torch.bfloat16)
     log_g = F.logsigmoid(6.9 + torch.randn(B, T, H, device="cuda")).requires_grad_()  # gates near 0.999
@@ -178,7 +181,7 @@ def build(name, qkv, log_g, dy):
     if name in WINDOWS:
         return Contender(partial(attend_in_window, window=WINDOWS[name]), qkv, dy, None)
     if name in CHUNKED:
-        function = partial(power_attention, p=CHUNKED[name][0], form="chunked")
+        function = partial(power_attention, p=CHUNKED[name], form="chunked")
         return Contender(function, [*qkv, log_g], dy, None)
     p, gated = POWERS[name]
     if name.startswith("flex"):
@@ -192,18 +195,17 @@ def build(name, qkv, log_g, dy):
 # ---- the table
 
 
-def measure(names, B, T, H, D):
+def measure(names, B, T):
     """Return {name: a dict of milliseconds, bytes and products, or {"failed": reason}}."""
-    by_token = make_inputs(B, T, H, D)
+    by_token = make_inputs(B, T)
     qkv, log_g, dy = by_token
     by_head = [heads_first(x) for x in qkv], heads_first(log_g), heads_first(dy)
     torch.compiler.reset()  # so that nothing compiled for an earlier T, or for any T, is used
     results, contenders, times = {}, {}, {}
     for name in names:
         inputs = by_head if is_torch(name) else by_token
-        if name in CHUNKED and D != CHUNKED[name][1]:
-            head_dim = CHUNKED[name][1]
-            inputs = make_inputs(B, T, H * D // head_dim, head_dim)
+        if name in HEAD_DIMS:
+            inputs = make_inputs(B, T, HEAD_DIMS[name])
         try:
             contender = build(name, *inputs)
             for _ in range(3):
@@ -211,7 +213,7 @@ def measure(names, B, T, H, D):
             extra = extra_bytes(contender.function, contender.inputs, contender.dy)
             calls = max(1, min(CALLS, int(1000 / milliseconds(contender.forward_backward))))
             contenders[name], times[name] = (contender, calls), ([], [])
-            results[name] = dict(bytes_per_row=extra / (B * T * H), products=contender.products)
+            results[name] = dict(bytes_per_row=extra / (B * T * HEADS), products=contender.products)
         except Exception as error:  # out of memory, no such backend here, a compiler's error: the others go on
             results[name] = dict(failed=describe_error(error))
         torch.cuda.empty_cache()
@@ -225,7 +227,7 @@ def measure(names, B, T, H, D):
     return results
 
 
-def compare(result, cudnn, ceiling, B, T, H, D):
+def compare(result, cudnn, ceiling, B, T):
     """Return a result of `measure` with ratios to cuDNN's, TFLOP/s and shares of the ceiling, in TFLOP/s."""
     row = dict(result)
     backward = row.pop("products", None)
@@ -235,7 +237,7 @@ def compare(result, cudnn, ceiling, B, T, H, D):
             row[f"{kind}_ratio"] = duration / cudnn[f"{kind}_ms"]
         if duration and backward:
             # a product has T^2 / 2 pairs, D multiplications and D additions each
-            tflops = B * H * products * T * T * D / duration * 1e-9
+            tflops = B * HEADS * products * T * T * HEAD_DIM / duration * 1e-9
             row |= {f"{kind}_tflops": tflops, f"{kind}_share": tflops / ceiling}
     return row
 
@@ -252,19 +254,19 @@ def measure_ceiling(n=8192):
 def bench(args):
     """Print the table, a row for each T and contender."""
     ceiling = measure_ceiling()
-    print(f"{args.tokens} tokens a call, {args.heads} heads of {args.head_dim}, bfloat16\n")
+    print(f"{args.tokens} tokens a call, {HEADS} heads of {HEAD_DIM}, bfloat16\n")
     print_titles(COLUMNS)
     rows = []
     for T in args.T:
         names = args.only or [name for name in DEFAULT if T <= LONGEST_FLEX or not name.startswith("flex")]
-        shape = (max(1, args.tokens // T), T, args.heads, args.head_dim)
-        results = measure(names, *shape)
+        B = max(1, args.tokens // T)
+        results = measure(names, B, T)
         for name, result in results.items():
-            rows.append(dict(T=T, contender=name) | compare(result, results.get("cudnn", {}), ceiling, *shape))
+            rows.append(dict(T=T, contender=name) | compare(result, results.get("cudnn", {}), ceiling, B, T))
             print_row(COLUMNS, rows[-1])
         torch.cuda.empty_cache()
     print(f"\nceiling: {ceiling:.0f} TFLOP/s, a bfloat16 matrix product of 8192 x 8192 x 8192")
-    finish(args, rows, ceiling_tflops=ceiling, tokens=args.tokens, heads=args.heads, head_dim=args.head_dim)
+    finish(args, rows, ceiling_tflops=ceiling, tokens=args.tokens, heads=HEADS, head_dim=HEAD_DIM)
 
 
 # ---- the first call
@@ -273,10 +275,9 @@ def bench(args):
 def first_calls(name, lengths):
     """Return [(seconds of the first forward and backward, new entries in Triton's cache)] for each T of `lengths`."""
     cache = Path(os.environ["TRITON_CACHE_DIR"])
-    D = CHUNKED[name][1] if name in CHUNKED else 64
     results = []
     for T in lengths:
-        contender = build(name, *make_inputs(16, T, 768 // D, D))
+        contender = build(name, *make_inputs(16, T, HEAD_DIMS.get(name, HEAD_DIM)))
         torch.cuda.synchronize()
         entries = len(list(cache.glob("*")))
         start = time.perf_counter()
@@ -303,8 +304,6 @@ def main():
     parser = make_parser("attention", __doc__, NAMES)
     parser.add_numbers(
         T=([1024, 4096, 16384, 65536], "context lengths"),
-        heads=(12, "of queries, keys and values"),
-        head_dim=(64, "entries of a head"),
         tokens=(65536, "in a call: the batch is tokens / T"),
     )
     parser.add_argument("--cold_start", action="store_true", help="time their first calls instead (p4_gated)")

@@ -33,6 +33,7 @@ from sympow.runs.program import run_program
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 MODES = ["ddp", "fsdp", "context"]
 LIMIT = 600  # seconds for one row
+MICRO_TOKENS = 65536  # of a GPU and micro-step, at most
 LOG_INTERVAL = 5  # steps over which train.py takes the mean speed
 SETTINGS = (
     "--attention=sympow_gating --p=2 --eval_interval=1000000 --sample_tokens=0 --wandb=disabled "
@@ -68,7 +69,7 @@ def settings_of(mode, gpus, tokens, args):
         context = gpus * tokens
         settings = [f"--block_size={context}", "--batch_size=1", f"--tokens_per_step={context}"]
         return [f"--context_parallel={gpus}"] * (gpus > 1) + settings
-    sequences = max(1, min(tokens, args.micro_tokens) // args.block_size)
+    sequences = max(1, min(tokens, MICRO_TOKENS) // args.block_size)
     settings = [f"--block_size={args.block_size}", f"--batch_size={sequences}", f"--tokens_per_step={gpus * tokens}"]
     return settings + ["--shard=True"] * (mode == "fsdp" and gpus > 1)
 
@@ -130,7 +131,6 @@ def main():
         tokens=([131072, 16384], "of a GPU and step"),
         context=([262144], "tokens of a GPU, context mode"),
         block_size=(1024, "the context in the other modes"),
-        micro_tokens=(65536, "of a GPU and micro-step, at most"),
         warm_up=(10, "steps that do not count"),
         steps=(20, "steps that do"),
     )

@@ -76,7 +76,7 @@ def measure(settings, T, tokens, args):
     config = GPTConfig(**settings, activation_checkpointing=args.activation_checkpointing)
     model = GPT(config).cuda()
     optimizer = make_optimizer(model, TrainConfig())
-    network = model if args.no_compile else torch.compile(model)
+    network = torch.compile(model)
     ids = torch.randint(config.vocab_size, (tokens // T, T + 1), device="cuda")
     seconds = partial(take_steps, network, model, optimizer, ids[:, :-1], ids[:, 1:])
     first_step = seconds(1)
@@ -117,7 +117,6 @@ def main():
         steps=(4, "of a round"),
     )
     parser.add_argument("--activation_checkpointing", action="store_true")
-    parser.add_argument("--no_compile", action="store_true")
     args = parser.parse_args()
     require_gpu(parser)
     torch.set_float32_matmul_precision("high")  # as train.py
