@@ -200,7 +200,7 @@ def split_context(model, layout, block_size, dtype, compiled):
     """Make the layers of the model compute with this rank's tokens of each sequence.
 
     layout: the connected Layout; each of its context groups shares sequences. compiled: True if torch.compile will
-    compile the model; the exchange between ranks then stays outside of its graphs.
+    compile the model.
 
     All layers have one layout of tokens. Returns True if it is "balanced", as it is if any layer with block_size tokens
     computes pairs: see attention/parallel/context.py.
@@ -209,8 +209,7 @@ def split_context(model, layout, block_size, dtype, compiled):
         return False
     mixes, device = model.mixes(), model.transformer.wte.weight.device
     balanced = "balanced" in [mix.context_layout(mix.config, block_size, dtype, device) for mix in mixes]
-    outside = torch.compiler.disable(lambda function, *args, **kwargs: function(*args, **kwargs))
-    context = Context(layout.mesh.get_group("context"), balanced, outside if compiled else None)
+    context = Context(layout.mesh.get_group("context"), balanced, compiled)
     for mix in mixes:
         mix.context = context
     return balanced

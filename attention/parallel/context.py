@@ -37,6 +37,10 @@ from ..power import power_attention
 from .circulate import PowerPairs, circulate
 
 
+def _call(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
 def pieces_of(rank, size, balanced):
     """Return the numbers of the pieces that a rank of `size` holds, out of size or, if `balanced`, 2 * size of them."""
     return (rank, 2 * size - 1 - rank) if balanced else (rank,)
@@ -49,17 +53,17 @@ class Context:
     holds), mine (the numbers of this rank's, in the order of the sequence), number (by which operators know it).
     """
 
-    def __init__(self, group, balanced, run=None):
-        """run: calls a function with arguments, outside of the graphs of torch.compile; by default it is just called.
+    def __init__(self, group, balanced, compiled=False):
+        """compiled: True if torch.compile compiles the model.
 
-        What circulates, and PyTorch's chunked form, breaks torch.compile's graphs (blocks that activation checkpointing
-        computes again are then left uncompiled, unless each is compiled for itself):
-        `run = torch.compiler.disable(lambda f, *args, **kwargs: f(*args, **kwargs))`. All else is operators.
+        `run`, which calls a function with arguments, is then outside of its graphs. What circulates, and PyTorch's
+        chunked form, breaks them (blocks that activation checkpointing computes again are then left uncompiled, unless
+        each is compiled for itself). All else is operators.
         """
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self.balanced, self.mine = balanced, pieces_of(self.rank, self.size, balanced)
         self.pieces, self.number = len(self.mine), backend.register(self)
-        self.run = run or (lambda function, *args, **kwargs: function(*args, **kwargs))
+        self.run = torch.compiler.disable(_call) if compiled else _call
 
     def pieces_of(self, rank):
         """Return the numbers of the pieces that a rank of the group holds."""
