@@ -68,17 +68,25 @@ def take_steps(network, model, optimizer, x, y, steps):
     return (time.perf_counter() - start) / steps
 
 
+def make_steps(config, T, tokens, device):
+    """Return a function of a number of steps: `take_steps` of a new model of this GPTConfig, compiled on a GPU.
+
+    A step is of so many random tokens at context T.
+    """
+    torch.set_float32_matmul_precision("high")  # as train.py
+    torch.compiler.reset()
+    model = GPT(config).to(device)
+    network = torch.compile(model, dynamic=False, disable=device == "cpu")
+    ids = torch.randint(config.vocab_size, (tokens // T, T + 1), device=device)
+    return partial(take_steps, network, model, make_optimizer(model, TrainConfig()), ids[:, :-1], ids[:, 1:])
+
+
 def measure(settings, T, tokens, args):
     """Train one model at context T; return tokens_per_second, step_ms, first_step_s and gigabytes."""
     torch.manual_seed(0)
-    torch.compiler.reset()
     torch.cuda.reset_peak_memory_stats()
     config = GPTConfig(**settings, activation_checkpointing=args.activation_checkpointing)
-    model = GPT(config).cuda()
-    optimizer = make_optimizer(model, TrainConfig())
-    network = torch.compile(model)
-    ids = torch.randint(config.vocab_size, (tokens // T, T + 1), device="cuda")
-    seconds = partial(take_steps, network, model, optimizer, ids[:, :-1], ids[:, 1:])
+    seconds = make_steps(config, T, tokens, "cuda")
     first_step = seconds(1)
     seconds(WARM_UP)
     step = median(seconds(args.steps) for _ in range(ROUNDS))
@@ -119,7 +127,6 @@ def main():
     parser.add_argument("--activation_checkpointing", action="store_true")
     args = parser.parse_args()
     require_gpu(parser)
-    torch.set_float32_matmul_precision("high")  # as train.py
     rows = bench(args)
     finish(args, rows)
     return any("failed" in row for row in rows)

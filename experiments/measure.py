@@ -15,7 +15,7 @@ import torch
 
 from sympow.attention.gates import LearnedGate
 from sympow.attention.operator.memory import generation_bytes
-from sympow.bench.train import take_steps
+from sympow.bench.train import make_steps
 from sympow.data.dataset import Dataset
 from sympow.data.files import write_json
 from sympow.data.recall.tasks import questions
@@ -26,8 +26,6 @@ from sympow.runs.load import load_run
 from sympow.runs.plots import mean_and_standard_error, means_by_position
 from sympow.runs.program import run_program, refuse
 from sympow.runs.scores import losses_by_position
-from sympow.train import TrainConfig
-from sympow.training.optimizer import make_optimizer
 
 BATCH = 1 << 16  # tokens of windows that are read together
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -191,15 +189,10 @@ def speed(model, dataset, contexts, tokens):
 
 def step_seconds(config, context, tokens):
     """Return the median time of a training step of so many tokens, compiled on a GPU."""
-    torch.set_float32_matmul_precision("high")  # as train.py
-    torch.compiler.reset()
-    model = GPT(config).to(DEVICE)
-    optimizer = make_optimizer(model, TrainConfig())
-    network = torch.compile(model, dynamic=False, disable=DEVICE == "cpu")
-    ids = torch.randint(config.vocab_size, (tokens // context, context), device=DEVICE)
+    seconds = make_steps(config, context, tokens, DEVICE)
     warm_up, steps = (3, 5) if DEVICE == "cuda" else (1, 2)
-    take_steps(network, model, optimizer, ids, ids, warm_up)
-    return median(take_steps(network, model, optimizer, ids, ids, 1) for _ in range(steps))
+    seconds(warm_up)
+    return median(seconds(1) for _ in range(steps))
 
 
 @AUTOCAST
