@@ -35,6 +35,7 @@ GATED = ("", "+conv+out", "+conv", "+out", ", bias", "+spread", "+norm", "+conv+
 RUNS = {  # name -> number of seeds, the most important first
     **{f"sympow_gating{parts}": 2 for parts in GATED},
     "softmax+conv+out": 2,
+    "sympow_gating+conv+out, p=4": 1,
     "gated_deltanet": 2,
     "gated_deltanet+plain": 2,
     **{f"conformal_sympow{parts}": 3 for parts in ("+slow", "+heads")},
@@ -122,9 +123,11 @@ def plan(size):
     runs = []
     for i, seed in enumerate(SEEDS if size.shrink == 1 else SEEDS[:1]):
         for name in [name for name, seeds in RUNS.items() if seeds > i]:
-            attention, _, bias = name.partition(", ")
+            attention, _, option = name.partition(", ")
             rate = CONFORMAL_RATE if attention.startswith("conformal") else RATE
-            settings = dict(attention=attention, p=2, bias=bool(bias)) | schedule(size, rate)
+            settings = dict(attention=attention, p=4 if option == "p=4" else 2, bias=option == "bias") | schedule(
+                size, rate
+            )
             runs.append(size.run(name, CONTEXT, 1000, {"positions": texts_measure(size)}, **settings, seed=seed))
     return runs
 
