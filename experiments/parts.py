@@ -125,10 +125,9 @@ def plan(size):
         for name in [name for name, seeds in RUNS.items() if seeds > i]:
             attention, _, option = name.partition(", ")
             rate = CONFORMAL_RATE if attention.startswith("conformal") else RATE
-            settings = dict(attention=attention, p=4 if option == "p=4" else 2, bias=option == "bias") | schedule(
-                size, rate
-            )
-            runs.append(size.run(name, CONTEXT, 1000, {"positions": texts_measure(size)}, **settings, seed=seed))
+            settings = dict(attention=attention, p=4 if option == "p=4" else 2, bias=option == "bias", seed=seed)
+            settings |= schedule(size, rate)
+            runs.append(size.run(name, CONTEXT, 1000, {"positions": texts_measure(size)}, **settings))
     return runs
 
 
