@@ -1,5 +1,6 @@
 """The package that `pip install .` makes: its layers, its table, and its wheel in an empty environment."""
 
+import ast
 import importlib
 import re
 import shutil
@@ -22,8 +23,24 @@ PROJECT = tomllib.loads(Path(ROOT, "pyproject.toml").read_text())
 
 
 def test_requirements_agree():
-    (torch_requirement,) = PROJECT["project"]["dependencies"]
-    assert re.search(rf"^{re.escape(torch_requirement)}\s", Path(ROOT, "requirements.txt").read_text(), re.M)
+    requirements = Path(ROOT, "requirements.txt").read_text()
+    for requirement in PROJECT["project"]["dependencies"]:
+        assert re.search(rf"^{re.escape(requirement)}\s", requirements, re.M)
+
+
+def test_the_package_imports_what_it_depends_on():
+    """Where a module is loaded: functions may import more, and say what is missing."""
+    rooms = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    paths = [path for room in ("sympow", *rooms) for path in (Path(ROOT, room), *Path(ROOT, room).rglob("*.py"))]
+    imported = set()
+    for path in paths:
+        for node in ast.parse(path.read_text()).body if path.suffix == ".py" else ():
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            imported |= {name.partition(".")[0] for name in names}
+    depends = {re.match(r"\w+", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
+    optional = {"triton", "transformers"}  # torch brings the one; sympow.transformers is for who has the other
+    assert imported - sys.stdlib_module_names - {"sympow"} - optional == depends
 
 
 def test_settings_of_a_layer_are_the_models():
