@@ -160,6 +160,10 @@ def main(argv=None):
     parser.add_argument("--metric", default="val_loss", help="val_loss, or val_loss/NAME of one of several datasets")
     args = parser.parse_args(argv)
     args.runs = [folder for text in args.runs for folder in ([text] if os.path.exists(text) else text.split(","))]
+    files = [path for path in args.runs if os.path.isfile(path)]
+    if 0 < len(files) < len(args.runs):  # such as pictures among out/*
+        print(f"left out, as they are no run folders: {', '.join(files)}")
+        args.runs = [path for path in args.runs if path not in files]
     if args.metric.partition("/")[0] != "val_loss":
         refuse(f"--metric must be val_loss or val_loss/NAME, got {args.metric!r}")
     short = [os.path.basename(os.path.realpath(folder)) for folder in args.runs]

@@ -86,6 +86,15 @@ def test_a_diverged_run_and_one_of_evaluations_alone_have_a_picture(tmp_path, ca
     assert rows[0]["val loss"] == "nan at 10" and rows[1]["train loss"] == "-"
 
 
+def test_files_beside_the_runs_are_left_out_by_name(tmp_path, capsys):
+    """As `compare.py out/*` gives them after `make demo`."""
+    (tmp_path / "loss.png").touch()
+    run = write_run(tmp_path / "run", *log_lines("train_loss", [3.0, 2.0]))
+    compare.main([str(tmp_path / "loss.png"), run])
+    out = capsys.readouterr().out
+    assert out.startswith(f"left out, as they are no run folders: {tmp_path}/loss.png\nrun ")
+
+
 def test_a_skipped_step_leaves_no_hole(tmp_path, capsys, no_picture):
     lines = log_lines("train_loss", [4.0] * 18 + [float("nan"), 2.0])
     assert read_table(capsys, write_run(tmp_path / "a", *lines))[0]["train loss"] == "2.0000"
