@@ -50,7 +50,7 @@ doctor: env  ## say what is wrong with this machine's Python, torch, GPU or comp
 ifeq ($(PY),.venv/bin/python)
 env: .venv/.ready  ## make .venv and install requirements.txt into it (once)
 
-test-env: .venv/.ready-for-tests
+test-env: .venv/.ready-for-tests  ## install what the tests need beside it
 else
 env test-env:
 	@command -v "$(PY)" >/dev/null || { echo "PY=$(PY): no such interpreter" >&2; exit 1; }

@@ -240,7 +240,7 @@ def test_heads_may_have_any_even_dimension_and_the_paddings_logits_are_cut_off()
         (dict(p=3), "p must be a positive even integer, got 3"),
         (dict(head_dim=15), "head_dim must be even"),
         (dict(n_kv_head=5), "n_head must be a multiple of n_kv_head, got 12 and 5"),
-        (dict(attention="linear"), "attention must be one of softmax, even_power"),
+        (dict(attention="nonesuch"), "attention must be one of softmax, even_power"),
         (dict(attention="sympow", gate="learned"), "attention=sympow has no gates, got gate=learned"),
         (dict(attention="sympow_gating", gate="none"), "is attention=sympow"),
         (dict(form="fast"), "form must be one of"),
