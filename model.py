@@ -83,7 +83,7 @@ class GPTConfig:
             raise ValueError(f"no layer of attention={self.attention} takes gate={self.gate}: use gate=auto")
         if self.window and not any(layer.window for layer in layers):
             attention = f"no layer of attention={self.attention}"
-            raise ValueError(f"{attention} has a window, got window={self.window}: use window=0")
+            raise ValueError(f"{attention} has a window, got window={self.window}: only softmax has one")
 
     def layer(self, i):
         """Return the GPTConfig of layer i: one attention and, if that has them, this config's `gate` and `window`."""

@@ -110,7 +110,8 @@ class Variant(nn.Module):
             takes = "has no gates" if cls.gates == ("none",) else f"takes gate={' or '.join(cls.gates)}"
             raise ValueError(f"attention={config.attention} {takes}, got gate={config.gate}")
         if config.window and not cls.windows:
-            raise ValueError(f"attention={config.attention} has no window, got window={config.window}: use window=0")
+            name, window = config.attention, config.window
+            raise ValueError(f"attention={name} has no window, got window={window}: only softmax has one")
 
     @classmethod
     def position_embedding(cls, config):

@@ -138,7 +138,7 @@ def main():
     args, args.settings = parser.parse_known_args()
     args.gpus = sorted({1, *args.gpus})  # linear is relative to the speed of one GPU
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA GPU here: --device=cpu")
+        parser.error("no CUDA GPU here: --device=cpu tries it on the CPU")
     longest = args.block_size
     if "context" in args.only:
         longest = max(longest, max(args.gpus) * max(args.context))

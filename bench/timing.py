@@ -69,7 +69,7 @@ def make_parser(name, description, contenders, default=None):
 def require_gpu(parser):
     """Refuse a machine without a GPU in one line."""
     if not torch.cuda.is_available():
-        parser.error("no CUDA GPU here, and there is nothing else to measure")
+        parser.error("no CUDA GPU here, and this measures one")
 
 
 def print_titles(columns):

@@ -184,6 +184,7 @@ def main(name, plan, report, seeds=(1337,), prepare=None, corpus=None):
         title = f"# {name}\n\n    {command} --size={args.size}\n\n{'; '.join(sorted(devices))}"
         write_report(path, name, [title, *blocks], panels, missing)
     if missing:
+        print(f"not run: {'; '.join(missing)}")
         sys.exit(3)
 
 

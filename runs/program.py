@@ -27,8 +27,13 @@ def refuse(message, every_rank=False):
 
 
 def process_name():
-    """Return the name of the program, and among several ranks also the rank and its host: "train.py (rank 3 on n7)"."""
-    name, rank = os.path.basename(sys.argv[0]), os.environ.get("RANK")
+    """Return the name of the program, and among several ranks also the rank and its host: "train.py (rank 3 on n7)".
+
+    Programs of bench/ and experiments/ are modules: "bench.train".
+    """
+    (folder, name), rank = os.path.split(sys.argv[0]), os.environ.get("RANK")
+    room = os.path.basename(folder)
+    name = f"{room}.{name.removesuffix('.py')}" if room in ("bench", "experiments") else name
     several = rank and os.environ.get("WORLD_SIZE", "1") != "1"
     return f"{name} (rank {rank} on {socket.gethostname()})" if several else name
 
