@@ -136,8 +136,9 @@ def refuse_other_settings(out_dir, saved, settings):
         was, now = (" ".join(f"{key}={values.get(key)}" for key in changed) for values in (old, new))
         masks = " (on which the dropout masks depend)" if FREE_WITHOUT_DROPOUT & {*changed} else ""
         refuse(
-            f"{out_dir} was trained with {was}, now {now}{masks}: go on with what it was, choose another out_dir, or "
-            f"start anew with --init_from=scratch --overwrite=True"
+            f"{out_dir} was trained with {was}, now {now}{masks}: go on with what it was, choose another out_dir "
+            f"(--init_from={out_dir} begins it with these weights), or start anew with --init_from=scratch "
+            "--overwrite=True"
         )
 
 

@@ -203,6 +203,14 @@ def test_mistakes_are_refused_in_one_line(go, capsys, argv, message):
     assert message in error and error.count("\n") == 1
 
 
+def test_a_run_that_has_no_checkpoint_yet_says_when_there_is_one(go, capsys):
+    os.mkdir("out/live")
+    shutil.copy("out/a/config.json", "out/live")
+    assert go("--out_dir=out/live") == 2
+    assert "no checkpoint in out/live yet: training writes one after each evaluation" in capsys.readouterr().err
+    shutil.rmtree("out/live")
+
+
 def test_training_and_sampling_need_no_network_and_no_dataset_afterwards(tmp_path, monkeypatch, capsys):
     """Sockets are disabled, the BPE tokenizer lies beside the data, and sampling starts after the data are gone."""
     encoding = byte_encoding()
