@@ -71,7 +71,9 @@ class Windows:
         spans [(start, end), ...]: read only these tokens of each window, and return them one span behind the other.
         Raises IndexError for numbers beyond len(self), and DataError as Dataset.read does.
         """
-        indices = np.asarray(indices, dtype=np.int64)
+        indices = np.asarray(indices, dtype=np.int64).reshape(-1)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"window numbers must be in [0, {len(self)}), got {indices.min()} to {indices.max()}")
         documents, windows = np.divmod(indices, self.per_document)
         length = self.block_size if self.pack else self.dataset.document_length
         starts = documents * length + windows * self.block_size

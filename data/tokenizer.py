@@ -52,6 +52,8 @@ class Tokenizer:
     def __init__(self, kind, encoding=None, json_escaped=False):
         """Take a tiktoken.Encoding with a special token <|endoftext|> for kind "bpe", a HuggingFaceEncoding for kind
         "huggingface", IdsEncoding() for "ids", None for "bytes"."""
+        if kind not in (*WITHOUT_VOCABULARY, *VOCABULARY_FILES) or (encoding is None) != (kind == "bytes"):
+            raise DataError(f"tokenizer kind must be bytes, or bpe, huggingface or ids with an encoding, got {kind!r}")
         self.kind = kind
         self.json_escaped = json_escaped
         self.encoding = encoding
