@@ -208,7 +208,7 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):
         (["--lr=1"], "unknown key --lr=1: did you mean learning_rate?"),
         (["--eval_iters=1"], "--eval_iters=1: did you mean eval_tokens (eval_iters x batch_size x block_size)?"),
         (["--attention=sympow,sympow_gatng"], "got 'sympow_gatng': did you mean sympow_gating?"),
-        (["--attention=retention"], ", got 'retention'\n"),
+        (["--attention=retention"], f"{', '.join(ATTENTIONS)}, got 'retention'\n"),
         (["--schedule=cosin"], "got 'cosin': did you mean cosine?"),
         (["--dtype=float16"], "dtype must be one of auto, float32, bfloat16, got 'float16'"),
         (["--learning_rate=1e-5", "--schedule=cosine"], "min_lr must be at most learning_rate=1e-05"),

@@ -154,7 +154,7 @@ def test_every_test_takes_a_new_attention_by_its_name(tmp_path):
         "    test_variant.ATTENTIONS['brand_new'] = test_variant.readme_attention()\n"
         "    del sys.modules['test_variant']  # which has read the names\n"
     )
-    command = r"pytest (-v -k )linear tests/test_{(.*?)}\.py"
+    command = r"pytest (-v -k )linear tests/test_{(.*?)}\.py\n"
     ((options, names),) = re.findall(command, Path(ROOT, "README.md").read_text())
     files = [f"tests/test_{name}.py" for name in names.split(",")]
     path = os.pathsep.join((ROOT, os.path.join(ROOT, "tests"), str(tmp_path)))
