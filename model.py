@@ -8,8 +8,7 @@
 
 Differences from GPT-2: rotary positions instead of learned ones, a LayerNorm after the token embedding, the exact GELU,
 no biases, and whatever `attention` says; each can be set to be GPT-2's. Parameter names are nanoGPT's where the module
-exists there. generation/decoder.py repeats this forward pass for one token on a GPU, and compares its logits with
-`GPT.step` before it generates.
+exists there. generation/decoder.py repeats `GPT.step` on a GPU, and compares its logits with it before it generates.
 """
 
 import math
@@ -26,6 +25,7 @@ from sympow.attention.positions import check_length
 from sympow.attention.state import ModelState
 from sympow.attention.variant import check_layer
 from sympow.layers.activation import gelu
+from sympow.layers.convolution import Convolution
 from sympow.layers.loss import head_loss
 from sympow.layers.norm import norm_linear, norm_weight
 
@@ -45,6 +45,7 @@ class GPTConfig:
     embedding_norm: bool = True  # a LayerNorm after the token embedding
     activation: str = "gelu"  # of the MLP; or gelu_tanh: GPT-2's approximation of it
     attention: str = "softmax"  # a name in ATTENTIONS, or several with commas: the layers in turn, again and again
+    convolution: int = 0  # tokens of a convolution over q, k and v before attention, 4 for example; 0: none
     window: int = 0  # of softmax layers: how many tokens each token sees, itself among them; 0: all before it
     p: int = 2  # the power, even
     gate: str = "auto"  # learned or fixed for sympow_gating; learned, fixed or none for conformal_sympow
@@ -112,6 +113,7 @@ class Attention(nn.Module):
         if not self.replaces_mlp:
             self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=config.bias)
         self.mix = variant(config)
+        self.conv = Convolution(self.c_attn.out_features, config.convolution) if config.convolution else None
         self.dropout = config.dropout
 
     def project(self, x, norm, shape):
@@ -120,7 +122,11 @@ class Attention(nn.Module):
         return x.unflatten(0, shape), qkv.unflatten(0, shape).unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x, norm, shape, resets, state):
-        y, state = self.mix(*self.project(x, norm, shape), resets, state)
+        (x, qkv), recent = self.project(x, norm, shape), None
+        if self.conv:
+            qkv, recent = self.conv(qkv, resets, state and state.recent)
+        y, state = self.mix(x, qkv, resets, state)
+        state = state and replace(state, recent=recent)
         return F.dropout(self.c_proj(y.flatten(2)).flatten(0, 1), self.dropout, self.training), state
 
 
@@ -187,8 +193,7 @@ class GPT(nn.Module):
     def empty_state(self, batch, switch_over=None):
         """Return the ModelState before any token.
 
-        switch_over: the number of cached tokens at which a state replaces the KV cache ("always": from the first token
-        on); by default the attention's own.
+        switch_over: how many cached tokens a state replaces ("always": 1); by default the attention's own.
         """
         t, device = self.transformer, self.transformer.wte.weight.device
         layers = [mix.empty_state(batch, device, switch_over) for mix in self.mixes()]
@@ -274,6 +279,7 @@ class GPT(nn.Module):
         x, resets, _ = self._embed(ids)
         for i, block in enumerate(self.transformer.h):
             (normed, qkv), mix = block.attn.project(x, block.ln_1, ids.shape), block.attn.mix
+            qkv = block.attn.conv(qkv, resets)[0] if block.attn.conv else qkv
             for name, value in mix.statistics(normed, mix.split(qkv)[0]).items():
                 statistics.setdefault(name, [None] * self.config.n_layer)[i] = value
             x, _ = block(x, ids.shape, resets)

@@ -12,7 +12,7 @@ FLUSH_EVERY new ones have gathered, so that time and memory per token are bounde
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
@@ -34,6 +34,8 @@ class State:
     """
 
     fixed_size = False  # True if its tensors have the same shapes after any number of tokens
+    # [B, n - 1, H + 2 Hkv, D] the last inputs of the layer's convolution over n tokens, None without one
+    recent: torch.Tensor | None = field(default=None, kw_only=True)
 
     def tensors(self):
         """Return {name: tensor} of the fields that hold a tensor."""

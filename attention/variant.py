@@ -57,8 +57,10 @@ def check_layer(config):
         raise ValueError(f"head_dim must be even (rotary positions turn pairs), got {config.head_dim}")
     if config.n_head % config.n_kv_head:
         raise ValueError(f"n_head must be a multiple of n_kv_head, got {config.n_head} and {config.n_kv_head}")
-    if type(config.window) is not int or config.window < 0 or config.window == 1:
-        raise ValueError(f"window must be a whole number of at least 2 tokens, or 0 for all, got {config.window!r}")
+    for name, none in dict(window="all", convolution="none").items():
+        n = getattr(config, name)
+        if type(n) is not int or n < 0 or n == 1:
+            raise ValueError(f"{name} must be a whole number of at least 2 tokens, or 0 for {none}, got {n!r}")
     check_power(config.p)
     check_form(config.form, None)
     if config.chunk_size < 0:

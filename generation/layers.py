@@ -27,6 +27,7 @@ from sympow.attention.rotary import rotation_rates
 from sympow.attention.softmax import WINDOW_SPARE
 from sympow.attention.state import LayerState
 from sympow.kernels.decode import cache as decode_cache
+from sympow.kernels.decode import convolution as decode_convolution
 from sympow.kernels.decode import heinsen as decode_heinsen
 from sympow.kernels.decode import power as decode_power
 from sympow.kernels.decode import qkv as decode_qkv
@@ -68,11 +69,30 @@ class Weights(NamedTuple):
     out: Linear
     gates: decode_qkv.Gates
     beta: torch.Tensor | None
+    convolution: torch.Tensor | None  # [(H + 2 Hkv) D, n]
 
 
 def float32(x):
     """Return a tensor in float32 and contiguous; None stays None."""
     return None if x is None else x.float().contiguous()
+
+
+class Convolution:
+    """The convolution of a layer before its attention, if it has one."""
+
+    def __init__(self, buffers, weight, state):
+        """weight: [C, n], or None without one; state: the layer's State, whose last inputs are copied."""
+        self.buffers, self.weight, self.recent = buffers, weight, []
+        if weight is not None:
+            C, n = weight.shape
+            self.recent = [buffers.zeros(buffers.B, n - 1, C)]
+        if state.recent is not None:
+            self.recent[0].copy_(state.recent.flatten(2))
+
+    def step(self):
+        b = self.buffers
+        for recent in self.recent:
+            decode_convolution.convolve(b.qkv, self.weight, recent, b.ids, reset_token=b.config.reset_token)
 
 
 class CachedLayer:
@@ -83,6 +103,7 @@ class CachedLayer:
         c = buffers.config
         self.buffers, self.weights, self.count = buffers, weights, count
         self.p, self.switch_over, self.power = mix.p, state.switch_over, None
+        self.convolution = Convolution(buffers, weights.convolution, state)
         rates = rotation_rates(c.head_dim, mix.rope_base, buffers.device)
         rates *= c.positions == "rotary"  # a rate of 0 leaves queries and keys as they are
         self.place = decode_qkv.Position(state.position, rates, buffers.rotation, weights.beta)
@@ -125,6 +146,7 @@ class CachedLayer:
             reset_token=b.config.reset_token,
             rounding=b.dtype if b.device.type == "cuda" else torch.float32,
         )
+        self.convolution.step()
         self.attend()
 
     def count_token(self):
@@ -137,10 +159,10 @@ class CachedLayer:
         return False
 
     def tensors(self):
-        return [self.place.position, *self.cache[:4]]
+        return [*self.changes(), *self.cache[:4]]
 
     def changes(self):
-        return [self.place.position]
+        return [self.place.position, *self.convolution.recent]
 
 
 class SoftmaxLayer(CachedLayer):
@@ -215,11 +237,13 @@ class HeinsenLayer:
         """Copy a HeinsenState."""
         self.buffers, self.weights = buffers, weights
         self.state = decode_heinsen.State(float32(state.m), float32(state.S), float32(state.z))
+        self.convolution = Convolution(buffers, weights.convolution, state)
         self.log_value_bound = LOG_VALUE_BOUND if mix.config.values == "log" else None  # None for signed values
 
     def step(self):
         b = self.buffers
         linear(self.weights.qkv, b.qkv, b.x)
+        self.convolution.step()
         decode_heinsen.attend_heinsen(
             b.qkv,
             b.ids,
@@ -239,7 +263,7 @@ class HeinsenLayer:
         return False
 
     def tensors(self):
-        return list(self.state)
+        return [*self.state, *self.convolution.recent]
 
     changes = tensors
 

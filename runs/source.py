@@ -45,7 +45,7 @@ FIXED = {
 }
 NOT_WEIGHTS = re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias|lm_head\.weight")  # masks, and the embedding again
 TRANSPOSED = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.weight")  # transformers' Conv1D
-OPTIONAL = re.compile(r"transformer\.(h\.\d+\.attn\.mix|wpe)\..+")  # weights of one attention
+OPTIONAL = re.compile(r"transformer\.(h\.\d+\.attn\.(mix|conv)|wpe)\..+")  # weights of some attentions
 LAYER = re.compile(r"\bh\.\d+")
 # weights that every source has; others that no layer has are new
 REQUIRED = re.compile(r"transformer\.(wte|ln_f|h\.\*\.(ln_[12]|attn\.c_(attn|proj)|mlp\.c_(fc|proj)))\.weight")

@@ -1,6 +1,6 @@
 """One layer of self-attention, for models other than this repository's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -8,6 +8,7 @@ from . import check_choice
 from .attention import ATTENTIONS
 from .attention.gates import linear_fp32
 from .attention.variant import check_layer
+from .layers.convolution import Convolution
 
 
 @dataclass
@@ -19,6 +20,7 @@ class LayerConfig:
     n_kv_head: int = 0
     head_dim: int = 0
     attention: str = "sympow_gating"
+    convolution: int = 0
     window: int = 0
     p: int = 2
     gate: str = "auto"
@@ -58,6 +60,7 @@ class Attention(nn.Module):
         heads = config.n_head + 2 * config.n_kv_head
         self.c_attn = nn.Linear(n_embd, heads * config.head_dim, bias=config.bias)
         self.c_proj = nn.Linear(config.n_head * config.head_dim, n_embd, bias=config.bias)
+        self.conv = Convolution(self.c_attn.out_features, config.convolution) if config.convolution else None
         self.mix = ATTENTIONS[config.attention](config)
 
     def forward(self, x, resets=None, state=None):
@@ -67,10 +70,12 @@ class Attention(nn.Module):
         or from the call with the tokens before.
         """
         qkv = self.c_attn(x).unflatten(-1, (-1, self.config.head_dim))
-        weight = self.mix.input_weight()
+        recent, weight = None, self.mix.input_weight()
+        if self.conv:
+            qkv, recent = self.conv(qkv, resets, state and state.recent)
         y, state = self.mix(x if weight is None else linear_fp32(x, weight), qkv, resets, state)
         y = self.c_proj(y.flatten(2))
-        return y if state is None else (y, state)
+        return y if state is None else (y, replace(state, recent=recent))
 
     def empty_state(self, batch, device=None):
         """Return the state before the first token of `batch` sequences, on the weights' device by default."""

@@ -145,7 +145,10 @@ def generation():
     for D, p, gated in ((64, 2, True), (64, 2, False), (32, 4, False)):
         yield f"prompt bfloat16 {D} {p}{' gated' * gated}", partial(prompt, D, p, gated)
     for B in (1, 8):
-        models = [("conformal_sympow,sympow_gating,softmax,heinsen", 2, 3, {}), ("sympow", 4, "never", {})]
+        models = [
+            ("conformal_sympow,sympow_gating,softmax,heinsen", 2, 3, dict(convolution=4)),
+            ("sympow", 4, "never", {}),
+        ]
         models += [("even_power", 6, "never", {}), ("sympow", 4, 3, dict(head_dim=16, n_head=48))]
         for attention, p, switch_over, shape in models:
             sizes = attention, p, B, switch_over

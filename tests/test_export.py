@@ -29,6 +29,7 @@ CONFIGS = {
     "fixed gates": dict(attention="conformal_sympow", gate="fixed"),
     "packed": dict(attention="sympow_gating", reset_token=256),
     "pattern": dict(attention="sympow_gating,softmax"),
+    "convolution": dict(attention="sympow_gating,softmax", convolution=4),
     "glu": dict(attention="heinsen", residual="glu"),
     "mixture": dict(attention="adaptive_power", adaptive="mixture"),
     "GPT-2": dict(positions="learned", n_positions=80, bias=True, embedding_norm=False, activation="gelu_tanh"),
@@ -158,7 +159,11 @@ def greedy(model, text, n=12):
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("sympow_gating", "pattern") else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS]
+    "name",
+    [
+        n if n in ("sympow_gating", "pattern", "convolution") else pytest.param(n, marks=pytest.mark.slow)
+        for n in CONFIGS
+    ],
 )
 def test_transformers_computes_trains_and_generates_as_the_model(run_folder, tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -301,9 +301,9 @@ LAYERS = ("softmax", "even_power", "sympow", "sympow_gating", "conformal_sympow"
 
 
 @pytest.mark.parametrize("switch_over", [None, "always", 6])
-@pytest.mark.parametrize("attention", LAYERS)
-def test_pieces_with_and_without_resets_follow_each_other(attention, switch_over):
-    layer = sympow.Attention(32, 4, attention=attention).double()
+@pytest.mark.parametrize("attention,convolution", [*((name, 0) for name in LAYERS), ("sympow_gating", 4)])
+def test_pieces_with_and_without_resets_follow_each_other(attention, convolution, switch_over):
+    layer = sympow.Attention(32, 4, attention=attention, convolution=convolution).double()
     x, resets = torch.randn(2, 24, 32, dtype=torch.float64), torch.zeros(2, 24, dtype=torch.bool)
     resets[0, 5] = resets[1, 9] = resets[0, 17] = True
     with torch.no_grad():

@@ -82,7 +82,10 @@ def generation_bytes(mixes, state, max_new_tokens, itemsize, state_dtype, switch
         mix.generation_bytes(layer, max_new_tokens, itemsize, state_dtype, switch_over)
         for mix, layer in zip(mixes, state.layers)
     ]
-    return [sum(x) for x in zip(*layers)]
+    c = mixes[0].config
+    convolution = 4 * max(0, c.convolution - 1) * (c.n_head + 2 * c.n_kv_head) * c.head_dim
+    cache, states = (sum(x) for x in zip(*layers))
+    return [cache, states + len(mixes) * convolution]
 
 
 def check_generation_fits(mixes, state, max_new_tokens, num_samples, itemsize, state_dtype, device):

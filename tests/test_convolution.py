@@ -1,0 +1,126 @@
+"""The convolution before attention: against a loop in float64, alone and in models, whole, packed and in pieces."""
+
+import pytest
+import torch
+from helpers import SMALL, call, dataset  # noqa: F401 (dataset is a fixture)
+
+from sympow import train
+from sympow.attention import ATTENTIONS
+from sympow.attention.operator.memory import generation_bytes
+from sympow.generation import state_file
+from sympow.generation.generate import generate
+from sympow.layers.convolution import Convolution
+from sympow.model import GPT, GPTConfig
+from sympow.training.optimizer import muon_weights
+
+STARTS = {0: [4], 1: [0, 7]}  # of documents, in each of two sequences
+
+
+def resets(T):
+    starts = torch.zeros(2, T, dtype=torch.bool)
+    for row, tokens in STARTS.items():
+        starts[row, tokens] = True
+    return starts
+
+
+def convolve_in_a_loop(x, weight, starts):
+    (B, T, H, D), n = x.shape, weight.shape[1]
+    y, weight = x.clone(), weight.view(H, D, n)
+    for b in range(B):
+        for t in range(T):
+            for i in range(n):
+                s = t - n + 1 + i
+                if s >= 0 and not starts[b, s + 1 : t + 1].any():
+                    y[b, t] += weight[..., i] * x[b, s]
+    return y
+
+
+@pytest.mark.parametrize("n", [2, 4, 12])
+@pytest.mark.parametrize("packed", [False, True])
+def test_it_is_the_loop_whole_and_in_pieces(n, packed):
+    torch.manual_seed(0)
+    layer, x = Convolution(6, n).double(), torch.randn(2, 10, 2, 3, dtype=torch.float64, requires_grad=True)
+    starts = resets(10) if packed else torch.zeros(2, 10, dtype=torch.bool)
+    expected, dy = convolve_in_a_loop(x, layer.weight, starts), torch.randn(2, 10, 2, 3, dtype=torch.float64)
+    wanted = torch.autograd.grad(expected, (x, layer.weight), dy)
+    for lengths in ((10,), (3, 1, 6), (1,) * 10):
+        outputs, recent, begin = [], None, 0
+        for length in lengths:
+            piece = slice(begin, begin + length)
+            y, recent = layer(x[:, piece], starts[:, piece] if packed else None, recent)
+            outputs.append(y)
+            begin += length
+        y = torch.cat(outputs, 1)
+        assert torch.allclose(y, expected, atol=1e-12)
+        found = torch.autograd.grad(y, (x, layer.weight), dy)
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found, wanted))
+
+
+def small(attention, **settings):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=40, n_layer=2, n_head=2, n_embd=32, gate_bias=2.0, convolution=3)
+    model = GPT(GPTConfig(attention=attention, **sizes | settings)).double()
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return model
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@torch.no_grad()
+def test_documents_stay_apart_and_a_state_goes_on(attention, tmp_path):
+    model = small(attention, reset_token=3)
+    ids = torch.randint(4, 40, (1, 12))
+    ids[0, 5] = 3
+    whole = model(ids)[0]
+    alone = torch.cat([model(part)[0] for part in ids.split((5, 7), dim=1)], 1)
+    assert torch.allclose(whole, alone, atol=1e-9)
+    logits, state = model.read(ids[:, :4], model.empty_state(1), piece=3)
+    state_file.save_state(tmp_path / "a.state", model, logits, state)
+    _, state = state_file.load_state(tmp_path / "a.state", model)
+    state = state.repeat(2)
+    for t in range(4, 12):
+        logits, state = model.step(ids[0, t].expand(2), state)
+        assert torch.allclose(logits, whole[:, t].expand(2, -1), atol=1e-6)
+    assert sum(layer.recent.nbytes for layer in state.layers) == 2 * 2 * 8 * 2 * 3 * 32
+
+
+def test_every_weight_of_it_trains_and_none_is_a_matrix_of_muon():
+    model = small("sympow_gating")
+    ids = torch.randint(40, (2, 9))
+    model(ids[:, :-1], ids[:, 1:])[1].backward()
+    weights = [block.attn.conv.weight for block in model.transformer.h]
+    assert all((weight.grad != 0).all() for weight in weights)
+    assert not any(weight is other for weight in weights for other in muon_weights(model))
+
+
+def test_its_inputs_count_as_memory_of_generation():
+    counts = []
+    for convolution in (0, 4):
+        model = small("sympow", convolution=convolution)
+        counts.append(generation_bytes(model.mixes(), model.empty_state(1), 100, 2, torch.float32))
+    assert counts[1][0] == counts[0][0] and counts[1][1] - counts[0][1] == 2 * 3 * 3 * 32 * 4
+
+
+@pytest.mark.parametrize("n", [1, -4, 2.0])
+def test_other_numbers_of_tokens_are_refused(n):
+    with pytest.raises(ValueError, match=f"convolution must be a whole number of at least 2 tokens.*, got {n}"):
+        GPTConfig(convolution=n)
+
+
+def test_a_run_takes_it_up_again_and_a_source_without_one_too(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    argv = [*SMALL, f"--dataset={dataset}", "--attention=sympow_gating"]
+    assert call(train.main, *argv, "--out_dir=out/plain", "--max_iters=2") == 0
+    begin = [*argv, "--convolution=4", "--init_from=out/plain", "--out_dir=out/a"]
+    assert call(train.main, *begin, "--max_iters=2") == 0
+    assert "h.*.attn.conv.weight" in capsys.readouterr().out
+    assert call(train.main, *begin, "--max_iters=4") == 0
+
+
+@torch.no_grad()
+def test_generated_text_is_that_of_the_forward_pass():
+    model, prompt, text = small("sympow_gating,softmax", window=4), [5, 6, 7], [5, 6, 7]
+    for _ in range(8):
+        text.append(model(torch.tensor([text]))[0][0, -1].argmax().item())
+    (found,) = zip(*generate(model, prompt, max_new_tokens=8, temperature=0.0))
+    assert list(found) == text[3:]
