@@ -3,8 +3,8 @@
 Each power attention is compared with softmax in a window. Its KV cache takes as many bytes as the state. The task is
 `pairs` of data/recall/tasks.py. The test has texts as long as in training, so that no model must extrapolate. The
 first half of the steps has windows of 1,024 bytes: at 16,384 from the first step softmax has not begun to learn after
-65 M bytes. All have the convolution of parts.py, by which a key's two letters and the value behind it meet in one
-layer. Three runs without it show what it does.
+65 M bytes. All have --convolution=4, by which a key's two letters and the value behind it meet in one layer. Three runs
+without it show what it does.
 """
 
 from dataclasses import replace
@@ -58,19 +58,19 @@ def plan(size):
     """Return the runs: softmax, and for each shape the variants of `names_of`, a hybrid for p = 2 alone. The last three
     have no convolution."""
     new = resized(size)
-    variants = {"softmax": dict(attention="softmax+conv")}
+    variants = {"softmax": dict(attention="softmax", convolution=4)}
     for p, D in shapes(size):
         heads = dict(n_head=size.model["n_embd"] // D, head_dim=D)
         window = dict(window=window_of(p, D))
         power_name, window_name, hybrid_name = names_of(p, D)
-        power = dict(attention="sympow_gating+conv", p=p, **heads)
-        variants |= {power_name: power, window_name: dict(attention="softmax+conv", **window)}
+        power = dict(attention="sympow_gating", p=p, convolution=4, **heads)
+        variants |= {power_name: power, window_name: dict(attention="softmax", convolution=4, **window)}
         if p == 2:
-            variants[hybrid_name] = power | window | dict(attention="sympow_gating+conv,softmax+conv")
+            variants[hybrid_name] = power | window | dict(attention="sympow_gating,softmax")
     for name in ("softmax", *names_of(*shapes(size)[0])[:2]):
-        settings = variants[name]
-        plain = settings["attention"].removesuffix("+conv")
-        variants[f"{name}, no convolution"] = settings | dict(attention=plain)
+        settings = dict(variants[name])
+        del settings["convolution"]
+        variants[f"{name}, no convolution"] = settings
     measures = {"recall": dict(documents=64), "state": dict(tokens=new.tokens_per_step)}
     common = schedule(new, RATE) | dict(n_layer=4, then=f"{new.tokens_per_step}@0.5")
     return [new.run(name, FIRST_CONTEXT, STEPS, measures, **settings, **common) for name, settings in variants.items()]
@@ -83,6 +83,8 @@ def report(entries, size):
     chance = CHANCE["pairs"]
     panels = []
     for p, D in shapes(size):
+        if names_of(p, D)[0] not in entries:
+            continue
         labels = dict(zip(names_of(p, D), ("gated power attention", "softmax in a window", "hybrid of both")))
         labels["softmax"] = "softmax"
         lines = {labels[name]: recall_results(entry)[:2] for name, entry in entries.items() if name in labels}

@@ -6,9 +6,7 @@ python -m experiments.measure RUN        # RUN: a Run as JSON
 import json
 import lzma
 import math
-import re
 import sys
-from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
 
@@ -218,13 +216,7 @@ def half_lives(model, dataset, length):
 
 
 def state_bytes(model, dataset, tokens):
-    """Return {state: the bytes that generation in bfloat16 keeps of one text, in states and windows}.
-
-    An attention with parts counts as if it had none, because it cannot generate.
-    """
-    attention = re.sub(r"\+[^,]*", "", model.config.attention)
-    with torch.device("meta"):
-        model = GPT(replace(model.config, attention=attention))
+    """Return {state: the bytes that generation in bfloat16 keeps of one text, in states and windows}."""
     return dict(state=sum(generation_bytes(model.mixes(), model.empty_state(1), tokens, 2, torch.bfloat16, "always")))
 
 

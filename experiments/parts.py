@@ -1,7 +1,7 @@
 """What closes the gap from p = 2 to softmax? Parts of other models, added to gated and conformal sympow and to softmax.
 
-A name such as sympow_gating+conv+out is an attention with parts: train.py takes it when experiments/train.py starts it.
-Such a model trains and scores whole texts, but cannot generate.
+A name such as sympow_gating+out is an attention with parts: train.py takes it when experiments/train.py starts it.
+Such a model trains and scores whole texts, but cannot generate. The convolution is the model's own, --convolution=4.
 
     conv    q, k and v get a convolution of their last 4 tokens added (depthwise)
     out     the output is normalised and gated: RMSNorm(y) silu(W x)
@@ -15,7 +15,6 @@ which_attention's tables: the same models, corpus and tokens.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ from sympow.attention import ATTENTIONS
 from sympow.attention.gates import linear_fp32
 from sympow.attention.rotary import rotate, rotation_of
 from sympow.attention.state import State
-from sympow.experiments.gated_deltanet import WIDTH, convolve, normalise_and_gate
+from sympow.experiments.gated_deltanet import normalise_and_gate
 from sympow.experiments.report import LOSS_COLUMNS, loss_cell, table
 from sympow.experiments.runs import main
 from sympow.experiments.which_attention import CONTEXT, SEEDS, schedule, texts_loss, texts_measure
@@ -57,8 +56,6 @@ class Parts:
     def __init__(self, config):
         super().__init__(config)
         H, Hkv, D = config.n_head, config.n_kv_head, config.head_dim
-        if "conv" in self.parts:
-            self.conv = nn.Parameter(torch.empty((H + 2 * Hkv) * D, WIDTH).uniform_(-0.5, 0.5))
         if "out" in self.parts:
             self.W_out, self.norm = nn.Linear(config.n_embd, H * D, bias=False), nn.Parameter(torch.ones(D))
         if "spread" in self.parts:
@@ -72,9 +69,6 @@ class Parts:
     def forward(self, x, qkv, resets=None, state=None):
         if state is not None and state.read:
             raise ValueError(f"attention={self.config.attention} reads a text at once, and does not go on from a state")
-        if "conv" in self.parts:
-            inputs = F.pad(qkv.flatten(2), (0, 0, WIDTH - 1, 0))
-            qkv = qkv + convolve(inputs, self.conv).view(qkv.shape)
         if "norm" in self.parts:
             qk, v = qkv.tensor_split((-self.config.n_kv_head,), dim=2)
             qkv = torch.cat((F.rms_norm(qk, qk.shape[3:]), v), dim=2)
@@ -113,7 +107,7 @@ class Parts:
 
 
 def attention_with_parts(name):
-    """Return the class of an attention with parts, such as sympow_gating+conv."""
+    """Return the class of an attention with parts, such as sympow_gating+out."""
     base, *parts = name.split("+")
     return type(name, (Parts, ATTENTIONS[base]), {"parts": tuple(parts)})
 
@@ -125,16 +119,23 @@ def plan(size):
         for name in [name for name, seeds in RUNS.items() if seeds > i]:
             attention, _, option = name.partition(", ")
             rate = CONFORMAL_RATE if attention.startswith("conformal") else RATE
-            settings = dict(attention=attention, p=4 if option == "p=4" else 2, bias=option == "bias", seed=seed)
-            settings |= schedule(size, rate)
+            settings = dict(p=4 if option == "p=4" else 2, bias=option == "bias", seed=seed, **schedule(size, rate))
+            if "+conv" in attention:
+                settings["convolution"] = 4
+            settings["attention"] = attention.replace("+conv", "")
             runs.append(size.run(name, CONTEXT, 1000, {"positions": texts_measure(size)}, **settings))
     return runs
+
+
+def texts_loss_cell(entry):
+    """Return the loss of the texts, or None if they were not read."""
+    return loss_cell(entry, texts_loss) if "measures" in entry.record else None
 
 
 def report(entries, size):
     """Return the table."""
     columns = [("learning rate", lambda entry: f"{entry.record['settings']['learning_rate']:g}"), *LOSS_COLUMNS]
-    columns += [("other texts, in windows", partial(loss_cell, measure=texts_loss))]
+    columns += [("other texts, in windows", texts_loss_cell)]
     return [table("Parts", columns, entries.values())], []
 
 

@@ -1,6 +1,6 @@
 """train.py with attentions that only experiments have: gated_deltanet, and those with parts.
 
-python -m experiments.train --attention=sympow_gating+conv --p=2 --n_layer=6 ...
+python -m experiments.train --attention=sympow_gating+out --p=2 --n_layer=6 ...
 """
 
 import sys

@@ -348,7 +348,7 @@ def test_tables_in_docs_are_those_of_their_records(name, monkeypatch):
     monkeypatch.setattr(runs, "plot", lambda panels, png: None)
     monkeypatch.setattr(runs, "write_atomically", texts.__setitem__)
     status = helpers.call(lambda: runpy.run_path(f"experiments/{name}.py", run_name="__main__"), "--minutes=0")
-    assert status == (3 if name == "parts" else 0)  # some of its runs are missing
+    assert status == (3 if name in ("parts", "capacity") else 0)  # some of their runs are missing
     path = f"docs/data/{name}.md"
     assert texts == {path: pathlib.Path(path).read_bytes()}
 
@@ -409,16 +409,13 @@ def test_half_lives_are_those_of_each_heads_gate(dataset):
     assert [median for _, median, _ in lives[0]] == pytest.approx([0.6286, 688.1, 1e7], rel=1e-3)
 
 
-def test_power_attention_and_the_window_beside_it_keep_as_many_bytes(monkeypatch):
+def test_power_attention_and_the_window_beside_it_keep_as_many_bytes():
     kept, names = {}, {field.name for field in fields(GPTConfig)}
     for run in capacity.plan(runs.SIZES["small"]):
-        for name in run.settings["attention"].split(","):
-            monkeypatch.setitem(ATTENTIONS, name, ATTENTIONS.get(name))
-        experiment_train.register(run.settings["attention"])
         with torch.device("meta"):
             model = GPT(GPTConfig(vocab_size=257, **{k: v for k, v in run.settings.items() if k in names}))
         kept[run.name] = measure.state_bytes(model, None, tokens=16384)["state"]
-    assert len(kept) == 12 and kept.pop("softmax") == kept.pop("softmax, no convolution") > 3 * max(kept.values())
+    assert len(kept) == 12 and kept.pop("softmax") > kept.pop("softmax, no convolution") > 3 * max(kept.values())
     for p, D in capacity.SHAPES:
         window = kept[f"softmax, window {capacity.window_of(p, D):,}"]
         assert kept[f"gated p={p}, D={D}"] <= window < 1.1 * kept[f"gated p={p}, D={D}"]
@@ -429,9 +426,9 @@ def test_power_attention_and_the_window_beside_it_keep_as_many_bytes(monkeypatch
 @pytest.mark.parametrize(
     "name",
     [
-        "sympow_gating+conv+out+norm",
+        "sympow_gating+out+norm",
         "sympow_gating+spread",
-        "softmax+conv+out",
+        "softmax+out",
         "conformal_sympow+slow",
         "conformal_sympow+heads",
     ],
