@@ -21,7 +21,7 @@ from sympow.experiments.which_attention import schedule
 CONTEXT, FIRST_CONTEXT, STEPS = 16384, 1024, 6000
 RATE = 1.2e-3  # half of the best one for eight times as many tokens a step
 SHAPES = ((2, 64), (2, 128), (4, 16))  # (p, head dimension) at a width of 384
-DISTANCES = (0, 1024, 2048, 4096, 8192, 16384)  # bytes, of the columns
+DISTANCES = (0, 64, 256, 512, 1024, 2048, 16384)  # bytes, of the columns
 
 
 def resized(size):
