@@ -1,10 +1,10 @@
 """How much does a state hold? Associative recall at 16,384 bytes, in training and in the test, at equal bytes of state.
 
-Each power attention is compared with softmax in a window. Its KV cache takes as many bytes as the state. The task is
-`pairs` of data/recall/tasks.py. The test has texts as long as in training, so that no model must extrapolate. The
-first half of the steps has windows of 1,024 bytes: at 16,384 from the first step softmax has not begun to learn after
-65 M bytes. All have --convolution=4, by which a key's two letters and the value behind it meet in one layer. Three runs
-without it show what it does.
+Each power attention is compared with softmax in a window. Its KV cache takes as many bytes as the state.
+data/recall/tasks.py describes the texts. The test has texts as long as in training, so that no model must extrapolate.
+The first half of the steps has windows of 1,024 bytes: at 16,384 from the first step softmax has not begun to learn
+after 65 M bytes. All have --convolution=4, by which a key's two letters and the value behind it meet in one layer.
+Three runs without it show what it does.
 """
 
 from dataclasses import replace
@@ -80,7 +80,6 @@ def report(entries, size):
     """Return the table of accuracies by distance, and the curves of each shape."""
     distances = [n // size.shrink for n in DISTANCES]
     columns = [*LOSS_COLUMNS, ("state, bytes", state_cell), *accuracy_columns(distances)]
-    chance = CHANCE["pairs"]
     panels = []
     for p, D in shapes(size):
         if names_of(p, D)[0] not in entries:
@@ -89,8 +88,8 @@ def report(entries, size):
         labels["softmax"] = "softmax"
         lines = {labels[name]: recall_results(entry)[:2] for name, entry in entries.items() if name in labels}
         title = f"p={p} and heads of {D}, and a window of {window_of(p, D):,}. The grey line is a guess."
-        panels.append(Panel("distance, bytes", "accuracy", lines, title, log_x=True, level=chance))
-    return [table(f"Accuracy by distance in bytes; a guess has {chance:.2%}", columns, entries.values())], panels
+        panels.append(Panel("distance, bytes", "accuracy", lines, title, log_x=True, level=CHANCE))
+    return [table(f"Accuracy by distance in bytes; a guess has {CHANCE:.2%}", columns, entries.values())], panels
 
 
 if __name__ == "__main__":

@@ -160,20 +160,19 @@ def recall(model, dataset, documents):
         logits, _ = model(inputs.to(DEVICE))
         answers.append(logits[0].argmax(-1).cpu().numpy())
         texts.append(bytes(targets[0].tolist()))
-    return score(texts, answers, dataset.meta["task"])
+    return score(texts, answers)
 
 
-def score(texts, answers, task):
+def score(texts, answers):
     """Return {distance: [...], accuracy: [...], questions: [...]} over distances between powers of two.
 
-    texts: bytes. answers: an array of the expected ids for each text. A value is right if all its letters are. A
-    distance is the geometric middle of its interval; intervals without questions are left out.
+    texts: bytes. answers: an array of the expected ids for each text. A distance is the geometric middle of its
+    interval; intervals without questions are left out.
     """
     results = {}  # {number of binary digits: [True if the answer is right]}
     for text, answer in zip(texts, answers):
-        for distance, begin, end in questions(text, task):
-            right = answer[begin:end].tolist() == list(text[begin:end])
-            results.setdefault(distance.bit_length(), []).append(right)
+        for distance, position in questions(text):
+            results.setdefault(distance.bit_length(), []).append(answer[position] == text[position])
     digits = sorted(results)
     return dict(
         distance=[round(2 ** (n - 0.5)) for n in digits],

@@ -1,6 +1,6 @@
-"""Does it use the state? Associative recall, and a needle in a haystack, up to 16 times the training context.
+"""Does it use the state? Associative recall up to 16 times the training context.
 
-data/recall/tasks.py has the two tasks. Their data are prepared when they are missing, the haystack from --dataset.
+data/recall/tasks.py describes the texts. They are prepared when they are missing.
 """
 
 from dataclasses import replace
@@ -17,46 +17,39 @@ CONTEXT, TIMES, SHORT, LONG = 1024, 16, 16, 128
 STEPS = 4000  # of an eighth of the other experiments' tokens, because more steps are worth more here
 
 
-def resized(size, task):
-    """Return the Size of the runs of a task, with contexts of at least 256 and smaller steps."""
+def resized(size):
+    """Return the Size of the runs, with contexts of at least 256 and smaller steps."""
     context = max(256, CONTEXT // size.shrink)
     tokens_per_step = max(context, size.tokens_per_step // 8)
     tokens = STEPS // size.fewer * tokens_per_step
     return replace(
         size,
-        dataset=f"out/experiments/data/{task}_{context}_{tokens}",
+        dataset=f"out/experiments/data/pairs_{context}_{tokens}",
         shrink=CONTEXT // context,
         tokens_per_step=tokens_per_step,
         eval_tokens=min(size.eval_tokens, SHORT * TIMES * context),
     )
 
 
-def prepare_tasks(size):
-    """Prepare the datasets of both tasks."""
-    for task in CHANCE:
-        task_size = resized(size, task)
-        options = dict(
-            task=task,
-            context=CONTEXT // task_size.shrink,
-            times=TIMES,
-            train_tokens=STEPS // size.fewer * task_size.tokens_per_step,
-            short=SHORT,
-            long=LONG,
-            haystack=size.dataset,
-            out=task_size.dataset,
-        )
-        prepare.main([f"--{key}={value}" for key, value in options.items()])
+def prepare_pairs(size):
+    """Prepare the texts of the Size that `resized` returns."""
+    new = resized(size)
+    options = dict(
+        context=CONTEXT // new.shrink,
+        times=TIMES,
+        train_tokens=STEPS // size.fewer * new.tokens_per_step,
+        short=SHORT,
+        long=LONG,
+        out=new.dataset,
+    )
+    prepare.main([f"--{key}={value}" for key, value in options.items()])
 
 
 def plan(size):
-    """Return the runs of both tasks, with the variants of evaluation_length.py."""
-    runs = []
-    for task in CHANCE:
-        documents = 8 * size.documents if task == "needle" else size.documents
-        for name, settings in variants(size).items():
-            measures = {"recall": dict(documents=documents)}
-            runs.append(resized(size, task).run(f"{name}, {task}", CONTEXT, STEPS, measures, **settings))
-    return runs
+    """Return the runs, with the variants of evaluation_length.py."""
+    new = resized(size)
+    measures = {"recall": dict(documents=size.documents)}
+    return [new.run(name, CONTEXT, STEPS, measures, **settings) for name, settings in variants(size).items()]
 
 
 def recall_results(entry):
@@ -83,19 +76,14 @@ def accuracy_columns(bounds):
 
 
 def report(entries, size):
-    """Return a table and a panel for each task."""
-    blocks, panels = [], []
-    for task, chance in CHANCE.items():
-        context = CONTEXT // resized(size, task).shrink
-        columns = [*LOSS_COLUMNS, *accuracy_columns((0, context // 8, context, 4 * context, 16 * context))]
-        rows = [entry for entry in entries.values() if entry.name.endswith(f", {task}")]
-        blocks.append(table(f"{task}: accuracy by distance in bytes; a guess has {chance:.2%}", columns, rows))
-        lines = {entry.name.removesuffix(f", {task}"): recall_results(entry)[:2] for entry in rows}
-        title = f"The task is {task}. The dashed line is the training context, the grey line a guess."
-        panel = Panel("distance, bytes", "accuracy", lines, title, log_x=True, context=context, level=chance)
-        panels.append(panel)
-    return blocks, panels
+    """Return the table of accuracies by distance, and their curves."""
+    context = CONTEXT // resized(size).shrink
+    columns = [*LOSS_COLUMNS, *accuracy_columns((0, context // 8, context, 4 * context, 16 * context))]
+    lines = {name: recall_results(entry)[:2] for name, entry in entries.items()}
+    title = "The dashed line is the training context, and the grey line is a guess."
+    panel = Panel("distance, bytes", "accuracy", lines, title, log_x=True, context=context, level=CHANCE)
+    return [table(f"Accuracy by distance in bytes; a guess has {CHANCE:.2%}", columns, entries.values())], [panel]
 
 
 if __name__ == "__main__":
-    main("recall", plan, report, prepare=prepare_tasks)
+    main("recall", plan, report, prepare=prepare_pairs)

@@ -22,7 +22,7 @@ from sympow.data import near_duplicates
 from sympow.data.dataset import Dataset
 from sympow.data.files import read_json, write_json
 from sympow.data.recall import prepare as prepare_recall
-from sympow.data.recall.tasks import CHANCE, make_needles, make_pairs, questions
+from sympow.data.recall.tasks import CHANCE, make_pairs, questions
 from sympow.data.source import prepare as prepare_source
 from sympow.data.tokenizer import Tokenizer
 from sympow.experiments import train as experiment_train
@@ -152,24 +152,21 @@ def test_a_corpus_by_project_takes_a_tokenizer_that_is_trained_on_its_training_s
 # ---- recall
 
 
-@pytest.mark.parametrize("task", CHANCE)
-def test_an_oracle_answers_every_question_and_a_guess_has_its_chance(task):
+def test_an_oracle_answers_every_question_and_a_guess_has_its_chance():
     rng = np.random.default_rng(SEED)
-    letters = rng.integers(97, 123, (40, 4096), dtype=np.uint8)
-    rows = make_pairs(rng, 40, 4096) if task == "pairs" else make_needles(rng, letters)
+    rows = make_pairs(rng, 40, 4096)
     texts = [row.tobytes() for row in rows]
-    oracle = score(texts, rows, task)
+    oracle = score(texts, rows)
     assert set(oracle["accuracy"]) == {1.0} and max(oracle["distance"]) > 2048 and len(oracle["distance"]) > 5
     count = sum(oracle["questions"])
-    guess = score(texts, rng.integers(48, 64 if task == "pairs" else 58, rows.shape), task)
+    guess = score(texts, rng.integers(48, 64, rows.shape))
     mean = np.average(guess["accuracy"], weights=guess["questions"])
-    assert count > (20_000 if task == "pairs" else 200)
-    assert abs(mean - CHANCE[task]) < 5 * (CHANCE[task] / count) ** 0.5 + 1e-9
+    assert count > 20_000
+    assert abs(mean - CHANCE) < 5 * (CHANCE / count) ** 0.5 + 1e-9
 
 
 def test_a_question_is_asked_after_its_newest_answer():
-    assert questions(b"A\x800A\x811A\x800A\x800A\x819A\x819", "pairs") == [(6, 8, 9), (3, 11, 12), (3, 17, 18)]
-    assert questions(b"x [[abc: 1234]] y [[abc: 1234]][[abd: 1234]]", "needle") == [(16, 25, 29)]
+    assert questions(b"A\x800A\x811A\x800A\x800A\x819A\x819") == [(6, 8), (3, 11), (3, 17)]
 
 
 def test_pairs_have_one_value_for_each_key():
@@ -187,7 +184,7 @@ def test_documents_of_training_are_whole_in_their_windows(tmp_path):
     dataset = Dataset(str(tmp_path / "a"))
     assert (dataset.documents("train"), dataset.documents("val"), dataset.document_length) == (8, 5, 1024)
     for row in dataset.read("train", 0, 8192).astype(np.uint8).reshape(-1, 256):
-        assert len(questions(row.tobytes(), "pairs")) > 15
+        assert len(questions(row.tobytes())) > 15
     assert np.array_equal(dataset.read("val", 0, 5120), Dataset(str(tmp_path / "b")).read("val", 0, 5120))
 
 
