@@ -24,7 +24,7 @@ WIDTH = 4  # tokens of a short convolution
 @dataclass
 class DeltaState(State):
     S: torch.Tensor  # [B, H, D, D] float32
-    before: torch.Tensor  # [B, 3, 3 H D] the last inputs of the convolutions
+    inputs: torch.Tensor  # [B, 3, 3 H D] the last of the convolutions
 
 
 class GatedDeltaNet(Variant):
@@ -51,12 +51,12 @@ class GatedDeltaNet(Variant):
 
     def empty_state(self, batch, device, switch_over=None):
         H, D = self.config.n_head, self.config.head_dim
-        before = torch.zeros(batch, self.width - 1, 3 * H * D, device=device)
-        return DeltaState(torch.zeros(batch, H, D, D, device=device), before)
+        inputs = torch.zeros(batch, self.width - 1, 3 * H * D, device=device)
+        return DeltaState(torch.zeros(batch, H, D, D, device=device), inputs)
 
     def forward(self, x, qkv, resets=None, state=None):
         previous = self.empty_state(len(x), x.device) if state is None else state
-        inputs = torch.cat((previous.before.to(qkv.dtype), qkv.flatten(2)), 1)  # [B, T + 3, 3 H D]
+        inputs = torch.cat((previous.inputs.to(qkv.dtype), qkv.flatten(2)), 1)  # [B, T + 3, 3 H D]
         mixed = F.silu(convolve(inputs, self.conv))
         q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)) for t in mixed.chunk(3, -1))
         q, k = (F.normalize(t.float(), dim=-1, eps=1e-6).to(v.dtype) for t in (q, k))

@@ -81,7 +81,7 @@ class Convolution:
     """The convolution of a layer before its attention, if it has one."""
 
     def __init__(self, buffers, weight, state):
-        """weight: [C, n], or None without one; state: the layer's State, whose last inputs are copied."""
+        """Copy the last inputs from `state`, the layer's State. weight: [C, n], or None without a convolution."""
         self.buffers, self.weight, self.recent = buffers, weight, []
         if weight is not None:
             C, n = weight.shape

@@ -24,16 +24,16 @@ class Convolution(nn.Module):
         they were returned, or None before the first token.
         """
         (B, T, H, D), n = x.shape, self.weight.shape[1]
-        before = x.new_zeros(B, n - 1, H, D) if recent is None else recent.to(x.dtype)
-        inputs, weight = torch.cat((before, x), dim=1), self.weight.to(x.dtype).view(H, D, n)
+        previous = x.new_zeros(B, n - 1, H, D) if recent is None else recent.to(x.dtype)
+        inputs, weight = torch.cat((previous, x), dim=1), self.weight.to(x.dtype).view(H, D, n)
         visible = None
         if resets is not None:
             documents = F.pad(resets.cumsum(1), (n - 1, 0))  # [B, n - 1 + T]
             visible = [(documents[:, i : i + T] == documents[:, n - 1 :])[..., None, None] for i in range(n)]
-            inputs_kept = (documents[:, T:] == documents[:, -1:])[..., None, None]
+            kept = (documents[:, T:] == documents[:, -1:])[..., None, None]  # of the newest token's document
         y = x
         for i in range(n):
             term = inputs[:, i : i + T] * weight[..., i]
             y = y + (term if visible is None else torch.where(visible[i], term, 0))
-        recent = inputs[:, T:]
-        return y, recent if visible is None else torch.where(inputs_kept, recent, 0)
+        recent = inputs[:, T:].clone()  # without the memory of the others
+        return y, recent if visible is None else torch.where(kept, recent, 0)

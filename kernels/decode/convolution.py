@@ -32,10 +32,10 @@ def convolution_kernel(
     y = x + weight * x
     recent = RECENT + b * (TOKENS - 1) * C + c
     for i in tl.static_range(TOKENS - 1):
-        before = tl.where(seen, tl.load(recent + i * C, mask=inside, other=0.0), 0.0)
-        y += tl.load(WEIGHT + c * TOKENS + i, mask=inside, other=0.0) * before
+        earlier = tl.where(seen, tl.load(recent + i * C, mask=inside, other=0.0), 0.0)
+        y += tl.load(WEIGHT + c * TOKENS + i, mask=inside, other=0.0) * earlier
         if i > 0:
-            tl.store(recent + (i - 1) * C, before, mask=inside)
+            tl.store(recent + (i - 1) * C, earlier, mask=inside)
     tl.store(recent + (TOKENS - 2) * C, x, mask=inside)
     tl.store(X + b * C + c, y, mask=inside)
 
