@@ -122,11 +122,11 @@ class Attention(nn.Module):
         return x.unflatten(0, shape), qkv.unflatten(0, shape).unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x, norm, shape, resets, state):
-        (x, qkv), recent = self.project(x, norm, shape), None
+        x, qkv = self.project(x, norm, shape)
         if self.conv:
-            qkv, recent = self.conv(qkv, resets, state and state.recent)
+            qkv, inputs = self.conv(qkv, resets, state and state.conv_inputs)
         y, state = self.mix(x, qkv, resets, state)
-        state = state and replace(state, recent=recent)
+        state = replace(state, conv_inputs=inputs) if state and self.conv else state
         return F.dropout(self.c_proj(y.flatten(2)).flatten(0, 1), self.dropout, self.training), state
 
 

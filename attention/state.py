@@ -35,7 +35,7 @@ class State:
 
     fixed_size = False  # True if its tensors have the same shapes after any number of tokens
     # [B, n - 1, H + 2 Hkv, D] the last inputs of the layer's convolution over n tokens, None without one
-    recent: torch.Tensor | None = field(default=None, kw_only=True)
+    conv_inputs: torch.Tensor | None = field(default=None, kw_only=True)
 
     def tensors(self):
         """Return {name: tensor} of the fields that hold a tensor."""

@@ -26,6 +26,8 @@ from .positions import LearnedPosition
 from .rotary import rotate, rotation_of
 from .state import LayerState, count_positions
 
+MOST_CONVOLVED = 64  # tokens of a convolution, which adds them up one after another
+
 
 def splits_context(variant):
     """Return `splits_context` of the class of a Variant itself, False if it has none."""
@@ -61,6 +63,8 @@ def check_layer(config):
         n = getattr(config, name)
         if type(n) is not int or n < 0 or n == 1:
             raise ValueError(f"{name} must be a whole number of at least 2 tokens, or 0 for {none}, got {n!r}")
+    if config.convolution > MOST_CONVOLVED:
+        raise ValueError(f"convolution must be at most {MOST_CONVOLVED} tokens, got {config.convolution}")
     check_power(config.p)
     check_form(config.form, None)
     if config.chunk_size < 0:
@@ -146,12 +150,12 @@ class Variant(nn.Module):
     def forward(self, x, qkv, resets=None, state=None):
         """Attend causally.
 
-        x [B, T, n_embd] is the layer's normalised input, or its products (see `input_weight`), and qkv
-        [B, T, H + 2 Hkv, D] its projections, under autocast in its dtype: the heads of q, then of k, then of v, not
-        rotated; `split` or `rotate` makes three tensors of it. Query head h belongs to key/value head
-        h // (H / Hkv). resets [B, T] bool or None: a token where it is true sees nothing before it. state: the State of
-        the tokens before, or None in training. With a state T is 1 or the length of a piece of a text, and calls with
-        pieces give what one call with all tokens would.
+        x [B, T, n_embd] is the layer's normalised input, or its products (see `input_weight`), and qkv [B, T, H + 2
+        Hkv, D] its projections, after the convolution if there is one, under autocast in its dtype: the heads of q,
+        then of k, then of v, not rotated; `split` or `rotate` makes three tensors of it. Query head h belongs to
+        key/value head h // (H / Hkv). resets [B, T] bool or None: a token where it is true sees nothing before it.
+        state: the State of the tokens before, or None in training. With a state T is 1 or the length of a piece of a
+        text, and calls with pieces give what one call with all tokens would.
         Returns (y [B, T, H, D] in qkv's dtype, the state after these tokens, or None if there was none).
         """
         raise NotImplementedError
@@ -221,6 +225,7 @@ class Variant(nn.Module):
         itemsize: bytes of a number in a KV cache; state_dtype: of states between flushes; switch_over: replaces the
         state's own, if given. The default is for a state that does not grow.
         """
+        state = replace(state, conv_inputs=None)  # which operator/memory.py counts
         tensors = list(state.tensors().values())
         return 0, state.bytes() // len(tensors[0]) if tensors else 0
 

@@ -86,8 +86,8 @@ class Convolution:
         if weight is not None:
             C, n = weight.shape
             self.recent = [buffers.zeros(buffers.B, n - 1, C)]
-        if state.recent is not None:
-            self.recent[0].copy_(state.recent.flatten(2))
+        if state.conv_inputs is not None:
+            self.recent[0].copy_(state.conv_inputs.flatten(2))
 
     def step(self):
         b = self.buffers

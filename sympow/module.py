@@ -70,12 +70,13 @@ class Attention(nn.Module):
         or from the call with the tokens before.
         """
         qkv = self.c_attn(x).unflatten(-1, (-1, self.config.head_dim))
-        recent, weight = None, self.mix.input_weight()
+        weight = self.mix.input_weight()
         if self.conv:
-            qkv, recent = self.conv(qkv, resets, state and state.recent)
+            qkv, inputs = self.conv(qkv, resets, state and state.conv_inputs)
         y, state = self.mix(x if weight is None else linear_fp32(x, weight), qkv, resets, state)
         y = self.c_proj(y.flatten(2))
-        return y if state is None else (y, replace(state, recent=recent))
+        state = replace(state, conv_inputs=inputs) if state and self.conv else state
+        return y if state is None else (y, state)
 
     def empty_state(self, batch, device=None):
         """Return the state before the first token of `batch` sequences, on the weights' device by default."""

@@ -1,9 +1,12 @@
 """The convolution before attention: against a loop in float64, alone and in models, whole, packed and in pieces."""
 
+import re
+
 import pytest
 import torch
 from helpers import SMALL, call, dataset  # noqa: F401 (dataset is a fixture)
 
+import sympow
 from sympow import train
 from sympow.attention import ATTENTIONS
 from sympow.attention.operator.memory import generation_bytes
@@ -81,7 +84,7 @@ def test_documents_stay_apart_and_a_state_goes_on(attention, tmp_path):
     for t in range(4, 12):
         logits, state = model.step(ids[0, t].expand(2), state)
         assert torch.allclose(logits, whole[:, t].expand(2, -1), atol=1e-6)
-    assert sum(layer.recent.nbytes for layer in state.layers) == 2 * 2 * 8 * 2 * 3 * 32
+    assert sum(layer.conv_inputs.nbytes for layer in state.layers) == 2 * 2 * 8 * 2 * 3 * 32
 
 
 def test_every_weight_of_it_trains_and_none_is_a_matrix_of_muon():
@@ -93,17 +96,64 @@ def test_every_weight_of_it_trains_and_none_is_a_matrix_of_muon():
     assert not any(weight is other for weight in weights for other in muon_weights(model))
 
 
-def test_its_inputs_count_as_memory_of_generation():
+@pytest.mark.parametrize("attention", ["sympow", "heinsen"])
+@pytest.mark.parametrize("tokens", [0, 5])
+@torch.no_grad()
+def test_its_inputs_count_once_as_memory_of_generation_and_hold_no_others(attention, tokens):
     counts = []
     for convolution in (0, 4):
-        model = small("sympow", convolution=convolution)
-        counts.append(generation_bytes(model.mixes(), model.empty_state(1), 100, 2, torch.float32))
+        model = small(attention, convolution=convolution)
+        state = model.empty_state(1)
+        if tokens:
+            _, state = model.read(torch.zeros(1, tokens, dtype=torch.int64), state)
+        counts.append(generation_bytes(model.mixes(), state, 100, 2, torch.float32))
     assert counts[1][0] == counts[0][0] and counts[1][1] - counts[0][1] == 2 * 3 * 3 * 32 * 4
+    for layer in state.layers if tokens else ():
+        assert layer.conv_inputs.untyped_storage().nbytes() == layer.conv_inputs.nbytes
 
 
-@pytest.mark.parametrize("n", [1, -4, 2.0])
-def test_other_numbers_of_tokens_are_refused(n):
-    with pytest.raises(ValueError, match=f"convolution must be a whole number of at least 2 tokens.*, got {n}"):
+@torch.no_grad()
+def test_the_librarys_layer_keeps_documents_apart():
+    layer = sympow.Attention(32, 2, attention="softmax", convolution=4).double()
+    x, starts = torch.randn(1, 9, 32, dtype=torch.float64), torch.arange(9)[None] == 5
+    assert torch.allclose(layer(x, starts), torch.cat([layer(part) for part in x.split((5, 4), 1)], 1), atol=1e-12)
+
+
+@torch.no_grad()
+def test_statistics_see_what_attention_sees():
+    model, ids = small("adaptive_power", n_layer=1), torch.randint(40, (1, 9))
+    queries, mix = [], model.mixes()[0]
+    mix.power.register_forward_hook(lambda module, args, y: queries.append(args[0]))
+    model.statistics(ids)
+    assert len(queries) == 2 and torch.equal(*queries)
+
+
+def test_it_has_the_dtype_of_its_input():
+    layer, x = Convolution(6, 3), torch.randn(1, 4, 2, 3, dtype=torch.bfloat16)
+    y, recent = layer(x, recent=torch.zeros(1, 2, 2, 3))
+    assert y.dtype == recent.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("attention", ["sympow_gating", "heinsen"])
+@torch.no_grad()
+def test_the_decoder_restores_its_inputs(attention):
+    pytest.importorskip("triton")
+    from sympow.generation.decoder import Decoder
+    from sympow.generation.generate import Sampler
+
+    model = small(attention).float()
+    _, state = model.read(torch.tensor([[5, 6, 7]]), model.empty_state(1))
+    decoder = Decoder(model, state, Sampler(torch.device("cpu"), 1, temperature=0), 5)
+    saved = [layer.convolution.recent[0].clone() for layer in decoder.layers]
+    with decoder._restored():
+        decoder._token()
+        assert not any(torch.equal(layer.convolution.recent[0], x) for layer, x in zip(decoder.layers, saved))
+    assert all(torch.equal(layer.convolution.recent[0], x) for layer, x in zip(decoder.layers, saved))
+
+
+@pytest.mark.parametrize("n,rule", [(1, "at least 2"), (-4, "at least 2"), (2.0, "at least 2"), (65, "at most 64")])
+def test_other_numbers_of_tokens_are_refused(n, rule):
+    with pytest.raises(ValueError, match=f"convolution must be .*{rule} tokens.*, got {n}"):
         GPTConfig(convolution=n)
 
 
@@ -115,6 +165,12 @@ def test_a_run_takes_it_up_again_and_a_source_without_one_too(dataset, tmp_path,
     assert call(train.main, *begin, "--max_iters=2") == 0
     assert "h.*.attn.conv.weight" in capsys.readouterr().out
     assert call(train.main, *begin, "--max_iters=4") == 0
+    losses, _ = [], capsys.readouterr()
+    for name, source, n in (("b", "plain", 0), ("c", "plain", 4), ("d", "a", 0)):
+        settings = [f"--convolution={n}", f"--init_from=out/{source}", f"--out_dir=out/{name}", "--eval_only=True"]
+        assert call(train.main, *argv, *settings) == 0
+        losses += re.findall("val loss ([0-9.]+)", capsys.readouterr().out)
+    assert losses[0] == losses[1] and len(losses) == 3  # a new one changes nothing at first; one can be dropped
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ def convolution_kernel(
 ):
     """Convolve BLOCK numbers of one sequence; TOKENS is n."""
     let_next_start(PDL)
-    b, c = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < C
     weight = tl.load(WEIGHT + c * TOKENS + TOKENS - 1, mask=inside, other=0.0)
     wait_for_previous(PDL)
@@ -48,4 +48,4 @@ def convolve(x, weight, recent, ids, *, reset_token):
     """
     (B, C), TOKENS = x.shape, weight.shape[1]
     sizes = dict(TOKENS=TOKENS, BLOCK=BLOCK)
-    convolution_kernel[(triton.cdiv(C, BLOCK), B)](x, weight, recent, ids, C, reset_token, **sizes, **early_launch(x))
+    convolution_kernel[(B, triton.cdiv(C, BLOCK))](x, weight, recent, ids, C, reset_token, **sizes, **early_launch(x))

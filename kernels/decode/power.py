@@ -18,9 +18,10 @@
     reads       W, x               S, z; keys, values, gate_sums    W, what the kernel before wrote
                                    the last part to end adds all
 
-`flush` moves the cached tokens into the state when enough of them have gathered. Softmax layers have softmax.py
-in place of `attend`; Heinsen's have `linear` in place of `qkv`, and heinsen.py. generation/layers.py has the buffers,
-and generation/decoder.py captures a token as a CUDA graph.
+With a convolution, convolution.py has one more kernel, between 1 and 2. `flush` moves the cached tokens into the state
+when enough of them have gathered. Softmax layers have softmax.py in place of `attend`; Heinsen's have `linear` in place
+of `qkv`, and heinsen.py. generation/layers.py has the buffers, and generation/decoder.py captures a token as a CUDA
+graph.
 
 Cost, in bytes read for a token and layer: 12 n_embd^2 weights, once for all sequences; for each sequence and KV head
 Dphi (4 + D sizeof(S)) of the state and 12 + 2 D sizeof(weight) for each cached token. A flush reads and writes the
