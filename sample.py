@@ -128,11 +128,10 @@ def fixed_size_limit(state):
 
 def print_summary(run, model, device, report, limit):
     """Print one line on stderr: speed, memory, and from which token on (`limit`) the state has a fixed size."""
-    summary = [
-        f"prompt {report['prefill_tokens_per_second']:,.0f} tokens/s",
-        f"then {report['decode_tokens_per_second']:,.0f} tokens/s",
-        f"state {report['state_bytes'] / 1e6:,.1f} MB",
-    ]
+    speed = f"{report['decode_tokens_per_second']:,.0f} tokens/s"
+    if report["prefill_tokens_per_second"]:  # 0 where a state was loaded, and no prompt was read
+        speed = f"prompt {report['prefill_tokens_per_second']:,.0f} tokens/s, then {speed}"
+    summary = [speed, f"state {report['state_bytes'] / 1e6:,.1f} MB"]
     if limit:
         summary.append(f"of fixed size from {limit:,} tokens on")
     if device.type == "cuda":

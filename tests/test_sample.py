@@ -267,7 +267,9 @@ def test_a_loaded_state_is_freed_before_tokens_are_generated(go, monkeypatch, tm
     monkeypatch.setattr(sample, "load_state", load)
     monkeypatch.setattr(generate_module, "sample_next_token", record)
     assert go(f"--load_state={file}", "--prompt= and", "--max_new_tokens=3", "--out_dir=out/a") == 0
-    assert alive == [False] * 3
+    assert alive == [False] * 3 and "conformal_sympow: prompt" in capsys.readouterr().err
+    assert go(f"--load_state={file}", "--max_new_tokens=3", "--out_dir=out/a") == 0
+    assert "prompt" not in capsys.readouterr().err  # which had nothing to read
 
 
 def test_another_models_state_is_refused_with_the_reason(tmp_path):
