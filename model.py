@@ -25,7 +25,7 @@ from sympow.attention.positions import check_length
 from sympow.attention.state import ModelState
 from sympow.attention.variant import check_layer
 from sympow.layers.activation import gelu
-from sympow.layers.convolution import Convolution
+from sympow.layers.convolution import Convolution, convolve_and_mix
 from sympow.layers.loss import head_loss
 from sympow.layers.norm import norm_linear, norm_weight
 
@@ -122,11 +122,7 @@ class Attention(nn.Module):
         return x.unflatten(0, shape), qkv.unflatten(0, shape).unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x, norm, shape, resets, state):
-        x, qkv = self.project(x, norm, shape)
-        if self.conv:
-            qkv, inputs = self.conv(qkv, resets, state and state.conv_inputs)
-        y, state = self.mix(x, qkv, resets, state)
-        state = replace(state, conv_inputs=inputs) if state and self.conv else state
+        y, state = convolve_and_mix(self.conv, self.mix, *self.project(x, norm, shape), resets, state)
         return F.dropout(self.c_proj(y.flatten(2)).flatten(0, 1), self.dropout, self.training), state
 
 

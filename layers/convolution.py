@@ -6,6 +6,8 @@ By it a key holds what stands before its token. "Hungry Hungry Hippos" (Fu et al
 attention, "Gated Delta Networks" (Yang, Kautz, Hatamizadeh, 2024) a convolution of four tokens.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -26,14 +28,27 @@ class Convolution(nn.Module):
         (B, T, H, D), n = x.shape, self.weight.shape[1]
         previous = x.new_zeros(B, n - 1, H, D) if recent is None else recent.to(x.dtype)
         inputs, weight = torch.cat((previous, x), dim=1), self.weight.to(x.dtype).view(H, D, n)
-        visible = None
-        if resets is not None:
-            documents = F.pad(resets.cumsum(1), (n - 1, 0))  # [B, n - 1 + T]
-            visible = [(documents[:, i : i + T] == documents[:, n - 1 :])[..., None, None] for i in range(n)]
-            kept = (documents[:, T:] == documents[:, -1:])[..., None, None]  # of the newest token's document
+        documents = None if resets is None else F.pad(resets.cumsum(1), (n - 1, 0))  # [B, n - 1 + T]
         y = x
         for i in range(n):
             term = inputs[:, i : i + T] * weight[..., i]
-            y = y + (term if visible is None else torch.where(visible[i], term, 0))
-        recent = inputs[:, T:].clone()  # without the memory of the others
-        return y, recent if visible is None else torch.where(kept, recent, 0)
+            y = y + (term if resets is None else _where(documents[:, i : i + T] == documents[:, n - 1 :], term))
+        recent = inputs[:, T:]  # in memory of its own, without that of the other inputs
+        return y, recent.clone() if resets is None else _where(documents[:, T:] == documents[:, -1:], recent)
+
+
+def _where(visible, x):
+    """Return x [B, T, H, D] where visible [B, T], and 0 elsewhere."""
+    return torch.where(visible[..., None, None], x, 0)
+
+
+def convolve_and_mix(conv, mix, x, qkv, resets, state):
+    """Run `mix`, a Variant, on the convolution of qkv, and return (y, the state after).
+
+    conv: a Convolution, or None to leave qkv as it is. x, qkv, resets, state: as for Variant.forward.
+    """
+    if conv is None:
+        return mix(x, qkv, resets, state)
+    qkv, inputs = conv(qkv, resets, state and state.conv_inputs)
+    y, state = mix(x, qkv, resets, state)
+    return y, state and replace(state, conv_inputs=inputs)

@@ -1,6 +1,6 @@
 """One layer of self-attention, for models other than this repository's."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from . import check_choice
 from .attention import ATTENTIONS
 from .attention.gates import linear_fp32
 from .attention.variant import check_layer
-from .layers.convolution import Convolution
+from .layers.convolution import Convolution, convolve_and_mix
 
 
 @dataclass
@@ -71,11 +71,9 @@ class Attention(nn.Module):
         """
         qkv = self.c_attn(x).unflatten(-1, (-1, self.config.head_dim))
         weight = self.mix.input_weight()
-        if self.conv:
-            qkv, inputs = self.conv(qkv, resets, state and state.conv_inputs)
-        y, state = self.mix(x if weight is None else linear_fp32(x, weight), qkv, resets, state)
+        x = x if weight is None else linear_fp32(x, weight)
+        y, state = convolve_and_mix(self.conv, self.mix, x, qkv, resets, state)
         y = self.c_proj(y.flatten(2))
-        state = replace(state, conv_inputs=inputs) if state and self.conv else state
         return y if state is None else (y, state)
 
     def empty_state(self, batch, device=None):
