@@ -33,7 +33,7 @@ class Convolution(nn.Module):
         for i in range(n):
             term = inputs[:, i : i + T] * weight[..., i]
             y = y + (term if resets is None else _where(documents[:, i : i + T] == documents[:, n - 1 :], term))
-        recent = inputs[:, T:]  # in memory of its own, without that of the other inputs
+        recent = inputs[:, T:]  # copied below, so that the other inputs are freed
         return y, recent.clone() if resets is None else _where(documents[:, T:] == documents[:, -1:], recent)
 
 

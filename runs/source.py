@@ -120,7 +120,7 @@ class Source:
             for name, x in model.state_dict().items():
                 if name not in self.stored_names:
                     if name.endswith(".attn.conv.weight"):
-                        x.zero_()  # adds nothing at first: the model computes what its source does
+                        x.zero_()  # so that the model begins as its source
                     continue
                 stored_name = self.stored_names[name]
                 if [*x.shape] == saved.shapes[stored_name] and name not in self.transposed:
