@@ -27,16 +27,19 @@ from sympow.attention.state import State
 from sympow.experiments.gated_deltanet import normalise_and_gate
 from sympow.experiments.report import LOSS_COLUMNS, loss_cell, table
 from sympow.experiments.runs import main
-from sympow.experiments.which_attention import CONTEXT, SEEDS, schedule, texts_loss, texts_measure
+from sympow.experiments.which_attention import CONTEXT, SEEDS, VARIANTS, WINDOW, schedule, texts_loss, texts_measure
 
 RATE, CONFORMAL_RATE = 2.4e-3, 1.2e-3  # the best ones in which_attention's tables
-GATED = ("", "+conv+out", "+conv", "+out", ", bias", "+spread", "+norm", "+conv+out+norm")  # parts of sympow_gating
+HYBRID = VARIANTS["hybrid in a window"]["attention"]
+OPTIONS = {"p=4": {"p": 4}, "bias": {"bias": True}, "window": {"window": WINDOW}}
 RUNS = {  # name -> number of seeds, the most important first
-    **{f"sympow_gating{parts}": 2 for parts in GATED},
-    "softmax+conv+out": 2,
-    "sympow_gating+conv+out, p=4": 1,
+    **{f"sympow_gating{parts}": 2 for parts in ("", "+conv", "+conv+out", "+conv+out+norm")},
+    **{f"softmax{parts}": 2 for parts in ("+conv", "+conv, window", "+conv+out", "+conv+out+norm")},
+    "hybrid+conv, window": 2,
     "gated_deltanet": 2,
     "gated_deltanet+plain": 2,
+    "sympow_gating+conv+out, p=4": 2,
+    **{f"sympow_gating{parts}": 2 for parts in ("+out", "+norm", ", bias", "+spread")},
     **{f"conformal_sympow{parts}": 3 for parts in ("+slow", "+heads")},
 }
 
@@ -119,10 +122,12 @@ def plan(size):
         for name in [name for name, seeds in RUNS.items() if seeds > i]:
             attention, _, option = name.partition(", ")
             rate = CONFORMAL_RATE if attention.startswith("conformal") else RATE
-            settings = dict(p=4 if option == "p=4" else 2, bias=option == "bias", seed=seed, **schedule(size, rate))
+            settings = dict(p=2, bias=False, seed=seed, **schedule(size, rate)) | OPTIONS.get(option, {})
+            if "window" in settings:
+                settings["window"] //= size.shrink
             if "+conv" in attention:
                 settings["convolution"] = 4
-            settings["attention"] = attention.replace("+conv", "")
+            settings["attention"] = attention.replace("+conv", "").replace("hybrid", HYBRID)
             runs.append(size.run(name, CONTEXT, 1000, {"positions": texts_measure(size)}, **settings))
     return runs
 
