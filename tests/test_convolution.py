@@ -134,23 +134,6 @@ def test_it_has_the_dtype_of_its_input():
     assert y.dtype == recent.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("attention", ["sympow_gating", "heinsen"])
-@torch.no_grad()
-def test_the_decoder_restores_its_inputs(attention):
-    pytest.importorskip("triton")
-    from sympow.generation.decoder import Decoder
-    from sympow.generation.generate import Sampler
-
-    model = small(attention).float()
-    _, state = model.read(torch.tensor([[5, 6, 7]]), model.empty_state(1))
-    decoder = Decoder(model, state, Sampler(torch.device("cpu"), 1, temperature=0), 5)
-    saved = [layer.convolution.recent[0].clone() for layer in decoder.layers]
-    with decoder._restored():
-        decoder._token()
-        assert not any(torch.equal(layer.convolution.recent[0], x) for layer, x in zip(decoder.layers, saved))
-    assert all(torch.equal(layer.convolution.recent[0], x) for layer, x in zip(decoder.layers, saved))
-
-
 @pytest.mark.parametrize("n,rule", [(1, "at least 2"), (-4, "at least 2"), (2.0, "at least 2"), (65, "at most 64")])
 def test_other_numbers_of_tokens_are_refused(n, rule):
     with pytest.raises(ValueError, match=f"convolution must be .*{rule} tokens.*, got {n}"):
