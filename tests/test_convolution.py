@@ -27,14 +27,14 @@ def resets(T):
 
 
 def convolve_in_a_loop(x, weight, starts):
-    (B, T, H, D), n = x.shape, weight.shape[1]
-    y, weight = x.clone(), weight.view(H, D, n)
+    (B, T, H, D), n = x.shape, len(weight)
+    y, weight = x.clone(), weight.view(n, H, D)
     for b in range(B):
         for t in range(T):
             for i in range(n):
                 s = t - n + 1 + i
                 if s >= 0 and not starts[b, s + 1 : t + 1].any():
-                    y[b, t] += weight[..., i] * x[b, s]
+                    y[b, t] += weight[i] * x[b, s]
     return y
 
 
