@@ -74,12 +74,12 @@ def _shift(x, s, documents):
     if s == 0:
         return x
     s = max(-x.shape[1], min(s, x.shape[1]))
-    kept, zeros = slice(max(-s, 0), x.shape[1] - max(s, 0)), (max(s, 0), max(-s, 0))
-    shifted = F.pad(x[:, kept], (0, 0, 0, 0, *zeros))
+    tokens, zeros = slice(max(-s, 0), x.shape[1] - max(s, 0)), (max(s, 0), max(-s, 0))
+    shifted = F.pad(x[:, tokens], (0, 0, 0, 0, *zeros))
     if documents is None:
         return shifted
-    same = F.pad(documents[:, kept], zeros, value=-1) == documents
-    return torch.where(same[..., None, None], shifted, 0)
+    visible = F.pad(documents[:, tokens], zeros, value=-1) == documents
+    return torch.where(visible[..., None, None], shifted, 0)
 
 
 def convolve_and_mix(conv, mix, x, qkv, resets, state):
