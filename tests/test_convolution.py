@@ -128,6 +128,18 @@ def test_statistics_see_what_attention_sees():
     assert len(queries) == 2 and torch.equal(*queries)
 
 
+def test_torch_compile_takes_it_whole_and_for_all_lengths():
+    layer = Convolution(6, 4)
+    compiled = torch.compile(layer, dynamic=True, fullgraph=True, backend="aot_eager")
+    for i, length in enumerate((20, 13, 8)):
+        x = torch.randn(2, length, 2, 3, requires_grad=True)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            found, wanted = (f(x, resets(length))[0] for f in (compiled, layer))
+            assert torch.equal(found, wanted)
+            grads = (torch.autograd.grad(y.square().sum(), (x, layer.weight)) for y in (found, wanted))
+            assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(*grads))
+
+
 def test_it_has_the_dtype_of_its_input():
     layer, x = Convolution(6, 3), torch.randn(1, 4, 2, 3, dtype=torch.bfloat16)
     y, recent = layer(x, recent=torch.zeros(1, 2, 2, 3))

@@ -336,9 +336,9 @@ def test_the_recipe_of_transforms(monkeypatch):
             assert torch.allclose(of["compiled"](part), layer(part), atol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["quadratic", "chunked"])
-def test_gradients_of_each_sample_in_every_form(form):
-    layer = sympow.Attention(n_embd=16, n_head=2, form=form, chunk_size=4)
+@pytest.mark.parametrize("form,convolution", [("quadratic", 0), ("chunked", 0), ("chunked", 3)])
+def test_gradients_of_each_sample_in_every_form(form, convolution):
+    layer = sympow.Attention(n_embd=16, n_head=2, form=form, chunk_size=4, convolution=convolution)
     weights, (x, target) = dict(layer.named_parameters()), torch.randn(2, 3, 9, 16).unbind()
     call = lambda weights, x: torch.func.functional_call(layer, weights, (x[None],))[0]
     loss = lambda weights, x, target: (call(weights, x) - target).square().mean()
