@@ -275,7 +275,7 @@ class GPT(nn.Module):
         x, resets, _ = self._embed(ids)
         for i, block in enumerate(self.transformer.h):
             (normed, qkv), mix = block.attn.project(x, block.ln_1, ids.shape), block.attn.mix
-            qkv = block.attn.conv(qkv, resets)[0] if block.attn.conv else qkv
+            qkv = block.attn.conv(qkv, resets) if block.attn.conv else qkv
             for name, value in mix.statistics(normed, mix.split(qkv)[0]).items():
                 statistics.setdefault(name, [None] * self.config.n_layer)[i] = value
             x, _ = block(x, ids.shape, resets)

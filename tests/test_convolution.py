@@ -50,8 +50,9 @@ def test_it_is_the_loop_whole_and_in_pieces(n, packed):
         outputs, recent, begin = [], None, 0
         for length in lengths:
             piece = slice(begin, begin + length)
-            y, recent = layer(x[:, piece], starts[:, piece] if packed else None, recent)
-            outputs.append(y)
+            args = x[:, piece], starts[:, piece] if packed else None, recent
+            outputs.append(layer(*args))
+            recent = layer.last_inputs(*args)
             begin += length
         y = torch.cat(outputs, 1)
         assert torch.allclose(y, expected, atol=1e-12)
@@ -129,21 +130,47 @@ def test_statistics_see_what_attention_sees():
 
 
 def test_torch_compile_takes_it_whole_and_for_all_lengths():
-    layer = Convolution(6, 4)
+    layer = Convolution(6, 12)
     compiled = torch.compile(layer, dynamic=True, fullgraph=True, backend="aot_eager")
-    for i, length in enumerate((20, 13, 8)):
+    for i, length in enumerate((20, 13, 9, 8)):
         x = torch.randn(2, length, 2, 3, requires_grad=True)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            found, wanted = (f(x, resets(length))[0] for f in (compiled, layer))
+            found, wanted = (f(x, resets(length)) for f in (compiled, layer))
             assert torch.equal(found, wanted)
             grads = (torch.autograd.grad(y.square().sum(), (x, layer.weight)) for y in (found, wanted))
             assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(*grads))
 
 
+def test_it_has_every_derivative_of_torch():
+    torch.manual_seed(0)
+    layer, x = Convolution(6, 3).double(), torch.randn(2, 8, 2, 3, dtype=torch.float64, requires_grad=True)
+
+    def loss(x, weight=layer.weight, starts=resets(8)):
+        return torch.func.functional_call(layer, {"weight": weight}, (x, starts)).square().sum()
+
+    wanted = torch.autograd.grad(loss(x), (x, layer.weight))
+    direction = torch.randn_like(x)
+    assert torch.allclose(torch.func.jvp(loss, (x,), (direction,))[1], (wanted[0] * direction).sum())
+    assert torch.allclose(torch.func.grad(loss)(x), wanted[0]) and torch.func.functionalize(loss)(x) == loss(x)
+    batched = torch.autograd.grad(loss(x), layer.weight, torch.tensor([1.0, 2.0]).double(), is_grads_batched=True)[0]
+    assert torch.allclose(batched, torch.stack((wanted[1], 2 * wanted[1])))
+    assert torch.autograd.gradgradcheck(loss, (x, layer.weight))
+
+
+@pytest.mark.parametrize("frozen", ["weight", "input"])
+def test_what_is_frozen_has_no_gradient_and_keeps_nothing(frozen):
+    layer, x, kept = Convolution(6, 3), torch.randn(1, 50, 2, 3, requires_grad=frozen == "weight"), []
+    layer.weight.requires_grad_(frozen != "weight")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        y = layer(x)
+    y.sum().backward()
+    assert (x.grad is None, layer.weight.grad is None) == (frozen == "input", frozen == "weight")
+    assert max(kept) == (layer.weight.numel() if frozen == "weight" else x.numel())
+
+
 def test_it_has_the_dtype_of_its_input():
-    layer, x = Convolution(6, 3), torch.randn(1, 4, 2, 3, dtype=torch.bfloat16)
-    y, recent = layer(x, recent=torch.zeros(1, 2, 2, 3))
-    assert y.dtype == recent.dtype == torch.bfloat16
+    layer, x, recent = Convolution(6, 3), torch.randn(1, 4, 2, 3, dtype=torch.bfloat16), torch.zeros(1, 2, 2, 3)
+    assert layer(x, recent=recent).dtype == layer.last_inputs(x, None, recent).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("n,rule", [(1, "at least 2"), (-4, "at least 2"), (2.0, "at least 2"), (65, "at most 64")])
