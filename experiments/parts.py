@@ -15,6 +15,7 @@ which_attention's tables: the same models, corpus and tokens.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -132,15 +133,13 @@ def plan(size):
     return runs
 
 
-def texts_loss_cell(entry):
-    """Return the loss of the texts, or None if they were not read."""
-    return loss_cell(entry, texts_loss) if "measures" in entry.record else None
-
-
 def report(entries, size):
     """Return the table."""
-    columns = [("learning rate", lambda entry: f"{entry.record['settings']['learning_rate']:g}"), *LOSS_COLUMNS]
-    columns += [("other texts, in windows", texts_loss_cell)]
+    columns = [
+        ("learning rate", lambda entry: f"{entry.record['settings']['learning_rate']:g}"),
+        *LOSS_COLUMNS,
+        ("other texts, in windows", partial(loss_cell, measure=texts_loss)),
+    ]
     return [table("Parts", columns, entries.values())], []
 
 

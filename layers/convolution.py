@@ -85,7 +85,8 @@ class ShiftedSum(torch.autograd.Function):
 
 def _sum(inputs, weight, documents):
     """Return the sum above, [B, T, H, D], for inputs and documents of n - 1 more tokens, before the others."""
-    n, y = len(weight), inputs[:, len(weight) - 1 :]
+    n = len(weight)
+    y = inputs[:, n - 1 :]
     _, T, H, D = y.shape
     w = weight.to(y.dtype).view(n, H, D)
     for i in range(n):
