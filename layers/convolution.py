@@ -34,14 +34,14 @@ class Convolution(nn.Module):
 
     def last_inputs(self, x, resets, recent):
         """Return the last n - 1 inputs [B, n - 1, H, D] once x is read, 0 where a later token does not see them."""
-        T, documents = x.shape[1], self._documents(resets)
-        last = self._prepend(recent, x)[:, T:]
-        return last.clone() if documents is None else _mask(last, documents[:, T:] == documents[:, -1:])
+        documents, begin = self._documents(resets), 1 - len(self.weight)
+        last = self._prepend(recent, x[:, begin:])[:, begin:]
+        return last.clone() if documents is None else _mask(last, documents[:, begin:] == documents[:, -1:])
 
     def _prepend(self, recent, x):
-        B, _, H, D = x.shape
-        recent = x.new_zeros(B, len(self.weight) - 1, H, D) if recent is None else recent.to(x.dtype)
-        return torch.cat((recent, x), dim=1)
+        if recent is None:
+            return F.pad(x, (0, 0, 0, 0, len(self.weight) - 1, 0))
+        return torch.cat((recent.to(x.dtype), x), dim=1)
 
     def _documents(self, resets):
         """Return the number of the document of each token and of the n - 1 before them, [B, n - 1 + T], or None."""

@@ -30,7 +30,7 @@ def main(argv):
     installed = () if args.root else ("site-packages", "dist-packages")
     root = args.root or sysconfig.get_path("stdlib")
     sources = find_files([root], parse_suffixes(args.suffix), ("__pycache__", *installed))
-    # How this Python was built is no source, and would be all that the first evaluations of the demo read.
+    # How this Python was built is no source. With some versions the demo's evaluations read nothing else.
     sources = [[file for file in files if not file.name.startswith("_sysconfigdata")] for files in sources]
     prepare_files(sources, "bytes", args, args.root or f"standard library of Python {platform.python_version()}")
 
