@@ -90,7 +90,7 @@ class Decoder:
             out=self._linear(mlp.c_proj, c.n_embd, 4 * c.n_embd),
             gates=Gates(*map(float32, gates["gate"] or (None, None)), float32(gates["slopes"])),
             beta=float32(gates["beta"]),
-            convolution=float32(attn.conv.weight.T) if attn.conv else None,
+            convolution=float32(attn.conv.weight) if attn.conv else None,
         )
 
     def _linear(self, layer, outputs, inputs, norm=Norm()):

@@ -69,7 +69,7 @@ class Weights(NamedTuple):
     out: Linear
     gates: decode_qkv.Gates
     beta: torch.Tensor | None
-    convolution: torch.Tensor | None  # [(H + 2 Hkv) D, n]
+    convolution: torch.Tensor | None  # [n, (H + 2 Hkv) D]
 
 
 def float32(x):
@@ -81,10 +81,10 @@ class Convolution:
     """The convolution of a layer before its attention, if it has one."""
 
     def __init__(self, buffers, weight, state):
-        """Copy the last inputs from `state`, the layer's State. weight: [C, n], or None without a convolution."""
+        """Copy the last inputs from `state`, the layer's State. weight: [n, C], or None without a convolution."""
         self.buffers, self.weight, self.recent = buffers, weight, []
         if weight is not None:
-            C, n = weight.shape
+            n, C = weight.shape
             self.recent = [buffers.zeros(buffers.B, n - 1, C)]
         if state.conv_inputs is not None:
             self.recent[0].copy_(state.conv_inputs.flatten(2))

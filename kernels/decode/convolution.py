@@ -25,7 +25,7 @@ def convolution_kernel(
     let_next_start(PDL)
     b, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < C
-    weight = tl.load(WEIGHT + c * TOKENS + TOKENS - 1, mask=inside, other=0.0)
+    weight = tl.load(WEIGHT + (TOKENS - 1) * C + c, mask=inside, other=0.0)
     wait_for_previous(PDL)
     seen = tl.load(IDS + b) != reset_token  # the tokens before
     x = tl.load(X + b * C + c, mask=inside, other=0.0)
@@ -33,7 +33,7 @@ def convolution_kernel(
     recent = RECENT + b * (TOKENS - 1) * C + c
     for i in tl.static_range(TOKENS - 1):
         earlier = tl.where(seen, tl.load(recent + i * C, mask=inside, other=0.0), 0.0)
-        y += tl.load(WEIGHT + c * TOKENS + i, mask=inside, other=0.0) * earlier
+        y += tl.load(WEIGHT + i * C + c, mask=inside, other=0.0) * earlier
         if i > 0:
             tl.store(recent + (i - 1) * C, earlier, mask=inside)
     tl.store(recent + (TOKENS - 2) * C, x, mask=inside)
@@ -43,9 +43,9 @@ def convolution_kernel(
 def convolve(x, weight, recent, ids, *, reset_token):
     """Overwrite x [B, C], q, k and v of the newest tokens ids [B], with their convolution.
 
-    weight [C, n] and recent [B, n - 1, C], which moves on, are float32. reset_token forgets what is before it (-1:
+    weight [n, C] and recent [B, n - 1, C], which moves on, are float32. reset_token forgets what is before it (-1:
     none).
     """
-    (B, C), TOKENS = x.shape, weight.shape[1]
+    (B, C), TOKENS = x.shape, len(weight)
     sizes = dict(TOKENS=TOKENS, BLOCK=BLOCK)
     convolution_kernel[(B, triton.cdiv(C, BLOCK))](x, weight, recent, ids, C, reset_token, **sizes, **early_launch(x))
