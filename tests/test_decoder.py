@@ -45,11 +45,11 @@ VARIANTS = {
 def tiny(**kwargs):
     torch.manual_seed(0)
     sizes = dict(vocab_size=40, n_layer=2, n_head=2, n_embd=32, gate_bias=2.0)
-    model = GPT(GPTConfig(**{**sizes, **kwargs})).eval().to(DEVICE)
+    model = GPT(GPTConfig(**{**sizes, **kwargs})).eval()
     for name, p in model.named_parameters():
         if p.dim() > 1 or name.endswith("bias"):
             torch.nn.init.normal_(p, std=0.2)
-    return model
+    return model.to(DEVICE)  # drawn on the CPU, so that a GPU compares the same models
 
 
 def start(model, B, max_new_tokens, switch_over=None, n=4):
