@@ -11,7 +11,7 @@ from helpers import call
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from sympow.attention import heinsen_naive  # noqa: E402
-from sympow.bench import attention, nanogpt, plot  # noqa: E402
+from sympow.bench import attention, plot  # noqa: E402
 from sympow.kernels import CHUNKED_SIZES, configs, cost, tune  # noqa: E402
 from sympow.kernels.configs import Config, key  # noqa: E402
 from sympow.runs.program import run_program  # noqa: E402
@@ -47,67 +47,6 @@ def test_without_a_gpu_or_with_wrong_arguments_programs_say_so_in_one_line(comma
 
 def test_without_a_gpu_kernels_are_not_tuned(capsys):
     check_refusal(capsys, tune.main, [], "GPU")
-
-
-NANOGPT = """
-from dataclasses import dataclass
-import torch
-
-@dataclass
-class GPTConfig:
-    block_size: int
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    dropout: float
-    bias: bool
-
-class GPT(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.config, self.wte = config, torch.nn.Embedding(config.vocab_size, config.n_embd)
-
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        assert (weight_decay, learning_rate, betas, device_type) == (0.1, 6e-4, (0.9, 0.95), "cpu")
-        return torch.optim.AdamW(self.parameters(), learning_rate)
-
-    def forward(self, idx, targets):
-        assert idx.is_contiguous() and idx.shape == targets.shape == (2, 32) and self.config.block_size == 32
-        logits = self.wte(idx) @ self.wte.weight.t()
-        return logits, torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
-"""
-
-
-def test_nanogpt_and_our_models_take_turns(tmp_path, monkeypatch, capsys):
-    (tmp_path / "model.py").write_text(NANOGPT)
-    sizes = "--context=32 --tokens=64 --n_layer=1 --n_head=2 --n_embd=16 --turns=2 --steps=1".split()
-    turns, take_steps = [], nanogpt.take_steps
-
-    def record_turn(network, model, *arguments):
-        turns.append(type(model).__module__)
-        return take_steps(network, model, *arguments)
-
-    monkeypatch.setattr(nanogpt, "take_steps", record_turn)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
-    assert call(nanogpt.main, tmp_path, *sizes, f"--json={tmp_path / 'rows.json'}") == 0
-    theirs, *ours = rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row["model"] for row in rows] == ["nanoGPT", "softmax", "sympow_gating"] and theirs["ratio"] == 1
-    assert all(row["ratio"] == pytest.approx(theirs["step_ms"] / row["step_ms"]) for row in ours)
-    assert all(row["fastest_ms"] <= row["step_ms"] <= row["slowest_ms"] for row in rows)
-    one_turn = [name for name in ("nanogpt_model", "sympow.model", "sympow.model") for _ in range(2)]
-    assert turns[3:] == one_turn + one_turn
-    assert capsys.readouterr().out.count("\n") == 4 + len(rows)
-
-
-@pytest.mark.parametrize("text,reason", [(None, "is missing: clone"), ("x = 1", "is not nanoGPT's model.py")])
-def test_what_is_not_nanogpt_is_refused(text, reason, tmp_path, capsys):
-    if text:
-        (tmp_path / "model.py").write_text(text)
-    with pytest.raises(SystemExit):
-        nanogpt.load_nanogpt(tmp_path)
-    errors = capsys.readouterr().err
-    assert reason in errors and errors.count("\n") == 1
 
 
 def test_the_table_keeps_what_was_not_measured(tmp_path):
