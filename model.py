@@ -25,9 +25,11 @@ from sympow.attention.positions import check_length
 from sympow.attention.state import ModelState
 from sympow.attention.variant import check_layer
 from sympow.layers.activation import gelu
-from sympow.layers.convolution import Convolution, convolve_and_mix
+from sympow.layers.convolution import Convolution
 from sympow.layers.loss import head_loss
+from sympow.layers.mixing import mix_tokens, projected_heads, split_heads
 from sympow.layers.norm import norm_linear, norm_weight
+from sympow.layers.output_gate import OutputGate
 
 
 @dataclass
@@ -46,6 +48,7 @@ class GPTConfig:
     activation: str = "gelu"  # of the MLP; or gelu_tanh: GPT-2's approximation of it
     attention: str = "softmax"  # a name in ATTENTIONS, or several with commas: the layers in turn, again and again
     convolution: int = 0  # tokens of a convolution over q, k and v before attention, 4 for example; 0: none
+    output_gate: bool = False  # normalise attention's output, and multiply it by a learned gate
     window: int = 0  # of softmax layers: how many tokens each token sees, itself among them; 0: all before it
     p: int = 2  # the power, even
     gate: str = "auto"  # learned or fixed for sympow_gating; learned, fixed or none for conformal_sympow
@@ -104,8 +107,7 @@ class GPTConfig:
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.heads = config.n_head, config.n_kv_head, config.n_kv_head
-        self.head_dim = config.head_dim
+        self.heads, self.head_dim = projected_heads(config), config.head_dim
         self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=config.bias)
         variant = ATTENTIONS[config.attention]
         self.c_proj = variant.output_layer(config)
@@ -113,16 +115,18 @@ class Attention(nn.Module):
         if not self.replaces_mlp:
             self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=config.bias)
         self.mix = variant(config)
-        self.conv = Convolution(self.c_attn.out_features, config.convolution) if config.convolution else None
+        channels = sum(self.heads[:3]) * config.head_dim
+        self.conv = Convolution(channels, config.convolution) if config.convolution else None
+        self.output_gate = OutputGate(config.head_dim) if config.output_gate else None
         self.dropout = config.dropout
 
     def project(self, x, norm, shape):
-        """Return the inputs of `mix` for rows x [B T, C]: norm(x) or its products [B, T, ..], and q, k, v together."""
-        x, qkv = norm_linear(norm, self.c_attn, x, self.mix.input_weight())
-        return x.unflatten(0, shape), qkv.unflatten(0, shape).unflatten(-1, (-1, self.head_dim))
+        """Return the inputs of `mix` for rows x [B T, C]: norm(x) or its products [B, T, ..], and all heads."""
+        x, heads = norm_linear(norm, self.c_attn, x, self.mix.input_weight())
+        return x.unflatten(0, shape), heads.unflatten(0, shape).unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x, norm, shape, resets, state):
-        y, state = convolve_and_mix(self.conv, self.mix, *self.project(x, norm, shape), resets, state)
+        y, state = mix_tokens(self, *self.project(x, norm, shape), resets, state)
         return F.dropout(self.c_proj(y.flatten(2)).flatten(0, 1), self.dropout, self.training), state
 
 
@@ -274,7 +278,8 @@ class GPT(nn.Module):
         self.eval()
         x, resets, _ = self._embed(ids)
         for i, block in enumerate(self.transformer.h):
-            (normed, qkv), mix = block.attn.project(x, block.ln_1, ids.shape), block.attn.mix
+            (normed, heads), mix = block.attn.project(x, block.ln_1, ids.shape), block.attn.mix
+            qkv, _ = split_heads(block.attn, heads)
             qkv = block.attn.conv(qkv, resets) if block.attn.conv else qkv
             for name, value in mix.statistics(normed, mix.split(qkv)[0]).items():
                 statistics.setdefault(name, [None] * self.config.n_layer)[i] = value

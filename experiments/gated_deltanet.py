@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from sympow.attention import Variant
 from sympow.attention.state import State
+from sympow.layers.output_gate import OutputGate
 
 WIDTH = 4  # tokens of a short convolution
 
@@ -47,7 +48,7 @@ class GatedDeltaNet(Variant):
         self.log_rate = nn.Parameter(torch.empty(H).uniform_(1e-3, 16).log())
         step = torch.exp(torch.rand(H) * math.log(100) + math.log(1e-3))  # from 0.001 to 0.1
         self.step_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus of it is step
-        self.norm = nn.Parameter(torch.ones(config.head_dim))
+        self.output_gate = OutputGate(config.head_dim)
 
     def empty_state(self, batch, device, switch_over=None):
         H, D = self.config.n_head, self.config.head_dim
@@ -70,7 +71,7 @@ class GatedDeltaNet(Variant):
             initial_state=None if state is None else previous.S,
             output_final_state=state is not None,
         )
-        y = normalise_and_gate(y, self.norm, self.W_out(x))
+        y = self.output_gate(y, self.W_out(x).view(y.shape))
         return y.to(x.dtype), state and DeltaState(S, inputs[:, qkv.shape[1] :].float())
 
 
@@ -79,11 +80,6 @@ def convolve(x, weight):
     width = weight.shape[1]
     T = x.shape[1] + 1 - width
     return sum(x[:, i : i + T] * weight[:, i].to(x.dtype) for i in range(width))
-
-
-def normalise_and_gate(y, norm, gate):
-    """Return RMSNorm(y) norm silu(gate) in float32, for y [B, T, H, D], norm [D] and gate [B, T, H D]."""
-    return F.rms_norm(y.float(), y.shape[-1:], eps=1e-5) * norm * F.silu(gate.float()).view(y.shape)
 
 
 def operator(device):

@@ -27,6 +27,7 @@ from sympow.attention.variant import decoding_kernels
 from sympow.kernels.common import device_guard
 from sympow.kernels.decode import sampling
 from sympow.kernels.decode.linear import Linear, Norm, embed, linear
+from sympow.kernels.decode.output_gate import OutputGate, gate_output
 from sympow.kernels.decode.qkv import Gates
 from sympow.model import GPT
 
@@ -83,14 +84,20 @@ class Decoder:
     def _block_weights(self, block):
         c, attn, mlp = self.config, block.attn, block.mlp
         gates, heads = attn.mix.decoder_weights(), c.n_head * c.head_dim
+        channels = heads + 2 * c.n_kv_head * c.head_dim
+        c_attn = self._linear(attn.c_attn, channels + heads * c.output_gate, c.n_embd, _norm(block.ln_1))
+        output_gate = None
+        if c.output_gate:
+            output_gate = OutputGate(_rows(c_attn, slice(channels, None)), float32(attn.output_gate.weight))
         return Weights(
-            qkv=self._linear(attn.c_attn, heads + 2 * c.n_kv_head * c.head_dim, c.n_embd, _norm(block.ln_1)),
+            qkv=_rows(c_attn, slice(channels)),
             proj=self._linear(attn.c_proj, c.n_embd, heads),
             fc=self._linear(mlp.c_fc, 4 * c.n_embd, c.n_embd, _norm(block.ln_2)),
             out=self._linear(mlp.c_proj, c.n_embd, 4 * c.n_embd),
             gates=Gates(*map(float32, gates["gate"] or (None, None)), float32(gates["slopes"])),
             beta=float32(gates["beta"]),
             convolution=float32(attn.conv.weight) if attn.conv else None,
+            output_gate=output_gate,
         )
 
     def _linear(self, layer, outputs, inputs, norm=Norm()):
@@ -146,6 +153,8 @@ class Decoder:
             self.embedding.step()
         for weights, layer in zip(self.weights, self.layers):
             layer.step()
+            if weights.output_gate:
+                gate_output(weights.output_gate, b.y, b.gate, b.x)
             linear(weights.proj, b.x, b.y, add=True)
             linear(weights.fc, b.h, b.x, gelu=self.gelu)
             linear(weights.out, b.x, b.h, add=True)
@@ -251,6 +260,11 @@ class Decoder:
 
 def _norm(layer):
     return Norm(float32(layer.weight), float32(layer.bias))
+
+
+def _rows(layer, rows):
+    """Return some rows of a Linear, a slice of its outputs."""
+    return Linear(layer.weight[rows], None if layer.bias is None else layer.bias[rows], layer.norm)
 
 
 def _when_copied(ids, event):

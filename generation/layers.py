@@ -33,6 +33,7 @@ from sympow.kernels.decode import power as decode_power
 from sympow.kernels.decode import qkv as decode_qkv
 from sympow.kernels.decode import softmax as decode_softmax
 from sympow.kernels.decode.linear import Linear, linear
+from sympow.kernels.decode.output_gate import OutputGate
 
 
 class Buffers:
@@ -44,7 +45,8 @@ class Buffers:
         self.ids = self.zeros(B, dtype=torch.int64)
         self.x, self.h = self.zeros(B, c.n_embd), self.zeros(B, 4 * c.n_embd)
         self.qkv = self.zeros(B, (c.n_head + 2 * c.n_kv_head) * c.head_dim)
-        self.y, self.rotation = self.zeros(B, c.n_head * c.head_dim), self.zeros(B, 2, c.head_dim)
+        self.y, self.gate = (self.zeros(B, c.n_head * c.head_dim) for _ in range(2))
+        self.rotation = self.zeros(B, 2, c.head_dim)
         self._sums = {}
 
     def zeros(self, *shape, dtype=torch.float32):
@@ -70,6 +72,7 @@ class Weights(NamedTuple):
     gates: decode_qkv.Gates
     beta: torch.Tensor | None
     convolution: torch.Tensor | None  # [n, (H + 2 Hkv) D]
+    output_gate: OutputGate | None
 
 
 def float32(x):

@@ -6,8 +6,6 @@ By it a key holds what stands before its token. "Hungry Hungry Hippos" (Fu et al
 attention, "Gated Delta Networks" (Yang, Kautz, Hatamizadeh, 2024) a convolution of four tokens.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -98,17 +96,3 @@ def _sum(inputs, weight, documents):
 def _mask(x, visible):
     """Return x [B, T, H, D] where visible [B, T], and 0 elsewhere."""
     return torch.where(visible[..., None, None], x, 0)
-
-
-def convolve_and_mix(conv, mix, x, qkv, resets, state):
-    """Run `mix`, a Variant, on the convolution of qkv, and return (y, the state after).
-
-    conv: a Convolution, or None to leave qkv as it is. x, qkv, resets, state: as for Variant.forward.
-    """
-    if conv is None:
-        return mix(x, qkv, resets, state)
-    recent = state and state.conv_inputs
-    inputs = state and conv.last_inputs(qkv, resets, recent)
-    qkv = conv(qkv, resets, recent)
-    y, state = mix(x, qkv, resets, state)
-    return y, state and replace(state, conv_inputs=inputs)

@@ -8,7 +8,9 @@ from . import check_choice
 from .attention import ATTENTIONS
 from .attention.gates import linear_fp32
 from .attention.variant import check_layer
-from .layers.convolution import Convolution, convolve_and_mix
+from .layers.convolution import Convolution
+from .layers.mixing import mix_tokens, projected_heads
+from .layers.output_gate import OutputGate
 
 
 @dataclass
@@ -21,6 +23,7 @@ class LayerConfig:
     head_dim: int = 0
     attention: str = "sympow_gating"
     convolution: int = 0
+    output_gate: bool = False
     window: int = 0
     p: int = 2
     gate: str = "auto"
@@ -57,10 +60,11 @@ class Attention(nn.Module):
     def __init__(self, n_embd, n_head, **settings):
         super().__init__()
         self.config = config = LayerConfig(n_embd, n_head, **settings)
-        heads = config.n_head + 2 * config.n_kv_head
-        self.c_attn = nn.Linear(n_embd, heads * config.head_dim, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_head * config.head_dim, n_embd, bias=config.bias)
-        self.conv = Convolution(self.c_attn.out_features, config.convolution) if config.convolution else None
+        heads, D = projected_heads(config), config.head_dim
+        self.c_attn = nn.Linear(n_embd, sum(heads) * D, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_head * D, n_embd, bias=config.bias)
+        self.conv = Convolution(sum(heads[:3]) * D, config.convolution) if config.convolution else None
+        self.output_gate = OutputGate(D) if config.output_gate else None
         self.mix = ATTENTIONS[config.attention](config)
 
     def forward(self, x, resets=None, state=None):
@@ -69,10 +73,10 @@ class Attention(nn.Module):
         resets [B, T] bool: tokens that begin a document, which see nothing before themselves. state: from `empty_state`
         or from the call with the tokens before.
         """
-        qkv = self.c_attn(x).unflatten(-1, (-1, self.config.head_dim))
+        heads = self.c_attn(x).unflatten(-1, (-1, self.config.head_dim))
         weight = self.mix.input_weight()
         x = x if weight is None else linear_fp32(x, weight)
-        y, state = convolve_and_mix(self.conv, self.mix, x, qkv, resets, state)
+        y, state = mix_tokens(self, x, heads, resets, state)
         y = self.c_proj(y.flatten(2))
         return y if state is None else (y, state)
 

@@ -146,7 +146,7 @@ def generation():
         yield f"prompt bfloat16 {D} {p}{' gated' * gated}", partial(prompt, D, p, gated)
     for B in (1, 8):
         models = [
-            ("conformal_sympow,sympow_gating,softmax,heinsen", 2, 3, dict(convolution=4)),
+            ("conformal_sympow,sympow_gating,softmax,heinsen", 2, 3, dict(convolution=4, output_gate=True)),
             ("sympow", 4, "never", {}),
         ]
         models += [("even_power", 6, "never", {}), ("sympow", 4, 3, dict(head_dim=16, n_head=48))]

@@ -31,7 +31,7 @@ CASES = {  # name: the model's settings
     "hybrid": dict(attention="softmax,conformal_sympow", form="chunked", chunk_size=4),
     "hybrid, packed": dict(attention="softmax,sympow_gating", form="chunked", chunk_size=4, reset_token=RESET),
     "even_power": dict(attention="even_power", p=4),
-    "pairs, packed": dict(attention="sympow_gating", form="quadratic", p=4, reset_token=RESET),
+    "pairs, packed": dict(attention="sympow_gating", form="quadratic", p=4, reset_token=RESET, output_gate=True),
     "p=6": dict(attention="conformal_sympow", form="quadratic", p=6, activation_checkpointing=True),
     "mixture": dict(attention="adaptive_power", adaptive="mixture", form="chunked", chunk_size=4, head_dim=4),
 }

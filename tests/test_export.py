@@ -29,7 +29,7 @@ CONFIGS = {
     "fixed gates": dict(attention="conformal_sympow", gate="fixed"),
     "packed": dict(attention="sympow_gating", reset_token=256),
     "pattern": dict(attention="sympow_gating,softmax"),
-    "convolution": dict(attention="sympow_gating,softmax", convolution=4),
+    "convolution, output gate": dict(attention="sympow_gating,softmax", convolution=4, output_gate=True),
     "glu": dict(attention="heinsen", residual="glu"),
     "mixture": dict(attention="adaptive_power", adaptive="mixture"),
     "GPT-2": dict(positions="learned", n_positions=80, bias=True, embedding_norm=False, activation="gelu_tanh"),
@@ -121,9 +121,9 @@ def test_the_run_is_named_as_for_the_other_programs_or_is_the_newest(run_folder,
 
 
 def test_a_missing_package_is_one_message(tmp_path):
-    code = (Path(export.__file__).parent / "sympow" / "modeling.py").read_text()
-    (tmp_path / "modeling_sympow.py").write_text(code)
-    done = run("modeling_sympow.py", cwd=tmp_path, env={"PYTHONPATH": None}, check=False)
+    modeling = Path(export.__file__).parent / "sympow" / "modeling.py"
+    code = "import runpy, sys; sys.modules['sympow'] = None; runpy.run_path(sys.argv[1])"  # as if it was not installed
+    done = run("-c", code, modeling, cwd=tmp_path, env={"PYTHONPATH": None}, check=False)
     message = "ImportError: this model needs the package sympow 0.1.0: run `pip install .` in a clone"
     assert done.stderr.splitlines()[-1].startswith(message)
     assert sympow.__version__ in message
@@ -161,7 +161,7 @@ def greedy(model, text, n=12):
 @pytest.mark.parametrize(
     "name",
     [
-        n if n in ("sympow_gating", "pattern", "convolution") else pytest.param(n, marks=pytest.mark.slow)
+        n if n in ("sympow_gating", "pattern", "convolution, output gate") else pytest.param(n, marks=pytest.mark.slow)
         for n in CONFIGS
     ],
 )

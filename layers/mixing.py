@@ -1,0 +1,34 @@
+"""How a layer mixes the tokens of a text: a convolution and a gate on the output may stand around its attention."""
+
+from dataclasses import replace
+
+
+def projected_heads(config):
+    """Return how many heads c_attn projects to: those of q, k, v and, if there is one, of the output's gate."""
+    return [config.n_head, config.n_kv_head, config.n_kv_head] + [config.n_head] * config.output_gate
+
+
+def mix_tokens(layer, x, heads, resets, state):
+    """Run layer.conv, layer.mix and layer.output_gate, and return (y [B, T, H, D], the state after these tokens).
+
+    layer.mix is a Variant, conv a Convolution or None, output_gate an OutputGate or None. heads [B, T, H + 2 Hkv, D]:
+    those of q, k and v, and behind them the H of the output's gate, if there is one. x, resets, state: as for
+    Variant.forward.
+    """
+    qkv, gate = split_heads(layer, heads)
+    inputs = None
+    if layer.conv is not None:
+        recent = state and state.conv_inputs
+        inputs = state and layer.conv.last_inputs(qkv, resets, recent)
+        qkv = layer.conv(qkv, resets, recent)
+    y, state = layer.mix(x, qkv, resets, state)
+    if inputs is not None:
+        state = replace(state, conv_inputs=inputs)
+    return y if gate is None else layer.output_gate(y, gate), state
+
+
+def split_heads(layer, heads):
+    """Return those of q, k and v, and those of the output's gate or None."""
+    if layer.output_gate is None:
+        return heads, None
+    return heads.tensor_split((-layer.mix.config.n_head,), dim=2)

@@ -1,0 +1,23 @@
+"""A gate on the output of attention: every head's output is normalised, and multiplied by a gate of its token.
+
+    z = w y / sqrt(mean(y^2) + 1e-5) silu(g)      y, g: the D numbers of a head; w: D weights, the same for all heads
+
+g is a product of the layer's input, as q, k and v are: c_attn has H more heads. "Retentive Network" (Sun et al., 2023)
+has such a gate, "Gated Delta Networks" (Yang, Kautz, Hatamizadeh, 2024) this one.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class OutputGate(nn.Module):
+    def __init__(self, head_dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(head_dim))
+
+    def forward(self, y, gate):
+        """Return z in y's dtype for y and gate [B, T, H, D]; it is computed in float32, or y's dtype if wider."""
+        dtype = torch.promote_types(y.dtype, torch.float32)
+        normalised = F.rms_norm(y.to(dtype), y.shape[-1:], eps=1e-5)
+        return (normalised * self.weight * F.silu(gate.to(dtype))).to(y.dtype)
