@@ -1,10 +1,10 @@
 """What closes the gap from p = 2 to softmax? Parts of other models, added to gated and conformal sympow and to softmax.
 
-A name such as sympow_gating+out is an attention with parts: train.py takes it when experiments/train.py starts it.
-Such a model trains and scores whole texts, but cannot generate. The convolution is the model's own, --convolution=4.
+The first two parts are options of the model. A name such as sympow_gating+norm is an attention with the others:
+train.py takes it when experiments/train.py starts it. Such a model trains and scores whole texts, but cannot generate.
 
-    conv    q, k and v get a convolution of their last 4 tokens added (depthwise)
-    out     the output is normalised and gated: RMSNorm(y) silu(W x)
+    conv    --convolution=4: q, k and v get a convolution of their last 4 tokens added (depthwise)
+    out     --output_gate=True: the output is normalised and gated, RMSNorm(y) silu(W x)
     norm    q and k are normalised before the rotation, RMSNorm(q)
     spread  biases of the gates from 2 to 11 over the heads: half-lives of 5 to 41,000 tokens, instead of 688 for all
     slow    conformal: only the slower half of the pairs turns at the learned speed
@@ -22,10 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from sympow.attention import ATTENTIONS
-from sympow.attention.gates import linear_fp32
 from sympow.attention.rotary import rotate, rotation_of
 from sympow.attention.state import State
-from sympow.experiments.gated_deltanet import normalise_and_gate
 from sympow.experiments.report import LOSS_COLUMNS, loss_cell, table
 from sympow.experiments.runs import main
 from sympow.experiments.which_attention import CONTEXT, SEEDS, VARIANTS, WINDOW, schedule, texts_loss, texts_measure
@@ -59,16 +57,10 @@ class Parts:
 
     def __init__(self, config):
         super().__init__(config)
-        H, Hkv, D = config.n_head, config.n_kv_head, config.head_dim
-        if "out" in self.parts:
-            self.W_out, self.norm = nn.Linear(config.n_embd, H * D, bias=False), nn.Parameter(torch.ones(D))
         if "spread" in self.parts:
-            self.gate.b.data = torch.linspace(2, 11, Hkv)
+            self.gate.b.data = torch.linspace(2, 11, config.n_kv_head)
         if "heads" in self.parts:
-            self.beta_bias = nn.Parameter(torch.zeros(H))
-
-    def input_weight(self):
-        return None  # forward needs x itself
+            self.beta_bias = nn.Parameter(torch.zeros(config.n_head))
 
     def forward(self, x, qkv, resets=None, state=None):
         if state is not None and state.read:
@@ -76,11 +68,8 @@ class Parts:
         if "norm" in self.parts:
             qk, v = qkv.tensor_split((-self.config.n_kv_head,), dim=2)
             qkv = torch.cat((F.rms_norm(qk, qk.shape[3:]), v), dim=2)
-        weight = super().input_weight()
-        y, _ = super().forward(x if weight is None else linear_fp32(x, weight), qkv, resets)
-        if "out" in self.parts:
-            y = normalise_and_gate(y, self.norm, self.W_out(x))
-        return y.to(qkv.dtype), state and WholeText(read=True)
+        y, _ = super().forward(x, qkv, resets)
+        return y, state and WholeText(read=True)
 
     def empty_state(self, batch, device, switch_over=None):
         return WholeText()
@@ -128,7 +117,9 @@ def plan(size):
                 settings["window"] //= size.shrink
             if "+conv" in attention:
                 settings["convolution"] = 4
-            settings["attention"] = attention.replace("+conv", "").replace("hybrid", HYBRID)
+            if "+out" in attention:
+                settings["output_gate"] = True
+            settings["attention"] = attention.replace("+conv", "").replace("+out", "").replace("hybrid", HYBRID)
             runs.append(size.run(name, CONTEXT, 1000, {"positions": texts_measure(size)}, **settings))
     return runs
 
