@@ -125,12 +125,15 @@ def _find(name):
     """Return (path of the dataset's folder, command that prepares it). Raises DataError if there is no such folder."""
     folder = os.path.dirname(os.path.abspath(__file__))
     path = os.path.join(folder, name or "NAME")
-    if os.sep in name or (os.path.isdir(name) and not os.path.isdir(path)):
+    if os.sep in name or (os.path.exists(name) and not os.path.isdir(path)):
         path = os.path.abspath(name)
     if os.path.exists(os.path.join(path, "prepare.py")):
         prepare = f"python data/{os.path.basename(path)}/prepare.py"
     else:
-        prepare = f"python data/text/prepare.py FILES --out={os.path.relpath(path)}"
+        files, out = "FILES", os.path.relpath(path)
+        if os.path.exists(path) and os.path.dirname(path) != folder:  # texts in the place of a dataset
+            files, out = out, os.path.join("data", os.path.splitext(os.path.basename(path))[0])
+        prepare = f"python data/text/prepare.py {files} --out={out}"
     if not os.path.isdir(path):
         if ":" in name and "," in name:
             raise DataError(f"{name} is a mixture of datasets, and one is needed here: give --dataset=NAME")

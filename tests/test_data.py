@@ -210,6 +210,16 @@ def test_a_dataset_that_is_not_there_is_refused_with_those_that_are_prepared(tmp
         Dataset(name)
 
 
+@pytest.mark.parametrize("name", ["notes", "notes/", "book.txt"])
+def test_texts_in_the_place_of_a_dataset_are_refused_with_the_command_that_prepares_them(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "book.txt").touch()
+    command = f"python data/text/prepare.py {name.strip('/')} --out=data/{name.strip('/').removesuffix('.txt')}"
+    with pytest.raises(DataError, match=f"{re.escape(command)}$"):
+        Dataset(name)
+
+
 @pytest.mark.parametrize(
     "size, problem",
     [

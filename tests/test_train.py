@@ -140,6 +140,13 @@ def test_a_start_says_which_folder_it_writes(go, capsys):
     assert capsys.readouterr().out.startswith("out/train: 0.0M parameters, softmax, cpu float32; tokens a step: ")
 
 
+def test_steps_that_are_too_long_for_a_cpu_are_told(go, capsys, monkeypatch):
+    for limit, warned in ((1e13, False), (1, True)):
+        monkeypatch.setattr("sympow.training.plan.SLOW_STEP", limit)
+        assert go("--max_iters=1", f"--out_dir=out/{limit}") == 0
+        assert ("too many for a CPU: config/demo.py is small" in capsys.readouterr().out) == warned
+
+
 def test_nothing_is_overwritten_unless_asked_and_then_renamed(go, capsys):
     assert go("--out_dir=out/a") == 0
     assert go("--out_dir=out/a", "--init_from=scratch") == 2

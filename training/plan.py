@@ -21,6 +21,8 @@ from sympow.training.distill import Teacher
 from sympow.training.parallel import Layout, check_context, split_context
 from sympow.training.stages import Stage, check_memory, describe_stages, make_stages
 
+SLOW_STEP = 1e13  # floating-point operations: some minutes on a few CPU cores
+
 
 @dataclass
 class Plan:
@@ -124,10 +126,17 @@ def advise_to_go_on(cfg):
 
 
 def describe_run(plan, model):
-    """Return a line with out_dir, the model's size and attention, the source of positions and the sizes of a step."""
+    """Return a line with out_dir, the model's size and attention, the source of positions and the sizes of a step.
+
+    A second one warns of steps that would take a CPU minutes.
+    """
     attention = plan.model_cfg.attention
     if schemes := position_schemes(attention.split(",")):
         attention += f" ({schemes})"
     size = f"{model.parameter_count() / 1e6:.1f}M parameters"
     sizes = describe_stages(plan.stages, plan.cfg, plan.layout)
-    return f"{plan.cfg.out_dir}: {size}, {attention}, {plan.device.type} {plan.cfg.dtype}; tokens a step: {sizes}"
+    line = f"{plan.cfg.out_dir}: {size}, {attention}, {plan.device.type} {plan.cfg.dtype}; tokens a step: {sizes}"
+    flops = plan.cfg.tokens_per_step * model.flops_per_token(plan.stages[0].block_size, plan.dtype)
+    if plan.device.type == "cpu" and flops > SLOW_STEP:
+        line += f"\na step has {flops:.0e} floating-point operations, too many for a CPU: config/demo.py is small"
+    return line
