@@ -48,8 +48,16 @@ def main():
     training, generation = (read_json(path)["rows"] for path in (args.training, args.generation))
     panel = partial(Panel, "context, tokens", log_x=True, log_y=True)
     panels = [
-        panel("microseconds a token", training_curves(training), "Training takes this long (124M parameters)."),
-        panel("milliseconds a token", generation_curves(generation), "Generation takes this long (one text)."),
+        panel(
+            "microseconds a token",
+            training_curves(training),
+            "In training softmax's time grows with the context (124M parameters).",
+        ),
+        panel(
+            "milliseconds a token",
+            generation_curves(generation),
+            "In generation it grows with the text before (one text).",
+        ),
     ]
     plot(panels, args.png)
     print(f"wrote {args.png}")
