@@ -4,16 +4,15 @@ from dataclasses import replace
 
 
 def projected_heads(config):
-    """Return how many heads c_attn projects to: those of q, k, v and, if there is one, of the output's gate."""
+    """Return how many heads c_attn computes for q, for k, for v and, if there is one, for the output's gate."""
     return [config.n_head, config.n_kv_head, config.n_kv_head] + [config.n_head] * config.output_gate
 
 
 def mix_tokens(layer, x, heads, resets, state):
     """Run layer.conv, layer.mix and layer.output_gate, and return (y [B, T, H, D], the state after these tokens).
 
-    layer.mix is a Variant, conv a Convolution or None, output_gate an OutputGate or None. heads [B, T, H + 2 Hkv, D]:
-    those of q, k and v, and behind them the H of the output's gate, if there is one. x, resets, state: as for
-    Variant.forward.
+    layer.mix is a Variant, conv a Convolution or None, output_gate an OutputGate or None. heads [B, T, H + 2 Hkv, D] has
+    q, k and v; with an output gate H more heads follow. x, resets, state: as for Variant.forward.
     """
     qkv, gate = split_heads(layer, heads)
     inputs = None
@@ -28,7 +27,7 @@ def mix_tokens(layer, x, heads, resets, state):
 
 
 def split_heads(layer, heads):
-    """Return those of q, k and v, and those of the output's gate or None."""
+    """Return (q, k and v together, the gate or None), views of `heads`."""
     if layer.output_gate is None:
         return heads, None
     return heads.tensor_split((-layer.mix.config.n_head,), dim=2)

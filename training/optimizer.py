@@ -99,8 +99,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 def muon_weights(model):
     """Return {weight [rows, columns]: the rows of each matrix in it}, the linear weights of attention and MLP.
 
-    The weight of c_attn is several matrices below each other, for q, k, v and the output's gate; every other weight is
-    one. What an attention has of its own, such as W_gamma and W_beta, is not among them.
+    The weight of c_attn has several matrices below each other, of q, k, v and the output's gate. Every other weight is
+    one matrix. Weights of attentions, such as W_gamma and W_beta, are not among them.
     """
     rows = {}
     for block in model.transformer.h:
