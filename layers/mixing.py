@@ -11,8 +11,8 @@ def projected_heads(config):
 def mix_tokens(layer, x, heads, resets, state):
     """Run layer.conv, layer.mix and layer.output_gate, and return (y [B, T, H, D], the state after these tokens).
 
-    layer.mix is a Variant, conv a Convolution or None, output_gate an OutputGate or None. heads [B, T, H + 2 Hkv, D] has
-    q, k and v; with an output gate H more heads follow. x, resets, state: as for Variant.forward.
+    layer.mix is a Variant, conv a Convolution or None, output_gate an OutputGate or None. heads: q, k and v together,
+    [B, T, H + 2 Hkv, D], and behind them H heads more with an output gate. x, resets, state: as for Variant.forward.
     """
     qkv, gate = split_heads(layer, heads)
     inputs = None
