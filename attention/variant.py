@@ -56,7 +56,7 @@ def check_layer(config):
     config.head_dim = config.head_dim or config.n_embd // config.n_head
     config.n_kv_head = config.n_kv_head or config.n_head
     if config.head_dim % 2:
-        raise ValueError(f"head_dim must be even (rotary positions turn pairs), got {config.head_dim}")
+        raise ValueError(f"head_dim must be even (n_embd / n_head, if it is not given), got {config.head_dim}")
     if config.n_head % config.n_kv_head:
         raise ValueError(f"n_head must be a multiple of n_kv_head, got {config.n_head} and {config.n_kv_head}")
     for name, none in dict(window="all", convolution="none").items():
@@ -65,6 +65,8 @@ def check_layer(config):
             raise ValueError(f"{name} must be a whole number of at least 2 tokens, or 0 for {none}, got {n!r}")
     if config.convolution > MOST_CONVOLVED:
         raise ValueError(f"convolution must be at most {MOST_CONVOLVED} tokens, got {config.convolution}")
+    if type(config.output_gate) is not bool:
+        raise ValueError(f"output_gate must be True or False, got {config.output_gate!r}")
     check_power(config.p)
     check_form(config.form, None)
     if config.chunk_size < 0:

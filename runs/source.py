@@ -25,6 +25,7 @@ from sympow.data import describe_error, need
 from sympow.data.files import read_json
 from sympow.data.huggingface import one_line, tokenizers_json
 from sympow.data.tokenizer import load_tokenizer
+from sympow.layers.mixing import projected_heads
 from sympow.model import GPTConfig
 from sympow.runs import checkpoint
 from sympow.runs.parts import Tensors, compare_shapes, own_rows, read_shapes, shapes_of
@@ -89,6 +90,11 @@ class Source:
                     f"the weights in {self.path}, of attention={old}, cannot become those of attention={new}: queries "
                     f"and keys mean something else in {new if ATTENTIONS[old].rotates else old}"
                 )
+        # with an output gate and fewer key/value heads c_attn can have as many rows as before, for other products
+        old, new = ([heads * c.head_dim for heads in projected_heads(c)] for c in (own, config))
+        if old != new and sum(old) == sum(new):
+            settings = " ".join(f"{name}={getattr(own, name)}" for name in ("n_kv_head", "output_gate"))
+            raise ValueError(f"the weights in {self.path} do not fit this model: they are of {settings}")
         if config.positions == "learned" and own.positions != "learned":
             raise ValueError(f"{self.path} has no table of positions: use positions={own.positions}")
         shapes, expected = dict(self.shapes), shapes_of(config)

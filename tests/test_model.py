@@ -244,6 +244,7 @@ def test_heads_may_have_any_even_dimension_and_the_paddings_logits_are_cut_off()
         (dict(attention="sympow", gate="learned"), "attention=sympow has no gates, got gate=learned"),
         (dict(attention="sympow_gating", gate="none"), "is attention=sympow"),
         (dict(form="fast"), "form must be one of"),
+        (dict(output_gate=2), "output_gate must be True or False, got 2"),
     ],
 )
 def test_impossible_configurations_are_refused(settings, message):
