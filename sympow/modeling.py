@@ -83,7 +83,7 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self):
         return self.gpt.transformer.wte
 
-    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None):
+    def _set_gradient_checkpointing(self, enable=True, **options):
         self.gpt.config.activation_checkpointing = enable
 
     @classmethod

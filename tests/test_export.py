@@ -203,12 +203,17 @@ def test_transformers_computes_trains_and_generates_as_the_model(run_folder, tmp
     (loss_of_ours,) = ours(ids, targets.where(targets != -100, -1))[1:]
     loss_of_ours.backward()
     model.train()
-    loss = model(ids, labels=labels).loss
-    loss.backward()
-    assert torch.equal(loss, loss_of_ours)
     grads = {n: x.grad for n, x in ours.named_parameters() if x.grad is not None}
-    found = {n.removeprefix("gpt."): x.grad for n, x in model.named_parameters() if x.grad is not None}
-    assert grads.keys() == found.keys() and all(torch.equal(grads[n], found[n]) for n in grads)
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        assert model.gpt.config.activation_checkpointing == checkpointing
+        model.zero_grad()
+        loss = model(ids, labels=labels).loss
+        loss.backward()
+        assert torch.equal(loss, loss_of_ours)
+        found = {n.removeprefix("gpt."): x.grad for n, x in model.named_parameters() if x.grad is not None}
+        assert grads.keys() == found.keys() and all(torch.equal(grads[n], found[n]) for n in grads)
 
     model.save_pretrained(tmp_path / "again")  # as transformers' Trainer does
     again = load(AutoModelForCausalLM, tmp_path / "again").eval()
