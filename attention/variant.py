@@ -56,7 +56,8 @@ def check_layer(config):
     config.head_dim = config.head_dim or config.n_embd // config.n_head
     config.n_kv_head = config.n_kv_head or config.n_head
     if config.head_dim % 2:
-        raise ValueError(f"head_dim must be even (n_embd / n_head, if it is not given), got {config.head_dim}")
+        odd = f"head_dim must be even (rotary positions turn pairs), got {config.head_dim}"
+        raise ValueError(f"{odd}; it is n_embd / n_head if it is not given")
     if config.n_head % config.n_kv_head:
         raise ValueError(f"n_head must be a multiple of n_kv_head, got {config.n_head} and {config.n_kv_head}")
     for name, none in dict(window="all", convolution="none").items():
