@@ -137,7 +137,7 @@ def refuse_other_settings(out_dir, saved, settings):
         masks = " (on which the dropout masks depend)" if FREE_WITHOUT_DROPOUT & {*changed} else ""
         refuse(
             f"{out_dir} was trained with {was}, now {now}{masks}: go on with what it was, choose another out_dir "
-            f"(--init_from={out_dir} begins it with these weights), or start anew with --init_from=scratch "
+            f"(--init_from={out_dir} begins it with these weights if they fit), or start anew with --init_from=scratch "
             "--overwrite=True"
         )
 
