@@ -69,16 +69,18 @@ def small(attention, **settings):
     return model
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("attention", [*ATTENTIONS, "sympow_gating,softmax"])
+@pytest.mark.parametrize("settings", [{}, dict(output_gate=True, bias=True)])
 @torch.no_grad()
-def test_documents_stay_apart_and_a_state_goes_on(attention, tmp_path):
-    model = small(attention, reset_token=3)
+def test_documents_stay_apart_and_a_state_goes_on(attention, settings, tmp_path):
+    model = small(attention, reset_token=3, **settings)
     ids = torch.randint(4, 40, (1, 12))
     ids[0, 5] = 3
     whole = model(ids)[0]
     alone = torch.cat([model(part)[0] for part in ids.split((5, 7), dim=1)], 1)
     assert torch.allclose(whole, alone, atol=1e-9)
     logits, state = model.read(ids[:, :4], model.empty_state(1), piece=3)
+    assert torch.allclose(logits, whole[:, 3], atol=1e-6)
     state_file.save_state(tmp_path / "a.state", model, logits, state)
     _, state = state_file.load_state(tmp_path / "a.state", model)
     state = state.repeat(2)
@@ -120,9 +122,10 @@ def test_the_librarys_layer_keeps_documents_apart():
     assert torch.allclose(layer(x, starts), torch.cat([layer(part) for part in x.split((5, 4), 1)], 1), atol=1e-12)
 
 
+@pytest.mark.parametrize("output_gate", [False, True])
 @torch.no_grad()
-def test_statistics_see_what_attention_sees():
-    model, ids = small("adaptive_power", n_layer=1), torch.randint(40, (1, 9))
+def test_statistics_see_what_attention_sees(output_gate):
+    model, ids = small("adaptive_power", n_layer=1, output_gate=output_gate), torch.randint(40, (1, 9))
     queries, mix = [], model.mixes()[0]
     mix.power.register_forward_hook(lambda module, args, y: queries.append(args[0]))
     model.statistics(ids)

@@ -1,23 +1,16 @@
-"""The gate on attention's output: against its formula in float64, and in models, whole, packed and in pieces."""
+"""The gate on attention's output: against its formula in float64, and behind a layer's attention.
+
+tests/test_convolution.py has both together in models, whole, packed and in pieces.
+"""
 
 import pytest
 import torch
+from test_convolution import small
 from torch.nn import functional as F
 
 import sympow
-from sympow.attention import ATTENTIONS
 from sympow.layers.output_gate import OutputGate
-from sympow.model import GPT, GPTConfig
 from sympow.training.optimizer import muon_weights
-
-
-def model_of(attention, **settings):
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=40, n_layer=2, n_head=4, n_embd=32, gate_bias=2.0, output_gate=True)
-    model = GPT(GPTConfig(attention=attention, **sizes | settings)).double()
-    for p in model.parameters():
-        p.data += 0.1 * torch.randn_like(p)
-    return model
 
 
 def test_it_is_its_formula_with_every_gradient():
@@ -55,23 +48,8 @@ def test_the_librarys_layer_gates_the_output_of_the_layer_without(convolution):
     assert torch.allclose(gated(x, resets), gated.c_proj(y.flatten(2)), atol=1e-12)
 
 
-@pytest.mark.parametrize("attention", [*ATTENTIONS, "sympow_gating,softmax"])
-@torch.no_grad()
-def test_documents_stay_apart_and_a_state_goes_on(attention):
-    model = model_of(attention, reset_token=3, convolution=3, bias=True)
-    ids = torch.randint(4, 40, (2, 12))
-    ids[:, 5] = 3
-    whole = model(ids)[0]
-    alone = torch.cat([model(part)[0] for part in ids.split((5, 7), dim=1)], 1)
-    assert torch.allclose(whole, alone, atol=1e-9)
-    logits, state = model.read(ids[:, :4], model.empty_state(2), piece=3)
-    for t in range(4, 12):
-        assert torch.allclose(logits, whole[:, t - 1], atol=1e-6)
-        logits, state = model.step(ids[:, t], state)
-
-
 def test_every_weight_of_it_trains_and_its_matrix_is_one_of_muon():
-    model = model_of("sympow_gating", n_kv_head=2)
+    model = small("sympow_gating", n_head=4, n_kv_head=2, convolution=0, output_gate=True)
     ids = torch.randint(40, (2, 9))
     model(ids[:, :-1], ids[:, 1:])[1].backward()
     rows = muon_weights(model)
@@ -80,12 +58,3 @@ def test_every_weight_of_it_trains_and_its_matrix_is_one_of_muon():
         assert (attn.output_gate.weight.grad != 0).all() and (attn.c_attn.weight.grad[-32:] != 0).all()
         assert rows[attn.c_attn.weight] == [32, 16, 16, 32]
         assert not any(weight is attn.output_gate.weight for weight in rows)
-
-
-@torch.no_grad()
-def test_statistics_see_what_attention_sees():
-    model, ids = model_of("adaptive_power", n_layer=1), torch.randint(40, (1, 9))
-    queries, mix = [], model.mixes()[0]
-    mix.power.register_forward_hook(lambda module, args, y: queries.append(args[0]))
-    model.statistics(ids)
-    assert len(queries) == 2 and torch.equal(*queries)
