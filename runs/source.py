@@ -91,8 +91,8 @@ class Source:
                     f"and keys mean something else in {new if ATTENTIONS[old].rotates else old}"
                 )
         # with an output gate and fewer key/value heads c_attn can have as many rows as before, for other products
-        old, new = ([heads * c.head_dim for heads in projected_heads(c)] for c in (own, config))
-        if old != new and sum(old) == sum(new):
+        own_rows, rows = ([heads * c.head_dim for heads in projected_heads(c)] for c in (own, config))
+        if own_rows != rows and sum(own_rows) == sum(rows):
             settings = " ".join(f"{name}={getattr(own, name)}" for name in ("n_kv_head", "output_gate"))
             raise ValueError(f"the weights in {self.path} do not fit this model: they are of {settings}")
         if config.positions == "learned" and own.positions != "learned":

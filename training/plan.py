@@ -136,7 +136,8 @@ def describe_run(plan, model):
     size = f"{model.parameter_count() / 1e6:.1f}M parameters"
     sizes = describe_stages(plan.stages, plan.cfg, plan.layout)
     line = f"{plan.cfg.out_dir}: {size}, {attention}, {plan.device.type} {plan.cfg.dtype}; tokens a step: {sizes}"
-    flops = plan.cfg.tokens_per_step * model.flops_per_token(plan.stages[0].block_size, plan.dtype)
-    if plan.device.type == "cpu" and flops > SLOW_STEP:
-        line += f"\na step has {flops:.0e} floating-point operations, too many for a CPU: config/demo.py is small"
+    if plan.device.type == "cpu":
+        flops = plan.cfg.tokens_per_step * model.flops_per_token(plan.stages[0].block_size, plan.dtype)
+        if flops > SLOW_STEP:
+            line += f"\na step has {flops:.0e} floating-point operations, too many for a CPU: config/demo.py is small"
     return line
