@@ -220,7 +220,7 @@ def train(run):
                 end = reason_to_stop(run)  # a signal may have cut the evaluation short
                 run.clock.start_lap(progress.step)
             first = False
-    ranks.log(f"stopped after {progress.step} steps: {end}")
+    ranks.log(f"stopped at step {progress.step}: {end}")
     if run.signal and progress.step and not run.unsaved:
         run.writer.wait()
         ranks.log(f"saved step {progress.step}; {advise_to_go_on(cfg)}")

@@ -455,7 +455,7 @@ def test_a_signal_within_a_step_saves_and_loses_nothing(go, finished, monkeypatc
     monkeypatch.setattr(batches, "train_batch", batch)
     options = ["--init_from=scratch"] if number == signal.SIGUSR1 else []
     assert go("--out_dir=out/cut", *options) == 0
-    stopped = f"stopped after 2 steps: {signal.Signals(number).name} was received\nsaved step 2; the same command"
+    stopped = f"stopped at step 2: {signal.Signals(number).name} was received\nsaved step 2; the same command"
     assert f"{stopped}{' with --init_from=auto' * len(options)} goes on\n" in capsys.readouterr().out
     assert max(metrics("out/cut")) == 2 and os.listdir("out/cut/ckpt") == ["step_00000002"]
     assert go("--out_dir=out/cut", *options, "--init_from=auto") == 0
@@ -664,10 +664,11 @@ def test_a_rank_ends_if_the_other_does_not_come(dataset, tmp_path, rank):
 def test_a_signal_to_one_rank_stops_both_at_the_same_step_with_status_0(two_ranks, tmp_path):
     os.kill(two_ranks[1].pid, signal.SIGTERM)
     assert join(*two_ranks) == [0, 0], (tmp_path / "rank_0").read_text()
-    assert "steps: SIGTERM was received" in (tmp_path / "rank_0").read_text()
-    (step,) = os.listdir(tmp_path / "out/train/ckpt")
-    assert int(step.removeprefix("step_")) == max(metrics(tmp_path / "out/train")) > 0
-    assert not checkpoint.damage(tmp_path / "out/train/ckpt" / step)
+    (folder,) = os.listdir(tmp_path / "out/train/ckpt")
+    step = int(folder.removeprefix("step_"))
+    assert step == max(metrics(tmp_path / "out/train")) > 0
+    assert f"stopped at step {step}: SIGTERM was received" in (tmp_path / "rank_0").read_text()
+    assert not checkpoint.damage(tmp_path / "out/train/ckpt" / folder)
 
 
 def train_and_die():
@@ -755,7 +756,7 @@ def train_and_signal_in_an_evaluation():
 def test_a_signal_to_one_rank_within_an_evaluation_leaves_each_line_once(dataset, tmp_path):
     argv = [*SMALL, *EXTRA, f"--dataset={dataset}"]
     assert join(*start_ranks(2, train_and_signal_in_an_evaluation, *argv, cwd=tmp_path)) == [0, 0]
-    assert "stopped after 3 steps: SIGTERM was received" in (tmp_path / "rank_0").read_text()
+    assert "stopped at step 3: SIGTERM was received" in (tmp_path / "rank_0").read_text()
     assert not metrics(tmp_path / "out/train", "val_loss")
     assert join(*start_ranks(2, train_and_signal_in_an_evaluation, *argv, cwd=tmp_path)) == [0, 0]
     assert list(metrics(tmp_path / "out/train")) == [1, 2, 3, 4, 5, 6]

@@ -103,7 +103,7 @@ def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(go, capsys):
     assert go(*extra, "--out_dir=out/cut") == 0
     out = capsys.readouterr().out
     assert "going on from out/cut/ckpt/step_00000003, step 3" in out
-    assert "stopped after 6 steps: max_iters=6 is reached\n" in out
+    assert "stopped at step 6: max_iters=6 is reached\n" in out
     for key in ("train_loss", "val_loss"):
         assert metrics("out/cut", key) == metrics("out/whole", key)  # to the last bit
     assert len(lines("out/cut")) == len(lines("out/whole"))
@@ -259,12 +259,12 @@ def test_the_schedule_follows_the_time_that_it_is_given_and_a_resumed_run_goes_o
     monkeypatch.setattr("sympow.runs.metrics.time", Ticks())
     timed = ["--decay_lr=True", "--min_lr=1e-4", "--max_seconds=2", "--lr_decay_iters=100000", "--eval_interval=100000"]
     assert go(*timed, "--out_dir=out/a", "--max_iters=8") == 0
-    assert "stopped after 8 steps: max_iters=8 is reached\n" in capsys.readouterr().out
+    assert "stopped at step 8: max_iters=8 is reached\n" in capsys.readouterr().out
     seconds = json.load(open("out/a/ckpt/step_00000008/progress.json"))["seconds"]
     assert 0 < seconds < 1.5
     assert go(*timed, "--out_dir=out/a", "--max_iters=100000") == 0
     rates, last = metrics("out/a", "lr"), max(metrics("out/a"))
-    assert f"stopped after {last} steps: max_seconds=2 is reached\n" in capsys.readouterr().out
+    assert f"stopped at step {last}: max_seconds=2 is reached\n" in capsys.readouterr().out
     cfg = train.TrainConfig(learning_rate=1e-2, min_lr=1e-4, schedule="cosine", max_seconds=2, lr_decay_iters=100000)
     assert rates[1] == 1e-2 and rates[9] == train.learning_rate(8, cfg, seconds) < rates[8]
     assert list(rates.values()) == sorted(rates.values(), reverse=True) and 1e-4 <= rates[last] < 3e-4
@@ -292,7 +292,7 @@ def test_ranks_take_the_time_from_rank_0(dataset, tmp_path):
     rates = [(tmp_path / f"rates_{i}").read_text().splitlines() for i in range(2)]
     assert rates[0] == rates[1] and len(rates[0]) == max(metrics(tmp_path / "out/train")) > 2
     assert float(rates[0][-1].split()[1]) < float(rates[0][1].split()[1])
-    assert f"stopped after {len(rates[0])} steps: max_seconds=1.5 is reached" in (tmp_path / "rank_0").read_text()
+    assert f"stopped at step {len(rates[0])}: max_seconds=1.5 is reached" in (tmp_path / "rank_0").read_text()
 
 
 LEAVE = """
@@ -325,7 +325,7 @@ def test_nccl_without_gpus_is_refused_in_one_line(monkeypatch, capsys):
 def test_training_stops_after_max_seconds(go, capsys):
     assert go("--out_dir=out/a", "--max_iters=100000", "--max_seconds=0.7", "--eval_interval=100000") == 0
     last = max(metrics("out/a"))
-    assert f"stopped after {last} steps: max_seconds=0.7 is reached\n" in capsys.readouterr().out
+    assert f"stopped at step {last}: max_seconds=0.7 is reached\n" in capsys.readouterr().out
     assert 1 < max(metrics("out/a")) < 100000 and max(metrics("out/a", "val_loss")) == max(metrics("out/a"))
     assert go("--out_dir=out/a", "--max_iters=100000", "--max_seconds=0.7", "--eval_interval=100000") == 0
     assert "out/a is trained" in capsys.readouterr().out
@@ -340,7 +340,7 @@ def test_a_signal_ends_training_with_a_checkpoint(go, dataset, tmp_path):
     os.kill(process.pid, signal.SIGTERM)
     assert join(process) == [0], open("log").read()
     last = max(metrics("out/a"))
-    assert f"stopped after {last} steps: SIGTERM was received\n" in open("log").read()
+    assert f"stopped at step {last}: SIGTERM was received\n" in open("log").read()
     assert os.listdir("out/a/ckpt") == [f"step_{last:08d}"]
     assert go("--out_dir=out/a", f"--max_iters={last + 2}") == 0 and max(metrics("out/a")) == last + 2
 
