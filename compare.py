@@ -34,7 +34,7 @@ def read_losses(folder, metric="val_loss"):
     path = os.path.join(folder, "metrics.jsonl")
     if not os.path.isfile(path):
         problem = "no metrics.jsonl in it" if os.path.isdir(folder) else "no such run folder"
-        runs = sorted(glob.glob("out/*"))
+        runs = sorted(filter(os.path.isdir, glob.glob("out/*")))
         hint = did_you_mean(folder, runs) or f": the runs in out/ are {', '.join(runs) or 'none'}"
         refuse(f"{folder}: {problem}{hint}")
     train, val, metrics = {}, {}, set()

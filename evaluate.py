@@ -123,9 +123,9 @@ def compare_positions(runs, cfg):
         context = final_context(checkpoint.settings(checkpoint.run_of(folder)))
         curves[name] = means[0][0], [document_means for _, document_means in means], context
     print(table(report, "position"))
-    counts = {f"{len(curves[name][1]):,} documents of {windows[name].block_size:,} tokens" for name in runs}
+    counts = [f"{len(curves[name][1]):,} documents of {windows[name].block_size:,} tokens" for name in runs]
     fewer = ", all there are" * any(len(losses) < cfg.documents for _, losses, _ in curves.values())
-    print(f"mean loss in nats a token over {' or '.join(sorted(counts))}{fewer}", flush=True)
+    print(f"mean loss in nats a token over {' or '.join(dict.fromkeys(counts))}{fewer}", flush=True)
     datasets = {name: window.dataset for name, window in windows.items()}
     if len({fingerprint(dataset) for dataset in datasets.values()}) > 1:
         names = ", ".join(f"{name} {dataset.name} ({dataset.tokenizer.kind})" for name, dataset in datasets.items())

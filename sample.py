@@ -128,9 +128,9 @@ def fixed_size_limit(state):
 
 def print_summary(run, model, device, report, limit):
     """Print one line on stderr: speed, memory, and from which token on (`limit`) the state has a fixed size."""
-    speed = f"{report['decode_tokens_per_second']:,.0f} tokens/s"
-    if report["prefill_tokens_per_second"]:  # 0 where a state was loaded, and no prompt was read
-        speed = f"prompt {report['prefill_tokens_per_second']:,.0f} tokens/s, then {speed}"
+    # 0 where a loaded state stands for the prompt, and where nothing is generated
+    speeds = {"prompt ": report["prefill_tokens_per_second"], "": report["decode_tokens_per_second"]}
+    speed = ", then ".join(f"{part}{value:,.0f} tokens/s" for part, value in speeds.items() if value)
     summary = [speed, f"state {report['state_bytes'] / 1e6:,.1f} MB"]
     if limit:
         summary.append(f"of fixed size from {limit:,} tokens on")

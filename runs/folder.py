@@ -134,9 +134,11 @@ def refuse_other_settings(out_dir, saved, settings):
     changed = [key for key in new if key not in free and old.get(key) != new[key]]
     if changed:
         was, now = (" ".join(f"{key}={values.get(key)}" for key in changed) for values in (old, new))
-        masks = " (on which the dropout masks depend)" if FREE_WITHOUT_DROPOUT & {*changed} else ""
+        reason = " (on which the dropout masks depend)" if FREE_WITHOUT_DROPOUT & {*changed} else ""
+        if changed == ["max_iters"]:
+            reason = f" (on which the rates of schedule={new['schedule']} depend)"
         refuse(
-            f"{out_dir} was trained with {was}, now {now}{masks}: go on with what it was, choose another out_dir "
+            f"{out_dir} was trained with {was}, now {now}{reason}: go on with what it was, choose another out_dir "
             f"(--init_from={out_dir} begins it with these weights if they fit), or start anew with --init_from=scratch "
             "--overwrite=True"
         )

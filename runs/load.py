@@ -116,7 +116,7 @@ def no_checkpoint(run):
         return f"no checkpoint in {run} can be used"
     if os.path.exists(os.path.join(run, "config.json")):
         return f"no checkpoint in {run} yet: training writes one after each evaluation (--eval_interval)"
-    runs = ", ".join(trained_runs()[:5])
+    runs = ", ".join(trained_runs())
     remedy = f"there is one in {runs}" if runs else "train one with `python train.py config/demo.py`"
     return f"no checkpoint in {run}: {remedy}"
 

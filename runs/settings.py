@@ -9,6 +9,7 @@ float.
 
 import argparse
 import ast
+import glob
 import inspect
 import math
 import os
@@ -145,7 +146,7 @@ def _expand_files(argv, types):
 def _read_file(path):
     """Return the values of all names that a config file assigns, unless they begin with an underscore."""
     if not os.path.isfile(path):
-        refuse(f"no config file {path}")
+        refuse(f"no config file {path}{did_you_mean(path, glob.glob('config/*.py'))}")
     try:
         values = runpy.run_path(path)
         with open(path) as f:

@@ -48,6 +48,7 @@ NOT_WEIGHTS = re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias|lm_head\.we
 TRANSPOSED = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.weight")  # transformers' Conv1D
 OPTIONAL = re.compile(r"transformer\.(h\.\d+\.attn\.(mix|conv)|wpe)\..+")  # weights of some attentions
 LAYER = re.compile(r"\bh\.\d+")
+OF_SHAPES = "n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "output_gate"  # settings that decide shapes
 # weights that every source has; others that no layer has are new
 REQUIRED = re.compile(r"transformer\.(wte|ln_f|h\.\*\.(ln_[12]|attn\.c_(attn|proj)|mlp\.c_(fc|proj)))\.weight")
 
@@ -86,15 +87,11 @@ class Source:
         for i in range(min(own.n_layer, config.n_layer)):
             old, new = own.layer(i).attention, config.layer(i).attention
             if ATTENTIONS[old].rotates != ATTENTIONS[new].rotates:
+                rotating = old if ATTENTIONS[old].rotates else new
                 raise ValueError(
-                    f"the weights in {self.path}, of attention={old}, cannot become those of attention={new}: queries "
-                    f"and keys mean something else in {new if ATTENTIONS[old].rotates else old}"
+                    f"the weights in {self.path}, of attention={old}, cannot become those of attention={new}: of the "
+                    f"two only {rotating} rotates queries and keys by their positions"
                 )
-        # with an output gate and fewer key/value heads c_attn can have as many rows as before, for other products
-        own_rows, rows = ([heads * c.head_dim for heads in projected_heads(c)] for c in (own, config))
-        if own_rows != rows and sum(own_rows) == sum(rows):
-            settings = " ".join(f"{name}={getattr(own, name)}" for name in ("n_kv_head", "output_gate"))
-            raise ValueError(f"the weights in {self.path} do not fit this model: they are of {settings}")
         if config.positions == "learned" and own.positions != "learned":
             raise ValueError(f"{self.path} has no table of positions: use positions={own.positions}")
         shapes, expected = dict(self.shapes), shapes_of(config)
@@ -104,8 +101,13 @@ class Source:
             if OPTIONAL.fullmatch(name) or (fresh and general not in stored and not REQUIRED.fullmatch(general)):
                 shapes.pop(name, None)
                 expected.pop(name, None)
-        if difference := compare_shapes(shapes, expected):
-            raise ValueError(f"the weights in {self.path} do not fit this model: {difference}")
+        # with an output gate and fewer key/value heads c_attn can have as many rows as before, for other products
+        rows, expected_rows = ([heads * c.head_dim for heads in projected_heads(c)] for c in (own, config))
+        if (difference := compare_shapes(shapes, expected)) or rows != expected_rows:
+            sizes = [name for name in OF_SHAPES if getattr(own, name) != getattr(config, name)]
+            settings = " ".join(f"{name}={getattr(own, name)}" for name in sizes)
+            reason = f"they are of {settings}" if sizes else difference
+            raise ValueError(f"the weights in {self.path} do not fit this model: {reason}")
 
     def describe(self, config):
         """Return a line that says which weights are new in a model of this GPTConfig, and which are dropped."""

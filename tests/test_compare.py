@@ -215,6 +215,7 @@ def test_a_wrong_folder_is_refused_with_the_runs_that_there_are(tmp_path, capsys
     assert capsys.readouterr().err == "compare.py: out/a: no such run folder: the runs in out/ are none\n"
     for name in ("sympow", "softmax"):
         write_run(Path("out", name), *log_lines("train_loss", [4.0]))
+    Path("out/sofmax.png").touch()  # a picture is no run
     for folder, problem in (
         ("out/sofmax", "no such run folder: did you mean out/softmax?"),
         ("sympow", "no such run folder: did you mean out/sympow?"),

@@ -81,6 +81,7 @@ def refusal(capsys, *argv):
         (["--pack=maybe"], "pack must be True or False, got 'maybe'"),
         (["--batch_size"], "argument --batch_size: expected one argument"),
         (["config/nothing.py"], "no config file config/nothing.py"),
+        (["config/demoo.py"], "no config file config/demoo.py: did you mean config/demo.py?"),
         (["batch_size=3"], "cannot read 'batch_size=3'"),
     ],
 )

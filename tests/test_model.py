@@ -285,7 +285,7 @@ def compare_folded(folded, reference, dtype, layers, inputs):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gates", [0, 3])
-def test_a_gain_that_is_a_part_of_the_linear_layer_changes_nothing(bias, gates, dtype):
+def test_a_gain_that_is_a_part_of_the_next_weights_changes_nothing(bias, gates, dtype):
     def reference(norm, linear, x, weight=None):
         x = norm(x)
         return x if weight is None else x @ weight.t(), linear(x)
@@ -323,7 +323,7 @@ class OnGpu(torch.Tensor):
     is_cuda = True
 
 
-def test_only_plain_layers_compiled_on_a_gpu_have_the_gain_in_the_linear_layer(monkeypatch):
+def test_only_plain_layers_compiled_on_a_gpu_have_the_gain_in_the_next_weights(monkeypatch):
     class Other(nn.Linear):  # LoRA, quantised weights
         pass
 
@@ -344,7 +344,7 @@ def test_only_plain_layers_compiled_on_a_gpu_have_the_gain_in_the_linear_layer(m
     )
 
 
-def test_all_layers_of_a_model_are_compiled_with_the_gain_in_the_linear_layer(monkeypatch):
+def test_all_layers_of_a_model_are_compiled_with_the_gain_in_the_next_weights(monkeypatch):
     folded, model = [], GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=97, attention="sympow_gating,softmax"))
 
     def folds(x, norm, *linear):
