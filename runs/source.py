@@ -106,8 +106,8 @@ class Source:
         if (difference := compare_shapes(shapes, expected)) or rows != expected_rows:
             sizes = [name for name in OF_SHAPES if getattr(own, name) != getattr(config, name)]
             settings = " ".join(f"{name}={getattr(own, name)}" for name in sizes)
-            reason = f"they are of {settings}" if sizes else difference
-            raise ValueError(f"the weights in {self.path} do not fit this model: {reason}")
+            reasons = "; ".join(filter(None, [settings and f"they are of {settings}", difference]))
+            raise ValueError(f"the weights in {self.path} do not fit this model: {reasons}")
 
     def describe(self, config):
         """Return a line that says which weights are new in a model of this GPTConfig, and which are dropped."""
