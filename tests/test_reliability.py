@@ -508,7 +508,7 @@ def test_ctrl_c_within_a_long_step_is_answered_at_once_and_a_second_one_ends_it(
         for answer in answers:
             assert interrupt(*ranks)
             wait_for(lambda: answer in printed(), 30)
-        wait_for(lambda: not interrupt(*ranks[1:]), 60)  # only rank 0 has answered; two signals that come at once are one
+        wait_for(lambda: not interrupt(*ranks[1:]), 60)  # for them two signals that came at once were one
         assert join(*ranks) == count * [130]
     finally:
         for process in ranks:
