@@ -84,8 +84,8 @@ class Decoder:
     def _block_weights(self, block):
         c, attn, mlp = self.config, block.attn, block.mlp
         gates, heads = attn.mix.decoder_weights(), c.n_head * c.head_dim
-        channels = heads + 2 * c.n_kv_head * c.head_dim
-        c_attn = self._linear(attn.c_attn, channels + heads * c.output_gate, c.n_embd, _norm(block.ln_1))
+        channels = sum(attn.heads[:3]) * c.head_dim  # of q, k and v
+        c_attn = self._linear(attn.c_attn, sum(attn.heads) * c.head_dim, c.n_embd, _norm(block.ln_1))
         output_gate = None
         if c.output_gate:
             output_gate = OutputGate(_rows(c_attn, slice(channels, None)), float32(attn.output_gate.weight))
