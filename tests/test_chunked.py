@@ -193,6 +193,14 @@ def test_the_state_without_queries_and_the_last_rows_after_it(dtype, on_kernels)
         assert relative_error(x, r, 1e-9) < (1e-5 if dtype == torch.float32 else 4e-3)
 
 
+@pytest.mark.parametrize("p", [2, 4])
+def test_a_loss_of_the_last_tokens_has_exact_gradients(p, features_in_float16):
+    """States are rounded relative to a bound of their entries, to which chunks with a gradient of zero add nothing."""
+    tensors, dy = inputs(LONG, "none", torch.bfloat16 if GPU else torch.float32)
+    dy[:, :-5] = 0
+    assert_right(tensors, dy, p, tolerance=8e-3 if GPU else 3e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [16, 32])
 def test_p_4_where_all_keys_and_queries_agree(D, T=600):

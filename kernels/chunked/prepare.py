@@ -184,7 +184,9 @@ def sums_kernel(
                 else:
                     z = tl.dot(tl.trans(x), x, z, input_precision=PRECISION)
             largest = tl.maximum(largest, largest_of_row * factor)
-    tl.store(prepared.unit_v + tl.program_id(0), unit_scale(tl.max(largest, 0), STATE_EXPONENT) * TO_TOP)
+    largest = tl.max(largest, 0)
+    largest = tl.where(largest == 0, 2.0**-STATE_EXPONENT, largest)  # zeros must not widen the bound of a small state
+    tl.store(prepared.unit_v + tl.program_id(0), unit_scale(largest, STATE_EXPONENT) * TO_TOP)
     if P == 2:
         tl.store(square_of(prepared.z, tl.program_id(0), D), z)
 
