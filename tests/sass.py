@@ -96,8 +96,8 @@ def _meaning(text):
 def compiled_for_hopper(shapes, folder, kernels=()):
     """Return (name, SASS) of each kernel that reads or writes states, gated, for each (p, head dimension) in `shapes`.
 
-    For the first shape and for p = 0 the kernels of all pairs are among them. Tile sizes are the table's for an
-    H200. If `kernels` has names, the other kernels are left out.
+    For the first shape and for p = 0 the kernels of all pairs are among them, and in the end come those of generation
+    with products. Tile sizes are the table's for an H200. If `kernels` has names, the other kernels are left out.
     """
     import torch
     from triton.runtime.jit import JITFunction
@@ -105,6 +105,9 @@ def compiled_for_hopper(shapes, folder, kernels=()):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from sympow.kernels import configs, operators
     from sympow.kernels.adaptive.operator import adaptive_attention
+    from sympow.kernels.decode import power
+    from sympow.kernels.decode.cache import Cache
+    from sympow.kernels.decode.linear import Linear, linear
     from targets import pretend_gpu
 
     pretend_gpu(90)
@@ -115,7 +118,7 @@ def compiled_for_hopper(shapes, folder, kernels=()):
     def only_compile(self, *args, grid, warmup, **kwargs):
         pairs = ("forward", "dq", "dkdv") * (p == 0 or (p, D) == shapes[0])
         name = self.__name__.removesuffix("_kernel")
-        if name in kernels if kernels else name.startswith(("update", "query", *pairs)):
+        if name in kernels if kernels else name.startswith(("update", "query", "linear", "flush", *pairs)):
             cubin = run(self, *args, grid=(1,), warmup=True, **kwargs).asm["cubin"]
             if cubin not in codes:
                 codes[cubin] = self.__name__, disassemble(cubin, folder / "kernel.cubin")
@@ -129,6 +132,11 @@ def compiled_for_hopper(shapes, folder, kernels=()):
         else:
             y = operators.chunked_attention(q, k, v, log_g, p=p, chunk=256)[0]
         y.backward(torch.zeros_like(y))
+    weight, x = torch.zeros(768, 768, dtype=torch.bfloat16), torch.zeros(64, 768)
+    linear(Linear(weight), x, x)
+    k, sums = torch.zeros(64, 64, 12, 64, dtype=torch.bfloat16), torch.zeros(64, 64, 12, dtype=torch.float64)
+    state = power.State(torch.zeros(64, 12, 2080, 64), torch.zeros(64, 12, 2080))
+    power.flush(Cache(k, k, sums, sums.int(), None), 64, state, 2)
     return codes.values()
 
 

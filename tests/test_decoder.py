@@ -9,11 +9,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from numerics import Largest  # noqa: E402
-from test_kernels import DEVICE, GPU  # noqa: E402
+from numerics import Largest, relative_error  # noqa: E402
+from test_kernels import DEVICE, DTYPES, GPU  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
 
 from sympow.attention import ATTENTIONS  # noqa: E402
-from sympow.attention.operator import memory  # noqa: E402
+from sympow.attention.operator import forms, memory  # noqa: E402
 from sympow.attention import state as state_of  # noqa: E402
 from sympow.attention.embedding import symmetric_power_embedding  # noqa: E402
 from sympow.attention.softmax import softmax_attention  # noqa: E402
@@ -28,7 +29,7 @@ from sympow.kernels.decode import cache as decode_cache  # noqa: E402
 from sympow.kernels.decode import power as decode  # noqa: E402
 from sympow.kernels.decode import qkv as decode_qkv  # noqa: E402
 from sympow.kernels.decode import sampling  # noqa: E402
-from sympow.kernels.decode.linear import Linear, Norm  # noqa: E402
+from sympow.kernels.decode.linear import Linear, Norm, linear  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
 
 GPT2 = dict(p=2, bias=True, embedding_norm=False, activation="gelu_tanh")
@@ -235,6 +236,39 @@ def test_coefficients_are_the_embeddings_to_the_bit(D, p):
     for i in range(p):
         features = features * x[(packed >> 8 * i) & 255]
     assert torch.allclose(features, symmetric_power_embedding(x, p), rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("B", [1, 2, 33, 64, 100] if GPU else [33])
+def test_a_linear_layer_of_many_sequences_equals_float64(B, dtype):
+    N, K = (2304, 768) if GPU else (40, 72)
+    weight, bias, norm, x = (torch.randn(*shape, device=DEVICE) for shape in ((N, K), (N,), (2, K), (B, K)))
+    weight, out = (weight * K**-0.5).to(dtype), torch.randn(B, N, device=DEVICE)
+    normal = F.layer_norm(x.double(), (K,), *norm.double()).to(dtype).double()
+    expected = out + F.gelu(F.linear(normal, weight.double(), bias.double()))
+    linear(Linear(weight, bias, Norm(*norm)), out, x, gelu=1, add=True)
+    assert relative_error(out, expected, 1e-6) < (1e-5 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [2, 4])
+def test_caches_of_many_sequences_are_flushed_into_their_states(p, dtype):
+    B, tokens, D = (64, 70, 64 if p == 2 else 16) if GPU else (2, 19, 16)
+    k, v = (torch.randn(B, tokens + 3, 2, D, device=DEVICE).to(dtype) for _ in range(2))
+    log_g = F.logsigmoid(torch.randn(B, tokens + 3, 2, device=DEVICE, dtype=torch.float64) + 4)
+    cache = decode_cache.Cache(k, v, log_g.cumsum(1), torch.zeros_like(log_g, dtype=torch.int32), None)
+    earlier = forms.flush(*(torch.randn(B, 9, 2, D, device=DEVICE) for _ in range(2)), None, None, p=p)
+    state = forms.PowerState(*(x.double() for x in earlier))
+    expected = forms.flush(*(x[:, :tokens].double() for x in (k, v, log_g)), state, p=p)
+    state = decode.State(*(x.clone() for x in earlier))
+    decode.flush(cache, tokens, state, p)
+    for x, exact in zip(state, expected):
+        assert relative_error(x, exact, 1e-6) < 1e-5
+
+
+def test_a_state_beyond_32_bits_is_refused():
+    with pytest.raises(ValueError, match="p=6 and head dimension 64 has 7,672,158,208 numbers a head"):
+        decode.features(64, 6, torch.device("cpu"))
 
 
 @torch.inference_mode()

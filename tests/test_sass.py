@@ -39,6 +39,7 @@ PAIRS = ("forward", "dq", "dkdv")
     [
         (("2,64", *SOME), SOME),
         (("2,128", "query_gradient_of_pairs"), ("query_gradient_of_pairs",)),
+        (("2,64", "linear"), ("linear",)),
         pytest.param((), SOME + OTHERS, marks=pytest.mark.slow),
         pytest.param(("0,64",), PAIRS, marks=pytest.mark.slow),
     ],

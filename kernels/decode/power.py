@@ -50,7 +50,7 @@ import triton.language as tl
 
 from ..common import exact_product
 from ..configs import early_launch
-from ..layout import make_sqrt_multiplicity
+from ..layout import make_sqrt_multiplicity, symmetric_power_dim
 from .cache import MAX_PROGRAMS, add_part, append_newest, find_token, load_newest, load_rotated, load_tokens
 from .linear import let_next_start, wait_for_previous
 
@@ -76,8 +76,15 @@ def features(D, p, device):
     """Return the Features of phi, in lexicographic order of the non-decreasing multi-indices.
 
     A multi-index is one number, int32 up to p = 4 and else int64, with a byte for each of its p indices. A coefficient
-    is the square root of the number of orders of a multi-index, p! / (c_1! ... c_D!), float32.
+    is the square root of the number of orders of a multi-index, p! / (c_1! ... c_D!), float32. Raises ValueError for a
+    state whose entries have no numbers of 32 bits.
     """
+    size = symmetric_power_dim(D, p) * D
+    if size >= 2**31:
+        raise ValueError(
+            f"a state of p={p} and head dimension {D} has {size:,} numbers a head, the kernels take 2^31: choose a "
+            "smaller p or head dimension, or generate with a KV cache"
+        )
     dtype = torch.int32 if p <= 4 else torch.int64
     indices = torch.tensor(list(combinations_with_replacement(range(D), p)), dtype=dtype)
     packed = sum(indices[:, i] << 8 * i for i in range(p))
