@@ -277,7 +277,7 @@ def errors(size, T, device="cuda"):
     """
     operator = OPERATORS[size.form]
     inputs, arguments, dy = create_inputs(size, T, device)
-    torch.full((2**24,), float("nan"), device=device)  # a kernel that reuses this memory must write all of it
+    fill_free_memory(device)  # a kernel that reuses this memory must write all of it
     first, second = (differentiate(operator.kernels, inputs, arguments, dy) for _ in range(2))
     doubles = {name: x.double() for name, x in inputs.items()}
     measured, floor = differentiate(operator.specification, doubles, arguments, dy), 1e-3 * dy.double().norm()
@@ -285,6 +285,13 @@ def errors(size, T, device="cuda"):
         error = (first[name].double() - exact).norm() / exact.norm().maximum(floor)
         measured[name] = error.item() if first[name].equal(second[name]) else math.inf
     return measured
+
+
+def fill_free_memory(device):
+    """Fill memory with NaN and free it: the next tensors, small or large, get that memory from torch's allocator."""
+    sizes = [2**28, 2**25] + 64 * [2**20] + 256 * [2**17]  # bytes; blocks of up to 1 MB have a pool of their own
+    blocks = [torch.full((size // 4,), math.nan, device=device) for size in sizes]
+    del blocks
 
 
 def create_inputs(size, T, device):

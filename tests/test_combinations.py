@@ -1,0 +1,211 @@
+"""Combinations of arguments of power_attention: in every pair of them y, states and every gradient equal float64.
+
+With TEST_GPU=1 on the GPU, in its kernels, where also every three of TRIPLES occur; elsewhere in PyTorch, with short
+sequences. A fault of the kernels may need a form, a number of queries, no gates and a tensor without a gradient at
+once, so no case was chosen by hand. Two runs must give the same bits. Before each, free memory is filled with NaN.
+"""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from covering import cover
+from numerics import GATES, relative_error
+from torch.nn.functional import logsigmoid, pad
+
+pytest.importorskip("triton", reason="Triton has no wheel for this system")
+
+from test_kernels import DEVICE, GPU  # noqa: E402
+
+from sympow.attention import naive  # noqa: E402
+from sympow.attention.embedding import symmetric_power_dim, symmetric_power_embedding  # noqa: E402
+from sympow.attention.operator import check, dispatch  # noqa: E402
+from sympow.attention.power import power_attention  # noqa: E402
+
+FACTORS = dict(
+    form=("quadratic", "chunked", "recurrent", "auto"),
+    p=(2, 4, 6, 8),
+    gates=("none", "near one", "learned", "documents"),
+    queries=("all", "a third", "one"),
+    state=("none", "initial", "returned", "both"),
+    needs=("all", "q", "k", "v", "log_g", "S", "k v", "q k log_g"),
+    gradient=("of y", "of the state", "of both"),
+    packed=(False, True),
+    dtype=("bfloat16", "float32", "float16", "float64", "autocast"),
+    D=(16, 24, 64, 128),
+    E=("D", "narrower", "wider"),
+    heads=((2, 2), (2, 1), (6, 2)),
+    batch=(1, 2),
+    layout=("contiguous", "fused", "transposed", "expanded dy"),
+    chunk_size=(None, 128, 200),
+    T=(1, 40, 1019, 1024) if GPU else (1, 40),
+)
+TRIPLES = ("form", "queries", "gates", "state", "needs") if GPU else ()
+GATES = GATES | {"documents": lambda x: logsigmoid(x + 4).masked_fill(x > 2, float("-inf"))}
+LARGEST = 2**23 if GPU else 2**18  # entries of a state in float64; the features of all tokens may have 16 times as many
+
+
+def allowed(case):
+    """Return True if these arguments go together, and the specification can compute them."""
+    form, state, T, features = case["form"], case["state"], case["T"], symmetric_power_dim(case["D"], case["p"])
+    return (
+        (T <= 40 or form != "recurrent")  # token by token
+        and (T > 1 or case["queries"] == "all")
+        and (case["queries"] == "all" or not case["packed"])
+        and (case["batch"] == 1 or not case["packed"])
+        and ("log_g" not in case["needs"] or case["gates"] != "none")
+        and (case["needs"] != "S" or state in ("initial", "both"))
+        and (case["gradient"] == "of y" or state in ("returned", "both"))
+        and (case["gradient"], case["needs"]) != ("of the state", "q")
+        and (features * max(T / 16, case["D"]) <= LARGEST or (form, state) == ("quadratic", "none"))
+    )
+
+
+CASES = cover(FACTORS, allowed, TRIPLES)
+
+
+def create(case):
+    """Return ({name: tensor} of the arguments of a case, the lengths of its packed sequences or None)."""
+    T, D, B, (H, Hkv) = case["T"], case["D"], case["batch"], case["heads"]
+    E = {"D": D, "narrower": D - 11, "wider": min(D + 8, 128)}[case["E"]]
+    n = {"all": T, "a third": max(1, T // 3), "one": 1}[case["queries"]]
+    generator = torch.Generator().manual_seed(0)
+    random = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    dtype = torch.float32 if case["dtype"] == "autocast" else getattr(torch, case["dtype"])
+    lengths = [T // 3, 0, T - T // 3] if case["packed"] else None
+    heads = random(B, T, H + 2 * Hkv, max(D, E)).to(DEVICE, dtype).split((H, Hkv, Hkv), 2)
+    x = dict(q=heads[0][:, T - n :, :, :D], k=heads[1][..., :D], v=heads[2][..., :E])
+    change = dict(
+        fused=lambda x: x,
+        contiguous=torch.Tensor.contiguous,
+        transposed=lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    )
+    x = {name: change.get(case["layout"], torch.Tensor.contiguous)(t) for name, t in x.items()}
+    sums = torch.promote_types(dtype, torch.float32)
+    if case["gates"] != "none":
+        x["log_g"] = GATES[case["gates"]](random(B, T, Hkv)).to(DEVICE, sums)
+    if case["state"] in ("initial", "both"):  # of random keys, so that denominators are positive
+        N = len(lengths) if lengths else B
+        state = naive.state_after(*(random(N, 6, Hkv, width).to(DEVICE) for width in (D, E)), p=case["p"])
+        x["S"], x["z"] = (t.to(sums) for t in state)
+    return x, lengths
+
+
+def attend(case, lengths, q, k, v, log_g=None, S=None, z=None):
+    """Return [y], or [y, S, z] where the case returns a state, by power_attention."""
+    ends = None if lengths is None else torch.tensor([0, *itertools.accumulate(lengths)], device=q.device)
+    options = {name: case[name] for name in ("p", "form", "chunk_size")}
+    returns = case["state"] in ("returned", "both")
+    state = None if S is None else (S, z)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=case["dtype"] == "autocast"):
+        y = power_attention(q, k, v, log_g, **options, initial_state=state, return_state=returns, cu_seqlens=ends)
+    return [y[0], *y[1]] if returns else [y]
+
+
+def specify(case, lengths, q, k, v, log_g=None, S=None, z=None):
+    """Return what `attend` does, as it is defined: naive.quadratic, and a state as the sum over all tokens."""
+    earlier = k.shape[1] - q.shape[1]
+    tensors = [pad(q, (0, 0, 0, 0, earlier, 0)), k, v, log_g]
+    outputs, states, first = [], [], 0
+    for i, length in enumerate(lengths or [k.shape[1]]):
+        one = [t if t is None else t[:, first : first + length] for t in tensors]
+        sequences = slice(None) if lengths is None else slice(i, i + 1)
+        options = dict(p=case["p"], initial_state=None if S is None else (S[sequences], z[sequences]))
+        outputs.append(naive.quadratic(*one, **options))
+        if case["state"] in ("returned", "both"):
+            states.append(state_after(*one[1:], **options))
+        first += length
+    return [torch.cat(outputs, 1)[:, earlier:], *map(torch.cat, zip(*states))]
+
+
+def state_after(k, v, log_g, *, p, initial_state):
+    """Return what naive.state_after does, for all tokens at once."""
+    products = pad(naive.gates(log_g, k).transpose(1, 2), (0, 1), value=1).flip(2).cumprod(2).flip(2)  # of later gates
+    phi = symmetric_power_embedding(k.transpose(1, 2), p) * products[:, :, 1:, None]
+    S, z = phi.transpose(2, 3) @ v.transpose(1, 2), phi.sum(2)
+    if initial_state is None:
+        return S, z
+    return S + products[:, :, 0, None, None] * initial_state[0], z + products[:, :, 0, None] * initial_state[1]
+
+
+def differentiate(function, case, tensors):
+    """Return {name: tensor} of the outputs and of the gradients that the case needs, and the norm of the gradients to
+    the outputs."""
+    needs = {"all": [*tensors], "S": ["S", "z"]}.get(case["needs"], case["needs"].split())
+    leaves = {name: x.detach().requires_grad_(name in needs) for name, x in tensors.items()}
+    results = dict(zip(("y", "S", "z"), function(**leaves)))
+    generator = torch.Generator().manual_seed(1)
+    weights = {name: torch.randn(x.shape, generator=generator, dtype=torch.float64) for name, x in results.items()}
+    weights = {name: weight.to(results[name]) for name, weight in weights.items()}
+    if case["layout"] == "expanded dy":
+        weights["y"] = weights["y"][:, :1, :1].expand(results["y"].shape)
+    chosen = {"of y": ["y"], "of the state": ["S", "z"], "of both": ["y", "S", "z"]}[case["gradient"]]
+    chosen = [name for name in chosen if results[name].requires_grad]  # a state does not depend on queries
+    outputs, weights = ([x[name] for name in chosen] for x in (results, weights))
+    gradients = torch.autograd.grad(outputs, [leaves[name] for name in needs], weights, materialize_grads=True)
+    results |= {f"d{name}": gradient for name, gradient in zip(needs, gradients)}
+    return {name: x.detach() for name, x in results.items()}, max(x.norm().item() for x in weights)
+
+
+def tolerance(case, name):
+    """Return the largest error of an output or a gradient.
+
+    phi(q) . z, the sum that a state gives, is small beside its terms for a large p, in PyTorch too.
+    """
+    is_output = name in ("y", "S", "z")
+    if case["dtype"] == "float64":
+        return 1e-9
+    reads_state = case["form"] != "quadratic" or case["state"] in ("initial", "both")
+    cancelling = {2: 0, 4: 1e-2 * (case["form"] == "recurrent"), 6: 1e-2, 8: 0.2}[case["p"]] * reads_state
+    if case["dtype"] == "float32":
+        return max(cancelling, 1e-5 if is_output else 1e-4)
+    if case["dtype"] == "float16":  # computed in float32, then rounded
+        return max(cancelling, 2e-3)
+    return max(cancelling, 4e-3 if is_output else 8e-3 if case["T"] > 1000 else 5e-2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    """Compile the kernels of all cases at once, and let the choice of form trust them: the cases are the check."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "failure", lambda *size: "")
+        if GPU:
+            check.backend.precompile(launch)
+        yield
+
+
+def run(case):
+    """Return what `differentiate` does for power_attention, the arguments and the lengths of packed sequences."""
+    tensors, lengths = create(case)
+    return differentiate(partial(attend, case, lengths), case, tensors)[0], tensors, lengths
+
+
+def launch():
+    """Launch the kernels of all cases."""
+    for case in CASES:
+        has_kernels = case["form"] == "quadratic" or (case["form"] != "recurrent" and case["p"] <= 4)
+        if has_kernels and case["dtype"] != "float64":
+            run(case)
+
+
+def describe(case):
+    return "-".join(f"{name}={value}" if name in ("p", "D", "T") else str(value) for name, value in case.items())
+
+
+@pytest.mark.parametrize("case", CASES, ids=describe)
+def test_every_pair_of_arguments_equals_float64(case):
+    check.fill_free_memory(DEVICE)
+    results, tensors, lengths = run(case)
+    again = run(case)[0]
+    if case["dtype"] == "autocast":  # gates and states stay float32
+        tensors = {name: x.bfloat16() if name in "qkv" else x for name, x in tensors.items()}
+    doubles = {name: x.double() for name, x in tensors.items()}
+    expected, size = differentiate(partial(specify, case, lengths), case, doubles)
+    floor = size * (1e-3 if case["T"] > 1 else 1e-1)  # alone, a token has no gradient but rounding errors
+    errors = {name: relative_error(results[name], exact, floor) for name, exact in expected.items()}
+    wrong = {name: f"{error:.1e}" for name, error in errors.items() if not error <= tolerance(case, name)}
+    assert not wrong, wrong
+    assert all(torch.equal(x, again[name]) for name, x in results.items()), "two runs differ"
+    for name, x in tensors.items():
+        assert f"d{name}" not in results or results[f"d{name}"].dtype == x.dtype or case["dtype"] == "autocast"
