@@ -29,8 +29,9 @@ from sympow.data.dataset import Dataset
 from sympow.data.files import read_json, write_atomically
 from sympow.experiments.report import Entry, plot
 from sympow.runs import checkpoint
-from sympow.runs.folder import environment, fingerprint
+from sympow.runs.folder import fingerprint
 from sympow.runs.program import Parser, refuse
+from sympow.runs.starts import environment
 from sympow.training.stages import reached_limit
 
 

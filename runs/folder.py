@@ -10,21 +10,15 @@ out_dir holds config.json, environment.json, metrics.jsonl, samples.jsonl, the t
 
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
-import shutil
 import socket
-import subprocess
-import sys
 import time
-
-import torch
 
 from sympow.data.files import write_json
 from sympow.data.mixture import Mixture, sets_of
-from sympow.runs import checkpoint
+from sympow.runs import checkpoint, starts
 from sympow.runs.metrics import read_lines
 from sympow.runs.processes import warn
 from sympow.runs.program import refuse
@@ -160,7 +154,7 @@ def start_folder(cfg, settings, dataset):
             lock = lock_out_dir(out_dir)
         write_json(os.path.join(out_dir, "config.json"), {"version": checkpoint.VERSION, **settings})
         dataset.tokenizer.save(out_dir)
-        _record_environment(os.path.join(out_dir, "environment.json"))
+        starts.record_start(out_dir)
     except FileExistsError:
         refuse(f"out_dir {cfg.out_dir} is no folder, but a file: give the name of a folder, new or a run's")
     except OSError as error:
@@ -210,47 +204,6 @@ def fingerprint(dataset):
         if dataset.protocol:  # which gives other windows of the same shards
             parts.append(dataset.protocol)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-
-def _record_environment(path):
-    """Append this start to environment.json, a list of all starts; begin a new list if the file cannot be read."""
-    try:
-        with open(path) as f:
-            starts = json.load(f)
-    except (OSError, ValueError):
-        starts = []
-    write_json(path, [*starts, environment()])
-
-
-def environment():
-    """Return one start of environment.json: the command, this repository's commit, versions, machine and time."""
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
-        "commit": _git("rev-parse", "HEAD"),
-        "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "python": sys.version.split()[0],
-        "versions": {name: _version(name) for name in ("torch", "triton", "numpy", "safetensors", "wandb")},
-        "cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "host": socket.gethostname(),
-        "world": from_launcher("WORLD_SIZE", 1),
-    }
-
-
-def _git(*arguments):
-    """Return what git prints for this repository, "" without git."""
-    if not shutil.which("git"):
-        return ""
-    command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), *arguments]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-
-
-def _version(package):
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _has_steps(folder):
