@@ -15,11 +15,13 @@ from contextlib import suppress
 from statistics import fmean, median
 
 from sympow import did_you_mean
+from sympow.code import changed_files
 from sympow.data import DataError
 from sympow.data.files import read_json
 from sympow.runs.plots import choose_picture, plot_loss_curves, short_count
 from sympow.runs.program import Parser, run_program, refuse
 from sympow.runs.metrics import read_lines
+from sympow.runs.starts import read_starts
 
 WARMUP_LINES = 3  # left out of a run's throughput, because of compilation and cold caches
 LEGEND = "train loss: mean over the last 10% of the logged steps; val loss: the last evaluation; tokens/s: median"
@@ -116,6 +118,15 @@ def other_data(folders):
     return foreign, line if len(set(fingerprints.values())) > 1 else ""
 
 
+def other_code(folders):
+    """Return a line that names runs, {name: folder}, and the files that differ, at any of their starts, from the first
+    start of all; "" if there is none. Of a start without a record nothing is known."""
+    codes = [(name, start["code"]) for name in folders for start in read_starts(folders[name]) if "code" in start]
+    changes = {name: files for name, code in codes if (files := changed_files(codes[0][1], code))}
+    runs = ", ".join(f"{name} ({files})" for name, files in changes.items())
+    return runs and f"\nlosses by different code: {runs}"
+
+
 def format_loss(value):
     return "-" if value is None else f"{value:.4f}"
 
@@ -172,14 +183,15 @@ def main(argv=None):
     runs = {name: read_losses(folder, args.metric) for name, folder in zip(names, args.runs)}
     rows = [summarise(name, train, val) for name, (train, val) in runs.items()]
     print((markdown if args.markdown else plain)(*table(rows, args.metric)))
-    foreign, data = other_data(dict(zip(names, args.runs)))
+    folders = dict(zip(names, args.runs))
+    foreign, data = other_data(folders)
     one_dataset = args.metric != "val_loss"  # of validation, whatever a run was trained on
     comparable = {
         name: ([], val if one_dataset else []) if name in foreign else runs[name] for name, (_, val) in runs.items()
     }
     tokens = different_numbers("losses after different numbers of tokens", rows, "tokens")
     contexts = different_numbers("val losses at different contexts", rows, "val_context")
-    print(f"\n{LEGEND}{tokens}{contexts}{'' if one_dataset else data}", flush=True)
+    print(f"\n{LEGEND}{tokens}{contexts}{'' if one_dataset else data}{other_code(folders)}", flush=True)
     if picture:
         plot_loss_curves(runs, picture, comparable)
         print(f"wrote {picture}")

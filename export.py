@@ -22,6 +22,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 
 from sympow import __version__
+from sympow.code import record_code
 from sympow.data.files import write_json
 from sympow.data.huggingface import tokenizers_json
 from sympow.runs import checkpoint
@@ -29,6 +30,7 @@ from sympow.runs.load import load_run, longest_text, newest_run
 from sympow.runs.program import run_program, refuse
 from sympow.runs.metrics import read_lines
 from sympow.runs.settings import read_settings
+from sympow.runs.starts import last_code
 
 MODELING = Path(__file__).resolve().parent / "sympow" / "modeling.py"
 SHARD = "5GB"  # the largest file of weights
@@ -98,6 +100,7 @@ def write_texts(target, run, folder, config, tokenizer):
         "vocab_size": config.vocab_size,
         "torch_dtype": "float32",
         "model": {**settings["model"], "dropout": config.dropout},
+        "code": last_code(run) or record_code(),
     }
     if limit := longest_text(run):
         model_settings["max_position_embeddings"] = limit

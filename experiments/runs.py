@@ -8,7 +8,6 @@ Runs are kept in out/experiments/ATTENTION-HASH, with the hash of their settings
 run that was stopped goes on. NAME.json has the records of an experiment. A run that is in it is not trained again.
 """
 
-import hashlib
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ from types import SimpleNamespace
 import torch
 
 from sympow.attention import ATTENTIONS
+from sympow.code import short_hash
 from sympow.compare import read_losses
 from sympow.data import DataError
 from sympow.data.dataset import Dataset
@@ -47,7 +47,7 @@ class Run:
     @property
     def folder(self):
         """Return the run's out_dir."""
-        digest = hashlib.sha256(json.dumps([self.dataset, self.settings], sort_keys=True).encode()).hexdigest()
+        digest = short_hash(json.dumps([self.dataset, self.settings], sort_keys=True).encode())
         return f"out/experiments/{self.settings['attention'].replace(',', '-')}-{digest[:10]}"
 
     def commands(self):

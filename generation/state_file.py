@@ -5,8 +5,8 @@
 
 The file is safetensors. Its tensors are `logits` [B, vocab_size] of the next token, `layers.I.NAME` for each tensor of
 each layer's state, and `embedding.NAME` for each tensor of the position embedding's state. Its metadata has a version,
-a description (the settings of the model and the states, a hash of the model's weights, and the run's folder), and a
-sha256 of all that. The file is written whole or not at all.
+a description (the settings of the model and the states, a hash of the model's weights, a record of the code, and the
+run's folder), and a sha256 of all that. The file is written whole or not at all.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from sympow.attention.state import ModelState
+from sympow.code import record_code, warn_of_changes
 from sympow.data.files import whole_file
 from sympow.model import GPTConfig
 from sympow.runs.settings import with_defaults
@@ -36,7 +37,8 @@ def save_state(path, model, logits, state, run=""):
     tensors = {name: x.cpu().contiguous() for name, x in (tensors | {"logits": logits}).items()}
     settings = {part: part_state.settings() for part, part_state in parts.items()}
     folder = run and os.path.abspath(run)
-    description = json.dumps({"run": folder, "n_tokens": state.n_tokens, "settings": settings, **describe_model(model)})
+    model = {"code": record_code(), **describe_model(model)}
+    description = json.dumps({"run": folder, "n_tokens": state.n_tokens, "settings": settings, **model})
     metadata = {"version": VERSION, "description": description, "sha256": hash_tensors(tensors, description)}
     try:
         with whole_file(path) as temporary:
@@ -57,7 +59,7 @@ def find_run(path):
 def load_state(path, model):
     """Return the (logits, ModelState) of `save_state`, on the model's device.
 
-    Raises ValueError, with the reason, for another model's state or a damaged file.
+    Warns if other code read the text. Raises ValueError, with the reason, for another model's state or a damaged file.
     """
     tensors, saved = read_file(path)
     device, own, parts = model.transformer.wte.weight.device, describe_model(model), {}
@@ -72,6 +74,7 @@ def load_state(path, model):
             raise ValueError(
                 "it belongs to the same kind of model with other weights: use the checkpoint it was saved with"
             )
+        warn_of_changes(f"the text of {path} was read with", saved.get("code"))
         for part, empty in model.empty_state(1).parts().items():
             prefix = f"{part}."
             fields = {name.removeprefix(prefix): x.to(device) for name, x in tensors.items() if name.startswith(prefix)}

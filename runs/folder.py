@@ -9,13 +9,13 @@ out_dir holds config.json, environment.json, metrics.jsonl, samples.jsonl, the t
 """
 
 import fcntl
-import hashlib
 import json
 import math
 import os
 import socket
 import time
 
+from sympow.code import TRAINING, short_hash, warn_of_changes
 from sympow.data.files import write_json
 from sympow.data.mixture import Mixture, sets_of
 from sympow.runs import checkpoint, starts
@@ -111,7 +111,8 @@ def _saved_settings(cfg):
 def refuse_other_settings(out_dir, saved, settings):
     """Refuse to go on with a run if a setting differs from the saved ones that would change its steps.
 
-    A run that began before GPTConfig had a field was trained with the field's default, which `saved` has.
+    If only the code is another than at the last start, rank 0 prints a warning. A run that began before GPTConfig had a
+    field was trained with the field's default, which `saved` has.
     """
     old, new = ({**values, **values["model"], "model": None} for values in (saved, settings))
     free = set(FREE)
@@ -136,6 +137,8 @@ def refuse_other_settings(out_dir, saved, settings):
             f"(--init_from={out_dir} begins it with these weights if they fit), or start anew with --init_from=scratch "
             "--overwrite=True"
         )
+    if from_launcher("RANK") == 0:
+        warn_of_changes(f"{out_dir} was last trained with", starts.last_code(out_dir), TRAINING)
 
 
 def start_folder(cfg, settings, dataset):
@@ -203,7 +206,7 @@ def fingerprint(dataset):
         parts = [list(dataset.meta["splits"].values()), dataset.eot]
         if dataset.protocol:  # which gives other windows of the same shards
             parts.append(dataset.protocol)
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    return short_hash(json.dumps(parts).encode())
 
 
 def _has_steps(folder):

@@ -11,6 +11,7 @@ from contextlib import nullcontext, suppress
 
 import torch
 
+from sympow.code import warn_of_changes
 from sympow.data import DataError
 from sympow.data.files import read_json
 from sympow.data.huggingface import read_huggingface
@@ -23,6 +24,7 @@ from sympow.runs.processes import warn
 from sympow.runs.program import refuse
 from sympow.runs.settings import choose_device
 from sympow.runs.source import exported_settings
+from sympow.runs.starts import last_code
 from sympow.training.stages import final_context
 
 
@@ -45,6 +47,7 @@ def load_run(path, cfg):
     device, autocast = choose_precision(cfg)
     model = GPT(GPTConfig(**settings["model"]))
     checkpoint.load(folder, model)
+    warn_of_changes(f"{run} was last trained with", last_code(run))
     return run, model.to(device).eval(), tokenizer, device, autocast
 
 

@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from sympow.attention import ATTENTIONS
+from sympow.code import warn_of_changes
 from sympow.data import describe_error, need
 from sympow.data.files import read_json
 from sympow.data.huggingface import one_line, tokenizers_json
@@ -223,8 +224,9 @@ def open_run(path, dataset, setting):
 def exported_settings(config, path):
     """Return the model's settings in the config.json of a folder that export.py wrote.
 
-    Raises ValueError if this version does not know them.
+    Warns if other code trained the model. Raises ValueError if this version does not know the settings.
     """
+    warn_of_changes(f"{path} was trained with", config.get("code"))
     try:
         GPTConfig(**config["model"])
         return config["model"]

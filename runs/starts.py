@@ -1,12 +1,15 @@
-"""Record how each start of a run began: the command, the commit, the versions and the machine.
+"""Record how each start of a run began, with its code.
 
-    record_start(out_dir)                # appends environment() to environment.json, a list of all starts
+    record_start(out_dir)
+    warn_of_changes("out/a was last trained with", last_code(out_dir))      # of sympow/code.py
+
+environment.json is a list of all starts. In each of them `commit` and `diff`, a file for `git apply`, make the code
+again, and `code` is its record (sympow/code.py).
 """
 
 import importlib.metadata
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -14,19 +17,44 @@ import time
 
 import torch
 
-from sympow.data.files import write_json
+from sympow.code import ROOT, record_code, short_hash
+from sympow.data.files import write_atomically, write_json
+from sympow.runs.processes import warn
 from sympow.runs.settings import from_launcher
+
+# print what differs from the commit, new files of Python too; git's own index stays as it is
+DIFF = """
+export GIT_INDEX_FILE="$(mktemp -u)"
+git read-tree HEAD && git add --intent-to-add -- '*.py' && git diff --binary --no-ext-diff HEAD
+rm -f "$GIT_INDEX_FILE"
+"""
+DIFF_LIMIT = 1_000_000  # bytes of it that are kept
 
 
 def record_start(out_dir):
-    """Append this start to environment.json, a list of all starts; begin a new list if the file cannot be read."""
-    path = os.path.join(out_dir, "environment.json")
+    """Append this start to environment.json, and write its diff; begin a new list if the file cannot be read."""
+    start = environment()
+    if diff := _shell(DIFF):
+        start["diff"] = f"code-{short_hash(diff)}.diff"  # equal ones are one file
+        write_atomically(os.path.join(out_dir, start["diff"]), diff[:DIFF_LIMIT])
+    if len(diff) > DIFF_LIMIT:
+        warn(f"the code differs from its commit in {len(diff):,} bytes, of which {DIFF_LIMIT:,} are kept")
+    starts = [*read_starts(out_dir), start | {"code": record_code()}]
+    write_json(os.path.join(out_dir, "environment.json"), starts)
+
+
+def read_starts(run):
+    """Return the starts in a run's environment.json; none if the file is missing or damaged."""
     try:
-        with open(path) as f:
-            starts = json.load(f)
+        with open(os.path.join(run, "environment.json")) as f:
+            return json.load(f)
     except (OSError, ValueError):
-        starts = []
-    write_json(path, [*starts, environment()])
+        return []
+
+
+def last_code(run):
+    """Return the record of the code that trained a run last, None if it is not known."""
+    return (read_starts(run) or [{}])[-1].get("code")
 
 
 def environment():
@@ -34,8 +62,7 @@ def environment():
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
-        "commit": _git("rev-parse", "HEAD"),
-        "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": _shell("git rev-parse HEAD").decode().strip(),
         "python": sys.version.split()[0],
         "versions": {name: _version(name) for name in ("torch", "triton", "numpy", "safetensors", "wandb")},
         "cuda": torch.version.cuda,
@@ -45,12 +72,9 @@ def environment():
     }
 
 
-def _git(*arguments):
-    """Return what git prints for this repository, "" without git."""
-    if not shutil.which("git"):
-        return ""
-    command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), *arguments]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+def _shell(command):
+    """Return the bytes that a command prints in this repository; none if there is no such command."""
+    return subprocess.run(command, shell=True, cwd=ROOT, capture_output=True).stdout
 
 
 def _version(package):

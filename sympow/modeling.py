@@ -4,6 +4,7 @@ export.py copies this file into the folder as modeling_sympow.py. It needs the p
 """
 
 try:
+    from sympow.code import warn_of_changes
     from sympow.model import GPT, GPTConfig
 except ImportError as error:
     message = "this model needs the package sympow 0.1.0: run `pip install .` in a clone of its repository"
@@ -72,6 +73,7 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config):
         super().__init__(config)
+        warn_of_changes("this model was trained with", getattr(config, "code", None))
         self.gpt = GPT(GPTConfig(**config.model))
         self.post_init()
 

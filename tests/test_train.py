@@ -50,7 +50,7 @@ def test_every_attention_learns(go, attention):
 def test_a_run_folder_has_all_that_is_needed_to_read_it(go):
     assert go("--attention=conformal_sympow", "--out_dir=out/a", "--sample_tokens=100") == 0
     files = {".lock", "ckpt", "config.json", "environment.json", "metrics.jsonl", "samples.jsonl", "tokenizer.json"}
-    assert {*os.listdir("out/a")} == files
+    assert {name for name in os.listdir("out/a") if not name.endswith(".diff")} == files  # of changed code
     assert sorted(os.listdir("out/a/ckpt")) == ["step_00000003", "step_00000006"]
     config = json.load(open("out/a/config.json"))
     assert config["model"]["rope_base"] == 512 and config["model"]["vocab_size"] == 257  # from the data

@@ -1,0 +1,78 @@
+"""Hash the files that decide what is computed, and name those that differ from a record of their hashes.
+
+    record = record_code()               # {"version": "0.1.0", "files": {"model.py": "0f3a9c...", ...}}
+    warn_of_changes("out/a was trained with", record)      # ... other code (sympow 0.1.0, here 0.1.0): model.py
+
+A file's hash is one of its syntax tree, in which comments, docstrings and formatting change nothing. Names are relative
+to the root of a clone or to the installed package, which has the files of MODEL under the same names.
+"""
+
+import ast
+import functools
+import hashlib
+import logging
+import re
+import textwrap
+from contextlib import suppress
+from pathlib import Path
+
+import sympow
+
+ROOT = Path(sympow.__path__[-1])  # of a clone, which sympow/__init__.py appends, or the installed package
+# files, and folders of files, that decide what a model computes
+MODEL = ("model.py", "layers/", "attention/", "kernels/", "kernels/table.json")
+# those that decide how it is trained; in the last two are attentions that only experiments have
+TRAINING = (
+    *MODEL,
+    *"train.py training/ data/dataset.py data/loader.py data/mixture.py runs/machine.py "
+    "experiments/gated_deltanet.py experiments/parts.py".split(),
+)
+
+
+def record_code(places=TRAINING):
+    """Return a record of the code in these places: the package's version, and the hashes of the files."""
+    files = {}
+    for path in [path for place in places for path in (ROOT / place, *(ROOT / place).rglob("*.py")) if path.is_file()]:
+        with suppress(SyntaxError, ValueError):  # of a file that nothing can import
+            files[path.relative_to(ROOT).as_posix()] = hash_syntax(path.read_bytes())
+    return {"version": sympow.__version__, "files": files}
+
+
+@functools.cache
+def hash_syntax(source):
+    """Return a hash of the syntax tree of a file's bytes, the same in every version of Python."""
+    tree = ast.dump(WithoutDocstrings().visit(ast.parse(source)))
+    return short_hash(re.sub(r"\b\w+=\[\](, )?", "", tree).replace(", )", ")").encode())  # not all have empty lists
+
+
+class WithoutDocstrings(ast.NodeTransformer):
+    """Removes constants that are statements, as docstrings are."""
+
+    def visit_Expr(self, node):
+        return None if isinstance(node.value, ast.Constant) else node
+
+
+def short_hash(content):
+    """Return a hash of bytes, of 16 hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def changed_files(record, new_record, places=TRAINING):
+    """Return as a text the names of a record's files in these places that have another hash, or none, in a new record.
+
+    A file that only the new record has decides nothing unless one of these imports it.
+    """
+    old, new = record["files"], new_record["files"]
+    names = [name for name in sorted(old) if name.startswith(places) and old[name] != new.get(name)]
+    return textwrap.shorten(", ".join(names), 500)
+
+
+def warn_of_changes(action, record, places=MODEL):
+    """Print a warning if the code in these places is not the recorded one, with which something was done.
+
+    action: the beginning of the line, "out/a was trained with". If record is None or damaged, nothing is known.
+    """
+    with suppress(AttributeError, KeyError, TypeError):
+        if record and (names := changed_files(record, record_code(places), places)):
+            versions = f"sympow {record['version']}, here {sympow.__version__}"
+            logging.getLogger(__name__).warning(f"{action} other code ({versions}): {names}")
