@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from sympow import check_choice
 from sympow.attention import ATTENTIONS, attention_pattern
-from sympow.attention.positions import check_length
+from sympow.attention.positions import HAS_TABLE, check_length
 from sympow.attention.state import ModelState
 from sympow.attention.variant import check_layer
-from sympow.layers.activation import gelu
+from sympow.layers.activation import APPROXIMATE, gelu
 from sympow.layers.convolution import Convolution
 from sympow.layers.loss import head_loss
 from sympow.layers.mixing import mix_tokens, projected_heads, split_heads
@@ -68,8 +68,8 @@ class GPTConfig:
         for name, limit in {"n_layer": 10**4, "vocab_size": 2**31, "n_positions": 2**31}.items():
             if not 1 <= getattr(self, name) <= limit:
                 raise ValueError(f"{name} must be from 1 to {limit:,}, got {getattr(self, name)}")
-        check_choice("positions", self.positions, ("rotary", "learned"))
-        check_choice("activation", self.activation, ("gelu", "gelu_tanh"))
+        check_choice("positions", self.positions, HAS_TABLE)
+        check_choice("activation", self.activation, APPROXIMATE)
         check_layer(self)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
@@ -136,7 +136,7 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = config.dropout
-        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.approximate = APPROXIMATE[config.activation]
 
     def forward(self, x, norm):
         x = gelu(norm_linear(norm, self.c_fc, x)[1], self.approximate)

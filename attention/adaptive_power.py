@@ -45,6 +45,8 @@ from .power import power_attention
 from .state import attend_to_state
 from .variant import KVCacheVariant
 
+MIXES = {"continuous": False, "mixture": True}  # for each value of the setting adaptive
+
 
 def adaptive_power_attention(q, k, v, powers, *, log_g=None):
     """Compute causal attention with weights |q_i . k_j|^p_i.
@@ -112,17 +114,17 @@ class AdaptivePower(KVCacheVariant):
     @classmethod
     def check(cls, config):
         c = config
-        check_choice("adaptive", c.adaptive, ("continuous", "mixture"))
+        check_choice("adaptive", c.adaptive, MIXES)
         if not (math.isfinite(c.p_min) and math.isfinite(c.p_max) and c.p_min < c.p_max):
             raise ValueError(f"p_min must be below p_max, both finite, got {c.p_min} and {c.p_max}")
         if c.p_min < 1:
             raise ValueError(
                 f"p_min must be at least 1, got {c.p_min}: below, |q.k|^p has no derivative where q.k is 0"
             )
-        limit = 8 if c.adaptive == "mixture" else 1000
+        limit = 8 if MIXES[c.adaptive] else 1000
         if c.p_max > limit:
             raise ValueError(f"p_max must be at most {limit} for adaptive={c.adaptive}, got {c.p_max}")
-        if c.adaptive == "mixture" and (c.p_min % 2 or c.p_max % 2):
+        if MIXES[c.adaptive] and (c.p_min % 2 or c.p_max % 2):
             raise ValueError(
                 "p_min and p_max of adaptive=mixture, which mixes even powers, must be even integers, got "
                 f"{c.p_min} and {c.p_max}"
@@ -130,7 +132,7 @@ class AdaptivePower(KVCacheVariant):
 
     def __init__(self, config):
         super().__init__(config)
-        c, self.mixes = config, config.adaptive == "mixture"
+        c, self.mixes = config, MIXES[config.adaptive]
         if self.mixes:
             self.p = tuple(range(int(c.p_min), int(c.p_max) + 1, 2))
         self.switch_over = "auto" if self.mixes else "never"
@@ -180,7 +182,7 @@ class AdaptivePower(KVCacheVariant):
 
     @classmethod
     def context_layout(cls, config, block_size, dtype, device):
-        if config.adaptive == "continuous":
+        if not MIXES[config.adaptive]:
             raise ValueError("adaptive=continuous computes each row from all keys at once: use adaptive=mixture")
         return "balanced"
 

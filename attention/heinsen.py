@@ -35,13 +35,12 @@ from .operator.arguments import (
 )
 from .operator.dispatch import Plan, computed_dtype, heinsen_kernel_reason
 from .operator.forms import accumulation_dtype
-from .operator.heinsen_forms import CHUNK_SIZE, LogState, empty_log_state
+from .operator.heinsen_forms import CHUNK_SIZE, IS_LOG, LogState, empty_log_state
 from .operator.sequences import is_capturing, split_tokens
 from .positions import LogPosition
 from .state import State
 from .variant import Variant
 
-VALUES, RESIDUALS = ("signed", "log"), ("gpt2", "glu")
 # Weights below e^-87 of a row's largest are zero in float32. With log-values within 30 of zero they could change no
 # entry of y by more than e^(60-87) of itself.
 LOG_VALUE_BOUND = 30.0
@@ -78,14 +77,15 @@ def heinsen_attention(
     check_form(form, chunk_size)
     _check(q, k, v, values, resets, initial_state)
     dtype, (q, k, v) = q.dtype, cast_from_float16(q, k, v)
-    if values == "log":
+    if IS_LOG[values]:
         v = _exp_of_log_values(v, accumulation_dtype(q), refuse)
     if form in ("auto", "chunked") and _kernels_take(q, v):
         y, state = _attend_on_kernels(q, (k, v, resets), initial_state, return_state)
     else:
-        size = {"quadratic": k.shape[1], "recurrent": 1}.get(form, chunk_size or CHUNK_SIZE)
+        size = chunk_size or CHUNK_SIZE
+        size = {"quadratic": k.shape[1], "recurrent": 1, "chunked": size, "auto": size}[form]
         y, state = heinsen_forms.attend(q, k, v, chunk_size=size, resets=resets, initial_state=initial_state)
-    if values == "log":
+    if IS_LOG[values]:
         y = y.masked_fill(y == 0, 1).log()
     y = y.to(dtype)
     return (y, state) if return_state else y
@@ -93,7 +93,7 @@ def heinsen_attention(
 
 def _check(q, k, v, values, resets, initial_state):
     """Raise ValueError, with the value and what would be right, for arguments that do not fit each other."""
-    check_choice("values", values, VALUES)
+    check_choice("values", values, IS_LOG)
     check_tensors(q, k, v, resets=resets, **(initial_state._asdict() if initial_state else {}))
     if resets is not None and (resets.shape != k.shape[:2] or resets.dtype != torch.bool):
         raise ValueError(f"resets must be bool [B, T] = {[*k.shape[:2]]}, got {resets.dtype} {[*resets.shape]}")
@@ -163,13 +163,16 @@ class GatedOutput(nn.Module):
         return self.c_proj(F.glu(self.c_fc(x), dim=-1))
 
 
+OUTPUT_LAYERS = {"gpt2": None, "glu": GatedOutput}  # for each value of the setting residual
+
+
 class Heinsen(Variant):
     rotates, decodes_on_kernels = False, "heinsen"
 
     @classmethod
     def check(cls, config):
-        check_choice("values", config.values, VALUES)
-        check_choice("residual", config.residual, RESIDUALS)
+        check_choice("values", config.values, IS_LOG)
+        check_choice("residual", config.residual, OUTPUT_LAYERS)
         if config.positions != "rotary":  # the default, though it rotates nothing
             raise ValueError("attention=heinsen has a position embedding of its own: leave positions=rotary")
 
@@ -179,7 +182,8 @@ class Heinsen(Variant):
 
     @classmethod
     def output_layer(cls, config):
-        return GatedOutput(config) if config.residual == "glu" else None
+        layer = OUTPUT_LAYERS[config.residual]
+        return layer and layer(config)
 
     def __init__(self, config):
         super().__init__(config)
@@ -208,7 +212,7 @@ class Heinsen(Variant):
         form, D, dtype = self.config.form, self.config.head_dim, computed_dtype(dtype)
         if form in ("quadratic", "recurrent"):
             return Plan(form, 1 if form == "recurrent" else None, False, f"the {form} form is PyTorch's")
-        v_dtype = torch.float32 if self.config.values == "log" and dtype != torch.float64 else dtype
+        v_dtype = torch.float32 if IS_LOG[self.config.values] and dtype != torch.float64 else dtype
         reason = heinsen_kernel_reason(device, dtype, v_dtype, D, D)
         size = self.config.chunk_size or CHUNK_SIZE
         return Plan("chunked", size if reason else KERNEL_BLOCK, not reason, reason)

@@ -11,7 +11,7 @@ references inside the sums and no blocks, so call them with float64. "Softmax At
 
 import torch
 
-from .operator.heinsen_forms import EMPTY, empty_log_state
+from .operator.heinsen_forms import EMPTY, IS_LOG, empty_log_state
 
 
 def quadratic(q, k, v, *, values="signed", resets=None, initial_state=None):
@@ -19,7 +19,7 @@ def quadratic(q, k, v, *, values="signed", resets=None, initial_state=None):
     [B, n, T, H, D]."""
     H, Hkv = q.shape[2], k.shape[2]
     k, v = (x.repeat_interleave(H // Hkv, dim=2) for x in (k, v))
-    v = v.exp() if values == "log" else v
+    v = v.exp() if IS_LOG[values] else v
     seen, state_seen = visible(q, k, resets)
     pairs = torch.where(seen[..., None, None], q[:, :, None] + k[:, None], -torch.inf)  # inf times 0 would be NaN
     w = pairs.exp().sum(-1)  # [B, n, T, H]
@@ -29,7 +29,7 @@ def quadratic(q, k, v, *, values="signed", resets=None, initial_state=None):
         w = (q + m.detach().unsqueeze(1)).exp() * state_seen[..., None, None]  # [B, n, H, D]
         num = num + torch.einsum("bihd,bhde->bihe", w, S)
         den = den + torch.einsum("bihd,bhd->bih", w, z).unsqueeze(-1)
-    return (num / den).log() if values == "log" else num / den
+    return (num / den).log() if IS_LOG[values] else num / den
 
 
 def recurrent(q, k, v, *, values="signed", resets=None, initial_state=None):
@@ -43,14 +43,14 @@ def recurrent(q, k, v, *, values="signed", resets=None, initial_state=None):
         m, S, z = (x.repeat_interleave(group, dim=1) for x in state)
         w = (q[:, t] + m).exp().unsqueeze(2)  # [B, H, 1, D]
         y = (w @ S / (w @ z.unsqueeze(-1))).squeeze(2)
-        outputs.append(y.log() if values == "log" else y)
+        outputs.append(y.log() if IS_LOG[values] else y)
     return torch.stack(outputs, dim=1), state
 
 
 def state_after(k, v, *, values="signed", resets=None, initial_state=None):
     """Return the state (m, S, z) after all tokens, by the recurrence. m is a constant to autograd."""
     (B, T, Hkv, D), E = k.shape, v.shape[3]
-    v = v.exp() if values == "log" else v
+    v = v.exp() if IS_LOG[values] else v
     m, S, z = initial_state or empty_log_state(B, Hkv, D, E, k.dtype, k.device)
     for t in range(T):
         if resets is not None:

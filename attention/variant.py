@@ -22,7 +22,7 @@ from torch import nn
 from .. import check_choice
 from .operator.arguments import check_form, check_power
 from .operator.memory import cached_bytes
-from .positions import LearnedPosition
+from .positions import HAS_TABLE, LearnedPosition
 from .rotary import rotate, rotation_of
 from .state import LayerState, count_positions
 
@@ -132,7 +132,7 @@ class Variant(nn.Module):
         that has decodes_on_kernels = "heinsen" (see above) has a linear layer `dense` with a bias, from n_embd to 2
         n_embd, and a State of one tensor, log x [B, n_embd]; with "learned" it is a LearnedPosition.
         """
-        return LearnedPosition(config.n_positions, config.n_embd) if config.positions == "learned" else None
+        return LearnedPosition(config.n_positions, config.n_embd) if HAS_TABLE[config.positions] else None
 
     @classmethod
     def output_layer(cls, config):
@@ -172,7 +172,7 @@ class Variant(nn.Module):
         """Return what `split` does, but q and k rotated by the positions [T] or [B, T] float64 of their tokens. In a
         model with positions=learned they are as they are."""
         q, k, v = self.split(qkv)
-        if self.config.positions == "rotary":
+        if not HAS_TABLE[self.config.positions]:
             factors = rotation_of(q, positions, self.rope_base)
             q, k = (rotate(x, *factors) for x in (q, k))
         return q, k, v

@@ -16,6 +16,7 @@ import functools
 import numpy as np
 import torch
 
+from .. import check_choice
 from . import DataError
 from .progress import bar
 
@@ -51,7 +52,9 @@ class Windows:
                 f"{name} {block_size} is longer than the {split} split of {dataset.name} "
                 f"({dataset.tokens(split)} tokens): give a smaller --{name} or more text"
             )
-        self.fox = dataset.protocol == "fox"
+        if dataset.protocol:
+            check_choice("protocol", dataset.protocol, ("fox",))
+        self.fox = bool(dataset.protocol)
         if self.fox and (pack or length % block_size):
             raise DataError(
                 f"{name} must divide the {length} tokens of a document of {dataset.name}, and pack be False, since it "

@@ -12,18 +12,18 @@ Layers of different attentions stand side by side; layers.py has one class for e
 
 import copy
 import functools
-import hashlib
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
-import sympow.model
+from sympow import check_choice
 from sympow.attention.positions import most_tokens
 from sympow.attention.operator.check import remember
 from sympow.attention.operator.memory import check_generation_fits
 from sympow.attention.variant import decoding_kernels
+from sympow.code import record_code
+from sympow.data.meta import hash_json
 from sympow.kernels.common import device_guard
 from sympow.kernels.decode import sampling
 from sympow.kernels.decode.linear import Linear, Norm, embed, linear
@@ -39,6 +39,7 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 # Rounding to bfloat16 is 8e-3 to 1.4e-2 in 12 layers, and grows with their number; float32 has products in tf32.
 MODEL_TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 5e-3}
 STATE_TOLERANCE = {torch.bfloat16: 1e-1, torch.float32: 0.0}
+GELU_KINDS = {"gelu": 1, "gelu_tanh": 2}  # of kernels/decode/linear.py
 AHEAD = 2  # tokens that are launched before the first of them is read
 
 
@@ -78,7 +79,8 @@ class Decoder:
         self.head = Linear(self.wte[: c.vocab_size], None, _norm(transformer.ln_f))
         self.ln_wte = _norm(transformer.ln_wte) if c.embedding_norm else None
         self.wpe = transformer["wpe"] if "wpe" in transformer else None
-        self.gelu = 2 if c.activation == "gelu_tanh" else 1
+        check_choice("activation", c.activation, GELU_KINDS)
+        self.gelu = GELU_KINDS[c.activation]
         self.weights = [self._block_weights(block) for block in transformer.h]
 
     def _block_weights(self, block):
@@ -308,9 +310,7 @@ def failure(model, dtype, state_dtype):
 @functools.cache
 def model_hash():
     """Return a hash of the sources that a comparison of the decoder depends on, besides the kernels."""
-    root = Path(sympow.model.__file__).parent
-    files = [path for room in ("layers", "attention", "generation") for path in sorted((root / room).rglob("*.py"))]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in [root / "model.py", *files])).hexdigest()[:16]
+    return hash_json(record_code(("model.py", "layers/", "attention/", "generation/")))[:16]
 
 
 def find_failure(config, variant, dtype, state_dtype, device="cuda"):

@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from sympow.attention.embedding import symmetric_power_dim
 from sympow.attention.heinsen import LOG_VALUE_BOUND
+from sympow.attention.operator.heinsen_forms import IS_LOG
+from sympow.attention.positions import HAS_TABLE
 from sympow.attention.rotary import rotation_rates
 from sympow.attention.softmax import WINDOW_SPARE
 from sympow.attention.state import LayerState
@@ -108,7 +110,7 @@ class CachedLayer:
         self.p, self.switch_over, self.power = mix.p, state.switch_over, None
         self.convolution = Convolution(buffers, weights.convolution, state)
         rates = rotation_rates(c.head_dim, mix.rope_base, buffers.device)
-        rates *= c.positions == "rotary"  # a rate of 0 leaves queries and keys as they are
+        rates *= not HAS_TABLE[c.positions]  # a rate of 0 leaves queries and keys as they are
         self.place = decode_qkv.Position(state.position, rates, buffers.rotation, weights.beta)
         self.allocate(state, tokens_left)
 
@@ -241,7 +243,7 @@ class HeinsenLayer:
         self.buffers, self.weights = buffers, weights
         self.state = decode_heinsen.State(float32(state.m), float32(state.S), float32(state.z))
         self.convolution = Convolution(buffers, weights.convolution, state)
-        self.log_value_bound = LOG_VALUE_BOUND if mix.config.values == "log" else None  # None for signed values
+        self.log_value_bound = LOG_VALUE_BOUND if IS_LOG[mix.config.values] else None  # None for signed values
 
     def step(self):
         b = self.buffers

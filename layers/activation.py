@@ -18,6 +18,8 @@ P = (
     -0.16991705835424148,
 )
 
+APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}  # of torch's GELU, for each value of the setting activation
+
 
 class Gelu(torch.autograd.Function):
     """Compute x Phi(x) from one exp2 and one rsqrt, which are one instruction each where 1 / x and erf are not."""

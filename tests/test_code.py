@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import ROOT, call
 
 from sympow import code, compare, evaluate, export, sample
+from sympow.model import GPT, GPTConfig
 from sympow.runs import starts
 
 LAST = "out/a was last trained with"
@@ -132,3 +134,18 @@ def test_a_start_keeps_what_makes_its_code_again(tmp_path, monkeypatch, capsys):
     clean, *changed = json.loads((tmp_path / "environment.json").read_text())
     assert len(clean["commit"]) == 40 and clean["code"] == code.record_code() and "diff" not in clean
     assert [0 < (tmp_path / start["diff"]).stat().st_size <= 1_000_000 for start in changed] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "attention,name,value",
+    [
+        ("softmax", "activation", "relu"), ("sympow", "positions", "none"), ("sympow_gating", "gate", "slow"),
+        ("heinsen", "values", "root"), ("heinsen", "residual", "none"), ("adaptive_power", "adaptive", "steps"),
+    ],
+)  # fmt: skip
+def test_a_model_takes_no_name_that_it_does_not_know_for_another(attention, name, value):
+    """As where somebody adds a value to those that GPTConfig allows, and forgets a place that should know it."""
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=64, attention=attention)
+    setattr(config, name, value)
+    with pytest.raises((KeyError, ValueError), match=value):
+        GPT(config)(torch.zeros(1, 4, dtype=torch.int64))

@@ -19,7 +19,7 @@ from sympow.attention import state as state_of  # noqa: E402
 from sympow.attention.embedding import symmetric_power_embedding  # noqa: E402
 from sympow.attention.softmax import softmax_attention  # noqa: E402
 from sympow.attention.state import LayerState  # noqa: E402
-from sympow import model as model_module  # noqa: E402
+from sympow import code, model as model_module  # noqa: E402
 from sympow.generation import decoder as decoder_module  # noqa: E402
 from sympow.generation import generate as generate_module  # noqa: E402
 from sympow.generation import layers as layers_module  # noqa: E402
@@ -376,6 +376,10 @@ def change_activation(model, monkeypatch):
     monkeypatch.setattr(model_module, "gelu", lambda x, approximate: x.relu())
 
 
+def rename_activation(model, monkeypatch):
+    model.config.activation = "relu"
+
+
 def widen_mlp(model, monkeypatch):
     mlp = model.transformer.h[1].mlp
     mlp.c_fc, mlp.c_proj = torch.nn.Linear(32, 256, device=DEVICE), torch.nn.Linear(256, 32, device=DEVICE)
@@ -413,6 +417,7 @@ def read_and_generate(model, prompt, switch_over=None, num_samples=1, **options)
         (normalize_queries_and_keys, "softmax", "logits differ by"),
         (scale_layers, "sympow", "logits differ by"),
         (change_activation, "heinsen", "logits differ by"),
+        (rename_activation, "softmax", "activation must be one of gelu, gelu_tanh, got 'relu'"),
         (widen_mlp, "softmax", r"a linear layer has the shape \[256, 32\], not \[128, 32\]"),
         (replace_norm, "softmax", "'RMSNorm' object has no attribute 'bias'"),
     ],
@@ -481,7 +486,7 @@ def test_tokens_leave_the_window_that_is_compared(monkeypatch):
 @pytest.mark.parametrize("path", ["model.py", "layers/norm.py", "attention/operator/forms.py", "generation/layers.py"])
 def test_an_edit_of_the_model_is_compared_again(path, tmp_path, monkeypatch):
     """A comparison is remembered under a hash of the sources on which it depends."""
-    monkeypatch.setattr(model_module, "__file__", str(tmp_path / "model.py"))
+    monkeypatch.setattr(code, "ROOT", tmp_path)
     (tmp_path / "model.py").touch()
     file, hashes = tmp_path / path, set()
     file.parent.mkdir(parents=True, exist_ok=True)

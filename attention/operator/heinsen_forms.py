@@ -35,6 +35,7 @@ from .forms import accumulation_dtype, compute_again, normalize, pieces, without
 
 EMPTY = -1e30  # the reference of a state before any token: finite, because inf - inf is NaN
 LEAF = 8  # tokens of a leaf, inside which pairs are computed feature by feature
+IS_LOG = {"signed": False, "log": True}  # for each kind of values
 CHUNK_SIZE = 256
 
 
