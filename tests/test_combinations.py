@@ -39,7 +39,7 @@ FACTORS = dict(
     heads=((2, 2), (2, 1), (6, 2)),
     batch=(1, 2),
     layout=("contiguous", "fused", "transposed", "expanded dy"),
-    chunk_size=(None, 128, 200),
+    chunk_size=(None, 128, 200) if GPU else (None, 16, 7),
     T=(1, 40, 1019, 1024) if GPU else (1, 40),
 )
 TRIPLES = ("form", "queries", "gates", "state", "needs") if GPU else ()
