@@ -5,13 +5,14 @@ The group tests run in forked processes, gloo, in float64: one group of four ran
 
 import json
 import os
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import SMALL, call, dataset, join, metrics, start_ranks  # noqa: F401 (dataset is a fixture)
+from helpers import SMALL, assert_same_run, call, dataset, join, metrics, start_ranks  # noqa: F401 (dataset is a fixture)
 from numerics import relative_error
 
 from sympow import train
@@ -20,7 +21,7 @@ from sympow.attention.parallel.context import pieces_of
 from sympow.data.dataset import Dataset
 from sympow.data.loader import Windows, eval_batches, train_batch
 from sympow.model import GPT, GPTConfig
-from sympow.training.parallel import Layout, split_context, whole_sequences
+from sympow.training.parallel import Averaged, Layout, split_context, whole_sequences
 
 T, RESET = 32, 7
 CASES = {  # name: the model's settings
@@ -204,10 +205,37 @@ def test_two_ranks_that_share_sequences_train_as_one_and_go_on_as_one(dataset, t
 
 
 @pytest.mark.slow
-def test_ranks_that_share_sequences_go_on_with_the_same_bits(dataset, tmp_path):  # noqa: F811
-    expected = train_in(tmp_path / "whole", dataset, 2, *HYBRID)
-    train_in(tmp_path / "cut", dataset, 2, *HYBRID, "--max_iters=3")
-    assert train_in(tmp_path / "cut", dataset, 2, *HYBRID) == expected
+@pytest.mark.parametrize(
+    "ranks,settings",
+    [
+        (2, "--context_parallel=2"),
+        (3, "--then=64@0.5"),
+        (4, ""),
+        (3, "--shard=True"),
+        (4, "--context_parallel=2"),
+        (4, "--context_parallel=2 --shard=True"),
+    ],
+)
+def test_a_resumed_run_has_the_same_bits_on_any_number_of_ranks(dataset, tmp_path, ranks, settings):  # noqa: F811
+    argv = *HYBRID, "--context_parallel=1", *settings.split(), f"--tokens_per_step={256 * ranks}"
+    train_in(tmp_path / "whole", dataset, ranks, *argv)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut/out/ckpt/step_00000006")
+    train_in(tmp_path / "cut", dataset, ranks, *argv)
+    assert_same_run(tmp_path / "cut/out", tmp_path / "whole/out")
+
+
+def test_gradients_come_in_the_order_of_the_buckets_in_which_ranks_add_them():
+    """Block by block, from the last to the embeddings, so that ranks add some while others are computed."""
+    model = make_model(attention="softmax", positions="learned", n_positions=T, activation_checkpointing=True)
+    order = []
+    for number, part in enumerate([model.transformer.wpe, *model.transformer.h]):
+        for parameter in part.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, number=number: order.append(number))
+    for function in (Averaged([model, model.transformer.h]), lambda: model(*make_batch())[1]):
+        order.clear()
+        function().backward()
+        assert order == sorted(order, reverse=True) and {*order} == {0, 1, 2}
 
 
 def train_traced():

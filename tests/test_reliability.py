@@ -470,7 +470,7 @@ def train_with_a_long_backward_pass():
 
     def backward(loss):
         calls.append(loss)
-        if len(calls) > 4:
+        if len(calls) > 5:  # the first one is before the first step: it arranges the buckets of gradients
             open(f"begun_{os.environ.get('RANK', 0)}", "w").close()
             hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes, without the interpreter's lock
         real(loss)

@@ -129,8 +129,10 @@ class Layout:
             return model, model
         if not self.ranks.distributed:
             return network, network
-        ids = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True), network
+        averaging = DistributedDataParallel(Averaged([network, model.transformer.h]), gradient_as_bucket_view=True)
+        averaging().backward()
+        model.zero_grad()
+        return averaging, network
 
     def average_next(self, network, last):
         """Say if the next backward pass is the last one of its step, with which copies of a model average gradients."""
@@ -155,6 +157,23 @@ class Layout:
                 if weights:
                     weights[name].copy_(tensor)
         return plain
+
+
+class Averaged(torch.nn.ModuleList):
+    """Stands for [network, its blocks] in DistributedDataParallel, so that each start adds gradients in one order.
+
+    DistributedDataParallel adds gradients in buckets. The order of a sum over three ranks or more depends on the place
+    of a gradient in its bucket. After the first backward pass the buckets are arranged anew, by the order in which
+    gradients came. If it belonged to a step, the first step after a resume would have other bits. So the first backward
+    pass is through a sum of all parameters, a call without arguments, which no context or attention changes.
+    """
+
+    def forward(self, *args, **kwargs):
+        network, blocks = self
+        if args:
+            return network(*args, **kwargs)
+        late = {*blocks.parameters()}  # gradients come from the last parameter to the first, as in the network
+        return sum(parameter.sum() for parameter in sorted(self.parameters(), key=late.__contains__))
 
 
 def _tensors_of(model):
