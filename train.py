@@ -20,7 +20,6 @@ from typing import Callable
 
 import torch
 
-from sympow.data import DataError
 from sympow.data.progress import waiting
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint, folder, machine
@@ -144,8 +143,10 @@ def set_up(argv, ranks, stack):
     try:
         cfg = TrainConfig(**fields_of(TrainConfig, values))
         cfg.out_dir = os.path.normpath(cfg.out_dir or os.path.join("out", "-".join(names) or "train"))
+        records = ranks.master and not cfg.eval_only
+        lock = records and checkpoint.exists(cfg.out_dir) and stack.enter_context(folder.lock_out_dir(cfg.out_dir))
         plan = make_plan(cfg, values, ranks)
-    except (DataError, ValueError) as error:
+    except (OSError, ValueError) as error:
         refuse(error)
     machine.choose_numerics(cfg, plan.device, plan.dtype)
     ranks.join(plan.device, cfg.backend, cfg.timeout)
@@ -154,9 +155,8 @@ def set_up(argv, ranks, stack):
     if resume:  # now, since rank 0 alone knows which checkpoints are whole
         folder.refuse_other_settings(cfg.out_dir, plan.saved_settings, plan.settings)
         refuse_moved_stages(cfg, checkpoint.read_progress(resume))
-    records = ranks.master and not cfg.eval_only
     if records:
-        stack.enter_context(folder.start_folder(cfg, plan.settings, plan.dataset))
+        stack.enter_context(folder.start_folder(cfg, plan.settings, plan.dataset, lock))
     writer = stack.enter_context(checkpoint.Writer(cfg.out_dir, ranks))
 
     torch.manual_seed(cfg.seed)

@@ -1,8 +1,9 @@
-"""Open a run's folder: choose the checkpoint to go on from, lock the folder, and record how the run was started.
+"""Open a run's folder: lock it, choose the checkpoint to go on from, and record how the run was started.
 
+    lock = lock_out_dir(cfg.out_dir)                                 # if it has a checkpoint, before one is chosen
     latest, saved = choose_checkpoint(cfg, thorough=True)            # refuses to mix or lose runs
     refuse_other_settings(cfg.out_dir, saved, settings)              # if there is a latest checkpoint
-    with start_folder(cfg, settings, dataset):                       # locked until the end
+    with start_folder(cfg, settings, dataset, lock):                 # locked until the end
         ...
 
 out_dir holds config.json, environment.json, metrics.jsonl, samples.jsonl, the tokenizer, ckpt/ and perhaps wandb/.
@@ -67,7 +68,9 @@ def choose_checkpoint(cfg, dataset, thorough):
         if _has_steps(out_dir) and not (cfg.overwrite or cfg.eval_only):  # evaluating does not write to out_dir
             refuse(f"{out_dir} is not empty: --overwrite=True renames it and starts anew, or choose another out_dir")
         if cfg.overwrite and _has_steps(out_dir):
-            _refuse_to_rename_with(out_dir, [cfg.init_from, ".", *(one.path for one in sets_of(dataset).values())])
+            for path in (cfg.init_from, ".", *(one.path for one in sets_of(dataset).values())):
+                if f"{os.path.realpath(path)}/".startswith(f"{os.path.realpath(out_dir)}/"):  # the new run needs it
+                    refuse(f"{path} is in out_dir {out_dir}, which would be renamed: choose another out_dir")
         return None, None
     latest = checkpoint.newest(out_dir, thorough, warn)
     if not latest and checkpoint.exists(out_dir):
@@ -82,13 +85,6 @@ def choose_checkpoint(cfg, dataset, thorough):
             "put ckpt/ back, or --init_from=scratch --overwrite=True renames it and starts anew"
         )
     return latest, checkpoint.settings(out_dir, latest) if latest else None
-
-
-def _refuse_to_rename_with(out_dir, paths):
-    """Refuse to rename out_dir if one of these paths, which the new run needs, is in it."""
-    for path in paths:
-        if f"{os.path.realpath(path)}/".startswith(f"{os.path.realpath(out_dir)}/"):
-            refuse(f"{path} is in out_dir {out_dir}, which would be renamed: choose another out_dir")
 
 
 def _count_evaluations(out_dir):
@@ -141,20 +137,23 @@ def refuse_other_settings(out_dir, saved, settings):
         warn_of_changes(f"{out_dir} was last trained with", starts.last_code(out_dir), TRAINING)
 
 
-def start_folder(cfg, settings, dataset):
+def start_folder(cfg, settings, dataset, lock):
     """Make out_dir with config.json, environment.json and the tokenizer, so that it can be read without the data.
 
-    With cfg.overwrite, a folder that has a run is renamed first. Returns the lock on the folder, which lasts until it
-    is closed, so that it serves in a `with` statement. Refuses a folder in which another process trains or that cannot
-    be written.
+    With cfg.overwrite, a folder that has a run is renamed first. lock: what lock_out_dir returned before a checkpoint
+    was chosen, False if there was none. Returns the lock on the folder, which lasts until it is closed, so that it
+    serves in a `with` statement. Refuses a folder in which another process trains or that cannot be written.
     """
     out_dir = os.path.realpath(cfg.out_dir)  # a link stays a link
     try:
-        lock = lock_out_dir(out_dir)
+        if not lock:
+            lock = lock_out_dir(out_dir)
+            if checkpoint.exists(out_dir):
+                refuse(f"another process has begun a run in {cfg.out_dir}: the same command again goes on with it")
         if cfg.overwrite and cfg.init_from != "auto" and _has_steps(out_dir):
             _rename(out_dir)
-            lock.close()
-            lock = lock_out_dir(out_dir)
+            lock, old_lock = lock_out_dir(out_dir), lock
+            old_lock.close()
         write_json(os.path.join(out_dir, "config.json"), {"version": checkpoint.VERSION, **settings})
         dataset.tokenizer.save(out_dir)
         starts.record_start(out_dir)
@@ -176,23 +175,24 @@ def _rename(out_dir):
 
 def lock_out_dir(out_dir):
     """Lock a folder, made if it is missing, for as long as the returned file is open and this process lives."""
-    os.makedirs(out_dir, exist_ok=True)
-    lock = open(os.path.join(out_dir, ".lock"), "a+")
+    path, owner = os.path.join(out_dir, ".lock"), "another process"
     for _ in range(20):  # a process that was just killed, or its child, may hold the lock for an instant
+        os.makedirs(out_dir, exist_ok=True)
+        lock = open(path, "a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
         except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip() or owner
             time.sleep(0.05)
+            continue
         except OSError:  # a file system without locks
-            break
-    else:
-        lock.seek(0)
-        owner = lock.read().strip() or "another process"
-        refuse(f"{owner} is training in {out_dir}: stop it, or choose another out_dir")
-    lock.truncate(0)
-    print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
-    return lock
+            pass
+        if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):  # else its last owner has renamed the folder
+            lock.truncate(0)
+            print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
+            return lock
+    refuse(f"{owner} is training in {out_dir}: stop it, or choose another out_dir")
 
 
 def fingerprint(dataset):

@@ -1,7 +1,6 @@
 """Training survives kills, damaged checkpoints, full disks, signals and gradients that are not finite."""
 
 import copy
-import fcntl
 import functools
 import hashlib
 import itertools
@@ -18,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+import types
 from contextlib import suppress
 
 import pytest
@@ -43,8 +43,7 @@ from sympow import train
 from sympow.data import DataError
 from sympow.data.files import sha256_of
 from sympow.training import batches
-from sympow.runs import checkpoint
-from sympow.runs import processes
+from sympow.runs import checkpoint, folder, processes
 
 EXTRA = ["--attention=sympow_gating", "--dropout=0.1", "--warmup_iters=2"]
 TINY = (
@@ -123,10 +122,10 @@ def test_twenty_kills_at_random_moments_change_nothing(dataset, tmp_path):
         if process.exitcode == 0:  # it was done before: start anew
             os.rename(out / "killed", out / f"done_{len(os.listdir(out))}")
     assert join(go("killed")) == [0]
-    for folder in sorted(os.listdir(out)):
-        assert_same_run(out / folder, out / "whole")
-        for step in os.listdir(out / folder / "ckpt"):
-            assert not checkpoint.damage(out / folder / "ckpt" / step), (seed, step)
+    for name in sorted(os.listdir(out)):
+        assert_same_run(out / name, out / "whole")
+        for step in os.listdir(out / name / "ckpt"):
+            assert not checkpoint.damage(out / name / "ckpt" / step), (seed, step)
 
 
 @pytest.mark.parametrize(
@@ -518,14 +517,51 @@ def test_ctrl_c_within_a_long_step_is_answered_at_once_and_a_second_one_ends_it(
     assert [printed().count(answer) for answer in answers] == [1, 1]
 
 
-def test_a_second_process_in_one_folder_is_refused(go, capsys):
-    os.makedirs("out/a")
-    with open("out/a/.lock", "a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        print("process 12 on there", file=lock, flush=True)
-        assert go(*TINY, "--out_dir=out/a") == 2
-        assert f"process 12 on there is training in {os.getcwd()}/out/a: stop it" in capsys.readouterr().err
-    assert go(*TINY, "--out_dir=out/a") == 0
+def at_first_wait(monkeypatch, act):
+    """Call act() when a process waits for the lock of a run's folder for the first time."""
+    acts = [act]
+    clock = types.SimpleNamespace(sleep=lambda seconds: acts and acts.pop()(), strftime=time.strftime)
+    monkeypatch.setattr(folder, "time", clock)
+
+
+def test_a_second_process_in_one_folder_is_refused_also_if_the_first_renames_it(go, finished, monkeypatch, capsys):
+    shutil.copytree(finished / "cut", "out/a")
+    locks = [folder.lock_out_dir("out/a")]
+
+    def rename():  # as with --overwrite=True
+        os.rename("out/a", "out/a.old-1")
+        locks.append(folder.lock_out_dir("out/a"))
+        locks[0].close()
+
+    at_first_wait(monkeypatch, rename)
+    assert go("--out_dir=out/a") == 2
+    assert f"process {os.getpid()} on {socket.gethostname()} is training in out/a: stop it" in refusal(capsys)
+    locks[1].close()
+
+
+def test_the_checkpoint_is_chosen_under_the_lock(go, finished, monkeypatch, capsys):
+    shutil.copytree(finished / "cut", "out/a")
+    lock = folder.lock_out_dir("out/a")
+
+    def end():  # another process, which has taken a step more
+        shutil.rmtree("out/a/ckpt")
+        shutil.copytree(finished / "whole", "out/a", dirs_exist_ok=True)
+        lock.close()
+
+    at_first_wait(monkeypatch, end)
+    assert go("--out_dir=out/a", "--max_iters=7") == 0
+    assert "going on from out/a/ckpt/step_00000006, step 6" in capsys.readouterr().out
+
+
+def test_a_run_that_another_process_began_meanwhile_is_not_taken_for_a_new_one(go, finished, monkeypatch, capsys):
+    def begin(*args, start=folder.start_folder):
+        shutil.copytree(finished / "cut", "out/a")
+        return start(*args)
+
+    monkeypatch.setattr(folder, "start_folder", begin)
+    assert go("--out_dir=out/a") == 2
+    assert "another process has begun a run in out/a: the same command again goes on with it" in refusal(capsys)
+    assert lines("out/a") == lines(finished / "cut")
 
 
 def test_the_same_command_goes_on_before_there_is_a_checkpoint_and_after_torchruns_restart(go, monkeypatch):
@@ -776,17 +812,17 @@ def test_a_folder_that_is_no_run_is_neither_written_nor_renamed(go, dataset, cap
     write("foreign/tokenizer.json", "mine"), write("foreign/metrics.jsonl", '{"step": 9}\n')
     os.makedirs("other")
     write("other/config.json", '{"model_type": "another"}')
-    contents = {folder: sorted(os.listdir(folder)) for folder in ("foreign", "other", dataset)}
-    for folder, message in (
+    contents = {name: sorted(os.listdir(name)) for name in ("foreign", "other", dataset)}
+    for name, message in (
         ("foreign", "foreign is not a run's folder, it has in but no config.json: choose another out_dir"),
         (dataset, "is not a run's folder, it has meta.json but no config.json"),
         ("other", "other/config.json is of version None, and this program reads version 1"),
         ("foreign/metrics.jsonl", "out_dir foreign/metrics.jsonl is no folder, but a file: give the name of a folder"),
     ):
         for options in ((), ("--init_from=scratch", "--overwrite=True")):
-            assert go(f"--out_dir={folder}", *options) == 2
+            assert go(f"--out_dir={name}", *options) == 2
             assert message in refusal(capsys)
-    assert {folder: sorted(os.listdir(folder)) for folder in contents} == contents
+    assert {name: sorted(os.listdir(name)) for name in contents} == contents
     assert open("foreign/tokenizer.json").read() == "mine"
 
 
