@@ -36,8 +36,8 @@ def read_meta(path):
     if meta.get("version") != VERSION:
         version = str(meta.get("version"))[:40]
         raise VersionError(
-            f"{path} is of version {version}, not {VERSION}: delete it and prepare the dataset again, or name another "
-            "folder"
+            f"{path} is of version {version}, not {VERSION}: delete it and its shards and prepare the dataset again, "
+            "or name another folder"
         )
     if meta.pop("sha256", None) != hash_json(meta):
         raise DataError(f"{path} is damaged (sha256 differs)")

@@ -34,7 +34,7 @@ from .tokenizer import FILES
 
 UNFINISHED = "unfinished"  # the folder in a dataset's folder in which it is prepared
 LOCK = ".lock"  # the file in there that a prepare script locks
-OURS = (*FILES, "meta.json", "prepare.py", "__pycache__", UNFINISHED, "progress.json", "journal.jsonl", LOCK)
+OURS = {"meta.json", "prepare.py", "__pycache__", UNFINISHED, "progress.json", "journal.jsonl"}
 
 
 class Unit(NamedTuple):
@@ -152,22 +152,26 @@ def _write_shards(folder, units, meta, dtype):
 
 
 def _check_folder(folder):
-    """Raise DataError if the folder has files of others and is neither a dataset nor has a prepare.py."""
-    if not os.path.lexists(folder):
-        return
+    """Raise DataError if the folder has files of others and is neither a dataset nor has a prepare.py.
+
+    A shard or a tokenizer that no meta.json names is of others, in any folder.
+    """
     unfinished = os.path.join(folder, UNFINISHED)
-    if os.path.isdir(unfinished) and (strangers := _strangers(unfinished)):
-        raise DataError(f"{unfinished} is not of a dataset of ours ({strangers}): move it away, or give another --out")
-    if find_meta(os.path.join(folder, "meta.json")) or os.path.exists(os.path.join(folder, "prepare.py")):
-        return
-    if strangers := _strangers(folder):
-        raise DataError(f"{folder} is not empty and holds no dataset of ours ({strangers}): give another --out")
+    metas = [*filter(None, (find_meta(os.path.join(path, "meta.json")) for path in (folder, unfinished)))]
+    shards, strangers = _sort_names(folder)
+    if metas or os.path.exists(os.path.join(folder, "prepare.py")):
+        strangers = set()
+    if metas or not os.path.exists(os.path.join(folder, "meta.json")):  # the names in a damaged one are unknown
+        strangers |= shards - {file for meta in metas for file in (*FILES, *shards_of(meta))}
+    if strangers := strangers | _sort_names(unfinished)[1]:
+        raise DataError(f"{folder} or its {UNFINISHED}/ has {min(strangers)}, no file of ours: give another --out")
 
 
-def _strangers(folder):
-    """Return names in a folder that no prepare script writes, as a text; an empty one if there are none."""
-    names = (name for name in os.listdir(folder) if name not in OURS and not SHARD.fullmatch(name))
-    return ", ".join(sorted(name for name in names if not name.startswith("."))[:3])
+def _sort_names(folder):
+    """Return (the names of shards and tokenizers, names that no prepare script writes) in a folder, as sets."""
+    names = {name for name in os.listdir(folder) if not name.startswith(".")} if os.path.isdir(folder) else set()
+    shards = {name for name in names if SHARD.fullmatch(name) or name in FILES}
+    return shards, names - shards - OURS
 
 
 @contextmanager
@@ -209,7 +213,8 @@ def _stored(folder):
 def _finish(folder):
     """Let the dataset in folder/unfinished, which has a meta.json, take the place of the one in the folder.
 
-    Between the first and the last step the folder has no meta.json, so that nothing reads a mixture.
+    Of what was there it removes only the shards that the old meta.json names. While new ones come the folder has no
+    meta.json, so that nothing reads a mixture.
     """
     unfinished = os.path.join(folder, UNFINISHED)
     meta = find_meta(os.path.join(unfinished, "meta.json"))
@@ -217,10 +222,10 @@ def _finish(folder):
         remove(os.path.join(unfinished, "meta.json"))
         return
     shards = shards_of(meta)
+    old = find_meta(os.path.join(folder, "meta.json"))
+    for name in shards_of(old).keys() - shards.keys() if old else ():
+        remove(os.path.join(folder, name))
     remove(os.path.join(folder, "meta.json"))
-    for name in os.listdir(folder):
-        if SHARD.fullmatch(name) and name not in shards:
-            remove(os.path.join(folder, name))
     for name in os.listdir(unfinished):
         if name in shards or name in FILES:
             os.replace(os.path.join(unfinished, name), os.path.join(folder, name))

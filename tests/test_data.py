@@ -284,7 +284,7 @@ def test_another_version_is_refused_by_name(tmp_path):
     for version in (1, 3, None):
         (tmp_path / "meta.json").write_text(json.dumps(meta | {"version": version}))
         for act in (Dataset, lambda folder: is_complete(folder, {}), write):
-            with pytest.raises(DataError, match=f"meta.json is of version {version}, not 2: delete it and prepare the"):
+            with pytest.raises(DataError, match=f"meta.json is of version {version}, not 2: delete it and its shards"):
                 act(str(tmp_path))
 
 

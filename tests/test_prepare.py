@@ -187,6 +187,8 @@ VAL = np.full((1, 4), 9)
         ({"meta.json": b"[1, 2]", "notes.txt": b"x"}, True),
         ({"notes.txt": b"mine"}, True),
         ({"unfinished/essay.txt": b"mine"}, True),
+        ({"val_00007.bin": b"mine"}, True),
+        ({"tokenizer.json": b"mine"}, True),
         ({"prepare.py": b"", "train.bin": b"nanoGPT's", "input.txt": b"x"}, False),
         ({"prepare.py": b"", ".gitignore": b"x", "__pycache__/prepare.pyc": b"x"}, False),
         ({".DS_Store": b"x"}, False),
@@ -219,11 +221,15 @@ def test_files_of_others_in_a_dataset_of_ours_stay(tmp_path):
         path.write_text("mine")
     write(tmp_path, train=(3,))
     assert all(path.exists() for path in mine) and not (tmp_path / "train_00001.bin").exists()
+    mine[0].rename(stray := tmp_path / "train_00001.bin")
+    with pytest.raises(DataError, match="has train_00001.bin, no file of ours: give another --out"):
+        write(tmp_path)
+    stray.unlink()
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "essay.txt").write_text("mine")
     files_before = contents(tmp_path)
     for act in (lambda: write(tmp_path), lambda: is_complete(tmp_path, {})):
-        with pytest.raises(DataError, match="unfinished is not of a dataset of ours .essay.txt.: move it away"):
+        with pytest.raises(DataError, match="its unfinished/ has essay.txt, no file of ours"):
             act()
     assert contents(tmp_path) == files_before
 
