@@ -325,8 +325,9 @@ def evaluate_and_save(run):
         val_loss = evaluate(run)
         share(run)
     chosen = run.signal or progress.best_step == progress.step or run.plan.cfg.always_save_checkpoint
-    healthy = not run.skipped.in_a_row and (val_loss is None or math.isfinite(val_loss))
-    if chosen and healthy and run.unsaved:
+    if not (finite := math.isfinite(val_loss or 0.0)) and reason_to_stop(run):  # None: it was not evaluated
+        raise Failed(f"the validation loss of step {progress.step}, the last, is {val_loss}: it is not saved")
+    if chosen and finite and run.unsaved and not run.skipped.in_a_row:
         begin = time.perf_counter()
         progress.skipped, run.unsaved = (run.skipped.total, run.skipped.in_a_row), False
         if run.tracker:

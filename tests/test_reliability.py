@@ -620,12 +620,18 @@ def test_other_data_under_the_same_name_are_refused(go, tmp_path, capsys):
     assert "was trained with dataset=" in error and " data=" in error
 
 
-def test_weights_without_a_finite_loss_are_not_saved(go, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "max_iters,message",
+    [
+        (30, "8 steps in a row had no finite gradient; there is no checkpoint"),
+        (3, "the validation loss of step 3, the last, is nan: it is not saved"),
+    ],
+)
+def test_weights_without_a_finite_loss_are_not_saved(go, monkeypatch, capsys, max_iters, message):
     monkeypatch.setattr(os, "_exit", sys.exit)
-    assert go("--out_dir=out/a", "--learning_rate=1e38", "--warmup_iters=0", "--max_iters=30", "--max_skipped=8") == 1
-    printed = capsys.readouterr().err
-    assert "8 steps in a row had no finite gradient" in printed and "there is no checkpoint" in printed
-    assert not os.path.isdir("out/a/ckpt")
+    anew = "--learning_rate=1e38", "--warmup_iters=0", "--max_skipped=8"
+    assert go("--out_dir=out/a", *anew, f"--max_iters={max_iters}") == 1
+    assert message in capsys.readouterr().err and not os.path.isdir("out/a/ckpt")
 
 
 def not_finite(monkeypatch, steps):
