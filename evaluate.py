@@ -140,7 +140,7 @@ def open_documents(folder, cfg):
     """Return the Windows of the documents that a run is to read; refuse what does not fit."""
     run = checkpoint.run_of(folder)
     try:
-        settings = checkpoint.settings(run, checkpoint.newest(folder))
+        settings = checkpoint.settings(run)
         dataset = Dataset(cfg.dataset or settings["dataset"])
         dataset.check_tokens(load_tokenizer(run), folder)
         config = GPTConfig(**settings["model"])

@@ -10,10 +10,12 @@ modeling_sympow.py and README.md, a model card. Loading it takes transformers (t
 not grow for the sympow attentions.
 """
 
+import errno
 import os
 import secrets
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,16 +56,17 @@ def main():
     if not cfg.to or (target.exists() and not is_ours and (target.is_file() or any(target.iterdir()))):
         refuse(f"--to must be a new folder, or one that export.py wrote, got {cfg.to!r}")
     export(run, target)
-    print(f"wrote {target} from {run}: {sum(f.stat().st_size for f in target.iterdir()) / 1e6:.1f} MB")
+    print(f"wrote {target} from {run}")
 
 
 def export(run, target):
-    """Write the newest checkpoint of a run to the folder `target`, for transformers; replace an earlier export there.
+    """Write the newest checkpoint of a run to the folder `target`, for transformers.
 
-    run: a run's folder, or one of its checkpoints. The folder is written under a temporary name and renamed.
+    run: a run's folder, or one of its checkpoints. The folder is written under a temporary name and takes the place of
+    an earlier export, even if another process puts its own there meanwhile.
     """
-    run_folder, model, tokenizer, *_ = load_run(run, SimpleNamespace(device="cpu", dtype="float32"))
-    target = Path(target)
+    folder, model, tokenizer, *_ = load_run(run, SimpleNamespace(device="cpu", dtype="float32"))
+    target = Path(target).resolve()
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
     try:
@@ -72,21 +75,31 @@ def export(run, target):
         for path in temporary.iterdir():
             path.chmod(0o644)
         shutil.copy(MODELING, temporary / "modeling_sympow.py")
-        write_texts(
-            temporary, run_folder, checkpoint.newest(run, True, files=checkpoint.WEIGHTS), model.config, tokenizer
-        )
-        if target.exists():
-            shutil.rmtree(target)
-        os.rename(temporary, target)
+        write_texts(temporary, checkpoint.run_of(run), folder, model.config, tokenizer)
+        put_in_place(temporary, target)
     except SafetensorError as error:  # such as a full disk
         raise OSError(f"{target} cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def put_in_place(folder, target):
+    """Rename a folder to the path `target`; remove the folder that is there, or that another process puts there."""
+    replaced = f"{folder}.old"
+    while True:
+        with suppress(FileNotFoundError):
+            os.rename(target, replaced)
+            shutil.rmtree(replaced)
+        try:
+            return os.rename(folder, target)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+
+
 def write_texts(target, run, folder, config, tokenizer):
     """Write the configurations, the tokenizer and the model card of a run and its checkpoint `folder` into `target`."""
-    settings = checkpoint.settings(run, folder)
+    settings = checkpoint.settings(run)
     text, end_of_text = tokenizers_json(tokenizer)
     ids = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
     model_settings = {

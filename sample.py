@@ -11,6 +11,7 @@ the next token; attention/state.py describes the state between two tokens.
 """
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ def main():
     check(cfg)
     text = read_text(cfg.prompt)
     cfg.out_dir = cfg.out_dir or state_file.find_run(cfg.load_state) or newest_run()
-    run, model, tokenizer, device, autocast = load_run(cfg.out_dir, cfg)
+    folder, model, tokenizer, device, autocast = load_run(cfg.out_dir, cfg)
     if cfg.state_dtype != "float32" and device.type != "cuda":
         refuse(f"state_dtype={cfg.state_dtype} is for GPUs, here states are float32")
     timings = Timings(device)
@@ -66,7 +67,7 @@ def main():
     except (MemoryError, torch.OutOfMemoryError) as error:
         sys.exit(f"sample.py: {str(error).splitlines()[0]}")
     report = timings.report(cfg.num_samples, len(prompt))
-    print_summary(run, model, device, report, limit)
+    print_summary(os.path.dirname(os.path.dirname(folder)), model, device, report, limit)
     if cfg.json:
         print(json.dumps(report))
 

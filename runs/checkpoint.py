@@ -252,12 +252,14 @@ def newest(path, thorough=False, log=lambda line: None, files=FILES):
     """Return the folder of the newest checkpoint at `path` that is whole, or None.
 
     path: a run's folder, or a checkpoint itself. log: called with a line for each that is left out. thorough, files:
-    as `damage` takes them.
+    as `damage` takes them. If training removes one meanwhile, since it has newer ones, the choice begins again.
     """
     for folder in [path] if _is_checkpoint(path) else reversed(_all(path)):
         problem = damage(folder, thorough, files)
         if not problem:
             return folder
+        if not os.path.lexists(folder):
+            return newest(path, thorough, log, files)
         log(f"{folder} is left out: {problem}")
     return None
 

@@ -1,6 +1,6 @@
 """The one way into a run for the programs that use its model: choose the run, and load its newest whole checkpoint.
 
-    run, model, tokenizer, device, autocast = load_run(cfg.out_dir or newest_run(), cfg)
+    folder, model, tokenizer, device, autocast = load_run(cfg.out_dir or newest_run(), cfg)
 
 A folder that export.py wrote has the model without the run: `load_exported`. No code in a folder is ever run.
 """
@@ -30,25 +30,25 @@ from sympow.training.stages import final_context
 
 @waiting("reading the weights")
 def load_run(path, cfg):
-    """Return the run's folder, its model, its tokenizer, the device and the autocast context to use.
+    """Return the checkpoint's folder, its model, its tokenizer, the device and the autocast context to use.
 
     path: a run's folder or one of its checkpoints; cfg has the settings device and dtype. The checksums of the weights
-    are compared: a damaged checkpoint is named on stderr and left out for the one before it. Refuse a run without a
-    checkpoint, or with a config.json or tokenizer that cannot be read or does not fit.
+    are compared: a damaged checkpoint is named on stderr and left out for the one before it. If training removes it
+    while it is read, a newer one is chosen. Refuse a run without a checkpoint, or with a config.json or tokenizer that
+    cannot be read or does not fit.
     """
-    folder = checkpoint.newest(path, True, warn, checkpoint.WEIGHTS)
-    if not folder:
-        refuse(no_checkpoint(path))
-    run = checkpoint.run_of(path)
-    try:
-        settings, tokenizer = checkpoint.settings(run, folder), load_tokenizer(run)
-    except DataError as error:
-        refuse(error)
-    device, autocast = choose_precision(cfg)
-    model = GPT(GPTConfig(**settings["model"]))
-    checkpoint.load(folder, model)
-    warn_of_changes(f"{run} was last trained with", last_code(run))
-    return run, model.to(device).eval(), tokenizer, device, autocast
+    run, (device, autocast) = checkpoint.run_of(path), choose_precision(cfg)
+    while folder := checkpoint.newest(path, True, warn, checkpoint.WEIGHTS):
+        try:
+            settings, tokenizer = checkpoint.settings(run, folder), load_tokenizer(run)
+            model = GPT(GPTConfig(**settings["model"]))
+            checkpoint.load(folder, model)
+            warn_of_changes(f"{run} was last trained with", last_code(run))
+            return folder, model.to(device).eval(), tokenizer, device, autocast
+        except (DataError, FileNotFoundError) as error:
+            if not checkpoint.damage(folder, False, checkpoint.WEIGHTS):  # nothing of it has gone
+                refuse(error)
+    refuse(no_checkpoint(path))
 
 
 def load_exported(path, device):

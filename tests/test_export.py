@@ -110,6 +110,21 @@ def test_mistakes_are_refused(run_folder, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "mine" / "file").read_text() == "mine" and not (tmp_path / "new").exists()
 
 
+def test_of_two_exports_into_one_folder_the_last_stays(run_folder, tmp_path, monkeypatch):
+    run, _ = run_folder()
+    target = tmp_path / "hf"
+
+    def rename(source, destination, real=os.rename):
+        if destination == target:
+            monkeypatch.setattr(os, "rename", real)
+            export.export(run, target)  # of another process
+        real(source, destination)
+
+    monkeypatch.setattr(os, "rename", rename)
+    export.export(run, target)
+    assert sorted(os.listdir(tmp_path)) == ["hf", "out"]
+
+
 def test_the_run_is_named_as_for_the_other_programs_or_is_the_newest(run_folder, tmp_path, monkeypatch, capsys):
     run_folder()
     monkeypatch.chdir(tmp_path)

@@ -553,6 +553,21 @@ def test_the_checkpoint_is_chosen_under_the_lock(go, finished, monkeypatch, caps
     assert "going on from out/a/ckpt/step_00000006, step 6" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("moment", ["damage", "load"])
+def test_a_checkpoint_that_training_removes_meanwhile_is_chosen_again(finished, tmp_path, monkeypatch, moment):
+    shutil.copytree(finished / "cut", tmp_path / "a")
+    real, path = getattr(checkpoint, moment), tmp_path / "a/ckpt"
+
+    def remove(*args):
+        monkeypatch.setattr(checkpoint, moment, real)
+        os.rename(path / "step_00000005", path / "step_00000009")
+        return real(*args)
+
+    monkeypatch.setattr(checkpoint, moment, remove)
+    assert call(export.main, tmp_path / "a", f"--to={tmp_path}/hf") == 0
+    assert "step_00000009" in (tmp_path / "hf/README.md").read_text()
+
+
 def test_a_run_that_another_process_began_meanwhile_is_not_taken_for_a_new_one(go, finished, monkeypatch, capsys):
     def begin(*args, start=folder.start_folder):
         shutil.copytree(finished / "cut", "out/a")
