@@ -20,7 +20,7 @@ import torch
 from sympow.bench.timing import finish, make_parser, print_row, print_titles, require_gpu
 from sympow.data import describe_error
 from sympow.model import GPT, GPTConfig
-from sympow.training.optimizer import make_optimizer
+from sympow.training.optimizer import make_optimizer, take_step
 from sympow.runs.program import run_program
 from sympow.train import TrainConfig
 
@@ -60,9 +60,7 @@ def take_steps(network, model, optimizer, x, y, steps):
         with torch.autocast(x.device.type, torch.bfloat16):
             _, loss = network(x, y)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        take_step(model, optimizer, 1.0)
     if not math.isfinite(loss.item()):  # waits for the GPU
         raise FloatingPointError(f"the loss is {loss.item()}")
     return (time.perf_counter() - start) / steps

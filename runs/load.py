@@ -7,7 +7,7 @@ A folder that export.py wrote has the model without the run: `load_exported`. No
 
 import glob
 import os
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import torch
 
@@ -70,7 +70,7 @@ def choose_precision(cfg):
     device, dtype = choose_device(cfg.device, cfg.dtype)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current device
-    return device, torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
+    return device, torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 def transformers_type(path):

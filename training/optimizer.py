@@ -143,7 +143,7 @@ def take_step(model, optimizer, grad_clip):
     optimizer.found_inf = (~norm.isfinite()).float()  # the same on all ranks
     if hasattr(optimizer, "_step_supports_amp_scaling") or not optimizer.found_inf:
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     return norm
 
 

@@ -211,4 +211,4 @@ def rehearse(plan, model, optimizer, network):
         del moments
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(f"at context {stage.block_size:,}: {error}") from error
-    model.zero_grad(set_to_none=True)
+    model.zero_grad()
