@@ -178,7 +178,7 @@ def fit_checksums(folder):
     write(f"{folder}/checksums.json", json.dumps(sums))
 
 
-@pytest.mark.parametrize("model", [{"n_layer": "2"}, {"n_lazer": 2}, {"attention": "none"}, {"n_layer": 10**9}])
+@pytest.mark.parametrize("model", [{"n_layer": "2"}, {"n_lazer": 2}, {"attention": "none"}])
 def test_a_model_that_there_is_not_is_damage(finished, tmp_path, model):
     folder = shutil.copytree(finished / "cut/ckpt/step_00000005", tmp_path / "step_00000005")
     change_json(folder / "progress.json", model=model)
@@ -975,7 +975,12 @@ def test_half_written_checkpoints_are_removed_also_where_there_is_no_whole_one(g
 
 
 @pytest.mark.parametrize(
-    "changes,message", [({"then": "x@y"}, "then must be CONTEXT@START"), ({"model": [1]}, "model")]
+    "changes,message",
+    [
+        ({"then": "x@y"}, "then must be CONTEXT@START"),
+        ({"model": [1]}, "it has no model of type dict"),
+        ({"init_from": None}, "it has no init_from of type str"),
+    ],
 )
 def test_an_odd_value_in_config_json_is_one_line_of_every_program(go, capsys, changes, message):
     assert go(*TINY, "--out_dir=out/a") == 0
@@ -1016,18 +1021,6 @@ def test_a_link_as_out_dir_stays_a_link(go):
 def test_an_out_dir_that_is_not_utf_8_is_refused(go, capsys):
     assert go(*TINY, f"--out_dir={os.fsdecode(b'out/gr' + bytes([252]) + b'n')}") == 2
     assert "out_dir must be UTF-8, got b'out/gr\\xfcn'" in refusal(capsys) and not os.path.exists("out")
-
-
-@pytest.mark.parametrize("key", ["init_from", "then", "model"])
-def test_a_flipped_key_in_config_json_is_one_line(go, capsys, key):
-    assert go(*TINY, "--out_dir=out/a") == 0
-    with open("out/a/config.json") as f:
-        settings = json.load(f)
-    settings[key[:-1] + "_"] = settings.pop(key)
-    with open("out/a/config.json", "w") as f:
-        json.dump(settings, f)
-    assert go(*TINY, "--out_dir=out/a") == 2
-    assert f"config.json is damaged: it has no {key} of type" in capsys.readouterr().err
 
 
 def test_a_flipped_bit_in_the_progress_is_noticed_by_every_rank(go):
