@@ -38,17 +38,18 @@ class Dataset:
             raise
         except DataError as error:
             raise DataError(f"{error}: delete it and run {prepare}") from error
-        self.name = self.meta["name"]
-        self.vocab_size = self.meta["vocab_size"]
-        self.eot = self.meta["eot"]
+        self.name, self.tokenizer = self.meta["name"], load_tokenizer(self.path)
+        self.vocab_size, self.eot = self.tokenizer.vocab_size, self.tokenizer.eot
         self.protocol = self.meta["arguments"].get("protocol")
         self.document_length = self.meta["document_length"]
-        self.tokenizer = load_tokenizer(self.path)
-        if self.tokenizer.fingerprint() != self.meta["tokenizer"]:
+        own = [self.tokenizer.fingerprint(), self.vocab_size, self.eot]
+        if own != [self.meta.get(key) for key in ("tokenizer", "vocab_size", "eot")]:
             raise DataError(f"{self.path}/tokenizer.json is of another dataset: run {self.meta['prepare']}")
         self._dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
         self._shards = {split: self.meta["splits"][split]["shards"] for split in SPLITS}
         self._ends = {split: np.cumsum([shard["documents"] for shard in self._shards[split]]) for split in SPLITS}
+        if not all(map(self.documents, SPLITS)):
+            raise DataError(f"{path} is damaged (a split has no rows): delete it and run {prepare}")
         for shard in shards_of(self.meta).values():
             if not shard_is_whole(self.path, shard, self._dtype.itemsize):
                 raise self._damaged(shard)

@@ -28,7 +28,7 @@ import numpy as np
 from . import DataError
 from .dataset import Dataset
 from .files import flush_to_disk, remove, sha256_of, write_atomically
-from .meta import SHARD, SPLITS, VERSION, find_meta, hash_json, shard_is_whole, shards_of, write_meta
+from .meta import SHARD, SPLITS, VERSION, find_meta, hash_json, shard_is_whole, shards_of, splits_of, write_meta
 from .progress import STARTED, bar
 from .tokenizer import FILES
 
@@ -89,7 +89,7 @@ def write_dataset(folder, units, tokenizer, document_length, arguments, source, 
         "eot": tokenizer.eot,
         "dtype": dtype.name,
         "document_length": document_length,
-        "splits": {split: {"documents": 0, "tokens": 0, "shards": []} for split in SPLITS},
+        "splits": splits_of({}),
         "source": source,
         "prepare": command,
         "arguments": arguments,
@@ -124,7 +124,7 @@ def _write_shards(folder, units, meta, dtype):
     }
     progress = os.path.join(unfinished, "progress.json")
     listed = (find_meta(progress) or {"units": {}})["units"]
-    numbers, reused = {split: itertools.count() for split in SPLITS}, 0
+    shards, numbers, reused = {}, {split: itertools.count() for split in SPLITS}, 0
     for unit in bar(units, unit="shard", desc=meta["name"]):
         file = f"{unit.split}_{next(numbers[unit.split]):05d}.bin"
         key = [meta["arguments"], file] if unit.key is None else [unit.split, unit.key]
@@ -141,11 +141,8 @@ def _write_shards(folder, units, meta, dtype):
                 listed = {}
             shard = _write_shard(os.path.join(unfinished, file), rows, meta, dtype)
         reused += path is not None
-        meta["units"][file] = unit_id
-        split = meta["splits"][unit.split]
-        split["shards"].append(shard)
-        split["documents"] += shard["documents"]
-        split["tokens"] += shard["tokens"]
+        meta["units"][file], shards[file] = unit_id, shard
+        meta["splits"] = splits_of(shards)
         if path is None:
             write_meta(progress, meta)
     return reused

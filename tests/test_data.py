@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, assert_same_batch_for_any_ranks, byte_encoding, flip_bits, run, verify
+from helpers import ROOT, assert_same_batch_for_any_ranks, byte_encoding, damage, flip_bits, run, verify
 
 from sympow.data import DataError, command, shards
 from sympow.data.corpus import find_files, plan_units
@@ -296,6 +296,20 @@ def test_a_name_in_meta_json_does_not_leave_the_folder(tmp_path):
         write_meta(tmp_path / "meta.json", meta)
         with pytest.raises(DataError, match=rf"meta.json is damaged \(a shard is named '{name[:80]}"):
             Dataset(tmp_path)
+
+
+def test_a_wrong_value_in_meta_json_is_one_line(tmp_path):
+    """Of a wrong type, out of range or against the others, below a right sha256: no traceback, and nothing is taken."""
+    write(tmp_path)
+    meta, texts = read_meta(tmp_path / "meta.json"), {"name", "source", "prepare", "sha256", "units"}
+    meta = {key: value for key, value in meta.items() if key != "version"} | {"arguments": {"protocol": "fox"}}
+    for path, wrong, damaged in damage(meta):
+        if wrong == "x" and texts & {path[0], path[-1]} or wrong in ({}, None, ...) and path[0] == "arguments":
+            continue  # any text will do there, and any arguments
+        write_meta(tmp_path / "meta.json", damaged)
+        with pytest.raises(DataError, match=r"^\S+meta.json is damaged \(.*\): delete it and|json is of another"):
+            Dataset(tmp_path)
+            pytest.fail(f"{path}: {wrong}")
 
 
 def test_the_tokenizer_of_another_dataset_is_refused(tmp_path):
