@@ -29,8 +29,9 @@ CACHED = "k", "v", "log_g"  # the tensors of a LayerState that have a row for ea
 class State:
     """The state of one layer.
 
-    Subclass it as a dataclass. The batch is the first dimension of its tensors, which are None if they are missing, and
-    its other fields can be written as JSON. The methods below follow from that.
+    Subclass it as a dataclass. The batch is the first dimension of its tensors, which are None if they are missing.
+    Those with a row for each token in their second dimension are called k, v and log_g. Its other fields can be written
+    as JSON. The methods below follow from that.
     """
 
     fixed_size = False  # True if its tensors have the same shapes after any number of tokens
@@ -72,6 +73,8 @@ class LayerState(State):
     @staticmethod
     def empty(batch, device, switch_over="auto"):
         """Return the state before any token."""
+        if switch_over not in ("auto", "always", "never") and not (type(switch_over) is int and switch_over > 0):
+            raise ValueError(f"switch_over must be auto, always, never or at least 1, got {switch_over!r}")
         position = torch.zeros(batch, dtype=torch.float64, device=device)
         return LayerState(position, switch_over=switch_over)
 

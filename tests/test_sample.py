@@ -9,7 +9,7 @@ import weakref
 import pytest
 import tiktoken
 import torch
-from helpers import SMALL, byte_encoding, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
+from helpers import damage, SMALL, byte_encoding, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from test_model import tiny
@@ -316,6 +316,37 @@ def test_settings_of_a_state_that_cannot_be_read_are_refused(description, messag
     save_file(tensors, file, metadata={"version": "1", "description": description, "sha256": checksum})
     with pytest.raises(ValueError, match=message):
         state_file.load_state(file, model)
+
+
+@pytest.mark.parametrize(
+    "attention,switch_over,settings",
+    [("sympow_gating", None, {}), ("conformal_sympow", 2, {}), ("softmax", None, {"positions": "learned"})],
+)
+def test_a_state_of_other_tensors_than_the_model_has_is_refused(attention, switch_over, settings, tmp_path):
+    """Of another name, shape or dtype, or with a wrong description, below a right sha256."""
+    model, file = small(attention, n_layer=1, **settings), str(tmp_path / "read.state")
+    save(model, [256, 10, 20], file, switch_over)
+    tensors, description = state_file.read_file(file)
+    cases = [(path, tensors, wrong) for path, value, wrong in damage(description) if wrong_in_a_state(path, value)]
+    for name, x in tensors.items():
+        others = {key: y for key, y in tensors.items() if key != name}
+        wrong = [x.to(torch.int32), x.half(), x.unsqueeze(-1), x - torch.inf if "position" in name else x * torch.nan]
+        wrong += [torch.cat((x, x), dim) for dim in range(x.dim())]
+        cases += [(name, others, description), (name, {**others, f"{name}s": x.clone()}, description)]
+        cases += [(name, {**others, name: y}, description) for y in wrong if x.is_floating_point()]
+    for case, tensors, description in cases:
+        text = json.dumps(description)
+        metadata = {"version": "1", "description": text, "sha256": state_file.hash_tensors(tensors, text)}
+        save_file(tensors, file, metadata=metadata)
+        with pytest.raises(ValueError):
+            state_file.load_state(file, model)
+            pytest.fail(f"{case}: {description}")
+
+
+def wrong_in_a_state(path, value):
+    """Return True if a state cannot have this value: its run may be any text, and left out settings have a default."""
+    has_default = len(path) > 1 and value in (..., {})
+    return path[0] not in ("run", "model") and not has_default and value != 10**12
 
 
 def test_a_state_from_before_a_setting_of_the_model_has_its_default(tmp_path, monkeypatch):
