@@ -13,12 +13,14 @@ import logging
 import os
 import re
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 from . import DataError, describe_error, need
 from .corpus import cut_rows
 from .files import write_atomically
+from .huggingface import one_line
 from .meta import hash_json
 from .shards import UNFINISHED, Unit, begun_arguments, is_complete, write_dataset
 from .split import join_documents
@@ -26,17 +28,21 @@ from .tokenizer import named_tokenizer
 
 DOCUMENTS = 8192  # per shard: about 40 MB of text from the web
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}  # of `datasets`, by suffix
+DEEPEST = 900  # lists and objects of JSON in each other, fewer than any parser takes
 ROWS = 1000  # of parquet in memory; `datasets` would take as many as the first group has, which may be none
+COLUMN_OPTIONS = {"parquet": "columns", "csv": "usecols"}  # by kind of files, which columns are read
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 OPTIONS = "document_length val_fraction documents split val_split config column shard_documents revision".split()
 
 
 class Source(NamedTuple):
-    """Names what is read. options: arguments of datasets.load_dataset; files: a hash over local files, or None."""
+    """Names what is read. options: arguments of datasets.load_dataset; files: a hash over local files, or None; kind:
+    of local files, as in BUILDERS."""
 
     name: str
     options: dict
     files: str | None
+    kind: str = ""
 
 
 def add_options(parser):
@@ -64,7 +70,7 @@ def prepare_documents(paths, args):
         raise DataError(f"--shard_documents must be at least 1, got {args.shard_documents}")
     if args.tokenizer.startswith("bpe:"):
         raise DataError("--tokenizer must be bytes, gpt2 or PATH/tokenizer.json: bpe:SIZE needs data/text/prepare.py")
-    source, tokenizer = find_source(paths), named_tokenizer(args.tokenizer)
+    source, tokenizer = find_source(paths, args.column), named_tokenizer(args.tokenizer)
     if source.files is None:
         args.revision = args.revision or _revision(source, args.out)
     arguments = {
@@ -89,8 +95,11 @@ def prepare_documents(paths, args):
         val.close()
 
 
-def find_source(paths):
-    """Return the Source that paths stand for: one folder, files of one kind, or the name of a dataset on the hub."""
+def find_source(paths, column):
+    """Return the Source that paths stand for: one folder, files of one kind, or the name of a dataset on the hub.
+
+    column: the one to read as text. Raises DataError if it is text in some parquet files and not in others.
+    """
     first = paths[0]
     on_hub = HUB_NAME.fullmatch(first) and _suffix(first) not in BUILDERS and not os.path.lexists(first)
     if len(paths) == 1 and on_hub:
@@ -110,8 +119,33 @@ def find_source(paths):
         raise DataError(f"{', '.join(paths)}: give files of one kind ({', '.join(BUILDERS)}), or one folder of them")
     if kinds == {"parquet"}:
         options["batch_size"] = ROWS
+        types = {file: _parquet_type(file, column) for file in files}
+        other = [f"{file}: {name}" for file, name in types.items() if "string" not in name]
+        if 0 < len(other) < len(files):  # `datasets` would write numbers as text
+            raise DataError(f'column "{column}" is text in some files and not in others: {other[0]}')
+    if kinds == {"json"}:
+        for file in files:
+            _check_depth(file)
+    if kinds == {"csv"}:  # cells of "NA" and "null" are text, and 007 is no number
+        options |= {"converters": {column: str}, "keep_default_na": False}
     identity = [[file, (status := os.stat(file)).st_size, status.st_mtime_ns] for file in files]
-    return Source(", ".join(paths), options, hash_json(identity))
+    return Source(", ".join(paths), options, hash_json(identity), *kinds)
+
+
+def _parquet_type(file, column):
+    """Return the name of the type of a column in a parquet file."""
+    with one_line(file, "cannot be read"):
+        schema = need("pyarrow.parquet").read_schema(file)
+        return str(schema.field(column).type) if column in schema.names else "missing"
+
+
+def _check_depth(file):
+    """Raise DataError if a line of JSON is nested so deeply that the parser of `datasets` would overflow the stack."""
+    with one_line(file, "cannot be read"), open(file, "rb") as f:
+        for line in f:
+            if line.count(b"[") + line.count(b"{") > DEEPEST:
+                with suppress(ValueError):  # which `datasets` reports
+                    json.loads(line)  # raises RecursionError
 
 
 def _suffix(path):
@@ -168,6 +202,9 @@ class Documents:
         self.source, self.column, self.every, self.required = source, args.column, every, every and args.documents
         self.stream = open_stream(source, split, args.config, args.revision)
         self._check_first(split)
+        if column_option := COLUMN_OPTIONS.get(source.kind):  # other columns may differ from file to file
+            source = source._replace(options=source.options | {column_option: [self.column]})
+            self.stream = open_stream(source, split, args.config, args.revision)
         self.stream = self.stream.select_columns([self.column])
         self.journal, self.key = journal, key
         self.states = {0: self.stream.state_dict()}  # number of a document -> state of the stream before it

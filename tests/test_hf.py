@@ -14,6 +14,7 @@ from sympow.data.dataset import Dataset
 from sympow.data.hf import prepare as hf
 
 datasets = pytest.importorskip("datasets")
+pyarrow = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
 TEXTS = [f"document {i} " + "word " * (i % 7) for i in range(100)]
@@ -61,6 +62,25 @@ def test_a_folder_and_files_of_each_kind_give_the_same_documents(undisturbed, pa
     files = [parts / f"train-{i}.parquet" for i in range(3)]
     for argv in ([tmp_path / "all.jsonl", "--column=body"], [tmp_path / "all.csv", "--column=body"], files):
         assert splits(prepare(tmp_path / "out", *argv)) == splits(undisturbed), argv
+
+
+def test_cells_of_csv_are_text_as_they_stand(tmp_path):
+    cells = ["NA", "null", "007", "", "1e3", "nan", "True"]
+    with open(tmp_path / "all.csv", "w", newline="") as f:
+        csv.writer(f).writerows([["id", "text"], *([i, cell] for i, cell in enumerate(40 * cells))])
+    dataset = prepare(tmp_path / "out", tmp_path / "all.csv", "--document_length=8")
+    assert texts(dataset, "train")[:6] == cells[1:]
+
+
+def test_of_parquet_the_text_column_alone_is_read_and_must_be_text_in_every_file(undisturbed, parts, tmp_path):
+    files = [tmp_path / f"train-{i}.parquet" for i in range(3)]
+    for i, file in enumerate(files):  # the other column is of another type in each
+        text = pq.read_table(parts / file.name)["text"]
+        pq.write_table(pyarrow.table({"text": text, "n": pyarrow.array([(1, "a", 2.0)[i]] * len(text))}), file)
+    assert splits(prepare(tmp_path / "out", *files)) == splits(undisturbed)
+    pq.write_table(pyarrow.table({"text": [1, 2, 3]}), files[1])
+    with pytest.raises(DataError, match='column "text" is text in some files .*train-1.parquet: int64$'):
+        prepare(tmp_path / "other", *files)
 
 
 def test_parts_and_groups_without_rows_are_left_out(undisturbed, parts, tmp_path):
@@ -148,6 +168,7 @@ def test_validation_may_be_a_split_of_its_own(parts, tmp_path):
         (["{tmp}/empty.jsonl"], "has no documents"),
         (["{tmp}/none.parquet"], "has no documents"),
         (["{tmp}/cut.jsonl"], "cannot load .*cut.jsonl"),
+        (["{tmp}/deep.jsonl"], "deep.jsonl cannot be read .RecursionError"),  # a SIGSEGV of pyarrow
         (["{tmp}/holes.jsonl"], "document 4 of the source has 'None'"),
         (["no.parquet"], "does not exist"),
         (["{tmp}/holes.jsonl", "{parts}"], "give files of one kind .*, or one folder of them"),
@@ -162,6 +183,8 @@ def test_what_cannot_be_prepared_is_one_line_that_says_what_there_is(parts, tmp_
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "cut.jsonl").write_text('{"text": "a"}\n{"te')
+    deep = "[" * 100_000 + "]" * 100_000
+    (tmp_path / "deep.jsonl").write_text('{"text": "a"}\n' * 300 + f'{{"text": "a", "x": {deep}}}\n')
     (tmp_path / "holes.jsonl").write_text('{"text": "a"}\n' * 4 + '{"text": null}\n' * 200)
     datasets.Dataset.from_dict({"text": []}).cast_column("text", datasets.Value("string")).to_parquet(
         str(tmp_path / "none.parquet")
