@@ -40,6 +40,7 @@ WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\
 NO_VOCABULARY = "the data came without GPT-2's vocabulary, so prepare them again where it can be downloaded"
 LARGEST = 1 << 20  # ids in a vocabulary that is trained
 PIECE = 1 << 16  # characters of a long text that are tokenized in one piece, on one core
+LONGEST = 1 << 17  # characters of a piece where no word ends
 AT_ONCE = 1 << 22  # characters tokenized before their ids become arrays; as Python integers these take 40 bytes each
 
 
@@ -357,12 +358,15 @@ _CUT = re.compile(r"[^\W_](?=\W)")
 def split_long_text(text):
     """Yield a long text in pieces of about PIECE characters that together give the ids of the whole.
 
-    Cuts come between a letter or digit and a character that is neither: none of GPT-2's words spans these two.
+    Cuts come between a letter or digit and a character that is neither: none of GPT-2's words spans these two. A word
+    of LONGEST characters, which is no text, is cut too: its time grows faster than its length.
     """
     start = 0
-    while len(text) - start > 2 * PIECE and (cut := _CUT.search(text, start + PIECE)):
-        yield text[start : cut.end()]
-        start = cut.end()
+    while len(text) - start > 2 * PIECE:
+        cut = _CUT.search(text, start + PIECE, start + LONGEST)
+        end = cut.end() if cut else start + LONGEST
+        yield text[start:end]
+        start = end
     yield text[start:]
 
 

@@ -87,6 +87,14 @@ def test_long_texts_in_pieces_give_the_same_tokens(escaped, monkeypatch):
         assert ids.tolist() == encoding.encode_ordinary(json.dumps(text)[1:-1] if escaped else text)
 
 
+def test_a_word_without_end_is_cut_and_loses_nothing():
+    text = "a word, and then " + 400_000 * "." + " the end"
+    pieces = [*split_long_text(text)]
+    assert "".join(pieces) == text and max(map(len, pieces)) == 1 << 17
+    tokenizer = Tokenizer("bpe", pairs_encoding())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 def test_memory_of_long_texts_is_little_more_than_their_tokens(monkeypatch):
     monkeypatch.setattr("sympow.data.tokenizer.AT_ONCE", 1 << 14)
     tokenizer, text = Tokenizer("bpe", pairs_encoding()), "ab cd, " * 50_000
@@ -280,6 +288,7 @@ def test_a_damaged_tokenizer_config_is_named(tmp_path, content):
     [
         ({"a": 0, "b": 0}, "an id stands twice"),
         ({"a": 0, "b": 2}, "an id stands twice"),  # the end of text becomes number 2
+        ({"a": 0, "b": 2**32 - 1}, "an id is 4294967295, and must be below 2\\^31"),
     ],
 )
 def test_a_vocabulary_that_is_none_is_refused(tmp_path, vocabulary, reason):
