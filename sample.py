@@ -144,7 +144,8 @@ def read_text(prompt):
     """Return the prompt's text, from its file for FILE:path."""
     try:
         if prompt.startswith("FILE:"):
-            with open(prompt[5:], encoding="utf-8", newline="") as file:  # line ends stay, as prepare.py reads them
+            path = os.path.expanduser(prompt[5:])
+            with open(path, encoding="utf-8", newline="") as file:  # line ends stay, as prepare.py reads them
                 return file.read()
         prompt.encode()
         return prompt

@@ -9,6 +9,7 @@ if __name__ == "__main__":
 
 import argparse
 import os
+import re
 import shlex
 import sys
 
@@ -19,7 +20,20 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
     pass
 
 
-class Parser(argparse.ArgumentParser):
+class PathParser(argparse.ArgumentParser):
+    """An ArgumentParser that takes ~ at the start of a path for the home folder; a shell does not in --out=~/x.
+
+    Paths with commas between are taken apart. A prompt is no path.
+    """
+
+    def parse_known_args(self, args=None, namespace=None):
+        words = sys.argv[1:] if args is None else args
+        home = os.path.expanduser("~")
+        words = [word if word.startswith("--prompt") else re.sub("(?<=[=,])~(?=/)", home, word) for word in words]
+        return super().parse_known_args(words, namespace)
+
+
+class Parser(PathParser):
     """An ArgumentParser with the options of all prepare scripts, without abbreviations and without a usage dump."""
 
     def __init__(self, description, script, val_fraction=0.05):

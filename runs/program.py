@@ -13,7 +13,7 @@ import socket
 import sys
 from contextlib import suppress
 
-from sympow.data.command import drop_output, open_streams
+from sympow.data.command import PathParser, drop_output, open_streams
 
 
 def refuse(message, every_rank=False):
@@ -38,7 +38,7 @@ def process_name():
     return f"{name} (rank {rank} on {socket.gethostname()})" if several else name
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(PathParser):
     """An ArgumentParser that prints one line for a mistake, and takes no abbreviated options."""
 
     def __init__(self, docstring, **kwargs):
