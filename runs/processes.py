@@ -49,8 +49,11 @@ class Ranks:
 
     def __init__(self):
         self.distributed = bool(os.environ.get("RANK"))
-        self.world = from_launcher("WORLD_SIZE", 1) if self.distributed else 1
+        world = from_launcher("WORLD_SIZE", 1)
+        self.world = world if self.distributed else 1
         self.rank, self.local = from_launcher("RANK"), from_launcher("LOCAL_RANK")
+        if self.rank >= self.world:
+            refuse(f"RANK must be below WORLD_SIZE={self.world}, as a launcher sets them, got {self.rank}", True)
         self.master = self.rank == 0
         self.device = self.watch = self.store = self.cpu_group = None
 

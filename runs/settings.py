@@ -151,7 +151,7 @@ def _read_file(path):
         values = runpy.run_path(path)
         with open(path) as f:
             nodes = ast.walk(ast.parse(f.read()))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         refuse(f"config file {path} does not run: {type(error).__name__}: {error}")
     names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     return {name: values[name] for name in names if name in values and not name.startswith("_")}
@@ -228,7 +228,10 @@ def choose_device(device, dtype, local=0):
 
 def from_launcher(name, default=0):
     """Return the whole number that torchrun, or another launcher, puts into the environment under this name."""
-    return int(os.environ.get(name) or default)
+    text = os.environ.get(name) or str(default)
+    if not (text.isascii() and text.isdigit()):
+        refuse(f"the environment variable {name}, of a launcher, must be a whole number, got {text[:40]!r}", True)
+    return int(text)
 
 
 def accumulation_steps(cfg, settings, world):

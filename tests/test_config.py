@@ -7,8 +7,10 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from sympow import train
+from sympow import evaluate, export, sample, train
+from sympow.data import command
 from sympow.model import GPTConfig
+from sympow.runs.program import Parser
 from sympow.runs.settings import FIELD, convert, read_settings
 
 
@@ -97,12 +99,31 @@ def test_a_config_file_may_import_and_define_and_its_mistakes_are_refused(tmp_pa
     for text, message in (
         ("batch_size = 1 / 0", "does not run: ZeroDivisionError"),
         ("batch_size =", "does not run: SyntaxError"),
+        ("import sys; sys.exit(7)", "does not run: SystemExit: 7"),
         ("batchsize = 1", "c.py: did you mean batch_size?"),
         ("learning_rate = float('inf')", "learning_rate must be a finite number, got 'inf'"),
         ("batch_size = True", "batch_size must be a whole number below 2^63, got 'True'"),
     ):
         path.write_text(text)
         assert message in refusal(capsys, str(path))
+
+
+@pytest.mark.parametrize("cls", [train.TrainConfig, sample.SampleConfig, evaluate.EvaluateConfig, export.ExportConfig])
+def test_a_path_of_any_setting_may_begin_at_home(cls, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = tmp_path / "home.py"
+    for field in fields(cls):
+        config.write_text(f"{field.name} = '~/x:0.5,~/y'")
+        for argv in ([str(config)], [f"--{field.name}=~/x:0.5,~/y"]) if field.type is str else ():
+            expected = "~/x:0.5,~/y" if field.name == "prompt" else f"{tmp_path}/x:0.5,{tmp_path}/y"
+            assert read_settings((cls,), argv)[0] == {field.name: expected}
+
+
+def test_other_programs_take_paths_from_home_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for parser in (command.Parser("", "data/text/prepare.py"), Parser("", prog="prog")):
+        parser.add_argument("--png")
+        assert parser.parse_args(["--png=~/x"]).png == f"{tmp_path}/x"
 
 
 @pytest.mark.parametrize("cls", [train.TrainConfig, GPTConfig])
