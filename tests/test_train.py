@@ -322,6 +322,22 @@ def test_nccl_without_gpus_is_refused_in_one_line(monkeypatch, capsys):
     assert refused.value.code == 2 and "backend=nccl needs a GPU for each rank" in refusal(capsys)
 
 
+@pytest.mark.parametrize(
+    "name,value,message",
+    [
+        ("RANK", "abc", "RANK, of a launcher, must be a whole number, got 'abc'"),
+        ("RANK", "-1", "RANK, of a launcher, must be a whole number, got '-1'"),
+        ("RANK", "2", "RANK must be below WORLD_SIZE=2, as a launcher sets them, got 2"),
+        *((name, "x", f"{name}, of a launcher, must") for name in ("WORLD_SIZE", "LOCAL_RANK", "SLURM_RESTART_COUNT")),
+    ],
+)
+def test_what_no_launcher_sets_is_one_line_and_leaves_no_folder(go, monkeypatch, capsys, name, value, message):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(name, value)
+    assert go("--out_dir=out/a") == 2 and message in refusal(capsys)
+    assert not os.path.exists("out")
+
+
 def test_training_stops_after_max_seconds(go, capsys):
     assert go("--out_dir=out/a", "--max_iters=100000", "--max_seconds=0.7", "--eval_interval=100000") == 0
     last = max(metrics("out/a"))
@@ -351,9 +367,9 @@ def test_a_batch_that_no_cpu_can_hold_is_refused_with_one_that_fits(go, capsys):
     pattern = rf"batch_size={batch} takes at least [\d,.]+ GB of .* has [\d,.]+ GB: batch_size=(\d+) should fit"
     (smaller,) = re.findall(pattern, refusal(capsys))
     assert batch % int(smaller) == 0 and 10**9 < int(smaller) * 32 * 2 * 32 * 48 * 4 < 10**13  # bytes
-    wide = ["--n_embd=1000000000", "--head_dim=16", "--out_dir=out/a"]
-    assert go(*wide) == 2
-    assert "GB: a smaller block_size or model should fit" in refusal(capsys) and not os.path.exists("out")
+    for wide in (["--n_embd=1000000000", "--head_dim=16"], ["--n_embd=1000000"], ["--n_embd=20000", "--batch_size=1"]):
+        assert go(*wide, "--out_dir=out/a") == 2
+        assert "GB: a smaller block_size or model should fit" in refusal(capsys) and not os.path.exists("out")
 
 
 CPU_FULL = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 by"

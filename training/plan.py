@@ -71,7 +71,7 @@ def make_plan(cfg, values, ranks):
     baseline = baseline_losses(cfg.baseline, held_out.block_size)
     device, dtype = choose_device(cfg.device, cfg.dtype, ranks.local)
     layout.check(cfg, device)
-    check_memory(cfg, model_cfg, stages, device)
+    check_memory(cfg, model_cfg, stages, device, ranks.world)
     cfg.dtype = str(dtype).removeprefix("torch.")
     settings = {
         **asdict(cfg),

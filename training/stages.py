@@ -175,19 +175,27 @@ def refuse_moved_stages(cfg, progress):
         )
 
 
-def check_memory(cfg, config, stages, device):
-    """Raise ValueError if a CPU surely has too little memory for a micro-step of a model with this GPTConfig."""
+def check_memory(cfg, config, stages, device, world):
+    """Raise ValueError if a CPU surely has too little memory for a micro-step of a model with this GPTConfig.
+
+    Counts what the step keeps, and 16 bytes for each entry of the embedding and of most linear weights: the weight, its
+    gradient and two moments. world: the number of ranks, which may share these.
+    """
     tokens = max(stage.batch_size * stage.block_size for stage in stages) // cfg.context_parallel
+    width = 2 * config.n_head * config.head_dim + 8 * config.n_embd * (config.residual == "gpt2")  # c_attn, c_proj, MLP
+    weights = 16 * config.n_embd * (config.vocab_size + config.n_layer * width) // (world if cfg.shard else 1)
     least, usual = (4 * number * config.n_layer * config.n_embd for number in KEPT[config.activation_checkpointing])
-    if device.type != "cpu" or cfg.eval_only or tokens * least <= (have := free_memory(device)):
+    need = weights + tokens * least
+    if device.type != "cpu" or cfg.eval_only or need <= (have := free_memory(device)):
         return
-    remedy, sequences = "a smaller block_size or model", have // usual * cfg.context_parallel // stages[-1].block_size
-    if sequences:
+    remedy = "a smaller block_size or model"
+    sequences = (have - weights) // usual * cfg.context_parallel // stages[-1].block_size
+    if sequences > 0:
         batch_size, _ = divide_sequences(stages[0].batch_size * stages[0].accumulation, sequences)
         remedy = f"batch_size={batch_size}"
     raise ValueError(
-        f"batch_size={cfg.batch_size} takes at least {tokens * least / 1e9:,.1f} GB of memory, this machine has "
-        f"{have / 1e9:,.1f} GB: {remedy} should fit"
+        f"batch_size={cfg.batch_size} takes at least {need / 1e9:,.1f} GB of memory ({weights / 1e9:,.1f} for weights, "
+        f"gradients and moments), this machine has {have / 1e9:,.1f} GB: {remedy} should fit"
     )
 
 
