@@ -50,7 +50,7 @@ def own_rows(x):
 
 def save_part(tensors, first_rows, path):
     """Write tensors {name: rows} to a file, with {name: number of the first row} in its header."""
-    save_file(tensors, path, metadata={"first_rows": json.dumps(first_rows)})
+    save_file(tensors, path, metadata={"first_rows": json.dumps(first_rows, sort_keys=True)})
 
 
 def compare_shapes(shapes, expected):

@@ -127,6 +127,14 @@ def test_rows_are_read_from_the_parts_that_have_them(tmp_path):
             assert torch.equal(saved.read("w", first, count), tensors["w"][first : first + count])
 
 
+def test_a_part_has_the_same_bytes_in_any_order_of_its_tensors(tmp_path):
+    """A resumed run holds the moments in another order than one that was not interrupted."""
+    tensors = {name: torch.arange(4.0) for name in ("0.step", "0.exp_avg", "1.exp_avg")}
+    for number, names in enumerate((tensors, [*tensors][::-1])):
+        parts.save_part({name: tensors[name] for name in names}, dict.fromkeys(names, 0), tmp_path / str(number))
+    assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
+
+
 def test_what_a_sharded_model_does_not_take_is_refused(capsys):
     layout = Layout(types.SimpleNamespace(rank=0, world=2, master=True, distributed=True), shard=True)
     for settings, device, message in (
