@@ -35,7 +35,7 @@ from sympow.runs import checkpoint
 from sympow.runs.folder import fingerprint
 from sympow.runs.load import load_run, newest_run, no_checkpoint, transformers_type
 from sympow.runs.plots import choose_picture, means_by_position, plot_loss_by_position, shorten
-from sympow.runs.program import run_program, refuse
+from sympow.runs.program import check_output, run_program, refuse
 from sympow.runs.scores import score_pieces
 from sympow.runs.settings import check_ranges, choose_device, read_settings
 from sympow.training.stages import final_context
@@ -192,23 +192,43 @@ def compare_tasks(runs, cfg):
         from sympow.runs.tasks import UNLIMITED, load_model, load_tasks, run_tasks  # takes seconds, and is optional
     except ModuleNotFoundError as error:
         refuse(f'--tasks needs lm-evaluation-harness ({error}): pip install "lm_eval[hf]"')
-    report = {}
+    report, rows = {}, {}
+    for folder in runs.values():
+        try:
+            check_output(tasks_file(folder))
+            read_metrics(folder)
+        except OSError as error:
+            refuse(f"{tasks_file(folder)} cannot be written: {error}")
     tasks = load_tasks([name for name in cfg.tasks.split(",") if name], cfg.include_path, cfg.num_fewshot)
-    for name, folder in runs.items():
-        model = load_model(folder, cfg)
-        report[name] = run_tasks(tasks, model, cfg.limit)
-        write_metrics(folder, cfg, report[name], None if model.max_length == UNLIMITED else model.max_length)
-    rows = {name: {} for name in report}
-    for name, tasks in report.items():
-        for task, metrics in tasks.items():
-            rows[name] |= {f"{task} {metric}": x for metric, x in metrics.items() if metric not in DETAILS}
-    print(table(rows, "task"), flush=True)
+    try:
+        for name, folder in runs.items():
+            model = load_model(folder, cfg)
+            report[name] = run_tasks(tasks, model, cfg.limit)
+            rows[name] = {
+                f"{task} {metric}": x
+                for task, metrics in report[name].items()
+                for metric, x in metrics.items()
+                if metric not in DETAILS
+            }
+            write_metrics(folder, cfg, report[name], None if model.max_length == UNLIMITED else model.max_length)
+    finally:  # a later run, or a full disk, must not cost the scores
+        if rows:
+            print(table(rows, "task"), flush=True)
     return report
+
+
+def tasks_file(run):
+    """Return the path of tasks.json in a run's folder, or in a folder of transformers."""
+    return os.path.join(run if transformers_type(run) else checkpoint.run_of(run), "tasks.json")
+
+
+def read_metrics(run):
+    """Return the contents of a run's tasks.json, {} if there is none. Raises DataError if it is damaged."""
+    return read_json(tasks_file(run)) if os.path.exists(tasks_file(run)) else {}
 
 
 def write_metrics(run, cfg, report, max_length):
     """Add {task: metrics} of a run to tasks.json in its folder, with the checkpoint and the settings behind them."""
-    path = os.path.join(run if transformers_type(run) else checkpoint.run_of(run), "tasks.json")
     weights = checkpoint.newest(run, True, files=checkpoint.WEIGHTS) or run
     settings = {
         "checkpoint": os.path.basename(weights),
@@ -217,8 +237,7 @@ def write_metrics(run, cfg, report, max_length):
         "max_length": max_length,
         "lm_eval": version("lm_eval"),
     }
-    known = read_json(path) if os.path.exists(path) else {}
-    write_json(path, known | {task: metrics | settings for task, metrics in report.items()})
+    write_json(tasks_file(run), read_metrics(run) | {task: metrics | settings for task, metrics in report.items()})
 
 
 def table(report, head):

@@ -114,7 +114,8 @@ def run_tasks(tasks, model, limit=0.0):
         results = evaluate(model, tasks, limit=limit or None, bootstrap_iters=BOOTSTRAP_SAMPLES, log_samples=False)
     except AssertionError as error:
         traceback.clear_frames(error.__traceback__)  # closes lm_eval's progress bar
-        raise DataError(f"a text or an answer of a task does not fit into max_length={model.max_length}") from error
+        words = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # most have no message
+        raise DataError(f"lm_eval cannot score with max_length={model.max_length} ({words})") from error
     report = {}
     for name, metrics in results["results"].items():
         report[name] = {

@@ -1,5 +1,6 @@
 """evaluate.py --tasks: what lm_eval computes with a model is what one computes by hand, without a network."""
 
+import errno
 import importlib.metadata
 import json
 import math
@@ -168,8 +169,11 @@ def test_mistakes_are_refused(monkeypatch, capsys):
         (["--tasks=next.yaml", "--limit=1.5"], "limit must be 0, a share below 1 or a whole number, got 1.5"),
         (["--tasks=no.yaml"], "the tasks cannot be loaded (KeyError: \"Spec 'no.yaml' is not"),
         (["--tasks=missing.yaml"], "the tasks cannot be loaded (FileNotFoundError"),
-        (["--tasks=next.yaml", "--max_length=9"], "a text or an answer of a task does not fit into max_length=9"),
-        (["--tasks=answer.yaml"], "a text or an answer of a task does not fit into max_length=24"),
+        (
+            ["--tasks=next.yaml", "--max_length=9"],
+            "max_length=9 (assert len(continuation_enc) <= self.max_length)",
+        ),
+        (["--tasks=answer.yaml"], "max_length=24 (Invalid configuration: requested max tokens to generate (24)"),
     ):
         assert call(evaluate.main, "--out_dir=out/a", *options) == 2
         error = capsys.readouterr().err.splitlines()[-1]
@@ -182,6 +186,32 @@ def test_mistakes_are_refused(monkeypatch, capsys):
     assert call(evaluate.main, "--out_dir=out/a", "--tasks=next.yaml") == 2
     error = capsys.readouterr().err
     assert "--tasks needs lm-evaluation-harness" in error and 'pip install "lm_eval[hf]"' in error
+
+
+def test_scores_are_not_lost_where_they_cannot_be_written(monkeypatch, capsys):
+    from sympow.runs import tasks
+
+    for name in ("out/a", "out/b"):
+        write_run(name)
+    task, score = write_task("next", pair(TEXTS, 4 * [" yes"]), "loglikelihood", "perplexity"), tasks.run_tasks
+    options = "--out_dir=out/a,out/b", f"--tasks={task}"
+    monkeypatch.setattr(tasks, "run_tasks", lambda *args: pytest.fail("the work was done before"))
+    os.mkdir("out/b/tasks.json")
+    assert call(evaluate.main, *options) == 2
+    assert "evaluate.py: out/b/tasks.json cannot be written: it is no file" in capsys.readouterr().err
+    os.rmdir("out/b/tasks.json")
+    Path("out/a/tasks.json").write_text("{")
+    assert call(evaluate.main, *options) == 2 and "out/a/tasks.json is damaged" in capsys.readouterr().err
+    os.remove("out/a/tasks.json")
+    monkeypatch.setattr(tasks, "run_tasks", score)
+    monkeypatch.setattr(evaluate, "write_json", full)
+    with pytest.raises(OSError):
+        call(evaluate.main, *options)
+    assert "next perplexity" in capsys.readouterr().out
+
+
+def full(*args):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_folder_of_transformers_is_scored_as_it_is(capsys):
