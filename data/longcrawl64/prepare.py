@@ -11,7 +11,7 @@ heldout becomes the validation split. A killed run is resumed by running the sam
 zarr silently returns the fill value for a missing chunk, and there are copies of this dataset with missing or zeroed
 chunks. So the chunk files are counted first, and only rows of chunks that are complete are taken, in their order, up to
 --documents. With --strict, a missing chunk among the first --documents is refused by name. A chunk that holds a single
-value is always refused.
+value is always refused. zarr has no checksums: a flipped byte in a chunk that still decodes is not noticed.
 
 --protocol=fox lets losses stand beside the tables of the Forgetting Transformer (github.com/zhixuan-lin/
 forgetting-transformer): every window begins with an end of text, training goes through the first windows of all
