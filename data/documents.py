@@ -120,9 +120,9 @@ def find_source(paths, column):
     if kinds == {"parquet"}:
         options["batch_size"] = ROWS
         types = {file: _parquet_type(file, column) for file in files}
-        other = [f"{file}: {name}" for file, name in types.items() if "string" not in name]
-        if 0 < len(other) < len(files):  # `datasets` would write numbers as text
-            raise DataError(f'column "{column}" is text in some files and not in others: {other[0]}')
+        numbers = [f"{file}: {name}" for file, name in types.items() if "string" not in name]
+        if 0 < len(numbers) < len(files):  # `datasets` would write numbers as text
+            raise DataError(f'column "{column}" is text in some files and not in others: {numbers[0]}')
     if kinds == {"json"}:
         for file in files:
             _check_depth(file)

@@ -109,9 +109,9 @@ def check_state(model, tensors, state):
         (part, _, field), like = name.rpartition("."), expected[name]
         rows = tensors[f"{part}.k"] if field in CACHED else like
         shape = [len(tensors["logits"]), *rows.shape[1:2], *like.shape[2:]]
-        same = x.dtype == like.dtype or (field in MIXED and x.dtype in (torch.float32, torch.bfloat16))
+        fits = x.dtype == like.dtype or (field in MIXED and x.dtype in (torch.float32, torch.bfloat16))
         limit = state.n_tokens * (1 + x.is_floating_point()) if field == "position" else torch.inf
-        if [*x.shape] != shape or not same or x.sum().isnan() or x.abs().max() > limit:
+        if [*x.shape] != shape or not fits or x.sum().isnan() or x.abs().max() > limit:
             raise TypeError(f"{name} is {x.dtype} {[*x.shape]} instead of {like.dtype} {shape}, or has wrong values")
     for part, own in state.parts().items():
         if own.settings() != model.empty_state(1, own.settings().get("switch_over")).parts()[part].settings():
