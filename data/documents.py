@@ -312,11 +312,15 @@ class Documents:
         write_atomically(self.journal, complete)
 
     def _note(self, line, offset):
-        """Remember a line that stands at this offset of the journal."""
-        if "state" in line:
-            self.states[line["position"]] = line["state"]
-        else:
+        """Remember a line that stands at this offset of the journal.
+
+        A state that equals an earlier one is not where the stream was: `datasets` 5.0.0 does not advance it after a
+        state has been loaded. Documents are counted from the state before it then.
+        """
+        if "state" not in line:
             self.offsets[line["number"]] = offset
+        elif line["state"] not in self.states.values():
+            self.states[line["position"]] = line["state"]
 
     def _write_journal(self):
         """Append what was read since the last call to the journal, so that it is on disk before the shard."""
