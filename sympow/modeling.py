@@ -4,19 +4,26 @@ export.py copies this file into the folder as modeling_sympow.py. It needs the p
 """
 
 try:
+    from sympow.attention.operator.sequences import sequence_starts
     from sympow.code import warn_of_changes
     from sympow.model import GPT, GPTConfig
+    from sympow.transformers import StateLayer, document_starts
 except ImportError as error:
     message = "this model needs the package sympow 0.1.0: run `pip install .` in a clone of its repository"
     raise ImportError(f"{message} ({error})") from None
 
 import torch
+from torch.nn.functional import pad
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 # the name of the argument and of the output in this version of transformers: cache from 5.24 on
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 PIECE = 8192  # tokens of a prompt that are read into a state in one piece
+# arguments that repeat what others say: the cache (up to transformers 5.2), and cu_seq_lens_q
+REDUNDANT = "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k"
 
 
 class SympowConfig(PretrainedConfig):
@@ -32,37 +39,15 @@ class SympowConfig(PretrainedConfig):
         except TypeError as error:  # a setting that this package does not have
             raise ImportError(f"this model needs another version of the package sympow: {error}") from None
         self.hidden_size, self.num_hidden_layers, self.num_attention_heads = gpt.n_embd, gpt.n_layer, gpt.n_head
-        kwargs = {"vocab_size": gpt.vocab_size, **kwargs, "tie_word_embeddings": False}  # the head is no parameter
-        self.vocab_size = kwargs.pop("vocab_size")
-        super().__init__(**kwargs)
+        self.vocab_size = gpt.vocab_size
+        super().__init__(**kwargs | {"tie_word_embeddings": True})
 
 
-class SympowCache:
-    """What generation keeps of a text: the ModelState, which for the sympow attentions does not grow."""
+class SympowCache(Cache):
+    """What generation keeps of texts: the ModelState, which for the sympow attentions does not grow."""
 
-    is_compileable = is_sliding = False
-
-    def __init__(self, state, padded):
-        self.state, self.padded = state, padded  # padded: some texts of the batch begin behind padding
-
-    def get_seq_length(self, layer_idx=0):
-        """Return how many tokens have been read, padding too."""
-        return self.state.n_tokens
-
-    def get_max_cache_shape(self, layer_idx=0):
-        return -1  # it is not limited
-
-    def reorder_cache(self, beam_idx):
-        """Take the states of these sequences, for beam search."""
-        self.state = self.state.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats):
-        """Repeat each sequence's state."""
-        self.state = self.state.repeat(repeats)
-
-    def batch_select_indices(self, indices):
-        """Take the states of these sequences."""
-        self.state = self.state.map(lambda x: x[indices])
+    def __init__(self):
+        super().__init__(layers=[StateLayer()])
 
 
 class SympowForCausalLM(PreTrainedModel, GenerationMixin):
@@ -85,83 +70,131 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self):
         return self.gpt.transformer.wte
 
+    def set_input_embeddings(self, value):
+        self.gpt.transformer.wte = value
+
+    def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
+        """Change the size of the vocabulary; the embedding keeps a multiple of 64 rows, as in every GPT."""
+        super().resize_token_embeddings(new_num_tokens, 64, mean_resizing)
+        if new_num_tokens:
+            self.config.vocab_size = self.config.model["vocab_size"] = self.gpt.config.vocab_size = new_num_tokens
+        return self.get_input_embeddings()
+
     def _set_gradient_checkpointing(self, enable=True, **options):
-        self.gpt.config.activation_checkpointing = enable
+        self.gradient_checkpointing = self.gpt.config.activation_checkpointing = enable
 
-    @classmethod
-    def _supports_default_dynamic_cache(cls):
-        return False
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = SympowCache()
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
-        cache = kwargs.get(CACHE)
-        if cache is not None:
-            input_ids = input_ids[:, cache.get_seq_length() :]
-        inputs = {"input_ids": input_ids, CACHE: cache, "attention_mask": attention_mask}
-        return inputs | {name: kwargs[name] for name in ("use_cache", "logits_to_keep") if name in kwargs}
-
+    @can_return_tuple
     def forward(
         self,
-        input_ids,
+        input_ids=None,
         attention_mask=None,
+        position_ids=None,
         past_key_values=None,
         labels=None,
         use_cache=None,
         logits_to_keep=0,
-        return_dict=True,
         cache=None,
+        cu_seq_lens_q=None,
+        seq_idx=None,
+        num_items_in_batch=None,
         **kwargs,
     ):
         """Return logits [B, T, vocab_size], or with labels [B, T] the loss of each next token, -100 left out.
 
         attention_mask [B, T of all tokens up to now]: zeros may stand before a text (left padding) and behind it.
-        cache, or past_key_values (its name before transformers 5.24): the SympowCache of the tokens before. In training
-        the loss comes without logits, which would not fit into memory for long contexts. transformers' Trainer gives
-        num_items_in_batch where it accumulates gradients: the loss is then the sum over the tokens divided by it.
+        cache, or past_key_values (its name before transformers 5.24): the SympowCache of the tokens before, which takes
+        in these. Packed documents, which see nothing of each other, begin where position_ids [B or 1, T] do not go on
+        by one, where seq_idx [B or 1, T] changes, and where cu_seq_lens_q [N + 1] says so of a batch of 1.
+
+        In training the loss comes without logits, which would not fit into memory for long contexts. transformers'
+        Trainer gives num_items_in_batch where it accumulates gradients: the loss is then the sum over the tokens
+        divided by it. Raises ValueError for arguments that the model does not have.
         """
-        cache, loss = cache or past_key_values, None
-        starts = self._starts(attention_mask, input_ids, cache)
-        if cache is None and labels is None and (use_cache or (use_cache is None and not self.training)):
-            cache = SympowCache(self.gpt.empty_state(len(input_ids)), starts is not None)
-        if cache is None:
-            x, _ = self.gpt.hidden(input_ids, None, starts)
-        else:
-            x, state = [], cache.state
-            for i in range(0, input_ids.shape[1], PIECE):
-                piece = slice(i, i + PIECE)
-                y, state = self.gpt.hidden(input_ids[:, piece], state, None if starts is None else starts[:, piece])
-                x = [*x, y] if not logits_to_keep else [torch.cat((*x, y), 1)[:, -logits_to_keep:]]
-            x, cache = torch.cat(x, dim=1), SympowCache(state, cache.padded)
+        for name, value in kwargs.items():
+            if value is not None and value is not False and name not in REDUNDANT:
+                raise ValueError(f"this model does not take {name}")
+        if input_ids is None or not input_ids.numel():
+            raise ValueError("input_ids must be [B, T] with at least one token")
+        cache = past_key_values if cache is None else cache
+        if use_cache is None:
+            use_cache = labels is None and not self.training and getattr(self.config, "use_cache", True)
+        if cache is None and use_cache:
+            cache = SympowCache()
+        if not isinstance(cache, SympowCache | None):
+            raise ValueError(f"the cache of this model is a SympowCache, got a {type(cache).__name__}")
+        documents = find_documents(input_ids, position_ids, cu_seq_lens_q, seq_idx)
+        last = logits_to_keep if labels is None and isinstance(logits_to_keep, int) else 0
+        x, loss = self._read(input_ids, attention_mask, documents, cache, last), None
         if labels is not None:
-            targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+            targets = pad(labels[:, 1:], (0, 1), value=-100)
             loss = self.gpt.loss(x, targets.where(targets != -100, -1))
-            if (tokens := kwargs.get("num_items_in_batch")) is not None:
-                loss = loss * (targets != -100).sum() / tokens
-        logits = None if labels is not None and self.training else self.gpt.logits(x[:, -logits_to_keep:])
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
-        return output if return_dict else output.to_tuple()
+            if num_items_in_batch is not None:
+                loss = loss * (targets != -100).sum() / num_items_in_batch
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = None if labels is not None and self.training else self.gpt.logits(x[:, keep])
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
 
-    def _starts(self, mask, ids, cache):
-        """Return where texts begin behind padding, [B, T] bool for these ids, or None where no text of the batch does.
+    def _read(self, ids, mask, documents, cache, last):
+        """Return the head's input for ids [B, T], at least for the `last` of them unless it is 0, and cache ids."""
+        layer = StateLayer() if cache is None else cache.layers[0]
+        if layer.seen is None:
+            layer.seen, layer.state = torch.zeros_like(ids[:, 0]), cache and self.gpt.empty_state(len(ids))
+        counts, starts, order = arrange(ids, mask, documents, layer)
+        if order is not None:
+            ids, last = ids.gather(1, order), 0
+        x, T = None, ids.shape[1]
+        for i in range(0, T, PIECE if cache else T):
+            piece = slice(i, i + PIECE if cache else T)
+            y, layer.state = self.gpt.hidden(ids[:, piece], layer.state, None if starts is None else starts[:, piece])
+            x = (y if x is None else torch.cat((x, y), dim=1))[:, -last:]
+        layer.tokens, layer.padded = layer.tokens + T, counts is not None
+        layer.seen = layer.seen + (T if counts is None else counts)
+        return x if order is None else x.take_along_dim(order.argsort(1).unsqueeze(2), 1)
 
-        Raises ValueError for a mask that does not fit.
-        """
-        past = 0 if cache is None else cache.get_seq_length()
-        if cache is not None and (mask is None or ids.shape[1] == 1 <= past):  # the texts began before
-            return torch.zeros_like(ids, dtype=torch.bool) if cache.padded else None
-        if mask is None:
-            return None
-        if mask.ndim != 2 or mask.shape[1] != past + ids.shape[1]:
-            shape = [len(ids), past + ids.shape[1]]
+
+def find_documents(ids, position_ids, cu_seq_lens_q, seq_idx):
+    """Return where packed documents begin, [B, T] bool, or None without any; the arguments are those of `forward`."""
+    starts = [] if position_ids is None else [document_starts(position_ids, ids.shape[1])]
+    if seq_idx is not None:
+        starts.append(pad(seq_idx.diff() != 0, (1, 0)))
+    if cu_seq_lens_q is not None:
+        starts.append(sequence_starts(cu_seq_lens_q, ids.shape[1]))
+    starts = [x.expand_as(ids) for x in starts if x is not None]
+    return torch.stack(starts).any(0) if starts else None
+
+
+def arrange(ids, mask, documents, layer):
+    """Return (counts, starts, order) of new tokens ids [B, T].
+
+    counts [B]: how many are no padding, None if all are. starts [B, T] bool or None: where everything is forgotten,
+    since a document begins, or a text behind padding. order [B, T] or None: in which to read, padding first, so that
+    none enters the state behind a text. Raises ValueError for a mask that does not fit the tokens before.
+    """
+    T = ids.shape[1]
+    if mask is not None:
+        if [*mask.shape] != (shape := [len(ids), layer.tokens + T]):
             raise ValueError(f"attention_mask must be of shape {shape}, got {[*mask.shape]}")
-        mask = mask.bool()
-        first = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
-        if (first.sum(1) > 1).any():
-            raise ValueError("attention_mask must be ones, with zeros only before and behind them, in each row")
-        if mask[:, 0].all() and not (cache is not None and cache.padded):
-            return None
-        if past and not cache.padded:
-            raise ValueError("a text must not begin behind padding if its cache was begun without padding")
-        return first[:, past:]
+        mask = None if mask.all() and not layer.padded else mask.bool()
+    layer.check_mask(mask)
+    if mask is None:
+        return None, documents, None
+    text, begun = mask[:, layer.tokens :], layer.seen > 0
+    counts, first = text.sum(1), text & ~pad(text[:, :-1], (1, 0))
+    if ((first.sum(1) > 1) | (begun & (counts < T))).any():
+        raise ValueError("attention_mask must be ones, with zeros only before and behind them, in each row")
+    if layer.state is None and text[:, 0].all():  # what stands behind a text changes nothing
+        return counts, documents, None
+    starts = first & ~begun[:, None]
+    starts = starts if documents is None else starts | documents
+    if text[:, -1].all():
+        return counts, starts, None
+    order = text.long().argsort(dim=1, stable=True)
+    return counts, starts.gather(1, order), order
 
 
 SympowConfig.register_for_auto_class()

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 from torch.nn.functional import pad
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function
@@ -27,6 +28,7 @@ from .attention.gates import alibi_slopes, gates_of_one, reset_gates
 from .attention.power import power_attention
 from .attention.state import LayerState, attend_and_append
 
+with_documents = WeakTensorKeyDictionary()  # position_ids: (its version, whether documents begin in them)
 # Arguments of attentions that power attention does not have, and the values that ask for nothing.
 UNSUPPORTED = {
     "dropout": 0.0,
@@ -71,23 +73,89 @@ class PowerCache(Cache):
         return sum(layer.state.bytes() for layer in self.layers if layer.state is not None)
 
 
-class PowerLayer(CacheLayerMixin):
+class StateLayer(CacheLayerMixin):
+    """What a cache keeps of texts in the place of keys and values: a state that has `map`.
+
+    Attributes: state (None before any token), tokens (how many have been read, masked ones too), seen ([B], how many of
+    them were not masked, None before any token), padded (some tokens were masked, or began a document).
+    """
+
+    is_compileable = is_sliding = is_croppable = supports_early_init = False
+
+    def __init__(self):
+        super().__init__()
+        self.reset()
+
+    def reset(self):
+        """Forget all tokens."""
+        self.state, self.tokens, self.seen, self.padded = None, 0, None, False
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Raise ValueError: this cache has no keys and values for another model's attention."""
+        raise ValueError("this cache belongs to another model: its state has no keys and values")
+
+    def check_mask(self, mask):
+        """Raise ValueError for a mask of earlier tokens that differs from the masks with which they were read."""
+        if not self.tokens or (mask is None and not self.padded):
+            return
+        now = torch.full_like(self.seen, self.tokens) if mask is None else mask[:, : self.tokens].sum(1).to(self.seen)
+        if not torch.equal(self.seen, now):
+            raise ValueError("attention_mask must be for the tokens in a cache what it was when they were read")
+
+    def lazy_initialization(self, key_states, value_states):
+        """Do nothing: the first tokens make the state."""
+
+    def get_seq_length(self):
+        """Return how many tokens have been read, masked ones too."""
+        return self.tokens
+
+    def get_mask_sizes(self, query_length):
+        """Return the number of tokens that a mask has columns for, and 0, the first of them."""
+        n = query_length if isinstance(query_length, int) else query_length.shape[0]  # up to 5.2: their positions
+        return self.tokens + n, 0
+
+    def get_max_length(self):
+        """Return -1: there is no limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.0
+
+    def reorder_cache(self, beam_idx):
+        """Take the states of these sequences, for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices):
+        """Take the states of these sequences."""
+        self._map(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats):
+        """Repeat each sequence's state."""
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def crop(self, tokens_to_remove):
+        """Raise ValueError: a state cannot forget its newest tokens."""
+        raise ValueError("this cache cannot be cropped: its state cannot forget its newest tokens")
+
+    def _map(self, function):
+        if self.state is not None:
+            self.state, self.seen = self.state.map(function), function(self.seen)
+
+
+class PowerLayer(StateLayer):
     """What one layer of a PowerCache keeps: a LayerState, see attention/state.py.
 
     A model hands new keys to `update` and what that returns to its attention. Here these are the new keys themselves,
     with this layer as their attribute `power_layer`, by which `attend` finds it.
     """
 
-    is_compileable = is_sliding = is_croppable = supports_early_init = False
-
     def __init__(self, switch_over="auto"):
         super().__init__()
         self.switch_over = switch_over
-        self.reset()
 
     def reset(self):
         """Forget all tokens."""
-        self.state, self.tokens, self.padded, self.waiting = None, 0, False, False
+        super().reset()
+        self.waiting = False
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Return the new keys and values [B, Hkv, n, D] for `attend`.
@@ -119,55 +187,8 @@ class PowerLayer(CacheLayerMixin):
         steps = torch.ones_like(q[..., 0, 0]) if mask is None else mask[:, -n:]
         seen = state.position.unsqueeze(1) + steps.to(state.position).cumsum(1)  # tokens that are not masked
         y, self.state = attend_and_append(q, k, v, log_g, seen, state, p=p)
-        self.tokens, self.waiting = self.tokens + n, False
+        self.seen, self.tokens, self.waiting = self.state.position, self.tokens + n, False
         return y
-
-    def check_mask(self, mask):
-        """Raise ValueError for a mask of earlier tokens that differs from the masks with which they were read."""
-        if not self.tokens or (mask is None and not self.padded):
-            return
-        seen = self.state.position
-        now = torch.full_like(seen, self.tokens) if mask is None else mask[:, : self.tokens].sum(1).to(seen)
-        if not torch.equal(seen, now):
-            raise ValueError("attention_mask must be for the tokens in a PowerCache what it was when they were read")
-
-    def lazy_initialization(self, key_states, value_states):
-        """Do nothing: the first `attend` makes the state."""
-
-    def get_seq_length(self):
-        """Return how many tokens have been read, masked ones too."""
-        return self.tokens
-
-    def get_mask_sizes(self, query_length):
-        """Return the number of tokens that a mask has columns for, and 0, the first of them."""
-        n = query_length if isinstance(query_length, int) else query_length.shape[0]  # up to 5.2: their positions
-        return self.tokens + n, 0
-
-    def get_max_length(self):
-        """Return -1: there is no limit."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name in transformers 5.0
-
-    def reorder_cache(self, beam_idx):
-        """Take the states of these sequences, for beam search."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices):
-        """Take the states of these sequences."""
-        self._map(lambda x: x[indices.to(x.device)])
-
-    def batch_repeat_interleave(self, repeats):
-        """Repeat each sequence's state."""
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def crop(self, tokens_to_remove):
-        """Raise ValueError: a state cannot forget its newest tokens."""
-        raise ValueError("a PowerCache cannot be cropped: its state cannot forget its newest tokens")
-
-    def _map(self, function):
-        if self.state is not None:
-            self.state = self.state.map(function)
 
 
 def padding_mask(
@@ -225,11 +246,9 @@ def attend(module, query, key, value, attention_mask, *, p, gate, **options):
             raise ValueError(f"cu_seq_lens_q needs a batch of 1 and no cache, got {[*q.shape]} queries, {m} keys")
         log_g = sequences.reset_gates(log_g, cu_seq_lens_q, k)
     elif position_ids is not None:
-        if position_ids.ndim != 2 or position_ids.shape[1] != n:
-            raise ValueError(f"position_ids must be [B, {n}], got {[*position_ids.shape]}")
+        starts = document_starts(position_ids, n, None if seen is None else seen[:, -n:])
         if n < m and layer is None:
             check_positions(position_ids, seen, m - n)
-        starts = document_starts(position_ids, None if seen is None else seen[:, -n:])
         log_g = reset_gates(None if starts is None else pad(starts, (m - n, 0)), log_g, k)
     if layer is not None:
         return layer.attend(q, k, v, log_g, seen, p), None
@@ -266,24 +285,23 @@ def check_positions(position_ids, seen, n_cached):
         raise ValueError("position_ids must go on from the cached keys (packed or static ones): use a PowerCache")
 
 
-def document_starts(position_ids, seen):
+def document_starts(position_ids, n, seen=None):
     """Return [B or 1, n] bool, True where position_ids [B or 1, n] do not go on by one, or None if they do everywhere.
 
-    seen [B, n] bool or None: what stands behind or before padding begins no document.
+    seen [B, n] bool or None: what stands behind or before padding begins no document. Raises ValueError for another
+    shape.
     """
-    if position_ids.shape[1] == 1:
+    if position_ids.ndim != 2 or position_ids.shape[1] != n:
+        raise ValueError(f"position_ids must be [B, {n}], got {[*position_ids.shape]}")
+    if n == 1:
         return None
-    starts = pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0))
+    starts = pad(position_ids.diff() != 1, (1, 0))
     if seen is not None:
         starts = starts & seen & pad(seen[:, :-1], (1, 0))
     if not may_look(starts):
         return starts
     # All layers get the same tensor: the first of them waits for the GPU.
-    version = None if position_ids.is_inference() else position_ids._version
-    known = getattr(position_ids, "begins_documents", None)
-    if known is None or known[0] != version:
-        known = position_ids.begins_documents = version, bool(starts.any())
-    return starts if known[1] else None
+    return starts if sequences.once(with_documents, position_ids, lambda _: bool(starts.any())) else None
 
 
 def may_look(x):

@@ -195,12 +195,7 @@ def test_transformers_computes_trains_and_generates_as_the_model(run_folder, tmp
     with torch.no_grad():
         whole = ours(ids)[0]
         assert torch.equal(model(ids, use_cache=False).logits, whole)
-        first = model(ids[:, :5], use_cache=True)
-        cache, read, n_tokens = first.past_key_values, model.gpt.hidden, []
-        for name in ("cache", "past_key_values"):  # in transformers 5.24, and before it
-            rest = model(ids[:, 5:], **{name: cache})
-            pieces = torch.cat((first.logits, rest.logits), 1)
-            assert (pieces - whole).norm() < 1e-5 * whole.norm()
+    read, n_tokens = model.gpt.hidden, []
     monkeypatch.setattr(model.gpt, "hidden", lambda x, *args: n_tokens.append(x.shape[1]) or read(x, *args))
 
     texts, prompt = ["def f(x):", "import os", "x"], lambda text: tokenizer(text, return_tensors="pt")
@@ -236,23 +231,10 @@ def test_transformers_computes_trains_and_generates_as_the_model(run_folder, tmp
         assert torch.equal(again(ids, use_cache=False).logits, whole)
 
 
-def test_masks_that_do_not_fit_are_refused(run_folder, tmp_path, monkeypatch):
-    pytest.importorskip("transformers")
-    from sympow.modeling import SympowConfig, SympowForCausalLM
+def test_settings_that_do_not_fit_are_refused():
+    from sympow.modeling import SympowConfig
 
-    _, ours = run_folder(attention="sympow")
-    model = SympowForCausalLM(SympowConfig(model=vars(ours.config))).eval()
-    ids = torch.arange(6)[None]
-    for mask, message in (
-        (torch.tensor([[1, 1, 0, 1, 1, 1]]), "must be ones, with zeros only before and behind"),
-        (torch.ones(1, 5), r"must be of shape \[1, 6\], got \[1, 5\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model(ids, attention_mask=mask)
-    cache = model(ids).past_key_values
-    with pytest.raises(ValueError, match="begun without padding"):
-        model(ids, attention_mask=torch.tensor([[0] * 8 + [1] * 4]), past_key_values=cache)
     with pytest.raises(ValueError, match="p must be"):
-        SympowConfig(model=dict(vars(ours.config), p=3))
+        SympowConfig(dict(attention="sympow", p=3))
     with pytest.raises(ImportError, match="another version of the package sympow: .*'phi_scale'"):
-        SympowConfig(model=dict(vars(ours.config), phi_scale=2.0))
+        SympowConfig(dict(phi_scale=2.0))

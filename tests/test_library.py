@@ -13,9 +13,9 @@ from helpers import ROOT, join, start_ranks
 transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
-from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 
 import sympow.transformers  # noqa: E402
+from sympow.modeling import CACHE, SympowConfig, SympowForCausalLM  # noqa: E402
 
 GATES = {"sympow": "none", "sympow_p4": "none", "sympow_fixed": "fixed"}
 POWERS = {"sympow": 2, "sympow_p4": 4, "sympow_fixed": 2}
@@ -119,16 +119,6 @@ def test_packed_documents_stay_apart_where_an_attention_gets_no_position_ids(pow
         assert_close(y, wanted)
 
 
-CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-
-
-@pytest.mark.parametrize("argument", ["past_key_values", CACHE])
-def test_generate_takes_a_cache_by_both_names_of_its_argument(power, argument):
-    model, tokens, cache = llama("sympow"), ids(1, 9), power.PowerCache("always")
-    text = model.generate(tokens, **{argument: cache}, max_new_tokens=4, do_sample=False)
-    assert torch.equal(text[:, 9:], greedy(model, tokens, 4)) and cache.get_seq_length() == 12
-
-
 @pytest.mark.parametrize("switch_over", ["auto", "always", 5])
 @pytest.mark.parametrize("name", GATES)
 def test_greedy_text_is_that_of_full_computation_with_left_padding_too(power, name, switch_over):
@@ -205,8 +195,8 @@ def refusals():
     return {
         "takes an attention_mask of [B, 6], got [2, 1, 6, 6]": lambda m, _, x: m(x, attention_mask=square),
         "takes an attention_mask of [B, 6], got [2, 5]": lambda m, _, x: m(x, attention_mask=later[:, :5]),
-        "for the tokens in a PowerCache what it was": other_mask,
-        "a PowerCache what it was when they were read": forgotten_mask,
+        "for the tokens in a cache what it was": other_mask,
+        "a cache what it was when they were read": forgotten_mask,
         "the last ones went to another attention": other_attention,
         "must go on from the cached keys": packed_keys,
         "packed or static ones": lambda m, _, x: m.generate(x, cache_implementation="static", max_new_tokens=2),
@@ -221,7 +211,7 @@ def refusals():
             None, *(torch.ones(1, 1, 3, 4),) * 3, None, is_causal=False, p=2, gate="none"
         ),
         "sliding_window must be None for power attention, got 4": lambda m, _, x: m(x, sliding_window=4),
-        "a PowerCache cannot be cropped": lambda m, power, x: m(
+        "this cache cannot be cropped": lambda m, power, x: m(
             x, past_key_values=power.PowerCache()
         ).past_key_values.crop(1),
         "switch_over must be auto, always, never": lambda m, power, x: power.PowerCache("sometimes"),
@@ -231,7 +221,7 @@ def refusals():
 
 
 def test_generation_that_must_take_tokens_back_is_refused_in_one_line(power):
-    said = "a PowerCache cannot be cropped|requires a cache that can be cropped"  # since 5.24 transformers asks first
+    said = "this cache cannot be cropped|requires a cache that can be cropped"  # since 5.24 transformers asks first
     with pytest.raises(ValueError, match=said) as refusal:
         llama("sympow").generate(
             ids(1, 6), past_key_values=power.PowerCache(), max_new_tokens=2, prompt_lookup_num_tokens=2
@@ -244,6 +234,118 @@ def test_what_a_llama_with_power_attention_does_not_take_is_refused_in_one_line(
     with pytest.raises(ValueError, match=re.escape(message)) as refusal:
         refusals()[message](llama("sympow", attention_dropout=0.1), power, ids(2, 6))
     assert "\n" not in str(refusal.value)
+
+
+# ---- an exported model, which does what a Llama does
+
+EXPORTED = {
+    "gating and softmax": dict(attention="sympow_gating,softmax", gate_bias=1.0, convolution=3),
+    "GPT-2": dict(positions="learned", bias=True, embedding_norm=False),
+    "heinsen": dict(attention="heinsen"),
+}
+IDS = torch.randint(2, 64, (2, 12), generator=torch.Generator().manual_seed(3))
+BOTH, ENDS = IDS.reshape(1, 24), torch.tensor([0, 12, 24], dtype=torch.int32)
+
+
+def model_of(name):
+    """Return a Llama with tied embeddings, or an exported model of EXPORTED, in float64."""
+    if name == "Llama":
+        return llama("sdpa", tie_word_embeddings=True)
+    torch.manual_seed(0)
+    sizes = dict(n_layer=2, n_head=4, n_embd=32, vocab_size=64)
+    model = SympowForCausalLM(SympowConfig(sizes | EXPORTED[name], pad_token_id=0)).double().eval()
+    for x in model.parameters():
+        x.data.add_(torch.randn_like(x), alpha=0.3)
+    return model
+
+
+def logits_of(model, tokens=IDS):
+    return model(tokens, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", ["Llama", *EXPORTED])
+@pytest.mark.parametrize(
+    "rows", ["111110000 1 1 1/111111111 1 1 1", "0000 1 1 111111/1111 1 1 111111", "00 00111 11111/11 11111 11111"]
+)
+def test_texts_read_in_pieces_are_what_they_are_without_padding(name, rows):
+    model, (first, second) = model_of(name), rows.split("/")
+    mask = torch.tensor([[int(digit) for digit in row if digit != " "] for row in (first, second)])
+    cache, parts, n = None, [], 0
+    for piece in IDS.split([*map(len, first.split())], dim=1):
+        n += piece.shape[1]
+        positions = (mask[:, :n].cumsum(1) - 1).clamp(min=0)[:, -piece.shape[1] :]
+        output = model(piece, mask[:, :n], positions, past_key_values=cache, use_cache=True)
+        cache, parts = cache or output[CACHE], [*parts, output.logits]  # it grows in place
+    for text, tokens, seen in zip(torch.cat(parts, 1), IDS, mask.bool()):
+        assert_close(text[seen], logits_of(model, tokens[None, seen])[0])
+
+
+OPTIONS = [
+    dict(input_ids=BOTH, position_ids=torch.arange(12).repeat(1, 2)),
+    dict(input_ids=BOTH, seq_idx=torch.arange(24)[None] // 12),
+    dict(input_ids=BOTH, cu_seq_lens_q=ENDS, cu_seq_lens_k=ENDS, max_length_q=12, max_length_k=12),
+    dict(return_dict=None),
+    dict(return_dict=False),
+    dict(logits_to_keep=torch.arange(12)),
+]
+
+
+@pytest.mark.parametrize("name", ["Llama", *EXPORTED])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: list(options)[-1])
+def test_packed_documents_and_other_options_give_the_same_logits(name, options):
+    if name == "Llama" and {"seq_idx", "cu_seq_lens_q"} & options.keys():
+        pytest.skip("sdpa drops it")
+    model = model_of(name)
+    assert_close(model(**dict(input_ids=IDS, use_cache=False) | options)[0].view(2, 12, -1), logits_of(model))
+
+
+@pytest.mark.parametrize("name", ["Llama", *EXPORTED])
+def test_a_vocabulary_grows(name, tmp_path):
+    model = model_of(name)
+    model.resize_token_embeddings(70)
+    model.save_pretrained(tmp_path)
+    logits = logits_of(type(model).from_pretrained(tmp_path))
+    assert_close(logits[..., :64], logits_of(model_of(name)))
+    assert model.config.vocab_size == logits.shape[-1] == 70
+
+
+@pytest.mark.parametrize("name", ["Llama", *EXPORTED])
+def test_a_text_goes_on_from_the_cache_that_generate_returned(name):
+    model = model_of(name)
+    generate = partial(model.generate, do_sample=False)
+    whole = generate(IDS, max_new_tokens=6)
+    assert torch.equal(generate(IDS, max_new_tokens=6, prefill_chunk_size=5), whole)
+    for start in (0, 14):  # all tokens, or only those that the cache does not have
+        first = generate(IDS, max_new_tokens=3, return_dict_in_generate=True)
+        options = {CACHE: first[CACHE], "attention_mask": torch.ones_like(first.sequences)}
+        assert torch.equal(generate(first.sequences[:, start:], max_new_tokens=3, **options)[:, -3:], whole[:, -3:])
+
+
+@pytest.mark.parametrize("target", ["c_proj", "wte"])
+def test_an_adapter_of_peft_merges_into_what_was_trained(target):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=[target], init_lora_weights=False)
+    adapted = peft.get_peft_model(model_of("GPT-2"), config)
+    logits, loss = logits_of(adapted), adapted(input_ids=IDS, labels=IDS).loss
+    merged = adapted.merge_and_unload()
+    assert_close(logits_of(merged), logits)
+    assert_close(merged(IDS, labels=IDS).loss, loss)
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    {
+        "does not take inputs_embeds": dict(inputs_embeds=torch.ones(2, 12, 32)),
+        "must end with the number of tokens, 12": dict(cu_seq_lens_q=ENDS),
+        "at least one token": dict(input_ids=IDS[:, :0]),
+        "is a SympowCache, got a DynamicCache": {CACHE: transformers.DynamicCache()},
+        "must be ones, with zeros only before and behind": dict(attention_mask=IDS % 2),
+        r"must be of shape \[2, 12\], got \[2, 3\]": dict(attention_mask=IDS[:, :3]),
+    }.items(),
+)
+def test_what_an_exported_model_does_not_take_is_refused_by_name(message, options):
+    with pytest.raises(ValueError, match=message):
+        model_of("heinsen")(**{"input_ids": IDS} | options)
 
 
 # ---- the recipes of docs/use/library.md

@@ -89,9 +89,14 @@ def typical_length(lengths, T, N):
 
 def reset_gates(log_g, cu_seqlens, k):
     """Return log_g [1, T, Hkv] with -inf at the first token of each sequence, and zeros elsewhere if it is None."""
-    T = k.shape[1]
-    starts = torch.zeros(T + 1, dtype=torch.bool, device=k.device).index_fill(0, cu_seqlens.long(), True)
-    return gates.reset_gates(starts[None, :T], log_g, k)  # an empty sequence at the end would begin at T
+    return gates.reset_gates(sequence_starts(cu_seqlens, k.shape[1]), log_g, k)
+
+
+def sequence_starts(cu_seqlens, T):
+    """Return [1, T] bool, True at the first token of each sequence. Raises ValueError as `sequence_lengths` does."""
+    sequence_lengths(cu_seqlens, T)
+    starts = torch.zeros(T + 1, dtype=torch.bool, device=cu_seqlens.device).index_fill(0, cu_seqlens.long(), True)
+    return starts[None, :T]  # an empty sequence at the end would begin at T
 
 
 class Slots(NamedTuple):
