@@ -6,6 +6,8 @@
     loss = model(ids, labels=ids).loss                                                    # training
     text = model.generate(ids, cache=sympow.transformers.PowerCache())                    # memory that stops growing
 
+Give attn_implementation="sympow" to from_pretrained too: transformers 5.0 does not read it in a saved config.json.
+
 It needs transformers 5, which nothing else in this package imports. The model rotates queries and keys itself. An
 attention_mask [B, T] may have zeros anywhere: those tokens are seen by no other. Where position_ids do not go on by
 one, a packed document begins, which sees nothing before it, as with transformers' own attentions. Whatever power
@@ -226,6 +228,8 @@ def attend(module, query, key, value, attention_mask, *, p, gate, **options):
     scaling, which cancels in y. Raises ValueError for an option that power attention does not have.
     """
     check_options(options, getattr(module, "is_causal", True))
+    if (config := getattr(module, "config", None)) is not None:
+        config.attn_implementation = config._attn_implementation  # by the public name transformers saves and loads it
     position_ids, cu_seq_lens_q = options.get("position_ids"), options.get("cu_seq_lens_q")
     layer = getattr(key, "power_layer", None)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

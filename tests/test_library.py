@@ -348,6 +348,13 @@ def test_what_an_exported_model_does_not_take_is_refused_by_name(message, option
         model_of("heinsen")(**{"input_ids": IDS} | options)
 
 
+def test_a_saved_llama_comes_back_with_power_attention(power, tmp_path):
+    model = llama("sympow_p4")
+    expected = logits_of(model)
+    model.save_pretrained(tmp_path)
+    assert_close(logits_of(LlamaForCausalLM.from_pretrained(tmp_path)), expected)
+
+
 # ---- the recipes of docs/use/library.md
 
 
