@@ -6,7 +6,7 @@
     loss = model(ids, labels=ids).loss                                                    # training
     text = model.generate(ids, cache=sympow.transformers.PowerCache())                    # memory that stops growing
 
-Give attn_implementation="sympow" to from_pretrained too: transformers 5.0 does not read it in a saved config.json.
+Give attn_implementation="sympow" to from_pretrained too: transformers reads it in a saved config.json from 5.4 on.
 
 It needs transformers 5, which nothing else in this package imports. The model rotates queries and keys itself. An
 attention_mask [B, T] may have zeros anywhere: those tokens are seen by no other. Where position_ids do not go on by

@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask  # noqa: E402
 import sympow.transformers  # noqa: E402
 from sympow.modeling import CACHE, SympowConfig, SympowForCausalLM  # noqa: E402
 
+OLD = transformers.__version__.startswith("5.0.")  # a Llama does less there
 GATES = {"sympow": "none", "sympow_p4": "none", "sympow_fixed": "fixed"}
 POWERS = {"sympow": 2, "sympow_p4": 4, "sympow_fixed": 2}
 
@@ -284,14 +285,13 @@ OPTIONS = [
     dict(input_ids=BOTH, position_ids=torch.arange(12).repeat(1, 2)),
     dict(input_ids=BOTH, seq_idx=torch.arange(24)[None] // 12),
     dict(input_ids=BOTH, cu_seq_lens_q=ENDS, cu_seq_lens_k=ENDS, max_length_q=12, max_length_k=12),
-    dict(return_dict=None),
-    dict(return_dict=False),
-    dict(logits_to_keep=torch.arange(12)),
+    dict(return_dict=None),  # as PEFT gives it
+    dict(return_dict=False, logits_to_keep=torch.arange(12)),
 ]
 
 
 @pytest.mark.parametrize("name", ["Llama", *EXPORTED])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: list(options)[-1])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_packed_documents_and_other_options_give_the_same_logits(name, options):
     if name == "Llama" and {"seq_idx", "cu_seq_lens_q"} & options.keys():
         pytest.skip("sdpa drops it")
@@ -314,11 +314,12 @@ def test_a_text_goes_on_from_the_cache_that_generate_returned(name):
     model = model_of(name)
     generate = partial(model.generate, do_sample=False)
     whole = generate(IDS, max_new_tokens=6)
-    assert torch.equal(generate(IDS, max_new_tokens=6, prefill_chunk_size=5), whole)
-    for start in (0, 14):  # all tokens, or only those that the cache does not have
+    for start in (0,) if OLD else (0, 14):  # all tokens, or only those that the cache does not have
         first = generate(IDS, max_new_tokens=3, return_dict_in_generate=True)
         options = {CACHE: first[CACHE], "attention_mask": torch.ones_like(first.sequences)}
         assert torch.equal(generate(first.sequences[:, start:], max_new_tokens=3, **options)[:, -3:], whole[:, -3:])
+    if not OLD:
+        assert torch.equal(generate(IDS, max_new_tokens=6, prefill_chunk_size=5), whole)
 
 
 @pytest.mark.parametrize("target", ["c_proj", "wte"])
@@ -348,6 +349,7 @@ def test_what_an_exported_model_does_not_take_is_refused_by_name(message, option
         model_of("heinsen")(**{"input_ids": IDS} | options)
 
 
+@pytest.mark.skipif(OLD, reason="transformers before 5.4 does not read it")
 def test_a_saved_llama_comes_back_with_power_attention(power, tmp_path):
     model = llama("sympow_p4")
     expected = logits_of(model)
