@@ -26,7 +26,7 @@ from sympow.attention.state import ModelState
 from sympow.attention.variant import check_layer
 from sympow.layers.activation import APPROXIMATE, gelu
 from sympow.layers.convolution import Convolution
-from sympow.layers.loss import head_loss
+from sympow.layers.loss import head_loss, head_weight
 from sympow.layers.mixing import mix_tokens, projected_heads, split_heads
 from sympow.layers.norm import norm_linear, norm_weight
 from sympow.layers.output_gate import OutputGate
@@ -206,7 +206,7 @@ class GPT(nn.Module):
         """
         if targets is None:
             return self.logits(self.hidden(ids)[0]), None
-        x, weight = norm_weight(self.transformer.ln_f, self.head_weight(), self._blocks(ids)[0])
+        x, weight = norm_weight(self.transformer.ln_f, head_weight(self.transformer.wte), self._blocks(ids)[0])
         return None, self.loss(x, targets, weight, teacher)
 
     def step(self, ids, state):
@@ -256,22 +256,16 @@ class GPT(nn.Module):
             x, embedding = t.wpe(x, resets, state and state.embedding)
         return x.flatten(0, 1), resets, embedding
 
-    def head_weight(self):
-        """Return the embedding's weight, or all rows of what somebody has put in its place, such as LoRA."""
-        wte = self.transformer.wte
-        weight = wte.weight
-        return weight if isinstance(wte, nn.Embedding) else wte(torch.arange(len(weight), device=weight.device))
-
     def logits(self, x):
         """Return [..., vocab_size] for x [..., n_embd]; the vocabulary's padding, which has no text, is cut off."""
-        return F.linear(x, self.head_weight())[..., : self.config.vocab_size]
+        return F.linear(x, head_weight(self.transformer.wte))[..., : self.config.vocab_size]
 
     def loss(self, x, targets, weight=None, teacher=None):
         """Return the mean loss in nats for the output of `hidden`, x [B, T, n_embd], and targets [B, T].
 
         x and weight may be what `norm_weight` returns. training/parallel.py compiles this by itself.
         """
-        weight = self.head_weight() if weight is None else weight
+        weight = head_weight(self.transformer.wte) if weight is None else weight
         return head_loss(x.flatten(0, -2), weight, targets, self.config.vocab_size, teacher)
 
     @torch.no_grad()

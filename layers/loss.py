@@ -103,6 +103,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         return dx.to(ctx.dtype), dw * grad, *5 * [None]
 
 
+def head_weight(embedding):
+    """Return the weight of an nn.Embedding, or all rows of what somebody has put in its place, such as LoRA."""
+    weight = embedding.weight
+    if isinstance(embedding, torch.nn.Embedding):
+        return weight
+    return embedding(torch.arange(len(weight), device=weight.device))
+
+
 def head_loss(x, weight, targets, vocab_size, teacher):
     """Return the mean cross entropy of rows x [N, C] times the head's weight [V, C] and targets [B, T], -1 left out.
 

@@ -228,8 +228,8 @@ def attend(module, query, key, value, attention_mask, *, p, gate, **options):
     scaling, which cancels in y. Raises ValueError for an option that power attention does not have.
     """
     check_options(options, getattr(module, "is_causal", True))
-    if (config := getattr(module, "config", None)) is not None:
-        config.attn_implementation = config._attn_implementation  # by the public name transformers saves and loads it
+    if hasattr(module, "config"):  # by the public name transformers saves and loads it
+        module.config.attn_implementation = module.config._attn_implementation
     position_ids, cu_seq_lens_q = options.get("position_ids"), options.get("cu_seq_lens_q")
     layer = getattr(key, "power_layer", None)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

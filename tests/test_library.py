@@ -269,10 +269,10 @@ def logits_of(model, tokens=IDS):
     "rows", ["111110000 1 1 1/111111111 1 1 1", "0000 1 1 111111/1111 1 1 111111", "00 00111 11111/11 11111 11111"]
 )
 def test_texts_read_in_pieces_are_what_they_are_without_padding(name, rows):
-    model, (first, second) = model_of(name), rows.split("/")
-    mask = torch.tensor([[int(digit) for digit in row if digit != " "] for row in (first, second)])
+    model, rows = model_of(name), rows.split("/")
+    mask = torch.tensor([[int(digit) for digit in row if digit != " "] for row in rows])
     cache, parts, n = None, [], 0
-    for piece in IDS.split([*map(len, first.split())], dim=1):
+    for piece in IDS.split([*map(len, rows[0].split())], dim=1):
         n += piece.shape[1]
         positions = (mask[:, :n].cumsum(1) - 1).clamp(min=0)[:, -piece.shape[1] :]
         output = model(piece, mask[:, :n], positions, past_key_values=cache, use_cache=True)
@@ -325,8 +325,10 @@ def test_a_text_goes_on_from_the_cache_that_generate_returned(name):
 @pytest.mark.parametrize("target", ["c_proj", "wte"])
 def test_an_adapter_of_peft_merges_into_what_was_trained(target):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=[target], init_lora_weights=False)
-    adapted = peft.get_peft_model(model_of("GPT-2"), config)
+    adapted = peft.get_peft_model(
+        model_of("GPT-2"),
+        peft.LoraConfig(task_type="CAUSAL_LM", target_modules=[target], init_lora_weights=False),
+    )
     logits, loss = logits_of(adapted), adapted(input_ids=IDS, labels=IDS).loss
     merged = adapted.merge_and_unload()
     assert_close(logits_of(merged), logits)
