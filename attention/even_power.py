@@ -10,7 +10,7 @@ from .embedding import symmetric_power_dim
 from .gates import reset_gates
 from .operator.dispatch import Problem, plan
 from .parallel.context import power_attention_in_context
-from .power import power_attention
+from .power import attend_causally
 from .state import attend_and_append
 from .variant import KVCacheVariant
 
@@ -35,7 +35,7 @@ class EvenPower(KVCacheVariant):
         options = dict(p=self.p, form=self.form, chunk_size=self.chunk_size)
         if self.context is not None:  # ranks share the tokens of a sequence
             return power_attention_in_context(q, k, v, log_g, self.context, **options), None
-        return power_attention(q, k, v, log_g, **options), None
+        return attend_causally(q, k, v, log_g, **options), None
 
     def training_plan(self, block_size, dtype, device, ranks=1):
         D = self.config.head_dim

@@ -34,6 +34,7 @@ from .operator.arguments import (
     check_power,
     check_state,
     check_tensors,
+    warn_of_heads_first,
 )
 from .operator.dispatch import Problem, packed_chunk_size, plan
 from .operator.forms import PowerState, accumulation_dtype
@@ -48,6 +49,7 @@ from .operator.sequences import (
 )
 
 
+@warn_of_heads_first
 def power_attention(
     q, k, v, log_g=None, *, p=2, scale=None, form="auto", chunk_size=None, initial_state=None, return_state=False,
     cu_seqlens=None,
@@ -75,7 +77,8 @@ def power_attention(
 
     Returns y [B, n, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor, also by
     torch.func.grad and vmap (on the GPU kernels once; NotImplementedError for a second derivative and forward mode).
-    Raises ValueError for arguments that do not fit, MemoryError for a state that does not.
+    Raises ValueError for arguments that do not fit, on a CPU also for a log_g above 0, and MemoryError for a state that
+    does not fit. Warns once of more heads than tokens, unless there is one token: SDPA's [B, H, T, D] looks like that.
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
     initial_state = as_state(initial_state, PowerState)
@@ -94,6 +97,9 @@ def power_attention(
     else:
         y, state = _attend_to_sequences(tensors, cu_seqlens, **options)
     return (y.to(dtype), state) if return_state else y.to(dtype)
+
+
+attend_causally = power_attention.__wrapped__  # for layers: few tokens are no reason to warn
 
 
 def power_attention_sums(q, k, v, log_g=None, *, p=2, scale=None):

@@ -19,7 +19,7 @@ import torch
 from .gates import join_gates
 from .operator.forms import PowerState, flush, read_cache
 from .operator.memory import switch_over_tokens
-from .power import power_attention
+from .power import attend_causally
 
 FLUSH_EVERY = 64
 CACHED = "k", "v", "log_g"  # the tensors of a LayerState that have a row for each cached token
@@ -162,9 +162,9 @@ def attend_to_state(q, tokens, states, power, must_flush, *, p):
     if must_flush and q.shape[1] > 1:  # a piece of a prompt: flush the cache, then go on in chunks
         if state.k is not None:
             power = flush(state.k, state.v, state.log_g, power, p=p)
-        return power_attention(q, *tokens, p=p, form="chunked", initial_state=power, return_state=True)
+        return attend_causally(q, *tokens, p=p, form="chunked", initial_state=power, return_state=True)
     if state.k is None and power is None and not must_flush:  # the first piece
-        return power_attention(q, *tokens, p=p, form="quadratic"), None
+        return attend_causally(q, *tokens, p=p, form="quadratic"), None
     return read_cache(q, appended.k, appended.v, appended.log_g, power, p=p, flush_cache=must_flush)
 
 

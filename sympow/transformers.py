@@ -27,7 +27,7 @@ from . import check_choice
 from .attention.operator import sequences
 from .attention.operator.arguments import check_power
 from .attention.gates import alibi_slopes, gates_of_one, reset_gates
-from .attention.power import power_attention
+from .attention.power import attend_causally
 from .attention.state import LayerState, attend_and_append
 
 with_documents = WeakTensorKeyDictionary()  # position_ids: (its version, whether documents begin in them)
@@ -256,7 +256,7 @@ def attend(module, query, key, value, attention_mask, *, p, gate, **options):
         log_g = reset_gates(None if starts is None else pad(starts, (m - n, 0)), log_g, k)
     if layer is not None:
         return layer.attend(q, k, v, log_g, seen, p), None
-    return power_attention(q, k, v, log_g, p=p), None
+    return attend_causally(q, k, v, log_g, p=p), None
 
 
 def check_options(options, is_causal):

@@ -7,6 +7,8 @@ import pytest
 
 import torch
 
+from torch.utils.flop_counter import FlopCounterMode
+
 from numerics import GATES, relative_error
 
 from sympow.attention.operator import check, dispatch, forms
@@ -20,6 +22,8 @@ from sympow.attention.embedding import symmetric_power_dim
 from sympow.attention.operator.forms import PowerState, integer_power, read_cache
 
 from sympow.attention.power import power_attention, power_attention_sums
+
+from sympow.module import Attention
 
 HALVES = torch.bfloat16, torch.float16
 
@@ -331,6 +335,23 @@ def test_arguments_that_do_not_fit_are_refused(change, message):
     args = dict(q=torch.zeros(2, 8, 4, 4), k=torch.zeros(2, 8, 2, 4), v=torch.zeros(2, 8, 2, 4)) | change
     with pytest.raises(ValueError, match=message):
         power_attention(**args)
+
+
+def test_gates_in_the_place_of_their_logarithms_are_refused_where_values_are_known():
+    q, k, v, _ = floats(8, 2)
+    with pytest.raises(ValueError, match="log_g must be <= 0, the logarithm of a gate, got 0.5"):
+        power_attention(q, k, v, torch.full((2, 8, 2), 0.5))
+    with FlopCounterMode(display=False):
+        power_attention(q, k, v, torch.full((2, 8, 2), 0.5))
+
+
+def test_tensors_as_sdpa_takes_them_are_warned_of_and_short_texts_are_not(recwarn):
+    q, k, v, _ = floats(8, 2)
+    power_attention(q[:, :1], k[:, :1], v[:, :1])
+    Attention(16, 8)(torch.randn(1, 3, 16))
+    assert not recwarn
+    power_attention(*3 * [q.transpose(1, 2)])
+    assert "transpose(1, 2)" in str(recwarn[0].message) and recwarn[0].filename == __file__
 
 
 def test_a_state_that_does_not_fit_is_refused_with_its_bytes():

@@ -1,8 +1,12 @@
 """What the operators ask of their arguments; each error is one line with the value and what would be right."""
 
+import warnings
+from functools import wraps
+
 import torch
 
 from ... import check_choice
+from .backend import transforms_active
 from .dispatch import FORMS, computed_dtype
 from .forms import accumulation_dtype
 
@@ -62,9 +66,30 @@ def check_tensors(q, k, v, *, causal=True, **more):
 
 
 def check_gates(log_g, k):
-    """Raise ValueError unless log_g is None or [B, T, Hkv] for k [B, T, Hkv, D]."""
-    if log_g is not None and log_g.shape != k.shape[:3]:
+    """Raise ValueError unless log_g is None or [B, T, Hkv] for k [B, T, Hkv, D], and on a CPU nowhere above 0.
+
+    A GPU would have to be waited for. Transforms, tracing and modes do not know the values.
+    """
+    if log_g is None:
+        return
+    if log_g.shape != k.shape[:3]:
         raise ValueError(f"log_g must be [B, T, Hkv] = {[*k.shape[:3]]}, got {[*log_g.shape]}")
+    unknown = torch.compiler.is_compiling() or transforms_active() or torch._C._len_torch_dispatch_stack()
+    if log_g.device.type == "cpu" and not unknown and (positive := (log_g > 0) & log_g.isfinite()).any():
+        raise ValueError(f"log_g must be <= 0, the logarithm of a gate, got {log_g[positive][0]:g}")
+
+
+def warn_of_heads_first(attention):
+    """Let a function of q, k, v warn of more heads than tokens, which tensors as SDPA takes them have."""
+
+    @wraps(attention)
+    def attention_and_warning(q, k, *args, **options):
+        result = attention(q, k, *args, **options)
+        if not torch.compiler.is_compiling() and 1 < k.shape[1] < q.shape[2]:
+            warnings.warn("more heads than tokens: [B, H, T, D], as SDPA takes it, needs transpose(1, 2)", stacklevel=2)
+        return result
+
+    return attention_and_warning
 
 
 def check_cu_seqlens(cu_seqlens, q, k):

@@ -33,7 +33,7 @@ from ..operator.arguments import cast_to_autocast_dtype
 from ..operator.dispatch import Problem, plan
 from ..operator.forms import PowerState, accumulation_dtype, flush
 from ..operator.memory import check_chunks_fit
-from ..power import power_attention
+from ..power import attend_causally
 from .circulate import PowerPairs, circulate
 
 
@@ -217,7 +217,7 @@ def _attend(q, k, v, log_g, context, *, p, chunk):
         part = (None if x is None else x[:, start : start + chunk] for x in (k, v, log_g))
         state = step(*part, state)
     previous = context.scan_states(*state, decay)()
-    return power_attention(q, k, v, log_g, p=p, form="chunked", chunk_size=chunk, initial_state=previous)
+    return attend_causally(q, k, v, log_g, p=p, form="chunked", chunk_size=chunk, initial_state=previous)
 
 
 def _attend_on_kernels(q, k, v, log_g, context, *, p, chunk):
