@@ -42,7 +42,7 @@ def decoding_kernels(part):
 def check_layer(config):
     """Choose head_dim and n_kv_head where they are 0, and raise ValueError for settings that no attention takes.
 
-    config: a GPTConfig or a LayerConfig. `Variant.check` knows the settings that one attention takes.
+    config: a GPTConfig. `Variant.check` knows the settings that one attention takes.
     """
     for name, least in dict(n_head=1, n_embd=1, n_kv_head=0, head_dim=0).items():
         if getattr(config, name) < least:

@@ -1,71 +1,47 @@
 """One layer of self-attention, for models other than this repository's."""
 
-from dataclasses import dataclass
-
-from torch import nn
-
-from . import check_choice
+from . import check_choice, model
 from .attention import ATTENTIONS
-from .attention.gates import linear_fp32
-from .attention.variant import check_layer
-from .layers.convolution import Convolution
-from .layers.mixing import mix_tokens, projected_heads
-from .layers.output_gate import OutputGate
+from .layers.mixing import mix_tokens
+from .layers.norm import norm_linear
+
+SETTINGS = (  # of GPTConfig that a layer takes
+    "n_kv_head head_dim convolution output_gate window p gate gate_bias form chunk_size adaptive p_min p_max rope_base"
+    " bias"
+).split()
 
 
-@dataclass
-class LayerConfig:
-    """Holds the settings of a layer that a Variant reads, with the names and defaults of the model's GPTConfig."""
-
-    n_embd: int
-    n_head: int
-    n_kv_head: int = 0
-    head_dim: int = 0
-    attention: str = "sympow_gating"
-    convolution: int = 0
-    output_gate: bool = False
-    window: int = 0
-    p: int = 2
-    gate: str = "auto"
-    gate_bias: float = 6.9
-    form: str = "auto"
-    chunk_size: int = 0
-    adaptive: str = "continuous"
-    p_min: float = 2.0
-    p_max: float = 4.0
-    rope_base: float = 65536.0
-    bias: bool = False
-    positions = "rotary"  # no field: a layer has no table of positions
-
-    def __post_init__(self):
-        if self.attention == "heinsen":
-            raise ValueError("attention=heinsen needs a model with a position embedding: use heinsen_attention")
-        check_choice("attention", self.attention, ATTENTIONS)
-        check_layer(self)
-        ATTENTIONS[self.attention].choose_gate(self)
-
-    @property
-    def gated(self):
-        """Return True if attention gets log_g. Resets between documents may come at any call."""
-        return self.gate != "none"
-
-
-class Attention(nn.Module):
+class Attention(model.Attention):
     """Causal self-attention with rotary positions: projections, one of the attentions, and an output projection.
 
-    Attention(n_embd, n_head, attention="sympow_gating", p=2, ...) takes LayerConfig's fields and raises ValueError for
-    settings that do not fit.
+    Raises ValueError for settings that do not fit. They have the defaults of GPTConfig in model.py:
+
+    n_embd         width of x and y
+    n_head         query heads
+    attention      softmax, even_power, sympow, sympow_gating, conformal_sympow or adaptive_power
+    n_kv_head      key/value heads, shared by groups of query heads; 0: n_head
+    head_dim       width of a head; 0: n_embd / n_head
+    p              the power, even: 2
+    gate           learned or fixed for sympow_gating; learned, fixed or none for conformal_sympow; auto: learned
+    gate_bias      a fresh learned gate is sigmoid(gate_bias): 6.9
+    window         of softmax: how many tokens each token sees, itself among them; 0: all before it
+    convolution    tokens of a convolution over q, k and v before attention; 0: none
+    output_gate    True: normalise attention's output, and multiply it by a learned gate
+    form           quadratic, chunked, recurrent or auto: how the sympow variants are computed in training
+    chunk_size     tokens a chunk in the chunked form; 0: chosen from p and head_dim
+    adaptive       of adaptive_power: continuous (|q.k|^p(x)) or mixture (of even powers, linear in the length)
+    p_min, p_max   of adaptive_power: the least and the largest p(x), 2.0 and 4.0
+    rope_base      N of the rotation: the longest document, 65536.0
+    bias           True: biases in the linear layers
     """
 
-    def __init__(self, n_embd, n_head, **settings):
-        super().__init__()
-        self.config = config = LayerConfig(n_embd, n_head, **settings)
-        heads, D = projected_heads(config), config.head_dim
-        self.c_attn = nn.Linear(n_embd, sum(heads) * D, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_head * D, n_embd, bias=config.bias)
-        self.conv = Convolution(sum(heads[:3]) * D, config.convolution) if config.convolution else None
-        self.output_gate = OutputGate(D) if config.output_gate else None
-        self.mix = ATTENTIONS[config.attention](config)
+    def __init__(self, n_embd, n_head, *, attention="sympow_gating", **settings):
+        if attention == "heinsen":
+            raise ValueError("attention=heinsen needs a model with a position embedding: use heinsen_attention")
+        check_choice("attention", attention, ATTENTIONS)
+        for name in settings:
+            check_choice("a setting", name, SETTINGS)
+        super().__init__(model.GPTConfig(n_embd=n_embd, n_head=n_head, attention=attention, **settings))
 
     def forward(self, x, resets=None, state=None):
         """Return y [B, T, n_embd] for x [B, T, n_embd]; with a state, (y, the state after these tokens).
@@ -73,10 +49,8 @@ class Attention(nn.Module):
         resets [B, T] bool: tokens that begin a document, which see nothing before themselves. state: from `empty_state`
         or from the call with the tokens before.
         """
-        heads = self.c_attn(x).unflatten(-1, (-1, self.config.head_dim))
-        weight = self.mix.input_weight()
-        x = x if weight is None else linear_fp32(x, weight)
-        y, state = mix_tokens(self, x, heads, resets, state)
+        x, heads = norm_linear(lambda x: x, self.c_attn, x, self.mix.input_weight())
+        y, state = mix_tokens(self, x, heads.unflatten(-1, (-1, self.head_dim)), resets, state)
         y = self.c_proj(y.flatten(2))
         return y if state is None else (y, state)
 

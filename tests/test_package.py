@@ -2,12 +2,12 @@
 
 import ast
 import importlib
+import inspect
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from helpers import ROOT
 import sympow
 from sympow.kernels import configs
 from sympow.model import GPT, GPTConfig
-from sympow.module import LayerConfig
+from sympow.module import SETTINGS
 
 PROJECT = tomllib.loads(Path(ROOT, "pyproject.toml").read_text())
 
@@ -43,10 +43,12 @@ def test_the_package_imports_what_it_depends_on():
     assert imported - sys.stdlib_module_names - {"sympow"} - optional == depends
 
 
-def test_settings_of_a_layer_are_the_models():
-    model = {f.name: f.default for f in fields(GPTConfig)} | {"attention": "sympow_gating"}
-    layer = {f.name: f.default for f in fields(LayerConfig) if f.name not in ("n_embd", "n_head")}
-    assert layer == {name: model[name] for name in layer}
+def test_the_help_of_a_layer_lists_its_settings_with_the_models_defaults():
+    lines = dict(re.split("  +", line, maxsplit=1) for line in inspect.getdoc(sympow.Attention).splitlines()[4:])
+    assert sorted(", ".join(lines).split(", ")) == sorted(["n_embd", "n_head", "attention", *SETTINGS])
+    assert all(str(getattr(GPTConfig, name)) in lines[name] for name in ("p", "gate_bias", "rope_base"))
+    with pytest.raises(ValueError, match="got 'headdim': did you mean head_dim?"):
+        sympow.Attention(32, 4, headdim=8)
 
 
 @pytest.mark.parametrize("name", "softmax even_power sympow sympow_gating conformal_sympow adaptive_power".split())
