@@ -19,6 +19,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 
+from sympow.runs import threads  # noqa: F401 (before torch)
 import torch
 
 from sympow.attention.operator.check import first_line

@@ -15,6 +15,7 @@ import os
 import sys
 from dataclasses import dataclass
 
+from sympow.runs import threads  # noqa: F401 (before torch)
 import torch
 
 from sympow.attention.positions import TooLong

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Callable
 
+from sympow.runs import threads  # noqa: F401 (before torch)
 import torch
 
 from sympow.data.progress import waiting

@@ -11,6 +11,7 @@ from statistics import median
 from types import SimpleNamespace
 
 import numpy as np
+from sympow.runs import threads  # noqa: F401 (before torch)
 import torch
 
 from sympow.attention.gates import LearnedGate

@@ -5,6 +5,7 @@ python -m experiments.train --attention=sympow_gating+out --p=2 --n_layer=6 ...
 
 import sys
 
+from sympow.runs import threads  # noqa: F401 (before torch)
 import torch
 
 from sympow.attention import ATTENTIONS

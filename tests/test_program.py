@@ -12,7 +12,7 @@ import termios
 import time
 
 import pytest
-from helpers import ROOT, call, join, start
+from helpers import ROOT, call, join, run, start
 
 from bench import cost, state_size
 from sympow import compare, doctor, evaluate, export, sample, train
@@ -46,6 +46,19 @@ def test_help_is_shown_without_docstrings(program, monkeypatch, capsys):
     """`python -OO`, or PYTHONOPTIMIZE=2, drops them."""
     monkeypatch.setattr(program, "__doc__", None)
     assert call(program.main, "--help") == 0 and "--help" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given,policy", [(None, "passive"), ("active", "active")])
+@pytest.mark.parametrize("program", ["train.py", "sample.py", "evaluate.py", "-m experiments.measure"])
+def test_waiting_threads_sleep_in_a_program_unless_the_user_has_said_otherwise(program, given, policy, tmp_path):
+    (tmp_path / "torch.py").write_text("import os, sys; sys.exit(os.environ['OMP_WAIT_POLICY'])")
+    environment = {"OMP_WAIT_POLICY": given, "PYTHONPATH": str(tmp_path)}
+    assert run(*program.split(), cwd=ROOT, env=environment, check=False).stderr == f"{policy}\n"
+
+
+def test_waiting_threads_are_left_alone_where_the_package_is_imported():
+    code = "import os, sympow.model; print(os.environ.get('OMP_WAIT_POLICY'))"
+    assert run("-c", code, cwd=ROOT, env={"OMP_WAIT_POLICY": None}).stdout == "None\n"
 
 
 def bar_on_a_terminal_without_a_size():

@@ -1,0 +1,10 @@
+"""Let the threads of OpenMP sleep while they wait for work. A program imports this before torch.
+
+torch's CPU wheels bring GNU's OpenMP, whose threads spin while they wait: beside another busy program each spins on the
+core that the thread it waits for needs, and a step takes many times longer. OpenMP reads the policy when it is loaded.
+A policy in the environment stays, and GOMP_SPINCOUNT or KMP_BLOCKTIME (of LLVM's OpenMP) decide before it.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
