@@ -155,7 +155,7 @@ def open_documents(folder, cfg):
 
 def evaluate_run(folder, cfg, windows):
     """Return the losses of a run in nats, float64 [documents, length]."""
-    _, model, _, device, autocast = load_run(folder, cfg)
+    _, model, _, device, autocast = load_run(folder, cfg.device, cfg.dtype)
     count = min(cfg.documents, windows.documents)
     stride = windows.documents // count * windows.per_document  # over the whole split, each document from its start
     total, losses = count * windows.block_size, []

@@ -18,7 +18,6 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
@@ -65,7 +64,7 @@ def export(run, target):
     run: a run's folder, or one of its checkpoints. The folder is written under a temporary name and takes the place of
     an earlier export, even if another process puts its own there meanwhile.
     """
-    folder, model, tokenizer, *_ = load_run(run, SimpleNamespace(device="cpu", dtype="float32"))
+    folder, model, tokenizer, *_ = load_run(run, "cpu", "float32")
     target = Path(target).resolve()
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)

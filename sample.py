@@ -55,7 +55,7 @@ def main():
     check(cfg)
     text = read_text(cfg.prompt)
     cfg.out_dir = cfg.out_dir or state_file.find_run(cfg.load_state) or newest_run()
-    folder, model, tokenizer, device, autocast = load_run(cfg.out_dir, cfg)
+    folder, model, tokenizer, device, autocast = load_run(cfg.out_dir, cfg.device, cfg.dtype)
     if cfg.state_dtype != "float32" and device.type != "cuda":
         refuse(f"state_dtype={cfg.state_dtype} is for GPUs, here states are float32")
     timings = Timings(device)

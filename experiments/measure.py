@@ -8,7 +8,6 @@ import lzma
 import math
 import sys
 from statistics import median
-from types import SimpleNamespace
 
 import numpy as np
 from sympow.runs import threads  # noqa: F401 (before torch)
@@ -38,7 +37,7 @@ def main(run):
     """Measure a run and write the measurements to FOLDER.json."""
     register(run.settings["attention"])
     if "max_iters" in run.settings:
-        _, model, *_ = load_run(run.folder, SimpleNamespace(device=DEVICE, dtype="auto"))
+        _, model, *_ = load_run(run.folder, DEVICE)
     else:
         settings = {name: value for name, value in run.settings.items() if name != "seed"}
         with torch.device("meta"):

@@ -1,6 +1,6 @@
 """The one way into a run for the programs that use its model: choose the run, and load its newest whole checkpoint.
 
-    folder, model, tokenizer, device, autocast = load_run(cfg.out_dir or newest_run(), cfg)
+    folder, model, tokenizer, device, autocast = load_run(out_dir or newest_run())
 
 A folder that export.py wrote has the model without the run: `load_exported`. No code in a folder is ever run.
 """
@@ -29,15 +29,15 @@ from sympow.training.stages import final_context
 
 
 @waiting("reading the weights")
-def load_run(path, cfg):
+def load_run(path, device="auto", dtype="auto"):
     """Return the checkpoint's folder, its model, its tokenizer, the device and the autocast context to use.
 
-    path: a run's folder or one of its checkpoints; cfg has the settings device and dtype. The checksums of the weights
-    are compared: a damaged checkpoint is named on stderr and left out for the one before it. If training removes it
-    while it is read, a newer one is chosen. Refuse a run without a checkpoint, or with a config.json or tokenizer that
-    cannot be read or does not fit.
+    path: a run's folder or one of its checkpoints; device and dtype: settings as of train.py. The checksums of the
+    weights are compared: a damaged checkpoint is named on stderr and left out for the one before it. If training
+    removes it while it is read, a newer one is chosen. Refuse a run without a checkpoint, or with a config.json or
+    tokenizer that cannot be read or does not fit.
     """
-    run, (device, autocast) = checkpoint.run_of(path), choose_precision(cfg)
+    run, (device, autocast) = checkpoint.run_of(path), choose_precision(device, dtype)
     while folder := checkpoint.newest(path, True, warn, checkpoint.WEIGHTS):
         try:
             settings, tokenizer = checkpoint.settings(run, folder), load_tokenizer(run)
@@ -65,9 +65,9 @@ def load_exported(path, device):
     return model.to(device).eval(), Tokenizer("huggingface", tokenizer)
 
 
-def choose_precision(cfg):
-    """Return the device and the autocast context for the settings device and dtype of cfg."""
-    device, dtype = choose_device(cfg.device, cfg.dtype)
+def choose_precision(device, dtype):
+    """Return the device and the autocast context for two settings."""
+    device, dtype = choose_device(device, dtype)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current device
     return device, torch.autocast(device.type, dtype, enabled=dtype != torch.float32)

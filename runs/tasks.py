@@ -92,9 +92,9 @@ def load_model(folder, cfg):
 def load_own(folder, cfg):
     """Return the model and the tokenizer of a run, or of an exported run, as transformers has them."""
     if is_exported(folder):
-        model, tokenizer = load_exported(folder, choose_precision(cfg)[0])
+        model, tokenizer = load_exported(folder, choose_precision(cfg.device, cfg.dtype)[0])
     else:
-        _, model, tokenizer, *_ = load_run(folder, cfg)
+        _, model, tokenizer, *_ = load_run(folder, cfg.device, cfg.dtype)
     with torch.device("meta"):
         wrapper = SympowForCausalLM(SympowConfig(vars(model.config), eos_token_id=tokenizer.eot))
     wrapper.gpt = model

@@ -68,8 +68,7 @@ def model_of(path, data, **changes):
 
 
 def run_model(path):
-    cfg = type("Config", (), dict(device="cpu", dtype="float32"))
-    return load_run(str(path), cfg)[1]
+    return load_run(str(path), "cpu", "float32")[1]
 
 
 def logits_of(model, ids):
