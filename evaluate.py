@@ -7,10 +7,10 @@
     python evaluate.py out/softmax hf/sympow_gating_p2 --tasks=lambada_openai,hellaswag
 
 Held-out documents are read piece by piece, and the model's state is carried from one piece to the next, so that memory
-does not grow with the length (except for a KV cache). Prints the mean loss between powers of two and plots the loss
-against the position, with the training context marked: the second figure of "Conformal Transformations for Symmetric
-Power Transformers" (Kumar et al., 2025). Tasks print a table of their metrics and write them to tasks.json in the
-run's folder.
+does not grow with the length (except for a KV cache). Prints the mean loss between powers of two. With --png it plots
+the loss against the position, with the training context marked: the second figure of "Conformal Transformations for
+Symmetric Power Transformers" (Kumar et al., 2025). Tasks print a table of their metrics and write them to tasks.json in
+the run's folder.
 """
 
 import json
@@ -52,7 +52,7 @@ class EvaluateConfig:
     documents: int = 16  # number of documents
     pack: bool = False  # join documents to longer texts; only a model trained with pack forgets where one begins
     piece: int = 0  # tokens to read at a time; 0: 65,536 on a GPU, else 1,024
-    png: str = "loss_by_position.png"  # where the picture goes; nothing: no picture
+    png: str = ""  # a file for a picture of the loss by position
     # tasks of lm-evaluation-harness
     tasks: str = ""  # names of tasks or groups, or paths of YAML files, separated by commas
     include_path: str = ""  # a folder with more tasks
