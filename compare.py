@@ -17,12 +17,14 @@ from statistics import fmean, median
 from sympow import did_you_mean
 from sympow.code import changed_files
 from sympow.data import DataError
+from sympow.data.dataset import Dataset
 from sympow.data.files import read_json
 from sympow.runs.plots import choose_picture, plot_loss_curves, short_count
 from sympow.runs.program import Parser, run_program, refuse
 from sympow.runs.metrics import read_lines
 from sympow.runs.starts import read_starts
 
+NOT_COMPARED = {"out_dir", "wandb_run_name"}  # in which runs differ without a meaning
 WARMUP_LINES = 3  # left out of a run's throughput, because of compilation and cold caches
 LEGEND = "train loss: mean over the last 10% of the logged steps; val loss: the last evaluation; tokens/s: median"
 
@@ -82,7 +84,16 @@ def table(rows, metric="val_loss"):
     # Compare training losses if a run was not evaluated at its last step, because it is going on or was killed.
     kind = "val" if all(row["val"] is not None and row["val_step"] == row["steps"] for row in rows) else "train"
     base = rows[0][kind]
-    header = ["run", "steps", "tokens", "train loss", metric.replace("_", " ", 1), f"{kind} vs first", "tokens/s"]
+    header = [
+        "run",
+        "steps",
+        "tokens",
+        "train loss",
+        metric.replace("_", " ", 1),
+        f"{kind} vs first",
+        "tokens/s",
+        "bits/byte",
+    ]
     cells = []
     for row in rows:
         ratio = f"{row[kind] / base:.3f}x" if base and row[kind] is not None else "-"
@@ -91,31 +102,40 @@ def table(rows, metric="val_loss"):
             val += f" at {row['val_step']:,}"
         speeds = " then ".join(f"{speed:,.0f}" for speed in row["speeds"]) or "-"
         steps, tokens = f"{row['steps']:,}", format_count(row["tokens"])
-        cells.append([row["run"], steps, tokens, format_loss(row["train"]), val, ratio, speeds])
+        cells.append(
+            [row["run"], steps, tokens, format_loss(row["train"]), val, ratio, speeds, format_loss(row["bits"])]
+        )
     return header, cells
 
 
-def different_numbers(words, rows, key):
-    """Return a line of these words and each run's number under a key of its row, if the numbers differ, else ""."""
-    numbers = {row["run"]: row[key] for row in rows if row[key]}
-    if len(set(numbers.values())) < 2:
-        return ""
-    return f"\n{words}: " + ", ".join(f"{name} {n:,}" for name, n in numbers.items())
+def saved_settings(folder):
+    """Return the settings of a run, with the model's among them, {} for a copy that has no config.json."""
+    with suppress(FileNotFoundError, DataError):
+        settings = read_json(os.path.join(folder, "config.json"))
+        return settings | settings.pop("model", {})
+    return {}
 
 
-def other_data(folders):
-    """Return the names of runs, {name: folder}, that were trained on other data than the first one, and a line that
-    names all runs' data if they differ, else ""."""
-    fingerprints, names = {}, []
-    for name, folder in folders.items():
-        with suppress(FileNotFoundError, DataError, KeyError):  # a copy of a run may have its metrics alone
-            settings = read_json(os.path.join(folder, "config.json"))
-            fingerprints[name] = settings["data"]
-            names.append(f"{name} {settings['dataset']}")
-    base = fingerprints.get(next(iter(folders)))
-    foreign = {name for name, fingerprint in fingerprints.items() if base and fingerprint != base}
-    line = "\nlosses on different data: " + ", ".join(names)
-    return foreign, line if len(set(fingerprints.values())) > 1 else ""
+def differences(settings):
+    """Return a table of what differs between runs, {name: settings}, or "" if nothing does."""
+    rows = []
+    for key in sorted(set().union(*settings.values()) - NOT_COMPARED):
+        cells = [str(values.get(key, "-")) for values in settings.values()]
+        if len({*cells} - {"-"}) > 1:
+            rows.append([key, *cells])
+    return f"\n{plain(['what differs', *settings], rows)}\n" if rows else ""
+
+
+def bits_per_byte(loss, settings):
+    """Return a run's validation loss in bits a byte of text, or None if its data cannot be read.
+
+    The end of a text has no bytes, and a byte that is no UTF-8 counts as three, as U+FFFD does.
+    """
+    with suppress(DataError, KeyError):
+        dataset = Dataset(settings["dataset"])
+        ids = dataset.read("val", 0, min(settings["eval_tokens"], dataset.tokens("val")))
+        text = dataset.tokenizer.decode(ids[ids != dataset.eot])
+        return loss / math.log(2) * len(ids) / len(text.encode())
 
 
 def other_code(folders):
@@ -182,16 +202,18 @@ def main(argv=None):
     picture = choose_picture(args.png)
     runs = {name: read_losses(folder, args.metric) for name, folder in zip(names, args.runs)}
     rows = [summarise(name, train, val) for name, (train, val) in runs.items()]
-    print((markdown if args.markdown else plain)(*table(rows, args.metric)))
-    folders = dict(zip(names, args.runs))
-    foreign, data = other_data(folders)
+    settings = {name: saved_settings(folder) for name, folder in zip(names, args.runs)}
+    data = {name: values["data"] for name, values in settings.items() if "data" in values}
+    foreign = {name for name in data if names[0] in data and data[name] != data[names[0]]}
     one_dataset = args.metric != "val_loss"  # of validation, whatever a run was trained on
+    for row in rows:
+        row["bits"] = bits_per_byte(row["val"], {} if one_dataset or not row["val"] else settings[row["run"]])
+        settings[row["run"]] |= {key: row[key] for key in ("tokens", "val_context") if row[key]}
+    print((markdown if args.markdown else plain)(*table(rows, args.metric)))
     comparable = {
         name: ([], val if one_dataset else []) if name in foreign else runs[name] for name, (_, val) in runs.items()
     }
-    tokens = different_numbers("losses after different numbers of tokens", rows, "tokens")
-    contexts = different_numbers("val losses at different contexts", rows, "val_context")
-    print(f"\n{LEGEND}{tokens}{contexts}{'' if one_dataset else data}{other_code(folders)}", flush=True)
+    print(f"{differences(settings)}\n{LEGEND}{other_code(dict(zip(names, args.runs)))}", flush=True)
     if picture:
         plot_loss_curves(runs, picture, comparable)
         print(f"wrote {picture}")

@@ -1,6 +1,8 @@
 """compare.py tells where runs ended, whatever the state of their logs."""
 
 import json
+import math
+import re
 import sys
 from pathlib import Path
 
@@ -8,6 +10,8 @@ import pytest
 from helpers import call
 
 from sympow import compare
+from sympow.data.dataset import Dataset
+from sympow.data.text import prepare
 from sympow.runs import plots
 
 
@@ -48,11 +52,11 @@ def test_table_and_picture_of_three_runs(tmp_path, capsys):
         lines = log_lines("train_loss", losses[:steps], tok_per_sec=2000 + steps)
         runs.append(write_run(tmp_path / name, *lines, {"step": 10 * steps, "val_loss": val_loss}))
     rows = read_table(capsys, ",".join(runs[:2]), runs[2], "--names=a,$p=4,c", f"--png={tmp_path}/pictures/loss")
-    assert list(rows[0]) == ["run", "steps", "tokens", "train loss", "val loss", "val vs first", "tokens/s"]
+    assert ", ".join(rows[0]) == "run, steps, tokens, train loss, val loss, val vs first, tokens/s, bits/byte"
     assert [list(row.values()) for row in rows] == [
-        ["a", "200", "20,000", "3.1500", "3.0000", "1.000x", "2,020"],
-        ["$p=4", "200", "20,000", "3.1500", "2.7000", "0.900x", "2,020"],
-        ["c", "50", "5,000", "4.6000", "4.1000", "1.367x", "2,005"],
+        ["a", "200", "20,000", "3.1500", "3.0000", "1.000x", "2,020", "-"],
+        ["$p=4", "200", "20,000", "3.1500", "2.7000", "0.900x", "2,020", "-"],
+        ["c", "50", "5,000", "4.6000", "4.1000", "1.367x", "2,005", "-"],
     ]
     assert (tmp_path / "pictures/loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -240,11 +244,26 @@ def test_each_context_has_its_speed_and_what_cannot_be_compared_is_named(tmp_pat
         runs.append(write_run(tmp_path / name, *lines, data=data, dataset=f"data/of_{name}"))
     compare.main(runs)
     out = capsys.readouterr().out
-    assert "32,000 then 256,000\n" in out
-    assert "val losses at different contexts: staged 256, plain 32\n" in out
-    assert "losses on different data: staged data/of_staged, plain data/of_plain\n" in out
+    assert "32,000 then 256,000 " in out
+    for line in ("staged plain", "data 12 34", "dataset data/of_staged data/of_plain", "val_context 256 32"):
+        assert line in re.sub(" +", " ", out)
     compare.main(runs[:1])
-    assert "different" not in capsys.readouterr().out
+    assert "differs" not in capsys.readouterr().out
+
+
+def test_settings_that_differ_are_listed_and_bits_a_byte_compare_tokenizers(tmp_path, capsys):
+    runs, bits = [], []
+    (tmp_path / "text").write_text(800 * "a line of text\n")
+    for kind in ("bytes", "bpe:300"):
+        prepare.main([f"{tmp_path}/text", f"--out={tmp_path}/{kind}", f"--tokenizer={kind}", "--document_length=64"])
+        dataset = Dataset(f"{tmp_path}/{kind}")
+        settings = dict(dataset=dataset.path, eval_tokens=64, out_dir=kind, model={"p": 2})
+        runs.append(write_run(tmp_path / f"on_{kind}", {"step": 1, "val_loss": 1.5}, **settings))
+        lengths = [len(dataset.tokenizer.token_bytes(i)) for i in dataset.read("val", 0, 64) if i != dataset.eot]
+        bits.append(f"{1.5 / math.log(2) * 64 / sum(lengths):.4f}")
+    assert [row["bits/byte"] for row in read_table(capsys, *runs)] == bits and bits[1] < bits[0]
+    compare.main(runs)
+    assert "on_bpe:300\ndataset " in re.sub(" +", " ", capsys.readouterr().out)
 
 
 def test_runs_of_different_lengths_are_named_with_their_tokens_and_a_picture_is_asked_for(
@@ -254,8 +273,8 @@ def test_runs_of_different_lengths_are_named_with_their_tokens_and_a_picture_is_
     runs = [write_run(tmp_path / f"{n}", *log_lines("train_loss", [4.0] * n)) for n in (20, 5)]
     same = write_run(tmp_path / "same", *log_lines("train_loss", [3.0] * 20))
     compare.main([*runs, same])
-    assert "\nlosses after different numbers of tokens: 20 20,000, 5 5,000, same 20,000\n" in capsys.readouterr().out
+    assert "\nwhat differs     20     5   same\ntokens        20000  5000  20000\n" in capsys.readouterr().out
     compare.main([runs[0], same])
     out = capsys.readouterr().out
-    assert "different" not in out and "wrote" not in out
+    assert "differs" not in out and "wrote" not in out
     assert {path.name for path in tmp_path.iterdir()} == {"20", "5", "same"}
