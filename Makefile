@@ -12,7 +12,7 @@ help:  ## this list
 
 DEMO_NAMES = softmax,conformal_sympow
 
-demo: env  ## prepare data, train two small models, plot their losses, sample from one (4 minutes)
+demo: env  ## prepare data, train two small models, plot their losses, sample from one (4 minutes on two CPUs)
 	$(PY) data/pystdlib/prepare.py
 	$(PY) train.py config/demo.py --attention=softmax --out_dir=out/demo_softmax
 	$(PY) train.py config/demo.py --out_dir=out/demo_conformal
@@ -22,7 +22,6 @@ demo: env  ## prepare data, train two small models, plot their losses, sample fr
 	@echo
 	@echo "out/demo_loss.png shows how both models learn, by steps and time."
 	@echo "out/demo_loss_by_position.png shows both reading 8 times their training context, which ends at the dashed line."
-	@echo "A slow machine takes fewer than 300 steps in the 90 seconds of each model, which may be too few for a difference."
 
 PYTEST = -m pytest -rfE -n auto --maxprocesses=8 tests
 

@@ -30,7 +30,7 @@ from sympow.runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from sympow.runs.program import refuse
 from sympow.runs.settings import BOOLS, TRAIN_RANGES, check_ranges, fields_of, read_settings
 from sympow.training.batches import count_epochs, examine, format_losses, mean_losses, micro_batches
-from sympow.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizer, take_step
+from sympow.training.optimizer import OPTIMIZERS, SCHEDULES, describe_jump, learning_rate, make_optimizer, take_step
 from sympow.training.plan import Plan, advise_to_go_on, describe_run, make_networks, make_plan
 from sympow.training.stages import enter_stage, reason_to_stop, refuse_moved_stages, rehearse
 
@@ -165,7 +165,7 @@ def set_up(argv, ranks, stack):
     optimizer, progress = make_optimizer(model, cfg), checkpoint.Progress()
     if resume:
         progress = checkpoint.load(resume, model, optimizer)
-        ranks.log(f"going on from {resume}, step {progress.step}")
+        ranks.log(f"going on from {resume}, step {progress.step}{describe_jump(cfg, plan.saved_settings, progress)}")
     elif plan.source:
         plan.source.fill(model)
         ranks.log(plan.source.describe(plan.model_cfg))

@@ -1,4 +1,4 @@
-"""A small byte-level model of Python source, at most 90 seconds on two CPU cores. `make demo` trains two of them."""
+"""A small byte-level model of Python source, about 90 seconds on two CPU cores. `make demo` trains two of them."""
 
 dataset = "pystdlib"
 attention = "conformal_sympow"
@@ -13,7 +13,6 @@ learning_rate = 3e-3
 warmup_iters = 20
 schedule = "cosine"
 max_iters = 300
-max_seconds = 90
 eval_interval = 100
 eval_tokens = 16384
 log_interval = 3

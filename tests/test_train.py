@@ -269,7 +269,9 @@ def test_the_schedule_follows_the_time_that_it_is_given_and_a_resumed_run_goes_o
     assert rates[1] == 1e-2 and rates[9] == train.learning_rate(8, cfg, seconds) < rates[8]
     assert list(rates.values()) == sorted(rates.values(), reverse=True) and 1e-4 <= rates[last] < 3e-4
     assert go(*timed, "--out_dir=out/a", "--max_iters=100000", "--max_seconds=3") == 0  # more time: further steps
-    assert max(metrics("out/a")) > last and metrics("out/a", "lr")[last + 1] > rates[last]
+    assert max(metrics("out/a")) > last and (rate := metrics("out/a", "lr")[last + 1]) > rates[last]
+    jump = f"step {last}; the new max_seconds moves the learning rate from 0.0001 to {rate:.2g}\n"
+    assert jump in capsys.readouterr().out
 
 
 def train_and_note_rates():
@@ -432,6 +434,7 @@ def test_config_files_are_complete(dataset, tmp_path, monkeypatch):
     for name in (f[:-3] for f in os.listdir(f"{ROOT}/config") if f.endswith(".py") and f != "__init__.py"):
         values, _ = read_settings((train.TrainConfig, GPTConfig), [f"{ROOT}/config/{name}.py"])
         model = GPTConfig(**{f.name: values[f.name] for f in fields(GPTConfig) if f.name in values})
+        assert "max_seconds" not in values  # a busy machine takes the same steps
         if values.get("dataset") == "longcrawl64":
             attention = "hybrid" if "," in model.attention else model.attention
             endings = "", f"_p{model.p}", f"_p{model.p}_stages", "_mixture", "_glu"
@@ -496,6 +499,14 @@ def test_the_bar_moves_at_every_step_and_shows_what_was_logged_last(monkeypatch)
     assert [numbers in frame for frame in frames[2:5]] == [False, True, True]
     assert [frame for frame in frames if len(frame.rstrip("\n")) > 80] == []
     assert display.Display(cfg, 10, torch.device("cpu"), shown=False).bar.disable
+
+
+def test_steps_that_take_ten_times_longer_are_said_to_do_so_once(capsys):
+    shown, lines = display.Display(train.TrainConfig(), 0, None, shown=True), []
+    for step in ((32, 9.0), (32, 1.0), (64, 0.5), (64, 0.06), (64, 0.04), (64, 0.01)):  # context, steps per second
+        shown.warn_of_slow_steps(*step)
+        lines.append("ten times longer" in capsys.readouterr().err)
+    assert lines == [False] * 4 + [True, False]
 
 
 def test_without_a_terminal_a_line_has_loss_speed_rate_memory_and_the_time_left(go, capsys):
