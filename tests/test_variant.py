@@ -227,13 +227,13 @@ def test_sampling_leaves_an_attention_the_number_of_cached_tokens_that_it_has_ch
 
 @pytest.mark.parametrize(
     "pattern,expected",
-    [("sympow", 73), ("sympow,softmax", None), ("sympow,constant", 73), ("constant", 1), ("average", None)],
+    [("sympow", 73), ("sympow,softmax", None), ("sympow,constant", 73), ("constant", 1), ("linear", 1)],
 )
 def test_a_state_has_a_fixed_size_only_if_that_of_every_layer_has(average, pattern, expected, monkeypatch):
     fixed = type("Fixed", (AverageState,), {"fixed_size": True})
     empty = lambda self, *args, **kwargs: fixed(**Average.empty_state(self, *args, **kwargs).tensors())
     monkeypatch.setitem(ATTENTIONS, "constant", type("Constant", (Average,), {"empty_state": empty}))
-    assert limit(tiny(pattern)) == expected
+    assert limit(tiny(pattern)) == expected and limit(tiny("average")) is None
 
 
 def on_gpu(config, *mixes):
