@@ -47,8 +47,6 @@ def test_the_help_of_a_layer_lists_its_settings_with_the_models_defaults():
     lines = dict(re.split("  +", line, maxsplit=1) for line in inspect.getdoc(sympow.Attention).splitlines()[4:])
     assert sorted(", ".join(lines).split(", ")) == sorted(["n_embd", "n_head", "attention", *SETTINGS])
     assert all(str(getattr(GPTConfig, name)) in lines[name] for name in ("p", "gate_bias", "rope_base"))
-    with pytest.raises(ValueError, match="got 'headdim': did you mean head_dim?"):
-        sympow.Attention(32, 4, headdim=8)
 
 
 @pytest.mark.parametrize("name", "softmax even_power sympow sympow_gating conformal_sympow adaptive_power".split())
@@ -65,11 +63,6 @@ def test_a_layer_is_the_models(name):
         whole = layer(x, resets)
         rows, _ = ours(x.flatten(0, 1), torch.nn.Identity(), (2, 12), resets, None)
         assert torch.equal(whole, rows.view(2, 12, 32))
-        state, pieces = layer.empty_state(2), []
-        for part, at in zip(x.split(5, 1), resets.split(5, 1)):
-            y, state = layer(part, at, state)
-            pieces.append(y)
-    assert (torch.cat(pieces, 1) - whole).norm() < 1e-5 * whole.norm()
 
 
 @pytest.mark.parametrize(
@@ -81,6 +74,7 @@ def test_a_layer_is_the_models(name):
         (dict(n_kv_head=3), "multiple of n_kv_head, got 4 and 3"), (dict(gate="none"), "is attention=sympow"),
         (dict(attention="sympow", gate="fixed"), "sympow has no gates, got gate=fixed"),
         (dict(form="fast"), "got 'fast'"), (dict(head_dim=7), "even (rotary positions turn pairs), got 7"),
+        (dict(headdim=7), "got 'headdim': did you mean head_dim?"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(settings, message):
