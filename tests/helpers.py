@@ -43,7 +43,7 @@ def run(*argv, check=True, **kwargs):
     env = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}
     env = {name: value for name, value in env.items() if value is not None}
     done = subprocess.run(
-        [sys.executable, *map(str, argv)], capture_output=True, text=True, env=env, timeout=600, **kwargs
+        [sys.executable, *map(str, argv)], capture_output=True, text=True, env=env, timeout=3600, **kwargs
     )
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
@@ -101,8 +101,8 @@ def start_ranks(count, function, *argv, cwd=".", cwds=None):
     return [start(function, *argv, env=env, cwd=folder, log=log) for env, folder, log in zip(ranks, folders, logs)]
 
 
-def join(*processes, timeout=60):
-    """Wait for processes to end and return their exit codes; kill them if they do not."""
+def join(*processes, timeout=600):
+    """Wait for processes to end and return their exit codes; kill them if they do not, even on a busy machine."""
     for process in processes:
         process.join(timeout)
         if process.exitcode is None:

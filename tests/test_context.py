@@ -184,7 +184,7 @@ def train_in(folder, dataset, ranks, *settings, main=train.main):  # noqa: F811
     folder.mkdir(exist_ok=True)
     argv = [*SMALL, f"--dataset={dataset}", "--out_dir=out", "--n_kv_head=1", f"--context_parallel={ranks}", *settings]
     ran = start_ranks(ranks, main, *argv, cwd=str(folder))
-    codes = join(*ran, timeout=400)
+    codes = join(*ran)
     assert codes == [0] * ranks, "".join((folder / f"rank_{i}").read_text()[-2000:] for i in range(ranks))
     return losses(folder / "out")
 

@@ -412,13 +412,13 @@ def test_a_batch_is_documents_by_one_window():
 @pytest.mark.slow
 def test_order_of_millions_of_documents_is_fast():
     windows = Shape(6_609_334, 64)
-    started = time.perf_counter()
+    started = time.process_time()
     train_indices(windows, 0, 0, 512)
-    first = time.perf_counter() - started
-    started = time.perf_counter()
+    first = time.process_time() - started
+    started = time.process_time()
     for step in range(100):
         train_indices(windows, 0, step * 512, 512)
-    assert first < 10 and (time.perf_counter() - started) / 100 < 0.01
+    assert first < 10 and (time.process_time() - started) / 100 < 0.01
 
 
 def test_same_global_batch_for_any_ranks_and_batch_sizes(tmp_path):

@@ -14,7 +14,7 @@ def make(*arguments, folder=ROOT):
     """Return (exit status, stdout, stderr) of make, without the environment variables of an outer make."""
     outer = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PY", "PYTHON"}
     env = {key: value for key, value in os.environ.items() if key not in outer}
-    done = subprocess.run(["make", *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["make", *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=600)
     return done.returncode, done.stdout, done.stderr
 
 

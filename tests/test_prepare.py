@@ -443,7 +443,7 @@ def test_a_step_of_preparing_that_takes_long_shows_a_line(tmp_path, monkeypatch,
         original = getattr(importlib.import_module(module), name)
 
         def slow(*args):
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 600
             while not re.search(line, errors.getvalue()):
                 assert time.monotonic() < deadline, errors.getvalue()
                 time.sleep(0.01)

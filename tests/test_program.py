@@ -37,7 +37,7 @@ STOP = "from runs.program import run_program; run_program(lambda: os.kill(os.get
 )
 def test_a_program_ends_in_one_line(code, redirected, status, out, error):
     command = f"set -o pipefail; {shlex.quote(sys.executable)} -c {shlex.quote(code)} {redirected}"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60)
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=600)
     assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (status, out, error)
 
 
@@ -82,7 +82,7 @@ def test_without_a_terminal_a_line_comes_soon_and_then_some_also_of_what_does_no
     with progress.bar(total=10, desc="prompt") as shown, progress.waiting("reading", shown=False):
         shown.update(5)
         assert capsys.readouterr().err == ""
-        lines, end = "", time.monotonic() + 60
+        lines, end = "", time.monotonic() + 600
         while lines.count("\n") < 2 and time.monotonic() < end:
             lines += capsys.readouterr().err
             time.sleep(0.05)

@@ -107,7 +107,7 @@ def test_a_server_that_falls_silent_does_not_keep_training_from_ending(tmp_path,
     tracker.log(1, train_loss=2.0)
     start_time = time.perf_counter()
     tracker.finish()
-    assert time.perf_counter() - start_time < 10
+    assert time.perf_counter() - start_time < 40
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:] == ["wandb stopped (TimeoutError: Timed out finishing run.): metrics.jsonl has all numbers"]
 

@@ -344,7 +344,7 @@ def test_what_no_launcher_sets_is_one_line_and_leaves_no_folder(go, monkeypatch,
 def test_a_signal_ends_training_with_a_checkpoint(go, dataset, tmp_path):
     limits = ["--max_iters=100000", "--eval_interval=100000"]
     process = start(train.main, *SMALL, f"--dataset={dataset}", "--out_dir=out/a", *limits)
-    deadline = time.time() + 60
+    deadline = time.time() + 600
     while time.time() < deadline and not (os.path.exists("out/a/metrics.jsonl") and len(metrics("out/a")) > 3):
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGTERM)
