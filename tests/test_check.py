@@ -230,6 +230,7 @@ def test_torch_compile_takes_the_kernels_whole_with_sizes_that_change(form, on_g
         assert torch.equal(compiled(*cut), attend(*cut))
 
 
+@pytest.mark.usefixtures("layer_norms")
 @pytest.mark.parametrize(
     "attention,module,breaks",
     [

@@ -32,6 +32,7 @@ from sympow.kernels.decode import sampling  # noqa: E402
 from sympow.kernels.decode.linear import Linear, Norm, linear  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("layer_norms")
 GPT2 = dict(p=2, bias=True, embedding_norm=False, activation="gelu_tanh")
 VARIANTS = {
     "gated": dict(attention="sympow_gating", p=2),

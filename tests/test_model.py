@@ -344,6 +344,7 @@ def test_only_plain_layers_compiled_on_a_gpu_have_the_gain_in_the_next_weights(m
     )
 
 
+@pytest.mark.usefixtures("layer_norms")
 def test_all_layers_of_a_model_are_compiled_with_the_gain_in_the_next_weights(monkeypatch):
     folded, model = [], GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=97, attention="sympow_gating,softmax"))
 

@@ -21,7 +21,11 @@ from sympow.data import progress
 from sympow.runs.program import check_output
 
 SAY = "from runs.program import run_program; run_program(lambda: print('gr\u00fc\u00dfe'))"
-STOP = "from runs.program import run_program; run_program(lambda: os.kill(os.getpid(), 2))"
+# a process that a shell has started in the background ignores Ctrl-C
+STOP = (
+    "import signal; signal.signal(2, signal.default_int_handler); "
+    "from runs.program import run_program; run_program(lambda: os.kill(os.getpid(), 2))"
+)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_a_run_or_a_checkpoint_gives_one_sample(go, capsys, argv, run):
     assert go("--max_new_tokens=20", *argv) == 0
     out, err = capsys.readouterr()
     assert run in err and "tokens/s" in err
-    assert 1 < len(out) <= 21
+    assert 1 < len(out.replace("<|endoftext|>", ".")) <= 21
 
 
 def test_the_prompt_comes_first_from_text_or_file(go, capsys, tmp_path):

@@ -39,6 +39,7 @@ def compile_kernels(*options):
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.usefixtures("layer_norms")
 @pytest.mark.parametrize("targets", ["once", *(pytest.param(target, marks=pytest.mark.slow) for target in TARGETS)])
 def test_kernels_compile_fit_and_do_not_spill(targets):
     """Each kernel for one target; where slow tests run, for every target, and every launch of the shipped configs for
@@ -165,6 +166,7 @@ def test_update_state_is_the_same_with_the_float32_tiles_of_other_gpus(monkeypat
 # ---- the tensors' GPU, not the current one
 
 
+@pytest.mark.usefixtures("layer_norms")
 def test_the_decoder_works_on_its_models_gpu(monkeypatch):
     """Launches, graph and copies happen under a guard of the model's device, but not what runs between two tokens."""
     import contextlib
