@@ -7,8 +7,6 @@ import pytest
 
 import torch
 
-from torch.utils.flop_counter import FlopCounterMode
-
 from numerics import GATES, relative_error
 
 from sympow.attention.operator import check, dispatch, forms
@@ -337,11 +335,9 @@ def test_arguments_that_do_not_fit_are_refused(change, message):
         power_attention(**args)
 
 
-def test_gates_in_the_place_of_their_logarithms_are_refused_where_values_are_known():
+def test_gates_in_the_place_of_their_logarithms_are_refused():
     q, k, v, _ = floats(8, 2)
     with pytest.raises(ValueError, match="log_g must be <= 0, the logarithm of a gate, got 0.5"):
-        power_attention(q, k, v, torch.full((2, 8, 2), 0.5))
-    with FlopCounterMode(display=False):
         power_attention(q, k, v, torch.full((2, 8, 2), 0.5))
 
 
