@@ -11,8 +11,11 @@ run's.
 import glob
 import math
 import os
+import sys
 from contextlib import suppress
 from statistics import fmean, median
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -I leaves out
 
 from sympow import did_you_mean
 from sympow.code import changed_files

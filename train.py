@@ -12,18 +12,17 @@ config.json, metrics.jsonl, the tokenizer and ckpt/. The same command again goes
 import math
 import os
 import sys
-import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Callable
 
-from sympow.runs import threads  # noqa: F401 (before torch)
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -I leaves out
+from sympow.runs import threads, checkpoint, folder, machine  # noqa: F401 (threads before torch)
 import torch
 
 from sympow.data.progress import waiting
 from sympow.model import GPT, GPTConfig
-from sympow.runs import checkpoint, folder, machine
 from sympow.runs.display import Display, peak_memory
 from sympow.runs.metrics import Clock, SkippedSteps, Tracker, relative_loss
 from sympow.runs.processes import Failed, Ranks, StopSignals, exit_statuses
@@ -329,12 +328,12 @@ def evaluate_and_save(run):
     if not (finite := math.isfinite(val_loss or 0.0)) and reason_to_stop(run):  # None: it was not evaluated
         raise Failed(f"the validation loss of step {progress.step}, the last, is {val_loss}: it is not saved")
     if chosen and finite and run.unsaved and not run.skipped.in_a_row:
-        begin = time.perf_counter()
+        begin = run.clock.seconds()
         progress.skipped, run.unsaved = (run.skipped.total, run.skipped.in_a_row), False
         if run.tracker:
             run.tracker.flush_to_disk()
         run.writer.save(run.model, run.optimizer, progress)  # rank 0, or every rank what it holds of a sharded model
-        run.checkpoint_seconds += time.perf_counter() - begin
+        run.checkpoint_seconds += run.clock.seconds() - begin
 
 
 if __name__ == "__main__":

@@ -28,6 +28,11 @@ STOP = (
 )
 
 
+@pytest.mark.parametrize("program", ["train.py", "sample.py", "evaluate.py", "compare.py", "export.py", "doctor.py"])
+def test_a_program_finds_its_modules_in_an_isolated_python(program, tmp_path):
+    run("-I", f"{ROOT}/{program}", "--help", cwd=tmp_path)
+
+
 @pytest.mark.parametrize(
     "code,redirected,status,out,error",
     [
